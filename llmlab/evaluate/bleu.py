@@ -1,0 +1,139 @@
+"""BLEU: which part of a translation's word sequences also stand in a reference (Papineni et al. 2002).
+
+Two tools' BLEU differ by points when they cut words differently, so a BLEU without its tokenizer means nothing
+(Post 2018, "A Call for Clarity in Reporting BLEU Scores"). This one is sacrebleu's default: mteval-v13a's words,
+n-grams up to 4, exponential smoothing.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import SpecError
+
+__all__ = ["Bleu", "bleu", "words"]
+
+MAX_ORDER = 4
+
+# mteval-v13a.pl, the script of the NIST machine-translation evaluations: entities, then where a word ends.
+ENTITIES = (("&quot;", '"'), ("&amp;", "&"), ("&lt;", "<"), ("&gt;", ">"))
+BREAKS = (
+    (re.compile(r"([!-&(-+:-@\[-`{-~/])"), r" \1 "),  # every ASCII mark but ' , - . is a word
+    (re.compile(r"([^0-9])([.,])"), r"\1 \2 "),  # . and , too, except inside a number
+    (re.compile(r"([.,])([^0-9])"), r" \1 \2"),
+    (re.compile(r"([0-9])(-)"), r"\1 \2 "),  # - only after a digit
+)
+
+
+class Bleu(float):
+    """A BLEU score, 0 to 100, with what it is made of.
+
+    `matches`, `totals`: n-grams found and n-grams written, for n = 1 to 4; `precisions`: their quotients in percent,
+    smoothed; `length`, `reference_length`: in words; `brevity_penalty`: 1, or less where the text is too short.
+    """
+
+    matches: tuple[int, ...]
+    totals: tuple[int, ...]
+    precisions: tuple[float, ...]
+    length: int
+    reference_length: int
+    brevity_penalty: float
+
+
+def words(text: str) -> list[str]:
+    """Return the words of `text` as mteval-v13a cuts them.
+
+    >>> words("It costs 3.5, doesn't it?")
+    ['It', 'costs', '3.5', ',', "doesn't", 'it', '?']
+    """
+    text = text.rstrip().replace("<skipped>", "").replace("-\n", "").replace("\n", " ")
+    for entity, mark in ENTITIES:
+        text = text.replace(entity, mark)
+    text = f" {text} "
+    for pattern, spaced in BREAKS:
+        text = pattern.sub(spaced, text)
+    return text.split()
+
+
+def ngrams(tokens: Sequence[str], order: int) -> Counter[tuple[str, ...]]:
+    """Count the n-grams of length `order`.
+
+    >>> ngrams(["a", "b", "a", "b"], 2)[("a", "b")]
+    2
+    """
+    return Counter(tuple(tokens[i : i + order]) for i in range(len(tokens) - order + 1))
+
+
+def bleu(hypotheses: Sequence[str] | str, references: Sequence[Any] | str) -> Bleu:
+    """Return the corpus BLEU of `hypotheses` against `references`.
+
+    `references[i]` is what hypothesis i is held to: a text, or several of which each n-gram may come from any. A single
+    text may be given instead of a list. Matches are summed over the corpus before dividing: the mean of sentences'
+    scores is another number. Raises SpecError for an empty corpus, a missing reference, or lists of unequal length.
+
+        BLEU = BP · exp(mean of log p_n, n = 1..4)      BP = min(1, exp(1 - reference_length / length))
+
+    >>> round(bleu("the cat sat on a mat", "the cat sat on the mat"), 2)
+    53.73
+    >>> float(bleu(["a b c d"], ["a b c d"])) > 99.999
+    True
+    """
+    if isinstance(hypotheses, str):
+        hypotheses, references = [hypotheses], [references]
+    corpus = list(zip(hypotheses, _reference_lists(hypotheses, references), strict=True))
+    matches, totals = [0] * MAX_ORDER, [0] * MAX_ORDER
+    length = reference_length = 0
+    for hypothesis, texts in corpus:
+        written = words(hypothesis)
+        allowed = [words(text) for text in texts]
+        length += len(written)
+        # of several references the one of nearest length counts, of two as near the shorter
+        reference_length += min((abs(len(a) - len(written)), len(a)) for a in allowed)[1]
+        for n in range(1, MAX_ORDER + 1):
+            found = ngrams(written, n)
+            most: Counter[tuple[str, ...]] = Counter()
+            for reference in allowed:
+                most |= ngrams(reference, n)  # the most often that any one reference has it
+            matches[n - 1] += (found & most).total()
+            totals[n - 1] += max(len(written) - n + 1, 0)
+    return _score(matches, totals, length, reference_length)
+
+
+def _reference_lists(hypotheses: Sequence[str], references: Sequence[Any] | str) -> list[list[str]]:
+    if not hypotheses:
+        raise SpecError("no hypotheses: give at least one text")
+    if isinstance(references, str) or len(references) != len(hypotheses):
+        given = "one text" if isinstance(references, str) else f"{len(references)} references"
+        raise SpecError(
+            f"{len(hypotheses)} hypotheses but {given}: give one reference (a text, or a list of texts) a hypothesis"
+        )
+    lists = [[entry] if isinstance(entry, str) else list(entry) for entry in references]
+    for i, texts in enumerate(lists):
+        if not texts:
+            raise SpecError(f"hypothesis {i} has no reference: give a text, or a list of at least one")
+    return lists
+
+
+def _score(matches: list[int], totals: list[int], length: int, reference_length: int) -> Bleu:
+    brevity = 1.0
+    if length < reference_length:
+        brevity = math.exp(1 - reference_length / length) if length else 0.0
+    precisions, smoothing = [0.0] * MAX_ORDER, 1
+    for n, (match, total) in enumerate(zip(matches, totals, strict=True)):
+        if total == 0:
+            break  # no hypothesis is this long
+        if match == 0:
+            smoothing *= 2  # method 3 of Chen and Cherry 2014: a half, a quarter, ... of one match
+        precisions[n] = 100 * match / total if match else 100 / (smoothing * total)
+    value = 0.0
+    if any(matches) and min(precisions) > 0:
+        value = brevity * math.exp(sum(math.log(p) for p in precisions) / MAX_ORDER)
+    score = Bleu(value)
+    score.matches, score.totals, score.length = tuple(matches), tuple(totals), length
+    score.precisions = tuple(precisions) if any(matches) else (0.0,) * MAX_ORDER
+    score.reference_length, score.brevity_penalty = reference_length, brevity
+    return score

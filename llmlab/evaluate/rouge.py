@@ -1,0 +1,110 @@
+"""ROUGE: how much of a reference summary stands in a written one (Lin 2004), as the `rouge-score` package counts it.
+
+ROUGE-N compares n-grams. ROUGE-L compares the longest common subsequence: words in the same order, gaps allowed.
+ROUGE-Lsum does so a line at a time and joins what the lines find. Published numbers use lower-cased ASCII words, and
+often a Porter stemmer, which this one leaves out (`use_stemmer=False`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..errors import SpecError
+from .bleu import ngrams
+
+__all__ = ["Score", "rouge"]
+
+KINDS = ("rouge1", "rouge2", "rougeL")
+
+
+class Score(NamedTuple):
+    """What part of the prediction is in the target, what part of the target is found, and their harmonic mean."""
+
+    precision: float
+    recall: float
+    fmeasure: float
+
+
+def rouge(prediction: str, target: str, kinds: Sequence[str] = KINDS) -> dict[str, Score]:
+    """Return each kind's Score of one `prediction` against one `target`.
+
+    `kinds`: "rouge1" to "rouge9", "rougeL", "rougeLsum" (sentences on lines of their own). Raises SpecError for others.
+    A text without an ASCII letter or digit scores 0.
+
+    >>> rouge("the police killed the gunman", "police killed the gunman")["rougeL"].recall
+    1.0
+    """
+    scores = {}
+    for kind in kinds:
+        if kind == "rougeLsum":
+            scores[kind] = _lines(prediction, target)
+        elif kind == "rougeL":
+            written, wanted = words(prediction), words(target)
+            scores[kind] = _score(len(common_subsequence(wanted, written)), len(written), len(wanted))
+        elif re.fullmatch(r"rouge[1-9]", kind):
+            n = int(kind[-1])
+            written_n, wanted_n = ngrams(words(prediction), n), ngrams(words(target), n)
+            scores[kind] = _score((written_n & wanted_n).total(), written_n.total(), wanted_n.total())
+        else:
+            raise SpecError(f"kind {kind!r}: give 'rouge1' to 'rouge9', 'rougeL' or 'rougeLsum'")
+    return scores
+
+
+def words(text: str) -> list[str]:
+    """Return the lower-cased runs of ASCII letters and digits; every other character ends a word.
+
+    >>> words("Don't re-use café")
+    ['don', 't', 're', 'use', 'caf']
+    """
+    return re.findall(r"[a-z0-9]+", text.lower())
+
+
+def common_subsequence(target: Sequence[str], prediction: Sequence[str]) -> list[int]:
+    """Return the places in `target` of a longest subsequence that `prediction` has too.
+
+    The table's cell (i, j) is the length for the first i and j words. Of equally long ones, the one rouge-score takes:
+    on the way back it drops a word of the target unless dropping the prediction's keeps more.
+
+    >>> common_subsequence("police killed the gunman".split(), "police kill the gunman".split())
+    [0, 2, 3]
+    """
+    table = [[0] * (len(prediction) + 1) for _ in range(len(target) + 1)]
+    for i, wanted in enumerate(target, 1):
+        for j, written in enumerate(prediction, 1):
+            table[i][j] = table[i - 1][j - 1] + 1 if wanted == written else max(table[i - 1][j], table[i][j - 1])
+    places, i, j = [], len(target), len(prediction)
+    while i and j:
+        if target[i - 1] == prediction[j - 1]:
+            i, j = i - 1, j - 1
+            places.append(i)
+        elif table[i][j - 1] > table[i - 1][j]:
+            j -= 1
+        else:
+            i -= 1
+    return places[::-1]
+
+
+def _lines(prediction: str, target: str) -> Score:
+    """Return ROUGE-Lsum (section 3.2): a target line's words are found if any line of the prediction has them."""
+    written = [words(line) for line in prediction.split("\n") if line]
+    wanted = [words(line) for line in target.split("\n") if line]
+    left_written, left_wanted = (Counter(word for line in lines for word in line) for lines in (written, wanted))
+    total_written, total_wanted = left_written.total(), left_wanted.total()
+    found = 0
+    for line in wanted:
+        for place in sorted({place for other in written for place in common_subsequence(line, other)}):
+            word = line[place]
+            if left_written[word] > 0 and left_wanted[word] > 0:  # ROUGE-1.5.5 counts no word twice
+                found += 1
+                left_written[word] -= 1
+                left_wanted[word] -= 1
+    return _score(found, total_written, total_wanted)
+
+
+def _score(shared: int, written: int, wanted: int) -> Score:
+    precision, recall = shared / max(written, 1), shared / max(wanted, 1)
+    both = precision + recall
+    return Score(precision, recall, 2 * precision * recall / both if both else 0.0)

@@ -1,0 +1,24 @@
+"""Generation from scratch: prefill and decode, the KV cache in three forms, sampling, speculation, batching.
+
+It teaches and predicts; to serve users, use vLLM, SGLang or llama.cpp, which do the same with kernels of their own.
+"""
+
+from .blocks import BlockPool
+from .cache import GrowingCache, PagedCache, StaticCache
+from .generate import generate
+from .sampling import probabilities
+from .scheduler import Request, Scheduler
+from .speculative import Speculation, speculate
+
+__all__ = [
+    "BlockPool",
+    "GrowingCache",
+    "PagedCache",
+    "Request",
+    "Scheduler",
+    "Speculation",
+    "StaticCache",
+    "generate",
+    "probabilities",
+    "speculate",
+]

@@ -1,0 +1,61 @@
+"""One forward pass of a model of ours or of transformers, with a cache of ours or none.
+
+    B  batch     T  tokens being read     S  tokens held and being read     V  vocabulary
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import SpecError
+
+__all__ = ["check_prompt", "logits"]
+
+
+def logits(model: nn.Module, ids_BT: Tensor, cache: Any = None, last: int = 1) -> Tensor:
+    """Return the logits after each of the `last` tokens of `ids_BT`, (B, last, V): the head reads no others."""
+    positions = mask = None
+    if cache is not None:
+        cache.expect(ids_BT)
+        if len(set(getattr(cache, "begins", [0]))) > 1:  # rows of different lengths: the model cannot count by itself
+            positions, mask = cache.positions(), cache.mask()
+    if hasattr(model, "spec"):
+        return model.lm_head(model.hidden(ids_BT, cache, mask, positions)[:, -last:])
+    from .transformers_cache import AsTransformers, additive
+
+    if mask is not None and model.config._attn_implementation == "eager":
+        mask = additive(mask, model.dtype)
+    return model(
+        input_ids=ids_BT,
+        past_key_values=None if cache is None else AsTransformers(cache),
+        use_cache=cache is not None,
+        position_ids=positions,
+        attention_mask=mask,
+        logits_to_keep=last,
+    ).logits
+
+
+def limits(model: nn.Module) -> tuple[int, int]:
+    """Return the model's vocabulary and the most tokens it can read."""
+    if hasattr(model, "spec"):
+        return model.spec.vocab, model.spec.max_positions
+    return model.config.vocab_size, model.config.max_position_embeddings
+
+
+def check_prompt(model: nn.Module, tokens: Sequence[int], max_new_tokens: int) -> None:
+    """Raise SpecError for a prompt that is empty, too long with its answer, or not in the model's vocabulary."""
+    vocab, context = limits(model)
+    if not tokens:
+        raise SpecError("an empty prompt: give at least one token, the beginning-of-text token if there is no other")
+    if max_new_tokens < 1:
+        raise SpecError(f"max_new_tokens={max_new_tokens}: give 1 or more")
+    if len(tokens) + max_new_tokens > context:
+        raise SpecError(
+            f"{len(tokens)} tokens of prompt and {max_new_tokens} new ones: the model's context is {context}; "
+            f"give a prompt of {context - max_new_tokens} tokens or fewer, or fewer new ones"
+        )
+    if unknown := [token for token in tokens if not 0 <= token < vocab]:
+        raise SpecError(f"token {unknown[0]}: the model's vocabulary is 0 to {vocab - 1}; use its own tokenizer")

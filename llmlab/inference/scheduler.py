@@ -1,0 +1,192 @@
+"""Continuous batching: requests join and leave the batch between two tokens (Orca, Yu et al. 2022).
+
+Each step reads prompts of new requests, at most `chunk` tokens of them (Sarathi, Agrawal et al. 2023), and one token of
+every other request in one batch. Where blocks run out, the request that came last gives its blocks back and is read
+anew later: its tokens stay.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import SpecError
+from .blocks import BlockPool, CacheFull, Table
+from .cache import PagedCache
+from .forward import check_prompt, logits
+from .sampling import next_token, probabilities
+
+__all__ = ["Request", "Scheduler"]
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt and what has been written after it. Times in seconds, of one clock; `state` says where it stands.
+
+    "waiting" for a place, "running", "finished", or "cancelled".
+    """
+
+    prompt: list[int]
+    max_new_tokens: int
+    filters: dict[str, Any]
+    generator: torch.Generator | None
+    arrived: float
+    stop: int | None = None
+    output: list[int] = field(default_factory=list)
+    state: str = "waiting"
+    first_token: float | None = None
+    finished: float | None = None
+    preempted: int = 0
+    table: Table | None = field(default=None, repr=False)
+
+    @property
+    def unread(self) -> list[int]:
+        """Tokens that the cache does not hold yet."""
+        return (self.prompt + self.output)[len(self.table.tokens) if self.table else 0 :]
+
+
+class Scheduler:
+    """Runs requests of any length together on one model.
+
+    `blocks` of `block_size` tokens hold all keys and values; at most `max_batch` requests run at once; `chunk` is the
+    most prompt tokens a step reads (None: whole prompts).
+    """
+
+    def __init__(
+        self, model: nn.Module, blocks: int = 256, block_size: int = 16, max_batch: int = 8, chunk: int | None = None
+    ) -> None:
+        if max_batch < 1 or (chunk is not None and chunk < 1):
+            raise SpecError(f"max_batch={max_batch}, chunk={chunk}: give 1 or more (chunk: or None for whole prompts)")
+        self.model, self.max_batch, self.chunk = model, max_batch, chunk
+        self.pool = BlockPool(blocks, block_size)
+        self.cache = PagedCache(self.pool)
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        temperature: float = 0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        seed: int | None = None,
+        stop: int | None = None,
+    ) -> Request:
+        """Queue a prompt and return its Request; `stop` is a token that ends it. The rest is `generate`'s.
+
+        Raises SpecError for what `generate` refuses, and for a request that all blocks together could not hold.
+        """
+        prompt = [int(token) for token in prompt]
+        check_prompt(self.model, prompt, max_new_tokens)
+        filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        probabilities(torch.zeros(1, 2), **filters)  # refuses a wrong value now, not in the middle of a batch
+        wanted, blocks = self.pool.needed(len(prompt) + max_new_tokens), len(self.pool.holders)
+        if wanted > blocks:
+            raise SpecError(
+                f"{len(prompt)} + {max_new_tokens} tokens want {wanted} blocks of {self.pool.size}, the cache has "
+                f"{blocks}: give a shorter request or more blocks"
+            )
+        generator = None
+        if temperature:
+            generator = torch.Generator(self._device())
+            generator.manual_seed(seed) if seed is not None else generator.seed()
+        request = Request(prompt, max_new_tokens, filters, generator, perf_counter(), stop)
+        self.waiting.append(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Take the request out, whatever its state, and free its blocks; one that has ended stays as it is."""
+        if request.state in ("waiting", "running"):
+            self._end(request, "cancelled")
+
+    def step(self) -> list[Request]:
+        """Read once: some prompt, and a token of each request that is past its prompt. Returns those that finished."""
+        self._admit()
+        finished = self._decode([r for r in self.running if len(r.unread) == 1])
+        return finished + self._prefill([r for r in self.running if len(r.unread) > 1])
+
+    def run(self) -> list[Request]:
+        """Step until nothing waits or runs; return the requests in the order in which they finished."""
+        finished = []
+        while self.waiting or self.running:
+            finished += self.step()
+        return finished
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.running) < self.max_batch:
+            request = self.waiting[0]
+            tokens = request.prompt + request.output
+            if self.running and self.pool.needed(len(tokens) + 1) > len(self.pool.free):
+                return  # in the order of arrival: a short one does not overtake a long one for ever
+            request.table, request.state = self.pool.start(tokens), "running"
+            self.running.append(self.waiting.popleft())
+
+    def _prefill(self, requests: list[Request]) -> list[Request]:
+        budget, finished = self.chunk, []
+        for request in requests:
+            if request.state != "running" or budget == 0:
+                continue
+            tokens = request.unread[:budget]
+            budget = None if budget is None else budget - len(tokens)
+            finished += self._read([request], [tokens])
+        return finished
+
+    def _decode(self, requests: list[Request]) -> list[Request]:
+        return self._read(requests, [r.unread for r in requests]) if requests else []
+
+    def _read(self, requests: list[Request], tokens: list[list[int]]) -> list[Request]:
+        """Read equally many tokens of each request; where that ends a prompt or follows one, write the next token."""
+        batch = list(zip(requests, tokens, strict=True))
+        while batch:
+            self.cache.rows = [request.table for request, _ in batch]
+            try:
+                found = self._logits([tokens for _, tokens in batch])
+                break
+            except CacheFull:
+                self._preempt(self.running[-1])
+                batch = [(request, tokens) for request, tokens in batch if request.state == "running"]
+        else:
+            return []
+        now, finished = perf_counter(), []
+        for (request, _), row in zip(batch, found, strict=True):
+            if request.unread:
+                continue  # more of its prompt comes in the next step
+            request.output.append(int(next_token(probabilities(row, **request.filters), request.generator)))
+            request.first_token = request.first_token or now
+            if len(request.output) == request.max_new_tokens or request.output[-1] == request.stop:
+                self._end(request, "finished")
+                finished.append(request)
+        return finished
+
+    @torch.no_grad()
+    def _logits(self, tokens: list[list[int]]) -> torch.Tensor:
+        try:
+            found = logits(self.model, torch.tensor(tokens, device=self._device()), self.cache)
+        except RuntimeError:
+            self.cache.undo()  # the model failed: what it was to write is not there
+            raise
+        self.cache.written()
+        return found
+
+    def _preempt(self, request: Request) -> None:
+        self.pool.release(request.table)
+        self.running.remove(request)
+        request.state, request.table, request.preempted = "waiting", None, request.preempted + 1
+        self.waiting.appendleft(request)
+
+    def _end(self, request: Request, state: str) -> None:
+        if request.table is not None:
+            self.pool.release(request.table)
+        (self.waiting if request.state == "waiting" else self.running).remove(request)
+        request.state, request.table, request.finished = state, None, perf_counter()
+
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device

@@ -1,0 +1,112 @@
+"""Speculative decoding: a small model guesses, the large one checks all guesses in one pass (Leviathan et al. 2023).
+
+Exact: what comes out has the large model's own distribution. A guess x, drawn from the draft's q, is kept with
+probability min(1, p(x) / q(x)); at the first one refused, a token is drawn from max(0, p - q), made to add up to 1.
+So x comes out with probability q·min(1, p/q) + (what was refused)·max(0, p - q)/(its sum) = p(x).
+
+    V  vocabulary     G  guesses a round
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import SpecError
+from .cache import GrowingCache
+from .forward import check_prompt, limits, logits
+from .sampling import next_token, probabilities
+
+__all__ = ["Speculation", "speculate"]
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """The text, (1, T + new); tokens that the draft `guessed`, those `accepted`, and the large model's `passes`."""
+
+    ids: Tensor
+    guessed: int
+    accepted: int
+    passes: int
+
+    @property
+    def acceptance(self) -> float:
+        """Accepted share of the guesses."""
+        return self.accepted / max(self.guessed, 1)
+
+
+@torch.no_grad()
+def speculate(
+    model: nn.Module,
+    draft: nn.Module,
+    ids: Tensor,
+    max_new_tokens: int,
+    cache: Any = None,
+    draft_cache: Any = None,
+    generator: torch.Generator | None = None,
+    guesses: int = 4,
+    **filters: Any,
+) -> Speculation:
+    """Return the Speculation for one prompt `ids`, (1, T). `filters`: those of `probabilities`, for both models.
+
+    Without a `generator` both take the likeliest token, and the text is what `model` alone would write. Raises
+    SpecError as `generate` does, and where the two vocabularies differ.
+    """
+    check_prompt(model, ids[0].tolist(), max_new_tokens)
+    check_prompt(draft, ids[0].tolist(), max_new_tokens)
+    (theirs, _), (ours, _) = limits(draft), limits(model)
+    if theirs != ours:
+        raise SpecError(f"the draft's vocabulary is {theirs}, the model's {ours}: both must have the same tokens")
+    if guesses < 1:
+        raise SpecError(f"guesses={guesses}: give 1 or more")
+    cache, draft_cache = cache or GrowingCache(), draft_cache or GrowingCache()
+    text, end = ids, ids.shape[1] + max_new_tokens
+    guessed = accepted = passes = 0
+    try:
+        while (begin := text.shape[1]) < end:
+            G = min(guesses, end - begin - 1)  # the model adds one token of its own to those accepted
+            guess, q = _guess(draft, draft_cache, text, G, generator, filters)
+            unread = torch.cat((text[:, cache.length :], guess), dim=1)
+            p = probabilities(logits(model, unread, cache, G + 1)[0], **filters)  # (G + 1, V)
+            kept = _kept(p, q, guess[0], generator)
+            if kept == G:
+                last = next_token(p[G:], generator)
+            else:
+                last = next_token(_residual(p[kept], q[kept])[None], generator)
+            text = torch.cat((text, guess[:, :kept], last), dim=1)
+            guessed, accepted, passes = guessed + G, accepted + kept, passes + 1
+            cache.crop(begin + kept)  # `last` has not been read yet
+            draft_cache.crop(min(draft_cache.length, begin + kept))
+    finally:
+        cache.release()
+        draft_cache.release()
+    return Speculation(text, guessed, accepted, passes)
+
+
+def _guess(
+    draft: nn.Module, cache: Any, text: Tensor, G: int, generator: torch.Generator | None, filters: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Return G tokens after `text`, (1, G), and what each was drawn from, (G, V)."""
+    begin, drawn_from = text.shape[1], []
+    for _ in range(G):
+        probs = probabilities(logits(draft, text[:, cache.length :], cache)[:, -1], **filters)  # (1, V)
+        text = torch.cat((text, next_token(probs, generator)), dim=1)
+        drawn_from.append(probs)
+    return text[:, begin:], torch.cat(drawn_from) if drawn_from else text.new_zeros(0)
+
+
+def _kept(p: Tensor, q: Tensor, guess: Tensor, generator: torch.Generator | None) -> int:
+    """Return how many guesses stand before the first one refused."""
+    for i, token in enumerate(guess.tolist()):
+        draw = 0.5 if generator is None else torch.rand((), generator=generator, device=p.device).item()
+        if draw * q[i, token] >= p[i, token]:  # with one likeliest token each, p and q are 0 or 1
+            return i
+    return len(guess)
+
+
+def _residual(p: Tensor, q: Tensor) -> Tensor:
+    rest = (p - q).clamp(min=0)
+    return rest / rest.sum()

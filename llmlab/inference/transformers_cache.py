@@ -1,0 +1,42 @@
+"""Our caches, as transformers' models ask for them (transformers/cache_utils.py, `Cache`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+__all__ = ["AsTransformers", "additive"]
+
+
+class AsTransformers(Cache):
+    """A view of one of our caches. transformers asks it for lengths to make the mask, then each layer for `update`."""
+
+    is_compileable = False  # a class attribute hides the property, which would look at `layers`
+
+    def __init__(self, cache: Any) -> None:
+        super().__init__(layers=[])
+        self.cache = cache
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Hand the layer's new keys and values to the cache."""
+        return self.cache.update(layer_idx, key_states, value_states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the tokens held, from which the model counts positions."""
+        return self.cache.length
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Return the place of the first token being read."""
+        return self.cache.length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Return the tokens that `update` will give back, and the place of the first of them."""
+        return self.cache.length + query_length, 0
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the bool mask as what eager attention adds to the scores: 0 where it may look, the least number else."""
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
