@@ -1,0 +1,30 @@
+"""Quantization: number formats and algorithms, one small file an idea. Importing it imports neither torch nor numpy.
+
+Formats    affine (int2 … int8), nf4, gguf (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q6_K, MXFP4), fp8, mxfp4
+Algorithms rtn, gptq, awq, smoothquant, hqq, qat; int8 (products with outliers apart), kv (the cache)
+Sizes      bits_per_weight, file_bytes
+
+    from llmlab import quantize
+    data = quantize.gguf.encode("Q4_K", array); quantize.gguf.decode("Q4_K", data, array.shape)
+    codes, absmax = quantize.nf4.encode(array); quantize.nf4.decode(codes, absmax, array.shape)
+    quantize.gptq(weight, inputs, bits=4, group=128).dequantize()
+"""
+
+from importlib import import_module
+from typing import Any
+
+# These two modules bear their function's name and import torch only when called. They are imported here, once, so that
+# a later `import llmlab.quantize.gptq` does not put the module where the function was.
+from .awq import awq
+from .gptq import gptq
+from .sizes import bits_per_weight, file_bytes
+
+MODULES = ("affine", "fp8", "gguf", "gguf_file", "hqq", "int8", "kv", "mxfp4", "nf4", "qat", "rtn", "smoothquant")
+
+__all__ = ["awq", "bits_per_weight", "file_bytes", "gptq", *MODULES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in MODULES:
+        return import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,71 @@
+"""What each parameter-efficient method trains: through peft, and as a formula of the model's sizes.
+
+    r rank   n virtual tokens
+
+LoRA adds r · (in + out) a target (arXiv 2106.09685); DoRA one magnitude an output more (2402.09353); (IA)³ one factor
+for each key, value and MLP feature (2205.05638); BitFit trains the biases there are (2106.10199), and a Llama has none;
+prompt tuning n embeddings (2104.08691); prefix tuning n keys and values in every layer (2101.00190).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..errors import NotAvailable, SpecError, unknown_name
+from ..models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+METHODS = ("full", "lora", "dora", "ia3", "bitfit", "prompt", "prefix")
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def trained(method: str, spec: ModelSpec, rank: int = 16, tokens: int = 20) -> int:
+    """Return how many parameters `method` trains on a Llama-like `spec`; `rank` for (D)LoRA on all linears of a block,
+    `tokens` for prompt and prefix tuning."""
+    _check(method)
+    linears = [linear for linear in spec.linears if linear.name in TARGETS]
+    if not linears:
+        raise SpecError(f"{spec.name} has no {', '.join(TARGETS)}; the formulas here are for Llama-like models")
+    keys_and_values = 2 * spec.kv_heads * spec.head_dim
+    return {
+        "full": spec.parameters,
+        "lora": rank * sum(linear.count * (linear.inputs + linear.outputs) for linear in linears),
+        "dora": sum(linear.count * (rank * (linear.inputs + linear.outputs) + linear.outputs) for linear in linears),
+        "ia3": spec.layers * (keys_and_values + spec.intermediate),
+        "bitfit": sum(linear.count * linear.outputs for linear in spec.linears if linear.bias),
+        "prompt": tokens * spec.hidden,
+        "prefix": tokens * spec.layers * keys_and_values,
+    }[method]
+
+
+def apply(method: str, model: nn.Module, rank: int = 16, tokens: int = 20) -> nn.Module:
+    """Return `model` with only what `method` trains requiring a gradient, as peft does it; changes the model given."""
+    _check(method)
+    if method in ("full", "bitfit"):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(method == "full" or name.endswith(".bias"))
+        return model
+    try:
+        import peft
+    except ImportError:
+        raise NotAvailable(f"{method} needs the peft package: pip install peft") from None
+    task = peft.TaskType.CAUSAL_LM
+    if method in ("lora", "dora"):
+        config = peft.LoraConfig(
+            r=rank, lora_alpha=2 * rank, target_modules=list(TARGETS), use_dora=method == "dora", task_type=task
+        )
+    elif method == "ia3":
+        names = ["k_proj", "v_proj", "down_proj"]
+        config = peft.IA3Config(target_modules=names, feedforward_modules=["down_proj"], task_type=task)
+    elif method == "prompt":
+        config = peft.PromptTuningConfig(num_virtual_tokens=tokens, task_type=task)
+    else:
+        config = peft.PrefixTuningConfig(num_virtual_tokens=tokens, task_type=task)
+    return peft.get_peft_model(model, config)
+
+
+def _check(method: str) -> None:
+    if method not in METHODS:
+        raise unknown_name("method", str(method), list(METHODS), f"It is one of {', '.join(METHODS)}.")
