@@ -25,7 +25,7 @@ from matplotlib.patheffects import Normal, Stroke
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from .errors import SpecError
-from .report import PARTS, Report
+from .report import PARTS, Report, TimelinePoint
 from .units import GiB, MiB, show_bytes
 
 PANEL, INK, MUTED = "#FBFBF8", "#1F2328", "#57606A"
@@ -152,7 +152,20 @@ def plot_timeline(report: Report) -> Figure:
             f"this {report.source} report of {report.model} has no timeline; "
             "formulas have none, lab.measure(model, run) records one"
         )
-    points = _thin(report.timeline)
+    return plot_live_bytes(report.timeline, report.title, report.capacity, report.peak_at)
+
+
+@_styled
+def plot_live_bytes(
+    timeline: Sequence[TimelinePoint], title: str, capacity: int | None = None, peak_at: str | None = None
+) -> Figure:
+    """Return the picture of plot_timeline for the points of any timeline; `peak_at` says what made the peak.
+
+    `capacity` is the device's memory in bytes. No points at all raise SpecError.
+    """
+    if not timeline:
+        raise SpecError(f"the timeline of {title} is empty: nothing was allocated; plot it after a step")
+    points = _thin(timeline)
     totals = [sum(sizes.values()) for _, sizes in points]
     peak = max(totals)
     at = totals.index(peak)
@@ -169,30 +182,31 @@ def plot_timeline(report: Report) -> Figure:
     )  # fmt: skip
     ax.set_xlim(0, len(points))
     ax.set_ylim(0, max(peak / unit * 1.3, 1e-9))
-    if report.capacity is not None and report.capacity / unit < ax.get_ylim()[1]:
-        ax.axhline(report.capacity / unit, color=INK, linestyle="--", linewidth=1.4)
-        ax.text(len(points), report.capacity / unit, _capacity_name(report), ha="right", va="bottom", size=SMALL)
+    if capacity is not None and capacity / unit < ax.get_ylim()[1]:
+        ax.axhline(capacity / unit, color=INK, linestyle="--", linewidth=1.4)
+        ax.text(len(points), capacity / unit, f"device {show_bytes(capacity)}", ha="right", va="bottom", size=SMALL)
     ax.plot([at + 0.5], [peak / unit], marker="v", color=INK, markersize=8, linestyle="none", zorder=5)
     side = "left" if at < 0.5 * len(points) else "right"
     said = f"peak {show_bytes(peak)} in {points[at][0]}"
     ax.annotate(
-        said, (at + 0.5, peak / unit), xytext=(0, 9), textcoords="offset points", ha=side, va="bottom", weight="bold",
+        said + (f"\n{peak_at}" if peak_at else ""), (at + 0.5, peak / unit), xytext=(0, 9), textcoords="offset points",
+        ha=side, va="bottom", weight="bold",
         bbox={"facecolor": PANEL, "edgecolor": "none", "pad": 1}, zorder=5,
     )  # fmt: skip
     ax.set_xlabel("moment in the step (order of events)")
     ax.set_ylabel(f"live tensors ({unit_name})")
-    ax.set_title(report.title, loc="left", weight="bold", pad=22)
-    if len(points) < len(report.timeline):
-        step = len(report.timeline) / len(points)
+    ax.set_title(title, loc="left", weight="bold", pad=22)
+    if len(points) < len(timeline):
+        step = len(timeline) / len(points)
         ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v * step:,.0f}"))
     _legend(picture, [_key(part, COLORS[part]) for part in reversed(used)])
     _name_phases(picture, ax, [phase for phase, _ in points])
 
-    phases = [phase for phase, _ in groupby(phase for phase, _ in report.timeline)]
+    phases = [phase for phase, _ in groupby(phase for phase, _ in timeline)]
     parts = ", ".join(f"{part} {show_bytes(size)}" for part in PARTS if (size := points[at][1].get(part, 0)))
     picture.alt = (
-        f"Live bytes by part over the step of {report.title}: {' then '.join(phases[:12])}. "
-        f"The peak, {show_bytes(peak)}, is in {points[at][0]}: {parts}."
+        f"Live bytes by part over the step of {title}: {' then '.join(phases[:12])}. "
+        f"The peak, {show_bytes(peak)}, is in {points[at][0]}{f', at {peak_at}' if peak_at else ''}: {parts}."
     )
     return picture
 
@@ -325,6 +339,36 @@ def plot_segments(moments: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
         return f"{show_bytes(used)} allocated in {len(segments)} segments of {show_bytes(reserved)}"
 
     picture.alt = "Segments of an allocator. " + "; ".join(f"{title}: {said(s)}" for title, s in moments.items()) + "."
+    return picture
+
+
+@_styled
+def plot_influence(matrices: Mapping[str, Any]) -> Figure:
+    """Return one square a matrix, T × T and bool: row t, column s is filled where token t reads token s.
+
+    A matrix is nested lists or a tensor. No matrices, and one that is not square, raise SpecError.
+    """
+    rows = {name: [[bool(seen) for seen in row] for row in matrix] for name, matrix in matrices.items()}
+    if not rows or any(len(row) != len(matrix) for matrix in rows.values() for row in matrix):
+        sizes = {name: [len(row) for row in matrix] for name, matrix in rows.items()}
+        raise SpecError(f"plot_influence got rows of {sizes}; give {{'name': T rows of T}}")
+    picture = _Picture(figsize=(WIDTH, 0.95 + 0.9 * WIDTH / len(rows)), layout="constrained")
+    for ax, (name, matrix) in zip(picture.subplots(1, len(rows), squeeze=False)[0], rows.items(), strict=True):
+        T = len(matrix)
+        for t, s in ((t, s) for t in range(T) for s in range(T)):
+            color = COLORS["weights"] if matrix[t][s] else PANEL
+            ax.add_patch(Rectangle((s, t), 1, 1, facecolor=color, edgecolor=MUTED, linewidth=0.4))
+        ax.set(xlim=(0, T), ylim=(T, 0), aspect="equal", xticks=(), yticks=(), xlabel="token read")
+        ax.set_title(name, loc="left", weight="bold")
+    picture.axes[0].set_ylabel("token that reads")
+
+    def said(matrix: list[list[bool]]) -> str:
+        T = len(matrix)
+        seen = [(t, s) for t in range(T) for s in range(T) if matrix[t][s]]
+        counts = (sum(s < t for t, s in seen), sum(s == t for t, s in seen), sum(s > t for t, s in seen))
+        return "{} earlier, {} own, {} later".format(*counts)
+
+    picture.alt = "Tokens that each token reads. " + " ".join(f"{name}: {said(m)}." for name, m in rows.items())
     return picture
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import SpecError
 from .runs import Inference, Run, Training, run_from_dict
-from .units import show_bytes, show_seconds
+from .units import MiB, show_bytes, show_seconds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,7 +49,8 @@ class Report:
     run: Run
     gpu: str | None = None
     outcome: str = "unknown"
-    where: str | None = None  # on "out of memory": the phase, and the operator if known
+    where: str | None = None  # on "out of memory": the phase, the operator and its module if known, and by how much
+    peak_at: str | None = None  # the operator, and its module, that made the peak
     peak_allocated: int | None = None
     peak_reserved: int | None = None
     process: int | None = None
@@ -57,6 +58,7 @@ class Report:
     phases: Mapping[str, int] = field(default_factory=dict)
     parts: Mapping[str, int] = field(default_factory=dict)
     detail: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    modules: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # the peak by module path, and by part
     flops: int | None = None
     step_seconds: float | None = None
     tokens_per_second: float | None = None
@@ -156,6 +158,18 @@ class Report:
             rows.append(("MFU", f"{self.mfu:.1%}"))
         rows.append(("outcome", self.outcome + (f" ({self.where})" if self.where else "")))
         return rows
+
+    def module_table(self) -> str:
+        """Return the peak by module as a printed table, layers taken together; without modules it says so."""
+        if not self.modules:
+            return f"{self.title}: not divided by module; lab.simulate(model, run, gpu) does that"
+        known = [*PARTS[:-1], *sorted({part for sizes in self.modules.values() for part in sizes} - set(PARTS[:-1]))]
+        parts = [part for part in known if any(part in sizes for sizes in self.modules.values())]
+        rows = [
+            (path, *(f"{size / MiB:,.1f}" if size else "" for size in (*map(sizes.get, parts), sum(sizes.values()))))
+            for path, sizes in self.modules.items()
+        ]
+        return _text_table(f"{self.title}, the peak by module, MiB", ("", *parts, "all"), rows, "", width=140)
 
     def __repr__(self) -> str:
         return f"<Report: {self.title}: peak {show_bytes(self.peak_allocated)}, {self.outcome}>"
@@ -303,7 +317,9 @@ class Comparison:
         return plot_parts(list(self.reports))
 
 
-def _text_table(title: str, header: tuple[str, ...], rows: list[tuple[str, ...]], footer: str) -> str:
+def _text_table(
+    title: str, header: tuple[str, ...], rows: list[tuple[str, ...]], footer: str, width: int = 100
+) -> str:
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -316,7 +332,7 @@ def _text_table(title: str, header: tuple[str, ...], rows: list[tuple[str, ...]]
         table.add_row(*map(Text, row))
     out = StringIO()
     # A fixed width, so that what a page and a test see does not depend on somebody's terminal.
-    console = Console(file=out, width=100, force_terminal=False)
+    console = Console(file=out, width=width, force_terminal=False, force_jupyter=False)
     console.print(table)
     lines = [title, *(line.rstrip() for line in out.getvalue().strip("\n").splitlines())]
     return "\n".join([*lines, footer] if footer else lines)

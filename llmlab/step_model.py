@@ -27,6 +27,10 @@ KEPT_OPERATORS = (
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu",
 )  # fmt: skip
+INSTEAD = {
+    "flash_attn": "attention='sdpa' takes PyTorch's own FlashAttention from compute capability 8.0 on",
+    "liger_kernel": "drop kernels, or see lab.estimate",
+}
 Around = Callable[[], AbstractContextManager]
 
 
@@ -104,6 +108,8 @@ def _check_libraries(run: Run, device: torch.device) -> None:
     ]
     for needed, package, what, source in needs:
         if needed and package in ("liger_kernel", "flash_attn") and device.type != "cuda":
+            if device.index is not None:  # the simulated card, "cpu:0"
+                raise NotAvailable(f"{what} cannot be simulated, {package} is compiled for a GPU; {INSTEAD[package]}")
             raise NotAvailable(f"{what} runs on a CUDA GPU only, and this is device={device.type!r}; drop it")
         if needed and find_spec(package) is None:
             raise NotAvailable(f"{what} needs {package}, which is not installed: pip install '{source}'")

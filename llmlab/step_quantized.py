@@ -1,8 +1,9 @@
-"""Linear layers that hold NF4 or int8 weights, made one at a time so that the model is never whole in 16 bit."""
+"""Linear layers that hold NF4 or int8 weights, loaded one at a time so that the model is never whole in 16 bit."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,18 +21,24 @@ for _module, _words in (("backends.cpu.ops", "kernels-community"), ("autograd._f
     logging.getLogger(f"bitsandbytes.{_module}").addFilter(lambda record, words=_words: words not in str(record.msg))
 
 
+QUANTIZED_BYTES = {"nf4": 0.5, "int8": 1.0}  # of a weight, without its scales
+HOST = torch.device("cpu")  # the simulated GPU is another device: "cpu:0"
+
+
 def quantize_linears(
     model: nn.Module, config: PreTrainedConfig, quantization: str, compute: torch.dtype, device: torch.device
 ) -> nn.Module:
-    """Return `model`, given on the meta device, with random weights in bitsandbytes' form in its linears on `device`.
+    """Return `model`, given on the meta device, with random weights on `device`, bitsandbytes' form in its linears.
 
-    As `from_pretrained` with a BitsAndBytesConfig does it: every linear but the output head; "nf4" without double
-    quantization (Dettmers et al., arXiv 2305.14314), products in `compute`; "int8" with outliers above 6 kept apart
-    (arXiv 2208.07339). Raises NotAvailable for layers that bitsandbytes has no NF4 products for on a CPU.
+    As `from_pretrained` with a BitsAndBytesConfig does it, and in its order, on which a GPU's reserved bytes depend:
+    every linear but the output head; "nf4" without double quantization (Dettmers et al., arXiv 2305.14314), products in
+    `compute`; "int8" with outliers above 6 kept apart (arXiv 2208.07339). What no checkpoint holds stays on meta.
+    Raises NotAvailable for layers that bitsandbytes has no NF4 products for on a CPU.
     """
     import bitsandbytes as bnb
     from transformers import BitsAndBytesConfig
-    from transformers.integrations import replace_with_bnb_linear
+    from transformers.core_model_loading import dot_natural_key
+    from transformers.integrations import bitsandbytes as integration
 
     head = model.get_output_embeddings()
     skip = [name for name, module in model.named_modules() if module is head]
@@ -41,26 +48,54 @@ def quantize_linears(
         bnb_4bit_quant_type="nf4",
         bnb_4bit_compute_dtype=compute,
     )
-    model = replace_with_bnb_linear(model, modules_to_not_convert=skip, quantization_config=wanted)
+    model = integration.replace_with_bnb_linear(model, modules_to_not_convert=skip, quantization_config=wanted)
+    kinds = (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)
+    linears = {f"{name}.weight": each for name, each in model.named_modules() if isinstance(each, kinds)}
+    if quantization == "nf4" and device == HOST:
+        _check_blocks(linears.values())
+    convert = (integration.Bnb4bitQuantize if quantization == "nf4" else integration.Bnb8bitQuantize)(None).convert
     std = getattr(config, "initializer_range", None) or 0.02
-    for module in model.modules():
-        if not isinstance(module, (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)):
+    tied = {f"{name}.weight" for name in skip} if getattr(config, "tie_word_embeddings", False) else set()
+    stored = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    if device != HOST:
+        bits = {name: QUANTIZED_BYTES[quantization] for name in linears}
+        _warm_up(sum(each.numel() * bits.get(name, each.element_size()) for name, each in stored.items()), device)
+    for name in sorted(stored, key=dot_natural_key):
+        place, _, own = name.rpartition(".")
+        owner, shape = model.get_submodule(place), stored[name].shape
+        if name not in linears:
+            value = torch.empty(shape, dtype=stored[name].dtype, device=device)
+            setattr(owner, own, nn.Parameter(value) if own in owner._parameters else value)
             continue
-        if quantization == "nf4" and device.type == "cpu" and module.in_features % NF4_BLOCK:
-            raise NotAvailable(
-                f"nf4 on a CPU multiplies whole blocks of {NF4_BLOCK} weights (bitsandbytes); here a layer has "
-                f"{module.in_features} inputs: use a GPU, or sizes divisible by {NF4_BLOCK}"
-            )
-        shape = (module.out_features, module.in_features)
+        if owner.source_cls is not nn.Linear:  # Conv1D, whose checkpoint holds (in_features, out_features)
+            shape = shape[::-1]
         random = torch.empty(shape, dtype=compute, device=device).normal_(std=std)
-        if quantization == "nf4":
-            weight = bnb.nn.Params4bit(random, requires_grad=False, quant_type="nf4", compress_statistics=False)
-        else:
-            weight = bnb.nn.Int8Params(random, requires_grad=False, has_fp16_weights=False)
-        module.weight = weight.to(device)
-        if module.bias is not None:
-            module.bias = nn.Parameter(torch.zeros(module.out_features, dtype=compute, device=device))
-        for done in (module, *module.parameters()):
+        owner.weight = convert({name: [random]}, full_layer_name=name, model=model)[name]
+        del random  # before the next one is loaded
+        for done in (owner, owner.weight):
             done._is_hf_initialized = True  # or initialize_weights would draw into the quantized bytes
+    for owner in linears.values():
+        if owner.bias is not None:
+            nn.init.zeros_(owner.bias)
     setattr(model, "is_loaded_in_4bit" if quantization == "nf4" else "is_loaded_in_8bit", True)  # peft looks here
     return model
+
+
+def _check_blocks(linears: Iterable[nn.Linear]) -> None:
+    for linear in linears:
+        if linear.in_features % NF4_BLOCK:
+            raise NotAvailable(
+                f"nf4 on a CPU multiplies whole blocks of {NF4_BLOCK} weights (bitsandbytes); here a layer has "
+                f"{linear.in_features} inputs: use a GPU, or sizes divisible by {NF4_BLOCK}"
+            )
+
+
+def _warm_up(size: float, device: torch.device) -> None:
+    """Take `size` bytes and give them back, so that the weights come to lie in one segment.
+
+    transformers/modeling_utils.py, caching_allocator_warmup. It asks for less where that would leave under 1.2 GiB.
+    """
+    try:
+        torch.empty(int(size // 2), dtype=torch.float16, device=device)
+    except (torch.OutOfMemoryError, MemoryError):
+        return  # the weights will find out

@@ -323,3 +323,11 @@ def test_segments_say_what_is_allocated_and_what_reserved():
     assert kept and picture.alt == "Segments of an allocator. one: 3.00 MiB allocated in 1 segments of 20.00 MiB."
     with pytest.raises(SpecError, match="no segments"):
         plots.plot_segments({})
+
+
+def test_influence_counts_what_is_read_before_and_after():
+    picture = plots.plot_influence({"causal": [[True, False], [True, True]], "none": [[1, 1], [1, 1]]})
+    assert "causal: 1 earlier, 2 own, 0 later. none: 1 earlier, 2 own, 1 later." in picture.alt
+    for wrong in ({}, {"m": [[True], [True, False]]}):
+        with pytest.raises(SpecError, match="T rows of T"):
+            plots.plot_influence(wrong)

@@ -12,9 +12,11 @@ from ..models.spec import model as find_model
 from ..report import Report
 from ..runs import Run, Training
 from .activations import attention_kernel, block_saved, checkpointed, per_device
+from .flops import flops
 from .inference import inference_moments
 from .memory import Moment, training_moments
 from .precision import PRECISION
+from .time import mfu, step_seconds, tokens_of
 
 
 def estimated(model: ModelSpec | str | dict[str, Any], run: Run, gpu: GPU | str | None) -> Report:
@@ -40,6 +42,8 @@ def estimated(model: ModelSpec | str | dict[str, Any], run: Run, gpu: GPU | str 
         fits = peak.total + context <= capacity
         outcome = "fits" if fits else "out of memory"
         where = None if fits else _first_over(moments, capacity - context)
+    counted = flops(spec, run, card, cpu)
+    seconds = step_seconds(spec, run, card)
     return Report(
         source="estimated",
         model=spec.name,
@@ -52,6 +56,10 @@ def estimated(model: ModelSpec | str | dict[str, Any], run: Run, gpu: GPU | str 
         phases=phases,
         parts=parts,
         detail=detail,
+        flops=counted.total // run.world_size,
+        step_seconds=seconds,
+        tokens_per_second=tokens_of(run) / seconds if seconds else None,
+        mfu=mfu(spec, run, card, seconds) if seconds and card else None,
         notes=(f"The peak is in {peak.phase}: {peak.name}.", *_context_note(card)),
     )
 

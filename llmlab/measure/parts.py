@@ -45,6 +45,7 @@ class Division:
     detail: dict[str, dict[str, int]] = field(default_factory=dict)
     phases: dict[str, int] = field(default_factory=dict)
     timeline: tuple[TimelinePoint, ...] = ()
+    blocks: tuple[Block, ...] = ()  # alive at the peak, in order of birth: the last one made it
 
 
 def divide(events: Sequence[Event], marks: Sequence[Mark], logits: Iterable[int] = ()) -> Division:
@@ -109,12 +110,12 @@ def _part(block: Block, logits: frozenset[int], forever: bool) -> str:
 def _replay(changes: Sequence[Change]) -> Division:
     phases: dict[str, int] = {}
     held: dict[str, int] = {}
-    total, peak, peak_phase, at_peak = 0, -1, None, {}
+    total, peak, peak_phase, at_peak, peak_change = 0, -1, None, {}, -1
     points: list[tuple[int, TimelinePoint]] = []
     counted = sum(phase is not None for phase, _, _ in changes)
     # The timeline keeps the highest point of each stretch of `stride` changes, so the peak is one of them.
     stride, seen = -(-counted // TIMELINE_POINTS) or 1, 0
-    for phase, block, size in changes:
+    for number, (phase, block, size) in enumerate(changes):
         if block:
             total += size
             held[block.part] = held.get(block.part, 0) + size
@@ -122,7 +123,7 @@ def _replay(changes: Sequence[Change]) -> Division:
             continue
         phases[phase] = max(phases.get(phase, 0), total)
         if total > peak:
-            peak, peak_phase, at_peak = total, phase, dict(held)
+            peak, peak_phase, at_peak, peak_change = total, phase, dict(held), number
         if seen % stride == 0:
             points.append((total, (phase, _report_parts(held))))
         elif total > points[-1][0]:
@@ -136,7 +137,18 @@ def _replay(changes: Sequence[Change]) -> Division:
         detail={"other": detail} if detail else {},
         phases=phases,
         timeline=tuple(point for _, point in points),
+        blocks=_alive(changes[: peak_change + 1]),
     )
+
+
+def _alive(changes: Sequence[Change]) -> tuple[Block, ...]:
+    live: dict[int, Block] = {}
+    for _, block, size in changes:
+        if block and size > 0:
+            live[id(block)] = block
+        elif block:
+            live.pop(id(block), None)
+    return tuple(live.values())
 
 
 def _report_parts(held: dict[str, int]) -> dict[str, int]:

@@ -224,4 +224,10 @@ def _peak_dtype(run: Run) -> str:
     if isinstance(run, Inference):
         return run.weights if run.weights in ("fp32", "fp16", "bf16") else "bf16"
     dtype = run.precision.split("-")[-1]
-    return "tf32" if dtype == "fp32" and torch.backends.cuda.matmul.allow_tf32 else dtype
+    return "tf32" if dtype == "fp32" and _tf32() else dtype
+
+
+def _tf32() -> bool:
+    matmul = torch.backends.cuda.matmul
+    # torch 2.9 renamed the switch; reading the old name raises once somebody (transformers' Trainer, say) set the new
+    return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32

@@ -25,14 +25,17 @@ def backend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, card: Capability
 ) -> str:
     """Return "cudnn", "flash", "efficient" or "math" for q (B, H, T, D), k and v (B, Hkv, S, D) on compute capability
-    `card`."""
+    `card`. What sdpa_kernel and torch.backends.cuda switch off is left out; RuntimeError where nothing is left."""
+    switches = torch.backends.cuda
     if query.dim() == 4 and all(each.stride(-1) == 1 for each in (query, key, value)):
-        if prefers_cudnn(card) and _cudnn(query, key, value, mask, card):
+        if prefers_cudnn(card) and switches.cudnn_sdp_enabled() and _cudnn(query, key, value, mask, card):
             return "cudnn"
-        if _flash(query, key, value, mask, dropout, causal, card):
+        if switches.flash_sdp_enabled() and _flash(query, key, value, mask, dropout, causal, card):
             return "flash"
-        if _efficient(query, key, value, card):
+        if switches.mem_efficient_sdp_enabled() and _efficient(query, key, value, card):
             return "efficient"
+    if not switches.math_sdp_enabled():
+        raise RuntimeError("No available kernel. Aborting execution.")
     return "math"
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -19,15 +21,26 @@ from ..errors import NotAvailable, SpecError
 from ..hardware.gpu import GPU
 from ..measure.events import exclusive
 from .allocator import Allocator, AllocatorOutOfMemory
+from .checkpoints import Checkpoints
 from .config import AllocatorConfig
 from .cuda_api import cuda_api
-from .engine import DEVICE_OF, GPU_DEVICE, INTEGERS, SMALL, Engine
-from .patches import cuda_operators, fake_parameters
-from .redirect import Redirect, located
+from .engine import DEVICE_OF, GPU_DEVICE, INTEGERS, SMALL, VALUES_LIMIT, Engine
+from .imports import on_import
+from .patches import cuda_operators, fake_parameters, no_end_of_sequence, no_extensions
+from .quantized import bitsandbytes_extras, fake_bitsandbytes
+from .redirect import Redirect
 from .semantics import cuda_extras
 from .simulator import PLACEHOLDER
+from .sized import known
 from .snapshot import History, snapshot
+from .streams import nothing
+from .timeline import Phases
+from .values import located, needs_values, warn_of
 
+ENVIRONMENT = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}  # transformers loads weights in this thread
+aten = torch.ops.aten
+DRAWS = {aten.randint.default: aten.randint.generator, aten.randint.low: aten.randint.low_generator,
+         aten.randperm.default: aten.randperm.generator}  # fmt: skip
 _open: list[str] = []  # the name of the card in use
 
 
@@ -35,6 +48,9 @@ class CardEngine(Engine):
     """An engine beside which the host is real: only operators on fake tensors, or for the card, are simulated."""
 
     card: Card
+    assume: float | None = None  # what every float that is read is, if the user says so
+    generator: torch.Generator
+    inside = False  # an operator, whose fake kernel sees the device that tensors have
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is DEVICE_OF:
@@ -48,18 +64,24 @@ class CardEngine(Engine):
         if not fake and kwargs.get("device") != GPU_DEVICE:
             with _disable_current_modes():
                 return func(*args, **kwargs)
+        if self.assume is not None:
+            self._assume(tensors)
         try:
             if fake and func._schema.is_mutable and tensors[0] is args[0] and not isinstance(args[0], FakeTensor):
                 return _overwrite(func, args[0])
-            if func is torch.ops.aten.nonzero.default and tensors[0].dim() == 0:
-                raise NotAvailable(f"{func} reads values, and tensors on the simulated card have none")
             args, kwargs = tree_map_only(Tensor, self._as_fake, (args, kwargs))
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            self.inside = True
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+            return self._drawn(func, args, out) if func in DRAWS else out
         except NotAvailable as error:
             raise located(error) from None
-        except UnsupportedOperatorException as error:
+        except (UnsupportedOperatorException, RuntimeError) as error:
+            if not isinstance(error, UnsupportedOperatorException) and "fake impl" not in str(error):
+                raise
             message = f"{func} has no fake kernel; register one with torch.library.register_fake, or lab.measure it"
             raise located(NotAvailable(message)) from error
+        finally:
+            self.inside = False
 
     def _as_fake(self, tensor: Tensor) -> Tensor:
         """Return the fake tensor for one on the host, which keeps its values where the engine follows them."""
@@ -67,35 +89,55 @@ class CardEngine(Engine):
             return tensor
         with _disable_current_modes():
             fake = self.fake.from_tensor(tensor.detach())
-        if tensor.dtype in INTEGERS or tensor.numel() <= SMALL:
+        if not tensor.is_meta and (tensor.dtype in INTEGERS or tensor.numel() <= SMALL or _is_mask(tensor)):
             fake.simulated_value = tensor
         return fake
 
-    def _run_with(self, *args: Any) -> Any:
-        try:
-            return super()._run_with(*args)
-        except torch.OutOfMemoryError:  # code may catch it and go on: give back what the kernel took before it failed
-            owned = {held.address for held in self._live.values()} | set(self.handles.values())
-            for address in set(self._sizes) - owned:
-                self.free(address)
-            raise
+    def _drawn(self, func: Any, args: tuple, out: Tensor) -> Tensor:
+        """Draw token ids and orders for real, from a generator of the card's own: code looks at them."""
+        if out.numel() <= VALUES_LIMIT:
+            with _disable_current_modes():
+                out.simulated_value = DRAWS[func](*args, dtype=out.dtype, generator=self.generator)
+        return out
+
+    def _assume(self, tensors: list[Tensor]) -> None:
+        """Give the single floats among `tensors` the value that the user said floats have."""
+        for each in tensors:
+            if each.numel() == 1 and each.is_floating_point() and known(each) is None:
+                with _disable_current_modes():
+                    each.simulated_value = torch.full(tuple(each.shape), self.assume, dtype=each.dtype)
+
+    def needs_values(self, func: Any) -> NotAvailable:
+        """Return the error for an operator that cannot run without values, with the user's line."""
+        return needs_values(func)
 
     def malloc(self, size: int) -> int:
         """Allocate `size` bytes; raises torch.OutOfMemoryError with torch's message."""
         try:
             return super().malloc(size)
         except AllocatorOutOfMemory as error:
-            raise torch.OutOfMemoryError(self.card.out_of_memory(error)) from None
+            message = self.card.out_of_memory(error)
+        raise torch.OutOfMemoryError(message)  # here, or `error` and its frames would be its context
 
     def stop(self) -> None:
         """Leave the figures as they are when tensors die later."""
         self._live.clear()
 
 
+def _is_mask(tensor: Tensor) -> bool:
+    """Whether floats look like a mask, of which code asks whether it is causal; weights and data do not."""
+    if tensor.dim() < 2 or tensor.numel() > VALUES_LIMIT or not tensor.is_floating_point():
+        return False
+    with _disable_current_modes():
+        sample = tensor.flatten()[:: max(1, tensor.numel() // SMALL)].float()
+        return bool(((sample == 0) | (sample == 1) | (sample <= torch.finfo(torch.float16).min)).all())
+
+
 def _overwrite(func: Any, real: Tensor) -> Tensor:
     """Change a real tensor by values that are not known: they become the placeholder."""
     if not real.is_floating_point():
         raise NotAvailable(f"{func} writes values from the simulated card, which has none, into a {real.dtype} tensor")
+    warn_of("a copy to the host")
     with _disable_current_modes():
         return real.fill_(PLACEHOLDER)
 
@@ -103,14 +145,18 @@ def _overwrite(func: Any, real: Tensor) -> Tensor:
 class Card:
     """One simulated card with its allocator, and the block in which it is there."""
 
-    def __init__(self, gpu: GPU, config: AllocatorConfig) -> None:
+    def __init__(self, gpu: GPU, config: AllocatorConfig, assume: float | None = None) -> None:
         self.gpu = gpu
+        self.hidden = False  # from libraries that would load a driver
         self.memory = Allocator(gpu.memory - (gpu.context or 0), config, gpu.memory)
-        self.history = History()
-        self.memory.on_event = self.history.record
         self.engine = CardEngine(GPU_DEVICE, self.memory, cuda_extras(gpu.compute_capability), gpu.cublas_workspace)
-        self.engine.card = self
-        self.engine.placeholder = PLACEHOLDER
+        self.engine.card, self.engine.assume, self.engine.follows = self, assume, VALUES_LIMIT
+        self.phases = Phases(self.engine)
+        self.history = History(self.phases.place)
+        self.memory.on_event = self.history.record
+        self.engine.generator = torch.Generator().manual_seed(0)
+        self.checkpoints = Checkpoints(self.engine)
+        self._thread = threading.get_ident()
         self._real: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by id: a real parameter, and its fake
         self._replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
 
@@ -149,15 +195,53 @@ class Card:
             stack.enter_context(cuda_operators(self.gpu.compute_capability))
             stack.enter_context(self._fake_parameters())
             stack.enter_context(cuda_api(self))
-            redirect = Redirect(self.engine)
+            redirect = Redirect(self.engine, self.engine.assume)
             stack.enter_context(redirect.patched())
+            stack.enter_context(self.checkpoints.patched())
             stack.enter_context(_default_device())
+            stack.enter_context(mock.patch.dict(os.environ, ENVIRONMENT))
             stack.callback(self.engine.stop)
             stack.enter_context(self.engine)
             stack.enter_context(redirect)
+            stack.enter_context(_accelerate_state())
             _forget_devices()
             stack.callback(_forget_devices)
+            stack.enter_context(on_import(self._library_patches(stack), self._hide))
+            stack.enter_context(self.phases.watched())
             yield
+
+    def _library_patches(self, stack: ExitStack) -> dict[str, Callable[[], None]]:
+        """Return what to change in libraries, by their module's name, once it is there."""
+
+        def bitsandbytes() -> None:
+            stack.enter_context(fake_bitsandbytes(None))
+            self.engine.extras |= bitsandbytes_extras()
+            functional = sys.modules["bitsandbytes.functional"]
+            for name, function in {"get_paged": self._paged, "fill": nothing, "prefetch_tensor": nothing}.items():
+                stack.enter_context(mock.patch.object(functional, name, function))
+
+        return {
+            "bitsandbytes": bitsandbytes,
+            "torch.utils.cpp_extension": lambda: stack.enter_context(no_extensions()),
+            "safetensors.torch": lambda: stack.enter_context(self.checkpoints.safetensors()),
+            "transformers.generation.stopping_criteria": lambda: stack.enter_context(no_end_of_sequence()),
+        }
+
+    def _paged(self, *shape: int, dtype: torch.dtype = torch.float32, **device: Any) -> Tensor:
+        """bitsandbytes.functional.get_paged: unified memory, which is none of the allocator's."""
+        with _disable_current_modes(), self.engine.fake:
+            made = torch.zeros(shape, dtype=dtype, device=GPU_DEVICE)
+        self.engine.hold_elsewhere(made)
+        made.is_paged, made.page_deviceid = True, 0
+        return made
+
+    @contextmanager
+    def _hide(self) -> Iterator[None]:
+        before, self.hidden = self.hidden, True
+        try:
+            yield
+        finally:
+            self.hidden = before
 
     @contextmanager
     def _fake_parameters(self) -> Iterator[None]:
@@ -165,7 +249,7 @@ class Card:
         real_new, apply = nn.Parameter.__new__, nn.Module._apply
 
         def new(cls: type, data: Tensor | None = None, requires_grad: bool = True) -> Tensor:
-            if cls is nn.Parameter and type(data) is Tensor and data.device.type == "cpu":
+            if cls is nn.Parameter and type(data) is Tensor and data.device.type == "cpu" and self._simulates():
                 data = self._fake(data)
             return real_new(cls, data, requires_grad)
 
@@ -183,6 +267,10 @@ class Card:
             finally:
                 for module, name, parameter in self._replaced:
                     module._parameters[name] = parameter
+
+    def _simulates(self) -> bool:
+        """Whether a parameter that is made now is simulated: not in a second thread, nor in a file that is read."""
+        return not self.checkpoints.plain and threading.get_ident() == self._thread
 
     def _fake(self, data: Tensor) -> Tensor:
         with _disable_current_modes(), self.engine.fake:
@@ -210,6 +298,25 @@ def _default_device() -> Iterator[None]:
     finally:
         if getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is not context:
             torch.set_default_device(context.device if context else None)
+
+
+@contextmanager
+def _accelerate_state() -> Iterator[None]:
+    """Let accelerate look for its devices anew, here and after the block."""
+    state = sys.modules.get("accelerate.state")
+    singletons = [state.PartialState._shared_state, state.AcceleratorState._shared_state] if state else []
+    kept = [dict(each) for each in singletons]
+    for each in singletons:
+        each.clear()
+    try:
+        yield
+    finally:
+        if state is None and (state := sys.modules.get("accelerate.state")):
+            singletons = [state.PartialState._shared_state, state.AcceleratorState._shared_state]
+            kept = [{}, {}]
+        for each, before in zip(singletons, kept, strict=True):
+            each.clear()
+            each.update(before)
 
 
 def _forget_devices() -> None:

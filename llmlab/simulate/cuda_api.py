@@ -17,16 +17,22 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
+import torch.distributed
+from torch import Tensor, nn
 from torch.amp import autocast_mode
 from torch.utils.data import DataLoader, dataloader
 
 from ..errors import NotAvailable, SpecError
 from ..hardware.gpu import GPU
+from .legacy import LEGACY_TYPES
 from .snapshot import write_snapshot
+from .streams import DEFAULT_STREAM, CUDAGraph, Event, Stream, Streams, nothing
+from .values import located
 
 if TYPE_CHECKING:
     from .card import Card
 
+CUDA_VERSION = "13.0"  # of the wheels of torch 2.13
 BF16_CAPABILITY = (8, 0)
 COMPILES_NOT = "torch.compile is simulated eager: what a compiled step would fuse away is counted"
 
@@ -49,22 +55,31 @@ def cuda_api(card: Card) -> Iterator[None]:
 
         def put(module: Any, names: dict[str, Any]) -> None:
             for name, value in names.items():
+                if not hasattr(module, name):  # an older torch
+                    continue
                 value = guarded(f"{module.__name__}.{name}", value) if not isinstance(value, type) else value
                 stack.enter_context(mock.patch.object(module, name, value))
 
         memory = _memory(card)
-        put(torch.cuda, {**_device(card.gpu), **memory, **_random()})
+        put(torch.cuda, {**_device(card), **memory, **_random(), **_streams(card), **LEGACY_TYPES})
         put(torch.cuda.memory, {**{name: each for name, each in memory.items() if hasattr(torch.cuda.memory, name)},
-                                **_history(card), "is_initialized": lambda: True, "_lazy_init": _nothing})  # fmt: skip
-        put(torch.accelerator, _accelerator())
+                                **_history(card), "is_initialized": lambda: True, "_lazy_init": nothing})  # fmt: skip
+        put(torch.cuda.nvtx, {**dict.fromkeys(("range_push", "range_start"), lambda message: 0), "range_end": nothing,
+                              "range_pop": lambda: 0, "mark": nothing})  # fmt: skip
+        put(torch.cuda.random, {**_random(), "current_device": lambda: 0})
+        put(torch.cuda.profiler, {"start": nothing, "stop": nothing})
+        put(torch.accelerator, _accelerator(memory))
+        put(torch.backends.cuda, {"is_built": lambda: True, "is_flash_attention_available": lambda: True})
+        put(torch.distributed, {"init_process_group": _one_card})
+        put(torch.jit, {"trace": _unchecked(torch.jit.trace)})
+        stack.enter_context(mock.patch.object(torch.version, "cuda", CUDA_VERSION))
         stack.enter_context(_autocast())
         stack.enter_context(mock.patch.object(DataLoader, "_get_iterator", _one_process))
         stack.enter_context(mock.patch.object(torch, "compile", _eager))
+        stack.enter_context(mock.patch.object(torch, "Generator", Generator))
+        stack.enter_context(mock.patch.object(Tensor, "record_stream", nothing))
+        stack.enter_context(mock.patch.object(nn.Module, "compile", _eager_in_place))
         yield
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Do nothing, as there is nothing to wait for, to seed or to initialize."""
 
 
 def check_index(device: Any) -> int:
@@ -85,36 +100,16 @@ def device_name(gpu: GPU) -> str:
     return next((alias for alias in gpu.aliases if alias.startswith(("NVIDIA ", "Tesla "))), gpu.name)
 
 
-class _Event:
-    """torch.cuda.Event: nothing takes time, so what elapsed between two is not a number."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    record = wait = synchronize = _nothing
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end: Any) -> float:
-        return float("nan")
+class _Properties(SimpleNamespace):
+    def __repr__(self) -> str:
+        named = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"_CudaDeviceProperties({named})"
 
 
-class _Stream:
-    """torch.cuda.Stream: a second stream has blocks of its own, which are not simulated."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise NotAvailable("torch.cuda.Stream: the simulator has the default stream only; run on that")
-
-
-DEFAULT_STREAM = SimpleNamespace(
-    synchronize=_nothing, wait_stream=_nothing, wait_event=_nothing, record_event=_nothing, query=lambda: True,
-    is_capturing=lambda: False, device=torch.device("cuda", 0), cuda_stream=0, stream_id=0,
-)  # fmt: skip
-
-
-def _device(gpu: GPU) -> dict[str, Any]:
+def _device(card: Card) -> dict[str, Any]:
+    gpu = card.gpu
     assert gpu.compute_capability
-    properties = SimpleNamespace(
+    properties = _Properties(
         name=device_name(gpu),
         major=gpu.compute_capability[0],
         minor=gpu.compute_capability[1],
@@ -132,16 +127,12 @@ def _device(gpu: GPU) -> dict[str, Any]:
     def is_bf16_supported(including_emulation: bool = True) -> bool:
         return including_emulation or gpu.compute_capability >= BF16_CAPABILITY  # torch: every card emulates it
 
-    def default_stream(device: Any = None) -> SimpleNamespace:
-        check_index(device)
-        return DEFAULT_STREAM
-
     return {
-        "is_available": lambda: True,
+        "is_available": lambda: not card.hidden,
         "is_initialized": lambda: True,
-        "init": _nothing,
-        "_lazy_init": _nothing,
-        "_lazy_call": _nothing,
+        "init": nothing,
+        "_lazy_init": nothing,
+        "_lazy_call": nothing,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": lambda device: check_index(device) and None,
@@ -154,10 +145,23 @@ def _device(gpu: GPU) -> dict[str, Any]:
         "is_bf16_supported": is_bf16_supported,
         "synchronize": lambda device=None: check_index(device) and None,
         "is_current_stream_capturing": lambda: False,
-        "current_stream": default_stream,
-        "default_stream": default_stream,
-        "Event": _Event,
-        "Stream": _Stream,
+        "get_allocator_backend": lambda: "native",
+        "get_sync_debug_mode": lambda: 0,
+        "set_sync_debug_mode": nothing,
+    }
+
+
+def _streams(card: Card) -> dict[str, Any]:
+    streams = Streams(card.engine)
+    return {
+        "Event": Event,
+        "Stream": Stream,
+        "CUDAGraph": CUDAGraph,
+        "graph": CUDAGraph,
+        "make_graphed_callables": CUDAGraph,
+        "current_stream": streams.current,
+        "default_stream": lambda device=None: DEFAULT_STREAM,
+        "set_stream": streams.set,
     }
 
 
@@ -171,27 +175,47 @@ def _memory(card: Card) -> dict[str, Any]:
 
         return call
 
+    fractions = [memory.config.per_process_memory_fraction]
+
     def set_fraction(fraction: float, device: Any = None) -> None:
         check_index(device)
         memory.set_memory_fraction(fraction)
+        fractions.append(fraction)
 
     return {
         "memory_stats": on_card(memory.stats),
+        "memory_stats_as_nested_dict": on_card(lambda: _nested(memory.stats())),
         "reset_peak_memory_stats": on_card(memory.reset_peak),
         "reset_max_memory_allocated": on_card(memory.reset_peak),
         "reset_max_memory_cached": on_card(memory.reset_peak),
         "reset_accumulated_memory_stats": on_card(memory.statistics.reset_accumulated),
         "mem_get_info": on_card(lambda: (card.free, card.gpu.memory)),
         "set_per_process_memory_fraction": set_fraction,
+        "get_per_process_memory_fraction": on_card(lambda: fractions[-1]),
+        "host_memory_stats": dict,
+        "reset_peak_host_memory_stats": nothing,
+        "reset_accumulated_host_memory_stats": nothing,
         "memory_snapshot": lambda *args, **kwargs: memory.segments(),
         "empty_cache": memory.empty_cache,
-        "ipc_collect": _nothing,
+        "ipc_collect": nothing,
     }
+
+
+def _nested(stats: dict[str, int]) -> dict[str, Any]:
+    """torch.cuda.memory_stats_as_nested_dict, from the flat form."""
+    nested: dict[str, Any] = {}
+    for name, value in stats.items():
+        *path, last = name.split(".")
+        place = nested
+        for each in path:
+            place = place.setdefault(each, {})
+        place[last] = value
+    return nested
 
 
 def _history(card: Card) -> dict[str, Any]:
     return {
-        "_record_memory_history": _nothing,  # it is always on
+        "_record_memory_history": nothing,  # it is always on
         "_snapshot": lambda *args, **kwargs: card.snapshot(),
         "_dump_snapshot": lambda filename="dump_snapshot.pickle", **kwargs: write_snapshot(filename, card.snapshot()),
     }
@@ -201,22 +225,57 @@ def _random() -> dict[str, Any]:
     """Return the functions of the card's generator: nothing is drawn from it, so its state never changes."""
     state = torch.zeros(16, dtype=torch.uint8)
     return {
-        **dict.fromkeys(("manual_seed", "manual_seed_all", "seed", "seed_all"), _nothing),
-        **dict.fromkeys(("set_rng_state", "set_rng_state_all"), _nothing),
+        **dict.fromkeys(("manual_seed", "manual_seed_all", "seed", "seed_all"), nothing),
+        **dict.fromkeys(("set_rng_state", "set_rng_state_all"), nothing),
         "initial_seed": lambda: 0,
         "get_rng_state": lambda device="cuda": state.clone(),
         "get_rng_state_all": lambda: [state.clone()],
     }
 
 
-def _accelerator() -> dict[str, Any]:
+class _GeneratorType(type(torch.Generator)):  # type: ignore[misc]
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, _HostGenerator)
+
+
+_HostGenerator = torch.Generator
+
+
+class Generator(_HostGenerator, metaclass=_GeneratorType):
+    """torch.Generator, also of the card."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        place = torch.device(device)
+        if place.type != "cuda":
+            return _HostGenerator(device)
+        check_index(place)
+        self = super().__new__(cls)
+        self.place = torch.device("cuda", 0)
+        return self
+
+    def __init__(self, device: Any = "cpu") -> None:
+        super().__init__()
+
+    device = property(lambda self: self.place)
+
+
+def _accelerator(memory: dict[str, Any]) -> dict[str, Any]:
+    """Return the functions of torch.accelerator; those of its memory are torch.cuda's."""
+    shared = ("empty_cache", "memory_stats", "reset_peak_memory_stats", "reset_accumulated_memory_stats")
+    own = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
     return {
+        **{name: memory[name] for name in shared},
+        **{name: getattr(torch.cuda, name) for name in own},
+        "get_memory_info": memory["mem_get_info"],
+        "set_device_index": check_index,
+        "current_device_idx": lambda: 0,
+        "set_device_idx": check_index,
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "current_accelerator": lambda check_available=False: torch.device("cuda"),
         "current_device_index": lambda: 0,
         "current_stream": lambda device=None: DEFAULT_STREAM,
-        "synchronize": _nothing,
+        "synchronize": nothing,
     }
 
 
@@ -257,9 +316,32 @@ def _one_process(self: DataLoader) -> Any:
     return dataloader._SingleProcessDataLoaderIter(loader)
 
 
+def _one_card(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+    """torch.distributed.init_process_group."""
+    raise located(NotAvailable(
+        f"torch.distributed.init_process_group({backend!r}): one card is simulated; run the script without torchrun, "
+        "as one process, or see lab.estimate for several cards"
+    ))  # fmt: skip
+
+
+def _unchecked(trace: Callable) -> Callable:
+    """torch.jit.trace without its check, which compares values."""
+
+    @wraps(trace)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return trace(*args, **{**kwargs, "check_trace": False})
+
+    return call
+
+
 def _eager(model: Any = None, **options: Any) -> Any:
     """torch.compile, as a call and as a decorator."""
     if model is None:
         return lambda decorated: _eager(decorated)
     warnings.warn(COMPILES_NOT, stacklevel=2)
     return model
+
+
+def _eager_in_place(module: nn.Module, *args: Any, **options: Any) -> None:
+    """nn.Module.compile."""
+    _eager(module)

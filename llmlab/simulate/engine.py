@@ -29,6 +29,8 @@ from torch.utils._pytree import arg_tree_leaves, tree_map_only
 
 from ..errors import NotAvailable
 from ..measure.events import Event
+from .sized import known as _value
+from .sized import sized_by_value
 
 GPU_DEVICE = torch.device("cpu", 0)
 HOST = torch.device("cpu")
@@ -43,7 +45,6 @@ FACTORIES = frozenset((
     _aten.arange.default, _aten.arange.start, _aten.arange.start_step, _aten.scalar_tensor.default,
     _aten.zeros.default, _aten.ones.default, _aten.full.default, _aten.linspace.default,
 ))  # fmt: skip
-UNBIND = _aten.unbind.int
 # A GradScaler asks whether a gradient is infinite: simulated ones are finite.
 KEEPS_VALUES = frozenset((_aten._amp_foreach_non_finite_check_and_unscale_.default,))
 
@@ -53,7 +54,7 @@ class Memory(Protocol):
 
     allocated: int
 
-    def malloc(self, size: int) -> int: ...
+    def malloc(self, size: int, stream: int = 0) -> int: ...
 
     def free(self, address: int) -> None: ...
 
@@ -66,7 +67,7 @@ class HostMemory:
         self._next = 64
         self._sizes: dict[int, int] = {}
 
-    def malloc(self, size: int) -> int:
+    def malloc(self, size: int, stream: int = 0) -> int:
         address, self._next = self._next, self._next + size
         self._sizes[address] = size
         self.allocated += size
@@ -111,12 +112,20 @@ class Engine(TorchDispatchMode):
         self.device, self.memory, self.extras, self.workspace = device, memory, extras, workspace or 0
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.events: list[Event] = []
-        self.handles: dict[tuple[str, bool], int] = {}  # workspaces' addresses: by library, and if autograd's thread's
+        # Workspaces' addresses: by library, whether it is the handle of autograd's thread, and stream.
+        self.handles: dict[tuple[str, bool, int], int] = {}
         self.operator = None  # the one that runs
         self.placeholder: float | None = None  # what reading an unknown float gives; None raises NotAvailable
+        self.watch: Callable[[Any, tuple, dict[str, Any], Any], None] | None = None  # sees each operator
+        self.follows = SMALL  # elements of a tensor of floats whose values are followed
+        self.stream = 0  # the CUDA stream in use: its freed blocks are its own
+        self.place: Callable[[], Any] | None = None  # where the operator that runs belongs (places)
+        self.places: dict[int, Any] = {}  # by the time of an allocation: where it belongs
+        self.asked: Any = None  # where the last request came from, granted or not
         self._time = 0
         self._live: dict[int, _Storage] = {}
         self._sizes: dict[int, int] = {}
+        self._born: dict[int, int] = {}
 
     # ---- the mode
 
@@ -137,34 +146,53 @@ class Engine(TorchDispatchMode):
             return self._read(args[0])
         extra = self.extras.get(func)
         if extra is not None:
-            return self._run_with(extra, func, args, kwargs)
+            out = self._run_with(extra, func, args, kwargs)
+            if self.watch is not None:
+                self.watch(func, args, kwargs, out)
+            return out
         try:
             out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise needs_values(func) from error
+            out = sized_by_value(self._run, func, args, kwargs)
+            if out is NotImplemented:
+                raise self.needs_values(func) from error
         if type(out) is FakeTensor:
             if args and out is args[0]:
                 self._follow_change(func, args, kwargs)
-            elif out.dtype in INTEGERS or out.numel() <= SMALL:
+            elif out.dtype in INTEGERS or out.numel() <= self.follows:
                 self._follow_value(func, args, kwargs, out)
         elif out is None:
             self._follow_change(func, args, kwargs)
-        elif func is UNBIND:
-            self._follow_value(func, args, kwargs, out)
+        elif type(out) in (tuple, list) and out and type(first := out[0]) is FakeTensor:  # noqa: SIM102
+            if first.dtype in INTEGERS or first.numel() <= SMALL:
+                self._follow_value(func, args, kwargs, out)
         self.hold(out)
+        if self.watch is not None:
+            self.watch(func, args, kwargs, out)
         return out
 
+    def _run(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run `func` as part of another operator."""
+        return self.__torch_dispatch__(func, (), args, kwargs)
+
     def _run_with(self, extra: Extra, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        before = [self.malloc(size) for size in extra.before(*args, **kwargs)] if extra.before else []
-        out = extra.outputs(func, *args, **kwargs) if extra.outputs else func(*args, **kwargs)
-        self.hold(out)
-        if extra.matmul:
-            self._take_workspace("cublas", self.workspace)
-            if extra.fused and extra.fused(*args, **kwargs):
-                self._take_workspace("cublasLt", LT_WORKSPACE)
-        after = [self.malloc(size) for size in extra.after(out, *args, **kwargs)] if extra.after else []
-        for address in reversed(before + after):
-            self.free(address)
+        scratch: list[int] = []
+        try:
+            if extra.before:
+                for size in extra.before(*args, **kwargs):
+                    scratch.append(self.malloc(size))
+            out = extra.outputs(func, *args, **kwargs) if extra.outputs else func(*args, **kwargs)
+            self.hold(out)
+            if extra.matmul:
+                self._take_workspace("cublas", self.workspace)
+                if extra.fused and extra.fused(*args, **kwargs):
+                    self._take_workspace("cublasLt", LT_WORKSPACE)
+            if extra.after:
+                for size in extra.after(out, *args, **kwargs):
+                    scratch.append(self.malloc(size))
+        finally:  # also where there is no room: code may catch that and go on
+            for address in reversed(scratch):
+                self.free(address)
         return out
 
     # ---- storages
@@ -186,30 +214,46 @@ class Engine(TorchDispatchMode):
             for each in out:
                 self.hold(each)
 
+    def hold_elsewhere(self, tensor: Tensor) -> None:
+        """Know the storage of `tensor`, which is not in the allocator's memory."""
+        storage = tensor.untyped_storage()
+        held = self._live[storage._cdata] = _Storage(storage, self._died)
+        held.key, held.size, held.address = storage._cdata, storage.nbytes(), 0
+
     def address(self, tensor: Tensor) -> int | None:
         """Return the simulated address of `tensor`'s storage, None where it holds none on the device."""
         held = self._live.get(tensor.untyped_storage()._cdata)
         return held.address if held else None
+
+    def belongs(self, tensor: Tensor, module: str) -> None:
+        """Let the memory of `tensor` belong to `module`, whatever asked for it."""
+        born = self._born.get(self.address(tensor) or 0)
+        if born is not None:
+            self.places[born] = self.places[born]._replace(module=module)
 
     def _died(self, held: _Storage) -> None:
         if self._live.pop(held.key, None) is held:
             self.free(held.address)
 
     def _resize(self, held: _Storage, size: int) -> None:
-        if held.address:
-            self.free(held.address)
-        held.size, held.address = size, self.malloc(size) if size else 0
+        # native/cuda/Resize.cpp, resize_bytes_cuda: the new one is there before the old one goes.
+        old, held.address, held.size = held.address, self.malloc(size), size
+        self.free(old)
 
     def malloc(self, size: int) -> int:
         """Allocate `size` bytes; 0 bytes are at address 0."""
         if size <= 0:
             return 0
+        if self.place is not None:
+            self.asked = self.place()
         before = self.memory.allocated
-        address = self.memory.malloc(size)
+        address = self.memory.malloc(size, self.stream) if self.stream else self.memory.malloc(size)
         block = self.memory.allocated - before
         self._sizes[address] = block
         self._time += 1
         self.events.append(Event(self._time, address, block))
+        if self.place is not None:
+            self.places[self._time], self._born[address] = self.asked, self._time
         return address
 
     def free(self, address: int) -> None:
@@ -226,25 +270,32 @@ class Engine(TorchDispatchMode):
         return self._time
 
     def _take_workspace(self, library: str, size: int) -> None:
-        handle = library, torch._C._current_graph_task_id() != -1
+        handle = library, torch._C._current_graph_task_id() != -1, self.stream
         if size and handle not in self.handles:
             self.handles[handle] = self.malloc(size)
 
     # ---- values
 
+    def needs_values(self, func: Any) -> NotAvailable:
+        """Return the error for an operator that cannot run without values."""
+        return NotAvailable(
+            f"{func} reads values of a tensor, or its output's size depends on them; fake tensors have none. Give it "
+            "code that does not branch on data, or lab.measure it"
+        )
+
     def _read(self, tensor: Tensor) -> Any:
         value = _value(tensor)
         if value is None:
             if self.placeholder is None or not tensor.is_floating_point():
-                raise needs_values(VALUE_OF)
+                raise self.needs_values(VALUE_OF)
             return self.placeholder
         with _disable_current_modes():
             return value.item()
 
     def _follow_value(self, func: Any, args: tuple, kwargs: dict[str, Any], out: Tensor | Sequence[Tensor]) -> None:
         """Compute positions, masks and single numbers for real where all they come from is known: code asks."""
-        first = out if isinstance(out, Tensor) else args[0]
-        if first.numel() > VALUES_LIMIT or func._schema.is_mutable:
+        first = out if isinstance(out, Tensor) else out[0]
+        if first.numel() > VALUES_LIMIT or func._schema.is_mutable or func.namespace != "aten":
             return
         tensors = [each for each in arg_tree_leaves(*args, **kwargs) if isinstance(each, Tensor)]
         if (not tensors and func not in FACTORIES) or any(_value(each) is None for each in tensors):
@@ -258,7 +309,8 @@ class Engine(TorchDispatchMode):
         for tensor, value in (
             zip([out], [values], strict=True) if isinstance(out, Tensor) else zip(out, values, strict=True)
         ):
-            tensor.simulated_value = value
+            if isinstance(tensor, Tensor):
+                tensor.simulated_value = value
 
     def _follow_change(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         """Change the values of known tensors as the in-place `func` does; forget them where it takes unknown ones."""
@@ -274,15 +326,3 @@ class Engine(TorchDispatchMode):
         args, kwargs = tree_map_only(Tensor, _value, (args, {**kwargs}))
         with _disable_current_modes():
             func(*args, **kwargs)
-
-
-def _value(tensor: Tensor) -> Tensor | None:
-    """Return the real tensor behind a fake one where it is known."""
-    return getattr(tensor, "simulated_value", None) if isinstance(tensor, FakeTensor) else tensor
-
-
-def needs_values(func: Any) -> NotAvailable:
-    return NotAvailable(
-        f"{func} reads values of a tensor, or its output's size depends on them; fake tensors have none. Give it "
-        "code that does not branch on data, or lab.measure it"
-    )

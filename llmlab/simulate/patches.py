@@ -6,6 +6,7 @@ dispatcher, so the replacement also holds where checkpointing recomputes inside 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
@@ -15,10 +16,13 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
+from ..errors import NotAvailable
 from .attention import Capability, attention
 from .autocast import impl_cuda_autocast
-from .engine import GPU_DEVICE
+from .engine import GPU_DEVICE, Engine
+from .values import located
 
 aten = torch.ops.aten
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -42,6 +46,42 @@ def fake_parameters() -> Iterator[None]:
 
 
 @contextmanager
+def no_end_of_sequence() -> Iterator[None]:
+    """Let generate() of transformers draw no end-of-sequence token: each sequence comes to its greatest length."""
+    from transformers.generation.stopping_criteria import EosTokenCriteria
+
+    real = EosTokenCriteria.__call__
+
+    def call(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        is_done = real(self, input_ids, *args, **kwargs)
+        if isinstance(is_done, FakeTensor):
+            with _disable_current_modes():
+                is_done.simulated_value = torch.zeros(tuple(is_done.shape), dtype=torch.bool)
+        return is_done
+
+    with mock.patch.object(EosTokenCriteria, "__call__", call):
+        yield
+
+
+@contextmanager
+def no_extensions() -> Iterator[None]:
+    """Refuse to compile kernels for the card, with their name."""
+    from torch.utils import cpp_extension
+
+    def refused(name: str, *args: Any, **kwargs: Any) -> None:
+        raise located(NotAvailable(
+            f"torch.utils.cpp_extension: {name!r} would be compiled for a GPU, and a simulated card runs no kernels; "
+            "give the block PyTorch's own operators in its place, or lab.measure it"
+        ))  # fmt: skip
+
+    with (
+        mock.patch.object(cpp_extension, "load", refused),
+        mock.patch.object(cpp_extension, "load_inline", refused),
+    ):
+        yield
+
+
+@contextmanager
 def cuda_operators(card: Capability) -> Iterator[None]:
     """Let operators above autograd, and libraries that ask for the device, do as on a card of capability `card`."""
     library = torch.library.Library("aten", "IMPL")
@@ -50,6 +90,7 @@ def cuda_operators(card: Capability) -> Iterator[None]:
         "softmax.int": _softmax(aten.softmax.int, aten._softmax.default),
         "log_softmax.int": _softmax(aten.log_softmax.int, aten._log_softmax.default),
         "scaled_dot_product_attention": _attention(card),
+        "_fused_rms_norm": _rms_norm,
     }
     optimizers = import_module("torch.optim.optimizer")  # the package hides it
     foreach = optimizers._get_foreach_kernels_supported_devices
@@ -60,8 +101,28 @@ def cuda_operators(card: Capability) -> Iterator[None]:
         impl_cuda_autocast(library, on_card)
         patched = lambda: [*foreach(), "cpu"]  # noqa: E731
         stack.enter_context(mock.patch.object(optimizers, "_get_foreach_kernels_supported_devices", patched))
-        types = [*optimizers._foreach_supported_types, FakeTensor]
-        stack.enter_context(mock.patch.object(optimizers, "_foreach_supported_types", types))
+        capturable = optimizers._get_capturable_supported_devices
+        also = lambda *args, **kwargs: [*capturable(*args, **kwargs), "cpu"]  # noqa: E731
+        for module in [each for name, each in sys.modules.items() if name.startswith("torch.optim.")]:
+            if hasattr(module, "_get_capturable_supported_devices"):
+                stack.enter_context(mock.patch.object(module, "_get_capturable_supported_devices", also))
+        for module in (optimizers, import_module("torch.utils._foreach_utils")):  # the second is clip_grad_norm_'s
+            types = [*module._foreach_supported_types, FakeTensor]
+            stack.enter_context(mock.patch.object(module, "_foreach_supported_types", types))
+        yield
+
+
+@contextmanager
+def held_random_states(engine: Engine) -> Iterator[None]:
+    """Count the CPU generator's states, which checkpointing keeps for each block, as memory of the simulated CPU."""
+    real = torch.get_rng_state
+
+    def get_rng_state() -> Tensor:
+        state = real()
+        engine.hold(state)
+        return state
+
+    with mock.patch.object(torch, "get_rng_state", get_rng_state):
         yield
 
 
@@ -85,6 +146,33 @@ def _softmax(composite: Any, kernel: Any) -> Callable[..., Tensor]:
         return composite._op_dk(COMPOSITE, x, dim, dtype)
 
     return softmax
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """native/layer_norm.cpp: what F.rms_norm calls, of which a CPU has no kernel and so no backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> tuple:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, rstd = aten._fused_rms_norm(x, shape, weight, eps)
+        ctx.shape = shape
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.mark_non_differentiable(rstd)
+        return out, rstd
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple:
+        x, weight, rstd = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+        with torch._C._AutoDispatchBelowAutograd():
+            dx, dweight = aten._fused_rms_norm_backward(grad, x, ctx.shape, rstd, weight, wanted)
+        return dx, None, dweight, None
+
+
+def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
+    if not on_card(x):
+        return aten._fused_rms_norm.default._op_dk(COMPOSITE, x, shape, weight, eps)
+    return _FusedRMSNorm.apply(x, shape, weight, eps)
 
 
 def _attention(card: Capability) -> Callable[..., Tensor]:

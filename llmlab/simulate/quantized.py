@@ -1,10 +1,14 @@
-"""bitsandbytes on fake tensors: NF4 weights as fake parameters, and what its CUDA kernels take."""
+"""bitsandbytes on fake tensors: NF4 and int8 weights as fake parameters, and what its CUDA kernels take.
+
+M  tokens    K  inputs of a linear    N  its outputs
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any
 from unittest import mock
 
@@ -20,18 +24,42 @@ FUSED_ROWS = 32
 
 
 @contextmanager
-def fake_bitsandbytes(cuda: bool) -> Iterator[None]:
-    """Let bitsandbytes' 4-bit parameters be fake tensors; with `cuda` its linears do not ask for this CPU's kernels."""
+def fake_bitsandbytes(empty_cache: Callable[[], None] | None) -> Iterator[None]:
+    """Let bitsandbytes' 4-bit and 8-bit parameters be fake tensors.
+
+    On a simulated card, whose `empty_cache` is given, its linears do not ask for this CPU's kernels, and peft gives
+    cached segments back once it has cast what is not quantized up, as it does where it finds CUDA.
+    """
     if find_spec("bitsandbytes") is None:
         yield
         return
+    import bitsandbytes
     from bitsandbytes.nn import modules
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(modules.Params4bit, "__new__", _params4bit(modules.Params4bit)))
-        if cuda:
+        stack.enter_context(mock.patch.object(modules.Int8Params, "__new__", _int8params(modules.Int8Params)))
+        if empty_cache:
             stack.enter_context(mock.patch.object(modules, "has_avx512bf16", lambda: False))
+            stack.enter_context(mock.patch.object(bitsandbytes, "matmul", _matmul))
+            if find_spec("peft"):
+                stack.enter_context(_emptying(empty_cache))
         yield
+
+
+def _emptying(empty_cache: Callable[[], None]) -> Any:
+    """peft/utils/other.py, prepare_model_for_kbit_training: auto_clear_cache, in the releases that have it."""
+    import peft
+
+    prepare = peft.prepare_model_for_kbit_training
+
+    def prepared(*args: Any, **kwargs: Any) -> Any:
+        model = prepare(*args, **kwargs)
+        if "auto_clear_cache" in signature(prepare).parameters:
+            empty_cache()
+        return model
+
+    return mock.patch.object(peft, "prepare_model_for_kbit_training", prepared)
 
 
 def _params4bit(owner: type) -> Any:
@@ -62,15 +90,59 @@ def _params4bit(owner: type) -> Any:
         }
         if not isinstance(data, FakeTensor):
             return real_new(cls, data, requires_grad, **values, **kwargs)
-        self = data.detach()
-        self.__class__ = Params4bit
-        self._is_param = True
-        self.requires_grad = requires_grad
-        for name, value in values.items():
-            setattr(self, name, value)
-        return self
+        return _as_parameter(Params4bit, data, requires_grad, values)
 
     return new
+
+
+def _int8params(owner: type) -> Any:
+    real_new, quantize = owner.__new__, owner._quantize
+
+    class Int8Params(FakeTensor):
+        """bitsandbytes' Int8Params, as Params4bit above."""
+
+        def to(self, *args: Any, **kwargs: Any) -> Tensor:
+            device = torch._C._nn._parse_to(*args, **kwargs)[0]
+            if device is not None and device.type != "meta" and self.dtype != torch.int8:
+                quantized = quantize(self, device)
+                quantized.fake_device = quantized.CB.device  # `.data =` leaves it; transformers quantizes from the host
+                return quantized
+            return super().to(*args, **kwargs)
+
+    def new(
+        cls: type, data: Tensor | None = None, requires_grad: bool = True, has_fp16_weights: bool = False,
+        CB: Tensor | None = None, SCB: Tensor | None = None, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        values = {"has_fp16_weights": has_fp16_weights, "CB": CB, "SCB": SCB}
+        if not isinstance(data, FakeTensor):
+            return real_new(cls, data, requires_grad, **values, **kwargs)
+        return _as_parameter(Int8Params, data, requires_grad, values)
+
+    return new
+
+
+def _as_parameter(kind: type, data: Tensor, requires_grad: bool, values: dict[str, Any]) -> Tensor:
+    self = data.detach()
+    self.__class__ = kind
+    self._is_param = True
+    self.requires_grad = requires_grad
+    for name, value in values.items():
+        setattr(self, name, value)
+    return self
+
+
+def _matmul(
+    A: Tensor, B: Tensor, out: Tensor | None = None, state: Any = None, threshold: float = 0.0, bias: Any = None
+) -> Tensor:
+    """bitsandbytes/autograd/_functions.py, matmul, which on a CPU takes another function for training."""
+    from bitsandbytes.autograd._functions import MatMul8bitLt
+
+    if threshold > 0:
+        state.threshold = threshold
+    return MatMul8bitLt.apply(A, B, out, bias, state)
+
+
+# ---- what the kernels take: bitsandbytes/backends/cuda/ops.py, and default/ops.py where CUDA has none of its own
 
 
 def gemm_4bit(A: Tensor, B: Tensor, shape: list[int], *rest: Any, **named: Any) -> list[int]:
@@ -93,10 +165,63 @@ def has_bias(
     return bias is not None
 
 
+def int8_quantized(func: Any, A: Tensor, threshold: float = 0.0) -> tuple[Tensor, Tensor, Tensor | None]:
+    """int8_vectorwise_quant: int8 values and a scale a row. That no value reaches `threshold` is an assumption."""
+    rows = A.numel() // A.shape[-1]
+    outlier_columns = A.new_empty(0, dtype=torch.int64) if threshold else None
+    return A.new_empty(A.shape, dtype=torch.int8), A.new_empty(rows, dtype=torch.float32), outlier_columns
+
+
+def int8_outliers(out: Any, A: Tensor, threshold: float = 0.0) -> list[int]:
+    """int8_vectorwise_quant: `A.abs() >= threshold`."""
+    return [A.numel() * A.element_size(), A.numel()] if threshold else []
+
+
+def int8_product(func: Any, A: Tensor, CA: Tensor, CB: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    """int8_mixed_scaled_mm without outliers: (M, N), and no columns of A."""
+    return A.new_empty((*CA.shape[:-1], CB.shape[0])), A.new_empty(0)
+
+
+def int8_accumulator(A: Tensor, CA: Tensor, CB: Tensor, *rest: Any, **named: Any) -> list[int]:
+    """int8_linear_matmul: the product in int32. int8_mm_dequant: in fp16, cast after that where it is not wanted."""
+    elements = CA.numel() // CA.shape[-1] * CB.shape[0]
+    return [elements * 4] if A.dtype == torch.float16 else [elements * 4, elements * 2]
+
+
+def cpu_optimizer_32bit(out: Any, name: str, grad: Tensor, parameter: Tensor, *rest: Any, **named: Any) -> list[int]:
+    """bitsandbytes/backends/cpu/ops.py, _optimizer_update_32bit_cpu: gradient, update and a part of it in fp32, and the
+    parameter too where it is not in fp32."""
+    return [4 * grad.numel()] * (3 if parameter.dtype == torch.float32 else 4)
+
+
+def cpu_optimizer_8bit(out: Any, name: str, grad: Tensor, parameter: Tensor, *rest: Any, **named: Any) -> list[int]:
+    """bitsandbytes/backends/cpu/ops.py, _optimizer_update_8bit_blockwise_cpu: as above, and both unpacked moments."""
+    return [4 * grad.numel()] * (5 if parameter.dtype == torch.float32 else 6)
+
+
+def cpu_bitsandbytes_extras() -> dict[Any, Extra]:
+    """Return by operator what bitsandbytes' CPU kernels take; nothing where it is not installed."""
+    if find_spec("bitsandbytes") is None:
+        return {}
+    import bitsandbytes  # noqa: F401  # defines the operators
+
+    ops = torch.ops.bitsandbytes
+    return {
+        ops.optimizer_update_32bit.default: Extra(after=cpu_optimizer_32bit),
+        ops.optimizer_update_8bit_blockwise.default: Extra(after=cpu_optimizer_8bit),
+    }
+
+
 def bitsandbytes_extras() -> dict[Any, Extra]:
     """Return by operator what bitsandbytes' CUDA kernels take; nothing where it is not installed."""
     if find_spec("bitsandbytes") is None:
         return {}
     import bitsandbytes  # noqa: F401  # defines the operators
 
-    return {torch.ops.bitsandbytes.gemm_4bit.default: Extra(before=gemm_4bit, matmul=True, fused=has_bias)}
+    ops = torch.ops.bitsandbytes
+    return {
+        ops.gemm_4bit.default: Extra(before=gemm_4bit, matmul=True, fused=has_bias),
+        ops.int8_vectorwise_quant.default: Extra(outputs=int8_quantized, after=int8_outliers),
+        # bitsandbytes multiplies with a cuBLASLt handle of its own, which takes nothing from the allocator.
+        ops.int8_mixed_scaled_mm.default: Extra(before=int8_accumulator, outputs=int8_product),
+    }

@@ -10,178 +10,183 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
-from ..errors import NotAvailable
 from .cuda_api import check_index
-from .engine import GPU_DEVICE, HOST, VALUE_OF, Engine
+from .engine import GPU_DEVICE, HOST, VALUE_OF, VALUES_LIMIT, Engine
+from .legacy import legacy_type
 from .patches import on_card
+from .sized import known
+from .values import PLACEHOLDER, UNKNOWN, Unknown, asked_by_torch, refuse, warn_of
 
 CARD = torch.device("cuda", 0)
-PLACES = tuple(os.path.dirname(path) for path in (__file__, torch.__file__))
 FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
-WAY_ROUND = "compute it from Python numbers or shapes, move the branch out of the simulated block, or lab.measure it"
-
-
-def located(error: NotAvailable) -> NotAvailable:
-    """Return `error` with the line of the user's code that led to it, and before it a library's in between."""
-    if ", line " in str(error):
-        return error
-    lines: list[str] = []
-    frame = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith(PLACES):
-            library = "site-packages" in file or "dist-packages" in file
-            if not (library and lines):
-                lines.append(f"{file}, line {frame.f_lineno}")
-            if not library:
-                break
-        frame = frame.f_back
-    return NotAvailable(f"{error} ({', called from '.join(lines)})") if lines else error
-
-
-def refuse(operator: str, why: str) -> NotAvailable:
-    """Return the error for reading a value that is not known."""
-    return located(NotAvailable(f"{operator} {why}, and tensors on the simulated card have no values: {WAY_ROUND}"))
-
-
-class Unknown(float):
-    """A float that was read from the card: it can be computed with and printed, and not be branched on."""
-
-    def _compared(self, other: Any = None) -> bool:
-        raise refuse("a comparison with .item()", "is control flow on a value")
-
-    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __bool__ = _compared  # type: ignore[assignment]
-    __hash__ = float.__hash__
-
-    def __int__(self) -> int:
-        raise refuse("int() of .item()", "takes a whole number from a value")
-
-    __index__ = __trunc__ = __int__
-
-    def __reduce__(self) -> tuple:
-        return float, (float(self),)
-
-
-def _computed(name: str) -> Callable:
-    operation = getattr(float, name)
-
-    def compute(self: Unknown, *others: Any) -> Any:
-        result = operation(float(self), *map(float, others))
-        return Unknown(result)
-
-    return compute
-
-
-for _name in ("add", "sub", "mul", "truediv", "pow"):
-    for _side in (f"__{_name}__", f"__r{_name}__"):
-        setattr(Unknown, _side, _computed(_side))
-for _name in ("__neg__", "__pos__", "__abs__"):
-    setattr(Unknown, _name, _computed(_name))
+TORCH = os.path.dirname(torch.__file__)
+WITHOUT_FRAMES = (os.path.dirname(__file__), os.path.join(TORCH, "_dynamo"), os.path.join(TORCH, "_compile.py"))
+# torch's own code that asks for the type of a device and means CUDA.
+SEES_CARD = ("torch.amp.autocast_mode", "torch.nn.parallel.data_parallel")
 
 
 class Redirect(TorchFunctionMode):
     """Sends what is meant for "cuda" to the engine's device, and shows the engine's tensors as on "cuda:0"."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, assume: float | None = None) -> None:
         super().__init__()
-        self.engine = engine
+        self.engine, self.assume = engine, assume
         self.special = {
-            Tensor.cuda: _cuda,
+            Tensor.cuda: self._cuda,
             Tensor.pin_memory: _pin_memory,
             Tensor.is_pinned: lambda tensor, *device: getattr(tensor, "simulated_pin", False),
             Tensor.is_cuda.__get__: lambda tensor: on_card(tensor),
             Tensor.is_cpu.__get__: lambda tensor: not on_card(tensor) and tensor.device.type == "cpu",
             Tensor.get_device: lambda tensor: 0 if on_card(tensor) else -1,
             Tensor.new_tensor: _new_tensor,
+            Tensor.type: _type,
             Tensor.item: self._item,
             Tensor.__bool__: self._known(Tensor.__bool__, "bool()"),
             Tensor.__int__: self._known(Tensor.__int__, "int()"),
             Tensor.__index__: self._known(Tensor.__index__, "an index"),
+            Tensor.__float__: self._float,
             Tensor.numpy: self._numpy,
             Tensor.__array__: lambda tensor, dtype=None: self._numpy(tensor),
-            Tensor.tolist: lambda tensor: self._values(tensor, "Tensor.tolist").tolist(),
+            Tensor.tolist: self._list,
             Tensor.__repr__: _repr,
-            Tensor.__format__: lambda tensor, spec: format(_repr(tensor) if tensor.dim() else self._item(tensor), spec),
+            Tensor.__format__: self._format,
             Tensor.data_ptr: self._address,
         }
+        for function in (torch.isnan, torch.isinf, torch.isposinf, torch.isneginf, torch.isfinite):
+            for each in (function, getattr(Tensor, function.__name__)):
+                self.special[each] = _finite(each, function is torch.isfinite)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.device:
-            return func(*args, **kwargs)
+            return func("cuda", *args) if args and type(args[0]) is int else func(*args, **kwargs)
         special = self.special.get(func)
         if special is not None and (func in UNIVERSAL or isinstance(args[0], FakeTensor)):
             return special(*args, **kwargs)
         args = tuple(_redirected(each) for each in args)
         if kwargs:
+            pinned = kwargs.get("pin_memory")
             kwargs = {name: _redirected(each) for name, each in kwargs.items() if name != "pin_memory"}
             if type(kwargs.get("device")) is int:
                 check_index(kwargs["device"])
                 kwargs["device"] = GPU_DEVICE
+            if pinned:
+                made = func(*args, **kwargs)
+                made.simulated_pin = True
+                return made
         if func is Tensor.to and len(args) > 1 and type(args[1]) is int:
             check_index(args[1])
             args = (args[0], GPU_DEVICE, *args[2:])
         if func is torch.tensor and kwargs.get("device") is None and _default_is_cuda():
             kwargs["device"] = GPU_DEVICE
+        if (func in FROM_DATA or func is Tensor.__setitem__) and _holds_unknown(args[-1]):
+            warn_of("a tensor made on the host from .item()")
         if func in FROM_DATA and kwargs.get("device") == GPU_DEVICE:
             return _from_data(func, *args, **kwargs)
-        return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            del args, kwargs
+            _forget_frames(error)
+            raise
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """Show devices to code outside torch, hold in backward too, and refuse to save what has no values."""
-        real_device, run_backward, save = FakeTensor.device, torch.autograd._engine_run_backward, torch.save
+        """Show devices to code outside torch, hold in backward too, and answer for storages."""
+        real_device, run_backward = FakeTensor.device, torch.autograd._engine_run_backward
+        real_default, real_pointer = torch.get_default_device, torch.UntypedStorage.data_ptr
 
         def device(tensor: FakeTensor) -> torch.device:
             found = real_device.fget(tensor)
-            if found != GPU_DEVICE:
+            if found != GPU_DEVICE or self.engine.inside:
                 return found
             asking = sys._getframe(1).f_globals.get("__name__", "")
-            return found if asking.startswith(("torch.", "llmlab.simulate.")) or asking == "torch" else CARD
+            inside = asking.startswith(("torch.", "llmlab.simulate.")) or asking == "torch"
+            return found if inside and asking not in SEES_CARD else CARD
 
         def backward(*args: Any, **kwargs: Any) -> Any:
             with self:  # checkpointing recomputes code that says "cuda"
                 return run_backward(*args, **kwargs)
 
-        def checked_save(content: Any, *args: Any, **kwargs: Any) -> None:
-            if _has_fake(content):
-                raise refuse("torch.save", "would write values")
-            save(content, *args, **kwargs)
+        def default_device() -> torch.device:
+            found = real_default()
+            return CARD if found == GPU_DEVICE else found
+
+        def pointer(storage: torch.UntypedStorage) -> int:
+            held = self.engine._live.get(storage._cdata)
+            if held is not None:
+                return held.address
+            return storage._cdata if storage.device.type == "meta" else real_pointer(storage)
 
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(FakeTensor, "device", property(device, real_device.fset)))
+            stack.enter_context(mock.patch.object(FakeTensor, "tolist", lambda tensor: self._list(tensor)))
             stack.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", backward))
-            stack.enter_context(mock.patch.object(torch, "save", checked_save))
+            stack.enter_context(mock.patch.object(torch, "get_default_device", default_device))
+            stack.enter_context(mock.patch.object(torch.UntypedStorage, "data_ptr", pointer))
             yield
+
+    def _cuda(self, tensor: Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Tensor:
+        check_index(device)
+        if type(tensor) in (Tensor, FakeTensor):
+            return tensor.to(GPU_DEVICE, non_blocking=non_blocking)
+        with self:  # a class with a `to` of its own, which may say "cuda"
+            return tensor.to(CARD, non_blocking=non_blocking)
 
     # ---- values
 
     def _item(self, tensor: Tensor) -> Any:
-        if getattr(tensor, "simulated_value", None) is not None:
+        if known(tensor) is not None:
             return self.engine._read(tensor)
         if tensor.numel() != 1:
             raise RuntimeError(f"a Tensor with {tensor.numel()} elements cannot be converted to Scalar")
-        return Unknown(self.engine.placeholder)
+        if self.assume is not None and tensor.is_floating_point():
+            return float(self.assume)
+        # torch's optimizers clip and scale by norms they read; no memory depends on them.
+        return PLACEHOLDER if asked_by_torch().startswith("torch.optim.") else Unknown(PLACEHOLDER)
+
+    def _float(self, tensor: Tensor) -> float:
+        read = self._item(tensor)
+        if type(read) is Unknown:
+            warn_of("float()")
+        return float.__add__(float(read) if type(read) is not Unknown else PLACEHOLDER, 0.0)
+
+    def _format(self, tensor: Tensor, spec: str) -> str:
+        return format(_repr(tensor), spec) if tensor.dim() else format(self._item(tensor), spec)
 
     def _known(self, function: Callable, what: str) -> Callable:
         def read(tensor: Tensor) -> Any:
-            if getattr(tensor, "simulated_value", None) is not None:
+            if known(tensor) is not None:
                 return function(torch.tensor(self.engine._read(tensor)))
+            if self.assume is not None and tensor.is_floating_point() and tensor.numel() == 1:
+                return function(torch.tensor(self.assume))
+            if asked_by_torch() == "torch.nn.init":  # trunc_normal_ draws again what is out of bounds: nothing is
+                return function(torch.tensor(False))
             raise refuse(f"{what} of a tensor ({VALUE_OF})", "is control flow on a value")
 
         return read
 
     def _values(self, tensor: Tensor, asking: str) -> Tensor:
-        value = getattr(tensor, "simulated_value", None)
+        """Return a real tensor: the values where they are known, else the placeholder."""
+        value = known(tensor)
         if value is not None:
             return value
-        if not tensor.is_floating_point():
-            raise refuse(asking, f"reads {tensor.dtype} values")
-        return torch.full(tuple(tensor.shape), self.engine.placeholder, dtype=tensor.dtype, device="cpu")
+        fill = (PLACEHOLDER if self.assume is None else self.assume) if tensor.is_floating_point() else 0
+        if self.assume is None or not tensor.is_floating_point():
+            warn_of(asking)
+        return torch.full(tuple(tensor.shape), fill, dtype=tensor.dtype, device="cpu")
+
+    def _list(self, tensor: Tensor) -> Any:
+        value = known(tensor)
+        if value is None and tensor.is_floating_point() and self.assume is None:
+            unknown = Unknown(PLACEHOLDER)
+            return _nested(tuple(tensor.shape), unknown)
+        return self._values(tensor, "Tensor.tolist").tolist()
 
     def _numpy(self, tensor: Tensor, *, force: bool = False) -> Any:
         if on_card(tensor) and not force:
@@ -194,7 +199,27 @@ class Redirect(TorchFunctionMode):
         return self._values(tensor, "Tensor.numpy").numpy()
 
     def _address(self, tensor: Tensor) -> int:
-        raise refuse("Tensor.data_ptr", "is what a custom CUDA extension asks for")
+        """Return where the tensor lies in the simulated memory: libraries compare addresses."""
+        if sys._getframe(2).f_globals.get("__name__", "").startswith("bitsandbytes"):
+            raise refuse("Tensor.data_ptr", "is what a compiled kernel asks for")
+        return tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
+
+
+def _nested(shape: tuple[int, ...], value: Any) -> Any:
+    return [_nested(shape[1:], value) for _ in range(shape[0])] if shape else value
+
+
+def _finite(function: Callable, finite: bool) -> Callable:
+    """isnan and its like: what the card computes is finite."""
+
+    def answer(tensor: Tensor, **kwargs: Any) -> Tensor:
+        out = function(tensor, **kwargs)
+        if known(out) is None and out.numel() <= VALUES_LIMIT:
+            with _disable_current_modes():
+                out.simulated_value = torch.full(tuple(out.shape), finite)
+        return out
+
+    return answer
 
 
 def _redirected(value: Any) -> Any:
@@ -207,6 +232,23 @@ def _redirected(value: Any) -> Any:
         check_index(value)
         return GPU_DEVICE
     return value
+
+
+def _forget_frames(error: torch.OutOfMemoryError) -> None:
+    """Take our frames, and torch's around a dispatch mode, out of the traceback.
+
+    What catches the error would hold the operator's arguments by way of them; CUDA's kernels have no such frames.
+    """
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        if place.tb_next.tb_frame.f_code.co_filename.startswith(WITHOUT_FRAMES):
+            place.tb_next = place.tb_next.tb_next
+        else:
+            place = place.tb_next
+
+
+def _holds_unknown(data: Any) -> bool:
+    return any(type(each) is Unknown for each in (data if isinstance(data, (list, tuple)) else (data,)))
 
 
 def _default_is_cuda() -> bool:
@@ -226,11 +268,6 @@ def _new_tensor(tensor: Tensor, data: Any, dtype: Any = None, device: Any = None
     return made.requires_grad_() if requires_grad else made
 
 
-def _cuda(tensor: Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Tensor:
-    check_index(device)
-    return tensor.to(GPU_DEVICE, non_blocking=non_blocking)
-
-
 def _pin_memory(tensor: Tensor, *device: Any) -> Tensor:
     if on_card(tensor):
         raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
@@ -239,29 +276,29 @@ def _pin_memory(tensor: Tensor, *device: Any) -> Tensor:
     return pinned
 
 
+def _type(tensor: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    if dtype is None:
+        with torch._C.DisableTorchFunction():
+            name = tensor.type()
+        return name.replace("torch.", "torch.cuda.") if on_card(tensor) else name
+    wanted = legacy_type(dtype)
+    return tensor.type(dtype, *args, **kwargs) if wanted is None else tensor.to(GPU_DEVICE, wanted)
+
+
 def _repr(tensor: Tensor, **kwargs: Any) -> str:
-    """Return what torch prints, with the placeholder, or for more than one element the shape, for values."""
-    known = getattr(tensor, "simulated_value", None)
-    if known is not None:
-        text = repr(known)[len("tensor(") : -1]
+    """Return what torch prints, with a sign, or for more than one element the shape, for values."""
+    value = known(tensor)
+    if value is not None:
+        text = repr(value)[len("tensor(") : -1]
     else:
-        text = "nan" if not tensor.dim() else f"..., size={tuple(tensor.shape)}"
+        text = UNKNOWN if not tensor.dim() else f"{UNKNOWN}, size={tuple(tensor.shape)}"
         if tensor.dtype not in (torch.float32, torch.int64, torch.bool):
             text += f", dtype={tensor.dtype}"
     device = ", device='cuda:0'" if on_card(tensor) else ""
     grad = f", grad_fn=<{type(tensor.grad_fn).__name__}>" if tensor.grad_fn is not None else ""
     grad = grad or (", requires_grad=True" if tensor.requires_grad else "")
-    return f"tensor({text}{device}{grad})"
+    head = "Parameter containing:\n" if isinstance(tensor, nn.Parameter) else ""
+    return f"{head}tensor({text}{device}{grad})"
 
 
-def _has_fake(content: Any) -> bool:
-    if isinstance(content, torch.nn.Module):
-        return any(isinstance(each, FakeTensor) for each in content.state_dict().values())
-    if isinstance(content, dict):
-        return any(map(_has_fake, content.values()))
-    if isinstance(content, (list, tuple, set)):
-        return any(map(_has_fake, content))
-    return isinstance(content, FakeTensor)
-
-
-UNIVERSAL = frozenset((Tensor.cuda, Tensor.pin_memory, Tensor.is_pinned))
+UNIVERSAL = frozenset((Tensor.cuda, Tensor.pin_memory, Tensor.is_pinned, Tensor.type))

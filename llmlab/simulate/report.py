@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..check import check
 from ..errors import NotAvailable
+from ..estimate.time import mfu, tokens_of
 from ..hardware.gpu import GPU
 from ..hardware.gpu import gpu as find_gpu
 from ..hardware.host import environment
@@ -27,25 +28,41 @@ from ..runs import Inference, Run, Training
 from ..step import Step, build_step
 from ..units import show_bytes
 from .allocator import Allocator, AllocatorOutOfMemory
-from .engine import GPU_DEVICE, HOST, Engine, HostMemory
-from .patches import cuda_operators, fake_parameters
-from .quantized import bitsandbytes_extras, fake_bitsandbytes
-from .semantics import cuda_extras
+from .engine import GPU_DEVICE, HOST, Engine, Extra, HostMemory
+from .from_data import tensors_from_data
+from .operators import Operators
+from .patches import cuda_operators, fake_parameters, held_random_states
+from .places import Place, Places
+from .quantized import bitsandbytes_extras, cpu_bitsandbytes_extras, fake_bitsandbytes
+from .semantics import cuda_extras, grouped_mm
+from .timeline import blocks_of, by_module, peak_place
 
 COMPILE_NOTE = "compile=True is simulated eager: what a compiled step fuses away is counted."
+
+# bitsandbytes computes the columns of outliers apart, in 16 bit; how many there are only values say.
+INT8_NOTE = "int8 is simulated as if no activation reached the outlier threshold; each column that does takes more."
 
 
 def simulated(model: ModelSpec | str | os.PathLike[str] | Mapping[str, Any], run: Run, gpu: GPU | str) -> Report:
     """Return the report of `llmlab.simulate`."""
     spec = find_model(model)
     card = None if isinstance(gpu, str) and gpu.lower() == "cpu" else find_gpu(gpu)
+    return _reported(spec, run, card, recorded(spec, run, card))
+
+
+def recorded(
+    model: ModelSpec | str | os.PathLike[str] | Mapping[str, Any], run: Run, gpu: GPU | str | None
+) -> Recording:
+    """Return the simulated step itself, with its `operators`; `gpu` None is the CPU."""
+    spec, card = find_model(model), find_gpu(gpu) if gpu else None
     check(spec, run, card)
     _one_device(run)
     if card and card.compute_capability is None:
         raise NotAvailable(f"{card.name} has no CUDA kernels to simulate; name an NVIDIA card")
     with exclusive("simulate()"):
         recording = _take(spec, run, card)
-    return _reported(spec, run, card, recording)
+    recording.operators.gpu = card
+    return recording
 
 
 class Recording:
@@ -53,17 +70,20 @@ class Recording:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.places = Places(engine)
         self.marks: list[Mark] = []
+        self.operators = Operators()  # of the step that counts
         self.step: Step | None = None
         self.phase = "load"
         self.counting = True
         self.loaded: int | None = None  # bytes held when loading was done
         self.peak_reserved: int | None = None
-        self.failed: tuple[AllocatorOutOfMemory, str] | None = None
+        self.failed: tuple[AllocatorOutOfMemory, Place] | None = None
 
     def enter(self, phase: str, **alive: Any) -> None:
         """Mark that `phase` begins; `alive`: tensors by part that only the step knows of."""
-        self.phase = phase
+        self.phase = self.operators.phase = phase
+        self.engine.watch = self.operators if self.counting and phase != "load" else None
         # Optimizers scale by norms they read (Adafactor's clipping); no memory depends on them.
         self.engine.placeholder = 1.0 if phase == "optimizer" else None
         self.marks.append(Mark(self.engine.now(), phase if self.counting else None, self._alive(alive)))
@@ -78,6 +98,8 @@ class Recording:
             self.marks.append(Mark(self.engine.now(), self.phase if self.counting else None, {}, since))
 
     def _alive(self, named: dict[str, Any]) -> dict[int, str]:
+        if self.step:
+            self.places.own(self.step.model, self.step.optimizer)
         found = dict.fromkeys(self.engine.handles.values(), "workspace")
         held = self.step.tensors() if self.step else {}
         for part, tensors in [*named.items(), *held.items()]:
@@ -85,6 +107,10 @@ class Recording:
                 if address := self.engine.address(tensor):
                     found[address] = part
         return found
+
+
+def _quantization(run: Run) -> str | None:
+    return run.weights if isinstance(run, Inference) else run.quantization
 
 
 def _one_device(run: Run) -> None:
@@ -98,23 +124,28 @@ def _one_device(run: Run) -> None:
 def _take(spec: ModelSpec, run: Run, card: GPU | None) -> Recording:
     gc.collect()
     with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng([]))
         stack.enter_context(fake_parameters())
-        quantized = (run.weights if isinstance(run, Inference) else run.quantization) in ("nf4", "int8")
-        if quantized:
-            stack.enter_context(fake_bitsandbytes(cuda=card is not None))
+        quantized = _quantization(run) in ("nf4", "int8")
         if card:
             stack.enter_context(cuda_operators(card.compute_capability))
+            stack.enter_context(tensors_from_data())
             memory: Allocator | HostMemory = Allocator(card.memory - (card.context or 0))
             extras = cuda_extras(card.compute_capability) | (bitsandbytes_extras() if quantized else {})
             engine = Engine(GPU_DEVICE, memory, extras, card.cublas_workspace)
         else:
-            engine = Engine(HOST, HostMemory(), {})
+            by_bitsandbytes = getattr(run, "optimizer", None) in ("lion", "adamw-8bit")
+            extras = {torch.ops.aten._grouped_mm.default: Extra(outputs=grouped_mm)}
+            engine = Engine(HOST, HostMemory(), extras | (cpu_bitsandbytes_extras() if by_bitsandbytes else {}))
+            stack.enter_context(held_random_states(engine))
+        if quantized:
+            stack.enter_context(fake_bitsandbytes(memory.empty_cache if card else None))
         recording = Recording(engine)
-        with torch.random.fork_rng([]), engine:
+        with recording.places.watched(), engine:
             try:
                 _steps(spec, run, recording)
             except AllocatorOutOfMemory as error:
-                recording.failed = error, str(engine.operator)
+                recording.failed = error, engine.asked
             finally:
                 recording.counting = False
                 recording.enter(recording.phase)
@@ -145,9 +176,12 @@ def _steps(spec: ModelSpec, run: Run, recording: Recording) -> None:
 
 
 def _reported(spec: ModelSpec, run: Run, card: GPU | None, recording: Recording) -> Report:
-    division = divide(recording.engine.events, recording.marks, _logits_sizes(spec, run))
+    sizes = _logits_sizes(spec, run)
+    division = divide(recording.engine.events, recording.marks, blocks_of(sizes) if card else sizes)
     facts = {name: version for name, version in environment().items() if name in ("torch", "transformers", "python")}
     notes = (COMPILE_NOTE,) if getattr(run, "compile", False) else ()
+    if _quantization(run) == "int8":
+        notes = (*notes, INT8_NOTE)
     phases = dict(division.phases)
     if card and recording.loaded is not None:
         phases["load"] = recording.loaded
@@ -160,13 +194,13 @@ def _reported(spec: ModelSpec, run: Run, card: GPU | None, recording: Recording)
         "environment": facts,
     }
     if recording.failed:
-        error, operator = recording.failed
+        error, place = recording.failed
         missing = error.segment - (error.capacity - error.reserved)
         *ended, _ = dict.fromkeys([*phases, recording.phase])
         return Report(
             **common,
             outcome="out of memory",
-            where=f"{recording.phase}, {operator}: {show_bytes(missing)} short",
+            where=f"{recording.phase}, {place}: {show_bytes(missing)} short",
             phases={phase: phases[phase] for phase in ended if phase != recording.phase},
             notes=(str(error), *notes),
         )
@@ -182,7 +216,25 @@ def _reported(spec: ModelSpec, run: Run, card: GPU | None, recording: Recording)
         detail=division.detail,
         notes=notes,
         timeline=division.timeline,
+        peak_at=str(place) if (place := peak_place(division, recording.engine)) else None,
+        modules=by_module(division.blocks, recording.engine.places),
+        **_rates(spec, run, card, recording),
     )
+
+
+def _rates(spec: ModelSpec, run: Run, card: GPU | None, recording: Recording) -> dict[str, Any]:
+    """Return FLOP and, where the card's rates are known and what runs is what was simulated, the time."""
+    counted = recording.operators.flops
+    fused = isinstance(run, Training) and (run.compile or run.kernels)
+    seconds = None if fused else recording.operators.seconds
+    if card is None or seconds is None:
+        return {"flops": counted}
+    return {
+        "flops": counted,
+        "step_seconds": seconds,
+        "tokens_per_second": tokens_of(run) / seconds,
+        "mfu": mfu(spec, run, card, seconds),
+    }
 
 
 def _logits_sizes(spec: ModelSpec, run: Run) -> list[int]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .engine import Extra
+from .engine import HOST, Extra
 
 aten = torch.ops.aten
 
@@ -42,27 +42,104 @@ def layer_norm(func: Any, x: Tensor, shape: list[int], weight: Tensor, bias: Ten
     return out, mean.new_empty(mean.shape, dtype=wide), rstd.new_empty(rstd.shape, dtype=wide)
 
 
+def rms_norm(func: Any, x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
+    """cuda/layer_norm_kernel.cu, _fused_rms_norm_cuda: one kernel; 1/rms of each row in fp32 also for half inputs."""
+    rows = (*x.shape[: x.dim() - len(shape)], *(1 for _ in shape))
+    return torch.empty_like(x), x.new_empty(rows, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def rms_norm_backward(
+    func: Any, grad: Tensor, x: Tensor, shape: list[int], rstd: Tensor, weight: Tensor | None, mask: list[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """cuda/layer_norm_kernel.cu, _fused_rms_norm_backward_cuda: the gradients of input and weight, nothing besides."""
+    wanted = zip((x, weight), mask, strict=True)
+    dx, dweight = (torch.empty_like(each) if each is not None and wants else None for each, wants in wanted)
+    return dx, dweight
+
+
+# ---- norms of lists
+
+
+NORM_CHUNK = 65536  # elements; kChunkSize, cuda/MultiTensorApply.cuh
+
+
+def foreach_norm(tensors: list[Tensor], *rest: Any, **named: Any) -> list[int]:
+    """cuda/ForeachReduceOp.cu, foreach_tensor_norm_cuda: a partial norm of each chunk, as many as the largest has."""
+    chunks = max(-(-each.numel() // NORM_CHUNK) for each in tensors)
+    return [len(tensors) * chunks * max(tensors[0].element_size(), 4)]
+
+
+# ---- mixtures of experts
+
+
+def grouped_mm(
+    func: Any, a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """GroupedMMUtils.h, create_grouped_gemm_output_tensor: rows of whole 16 B. Other dtypes than bf16, which the fake
+    kernel refuses, are multiplied group by group into the same output (_grouped_mm_fallback)."""
+    dtype = out_dtype or a.dtype
+    if a.dim() == 2:
+        shape = (a.shape[0], b.shape[-1]) if b.dim() == 3 else (offs.shape[0], a.shape[0], b.shape[1])
+    else:
+        shape = (a.shape[1], b.shape[1]) if b.dim() == 2 else (a.shape[0], a.shape[1], b.shape[-1])
+    aligned = 16 // dtype.itemsize
+    row = -(-shape[-1] // aligned) * aligned
+    strides = (row, 1) if len(shape) == 2 else (shape[1] * row, row, 1)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=a.device)
+
+
 # ---- embedding
 
 
-def embedding_backward(
+SORTS_ABOVE, ROWS_A_PARTIAL = 3072, 10  # indices; cuda/Embedding.cu; NROWS_PER_THREAD, cuda/EmbeddingBackwardKernel.cu
+
+
+def _embedding_sorts(indices: Tensor, scale_grad_by_freq: bool) -> bool:
+    return indices.numel() > SORTS_ABOVE or scale_grad_by_freq
+
+
+def embedding_sorted(
+    grad: Tensor, indices: Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
+) -> Iterator[int]:
+    """cuda/Embedding.cu, embedding_dense_backward_cuda: the indices sorted, where each came from, and how often it is.
+
+    The sort's own scratch (cub), about as large again, is gone before anything else is made.
+    """
+    if not grad.is_contiguous():
+        yield _bytes(grad)
+    if _embedding_sorts(indices, scale_grad_by_freq):
+        yield from (_bytes(indices), _bytes(indices))
+        if scale_grad_by_freq:
+            yield _bytes(indices)
+
+
+def embedding_sums(
     out: Tensor, grad: Tensor, indices: Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
 ) -> Iterator[int]:
-    """cuda/Embedding.cu, embedding_dense_backward_cuda, and cuda/EmbeddingBackwardKernel.cu: sort, then sum segments.
+    """cuda/EmbeddingBackwardKernel.cu, embedding_backward_cuda_kernel: sums of up to 10 rows, then of those, in fp32.
 
-    The sort's own scratch (cub) is about as large as its keys and values, and is gone before the sums.
+    A segment is one index that occurs; there are at most as many as indices, and as weights.
     """
-    n, width = indices.numel(), grad.shape[-1]
-    if n <= 3072 and padding_idx < 0 and not scale_grad_by_freq:
+    if not _embedding_sorts(indices, scale_grad_by_freq):
         return
-    index = n * indices.element_size()
-    yield from (index, index)  # sorted, and where each came from
-    yield index  # segment_offsets
-    yield 8
-    yield from (index, index)  # partials_per_segment, and their offsets
-    yield 8
-    yield index  # partial_segment_offset
-    yield n * width * max(grad.element_size(), 4)  # grad_weight_per_segment, in fp32
+    n, item = indices.numel(), indices.element_size()
+    segments = min(n, num_weights)
+    partials = n // ROWS_A_PARTIAL + segments
+    yield n * item  # segment_offsets
+    yield 8  # num_of_segments_tensor
+    yield from (segments * item, segments * item)  # partials_per_segment, and their offsets
+    yield 8  # num_of_partial_segments_tensor
+    yield partials * item  # partial_segment_offset
+    yield partials * grad.shape[-1] * max(grad.element_size(), 4)  # grad_weight_per_segment
+
+
+# ---- histogram
+
+
+def histogram(func: Any, x: Tensor, bins: int = 100, *bounds: Any, **named: Any) -> Tensor:
+    """cuda/SummaryOps.cu, _histc_cuda: also of integers, which mixtures of experts count tokens by."""
+    return x.new_empty(bins)
 
 
 # ---- attention
@@ -70,6 +147,17 @@ def embedding_backward(
 
 def _tiles(size: int, tile: int) -> int:
     return -(-size // tile)
+
+
+def efficient_forward(
+    out: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *rest: Any, **named: Any
+) -> list[int]:
+    """transformers/cuda/mem_eff_attention/kernel_forward.h, kNeedsOutputAccumulatorBuffer: (B, T, H, Dv) in fp32.
+
+    Half kernels keep up to 128 columns of the output in registers; fp32 ones accumulate in the output itself.
+    """
+    elements = query.numel() // query.shape[-1] * value.shape[-1]
+    return [elements * 4] if query.element_size() == 2 and value.shape[-1] > 128 else []
 
 
 def efficient_backward(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, bandwidth: int) -> list[int]:
@@ -88,6 +176,23 @@ def efficient_backward(grad_out: Tensor, query: Tensor, key: Tensor, value: Tens
         elements += _tiles(S, 64) * 64 * (_tiles(D, bandwidth) + _tiles(Dv, bandwidth)) * bandwidth
     delta = B * H * T * 4
     return [delta, B * H * (-(-elements // 4) * 4) * 4]
+
+
+def efficient_outputs(func: Any, *args: Any, **named: Any) -> tuple[Tensor, ...]:
+    """transformers/cuda/attention.cu, _efficient_attention_forward: seed and offset of the dropout are on the host."""
+    out, logsumexp, *_ = func(*args, **named)
+    return out, logsumexp, *(torch.empty((), dtype=torch.int64, device=HOST) for _ in range(2))
+
+
+def flash_backward(
+    out: Any, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any
+) -> list[int]:
+    """transformers/cuda/flash_attn/flash_api.cpp, mha_bwd: the softmax's row sums, dQ summed in fp32, both with rows
+    rounded up to 128 and heads to 32 or 64; dK and dV of each query head where heads share keys."""
+    B, H, T, D = query.shape
+    rows, columns = _tiles(T, 128) * 128, _tiles(D, 32) * 32 if D <= 128 else _tiles(D, 64) * 64
+    sums = [4 * B * H * rows, 4 * B * rows * H * columns]
+    return sums if key.shape[1] == H else [*sums, *(B * key.shape[2] * H * D * key.element_size(),) * 2]
 
 
 def has_bias_row(bias: Tensor, *rest: Any, **named: Any) -> bool:
@@ -114,7 +219,16 @@ def cuda_extras(capability: tuple[int, int] | None) -> dict[Any, Extra]:
     extras = {op: Extra(matmul=True) for op in MATMULS}
     extras[aten.addmm.default] = Extra(matmul=True, fused=has_bias_row)
     extras[aten._softmax_backward_data.default] = Extra(after=softmax_backward)
+    extras[aten.histc.default] = Extra(outputs=histogram)
     extras[aten.native_layer_norm.default] = Extra(outputs=layer_norm)
-    extras[aten.embedding_dense_backward.default] = Extra(after=embedding_backward)
+    extras[aten.embedding_dense_backward.default] = Extra(before=embedding_sorted, after=embedding_sums)
+    extras[aten._fused_rms_norm.default] = Extra(outputs=rms_norm)
+    extras[aten._fused_rms_norm_backward.default] = Extra(outputs=rms_norm_backward)
+    extras[aten._foreach_norm.Scalar] = Extra(before=foreach_norm)
+    extras[aten._grouped_mm.default] = Extra(outputs=grouped_mm, matmul=True)
+    extras[aten._scaled_dot_product_flash_attention_backward.default] = Extra(after=flash_backward)
+    extras[aten._scaled_dot_product_efficient_attention.default] = Extra(
+        outputs=efficient_outputs, after=efficient_forward
+    )
     extras[aten._scaled_dot_product_efficient_attention_backward.default] = Extra(after=efficient_attention_backward)
     return extras

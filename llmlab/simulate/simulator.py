@@ -4,9 +4,9 @@ Inside the block this thread has one simulated card. What goes to "cuda" becomes
 of the caching allocator counts; it has a shape and a dtype and no values. What stays on the host is real (data sets,
 samplers, token ids), but for parameters, which are fake there too and take no memory.
 
-Reading a float that the card computed gives PLACEHOLDER, so that loops which log a loss run to their end. Code that
-branches on such a value, or takes a size from it, gets NotAvailable with the operator and its own line. Light to
-import: torch comes with the first call.
+Reading a float that the card computed gives a placeholder, so that loops which log a loss run to their end. Code that
+branches on such a value, or takes a size from it, gets NotAvailable with the operator and its own line; `simulator`
+says all of it. Light to import: torch comes with the first call.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from ..errors import NotAvailable
@@ -26,8 +25,11 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from .card import Card
+    from .operators import Operators
+    from .timeline import Timeline
 
-PLACEHOLDER = float("nan")  # what .item(), float() and print() show of a float that was computed on the card
+PLACEHOLDER = 1.0  # what float(), numpy() and C code get of a float that was computed on the card
+UNKNOWN = "?"  # what printing it shows
 
 
 class Simulator:
@@ -62,19 +64,37 @@ class Simulator:
         return self._card.memory.peak_reserved
 
     @property
-    def timeline(self) -> tuple[int, ...]:
-        """Bytes allocated after each allocation and each free, in order."""
-        return tuple(accumulate(event.size for event in self._card.engine.events))
+    def timeline(self) -> Timeline:
+        """Bytes allocated after each allocation and each free, in order; `timeline.plot()` says what for."""
+        return self._card.phases.timeline(f"{self.gpu.name}, simulated", self.gpu.memory)
 
     def reset_peak(self) -> None:
         """Let the peaks start again from what is allocated and reserved now: torch.cuda.reset_peak_memory_stats."""
         self._card.memory.reset_peak()
 
+    @contextmanager
+    def operators(self) -> Iterator[Operators]:
+        """Give the list of the operators that run on the card inside the block: their FLOP, bytes, and `seconds`.
+
+            with sim.operators() as operators:
+                step()
+            print(operators.flops, operators.seconds)
+        """
+        from .operators import Operators
+
+        seen = Operators(self.gpu)
+        engine = self._card.engine
+        before, engine.watch = engine.watch, seen
+        try:
+            yield seen
+        finally:
+            engine.watch = before
+
     def save_snapshot(self, path: str | PathLike[str]) -> None:
         """Write the segments and the history to `path` as torch.cuda.memory._dump_snapshot does.
 
-        https://pytorch.org/memory_viz opens it, and `python -m torch.cuda._memory_viz`. Each allocation has the stack
-        of the Python code that made it. A crash leaves the old file or none.
+        https://pytorch.org/memory_viz opens it, and `python -m torch.cuda._memory_viz`. Each allocation has its
+        operator and module, then the stack of the Python code that made it. A crash leaves the old file or none.
         """
         from .snapshot import write_snapshot
 
@@ -88,12 +108,30 @@ class Simulator:
 
 
 @contextmanager
-def simulator(gpu: GPU | str) -> Iterator[Simulator]:
+def simulator(gpu: GPU | str, *, assume: float | None = None) -> Iterator[Simulator]:
     """Simulate `gpu` as this thread's only CUDA device until the block ends; nothing stays patched, whatever happens.
 
     PYTORCH_CUDA_ALLOC_CONF is read when the block begins. Above the card's memory torch.cuda.OutOfMemoryError is
-    raised, as by torch. torch.compile runs eager, and a DataLoader's workers run in this thread. Import libraries
-    before the block: some, such as Triton and bitsandbytes, look for a driver when they are imported.
+    raised, as by torch, and code that catches it can go on.
+
+    Values. Tensors on the card have none. What a healthy run shows is taken for granted: everything is finite, the
+    GradScaler never skips a step, and generate() draws no end-of-sequence token. `.item()` and `.tolist()` of floats
+    give a number that prints as "?" and can be computed with, and that raises NotAvailable where code branches on it,
+    with the operator and the line. `float()`, NumPy, and tensors on the host that such values are written to get the
+    plain number 1.0, or 0 for integers, with a warning: from there on nobody can tell. `assume=2.5` makes every single
+    float that is read 2.5, in comparisons too. Known, and followed: integers and masks that come from the host or from
+    torch.arange and its like, token ids that torch.randint draws on the card, and up to 1024 floats. What these size
+    (x[mask], nonzero, repeat_interleave) is right; what the card's own results would size raises NotAvailable.
+
+    Checkpoints. torch.save and safetensors write no file that would hold simulated tensors: it is kept in memory until
+    the block ends, where torch.load and load_file find it. Files that are there load for real.
+
+    Not simulated: what torch.compile fuses (it runs eager, with a warning), CUDA graphs, kernels compiled for the card,
+    several processes (init_process_group), cuDNN's workspaces, which belong to the algorithm it picks, LSTM and GRU as
+    one cuDNN kernel, packed sequences, and time: events give "?". A DataLoader's workers run in this thread. Streams
+    have blocks of their own, but backward runs on the stream that is current when it is called. Parameters on the host
+    have no values either. Names bound before the block, as by `from torch.cuda import is_available`, stay what they
+    were.
 
     Raises UnknownName for a card that is not known, NotAvailable without torch, for a card without CUDA and inside a
     meter, and SpecError inside another simulator and in a second thread.
@@ -107,6 +145,6 @@ def simulator(gpu: GPU | str) -> Iterator[Simulator]:
     from .config import AllocatorConfig
 
     settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    simulated = Card(card, AllocatorConfig.parse(settings))
+    simulated = Card(card, AllocatorConfig.parse(settings), assume)
     with simulated.plugged_in():
         yield Simulator(simulated)

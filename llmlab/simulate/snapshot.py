@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .allocator import Allocator
+from .places import OUTSIDE, Place
 
 FRAMES = 64  # of a stack that are kept, innermost first
 OWN = os.path.dirname(__file__)
@@ -38,12 +40,16 @@ class Entry(NamedTuple):
 class History:
     """The allocator's events with the stacks of those that allocate, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: Callable[[], Place] | None = None) -> None:
         self.entries: list[Entry] = []
+        self.place = place  # says which operator of which module asks; its answer is the innermost frame
 
     def record(self, action: str, address: int, size: int, stream: int) -> None:
         """Take an event: Allocator.on_event."""
-        frames = stack() if action in ("alloc", "segment_alloc", "oom") else ()
+        frames = ()
+        if action in ("alloc", "segment_alloc", "oom"):
+            asks = self.place() if self.place else None
+            frames = (*((Frame(asks.module or OUTSIDE, 0, asks.operator),) if asks else ()), *stack())
         self.entries.append(Entry(action, address, size, stream, frames))
 
 

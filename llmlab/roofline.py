@@ -1,0 +1,81 @@
+"""The roofline picture: which operators of a step are bound by FLOP, which by bytes (Williams et al., 2009)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from matplotlib.figure import Figure
+
+from .errors import NotAvailable
+from .estimate.efficiency import efficiency
+from .plots import MUTED, PALETTE, WIDTH, _Picture, _styled
+from .simulate.operators import Operators
+from .simulate.time import kernel_seconds
+from .units import show_seconds
+
+KINDS = {  # of kernels: what they are called here, and their colour
+    "matmul": ("matrix products", PALETTE[0]),
+    "attention": ("attention", PALETTE[3]),
+    "memory": ("everything else", PALETTE[2]),
+}
+
+
+def summed(operators: Operators) -> dict[tuple[str, str], tuple[float, float, float]]:
+    """Return FLOP, bytes and seconds by (kind, operator). An element-wise operator does one FLOP an element.
+
+    Raises NotAvailable for a card whose rates were never measured.
+    """
+    rates = efficiency(operators.gpu) if operators.gpu else None
+    if rates is None:
+        name = operators.gpu.name if operators.gpu else "no card"
+        raise NotAvailable(f"{name} has no measured rates; take one of the table in hardware/efficiencies.toml")
+    found: dict[tuple[str, str], tuple[float, float, float]] = {}
+    for kernel in operators:
+        if kernel.kind == "none":
+            continue
+        kind = "attention" if "attention" in kernel.kind else kernel.kind if kernel.kind == "matmul" else "memory"
+        seconds = kernel_seconds(kernel, rates)
+        if seconds is None:
+            raise NotAvailable(f"{rates.gpu} has no measured rate of {kernel.kind} in {kernel.dtype}")
+        name = kernel.name.split("::")[-1] + (f" {kernel.shape}" if kind == "matmul" else "")
+        flop, moved, spent = found.get((kind, name), (0.0, 0.0, 0.0))
+        done = kernel.flops or (kernel.shape[0] if kernel.shape else 1)
+        found[kind, name] = (flop + done, moved + kernel.bytes, spent + seconds)
+    return found
+
+
+@_styled
+def plot_roofline(steps: Sequence[Operators], dtype: Mapping[str, str]) -> Figure:
+    """Return one roofline a card: the data sheet's dashed, what was measured solid, and a step's operators as dots,
+    each as large as its share of the time. `dtype` names, by card, the dtype whose peak is drawn."""
+    picture = _Picture(figsize=(WIDTH, 3.6), layout="constrained")
+    axes = picture.subplots(1, len(steps), sharey=True, squeeze=False)[0]
+    said = []
+    for ax, operators in zip(axes, steps, strict=True):
+        card = operators.gpu
+        rates = efficiency(card)
+        points = summed(operators)
+        total = sum(seconds for _, _, seconds in points.values())
+        which = dtype[card.name]
+        x = [10 ** (i / 20) for i in range(-40, 91)]
+        ax.plot(x, [min(card.peak(which), i * card.bandwidth) for i in x], "--", color=MUTED, lw=1, label="data sheet")
+        ax.plot(x, [min(rates.matmul[which], i * rates.bandwidth) for i in x], color="black", lw=1.4, label="measured")
+        by_kind = dict.fromkeys(KINDS, 0.0)
+        for kind, (_, color) in KINDS.items():
+            rows = [value for (of, _), value in points.items() if of == kind]
+            by_kind[kind] = sum(row[2] for row in rows)
+            if rows:
+                ax.scatter(
+                    [flop / moved for flop, moved, _ in rows], [flop / spent for flop, _, spent in rows],
+                    [6 + 500 * spent / total for *_, spent in rows], color=color, alpha=0.6, lw=0.5, edgecolor="black",
+                )  # fmt: skip
+        ax.set(xscale="log", yscale="log", xlim=(1e-2, 3e4), ylim=(1e9, 2e15), xlabel="FLOP a byte")
+        ax.set_title(f"{card.name}, {which}: {show_seconds(total)} of kernels")
+        ridge = rates.matmul[which] / rates.bandwidth
+        shares = ", ".join(f"{KINDS[kind][0]} {spent / total:.0%}" for kind, spent in by_kind.items())
+        said.append(f"{card.name}: ridge at {ridge:.0f} FLOP a byte; of the time {shares}")
+    axes[0].set_ylabel("FLOP/s")
+    handles = [axes[0].scatter([], [], 40, color=color, label=name) for name, color in KINDS.values()]
+    picture.legend(handles=[*axes[0].lines, *handles], loc="outside lower center", ncols=3, columnspacing=1.2)
+    picture.alt = "Rooflines. " + ". ".join(said) + "."
+    return picture
