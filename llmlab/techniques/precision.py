@@ -1,0 +1,262 @@
+"""Number formats bit by bit, and what training in few bits needs: loss scaling, stochastic rounding, a look at dtypes.
+
+The fp32 master copy that half weights need is `llmlab.step_optimizer.MasterWeights`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..errors import SpecError, unknown_name
+
+
+@dataclass(frozen=True)
+class Format:
+    """A binary floating-point format: one sign bit, `exponent` bits, `mantissa` bits (IEEE 754-2019, section 3.4).
+
+    `infinities` False is e4m3's rule: the top exponent holds numbers too, and only its last pattern is NaN, so that
+    what is too large becomes the largest number (OCP 8-bit Floating Point Specification 1.0, sections 5.2 and 5.3).
+    """
+
+    name: str
+    exponent: int
+    mantissa: int
+    infinities: bool = True
+
+    @property
+    def bits(self) -> int:
+        return 1 + self.exponent + self.mantissa
+
+    @property
+    def bias(self) -> int:
+        return 2 ** (self.exponent - 1) - 1
+
+    @property
+    def top(self) -> int:
+        """The pattern of the largest number; the next one is infinity, or e4m3's NaN."""
+        return (1 << (self.bits - 1)) - 2 if not self.infinities else ((1 << self.exponent) - 1 << self.mantissa) - 1
+
+    @property
+    def largest(self) -> float:
+        return self.decode(self.top)
+
+    @property
+    def smallest_normal(self) -> float:
+        return 2.0 ** (1 - self.bias)
+
+    @property
+    def smallest(self) -> float:
+        """The smallest number above zero: subnormal, with one significant bit."""
+        return self.decode(1)
+
+    def spacing(self, value: float) -> float:
+        """Return the distance between neighbours around `value`; below the smallest normal number it stays the same."""
+        return 2.0 ** (self._exponent(value) - self.mantissa)
+
+    def _exponent(self, value: float) -> int:
+        """Return e of value = 1.xxx · 2^e, or the smallest normal number's where `value` is below it."""
+        return max(math.frexp(value)[1] - 1, 1 - self.bias) if value else 1 - self.bias
+
+    def decode(self, pattern: int) -> float:
+        """Return the number that `pattern`, 0 <= pattern < 2^bits, stands for."""
+        if not 0 <= pattern < 1 << self.bits:
+            raise SpecError(f"pattern={pattern} is not one of {self.name}'s; give 0 to {(1 << self.bits) - 1}")
+        sign = -1.0 if pattern >> (self.bits - 1) else 1.0
+        size = pattern & ((1 << (self.bits - 1)) - 1)
+        if size > self.top:
+            return sign * math.inf if self.infinities and size == self.top + 1 else math.nan
+        exponent, fraction = size >> self.mantissa, size & ((1 << self.mantissa) - 1)
+        if exponent == 0:  # subnormal: no leading one, the exponent of the smallest normal number
+            return sign * fraction * 2.0 ** (1 - self.bias - self.mantissa)
+        return sign * ((1 << self.mantissa) + fraction) * 2.0 ** (exponent - self.bias - self.mantissa)
+
+    def encode(self, value: float) -> int:
+        """Return the pattern of the number nearest to `value`; of two equally near, the one that ends in 0.
+
+        Positive patterns, read as whole numbers, are in the order of the numbers they stand for: a mantissa that
+        rounds up to 2 carries into the exponent by itself.
+        """
+        sign = int(math.copysign(1, value) < 0) << (self.bits - 1)
+        if math.isnan(value):
+            return sign | (1 << (self.bits - 1)) - 1  # all ones
+        if math.isinf(value):
+            return sign | self.top + self.infinities
+        units = round(abs(value) / self.spacing(value))  # half to even; the division by a power of two is exact
+        pattern = (self._exponent(value) + self.bias - 1 << self.mantissa) + units
+        return sign | min(pattern, self.top + self.infinities)
+
+    def round(self, value: float) -> float:
+        """Return `value` as this format keeps it."""
+        return self.decode(self.encode(value))
+
+
+# tf32 is no storage format: its 19 bits are those of an fp32 number that a tensor core reads.
+FORMATS = {
+    f.name: f
+    for f in (
+        Format("fp32", 8, 23),
+        Format("tf32", 8, 10),
+        Format("fp16", 5, 10),
+        Format("bf16", 8, 7),
+        Format("fp8-e4m3", 4, 3, infinities=False),
+        Format("fp8-e5m2", 5, 2),
+    )
+}
+
+
+def number_format(name: str) -> Format:
+    """Return the format called `name`; an unknown one raises UnknownName."""
+    if name not in FORMATS:
+        raise unknown_name("number format", name, list(FORMATS), f"There are {', '.join(FORMATS)}.")
+    return FORMATS[name]
+
+
+class LossScaler:
+    """Multiplies the loss so that small gradients survive fp16, and divides them again before the update.
+
+    The scale is a guess that corrects itself: an infinite gradient halves it and skips the step, `interval` good steps
+    double it (Micikevicius et al., arXiv 1710.03740, section 3.2; torch/amp/grad_scaler.py).
+    """
+
+    def __init__(self, scale: float = 2.0**16, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000) -> None:
+        self.factor, self.growth, self.backoff, self.interval = torch.tensor(scale), growth, backoff, interval
+        self.good_steps = 0
+        self.finite: bool | None = None  # of this step's gradients; None until they are unscaled
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss to call backward() on."""
+        return loss * self.factor.to(loss.device)
+
+    @torch.no_grad()
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients by the scale, once a step: before clipping, which must see their true norm."""
+        if self.finite is not None:
+            raise SpecError("unscale() was already called in this step; call update() first")
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if any(gradient.dtype == torch.float16 for gradient in gradients):
+            raise SpecError("gradients in torch.float16 would underflow again; keep the weights in fp32 (autocast)")
+        self.finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
+        inverse = self.factor.double().reciprocal().float()
+        for gradient in gradients:
+            gradient.mul_(inverse.to(gradient.device))
+
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Take the optimizer's step, unless a gradient was infinite or NaN; return whether it was taken."""
+        if self.finite is None:
+            self.unscale(optimizer)
+        if self.finite:
+            optimizer.step()
+        return bool(self.finite)
+
+    def update(self) -> None:
+        """Choose the next step's scale."""
+        self.good_steps = self.good_steps + 1 if self.finite else 0
+        if not self.finite:
+            self.factor = (self.factor.double() * self.backoff).float()
+        elif self.good_steps == self.interval:
+            grown = (self.factor.double() * self.growth).float()
+            self.factor = grown if grown.isfinite() else self.factor
+            self.good_steps = 0
+        self.finite = None
+
+
+def stochastic_round(values: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Return fp32 `values` as bf16, up or down at random: the nearer neighbour is the likelier, the mean is exact.
+
+    A bf16 number is the upper half of an fp32 one. Adding a random lower half carries into the upper with the
+    probability of how far the value is on its way to the next number (Gupta et al., arXiv 1502.02551, section 3).
+    """
+    if values.dtype != torch.float32:
+        raise SpecError(f"values are {values.dtype}; give torch.float32, whose upper half is the bf16 number")
+    noise = torch.randint(1 << 16, values.shape, generator=generator, device=values.device, dtype=torch.int32)
+    rounded = ((values.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32)
+    return torch.where(values.isfinite(), rounded, values).bfloat16()
+
+
+# ---- looking at a training step
+
+
+def names(tensors: Iterator[Tensor] | list[Tensor]) -> str:
+    """Return the dtypes among `tensors` as the book writes them, for example "fp32" or "bf16, fp32"."""
+    short = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+    found = {short.get(t.dtype, str(t.dtype)) for t in tensors if t.is_floating_point()}
+    return ", ".join(sorted(found)) or "none"
+
+
+def state_dtypes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Return the dtypes of weights, gradients and AdamW's moments, read off the tensors that live now."""
+    moments = [value for state in optimizer.state.values() for key, value in state.items() if key.startswith("exp_avg")]
+    return {
+        "weights": names(list(model.parameters())),
+        "gradients": names([p.grad for p in model.parameters() if p.grad is not None]),
+        "moments": names(moments),
+    }
+
+
+@contextmanager
+def outputs_seen(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
+    """Yield a dict that fills with every leaf module's output tensors, by the module's class, as the model runs."""
+    seen: dict[str, list[Tensor]] = {}
+
+    def note(module: nn.Module, inputs: object, output: object) -> None:
+        if isinstance(output, Tensor):
+            seen.setdefault(type(module).__name__, []).append(output)
+
+    hooks = [m.register_forward_hook(note) for m in model.modules() if not list(m.children())]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def tensors_of_a_step(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
+    """Return all numbers of one step of a causal language model, flat, by where in the step they arise.
+
+    `ids`: token ids (B, T), the labels too. The last entry is what Adam's second moment averages.
+    """
+    model.zero_grad()
+    with outputs_seen(model) as seen:
+        loss = model(input_ids=ids, labels=ids).loss
+    outputs = [tensor for tensors in seen.values() for tensor in tensors if tensor.requires_grad]
+    by_output = torch.autograd.grad(loss, outputs, retain_graph=True, allow_unused=True)
+    loss.backward()
+    by_weight = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return {
+        "activations": torch.cat([tensor.detach().flatten() for tensor in outputs]),
+        "gradients of activations": torch.cat([g.flatten() for g in by_output if g is not None]),
+        "gradients of weights": by_weight,
+        "their squares": by_weight.square(),
+    }
+
+
+class Casts(TorchDispatchMode):
+    """Counts, while it is entered, the copies of a tensor into another floating-point dtype, and their bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].is_floating_point() and result.dtype != args[0].dtype:
+            self.count += 1
+            self.bytes += result.nbytes
+        return result
+
+
+def lost(values: Tensor, dtype: torch.dtype) -> tuple[float, float]:
+    """Return the shares of the non-zero finite `values` that `dtype` turns into zero, and into infinity (or NaN)."""
+    values = values[values.isfinite() & (values != 0)].float()
+    if not values.numel():
+        return 0.0, 0.0
+    kept = values.to(dtype).float()
+    return (kept == 0).float().mean().item(), (~kept.isfinite()).float().mean().item()
