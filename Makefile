@@ -74,6 +74,8 @@ benchmarks: EXTRAS := $(EXTRAS),benchmarks
 benchmarks: env ## llmlab beside its peers on the same rows, its speed, its overhead; renews benchmarks/results
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -e '.[$(EXTRAS)]'
 	$(BIN)/python benchmarks/peers.py --out benchmarks/results
+	$(BIN)/python benchmarks/operators.py --out benchmarks/results
+	$(BIN)/python benchmarks/bert.py --out benchmarks/results
 	$(BIN)/python benchmarks/speed.py --out benchmarks/results
 	$(BIN)/python benchmarks/measure_overhead.py --out benchmarks/results
 

@@ -78,6 +78,8 @@ def run_all(reports: list[Report]) -> dict[str, Any]:
             "peak_allocated": report.peak_allocated,
             "peak_reserved": report.peak_reserved,
             "process": report.process,
+            "after_load": report.phases.get("load"),
+            "session": report.environment.get("session"),
             "predicted": {},
         }
         for report in reports

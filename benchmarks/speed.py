@@ -1,4 +1,4 @@
-"""How long an estimate and `import llmlab` take on this machine, beside the bars they are held to.
+"""How long an estimate, `import llmlab` and a simulation take on this machine, beside the bars they are held to.
 
     python benchmarks/speed.py                              # prints
     python benchmarks/speed.py --out benchmarks/results     # and writes speed.md, which the book includes
@@ -9,6 +9,7 @@ Exits with 1 where a bar is missed. Timings are of this machine at this moment: 
 from __future__ import annotations
 
 import itertools
+import json
 import subprocess
 import sys
 import time
@@ -30,6 +31,23 @@ ROOT = Path(__file__).parent.parent
 ESTIMATES = 10_000
 ESTIMATES_BAR = 2.0  # seconds for all of them, in one process
 IMPORT_BAR = 0.15  # seconds more than a bare interpreter
+# Seconds of one thread, after imports, to simulate a training step: at 2048 tokens, bf16 and AdamW.
+SIMULATE_BARS = {"meta-llama/Llama-3.1-8B": 4.0, "meta-llama/Llama-3.1-70B": 12.0, "meta-llama/Llama-3.1-405B": 25.0}
+SIMULATE_MEMORY_BAR = 1.5  # GB (10^9 bytes) of the process, torch and transformers included
+SIMULATE = """
+import json, resource, sys, time
+from dataclasses import replace
+import llmlab as lab
+lab.simulate("gpt2", lab.Training(seq_len=64), "H200")  # imports
+import transformers.models.llama.modeling_llama
+card = replace(lab.gpu("H200"), memory=2**45)  # no card holds these models' states
+run = lab.Training(seq_len=2048, precision="bf16")
+cpu, wall = time.process_time(), time.perf_counter()
+report = lab.simulate("{model}", run, card)
+assert report.outcome == "fits"
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+print(json.dumps([time.process_time() - cpu, time.perf_counter() - wall, peak]))
+"""
 REPEATS = 15
 FIRST_USE = "import llmlab; llmlab.model('gpt2'), llmlab.gpu('T4')"
 HEADER = ["what", "measured", "bar", ""]
@@ -98,6 +116,26 @@ def torch_is_imported(statement: str) -> bool:
     return ran.stdout.strip() == "True"
 
 
+def simulate_cost(name: str) -> tuple[float, float, int]:
+    """Return the CPU seconds, wall seconds and peak bytes of a process that simulates a training step of `name`."""
+    code = SIMULATE.format(model=name)
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
+    cpu, wall, peak = json.loads(ran.stdout.splitlines()[-1])
+    return cpu, wall, peak
+
+
+def simulate_rows() -> list[Row]:
+    """Return the rows of the simulations; the bar is for CPU seconds: one thread works, and others may be at work."""
+    rows = []
+    for name, bar in SIMULATE_BARS.items():
+        cpu, wall, peak = simulate_cost(name)
+        what = f"simulate a step of {name.rpartition('/')[2]}"
+        rows.append(Row(f"{what}, CPU time ({wall:.1f} s wall)", f"{cpu:.1f} s", f"< {bar:g} s", cpu < bar))
+        within = peak < SIMULATE_MEMORY_BAR * 1e9
+        rows.append(Row(f"{what}, RAM", f"{peak / 1e9:.2f} GB", f"< {SIMULATE_MEMORY_BAR:g} GB", within))
+    return rows
+
+
 @dataclass(frozen=True)
 class Row:
     """A line of the table: what, as measured, the bar, and whether it was met (None: there is none)."""
@@ -129,6 +167,7 @@ def measure_all() -> list[Row]:
         Row("import llmlab, as a multiple", f"{imported / bare:.2f}×"),
         Row("import, a model and a card, beyond it", f"{(used - bare) * 1e3:.0f} ms"),
         Row("torch stays out", "yes" if torch_free else "no", "yes", torch_free),
+        *simulate_rows(),
     ]  # fmt: skip
 
 
@@ -140,7 +179,7 @@ def to_markdown(rows: list[Row], made: str) -> str:
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder to write speed.md to.")
 def main(out: Path | None) -> None:
-    """Time 10,000 estimates and `import llmlab`; exit 1 where a bar is missed."""
+    """Time 10,000 estimates, `import llmlab` and three simulations; exit 1 where a bar is missed."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -156,7 +195,7 @@ def main(out: Path | None) -> None:
     slowest = ", ".join(f"{name} {ms:.1f} ms" for name, ms in import_breakdown(FIRST_USE))
     console.print(f"Slowest to import for a model and a card: {slowest}")
     if out:
-        write(out / "speed.md", to_markdown(rows, provenance("llmlab")))
+        write(out / "speed.md", to_markdown(rows, provenance("llmlab", "torch", "transformers")))
     raise SystemExit(any(row.within is False for row in rows))
 
 

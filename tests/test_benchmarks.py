@@ -204,7 +204,9 @@ def test_writing_is_whole_or_not_at_all_and_asked_for(tmp_path):
 def test_the_book_shows_results_of_this_version(name):
     text = (RESULTS.parent / f"{name}.md").read_text(encoding="utf-8")
     assert f"llmlab {lab.__version__}" in text and re.search(r"\d cores.*\d{4}-\d\d-\d\d", text)
-    page = (FOLDER.parent / "book" / "how-numbers-are-made.md").read_text(encoding="utf-8")
+    folder = FOLDER.parent / "book"
+    pages = [folder / "how-numbers-are-made.md", folder / "who-predicts-best.md"]
+    page = "".join(path.read_text(encoding="utf-8") for path in pages)
     assert f"```{{include}} ../benchmarks/results/{name}.md" in page
     makefile = (FOLDER.parent / "Makefile").read_text(encoding="utf-8")
     script = {"overhead": "measure_overhead"}.get(name, name)

@@ -17,6 +17,8 @@ from llmlab import ModelSpec, Training
 from llmlab.estimate import estimate
 from llmlab.units import MiB
 
+from .mem_tracker import mem_tracker_peak
+
 
 def llmlab_estimate(spec: ModelSpec, run: Training) -> int | None:
     return estimate(spec, run, "T4").peak_allocated
@@ -154,6 +156,12 @@ TOOLS = (
         "fitcheck total", "fitcheck-llm", fitcheck_total, "the run", "process",
         "fitcheck.estimate(): the total it prints. It predicts what the driver shows, so it is held to reserved + CUDA "
         "context.",
+    ),
+    Tool(
+        "MemTracker", "torch", mem_tracker_peak, "the run, by its tensors", "peak_allocated",
+        "torch.distributed._tools' MemTracker: the same step on fake CPU tensors. It is given room for frozen "
+        "parameters, whose hooks torch refuses. It knows no allocator, and cannot run a base in NF4, whose parameters "
+        "cannot be made of fake tensors.",
     ),
     Tool(
         "accelerate training", "accelerate", accelerate_training, "full fine-tuning, batch 1", "peak_allocated",
