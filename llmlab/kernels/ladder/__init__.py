@@ -1,0 +1,1 @@
+"""One file a kernel, five rungs a file."""

@@ -1,0 +1,170 @@
+"""Cross entropy: the mean of logsumexp(logits) − logits[target] over rows whose target is not −100.
+
+    R  rows (tokens)     V  vocabulary     b  bytes of a logit
+
+Bytes moved by the forward pass, if nothing stays in a cache, and the extra memory for backward:
+
+    0  cast, max, subtract, exp, sum, subtract the log: (b + 4 + 4 + 8 + 8 + 4 + 8)·R·V     keeps log-softmax, 4·R·V
+    1  cast, log_softmax: (b + 4 + 4 + 4)·R·V                                               keeps log-softmax, 4·R·V
+    2  b·R·V: one kernel, the cast included (rows it cannot hold: read again)
+    3  b·R·V: each row once; the loss and logsumexp, 8 bytes a row, come out     keeps the logits alone
+    4  the same; backward is one kernel, 2·b·R·V, and with inplace=True its result overwrites the logits: no new memory
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ...errors import SpecError
+from ..rungs import choose, compiled, jit, tl, triton, warps
+
+IGNORE = -100  # the target that PyTorch and Hugging Face leave out
+TILE = 8192  # columns that a program holds at a time
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, *, rung: int | None = None, inplace: bool = False) -> Tensor:
+    """Return the mean loss in nats, an fp32 scalar (fp64 for fp64 logits). logits: (..., V), targets: (...), int64.
+
+    A target of −100 is left out; all of them: NaN, as in PyTorch. Another target outside 0 … V − 1 gives NaN in rungs 3
+    and 4, an error in the others. `inplace` (rung 4): backward writes the gradient over the logits, so the logits, and
+    a second backward, are lost. Raises SpecError where shapes do not fit.
+    """
+    if targets.shape != logits.shape[:-1] or targets.dtype != torch.int64:
+        given = f"targets are {targets.dtype} {tuple(targets.shape)}"
+        raise SpecError(f"{given}; logits {tuple(logits.shape)} need torch.int64 {tuple(logits.shape[:-1])}")
+    if targets.device != logits.device:
+        raise SpecError(f"targets are on {targets.device}, logits on {logits.device}; put them on one device")
+    rung = choose(rung, logits)
+    if inplace and (rung != 4 or not logits.is_contiguous()):
+        raise SpecError(f"inplace=True is for rung 4 (this is rung {rung}) and contiguous logits; leave it out")
+    logits_RV, targets_R = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+    if inplace:
+        return CrossEntropy.apply(logits_RV, targets_R, True, True)
+    return LADDER[rung](logits_RV, targets_R)
+
+
+def cross_entropy0(logits_RV: Tensor, targets_R: Tensor) -> Tensor:
+    """Rung 0: the formula, an operator a line, in fp32: a sum of 128,256 terms is no work for bf16."""
+    values = logits_RV.float() if logits_RV.dtype in (torch.float16, torch.bfloat16) else logits_RV
+    shifted = values - values.amax(-1, keepdim=True)
+    log_softmax = shifted - torch.exp(shifted).sum(-1, keepdim=True).log()
+    counted = targets_R != IGNORE
+    picked = log_softmax.gather(-1, targets_R.where(counted, 0)[:, None])[:, 0]
+    return -picked.where(counted, 0).sum() / counted.sum()
+
+
+def cross_entropy1(logits_RV: Tensor, targets_R: Tensor) -> Tensor:
+    """Rung 1: PyTorch's two operators (log_softmax, nll_loss); the fp32 copy of half-precision logits remains."""
+    half = logits_RV.dtype in (torch.float16, torch.bfloat16)
+    return F.cross_entropy(logits_RV.float() if half else logits_RV, targets_R, ignore_index=IGNORE)
+
+
+def cross_entropy2(logits_RV: Tensor, targets_R: Tensor) -> Tensor:
+    """Rung 2: rung 0 unchanged; the fp32 copy is gone, because the cast is in the kernel that reads it."""
+    return compiled(cross_entropy0)(logits_RV, targets_R)
+
+
+def cross_entropy3(logits_RV: Tensor, targets_R: Tensor) -> Tensor:
+    """Rung 3: a program a row; maximum and sum in one pass, tile by tile (online softmax)."""
+    return CrossEntropy.apply(logits_RV, targets_R, False, False)
+
+
+def cross_entropy4(logits_RV: Tensor, targets_R: Tensor) -> Tensor:
+    """Rung 4: backward reads the logits and writes (softmax − one-hot) · scale, in one kernel."""
+    return CrossEntropy.apply(logits_RV, targets_R, True, False)
+
+
+LADDER = (cross_entropy0, cross_entropy1, cross_entropy2, cross_entropy3, cross_entropy4)
+
+
+class CrossEntropy(torch.autograd.Function):
+    """Saves the logits and logsumexp; log-softmax, as large as the logits, is never in memory."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_RV: Tensor, targets_R: Tensor, fused: bool, inplace: bool) -> Tensor:
+        logits_RV = logits_RV if logits_RV.stride(-1) == 1 else logits_RV.contiguous()
+        losses_R, lse_R = loss_rows(logits_RV, targets_R)
+        count = (targets_R != IGNORE).sum()  # stays on the device: .item() would make the CPU wait
+        ctx.save_for_backward(logits_RV, targets_R, lse_R, count)
+        ctx.fused, ctx.inplace = fused, inplace
+        return losses_R.sum() / count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        logits_RV, targets_R, lse_R, count = ctx.saved_tensors
+        scale = (gradient / count).float()
+        if ctx.fused:
+            out = logits_RV if ctx.inplace else torch.empty_like(logits_RV)
+            if ctx.inplace:  # autograd cannot see what a kernel writes: told, it refuses a second backward
+                torch.autograd.graph.increment_version(logits_RV)
+            return gradient_rows(logits_RV, targets_R, lse_R, scale, out), None, None, None
+        counted = targets_R != IGNORE
+        d_RV = torch.exp(logits_RV.float() - lse_R[:, None])
+        d_RV.scatter_add_(1, targets_R.where(counted, 0)[:, None], torch.full_like(lse_R, -1.0)[:, None])
+        return (d_RV * (scale * counted)[:, None]).to(logits_RV.dtype), None, None, None
+
+
+def loss_rows(logits_RV: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Return loss and logsumexp of each row, fp32, (R,) each; the loss of an ignored row is 0."""
+    R, V = logits_RV.shape
+    losses_R, lse_R = (torch.empty(R, dtype=torch.float32, device=logits_RV.device) for _ in range(2))
+    if R and V:
+        block = min(triton.next_power_of_2(V), TILE)
+        with torch.cuda.device_of(logits_RV):
+            loss_kernel[(R,)](
+                logits_RV, targets_R, losses_R, lse_R, logits_RV.stride(0), targets_R.stride(0), V, IGNORE, block,
+                num_warps=warps(block),
+            )  # fmt: skip
+    return losses_R, lse_R
+
+
+def gradient_rows(logits_RV: Tensor, targets_R: Tensor, lse_R: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+    """Write (softmax − one-hot) · scale to `out`, which may be the logits themselves. scale: fp32, one value."""
+    R, V = logits_RV.shape
+    if R and V:
+        block = min(triton.next_power_of_2(V), TILE)
+        with torch.cuda.device_of(logits_RV):
+            gradient_kernel[(R,)](
+                logits_RV, targets_R, lse_R, scale, out, logits_RV.stride(0), targets_R.stride(0), out.stride(0), V,
+                IGNORE, block, num_warps=warps(block),
+            )  # fmt: skip
+    return out
+
+
+@jit
+def loss_kernel(X, TARGETS, LOSSES, LSE, stride_x, stride_t, V, IGNORED: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)  # int64: R·V passes 2^31 at 16,744 rows of Llama 3's vocabulary
+    highest = -3.4028234663852886e38  # finite, or a first tile of -inf alone would give inf - inf
+    total = 0.0
+    for start in range(0, V, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        x = tl.load(X + row * stride_x + columns, mask=columns < V, other=-float("inf")).to(tl.float32)
+        higher = tl.maximum(highest, tl.max(x, 0))
+        total = total * tl.exp(highest - higher) + tl.sum(tl.exp(x - higher), 0)
+        highest = higher
+    lse = highest + tl.log(total)
+    target = tl.load(TARGETS + row * stride_t)
+    known = (target >= 0) & (target < V)  # another row's memory is not read for a wrong target
+    picked = tl.load(X + row * stride_x + target, mask=known, other=float("nan")).to(tl.float32)
+    tl.store(LSE + row, lse)
+    tl.store(LOSSES + row, tl.where(target == IGNORED, 0.0, lse - picked))
+
+
+@jit
+def gradient_kernel(X, TARGETS, LSE, SCALE, DX, stride_x, stride_t, stride_dx, V, IGNORED: tl.constexpr,
+                    BLOCK: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(TARGETS + row * stride_t)
+    lse = tl.load(LSE + row)
+    scale = tl.where(target == IGNORED, 0.0, tl.load(SCALE))
+    for start in range(0, V, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        x = tl.load(X + row * stride_x + columns, mask=columns < V, other=-float("inf")).to(tl.float32)
+        d = (tl.exp(x - lse) - tl.where(columns == target, 1.0, 0.0)) * scale
+        tl.store(DX + row * stride_dx + columns, d, mask=columns < V)

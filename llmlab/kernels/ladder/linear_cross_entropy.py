@@ -1,0 +1,162 @@
+"""The output layer and its loss in one: cross_entropy(hidden · weightᵀ, targets), without holding the logits.
+
+    R  rows (tokens)     C  hidden size     V  vocabulary     r  rows of a chunk     b  bytes of a value
+
+What is in memory besides hidden, weight and their gradients, and the matmuls of a step (2·R·C·V FLOP each):
+
+    0  logits and their gradient in b, and four to five copies in fp32: about (2·b + 16)·R·V     3
+    1  a chunk of them, (2·b + 12)·r·V; the gradients are made with the loss, in forward         3
+    2  the logits and their gradient, 2·b·R·V: Inductor fuses the loss, not the matmuls          3
+    3  a chunk, b·r·V, in backward (2·b + 4)·r·V: only logsumexp is kept, the logits made again  4
+    4  a chunk, b·r·V, over which its gradient is written                                        3
+
+Rungs 1 and 4 hold the gradients from forward on, so a loss that nobody differentiates should be taken under no_grad.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ...errors import SpecError
+from ..rungs import choose, compiled
+from .cross_entropy import IGNORE, cross_entropy0, gradient_rows, loss_rows
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, rung: int | None = None, chunk: int | None = None
+) -> Tensor:
+    """Return the mean loss in nats, an fp32 scalar. hidden: (..., C), weight: (V, C), targets: (...), int64.
+
+    A target of −100 is left out. `chunk`: rows whose logits are held at once (rungs 1, 3, 4); by default so many that
+    they take what hidden takes, and at least 128. Raises SpecError where shapes or dtypes do not fit.
+    """
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.dtype != hidden.dtype:
+        given = f"hidden {hidden.dtype} {tuple(hidden.shape)}, weight {weight.dtype} {tuple(weight.shape)}"
+        raise SpecError(f"{given} do not fit; give one dtype, hidden (..., C) and weight (V, C)")
+    if targets.shape != hidden.shape[:-1] or targets.dtype != torch.int64 or targets.device != hidden.device:
+        given = f"targets are {targets.dtype} {tuple(targets.shape)} on {targets.device}"
+        raise SpecError(f"{given}; they must be torch.int64 {tuple(hidden.shape[:-1])} on {hidden.device}")
+    hidden_RC, targets_R = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    chunk = max(128, hidden_RC.numel() // weight.shape[0]) if chunk is None else chunk
+    if chunk < 1:
+        raise SpecError(f"chunk={chunk} rows; allowed: 1 or more")
+    return LADDER[choose(rung, hidden, weight)](hidden_RC, weight, targets_R, chunk)
+
+
+def linear_cross_entropy0(hidden_RC: Tensor, weight_VC: Tensor, targets_R: Tensor, chunk: int) -> Tensor:
+    """Rung 0: all the logits, and an operator a line."""
+    return cross_entropy0(F.linear(hidden_RC, weight_VC), targets_R)
+
+
+def linear_cross_entropy1(hidden_RC: Tensor, weight_VC: Tensor, targets_R: Tensor, chunk: int) -> Tensor:
+    """Rung 1: chunks of rows. A row's loss and gradient need that row alone, so a chunk can be forgotten."""
+    return Gradients.apply(hidden_RC, weight_VC, targets_R, chunk, False, torch.is_grad_enabled())
+
+
+def linear_cross_entropy2(hidden_RC: Tensor, weight_VC: Tensor, targets_R: Tensor, chunk: int) -> Tensor:
+    """Rung 2: rung 0 unchanged. The matmul remains a kernel of its own, so its result, the logits, remains too."""
+    return compiled(linear_cross_entropy0)(hidden_RC, weight_VC, targets_R, chunk)
+
+
+def linear_cross_entropy3(hidden_RC: Tensor, weight_VC: Tensor, targets_R: Tensor, chunk: int) -> Tensor:
+    """Rung 3: a chunk's loss is a Triton kernel; backward makes its logits again: one matmul more, no gradient held."""
+    return Again.apply(hidden_RC, weight_VC, targets_R, chunk)
+
+
+def linear_cross_entropy4(hidden_RC: Tensor, weight_VC: Tensor, targets_R: Tensor, chunk: int) -> Tensor:
+    """Rung 4: rung 1 in Triton: the loss reads the chunk once, its gradient overwrites it."""
+    return Gradients.apply(hidden_RC, weight_VC, targets_R, chunk, True, torch.is_grad_enabled())
+
+
+LADDER = (
+    linear_cross_entropy0,
+    linear_cross_entropy1,
+    linear_cross_entropy2,
+    linear_cross_entropy3,
+    linear_cross_entropy4,
+)
+
+
+class Gradients(torch.autograd.Function):
+    """Loss and gradients in forward. dweight is summed in weight's dtype, rounded once a chunk, as in accumulation."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_RC: Tensor, weight_VC: Tensor, targets_R: Tensor, chunk: int, triton: bool, graded: bool
+    ) -> Tensor:
+        need_hidden, need_weight = (graded and needed for needed in ctx.needs_input_grad[:2])
+        dhidden = torch.empty_like(hidden_RC) if need_hidden else None
+        dweight = torch.zeros_like(weight_VC) if need_weight else None
+        scale = 1 / (targets_R != IGNORE).sum().to(torch.float64 if hidden_RC.dtype == torch.float64 else torch.float32)
+        loss = torch.zeros_like(scale)
+        for start in range(0, len(hidden_RC), chunk):
+            part = slice(start, start + chunk)
+            logits, targets = F.linear(hidden_RC[part], weight_VC), targets_R[part]
+            chunk_loss, dlogits = (with_triton if triton else with_pytorch)(logits, targets, scale, graded)
+            loss += chunk_loss
+            if need_hidden:
+                torch.mm(dlogits, weight_VC, out=dhidden[part])
+            if need_weight:
+                dweight.addmm_(dlogits.t(), hidden_RC[part])
+        ctx.save_for_backward(dhidden, dweight)
+        return loss * scale
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        # In place: a copy of dweight would take V·C more. A second backward finds them changed, and autograd says so.
+        return *(None if d is None else d.mul_(gradient) for d in ctx.saved_tensors), None, None, None, None
+
+
+def with_pytorch(logits: Tensor, targets: Tensor, scale: Tensor, graded: bool) -> tuple[Tensor, Tensor | None]:
+    """Return the summed loss of a chunk and the gradient of its logits."""
+    counted = targets != IGNORE
+    targets = targets.where(counted, 0)[:, None]
+    log_softmax = torch.log_softmax(logits.to(scale.dtype), dim=-1)
+    loss = -log_softmax.gather(1, targets)[:, 0].where(counted, 0).sum()
+    if not graded:
+        return loss, None
+    d = log_softmax.exp_()
+    d.scatter_add_(1, targets, torch.full_like(targets, -1, dtype=d.dtype))
+    return loss, d.mul_((scale * counted)[:, None]).to(logits.dtype)
+
+
+def with_triton(logits: Tensor, targets: Tensor, scale: Tensor, graded: bool) -> tuple[Tensor, Tensor | None]:
+    """The same; the gradient is in the logits' memory."""
+    losses, lse = loss_rows(logits, targets)
+    return losses.sum(), gradient_rows(logits, targets, lse, scale, logits) if graded else None
+
+
+class Again(torch.autograd.Function):
+    """Saves hidden, weight and logsumexp, and makes each chunk of logits twice."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_RC: Tensor, weight_VC: Tensor, targets_R: Tensor, chunk: int) -> Tensor:
+        pairs = zip(hidden_RC.split(chunk), targets_R.split(chunk), strict=True)
+        found = [loss_rows(F.linear(hidden, weight_VC), targets) for hidden, targets in pairs]
+        losses_R, lse_R = (torch.cat(one) for one in zip(*found, strict=True))
+        count = (targets_R != IGNORE).sum()
+        ctx.save_for_backward(hidden_RC, weight_VC, targets_R, lse_R, count)
+        ctx.chunk = chunk
+        return losses_R.sum() / count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        hidden_RC, weight_VC, targets_R, lse_R, count = ctx.saved_tensors
+        scale = (gradient / count).float()
+        dhidden, dweight = torch.empty_like(hidden_RC), torch.zeros_like(weight_VC)
+        split = (t.split(ctx.chunk) for t in (hidden_RC, targets_R, lse_R, dhidden))
+        for hidden, targets, lse, out in zip(*split, strict=True):
+            dlogits = F.linear(hidden, weight_VC).float().sub_(lse[:, None]).exp_()
+            counted = targets != IGNORE
+            dlogits.scatter_add_(1, targets.where(counted, 0)[:, None], torch.full_like(lse, -1.0)[:, None])
+            dlogits = dlogits.mul_((scale * counted)[:, None]).to(hidden.dtype)
+            torch.mm(dlogits, weight_VC, out=out)
+            dweight.addmm_(dlogits.t(), hidden)
+        return dhidden, dweight, None, None

@@ -1,0 +1,142 @@
+"""RMSNorm: x / √(mean(x²) + eps) · weight over the last dimension (Zhang and Sennrich, arXiv 1910.07467, eq. 4).
+
+    R  rows (tokens)     N  columns (the hidden size)     P  programs of the backward pass     b  bytes of a value
+
+Bytes moved by the forward pass, if nothing stays in a cache; the weight's N·b are left out:
+
+    0  in fp32: square and mean, normalize, scale: 7·R·N·b, and 4·R·N·4 more where x is cast from half precision
+    1  2·R·N·b              one kernel: reads x, writes y
+    2  2·R·N·b              the same kernel, written by Inductor
+    3  2·R·N·b + 4·R        and 1/rms, a number a row, for backward
+    4  2·R·N·b + 4·R        backward is one kernel: reads x and dy, writes dx and P partial sums of dweight
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ...errors import SpecError
+from ..rungs import MAX_ROW, as_rows, choose, compiled, jit, tl, triton, warps
+
+PROGRAMS = 256  # partial sums of dweight: about two for each multiprocessor of a large GPU
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, rung: int | None = None) -> Tensor:
+    """Return x / √(mean(x²) + eps) · weight, in x's dtype, computed in fp32. x: (..., N), weight: (N,).
+
+    Raises SpecError where weight is not (N,), and in rungs 3 and 4 for rows over 65,536 columns.
+    """
+    if weight.shape != x.shape[-1:]:
+        raise SpecError(f"weight has shape {tuple(weight.shape)}; x of shape {tuple(x.shape)} needs ({x.shape[-1]},)")
+    return LADDER[choose(rung, x, weight)](x, weight, eps)
+
+
+def rms_norm0(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Rung 0: the formula, an operator a line."""
+    values = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    mean_square = values.square().mean(-1, keepdim=True)
+    normalized = values * torch.rsqrt(mean_square + eps)
+    return (normalized * weight).to(x.dtype)
+
+
+def rms_norm1(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Rung 1: PyTorch's operator: one kernel in recent versions, rung 0 in C++ in older ones."""
+    return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+
+
+def rms_norm2(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Rung 2: rung 0 unchanged; Inductor makes one kernel of it."""
+    return compiled(rms_norm0)(x, weight, eps)
+
+
+def rms_norm3(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Rung 3: a program a row, read once."""
+    return RMSNorm.apply(x, weight, eps, False)
+
+
+def rms_norm4(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Rung 4: backward is one kernel too. Each program sums dweight over its rows, so that no two write one place."""
+    return RMSNorm.apply(x, weight, eps, True)
+
+
+LADDER = (rms_norm0, rms_norm1, rms_norm2, rms_norm3, rms_norm4)
+
+
+class RMSNorm(torch.autograd.Function):
+    """Saves x, weight and 1/rms, 4 bytes a row; x normalized is made again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, fused: bool) -> Tensor:
+        x_RN, weight = as_rows(x), weight.contiguous()
+        rows, columns = x_RN.shape
+        if columns > MAX_ROW:
+            raise SpecError(f"a row of {columns} columns does not fit in registers ({MAX_ROW} do); take rung 1")
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        inverse_rms = torch.empty(rows, dtype=torch.float32, device=x.device)
+        if rows and columns:
+            block = triton.next_power_of_2(columns)
+            with torch.cuda.device_of(x):
+                forward_kernel[(rows,)](
+                    x_RN, weight, y, inverse_rms, x_RN.stride(0), columns, eps, block, num_warps=warps(block)
+                )
+        ctx.save_for_backward(x, weight, inverse_rms)
+        ctx.fused = fused
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, weight, inverse_rms = ctx.saved_tensors
+        x_RN, dy_RN = as_rows(x), as_rows(dy)
+        if not ctx.fused:
+            normalized, dy_fp32 = x_RN.float() * inverse_rms[:, None], dy_RN.float()
+            scaled = dy_fp32 * weight
+            dx = inverse_rms[:, None] * (scaled - normalized * (scaled * normalized).mean(-1, keepdim=True))
+            return dx.view(x.shape).to(x.dtype), (dy_fp32 * normalized).sum(0).to(weight.dtype), None, None
+        rows, columns = x_RN.shape
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        partial_PN = torch.zeros(min(rows, PROGRAMS), columns, dtype=torch.float32, device=x.device)
+        if rows and columns:
+            block = triton.next_power_of_2(columns)
+            with torch.cuda.device_of(x):
+                backward_kernel[(len(partial_PN),)](
+                    dy_RN, x_RN, weight, inverse_rms, dx, partial_PN, dy_RN.stride(0), x_RN.stride(0), rows, columns,
+                    block, num_warps=warps(2 * block),
+                )  # fmt: skip
+        return dx, partial_PN.sum(0).to(weight.dtype), None, None
+
+
+@jit
+def forward_kernel(X, W, Y, INVERSE_RMS, stride, N, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < N
+    x = tl.load(X + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(W + columns, mask=inside, other=0.0).to(tl.float32)
+    inverse_rms = 1.0 / tl.sqrt(tl.sum(x * x, 0) / N + eps)
+    tl.store(INVERSE_RMS + row, inverse_rms)
+    tl.store(Y + row * N + columns, x * inverse_rms * weight, mask=inside)
+
+
+@jit
+def backward_kernel(DY, X, W, INVERSE_RMS, DX, PARTIAL, stride_dy, stride_x, R, N, BLOCK: tl.constexpr):
+    program = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < N
+    weight = tl.load(W + columns, mask=inside, other=0.0).to(tl.float32)
+    dweight = tl.zeros((BLOCK,), tl.float32)
+    for index in range(program, R, tl.num_programs(0)):
+        row = tl.cast(index, tl.int64)
+        inverse_rms = tl.load(INVERSE_RMS + row)
+        normalized = tl.load(X + row * stride_x + columns, mask=inside, other=0.0).to(tl.float32) * inverse_rms
+        dy = tl.load(DY + row * stride_dy + columns, mask=inside, other=0.0).to(tl.float32)
+        dweight += dy * normalized
+        scaled = dy * weight
+        dx = inverse_rms * (scaled - normalized * (tl.sum(scaled * normalized, 0) / N))
+        tl.store(DX + row * N + columns, dx, mask=inside)
+    tl.store(PARTIAL + program * N + columns, dweight, mask=inside)

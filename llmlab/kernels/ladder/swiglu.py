@@ -1,0 +1,116 @@
+"""SwiGLU's activation: silu(gate) · up, where silu(x) = x · sigmoid(x) (Shazeer, arXiv 2002.05202, eq. 6).
+
+    n  values of gate (and of up)     b  bytes of a value
+
+Bytes moved by the forward pass, if nothing stays in a cache, and what is kept for backward:
+
+    0  8·n·b: sigmoid 2, multiply 3, multiply 3                                keeps gate, sigmoid, silu and up: 4·n·b
+    1  5·n·b: silu 2, multiply 3                                               keeps gate, silu and up: 3·n·b
+    2  3·n·b: one kernel                                                       keeps gate and up: 2·n·b
+    3  3·n·b                                                                   keeps gate and up; backward: 11 kernels
+    4  3·n·b; backward 5·n·b in one kernel, sigmoid made again                 keeps gate and up
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ...errors import SpecError
+from ..rungs import choose, compiled, jit, tl, triton
+
+BLOCK = 1024  # values a program; nothing is shared between values, so any will do
+
+
+def swiglu(gate: Tensor, up: Tensor, *, rung: int | None = None) -> Tensor:
+    """Return silu(gate) · up, in their dtype; rungs 3 and 4 round once, at the end. gate, up: one shape, one dtype.
+
+    Raises SpecError where shapes or dtypes differ.
+    """
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        given = f"gate is {gate.dtype} {tuple(gate.shape)}, up is {up.dtype} {tuple(up.shape)}"
+        raise SpecError(f"{given}; give both one shape and one dtype")
+    return LADDER[choose(rung, gate, up)](gate, up)
+
+
+def swiglu0(gate: Tensor, up: Tensor) -> Tensor:
+    """Rung 0: the formula, an operator each."""
+    sigmoid = torch.sigmoid(gate)
+    silu = gate * sigmoid
+    return silu * up
+
+
+def swiglu1(gate: Tensor, up: Tensor) -> Tensor:
+    """Rung 1: silu is one operator, which keeps its input alone for backward."""
+    return F.silu(gate) * up
+
+
+def swiglu2(gate: Tensor, up: Tensor) -> Tensor:
+    """Rung 2: rung 0 unchanged; elementwise chains are what Inductor fuses best."""
+    return compiled(swiglu0)(gate, up)
+
+
+def swiglu3(gate: Tensor, up: Tensor) -> Tensor:
+    """Rung 3: one kernel: reads gate and up, writes the product."""
+    return SwiGLU.apply(gate, up, False)
+
+
+def swiglu4(gate: Tensor, up: Tensor) -> Tensor:
+    """Rung 4: backward is one kernel too: reads dy, gate and up, makes the sigmoid again, writes both gradients."""
+    return SwiGLU.apply(gate, up, True)
+
+
+LADDER = (swiglu0, swiglu1, swiglu2, swiglu3, swiglu4)
+
+
+class SwiGLU(torch.autograd.Function):
+    """Saves gate and up, which the matmuls made: the sigmoid costs less to make again than to read."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, fused: bool) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        y = torch.empty_like(gate)
+        if count := y.numel():
+            with torch.cuda.device_of(y):
+                forward_kernel[(triton.cdiv(count, BLOCK),)](gate, up, y, count, BLOCK)
+        ctx.save_for_backward(gate, up)
+        ctx.fused = fused
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        gate, up = ctx.saved_tensors
+        if not ctx.fused:
+            x, u, g = gate.float(), up.float(), dy.float()
+            sigmoid = torch.sigmoid(x)
+            dgate = g * u * sigmoid * (1 + x * (1 - sigmoid))
+            return dgate.to(gate.dtype), (g * x * sigmoid).to(up.dtype), None
+        dy, dgate, dup = dy.contiguous(), torch.empty_like(gate), torch.empty_like(up)
+        if count := gate.numel():
+            with torch.cuda.device_of(gate):
+                backward_kernel[(triton.cdiv(count, BLOCK),)](dy, gate, up, dgate, dup, count, BLOCK)
+        return dgate, dup, None
+
+
+@jit
+def forward_kernel(GATE, UP, Y, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(GATE + at, mask=at < count, other=0.0).to(tl.float32)
+    up = tl.load(UP + at, mask=at < count, other=0.0).to(tl.float32)
+    tl.store(Y + at, gate * tl.sigmoid(gate) * up, mask=at < count)
+
+
+@jit
+def backward_kernel(DY, GATE, UP, DGATE, DUP, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    dy = tl.load(DY + at, mask=at < count, other=0.0).to(tl.float32)
+    gate = tl.load(GATE + at, mask=at < count, other=0.0).to(tl.float32)
+    up = tl.load(UP + at, mask=at < count, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    tl.store(DUP + at, dy * gate * sigmoid, mask=at < count)
+    tl.store(DGATE + at, dy * up * sigmoid * (1 + gate * (1 - sigmoid)), mask=at < count)

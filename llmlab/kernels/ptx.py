@@ -1,0 +1,124 @@
+"""Compile the Triton kernels for GPUs that are not here: registers, spills and shared memory, as ptxas reports them.
+
+    python -m llmlab.kernels.ptx              # sm_75 (T4), sm_80 (A100), sm_90 (H100)
+    python -m llmlab.kernels.ptx --arch 80    # one of them
+
+A spill is a register that did not fit and goes through memory instead. No GPU is needed; the process must not have been
+started with TRITON_INTERPRET=1. It says that a kernel compiles and fits, not how fast it is.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+
+from .ladder.attention import tiles_for
+from .rungs import INTERPRETED, triton, warps
+
+ARCHITECTURES = (75, 80, 90)
+FP32 = ("DELTA", "INVERSE_RMS", "LOSSES", "LSE", "PARTIAL", "SCALE")  # pointers whose type is not the tensors'
+FLOATS = ("back", "eps", "scale")  # arguments that are no pointers and no integers
+
+
+class Compiled(NamedTuple):
+    """What became of a kernel for one architecture; registers are a thread's, the rest is bytes."""
+
+    kernel: str
+    dtype: str
+    arch: int
+    registers: int
+    spills: int
+    shared: int
+
+
+def kernels(arch: int) -> Iterator[tuple[str, str, str, dict[str, Any], dict[str, int]]]:
+    """Yield (file, kernel, dtype, constants, options) for every kernel, at the sizes of Llama 3 8B."""
+    hidden, tile = 4096, 8192
+    for dtype in ("fp32", "fp16", "bf16") if arch >= 80 else ("fp32", "fp16"):
+        yield "softmax", "softmax_row", dtype, {"BLOCK": hidden}, {"num_warps": warps(hidden)}
+        for kernel in ("softmax_wide", "softmax_backward"):
+            yield "softmax", kernel, dtype, {"BLOCK": tile}, {"num_warps": warps(tile)}
+        for kernel in ("forward_kernel", "backward_kernel"):
+            held = hidden if kernel == "forward_kernel" else 2 * hidden  # backward holds the sums of dweight too
+            yield "rms_norm", kernel, dtype, {"BLOCK": hidden}, {"num_warps": warps(held)}
+            yield "swiglu", kernel, dtype, {"BLOCK": 1024}, {}
+        for back in (False, True):
+            yield "rope", "rope_kernel", dtype, {"BACK": back, "BLOCK_H": 32, "BLOCK_K": 8, "BLOCK_D": 64}, {}
+        for kernel in ("loss_kernel", "gradient_kernel"):
+            yield "cross_entropy", kernel, dtype, {"IGNORED": -100, "BLOCK": tile}, {"num_warps": warps(tile)}
+        for head in (32, 64, 96, 128):
+            width = triton.next_power_of_2(head)
+            yield "attention", "delta_kernel", dtype, {"D": head, "WIDTH": width, "M": 64}, {}
+            for kernel in ("forward_kernel", "keys_kernel", "queries_kernel"):
+                settings = tiles_for(head, 4 if dtype == "fp32" else 2, divmod(arch, 10), kernel != "forward_kernel")
+                options = {name: settings.pop(name) for name in ("num_warps", "num_stages")}
+                if kernel == "queries_kernel":  # as `Attention.backward` does
+                    settings["M"], settings["N"] = settings["N"], settings["M"]
+                yield "attention", kernel, dtype, {"CAUSAL": True, "D": head, "WIDTH": width, **settings}, options
+
+
+def compile_kernel(file: str, name: str, dtype: str, constants: dict[str, Any], options: dict, arch: int) -> Compiled:
+    """Compile one kernel for sm_`arch`. Pointers are taken as aligned to 16 bytes, as PyTorch's are."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    kernel = getattr(import_module(f".ladder.{file}", __package__), name)
+    signature = {}
+    for argument in kernel.arg_names:
+        if argument in constants:
+            signature[argument] = "constexpr"
+        elif argument.isupper() and len(argument) > 1 and argument not in ("HEADS", "KV_HEADS", "HALF", "GROUP"):
+            signature[argument] = "*i64" if argument == "TARGETS" else "*fp32" if argument in FP32 else f"*{dtype}"
+        elif argument in ("X", "Y", "W", "Q", "K", "V") and not (argument == "V" and file == "cross_entropy"):
+            signature[argument] = f"*{dtype}"
+        else:
+            signature[argument] = "fp32" if argument in FLOATS else "i32"
+    aligned = {
+        (at,): [["tt.divisibility", 16]]
+        for at, (argument, kind) in enumerate(signature.items())
+        if kind.startswith("*") or (kind == "i32" and argument[-2:] in ("_b", "_h", "_t"))
+    }
+    source = triton.compiler.ASTSource(kernel, signature, constants, aligned)
+    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    target = re.search(r"\.target (\w+)", made.asm["ptx"])[1]  # sm_90a where it uses Hopper's own matrix instructions
+    with tempfile.TemporaryDirectory() as folder:
+        (path := Path(folder, "kernel.ptx")).write_text(made.asm["ptx"])
+        assemble = [get_ptxas(arch).path, "-v", f"--gpu-name={target}", str(path), "-o", str(path) + ".cubin"]
+        said = subprocess.run(assemble, capture_output=True, text=True, check=True).stderr
+    label = f"{file}.{name}" + "".join(f" {key}={value}" for key, value in constants.items())
+    registers, *_ = re.findall(r"Used (\d+) registers", said)
+    spills = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", said)))
+    return Compiled(label, dtype, arch, int(registers), spills, made.metadata.shared)
+
+
+@click.command()
+@click.option("--arch", type=click.Choice([str(arch) for arch in ARCHITECTURES]), multiple=True, help="sm_ number.")
+@click.option("--kernel", "wanted", default="", help="Only kernels whose name contains this.")
+@click.option("--dtype", "wanted_dtype", type=click.Choice(["fp32", "fp16", "bf16"]), help="Only this one.")
+@click.option("--head", type=int, help="Of attention's kernels, only this head size.")
+def main(arch: tuple[str, ...], wanted: str, wanted_dtype: str | None, head: int | None) -> None:
+    """Compile the Triton kernels and print registers a thread, bytes spilled and bytes of shared memory."""
+    if triton is None or INTERPRETED:
+        click.echo("needs Triton, and a process without TRITON_INTERPRET=1: the interpreter compiles nothing", err=True)
+        sys.exit(2)
+    click.echo(f"{'kernel':<80}{'dtype':<6}{'sm':>4}{'registers':>11}{'spills':>8}{'shared':>8}")
+    for one in map(int, arch or map(str, ARCHITECTURES)):
+        for file, name, dtype, constants, options in kernels(one):
+            if wanted not in f"{file}.{name}" or wanted_dtype not in (None, dtype):
+                continue
+            if head is not None and constants.get("D", head) != head:
+                continue
+            row = compile_kernel(file, name, dtype, constants, options, one)
+            click.echo(f"{row.kernel:<80}{row.dtype:<6}{one:>4}{row.registers:>11}{row.spills:>8}{row.shared:>8}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Which rung runs here, and what the kernels share. Triton has wheels for Linux alone; rungs 0 to 2 need none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import NotAvailable, SpecError
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = tl = None
+
+RUNGS = ("naive PyTorch", "better PyTorch", "torch.compile", "Triton forward", "Triton forward and backward")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # Triton's rungs compute in fp32: fp64 would lose half its bits
+MAX_ROW = 65536  # columns that a program still holds in registers: 16 warps, 128 values a thread
+
+# Triton decides once, when it is imported, whether it compiles or interprets.
+INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
+CAST_BF16 = None if triton is None else tl.constexpr(INTERPRETED)  # as a kernel's global: see `dot`
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """Return triton.jit(function); where Triton is missing the function itself, which `choose` never lets run."""
+    return function if triton is None else triton.jit(function)
+
+
+@jit
+def dot(a, b):
+    """a · b in fp32, never in TF32. NumPy has no bf16, and the interpreter would multiply its bits as integers."""
+    if CAST_BF16:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+def choose(rung: int | None, *tensors: Tensor) -> int:
+    """Return the rung to run on these floating-point tensors: the given one, or the best that runs here.
+
+    Raises SpecError for a rung that is not in 0 … 4 and for tensors on different devices; NotAvailable, with what runs
+    instead, where rung 3 or 4 lacks Triton, the GPU or the dtype.
+    """
+    if rung is not None and rung not in range(len(RUNGS)):
+        allowed = ", ".join(f"{number} ({name})" for number, name in enumerate(RUNGS))
+        raise SpecError(f"rung={rung!r} is no rung; allowed: {allowed}")
+    devices = sorted({str(t.device) for t in tensors})
+    if len(devices) > 1:
+        raise SpecError(f"the tensors are on {' and '.join(devices)}; put them on one device")
+    why_not = missing(tensors)
+    if rung is None:
+        return 1 if why_not or INTERPRETED else 4
+    if rung >= 3 and why_not:
+        raise NotAvailable(f"rung {rung} ({RUNGS[rung]}) {why_not}; rungs 0, 1 and 2 run here")
+    return rung
+
+
+def missing(tensors: tuple[Tensor, ...]) -> str | None:
+    """Return what keeps Triton's rungs from running on these tensors, None if nothing does."""
+    if triton is None:
+        return "needs Triton, which is not installed here and has no wheel for macOS or Windows"
+    for t in tensors:
+        if t.dtype not in DTYPES:
+            return f"takes float32, float16 and bfloat16, not {str(t.dtype).removeprefix('torch.')}"
+        if INTERPRETED:
+            continue
+        if not t.is_cuda:
+            return (
+                f"needs a CUDA GPU, and the tensors are on {t.device}; TRITON_INTERPRET=1, set before Python starts, "
+                "runs it on a CPU, slowly"
+            )
+        capability = torch.cuda.get_device_capability(t.device)
+        if capability < (7, 5) or (t.dtype == torch.bfloat16 and capability < (8, 0)):
+            return f"does not compile for {t.dtype} at compute capability {capability[0]}.{capability[1]}"
+    return None
+
+
+@cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch.compile(function), one for all calls, so that it recompiles for new shapes and not for each call."""
+    return torch.compile(function)
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """Return x as (rows, columns) with neighbouring columns: a view where strides allow, else a copy."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def warps(block: int) -> int:
+    """Return how many warps share `block` values: 16 values a thread where that is allowed."""
+    return min(16, max(1, block // 512))
