@@ -1,0 +1,227 @@
+"""Start N ranks on this machine, each a process of one gloo group, and end all of them as soon as one fails.
+
+    results = launch(function, 2, argument)      # function(argument) runs in every rank; results[rank] is what it gave
+
+The function is one of a module (a file), for a new process imports it by name; what it returns must be plain JSON.
+A rank that raises, is killed or keeps the others waiting ends the launch with `RankFailed`, which holds its traceback.
+No port is chosen: the ranks find each other through a file, and gloo takes free ports of the loopback interface.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import connection, get_context, parent_process
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from ..errors import NotAvailable, SpecError
+
+MOST_RANKS = 64  # of one machine: a rank is a Python with torch, about 0.3 GB
+PATIENCE = 10.0  # seconds that one rank may keep the others waiting
+START = 120.0  # seconds until all have imported torch and what the function needs
+LAST_WORDS = 1.0  # seconds after a failure in which the others may fail too: it shows who was first
+
+
+class RankFailed(RuntimeError):
+    """A rank raised, was killed, or kept the others waiting; `rank` is its number, the message has its traceback."""
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+def launch(
+    function: Callable[..., Any], ranks: int, *arguments: Any, patience: float = PATIENCE, limit: float | None = None
+) -> list[Any]:
+    """Run `function(*arguments)` in `ranks` processes that share a gloo group; return what each gave, by rank.
+
+    `patience` is how long, in seconds, a rank may keep the others waiting in a collective or at the end; `limit` ends
+    a launch that takes longer in all (None: no limit). In each rank torch has one thread, and RANK, LOCAL_RANK and
+    WORLD_SIZE are set as torchrun sets them. Raises SpecError before any process starts for what cannot run, and
+    RankFailed, after all processes have ended, where a rank failed.
+    """
+    work = _checked(function, ranks, arguments, patience, limit)
+    context = get_context("spawn")  # fork would copy torch's locks, held or not
+    with TemporaryDirectory(prefix="llmlab-ranks-") as name:
+        folder = Path(name)
+        processes = [
+            context.Process(target=_rank, args=(work, rank, ranks, name, patience), name=f"rank {rank}")
+            for rank in range(ranks)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            _wait(processes, folder, limit)
+            return [json.loads(_file(folder, rank, "result").read_text()) for rank in range(ranks)]
+        finally:
+            _end(processes)
+
+
+def _checked(function: Callable, ranks: int, arguments: tuple, patience: float, limit: float | None) -> bytes:
+    """Return function and arguments pickled, or raise for what cannot be launched."""
+    if not hasattr(signal, "SIGUSR1"):
+        raise NotAvailable("ranks are started with POSIX signals; on Windows, run this in WSL")
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= MOST_RANKS:
+        raise SpecError(f"ranks={ranks!r} is not a whole number from 1 to {MOST_RANKS}")
+    for name, seconds in (("patience", patience), ("limit", limit)):
+        if seconds is not None and not seconds > 0:
+            raise SpecError(f"{name}={seconds!r} is not above 0 seconds")
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        rank, world = os.environ.get("RANK"), os.environ["WORLD_SIZE"]
+        raise SpecError(f"this is already rank {rank} of {world}; start it with python, not with torchrun")
+    if getattr(function, "__module__", None) == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+        raise SpecError(f"{function!r} is of a notebook or prompt, where no new process finds it; put it in a file")
+    try:
+        return pickle.dumps((function, arguments))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise SpecError(f"{function!r} cannot be sent to a new process: {error}; use a function of a module") from None
+
+
+def _file(folder: str | Path, rank: int, kind: str) -> Path:
+    return Path(folder) / f"{rank}.{kind}"
+
+
+# ---- in each rank
+
+
+def _rank(work: bytes, rank: int, ranks: int, folder: str, patience: float) -> None:
+    os.setsid()  # what this rank starts is in its group, and ends with it
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    log = os.open(_file(folder, rank, "log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)  # what ranks print would mix with the caller's output
+    os.dup2(log, 2)
+    stack = open(_file(folder, rank, "stack"), "w")  # noqa: SIM115 - open until the process ends
+    faulthandler.register(signal.SIGUSR1, file=stack)  # also answers from within C
+    code = 0
+    try:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+        _join(rank, ranks, folder, patience)
+        function, arguments = pickle.loads(work)
+        result = json.dumps(function(*arguments))
+        _leave()
+        _write(_file(folder, rank, "result"), result)
+    except BaseException:
+        # Written before the sockets close: the others fail later than this one, and their files are younger.
+        _write(_file(folder, rank, "error"), json.dumps([time.time(), traceback.format_exc()]))
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # an interpreter that shuts down waits for threads, which may wait for a rank that is gone
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os.killpg(0, signal.SIGKILL)
+
+
+def _join(rank: int, ranks: int, folder: str, patience: float) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)  # ranks share the cores; and sums are in the same order everywhere
+    names = [name for _, name in socket.if_nameindex()]
+    loopback = next((name for name in ("lo", "lo0") if name in names), None)
+    if loopback:  # else gloo looks for an address of the host's name
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    store = dist.FileStore(str(Path(folder) / "store"), ranks)
+    store.set(f"here {rank}", "")
+    store.wait([f"here {other}" for other in range(ranks)], timedelta(seconds=START))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=patience))
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    dist.barrier()  # nobody closes a connection that another still reads from
+    dist.destroy_process_group()
+
+
+def _write(path: Path, text: str) -> None:
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(text)
+    os.replace(unfinished, path)
+
+
+# ---- in the process that launched them
+
+
+def _wait(processes: list[BaseProcess], folder: Path, limit: float | None) -> None:
+    """Return when every rank has left a result; raise RankFailed as soon as one has ended without."""
+    deadline = None if limit is None else time.monotonic() + limit
+    while True:
+        alive = [process for process in processes if process.exitcode is None]
+        ended = [rank for rank, process in enumerate(processes) if process not in alive]
+        if any(not _file(folder, rank, "result").exists() for rank in ended):
+            _raise_first(processes, folder)
+        if not alive:
+            return
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        if not connection.wait([process.sentinel for process in alive], left):
+            rank = processes.index(alive[0])
+            raise RankFailed(rank, f"not done after limit={limit} s\n{_stack(rank, processes[rank], folder)}")
+
+
+def _raise_first(processes: list[BaseProcess], folder: Path) -> None:
+    """Raise RankFailed for the rank that failed first: the others failed because it had."""
+    deadline = time.monotonic() + LAST_WORDS
+    while alive := [process for process in processes if process.exitcode is None]:
+        if not connection.wait([process.sentinel for process in alive], max(0.0, deadline - time.monotonic())):
+            break
+    errors = {}
+    for rank, process in enumerate(processes):
+        if process.exitcode is None or _file(folder, rank, "result").exists():
+            continue
+        if not _file(folder, rank, "error").exists():  # it had no time to say why
+            code = process.exitcode
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            log = _file(folder, rank, "log")
+            said = log.read_text(errors="replace")[-2000:] if log.exists() else ""
+            raise RankFailed(rank, f"rank {rank} {how} and left no result\n{said}".rstrip())
+        errors[rank] = json.loads(_file(folder, rank, "error").read_text())
+    first = min(errors, key=lambda rank: errors[rank][0])
+    message = errors[first][1]
+    late = [rank for rank, process in enumerate(processes) if process in alive]
+    if late and "timed out" in message.splitlines()[-1].lower():  # it waited for one that is still running
+        stack = _stack(late[0], processes[late[0]], folder)
+        raise RankFailed(late[0], f"rank {late[0]} kept rank {first} waiting\n{stack}\nrank {first} waited:\n{message}")
+    raise RankFailed(first, f"rank {first} raised\n{message}")
+
+
+def _stack(rank: int, process: BaseProcess, folder: Path) -> str:
+    """Return where a running rank is, as faulthandler writes it; a stopped process does not answer."""
+    path = _file(folder, rank, "stack")
+    if not path.exists() or process.pid is None:
+        return f"rank {rank} has not started yet"
+    os.kill(process.pid, signal.SIGUSR1)
+    for _ in range(20):
+        if process.exitcode is not None or "Current thread" in path.read_text():
+            break
+        connection.wait([process.sentinel], 0.05)
+    return f"rank {rank} is at\n{path.read_text() or '  (no answer: the process is stopped)'}"
+
+
+def _end(processes: list[BaseProcess]) -> None:
+    for process in processes:
+        if process.pid is None:
+            continue
+        try:
+            os.killpg(process.pid, signal.SIGKILL)  # the group outlives its leader while a child of it runs
+        except (ProcessLookupError, PermissionError):
+            process.kill()  # it has no group yet, or none any more
+        process.join()
+        process.close()

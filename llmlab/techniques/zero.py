@@ -1,0 +1,148 @@
+"""ZeRO from scratch (Rajbhandari et al., arXiv 1910.02054, section 5): ranks share what data parallelism repeats.
+
+    python -m llmlab.techniques.zero --ranks 2 --stage 3 --steps 20 --engine scratch --json
+
+    stage   a rank keeps its 1/N of                     sends each step, times (N - 1) / N of the parameters' bytes
+    1       optimizer states                            2: gradients reduce-scattered, parameters all-gathered
+    2       and gradients                               2: the same, a unit at a time during backward
+    3       and parameters                              3: parameters all-gathered for forward, again for backward
+
+A unit is a module whose parameters lie in one flat tensor; its N chunks are equal, so the flat tensor is padded.
+
+    N  ranks     P  elements of a unit, padded to a multiple of N
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..errors import SpecError
+from .data_parallel import ring_all_gather, ring_reduce_scatter, same_model
+
+STAGES = (1, 2, 3)
+
+
+def stored_bytes(tensors: Iterable[Tensor | None]) -> int:
+    """Return the bytes of the memory behind the tensors, each piece once: a view keeps the whole of it."""
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+class Unit:
+    """Parameters in one flat tensor, (P,), of which rank r's chunk, (P / N,), is the rank's to step."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        used = sum(p.numel() for p in parameters)
+        self.full = torch.zeros(-(-used // ranks) * ranks, dtype=parameters[0].dtype)  # (P,)
+        views = self.full[:used].split([p.numel() for p in parameters])
+        for parameter, view in zip(parameters, views, strict=True):
+            view.copy_(parameter.detach().flatten())
+            parameter.data = view.view_as(parameter)
+        self.bytes = self.full.nbytes
+        self.mine = self.full.tensor_split(ranks)[rank]  # (P / N,)
+        self.shard = nn.Parameter(self.mine)  # a view: a step changes the flat tensor
+        self.waiting = len(parameters)  # gradients that backward has still to bring
+
+    def separate(self) -> None:
+        """Keep the chunk in memory of its own, so that the flat tensor can be freed."""
+        self.shard = nn.Parameter(self.mine.detach().clone())
+
+    def gather(self) -> int:
+        """All-gather the flat tensor in place; return the bytes sent. Where it is there already, send nothing."""
+        storage = self.full.untyped_storage()
+        if storage.size():
+            return 0
+        storage.resize_(self.bytes)  # the same storage: what autograd saved for backward looks into it
+        self.mine.copy_(self.shard.detach())
+        return ring_all_gather(self.full)
+
+    def free(self) -> None:
+        self.full.untyped_storage().resize_(0)
+
+    def reduce_gradients(self) -> int:
+        """Average the gradients over ranks, keep this rank's chunk and drop the rest; return the bytes sent."""
+        flat = torch.zeros(self.bytes // self.shard.element_size(), dtype=self.shard.dtype)  # (P,)
+        flat[: sum(p.numel() for p in self.parameters)] = torch.cat([p.grad.flatten() for p in self.parameters])
+        for parameter in self.parameters:
+            parameter.grad = None
+        sent = ring_reduce_scatter(flat.mul_(1 / dist.get_world_size()))
+        chunk = flat.tensor_split(dist.get_world_size())[dist.get_rank()].clone()  # (P / N,); the rest is freed
+        self.shard.grad = chunk if self.shard.grad is None else self.shard.grad + chunk
+        return sent
+
+
+class Zero:
+    """A model whose states are shared over the ranks: `backward(loss)`, then `step()`.
+
+    Each of `modules` becomes a unit, and what they leave over is one more: with stage 3 a unit is whole only while it
+    computes, so modules should be large and follow one another, as a model's blocks do. The optimizer must treat every
+    element alike (AdamW does), for it sees flat chunks. `sent` counts bytes.
+    """
+
+    def __init__(
+        self, model: nn.Module, modules: list[nn.Module], stage: int, optimizer: type[torch.optim.Optimizer], **options
+    ) -> None:
+        if stage not in STAGES:
+            raise SpecError(f"stage={stage!r} is not one of {', '.join(map(str, STAGES))}; 0 is data parallelism")
+        same_model(model)
+        self.model, self.stage, self.sent = model, stage, 0
+        owned = [list(module.parameters()) for module in modules]
+        taken = {p for parameters in owned for p in parameters}
+        self.units = [Unit(parameters) for parameters in owned]
+        self.units.append(Unit([p for p in model.parameters() if p not in taken]))
+        for module, unit in zip([*modules, model], self.units, strict=True):
+            if stage >= 2:
+                for parameter in unit.parameters:
+                    parameter.register_post_accumulate_grad_hook(lambda _, unit=unit: self._arrived(unit))
+            if stage == 3:
+                unit.separate()
+                unit.free()
+                module.register_forward_pre_hook(lambda *_, unit=unit: self._gather(unit))
+                module.register_forward_hook(lambda *_, unit=unit: unit.free())
+                module.register_full_backward_pre_hook(lambda *_, unit=unit: self._gather(unit))
+        self.optimizer = optimizer([unit.shard for unit in self.units], **options)
+
+    def _gather(self, unit: Unit) -> None:
+        self.sent += unit.gather()
+
+    def _arrived(self, unit: Unit) -> None:
+        unit.waiting -= 1
+        if unit.waiting == 0:  # the unit's backward is done
+            unit.waiting = len(unit.parameters)
+            self.sent += unit.reduce_gradients()
+            if self.stage == 3:
+                unit.free()
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        """Step this rank's chunks, and give the others what changed."""
+        for unit in self.units:
+            if self.stage == 1:  # gradients stay whole until here
+                self.sent += unit.reduce_gradients()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for unit in self.units:
+            if self.stage < 3:
+                self.sent += ring_all_gather(unit.full)
+
+    def parameter_bytes(self) -> int:
+        """Bytes of parameters this rank holds now: whole units and chunks."""
+        return stored_bytes(tensor for unit in self.units for tensor in (unit.full, unit.shard))
+
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients this rank holds now."""
+        return stored_bytes(p.grad for p in [*self.model.parameters(), *(unit.shard for unit in self.units)])
+
+
+if __name__ == "__main__":
+    from .rank_training import main
+
+    main("zero")

@@ -1,0 +1,285 @@
+"""Averaged gradients are those of one process on the whole batch, and DDP's; the ring sends what its formula says."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from llmlab.errors import SpecError
+from llmlab.models.gpt import GPT
+from llmlab.techniques import rank_training
+from llmlab.techniques.data_parallel import (
+    Overlapped,
+    average_gradients,
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
+    same_model,
+    spread,
+)
+from llmlab.techniques.launch import launch
+from llmlab.techniques.rank_training import Job, main, small_gpt
+from llmlab.techniques.training import next_token_loss
+
+FP32 = 2e-6  # of the gradient's norm: the same sums in another order
+SEQUENCES = 6
+
+
+def batch(sequences=SEQUENCES):
+    return torch.randint(384, (sequences, 16), generator=torch.Generator().manual_seed(1))  # (B, T)
+
+
+def new_gpt():
+    torch.manual_seed(0)
+    return GPT(small_gpt())
+
+
+def gradient(model):
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def apart(one, other):
+    return ((one - other).norm() / other.norm()).item()
+
+
+def hook_the_parameter(model):
+    """A mistake seen in teaching code: what is averaged is the parameter, which is the same everywhere already."""
+
+    def average(parameter):
+        dist.all_reduce(parameter.data)
+        parameter.data.div_(dist.get_world_size())
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(average)
+
+
+def gradients_of_every_method():
+    """Run in each rank: how far each method's gradient is from the whole batch's and from DDP's, and what it sent."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mine = batch()[rank * SEQUENCES // ranks : (rank + 1) * SEQUENCES // ranks]
+    one_process = new_gpt()
+    next_token_loss(one_process(batch()), batch()).backward()
+    whole = gradient(one_process)
+
+    model = new_gpt()
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    next_token_loss(wrapped(mine), mine).backward()
+    ddp = gradient(model)
+    found = {"ddp": {"whole": apart(ddp, whole)}}
+
+    def note(name, model, **more):
+        flat = gradient(model)
+        found[name] = {
+            "whole": apart(flat, whole), "ddp": torch.equal(flat, ddp), "spread": spread(model), **more,
+        }  # fmt: skip
+
+    model = new_gpt()
+    next_token_loss(model(mine), mine).backward()
+    sent = average_gradients(model)
+    note("naive", model, sent=sent / (4 * whole.numel()))
+
+    for name, bucket_bytes in (("hooks", 0), ("buckets", 100_000), ("one bucket", 2**30)):
+        model = new_gpt()
+        averaged = Overlapped(model, bucket_bytes)
+        next_token_loss(model(mine), mine).backward()
+        under_way = len(averaged.under_way)
+        averaged.wait()
+        note(name, model, messages=averaged.messages, under_way=under_way)
+
+    model = new_gpt()
+    averaged = Overlapped(model)
+    half = len(mine) // 2 or 1
+    with averaged.no_sync():
+        (next_token_loss(model(mine[:half]), mine[:half]) * half / len(mine)).backward()
+    apart_before = spread(model)
+    if rest := len(mine) - half:
+        (next_token_loss(model(mine[half:]), mine[half:]) * rest / len(mine)).backward()
+        averaged.wait()
+        note("no_sync", model, messages=averaged.messages, spread_before=apart_before)
+
+    model = new_gpt()
+    hook_the_parameter(model)
+    before = [p.detach().clone() for p in model.parameters()]
+    next_token_loss(model(mine), mine).backward()
+    unchanged = all(torch.allclose(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    note("the parameter", model, unchanged=unchanged)
+    return found
+
+
+def ring_beside_gloo():
+    """Run in each rank: our ring's sums and what it sent, for sizes that N does not divide, too."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    found = []
+    for size in (1, 2, ranks, 12, 13, 1000):
+        everyone = [torch.randn(size, generator=torch.Generator().manual_seed(100 * r + size)) for r in range(ranks)]
+        whole = sum(everyone[1:], everyone[0].clone())
+        reduced, scattered = everyone[rank].clone(), everyone[rank].clone()
+        sent = ring_all_reduce(reduced)
+        sent_half = ring_reduce_scatter(scattered)
+        mine = scattered.tensor_split(ranks)[rank].clone()
+        own_chunk = torch.allclose(mine, whole.tensor_split(ranks)[rank], atol=1e-6)
+        theirs = torch.zeros(size)
+        theirs.tensor_split(ranks)[rank].copy_(mine)
+        ring_all_gather(theirs)
+        found.append(
+            {
+                "size": size,
+                "sent": sent,
+                "sent_half": sent_half,
+                "own_chunk": own_chunk,
+                "right": torch.allclose(reduced, whole, atol=1e-6),
+                "gathered": torch.equal(theirs, reduced),
+                "values": reduced.tolist(),
+            }
+        )
+    return found
+
+
+class Unused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.forgotten = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def mistakes():
+    """Run in each rank: the errors of a model that is unequal between ranks, and of one that is not used whole."""
+    rank, found = dist.get_rank(), {}
+    try:
+        same_model(nn.Linear(3, 4 + rank))
+    except SpecError as error:
+        found["shapes"] = str(error)
+    torch.manual_seed(rank)  # or each process would draw the same weights
+    model = Unused()
+    averaged = Overlapped(model, 0)
+    found["start"] = model.used.weight.tolist()
+    model(torch.ones(3)).sum().backward()
+    try:
+        averaged.wait()
+    except RuntimeError as error:
+        found["unused"] = str(error)
+    try:
+        Overlapped(model, -1)
+    except SpecError as error:
+        found["bucket"] = str(error)
+    return found
+
+
+def everything():
+    return {"gradients": gradients_of_every_method(), "ring": ring_beside_gloo(), "mistakes": mistakes()}
+
+
+@pytest.fixture(scope="module")
+def two():
+    return launch(everything, 2)
+
+
+@pytest.fixture(scope="module")
+def three():
+    return launch(everything, 3)
+
+
+METHODS = ("naive", "hooks", "buckets", "one bucket")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_gradients_are_those_of_one_process_on_the_whole_batch(two, three, method):
+    for rank in two + three:
+        assert rank["gradients"][method]["whole"] < FP32
+        assert rank["gradients"][method]["spread"] == 0.0, "the ranks' gradients are the same bits"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_on_two_ranks_gradients_are_ddps_bit_for_bit(two, method):
+    """a + b is b + a: with two ranks no order of summation differs."""
+    assert all(rank["gradients"][method]["ddp"] for rank in two)
+
+
+def test_averaging_the_parameter_instead_of_its_gradient_is_caught(two, three):
+    """It raises nothing and changes nothing: only the gradients show it."""
+    for ranks in (two, three):
+        wrong = [rank["gradients"]["the parameter"] for rank in ranks]
+        assert all(found["unchanged"] for found in wrong)
+        assert all(found["whole"] > 0.1 for found in wrong), "every rank has its own share's gradient"
+        assert all(found["spread"] > 1e-3 for found in wrong)
+
+
+def test_buckets_are_sent_during_backward_and_make_fewer_messages(two):
+    parameters = len(list(new_gpt().parameters()))
+    found = two[0]["gradients"]
+    assert found["hooks"]["messages"] == parameters
+    assert found["one bucket"]["messages"] == 1 < found["buckets"]["messages"] < parameters
+    for method in ("hooks", "buckets", "one bucket"):
+        assert found[method]["under_way"] == found[method]["messages"], "none waits for wait()"
+
+
+def test_no_sync_sends_once_what_two_micro_batches_added_up(two):
+    for rank in two:
+        found = rank["gradients"]["no_sync"]
+        assert found["spread_before"] > 0, "nothing was averaged yet"
+        assert found["messages"] == 1 and found["spread"] == 0.0 and found["whole"] < FP32
+
+
+def test_the_ring_sends_2_n_minus_1_over_n_of_the_tensor(two, three):
+    for ranks in (two, three):
+        n = len(ranks)
+        assert ranks[0]["gradients"]["naive"]["sent"] == pytest.approx(2 * (n - 1) / n, abs=1e-3)
+        for rank in ranks:
+            for found in rank["ring"]:
+                if found["size"] % n == 0:
+                    assert found["sent"] * n == 2 * (n - 1) * found["size"] * 4
+                    assert found["sent_half"] * 2 == found["sent"]
+        for sizes in zip(*(rank["ring"] for rank in ranks), strict=True):  # where N does not divide: over all ranks
+            assert sum(found["sent"] for found in sizes) == 2 * (n - 1) * sizes[0]["size"] * 4
+
+
+def test_the_ring_gives_every_rank_the_same_sum(two, three):
+    for ranks in (two, three):
+        for rank in ranks:
+            assert all(found["right"] and found["own_chunk"] and found["gathered"] for found in rank["ring"])
+            assert [f["values"] for f in rank["ring"]] == [f["values"] for f in ranks[0]["ring"]]
+
+
+def test_mistakes_raise_instead_of_hanging(two):
+    for rank in two:
+        found = rank["mistakes"]
+        assert "weight is ((4, 3), 'torch.float32') on rank 0 and ((5, 3), 'torch.float32')" in found["shapes"]
+        assert "forgotten.bias, forgotten.weight" in found["unused"] and "used.weight" not in found["unused"].split()
+        assert "bucket_bytes=-1" in found["bucket"]
+    assert two[0]["mistakes"]["start"] == two[1]["mistakes"]["start"], "rank 0's weights are given to all"
+
+
+def test_the_program_trains(capsys):
+    main("data_parallel", ["--ranks", "2", "--steps", "3", "--method", "naive", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["losses"]) == 3 and found["losses"][2] < found["losses"][0]
+    assert found["bytes"][0] == found["bytes"][1] == found["formula"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"ranks": 0}, "ranks=0"),
+        ({"ranks": 5}, "ranks=5 does not divide sequences=12"),
+        ({"method": "magic"}, "method='magic'"),
+        ({"engine": "horovod"}, "engine='horovod' is not one of scratch, ddp, fsdp, deepspeed"),
+        ({"engine": "ddp", "stage": 2}, "give one of its stages, 0"),
+        ({"stage": 4}, "stage=4"),
+        ({"stage": 1, "ranks": 1}, "nothing to share"),
+        ({"seq_len": 65}, "seq_len=65"),
+    ],
+)
+def test_a_job_that_cannot_run_is_refused(arguments, named):
+    with pytest.raises(SpecError, match=named):
+        Job(**arguments)
+
+
+def test_the_program_answers_a_bad_value_in_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(rank_training, "launch", None)  # no process is started
+    with pytest.raises(SystemExit) as ended:
+        main("data_parallel", ["--ranks", "5"])
+    assert ended.value.code == 2 and capsys.readouterr().err.count("\n") == 1

@@ -1,0 +1,165 @@
+"""A launch gives every rank's result, or ends: with the traceback of the rank that failed, and nothing left running."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from llmlab.errors import SpecError
+from llmlab.techniques import launch as module
+from llmlab.techniques.launch import RankFailed, launch
+
+GONE = 30  # seconds after which a process that should be gone is not; it is not what the test waits
+
+
+def sum_of_ranks(offset):
+    import torch
+    import torch.distributed as dist
+
+    total = torch.tensor([dist.get_rank() + offset])
+    dist.all_reduce(total)
+    print("what a rank prints does not reach the caller")
+    return {"rank": dist.get_rank(), "sum": total.item(), "RANK": os.environ["RANK"]}
+
+
+def fail(how, folder):
+    """Rank 1 fails; rank 0 waits for it. Both leave what they hold in `folder`."""
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.ones(1))  # all are there, all are connected
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    listening = [c.laddr.port for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
+    path = Path(folder) / f"{dist.get_rank()}.json"
+    path.with_suffix(".new").write_text(json.dumps({"pids": [os.getpid(), child.pid], "ports": listening}))
+    path.with_suffix(".new").rename(path)
+    dist.barrier()
+    if dist.get_rank() == 1 or how == "nobody returns":
+        if how == "raises":
+            raise ValueError("this rank's own words")
+        if how == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        where_it_hangs()
+    dist.all_reduce(torch.ones(1))
+
+
+def where_it_hangs():
+    while True:
+        time.sleep(1)
+
+
+def assert_nothing_left(folder):
+    for rank in (0, 1):
+        held = json.loads((Path(folder) / f"{rank}.json").read_text())
+        for pid in held["pids"]:
+            assert not running(pid)
+        assert held["ports"], "gloo listens somewhere"
+        for port in held["ports"]:
+            with socket.socket() as taken:
+                taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                taken.bind(("127.0.0.1", port))  # raises where somebody still listens
+
+
+def running(pid):
+    try:
+        process = psutil.Process(pid)
+        return bool(psutil.wait_procs([process], timeout=GONE)[1]) and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_results_come_back_by_rank_and_output_does_not_mix(capfd):
+    assert launch(sum_of_ranks, 2, 10) == [{"rank": r, "sum": 21, "RANK": str(r)} for r in (0, 1)]
+    assert "does not reach" not in capfd.readouterr().out
+
+
+def test_a_rank_that_raises_ends_the_launch_with_its_traceback(tmp_path):
+    with pytest.raises(RankFailed, match="rank 1 raised") as failed:
+        launch(fail, 2, "raises", str(tmp_path))
+    assert failed.value.rank == 1
+    assert "ValueError: this rank's own words" in str(failed.value) and "in fail" in str(failed.value)
+    assert_nothing_left(tmp_path)
+
+
+def test_a_rank_that_is_killed_is_named_not_the_one_that_lost_its_connection(tmp_path):
+    with pytest.raises(RankFailed, match="rank 1 was killed by SIGKILL") as failed:
+        launch(fail, 2, "is killed", str(tmp_path))
+    assert failed.value.rank == 1
+    assert_nothing_left(tmp_path)
+
+
+def test_a_rank_that_hangs_is_named_with_the_line_it_hangs_at(tmp_path):
+    with pytest.raises(RankFailed, match="rank 1 kept rank 0 waiting") as failed:
+        launch(fail, 2, "hangs", str(tmp_path), patience=3)
+    assert failed.value.rank == 1
+    assert "where_it_hangs" in str(failed.value), "the stack of the rank that hangs"
+    assert "all_reduce" in str(failed.value), "and where the other waits"
+    assert_nothing_left(tmp_path)
+
+
+def test_ranks_end_with_the_process_that_launched_them(tmp_path):
+    """Even where that is killed and can tidy nothing up."""
+    code = f"import test_launch as t; t.launch(t.fail, 2, 'nobody returns', {str(tmp_path)!r}, patience=600)"
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": paths, "TMPDIR": str(tmp_path)}
+    parent = subprocess.Popen([sys.executable, "-c", f"if __name__ == '__main__':\n    {code}"], env=environment)
+    try:
+        while not all((tmp_path / f"{rank}.json").exists() for rank in (0, 1)):
+            with pytest.raises(subprocess.TimeoutExpired):  # it runs, and goes on running
+                parent.wait(0.1)
+    finally:
+        parent.kill()
+        parent.wait()
+    assert_nothing_left(tmp_path)
+
+
+def test_a_launch_that_takes_longer_than_its_limit_ends():
+    with pytest.raises(RankFailed, match=r"not done after limit=0\.1 s"):
+        launch(where_it_hangs, 2, limit=0.1)
+    assert not [child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "named"),
+    [
+        ((sum_of_ranks, 0), {}, "ranks=0"),
+        ((sum_of_ranks, True), {}, "ranks=True"),
+        ((sum_of_ranks, 2.0), {}, "ranks=2.0"),
+        ((sum_of_ranks, 65), {}, "ranks=65"),
+        ((sum_of_ranks, 2, 1), {"patience": 0}, "patience=0"),
+        ((sum_of_ranks, 2, 1), {"limit": -1}, "limit=-1"),
+        ((lambda: 1, 2), {}, "a function of a module"),
+        ((sum_of_ranks, 2, (i for i in "a generator")), {}, "cannot be sent"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_a_process_starts(arguments, keywords, named, monkeypatch):
+    monkeypatch.setattr(module, "get_context", None)  # whoever gets here raises TypeError
+    with pytest.raises(SpecError, match=named):
+        launch(*arguments, **keywords)
+
+
+def test_a_function_of_a_notebook_is_refused(monkeypatch):
+    def of_a_cell():
+        return 1
+
+    of_a_cell.__module__, of_a_cell.__qualname__ = "__main__", "of_a_cell"
+    monkeypatch.setattr(module, "get_context", None)
+    monkeypatch.setattr(sys.modules["__main__"], "of_a_cell", of_a_cell, raising=False)
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
+    with pytest.raises(SpecError, match="put it in a file"):
+        launch(of_a_cell, 2)
+
+
+def test_ranks_do_not_launch_ranks(monkeypatch):
+    monkeypatch.setattr(module, "get_context", None)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(SpecError, match="already rank 3 of 4"):
+        launch(sum_of_ranks, 2, 1)
