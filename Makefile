@@ -10,7 +10,7 @@ VENV ?= .venv
 VENV_FLAGS ?=
 TORCH_INDEX ?=
 CONSTRAINTS ?= constraints.txt
-EXTRAS ?= torch,quant,book,test
+EXTRAS ?= torch,quant,distributed,book,test
 COLAB_PACKAGES ?= https://raw.githubusercontent.com/googlecolab/backend-info/main/pip-freeze.txt
 
 BIN := $(VENV)/bin
@@ -76,6 +76,7 @@ benchmarks: env ## llmlab beside its peers on the same rows, its speed, its over
 	$(BIN)/python benchmarks/peers.py --out benchmarks/results
 	$(BIN)/python benchmarks/operators.py --out benchmarks/results
 	$(BIN)/python benchmarks/bert.py --out benchmarks/results
+	$(BIN)/python benchmarks/formulas.py --out benchmarks/results
 	$(BIN)/python benchmarks/speed.py --out benchmarks/results
 	$(BIN)/python benchmarks/measure_overhead.py --out benchmarks/results
 

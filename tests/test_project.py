@@ -138,6 +138,8 @@ def test_constraints_pin_every_dependency_within_its_floor(python):
         text for extra in make_extras().split(",") for text in project()["optional-dependencies"][extra]
     ]
     for requirement in map(Requirement, wanted):
+        if requirement.name == "triton":
+            continue  # left to torch, as below
         if requirement.marker is None or requirement.marker.evaluate(at):
             assert pins[canonicalize_name(requirement.name)] in requirement.specifier, requirement
 
