@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 import click
+import configurations
 from questions import TOOLS, Tool, installed
 
 import llmlab as lab
@@ -24,7 +25,7 @@ from llmlab.estimate.states import states
 from llmlab.records import records
 from llmlab.records.store import write_whole
 
-SCHEMA = 1
+SCHEMA = 2
 GROUPS = ("model", "attention", "quantization")
 FAIRNESS = (
     "The rows are fitcheck-llm's own measurement archive, and its README says that its constants were fitted to 49 "
@@ -151,15 +152,16 @@ def by_group(name: str, truth: str, rows: list[dict[str, Any]], key: str) -> dic
 
 
 def tables(results: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Return the tables as title, header and text rows: all rows, medians by group, llmlab's gap by component."""
-    tools = results["tools"]
+    """Return the tables as title, header and text rows: all, medians by group, gap by component, configurations."""
+    tools, total = results["tools"], len(results["rows"])
     summary = []
     for number, tool in enumerate(tools, 1):
+        rows = f"{tool['rows']}" + (f" of {total}" if tool["rows"] < total else "")
         what = [f"{tool['name']} [{number}]", tool["missing"] or tool["version"], tool["asked"]]
         figures = ["–", "–", "–"]
         if tool["rows"]:
             figures = [f"{tool['median_abs_error']:.1%}", f"{tool['worst_error']:+.1%}", f"{tool['too_low']}"]
-        summary.append([*what, tool["held_to"].replace("_", " "), str(tool["rows"]), *figures])
+        summary.append([*what, tool["held_to"].replace("_", " "), rows, *figures])
     header = ["tool", "version", "asked for", "held to", "rows", "median |error|", "worst error", "rows too low"]
     groups = []
     for key in GROUPS:
@@ -170,17 +172,20 @@ def tables(results: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]
         [one["name"], str(one["rows"]), f"{one['median_abs_error']:.2%}", f"{one['worst_error']:+.2%}"]
         for one in results["components"]
     ]
-    title = f"Predicted against measured, {len(results['rows'])} fine-tuning steps on a {results['gpu']}"
-    return [
+    title = f"Predicted against measured, {total} fine-tuning steps on a {results['gpu']}"
+    found = [
         (title, header, summary),
         ("Median |error| by model, attention and quantization", ["", *(tool["name"] for tool in tools)], groups),
         ("llmlab's gap by component and phase", ["", "rows", "median |error|", "worst error"], components),
+        (configurations.TITLE, configurations.HEADER, configurations.body(results["rows"])),
     ]
+    return [one for one in found if one[2]]
 
 
 def footnotes(results: dict[str, Any]) -> list[str]:
-    """Return the notes under the tables: one a tool, then where the rows come from and why they favour one tool."""
+    """Return the notes under the tables: one a tool, what repeats say, whose rows they are and whom they favour."""
     notes = [f"[{number}] {tool['note']}" for number, tool in enumerate(results["tools"], 1)]
+    notes += configurations.notes(results["rows"])
     return [*notes, results["note"], *(f"Source: {source}" for source in results["sources"])]
 
 

@@ -4,24 +4,29 @@ import json
 import platform
 import re
 import sys
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
 import pytest
 
 import llmlab as lab
+from llmlab.units import MiB
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(FOLDER))  # scripts, not a package: they import each other as `python benchmarks/peers.py` does
 
+import configurations  # noqa: E402
 import measure_overhead  # noqa: E402
 import peers  # noqa: E402
 import provenance  # noqa: E402
 import speed  # noqa: E402
 from questions import TOOLS, Tool, installed  # noqa: E402
+from questions.mem_tracker import mem_tracker_peak  # noqa: E402
 
 RESULTS = FOLDER / "results" / "peers.json"
 AGAIN = "make the results again: python benchmarks/peers.py --out benchmarks/results"
+CANNOT = {"MemTracker": "nf4"}  # the base that a tool says it cannot be asked for
 QLORA = lab.Training(
     micro_batch=2, seq_len=512, precision="fp16", checkpointing="full", quantization="nf4",
     lora=lab.LoRA(rank=32, targets=("q_proj", "k_proj", "v_proj", "o_proj")),
@@ -31,6 +36,16 @@ QLORA = lab.Training(
 @pytest.fixture(scope="module")
 def results():
     return json.loads(RESULTS.read_text(encoding="utf-8"))
+
+
+def row(allocated: int, reserved: int, after_load: int = 100, seq_len: int = 512) -> dict:
+    """A row of peers.json with its sizes in MiB; 440 MiB reserved were predicted."""
+    predicted = {"llmlab simulate": allocated * MiB, "llmlab simulate, reserved": 440 * MiB, "MemTracker": None}
+    return {
+        "model": "a/m", "quantization": "nf4", "attention": "eager", "micro_batch": 2, "seq_len": seq_len,
+        "peak_allocated": allocated * MiB, "peak_reserved": reserved * MiB, "after_load": after_load * MiB,
+        "session": "s", "predicted": predicted,
+    }  # fmt: skip
 
 
 def report(peak: int) -> lab.Report:
@@ -67,7 +82,8 @@ def test_a_peer_that_is_not_installed_is_a_column_that_says_so(monkeypatch):
     monkeypatch.setattr(peers, "TOOLS", (TOOLS[0], absent))
     results = peers.run_all([report(10**9)])
     assert [tool["missing"] for tool in results["tools"]] == [None, "not installed"]
-    assert "not installed" in peers.to_markdown(results)
+    text = peers.to_markdown(results)
+    assert "not installed" in text and configurations.TITLE not in text  # nothing was simulated
 
 
 def test_a_peer_that_lacks_what_it_imports_is_a_column_that_says_so():
@@ -86,8 +102,16 @@ def test_each_tool_answers_in_bytes_or_is_not_installed(tool):
     answer = peers.predictions(tool, [report(10**9)])
     if installed(tool.package) is None:
         assert answer == "not installed"
+    elif CANNOT.get(tool.name) == QLORA.quantization:
+        assert answer == [None]
     else:
         assert 50 * 2**20 < answer[0] < 64 * 2**30  # 135M parameters in 4 bits, and less than any card
+
+
+def test_mem_tracker_holds_the_tensors_of_a_step_with_frozen_parameters():
+    spec = lab.model({**lab.model("SmolLM2-135M").config, "num_hidden_layers": 2})
+    run = replace(QLORA, micro_batch=1, seq_len=64, quantization=None)
+    assert mem_tracker_peak(spec, run) == pytest.approx(lab.simulate(spec, run, "cpu").peak_allocated, rel=0.02)
 
 
 def test_fitchecks_total_is_its_tensors_and_an_overhead():
@@ -110,7 +134,9 @@ def test_results_name_every_tool_and_hold_every_published_row(results):
     assert results["schema"] == peers.SCHEMA
     assert [tool["name"] for tool in results["tools"]] == [tool.name for tool in TOOLS]
     assert len(results["rows"]) == len(peers.published_rows()) >= 50
-    assert all(tool["rows"] == len(results["rows"]) for tool in results["tools"]), AGAIN
+    for tool in results["tools"]:
+        asked = [row for row in results["rows"] if row["quantization"] != CANNOT.get(tool["name"])]
+        assert tool["rows"] == len(asked) > 0, AGAIN
 
 
 def test_results_were_made_with_the_versions_that_pyproject_asks_for(results):
@@ -121,7 +147,8 @@ def test_results_were_made_with_the_versions_that_pyproject_asks_for(results):
     else:
         import tomli as tomllib
     project = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    asked = {r.name: r.specifier for r in map(Requirement, project["optional-dependencies"]["benchmarks"])}
+    extras = [line for extra in ("torch", "benchmarks") for line in project["optional-dependencies"][extra]]
+    asked = {r.name: r.specifier for r in map(Requirement, extras)}
     assert results["versions"]["llmlab"] == project["version"], AGAIN
     for package in {tool.package for tool in TOOLS} - {"llmlab"}:
         assert asked[package].contains(results["versions"][package]), AGAIN
@@ -137,6 +164,43 @@ def test_summaries_follow_from_the_rows(results):
 def test_results_hold_what_the_estimate_says_today(results):
     today = peers.predictions(TOOLS[0], peers.published_rows())
     assert [row["predicted"]["llmlab"] for row in results["rows"]] == today, AGAIN
+
+
+def test_a_tool_that_cannot_be_asked_for_a_row_shows_how_many_it_answers(results):
+    answered = sum(row["quantization"] == "none" for row in results["rows"])
+    line = next(line for line in peers.to_markdown(results).splitlines() if line.startswith("| MemTracker"))
+    assert f"| {answered} of {len(results['rows'])} |" in line and "–" not in line
+    assert re.search(r"^\| nf4 \|.* – \|", peers.to_markdown(results), re.MULTILINE)
+
+
+def test_a_configuration_measured_twice_shows_both_figures():
+    again = [row(200, 400), row(200, 500), row(300, 400, seq_len=1024)]
+    first, second = configurations.body(again)
+    assert first[4:7] == ["400 / 500", "440", "+10.0% / -12.0%"] and second[4] == "400"
+    assert first[1:4] == ["200", "200", "+0.0%"] and first[-1] == "–"
+
+
+def test_the_notes_name_each_row_outside_the_bar_and_how_far_repeats_are_apart():
+    missed, differ, loaded = configurations.notes([row(200, 410), row(200, 500), row(200, 440, seq_len=1024)])
+    assert "within 5% in 1 of 3 rows" in missed and "2 × 512 (+7.3%)" in missed and "2 × 512 (-12.0%)" in missed
+    assert "410 and 500 MiB, 22% apart" in differ
+    assert "Bases in nf4: each model holds the same bytes" in loaded and "1 of 3 rows exact" in loaded
+
+
+def test_models_that_load_into_different_bytes_are_told():
+    loaded = configurations.notes([row(200, 440, after_load=100), row(200, 440, after_load=110)])[-1]
+    assert "1 of 1 models are not the same bytes every time they are loaded; m held 110 or 100 MiB" in loaded
+
+
+def test_the_rows_that_miss_the_reserved_bar_are_the_kind_that_the_book_says(results):
+    rows = results["rows"]
+    missed = [r for r in rows if abs(configurations.errors(r, configurations.RESERVED, "peak_reserved")) > 0.05]
+    assert {(r["quantization"], r["seq_len"]) for r in missed} == {("nf4", min(r["seq_len"] for r in rows))}
+    repeats = [g for g in configurations.configurations(rows) if any(r in missed for r in g) and len(g) > 1]
+    assert [configurations.spread([r["peak_reserved"] for r in g]) > 0.05 for g in repeats] == [True]
+    notes = configurations.notes(rows)
+    assert any("Bases not quantized: each model holds the same bytes" in note for note in notes)
+    assert all(note in peers.to_markdown(results) for note in notes)
 
 
 def test_the_table_says_what_was_not_asked_exactly_and_whose_rows_they_are(results):

@@ -161,7 +161,8 @@ TOOLS = (
         "MemTracker", "torch", mem_tracker_peak, "the run, by its tensors", "peak_allocated",
         "torch.distributed._tools' MemTracker: the same step on fake CPU tensors. It is given room for frozen "
         "parameters, whose hooks torch refuses. It knows no allocator, and cannot run a base in NF4, whose parameters "
-        "cannot be made of fake tensors.",
+        "cannot be made of fake tensors. It misses most where the peak is in the backward of eager attention's "
+        "softmax: the CPU's takes less than CUDA's.",
     ),
     Tool(
         "accelerate training", "accelerate", accelerate_training, "full fine-tuning, batch 1", "peak_allocated",
