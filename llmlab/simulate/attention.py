@@ -125,9 +125,8 @@ def attention(
 
 
 def _aligned_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """preprocess_mask: expanded to (B, H, T, S), rows padded to a multiple of 16 elements."""
-    mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    """preprocess_mask: rows that do not begin at a multiple of 8 elements are padded, then repeated as a view."""
     S = mask.shape[-1]
-    if S % 16:
-        return F.pad(mask, (0, 16 - S % 16))[..., :S]
-    return mask.contiguous() if any(stride % 16 for stride in mask.stride()[:3]) else mask
+    if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
+        mask = F.pad(mask, (0, 8 - S % 8))[..., :S]
+    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])

@@ -156,6 +156,7 @@ class _FusedRMSNorm(torch.autograd.Function):
         with torch._C._AutoDispatchBelowAutograd():
             out, rstd = aten._fused_rms_norm(x, shape, weight, eps)
         ctx.shape = shape
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, rstd)
         ctx.mark_non_differentiable(rstd)
         return out, rstd
