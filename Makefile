@@ -48,7 +48,7 @@ notebooks: env ## execute the chapters whose text or code has changed: book/NAME
 	$(BIN)/python tools/notebooks.py
 
 site: env ## render the site from the notebooks as they are
-	@$(BIN)/python tools/stamp.py _build/stamps/site book llmlab _config.yml _toc.yml constraints.txt -- \
+	@$(BIN)/python tools/stamp.py _build/stamps/site book llmlab benchmarks/results _config.yml _toc.yml constraints.txt -- \
 	    $(BIN)/jupyter-book build . -W -n --keep-going --all -q
 
 lint: env schema ## ruff, and the schemas of the workflows and of CITATION.cff
