@@ -149,7 +149,7 @@ def test_a_long_timeline_keeps_its_peak():
     points[spike] = ("forward", {"activations": 9 * GiB})
     picture = plots.plot_timeline(report("simulated", timeline=tuple(points)))
     assert "peak 9.00 GiB in forward" in words(picture)
-    assert len(picture.axes[0].collections[0].get_paths()[0].vertices) < 5 * plots.POINTS
+    assert len(picture.axes[0].collections[0].get_paths()[0].vertices) < 5 * plots.timeline.POINTS
 
 
 def test_a_report_without_timeline_says_which_verb_has_one():
@@ -222,7 +222,7 @@ def test_text_is_legible_on_its_ground_and_the_ground_is_opaque():
     for name, picture in all_pictures().items():
         for text in picture.findobj(Text):
             if text.get_text() and not text.get_gid():  # a text with an id stands on a segment: checked below
-                assert plots.contrast(text.get_color(), plots.PANEL) >= 4.5, (name, text.get_text())
+                assert plots.canvas.contrast(text.get_color(), plots.canvas.PANEL) >= 4.5, (name, text.get_text())
                 assert text.get_fontsize() >= 9, (name, text.get_text())
         pixels = rgba(picture)
         assert pixels.shape[-1] == 3 or np.all(pixels[..., 3] == 1), name
@@ -233,19 +233,19 @@ def test_text_on_a_segment_is_legible_on_that_colour():
     written = [text for text in picture.axes[0].texts if text.get_gid() in PARTS]
     assert len(written) == len(PARTS)  # eight equal parts: each has room for its size
     for text in written:
-        assert plots.contrast(text.get_color(), plots.COLORS[text.get_gid()]) >= 4.5, text.get_gid()
+        assert plots.canvas.contrast(text.get_color(), plots.canvas.COLORS[text.get_gid()]) >= 4.5, text.get_gid()
 
 
 def test_cells_of_the_fit_table_are_legible():
-    for color, word in plots.FITS.values():
-        assert plots.contrast(plots.INK, color) >= 4.5, word
+    for color, word in plots.fit.FITS.values():
+        assert plots.canvas.contrast(plots.canvas.INK, color) >= 4.5, word
 
 
 def test_the_palette_is_okabe_and_itos():
     # Okabe and Ito, "Color Universal Design"; light grey instead of their black, which is the text's.
     okabe_ito = {"#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7"}
-    assert set(plots.COLORS.values()) == okabe_ito | {"#CCCCCC"}
-    assert set(plots.LINES) <= okabe_ito | {"#000000"}
+    assert set(plots.canvas.COLORS.values()) == okabe_ito | {"#CCCCCC"}
+    assert set(plots.curve.LINES) <= okabe_ito | {"#000000"}
 
 
 def test_colours_differ_for_a_reader_without_red_or_green_cones():
@@ -253,7 +253,7 @@ def test_colours_differ_for_a_reader_without_red_or_green_cones():
     lms = np.array([[17.8824, 43.5161, 4.11935], [3.45565, 27.1554, 3.86714], [0.0299566, 0.184309, 1.46709]])
     protan = np.array([[0, 2.02344, -2.52581], [0, 1, 0], [0, 0, 1]])
     deutan = np.array([[1, 0, 0], [0.494207, 0, 1.24827], [0, 0, 1]])
-    colors = np.array([matplotlib.colors.to_rgb(color) for color in plots.COLORS.values()]) ** 2.2
+    colors = np.array([matplotlib.colors.to_rgb(color) for color in plots.canvas.COLORS.values()]) ** 2.2
     for loss in (protan, deutan):
         seen = np.clip(colors @ (np.linalg.inv(lms) @ loss @ lms).T, 0, 1) ** (1 / 2.2)
         gaps = [np.linalg.norm(a - b) for a, b in itertools.combinations(seen, 2)]

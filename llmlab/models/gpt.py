@@ -25,7 +25,7 @@ ATTENTIONS = ("eager", "sdpa")
 
 
 class Cache(Protocol):
-    """What `forward` asks of a KV cache; llmlab/models/generate.py has the simplest one."""
+    """What `forward` asks of a KV cache; llmlab/inference/cache.py has three."""
 
     length: int  # tokens of each sequence that the cache holds already
 

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import llmlab as lab
-from llmlab.models.generate import GrowingCache, generate
+from llmlab.inference import GrowingCache, generate
 from llmlab.models.gpt import GPT, attend, in_order, visible
 
 CONFIG = {"model_type": "gpt2", "n_embd": 48, "n_head": 4, "n_layer": 3, "n_positions": 64, "vocab_size": 300,
@@ -58,8 +58,8 @@ def test_greedy_generation_is_that_of_transformers_with_and_without_a_cache(thei
     ours = GPT.from_transformers(theirs, attention)
     expected = theirs.generate(ids[:, :9], max_new_tokens=30, do_sample=False, pad_token_id=0)
     assert expected.unique().numel() > 27, "the prompts' tokens alone would prove nothing"
+    assert torch.equal(generate(ours, ids[:, :9], 30, cache="none"), expected)
     assert torch.equal(generate(ours, ids[:, :9], 30), expected)
-    assert torch.equal(generate(ours, ids[:, :9], 30, GrowingCache()), expected)
 
 
 @each_attention
@@ -186,5 +186,7 @@ def test_more_tokens_than_positions_are_refused(theirs):
     ours = GPT.from_transformers(theirs)
     with pytest.raises(lab.SpecError, match="65 tokens are beyond the 64 positions"):
         ours(torch.zeros(1, 65, dtype=torch.long))
+    cache = GrowingCache()
+    ours(torch.zeros(1, 60, dtype=torch.long), cache)
     with pytest.raises(lab.SpecError, match="65 tokens are beyond"):
-        generate(ours, torch.zeros(1, 60, dtype=torch.long), 6, GrowingCache())
+        ours(torch.zeros(1, 5, dtype=torch.long), cache)

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
-from .errors import NotAvailable
-from .estimate.efficiency import efficiency
-from .plots import MUTED, PALETTE, WIDTH, _Picture, _styled
-from .simulate.operators import Operators
-from .simulate.time import kernel_seconds
-from .units import show_seconds
+from ..errors import NotAvailable
+from ..estimate.efficiency import efficiency
+from ..simulate.operators import Operators
+from ..simulate.time import kernel_seconds
+from ..units import show_seconds
+from .canvas import MUTED, PALETTE, WIDTH, Picture, styled
 
 KINDS = {  # of kernels: what they are called here, and their colour
     "matmul": ("matrix products", PALETTE[0]),
@@ -44,11 +44,11 @@ def summed(operators: Operators) -> dict[tuple[str, str], tuple[float, float, fl
     return found
 
 
-@_styled
+@styled
 def plot_roofline(steps: Sequence[Operators], dtype: Mapping[str, str]) -> Figure:
     """Return one roofline a card: the data sheet's dashed, what was measured solid, and a step's operators as dots,
     each as large as its share of the time. `dtype` names, by card, the dtype whose peak is drawn."""
-    picture = _Picture(figsize=(WIDTH, 3.6), layout="constrained")
+    picture = Picture(figsize=(WIDTH, 3.6), layout="constrained")
     axes = picture.subplots(1, len(steps), sharey=True, squeeze=False)[0]
     said = []
     for ax, operators in zip(axes, steps, strict=True):

@@ -1,0 +1,129 @@
+"""What every picture shares: colours, type, the figure that shows itself, and pieces to draw with."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Callable, Sequence
+from functools import wraps
+from io import BytesIO
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+
+from ..report import PARTS
+from ..units import GiB, MiB
+
+PANEL, INK, MUTED = "#FBFBF8", "#1F2328", "#57606A"
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#CCCCCC")
+COLORS = dict(zip(PARTS, PALETTE, strict=True))
+
+WIDTH = 7.0  # inches: half the pixels of a laptop page, all of a phone held sideways
+FONT = 10.0  # points; nothing on a figure is smaller than 9
+SMALL = 9.0
+DPI = 150  # of the PNG, which is shown at 100 pixels an inch: sharp on a phone, and small in a committed notebook
+
+STYLE = {
+    "font.family": "DejaVu Sans", "font.size": FONT, "axes.titlesize": FONT, "axes.labelsize": FONT,
+    "xtick.labelsize": SMALL, "ytick.labelsize": SMALL, "legend.fontsize": SMALL,
+    "figure.facecolor": PANEL, "savefig.facecolor": PANEL, "axes.facecolor": PANEL, "legend.facecolor": PANEL,
+    "text.color": INK, "axes.labelcolor": INK, "axes.titlecolor": INK, "legend.labelcolor": INK,
+    "xtick.color": INK, "ytick.color": INK, "xtick.labelcolor": INK, "ytick.labelcolor": INK, "axes.edgecolor": MUTED,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": False, "axes.unicode_minus": True,
+    "legend.frameon": False, "hatch.color": MUTED, "hatch.linewidth": 0.6, "text.usetex": False,
+}  # fmt: skip
+
+
+class Picture(Figure):
+    """A Figure that shows itself once in any notebook, with or without `%matplotlib inline`; `alt` is it in words."""
+
+    alt: str = ""
+
+    def __repr__(self) -> str:
+        return self.alt or super().__repr__()
+
+    def _repr_mimebundle_(self, **_: Any) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
+        out = BytesIO()
+        with rc_context(STYLE):
+            # No version in the file: the same picture is the same bytes.
+            self.savefig(out, format="png", dpi=DPI, metadata={"Software": None}, pil_kwargs={"optimize": True})
+        png = {"alt": self.alt, "width": round(self.get_size_inches()[0] * 100)}
+        return {"image/png": b64encode(out.getvalue()).decode(), "text/plain": repr(self)}, {"image/png": png}
+
+
+def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
+    """Run `draw` under this module's style, whatever style the reader has set."""
+
+    @wraps(draw)
+    def inner(*args: Any, **kwargs: Any) -> Figure:
+        with rc_context(STYLE):
+            return draw(*args, **kwargs)
+
+    return inner
+
+
+def contrast(one: str, other: str) -> float:
+    """Return the contrast ratio of two colours, 1 to 21 (WCAG 2.1, relative luminance of sRGB)."""
+
+    def luminance(color: str) -> float:
+        linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+def new_picture(height: float, width: float = WIDTH) -> tuple[Picture, Axes]:
+    """Return a picture of `height` × `width` inches with one set of axes; call it under `styled`."""
+    picture = Picture(figsize=(width, height), layout="constrained")
+    return picture, picture.add_subplot()
+
+
+def unit_of(largest: int) -> tuple[int, str]:
+    """Return the unit in which `largest` bytes read well, and its name."""
+    return (GiB, "GiB") if largest >= GiB // 4 else (MiB, "MiB")
+
+
+def bar(ax: Axes, row: int, left: float, width: float, color: str, hatch: str | None = None) -> Rectangle:
+    """Draw one piece of a horizontal bar and return it."""
+    patch = Rectangle((left, row - 0.36), width, 0.72, facecolor=color, edgecolor=INK, hatch=hatch, zorder=2)
+    patch.set_linewidth(0.6)
+    ax.add_patch(patch)
+    return patch
+
+
+def key(name: str, color: str, hatch: str | None = None) -> Patch:
+    """Return a legend's entry."""
+    return Patch(facecolor=color, edgecolor=INK, linewidth=0.6, hatch=hatch, label=name)
+
+
+def legend(picture: Figure, handles: list[Patch]) -> None:
+    """Write the legend below the axes, where it hides nothing."""
+    if handles:
+        picture.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)), handlelength=1.2)
+
+
+def spread(centres: Sequence[float], sizes: Sequence[float], low: float, high: float) -> list[float]:
+    """Return `centres` (ascending) moved as little as keeps neighbours of `sizes` apart and inside low..high.
+
+    When they do not all fit, the last ones run over `low`.
+    """
+    places = list(centres)
+    edge = low
+    for i, size in enumerate(sizes):
+        places[i] = max(places[i], edge + size / 2)
+        edge = places[i] + size / 2
+    edge = high
+    for i in reversed(range(len(places))):
+        places[i] = min(places[i], edge - sizes[i] / 2)
+        edge = places[i] - sizes[i] / 2
+    return places
+
+
+def short_names(names: Sequence[str]) -> dict[str, str]:
+    """Return each model's name without its owner, where that still tells it from the others."""
+    short = {name: name.rsplit("/", 1)[-1] for name in names}
+    return short if len(set(short.values())) == len(short) else {name: name for name in names}

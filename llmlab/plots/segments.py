@@ -1,0 +1,46 @@
+"""An allocator's segments, cut into blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from ..errors import SpecError
+from ..units import show_bytes
+from .canvas import COLORS, PANEL, bar, new_picture, styled, unit_of
+
+
+@styled
+def plot_segments(moments: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
+    """Return an allocator's segments as bars, cut into blocks: blocks in use filled, free ones white.
+
+    `moments` maps a title to segments in the shape of torch.cuda.memory._snapshot()["segments"], of which `total_size`
+    and each block's `size` and `state` are read; the moments stand one under the other on one scale of bytes.
+    """
+    rows = [(title if number == 0 else "", s) for title, given in moments.items() for number, s in enumerate(given)]
+    if not rows:
+        raise SpecError("plot_segments got no segments; give {'title': allocator.segments()}")
+    largest = max(segment["total_size"] for _, segment in rows)
+    unit, unit_name = unit_of(largest)
+    picture, ax = new_picture(0.9 + 0.3 * len(rows))
+    ax.set_xlim(0, 1.02 * largest / unit)
+    ax.set_ylim(len(rows) - 0.45, -0.6)
+    for row, (_, segment) in enumerate(rows):
+        left = 0.0
+        for block in segment["blocks"]:
+            used = block["state"] != "inactive"
+            bar(ax, row, left, block["size"] / unit, COLORS["weights"] if used else PANEL)
+            left += block["size"] / unit
+    ax.set_yticks(range(len(rows)), [title for title, _ in rows])
+    ax.set_xlabel(f"address in the segment ({unit_name}); blue is allocated, white is free")
+    ax.tick_params(axis="y", length=0)
+
+    def said(segments: Sequence[Mapping[str, Any]]) -> str:
+        used = sum(b["size"] for s in segments for b in s["blocks"] if b["state"] != "inactive")
+        reserved = sum(s["total_size"] for s in segments)
+        return f"{show_bytes(used)} allocated in {len(segments)} segments of {show_bytes(reserved)}"
+
+    picture.alt = "Segments of an allocator. " + "; ".join(f"{title}: {said(s)}" for title, s in moments.items()) + "."
+    return picture
