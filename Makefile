@@ -10,7 +10,7 @@ VENV ?= .venv
 VENV_FLAGS ?=
 TORCH_INDEX ?=
 CONSTRAINTS ?= constraints.txt
-EXTRAS ?= torch,quant,distributed,book,test
+EXTRAS ?= torch,quant,distributed,evaluate,book,test
 COLAB_PACKAGES ?= https://raw.githubusercontent.com/googlecolab/backend-info/main/pip-freeze.txt
 
 BIN := $(VENV)/bin
@@ -71,14 +71,16 @@ figures: env ## make the pictures of the README
 	$(BIN)/python tools/figures.py
 
 benchmarks: EXTRAS := $(EXTRAS),benchmarks
-benchmarks: env ## llmlab beside its peers on the same rows, its speed, its overhead; renews benchmarks/results
+benchmarks: env ## llmlab beside its peers, its speed, its overhead, on a GPU its kernels; renews benchmarks/results
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -e '.[$(EXTRAS)]'
 	$(BIN)/python benchmarks/peers.py --out benchmarks/results
 	$(BIN)/python benchmarks/operators.py --out benchmarks/results
 	$(BIN)/python benchmarks/bert.py --out benchmarks/results
 	$(BIN)/python benchmarks/formulas.py --out benchmarks/results
+	$(BIN)/python benchmarks/decoding.py --out benchmarks/results
 	$(BIN)/python benchmarks/speed.py --out benchmarks/results
 	$(BIN)/python benchmarks/measure_overhead.py --out benchmarks/results
+	test ! -e /proc/driver/nvidia/version || $(BIN)/python benchmarks/kernel_times.py --out benchmarks/results
 
 records: env ## measure on this GPU what the chapters ask for, and write records
 	$(BIN)/llmlab record

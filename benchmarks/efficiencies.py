@@ -285,7 +285,7 @@ def derive_attention(values: dict[str, float]) -> dict[str, float]:
 def derive_h100() -> dict[str, float]:
     """Return the H100's values: attention's rate is published; products and bandwidth are what whole runs reached."""
     runs = [row for row in throughputs() if row.card == "H100-80GB"]
-    published = figure("flash-attention-forward").values
+    published = figure("flash-attention-3-forward").values
     rate = float(np.mean([value for name, value in published.items() if name.startswith("FlashAttention-2")]))
 
     def errors(found: dict[str, float]) -> np.ndarray:

@@ -180,6 +180,24 @@ class Training(_Spec):
         """Devices: dp × tp × pp × cp (experts live on the data-parallel ranks)."""
         return self.dp * self.tp * self.pp * self.cp
 
+    def to_deepspeed(self) -> dict[str, Any]:
+        """Return the config that `deepspeed.initialize` takes: `engine_configs.deepspeed_config`."""
+        from .engine_configs import deepspeed_config
+
+        return deepspeed_config(self)
+
+    def to_accelerate(self) -> dict[str, Any]:
+        """Return what `accelerate launch --config_file` reads: `engine_configs.accelerate_config`."""
+        from .engine_configs import accelerate_config
+
+        return accelerate_config(self)
+
+    def to_fsdp(self) -> dict[str, Any]:
+        """Return the keyword arguments of torch's `fully_shard`: `engine_configs.fsdp_arguments`."""
+        from .engine_configs import fsdp_arguments
+
+        return fsdp_arguments(self)
+
 
 @dataclass(frozen=True, repr=False)
 class Inference(_Spec):

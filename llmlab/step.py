@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +27,7 @@ from .step_optimizer import MasterWeights, build_optimizer
 __all__ = ["Step", "build_step", "generate", "one_device", "texts", "training_step"]
 
 Enter = Callable[..., None]
+NARROW = ("fp8", "int8", "int4")  # of a KV cache beside wider weights
 
 
 def ignore(phase: str, **alive: Any) -> None:
@@ -67,9 +68,19 @@ class Step:
         if self.optimizer:
             states = [value for state in self.optimizer.state.values() for value in state.values()]
             found["optimizer"] += [value for value in states if isinstance(value, Tensor)]
-        for layer in getattr(self.cache, "layers", []):
-            found["kv_cache"] += [t for t in (layer.keys, layer.values) if isinstance(t, Tensor)]
+        found["kv_cache"] = list(_tensors_in(self.cache))
         return found
+
+
+def _tensors_in(cache: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a KV cache, transformers' or ours, wherever it keeps them."""
+    if isinstance(cache, Tensor):
+        yield cache
+    elif isinstance(cache, (list, tuple)):
+        for one in cache:
+            yield from _tensors_in(one)
+    elif cache is not None and hasattr(cache, "__dict__"):
+        yield from _tensors_in(list(vars(cache).values()))
 
 
 def _quantization_tensors(model: nn.Module) -> list[Tensor]:
@@ -110,7 +121,9 @@ def build_step(
     one_device(run)
     device = torch.device(device)
     if isinstance(run, Inference):
-        if DTYPES.get(run.kv) != weight_dtype(run):
+        if run.kv in NARROW and spec.window_layers:
+            raise NotAvailable(f"kv={run.kv!r} with a sliding window: transformers has no such cache; see lab.estimate")
+        if run.kv not in NARROW and DTYPES[run.kv] != weight_dtype(run):
             kept = next(name for name, dtype in DTYPES.items() if dtype == weight_dtype(run))
             raise NotAvailable(
                 f"kv={run.kv!r} with weights={run.weights!r}: transformers' cache would hold {kept}; give kv={kept!r}"
@@ -163,10 +176,8 @@ def training_step(step: Step, enter: Enter = ignore) -> None:
 @torch.no_grad()
 def generate(step: Step, enter: Enter = ignore) -> Tensor:
     """Return `new_tokens` greedy tokens after each prompt, (B, new_tokens); the last goes through no model."""
-    from transformers import DynamicCache
-
     enter("prefill")
-    step.cache = DynamicCache(config=step.model.config)
+    step.cache = _new_cache(step)
     tokens = step.inputs[0]  # (B, T)
     new = []
     for i in range(step.run.new_tokens):
@@ -178,3 +189,20 @@ def generate(step: Step, enter: Enter = ignore) -> Tensor:
     enter("decode" if step.run.new_tokens > 1 else "prefill", logits=output.logits)
     step.cache = None
     return torch.cat(new, dim=1)
+
+
+def _new_cache(step: Step) -> Any:
+    """Return an empty KV cache in the run's dtype: transformers' own, but for int8 and int4.
+
+    Those backends of transformers need a library more, and round all anew every 128 tokens.
+    """
+    from transformers import DynamicCache, QuantizedCache
+
+    if step.run.kv == "fp8":
+        return QuantizedCache("fp8", step.model.config)
+    if step.run.kv in NARROW:
+        from .inference.quantized_cache import QuantizedCache as Rounded
+        from .inference.transformers_cache import AsTransformers
+
+        return AsTransformers(Rounded(int(step.run.kv.removeprefix("int"))))
+    return DynamicCache(config=step.model.config)

@@ -17,6 +17,7 @@ from nbclient import NotebookClient
 
 from llmlab import plots
 from llmlab.errors import SpecError
+from llmlab.plots.gantt import Task
 from llmlab.report import PARTS, Report
 from llmlab.runs import Training
 from llmlab.units import GiB, MiB
@@ -51,14 +52,33 @@ def all_pictures():
     stray = report("published", peak_allocated=9 * GiB, peak_reserved=10 * GiB)
     lost = report("measured", outcome="out of memory", where="backward")
     return {
+        "collectives": plots.plot_collectives(collectives()),
         "parts": plots.plot_parts([with_parts(), stray, lost]),
         "every part": plots.plot_parts([with_parts(dict.fromkeys(PARTS, GiB))]),
         "timeline": plots.plot_timeline(timeline),
+        "gantt": plots.plot_gantt({"one": gantt(), "two": gantt()}),
         "fit": plots.plot_fit([with_parts(), with_parts(model="b", outcome="out of memory")]),
         "curve": plots.plot_curve(
             [1, 2, 4], {"eager": [1, 4, 16], "workspace": [1, None, 1]}, "tokens", "GiB", log=True
         ),
     }
+
+
+def gantt():
+    """Two ranks and four tasks: 1 + 2 + 1 + 2 units of work in 2 × 5."""
+    return [Task(0, 0, 1, "forward", "0"), Task(1, 1, 3, "backward", "0"), Task(0, 3, 4, "forward"), Task(1, 3, 5, "W")]
+
+
+def collectives():
+    """Two of them, of two ranks, as techniques.collectives.run_all gives them."""
+    return {
+        "all-reduce": ([[1.0, 2.0], [10.0, 20.0]], [[11.0, 22.0]] * 2),
+        "broadcast": ([[1.0, 2.0], None], [[1.0, 2.0]] * 2),
+    }
+
+
+def legend_of(picture):
+    return zip(picture.legends[0].get_patches(), picture.legends[0].get_texts(), strict=True)
 
 
 def bars(picture):
@@ -84,6 +104,23 @@ def test_the_segments_of_a_bar_are_the_parts_in_order_and_end_at_the_peak():
     assert [patch.get_width() * GiB for patch in segments] == list(SIZES.values())
     assert [patch.get_x() for patch in segments] == [0, 0.5, 1, 2, 8]
     assert "10.00 GiB" in words(plots.plot_parts([with_parts()]))
+
+
+def test_a_number_has_the_colour_of_the_rank_that_gave_it():
+    picture = plots.plot_collectives(collectives())
+    reduced, spread = picture.axes[:2]
+    colours = {text.get_text(): patch.get_facecolor() for text, patch in zip(
+        [text for text in reduced.texts if text.get_text() and text.get_ha() == "center"],
+        [patch for patch in reduced.patches if patch.get_edgecolor() == matplotlib.colors.to_rgba(plots.canvas.INK)],
+        strict=False,
+    )}  # fmt: skip
+    assert len({colours["2"], colours["10"], colours["11"]}) == 3
+    assert colours["10"] == colours["20"] and colours["11"] == colours["22"]
+    assert "broadcast: rank 0 [1 2] -> [1 2]; rank 1 nothing -> [1 2]." in picture.alt
+    empty = [p for p in spread.patches if p.get_edgecolor() != matplotlib.colors.to_rgba(plots.canvas.INK)]
+    assert len(empty) == 2  # what rank 1 has not yet
+    with pytest.raises(SpecError, match="1 to 4 ranks"):
+        plots.plot_collectives({"all-reduce": ([[1.0]] * 5, [[1.0]] * 5)})
 
 
 @given(st.dictionaries(st.sampled_from(PARTS), st.integers(1, 200 * GiB), min_size=1))
@@ -214,8 +251,10 @@ def test_names_at_the_ends_of_curves_do_not_overlap(ends):
 
 def test_every_axis_with_numbers_has_a_unit():
     for name, picture in all_pictures().items():
-        ax = picture.axes[0]
-        assert any(unit in ax.get_xlabel() + ax.get_ylabel() for unit in ("GiB", "MiB")), name
+        ax = picture.axes[-1]  # charts one under the other share the last one's axis
+        if not ax.axison:
+            continue  # no axis, no numbers on it
+        assert any(unit in ax.get_xlabel() + ax.get_ylabel() for unit in ("GiB", "MiB", "time (")), name
 
 
 def test_text_is_legible_on_its_ground_and_the_ground_is_opaque():
@@ -331,3 +370,46 @@ def test_influence_counts_what_is_read_before_and_after():
     for wrong in ({}, {"m": [[True], [True, False]]}):
         with pytest.raises(SpecError, match="T rows of T"):
             plots.plot_influence(wrong)
+
+
+def test_online_softmax_shows_the_steps_it_was_given():
+    picture = plots.plot_online_softmax([0, 2, 1, 5, -1], [(2, 1.5), (5, 1.1), (5, 1.2)], 2)
+    ends = "after each tile: 2.00 and 1.500, 5.00 and 1.100, 5.00 and 1.200."
+    assert picture.alt == f"Online softmax over 5 scores in tiles of 2. Maximum and sum so far {ends}"
+    assert "m = 5.0\nl = 1.10" in words(picture)
+    for steps, tile in (([(2, 1.5)], 2), ([], 0), ([(1, 1)] * 33, 1)):
+        with pytest.raises(SpecError, match="a step for each"):
+            plots.plot_online_softmax([0.0] * (33 if len(steps) == 33 else 5), steps, tile)
+
+
+def test_a_causal_mask_skips_the_tiles_above_the_diagonal():
+    picture = plots.plot_score_tiles(500, 64)
+    assert "28 computed, 8 computed, half masked, 28 skipped" in picture.alt
+    colors = [matplotlib.colors.to_hex(patch.get_facecolor()) for patch in picture.axes[0].patches]
+    assert len(set(colors[:64:9])) == 1 and colors.count(colors[0]) == 8  # the diagonal
+    assert ": 4 computed. A program" in plots.plot_score_tiles(100, 64, causal=False).alt
+    for tile in (0, 1):
+        with pytest.raises(SpecError, match="1 to 32 tiles a row"):
+            plots.plot_score_tiles(500, tile)
+
+
+def test_tiles_are_legible():
+    steps = [(1.0, 2.0), (3.0, 1.5)]
+    for picture in (plots.plot_online_softmax([1, 0, 3, 2], steps, 2), plots.plot_score_tiles(256, 64)):
+        assert all(text.get_fontsize() >= 9 for text in picture.findobj(Text) if text.get_text())
+        assert repr(picture) == picture.alt
+
+
+def test_a_gantt_chart_says_what_share_of_the_time_is_waiting():
+    picture = plots.plot_gantt({"one": gantt()})
+    assert picture.alt == "What each rank does when. one: done at 5, 40.0% of the time waiting."
+    widths = sorted(patch.get_width() for patch in picture.axes[0].patches)
+    assert widths == [1, 1, 2, 2] and "one: 40% waiting" in words(picture)
+    colors = {label.get_text(): key.get_facecolor() for key, label in legend_of(picture)}
+    for text in picture.axes[0].texts:
+        assert plots.canvas.contrast(text.get_color(), colors[text.get_gid()]) >= 4.5
+    crowded = [Task(0, i, i + 1, "forward", "100") for i in range(60)]
+    assert "100" not in words(plots.plot_gantt({"crowded": crowded}))  # a label wider than its bar is left out
+    for wrong in ({}, {"one": []}, {"one": [Task(0, i, i + 1, str(i)) for i in range(9)]}):
+        with pytest.raises(SpecError, match="of at most 8 kinds"):
+            plots.plot_gantt(wrong)

@@ -285,7 +285,7 @@ def test_generation_gives_transformers_own_greedy_tokens(name):
 def test_a_cache_in_another_dtype_than_the_products_is_refused():
     spec = lab.model(CONFIGS["llama"])
     with pytest.raises(lab.NotAvailable, match="give kv='fp32'"):
-        build_step(spec, lab.Inference(weights="fp32", kv="fp8"), "cpu", [])
+        build_step(spec, lab.Inference(weights="fp32", kv="bf16"), "cpu", [])
     with pytest.raises(lab.NotAvailable, match="give kv='bf16'"):
         build_step(spec, lab.Inference(weights="nf4", kv="fp16"), "cpu", [])
 

@@ -9,35 +9,48 @@ from .activations import FUSED
 from .memory import Moment
 from .precision import weight_bytes
 
+KV_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "fp8": 8, "int8": 8, "int4": 4}
+# Elements that share a scale and a zero point, 2 bytes each, in int8 and int4 (FlexGen, arXiv 2303.06865, section 4;
+# transformers' QuantizedCache by default). fp8 has one scale a tensor, 8 bytes a layer, left out.
+KV_GROUP = 64
+KV_GROUP_BYTES = 4
 
-def kv_cache_bytes(spec: ModelSpec, run: Inference) -> int:
-    """Return the bytes of keys and values of every token of every sequence; a sliding window bounds the tokens.
+
+def kv_cache_bytes(spec: ModelSpec, run: Inference, tokens: int | None = None, windowed: bool = True) -> int:
+    """Return the bytes of keys and values on one device, of `tokens` (default `seq_len`) of each of `batch` sequences.
 
     2 · layers · kv_heads · head_dim elements a token; with latent attention (DeepSeek-V2, arXiv 2405.04434, section
-    2.1) the compressed vector instead.
+    2.1) the compressed vector instead. A sliding window bounds the tokens, unless `windowed` is False: transformers'
+    DynamicCache keeps the whole prompt until the first new token has been read. Otherwise these are the bytes of its
+    StaticCache, to the byte, and those under its DynamicCache while it decodes.
     """
-    bits = {"fp32": 32, "fp16": 16, "bf16": 16, "fp8": 8, "int8": 8, "int4": 4}[run.kv]
-    elements = run.batch * spec.kv_elements_per_token // spec.layers  # of one layer and position
-    window = min(run.seq_len, spec.sliding_window or run.seq_len)
-    positions = (spec.layers - spec.window_layers) * run.seq_len + spec.window_layers * window
+    tokens = run.seq_len if tokens is None else tokens
     # Tensor parallelism divides the kv heads; the compressed vector, and what is left of the heads, is on every rank.
     split = 1 if spec.mla else min(run.tp, spec.kv_heads)
-    return elements * positions * bits // 8 // split
+    elements = spec.kv_elements_per_token // spec.layers // split  # of one layer and position
+    position = elements * KV_BITS[run.kv] // 8
+    if run.kv in ("int8", "int4"):
+        position += KV_GROUP_BYTES * -(-elements // KV_GROUP)
+    window = min(tokens, spec.sliding_window or tokens) if windowed else tokens
+    positions = (spec.layers - spec.window_layers) * tokens + spec.window_layers * window
+    return run.batch * position * positions
+
+
+def loaded_bytes(spec: ModelSpec, run: Inference) -> int:
+    """Return the bytes of all weights on one device; nf4 and int8 leave embedding, head, norms and router in 16 bit."""
+    if run.weights not in ("nf4", "int8"):
+        return weight_bytes(run.weights, spec.parameters, 0) // run.tp
+    linears = [x for x in spec.linears if x.part not in ("head", "router")]
+    quantized = sum(x.count * x.inputs * x.outputs for x in linears)
+    rows = sum(x.count * x.outputs for x in linears)
+    return (weight_bytes(run.weights, quantized, rows) + 2 * (spec.parameters - quantized)) // run.tp
 
 
 def inference_moments(spec: ModelSpec, run: Inference, gpu: GPU | None) -> list[Moment]:
     """Return the moments of one generation: weights, the prompt at once (prefill), the last token (decode)."""
     c = 4 if run.weights == "fp32" else 2
-    if run.weights in ("nf4", "int8"):
-        linears = [x for x in spec.linears if x.part not in ("head", "router")]
-        quantized = sum(x.count * x.inputs * x.outputs for x in linears)
-        rows = sum(x.count * x.outputs for x in linears)
-        weights = weight_bytes(run.weights, quantized, rows) + 2 * (spec.parameters - quantized)
-    else:
-        weights = weight_bytes(run.weights, spec.parameters, 0)
-    weights //= run.tp
+    weights = loaded_bytes(spec, run)
     workspace = (gpu.cublas_workspace or 0) if gpu else 0
-    per_token = kv_cache_bytes(spec, run) / run.seq_len
 
     def moment(phase: str, name: str, new: int, cached: int) -> Moment:
         tokens = run.batch * new
@@ -58,15 +71,17 @@ def inference_moments(spec: ModelSpec, run: Inference, gpu: GPU | None) -> list[
         working = int(tokens * c * (2 * spec.hidden + max(mlp, attention) / run.tp))
         parts = {
             "weights": weights,
-            "kv_cache": round(per_token * cached),
+            "kv_cache": kv_cache_bytes(spec, run, cached, windowed=phase == "decode"),
             "activations": working,
             "logits": run.batch * spec.vocab * (c + 4),
             "workspace": workspace,
         }
         return Moment(phase, name, parts)
 
-    return [
+    moments = [
         Moment("load", "weights loaded", {"weights": weights}),
         moment("prefill", "the prompt", run.prompt_len, run.prompt_len),
-        moment("decode", "the last token", 1, run.seq_len),
     ]
+    if run.new_tokens > 1:  # the last one goes through no model
+        moments.append(moment("decode", "the last token", 1, run.seq_len - 1))
+    return moments

@@ -16,6 +16,7 @@ from .flops import flops
 from .inference import inference_moments
 from .memory import Moment, training_moments
 from .precision import PRECISION
+from .serving import FRACTION, serving
 from .time import mfu, step_seconds, tokens_of
 
 
@@ -60,7 +61,7 @@ def estimated(model: ModelSpec | str | dict[str, Any], run: Run, gpu: GPU | str 
         step_seconds=seconds,
         tokens_per_second=tokens_of(run) / seconds if seconds else None,
         mfu=mfu(spec, run, card, seconds) if seconds and card else None,
-        notes=(f"The peak is in {peak.phase}: {peak.name}.", *_context_note(card)),
+        notes=(f"The peak is in {peak.phase}: {peak.name}.", *_context_note(card), *_service_note(spec, run, card)),
     )
 
 
@@ -68,6 +69,13 @@ def _context_note(card: GPU | None) -> tuple[str, ...]:
     if card is None or card.context is not None:
         return ()
     return (f"The context that a process takes on {card.name} is not known; whether the run fits counts it as 0.",)
+
+
+def _service_note(spec: ModelSpec, run: Run, card: GPU | None) -> tuple[str, ...]:
+    """Say what a service of such requests would hold and cost: `llmlab.estimate.serving` has every figure."""
+    if card is None or isinstance(run, Training):
+        return ()
+    return (f"Served by an engine with a paged cache and {FRACTION:.0%} of the memory: {serving(spec, run, card)}.",)
 
 
 def _first_over(moments: list[Moment], room: int) -> str | None:

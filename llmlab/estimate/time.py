@@ -15,9 +15,9 @@ from ..models.spec import ModelSpec
 from ..runs import Inference, Run, Training
 from .activations import FUSED, attention_kernel, block_saved
 from .efficiency import Efficiency, efficiency
-from .flops import Flops, flops, prefill
-from .inference import kv_cache_bytes
-from .precision import PRECISION, weight_bytes
+from .flops import Flops, flops
+from .precision import PRECISION
+from .roofline import decode_pass, prefill_pass
 from .states import block_parameters, states
 
 # How often each byte that a block keeps for backward is moved by its element-wise operators, forward and backward
@@ -49,22 +49,30 @@ def seconds_at(spec: ModelSpec, run: Run, card: GPU, rates: Efficiency) -> float
         return _generation_seconds(spec, run, rates)
     if run.compile or run.kernels or run.offload:
         return None
-    products = _product_seconds(spec, run, card, rates)
+    products = product_seconds(spec, run, card, rates)
     if products is None:
         return None
-    moved = traffic(spec, run, card) / rates.bandwidth
-    held = states(spec, run)
-    update = held.trained * STATE_MOVES * 4 / rates.bandwidth
+    computed = sum(products.values()) + traffic(spec, run, card) / rates.bandwidth
+    bubble = (run.pp - 1) / (run.accumulation + run.pp - 1) if run.pp > 1 else 0.0
+    return max(computed, host_seconds(spec, run, rates)) / (1 - bubble) + update_seconds(spec, run, rates)
+
+
+def update_seconds(spec: ModelSpec, run: Training, rates: Efficiency) -> float:
+    """Return the seconds of the optimizer's update on one device."""
+    return states(spec, run).trained * STATE_MOVES * 4 / rates.bandwidth
+
+
+def host_seconds(spec: ModelSpec, run: Training, rates: Efficiency) -> float:
+    """Return the seconds the CPU takes to start the kernels of one device's forward and backward passes."""
     adapters = sum(each.count for each in spec.linears if run.lora and each.name in run.lora.targets)
-    operators = OPERATORS[spec.norm] * spec.layers + OPERATORS_ADAPTER * adapters
+    operators = (OPERATORS[spec.norm] * spec.layers + OPERATORS_ADAPTER * adapters) / run.pp
     # With each operator comes about one view; the half in backward is called without Python.
     each = (rates.dispatch + rates.view) * (1 + rates.backward_dispatch) / 2
     host = run.accumulation * operators * RECOMPUTED[run.checkpointing] * each
     if run.quantization:
         quantized = sum(each.count for each in spec.linears if each.part not in ("head", "router"))
         host += run.accumulation * quantized * (3 if run.checkpointing == "full" else 2) * rates.custom
-    bubble = (run.pp - 1) / (run.accumulation + run.pp - 1) if run.pp > 1 else 0.0
-    return max(products + moved, host) / (1 - bubble) + update
+    return host
 
 
 def tokens_of(run: Run) -> int:
@@ -110,13 +118,14 @@ def price(card: GPU, card_hours: float, usd_per_hour: float | None = None) -> fl
     return None if rate is None else card_hours * rate
 
 
-def _product_seconds(spec: ModelSpec, run: Training, card: GPU, rates: Efficiency) -> float | None:
-    """Return the seconds of products and attention on one device."""
+def product_seconds(spec: ModelSpec, run: Training, card: GPU, rates: Efficiency) -> dict[str, float] | None:
+    """Return the seconds of products and attention by part (as `Flops.by_part`), on a device with an equal share of
+    all; None where a rate they need was never measured."""
     counted: Flops = flops(spec, run, card)
     dtype = peak_dtype(run)
     plain = run.quantization is not None and not run.precision.startswith("autocast")
     wide = "fp32" if plain else dtype  # peft leaves what is not quantized in fp32
-    seconds = 0.0
+    seconds = {}
     for part, count in counted.by_part.items():
         kind = dtype
         if part == "head" or part == "scores":
@@ -128,20 +137,30 @@ def _product_seconds(spec: ModelSpec, run: Training, card: GPU, rates: Efficienc
         rate = rates.attention.get(kind) if fused else rates.matmul.get(kind)
         if rate is None:
             return None
-        seconds += count / (2 if fused else 1) / rate
-    return seconds / run.world_size
+        seconds[part] = count / (2 if fused else 1) / rate / run.world_size
+    return seconds
 
 
 def traffic(spec: ModelSpec, run: Training, card: GPU | None = None) -> float:
     """Return the bytes that everything but products moves on one device in a step, the update apart."""
+    return sum(moved(spec, run, card))
+
+
+def moved(spec: ModelSpec, run: Training, card: GPU | None = None) -> tuple[float, float]:
+    """Return the bytes of `traffic` in blocks, and by the loss, which the last pipeline stage alone has.
+
+    Norms and dropout between tensor-parallel products are divided by sequence parallelism only (arXiv 2205.05198,
+    section 4.2).
+    """
     precision = run.precision
     if run.quantization and not precision.startswith("autocast"):
         precision = f"autocast-{precision}"  # an fp32 stream between products in half precision
     whole = replace(run, lora=None, quantization=None, checkpointing=None, precision=precision)
     b = PRECISION[precision]
-    kept = {"scores": 0, "mlp": 0, "rest": 0}
+    kept = {"scores": 0.0, "mlp": 0.0, "rest": 0.0}
     for one in block_saved(spec, whole, b, card):
-        kept[one.kind if one.kind in kept and (spec.gated or one.kind != "mlp") else "rest"] += one.bytes
+        divided = run.tp if one.split or run.sequence_parallel else 1
+        kept[one.kind if one.kind in kept and (spec.gated or one.kind != "mlp") else "rest"] += one.bytes / divided
     moves = (MOVES if b.residual != b.compute else MOVES_SAME_DTYPE)[spec.norm]
     if spec.norm == "layernorm" and spec.activation not in FUSED:
         moves *= 1.2  # GELU's formula written out
@@ -153,23 +172,25 @@ def traffic(spec: ModelSpec, run: Training, card: GPU | None = None) -> float:
         + kept["mlp"] * GATED_MOVES * GATED_RECOMPUTED[run.checkpointing] * wider
         + kept["scores"] * SCORE_MOVES * wider
     )
-    logits = LOGITS_MOVES * 4 * run.tokens // run.cp * spec.vocab
-    return run.accumulation * (spec.layers * (block + casts * block_parameters(spec)) / run.pp + logits) / run.tp
+    logits = LOGITS_MOVES * 4 * run.tokens // run.cp * spec.vocab / run.tp
+    blocks = spec.layers / run.pp * (block + casts * block_parameters(spec) / run.tp)
+    return run.accumulation * blocks, run.accumulation * logits
 
 
 def _generation_seconds(spec: ModelSpec, run: Inference, rates: Efficiency) -> float | None:
-    """Return the seconds of prefill, bound by FLOP or by reading the weights, and of decoding, by reading the weights
-    and the cache for every token."""
-    dtype = peak_dtype(run)
-    rate = rates.matmul.get(dtype)
+    found = token_seconds(spec, run, rates)
+    return None if found is None else found[0] + (run.new_tokens - 1) * found[1]
+
+
+def token_seconds(spec: ModelSpec, run: Inference, rates: Efficiency, eager: bool = True) -> tuple[float, float] | None:
+    """Return the seconds to the first token (prefill) and from one to the next (decode, in the generation's middle).
+
+    Each pass is on the roofline of these rates or, `eager`, takes as long as the CPU does to start its kernels; False
+    is for kernels started from a CUDA graph. None where the rate of the run's dtype was never measured.
+    """
+    rate = rates.matmul.get(peak_dtype(run))
     if rate is None:
         return None
-    quantized = run.weights in ("nf4", "int8")
-    read = weight_bytes(run.weights if quantized or run.weights != "fp32" else "fp32", spec.active_parameters, 0)
-    read -= 0 if spec.tied else 2 * spec.vocab * spec.hidden  # an embedding is looked up, not read
-    read /= run.tp
-    first = max(prefill(spec, run) / run.tp / rate, read / rates.bandwidth)
-    cache = kv_cache_bytes(spec, run) * (run.prompt_len + run.new_tokens / 2) / run.seq_len
-    host = OPERATORS[spec.norm] / 2 * spec.layers * (rates.dispatch + rates.view)
-    each = max((read + cache) / rates.bandwidth, host)
-    return max(first, host) + (run.new_tokens - 1) * each
+    host = OPERATORS[spec.norm] / 2 * spec.layers * (rates.dispatch + rates.view) if eager else 0.0
+    first, each = (one.seconds(rate, rates.bandwidth) for one in (prefill_pass(spec, run), decode_pass(spec, run)))
+    return max(first, host), max(each, host)

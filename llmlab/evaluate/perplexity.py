@@ -66,7 +66,7 @@ def perplexity(
     """Return the Perplexity of `model` on the text `ids`, (T,) or (1, T) token ids.
 
     `model(ids)` gives logits (1, T, V), or an output with `.logits`. `window`: the most tokens it reads at once, by
-    default the model's own limit (`config.max_position_embeddings`) or the whole text; `stride`: how far the window
+    default the model's own limit (of its `spec` or `config`) or the whole text; `stride`: how far the window
     moves, by default half of it. With `stride=window` they stand side by side and share one token, which the first
     prediction of each is made from. No gradient is taken; the model's mode is kept: put it into eval() first.
 
@@ -79,7 +79,7 @@ def perplexity(
         ids = ids[0]
     if ids.dim() != 1 or len(ids) < 2:
         raise SpecError(f"ids of shape {tuple(ids.shape)}: give one text of at least 2 tokens, (T,) or (1, T)")
-    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    limit = _limit(model)
     window = window or min(limit or len(ids), len(ids))
     stride = stride or max(window // 2, 1)
     if window < 2 or not 1 <= stride <= window:
@@ -100,3 +100,10 @@ def perplexity(
     result = Perplexity(math.exp(nll / tokens))
     result.nll, result.tokens = nll, tokens
     return result
+
+
+def _limit(model: Callable[..., Any]) -> int | None:
+    """Return the most tokens the model was made to read, if it says so."""
+    if (spec := getattr(model, "spec", None)) is not None:
+        return spec.max_positions
+    return getattr(getattr(model, "config", None), "max_position_embeddings", None)

@@ -6,6 +6,7 @@ It teaches and predicts; to serve users, use vLLM, SGLang or llama.cpp, which do
 from .blocks import BlockPool
 from .cache import GrowingCache, PagedCache, StaticCache
 from .generate import generate
+from .quantized_cache import QuantizedCache
 from .sampling import probabilities
 from .scheduler import Request, Scheduler
 from .speculative import Speculation, speculate
@@ -14,6 +15,7 @@ __all__ = [
     "BlockPool",
     "GrowingCache",
     "PagedCache",
+    "QuantizedCache",
     "Request",
     "Scheduler",
     "Speculation",

@@ -67,8 +67,8 @@ class StaticCache:
     def update(self, layer: int, k_BHTD: Tensor, v_BHTD: Tensor) -> Layer:
         """Write the new tokens' keys and values of `layer` in place; return views of all held, (B, H, S, D) each."""
         if layer == len(self.layers):
-            B, H, _, D = k_BHTD.shape
-            self.layers.append((k_BHTD.new_empty(B, H, self.capacity, D), v_BHTD.new_empty(B, H, self.capacity, D)))
+            whole = (new.new_empty(*new.shape[:2], self.capacity, new.shape[3]) for new in (k_BHTD, v_BHTD))
+            self.layers.append((next(whole), next(whole)))  # latent attention's two differ in width
         if layer == 0:  # the model has read `length` for its positions; from here on it counts the new tokens too
             self.length += k_BHTD.shape[2]
         for held, new in zip(self.layers[layer], (k_BHTD, v_BHTD), strict=True):

@@ -24,6 +24,8 @@ from .sampling import next_token, probabilities
 
 __all__ = ["Request", "Scheduler"]
 
+BATCHING = ("static", "continuous")
+
 
 @dataclass(eq=False)
 class Request:
@@ -55,15 +57,26 @@ class Scheduler:
     """Runs requests of any length together on one model.
 
     `blocks` of `block_size` tokens hold all keys and values; at most `max_batch` requests run at once; `chunk` is the
-    most prompt tokens a step reads (None: whole prompts).
+    most prompt tokens a step reads (None: whole prompts). `batching` "static" takes new requests only when all of the
+    batch before is done. `steps` and `passes` count what was done: a step is one pass for all that write, and one more
+    for each prompt it reads; an engine packs them into one.
     """
 
     def __init__(
-        self, model: nn.Module, blocks: int = 256, block_size: int = 16, max_batch: int = 8, chunk: int | None = None
+        self,
+        model: nn.Module,
+        blocks: int = 256,
+        block_size: int = 16,
+        max_batch: int = 8,
+        chunk: int | None = None,
+        batching: str = "continuous",
     ) -> None:
         if max_batch < 1 or (chunk is not None and chunk < 1):
             raise SpecError(f"max_batch={max_batch}, chunk={chunk}: give 1 or more (chunk: or None for whole prompts)")
-        self.model, self.max_batch, self.chunk = model, max_batch, chunk
+        if batching not in BATCHING:
+            raise SpecError(f"batching={batching!r}: give one of {', '.join(map(repr, BATCHING))}")
+        self.model, self.max_batch, self.chunk, self.batching = model, max_batch, chunk, batching
+        self.steps = self.passes = 0
         self.pool = BlockPool(blocks, block_size)
         self.cache = PagedCache(self.pool)
         self.waiting: deque[Request] = deque()
@@ -109,7 +122,9 @@ class Scheduler:
 
     def step(self) -> list[Request]:
         """Read once: some prompt, and a token of each request that is past its prompt. Returns those that finished."""
-        self._admit()
+        if self.batching == "continuous" or not self.running:
+            self._admit()
+        self.steps += 1
         finished = self._decode([r for r in self.running if len(r.unread) == 1])
         return finished + self._prefill([r for r in self.running if len(r.unread) > 1])
 
@@ -169,6 +184,7 @@ class Scheduler:
     @torch.no_grad()
     def _logits(self, tokens: list[list[int]]) -> torch.Tensor:
         try:
+            self.passes += 1
             found = logits(self.model, torch.tensor(tokens, device=self._device()), self.cache)
         except RuntimeError:
             self.cache.undo()  # the model failed: what it was to write is not there

@@ -20,22 +20,45 @@ from .cache import GrowingCache
 from .forward import check_prompt, limits, logits
 from .sampling import next_token, probabilities
 
-__all__ = ["Speculation", "speculate"]
+__all__ = ["Speculation", "speculate", "speedup", "tokens_a_pass"]
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """The text, (1, T + new); tokens that the draft `guessed`, those `accepted`, and the large model's `passes`."""
+    """The text, (1, T + new); tokens that the draft `guessed`, and those `accepted`; the large model's `passes`.
+
+    `refused` are the guesses found wrong. What was guessed after one counts as neither: nobody looked at it.
+    """
 
     ids: Tensor
     guessed: int
     accepted: int
+    refused: int
     passes: int
 
     @property
     def acceptance(self) -> float:
-        """Accepted share of the guesses."""
-        return self.accepted / max(self.guessed, 1)
+        """Return the chance that a guess stands if those before it do: Leviathan's alpha."""
+        return self.accepted / max(self.accepted + self.refused, 1)
+
+
+def tokens_a_pass(acceptance: float, guesses: int) -> float:
+    """Return the tokens that a pass of the large model gives on average (Leviathan et al. 2023, equation 1).
+
+    Each of `guesses` stands with chance `acceptance` if all before it do, and one token is the model's own.
+
+    >>> tokens_a_pass(0.0, 4), tokens_a_pass(1.0, 4), tokens_a_pass(0.5, 1)
+    (1.0, 5.0, 1.5)
+    """
+    return sum(acceptance**i for i in range(guesses + 1))
+
+
+def speedup(acceptance: float, guesses: int, cost: float) -> float:
+    """Return how many times as fast decoding gets where the draft's pass takes `cost` of the model's (theorem 3.8).
+
+    It counts a pass over all guesses as one over a single token: true while reading the weights is what takes time.
+    """
+    return tokens_a_pass(acceptance, guesses) / (guesses * cost + 1)
 
 
 @torch.no_grad()
@@ -64,7 +87,7 @@ def speculate(
         raise SpecError(f"guesses={guesses}: give 1 or more")
     cache, draft_cache = cache or GrowingCache(), draft_cache or GrowingCache()
     text, end = ids, ids.shape[1] + max_new_tokens
-    guessed = accepted = passes = 0
+    guessed = accepted = refused = passes = 0
     try:
         while (begin := text.shape[1]) < end:
             G = min(guesses, end - begin - 1)  # the model adds one token of its own to those accepted
@@ -77,13 +100,13 @@ def speculate(
             else:
                 last = next_token(_residual(p[kept], q[kept])[None], generator)
             text = torch.cat((text, guess[:, :kept], last), dim=1)
-            guessed, accepted, passes = guessed + G, accepted + kept, passes + 1
+            guessed, accepted, refused, passes = guessed + G, accepted + kept, refused + (kept < G), passes + 1
             cache.crop(begin + kept)  # `last` has not been read yet
             draft_cache.crop(min(draft_cache.length, begin + kept))
     finally:
         cache.release()
         draft_cache.release()
-    return Speculation(text, guessed, accepted, passes)
+    return Speculation(text, guessed, accepted, refused, passes)
 
 
 def _guess(

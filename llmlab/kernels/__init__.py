@@ -12,7 +12,7 @@
 
 The code is in `kernels/ladder`, one file a kernel. Rungs 3 and 4 also run on a CPU, slowly, in a process that was
 started with TRITON_INTERPRET=1: that is how they are tested. `python -m llmlab.kernels.ptx` compiles them for GPUs that
-are not here.
+are not here. `rms_norm.cu` and `cuda` are one kernel in CUDA C++; `limits` is the roofline they stand under.
 """
 
 from importlib import import_module

@@ -40,6 +40,21 @@ def dot(a, b):
     return tl.dot(a, b, input_precision="ieee")
 
 
+@jit
+def absorb(highest, total, x):
+    """A tile more of a row: the new maximum, and Σ exp(x − maximum) over all tiles (arXiv 1805.02867, algorithm 3).
+
+    Begin with -inf and 0. The maximum stays finite, or a first tile of -inf alone would give inf - inf.
+    """
+    higher = tl.maximum(tl.maximum(highest, tl.max(x, 0)), -3.4028234663852886e38)
+    return higher, total * tl.exp(highest - higher) + tl.sum(tl.exp(x - higher), 0)
+
+
+def here(*tensors: Tensor) -> tuple[int, ...]:
+    """Return the rungs that run on these tensors in this process: all five, or those without Triton."""
+    return (0, 1, 2) if missing(tensors) else (0, 1, 2, 3, 4)
+
+
 def choose(rung: int | None, *tensors: Tensor) -> int:
     """Return the rung to run on these floating-point tensors: the given one, or the best that runs here.
 
@@ -58,6 +73,13 @@ def choose(rung: int | None, *tensors: Tensor) -> int:
     if rung >= 3 and why_not:
         raise NotAvailable(f"rung {rung} ({RUNGS[rung]}) {why_not}; rungs 0, 1 and 2 run here")
     return rung
+
+
+def only_fused(inplace: bool, rung: int) -> bool:
+    """Return `inplace`; SpecError where it is asked of another rung than 4, which alone can write over its inputs."""
+    if inplace and rung != 4:
+        raise SpecError(f"inplace=True is for rung 4 (this is rung {rung}); leave it out")
+    return inplace
 
 
 def missing(tensors: tuple[Tensor, ...]) -> str | None:

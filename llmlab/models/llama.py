@@ -63,6 +63,16 @@ def frequencies(rope: dict[str, Any], head_dim: int, device: torch.device | None
     return turns * kept + turns / rope["factor"] * (1 - kept)
 
 
+def turn(rope: dict[str, Any], head_dim: int, positions_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine of each position's angles, (B, T, D) each, in `dtype`.
+
+    Angles are in fp32, and made anew each time: a buffer would turn bf16 with the model, which cannot count past 256.
+    """
+    turns = frequencies(rope, head_dim, positions_BT.device)
+    angles_BTD = (positions_BT[..., None].float() * turns).repeat(1, 1, 2)
+    return angles_BTD.cos().to(dtype), angles_BTD.sin().to(dtype)
+
+
 def rotate(x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
     """Turn each pair of channels (i, i + D/2) by its angle; the halves are how Hugging Face orders Llama's weights."""
     left, right = x_BHTD.chunk(2, dim=-1)
@@ -149,11 +159,8 @@ class Llama(nn.Module):
         if positions_BT is None:
             past = cache.length if cache is not None else 0
             positions_BT = torch.arange(past, past + ids_BT.shape[1], device=ids_BT.device)[None]  # (1, T)
-        # Angles in fp32, and made anew each time: a buffer would turn bf16 with the model, which cannot count past 256.
-        turns = frequencies(self.rope, self.spec.head_dim, ids_BT.device)
-        angles_BTD = (positions_BT[..., None].float() * turns).repeat(1, 1, 2)
-        turn = angles_BTD.cos().to(x_BTC.dtype), angles_BTD.sin().to(x_BTC.dtype)
-        return self.norm(self.run_blocks(self.layers, x_BTC, turn, mask, cache))
+        turned = turn(self.rope, self.spec.head_dim, positions_BT, x_BTC.dtype)
+        return self.norm(self.run_blocks(self.layers, x_BTC, turned, mask, cache))
 
     def forward(
         self, ids_BT: Tensor, cache: Cache | None = None, mask: Tensor | None = None, positions_BT: Tensor | None = None

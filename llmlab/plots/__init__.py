@@ -6,19 +6,32 @@ palette (https://jfly.uni-koeln.de/color/), and one colour a part, everywhere. E
 (`alt`); that text is its repr, so a notebook's stored output keeps the numbers of the picture.
 """
 
+from .collectives import plot_collectives
 from .curve import plot_curve
 from .fit import plot_fit
+from .gantt import plot_gantt
+from .grids import plot_grids
 from .influence import plot_influence
+from .ladder import plot_ladder
 from .parts import plot_parts
 from .segments import plot_segments
+from .tiles import plot_online_softmax, plot_score_tiles
 from .timeline import plot_live_bytes, plot_timeline
+from .tradeoff import plot_tradeoff
 
 __all__ = [
+    "plot_collectives",
     "plot_curve",
     "plot_fit",
+    "plot_gantt",
+    "plot_grids",
     "plot_influence",
+    "plot_ladder",
     "plot_live_bytes",
+    "plot_online_softmax",
     "plot_parts",
+    "plot_score_tiles",
     "plot_segments",
     "plot_timeline",
+    "plot_tradeoff",
 ]

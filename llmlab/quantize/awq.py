@@ -29,18 +29,20 @@ def awq(
     """
     from dataclasses import replace
 
-    from .rtn import layer_error, rtn
+    from .rtn import rtn
 
     if isinstance(grid, bool) or not isinstance(grid, int) or grid < 1:
         raise SpecError(f"grid={grid!r} is not a whole number >= 1")
     weight, inputs = layer(weight, inputs)
     if not inputs.any():
         raise SpecError("inputs are all 0: no column matters more than another; give the layer's real inputs")
+    hessian = inputs.double().T @ inputs.double()  # |X Dᵀ|² = sum(D H * D): the tokens are summed once, not each time
     best, least = None, float("inf")
     for step in range(grid):
         scale = column_scale(inputs, step / grid)
         trial = replace(rtn(weight * scale, bits, group, symmetric=symmetric), input_scale=scale)
-        error = layer_error(weight, trial, inputs)
+        off = (trial.dequantize() - weight).double()
+        error = ((off @ hessian) * off).sum().item()
         if best is None or error < least:
             best, least = trial, error
     assert best is not None

@@ -2,7 +2,7 @@
 
 Layout (ggml/include/gguf.h, version 3), little-endian: "GGUF", version u32, tensors u64, metadata pairs u64; the pairs
 (key, type u32, value); for each tensor its name, dimensions (fastest first), kind u32 and offset u64; then, from the
-next multiple of the alignment on, the tensors' blocks.
+next multiple of the alignment on, the tensors' blocks. Whole models: gguf_model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from ..errors import NotAvailable, SpecError
 from . import gguf as formats
 from .checks import as_array
-from .sizes import ALIGNMENT, BLOCKS
+from .sizes import ALIGNMENT, BLOCKS, SMALLER_BLOCKS
 
 STRING, ARRAY = 8, 9  # gguf_type; the others by struct's letter
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -51,24 +51,28 @@ class File:
 
 
 def write(
-    path: str | os.PathLike, tensors: Mapping[str, Any], kind: str, arch: str, metadata: Mapping[str, Any] | None = None
+    path: str | os.PathLike,
+    tensors: Mapping[str, Any],
+    kind: str | Mapping[str, str],
+    arch: str,
+    metadata: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write `tensors` as a .gguf file: matrices in `kind`, vectors and rows that are no whole blocks in F32.
+    """Write `tensors` as a .gguf file: matrices in `kind` (one for all, or one by name), all vectors in F32.
 
-    `metadata` holds whole numbers, floats, strings and bools; `arch` is general.architecture. Nothing is written where
-    a tensor cannot be. Raises NotAvailable without the `gguf` package, and what `gguf.encode` raises.
+    Rows that are no whole blocks fall back as in llama.cpp: Q4_K to Q5_0, Q6_K to Q8_0, then to F16. `metadata` holds
+    whole numbers, floats, strings, bools and lists of one of them; numbers are stored in 32 bits where they fit, as
+    llama.cpp wants them. `arch` is general.architecture. Nothing is written where a tensor cannot be. Raises
+    NotAvailable without the `gguf` package, SpecError for other metadata, and what `gguf.encode` raises.
     """
     try:
         import gguf
     except ImportError:
         raise NotAvailable("writing .gguf files needs the gguf package: pip install gguf") from None
-    stored = {name: _stored(as_array(tensor, name), kind) for name, tensor in tensors.items()}
+    kinds = dict.fromkeys(tensors, kind) if isinstance(kind, str) else kind
+    stored = {name: _stored(as_array(tensor, name), kinds.get(name, "F32")) for name, tensor in tensors.items()}
     writer = gguf.GGUFWriter(path, arch)
-    add = {bool: writer.add_bool, int: writer.add_int64, float: writer.add_float64, str: writer.add_string}
     for key, value in (metadata or {}).items():
-        if type(value) not in add:
-            raise SpecError(f"metadata {key}={value!r} is a {type(value).__name__}; give int, float, str or bool")
-        add[type(value)](key, value)
+        _add(writer, key, value)
     for name, tensor in stored.items():
         raw = np.frombuffer(tensor.data, np.uint8)
         if tensor.kind in PLAIN:
@@ -82,11 +86,27 @@ def write(
     writer.close()
 
 
+def _add(writer: Any, key: str, value: Any) -> None:
+    """Add one pair of metadata to a GGUFWriter; a bool is no int here."""
+    whole = writer.add_uint32 if isinstance(value, int) and 0 <= value < 2**32 else writer.add_int64
+    add = {bool: writer.add_bool, int: whole, float: writer.add_float32, str: writer.add_string}
+    kinds = {type(item) for item in value} if isinstance(value, list) else {type(value)}
+    if len(kinds) != 1 or not kinds <= set(add):
+        raise SpecError(
+            f"metadata {key}={str(value)[:40]!r} is a {type(value).__name__}; give int, float, str, bool, or a list of "
+            "one of them"
+        )
+    (writer.add_array if isinstance(value, list) else add[type(value)])(key, value)
+
+
 def _stored(array: np.ndarray, kind: str) -> Tensor:
+    if array.ndim < 2:
+        kind = "F32"
+    for smaller in (SMALLER_BLOCKS.get(kind, kind), "F16"):
+        if kind in BLOCKS and array.shape[-1] % BLOCKS[kind][0]:
+            kind = smaller
     if kind in PLAIN:
         return Tensor(kind, array.shape, array.astype(PLAIN[kind]).tobytes())
-    if kind in BLOCKS and (array.ndim < 2 or array.shape[-1] % BLOCKS[kind][0]):
-        return Tensor("F32", array.shape, array.tobytes())
     return Tensor(kind, array.shape, formats.encode(kind, array))
 
 

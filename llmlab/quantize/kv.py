@@ -9,6 +9,7 @@ Shapes: cache (B, H, T, d): batch, kv heads, tokens, head dimension.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -84,3 +85,17 @@ def quantize_cache(cache: Tensor, per: Per, bits: int = 2, group: int = 32) -> Q
         matrix = rows.reshape(-1, rows.shape[-1])
         quantized = affine.quantize(matrix, bits, "group", group, symmetric=False)
     return QuantizedCache(quantized, recent, tuple(cache.shape), per)
+
+
+def attend_quantized(bits: int = 2, group: int = 32, keys: Per = "channel") -> Callable[..., Tensor]:
+    """Return what stands in `Attention.attend` of models.llama: attention to keys and values that went through `bits`.
+
+    All tokens of the pass are rounded, the query's own too, but for the last that fill no group.
+    """
+    from ..models.gpt import attend
+
+    def attend_rounded(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
+        k, v = quantize_cache(k, keys, bits, group), quantize_values(v, bits, group)
+        return attend(q, k.dequantize(), v.dequantize(), *rest)
+
+    return attend_rounded

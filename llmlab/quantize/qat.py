@@ -42,11 +42,13 @@ def fake_quantize(x: Tensor, bits: int = 4, group: int | None = None, symmetric:
 class QATLinear(nn.Linear):
     """nn.Linear that multiplies with its rounded weight and trains the exact one, where small steps add up."""
 
-    def __init__(self, linear: nn.Linear, bits: int = 4, group: int | None = None) -> None:
+    def __init__(self, linear: nn.Linear, bits: int = 4, group: int | None = None, symmetric: bool = True) -> None:
         """Take over `linear`'s parameters, the tensors themselves."""
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
         self.bits, self.group = check_bits(bits), check_group(group, linear.in_features)
+        self.symmetric = symmetric
 
     def forward(self, input: Tensor) -> Tensor:
-        return nn.functional.linear(input, fake_quantize(self.weight, self.bits, self.group), self.bias)
+        weight = fake_quantize(self.weight, self.bits, self.group, self.symmetric)
+        return nn.functional.linear(input, weight, self.bias)

@@ -24,9 +24,11 @@ def simulate(model: ModelSpec | str | PathLike[str] | Mapping[str, Any], run: Ru
     """Return what `run` of `model` would show on `gpu`: its peaks, allocated and reserved, phase by phase.
 
     The real model, loss, backward and optimizer run on fake tensors: no weights are made. `gpu` is a card or its name,
-    or "cpu", where nothing is rounded or reserved and the answer is that of `lab.measure`. As there, one step warms up
-    and the next counts; phases["load"] is what is held when loading is done. Too small a card is an outcome, "out of
-    memory", with the phase and the operator in `where`. Sizes are bytes; `process` adds the CUDA context.
+    or "cpu", where nothing is rounded or reserved and the answer is that of `lab.measure`, but for the scratch of
+    oneDNN's bf16 products, which is as large as its kernels for the CPU at hand want. As there, one step warms up and
+    the next counts; of a long generation, most steps are not run but played back (simulate/decoding.py).
+    phases["load"] is what is held when loading is done. Too small a card is an outcome, "out of memory", with the phase
+    and the operator in `where`. Sizes are bytes; `process` adds the CUDA context.
 
     Raises NotAvailable for what cannot be simulated, SpecError and UnknownName for what cannot be.
     """

@@ -40,7 +40,10 @@ def backend(
 
 
 def prefers_cudnn(card: Capability) -> bool:
-    """check_prefer_cudnn_attention: Hopper and data-centre Blackwell, with the cuDNN of CUDA 13 wheels (> 9.15)."""
+    """check_prefer_cudnn_attention: Hopper and data-centre Blackwell, with the cuDNN of CUDA 13 wheels (> 9.15).
+
+    Its workspace is not counted: cuDNN picks an algorithm at run time, and says only then how much that takes.
+    """
     return card[0] in (9, 10)
 
 

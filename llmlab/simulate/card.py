@@ -149,7 +149,7 @@ class Card:
         self.gpu = gpu
         self.hidden = False  # from libraries that would load a driver
         self.memory = Allocator(gpu.memory - (gpu.context or 0), config, gpu.memory)
-        self.engine = CardEngine(GPU_DEVICE, self.memory, cuda_extras(gpu.compute_capability), gpu.cublas_workspace)
+        self.engine = CardEngine(GPU_DEVICE, self.memory, cuda_extras(gpu), gpu.cublas_workspace)
         self.engine.card, self.engine.assume, self.engine.follows = self, assume, VALUES_LIMIT
         self.phases = Phases(self.engine)
         self.history = History(self.phases.place)
@@ -215,7 +215,7 @@ class Card:
 
         def bitsandbytes() -> None:
             stack.enter_context(fake_bitsandbytes(None))
-            self.engine.extras |= bitsandbytes_extras()
+            self.engine.extras |= bitsandbytes_extras(self.gpu)
             functional = sys.modules["bitsandbytes.functional"]
             for name, function in {"get_paged": self._paged, "fill": nothing, "prefetch_tensor": nothing}.items():
                 stack.enter_context(mock.patch.object(functional, name, function))
@@ -231,7 +231,7 @@ class Card:
         """bitsandbytes.functional.get_paged: unified memory, which is none of the allocator's."""
         with _disable_current_modes(), self.engine.fake:
             made = torch.zeros(shape, dtype=dtype, device=GPU_DEVICE)
-        self.engine.hold_elsewhere(made)
+        self.engine.hold_at(made, 0)
         made.is_paged, made.page_deviceid = True, 0
         return made
 

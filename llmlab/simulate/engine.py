@@ -29,6 +29,8 @@ from torch.utils._pytree import arg_tree_leaves, tree_map_only
 
 from ..errors import NotAvailable
 from ..measure.events import Event
+from .casts import cast_copies
+from .in_place import CANDIDATES, counts_alone, plain_form
 from .sized import known as _value
 from .sized import sized_by_value
 
@@ -93,9 +95,9 @@ class Extra(NamedTuple):
 
 
 class _Storage(weakref.ref):
-    """A storage that holds memory at `address`."""
+    """A storage that holds memory at `address`; `made_by`: the number of the autograd node that made it, or None."""
 
-    __slots__ = ("address", "key", "size")
+    __slots__ = ("address", "key", "made_by", "size")
 
 
 class Engine(TorchDispatchMode):
@@ -111,9 +113,11 @@ class Engine(TorchDispatchMode):
         super().__init__()
         self.device, self.memory, self.extras, self.workspace = device, memory, extras, workspace or 0
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        counts_alone()
         self.events: list[Event] = []
         # Workspaces' addresses: by library, whether it is the handle of autograd's thread, and stream.
         self.handles: dict[tuple[str, bool, int], int] = {}
+        self.casts = device == HOST  # operands of more than one dtype are copied
         self.operator = None  # the one that runs
         self.placeholder: float | None = None  # what reading an unknown float gives; None raises NotAvailable
         self.watch: Callable[[Any, tuple, dict[str, Any], Any], None] | None = None  # sees each operator
@@ -144,6 +148,19 @@ class Engine(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is VALUE_OF:
             return self._read(args[0])
+        if func in CANDIDATES and torch._C._current_graph_task_id() != -1:
+            func = plain_form(func, args, self._made_by(args[0]))
+        copies = cast_copies(func, args) if self.casts else ()
+        if not copies:
+            return self._dispatch(func, args, kwargs)
+        scratch = [self.malloc(size) for size in copies]
+        try:
+            return self._dispatch(func, args, kwargs)
+        finally:
+            for address in reversed(scratch):
+                self.free(address)
+
+    def _dispatch(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         extra = self.extras.get(func)
         if extra is not None:
             out = self._run_with(extra, func, args, kwargs)
@@ -179,8 +196,7 @@ class Engine(TorchDispatchMode):
         scratch: list[int] = []
         try:
             if extra.before:
-                for size in extra.before(*args, **kwargs):
-                    scratch.append(self.malloc(size))
+                self.take(scratch, extra.before, args, kwargs)
             out = extra.outputs(func, *args, **kwargs) if extra.outputs else func(*args, **kwargs)
             self.hold(out)
             if extra.matmul:
@@ -188,12 +204,20 @@ class Engine(TorchDispatchMode):
                 if extra.fused and extra.fused(*args, **kwargs):
                     self._take_workspace("cublasLt", LT_WORKSPACE)
             if extra.after:
-                for size in extra.after(out, *args, **kwargs):
-                    scratch.append(self.malloc(size))
+                self.take(scratch, extra.after, (out, *args), kwargs)
         finally:  # also where there is no room: code may catch that and go on
-            for address in reversed(scratch):
-                self.free(address)
+            self.give_back(scratch)
         return out
+
+    def take(self, scratch: list[int], sizes: Callable[..., Iterable[int]], args: tuple, kwargs: dict) -> None:
+        """Allocate what `sizes(*args, **kwargs)` says, and add the addresses to `scratch`."""
+        for size in sizes(*args, **kwargs):
+            scratch.append(self.malloc(size))
+
+    def give_back(self, scratch: list[int]) -> None:
+        """Free what `take` took, the last one first."""
+        for address in reversed(scratch):
+            self.free(address)
 
     # ---- storages
 
@@ -207,18 +231,30 @@ class Engine(TorchDispatchMode):
                 if known.size != storage.nbytes():
                     self._resize(known, storage.nbytes())
             elif out.device == self.device and (size := storage.nbytes()):
-                held = _Storage(storage, self._died)
-                held.key, held.size, held.address = key, size, self.malloc(size)
-                self._live[key] = held
+                node = torch._C._current_autograd_node()
+                self.hold_at(out, self.malloc(size)).made_by = node._sequence_nr() if node is not None else None
         elif isinstance(out, (tuple, list)):
             for each in out:
                 self.hold(each)
 
-    def hold_elsewhere(self, tensor: Tensor) -> None:
-        """Know the storage of `tensor`, which is not in the allocator's memory."""
+    def hold_at(self, tensor: Tensor, address: int) -> _Storage:
+        """Know that the storage of `tensor` is at `address`, to be freed when it dies; 0 is not the allocator's."""
         storage = tensor.untyped_storage()
         held = self._live[storage._cdata] = _Storage(storage, self._died)
-        held.key, held.size, held.address = storage._cdata, storage.nbytes(), 0
+        held.key, held.size, held.address, held.made_by = storage._cdata, storage.nbytes(), address, None
+        return held
+
+    def held(self, tensor: Tensor) -> _Storage:
+        """Return what is known of `tensor`'s storage, which holds memory."""
+        return self._live[tensor.untyped_storage()._cdata]
+
+    def forget(self, tensor: Tensor) -> int:
+        """Return the address of `tensor`'s storage, which stays allocated when the storage dies."""
+        return self._live.pop(tensor.untyped_storage()._cdata).address
+
+    def _made_by(self, tensor: Tensor) -> int | None:
+        held = self._live.get(tensor.untyped_storage()._cdata)
+        return held.made_by if held else None
 
     def address(self, tensor: Tensor) -> int | None:
         """Return the simulated address of `tensor`'s storage, None where it holds none on the device."""

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from ..estimate.efficiency import efficiency
 from ..hardware.gpu import GPU
-from .quantized import FUSED_ROWS
+from .quantized import multiplies_packed
 
 aten = torch.ops.aten
 
@@ -161,7 +161,7 @@ class Operators(list):
         launches = LAUNCHES.get(name, 1)
         if "_foreach" in name:
             launches = -(-sum(each.numel() for each in outputs) // FOREACH_ELEMENTS)
-        if name == "bitsandbytes::gemm_4bit" and shape[1] > FUSED_ROWS:
+        if name == "bitsandbytes::gemm_4bit" and not self._multiplies_packed(args, shape):
             # The weight is unpacked by one kernel and multiplied by another.
             unpacked = shape[2] * shape[3] * args[0].itemsize
             self.append(
@@ -169,6 +169,11 @@ class Operators(list):
             )
             name, moved = "aten::mm", moved - _extent(args[1]) + unpacked
         self.append(Kernel(name, kind, dtype, flops, moved, shape, launches, backward, self.phase, again, row))
+
+    def _multiplies_packed(self, args: tuple, shape: tuple[int, ...]) -> bool:
+        if self.gpu is None:
+            return False
+        return multiplies_packed(self.gpu, args[0].dtype, shape[1], tuple(args[2]), args[4])
 
 
 def _moved(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> tuple[int, int, int]:

@@ -5,10 +5,13 @@ M  tokens    K  inputs of a linear    N  its outputs
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from importlib.util import find_spec
 from inspect import signature
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,11 +19,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..hardware.gpu import GPU
 from .engine import Extra
-
-# bitsandbytes/backends/cuda/ops.py multiplies with packed weights in one kernel for few rows only: the limit depends on
-# the card and the shape, between 8 and some hundreds. Above it the weight is unpacked first.
-FUSED_ROWS = 32
 
 
 @contextmanager
@@ -145,10 +145,50 @@ def _matmul(
 # ---- what the kernels take: bitsandbytes/backends/cuda/ops.py, and default/ops.py where CUDA has none of its own
 
 
-def gemm_4bit(A: Tensor, B: Tensor, shape: list[int], *rest: Any, **named: Any) -> list[int]:
-    """bitsandbytes/backends/cuda/ops.py, _dequant_linear_fallback: the whole weight in A's dtype, freed after."""
-    rows = A.numel() // A.shape[-1]
-    return [] if rows <= FUSED_ROWS else [shape[0] * shape[1] * A.element_size()]
+@cache
+def multiplies_packed(gpu: GPU, dtype: torch.dtype, rows: int, shape: tuple[int, int], blocksize: int) -> bool:
+    """Whether `gpu` multiplies `rows` of `dtype` with a packed weight of `shape` (N, K) in one kernel; else it unpacks
+    the weight first. bitsandbytes' own rule (backends/cuda/ops.py, gemm_4bit), by architecture, multiprocessors and
+    shape: on a T4 up to 32 to 320 rows."""
+    rule, N, K = _rule_of_bitsandbytes(), *shape
+    if rows > rule["_gemm_4bit_custom_max_m"] or K % blocksize:
+        return False
+    return rule["_gemm_4bit_use_custom_cuda"]((gpu.sms, *gpu.compute_capability), dtype, rows, N, K)
+
+
+@cache
+def _rule_of_bitsandbytes() -> dict[str, Any]:
+    """Return the rule's function and constants, cut out of their module, which would register kernels for CUDA. What
+    it takes for a device's index it hands to _gpu_dispatch_props, and so is given that one's answer."""
+    names = ("_gemm_4bit_use_custom_cuda", "_GEMM_4BIT_CUSTOM_FLOOR_M", "_gemm_4bit_custom_max_m")
+    source = Path(find_spec("bitsandbytes.backends.cuda.ops").origin).read_text(encoding="utf-8")
+    found: dict[str, ast.stmt] = {}
+    for node in ast.walk(ast.parse(source)):
+        name = getattr(node, "name", None) if isinstance(node, ast.FunctionDef) else None
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+        if name in names:
+            found.setdefault(name, node)  # the first limit is CUDA's, the other ROCm's
+    found[names[0]].decorator_list = []
+    rule: dict[str, Any] = {"torch": torch, "_gpu_dispatch_props": lambda properties: properties}
+    exec(compile(ast.Module([found[name] for name in names], []), "bitsandbytes", "exec"), rule)
+    return rule
+
+
+def gemm_4bit(gpu: GPU) -> Callable[..., list[int]]:
+    """Return what gemm_4bit takes on `gpu`: bitsandbytes/backends/cuda/ops.py, _dequant_linear_fallback."""
+
+    def taken(
+        A: Tensor, B: Tensor, shape: list[int], absmax: Tensor, blocksize: int, kind: str, bias: Tensor | None = None,
+        absmax_8bit: Tensor | None = None, *rest: Any, **named: Any,
+    ) -> list[int]:  # fmt: skip
+        """The whole weight in A's dtype; before it, of double quantization, the scales in fp32, and with the offset."""
+        if multiplies_packed(gpu, A.dtype, A.numel() // A.shape[-1], tuple(shape), blocksize):
+            return [] if A.is_contiguous() else [A.numel() * A.element_size()]
+        scales = [] if absmax_8bit is None else [4 * absmax_8bit.numel()] * 2
+        return [*scales, shape[0] * shape[1] * A.element_size()]
+
+    return taken
 
 
 def has_bias(
@@ -212,15 +252,15 @@ def cpu_bitsandbytes_extras() -> dict[Any, Extra]:
     }
 
 
-def bitsandbytes_extras() -> dict[Any, Extra]:
-    """Return by operator what bitsandbytes' CUDA kernels take; nothing where it is not installed."""
+def bitsandbytes_extras(gpu: GPU) -> dict[Any, Extra]:
+    """Return by operator what bitsandbytes' kernels take on `gpu`; nothing where it is not installed."""
     if find_spec("bitsandbytes") is None:
         return {}
     import bitsandbytes  # noqa: F401  # defines the operators
 
     ops = torch.ops.bitsandbytes
     return {
-        ops.gemm_4bit.default: Extra(before=gemm_4bit, matmul=True, fused=has_bias),
+        ops.gemm_4bit.default: Extra(before=gemm_4bit(gpu), matmul=True, fused=has_bias),
         ops.int8_vectorwise_quant.default: Extra(outputs=int8_quantized, after=int8_outliers),
         # bitsandbytes multiplies with a cuBLASLt handle of its own, which takes nothing from the allocator.
         ops.int8_mixed_scaled_mm.default: Extra(before=int8_accumulator, outputs=int8_product),

@@ -28,6 +28,7 @@ from ..runs import Inference, Run, Training
 from ..step import Step, build_step
 from ..units import show_bytes
 from .allocator import Allocator, AllocatorOutOfMemory
+from .decoding import Decoder, Mispredicted, steps_that_run
 from .engine import GPU_DEVICE, HOST, Engine, Extra, HostMemory
 from .from_data import tensors_from_data
 from .operators import Operators
@@ -59,20 +60,24 @@ def recorded(
     _one_device(run)
     if card and card.compute_capability is None:
         raise NotAvailable(f"{card.name} has no CUDA kernels to simulate; name an NVIDIA card")
+    window = spec.config.get("sliding_window")
+    runs = steps_that_run(run, window) if isinstance(run, Inference) else set()
     with exclusive("simulate()"):
-        recording = _take(spec, run, card)
-    recording.operators.gpu = card
-    return recording
+        while True:
+            try:
+                return _take(spec, run, card, runs)
+            except Mispredicted as gap:
+                runs |= set(range(gap.since, gap.at + 1))
 
 
 class Recording:
     """A simulated step: the engine's events, and between them marks that say which phase begins and what is alive."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, gpu: GPU | None) -> None:
         self.engine = engine
         self.places = Places(engine)
         self.marks: list[Mark] = []
-        self.operators = Operators()  # of the step that counts
+        self.operators = Operators(gpu)  # of the step that counts
         self.step: Step | None = None
         self.phase = "load"
         self.counting = True
@@ -121,7 +126,8 @@ def _one_device(run: Run) -> None:
         raise NotAvailable(f"simulate runs one device; {', '.join(asked)} needs several: see lab.estimate")
 
 
-def _take(spec: ModelSpec, run: Run, card: GPU | None) -> Recording:
+def _take(spec: ModelSpec, run: Run, card: GPU | None, runs: set[int]) -> Recording:
+    """Return the recording of a run; of a generation, the calls of the model numbered `runs` run, others may not."""
     gc.collect()
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([]))
@@ -131,7 +137,7 @@ def _take(spec: ModelSpec, run: Run, card: GPU | None) -> Recording:
             stack.enter_context(cuda_operators(card.compute_capability))
             stack.enter_context(tensors_from_data())
             memory: Allocator | HostMemory = Allocator(card.memory - (card.context or 0))
-            extras = cuda_extras(card.compute_capability) | (bitsandbytes_extras() if quantized else {})
+            extras = cuda_extras(card) | (bitsandbytes_extras(card) if quantized else {})
             engine = Engine(GPU_DEVICE, memory, extras, card.cublas_workspace)
         else:
             by_bitsandbytes = getattr(run, "optimizer", None) in ("lion", "adamw-8bit")
@@ -140,10 +146,10 @@ def _take(spec: ModelSpec, run: Run, card: GPU | None) -> Recording:
             stack.enter_context(held_random_states(engine))
         if quantized:
             stack.enter_context(fake_bitsandbytes(memory.empty_cache if card else None))
-        recording = Recording(engine)
+        recording = Recording(engine, card)
         with recording.places.watched(), engine:
             try:
-                _steps(spec, run, recording)
+                _steps(spec, run, recording, runs)
             except AllocatorOutOfMemory as error:
                 recording.failed = error, engine.asked
             finally:
@@ -155,7 +161,7 @@ def _take(spec: ModelSpec, run: Run, card: GPU | None) -> Recording:
     return recording
 
 
-def _steps(spec: ModelSpec, run: Run, recording: Recording) -> None:
+def _steps(spec: ModelSpec, run: Run, recording: Recording, runs: set[int]) -> None:
     engine = recording.engine
     if isinstance(run, Inference):
         shapes = [(run.batch, run.prompt_len)]
@@ -172,6 +178,8 @@ def _steps(spec: ModelSpec, run: Run, recording: Recording) -> None:
     recording.counting = True
     if isinstance(engine.memory, Allocator):
         engine.memory.reset_peak()
+    if isinstance(run, Inference):
+        step = recording.step = replace(step, model=Decoder(step.model, engine, recording.operators, runs))
     step(recording.enter)
 
 

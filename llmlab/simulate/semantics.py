@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..hardware.gpu import GPU
 from .engine import HOST, Extra
 
 aten = torch.ops.aten
@@ -184,6 +185,45 @@ def efficient_outputs(func: Any, *args: Any, **named: Any) -> tuple[Tensor, ...]
     return out, logsumexp, *(torch.empty((), dtype=torch.int64, device=HOST) for _ in range(2))
 
 
+def kv_splits(blocks: int, multiprocessors: int, key_blocks: int) -> int:
+    """flash_api.cpp, num_splits_heuristic: in how many parts the keys are split where `blocks`, the batch's heads times
+    its tiles of 64 queries, leave multiprocessors idle (of which two thread blocks share one): the fewest that keep
+    them as busy as 85 % of the best."""
+    slots = 2 * multiprocessors
+    if blocks >= 0.8 * slots:
+        return 1
+    most = min(128, slots, key_blocks)
+    # As many key blocks a part as with one part fewer: no use.
+    useful = [n for n in range(1, most + 1) if n == 1 or _tiles(key_blocks, n) != _tiles(key_blocks, n - 1)]
+    busy = {n: blocks * n / slots / _tiles(blocks * n, slots) for n in useful}
+    return next((n for n in useful if busy[n] >= 0.85 * max(busy.values())), 1)
+
+
+def flash_forward(multiprocessors: int) -> Any:
+    """Return what FlashAttention's forward takes on a card of so many multiprocessors (transformers/cuda/flash_attn/
+    flash_api.cpp, mha_fwd and set_params_splitkv)."""
+
+    def taken(
+        out: Any, query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, causal: bool = False,
+        *rest: Any, **named: Any,
+    ) -> list[int]:  # fmt: skip
+        """Of split keys each part's log-sum-exp and output in fp32."""
+        B, H, T, D = query.shape
+        shared = key.shape[1]
+        if dropout:  # not implemented with split keys
+            return []
+        if T == 1 and shared < H:  # the queries that share keys become rows of one head
+            T, H = H // shared, shared
+        key_blocks = _tiles(key.shape[2], 256 if D <= 64 else 128 if D <= 128 else 64)
+        splits = kv_splits(B * H * _tiles(T, 64), multiprocessors, key_blocks)
+        if splits == 1:
+            return []
+        columns = _tiles(D, 32) * 32 if D <= 128 else _tiles(D, 64) * 64
+        return [4 * splits * B * H * T, 4 * splits * B * H * T * columns]
+
+    return taken
+
+
 def flash_backward(
     out: Any, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any
 ) -> list[int]:
@@ -206,8 +246,9 @@ def has_bias_row(bias: Tensor, *rest: Any, **named: Any) -> bool:
 MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.addmv.default)
 
 
-def cuda_extras(capability: tuple[int, int] | None) -> dict[Any, Extra]:
-    """Return by operator what its CUDA kernel takes on a card of this compute capability."""
+def cuda_extras(gpu: GPU) -> dict[Any, Extra]:
+    """Return by operator what its CUDA kernel takes on `gpu`."""
+    capability = gpu.compute_capability
 
     def efficient_attention_backward(
         out: Any, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any
@@ -226,6 +267,7 @@ def cuda_extras(capability: tuple[int, int] | None) -> dict[Any, Extra]:
     extras[aten._fused_rms_norm_backward.default] = Extra(outputs=rms_norm_backward)
     extras[aten._foreach_norm.Scalar] = Extra(before=foreach_norm)
     extras[aten._grouped_mm.default] = Extra(outputs=grouped_mm, matmul=True)
+    extras[aten._scaled_dot_product_flash_attention.default] = Extra(after=flash_forward(gpu.sms))
     extras[aten._scaled_dot_product_flash_attention_backward.default] = Extra(after=flash_backward)
     extras[aten._scaled_dot_product_efficient_attention.default] = Extra(
         outputs=efficient_outputs, after=efficient_forward

@@ -7,7 +7,7 @@ runs ahead; where they are short the card waits for it, and the step takes as lo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..estimate.efficiency import Efficiency
@@ -71,17 +71,20 @@ def host_seconds(kernel: Kernel, rates: Efficiency) -> float:
     return seconds
 
 
-def timing(kernels: Iterable[Kernel], rates: Efficiency) -> Timing | None:
+def timing(kernels: Sequence[Kernel], rates: Efficiency) -> Timing | None:
     """Return the time of kernels that run in this order on an otherwise idle card; None where a rate is not known.
 
     A kernel begins when it has been started and the one before it has ended.
     """
     started = free = card = 0.0
+    known: dict[int, tuple[float | None, float]] = {}  # by identity: a long generation repeats the same ones
     for kernel in kernels:
-        seconds = kernel_seconds(kernel, rates)
+        if id(kernel) not in known:
+            known[id(kernel)] = kernel_seconds(kernel, rates), host_seconds(kernel, rates)
+        seconds, starting = known[id(kernel)]
         if seconds is None:
             return None
-        started += host_seconds(kernel, rates)
+        started += starting
         if kernel.kind != "none":
             free = max(free, started) + seconds
             card += seconds

@@ -17,18 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.attention import SDPBackend
 
 from ..errors import SpecError
 
 
 def online_softmax(x_N: Tensor, tile: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (m, l) after each tile of `tile` values: after the last, softmax is exp(x − m) / l. x_N: 1-D.
+    """Yield (m, l) after each tile of `tile` values: in the end softmax is exp(x − m) / l.
 
-    A larger maximum makes the old sum too large by exp(new m − old m); one product corrects it, so nothing seen before
-    is read again.
+    x_N is 1-D. A larger maximum makes the old sum too large by exp(new m − old m); one
+    product corrects it, so nothing seen before is read again.
     """
     if x_N.dim() != 1 or tile < 1:
-        raise SpecError(f"online_softmax takes 1-D data and tile >= 1; got shape {tuple(x_N.shape)}, tile={tile}")
+        given = f"got shape {tuple(x_N.shape)}, tile={tile}"
+        raise SpecError(f"online_softmax takes 1-D data and tile >= 1; {given}")
     m, total = x_N.new_tensor(-math.inf), x_N.new_tensor(0.0)
     for values in x_N.split(tile):
         m_new = torch.maximum(m, values.max())
@@ -49,12 +51,13 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def standard_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
-    """Return softmax(q·kᵀ / √D)·v by the formula, which puts T² scores in memory a head, several times."""
+    """Return softmax(q·kᵀ / √D)·v by the formula: T² scores a head, several times."""
     check_attention(q, k, v)
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
     scores_BHTT = q @ k.mT / math.sqrt(q.shape[-1])
     if causal:
-        later = torch.ones(scores_BHTT.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        shape = scores_BHTT.shape[-2:]
+        later = torch.ones(shape, dtype=torch.bool, device=q.device).triu(1)
         scores_BHTT = scores_BHTT.masked_fill(later, -math.inf)
     return torch.softmax(scores_BHTT, dim=-1) @ v
 
@@ -86,17 +89,20 @@ class FlashAttention(torch.autograd.Function):
         return *flash_backward(*ctx.saved_tensors, dout, ctx.causal, ctx.tile), None, None
 
 
-def flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, tile: int) -> tuple[Tensor, Tensor]:
-    """Return the output in q's dtype and logsumexp of the scaled scores, (B, H, T), fp32 (fp64 for fp64)."""
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, tile: int
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the output in q's dtype, and logsumexp of the scaled scores, (B, H, T),
+    in fp32 (fp64 for fp64)."""
     (q_BKGTD, k_BKTD, v_BKTD), scale = by_group(q, k, v), 1 / math.sqrt(q.shape[-1])
     out, lse = torch.empty_like(q_BKGTD), torch.empty_like(q_BKGTD[..., 0])
-    for rows in tiles(q.shape[2], tile):  # on a GPU each of these is a program of its own
+    for rows in tiles(q.shape[2], tile):  # on a GPU each of them is a program
         q_t = q_BKGTD[..., rows, :] * scale
         o_t, l_t = torch.zeros_like(q_t), torch.zeros_like(q_t[..., 0])
         m_t = torch.full_like(l_t, -math.inf)
         for columns in tiles(q.shape[2], tile):
             if causal and columns.start >= rows.stop:
-                break  # every key of this tile, and of those after it, comes later than every query
+                break  # from here on every key comes later than every query
             s_ts = masked(q_t @ k_BKTD[:, :, None, columns].mT, rows, columns, causal)
             m_new = torch.maximum(m_t, s_ts.amax(-1))
             p_ts = torch.exp(s_ts - m_new[..., None])
@@ -110,15 +116,16 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, tile: int) -> t
 
 
 def flash_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, causal: bool, tile: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv in the dtypes of q, k and v. With p = exp(s − lse), no sum has to be found again."""
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
+    causal: bool, tile: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return dq, dk and dv in the dtypes of q, k and v. p = exp(s − lse): no sum again."""
     (q_BKGTD, k_BKTD, v_BKTD), scale = by_group(q, k, v), 1 / math.sqrt(q.shape[-1])
     out_BKGTD, dout_BKGTD = by_group(out, k, v)[0], by_group(dout, k, v)[0]
     lse_BKGT = lse.view(q_BKGTD.shape[:-1])
-    delta_BKGT = (dout_BKGTD * out_BKGTD).sum(-1)  # = Σ p·dp over a row of scores: softmax's backward needs just that
+    delta_BKGT = (dout_BKGTD * out_BKGTD).sum(-1)  # = Σ p·dp over a row of scores
     dq, dk, dv = (torch.zeros_like(t) for t in (q_BKGTD, k_BKTD, v_BKTD))
-    for columns in tiles(q.shape[2], tile):  # on a GPU each of these is a program: it alone writes its dk and dv
+    for columns in tiles(q.shape[2], tile):  # a program: it alone writes its dk and dv
         k_s, v_s = k_BKTD[:, :, None, columns], v_BKTD[:, :, None, columns]
         for rows in tiles(q.shape[2], tile):
             if causal and columns.start >= rows.stop:
@@ -126,7 +133,7 @@ def flash_backward(
             q_t, dout_t = q_BKGTD[..., rows, :], dout_BKGTD[..., rows, :]
             s_ts = masked(q_t @ k_s.mT * scale, rows, columns, causal)
             p_ts = torch.exp(s_ts - lse_BKGT[..., rows, None])
-            dv[:, :, columns] += (p_ts.mT @ dout_t).sum(2)  # the G heads that read this one
+            dv[:, :, columns] += (p_ts.mT @ dout_t).sum(2)  # of the G heads
             ds_ts = p_ts * (dout_t @ v_s.mT - delta_BKGT[..., rows, None]) * scale
             dq[..., rows, :] += ds_ts @ k_s
             dk[:, :, columns] += (ds_ts.mT @ q_t).sum(2)
@@ -139,6 +146,14 @@ def by_group(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     K = k.shape[1]
     q, k, v = (t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in (q, k, v))
     return q.reshape(B, K, H // K, T, D), k, v
+
+
+def sdpa_backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> str:
+    """Return what F.scaled_dot_product_attention would run on these tensors, on their device: "math",
+    "flash_attention", "efficient_attention" or "cudnn_attention" (torch.nn.attention.SDPBackend)."""
+    grouped = q.shape[1] != k.shape[1]
+    choice = torch._fused_sdp_choice(q, k, v, mask, 0.0, causal, enable_gqa=grouped)
+    return SDPBackend(choice).name.lower()
 
 
 def tiles(length: int, tile: int) -> list[slice]:

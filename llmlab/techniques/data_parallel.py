@@ -109,9 +109,10 @@ def average_gradients(model: nn.Module) -> int:
 class Overlapped:
     """Averages gradients while backward still computes others: a bucket is sent as soon as its last gradient is there.
 
-    Buckets hold parameters in reverse order, for backward reaches the last layer first; `bucket_bytes` is how full one
-    may be, 0 makes a message of each parameter. Call `wait()` between backward and the optimizer's step. `messages`
-    counts all-reduces.
+    Buckets come in reverse order, for backward reaches the last layer first; `bucket_bytes` is how full one may be, 0
+    makes a message of each parameter. Inside a bucket parameters lie in the model's order, as in DDP's first backward:
+    with three ranks and more, an element's place decides in which order it is summed, and so its last bit. Call
+    `wait()` between backward and the optimizer's step. `messages` counts all-reduces.
     """
 
     def __init__(self, model: nn.Module, bucket_bytes: int = BUCKET_BYTES) -> None:
@@ -119,7 +120,7 @@ class Overlapped:
             raise SpecError(f"bucket_bytes={bucket_bytes} is negative; 0 sends each parameter on its own")
         same_model(model)
         self.names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self.buckets = _buckets(list(self.names)[::-1], bucket_bytes)
+        self.buckets = [bucket[::-1] for bucket in _buckets(list(self.names)[::-1], bucket_bytes)]
         self.missing = [set(bucket) for bucket in self.buckets]  # gradients that are still to come
         self.sync, self.messages = True, 0
         self.under_way: list[tuple[int, Tensor, dist.Work]] = []

@@ -138,13 +138,20 @@ def fsdp(model: nn.Module) -> Engine:
     return _plain(model, model, Tensor.backward)
 
 
-def deepspeed(model: nn.Module, stage: int) -> Engine:
-    """deepspeed.initialize at stages 0 to 3, in fp32."""
+def quiet_deepspeed() -> None:
+    """Make DeepSpeed use the CPU, through gloo, whatever else this machine has."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed as library
 
     # Its own collectives for a CPU would be compiled at first use, in minutes; gloo's do the same.
     library.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def deepspeed(model: nn.Module, stage: int) -> Engine:
+    """deepspeed.initialize at stages 0 to 3, in fp32."""
+    quiet_deepspeed()
+    import deepspeed as library
+
     config = {
         "train_micro_batch_size_per_gpu": 1,  # the loop hands over whole batches; it only scales accumulation
         "zero_optimization": {"stage": stage},

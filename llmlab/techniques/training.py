@@ -2,7 +2,8 @@
 
     python -m llmlab.techniques.training --steps 360 --out FOLDER
 
-trains a small Llama on the Python documentation and writes what transformers' from_pretrained reads.
+trains a small Llama on the Python documentation and writes what transformers' from_pretrained reads. With --small in
+place of --steps it is the longer run that llmlab/models/small_llama was made by.
 
     B  micro_batch     T  seq_len     V  vocabulary
 """
@@ -13,7 +14,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
@@ -23,14 +24,17 @@ from torch.optim import Optimizer
 
 from ..data import PYTHON_DOCS, split, tokenizer, windows
 from ..errors import SpecError
+from ..evaluate import perplexity
 from ..models.gpt import GPT
 from ..models.llama import Llama
+from ..models.small import CONFIG, RECIPE, STRIDE, TEXT, TOKENIZER, WEIGHTS, WINDOW, sha256, small_model
 from .schedules import warmup_cosine
 
-# 2.3 million parameters: two cores see 180 000 tokens in half a minute, and half-precision weights take less than 5 MB.
+# 2.5 million parameters: two cores see 180 000 tokens in half a minute, and half-precision ones take 5 MB. Widths are
+# multiples of 256, the largest block of a number format (GGUF's K-quants; NF4 has 64), so that each can hold it all.
 # Narrower matrices start larger: 0.05 is to a width of 256 about what 0.02 is to GPT-2's 768 and beyond.
 SMALL_LLAMA = {
-    "model_type": "llama", "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 672, "num_hidden_layers": 3,
+    "model_type": "llama", "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 3,
     "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 1024, "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0, "tie_word_embeddings": True, "initializer_range": 0.05,
 }  # fmt: skip
@@ -61,6 +65,10 @@ class Recipe:
             raise SpecError(f"{self} has a count below 1 (seq_len: below 2, where there is no next token)")
         if not 0 <= self.warmup < self.steps:
             raise SpecError(f"warmup={self.warmup} is outside 0 <= warmup < steps={self.steps}")
+
+
+# Many rounds over a short text: strong decay keeps it from learning the text by heart. Windows as long as the context.
+SMALL = Recipe(steps=500, micro_batch=2, seq_len=1024, weight_decay=3.0, eval_every=50)  # --small
 
 
 @dataclass
@@ -154,6 +162,26 @@ def save(model: GPT | Llama, folder: Path, dtype: torch.dtype = torch.float32) -
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
+def write_recipe(folder: Path, recipe: Recipe, history: History, held_out: Tensor) -> float:
+    """Write recipe.json beside what `save` wrote, for `llmlab.models.small`; return the perplexity it states.
+
+    It is that of the ids `held_out`, (tokens,), under the weights as they were written: half precision changed them.
+    """
+    path = folder / RECIPE
+    facts = {
+        "command": "python -m llmlab.techniques.training --small --out FOLDER",
+        "recipe": asdict(recipe),
+        "tokens": history.tokens,
+        "seconds": round(history.seconds),
+        "torch": torch.__version__,
+        "sha256": {name: sha256(folder / name) for name in (WEIGHTS, CONFIG, TOKENIZER)} | {TEXT.name: sha256(TEXT)},
+    }
+    path.write_text(json.dumps(facts), encoding="utf-8")
+    facts |= {"perplexity": round(perplexity(small_model(folder), held_out, WINDOW, STRIDE), 4)}
+    path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    return facts["perplexity"]
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Train a small model from scratch.")
     parser.add_argument("--model", choices=("llama", "gpt"), default="llama")
@@ -163,10 +191,16 @@ def main(arguments: list[str] | None = None) -> None:
         "--dtype", choices=("float32", "float16", "bfloat16"), default="float16", help="of what is written"
     )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where model, config and tokenizer are written")
+    parser.add_argument("--small", action="store_true", help="the run that made llmlab.models.small, on its own text")
     for one in fields(Recipe):
-        parser.add_argument("--" + one.name.replace("_", "-"), type=type(one.default), default=one.default)
+        name = "--" + one.name.replace("_", "-")
+        default = f"default {one.default}, with --small {getattr(SMALL, one.name)}"
+        parser.add_argument(name, type=type(one.default), help=default)
     options = parser.parse_args(arguments)
-    recipe = Recipe(**{one.name: getattr(options, one.name) for one in fields(Recipe)})
+    given = {one.name: getattr(options, one.name) for one in fields(Recipe)}
+    recipe = replace(SMALL if options.small else Recipe(), **{k: v for k, v in given.items() if v is not None})
+    if options.small:
+        options.model, options.source = "llama", TEXT
     torch.manual_seed(recipe.seed)
     model = Llama.from_spec(SMALL_LLAMA) if options.model == "llama" else GPT.from_spec(SMALL_GPT)
     training, validation = split(model.spec.vocab, options.source)
@@ -176,7 +210,9 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"{model.spec.parameters:,} parameters, {history.tokens:,} tokens in {history.seconds:.0f} s")
     if options.out:
         save(model, options.out, getattr(torch, options.dtype))
-        tokenizer(model.spec.vocab, options.source).save(str(options.out / "tokenizer.json"))
+        tokenizer(model.spec.vocab, options.source).save(str(options.out / TOKENIZER))
+        if options.small:
+            print(f"held-out perplexity {write_recipe(options.out, recipe, history, validation):.4f}")
 
 
 if __name__ == "__main__":

@@ -54,6 +54,17 @@ def test_each_token_has_at_least_window_less_stride_tokens_of_context(
     )
 
 
+def test_our_own_models_are_read_no_further_than_their_context() -> None:
+    from llmlab.models.llama import Llama
+
+    shape = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+             "num_attention_heads": 1, "vocab_size": 50, "max_position_embeddings": 16}  # fmt: skip
+    ours, ids = Llama.from_spec(shape).eval(), torch.arange(40)
+    assert float(perplexity(ours, ids)) == float(perplexity(ours, ids, 16, 8))
+    with pytest.raises(SpecError, match="at most 16"):
+        perplexity(ours, ids, window=17)
+
+
 def test_windows_side_by_side_share_the_one_token_that_the_next_is_predicted_from(
     model: GPT2LMHeadModel, ids: torch.Tensor
 ) -> None:

@@ -1,9 +1,26 @@
 """Every cache gives the same tokens, and they are transformers'."""
 
+import sys
+
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MinPLogitsWarper,
+    MistralConfig,
+    MistralForCausalLM,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from llmlab.errors import SpecError
 from llmlab.inference import generate, probabilities, speculate
@@ -11,6 +28,7 @@ from llmlab.inference.generate import CACHES
 from llmlab.models.llama import Llama
 
 VOCAB, CONTEXT, NEW = 64, 64, 24
+generating = sys.modules["llmlab.inference.generate"]  # the package gives the function under this name
 
 
 def llama(layers: int = 2, seed: int = 0, attention: str = "sdpa") -> LlamaForCausalLM:
@@ -35,7 +53,33 @@ def gpt2() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config).eval()
 
 
-MODELS = {"llama": llama, "gpt2": gpt2, "eager": lambda: llama(attention="eager")}
+def window() -> MistralForCausalLM:
+    """Mistral, whose layers see the last 8 tokens only."""
+    torch.manual_seed(0)
+    return MistralForCausalLM(
+        MistralConfig(**llama().config.to_dict() | {"model_type": "mistral"}, sliding_window=8)
+    ).eval()
+
+
+def latent() -> DeepseekV3ForCausalLM:
+    """DeepSeek-V3, which caches one latent and one rotary key a token."""
+    torch.manual_seed(0)
+    config = DeepseekV3Config(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, n_group=1, topk_group=1,
+        num_experts_per_tok=2, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8,
+        max_position_embeddings=CONTEXT, initializer_range=0.3, first_k_dense_replace=1,
+    )  # fmt: skip
+    return DeepseekV3ForCausalLM(config).eval()
+
+
+MODELS = {
+    "llama": llama,
+    "gpt2": gpt2,
+    "eager": lambda: llama(attention="eager"),
+    "sliding window": window,
+    "latent attention": latent,
+}
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -93,6 +137,56 @@ def test_sampled_tokens_are_transformers_with_the_same_seed(
     # transformers fills in top_k=50 where none is given
     expected = reference(model, prompts, do_sample=True, **{"top_k": 0, **filters})
     assert torch.equal(generate(model, prompts, NEW, cache=cache, seed=7, **filters), expected)
+
+
+@settings(max_examples=60)
+@example(scores=[1.0, 1.0, 0.0], temperature=1.0, top_k=None, top_p=None, min_p=1.0)
+@example(scores=[1.0, 1.0, 0.0], temperature=1.0, top_k=1, top_p=0.5, min_p=None)
+@given(
+    scores=st.lists(st.floats(-8, 8, width=32), min_size=2, max_size=12),
+    temperature=st.floats(0.2, 3),
+    top_k=st.none() | st.integers(1, 15),
+    top_p=st.none() | st.floats(0.05, 1),
+    min_p=st.none() | st.floats(0, 1),
+)
+def test_probabilities_are_transformers_for_any_logits(
+    scores: list[float], temperature: float, top_k: int | None, top_p: float | None, min_p: float | None
+) -> None:
+    """Ties, a k beyond the vocabulary, filters that leave one token."""
+    expected = TemperatureLogitsWarper(temperature)(None, torch.tensor([scores]))
+    if top_k:
+        expected = TopKLogitsWarper(top_k)(None, expected)
+    if top_p and top_p < 1:
+        expected = TopPLogitsWarper(top_p)(None, expected)
+    if min_p is not None:
+        expected = MinPLogitsWarper(min_p)(None, expected)
+    found = probabilities(torch.tensor([scores]), temperature, top_k, top_p, min_p)
+    assert torch.equal(found, expected.softmax(-1))
+
+
+@pytest.mark.parametrize("cache", [kind for kind in CACHES if kind != "none"])
+@pytest.mark.parametrize("when", [1, 5])
+def test_a_model_that_fails_leaves_no_cache_behind(
+    prompts: Tensor, cache: str, when: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the prompt's pass, and in the middle of decoding."""
+    model, made, calls = llama(), [], []
+    build = generating._cache
+    monkeypatch.setattr(generating, "_cache", lambda *args: made.append(build(*args)) or made[-1])
+
+    def fails(*args: object) -> None:
+        calls.append(args)
+        if len(calls) == when:
+            raise RuntimeError("broken")
+
+    model.model.layers[1].mlp.register_forward_pre_hook(fails)
+    with pytest.raises(RuntimeError, match="broken"):
+        generate(model, prompts, 8, cache=cache)
+    assert made[0].length == 0
+    if cache == "paged":
+        assert len(made[0].pool.free) == len(made[0].pool.holders)
+    else:
+        assert not made[0].layers
 
 
 def test_another_seed_writes_another_text(prompts: Tensor) -> None:

@@ -130,15 +130,46 @@ def test_linear_cross_entropy(rung, dtype, chunk):
 
 
 @TRITON
-@pytest.mark.parametrize("function", ["softmax", "cross_entropy"])
-def test_a_row_of_llama_3s_vocabulary(function):
+@DTYPES
+@pytest.mark.parametrize(("function", "rung"), [("softmax", 4), ("cross_entropy", 3), ("cross_entropy", 4)])
+def test_a_row_of_llama_3s_vocabulary(function, rung, dtype):
     """128,256 columns: 16 tiles, the last one not full."""
     x, target = normal(1, 128256) * 5, torch.tensor([128255], device=DEVICE)
     if function == "softmax":
-        assert_equal(lambda x: kernels.softmax(x, rung=4), lambda x: torch.softmax(x, -1), [x], torch.float32)
+        assert_equal(lambda x: kernels.softmax(x, rung=rung), lambda x: torch.softmax(x, -1), [x], dtype)
     else:
-        ours = lambda x: kernels.cross_entropy(x, target, rung=4)  # noqa: E731
-        assert_equal(ours, lambda x: F.cross_entropy(x, target), [x], torch.float32)
+        ours = lambda x: kernels.cross_entropy(x, target, rung=rung)  # noqa: E731
+        assert_equal(ours, lambda x: F.cross_entropy(x, target), [x], dtype)
+
+
+@pytest.mark.parametrize("rung", [0, 1])
+def test_gradients_are_finite_differences(rung):
+    """In fp64, which Triton's rungs do not take: those are held to rung 0's formula, above."""
+    R, C, V, D = 3, 4, 5, 4
+    cos, sin = (normal(R, D, seed=seed).to(DEVICE) for seed in (3, 4))
+    targets = torch.tensor([1, -100, 4], device=DEVICE)
+    for call, shapes in (
+        (lambda x: kernels.softmax(x, rung=rung), [(R, V)]),
+        (lambda x, weight: kernels.rms_norm(x, weight, 0.1, rung=rung), [(R, C), (C,)]),
+        (lambda gate, up: kernels.swiglu(gate, up, rung=rung), [(R, C), (R, C)]),
+        (lambda q, k: kernels.rope(q, k, cos, sin, rung=rung), [(1, 2, R, D), (1, 1, R, D)]),
+        (lambda logits: kernels.cross_entropy(logits, targets, rung=rung), [(R, V)]),
+    ):
+        leaves = [normal(*shape, seed=seed).to(DEVICE).requires_grad_() for seed, shape in enumerate(shapes)]
+        assert torch.autograd.gradcheck(call, leaves)
+
+
+def test_gradients_of_the_fused_loss_are_finite_differences():
+    """gradcheck calls backward twice, which rung 1 refuses: it is held to rung 0, in fp64."""
+    hidden, weight = (normal(*shape).to(DEVICE).requires_grad_() for shape in ((3, 4), (5, 4)))
+    targets = torch.tensor([1, -100, 4], device=DEVICE)
+
+    def loss(hidden, weight, rung=0):
+        return kernels.linear_cross_entropy(hidden, weight, targets, rung=rung, chunk=2)
+
+    assert torch.autograd.gradcheck(loss, (hidden, weight))
+    naive, chunked = (torch.autograd.grad(loss(hidden, weight, rung), (hidden, weight)) for rung in (0, 1))
+    torch.testing.assert_close(chunked, naive)
 
 
 @TRITON
@@ -173,6 +204,55 @@ def test_inplace_writes_the_gradient_over_the_logits_and_refuses_a_second_backwa
     assert torch.allclose(gradient, wanted, atol=1e-7)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(loss, logits)
+
+
+def both(call, *inputs):
+    """Result and gradients of `call`, with a gradient of its own for each result, and where they are in memory."""
+    leaves = [x.float().to(DEVICE).requires_grad_() for x in inputs]
+    values = [leaf * 1 for leaf in leaves]
+    results = call(*values)
+    results = results if isinstance(results, tuple) else (results,)
+    given = [normal(*one.shape, seed=8).float().to(DEVICE) for one in results]
+    found = torch.autograd.grad(results, values, given, retain_graph=True)
+    return values, results, given, found
+
+
+@TRITON
+def test_inplace_kernels_give_the_same_in_memory_that_is_there():
+    """As Liger's do: RMSNorm over the given gradient, SwiGLU over gate and up, RoPE over q, k and their gradients."""
+    x, weight, gate, up = normal(5, 16), normal(16, seed=1), normal(3, 7, seed=2), normal(3, 7, seed=3)
+    q, k = normal(1, 2, 5, 8, seed=4), normal(1, 1, 5, 8, seed=5)
+    angle = normal(5, 8, seed=6).float().to(DEVICE)
+    for call, inputs in (
+        (lambda x, weight, **how: kernels.rms_norm(x, weight, rung=4, **how), (x, weight)),
+        (lambda gate, up, **how: kernels.swiglu(gate, up, rung=4, **how), (gate, up)),
+        (lambda q, k, **how: kernels.rope(q, k, angle.cos(), angle.sin(), rung=4, **how), (q, k)),
+    ):
+        _, wanted, _, gradients = both(call, *inputs)
+        values, found, given, over = both(lambda *values, call=call: call(*values, inplace=True), *inputs)
+        for ours, theirs in zip((*found, *over), (*wanted, *gradients), strict=True):
+            assert torch.equal(ours, theirs)
+        there = {t.data_ptr() for t in (*values, *given)}
+        assert over[0].data_ptr() in there and (len(over) == 1 or inputs[0] is x or over[1].data_ptr() in there)
+        if inputs[0] is q:
+            assert found[0].data_ptr() == values[0].data_ptr()
+        if inputs[0] is gate:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                torch.autograd.grad(found, values, given)
+
+
+@TRITON
+def test_inplace_copies_what_was_expanded():
+    """The gradient of a sum over heads is one row, seen as many: written over, it would be turned once a head."""
+    q = normal(1, 2, 3, 4).float().to(DEVICE).requires_grad_()
+    angle = normal(3, 4, seed=6).float().to(DEVICE)
+    ways = [kernels.rope(q * 1, q * 1, angle.cos(), angle.sin(), rung=4, inplace=inplace) for inplace in (False, True)]
+    given = normal(1, 3, 4, seed=7).float().to(DEVICE)
+    plain, over = (torch.autograd.grad((a + b).sum(1), q, given.clone())[0] for a, b in ways)
+    assert torch.equal(plain, over)
+    x = normal(3, 4).float().to(DEVICE).requires_grad_()
+    sums = [kernels.rms_norm(x, torch.ones_like(x[0]), rung=4, inplace=inplace).sum() for inplace in (False, True)]
+    assert torch.equal(torch.autograd.grad(sums[0], x)[0], torch.autograd.grad(sums[1], x)[0])
 
 
 @pytest.mark.parametrize("rung", [1, pytest.param(3, marks=TRITON), pytest.param(4, marks=TRITON)])
@@ -215,8 +295,8 @@ def test_linear_cross_entropy_makes_no_gradients_that_nobody_asked_for(rung):
 @RUNGS
 def test_strides_of_inputs_and_of_gradients(rung):
     """Transposed, sliced and expanded inputs, and the gradient of .sum(), whose strides are all zero."""
-    wide = normal(7, 3, 40).float().to(DEVICE)
-    for x in (wide.transpose(0, 1), wide[:, ::2], wide[..., 3:20], wide.transpose(0, 2), wide[:1].expand(4, 3, 40)):
+    wide = normal(4, 3, 12).float().to(DEVICE)
+    for x in (wide.transpose(0, 1), wide[:, ::2], wide[..., 3:9], wide.transpose(0, 2), wide[:1].expand(2, 3, 12)):
         leaf = x.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
         strided = x.detach().requires_grad_()
         weight = normal(x.shape[-1]).float().to(DEVICE)
@@ -271,11 +351,32 @@ def test_attention_with_grouped_heads(rung, dtype, T, D, causal):
 
 
 @TRITON
+@DTYPES
 @pytest.mark.parametrize("D", [32, 64, 80, 128])
-def test_attention_at_the_head_sizes_of_models(D):
-    inputs = [normal(1, 1, 40, D, seed=seed) for seed in range(3)]
+def test_attention_at_the_head_sizes_of_models(D, dtype):
+    """Long enough for tiles below the diagonal, which need no mask, and for a last tile that is not full."""
+    T = 70 if dtype == torch.float32 else 150
+    inputs = [normal(1, 1, T, D, seed=seed) for seed in range(3)]
     exact = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)  # noqa: E731
-    assert_equal(lambda q, k, v: kernels.attention(q, k, v, rung=4), exact, inputs, torch.float32)
+    assert_equal(lambda q, k, v: kernels.attention(q, k, v, rung=4), exact, inputs, dtype)
+
+
+@TRITON
+def test_attention_without_a_mask_over_many_tiles():
+    inputs = [normal(1, heads, 150, 16, seed=seed) for seed, heads in enumerate((2, 1, 1))]
+    exact = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)  # noqa: E731
+    assert_equal(lambda q, k, v: kernels.attention(q, k, v, False, rung=4), exact, inputs, torch.float16)
+
+
+@TRITON
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_with_scores_far_from_zero(causal):
+    """Every score near -400 and logsumexp with it: what lies past the last key must not become exp(400)."""
+    q, k, v = (normal(1, 1, 35, 16, seed=seed) * 0.1 for seed in range(3))
+    q, k = q + 10, k - 10
+    exact = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal)  # noqa: E731
+    assert_equal(lambda q, k, v: kernels.attention(q, k, v, causal, rung=4), exact, [q, k, v], torch.float32, 30.0)
 
 
 # ---------------------------------------------------------------- torch.compile, the choice of a rung, and errors
@@ -357,6 +458,8 @@ X, Q = torch.ones(2, 8), torch.ones(1, 4, 3, 8)
         (lambda: kernels.rope(Q[..., :7], Q[..., :7], X, X), "even D"),
         (lambda: kernels.cross_entropy(X, torch.ones(3).long()), r"need torch.int64 \(2,\)"),
         (lambda: kernels.cross_entropy(X, torch.ones(2).long(), rung=1, inplace=True), "inplace=True is for rung 4"),
+        (lambda: kernels.rms_norm(X, X[0], rung=0, inplace=True), r"inplace=True is for rung 4 \(this is rung 0\)"),
+        (lambda: kernels.swiglu(X, X, rung=3, inplace=True), r"inplace=True is for rung 4 \(this is rung 3\)"),
         (lambda: kernels.linear_cross_entropy(X, X.half(), torch.ones(2).long()), "give one dtype"),
         (lambda: kernels.linear_cross_entropy(X, X, torch.ones(2).long(), chunk=0), "chunk=0 rows"),
         (lambda: kernels.attention(Q, Q[:, :3], Q[:, :3]), "4 query heads cannot share 3 key heads"),

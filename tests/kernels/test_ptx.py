@@ -26,10 +26,19 @@ def test_a_fused_kernel_compiles_without_spills(arch):
     assert all(sm == arch and 0 < registers <= 255 and spills == 0 for *_, sm, registers, spills, _shared in rows)
 
 
-@pytest.mark.parametrize("arch", [75, 80, 90])
-def test_attentions_tiles_fit_in_registers_and_shared_memory(arch):
-    """Head size 64, fp16: forward, dk with dv, and dq. Shared memory a block may have: CUDA C++ guide, table 27."""
-    rows = compiled("--arch", str(arch), "--kernel", "attention", "--dtype", "fp16", "--head", "64")
+@pytest.mark.parametrize(("kernel", "count"), [("softmax", 3), ("cross_entropy", 2)])
+def test_wide_rows_compile_tile_by_tile_without_spills(kernel, count):
+    rows = compiled("--arch", "80", "--kernel", kernel, "--dtype", "bf16")
+    assert len(rows) == count
+    assert all(0 < registers <= 255 and spills == 0 for *_, _sm, registers, spills, _shared in rows)
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "head"), [(75, "fp16", 64), (80, "bf16", 64), (80, "bf16", 128), (90, "bf16", 128)]
+)
+def test_attentions_tiles_fit_in_registers_and_shared_memory(arch, dtype, head):
+    """Forward, row sums, dk with dv, and dq. Shared memory a block may have: CUDA C++ guide, table 27."""
+    rows = compiled("--arch", str(arch), "--kernel", "attention", "--dtype", dtype, "--head", str(head))
     assert len(rows) == 4
     for kernel, _dtype, _sm, registers, spills, shared in rows:
         assert registers <= 255 and spills == 0, kernel

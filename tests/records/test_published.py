@@ -143,7 +143,7 @@ def test_operators_are_looked_up_by_what_the_card_is_called():
 
 def test_every_figure_has_a_source_a_setup_and_numbers():
     every = figures()
-    assert len(every) == 35
+    assert len(every) == 47
     for found in every.values():
         assert found.source and found.setup and found.what and found.unit
         assert found.values and all(isinstance(value, (int, float)) for value in found.values.values())
@@ -182,6 +182,11 @@ def test_every_figure_has_a_source_a_setup_and_numbers():
         ("gpt-fast-bandwidth", "Llama-2-7B, bf16", 1397 * 10**9),
         ("flash-attention-training", "8k, FlashAttention-2", 220 * 10**12),
         ("flash-attention-forward", "standard, 16k", 63 * 10**12),
+        ("flash-attention-3-forward", "standard, 8k", 73 * 10**12),
+        ("flash-attention-3-forward", "FlashAttention-2, 1k", 306 * 10**12),
+        ("flash-attention-2-step", "FlashAttention-2, 16k", 171 * 10**12),
+        ("flash-attention-traffic", "standard", 40_300_000_000),
+        ("flash-attention-traffic-time", "FlashAttention", 0.0073),
         ("cuda-context-t4", "T4", 140.875 * MiB),
         ("cuda-context-a100", "torch 2.1.1, lazy", round(0.47 * 2**30)),
         ("nccl-first-barrier-a100", "after", 2 * 2**30),

@@ -175,6 +175,33 @@ def test_the_kernel_of_attention_and_what_it_saves(gpu, dtype, D, masked, choice
         assert held >= output + B * H * T * T * dtype.itemsize  # the probabilities are written out
 
 
+@pytest.mark.parametrize(
+    ("queries", "heads", "kv_heads", "S", "D", "dropout", "splits"),
+    [
+        (1, 32, 8, 700, 128, 0.0, 6),  # 8 heads of 4 rows, 6 blocks of 128 keys: each block apart
+        (1, 32, 32, 700, 128, 0.0, 6),  # 32 blocks of queries for 216 slots
+        (1, 48, 48, 8192, 128, 0.0, 4),  # 192 of 216 slots busy; with 9 parts 432 of 432, no 15 % more
+        (1, 32, 8, 8192, 128, 0.0, 22),  # 176 of 216; 23 parts would be as long as 22
+        (1, 32, 8, 256, 64, 0.0, 1),  # one block of 256 keys
+        (512, 32, 8, 512, 128, 0.0, 1),  # 256 blocks of queries: enough
+        (128, 8, 8, 128, 64, 0.1, 1),
+        (64, 8, 8, 1024, 64, 0.1, 1),  # not with dropout
+        (64, 8, 8, 1024, 64, 0.0, 4),
+    ],
+)  # fmt: skip
+def test_flash_splits_keys_where_queries_leave_multiprocessors_idle(
+    card, queries, heads, kv_heads, S, D, dropout, splits
+):
+    """flash_api.cpp, set_params_splitkv on 108 multiprocessors: output and log-sum-exp of each part, in fp32."""
+    q = on_card(1, heads, queries, D, dtype=torch.bfloat16, grad=False)
+    k = on_card(1, kv_heads, S, D, dtype=torch.bfloat16, grad=False)
+    run = lambda: F.scaled_dot_product_attention(q, k, k, dropout_p=dropout, enable_gqa=heads != kv_heads)  # noqa: E731
+    held, peak, _ = held_and_peak(run)
+    rows = heads * queries
+    parts = block(4 * splits * rows) + block(4 * splits * rows * D) if splits > 1 else 0
+    assert held == 2 * rows * D and peak == held + block(4 * rows) + 2 * 512 + parts
+
+
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("D", [64, 72])
 def test_flash_backward_sums_the_gradient_of_queries_in_fp32(card, kv_heads, D):

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import llmlab as lab
-from llmlab.simulate.quantized import gemm_4bit, int8_accumulator, int8_outliers
+from llmlab.hardware.gpu import gpu as find_gpu
+from llmlab.simulate.quantized import gemm_4bit, int8_accumulator, int8_outliers, multiplies_packed
 from llmlab.simulate.semantics import efficient_forward
 
 pytest.importorskip("bitsandbytes")
@@ -82,14 +83,39 @@ def test_peft_gives_cached_segments_back_and_stays_as_it_was():
 
 
 def test_what_bitsandbytes_kernels_take():
-    """backends/cuda/ops.py: NF4 unpacks the weight for many rows; int8 sums in int32, and in fp16 before bf16."""
+    """backends/cuda/ops.py: NF4 unpacks the weight for many rows, and of double quantization the scales, twice in fp32;
+    int8 sums in int32, and in fp16 before bf16."""
+    M, K, N = 256, 4096, 14336
+    a = torch.empty(M, K, dtype=torch.bfloat16, device="meta")
+    taken = gemm_4bit(find_gpu(CARD))
+    assert taken(a, a, [N, K], a, 64, "nf4") == [2 * N * K] and taken(a[:4], a, [N, K], a, 64, "nf4") == []
+    scales = torch.empty(N * K // 64, dtype=torch.uint8, device="meta")
+    assert taken(a, a, [N, K], a, 64, "nf4", absmax_8bit=scales) == [*[4 * scales.numel()] * 2, 2 * N * K]
     M, K, N = 256, D, FF
     a = torch.empty(M, K, dtype=torch.bfloat16, device="meta")
-    assert gemm_4bit(a, a, [N, K]) == [2 * N * K] and gemm_4bit(a[:4], a, [N, K]) == []
     ca, cb = (torch.empty(shape, dtype=torch.int8, device="meta") for shape in ((M, K), (N, K)))
     assert int8_accumulator(a.half(), ca, cb) == [4 * M * N]
     assert int8_accumulator(a, ca, cb) == [4 * M * N, 2 * M * N]
     assert int8_outliers(None, a, 6.0) == [2 * M * K, M * K] and int8_outliers(None, a) == []
+
+
+@pytest.mark.parametrize(
+    ("gpu", "shape", "dtype", "most"),
+    [
+        ("T4", (4096, 4096), torch.float16, 64),  # fp16 alone has a tensor-core kernel on Turing
+        ("T4", (4096, 4096), torch.bfloat16, 7),
+        ("T4", (14336, 4096), torch.float16, 128),
+        ("A100-80GB", (14336, 4096), torch.bfloat16, 64),
+        ("A100-80GB", (4096, 14336), torch.bfloat16, 5),  # many more inputs than outputs: unpacking is faster
+        ("V100-16GB", (4096, 4096), torch.float16, 7),
+        ("A100-80GB", (4096, 4096), torch.float32, 7),
+    ],
+)  # fmt: skip
+def test_up_to_how_many_rows_a_card_multiplies_packed_weights(gpu, shape, dtype, most):
+    """backends/cuda/ops.py, _gemm_4bit_use_custom_cuda, read for each architecture."""
+    card = find_gpu(gpu)
+    assert multiplies_packed(card, dtype, most, shape, 64) and not multiplies_packed(card, dtype, most + 1, shape, 64)
+    assert not multiplies_packed(card, dtype, most, (shape[0], shape[1] + 32), 64)  # rows of whole blocks only
 
 
 def test_the_efficient_kernel_accumulates_wide_heads_outside():

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmlab.errors import SpecError
-from llmlab.techniques.attention import flash_attention, online_softmax, standard_attention
+from llmlab.techniques.attention import flash_attention, online_softmax, sdpa_backend, standard_attention
 
 
 def normal(*shape, seed=0):
@@ -115,6 +115,30 @@ def test_no_tile_of_scores_is_larger_than_the_tile():
     with Shapes():
         flash_attention(q, k, v, tile=16).sum().backward()
     assert max(largest) == 16 * 16
+
+
+def test_flash_does_two_products_forward_and_five_backward_and_standard_two_and_four():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def products(function, T, causal):
+        q, k, v = heads(1, 1, 1, T, 8)
+        with FlopCounterMode(display=False) as forward:
+            out = function(q, k, v, causal)
+        with FlopCounterMode(display=False) as backward:
+            out.sum().backward()
+        return forward.get_total_flops() / (2 * T * T * 8), backward.get_total_flops() / (2 * T * T * 8)
+
+    tiled = lambda q, k, v, causal: flash_attention(q, k, v, causal, 32)  # noqa: E731
+    assert products(standard_attention, 256, False) == products(standard_attention, 256, True) == (2, 4)
+    assert products(tiled, 256, False) == (2, 5)
+    share = (1 + 32 / 256) / 2  # of the tiles, where the mask leaves the later ones out
+    assert products(tiled, 256, True) == (2 * share, 5 * share)
+
+
+def test_torch_says_which_backend_it_takes():
+    q, k, v = (t.detach().float() for t in heads(1, 4, 2, 8, 8))
+    assert sdpa_backend(q, q, q, causal=True) == sdpa_backend(q, k, v) == "flash_attention"  # the CPU's
+    assert sdpa_backend(q, q, q.transpose(2, 3).contiguous().transpose(2, 3)) == "math"  # channels are not adjacent
 
 
 @pytest.mark.parametrize(

@@ -8,104 +8,22 @@ import torch.distributed as dist
 from torch import nn
 
 from llmlab.errors import SpecError
-from llmlab.models.gpt import GPT
+from llmlab.estimate.communication import bytes_sent
 from llmlab.techniques import rank_training
+from llmlab.techniques.collectives import run_all
 from llmlab.techniques.data_parallel import (
     Overlapped,
-    average_gradients,
     ring_all_gather,
     ring_all_reduce,
     ring_reduce_scatter,
     same_model,
-    spread,
 )
+from llmlab.techniques.data_parallel_runs import every_method, new_gpt, train_wrongly
 from llmlab.techniques.launch import launch
-from llmlab.techniques.rank_training import Job, main, small_gpt
-from llmlab.techniques.training import next_token_loss
+from llmlab.techniques.rank_training import Job, main
 
 FP32 = 2e-6  # of the gradient's norm: the same sums in another order
 SEQUENCES = 6
-
-
-def batch(sequences=SEQUENCES):
-    return torch.randint(384, (sequences, 16), generator=torch.Generator().manual_seed(1))  # (B, T)
-
-
-def new_gpt():
-    torch.manual_seed(0)
-    return GPT(small_gpt())
-
-
-def gradient(model):
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
-
-
-def apart(one, other):
-    return ((one - other).norm() / other.norm()).item()
-
-
-def hook_the_parameter(model):
-    """A mistake seen in teaching code: what is averaged is the parameter, which is the same everywhere already."""
-
-    def average(parameter):
-        dist.all_reduce(parameter.data)
-        parameter.data.div_(dist.get_world_size())
-
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(average)
-
-
-def gradients_of_every_method():
-    """Run in each rank: how far each method's gradient is from the whole batch's and from DDP's, and what it sent."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    mine = batch()[rank * SEQUENCES // ranks : (rank + 1) * SEQUENCES // ranks]
-    one_process = new_gpt()
-    next_token_loss(one_process(batch()), batch()).backward()
-    whole = gradient(one_process)
-
-    model = new_gpt()
-    wrapped = nn.parallel.DistributedDataParallel(model)
-    next_token_loss(wrapped(mine), mine).backward()
-    ddp = gradient(model)
-    found = {"ddp": {"whole": apart(ddp, whole)}}
-
-    def note(name, model, **more):
-        flat = gradient(model)
-        found[name] = {
-            "whole": apart(flat, whole), "ddp": torch.equal(flat, ddp), "spread": spread(model), **more,
-        }  # fmt: skip
-
-    model = new_gpt()
-    next_token_loss(model(mine), mine).backward()
-    sent = average_gradients(model)
-    note("naive", model, sent=sent / (4 * whole.numel()))
-
-    for name, bucket_bytes in (("hooks", 0), ("buckets", 100_000), ("one bucket", 2**30)):
-        model = new_gpt()
-        averaged = Overlapped(model, bucket_bytes)
-        next_token_loss(model(mine), mine).backward()
-        under_way = len(averaged.under_way)
-        averaged.wait()
-        note(name, model, messages=averaged.messages, under_way=under_way)
-
-    model = new_gpt()
-    averaged = Overlapped(model)
-    half = len(mine) // 2 or 1
-    with averaged.no_sync():
-        (next_token_loss(model(mine[:half]), mine[:half]) * half / len(mine)).backward()
-    apart_before = spread(model)
-    if rest := len(mine) - half:
-        (next_token_loss(model(mine[half:]), mine[half:]) * rest / len(mine)).backward()
-        averaged.wait()
-        note("no_sync", model, messages=averaged.messages, spread_before=apart_before)
-
-    model = new_gpt()
-    hook_the_parameter(model)
-    before = [p.detach().clone() for p in model.parameters()]
-    next_token_loss(model(mine), mine).backward()
-    unchanged = all(torch.allclose(p, b) for p, b in zip(model.parameters(), before, strict=True))
-    note("the parameter", model, unchanged=unchanged)
-    return found
 
 
 def ring_beside_gloo():
@@ -170,7 +88,13 @@ def mistakes():
 
 
 def everything():
-    return {"gradients": gradients_of_every_method(), "ring": ring_beside_gloo(), "mistakes": mistakes()}
+    return {
+        "gradients": every_method(SEQUENCES),
+        "ring": ring_beside_gloo(),
+        "mistakes": mistakes(),
+        "collectives": run_all(),
+        "wrong": train_wrongly(SEQUENCES, 5),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -199,6 +123,13 @@ def test_on_two_ranks_gradients_are_ddps_bit_for_bit(two, method):
     assert all(rank["gradients"][method]["ddp"] for rank in two)
 
 
+def test_on_three_ranks_the_same_bucket_gives_ddps_bits(three):
+    """With more ranks an element's place in the message decides the order of its sum: DDP's place, DDP's bits."""
+    for rank in three:
+        assert rank["gradients"]["one bucket"]["ddp"] and rank["gradients"]["torch DDP"]["spread"] == 0.0
+        assert not rank["gradients"]["hooks"]["ddp"], "other messages round otherwise"
+
+
 def test_averaging_the_parameter_instead_of_its_gradient_is_caught(two, three):
     """It raises nothing and changes nothing: only the gradients show it."""
     for ranks in (two, three):
@@ -206,6 +137,11 @@ def test_averaging_the_parameter_instead_of_its_gradient_is_caught(two, three):
         assert all(found["unchanged"] for found in wrong)
         assert all(found["whole"] > 0.1 for found in wrong), "every rank has its own share's gradient"
         assert all(found["spread"] > 1e-3 for found in wrong)
+        for rank in ranks:
+            assert rank["wrong"]["losses"][-1] < rank["wrong"]["losses"][0] - 0.5, (
+                "and the loss falls as if all was well"
+            )
+            assert min(rank["wrong"]["spreads"]) > 1e-3
 
 
 def test_buckets_are_sent_during_backward_and_make_fewer_messages(two):
@@ -231,7 +167,7 @@ def test_the_ring_sends_2_n_minus_1_over_n_of_the_tensor(two, three):
         for rank in ranks:
             for found in rank["ring"]:
                 if found["size"] % n == 0:
-                    assert found["sent"] * n == 2 * (n - 1) * found["size"] * 4
+                    assert found["sent"] == bytes_sent("all-reduce", 4 * found["size"], n)
                     assert found["sent_half"] * 2 == found["sent"]
         for sizes in zip(*(rank["ring"] for rank in ranks), strict=True):  # where N does not divide: over all ranks
             assert sum(found["sent"] for found in sizes) == 2 * (n - 1) * sizes[0]["size"] * 4
@@ -242,6 +178,28 @@ def test_the_ring_gives_every_rank_the_same_sum(two, three):
         for rank in ranks:
             assert all(found["right"] and found["own_chunk"] and found["gathered"] for found in rank["ring"])
             assert [f["values"] for f in rank["ring"]] == [f["values"] for f in ranks[0]["ring"]]
+
+
+def test_what_each_collective_leaves_where(two, three):
+    """Rank r starts with 10^r (1, 2, ..., N): the digits say who gave what."""
+    for ranks in (two, three):
+        n = len(ranks)
+        rows = [[10.0**r * (c + 1) for c in range(n)] for r in range(n)]
+        columns = [list(column) for column in zip(*rows, strict=True)]
+        sums, own = [sum(column) for column in columns], [rows[r][r] for r in range(n)]
+        nothing = [None] * (n - 1)
+        expected = {
+            "broadcast": ([rows[0], *nothing], [rows[0]] * n),
+            "reduce": (rows, [sums, *nothing]),
+            "scatter": ([rows[0], *nothing], [[value] for value in rows[0]]),
+            "gather": ([[value] for value in own], [own, *nothing]),
+            "all-gather": ([[value] for value in own], [own] * n),
+            "reduce-scatter": (rows, [[value] for value in sums]),
+            "all-reduce": (rows, [sums] * n),
+            "all-to-all": (rows, columns),
+        }
+        for rank in ranks:
+            assert rank["collectives"] == {name: list(pair) for name, pair in expected.items()}
 
 
 def test_mistakes_raise_instead_of_hanging(two):

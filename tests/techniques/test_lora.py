@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import llmlab as lab
 from llmlab.errors import SpecError, UnknownName
 from llmlab.techniques import peft_methods
+from llmlab.techniques.adapters import insert
 from llmlab.techniques.lora import LoRALinear, adapters, inject, load, merge, save, trained_parameters, unmerge
 
 CONFIG = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 2,
@@ -200,3 +201,40 @@ def test_methods_that_do_not_exist_are_refused():
         peft_methods.trained("doras", lab.model(CONFIG))
     with pytest.raises(SpecError, match="Llama-like"):
         peft_methods.trained("lora", lab.model("gpt2"))
+
+
+@pytest.mark.parametrize("method", [m for m in peft_methods.METHODS if m != "bitfit"])
+def test_each_method_learns_and_leaves_the_rest_alone(method):
+    model = peft_methods.apply(method, build(), rank=4, tokens=5)
+    frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    losses = []
+    for _ in range(8):
+        optimizer.zero_grad()
+        losses.append(loss(model))
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < losses[0] - 0.01
+    assert all(torch.equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen)
+
+
+@pytest.mark.parametrize("method", ["lora", "dora", "adapter", "ia3"])
+def test_methods_inside_the_layers_start_from_the_model_itself(method):
+    before = build()(input_ids=IDS).logits
+    torch.testing.assert_close(peft_methods.apply(method, build(), rank=4)(input_ids=IDS).logits, before)
+
+
+def test_an_adapter_is_two_linears_and_a_skip_after_each_sublayer():
+    model = insert(build(), 4)
+    for layer in model.model.layers:
+        for adapter, linear in ((layer.self_attn.o_proj, "o_proj"), (layer.mlp.down_proj, "down_proj")):
+            nn.init.normal_(adapter.up.weight)
+            x = torch.randn(3, adapter.base.in_features)
+            y = adapter.base(x)
+            bottleneck = torch.nn.functional.gelu(y @ adapter.down.weight.T + adapter.down.bias)
+            expected = y + bottleneck @ adapter.up.weight.T + adapter.up.bias
+            torch.testing.assert_close(adapter(x), expected, msg=linear)
+    with pytest.raises(SpecError, match="no linear named o_proj"):
+        insert(nn.Sequential(nn.Linear(4, 4)), 4)
+    with pytest.raises(SpecError, match="width=0"):
+        insert(build(), 0)

@@ -14,8 +14,8 @@ from llmlab.models.gpt import GPT
 from llmlab.records import figure
 from llmlab.techniques.launch import launch
 from llmlab.techniques.rank_training import Job, formula, main, small_gpt, train
-from llmlab.techniques.training import next_token_loss
 from llmlab.techniques.zero import Zero
+from llmlab.techniques.zero_runs import knobs, over_the_step, persistence
 
 STEPS = 20
 LOSS = 2e-5  # nats: 20 steps of fp32 sums in another order
@@ -69,29 +69,15 @@ def odd_layers_and_two_micro_batches():
     return found
 
 
-def most_at_once():
-    """Run in each rank: the most bytes of parameters and of gradients that stage 3 holds while a block computes."""
-    torch.manual_seed(0)
-    model = GPT(small_gpt())
-    shared = Zero(model, list(model.h), 3, torch.optim.AdamW, lr=1e-3)
-    seen = []
-    for block in model.h:
-        block.mlp.register_forward_hook(lambda *_: seen.append(shared.parameter_bytes()))
-        block.mlp.register_full_backward_hook(lambda *_: seen.append(shared.parameter_bytes()))
-    ids = torch.randint(384, (2, 16), generator=torch.Generator().manual_seed(1))
-    shared.backward(next_token_loss(model(ids), ids))
-    block = 4 * sum(p.numel() for p in model.h[0].parameters())
-    return {"seen": seen, "after": shared.parameter_bytes(), "block": block, "gradients": shared.gradient_bytes()}
-
-
 def everything(runs, steps):
     ranks = dist.get_world_size()
     found = {name: train(Job(ranks=ranks, engine=e, stage=s, steps=steps)) for name, (e, s) in runs.items()}
-    return {**found, "odd": odd_layers_and_two_micro_batches(), "most": most_at_once()}
+    return {**found, "odd": odd_layers_and_two_micro_batches(), "most": over_the_step()}
 
 
 def deepspeed_stages(steps):
-    return {str(stage): train(Job(engine="deepspeed", stage=stage, steps=steps)) for stage in (0, 1, 2, 3)}
+    found = {str(stage): train(Job(engine="deepspeed", stage=stage, steps=steps)) for stage in (0, 1, 2, 3)}
+    return {**found, "persistence": {n: persistence(n) for n in (0, 100_000)}, "knobs": knobs()}
 
 
 @pytest.fixture(scope="module")
@@ -146,11 +132,13 @@ def test_every_rank_holds_the_bytes_of_the_formula(two, three, name):
 
 def test_stage_3_holds_one_block_and_no_other_beside_its_chunks(two):
     """Whole are the block at work and what lies around the blocks: the tied embedding begins and ends the model."""
+    block = 4 * sum(p.numel() for p in GPT(small_gpt()).h[0].parameters())
+    rest = PARAMETERS - 2 * block
     for rank in two:
-        found = rank["most"]
-        rest = PARAMETERS - 2 * found["block"]
-        assert set(found["seen"]) == {PARAMETERS // 2 + found["block"] + rest}
-        assert found["after"] == PARAMETERS // 2 == found["gradients"]
+        held = dict(rank["most"])
+        assert held.pop("start") == held.pop("end") == PARAMETERS // 2
+        assert list(held) == ["forward 0", "forward 1", "backward 1", "backward 0"]
+        assert set(held.values()) == {PARAMETERS // 2 + block + rest}
 
 
 @pytest.mark.parametrize(("name", "volume"), [("zero 1", 2), ("zero 2", 2), ("zero 3", 3)])
@@ -203,6 +191,13 @@ def test_deepspeed_holds_the_bytes_of_the_formula_and_a_copy_of_what_it_steps(de
         if stage in (1, 2):
             expected["gradients"] = PARAMETERS // 2 + bytes_beyond_the_cut()[rank]
         assert held == expected
+
+
+def test_deepspeeds_default_threshold_leaves_a_small_model_whole(deepspeed):
+    """stage3_param_persistence_threshold counts a parameter's elements: of 78 144 here, in all."""
+    for rank in deepspeed:
+        assert rank["persistence"] == {"0": PARAMETERS // 2, "100000": PARAMETERS // 2 + PARAMETERS}
+        assert rank["knobs"]["stage3_param_persistence_threshold"] == 100_000
 
 
 def test_the_papers_gigabytes_come_from_the_formula():

@@ -12,6 +12,8 @@ Bytes moved by the forward pass for a head (q, k, v and out are 4·T·D·b), if 
     4  the same; backward is three kernels that make the probabilities again: no T² in memory in either pass
 
 All rungs do O(T²) FLOPs. While k and v of a head fit in the L2 cache, most of the T/M readings come from there.
+`llmlab.estimate.attention` counts these bytes, backward too. Rung 4's backward does 7 products, as it makes the scores
+twice, where FlashAttention-2 does 5 and adds up dq by atomics.
 """
 
 from __future__ import annotations
@@ -137,18 +139,21 @@ def tiles_for(head: int, itemsize: int, capability: tuple[int, int], backward: b
     """As `tiles`, from bytes of a value and compute capability.
 
     Chosen so that tiles fit in shared memory (64 KiB before 8.0, 99 KiB or more from it on) and sums in registers:
-    eight warps have twice the registers of four. `python -m llmlab.kernels.ptx` shows both.
+    eight warps have twice the registers of four. `python -m llmlab.kernels.ptx` shows both. For each byte of k and v
+    that a program reads, forward does M FLOP in half precision: with 128 rows the second-level cache keeps up.
     """
     wide = head > 64
     if itemsize == 4:  # no tensor cores without TF32: the products themselves take registers
-        return {"M": 32, "N": 16 if wide else 32, "num_warps": 8 if wide else 4, "num_stages": 1}
+        warps = 8 if head > 32 and wide != backward else 4
+        return {"M": 32, "N": 16 if wide else 32, "num_warps": warps, "num_stages": 1}
     if capability < (8, 0):  # Triton's dot does not use these tensor cores: multiply-adds, in registers too
         rows = 16 if wide else 32
         return {"M": rows, "N": rows, "num_warps": 8, "num_stages": 1}
-    stages = 1 if backward else 2  # a second stage loads the next tile while this one is multiplied
-    if wide:
-        return {"M": 64, "N": 64, "num_warps": 8, "num_stages": stages}
-    return {"M": 64, "N": 32 if backward else 64, "num_warps": 4, "num_stages": stages}
+    warps = 8 if wide else 4
+    if backward:
+        return {"M": 32, "N": 64, "num_warps": warps, "num_stages": 1 if wide else 2}
+    columns = 32 if wide and capability < (9, 0) else 64  # 64 would spill
+    return {"M": 128, "N": columns, "num_warps": warps, "num_stages": 3}  # tiles on their way while one is multiplied
 
 
 @jit
@@ -162,14 +167,15 @@ def place(H, T, ROWS: tl.constexpr):
 @jit
 def load_tile(X, start, stride, T, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
     """Rows start … start + ROWS of a (T, D) matrix, zero outside of it."""
-    rows, channels = start + tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
-    return tl.load(X + rows.to(tl.int64) * stride + channels, mask=(rows < T) & (channels < D), other=0.0)
+    rows, channels = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
+    X += tl.cast(start, tl.int64) * stride  # one int64; inside the tile int32 is enough, which takes half the registers
+    return tl.load(X + rows * stride + channels, mask=(start + rows < T) & (channels < D), other=0.0)
 
 
 @jit
 def store_tile(X, x, start, T, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    rows, channels = start + tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
-    tl.store(X + rows.to(tl.int64) * D + channels, x, mask=(rows < T) & (channels < D))
+    rows, channels = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
+    tl.store(X + tl.cast(start, tl.int64) * D + rows * D + channels, x, mask=(start + rows < T) & (channels < D))
 
 
 @jit
@@ -179,16 +185,16 @@ def forward_tile(out, highest, total, q, K, V, first, start, k_t, v_t, T, scale,
     """One step of online softmax: the keys start … start + N, in powers of 2. EDGE: the diagonal, or the last tile."""
     k = load_tile(K, start, k_t, T, D, WIDTH, N)
     v = load_tile(V, start, v_t, T, D, WIDTH, N)
-    scores = dot(q, tl.trans(k)) * scale
+    scores = dot(q, tl.trans(k))
     if EDGE:
         rows, columns = first + tl.arange(0, M)[:, None], start + tl.arange(0, N)[None, :]
         seen = columns < T
         if CAUSAL:
             seen = seen & (columns <= rows)
         scores = tl.where(seen, scores, -float("inf"))
-    higher = tl.maximum(highest, tl.max(scores, 1))
+    higher = tl.maximum(highest, tl.max(scores, 1) * scale)
     shrink = tl.exp2(highest - higher)
-    p = tl.exp2(scores - higher[:, None])
+    p = tl.exp2(scores * scale - higher[:, None])  # one instruction scales and subtracts
     total = total * shrink + tl.sum(p, 1)
     out = out * shrink[:, None] + dot(p.to(v.dtype), v)
     return out, higher, total
@@ -235,15 +241,25 @@ def delta_kernel(OUT, DOUT, DELTA, do_b, do_h, do_t, T, H, D: tl.constexpr, WIDT
 
 
 @jit
-def again(q, k, v, dout, lse, delta, rows, columns, T, scale, CAUSAL: tl.constexpr):
-    """The tile of p, and of ds = p · (dp − delta), both transposed, (N, M)."""
-    scores = dot(k, tl.trans(q)) * scale
-    seen = columns[:, None] < T
-    if CAUSAL:
-        seen = seen & (columns[:, None] <= rows[None, :])
-    p = tl.where(seen, tl.exp2(scores - lse[None, :]), 0.0)
-    dp = dot(v, tl.trans(dout))
-    return p, p * (dp - delta[None, :])
+def again(x, y, dx, dy, lse, delta, rows, columns, T, scale, CAUSAL: tl.constexpr, EDGE: tl.constexpr):
+    """The tile of p, and of ds = p · (dp − delta): x, y are q, k and dx, dy are dout, v; or, transposed, the reverse.
+
+    lse, delta and rows run along the queries' side of the tile, columns along the keys'. EDGE as in `forward_tile`.
+    """
+    p = tl.exp2(dot(x, tl.trans(y)) * scale - lse)
+    if EDGE:
+        seen = columns < T
+        if CAUSAL:
+            seen = seen & (columns <= rows)
+        p = tl.where(seen, p, 0.0)  # a score that is not seen may overflow
+    return p, p * (dot(dx, tl.trans(dy)) - delta)
+
+
+@jit
+def statistics(LSE, DELTA, rows, T):
+    """lse, in powers of 2, and delta of these rows; inf past the last one, so that p is 0 there."""
+    lse = tl.load(LSE + rows, mask=rows < T, other=float("inf")) * 1.4426950408889634
+    return lse, tl.load(DELTA + rows, mask=rows < T, other=0.0)
 
 
 @jit
@@ -258,7 +274,7 @@ def keys_kernel(Q, K, V, DOUT, LSE, DELTA, DK, DV, q_b, q_h, q_t, k_b, k_h, k_t,
     columns = first + tl.arange(0, N)
     dk = tl.zeros((N, WIDTH), tl.float32)
     dv = tl.zeros((N, WIDTH), tl.float32)
-    begin = 0
+    begin = first * 0
     if CAUSAL:
         begin = first // M * M
     for h in range(kv_head * GROUP, (kv_head + 1) * GROUP):
@@ -267,14 +283,26 @@ def keys_kernel(Q, K, V, DOUT, LSE, DELTA, DK, DV, q_b, q_h, q_t, k_b, k_h, k_t,
             rows = start + tl.arange(0, M)
             q = load_tile(Q + b * q_b + h * q_h, start, q_t, T, D, WIDTH, M)
             dout = load_tile(DOUT + b * do_b + h * do_h, start, do_t, T, D, WIDTH, M)
-            lse = tl.load(LSE + head + rows, mask=rows < T, other=float("inf")) * 1.4426950408889634  # inf: p is 0
-            delta = tl.load(DELTA + head + rows, mask=rows < T, other=0.0)
-            p, ds = again(q, k, v, dout, lse, delta, rows, columns, T, scale, CAUSAL)
+            lse, delta = statistics(LSE + head, DELTA + head, rows, T)
+            p, ds = again(
+                k, q, v, dout, lse[None, :], delta[None, :], rows[None, :], columns[:, None], T, scale, CAUSAL, True
+            )
             dv += dot(p.to(dout.dtype), dout)
             dk += dot(ds.to(q.dtype), q)
     head = (b * (H // GROUP) + kv_head) * T * D
     store_tile(DK + head, dk * back, first, T, D, WIDTH, N)
     store_tile(DV + head, dv, first, T, D, WIDTH, N)
+
+
+@jit
+def queries_tile(dq, q, dout, lse, delta, rows, K, V, start, k_t, v_t, T, scale, CAUSAL: tl.constexpr,
+                 D: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, EDGE: tl.constexpr):  # fmt: skip
+    """Add to dq what the keys start … start + N give."""
+    columns = start + tl.arange(0, N)
+    k = load_tile(K, start, k_t, T, D, WIDTH, N)
+    v = load_tile(V, start, v_t, T, D, WIDTH, N)
+    _, ds = again(q, k, dout, v, lse[:, None], delta[:, None], rows[:, None], columns[None, :], T, scale, CAUSAL, EDGE)
+    return dq + dot(ds.to(k.dtype), k)
 
 
 @jit
@@ -288,15 +316,15 @@ def queries_kernel(Q, K, V, DOUT, LSE, DELTA, DQ, q_b, q_h, q_t, k_b, k_h, k_t, 
     rows = first + tl.arange(0, M)
     q = load_tile(Q + b * q_b + h * q_h, first, q_t, T, D, WIDTH, M)
     dout = load_tile(DOUT + b * do_b + h * do_h, first, do_t, T, D, WIDTH, M)
-    lse = tl.load(LSE + head + rows, mask=rows < T, other=float("inf")) * 1.4426950408889634
-    delta = tl.load(DELTA + head + rows, mask=rows < T, other=0.0)
+    lse, delta = statistics(LSE + head, DELTA + head, rows, T)
     dq = tl.zeros((M, WIDTH), tl.float32)
     end = T
+    whole = T // N * N
     if CAUSAL:
         end = tl.minimum(first + M, T)
-    for start in range(0, end, N):
-        k = load_tile(K, start, k_t, T, D, WIDTH, N)
-        v = load_tile(V, start, v_t, T, D, WIDTH, N)
-        _, ds = again(q, k, v, dout, lse, delta, rows, start + tl.arange(0, N), T, scale, CAUSAL)
-        dq += dot(tl.trans(ds).to(k.dtype), k)
+        whole = first // N * N
+    for start in range(0, whole, N):
+        dq = queries_tile(dq, q, dout, lse, delta, rows, K, V, start, k_t, v_t, T, scale, CAUSAL, D, WIDTH, N, False)
+    for start in range(whole, end, N):
+        dq = queries_tile(dq, q, dout, lse, delta, rows, K, V, start, k_t, v_t, T, scale, CAUSAL, D, WIDTH, N, True)
     store_tile(DQ + head * D, dq * back, first, T, D, WIDTH, M)

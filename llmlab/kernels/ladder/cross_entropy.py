@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...errors import SpecError
-from ..rungs import choose, compiled, jit, tl, triton, warps
+from ..rungs import absorb, choose, compiled, jit, tl, triton, warps
 
 IGNORE = -100  # the target that PyTorch and Hugging Face leave out
 TILE = 8192  # columns that a program holds at a time
@@ -140,14 +140,11 @@ def gradient_rows(logits_RV: Tensor, targets_R: Tensor, lse_R: Tensor, scale: Te
 @jit
 def loss_kernel(X, TARGETS, LOSSES, LSE, stride_x, stride_t, V, IGNORED: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)  # int64: R·V passes 2^31 at 16,744 rows of Llama 3's vocabulary
-    highest = -3.4028234663852886e38  # finite, or a first tile of -inf alone would give inf - inf
-    total = 0.0
+    highest, total = -float("inf"), 0.0
     for start in range(0, V, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         x = tl.load(X + row * stride_x + columns, mask=columns < V, other=-float("inf")).to(tl.float32)
-        higher = tl.maximum(highest, tl.max(x, 0))
-        total = total * tl.exp(highest - higher) + tl.sum(tl.exp(x - higher), 0)
-        highest = higher
+        highest, total = absorb(highest, total, x)
     lse = highest + tl.log(total)
     target = tl.load(TARGETS + row * stride_t)
     known = (target >= 0) & (target < V)  # another row's memory is not read for a wrong target

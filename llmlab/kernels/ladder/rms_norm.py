@@ -4,11 +4,12 @@
 
 Bytes moved by the forward pass, if nothing stays in a cache; the weight's N·b are left out:
 
-    0  in fp32: square and mean, normalize, scale: 7·R·N·b, and 4·R·N·4 more where x is cast from half precision
+    0  7·R·N·4: square 2, mean 1, normalize 2, scale 2, in fp32; casts from half precision and back 2·(b + 4)·R·N more
     1  2·R·N·b              one kernel: reads x, writes y
     2  2·R·N·b              the same kernel, written by Inductor
     3  2·R·N·b + 4·R        and 1/rms, a number a row, for backward
-    4  2·R·N·b + 4·R        backward is one kernel: reads x and dy, writes dx and P partial sums of dweight
+    4  2·R·N·b + 4·R        backward is one kernel: 3·R·N·b, it reads x and dy and writes dx; and P partial sums of
+                            dweight, 8·P·N, written and added up
 """
 
 from __future__ import annotations
@@ -21,19 +22,23 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...errors import SpecError
-from ..rungs import MAX_ROW, as_rows, choose, compiled, jit, tl, triton, warps
+from ..rungs import MAX_ROW, as_rows, choose, compiled, jit, only_fused, tl, triton, warps
 
 PROGRAMS = 256  # partial sums of dweight: about two for each multiprocessor of a large GPU
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, rung: int | None = None) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, rung: int | None = None, inplace: bool = False) -> Tensor:
     """Return x / √(mean(x²) + eps) · weight, in x's dtype, computed in fp32. x: (..., N), weight: (N,).
 
-    Raises SpecError where weight is not (N,), and in rungs 3 and 4 for rows over 65,536 columns.
+    `inplace` (rung 4): backward writes x's gradient over the result's, which nothing else may need, as a residual
+    branch would. Raises SpecError where weight is not (N,), and in rungs 3 and 4 for rows over 65,536 columns.
     """
     if weight.shape != x.shape[-1:]:
         raise SpecError(f"weight has shape {tuple(weight.shape)}; x of shape {tuple(x.shape)} needs ({x.shape[-1]},)")
-    return LADDER[choose(rung, x, weight)](x, weight, eps)
+    rung = choose(rung, x, weight)
+    if only_fused(inplace, rung):
+        return RMSNorm.apply(x, weight, eps, True, True)
+    return LADDER[rung](x, weight, eps)
 
 
 def rms_norm0(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -56,12 +61,12 @@ def rms_norm2(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def rms_norm3(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Rung 3: a program a row, read once."""
-    return RMSNorm.apply(x, weight, eps, False)
+    return RMSNorm.apply(x, weight, eps, False, False)
 
 
 def rms_norm4(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Rung 4: backward is one kernel too. Each program sums dweight over its rows, so that no two write one place."""
-    return RMSNorm.apply(x, weight, eps, True)
+    return RMSNorm.apply(x, weight, eps, True, False)
 
 
 LADDER = (rms_norm0, rms_norm1, rms_norm2, rms_norm3, rms_norm4)
@@ -71,7 +76,7 @@ class RMSNorm(torch.autograd.Function):
     """Saves x, weight and 1/rms, 4 bytes a row; x normalized is made again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, fused: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, fused: bool, inplace: bool) -> Tensor:
         x_RN, weight = as_rows(x), weight.contiguous()
         rows, columns = x_RN.shape
         if columns > MAX_ROW:
@@ -85,22 +90,23 @@ class RMSNorm(torch.autograd.Function):
                     x_RN, weight, y, inverse_rms, x_RN.stride(0), columns, eps, block, num_warps=warps(block)
                 )
         ctx.save_for_backward(x, weight, inverse_rms)
-        ctx.fused = fused
+        ctx.fused, ctx.inplace = fused, inplace
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         x, weight, inverse_rms = ctx.saved_tensors
         x_RN, dy_RN = as_rows(x), as_rows(dy)
         if not ctx.fused:
             normalized, dy_fp32 = x_RN.float() * inverse_rms[:, None], dy_RN.float()
             scaled = dy_fp32 * weight
             dx = inverse_rms[:, None] * (scaled - normalized * (scaled * normalized).mean(-1, keepdim=True))
-            return dx.view(x.shape).to(x.dtype), (dy_fp32 * normalized).sum(0).to(weight.dtype), None, None
+            return dx.view(x.shape).to(x.dtype), (dy_fp32 * normalized).sum(0).to(weight.dtype), None, None, None
         rows, columns = x_RN.shape
-        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        partial_PN = torch.zeros(min(rows, PROGRAMS), columns, dtype=torch.float32, device=x.device)
+        over = ctx.inplace and dy.is_contiguous()
+        dx = dy if over else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        partial_PN = torch.empty(min(rows, PROGRAMS), columns, dtype=torch.float32, device=x.device)
         if rows and columns:
             block = triton.next_power_of_2(columns)
             with torch.cuda.device_of(x):
@@ -108,7 +114,7 @@ class RMSNorm(torch.autograd.Function):
                     dy_RN, x_RN, weight, inverse_rms, dx, partial_PN, dy_RN.stride(0), x_RN.stride(0), rows, columns,
                     block, num_warps=warps(2 * block),
                 )  # fmt: skip
-        return dx, partial_PN.sum(0).to(weight.dtype), None, None
+        return dx, partial_PN.sum(0).to(weight.dtype), None, None, None
 
 
 @jit

@@ -21,13 +21,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...errors import SpecError
-from ..rungs import choose, compiled, jit, tl, triton
+from ..rungs import choose, compiled, jit, only_fused, tl, triton
 
 
-def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, rung: int | None = None) -> tuple[Tensor, Tensor]:
+def rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, rung: int | None = None, inplace: bool = False
+) -> tuple[Tensor, Tensor]:
     """Return q and k turned. q: (B, H, T, D), k: (B, K, T, D), cos and sin: (T, D), (1, T, D) or (B, T, D).
 
-    cos and sin get no gradient. Raises SpecError where the shapes do not fit or D is odd.
+    cos and sin get no gradient. `inplace` (rung 4): q and k are turned where they are, and their gradients too, so
+    nothing else may need either. Raises SpecError where the shapes do not fit or D is odd.
     """
     B, _, T, D = q.shape
     if D % 2 or (k.shape[0], *k.shape[2:]) != (B, T, D):
@@ -37,7 +40,10 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, rung: int | None = N
         raise SpecError(f"{given} do not fit q {tuple(q.shape)}; give ({T}, {D}), (1, {T}, {D}) or ({B}, {T}, {D})")
     shape = (B, T, D)
     cos_BTD, sin_BTD = cos.detach().expand(shape), sin.detach().expand(shape)
-    return LADDER[choose(rung, q, k, cos, sin)](q, k, cos_BTD, sin_BTD)
+    rung = choose(rung, q, k, cos, sin)
+    if only_fused(inplace, rung):
+        return Rope.apply(q, k, cos_BTD, sin_BTD, True, True)
+    return LADDER[rung](q, k, cos_BTD, sin_BTD)
 
 
 def rope0(q: Tensor, k: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,12 +76,12 @@ def rope2(q: Tensor, k: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> tuple[Tenso
 
 def rope3(q: Tensor, k: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> tuple[Tensor, Tensor]:
     """Rung 3: a program a token turns all its heads, q's and k's."""
-    return Rope.apply(q, k, cos_BTD, sin_BTD, False)
+    return Rope.apply(q, k, cos_BTD, sin_BTD, False, False)
 
 
 def rope4(q: Tensor, k: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> tuple[Tensor, Tensor]:
     """Rung 4: backward is the same kernel with the angle negated: the gradient of a rotation turns back."""
-    return Rope.apply(q, k, cos_BTD, sin_BTD, True)
+    return Rope.apply(q, k, cos_BTD, sin_BTD, True, False)
 
 
 LADDER = (rope0, rope1, rope2, rope3, rope4)
@@ -85,31 +91,37 @@ class Rope(torch.autograd.Function):
     """Saves cos and sin, and neither q nor k: a rotation's gradient does not depend on what was turned."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, fused: bool) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, fused: bool, inplace: bool
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        ctx.fused = fused
-        return turn_heads(q, k, cos, sin, back=False)
+        ctx.fused, ctx.inplace = fused, inplace
+        if inplace:  # autograd cannot see what a kernel writes: told, it refuses what was saved of q and k
+            torch.autograd.graph.increment_version((q, k))
+        return turn_heads(q, k, cos, sin, back=False, inplace=inplace)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         cos, sin = ctx.saved_tensors
         if ctx.fused:
-            return *turn_heads(dq, dk, cos, sin, back=True), None, None, None
+            return *turn_heads(dq, dk, cos, sin, back=True, inplace=ctx.inplace), None, None, None, None
         (cos_left, cos_right), (sin_left, sin_right) = (t[:, None].float().chunk(2, dim=-1) for t in (cos, sin))
         turned = []
         for gradient in (dq, dk):
             left, right = gradient.float().chunk(2, dim=-1)
             halves = left * cos_left + right * sin_right, right * cos_right - left * sin_left
             turned.append(torch.cat(halves, dim=-1).to(gradient.dtype))
-        return *turned, None, None, None
+        return *turned, None, None, None, None
 
 
-def turn_heads(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
-    """Launch one program a token; `back` turns by the negated angle."""
+def turn_heads(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool, inplace: bool) -> tuple[Tensor, Tensor]:
+    """Launch one program a token; `back` turns by the negated angle, `inplace` writes over q and k."""
     q, k, cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, cos, sin))
     (B, H, T, D), K = q.shape, k.shape[1]
-    out_q, out_k = torch.empty_like(q), torch.empty_like(k)  # q's strides: a transposed q stays transposed
+    # empty_like keeps strides: a transposed q stays transposed. Expanded, values share their memory: no place to write.
+    own = [all(step for size, step in zip(t.shape, t.stride(), strict=True) if size > 1) for t in (q, k)]
+    out_q, out_k = (t if inplace and alone else torch.empty_like(t) for t, alone in zip((q, k), own, strict=True))
     if q.numel() or k.numel():
         with torch.cuda.device_of(q):
             rope_kernel[(B * T,)](

@@ -21,20 +21,24 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...errors import SpecError
-from ..rungs import choose, compiled, jit, tl, triton
+from ..rungs import choose, compiled, jit, only_fused, tl, triton
 
 BLOCK = 1024  # values a program; nothing is shared between values, so any will do
 
 
-def swiglu(gate: Tensor, up: Tensor, *, rung: int | None = None) -> Tensor:
+def swiglu(gate: Tensor, up: Tensor, *, rung: int | None = None, inplace: bool = False) -> Tensor:
     """Return silu(gate) · up, in their dtype; rungs 3 and 4 round once, at the end. gate, up: one shape, one dtype.
 
-    Raises SpecError where shapes or dtypes differ.
+    `inplace` (rung 4): backward writes the gradients over gate and up, so a second backward is refused. Raises
+    SpecError where shapes or dtypes differ.
     """
     if gate.shape != up.shape or gate.dtype != up.dtype:
         given = f"gate is {gate.dtype} {tuple(gate.shape)}, up is {up.dtype} {tuple(up.shape)}"
         raise SpecError(f"{given}; give both one shape and one dtype")
-    return LADDER[choose(rung, gate, up)](gate, up)
+    rung = choose(rung, gate, up)
+    if only_fused(inplace, rung):
+        return SwiGLU.apply(gate, up, True, True)
+    return LADDER[rung](gate, up)
 
 
 def swiglu0(gate: Tensor, up: Tensor) -> Tensor:
@@ -56,12 +60,12 @@ def swiglu2(gate: Tensor, up: Tensor) -> Tensor:
 
 def swiglu3(gate: Tensor, up: Tensor) -> Tensor:
     """Rung 3: one kernel: reads gate and up, writes the product."""
-    return SwiGLU.apply(gate, up, False)
+    return SwiGLU.apply(gate, up, False, False)
 
 
 def swiglu4(gate: Tensor, up: Tensor) -> Tensor:
     """Rung 4: backward is one kernel too: reads dy, gate and up, makes the sigmoid again, writes both gradients."""
-    return SwiGLU.apply(gate, up, True)
+    return SwiGLU.apply(gate, up, True, False)
 
 
 LADDER = (swiglu0, swiglu1, swiglu2, swiglu3, swiglu4)
@@ -71,30 +75,33 @@ class SwiGLU(torch.autograd.Function):
     """Saves gate and up, which the matmuls made: the sigmoid costs less to make again than to read."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, fused: bool) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, fused: bool, inplace: bool) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()
         y = torch.empty_like(gate)
         if count := y.numel():
             with torch.cuda.device_of(y):
                 forward_kernel[(triton.cdiv(count, BLOCK),)](gate, up, y, count, BLOCK)
         ctx.save_for_backward(gate, up)
-        ctx.fused = fused
+        ctx.fused, ctx.inplace = fused, inplace
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
         gate, up = ctx.saved_tensors
         if not ctx.fused:
             x, u, g = gate.float(), up.float(), dy.float()
             sigmoid = torch.sigmoid(x)
             dgate = g * u * sigmoid * (1 + x * (1 - sigmoid))
-            return dgate.to(gate.dtype), (g * x * sigmoid).to(up.dtype), None
-        dy, dgate, dup = dy.contiguous(), torch.empty_like(gate), torch.empty_like(up)
+            return dgate.to(gate.dtype), (g * x * sigmoid).to(up.dtype), None, None
+        dy = dy.contiguous()
+        dgate, dup = (gate, up) if ctx.inplace else (torch.empty_like(gate), torch.empty_like(up))
+        if ctx.inplace:  # autograd cannot see what a kernel writes: told, it refuses a second backward
+            torch.autograd.graph.increment_version((gate, up))
         if count := gate.numel():
             with torch.cuda.device_of(gate):
                 backward_kernel[(triton.cdiv(count, BLOCK),)](dy, gate, up, dgate, dup, count, BLOCK)
-        return dgate, dup, None
+        return dgate, dup, None, None
 
 
 @jit

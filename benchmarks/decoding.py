@@ -1,0 +1,71 @@
+"""What a KV cache saves: the book's small model writes up to a text of 512 tokens, without a cache and with each kind.
+
+    python benchmarks/decoding.py                              # prints the table
+    python benchmarks/decoding.py --out benchmarks/results     # and writes decoding.md, which the book can include
+
+One run, one process, the kinds after each other. Without a GPU it is one thread and the CPU's own seconds, so that
+other work on the machine does not count. Exit code 1 where a kind writes other tokens, or a preallocated cache is not 3
+times as fast as none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+from provenance import provenance, table, write
+
+import llmlab as lab
+from llmlab.inference import generate
+from llmlab.inference.generate import CACHES
+from llmlab.models.small import small_ids, small_model
+
+LENGTH, BAR = 512, 3.0
+HEADER = ["cache", "seconds for the text", "ms a token", "times as fast as none"]
+
+
+def timed(model: torch.nn.Module, prompt: torch.Tensor, new: int, kind: str) -> tuple[float, list[int]]:
+    """Return the seconds of writing `new` tokens and the text."""
+    clock = time.perf_counter if prompt.is_cuda else time.process_time
+    generate(model, prompt, 2, cache=kind)
+    start = clock()
+    text = generate(model, prompt, new, cache=kind).tolist()
+    return clock() - start, text
+
+
+def measure(prompt_tokens: int) -> tuple[list[list[str]], float, bool]:
+    """Return the rows, how many times as fast as none the preallocated cache is, and whether all texts agree."""
+    device = lab.scale().device
+    if device == "cpu":
+        torch.set_num_threads(1)
+    model, prompt = small_model().to(device), small_ids()[1][:prompt_tokens].to(device)
+    new = LENGTH - prompt_tokens
+    found = {kind: timed(model, prompt, new, kind) for kind in CACHES}
+    none, text = found["none"]
+    rows = [
+        [kind, f"{seconds:.2f}", f"{1e3 * seconds / new:.2f}", f"{none / seconds:.1f}"]
+        for kind, (seconds, _) in found.items()
+    ]
+    return rows, none / found["static"][0], all(other == text for _, other in found.values())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--prompt", type=int, default=16, help="tokens given; the rest up to 512 is written")
+    parser.add_argument("--out", type=Path, help="folder for decoding.md")
+    given = parser.parse_args()
+    rows, ratio, same = measure(given.prompt)
+    lines = table(HEADER, rows)
+    said = f"{LENGTH - given.prompt} tokens after a prompt of {given.prompt}; the same text from all: {same}."
+    text = "\n".join([*lines, "", f"{said} {provenance('llmlab', 'torch')}"])
+    print(text)
+    if given.out:
+        write(given.out / "decoding.md", text)
+    return 0 if same and ratio >= BAR else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

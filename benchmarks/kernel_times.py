@@ -1,0 +1,366 @@
+"""llmlab.kernels beside naive PyTorch, torch.compile, Liger and SDPA, forward and with backward, in one run on one GPU.
+
+    python benchmarks/kernel_times.py                             # prints
+    python benchmarks/kernel_times.py --out benchmarks/results    # and writes kernel_times.md and .json; the JSON
+                                                                  # also as a record of this GPU, which the book reads
+
+The ways of a kernel take turns, round after round, each on tensors of its own, so that clock rates and other work on
+the machine fall on all alike; a time is the median of the rounds, a ratio the median of the rounds' ratios. Memory is
+what one step allocates beyond its inputs. Before anything is timed, every way must give what rung 0 gives in fp32.
+
+(Not kernels.py: transformers and bitsandbytes look for Hugging Face's package `kernels`, and would find the script.)
+
+Exit code 0: all bars met, 1: one is missed, 2: no CUDA GPU with Triton here; then nothing is measured or written.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import date
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import click
+import torch
+import torch.nn.functional as F
+from provenance import provenance, table, write
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from llmlab import kernels
+from llmlab.hardware.host import host
+from llmlab.records.store import SCHEMA, output_folder, slug, write_whole
+from llmlab.units import GiB
+
+ROUNDS = 5
+TIMED_MS = 100  # of each way in a round; as long again warms up
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # of the largest value
+OURS, LIGER, SDPA, NAIVE = "llmlab", "liger", "sdpa", "naive"
+NAMES = {
+    NAIVE: "naive", "pytorch": "better", "torch_compile": "compiled", OURS: "ours", LIGER: "Liger", SDPA: "SDPA",
+}  # fmt: skip
+MODES = ("forward", "full")
+HEADER = ["kernel, mode", *NAMES.values(), "ours / rival", "bar", "", "memory, ours", "rival's"]
+Way = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel at one size: `make` gives fresh arguments, `ways` what is called on them."""
+
+    kernel: str
+    sizes: dict[str, int]
+    make: Callable[[], tuple]
+    ways: dict[str, Way]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured of one case in one mode: by way, seconds in each round and bytes beyond the inputs."""
+
+    kernel: str
+    mode: str
+    dtype: str
+    sizes: dict[str, int]
+    seconds: dict[str, list[float]]
+    memory: dict[str, int]
+
+
+class Bar(NamedTuple):
+    """Ours may take at most `most` times the rival's time."""
+
+    rival: str
+    most: float
+
+
+# Ours within 10 % of Liger, the fused loss within 15 %; attention at 70 % and 60 % of SDPA-flash's throughput.
+BARS = {
+    **{(k, mode): Bar(LIGER, 1.10) for k in ("rms_norm", "swiglu", "rope", "cross_entropy") for mode in MODES},
+    **{("linear_cross_entropy", mode): Bar(LIGER, 1.15) for mode in MODES},
+    ("attention", "forward"): Bar(SDPA, 1 / 0.70),
+    ("attention", "full"): Bar(SDPA, 1 / 0.60),
+}
+OLD_BARS = {**BARS, **{("attention", mode): Bar(NAIVE, 1.0) for mode in MODES}}  # before Ampere: no flash, beat naive
+LINEAR = 1.1  # attention's memory at twice the tokens, as a part of twice the memory
+
+
+# ---------------------------------------------------------------- what is run
+
+SIZES = {  # Llama 3 8B's on a large card; fewer tokens on one with less than 40 GiB; tiny for the interpreter
+    "large": {"tokens": 8192, "hidden": 4096, "inner": 14336, "heads": 32, "kv": 8, "vocab": 128256, "T": 4096, "B": 2},
+    "small": {"tokens": 1024, "hidden": 4096, "inner": 14336, "heads": 32, "kv": 8, "vocab": 128256, "T": 4096, "B": 1},
+    "tiny": {"tokens": 6, "hidden": 16, "inner": 24, "heads": 2, "kv": 1, "vocab": 37, "T": 20, "B": 1},
+}  # fmt: skip
+
+
+def cases(scale: str, device: str, dtype: torch.dtype, liger: bool = True) -> list[Case]:
+    """Return the cases; `liger=False` leaves its norm and SwiGLU out, which Triton's interpreter cannot run."""
+    from liger_kernel.transformers import functional as theirs
+
+    s = SIZES[scale]
+    R, C, V, head = s["tokens"], s["hidden"], s["vocab"], 128 if scale != "tiny" else 8
+
+    def leaf(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+        generator = torch.Generator(device).manual_seed(seed)
+        return (torch.randn(shape, generator=generator, device=device) * scale).to(dtype).requires_grad_()
+
+    def targets() -> Tensor:
+        return torch.randint(V, (R,), generator=torch.Generator(device).manual_seed(7), device=device)
+
+    def turned() -> tuple:
+        frequencies = 10000.0 ** -(torch.arange(0, head, 2, device=device) / head)
+        angles = (torch.arange(R, device=device)[:, None] * frequencies).repeat(1, 2)[None]
+        q, k = (leaf(1, R, heads, head, seed=heads).detach().transpose(1, 2) for heads in (s["heads"], s["kv"]))
+        return q.requires_grad_(), k.requires_grad_(), angles.cos().to(dtype), angles.sin().to(dtype)
+
+    rows = {"R": R, "C": C}
+    found = [
+        Case("rms_norm", rows, lambda: (leaf(R, C), leaf(C, seed=1)),
+             ladder("rms_norm", theirs.liger_rms_norm if liger else None, 1e-6, inplace=True)),
+        Case("swiglu", {"R": R, "I": s["inner"]}, lambda: (leaf(R, s["inner"]), leaf(R, s["inner"], seed=1)),
+             ladder("swiglu", theirs.liger_swiglu if liger else None, inplace=True)),
+        Case("rope", {"T": R, "H": s["heads"], "K": s["kv"], "D": head}, turned,
+             ladder("rope", theirs.liger_rope, inplace=True)),
+        Case("cross_entropy", {"R": R, "V": V}, lambda: (leaf(R, V, scale=2.0), targets()),
+             ladder("cross_entropy", theirs.liger_cross_entropy, inplace=True)),
+        Case("linear_cross_entropy", {"R": R, "C": C, "V": V}, lambda: (leaf(R, C), leaf(V, C, seed=1, scale=C**-0.5),
+             targets()), ladder("linear_cross_entropy", theirs.liger_fused_linear_cross_entropy)),
+    ]  # fmt: skip
+    for D in (64, 128) if scale != "tiny" else (16,):
+        for T in (s["T"], 2 * s["T"]):
+            H = 2048 // D if scale == "large" else 8 if scale == "small" else 1
+            sizes = {"B": s["B"], "H": H, "T": T, "D": D}
+            make = partial(lambda shape: tuple(leaf(*shape, seed=seed) for seed in range(3)), (s["B"], H, T, D))
+            found.append(Case("attention", sizes, make, attention_ways(naive=s["T"] == T)))
+    return found
+
+
+def ladder(kernel: str, liger: Way | None, *more: Any, **ours: Any) -> dict[str, Way]:
+    """Return the ways of a kernel whose rival is Liger; `more` follows the arguments, `ours` is for rung 4 alone."""
+    call = getattr(kernels, kernel)
+    names = (NAIVE, "pytorch", "torch_compile")
+    ways = {name: partial(_with, call, more, rung=rung) for rung, name in enumerate(names)}
+    ways[OURS] = partial(_with, call, more, rung=4, **ours)
+    return ways | ({LIGER: partial(_with, liger, more)} if liger else {})
+
+
+def _with(call: Way, more: tuple, *arguments: Tensor, **named: Any) -> Any:
+    return call(*arguments, *more, **named)
+
+
+def attention_ways(naive: bool) -> dict[str, Way]:
+    """Return attention's ways: rungs 0, 2 and 4, and SDPA; `naive=False` leaves out those that hold T² scores."""
+    rungs = {NAIVE: 0, "torch_compile": 2} if naive else {}
+    ways = {name: partial(kernels.attention, rung=rung) for name, rung in {**rungs, OURS: 4}.items()}
+    return {**ways, SDPA: flash}
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """SDPA's flash backend; where the GPU has none (before Ampere), what SDPA takes by itself."""
+    if not q.is_cuda or torch.cuda.get_device_capability() < (8, 0):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def step(way: Way, arguments: tuple, mode: str) -> Callable[[], tuple]:
+    """Return what is timed: the call, in mode "full" with the gradients of everything that asks for one.
+
+    Its values are right in the first call only: some ways write over their inputs, Liger's loss already in forward.
+    """
+    leaves = [t for t in arguments if t.requires_grad]
+    given: list[Tensor] = []
+
+    def forward() -> tuple:
+        out = way(*arguments)
+        return out if isinstance(out, tuple) else (out,)
+
+    def full() -> tuple:
+        out = forward()
+        if not given:  # once, or making them would be timed
+            given.extend(torch.ones_like(one) for one in out)
+        return torch.autograd.grad(out, leaves, given)
+
+    return forward if mode == "forward" else full
+
+
+def check(case: Case) -> None:
+    """Raise AssertionError where a way's results or gradients are not those of rung 0 in fp32."""
+    exact = [t.detach().float().requires_grad_(t.requires_grad) if t.is_floating_point() else t for t in case.make()]
+    naive = case.ways.get(NAIVE)
+    if naive is None:  # attention at twice the tokens: the same code as at once
+        return
+    wanted = [step(naive, tuple(exact), mode)() for mode in MODES]
+    for name, way in case.ways.items():
+        for mode, truths in zip(MODES, wanted, strict=True):
+            arguments = case.make()
+            for at, (ours, truth) in enumerate(zip(step(way, arguments, mode)(), truths, strict=True)):
+                error = ((ours.float() - truth).abs().max() / truth.abs().max().clamp(min=1e-30)).item()
+                dtype = arguments[0].dtype
+                assert error <= TOLERANCE[dtype], f"{case.kernel}, {name}, {mode}, tensor {at}: {error:.1e} off"
+
+
+# ---------------------------------------------------------------- measuring, on a GPU alone
+
+
+def measure(case: Case) -> list[Row]:
+    """Return the rows of a case, one a mode."""
+    from triton.testing import do_bench
+
+    rows = []
+    for mode in MODES:
+        seconds: dict[str, list[float]] = {name: [] for name in case.ways}
+        memory: dict[str, int] = {}
+        for _ in range(ROUNDS):
+            for name, way in case.ways.items():
+                arguments = case.make()
+                run = step(way, arguments, mode)
+                seconds[name].append(do_bench(run, warmup=TIMED_MS, rep=TIMED_MS, return_mode="median") / 1e3)
+                memory[name] = extra_bytes(run)
+                del arguments, run
+        dtype = str(case.make()[0].dtype).removeprefix("torch.").replace("float", "fp").replace("bfp", "bf")
+        rows.append(Row(case.kernel, mode, dtype, case.sizes, seconds, memory))
+    return rows
+
+
+def extra_bytes(run: Callable[[], object]) -> int:
+    """Return the peak of one call of `run` above what was allocated before it, results included."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def why_not() -> str | None:
+    """Return why nothing can be measured here, None if it can."""
+    if not torch.cuda.is_available():
+        return "no CUDA GPU: torch.cuda.is_available() is False"
+    lacking = [name for name in ("triton", "liger_kernel") if importlib.util.find_spec(name) is None]
+    if lacking:
+        return f"{' and '.join(lacking)} not installed: pip install 'llmlab[gpu]'"
+    from llmlab.kernels.rungs import INTERPRETED
+
+    return "TRITON_INTERPRET=1 is set: the interpreter is no GPU" if INTERPRETED else None
+
+
+# ---------------------------------------------------------------- verdicts and tables
+
+
+def ratio(row: Row, rival: str) -> float:
+    """Return the median over rounds of our time over the rival's."""
+    return median(ours / theirs for ours, theirs in zip(row.seconds[OURS], row.seconds[rival], strict=True))
+
+
+def missed(rows: Iterable[Row], bars: dict[tuple[str, str], Bar]) -> list[str]:
+    """Return a sentence for each bar that is not met: time, equal memory beside Liger, memory O(N) of attention."""
+    said = []
+    rows = list(rows)
+    for row in rows:
+        bar = bars.get((row.kernel, row.mode))
+        if bar is None or bar.rival not in row.seconds:
+            continue
+        name = f"{row.kernel}, {row.mode}, {_sizes(row)}"
+        if (found := ratio(row, bar.rival)) > bar.most:
+            said.append(f"{name}: {found:.2f} times the time of {NAMES[bar.rival]}; the bar is {bar.most:.2f}")
+        if bar.rival == LIGER and row.mode == "full" and row.memory[OURS] > 1.01 * row.memory[LIGER]:
+            ours, theirs = (f"{row.memory[way] / GiB:.3f}" for way in (OURS, LIGER))
+            said.append(f"{name}: {ours} GiB; the bar is Liger's {theirs} GiB")
+    lengths = {(r.sizes["D"], r.mode, r.sizes["T"]): r for r in rows if r.kernel == "attention"}
+    for (D, mode, T), row in lengths.items():
+        double = lengths.get((D, mode, 2 * T))
+        if double and double.memory[OURS] > 2 * LINEAR * row.memory[OURS]:
+            grew = double.memory[OURS] / row.memory[OURS]
+            said.append(f"attention, {mode}, D={D}: {grew:.2f} times the memory at T={2 * T}; O(N) is 2")
+    return said
+
+
+def body(rows: Iterable[Row], bars: dict[tuple[str, str], Bar]) -> list[list[str]]:
+    """Return the table's rows: medians in microseconds by way, our ratio to the bar's rival, memory in GiB."""
+    lines = []
+    for row in rows:
+        bar = bars.get((row.kernel, row.mode))
+        rival = bar.rival if bar and bar.rival in row.seconds else None
+        times = [f"{median(row.seconds[way]) * 1e6:,.0f}" if way in row.seconds else "–" for way in NAMES]
+        verdict = ["–", "", ""]
+        if bar and rival:
+            found = ratio(row, rival)
+            verdict = [f"{found:.2f}", f"≤ {bar.most:.2f}", "met" if found <= bar.most else "MISSED"]
+        memory = [f"{row.memory[way] / GiB:.3f}" if way else "–" for way in (OURS, rival)]
+        lines.append([f"{row.kernel}, {row.mode}, {_sizes(row)}, {row.dtype}", *times, *verdict, *memory])
+    return lines
+
+
+def _sizes(row: Row) -> str:
+    return " ".join(f"{name}={size}" for name, size in row.sizes.items())
+
+
+def to_markdown(rows: list[Row], bars: dict[tuple[str, str], Bar], gpu: str, made: str) -> str:
+    """Return the page's table, what its words mean, and what made it."""
+    notes = [
+        f"- Microseconds: medians of {ROUNDS} rounds in which the ways took turns. Forward; full: with backward.",
+        "- The rival is Liger, for attention SDPA (its flash backend from compute capability 8.0 on); ours / rival is "
+        "the median of the rounds' ratios. Memory in GiB, beyond the inputs.",
+        *(f"- Missed: {sentence}." for sentence in missed(rows, bars)),
+    ]
+    return "\n".join([f"**Kernels on one {gpu}**", "", *table(HEADER, body(rows, bars)), "", *notes, "", made])
+
+
+def to_records(rows: list[Row], gpu: str, made: str) -> dict[str, Any]:
+    """Return a record file: a time and a memory for each row and way."""
+    environment = {name: version(name) for name in ("llmlab", "torch", "triton", "liger-kernel")}
+    environment["date"] = date.today().isoformat()
+    records = []
+    for row in rows:
+        first, *others = row.sizes
+        for way in row.seconds:
+            values = {"time": ("s", median(row.seconds[way])), "memory": ("bytes", row.memory[way])}
+            for metric, (unit, value) in values.items():
+                records.append({
+                    "operator": row.kernel, "provider": way, "mode": row.mode, "metric": metric, "unit": unit,
+                    "dtype": row.dtype, "sizes": {name: row.sizes[name] for name in others}, "options": {},
+                    "environment": environment, "varied": first, "at": [row.sizes[first]], "values": [value],
+                })  # fmt: skip
+    citation = f"benchmarks/kernel_times.py: {made}"
+    return {"schema": SCHEMA, "kind": "operators", "gpu": gpu, "citation": citation, "records": records}
+
+
+@click.command()
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for the JSON and the table.")
+def main(out: Path | None) -> None:
+    """Measure the kernels on this machine's GPU."""
+    if reason := why_not():
+        click.echo(f"{reason}. Nothing was measured, and nothing is written.", err=True)
+        sys.exit(2)
+    here = host()
+    modern = here.supports_bf16
+    bars = BARS if modern else OLD_BARS
+    large = (here.memory or 0) >= 40 * GiB
+    rows: list[Row] = []
+    for case in cases("large" if large else "small", "cuda", torch.bfloat16 if modern else torch.float16):
+        check(case)
+        rows += measure(case)
+        torch.cuda.empty_cache()
+        click.echo("\n".join("   ".join(line) for line in body(rows[-len(MODES) :], bars)))
+    gpu = here.gpu.name if here.gpu else here.name
+    made = provenance("llmlab", "torch", "triton", "liger-kernel")
+    text, data = to_markdown(rows, bars, gpu, made), to_records(rows, gpu, made)
+    click.echo(text)
+    whole = json.dumps(data, indent=1)
+    if out:
+        write(out / "kernel_times.md", text)
+        write(out / "kernel_times.json", whole)
+        write_whole(output_folder() / slug(gpu) / "kernel_times.json", whole + "\n")
+    sys.exit(1 if missed(rows, bars) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""Seconds of a training step on many GPUs: computation, and the communication that it does not hide.
+
+    step = micro-batches × the slowest stage  +  the pipeline's filling and emptying  +  gradients  +  update
+
+What each kind of parallelism sends in a step, on one GPU (b micro_batch, s seq_len, h hidden, P its parameters):
+
+    tensor      a layer: 2 all-reduces of bsh forward, 2 backward, 2 to recompute (arXiv 1909.08053, section 3); with
+                sequence parallelism an all-gather and a reduce-scatter instead of each, and 2 more all-gathers backward
+    pipeline    a micro-batch and model part: bsh forward, bsh backward, divided over the tensor-parallel ranks
+    context     a layer: keys and values once round the ring forward, they and their gradients backward
+    experts     a layer: 2 all-to-alls of the tokens' copies forward, 2 backward
+    data        ZeRO 0 to 2: gradients and parameters, 2P; ZeRO 3: 3P (arXiv 1910.02054, section 7)
+
+The vocabulary-parallel loss and embedding send little more, which is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil
+
+from ..check import check
+from ..errors import NotAvailable, SpecError
+from ..hardware.gpu import GPU
+from ..hardware.gpu import gpu as find_gpu
+from ..hardware.links import Cluster, Group
+from ..models.spec import ModelSpec
+from ..models.spec import model as find_model
+from ..runs import Training
+from . import time
+from .communication import finished, seconds
+from .efficiency import efficiency
+from .flops import flops
+from .precision import PRECISION
+from .states import states
+
+BUCKET_BYTES = 25 * 2**20  # torch DDP's bucket_cap_mb, of gradients that are all-reduced
+OVERLAPS = ("data", "tensor")
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of a step by what the slowest GPU does; communication counts where computation does not hide it.
+
+    `data` is exposed, `data_sent` all that data parallelism communicates, hidden or not.
+    """
+
+    compute: float
+    tensor: float
+    context: float
+    experts: float
+    pipeline: float
+    bubble: float
+    data: float
+    update: float
+    data_sent: float
+    mfu: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        sent = self.tensor + self.context + self.experts + self.pipeline + self.data
+        return self.compute + sent + self.bubble + self.update
+
+
+def step(
+    model: ModelSpec | str | dict,
+    run: Training,
+    card: GPU | str,
+    cluster: Cluster,
+    interleave: int = 1,
+    overlap: tuple[str, ...] = ("data",),
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Step:
+    """Return what one optimizer step of `run` takes on `cluster`, and how long each part of it does.
+
+    Ranks are laid out tensor, context, data, pipeline parallel, neighbours first; expert-parallel ranks are
+    data-parallel ones. `interleave`: model parts a pipeline stage has. `overlap` names what hides behind computation:
+    "data", gradients behind backward and ZeRO-3's parameters behind the unit before, as DDP and FSDP do; "tensor",
+    backward's communication behind the weight gradients' products, as Megatron-LM does. Raises SpecError for what
+    cannot be, NotAvailable for a card whose rates were never measured.
+    """
+    spec, gpu = find_model(model), find_gpu(card)
+    check(spec, run, gpu)
+    _check(run, interleave, overlap, bucket_bytes)
+    rates = efficiency(gpu)
+    products = time.product_seconds(spec, run, gpu, rates) if rates else None
+    if rates is None or products is None:
+        raise NotAvailable(f"what {gpu.name} reaches in {time.peak_dtype(run)} was not measured: no time follows")
+    m = run.accumulation
+    blocks_moved, head_moved = (size / rates.bandwidth / m for size in time.moved(spec, run, gpu))
+    head = products.get("head", 0.0) * run.pp / m  # the last stage has all of it
+    blocks = sum(seconds for part, seconds in products.items() if part != "head") / m + blocks_moved
+    host = time.host_seconds(spec, run, rates) / m
+    layers = spec.layers / run.pp
+    tensor = layers * _tensor(spec, run, cluster, "tensor" in overlap)
+    context = layers * _context(spec, run, cluster)
+    experts = spec.moe_layers / run.pp * _experts(spec, run, cluster) if run.ep > 1 else 0.0
+    pipeline = _sends(spec, run, cluster, interleave)
+    ordinary = max(blocks, host)  # a stage in the middle, for one micro-batch
+    slowest = max(blocks + head + head_moved, host)
+    counted = flops(spec, run, gpu)
+    data, sent = _data(spec, run, cluster, slowest, counted.forward / counted.total, "data" in overlap, bucket_bytes)
+    found = Step(
+        compute=m * slowest,
+        tensor=m * tensor,
+        context=m * context,
+        experts=m * experts,
+        pipeline=m * pipeline,
+        bubble=(run.pp - 1) / interleave * (ordinary + tensor + context + experts + pipeline),
+        data=data,
+        update=time.update_seconds(spec, run, rates),
+        data_sent=sent,
+    )
+    return replace(found, mfu=time.mfu(spec, run, gpu, found.seconds))
+
+
+def _check(run: Training, interleave: int, overlap: tuple[str, ...], bucket_bytes: int) -> None:
+    if interleave < 1 or (interleave > 1 and run.pp == 1):
+        raise SpecError(f"interleave={interleave} with pp={run.pp}: give 1, or more model parts of a pipeline stage")
+    if unknown := [each for each in overlap if each not in OVERLAPS]:
+        raise SpecError(f"overlap={unknown[0]!r} is not one of {', '.join(OVERLAPS)}")
+    if bucket_bytes < 1:
+        raise SpecError(f"bucket_bytes={bucket_bytes} is not a size >= 1")
+    if run.offload or run.lora or run.compile or run.kernels:
+        raise NotAvailable("no time for offloaded, LoRA, compiled or Liger's steps on many GPUs")
+
+
+def _stream(spec: ModelSpec, run: Training) -> float:
+    """Return the bytes of a micro-batch's activations between two layers: bsh."""
+    return run.tokens / run.cp * spec.hidden * PRECISION[run.precision].compute
+
+
+def _tensor(spec: ModelSpec, run: Training, cluster: Cluster, hidden: bool) -> float:
+    """Return the exposed seconds a layer and micro-batch.
+
+    Megatron-LM hides, backward, what a column-parallel layer sends: the all-reduce of its input's gradient, or, with
+    sequence parallelism, the all-gather of its input and the reduce-scatter of its gradient.
+    """
+    group, size = cluster.group(run.tp), _stream(spec, run)
+    again = 2 if run.checkpointing == "full" else 0
+    if run.sequence_parallel:
+        gathers, scatters = 2 + (2 if hidden else 4) + again, 2 + (0 if hidden else 2) + again
+        return gathers * seconds("all-gather", size, group) + scatters * seconds("reduce-scatter", size, group)
+    return (2 + (0 if hidden else 2) + again) * seconds("all-reduce", size, group)
+
+
+def _context(spec: ModelSpec, run: Training, cluster: Cluster) -> float:
+    if run.cp == 1:
+        return 0.0
+    width = 2 * spec.kv_heads * spec.head_dim / run.tp * PRECISION[run.precision].compute  # keys and values of a token
+    group = cluster.group(run.cp, run.tp)
+    passes = 3 + (1 if run.checkpointing == "full" else 0)  # forward 1; backward 2, with the gradients
+    return passes * (run.cp - 1) * seconds("send", run.tokens / run.cp * width, group)
+
+
+def _experts(spec: ModelSpec, run: Training, cluster: Cluster) -> float:
+    group = cluster.group(run.ep, run.tp * run.cp)
+    passes = 4 + (2 if run.checkpointing == "full" else 0)
+    return passes * seconds("all-to-all", spec.experts_per_token * _stream(spec, run) / run.tp, group)
+
+
+def _sends(spec: ModelSpec, run: Training, cluster: Cluster, interleave: int) -> float:
+    """Return the s a stage sends for a micro-batch: each tensor-parallel rank its part, gathered where it arrives
+    (arXiv 2104.04473, section 4.1), unless sequence parallelism wants it in parts."""
+    if run.pp == 1:
+        return 0.0
+    group = cluster.group(run.pp, run.tp * run.cp * run.dp)
+    once = seconds("send", _stream(spec, run) / run.tp, group)
+    if run.tp > 1 and not run.sequence_parallel:
+        once += seconds("all-gather", _stream(spec, run), cluster.group(run.tp))
+    return 2 * interleave * once
+
+
+def _data(
+    spec: ModelSpec, run: Training, cluster: Cluster, compute: float, forward: float, hidden: bool, bucket: int
+) -> tuple[float, float]:
+    """Return the exposed and all seconds of a step's gradients and parameters, over the ranks that have the same part
+    of the model. `compute`: s of a micro-batch, of which `forward` is forward's share."""
+    group = cluster.group(run.dp * run.cp, run.tp)
+    if group.ranks == 1:
+        return 0.0, 0.0
+    whole = states(spec, replace(run, zero=0), stage=0)
+    layers, share = spec.layers // run.pp, _block_share(spec)
+    blocks, rest = [share / layers] * layers, 1 - share  # shares of the bytes, in the order of backward
+    back, fore = (1 - forward) * compute, forward * compute
+    if run.zero == 3:
+        return _sharded(run, group, whole.weights, whole.gradients, [*blocks, rest], fore, back, hidden)
+    if run.zero:
+        # What a block has at once, as FSDP does; DeepSpeed's buckets are larger still.
+        costs = [seconds("reduce-scatter", part * whole.gradients, group) for part in [*blocks, rest]]
+        ready = [back * (i + 1) / layers for i in range(layers)] + [back]
+    else:
+        messages = ceil(whole.gradients / bucket) or 1
+        costs = [seconds("all-reduce", whole.gradients / messages, group)] * messages
+        ready = [back * min(1, (i + 1) / messages / share) for i in range(messages)]
+    times = run.accumulation if run.zero == 2 else 1  # gradients that are cut up cannot wait for the last micro-batch
+    sent = times * sum(costs)
+    exposed = times * (finished(ready, costs) - back) if hidden else sent
+    if run.zero:
+        gathers = [seconds("all-gather", part * whole.weights, group) for part in [rest, *blocks]]
+        sent += sum(gathers)
+        # Forward's first unit waits for its own parameters; the others' come behind the computation before them.
+        exposed += gathers[0] + max(0.0, sum(gathers[1:]) - fore) if hidden else sum(gathers)
+    return exposed, sent
+
+
+def _sharded(
+    run: Training,
+    group: Group,
+    weights: int,
+    gradients: int,
+    parts: list[float],
+    fore: float,
+    back: float,
+    hidden: bool,
+) -> tuple[float, float]:
+    """ZeRO-3: each unit is gathered before forward and again before backward, behind the unit before it; its gradient
+    is sent behind the next unit's backward. The last of `parts` (embedding, head) is whole from forward to backward."""
+    gather = [seconds("all-gather", part * weights, group) for part in parts]
+    scatter = [seconds("reduce-scatter", part * gradients, group) for part in parts]
+    layers = len(parts) - 1
+    one = 2 * gather[0] + scatter[0]
+    sent = run.accumulation * (layers * one + gather[-1] + scatter[-1])
+    if not hidden:
+        return sent, sent
+    late_forward = gather[0] + (layers - 1) * max(0.0, gather[0] - fore / layers)
+    late_backward = scatter[0] + (layers - 1) * max(0.0, gather[0] + scatter[0] - back / layers)
+    return run.accumulation * (late_forward + late_backward + gather[-1] + scatter[-1]), sent
+
+
+def _block_share(spec: ModelSpec) -> float:
+    by = spec.parameters_by_component
+    inside = sum(by.get(part, 0) for part in ("attention", "mlp", "experts", "router", "norms"))
+    return inside / spec.parameters

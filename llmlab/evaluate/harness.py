@@ -1,0 +1,144 @@
+"""Our models under EleutherAI's lm-evaluation-harness, by its own interface: what its tasks ask of a model, answered.
+
+A task is text in, numbers out, and asks one of three things: how likely is this continuation of that context
+("loglikelihood"; multiple choice compares several), how likely is this whole text ("loglikelihood_rolling"), and what
+do you write until this stop text ("generate_until"). Two tasks here need no download: they are made of any text.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..errors import NotAvailable, SpecError
+from ..inference.forward import limits
+from ..inference.generate import generate
+from .perplexity import perplexity
+
+try:
+    from datasets import Dataset
+    from lm_eval import evaluator
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.task import ConfigurableTask
+except ModuleNotFoundError:
+    raise NotAvailable("the evaluation harness is not installed: pip install lm-eval") from None
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = ["HarnessModel", "choice_task", "evaluate", "text_task"]
+
+
+class HarnessModel(TemplateLM):
+    """A model and its tokenizer as the harness wants them. `end_of_text`: the token that stands before every text."""
+
+    def __init__(self, model: nn.Module, tokenizer: Tokenizer, end_of_text: int) -> None:
+        super().__init__()
+        self.model, self.tokenizer, self.end_of_text = model, tokenizer, end_of_text
+        self._device = next(model.parameters()).device
+        _, self.window = limits(model)
+
+    @property
+    def eot_token_id(self) -> int:
+        """What stands before a text without a context."""
+        return self.end_of_text
+
+    def tok_encode(self, string: str, **_: Any) -> list[int]:
+        """Return the ids of `string`."""
+        return self.tokenizer.encode(string).ids
+
+    def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
+        """Return log p(continuation | context) and whether each of its tokens is the likeliest, for every request."""
+        return [self._scored(context, continuation) for _, context, continuation in requests]
+
+    @torch.no_grad()
+    def _scored(self, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+        # The last token is only predicted, so the model may read one less than is scored and given.
+        read = torch.tensor((context + continuation)[-(self.window + 1) :][:-1], device=self.device)
+        found = self.model(read[None])
+        logits = getattr(found, "logits", found)[0, -len(continuation) :]
+        scores = logits.double().log_softmax(-1)  # (tokens of the continuation, V)
+        wanted = torch.tensor(continuation[-len(scores) :], device=self.device)
+        chosen = scores.gather(1, wanted[:, None]).sum().item()
+        return chosen, bool((scores.argmax(-1) == wanted).all())
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Return log p(text) for every request: `llmlab.evaluate.perplexity`'s, windows side by side."""
+        found = []
+        for request in requests:
+            ids = torch.tensor([self.end_of_text, *self.tok_encode(request.args[0])], device=self.device)
+            found.append(-perplexity(self.model, ids, self.window, self.window).nll)
+        return found
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Return what the model writes after each context, the likeliest tokens, up to the first stop text."""
+        answers = []
+        for request in requests:
+            context, options = request.args
+            new = int(options.get("max_gen_toks", 64))
+            prompt = torch.tensor(self.tok_encode(context)[-(self.window - new) :], device=self.device)
+            answer = self.tokenizer.decode(generate(self.model, prompt, new)[len(prompt) :].tolist())
+            for stop in options.get("until", []):
+                answer = answer.split(stop)[0]
+            answers.append(answer)
+        return answers
+
+
+def text_task(name: str, texts: Sequence[str]) -> ConfigurableTask:
+    """Return a task that asks how likely `texts` are: perplexity a word and a byte, and bits a byte."""
+    rows = Dataset.from_list([{"text": text} for text in texts])
+    averages = {"word_perplexity": "weighted_perplexity", "byte_perplexity": "weighted_perplexity"}
+    metrics = [
+        {"metric": metric, "aggregation": averages.get(metric, metric), "higher_is_better": False}
+        for metric in (*averages, "bits_per_byte")
+    ]
+    return _task(name, rows, "loglikelihood_rolling", doc_to_text="", doc_to_target="{{text}}", metric_list=metrics)
+
+
+def choice_task(
+    name: str, text: str, questions: int = 40, context: int = 40, ending: int = 10, seed: int = 0
+) -> ConfigurableTask:
+    """Return a task: which of four endings follows? The wrong ones are the right one's words in another order.
+
+    So all four have the same words, and what is asked is what a language model should know. `context` and `ending` in
+    words. Raises SpecError for a text that is too short, or all of whose words are the same.
+    """
+    words, chance, rows = text.split(), random.Random(seed), []
+    if len(words) < 2 * (context + ending) or len(set(words)) < 2:
+        raise SpecError(f"a text of {len(words)} words; give at least {2 * (context + ending)}, not all the same")
+    while len(rows) < questions:
+        begin = chance.randrange(len(words) - context - ending)
+        right = words[begin + context : begin + context + ending]
+        if len(set(right)) < ending / 2:
+            continue  # too few orders to choose from
+        endings = [right, *(chance.sample(right, ending) for _ in range(3))]
+        place = chance.randrange(4)
+        endings[0], endings[place] = endings[place], endings[0]
+        row = {"context": " ".join(words[begin : begin + context]), "endings": [" ".join(e) for e in endings]}
+        rows.append(row | {"right": place})
+    metrics = [{"metric": m, "aggregation": "mean", "higher_is_better": True} for m in ("acc", "acc_norm")]
+    return _task(
+        name, Dataset.from_list(rows), "multiple_choice", doc_to_text="{{context}}", doc_to_choice="endings",
+        doc_to_target="right", metric_list=metrics,
+    )  # fmt: skip
+
+
+def _task(name: str, rows: Dataset, kind: str, **config: Any) -> ConfigurableTask:
+    data = {"test": rows}
+    return ConfigurableTask(
+        config={"task": name, "custom_dataset": lambda **_: data, "test_split": "test", "output_type": kind, **config}
+    )
+
+
+def evaluate(model: HarnessModel, tasks: Sequence[ConfigurableTask]) -> dict[str, dict[str, float]]:
+    """Return each task's metrics by its name, as the harness computes them."""
+    named = {task.config.task: task for task in tasks}
+    results = evaluator.evaluate(model, named, bootstrap_iters=0, log_samples=False)
+    return {
+        name: {key.partition(",")[0]: value for key, value in found.items() if isinstance(value, float)}
+        for name, found in results["results"].items()
+    }

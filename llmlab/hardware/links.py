@@ -1,0 +1,158 @@
+"""The table of links between GPUs and between nodes, and how GPUs are wired to a cluster.
+
+>>> link("NVLink-4").bandwidth / 1e9
+450.0
+>>> cluster("A100", "InfiniBand-HDR").group(64).nodes
+8
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from functools import cache
+
+from ..errors import NotAvailable, SpecError, unknown_name
+from .gpu import GPU, gpu, read_table
+
+
+@dataclass(frozen=True)
+class Link:
+    """One class of link. `bandwidth`, `reached`: bytes/s in one direction, of the data sheet, and for large messages.
+    `step`, `tree_step`: s that any message takes to the next rank of a ring, of a tree. `kind`: "nvlink", "pcie" or
+    "network"."""
+
+    name: str
+    kind: str
+    bandwidth: float
+    reached: float
+    step: float
+    tree_step: float
+    architectures: tuple[str, ...] = ()
+    source: str = ""
+    checked: str = ""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate: `per_node` of them in each of `nodes` nodes.
+
+    `inside`, `across`: the links within a node and between nodes (None in one node). `adapters`: how many network
+    adapters of a node serve this group, where all groups of its kind communicate at once: a share can be a fraction.
+    """
+
+    ranks: int
+    per_node: int
+    inside: Link
+    across: Link | None = None
+    adapters: float = 1.0
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.ranks // self.per_node)
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes/s a rank passes on in rings that lie over all ranks: what nccl-tests call bus bandwidth.
+
+        Each adapter of a node ends one ring, and all rings run through all GPUs of the node.
+        """
+        if self.across is None:
+            return self.inside.reached
+        network = self.adapters * self.across.reached
+        return network if self.per_node == 1 else min(self.inside.reached, network)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of `gpus` GPUs on `inside` links, with `adapters` network adapters on `across` links."""
+
+    inside: Link
+    across: Link
+    gpus: int = 8
+    adapters: int = 8
+
+    def group(self, ranks: int, stride: int = 1) -> Group:
+        """Return the group of `ranks` ranks of which each is `stride` devices from the next.
+
+        Tensor-parallel ranks are neighbours, stride 1; data-parallel ones are tp devices apart.
+        """
+        for name, value in (("ranks", ranks), ("stride", stride)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise SpecError(f"{name}={value!r} is not a whole number >= 1")
+        per_node = min(ranks, max(1, self.gpus // stride))
+        if per_node >= ranks:
+            return Group(ranks, per_node, self.inside)
+        return Group(ranks, per_node, self.inside, self.across, self.adapters * per_node / self.gpus)
+
+
+def cluster(card: GPU | str, network: Link | str, gpus: int = 8, adapters: int | None = None) -> Cluster:
+    """Return nodes of `gpus` such cards, with as many network adapters (`adapters` None), or that many.
+
+    Raises UnknownName for a card or link that is no table's, NotAvailable for a card whose links are not there.
+    """
+    adapters = gpus if adapters is None else adapters
+    for name, value in (("gpus", gpus), ("adapters", adapters)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise SpecError(f"{name}={value!r} is not a whole number >= 1")
+    across = link(network) if isinstance(network, str) else network
+    if across.kind != "network":
+        raise SpecError(f"network={across.name} does not connect nodes; give one of {', '.join(_networks())}")
+    return Cluster(node_link(card), across, gpus, adapters)
+
+
+def node_link(card: GPU | str) -> Link:
+    """Return what connects such cards inside a node: NVLink with the card's bandwidth, else its PCIe.
+
+    NVLink on a GeForce card or a PCIe board is a bridge between two; a ring of more goes through PCIe.
+    """
+    found = gpu(card)
+    bridge = found.name.endswith("PCIe") or found.name.startswith("RTX")
+    for each in links().values():
+        if found.nvlink and not bridge and found.architecture in each.architectures:
+            return replace(each, bandwidth=found.nvlink, reached=each.reached * found.nvlink / each.bandwidth)
+        if (bridge or not found.nvlink) and each.kind == "pcie" and each.bandwidth == found.pcie:
+            return each
+    raise NotAvailable(f"no link in the table for {found.name}; build a Cluster from a Link with its figures")
+
+
+@cache
+def links() -> dict[str, Link]:
+    """Return every link by its name."""
+    table = read_table("links.toml")
+
+    def cited(text: str) -> str:
+        return re.sub(r"\[(\w+)\]", lambda match: table["documents"][match[1]], text)
+
+    return {
+        entry["name"]: Link(
+            name=entry["name"],
+            kind=entry["kind"],
+            bandwidth=entry["gb_s"] * 1e9,
+            reached=entry["reached_gb_s"] * 1e9,
+            step=entry["step_us"] * 1e-6,
+            tree_step=entry["tree_step_us"] * 1e-6,
+            architectures=tuple(entry.get("architectures", ())),
+            source=cited(entry["source"]),
+            checked=table["checked"],
+        )
+        for entry in table["link"]
+    }
+
+
+def link(name: str) -> Link:
+    """Return the link called `name`; case does not count. Raises UnknownName with the nearest ones."""
+    for known, found in links().items():
+        if known.lower() == str(name).lower():
+            return found
+    raise unknown_name("link", str(name), list(links()), f"The table has {', '.join(links())}.")
+
+
+@cache
+def base_seconds() -> float:
+    """Return what a collective takes before its first step, in s."""
+    return read_table("links.toml")["base_us"] * 1e-6
+
+
+def _networks() -> list[str]:
+    return [each.name for each in links().values() if each.kind == "network"]

@@ -1,0 +1,67 @@
+"""Several requests at once, four ways: in turn, in threads, in processes, in a batch.
+
+All write the same tokens. A thread shares the model; a process has one of its own, or maps the same memory; a batch
+reads every weight once for all of them.
+
+    B  requests     T  tokens of a prompt
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .generate import generate
+
+__all__ = ["in_batch", "in_processes", "in_threads", "in_turn", "processes"]
+
+_mine: dict[str, Any] = {}  # a worker process's model
+
+
+def in_turn(model: nn.Module, prompts_BT: Tensor, new_tokens: int) -> Tensor:
+    """Return each prompt with its answer, (B, T + new), one after the other."""
+    return torch.stack([generate(model, prompt, new_tokens) for prompt in prompts_BT])
+
+
+def in_threads(model: nn.Module, prompts_BT: Tensor, new_tokens: int) -> Tensor:
+    """Return the same, each request in a thread; Python runs one of them at a time."""
+    with ThreadPoolExecutor(len(prompts_BT)) as pool:
+        texts = pool.map(lambda prompt: generate(model, prompt, new_tokens), prompts_BT)
+        return torch.stack(list(texts))
+
+
+@contextmanager
+def processes(model: nn.Module, count: int) -> Iterator[Executor]:
+    """Start `count` processes that hold `model`; torch passes its memory on, so on a CPU they share one copy."""
+    context = torch.multiprocessing.get_context("spawn")  # a forked process would inherit torch's threads as locks
+    with ProcessPoolExecutor(count, context, _begin, (model,)) as pool:
+        list(pool.map(_ready, range(count)))
+        yield pool
+
+
+def in_processes(pool: Executor, prompts_BT: Tensor, new_tokens: int) -> Tensor:
+    """Return the same from `processes`, as many requests at once as there are of them."""
+    return torch.tensor(list(pool.map(_write, prompts_BT.tolist(), [new_tokens] * len(prompts_BT))))
+
+
+def in_batch(model: nn.Module, prompts_BT: Tensor, new_tokens: int) -> Tensor:
+    """Return the same from one batch."""
+    return generate(model, prompts_BT, new_tokens)
+
+
+def _begin(model: nn.Module) -> None:
+    torch.set_num_threads(1)
+    _mine["model"] = model
+
+
+def _ready(_: int) -> bool:
+    return "model" in _mine
+
+
+def _write(prompt: list[int], new_tokens: int) -> list[int]:
+    return generate(_mine["model"], torch.tensor(prompt), new_tokens).tolist()

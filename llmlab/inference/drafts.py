@@ -1,0 +1,57 @@
+"""Two drafts for speculative decoding that need no training: a table of pairs, and the model's own first blocks.
+
+    B  batch     T  tokens being read     V  vocabulary
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import SpecError
+from ..models.llama import Llama
+from ..models.spec import ModelSpec
+from ..models.spec import model as find_model
+
+__all__ = ["Bigram", "first_blocks"]
+
+
+class Bigram(nn.Module):
+    """The next token by the last one alone: how often it came after it in a text. A pass is one look-up.
+
+    `hidden` is what `models.llama.Llama` has, so that `speculate` takes it for a draft: here it gives the logits.
+    """
+
+    def __init__(self, text: Tensor, spec: ModelSpec, smoothing: float = 0.01) -> None:
+        """Count the pairs of `text`, (tokens,) ids below spec.vocab; `smoothing` is added to every count."""
+        super().__init__()
+        counts = torch.full((spec.vocab, spec.vocab), smoothing)
+        counts.view(-1).index_add_(0, text[:-1] * spec.vocab + text[1:], torch.ones(len(text) - 1))
+        self.spec = spec
+        self.logits = nn.Parameter(counts.log(), requires_grad=False)  # softmax turns them back into shares
+        self.lm_head = nn.Identity()
+
+    def hidden(self, ids_BT: Tensor, cache: Any = None, mask: Any = None, positions: Any = None) -> Tensor:
+        """Return the logits after each token, (B, T, V). The cache only counts: there is nothing to remember."""
+        if cache is not None:
+            counted = ids_BT[:, None, :, None].float()
+            cache.update(0, counted, counted)
+        return self.logits[ids_BT]
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        """Return the logits after each token, (B, T, V)."""
+        return self.hidden(ids_BT)
+
+
+def first_blocks(model: Llama, count: int) -> Llama:
+    """Return a model of the first `count` blocks of `model`, with its embedding, last norm and head; weights shared."""
+    if not 1 <= count <= len(model.layers):
+        raise SpecError(f"count={count}: the model has {len(model.layers)} blocks; give 1 to {len(model.layers)}")
+    short = copy.copy(model)
+    short._modules = dict(model._modules)  # copy.copy shares it: the model would lose its blocks
+    short.layers = nn.ModuleList(model.layers[:count])
+    short.spec = find_model({**model.spec.config, "num_hidden_layers": count})
+    return short

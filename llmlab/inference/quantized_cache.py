@@ -1,0 +1,89 @@
+"""A cache in 8 or 4 bits: every 64 numbers of a token share a scale and a smallest value, 2 bytes each.
+
+A token's numbers are rounded once, when they come, and new tokens are appended: nothing is rounded twice. For attention
+all of it is widened again, a copy, layer by layer; an engine's kernel widens what it reads, in registers. Keys rounded
+a channel at a time lose less (see `llmlab.quantize.kv`), but then a token cannot be appended alone.
+
+    B  batch     T  tokens being read     S  tokens held     H  key-value heads     D  size of a head     G  groups
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import SpecError
+from ..estimate.inference import KV_GROUP
+
+__all__ = ["QuantizedCache", "narrow", "widen"]
+
+Rounded = tuple[Tensor, Tensor, Tensor]  # codes, scale, smallest
+
+
+def narrow(x_BHTD: Tensor, bits: int) -> Rounded:
+    """Return codes (B, T, H·D·bits/8) in uint8, scale and smallest (B, T, G) in fp16: x ≈ smallest + code · scale."""
+    groups = x_BHTD.transpose(1, 2).flatten(2).unflatten(2, (-1, KV_GROUP)).float()  # (B, T, G, 64)
+    low, high = groups.amin(-1, keepdim=True).half(), groups.amax(-1, keepdim=True)
+    scale = ((high - low.float()) / (2**bits - 1)).half()
+    codes = ((groups - low.float()) / scale.float().clamp(min=1e-7)).round().clamp(0, 2**bits - 1).to(torch.uint8)
+    if bits == 4:  # two a byte
+        codes = codes[..., 0::2] | codes[..., 1::2] << 4
+    return codes.flatten(2), scale[..., 0], low[..., 0]
+
+
+def widen(rounded: Rounded, bits: int, heads: int, dtype: torch.dtype) -> Tensor:
+    """Return what `narrow` rounded, (B, H, S, D) in `dtype`."""
+    codes, scale, low = rounded
+    groups = codes.unflatten(2, (scale.shape[2], -1))  # (B, S, G, 64 · bits / 8)
+    if bits == 4:
+        groups = torch.stack((groups & 15, groups >> 4), dim=-1).flatten(3)
+    values = groups.float() * scale[..., None].float() + low[..., None].float()
+    return values.flatten(2).unflatten(2, (heads, -1)).transpose(1, 2).to(dtype)
+
+
+class QuantizedCache:
+    """Grows as GrowingCache does, in `bits` bits. Raises SpecError for a layer that does not fall into groups of 64."""
+
+    def __init__(self, bits: int = 4) -> None:
+        if bits not in (4, 8):
+            raise SpecError(f"bits={bits}: give 8 or 4")
+        self.bits = bits
+        self.layers: list[tuple[Rounded, Rounded]] = []
+
+    @property
+    def length(self) -> int:
+        """Tokens of each sequence held."""
+        return self.layers[0][0][0].shape[1] if self.layers else 0
+
+    def expect(self, ids_BT: Tensor) -> None:
+        """Accept any number of tokens."""
+
+    def update(self, layer: int, k_BHTD: Tensor, v_BHTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Round and append; return all of it, widened, (B, H, S, D) each. The tokens being read are not rounded."""
+        both = (k_BHTD, v_BHTD)
+        for new in both:
+            if new.shape[1] * new.shape[3] % KV_GROUP:
+                raise SpecError(f"{new.shape[1]} heads of {new.shape[3]} do not fall into groups of {KV_GROUP}")
+        rounded = [narrow(new, self.bits) for new in both]
+        if layer == len(self.layers):
+            self.layers.append((rounded[0], rounded[1]))
+            return both
+        old = [widen(held, self.bits, k_BHTD.shape[1], k_BHTD.dtype) for held in self.layers[layer]]
+        joined = [
+            tuple(torch.cat(pair, dim=1) for pair in zip(held, new, strict=True))
+            for held, new in zip(self.layers[layer], rounded, strict=True)
+        ]
+        self.layers[layer] = (joined[0], joined[1])  # type: ignore[assignment]
+        k_BHSD, v_BHSD = (torch.cat(pair, dim=2) for pair in zip(old, both, strict=True))
+        return k_BHSD, v_BHSD
+
+    def crop(self, length: int) -> None:
+        """Keep the first `length` tokens."""
+        self.layers = [
+            (tuple(t[:, :length] for t in k), tuple(t[:, :length] for t in v))  # type: ignore[misc]
+            for k, v in self.layers
+        ]
+
+    def release(self) -> None:
+        """Drop all."""
+        self.layers = []

@@ -1,0 +1,68 @@
+"""What each rank does when: a bar a task, gaps where it waits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from ..errors import SpecError
+from .canvas import INK, PALETTE, PANEL, SMALL, WIDTH, Picture, contrast, key, legend, styled
+
+
+class Task(NamedTuple):
+    """One bar: `row` from 0, times in any unit, `kind` one of the legend's names, `label` written into it."""
+
+    row: int
+    start: float
+    end: float
+    kind: str
+    label: str = ""
+
+
+@styled
+def plot_gantt(
+    plans: Mapping[str, Sequence[Task]], row: str = "rank", xlabel: str = "time (forwards of a rank's layers)"
+) -> Figure:
+    """Return one chart a plan, one under the other on the same scale; the share of waiting is in each title.
+
+    No plan, an empty one and more than eight kinds raise SpecError.
+    """
+    kinds = list(dict.fromkeys(task.kind for tasks in plans.values() for task in tasks))
+    if not plans or not all(plans.values()) or len(kinds) > len(PALETTE):
+        sizes = {name: len(tasks) for name, tasks in plans.items()}
+        raise SpecError(f"plot_gantt got {sizes} and {len(kinds)} kinds; give tasks, of at most {len(PALETTE)} kinds")
+    colors = dict(zip(kinds, PALETTE, strict=False))
+    end = max(task.end for tasks in plans.values() for task in tasks)
+    rows = [1 + max(task.row for task in tasks) for tasks in plans.values()]
+    picture = Picture(figsize=(WIDTH, 0.9 + sum(0.55 + 0.26 * n for n in rows)), layout="constrained")
+    axes = picture.subplots(len(plans), 1, squeeze=False, gridspec_kw={"height_ratios": [n + 1.5 for n in rows]})
+    said = []
+    for ax, (name, tasks), count in zip(axes[:, 0], plans.items(), rows, strict=True):
+        ax.set_xlim(0, end)
+        ax.set_ylim(count - 0.5, -0.5)
+        for task in tasks:
+            color = colors[task.kind]
+            shape = Rectangle((task.start, task.row - 0.45), task.end - task.start, 0.9, facecolor=color)
+            shape.set(edgecolor=PANEL, linewidth=0.8)
+            ax.add_patch(shape)
+            # A label that would be wider than its bar is left out: 0.09 inches a digit.
+            if task.label and (task.end - task.start) / end * (WIDTH - 0.8) > 0.09 * len(task.label):
+                ink = max((INK, "#FFFFFF"), key=lambda text, under=color: contrast(text, under))
+                middle = (task.start + task.end) / 2
+                style = {"ha": "center", "va": "center", "size": SMALL, "color": ink, "gid": task.kind}
+                ax.text(middle, task.row, task.label, **style)
+        waits = 1 - sum(task.end - task.start for task in tasks) / (count * max(task.end for task in tasks))
+        ax.set_title(f"{name}: {waits:.0%} waiting", loc="left", weight="bold")
+        ax.set_yticks(range(count), [f"{row} {n}" for n in range(count)])
+        ax.tick_params(length=0)
+        ax.spines[["left", "bottom"]].set_visible(False)
+        if ax is not axes[-1, 0]:
+            ax.set_xticks([])
+        said.append(f"{name}: done at {max(task.end for task in tasks):g}, {waits:.1%} of the time waiting")
+    axes[-1, 0].set_xlabel(xlabel)
+    legend(picture, [key(kind, colors[kind]) for kind in kinds])
+    picture.alt = f"What each {row} does when. " + "; ".join(said) + "."
+    return picture

@@ -1,0 +1,94 @@
+"""Attention in tiles: what online softmax knows after each of them, and which tiles of scores are computed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from matplotlib.figure import Figure
+
+from ..errors import SpecError
+from .canvas import FONT, INK, MUTED, PALETTE, SMALL, bar, key, legend, new_picture, styled
+
+SHADE = "#EDEDE6"  # every other tile of a row of values
+KINDS = {"computed": PALETTE[5], "computed, half masked": PALETTE[1], "skipped": "#FFFFFF"}
+MOST = 32  # tiles in a row: more would be narrower than their lines
+
+
+@styled
+def plot_online_softmax(x: Sequence[float], steps: Sequence[tuple[float, float]], tile: int) -> Figure:
+    """Return the values of x as bars in tiles of `tile`, with what was known after each tile: its step, (m, l).
+
+    m is the maximum so far, l the sum of exp(x − m) so far, as techniques.attention.online_softmax gives them. Other
+    than one step a tile, and more than 32 of them, raise SpecError.
+    """
+    values, known = [float(value) for value in x], [(float(m), float(total)) for m, total in steps]
+    if tile < 1 or not 1 <= math.ceil(len(values) / max(tile, 1)) == len(known) <= MOST:
+        given = f"{len(values)} values in tiles of {tile} and {len(known)} steps"
+        raise SpecError(f"{given}; give a tile >= 1 that makes 1 to {MOST} tiles, and a step for each")
+    picture, ax = new_picture(3.2)
+    low, high = min(0.0, *values), max(0.0, *values)
+    room = 0.3 * (high - low or 1.0)
+    ax.set_ylim(low - 0.05 * room, high + room)
+    ax.set_xlim(-0.6, len(values) - 0.4)
+    ax.bar(range(len(values)), values, width=0.7, color=PALETTE[0], edgecolor=INK, linewidth=0.5, zorder=2)
+    for number, (m, total) in enumerate(known):
+        left, right = number * tile - 0.5, min((number + 1) * tile, len(values)) - 0.5
+        if number % 2 == 0:
+            ax.axvspan(left, right, color=SHADE, zorder=0)
+        ax.plot([left, right], [m, m], color=PALETTE[3], linewidth=2.4, zorder=3)
+        if number and m > known[number - 1][0]:
+            ax.plot([left, left], [known[number - 1][0], m], color=PALETTE[3], linewidth=1.2, linestyle=":", zorder=3)
+        said = f"m = {m:.1f}\nl = {total:.2f}"
+        ax.text((left + right) / 2, high + room * 0.92, said, ha="center", va="top", size=SMALL)
+    ax.axhline(0, color=MUTED, linewidth=0.8)
+    ax.set_xlabel("position")
+    ax.set_ylabel("score")
+    legend(picture, [key("score", PALETTE[0]), key("maximum so far, m", PALETTE[3])])
+    picture.alt = (
+        f"Online softmax over {len(values)} scores in tiles of {tile}. Maximum and sum so far after each tile: "
+        + ", ".join(f"{m:.2f} and {total:.3f}" for m, total in known)
+        + "."
+    )
+    return picture
+
+
+@styled
+def plot_score_tiles(T: int, tile: int, causal: bool = True) -> Figure:
+    """Return the (T, T) scores cut into tiles of `tile` rows: computed, on the diagonal, or skipped by a causal mask.
+
+    Arrows follow one program of the forward pass, along a row of tiles. More than 32 tiles a row raise SpecError.
+    """
+    count = math.ceil(T / tile) if tile >= 1 else 0
+    if not 1 <= count <= MOST:
+        raise SpecError(f"T={T} in tiles of {tile}; give a tile >= 1 that makes 1 to {MOST} tiles a row")
+    picture, ax = new_picture(3.7, 4.6)
+    found = dict.fromkeys(KINDS, 0)
+    for row in range(count):
+        for column in range(count):
+            kind = "computed" if not causal or column < row else "skipped"
+            if causal and column == row:
+                kind = "computed, half masked"
+            found[kind] += 1
+            patch = bar(ax, row, column + 0.04, 0.92, KINDS[kind])
+            patch.set_y(row - 0.46)
+            patch.set_height(0.92)
+    row = count - 1 if count < 3 else count - 2
+    last = row if causal else count - 1
+    if last:
+        ax.annotate(
+            "", (last + 0.85, row), (0.15, row), arrowprops={"arrowstyle": "->", "lw": 2, "color": INK}, zorder=4
+        )  # fmt: skip
+    ax.set_xlim(-0.1, count + 0.1)
+    ax.set_ylim(count - 0.4, -0.6)
+    ax.set_aspect("equal")
+    step = max(1, count // 4)
+    marks = list(range(0, count, step))
+    ax.set_xticks([mark + 0.5 for mark in marks], [f"{mark * tile}" for mark in marks])
+    ax.set_yticks(marks, [f"{mark * tile}" for mark in marks])
+    ax.set_xlabel(f"first key of {tile}", size=FONT)
+    ax.set_ylabel(f"first query of {tile}", size=FONT)
+    legend(picture, [key(kind, color) for kind, color in KINDS.items() if found[kind]])
+    shown = ", ".join(f"{number} {kind}" for kind, number in found.items() if number)
+    picture.alt = f"Scores of {T} tokens in tiles of {tile} × {tile}: {shown}. A program goes along one row of tiles."
+    return picture

@@ -1,0 +1,73 @@
+"""A whole model quantized: every linear layer but the head, with the inputs that it really gets.
+
+T tokens, I inputs of a layer.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import SpecError
+from .affine import Quantized
+
+Method = Callable[[Tensor, "Tensor | None"], "Quantized | Tensor"]
+
+
+def linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """Return the linear layers by name, in the order they run; a tied head is the embedding, and is left out too."""
+    found = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return {name: linear for name, linear in found.items() if name.split(".")[-1] != "lm_head"}
+
+
+@torch.no_grad()
+def inputs_of(model: nn.Module, ids_BT: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return the inputs (T, I) of the layers called `names` when `model` reads `ids_BT`; the model is not changed."""
+    kept: dict[str, Tensor] = {}
+    hooks = []
+    for name in names:
+
+        def keep(module: nn.Module, args: tuple[Tensor, ...], name: str = name) -> None:
+            kept[name] = args[0].detach().reshape(-1, args[0].shape[-1])
+
+        hooks.append(model.get_submodule(name).register_forward_pre_hook(keep))
+    try:
+        model(ids_BT)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return kept
+
+
+def quantize_model(model: nn.Module, method: Method, ids_BT: Tensor | None = None) -> nn.Module:
+    """Return a copy whose layers hold what `method(weight, inputs)` restores; `model` is not changed.
+
+    With calibration text `ids_BT` blocks are taken in order, and each sees the inputs that the quantized ones before it
+    make, as in GPTQ (arXiv 2210.17323, section 4); without, `inputs` is None. Raises SpecError for a model without
+    linear layers besides its head.
+    """
+    copied = copy.deepcopy(model)
+    blocks: dict[str, list[str]] = {}
+    for name in linears(copied):
+        blocks.setdefault(".".join(name.split(".")[:2]), []).append(name)
+    if not blocks:
+        raise SpecError(f"{type(model).__name__} has no linear layer besides a head: nothing to quantize")
+    for names in blocks.values():
+        inputs = inputs_of(copied, ids_BT, names) if ids_BT is not None else {}
+        for name in names:
+            weight = copied.get_submodule(name).weight
+            restored = method(weight.detach(), inputs.get(name))
+            weight.data = (restored.dequantize() if isinstance(restored, Quantized) else restored).to(weight)
+    return copied
+
+
+def replace_linears(model: nn.Module, make: Callable[[str, nn.Linear], nn.Module]) -> nn.Module:
+    """Return a copy in which `make(name, layer)` stands for each linear layer but the head; `model` is not changed."""
+    copied = copy.deepcopy(model)
+    for name, linear in linears(copied).items():
+        parent, _, last = name.rpartition(".")
+        setattr(copied.get_submodule(parent), last, make(name, linear))
+    return copied

@@ -1,0 +1,82 @@
+"""The eight collectives, run by real processes: what each rank has before, and what it has after.
+
+    from llmlab.techniques.launch import launch
+    before_and_after = launch(run_all, 4)[0]
+
+With four ranks the numbers say whose they are: rank r starts with 10^r times 1, 2, 3, 4, so that 1111 is a sum of all.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Cells = list[list[float] | None]  # by rank: the numbers it has; None where it has nothing that was promised
+
+
+def run_all() -> dict[str, tuple[Cells, Cells]]:
+    """Run in each rank: return, for every collective, what the ranks had before and after."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mine = 10.0**rank * torch.arange(1, ranks + 1)  # (N,): a chunk for every rank
+    own = mine[rank : rank + 1].clone()  # (1,)
+    found = {}
+
+    def note(name: str, before: Tensor | None, after: Tensor | None) -> None:
+        found[name] = (_everyones(before), _everyones(after))
+
+    flat = mine.clone() if rank == 0 else torch.zeros(ranks)
+    dist.broadcast(flat, src=0)
+    note("broadcast", mine if rank == 0 else None, flat)
+
+    flat = mine.clone()
+    dist.reduce(flat, dst=0)
+    note("reduce", mine, flat if rank == 0 else None)  # what is left on the others is not defined
+
+    part = torch.zeros(1)
+    dist.scatter(part, list(mine.split(1)) if rank == 0 else None, src=0)
+    note("scatter", mine if rank == 0 else None, part)
+
+    parts = [torch.zeros(1) for _ in range(ranks)] if rank == 0 else None
+    dist.gather(own, parts, dst=0)
+    note("gather", own, torch.cat(parts) if parts else None)
+
+    whole = torch.zeros(ranks)
+    dist.all_gather_into_tensor(whole, own)
+    note("all-gather", own, whole)
+
+    part = torch.zeros(1)
+    dist.reduce_scatter_tensor(part, mine.clone())
+    note("reduce-scatter", mine, part)
+
+    flat = mine.clone()
+    dist.all_reduce(flat)
+    note("all-reduce", mine, flat)
+
+    swapped = torch.zeros(ranks)
+    dist.all_to_all_single(swapped, mine)
+    note("all-to-all", mine, swapped)
+    return found
+
+
+def _everyones(cells: Tensor | None) -> Cells:
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, None if cells is None else cells.tolist())
+    return everyone
+
+
+def time_all_reduce(sizes: list[int], repeats: int = 5) -> list[float]:
+    """Run in each rank: return the least seconds that torch's all-reduce of each size (bytes, fp32) took."""
+    found = []
+    for size in sizes:
+        flat = torch.zeros(max(1, size // 4))
+        least = float("inf")
+        for _ in range(repeats):
+            dist.barrier()
+            start = time.perf_counter()
+            dist.all_reduce(flat)
+            least = min(least, time.perf_counter() - start)
+        found.append(least)
+    return found

@@ -1,0 +1,140 @@
+"""Mixture of experts from scratch: each token goes through a few of many MLPs, which may be on other ranks.
+
+Shazeer et al. (arXiv 1701.06538) choose k of E experts a token; Mixtral (arXiv 2401.04088, section 2.1) softmaxes over
+the chosen ones. Switch Transformer (arXiv 2101.03961, section 2.2) has the capacity and the balancing loss; GShard
+(arXiv 2006.16668, section 2.2) puts experts on ranks: tokens travel to them, and back, in two all-to-alls.
+
+    N  tokens of this rank    C  hidden    F  width of an expert    E  experts    k  experts a token    R  ranks
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import SpecError
+
+
+def route(logits_NE: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return each token's k experts, int64 (N, k), likeliest first, and their weights, fp32 (N, k), which sum to 1."""
+    probabilities, experts = torch.topk(F.softmax(logits_NE.float(), dim=-1), k)
+    return experts, probabilities / probabilities.sum(-1, keepdim=True)
+
+
+def capacity(tokens: int, experts: int, k: int, factor: float) -> int:
+    """Return how many tokens an expert takes: `factor` times an equal share, rounded up (Switch, equation 3)."""
+    return math.ceil(factor * tokens * k / experts)
+
+
+def within_capacity(experts_Nk: Tensor, experts: int, most: int) -> Tensor:
+    """Return which choices are served, bool (N, k): an expert takes the first `most` that ask for it.
+
+    All first choices come before all second ones, as in GShard's algorithm 1. A token that nobody serves passes the
+    layer by: the residual stream carries it on, unchanged.
+    """
+    asked = F.one_hot(experts_Nk.T, experts).flatten(0, 1)  # (k · N, E), first choices first
+    place = (asked.cumsum(0) - 1)[asked.bool()]  # (k · N,): how many asked for the same expert before
+    return (place < most).view(experts_Nk.shape[1], -1).T
+
+
+def balancing_loss(logits_NE: Tensor, experts_Nk: Tensor) -> Tensor:
+    """Return E · Σ (share of choices · mean probability) over experts (Switch, equation 4, counting k choices).
+
+    At least k where choices follow probabilities: equal shares give k. Only the probabilities have a gradient.
+    """
+    experts = logits_NE.shape[1]
+    share_E = torch.bincount(experts_Nk.flatten(), minlength=experts) / len(logits_NE)
+    return experts * (share_E * F.softmax(logits_NE.float(), dim=-1).mean(0)).sum()
+
+
+class Experts(nn.Module):
+    """`count` SwiGLU MLPs, stacked: w_down · (silu(w_gate · x) ⊙ w_up · x), the first two in one tensor."""
+
+    def __init__(self, count: int, hidden: int, width: int) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * width, hidden).normal_(std=0.02))
+        self.down_proj = nn.Parameter(torch.empty(count, hidden, width).normal_(std=0.02))
+
+    def forward(self, x_NC: Tensor, counts: list[int]) -> Tensor:
+        """Rows sorted by expert, `counts[e]` of them for expert e, -> (N, C)."""
+        outputs = []
+        for x, gate_up, down in zip(x_NC.split(counts), self.gate_up_proj, self.down_proj, strict=True):
+            gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
+            outputs.append(F.linear(F.silu(gate) * up, down))
+        return torch.cat(outputs)
+
+
+class MoE(nn.Module):
+    """Router and experts in the place of an MLP: (B, T, C) -> (B, T, C).
+
+    `factor` limits what an expert takes (`capacity`); None serves every token. With `parallel`, this rank has
+    experts / R of the experts; every rank must call forward. After a forward, `logits` (N, E), `chosen` (N, k) and
+    `dropped`, the share of choices that were not served, say what the router did. Raises SpecError.
+    """
+
+    def __init__(
+        self, hidden: int, width: int, experts: int, k: int, factor: float | None = None, parallel: bool = False
+    ) -> None:
+        super().__init__()
+        if not 1 <= k <= experts:
+            raise SpecError(f"k={k} experts a token: give 1 to {experts}, the experts there are")
+        if factor is not None and not factor > 0:
+            raise SpecError(f"factor={factor} is not above 0; None serves every token")
+        self.ranks = dist.get_world_size() if parallel else 1
+        if experts % self.ranks:
+            fits = [n for n in range(1, experts + 1) if experts % n == 0]
+            raise SpecError(f"ep={self.ranks} does not divide experts={experts}; give ep one of {fits}")
+        self.count, self.k, self.factor = experts, k, factor
+        self.gate = nn.Linear(hidden, experts, bias=False)
+        self.experts = Experts(experts // self.ranks, hidden, width)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        x_NC = x_BTC.flatten(0, 1)
+        self.logits = self.gate(x_NC)
+        self.chosen, weights_Nk = route(self.logits, self.k)
+        served_Nk = torch.ones_like(self.chosen, dtype=torch.bool)
+        if self.factor is not None:
+            served_Nk = within_capacity(self.chosen, self.count, capacity(len(x_NC), self.count, self.k, self.factor))
+        self.dropped = 1 - served_Nk.float().mean().item()
+        order = torch.argsort(self.chosen[served_Nk], stable=True)
+        token = served_Nk.nonzero()[order, 0]  # whose row each is, sorted by expert
+        counts = torch.bincount(self.chosen[served_Nk], minlength=self.count)
+        rows = self._on_this_rank if self.ranks == 1 else self._on_all_ranks
+        y_rows = rows(x_NC[token], counts) * weights_Nk[served_Nk][order, None]
+        return torch.zeros_like(x_NC).index_add(0, token, y_rows.to(x_NC.dtype)).view_as(x_BTC)
+
+    def _on_this_rank(self, x_rows: Tensor, counts: Tensor) -> Tensor:
+        return self.experts(x_rows, counts.tolist())
+
+    def _on_all_ranks(self, x_rows: Tensor, counts: Tensor) -> Tensor:
+        theirs = torch.empty_like(counts)  # how many rows each rank has for each of this rank's experts
+        dist.all_to_all_single(theirs, counts)
+        sent, arriving = (c.view(self.ranks, -1).sum(1).tolist() for c in (counts, theirs))
+        here = AllToAll.apply(x_rows, sent, arriving)
+        # They come sorted by rank, then expert; experts want them by expert.
+        expert = torch.arange(len(theirs)).remainder(self.count // self.ranks).repeat_interleave(theirs)
+        by_expert = torch.argsort(expert, stable=True)
+        done = self.experts(here[by_expert], theirs.view(self.ranks, -1).sum(0).tolist())
+        return AllToAll.apply(torch.empty_like(done).index_copy(0, by_expert, done), arriving, sent)
+
+
+class AllToAll(torch.autograd.Function):
+    """`sent[r]` rows to rank r, `arriving[r]` rows from it; gradients travel back the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], arriving: list[int]) -> Tensor:
+        ctx.sent, ctx.arriving = sent, arriving
+        out = rows.new_empty(sum(arriving), rows.shape[1])
+        dist.all_to_all_single(out, rows.contiguous(), arriving, sent)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        back = grad.new_empty(sum(ctx.sent), grad.shape[1])
+        dist.all_to_all_single(back, grad.contiguous(), ctx.sent, ctx.arriving)
+        return back, None, None

@@ -1,0 +1,162 @@
+"""Pipeline parallelism from scratch: each rank has some layers, and micro-batches pass through them one behind another.
+
+    python -m llmlab.techniques.pipeline --ranks 2 --steps 20 --schedule 1f1b --json
+
+`run` executes a schedule of pipeline_schedules.py op by op; what an op needs, it waits for.
+
+    B  sequences of a micro-batch    T  tokens    C  hidden size
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..errors import SpecError
+from ..models.llama import Llama, turn
+from ..models.spec import ModelSpec
+from .pipeline_schedules import Schedule, Span
+
+
+def check(spec: ModelSpec, stages: int) -> None:
+    """Raise SpecError where `stages` does not divide the layers, or two stages would share a matrix."""
+    if spec.layers % stages:
+        fits = [n for n in range(1, spec.layers + 1) if spec.layers % n == 0]
+        raise SpecError(f"{stages} stages do not divide layers={spec.layers} of {spec.name}; give one of {fits}")
+    if spec.tied and stages > 1:
+        raise SpecError(f"{spec.name} ties its head to its embedding: first and last stage would share a matrix; untie")
+
+
+class Stage(nn.Module):
+    """Stage `number` of `stages` of a Llama: its blocks; the first also embeds, the last also has norm and head."""
+
+    def __init__(self, model: Llama, number: int, stages: int) -> None:
+        super().__init__()
+        check(model.spec, stages)
+        each = model.spec.layers // stages
+        self.head_dim, self.rope = model.spec.head_dim, model.rope
+        self.embed_tokens = model.embed_tokens if number == 0 else None
+        self.layers = model.layers[number * each : (number + 1) * each]
+        self.norm, self.lm_head = (model.norm, model.lm_head) if number == stages - 1 else (None, None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Ids, (B, T), or what the stage before gave, (B, T, C) -> (B, T, C), or logits, (B, T, V)."""
+        x_BTC = x if self.embed_tokens is None else self.embed_tokens(x)
+        positions_BT = torch.arange(x.shape[1], device=x.device)[None]  # no stage sends angles: each makes them
+        turned = turn(self.rope, self.head_dim, positions_BT, x_BTC.dtype)
+        for block in self.layers:
+            x_BTC = block(x_BTC, turned, None, None)
+        return x_BTC if self.lm_head is None else self.lm_head(self.norm(x_BTC))
+
+
+class WeightLater(torch.autograd.Function):
+    """x · Wᵀ whose backward gives the input's gradient and puts the weight's off, into `later`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, module: nn.Linear, later: list[Callable[[], None]]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.module, ctx.later = module, later
+        return x @ weight.mT
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        x, weight = ctx.saved_tensors
+        module = ctx.module
+
+        def weight_gradient() -> None:
+            of_weight = grad.flatten(0, -2).mT @ x.flatten(0, -2)
+            module.weight.grad = of_weight if module.weight.grad is None else module.weight.grad + of_weight
+
+        ctx.later.append(weight_gradient)
+        return grad @ weight, None, None, None
+
+
+def put_weights_off(stage: nn.Module) -> list[Callable[[], None]]:
+    """Make every nn.Linear of `stage` put its weight's gradient off; return the list they are put into."""
+    later: list[Callable[[], None]] = []
+    for module in stage.modules():
+        if isinstance(module, nn.Linear):
+            module.forward = lambda x, m=module: WeightLater.apply(x, m.weight, m, later)
+    return later
+
+
+def run(
+    plan: Schedule,
+    stages: dict[int, nn.Module],
+    micro_batches: list[Tensor],
+    loss: Callable[[Tensor, Tensor], Tensor],
+    shape: tuple[int, ...],
+    spans: list[Span] | None = None,
+) -> float | None:
+    """Do this rank's part of one step: gradients of the mean loss are in `.grad` after; return it on the last rank.
+
+    `stages`: this rank's modules by stage number. `micro_batches`: m tensors of ids, (B, T), which all ranks have: the
+    first stage reads them, the last needs them for `loss(output, ids)`. `shape` is that of what passes between stages.
+    `spans` is filled with when each op ran, in seconds of the machine's clock, without its waiting for others.
+    """
+    ops = plan[dist.get_rank()]
+    last = max(op.stage for rank_ops in plan for op in rank_ops)
+    puts_off = any(op.kind == "W" for op in ops)
+    later = {number: put_weights_off(stage) for number, stage in stages.items()} if puts_off else {}
+    passed: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # (stage, micro): what came in, what went out
+    put_off: dict[tuple[int, int], list[Callable[[], None]]] = {}
+    under_way: list[tuple[dist.Work, Tensor]] = []  # a tensor must live until it is sent
+    losses = []
+    for op in ops:
+        kind, number, micro = op
+        start = time.perf_counter()
+        if kind == "F":
+            x = None if number == 0 else _receive(shape, plan, number - 1, number, micro, last).requires_grad_()
+            start = time.perf_counter()
+            out = stages[number](micro_batches[micro] if x is None else x)
+            if number == last:
+                out = loss(out, micro_batches[micro]) / len(micro_batches)
+                losses.append(out.item())
+            else:
+                under_way.append(_send(out.detach(), plan, number, number + 1, micro, last))
+            passed[number, micro] = x, out
+        elif kind == "B":
+            x, out = passed.pop((number, micro))
+            grad = None if number == last else _receive(shape, plan, number + 1, number, micro, last)
+            start = time.perf_counter()
+            out.backward(grad)
+            if x is not None:
+                under_way.append(_send(x.grad, plan, number, number - 1, micro, last))
+            if puts_off:
+                put_off[number, micro] = later[number].copy()
+                later[number].clear()
+        else:
+            for weight_gradient in put_off.pop((number, micro)):
+                weight_gradient()
+        if spans is not None:
+            spans.append(Span(op, dist.get_rank(), start, time.perf_counter()))
+    for work, _ in under_way:
+        work.wait()
+    return sum(losses) if losses else None
+
+
+def _tag(sender: int, receiver: int, micro: int, last: int) -> int:
+    """Number a message, so that none is taken for another: two ranks may share several pairs of stages."""
+    return 2 * (micro * (last + 1) + min(sender, receiver)) + (sender > receiver)
+
+
+def _send(x: Tensor, plan: Schedule, sender: int, receiver: int, micro: int, last: int) -> tuple[dist.Work, Tensor]:
+    x = x.contiguous()
+    return dist.isend(x, receiver % len(plan), tag=_tag(sender, receiver, micro, last)), x
+
+
+def _receive(shape: tuple[int, ...], plan: Schedule, sender: int, receiver: int, micro: int, last: int) -> Tensor:
+    x = torch.empty(shape)
+    dist.recv(x, sender % len(plan), tag=_tag(sender, receiver, micro, last))
+    return x
+
+
+if __name__ == "__main__":
+    from .split_training import main
+
+    main("pipeline")

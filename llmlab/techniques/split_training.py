@@ -1,0 +1,196 @@
+"""Train one small Llama that is cut over ranks, by tensor or by pipeline: losses a step, and the bytes each rank holds.
+
+What `python -m llmlab.techniques.tensor_parallel` and `python -m llmlab.techniques.pipeline` run. Weights and batches
+follow from the seed alone: however the model is cut, the losses should be those of one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..errors import NotAvailable, SpecError, UnknownName
+from ..models.spec import ModelSpec, model
+from .launch import PATIENCE, RankFailed, launch
+from .pipeline_schedules import SCHEDULES, schedule
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Parameter
+
+    from ..models.llama import Llama
+
+# Heads, key heads, MLP width, vocabulary and layers all divide by 2 and 4. Untied: first and last stage share nothing.
+SMALL_LLAMA = {
+    "model_type": "llama", "vocab_size": 384, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0, "tie_word_embeddings": False, "initializer_range": 0.05,
+}  # fmt: skip
+TECHNIQUES = ("tensor_parallel", "pipeline")
+ENGINES = ("scratch", "torch")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, and how it is cut; raises SpecError for what cannot be, so before any process starts."""
+
+    technique: str = "tensor_parallel"
+    engine: str = "scratch"
+    ranks: int = 2
+    steps: int = 20
+    sequences: int = 8  # of a step
+    seq_len: int = 64
+    seed: int = 0
+    sequence_parallel: bool = False  # of tensor_parallel
+    schedule: str = "1f1b"  # of pipeline, as the next two
+    micro_batches: int = 4
+    chunks: int = 1
+
+    def __post_init__(self) -> None:
+        from . import pipeline, tensor_parallel
+
+        for name in ("ranks", "steps", "sequences"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise SpecError(f"{name}={value!r} is not a whole number >= 1")
+        if not 2 <= self.seq_len <= SMALL_LLAMA["max_position_embeddings"]:
+            most = SMALL_LLAMA["max_position_embeddings"]
+            raise SpecError(f"seq_len={self.seq_len!r} is outside 2 <= seq_len <= {most}")
+        if self.technique not in TECHNIQUES:
+            raise SpecError(f"technique={self.technique!r} is not one of {', '.join(TECHNIQUES)}")
+        if self.engine not in ENGINES:
+            raise SpecError(f"engine={self.engine!r} is not one of {', '.join(ENGINES)}")
+        if self.technique == "tensor_parallel":
+            tensor_parallel.check(small_llama(), self.ranks, self.seq_len if self.sequence_parallel else None)
+            return
+        schedule(self.schedule, self.ranks, self.micro_batches, self.chunks)
+        pipeline.check(small_llama(), self.ranks * self.chunks)
+        if self.sequences % self.micro_batches:
+            raise SpecError(f"micro_batches={self.micro_batches} does not divide sequences={self.sequences}")
+
+
+def small_llama() -> ModelSpec:
+    return model(SMALL_LLAMA)
+
+
+def train(job: Job) -> dict:
+    """Train in this rank, one of a started group; return losses (nats a token; None on ranks that see none) and bytes.
+
+    Parameters and optimizer states are counted after the last step, gradients between its backward and its update.
+    """
+    import torch
+
+    from ..data import tokens, windows
+    from ..models.llama import Llama
+    from .engines import ADAMW, local, states
+    from .zero import stored_bytes
+
+    torch.manual_seed(job.seed)
+    whole = Llama(small_llama())
+    build = {"tensor_parallel": _tensor_parallel, "pipeline": _pipeline}[job.technique]
+    parameters, forward_backward = build(job, whole)
+    del whole
+    optimizer = torch.optim.AdamW(parameters, foreach=False, **ADAMW)  # foreach refuses a DTensor beside a Tensor
+    ids = tokens(SMALL_LLAMA["vocab_size"])
+    losses = []
+    for step in range(job.steps):
+        losses.append(forward_backward(windows(ids, job.sequences, job.seq_len, job.seed * 1_000_003 + step)))
+        gradients = local(p.grad for p in parameters)
+        optimizer.step()
+        optimizer.zero_grad()
+    held = {"parameters": local(parameters), "gradients": gradients, **states(optimizer)}
+    assert job.engine == "torch" or held["parameters"] == stored_bytes(parameters)  # no view keeps a whole matrix
+    return {"losses": losses, "bytes": held}
+
+
+def _tensor_parallel(job: Job, whole: Llama) -> tuple[list[Parameter], Callable[[Tensor], float]]:
+    from . import tensor_parallel
+    from .split_engines import with_parallelize_module
+
+    if job.engine == "torch":
+        return with_parallelize_module(whole, job.sequence_parallel)
+    shard = tensor_parallel.shard(whole, job.sequence_parallel)
+
+    def forward_backward(ids_BT: Tensor) -> float:
+        loss = tensor_parallel.next_token_loss(shard(ids_BT), ids_BT)
+        loss.backward()
+        if job.sequence_parallel:
+            tensor_parallel.sum_norm_gradients(shard)
+        return loss.item()
+
+    return list(shard.parameters()), forward_backward
+
+
+def _pipeline(job: Job, whole: Llama) -> tuple[list[Parameter], Callable[[Tensor], float | None]]:
+    import torch.distributed as dist
+
+    from .pipeline import Stage, run
+    from .split_engines import with_pipelining
+    from .training import next_token_loss
+
+    stages = job.ranks * job.chunks
+    mine = {number: Stage(whole, number, stages) for number in range(dist.get_rank(), stages, job.ranks)}
+    parameters = [p for stage in mine.values() for p in stage.parameters()]
+    shape = (job.sequences // job.micro_batches, job.seq_len, whole.spec.hidden)
+    if job.engine == "torch":
+        return parameters, with_pipelining(mine, stages, job.schedule, job.micro_batches)
+    plan = schedule(job.schedule, job.ranks, job.micro_batches, job.chunks)
+
+    def forward_backward(ids_BT: Tensor) -> float | None:
+        return run(plan, mine, list(ids_BT.chunk(job.micro_batches)), next_token_loss, shape)
+
+    return parameters, forward_backward
+
+
+def run_job(job: Job, patience: float = PATIENCE) -> dict:
+    """Launch the job's ranks; return its losses, the bytes each rank holds, and those of the whole model."""
+    ranks = launch(train, job.ranks, job, patience=patience)
+    whole = 4 * small_llama().parameters
+    return {
+        "technique": job.technique, "engine": job.engine, "ranks": job.ranks, "losses": ranks[-1]["losses"],
+        "bytes": [rank["bytes"] for rank in ranks],
+        "whole": {"parameters": whole, "gradients": whole, "optimizer": 2 * whole},
+    }  # fmt: skip
+
+
+def main(technique: str, arguments: list[str] | None = None) -> None:
+    """The command line of tensor_parallel and of pipeline."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m llmlab.techniques.{technique}", description="Train a small Llama that is cut over ranks."
+    )
+    parser.add_argument("--ranks", type=int, default=2, help="processes (default 2)")
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default 20)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sequences", type=int, default=8, help="of a step (default 8)")
+    parser.add_argument("--engine", default="scratch", help="scratch or torch")
+    parser.add_argument("--patience", type=float, default=PATIENCE, help="s a rank may let others wait (default 10)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    if technique == "tensor_parallel":
+        parser.add_argument("--sequence-parallel", action="store_true", help="cut the rest by tokens")
+    else:
+        parser.add_argument("--schedule", default="1f1b", help=", ".join(SCHEDULES))
+        parser.add_argument("--micro-batches", type=int, default=4, help="of a step (default 4)")
+        parser.add_argument("--chunks", type=int, default=1, help="stages a rank, of interleaved")
+    options = vars(parser.parse_args(arguments))
+    as_json, patience = options.pop("json"), options.pop("patience")
+    try:
+        found = run_job(Job(technique=technique, **options), patience)
+    except (SpecError, UnknownName, NotAvailable) as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    except RankFailed as error:
+        print(error, file=sys.stderr)
+        sys.exit(1)
+    print(json.dumps(found) if as_json else _table(found))
+
+
+def _table(found: dict) -> str:
+    lines = [f"step {step:3}: {loss:.6f} nats a token" for step, loss in enumerate(found["losses"])]
+    names = [f"rank {rank}" for rank in range(found["ranks"])]
+    for name, held in zip([*names, "whole"], [*found["bytes"], found["whole"]], strict=True):
+        lines.append(f"{name}: " + ", ".join(f"{kind} {size:,}" for kind, size in held.items()) + " bytes")
+    return "\n".join(lines)

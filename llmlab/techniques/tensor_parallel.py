@@ -1,0 +1,230 @@
+"""Tensor and sequence parallelism from scratch: each rank has a share of every matrix, and computes a share of it.
+
+    python -m llmlab.techniques.tensor_parallel --ranks 2 --steps 20 --sequence-parallel --json
+
+Megatron-LM (Shoeybi et al., arXiv 1909.08053, section 3): the first matrix of a pair is cut by columns, the second by
+rows, so what lies between them, heads or the MLP's width, needs no communication. Sequence parallelism (Korthikanti et
+al., arXiv 2205.05198, section 4.2.2) also cuts, by tokens, what lies outside the pairs.
+
+                          into a pair                        out of a pair
+    tensor parallel       forward: nothing                   forward: all-reduce
+                          backward: all-reduce               backward: nothing
+    sequence parallel     forward: all-gather of tokens      forward: reduce-scatter of tokens
+                          backward: reduce-scatter           backward: all-gather
+
+An all-reduce is a reduce-scatter and an all-gather: both ways send the same bytes.
+
+    B  batch    T  tokens    C  hidden size    V  vocabulary    N  ranks of the group    … / N  a rank's share
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import SpecError
+from ..models.llama import Llama
+from ..models.spec import ModelSpec
+
+COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # cut by outputs
+ROWS = ("o_proj", "down_proj")  # cut by inputs: their outputs are sums over ranks
+
+# ---- what crosses ranks. Each is its partner's backward.
+
+
+def _summed(x: Tensor) -> Tensor:
+    x = x.contiguous().clone()
+    dist.all_reduce(x)
+    return x
+
+
+def _gathered(x_BtC: Tensor) -> Tensor:
+    """All-gather dimension 1: (B, T / N, C) of every rank -> (B, T, C)."""
+    pieces = [torch.empty_like(x_BtC, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size())]
+    dist.all_gather(pieces, x_BtC.contiguous())
+    return torch.cat(pieces, dim=1)
+
+
+def _scattered(x_BTC: Tensor) -> Tensor:
+    """Sum over ranks, of which this one keeps its share of dimension 1: (B, T, C) -> (B, T / N, C)."""
+    ranks = dist.get_world_size()
+    pieces_NBtC = torch.stack(x_BTC.tensor_split(ranks, dim=1))  # one piece a rank, each contiguous
+    mine_BtC = torch.empty_like(pieces_NBtC[0])
+    dist.reduce_scatter_tensor(mine_BtC, pieces_NBtC.flatten(0, 1))
+    return mine_BtC
+
+
+class Copied(torch.autograd.Function):
+    """Into a pair, all ranks having x: each rank's gradient is of its share of the outputs, so they are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _summed(grad)
+
+
+class Summed(torch.autograd.Function):
+    """Out of a pair: the partial sums of all ranks, added; the gradient of a sum is the gradient of each part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return _summed(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Gathered(torch.autograd.Function):
+    """Into a pair, each rank having some tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BtC: Tensor) -> Tensor:
+        return _gathered(x_BtC)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BTC: Tensor) -> Tensor:
+        return _scattered(grad_BTC)
+
+
+class Scattered(torch.autograd.Function):
+    """Out of a pair, to ranks that each keep some tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BTC: Tensor) -> Tensor:
+        return _scattered(x_BTC)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BtC: Tensor) -> Tensor:
+        return _gathered(grad_BtC)
+
+
+# ---- the vocabulary, cut by rows: V / N words a rank
+
+
+class VocabularyEmbedding(nn.Module):
+    """Rows of the words of this rank; other words give zeros here, and their rows on the rank that has them."""
+
+    def __init__(self, weight: nn.Parameter, leave: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.weight, self.leave = weight, leave  # (V / N, C)
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        ids_BT = ids_BT - dist.get_rank() * len(self.weight)
+        elsewhere = (ids_BT < 0) | (ids_BT >= len(self.weight))
+        x_BTC = F.embedding(ids_BT.masked_fill(elsewhere, 0), self.weight)
+        return self.leave.apply(x_BTC.masked_fill(elsewhere[..., None], 0.0))
+
+
+class VocabularyCrossEntropy(torch.autograd.Function):
+    """Mean of −ln p(target) of logits cut by vocabulary: three numbers a token cross ranks, and no logits."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        maximum = logits.amax(-1)  # (tokens,)
+        dist.all_reduce(maximum, op=dist.ReduceOp.MAX)
+        exponentials = torch.exp(logits - maximum[:, None])  # (tokens, V / N)
+        local = targets - dist.get_rank() * logits.shape[-1]
+        elsewhere = (local < 0) | (local >= logits.shape[-1])
+        local = local.masked_fill(elsewhere, 0)
+        chosen = logits.gather(1, local[:, None])[:, 0].masked_fill(elsewhere, 0.0)
+        sums = torch.stack([exponentials.sum(-1), chosen])  # (2, tokens)
+        dist.all_reduce(sums)
+        total, chosen = sums
+        ctx.save_for_backward(exponentials.div_(total[:, None]), local, elsewhere)
+        return (total.log() + maximum - chosen).mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        probabilities, local, elsewhere = ctx.saved_tensors
+        of_logits = probabilities.clone()
+        of_logits.scatter_add_(1, local[:, None], (~elsewhere).to(of_logits.dtype)[:, None] * -1)
+        return of_logits * (grad / len(local)), None
+
+
+def next_token_loss(logits_BTv: Tensor, ids_BT: Tensor) -> Tensor:
+    """Return the mean of −ln p(token t + 1 | tokens to t), nats, of logits (B, T, V / N); the same on all ranks."""
+    return VocabularyCrossEntropy.apply(logits_BTv[:, :-1].flatten(0, 1).float(), ids_BT[:, 1:].flatten())
+
+
+# ---- the model
+
+
+def check(spec: ModelSpec, ranks: int, seq_len: int | None = None) -> None:
+    """Raise SpecError where `ranks` does not divide what is cut; `seq_len` is given for sequence parallelism."""
+    sizes = {name: getattr(spec, name) for name in ("heads", "kv_heads", "intermediate", "vocab")}
+    if seq_len is not None:
+        sizes["seq_len"] = seq_len
+    for name, size in sizes.items():
+        if size % ranks:
+            fits = [n for n in range(1, size + 1) if all(value % n == 0 for value in sizes.values())]
+            raise SpecError(f"tp={ranks} does not divide {name}={size} of {spec.name}; give tp one of {fits}")
+
+
+def shard(model: Llama, sequence_parallel: bool = False) -> Llama:
+    """Cut `model`, equal on all ranks, in place: this rank keeps 1 / N of every matrix. Return it.
+
+    Its logits are (B, T, V / N): give them to `next_token_loss`. With `sequence_parallel`, norms and residual stream
+    hold T / N tokens, and `sum_norm_gradients` has to follow backward. Raises SpecError where N does not divide.
+    """
+    ranks = dist.get_world_size()
+    check(model.spec, ranks)
+    enter, leave = (Gathered, Scattered) if sequence_parallel else (Copied, Summed)
+    for name, linear in list(model.named_modules()):
+        last = name.rpartition(".")[2]
+        if last in COLUMNS:
+            _keep(linear, dim=0)
+        elif last in ROWS:
+            _keep(linear, dim=1)
+            linear.register_forward_hook(lambda _module, _inputs, x: leave.apply(x))
+    for block in model.layers:
+        for pair in (block.self_attn, block.mlp):  # x is gathered once for q, k and v, not three times
+            pair.register_forward_pre_hook(lambda _module, inputs: (enter.apply(inputs[0]), *inputs[1:]))
+    _keep(model.embed_tokens, dim=0)
+    model.embed_tokens = VocabularyEmbedding(model.embed_tokens.weight, leave)
+    if model.spec.tied:
+        model.lm_head.weight = model.embed_tokens.weight
+    else:
+        _keep(model.lm_head, dim=0)
+    model.lm_head.register_forward_pre_hook(lambda _module, inputs: enter.apply(*inputs))
+    return model
+
+
+def _keep(module: nn.Module, dim: int) -> None:
+    """Cut a module's weight along `dim`: this rank's piece in memory of its own, so that the whole is freed."""
+    piece = module.weight.detach().tensor_split(dist.get_world_size(), dim)[dist.get_rank()]
+    module.weight = nn.Parameter(piece.clone(memory_format=torch.contiguous_format))
+
+
+def sum_norm_gradients(model: nn.Module) -> None:
+    """Add up the gradients of what is whole on every rank but saw only its tokens; call it after backward."""
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            dist.all_reduce(parameter.grad)
+
+
+def clip_grad_norm(model: nn.Module, largest: float) -> Tensor:
+    """Scale gradients so that the norm over all ranks is at most `largest`; return the norm before.
+
+    Each rank's own norm would scale the shares differently. Norms are whole on every rank, and count once.
+    """
+    squares = [(p.grad.square().sum(), p.ndim == 1) for p in model.parameters()]
+    cut = sum((square for square, whole in squares if not whole), torch.zeros(()))
+    dist.all_reduce(cut)
+    norm = (cut + sum(square for square, whole in squares if whole)).sqrt()
+    for parameter in model.parameters():
+        parameter.grad.mul_((largest / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+if __name__ == "__main__":
+    from .split_training import main
+
+    main("tensor_parallel")

@@ -1,0 +1,48 @@
+"""The table of links, and which of them a group of ranks uses."""
+
+import pytest
+
+import llmlab as lab
+from llmlab.errors import NotAvailable, SpecError, UnknownName
+from llmlab.hardware.links import cluster, link, links, node_link
+
+
+@pytest.mark.parametrize("name", sorted(links()))
+def test_no_link_reaches_more_than_its_data_sheet(name):
+    found = link(name.lower())
+    assert 0.75 < found.reached / found.bandwidth < 1
+    assert 0 < found.step < 20e-6 and 0 < found.tree_step < 20e-6
+    assert found.source and "[" not in found.source and found.checked
+
+
+def test_a_card_has_the_link_of_its_data_sheet():
+    assert node_link("H100").bandwidth == lab.gpu("H100").nvlink == 450e9
+    assert node_link("A800").reached == pytest.approx(8 * 20e9, rel=0.03)  # 8 links of the A100's 12
+    assert node_link("T4").name == "PCIe-3"
+    assert node_link("RTX-4090").name == node_link("A100-40GB-PCIe").name == "PCIe-4"  # no switch joins all
+    with pytest.raises(NotAvailable, match="MI300X"):
+        node_link("MI300X")
+
+
+def test_who_shares_a_node_and_its_adapters():
+    selene = cluster("A100", "InfiniBand-HDR")
+    tensor, data = selene.group(8), selene.group(8, stride=8)
+    assert (tensor.nodes, tensor.across, tensor.bandwidth) == (1, None, 235e9)
+    assert (data.nodes, data.per_node, data.bandwidth) == (8, 1, 24e9)  # a rank a node, and its own adapter
+    whole = selene.group(64)
+    assert (whole.nodes, whole.bandwidth) == (8, 8 * 24e9)  # eight rings at once
+    pairs = selene.group(16, stride=4)
+    assert (pairs.per_node, pairs.nodes, pairs.bandwidth) == (2, 8, 2 * 24e9)
+    lone = cluster("A100", "Ethernet-100", adapters=1).group(64)
+    assert lone.bandwidth == 12e9
+
+
+def test_what_is_no_link():
+    with pytest.raises(UnknownName, match="Nearest: InfiniBand-HDR"):
+        link("infiniband hdr")
+    with pytest.raises(SpecError, match="NVLink-4 does not connect nodes"):
+        cluster("H100", "NVLink-4")
+    with pytest.raises(SpecError, match="ranks=0"):
+        cluster("H100", "InfiniBand-NDR").group(0)
+    with pytest.raises(SpecError, match="gpus=0"):
+        cluster("H100", "InfiniBand-NDR", gpus=0)

@@ -1,0 +1,99 @@
+"""The CUDA C++ kernel is the formula, run on the host thread by thread, and nvcc compiles it without spills."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+
+import pytest
+import torch
+
+from llmlab.errors import NotAvailable
+from llmlab.kernels import cuda
+from llmlab.kernels import rms_norm as ladder_rms_norm
+
+# What CUDA adds to C++, on a CPU: a thread for each of a block's, one block after the other, __syncthreads a barrier.
+SHIM = """
+#include <barrier>
+#include <cmath>
+#include <thread>
+#include <vector>
+#define __global__
+#define __shared__ static
+struct Index { unsigned x; };
+thread_local Index threadIdx, blockIdx;
+static std::barrier<> everyone(256);
+void __syncthreads() { everyone.arrive_and_wait(); }
+"""
+LAUNCH = """
+static_assert(THREADS == 256);
+extern "C" void launch(const float* x, const float* weight, float* y, float* inverse_rms, long long stride, int rows,
+                       int columns, float eps) {
+    for (unsigned row = 0; row < rows; ++row) {
+        std::vector<std::thread> block;
+        for (unsigned thread = 0; thread < THREADS; ++thread)
+            block.emplace_back([=] {
+                blockIdx = {row}, threadIdx = {thread};
+                rms_norm_forward<float>(x, weight, y, inverse_rms, stride, columns, eps);
+            });
+        for (auto& thread : block) thread.join();
+    }
+}
+"""
+COMPILER = shutil.which(os.environ.get("CXX", "g++"))
+NVCC = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc: the CUDA toolkit is not installed")
+
+
+@pytest.fixture(scope="module")
+def on_the_host(tmp_path_factory):
+    """`rms_norm_forward<float>`, from the same file that nvcc compiles."""
+    folder = tmp_path_factory.mktemp("cuda")
+    (folder / "host.cpp").write_text(SHIM + cuda.source() + LAUNCH, encoding="utf-8")
+    command = [COMPILER, "-std=c++20", "-O1", "-fPIC", "-shared", "-pthread", "host.cpp", "-o", "host.so"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    library = ctypes.CDLL(str(folder / "host.so"))
+
+    def call(x, weight, eps):
+        y, inverse_rms = torch.full(x.shape, torch.nan), torch.full((len(x),), torch.nan)
+        pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, weight, y, inverse_rms)]
+        library.launch(*pointers, ctypes.c_longlong(x.stride(0)), *x.shape, ctypes.c_float(eps))
+        return y, inverse_rms
+
+    return call
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@pytest.mark.parametrize("shape", [(3, 37), (1, 1), (2, 256), (2, 1000)], ids=str)
+def test_the_kernels_text_is_the_formula(on_the_host, shape):
+    """Fewer columns than threads, one value, as many as threads, and a width that is no multiple of them."""
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(shape[0], shape[1] + 5, generator=generator)
+    x, weight = wide[:, 2:-3], torch.randn(shape[1], generator=generator)  # rows that do not follow one another
+    y, inverse_rms = on_the_host(x, weight, 0.1)
+    exact = 1 / (x.double().square().mean(-1) + 0.1).sqrt()
+    torch.testing.assert_close(inverse_rms.double(), exact, rtol=1e-6, atol=0)
+    torch.testing.assert_close(y.double(), x.double() * exact[:, None] * weight.double(), rtol=2e-6, atol=1e-7)
+
+
+@NVCC
+@pytest.mark.parametrize(("arch", "dtype"), [(75, "fp16"), (90, "bf16")])
+def test_nvcc_compiles_it_without_spills(arch, dtype):
+    registers, spilled = cuda.resources(arch, dtype)
+    assert 0 < registers <= 255 and spilled == 0
+
+
+def test_without_nvcc_or_a_gpu_it_says_what_is_missing_and_what_runs(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(NotAvailable, match="needs nvcc, of the CUDA toolkit"):
+        cuda.resources(80)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(NotAvailable, match=r"CUDA C\+\+ needs a CUDA GPU; rungs 0 to 4 of kernels.rms_norm"):
+        cuda.rms_norm(torch.ones(2, 4), torch.ones(4))
+
+
+@pytest.mark.skipif(cuda.missing() is not None, reason=f"needs {cuda.missing()}")
+def test_the_extension_is_rung_1_on_a_gpu():
+    x, weight = torch.randn(5, 1000, device="cuda", dtype=torch.float16), torch.randn(1000, device="cuda").half()
+    ours, theirs = cuda.rms_norm(x, weight, 1e-5), ladder_rms_norm(x, weight, 1e-5, rung=1)
+    torch.testing.assert_close(ours, theirs, rtol=3e-3, atol=3e-3)
