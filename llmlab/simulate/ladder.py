@@ -22,7 +22,7 @@ from torch import Tensor
 from .. import kernels
 from ..hardware.gpu import GPU
 from ..kernels.rungs import INTERPRETED
-from .moved import Moved, count_moved, moved
+from .moved import Moved, count_moved, interpreted, moved
 from .simulator import simulator
 
 # FLOP of the formula a value of the input, forward; an exponential or a division counts as one.
@@ -124,3 +124,44 @@ def _count(kernel: str, rung: int, card: GPU | str | None, dtype: torch.dtype) -
         gradients = [torch.ones_like(one) for one in results]
         backward = count(lambda: torch.autograd.backward(results, gradients))
         return Counted(rung, forward, backward, _unit(kernel, arguments))
+
+
+class CountedLoss(NamedTuple):
+    """Forward and backward of one rung of the fused loss: bytes moved, those of matrix products, and their FLOP."""
+
+    rung: int
+    bytes: int
+    by_products: int
+    flops: int
+
+
+def count_loss(card: GPU | str, tokens: int, hidden: int, vocab: int) -> list[CountedLoss]:
+    """Return what `linear_cross_entropy` in bf16 moves: rungs 0 and 1 on `card`, and 4 where Triton interprets.
+
+    Rung 4 has rung 1's products. What its Triton kernels move is a multiple of the logits, counted on a few rows.
+    """
+    sizes = {"tokens": tokens, "hidden": hidden, "vocab": vocab}
+    found = []
+    for rung in (0, 1):
+        with simulator(card) as sim:
+            step = _loss_step("cuda", rung, **sizes)
+            with sim.operators() as operators:
+                step()
+        products = sum(kernel.bytes for kernel in operators if kernel.kind == "matmul")
+        found.append(CountedLoss(rung, moved(operators).bytes, products, sum(kernel.flops for kernel in operators)))
+    if INTERPRETED:
+        few = {"tokens": ROWS, "hidden": HEAD, "vocab": 8 * COLUMNS}
+        with interpreted() as launches:
+            _loss_step("cpu", 4, **few)()
+        again = sum(launch.moved().bytes for launch in launches) / (2 * few["tokens"] * few["vocab"])
+        products = found[1].by_products
+        found.append(CountedLoss(4, products + round(again * 2 * tokens * vocab), products, found[1].flops))
+    return found
+
+
+def _loss_step(device: str, rung: int, tokens: int, hidden: int, vocab: int) -> Callable[[], None]:
+    states, weight = (
+        torch.randn(n, hidden, dtype=torch.bfloat16, device=device, requires_grad=True) for n in (tokens, vocab)
+    )
+    targets = torch.zeros(tokens, dtype=torch.int64, device=device)
+    return lambda: kernels.linear_cross_entropy(states, weight, targets, rung=rung).backward()

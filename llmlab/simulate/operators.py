@@ -35,7 +35,10 @@ WRITES_ONLY = frozenset((
     "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::randn_like", "aten::rand_like", "aten::zero_",
     "aten::fill_", "aten::normal_", "aten::uniform_", "aten::nll_loss_backward", "aten::zeros", "aten::ones",
 ))  # fmt: skip
-PRODUCTS = frozenset(("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"))
+ADDING = frozenset(("aten::addmm", "aten::baddbmm", "aten::addmm_", "aten::baddbmm_"))  # to their first argument
+PRODUCTS = ADDING | {"aten::mm", "aten::bmm"}
+# FlopCounterMode does not know the products that add in place: they count as those that do not.
+OUT_OF_PLACE = {"aten::addmm_": aten.addmm, "aten::baddbmm_": aten.baddbmm}
 # cuda/SoftMax.cu goes over a row several times: how often beyond the first, in units of the output. A row that the
 # second-level cache still holds is read from there. softmax's backward makes grad × output first, with 3 more.
 SOFTMAX_AGAIN = {
@@ -112,7 +115,7 @@ def flops_of(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
     if (more := MORE_FLOPS.get(func._schema.name)) is not None:
         shapes = [each.shape if isinstance(each, Tensor) else each for each in args]
         return more(*shapes, **kwargs)
-    count = flop_registry.get(func._overloadpacket)
+    count = flop_registry.get(OUT_OF_PLACE.get(func._schema.name, func._overloadpacket))
     return count(*args, **kwargs, out_val=out) if count else 0
 
 
@@ -150,7 +153,8 @@ class Operators(list):
         if _is_view(func):
             self.append(Kernel(name, "none", "", 0, 0, (), 0, backward, self.phase))
             return
-        inputs = [each for each in arg_tree_leaves(*args, **kwargs) if isinstance(each, Tensor)]
+        given = {key: value for key, value in kwargs.items() if key != "out"}  # what is only written is not read
+        inputs = [each for each in arg_tree_leaves(*args, **given) if isinstance(each, Tensor)]
         outputs = [each for each in arg_tree_leaves(out) if isinstance(each, Tensor)]
         if out is None:  # foreach and fused operators in place: their lists are arguments
             written = (args[0], *args[2:4]) if "_fused_adam" in name else args[:1]
@@ -231,7 +235,7 @@ def _classify(
             _dtype(query),
         )
     if name in PRODUCTS:
-        a, b = (args[1], args[2]) if name in ("aten::addmm", "aten::baddbmm") else (args[0], args[1])
+        a, b = (args[1], args[2]) if name in ADDING else (args[0], args[1])
         batch = a.shape[0] if a.dim() == 3 else 1
         return "matmul", (batch, a.shape[-2], b.shape[-1], a.shape[-1]), _dtype(a)
     a, out = args[0], outputs[0]

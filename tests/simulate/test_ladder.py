@@ -88,6 +88,23 @@ def test_pytorchs_operators_around_a_kernel_are_counted_too_and_the_interpreters
     assert (both.launches, both.bytes) == (2, 4 * x.nbytes)
 
 
+@TRITON
+def test_the_fused_loss_reads_the_weight_for_every_chunk_and_does_the_same_products():
+    tokens, hidden, vocab = 1024, 256, 4096
+    whole, chunks, fused = ladder.count_loss("A100-80GB", tokens, hidden, vocab)
+    assert whole.flops == chunks.flops == fused.flops == 3 * 2 * tokens * hidden * vocab
+    logits, weight, states = 2 * tokens * vocab, 2 * vocab * hidden, 2 * tokens * hidden
+    # Three products: each reads two of logits, weight and hidden, and writes the third.
+    assert whole.by_products == 3 * (logits + weight + states)
+    many = tokens // max(128, tokens * hidden // vocab)
+    # dweight is read once more, as each chunk is added to it.
+    assert chunks.by_products == 3 * (logits + states) + many * (1 + 1 + 2) * weight
+    assert fused.by_products == chunks.by_products
+    # The gradient overwrites the logits: one pass for the loss, one back and forth for its gradient.
+    assert 3 * logits < fused.bytes - fused.by_products < 3.1 * logits
+    assert fused.bytes - fused.by_products < (whole.bytes - whole.by_products) / 10
+
+
 def test_where_triton_compiles_nothing_can_be_watched(monkeypatch):
     monkeypatch.setattr(rungs, "INTERPRETED", False)
     with pytest.raises(NotAvailable, match="set TRITON_INTERPRET=1 before Python"):
