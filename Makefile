@@ -41,6 +41,10 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -e '.[$(EXTRAS)]'
 	@touch $@
 
+# Threads that wait for one another give the core away: where another program has a core, spinning ones take ten times
+# as long.
+export OMP_WAIT_POLICY ?= PASSIVE
+
 # Records of this user's own must not change what a page prints: the book reads those of the package.
 notebooks nbval gpu-notebooks: export LLMLAB_RECORDS := $(CURDIR)/llmlab/records
 
