@@ -66,6 +66,14 @@ def test_no_cell_hides_from_nbval(source):
 
 
 @each_page
+def test_no_library_logs_onto_a_page(source):
+    for cell in executed(source).cells:
+        said = "".join(output.get("text", "") for output in cell.get("outputs", []))
+        # A line of a log begins with its time, so it also differs from run to run.
+        assert not re.search(r"\[(WARNING|INFO)\]|^WARNING", said, re.MULTILINE), f"silence the logger of:\n{cell.source}"
+
+
+@each_page
 def test_exercises_ask_and_their_solutions_are_right(source):
     cells = [cell for cell in executed(source).cells if cell.cell_type == "code" and "check_answer(" in cell.source]
     for cell in cells:
