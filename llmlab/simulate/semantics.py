@@ -210,7 +210,7 @@ def flash_forward(multiprocessors: int) -> Any:
         """Of split keys each part's log-sum-exp and output in fp32."""
         B, H, T, D = query.shape
         shared = key.shape[1]
-        if dropout:  # not implemented with split keys
+        if dropout:  # FlashAttention never splits keys then
             return []
         if T == 1 and shared < H:  # the queries that share keys become rows of one head
             T, H = H // shared, shared

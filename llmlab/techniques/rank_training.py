@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import NotAvailable, SpecError, UnknownName
 from ..models.spec import ModelSpec, model
@@ -43,12 +45,7 @@ class Job:
         from .data_parallel import METHODS
         from .engines import check
 
-        for name in ("ranks", "steps", "sequences"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise SpecError(f"{name}={value!r} is not a whole number >= 1")
-        if not 2 <= self.seq_len <= SMALL_GPT["n_positions"]:
-            raise SpecError(f"seq_len={self.seq_len!r} is outside 2 <= seq_len <= {SMALL_GPT['n_positions']}")
+        check_sizes(self, SMALL_GPT["n_positions"])
         if self.sequences % self.ranks:
             raise SpecError(f"ranks={self.ranks} does not divide sequences={self.sequences}: unequal shares of a batch")
         if self.method not in METHODS:
@@ -56,6 +53,16 @@ class Job:
         check(self.engine, self.stage)
         if self.stage and self.ranks == 1:
             raise SpecError(f"stage={self.stage} with ranks=1 has nothing to share; give ranks >= 2 or stage=0")
+
+
+def check_sizes(job: Any, positions: int) -> None:
+    """Raise SpecError unless ranks, steps and sequences are counts, and seq_len fits the model's `positions`."""
+    for name in ("ranks", "steps", "sequences"):
+        value = getattr(job, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise SpecError(f"{name}={value!r} is not a whole number >= 1")
+    if not 2 <= job.seq_len <= positions:
+        raise SpecError(f"seq_len={job.seq_len!r} is outside 2 <= seq_len <= {positions}")
 
 
 def small_gpt() -> ModelSpec:
@@ -73,7 +80,7 @@ def train(job: Job) -> dict:
     from ..data import tokens, windows
     from ..models.gpt import GPT
     from . import engines
-    from .training import next_token_loss
+    from .training import batch_seed, next_token_loss
 
     torch.manual_seed(job.seed)
     engine = engines.of(job.engine, GPT(small_gpt()), job.stage, job.method)
@@ -81,7 +88,7 @@ def train(job: Job) -> dict:
     share = job.sequences // job.ranks
     losses = []
     for step in range(job.steps):
-        whole_BT = windows(ids, job.sequences, job.seq_len, job.seed * 1_000_003 + step)
+        whole_BT = windows(ids, job.sequences, job.seq_len, batch_seed(job.seed, step))
         mine_BT = whole_BT[dist.get_rank() * share :][:share]
         loss = next_token_loss(engine.forward(mine_BT), mine_BT)
         engine.backward(loss)
@@ -116,31 +123,45 @@ def main(technique: str, arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog=f"python -m llmlab.techniques.{technique}", description="Train a small GPT on several ranks."
     )
-    parser.add_argument("--ranks", type=int, default=2, help="processes (default 2)")
-    parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default 20)")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sequences", type=int, default=12, help="of a step, over all ranks (default 12)")
-    parser.add_argument("--patience", type=float, default=PATIENCE, help="s a rank may let others wait (default 10)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
     if technique == "zero":
         parser.add_argument("--engine", default="scratch", help="scratch, ddp, fsdp or deepspeed")
         parser.add_argument("--stage", type=int, help="0 to 3 (default: 0 for ddp, else 3)")
     else:
         parser.add_argument("--engine", default="scratch", help="scratch or ddp")
         parser.add_argument("--method", default="buckets", help="of scratch: naive, hooks or buckets")
+
+    def found(patience: float, **options: Any) -> dict:
+        if options.get("stage", 0) is None or options["engine"] == "ddp":
+            options["stage"] = 0 if options["engine"] == "ddp" else 3  # DDP is what the stages are held to
+        return run(Job(**options), patience)
+
+    command(parser, arguments, found, _table)
+
+
+def command(
+    parser: argparse.ArgumentParser, arguments: list[str] | None, found: Callable[..., dict], table: Callable
+) -> None:
+    """Add what every program on several ranks takes, print what `found(patience, **options)` gives, and exit.
+
+    Exit code 2: it cannot be run as asked; 1: a rank failed.
+    """
+    parser.add_argument("--ranks", type=int, default=2, help="processes (default 2)")
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default 20)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--patience", type=float, default=PATIENCE, help="s a rank may let others wait (default 10)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     options = vars(parser.parse_args(arguments))
-    as_json, patience = options.pop("json"), options.pop("patience")
-    if options.get("stage", 0) is None or options["engine"] == "ddp":
-        options["stage"] = 0 if options["engine"] == "ddp" else 3  # DDP is what the stages are held to
+    as_json = options.pop("json")
     try:
-        found = run(Job(**options), patience)
+        result = found(**options)
     except (SpecError, UnknownName, NotAvailable) as error:
         print(error, file=sys.stderr)
         sys.exit(2)
     except RankFailed as error:
         print(error, file=sys.stderr)
         sys.exit(1)
-    print(json.dumps(found) if as_json else _table(found))
+    print(json.dumps(result) if as_json else table(result))
 
 
 def _table(found: dict) -> str:

@@ -7,16 +7,15 @@ follow from the seed alone: however the model is cut, the losses should be those
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..errors import NotAvailable, SpecError, UnknownName
+from ..errors import SpecError
 from ..models.spec import ModelSpec, model
-from .launch import PATIENCE, RankFailed, launch
+from .launch import PATIENCE, launch
 from .pipeline_schedules import SCHEDULES, schedule
+from .rank_training import check_sizes, command
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,13 +52,7 @@ class Job:
     def __post_init__(self) -> None:
         from . import pipeline, tensor_parallel
 
-        for name in ("ranks", "steps", "sequences"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise SpecError(f"{name}={value!r} is not a whole number >= 1")
-        if not 2 <= self.seq_len <= SMALL_LLAMA["max_position_embeddings"]:
-            most = SMALL_LLAMA["max_position_embeddings"]
-            raise SpecError(f"seq_len={self.seq_len!r} is outside 2 <= seq_len <= {most}")
+        check_sizes(self, SMALL_LLAMA["max_position_embeddings"])
         if self.technique not in TECHNIQUES:
             raise SpecError(f"technique={self.technique!r} is not one of {', '.join(TECHNIQUES)}")
         if self.engine not in ENGINES:
@@ -87,6 +80,7 @@ def train(job: Job) -> dict:
     from ..data import tokens, windows
     from ..models.llama import Llama
     from .engines import ADAMW, local, states
+    from .training import batch_seed
     from .zero import stored_bytes
 
     torch.manual_seed(job.seed)
@@ -98,7 +92,7 @@ def train(job: Job) -> dict:
     ids = tokens(SMALL_LLAMA["vocab_size"])
     losses = []
     for step in range(job.steps):
-        losses.append(forward_backward(windows(ids, job.sequences, job.seq_len, job.seed * 1_000_003 + step)))
+        losses.append(forward_backward(windows(ids, job.sequences, job.seq_len, batch_seed(job.seed, step))))
         gradients = local(p.grad for p in parameters)
         optimizer.step()
         optimizer.zero_grad()
@@ -162,30 +156,20 @@ def main(technique: str, arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog=f"python -m llmlab.techniques.{technique}", description="Train a small Llama that is cut over ranks."
     )
-    parser.add_argument("--ranks", type=int, default=2, help="processes (default 2)")
-    parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default 20)")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sequences", type=int, default=8, help="of a step (default 8)")
     parser.add_argument("--engine", default="scratch", help="scratch or torch")
-    parser.add_argument("--patience", type=float, default=PATIENCE, help="s a rank may let others wait (default 10)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
     if technique == "tensor_parallel":
         parser.add_argument("--sequence-parallel", action="store_true", help="cut the rest by tokens")
     else:
         parser.add_argument("--schedule", default="1f1b", help=", ".join(SCHEDULES))
         parser.add_argument("--micro-batches", type=int, default=4, help="of a step (default 4)")
         parser.add_argument("--chunks", type=int, default=1, help="stages a rank, of interleaved")
-    options = vars(parser.parse_args(arguments))
-    as_json, patience = options.pop("json"), options.pop("patience")
-    try:
-        found = run_job(Job(technique=technique, **options), patience)
-    except (SpecError, UnknownName, NotAvailable) as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
-    except RankFailed as error:
-        print(error, file=sys.stderr)
-        sys.exit(1)
-    print(json.dumps(found) if as_json else _table(found))
+    command(
+        parser,
+        arguments,
+        lambda patience, **options: run_job(Job(technique=technique, **options), patience),
+        _table,
+    )
 
 
 def _table(found: dict) -> str:

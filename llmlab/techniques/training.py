@@ -87,6 +87,11 @@ def next_token_loss(logits_BTV: Tensor, ids_BT: Tensor) -> Tensor:
     return F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1).float(), ids_BT[:, 1:].flatten())
 
 
+def batch_seed(seed: int, step: int) -> int:
+    """Return the seed of a step's batch: different for each step, and for each seed below a million steps."""
+    return seed * 1_000_003 + step
+
+
 def learning_rate(step: int, recipe: Recipe) -> float:
     """Return the rate of `step`, counted from 0: the first is above 0, the last of the warm-up is the highest."""
     return recipe.learning_rate * warmup_cosine(step + 1, recipe.warmup, recipe.steps, recipe.final)
@@ -137,7 +142,7 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, recipe)
         # Any step's batch follows from its number: a run taken up again at step n needs no sampler's state.
-        ids_BT = windows(training, recipe.micro_batch, recipe.seq_len, recipe.seed * 1_000_003 + step).to(device)
+        ids_BT = windows(training, recipe.micro_batch, recipe.seq_len, batch_seed(recipe.seed, step)).to(device)
         step_loss = loss(model(ids_BT), ids_BT)
         optimizer.zero_grad()
         step_loss.backward()

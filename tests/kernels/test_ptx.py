@@ -34,7 +34,8 @@ def test_wide_rows_compile_tile_by_tile_without_spills(kernel, count):
 
 
 @pytest.mark.parametrize(
-    ("arch", "dtype", "head"), [(75, "fp16", 64), (80, "bf16", 64), (80, "bf16", 128), (90, "bf16", 128)]
+    ("arch", "dtype", "head"),
+    [(75, "fp16", 64), (75, "fp16", 128), (80, "bf16", 64), (80, "bf16", 128), (90, "bf16", 128)],
 )
 def test_attentions_tiles_fit_in_registers_and_shared_memory(arch, dtype, head):
     """Forward, row sums, dk with dv, and dq. Shared memory a block may have: CUDA C++ guide, table 27."""

@@ -144,7 +144,8 @@ def tiles_for(head: int, itemsize: int, capability: tuple[int, int], backward: b
     """
     wide = head > 64
     if itemsize == 4:  # no tensor cores without TF32: the products themselves take registers
-        warps = 8 if head > 32 and wide != backward else 4
+        # Backward of heads between, where channels are masked, spills with eight.
+        warps = 8 if (32 < head <= 64 or head == MAX_HEAD if backward else wide) else 4
         return {"M": 32, "N": 16 if wide else 32, "num_warps": warps, "num_stages": 1}
     if capability < (8, 0):  # Triton's dot does not use these tensor cores: multiply-adds, in registers too
         rows = 16 if wide else 32
@@ -241,10 +242,10 @@ def delta_kernel(OUT, DOUT, DELTA, do_b, do_h, do_t, T, H, D: tl.constexpr, WIDT
 
 
 @jit
-def again(x, y, dx, dy, lse, delta, rows, columns, T, scale, CAUSAL: tl.constexpr, EDGE: tl.constexpr):
-    """The tile of p, and of ds = p · (dp − delta): x, y are q, k and dx, dy are dout, v; or, transposed, the reverse.
+def again(x, y, lse, rows, columns, T, scale, CAUSAL: tl.constexpr, EDGE: tl.constexpr):
+    """The tile of p, made a second time: x and y are q and k; or, transposed, the reverse.
 
-    lse, delta and rows run along the queries' side of the tile, columns along the keys'. EDGE as in `forward_tile`.
+    lse and rows run along the queries' side of the tile, columns along the keys'. EDGE as in `forward_tile`.
     """
     p = tl.exp2(dot(x, tl.trans(y)) * scale - lse)
     if EDGE:
@@ -252,7 +253,7 @@ def again(x, y, dx, dy, lse, delta, rows, columns, T, scale, CAUSAL: tl.constexp
         if CAUSAL:
             seen = seen & (columns <= rows)
         p = tl.where(seen, p, 0.0)  # a score that is not seen may overflow
-    return p, p * (dot(dx, tl.trans(dy)) - delta)
+    return p
 
 
 @jit
@@ -284,10 +285,9 @@ def keys_kernel(Q, K, V, DOUT, LSE, DELTA, DK, DV, q_b, q_h, q_t, k_b, k_h, k_t,
             q = load_tile(Q + b * q_b + h * q_h, start, q_t, T, D, WIDTH, M)
             dout = load_tile(DOUT + b * do_b + h * do_h, start, do_t, T, D, WIDTH, M)
             lse, delta = statistics(LSE + head, DELTA + head, rows, T)
-            p, ds = again(
-                k, q, v, dout, lse[None, :], delta[None, :], rows[None, :], columns[:, None], T, scale, CAUSAL, True
-            )
-            dv += dot(p.to(dout.dtype), dout)
+            p = again(k, q, lse[None, :], rows[None, :], columns[:, None], T, scale, CAUSAL, True)
+            dv += dot(p.to(dout.dtype), dout)  # before ds: with p and ds at once, sm_75 would spill
+            ds = p * (dot(v, tl.trans(dout)) - delta[None, :])
             dk += dot(ds.to(q.dtype), q)
     head = (b * (H // GROUP) + kv_head) * T * D
     store_tile(DK + head, dk * back, first, T, D, WIDTH, N)
@@ -301,7 +301,8 @@ def queries_tile(dq, q, dout, lse, delta, rows, K, V, start, k_t, v_t, T, scale,
     columns = start + tl.arange(0, N)
     k = load_tile(K, start, k_t, T, D, WIDTH, N)
     v = load_tile(V, start, v_t, T, D, WIDTH, N)
-    _, ds = again(q, k, dout, v, lse[:, None], delta[:, None], rows[:, None], columns[None, :], T, scale, CAUSAL, EDGE)
+    p = again(q, k, lse[:, None], rows[:, None], columns[None, :], T, scale, CAUSAL, EDGE)
+    ds = p * (dot(dout, tl.trans(v)) - delta[:, None])
     return dq + dot(ds.to(k.dtype), k)
 
 
