@@ -1,7 +1,7 @@
 """Real text without a download: a corpus, a byte-pair tokenizer trained on it, and batches of token ids.
 
 A `source` is one of
-    "python-docs"                     the documentation that ships with every CPython (pydoc_data.topics)
+    "python-docs"                     CPython 3.11.7's documentation (pydoc_data.topics), kept in the package
     "notes.txt" or a Path             your own UTF-8 text file
     "hf:roneneldan/TinyStories"       a Hugging Face dataset: its train split, streamed, the first `HF_CHARACTERS`
     "hf:roneneldan/TinyStories:train[:5%]"    the split, or the slice of it, that you name, whole
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 PYTHON_DOCS = "python-docs"
+# Kept, because each Python brings another edition: with another text every loss on a page would be another.
+PYTHON_DOCS_FILE = Path(__file__).parent / "models" / "small_llama" / "python-docs.txt"  # its licence is beside it
 END_OF_TEXT = "<|endoftext|>"
 MIN_VOCAB = 257  # the 256 bytes, so that any text can be written, and END_OF_TEXT
 MAX_VOCAB = 8192  # what half a megabyte of text can fill; a model with more gets ids below this
@@ -48,7 +50,7 @@ def corpus(source: str | Path = PYTHON_DOCS) -> str:
     """
     source = str(source)
     if source == PYTHON_DOCS:
-        text = _python_docs()
+        text = _file(PYTHON_DOCS_FILE)
     elif source.startswith("hf:"):
         text = _hugging_face(source)
     else:
@@ -56,18 +58,6 @@ def corpus(source: str | Path = PYTHON_DOCS) -> str:
     if not text.strip():
         raise SpecError(f"source {source!r} holds no text; {_SOURCES}")
     return text
-
-
-@lru_cache(maxsize=1)
-def _python_docs() -> str:
-    try:
-        from pydoc_data.topics import topics
-    except ImportError:
-        raise NotAvailable(
-            "this Python came without pydoc_data.topics, its documentation; install the full standard library "
-            "(Debian: libpython3-stdlib) or give the path of a text file as source"
-        ) from None
-    return "\n\n".join(topics[name] for name in sorted(topics))
 
 
 def _file(path: Path) -> str:

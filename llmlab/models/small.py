@@ -2,9 +2,8 @@
 
     python -m llmlab.techniques.training --small --out FOLDER
 
-trains it again, and `small_model(FOLDER)` reads the result. The text is kept beside the weights, because each Python
-brings another edition of its documentation: with another text the tokenizer is another, and a model's perplexity means
-something only with its own tokenizer, on a text it has not seen.
+trains it again, and `small_model(FOLDER)` reads the result. A model's perplexity means something only with its own
+tokenizer, on a text it has not seen: both are kept beside the weights.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..data import PYTHON_DOCS_FILE
 from ..errors import NotAvailable, SpecError
 from .llama import Llama
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 FOLDER = Path(__file__).with_name("small_llama")
-TEXT = FOLDER / "python-docs.txt"  # CPython 3.11.7's pydoc_data.topics; its licence is beside it
+TEXT = PYTHON_DOCS_FILE
 HELD_OUT = 0.1  # the text's last share, as `llmlab.data.split` takes it
 WINDOW, STRIDE = 256, 128  # tokens: how the stated perplexity is taken
 WEIGHTS, CONFIG, TOKENIZER, RECIPE = "model.safetensors", "config.json", "tokenizer.json", "recipe.json"
