@@ -78,6 +78,7 @@ benchmarks: EXTRAS := $(EXTRAS),benchmarks
 benchmarks: env ## llmlab beside its peers, its speed, its overhead, on a GPU its kernels; renews benchmarks/results
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -e '.[$(EXTRAS)]'
 	$(BIN)/python benchmarks/peers.py --out benchmarks/results
+	$(BIN)/python benchmarks/versions.py --out benchmarks/results
 	$(BIN)/python benchmarks/operators.py --out benchmarks/results
 	$(BIN)/python benchmarks/bert.py --out benchmarks/results
 	$(BIN)/python benchmarks/formulas.py --out benchmarks/results

@@ -32,6 +32,7 @@ from llmlab.estimate.efficiency import Efficiency
 from llmlab.hardware.gpu import gpu
 from llmlab.models.spec import model
 from llmlab.records import OperatorRecord, figure, operator_records, records
+from llmlab.records.published_steps import gpt
 from llmlab.simulate.operators import Kernel, Operators
 from llmlab.simulate.report import recorded
 from llmlab.simulate.time import host_seconds, kernel_seconds
@@ -130,15 +131,6 @@ def operator_kernels(record: OperatorRecord) -> Operators:
             if record.mode != "forward":
                 operator.backward(made)
     return kernels
-
-
-def gpt(hidden: int, layers: int, heads: int, vocab: int = 50368, seq_len: int = 2048) -> dict[str, Any]:
-    """Return the config of a GPT-2-like model without dropout, with GELU as one operator, as trainers have it."""
-    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return {
-        "model_type": "gpt2", "n_embd": hidden, "n_layer": layers, "n_head": heads, "vocab_size": vocab,
-        "n_positions": seq_len, "activation_function": "gelu", "tie_word_embeddings": True, **rates,
-    }  # fmt: skip
 
 
 class Throughput(NamedTuple):

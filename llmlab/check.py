@@ -8,6 +8,7 @@ from .errors import SpecError
 from .hardware.gpu import GPU
 from .models.spec import ModelSpec
 from .runs import Inference, Run, Training
+from .stages import stage_layers
 
 HALF = {"fp16", "bf16"}
 # What transformers' class of a family refuses: Gemma 2's softcap is not in PyTorch's SDPA.
@@ -28,6 +29,7 @@ def check(spec: ModelSpec, run: Run, gpu: GPU | None = None) -> None:
         if size % degree[1]:
             raise SpecError(f"{degree[0]}={degree[1]} does not divide {spec.name}'s {size} {name}")
     if isinstance(run, Training):
+        stage_layers(spec.layers, run.pp, spec.name)
         _check_training(spec, run)
     if gpu is None:
         return
@@ -45,7 +47,7 @@ def check(spec: ModelSpec, run: Run, gpu: GPU | None = None) -> None:
 def _splits(spec: ModelSpec, run: Run) -> list[tuple[tuple[str, int], str, int]]:
     splits = [(("tp", run.tp), "heads", spec.heads)]
     if isinstance(run, Training):
-        splits += [(("pp", run.pp), "layers", spec.layers), (("cp", run.cp), "tokens of seq_len", run.seq_len)]
+        splits.append((("cp", run.cp), "tokens of seq_len", run.seq_len))
         if run.ep > 1 and not spec.experts:
             raise SpecError(f"ep={run.ep} with {spec.name}, which has no experts; use ep=1")
         splits.append((("ep", run.ep), "experts", spec.experts or run.ep))

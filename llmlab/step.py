@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,21 @@ from .errors import NotAvailable
 from .models.spec import ModelSpec
 from .runs import Inference, Run, Training
 from .step_model import DTYPES, Around, build_model, compute_dtype, weight_dtype
+from .step_offload import offloaded
 from .step_optimizer import MasterWeights, build_optimizer
+from .step_ranks import (
+    LocalShards,
+    Ranks,
+    as_built,
+    data_parallel,
+    is_sharded,
+    local,
+    shard,
+    steps_locally,
+    unsynced,
+    zero_optimizer,
+)
+from .techniques.offload import Offloaded
 
 __all__ = ["Step", "build_step", "generate", "one_device", "texts", "training_step"]
 
@@ -44,8 +59,11 @@ class Step:
     inputs: list[Tensor]
     optimizer: Optimizer | None = None
     masters: MasterWeights | None = None
+    shards: LocalShards | None = None
+    parameters: list[nn.Parameter] | None = None  # what lasts, where FSDP2 puts gathered ones in the model for a while
     scaler: torch.amp.GradScaler | None = None
     cache: Any = field(default=None, repr=False)
+    offload: Offloaded | None = None
 
     def __call__(self, enter: Enter = ignore) -> None:
         if isinstance(self.run, Training):
@@ -55,7 +73,7 @@ class Step:
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """Return the tensors that live across phases, by part; "buffers" are the model's, "inputs" the token ids."""
-        parameters = list(self.model.parameters())
+        parameters = self.parameters or list(self.model.parameters())
         stepped = [p for group in self.optimizer.param_groups for p in group["params"]] if self.optimizer else []
         found = {
             "weights": parameters + _quantization_tensors(self.model),
@@ -66,10 +84,11 @@ class Step:
             "inputs": self.inputs,
         }
         if self.optimizer:
-            states = [value for state in self.optimizer.state.values() for value in state.values()]
+            held = getattr(self.optimizer, "optim", self.optimizer)  # ZeroRedundancyOptimizer's own one
+            states = [value for state in held.state.values() for value in state.values()]
             found["optimizer"] += [value for value in states if isinstance(value, Tensor)]
         found["kv_cache"] = list(_tensors_in(self.cache))
-        return found
+        return {part: [local(tensor) for tensor in tensors] for part, tensors in found.items()}
 
 
 def _tensors_in(cache: Any) -> Iterator[Tensor]:
@@ -98,7 +117,7 @@ def one_device(run: Run) -> None:
     """Raise NotAvailable where `run` asks for what a single device cannot do."""
     degrees = {name: getattr(run, name, 1) for name in ("dp", "tp", "pp", "cp", "ep")}
     asked = [f"{name}={degree}" for name, degree in degrees.items() if degree > 1]
-    asked += [f"{name}={value!r}" for name in ("zero", "offload") if (value := getattr(run, name, None))]
+    asked += [f"zero={stage}"] if (stage := getattr(run, "zero", 0)) else []
     if asked:
         raise NotAvailable(f"measure runs one device; {', '.join(asked)} needs several: see lab.estimate")
 
@@ -111,14 +130,20 @@ def texts(spec: ModelSpec, run: Run) -> list[Tensor]:
 
 
 def build_step(
-    spec: ModelSpec, run: Run, device: str | torch.device, inputs: list[Tensor], recomputing: Around = nullcontext
+    spec: ModelSpec,
+    run: Run,
+    device: str | torch.device,
+    inputs: list[Tensor],
+    recomputing: Around = nullcontext,
+    ranks: Ranks | None = None,
 ) -> Step:
     """Return the step of `run` on `device`: random weights, and copies of `inputs`, which `texts` gives.
 
-    `recomputing` makes the context in which a checkpointed block is recomputed. Raises NotAvailable for what one
-    device, or this machine's libraries, cannot do.
+    `recomputing` makes the context in which a checkpointed block is recomputed. With `ranks` the step is that of one of
+    them. Raises NotAvailable for what one device, or this machine's libraries, cannot do.
     """
-    one_device(run)
+    if ranks is None:
+        one_device(run)
     device = torch.device(device)
     if isinstance(run, Inference):
         if run.kv in NARROW and spec.window_layers:
@@ -130,14 +155,27 @@ def build_step(
             )
         model = build_model(spec, run, device)
         return Step(run, device, model, [ids.to(device, copy=True) for ids in inputs])
-    model = build_model(spec, run, device, recomputing)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    masters = MasterWeights(trained) if run.precision.startswith("mixed") else None
+    cut = partial(shard, run=run, ranks=ranks) if ranks and (is_sharded(run) or run.tp > 1) else None
+    model = build_model(spec, as_built(run), device, recomputing, cut)
+    parameters = list(model.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if run.offload:
+        return Step(run, device, model, [ids.to(device, copy=True) for ids in inputs], offload=offloaded(run, trained))
+    shards = LocalShards(trained) if ranks and steps_locally(run, ranks) else None
+    if shards:
+        trained = shards.parameters
+    masters = MasterWeights(trained) if run.precision.startswith("mixed") and not is_sharded(run) else None
     # Master copies are stepped by a fused kernel, as in DeepSpeed and Megatron-LM.
     stepped = masters.parameters if masters else trained
-    optimizer = build_optimizer(run.optimizer, stepped, fused=True if masters else None)
+    if ranks and run.zero == 1:
+        optimizer = zero_optimizer(run.optimizer, stepped, ranks)
+    else:
+        optimizer = build_optimizer(run.optimizer, stepped, fused=True if masters else None)
+    if ranks:
+        model = data_parallel(model, run, ranks)
     scaler = torch.amp.GradScaler(device.type) if run.precision in ("autocast-fp16", "mixed-fp16") else None
-    return Step(run, device, model, [ids.to(device, copy=True) for ids in inputs], optimizer, masters, scaler)
+    copies = [ids.to(device, copy=True) for ids in inputs]
+    return Step(run, device, model, copies, optimizer, masters, shards, parameters if ranks else None, scaler)
 
 
 def training_step(step: Step, enter: Enter = ignore) -> None:
@@ -149,17 +187,24 @@ def training_step(step: Step, enter: Enter = ignore) -> None:
     run, optimizer = step.run, step.optimizer
     cast = torch.autocast(step.device.type, compute_dtype(run), enabled=run.precision.startswith("autocast"))
     output = None
-    for ids in step.inputs:  # (B, T)
+    for i, ids in enumerate(step.inputs, 1):  # (B, T)
         enter("forward")
         output = None  # the last micro-batch's logits go before this one's forward
-        with cast:
-            output = step.model(input_ids=ids, labels=ids)
-        loss = output.loss / run.accumulation
-        if step.scaler:
-            loss = step.scaler.scale(loss)
-        enter("backward", logits=output.logits)  # (B, T, V); None with a fused loss
-        loss.backward()
+        with unsynced(step.model) if i < run.accumulation else nullcontext():
+            with cast:
+                output = step.model(input_ids=ids, labels=ids)
+            loss = output.loss / run.accumulation
+            if step.scaler:
+                loss = step.scaler.scale(loss)
+            enter("backward", logits=local(output.logits))  # (B, T, V); None with a fused loss
+            loss.backward()
     enter("optimizer")
+    if step.offload:
+        step.offload.step()
+        enter("optimizer")
+        return
+    if step.shards:
+        step.shards.take_gradients()
     if step.masters:
         step.masters.take_gradients()
     if step.scaler:

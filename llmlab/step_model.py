@@ -46,10 +46,17 @@ def compute_dtype(run: Training) -> torch.dtype:
     return DTYPES[run.precision.split("-")[-1]]
 
 
-def build_model(spec: ModelSpec, run: Run, device: str | torch.device, recomputing: Around = nullcontext) -> nn.Module:
+def build_model(
+    spec: ModelSpec,
+    run: Run,
+    device: str | torch.device,
+    recomputing: Around = nullcontext,
+    shard: Callable[[nn.Module], None] | None = None,
+) -> nn.Module:
     """Return the transformers model of `spec` on `device`, random weights, in train mode (eval for Inference).
 
     `recomputing` makes the context in which a checkpointed block is recomputed: measure and simulate mark it with that.
+    `shard` cuts the finished model up before it has memory.
     Raises NotAvailable for a library or a kernel this machine lacks, SpecError where LoRA's targets name no layer.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -75,7 +82,8 @@ def build_model(spec: ModelSpec, run: Run, device: str | torch.device, recomputi
     if quantization:
         compute = weight_dtype(run) if isinstance(run, Inference) else compute_dtype(run)
         model = quantize_linears(model, config, quantization, compute, device)
-    _materialize(model, device)
+    if shard is None:
+        _materialize(model, device)
     if isinstance(run, Inference):
         return model.eval()
     model.train()
@@ -94,6 +102,11 @@ def build_model(spec: ModelSpec, run: Run, device: str | torch.device, recomputi
         _apply_liger_kernel_to_instance(model=model)
     if run.lora:
         model = _add_adapters(model, run.lora)
+    if shard is not None:
+        shard(model)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "DTensor random operators")  # which numbers are drawn does not matter
+            _materialize(model, device)
     return torch.compile(model) if run.compile else model
 
 

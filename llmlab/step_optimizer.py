@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from .errors import NotAvailable
 
 LEARNING_RATE = 1e-4
+TORCH_OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW, "adafactor": torch.optim.Adafactor}
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -26,12 +27,9 @@ def build_optimizer(name: str, parameters: Iterable[nn.Parameter], fused: bool |
     bitsandbytes is asked for and not installed.
     """
     parameters = list(parameters)
-    if name == "sgd":
-        return torch.optim.SGD(parameters, lr=LEARNING_RATE)
-    if name == "adamw":
-        return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=fused)
-    if name == "adafactor":
-        return torch.optim.Adafactor(parameters, lr=LEARNING_RATE)
+    if name in TORCH_OPTIMIZERS:
+        given = {"fused": fused} if name == "adamw" else {}
+        return TORCH_OPTIMIZERS[name](parameters, lr=LEARNING_RATE, **given)
     if find_spec("bitsandbytes") is None:
         raise NotAvailable(
             f"optimizer={name!r} is bitsandbytes', which is not installed: pip install 'llmlab[quant]', "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,25 +60,42 @@ def quantize_linears(
     if device != HOST:
         bits = {name: QUANTIZED_BYTES[quantization] for name in linears}
         _warm_up(sum(each.numel() * bits.get(name, each.element_size()) for name, each in stored.items()), device)
-    for name in sorted(stored, key=dot_natural_key):
+    names = sorted(stored, key=dot_natural_key)
+    read: dict[int, torch.Tensor] = {}
+    for index, done in one_at_a_time([stored[name].numel() for name in names]):
+        name = names[index]
         place, _, own = name.rpartition(".")
         owner, shape = model.get_submodule(place), stored[name].shape
-        if name not in linears:
-            value = torch.empty(shape, dtype=stored[name].dtype, device=device)
+        if not done:
+            if name in linears and owner.source_cls is not nn.Linear:  # Conv1D, whose checkpoint holds (in, out)
+                shape = shape[::-1]
+            dtype = compute if name in linears else stored[name].dtype
+            read[index] = torch.empty(shape, dtype=dtype, device=device)
+        elif name not in linears:
+            value = read.pop(index)
             setattr(owner, own, nn.Parameter(value) if own in owner._parameters else value)
-            continue
-        if owner.source_cls is not nn.Linear:  # Conv1D, whose checkpoint holds (in_features, out_features)
-            shape = shape[::-1]
-        random = torch.empty(shape, dtype=compute, device=device).normal_(std=std)
-        owner.weight = convert({name: [random]}, full_layer_name=name, model=model)[name]
-        del random  # before the next one is loaded
-        for done in (owner, owner.weight):
-            done._is_hf_initialized = True  # or initialize_weights would draw into the quantized bytes
+            del value
+        else:
+            read[index].normal_(std=std)
+            owner.weight = convert({name: [read[index]]}, full_layer_name=name, model=model)[name]
+            del read[index]  # before the next one is read
+            for made in (owner, owner.weight):
+                made._is_hf_initialized = True  # or initialize_weights would draw into the quantized bytes
     for owner in linears.values():
         if owner.bias is not None:
             nn.init.zeros_(owner.bias)
     setattr(model, "is_loaded_in_4bit" if quantization == "nf4" else "is_loaded_in_8bit", True)  # peft looks here
     return model
+
+
+def one_at_a_time(sizes: list[int]) -> Iterator[tuple[int, bool]]:
+    """Yield what loading does with tensors of `sizes` elements: each is read (False), then taken into the model (True).
+
+    transformers/core_model_loading.py, convert_and_load_state_dict_in_model, where it quantizes.
+    """
+    for index in range(len(sizes)):
+        yield index, False
+        yield index, True
 
 
 def _check_blocks(linears: Iterable[nn.Linear]) -> None:

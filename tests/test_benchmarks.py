@@ -21,6 +21,7 @@ import measure_overhead  # noqa: E402
 import peers  # noqa: E402
 import provenance  # noqa: E402
 import speed  # noqa: E402
+import versions  # noqa: E402
 from questions import TOOLS, Tool, installed  # noqa: E402
 from questions.mem_tracker import mem_tracker_peak  # noqa: E402
 
@@ -185,6 +186,16 @@ def test_the_notes_name_each_row_outside_the_bar_and_how_far_repeats_are_apart()
     assert "within 5% in 1 of 3 rows" in missed and "2 × 512 (+7.3%)" in missed and "2 × 512 (-12.0%)" in missed
     assert "410 and 500 MiB, 22% apart" in differ
     assert "Bases in nf4: each model holds the same bytes" in loaded and "1 of 3 rows exact" in loaded
+
+
+def test_versions_tell_how_many_figures_are_met_by_each_code_and_which_are_far_off():
+    plain = versions.Line("m, sdpa, 2 × 2048", False, [100 * MiB], 112 * MiB, 100 * MiB, [])
+    packed = versions.Line("m, nf4, sdpa, 2 × 512", True, [200 * MiB, 220 * MiB], 210 * MiB, 200 * MiB, [208 * MiB] * 2)
+    text = versions.to_markdown([plain, packed], "made here")
+    assert "| m, nf4, sdpa, 2 × 512 | 200 / 220 | 210 | 200 | +0.0% / -9.1% | 208 |" in text
+    assert "Bases not quantized: a measured figure to the MiB in 1 of 1 configurations, where" in text
+    assert "where what is installed gives 0; off" in text
+    assert "more than 5% away in m, nf4, sdpa, 2 × 512." in text and text.endswith("made here")
 
 
 def test_models_that_load_into_different_bytes_are_told():

@@ -13,7 +13,7 @@ import llmlab as lab
         ("gpt2", lab.Training(seq_len=2048), None, ["seq_len=2048", "1024 positions"]),
         ("gpt2", lab.Inference(prompt_len=1000, new_tokens=100), None, ["prompt_len + new_tokens=1100", "1024"]),
         ("gpt2", lab.Training(tp=5), None, ["tp=5", "12 heads"]),
-        ("gpt2", lab.Training(pp=5), None, ["pp=5", "12 layers"]),
+        ("gpt2", lab.Training(pp=9), None, ["pp=9", "12 layers", "pp=7 at most", "pp=12"]),
         ("gpt2", lab.Training(dp=8, ep=8), None, ["ep=8", "no experts"]),
         ("gpt2", lab.Training(lora=lab.LoRA()), None, ["q_proj", "c_attn"]),
         ("gpt2", lab.Training(precision="autocast-bf16"), "T4", ["T4", "no bf16", "autocast-fp16"]),

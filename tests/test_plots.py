@@ -18,6 +18,7 @@ from nbclient import NotebookClient
 from llmlab import plots
 from llmlab.errors import SpecError
 from llmlab.plots.gantt import Task
+from llmlab.plots.lanes import Work
 from llmlab.report import PARTS, Report
 from llmlab.runs import Training
 from llmlab.units import GiB, MiB
@@ -57,7 +58,9 @@ def all_pictures():
         "every part": plots.plot_parts([with_parts(dict.fromkeys(PARTS, GiB))]),
         "timeline": plots.plot_timeline(timeline),
         "gantt": plots.plot_gantt({"one": gantt(), "two": gantt()}),
+        "mesh": plots.plot_mesh({"two by four": Training(tp=2, dp=2, pp=2)}, gpus=4),
         "fit": plots.plot_fit([with_parts(), with_parts(model="b", outcome="out of memory")]),
+        "lanes": plots.plot_lanes(lanes(), "a step"),
         "curve": plots.plot_curve(
             [1, 2, 4], {"eager": [1, 4, 16], "workspace": [1, None, 1]}, "tokens", "GiB", log=True
         ),
@@ -67,6 +70,11 @@ def all_pictures():
 def gantt():
     """Two ranks and four tasks: 1 + 2 + 1 + 2 units of work in 2 × 5."""
     return [Task(0, 0, 1, "forward", "0"), Task(1, 1, 3, "backward", "0"), Task(0, 3, 4, "forward"), Task(1, 3, 5, "W")]
+
+
+def lanes():
+    """A GPU that works for 2 s, and a CPU that works for 3 s in two goes after it."""
+    return [Work("GPU", 0, 2, "passes"), Work("CPU", 2, 3, "Adam"), Work("CPU", 3, 5, "Adam")]
 
 
 def collectives():
@@ -121,6 +129,18 @@ def test_a_number_has_the_colour_of_the_rank_that_gave_it():
     assert len(empty) == 2  # what rank 1 has not yet
     with pytest.raises(SpecError, match="1 to 4 ranks"):
         plots.plot_collectives({"all-reduce": ([[1.0]] * 5, [[1.0]] * 5)})
+
+
+def test_a_rank_has_the_colour_of_its_stage_and_rank_0s_neighbours_their_letters():
+    picture = plots.plot_mesh({"mesh": Training(tp=2, dp=2, pp=2)}, gpus=4)
+    cells = picture.axes[0].patches
+    assert [cell.get_facecolor() for cell in cells[:4]] == [cells[0].get_facecolor()] * 4
+    assert cells[4].get_facecolor() == cells[7].get_facecolor() != cells[0].get_facecolor()
+    assert [text for text in words(picture) if text[0].isdigit()] == ["0", "1 T", "2 D", "3", "4 P", "5", "6", "7"]
+    assert "2 nodes; rank 0 is with tensor 0 1; data 0 2; pipeline 0 4" in picture.alt
+    for run in (Training(dp=256), Training(pp=9), Training(dp=12)):
+        with pytest.raises(SpecError, match="give whole nodes of at most 128 ranks"):
+            plots.plot_mesh({"mesh": run})
 
 
 @given(st.dictionaries(st.sampled_from(PARTS), st.integers(1, 200 * GiB), min_size=1))
@@ -398,6 +418,16 @@ def test_tiles_are_legible():
     for picture in (plots.plot_online_softmax([1, 0, 3, 2], steps, 2), plots.plot_score_tiles(256, 64)):
         assert all(text.get_fontsize() >= 9 for text in picture.findobj(Text) if text.get_text())
         assert repr(picture) == picture.alt
+
+
+def test_lanes_say_how_long_each_works():
+    picture = plots.plot_lanes(lanes(), "a step")
+    assert picture.alt == "a step: passes in GPU from 0 to 2 s; Adam in CPU from 2 to 5 s."
+    assert {"2 s", "3 s", "GPU", "CPU"} <= set(words(picture))
+    assert sorted(patch.get_width() for patch in picture.axes[0].patches) == [1, 2, 2]
+    for wrong in ([], [Work("GPU", 2, 1, "passes")], [Work("GPU", 0, 1, str(i)) for i in range(9)]):
+        with pytest.raises(SpecError, match="plot_lanes got"):
+            plots.plot_lanes(wrong, "a step")
 
 
 def test_a_gantt_chart_says_what_share_of_the_time_is_waiting():

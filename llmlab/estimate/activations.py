@@ -75,6 +75,7 @@ def block_saved(spec: ModelSpec, run: Training, b: Bytes, gpu: GPU | None = None
         *([Saved("linear inputs", T * c * h * copies, split=False)] if trained else []),
         *_mlp_saved(spec, T, c, trained, autocast),
         *(_adapter_saved(spec, run, T, r) if run.lora else []),
+        *([Saved("int8 inputs", _int8_inputs(spec, run, T, c, kernel), split=False)] if run.quantization else []),
         *([Saved("dropout masks", 2 * T * h * mask_bytes, split=False)] if spec.dropout else []),
     ]
 
@@ -201,6 +202,22 @@ def _adapter_saved(spec: ModelSpec, run: Training, T: int, r: int) -> list[Saved
     return [Saved("adapters", total, split=False)]
 
 
+def _int8_inputs(spec: ModelSpec, run: Training, T: int, c: int, kernel: str | None = None) -> int:
+    """Return what bitsandbytes' int8 linears keep of a block: each its input, in its context (autograd/_functions.py,
+    MatMul8bitLt) and so out of checkpointing's sight. Where nothing is checkpointed, `kernel` says which attention
+    keeps its output anyhow, and adapters of q, k or v keep their input. Experts are not quantized."""
+    if run.quantization != "int8" or run.lora is None:
+        return 0
+    of_attention = spec.hidden + spec.heads * spec.head_dim
+    if kernel:
+        adapted = any(linear.part == "attention" and linear.inputs == spec.hidden and linear.name in run.lora.targets
+                      and linear.name not in ("o_proj", "c_proj") for linear in spec.linears)  # fmt: skip
+        of_attention -= spec.hidden if adapted else 0
+        of_attention -= spec.heads * spec.head_dim if kernel in ("flash", "efficient") else 0
+    of_mlp = 0 if spec.experts else spec.hidden + spec.intermediate
+    return T * c * (of_attention + of_mlp)
+
+
 def per_device(saved: list[Saved], run: Training) -> dict[str, int]:
     """Return bytes by kind on one tensor-parallel rank (arXiv 2205.05198, section 4.2)."""
     kinds: dict[str, int] = {}
@@ -212,11 +229,21 @@ def per_device(saved: list[Saved], run: Training) -> dict[str, int]:
 
 def checkpointed(spec: ModelSpec, run: Training, b: Bytes, kernel: str) -> dict[str, int]:
     """Return what one block keeps under checkpointing: its input (full, arXiv 1604.06174); selective also keeps what
-    linear layers and a fused attention kernel returned, and recomputes the rest, the scores of eager attention too."""
+    linear layers and a fused attention kernel returned, and recomputes the rest, the scores of eager attention too.
+
+    bitsandbytes' products are none of those that selective checkpointing knows: of a quantized block it keeps what the
+    adapters' products returned."""
     T = run.micro_batch * run.seq_len // run.cp
     share = run.tp if run.sequence_parallel else 1
     kept = {"block inputs": T * b.residual * spec.hidden // share}
-    if run.checkpointing == "selective":
+    if inputs := _int8_inputs(spec, run, T, b.compute):
+        kept["int8 inputs"] = inputs
+    if run.checkpointing == "selective" and run.quantization and run.lora:
+        attention = b.compute * spec.heads * spec.head_dim + 4 * spec.heads if kernel in ("flash", "efficient") else 0
+        adapters = sum(4 * (run.lora.rank + linear.outputs) * (linear.count // spec.layers or 1)
+                       for linear in spec.linears if linear.name in run.lora.targets)  # fmt: skip
+        kept["matmul outputs"] = T * (attention + adapters)
+    elif run.checkpointing == "selective":
         Q, K, c = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, b.compute
         width = spec.experts_per_token * spec.moe_intermediate if spec.experts else spec.intermediate
         attention = c * Q + 4 * spec.heads if kernel in ("flash", "efficient") else 0

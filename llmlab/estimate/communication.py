@@ -26,6 +26,9 @@ ALGORITHMS = {
     "all-to-all": ("pairs",),
     "send": ("pairs",),
 }
+# What NCCL chooses from: across nodes it gathers and scatters in rings alone (src/graph/tuning.cc; the others need a
+# switch that sums, or one GPU a node), and lays trees for all-reduce only.
+NCCL = {**{collective: allowed[:1] for collective, allowed in ALGORITHMS.items()}, "all-reduce": ("ring", "tree")}
 
 
 def bytes_sent(collective: str, size: int, ranks: int) -> float:
@@ -46,10 +49,11 @@ def bytes_sent(collective: str, size: int, ranks: int) -> float:
 
 
 def seconds(collective: str, size: float, group: Group, algorithm: str | None = None) -> float:
-    """Return the seconds that `collective` of `size` bytes takes in `group`; with the quickest algorithm by default.
+    """Return the seconds that `collective` of `size` bytes takes in `group`; by default NCCL's quickest.
 
     "ring" and "tree" lie over all ranks; "hierarchical" sums inside each node first, then across nodes each rank with
-    those in its place, and spreads the result inside. A group of one takes no time. Raises SpecError or UnknownName.
+    those in its place, and spreads the result inside: ZeRO++ (arXiv 2306.10209) does so, NCCL does not. A group of
+    one takes no time. Raises SpecError or UnknownName.
     """
     _check(collective, size)
     allowed = ALGORITHMS[collective]
@@ -57,7 +61,7 @@ def seconds(collective: str, size: float, group: Group, algorithm: str | None = 
         raise SpecError(f"algorithm={algorithm!r} of {collective} is not one of {', '.join(allowed)}, or None")
     if group.ranks == 1:
         return 0.0
-    return min(_seconds(collective, size, group, each) for each in ([algorithm] if algorithm else allowed))
+    return min(_seconds(collective, size, group, each) for each in ([algorithm] if algorithm else NCCL[collective]))
 
 
 def _seconds(collective: str, size: float, group: Group, algorithm: str) -> float:

@@ -1,6 +1,6 @@
 """Seconds of a training step on many GPUs: computation, and the communication that it does not hide.
 
-    step = micro-batches × the slowest stage  +  the pipeline's filling and emptying  +  gradients  +  update
+    step = micro-batches × the slowest stage  +  the other stages once (filling, emptying)  +  gradients  +  update
 
 What each kind of parallelism sends in a step, on one GPU (b micro_batch, s seq_len, h hidden, P its parameters):
 
@@ -27,15 +27,16 @@ from ..hardware.links import Cluster, Group
 from ..models.spec import ModelSpec
 from ..models.spec import model as find_model
 from ..runs import Training
+from ..stages import stage_layers
 from . import time
 from .communication import finished, seconds
 from .efficiency import efficiency
 from .flops import flops
 from .precision import PRECISION
-from .states import states
+from .states import device_parameters, states
 
 BUCKET_BYTES = 25 * 2**20  # torch DDP's bucket_cap_mb, of gradients that are all-reduced
-OVERLAPS = ("data", "tensor")
+OVERLAPS = ("data", "gradients", "tensor")
 
 
 @dataclass(frozen=True)
@@ -73,40 +74,45 @@ def step(
 ) -> Step:
     """Return what one optimizer step of `run` takes on `cluster`, and how long each part of it does.
 
-    Ranks are laid out tensor, context, data, pipeline parallel, neighbours first; expert-parallel ranks are
-    data-parallel ones. `interleave`: model parts a pipeline stage has. `overlap` names what hides behind computation:
-    "data", gradients behind backward and ZeRO-3's parameters behind the unit before, as DDP and FSDP do; "tensor",
-    backward's communication behind the weight gradients' products, as Megatron-LM does. Raises SpecError for what
-    cannot be, NotAvailable for a card whose rates were never measured.
+    Ranks are laid out tensor, context, data, pipeline parallel, neighbours first (see mesh.py); expert-parallel
+    ranks are data-parallel ones. `interleave`: model parts a pipeline stage has. `overlap` names what hides behind
+    computation: "data", gradients behind backward and ZeRO-3's parameters behind the unit before, as DDP and FSDP do;
+    "gradients", the same in backward only: forward waits for each unit's parameters; "tensor", backward's
+    communication behind the weight gradients' products, as Megatron-LM does. Raises SpecError for what cannot be,
+    NotAvailable for a card whose rates were never measured.
     """
     spec, gpu = find_model(model), find_gpu(card)
     check(spec, run, gpu)
-    _check(run, interleave, overlap, bucket_bytes)
+    _check(spec.layers, run, interleave, overlap, bucket_bytes)
     rates = efficiency(gpu)
     products = time.product_seconds(spec, run, gpu, rates) if rates else None
     if rates is None or products is None:
         raise NotAvailable(f"what {gpu.name} reaches in {time.peak_dtype(run)} was not measured: no time follows")
     m = run.accumulation
     blocks_moved, head_moved = (size / rates.bandwidth / m for size in time.moved(spec, run, gpu))
-    head = products.get("head", 0.0) * run.pp / m  # the last stage has all of it
-    blocks = sum(seconds for part, seconds in products.items() if part != "head") / m + blocks_moved
-    host = time.host_seconds(spec, run, rates) / m
-    layers = spec.layers / run.pp
-    tensor = layers * _tensor(spec, run, cluster, "tensor" in overlap)
-    context = layers * _context(spec, run, cluster)
-    experts = spec.moe_layers / run.pp * _experts(spec, run, cluster) if run.ep > 1 else 0.0
+    head = products.get("head", 0.0) * run.pp / m + head_moved  # the last stage has all of it
+    mean = spec.layers / run.pp  # what products, traffic and the host's time are counted for
+    block = (sum(seconds for part, seconds in products.items() if part != "head") / m + blocks_moved) / mean
+    host = time.host_seconds(spec, run, rates) / m / mean
+    tensor = _tensor(spec, run, cluster, "tensor" in overlap)
+    context = _context(spec, run, cluster)
+    experts = spec.moe_layers / spec.layers * _experts(spec, run, cluster) if run.ep > 1 else 0.0
     pipeline = _sends(spec, run, cluster, interleave)
-    ordinary = max(blocks, host)  # a stage in the middle, for one micro-batch
-    slowest = max(blocks + head + head_moved, host)
+
+    layers = stage_layers(spec.layers, run.pp, spec.name)
+    computed = [max(n * block + (head if stage == run.pp - 1 else 0.0), n * host) for stage, n in enumerate(layers)]
+    taken = [seconds + n * (tensor + context + experts) for seconds, n in zip(computed, layers, strict=True)]
+    slowest = max(range(run.pp), key=lambda stage: taken[stage])
+    n, compute = layers[slowest], computed[slowest]
     counted = flops(spec, run, gpu)
-    data, sent = _data(spec, run, cluster, slowest, counted.forward / counted.total, "data" in overlap, bucket_bytes)
+    data, sent = _data(spec, run, cluster, compute, counted.forward / counted.total, overlap, bucket_bytes)
     found = Step(
-        compute=m * slowest,
-        tensor=m * tensor,
-        context=m * context,
-        experts=m * experts,
+        compute=m * compute,
+        tensor=m * n * tensor,
+        context=m * n * context,
+        experts=m * n * experts,
         pipeline=m * pipeline,
-        bubble=(run.pp - 1) / interleave * (ordinary + tensor + context + experts + pipeline),
+        bubble=(sum(taken) - taken[slowest] + (run.pp - 1) * pipeline) / interleave,
         data=data,
         update=time.update_seconds(spec, run, rates),
         data_sent=sent,
@@ -114,15 +120,17 @@ def step(
     return replace(found, mfu=time.mfu(spec, run, gpu, found.seconds))
 
 
-def _check(run: Training, interleave: int, overlap: tuple[str, ...], bucket_bytes: int) -> None:
+def _check(layers: int, run: Training, interleave: int, overlap: tuple[str, ...], bucket_bytes: int) -> None:
     if interleave < 1 or (interleave > 1 and run.pp == 1):
         raise SpecError(f"interleave={interleave} with pp={run.pp}: give 1, or more model parts of a pipeline stage")
+    if interleave > 1 and run.pp * interleave > layers + 2:  # a part has a layer, the embedding or the head
+        raise SpecError(f"interleave={interleave} with pp={run.pp} makes more parts than the model's {layers} layers")
     if unknown := [each for each in overlap if each not in OVERLAPS]:
         raise SpecError(f"overlap={unknown[0]!r} is not one of {', '.join(OVERLAPS)}")
     if bucket_bytes < 1:
         raise SpecError(f"bucket_bytes={bucket_bytes} is not a size >= 1")
-    if run.offload or run.lora or run.compile or run.kernels:
-        raise NotAvailable("no time for offloaded, LoRA, compiled or Liger's steps on many GPUs")
+    if run.offload or run.compile or run.kernels:
+        raise NotAvailable("no time for offloaded, compiled or Liger's steps on many GPUs")
 
 
 def _stream(spec: ModelSpec, run: Training) -> float:
@@ -172,18 +180,28 @@ def _sends(spec: ModelSpec, run: Training, cluster: Cluster, interleave: int) ->
 
 
 def _data(
-    spec: ModelSpec, run: Training, cluster: Cluster, compute: float, forward: float, hidden: bool, bucket: int
+    spec: ModelSpec,
+    run: Training,
+    cluster: Cluster,
+    compute: float,
+    forward: float,
+    overlap: tuple[str, ...],
+    bucket: int,
 ) -> tuple[float, float]:
     """Return the exposed and all seconds of a step's gradients and parameters, over the ranks that have the same part
     of the model. `compute`: s of a micro-batch, of which `forward` is forward's share."""
     group = cluster.group(run.dp * run.cp, run.tp)
     if group.ranks == 1:
         return 0.0, 0.0
-    whole = states(spec, replace(run, zero=0), stage=0)
-    layers, share = spec.layers // run.pp, _block_share(spec)
+    hidden_forward, hidden_backward = "data" in overlap, "data" in overlap or "gradients" in overlap
+    unsharded = replace(run, zero=0)
+    stage = max(range(run.pp), key=lambda stage: states(spec, unsharded, stage).trained)
+    whole = states(spec, unsharded, stage)
+    layers, share = stage_layers(spec.layers, run.pp)[stage], _block_share(spec, unsharded, stage)
     blocks, rest = [share / layers] * layers, 1 - share  # shares of the bytes, in the order of backward
     back, fore = (1 - forward) * compute, forward * compute
     if run.zero == 3:
+        hidden = (hidden_forward, hidden_backward)
         return _sharded(run, group, whole.weights, whole.gradients, [*blocks, rest], fore, back, hidden)
     if run.zero:
         # What a block has at once, as FSDP does; DeepSpeed's buckets are larger still.
@@ -195,12 +213,13 @@ def _data(
         ready = [back * min(1, (i + 1) / messages / share) for i in range(messages)]
     times = run.accumulation if run.zero == 2 else 1  # gradients that are cut up cannot wait for the last micro-batch
     sent = times * sum(costs)
-    exposed = times * (finished(ready, costs) - back) if hidden else sent
+    exposed = times * (finished(ready, costs) - back) if hidden_backward else sent
     if run.zero:
-        gathers = [seconds("all-gather", part * whole.weights, group) for part in [rest, *blocks]]
+        updated = whole.gradients if run.lora else whole.weights  # adapters are as wide as their gradients
+        gathers = [seconds("all-gather", part * updated, group) for part in [rest, *blocks]]
         sent += sum(gathers)
         # Forward's first unit waits for its own parameters; the others' come behind the computation before them.
-        exposed += gathers[0] + max(0.0, sum(gathers[1:]) - fore) if hidden else sum(gathers)
+        exposed += gathers[0] + max(0.0, sum(gathers[1:]) - fore) if hidden_forward else sum(gathers)
     return exposed, sent
 
 
@@ -212,23 +231,25 @@ def _sharded(
     parts: list[float],
     fore: float,
     back: float,
-    hidden: bool,
+    hidden: tuple[bool, bool],
 ) -> tuple[float, float]:
     """ZeRO-3: each unit is gathered before forward and again before backward, behind the unit before it; its gradient
-    is sent behind the next unit's backward. The last of `parts` (embedding, head) is whole from forward to backward."""
+    is sent behind the next unit's backward. The last of `parts` (embedding, head) is whole from forward to backward.
+    `hidden`: whether forward hides its communication, and backward."""
     gather = [seconds("all-gather", part * weights, group) for part in parts]
     scatter = [seconds("reduce-scatter", part * gradients, group) for part in parts]
     layers = len(parts) - 1
-    one = 2 * gather[0] + scatter[0]
-    sent = run.accumulation * (layers * one + gather[-1] + scatter[-1])
-    if not hidden:
-        return sent, sent
-    late_forward = gather[0] + (layers - 1) * max(0.0, gather[0] - fore / layers)
-    late_backward = scatter[0] + (layers - 1) * max(0.0, gather[0] + scatter[0] - back / layers)
-    return run.accumulation * (late_forward + late_backward + gather[-1] + scatter[-1]), sent
+    forward, backward = layers * gather[0], layers * (gather[0] + scatter[0])
+    sent = run.accumulation * (forward + backward + gather[-1] + scatter[-1])
+    if hidden[0]:
+        forward = gather[0] + (layers - 1) * max(0.0, gather[0] - fore / layers)
+    if hidden[1]:
+        backward = scatter[0] + (layers - 1) * max(0.0, gather[0] + scatter[0] - back / layers)
+    return run.accumulation * (forward + backward + gather[-1] + scatter[-1]), sent
 
 
-def _block_share(spec: ModelSpec) -> float:
-    by = spec.parameters_by_component
-    inside = sum(by.get(part, 0) for part in ("attention", "mlp", "experts", "router", "norms"))
-    return inside / spec.parameters
+def _block_share(spec: ModelSpec, run: Training, stage: int) -> float:
+    """Return which share of a stage's parameters is in its blocks."""
+    held = device_parameters(spec, run, stage)
+    outside = sum(held[part] for part in ("embedding", "positions", "head"))
+    return 1 - outside / sum(held.values())

@@ -10,11 +10,12 @@ and buffers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..hardware.gpu import GPU
 from ..models.spec import ModelSpec
 from ..runs import Training
+from ..stages import stage_layers
 from .activations import (
     attention_kernel,
     block_saved,
@@ -25,7 +26,7 @@ from .activations import (
     softmax_bytes,
 )
 from .precision import PRECISION, Bytes
-from .states import States, block_parameters, states
+from .states import States, block_parameters, device_parameters, states
 
 
 @dataclass(frozen=True)
@@ -41,30 +42,27 @@ class Moment:
         return sum(self.parts.values())
 
 
-def training_moments(spec: ModelSpec, run: Training, gpu: GPU | None, cpu: bool = False) -> list[Moment]:
-    """Return the moments of one steady step (the states exist) on the device that holds the most.
+def training_moments(
+    spec: ModelSpec, run: Training, gpu: GPU | None, cpu: bool = False, stage: int = 0
+) -> list[Moment]:
+    """Return the moments of one steady step (the states exist) on a device of pipeline stage `stage`; rank 0's is 0.
 
-    With a pipeline that is the first stage, which keeps the activations of `pp` micro-batches in flight (1F1B,
-    arXiv 2104.04473, section 2.2), or the last, which has the logits; both are computed.
+    In 1F1B stage s keeps the activations of pp - s micro-batches in flight (arXiv 2104.04473, section 2.2); the last
+    has the logits.
     """
-    stages = {0, run.pp - 1}
-    candidates = [_stage_moments(spec, run, gpu, cpu, stage) for stage in sorted(stages)]
-    return max(candidates, key=lambda moments: max(m.total for m in moments))
-
-
-def _stage_moments(spec: ModelSpec, run: Training, gpu: GPU | None, cpu: bool, stage: int) -> list[Moment]:
     b = PRECISION[run.precision]
     if run.quantization:
         b = Bytes(**{**b.__dict__, "residual": 4, "compute": 4})  # the rest is fp32, and each 4-bit linear returns fp32
     held = states(spec, run, stage)
-    last = stage == run.pp - 1
-    layers = len(range(stage, spec.layers, run.pp))
-    in_flight = min(run.pp - stage, run.accumulation) if run.pp > 1 else 1
+    first, last = stage == 0, stage == run.pp - 1
+    layers = stage_layers(spec.layers, run.pp)[stage]
+    in_flight = micro_batches_in_flight(run, stage)
     block = per_device(block_saved(spec, run, b, gpu, cpu), run)
     kept = checkpointed(spec, run, b, attention_kernel(spec, run, gpu, cpu)) if run.checkpointing else block
-    outer = _outer_activations(spec, run, b, last, cpu)
-    cast = _cast_weights(spec, run, b)
-    activations = sum(kept.values()) * layers * in_flight + outer
+    outer = _outer_activations(spec, run, b, first, last, cpu) * in_flight
+    cast = _cast_weights(spec, run, b, layers, last)
+    each = sum(kept.values())  # a block and micro-batch
+    activations = each * layers * in_flight + outer
     # The block at work is whole again; what selective checkpointing kept of it is not made twice.
     recomputed = sum(block.values()) - kept.get("matmul outputs", 0) if run.checkpointing else 0
     working = _block_backward(spec, run, b, block)
@@ -73,7 +71,7 @@ def _stage_moments(spec: ModelSpec, run: Training, gpu: GPU | None, cpu: bool, s
 
     weights = {"weights": held.weights, "optimizer": held.optimizer}
     # Gradients of earlier micro-batches are alive all the time; of a single one, only from backward on.
-    earlier = held.gradients if run.accumulation > 1 else 0
+    earlier = held.gradients if run.accumulation > 1 and not run.offload else 0
     logits = _logits(spec, run, b) if last else (0, 0, 0)
     gathered = held.gathered + _dequantized(spec, run) + _causal_mask(spec, run, b)
     # Autograd sums the gradients of a tied weight's two uses before it stores them: two terms and a sum, for one.
@@ -81,13 +79,18 @@ def _stage_moments(spec: ModelSpec, run: Training, gpu: GPU | None, cpu: bool, s
     # When the last block's backward begins, its own gradients and the embedding's are still to come.
     unmade = held.gradients // layers
     if not run.lora:
-        embedding = 0 if spec.tied else spec.vocab * spec.hidden // run.tp
-        unmade = int(held.gradients * (block_parameters(spec) + embedding) / spec.parameters)
+        embedding = 0 if spec.tied or not first else spec.vocab * spec.hidden
+        uncut = replace(run, tp=1, ep=1, sequence_parallel=False)
+        here = sum(device_parameters(spec, uncut, stage).values())
+        unmade = int(held.gradients * (block_parameters(spec) + embedding) / here)
     # peft makes the embedding's output a leaf, so that checkpointing has something to differentiate: it and its
     # gradient outlive backward.
     leaf = 2 * run.tokens * spec.hidden * b.residual if run.lora and run.checkpointing else 0
 
+    buckets = _buckets(run, b, held)
+
     def moment(phase: str, name: str, **parts: int) -> Moment:
+        parts["other"] = parts.get("other", 0) + buckets
         return Moment(phase, name, {key: value for key, value in {**weights, **parts}.items() if value})
 
     return [
@@ -95,15 +98,15 @@ def _stage_moments(spec: ModelSpec, run: Training, gpu: GPU | None, cpu: bool, s
         moment("forward", "attention in the last block", gradients=earlier, activations=activations - outer + cast,
                workspace=workspace, other=gathered + _scores_forward(spec, run, b)),
         moment("forward", "the loss", gradients=earlier, activations=activations + cast, logits=logits[0],
-               workspace=workspace, other=gathered),
+               workspace=workspace, other=gathered - held.ahead),
         moment("backward", "the loss's gradient", gradients=earlier,
                activations=activations + (0 if run.checkpointing else cast), logits=logits[1], workspace=workspace,
-               other=gathered),
+               other=gathered - held.ahead),
         moment("backward", "the first block of backward", gradients=max(earlier, head_gradient if last else 0),
                activations=activations + recomputed + (cast // layers if run.checkpointing else cast),
                logits=logits[2], workspace=workspace, other=gathered + working),
-        moment("backward", "the last block of backward", gradients=held.gradients - unmade,
-               activations=(activations - outer) // layers + recomputed + cast // layers,
+        moment("backward", "the last block of backward", gradients=held.gradients - (0 if run.offload else unmade),
+               activations=each * (layers * (in_flight - 1) + 1) + recomputed + cast // layers,
                logits=logits[2], workspace=workspace, other=gathered + working),
         moment("backward", "the embedding's gradient", gradients=held.gradients, logits=logits[2],
                workspace=workspace, other=2 * head_gradient),
@@ -112,11 +115,27 @@ def _stage_moments(spec: ModelSpec, run: Training, gpu: GPU | None, cpu: bool, s
     ]  # fmt: skip
 
 
-def _outer_activations(spec: ModelSpec, run: Training, b: Bytes, last: bool, cpu: bool) -> int:
+def _buckets(run: Training, b: Bytes, held: States) -> int:
+    """Return the buckets that torch's DDP copies gradients into: as many bytes, from its construction on
+    (gradient_as_bucket_view=False). With ZeRO 1 and a master copy it is DeepSpeed or Megatron-LM, which have none."""
+    ddp = run.zero == 0 or (run.zero == 1 and not b.master)
+    return held.gradients if run.dp > 1 and ddp else 0
+
+
+def micro_batches_in_flight(run: Training, stage: int = 0) -> int:
+    """Return how many micro-batches' activations a stage holds at most, in 1F1B: pp - stage, if there are as many.
+
+    >>> [micro_batches_in_flight(Training(pp=4, accumulation=8), stage) for stage in range(4)]
+    [4, 3, 2, 1]
+    """
+    return min(run.pp - stage, run.accumulation) if run.pp > 1 else 1
+
+
+def _outer_activations(spec: ModelSpec, run: Training, b: Bytes, first: bool, last: bool, cpu: bool) -> int:
     """Return what is kept outside the blocks: the final norm, the head's input, the embedding's dropout mask."""
     T = run.micro_batch * run.seq_len // run.cp
     share = run.tp if run.sequence_parallel else 1
-    total = T * spec.hidden * (b.compute if cpu else 1) if spec.dropout else 0
+    total = T * spec.hidden * (b.compute if cpu else 1) if spec.dropout and first else 0
     if last:
         total += T * (4 * spec.hidden + 8)
         if run.lora is None:
@@ -124,12 +143,13 @@ def _outer_activations(spec: ModelSpec, run: Training, b: Bytes, last: bool, cpu
     return total // share
 
 
-def _cast_weights(spec: ModelSpec, run: Training, b: Bytes) -> int:
+def _cast_weights(spec: ModelSpec, run: Training, b: Bytes, layers: int, last: bool) -> int:
     """Return the half copies of the linears' weights that autocast makes in forward and backward still needs."""
     if b.residual == b.compute:
         return 0
     linear = sum(x.count * x.inputs * x.outputs for x in spec.linears if x.part != "head")
-    return b.compute * (linear // (run.tp * run.pp) + spec.vocab * spec.hidden // run.tp)
+    head = spec.vocab * spec.hidden if last else 0
+    return b.compute * (linear * layers // (run.tp * spec.layers) + head // run.tp)
 
 
 def _logits(spec: ModelSpec, run: Training, b: Bytes) -> tuple[int, int, int]:
@@ -193,7 +213,9 @@ def _block_backward(spec: ModelSpec, run: Training, b: Bytes, block: dict[str, i
 def _stepped_gradients(run: Training, b: Bytes, held: States) -> int:
     """Return the gradients in the update: a master copy is stepped with fp32 ones, cast one by one from the half
     gradients, which are freed as they are cast, except where ZeRO-1 keeps all of them and casts only its share."""
-    if not b.master or run.offload:  # ZeRO-Offload sends the half gradients to the CPU as they are
+    if run.offload:
+        return 0  # they are with the states
+    if not b.master:
         return held.gradients
     return 4 * held.trained + (held.gradients if run.zero == 1 else 0)
 

@@ -5,22 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 from ..check import check
+from ..errors import NotAvailable
 from ..hardware.gpu import GPU
 from ..hardware.gpu import gpu as find_gpu
+from ..hardware.links import Cluster, node_link, usual_cluster
 from ..models.spec import ModelSpec
 from ..models.spec import model as find_model
 from ..report import Report
 from ..runs import Run, Training
+from ..stages import stage_layers
+from ..units import show_bytes, show_seconds
 from .activations import attention_kernel, block_saved, checkpointed, per_device
+from .distributed import Step, step
 from .flops import flops
 from .inference import inference_moments
-from .memory import Moment, training_moments
+from .memory import Moment, micro_batches_in_flight, training_moments
 from .precision import PRECISION
 from .serving import FRACTION, serving
 from .time import mfu, step_seconds, tokens_of
 
 
-def estimated(model: ModelSpec | str | dict[str, Any], run: Run, gpu: GPU | str | None) -> Report:
+def estimated(
+    model: ModelSpec | str | dict[str, Any], run: Run, gpu: GPU | str | None, cluster: Cluster | None = None
+) -> Report:
     """Return the report of `llmlab.estimate`."""
     spec = find_model(model)
     cpu = isinstance(gpu, str) and gpu.lower() == "cpu"
@@ -39,12 +46,12 @@ def estimated(model: ModelSpec | str | dict[str, Any], run: Run, gpu: GPU | str 
     capacity = card.memory if card else None
     context = (card.context or 0) if card else 0
     outcome, where = "unknown", None
+    stages = [moments, *_later_stages(spec, run, card, cpu)]
     if capacity is not None:
-        fits = peak.total + context <= capacity
-        outcome = "fits" if fits else "out of memory"
-        where = None if fits else _first_over(moments, capacity - context)
+        where = _first_over(stages, capacity - context)
+        outcome = "out of memory" if where else "fits"
     counted = flops(spec, run, card, cpu)
-    seconds = step_seconds(spec, run, card)
+    seconds, taken = _seconds(spec, run, card, cluster)
     return Report(
         source="estimated",
         model=spec.name,
@@ -61,8 +68,61 @@ def estimated(model: ModelSpec | str | dict[str, Any], run: Run, gpu: GPU | str 
         step_seconds=seconds,
         tokens_per_second=tokens_of(run) / seconds if seconds else None,
         mfu=mfu(spec, run, card, seconds) if seconds and card else None,
-        notes=(f"The peak is in {peak.phase}: {peak.name}.", *_context_note(card), *_service_note(spec, run, card)),
+        notes=(
+            f"The peak is in {peak.phase}: {peak.name}.",
+            *_stage_note(stages),
+            *taken,
+            *_context_note(card),
+            *_service_note(spec, run, card),
+        ),
     )
+
+
+def _seconds(
+    spec: ModelSpec, run: Run, card: GPU | None, cluster: Cluster | None
+) -> tuple[float | None, tuple[str, ...]]:
+    """Return the seconds of a step, and on several devices what they consist of."""
+    if card is None or not isinstance(run, Training) or run.world_size == 1:
+        return step_seconds(spec, run, card), ()
+    try:
+        nodes = cluster or _nodes(card, run.world_size)
+        found = step(spec, run, card, nodes)
+    except NotAvailable as error:
+        return None, (f"Time is not known: {error}.",)
+    between = f", {nodes.adapters} × {nodes.across.name} a node" if run.world_size > nodes.gpus else ""
+    return found.seconds, (f"Time: {_terms(found)}; {nodes.gpus} GPUs a node on {nodes.inside.name}{between}.",)
+
+
+def _nodes(card: GPU, devices: int) -> Cluster:
+    """Return the card's usual nodes, or one node, where that is enough and no such nodes are sold."""
+    try:
+        return usual_cluster(card)
+    except NotAvailable:
+        if devices > 8:
+            raise
+        inside = node_link(card)
+        return Cluster(inside, inside, gpus=8)  # `across` is not used
+
+
+def _terms(found: Step) -> str:
+    terms = ("compute", "tensor", "context", "experts", "pipeline", "bubble", "data", "update")
+    shown = {term: getattr(found, term) for term in terms}
+    return ", ".join(f"{term} {show_seconds(value)}" for term, value in shown.items() if value)
+
+
+def _later_stages(spec: ModelSpec, run: Run, card: GPU | None, cpu: bool) -> list[list[Moment]]:
+    """Return the moments of the pipeline's other stages."""
+    later = range(1, run.pp) if isinstance(run, Training) else ()
+    return [training_moments(spec, run, card, cpu, stage) for stage in later]
+
+
+def _stage_note(stages: list[list[Moment]]) -> tuple[str, ...]:
+    """Say which stage of a pipeline holds the most, where that is not the first."""
+    peaks = [max(moment.total for moment in moments) for moments in stages]
+    most = max(range(len(peaks)), key=lambda stage: peaks[stage])
+    if most == 0:
+        return ()
+    return (f"Stage {most} of the pipeline (from 0) holds more than the first: {show_bytes(peaks[most])}.",)
 
 
 def _context_note(card: GPU | None) -> tuple[str, ...]:
@@ -78,10 +138,11 @@ def _service_note(spec: ModelSpec, run: Run, card: GPU | None) -> tuple[str, ...
     return (f"Served by an engine with a paged cache and {FRACTION:.0%} of the memory: {serving(spec, run, card)}.",)
 
 
-def _first_over(moments: list[Moment], room: int) -> str | None:
-    for moment in moments:
-        if moment.total > room:
-            return f"{moment.phase}, {moment.name}"
+def _first_over(stages: list[list[Moment]], room: int) -> str | None:
+    for stage, moments in enumerate(stages):
+        for moment in moments:
+            if moment.total > room:
+                return f"{moment.phase}, {moment.name}" + (f", in stage {stage} of the pipeline" if stage else "")
     return None
 
 
@@ -90,4 +151,5 @@ def _activation_detail(spec: ModelSpec, run: Training, card: GPU | None, cpu: bo
     b = PRECISION[run.precision]
     whole = per_device(block_saved(spec, run, b, card, cpu), run)
     kinds = checkpointed(spec, run, b, attention_kernel(spec, run, card, cpu)) if run.checkpointing else whole
-    return {"activations": {kind: size * (spec.layers // run.pp) for kind, size in kinds.items() if size}}
+    blocks = stage_layers(spec.layers, run.pp)[0] * micro_batches_in_flight(run)
+    return {"activations": {kind: size * blocks for kind, size in kinds.items() if size}}

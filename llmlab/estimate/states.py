@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ..models.spec import ModelSpec
 from ..runs import Training
+from ..stages import stage_layers
 from .precision import PRECISION, Bytes, state_bytes, weight_bytes
 
 
@@ -17,13 +18,14 @@ class States:
     gradients: int
     optimizer: int
     trained: int  # parameters trained on this device
-    gathered: int  # the parameters ZeRO-3 holds whole for a moment
+    gathered: int  # the parameters ZeRO-3 holds whole at once
+    ahead: int  # those of them that are the next block's
 
 
-def _device_parameters(spec: ModelSpec, run: Training, stage: int) -> dict[str, int]:
+def device_parameters(spec: ModelSpec, run: Training, stage: int) -> dict[str, int]:
     """Return parameters by component on one rank of pipeline stage `stage`, before ZeRO."""
     first, last = stage == 0, stage == run.pp - 1
-    layers = len(range(stage, spec.layers, run.pp)) / spec.layers  # the share of the blocks
+    layers = stage_layers(spec.layers, run.pp)[stage]
     counts = {}
     for part, count in spec.parameters_by_component.items():
         if part in ("embedding", "positions"):
@@ -34,7 +36,7 @@ def _device_parameters(spec: ModelSpec, run: Training, stage: int) -> dict[str, 
             counts[part] = count // run.tp if last else 0
         else:
             split = run.tp if part in ("attention", "mlp", "experts") else 1
-            counts[part] = int(count * layers) // (split * (run.ep if part == "experts" else 1))
+            counts[part] = count * layers // spec.layers // (split * (run.ep if part == "experts" else 1))
     return counts
 
 
@@ -61,21 +63,24 @@ def _frozen_bytes(spec: ModelSpec, run: Training, counts: dict[str, int], b: Byt
 def _sharded(experts: int, dense: int, run: Training, stage: int) -> int:
     """Return what one rank keeps of two amounts where ZeRO shards from `stage` on.
 
-    Experts are already spread over ep ranks, so only dp / ep ranks hold the same ones and can share them.
+    Context-parallel ranks have the same parameters, and share them too (TorchTitan's mesh dp_shard_cp; Megatron-Core's
+    data-parallel group with context parallel). Experts are already spread over ep ranks: only the others hold the same.
     """
     if run.zero < stage:
         return experts + dense
-    return experts // (run.dp // run.ep) + dense // run.dp
+    same = run.dp * run.cp
+    return experts // (same // run.ep) + dense // same
 
 
 def states(spec: ModelSpec, run: Training, stage: int = 0) -> States:
     """Return what one device of pipeline stage `stage` holds of weights, gradients and optimizer states.
 
     ZeRO (arXiv 1910.02054, section 5): stage 1 divides the optimizer states (and the master copy) by dp, stage 2 also
-    the gradients, stage 3 also the weights.
+    the gradients, stage 3 also the weights. What is offloaded is not on the device; of gradients one at a time is, for
+    each leaves as backward makes it (ZeRO-Offload, arXiv 2101.06840, section 4.1).
     """
     b = PRECISION[run.precision]
-    counts = _device_parameters(spec, run, stage)
+    counts = device_parameters(spec, run, stage)
     held = sum(counts.values())
     experts, dense = _frozen_bytes(spec, run, counts, b)
     if run.lora:
@@ -88,23 +93,34 @@ def states(spec: ModelSpec, run: Training, stage: int = 0) -> States:
         gradient, master, state = b.gradients, b.master, b.states
     stepped = _sharded(*trained, run, 1)
     factored = int(factored_elements(spec, run) * stepped / max(1, sum(trained)) * held / spec.parameters)
+    gathered, ahead = _gathered(spec, run, experts, dense, counts) if run.zero == 3 else (0, 0)
     return States(
-        weights=_sharded(experts, dense, run, 3),
-        gradients=gradient * _sharded(*trained, run, 2),
+        weights=0 if run.offload == "optimizer+parameters" else _sharded(experts, dense, run, 3),
+        gradients=gradient * (_leaving(spec, run, sum(trained)) if run.offload else _sharded(*trained, run, 2)),
         optimizer=0 if run.offload else master * stepped + state_bytes(run.optimizer, state, stepped, factored),
         trained=stepped,
-        gathered=_gathered(spec, run, experts, dense, counts) if run.zero == 3 else 0,
+        gathered=gathered,
+        ahead=ahead,
     )
 
 
-def _gathered(spec: ModelSpec, run: Training, experts: int, dense: int, counts: dict[str, int]) -> int:
-    """Return the weights that ZeRO-3 has whole at once: the block at work and the next, prefetched (PyTorch FSDP's
-    backward_prefetch, DeepSpeed's prefetch bucket), or the embedding, if that is larger."""
-    blocks = spec.layers / run.pp
-    embedding = counts["embedding"] or counts["head"]
-    bytes_each = dense / max(1, sum(counts.values()) - counts["experts"])
-    in_blocks = dense - bytes_each * (embedding + (counts["head"] if counts["embedding"] else 0))
-    return int(2 * max((experts + in_blocks) / blocks, bytes_each * embedding))
+def _leaving(spec: ModelSpec, run: Training, trained: int) -> int:
+    """Return the elements of the largest gradient that waits for its way to the host."""
+    if run.lora:
+        return trained // spec.layers
+    linears = [each.inputs * each.outputs for each in spec.linears]
+    return min(trained, max(spec.vocab * spec.hidden, *linears) // run.tp)
+
+
+def _gathered(spec: ModelSpec, run: Training, experts: int, dense: int, counts: dict[str, int]) -> tuple[int, int]:
+    """Return the weights that ZeRO-3 has whole at once, and how many of them are a block's, gathered ahead.
+
+    As FSDP2 has it: what is outside of blocks, from forward to backward; the block at work, and the next.
+    """
+    each = dense / max(1, sum(counts.values()) - counts["experts"])
+    outside = each * (counts["embedding"] + counts["positions"] + counts["head"])
+    block = (experts + dense - outside) / spec.layers  # a pipeline's stages cannot be sharded so: pp is 1
+    return int(outside + 2 * block), int(block)
 
 
 def block_parameters(spec: ModelSpec) -> int:

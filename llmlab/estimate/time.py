@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..errors import NotAvailable
 from ..hardware.gpu import GPU
 from ..models.spec import ModelSpec
 from ..runs import Inference, Run, Training
 from .activations import FUSED, attention_kernel, block_saved
 from .efficiency import Efficiency, efficiency
 from .flops import Flops, flops
+from .offload import offloaded_step
 from .precision import PRECISION
 from .roofline import decode_pass, prefill_pass
 from .states import block_parameters, states
@@ -38,7 +40,8 @@ STATE_MOVES = 7  # AdamW reads weight, gradient and two moments, and writes thre
 
 def step_seconds(spec: ModelSpec, run: Run, card: GPU | None) -> float | None:
     """Return the seconds of one optimizer step, or of a whole generation; None where the card's rates, or one that
-    this run needs, were never measured, and for compiled, Liger's, and offloaded steps, of which there is no record."""
+    this run needs, were never measured, and for compiled and Liger's steps, of which there is no record. An offloaded
+    step's seconds are those on the host the card is sold with (`offload.offloaded_step`)."""
     rates = efficiency(card) if card else None
     return seconds_at(spec, run, card, rates) if rates and card else None
 
@@ -47,14 +50,25 @@ def seconds_at(spec: ModelSpec, run: Run, card: GPU, rates: Efficiency) -> float
     """Return what `step_seconds` does, at these rates."""
     if isinstance(run, Inference):
         return _generation_seconds(spec, run, rates)
-    if run.compile or run.kernels or run.offload:
+    computed = passes_seconds(spec, run, card, rates)
+    if computed is None:
         return None
-    products = product_seconds(spec, run, card, rates)
+    if run.offload:
+        try:
+            return offloaded_step(spec, run, card, computed).seconds
+        except NotAvailable:  # a card that no host in the table has
+            return None
+    bubble = (run.pp - 1) / (run.accumulation + run.pp - 1) if run.pp > 1 else 0.0
+    return computed / (1 - bubble) + update_seconds(spec, run, rates)
+
+
+def passes_seconds(spec: ModelSpec, run: Training, card: GPU, rates: Efficiency) -> float | None:
+    """Return the seconds of all forward and backward passes of a step on one device; None as `step_seconds`."""
+    products = None if run.compile or run.kernels else product_seconds(spec, run, card, rates)
     if products is None:
         return None
     computed = sum(products.values()) + traffic(spec, run, card) / rates.bandwidth
-    bubble = (run.pp - 1) / (run.accumulation + run.pp - 1) if run.pp > 1 else 0.0
-    return max(computed, host_seconds(spec, run, rates)) / (1 - bubble) + update_seconds(spec, run, rates)
+    return max(computed, host_seconds(spec, run, rates))
 
 
 def update_seconds(spec: ModelSpec, run: Training, rates: Efficiency) -> float:

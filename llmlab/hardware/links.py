@@ -20,7 +20,7 @@ from .gpu import GPU, gpu, read_table
 class Link:
     """One class of link. `bandwidth`, `reached`: bytes/s in one direction, of the data sheet, and for large messages.
     `step`, `tree_step`: s that any message takes to the next rank of a ring, of a tree. `kind`: "nvlink", "pcie" or
-    "network"."""
+    "network". `nodes_of`: the architectures whose usual nodes it connects."""
 
     name: str
     kind: str
@@ -29,6 +29,7 @@ class Link:
     step: float
     tree_step: float
     architectures: tuple[str, ...] = ()
+    nodes_of: tuple[str, ...] = ()
     source: str = ""
     checked: str = ""
 
@@ -101,6 +102,22 @@ def cluster(card: GPU | str, network: Link | str, gpus: int = 8, adapters: int |
     return Cluster(node_link(card), across, gpus, adapters)
 
 
+def usual_cluster(card: GPU | str) -> Cluster:
+    """Return nodes of eight such cards as their maker sells them: NVLink inside, an InfiniBand adapter a card.
+
+    Raises NotAvailable for cards that no such node has: GeForce, PCIe boards, T4.
+
+    >>> usual_cluster("H100").across.name
+    'InfiniBand-NDR'
+    """
+    found = gpu(card)
+    inside = node_link(found)
+    for each in links().values():
+        if inside.kind == "nvlink" and found.architecture in each.nodes_of:
+            return Cluster(inside, each)
+    raise NotAvailable(f"no usual network between nodes of {found.name}; name one: cluster({found.name!r}, network)")
+
+
 def node_link(card: GPU | str) -> Link:
     """Return what connects such cards inside a node: NVLink with the card's bandwidth, else its PCIe.
 
@@ -133,6 +150,7 @@ def links() -> dict[str, Link]:
             step=entry["step_us"] * 1e-6,
             tree_step=entry["tree_step_us"] * 1e-6,
             architectures=tuple(entry.get("architectures", ())),
+            nodes_of=tuple(entry.get("nodes_of", ())),
             source=cited(entry["source"]),
             checked=table["checked"],
         )

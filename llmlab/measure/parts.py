@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from ..report import PARTS, TimelinePoint
 from .events import Event
-from .recorder import BUFFERS, INPUTS, Mark
+from .recorder import BUFFERS, COMMUNICATION, GATHERED, INPUTS, Mark
 
 TIMELINE_POINTS = 300
 # What a cuBLAS handle takes by default: aten/src/ATen/cuda/CublasHandlePool.cpp, before Hopper and from it on.
@@ -129,7 +129,8 @@ def _replay(changes: Sequence[Change]) -> Division:
         elif total > points[-1][0]:
             points[-1] = (total, (phase, _report_parts(held)))
         seen += 1
-    detail = {name: at_peak[name] for name in (BUFFERS, INPUTS, TEMPORARIES) if at_peak.get(name)}
+    told_apart = (BUFFERS, INPUTS, GATHERED, COMMUNICATION, TEMPORARIES)
+    detail = {name: at_peak[name] for name in told_apart if at_peak.get(name)}
     return Division(
         peak=max(peak, 0),
         phase=peak_phase,

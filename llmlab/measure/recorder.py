@@ -13,7 +13,8 @@ from ..step import Step
 from .devices import CUDAPeaks, MPSPeaks
 from .events import CPUEvents, CUDAEvents, Event
 
-BUFFERS, INPUTS = "buffers", "inputs"  # of "other", told apart in the report's detail
+# Of "other", told apart in the report's detail; the last two of a rank among several.
+BUFFERS, INPUTS, GATHERED, COMMUNICATION = "buffers", "inputs", "gathered parameters", "communication buffers"
 
 
 class Mark(NamedTuple):

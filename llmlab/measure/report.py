@@ -20,6 +20,7 @@ from ..models.spec import model as find_model
 from ..report import Report
 from ..runs import Inference, Run, Training
 from ..step import Step, build_step, one_device, texts
+from ..step_offload import check_offload
 from ..units import show_bytes
 from .devices import CUDAPeaks, MPSPeaks, cuda_context_bytes, pick_device
 from .events import CPUEvents, CUDAEvents, exclusive
@@ -28,7 +29,10 @@ from .parts import Division, divide
 from .recorder import Recorder
 from .timing import count_flops, median_seconds
 
-CPU_NOTE = "The CPU's allocator keeps nothing back, so nothing is reserved; MKL's and oneDNN's own scratch is not seen."
+CPU_NOTE = (
+    "The CPU's allocator keeps nothing back, so nothing is reserved. MKL's own scratch is not seen, and of oneDNN's only "
+    "that of its bf16 products, which it takes from torch."
+)
 MPS_NOTE = "torch.mps keeps no peaks: each phase's figure is what was allocated at its end, and parts are not known."
 
 
@@ -58,6 +62,8 @@ def measured(
     if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
         raise SpecError(f"repeats={repeats!r} is not a whole number >= 1")
     picked = pick_device(device)
+    if getattr(run, "offload", None):
+        check_offload(run, picked.type == "cuda", "measure")
     least, available = least_bytes(spec, run), available_memory()
     if picked.type == "cpu" and available is not None and least > available:
         note = f"Not started: its weights alone are {show_bytes(least)}, and {show_bytes(available)} is free."

@@ -13,6 +13,8 @@ from .gantt import plot_gantt
 from .grids import plot_grids
 from .influence import plot_influence
 from .ladder import plot_ladder
+from .lanes import plot_lanes
+from .mesh import plot_mesh
 from .parts import plot_parts
 from .segments import plot_segments
 from .tiles import plot_online_softmax, plot_score_tiles
@@ -27,7 +29,9 @@ __all__ = [
     "plot_grids",
     "plot_influence",
     "plot_ladder",
+    "plot_lanes",
     "plot_live_bytes",
+    "plot_mesh",
     "plot_online_softmax",
     "plot_parts",
     "plot_score_tiles",

@@ -22,12 +22,23 @@ class PublishedStep(NamedTuple):
     seconds: float
 
 
-def gpt(hidden: int, layers: int, heads: int, vocab: int, seq_len: int, dropout: float) -> dict[str, Any]:
+class PublishedMFU(NamedTuple):
+    """One published utilisation `mfu` of `run`, whose stages are cut into `interleave` parts."""
+
+    name: str
+    run: Training
+    interleave: int
+    mfu: float
+
+
+def gpt(
+    hidden: int, layers: int, heads: int, vocab: int = 50368, seq_len: int = 2048, dropout: float = 0.0
+) -> dict[str, Any]:
     """Return the config of a GPT-2-like model, with GELU as one operator, as trainers have it."""
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
     return {
         "model_type": "gpt2", "n_embd": hidden, "n_layer": layers, "n_head": heads, "vocab_size": vocab,
-        "n_positions": seq_len, "activation_function": "gelu_pytorch_tanh", **rates,
+        "n_positions": seq_len, "activation_function": "gelu", "tie_word_embeddings": True, **rates,
     }  # fmt: skip
 
 
@@ -76,8 +87,37 @@ def foundry_scaling() -> list[PublishedStep]:
         hidden, layers, heads, micro_batch, zero = sizes[size]
         dp = int(cards.split()[0])
         run = Training(micro_batch=micro_batch, seq_len=2048, precision="autocast-bf16", zero=zero, dp=dp)
-        config = gpt(hidden, layers, heads, 50368, 2048, 0.0)
+        config = gpt(hidden, layers, heads)
         found.append(
             PublishedStep(f"{size} {dp}", config, run, "H100-80GB", "InfiniBand-NDR", 1, micro_batch * 2048 / rate)
         )
     return found
+
+
+def llama_405b() -> list[PublishedMFU]:
+    """Return Llama 3 405B's three stages of pre-training (arXiv 2407.21783, table 4), on H100s.
+
+    A step's gradients and optimizer states are sharded, its parameters are not gathered twice: ZeRO 1 here. Its model
+    parts have a layer each (the first and the last have none, as section 3.3.2 says), so a rank has 128 / 16 of them.
+    """
+    of, reached = figure("llama-3-405b-mesh"), figure("llama-3-405b-mfu")
+    return [
+        PublishedMFU(
+            name,
+            Training(
+                micro_batch=1,
+                seq_len=int(name.split(", ")[1].split()[0]),
+                precision="mixed-bf16",
+                accumulation=int(of[f"{name}: batch"]),
+                tp=int(of[f"{name}: TP"]),
+                cp=int(of[f"{name}: CP"]),
+                pp=int(of[f"{name}: PP"]),
+                dp=int(of[f"{name}: DP"]),
+                zero=1,
+                sequence_parallel=True,
+            ),
+            8,
+            mfu,
+        )
+        for name, mfu in reached.values.items()
+    ]

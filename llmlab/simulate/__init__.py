@@ -27,6 +27,10 @@ def simulate(model: ModelSpec | str | PathLike[str] | Mapping[str, Any], run: Ru
     or "cpu", where nothing is rounded or reserved and the answer is that of `lab.measure`, but for the scratch of
     oneDNN's bf16 products, which is as large as its kernels for the CPU at hand want. As there, one step warms up and
     the next counts; of a long generation, most steps are not run but played back (simulate/decoding.py).
+    A run on several devices is that of rank 0, by PyTorch's own engines, whose other ranks are not there: DDP, with
+    ZeroRedundancyOptimizer for zero=1, FSDP2 for zero=2 and 3, parallelize_module for tp; the report's notes say which,
+    and what is not known: what NCCL takes, and the time.
+
     phases["load"] is what is held when loading is done. Too small a card is an outcome, "out of memory", with the phase
     and the operator in `where`. Sizes are bytes; `process` adds the CUDA context.
 

@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, UnsupportedOperatorException
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import arg_tree_leaves, tree_map_only
@@ -26,14 +27,15 @@ from .config import AllocatorConfig
 from .cuda_api import cuda_api
 from .engine import DEVICE_OF, GPU_DEVICE, INTEGERS, SMALL, VALUES_LIMIT, Engine
 from .imports import on_import
-from .patches import cuda_operators, fake_parameters, no_end_of_sequence, no_extensions
+from .patches import cuda_operators, fake_parameters, no_end_of_sequence, no_extensions, no_triton
+from .process_group import no_deepspeed, without_peers
 from .quantized import bitsandbytes_extras, fake_bitsandbytes
 from .redirect import Redirect
 from .semantics import cuda_extras
 from .simulator import PLACEHOLDER
 from .sized import known
 from .snapshot import History, snapshot
-from .streams import nothing
+from .streams import nothing, profiled_as_host
 from .timeline import Phases
 from .values import located, needs_values, warn_of
 
@@ -51,10 +53,18 @@ class CardEngine(Engine):
     assume: float | None = None  # what every float that is read is, if the user says so
     generator: torch.Generator
     inside = False  # an operator, whose fake kernel sees the device that tensors have
+    supports_higher_order_operators = True  # to refuse them by name
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is DEVICE_OF:
             return args[0].fake_device
+        if isinstance(func, HigherOrderOperator):
+            raise located(NotAvailable(
+                f"{func.name()} is a kernel that torch.compile makes, which is not simulated; give the block an eager "
+                "form of it, as scaled_dot_product_attention, or lab.measure it"
+            ))  # fmt: skip
+        if self.defers and not self.defers.isdisjoint(types):
+            return NotImplemented
         kwargs = kwargs or {}
         device = kwargs.get("device")
         if device is not None and device.type == "cuda":  # from torch.set_default_device
@@ -76,6 +86,9 @@ class CardEngine(Engine):
         except NotAvailable as error:
             raise located(error) from None
         except (UnsupportedOperatorException, RuntimeError) as error:
+            if "SparseTensorImpl" in str(error) or "SparseCsrTensorImpl" in str(error):
+                message = f"{func} makes or takes a sparse tensor, which is not simulated"
+                raise located(NotAvailable(f"{message}; to_dense() it on the host, or lab.measure it")) from None
             if not isinstance(error, UnsupportedOperatorException) and "fake impl" not in str(error):
                 raise
             message = f"{func} has no fake kernel; register one with torch.library.register_fake, or lab.measure it"
@@ -183,8 +196,11 @@ class Card:
         )
 
     @contextmanager
-    def plugged_in(self) -> Iterator[None]:
-        """Let this thread have the card. Raises SpecError where there is one already, in this thread or another."""
+    def plugged_in(self, world_size: int | None = None) -> Iterator[None]:
+        """Let this thread have the card, as one rank of `world_size`.
+
+        Raises SpecError where there is one already, in this thread or another.
+        """
         if _open:
             raise SpecError(f"a simulator of {_open[0]} is open; one at a time, in one thread: end its block first")
         gc.collect()  # what dies later must not be freed at a moment that depends on earlier code
@@ -195,6 +211,7 @@ class Card:
             stack.enter_context(cuda_operators(self.gpu.compute_capability))
             stack.enter_context(self._fake_parameters())
             stack.enter_context(cuda_api(self))
+            stack.enter_context(profiled_as_host())
             redirect = Redirect(self.engine, self.engine.assume)
             stack.enter_context(redirect.patched())
             stack.enter_context(self.checkpoints.patched())
@@ -207,21 +224,26 @@ class Card:
             _forget_devices()
             stack.callback(_forget_devices)
             stack.enter_context(on_import(self._library_patches(stack), self._hide))
+            stack.enter_context(without_peers(self.engine, world_size))
             stack.enter_context(self.phases.watched())
             yield
 
     def _library_patches(self, stack: ExitStack) -> dict[str, Callable[[], None]]:
         """Return what to change in libraries, by their module's name, once it is there."""
 
+        def put(module: str, name: str, function: Callable) -> None:
+            stack.enter_context(mock.patch.object(sys.modules[module], name, function))
+
         def bitsandbytes() -> None:
             stack.enter_context(fake_bitsandbytes(None))
             self.engine.extras |= bitsandbytes_extras(self.gpu)
-            functional = sys.modules["bitsandbytes.functional"]
             for name, function in {"get_paged": self._paged, "fill": nothing, "prefetch_tensor": nothing}.items():
-                stack.enter_context(mock.patch.object(functional, name, function))
+                put("bitsandbytes.functional", name, function)
 
         return {
             "bitsandbytes": bitsandbytes,
+            "deepspeed": lambda: put("deepspeed", "initialize", no_deepspeed),
+            "triton.runtime.jit": lambda: stack.enter_context(no_triton()),
             "torch.utils.cpp_extension": lambda: stack.enter_context(no_extensions()),
             "safetensors.torch": lambda: stack.enter_context(self.checkpoints.safetensors()),
             "transformers.generation.stopping_criteria": lambda: stack.enter_context(no_end_of_sequence()),
@@ -275,6 +297,11 @@ class Card:
     def _fake(self, data: Tensor) -> Tensor:
         with _disable_current_modes(), self.engine.fake:
             return torch.empty_strided(data.size(), data.stride(), dtype=data.dtype, device="cpu")
+
+    def move(self, module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply `fn` to the module's own parameters and buffers, as Module.to does to those of all modules in it."""
+        self._replace_parameters(module)
+        module._apply(fn, False)
 
     def _replace_parameters(self, module: nn.Module) -> None:
         """Put one fake parameter in the place of each real one, in all modules that share it."""

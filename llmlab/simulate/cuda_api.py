@@ -17,17 +17,16 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
-import torch.distributed
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp import autocast_mode
 from torch.utils.data import DataLoader, dataloader
 
-from ..errors import NotAvailable, SpecError
+from ..errors import SpecError
 from ..hardware.gpu import GPU
 from .legacy import LEGACY_TYPES
 from .snapshot import write_snapshot
 from .streams import DEFAULT_STREAM, CUDAGraph, Event, Stream, Streams, nothing
-from .values import located
 
 if TYPE_CHECKING:
     from .card import Card
@@ -70,7 +69,6 @@ def cuda_api(card: Card) -> Iterator[None]:
         put(torch.cuda.profiler, {"start": nothing, "stop": nothing})
         put(torch.accelerator, _accelerator(memory))
         put(torch.backends.cuda, {"is_built": lambda: True, "is_flash_attention_available": lambda: True})
-        put(torch.distributed, {"init_process_group": _one_card})
         put(torch.jit, {"trace": _unchecked(torch.jit.trace)})
         stack.enter_context(mock.patch.object(torch.version, "cuda", CUDA_VERSION))
         stack.enter_context(_autocast())
@@ -241,13 +239,21 @@ class _GeneratorType(type(torch.Generator)):  # type: ignore[misc]
 _HostGenerator = torch.Generator
 
 
+class _Generator(_HostGenerator):
+    """A generator on the host."""
+
+    def set_state(self, state: Tensor) -> Any:
+        """Leave the state as it is for one that went over the card: ranks agree on one so, and this is its own."""
+        return self if isinstance(state, FakeTensor) else super().set_state(state)
+
+
 class Generator(_HostGenerator, metaclass=_GeneratorType):
     """torch.Generator, also of the card."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
         place = torch.device(device)
         if place.type != "cuda":
-            return _HostGenerator(device)
+            return _Generator(device)
         check_index(place)
         self = super().__new__(cls)
         self.place = torch.device("cuda", 0)
@@ -314,14 +320,6 @@ def _one_process(self: DataLoader) -> Any:
     loader = copy.copy(self)
     vars(loader).update(num_workers=0, timeout=0, pin_memory=False, pin_memory_device="")
     return dataloader._SingleProcessDataLoaderIter(loader)
-
-
-def _one_card(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
-    """torch.distributed.init_process_group."""
-    raise located(NotAvailable(
-        f"torch.distributed.init_process_group({backend!r}): one card is simulated; run the script without torchrun, "
-        "as one process, or see lab.estimate for several cards"
-    ))  # fmt: skip
 
 
 def _unchecked(trace: Callable) -> Callable:

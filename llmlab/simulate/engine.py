@@ -84,7 +84,8 @@ class Extra(NamedTuple):
 
     Each is a function of the operator's arguments (and outputs): `before` the outputs are allocated, `after` them.
     `outputs` replaces the operator, where CUDA's returns other sizes than the CPU's. `matmul`: it needs cuBLAS, and
-    where `fused` of its arguments is true cuBLASLt too.
+    where `fused` of its arguments is true cuBLASLt too. `library`: what else it needs, which takes a workspace whose
+    size only the library knows.
     """
 
     before: Callable[..., Iterable[int]] | None = None
@@ -92,6 +93,7 @@ class Extra(NamedTuple):
     outputs: Callable[..., Any] | None = None
     matmul: bool = False
     fused: Callable[..., bool] | None = None
+    library: str | None = None
 
 
 class _Storage(weakref.ref):
@@ -119,6 +121,7 @@ class Engine(TorchDispatchMode):
         self.handles: dict[tuple[str, bool, int], int] = {}
         self.casts = device == HOST  # operands of more than one dtype are copied
         self.operator = None  # the one that runs
+        self.uncounted: dict[str, str] = {}  # by library: the first operator whose workspace is not counted
         self.placeholder: float | None = None  # what reading an unknown float gives; None raises NotAvailable
         self.watch: Callable[[Any, tuple, dict[str, Any], Any], None] | None = None  # sees each operator
         self.follows = SMALL  # elements of a tensor of floats whose values are followed
@@ -126,6 +129,7 @@ class Engine(TorchDispatchMode):
         self.place: Callable[[], Any] | None = None  # where the operator that runs belongs (places)
         self.places: dict[int, Any] = {}  # by the time of an allocation: where it belongs
         self.asked: Any = None  # where the last request came from, granted or not
+        self.defers: frozenset[type] = frozenset()  # tensors made of others (DTensor): operators are seen on those
         self._time = 0
         self._live: dict[int, _Storage] = {}
         self._sizes: dict[int, int] = {}
@@ -144,6 +148,8 @@ class Engine(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is DEVICE_OF:
             return args[0].device
+        if self.defers and not self.defers.isdisjoint(types):
+            return NotImplemented
         self.operator = func
         kwargs = kwargs or {}
         if func is VALUE_OF:
@@ -162,13 +168,13 @@ class Engine(TorchDispatchMode):
 
     def _dispatch(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         extra = self.extras.get(func)
-        if extra is not None:
+        if extra is not None and extra.outputs:
             out = self._run_with(extra, func, args, kwargs)
             if self.watch is not None:
                 self.watch(func, args, kwargs, out)
             return out
         try:
-            out = func(*args, **kwargs)
+            out = self._run_with(extra, func, args, kwargs) if extra is not None else func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             out = sized_by_value(self._run, func, args, kwargs)
             if out is NotImplemented:
@@ -183,7 +189,8 @@ class Engine(TorchDispatchMode):
         elif type(out) in (tuple, list) and out and type(first := out[0]) is FakeTensor:  # noqa: SIM102
             if first.dtype in INTEGERS or first.numel() <= SMALL:
                 self._follow_value(func, args, kwargs, out)
-        self.hold(out)
+        if extra is None:
+            self.hold(out)
         if self.watch is not None:
             self.watch(func, args, kwargs, out)
         return out
@@ -199,12 +206,14 @@ class Engine(TorchDispatchMode):
                 self.take(scratch, extra.before, args, kwargs)
             out = extra.outputs(func, *args, **kwargs) if extra.outputs else func(*args, **kwargs)
             self.hold(out)
+            if extra.after:
+                self.take(scratch, extra.after, (out, *args), kwargs)
             if extra.matmul:
                 self._take_workspace("cublas", self.workspace)
                 if extra.fused and extra.fused(*args, **kwargs):
                     self._take_workspace("cublasLt", LT_WORKSPACE)
-            if extra.after:
-                self.take(scratch, extra.after, (out, *args), kwargs)
+            if extra.library:
+                self.uncounted.setdefault(extra.library, str(func))
         finally:  # also where there is no room: code may catch that and go on
             self.give_back(scratch)
         return out
@@ -258,6 +267,7 @@ class Engine(TorchDispatchMode):
 
     def address(self, tensor: Tensor) -> int | None:
         """Return the simulated address of `tensor`'s storage, None where it holds none on the device."""
+        tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's
         held = self._live.get(tensor.untyped_storage()._cdata)
         return held.address if held else None
 
@@ -270,6 +280,12 @@ class Engine(TorchDispatchMode):
     def _died(self, held: _Storage) -> None:
         if self._live.pop(held.key, None) is held:
             self.free(held.address)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Follow a storage that was resized by no operator."""
+        held = self._live.get(storage._cdata)
+        if held is not None and held.size != storage.nbytes():
+            self._resize(held, storage.nbytes())
 
     def _resize(self, held: _Storage, size: int) -> None:
         # native/cuda/Resize.cpp, resize_bytes_cuda: the new one is there before the old one goes.
@@ -309,6 +325,13 @@ class Engine(TorchDispatchMode):
         handle = library, torch._C._current_graph_task_id() != -1, self.stream
         if size and handle not in self.handles:
             self.handles[handle] = self.malloc(size)
+
+    def notes(self) -> tuple[str, ...]:
+        """Return what is not counted, a sentence each."""
+        return tuple(
+            f"{library}'s workspace is not counted: {library} says how much it takes when it runs; here for {operator}."
+            for library, operator in self.uncounted.items()
+        )
 
     # ---- values
 

@@ -62,10 +62,10 @@ def _is_sum_of_gradients(node: Any, args: tuple, made_by: int | None) -> bool:
     alone = (held, storage) == counts_alone()
     # What code in Python holds, as a hook that keeps gradients, shows against the other one.
     alone = alone and sys.getrefcount(args[0]) <= sys.getrefcount(args[1])
-    return alone and _is_dense(args[0])
+    return alone and is_dense(args[0])
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """is_non_overlapping_and_dense: in the order of their strides, the dimensions lie as in a contiguous tensor."""
     expected = 1
     for stride, size in sorted(each for each in zip(tensor.stride(), tensor.shape, strict=True) if each[1] != 1):

@@ -31,7 +31,10 @@ COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 @contextmanager
 def fake_parameters() -> Iterator[None]:
     """Let modules and libraries take fake parameters as they take real ones."""
+    library = torch.library.Library("aten", "IMPL")
     with ExitStack() as stack:
+        stack.callback(library._destroy)
+        library.impl("linear", _linear, "AutogradCPU")
         stack.enter_context(mock.patch.object(nn.Module, "_apply", _apply))
         try:
             from transformers import masking_utils
@@ -78,6 +81,22 @@ def no_extensions() -> Iterator[None]:
         mock.patch.object(cpp_extension, "load", refused),
         mock.patch.object(cpp_extension, "load_inline", refused),
     ):
+        yield
+
+
+@contextmanager
+def no_triton() -> Iterator[None]:
+    """Refuse to launch Triton's kernels on the card, with their name."""
+    from triton.runtime import jit
+
+    def refused(kernel: Any, grid: Any) -> None:
+        name = getattr(kernel, "__name__", None) or getattr(getattr(kernel, "fn", None), "__name__", "without a name")
+        raise located(NotAvailable(
+            f"triton: the kernel {name!r} would be compiled for a GPU, and a simulated card runs no kernels; give the "
+            "block PyTorch's own operators in its place, or lab.measure it"
+        ))  # fmt: skip
+
+    with mock.patch.object(jit.KernelInterface, "__getitem__", refused):
         yield
 
 
@@ -129,6 +148,13 @@ def held_random_states(engine: Engine) -> Iterator[None]:
 def on_card(tensor: Tensor) -> bool:
     """Return whether `tensor` is fake and on the simulated card."""
     return isinstance(tensor, FakeTensor) and tensor.device == GPU_DEVICE
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """native/Linear.cpp: a bias is added in place where the input is not contiguous, but for tensors of a subclass."""
+    if bias is None or x.dim() == 2 or x.is_contiguous() or type(x) is not FakeTensor:
+        return aten.linear.default._op_dk(COMPOSITE, x, weight, bias)
+    return torch.matmul(x, weight.t()).add_(bias)
 
 
 def _dropout(x: Tensor, p: float, train: bool) -> Tensor:

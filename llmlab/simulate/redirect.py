@@ -23,6 +23,7 @@ from .sized import known
 from .values import PLACEHOLDER, UNKNOWN, Unknown, asked_by_torch, refuse, warn_of
 
 CARD = torch.device("cuda", 0)
+PARSE_TO = torch._C._nn._parse_to
 FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
 TORCH = os.path.dirname(torch.__file__)
 WITHOUT_FRAMES = (os.path.dirname(__file__), os.path.join(TORCH, "_dynamo"), os.path.join(TORCH, "_compile.py"))
@@ -56,6 +57,8 @@ class Redirect(TorchFunctionMode):
             Tensor.__repr__: _repr,
             Tensor.__format__: self._format,
             Tensor.data_ptr: self._address,
+            Tensor.__dlpack__: _handed_out("Tensor.__dlpack__"),
+            Tensor.__cuda_array_interface__.__get__: _handed_out("Tensor.__cuda_array_interface__"),
         }
         for function in (torch.isnan, torch.isinf, torch.isposinf, torch.isneginf, torch.isfinite):
             for each in (function, getattr(Tensor, function.__name__)):
@@ -82,6 +85,9 @@ class Redirect(TorchFunctionMode):
         if func is Tensor.to and len(args) > 1 and type(args[1]) is int:
             check_index(args[1])
             args = (args[0], GPU_DEVICE, *args[2:])
+        if func is PARSE_TO and args and type(args[0]) is int:  # Module.to(0)
+            check_index(args[0])
+            args = (GPU_DEVICE, *args[1:])
         if func is torch.tensor and kwargs.get("device") is None and _default_is_cuda():
             kwargs["device"] = GPU_DEVICE
         if (func in FROM_DATA or func is Tensor.__setitem__) and _holds_unknown(args[-1]):
@@ -123,7 +129,12 @@ class Redirect(TorchFunctionMode):
                 return held.address
             return storage._cdata if storage.device.type == "meta" else real_pointer(storage)
 
+        real_dlpack, refused = torch.to_dlpack, _handed_out("torch.to_dlpack")
+        dlpack = lambda tensor: (refused if isinstance(tensor, FakeTensor) else real_dlpack)(tensor)  # noqa: E731
+
         with ExitStack() as stack:
+            for module in (torch, torch.utils.dlpack):
+                stack.enter_context(mock.patch.object(module, "to_dlpack", dlpack))
             stack.enter_context(mock.patch.object(FakeTensor, "device", property(device, real_device.fset)))
             stack.enter_context(mock.patch.object(FakeTensor, "tolist", lambda tensor: self._list(tensor)))
             stack.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", backward))
@@ -203,6 +214,13 @@ class Redirect(TorchFunctionMode):
         if sys._getframe(2).f_globals.get("__name__", "").startswith("bitsandbytes"):
             raise refuse("Tensor.data_ptr", "is what a compiled kernel asks for")
         return tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
+
+
+def _handed_out(name: str) -> Callable:
+    def refused(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        raise refuse(name, "gives the card's memory to another library")
+
+    return refused
 
 
 def _nested(shape: tuple[int, ...], value: Any) -> Any:

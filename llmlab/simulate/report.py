@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -26,6 +26,8 @@ from ..models.spec import model as find_model
 from ..report import Report
 from ..runs import Inference, Run, Training
 from ..step import Step, build_step
+from ..step_offload import check_offload
+from ..step_ranks import Ranks, around_steps
 from ..units import show_bytes
 from .allocator import Allocator, AllocatorOutOfMemory
 from .decoding import Decoder, Mispredicted, steps_that_run
@@ -35,6 +37,8 @@ from .operators import Operators
 from .patches import cuda_operators, fake_parameters, held_random_states
 from .places import Place, Places
 from .quantized import bitsandbytes_extras, cpu_bitsandbytes_extras, fake_bitsandbytes
+from .ranks import checked, fake_ranks
+from .ranks import notes as rank_notes
 from .semantics import cuda_extras, grouped_mm
 from .timeline import blocks_of, by_module, peak_place
 
@@ -57,7 +61,10 @@ def recorded(
     """Return the simulated step itself, with its `operators`; `gpu` None is the CPU."""
     spec, card = find_model(model), find_gpu(gpu) if gpu else None
     check(spec, run, card)
-    _one_device(run)
+    if run.world_size > 1:
+        checked(spec, run)
+    elif getattr(run, "offload", None):
+        check_offload(run, card is not None, "simulate")
     if card and card.compute_capability is None:
         raise NotAvailable(f"{card.name} has no CUDA kernels to simulate; name an NVIDIA card")
     window = spec.config.get("sliding_window")
@@ -102,6 +109,21 @@ class Recording:
         finally:
             self.marks.append(Mark(self.engine.now(), self.phase if self.counting else None, {}, since))
 
+    def labelled(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
+        """Return `function`, what it allocates being known as `part`."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            since = len(self.engine.events)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                made = {event.address: part for event in self.engine.events[since:] if event.size > 0}
+                if made:
+                    now = self.engine.now()
+                    self.marks.append(Mark(now, self.phase if self.counting else None, made, now))
+
+        return call
+
     def _alive(self, named: dict[str, Any]) -> dict[int, str]:
         if self.step:
             self.places.own(self.step.model, self.step.optimizer)
@@ -116,14 +138,6 @@ class Recording:
 
 def _quantization(run: Run) -> str | None:
     return run.weights if isinstance(run, Inference) else run.quantization
-
-
-def _one_device(run: Run) -> None:
-    degrees = {name: getattr(run, name, 1) for name in ("dp", "tp", "pp", "cp", "ep")}
-    asked = [f"{name}={degree}" for name, degree in degrees.items() if degree > 1]
-    asked += [f"{name}={value!r}" for name in ("zero", "offload") if (value := getattr(run, name, None))]
-    if asked:
-        raise NotAvailable(f"simulate runs one device; {', '.join(asked)} needs several: see lab.estimate")
 
 
 def _take(spec: ModelSpec, run: Run, card: GPU | None, runs: set[int]) -> Recording:
@@ -147,9 +161,11 @@ def _take(spec: ModelSpec, run: Run, card: GPU | None, runs: set[int]) -> Record
         if quantized:
             stack.enter_context(fake_bitsandbytes(memory.empty_cache if card else None))
         recording = Recording(engine, card)
+        ranks = stack.enter_context(fake_ranks(run, recording)) if run.world_size > 1 else None
+        stack.enter_context(around_steps(run))
         with recording.places.watched(), engine:
             try:
-                _steps(spec, run, recording, runs)
+                _steps(spec, run, recording, runs, ranks)
             except AllocatorOutOfMemory as error:
                 recording.failed = error, engine.asked
             finally:
@@ -161,7 +177,7 @@ def _take(spec: ModelSpec, run: Run, card: GPU | None, runs: set[int]) -> Record
     return recording
 
 
-def _steps(spec: ModelSpec, run: Run, recording: Recording, runs: set[int]) -> None:
+def _steps(spec: ModelSpec, run: Run, recording: Recording, runs: set[int], ranks: Ranks | None) -> None:
     engine = recording.engine
     if isinstance(run, Inference):
         shapes = [(run.batch, run.prompt_len)]
@@ -170,7 +186,7 @@ def _steps(spec: ModelSpec, run: Run, recording: Recording, runs: set[int]) -> N
         shapes = [(run.micro_batch, run.seq_len)] * run.accumulation
     inputs = [torch.empty(shape, dtype=torch.int64, device="meta") for shape in shapes]
     recording.enter("load")
-    step = recording.step = build_step(spec, run, engine.device, inputs, recording.recomputing)
+    step = recording.step = build_step(spec, run, engine.device, inputs, recording.recomputing, ranks)
     recording.loaded = engine.memory.allocated
     recording.counting = False
     warm_up = replace(step, run=replace(run, new_tokens=min(2, run.new_tokens))) if isinstance(run, Inference) else step
@@ -190,6 +206,7 @@ def _reported(spec: ModelSpec, run: Run, card: GPU | None, recording: Recording)
     notes = (COMPILE_NOTE,) if getattr(run, "compile", False) else ()
     if _quantization(run) == "int8":
         notes = (*notes, INT8_NOTE)
+    notes += rank_notes(run) + recording.engine.notes()
     phases = dict(division.phases)
     if card and recording.loaded is not None:
         phases["load"] = recording.loaded
@@ -218,7 +235,7 @@ def _reported(spec: ModelSpec, run: Run, card: GPU | None, recording: Recording)
         outcome="fits" if card else "unknown",
         peak_allocated=division.peak,
         peak_reserved=reserved,
-        process=reserved + card.context if card and card.context is not None else None,
+        process=reserved + card.context if card and card.context is not None and run.world_size == 1 else None,
         phases=phases,
         parts=division.parts,
         detail=division.detail,
@@ -234,7 +251,8 @@ def _rates(spec: ModelSpec, run: Run, card: GPU | None, recording: Recording) ->
     """Return FLOP and, where the card's rates are known and what runs is what was simulated, the time."""
     counted = recording.operators.flops
     fused = isinstance(run, Training) and (run.compile or run.kernels)
-    seconds = None if fused else recording.operators.seconds
+    elsewhere = run.world_size > 1 or getattr(run, "offload", None)  # what is sent, and the host's update, take no time
+    seconds = None if fused or elsewhere else recording.operators.seconds
     if card is None or seconds is None:
         return {"flops": counted}
     return {

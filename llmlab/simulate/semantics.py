@@ -8,6 +8,7 @@ Each entry names the torch file it follows (of torch 2.13, under aten/src/ATen/n
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from torch import Tensor
 
 from ..hardware.gpu import GPU
 from .engine import HOST, Extra
+from .indexing import INDEXING
+from .products import PRODUCTS
+from .reductions import reduction_extras
 
 aten = torch.ops.aten
 
@@ -41,6 +45,54 @@ def layer_norm(func: Any, x: Tensor, shape: list[int], weight: Tensor, bias: Ten
     out, mean, rstd = func(x, shape, weight, bias, eps)
     wide = torch.promote_types(x.dtype, torch.float32)
     return out, mean.new_empty(mean.shape, dtype=wide), rstd.new_empty(rstd.shape, dtype=wide)
+
+
+WIDE_ROWS, PARTIAL_GRIDS, WARP = 64 * 1024, 32 * 1024, 32  # layer_norm_kernel.cu, LaunchGammaBetaBackwardCUDAKernel
+
+
+def _norm_partials(grad: Tensor, shape: list[int], weight: Tensor | None, multiprocessors: int) -> int:
+    """cuda/layer_norm_kernel.cu, LaunchGammaBetaBackwardCUDAKernel: for many short rows, the gradients of weight and
+    bias are summed in parts of 32 rows or more, which are written out. Return the bytes for one of them."""
+    columns = prod(shape)
+    rows, blocks = grad.numel() // columns, -(-columns // WARP)
+    if weight is None or rows <= WIDE_ROWS or columns // WARP >= multiprocessors // 2:
+        return 0
+    return min(PARTIAL_GRIDS // blocks, -(-rows // WARP)) * columns * weight.element_size()
+
+
+def layer_norm_backward(multiprocessors: int) -> Any:
+    """Return what native_layer_norm_backward takes on a card of so many multiprocessors."""
+
+    def taken(
+        out: Any, grad: Tensor, x: Tensor, shape: list[int], mean: Tensor, rstd: Tensor, weight: Tensor | None,
+        *rest: Any, **named: Any,
+    ) -> list[int]:  # fmt: skip
+        return [_norm_partials(grad, shape, weight, multiprocessors)] * 2
+
+    return taken
+
+
+def rms_norm_gradients(multiprocessors: int) -> Any:
+    """Return what _fused_rms_norm_backward takes on a card of so many multiprocessors."""
+
+    def taken(
+        out: Any, grad: Tensor, x: Tensor, shape: list[int], rstd: Tensor, weight: Tensor | None, *rest: Any
+    ) -> list[int]:
+        return [_norm_partials(grad, shape, weight, multiprocessors)]
+
+    return taken
+
+
+def group_norm(func: Any, x: Tensor, weight: Tensor | None, bias: Any, N: int, C: int, *rest: Any) -> tuple:
+    """native/group_norm.cpp: mean and 1/std in the dtype of the weight."""
+    out, mean, rstd = func(x, weight, bias, N, C, *rest)
+    dtype = x.dtype if weight is None else weight.dtype
+    return out, mean.new_empty(mean.shape, dtype=dtype), rstd.new_empty(rstd.shape, dtype=dtype)
+
+
+def group_norm_factors(out: Any, x: Tensor, weight: Any, bias: Any, N: int, C: int, *rest: Any) -> list[int]:
+    """cuda/group_norm_kernel.cu, GroupNormKernelImplInternal: scale and shift of each channel in fp32."""
+    return [4 * N * C] * 2
 
 
 def rms_norm(func: Any, x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
@@ -235,15 +287,17 @@ def flash_backward(
     return sums if key.shape[1] == H else [*sums, *(B * key.shape[2] * H * D * key.element_size(),) * 2]
 
 
-def has_bias_row(bias: Tensor, *rest: Any, **named: Any) -> bool:
-    """cuda/Blas.cpp, addmm: a bias of one dimension is added by cuBLASLt's epilogue.
-
-    Its workspace is not the cuBLAS handle's: the T4 records hold 2 × 1 MiB more where a model's linears have biases.
-    """
-    return bias.dim() == 1
-
-
-MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.addmv.default)
+# Operators of libraries that choose an algorithm, and with it a workspace, at run time.
+LIBRARIES = {
+    "cuDNN": (
+        aten.convolution.default, aten.convolution_backward.default,
+        aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_cudnn_attention_backward.default,
+    ),
+    "cuFFT": (aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default),
+    "cuSOLVER": (
+        aten.linalg_qr.default, aten._linalg_svd.default, aten._linalg_eigh.default, aten.linalg_cholesky_ex.default,
+    ),
+}  # fmt: skip
 
 
 def cuda_extras(gpu: GPU) -> dict[Any, Extra]:
@@ -257,14 +311,16 @@ def cuda_extras(gpu: GPU) -> dict[Any, Extra]:
         wide = capability is not None and capability >= (8, 0) and max(query.shape[-1], value.shape[-1]) > 64
         return efficient_backward(grad_out, query, key, value, 128 if wide else 64)
 
-    extras = {op: Extra(matmul=True) for op in MATMULS}
-    extras[aten.addmm.default] = Extra(matmul=True, fused=has_bias_row)
+    extras = {func: Extra(library=library) for library, funcs in LIBRARIES.items() for func in funcs}
+    extras |= reduction_extras(gpu) | PRODUCTS | INDEXING
     extras[aten._softmax_backward_data.default] = Extra(after=softmax_backward)
     extras[aten.histc.default] = Extra(outputs=histogram)
     extras[aten.native_layer_norm.default] = Extra(outputs=layer_norm)
+    extras[aten.native_layer_norm_backward.default] = Extra(after=layer_norm_backward(gpu.sms))
+    extras[aten.native_group_norm.default] = Extra(outputs=group_norm, after=group_norm_factors)
     extras[aten.embedding_dense_backward.default] = Extra(before=embedding_sorted, after=embedding_sums)
     extras[aten._fused_rms_norm.default] = Extra(outputs=rms_norm)
-    extras[aten._fused_rms_norm_backward.default] = Extra(outputs=rms_norm_backward)
+    extras[aten._fused_rms_norm_backward.default] = Extra(outputs=rms_norm_backward, after=rms_norm_gradients(gpu.sms))
     extras[aten._foreach_norm.Scalar] = Extra(before=foreach_norm)
     extras[aten._grouped_mm.default] = Extra(outputs=grouped_mm, matmul=True)
     extras[aten._scaled_dot_product_flash_attention.default] = Extra(after=flash_forward(gpu.sms))

@@ -68,6 +68,11 @@ class Simulator:
         """Bytes allocated after each allocation and each free, in order; `timeline.plot()` says what for."""
         return self._card.phases.timeline(f"{self.gpu.name}, simulated", self.gpu.memory)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What ran and is not counted, a sentence each."""
+        return self._card.engine.notes()
+
     def reset_peak(self) -> None:
         """Let the peaks start again from what is allocated and reserved now: torch.cuda.reset_peak_memory_stats."""
         self._card.memory.reset_peak()
@@ -108,7 +113,7 @@ class Simulator:
 
 
 @contextmanager
-def simulator(gpu: GPU | str, *, assume: float | None = None) -> Iterator[Simulator]:
+def simulator(gpu: GPU | str, *, assume: float | None = None, world_size: int | None = None) -> Iterator[Simulator]:
     """Simulate `gpu` as this thread's only CUDA device until the block ends; nothing stays patched, whatever happens.
 
     PYTORCH_CUDA_ALLOC_CONF is read when the block begins. Above the card's memory torch.cuda.OutOfMemoryError is
@@ -126,12 +131,17 @@ def simulator(gpu: GPU | str, *, assume: float | None = None) -> Iterator[Simula
     Checkpoints. torch.save and safetensors write no file that would hold simulated tensors: it is kept in memory until
     the block ends, where torch.load and load_file find it. Files that are there load for real.
 
+    Several cards. With `world_size` this process is rank 0 of as many: RANK, LOCAL_RANK and WORLD_SIZE are set as
+    torchrun sets them, and init_process_group makes a group whose other ranks are not there. DDP, FSDP2 (fully_shard),
+    DTensor, accelerate and the Trainer run as they are, and the card holds what rank 0's would, but for NCCL's own
+    buffers, which are not the allocator's. A collective leaves this rank's own values.
+
     Not simulated: what torch.compile fuses (it runs eager, with a warning), CUDA graphs, kernels compiled for the card,
-    several processes (init_process_group), cuDNN's workspaces, which belong to the algorithm it picks, LSTM and GRU as
-    one cuDNN kernel, packed sequences, and time: events give "?". A DataLoader's workers run in this thread. Streams
-    have blocks of their own, but backward runs on the stream that is current when it is called. Parameters on the host
-    have no values either. Names bound before the block, as by `from torch.cuda import is_available`, stay what they
-    were.
+    DeepSpeed's engine and the first FSDP (both are refused), cuDNN's workspaces, which belong to the algorithm it
+    picks, LSTM and GRU as one cuDNN kernel, packed sequences, and time: events give "?". A DataLoader's workers run in
+    this thread. Streams have blocks of their own, but backward runs on the stream that is current when it is called.
+    Parameters on the host have no values either. Names bound before the block, as by `from torch.cuda import
+    is_available`, stay what they were.
 
     Raises UnknownName for a card that is not known, NotAvailable without torch, for a card without CUDA and inside a
     meter, and SpecError inside another simulator and in a second thread.
@@ -146,5 +156,5 @@ def simulator(gpu: GPU | str, *, assume: float | None = None) -> Iterator[Simula
 
     settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     simulated = Card(card, AllocatorConfig.parse(settings), assume)
-    with simulated.plugged_in():
+    with simulated.plugged_in(world_size):
         yield Simulator(simulated)

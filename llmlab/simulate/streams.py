@@ -7,10 +7,14 @@ stream that is current when it is called, and not on those of forward.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
+from torch.autograd import profiler
 
 from ..errors import NotAvailable
 from .values import PLACEHOLDER, Unknown, located
@@ -76,6 +80,19 @@ class CUDAGraph:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise located(NotAvailable("torch.cuda.CUDAGraph: graphs are not simulated; run the step without one"))
+
+
+@contextmanager
+def profiled_as_host() -> Iterator[None]:
+    """Let torch.profiler record the host where it is told to record CUDA too, whose events a CPU build cannot make."""
+    real = profiler.profile.__init__
+
+    def init(self: Any, enabled: bool = True, **options: Any) -> None:
+        options = {name: value for name, value in options.items() if name not in ("use_device", "use_cuda")}
+        real(self, enabled, **options)
+
+    with mock.patch.object(profiler.profile, "__init__", init):
+        yield
 
 
 class Streams:

@@ -135,6 +135,10 @@ class Unknown(float):
         return float, (float.__add__(self, 0.0),)
 
 
+# torch's own errors name the type: "argument 'size' must be tuple of ints, not ..."
+Unknown.__name__ = "a value that the simulated card does not have"
+
+
 def _computed(name: str) -> Callable:
     operation = getattr(float, name)
 

@@ -27,7 +27,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from ..check import check
 from ..errors import NotAvailable, SpecError
+from ..models.spec import ModelSpec
+from ..models.spec import model as find_model
+from ..runs import Training
 
 MOST_RANKS = 64  # of one machine: a rank is a Python with torch, about 0.3 GB
 PATIENCE = 10.0  # seconds that one rank may keep the others waiting
@@ -70,6 +74,25 @@ def launch(
             _end(processes)
 
 
+def check_world(model: ModelSpec | str | dict[str, Any], run: Training, ranks: int) -> None:
+    """Raise SpecError, with all degrees in it, unless `run` cuts the model evenly and its degrees make `ranks` ranks.
+
+    For the script that submits a job: what is wrong then costs seconds, not a place in the queue.
+    """
+    spec = find_model(model)
+    degrees = " × ".join(f"{name}={getattr(run, name)}" for name in ("dp", "tp", "pp", "cp"))
+    if run.ep > 1:
+        degrees += f", ep={run.ep} among dp"
+    rest = run.tp * run.pp * run.cp
+    if run.world_size != ranks:
+        fits = f"give dp={ranks // rest}" if ranks % rest == 0 else f"tp × pp × cp = {rest} does not divide {ranks}"
+        raise SpecError(f"{degrees} are {run.world_size} ranks, and {ranks} are started: {fits}")
+    try:
+        check(spec, run)
+    except SpecError as error:
+        raise SpecError(f"{error} ({degrees})") from None
+
+
 def _checked(function: Callable, ranks: int, arguments: tuple, patience: float, limit: float | None) -> bytes:
     """Return function and arguments pickled, or raise for what cannot be launched."""
     if not hasattr(signal, "SIGUSR1"):
@@ -105,6 +128,7 @@ def _rank(work: bytes, rank: int, ranks: int, folder: str, patience: float) -> N
     os.dup2(log, 2)
     stack = open(_file(folder, rank, "stack"), "w")  # noqa: SIM115 - open until the process ends
     faulthandler.register(signal.SIGUSR1, file=stack)  # also answers from within C
+    faulthandler.enable()  # to the log: gloo aborts the process where ranks send different sizes
     code = 0
     try:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
@@ -190,7 +214,7 @@ def _raise_first(processes: list[BaseProcess], folder: Path) -> None:
             code = process.exitcode
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             log = _file(folder, rank, "log")
-            said = log.read_text(errors="replace")[-2000:] if log.exists() else ""
+            said = log.read_text(errors="replace")[-4000:] if log.exists() else ""
             raise RankFailed(rank, f"rank {rank} {how} and left no result\n{said}".rstrip())
         errors[rank] = json.loads(_file(folder, rank, "error").read_text())
     first = min(errors, key=lambda rank: errors[rank][0])

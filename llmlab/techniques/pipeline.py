@@ -20,14 +20,13 @@ from torch import Tensor, nn
 from ..errors import SpecError
 from ..models.llama import Llama, turn
 from ..models.spec import ModelSpec
+from ..stages import stage_layers
 from .pipeline_schedules import Schedule, Span
 
 
 def check(spec: ModelSpec, stages: int) -> None:
-    """Raise SpecError where `stages` does not divide the layers, or two stages would share a matrix."""
-    if spec.layers % stages:
-        fits = [n for n in range(1, spec.layers + 1) if spec.layers % n == 0]
-        raise SpecError(f"{stages} stages do not divide layers={spec.layers} of {spec.name}; give one of {fits}")
+    """Raise SpecError where a stage would have no layer, or two stages would share a matrix."""
+    stage_layers(spec.layers, stages, spec.name)
     if spec.tied and stages > 1:
         raise SpecError(f"{spec.name} ties its head to its embedding: first and last stage would share a matrix; untie")
 
@@ -38,10 +37,11 @@ class Stage(nn.Module):
     def __init__(self, model: Llama, number: int, stages: int) -> None:
         super().__init__()
         check(model.spec, stages)
-        each = model.spec.layers // stages
+        counts = stage_layers(model.spec.layers, stages)
+        before = sum(counts[:number])
         self.head_dim, self.rope = model.spec.head_dim, model.rope
         self.embed_tokens = model.embed_tokens if number == 0 else None
-        self.layers = model.layers[number * each : (number + 1) * each]
+        self.layers = model.layers[before : before + counts[number]]
         self.norm, self.lm_head = (model.norm, model.lm_head) if number == stages - 1 else (None, None)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -92,14 +92,17 @@ def run(
     loss: Callable[[Tensor, Tensor], Tensor],
     shape: tuple[int, ...],
     spans: list[Span] | None = None,
+    ranks: list[int] | None = None,
 ) -> float | None:
     """Do this rank's part of one step: gradients of the mean loss are in `.grad` after; return it on the last rank.
 
     `stages`: this rank's modules by stage number. `micro_batches`: m tensors of ids, (B, T), which all ranks have: the
     first stage reads them, the last needs them for `loss(output, ids)`. `shape` is that of what passes between stages.
     `spans` is filled with when each op ran, in seconds of the machine's clock, without its waiting for others.
+    `ranks`: the world's ranks that make this pipeline, first stage first; None: all of them.
     """
-    ops = plan[dist.get_rank()]
+    ranks = ranks or list(range(len(plan)))
+    ops = plan[ranks.index(dist.get_rank())]
     last = max(op.stage for rank_ops in plan for op in rank_ops)
     puts_off = any(op.kind == "W" for op in ops)
     later = {number: put_weights_off(stage) for number, stage in stages.items()} if puts_off else {}
@@ -111,22 +114,22 @@ def run(
         kind, number, micro = op
         start = time.perf_counter()
         if kind == "F":
-            x = None if number == 0 else _receive(shape, plan, number - 1, number, micro, last).requires_grad_()
+            x = None if number == 0 else _receive(shape, ranks, number - 1, number, micro, last).requires_grad_()
             start = time.perf_counter()
             out = stages[number](micro_batches[micro] if x is None else x)
             if number == last:
                 out = loss(out, micro_batches[micro]) / len(micro_batches)
                 losses.append(out.item())
             else:
-                under_way.append(_send(out.detach(), plan, number, number + 1, micro, last))
+                under_way.append(_send(out.detach(), ranks, number, number + 1, micro, last))
             passed[number, micro] = x, out
         elif kind == "B":
             x, out = passed.pop((number, micro))
-            grad = None if number == last else _receive(shape, plan, number + 1, number, micro, last)
+            grad = None if number == last else _receive(shape, ranks, number + 1, number, micro, last)
             start = time.perf_counter()
             out.backward(grad)
             if x is not None:
-                under_way.append(_send(x.grad, plan, number, number - 1, micro, last))
+                under_way.append(_send(x.grad, ranks, number, number - 1, micro, last))
             if puts_off:
                 put_off[number, micro] = later[number].copy()
                 later[number].clear()
@@ -145,14 +148,14 @@ def _tag(sender: int, receiver: int, micro: int, last: int) -> int:
     return 2 * (micro * (last + 1) + min(sender, receiver)) + (sender > receiver)
 
 
-def _send(x: Tensor, plan: Schedule, sender: int, receiver: int, micro: int, last: int) -> tuple[dist.Work, Tensor]:
+def _send(x: Tensor, ranks: list[int], sender: int, receiver: int, micro: int, last: int) -> tuple[dist.Work, Tensor]:
     x = x.contiguous()
-    return dist.isend(x, receiver % len(plan), tag=_tag(sender, receiver, micro, last)), x
+    return dist.isend(x, ranks[receiver % len(ranks)], tag=_tag(sender, receiver, micro, last)), x
 
 
-def _receive(shape: tuple[int, ...], plan: Schedule, sender: int, receiver: int, micro: int, last: int) -> Tensor:
+def _receive(shape: tuple[int, ...], ranks: list[int], sender: int, receiver: int, micro: int, last: int) -> Tensor:
     x = torch.empty(shape)
-    dist.recv(x, sender % len(plan), tag=_tag(sender, receiver, micro, last))
+    dist.recv(x, ranks[sender % len(ranks)], tag=_tag(sender, receiver, micro, last))
     return x
 
 

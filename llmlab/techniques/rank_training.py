@@ -57,12 +57,17 @@ class Job:
 
 def check_sizes(job: Any, positions: int) -> None:
     """Raise SpecError unless ranks, steps and sequences are counts, and seq_len fits the model's `positions`."""
-    for name in ("ranks", "steps", "sequences"):
+    check_counts(job, "ranks", "steps", "sequences")
+    if not 2 <= job.seq_len <= positions:
+        raise SpecError(f"seq_len={job.seq_len!r} is outside 2 <= seq_len <= {positions}")
+
+
+def check_counts(job: Any, *names: str) -> None:
+    """Raise SpecError unless each of these fields is a whole number from 1 on."""
+    for name in names:
         value = getattr(job, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise SpecError(f"{name}={value!r} is not a whole number >= 1")
-    if not 2 <= job.seq_len <= positions:
-        raise SpecError(f"seq_len={job.seq_len!r} is outside 2 <= seq_len <= {positions}")
 
 
 def small_gpt() -> ModelSpec:
@@ -146,7 +151,9 @@ def command(
 
     Exit code 2: it cannot be run as asked; 1: a rank failed.
     """
-    parser.add_argument("--ranks", type=int, default=2, help="processes (default 2)")
+    parser.add_argument(
+        "--ranks", type=int, default=parser.get_default("ranks") or 2, help="processes (default %(default)s)"
+    )
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default 20)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--patience", type=float, default=PATIENCE, help="s a rank may let others wait (default 10)")

@@ -168,11 +168,12 @@ def main(technique: str, arguments: list[str] | None = None) -> None:
         parser,
         arguments,
         lambda patience, **options: run_job(Job(technique=technique, **options), patience),
-        _table,
+        show,
     )
 
 
-def _table(found: dict) -> str:
+def show(found: dict) -> str:
+    """Return losses, and the bytes of each rank, as lines."""
     lines = [f"step {step:3}: {loss:.6f} nats a token" for step, loss in enumerate(found["losses"])]
     names = [f"rank {rank}" for rank in range(found["ranks"])]
     for name, held in zip([*names, "whole"], [*found["bytes"], found["whole"]], strict=True):

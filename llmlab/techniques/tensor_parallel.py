@@ -33,28 +33,30 @@ from ..models.spec import ModelSpec
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # cut by outputs
 ROWS = ("o_proj", "down_proj")  # cut by inputs: their outputs are sums over ranks
 
-# ---- what crosses ranks. Each is its partner's backward.
+# ---- what crosses ranks. Each is its partner's backward. `group` None: all ranks.
+
+Ranks = dist.ProcessGroup | None
 
 
-def _summed(x: Tensor) -> Tensor:
+def _summed(x: Tensor, group: Ranks) -> Tensor:
     x = x.contiguous().clone()
-    dist.all_reduce(x)
+    dist.all_reduce(x, group=group)
     return x
 
 
-def _gathered(x_BtC: Tensor) -> Tensor:
+def _gathered(x_BtC: Tensor, group: Ranks) -> Tensor:
     """All-gather dimension 1: (B, T / N, C) of every rank -> (B, T, C)."""
-    pieces = [torch.empty_like(x_BtC, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size())]
-    dist.all_gather(pieces, x_BtC.contiguous())
+    pieces = [torch.empty_like(x_BtC, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(pieces, x_BtC.contiguous(), group=group)
     return torch.cat(pieces, dim=1)
 
 
-def _scattered(x_BTC: Tensor) -> Tensor:
+def _scattered(x_BTC: Tensor, group: Ranks) -> Tensor:
     """Sum over ranks, of which this one keeps its share of dimension 1: (B, T, C) -> (B, T / N, C)."""
-    ranks = dist.get_world_size()
+    ranks = dist.get_world_size(group)
     pieces_NBtC = torch.stack(x_BTC.tensor_split(ranks, dim=1))  # one piece a rank, each contiguous
     mine_BtC = torch.empty_like(pieces_NBtC[0])
-    dist.reduce_scatter_tensor(mine_BtC, pieces_NBtC.flatten(0, 1))
+    dist.reduce_scatter_tensor(mine_BtC, pieces_NBtC.flatten(0, 1), group=group)
     return mine_BtC
 
 
@@ -62,48 +64,51 @@ class Copied(torch.autograd.Function):
     """Into a pair, all ranks having x: each rank's gradient is of its share of the outputs, so they are summed."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Ranks) -> Tensor:
+        ctx.group = group
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return _summed(grad)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _summed(grad, ctx.group), None
 
 
 class Summed(torch.autograd.Function):
     """Out of a pair: the partial sums of all ranks, added; the gradient of a sum is the gradient of each part."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return _summed(x)
+    def forward(ctx: Any, x: Tensor, group: Ranks) -> Tensor:
+        return _summed(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 class Gathered(torch.autograd.Function):
     """Into a pair, each rank having some tokens."""
 
     @staticmethod
-    def forward(ctx: Any, x_BtC: Tensor) -> Tensor:
-        return _gathered(x_BtC)
+    def forward(ctx: Any, x_BtC: Tensor, group: Ranks) -> Tensor:
+        ctx.group = group
+        return _gathered(x_BtC, group)
 
     @staticmethod
-    def backward(ctx: Any, grad_BTC: Tensor) -> Tensor:
-        return _scattered(grad_BTC)
+    def backward(ctx: Any, grad_BTC: Tensor) -> tuple[Tensor, None]:
+        return _scattered(grad_BTC, ctx.group), None
 
 
 class Scattered(torch.autograd.Function):
     """Out of a pair, to ranks that each keep some tokens."""
 
     @staticmethod
-    def forward(ctx: Any, x_BTC: Tensor) -> Tensor:
-        return _scattered(x_BTC)
+    def forward(ctx: Any, x_BTC: Tensor, group: Ranks) -> Tensor:
+        ctx.group = group
+        return _scattered(x_BTC, group)
 
     @staticmethod
-    def backward(ctx: Any, grad_BtC: Tensor) -> Tensor:
-        return _gathered(grad_BtC)
+    def backward(ctx: Any, grad_BtC: Tensor) -> tuple[Tensor, None]:
+        return _gathered(grad_BtC, ctx.group), None
 
 
 # ---- the vocabulary, cut by rows: V / N words a rank
@@ -112,46 +117,46 @@ class Scattered(torch.autograd.Function):
 class VocabularyEmbedding(nn.Module):
     """Rows of the words of this rank; other words give zeros here, and their rows on the rank that has them."""
 
-    def __init__(self, weight: nn.Parameter, leave: type[torch.autograd.Function]) -> None:
+    def __init__(self, weight: nn.Parameter, leave: type[torch.autograd.Function], group: Ranks) -> None:
         super().__init__()
-        self.weight, self.leave = weight, leave  # (V / N, C)
+        self.weight, self.leave, self.group = weight, leave, group  # (V / N, C)
 
     def forward(self, ids_BT: Tensor) -> Tensor:
-        ids_BT = ids_BT - dist.get_rank() * len(self.weight)
+        ids_BT = ids_BT - dist.get_rank(self.group) * len(self.weight)
         elsewhere = (ids_BT < 0) | (ids_BT >= len(self.weight))
         x_BTC = F.embedding(ids_BT.masked_fill(elsewhere, 0), self.weight)
-        return self.leave.apply(x_BTC.masked_fill(elsewhere[..., None], 0.0))
+        return self.leave.apply(x_BTC.masked_fill(elsewhere[..., None], 0.0), self.group)
 
 
 class VocabularyCrossEntropy(torch.autograd.Function):
     """Mean of −ln p(target) of logits cut by vocabulary: three numbers a token cross ranks, and no logits."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Ranks) -> Tensor:
         maximum = logits.amax(-1)  # (tokens,)
-        dist.all_reduce(maximum, op=dist.ReduceOp.MAX)
+        dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
         exponentials = torch.exp(logits - maximum[:, None])  # (tokens, V / N)
-        local = targets - dist.get_rank() * logits.shape[-1]
+        local = targets - dist.get_rank(group) * logits.shape[-1]
         elsewhere = (local < 0) | (local >= logits.shape[-1])
         local = local.masked_fill(elsewhere, 0)
         chosen = logits.gather(1, local[:, None])[:, 0].masked_fill(elsewhere, 0.0)
         sums = torch.stack([exponentials.sum(-1), chosen])  # (2, tokens)
-        dist.all_reduce(sums)
+        dist.all_reduce(sums, group=group)
         total, chosen = sums
         ctx.save_for_backward(exponentials.div_(total[:, None]), local, elsewhere)
         return (total.log() + maximum - chosen).mean()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         probabilities, local, elsewhere = ctx.saved_tensors
         of_logits = probabilities.clone()
         of_logits.scatter_add_(1, local[:, None], (~elsewhere).to(of_logits.dtype)[:, None] * -1)
-        return of_logits * (grad / len(local)), None
+        return of_logits * (grad / len(local)), None, None
 
 
-def next_token_loss(logits_BTv: Tensor, ids_BT: Tensor) -> Tensor:
+def next_token_loss(logits_BTv: Tensor, ids_BT: Tensor, group: Ranks = None) -> Tensor:
     """Return the mean of −ln p(token t + 1 | tokens to t), nats, of logits (B, T, V / N); the same on all ranks."""
-    return VocabularyCrossEntropy.apply(logits_BTv[:, :-1].flatten(0, 1).float(), ids_BT[:, 1:].flatten())
+    return VocabularyCrossEntropy.apply(logits_BTv[:, :-1].flatten(0, 1).float(), ids_BT[:, 1:].flatten(), group)
 
 
 # ---- the model
@@ -168,38 +173,37 @@ def check(spec: ModelSpec, ranks: int, seq_len: int | None = None) -> None:
             raise SpecError(f"tp={ranks} does not divide {name}={size} of {spec.name}; give tp one of {fits}")
 
 
-def shard(model: Llama, sequence_parallel: bool = False) -> Llama:
-    """Cut `model`, equal on all ranks, in place: this rank keeps 1 / N of every matrix. Return it.
+def shard(model: Llama, sequence_parallel: bool = False, group: Ranks = None) -> Llama:
+    """Cut `model`, equal on all ranks of `group`, in place: this rank keeps 1 / N of every matrix. Return it.
 
     Its logits are (B, T, V / N): give them to `next_token_loss`. With `sequence_parallel`, norms and residual stream
     hold T / N tokens, and `sum_norm_gradients` has to follow backward. Raises SpecError where N does not divide.
     """
-    ranks = dist.get_world_size()
-    check(model.spec, ranks)
+    check(model.spec, dist.get_world_size(group))
     enter, leave = (Gathered, Scattered) if sequence_parallel else (Copied, Summed)
     for name, linear in list(model.named_modules()):
         last = name.rpartition(".")[2]
         if last in COLUMNS:
-            _keep(linear, dim=0)
+            _keep(linear, 0, group)
         elif last in ROWS:
-            _keep(linear, dim=1)
-            linear.register_forward_hook(lambda _module, _inputs, x: leave.apply(x))
+            _keep(linear, 1, group)
+            linear.register_forward_hook(lambda _module, _inputs, x: leave.apply(x, group))
     for block in model.layers:
         for pair in (block.self_attn, block.mlp):  # x is gathered once for q, k and v, not three times
-            pair.register_forward_pre_hook(lambda _module, inputs: (enter.apply(inputs[0]), *inputs[1:]))
-    _keep(model.embed_tokens, dim=0)
-    model.embed_tokens = VocabularyEmbedding(model.embed_tokens.weight, leave)
+            pair.register_forward_pre_hook(lambda _module, inputs: (enter.apply(inputs[0], group), *inputs[1:]))
+    _keep(model.embed_tokens, 0, group)
+    model.embed_tokens = VocabularyEmbedding(model.embed_tokens.weight, leave, group)
     if model.spec.tied:
         model.lm_head.weight = model.embed_tokens.weight
     else:
-        _keep(model.lm_head, dim=0)
-    model.lm_head.register_forward_pre_hook(lambda _module, inputs: enter.apply(*inputs))
+        _keep(model.lm_head, 0, group)
+    model.lm_head.register_forward_pre_hook(lambda _module, inputs: enter.apply(*inputs, group))
     return model
 
 
-def _keep(module: nn.Module, dim: int) -> None:
+def _keep(module: nn.Module, dim: int, group: Ranks) -> None:
     """Cut a module's weight along `dim`: this rank's piece in memory of its own, so that the whole is freed."""
-    piece = module.weight.detach().tensor_split(dist.get_world_size(), dim)[dist.get_rank()]
+    piece = module.weight.detach().tensor_split(dist.get_world_size(group), dim)[dist.get_rank(group)]
     module.weight = nn.Parameter(piece.clone(memory_format=torch.contiguous_format))
 
 

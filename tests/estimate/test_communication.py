@@ -76,6 +76,14 @@ def test_summing_inside_first_saves_nothing_at_the_border():
     assert 1.5 < inner / ring < 2  # now the inside counts, and rings use both links at the same time
 
 
+def test_across_nodes_nccl_gathers_in_rings_alone():
+    """src/graph/tuning.cc considers no tree for all-gather and reduce-scatter: their latency grows with every rank."""
+    for collective in ("all-gather", "reduce-scatter"):
+        small = [seconds(collective, 1, CLUSTER.group(n)) for n in (64, 512)]
+        assert small[1] == seconds(collective, 1, CLUSTER.group(512), "ring") > 6 * small[0]
+        assert seconds(collective, 1, CLUSTER.group(512), "hierarchical") < small[1] / 2
+
+
 def test_hierarchical_parts_add_up():
     group, size = CLUSTER.group(64), 8 * 10**9
     inside, across = CLUSTER.group(8), CLUSTER.group(8, stride=8)

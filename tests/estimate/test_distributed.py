@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+import llmlab as lab
 from llmlab import Training, model
 from llmlab.errors import NotAvailable, SpecError
 from llmlab.estimate.communication import seconds
@@ -12,9 +13,10 @@ from llmlab.estimate.time import step_seconds
 from llmlab.hardware import gpu
 from llmlab.hardware.links import cluster
 from llmlab.records import figure
-from llmlab.records.published_steps import foundry_scaling, megatron_iterations
+from llmlab.records.published_steps import foundry_scaling, llama_405b, megatron_iterations
 
 H100 = cluster("H100", "InfiniBand-NDR")
+LLAMA_405B = "meta-llama/Llama-3.1-405B"
 SMALL = Training(micro_batch=8, precision="autocast-bf16")
 
 
@@ -42,8 +44,67 @@ def test_what_recomputation_costs_is_what_they_saved():
 
 @pytest.mark.parametrize("row", foundry_scaling(), ids=lambda row: row.name)
 def test_fsdp_steps_on_many_gpus(row):
-    """The model has no stragglers and no traffic of others: on 512 GPUs it promises up to 18 % more."""
-    assert 0.82 * row.seconds < predicted(row, ("data",)).seconds < 1.05 * row.seconds
+    """With all hidden that can be, on 512 GPUs the model promises up to 17 % more. What it lacks grows with what is
+    sent, and is about what forward sends: with that exposed, every row is within 4 %. Their script prefetches too,
+    so why hidden communication should cost so much is not known: "data" and "gradients" are bounds, not a fit."""
+    assert 0.85 * row.seconds < predicted(row, ("data",)).seconds < row.seconds
+    assert predicted(row, ("gradients",)).seconds == pytest.approx(row.seconds, rel=0.04)
+
+
+@pytest.mark.parametrize("row", llama_405b()[:2], ids=lambda row: row.name)
+def test_llama_3_on_8192_and_16384_gpus(row):
+    """arXiv 2407.21783, table 4; 126 layers on 16 stages, interleaved. No constant was fitted to it."""
+    found = step(LLAMA_405B, row.run, "H100", H100, row.interleave, ("data", "tensor"))
+    assert found.mfu == pytest.approx(row.mfu, rel=0.05)
+    plain = step(LLAMA_405B, row.run, "H100", H100, 1, ("data", "tensor"))
+    assert plain.mfu < 0.8 * row.mfu  # without interleaving it could not have been
+
+
+def test_torchtitan_405b_gains_by_interleaving_what_was_published():
+    """512 H100s. The rates were reached in FP8, of which the table of efficiencies has none: theirs are above ours."""
+    run = Training(tp=8, pp=8, dp=8, zero=1, micro_batch=4, accumulation=8, checkpointing="full", seq_len=8192,
+                   precision="mixed-bf16", sequence_parallel=True)  # fmt: skip
+    plain, mixed = (step(LLAMA_405B, run, "H100", H100, parts, ("data", "tensor")).seconds for parts in (1, 2))
+    published = figure("torchtitan-405b")
+    assert plain / mixed == pytest.approx(published["interleaved, tokens/s"] / published["1F1B, tokens/s"], rel=0.03)
+    rate = run.global_batch * run.seq_len / run.world_size / mixed
+    assert 0.6 < rate / published["interleaved, tokens/s"] < 0.9
+
+
+def test_unequal_stages_wait_for_the_slowest():
+    """126 layers on 8 stages: 16 of them in a middle one. Equal shares of 15.75 would be quicker."""
+    run = Training(micro_batch=1, seq_len=8192, precision="mixed-bf16", tp=8, sequence_parallel=True, accumulation=32)
+    split, whole = (step(LLAMA_405B, replace(run, pp=pp), "H100", H100) for pp in (8, 1))
+    assert split.tensor / whole.tensor == pytest.approx(16 / 126)
+    even = step({**model(LLAMA_405B).config, "num_hidden_layers": 128}, replace(run, pp=8), "H100", H100)
+    assert split.compute < even.compute  # there the last has 16 layers, and the head
+    # Filling and emptying the pipeline is every other stage once: all of one micro-batch, less the slowest.
+    once = (split.bubble + (split.compute + split.tensor) / 32) - 7 * split.pipeline / 32
+    assert once == pytest.approx((whole.compute + whole.tensor) / 32, rel=0.01)
+
+
+def test_estimate_says_the_seconds_of_many_devices():
+    run = replace(SMALL, dp=16, zero=1)
+    report, found = lab.estimate("gpt2", run, "H100"), step("gpt2", run, "H100", H100)
+    assert report.step_seconds == found.seconds and report.mfu == found.mfu
+    assert report.tokens_per_second == pytest.approx(16 * 8 * 1024 / found.seconds)
+    assert any("InfiniBand-NDR" in note for note in report.notes)
+    slow = lab.estimate("gpt2", run, "H100", cluster("H100", "Ethernet-25", adapters=1))
+    assert slow.step_seconds > 1.5 * report.step_seconds
+    unknown = lab.estimate("gpt2", replace(run, precision="autocast-fp16"), "T4")
+    assert unknown.step_seconds is None and any("usual network" in note for note in unknown.notes)
+    pair = lab.estimate("gpt2", replace(run, precision="autocast-fp16", dp=2), "T4")  # one node: PCIe joins them
+    assert (
+        pair.step_seconds > lab.estimate("gpt2", Training(micro_batch=8, precision="autocast-fp16"), "T4").step_seconds
+    )
+
+
+def test_adapters_send_adapters():
+    lora = Training(micro_batch=8, precision="autocast-bf16", dp=8, lora=lab.LoRA(rank=8, targets=("c_attn",)))
+    for zero in (0, 1):  # gradients, and what the update changed
+        runs = (replace(lora, zero=zero), replace(lora, zero=zero, lora=None))
+        adapters, whole = (step("gpt2", run, "H100", H100).data_sent for run in runs)
+        assert adapters < 0.3 * whole
 
 
 def test_one_gpu_is_the_time_of_one_gpu():
@@ -125,5 +186,7 @@ def test_what_cannot_be_predicted():
         step("gpt2", Training(), "A100-80GB", H100)
     with pytest.raises(SpecError, match="interleave=2 with pp=1"):
         step("gpt2", SMALL, "H100", H100, interleave=2)
+    with pytest.raises(SpecError, match="interleave=20 with pp=8 makes more parts than the model's 126 layers"):
+        step(LLAMA_405B, Training(pp=8, precision="mixed-bf16", accumulation=8), "H100", H100, interleave=20)
     with pytest.raises(SpecError, match="'all'"):
         step("gpt2", SMALL, "H100", H100, overlap=("all",))

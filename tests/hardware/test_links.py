@@ -4,7 +4,7 @@ import pytest
 
 import llmlab as lab
 from llmlab.errors import NotAvailable, SpecError, UnknownName
-from llmlab.hardware.links import cluster, link, links, node_link
+from llmlab.hardware.links import cluster, link, links, node_link, usual_cluster
 
 
 @pytest.mark.parametrize("name", sorted(links()))
@@ -35,6 +35,17 @@ def test_who_shares_a_node_and_its_adapters():
     assert (pairs.per_node, pairs.nodes, pairs.bandwidth) == (2, 8, 2 * 24e9)
     lone = cluster("A100", "Ethernet-100", adapters=1).group(64)
     assert lone.bandwidth == 12e9
+
+
+def test_the_usual_nodes_of_a_card():
+    """DGX A100: eight adapters of 200 Gbit/s; DGX H100 and B200: of 400."""
+    for card, network, inside in (("A100", 25e9, 300e9), ("H100", 50e9, 450e9), ("B200", 50e9, 900e9)):
+        found = usual_cluster(card)
+        assert (found.across.bandwidth, found.inside.bandwidth) == (network, inside)
+        assert found.gpus == found.adapters == 8
+    for card in ("T4", "RTX-4090", "H100-80GB-PCIe"):
+        with pytest.raises(NotAvailable, match="no usual network"):
+            usual_cluster(card)
 
 
 def test_what_is_no_link():

@@ -16,12 +16,14 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # scripts, not a package
 
 import bert  # noqa: E402
+import embedding_script  # noqa: E402
 import formulas  # noqa: E402
 import operators  # noqa: E402
 
+from llmlab.records import operator_records  # noqa: E402
+
 ROWS = operators.plain_rows()
-# The largest row of these has blocks whose rest depends on what the script's process did before.
-RESTS = {"embedding": 4096}
+HOLE = 8 * 2**20
 
 
 def name(record) -> str:
@@ -33,14 +35,19 @@ def test_every_published_memory_of_plain_pytorch_is_held():
     assert {record.operator for record in ROWS} == set(operators.OPERATORS)
 
 
-@pytest.mark.parametrize("record", ROWS, ids=name)
+@pytest.mark.parametrize("record", [row for row in ROWS if row.operator != "embedding"], ids=name)
 def test_an_operator_takes_what_the_a100_measured_to_the_byte(record):
-    result = operators.compare(record)
-    assert result.unexplained == 0
-    if record.sizes.get("D") != RESTS.get(record.operator):
-        assert result.error == 0
-    else:
-        assert 0 <= result.error <= 1 << 20
+    assert operators.compare(record).error == 0
+
+
+def test_the_embedding_script_takes_what_the_a100_measured_in_all_its_rows_but_one():
+    """Liger's and the compiled rows too. That one has a block of 8 MiB for its partial sums in fp32, which take less:
+    1,024 indices that occur, and a tenth of the 16,384 (cuda/EmbeddingBackwardKernel.cu)."""
+    rows = operator_records("embedding", metric="memory", gpu=operators.GPU)
+    errors = {(row.provider, row.sizes["D"], row.sizes["V"]): operators.compare(row).error for row in rows}
+    assert len(errors) == embedding_script.COMPILATIONS == 48
+    far = {row: error for row, error in errors.items() if error}
+    assert far == {("huggingface", 768, 1024): (16384 // 10 + 1024) * 768 * 4 - HOLE}
 
 
 @pytest.mark.parametrize("setup", bert.SETUPS[:1] + bert.SETUPS[7:8], ids=lambda s: s.name)
@@ -80,4 +87,4 @@ def test_the_table_of_formulas_differs_only_by_the_norms_statistics():
 
 def test_the_table_of_operators_leaves_nothing_unexplained():
     text = (BENCHMARKS / "results" / "operators.md").read_text(encoding="utf-8")
-    assert "| all | 61 | 53 |" in text and "not explained" not in text
+    assert "| all | 61 | 60 | -210,944 B |" in text and "8,177,664 B leaves of a free block of 8 MiB" in text

@@ -64,6 +64,6 @@ def test_nothing_stays_patched():
     assert torch.ones(2).sum().item() == 2
 
 
-def test_several_devices_are_refused_by_name():
-    with pytest.raises(lab.NotAvailable, match="dp=2"):
-        lab.simulate(GPT, lab.Training(dp=2, seq_len=64), "T4")
+def test_a_generation_on_several_devices_is_refused_by_name():
+    with pytest.raises(lab.NotAvailable, match="tp=2"):
+        lab.simulate(GPT, lab.Inference(prompt_len=64, new_tokens=8, tp=2), "A100-80GB")

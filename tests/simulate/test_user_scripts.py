@@ -253,13 +253,12 @@ def test_a_fake_kernel_may_ask_for_the_device(card):
     assert y.is_cuda and card.allocated == 2 * 512
 
 
-def test_compiled_kernels_graphs_and_process_groups_are_refused_with_the_line(card):
+def test_compiled_kernels_and_graphs_are_refused_with_the_line(card):
     from torch.utils.cpp_extension import load_inline
 
     for call in (
         lambda: load_inline("kernel", cpp_sources="", cuda_sources="__global__ void f() {}"),
         torch.cuda.CUDAGraph,
-        lambda: torch.distributed.init_process_group("nccl"),
     ):
         with pytest.raises(NotAvailable, match=r"test_user_scripts\.py, line \d+"):
             call()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,8 +14,9 @@ import psutil
 import pytest
 
 from llmlab.errors import SpecError
+from llmlab.runs import Training
 from llmlab.techniques import launch as module
-from llmlab.techniques.launch import RankFailed, launch
+from llmlab.techniques.launch import RankFailed, check_world, launch
 
 GONE = 30  # seconds after which a process that should be gone is not; it is not what the test waits
 
@@ -48,6 +50,13 @@ def fail(how, folder):
             os.kill(os.getpid(), signal.SIGKILL)
         where_it_hangs()
     dist.all_reduce(torch.ones(1))
+
+
+def sizes_that_differ():
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.ones(1000 * (3 + dist.get_rank())))
 
 
 def where_it_hangs():
@@ -102,6 +111,44 @@ def test_a_rank_that_hangs_is_named_with_the_line_it_hangs_at(tmp_path):
     assert "where_it_hangs" in str(failed.value), "the stack of the rank that hangs"
     assert "all_reduce" in str(failed.value), "and where the other waits"
     assert_nothing_left(tmp_path)
+
+
+def test_sizes_that_differ_between_ranks_end_the_launch_and_are_named():
+    """gloo aborts the process: no Python exception, but the stack all the same."""
+    with pytest.raises(RankFailed, match="was killed by SIGABRT") as failed:
+        launch(sizes_that_differ, 2, patience=5)
+    assert "4000 vs 3000" in str(failed.value)
+    assert "in sizes_that_differ" in str(failed.value)
+
+
+def test_nobody_waits_longer_than_fifteen_seconds_for_a_rank_that_failed():
+    answer = 20 * 0.05  # in which a rank that hangs says where
+    assert module.PATIENCE + module.LAST_WORDS + answer <= 15
+
+
+@pytest.mark.parametrize(
+    ("run", "ranks", "words"),
+    [
+        (
+            Training(dp=2, tp=2, pp=3),
+            16,
+            "dp=2 × tp=2 × pp=3 × cp=1 are 12 ranks, and 16 are started: tp × pp × cp = 6",
+        ),
+        (Training(dp=2, tp=2, pp=2), 16, "are 8 ranks, and 16 are started: give dp=4"),
+        (Training(dp=2, tp=5), 10, "does not divide gpt2's 12 heads (dp=2 × tp=5 × pp=1 × cp=1)"),
+        (Training(dp=2, pp=24), 48, "12 layers"),
+        (Training(cp=3, seq_len=1000), 3, "does not divide gpt2's 1000 tokens of seq_len (dp=1 × tp=1 × pp=1 × cp=3)"),
+    ],
+)
+def test_a_world_that_cannot_be_is_refused_with_all_its_degrees(run, ranks, words):
+    with pytest.raises(SpecError, match=re.escape(words)) as refused:
+        check_world("gpt2", run, ranks)
+    for degree in ("dp", "tp", "pp", "cp"):
+        assert f"{degree}={getattr(run, degree)}" in str(refused.value)
+
+
+def test_a_world_that_can_be_passes():
+    assert check_world("meta-llama/Llama-3.1-405B", Training(dp=128, tp=8, pp=16), 16384) is None
 
 
 def test_ranks_end_with_the_process_that_launched_them(tmp_path):

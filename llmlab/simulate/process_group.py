@@ -1,0 +1,212 @@
+"""torch.distributed on the simulated card: this process is one rank of many, and the others are not there.
+
+The group is torch's "fake" backend, which sends nothing: what a collective returns has the shape and the memory that it
+would have, and this rank's own values. DDP, FSDP2 and DTensor run as they are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..errors import NotAvailable, SpecError
+from .engine import GPU_DEVICE
+from .ranks import FSDP
+from .streams import nothing
+from .values import located
+
+if TYPE_CHECKING:
+    from .card import CardEngine
+
+FSDP_MODULES = ("_fsdp_param_group", "_fsdp_collectives", "_fsdp_init", "_fsdp_state", "_fully_shard")
+GPUS_A_NODE = 8  # what LOCAL_WORLD_SIZE says of a larger world
+
+
+def launched(world_size: int) -> dict[str, str]:
+    """Return the environment that torchrun gives rank 0 of `world_size`."""
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise SpecError(f"world_size={world_size!r} is not a whole number >= 1")
+    local = str(min(world_size, GPUS_A_NODE))
+    return {
+        "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": local,
+        "MASTER_ADDR": "localhost", "MASTER_PORT": "29500",
+    }  # fmt: skip
+
+
+@contextmanager
+def without_peers(engine: CardEngine, world_size: int | None) -> Iterator[None]:
+    """Let code inside make process groups, as rank 0 of `world_size` or as the environment or its arguments say."""
+    if dist.is_initialized():
+        raise SpecError("a process group is there already; open the simulator before init_process_group")
+    with ExitStack() as stack:
+        if world_size is not None:
+            stack.enter_context(mock.patch.dict(os.environ, launched(world_size)))
+        patch = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
+        patch(dist, "is_nccl_available", lambda: True)
+        patch(dist, "init_process_group", _init_process_group(engine, stack))
+        replaced = {
+            "new_group": _new_group(distributed_c10d.new_group),
+            "all_gather_object": _all_gather_object,
+            "gather_object": _gather_object,
+            "scatter_object_list": _scatter_object_list,
+            "broadcast_object_list": nothing,
+        }
+        for name, function in replaced.items():
+            for module in (dist, distributed_c10d):
+                patch(module, name, function)
+        yield
+
+
+def _init_process_group(engine: CardEngine, stack: ExitStack) -> Callable[..., None]:
+    real = dist.init_process_group
+
+    @wraps(real)
+    def init_process_group(
+        backend: str | None = None,
+        init_method: str | None = None,
+        timeout: Any = None,
+        world_size: int = -1,
+        rank: int = -1,
+        **unused: Any,
+    ) -> None:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        size = world_size if world_size > 0 else _given(os.environ, "WORLD_SIZE", backend)
+        rank = rank if rank >= 0 else int(os.environ.get("RANK", 0))
+        if rank >= size:
+            raise SpecError(f"rank={rank} with world_size={size}: ranks are 0 to {size - 1}")
+        stack.enter_context(_engines(engine))
+        real("fake", world_size=size, rank=rank, store=FakeStore())
+        stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
+
+    return init_process_group
+
+
+def _given(environment: Mapping[str, str], name: str, backend: str | None) -> int:
+    if name not in environment:
+        raise located(NotAvailable(
+            f"torch.distributed.init_process_group({backend!r}): how many ranks there are was not said; open the block "
+            "with lab.simulator(gpu, world_size=8)"
+        ))  # fmt: skip
+    return int(environment[name])
+
+
+def _new_group(real: Callable) -> Callable:
+    @wraps(real)
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("backend", None)  # another one would wait for the ranks that are not there
+        return real(*args[:2], **kwargs)
+
+    return new_group
+
+
+def no_deepspeed(*args: Any, **kwargs: Any) -> None:
+    """deepspeed.initialize, which would run on the CPU that it found when it was imported."""
+    raise located(NotAvailable(
+        "deepspeed.initialize: DeepSpeed's own memory is not simulated; give the block fully_shard (FSDP2) or "
+        "DistributedDataParallel, or see lab.estimate"
+    ))  # fmt: skip
+
+
+def _no_fsdp1(*args: Any, **kwargs: Any) -> None:
+    raise located(NotAvailable(
+        "FullyShardedDataParallel, PyTorch's first FSDP, is not simulated; give the block its second, fully_shard"
+    ))  # fmt: skip
+
+
+# Python objects travel pickled, and those of other ranks would be unpickled from nothing.
+
+
+def _all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
+    object_list[:] = [obj] * len(object_list)
+
+
+def _gather_object(obj: Any, object_gather_list: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
+    if object_gather_list is not None:
+        _all_gather_object(object_gather_list, obj)
+
+
+def _scatter_object_list(output: list[Any], objects: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
+    if objects is not None:
+        output[0] = objects[dist.get_rank()]
+
+
+@contextmanager
+def _engines(engine: CardEngine) -> Iterator[None]:
+    """Let DDP, FSDP2 and DTensor run on the simulated card, and follow what they do beside operators."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+    from torch.nn.parallel import distributed as ddp
+
+    from .ranks import _Chunks, _RealIndices, resized_storages
+
+    cls = ddp.DistributedDataParallel
+    real, real_forward = cls.__init__, cls._pre_forward
+
+    def acknowledged(state, bucket):  # without annotations, which DDP compares
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    def pre_forward(*args: Any, **kwargs: Any) -> Any:
+        with _RealIndices():
+            return real_forward(*args, **kwargs)
+
+    def init(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kw: Any) -> None:
+        real(self, module, None, None, *args, **kw)  # they name the card, and to DDP its tensors are the CPU's
+        self.register_comm_hook(None, acknowledged)
+
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def propagate_apart(*args: Any) -> Any:
+        with _disable_current_modes():  # DTensor asks fake tensors of its own what an operator returns
+            return propagate(*args)
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_apart))
+        stack.callback(torch._C._clear_DTensor_sharding_propagator_cache)  # it remembers meshes of groups that are gone
+        stack.callback(setattr, engine, "defers", engine.defers)
+        engine.defers = frozenset((DTensor,))
+        stack.enter_context(resized_storages(engine))
+        stack.enter_context(mock.patch.object(torch._C, "_get_accelerator", lambda: torch.device("cuda")))
+        stack.enter_context(mock.patch.object(cls, "__init__", init))
+        stack.enter_context(mock.patch.object(cls, "_pre_forward", pre_forward))
+        stack.enter_context(mock.patch.object(FullyShardedDataParallel, "__init__", _no_fsdp1))
+        stack.enter_context(mock.patch.object(ddp, "_verify_param_shape_across_processes", lambda *_, **__: None))
+        stack.enter_context(mock.patch.object(import_module(FSDP + "_fsdp_param"), "_chunk_with_empty", _Chunks))
+        # FSDP2 compares the device it was told with those of tensors, which to torch are the engine's.
+        answers = {
+            "_get_device_from_mesh": lambda mesh: GPU_DEVICE,
+            "_get_device_handle": lambda *_: torch.cuda,
+            "_get_managed_states": _moved(engine, import_module(FSDP + "_fsdp_init")._get_managed_states),
+        }
+        for module in [import_module(FSDP + name) for name in FSDP_MODULES]:
+            for name in answers.keys() & vars(module).keys():
+                stack.enter_context(mock.patch.object(module, name, answers[name]))
+        yield
+
+
+def _moved(engine: CardEngine, real: Callable) -> Callable:
+    """FSDP2's _get_managed_states, after which it moves what it found to the card by `.data =`, and fakes cannot."""
+
+    def to_card(tensor: Tensor) -> Tensor:
+        return tensor if tensor.is_meta else tensor.to(GPU_DEVICE)
+
+    def managed(modules: list[nn.Module], *args: Any, **kwargs: Any) -> Any:
+        for module in modules:
+            engine.card.move(module, to_card)
+        return real(modules, *args, **kwargs)
+
+    return managed

@@ -1,0 +1,232 @@
+"""One rank of many, alone: a process group that sends nothing, and PyTorch's own engines on fake tensors over it.
+
+FSDP2, DDP and DTensor run as they are. What they do beside operators is followed here: storages that are resized (FSDP2
+frees gathered parameters so), and the streams FSDP2 gathers and reduces on, whose blocks the allocator keeps apart.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import arg_tree_leaves
+
+from ..errors import NotAvailable
+from ..measure.recorder import COMMUNICATION, GATHERED
+from ..models.spec import ModelSpec
+from ..runs import Run, Training
+from ..step_ranks import Ranks, check_ranks, is_sharded, join
+from .engine import GPU_DEVICE, Engine
+from .streams import Event, Stream, Streams
+
+if TYPE_CHECKING:
+    from .report import Recording
+
+FSDP = "torch.distributed.fsdp._fully_shard."
+EMPTY = torch.ops.aten.empty.memory_format
+NOTES = {
+    0: "Rank 0 of DistributedDataParallel, with torch's defaults: gradients, and buckets of as many bytes.",
+    1: "Rank 0 of DistributedDataParallel with ZeroRedundancyOptimizer, torch's ZeRO-1.",
+    2: "Rank 0 of FSDP2 with reshard_after_forward=False: blocks stay whole from forward to backward.",
+    3: "Rank 0 of FSDP2 (fully_shard), a block a unit, the rest of the model another.",
+}
+NCCL_NOTE = "What NCCL takes outside of PyTorch's allocator is not in it, so `process` is not known."
+
+
+def checked(spec: ModelSpec, run: Run) -> None:
+    """Raise what `check_ranks` raises, and import what compiles TorchScript: it must see torch as it is."""
+    check_ranks(spec, run, "simulate")
+    if run.zero == 1:
+        import_module("torch.distributed.optim")
+
+
+def notes(run: Any) -> tuple[str, ...]:
+    """Return what a report says of a run on several ranks."""
+    if run.world_size == 1:
+        return ()
+    engine = (NOTES[run.zero],) if run.dp > 1 else ()
+    split = "parallelize_module cuts linears, embedding, logits and loss"
+    tensor = (f"Rank 0 of tp={run.tp}: torch's {split}.",) if run.tp > 1 else ()
+    return (*engine, *tensor, NCCL_NOTE)
+
+
+@contextmanager
+def fake_ranks(run: Training, recording: Recording) -> Iterator[Ranks]:
+    """Make this process rank 0 of the world of `run`, whose others are not there.
+
+    Raises NotAvailable where a process group is running: there is one a process.
+    """
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        raise NotAvailable("simulate needs a process group of its own; call it before init_process_group, or after "
+                           "destroy_process_group")  # fmt: skip
+    from torch.distributed.tensor import DTensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    engine = recording.engine
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(sys, "excepthook", sys.excepthook))  # init_process_group puts in its own
+        stack.callback(torch._C._clear_DTensor_sharding_propagator_cache)  # it remembers meshes of groups that are gone
+        dist.init_process_group("fake", rank=0, world_size=run.world_size, store=FakeStore())
+        stack.callback(dist.destroy_process_group)
+        stack.enter_context(resized_storages(engine))
+        stack.enter_context(_shapes_of_dtensors())
+        if is_sharded(run):
+            stack.enter_context(_fsdp(recording))
+        elif run.dp > 1:
+            stack.enter_context(_ddp(recording))
+        engine.defers = frozenset((DTensor,))
+        yield join(run, fake=True)
+
+
+@contextmanager
+def resized_storages(engine: Engine) -> Iterator[None]:
+    """Follow UntypedStorage.resize_, which is no operator."""
+    real = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        out = real(storage, size)
+        engine.resized(storage)
+        return out
+
+    with mock.patch.object(torch.UntypedStorage, "resize_", resize_):
+        yield
+
+
+@contextmanager
+def _shapes_of_dtensors() -> Iterator[None]:
+    """Let DTensor find the shapes of whole tensors where no engine sees it: nothing is allocated for that."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    name = "_propagate_tensor_meta_non_cached"
+    real = getattr(ShardingPropagator, name)
+
+    def unseen(self: ShardingPropagator, schema: Any) -> Any:
+        with _disable_current_modes():
+            return real(self, schema)
+
+    with mock.patch.object(ShardingPropagator, name, unseen):
+        yield
+
+
+# ---- FSDP2
+
+
+class _Streams:
+    """What FSDP2 asks of torch.cuda."""
+
+    Stream, Event = Stream, Event
+
+    def __init__(self, engine: Engine) -> None:
+        self._streams = Streams(engine)
+        self.current_stream = self._streams.current
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before = self.current_stream()
+        self._streams.set(stream)
+        try:
+            yield
+        finally:
+            self._streams.set(before)
+
+
+class _Chunks(Sequence):
+    """torch.chunk with empty chunks for the ranks that get nothing, each made when it is asked for: 512 take long."""
+
+    def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
+        self.tensor, self.count, self.dim = tensor, count, dim
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: Any) -> Tensor:
+        whole = self.tensor.size(self.dim)
+        size = -(-whole // self.count)
+        start = min(index * size, whole)
+        return self.tensor.narrow(self.dim, start, min(size, whole - start))
+
+
+@contextmanager
+def _fsdp(recording: Recording) -> Iterator[None]:
+    """Let FSDP2 see a card, and know what is for what it allocates."""
+    engine = recording.engine
+    group, parameter = import_module(FSDP + "_fsdp_param_group"), import_module(FSDP + "_fsdp_param")
+    with ExitStack() as stack:
+        patch = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
+        patch(parameter, "_chunk_with_empty", _Chunks)
+        if engine.device == GPU_DEVICE:
+            streams = _Streams(engine)
+            for name in ("_fsdp_param_group", "_fsdp_collectives", "_fsdp_init", "_fsdp_state"):
+                patch(import_module(FSDP + name), "_get_device_handle", lambda *_: streams)
+            for name in ("_fsdp_init", "_fully_shard"):
+                module = import_module(FSDP + name)
+                if hasattr(module, "_get_device_from_mesh"):
+                    patch(module, "_get_device_from_mesh", lambda mesh: GPU_DEVICE)
+        for name, part in {
+            "foreach_all_gather": COMMUNICATION,
+            "foreach_all_gather_copy_out": GATHERED,
+            "foreach_reduce": COMMUNICATION,
+        }.items():
+            patch(group, name, recording.labelled(getattr(group, name), part))
+        yield
+
+
+# ---- DDP
+
+
+class _RealIndices(TorchDispatchMode):
+    """Lets the reducer write the buckets' indices, which all ranks must agree on, into a real tensor."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [each for each in arg_tree_leaves(*args, **kwargs) if isinstance(each, Tensor)]
+        real = tensors and not any(isinstance(each, FakeTensor) for each in tensors)
+        if real or (func is EMPTY and kwargs.get("dtype") == torch.int32):
+            with _disable_current_modes():
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _ddp(recording: Recording) -> Iterator[None]:
+    """Let DDP's reducer (torch/csrc/distributed/c10d/reducer.cpp) run: its buckets, and copies into and out of them.
+
+    A group that sends nothing has no result for its all-reduces, so a hook says that each is done at once.
+    """
+    from torch.nn.parallel import distributed
+
+    cls = distributed.DistributedDataParallel
+    real = cls.__init__
+
+    def done(state, bucket):  # without annotations, which DDP compares
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        recording.labelled(real, COMMUNICATION)(self, *args, **kwargs)
+        self.register_comm_hook(None, done)
+
+    labelled = recording.labelled(cls._pre_forward, COMMUNICATION)  # buckets, in the order gradients came
+
+    def pre_forward(*args: Any, **kwargs: Any) -> Any:
+        with _RealIndices():
+            return labelled(*args, **kwargs)
+
+    with (
+        mock.patch.object(cls, "__init__", init),
+        mock.patch.object(cls, "_pre_forward", pre_forward),
+        # It compares shapes between ranks, by their values.
+        mock.patch.object(distributed, "_verify_param_shape_across_processes", lambda *_, **__: None),
+    ):
+        yield

@@ -1,0 +1,62 @@
+"""What chapter 17 runs in two ranks that are already there: checkpoints that end early, or are written over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+
+class FullDisk(dcp.FileSystemWriter):
+    """Writes what rank 0 has; on the others the disk is full."""
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
+        if dist.get_rank():
+            raise OSError("No space left on device")
+        return super().write_data(plan, planner)
+
+
+def _sharded(value: float) -> DTensor:
+    """Return four numbers, half of them on each of two ranks."""
+    return distribute_tensor(torch.full((4,), value), init_device_mesh("cpu", (2,)), [Shard(0)])
+
+
+def _save_failing(value: float, folder: Path) -> bool:
+    """Save to a disk that is full on rank 1; return whether that raised."""
+    try:
+        dcp.save({"weights": _sharded(value)}, storage_writer=FullDisk(folder))
+    except CheckpointException:
+        return True
+    return False
+
+
+def _loaded(folder: Path) -> list[float] | str:
+    """Return the four numbers in a checkpoint, or that it is refused."""
+    state = {"weights": _sharded(0.0)}
+    try:
+        dcp.load(state, checkpoint_id=folder)
+    except CheckpointException:
+        return "refused"
+    return state["weights"].full_tensor().tolist()
+
+
+def chapter(folder: str) -> dict[str, Any]:
+    """Save twos onto a disk that is full on rank 1, in several ways, and load; return what was found."""
+    fresh, over, later = (Path(folder) / name for name in ("fresh", "over", "later"))
+    failed = _save_failing(2.0, fresh)
+    found: dict[str, Any] = {"in a fresh folder": _loaded(fresh)}
+    dcp.save({"weights": _sharded(1.0)}, checkpoint_id=over)
+    failed = _save_failing(2.0, over) and failed
+    found["over another"] = _loaded(over)
+    state = {"weights": _sharded(1.0)}
+    saving = dcp.async_save(state, checkpoint_id=later)
+    state["weights"] += 1  # training goes on while a thread writes
+    saving.result()
+    found["while training went on"] = _loaded(later)
+    return {**found, "raised": failed}

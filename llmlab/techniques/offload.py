@@ -1,0 +1,170 @@
+"""Offloading from scratch: gradients cross to the host, Adam steps there, weights cross back (ZeRO-Offload).
+
+    python -m llmlab.techniques.offload --engine scratch --steps 20 --json
+
+What moves, and when (Ren et al., arXiv 2101.06840, section 4), a parameter in mixed precision:
+
+    backward   gradient, 2 bytes     device -> host   behind the rest of backward
+    update     12 bytes of state     stay on the host, or on a drive (ZeRO-Infinity, arXiv 2104.07857)
+    update     weight, 2 bytes       host -> device   behind the update of the next bucket
+
+    n  elements of a bucket
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import SpecError
+
+BUCKET_BYTES = 64 * 2**20  # of weights that are stepped, and cross, at once
+Memory = Callable[[int], Tensor]  # fp32 for so many elements, somewhere that is not the device
+
+
+def in_ram(n: int) -> Tensor:
+    """Return n fp32 zeros, (n,), in the host's memory."""
+    return torch.zeros(n, device="cpu")
+
+
+class InFiles:
+    """fp32 tensors, (n,), whose memory is a file: the system reads and writes its pages as they are used."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.paths = folder, []
+
+    def __call__(self, n: int) -> Tensor:
+        self.paths.append(self.folder / f"{len(self.paths)}.fp32")
+        return torch.from_file(str(self.paths[-1]), shared=True, size=n, dtype=torch.float32)  # a new file is zeros
+
+
+class Bucket:
+    """Parameters that cross together: one flat tensor at the border, fp32 master copy and moments behind it."""
+
+    def __init__(self, parameters: list[nn.Parameter], optimizer: type, memory: Memory, options: dict) -> None:
+        self.parameters = parameters
+        sizes = [p.numel() for p in parameters]
+        self.device = parameters[0].device
+        on_gpu = self.device.type == "cuda"
+        # Pinned: a copy to or from it runs beside the CPU. Gradients arrive in it, new weights leave from it.
+        self.border = torch.empty(sum(sizes), dtype=parameters[0].dtype, device="cpu", pin_memory=on_gpu)  # (n,)
+        self.places = dict(zip(parameters, self.border.split(sizes), strict=True))
+        self.master = nn.Parameter(memory(sum(sizes)))  # (n,)
+        for p, place in zip(parameters, self.master.detach().split(sizes), strict=True):
+            place.copy_(p.detach().flatten())
+        self.optimizer = optimizer([self.master], **options)
+        if memory is not in_ram:  # else the optimizer makes them in its first step
+            moments = {name: memory(sum(sizes)) for name in ("exp_avg", "exp_avg_sq")}
+            self.optimizer.state[self.master] = {"step": torch.tensor(0.0, device="cpu"), **moments}
+        self.arrived: set[nn.Parameter] = set()  # whose gradients are at the border
+        self.copied = torch.cuda.Event() if on_gpu else None
+
+    def send(self, parameter: nn.Parameter, stream: Any) -> None:
+        """Start the gradient on its way to the host, and let the device forget it."""
+        if parameter in self.arrived:  # the last micro-batch's is still there
+            self.sum_up()
+        gradient, parameter.grad = parameter.grad, None
+        with beside(stream):
+            self.places[parameter].copy_(gradient.flatten(), non_blocking=True)
+        self.arrived.add(parameter)
+        if stream:
+            gradient.record_stream(stream)  # freed when the copy is done, not before
+            self.copied.record(stream)
+
+    def sum_up(self) -> None:
+        """Add what arrived to the gradient of the master copy."""
+        if self.copied:
+            self.copied.synchronize()
+        for parameter in set(self.parameters) - self.arrived:  # backward did not come by
+            self.places[parameter].zero_()
+        gradient = self.border.to(torch.float32, copy=True)  # (n,)
+        self.master.grad = gradient if self.master.grad is None else self.master.grad.add_(gradient)
+        self.arrived = set()
+
+    def step(self) -> None:
+        """Update on the host."""
+        if self.arrived:
+            self.sum_up()
+        self.optimizer.step()
+        self.master.grad = None
+        self.border.copy_(self.master.detach())  # rounds
+
+    @torch.no_grad()
+    def give_back(self, stream: Any) -> None:
+        """Start the new weights on their way to the device."""
+        with beside(stream):
+            for parameter, place in self.places.items():
+                parameter.copy_(place.view_as(parameter), non_blocking=True)
+
+
+class Offloaded:
+    """An optimizer for a model on a device, with fp32 master copy and states elsewhere; its `step()` follows backward.
+
+    Gradients leave as backward makes them; those of several micro-batches are summed on the host. The optimizer
+    must treat every element alike (AdamW does). `moved`: bytes to the host and from it, so far.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        optimizer: type = torch.optim.AdamW,
+        bucket_bytes: int = BUCKET_BYTES,
+        memory: Memory = in_ram,
+        **options: Any,
+    ) -> None:
+        trained = [p for p in parameters if p.requires_grad]
+        self.buckets = [Bucket(group, optimizer, memory, options) for group in cut(trained[::-1], bucket_bytes)]
+        self.stream = torch.cuda.Stream() if trained[0].device.type == "cuda" else None
+        self.moved = {"to host": 0, "from host": 0}
+        for bucket in self.buckets:
+            for parameter in bucket.parameters:
+                parameter.register_post_accumulate_grad_hook(lambda p, bucket=bucket: self._ready(bucket, p))
+
+    def _ready(self, bucket: Bucket, parameter: nn.Parameter) -> None:
+        self.moved["to host"] += parameter.grad.nbytes
+        bucket.send(parameter, self.stream)
+
+    def step(self) -> None:
+        """Update bucket by bucket, in the order of backward; each goes back while the CPU steps the next."""
+        for bucket in self.buckets:
+            bucket.step()
+            bucket.give_back(self.stream)
+            self.moved["from host"] += bucket.border.nbytes
+        if self.stream:
+            torch.cuda.current_stream().wait_stream(self.stream)
+
+
+def cut(parameters: list[nn.Parameter], bucket_bytes: int) -> Iterator[list[nn.Parameter]]:
+    """Yield groups of at most `bucket_bytes`, of one dtype each; a parameter that is larger has its own."""
+    if bucket_bytes < 1 or not parameters:
+        raise SpecError(f"bucket_bytes={bucket_bytes} for {len(parameters)} parameters; give a size >= 1, and some")
+    group: list[nn.Parameter] = []
+    for parameter in parameters:
+        full = group and sum(p.nbytes for p in group) + parameter.nbytes > bucket_bytes
+        if full or (group and group[0].dtype != parameter.dtype):
+            yield group
+            group = []
+        group.append(parameter)
+    yield group
+
+
+@contextmanager
+def beside(stream: Any) -> Iterator[None]:
+    """Run what is inside on `stream`: after all that was asked for before, and beside what is asked for later."""
+    if stream is None:  # no GPU, no streams
+        yield
+        return
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+
+
+if __name__ == "__main__":
+    from .offload_runs import main
+
+    main()

@@ -1,0 +1,61 @@
+"""Offloading activations: what autograd saves for backward waits elsewhere, and comes back when it is needed.
+
+torch's own is torch.autograd.graph.save_on_cpu; these are the same hooks, which also count, and leave weights alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+
+class Elsewhere(saved_tensors_hooks):
+    """A context: tensors that autograd saves in it go through `keep` and come back through `restore`.
+
+    Weights, which are on the device anyway, stay. `moved`: bytes that left, and that came back.
+    """
+
+    def __init__(self, keep: Callable[[Tensor], Any], restore: Callable[[Any], Tensor], weights: Iterable[Tensor]):
+        self.moved = {"left": 0, "came back": 0}
+        staying = {weight.untyped_storage().data_ptr() for weight in weights}
+
+        def pack(tensor: Tensor) -> Any:
+            if tensor.untyped_storage().data_ptr() in staying:
+                return tensor
+            self.moved["left"] += tensor.nbytes
+            return (keep(tensor),)
+
+        def unpack(packed: Any) -> Tensor:
+            if isinstance(packed, Tensor):
+                return packed
+            tensor = restore(packed[0])
+            self.moved["came back"] += tensor.nbytes
+            return tensor
+
+        super().__init__(pack, unpack)
+
+
+def on_host(weights: Iterable[Tensor]) -> Elsewhere:
+    """Keep what is saved in the host's memory; save_on_cpu(pin_memory=True) does so beside the GPU's work."""
+
+    def keep(tensor: Tensor) -> tuple[torch.device, Tensor]:
+        return tensor.device, tensor.to("cpu", copy=True)
+
+    return Elsewhere(keep, lambda kept: kept[1].to(kept[0]), weights)
+
+
+def in_files(folder: Path, weights: Iterable[Tensor]) -> Elsewhere:
+    """Keep what is saved in files, one a tensor."""
+    paths: list[Path] = []
+
+    def keep(tensor: Tensor) -> tuple[torch.device, Path]:
+        paths.append(folder / f"{len(paths)}.pt")
+        torch.save(tensor.detach().cpu().clone(), paths[-1])
+        return tensor.device, paths[-1]
+
+    return Elsewhere(keep, lambda kept: torch.load(kept[1], map_location=kept[0]), weights)

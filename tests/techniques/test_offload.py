@@ -1,0 +1,252 @@
+"""Offload changes where states are and what crosses, and nothing else: ours, DeepSpeed's, and torch's AdamW agree."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import llmlab as lab
+from llmlab.errors import SpecError
+from llmlab.models.gpt import GPT
+from llmlab.step_optimizer import MasterWeights
+from llmlab.techniques.engines import ADAMW
+from llmlab.techniques.launch import launch
+from llmlab.techniques.offload import InFiles, Offloaded, cut, in_ram
+from llmlab.techniques.offload_activations import in_files, on_host
+from llmlab.techniques.offload_runs import Job, cpu_adam, main, run, with_deepspeed
+from llmlab.techniques.rank_training import small_gpt
+from llmlab.techniques.training import next_token_loss
+
+STEPS = 4
+PARAMETERS = small_gpt().parameters
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def batch(seed):
+    return torch.randint(384, (2, 16), generator=torch.Generator().manual_seed(seed))  # (B, T)
+
+
+def model(dtype=torch.float32):
+    torch.manual_seed(0)
+    return GPT(small_gpt()).to(dtype)
+
+
+def trained_on_the_device(dtype, accumulation):
+    gpt = model(dtype)
+    masters = MasterWeights(gpt.parameters())
+    adam = torch.optim.AdamW(masters.parameters, **ADAMW)
+    for step in range(STEPS):
+        for i in range(accumulation):
+            ids = batch(10 * step + i)
+            (next_token_loss(gpt(ids), ids) / accumulation).backward()
+        masters.take_gradients()
+        adam.step()
+        masters.give_weights()
+        adam.zero_grad()
+    return list(gpt.parameters())
+
+
+def trained_offloaded(dtype, accumulation, memory=in_ram, bucket_bytes=50_000):
+    gpt = model(dtype)
+    optimizer = Offloaded(gpt.parameters(), bucket_bytes=bucket_bytes, memory=memory, **ADAMW)
+    for step in range(STEPS):
+        for i in range(accumulation):
+            ids = batch(10 * step + i)
+            (next_token_loss(gpt(ids), ids) / accumulation).backward()
+        assert all(p.grad is None for p in gpt.parameters()), "gradients have left the device"
+        optimizer.step()
+    return list(gpt.parameters()), optimizer
+
+
+def equal(some, others):
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+@pytest.mark.parametrize(("dtype", "accumulation"), [(torch.float32, 1), (torch.float32, 3), (torch.bfloat16, 1)])
+def test_weights_are_those_of_adamw_on_the_device_bit_for_bit(dtype, accumulation):
+    weights, _ = trained_offloaded(dtype, accumulation)
+    assert equal(weights, trained_on_the_device(dtype, accumulation))
+
+
+def test_buckets_change_nothing_but_their_number():
+    one, few = trained_offloaded(torch.float32, 1, bucket_bytes=10**9), trained_offloaded(torch.float32, 1)
+    assert len(one[1].buckets) == 1 and len(few[1].buckets) > 3
+    assert equal(one[0], few[0])
+
+
+def test_states_in_files_are_the_same_states(tmp_path):
+    files = InFiles(tmp_path)
+    weights, _ = trained_offloaded(torch.bfloat16, 1, files)
+    assert equal(weights, trained_offloaded(torch.bfloat16, 1)[0])
+    assert sum(path.stat().st_size for path in files.paths) == 12 * PARAMETERS
+    assert any(torch.from_file(str(path), size=10).abs().sum() > 0 for path in files.paths)
+
+
+def test_bytes_that_cross_are_a_gradient_for_each_micro_batch_and_a_weight_for_each_step():
+    _, optimizer = trained_offloaded(torch.bfloat16, 3)
+    assert optimizer.moved == {"to host": 3 * STEPS * 2 * PARAMETERS, "from host": STEPS * 2 * PARAMETERS}
+
+
+def test_gradients_of_micro_batches_are_summed_in_fp32_on_the_host():
+    """A bf16 sum of 256 and eight ones stays 256: each is half of what bf16 can tell apart there."""
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    optimizer = Offloaded([weight], torch.optim.SGD, lr=1.0)
+    for gradient in [256.0] + 8 * [1.0]:
+        (weight * gradient).sum().backward()
+    optimizer.step()
+    assert weight.item() == -264
+
+
+def test_a_parameter_that_backward_missed_has_no_gradient():
+    """Not the weight that lies at the border since the last step."""
+    used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = Offloaded([used, unused], torch.optim.SGD, lr=0.5)
+    for _ in range(2):
+        used.sum().backward()
+        optimizer.step()
+    assert used.tolist() == [0, 0] and unused.tolist() == [1, 1]
+
+
+def test_buckets_hold_one_dtype_and_at_most_their_bytes():
+    sizes = [(10, torch.float32), (10, torch.float32), (30, torch.float32), (5, torch.bfloat16)]
+    parameters = [nn.Parameter(torch.zeros(n, dtype=dtype)) for n, dtype in sizes]
+    assert [[p.numel() for p in group] for group in cut(parameters, 80)] == [[10, 10], [30], [5]]
+    with pytest.raises(SpecError, match="bucket_bytes=0"):
+        list(cut(parameters, 0))
+
+
+def both_adams():
+    """Run in a rank: how far apart the two are in units of a rounding of fp32 a step, and how far they went."""
+    n, steps = 10_007, 10  # no multiple of a vector
+    start = torch.linspace(-3, 3, n)
+    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    options = {**ADAMW, "lr": 1e-2}
+    adamw, cpu = torch.optim.AdamW([ours], **options), cpu_adam()([theirs], **options)
+    for step in range(steps):
+        gradient = torch.randn(n, generator=torch.Generator().manual_seed(step))
+        ours.grad, theirs.grad = gradient, gradient.clone()
+        adamw.step()
+        cpu.step()
+    rounding = torch.finfo(torch.float32).eps * start.abs().clamp(min=1)
+    off = (ours - theirs).abs() / rounding / steps
+    return {"off": off.max().item(), "went": (ours - start).abs().median().item(), "kind": type(cpu).__name__}
+
+
+def test_deepspeeds_cpu_adam_is_torchs_adamw():
+    """The same formula, in another order of operations. It is compiled at first use, in minutes."""
+    pytest.importorskip("deepspeed", reason="the distributed extra")
+    found = launch(both_adams, 1, patience=1200)[0]
+    assert found["kind"] == "DeepSpeedCPUAdam" and found["off"] <= 1
+    assert found["went"] > 0.01
+
+
+def test_deepspeed_offloads_what_the_training_says_and_gives_the_same_losses():
+    pytest.importorskip("deepspeed", reason="the distributed extra")
+    job = Job(engine="deepspeed", steps=STEPS, accumulation=2)
+    ranks = launch(with_deepspeed, 2, job, patience=120)
+    plain = run(Job(engine="torch", steps=STEPS, accumulation=2))
+    for rank in ranks:
+        assert max(abs(a - b) for a, b in zip(rank["losses"], plain["losses"], strict=True)) < 2e-5
+        assert rank["stage"] == 3 and rank["offloads"] == {"offload_param": "cpu", "offload_optimizer": "cpu"}
+        assert rank["device"]["weights"] == 0  # between steps no parameter is whole
+        assert rank["host"] == {"weights": 4 * PARAMETERS // 2, "states": 12 * PARAMETERS // 2}
+
+
+def test_one_gpu_may_offload_what_zero_would_cut():
+    """ZeRO-Offload's own case: stage 2 on one GPU."""
+    config = lab.Training(zero=2, offload="optimizer", precision="mixed-fp16").to_deepspeed()["zero_optimization"]
+    assert config["stage"] == 2 and config["offload_optimizer"]["device"] == "cpu" and "offload_param" not in config
+    both = lab.Training(zero=3, offload="optimizer+parameters").to_deepspeed()["zero_optimization"]
+    assert both["offload_param"]["device"] == both["offload_optimizer"]["device"] == "cpu"
+    with pytest.raises(SpecError, match="zero=2 with dp=1"):
+        lab.Training(zero=2)
+
+
+def gradients(around):
+    gpt, ids = model(), batch(0)
+    with around(gpt) as context:
+        loss = next_token_loss(gpt(ids), ids)
+    loss.backward()
+    return [p.grad for p in gpt.parameters()], context
+
+
+def test_activations_that_went_elsewhere_give_the_same_gradients(tmp_path):
+    from contextlib import nullcontext
+
+    contexts = {}
+
+    def offloaded(name, make):
+        def around(gpt):
+            contexts[name] = make(list(gpt.parameters()))
+            return contexts[name]
+
+        return gradients(around)[0]
+
+    plain, _ = gradients(lambda gpt: nullcontext())
+    assert equal(plain, offloaded("host", on_host))
+    assert equal(plain, offloaded("files", lambda weights: in_files(tmp_path, weights)))
+    for context in contexts.values():
+        assert context.moved["left"] == context.moved["came back"] > 0
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) > contexts["files"].moved["left"]
+
+
+def test_weights_stay_where_they_are(tmp_path):
+    layer, x = nn.Linear(64, 64, bias=False), torch.ones(2, 64, requires_grad=True)
+    context = on_host(layer.parameters())
+    with context:
+        y = layer(x)
+    assert context.moved["left"] == x.nbytes  # torch's save_on_cpu would send the weight as well
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("engine", ["torch", "scratch", "files"])
+def test_the_program_prints_losses_and_bytes(engine, capsys):
+    main(["--engine", engine, "--steps", "1", "--precision", "mixed-bf16", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["losses"]) == 1 and found["device"]["weights"] == 2 * PARAMETERS
+    where = {"torch": "device", "scratch": "host", "files": "files"}[engine]
+    assert found[where]["states"] == 12 * PARAMETERS
+    main(["--engine", engine, "--steps", "1"])
+    assert "nats a token" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--engine", "gpu"], "engine='gpu' is not one of torch, scratch"),
+        (["--precision", "fp16"], "precision='fp16' is not one of fp32, mixed-bf16"),
+        (["--steps", "0"], "steps=0"),
+        (["--engine", "deepspeed", "--sequences", "3"], "sequences=3"),
+    ],
+)
+def test_what_cannot_be_run_ends_with_2_and_one_line(arguments, words, capsys):
+    if "deepspeed" in arguments:
+        pytest.importorskip("deepspeed", reason="the distributed extra")
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and words in said and said.count("\n") == 1
+
+
+@pytest.mark.filterwarnings("ignore:a copy to the host")  # fake tensors have no values to copy
+def test_on_a_gpu_copies_have_a_stream_and_only_weights_stay():
+    """On a simulated one: the code for CUDA, pinned memory, streams and events included."""
+    with lab.simulator("A100-80GB") as sim:
+        layer = nn.Linear(2048, 2048, bias=False).to("cuda")  # 16 MiB of weights
+        optimizer = Offloaded(layer.parameters(), lr=1e-3)
+        assert optimizer.stream is not None and optimizer.buckets[0].copied is not None
+        held = []
+        for _ in range(2):
+            layer(torch.ones(2, 2048, device="cuda")).sum().backward()
+            optimizer.step()
+            held.append(sim.allocated)
+        workspaces = 2 * lab.gpu("A100-80GB").cublas_workspace
+        assert held == [16 * 2**20 + workspaces] * 2  # neither gradient nor master copy nor moments
