@@ -59,7 +59,8 @@ lint: env schema ## ruff, and the schemas of the workflows and of CITATION.cff
 	$(BIN)/ruff check .
 
 unit: env ## unit tests, doctests, and that texts and notebooks agree
-	$(BIN)/python -m pytest -q tests llmlab --doctest-modules --ignore tests/book/test_browser.py
+	$(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadfile \
+	    tests llmlab --doctest-modules --ignore tests/book/test_browser.py
 
 nbval: env ## run every notebook again and compare every output with the one that is there
 	$(NBVAL) --nbval book
@@ -84,6 +85,7 @@ benchmarks: env ## llmlab beside its peers, its speed, its overhead, on a GPU it
 	$(BIN)/python benchmarks/formulas.py --out benchmarks/results
 	$(BIN)/python benchmarks/decoding.py --out benchmarks/results
 	$(BIN)/python benchmarks/speed.py --out benchmarks/results
+	$(BIN)/python benchmarks/many_gpus.py --out benchmarks/results
 	$(BIN)/python benchmarks/measure_overhead.py --out benchmarks/results
 	test ! -e /proc/driver/nvidia/version || $(BIN)/python benchmarks/kernel_times.py --out benchmarks/results
 

@@ -206,7 +206,9 @@ def to_markdown(simulated: dict[str, int], made: str) -> str:
     rows = [row(name, size) for name, size in simulated.items()]
     notes = [
         "- The simulated run is of a PyTorch before 1.11, whose softmax kept its input too; with today's the rows "
-        "without checkpointing are lower. Why the fp16 row at batch 4 is low is not known.",
+        "without checkpointing are lower. Why the fp16 row at batch 4 is low is not known: what is missing, 19 MiB a "
+        "layer, grows with what is kept for backward, since the fp16 rows with checkpointing fit; steps that the "
+        "GradScaler skips and more steps do not explain it.",
         f"- The context is the published one without the {SMALL_SEGMENT // MiB} MiB segment of the 1 × 1 tensor that "
         "was on the card when it was read.",
         f"- Source: {figure('bert-large-training-memory').source}; NVML's figure, which is in whole MiB.",

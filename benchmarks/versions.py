@@ -95,8 +95,8 @@ def notes(found: list[Line]) -> list[str]:
         errors = [min((each.older / true - 1 for true in each.measured), key=abs) for each in of_kind]
         worst, middle = max(errors, key=abs), median(map(abs, errors))
         text = f"{bases}: a measured figure to the MiB in {counts[1]} of {len(of_kind)} configurations, where what is "
-        text += f"installed gives {counts[0]}; off the nearest figure by {middle:.1%} (median), at worst {worst:+.1%}."
-        said.append(text)
+        text += f"installed gives {counts[0]}; from the nearest figure the median is {middle:.1%}, "
+        said.append(f"{text}the worst {worst:+.1%}.")
     far = [each.name for each in found if any(abs(each.older / true - 1) > BAR for true in each.measured)]
     if far:
         said.append(f"A measured figure is more than {BAR:.0%} away in {'; '.join(far)}.")

@@ -194,7 +194,7 @@ def test_versions_tell_how_many_figures_are_met_by_each_code_and_which_are_far_o
     text = versions.to_markdown([plain, packed], "made here")
     assert "| m, nf4, sdpa, 2 × 512 | 200 / 220 | 210 | 200 | +0.0% / -9.1% | 208 |" in text
     assert "Bases not quantized: a measured figure to the MiB in 1 of 1 configurations, where" in text
-    assert "where what is installed gives 0; off" in text
+    assert "where what is installed gives 0; from the nearest" in text
     assert "more than 5% away in m, nf4, sdpa, 2 × 512." in text and text.endswith("made here")
 
 

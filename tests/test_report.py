@@ -101,9 +101,9 @@ def test_compare_on_a_card_puts_records_beside_the_estimate():
 
 
 def test_compare_says_why_a_run_is_not_simulated():
-    both = lab.compare("gpt2", lab.Training(zero=1, dp=2), "A100-80GB")
+    both = lab.compare("gpt2", lab.Training(pp=2, accumulation=2), "A100-80GB")
     assert [r.source for r in both.reports] == ["estimated"]
-    assert "Not simulated" in both.reports[0].notes[-1] and "dp=2" in both.reports[0].notes[-1]
+    assert "Not simulated" in both.reports[0].notes[-1] and "pp=2" in both.reports[0].notes[-1]
 
 
 def test_activations_are_listed_by_kind_also_where_the_peak_is_elsewhere():

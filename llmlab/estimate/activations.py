@@ -239,7 +239,8 @@ def checkpointed(spec: ModelSpec, run: Training, b: Bytes, kernel: str) -> dict[
     if inputs := _int8_inputs(spec, run, T, b.compute):
         kept["int8 inputs"] = inputs
     if run.checkpointing == "selective" and run.quantization and run.lora:
-        attention = b.compute * spec.heads * spec.head_dim + 4 * spec.heads if kernel in ("flash", "efficient") else 0
+        Q = 0 if inputs else spec.heads * spec.head_dim  # the output projection's input is attention's output
+        attention = b.compute * Q + 4 * spec.heads if kernel in ("flash", "efficient") else 0
         adapters = sum(4 * (run.lora.rank + linear.outputs) * (linear.count // spec.layers or 1)
                        for linear in spec.linears if linear.name in run.lora.targets)  # fmt: skip
         kept["matmul outputs"] = T * (attention + adapters)

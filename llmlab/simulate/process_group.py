@@ -18,11 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import NotAvailable, SpecError
 from .engine import GPU_DEVICE
-from .ranks import FSDP
+from .ranks import FSDP, followed, reducer
 from .streams import nothing
 from .values import located
 
@@ -144,54 +143,20 @@ def _scatter_object_list(output: list[Any], objects: list[Any] | None = None, *a
 
 @contextmanager
 def _engines(engine: CardEngine) -> Iterator[None]:
-    """Let DDP, FSDP2 and DTensor run on the simulated card, and follow what they do beside operators."""
+    """Let DDP, FSDP2 and DTensor run on the simulated card."""
     from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
-    from torch.nn.parallel import distributed as ddp
 
-    from .ranks import _Chunks, _RealIndices, resized_storages
-
-    cls = ddp.DistributedDataParallel
-    real, real_forward = cls.__init__, cls._pre_forward
-
-    def acknowledged(state, bucket):  # without annotations, which DDP compares
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
-    def pre_forward(*args: Any, **kwargs: Any) -> Any:
-        with _RealIndices():
-            return real_forward(*args, **kwargs)
-
-    def init(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kw: Any) -> None:
-        real(self, module, None, None, *args, **kw)  # they name the card, and to DDP its tensors are the CPU's
-        self.register_comm_hook(None, acknowledged)
-
-    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
-
-    def propagate_apart(*args: Any) -> Any:
-        with _disable_current_modes():  # DTensor asks fake tensors of its own what an operator returns
-            return propagate(*args)
-
+    # FSDP2 compares the device it was told with those of tensors, which to torch are the engine's.
+    answers = {
+        "_get_device_from_mesh": lambda mesh: GPU_DEVICE,
+        "_get_device_handle": lambda *_: torch.cuda,
+        "_get_managed_states": _moved(engine, import_module(FSDP + "_fsdp_init")._get_managed_states),
+    }
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_apart))
-        stack.callback(torch._C._clear_DTensor_sharding_propagator_cache)  # it remembers meshes of groups that are gone
-        stack.callback(setattr, engine, "defers", engine.defers)
-        engine.defers = frozenset((DTensor,))
-        stack.enter_context(resized_storages(engine))
+        stack.enter_context(followed(engine))
+        stack.enter_context(reducer())
         stack.enter_context(mock.patch.object(torch._C, "_get_accelerator", lambda: torch.device("cuda")))
-        stack.enter_context(mock.patch.object(cls, "__init__", init))
-        stack.enter_context(mock.patch.object(cls, "_pre_forward", pre_forward))
         stack.enter_context(mock.patch.object(FullyShardedDataParallel, "__init__", _no_fsdp1))
-        stack.enter_context(mock.patch.object(ddp, "_verify_param_shape_across_processes", lambda *_, **__: None))
-        stack.enter_context(mock.patch.object(import_module(FSDP + "_fsdp_param"), "_chunk_with_empty", _Chunks))
-        # FSDP2 compares the device it was told with those of tensors, which to torch are the engine's.
-        answers = {
-            "_get_device_from_mesh": lambda mesh: GPU_DEVICE,
-            "_get_device_handle": lambda *_: torch.cuda,
-            "_get_managed_states": _moved(engine, import_module(FSDP + "_fsdp_init")._get_managed_states),
-        }
         for module in [import_module(FSDP + name) for name in FSDP_MODULES]:
             for name in answers.keys() & vars(module).keys():
                 stack.enter_context(mock.patch.object(module, name, answers[name]))

@@ -7,7 +7,7 @@ frees gathered parameters so), and the streams FSDP2 gathers and reduces on, who
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,8 @@ NOTES = {
     2: "Rank 0 of FSDP2 with reshard_after_forward=False: blocks stay whole from forward to backward.",
     3: "Rank 0 of FSDP2 (fully_shard), a block a unit, the rest of the model another.",
 }
+POLICY_NOTE = "{} is FSDP2's MixedPrecisionPolicy: fp32 shards, gathered in half precision, reduced in fp32."
+EACH_NOTE = "FSDP2 reduces gradients after each of the {} micro-batches."
 NCCL_NOTE = "What NCCL takes outside of PyTorch's allocator is not in it, so `process` is not known."
 
 
@@ -53,6 +55,10 @@ def notes(run: Any) -> tuple[str, ...]:
     if run.world_size == 1:
         return ()
     engine = (NOTES[run.zero],) if run.dp > 1 else ()
+    if is_sharded(run) and run.precision.startswith("mixed"):
+        engine += (POLICY_NOTE.format(run.precision),)
+    if is_sharded(run) and run.accumulation > 1:
+        engine += (EACH_NOTE.format(run.accumulation),)
     split = "parallelize_module cuts linears, embedding, logits and loss"
     tensor = (f"Rank 0 of tp={run.tp}: torch's {split}.",) if run.tp > 1 else ()
     return (*engine, *tensor, NCCL_NOTE)
@@ -69,27 +75,37 @@ def fake_ranks(run: Training, recording: Recording) -> Iterator[Ranks]:
     if dist.is_initialized():
         raise NotAvailable("simulate needs a process group of its own; call it before init_process_group, or after "
                            "destroy_process_group")  # fmt: skip
-    from torch.distributed.tensor import DTensor
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    engine = recording.engine
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(sys, "excepthook", sys.excepthook))  # init_process_group puts in its own
-        stack.callback(torch._C._clear_DTensor_sharding_propagator_cache)  # it remembers meshes of groups that are gone
+        stack.enter_context(followed(recording.engine))
         dist.init_process_group("fake", rank=0, world_size=run.world_size, store=FakeStore())
         stack.callback(dist.destroy_process_group)
-        stack.enter_context(resized_storages(engine))
-        stack.enter_context(_shapes_of_dtensors())
         if is_sharded(run):
             stack.enter_context(_fsdp(recording))
         elif run.dp > 1:
-            stack.enter_context(_ddp(recording))
-        engine.defers = frozenset((DTensor,))
+            stack.enter_context(reducer(lambda function: recording.labelled(function, COMMUNICATION)))
         yield join(run, fake=True)
 
 
 @contextmanager
-def resized_storages(engine: Engine) -> Iterator[None]:
+def followed(engine: Engine) -> Iterator[None]:
+    """Let `engine` follow what DDP, FSDP2 and DTensor do beside operators; nothing of a process group stays behind."""
+    from torch.distributed.tensor import DTensor
+
+    parameter = import_module(FSDP + "_fsdp_param")
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(sys, "excepthook", sys.excepthook))  # init_process_group puts in its own
+        stack.callback(torch._C._clear_DTensor_sharding_propagator_cache)  # it remembers meshes of groups that are gone
+        stack.enter_context(_resized_storages(engine))
+        stack.enter_context(_shapes_of_dtensors())
+        stack.enter_context(mock.patch.object(parameter, "_chunk_with_empty", _Chunks))
+        stack.enter_context(mock.patch.object(engine, "defers", frozenset((DTensor,))))
+        yield
+
+
+@contextmanager
+def _resized_storages(engine: Engine) -> Iterator[None]:
     """Follow UntypedStorage.resize_, which is no operator."""
     real = torch.UntypedStorage.resize_
 
@@ -160,10 +176,9 @@ class _Chunks(Sequence):
 def _fsdp(recording: Recording) -> Iterator[None]:
     """Let FSDP2 see a card, and know what is for what it allocates."""
     engine = recording.engine
-    group, parameter = import_module(FSDP + "_fsdp_param_group"), import_module(FSDP + "_fsdp_param")
+    group = import_module(FSDP + "_fsdp_param_group")
     with ExitStack() as stack:
         patch = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
-        patch(parameter, "_chunk_with_empty", _Chunks)
         if engine.device == GPU_DEVICE:
             streams = _Streams(engine)
             for name in ("_fsdp_param_group", "_fsdp_collectives", "_fsdp_init", "_fsdp_state"):
@@ -198,30 +213,30 @@ class _RealIndices(TorchDispatchMode):
 
 
 @contextmanager
-def _ddp(recording: Recording) -> Iterator[None]:
+def reducer(labelled: Callable[[Callable], Callable] = lambda function: function) -> Iterator[None]:
     """Let DDP's reducer (torch/csrc/distributed/c10d/reducer.cpp) run: its buckets, and copies into and out of them.
 
-    A group that sends nothing has no result for its all-reduces, so a hook says that each is done at once.
+    A group that sends nothing has no result for its all-reduces, so a hook says that each is done at once. `labelled`
+    wraps what allocates buckets.
     """
     from torch.nn.parallel import distributed
 
     cls = distributed.DistributedDataParallel
-    real = cls.__init__
+    make = labelled(cls.__init__)
+    rebuild = labelled(cls._pre_forward)  # buckets, in the order gradients came
 
     def done(state, bucket):  # without annotations, which DDP compares
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future
 
-    def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        recording.labelled(real, COMMUNICATION)(self, *args, **kwargs)
+    def init(self: Any, module: nn.Module, device_ids: Any = None, output_device: Any = None, *args: Any, **kw: Any):
+        make(self, module, None, None, *args, **kw)  # the devices name the card, and to DDP its tensors are the CPU's
         self.register_comm_hook(None, done)
-
-    labelled = recording.labelled(cls._pre_forward, COMMUNICATION)  # buckets, in the order gradients came
 
     def pre_forward(*args: Any, **kwargs: Any) -> Any:
         with _RealIndices():
-            return labelled(*args, **kwargs)
+            return rebuild(*args, **kwargs)
 
     with (
         mock.patch.object(cls, "__init__", init),

@@ -7,7 +7,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # scripts, not a package
 
-import torchtitan_script  # noqa: E402
+import torchtitan_script
 
 
 @pytest.mark.parametrize("run", torchtitan_script.RUNS[:1], ids=lambda run: run.name)

@@ -54,7 +54,7 @@ def run(launcher, stage):
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, error[-2000:]
+    assert process.returncode == 0, error[-20000:]
     (line,) = [line for line in out.splitlines() if line.startswith('[{"rank"')]
     return json.loads(line)
 

@@ -1,0 +1,38 @@
+"""What quantized linears keep for backward, formula beside simulation: bitsandbytes' int8 keeps its inputs."""
+
+from __future__ import annotations
+
+import pytest
+
+import llmlab as lab
+
+pytest.importorskip("bitsandbytes")
+pytest.importorskip("peft")
+
+LLAMA = {"model_type": "llama", "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
+         "num_hidden_layers": 3, "intermediate_size": 1024, "vocab_size": 16000,
+         "max_position_embeddings": 2048}  # fmt: skip
+B, T = 2, 512
+
+
+def run(quantization: str, checkpointing: str | None) -> lab.Training:
+    adapters = lab.LoRA(rank=16, targets=("q_proj", "v_proj"))
+    return lab.Training(B, T, "fp16", lora=adapters, quantization=quantization, checkpointing=checkpointing)
+
+
+@pytest.mark.parametrize("checkpointing", ["full", "selective", None])
+@pytest.mark.parametrize("quantization", ["int8", "nf4"])
+def test_the_formula_is_the_simulation_within_two_percent(quantization, checkpointing):
+    estimated, simulated = (
+        verb(LLAMA, run(quantization, checkpointing), "T4").parts["activations"]
+        for verb in (lab.estimate, lab.simulate)
+    )
+    assert estimated == pytest.approx(simulated, rel=0.02, abs=2**18)  # masks and the like
+
+
+def test_checkpointing_does_not_free_the_inputs_of_int8_linears():
+    """bitsandbytes/autograd/_functions.py, MatMul8bitLt: `ctx.tensors = (..., A)`, which is no saved tensor. In fp32:
+    the input of q, k and v, attention's output, the MLP's input, down_proj's."""
+    held = {each: lab.estimate(LLAMA, run(each, "full"), "T4").parts["activations"] for each in ("int8", "nf4")}
+    layers, h, Q, i = 3, 256, 256, 1024
+    assert held["int8"] - held["nf4"] == 4 * layers * B * T * (2 * h + Q + i)
