@@ -108,7 +108,7 @@ def search(
     """
     spec, gpu = find_model(model), find_gpu(card)
     nodes = cluster or usual_cluster(gpu)
-    room = gpu.memory - (gpu.context or 0)
+    room = gpu.room(devices)
     found = []
     for run in _runs(spec, gpu, devices, batch, settings):
         peak = peak_of(spec, run, gpu)

@@ -44,11 +44,10 @@ def estimated(
         phases[moment.phase] = max(phases.get(moment.phase, 0), moment.total)
     parts = dict(peak.parts)
     capacity = card.memory if card else None
-    context = (card.context or 0) if card else 0
     outcome, where = "unknown", None
     stages = [moments, *_later_stages(spec, run, card, cpu)]
-    if capacity is not None:
-        where = _first_over(stages, capacity - context)
+    if card is not None:
+        where = _first_over(stages, card.room(run.world_size))
         outcome = "out of memory" if where else "fits"
     counted = flops(spec, run, card, cpu)
     seconds, taken = _seconds(spec, run, card, cluster)

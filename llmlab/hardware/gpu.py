@@ -34,9 +34,9 @@ class GPU:
 
     `memory`: bytes that a program sees (the driver's total). `bandwidth`: bytes/s of device memory. `peak_flops`:
     FLOP/s (int8: op/s) by dtype. `sms`: multiprocessors (AMD: compute units). `nvlink` (AMD: Infinity Fabric), `pcie`:
-    bytes/s in one direction. `context`: bytes the CUDA context takes outside the allocator. `cublas_workspace`: bytes
-    each cuBLAS handle takes from the allocator. `usd_per_hour`, `usd`: a rental and a launch price, which age: see
-    `checked` (ISO date) and `sources` (by field).
+    bytes/s in one direction. `context`, `nccl`: bytes that the CUDA context and, with several ranks, NCCL take outside
+    the allocator. `cublas_workspace`: bytes each cuBLAS handle takes from the allocator. `usd_per_hour`, `usd`: a
+    rental and a launch price, which age: see `checked` (ISO date) and `sources` (by field).
     """
 
     name: str
@@ -50,6 +50,7 @@ class GPU:
     nvlink: float | None = None
     pcie: float | None = None
     context: int | None = None
+    nccl: int | None = None
     cublas_workspace: int | None = None
     usd_per_hour: float | None = None
     usd: float | None = None
@@ -59,6 +60,15 @@ class GPU:
 
     def __hash__(self) -> int:
         return hash(self.name)
+
+    def outside(self, ranks: int = 1) -> int | None:
+        """Return the bytes one process of `ranks` takes outside the allocator; None where a part is not known."""
+        parts = (self.context,) if ranks == 1 else (self.context, self.nccl)
+        return None if None in parts else sum(part for part in parts if part)
+
+    def room(self, ranks: int = 1) -> int:
+        """Return the bytes left to the allocator; what is not known counts as 0."""
+        return self.memory - (self.context or 0) - (self.nccl or 0 if ranks > 1 else 0)
 
     def peak(self, dtype: str) -> float | None:
         """Return the dense peak in FLOP/s for `dtype`, or None where the chip has no units for it."""
@@ -167,6 +177,7 @@ def _card(entry: Mapping[str, Any], documents: Mapping[str, str]) -> GPU:
         nvlink=scaled("nvlink_gb_s", 1e9),
         pcie=scaled("pcie_gb_s", 1e9),
         context=size("context_mib"),
+        nccl=size("nccl_mib"),
         cublas_workspace=entry.get("cublas_workspace_bytes"),
         usd_per_hour=entry.get("usd_per_hour"),
         usd=entry.get("usd"),

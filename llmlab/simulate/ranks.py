@@ -20,10 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import arg_tree_leaves
 
 from ..errors import NotAvailable
+from ..hardware.gpu import GPU
 from ..measure.recorder import COMMUNICATION, GATHERED
 from ..models.spec import ModelSpec
 from ..runs import Run, Training
 from ..step_ranks import Ranks, check_ranks, is_sharded, join
+from ..units import show_bytes
 from .engine import GPU_DEVICE, Engine
 from .streams import Event, Stream, Streams
 
@@ -40,7 +42,8 @@ NOTES = {
 }
 POLICY_NOTE = "{} is FSDP2's MixedPrecisionPolicy: fp32 shards, gathered in half precision, reduced in fp32."
 EACH_NOTE = "FSDP2 reduces gradients after each of the {} micro-batches."
-NCCL_NOTE = "What NCCL takes outside of PyTorch's allocator is not in it, so `process` is not known."
+NO_NCCL_NOTE = "What NCCL takes outside of PyTorch's allocator is not in it, so `process` is not known."
+NCCL_NOTE = "`process` has {} for NCCL, read on one {}: it depends on NCCL's version, channels and groups."
 
 
 def checked(spec: ModelSpec, run: Run) -> None:
@@ -50,8 +53,8 @@ def checked(spec: ModelSpec, run: Run) -> None:
         import_module("torch.distributed.optim")
 
 
-def notes(run: Any) -> tuple[str, ...]:
-    """Return what a report says of a run on several ranks."""
+def notes(run: Any, card: GPU | None) -> tuple[str, ...]:
+    """Return what a report says of a run on several ranks of `card`; None is the CPU, which has no NCCL."""
     if run.world_size == 1:
         return ()
     engine = (NOTES[run.zero],) if run.dp > 1 else ()
@@ -61,7 +64,10 @@ def notes(run: Any) -> tuple[str, ...]:
         engine += (EACH_NOTE.format(run.accumulation),)
     split = "parallelize_module cuts linears, embedding, logits and loss"
     tensor = (f"Rank 0 of tp={run.tp}: torch's {split}.",) if run.tp > 1 else ()
-    return (*engine, *tensor, NCCL_NOTE)
+    if card is None:
+        return (*engine, *tensor)
+    nccl = NO_NCCL_NOTE if card.nccl is None else NCCL_NOTE.format(show_bytes(card.nccl), card.name)
+    return (*engine, *tensor, nccl)
 
 
 @contextmanager

@@ -150,7 +150,7 @@ def _take(spec: ModelSpec, run: Run, card: GPU | None, runs: set[int]) -> Record
         if card:
             stack.enter_context(cuda_operators(card.compute_capability))
             stack.enter_context(tensors_from_data())
-            memory: Allocator | HostMemory = Allocator(card.memory - (card.context or 0))
+            memory: Allocator | HostMemory = Allocator(card.room(run.world_size))
             extras = cuda_extras(card) | (bitsandbytes_extras(card) if quantized else {})
             engine = Engine(GPU_DEVICE, memory, extras, card.cublas_workspace)
         else:
@@ -206,7 +206,7 @@ def _reported(spec: ModelSpec, run: Run, card: GPU | None, recording: Recording)
     notes = (COMPILE_NOTE,) if getattr(run, "compile", False) else ()
     if _quantization(run) == "int8":
         notes = (*notes, INT8_NOTE)
-    notes += rank_notes(run) + recording.engine.notes()
+    notes += rank_notes(run, card) + recording.engine.notes()
     phases = dict(division.phases)
     if card and recording.loaded is not None:
         phases["load"] = recording.loaded
@@ -230,12 +230,13 @@ def _reported(spec: ModelSpec, run: Run, card: GPU | None, recording: Recording)
             notes=(str(error), *notes),
         )
     reserved = recording.peak_reserved
+    outside = card.outside(run.world_size) if card else None
     return Report(
         **common,
         outcome="fits" if card else "unknown",
         peak_allocated=division.peak,
         peak_reserved=reserved,
-        process=reserved + card.context if card and card.context is not None and run.world_size == 1 else None,
+        process=reserved + outside if outside is not None else None,
         phases=phases,
         parts=division.parts,
         detail=division.detail,

@@ -90,7 +90,19 @@ def test_the_report_says_which_engine_ran_and_what_it_does_not_know():
     said = "\n".join(report.notes)
     for word in ("fully_shard", "MixedPrecisionPolicy", "each of the 2 micro-batches", "NCCL"):
         assert word in said, word
-    assert report.process is report.step_seconds is report.mfu is None and report.flops
+    assert report.step_seconds is report.mfu is None and report.flops
+
+
+def test_nccl_is_in_the_process_where_somebody_read_it_and_said_to_be_missing_elsewhere():
+    run, a100 = lab.Training(seq_len=64, zero=3, dp=2), lab.gpu("A100-80GB")
+    read, unread = lab.simulate(GPT, run, a100), lab.simulate(GPT, run, "H100-80GB")
+    assert a100.nccl == 1485 * 2**20
+    assert read.process == read.peak_reserved + a100.context + a100.nccl
+    assert any("1.45 GiB for NCCL" in note for note in read.notes)
+    assert unread.process is None and any("NCCL takes outside" in note for note in unread.notes)
+    alone = lab.simulate(GPT, lab.Training(seq_len=64), a100)
+    assert alone.process == alone.peak_reserved + a100.context and not any("NCCL" in note for note in alone.notes)
+    assert a100.room(1) - a100.room(2) == a100.nccl
 
 
 @pytest.mark.parametrize(
@@ -119,7 +131,8 @@ def test_a_gpt_2_cannot_be_cut_by_names_it_does_not_have():
 
 @pytest.mark.parametrize("zero", [0, 3])
 def test_too_small_a_card_is_an_outcome_on_many_gpus_too(zero):
-    card = replace(lab.gpu("A100-80GB"), memory=lab.gpu("A100-80GB").context + 30 * 2**20)
+    a100 = lab.gpu("A100-80GB")
+    card = replace(a100, memory=a100.outside(2) + 30 * 2**20)
     report = lab.simulate(GPT, replace(SMALL, dp=2, zero=zero), card)
     assert report.outcome == "out of memory" and report.where.startswith("forward"), report.where
 
