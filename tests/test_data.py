@@ -38,7 +38,7 @@ def test_the_default_corpus_is_the_same_on_every_python():
     assert text == data.corpus("python-docs")
 
 
-@pytest.mark.skipif(sys.version_info[:3] != (3, 11, 7), reason="the text is 3.11.7's")
+@pytest.mark.skipif(sys.version_info[:3] != (3, 11, 7), reason="no other Python brings this edition")
 def test_the_default_corpus_is_every_topic_of_the_python_documentation():
     from pydoc_data.topics import topics
 

@@ -47,7 +47,10 @@ def launched(world_size: int) -> dict[str, str]:
 def without_peers(engine: CardEngine, world_size: int | None) -> Iterator[None]:
     """Let code inside make process groups, as rank 0 of `world_size` or as the environment or its arguments say."""
     if dist.is_initialized():
-        raise SpecError("a process group is there already; open the simulator before init_process_group")
+        if world_size is not None:
+            raise SpecError("a process group is there already; open the simulator before init_process_group")
+        yield  # a real one, whose collectives are its own
+        return
     with ExitStack() as stack:
         if world_size is not None:
             stack.enter_context(mock.patch.dict(os.environ, launched(world_size)))
@@ -85,7 +88,8 @@ def _init_process_group(engine: CardEngine, stack: ExitStack) -> Callable[..., N
         rank = rank if rank >= 0 else int(os.environ.get("RANK", 0))
         if rank >= size:
             raise SpecError(f"rank={rank} with world_size={size}: ranks are 0 to {size - 1}")
-        stack.enter_context(_engines(engine))
+        if not engine.defers:  # they stay when the group is destroyed, and another can be made
+            stack.enter_context(_engines(engine))
         real("fake", world_size=size, rank=rank, store=FakeStore())
         stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
 

@@ -156,6 +156,27 @@ def test_collectives_give_shapes_and_this_rank_s_own_values():
         dist.barrier()
 
 
+def test_a_second_group_can_follow_the_first():
+    with lab.simulator(CARD, world_size=RANKS):
+        for _ in range(2):
+            dist.init_process_group("nccl")
+            train(DistributedDataParallel(layers().cuda()), steps=1)
+            dist.destroy_process_group()
+
+
+def test_a_real_group_around_the_block_stays_what_it_is():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with lab.simulator(CARD) as sim:
+            assert dist.get_backend() == "gloo"
+            kept = torch.ones(4, device="cuda")
+            assert sim.allocated == BLOCK and kept.is_cuda
+        with pytest.raises(SpecError, match="before init_process_group"), lab.simulator(CARD, world_size=2):
+            pass
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_nothing_is_left_of_the_group(fails):
     before = dict(os.environ)
