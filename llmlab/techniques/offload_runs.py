@@ -195,6 +195,8 @@ def with_deepspeed(job: Job) -> dict[str, Any]:
 
 def cpu_adam() -> type:
     """Return DeepSpeedCPUAdam; raises NotAvailable where it cannot be compiled."""
+    if (lock := _compiled_to() / "lock").exists():  # torch.utils.file_baton: others would wait for it, for ever
+        raise NotAvailable(f"DeepSpeedCPUAdam is being compiled, or a process that did was killed: then delete {lock}")
     quiet_deepspeed()
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -241,11 +243,17 @@ def chapter(job: Job) -> dict[str, Any]:
 
 
 def cpu_adam_is_compiled() -> bool:
-    """Return whether DeepSpeedCPUAdam would load at once."""
+    """Return whether DeepSpeedCPUAdam was compiled before; another ninja than then compiles it anew all the same."""
+    folder = _compiled_to()
+    there = (folder / "cpu_adam.so").exists() and not (folder / "lock").exists()
+    return find_spec("deepspeed") is not None and there
+
+
+def _compiled_to() -> Path:
+    """Return the folder in which torch.utils.cpp_extension compiles it."""
     from torch.utils.cpp_extension import _get_build_directory
 
-    folder = Path(_get_build_directory("cpu_adam", False))
-    return find_spec("deepspeed") is not None and (folder / "cpu_adam.so").exists()
+    return Path(_get_build_directory("cpu_adam", False))
 
 
 def main(arguments: list[str] | None = None) -> None:
