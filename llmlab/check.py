@@ -5,7 +5,7 @@ from __future__ import annotations
 import reprlib
 
 from .errors import SpecError
-from .hardware.gpu import GPU
+from .hardware.gpu import FLASH_ATTENTION_2_CAPABILITY, GPU
 from .models.spec import ModelSpec
 from .runs import Inference, Run, Training
 from .stages import stage_layers
@@ -33,14 +33,15 @@ def check(spec: ModelSpec, run: Run, gpu: GPU | None = None) -> None:
         _check_training(spec, run)
     if gpu is None:
         return
-    for dtype in sorted(_dtypes(run) & HALF):
+    for dtype in sorted(dtypes_of(run) & HALF):
         if gpu.peak(dtype) is None:
             other = "fp16" if dtype == "bf16" else "fp32"
             raise SpecError(f"{gpu.name} has no {dtype} units; use {other} on it (for training: autocast-fp16)")
-    if run.attention == "flash" and gpu.compute_capability is not None and gpu.compute_capability < (8, 0):
+    capability, least = gpu.compute_capability, FLASH_ATTENTION_2_CAPABILITY
+    if run.attention == "flash" and capability is not None and capability < least:
         raise SpecError(
-            f"attention='flash' needs compute capability 8.0; {gpu.name} has "
-            f"{'.'.join(map(str, gpu.compute_capability))}: use attention='sdpa'"
+            f"attention='flash' needs compute capability {'.'.join(map(str, least))}; {gpu.name} has "
+            f"{'.'.join(map(str, capability))}: use attention='sdpa'"
         )
 
 
@@ -64,7 +65,6 @@ def _check_training(spec: ModelSpec, run: Training) -> None:
         raise SpecError("attention='flash' computes in fp16 or bf16 only; with precision='fp32' use attention='sdpa'")
 
 
-def _dtypes(run: Run) -> set[str]:
-    if isinstance(run, Training):
-        return {run.precision.split("-")[-1]}
-    return {run.weights, run.kv}
+def dtypes_of(run: Run) -> set[str]:
+    """Return the dtypes that the device must have units for, or hold: of the products, or of weights and KV cache."""
+    return {run.compute_dtype} if isinstance(run, Training) else {run.weights, run.kv}

@@ -21,7 +21,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import NotAvailable, SpecError, UnknownName
+from .errors import NotAvailable, SpecError, UnknownName, check_counts
+from .files import write_whole
 
 if TYPE_CHECKING:
     import torch
@@ -158,9 +159,7 @@ def windows(ids: torch.LongTensor, micro_batch: int, seq_len: int, seed: int = 0
     """
     import torch
 
-    for name, value in (("micro_batch", micro_batch), ("seq_len", seq_len)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise SpecError(f"{name}={value!r} is not a whole number >= 1")
+    check_counts(micro_batch=micro_batch, seq_len=seq_len)
     if len(ids) < seq_len:
         what = f"seq_len={seq_len} is longer than the text, {len(ids)} tokens"
         raise SpecError(f"{what}; give a longer source or seq_len <= {len(ids)}")
@@ -223,7 +222,7 @@ def _tokenizer(vocab: int, text: str) -> Tokenizer:
             warnings.warn(f"cached tokenizer {path.name} is not of vocab {vocab}; trained again", stacklevel=3)
     trained = _train(vocab, text)
     try:
-        _write_whole(path, trained.to_str())
+        write_whole(path, trained.to_str())
     except OSError as error:
         warnings.warn(f"tokenizer not cached: {error}; set LLMLAB_CACHE to a folder that can be written", stacklevel=3)
     return trained
@@ -243,14 +242,3 @@ def _train(vocab: int, text: str) -> Tokenizer:
     )
     trained.train_from_iterator(text.splitlines(keepends=True), trainer)
     return trained
-
-
-def _write_whole(path: Path, text: str) -> None:
-    # A reader sees the old file or the whole new one; two processes that train at once both succeed.
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)

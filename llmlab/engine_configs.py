@@ -1,7 +1,8 @@
 """A Training as the settings of the engines that run it: DeepSpeed, Accelerate, and FSDP2.
 
 What an engine cannot do with the run's fields is refused, not left out. Learning rate, clipping and data are the
-script's: no field of a Training names them.
+script's: no field of a Training names them. So are the model with its adapters, attention and kernels, the optimizer,
+and what is recomputed, which of these engines FSDP under Accelerate alone takes from a config.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ def accelerate_config(run: Training) -> dict[str, Any]:
 
     zero=0 is DDP, zero=3 FSDP2, zero=1 and 2 DeepSpeed. Raises SpecError for what these cannot do. The script has to
     make its data loader with `micro_batch` sequences, and Accelerator(gradient_accumulation_steps=accumulation).
+    Its FSDP2 also reduces gradients in half precision, where `fsdp_arguments` asks for fp32.
     """
     _data_parallel_alone("Accelerate", run)
     if run.zero in (1, 2):
@@ -82,6 +84,7 @@ def accelerate_config(run: Training) -> dict[str, Any]:
         config["deepspeed_config"] = {
             "zero_stage": run.zero,
             "gradient_accumulation_steps": run.accumulation,
+            "gradient_clipping": 1e30,  # none: without it Accelerate puts 1.0, and 0.0 it passes by
             "offload_optimizer_device": "cpu" if run.offload else "none",
             "offload_param_device": "none",
             "zero3_init_flag": False,

@@ -3,7 +3,10 @@
 The command line prints these as one line and exits with 2; anything else that escapes is a bug and shows its traceback.
 """
 
+from __future__ import annotations
+
 from difflib import get_close_matches
+from typing import Any
 
 
 class SpecError(ValueError):
@@ -16,6 +19,18 @@ class UnknownName(LookupError):
 
 class NotAvailable(RuntimeError):
     """Something this machine lacks: CUDA, a library, a measurement."""
+
+
+def check_counts(**counts: Any) -> None:
+    """Raise SpecError unless each value, named as the caller's own parameter, is a whole number from 1 on.
+
+    >>> check_counts(ranks=0)
+    Traceback (most recent call last):
+    llmlab.errors.SpecError: ranks=0 is not a whole number >= 1
+    """
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise SpecError(f"{name}={value!r} is not a whole number >= 1")
 
 
 def unknown_name(kind: str, given: str, known: list[str], hint: str) -> UnknownName:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from IPython.display import Code
+
 
 def check_answer(answer: float | None, truth: float, unit: str, tolerance: float = 0.02, hint: str = "") -> bool:
     """Print whether `answer` is within `tolerance` (relative) of `truth`, both in `unit`, and return it.
@@ -28,7 +33,7 @@ def show_prediction(prediction: float | None, result: float, unit: str) -> None:
         print(f"You said {prediction:,.4g} {unit}; the answer is {result:,.4g} {unit}, {ratio:.2f} times as much.")
 
 
-def show_source(*objects: object):
+def show_source(*objects: object) -> Code:
     """Return the source of functions or classes, from the file they live in, for a notebook to display."""
     import inspect
 

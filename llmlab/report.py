@@ -8,11 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from html import escape
-from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 from .errors import SpecError
+from .render import html_table, text_table
 from .runs import Inference, Run, Training, run_from_dict
 from .units import MiB, show_bytes, show_seconds
 
@@ -169,13 +168,13 @@ class Report:
             (path, *(f"{size / MiB:,.1f}" if size else "" for size in (*map(sizes.get, parts), sum(sizes.values()))))
             for path, sizes in self.modules.items()
         ]
-        return _text_table(f"{self.title}, the peak by module, MiB", ("", *parts, "all"), rows, "", width=140)
+        return text_table(f"{self.title}, the peak by module, MiB", ("", *parts, "all"), rows, "", width=140)
 
     def __repr__(self) -> str:
         return f"<Report: {self.title}: peak {show_bytes(self.peak_allocated)}, {self.outcome}>"
 
     def __str__(self) -> str:
-        return _text_table(self.title, ("", ""), [(label, value) for label, value in self.rows()], self._footer())
+        return text_table(self.title, ("", ""), self.rows(), self._footer())
 
     def _footer(self) -> str:
         lines = [repr(self.run), *self.notes]
@@ -186,7 +185,7 @@ class Report:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        return _html_table(self.title, ("", ""), self.rows(), self._footer())
+        return html_table(self.title, ("", ""), self.rows(), self._footer())
 
     def plot(self) -> Figure:
         """Return a stacked bar of the parts against the device's memory."""
@@ -295,11 +294,11 @@ class Comparison:
 
     def __str__(self) -> str:
         header, rows = self.table()
-        return _text_table(self.title, header, rows, self._footer())
+        return text_table(self.title, header, rows, self._footer())
 
     def _repr_html_(self) -> str:
         header, rows = self.table()
-        return _html_table(self.title, header, rows, self._footer())
+        return html_table(self.title, header, rows, self._footer())
 
     def to_json(self) -> str:
         """Return the reports, the errors and the explanation as JSON text."""
@@ -315,41 +314,3 @@ class Comparison:
         from .plots import plot_parts
 
         return plot_parts(list(self.reports))
-
-
-def _text_table(
-    title: str, header: tuple[str, ...], rows: list[tuple[str, ...]], footer: str, width: int = 100
-) -> str:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE, show_header=any(header), pad_edge=False)
-    for i, name in enumerate(header):
-        table.add_column(name, justify="right" if i else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    out = StringIO()
-    # A fixed width, so that what a page and a test see does not depend on somebody's terminal.
-    console = Console(file=out, width=width, force_terminal=False, force_jupyter=False)
-    console.print(table)
-    lines = [title, *(line.rstrip() for line in out.getvalue().strip("\n").splitlines())]
-    return "\n".join([*lines, footer] if footer else lines)
-
-
-def _html_table(title: str, header: tuple[str, ...], rows: list[tuple[str, ...]], footer: str) -> str:
-    # No colours of its own: the table takes the page's, light or dark.
-    head = ""
-    if any(header):
-        head = "<thead><tr>" + "".join(f"<th>{escape(name)}</th>" for name in header) + "</tr></thead>"
-    body = ""
-    for label, *values in rows:
-        indent = "padding-left:1.5em;" if label.startswith("  ") else ""
-        cells = "".join(f'<td style="text-align:right">{escape(value)}</td>' for value in values)
-        body += f'<tr><td style="text-align:left;{indent}">{escape(label.strip())}</td>{cells}</tr>'
-    notes = "<br>".join(escape(line) for line in footer.splitlines())
-    return (
-        f'<div style="overflow-x:auto"><table class="llmlab"><caption>{escape(title)}</caption>{head}'
-        f"<tbody>{body}</tbody></table></div><small>{notes}</small>"
-    )

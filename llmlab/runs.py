@@ -166,6 +166,11 @@ class Training(_Spec):
             raise SpecError(f"offload='optimizer+parameters' needs zero=3; zero={self.zero} was given")
 
     @property
+    def compute_dtype(self) -> str:
+        """Dtype of the matrix products, "fp32", "fp16" or "bf16": what `precision` has after its hyphen."""
+        return self.precision.rpartition("-")[2]
+
+    @property
     def tokens(self) -> int:
         """Tokens of one micro-batch on one data-parallel rank."""
         return self.micro_batch * self.seq_len
@@ -225,6 +230,7 @@ class Inference(_Spec):
 
     @property
     def world_size(self) -> int:
+        """Devices: the tensor-parallel ranks."""
         return self.tp
 
 

@@ -114,11 +114,11 @@ def _quantization_tensors(model: nn.Module) -> list[Tensor]:
 
 
 def one_device(run: Run) -> None:
-    """Raise NotAvailable where `run` asks for what a single device cannot do."""
+    """Raise NotAvailable where `run` asks for what a single device cannot do; ZeRO with dp=1 cuts nothing."""
     degrees = {name: getattr(run, name, 1) for name in ("dp", "tp", "pp", "cp", "ep")}
     asked = [f"{name}={degree}" for name, degree in degrees.items() if degree > 1]
-    asked += [f"zero={stage}"] if (stage := getattr(run, "zero", 0)) else []
     if asked:
+        asked += [f"zero={stage}"] if (stage := getattr(run, "zero", 0)) else []
         raise NotAvailable(f"measure runs one device; {', '.join(asked)} needs several: see lab.estimate")
 
 
@@ -175,7 +175,10 @@ def build_step(
         model = data_parallel(model, run, ranks)
     scaler = torch.amp.GradScaler(device.type) if run.precision in ("autocast-fp16", "mixed-fp16") else None
     copies = [ids.to(device, copy=True) for ids in inputs]
-    return Step(run, device, model, copies, optimizer, masters, shards, parameters if ranks else None, scaler)
+    return Step(
+        run, device, model, copies,
+        optimizer=optimizer, masters=masters, shards=shards, parameters=parameters if ranks else None, scaler=scaler,
+    )  # fmt: skip
 
 
 def training_step(step: Step, enter: Enter = ignore) -> None:
@@ -224,10 +227,10 @@ def generate(step: Step, enter: Enter = ignore) -> Tensor:
     enter("prefill")
     step.cache = _new_cache(step)
     tokens = step.inputs[0]  # (B, T)
-    new = []
+    output, new = None, []
     for i in range(step.run.new_tokens):
         if i:
-            enter("decode", logits=output.logits)  # noqa: F821  # of the token before
+            enter("decode", logits=output.logits)  # of the token before
         output = step.model(input_ids=tokens, past_key_values=step.cache, use_cache=True, logits_to_keep=1)
         tokens = output.logits[:, -1:].argmax(-1)  # (B, 1)
         new.append(tokens)

@@ -17,7 +17,7 @@ from torch import nn
 from .errors import NotAvailable, SpecError
 from .models.spec import ModelSpec
 from .runs import Inference, LoRA, Run, Training
-from .step_quantized import quantize_linears
+from .step_quantized import QUANTIZED_BYTES, quantize_linears
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 IMPLEMENTATIONS = {"eager": "eager", "sdpa": "sdpa", "flash": "flash_attention_2"}
@@ -42,8 +42,14 @@ def weight_dtype(run: Run) -> torch.dtype:
 
 
 def compute_dtype(run: Training) -> torch.dtype:
-    """Return the dtype of the matrix products: the part of `precision` after the hyphen."""
-    return DTYPES[run.precision.split("-")[-1]]
+    """Return the dtype of the matrix products."""
+    return DTYPES[run.compute_dtype]
+
+
+def quantization_of(run: Run) -> str | None:
+    """Return the dtype of the run's quantized weights, "nf4" or "int8"; None where they are not quantized."""
+    asked = run.weights if isinstance(run, Inference) else run.quantization
+    return asked if asked in QUANTIZED_BYTES else None
 
 
 def build_model(
@@ -63,9 +69,7 @@ def build_model(
 
     device = torch.device(device)
     _check_libraries(run, device)
-    quantization = run.weights if isinstance(run, Inference) else run.quantization
-    if quantization not in ("nf4", "int8"):
-        quantization = None
+    quantization = quantization_of(run)
     # No step reads the begin and end tokens, and in a smaller vocabulary than published transformers warns of them.
     config = AutoConfig.for_model(**{**spec.config, "bos_token_id": None, "eos_token_id": None})
     config.use_cache = isinstance(run, Inference)
@@ -111,11 +115,10 @@ def build_model(
 
 
 def _check_libraries(run: Run, device: torch.device) -> None:
-    training = isinstance(run, Training)
-    quantization = run.quantization if training else run.weights
+    training, quantization = isinstance(run, Training), quantization_of(run)
     needs = [
         (training and run.lora, "peft", "lora", "llmlab[quant]"),
-        (quantization in ("nf4", "int8"), "bitsandbytes", f"{quantization} weights", "llmlab[quant]"),
+        (quantization, "bitsandbytes", f"{quantization} weights", "llmlab[quant]"),
         (training and run.kernels == "liger", "liger_kernel", "kernels='liger'", "llmlab[gpu]"),
         (run.attention == "flash", "flash_attn", "attention='flash'", "flash-attn"),
     ]

@@ -13,7 +13,7 @@ from .errors import NotAvailable
 from .estimate.precision import NF4_BLOCK
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import BitsAndBytesConfig, PreTrainedConfig
 
 
 # Said once an import, and once a product: that an optional CPU kernel is not installed, that int8 products are in fp16.
@@ -36,18 +36,12 @@ def quantize_linears(
     Raises NotAvailable for layers that bitsandbytes has no NF4 products for on a CPU.
     """
     import bitsandbytes as bnb
-    from transformers import BitsAndBytesConfig
     from transformers.core_model_loading import dot_natural_key
     from transformers.integrations import bitsandbytes as integration
 
     head = model.get_output_embeddings()
     skip = [name for name, module in model.named_modules() if module is head]
-    wanted = BitsAndBytesConfig(
-        load_in_4bit=quantization == "nf4",
-        load_in_8bit=quantization == "int8",
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_compute_dtype=compute,
-    )
+    wanted = _settings(quantization, compute)
     model = integration.replace_with_bnb_linear(model, modules_to_not_convert=skip, quantization_config=wanted)
     kinds = (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)
     linears = {f"{name}.weight": each for name, each in model.named_modules() if isinstance(each, kinds)}
@@ -86,6 +80,17 @@ def quantize_linears(
             nn.init.zeros_(owner.bias)
     setattr(model, "is_loaded_in_4bit" if quantization == "nf4" else "is_loaded_in_8bit", True)  # peft looks here
     return model
+
+
+def _settings(quantization: str, compute: torch.dtype) -> BitsAndBytesConfig:
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=quantization == "nf4",
+        load_in_8bit=quantization == "int8",
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=compute,
+    )
 
 
 def one_at_a_time(sizes: list[int]) -> Iterator[tuple[int, bool]]:

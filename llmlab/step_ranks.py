@@ -70,6 +70,12 @@ def check_ranks(spec: ModelSpec, run: Run, verb: str) -> None:
     if run.zero == 1 and run.precision.startswith("mixed"):
         given = f"precision={run.precision!r} with zero=1"
         raise NotAvailable(f"{see} {given}: torch shards no master copy; give zero=2 or 3, or see lab.estimate")
+    if run.zero >= 2 and run.optimizer == "adafactor":  # its torch.pow_ has no rule for shards
+        given = f"optimizer='adafactor' with zero={run.zero}"
+        raise NotAvailable(f"{see} {given}: torch's Adafactor knows no shards; give adamw or sgd, or see lab.estimate")
+    if run.tp > 1 and run.dp > 1 and run.zero < 2:
+        given = f"dp={run.dp}, tp={run.tp} with zero={run.zero}"
+        raise NotAvailable(f"{see} {given}: DDP takes no DTensors; give zero=2 or 3, or see lab.estimate")
     if run.tp > 1:
         _check_tensor_parallel(spec, run, see)
 

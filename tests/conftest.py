@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # deadline: a slow machine is not a failure.
@@ -15,3 +16,14 @@ settings.load_profile("ci")
 # NVIDIA driver, the kernels' tests need the interpreter.
 if not Path("/proc/driver/nvidia/version").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Torch on one thread: tests run beside each other on few cores, and sums are in the same order every time."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -9,6 +9,8 @@ from datetime import date
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import llmlab as lab
 from llmlab.units import MiB
@@ -189,13 +191,49 @@ def test_the_notes_name_each_row_outside_the_bar_and_how_far_repeats_are_apart()
 
 
 def test_versions_tell_how_many_figures_are_met_by_each_code_and_which_are_far_off():
-    plain = versions.Line("m, sdpa, 2 × 2048", False, [100 * MiB], 112 * MiB, 100 * MiB, [])
-    packed = versions.Line("m, nf4, sdpa, 2 × 512", True, [200 * MiB, 220 * MiB], 210 * MiB, 200 * MiB, [208 * MiB] * 2)
+    plain = versions.Line("m, sdpa, 2 × 2048", False, [100 * MiB], 112 * MiB, 100 * MiB, [], [])
+    sizes = [200 * MiB, 220 * MiB], 210 * MiB, 200 * MiB, [208 * MiB, 218 * MiB, 208 * MiB], [(218 * MiB, 220 * MiB)]
+    packed = versions.Line("m, nf4, sdpa, 2 × 512", True, *sizes)
     text = versions.to_markdown([plain, packed], "made here")
-    assert "| m, nf4, sdpa, 2 × 512 | 200 / 220 | 210 | 200 | +0.0% / -9.1% | 208 |" in text
+    assert "| m, nf4, sdpa, 2 × 512 | 200 / 220 | 210 | 200 | +0.0% / -9.1% | 208 / **218** |" in text
+    assert "There are some for m, nf4, sdpa, 2 × 512." in text and "met all the same: -0.9% at worst" in text
     assert "Bases not quantized: a measured figure to the MiB in 1 of 1 configurations, where" in text
     assert "where what is installed gives 0; from the nearest" in text
     assert "more than 5% away in m, nf4, sdpa, 2 × 512." in text and text.endswith("made here")
+
+
+@given(st.lists(st.integers(1, 10**6), min_size=2, max_size=5), st.integers(1, 10**6))
+def test_no_one_number_is_nearer_to_figures_that_differ_than_the_least_worst_error(measured, number):
+    floor = peers.least_worst_error(measured)
+    best = 2 * max(measured) * min(measured) / (max(measured) + min(measured))
+    worst = lambda predicted: max(abs(predicted / true - 1) for true in measured)  # noqa: E731
+    assert worst(number) >= floor - 1e-9 and worst(best) == pytest.approx(floor)
+
+
+def test_a_model_that_loads_into_different_bytes_shows_them_all_and_how_near_one_number_can_be():
+    rows = [row(200, 440, after_load=size, seq_len=seq) for size, seq in ((100, 512), (110, 1024), (100, 2048))]
+    assert peers.loads(rows) == [["m, nf4", "3", "100.00 / 110.00", "4.76%"]]
+    assert peers.loads(rows[:1]) == []
+
+
+def test_repeats_that_differ_say_what_no_prediction_can_reach():
+    assert peers.floors([row(200, 400), row(200, 500)])[0].endswith("by 11.1% or more of its reserved bytes.")
+    assert "can be exact" in peers.floors([row(200, 400)] * 2)[0]
+    assert peers.floors([row(200, 400), row(200, 500, seq_len=1024)]) == []
+
+
+def test_bases_not_quantized_load_and_reserve_the_same_bytes_every_time(results):
+    errors = {name: error for name, _, _, error in peers.loads(results["rows"])}
+    assert {error for name, error in errors.items() if name.endswith(", none")} == {"0.00%"}
+    assert {error for name, error in errors.items() if name.endswith(", nf4")} > {"0.00%"}
+
+
+def test_a_draw_meets_a_row_by_its_peaks_of_allocated_bytes_in_every_part_of_the_step():
+    peaks = dict.fromkeys(versions.STEP, 100 * MiB)
+    simulated, measured = replace(report(1), phases=peaks), replace(report(1), phases=peaks | {"load": 5})
+    assert versions.same_peaks(simulated, measured)
+    assert not versions.same_peaks(simulated, replace(measured, phases=peaks | {"optimizer": 101 * MiB}))
+    assert not versions.same_peaks(simulated, replace(measured, phases={}))
 
 
 def test_models_that_load_into_different_bytes_are_told():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from llmlab import __version__, cli
+from llmlab import __version__, cli, cli_options
 from llmlab.errors import SpecError
 from llmlab.estimate import estimate
 from llmlab.hardware.doctor import doctor
@@ -52,14 +52,14 @@ def refused(*words):
 def parsed(*words):
     """Return the run that `llmlab estimate MODEL *words` asks for."""
     command = cli.cli.commands["estimate"]
-    return cli.run_from(command.make_context("estimate", ["gpt2", *words]))
+    return cli_options.run_from(command.make_context("estimate", ["gpt2", *words]))
 
 
 def test_every_field_is_an_option_and_every_option_of_a_run_is_a_field():
-    names = {option.name for option in cli.spec_options()}
+    names = {option.name for option in cli_options.spec_options()}
     of_lora = {"lora" if f.name == "rank" else f"lora_{f.name}" for f in fields(LoRA)}
     assert names == {f.name for f in (*fields(Training), *fields(Inference))} | of_lora | {"inference"}
-    assert set(cli.HELP) == names - {"inference"}
+    assert set(cli_options.HELP) == names - {"inference"}
 
 
 def test_no_options_are_the_dataclasses_defaults():
@@ -70,30 +70,30 @@ def test_no_options_are_the_dataclasses_defaults():
 
 @pytest.mark.parametrize("owner", [Training, Inference])
 def test_the_default_an_option_shows_is_the_fields(owner):
-    options = {option.name: option for option in cli.spec_options()}
+    options = {option.name: option for option in cli_options.spec_options()}
     for field in fields(owner):
         assert field.default is not MISSING
         if field.name != "lora":  # a rank or nothing: what it makes is tested below
-            nothing = field.default is None and field.name in cli.ALLOWED
+            nothing = field.default is None and field.name in cli_options.ALLOWED
             assert options[field.name].default == ("none" if nothing else field.default), field.name
 
 
-@pytest.mark.parametrize("name", cli.ALLOWED)
+@pytest.mark.parametrize("name", cli_options.ALLOWED)
 def test_the_values_an_option_names_are_those_the_field_allows(name):
     owner = Training if name in {f.name for f in fields(Training)} else Inference
     with pytest.raises(SpecError) as error:
         owner(**{name: "nothing of the kind"})
-    allowed = ", ".join(map(str, cli.ALLOWED[name]))
+    allowed = ", ".join(map(str, cli_options.ALLOWED[name]))
     assert str(error.value).endswith(f"is not one of {allowed}")
-    option = next(option for option in cli.spec_options() if option.name == name)
-    assert all("none" if value is None else str(value) in option.help for value in cli.ALLOWED[name])
+    option = next(option for option in cli_options.spec_options() if option.name == name)
+    assert all("none" if value is None else str(value) in option.help for value in cli_options.ALLOWED[name])
 
 
 def test_every_text_field_names_its_values():
     for owner in (Training, Inference):
         for field in fields(owner):
             if "str" in str(field.type) or "Literal" in str(field.type):
-                assert field.name in cli.ALLOWED, field.name
+                assert field.name in cli_options.ALLOWED, field.name
 
 
 @pytest.mark.parametrize("name", sorted({f.name for f in (*fields(Training), *fields(Inference))} - {"lora"}))
@@ -108,7 +108,7 @@ def test_an_option_sets_its_field_and_nothing_else(name):
     if isinstance(default, bool):
         words, value = [flag], True
     else:
-        other = [choice for choice in cli.ALLOWED.get(name, (2,)) if choice != default][-1]
+        other = [choice for choice in cli_options.ALLOWED.get(name, (2,)) if choice != default][-1]
         value = values.get(name, other)
         words = [flag, str(value)]
     kind = [] if owner is Training else ["--inference"]
@@ -128,7 +128,7 @@ def test_none_can_be_said():
 
 def test_help_names_every_option_and_fits_a_terminal():
     text = call("estimate", "--help").output
-    for option in cli.spec_options():
+    for option in cli_options.spec_options():
         assert option.opts[0] in text
     assert max(map(len, text.splitlines())) <= 80
 

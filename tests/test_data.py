@@ -146,7 +146,7 @@ def test_a_crash_while_writing_leaves_the_cache_as_it_was(cache, notes, monkeypa
 
     monkeypatch.setattr(data.os, "replace", power_cut)
     with pytest.raises(KeyboardInterrupt):
-        data._write_whole(path, "half of it")
+        data.write_whole(path, "half of it")
     assert path.read_bytes() == before and list(cache.iterdir()) == [path]
 
 

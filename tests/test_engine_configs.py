@@ -119,6 +119,48 @@ def test_accelerates_own_classes_know_every_key(zero):
     assert str(given.distributed_type).split(".")[-1] == ["MULTI_GPU", "DEEPSPEED", "DEEPSPEED", "FSDP"][zero]
 
 
+def as_launched(run, tmp_path, monkeypatch):
+    """Set what `accelerate launch` puts into the environment of the ranks that it starts with this run's config."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+    (tmp_path / "config.json").write_text(json.dumps(run.to_accelerate()))
+    given = launch_command_parser().parse_args(["--config_file", str(tmp_path / "config.json"), "script.py"])
+    given, read, _ = _validate_launch_command(given)
+    given.deepspeed_fields_from_accelerate_config = ",".join(read.deepspeed_config)
+    made = prepare_deepspeed_cmd_env(given)[1] if given.use_deepspeed else prepare_multi_gpu_env(given)
+    for name, value in made.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_deepspeed_through_accelerate_clips_no_gradients_either(tmp_path, monkeypatch):
+    """Accelerate fills an absent value with 1.0, and leaves 0.0 to DeepSpeed, whose default is 1.0."""
+    from accelerate.utils import DeepSpeedPlugin
+
+    run = lab.Training(dp=2, zero=2, accumulation=3, precision="mixed-bf16", offload="optimizer")
+    as_launched(run, tmp_path, monkeypatch)
+    plugin = DeepSpeedPlugin()
+    plugin.fill_match("gradient_clipping", must_match=False, gradient_clipping=1.0)  # Accelerator.prepare does
+    made = plugin.deepspeed_config
+    assert made["gradient_clipping"] >= 1e9
+    assert made["gradient_accumulation_steps"] == 3 and made["zero_optimization"]["stage"] == 2
+    assert made["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+
+
+@pytest.mark.parametrize(("checkpointing", "offload"), [(None, None), ("full", "optimizer+parameters")])
+def test_accelerates_fsdp_is_what_the_run_says(checkpointing, offload, tmp_path, monkeypatch):
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    run = lab.Training(dp=2, zero=3, precision="mixed-bf16", checkpointing=checkpointing, offload=offload)
+    as_launched(run, tmp_path, monkeypatch)
+    plugin = FullyShardedDataParallelPlugin()
+    plugin.set_mixed_precision(os.environ["ACCELERATE_MIXED_PRECISION"])
+    assert plugin.fsdp_version == 2 and plugin.reshard_after_forward
+    assert plugin.activation_checkpointing == (checkpointing == "full")
+    assert type(plugin.cpu_offload).__name__ == ("CPUOffloadPolicy" if offload else "OffloadPolicy")
+    assert plugin.mixed_precision_policy.param_dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize(
     ("run", "method", "words"),
     [

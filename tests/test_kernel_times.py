@@ -11,7 +11,7 @@ import torch
 
 from llmlab.records import OperatorRecord
 from llmlab.records.lookup import load
-from llmlab.records.operators import _series
+from llmlab.records.operators import sweep
 
 if sys.platform != "linux":
     pytest.skip("Liger needs Triton, which has wheels for Linux alone", allow_module_level=True)
@@ -99,7 +99,7 @@ def test_the_table_shows_medians_ratio_bar_verdict_and_memory():
 def test_what_it_writes_is_a_record_file_that_the_book_can_read(tmp_path):
     data = bench.to_records([row(ours=1e-3, rival=2e-3, sizes={"R": 8, "C": 4})], "A100-80GB", "made here")
     (tmp_path / "kernel_times.json").write_text(json.dumps(data), encoding="utf-8")
-    found = [record for series in load("operators", _series, tmp_path) for record in series]
+    found = [record for series in load("operators", sweep, tmp_path) for record in series]
     assert all(isinstance(record, OperatorRecord) for record in found)
     assert {(r.provider, r.metric, r.value) for r in found} == {
         ("llmlab", "time", 2e-3), ("liger", "time", 4e-3), ("llmlab", "memory", 100), ("liger", "memory", 100),

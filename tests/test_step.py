@@ -19,14 +19,7 @@ CONFIGS = {
               "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 500, "max_position_embeddings": 64,
               "tie_word_embeddings": True},
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def step_of(name, seed=0, inputs=None, recomputing=None, **fields):
@@ -288,6 +281,15 @@ def test_a_cache_in_another_dtype_than_the_products_is_refused():
         build_step(spec, lab.Inference(weights="fp32", kv="bf16"), "cpu", [])
     with pytest.raises(lab.NotAvailable, match="give kv='bf16'"):
         build_step(spec, lab.Inference(weights="nf4", kv="fp16"), "cpu", [])
+
+
+def test_zero_on_one_gpu_cuts_nothing_of_what_is_offloaded():
+    """DeepSpeed offloads with ZeRO only, so a run for one GPU names a stage; it takes the same bytes."""
+    run = {"seq_len": 32, "precision": "mixed-bf16", "offload": "optimizer"}
+    plain, staged = (lab.simulate(CONFIGS["llama"], lab.Training(**run, zero=stage), "A100-80GB") for stage in (0, 2))
+    assert staged.peak_reserved == plain.peak_reserved and staged.phases == plain.phases
+    with pytest.raises(lab.NotAvailable, match="dp=2, zero=2 needs several"):
+        step_of("llama", dp=2, zero=2)
 
 
 def test_a_missing_library_is_named_with_what_installs_it(monkeypatch):

@@ -51,12 +51,13 @@ EPILOGUE = """
 import json
 import llmlab
 from llmlab.hardware.host import environment, host
+from llmlab.records.lookup import gpu_of
 _here = host()
 print(json.dumps({
     "device": _here.device,
     "peak_allocated": max(*_peaks, torch.cuda.max_memory_allocated()) if _here.device == "cuda" else None,
     "dtype": llmlab.scale().precision,
-    "gpu": _here.gpu.name if _here.gpu and not pretend.pretended() else _here.name,
+    "gpu": gpu_of(_here),
     "environment": environment(),
 }))
 """

@@ -46,14 +46,26 @@ def attention_kernel(spec: ModelSpec, run: Training, gpu: GPU | None, cpu: bool)
     """Return what computes attention: "eager", or the kernel PyTorch's SDPA takes ("flash", "efficient", "math").
 
     FlashAttention needs compute capability 8.0; older cards get the memory-efficient kernel, for which grouped heads
-    are copied to all heads. The CPU's flash kernel has no dropout, so the plain formula runs ("math").
+    are copied to all heads. It has no fp32 either: there newer cards, too, take the memory-efficient kernel, and for
+    grouped heads, which that one has not, the plain formula ("math"). The CPU's flash kernel has no dropout, so the
+    plain formula runs.
     """
     if run.attention == "eager":
         return "eager"
     if cpu:
         return "math" if spec.attention_dropout or spec.mla else "flash"
     # FlashAttention needs values as wide as keys, which latent attention's are not.
-    return "flash" if not spec.mla and (gpu is None or gpu.supports_flash_attention_2) else "efficient"
+    if spec.mla or not (gpu is None or gpu.supports_flash_attention_2):
+        return "efficient"
+    wide = run.precision == "fp32" or (run.quantization is not None and not run.precision.startswith("autocast"))
+    if gpu is None or not wide:
+        return "flash"
+    return "efficient" if spec.kv_heads == spec.heads else "math"
+
+
+def keeps_scores(spec: ModelSpec, run: Training, gpu: GPU | None, cpu: bool) -> bool:
+    """Return whether attention writes its scores out on a GPU, as eager attention does anywhere."""
+    return run.attention == "eager" or (not cpu and attention_kernel(spec, run, gpu, cpu) == "math")
 
 
 def block_saved(spec: ModelSpec, run: Training, b: Bytes, gpu: GPU | None = None, cpu: bool = False) -> list[Saved]:
@@ -99,8 +111,8 @@ def _attention_saved(
         b, mask_bytes = PRECISION["fp32"], 4
     c = b.compute
     Q, K = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    if kernel in ("eager", "efficient") and not spec.mla:
-        K = Q  # keys and values are copied to all heads, and the copies kept
+    if kernel != "flash" and not spec.mla:
+        K = Q  # keys and values are copied to all heads, and the copies kept; "math" keeps q and k times their scale
     saved = [Saved("q, k, v", T * c * (Q + 2 * K))]
     if spec.mla:
         # Queries and keys are put together from two pieces; values are a view of what both were projected to.

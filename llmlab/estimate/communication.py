@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil, log2
 
-from ..errors import SpecError, unknown_name
+from ..errors import SpecError, check_counts, unknown_name
 from ..hardware.links import Group, base_seconds
 
 COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather", "broadcast", "reduce", "all-to-all", "send")
@@ -41,8 +41,7 @@ def bytes_sent(collective: str, size: int, ranks: int) -> float:
     1500.0
     """
     _check(collective, size)
-    if ranks < 1:
-        raise SpecError(f"ranks={ranks} is not a whole number >= 1")
+    check_counts(ranks=ranks)
     if collective == "send":
         return float(size) if ranks > 1 else 0.0
     return (2 if collective == "all-reduce" else 1) * size * (ranks - 1) / ranks

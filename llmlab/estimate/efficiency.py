@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from ..hardware.gpu import GPU, read_table
+from ..hardware.gpu import GPU
 from ..hardware.gpu import gpu as find_gpu
+from ..hardware.table import read_table
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def flops(spec: ModelSpec, run: Run, gpu: GPU | None = None, cpu: bool = False) 
     """
     if isinstance(run, Inference):
         return _generation(spec, run)
-    kernel = _kernel(spec, run, gpu, cpu)
+    kernel = attention_kernel(spec, run, gpu, cpu)
     sums = _Sums()
     tokens = run.tokens * run.dp * run.accumulation
     sequences = run.global_batch
@@ -93,16 +93,6 @@ class _Sums:
         self.recomputed += recomputed
         if total := forward + backward + recomputed:
             self.parts[part] = self.parts.get(part, 0) + total
-
-
-def _kernel(spec: ModelSpec, run: Training, gpu: GPU | None, cpu: bool) -> str:
-    """Return attention's kernel as `attention_kernel` does, also where it runs in fp32, which FlashAttention lacks:
-    there the memory-efficient kernel runs, or from Ampere on, for grouped heads, the plain formula."""
-    kernel = attention_kernel(spec, run, gpu, cpu)
-    wide = run.precision == "fp32" or (run.quantization is not None and not run.precision.startswith("autocast"))
-    if kernel != "flash" or cpu or gpu is None or not wide:
-        return kernel
-    return "efficient" if spec.kv_heads == spec.heads else "math"
 
 
 def _linear(sums: _Sums, spec: ModelSpec, run: Training, linear: Linear, tokens: int, first: dict[str, bool]) -> None:

@@ -20,6 +20,7 @@ from .activations import (
     attention_kernel,
     block_saved,
     checkpointed,
+    keeps_scores,
     per_device,
     score_backward_bytes,
     scores,
@@ -65,7 +66,8 @@ def training_moments(
     activations = each * layers * in_flight + outer
     # The block at work is whole again; what selective checkpointing kept of it is not made twice.
     recomputed = sum(block.values()) - kept.get("matmul outputs", 0) if run.checkpointing else 0
-    working = _block_backward(spec, run, b, block)
+    plain = keeps_scores(spec, run, gpu, cpu)
+    working = _block_backward(spec, run, b, block, plain)
     # cuBLAS takes a workspace a handle, and the autograd thread has its own handle; both stay after the first step.
     workspace = 2 * (gpu.cublas_workspace or 0) if gpu else 0
 
@@ -96,7 +98,7 @@ def training_moments(
     return [
         moment("load", "weights loaded", optimizer=0),
         moment("forward", "attention in the last block", gradients=earlier, activations=activations - outer + cast,
-               workspace=workspace, other=gathered + _scores_forward(spec, run, b)),
+               workspace=workspace, other=gathered + _scores_forward(spec, run, b, plain)),
         moment("forward", "the loss", gradients=earlier, activations=activations + cast, logits=logits[0],
                workspace=workspace, other=gathered - held.ahead),
         moment("backward", "the loss's gradient", gradients=earlier,
@@ -170,7 +172,9 @@ def _logits(spec: ModelSpec, run: Training, b: Bytes) -> tuple[int, int, int]:
         weight_gradient = 0 if run.lora else spec.vocab * spec.hidden * b.gradients // run.tp
         return chunk + weight_gradient, weight_gradient, 0  # from then on it is the head's gradient
     upcast = 0 if c == 4 else 4
-    return n * (c + upcast + 4) + softcap, n * (c + 12) + softcap, n * c
+    # torch's loss_parallel writes log_softmax out in operators, and has one more temporary both ways.
+    more = 4 if run.tp > 1 else 0
+    return n * (c + upcast + 4 + more) + softcap, n * (c + 12 + more) + softcap, n * c
 
 
 def _causal_mask(spec: ModelSpec, run: Training, b: Bytes) -> int:
@@ -185,17 +189,17 @@ def _dequantized(spec: ModelSpec, run: Training) -> int:
     return 2 * max(x.inputs * x.outputs for x in spec.linears if x.part not in ("embedding", "head", "router"))
 
 
-def _scores_forward(spec: ModelSpec, run: Training, b: Bytes) -> int:
-    """Return what eager attention holds at its softmax beside what it keeps: softmax's input, and under
-    checkpointing, which keeps nothing, its output and that output's half copy too."""
-    if run.attention != "eager":
+def _scores_forward(spec: ModelSpec, run: Training, b: Bytes, plain: bool) -> int:
+    """Return what attention whose scores are written out, `plain`, holds at its softmax beside what it keeps: softmax's
+    input, and under checkpointing, which keeps nothing, its output and that output's half copy too."""
+    if not plain:
         return 0
     c, p = b.compute, softmax_bytes(spec, b)
     unkept = p + (c if p != c else 0) if run.checkpointing else 0
     return scores(spec, run) * (c + unkept) // run.tp
 
 
-def _block_backward(spec: ModelSpec, run: Training, b: Bytes, block: dict[str, int]) -> int:
+def _block_backward(spec: ModelSpec, run: Training, b: Bytes, block: dict[str, int], plain: bool) -> int:
     """Return the temporaries of the block whose backward runs: the larger of the MLP's and, later, attention's.
 
     Backward reaches attention after the MLP, whose kept tensors are gone by then.
@@ -205,7 +209,7 @@ def _block_backward(spec: ModelSpec, run: Training, b: Bytes, block: dict[str, i
     width = spec.experts_per_token * spec.moe_intermediate if spec.experts else spec.intermediate
     mlp = T * c * width * (3 if spec.gated else 2) // run.tp
     attention = T * c * 4 * Q // run.tp
-    if run.attention == "eager":
+    if plain:
         attention = score_backward_bytes(spec, run, b) // run.tp
     return max(attention - block.get("mlp", 0), mlp)
 

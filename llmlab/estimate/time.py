@@ -39,9 +39,9 @@ STATE_MOVES = 7  # AdamW reads weight, gradient and two moments, and writes thre
 
 
 def step_seconds(spec: ModelSpec, run: Run, card: GPU | None) -> float | None:
-    """Return the seconds of one optimizer step, or of a whole generation; None where the card's rates, or one that
-    this run needs, were never measured, and for compiled and Liger's steps, of which there is no record. An offloaded
-    step's seconds are those on the host the card is sold with (`offload.offloaded_step`)."""
+    """Return the seconds of one device's optimizer step, or of a whole generation; None where the card's rates, or one
+    that this run needs, were never measured, and for compiled and Liger's steps, of which there is no record. An
+    offloaded step's seconds are those on the host the card is sold with (`offload.offloaded_step`)."""
     rates = efficiency(card) if card else None
     return seconds_at(spec, run, card, rates) if rates and card else None
 
@@ -58,8 +58,7 @@ def seconds_at(spec: ModelSpec, run: Run, card: GPU, rates: Efficiency) -> float
             return offloaded_step(spec, run, card, computed).seconds
         except NotAvailable:  # a card that no host in the table has
             return None
-    bubble = (run.pp - 1) / (run.accumulation + run.pp - 1) if run.pp > 1 else 0.0
-    return computed / (1 - bubble) + update_seconds(spec, run, rates)
+    return computed + update_seconds(spec, run, rates)
 
 
 def passes_seconds(spec: ModelSpec, run: Training, card: GPU, rates: Efficiency) -> float | None:
@@ -116,7 +115,7 @@ def peak_dtype(run: Run) -> str:
     """Return the dtype of a run's products, whose peak utilisation is measured against."""
     if isinstance(run, Inference):
         return run.weights if run.weights in ("fp32", "fp16", "bf16") else "bf16"
-    return run.precision.split("-")[-1]
+    return run.compute_dtype
 
 
 def training_days(parameters: float, tokens: float, card: GPU, cards: int, utilisation: float) -> float:

@@ -7,9 +7,9 @@ from html import escape
 from typing import Any
 
 from ..units import show_bytes
-from .gpu import read_table
 from .host import Host, host, installed
 from .scale import Scale, scale
+from .table import read_table
 
 
 @dataclass(frozen=True)

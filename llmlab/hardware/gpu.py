@@ -9,15 +9,14 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from ..errors import SpecError, unknown_name
 from ..units import MiB, show_bytes
+from .table import cited, read_table
 
 DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp8", "int8")
 
@@ -117,15 +116,6 @@ def gpus() -> tuple[GPU, ...]:
     return tuple(_card(entry, table["documents"]) for entry in table["gpu"])
 
 
-def read_table(name: str) -> dict[str, Any]:
-    """Return the TOML file `name` that lies beside this module."""
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    return tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
-
-
 def match(device_name: str, memory: int) -> GPU | None:
     """Return the card that a driver calls `device_name` and shows `memory` bytes of, or None.
 
@@ -160,11 +150,8 @@ def _card(entry: Mapping[str, Any], documents: Mapping[str, str]) -> GPU:
     def size(key: str) -> int | None:
         return round(entry[key] * MiB) if key in entry else None
 
-    def cited(text: str) -> str:
-        return re.sub(r"\[(\w+)\]", lambda found: documents[found[1]], text)
-
     capability = entry.get("compute_capability")
-    sources = {name: cited(text) for names, text in entry["sources"].items() for name in names.split()}
+    sources = {name: cited(text, documents) for names, text in entry["sources"].items() for name in names.split()}
     return GPU(
         name=entry["name"],
         vendor=entry["vendor"],

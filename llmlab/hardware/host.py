@@ -14,6 +14,11 @@ from .gpu import BF16_CAPABILITY, FLASH_ATTENTION_2_CAPABILITY, GPU, match
 # The packages whose version changes what a run costs, by their names on the package index.
 PACKAGES = ("torch", "transformers", "triton", "bitsandbytes", "deepspeed", "peft", "flash-attn")
 
+CONTAINER_LIMITS = (  # limit and use, cgroup v2 and v1
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
 
 @dataclass(frozen=True)
 class Host:
@@ -171,12 +176,20 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def container_memory() -> list[tuple[int, int | None]]:
+    """Return the limits that containers set, each with what is in use of it, None where it does not tell; bytes.
+
+    Past a limit the kernel kills the process, however much RAM the machine has.
+    """
+    found = []
+    for limit, used in CONTAINER_LIMITS:
+        if Path(limit).exists() and (text := Path(limit).read_text().strip()).isdigit():  # "max" is none
+            found.append((int(text), int(Path(used).read_text()) if Path(used).exists() else None))
+    return found
+
+
 def _ram() -> int | None:
-    sizes = []
+    sizes = [limit for limit, _ in container_memory()]
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         sizes.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    # Past a container's limit the kernel kills the process, however much RAM the machine has (cgroup v2, v1).
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        if Path(limit).exists() and (text := Path(limit).read_text().strip()).isdigit():
-            sizes.append(int(text))
     return min(sizes, default=None)

@@ -6,13 +6,14 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from functools import cache
 
-from ..errors import NotAvailable, unknown_name
-from .gpu import GPU, gpu, read_table
+from ..errors import NotAvailable
+from ..units import GB
+from .gpu import GPU, gpu
 from .links import links
+from .table import cited, named, read_table
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Host:
 
     name: str
     gpus: int
-    memory: float
+    memory: int
     bandwidth: float
     cards: tuple[str, ...] = ()
     source: str = ""
@@ -46,18 +47,14 @@ class Drive:
 def hosts() -> dict[str, Host]:
     """Return every host by its name."""
     table = read_table("hosts.toml")
-
-    def cited(text: str) -> str:
-        return re.sub(r"\[(\w+)\]", lambda match: table["documents"][match[1]], text)
-
     return {
         entry["name"]: Host(
             name=entry["name"],
             gpus=entry["gpus"],
-            memory=entry["memory_gb"] * 1e9,
+            memory=round(entry["memory_gb"] * GB),
             bandwidth=entry["bandwidth_gb_s"] * 1e9,
             cards=tuple(entry["cards"]),
-            source=cited(entry["source"]),
+            source=cited(entry["source"], table["documents"]),
             checked=table["checked"],
         )
         for entry in table["host"]
@@ -66,10 +63,7 @@ def hosts() -> dict[str, Host]:
 
 def host(name: str) -> Host:
     """Return the host called `name`; case does not count. Raises UnknownName with the nearest ones."""
-    for known, found in hosts().items():
-        if known.lower() == str(name).lower():
-            return found
-    raise unknown_name("host", str(name), list(hosts()), f"The table has {', '.join(hosts())}.")
+    return named("host", name, hosts())
 
 
 def host_of(card: GPU | str) -> Host:

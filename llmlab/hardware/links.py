@@ -8,12 +8,14 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from functools import cache
 
-from ..errors import NotAvailable, SpecError, unknown_name
-from .gpu import GPU, gpu, read_table
+from ..errors import NotAvailable, SpecError, check_counts
+from .gpu import GPU, gpu
+from .table import cited, named, read_table
+
+GPUS_A_NODE = 8  # of NVIDIA's DGX and HGX, and with an InfiniBand adapter each; other nodes are named by the caller
 
 
 @dataclass(frozen=True)
@@ -70,32 +72,28 @@ class Cluster:
 
     inside: Link
     across: Link
-    gpus: int = 8
-    adapters: int = 8
+    gpus: int = GPUS_A_NODE
+    adapters: int = GPUS_A_NODE
 
     def group(self, ranks: int, stride: int = 1) -> Group:
         """Return the group of `ranks` ranks of which each is `stride` devices from the next.
 
         Tensor-parallel ranks are neighbours, stride 1; data-parallel ones are tp devices apart.
         """
-        for name, value in (("ranks", ranks), ("stride", stride)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise SpecError(f"{name}={value!r} is not a whole number >= 1")
+        check_counts(ranks=ranks, stride=stride)
         per_node = min(ranks, max(1, self.gpus // stride))
         if per_node >= ranks:
             return Group(ranks, per_node, self.inside)
         return Group(ranks, per_node, self.inside, self.across, self.adapters * per_node / self.gpus)
 
 
-def cluster(card: GPU | str, network: Link | str, gpus: int = 8, adapters: int | None = None) -> Cluster:
+def cluster(card: GPU | str, network: Link | str, gpus: int = GPUS_A_NODE, adapters: int | None = None) -> Cluster:
     """Return nodes of `gpus` such cards, with as many network adapters (`adapters` None), or that many.
 
     Raises UnknownName for a card or link that is no table's, NotAvailable for a card whose links are not there.
     """
     adapters = gpus if adapters is None else adapters
-    for name, value in (("gpus", gpus), ("adapters", adapters)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise SpecError(f"{name}={value!r} is not a whole number >= 1")
+    check_counts(gpus=gpus, adapters=adapters)
     across = link(network) if isinstance(network, str) else network
     if across.kind != "network":
         raise SpecError(f"network={across.name} does not connect nodes; give one of {', '.join(_networks())}")
@@ -137,10 +135,6 @@ def node_link(card: GPU | str) -> Link:
 def links() -> dict[str, Link]:
     """Return every link by its name."""
     table = read_table("links.toml")
-
-    def cited(text: str) -> str:
-        return re.sub(r"\[(\w+)\]", lambda match: table["documents"][match[1]], text)
-
     return {
         entry["name"]: Link(
             name=entry["name"],
@@ -151,7 +145,7 @@ def links() -> dict[str, Link]:
             tree_step=entry["tree_step_us"] * 1e-6,
             architectures=tuple(entry.get("architectures", ())),
             nodes_of=tuple(entry.get("nodes_of", ())),
-            source=cited(entry["source"]),
+            source=cited(entry["source"], table["documents"]),
             checked=table["checked"],
         )
         for entry in table["link"]
@@ -160,10 +154,7 @@ def links() -> dict[str, Link]:
 
 def link(name: str) -> Link:
     """Return the link called `name`; case does not count. Raises UnknownName with the nearest ones."""
-    for known, found in links().items():
-        if known.lower() == str(name).lower():
-            return found
-    raise unknown_name("link", str(name), list(links()), f"The table has {', '.join(links())}.")
+    return named("link", name, links())
 
 
 @cache

@@ -41,7 +41,7 @@ def cap(card: GPU, total: int | None, capability: tuple[int, int] | None) -> int
     undo = f"unset {VARIABLE} to use the machine as it is"
     if total is None:
         raise NotAvailable(f"{VARIABLE}={card.name} needs a CUDA GPU with as much memory; none is here: {undo}")
-    allowed = card.memory - (card.context or 0)
+    allowed = card.room()
     if total < allowed:
         raise NotAvailable(
             f"{VARIABLE}={card.name} has {show_bytes(card.memory)}, the GPU here {show_bytes(total)}: "

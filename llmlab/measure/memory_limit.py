@@ -14,14 +14,11 @@ from pathlib import Path
 
 import torch
 
+from ..hardware.host import container_memory
 from ..models.spec import ModelSpec
-from ..runs import Inference, Run
-from ..step_model import weight_dtype
-
-CONTAINER_LIMITS = (  # limit and use, cgroup v2 and v1
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
+from ..runs import Run
+from ..step_model import quantization_of, weight_dtype
+from ..step_quantized import QUANTIZED_BYTES
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -44,18 +41,15 @@ def available_memory() -> int | None:
         return None
     found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)
     sizes = [int(found[1]) * 1024] if found else []
-    for limit, used in CONTAINER_LIMITS:
-        if Path(limit).exists() and Path(used).exists() and (text := Path(limit).read_text().strip()).isdigit():
-            sizes.append(max(0, int(text) - int(Path(used).read_text())))
+    sizes += [max(0, limit - used) for limit, used in container_memory() if used is not None]
     return min(sizes, default=None)
 
 
 def least_bytes(spec: ModelSpec, run: Run) -> int:
     """Return the bytes of the weights alone: what `run` needs before its first phase."""
-    quantization = run.weights if isinstance(run, Inference) else run.quantization
-    if quantization in ("nf4", "int8"):  # the linears; scales and the rest come on top
+    if quantization := quantization_of(run):  # the linears; scales and the rest come on top
         linears = sum(x.count * x.inputs * x.outputs for x in spec.linears if x.part not in ("head", "router"))
-        return linears // 2 if quantization == "nf4" else linears
+        return int(linears * QUANTIZED_BYTES[quantization])
     return spec.parameters * weight_dtype(run).itemsize
 
 

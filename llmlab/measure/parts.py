@@ -14,7 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from ..models.spec import ModelSpec
 from ..report import PARTS, TimelinePoint
+from ..runs import Run, Training
 from .events import Event
 from .recorder import BUFFERS, COMMUNICATION, GATHERED, INPUTS, Mark
 
@@ -46,6 +48,12 @@ class Division:
     phases: dict[str, int] = field(default_factory=dict)
     timeline: tuple[TimelinePoint, ...] = ()
     blocks: tuple[Block, ...] = ()  # alive at the peak, in order of birth: the last one made it
+
+
+def logits_sizes(spec: ModelSpec, run: Run) -> list[int]:
+    """Return the bytes of the logits of one forward pass: in half precision, and in fp32."""
+    elements = (run.tokens if isinstance(run, Training) else run.batch) * spec.vocab
+    return [2 * elements, 4 * elements]
 
 
 def divide(events: Sequence[Event], marks: Sequence[Mark], logits: Iterable[int] = ()) -> Division:

@@ -24,7 +24,7 @@ from ..step import build_step, texts
 from ..step_ranks import around_steps, check_ranks, join
 from ..techniques.launch import launch
 from .events import CPUEvents, Event
-from .parts import divide
+from .parts import divide, logits_sizes
 from .recorder import Recorder
 from .report import CPU_NOTE
 
@@ -138,8 +138,7 @@ def _report(spec: ModelSpec, run: Training) -> Report:
         recorder.counting = True
         step(recorder.enter)
         recorder.stop()
-    elements = run.tokens * spec.vocab
-    division = divide(_with_frees(recorder.events, spans), recorder.marks, [2 * elements, 4 * elements])
+    division = divide(_with_frees(recorder.events, spans), recorder.marks, logits_sizes(spec, run))
     return Report(
         source="measured",
         model=spec.name,

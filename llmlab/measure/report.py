@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from ..check import check
-from ..errors import SpecError
+from ..errors import check_counts
+from ..estimate.time import peak_dtype, tokens_of
 from ..hardware import pretend
 from ..hardware.host import environment, host
 from ..models.spec import ModelSpec
@@ -25,7 +26,7 @@ from ..units import show_bytes
 from .devices import CUDAPeaks, MPSPeaks, cuda_context_bytes, pick_device
 from .events import CPUEvents, CUDAEvents, exclusive
 from .memory_limit import available_memory, is_out_of_memory, least_bytes, limited_to_available
-from .parts import Division, divide
+from .parts import Division, divide, logits_sizes
 from .recorder import Recorder
 from .timing import count_flops, median_seconds
 
@@ -59,10 +60,9 @@ def measured(
     spec = find_model(model)
     check(spec, run)
     one_device(run)
-    if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
-        raise SpecError(f"repeats={repeats!r} is not a whole number >= 1")
+    check_counts(repeats=repeats)
     picked = pick_device(device)
-    if getattr(run, "offload", None):
+    if isinstance(run, Training) and run.offload:
         check_offload(run, picked.type == "cuda", "measure")
     least, available = least_bytes(spec, run), available_memory()
     if picked.type == "cpu" and available is not None and least > available:
@@ -171,7 +171,7 @@ def _reported(spec: ModelSpec, run: Run, device: torch.device, figures: Figures)
         detail=detail,
         flops=figures.flops,
         step_seconds=figures.seconds,
-        tokens_per_second=_tokens(run) / figures.seconds,
+        tokens_per_second=tokens_of(run) / figures.seconds,
         notes=notes,
         timeline=division.timeline if recorder.source else (),
     )  # fmt: skip
@@ -214,22 +214,12 @@ def _parts(division: Division, phases: Mapping[str, int], figures: Figures) -> t
 
 
 def _logits_sizes(spec: ModelSpec, run: Run) -> list[int]:
-    """Bytes of a logits tensor: in fp32, and where the products are in half precision in that."""
-    elements = (run.tokens if isinstance(run, Training) else run.batch) * spec.vocab
-    return [4 * elements] if _peak_dtype(run) in ("fp32", "tf32") else [2 * elements, 4 * elements]
-
-
-def _tokens(run: Run) -> int:
-    """Tokens of a step: trained on, or generated."""
-    if isinstance(run, Training):
-        return run.global_batch * run.seq_len
-    return run.batch * run.new_tokens
+    half, single = logits_sizes(spec, run)
+    return [single] if _peak_dtype(run) in ("fp32", "tf32") else [half, single]
 
 
 def _peak_dtype(run: Run) -> str:
-    if isinstance(run, Inference):
-        return run.weights if run.weights in ("fp32", "fp16", "bf16") else "bf16"
-    dtype = run.precision.split("-")[-1]
+    dtype = peak_dtype(run)
     return "tf32" if dtype == "fp32" and _tf32() else dtype
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
@@ -30,11 +31,15 @@ def median_seconds(step: Callable[[], object], device: torch.device, repeats: in
     return median(seconds)
 
 
-def _cpu_attention(query: list[int], key: list[int], value: list[int], *_, **__) -> int:
+def cpu_attention_flops(query: list[int], key: list[int], value: list[int], *_: Any, **__: Any) -> int:
+    """Return the FLOP of the CPU's attention, of which PyTorch's table has the CUDA kernels alone; from shapes."""
     return sdpa_flop_count(query, key, value)
 
 
-def _cpu_attention_backward(grad: list[int], query: list[int], key: list[int], value: list[int], *_, **__) -> int:
+def cpu_attention_backward_flops(
+    grad: list[int], query: list[int], key: list[int], value: list[int], *_: Any, **__: Any
+) -> int:
+    """Return the FLOP of its backward."""
     return sdpa_backward_flop_count(grad, query, key, value)
 
 
@@ -46,8 +51,8 @@ def count_flops(step: Callable[[], object]) -> int:
     """
     aten = torch.ops.aten
     mapping = {
-        aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
+        aten._scaled_dot_product_flash_attention_for_cpu: cpu_attention_flops,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: cpu_attention_backward_flops,
     }
     with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
         step()

@@ -4,6 +4,8 @@ Figures are made without pyplot, so nothing is left open and no display is neede
 a dark page: an opaque light panel, dark text (contrast >= 4.5:1, WCAG 2.1 SC 1.4.3), Okabe and Ito's colour-blind-safe
 palette (https://jfly.uni-koeln.de/color/), and one colour a part, everywhere. Each figure says in words what it shows
 (`alt`); that text is its repr, so a notebook's stored output keeps the numbers of the picture.
+
+`roofline.plot_roofline` draws simulated operators, which need torch, so it is imported from its own file.
 """
 
 from .collectives import plot_collectives

@@ -18,6 +18,7 @@ from ..report import PARTS
 from ..units import GiB, MiB
 
 PANEL, INK, MUTED = "#FBFBF8", "#1F2328", "#57606A"
+WHITE, FAINT = "#FFFFFF", "#D0D0CC"  # FAINT: lines of a grid, and around what is empty
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#CCCCCC")
 COLORS = dict(zip(PARTS, PALETTE, strict=True))
 
@@ -65,15 +66,20 @@ def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
     return inner
 
 
-def contrast(one: str, other: str) -> float:
+def contrast(one: Any, other: Any) -> float:
     """Return the contrast ratio of two colours, 1 to 21 (WCAG 2.1, relative luminance of sRGB)."""
 
-    def luminance(color: str) -> float:
+    def luminance(color: Any) -> float:
         linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
     high, low = sorted((luminance(one), luminance(other)), reverse=True)
     return (high + 0.05) / (low + 0.05)
+
+
+def ink_on(color: Any, dark: str = INK) -> str:
+    """Return `dark` or white, whichever reads better on `color`, matplotlib's in any form."""
+    return max((dark, WHITE), key=lambda ink: contrast(ink, color))
 
 
 def new_picture(height: float, width: float = WIDTH) -> tuple[Picture, Axes]:

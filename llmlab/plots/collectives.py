@@ -9,12 +9,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from ..errors import SpecError
-from .canvas import INK, MUTED, PALETTE, PANEL, SMALL, Picture, contrast, key, styled
+from .canvas import FAINT, INK, MUTED, PALETTE, PANEL, SMALL, WHITE, WIDTH, Picture, ink_on, key, styled
 
 Cells = Sequence[Sequence[float] | None]
 MOST = 4  # ranks: cells of more are narrower than their numbers
 OWNERS = (PALETTE[5], PALETTE[1], PALETTE[2], PALETTE[4])
-SUM = "#FFFFFF"
+SUM = WHITE
 
 
 @styled
@@ -28,7 +28,7 @@ def plot_collectives(found: Mapping[str, tuple[Cells, Cells]]) -> Figure:
     if len(ranks) != 1 or not 1 <= max(ranks) <= MOST:
         raise SpecError(f"collectives of {sorted(ranks)} ranks; give 1 to {MOST} ranks, the same in all")
     count, rows = max(ranks), -(-len(found) // 2)
-    picture = Picture(figsize=(7.0, 0.55 + rows * (0.42 + 0.25 * count)), layout="constrained")
+    picture = Picture(figsize=(WIDTH, 0.55 + rows * (0.42 + 0.25 * count)), layout="constrained")
     panels = picture.subplots(rows, 2, squeeze=False).flat
     for ax in panels:
         ax.axis("off")
@@ -56,14 +56,13 @@ def _cells(ax: Axes, row: int, left: float, numbers: Sequence[float] | None, cou
     for place in range(count):
         value = numbers[place] if numbers is not None and place < len(numbers) else None
         if value is None:
-            ax.add_patch(Rectangle((left + place, row - 0.42), 1, 0.84, facecolor=PANEL, edgecolor="#D0D0CC", lw=0.5))
+            ax.add_patch(Rectangle((left + place, row - 0.42), 1, 0.84, facecolor=PANEL, edgecolor=FAINT, lw=0.5))
             continue
         digits = f"{value:.0f}"
         whole = digits.count("0") == 0 and count > 1 and len(digits) == count
         color = SUM if whole else OWNERS[min(len(digits), count) - 1]
         ax.add_patch(Rectangle((left + place, row - 0.42), 1, 0.84, facecolor=color, edgecolor=INK, lw=0.6))
-        ink = INK if contrast(INK, color) >= 4.5 else PANEL
-        ax.text(left + place + 0.5, row, digits, ha="center", va="center", size=SMALL, color=ink)
+        ax.text(left + place + 0.5, row, digits, ha="center", va="center", size=SMALL, color=ink_on(color))
 
 
 def _said(numbers: Sequence[float] | None) -> str:

@@ -11,7 +11,7 @@ from matplotlib.patheffects import Normal, Stroke
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from ..errors import SpecError
-from .canvas import COLORS, INK, PANEL, SMALL, contrast, new_picture, spread, styled
+from .canvas import COLORS, FAINT, INK, PANEL, SMALL, contrast, new_picture, spread, styled
 
 LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")  # by contrast as a line
 MARKERS = "osD^vPX"
@@ -54,7 +54,7 @@ def plot_curve(
     plain = FuncFormatter(lambda value, _: f"{value:,.6g}")
     ax.xaxis.set_major_formatter(plain)
     ax.yaxis.set_major_formatter(plain)
-    ax.grid(axis="y", color="#D0D0CC", linewidth=0.6)
+    ax.grid(axis="y", color=FAINT, linewidth=0.6)
     ax.set_axisbelow(True)
     ax.set_xlabel(xlabel)
     ax.set_ylabel(ylabel)

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from ..errors import SpecError
-from .canvas import INK, PALETTE, PANEL, SMALL, WIDTH, Picture, contrast, key, legend, styled
+from .canvas import PALETTE, PANEL, SMALL, WIDTH, Picture, ink_on, key, legend, styled
 
 
 class Task(NamedTuple):
@@ -50,9 +50,8 @@ def plot_gantt(
             ax.add_patch(shape)
             # A label that would be wider than its bar is left out: 0.09 inches a digit.
             if task.label and (task.end - task.start) / end * (WIDTH - 0.8) > 0.09 * len(task.label):
-                ink = max((INK, "#FFFFFF"), key=lambda text, under=color: contrast(text, under))
                 middle = (task.start + task.end) / 2
-                style = {"ha": "center", "va": "center", "size": SMALL, "color": ink, "gid": task.kind}
+                style = {"ha": "center", "va": "center", "size": SMALL, "color": ink_on(color), "gid": task.kind}
                 ax.text(middle, task.row, task.label, **style)
         waits = 1 - sum(task.end - task.start for task in tasks) / (count * max(task.end for task in tasks))
         ax.set_title(f"{name}: {waits:.0%} waiting", loc="left", weight="bold")

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from ..errors import SpecError
-from .canvas import INK, MUTED, PALETTE, SMALL, new_picture, styled
+from .canvas import FAINT, INK, MUTED, PALETTE, SMALL, new_picture, styled
 
 MARKS = tuple(zip("osD^v", (PALETTE[3], PALETTE[1], PALETTE[4], PALETTE[2], PALETTE[0]), strict=True))
 
@@ -43,7 +43,7 @@ def plot_ladder(rows: Mapping[str, Mapping[str, float]], xlabel: str) -> Figure:
     ax.set_ylim(len(rows) - 0.5, -0.7)
     ax.set_yticks(range(len(rows)), list(rows))
     ax.tick_params(axis="y", length=0)
-    ax.grid(axis="x", color="#D0D0CC", linewidth=0.6)
+    ax.grid(axis="x", color=FAINT, linewidth=0.6)
     ax.set_axisbelow(True)
     ax.set_xlabel(xlabel)
     handles = [

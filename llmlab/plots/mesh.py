@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from ..errors import SpecError
-from .canvas import INK, MUTED, PALETTE, PANEL, SMALL, WIDTH, Picture, contrast, key, legend, styled
+from .canvas import MUTED, PALETTE, PANEL, SMALL, WIDTH, Picture, ink_on, key, legend, styled
 
 if TYPE_CHECKING:
     from ..runs import Training
@@ -50,9 +50,8 @@ def plot_mesh(runs: dict[str, Training], gpus: int = 8) -> Figure:
             node, place = divmod(rank, gpus)
             color = PALETTE[coordinates(run, rank)["pp"]]
             ax.add_patch(Rectangle((place + 0.03, node - 0.43), 0.94, 0.86, facecolor=color, edgecolor=PANEL, lw=0.6))
-            ink = max((INK, "#FFFFFF"), key=lambda text, under=color: contrast(text, under))
             marks = "".join(axis[0].upper() for axis, group in groups.items() if rank in group and rank)
-            style = {"ha": "center", "va": "center", "size": SMALL, "color": ink, "gid": f"rank {rank}"}
+            style = {"ha": "center", "va": "center", "size": SMALL, "color": ink_on(color), "gid": f"rank {rank}"}
             weight = "bold" if marks or not rank else "normal"
             ax.text(place + 0.5, node, f"{rank} {marks}".strip(), weight=weight, **style)
         talks = "; ".join(f"{NAMES[axis]} {' '.join(map(str, group))}" for axis, group in groups.items())

@@ -11,7 +11,7 @@ from matplotlib.patches import Rectangle
 from ..errors import SpecError
 from ..report import PARTS, Report
 from ..units import show_bytes
-from .canvas import COLORS, INK, PANEL, SMALL, bar, contrast, key, legend, new_picture, short_names, styled, unit_of
+from .canvas import COLORS, INK, PANEL, SMALL, bar, ink_on, key, legend, new_picture, short_names, styled, unit_of
 
 
 @styled
@@ -111,8 +111,7 @@ def _write_inside(picture: Figure, segments: Sequence[tuple[Rectangle, str, str]
     """Write each segment's text into it where it fits; the legend names the rest."""
     picture.draw_without_rendering()  # the layout decides how wide a segment is
     for patch, part, words in segments:
-        under = patch.get_facecolor()
-        color = max(("#000000", "#FFFFFF"), key=lambda ink, under=under: contrast(ink, under))
+        color = ink_on(patch.get_facecolor(), dark="#000000")
         x, y = patch.get_x() + patch.get_width() / 2, patch.get_y() + patch.get_height() / 2
         text = patch.axes.text(x, y, words, color=color, ha="center", va="center", size=SMALL, zorder=3)
         text.set_in_layout(False)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from ..errors import SpecError
-from .canvas import INK, MUTED, SMALL, new_picture, styled
+from .canvas import FAINT, INK, MUTED, SMALL, new_picture, styled
 from .curve import DASHES, LINES, MARKERS
 
 Points = Sequence[tuple[float, float]]
@@ -38,14 +39,8 @@ def plot_tradeoff(
         raise SpecError("a point has y <= 0, which a logarithmic axis cannot show")
     picture, ax = new_picture(4.6)
     heights = [min(y, top or y) for _, y in everything] + ([baseline[1]] if baseline else [])
-    low, high = min(heights), max(heights)
-    top = top or high
-    if high > 3 * low:
-        ax.set_yscale("log")
-        ax.set_ylim(low / (high / low) ** 0.08, high * (high / low) ** 0.05)
-    else:
-        margin = (high - low) or 0.1 * high
-        ax.set_ylim(low - 0.12 * margin, high + 0.06 * margin)
+    _scale(ax, min(heights), max(heights))
+    top = top or max(heights)
     if baseline:
         ax.axhline(baseline[1], color=MUTED, linewidth=1.2, linestyle="--", zorder=1)
         right = max(x for x, _ in everything)
@@ -66,7 +61,7 @@ def plot_tradeoff(
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_formatter(plain)
     ax.yaxis.set_minor_formatter(plain if ax.get_ylim()[1] / ax.get_ylim()[0] < 8 else NullFormatter())
-    ax.grid(axis="y", which="both", color="#D0D0CC", linewidth=0.6)
+    ax.grid(axis="y", which="both", color=FAINT, linewidth=0.6)
     ax.set_axisbelow(True)
     ax.set_xlabel(xlabel)
     ax.set_ylabel(ylabel)
@@ -77,6 +72,16 @@ def plot_tradeoff(
              for name, points in {**lines, **{name: [point] for name, point in singles.items()}}.items()]  # fmt: skip
     picture.alt = f"{ylabel} against {xlabel}. " + " ".join(said)
     return picture
+
+
+def _scale(ax: Axes, low: float, high: float) -> None:
+    """Let the y axis hold `low` to `high` with some room, in powers where they are far apart."""
+    if high > 3 * low:
+        ax.set_yscale("log")
+        ax.set_ylim(low / (high / low) ** 0.08, high * (high / low) ** 0.05)
+    else:
+        margin = (high - low) or 0.1 * high
+        ax.set_ylim(low - 0.12 * margin, high + 0.06 * margin)
 
 
 def neighbours(singles: Mapping[str, tuple[float, float]], apart: float = 0.45) -> list[list[str]]:

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .lookup import records, refused
+from .lookup import records
 
 if TYPE_CHECKING:
     from .chapters import ChapterRun, LedgerRow, ledger, record_chapter
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .plan import PLAN, Item
     from .published import Figure, figure, figures
     from .recorder import Recording, record
+    from .refusals import refused
     from .store import RecordWarning, Refused
 
 # Loaded on first use: `import llmlab` needs `records` alone.
@@ -20,6 +21,7 @@ _HOMES = {
     "operators": ("OperatorRecord", "operator_records"),
     "plan": ("PLAN", "Item"),
     "recorder": ("Recording", "record"),
+    "refusals": ("refused",),
     "store": ("RecordWarning", "Refused"),
 }
 __all__ = [

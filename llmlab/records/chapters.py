@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from ..errors import SpecError
+from ..hardware.table import read_table
 from ..units import show_bytes, show_seconds
 from . import store
-from .lookup import load
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from .lookup import gpu_of, load
 
 HEADER = ("chapter", "GPU", "peak allocated", "time", "dtype", "versions", "date")
 NOT_MEASURED = "not measured yet"
@@ -108,7 +102,6 @@ def record_chapter(
     """
     from ..hardware.host import environment as of_this_machine
     from ..hardware.host import host
-    from .recorder import gpu_of
 
     gpu = gpu_of(host()) if gpu is None else gpu
     environment = dict(of_this_machine() if environment is None else environment)
@@ -121,8 +114,7 @@ def record_chapter(
 
 
 def _chapters() -> list[str]:
-    table = tomllib.loads(files("llmlab.hardware").joinpath("chapters.toml").read_text(encoding="utf-8"))
-    return [entry["name"] for entry in table["chapter"]]
+    return [entry["name"] for entry in read_table("chapters.toml")["chapter"]]
 
 
 def _is_number(value: Any) -> bool:

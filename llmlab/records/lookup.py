@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from ..errors import SpecError, UnknownName, unknown_name
+from ..hardware import pretend
 from ..hardware.gpu import GPU
 from ..hardware.gpu import gpu as find_gpu
+from ..hardware.host import Host
 from ..models.spec import ModelSpec, models
 from ..models.spec import model as find_model
 from ..report import SOURCES, Report
@@ -59,29 +61,18 @@ def records(
     return sorted(found, key=lambda report: report.environment.get("date", ""), reverse=True)  # stable: as published
 
 
-def refused(folder: Path | str | None = None) -> list[Refused]:
-    """Return the record files and records that were left out of every lookup, each with its reason."""
-    from .chapters import ChapterRun
-    from .operators import _series
-    from .published import _figure
-
-    builds = {"reports": Report.from_dict, "chapters": ChapterRun.from_dict, "figures": _figure, "operators": _series}
-    # The first kind meets every unreadable file; the others add their own records only.
-    found = [problem for kind, build in builds.items() for problem in _load(kind, build, folder)[1]]
-    return list(dict.fromkeys(found))
-
-
 def load(kind: str, build: Callable[[dict[str, Any]], Record], folder: Path | str | None = None) -> list[Record]:
     """Return every record of `kind`, warning of each that was refused."""
-    found, problems = _load(kind, build, folder)
+    found, problems = load_all(kind, build, folder)
     for problem in problems:
         warnings.warn(str(problem), RecordWarning, stacklevel=3)
     return found
 
 
-def _load(
-    kind: str, build: Callable[[dict[str, Any]], Record], folder: Path | str | None
+def load_all(
+    kind: str, build: Callable[[dict[str, Any]], Record], folder: Path | str | None = None
 ) -> tuple[list[Record], list[Refused]]:
+    """Return every record of `kind`, and what was refused; `folder` None: the package's and the user's."""
     found: list[Record] = []
     problems: list[Refused] = []
     for place in store.folders() if folder is None else (Path(folder),):
@@ -136,7 +127,15 @@ def recorded_gpu(report: Report) -> str:
     return CPU if report.gpu is None else _card_name(report.gpu)
 
 
-def gpu_name(gpu: GPU | str, recorded: set[str] = frozenset()) -> str:
+def gpu_of(here: Host) -> str:
+    """Return the name that records of this machine carry: the table's, else what torch calls the device, or "cpu"."""
+    if here.device == "cpu":
+        return CPU
+    pretending = here.gpu is not None and here.gpu == pretend.pretended()
+    return here.gpu.name if here.gpu and not pretending else here.name
+
+
+def gpu_name(gpu: GPU | str, recorded: Set[str] = frozenset()) -> str:
     """Return the name GPUs are compared by: the table's, "cpu", or one among those `recorded`; else UnknownName."""
     if isinstance(gpu, GPU):
         return gpu.name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +62,7 @@ def operator_records(
     name = None if gpu is None else gpu_name(gpu)
     return [
         record
-        for series in load("operators", _series)
+        for series in load("operators", sweep)
         for record in series
         if all(value is None or getattr(record, field) == value for field, value in wanted.items())
         and (name is None or record.gpu == name)
@@ -70,16 +70,14 @@ def operator_records(
     ]
 
 
-def _series(data: dict[str, Any]) -> tuple[OperatorRecord, ...]:
-    # A file keeps one sweep a line: the size that varied, its values, and what was measured at each.
-    return tuple(_records(data))
-
-
-def _records(data: dict[str, Any]) -> Iterator[OperatorRecord]:
+def sweep(data: Mapping[str, Any]) -> tuple[OperatorRecord, ...]:
+    """Return the records of one line of a file: the size that varied, its values, and what was measured at each."""
     values = dict(data)
     varied, at, measured = values.pop("varied"), values.pop("at"), values.pop("values")
     if len(at) != len(measured):
         raise SpecError(f"{values.get('operator')}: {len(at)} sizes of {varied} but {len(measured)} values")
     fixed = values.pop("sizes")
-    for size, value in zip(at, measured, strict=True):
-        yield OperatorRecord(value=value, sizes={varied: size, **fixed}, **values)
+    return tuple(
+        OperatorRecord(value=value, sizes={varied: size, **fixed}, **values)
+        for size, value in zip(at, measured, strict=True)
+    )

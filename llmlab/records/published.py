@@ -37,6 +37,11 @@ class Figure:
         if not numbers or any(isinstance(value, bool) or not isinstance(value, (int, float)) for value in numbers):
             raise SpecError(f"figure {self.key!r} needs numbers as values; it has {dict(self.values)}")
 
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Figure:
+        """Return the figure that a record describes."""
+        return cls(**{**data, "notes": tuple(data.get("notes", ()))})
+
     @property
     def value(self) -> float:
         """The number, where there is only one; SpecError where there are several."""
@@ -52,7 +57,7 @@ class Figure:
 
 def figures() -> dict[str, Figure]:
     """Return every published figure by its key."""
-    return {found.key: found for found in load("figures", _figure)}
+    return {found.key: found for found in load("figures", Figure.from_dict)}
 
 
 def figure(key: str) -> Figure:
@@ -65,7 +70,3 @@ def figure(key: str) -> Figure:
     if key not in known:
         raise unknown_name("figure", key, list(known), "llmlab.records.figures() lists them all.")
     return known[key]
-
-
-def _figure(data: dict[str, Any]) -> Figure:
-    return Figure(**{**data, "notes": tuple(data.get("notes", ()))})

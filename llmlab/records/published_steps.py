@@ -64,6 +64,7 @@ def megatron_iterations() -> list[PublishedStep]:
 
 
 def megatron_run(of: dict[str, int], kind: str, dp: int = 1) -> Training:
+    """Return the run of one row of table 5: `of` has its sizes and degrees by name, `kind` is one of KINDS."""
     return Training(
         micro_batch=of["micro batch"],
         seq_len=2048,

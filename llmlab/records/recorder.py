@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..check import check
+from ..check import check, dtypes_of
 from ..errors import NotAvailable, SpecError, UnknownName
 from ..estimate import estimate
 from ..hardware import pretend
 from ..hardware.host import Host, host
 from ..models.spec import model as find_model
 from ..report import Report
-from ..runs import Run
+from ..runs import Run, Training
 from ..units import show_bytes, show_seconds
 from . import store
-from .lookup import recorded_gpu, records
+from .lookup import gpu_of, recorded_gpu, records
 from .plan import PLAN, Item
 
 if TYPE_CHECKING:
@@ -110,21 +110,13 @@ def cannot(item: Item, here: Host) -> str | None:
         check(spec, item.run, here.gpu)
     except (SpecError, UnknownName) as error:
         return str(error)
-    if here.device == "cuda" and not here.supports_bf16 and "bf16" in _dtypes(item.run):
+    if here.device == "cuda" and not here.supports_bf16 and "bf16" in dtypes_of(item.run):
         return f"{here.name} has no bf16 units"  # a card that is not in the table: check() could not know
     parts = estimate(spec, item.run, here.gpu or "cpu").parts
     least = sum(parts.get(part, 0) for part in FIXED_PARTS)
     if here.memory is not None and least > here.memory:
         return f"{', '.join(FIXED_PARTS)} alone take {show_bytes(least)}; {here.name} has {show_bytes(here.memory)}"
     return None
-
-
-def gpu_of(here: Host) -> str:
-    """Return the name that records of this machine carry: the table's, else what torch calls the device, or "cpu"."""
-    if here.device == "cpu":
-        return "cpu"
-    pretending = here.gpu is not None and here.gpu == pretend.pretended()
-    return here.gpu.name if here.gpu and not pretending else here.name
 
 
 class _Budget:
@@ -153,7 +145,7 @@ class _Budget:
 
 def _work(item: Item) -> int:
     run = item.run
-    tokens = run.tokens if hasattr(run, "tokens") else run.batch * run.seq_len
+    tokens = run.tokens if isinstance(run, Training) else run.batch * run.seq_len
     return find_model(item.model).parameters * tokens
 
 
@@ -208,10 +200,6 @@ def _write(path: Path, report: Report) -> None:
 def _key(data: dict[str, Any]) -> tuple:
     report = Report.from_dict(data)
     return (report.model, report.run, report.gpu, report.environment.get("torch"))
-
-
-def _dtypes(run: Run) -> set[str]:
-    return {run.precision.split("-")[-1]} if hasattr(run, "precision") else {run.weights, run.kv}
 
 
 def _result(report: Report) -> str:

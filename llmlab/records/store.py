@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import SpecError
+from ..files import write_whole
 
 SCHEMA = 1
 PACKAGE = Path(__file__).parent
@@ -97,11 +98,11 @@ def read(kind: str, build: Callable[[dict[str, Any]], Record], folder: Path) -> 
             continue
         if content["kind"] != kind:
             continue
-        for entry, (record, error) in enumerate(_built(content, build)):
-            if error is None:
+        for entry, (record, reason) in enumerate(_built(content, build)):
+            if reason is None:
                 records.append(record)
             else:
-                refused.append(Refused(path, entry, error))
+                refused.append(Refused(path, entry, reason))
     return records, refused
 
 
@@ -171,17 +172,3 @@ def to_text(content: dict[str, Any]) -> str:
     head = json.dumps({key: value for key, value in content.items() if key != "records"}, ensure_ascii=False)
     lines = ",\n".join(json.dumps(record, ensure_ascii=False) for record in content["records"])
     return f'{head[:-1]}, "records": [\n{lines}\n]}}\n'
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write `text` to `path` so that a reader, or a crash, sees the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(unfinished, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())  # else a power cut may leave the new name on an empty file
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)

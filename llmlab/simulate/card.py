@@ -161,7 +161,7 @@ class Card:
     def __init__(self, gpu: GPU, config: AllocatorConfig, assume: float | None = None) -> None:
         self.gpu = gpu
         self.hidden = False  # from libraries that would load a driver
-        self.memory = Allocator(gpu.memory - (gpu.context or 0), config, gpu.memory)
+        self.memory = Allocator(gpu.room(), config, gpu.memory)
         self.engine = CardEngine(GPU_DEVICE, self.memory, cuda_extras(gpu), gpu.cublas_workspace)
         self.engine.card, self.engine.assume, self.engine.follows = self, assume, VALUES_LIMIT
         self.phases = Phases(self.engine)
@@ -176,7 +176,7 @@ class Card:
     @property
     def free(self) -> int:
         """Bytes that the driver has left: what mem_get_info shows."""
-        return self.gpu.memory - (self.gpu.context or 0) - self.memory.reserved
+        return self.memory.capacity - self.memory.reserved
 
     def snapshot(self) -> dict[str, Any]:
         """Return what torch.cuda.memory._snapshot returns."""
@@ -184,7 +184,7 @@ class Card:
 
     def out_of_memory(self, error: AllocatorOutOfMemory) -> str:
         """Return the message of c10/cuda/CUDACachingAllocator.cpp, malloc (torch 2.13)."""
-        used = error.reserved + (self.gpu.context or 0)
+        used = self.gpu.memory - self.memory.capacity + error.reserved
         return (
             f"CUDA out of memory. Tried to allocate {_size(error.segment)}. GPU 0 has a total capacity of "
             f"{_size(self.gpu.memory)} of which {_size(self.gpu.memory - used)} is free. Including non-PyTorch memory, "

@@ -23,7 +23,7 @@ from torch.amp import autocast_mode
 from torch.utils.data import DataLoader, dataloader
 
 from ..errors import SpecError
-from ..hardware.gpu import GPU
+from ..hardware.gpu import BF16_CAPABILITY, GPU
 from .legacy import LEGACY_TYPES
 from .snapshot import write_snapshot
 from .streams import DEFAULT_STREAM, CUDAGraph, Event, Stream, Streams, nothing
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from .card import Card
 
 CUDA_VERSION = "13.0"  # of the wheels of torch 2.13
-BF16_CAPABILITY = (8, 0)
 COMPILES_NOT = "torch.compile is simulated eager: what a compiled step would fuse away is counted"
 
 

@@ -47,6 +47,7 @@ FACTORIES = frozenset((
     _aten.arange.default, _aten.arange.start, _aten.arange.start_step, _aten.scalar_tensor.default,
     _aten.zeros.default, _aten.ones.default, _aten.full.default, _aten.linspace.default,
 ))  # fmt: skip
+GIVE_BACK = -1  # in the place of a size: the last buffer goes before the operator ends
 # A GradScaler asks whether a gradient is infinite: simulated ones are finite.
 KEEPS_VALUES = frozenset((_aten._amp_foreach_non_finite_check_and_unscale_.default,))
 
@@ -82,10 +83,12 @@ class HostMemory:
 class Extra(NamedTuple):
     """What a kernel takes besides its outputs: bytes of each buffer, taken in this order and given back at its end.
 
-    Each is a function of the operator's arguments (and outputs): `before` the outputs are allocated, `after` them.
-    `outputs` replaces the operator, where CUDA's returns other sizes than the CPU's. `matmul`: it needs cuBLAS, and
-    where `fused` of its arguments is true cuBLASLt too. `library`: what else it needs, which takes a workspace whose
-    size only the library knows.
+    Each is a function of the operator's arguments (and outputs): `before` the outputs are allocated, `after` them; what
+    is gone earlier is followed by GIVE_BACK.
+    `outputs` replaces the operator, where CUDA's returns other sizes than the CPU's. `order`: the positions of its
+    outputs in the order in which they are allocated, where that is not the one in which they are returned. `matmul`: it
+    needs cuBLAS, and where `fused` of its arguments is true cuBLASLt too. `library`: what else it needs, which takes a
+    workspace whose size only the library knows.
     """
 
     before: Callable[..., Iterable[int]] | None = None
@@ -94,6 +97,7 @@ class Extra(NamedTuple):
     matmul: bool = False
     fused: Callable[..., bool] | None = None
     library: str | None = None
+    order: tuple[int, ...] = ()
 
 
 class _Storage(weakref.ref):
@@ -122,6 +126,7 @@ class Engine(TorchDispatchMode):
         self.casts = device == HOST  # operands of more than one dtype are copied
         self.operator = None  # the one that runs
         self.uncounted: dict[str, str] = {}  # by library: the first operator whose workspace is not counted
+        self._met: set[Any] = set()  # operators of which the output alone is counted
         self.placeholder: float | None = None  # what reading an unknown float gives; None raises NotAvailable
         self.watch: Callable[[Any, tuple, dict[str, Any], Any], None] | None = None  # sees each operator
         self.follows = SMALL  # elements of a tensor of floats whose values are followed
@@ -179,6 +184,8 @@ class Engine(TorchDispatchMode):
             out = sized_by_value(self._run, func, args, kwargs)
             if out is NotImplemented:
                 raise self.needs_values(func) from error
+            if extra is not None and extra.after:
+                self._pass(extra.after, (out, *args), kwargs)
         if type(out) is FakeTensor:
             if args and out is args[0]:
                 self._follow_change(func, args, kwargs)
@@ -191,6 +198,7 @@ class Engine(TorchDispatchMode):
                 self._follow_value(func, args, kwargs, out)
         if extra is None:
             self.hold(out)
+            self._met.add(func)
         if self.watch is not None:
             self.watch(func, args, kwargs, out)
         return out
@@ -205,7 +213,7 @@ class Engine(TorchDispatchMode):
             if extra.before:
                 self.take(scratch, extra.before, args, kwargs)
             out = extra.outputs(func, *args, **kwargs) if extra.outputs else func(*args, **kwargs)
-            self.hold(out)
+            self.hold([out[position] for position in extra.order] if extra.order else out)
             if extra.after:
                 self.take(scratch, extra.after, (out, *args), kwargs)
             if extra.matmul:
@@ -218,10 +226,21 @@ class Engine(TorchDispatchMode):
             self.give_back(scratch)
         return out
 
+    def _pass(self, sizes: Callable[..., Iterable[int]], args: tuple, kwargs: dict[str, Any]) -> None:
+        """Allocate what `sizes(*args, **kwargs)` says, and give it back."""
+        scratch: list[int] = []
+        try:
+            self.take(scratch, sizes, args, kwargs)
+        finally:
+            self.give_back(scratch)
+
     def take(self, scratch: list[int], sizes: Callable[..., Iterable[int]], args: tuple, kwargs: dict) -> None:
-        """Allocate what `sizes(*args, **kwargs)` says, and add the addresses to `scratch`."""
+        """Allocate what `sizes(*args, **kwargs)` says, and add the addresses to `scratch`; GIVE_BACK frees the last."""
         for size in sizes(*args, **kwargs):
-            scratch.append(self.malloc(size))
+            if size == GIVE_BACK:
+                self.free(scratch.pop())
+            else:
+                scratch.append(self.malloc(size))
 
     def give_back(self, scratch: list[int]) -> None:
         """Free what `take` took, the last one first."""
@@ -328,9 +347,17 @@ class Engine(TorchDispatchMode):
 
     def notes(self) -> tuple[str, ...]:
         """Return what is not counted, a sentence each."""
-        return tuple(
-            f"{library}'s workspace is not counted: {library} says how much it takes when it runs; here for {operator}."
-            for library, operator in self.uncounted.items()
+        from .stated import is_stated  # which imports this module
+
+        met = self._met if self.device == GPU_DEVICE else ()
+        unknown = sorted(str(func) for func in met if not is_stated(func, self.extras))
+        return (
+            *(
+                f"{library}'s workspace is not counted: {library} says how much it takes when it runs; here for "
+                f"{operator}."
+                for library, operator in self.uncounted.items()
+            ),
+            *(f"Counted of {func} is its output alone: what else it takes is not known." for func in unknown),
         )
 
     # ---- values

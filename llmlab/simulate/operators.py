@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._pytree import arg_tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from ..estimate.efficiency import efficiency
 from ..hardware.gpu import GPU
+from ..measure.timing import cpu_attention_backward_flops, cpu_attention_flops
 from .quantized import multiplies_packed
 
 aten = torch.ops.aten
@@ -78,19 +79,11 @@ def _bitsandbytes(a: Any, b: Any, shape: Any, *rest: Any, **named: Any) -> int:
     return 2 * prod(a) * shape[0]  # (rows..., in) times a packed (out, in)
 
 
-def _cpu_attention(query: Any, key: Any, value: Any, *rest: Any, **named: Any) -> int:
-    return sdpa_flop_count(query, key, value)
-
-
-def _cpu_attention_backward(grad: Any, query: Any, key: Any, value: Any, *rest: Any, **named: Any) -> int:
-    return sdpa_backward_flop_count(grad, query, key, value)
-
-
 # By name, because some are of libraries that are not here. The values take shapes in the place of tensors.
 MORE_FLOPS: dict[str, Callable[..., int]] = {
     "aten::_grouped_mm": _grouped,
-    "aten::_scaled_dot_product_flash_attention_for_cpu": _cpu_attention,
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _cpu_attention_backward,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": cpu_attention_flops,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": cpu_attention_backward_flops,
     "bitsandbytes::gemm_4bit": _bitsandbytes,
     "bitsandbytes::int8_scaled_mm": lambda a, b, *rest, **named: 2 * prod(a) * b[0],
     "bitsandbytes::int8_linear_matmul": lambda a, b, *rest, **named: 2 * prod(a) * b[0],
@@ -98,7 +91,7 @@ MORE_FLOPS: dict[str, Callable[..., int]] = {
 
 
 @cache
-def _is_view(func: Any) -> bool:
+def is_view(func: Any) -> bool:
     """Whether an operator returns its argument's memory unchanged, or takes memory and fills nothing in."""
     if func._schema.name in WITHOUT_KERNEL:
         return True
@@ -150,11 +143,12 @@ class Operators(list):
             return
         # Recomputation runs inside backward, but from Python and with gradients on, as forward does.
         backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
-        if _is_view(func):
+        if is_view(func):
             self.append(Kernel(name, "none", "", 0, 0, (), 0, backward, self.phase))
             return
         given = {key: value for key, value in kwargs.items() if key != "out"}  # what is only written is not read
-        inputs = [each for each in arg_tree_leaves(*args, **given) if isinstance(each, Tensor)]
+        read = args[1:] if name in ADDING and given.get("beta") == 0 else args  # 0 · c is not read, also where c is NaN
+        inputs = [each for each in arg_tree_leaves(*read, **given) if isinstance(each, Tensor)]
         outputs = [each for each in arg_tree_leaves(out) if isinstance(each, Tensor)]
         if out is None:  # foreach and fused operators in place: their lists are arguments
             written = (args[0], *args[2:4]) if "_fused_adam" in name else args[:1]

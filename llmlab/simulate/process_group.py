@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
-from ..errors import NotAvailable, SpecError
+from ..errors import NotAvailable, SpecError, check_counts
+from ..hardware.links import GPUS_A_NODE
 from .engine import GPU_DEVICE
 from .ranks import FSDP, followed, reducer
 from .streams import nothing
@@ -29,13 +30,11 @@ if TYPE_CHECKING:
     from .card import CardEngine
 
 FSDP_MODULES = ("_fsdp_param_group", "_fsdp_collectives", "_fsdp_init", "_fsdp_state", "_fully_shard")
-GPUS_A_NODE = 8  # what LOCAL_WORLD_SIZE says of a larger world
 
 
 def launched(world_size: int) -> dict[str, str]:
     """Return the environment that torchrun gives rank 0 of `world_size`."""
-    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-        raise SpecError(f"world_size={world_size!r} is not a whole number >= 1")
+    check_counts(world_size=world_size)
     local = str(min(world_size, GPUS_A_NODE))
     return {
         "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": local,
@@ -91,6 +90,7 @@ def _init_process_group(engine: CardEngine, stack: ExitStack) -> Callable[..., N
         if not engine.defers:  # they stay when the group is destroyed, and another can be made
             stack.enter_context(_engines(engine))
         real("fake", world_size=size, rank=rank, store=FakeStore())
+        engine.card.memory.capacity = engine.card.gpu.room(size)  # NCCL's bytes stay when the group is destroyed
         stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
 
     return init_process_group

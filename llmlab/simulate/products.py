@@ -5,11 +5,13 @@ Source: aten/src/ATen/native/cuda/Blas.cpp and cuBlasCommonArgs.h (torch 2.13).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..hardware.gpu import GPU
 from .engine import Extra
 from .in_place import is_dense
 
@@ -64,10 +66,37 @@ def added_batched_product_copies(out: Tensor, c: Tensor, a: Tensor, b: Tensor, *
     return _batched_copy(b) + _batched_copy(a)
 
 
+TENSOR_MAP, MAPS_A_MULTIPROCESSOR = 128, 5  # bytes; of A, B, C and, in each of two groups of warps, of the output
+
+
+def grouped_arguments(gpu: GPU) -> Callable[..., list[int]]:
+    """Return what _grouped_mm takes on `gpu`: on sm_90 and sm_100 all experts' products in bf16 are one kernel."""
+
+    def taken(out: Tensor, a: Tensor, b: Tensor, offs: Tensor | None = None, *rest: Any, **named: Any) -> list[int]:
+        """cuda/GroupMM.cu, bf16bf16_grouped_gemm_impl_sm90_sm100: three pointers, strides and a shape a group. CUTLASS,
+        include/cutlass/gemm/kernel/sm90_gemm_array_tma_warpspecialized_pingpong.hpp, get_workspace_size: the tensor
+        maps of each multiprocessor, on sm_90."""
+        if gpu.compute_capability not in ((9, 0), (10, 0)) or a.dtype != torch.bfloat16:
+            return []
+        groups = a.shape[0] if a.dim() == 3 else b.shape[0] if b.dim() == 3 else offs.shape[0]
+        arguments = -(-groups // 2) * 2 * 3 * 8 + groups * 3 * 4 + 3 * groups * 8
+        maps = TENSOR_MAP * MAPS_A_MULTIPROCESSOR * gpu.sms
+        return [arguments, maps] if gpu.compute_capability == (9, 0) else [arguments]
+
+    return taken
+
+
+_MM = Extra(after=product_copies, matmul=True)
+_BMM = Extra(after=batched_product_copies, matmul=True)
+_ADDMM = Extra(after=added_product_copies, matmul=True, fused=has_bias_row)
+_BADDBMM = Extra(after=added_batched_product_copies, matmul=True)
+_HANDLE = Extra(matmul=True)
+
 PRODUCTS = {
-    aten.mm.default: Extra(after=product_copies, matmul=True),
-    aten.addmm.default: Extra(after=added_product_copies, matmul=True, fused=has_bias_row),
-    aten.bmm.default: Extra(after=batched_product_copies, matmul=True),
-    aten.baddbmm.default: Extra(after=added_batched_product_copies, matmul=True),
-    aten.addmv.default: Extra(matmul=True),
-}
+    aten.mm.default: _MM, aten.mm.dtype: _MM, aten.bmm.default: _BMM, aten.bmm.dtype: _BMM,
+    aten.addmm.default: _ADDMM, aten.addmm_.default: _ADDMM,
+    aten.baddbmm.default: _BADDBMM, aten.baddbmm_.default: _BADDBMM,
+    # No copies, but a handle: Blas.cpp, addmv_out_cuda and dot_cuda; linalg/BatchLinearAlgebra.cpp, triangular_solve.
+    aten.addmv.default: _HANDLE, aten.mv.default: _HANDLE, aten.dot.default: _HANDLE, aten.vdot.default: _HANDLE,
+    aten.linalg_solve_triangular.default: _HANDLE,
+}  # fmt: skip

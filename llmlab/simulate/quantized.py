@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..errors import NotAvailable
 from ..hardware.gpu import GPU
+from ..hardware.host import installed
 from .engine import Extra
 
 
@@ -39,6 +41,8 @@ def fake_bitsandbytes(empty_cache: Callable[[], None] | None) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(modules.Params4bit, "__new__", _params4bit(modules.Params4bit)))
         stack.enter_context(mock.patch.object(modules.Int8Params, "__new__", _int8params(modules.Int8Params)))
+        # The map of 8-bit values, which is made once a process and kept on its card.
+        stack.enter_context(mock.patch.dict(bitsandbytes.functional.name2qmap, clear=True))
         if empty_cache:
             stack.enter_context(mock.patch.object(modules, "has_avx512bf16", lambda: False))
             stack.enter_context(mock.patch.object(bitsandbytes, "matmul", _matmul))
@@ -169,6 +173,11 @@ def _rule_of_bitsandbytes() -> dict[str, Any]:
             name = node.targets[0].id
         if name in names:
             found.setdefault(name, node)  # the first limit is CUDA's, the other ROCm's
+    if missing := set(names) - found.keys():
+        raise NotAvailable(
+            f"bitsandbytes {installed('bitsandbytes')} has no {', '.join(sorted(missing))}, of which it is read when "
+            "4-bit weights are multiplied packed: take the version in constraints.txt"
+        )
     found[names[0]].decorator_list = []
     rule: dict[str, Any] = {"torch": torch, "_gpu_dispatch_props": lambda properties: properties}
     exec(compile(ast.Module([found[name] for name in names], []), "bitsandbytes", "exec"), rule)
@@ -261,7 +270,10 @@ def bitsandbytes_extras(gpu: GPU) -> dict[Any, Extra]:
     ops = torch.ops.bitsandbytes
     return {
         ops.gemm_4bit.default: Extra(before=gemm_4bit(gpu), matmul=True, fused=has_bias),
-        ops.int8_vectorwise_quant.default: Extra(outputs=int8_quantized, after=int8_outliers),
+        # Their CUDA functions ask for the scales first, and return them last.
+        ops.quantize_4bit.default: Extra(order=(1, 0)),
+        ops.quantize_blockwise.default: Extra(order=(1, 0)),
+        ops.int8_vectorwise_quant.default: Extra(outputs=int8_quantized, order=(1, 0, 2), after=int8_outliers),
         # bitsandbytes multiplies with a cuBLASLt handle of its own, which takes nothing from the allocator.
         ops.int8_mixed_scaled_mm.default: Extra(before=int8_accumulator, outputs=int8_product),
     }

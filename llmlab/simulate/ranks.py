@@ -41,6 +41,10 @@ NOTES = {
     3: "Rank 0 of FSDP2 (fully_shard), a block a unit, the rest of the model another.",
 }
 POLICY_NOTE = "{} is FSDP2's MixedPrecisionPolicy: fp32 shards, gathered in half precision, reduced in fp32."
+EXPERTS_NOTE = (
+    "FSDP2 cuts a layer's {0} experts along the first dimension, by default: of {1} ranks, {0} hold one each, the rest "
+    "none, and it is gathered with padding. A shard_placement_fn that cuts another dimension divides them by {1}."
+)
 EACH_NOTE = "FSDP2 reduces gradients after each of the {} micro-batches."
 NO_NCCL_NOTE = "What NCCL takes outside of PyTorch's allocator is not in it, so `process` is not known."
 NCCL_NOTE = "`process` has {} for NCCL, read on one {}: it depends on NCCL's version, channels and groups."
@@ -53,13 +57,15 @@ def checked(spec: ModelSpec, run: Run) -> None:
         import_module("torch.distributed.optim")
 
 
-def notes(run: Any, card: GPU | None) -> tuple[str, ...]:
+def notes(spec: ModelSpec, run: Run, card: GPU | None) -> tuple[str, ...]:
     """Return what a report says of a run on several ranks of `card`; None is the CPU, which has no NCCL."""
     if run.world_size == 1:
         return ()
     engine = (NOTES[run.zero],) if run.dp > 1 else ()
     if is_sharded(run) and run.precision.startswith("mixed"):
         engine += (POLICY_NOTE.format(run.precision),)
+    if is_sharded(run) and 0 < spec.experts < run.dp:
+        engine += (EXPERTS_NOTE.format(spec.experts, run.dp),)
     if is_sharded(run) and run.accumulation > 1:
         engine += (EACH_NOTE.format(run.accumulation),)
     split = "parallelize_module cuts linears, embedding, logits and loss"

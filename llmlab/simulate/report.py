@@ -19,13 +19,14 @@ from ..hardware.gpu import GPU
 from ..hardware.gpu import gpu as find_gpu
 from ..hardware.host import environment
 from ..measure.events import exclusive
-from ..measure.parts import divide
+from ..measure.parts import divide, logits_sizes
 from ..measure.recorder import Mark
 from ..models.spec import ModelSpec
 from ..models.spec import model as find_model
 from ..report import Report
 from ..runs import Inference, Run, Training
 from ..step import Step, build_step
+from ..step_model import quantization_of
 from ..step_offload import check_offload
 from ..step_ranks import Ranks, around_steps
 from ..units import show_bytes
@@ -136,17 +137,13 @@ class Recording:
         return found
 
 
-def _quantization(run: Run) -> str | None:
-    return run.weights if isinstance(run, Inference) else run.quantization
-
-
 def _take(spec: ModelSpec, run: Run, card: GPU | None, runs: set[int]) -> Recording:
     """Return the recording of a run; of a generation, the calls of the model numbered `runs` run, others may not."""
     gc.collect()
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([]))
         stack.enter_context(fake_parameters())
-        quantized = _quantization(run) in ("nf4", "int8")
+        quantized = quantization_of(run) is not None
         if card:
             stack.enter_context(cuda_operators(card.compute_capability))
             stack.enter_context(tensors_from_data())
@@ -200,13 +197,13 @@ def _steps(spec: ModelSpec, run: Run, recording: Recording, runs: set[int], rank
 
 
 def _reported(spec: ModelSpec, run: Run, card: GPU | None, recording: Recording) -> Report:
-    sizes = _logits_sizes(spec, run)
+    sizes = logits_sizes(spec, run)
     division = divide(recording.engine.events, recording.marks, blocks_of(sizes) if card else sizes)
     facts = {name: version for name, version in environment().items() if name in ("torch", "transformers", "python")}
     notes = (COMPILE_NOTE,) if getattr(run, "compile", False) else ()
-    if _quantization(run) == "int8":
+    if quantization_of(run) == "int8":
         notes = (*notes, INT8_NOTE)
-    notes += rank_notes(run, card) + recording.engine.notes()
+    notes += rank_notes(spec, run, card) + recording.engine.notes()
     phases = dict(division.phases)
     if card and recording.loaded is not None:
         phases["load"] = recording.loaded
@@ -262,9 +259,3 @@ def _rates(spec: ModelSpec, run: Run, card: GPU | None, recording: Recording) ->
         "tokens_per_second": tokens_of(run) / seconds,
         "mfu": mfu(spec, run, card, seconds),
     }
-
-
-def _logits_sizes(spec: ModelSpec, run: Run) -> list[int]:
-    """Bytes of a logits tensor, in fp32 and in half precision."""
-    elements = (run.tokens if isinstance(run, Training) else run.batch) * spec.vocab
-    return [2 * elements, 4 * elements]

@@ -15,10 +15,13 @@ import torch
 from torch import Tensor
 
 from ..hardware.gpu import GPU
-from .engine import HOST, Extra
-from .indexing import INDEXING
-from .products import PRODUCTS
+from .composed import COMPOSED
+from .cub import sort_scratch
+from .engine import GIVE_BACK, HOST, Extra
+from .indexing import indexing_extras
+from .products import PRODUCTS, grouped_arguments
 from .reductions import reduction_extras
+from .sorting import sorting_extras
 
 aten = torch.ops.aten
 
@@ -38,6 +41,21 @@ def softmax_backward(out: Tensor, grad: Tensor, output: Tensor, dim: int, input_
 
 
 # ---- normalization
+
+
+def _written_out(tensor: Tensor) -> list[int]:
+    """Return the bytes of the copy that `tensor.contiguous()` makes, if it makes one."""
+    return [] if tensor.is_contiguous() else [_bytes(tensor)]
+
+
+def norm_input(x: Tensor, *rest: Any) -> list[int]:
+    """cuda/layer_norm_kernel.cu: `input.expect_contiguous()`, before the outputs."""
+    return _written_out(x)
+
+
+def norm_gradient_input(grad: Tensor, x: Tensor, *rest: Any) -> list[int]:
+    """The same in backward; the gradient's copy comes after the outputs."""
+    return _written_out(x)
 
 
 def layer_norm(func: Any, x: Tensor, shape: list[int], weight: Tensor, bias: Tensor, eps: float) -> tuple:
@@ -67,7 +85,7 @@ def layer_norm_backward(multiprocessors: int) -> Any:
         out: Any, grad: Tensor, x: Tensor, shape: list[int], mean: Tensor, rstd: Tensor, weight: Tensor | None,
         *rest: Any, **named: Any,
     ) -> list[int]:  # fmt: skip
-        return [_norm_partials(grad, shape, weight, multiprocessors)] * 2
+        return [*_written_out(grad), *[_norm_partials(grad, shape, weight, multiprocessors)] * 2]
 
     return taken
 
@@ -78,7 +96,7 @@ def rms_norm_gradients(multiprocessors: int) -> Any:
     def taken(
         out: Any, grad: Tensor, x: Tensor, shape: list[int], rstd: Tensor, weight: Tensor | None, *rest: Any
     ) -> list[int]:
-        return [_norm_partials(grad, shape, weight, multiprocessors)]
+        return [*_written_out(grad), _norm_partials(grad, shape, weight, multiprocessors)]
 
     return taken
 
@@ -93,6 +111,19 @@ def group_norm(func: Any, x: Tensor, weight: Tensor | None, bias: Any, N: int, C
 def group_norm_factors(out: Any, x: Tensor, weight: Any, bias: Any, N: int, C: int, *rest: Any) -> list[int]:
     """cuda/group_norm_kernel.cu, GroupNormKernelImplInternal: scale and shift of each channel in fp32."""
     return [4 * N * C] * 2
+
+
+def group_norm_gradients(
+    out: Any, grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, N: int, C: int, HxW: int,
+    groups: int, mask: list[bool],
+) -> list[int]:  # fmt: skip
+    """cuda/group_norm_kernel.cu, GroupNormBackwardKernelImplInternal: sums of each channel, then the factors of dX, of
+    each group and channel, in fp32."""
+    channels, grouped = 4 * N * C, [4 * N * groups] * 2
+    if HxW == 1:  # GroupNorm1dBackward
+        return grouped if mask[0] else []
+    factors = [*grouped, *([channels] if weight is not None else [])]
+    return [channels, channels, *(factors if mask[0] else [])]
 
 
 def rms_norm(func: Any, x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
@@ -152,19 +183,24 @@ def _embedding_sorts(indices: Tensor, scale_grad_by_freq: bool) -> bool:
     return indices.numel() > SORTS_ABOVE or scale_grad_by_freq
 
 
-def embedding_sorted(
-    grad: Tensor, indices: Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
-) -> Iterator[int]:
-    """cuda/Embedding.cu, embedding_dense_backward_cuda: the indices sorted, where each came from, and how often it is.
+def embedding_sorted(gpu: GPU) -> Any:
+    """Return what embedding_dense_backward takes on `gpu` before its output."""
 
-    The sort's own scratch (cub), about as large again, is gone before anything else is made.
-    """
-    if not grad.is_contiguous():
-        yield _bytes(grad)
-    if _embedding_sorts(indices, scale_grad_by_freq):
-        yield from (_bytes(indices), _bytes(indices))
-        if scale_grad_by_freq:
-            yield _bytes(indices)
+    def taken(
+        grad: Tensor, indices: Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
+    ) -> Iterator[int]:
+        """cuda/Embedding.cu, embedding_dense_backward_cuda: the indices sorted, where each came from, and how often it
+        is; a range and the sort's scratch, which are gone before anything else is made."""
+        if not grad.is_contiguous():
+            yield _bytes(grad)
+        if _embedding_sorts(indices, scale_grad_by_freq):
+            item = indices.element_size()
+            yield from (_bytes(indices), _bytes(indices))
+            yield from (_bytes(indices), sort_scratch(indices.numel(), item, item, gpu), GIVE_BACK, GIVE_BACK)
+            if scale_grad_by_freq:
+                yield _bytes(indices)
+
+    return taken
 
 
 def embedding_sums(
@@ -312,17 +348,25 @@ def cuda_extras(gpu: GPU) -> dict[Any, Extra]:
         return efficient_backward(grad_out, query, key, value, 128 if wide else 64)
 
     extras = {func: Extra(library=library) for library, funcs in LIBRARIES.items() for func in funcs}
-    extras |= reduction_extras(gpu) | PRODUCTS | INDEXING
+    extras |= reduction_extras(gpu) | PRODUCTS | COMPOSED | indexing_extras(gpu) | sorting_extras(gpu)
     extras[aten._softmax_backward_data.default] = Extra(after=softmax_backward)
     extras[aten.histc.default] = Extra(outputs=histogram)
-    extras[aten.native_layer_norm.default] = Extra(outputs=layer_norm)
-    extras[aten.native_layer_norm_backward.default] = Extra(after=layer_norm_backward(gpu.sms))
+    extras[aten.native_layer_norm.default] = Extra(outputs=layer_norm, before=norm_input)
+    extras[aten.native_layer_norm_backward.default] = Extra(
+        before=norm_gradient_input, after=layer_norm_backward(gpu.sms)
+    )
     extras[aten.native_group_norm.default] = Extra(outputs=group_norm, after=group_norm_factors)
-    extras[aten.embedding_dense_backward.default] = Extra(before=embedding_sorted, after=embedding_sums)
-    extras[aten._fused_rms_norm.default] = Extra(outputs=rms_norm)
-    extras[aten._fused_rms_norm_backward.default] = Extra(outputs=rms_norm_backward, after=rms_norm_gradients(gpu.sms))
+    extras[aten.native_group_norm_backward.default] = Extra(after=group_norm_gradients)
+    extras[aten.embedding_dense_backward.default] = Extra(before=embedding_sorted(gpu), after=embedding_sums)
+    extras[aten._fused_rms_norm.default] = Extra(outputs=rms_norm, before=norm_input)
+    extras[aten._fused_rms_norm_backward.default] = Extra(
+        outputs=rms_norm_backward, before=norm_gradient_input, after=rms_norm_gradients(gpu.sms)
+    )
     extras[aten._foreach_norm.Scalar] = Extra(before=foreach_norm)
-    extras[aten._grouped_mm.default] = Extra(outputs=grouped_mm, matmul=True)
+    extras[aten._grouped_mm.default] = Extra(
+        outputs=grouped_mm, after=grouped_arguments(gpu), matmul=True,
+        library="CUTLASS" if capability == (10, 0) else None,
+    )  # fmt: skip
     extras[aten._scaled_dot_product_flash_attention.default] = Extra(after=flash_forward(gpu.sms))
     extras[aten._scaled_dot_product_flash_attention_backward.default] = Extra(after=flash_backward)
     extras[aten._scaled_dot_product_efficient_attention.default] = Extra(

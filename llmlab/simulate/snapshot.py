@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..files import write_whole
 from .allocator import Allocator
 from .places import OUTSIDE, Place
 
@@ -101,13 +102,4 @@ def _frames(frames: tuple[Frame, ...]) -> list[dict[str, Any]]:
 
 def write_snapshot(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
     """Write the pickle `content` so that a reader, or a crash, sees the old file or the new one."""
-    target = Path(path)
-    unfinished = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-    try:
-        with open(unfinished, "wb") as file:
-            pickle.dump(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, target)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_whole(Path(path), pickle.dumps(content))

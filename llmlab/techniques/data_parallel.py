@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import SpecError
+from ..estimate.distributed import BUCKET_BYTES
 
-BUCKET_BYTES = 25 * 2**20  # DDP's bucket_cap_mb
 METHODS = ("naive", "hooks", "buckets")
 
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from ..errors import NotAvailable, SpecError
 from .data_parallel import Overlapped, average_gradients, same_model
-from .zero import Zero, stored_bytes
+from .memory_anatomy import storage_bytes
+from .zero import Zero
 
 STAGES = {"scratch": (0, 1, 2, 3), "ddp": (0,), "fsdp": (3,), "deepspeed": (0, 1, 2, 3)}  # ZeRO's, of each engine
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}  # every engine's, for all parameters
@@ -61,7 +62,7 @@ def of(engine: str, model: nn.Module, stage: int, method: str) -> Engine:
 
 def local(tensors: Iterable[Tensor | None]) -> int:
     """Return the bytes of the tensors on this rank: of a DTensor, of its local part."""
-    return stored_bytes(getattr(tensor, "_local_tensor", tensor) for tensor in tensors)
+    return storage_bytes(getattr(tensor, "_local_tensor", tensor) for tensor in tensors)
 
 
 def states(optimizer: torch.optim.Optimizer) -> dict[str, int]:

@@ -89,6 +89,8 @@ def check_world(model: ModelSpec | str | dict[str, Any], run: Training, ranks: i
         raise SpecError(f"{degrees} are {run.world_size} ranks, and {ranks} are started: {fits}")
     try:
         check(spec, run)
+        if spec.kv_heads % run.tp:
+            raise SpecError(f"tp={run.tp} does not divide {spec.name}'s {spec.kv_heads} key-value heads")
     except SpecError as error:
         raise SpecError(f"{error} ({degrees})") from None
 
@@ -156,6 +158,7 @@ def _end_with_parent() -> None:
 def _join(rank: int, ranks: int, folder: str, patience: float) -> None:
     import torch
     import torch.distributed as dist
+    from torch.distributed import distributed_c10d
 
     torch.set_num_threads(1)  # ranks share the cores; and sums are in the same order everywhere
     names = [name for _, name in socket.if_nameindex()]
@@ -165,6 +168,8 @@ def _join(rank: int, ranks: int, folder: str, patience: float) -> None:
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
     store.set(f"here {rank}", "")
     store.wait([f"here {other}" for other in range(ranks)], timedelta(seconds=START))
+    # new_group and DeviceMesh, told nothing, take torch's 30 minutes and not what the whole group was given.
+    distributed_c10d.default_pg_timeout = timedelta(seconds=patience)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=patience))
 
 
@@ -196,8 +201,8 @@ def _wait(processes: list[BaseProcess], folder: Path, limit: float | None) -> No
             return
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         if not connection.wait([process.sentinel for process in alive], left):
-            rank = processes.index(alive[0])
-            raise RankFailed(rank, f"not done after limit={limit} s\n{_stack(rank, processes[rank], folder)}")
+            rank, stack = _hanging([processes.index(process) for process in alive], processes, folder)
+            raise RankFailed(rank, f"not done after limit={limit} s\n{stack}")
 
 
 def _raise_first(processes: list[BaseProcess], folder: Path) -> None:
@@ -221,22 +226,33 @@ def _raise_first(processes: list[BaseProcess], folder: Path) -> None:
     message = errors[first][1]
     late = [rank for rank, process in enumerate(processes) if process in alive]
     if late and "timed out" in message.splitlines()[-1].lower():  # it waited for one that is still running
-        stack = _stack(late[0], processes[late[0]], folder)
-        raise RankFailed(late[0], f"rank {late[0]} kept rank {first} waiting\n{stack}\nrank {first} waited:\n{message}")
+        rank, stack = _hanging(late, processes, folder)
+        raise RankFailed(rank, f"rank {rank} kept rank {first} waiting\n{stack}\nrank {first} waited:\n{message}")
     raise RankFailed(first, f"rank {first} raised\n{message}")
 
 
-def _stack(rank: int, process: BaseProcess, folder: Path) -> str:
-    """Return where a running rank is, as faulthandler writes it; a stopped process does not answer."""
-    path = _file(folder, rank, "stack")
-    if not path.exists() or process.pid is None:
-        return f"rank {rank} has not started yet"
-    os.kill(process.pid, signal.SIGUSR1)
+def _hanging(late: list[int], processes: list[BaseProcess], folder: Path) -> tuple[int, str]:
+    """Return which of the ranks that still run the others wait for, and where it is, as faulthandler writes it.
+
+    Some of these may wait themselves, in groups that began later: the first that is not in a collective hangs. A
+    stopped process does not answer.
+    """
+    paths = {rank: _file(folder, rank, "stack") for rank in late}
+    asked = [rank for rank in late if paths[rank].exists() and processes[rank].pid is not None]
+    for rank in asked:
+        os.kill(processes[rank].pid, signal.SIGUSR1)  # type: ignore[arg-type]
+    said: dict[int, str] = {}
     for _ in range(20):
-        if process.exitcode is not None or "Current thread" in path.read_text():
+        said = {rank: paths[rank].read_text() for rank in asked}
+        silent = [processes[rank].sentinel for rank in asked if "Current thread" not in said[rank]]
+        if not silent:
             break
-        connection.wait([process.sentinel], 0.05)
-    return f"rank {rank} is at\n{path.read_text() or '  (no answer: the process is stopped)'}"
+        connection.wait(silent, 0.05)
+    waits = f"{os.sep}torch{os.sep}distributed{os.sep}"
+    rank = next((rank for rank in late if waits not in said.get(rank, "")), late[0])
+    if rank not in asked:
+        return rank, f"rank {rank} has not started yet"
+    return rank, f"rank {rank} is at\n{said[rank] or '  (no answer: the process is stopped)'}"
 
 
 def _end(processes: list[BaseProcess]) -> None:

@@ -58,4 +58,4 @@ def in_files(folder: Path, weights: Iterable[Tensor]) -> Elsewhere:
         torch.save(tensor.detach().cpu().clone(), paths[-1])
         return tensor.device, paths[-1]
 
-    return Elsewhere(keep, lambda kept: torch.load(kept[1], map_location=kept[0]), weights)
+    return Elsewhere(keep, lambda kept: torch.load(kept[1], map_location=kept[0], weights_only=True), weights)

@@ -35,10 +35,10 @@ from ..runs import Training
 from ..step_optimizer import MasterWeights
 from .engines import ADAMW, local, quiet_deepspeed, states
 from .launch import launch
+from .memory_anatomy import storage_bytes
 from .offload import InFiles, Offloaded, in_ram
 from .rank_training import SMALL_GPT, check_counts, small_gpt
 from .training import batch_seed, next_token_loss
-from .zero import stored_bytes
 
 ENGINES = ("torch", "scratch", "files", "cpu-adam", "deepspeed")
 DTYPES = {"fp32": torch.float32, "mixed-bf16": torch.bfloat16}
@@ -144,7 +144,7 @@ def found(
     job: Job, losses: list[float], device: dict[str, list[Tensor]], host: dict[str, list[Tensor]] | None = None,
     moved: dict[str, int] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    sizes = {kind: {part: stored_bytes(held) for part, held in (parts or {}).items()}
+    sizes = {kind: {part: storage_bytes(held) for part, held in (parts or {}).items()}
              for kind, parts in (("device", device), ("host", host))}  # fmt: skip
     return {"engine": job.engine, "precision": job.precision, "losses": losses, **sizes, "files": {}, "moved": moved}
 

@@ -23,6 +23,7 @@ from ..models.spec import model as model_spec
 from .engines import ADAMW
 from .rank_training import SMALL_GPT
 from .schedules import warmup_cosine
+from .training import batch_seed
 
 if TYPE_CHECKING:
     from .cluster_training import Job, Place
@@ -39,7 +40,7 @@ class Order:
     def next(self) -> int:
         if self.position == SEQUENCES_OF_THE_TEXT:
             self.epoch, self.position = self.epoch + 1, 0
-        drawn = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        drawn = torch.Generator().manual_seed(batch_seed(self.seed, self.epoch))
         self.position += 1
         return int(torch.randperm(SEQUENCES_OF_THE_TEXT, generator=drawn)[self.position - 1])
 
@@ -111,8 +112,8 @@ def save(progress: Progress, folder: Path, write: Callable[[Path], dcp.StorageWr
 
 def last_whole(folder: Path) -> Path | None:
     """Return the checkpoint of the highest step that was written to its end."""
-    found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{6}", path.name)]
-    return max(found, default=None)
+    found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{6,}", path.name)]
+    return max(found, key=lambda path: int(path.name.partition("-")[2]), default=None)  # step-1000000 has seven digits
 
 
 def resume(progress: Progress, checkpoint: Path, leave_out: tuple[str, ...] = ()) -> None:

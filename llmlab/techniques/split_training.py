@@ -61,7 +61,10 @@ class Job:
             tensor_parallel.check(small_llama(), self.ranks, self.seq_len if self.sequence_parallel else None)
             return
         schedule(self.schedule, self.ranks, self.micro_batches, self.chunks)
-        pipeline.check(small_llama(), self.ranks * self.chunks)
+        try:
+            pipeline.check(small_llama(), self.ranks * self.chunks)
+        except SpecError as error:
+            raise SpecError(f"ranks={self.ranks} × chunks={self.chunks}: {error}") from None
         if self.sequences % self.micro_batches:
             raise SpecError(f"micro_batches={self.micro_batches} does not divide sequences={self.sequences}")
 
@@ -80,8 +83,8 @@ def train(job: Job) -> dict:
     from ..data import tokens, windows
     from ..models.llama import Llama
     from .engines import ADAMW, local, states
+    from .memory_anatomy import storage_bytes
     from .training import batch_seed
-    from .zero import stored_bytes
 
     torch.manual_seed(job.seed)
     whole = Llama(small_llama())
@@ -97,7 +100,7 @@ def train(job: Job) -> dict:
         optimizer.step()
         optimizer.zero_grad()
     held = {"parameters": local(parameters), "gradients": gradients, **states(optimizer)}
-    assert job.engine == "torch" or held["parameters"] == stored_bytes(parameters)  # no view keeps a whole matrix
+    assert job.engine == "torch" or held["parameters"] == storage_bytes(parameters)  # no view keeps a whole matrix
     return {"losses": losses, "bytes": held}
 
 

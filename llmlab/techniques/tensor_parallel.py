@@ -207,21 +207,21 @@ def _keep(module: nn.Module, dim: int, group: Ranks) -> None:
     module.weight = nn.Parameter(piece.clone(memory_format=torch.contiguous_format))
 
 
-def sum_norm_gradients(model: nn.Module) -> None:
+def sum_norm_gradients(model: nn.Module, group: Ranks = None) -> None:
     """Add up the gradients of what is whole on every rank but saw only its tokens; call it after backward."""
     for parameter in model.parameters():
         if parameter.ndim == 1:
-            dist.all_reduce(parameter.grad)
+            dist.all_reduce(parameter.grad, group=group)
 
 
-def clip_grad_norm(model: nn.Module, largest: float) -> Tensor:
-    """Scale gradients so that the norm over all ranks is at most `largest`; return the norm before.
+def clip_grad_norm(model: nn.Module, largest: float, group: Ranks = None) -> Tensor:
+    """Scale gradients so that the norm over all ranks of `group` is at most `largest`; return the norm before.
 
     Each rank's own norm would scale the shares differently. Norms are whole on every rank, and count once.
     """
     squares = [(p.grad.square().sum(), p.ndim == 1) for p in model.parameters()]
     cut = sum((square for square, whole in squares if not whole), torch.zeros(()))
-    dist.all_reduce(cut)
+    dist.all_reduce(cut, group=group)
     norm = (cut + sum(square for square, whole in squares if whole)).sqrt()
     for parameter in model.parameters():
         parameter.grad.mul_((largest / (norm + 1e-6)).clamp(max=1.0))

@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import SpecError
 from . import pipeline_schedules
 from .launch import PATIENCE, launch
-from .rank_training import check_sizes, command
+from .rank_training import check_counts, check_sizes, command
 from .split_training import SMALL_LLAMA, show, small_llama
 
 
@@ -41,11 +41,15 @@ class Job:
         from . import pipeline, tensor_parallel
 
         check_sizes(self, SMALL_LLAMA["max_position_embeddings"])
-        if min(self.tp, self.pp) < 1 or self.ranks % (self.tp * self.pp):
-            given = f"ranks={self.ranks} cannot be dp × tp × pp = dp × {self.tp} × {self.pp}"
-            raise SpecError(f"{given}; give ranks a multiple of {max(1, self.tp * self.pp)}, or other degrees")
-        tensor_parallel.check(small_llama(), self.tp)
-        pipeline.check(small_llama(), self.pp)
+        check_counts(self, "tp", "pp")
+        if self.ranks % (self.tp * self.pp):
+            given = f"ranks={self.ranks} cannot be dp × tp={self.tp} × pp={self.pp}"
+            raise SpecError(f"{given}; give ranks a multiple of {self.tp * self.pp}, or other degrees")
+        try:
+            tensor_parallel.check(small_llama(), self.tp)
+            pipeline.check(small_llama(), self.pp)
+        except SpecError as error:
+            raise SpecError(f"{error} (dp={self.dp} × tp={self.tp} × pp={self.pp})") from None
         pipeline_schedules.schedule(self.schedule, self.pp, self.micro_batches, 1)
         if self.sequences % (self.dp * self.micro_batches):
             given = f"dp={self.dp} × micro_batches={self.micro_batches}"

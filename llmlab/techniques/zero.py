@@ -14,22 +14,15 @@ A unit is a module whose parameters lie in one flat tensor; its N chunks are equ
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import SpecError
 from .data_parallel import ring_all_gather, ring_reduce_scatter, same_model
+from .memory_anatomy import storage_bytes
 
 STAGES = (1, 2, 3)
-
-
-def stored_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Return the bytes of the memory behind the tensors, each piece once: a view keeps the whole of it."""
-    storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 class Unit:
@@ -135,11 +128,11 @@ class Zero:
 
     def parameter_bytes(self) -> int:
         """Bytes of parameters this rank holds now: whole units and chunks."""
-        return stored_bytes(tensor for unit in self.units for tensor in (unit.full, unit.shard))
+        return storage_bytes(tensor for unit in self.units for tensor in (unit.full, unit.shard))
 
     def gradient_bytes(self) -> int:
         """Bytes of gradients this rank holds now."""
-        return stored_bytes(p.grad for p in [*self.model.parameters(), *(unit.shard for unit in self.units)])
+        return storage_bytes(p.grad for p in [*self.model.parameters(), *(unit.shard for unit in self.units)])
 
 
 if __name__ == "__main__":

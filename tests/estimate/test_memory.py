@@ -216,3 +216,34 @@ def test_a_context_that_is_not_known_is_said_to_count_as_nothing():
     for card in (card for card in gpus() if card.context is None):
         (note,) = said(card)
         assert card.name in note and "0" in note
+
+
+@pytest.mark.parametrize(
+    ("key_heads", "card", "settings"),
+    [
+        (2, "H100-80GB", {}),  # the plain formula: FlashAttention has no fp32, the other kernel no grouped heads
+        (2, "A100-80GB", {"checkpointing": "full"}),
+        (2, "H100-80GB", {"checkpointing": "selective", "micro_batch": 2}),
+        (2, "H100-80GB", {"dp": 8, "zero": 3}),
+        (2, "H100-80GB", {"precision": "autocast-bf16"}),  # FlashAttention
+        (8, "H100-80GB", {}),  # the memory-efficient kernel
+        (2, "T4", {}),
+    ],
+)
+def test_attention_in_fp32_takes_the_kernel_that_the_simulator_takes(key_heads, card, settings):
+    sizes = {"hidden_size": 256, "num_key_value_heads": key_heads, "max_position_embeddings": 1024}
+    run = lab.Training(**{"seq_len": 1024, "optimizer": "sgd", **settings})
+    guess, found = (verb({**LLAMA, **sizes}, run, card) for verb in (lab.estimate, lab.simulate))
+    assert guess.peak_allocated == pytest.approx(found.peak_allocated, rel=0.05)
+    if not run.checkpointing:
+        assert guess.phases["forward"] == pytest.approx(found.phases["forward"], rel=0.05)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_loss_of_logits_cut_by_vocabulary_holds_one_more_of_them(precision):
+    """loss_parallel writes log_softmax out: what is shifted, its exponentials, and the difference, all in fp32."""
+    sizes = {"vocab_size": 16000, "num_key_value_heads": 8, "max_position_embeddings": 512, "num_hidden_layers": 1}
+    run = lab.Training(seq_len=512, precision=precision, tp=2)
+    guess, found = (verb({**LLAMA, **sizes}, run, "H100-80GB") for verb in (lab.estimate, lab.simulate))
+    assert guess.phases["forward"] == pytest.approx(found.phases["forward"], rel=0.06)
+    assert guess.phases["backward"] == pytest.approx(found.phases["backward"], rel=0.06)

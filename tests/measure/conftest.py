@@ -1,7 +1,6 @@
 """Small models of the two families the book uses, on one thread: tests run beside each other on few cores."""
 
 import pytest
-import torch
 
 GPT2 = {
     "model_type": "gpt2", "n_layer": 3, "n_embd": 64, "n_head": 4, "n_positions": 128, "vocab_size": 1000,
@@ -14,12 +13,9 @@ LLAMA = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+@pytest.fixture(scope="module", autouse=True)
+def every_test_on_one_thread(one_thread):
+    pass
 
 
 @pytest.fixture(scope="session")

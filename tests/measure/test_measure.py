@@ -17,7 +17,6 @@ def measured(gpt2, llama):
 
     @lru_cache
     def of(name, kind=lab.Training, **fields):
-        torch.set_num_threads(1)
         fields = {**SHAPE, **fields} if kind is lab.Training else fields
         return lab.measure(models[name], kind(**fields), device="cpu", repeats=1)
 

@@ -93,6 +93,17 @@ def test_the_report_says_which_engine_ran_and_what_it_does_not_know():
     assert report.step_seconds is report.mfu is None and report.flops
 
 
+def test_more_ranks_than_experts_is_said_since_torch_then_divides_them_by_their_number():
+    experts = {"model_type": "mixtral", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+               "num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 500, "num_local_experts": 4,
+               "num_experts_per_tok": 2, "max_position_embeddings": 128}  # fmt: skip
+    few, many = (lab.simulate(experts, replace(SMALL, zero=3, dp=ranks), "A100-80GB") for ranks in (4, 8))
+    one_each = 2 * 3 * 64 * 96 * 4  # bytes of an expert's three matrices, in two layers
+    rest = [report.parts["weights"] - one_each for report in (few, many)]
+    assert rest[1] == pytest.approx(rest[0] / 2, rel=0.1)
+    assert [any("4 experts" in note for note in report.notes) for report in (few, many)] == [False, True]
+
+
 def test_nccl_is_in_the_process_where_somebody_read_it_and_said_to_be_missing_elsewhere():
     run, a100 = lab.Training(seq_len=64, zero=3, dp=2), lab.gpu("A100-80GB")
     read, unread = lab.simulate(GPT, run, a100), lab.simulate(GPT, run, "H100-80GB")
@@ -113,6 +124,9 @@ def test_nccl_is_in_the_process_where_somebody_read_it_and_said_to_be_missing_el
         ({"dp": 2, "zero": 1, "precision": "mixed-bf16"}, lab.NotAvailable, "zero=1"),
         ({"dp": 2, "zero": 3, "optimizer": "lion"}, lab.NotAvailable, "optimizer='lion' with zero=3"),
         ({"dp": 2, "compile": True}, lab.NotAvailable, "compile=True"),
+        ({"dp": 2, "zero": 2, "optimizer": "adafactor"}, lab.NotAvailable, "optimizer='adafactor' with zero=2"),
+        ({"dp": 2, "tp": 2}, lab.NotAvailable, "dp=2, tp=2 with zero=0"),
+        ({"dp": 2, "tp": 2, "zero": 1}, lab.NotAvailable, "dp=2, tp=2 with zero=1"),
         ({"tp": 8}, lab.SpecError, "tp=8 does not divide .* 4 key-value heads"),
         ({"tp": 4, "sequence_parallel": True, "seq_len": 126}, lab.SpecError, "126 tokens of seq_len"),
     ],

@@ -21,6 +21,7 @@ import formulas  # noqa: E402
 import operators  # noqa: E402
 
 from llmlab.records import operator_records  # noqa: E402
+from llmlab.simulate.simulator import simulator  # noqa: E402
 
 ROWS = operators.plain_rows()
 HOLE = 8 * 2**20
@@ -50,21 +51,20 @@ def test_the_embedding_script_takes_what_the_a100_measured_in_all_its_rows_but_o
     assert far == {("huggingface", 768, 1024): (16384 // 10 + 1024) * 768 * 4 - HOLE}
 
 
-@pytest.mark.parametrize("setup", bert.SETUPS[:1] + bert.SETUPS[7:8], ids=lambda s: s.name)
+@pytest.mark.parametrize("setup", (bert.SETUPS[0], bert.SETUPS[3], bert.SETUPS[7]), ids=lambda s: s.name)
 def test_bert_large_reserves_what_the_v100_showed_without_its_context(setup):
-    assert bert.simulate_training(setup) == pytest.approx(bert.measured(setup.name), rel=0.03)
+    assert bert.simulate_training(setup) == pytest.approx(bert.measured(setup.name), rel=0.005)
 
 
 def test_the_weights_of_bert_large_reserve_what_the_v100_showed_to_the_mebibyte():
     assert bert.simulate_loading() == bert.measured(bert.LOADED) == 1290 * 2**20
 
 
-def test_the_table_of_bert_is_within_three_percent_but_for_a_row_it_says_is_not():
+def test_the_table_of_bert_is_within_half_a_percent():
     text = (BENCHMARKS / "results" / "bert.md").read_text(encoding="utf-8")
     errors = dict(re.findall(r"^\| (.+?) \| [\d,]+ MiB \| [\d,]+ MiB \| ([+-][\d.]+)% \|$", text, re.MULTILINE))
     assert list(errors) == [bert.LOADED, *(setup.name for setup in bert.SETUPS)]
-    far = [setup for setup, error in errors.items() if abs(float(error)) > 3]
-    assert far == ["batch 4, fp16"] and "fp16 row at batch 4 is low" in text
+    assert all(abs(float(error)) <= 0.5 for error in errors.values())
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
@@ -88,3 +88,17 @@ def test_the_table_of_formulas_differs_only_by_the_norms_statistics():
 def test_the_table_of_operators_leaves_nothing_unexplained():
     text = (BENCHMARKS / "results" / "operators.md").read_text(encoding="utf-8")
     assert "| all | 61 | 60 | -210,944 B |" in text and "8,177,664 B leaves of a free block of 8 MiB" in text
+
+
+@pytest.mark.parametrize("add", [torch.addmm, torch.baddbmm], ids=["addmm", "baddbmm"])
+def test_what_is_multiplied_by_zero_is_not_read(add):
+    """cuBLAS: with beta 0 the addend does not have to be a valid input, and Blas.cpp does not copy it."""
+    shape = (4, 64, 64) if add is torch.baddbmm else (64, 64)
+    size = 4 * torch.Size(shape).numel()
+    with simulator("A100-40GB") as sim:
+        c, a, b = (torch.empty(shape, device="cuda") for _ in range(3))
+        with sim.operators() as seen:
+            for beta in (1, 0):
+                add(c, a, b, beta=beta)
+                getattr(c, f"{add.__name__}_")(a, b, beta=beta)
+    assert [kernel.bytes for kernel in seen] == [4 * size, 4 * size, 3 * size, 3 * size]

@@ -156,6 +156,17 @@ def test_collectives_give_shapes_and_this_rank_s_own_values():
         dist.barrier()
 
 
+def test_nccl_takes_memory_of_the_card_once_there_is_a_group():
+    card = lab.gpu("A100-80GB")
+    with lab.simulator(card, world_size=8):
+        free, total = torch.cuda.mem_get_info()
+        assert (free, total) == (card.room(), card.memory)
+        dist.init_process_group("nccl")
+        assert torch.cuda.mem_get_info() == (card.room(8), card.memory) and card.room() - card.room(8) == card.nccl
+        with pytest.raises(torch.cuda.OutOfMemoryError, match=f"this process has {card.outside(8) / 2**30:.2f} GiB"):
+            torch.empty(card.room(8) + 2**20, dtype=torch.uint8, device="cuda")
+
+
 def test_a_second_group_can_follow_the_first():
     with lab.simulator(CARD, world_size=RANKS):
         for _ in range(2):

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import llmlab as lab
 from llmlab.estimate.inference import kv_cache_bytes
+from llmlab.simulate.cub import sort_scratch
 from llmlab.simulate.simulator import simulator
 
 if torch.cuda.is_available():
@@ -114,10 +115,12 @@ def test_cross_entropy_keeps_log_probabilities_and_backward_makes_two_more(card)
     assert peak == 512 + 2 * FULL - 512  # loss's gradient; total_weight is released before log_softmax's
 
 
-def test_embedding_backward_sorts_above_3072_indices(card):
-    """cuda/Embedding.cu: up to 3072 indices one kernel; above, sorted indices and their origins, and the sums of
-    EmbeddingBackwardKernel.cu: segments' offsets and two counts, partials' counts and offsets, partial rows in fp32."""
-    vocab, width = 100, 8
+@pytest.mark.parametrize("width", [8, 64])
+def test_embedding_backward_sorts_above_3072_indices(card, width):
+    """cuda/Embedding.cu: up to 3072 indices one kernel; above, sorted indices and their origins, beside them first a
+    range and the sort's scratch, which are the most for short rows, then the sums of EmbeddingBackwardKernel.cu:
+    segments' offsets and two counts, partials' counts and offsets, partial rows in fp32."""
+    vocab = 100
     weight = on_card(vocab, width)
     table = block(4 * vocab * width)
 
@@ -130,7 +133,9 @@ def test_embedding_backward_sorts_above_3072_indices(card):
     n = 3073
     partials = n // 10 + vocab
     sums = [8 * n, 8, 8 * vocab, 8 * vocab, 8, 8 * partials, 4 * partials * width]
-    assert peak(n) == table + 2 * block(8 * n) + sum(map(block, sums))
+    sort = block(8 * n) + block(sort_scratch(n, 8, 8, card.gpu))
+    assert peak(n) == 2 * block(8 * n) + max(sort, table + sum(map(block, sums)))
+    assert (sort > table + sum(map(block, sums))) == (width == 8)
 
 
 # ---- attention

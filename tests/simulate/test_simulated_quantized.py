@@ -9,6 +9,7 @@ import llmlab as lab
 from llmlab.hardware.gpu import gpu as find_gpu
 from llmlab.simulate.quantized import gemm_4bit, int8_accumulator, int8_outliers, multiplies_packed
 from llmlab.simulate.semantics import efficient_forward
+from llmlab.simulate.simulator import simulator
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
@@ -124,6 +125,77 @@ def test_the_efficient_kernel_accumulates_wide_heads_outside():
     assert efficient_forward(None, wide, wide, wide, None) == [4 * wide.numel()]
     assert efficient_forward(None, narrow, narrow, narrow, None) == []
     assert efficient_forward(None, wide.float(), wide.float(), wide.float(), None) == []
+
+
+@pytest.mark.parametrize(
+    ("quantize", "scales", "packed"),
+    [
+        (lambda f, w: f.quantize_4bit(w, quant_type="nf4"), 4 * 1024 * 1000 // 64, 1024 * 1000 // 2),
+        (lambda f, w: f.quantize_blockwise(w), 4 * ceil(1024 * 1000 / 4096), 1024 * 1000),
+        (lambda f, w: f.int8_vectorwise_quant(w), 4 * 1024, 1024 * 1000),
+        (lambda f, w: f.int8_vectorwise_quant(w, threshold=6.0), 4 * 1024, 1024 * 1000),
+    ],
+    ids=["nf4", "8 bit", "int8", "int8 with outliers"],
+)
+def test_scales_are_allocated_before_the_values_they_scale(quantize, scales, packed):
+    """bitsandbytes/backends/cuda/ops.py: absmax, row_stats, and then out; they are returned the other way round."""
+    import bitsandbytes.functional as functional
+
+    with simulator(CARD) as sim:
+        weight = torch.empty(1024, 1000, dtype=torch.float16, device="cuda")
+        events = sim._card.engine.events
+        before = len(events)
+        quantize(functional, weight)
+        taken = [event.size for event in events[before:] if event.size > 0]
+    first = 1 if taken[0] == 1024 else 0  # the map of 8-bit values
+    assert taken[first : first + 2] == [block(scales), block(packed)]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> str:
+    import transformers
+
+    path = tmp_path_factory.mktemp("llama")
+    config = transformers.AutoConfig.for_model(**LLAMA)
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    return str(path)
+
+
+MAP = 1024  # bytes: 256 values of fp32
+BITS = {
+    "int8": lambda n, k: block(n * k) + block(4 * n),
+    "nf4": lambda n, k: block(n * k // 2) + block(4 * n * k // 64) + 512,
+    # Scales in a byte, an offset, the code, and of the scales: one of 256 in fp32, and their map.
+    "nf4 double": lambda n, k: (
+        block(n * k // 2) + block(n * k // 64) + 512 + 512 + block(4 * ceil(n * k / 64 / 256)) + MAP
+    ),
+}
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_checkpoint_is_quantized_as_it_is_loaded(saved, bits):
+    """transformers/integrations/bitsandbytes.py: each weight comes in bf16, int8's goes through the host and comes
+    again in fp16, and is given back. The second card in a process takes as much as the first."""
+    import transformers
+
+    options = {"load_in_8bit": True} if bits == "int8" else {
+        "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": bits == "nf4 double",
+    }  # fmt: skip
+    wanted = transformers.BitsAndBytesConfig(**options)
+    largest, other = FF * D, 2 * block(2 * VOCAB * D) + NORMS * block(2 * D) + 2 * block(4 * 8)
+    linears = sum(BITS[bits](n, k) for n, k in LINEARS) + (MAP if bits == "nf4 double" else 0)
+    for _ in range(2):
+        with simulator(CARD) as sim:
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                saved, quantization_config=wanted, device_map={"": 0}, dtype=torch.bfloat16
+            )
+            assert sim.allocated == linears + other
+            taken = [event.size for event in sim._card.engine.events if event.size > 0]
+            halves = [block(2 * largest)] * (2 if bits == "int8" else 1)
+            first = taken.index(halves[0])
+            scales = block(4 * D) if bits == "int8" else block(4 * largest // 64)
+            assert taken[first : first + len(halves) + 1] == [*halves, scales]
+            del model
 
 
 def parameters() -> list[tuple[int, ...]]:

@@ -209,6 +209,12 @@ def test_a_checkpoint_that_was_not_finished_is_not_taken_for_one(killed, folder)
     assert last_whole(folder / "killed").name == "step-000004"
 
 
+def test_the_highest_step_is_the_last(tmp_path):
+    for name in ("step-000008", "step-999999", "step-1000000", "step-2000000.unfinished"):
+        (tmp_path / name).mkdir()
+    assert last_whole(tmp_path).name == "step-1000000"
+
+
 def stub(folder, name, body):
     path = folder / name
     path.write_text(f"#!/bin/bash\n{body}\n")

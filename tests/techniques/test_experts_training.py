@@ -8,11 +8,8 @@ from llmlab.techniques.experts_training import Job, build, layers_of, main, seen
 
 
 @pytest.fixture(scope="module")
-def models():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield {balance: trained(Job(balance=balance, steps=100)) for balance in (0.0, 0.03)}
-    torch.set_num_threads(threads)
+def models(one_thread):
+    return {balance: trained(Job(balance=balance, steps=100)) for balance in (0.0, 0.03)}
 
 
 def test_the_balancing_loss_evens_the_load_and_costs_little(models):

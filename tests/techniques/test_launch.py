@@ -59,6 +59,20 @@ def sizes_that_differ():
     dist.all_reduce(torch.ones(1000 * (3 + dist.get_rank())))
 
 
+def hangs_in_a_group_of_some_ranks():
+    """Rank 2 hangs, rank 1 waits for it in a group of two, and rank 0 for rank 1 in one with more patience."""
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    patient, pair = dist.new_group([0, 1], timeout=timedelta(seconds=600)), dist.new_group([1, 2])
+    dist.barrier()
+    if dist.get_rank() == 2:
+        where_it_hangs()
+    dist.all_reduce(torch.ones(1), group=pair if dist.get_rank() else patient)
+
+
 def where_it_hangs():
     while True:
         time.sleep(1)
@@ -113,6 +127,13 @@ def test_a_rank_that_hangs_is_named_with_the_line_it_hangs_at(tmp_path):
     assert_nothing_left(tmp_path)
 
 
+def test_a_rank_that_hangs_is_named_where_only_some_ranks_wait_for_it():
+    """torch gives a new group 30 minutes, whatever the whole group has."""
+    with pytest.raises(RankFailed, match="rank 2 kept rank 1 waiting") as failed:
+        launch(hangs_in_a_group_of_some_ranks, 3, patience=3, limit=60)
+    assert failed.value.rank == 2 and "where_it_hangs" in str(failed.value)
+
+
 def test_sizes_that_differ_between_ranks_end_the_launch_and_are_named():
     """gloo aborts the process: no Python exception, but the stack all the same."""
     with pytest.raises(RankFailed, match="was killed by SIGABRT") as failed:
@@ -145,6 +166,13 @@ def test_a_world_that_cannot_be_is_refused_with_all_its_degrees(run, ranks, word
         check_world("gpt2", run, ranks)
     for degree in ("dp", "tp", "pp", "cp"):
         assert f"{degree}={getattr(run, degree)}" in str(refused.value)
+
+
+def test_key_heads_are_cut_too():
+    """Each rank's query heads need their key head, and the model has fewer of those."""
+    words = "tp=16 does not divide meta-llama/Llama-3.1-8B's 8 key-value heads (dp=2 × tp=16 × pp=1 × cp=1)"
+    with pytest.raises(SpecError, match=re.escape(words)):
+        check_world("meta-llama/Llama-3.1-8B", Training(dp=2, tp=16), 32)
 
 
 def test_a_world_that_can_be_passes():

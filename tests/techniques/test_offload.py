@@ -7,27 +7,20 @@ import torch
 from torch import nn
 
 import llmlab as lab
-from llmlab.errors import SpecError
+from llmlab.errors import NotAvailable, SpecError
 from llmlab.models.gpt import GPT
 from llmlab.step_optimizer import MasterWeights
 from llmlab.techniques.engines import ADAMW
 from llmlab.techniques.launch import launch
 from llmlab.techniques.offload import InFiles, Offloaded, cut, in_ram
 from llmlab.techniques.offload_activations import in_files, on_host
-from llmlab.techniques.offload_runs import Job, cpu_adam, main, run, with_deepspeed
+from llmlab.techniques.offload_runs import Job, cpu_adam, cpu_adam_is_compiled, main, run, with_deepspeed
 from llmlab.techniques.rank_training import small_gpt
 from llmlab.techniques.training import next_token_loss
 
 STEPS = 4
 PARAMETERS = small_gpt().parameters
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def batch(seed):
@@ -146,6 +139,17 @@ def test_deepspeeds_cpu_adam_is_torchs_adamw():
     found = launch(both_adams, 1, patience=1200)[0]
     assert found["kind"] == "DeepSpeedCPUAdam" and found["off"] <= 1
     assert found["went"] > 0.01
+
+
+def test_a_compilation_that_was_killed_is_said_not_waited_for(tmp_path, monkeypatch):
+    pytest.importorskip("deepspeed", reason="the distributed extra")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    (tmp_path / "cpu_adam").mkdir()
+    for left in ("cpu_adam.so", "lock"):
+        (tmp_path / "cpu_adam" / left).touch()
+    with pytest.raises(NotAvailable, match=r"killed: then delete .*lock"):
+        cpu_adam()
+    assert not cpu_adam_is_compiled()
 
 
 def test_deepspeed_offloads_what_the_training_says_and_gives_the_same_losses():

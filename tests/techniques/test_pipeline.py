@@ -166,7 +166,7 @@ def test_each_rank_holds_its_stages_and_no_more(ranks, name):
     ("changes", "words"),
     [
         ({"ranks": 5}, "pp=5 leaves a stage without any of .* 4 layers; give pp=3 at most, or pp=4"),
-        ({"ranks": 4, "schedule": "interleaved", "chunks": 2}, "pp=8 leaves a stage without"),
+        ({"ranks": 4, "schedule": "interleaved", "chunks": 2}, "ranks=4 × chunks=2: pp=8 leaves a stage without"),
         ({"micro_batches": 3}, "micro_batches=3 does not divide sequences=8"),
     ],
 )
