@@ -4,7 +4,7 @@
     python benchmarks/many_gpus.py --out benchmarks/results     # and writes many_gpus.md
 
 Real ranks are processes on this machine that gloo joins; what was published comes from records, its runs from
-torchtitan_script.py. Exits with 1 where a bar is missed.
+torchtitan_script.py, litgpt_script.py and accelerate_script.py. Exits with 1 where a bar is missed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import accelerate_script
 import click
+import litgpt_script
 import torchtitan_script
 from provenance import provenance, table, write
 from speed import ROOT, Row
@@ -25,6 +27,7 @@ from llmlab.units import show_bytes
 SECONDS_BAR = 60.0  # of CPU, after imports: one thread works, and others may be at work
 MEMORY_BAR = 1.5  # GB (10^9 bytes) of the process, torch and transformers included
 RANKS_BAR, PUBLISHED_BAR = 0.005, 0.05
+SHOWN = {"active": "allocated"}  # as published runs say, and as simulated ones: without record_stream, the same
 HEADER = ["what", "simulated", "bar or measured", ""]
 BLOCKS = {"precision": "mixed-bf16", "checkpointing": "full", "seq_len": 8192}
 SIMULATED = {
@@ -111,16 +114,18 @@ def real_ranks() -> list[Row]:
 
 
 def published() -> list[Row]:
-    """Return simulated peaks beside published ones of TorchTitan's eager FSDP2."""
+    """Return simulated peaks beside published ones of eager FSDP2."""
+    runs = [(f"TorchTitan, Llama {run.name}", torchtitan_script.simulated(run), torchtitan_script.published(run))
+            for run in torchtitan_script.RUNS]  # fmt: skip
+    runs += [("LitGPT, Llama 7B in bf16, zero2", litgpt_script.simulated(), litgpt_script.published())]
+    name, read = f"Accelerate, {accelerate_script.MODEL}", accelerate_script.published()
+    runs += [(name, accelerate_script.simulated(), read), (f"{name}, lab.simulate", accelerate_script.by_verb(), read)]
     rows = []
-    for run in torchtitan_script.RUNS:
-        found = zip(("allocated", "reserved"), torchtitan_script.simulated(run), torchtitan_script.published(run),
-                    strict=True)  # fmt: skip
-        for kind, simulated, read in found:
-            if read is not None:
-                off = simulated / read - 1
-                rows.append(Row(f"TorchTitan, Llama {run.name}: {kind}", f"{show_bytes(simulated)} ({off:+.1%})",
-                                show_bytes(read), abs(off) < PUBLISHED_BAR))  # fmt: skip
+    for name, simulated, measured in runs:
+        for kind, size in measured.items():
+            off = simulated[kind] / size - 1
+            rows.append(Row(f"{name}: {SHOWN.get(kind, kind)}", f"{show_bytes(simulated[kind])} ({off:+.1%})",
+                            show_bytes(size), abs(off) < PUBLISHED_BAR))  # fmt: skip
     return rows
 
 

@@ -2,11 +2,16 @@
 
 The model is TorchTitan's Llama as to what memory depends on (at commits 83c879f, torchtrain/models/llama/model.py, and
 9dec370, torchtitan/models/llama/model.py): norms and turned queries and keys in fp32, the cross entropy of fp32 logits.
-Two things changed between the runs: in March 2024 the model made the logits fp32 itself and the loop kept them through
-backward; in December the loss did, and the loop let them go (train.py).
-
 "op" recomputes all but attention and every other matrix product (parallelize_llama.py); parameters of the last block
 stay from forward to backward. What was read is PyTorch's peak of active and of reserved bytes (metrics.py).
+
+What changed from run to run, with the source of each:
+- until June 12, 2024, the model made the logits fp32 and the loop kept them through backward; since October the loss
+  does, and the loop lets them go (TorchTitan's pull/391 and commit e10cb94);
+- until June 27, 2024, FSDP2 allocated what it reduces on the stream it reduces on, where other operators cannot use
+  that memory again; since then on the stream of backward (github.com/pytorch/pytorch/pull/129721);
+- run_llama_train.sh has asked for expandable segments since October 2024. It starts the ranks of one machine, so the
+  table of December 2024, up to 128 GPUs, was not made with it.
 
     B  batch    T  tokens    C  width    H  heads    K  key-value heads    D  head size    V  vocabulary
 """
@@ -15,8 +20,11 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from importlib import import_module
+from inspect import signature
 from typing import Any
 from unittest import mock
 
@@ -26,17 +34,23 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import llmlab as lab
+from llmlab.hardware.gpu import GPU
 from llmlab.records import figure
 from llmlab.units import GiB
 
 CARD = replace(lab.gpu("H100-80GB"), memory=round(95.0396 * GiB))  # the H100 with 96 GB of these runs, as they give it
 aten = torch.ops.aten
+KINDS = ("active", "reserved", "reserved in the first step")
 SAVED = (aten.mm.default, aten._scaled_dot_product_flash_attention.default)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A published run: its label in the records, sizes, ranks and recomputation ("full" or "op")."""
+    """A published run: its label in the records, sizes, ranks and recomputation ("full" or "op").
+
+    `early`: before the middle of June 2024. `resharded`: the blocks that free their parameters after forward, "all",
+    "none", or "default", all but the last.
+    """
 
     name: str
     ranks: int
@@ -46,26 +60,35 @@ class Run:
     kv_heads: int = 32
     inner: int = 11008
     vocabulary: int = 32000
-    keeps_logits: bool = True  # as in March 2024
+    early: bool = False
     expandable: bool = False
+    resharded: str = "default"
+    loss_chunks: int = 1  # of the sequence, which the loss takes one by one
+    card: GPU = CARD
     layers: int = 32
     width: int = 4096
     heads: int = 32
 
 
-LLAMA_3 = {"kv_heads": 8, "inner": 14336, "vocabulary": 128256, "keeps_logits": False, "expandable": True}
+LLAMA_3 = {"kv_heads": 8, "inner": 14336, "vocabulary": 128256}
+ONE = {**LLAMA_3, "expandable": True}  # a sequence a GPU, as configured, and run_llama_train.sh
 RUNS = (
-    Run("7B, 8 GPUs, full recomputation", 8, 8, 2048, "full"),
-    Run("7B, 8 GPUs, selective", 8, 8, 2048, "op"),
+    Run("7B, 8 GPUs, full recomputation", 8, 8, 2048, "full", early=True),
+    Run("7B, 8 GPUs, selective", 8, 8, 2048, "op", early=True),
+    Run("8B, 8 A100, 1 sequence", 8, 1, 8192, "op", **LLAMA_3, early=True, card=lab.gpu("A100-80GB")),
     Run("8B, 8 GPUs, selective", 8, 2, 8192, "op", **LLAMA_3),
     Run("8B, 128 GPUs, selective", 128, 2, 8192, "op", **LLAMA_3),
+    Run("8B, 1 sequence", 8, 1, 8192, "op", **ONE),
+    Run("8B, 1 sequence, always resharded", 8, 1, 8192, "op", **ONE, resharded="all"),
+    Run("8B, 1 sequence, never resharded", 8, 1, 8192, "op", **ONE, resharded="none"),
+    Run("8B, 1 sequence, loss in 8 chunks", 8, 1, 8192, "op", **ONE, loss_chunks=8),
 )
 
 
-def published(run: Run) -> tuple[int | None, int]:
-    """Return the peaks that were read, active and reserved, in bytes; None where only the second was published."""
+def published(run: Run) -> dict[str, int]:
+    """Return the peaks that were read, in bytes, by what was read."""
     found = figure("torchtitan-fsdp2-memory").values
-    return found.get(f"{run.name}: active"), found[f"{run.name}: reserved"]
+    return {what: value for what in KINDS if (value := found.get(f"{run.name}: {what}")) is not None}
 
 
 class Norm(nn.Module):
@@ -118,7 +141,7 @@ class Llama(nn.Module):
         self.blocks = nn.ModuleList(Block(run) for _ in range(run.layers))
         self.norm = Norm(run.width)
         self.head = nn.Linear(run.width, run.vocabulary, bias=False)
-        self.wide = run.keeps_logits
+        self.wide = run.early
         self.register_buffer("turns", torch.empty(run.tokens, run.width // run.heads // 2, dtype=torch.complex64))
 
     def forward(self, ids_BT: Tensor) -> Tensor:
@@ -148,8 +171,14 @@ def recomputed(block: nn.Module, kind: str) -> None:
     block.forward = lambda *args: checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **given)
 
 
-def train(run: Run, steps: int = 2) -> None:
-    """Take `steps` steps on "cuda"."""
+def loss_of(logits_BTV: Tensor, labels_BT: Tensor, chunks: int) -> Tensor:
+    """Return the cross entropy in fp32, the mean of those of so many chunks of the sequence."""
+    pairs = zip(logits_BTV.chunk(chunks, 1), labels_BT.chunk(chunks, 1), strict=True)
+    return sum(F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1)) for logits, labels in pairs) / chunks
+
+
+def train(run: Run, steps: int = 2) -> Iterator[None]:
+    """Take `steps` steps on "cuda", and yield after each."""
     import torch.distributed as dist
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -158,9 +187,10 @@ def train(run: Run, steps: int = 2) -> None:
     with torch.device("meta"):
         model = Llama(run)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    resharded = {"all": run.layers, "none": 0, "default": run.layers - 1}[run.resharded]
     for number, block in enumerate(model.blocks):
         recomputed(block, run.recompute)
-        fully_shard(block, mp_policy=policy, reshard_after_forward=number < run.layers - 1)
+        fully_shard(block, mp_policy=policy, reshard_after_forward=number < resharded)
     fully_shard(model, mp_policy=policy)
     model.to_empty(device="cuda")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, foreach=True)
@@ -169,17 +199,35 @@ def train(run: Run, steps: int = 2) -> None:
         optimizer.zero_grad()
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             logits = model(ids_BT[:, :-1])
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), ids_BT[:, 1:].flatten(0, 1))
-            if not run.keeps_logits:
+            loss = loss_of(logits, ids_BT[:, 1:], run.loss_chunks)
+            if not run.early:
                 del logits
             loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
         optimizer.step()
+        yield
 
 
-def simulated(run: Run) -> tuple[int, int]:
-    """Return the peaks of rank 0, allocated and reserved, in bytes."""
+@contextmanager
+def reduced_from_its_own_stream() -> Iterator[None]:
+    """Let FSDP2 allocate what it reduces on the stream it reduces on, and free it at once, as until June 27, 2024."""
+    group = import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+    real = group.foreach_reduce
+    names = list(signature(real).parameters)
+
+    def foreach_reduce(*args: Any) -> tuple:
+        with torch.cuda.stream(args[names.index("reduce_scatter_stream")]):
+            _, *rest = real(*args)
+        return None, *rest
+
+    with mock.patch.object(group, "foreach_reduce", foreach_reduce):
+        yield
+
+
+def simulated(run: Run) -> dict[str, int]:
+    """Return the peaks of rank 0 in bytes, by what was read."""
     settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if run.expandable else {}
-    with mock.patch.dict(os.environ, settings), lab.simulator(CARD, world_size=run.ranks) as sim:
-        train(run)
-        return sim.peak_allocated, sim.peak_reserved
+    fsdp = reduced_from_its_own_stream() if run.early else nullcontext()
+    with mock.patch.dict(os.environ, settings), lab.simulator(run.card, world_size=run.ranks) as sim, fsdp:
+        first, *_ = [sim.peak_reserved for _ in train(run)]
+        return dict(zip(KINDS, (sim.peak_allocated, sim.peak_reserved, first), strict=True))
