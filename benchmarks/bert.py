@@ -5,12 +5,14 @@
 
 The source (perf_train_gpu_one, transformers 4.27) shows NVML's used memory after a run of Trainer: what the allocator
 reserved at most, and the CUDA context, which it shows alone too, with the segment of the 1 × 1 tensor that makes it.
-The page's nvidia-smi is of 11 January 2022: of a PyTorch before 1.11 and a transformers of that time. What differs from
-today's is written out below:
+The page's nvidia-smi is of 11 January 2022: of a transformers of that time, and, as the rows say, of a PyTorch before
+1.10. What differs from today's is written out below:
 
 - softmax keeps its input for backward, besides its output, so eager attention keeps one more tensor of B × H × T × T:
   before PyTorch 1.11, _softmax_backward_data takes that input and not only its dtype (tools/autograd/derivatives.yaml;
   issue pytorch#64000; transformers' pytorch_utils.softmax_backward_data calls both forms);
+- GELU is on autocast's list of operators in fp32, so it keeps its input in fp32, and its output lies there in fp32
+  until it is cast down: pytorch#59639 of June 2021 took it off, after 1.9 (aten/src/ATen/autocast_mode.cpp);
 - the optimizer is transformers' own AdamW, one parameter at a time; gradients are zeroed, not set to None;
 - BERT's mask is fp32 and always added.
 
@@ -31,6 +33,7 @@ from provenance import provenance, table, write
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import BertConfig, BertForSequenceClassification
+from transformers.activations import GELUActivation
 from transformers.models.bert import modeling_bert
 from transformers.optimization import Adafactor
 
@@ -102,6 +105,11 @@ def attention(
     return (weights @ value).permute(0, 2, 1, 3).contiguous(), None  # (B, T, H, D)
 
 
+def gelu(module: nn.Module, x: Tensor) -> Tensor:
+    """nn.functional.gelu, which autocast computed in fp32 before PyTorch 1.10."""
+    return nn.functional.gelu(x.float() if torch.is_autocast_enabled("cuda") else x)
+
+
 class PerParameter(Optimizer):
     """An optimizer that takes its parameters one by one; `states` makes what it keeps of each."""
 
@@ -163,7 +171,11 @@ def simulate_loading() -> int:
 
 def simulate_training(setup: Setup) -> int:
     """Return the bytes that a run of Trainer reserves at most, without the CUDA context."""
-    with mock.patch.object(modeling_bert, "eager_attention_forward", attention), lab.simulator(GPU) as sim:
+    with (
+        mock.patch.object(modeling_bert, "eager_attention_forward", attention),
+        mock.patch.object(GELUActivation, "forward", gelu),
+        lab.simulator(GPU) as sim,
+    ):
         model = BertForSequenceClassification(BertConfig(**BERT_LARGE, attn_implementation="eager")).cuda().train()
         if setup.checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
@@ -205,10 +217,8 @@ def to_markdown(simulated: dict[str, int], made: str) -> str:
     title = f"**Simulated against measured, BERT-large trained on a {GPU}, 512 tokens a sequence**"
     rows = [row(name, size) for name, size in simulated.items()]
     notes = [
-        "- The simulated run is of a PyTorch before 1.11, whose softmax kept its input too; with today's the rows "
-        "without checkpointing are lower. Why the fp16 row at batch 4 is low is not known: what is missing, 19 MiB a "
-        "layer, grows with what is kept for backward, since the fp16 rows with checkpointing fit; steps that the "
-        "GradScaler skips and more steps do not explain it.",
+        "- The simulated run is of a PyTorch before 1.10: its softmax kept its input too, and its autocast computed "
+        "GELU in fp32, so its input was kept at twice the bytes. Today's takes less where nothing is recomputed.",
         f"- The context is the published one without the {SMALL_SEGMENT // MiB} MiB segment of the 1 × 1 tensor that "
         "was on the card when it was read.",
         f"- Source: {figure('bert-large-training-memory').source}; NVML's figure, which is in whole MiB.",

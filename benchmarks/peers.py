@@ -24,9 +24,12 @@ from llmlab import Report, Training
 from llmlab.estimate.states import states
 from llmlab.records import records
 from llmlab.records.store import write_whole
+from llmlab.units import MiB
 
 SCHEMA = 2
 GROUPS = ("model", "attention", "quantization")
+LOADS = "The same model loaded again, each time by a new process: MiB allocated then, each different figure"
+LOADS_HEADER = ["model, base", "loads", "allocated", "an error no one number avoids"]
 FAIRNESS = (
     "The rows are fitcheck-llm's own measurement archive, and its README says that its constants were fitted to 49 "
     "runs of it: its errors here are of a fit, not of a prediction. llmlab's formulas hold no constant fitted to these "
@@ -151,6 +154,56 @@ def by_group(name: str, truth: str, rows: list[dict[str, Any]], key: str) -> dic
     }
 
 
+def least_worst_error(measured: list[int]) -> float:
+    """Return the relative error that any one number has at least from the farther of `measured`: at their harmonic
+    mean, (largest − smallest) / (largest + smallest)."""
+    return (max(measured) - min(measured)) / (max(measured) + min(measured))
+
+
+def loads(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """Return a text row a model and base that several rows loaded: each figure found, and how far one number must be.
+
+    A row is a process of its own, which loads the model before it makes a batch (fitcheck-llm 0.3.1,
+    scripts/calibration_sweep.py): rows of a model and base loaded it alike, whatever they did with it.
+    """
+    groups: dict[tuple[str, str], list[int]] = {}
+    for row in rows:
+        if row["after_load"]:
+            groups.setdefault((row["model"].rpartition("/")[2], row["quantization"]), []).append(row["after_load"])
+    return [
+        [f"{model}, {base}", str(len(sizes)), " / ".join(f"{size / MiB:,.2f}" for size in dict.fromkeys(sizes)),
+         f"{least_worst_error(sizes):.2%}"]
+        for (model, base), sizes in groups.items() if len(sizes) > 1
+    ]  # fmt: skip
+
+
+def floors(rows: list[dict[str, Any]]) -> list[str]:
+    """Return how near a prediction can be to repeats that differ: of reserved bytes, for each kind of base."""
+    said = []
+    for base in sorted({row["quantization"] for row in rows}):
+        groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+        for row in rows:
+            if row["quantization"] == base:
+                groups.setdefault(tuple(row[key] for key in configurations.KEY), []).append(row)
+        repeated = {
+            configurations.name(group[0]): least_worst_error([row["peak_reserved"] for row in group])
+            for group in groups.values()
+            if len(group) > 1
+        }
+        if not repeated:
+            continue
+        farthest = max(repeated, key=repeated.__getitem__)
+        kind = "Bases not quantized" if base == "none" else f"Bases in {base}"
+        if not repeated[farthest]:
+            said.append(f"{kind}: repeats reserve the same bytes, so that a prediction can be exact.")
+            continue
+        said.append(
+            f"{kind}: one number cannot be right for repeats that differ, of one session or of two. Whatever it is, it "
+            f"misses a row of {farthest} by {repeated[farthest]:.1%} or more of its reserved bytes."
+        )
+    return said
+
+
 def tables(results: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
     """Return the tables as title, header and text rows: all, medians by group, gap by component, configurations."""
     tools, total = results["tools"], len(results["rows"])
@@ -178,6 +231,7 @@ def tables(results: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]
         ("Median |error| by model, attention and quantization", ["", *(tool["name"] for tool in tools)], groups),
         ("llmlab's gap by component and phase", ["", "rows", "median |error|", "worst error"], components),
         (configurations.TITLE, configurations.HEADER, configurations.body(results["rows"])),
+        (LOADS, LOADS_HEADER, loads(results["rows"])),
     ]
     return [one for one in found if one[2]]
 
@@ -186,6 +240,7 @@ def footnotes(results: dict[str, Any]) -> list[str]:
     """Return the notes under the tables: one a tool, what repeats say, whose rows they are and whom they favour."""
     notes = [f"[{number}] {tool['note']}" for number, tool in enumerate(results["tools"], 1)]
     notes += configurations.notes(results["rows"])
+    notes += floors(results["rows"])
     return [*notes, results["note"], *(f"Source: {source}" for source in results["sources"])]
 
 
