@@ -82,6 +82,7 @@ benchmarks: env ## llmlab beside its peers, its speed, its overhead, on a GPU it
 	$(BIN)/python benchmarks/versions.py --out benchmarks/results
 	$(BIN)/python benchmarks/operators.py --out benchmarks/results
 	$(BIN)/python benchmarks/bert.py --out benchmarks/results
+	$(BIN)/python benchmarks/published.py --out benchmarks/results
 	$(BIN)/python benchmarks/formulas.py --out benchmarks/results
 	$(BIN)/python benchmarks/decoding.py --out benchmarks/results
 	$(BIN)/python benchmarks/speed.py --out benchmarks/results

@@ -75,7 +75,9 @@ def _params4bit(owner: type) -> Any:
         def to(self, *args: Any, **kwargs: Any) -> Tensor:
             device = torch._C._nn._parse_to(*args, **kwargs)[0]
             if device is not None and device.type != "meta" and not self.bnb_quantized:
-                return quantize(self, device)
+                quantized = quantize(self, device)
+                quantized.fake_device = quantized.quant_state.absmax.fake_device  # `.data =` leaves it
+                return quantized
             return super().to(*args, **kwargs)
 
     def new(

@@ -40,7 +40,10 @@ NOTES = {
     2: "Rank 0 of FSDP2 with reshard_after_forward=False: blocks stay whole from forward to backward.",
     3: "Rank 0 of FSDP2 (fully_shard), a block a unit, the rest of the model another.",
 }
-POLICY_NOTE = "{} is FSDP2's MixedPrecisionPolicy: fp32 shards, gathered in half precision, reduced in fp32."
+POLICY_NOTE = (
+    "{} is FSDP2's MixedPrecisionPolicy: fp32 shards, gathered in half precision, reduced in fp32; the optimizer steps "
+    "as torch chooses, by foreach."
+)
 EXPERTS_NOTE = (
     "FSDP2 cuts a layer's {0} experts along the first dimension, by default: of {1} ranks, {0} hold one each, the rest "
     "none, and it is gathered with padding. A shard_placement_fn that cuts another dimension divides them by {1}."

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..hardware.gpu import GPU
-from .cub import scan_scratch, sort_scratch, sum_by_key_scratch
+from .cub import pieces, scan_scratch, sort_scratch, sum_by_key_scratch
 from .engine import Extra
 from .in_place import is_dense
 
@@ -51,7 +51,7 @@ def sort_buffers(x: Tensor, dim: int, gpu: GPU) -> list[int]:
         return [*copied, size * INDEX, sort_scratch(size, item, INDEX, gpu)]
     if n // size < FEW_SEGMENTS:
         return [*copied, n * INDEX, n * INDEX, n * item, sort_scratch(n, item, INDEX, gpu)]
-    return [*copied, n * INDEX, n * (item + INDEX)]
+    return [*copied, n * INDEX, pieces(n * item, n * INDEX)]  # dispatch_segmented_radix_sort.cuh: both a second time
 
 
 # ---- topk

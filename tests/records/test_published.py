@@ -143,7 +143,7 @@ def test_operators_are_looked_up_by_what_the_card_is_called():
 
 def test_every_figure_has_a_source_a_setup_and_numbers():
     every = figures()
-    assert len(every) == 58
+    assert len(every) == 64
     for found in every.values():
         assert found.source and found.setup and found.what and found.unit
         assert found.values and all(isinstance(value, (int, float)) for value in found.values.values())
@@ -159,6 +159,9 @@ def test_every_figure_has_a_source_a_setup_and_numbers():
         ("bert-large-training-memory", "batch 1 × accumulation 4, checkpointing, fp16, Adafactor", 4847 * MiB),
         ("bert-large-training-time", "batch 1 × accumulation 4, checkpointing", 85.47),
         ("bert-large-training-throughput", "batch 4", 8.86),
+        ("mingpt-memory", "gpt-nano", 32019456),
+        ("litgpt-lora-memory", "Llama 2 7B, 1", 21_300_000_000),
+        ("llms-from-scratch-memory", "bf16", 14_803_785_902),
         ("zero-7.5b-mixed-adam", "none", 120 * 10**9),
         ("zero-7.5b-mixed-adam", "stage 2", 16_600_000_000),
         ("activation-bytes-a-layer", "sbh", 34),

@@ -97,3 +97,15 @@ def test_group_norms_backward_has_sums_and_factors_of_each_channel():
         y.backward(gradient)
         gradients = N * C * 128 * 4 + 2 * 512
         assert card.peak_allocated - held == gradients + 3 * 4 * N * C + 2 * 4 * N * groups
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_a_4_bit_layer_made_on_the_host_is_quantized_where_it_moves_and_gives_gradients(double):
+    bnb = pytest.importorskip("bitsandbytes")
+    with lab.simulator("A100-80GB") as card:
+        layer = bnb.nn.Linear4bit(1024, 1024, bias=False, compute_dtype=torch.bfloat16, compress_statistics=double)
+        layer = layer.to("cuda")
+        assert layer.weight.device.type == "cuda" and card.allocated < 1024 * 1024 // 2 + 100_000
+        x = torch.randn(4, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        layer(x).sum().backward()
+        assert x.grad.shape == x.shape

@@ -1,0 +1,212 @@
+"""lab.simulator against memory that others read on other cards, with other models, and published with the code.
+
+    python benchmarks/published.py                              # prints
+    python benchmarks/published.py --out benchmarks/results     # and writes published.md
+
+Each row is run as its script ran (lora_script, gpt_scripts, and the operators below). PyTorch was older, and did two
+things otherwise:
+
+- cuBLASLt's workspace, for a product with a bias, was taken in each product and given back at its end (1.13 to 2.6:
+  aten/src/ATen/cuda/CUDABlas.cpp, gemm_and_bias); today each handle keeps one. Liger's rows have no such product.
+- before 2.0 optimizers and clipping took one parameter at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import click
+import torch
+from gpt_scripts import NANO, XL, Changes, train_book, train_mingpt
+from lora_script import fine_tune
+from provenance import provenance, table, write
+from torch import Tensor, nn
+
+import llmlab as lab
+from llmlab.records import figure
+from llmlab.simulate.engine import LT_WORKSPACE, Engine
+
+HEADER = ["what", "card", "of", "measured", "simulated", "error"]
+REPEATS = 3  # of ten calls: from the second on leaves have their gradients
+
+
+class Row(NamedTuple):
+    """A published value, in a figure of the records, and what to run for it; `older`: as before PyTorch 2.7."""
+
+    figure: str
+    label: str
+    card: str
+    run: Callable[[], Any]
+    of: str = "allocated"
+    older: bool = False
+
+    @property
+    def measured(self) -> int:
+        return int(figure(self.figure)[self.label])
+
+
+@contextmanager
+def workspaces_given_back() -> Iterator[None]:
+    """Let cuBLASLt's workspace go with the product that took it."""
+    kept = Engine._take_workspace
+
+    def take(self: Engine, library: str, size: int) -> None:
+        if library == "cublasLt":
+            self.free(self.malloc(LT_WORKSPACE))
+        else:
+            kept(self, library, size)
+
+    with mock.patch.object(Engine, "_take_workspace", take):
+        yield
+
+
+def simulated(row: Row) -> int:
+    """Return the bytes of the simulated peak, allocated or reserved."""
+    with workspaces_given_back() if row.older else nullcontext(), lab.simulator(row.card) as sim:
+        row.run()
+        return sim.peak_reserved if row.of == "reserved" else sim.peak_allocated
+
+
+# ---- single operators, as Liger-Kernel's scripts run them
+
+
+def repeat(forward: Callable[[], Tensor], gradient: Tensor | None = None) -> None:
+    def call() -> None:
+        y = forward()
+        y.backward(gradient, retain_graph=True)
+
+    for _ in range(REPEATS):
+        call()
+
+
+def group_norm(C: int) -> None:
+    norms = [nn.GroupNorm(C // 4, C, eps=1e-6).cuda() for _ in range(2)]  # Liger's lies there too
+    x = torch.randn(128, C, 512, device="cuda")
+    gradient = torch.randn_like(x)
+    x.requires_grad_(True)
+    repeat(lambda: norms[0](x), gradient)
+
+
+def rms_norm(H: int) -> None:
+    norm = nn.RMSNorm(H, eps=1e-6).cuda().to(torch.bfloat16)
+    x = torch.randn(4096, 1, H, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def call() -> None:
+        y = norm(x)  # stays until the call returns
+        y.sum().backward()
+
+    for _ in range(REPEATS):
+        call()
+
+
+def divergence(kind: str, rows: int, V: int) -> None:
+    """kl_div, jsd and tvd of two distributions over V: their own backward ends at the input's softmax."""
+    to_log = kind != "tvd"
+    logits = torch.randn(rows, V, requires_grad=True, device="cuda")
+    given = logits.log_softmax(-1) if to_log else logits.softmax(-1)
+    target = torch.randn(rows, V, device="cuda")
+    target = target.log_softmax(-1) if kind == "jsd" else target.softmax(-1)
+    del logits
+    if kind == "kl_div":
+        loss = nn.KLDivLoss(reduction="batchmean")
+        repeat(lambda: loss(given, target))
+    elif kind == "tvd":
+        repeat(lambda: total_variation(given, target))
+    else:
+        repeat(lambda: jensen_shannon(given, target))
+
+
+def total_variation(given: Tensor, target: Tensor) -> Tensor:
+    distance = torch.abs(given - target) / 2.0
+    return torch.sum(distance) / given.shape[0]
+
+
+def jensen_shannon(log_q: Tensor, log_p: Tensor) -> Tensor:
+    divergence = nn.KLDivLoss(reduction="batchmean", log_target=True)
+    middle = torch.lerp(torch.exp(log_p), torch.exp(log_q), 0.5)
+    return 0.5 * divergence(torch.log(middle), log_p) + 0.5 * divergence(torch.log(middle), log_q)
+
+
+OPERATORS: dict[str, Callable[[int], None]] = {
+    "group_norm": group_norm,
+    "rms_norm of torch": rms_norm,
+    "kl_div": partial(divergence, "kl_div", 16384),
+    "tvd": partial(divergence, "tvd", 16384),
+    "jsd": partial(divergence, "jsd", 8192),
+}
+
+
+# ---- the rows
+
+
+def operator_rows() -> list[Row]:
+    rows = []
+    for label in figure("liger-operators-memory").values:
+        name, card, size = label.split(", ")
+        rows.append(Row("liger-operators-memory", label, card, partial(OPERATORS[name], int(size.split()[1]))))
+    return rows
+
+
+def litgpt_rows() -> list[Row]:
+    rows = []
+    for label in figure("litgpt-lora-memory").values:
+        name, batch = label.split(", ")
+        rows.append(Row("litgpt-lora-memory", label, "A100-40GB", partial(fine_tune, name, int(batch)), older=True))
+    return rows
+
+
+def gpt_rows() -> list[Row]:
+    rows = [
+        Row("mingpt-memory", f"{name}{', early' * early}", "A100-80GB", partial(train_mingpt, size, early), older=True)
+        for name, size in (("gpt-nano", NANO), ("gpt2-xl", XL))
+        for early in (False, True)
+    ]
+    changes = [
+        Changes(),
+        Changes(mask=True),
+        Changes(mask=True, fused_optimizer=True),
+        Changes(mask=True, fused_optimizer=True, dtype=torch.bfloat16),
+        Changes(mask=True, fused_optimizer=True, dtype=torch.bfloat16, classes=True),
+        Changes(mask=True, fused_optimizer=True, dtype=torch.bfloat16, classes=True, attention=True),
+    ]
+    for label, made in zip(figure("llms-from-scratch-memory").values, changes, strict=True):
+        run = partial(train_book, made)
+        rows.append(Row("llms-from-scratch-memory", label, "A100-80GB", run, "reserved", older=True))
+    return rows
+
+
+def rows() -> list[Row]:
+    """Return all rows, the operators last."""
+    return [*litgpt_rows(), *gpt_rows(), *operator_rows()]
+
+
+def to_markdown(found: dict[Row, int], made: str) -> str:
+    """Return the table of what was simulated for each row, where rows stand, and the line that says what made it."""
+    body = [
+        [row.label, row.card, row.of, f"{row.measured:,}", f"{size:,}", f"{size / row.measured - 1:+.3%}"]
+        for row, size in found.items()
+    ]
+    text = ["**Simulated against published, bytes**", "", *table(HEADER, body), ""]
+    for key in dict.fromkeys(row.figure for row in found):
+        said = figure(key)
+        text.append(f"- {said.setup}. Source: {said.source}. {' '.join(said.notes)}")
+    return "\n".join([*text, "", made])
+
+
+@click.command()
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder to write published.md to.")
+def main(out: Path | None) -> None:
+    """Hold the simulated cards to what others published."""
+    text = to_markdown({row: simulated(row) for row in rows()}, provenance("llmlab", "torch"))
+    print(text)
+    if out:
+        write(out / "published.md", text)
+
+
+if __name__ == "__main__":
+    main()
