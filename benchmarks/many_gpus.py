@@ -18,7 +18,7 @@ import accelerate_script
 import click
 import litgpt_script
 import torchtitan_script
-from provenance import provenance, table, write
+from provenance import provenance, titled_table, write
 from speed import ROOT, Row
 
 import llmlab as lab
@@ -29,6 +29,8 @@ MEMORY_BAR = 1.5  # GB (10^9 bytes) of the process, torch and transformers inclu
 RANKS_BAR, PUBLISHED_BAR = 0.005, 0.05
 SHOWN = {"active": "allocated"}  # as published runs say, and as simulated ones: without record_stream, the same
 HEADER = ["what", "simulated", "bar or measured", ""]
+TAKES, REAL = "One rank of many: what simulating it takes", "Ranks that gloo joins on a CPU"
+PUBLISHED = "FSDP2's peaks as its users published them"
 BLOCKS = {"precision": "mixed-bf16", "checkpointing": "full", "seq_len": 8192}
 SIMULATED = {
     "meta-llama/Llama-3.1-8B": [{"zero": 3, "dp": 8}],
@@ -133,12 +135,13 @@ def published() -> list[Row]:
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder to write many_gpus.md to.")
 def main(out: Path | None) -> None:
     """Simulate ranks of up to 512 GPUs, and hold smaller ones to real and to published runs."""
-    rows = [*simulations(), *real_ranks(), *published()]
-    text = "\n".join(table(HEADER, [row.cells() for row in rows]))
+    found = {TAKES: simulations(), REAL: real_ranks(), PUBLISHED: published()}
+    lines = [line for title, rows in found.items() for line in titled_table(title, HEADER, [r.cells() for r in rows])]
+    text = "\n".join([*lines, provenance("llmlab", "torch", "transformers")])
     print(text)
     if out:
-        write(out / "many_gpus.md", f"{text}\n\n{provenance('llmlab', 'torch', 'transformers')}")
-    raise SystemExit(any(row.within is False for row in rows))
+        write(out / "many_gpus.md", text)
+    raise SystemExit(any(row.within is False for rows in found.values() for row in rows))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any
 
 import click
 import configurations
+from provenance import titled_table
 from questions import TOOLS, Tool, installed
 
 import llmlab as lab
@@ -248,12 +249,9 @@ def to_markdown(results: dict[str, Any]) -> str:
     """Return the tables and the notes as Markdown."""
     lines = []
     for title, header, body in tables(results):
-        lines += [f"**{title}**", ""]
         # A bare | would end the cell.
         rows = [[cell.replace("|", "\\|") for cell in row] for row in (header, *body)]
-        lines += ["| " + " | ".join(rows[0]) + " |", "|" + " --- |" + " ---: |" * (len(header) - 1)]
-        lines += ["| " + " | ".join(row) + " |" for row in rows[1:]]
-        lines.append("")
+        lines += titled_table(title, rows[0], rows[1:])
     return "\n".join(lines + [f"- {note}" for note in footnotes(results)])
 
 

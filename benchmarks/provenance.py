@@ -10,6 +10,8 @@ from pathlib import Path
 from llmlab.hardware.host import host
 from llmlab.records.store import write_whole
 
+LONG = 25  # rows
+
 
 def provenance(*packages: str) -> str:
     """Return one line: the versions of `packages` that are installed and of Python, the machine, the date."""
@@ -28,6 +30,14 @@ def table(header: list[str], rows: list[list[str]]) -> list[str]:
     """Return the lines of a Markdown table, its first column to the left."""
     lines = ["| " + " | ".join(header) + " |", "|" + " --- |" + " ---: |" * (len(header) - 1)]
     return lines + ["| " + " | ".join(row) + " |" for row in rows]
+
+
+def titled_table(title: str, header: list[str], rows: list[list[str]]) -> list[str]:
+    """Return the lines of a table below its title; a long one is folded, and opens where its title is clicked."""
+    lines = table(header, rows)
+    if len(rows) <= LONG:
+        return [f"**{title}**", "", *lines, ""]
+    return ["<details>", f"<summary>{title}</summary>", "", *lines, "", "</details>", ""]
 
 
 def write(path: Path, text: str) -> None:

@@ -24,7 +24,7 @@ import click
 import torch
 from gpt_scripts import NANO, XL, Changes, train_book, train_mingpt
 from lora_script import fine_tune
-from provenance import provenance, table, write
+from provenance import provenance, titled_table, write
 from torch import Tensor, nn
 
 import llmlab as lab
@@ -32,6 +32,9 @@ from llmlab.records import figure
 from llmlab.simulate.engine import LT_WORKSPACE, Engine
 
 HEADER = ["what", "card", "of", "measured", "simulated", "error"]
+OPERATORS_HEADER = ["operator", "card", "rows", "from", "to", "largest error"]
+LOOPS = {"litgpt-lora-memory": "Lit-GPT, LoRA", "mingpt-memory": "minGPT", "llms-from-scratch-memory": "GPT-2 124M"}
+OPERATOR_FIGURE = "liger-operators-memory"
 REPEATS = 3  # of ten calls: from the second on leaves have their gradients
 
 
@@ -146,9 +149,9 @@ OPERATORS: dict[str, Callable[[int], None]] = {
 
 def operator_rows() -> list[Row]:
     rows = []
-    for label in figure("liger-operators-memory").values:
+    for label in figure(OPERATOR_FIGURE).values:
         name, card, size = label.split(", ")
-        rows.append(Row("liger-operators-memory", label, card, partial(OPERATORS[name], int(size.split()[1]))))
+        rows.append(Row(OPERATOR_FIGURE, label, card, partial(OPERATORS[name], int(size.split()[1]))))
     return rows
 
 
@@ -185,13 +188,25 @@ def rows() -> list[Row]:
     return [*litgpt_rows(), *gpt_rows(), *operator_rows()]
 
 
+def sizes_of(group: list[tuple[Row, int]]) -> list[str]:
+    """Return how many rows of one operator there are, from what to what they reach, and the largest error of one."""
+    measured = [row.measured for row, _ in group]
+    worst = max((size / row.measured - 1 for row, size in group), key=abs)
+    return [str(len(group)), f"{min(measured):,}", f"{max(measured):,}", f"{worst:+.4%}"]
+
+
 def to_markdown(found: dict[Row, int], made: str) -> str:
-    """Return the table of what was simulated for each row, where rows stand, and the line that says what made it."""
-    body = [
-        [row.label, row.card, row.of, f"{row.measured:,}", f"{size:,}", f"{size / row.measured - 1:+.3%}"]
-        for row, size in found.items()
-    ]
-    text = ["**Simulated against published, bytes**", "", *table(HEADER, body), ""]
+    """Return the tables of what was simulated for each row, where rows stand, and the line that says what made it."""
+    body, operators = [], {}
+    for row, size in found.items():
+        if row.figure == OPERATOR_FIGURE:
+            operators.setdefault((row.label.partition(",")[0], row.card), []).append((row, size))
+        else:
+            what, error = f"{LOOPS[row.figure]}: {row.label}", f"{size / row.measured - 1:+.3%}"
+            body.append([what, row.card, row.of, f"{row.measured:,}", f"{size:,}", error])
+    text = titled_table("Training loops, simulated against published, bytes", HEADER, body)
+    lines = [[name, card, *sizes_of(group)] for (name, card), group in operators.items()]
+    text += titled_table("Single operators, allocated bytes", OPERATORS_HEADER, lines)
     for key in dict.fromkeys(row.figure for row in found):
         said = figure(key)
         text.append(f"- {said.setup}. Source: {said.source}. {' '.join(said.notes)}")

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import click
 from configurations import BAR
 from peers import published_rows
-from provenance import provenance, table, write
+from provenance import provenance, titled_table, write
 
 import llmlab as lab
 from llmlab import Report
@@ -133,8 +133,9 @@ def notes(found: list[Line]) -> list[str]:
 
 def to_markdown(found: list[Line], made: str) -> str:
     """Return the table and its notes."""
-    text = ["**Reserved bytes in MiB, as the rows' libraries compute and as those installed do**", ""]
-    return "\n".join([*text, *table(HEADER, body(found)), "", *(f"- {note}" for note in notes(found)), "", made])
+    title = "Reserved bytes in MiB, as the rows' libraries compute and as those installed do"
+    lines = titled_table(title, HEADER, body(found))
+    return "\n".join([*lines, *(f"- {note}" for note in notes(found)), "", made])
 
 
 @click.command()
