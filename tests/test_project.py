@@ -235,6 +235,13 @@ def test_versions_agree():
     assert f"## {llmlab.__version__}" in read("CHANGELOG.md")
 
 
+def test_the_first_page_links_every_chapter():
+    parts = yaml.safe_load(read("_toc.yml"))["parts"]
+    chapters = [Path(entry["file"]).name for part in parts[:-1] for entry in part["chapters"]]
+    assert len(chapters) >= 23
+    assert re.findall(r"\]\((\d\d-[a-z0-9-]+)\.ipynb\)", read("book/intro.md")) == chapters
+
+
 def test_package_data_reaches_an_installation():
     patterns = tomllib.loads(read("pyproject.toml"))["tool"]["setuptools"]["package-data"]["llmlab"]
     kinds = {path.suffix for path in (ROOT / "llmlab").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
