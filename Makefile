@@ -55,8 +55,9 @@ site: env ## render the site from the notebooks as they are
 	@$(BIN)/python tools/stamp.py _build/stamps/site book llmlab benchmarks/results _config.yml _toc.yml constraints.txt -- \
 	    $(BIN)/jupyter-book build . -W -n --keep-going --all -q
 
-lint: env schema ## ruff, and the schemas of the workflows and of CITATION.cff
+lint: env schema ## ruff, mypy over the package, and the schemas of the workflows and of CITATION.cff
 	$(BIN)/ruff check .
+	$(BIN)/mypy
 
 unit: env ## unit tests, doctests, and that texts and notebooks agree
 	$(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadfile \
@@ -80,6 +81,7 @@ benchmarks: env ## llmlab beside its peers, its speed, its overhead, on a GPU it
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -e '.[$(EXTRAS)]'
 	$(BIN)/python benchmarks/peers.py --out benchmarks/results
 	$(BIN)/python benchmarks/versions.py --out benchmarks/results
+	$(BIN)/python benchmarks/held_out.py --out benchmarks/results
 	$(BIN)/python benchmarks/operators.py --out benchmarks/results
 	$(BIN)/python benchmarks/bert.py --out benchmarks/results
 	$(BIN)/python benchmarks/published.py --out benchmarks/results

@@ -31,7 +31,7 @@ from llmlab.estimate import time as formulas
 from llmlab.estimate.efficiency import Efficiency
 from llmlab.hardware.gpu import gpu
 from llmlab.models.spec import model
-from llmlab.records import OperatorRecord, figure, operator_records, records
+from llmlab.records import OperatorRecord, figure, held_out, operator_records, records
 from llmlab.records.published_steps import gpt
 from llmlab.simulate.operators import Kernel, Operators
 from llmlab.simulate.report import recorded
@@ -84,7 +84,7 @@ def finetuning_rows(few: int | None = None) -> list[Row]:
     """Return the T4's timed steps, repeats as their mean; `few`: only so many."""
     measured: dict[tuple[str, Training], list[float]] = {}
     for report in records(gpu="T4"):
-        if report.gpu == "T4" and report.source == "published" and report.step_seconds:
+        if report.gpu == "T4" and report.source == "published" and report.step_seconds and not held_out(report):
             measured.setdefault((report.model, report.run), []).append(report.step_seconds)
     chosen = list(measured.items())
     if few:

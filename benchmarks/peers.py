@@ -23,7 +23,7 @@ from questions import TOOLS, Tool, installed
 import llmlab as lab
 from llmlab import Report, Training
 from llmlab.estimate.states import states
-from llmlab.records import records
+from llmlab.records import held_out, records
 from llmlab.records.store import write_whole
 from llmlab.units import MiB
 
@@ -38,9 +38,10 @@ FAIRNESS = (
 )
 
 
-def published_rows() -> list[Report]:
-    """Return the published training steps on a T4 whose peak allocated bytes are known."""
-    reports = records(gpu="T4", source="published")
+def published_rows(unseen: bool = False) -> list[Report]:
+    """Return the published training steps on a T4 whose peak allocated bytes are known: those in view while the
+    formulas were written, or with `unseen` those that were held out."""
+    reports = [report for report in records(gpu="T4", source="published") if held_out(report) == unseen]
     return [r for r in reports if isinstance(r.run, Training) and r.peak_allocated is not None]
 
 
@@ -71,24 +72,26 @@ def predictions(tool: Tool, reports: list[Report]) -> list[int | None] | str:
         return f"cannot be imported: {error}"
 
 
+def as_row(report: Report) -> dict[str, Any]:
+    """Return what the tables show of a measured training step, predicted by nothing yet."""
+    return {
+        "model": report.model,
+        "quantization": report.run.quantization or "none",
+        "attention": report.run.attention,
+        "micro_batch": report.run.micro_batch,
+        "seq_len": report.run.seq_len,
+        "peak_allocated": report.peak_allocated,
+        "peak_reserved": report.peak_reserved,
+        "process": report.process,
+        "after_load": report.phases.get("load"),
+        "session": report.environment.get("session"),
+        "predicted": {},
+    }
+
+
 def run_all(reports: list[Report]) -> dict[str, Any]:
     """Return everything the table shows: a row a measurement, a summary a tool, medians by group, versions, date."""
-    rows = [
-        {
-            "model": report.model,
-            "quantization": report.run.quantization or "none",
-            "attention": report.run.attention,
-            "micro_batch": report.run.micro_batch,
-            "seq_len": report.run.seq_len,
-            "peak_allocated": report.peak_allocated,
-            "peak_reserved": report.peak_reserved,
-            "process": report.process,
-            "after_load": report.phases.get("load"),
-            "session": report.environment.get("session"),
-            "predicted": {},
-        }
-        for report in reports
-    ]
+    rows = [as_row(report) for report in reports]
     tools = []
     for tool in TOOLS:
         found = predictions(tool, reports)

@@ -65,7 +65,7 @@ def option_of(field: Field, owner: type) -> click.Option:
     flag = "--" + name.replace("_", "-")
     if kind is bool:
         return click.Option([flag, name], is_flag=True, default=field.default, help=words)
-    if kind is tuple:
+    if isinstance(field.default, tuple):
         return click.Option([flag, name], default=",".join(field.default), show_default=True, help=words)
     default = "none" if field.default is None and name in ALLOWED else field.default
     return click.Option(

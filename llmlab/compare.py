@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from .errors import NotAvailable
 from .hardware.gpu import GPU
-from .models.spec import ModelSpec
+from .models.spec import ModelLike
 from .report import Comparison, Report
 from .runs import Run
 
 
-def compare(model: ModelSpec | str | dict[str, Any], run: Run, gpu: GPU | str | None = None) -> Comparison:
+def compare(model: ModelLike, run: Run, gpu: GPU | str | None = None) -> Comparison:
     """Return estimate, simulation and measurement of one run, side by side.
 
     With `gpu` None the run is measured here and now, and predicted for this machine. With a card named, the newest
@@ -32,7 +31,7 @@ def compare(model: ModelSpec | str | dict[str, Any], run: Run, gpu: GPU | str | 
     return Comparison((*_predicted(estimate(model, run, gpu), model, run, gpu), *newest.values()))
 
 
-def _predicted(estimated: Report, model: Any, run: Run, card: GPU | str) -> tuple[Report, ...]:
+def _predicted(estimated: Report, model: ModelLike, run: Run, card: GPU | str) -> tuple[Report, ...]:
     from .simulate import simulate
 
     try:

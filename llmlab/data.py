@@ -129,7 +129,7 @@ def token_ids(vocab: int = MAX_VOCAB, source: str | Path = PYTHON_DOCS) -> list[
     return list(_encode(min(vocab, MAX_VOCAB), corpus(source)))
 
 
-def tokens(vocab: int = MAX_VOCAB, source: str | Path = PYTHON_DOCS) -> torch.LongTensor:
+def tokens(vocab: int = MAX_VOCAB, source: str | Path = PYTHON_DOCS) -> torch.Tensor:
     """Return `token_ids` as an int64 tensor on the CPU, shape (tokens,)."""
     import torch
 
@@ -138,7 +138,7 @@ def tokens(vocab: int = MAX_VOCAB, source: str | Path = PYTHON_DOCS) -> torch.Lo
 
 def split(
     vocab: int = MAX_VOCAB, source: str | Path = PYTHON_DOCS, validation: float = 0.1
-) -> tuple[torch.LongTensor, torch.LongTensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (train, validation) token ids: the text's last `validation` share is held out, in one piece.
 
     One piece, so that no held-out window overlaps a training window. The tokenizer has seen all of the text.
@@ -152,7 +152,7 @@ def split(
     return ids[:-held_out], ids[-held_out:]
 
 
-def windows(ids: torch.LongTensor, micro_batch: int, seq_len: int, seed: int = 0) -> torch.LongTensor:
+def windows(ids: torch.Tensor, micro_batch: int, seq_len: int, seed: int = 0) -> torch.Tensor:
     """Return `micro_batch` windows of `seq_len` consecutive tokens at random places, shape (micro_batch, seq_len).
 
     The same for the same `seed`: the generator is its own and leaves torch's global one alone.
@@ -168,9 +168,7 @@ def windows(ids: torch.LongTensor, micro_batch: int, seq_len: int, seed: int = 0
     return ids[starts + torch.arange(seq_len)]  # (B, T)
 
 
-def batch(
-    vocab: int, micro_batch: int, seq_len: int, seed: int = 0, source: str | Path = PYTHON_DOCS
-) -> torch.LongTensor:
+def batch(vocab: int, micro_batch: int, seq_len: int, seed: int = 0, source: str | Path = PYTHON_DOCS) -> torch.Tensor:
     """Return one batch of real text as ids below `vocab`, int64 on the CPU, shape (micro_batch, seq_len)."""
     return windows(tokens(vocab, source), micro_batch, seq_len, seed)
 

@@ -14,6 +14,11 @@ from .errors import SpecError
 if TYPE_CHECKING:
     from .runs import Training
 
+DEEPSPEED_COMMON: dict[str, Any] = {
+    "gradient_clipping": 0.0,  # the default is 1.0: gradients would be clipped unasked
+    "zero_allow_untested_optimizer": True,  # torch's own optimizers
+    "zero_force_ds_cpu_optimizer": False,  # likewise, where states are on the CPU
+}
 # DeepSpeed's sections of each precision (deepspeed/runtime/precision_config.py, torch_autocast.py).
 DEEPSPEED_PRECISION: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -42,10 +47,8 @@ def deepspeed_config(run: Training) -> dict[str, Any]:
         "train_batch_size": run.global_batch,
         "train_micro_batch_size_per_gpu": run.micro_batch,
         "gradient_accumulation_steps": run.accumulation,
-        "gradient_clipping": 0.0,  # the default is 1.0: gradients would be clipped unasked
         "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,  # torch's own optimizers
-        "zero_force_ds_cpu_optimizer": False,  # likewise, where states are on the CPU
+        **DEEPSPEED_COMMON,
         **DEEPSPEED_PRECISION[run.precision],
     }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -33,10 +35,10 @@ def show_prediction(prediction: float | None, result: float, unit: str) -> None:
         print(f"You said {prediction:,.4g} {unit}; the answer is {result:,.4g} {unit}, {ratio:.2f} times as much.")
 
 
-def show_source(*objects: object) -> Code:
-    """Return the source of functions or classes, from the file they live in, for a notebook to display."""
+def show_source(*objects: Callable[..., object] | ModuleType) -> Code:
+    """Return the source of functions, classes or modules, from the file they live in, for a notebook to display."""
     import inspect
 
     from IPython.display import Code
 
-    return Code("\n\n".join(inspect.getsource(one) for one in objects), language="python")  # type: ignore[arg-type]
+    return Code("\n\n".join(inspect.getsource(one) for one in objects), language="python")

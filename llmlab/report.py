@@ -6,9 +6,9 @@ All sizes are integer bytes. A figure that is not known is None, never a guess.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from .errors import SpecError
 from .render import html_table, text_table
@@ -16,12 +16,14 @@ from .runs import Inference, Run, Training, run_from_dict
 from .units import MiB, show_bytes, show_seconds
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from .plots.canvas import Picture
 
 SCHEMA = 1  # of to_json(); a reader of records refuses any other by name
 
-SOURCES = ("estimated", "simulated", "measured", "published")
-OUTCOMES = ("fits", "out of memory", "unknown")
+Source = Literal["estimated", "simulated", "measured", "published"]
+Outcome = Literal["fits", "out of memory", "unknown"]
+SOURCES: tuple[Source, ...] = get_args(Source)
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 # What the peak consists of. "activations" are kept for backward, autocast's half copies of the weights among them;
 # "other" is what is alive at the peak and none of the rest: temporaries of the operator that runs, the input.
@@ -39,15 +41,15 @@ class Report:
 
     `peak_allocated` is the most bytes that tensors held at once, `peak_reserved` what the allocator held for them,
     `process` what the driver shows: reserved + CUDA context. `phases` holds the peak inside each phase; `parts` says
-    what the peak consists of and adds up to it (`parts_of`: to which peak); `detail` divides a part further.
+    what the peak consists of and adds up to it (a record may know some of them alone); `detail` divides a part further.
     `step_seconds` is one optimizer step (training) or the whole generation (inference).
     """
 
-    source: str
+    source: Source
     model: str
     run: Run
     gpu: str | None = None
-    outcome: str = "unknown"
+    outcome: Outcome = "unknown"
     where: str | None = None  # on "out of memory": the phase, the operator and its module if known, and by how much
     peak_at: str | None = None  # the operator, and its module, that made the peak
     peak_allocated: int | None = None
@@ -187,13 +189,13 @@ class Report:
     def _repr_html_(self) -> str:
         return html_table(self.title, ("", ""), self.rows(), self._footer())
 
-    def plot(self) -> Figure:
+    def plot(self) -> Picture:
         """Return a stacked bar of the parts against the device's memory."""
         from .plots import plot_parts
 
         return plot_parts([self])
 
-    def plot_timeline(self) -> Figure:
+    def plot_timeline(self) -> Picture:
         """Return the live bytes over the step, stacked by part, the peak marked; needs a report with a timeline."""
         from .plots import plot_timeline
 
@@ -202,7 +204,7 @@ class Report:
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """Reports of one run side by side; the last measured or published one is what the others are held to."""
+    """Reports of one run side by side; the first that is measured, else published, is what the others are held to."""
 
     reports: tuple[Report, ...]
 
@@ -252,22 +254,21 @@ class Comparison:
         header = ("", *(report.source for report in self.reports))
         rows: list[tuple[str, ...]] = []
 
-        def add(label: str, value: Callable[[Report], Any], show: Callable[[Any], str]) -> None:
-            values = [value(report) for report in self.reports]
+        def add(label: str, values: Sequence[Any], show: Callable[[Any], str]) -> None:
             if any(v is not None for v in values):
                 rows.append((label, *("–" if v is None else show(v) for v in values)))
 
         for part in PARTS:
-            add(part, lambda r, part=part: r.parts.get(part), show_bytes)
-        add("peak allocated", lambda r: r.peak_allocated, show_bytes)
-        add("peak reserved", lambda r: r.peak_reserved, show_bytes)
-        add("process", lambda r: r.process, show_bytes)
+            add(part, [r.parts.get(part) for r in self.reports], show_bytes)
+        add("peak allocated", [r.peak_allocated for r in self.reports], show_bytes)
+        add("peak reserved", [r.peak_reserved for r in self.reports], show_bytes)
+        add("process", [r.process for r in self.reports], show_bytes)
         phases = INFERENCE_PHASES if isinstance(self.reports[0].run, Inference) else TRAINING_PHASES
         for phase in phases:
-            add(f"peak in {phase}", lambda r, phase=phase: r.phases.get(phase), show_bytes)
-        add("time a step", lambda r: r.step_seconds, show_seconds)
-        add("tokens a second", lambda r: r.tokens_per_second, lambda v: f"{v:,.0f}")
-        add("MFU", lambda r: r.mfu, lambda v: f"{v:.1%}")
+            add(f"peak in {phase}", [r.phases.get(phase) for r in self.reports], show_bytes)
+        add("time a step", [r.step_seconds for r in self.reports], show_seconds)
+        add("tokens a second", [r.tokens_per_second for r in self.reports], lambda v: f"{v:,.0f}")
+        add("MFU", [r.mfu for r in self.reports], lambda v: f"{v:.1%}")
         errors = self.relative_errors()
         if errors:
             shown = (f"{errors[r.source]:+.1%}" if r.source in errors else "" for r in self.reports)
@@ -309,7 +310,7 @@ class Comparison:
         }
         return json.dumps(data, indent=1)
 
-    def plot(self) -> Figure:
+    def plot(self) -> Picture:
         """Return one stacked bar a report, side by side, against the device's memory."""
         from .plots import plot_parts
 

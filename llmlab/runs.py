@@ -10,22 +10,32 @@ llmlab.errors.SpecError: precision='fp17' is not one of fp32, fp16, bf16, autoca
 from __future__ import annotations
 
 from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from .errors import SpecError
 
 # fp16, bf16: weights, gradients and optimizer states all in it. autocast-*: fp32 weights, gradients and states, the
 # operators cast as torch.autocast decides. mixed-*: half weights and gradients, fp32 master copy and states, as
 # DeepSpeed and Megatron-LM do.
-PRECISIONS = ("fp32", "fp16", "bf16", "autocast-fp16", "autocast-bf16", "mixed-fp16", "mixed-bf16")
-OPTIMIZERS = ("sgd", "adamw", "adamw-8bit", "adafactor", "lion")
-CHECKPOINTING = (None, "selective", "full")
-ATTENTIONS = ("eager", "sdpa", "flash")
-QUANTIZATIONS = (None, "nf4", "int8")
-OFFLOADS = (None, "optimizer", "optimizer+parameters")
-KERNELS = (None, "liger")
-WEIGHTS = ("fp32", "fp16", "bf16", "int8", "nf4")
-KV_DTYPES = ("fp32", "fp16", "bf16", "fp8", "int8", "int4")
+Precision = Literal["fp32", "fp16", "bf16", "autocast-fp16", "autocast-bf16", "mixed-fp16", "mixed-bf16"]
+OptimizerName = Literal["sgd", "adamw", "adamw-8bit", "adafactor", "lion"]
+Checkpointing = Literal["selective", "full"]
+Attention = Literal["eager", "sdpa", "flash"]
+Quantization = Literal["nf4", "int8"]
+Offload = Literal["optimizer", "optimizer+parameters"]
+Kernels = Literal["liger"]
+Weights = Literal["fp32", "fp16", "bf16", "int8", "nf4"]
+KVDtype = Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4"]
+
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
+CHECKPOINTING: tuple[Checkpointing | None, ...] = (None, *get_args(Checkpointing))
+ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
+QUANTIZATIONS: tuple[Quantization | None, ...] = (None, *get_args(Quantization))
+OFFLOADS: tuple[Offload | None, ...] = (None, *get_args(Offload))
+KERNELS: tuple[Kernels | None, ...] = (None, *get_args(Kernels))
+WEIGHTS: tuple[Weights, ...] = get_args(Weights)
+KV_DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)
 
 
 MOST = 2**53  # sizes are multiplied and divided as floats; up to here a float holds every whole number
@@ -37,7 +47,7 @@ def _shown(value: Any) -> str:
     return f"<a number of {value.bit_length()} bits>" if huge else repr(value)
 
 
-def _one_of(owner: Any, field: str, allowed: tuple) -> None:
+def _one_of(owner: Any, field: str, allowed: tuple[object, ...]) -> None:
     value = getattr(owner, field)
     if not any(value is choice or (value == choice and type(value) is type(choice)) for choice in allowed):
         raise SpecError(f"{field}={_shown(value)} is not one of {', '.join(map(str, allowed))}")
@@ -62,9 +72,11 @@ def _is_bool(owner: Any, field: str) -> None:
 class _Spec:
     """Printing and JSON shared by the three specs: only what differs from the defaults is shown."""
 
+    __dataclass_fields__: ClassVar[dict[str, Any]]  # each of them is a dataclass
+
     def __repr__(self) -> str:
         shown = []
-        for f in fields(self):  # type: ignore[arg-type]
+        for f in fields(self):
             value = getattr(self, f.name)
             if f.default is MISSING or value != f.default:
                 shown.append(f"{f.name}={value!r}")
@@ -72,7 +84,7 @@ class _Spec:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON-ready values."""
-        return asdict(self)  # type: ignore[call-overload]
+        return asdict(self)
 
 
 @dataclass(frozen=True, repr=False)
@@ -112,13 +124,13 @@ class Training(_Spec):
 
     micro_batch: int = 1
     seq_len: int = 1024
-    precision: str = "fp32"
-    optimizer: str = "adamw"
-    checkpointing: Literal["selective", "full"] | None = None
-    attention: str = "sdpa"
+    precision: Precision = "fp32"
+    optimizer: OptimizerName = "adamw"
+    checkpointing: Checkpointing | None = None
+    attention: Attention = "sdpa"
     accumulation: int = 1
     lora: LoRA | None = None
-    quantization: str | None = None
+    quantization: Quantization | None = None
     zero: int = 0
     dp: int = 1
     tp: int = 1
@@ -126,9 +138,9 @@ class Training(_Spec):
     cp: int = 1
     ep: int = 1
     sequence_parallel: bool = False
-    offload: str | None = None
+    offload: Offload | None = None
     compile: bool = False
-    kernels: str | None = None
+    kernels: Kernels | None = None
 
     def __post_init__(self) -> None:
         for field in ("micro_batch", "seq_len", "accumulation", "dp", "tp", "pp", "cp", "ep"):
@@ -211,9 +223,9 @@ class Inference(_Spec):
     batch: int = 1
     prompt_len: int = 1024
     new_tokens: int = 256
-    weights: str = "bf16"
-    kv: str = "bf16"
-    attention: str = "sdpa"
+    weights: Weights = "bf16"
+    kv: KVDtype = "bf16"
+    attention: Attention = "sdpa"
     tp: int = 1
 
     def __post_init__(self) -> None:

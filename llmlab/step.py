@@ -64,6 +64,7 @@ class Step:
     scaler: torch.amp.GradScaler | None = None
     cache: Any = field(default=None, repr=False)
     offload: Offloaded | None = None
+    decoder: Callable[..., Any] | None = None  # called in the model's place to generate: `simulate` plays steps back
 
     def __call__(self, enter: Enter = ignore) -> None:
         if isinstance(self.run, Training):
@@ -188,6 +189,7 @@ def training_step(step: Step, enter: Enter = ignore) -> None:
     backward and the update, as it does in a training loop that names it.
     """
     run, optimizer = step.run, step.optimizer
+    assert isinstance(run, Training)
     cast = torch.autocast(step.device.type, compute_dtype(run), enabled=run.precision.startswith("autocast"))
     output = None
     for i, ids in enumerate(step.inputs, 1):  # (B, T)
@@ -206,6 +208,7 @@ def training_step(step: Step, enter: Enter = ignore) -> None:
         step.offload.step()
         enter("optimizer")
         return
+    assert optimizer is not None  # or the step is offloaded
     if step.shards:
         step.shards.take_gradients()
     if step.masters:
@@ -224,33 +227,37 @@ def training_step(step: Step, enter: Enter = ignore) -> None:
 @torch.no_grad()
 def generate(step: Step, enter: Enter = ignore) -> Tensor:
     """Return `new_tokens` greedy tokens after each prompt, (B, new_tokens); the last goes through no model."""
+    assert isinstance(step.run, Inference)
     enter("prefill")
-    step.cache = _new_cache(step)
+    model, step.cache = step.decoder or step.model, _new_cache(step, step.run.kv)
     tokens = step.inputs[0]  # (B, T)
-    output, new = None, []
+    logits: Tensor | None = None
+    new = []
     for i in range(step.run.new_tokens):
         if i:
-            enter("decode", logits=output.logits)  # of the token before
-        output = step.model(input_ids=tokens, past_key_values=step.cache, use_cache=True, logits_to_keep=1)
+            enter("decode", logits=logits)  # of the token before
+        output = model(input_ids=tokens, past_key_values=step.cache, use_cache=True, logits_to_keep=1)
+        logits = output.logits
         tokens = output.logits[:, -1:].argmax(-1)  # (B, 1)
         new.append(tokens)
-    enter("decode" if step.run.new_tokens > 1 else "prefill", logits=output.logits)
+    enter("decode" if step.run.new_tokens > 1 else "prefill", logits=logits)
     step.cache = None
     return torch.cat(new, dim=1)
 
 
-def _new_cache(step: Step) -> Any:
-    """Return an empty KV cache in the run's dtype: transformers' own, but for int8 and int4.
+def _new_cache(step: Step, kv: str) -> Any:
+    """Return an empty KV cache in the dtype `kv`: transformers' own, but for int8 and int4.
 
     Those backends of transformers need a library more, and round all anew every 128 tokens.
     """
     from transformers import DynamicCache, QuantizedCache
 
-    if step.run.kv == "fp8":
-        return QuantizedCache("fp8", step.model.config)
-    if step.run.kv in NARROW:
+    config: Any = step.model.config  # of transformers' model, whose class AutoModel chose
+    if kv == "fp8":
+        return QuantizedCache("fp8", config)
+    if kv in NARROW:
         from .inference.quantized_cache import QuantizedCache as Rounded
         from .inference.transformers_cache import AsTransformers
 
-        return AsTransformers(Rounded(int(step.run.kv.removeprefix("int"))))
-    return DynamicCache(config=step.model.config)
+        return AsTransformers(Rounded(int(kv.removeprefix("int"))))
+    return DynamicCache(config=config)

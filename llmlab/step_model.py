@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -18,6 +19,12 @@ from .errors import NotAvailable, SpecError
 from .models.spec import ModelSpec
 from .runs import Inference, LoRA, Run, Training
 from .step_quantized import QUANTIZED_BYTES, quantize_linears
+
+if TYPE_CHECKING:
+    from peft import PeftMixedModel, PeftModel
+    from transformers import PreTrainedModel
+
+    Model = PreTrainedModel | PeftModel | PeftMixedModel  # the adapters' wrapper hands on what it does not know
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 IMPLEMENTATIONS = {"eager": "eager", "sdpa": "sdpa", "flash": "flash_attention_2"}
@@ -111,15 +118,20 @@ def build_model(
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "DTensor random operators")  # which numbers are drawn does not matter
             _materialize(model, device)
-    return torch.compile(model) if run.compile else model
+    if not run.compile:
+        return model
+    compiled = torch.compile(model)
+    assert isinstance(compiled, nn.Module)  # an OptimizedModule, of which torch promises only that it can be called
+    return compiled
 
 
 def _check_libraries(run: Run, device: torch.device) -> None:
-    training, quantization = isinstance(run, Training), quantization_of(run)
+    quantization = quantization_of(run)
+    lora, kernels = (run.lora, run.kernels) if isinstance(run, Training) else (None, None)
     needs = [
-        (training and run.lora, "peft", "lora", "llmlab[quant]"),
+        (lora, "peft", "lora", "llmlab[quant]"),
         (quantization, "bitsandbytes", f"{quantization} weights", "llmlab[quant]"),
-        (training and run.kernels == "liger", "liger_kernel", "kernels='liger'", "llmlab[gpu]"),
+        (kernels == "liger", "liger_kernel", "kernels='liger'", "llmlab[gpu]"),
         (run.attention == "flash", "flash_attn", "attention='flash'", "flash-attn"),
     ]
     for needed, package, what, source in needs:
@@ -131,7 +143,7 @@ def _check_libraries(run: Run, device: torch.device) -> None:
             raise NotAvailable(f"{what} needs {package}, which is not installed: pip install '{source}'")
 
 
-def _materialize(model: nn.Module, device: torch.device) -> None:
+def _materialize(model: Model, device: torch.device) -> None:
     """Put what is on the meta device on `device`, with random values; as in from_pretrained, a tied head takes none."""
     tied = model.get_output_embeddings() if getattr(model.config, "tie_word_embeddings", False) else None
     for module in model.modules():
@@ -142,7 +154,7 @@ def _materialize(model: nn.Module, device: torch.device) -> None:
     model.tie_weights()
 
 
-def _checkpoint_blocks(model: nn.Module, kind: str, recomputing: Around) -> None:
+def _checkpoint_blocks(model: Model, kind: str, recomputing: Around) -> None:
     """Recompute every block in backward (arXiv 1604.06174); "selective" keeps what `KEPT_OPERATORS` returned."""
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
@@ -164,7 +176,7 @@ def _both(outer: AbstractContextManager, inner: AbstractContextManager) -> Itera
     with outer, inner:
         yield
 
-def _add_adapters(model: nn.Module, lora: LoRA) -> nn.Module:
+def _add_adapters(model: PreTrainedModel, lora: LoRA) -> PeftModel | PeftMixedModel:
     """Return the peft model: adapters on `lora.targets`, in fp32 whatever the frozen weights are in."""
     from peft import LoraConfig, get_peft_model
     from transformers.pytorch_utils import Conv1D

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,12 +14,16 @@ from .errors import NotAvailable
 from .estimate.precision import NF4_BLOCK
 
 if TYPE_CHECKING:
-    from transformers import BitsAndBytesConfig, PreTrainedConfig
+    from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+
+
+def _says_else(words: str, record: logging.LogRecord) -> bool:
+    return words not in str(record.msg)
 
 
 # Said once an import, and once a product: that an optional CPU kernel is not installed, that int8 products are in fp16.
 for _module, _words in (("backends.cpu.ops", "kernels-community"), ("autograd._functions", "inputs will be cast")):
-    logging.getLogger(f"bitsandbytes.{_module}").addFilter(lambda record, words=_words: words not in str(record.msg))
+    logging.getLogger(f"bitsandbytes.{_module}").addFilter(partial(_says_else, _words))
 
 
 QUANTIZED_BYTES = {"nf4": 0.5, "int8": 1.0}  # of a weight, without its scales
@@ -26,8 +31,8 @@ HOST = torch.device("cpu")  # the simulated GPU is another device: "cpu:0"
 
 
 def quantize_linears(
-    model: nn.Module, config: PreTrainedConfig, quantization: str, compute: torch.dtype, device: torch.device
-) -> nn.Module:
+    model: PreTrainedModel, config: PreTrainedConfig, quantization: str, compute: torch.dtype, device: torch.device
+) -> PreTrainedModel:
     """Return `model`, given on the meta device, with random weights on `device`, bitsandbytes' form in its linears.
 
     As `from_pretrained` with a BitsAndBytesConfig does it, and in its order, on which a GPU's reserved bytes depend:
@@ -73,6 +78,7 @@ def quantize_linears(
             read[index].normal_(std=std)
             owner.weight = convert({name: [read[index]]}, full_layer_name=name, model=model)[name]
             del read[index]  # before the next one is read
+            made: Any
             for made in (owner, owner.weight):
                 made._is_hf_initialized = True  # or initialize_weights would draw into the quantized bytes
     for owner in linears.values():

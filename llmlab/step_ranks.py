@@ -13,9 +13,10 @@ micro-batches DDP sends gradients after the last (no_sync), FSDP2 after each, as
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -27,8 +28,10 @@ from .step_optimizer import LEARNING_RATE, TORCH_OPTIMIZERS
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedModel
 
-COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
+COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # cut by outputs
+ROWS = ("o_proj", "down_proj")  # cut by inputs: their outputs are sums over ranks
 SPLIT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose linears have these names
 
 
@@ -103,27 +106,32 @@ def as_built(run: Training) -> Training:
     return replace(run, precision="fp32") if is_sharded(run) and run.precision.startswith("mixed") else run
 
 
-def shard(model: nn.Module, run: Training, ranks: Ranks) -> None:
+def shard(model: PreTrainedModel, run: Training, ranks: Ranks) -> None:
     """Cut `model`, which is on the meta device, up for tp and for zero=2 and 3."""
     if run.tp > 1:
         _split(model, run, ranks)
         model.tie_weights()
     if not is_sharded(run):
         return
-    from torch.distributed.fsdp import fully_shard
-
     from .engine_configs import fsdp_arguments
 
     policy = run.precision if run.precision.startswith("mixed") else "fp32"
     arguments = fsdp_arguments(replace(run, tp=1, sequence_parallel=False, precision=policy))
-    for block in blocks(model):
-        fully_shard(block, mesh=ranks.mesh["dp"], **arguments)
-    fully_shard(model, mesh=ranks.mesh["dp"], **arguments)
+    shard_units(model, blocks(model), mesh=ranks.mesh["dp"], **arguments)
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
+def shard_units(model: nn.Module, blocks: Iterable[nn.Module], **arguments: Any) -> None:
+    """Make FSDP2's units, which are gathered and freed as a whole: each of `blocks`, and what is outside of them."""
+    from torch.distributed.fsdp import fully_shard
+
+    for block in blocks:
+        fully_shard(block, **arguments)
+    fully_shard(model, **arguments)
+
+
+def blocks(model: PreTrainedModel) -> list[nn.Module]:
     """Return the model's blocks: the modules of the class that transformers says may not be split."""
-    names = set(model._no_split_modules)
+    names = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
@@ -169,13 +177,15 @@ class LocalShards:
 
     def take_gradients(self) -> None:
         """Move each gradient to the local tensor, cut as its parameter is."""
+        from torch.distributed.tensor import DTensor
+
         for whole, part in self.pairs:
             mine = local(whole.detach())
             if mine.untyped_storage()._cdata != part.untyped_storage()._cdata:
                 part.data = mine  # FSDP2 pads uneven shards when it starts
             if whole.grad is not None:
                 gradient, whole.grad = whole.grad, None
-                if getattr(whole, "placements", None) != getattr(gradient, "placements", None):
+                if isinstance(whole, DTensor) and isinstance(gradient, DTensor):  # the same placements: no change
                     gradient = gradient.redistribute(placements=whole.placements)
                 part.grad = local(gradient)
 
@@ -200,6 +210,7 @@ def _split(model: nn.Module, run: Training, ranks: Ranks) -> None:
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
+        ParallelStyle,
         PrepareModuleInput,
         RowwiseParallel,
         SequenceParallel,
@@ -208,7 +219,7 @@ def _split(model: nn.Module, run: Training, ranks: Ranks) -> None:
 
     cut = run.sequence_parallel
     between = Shard(1) if cut else Replicate()
-    plan = {}
+    plan: dict[str, ParallelStyle] = {}
     for name, _ in model.named_modules():
         last = name.rpartition(".")[2]
         if last == "embed_tokens":
@@ -220,9 +231,11 @@ def _split(model: nn.Module, run: Training, ranks: Ranks) -> None:
         elif last in ROWS:
             plan[name] = RowwiseParallel(output_layouts=between, use_local_output=not cut)
         elif cut and last == "self_attn":
-            layouts = {"input_kwarg_layouts": {"hidden_states": between}}
-            wanted = {"desired_input_kwarg_layouts": {"hidden_states": Replicate()}}
-            plan[name] = PrepareModuleInput(**layouts, **wanted, use_local_output=True)
+            plan[name] = PrepareModuleInput(
+                input_kwarg_layouts={"hidden_states": between},
+                desired_input_kwarg_layouts={"hidden_states": Replicate()},
+                use_local_output=True,
+            )
         elif cut and last == "mlp":
             plan[name] = PrepareModuleInput(
                 input_layouts=(between,), desired_input_layouts=(Replicate(),), use_local_output=True

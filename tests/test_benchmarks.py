@@ -19,6 +19,7 @@ FOLDER = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(FOLDER))  # scripts, not a package: they import each other as `python benchmarks/peers.py` does
 
 import configurations  # noqa: E402
+import held_out  # noqa: E402
 import measure_overhead  # noqa: E402
 import peers  # noqa: E402
 import provenance  # noqa: E402
@@ -234,6 +235,61 @@ def test_a_draw_meets_a_row_by_its_peaks_of_allocated_bytes_in_every_part_of_the
     assert versions.same_peaks(simulated, measured)
     assert not versions.same_peaks(simulated, replace(measured, phases=peaks | {"optimizer": 101 * MiB}))
     assert not versions.same_peaks(simulated, replace(measured, phases={}))
+
+
+# ---- rows that were held out
+
+
+def reported(reserved: int, peak: int = 100, outcome: str = "fits", **others) -> lab.Report:
+    """A step of QLORA with its sizes in MiB, which peaks in the forward."""
+    sizes = {"peak_allocated": peak * MiB, "peak_reserved": reserved * MiB} if outcome == "fits" else {}
+    phases = {"load": 40 * MiB, "forward": peak * MiB, "backward": 90 * MiB, "optimizer": 50 * MiB}
+    known = {"phases": phases, "environment": {"session": "s"}, **others}
+    return lab.Report(source="published", model="a/m", run=QLORA, gpu="T4", outcome=outcome, **sizes, **known)
+
+
+def test_no_row_that_was_held_out_is_one_of_those_in_view():
+    seen, unseen, refused = peers.published_rows(), peers.published_rows(unseen=True), held_out.refused_rows()
+    assert [len(seen), len(unseen), len(refused)] == [50, 37, 4]
+    sessions = [{row.environment["session"] for row in rows} for rows in (seen, unseen)]
+    assert not sessions[0] & sessions[1] and held_out.FITTED in sessions[1]
+
+
+def test_what_was_missed_is_drawn_again_and_the_note_says_what_the_order_does():
+    missed = held_out.Line([reported(200)], reported(220), [reported(size, peak) for size, peak in
+                                                            ((198, 100), (240, 101), (198, 100))])  # fmt: skip
+    near = held_out.Line([reported(200)], reported(209), [])
+    assert [len(line.missed) for line in (missed, near)] == [1, 0]
+    assert held_out.draws(missed) == ["**198**", "240"] and held_out.draws(near) == []
+    order, bold = held_out.by_order([missed, near])
+    assert "1 of 1 are within it in one of 3 draws" in order and "reserves 198 to 240 MiB" in order
+    assert "allocated bytes are 1 MiB apart" in order and "off by 1.00% at the median, -1.00% at worst" in bold
+    assert held_out.by_order([near]) == []
+
+
+def test_phases_and_time_are_held_to_each_row_of_a_configuration():
+    line = held_out.Line([reported(200, 110, step_seconds=2.0), reported(200)], reported(200, step_seconds=1.0), [])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lab, "estimate", lambda *asked: reported(200, 105))
+        found = {what: cells for what, *cells in held_out.by_phase([line])}
+    assert found["the peak in forward"] == ["4.77%", "+5.00%", "4.55%", "-9.09%"]
+    assert found["seconds a step"] == ["–", "–", "50.00%", "-50.00%"]
+    assert "within 1% in 1 of 2 rows" in held_out.notes([line], [], [row(200, 440), row(200, 440)])[0]
+
+
+def test_a_step_that_ran_out_of_memory_shows_what_was_asked_for_beside_what_is_simulated():
+    outcome = "out of memory"
+    said = ("PyTorch said: tried to allocate 1.20 GiB, of which 1.00 GiB is free; 11.80 GiB allocated, 1 GiB reserved",)
+    ran_out = reported(0, outcome=outcome, where="backward, asked for 1.20 GiB", notes=said)
+    said = ("no room for a segment of 1.16 GiB: 13.40 GiB of 14.42 GiB are reserved, 11.90 GiB allocated",)
+    simulated = reported(0, outcome=outcome, where="backward, aten.mm in lm_head: 3 MiB short", notes=said)
+    line = held_out.Line([ran_out], simulated, [])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lab, "estimate", lambda *asked: reported(200))
+        ((name, *cells),) = held_out.verdicts([line])
+    assert name == "m, nf4, sdpa, 2 × 512"
+    assert cells == ["backward, 1.20 GiB on top of 11.80 GiB", "backward, 1.16 GiB on top of 11.90 GiB", "fits"]
+    assert "Of the 1 steps that ran out of memory 1 are simulated to" in held_out.notes([], [line], [])[-1]
 
 
 def test_models_that_load_into_different_bytes_are_told():

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import llmlab as lab
 from llmlab.errors import SpecError
 from llmlab.techniques.launch import launch
-from llmlab.techniques.rank_training import small_gpt
+from llmlab.techniques.rank_training import tiny_gpt
 from llmlab.techniques.training import next_token_loss
 
 ids = torch.arange(2 * 2 * 16).view(4, 16) % 384
@@ -29,7 +29,7 @@ def with_deepspeed():
     found = {}
     for zero, precision in ((0, "fp32"), (1, "mixed-bf16"), (2, "autocast-bf16"), (3, "mixed-bf16")):
         run = lab.Training(micro_batch=2, accumulation=2, dp=2, zero=zero, precision=precision)
-        model = GPT(small_gpt())
+        model = GPT(tiny_gpt())
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=run.to_deepspeed())
         for micro_batch in ids.split(2):
@@ -56,7 +56,7 @@ def with_fsdp():
     mesh, found = init_device_mesh("cpu", (dist.get_world_size(),)), {}
     for zero in (2, 3):
         run = lab.Training(dp=2, zero=zero, precision="mixed-bf16")
-        model, seen = GPT(small_gpt()), []
+        model, seen = GPT(tiny_gpt()), []
         for block in model.h:
             fully_shard(block, mesh=mesh, **run.to_fsdp())
             block.mlp.register_forward_hook(lambda m, _, y, seen=seen: seen.append(str(y.dtype)))

@@ -33,14 +33,64 @@ def row(kernel="rms_norm", mode="full", ours=1.0, rival=1.0, memory=100, theirs=
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.kernel}-{case.sizes}")
 def test_every_way_of_a_kernel_gives_what_rung_0_gives_in_fp32(case):
     ways = {name: way for name, way in case.ways.items() if name != "torch_compile"}  # Inductor has tests of its own
-    bench.check(bench.Case(case.kernel, case.sizes, case.make, ways))
+    able, failed = bench.right(bench.Case(case.kernel, case.sizes, case.make, ways))
+    assert able.ways == ways and failed == []
 
 
-def test_a_way_that_is_wrong_is_not_timed():
-    case = next(case for case in CASES if case.kernel == "swiglu")
-    wrong = {bench.NAIVE: case.ways[bench.NAIVE], bench.OURS: lambda gate, up: gate * up}
-    with pytest.raises(AssertionError, match="swiglu, llmlab, forward, tensor 0"):
-        bench.check(bench.Case("swiglu", case.sizes, case.make, wrong))
+class Clock:
+    """A CUDA event where no GPU is: how often the clock was read, as milliseconds."""
+
+    reads = 0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        Clock.reads += 1
+        self.at = Clock.reads
+
+    def elapsed_time(self, end):
+        return float(end.at - self.at)
+
+
+def test_what_fails_is_named_and_the_other_bars_are_measured_and_kept(monkeypatch, tmp_path):
+    """From main's loop on, without a GPU: wrong results, a kernel that does not compile, a case that runs nowhere."""
+    monkeypatch.setattr(torch.cuda, "Event", Clock)
+    for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(bench, "ROUNDS", 1)
+    monkeypatch.setattr(bench, "TIMED_MS", 5)
+    monkeypatch.setenv("LLMLAB_RECORDS", str(tmp_path / "records"))
+    by_name = {case.kernel: case for case in CASES}
+    rope, swiglu, loss = (by_name[name] for name in ("rope", "swiglu", "cross_entropy"))
+
+    def raising(*arguments):
+        raise RuntimeError("ptxas said no\nand a long log")
+
+    def nothing():
+        raise torch.OutOfMemoryError("no memory for the inputs")
+
+    wrong = {bench.NAIVE: swiglu.ways[bench.NAIVE], bench.OURS: lambda gate, up: gate * up}
+    cases = [
+        bench.Case("swiglu", swiglu.sizes, swiglu.make, wrong),
+        bench.Case("cross_entropy", loss.sizes, nothing, loss.ways),
+        bench.Case("rope", rope.sizes, rope.make, {**rope.ways, "torch_compile": raising}),
+    ]
+    assert bench.run(cases, "tiny", DEVICE, bench.BARS, tmp_path / "results") == 1
+    text = (tmp_path / "results" / "kernel_times.md").read_text(encoding="utf-8")
+    failed = [line.removeprefix("- Failed, not timed: ") for line in text.splitlines() if "Failed" in line]
+    assert failed[0].startswith("swiglu, R=6 I=24, ours: AssertionError: forward, tensor 0: ")
+    assert failed[1:] == [
+        "cross_entropy, R=6 V=37: OutOfMemoryError: no memory for the inputs",
+        "rope, T=6 H=2 K=1 D=8, compiled: RuntimeError: ptxas said no",
+    ]
+    (full,) = (line for line in text.splitlines() if line.startswith("| rope, full"))
+    assert "| 1.00 | ≤ 1.10 | met |" in full and full.count("–") == 2  # compiled, and SDPA, which is no rival here
+    (others,) = (line for line in text.splitlines() if line.startswith("| swiglu, full"))
+    assert "met" not in others and "| 1,000 |" in others
+    found = {(r.operator, r.provider) for s in load("operators", sweep, tmp_path / "records") for r in s}
+    assert {("rope", "llmlab"), ("rope", "liger"), ("swiglu", "naive")} <= found
+    assert ("swiglu", "llmlab") not in found and ("rope", "torch_compile") not in found
 
 
 def test_the_bars_and_the_rival_of_each_case():
@@ -66,6 +116,7 @@ def test_a_bar_that_is_missed_is_said_with_its_numbers():
     assert bench.missed([row(ours=1.2)], bench.BARS) == [
         "rms_norm, full, R=8: 1.20 times the time of Liger; the bar is 1.10"
     ]
+    assert bench.missed([row(memory=1 << 20, theirs=1 << 15)], bench.BARS) == []  # a few numbers a row
     more = bench.missed([row(memory=3 << 29, theirs=1 << 30)], bench.BARS)
     assert more == ["rms_norm, full, R=8: 1.500 GiB; the bar is Liger's 1.000 GiB"]
     fast = row("attention", "forward", 1.4, against=bench.SDPA, sizes={"D": 64, "T": 8})
@@ -90,7 +141,7 @@ def test_before_ampere_attention_is_held_to_naive_attention():
 
 def test_the_table_shows_medians_ratio_bar_verdict_and_memory():
     slow = row(ours=1.2e-3, rival=1e-3, memory=1 << 30, theirs=1 << 30)
-    text = bench.to_markdown([slow], bench.BARS, "T4", "made here")
+    text = bench.to_markdown([slow], [], bench.BARS, "T4", "made here")
     line = next(line for line in text.splitlines() if line.startswith("| rms_norm, full, R=8, bf16 |"))
     assert "| – | – | – | 2,400 | 2,000 | – | 1.20 | ≤ 1.10 | MISSED | 1.000 | 1.000 |" in line
     assert text.startswith("**Kernels on one T4**") and "- Missed: rms_norm" in text and text.endswith("made here")

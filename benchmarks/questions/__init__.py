@@ -25,16 +25,17 @@ def llmlab_estimate(spec: ModelSpec, run: Training) -> int | None:
 
 
 @cache
-def _simulated(spec: ModelSpec, run: Training) -> lab.Report:
+def simulated(spec: ModelSpec, run: Training) -> lab.Report:
+    """Return what llmlab simulates, on a T4, once a run."""
     return lab.simulate(spec, run, "T4")
 
 
 def simulated_allocated(spec: ModelSpec, run: Training) -> int | None:
-    return _simulated(spec, run).peak_allocated
+    return simulated(spec, run).peak_allocated
 
 
 def simulated_reserved(spec: ModelSpec, run: Training) -> int | None:
-    return _simulated(spec, run).peak_reserved
+    return simulated(spec, run).peak_reserved
 
 
 @cache

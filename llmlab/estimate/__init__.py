@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ..hardware.gpu import GPU
     from ..hardware.links import Cluster
-    from ..models.spec import ModelSpec
+    from ..models.spec import ModelLike
     from ..report import Report
     from ..runs import Run
 
 
-def estimate(
-    model: ModelSpec | str | dict[str, Any], run: Run, gpu: GPU | str | None = None, cluster: Cluster | None = None
-) -> Report:
+def estimate(model: ModelLike, run: Run, gpu: GPU | str | None = None, cluster: Cluster | None = None) -> Report:
     """Return what formulas say `run` costs on `gpu`: the peak, its parts, each phase's peak, and whether it fits.
 
     `gpu` is a card, its name, "cpu" (the CPU's operators: no workspace, dropout masks in full) or None (any card: no

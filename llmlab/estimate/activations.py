@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from ..hardware.gpu import GPU
 from ..models.spec import ModelSpec
 from ..runs import Training
+from .fsdp import uses_fsdp
 from .precision import PRECISION, Bytes
 
 # Activation functions that are one operator of PyTorch.
@@ -87,7 +88,7 @@ def block_saved(spec: ModelSpec, run: Training, b: Bytes, gpu: GPU | None = None
         *([Saved("linear inputs", T * c * h * copies, split=False)] if trained else []),
         *_mlp_saved(spec, T, c, trained, autocast),
         *(_adapter_saved(spec, run, T, r) if run.lora else []),
-        *([Saved("int8 inputs", _int8_inputs(spec, run, T, c, kernel), split=False)] if run.quantization else []),
+        *([Saved("int8 inputs", _int8_inputs(spec, run, T, r, kernel), split=False)] if run.quantization else []),
         *([Saved("dropout masks", 2 * T * h * mask_bytes, split=False)] if spec.dropout else []),
     ]
 
@@ -114,6 +115,9 @@ def _attention_saved(
     if kernel != "flash" and not spec.mla:
         K = Q  # keys and values are copied to all heads, and the copies kept; "math" keeps q and k times their scale
     saved = [Saved("q, k, v", T * c * (Q + 2 * K))]
+    if spec.fused_qkv and not spec.learned_positions and (kernel == "flash" or spec.kv_heads == spec.heads):
+        # Rotated queries and keys are new; values are a view of what all three were projected to.
+        saved = [Saved("q, k, v", T * c * (2 * Q + K + 2 * spec.kv_heads * spec.head_dim))]
     if spec.mla:
         # Queries and keys are put together from two pieces; values are a view of what both were projected to.
         up = spec.heads * (spec.mla.qk_nope_head_dim + spec.mla.v_head_dim)
@@ -214,7 +218,7 @@ def _adapter_saved(spec: ModelSpec, run: Training, T: int, r: int) -> list[Saved
     return [Saved("adapters", total, split=False)]
 
 
-def _int8_inputs(spec: ModelSpec, run: Training, T: int, c: int, kernel: str | None = None) -> int:
+def _int8_inputs(spec: ModelSpec, run: Training, T: int, r: int, kernel: str | None = None) -> int:
     """Return what bitsandbytes' int8 linears keep of a block: each its input, in its context (autograd/_functions.py,
     MatMul8bitLt) and so out of checkpointing's sight. Where nothing is checkpointed, `kernel` says which attention
     keeps its output anyhow, and adapters of q, k or v keep their input. Experts are not quantized."""
@@ -227,14 +231,19 @@ def _int8_inputs(spec: ModelSpec, run: Training, T: int, c: int, kernel: str | N
         of_attention -= spec.hidden if adapted else 0
         of_attention -= spec.heads * spec.head_dim if kernel in ("flash", "efficient") else 0
     of_mlp = 0 if spec.experts else spec.hidden + spec.intermediate
-    return T * c * (of_attention + of_mlp)
+    return T * r * (of_attention + of_mlp)
 
 
 def per_device(saved: list[Saved], run: Training) -> dict[str, int]:
-    """Return bytes by kind on one tensor-parallel rank (arXiv 2205.05198, section 4.2)."""
+    """Return bytes by kind on one tensor-parallel rank (arXiv 2205.05198, section 4.2).
+
+    Of a linear's input, which sequence parallelism gathers, Megatron-LM keeps its part, and gathers it again in
+    backward; torch's ColwiseParallel, beside FSDP2 (and in the simulator always), keeps the whole.
+    """
     kinds: dict[str, int] = {}
     for one in saved:
-        divisor = run.tp if one.split or run.sequence_parallel else 1
+        divided = run.sequence_parallel and not (one.kind == "linear inputs" and uses_fsdp(run))
+        divisor = run.tp if one.split or divided else 1
         kinds[one.kind] = kinds.get(one.kind, 0) + one.bytes // divisor
     return kinds
 
@@ -248,12 +257,12 @@ def checkpointed(spec: ModelSpec, run: Training, b: Bytes, kernel: str) -> dict[
     T = run.micro_batch * run.seq_len // run.cp
     share = run.tp if run.sequence_parallel else 1
     kept = {"block inputs": T * b.residual * spec.hidden // share}
-    if inputs := _int8_inputs(spec, run, T, b.compute):
+    if inputs := _int8_inputs(spec, run, T, b.residual):
         kept["int8 inputs"] = inputs
     if run.checkpointing == "selective" and run.quantization and run.lora:
         Q = 0 if inputs else spec.heads * spec.head_dim  # the output projection's input is attention's output
         attention = b.compute * Q + 4 * spec.heads if kernel in ("flash", "efficient") else 0
-        adapters = sum(4 * (run.lora.rank + linear.outputs) * (linear.count // spec.layers or 1)
+        adapters = sum(b.compute * (run.lora.rank + linear.outputs) * (linear.count // spec.layers or 1)
                        for linear in spec.linears if linear.name in run.lora.targets)  # fmt: skip
         kept["matmul outputs"] = T * (attention + adapters)
     elif run.checkpointing == "selective":

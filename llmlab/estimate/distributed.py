@@ -6,7 +6,7 @@ What each kind of parallelism sends in a step, on one GPU (b micro_batch, s seq_
 
     tensor      a layer: 2 all-reduces of bsh forward, 2 backward, 2 to recompute (arXiv 1909.08053, section 3); with
                 sequence parallelism an all-gather and a reduce-scatter instead of each, and 2 more all-gathers backward
-    pipeline    a micro-batch and model part: bsh forward, bsh backward, divided over the tensor-parallel ranks
+    pipeline    a micro-batch and virtual stage: bsh forward, bsh backward, divided over the tensor-parallel ranks
     context     a layer: keys and values once round the ring forward, they and their gradients backward
     experts     a layer: 2 all-to-alls of the tokens' copies forward, 2 backward
     data        ZeRO 0 to 2: gradients and parameters, 2P; ZeRO 3: 3P (arXiv 1910.02054, section 7)
@@ -24,7 +24,7 @@ from ..errors import NotAvailable, SpecError
 from ..hardware.gpu import GPU
 from ..hardware.gpu import gpu as find_gpu
 from ..hardware.links import Cluster, Group
-from ..models.spec import ModelSpec
+from ..models.spec import ModelLike, ModelSpec
 from ..models.spec import model as find_model
 from ..runs import Training
 from ..stages import stage_layers
@@ -64,18 +64,18 @@ class Step:
 
 
 def step(
-    model: ModelSpec | str | dict,
+    model: ModelLike,
     run: Training,
     card: GPU | str,
     cluster: Cluster,
-    interleave: int = 1,
+    virtual_stages: int = 1,
     overlap: tuple[str, ...] = ("data",),
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Step:
     """Return what one optimizer step of `run` takes on `cluster`, and how long each part of it does.
 
     Ranks are laid out tensor, context, data, pipeline parallel, neighbours first (see mesh.py); expert-parallel
-    ranks are data-parallel ones. `interleave`: model parts a pipeline stage has. `overlap` names what hides behind
+    ranks are data-parallel ones. `virtual_stages`: of each of the pp ranks. `overlap` names what hides behind
     computation: "data", gradients behind backward and ZeRO-3's parameters behind the unit before, as DDP and FSDP do;
     "gradients", the same in backward only: forward waits for each unit's parameters; "tensor", backward's
     communication behind the weight gradients' products, as Megatron-LM does. Raises SpecError for what cannot be,
@@ -83,7 +83,7 @@ def step(
     """
     spec, gpu = find_model(model), find_gpu(card)
     check(spec, run, gpu)
-    _check(spec.layers, run, interleave, overlap, bucket_bytes)
+    _check(spec.layers, run, virtual_stages, overlap, bucket_bytes)
     rates = efficiency(gpu)
     products = time.product_seconds(spec, run, gpu, rates) if rates else None
     if rates is None or products is None:
@@ -97,7 +97,7 @@ def step(
     tensor = _tensor(spec, run, cluster, "tensor" in overlap)
     context = _context(spec, run, cluster)
     experts = spec.moe_layers / spec.layers * _experts(spec, run, cluster) if run.ep > 1 else 0.0
-    pipeline = _sends(spec, run, cluster, interleave)
+    pipeline = _sends(spec, run, cluster, virtual_stages)
 
     layers = stage_layers(spec.layers, run.pp, spec.name)
     computed = [max(n * block + (head if stage == run.pp - 1 else 0.0), n * host) for stage, n in enumerate(layers)]
@@ -112,7 +112,7 @@ def step(
         context=m * n * context,
         experts=m * n * experts,
         pipeline=m * pipeline,
-        bubble=(sum(taken) - taken[slowest] + (run.pp - 1) * pipeline) / interleave,
+        bubble=(sum(taken) - taken[slowest] + (run.pp - 1) * pipeline) / virtual_stages,
         data=data,
         update=time.update_seconds(spec, run, rates),
         data_sent=sent,
@@ -120,11 +120,12 @@ def step(
     return replace(found, mfu=time.mfu(spec, run, gpu, found.seconds))
 
 
-def _check(layers: int, run: Training, interleave: int, overlap: tuple[str, ...], bucket_bytes: int) -> None:
-    if interleave < 1 or (interleave > 1 and run.pp == 1):
-        raise SpecError(f"interleave={interleave} with pp={run.pp}: give 1, or more model parts of a pipeline stage")
-    if interleave > 1 and run.pp * interleave > layers + 2:  # a part has a layer, the embedding or the head
-        raise SpecError(f"interleave={interleave} with pp={run.pp} makes more parts than the model's {layers} layers")
+def _check(layers: int, run: Training, virtual_stages: int, overlap: tuple[str, ...], bucket_bytes: int) -> None:
+    given = f"virtual_stages={virtual_stages} with pp={run.pp}"
+    if virtual_stages < 1 or (virtual_stages > 1 and run.pp == 1):
+        raise SpecError(f"{given}: give 1, or a pipeline (pp > 1) whose ranks have more")
+    if virtual_stages > 1 and run.pp * virtual_stages > layers + 2:  # each has a layer, the embedding or the head
+        raise SpecError(f"{given} makes more of them than the model's {layers} layers")
     if unknown := [each for each in overlap if each not in OVERLAPS]:
         raise SpecError(f"overlap={unknown[0]!r} is not one of {', '.join(OVERLAPS)}")
     if bucket_bytes < 1:
@@ -167,7 +168,7 @@ def _experts(spec: ModelSpec, run: Training, cluster: Cluster) -> float:
     return passes * seconds("all-to-all", spec.experts_per_token * _stream(spec, run) / run.tp, group)
 
 
-def _sends(spec: ModelSpec, run: Training, cluster: Cluster, interleave: int) -> float:
+def _sends(spec: ModelSpec, run: Training, cluster: Cluster, virtual_stages: int) -> float:
     """Return the s a stage sends for a micro-batch: each tensor-parallel rank its part, gathered where it arrives
     (arXiv 2104.04473, section 4.1), unless sequence parallelism wants it in parts."""
     if run.pp == 1:
@@ -176,7 +177,7 @@ def _sends(spec: ModelSpec, run: Training, cluster: Cluster, interleave: int) ->
     once = seconds("send", _stream(spec, run) / run.tp, group)
     if run.tp > 1 and not run.sequence_parallel:
         once += seconds("all-gather", _stream(spec, run), cluster.group(run.tp))
-    return 2 * interleave * once
+    return 2 * virtual_stages * once
 
 
 def _data(

@@ -57,8 +57,8 @@ def inference_moments(spec: ModelSpec, run: Inference, gpu: GPU | None) -> list[
         width = spec.experts_per_token * spec.moe_intermediate if spec.experts else spec.intermediate
         # Residual and norm, then the wider of the MLP's branches (a GELU written out holds four) and attention's q, k,
         # v and output.
-        mlp = (3 if spec.gated else 2 if spec.activation in FUSED else 4) * width
-        attention = 2 * spec.heads * spec.head_dim + 2 * spec.kv_heads * spec.head_dim
+        mlp: float = (3 if spec.gated else 2 if spec.activation in FUSED else 4) * width
+        attention: float = 2 * spec.heads * spec.head_dim + 2 * spec.kv_heads * spec.head_dim
         if spec.mla:  # the latent is projected up to every head's key and value, for every token in the cache
             up = spec.heads * (spec.mla.qk_nope_head_dim + spec.mla.v_head_dim + spec.head_dim)
             attention = 2 * spec.heads * spec.head_dim + up * cached / new

@@ -18,7 +18,7 @@ from ..errors import SpecError
 from ..hardware.gpu import GPU
 from ..hardware.gpu import gpu as find_gpu
 from ..hardware.links import Cluster, Group, usual_cluster
-from ..models.spec import ModelSpec
+from ..models.spec import ModelLike, ModelSpec
 from ..models.spec import model as find_model
 from ..runs import Training
 from .distributed import Step, step
@@ -91,7 +91,7 @@ def peak_of(spec: ModelSpec, run: Training, card: GPU | None) -> int:
 
 
 def search(
-    model: ModelSpec | str | dict[str, Any],
+    model: ModelLike,
     card: GPU | str,
     devices: int,
     batch: int,

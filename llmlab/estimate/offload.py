@@ -71,15 +71,19 @@ def crossing(spec: ModelSpec, run: Training) -> Crossing:
     taken = weight * stepped
     if run.offload == "optimizer+parameters" and run.lora:
         taken = b.weights * spec.parameters // (run.dp * run.cp)  # the frozen ones are what comes up
-    # Read: gradient, master copy, states; written: the last two, and the weights that go up, where they are narrower.
-    narrow = weight if weight < 4 else 0
     return Crossing(
         down=run.accumulation * gradient * stepped,
         up=passes * taken,
         stepped=stepped,
-        stepped_bytes=(4 + narrow) * stepped + 2 * state,
+        stepped_bytes=_update_bytes(weight, stepped, state),
         state=state,
     )
+
+
+def _update_bytes(weight: int, stepped: int, state: int) -> int:
+    """Return what the update reads (gradients, master copy, states) and writes (the last two, and the weights that go
+    up, where their `weight` bytes are less than fp32's)."""
+    return (4 + (weight if weight < 4 else 0)) * stepped + 2 * state
 
 
 def adam_seconds(moved: float, host: Host, gpus: int | None = None) -> float:
@@ -160,4 +164,5 @@ def tokens_to_hide_update(card: GPU, rate: float, share: float = 0.1, gpus: int 
 
     The passes take 6 FLOP a parameter and token, Adam in mixed precision 30 bytes a parameter: it cancels, again.
     """
-    return adam_seconds(30, host_of(card), gpus) * rate / 6 / share
+    moved = _update_bytes(PRECISION["mixed-bf16"].weights, stepped=1, state=4 + state_bytes("adamw", 4, 1, 0))
+    return adam_seconds(moved, host_of(card), gpus) * rate / 6 / share

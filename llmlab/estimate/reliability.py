@@ -16,13 +16,13 @@ import math
 from dataclasses import replace
 
 from ..errors import SpecError
-from ..models.spec import ModelSpec
+from ..models.spec import ModelLike
 from ..models.spec import model as find_model
 from ..runs import Training
 from .states import states
 
 
-def checkpoint_bytes(model: ModelSpec | str | dict, run: Training) -> int:
+def checkpoint_bytes(model: ModelLike, run: Training) -> int:
     """Return the bytes of a checkpoint that training can go on from: weights and optimizer states, over all ranks.
 
     However they are cut over ranks, they are saved once. Gradients are not: a step has used them up. With LoRA, only

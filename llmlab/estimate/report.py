@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..check import check
 from ..errors import NotAvailable
 from ..hardware.gpu import GPU
 from ..hardware.gpu import gpu as find_gpu
 from ..hardware.links import Cluster, node_link, usual_cluster
-from ..models.spec import ModelSpec
+from ..models.spec import ModelLike, ModelSpec
 from ..models.spec import model as find_model
-from ..report import Report
+from ..report import Outcome, Report
 from ..runs import Run, Training
 from ..stages import stage_layers
 from ..units import show_bytes, show_seconds
@@ -25,9 +23,7 @@ from .serving import FRACTION, serving
 from .time import mfu, step_seconds, tokens_of
 
 
-def estimated(
-    model: ModelSpec | str | dict[str, Any], run: Run, gpu: GPU | str | None, cluster: Cluster | None = None
-) -> Report:
+def estimated(model: ModelLike, run: Run, gpu: GPU | str | None, cluster: Cluster | None = None) -> Report:
     """Return the report of `llmlab.estimate`."""
     spec = find_model(model)
     cpu = isinstance(gpu, str) and gpu.lower() == "cpu"
@@ -44,7 +40,8 @@ def estimated(
         phases[moment.phase] = max(phases.get(moment.phase, 0), moment.total)
     parts = dict(peak.parts)
     capacity = card.memory if card else None
-    outcome, where = "unknown", None
+    outcome: Outcome = "unknown"
+    where = None
     stages = [moments, *_later_stages(spec, run, card, cpu)]
     if card is not None:
         where = _first_over(stages, card.room(run.world_size))
@@ -84,23 +81,22 @@ def _seconds(
     if card is None or not isinstance(run, Training) or run.world_size == 1:
         return step_seconds(spec, run, card), ()
     try:
-        nodes = cluster or _nodes(card, run.world_size)
+        nodes = cluster or _nodes(card)
         found = step(spec, run, card, nodes)
     except NotAvailable as error:
         return None, (f"Time is not known: {error}.",)
-    between = f", {nodes.adapters} × {nodes.across.name} a node" if run.world_size > nodes.gpus else ""
+    between = ""
+    if nodes.across and run.world_size > nodes.gpus:
+        between = f", {nodes.adapters} × {nodes.across.name} a node"
     return found.seconds, (f"Time: {_terms(found)}; {nodes.gpus} GPUs a node on {nodes.inside.name}{between}.",)
 
 
-def _nodes(card: GPU, devices: int) -> Cluster:
-    """Return the card's usual nodes, or one node, where that is enough and no such nodes are sold."""
+def _nodes(card: GPU) -> Cluster:
+    """Return the card's usual nodes, or one node, where no such nodes are sold."""
     try:
         return usual_cluster(card)
     except NotAvailable:
-        if devices > 8:
-            raise
-        inside = node_link(card)
-        return Cluster(inside, inside, gpus=8)  # `across` is not used
+        return Cluster(node_link(card))
 
 
 def _terms(found: Step) -> str:
@@ -111,8 +107,9 @@ def _terms(found: Step) -> str:
 
 def _later_stages(spec: ModelSpec, run: Run, card: GPU | None, cpu: bool) -> list[list[Moment]]:
     """Return the moments of the pipeline's other stages."""
-    later = range(1, run.pp) if isinstance(run, Training) else ()
-    return [training_moments(spec, run, card, cpu, stage) for stage in later]
+    if not isinstance(run, Training):
+        return []
+    return [training_moments(spec, run, card, cpu, stage) for stage in range(1, run.pp)]
 
 
 def _stage_note(stages: list[list[Moment]]) -> tuple[str, ...]:

@@ -63,7 +63,7 @@ def _pass(spec: ModelSpec, run: Inference, by_part: dict[str, int], new: int, ca
     return Pass(sum(by_part.values()) // run.tp - scores, scores, weights_read(spec, run, run.batch * new), cache)
 
 
-def weights_read(spec: ModelSpec, run: Inference, tokens: int) -> int:
+def weights_read(spec: ModelSpec, run: Inference, tokens: float) -> int:
     """Return the bytes of weights that a pass over `tokens` tokens reads on one device.
 
     All but the embedding, of which it looks up `tokens` rows (a tied one is read as the head), and of the routed

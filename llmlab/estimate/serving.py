@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 from ..errors import SpecError
 from ..hardware.gpu import GPU
 from ..hardware.gpu import gpu as find_gpu
 from ..hardware.links import node_link
-from ..models.spec import ModelSpec
+from ..models.spec import ModelLike, ModelSpec
 from ..models.spec import model as find_model
 from ..runs import Inference
 from ..units import show_bytes
@@ -79,7 +78,7 @@ class Serving:
 
 
 def serving(
-    model: ModelSpec | str | dict[str, Any],
+    model: ModelLike,
     run: Inference,
     gpu: GPU | str,
     fraction: float = FRACTION,

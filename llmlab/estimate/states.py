@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ..models.spec import ModelSpec
 from ..runs import Training
 from ..stages import stage_layers
+from .fsdp import Units, sharded_experts, units, uses_fsdp
 from .precision import PRECISION, Bytes, state_bytes, weight_bytes
 
 
@@ -18,8 +19,8 @@ class States:
     gradients: int
     optimizer: int
     trained: int  # parameters trained on this device
-    gathered: int  # the parameters ZeRO-3 holds whole at once
-    ahead: int  # those of them that are the next block's
+    shard: int  # weights where FSDP2 keeps no more than its shard: beside whole ones with zero=2
+    units: Units
 
 
 def device_parameters(spec: ModelSpec, run: Training, stage: int) -> dict[str, int]:
@@ -60,16 +61,13 @@ def _frozen_bytes(spec: ModelSpec, run: Training, counts: dict[str, int], b: Byt
     return 4 * experts, stored * dense // whole
 
 
-def _sharded(experts: int, dense: int, run: Training, stage: int) -> int:
-    """Return what one rank keeps of two amounts where ZeRO shards from `stage` on.
+def _shard(spec: ModelSpec, run: Training, experts: int, dense: int) -> int:
+    """Return what one rank keeps of two amounts that are sharded.
 
     Context-parallel ranks have the same parameters, and share them too (TorchTitan's mesh dp_shard_cp; Megatron-Core's
     data-parallel group with context parallel). Experts are already spread over ep ranks: only the others hold the same.
     """
-    if run.zero < stage:
-        return experts + dense
-    same = run.dp * run.cp
-    return experts // (same // run.ep) + dense // same
+    return int(experts * sharded_experts(spec, run)) + dense // (run.dp * run.cp)
 
 
 def states(spec: ModelSpec, run: Training, stage: int = 0) -> States:
@@ -83,24 +81,29 @@ def states(spec: ModelSpec, run: Training, stage: int = 0) -> States:
     counts = device_parameters(spec, run, stage)
     held = sum(counts.values())
     experts, dense = _frozen_bytes(spec, run, counts, b)
+    # FSDP2's MixedPrecisionPolicy: fp32 shards, from which half weights are gathered.
+    wide = 2 if run.lora and b.master and uses_fsdp(run) else 1
+    shard = _shard(spec, run, wide * experts, wide * dense) if run.zero else experts + dense
     if run.lora:
         adapters = int(adapter_parameters(spec, run) * held / spec.parameters)
         trained = (0, adapters)
         gradient, master, state = 4, 0, 4  # peft keeps half adapters in fp32
         dense += 4 * adapters
+        shard += _shard(spec, run, 0, 4 * adapters) if run.zero else 4 * adapters
     else:
         trained = (counts["experts"], held - counts["experts"])
         gradient, master, state = b.gradients, b.master, b.states
-    stepped = _sharded(*trained, run, 1)
+    stepped = _shard(spec, run, *trained) if run.zero else sum(trained)
     factored = int(factored_elements(spec, run) * stepped / max(1, sum(trained)) * held / spec.parameters)
-    gathered, ahead = _gathered(spec, run, experts, dense, counts) if run.zero == 3 else (0, 0)
+    weights = _shard(spec, run, experts, dense) if run.zero == 3 else experts + dense
+    made = _leaving(spec, run, sum(trained)) if run.offload else stepped if run.zero >= 2 else sum(trained)
     return States(
-        weights=0 if run.offload == "optimizer+parameters" else _sharded(experts, dense, run, 3),
-        gradients=gradient * (_leaving(spec, run, sum(trained)) if run.offload else _sharded(*trained, run, 2)),
+        weights=0 if run.offload == "optimizer+parameters" else weights,
+        gradients=gradient * made,
         optimizer=0 if run.offload else master * stepped + state_bytes(run.optimizer, state, stepped, factored),
         trained=stepped,
-        gathered=gathered,
-        ahead=ahead,
+        shard=shard,
+        units=units(spec, run, b, (experts, dense), counts, sum(trained)),
     )
 
 
@@ -110,17 +113,6 @@ def _leaving(spec: ModelSpec, run: Training, trained: int) -> int:
         return trained // spec.layers
     linears = [each.inputs * each.outputs for each in spec.linears]
     return min(trained, max(spec.vocab * spec.hidden, *linears) // run.tp)
-
-
-def _gathered(spec: ModelSpec, run: Training, experts: int, dense: int, counts: dict[str, int]) -> tuple[int, int]:
-    """Return the weights that ZeRO-3 has whole at once, and how many of them are a block's, gathered ahead.
-
-    As FSDP2 has it: what is outside of blocks, from forward to backward; the block at work, and the next.
-    """
-    each = dense / max(1, sum(counts.values()) - counts["experts"])
-    outside = each * (counts["embedding"] + counts["positions"] + counts["head"])
-    block = (experts + dense - outside) / spec.layers  # a pipeline's stages cannot be sharded so: pp is 1
-    return int(outside + 2 * block), int(block)
 
 
 def block_parameters(spec: ModelSpec) -> int:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from ..errors import NotAvailable
 from ..hardware.gpu import GPU
 from ..models.spec import ModelSpec
-from ..runs import Inference, Run, Training
+from ..runs import Inference, Precision, Run, Training
 from .activations import FUSED, attention_kernel, block_saved
 from .efficiency import Efficiency, efficiency
 from .flops import Flops, flops
@@ -159,6 +159,9 @@ def traffic(spec: ModelSpec, run: Training, card: GPU | None = None) -> float:
     return sum(moved(spec, run, card))
 
 
+AUTOCAST: dict[str, Precision] = {"fp16": "autocast-fp16", "bf16": "autocast-bf16"}
+
+
 def moved(spec: ModelSpec, run: Training, card: GPU | None = None) -> tuple[float, float]:
     """Return the bytes of `traffic` in blocks, and by the loss, which the last pipeline stage alone has.
 
@@ -166,8 +169,8 @@ def moved(spec: ModelSpec, run: Training, card: GPU | None = None) -> tuple[floa
     section 4.2).
     """
     precision = run.precision
-    if run.quantization and not precision.startswith("autocast"):
-        precision = f"autocast-{precision}"  # an fp32 stream between products in half precision
+    if run.quantization:  # an fp32 stream between products in half precision
+        precision = AUTOCAST.get(run.compute_dtype, precision)
     whole = replace(run, lora=None, quantization=None, checkpointing=None, precision=precision)
     b = PRECISION[precision]
     kept = {"scores": 0.0, "mlp": 0.0, "rest": 0.0}

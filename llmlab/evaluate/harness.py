@@ -107,7 +107,8 @@ def choice_task(
     So all four have the same words, and what is asked is what a language model should know. `context` and `ending` in
     words. Raises SpecError for a text that is too short, or all of whose words are the same.
     """
-    words, chance, rows = text.split(), random.Random(seed), []
+    words, chance = text.split(), random.Random(seed)
+    rows: list[dict[str, Any]] = []
     if len(words) < 2 * (context + ending) or len(set(words)) < 2:
         raise SpecError(f"a text of {len(words)} words; give at least {2 * (context + ending)}, not all the same")
     while len(rows) < questions:

@@ -79,7 +79,9 @@ def perplexity(
         ids = ids[0]
     if ids.dim() != 1 or len(ids) < 2:
         raise SpecError(f"ids of shape {tuple(ids.shape)}: give one text of at least 2 tokens, (T,) or (1, T)")
-    limit = _limit(model)
+    limit, vocab = _limits(model)
+    if vocab:
+        _check_ids(ids, vocab)  # here: an embedding would raise something else, on a GPU from a kernel
     window = window or min(limit or len(ids), len(ids))
     stride = stride or max(window // 2, 1)
     if window < 2 or not 1 <= stride <= window:
@@ -92,8 +94,7 @@ def perplexity(
             output = model(ids[None, begin:end])
             logits = getattr(output, "logits", output)[0]  # (end - begin, V)
             targets = ids[scored:end]
-            if (top := int(targets.max())) >= logits.shape[-1]:
-                raise SpecError(f"token id {top}: the model's vocabulary has {logits.shape[-1]}; use its own tokenizer")
+            _check_ids(targets, logits.shape[-1])
             predictions = logits[scored - 1 - begin : end - 1 - begin]  # the logits at t predict token t + 1
             nll += cross_entropy(predictions.double(), targets, reduction="sum").item()
             tokens += end - scored
@@ -102,8 +103,15 @@ def perplexity(
     return result
 
 
-def _limit(model: Callable[..., Any]) -> int | None:
-    """Return the most tokens the model was made to read, if it says so."""
+def _limits(model: Callable[..., Any]) -> tuple[int | None, int | None]:
+    """Return the most tokens the model was made to read, and its vocabulary, where it says so."""
     if (spec := getattr(model, "spec", None)) is not None:
-        return spec.max_positions
-    return getattr(getattr(model, "config", None), "max_position_embeddings", None)
+        return spec.max_positions, spec.vocab
+    config = getattr(model, "config", None)
+    return getattr(config, "max_position_embeddings", None), getattr(config, "vocab_size", None)
+
+
+def _check_ids(ids: Tensor, vocab: int) -> None:
+    wrong = ids[(ids < 0) | (ids >= vocab)]
+    if len(wrong):
+        raise SpecError(f"token id {int(wrong[0])}: the model's vocabulary has {vocab}; use its own tokenizer")

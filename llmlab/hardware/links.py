@@ -68,22 +68,25 @@ class Group:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of `gpus` GPUs on `inside` links, with `adapters` network adapters on `across` links."""
+    """Nodes of `gpus` GPUs on `inside` links, with `adapters` network adapters on `across` links; None is one node."""
 
     inside: Link
-    across: Link
+    across: Link | None = None
     gpus: int = GPUS_A_NODE
     adapters: int = GPUS_A_NODE
 
     def group(self, ranks: int, stride: int = 1) -> Group:
         """Return the group of `ranks` ranks of which each is `stride` devices from the next.
 
-        Tensor-parallel ranks are neighbours, stride 1; data-parallel ones are tp devices apart.
+        Tensor-parallel ranks are neighbours, stride 1; data-parallel ones are tp devices apart. Raises NotAvailable
+        where they are on several nodes that nothing joins.
         """
         check_counts(ranks=ranks, stride=stride)
         per_node = min(ranks, max(1, self.gpus // stride))
         if per_node >= ranks:
             return Group(ranks, per_node, self.inside)
+        if self.across is None:
+            raise NotAvailable("no usual network joins such nodes; name one: cluster(card, network)")
         return Group(ranks, per_node, self.inside, self.across, self.adapters * per_node / self.gpus)
 
 

@@ -9,6 +9,7 @@ import os
 from dataclasses import dataclass
 
 from ..errors import NotAvailable, SpecError
+from ..runs import Precision
 from ..units import GiB, show_bytes
 from .host import Host, host
 
@@ -31,7 +32,7 @@ class Scale:
 
     name: str
     device: str
-    precision: str
+    precision: Precision
     model: str
     micro_batch: int
     seq_len: int
@@ -68,8 +69,8 @@ def choose(here: Host, asked: str | None = None) -> Scale:
         return _scale("cpu", "cpu", "fp32", _why_cpu(here))
     memory = here.memory or 0
     fitting = "big" if memory >= BIG_FROM else "t4" if memory >= T4_FROM else "cpu"
-    precision, units = ("autocast-bf16", "bf16") if here.supports_bf16 else ("autocast-fp16", "no bf16")
-    why = f"{here.name} has {show_bytes(here.memory)} and {units}"
+    precision: Precision = "autocast-bf16" if here.supports_bf16 else "autocast-fp16"
+    why = f"{here.name} has {show_bytes(here.memory)} and {'bf16' if here.supports_bf16 else 'no bf16'}"
     return _scale(asked or fitting, "cuda", precision, f"{VARIABLE}={asked} asks for it, and {why}" if asked else why)
 
 
@@ -79,6 +80,6 @@ def _why_cpu(here: Host) -> str:
     return f"torch {here.versions['torch']} finds no GPU"
 
 
-def _scale(name: str, device: str, precision: str, reason: str) -> Scale:
+def _scale(name: str, device: str, precision: Precision, reason: str) -> Scale:
     model, micro_batch, seq_len, steps = SIZES[name]
     return Scale(name, device, precision, model, micro_batch, seq_len, steps, reason)

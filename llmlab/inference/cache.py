@@ -9,14 +9,30 @@ tokens about to be read, before the model runs: what cannot be held is refused t
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
+from ..models.gpt import Cache
 from .blocks import BlockPool, CacheFull, Table
 
-__all__ = ["GrowingCache", "PagedCache", "StaticCache"]
+__all__ = ["GrowingCache", "KVCache", "PagedCache", "StaticCache"]
 
 Layer = tuple[Tensor, Tensor]
+
+
+class KVCache(Cache, Protocol):
+    """What generation asks of a cache; `inference.QuantizedCache` has it too."""
+
+    def expect(self, ids_BT: Tensor) -> None:
+        """Make room for the tokens about to be read, or refuse them with nothing changed."""
+
+    def crop(self, length: int) -> None:
+        """Keep the first `length` tokens."""
+
+    def release(self) -> None:
+        """Give all memory back."""
 
 
 class GrowingCache:

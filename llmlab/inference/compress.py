@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import SpecError
-from ..quantize.whole import replace_linears
+from ..quantize.whole import Model, replace_linears
 
 __all__ = ["low_rank", "low_rank_share", "prune", "prune_2_of_4", "sparse_bytes"]
 
 
-def prune(model: nn.Module, share: float) -> nn.Module:
+def prune(model: Model, share: float) -> Model:
     """Return a copy whose blocks' matrices have lost the `share` of their weights that is smallest, each for itself.
 
     Magnitude pruning (Han et al. 2015), without the training that should follow. The same as
@@ -25,7 +25,7 @@ def prune(model: nn.Module, share: float) -> nn.Module:
     return replace_linears(model, lambda _, linear: _masked(linear, _largest(linear.weight, share)))
 
 
-def prune_2_of_4(model: nn.Module) -> nn.Module:
+def prune_2_of_4(model: Model) -> Model:
     """Return a copy that keeps the two largest of every four weights along a row, as sparse tensor cores want it.
 
     (Mishra et al., arXiv 2104.08378.) Raises SpecError for a layer whose inputs are no multiple of 4.
@@ -33,7 +33,7 @@ def prune_2_of_4(model: nn.Module) -> nn.Module:
     return replace_linears(model, lambda _, linear: _masked(linear, _two_of_four(linear.weight)))
 
 
-def low_rank(model: nn.Module, rank: int) -> nn.Module:
+def low_rank(model: Model, rank: int) -> Model:
     """Return a copy whose blocks' matrices are products of (O, r) and (r, I): the nearest of that rank.
 
     Nearest in the sum of squares (Eckart and Young 1936), by the singular value decomposition. A layer for which that

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import SpecError
+from ..models.gpt import Cache
 from ..models.llama import Llama
 from ..models.spec import ModelSpec
 from ..models.spec import model as find_model
@@ -34,7 +34,9 @@ class Bigram(nn.Module):
         self.logits = nn.Parameter(counts.log(), requires_grad=False)  # softmax turns them back into shares
         self.lm_head = nn.Identity()
 
-    def hidden(self, ids_BT: Tensor, cache: Any = None, mask: Any = None, positions: Any = None) -> Tensor:
+    def hidden(
+        self, ids_BT: Tensor, cache: Cache | None = None, mask: Tensor | None = None, positions_BT: Tensor | None = None
+    ) -> Tensor:
         """Return the logits after each token, (B, T, V). The cache only counts: there is nothing to remember."""
         if cache is not None:
             counted = ids_BT[:, None, :, None].float()

@@ -6,29 +6,47 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 from torch import Tensor, nn
 
 from ..errors import SpecError
+from ..models.gpt import Cache
+from ..models.spec import ModelSpec
+from .cache import KVCache, PagedCache
 
 __all__ = ["check_prompt", "logits"]
 
 
-def logits(model: nn.Module, ids_BT: Tensor, cache: Any = None, last: int = 1) -> Tensor:
+class Ours(Protocol):
+    """What a model of llmlab has: a Llama or a GPT of `llmlab.models`, or a draft of `drafts`."""
+
+    spec: ModelSpec
+    lm_head: nn.Module
+
+    def hidden(self, ids_BT: Tensor, cache: Cache | None, mask: Tensor | None, positions_BT: Tensor | None) -> Tensor:
+        """Return what the head reads, (B, T, C)."""
+
+
+def _is_ours(model: nn.Module) -> TypeGuard[Ours]:
+    return hasattr(model, "spec")
+
+
+def logits(model: nn.Module, ids_BT: Tensor, cache: KVCache | None = None, last: int = 1) -> Tensor:
     """Return the logits after each of the `last` tokens of `ids_BT`, (B, last, V): the head reads no others."""
     positions = mask = None
     if cache is not None:
         cache.expect(ids_BT)
-        if len(set(getattr(cache, "begins", [0]))) > 1:  # rows of different lengths: the model cannot count by itself
+        if isinstance(cache, PagedCache) and len(set(cache.begins)) > 1:  # the model cannot count by itself
             positions, mask = cache.positions(), cache.mask()
-    if hasattr(model, "spec"):
+    if _is_ours(model):
         return model.lm_head(model.hidden(ids_BT, cache, mask, positions)[:, -last:])
     from .transformers_cache import AsTransformers, additive
 
-    if mask is not None and model.config._attn_implementation == "eager":
-        mask = additive(mask, model.dtype)
-    return model(
+    theirs: Any = model  # transformers', or a wrapper of one, whose attributes are its own
+    if mask is not None and theirs.config._attn_implementation == "eager":
+        mask = additive(mask, theirs.dtype)
+    return theirs(
         input_ids=ids_BT,
         past_key_values=None if cache is None else AsTransformers(cache),
         use_cache=cache is not None,
@@ -40,9 +58,10 @@ def logits(model: nn.Module, ids_BT: Tensor, cache: Any = None, last: int = 1) -
 
 def limits(model: nn.Module) -> tuple[int, int]:
     """Return the model's vocabulary and the most tokens it can read."""
-    if hasattr(model, "spec"):
+    if _is_ours(model):
         return model.spec.vocab, model.spec.max_positions
-    return model.config.vocab_size, model.config.max_position_embeddings
+    config: Any = model.config
+    return config.vocab_size, config.max_position_embeddings
 
 
 def check_prompt(model: nn.Module, tokens: Sequence[int], max_new_tokens: int) -> None:

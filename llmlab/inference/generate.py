@@ -5,16 +5,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from ..errors import SpecError
 from .blocks import BlockPool
-from .cache import GrowingCache, PagedCache, StaticCache
+from .cache import GrowingCache, KVCache, PagedCache, StaticCache
 from .forward import check_prompt, logits
-from .sampling import next_token, probabilities
+from .sampling import Filters, next_token, probabilities
 from .speculative import speculate
 
 __all__ = ["generate"]
@@ -53,7 +51,7 @@ def generate(
         raise SpecError(f"ids of shape {tuple(given.shape)}: give (T,) or (B, T) token ids")
     for row in ids.tolist():
         check_prompt(model, row, max_new_tokens)
-    filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    filters: Filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     generator = None if temperature == 0 else _generator(ids.device, seed)
     if draft is not None:
         if ids.shape[0] != 1 or cache == "none":
@@ -67,7 +65,12 @@ def generate(
 
 @torch.no_grad()
 def _decode(
-    model: nn.Module, text: Tensor, new_tokens: int, cache: Any, generator: torch.Generator | None, filters: dict
+    model: nn.Module,
+    text: Tensor,
+    new_tokens: int,
+    cache: KVCache | None,
+    generator: torch.Generator | None,
+    filters: Filters,
 ) -> Tensor:
     unread = text  # the prompt first (prefill), then each new token (decode)
     try:
@@ -91,7 +94,7 @@ def _generator(device: torch.device, seed: int | None) -> torch.Generator:
     return generator
 
 
-def _cache(kind: str, ids: Tensor, new_tokens: int, block: int = 16) -> Any:
+def _cache(kind: str, ids: Tensor, new_tokens: int, block: int = 16) -> KVCache | None:
     B, T = ids.shape
     if kind == "none":
         return None

@@ -41,6 +41,16 @@ def widen(rounded: Rounded, bits: int, heads: int, dtype: torch.dtype) -> Tensor
     return values.flatten(2).unflatten(2, (heads, -1)).transpose(1, 2).to(dtype)
 
 
+def _joined(held: Rounded, new: Rounded) -> Rounded:
+    codes, scale, low = (torch.cat(pair, dim=1) for pair in zip(held, new, strict=True))
+    return codes, scale, low
+
+
+def _first(rounded: Rounded, tokens: int) -> Rounded:
+    codes, scale, low = (part[:, :tokens] for part in rounded)
+    return codes, scale, low
+
+
 class QuantizedCache:
     """Grows as GrowingCache does, in `bits` bits. Raises SpecError for a layer that does not fall into groups of 64."""
 
@@ -69,20 +79,14 @@ class QuantizedCache:
             self.layers.append((rounded[0], rounded[1]))
             return both
         old = [widen(held, self.bits, k_BHTD.shape[1], k_BHTD.dtype) for held in self.layers[layer]]
-        joined = [
-            tuple(torch.cat(pair, dim=1) for pair in zip(held, new, strict=True))
-            for held, new in zip(self.layers[layer], rounded, strict=True)
-        ]
-        self.layers[layer] = (joined[0], joined[1])  # type: ignore[assignment]
+        k_held, v_held = self.layers[layer]
+        self.layers[layer] = _joined(k_held, rounded[0]), _joined(v_held, rounded[1])
         k_BHSD, v_BHSD = (torch.cat(pair, dim=2) for pair in zip(old, both, strict=True))
         return k_BHSD, v_BHSD
 
     def crop(self, length: int) -> None:
         """Keep the first `length` tokens."""
-        self.layers = [
-            (tuple(t[:, :length] for t in k), tuple(t[:, :length] for t in v))  # type: ignore[misc]
-            for k, v in self.layers
-        ]
+        self.layers = [(_first(k, length), _first(v, length)) for k, v in self.layers]
 
     def release(self) -> None:
         """Drop all."""

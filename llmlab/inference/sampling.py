@@ -5,12 +5,23 @@
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 import torch
 from torch import Tensor
 
 from ..errors import SpecError
 
-__all__ = ["next_token", "probabilities"]
+__all__ = ["Filters", "next_token", "probabilities"]
+
+
+class Filters(TypedDict, total=False):
+    """What `probabilities` takes besides the logits."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
 
 
 def probabilities(

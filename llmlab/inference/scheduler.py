@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +19,7 @@ from ..errors import SpecError
 from .blocks import BlockPool, CacheFull, Table
 from .cache import PagedCache
 from .forward import check_prompt, logits
-from .sampling import next_token, probabilities
+from .sampling import Filters, next_token, probabilities
 
 __all__ = ["Request", "Scheduler"]
 
@@ -36,7 +35,7 @@ class Request:
 
     prompt: list[int]
     max_new_tokens: int
-    filters: dict[str, Any]
+    filters: Filters
     generator: torch.Generator | None
     arrived: float
     stop: int | None = None
@@ -46,6 +45,12 @@ class Request:
     finished: float | None = None
     preempted: int = 0
     table: Table | None = field(default=None, repr=False)
+
+    @property
+    def held(self) -> Table:
+        """Its blocks; a request that runs has some, another has none to ask for."""
+        assert self.table is not None, f"a request that is {self.state} has no blocks"
+        return self.table
 
     @property
     def unread(self) -> list[int]:
@@ -99,7 +104,7 @@ class Scheduler:
         """
         prompt = [int(token) for token in prompt]
         check_prompt(self.model, prompt, max_new_tokens)
-        filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        filters: Filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
         probabilities(torch.zeros(1, 2), **filters)  # refuses a wrong value now, not in the middle of a batch
         wanted, blocks = self.pool.needed(len(prompt) + max_new_tokens), len(self.pool.holders)
         if wanted > blocks:
@@ -161,7 +166,7 @@ class Scheduler:
         """Read equally many tokens of each request; where that ends a prompt or follows one, write the next token."""
         batch = list(zip(requests, tokens, strict=True))
         while batch:
-            self.cache.rows = [request.table for request, _ in batch]
+            self.cache.rows = [request.held for request, _ in batch]
             try:
                 found = self._logits([tokens for _, tokens in batch])
                 break
@@ -193,7 +198,7 @@ class Scheduler:
         return found
 
     def _preempt(self, request: Request) -> None:
-        self.pool.release(request.table)
+        self.pool.release(request.held)
         self.running.remove(request)
         request.state, request.table, request.preempted = "waiting", None, request.preempted + 1
         self.waiting.appendleft(request)

@@ -10,15 +10,18 @@ So x comes out with probability q·min(1, p/q) + (what was refused)·max(0, p - 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import SpecError
-from .cache import GrowingCache
+from .cache import GrowingCache, KVCache
 from .forward import check_prompt, limits, logits
-from .sampling import next_token, probabilities
+from .sampling import Filters, next_token, probabilities
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # typing's own from Python 3.11 on
 
 __all__ = ["Speculation", "speculate", "speedup", "tokens_a_pass"]
 
@@ -67,11 +70,11 @@ def speculate(
     draft: nn.Module,
     ids: Tensor,
     max_new_tokens: int,
-    cache: Any = None,
-    draft_cache: Any = None,
+    cache: KVCache | None = None,
+    draft_cache: KVCache | None = None,
     generator: torch.Generator | None = None,
     guesses: int = 4,
-    **filters: Any,
+    **filters: Unpack[Filters],
 ) -> Speculation:
     """Return the Speculation for one prompt `ids`, (1, T). `filters`: those of `probabilities`, for both models.
 
@@ -110,7 +113,7 @@ def speculate(
 
 
 def _guess(
-    draft: nn.Module, cache: Any, text: Tensor, G: int, generator: torch.Generator | None, filters: dict[str, Any]
+    draft: nn.Module, cache: KVCache, text: Tensor, G: int, generator: torch.Generator | None, filters: Filters
 ) -> tuple[Tensor, Tensor]:
     """Return G tokens after `text`, (1, G), and what each was drawn from, (G, V)."""
     begin, drawn_from = text.shape[1], []

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from ..models.gpt import Cache as Ours
+
 __all__ = ["AsTransformers", "additive"]
 
 
@@ -16,7 +18,7 @@ class AsTransformers(Cache):
 
     is_compileable = False  # a class attribute hides the property, which would look at `layers`
 
-    def __init__(self, cache: Any) -> None:
+    def __init__(self, cache: Ours) -> None:
         super().__init__(layers=[])
         self.cache = cache
 

@@ -16,12 +16,23 @@ are not here. `rms_norm.cu` and `cuda` are one kernel in CUDA C++; `limits` is t
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .ladder.attention import attention
+    from .ladder.cross_entropy import cross_entropy
+    from .ladder.linear_cross_entropy import linear_cross_entropy
+    from .ladder.rms_norm import rms_norm
+    from .ladder.rope import rope
+    from .ladder.softmax import softmax
+    from .ladder.swiglu import swiglu
 
 __all__ = ["softmax", "rms_norm", "swiglu", "rope", "cross_entropy", "linear_cross_entropy", "attention"]
 
 
-def __getattr__(name: str) -> Any:
-    if name in __all__:  # the files are in a package of their own, or `kernels.softmax` would become the module
-        return getattr(import_module(f".ladder.{name}", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # checkers read the imports above, and find a misspelt name
+
+    def __getattr__(name: str) -> Any:
+        if name in __all__:  # the files are in a package of their own, or `kernels.softmax` would become the module
+            return getattr(import_module(f".ladder.{name}", __name__), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -88,7 +88,7 @@ def compile_kernel(file: str, name: str, dtype: str, constants: dict[str, Any], 
     }
     source = triton.compiler.ASTSource(kernel, signature, constants, aligned)
     made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    target = re.search(r"\.target (\w+)", made.asm["ptx"])[1]  # sm_90a where it uses Hopper's own matrix instructions
+    target, *_ = re.findall(r"\.target (\w+)", made.asm["ptx"])  # sm_90a where it uses Hopper's own matrix instructions
     with tempfile.TemporaryDirectory() as folder:
         (path := Path(folder, "kernel.ptx")).write_text(made.asm["ptx"])
         assemble = [get_ptxas(arch).path, "-v", f"--gpu-name={target}", str(path), "-o", str(path) + ".cubin"]

@@ -20,6 +20,7 @@ except ImportError:
 
 RUNGS = ("naive PyTorch", "better PyTorch", "torch.compile", "Triton forward", "Triton forward and backward")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # Triton's rungs compute in fp32: fp64 would lose half its bits
+FLOATS = (*DTYPES, torch.float64)
 MAX_ROW = 65536  # columns that a program still holds in registers: 16 warps, 128 values a thread
 
 # Triton decides once, when it is imported, whether it compiles or interprets.
@@ -58,12 +59,15 @@ def here(*tensors: Tensor) -> tuple[int, ...]:
 def choose(rung: int | None, *tensors: Tensor) -> int:
     """Return the rung to run on these floating-point tensors: the given one, or the best that runs here.
 
-    Raises SpecError for a rung that is not in 0 … 4 and for tensors on different devices; NotAvailable, with what runs
-    instead, where rung 3 or 4 lacks Triton, the GPU or the dtype.
+    Raises SpecError for a rung that is not in 0 … 4, for other dtypes and for tensors on different devices;
+    NotAvailable, with what runs instead, where rung 3 or 4 lacks Triton, the GPU or the dtype.
     """
-    if rung is not None and rung not in range(len(RUNGS)):
+    if rung is not None and (type(rung) is not int or rung not in range(len(RUNGS))):  # 3.0 and True are in the range
         allowed = ", ".join(f"{number} ({name})" for number, name in enumerate(RUNGS))
         raise SpecError(f"rung={rung!r} is no rung; allowed: {allowed}")
+    for t in tensors:
+        if t.dtype not in FLOATS:  # rung 0 would round a softmax of integers to zeros
+            raise SpecError(f"a tensor is {t.dtype}; give float32, float16, bfloat16 or float64")
     devices = sorted({str(t.device) for t in tensors})
     if len(devices) > 1:
         raise SpecError(f"the tensors are on {' and '.join(devices)}; put them on one device")
@@ -106,6 +110,21 @@ def missing(tensors: tuple[Tensor, ...]) -> str | None:
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return torch.compile(function), one for all calls, so that it recompiles for new shapes and not for each call."""
     return torch.compile(function)
+
+
+def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors as torch.autocast gives them to a matrix product: where it is on, in its dtype."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(t.to(dtype) if t.dtype in DTYPES else t for t in tensors)
+
+
+def check_columns(x: Tensor) -> None:
+    """Raise SpecError unless x is (..., N) with N >= 1."""
+    if not x.dim() or not x.shape[-1]:
+        raise SpecError(f"a tensor of shape {tuple(x.shape)} has no columns; give (..., N), N >= 1")
 
 
 def as_rows(x: Tensor) -> Tensor:

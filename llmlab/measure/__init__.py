@@ -5,26 +5,24 @@ Light to import: torch comes with the first call.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import NotAvailable
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
-    from os import PathLike
 
     import torch
 
-    from ..models.spec import ModelSpec
+    from ..models.spec import ModelLike
     from ..report import Report
     from ..runs import Run
     from .meters import CPUMeter, CUDAMeter, MPSMeter
 
 
 def measure(
-    model: ModelSpec | str | PathLike[str] | Mapping[str, Any],
+    model: ModelLike,
     run: Run,
     device: str | torch.device | None = None,
     repeats: int = 5,

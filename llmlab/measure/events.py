@@ -59,16 +59,17 @@ class CPUEvents:
         # state, shapes, memory, stack, flops, modules: memory and nothing else
         config = ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig())
         _prepare_profiler(config, {ProfilerActivity.CPU})
-        _enable_profiler(config, {ProfilerActivity.CPU}, {RecordScope.LITE_INTERPRETER})
+        # torch's stub leaves the third argument out (torch/csrc/autograd/init.cpp: scopes)
+        _enable_profiler(config, {ProfilerActivity.CPU}, {RecordScope.LITE_INTERPRETER})  # type: ignore[call-arg]
 
     def stop(self) -> list[Event]:
         from torch._C._autograd import _disable_profiler
-        from torch._C._profiler import _EventType
+        from torch._C._profiler import _ExtraFields_Allocation
 
         found = []
         for node in _disable_profiler().experimental_event_tree():
-            if node.tag == _EventType.Allocation:  # of the CPU: no other activity is on
-                fields = node.extra_fields
+            fields = node.extra_fields
+            if isinstance(fields, _ExtraFields_Allocation):  # of the CPU: no other activity is on
                 found.append(Event(node.start_time_ns, fields.ptr, fields.alloc_size))
         return sorted(found, key=lambda event: event.time)
 

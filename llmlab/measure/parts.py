@@ -58,9 +58,9 @@ def logits_sizes(spec: ModelSpec, run: Run) -> list[int]:
 
 def divide(events: Sequence[Event], marks: Sequence[Mark], logits: Iterable[int] = ()) -> Division:
     """Return what `events` amounted to in the phases that `marks` begin; `logits`: sizes of a logits tensor, bytes."""
-    moments = sorted([*events, *marks], key=lambda moment: moment.time)
-    changes = _blocks(moments, frozenset(logits))
-    return _replay(changes)
+    moments: list[Event | Mark] = [*events, *marks]
+    moments.sort(key=lambda moment: moment.time)
+    return _replay(_blocks(moments, frozenset(logits)))
 
 
 # A change of the live bytes: the phase it happened in, the block it is of, and +size, -size or, at a phase's begin, 0.
@@ -78,8 +78,8 @@ def _blocks(moments: Sequence[Event | Mark], logits: frozenset[int]) -> list[Cha
                     changes.append((phase, lost, -lost.size))
                 block = live[moment.address] = Block(moment.size, moment.time, phase)
                 changes.append((phase, block, moment.size))
-            elif block := live.pop(moment.address, None):  # else it is older than the recording
-                changes.append((phase, block, -block.size))
+            elif freed := live.pop(moment.address, None):  # else it is older than the recording
+                changes.append((phase, freed, -freed.size))
             continue
         for address, part in moment.parts.items():
             if address in live:
@@ -92,9 +92,9 @@ def _blocks(moments: Sequence[Event | Mark], logits: frozenset[int]) -> list[Cha
         phase, begun = moment.phase, moment.time
         changes.append((phase, None, 0))
     survivors = {id(block) for block in live.values()}
-    for _, block, size in changes:
-        if block and size > 0:
-            block.part = _part(block, logits, forever=id(block) in survivors)
+    for _, born, size in changes:
+        if born and size > 0:
+            born.part = _part(born, logits, forever=id(born) in survivors)
     return changes
 
 
@@ -125,6 +125,7 @@ def _replay(changes: Sequence[Change]) -> Division:
     stride, seen = -(-counted // TIMELINE_POINTS) or 1, 0
     for number, (phase, block, size) in enumerate(changes):
         if block:
+            assert block.part is not None  # _blocks has given every block one
             total += size
             held[block.part] = held.get(block.part, 0) + size
         if phase is None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -16,7 +15,7 @@ from torch import Tensor
 from ..check import check
 from ..errors import SpecError
 from ..hardware.host import environment
-from ..models.spec import ModelSpec
+from ..models.spec import ModelLike, ModelSpec
 from ..models.spec import model as find_model
 from ..report import Report
 from ..runs import Training, run_from_dict
@@ -33,10 +32,7 @@ CLOCKS = 1_000_000  # ns by which the profiler's clock and this process's may di
 RANKS_NOTE = "Measured in one of {} processes that gloo joins; what gloo's own threads take is not seen."
 
 
-Model = ModelSpec | str | os.PathLike[str] | Mapping[str, Any]
-
-
-def measure_ranks(*cases: tuple[Model, Training], limit: float | None = None) -> list[list[Report]]:
+def measure_ranks(*cases: tuple[ModelLike, Training], limit: float | None = None) -> list[list[Report]]:
     """Return what each rank takes on this machine's CPU: for each (model, run), reports by rank, of bytes, not times.
 
     The cases run one after another in one launch, so all ask for the same number of ranks. One step warms up, the next
@@ -120,7 +116,12 @@ def _held(tensor: Tensor) -> int:
 
 def _rank(cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[str]:
     """Run in each rank: take the steps of each case and return its report as JSON."""
-    return [_report(find_model(config), run_from_dict("training", fields)).to_json() for config, fields in cases]
+    reports = []
+    for config, fields in cases:
+        run = run_from_dict("training", fields)
+        assert isinstance(run, Training)
+        reports.append(_report(find_model(config), run).to_json())
+    return reports
 
 
 def _report(spec: ModelSpec, run: Training) -> Report:

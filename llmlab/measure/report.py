@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from ..errors import check_counts
 from ..estimate.time import peak_dtype, tokens_of
 from ..hardware import pretend
 from ..hardware.host import environment, host
-from ..models.spec import ModelSpec
+from ..models.spec import ModelLike, ModelSpec
 from ..models.spec import model as find_model
 from ..report import Report
 from ..runs import Inference, Run, Training
@@ -51,7 +50,7 @@ class Figures:
 
 
 def measured(
-    model: ModelSpec | str | os.PathLike[str] | Mapping[str, Any],
+    model: ModelLike,
     run: Run,
     device: str | torch.device | None,
     repeats: int,
@@ -80,8 +79,12 @@ def _take(spec: ModelSpec, run: Run, device: torch.device, repeats: int) -> Figu
         pretend.apply()
         torch._C._cuda_clearCublasWorkspaces()  # of earlier code: this run takes, and shows, its own
     _free(device)
-    peaks = {"cuda": lambda: CUDAPeaks(device), "mps": MPSPeaks, "cpu": lambda: None}[device.type]()
-    source = {"cuda": lambda: CUDAEvents(device), "mps": lambda: None, "cpu": CPUEvents}[device.type]()
+    peaks: CUDAPeaks | MPSPeaks | None = None  # a CPU's events tell all, and Apple's GPUs tell none
+    source: CUDAEvents | CPUEvents | None = CPUEvents() if device.type == "cpu" else None
+    if device.type == "cuda":
+        peaks, source = CUDAPeaks(device), CUDAEvents(device)
+    elif device.type == "mps":
+        peaks = MPSPeaks()
     figures = Figures(Recorder(source, peaks), peaks)
     if device.type == "cuda":
         figures.baseline = torch.cuda.memory_allocated(device)
@@ -159,6 +162,7 @@ def _reported(spec: ModelSpec, run: Run, device: torch.device, figures: Figures)
             phases={phase: phases[phase] for phase in ended if phase != recorder.phase},
             notes=notes,
         )  # fmt: skip
+    assert figures.seconds is not None  # the last thing that a run which did not fail leaves
     reserved = max(peaks.reserved.values()) if peaks else None
     return _report(
         spec, run, device,

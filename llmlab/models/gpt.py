@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import SpecError
-from .spec import ModelSpec, model
+from .spec import ModelLike, ModelSpec, model
+
+if TYPE_CHECKING:
+    from transformers import GPT2LMHeadModel
 
 ATTENTIONS = ("eager", "sdpa")
 
@@ -27,7 +30,9 @@ ATTENTIONS = ("eager", "sdpa")
 class Cache(Protocol):
     """What `forward` asks of a KV cache; llmlab/inference/cache.py has three."""
 
-    length: int  # tokens of each sequence that the cache holds already
+    @property
+    def length(self) -> int:
+        """Tokens of each sequence that the cache holds already."""
 
     def update(self, layer: int, k_BHTD: Tensor, v_BHTD: Tensor) -> tuple[Tensor, Tensor]:
         """Keep the new tokens' keys and values of `layer`; return all of that layer's, (B, H, S, D) each."""
@@ -56,11 +61,13 @@ def attend(
     "eager" writes the T × S scores out; "sdpa" leaves it to torch, whose fused kernels never hold them all.
     """
     T, S = q_BHTD.shape[2], k_BHSD.shape[2]
-    if mask is None and (kind == "eager" or 1 < T < S):  # is_causal=True would align the diagonal at the top left
-        mask = visible(T, S, device=q_BHTD.device)
     if kind == "sdpa":
+        if mask is None and 1 < T < S:  # is_causal=True would align the diagonal at the top left
+            mask = visible(T, S, device=q_BHTD.device)
         causal = mask is None and T > 1  # a single token is the last: it sees all
         return F.scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, mask, dropout_p=dropout, is_causal=causal)
+    if mask is None:
+        mask = visible(T, S, device=q_BHTD.device)
     scores_BHTS = q_BHTD @ k_BHSD.transpose(2, 3) / math.sqrt(q_BHTD.shape[3])  # or their variance would be D
     scores_BHTS = scores_BHTS.masked_fill(~mask, float("-inf"))
     weights_BHTS = F.softmax(scores_BHTS, dim=-1, dtype=torch.float32).to(q_BHTD.dtype)
@@ -169,14 +176,14 @@ class GPT(nn.Module):
         return self.lm_head(self.hidden(ids_BT, cache, mask, positions_BT))
 
     @classmethod
-    def from_spec(cls, source: ModelSpec | str | dict[str, Any], attention: str = "sdpa") -> GPT:
+    def from_spec(cls, source: ModelLike, attention: str = "sdpa") -> GPT:
         """Return the model of whatever `llmlab.model` takes: a preset's name, a config dict, a spec."""
         return cls(model(source), attention)
 
     @classmethod
-    def from_transformers(cls, theirs: nn.Module, attention: str = "sdpa") -> GPT:
+    def from_transformers(cls, theirs: GPT2LMHeadModel, attention: str = "sdpa") -> GPT:
         """Return a copy of a GPT2LMHeadModel, in its dtype and on its device."""
-        ours = cls(model(theirs.config), attention).to(theirs.dtype).to(theirs.device)
+        ours = cls(model(theirs.config), attention).to(theirs.device, theirs.dtype)
         weights = {name.removeprefix("transformer."): weight for name, weight in theirs.state_dict().items()}
         ours.load_state_dict({name: w.t() if name.endswith(TURNED) else w for name, w in weights.items()})
         return ours.train(theirs.training)

@@ -11,7 +11,7 @@ Dimensions as in gpt.py, and K key-value heads, each read by H / K query heads. 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,10 @@ from torch import Tensor, nn
 
 from ..errors import SpecError
 from .gpt import Cache, attend, check_spec, in_order, init_weights
-from .spec import ModelSpec, model
+from .spec import ModelLike, ModelSpec, model
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
 
 
 class RMSNorm(nn.Module):
@@ -169,14 +172,14 @@ class Llama(nn.Module):
         return self.lm_head(self.hidden(ids_BT, cache, mask, positions_BT))
 
     @classmethod
-    def from_spec(cls, source: ModelSpec | str | dict[str, Any], attention: str = "sdpa") -> Llama:
+    def from_spec(cls, source: ModelLike, attention: str = "sdpa") -> Llama:
         """Return the model of whatever `llmlab.model` takes: a preset's name, a config dict, a spec."""
         return cls(model(source), attention)
 
     @classmethod
-    def from_transformers(cls, theirs: nn.Module, attention: str = "sdpa") -> Llama:
+    def from_transformers(cls, theirs: LlamaForCausalLM, attention: str = "sdpa") -> Llama:
         """Return a copy of a LlamaForCausalLM, in its dtype and on its device."""
-        ours = cls(model(theirs.config), attention).to(theirs.dtype).to(theirs.device)
+        ours = cls(model(theirs.config), attention).to(theirs.device, theirs.dtype)
         ours.load_state_dict({name.removeprefix("model."): weight for name, weight in theirs.state_dict().items()})
         return ours.train(theirs.training)
 

@@ -1,4 +1,4 @@
-"""The small trained model: 2.3 million parameters, trained for minutes on Python's documentation, kept in the package.
+"""The small trained model: 2.5 million parameters, trained for minutes on Python's documentation, kept in the package.
 
     python -m llmlab.techniques.training --small --out FOLDER
 
@@ -53,7 +53,7 @@ def small_tokenizer(folder: str | Path = FOLDER) -> Tokenizer:
     return Tokenizer.from_file(str(_checked(folder, TOKENIZER)))
 
 
-def small_ids() -> tuple[torch.LongTensor, torch.LongTensor]:
+def small_ids() -> tuple[torch.Tensor, torch.Tensor]:
     """Return the token ids that it was trained on and those held out, int64, (tokens,) each; the same on any Python."""
     ids = torch.tensor(_ids())
     held_out = round(len(ids) * HELD_OUT)

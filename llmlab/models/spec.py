@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import SpecError, UnknownName, unknown_name
 from ..units import show_count
 from .parameters import Linear, components, linears
 from .shape import FAMILIES, MLA, shape_of
 
-__all__ = ["FAMILIES", "MLA", "Linear", "ModelSpec", "model", "models"]
+__all__ = ["FAMILIES", "MLA", "Linear", "ModelLike", "ModelSpec", "model", "models"]
 
 # Of a config.json, what is not the model's shape. The run decides dtype, attention and quantization; auto_map would
 # fetch code from a hub.
@@ -152,7 +152,17 @@ class ModelSpec:
         return ", ".join([*parts, f"vocabulary {self.vocab}"])
 
 
-def model(source: str | os.PathLike[str] | Mapping[str, Any] | ModelSpec | Any) -> ModelSpec:
+class Config(Protocol):
+    """A transformers config, as far as `model` reads it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what its config.json holds."""
+
+
+ModelLike = ModelSpec | str | os.PathLike[str] | Mapping[str, Any] | Config  # what `model` takes
+
+
+def model(source: ModelLike) -> ModelSpec:
     """Return the spec of a preset's name, a config.json or its folder, a config dict, or a transformers config.
 
     Names are read without regard to case, with or without the organisation: "gpt2", "llama-3.1-8b". Raises UnknownName

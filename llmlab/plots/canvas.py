@@ -6,7 +6,7 @@ from base64 import b64encode
 from collections.abc import Callable, Sequence
 from functools import wraps
 from io import BytesIO
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -16,6 +16,9 @@ from matplotlib.patches import Patch, Rectangle
 
 from ..report import PARTS
 from ..units import GiB, MiB
+
+Arguments = ParamSpec("Arguments")
+Drawn = TypeVar("Drawn")
 
 PANEL, INK, MUTED = "#FBFBF8", "#1F2328", "#57606A"
 WHITE, FAINT = "#FFFFFF", "#D0D0CC"  # FAINT: lines of a grid, and around what is empty
@@ -27,7 +30,7 @@ FONT = 10.0  # points; nothing on a figure is smaller than 9
 SMALL = 9.0
 DPI = 150  # of the PNG, which is shown at 100 pixels an inch: sharp on a phone, and small in a committed notebook
 
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans", "font.size": FONT, "axes.titlesize": FONT, "axes.labelsize": FONT,
     "xtick.labelsize": SMALL, "ytick.labelsize": SMALL, "legend.fontsize": SMALL,
     "figure.facecolor": PANEL, "savefig.facecolor": PANEL, "axes.facecolor": PANEL, "legend.facecolor": PANEL,
@@ -55,11 +58,11 @@ class Picture(Figure):
         return {"image/png": b64encode(out.getvalue()).decode(), "text/plain": repr(self)}, {"image/png": png}
 
 
-def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
+def styled(draw: Callable[Arguments, Drawn]) -> Callable[Arguments, Drawn]:
     """Run `draw` under this module's style, whatever style the reader has set."""
 
     @wraps(draw)
-    def inner(*args: Any, **kwargs: Any) -> Figure:
+    def inner(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Drawn:
         with rc_context(STYLE):
             return draw(*args, **kwargs)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from ..errors import SpecError
@@ -18,7 +17,7 @@ SUM = WHITE
 
 
 @styled
-def plot_collectives(found: Mapping[str, tuple[Cells, Cells]]) -> Figure:
+def plot_collectives(found: Mapping[str, tuple[Cells, Cells]]) -> Picture:
     """Return a panel for each collective of `found`, as techniques.collectives.run_all gives them: ranks are rows.
 
     A number is coloured by the rank that gave it, its power of ten; a sum of all is white. More than four

@@ -11,7 +11,7 @@ from matplotlib.patheffects import Normal, Stroke
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from ..errors import SpecError
-from .canvas import COLORS, FAINT, INK, PANEL, SMALL, contrast, new_picture, spread, styled
+from .canvas import COLORS, FAINT, INK, PANEL, SMALL, Picture, contrast, new_picture, spread, styled
 
 LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")  # by contrast as a line
 MARKERS = "osD^vPX"
@@ -21,7 +21,7 @@ DASHES = ("-", (0, (5, 2)), (0, (2, 1)), (0, (7, 2, 2, 2)), (0, (1, 1)), (0, (9,
 @styled
 def plot_curve(
     x: Sequence[float], series: Mapping[str, Sequence[float | None]], xlabel: str, ylabel: str, log: bool = False
-) -> Figure:
+) -> Picture:
     """Return one line a series over `x`, each named at its end; `log` makes both axes logarithmic.
 
     `ylabel` and `xlabel` carry the unit, for example "activations (GiB)". A series named as a part of a report takes
@@ -68,8 +68,11 @@ def plot_curve(
 
 def _name_ends(picture: Figure, ax: Axes, ends: Sequence[tuple[str, float, float]]) -> None:
     """Write each series' name right of its last point, moved apart where names would overlap."""
-    place = {"xycoords": ax.get_yaxis_transform(), "xytext": (8, 0), "textcoords": "offset points"}
-    texts = [ax.annotate(name, (1, y), va="center", size=SMALL, **place) for name, _, y in ends]
+    right = ax.get_yaxis_transform()
+    texts = [
+        ax.annotate(name, (1, y), xycoords=right, xytext=(8, 0), textcoords="offset points", va="center", size=SMALL)
+        for name, _, y in ends
+    ]
     picture.draw_without_rendering()
     bottom, top = ax.get_window_extent().y0, ax.get_window_extent().y1
     per_point = picture.dpi / 72

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from ..errors import SpecError
 from ..report import Report
 from ..units import GiB
-from .canvas import PANEL, SMALL, WIDTH, new_picture, short_names, styled
+from .canvas import PANEL, SMALL, WIDTH, Picture, new_picture, short_names, styled
 
 FITS = {"fits": ("#BFE0F2", "fits"), "out of memory": ("#F6C9A8", "no"), "unknown": ("#E6E6E3", "unknown")}
 
 
 @styled
-def plot_fit(reports: Sequence[Report]) -> Figure:
+def plot_fit(reports: Sequence[Report]) -> Picture:
     """Return a table of models by GPUs: the bytes each run needs in GiB, coloured and worded by whether it fits.
 
     Needs one report for each pair; a pair without one stays blank. The number is the largest that is known of process,
@@ -41,10 +40,10 @@ def plot_fit(reports: Sequence[Report]) -> Figure:
     ax.set_ylim(len(rows), 0)
     for y, row in enumerate(rows):
         for x, column in enumerate(columns):
-            report = cells.get((column, row) if down_gpus else (row, column))
-            color, word = FITS[report.outcome] if report else (PANEL, "")
+            here = cells.get((column, row) if down_gpus else (row, column))
+            color, word = FITS[here.outcome] if here else (PANEL, "")
             ax.add_patch(Rectangle((x, y), 1, 1, facecolor=color, edgecolor=PANEL, linewidth=2))
-            need = _need(report) if report else None
+            need = _need(here) if here else None
             number = "" if need is None else f"{need / GiB:,.1f} "
             weight = "bold" if word == "fits" else "normal"
             ax.text(x + 0.5, y + 0.5, f"{number}{word}", ha="center", va="center", size=SMALL, weight=weight)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from ..errors import SpecError
@@ -25,7 +24,7 @@ class Task(NamedTuple):
 @styled
 def plot_gantt(
     plans: Mapping[str, Sequence[Task]], row: str = "rank", xlabel: str = "time (forwards of a rank's layers)"
-) -> Figure:
+) -> Picture:
     """Return one chart a plan, one under the other on the same scale; the share of waiting is in each title.
 
     No plan, an empty one and more than eight kinds raise SpecError.

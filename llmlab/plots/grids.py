@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from ..errors import SpecError
 from .canvas import INK, MUTED, PALETTE, WIDTH, Picture, styled
@@ -14,7 +13,7 @@ BINS = 81
 
 
 @styled
-def plot_grids(sample: Sequence[float], grids: Mapping[str, Sequence[float]], xlabel: str) -> Figure:
+def plot_grids(sample: Sequence[float], grids: Mapping[str, Sequence[float]], xlabel: str) -> Picture:
     """Return the histogram of `sample` and, under it, one row of marks a grid: the values that it can hold.
 
     `sample` and `grids` are in the unit that `xlabel` names. No sample, no grid and an empty one raise SpecError.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from ..errors import SpecError
@@ -13,7 +12,7 @@ from .canvas import COLORS, MUTED, PANEL, WIDTH, Picture, styled
 
 
 @styled
-def plot_influence(matrices: Mapping[str, Any]) -> Figure:
+def plot_influence(matrices: Mapping[str, Any]) -> Picture:
     """Return one square a matrix, T × T and bool: row t, column s is filled where token t reads token s.
 
     A matrix is nested lists or a tensor. No matrices, and one that is not square, raise SpecError.

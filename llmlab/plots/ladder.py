@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from ..errors import SpecError
-from .canvas import FAINT, INK, MUTED, PALETTE, SMALL, new_picture, styled
+from .canvas import FAINT, INK, MUTED, PALETTE, SMALL, Picture, new_picture, styled
 
 MARKS = tuple(zip("osD^v", (PALETTE[3], PALETTE[1], PALETTE[4], PALETTE[2], PALETTE[0]), strict=True))
 
 
 @styled
-def plot_ladder(rows: Mapping[str, Mapping[str, float]], xlabel: str) -> Figure:
+def plot_ladder(rows: Mapping[str, Mapping[str, float]], xlabel: str) -> Picture:
     """Return a row for each task of `rows`, on it a mark at the value of each way, on a logarithmic axis.
 
     `xlabel` carries the unit. The first way and the last are written out. No row, more than five ways, ways that differ

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from matplotlib.figure import Figure
-
 from ..errors import SpecError
-from .canvas import PALETTE, SMALL, bar, key, legend, new_picture, styled
+from .canvas import PALETTE, SMALL, Picture, bar, key, legend, new_picture, styled
 
 
 class Work(NamedTuple):
@@ -21,7 +19,7 @@ class Work(NamedTuple):
 
 
 @styled
-def plot_lanes(works: Sequence[Work], title: str) -> Figure:
+def plot_lanes(works: Sequence[Work], title: str) -> Picture:
     """Return one lane a name, in order of appearance, with one colour a kind; the axis is in seconds.
 
     No work, work that ends before it begins, and more than eight kinds raise SpecError.

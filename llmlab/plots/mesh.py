@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from ..errors import SpecError
@@ -18,7 +17,7 @@ MOST = 128  # ranks whose numbers can still be read
 
 
 @styled
-def plot_mesh(runs: dict[str, Training], gpus: int = 8) -> Figure:
+def plot_mesh(runs: dict[str, Training], gpus: int = 8) -> Picture:
     """Return a panel a mesh: rows are nodes of `gpus` GPUs, a cell is a rank, its colour the pipeline stage.
 
     The letters T, C, D and P mark the ranks that rank 0 communicates with along tensor, context, data and pipeline.
@@ -58,7 +57,7 @@ def plot_mesh(runs: dict[str, Training], gpus: int = 8) -> Figure:
         said.append(f"{name}: {rows[name]} nodes; rank 0 is with {talks or 'nobody'}")
     stages = max(run.pp for run in runs.values())
     used = [axis for axis in AXES if any(getattr(run, axis) > 1 for run in runs.values())]
-    marks = [key(f"{axis[0].upper()}: with rank 0 in {NAMES[axis]}", PANEL) for axis in used]
-    legend(picture, [*(key(f"stage {stage}", PALETTE[stage]) for stage in range(stages)), *marks])
+    partners = [key(f"{axis[0].upper()}: with rank 0 in {NAMES[axis]}", PANEL) for axis in used]
+    legend(picture, [*(key(f"stage {stage}", PALETTE[stage]) for stage in range(stages)), *partners])
     picture.alt = "Which rank is in which node. " + ". ".join(said) + "."
     return picture

@@ -11,11 +11,25 @@ from matplotlib.patches import Rectangle
 from ..errors import SpecError
 from ..report import PARTS, Report
 from ..units import show_bytes
-from .canvas import COLORS, INK, PANEL, SMALL, bar, ink_on, key, legend, new_picture, short_names, styled, unit_of
+from .canvas import (
+    COLORS,
+    INK,
+    PANEL,
+    SMALL,
+    Picture,
+    bar,
+    ink_on,
+    key,
+    legend,
+    new_picture,
+    short_names,
+    styled,
+    unit_of,
+)
 
 
 @styled
-def plot_parts(reports: Sequence[Report], names: Sequence[str] | None = None) -> Figure:
+def plot_parts(reports: Sequence[Report], names: Sequence[str] | None = None) -> Picture:
     """Return one stacked bar of parts a report, with the peak at its end and the device's memory as a line.
 
     `names` label the bars; without them, source and first difference do.
@@ -69,7 +83,7 @@ def plot_parts(reports: Sequence[Report], names: Sequence[str] | None = None) ->
     if any((r.peak_reserved or 0) > (r.peak_allocated or sum(r.parts.values())) for r in reports):
         handles.append(key("reserved, not allocated", PANEL, hatch="////"))
     legend(picture, handles)
-    _write_inside(picture, segments)
+    _write_inside(picture, ax, segments)
     picture.alt = "Stacked bars of memory by part. " + " ".join(_say(report) for report in reports)
     return picture
 
@@ -94,7 +108,7 @@ def _capacity(ax: Axes, report: Report, row: int, limit: float, unit: int, named
 
 def _row_names(reports: Sequence[Report]) -> list[str]:
     """Name each row by its source and by what else differs between the rows."""
-    lines = [[r.source] for r in reports]
+    lines: list[list[str]] = [[r.source] for r in reports]
     if len({r.gpu for r in reports}) > 1:
         lines = [[*line, r.gpu or "this machine"] for line, r in zip(lines, reports, strict=True)]
     if len({r.model for r in reports}) > 1:
@@ -107,13 +121,13 @@ def _row_names(reports: Sequence[Report]) -> list[str]:
     return ["\n".join(line) for line in lines]
 
 
-def _write_inside(picture: Figure, segments: Sequence[tuple[Rectangle, str, str]]) -> None:
+def _write_inside(picture: Figure, ax: Axes, segments: Sequence[tuple[Rectangle, str, str]]) -> None:
     """Write each segment's text into it where it fits; the legend names the rest."""
     picture.draw_without_rendering()  # the layout decides how wide a segment is
     for patch, part, words in segments:
         color = ink_on(patch.get_facecolor(), dark="#000000")
         x, y = patch.get_x() + patch.get_width() / 2, patch.get_y() + patch.get_height() / 2
-        text = patch.axes.text(x, y, words, color=color, ha="center", va="center", size=SMALL, zorder=3)
+        text = ax.text(x, y, words, color=color, ha="center", va="center", size=SMALL, zorder=3)
         text.set_in_layout(False)
         text.set_gid(part)
         room = patch.get_window_extent().width - 6

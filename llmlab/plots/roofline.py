@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from matplotlib.figure import Figure
-
-from ..errors import NotAvailable
-from ..estimate.efficiency import efficiency
+from ..errors import NotAvailable, SpecError
+from ..estimate.efficiency import Efficiency, efficiency
+from ..hardware.gpu import GPU
 from ..simulate.operators import Operators
 from ..simulate.time import kernel_seconds
 from ..units import show_seconds
@@ -20,15 +19,20 @@ KINDS = {  # of kernels: what they are called here, and their colour
 }
 
 
+def _card(operators: Operators) -> tuple[GPU, Efficiency]:
+    rates = efficiency(operators.gpu) if operators.gpu else None
+    if operators.gpu is None or rates is None:
+        name = operators.gpu.name if operators.gpu else "no card"
+        raise NotAvailable(f"{name} has no measured rates; take one of the table in hardware/efficiencies.toml")
+    return operators.gpu, rates
+
+
 def summed(operators: Operators) -> dict[tuple[str, str], tuple[float, float, float]]:
     """Return FLOP, bytes and seconds by (kind, operator). An element-wise operator does one FLOP an element.
 
     Raises NotAvailable for a card whose rates were never measured.
     """
-    rates = efficiency(operators.gpu) if operators.gpu else None
-    if rates is None:
-        name = operators.gpu.name if operators.gpu else "no card"
-        raise NotAvailable(f"{name} has no measured rates; take one of the table in hardware/efficiencies.toml")
+    _, rates = _card(operators)
     found: dict[tuple[str, str], tuple[float, float, float]] = {}
     for kernel in operators:
         if kernel.kind == "none":
@@ -45,20 +49,24 @@ def summed(operators: Operators) -> dict[tuple[str, str], tuple[float, float, fl
 
 
 @styled
-def plot_roofline(steps: Sequence[Operators], dtype: Mapping[str, str]) -> Figure:
+def plot_roofline(steps: Sequence[Operators], dtype: Mapping[str, str]) -> Picture:
     """Return one roofline a card: the data sheet's dashed, what was measured solid, and a step's operators as dots,
-    each as large as its share of the time. `dtype` names, by card, the dtype whose peak is drawn."""
+    each as large as its share of the time. `dtype` names, by card, the dtype whose peak is drawn.
+
+    Raises NotAvailable for a card whose rates were never measured, SpecError for a dtype without a rate on its card.
+    """
     picture = Picture(figsize=(WIDTH, 3.6), layout="constrained")
     axes = picture.subplots(1, len(steps), sharey=True, squeeze=False)[0]
     said = []
     for ax, operators in zip(axes, steps, strict=True):
-        card = operators.gpu
-        rates = efficiency(card)
+        card, rates = _card(operators)
         points = summed(operators)
         total = sum(seconds for _, _, seconds in points.values())
-        which = dtype[card.name]
+        which = dtype.get(card.name, "no dtype")
+        if which not in rates.matmul or (peak := card.peak(which)) is None:
+            raise SpecError(f"{which} for {card.name}; give dtype={{{card.name!r}: one of {', '.join(rates.matmul)}}}")
         x = [10 ** (i / 20) for i in range(-40, 91)]
-        ax.plot(x, [min(card.peak(which), i * card.bandwidth) for i in x], "--", color=MUTED, lw=1, label="data sheet")
+        ax.plot(x, [min(peak, i * card.bandwidth) for i in x], "--", color=MUTED, lw=1, label="data sheet")
         ax.plot(x, [min(rates.matmul[which], i * rates.bandwidth) for i in x], color="black", lw=1.4, label="measured")
         by_kind = dict.fromkeys(KINDS, 0.0)
         for kind, (_, color) in KINDS.items():

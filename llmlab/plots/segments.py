@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from ..errors import SpecError
 from ..units import show_bytes
-from .canvas import COLORS, PANEL, bar, new_picture, styled, unit_of
+from .canvas import COLORS, PANEL, Picture, bar, new_picture, styled, unit_of
 
 
 @styled
-def plot_segments(moments: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
+def plot_segments(moments: Mapping[str, Sequence[Mapping[str, Any]]]) -> Picture:
     """Return an allocator's segments as bars, cut into blocks: blocks in use filled, free ones white.
 
     `moments` maps a title to segments in the shape of torch.cuda.memory._snapshot()["segments"], of which `total_size`

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from matplotlib.figure import Figure
-
 from ..errors import SpecError
-from .canvas import FONT, INK, MUTED, PALETTE, SMALL, bar, key, legend, new_picture, styled
+from .canvas import FONT, INK, MUTED, PALETTE, SMALL, Picture, bar, key, legend, new_picture, styled
 
 SHADE = "#EDEDE6"  # every other tile of a row of values
 KINDS = {"computed": PALETTE[5], "computed, half masked": PALETTE[1], "skipped": "#FFFFFF"}
@@ -16,7 +14,7 @@ MOST = 32  # tiles in a row: more would be narrower than their lines
 
 
 @styled
-def plot_online_softmax(x: Sequence[float], steps: Sequence[tuple[float, float]], tile: int) -> Figure:
+def plot_online_softmax(x: Sequence[float], steps: Sequence[tuple[float, float]], tile: int) -> Picture:
     """Return the values of x as bars in tiles of `tile`, with what was known after each tile: its step, (m, l).
 
     m is the maximum so far, l the sum of exp(x − m) so far, as techniques.attention.online_softmax gives them. Other
@@ -54,7 +52,7 @@ def plot_online_softmax(x: Sequence[float], steps: Sequence[tuple[float, float]]
 
 
 @styled
-def plot_score_tiles(T: int, tile: int, causal: bool = True) -> Figure:
+def plot_score_tiles(T: int, tile: int, causal: bool = True) -> Picture:
     """Return the (T, T) scores cut into tiles of `tile` rows: computed, on the diagonal, or skipped by a causal mask.
 
     Arrows follow one program of the forward pass, along a row of tiles. More than 32 tiles a row raise SpecError.

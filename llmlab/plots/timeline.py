@@ -13,13 +13,13 @@ from matplotlib.ticker import FuncFormatter
 from ..errors import SpecError
 from ..report import PARTS, Report, TimelinePoint
 from ..units import show_bytes
-from .canvas import COLORS, INK, PANEL, SMALL, key, legend, new_picture, spread, styled, unit_of
+from .canvas import COLORS, INK, PANEL, SMALL, Picture, key, legend, new_picture, spread, styled, unit_of
 
 POINTS = 3000  # of a timeline that are drawn; more than twice the pixels across
 
 
 @styled
-def plot_timeline(report: Report) -> Figure:
+def plot_timeline(report: Report) -> Picture:
     """Return the live bytes over the step, stacked by part, with the phases' boundaries and the peak marked.
 
     The horizontal axis counts the timeline's points, not seconds. A report without a timeline raises SpecError.
@@ -35,7 +35,7 @@ def plot_timeline(report: Report) -> Figure:
 @styled
 def plot_live_bytes(
     timeline: Sequence[TimelinePoint], title: str, capacity: int | None = None, peak_at: str | None = None
-) -> Figure:
+) -> Picture:
     """Return the picture of plot_timeline for the points of any timeline; `peak_at` says what made the peak.
 
     `capacity` is the device's memory in bytes. No points at all raise SpecError.

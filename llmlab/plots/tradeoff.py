@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from ..errors import SpecError
-from .canvas import FAINT, INK, MUTED, SMALL, new_picture, styled
+from .canvas import FAINT, INK, MUTED, SMALL, Picture, new_picture, styled
 from .curve import DASHES, LINES, MARKERS
 
 Points = Sequence[tuple[float, float]]
@@ -23,7 +22,7 @@ def plot_tradeoff(
     ylabel: str,
     baseline: tuple[str, float] | None = None,
     top: float | None = None,
-) -> Figure:
+) -> Picture:
     """Return (x, y) points: one line a method, and `singles`, stars that are named above, in their order from the top.
 
     The y axis does not begin at 0, and is logarithmic where the values differ by more than three times.

@@ -11,7 +11,7 @@ Sizes      bits_per_weight, file_bytes
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # These two modules bear their function's name and import torch only when called. They are imported here, once, so that
 # a later `import llmlab.quantize.gptq` does not put the module where the function was.
@@ -19,12 +19,18 @@ from .awq import awq
 from .gptq import gptq
 from .sizes import bits_per_weight, file_bytes
 
-MODULES = ("affine", "fp8", "gguf", "gguf_file", "hqq", "int8", "kv", "mxfp4", "nf4", "qat", "rtn", "smoothquant")
+if TYPE_CHECKING:
+    from . import affine, fp8, gguf, gguf_file, hqq, int8, kv, mxfp4, nf4, qat, rtn, smoothquant
 
-__all__ = ["awq", "bits_per_weight", "file_bytes", "gptq", *MODULES]
+__all__ = [
+    "affine", "awq", "bits_per_weight", "file_bytes", "fp8", "gguf", "gguf_file", "gptq", "hqq", "int8", "kv", "mxfp4",
+    "nf4", "qat", "rtn", "smoothquant",
+]  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
-    if name in MODULES:
-        return import_module(f".{name}", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # checkers read the imports above, and find a misspelt name
+
+    def __getattr__(name: str) -> Any:
+        if name in __all__:  # a module: the functions are here already
+            return import_module(f".{name}", __name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

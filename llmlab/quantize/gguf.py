@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from ..errors import SpecError, unknown_name
 from . import gguf_k, gguf_legacy, mxfp4
 from .checks import as_array
 from .sizes import BLOCKS
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Format(NamedTuple):
@@ -43,18 +46,18 @@ FORMATS = {
 }
 
 
-def encode(kind: str, array: np.ndarray) -> bytes:
-    """Return the blocks of `array` (…, columns), row after row; a torch tensor will do too.
+def encode(kind: str, array: np.ndarray | torch.Tensor) -> bytes:
+    """Return the blocks of `array` (…, columns), row after row.
 
     Raises UnknownName for a kind not in FORMATS; SpecError where a row is no whole number of blocks, and for other
     dtypes than floats, infinities, NaNs, and weights whose scale fp16 cannot hold.
     """
     known, (weights, _) = _format(kind)
-    array = as_array(array)
-    _whole_blocks(kind, array.shape, weights)
+    floats = as_array(array)
+    _whole_blocks(kind, floats.shape, weights)
     # What overflows shows in the scale, which is checked when it becomes fp16.
     with np.errstate(over="ignore", invalid="ignore"):
-        return known.encode(array.reshape(-1, weights)).tobytes()
+        return known.encode(floats.reshape(-1, weights)).tobytes()
 
 
 def decode(kind: str, data: bytes, shape: Sequence[int]) -> np.ndarray:

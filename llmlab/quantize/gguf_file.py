@@ -13,7 +13,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,11 +22,14 @@ from . import gguf as formats
 from .checks import as_array
 from .sizes import ALIGNMENT, BLOCKS, SMALLER_BLOCKS
 
+if TYPE_CHECKING:
+    import torch
+
 STRING, ARRAY = 8, 9  # gguf_type; the others by struct's letter
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 # ggml_type of what `gguf.decode` and numpy read
 KINDS = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 14: "Q6_K", 39: "MXFP4"}
-PLAIN = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
+PLAIN: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class File:
 
 def write(
     path: str | os.PathLike,
-    tensors: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray | torch.Tensor],
     kind: str | Mapping[str, str],
     arch: str,
     metadata: Mapping[str, Any] | None = None,

@@ -94,8 +94,10 @@ def attend_quantized(bits: int = 2, group: int = 32, keys: Per = "channel") -> C
     """
     from ..models.gpt import attend
 
-    def attend_rounded(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
-        k, v = quantize_cache(k, keys, bits, group), quantize_values(v, bits, group)
-        return attend(q, k.dequantize(), v.dequantize(), *rest)
+    def attend_rounded(
+        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kind: str = "sdpa", dropout: float = 0.0
+    ) -> Tensor:
+        k, v = quantize_cache(k, keys, bits, group).dequantize(), quantize_values(v, bits, group).dequantize()
+        return attend(q, k, v, mask, kind, dropout)
 
     return attend_rounded

@@ -17,7 +17,7 @@ import math
 from collections.abc import Sequence
 from functools import cache
 from statistics import NormalDist
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from .checks import as_array
 # How far into the tails the outermost quantiles lie, halfway between 1 - 1/30 and 1 - 1/32, which are what 15 and 16
 # equally likely values would give (QLoRA, appendix E; bitsandbytes writes it so rounded).
 TAIL = 0.9677083
+Array = TypeVar("Array", np.ndarray, torch.Tensor)
 NESTED_BLOCK = 256  # blocks whose absmax share one fp32 scale in double quantization
 
 
@@ -46,7 +47,7 @@ def code_book() -> torch.Tensor:
     return values / values.max()
 
 
-def encode(array: Any, block: int = 64) -> tuple[Any, Any]:
+def encode(array: Array, block: int = 64) -> tuple[Array, Array]:
     """Return codes (weights / 2 bytes, uint8) and absmax (blocks, float32) of an array of any shape, row after row.
 
     The first of two weights is in the high nibble. Raises SpecError where `block` does not divide the number of
@@ -66,7 +67,7 @@ def encode(array: Any, block: int = 64) -> tuple[Any, Any]:
     return _as_given(codes[::2] << 4 | codes[1::2], array), _as_given(absmax, array)
 
 
-def decode(codes: Any, absmax: Any, shape: Sequence[int], block: int = 64) -> Any:
+def decode(codes: Array, absmax: Array, shape: Sequence[int], block: int = 64) -> Array:
     """Return float32 weights of `shape`; raises SpecError where codes or absmax are of another length or dtype."""
     _check_block(block, "block")
     shape = tuple(int(n) for n in shape)
@@ -81,7 +82,7 @@ def decode(codes: Any, absmax: Any, shape: Sequence[int], block: int = 64) -> An
     return _as_given((code_book()[nibbles.int()] * scales.unsqueeze(1)).reshape(shape), codes)
 
 
-def double_encode(absmax: Any) -> tuple[Any, Any, Any]:
+def double_encode(absmax: Array) -> tuple[Array, Array, Array]:
     """Quantize the absmax themselves: return codes (blocks, uint8), absmax of each 256 of them, and the mean taken off.
 
     32 bits a block of 64 become 8 + 32/256: 0.127 bits a weight for 0.5. absmax are all positive; without their mean
@@ -97,10 +98,10 @@ def double_encode(absmax: Any) -> tuple[Any, Any, Any]:
     codes = nearest(-1 + 2 * grid / 65535, dynamic_code_book())
     codes = torch.where(outer.unsqueeze(1) == 0, torch.zeros_like(codes), codes)  # nothing to scale: any code will do
     codes = codes.reshape(-1)[: scales.numel()]
-    return tuple(_as_given(part, absmax) for part in (codes, outer, offset))
+    return _as_given(codes, absmax), _as_given(outer, absmax), _as_given(offset, absmax)
 
 
-def double_decode(codes: Any, outer: Any, offset: Any) -> Any:
+def double_decode(codes: Array, outer: Array, offset: Array | float) -> Array:
     """Return float32 absmax from what `double_encode` gave."""
     index, outer_scales = _of(codes, torch.uint8, "codes"), _of(outer, torch.float32, "outer absmax")
     if outer_scales.numel() != -(-index.numel() // NESTED_BLOCK):
@@ -142,5 +143,5 @@ def _of(data: Any, dtype: torch.dtype, what: str) -> torch.Tensor:
     return tensor
 
 
-def _as_given(tensor: torch.Tensor, like: Any) -> Any:
+def _as_given(tensor: torch.Tensor, like: Array) -> Array:
     return tensor.to(like.device) if isinstance(like, torch.Tensor) else np.asarray(tensor)

@@ -6,6 +6,8 @@ rounding has slope 0 almost everywhere, so its gradient is taken to be 1 inside 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -17,13 +19,13 @@ class FakeQuantize(torch.autograd.Function):
     """Rounds to the grid and back to floats; the gradient passes straight through, except where values were clipped."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
         whole = (x / scale + zero).round()
         ctx.save_for_backward((whole >= 0) & (whole <= 2**bits - 1))
         return (to_codes(x, scale, zero, bits) - zero) * scale
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (inside,) = ctx.saved_tensors
         return gradient * inside, None, None, None
 

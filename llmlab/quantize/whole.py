@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from ..errors import SpecError
 from .affine import Quantized
 
+Model = TypeVar("Model", bound=nn.Module)
 Method = Callable[[Tensor, "Tensor | None"], "Quantized | Tensor"]
 
 
@@ -42,7 +44,7 @@ def inputs_of(model: nn.Module, ids_BT: Tensor, names: Iterable[str]) -> dict[st
     return kept
 
 
-def quantize_model(model: nn.Module, method: Method, ids_BT: Tensor | None = None) -> nn.Module:
+def quantize_model(model: Model, method: Method, ids_BT: Tensor | None = None) -> Model:
     """Return a copy whose layers hold what `method(weight, inputs)` restores; `model` is not changed.
 
     With calibration text `ids_BT` blocks are taken in order, and each sees the inputs that the quantized ones before it
@@ -50,21 +52,22 @@ def quantize_model(model: nn.Module, method: Method, ids_BT: Tensor | None = Non
     linear layers besides its head.
     """
     copied = copy.deepcopy(model)
+    layers = linears(copied)
     blocks: dict[str, list[str]] = {}
-    for name in linears(copied):
+    for name in layers:
         blocks.setdefault(".".join(name.split(".")[:2]), []).append(name)
     if not blocks:
         raise SpecError(f"{type(model).__name__} has no linear layer besides a head: nothing to quantize")
     for names in blocks.values():
         inputs = inputs_of(copied, ids_BT, names) if ids_BT is not None else {}
         for name in names:
-            weight = copied.get_submodule(name).weight
+            weight = layers[name].weight
             restored = method(weight.detach(), inputs.get(name))
             weight.data = (restored.dequantize() if isinstance(restored, Quantized) else restored).to(weight)
     return copied
 
 
-def replace_linears(model: nn.Module, make: Callable[[str, nn.Linear], nn.Module]) -> nn.Module:
+def replace_linears(model: Model, make: Callable[[str, nn.Linear], nn.Module]) -> Model:
     """Return a copy in which `make(name, layer)` stands for each linear layer but the head; `model` is not changed."""
     copied = copy.deepcopy(model)
     for name, linear in linears(copied).items():

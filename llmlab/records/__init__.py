@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .lookup import records
+from .lookup import held_out, records
 
 if TYPE_CHECKING:
     from .chapters import ChapterRun, LedgerRow, ledger, record_chapter
@@ -36,6 +36,7 @@ __all__ = [
     "Refused",
     "figure",
     "figures",
+    "held_out",
     "ledger",
     "operator_records",
     "record",
@@ -45,8 +46,10 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
-        if name in names:
-            return getattr(import_module(f"{__name__}.{home}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # checkers read the imports above, and find a misspelt name
+
+    def __getattr__(name: str) -> Any:
+        for home, names in _HOMES.items():
+            if name in names:
+                return getattr(import_module(f"{__name__}.{home}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,7 +14,7 @@ from ..hardware import pretend
 from ..hardware.gpu import GPU
 from ..hardware.gpu import gpu as find_gpu
 from ..hardware.host import Host
-from ..models.spec import ModelSpec, models
+from ..models.spec import ModelLike, models
 from ..models.spec import model as find_model
 from ..report import SOURCES, Report
 from ..runs import Run
@@ -22,10 +22,11 @@ from . import store
 from .store import Record, RecordWarning, Refused
 
 CPU = "cpu"
+HELD_OUT = "held out until"  # in the environment of a record: the day it was brought in
 
 
 def records(
-    model: ModelSpec | str | dict[str, Any] | None = None,
+    model: ModelLike | None = None,
     run: Run | None = None,
     gpu: GPU | str | None = None,
     source: str | None = None,
@@ -59,6 +60,11 @@ def records(
         and (source is None or report.source == source)
     ]
     return sorted(found, key=lambda report: report.environment.get("date", ""), reverse=True)  # stable: as published
+
+
+def held_out(report: Report) -> bool:
+    """Return whether the formulas and the simulator were written without `report`, and predicted it unseen."""
+    return HELD_OUT in report.environment
 
 
 def load(kind: str, build: Callable[[dict[str, Any]], Record], folder: Path | str | None = None) -> list[Record]:
@@ -101,7 +107,7 @@ def _preset_name(name: str) -> str:
     return preset if preset in models() else name
 
 
-def model_name(model: ModelSpec | str | dict[str, Any]) -> str | None:
+def model_name(model: ModelLike) -> str | None:
     """Return the name models are compared by: the preset's where there is one, else the model's own.
 
     None for a config without a name: nothing recorded can be told to be of it.

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..runs import Training
+from ..runs import Checkpointing, Training
 from .published import figure
 
-KINDS = {"full": "full recomputation", "selective": "selective recomputation, sequence parallel"}
+KINDS: dict[Checkpointing, str] = {
+    "full": "full recomputation",
+    "selective": "selective recomputation, sequence parallel",
+}
 
 
 class PublishedStep(NamedTuple):
@@ -18,16 +21,16 @@ class PublishedStep(NamedTuple):
     run: Training
     card: str
     network: str
-    interleave: int
+    virtual_stages: int
     seconds: float
 
 
 class PublishedMFU(NamedTuple):
-    """One published utilisation `mfu` of `run`, whose stages are cut into `interleave` parts."""
+    """One published utilisation `mfu` of `run`, whose pipeline ranks have `virtual_stages` each."""
 
     name: str
     run: Training
-    interleave: int
+    virtual_stages: int
     mfu: float
 
 
@@ -63,14 +66,14 @@ def megatron_iterations() -> list[PublishedStep]:
     return found
 
 
-def megatron_run(of: dict[str, int], kind: str, dp: int = 1) -> Training:
+def megatron_run(of: dict[str, int], kind: Checkpointing, dp: int = 1) -> Training:
     """Return the run of one row of table 5: `of` has its sizes and degrees by name, `kind` is one of KINDS."""
     return Training(
         micro_batch=of["micro batch"],
         seq_len=2048,
         precision="mixed-bf16",
         attention="eager",
-        checkpointing=kind,  # type: ignore[arg-type]
+        checkpointing=kind,
         accumulation=of["global batch"] // of["micro batch"],
         tp=of["tensor parallel"],
         pp=of["pipeline parallel"],
@@ -98,8 +101,8 @@ def foundry_scaling() -> list[PublishedStep]:
 def llama_405b() -> list[PublishedMFU]:
     """Return Llama 3 405B's three stages of pre-training (arXiv 2407.21783, table 4), on H100s.
 
-    A step's gradients and optimizer states are sharded, its parameters are not gathered twice: ZeRO 1 here. Its model
-    parts have a layer each (the first and the last have none, as section 3.3.2 says), so a rank has 128 / 16 of them.
+    A step's gradients and optimizer states are sharded, its parameters are not gathered twice: ZeRO 1 here. Its
+    virtual stages have a layer each (the first and the last none, section 3.3.2), so a rank has 128 / 16 of them.
     """
     of, reached = figure("llama-3-405b-mesh"), figure("llama-3-405b-mfu")
     return [

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +91,7 @@ def record(
             left += 1
         else:
             try:
-                report = budget.timed(item, lambda item=item: _measure(item.model, item.run))
+                report = budget.timed(item, partial(_measure, item.model, item.run))
             except (SpecError, NotAvailable, UnknownName) as error:
                 skipped.append((item, str(error)))
                 console.print(f"{head}: skipped, {error}", markup=False)

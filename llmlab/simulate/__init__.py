@@ -5,22 +5,19 @@ Light to import: torch comes with the first call.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import NotAvailable
 
 if TYPE_CHECKING:
-    from os import PathLike
-
     from ..hardware.gpu import GPU
-    from ..models.spec import ModelSpec
+    from ..models.spec import ModelLike
     from ..report import Report
     from ..runs import Run
 
 
-def simulate(model: ModelSpec | str | PathLike[str] | Mapping[str, Any], run: Run, gpu: GPU | str) -> Report:
+def simulate(model: ModelLike, run: Run, gpu: GPU | str) -> Report:
     """Return what `run` of `model` would show on `gpu`: its peaks, allocated and reserved, phase by phase.
 
     The real model, loss, backward and optimizer run on fake tensors: no weights are made. `gpu` is a card or its name,

@@ -13,16 +13,14 @@ from bisect import bisect_left
 from collections.abc import Callable
 
 from ..errors import SpecError
-from ..units import MiB, show_bytes
-from .blocks import ADDRESS, Block, Pool, is_whole, mapped_from
-from .config import INTERVALS, MIN_LARGE_ALLOC, AllocatorConfig
-from .expandable import can_grow_to, grow, unmap
-from .statistics import Statistics, describe_segment
+from ..units import show_bytes
+from .blocks import ADDRESS, Block, Pool, describe_segment, mapped_from
+from .config import AllocatorConfig
+from .expandable import can_grow_to, grow
+from .release import collect_garbage, release_available, release_blocks
+from .rounding import MIN_BLOCK, ROUND_LARGE, SMALL_SEGMENT, SMALL_SIZE, round_size, segment_size
+from .statistics import Statistics
 
-MIN_BLOCK = 512  # kMinBlockSize: sizes round up to a multiple of it
-SMALL_SIZE = 1 * MiB  # kSmallSize: the largest request of the small pool
-SMALL_SEGMENT = 2 * MiB  # kSmallBuffer: the segment, or the page of an expandable one, that small requests share
-ROUND_LARGE = 2 * MiB  # kRoundLarge: the segment of one large request is a multiple of it
 UNLIMITED = 2**64 - 1  # max_split_size where none is set
 ADDRESSES_END = 0x7F00_0000_0000  # the first segment ends here
 
@@ -73,7 +71,7 @@ class Allocator:
             if size < 0:
                 raise SpecError(f"cannot allocate {size} bytes; a size is 0 or more.")
             return 0
-        rounded = self.round_size(size)
+        rounded = round_size(size, self.config)
         pool = (self._pools.get(stream) or self._open_stream(stream))[rounded <= SMALL_SIZE]
         block = self._get_free_block(pool, rounded) or self._get_new_block(pool, rounded, size)
         rest = block.size - rounded
@@ -125,16 +123,20 @@ class Allocator:
         """Give back the segments, or pages of expandable ones, that no block uses (release_cached_blocks)."""
         self.statistics.num_sync_all_streams += 1
         for pool in [pools[small] for small in (False, True) for pools in self._pools.values()]:
-            self._release_blocks(pool)
+            release_blocks(self, pool)
 
     def set_memory_fraction(self, fraction: float) -> None:
         """Reserve at most `fraction` of `total` from now on (setMemoryFraction); 1 sets no limit. Raises SpecError."""
         if not 0 <= fraction <= 1:
             raise SpecError(f"a memory fraction of {fraction} cannot be; give 0 to 1.")
-        if fraction < 1 and self.total is None:
-            raise SpecError("a memory fraction needs the card's memory; give Allocator its capacity or total.")
-        self._allowed = int(fraction * self.total) if fraction < 1 else None
-        self._collects_garbage = self._allowed is not None and self.config.garbage_collection_threshold is not None
+        allowed = garbage_limit = None
+        if fraction < 1:
+            if self.total is None:
+                raise SpecError("a memory fraction needs the card's memory; give Allocator its capacity or total.")
+            allowed = int(fraction * self.total)
+            if (threshold := self.config.garbage_collection_threshold) is not None:
+                garbage_limit = int(threshold * allowed)
+        self._allowed, self._garbage_limit = allowed, garbage_limit
 
     def stats(self) -> dict[str, int]:
         """Return torch.cuda.memory_stats, key by key."""
@@ -185,33 +187,12 @@ class Allocator:
         """How often AllocatorOutOfMemory was raised."""
         return self.statistics.num_ooms
 
-    # ---- sizes
-
-    def round_size(self, size: int) -> int:
-        """Return `size` rounded up to 512 bytes, or to a division of a power of two (round_size)."""
-        divisions = self.config.roundup_power2_divisions
-        if divisions is not None and size >= MIN_BLOCK:
-            if isinstance(divisions, tuple):
-                divisions = divisions[min(max(size.bit_length() - MiB.bit_length(), 0), INTERVALS - 1)]
-            if divisions > 1 and size > MIN_BLOCK * divisions:
-                step = (1 << (size.bit_length() - 1)) // divisions  # roundup_power2_next_division
-                return -(-size // step) * step
-        return -(-size // MIN_BLOCK) * MIN_BLOCK
-
-    def segment_size(self, rounded: int) -> int:
-        """Return the bytes that a request of `rounded` asks of the driver (get_allocation_size)."""
-        if rounded <= SMALL_SIZE:
-            return SMALL_SEGMENT
-        if rounded < MIN_LARGE_ALLOC:
-            return self.config.large_segment_size
-        return -(-rounded // ROUND_LARGE) * ROUND_LARGE
-
     # ---- where a block comes from
 
     def _get_free_block(self, pool: Pool, size: int) -> Block | None:
         """Take the smallest free block of at least `size`, and of equals the lowest (get_free_block)."""
         blocks = pool.blocks
-        if self._collects_garbage:
+        if self._garbage_limit is not None:
             pool.stats[1].clock += 1
         index = bisect_left(blocks, (size,))
         if index == len(blocks):
@@ -232,10 +213,10 @@ class Allocator:
 
     def _get_new_block(self, pool: Pool, size: int, requested: int) -> Block:
         """Ask the driver; where it has too little, release cached segments and ask again (malloc)."""
-        if self._collects_garbage:
-            self._collect_garbage()
+        if self._garbage_limit is not None:
+            collect_garbage(self, [large for large, _ in self._pools.values()], self._garbage_limit)
         block = self._alloc_block(pool, size)
-        if block is None and self._release_available(pool, size):
+        if block is None and release_available(self, pool, size):
             block = self._alloc_block(pool, size)
         if block is None:
             self.empty_cache()
@@ -245,12 +226,12 @@ class Allocator:
             self.statistics.num_ooms += 1
             limit = min(limit for limit in (self.capacity, self._allowed) if limit is not None)
             self.tell("oom", limit - self.reserved, size, pool)  # torch puts the free bytes in the place of an address
-            raise AllocatorOutOfMemory(requested, self.segment_size(size), self.allocated, self.reserved, limit)
+            raise AllocatorOutOfMemory(requested, segment_size(size, self.config), self.allocated, self.reserved, limit)
         return block
 
     def _alloc_block(self, pool: Pool, size: int) -> Block | None:
         """Return a new segment, or new pages of an expandable one; None where there is no room (alloc_block)."""
-        segment = self.segment_size(size)
+        segment = segment_size(size, self.config)
         if self._allowed is not None and self.reserved + segment > self._allowed:
             return None
         if self._expandable:
@@ -258,7 +239,7 @@ class Allocator:
         if not self.driver_has(segment):
             return None
         block = Block(self.reserve_addresses(segment, ROUND_LARGE), segment, pool)
-        self._count_segment(pool, 1, segment)
+        self.count_segment(pool, 1, segment)
         self.tell("segment_alloc", block.address, segment, pool)
         return block
 
@@ -278,53 +259,10 @@ class Allocator:
         self._lowest_address = (self._lowest_address - size) // alignment * alignment
         return self._lowest_address
 
-    # ---- how segments go back to the driver
-
-    def _release_block(self, block: Block) -> None:
-        """Give back a segment that is one free block (release_block)."""
-        block.pool.remove(block)
-        self._count_segment(block.pool, -1, -block.size)
-        self.tell("segment_free", block.address, block.size, block.pool)
-
-    def _release_blocks(self, pool: Pool) -> None:
-        """Give back a pool's free segments, or the free pages of expandable ones (release_blocks)."""
-        for _, _, block, _ in list(pool.blocks):
-            if self._expandable:
-                unmap(self, block)  # the addresses stay: after release_expandable_segment the driver gives the same
-            elif is_whole(block):
-                self._release_block(block)
-
-    def _release_available(self, pool: Pool, size: int) -> bool:
-        """Release just enough oversize blocks for `size`; False: that won't do (release_available_cached_blocks)."""
-        if self._max_split == UNLIMITED or self._expandable:
-            return False
-        needed, released = max(size, self._max_split), 0
-        index = bisect_left(pool.blocks, (needed,))
-        if index < len(pool.blocks):
-            self._release_block(pool.blocks[index][2])
-            return True
-        while released < needed and pool.blocks and pool.blocks[-1][0] >= self._max_split:
-            released += pool.blocks[-1][0]
-            self._release_block(pool.blocks[-1][2])
-        return released >= needed
-
-    def _collect_garbage(self) -> None:
-        """Above the threshold, release the large segments unused for longest (garbage_collect_cached_blocks)."""
-        target = self.reserved - int(self.config.garbage_collection_threshold * self._allowed)
-        now, reclaimed = self.statistics.large_pool.clock, 0
-        while reclaimed < target and not self._expandable:
-            free = [entry for large, _ in self._pools.values() for entry in large.blocks if is_whole(entry[2])]
-            if not free:
-                return
-            mean = sum(now - since for _, _, _, since in free) / len(free)
-            for size, _, block, since in free:
-                if now - since >= mean:
-                    reclaimed += size
-                    self._release_block(block)
-
     # ---- what torch counts
 
-    def _count_segment(self, pool: Pool, count: int, size: int) -> None:
+    def count_segment(self, pool: Pool, count: int, size: int) -> None:
+        """Count a segment of `size` bytes that the driver gave; one less, and bytes below 0, that it took back."""
         for stats in pool.stats:
             stats.segment.change(count)
         if abs(size) >= self._max_split:

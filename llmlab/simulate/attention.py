@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .capability import Capability
+
 HALF = (torch.float16, torch.bfloat16)
-Capability = tuple[int, int]
 
 # Grouped heads on a card before Ampere: FlashAttention is not there and the memory-efficient kernel wants as many K/V
 # heads as Q heads, so torch would fall back to math, which writes out all (B, H, T, S) scores. The published T4

@@ -40,9 +40,6 @@ WIDEST = ("addcdiv", "addcmul", "atan2", "dot", "index_put", "scatter_add")
 def impl_cuda_autocast(library: torch.library.Library, on_card: Callable[[Tensor], bool]) -> None:
     """Register CUDA's policies in `library` for the tensors that are `on_card`."""
 
-    def casts(tensor: Any) -> bool:
-        return isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
-
     def register(name: str, kernel: Callable[..., Any]) -> None:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(operator(name).name(), "AutocastCPU"):
             library.impl(name, kernel, "AutocastCPU")
@@ -52,7 +49,7 @@ def impl_cuda_autocast(library: torch.library.Library, on_card: Callable[[Tensor
         def kernel(*args: Any, **kwargs: Any) -> Any:
             with no_autocast():
                 dtype = dtype_of(args)
-                cast = lambda each: each.to(dtype) if casts(each) and on_card(each) else each  # noqa: E731
+                cast = lambda each: each.to(dtype) if _casts(each) and on_card(each) else each  # noqa: E731
                 args, kwargs = tree_map_only(Tensor, cast, (args, kwargs))
                 return op(*args, **kwargs)
 
@@ -64,22 +61,27 @@ def impl_cuda_autocast(library: torch.library.Library, on_card: Callable[[Tensor
         def kernel(*args: Any, **kwargs: Any) -> Any:
             given = dict(zip(names, args, strict=False)) | kwargs
             with no_autocast():
-                if given.get("dtype") is None and casts(given["self"]) and on_card(given["self"]):
+                if given.get("dtype") is None and _casts(given["self"]) and on_card(given["self"]):
                     given["dtype"] = torch.float32
                 return op(**given)
 
         return kernel
-
-    def widest(args: tuple) -> torch.dtype:
-        dtypes = [each.dtype for each in torch.utils._pytree.tree_leaves(args) if casts(each)]
-        return torch.float32 if torch.float32 in dtypes else torch.get_autocast_dtype("cpu")
 
     for name in FP32:
         register(name, up(operator(name), lambda args: torch.float32))
     for name in FP32_BY_DTYPE:
         register(name, by_dtype(operator(name)))
     for name in WIDEST:
-        register(name, up(operator(name), widest))
+        register(name, up(operator(name), _widest))
+
+
+def _casts(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
+
+
+def _widest(args: tuple) -> torch.dtype:
+    dtypes = [each.dtype for each in torch.utils._pytree.tree_leaves(args) if _casts(each)]
+    return torch.float32 if torch.float32 in dtypes else torch.get_autocast_dtype("cpu")
 
 
 def operator(name: str) -> Any:

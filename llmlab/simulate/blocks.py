@@ -6,8 +6,9 @@ Source: Block, BlockPool and try_merge_blocks in c10/cuda/CUDACachingAllocator.c
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from operator import attrgetter
+from typing import Any
 
 from .statistics import Stats
 
@@ -86,3 +87,33 @@ def mapped_from(block: Block | None) -> Iterator[Block]:
     while block is not None and block.mapped:
         yield block
         block = block.next
+
+
+def describe_segment(blocks: Iterable[Block], expandable: bool) -> dict[str, Any]:
+    """Return one entry of torch.cuda.memory._snapshot()["segments"] from a segment's blocks, by address."""
+    blocks = list(blocks)
+    in_use = [block for block in blocks if block.allocated]
+    pool, allocated = blocks[0].pool, sum(block.size for block in in_use)
+    return {
+        "device": 0,
+        "address": blocks[0].address,
+        "total_size": sum(block.size for block in blocks),
+        "allocated_size": allocated,
+        "active_size": allocated,
+        "requested_size": sum(block.requested for block in in_use),
+        "stream": pool.stream,
+        "segment_type": "small" if pool.small else "large",
+        "segment_pool_id": (0, 0),
+        "is_expandable": expandable,
+        "frames": [],
+        "blocks": [
+            {
+                "address": block.address,
+                "size": block.size,
+                "requested_size": block.requested,
+                "state": "active_allocated" if block.allocated else "inactive",
+                "frames": [],
+            }
+            for block in blocks
+        ],
+    }

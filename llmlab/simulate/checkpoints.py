@@ -13,50 +13,20 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .engine import GPU_DEVICE, INTEGERS, SMALL
-from .sized import known
-
-if TYPE_CHECKING:
-    from .engine import Engine
+from .engine import GPU_DEVICE, Engine
+from .kept_files import kept_files
+from .known import is_followed, know
+from .saved import Pickler, Saved, Unpickler, is_fake, place_of, plainly, record, with_tensors
 
 MAGIC = b"llmlab: checkpoint without values, kept in the memory of a simulation: "
 NOT_WRITTEN = "tensors on the simulated card have no values, so {} is not written; the block can load it"
-
-
-class Saved(NamedTuple):
-    """A tensor without its values: how it lies in its storage, and where that was ("cpu" or "cuda:0")."""
-
-    storage: int
-    nbytes: int
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    place: str
-    requires_grad: bool
-    parameter: bool
-    value: Tensor | None
-
-
-class Place:
-    """What a function given as map_location gets in the place of a storage."""
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-
-    def cuda(self, device: Any = None, **options: Any) -> Place:
-        return Place("cuda")
-
-    def cpu(self) -> Place:
-        return Place("cpu")
 
 
 class Checkpoints:
@@ -75,7 +45,7 @@ class Checkpoints:
 
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
             if not self._keep(obj, f):
-                with _plainly():
+                with plainly():
                     real_save(obj, f, *args, **kwargs)
 
         def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -88,6 +58,7 @@ class Checkpoints:
             for module in (torch, torch.serialization):
                 stack.enter_context(mock.patch.object(module, "save", save))
                 stack.enter_context(mock.patch.object(module, "load", load))
+            stack.enter_context(kept_files(self.kept))
             yield
 
     @contextmanager
@@ -99,7 +70,7 @@ class Checkpoints:
         real_flatten, real_write, real_open = getattr(library, flatten), library.serialize_file, library.safe_open
 
         def flattened(tensors: dict[str, Tensor], *args: Any) -> Any:
-            return tensors if any(map(_is_fake, tensors.values())) else real_flatten(tensors, *args)
+            return tensors if any(map(is_fake, tensors.values())) else real_flatten(tensors, *args)
 
         def write(tensors: dict[str, Any], filename: Any, *args: Any, **kwargs: Any) -> None:
             if not self._keep(tensors, filename):
@@ -123,7 +94,7 @@ class Checkpoints:
     def _keep(self, content: Any, f: Any) -> bool:
         """Keep `content` if simulated tensors are in it; return whether they are."""
         buffer = io.BytesIO()
-        pickler = _Pickler(buffer)
+        pickler = Pickler(buffer)
         try:
             pickler.dump(content)
         except (pickle.PicklingError, AttributeError, TypeError):
@@ -154,9 +125,9 @@ class Checkpoints:
         bases: dict[tuple[int, str], Tensor] = {}
 
         def tensor(index: int) -> Tensor:
-            return self._tensor(records[index], _place(map_location, records[index].place), bases)
+            return self._tensor(records[index], place_of(map_location, records[index].place), bases)
 
-        return _Unpickler(io.BytesIO(content), tensor).load()
+        return Unpickler(io.BytesIO(content), tensor).load()
 
     def _tensor(self, saved: Saved, place: str, bases: dict[tuple[int, str], Tensor]) -> Tensor:
         """Return the tensor of a record, on the card or on the host; those of one storage share it again."""
@@ -165,17 +136,16 @@ class Checkpoints:
         else:
             base = bases.get((saved.storage, place))
             if base is None:
-                device = GPU_DEVICE if place == "cuda" else torch.device("cpu")
                 count = saved.nbytes // saved.dtype.itemsize
                 if place == "cuda":
-                    base = torch.empty(count, dtype=saved.dtype, device=device)
+                    base = torch.empty(count, dtype=saved.dtype, device=GPU_DEVICE)
                 else:
                     with _disable_current_modes(), self.engine.fake:
-                        base = torch.empty(count, dtype=saved.dtype, device=device)
+                        base = torch.empty(count, dtype=saved.dtype, device="cpu")
                 bases[saved.storage, place] = base
             made = base.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
-            if saved.value is not None and (saved.dtype in INTEGERS or saved.value.numel() <= SMALL):
-                made.simulated_value = saved.value
+            if saved.value is not None and is_followed(saved.value):
+                know(made, saved.value)
         if saved.parameter:
             return nn.Parameter(made, saved.requires_grad)
         return made.requires_grad_() if saved.requires_grad else made
@@ -186,13 +156,13 @@ class Checkpoints:
         on_card: set[int] = set()
 
         def noted(storage: Any, tag: str) -> Any:
-            if _place(map_location, tag) == "cuda":
+            if place_of(map_location, tag) == "cuda":
                 on_card.add(storage.data_ptr())
             return storage
 
         self.plain = True
         try:
-            with _plainly():
+            with plainly():
                 content = self.real_load(f, noted, *args, **kwargs)
         finally:
             self.plain = False
@@ -200,35 +170,10 @@ class Checkpoints:
 
         def moved(tensor: Tensor) -> Tensor:
             if tensor.untyped_storage().data_ptr() in on_card:
-                return self._tensor(_record(tensor), "cuda", bases)
+                return self._tensor(record(tensor), "cuda", bases)
             return tensor
 
-        return _with_tensors(content, moved) if on_card else content
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles all but tensors, of which it makes `records`."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self.records: list[Saved] = []
-        self.simulated = False
-
-    def persistent_id(self, each: Any) -> int | None:
-        if not isinstance(each, Tensor):
-            return None
-        self.simulated |= _is_fake(each)
-        self.records.append(_record(each))
-        return len(self.records) - 1
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensor: Callable[[int], Tensor]) -> None:
-        super().__init__(file)
-        self.tensor = tensor
-
-    def persistent_load(self, index: int) -> Tensor:
-        return self.tensor(index)
+        return with_tensors(content, moved) if on_card else content
 
 
 class _Opened:
@@ -250,57 +195,3 @@ class _Opened:
 
     def get_tensor(self, name: str) -> Tensor:
         return self.load()[name]
-
-
-@contextmanager
-def _plainly() -> Iterator[None]:
-    """Run what is inside as outside of the block."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
-        yield
-
-
-def _is_fake(value: Any) -> bool:
-    return isinstance(value, FakeTensor)
-
-
-def _record(tensor: Tensor) -> Saved:
-    with _plainly():
-        storage = tensor.untyped_storage()
-        value = known(tensor)
-        place = "cuda" if _is_fake(tensor) and tensor.fake_device == GPU_DEVICE else "cpu"
-        return Saved(
-            storage._cdata, storage.nbytes(), tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset(),
-            place, tensor.requires_grad, isinstance(tensor, nn.Parameter) or getattr(tensor, "_is_param", False),
-            None if value is None else value.detach().clone(),
-        )  # fmt: skip
-
-
-def _place(map_location: Any, tag: str) -> str:
-    """Return "cuda" or "cpu" for what was saved at `tag`: torch.load's map_location."""
-    if isinstance(map_location, dict):
-        tag = map_location.get(tag, tag)
-    elif callable(map_location):
-        tag = getattr(map_location(Place(tag), tag), "device", tag)
-    elif map_location is not None:
-        tag = map_location
-    if isinstance(tag, int):
-        return "cuda"
-    return "cuda" if str(tag).startswith("cuda") or tag == GPU_DEVICE else "cpu"
-
-
-def _with_tensors(content: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return `content` with its tensors changed; dictionaries, lists and modules are changed in place."""
-    if isinstance(content, Tensor):
-        return change(content)
-    if isinstance(content, dict):
-        for key, value in content.items():
-            content[key] = _with_tensors(value, change)
-    elif isinstance(content, list):
-        content[:] = [_with_tensors(each, change) for each in content]
-    elif type(content) is tuple:
-        return tuple(_with_tensors(each, change) for each in content)
-    elif isinstance(content, nn.Module):
-        for module in content.modules():
-            _with_tensors(module._parameters, change)
-            _with_tensors(module._buffers, change)
-    return content

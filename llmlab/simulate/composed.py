@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .engine import HOST, Extra
+from .engine import HOST
+from .extra import Extra
 from .in_place import is_dense
 
 aten = torch.ops.aten

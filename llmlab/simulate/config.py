@@ -6,7 +6,9 @@ Source: c10/core/AllocatorConfig.{h,cpp} and c10/cuda/CUDAAllocatorConfig.{h,cpp
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import SpecError
 from ..units import MiB, show_bytes
@@ -70,7 +72,7 @@ class AllocatorConfig:
         Raises SpecError for a key torch does not know, for a value it refuses, and for backend:cudaMallocAsync and
         throw_on_cudamalloc_oom:True, which are not simulated.
         """
-        settings: dict[str, object] = {}
+        settings: dict[str, Any] = {}
         for option in re.split(r",(?![^\[]*\])", re.sub(r"\s", "", text)):
             key, _, value = option.partition(":")
             if option in ("", "backend:native", "throw_on_cudamalloc_oom:False") or key in WITHOUT_EFFECT:
@@ -128,7 +130,8 @@ def read_divisions(value: str) -> int | tuple[int, ...]:
     return tuple(divisions)
 
 
-OPTIONS = {  # option: field, how its value is read, an example
+# By option: the field, how its value is read, an example.
+OPTIONS: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "expandable_segments": ("expandable_segments", read_bool, "True"),
     "max_split_size_mb": ("max_split_size", read_mebibytes, "128"),
     "roundup_power2_divisions": ("roundup_power2_divisions", read_divisions, "4"),

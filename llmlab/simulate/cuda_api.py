@@ -13,25 +13,31 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp import autocast_mode
+from torch.autograd.graph import save_on_cpu
 from torch.utils.data import DataLoader, dataloader
 
-from ..errors import SpecError
+from ..errors import NotAvailable, SpecError
 from ..hardware.gpu import BF16_CAPABILITY, GPU
+from .capability import capability_of
+from .card import Card
 from .legacy import LEGACY_TYPES
 from .snapshot import write_snapshot
 from .streams import DEFAULT_STREAM, CUDAGraph, Event, Stream, Streams, nothing
-
-if TYPE_CHECKING:
-    from .card import Card
+from .values import PLACEHOLDER, Unknown, located
 
 CUDA_VERSION = "13.0"  # of the wheels of torch 2.13
+SENSORS = ("utilization", "memory_usage", "temperature", "power_draw", "clock_rate")  # what NVML reads
+NEED_DRIVER = (
+    "MemPool", "use_mem_pool", "CUDAPluggableAllocator", "change_current_allocator", "caching_allocator_alloc",
+    "caching_allocator_delete", "current_blas_handle", "list_gpu_processes",
+)  # fmt: skip
 COMPILES_NOT = "torch.compile is simulated eager: what a compiled step would fuse away is counted"
 
 
@@ -65,6 +71,9 @@ def cuda_api(card: Card) -> Iterator[None]:
         put(torch.cuda.nvtx, {**dict.fromkeys(("range_push", "range_start"), lambda message: 0), "range_end": nothing,
                               "range_pop": lambda: 0, "mark": nothing})  # fmt: skip
         put(torch.cuda.random, {**_random(), "current_device": lambda: 0})
+        real_state = torch.set_rng_state
+        for module in (torch, torch.random):
+            put(module, {"set_rng_state": lambda state: None if isinstance(state, FakeTensor) else real_state(state)})
         put(torch.cuda.profiler, {"start": nothing, "stop": nothing})
         put(torch.accelerator, _accelerator(memory))
         put(torch.backends.cuda, {"is_built": lambda: True, "is_flash_attention_available": lambda: True})
@@ -76,6 +85,7 @@ def cuda_api(card: Card) -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch, "Generator", Generator))
         stack.enter_context(mock.patch.object(Tensor, "record_stream", nothing))
         stack.enter_context(mock.patch.object(nn.Module, "compile", _eager_in_place))
+        stack.enter_context(mock.patch.object(save_on_cpu, "__init__", _save_unpinned(save_on_cpu.__init__)))
         yield
 
 
@@ -104,12 +114,14 @@ class _Properties(SimpleNamespace):
 
 
 def _device(card: Card) -> dict[str, Any]:
-    gpu = card.gpu
-    assert gpu.compute_capability
+    gpu, capability = card.gpu, capability_of(card.gpu)
+    runtime = SimpleNamespace(
+        cudaProfilerStart=nothing, cudaProfilerStop=nothing, cudaMemGetInfo=lambda device=0: (card.free, gpu.memory)
+    )
     properties = _Properties(
         name=device_name(gpu),
-        major=gpu.compute_capability[0],
-        minor=gpu.compute_capability[1],
+        major=capability[0],
+        minor=capability[1],
         total_memory=gpu.memory,
         multi_processor_count=gpu.sms,
         warp_size=32,
@@ -122,7 +134,7 @@ def _device(card: Card) -> dict[str, Any]:
         return properties
 
     def is_bf16_supported(including_emulation: bool = True) -> bool:
-        return including_emulation or gpu.compute_capability >= BF16_CAPABILITY  # torch: every card emulates it
+        return including_emulation or capability >= BF16_CAPABILITY  # torch: every card emulates it
 
     return {
         "is_available": lambda: not card.hidden,
@@ -145,7 +157,22 @@ def _device(card: Card) -> dict[str, Any]:
         "get_allocator_backend": lambda: "native",
         "get_sync_debug_mode": lambda: 0,
         "set_sync_debug_mode": nothing,
+        "cudart": lambda: runtime,
+        "can_device_access_peer": lambda device, peer_device: False,
+        "device_memory_used": lambda device=None: check_index(device) + gpu.memory - card.free,
+        **dict.fromkeys(SENSORS, lambda device=None: Unknown(PLACEHOLDER)),
+        **{name: _refused(name) for name in NEED_DRIVER},
     }
+
+
+def _refused(name: str) -> Callable:
+    def call(*args: Any, **kwargs: Any) -> None:
+        raise located(NotAvailable(
+            f"torch.cuda.{name} asks for the driver or for an allocator of its own, and a simulated card has neither; "
+            "go on without it, or lab.measure it"
+        ))  # fmt: skip
+
+    return call
 
 
 def _streams(card: Card) -> dict[str, Any]:
@@ -319,6 +346,16 @@ def _one_process(self: DataLoader) -> Any:
     loader = copy.copy(self)
     vars(loader).update(num_workers=0, timeout=0, pin_memory=False, pin_memory_device="")
     return dataloader._SingleProcessDataLoaderIter(loader)
+
+
+def _save_unpinned(init: Callable) -> Callable:
+    """save_on_cpu.__init__ by Tensor.cpu(), which takes the same of the card: a pinned copy would need values."""
+
+    @wraps(init)
+    def call(self: Any, pin_memory: bool = False, *args: Any, **kwargs: Any) -> None:
+        init(self, False, *args, **kwargs)
+
+    return call
 
 
 def _unchecked(trace: Callable) -> Callable:

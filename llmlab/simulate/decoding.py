@@ -102,9 +102,6 @@ class Decoder:
         self.line: Line | None = None
         self._sizes: dict[tuple, list[int]] = {}
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
-
     def __call__(self, input_ids: Tensor, past_key_values: Any, **options: Any) -> Any:
         number, self.calls = self.calls, self.calls + 1
         played = number - self.last_run > 1

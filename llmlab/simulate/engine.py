@@ -13,25 +13,22 @@ tensors must be copied, and mixing them raises as mixing "cpu" and "cuda" does.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import arg_tree_leaves, tree_map_only
 
 from ..errors import NotAvailable
 from ..measure.events import Event
 from .casts import cast_copies
+from .composite import decomposed, is_composite
+from .extra import GIVE_BACK, Extra
 from .in_place import CANDIDATES, counts_alone, plain_form
-from .sized import known as _value
+from .known import SMALL, follow, known
+from .memory import Memory
 from .sized import sized_by_value
 
 GPU_DEVICE = torch.device("cpu", 0)
@@ -39,71 +36,16 @@ HOST = torch.device("cpu")
 DEVICE_OF = torch.ops.prim.device.default
 VALUE_OF = torch.ops.aten._local_scalar_dense.default
 LT_WORKSPACE = 1 << 20  # aten/src/ATen/cuda/CublasHandlePool.cpp, parseCUDABlasLtWorkspaceSize: 1024 KiB
-VALUES_LIMIT = 1 << 22  # elements of an integer tensor whose values are followed
-SMALL = 1024  # elements of any other
-INTEGERS = (torch.int64, torch.bool, torch.int32)
-_aten = torch.ops.aten
-FACTORIES = frozenset((
-    _aten.arange.default, _aten.arange.start, _aten.arange.start_step, _aten.scalar_tensor.default,
-    _aten.zeros.default, _aten.ones.default, _aten.full.default, _aten.linspace.default,
-))  # fmt: skip
-GIVE_BACK = -1  # in the place of a size: the last buffer goes before the operator ends
-# A GradScaler asks whether a gradient is infinite: simulated ones are finite.
-KEEPS_VALUES = frozenset((_aten._amp_foreach_non_finite_check_and_unscale_.default,))
-
-
-class Memory(Protocol):
-    """What the engine asks of an allocator; all sizes in bytes."""
-
-    allocated: int
-
-    def malloc(self, size: int, stream: int = 0) -> int: ...
-
-    def free(self, address: int) -> None: ...
-
-
-class HostMemory:
-    """A CPU's allocator, which keeps nothing back and rounds nothing up: `allocated` is the sum of the requests."""
-
-    def __init__(self) -> None:
-        self.allocated = 0
-        self._next = 64
-        self._sizes: dict[int, int] = {}
-
-    def malloc(self, size: int, stream: int = 0) -> int:
-        address, self._next = self._next, self._next + size
-        self._sizes[address] = size
-        self.allocated += size
-        return address
-
-    def free(self, address: int) -> None:
-        self.allocated -= self._sizes.pop(address)
-
-
-class Extra(NamedTuple):
-    """What a kernel takes besides its outputs: bytes of each buffer, taken in this order and given back at its end.
-
-    Each is a function of the operator's arguments (and outputs): `before` the outputs are allocated, `after` them; what
-    is gone earlier is followed by GIVE_BACK.
-    `outputs` replaces the operator, where CUDA's returns other sizes than the CPU's. `order`: the positions of its
-    outputs in the order in which they are allocated, where that is not the one in which they are returned. `matmul`: it
-    needs cuBLAS, and where `fused` of its arguments is true cuBLASLt too. `library`: what else it needs, which takes a
-    workspace whose size only the library knows.
-    """
-
-    before: Callable[..., Iterable[int]] | None = None
-    after: Callable[..., Iterable[int]] | None = None
-    outputs: Callable[..., Any] | None = None
-    matmul: bool = False
-    fused: Callable[..., bool] | None = None
-    library: str | None = None
-    order: tuple[int, ...] = ()
 
 
 class _Storage(weakref.ref):
     """A storage that holds memory at `address`; `made_by`: the number of the autograd node that made it, or None."""
 
     __slots__ = ("address", "key", "made_by", "size")
+    address: int
+    key: int  # of the storage, by which the engine finds it
+    made_by: int | None
+    size: int
 
 
 class Engine(TorchDispatchMode):
@@ -114,7 +56,7 @@ class Engine(TorchDispatchMode):
     """
 
     def __init__(
-        self, device: torch.device, memory: Memory, extras: Mapping[Any, Extra], workspace: int | None = None
+        self, device: torch.device, memory: Memory, extras: dict[Any, Extra], workspace: int | None = None
     ) -> None:
         super().__init__()
         self.device, self.memory, self.extras, self.workspace = device, memory, extras, workspace or 0
@@ -126,7 +68,7 @@ class Engine(TorchDispatchMode):
         self.casts = device == HOST  # operands of more than one dtype are copied
         self.operator = None  # the one that runs
         self.uncounted: dict[str, str] = {}  # by library: the first operator whose workspace is not counted
-        self._met: set[Any] = set()  # operators of which the output alone is counted
+        self.met: set[Any] = set()  # operators of which the output alone is counted
         self.placeholder: float | None = None  # what reading an unknown float gives; None raises NotAvailable
         self.watch: Callable[[Any, tuple, dict[str, Any], Any], None] | None = None  # sees each operator
         self.follows = SMALL  # elements of a tensor of floats whose values are followed
@@ -158,7 +100,10 @@ class Engine(TorchDispatchMode):
         self.operator = func
         kwargs = kwargs or {}
         if func is VALUE_OF:
-            return self._read(args[0])
+            return self.read(args[0])
+        if is_composite(func) and func not in self.extras:  # inference mode leaves what autograd would take apart
+            with self:
+                return decomposed(func, args, kwargs)
         if func in CANDIDATES and torch._C._current_graph_task_id() != -1:
             func = plain_form(func, args, self._made_by(args[0]))
         copies = cast_copies(func, args) if self.casts else ()
@@ -186,19 +131,10 @@ class Engine(TorchDispatchMode):
                 raise self.needs_values(func) from error
             if extra is not None and extra.after:
                 self._pass(extra.after, (out, *args), kwargs)
-        if type(out) is FakeTensor:
-            if args and out is args[0]:
-                self._follow_change(func, args, kwargs)
-            elif out.dtype in INTEGERS or out.numel() <= self.follows:
-                self._follow_value(func, args, kwargs, out)
-        elif out is None:
-            self._follow_change(func, args, kwargs)
-        elif type(out) in (tuple, list) and out and type(first := out[0]) is FakeTensor:  # noqa: SIM102
-            if first.dtype in INTEGERS or first.numel() <= SMALL:
-                self._follow_value(func, args, kwargs, out)
+        follow(func, args, kwargs, out, self.follows)
         if extra is None:
             self.hold(out)
-            self._met.add(func)
+            self.met.add(func)
         if self.watch is not None:
             self.watch(func, args, kwargs, out)
         return out
@@ -254,10 +190,10 @@ class Engine(TorchDispatchMode):
         if isinstance(out, Tensor):
             storage = out.untyped_storage()
             key = storage._cdata
-            known = self._live.get(key)
-            if known is not None:
-                if known.size != storage.nbytes():
-                    self._resize(known, storage.nbytes())
+            held = self._live.get(key)
+            if held is not None:
+                if held.size != storage.nbytes():
+                    self._resize(held, storage.nbytes())
             elif out.device == self.device and (size := storage.nbytes()):
                 node = torch._C._current_autograd_node()
                 self.hold_at(out, self.malloc(size)).made_by = node._sequence_nr() if node is not None else None
@@ -287,7 +223,13 @@ class Engine(TorchDispatchMode):
     def address(self, tensor: Tensor) -> int | None:
         """Return the simulated address of `tensor`'s storage, None where it holds none on the device."""
         tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's
-        held = self._live.get(tensor.untyped_storage()._cdata)
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # of torch.func, in whose place the real one is
+            tensor = torch._C._functorch.get_unwrapped(tensor)
+        return self.storage_address(tensor.untyped_storage())
+
+    def storage_address(self, storage: torch.UntypedStorage) -> int | None:
+        """Return the simulated address of `storage`, None where it holds none on the device."""
+        held = self._live.get(storage._cdata)
         return held.address if held else None
 
     def belongs(self, tensor: Tensor, module: str) -> None:
@@ -345,21 +287,6 @@ class Engine(TorchDispatchMode):
         if size and handle not in self.handles:
             self.handles[handle] = self.malloc(size)
 
-    def notes(self) -> tuple[str, ...]:
-        """Return what is not counted, a sentence each."""
-        from .stated import is_stated  # which imports this module
-
-        met = self._met if self.device == GPU_DEVICE else ()
-        unknown = sorted(str(func) for func in met if not is_stated(func, self.extras))
-        return (
-            *(
-                f"{library}'s workspace is not counted: {library} says how much it takes when it runs; here for "
-                f"{operator}."
-                for library, operator in self.uncounted.items()
-            ),
-            *(f"Counted of {func} is its output alone: what else it takes is not known." for func in unknown),
-        )
-
     # ---- values
 
     def needs_values(self, func: Any) -> NotAvailable:
@@ -369,46 +296,15 @@ class Engine(TorchDispatchMode):
             "code that does not branch on data, or lab.measure it"
         )
 
-    def _read(self, tensor: Tensor) -> Any:
-        value = _value(tensor)
+    def read(self, tensor: Tensor) -> Any:
+        """Return the number in a tensor of one element, as `.item()` does.
+
+        Where it is not known that is `placeholder` for a float; without one, and for others, raises NotAvailable.
+        """
+        value = known(tensor)
         if value is None:
             if self.placeholder is None or not tensor.is_floating_point():
                 raise self.needs_values(VALUE_OF)
             return self.placeholder
         with _disable_current_modes():
             return value.item()
-
-    def _follow_value(self, func: Any, args: tuple, kwargs: dict[str, Any], out: Tensor | Sequence[Tensor]) -> None:
-        """Compute positions, masks and single numbers for real where all they come from is known: code asks."""
-        first = out if isinstance(out, Tensor) else out[0]
-        if first.numel() > VALUES_LIMIT or func._schema.is_mutable or func.namespace != "aten":
-            return
-        tensors = [each for each in arg_tree_leaves(*args, **kwargs) if isinstance(each, Tensor)]
-        if (not tensors and func not in FACTORIES) or any(_value(each) is None for each in tensors):
-            return
-        args, kwargs = tree_map_only(Tensor, _value, (args, {**kwargs}))
-        for name in ("device", "pin_memory"):
-            kwargs.pop(name, None)
-        with _disable_current_modes():
-            # A view's value shares its base's, so that both change together.
-            values = func(*args, **kwargs)
-        for tensor, value in (
-            zip([out], [values], strict=True) if isinstance(out, Tensor) else zip(out, values, strict=True)
-        ):
-            if isinstance(tensor, Tensor):
-                tensor.simulated_value = value
-
-    def _follow_change(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Change the values of known tensors as the in-place `func` does; forget them where it takes unknown ones."""
-        written = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
-        known = [each for each in written if isinstance(each, Tensor) and _value(each) is not None]
-        if not known or func in KEEPS_VALUES:
-            return
-        tensors = [each for each in arg_tree_leaves(*args, **kwargs) if isinstance(each, Tensor)]
-        if any(_value(each) is None for each in tensors):
-            for each in known:
-                del each.simulated_value
-            return
-        args, kwargs = tree_map_only(Tensor, _value, (args, {**kwargs}))
-        with _disable_current_modes():
-            func(*args, **kwargs)

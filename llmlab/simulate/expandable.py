@@ -24,6 +24,7 @@ def grow(allocator: Allocator, pool: Pool, size: int) -> Block | None:
         return None
     while block.size < size:
         following = block.next
+        assert following is not None  # find_addresses found room in it
         if not map_pages(allocator, following, min(size - block.size, following.size)):
             return None
         block = following  # which has taken in the block before it
@@ -35,9 +36,10 @@ def find_addresses(allocator: Allocator, pool: Pool, size: int) -> Block:
     """Return the first of neighbours, free or unmapped, that have `size` addresses (find_expandable_block)."""
     for unmapped in pool.unmapped:
         start = unmapped if unmapped.prev is None or unmapped.prev.allocated else unmapped.prev
-        found, block = 0, start
-        while found < size and block is not None and not block.allocated:
-            found, block = found + block.size, block.next
+        found = 0
+        end: Block | None = start
+        while found < size and end is not None and not end.allocated:
+            found, end = found + end.size, end.next
         if found >= size:
             return start
     total = allocator.total or UNKNOWN_TOTAL

@@ -76,7 +76,8 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def _counts(tensor: Tensor) -> tuple[int, int]:
-    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    # torch's stubs lack the method of csrc/autograd/python_variable.cpp.
+    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
 
 
 @cache

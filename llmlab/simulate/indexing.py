@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..hardware.gpu import GPU
 from .cub import reduce_scratch, scan_scratch, select_scratch, sort_scratch
-from .engine import Extra
+from .extra import Extra
 from .reductions import THREADS_A_MULTIPROCESSOR
 
 aten = torch.ops.aten

@@ -22,7 +22,7 @@ from . import quantized
 
 WORKERS = 4  # transformers/core_model_loading.py, GLOBAL_WORKERS
 READ, TAKE = 0.2, 0.3  # an assumption: what reading a tensor costs beside its 10^6 elements, and taking it in
-FAMILIES = ("llama", "qwen2")
+FAMILIES = ("llama", "mistral", "qwen2")
 
 
 @contextmanager

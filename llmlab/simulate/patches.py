@@ -19,9 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import NotAvailable
-from .attention import Capability, attention
+from .attention import attention
 from .autocast import impl_cuda_autocast
+from .capability import Capability
 from .engine import GPU_DEVICE, Engine
+from .known import know, known
 from .values import located
 
 aten = torch.ops.aten
@@ -42,7 +44,7 @@ def fake_parameters() -> Iterator[None]:
             pass
         else:
             real = masking_utils.is_tracing
-            # Fake inputs are no tracing here: positions have values, see Engine._follow_value.
+            # Fake inputs are no tracing here: positions have values, see `known`.
             not_fake = lambda tensor=None: real()  # noqa: E731
             stack.enter_context(mock.patch.object(masking_utils, "is_tracing", not_fake))
         yield
@@ -56,14 +58,44 @@ def no_end_of_sequence() -> Iterator[None]:
     real = EosTokenCriteria.__call__
 
     def call(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        is_done = real(self, input_ids, *args, **kwargs)
-        if isinstance(is_done, FakeTensor):
-            with _disable_current_modes():
-                is_done.simulated_value = torch.zeros(tuple(is_done.shape), dtype=torch.bool)
-        return is_done
+        return _zeros_where_unknown(real(self, input_ids, *args, **kwargs))
 
     with mock.patch.object(EosTokenCriteria, "__call__", call):
         yield
+
+
+@contextmanager
+def full_beams() -> Iterator[None]:
+    """Let beam search of transformers go on until its stopping criteria end it, with a token in each place."""
+    from transformers.generation.utils import GenerationMixin as mixin
+
+    unfinished = getattr(mixin, "_beam_search_has_unfinished_sequences", None)
+    update = getattr(mixin, "_update_finished_beams", None)
+    if unfinished is None or update is None:  # another version's
+        yield
+        return
+
+    def has_unfinished(improvable: Tensor, finished: Tensor, stopped: Tensor, *args: Any) -> Tensor:
+        if not isinstance(stopped, FakeTensor):
+            return unfinished(improvable, finished, stopped, *args)
+        return ~torch.all(stopped)
+
+    def update_finished(self: Any, *args: Any, **kwargs: Any) -> tuple:
+        sequences, scores, indices, *rest = update(self, *args, **kwargs)
+        return sequences, scores, _zeros_where_unknown(indices), *rest  # -1 would be a place without a token
+
+    with (
+        mock.patch.object(mixin, "_beam_search_has_unfinished_sequences", staticmethod(has_unfinished)),
+        mock.patch.object(mixin, "_update_finished_beams", update_finished),
+    ):
+        yield
+
+
+def _zeros_where_unknown(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, FakeTensor) and known(tensor) is None:
+        with _disable_current_modes():
+            know(tensor, torch.zeros(tuple(tensor.shape), dtype=tensor.dtype))
+    return tensor
 
 
 @contextmanager

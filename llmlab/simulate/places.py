@@ -89,11 +89,11 @@ class Places:
                             self.engine.belongs(tensor, path or type(model).__name__)
 
     def _owner(self, parameter: Tensor | None) -> str:
-        for root in self.roots:
-            for path, module in root().named_modules() if parameter is not None and root() is not None else ():
-                if any(each is parameter for each in module._parameters.values()):
-                    return path
-        return ""
+        if parameter is None:
+            return ""
+        roots = [root for each in self.roots if (root := each()) is not None]
+        modules = (item for root in roots for item in root.named_modules())
+        return next((path for path, module in modules if _holds(module, parameter)), "")
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._run(self._name(module))
@@ -119,6 +119,10 @@ class Places:
                 self._names[id(child)] = weakref.ref(child), path or type(module).__name__
             known = self._names[id(module)]
         return known[1]
+
+
+def _holds(module: nn.Module, parameter: Tensor) -> bool:
+    return any(each is parameter for each in module._parameters.values())
 
 
 def collapsed(path: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
@@ -21,13 +21,11 @@ from torch.distributed import distributed_c10d
 
 from ..errors import NotAvailable, SpecError, check_counts
 from ..hardware.links import GPUS_A_NODE
+from .card import Card
 from .engine import GPU_DEVICE
 from .ranks import FSDP, followed, reducer
 from .streams import nothing
 from .values import located
-
-if TYPE_CHECKING:
-    from .card import CardEngine
 
 FSDP_MODULES = ("_fsdp_param_group", "_fsdp_collectives", "_fsdp_init", "_fsdp_state", "_fully_shard")
 
@@ -43,7 +41,7 @@ def launched(world_size: int) -> dict[str, str]:
 
 
 @contextmanager
-def without_peers(engine: CardEngine, world_size: int | None) -> Iterator[None]:
+def without_peers(card: Card, world_size: int | None) -> Iterator[None]:
     """Let code inside make process groups, as rank 0 of `world_size` or as the environment or its arguments say."""
     if dist.is_initialized():
         if world_size is not None:
@@ -55,7 +53,7 @@ def without_peers(engine: CardEngine, world_size: int | None) -> Iterator[None]:
             stack.enter_context(mock.patch.dict(os.environ, launched(world_size)))
         patch = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
         patch(dist, "is_nccl_available", lambda: True)
-        patch(dist, "init_process_group", _init_process_group(engine, stack))
+        patch(dist, "init_process_group", _init_process_group(card, stack))
         replaced = {
             "new_group": _new_group(distributed_c10d.new_group),
             "all_gather_object": _all_gather_object,
@@ -69,7 +67,7 @@ def without_peers(engine: CardEngine, world_size: int | None) -> Iterator[None]:
         yield
 
 
-def _init_process_group(engine: CardEngine, stack: ExitStack) -> Callable[..., None]:
+def _init_process_group(card: Card, stack: ExitStack) -> Callable[..., None]:
     real = dist.init_process_group
 
     @wraps(real)
@@ -87,10 +85,10 @@ def _init_process_group(engine: CardEngine, stack: ExitStack) -> Callable[..., N
         rank = rank if rank >= 0 else int(os.environ.get("RANK", 0))
         if rank >= size:
             raise SpecError(f"rank={rank} with world_size={size}: ranks are 0 to {size - 1}")
-        if not engine.defers:  # they stay when the group is destroyed, and another can be made
-            stack.enter_context(_engines(engine))
+        if not card.engine.defers:  # they stay when the group is destroyed, and another can be made
+            stack.enter_context(_engines(card))
         real("fake", world_size=size, rank=rank, store=FakeStore())
-        engine.card.memory.capacity = engine.card.gpu.room(size)  # NCCL's bytes stay when the group is destroyed
+        card.memory.capacity = card.gpu.room(size)  # NCCL's bytes stay when the group is destroyed
         stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
 
     return init_process_group
@@ -146,7 +144,7 @@ def _scatter_object_list(output: list[Any], objects: list[Any] | None = None, *a
 
 
 @contextmanager
-def _engines(engine: CardEngine) -> Iterator[None]:
+def _engines(card: Card) -> Iterator[None]:
     """Let DDP, FSDP2 and DTensor run on the simulated card."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -154,10 +152,10 @@ def _engines(engine: CardEngine) -> Iterator[None]:
     answers = {
         "_get_device_from_mesh": lambda mesh: GPU_DEVICE,
         "_get_device_handle": lambda *_: torch.cuda,
-        "_get_managed_states": _moved(engine, import_module(FSDP + "_fsdp_init")._get_managed_states),
+        "_get_managed_states": _moved(card, import_module(FSDP + "_fsdp_init")._get_managed_states),
     }
     with ExitStack() as stack:
-        stack.enter_context(followed(engine))
+        stack.enter_context(followed(card.engine))
         stack.enter_context(reducer())
         stack.enter_context(mock.patch.object(torch._C, "_get_accelerator", lambda: torch.device("cuda")))
         stack.enter_context(mock.patch.object(FullyShardedDataParallel, "__init__", _no_fsdp1))
@@ -167,7 +165,7 @@ def _engines(engine: CardEngine) -> Iterator[None]:
         yield
 
 
-def _moved(engine: CardEngine, real: Callable) -> Callable:
+def _moved(card: Card, real: Callable) -> Callable:
     """FSDP2's _get_managed_states, after which it moves what it found to the card by `.data =`, and fakes cannot."""
 
     def to_card(tensor: Tensor) -> Tensor:
@@ -175,7 +173,7 @@ def _moved(engine: CardEngine, real: Callable) -> Callable:
 
     def managed(modules: list[nn.Module], *args: Any, **kwargs: Any) -> Any:
         for module in modules:
-            engine.card.move(module, to_card)
+            card.parameters.move(module, to_card)
         return real(modules, *args, **kwargs)
 
     return managed

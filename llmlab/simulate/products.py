@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..hardware.gpu import GPU
-from .engine import Extra
+from .extra import Extra
 from .in_place import is_dense
 
 aten = torch.ops.aten
@@ -78,7 +78,9 @@ def grouped_arguments(gpu: GPU) -> Callable[..., list[int]]:
         maps of each multiprocessor, on sm_90."""
         if gpu.compute_capability not in ((9, 0), (10, 0)) or a.dtype != torch.bfloat16:
             return []
-        groups = a.shape[0] if a.dim() == 3 else b.shape[0] if b.dim() == 3 else offs.shape[0]
+        batched = next((each for each in (a, b) if each.dim() == 3), offs)
+        assert batched is not None  # the operator's own check: without offs one operand is batched
+        groups = batched.shape[0]
         arguments = -(-groups // 2) * 2 * 3 * 8 + groups * 3 * 4 + 3 * groups * 8
         maps = TENSOR_MAP * MAPS_A_MULTIPROCESSOR * gpu.sms
         return [arguments, maps] if gpu.compute_capability == (9, 0) else [arguments]

@@ -7,7 +7,7 @@ frees gathered parameters so), and the streams FSDP2 gathers and reduces on, who
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from .engine import GPU_DEVICE, Engine
 from .streams import Event, Stream, Streams
 
 if TYPE_CHECKING:
-    from .report import Recording
+    from .recording import Recording
 
 FSDP = "torch.distributed.fsdp._fully_shard."
 EMPTY = torch.ops.aten.empty.memory_format
@@ -56,15 +56,15 @@ NCCL_NOTE = "`process` has {} for NCCL, read on one {}: it depends on NCCL's ver
 def checked(spec: ModelSpec, run: Run) -> None:
     """Raise what `check_ranks` raises, and import what compiles TorchScript: it must see torch as it is."""
     check_ranks(spec, run, "simulate")
-    if run.zero == 1:
+    if isinstance(run, Training) and run.zero == 1:
         import_module("torch.distributed.optim")
 
 
 def notes(spec: ModelSpec, run: Run, card: GPU | None) -> tuple[str, ...]:
     """Return what a report says of a run on several ranks of `card`; None is the CPU, which has no NCCL."""
-    if run.world_size == 1:
+    if not isinstance(run, Training) or run.world_size == 1:
         return ()
-    engine = (NOTES[run.zero],) if run.dp > 1 else ()
+    engine: tuple[str, ...] = (NOTES[run.zero],) if run.dp > 1 else ()
     if is_sharded(run) and run.precision.startswith("mixed"):
         engine += (POLICY_NOTE.format(run.precision),)
     if is_sharded(run) and 0 < spec.experts < run.dp:
@@ -155,9 +155,8 @@ def _shapes_of_dtensors() -> Iterator[None]:
 class _Streams:
     """What FSDP2 asks of torch.cuda."""
 
-    Stream, Event = Stream, Event
-
     def __init__(self, engine: Engine) -> None:
+        self.Stream, self.Event = Stream, Event
         self._streams = Streams(engine)
         self.current_stream = self._streams.current
 
@@ -171,18 +170,15 @@ class _Streams:
             self._streams.set(before)
 
 
-class _Chunks(Sequence):
+class _Chunks:
     """torch.chunk with empty chunks for the ranks that get nothing, each made when it is asked for: 512 take long."""
 
-    def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
-        self.tensor, self.count, self.dim = tensor, count, dim
+    def __init__(self, tensor: Tensor, chunks: int, dim: int) -> None:
+        self.tensor, self.chunks, self.dim = tensor, chunks, dim
 
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: Any) -> Tensor:
+    def __getitem__(self, index: int) -> Tensor:
         whole = self.tensor.size(self.dim)
-        size = -(-whole // self.count)
+        size = -(-whole // self.chunks)
         start = min(index * size, whole)
         return self.tensor.narrow(self.dim, start, min(size, whole - start))
 

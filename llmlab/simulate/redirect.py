@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -15,11 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .card_engine import CardEngine
 from .cuda_api import check_index
-from .engine import GPU_DEVICE, HOST, VALUE_OF, VALUES_LIMIT, Engine
+from .engine import GPU_DEVICE, HOST, VALUE_OF
+from .known import VALUES_LIMIT, know, known
 from .legacy import legacy_type
-from .patches import on_card
-from .sized import known
+from .patches import on_card, set_data
 from .values import PLACEHOLDER, UNKNOWN, Unknown, asked_by_torch, refuse, warn_of
 
 CARD = torch.device("cuda", 0)
@@ -34,9 +36,9 @@ SEES_CARD = ("torch.amp.autocast_mode", "torch.nn.parallel.data_parallel")
 class Redirect(TorchFunctionMode):
     """Sends what is meant for "cuda" to the engine's device, and shows the engine's tensors as on "cuda:0"."""
 
-    def __init__(self, engine: Engine, assume: float | None = None) -> None:
+    def __init__(self, engine: CardEngine) -> None:
         super().__init__()
-        self.engine, self.assume = engine, assume
+        self.engine, self.assume = engine, engine.assume
         self.special = {
             Tensor.cuda: self._cuda,
             Tensor.pin_memory: _pin_memory,
@@ -57,6 +59,8 @@ class Redirect(TorchFunctionMode):
             Tensor.__repr__: _repr,
             Tensor.__format__: self._format,
             Tensor.data_ptr: self._address,
+            Tensor.__deepcopy__: _deepcopy,
+            Tensor.data.__set__: _set_data,
             Tensor.__dlpack__: _handed_out("Tensor.__dlpack__"),
             Tensor.__cuda_array_interface__.__get__: _handed_out("Tensor.__cuda_array_interface__"),
         }
@@ -124,9 +128,9 @@ class Redirect(TorchFunctionMode):
             return CARD if found == GPU_DEVICE else found
 
         def pointer(storage: torch.UntypedStorage) -> int:
-            held = self.engine._live.get(storage._cdata)
-            if held is not None:
-                return held.address
+            address = self.engine.storage_address(storage)
+            if address is not None:
+                return address
             return storage._cdata if storage.device.type == "meta" else real_pointer(storage)
 
         real_dlpack, refused = torch.to_dlpack, _handed_out("torch.to_dlpack")
@@ -153,7 +157,7 @@ class Redirect(TorchFunctionMode):
 
     def _item(self, tensor: Tensor) -> Any:
         if known(tensor) is not None:
-            return self.engine._read(tensor)
+            return self.engine.read(tensor)
         if tensor.numel() != 1:
             raise RuntimeError(f"a Tensor with {tensor.numel()} elements cannot be converted to Scalar")
         if self.assume is not None and tensor.is_floating_point():
@@ -173,7 +177,7 @@ class Redirect(TorchFunctionMode):
     def _known(self, function: Callable, what: str) -> Callable:
         def read(tensor: Tensor) -> Any:
             if known(tensor) is not None:
-                return function(torch.tensor(self.engine._read(tensor)))
+                return function(torch.tensor(self.engine.read(tensor)))
             if self.assume is not None and tensor.is_floating_point() and tensor.numel() == 1:
                 return function(torch.tensor(self.assume))
             if asked_by_torch() == "torch.nn.init":  # trunc_normal_ draws again what is out of bounds: nothing is
@@ -216,6 +220,20 @@ class Redirect(TorchFunctionMode):
         return tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
 
 
+def _set_data(tensor: Tensor, data: Tensor) -> None:
+    """`tensor.data = data`, which may be on the other device."""
+    if isinstance(data, FakeTensor):
+        set_data(tensor, data)
+    else:
+        tensor.data = data
+
+
+def _deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # which torch asks, and it is 0
+        return Tensor.__deepcopy__(tensor, memo)
+
+
 def _handed_out(name: str) -> Callable:
     def refused(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
         raise refuse(name, "gives the card's memory to another library")
@@ -234,7 +252,7 @@ def _finite(function: Callable, finite: bool) -> Callable:
         out = function(tensor, **kwargs)
         if known(out) is None and out.numel() <= VALUES_LIMIT:
             with _disable_current_modes():
-                out.simulated_value = torch.full(tuple(out.shape), finite)
+                know(out, torch.full(tuple(out.shape), finite))
         return out
 
     return answer

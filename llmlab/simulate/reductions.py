@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..hardware.gpu import GPU
-from .engine import Extra
+from .extra import Extra
 
 aten = torch.ops.aten
 
@@ -65,7 +65,23 @@ KINDS = {
 def reduction_extras(gpu: GPU) -> dict[Any, Extra]:
     """Return by operator what its CUDA kernel takes on `gpu`."""
     slots = gpu.sms, THREADS_A_MULTIPROCESSOR.get(gpu.compute_capability, 2048)
-    return {func: Extra(after=_taken(func, kind, slots)) for func, kind in KINDS.items()}
+    losses = (aten.mse_loss.default, aten.smooth_l1_loss.default)
+    return {
+        **{func: Extra(after=_taken(func, kind, slots)) for func, kind in KINDS.items()},
+        **dict.fromkeys(losses, Extra(after=_errors(slots))),
+    }
+
+
+def _errors(slots: tuple[int, int]) -> Callable[..., list[int]]:
+    def taken(out: Any, x: Tensor, target: Tensor, reduction: int = 1, *rest: Any) -> list[int]:
+        """Loss.cpp, mse_loss_out and smooth_l1_loss_out: the loss of each element, then its mean or sum."""
+        count = prod(torch.broadcast_shapes(x.shape, target.shape))
+        if not reduction or not count:
+            return []
+        item = torch.result_type(x, target).itemsize
+        return [count * item, *buffers([count], [item], [True], item, item, SUM, slots)]
+
+    return taken
 
 
 def _taken(func: Any, kind: Kind, slots: tuple[int, int]) -> Callable[..., list[int]]:

@@ -17,7 +17,8 @@ from torch import Tensor
 from ..hardware.gpu import GPU
 from .composed import COMPOSED
 from .cub import sort_scratch
-from .engine import GIVE_BACK, HOST, Extra
+from .engine import HOST
+from .extra import GIVE_BACK, Extra
 from .indexing import indexing_extras
 from .products import PRODUCTS, grouped_arguments
 from .reductions import reduction_extras

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from ..errors import NotAvailable
 from ..hardware.gpu import GPU
 from ..hardware.gpu import gpu as find_gpu
+from .capability import capability_of
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
     from .card import Card
     from .operators import Operators
     from .timeline import Timeline
-
-PLACEHOLDER = 1.0  # what float(), numpy() and C code get of a float that was computed on the card
-UNKNOWN = "?"  # what printing it shows
 
 
 class Simulator:
@@ -71,7 +69,9 @@ class Simulator:
     @property
     def notes(self) -> tuple[str, ...]:
         """What ran and is not counted, a sentence each."""
-        return self._card.engine.notes()
+        from .stated import notes_of
+
+        return notes_of(self._card.engine)
 
     def reset_peak(self) -> None:
         """Let the peaks start again from what is allocated and reserved now: torch.cuda.reset_peak_memory_stats."""
@@ -129,7 +129,8 @@ def simulator(gpu: GPU | str, *, assume: float | None = None, world_size: int | 
     (x[mask], nonzero, repeat_interleave) is right; what the card's own results would size raises NotAvailable.
 
     Checkpoints. torch.save and safetensors write no file that would hold simulated tensors: it is kept in memory until
-    the block ends, where torch.load and load_file find it. Files that are there load for real.
+    the block ends, where torch.load and load_file find it, and os and shutil rename, copy and remove it. Files that are
+    there load for real.
 
     Several cards. With `world_size` this process is rank 0 of as many: RANK, LOCAL_RANK and WORLD_SIZE are set as
     torchrun sets them, and init_process_group makes a group whose other ranks are not there. DDP, FSDP2 (fully_shard),
@@ -138,10 +139,10 @@ def simulator(gpu: GPU | str, *, assume: float | None = None, world_size: int | 
 
     Not simulated: what torch.compile fuses (it runs eager, with a warning), CUDA graphs, kernels compiled for the card,
     DeepSpeed's engine and the first FSDP (both are refused), cuDNN's workspaces, which belong to the algorithm it
-    picks, LSTM and GRU as one cuDNN kernel, packed sequences, and time: events give "?". A DataLoader's workers run in
-    this thread. Streams have blocks of their own, but backward runs on the stream that is current when it is called.
-    Parameters on the host have no values either. Names bound before the block, as by `from torch.cuda import
-    is_available`, stay what they were.
+    picks, LSTM and GRU as one cuDNN kernel, packed sequences, and time: events give "?", and so do the card's sensors.
+    A DataLoader's workers run in this thread. Streams have blocks of their own, but backward runs on the stream that is
+    current when it is called. Parameters on the host have no values either. Names bound before the block, as by `from
+    torch.cuda import is_available`, stay what they were.
 
     Raises UnknownName for a card that is not known, NotAvailable without torch, for a card without CUDA and inside a
     meter, and SpecError inside another simulator and in a second thread.
@@ -149,12 +150,12 @@ def simulator(gpu: GPU | str, *, assume: float | None = None, world_size: int | 
     card = find_gpu(gpu)
     if find_spec("torch") is None:
         raise NotAvailable("simulating needs torch: pip install 'llmlab[torch]'")
-    if card.compute_capability is None:
-        raise NotAvailable(f"{card.name} has no CUDA kernels to simulate; name an NVIDIA card")
+    capability_of(card)
     from .card import Card
     from .config import AllocatorConfig
+    from .plugged import plugged_in
 
     settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     simulated = Card(card, AllocatorConfig.parse(settings), assume)
-    with simulated.plugged_in(world_size):
+    with plugged_in(simulated, world_size):
         yield Simulator(simulated)

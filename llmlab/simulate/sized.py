@@ -1,4 +1,4 @@
-"""Operators whose output's size depends on values, for tensors whose values the engine follows (`simulated_value`).
+"""Operators whose output's size depends on values, for tensors whose values are known (`known`).
 
 A mask made on the host, a padding mask or a vector of lengths is known; what the card computed is not.
 """
@@ -10,18 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import arg_tree_leaves, tree_map_only
 
+from .known import know, known
+
 aten = torch.ops.aten
-
-
-def known(tensor: Any) -> Tensor | None:
-    """Return the real tensor behind a fake one, where it is known, and a real tensor as it is."""
-    if isinstance(tensor, FakeTensor):
-        return getattr(tensor, "simulated_value", None)
-    return None if tensor.is_meta else tensor
 
 
 def sized_by_value(run: Callable[..., Any], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -48,7 +42,7 @@ def sized_by_value(run: Callable[..., Any], func: Any, args: tuple, kwargs: dict
 
 def _made(run: Callable[..., Any], value: Tensor, device: torch.device) -> Tensor:
     fake = run(aten.empty_strided.default, value.size(), value.stride(), dtype=value.dtype, device=device)
-    fake.simulated_value = value
+    know(fake, value)
     return fake
 
 

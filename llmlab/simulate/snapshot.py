@@ -10,6 +10,7 @@ import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 from ..files import write_whole
@@ -47,7 +48,7 @@ class History:
 
     def record(self, action: str, address: int, size: int, stream: int) -> None:
         """Take an event: Allocator.on_event."""
-        frames = ()
+        frames: tuple[Frame, ...] = ()
         if action in ("alloc", "segment_alloc", "oom"):
             asks = self.place() if self.place else None
             frames = (*((Frame(asks.module or OUTSIDE, 0, asks.operator),) if asks else ()), *stack())
@@ -56,8 +57,8 @@ class History:
 
 def stack() -> tuple[Frame, ...]:
     """Return the Python stack, innermost first, without the simulator's own frames."""
-    frames = []
-    frame = sys._getframe(1)
+    frames: list[Frame] = []
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(frames) < FRAMES:
         code = frame.f_code
         if not code.co_filename.startswith(OWN):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..hardware.gpu import GPU
 from .cub import pieces, scan_scratch, sort_scratch, sum_by_key_scratch
-from .engine import Extra
+from .extra import Extra
 from .in_place import is_dense
 
 aten = torch.ops.aten

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .engine import GPU_DEVICE, Engine
 from .operators import is_view
 
 NOTHING_BESIDES = {
@@ -35,9 +36,11 @@ NOTHING_BESIDES = {
     "cuda/DistributionTemplates.h": "normal_ uniform_ exponential_ bernoulli_.float random_ random_.from",
     "cuda/BinaryDivFloorKernel.cu": "floor_divide floor_divide_.Tensor",
     "cuda/ActivationLogSigmoidKernel.cu": "log_sigmoid_backward",
+    "Loss.cpp": "mse_loss_backward smooth_l1_loss_backward",
     "cuda/ActivationSoftplusKernel.cu": "softplus_backward",
     "cuda/ForeachUnaryOp.cu and its like, cuda/MultiTensorApply.cuh": (
-        "_foreach_add.Scalar _foreach_add.List _foreach_add_.Scalar _foreach_add_.List _foreach_add_.ScalarList "
+        "_foreach_add.Scalar _foreach_add.List _foreach_add_.Scalar _foreach_add_.Tensor _foreach_add_.List "
+        "_foreach_add_.ScalarList "
         "_foreach_addcdiv_.Scalar _foreach_addcdiv_.ScalarList _foreach_addcdiv_.Tensor _foreach_addcmul_.Scalar "
         "_foreach_addcmul_.ScalarList _foreach_copy_ _foreach_div.Scalar _foreach_div_.Scalar _foreach_div_.ScalarList "
         "_foreach_div_.List _foreach_lerp_.Scalar _foreach_maximum_.List _foreach_mul.Scalar _foreach_mul.ScalarList "
@@ -68,3 +71,16 @@ def is_stated(func: Any, extras: Container[Any]) -> bool:
 
 def _overload(func: Any) -> str:
     return "" if func._overloadname == "default" else f".{func._overloadname}"
+
+
+def notes_of(engine: Engine) -> tuple[str, ...]:
+    """Return what `engine` did not count, a sentence each."""
+    met = engine.met if engine.device == GPU_DEVICE else ()
+    unknown = sorted(str(func) for func in met if not is_stated(func, engine.extras))
+    return (
+        *(
+            f"{library}'s workspace is not counted: {library} says how much it takes when it runs; here for {operator}."
+            for library, operator in engine.uncounted.items()
+        ),
+        *(f"Counted of {func} is its output alone: what else it takes is not known." for func in unknown),
+    )

@@ -1,15 +1,11 @@
-"""What PyTorch tells of its caching allocator: torch.cuda.memory_stats and the segments of a memory snapshot.
+"""What PyTorch counts of its caching allocator: torch.cuda.memory_stats.
 
 Source: DeviceStats in c10/core/CachingDeviceAllocator.h, and torch/csrc/cuda/Module.cpp, torch 2.13.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .allocator import Block
+from collections.abc import Iterator
 
 # torch's metric: the attribute of Stats. "active" adds blocks that another stream still uses, which we don't simulate.
 METRICS = {
@@ -48,6 +44,13 @@ class Stats:
     """The counts for one size class, or for both; `clock` counts its searches (get_free_blocks_call_count)."""
 
     __slots__ = ("clock", *dict.fromkeys(METRICS.values()))
+    allocation: Stat
+    allocated_bytes: Stat
+    requested_bytes: Stat
+    segment: Stat
+    reserved_bytes: Stat
+    inactive_split: Stat
+    inactive_split_bytes: Stat
 
     def __init__(self) -> None:
         self.clock = 0
@@ -90,33 +93,3 @@ class Statistics:
             for pool in ("all", "large_pool", "small_pool"):
                 yield f"{metric}.{pool}", getattr(getattr(self, pool), attribute)
         yield from ((name, getattr(self, name)) for name in ("oversize_allocations", "oversize_segments"))
-
-
-def describe_segment(blocks: Iterable[Block], expandable: bool) -> dict:
-    """Return one entry of torch.cuda.memory._snapshot()["segments"] from a segment's blocks, by address."""
-    blocks = list(blocks)
-    in_use = [block for block in blocks if block.allocated]
-    pool, allocated = blocks[0].pool, sum(block.size for block in in_use)
-    return {
-        "device": 0,
-        "address": blocks[0].address,
-        "total_size": sum(block.size for block in blocks),
-        "allocated_size": allocated,
-        "active_size": allocated,
-        "requested_size": sum(block.requested for block in in_use),
-        "stream": pool.stream,
-        "segment_type": "small" if pool.small else "large",
-        "segment_pool_id": (0, 0),
-        "is_expandable": expandable,
-        "frames": [],
-        "blocks": [
-            {
-                "address": block.address,
-                "size": block.size,
-                "requested_size": block.requested,
-                "state": "active_allocated" if block.allocated else "inactive",
-                "frames": [],
-            }
-            for block in blocks
-        ],
-    }

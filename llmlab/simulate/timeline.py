@@ -20,14 +20,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..measure.parts import Block, Division, divide
 from ..measure.recorder import BUFFERS, Mark
-from .allocator import MIN_BLOCK, ROUND_LARGE, SMALL_SIZE
 from .engine import Engine
 from .places import OUTSIDE, Place, Places, collapsed
+from .rounding import blocks_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from ..report import TimelinePoint
+
 
 class Timeline(tuple):
     """Bytes allocated after each allocation and each free, in order, and what they were for.
@@ -70,15 +71,9 @@ def by_module(blocks: Iterable[Block], places: Mapping[int, Place]) -> dict[str,
     for block in blocks:
         place = places.get(block.born)
         parts = modules.setdefault(collapsed(place.module) if place and place.module else OUTSIDE, {})
+        assert block.part is not None  # `divide` says it of each
         parts[block.part] = parts.get(block.part, 0) + block.size
     return dict(sorted(modules.items(), key=lambda item: -sum(item[1].values())))
-
-
-def blocks_of(sizes: Iterable[int]) -> set[int]:
-    """Return the sizes of the blocks that requests of `sizes` bytes, large ones, can get: see Allocator.malloc."""
-    rounded = {-(-size // MIN_BLOCK) * MIN_BLOCK for size in sizes}
-    whole = {size: -(-size // ROUND_LARGE) * ROUND_LARGE for size in rounded}
-    return rounded | {segment for size, segment in whole.items() if segment - size <= SMALL_SIZE}
 
 
 class Phases(Places):
@@ -147,8 +142,10 @@ class Phases(Places):
             if isinstance(tensor, Tensor) and (address := self.engine.address(tensor)):
                 found[address] = part
         for root in roots:
-            for optimizer in optimizers or [None]:
-                self.own(root, optimizer)
+            for owner in optimizers:
+                self.own(root, owner)
+            if not optimizers:
+                self.own(root, None)
         return found
 
     def _step_begins(self, optimizer: Optimizer, *_: Any) -> None:

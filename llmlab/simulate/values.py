@@ -12,13 +12,14 @@ import sys
 import warnings
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 
 from ..errors import NotAvailable
-from .simulator import PLACEHOLDER, UNKNOWN
 
+PLACEHOLDER = 1.0  # what float(), numpy() and C code get of a float that was computed on the card
+UNKNOWN = "?"  # what printing it shows
 OURS = (os.path.dirname(__file__), os.path.dirname(torch.__file__))
 WAY_ROUND = (
     "compute it from Python numbers, shapes or tensors on the host, give the block a value for floats, "
@@ -33,6 +34,7 @@ READERS = {
     "_unique2": ("unique()", ""),
     "unique_dim": ("unique()", ""),
     "unique_consecutive": ("unique_consecutive()", ""),
+    "_pack_padded_sequence": ("pack_padded_sequence()", "packed sequences are not simulated: pass padded ones"),
     "_local_scalar_dense": ("an operator that takes a number from a tensor", "give it a Python number"),
 }
 
@@ -105,12 +107,6 @@ def warn_of(what: str) -> None:
 class Unknown(float):
     """A float that was read from the card: it can be computed with and printed, and not be branched on."""
 
-    def _compared(self, other: Any = None) -> bool:
-        raise refuse("a comparison with .item()", "is control flow on a value")
-
-    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __bool__ = _compared  # type: ignore[assignment]
-    __hash__ = float.__hash__
-
     def __int__(self) -> int:
         raise refuse("int() of .item()", "takes a whole number from a value")
 
@@ -120,7 +116,7 @@ class Unknown(float):
         warn_of("float()")
         return float.__add__(self, 0.0)
 
-    def __round__(self, digits: int | None = None) -> Unknown:
+    def __round__(self, digits: SupportsIndex | None = None, /) -> Any:  # of a float, an int without digits
         return self
 
     def __repr__(self) -> str:
@@ -139,6 +135,10 @@ class Unknown(float):
 Unknown.__name__ = "a value that the simulated card does not have"
 
 
+def _compared(self: Unknown, other: Any = None) -> bool:
+    raise refuse("a comparison with .item()", "is control flow on a value")
+
+
 def _computed(name: str) -> Callable:
     operation = getattr(float, name)
 
@@ -154,11 +154,15 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
         setattr(Unknown, _side, _computed(_side))
 for _name in ("__neg__", "__pos__", "__abs__"):
     setattr(Unknown, _name, _computed(_name))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne", "bool"):
+    setattr(Unknown, f"__{_name}__", _compared)
 
 _SPEC = re.compile(r"(?:(.)?([<>=^]))?[-+ ]?z?#?0?(\d+)?")
 
 
 def format_unknown(spec: str) -> str:
     """Return the sign for a value that is not known, as wide as a format specification for a number asks."""
-    fill, align, width = _SPEC.match(spec).groups()  # type: ignore[union-attr]
+    found = _SPEC.match(spec)
+    assert found is not None  # all of it is optional
+    fill, align, width = found.groups()
     return format(UNKNOWN, f"{fill or ' '}{'>' if align in (None, '=') else align}{width or ''}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +42,7 @@ def targets(labels: Tensor) -> int:
     return int((labels[:, 1:] != IGNORE).sum())
 
 
-def summed_loss(model: Callable[..., object], ids: Tensor, labels: Tensor) -> Tensor:
+def summed_loss(model: Callable[..., Any], ids: Tensor, labels: Tensor) -> Tensor:
     """Return the sum over `targets(labels)` positions of the next token's cross entropy, in nats."""
     logits = model(input_ids=ids).logits  # (B, T, V)
     return cross_entropy(

@@ -5,6 +5,8 @@ peft has none, and nothing merges them: they stay in the forward pass, two more 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -20,7 +22,7 @@ class Adapter(nn.Module):
         """`width` is the bottleneck's; `up` starts at zero, so that training starts from the model itself."""
         super().__init__()
         self.base = base.requires_grad_(False)
-        like = {"device": base.weight.device, "dtype": base.weight.dtype}
+        like: dict[str, Any] = {"device": base.weight.device, "dtype": base.weight.dtype}
         self.down = nn.Linear(base.out_features, width, **like)
         self.up = nn.Linear(width, base.out_features, **like)
         nn.init.zeros_(self.up.weight)

@@ -28,10 +28,11 @@ def online_softmax(x_N: Tensor, tile: int) -> Iterator[tuple[Tensor, Tensor]]:
     x_N is 1-D. A larger maximum makes the old sum too large by exp(new m − old m); one
     product corrects it, so nothing seen before is read again.
     """
-    if x_N.dim() != 1 or tile < 1:
-        given = f"got shape {tuple(x_N.shape)}, tile={tile}"
-        raise SpecError(f"online_softmax takes 1-D data and tile >= 1; {given}")
-    m, total = x_N.new_tensor(-math.inf), x_N.new_tensor(0.0)
+    if x_N.dim() != 1 or not len(x_N) or not x_N.is_floating_point() or not tile >= 1:
+        given = f"got {x_N.dtype}, shape {tuple(x_N.shape)}, tile={tile}"
+        raise SpecError(f"online_softmax takes 1-D floats and tile >= 1; {given}")
+    # Finite: a first tile of −inf alone, all masked, would give −inf − (−inf), a NaN.
+    m, total = x_N.new_tensor(torch.finfo(x_N.dtype).min), x_N.new_tensor(0.0)
     for values in x_N.split(tile):
         m_new = torch.maximum(m, values.max())
         total = total * torch.exp(m - m_new) + torch.exp(values - m_new).sum()
@@ -40,14 +41,16 @@ def online_softmax(x_N: Tensor, tile: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def check_attention(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise SpecError unless q is (B, H, T, D), k and v (B, K, T, D), and K divides H."""
+    """Raise SpecError unless q is (B, H, T, D), k and v (B, K, T, D), floats of one dtype, D >= 1, and K divides H."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape or (k.shape[0], *k.shape[2:]) != (q.shape[0], *q.shape[2:]):
         raise SpecError(f"{shapes} do not fit; give q (B, H, T, D), k and v (B, K, T, D)")
+    if not q.shape[-1]:
+        raise SpecError(f"{shapes}: heads of no channels; give D >= 1")
     if k.shape[1] < 1 or q.shape[1] % k.shape[1]:
         raise SpecError(f"{q.shape[1]} query heads cannot share {k.shape[1]} key heads; K must divide H")
-    if not q.dtype == k.dtype == v.dtype:
-        raise SpecError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}; give one dtype")
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        raise SpecError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}; give one dtype, a floating-point one")
 
 
 def standard_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
@@ -68,8 +71,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, tile: 
     Keeps q, k, v, the output and a logsumexp a row for backward: O(T) memory; the FLOPs remain O(T²). Raises SpecError.
     """
     check_attention(q, k, v)
-    if tile < 1:
-        raise SpecError(f"tile={tile} rows; allowed: 1 or more")
+    if type(tile) is not int or tile < 1:
+        raise SpecError(f"tile={tile!r} rows; allowed: 1 or more")
     return FlashAttention.apply(q, k, v, causal, tile)
 
 
@@ -86,7 +89,8 @@ class FlashAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        return *flash_backward(*ctx.saved_tensors, dout, ctx.causal, ctx.tile), None, None
+        q, k, v, out, lse = ctx.saved_tensors
+        return *flash_backward(q, k, v, out, lse, dout, ctx.causal, ctx.tile), None, None
 
 
 def flash_forward(

@@ -32,8 +32,10 @@ class Conditions:
         self.rng = torch.get_rng_state()
         self.device_rng = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         kind = device.type
-        self.autocast = {"enabled": torch.is_autocast_enabled(kind), "dtype": torch.get_autocast_dtype(kind),
-                         "cache_enabled": torch.is_autocast_cache_enabled()}  # fmt: skip
+        enabled, cached = torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
+        self.autocast: dict[str, Any] = {
+            "enabled": enabled, "dtype": torch.get_autocast_dtype(kind), "cache_enabled": cached
+        }  # fmt: skip
 
     @contextmanager
     def again(self) -> Iterator[None]:

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from ..data import tokens
 from ..errors import SpecError
 from ..runs import Training
-from .rank_training import SMALL_GPT, check_counts
+from .rank_training import TINY_GPT, check_counts, check_seed
 from .resuming import SEQUENCES_OF_THE_TEXT, KilledWriter, Progress, last_whole, resume, save
 from .training import next_token_loss
 
@@ -95,6 +95,7 @@ class Job:
     def run(self, ranks: int) -> Training:
         """Return the Training of this job on `ranks` ranks: more of them accumulate less, the batch stays."""
         check_counts(self, "steps", "sequences", "micro_batch", "save_every")
+        check_seed(self)
         if self.kill and not re.fullmatch(r"\d+:\d+(:save)?", self.kill):
             raise SpecError(f"kill={self.kill!r} is not RANK:STEP or RANK:STEP:save")
         if self.sequences % (self.micro_batch * ranks):
@@ -119,8 +120,11 @@ def join(here: Place) -> torch.device:
     device = torch.device("cuda", here.local_rank) if on_gpu else torch.device("cpu")  # not rank: a node has 8
     if on_gpu:
         torch.cuda.set_device(device)
-    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if "MASTER_ADDR" not in os.environ else {}
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", **alone)
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    if "MASTER_ADDR" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return device
 
 
@@ -132,7 +136,7 @@ def train(job: Job, here: Place, device: torch.device, leave_out: tuple[str, ...
     if checkpoint:
         resume(progress, checkpoint, leave_out)
     begin = len(progress.losses)
-    text = tokens(SMALL_GPT["vocab_size"])[: SEQUENCES_OF_THE_TEXT * job.seq_len].view(-1, job.seq_len)
+    text = tokens(TINY_GPT["vocab_size"])[: SEQUENCES_OF_THE_TEXT * job.seq_len].view(-1, job.seq_len)
     progress.model.train()
     for step in range(begin, job.steps):
         if job.kill == f"{here.rank}:{step}" and not begin:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..errors import SpecError
 from .attention import check_attention, flash_backward, flash_forward
+from .data_parallel import pass_on
 
 
 def chunks_of(rank: int, ranks: int, balanced: bool = True) -> tuple[int, ...]:
@@ -68,7 +69,8 @@ class RingAttention(torch.autograd.Function):
         lse = torch.full(q.shape[:3], -torch.inf, dtype=out.dtype, device=q.device)
         for passing, pairs in _around(torch.stack((k, v)), balanced):
             for rows, columns, causal in pairs:
-                o, o_lse = flash_forward(q[:, :, rows], *passing[..., columns, :], causal, tile)
+                keys, values = passing[..., columns, :]
+                o, o_lse = flash_forward(q[:, :, rows], keys, values, causal, tile)
                 both = torch.logaddexp(lse[..., rows], o_lse)
                 # Each piece was divided by its own sum of exponentials; weigh it by that sum's share of the whole.
                 old, new = torch.exp(lse[..., rows] - both)[..., None], torch.exp(o_lse - both)[..., None]
@@ -87,8 +89,9 @@ class RingAttention(torch.autograd.Function):
         travelling = torch.cat((keys_and_values, torch.zeros_like(keys_and_values)))  # k, v, dk, dv
         for passing, pairs in _around(travelling, ctx.balanced, home=True):
             for rows, columns, causal in pairs:
-                piece = (q[:, :, rows], *passing[:2, ..., columns, :], out[:, :, rows], lse[..., rows].contiguous())
-                of_q, of_k, of_v = flash_backward(*piece, dout[:, :, rows], causal, ctx.tile)
+                keys, values = passing[:2, ..., columns, :]
+                queries, known = q[:, :, rows], (out[:, :, rows], lse[..., rows].contiguous(), dout[:, :, rows])
+                of_q, of_k, of_v = flash_backward(queries, keys, values, *known, causal, ctx.tile)
                 dq[:, :, rows] += of_q
                 passing[2, ..., columns, :] += of_k
                 passing[3, ..., columns, :] += of_v
@@ -118,23 +121,18 @@ def _around(mine: Tensor, balanced: bool, home: bool = False) -> Iterator[tuple[
             yield mine, pairs
             mine = mine if last else _passed_on(mine)
         else:
-            arriving, requests = _start(mine)
+            arriving = torch.empty_like(mine)
+            requests = pass_on(mine, arriving)
             yield mine, pairs  # computed while the next arrives
             for request in requests:
                 request.wait()
             mine = arriving
 
 
-def _start(mine: Tensor) -> tuple[Tensor, list[dist.Work]]:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    mine, arriving = mine.contiguous(), torch.empty_like(mine, memory_format=torch.contiguous_format)
-    return arriving, [dist.isend(mine, (rank + 1) % ranks), dist.irecv(arriving, (rank - 1) % ranks)]
-
-
 def _passed_on(mine: Tensor) -> Tensor:
     if dist.get_world_size() == 1:
         return mine
-    arriving, requests = _start(mine)
-    for request in requests:
+    arriving = torch.empty_like(mine)
+    for request in pass_on(mine, arriving):
         request.wait()
     return arriving

@@ -26,13 +26,17 @@ METHODS = ("naive", "hooks", "buckets")
 # ---- ring collectives (Patarasuk and Yuan 2009, section 3): each rank talks to its two neighbours only
 
 
+def pass_on(outgoing: Tensor, arriving: Tensor) -> list[dist.Work]:
+    """Send `outgoing` to the next rank while `arriving` is filled by the previous; return what to wait for."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    under_way = (dist.isend(outgoing, (rank + 1) % ranks), dist.irecv(arriving, (rank - 1) % ranks))
+    return [work for work in under_way if work is not None]  # None is given to ranks outside of a group
+
+
 def _exchange(chunks: tuple[Tensor, ...], send: int, receive: int) -> tuple[Tensor, int]:
     """Send a chunk to the next rank while another comes from the previous; return that, and the bytes sent."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    arrived = torch.empty_like(chunks[receive % ranks])
-    outgoing = chunks[send % ranks]
-    requests = [dist.isend(outgoing, (rank + 1) % ranks), dist.irecv(arrived, (rank - 1) % ranks)]
-    for request in requests:
+    outgoing, arrived = chunks[send % len(chunks)], torch.empty_like(chunks[receive % len(chunks)])
+    for request in pass_on(outgoing, arrived):
         request.wait()
     return arrived, outgoing.nbytes
 
@@ -120,7 +124,7 @@ class Overlapped:
             raise SpecError(f"bucket_bytes={bucket_bytes} is negative; 0 sends each parameter on its own")
         same_model(model)
         self.names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self.buckets = [bucket[::-1] for bucket in _buckets(list(self.names)[::-1], bucket_bytes)]
+        self.buckets = [bucket[::-1] for bucket in buckets(list(self.names)[::-1], bucket_bytes)]
         self.missing = [set(bucket) for bucket in self.buckets]  # gradients that are still to come
         self.sync, self.messages = True, 0
         self.under_way: list[tuple[int, Tensor, dist.Work]] = []
@@ -136,7 +140,7 @@ class Overlapped:
         if not self.missing[index]:
             # The gradient is what is sent. The parameter is equal on all ranks: its mean is itself, and a hook that
             # sent it would run without an error and average nothing.
-            flat = torch.cat([p.grad.flatten() for p in self.buckets[index]])  # (elements of the bucket,)
+            flat = flat_gradients(self.buckets[index])  # (elements of the bucket,)
             flat.mul_(1 / dist.get_world_size())  # before the sum, as DDP does: fp16 would overflow after it
             self.under_way.append((index, flat, dist.all_reduce(flat, async_op=True)))
             self.messages += 1
@@ -149,6 +153,7 @@ class Overlapped:
             work.wait()
             bucket = self.buckets[index]
             for parameter, mean in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                assert parameter.grad is not None  # it was among what was sent
                 parameter.grad.copy_(mean.view_as(parameter))
             self.missing[index] = set(bucket)
         self.under_way.clear()
@@ -163,15 +168,24 @@ class Overlapped:
             self.sync = True
 
 
-def _buckets(parameters: list[nn.Parameter], most: int) -> list[list[nn.Parameter]]:
+def buckets(parameters: list[nn.Parameter], most: int) -> list[list[nn.Parameter]]:
     """Cut a list of parameters into runs of one dtype and at most `most` bytes, or of one parameter."""
-    buckets: list[list[nn.Parameter]] = []
+    found: list[list[nn.Parameter]] = []
     for parameter in parameters:
-        last = buckets[-1] if buckets else []
+        last = found[-1] if found else []
         if not last or last[0].dtype != parameter.dtype or sum(p.nbytes for p in last) + parameter.nbytes > most:
-            buckets.append([])
-        buckets[-1].append(parameter)
-    return buckets
+            found.append([])
+        found[-1].append(parameter)
+    return found
+
+
+def flat_gradients(parameters: list[nn.Parameter]) -> Tensor:
+    """Return their gradients as one flat tensor, (P,); raises RuntimeError where backward did not reach one."""
+    gradients = [p.grad.flatten() for p in parameters if p.grad is not None]
+    if len(gradients) < len(parameters):
+        absent = [tuple(p.shape) for p in parameters if p.grad is None]
+        raise RuntimeError(f"no gradient for parameters of shape {absent}: are they used in the loss?")
+    return torch.cat(gradients)
 
 
 def spread(model: nn.Module) -> float:
@@ -179,7 +193,7 @@ def spread(model: nn.Module) -> float:
 
     The losses do not show a synchronisation that does nothing, for each rank's own gradient also trains.
     """
-    flat = torch.cat([p.grad.flatten() for p in model.parameters()])  # (P,)
+    flat = flat_gradients([p for p in model.parameters() if p.requires_grad])  # (P,)
     theirs = flat.clone()
     dist.broadcast(theirs, src=0)
     worst = (flat - theirs).abs().max()

@@ -7,24 +7,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..models.gpt import GPT
-from .data_parallel import Overlapped, average_gradients, ring_all_reduce, spread
-from .rank_training import SMALL_GPT, small_gpt
+from .data_parallel import Overlapped, average_gradients, flat_gradients, ring_all_reduce, spread
+from .rank_training import TINY_GPT, tiny_gpt
 from .training import next_token_loss
 
 BUCKETS = {"hooks": 0, "buckets": 100_000, "one bucket": 2**30}  # bytes; DDP's first bucket takes this model whole
 
 
 def batch(sequences: int) -> Tensor:
-    return torch.randint(SMALL_GPT["vocab_size"], (sequences, 16), generator=torch.Generator().manual_seed(1))  # (B, T)
+    return torch.randint(TINY_GPT["vocab_size"], (sequences, 16), generator=torch.Generator().manual_seed(1))  # (B, T)
 
 
 def new_gpt() -> GPT:
     torch.manual_seed(0)
-    return GPT(small_gpt())
+    return GPT(tiny_gpt())
 
 
 def gradient(model: nn.Module) -> Tensor:
-    return torch.cat([p.grad.flatten() for p in model.parameters()])  # (P,)
+    return flat_gradients(list(model.parameters()))
 
 
 def apart(one: Tensor, other: Tensor) -> float:

@@ -16,13 +16,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..engine_configs import DEEPSPEED_COMMON
 from ..errors import NotAvailable, SpecError
+from ..models.gpt import GPT
+from ..step_ranks import shard_units
 from .data_parallel import Overlapped, average_gradients, same_model
 from .memory_anatomy import storage_bytes
 from .zero import Zero
 
 STAGES = {"scratch": (0, 1, 2, 3), "ddp": (0,), "fsdp": (3,), "deepspeed": (0, 1, 2, 3)}  # ZeRO's, of each engine
-ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}  # every engine's, for all parameters
+# Every engine's, for all parameters.
+ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ def check(engine: str, stage: int) -> None:
         raise NotAvailable("engine='deepspeed' is not installed: pip install 'llmlab[distributed]', on Linux")
 
 
-def of(engine: str, model: nn.Module, stage: int, method: str) -> Engine:
+def of(engine: str, model: GPT, stage: int, method: str) -> Engine:
     """Return the engine of that name; `stage` is ZeRO's, 0 is data parallelism, `method` scratch's way of that."""
     if engine == "scratch" and stage:
         return zero(model, stage)
@@ -113,7 +117,7 @@ def ddp(model: nn.Module) -> Engine:
     return _plain(model, nn.parallel.DistributedDataParallel(model), Tensor.backward)
 
 
-def zero(model: nn.Module, stage: int) -> Engine:
+def zero(model: GPT, stage: int) -> Engine:
     """The stages of zero.py, a block a unit."""
     shared = Zero(model, list(model.h), stage, torch.optim.AdamW, **ADAMW)
     return Engine(
@@ -127,15 +131,11 @@ def zero(model: nn.Module, stage: int) -> Engine:
     )
 
 
-def fsdp(model: nn.Module) -> Engine:
+def fsdp(model: GPT) -> Engine:
     """torch.distributed.fsdp.fully_shard (FSDP2): ZeRO-3, parameters cut along their first dimension."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.h:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    shard_units(model, model.h, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     return _plain(model, model, Tensor.backward)
 
 
@@ -156,9 +156,7 @@ def deepspeed(model: nn.Module, stage: int) -> Engine:
     config = {
         "train_micro_batch_size_per_gpu": 1,  # the loop hands over whole batches; it only scales accumulation
         "zero_optimization": {"stage": stage},
-        "zero_allow_untested_optimizer": True,  # torch's AdamW, so that all engines step alike
-        "zero_force_ds_cpu_optimizer": False,
-        "gradient_clipping": 0.0,  # its default is 1.0: gradients would be clipped, and losses differ, unasked
+        **DEEPSPEED_COMMON,  # among it: torch's AdamW, so that all engines step alike
     }
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     engine, *_ = library.initialize(model=model, optimizer=optimizer, config=config)

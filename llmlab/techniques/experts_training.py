@@ -21,14 +21,13 @@ from ..errors import SpecError
 from ..models.llama import Llama
 from ..models.spec import model
 from .experts import MoE, balancing_loss
+from .rank_training import check_counts, check_seed
+from .split_training import TINY_LLAMA
 from .training import batch_seed, next_token_loss
 
-CONFIG = {
-    "model_type": "llama", "vocab_size": 384, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0, "tie_word_embeddings": True, "initializer_range": 0.05,
-}  # fmt: skip
 WIDTH = 64  # of an expert
+SIZES = {"intermediate_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4, "tie_word_embeddings": True}
+CONFIG = {**TINY_LLAMA, **SIZES}
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,8 @@ class Job:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_counts(self, "steps", "sequences")
+        check_seed(self)
         if not self.balance >= 0:
             raise SpecError(f"balance={self.balance} is not a coefficient >= 0")
         MoE(4, 4, self.experts, self.k, self.factor)  # says what is wrong with these
@@ -75,7 +76,8 @@ def build(job: Job) -> Llama:
 
 
 def layers_of(whole: Llama) -> list[MoE]:
-    return [block.mlp for block in whole.layers]
+    """Return the MoE of each block, the first block's first."""
+    return [module for module in whole.modules() if isinstance(module, MoE)]
 
 
 def trained(job: Job) -> Llama:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from ..data import windows
+from ..models.gpt import GPT, Attention
 
 # ---- probes
 
@@ -53,10 +54,11 @@ def attend_over_heads(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, *_: object
     return F.scaled_dot_product_attention(q_BTHD, k_BTHD, v_BTHD).transpose(1, 2)  # the shape is right again
 
 
-def with_attention(model: nn.Module, attend: Callable[..., Tensor]) -> nn.Module:
+def with_attention(model: GPT, attend: Callable[..., Tensor]) -> GPT:
     """Return the GPT with `attend` in all its blocks."""
-    for block in model.h:
-        block.attn.attend = attend
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.attend = attend
     return model
 
 

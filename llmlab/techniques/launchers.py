@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
+from typing import IO
 
 from ..errors import NotAvailable, SpecError
 from ..runs import Training
+from .launch import end_all, loopback
 
 SCRIPT = "llmlab.techniques.cluster_training"
 LAUNCHERS = ("python", "torchrun", "torchrun, 2 nodes", "accelerate", "deepspeed")
@@ -57,12 +59,10 @@ def environment(base: dict[str, str] | None = None) -> dict[str, str]:
     paths = {"PATH": os.pathsep.join([here, kept.get("PATH", "")])}
     package = str(Path(__file__).parents[2])
     paths["PYTHONPATH"] = os.pathsep.join([package, kept["PYTHONPATH"]] if kept.get("PYTHONPATH") else [package])
-    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    network = {"GLOO_SOCKET_IFNAME": loopback[0]} if loopback else {}  # else gloo looks up the host's name
     cpu = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     # After a restart torchrun's store still has the addresses of the dead, and a rank that asks before its neighbour
     # has written a new one gets the old (torch 2.13): give every start a store of its own.
-    return {**kept, **paths, **network, **cpu, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return {**kept, **paths, **loopback(), **cpu, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def run(launcher: str, *arguments: str, restarts: int = 0, limit: float = 240.0) -> dict:
@@ -77,28 +77,47 @@ def run(launcher: str, *arguments: str, restarts: int = 0, limit: float = 240.0)
         nodes: list[subprocess.Popen] = []
         try:
             for command in commands(launcher, free_port(), str(config), restarts):
-                start = {"env": environment(), "stdout": out, "stderr": errors, "start_new_session": True}
-                nodes.append(subprocess.Popen([*command, *arguments], **start))
-            codes = [node.wait(limit) for node in nodes]
+                whole = [*command, *arguments]
+                start = subprocess.Popen(whole, env=environment(), stdout=out, stderr=errors, start_new_session=True)
+                nodes.append(start)
+            codes = _codes(nodes, limit)
         except FileNotFoundError:
             raise NotAvailable(f"{launcher} is not installed: pip install 'llmlab[distributed]'") from None
-        except subprocess.TimeoutExpired:
-            codes = [None]
         finally:
             for node in nodes:
                 end(node)
-        out.seek(0)
-        errors.seek(0)
         if any(codes):
-            raise RuntimeError(f"{launcher} ended with {codes}\n{errors.read()[-4000:]}")
+            raise RuntimeError(f"{launcher} ended with {codes}\n{_said(errors)}")
+        if None in codes:
+            raise RuntimeError(f"{launcher} is not done after limit={limit} s\n{_said(errors)}")
+        out.seek(0)
         (line,) = [line for line in out if line.startswith('{"ranks"')]
         return json.loads(line)
 
 
+def _codes(nodes: list[subprocess.Popen], limit: float) -> list[int | None]:
+    """Return the exit codes when all have ended, or one has failed, or `limit` seconds are over; None: it still runs.
+
+    A node whose partner has failed waits for it, minutes long.
+    """
+    deadline = time.monotonic() + limit
+    while True:
+        for node in nodes:
+            with suppress(subprocess.TimeoutExpired):
+                node.wait(0.1)
+        codes = [node.poll() for node in nodes]
+        if None not in codes or any(codes) or time.monotonic() > deadline:
+            return codes
+
+
+def _said(errors: IO[str]) -> str:
+    errors.seek(0)
+    return errors.read()[-4000:]
+
+
 def end(process: subprocess.Popen) -> None:
-    """Kill what is left of a process started in a session of its own, and of its children there."""
-    with suppress(ProcessLookupError):  # all gone
-        os.killpg(process.pid, signal.SIGKILL)
+    """Kill what is left of a process started in a session of its own, and of all that came from it."""
+    end_all([process.pid], alive=[process.pid] if process.poll() is None else [])
     process.wait()
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import SpecError
+from .data_parallel import buckets
 
 BUCKET_BYTES = 64 * 2**20  # of weights that are stepped, and cross, at once
 Memory = Callable[[int], Tensor]  # fp32 for so many elements, somewhere that is not the device
@@ -36,7 +37,8 @@ class InFiles:
     """fp32 tensors, (n,), whose memory is a file: the system reads and writes its pages as they are used."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.paths = folder, []
+        self.folder = folder
+        self.paths: list[Path] = []
 
     def __call__(self, n: int) -> Tensor:
         self.paths.append(self.folder / f"{len(self.paths)}.fp32")
@@ -64,17 +66,19 @@ class Bucket:
         self.arrived: set[nn.Parameter] = set()  # whose gradients are at the border
         self.copied = torch.cuda.Event() if on_gpu else None
 
-    def send(self, parameter: nn.Parameter, stream: Any) -> None:
-        """Start the gradient on its way to the host, and let the device forget it."""
+    def send(self, parameter: nn.Parameter, stream: Any) -> int:
+        """Start the gradient on its way to the host, and let the device forget it; return its bytes."""
         if parameter in self.arrived:  # the last micro-batch's is still there
             self.sum_up()
         gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None  # it was just accumulated
         with beside(stream):
             self.places[parameter].copy_(gradient.flatten(), non_blocking=True)
         self.arrived.add(parameter)
-        if stream:
+        if self.copied:
             gradient.record_stream(stream)  # freed when the copy is done, not before
             self.copied.record(stream)
+        return gradient.nbytes
 
     def sum_up(self) -> None:
         """Add what arrived to the gradient of the master copy."""
@@ -118,7 +122,10 @@ class Offloaded:
         **options: Any,
     ) -> None:
         trained = [p for p in parameters if p.requires_grad]
-        self.buckets = [Bucket(group, optimizer, memory, options) for group in cut(trained[::-1], bucket_bytes)]
+        if bucket_bytes < 1 or not trained:
+            raise SpecError(f"bucket_bytes={bucket_bytes} for {len(trained)} parameters; give a size >= 1, and some")
+        groups = buckets(trained[::-1], bucket_bytes)
+        self.buckets = [Bucket(group, optimizer, memory, options) for group in groups]
         self.stream = torch.cuda.Stream() if trained[0].device.type == "cuda" else None
         self.moved = {"to host": 0, "from host": 0}
         for bucket in self.buckets:
@@ -126,8 +133,7 @@ class Offloaded:
                 parameter.register_post_accumulate_grad_hook(lambda p, bucket=bucket: self._ready(bucket, p))
 
     def _ready(self, bucket: Bucket, parameter: nn.Parameter) -> None:
-        self.moved["to host"] += parameter.grad.nbytes
-        bucket.send(parameter, self.stream)
+        self.moved["to host"] += bucket.send(parameter, self.stream)
 
     def step(self) -> None:
         """Update bucket by bucket, in the order of backward; each goes back while the CPU steps the next."""
@@ -137,20 +143,6 @@ class Offloaded:
             self.moved["from host"] += bucket.border.nbytes
         if self.stream:
             torch.cuda.current_stream().wait_stream(self.stream)
-
-
-def cut(parameters: list[nn.Parameter], bucket_bytes: int) -> Iterator[list[nn.Parameter]]:
-    """Yield groups of at most `bucket_bytes`, of one dtype each; a parameter that is larger has its own."""
-    if bucket_bytes < 1 or not parameters:
-        raise SpecError(f"bucket_bytes={bucket_bytes} for {len(parameters)} parameters; give a size >= 1, and some")
-    group: list[nn.Parameter] = []
-    for parameter in parameters:
-        full = group and sum(p.nbytes for p in group) + parameter.nbytes > bucket_bytes
-        if full or (group and group[0].dtype != parameter.dtype):
-            yield group
-            group = []
-        group.append(parameter)
-    yield group
 
 
 @contextmanager

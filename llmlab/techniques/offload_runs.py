@@ -31,20 +31,20 @@ from torch import Tensor, nn
 from ..data import tokens, windows
 from ..errors import NotAvailable, SpecError
 from ..models.gpt import GPT
-from ..runs import Training
+from ..runs import Precision, Training
 from ..step_optimizer import MasterWeights
 from .engines import ADAMW, local, quiet_deepspeed, states
 from .launch import launch
 from .memory_anatomy import storage_bytes
 from .offload import InFiles, Offloaded, in_ram
-from .rank_training import SMALL_GPT, check_counts, small_gpt
+from .rank_training import TINY_GPT, check_counts, check_seed, loss_lines, sizes, tiny_gpt
 from .training import batch_seed, next_token_loss
 
 ENGINES = ("torch", "scratch", "files", "cpu-adam", "deepspeed")
-DTYPES = {"fp32": torch.float32, "mixed-bf16": torch.bfloat16}
+DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "mixed-bf16": torch.bfloat16}
 BUCKET_BYTES = 50_000  # of a model of 78 144 parameters: several buckets
 RANKS = 2  # of DeepSpeed
-SEQ_LEN = SMALL_GPT["n_positions"]
+SEQ_LEN = TINY_GPT["n_positions"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Job:
     """What is trained, and where its states are; raises SpecError for what cannot be."""
 
     engine: str = "scratch"
-    precision: str = "fp32"
+    precision: Precision = "fp32"
     steps: int = 20
     sequences: int = 4  # of a micro-batch
     accumulation: int = 1
@@ -60,6 +60,7 @@ class Job:
 
     def __post_init__(self) -> None:
         check_counts(self, "steps", "sequences", "accumulation")
+        check_seed(self)
         for name, allowed in (("engine", ENGINES), ("precision", tuple(DTYPES))):
             if getattr(self, name) not in allowed:
                 raise SpecError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
@@ -74,12 +75,12 @@ class Job:
     def batch(self, step: int, micro_batch: int) -> Tensor:
         """Return the ids of one micro-batch, (B, T)."""
         seed = batch_seed(self.seed, step * self.accumulation + micro_batch)
-        return windows(tokens(SMALL_GPT["vocab_size"]), self.sequences, SEQ_LEN, seed)
+        return windows(tokens(TINY_GPT["vocab_size"]), self.sequences, SEQ_LEN, seed)
 
 
 def model(job: Job) -> GPT:
     torch.manual_seed(job.seed)
-    return GPT(small_gpt()).to(job.device(), DTYPES[job.precision])
+    return GPT(tiny_gpt()).to(job.device(), DTYPES[job.precision])
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -127,16 +128,17 @@ def on_device(job: Job) -> dict[str, Any]:
 def offloaded(job: Job, folder: Path) -> dict[str, Any]:
     """Train with the optimizer of offload.py."""
     gpt = model(job)
-    memory = InFiles(folder) if job.engine == "files" else in_ram
+    files = InFiles(folder)
     engine = cpu_adam() if job.engine == "cpu-adam" else torch.optim.AdamW
-    optimizer = Offloaded(gpt.parameters(), engine, BUCKET_BYTES, memory, **ADAMW)
+    optimizer = Offloaded(gpt.parameters(), engine, BUCKET_BYTES, files if job.engine == "files" else in_ram, **ADAMW)
     losses = losses_of(job, gpt, optimizer.step)
-    held = [bucket.master for bucket in optimizer.buckets]
-    held += _moments(bucket.optimizer for bucket in optimizer.buckets)
-    elsewhere = {"border": [bucket.border for bucket in optimizer.buckets]}
+    masters = [bucket.master for bucket in optimizer.buckets]
+    held = [*masters, *_moments(bucket.optimizer for bucket in optimizer.buckets)]
+    elsewhere: dict[str, list[Tensor]] = {"border": [bucket.border for bucket in optimizer.buckets]}
     if job.engine == "files":
-        files = {"states": sum(path.stat().st_size for path in memory.paths)}
-        return found(job, losses, {"weights": list(gpt.parameters())}, elsewhere, optimizer.moved) | {"files": files}
+        sizes_of_files = {"states": sum(path.stat().st_size for path in files.paths)}
+        here = found(job, losses, {"weights": list(gpt.parameters())}, elsewhere, optimizer.moved)
+        return here | {"files": sizes_of_files}
     return found(job, losses, {"weights": list(gpt.parameters())}, elsewhere | {"states": held}, optimizer.moved)
 
 
@@ -144,9 +146,9 @@ def found(
     job: Job, losses: list[float], device: dict[str, list[Tensor]], host: dict[str, list[Tensor]] | None = None,
     moved: dict[str, int] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    sizes = {kind: {part: storage_bytes(held) for part, held in (parts or {}).items()}
+    held_by = {kind: {part: storage_bytes(held) for part, held in (parts or {}).items()}
              for kind, parts in (("device", device), ("host", host))}  # fmt: skip
-    return {"engine": job.engine, "precision": job.precision, "losses": losses, **sizes, "files": {}, "moved": moved}
+    return {"engine": job.engine, "precision": job.precision, "losses": losses, **held_by, "files": {}, "moved": moved}
 
 
 def _moments(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
@@ -279,10 +281,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def table(result: dict[str, Any]) -> str:
-    lines = [f"step {step:3}: {loss:.6f} nats a token" for step, loss in enumerate(result["losses"])]
-    for place in ("device", "host", "files"):
-        shown = ", ".join(f"{part} {size:,}" for part, size in result[place].items())
-        lines.append(f"{place:6}: {shown or 'nothing'}" + (" bytes" if shown else ""))
-    if result["moved"]:
-        lines.append("moved : " + ", ".join(f"{way} {size:,}" for way, size in result["moved"].items()) + " bytes")
-    return "\n".join(lines)
+    """Return losses, and what was held where and moved, as lines."""
+    places = [f"{place:6}: {sizes(result[place])}" for place in ("device", "host", "files")]
+    moved = [f"moved : {sizes(result['moved'])}"] if result["moved"] else []
+    return "\n".join([*loss_lines(result), *places, *moved])

@@ -17,6 +17,7 @@ from ..models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedModel
 
 METHODS = ("full", "lora", "dora", "adapter", "ia3", "bitfit", "prompt", "p-tuning", "prefix")
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -45,7 +46,7 @@ def trained(method: str, spec: ModelSpec, rank: int = 16, tokens: int = 20) -> i
     }[method]
 
 
-def apply(method: str, model: nn.Module, rank: int = 16, tokens: int = 20) -> nn.Module:
+def apply(method: str, model: PreTrainedModel, rank: int = 16, tokens: int = 20) -> nn.Module:
     """Return `model` with only what `method` trains requiring a gradient; changes the model given.
 
     `model` is a transformers model of Llama's names. As peft does it; adapters, which peft lacks, are our own.
@@ -63,7 +64,7 @@ def apply(method: str, model: nn.Module, rank: int = 16, tokens: int = 20) -> nn
         import peft
     except ImportError:
         raise NotAvailable(f"{method} needs the peft package: pip install peft") from None
-    task = peft.TaskType.CAUSAL_LM
+    task, config = peft.TaskType.CAUSAL_LM, peft.PeftConfig()
     if method in ("lora", "dora"):
         config = peft.LoraConfig(
             r=rank, lora_alpha=2 * rank, target_modules=list(TARGETS), use_dora=method == "dora", task_type=task

@@ -10,7 +10,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ class Stage(nn.Module):
         self.head_dim, self.rope = model.spec.head_dim, model.rope
         self.embed_tokens = model.embed_tokens if number == 0 else None
         self.layers = model.layers[before : before + counts[number]]
-        self.norm, self.lm_head = (model.norm, model.lm_head) if number == stages - 1 else (None, None)
+        self.norm = model.norm if number == stages - 1 else None
+        self.lm_head = model.lm_head if number == stages - 1 else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Ids, (B, T), or what the stage before gave, (B, T, C) -> (B, T, C), or logits, (B, T, V)."""
@@ -51,7 +53,7 @@ class Stage(nn.Module):
         turned = turn(self.rope, self.head_dim, positions_BT, x_BTC.dtype)
         for block in self.layers:
             x_BTC = block(x_BTC, turned, None, None)
-        return x_BTC if self.lm_head is None else self.lm_head(self.norm(x_BTC))
+        return x_BTC if self.norm is None or self.lm_head is None else self.lm_head(self.norm(x_BTC))
 
 
 class WeightLater(torch.autograd.Function):
@@ -76,18 +78,22 @@ class WeightLater(torch.autograd.Function):
         return grad @ weight, None, None, None
 
 
+def _put_off(module: nn.Linear, later: list[Callable[[], None]], x: Tensor) -> Tensor:
+    return WeightLater.apply(x, module.weight, module, later)
+
+
 def put_weights_off(stage: nn.Module) -> list[Callable[[], None]]:
     """Make every nn.Linear of `stage` put its weight's gradient off; return the list they are put into."""
     later: list[Callable[[], None]] = []
     for module in stage.modules():
         if isinstance(module, nn.Linear):
-            module.forward = lambda x, m=module: WeightLater.apply(x, m.weight, m, later)
+            setattr(module, "forward", partial(_put_off, module, later))  # noqa: B010 - of this one, not of its class
     return later
 
 
 def run(
     plan: Schedule,
-    stages: dict[int, nn.Module],
+    stages: Mapping[int, nn.Module],
     micro_batches: list[Tensor],
     loss: Callable[[Tensor, Tensor], Tensor],
     shape: tuple[int, ...],
@@ -106,35 +112,36 @@ def run(
     last = max(op.stage for rank_ops in plan for op in rank_ops)
     puts_off = any(op.kind == "W" for op in ops)
     later = {number: put_weights_off(stage) for number, stage in stages.items()} if puts_off else {}
-    passed: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # (stage, micro): what came in, what went out
+    passed: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # what came into a stage, what went out
     put_off: dict[tuple[int, int], list[Callable[[], None]]] = {}
     under_way: list[tuple[dist.Work, Tensor]] = []  # a tensor must live until it is sent
     losses = []
     for op in ops:
-        kind, number, micro = op
+        kind, number, micro_batch = op
         start = time.perf_counter()
         if kind == "F":
-            x = None if number == 0 else _receive(shape, ranks, number - 1, number, micro, last).requires_grad_()
+            x = None if number == 0 else _receive(shape, ranks, number - 1, number, micro_batch, last).requires_grad_()
             start = time.perf_counter()
-            out = stages[number](micro_batches[micro] if x is None else x)
+            out = stages[number](micro_batches[micro_batch] if x is None else x)
             if number == last:
-                out = loss(out, micro_batches[micro]) / len(micro_batches)
+                out = loss(out, micro_batches[micro_batch]) / len(micro_batches)
                 losses.append(out.item())
             else:
-                under_way.append(_send(out.detach(), ranks, number, number + 1, micro, last))
-            passed[number, micro] = x, out
+                under_way.append(_send(out.detach(), ranks, number, number + 1, micro_batch, last))
+            passed[number, micro_batch] = x, out
         elif kind == "B":
-            x, out = passed.pop((number, micro))
-            grad = None if number == last else _receive(shape, ranks, number + 1, number, micro, last)
+            x, out = passed.pop((number, micro_batch))
+            grad = None if number == last else _receive(shape, ranks, number + 1, number, micro_batch, last)
             start = time.perf_counter()
             out.backward(grad)
             if x is not None:
-                under_way.append(_send(x.grad, ranks, number, number - 1, micro, last))
+                assert x.grad is not None  # `out` was made of it
+                under_way.append(_send(x.grad, ranks, number, number - 1, micro_batch, last))
             if puts_off:
-                put_off[number, micro] = later[number].copy()
+                put_off[number, micro_batch] = later[number].copy()
                 later[number].clear()
         else:
-            for weight_gradient in put_off.pop((number, micro)):
+            for weight_gradient in put_off.pop((number, micro_batch)):
                 weight_gradient()
         if spans is not None:
             spans.append(Span(op, dist.get_rank(), start, time.perf_counter()))
@@ -143,19 +150,25 @@ def run(
     return sum(losses) if losses else None
 
 
-def _tag(sender: int, receiver: int, micro: int, last: int) -> int:
+def _tag(sender: int, receiver: int, micro_batch: int, last: int) -> int:
     """Number a message, so that none is taken for another: two ranks may share several pairs of stages."""
-    return 2 * (micro * (last + 1) + min(sender, receiver)) + (sender > receiver)
+    return 2 * (micro_batch * (last + 1) + min(sender, receiver)) + (sender > receiver)
 
 
-def _send(x: Tensor, ranks: list[int], sender: int, receiver: int, micro: int, last: int) -> tuple[dist.Work, Tensor]:
+def _send(
+    x: Tensor, ranks: list[int], sender: int, receiver: int, micro_batch: int, last: int
+) -> tuple[dist.Work, Tensor]:
     x = x.contiguous()
-    return dist.isend(x, ranks[receiver % len(ranks)], tag=_tag(sender, receiver, micro, last)), x
+    work = dist.isend(x, ranks[receiver % len(ranks)], tag=_tag(sender, receiver, micro_batch, last))
+    assert work is not None  # it is for ranks outside of the group
+    return work, x
 
 
-def _receive(shape: tuple[int, ...], ranks: list[int], sender: int, receiver: int, micro: int, last: int) -> Tensor:
+def _receive(
+    shape: tuple[int, ...], ranks: list[int], sender: int, receiver: int, micro_batch: int, last: int
+) -> Tensor:
     x = torch.empty(shape)
-    dist.recv(x, ranks[sender % len(ranks)], tag=_tag(sender, receiver, micro, last))
+    dist.recv(x, ranks[sender % len(ranks)], tag=_tag(sender, receiver, micro_batch, last))
     return x
 
 

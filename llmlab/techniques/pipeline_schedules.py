@@ -1,11 +1,11 @@
 """Pipeline schedules as data: what each rank does, in order, and what that costs.
 
-    gpipe         all forwards, then all backwards                    Huang et al., arXiv 1811.06965
-    1f1b          a backward as soon as one can run                   Narayanan et al., arXiv 2104.04473, section 2.2.1
-    interleaved   1f1b with several stages a rank, far apart          the same, section 2.2.2
-    zero-bubble   1f1b with weight gradients put off into the gaps    Qi et al., arXiv 2401.10241, ZB-H1
+gpipe         all forwards, then all backwards                    Huang et al., arXiv 1811.06965
+1f1b          a backward as soon as one can run                   Narayanan et al., arXiv 2104.04473, section 2.2.1
+interleaved   1f1b with several stages a rank, far apart          the same, section 2.2.2
+zero-bubble   1f1b with weight gradients put off into the gaps    Qi et al., arXiv 2401.10241, ZB-H1
 
-    p  ranks    m  micro-batches of a step    v  stages a rank, also called chunks; stage c · p + r is chunk c of rank r
+p  ranks    m  micro-batches of a step    v  virtual stages a rank; its c-th, counted from 0, is stage c · p + rank
 """
 
 from __future__ import annotations
@@ -22,63 +22,64 @@ class Op(NamedTuple):
 
     kind: str
     stage: int
-    micro: int
+    micro_batch: int
 
 
 Schedule = list[list[Op]]  # by rank
 
 
-def schedule(name: str, ranks: int, micros: int, chunks: int = 1) -> Schedule:
+def schedule(name: str, ranks: int, micro_batches: int, virtual_stages: int = 1) -> Schedule:
     """Return the schedule of that name. Raises SpecError for what it cannot do.
 
-    `chunks` is for "interleaved", which needs 2 or more, and a multiple of `ranks` micro-batches.
+    `virtual_stages` is for "interleaved", which needs 2 or more, and a multiple of `ranks` micro-batches.
     """
     if name not in SCHEDULES:
         raise SpecError(f"schedule={name!r} is not one of {', '.join(SCHEDULES)}")
-    for what, value in (("ranks", ranks), ("micro-batches", micros), ("chunks", chunks)):
+    for what, value in (("ranks", ranks), ("micro-batches", micro_batches), ("virtual_stages", virtual_stages)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise SpecError(f"{value!r} {what}: give a whole number >= 1")
-    if (name == "interleaved") != (chunks > 1):
-        raise SpecError(f"chunks={chunks} with {name}: interleaved takes 2 or more stages a rank, the others one")
-    if name == "interleaved" and micros % ranks:
-        raise SpecError(f"{micros} micro-batches are no multiple of {ranks} ranks, which interleaved needs")
+    if (name == "interleaved") != (virtual_stages > 1):
+        given = f"virtual_stages={virtual_stages} with {name}"
+        raise SpecError(f"{given}: interleaved takes 2 or more stages a rank, the others one")
+    if name == "interleaved" and micro_batches % ranks:
+        raise SpecError(f"{micro_batches} micro-batches are no multiple of {ranks} ranks, which interleaved needs")
     if name == "gpipe":
         return [
-            [Op("F", rank, i) for i in range(micros)] + [Op("B", rank, i) for i in range(micros)]
+            [Op("F", rank, i) for i in range(micro_batches)] + [Op("B", rank, i) for i in range(micro_batches)]
             for rank in range(ranks)
         ]
     if name == "interleaved":
-        return [_interleaved(rank, ranks, micros, chunks) for rank in range(ranks)]
-    return [_one_forward_one_backward(rank, ranks, micros, name == "zero-bubble") for rank in range(ranks)]
+        return [_interleaved(rank, ranks, micro_batches, virtual_stages) for rank in range(ranks)]
+    return [_one_forward_one_backward(rank, ranks, micro_batches, name == "zero-bubble") for rank in range(ranks)]
 
 
-def _one_forward_one_backward(rank: int, ranks: int, micros: int, split: bool) -> list[Op]:
+def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int, split: bool) -> list[Op]:
     """As many forwards as there are ranks behind this one, then one forward and one backward in turn."""
-    ahead = min(ranks - rank - 1, micros)
+    ahead = min(ranks - rank - 1, micro_batches)
     ops = [Op("F", rank, i) for i in range(ahead)]
-    for i in range(micros):
-        if ahead + i < micros:
+    for i in range(micro_batches):
+        if ahead + i < micro_batches:
             ops.append(Op("F", rank, ahead + i))
         ops.append(Op("B", rank, i))
         # Rank r puts its weight gradients off by r backwards: what is put off fills the gaps at the end.
         if split and i >= rank:
             ops.append(Op("W", rank, i - rank))
     if split:
-        ops += [Op("W", rank, i) for i in range(max(0, micros - rank), micros)]
+        ops += [Op("W", rank, i) for i in range(max(0, micro_batches - rank), micro_batches)]
     return ops
 
 
-def _interleaved(rank: int, ranks: int, micros: int, chunks: int) -> list[Op]:
-    """1F1B over the stages of this rank: groups of p micro-batches through one chunk, then through the next."""
+def _interleaved(rank: int, ranks: int, micro_batches: int, virtual_stages: int) -> list[Op]:
+    """1F1B over the stages of this rank: p micro-batches through one virtual stage, then through the next."""
 
     def nth(kind: str, n: int) -> Op:
-        group, place = divmod(n, ranks * chunks)
-        chunk, micro = divmod(place, ranks)
-        chunk = chunk if kind == "F" else chunks - 1 - chunk
-        return Op(kind, chunk * ranks + rank, group * ranks + micro)
+        group, place = divmod(n, ranks * virtual_stages)
+        nth_stage, micro_batch = divmod(place, ranks)
+        nth_stage = nth_stage if kind == "F" else virtual_stages - 1 - nth_stage
+        return Op(kind, nth_stage * ranks + rank, group * ranks + micro_batch)
 
-    total = micros * chunks
-    ahead = min(2 * (ranks - rank - 1) + (chunks - 1) * ranks, total)
+    total = micro_batches * virtual_stages
+    ahead = min(2 * (ranks - rank - 1) + (virtual_stages - 1) * ranks, total)
     ops = [nth("F", n) for n in range(ahead)]
     for n in range(total):
         if ahead + n < total:
@@ -152,14 +153,14 @@ def bubble(spans: list[Span]) -> float:
     return 1 - busy / (max(span.end for span in spans) * (1 + max(span.rank for span in spans)))
 
 
-def bubble_formula(name: str, ranks: int, micros: int, chunks: int = 1) -> float:
+def bubble_formula(name: str, ranks: int, micro_batches: int, virtual_stages: int = 1) -> float:
     """Return the same by formula, where a forward, and backward of inputs and of weights, last equally long.
 
     A rank waits p − 1 times for forward and backward of a stage, 3 units (arXiv 2104.04473, section 2.2), v times less
     if its stages are v times shorter; ZB-H1 for one unit (arXiv 2401.10241, section 2.2). Holds for m >= p.
     """
-    waits = {"zero-bubble": 1 / 3, "interleaved": 1 / chunks}.get(name, 1.0) * (ranks - 1)
-    return waits / (micros + waits)
+    waits = {"zero-bubble": 1 / 3, "interleaved": 1 / virtual_stages}.get(name, 1.0) * (ranks - 1)
+    return waits / (micro_batches + waits)
 
 
 def held(plan: Schedule) -> list[float]:

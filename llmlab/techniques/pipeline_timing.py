@@ -10,11 +10,11 @@ from ..models.llama import Llama
 from .launch import launch
 from .pipeline import Stage, run
 from .pipeline_schedules import Op, Span, schedule
-from .split_training import SMALL_LLAMA
+from .split_training import TINY_LLAMA
 from .training import next_token_loss
 
 # Large enough that a stage takes some ms a micro-batch, beside which a message between processes is short.
-TIMED_LLAMA = {**SMALL_LLAMA, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 8}
+TIMED_LLAMA = {**TINY_LLAMA, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 8}
 SEQ_LEN = 64
 
 
@@ -23,12 +23,12 @@ def in_this_rank(plans: dict[str, list]) -> dict[str, list]:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     ids = tokens(TIMED_LLAMA["vocab_size"])
     found = {}
-    for name, (kind, micros, chunks) in plans.items():
+    for name, (kind, micro_batches, virtual_stages) in plans.items():
         torch.manual_seed(0)
         whole = Llama.from_spec(TIMED_LLAMA)
-        stages = {n: Stage(whole, n, ranks * chunks) for n in range(rank, ranks * chunks, ranks)}
-        plan = schedule(kind, ranks, micros, chunks)
-        batch = list(windows(ids, micros, SEQ_LEN)[:, None])  # one sequence a micro-batch
+        stages = {n: Stage(whole, n, ranks * virtual_stages) for n in range(rank, ranks * virtual_stages, ranks)}
+        plan = schedule(kind, ranks, micro_batches, virtual_stages)
+        batch = list(windows(ids, micro_batches, SEQ_LEN)[:, None])  # one sequence a micro-batch
         for _ in range(2):  # the first one also allocates
             spans: list[Span] = []
             dist.barrier()
@@ -38,7 +38,7 @@ def in_this_rank(plans: dict[str, list]) -> dict[str, list]:
 
 
 def timed(plans: dict[str, tuple[str, int, int]], ranks: int = 2) -> dict[str, list[Span]]:
-    """Return the spans of each plan, {name: (schedule, micro-batches, chunks)}, in ms since its first op began."""
+    """Return the spans of each plan, {name: (schedule, micro-batches, virtual stages)}, in ms from its first op on."""
     by_rank = launch(in_this_rank, ranks, {name: list(plan) for name, plan in plans.items()})
     found = {}
     for name in plans:

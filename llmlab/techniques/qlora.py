@@ -8,6 +8,8 @@ bitsandbytes holds the codes and multiplies; `llmlab.quantize.nf4` is the same f
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -30,7 +32,7 @@ def to_nf4(model: nn.Module, double: bool = False, compute: torch.dtype = torch.
     if any(isinstance(module, LoRALinear) for module in model.modules()):
         raise SpecError("this model has LoRA layers, and A and B must stay as they are: call to_nf4 before inject")
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    how = {"quant_type": "nf4", "compress_statistics": double}
+    how: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": double}
     for name, linear in linears.items():
         parent, _, last = name.rpartition(".")
         if last == HEAD:
@@ -41,7 +43,8 @@ def to_nf4(model: nn.Module, double: bool = False, compute: torch.dtype = torch.
         # not go through its product with packed weights: from then on, layers below would train on wrong gradients.
         small.support_avx512bf16_for_cpu = False
         small.bias = linear.bias
-        small.weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False, **how).to(linear.weight.device)
+        weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False, **how)
+        small.weight = weight.to(linear.weight.device)  # type: ignore[misc]  # its stub takes it for a Module
         setattr(model.get_submodule(parent), last, small)
     return model
 
@@ -54,10 +57,13 @@ def merge_rounded(model: nn.Module) -> nn.Module:
     """
     import bitsandbytes as bnb
 
-    for layer in adapters(model).values():
+    for name, layer in adapters(model).items():
         old = layer.base.weight
-        how = {"quant_type": "nf4", "compress_statistics": old.compress_statistics}
+        if not isinstance(old, bnb.nn.Params4bit) or old.quant_state is None:
+            raise SpecError(f"{name}'s base is not in NF4: call to_nf4 before inject, or merge")
+        how: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": old.compress_statistics}
         whole = bnb.functional.dequantize_4bit(old.data, old.quant_state).float() + layer.difference()
-        layer.base.weight = bnb.nn.Params4bit(whole, requires_grad=False, **how).to(old.device)
+        rounded = bnb.nn.Params4bit(whole, requires_grad=False, **how)
+        layer.base.weight = rounded.to(old.device)  # type: ignore[misc]  # its stub takes it for a Module
         layer.merged = True
     return model

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..errors import NotAvailable, SpecError
 from ..hardware.gpu import GPU
 from ..hardware.gpu import gpu as find_gpu
-from ..models.llama import Llama
+from ..models.llama import Block, Llama, RMSNorm
 
 Way = Literal["16-bit", "fused", "unpacked", "w8a8"]
 
@@ -59,13 +59,14 @@ def with_outliers(model: Llama, channels: tuple[int, ...] = (7, 77), factor: int
     copied = copy.deepcopy(model)
     index = list(channels)
     for block in copied.layers:
+        assert isinstance(block, Block)
         attention, mlp = block.self_attn, block.mlp
         scale_norm(block.input_layernorm, [attention.q_proj, attention.k_proj, attention.v_proj], index, factor)
         scale_norm(block.post_attention_layernorm, [mlp.gate_proj, mlp.up_proj], index, factor)
     return copied
 
 
-def scale_norm(norm: nn.Module, readers: list[nn.Linear], channels: list[int], factor: int) -> None:
+def scale_norm(norm: RMSNorm, readers: list[nn.Linear], channels: list[int], factor: int) -> None:
     """Multiply a norm's `channels` by `factor`, and divide the columns that read them: in place."""
     norm.weight[channels] *= factor
     for linear in readers:

@@ -22,7 +22,7 @@ from ..runs import Training
 from .launch import PATIENCE, RankFailed, launch
 
 # 78 144 parameters. Every first dimension divides by 2 and 4 (FSDP2 cuts there), every unit by 2, 3 and 4.
-SMALL_GPT = {
+TINY_GPT: dict[str, Any] = {
     "model_type": "gpt2", "vocab_size": 384, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64,
     "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "initializer_range": 0.05,
 }  # fmt: skip
@@ -45,7 +45,7 @@ class Job:
         from .data_parallel import METHODS
         from .engines import check
 
-        check_sizes(self, SMALL_GPT["n_positions"])
+        check_sizes(self, TINY_GPT["n_positions"])
         if self.sequences % self.ranks:
             raise SpecError(f"ranks={self.ranks} does not divide sequences={self.sequences}: unequal shares of a batch")
         if self.method not in METHODS:
@@ -58,6 +58,7 @@ class Job:
 def check_sizes(job: Any, positions: int) -> None:
     """Raise SpecError unless ranks, steps and sequences are counts, and seq_len fits the model's `positions`."""
     check_counts(job, "ranks", "steps", "sequences")
+    check_seed(job)
     if not 2 <= job.seq_len <= positions:
         raise SpecError(f"seq_len={job.seq_len!r} is outside 2 <= seq_len <= {positions}")
 
@@ -70,8 +71,14 @@ def check_counts(job: Any, *names: str) -> None:
             raise SpecError(f"{name}={value!r} is not a whole number >= 1")
 
 
-def small_gpt() -> ModelSpec:
-    return model(SMALL_GPT)
+def check_seed(job: Any) -> None:
+    """Raise SpecError unless the seed is one that `batch_seed` makes a seed of torch's generators of."""
+    if isinstance(job.seed, bool) or not isinstance(job.seed, int) or not 0 <= job.seed < 2**31:
+        raise SpecError(f"seed={job.seed!r} is not a whole number from 0 to {2**31 - 1}")
+
+
+def tiny_gpt() -> ModelSpec:
+    return model(TINY_GPT)
 
 
 def train(job: Job) -> dict:
@@ -88,8 +95,8 @@ def train(job: Job) -> dict:
     from .training import batch_seed, next_token_loss
 
     torch.manual_seed(job.seed)
-    engine = engines.of(job.engine, GPT(small_gpt()), job.stage, job.method)
-    ids = tokens(SMALL_GPT["vocab_size"])
+    engine = engines.of(job.engine, GPT(tiny_gpt()), job.stage, job.method)
+    ids = tokens(TINY_GPT["vocab_size"])
     share = job.sequences // job.ranks
     losses = []
     for step in range(job.steps):
@@ -119,7 +126,7 @@ def formula(job: Job) -> dict[str, int]:
     """Return the bytes a rank holds by llmlab.estimate."""
     from ..estimate.states import states
 
-    held = states(small_gpt(), Training(zero=job.stage, dp=job.ranks))
+    held = states(tiny_gpt(), Training(zero=job.stage, dp=job.ranks))
     return {"parameters": held.weights, "gradients": held.gradients, "optimizer": held.optimizer}
 
 
@@ -172,10 +179,17 @@ def command(
 
 
 def _table(found: dict) -> str:
-    lines = [f"step {step:3}: {loss:.6f} nats a token" for step, loss in enumerate(found["losses"])]
-    for rank, held in enumerate(found["bytes"]):
-        sent = found["sent"][rank]
-        shown = ", ".join(f"{kind} {size:,}" for kind, size in held.items())
-        lines.append(f"rank {rank}: {shown} bytes" + (f"; {sent:,} bytes sent" if sent is not None else ""))
-    lines.append("formula: " + ", ".join(f"{kind} {size:,}" for kind, size in found["formula"].items()) + " bytes")
-    return "\n".join(lines)
+    lines = loss_lines(found)
+    for rank, (held, sent) in enumerate(zip(found["bytes"], found["sent"], strict=True)):
+        lines.append(f"rank {rank}: {sizes(held)}" + (f"; {sent:,} bytes sent" if sent is not None else ""))
+    return "\n".join([*lines, f"formula: {sizes(found['formula'])}"])
+
+
+def loss_lines(found: dict) -> list[str]:
+    """Return a line for the loss of each step of what a run found."""
+    return [f"step {step:3}: {loss:.6f} nats a token" for step, loss in enumerate(found["losses"])]
+
+
+def sizes(held: dict[str, int]) -> str:
+    """Return bytes by what they are for as words."""
+    return ", ".join(f"{kind} {size:,}" for kind, size in held.items()) + " bytes" if held else "nothing"

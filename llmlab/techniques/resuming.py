@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
 from ..models.gpt import GPT
 from ..models.spec import model as model_spec
+from ..step_ranks import shard_units
 from .engines import ADAMW
-from .rank_training import SMALL_GPT
+from .rank_training import TINY_GPT
 from .schedules import warmup_cosine
 from .training import batch_seed
 
@@ -58,12 +57,10 @@ class Progress:
         self.here, run = here, job.run(here.ranks)
         torch.manual_seed(job.seed)  # the same weights on every rank
         drop = {"resid_pdrop": job.dropout, "embd_pdrop": job.dropout}
-        self.model: nn.Module = GPT(model_spec({**SMALL_GPT, **drop})).to(device)
+        self.model = GPT(model_spec({**TINY_GPT, **drop})).to(device)
         if run.zero:
             mesh = init_device_mesh(device.type, (here.ranks,))
-            for block in self.model.h:
-                fully_shard(block, mesh=mesh, **run.to_fsdp())
-            fully_shard(self.model, mesh=mesh, **run.to_fsdp())
+            shard_units(self.model, self.model.h, mesh=mesh, **run.to_fsdp())
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **ADAMW)
         self.schedule = LambdaLR(self.optimizer, lambda step: warmup_cosine(step + 1, 2, job.steps + 1))
         self.order = Order(job.seed)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..models.llama import Llama
+from ..step_ranks import COLUMNS, ROWS
 from .training import next_token_loss
 
 
@@ -20,16 +21,15 @@ def with_parallelize_module(
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
+        ParallelStyle,
         PrepareModuleInput,
         RowwiseParallel,
         SequenceParallel,
         parallelize_module,
     )
 
-    from .tensor_parallel import COLUMNS, ROWS
-
     outside = Shard(1) if sequence_parallel else Replicate()
-    plan = {
+    plan: dict[str, ParallelStyle] = {
         "embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=outside),
         "lm_head": ColwiseParallel(input_layouts=outside, output_layouts=Replicate()),
     }
@@ -41,9 +41,7 @@ def with_parallelize_module(
             plan[name] = RowwiseParallel(output_layouts=outside)
         elif last in ("self_attn", "mlp"):  # attention is also given angles, mask and cache, which stay as they are
             rest = (None, None, None) if last == "self_attn" else ()
-            plan[name] = PrepareModuleInput(
-                input_layouts=(outside, *rest), desired_input_layouts=(Replicate(), *rest)
-            )
+            plan[name] = PrepareModuleInput(input_layouts=(outside, *rest), desired_input_layouts=(Replicate(), *rest))
         elif last.endswith("norm") and sequence_parallel:
             plan[name] = SequenceParallel()
     shard = parallelize_module(whole, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
@@ -57,7 +55,7 @@ def with_parallelize_module(
 
 
 def with_pipelining(
-    mine: dict[int, nn.Module], stages: int, schedule: str, micro_batches: int
+    mine: Mapping[int, nn.Module], stages: int, schedule: str, micro_batches: int
 ) -> Callable[[Tensor], float | None]:
     """Return forward with backward of this rank's stages, by torch.distributed.pipelining's schedule of that name."""
     from torch.distributed import pipelining

@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import SpecError
 from ..models.spec import ModelSpec, model
 from .launch import PATIENCE, launch
 from .pipeline_schedules import SCHEDULES, schedule
-from .rank_training import check_sizes, command
+from .rank_training import check_sizes, command, loss_lines, sizes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..models.llama import Llama
 
 # Heads, key heads, MLP width, vocabulary and layers all divide by 2 and 4. Untied: first and last stage share nothing.
-SMALL_LLAMA = {
+TINY_LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 384, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4,
     "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0, "tie_word_embeddings": False, "initializer_range": 0.05,
@@ -47,30 +47,30 @@ class Job:
     sequence_parallel: bool = False  # of tensor_parallel
     schedule: str = "1f1b"  # of pipeline, as the next two
     micro_batches: int = 4
-    chunks: int = 1
+    virtual_stages: int = 1
 
     def __post_init__(self) -> None:
         from . import pipeline, tensor_parallel
 
-        check_sizes(self, SMALL_LLAMA["max_position_embeddings"])
+        check_sizes(self, TINY_LLAMA["max_position_embeddings"])
         if self.technique not in TECHNIQUES:
             raise SpecError(f"technique={self.technique!r} is not one of {', '.join(TECHNIQUES)}")
         if self.engine not in ENGINES:
             raise SpecError(f"engine={self.engine!r} is not one of {', '.join(ENGINES)}")
         if self.technique == "tensor_parallel":
-            tensor_parallel.check(small_llama(), self.ranks, self.seq_len if self.sequence_parallel else None)
+            tensor_parallel.check(tiny_llama(), self.ranks, self.seq_len if self.sequence_parallel else None)
             return
-        schedule(self.schedule, self.ranks, self.micro_batches, self.chunks)
+        schedule(self.schedule, self.ranks, self.micro_batches, self.virtual_stages)
         try:
-            pipeline.check(small_llama(), self.ranks * self.chunks)
+            pipeline.check(tiny_llama(), self.ranks * self.virtual_stages)
         except SpecError as error:
-            raise SpecError(f"ranks={self.ranks} × chunks={self.chunks}: {error}") from None
+            raise SpecError(f"ranks={self.ranks} × virtual_stages={self.virtual_stages}: {error}") from None
         if self.sequences % self.micro_batches:
             raise SpecError(f"micro_batches={self.micro_batches} does not divide sequences={self.sequences}")
 
 
-def small_llama() -> ModelSpec:
-    return model(SMALL_LLAMA)
+def tiny_llama() -> ModelSpec:
+    return model(TINY_LLAMA)
 
 
 def train(job: Job) -> dict:
@@ -87,12 +87,12 @@ def train(job: Job) -> dict:
     from .training import batch_seed
 
     torch.manual_seed(job.seed)
-    whole = Llama(small_llama())
+    whole = Llama(tiny_llama())
     build = {"tensor_parallel": _tensor_parallel, "pipeline": _pipeline}[job.technique]
     parameters, forward_backward = build(job, whole)
     del whole
     optimizer = torch.optim.AdamW(parameters, foreach=False, **ADAMW)  # foreach refuses a DTensor beside a Tensor
-    ids = tokens(SMALL_LLAMA["vocab_size"])
+    ids = tokens(TINY_LLAMA["vocab_size"])
     losses = []
     for step in range(job.steps):
         losses.append(forward_backward(windows(ids, job.sequences, job.seq_len, batch_seed(job.seed, step))))
@@ -129,13 +129,13 @@ def _pipeline(job: Job, whole: Llama) -> tuple[list[Parameter], Callable[[Tensor
     from .split_engines import with_pipelining
     from .training import next_token_loss
 
-    stages = job.ranks * job.chunks
+    stages = job.ranks * job.virtual_stages
     mine = {number: Stage(whole, number, stages) for number in range(dist.get_rank(), stages, job.ranks)}
     parameters = [p for stage in mine.values() for p in stage.parameters()]
     shape = (job.sequences // job.micro_batches, job.seq_len, whole.spec.hidden)
     if job.engine == "torch":
         return parameters, with_pipelining(mine, stages, job.schedule, job.micro_batches)
-    plan = schedule(job.schedule, job.ranks, job.micro_batches, job.chunks)
+    plan = schedule(job.schedule, job.ranks, job.micro_batches, job.virtual_stages)
 
     def forward_backward(ids_BT: Tensor) -> float | None:
         return run(plan, mine, list(ids_BT.chunk(job.micro_batches)), next_token_loss, shape)
@@ -146,7 +146,7 @@ def _pipeline(job: Job, whole: Llama) -> tuple[list[Parameter], Callable[[Tensor
 def run_job(job: Job, patience: float = PATIENCE) -> dict:
     """Launch the job's ranks; return its losses, the bytes each rank holds, and those of the whole model."""
     ranks = launch(train, job.ranks, job, patience=patience)
-    whole = 4 * small_llama().parameters
+    whole = 4 * tiny_llama().parameters
     return {
         "technique": job.technique, "engine": job.engine, "ranks": job.ranks, "losses": ranks[-1]["losses"],
         "bytes": [rank["bytes"] for rank in ranks],
@@ -166,7 +166,7 @@ def main(technique: str, arguments: list[str] | None = None) -> None:
     else:
         parser.add_argument("--schedule", default="1f1b", help=", ".join(SCHEDULES))
         parser.add_argument("--micro-batches", type=int, default=4, help="of a step (default 4)")
-        parser.add_argument("--chunks", type=int, default=1, help="stages a rank, of interleaved")
+        parser.add_argument("--virtual-stages", type=int, default=1, help="stages a rank, of interleaved")
     command(
         parser,
         arguments,
@@ -177,8 +177,5 @@ def main(technique: str, arguments: list[str] | None = None) -> None:
 
 def show(found: dict) -> str:
     """Return losses, and the bytes of each rank, as lines."""
-    lines = [f"step {step:3}: {loss:.6f} nats a token" for step, loss in enumerate(found["losses"])]
-    names = [f"rank {rank}" for rank in range(found["ranks"])]
-    for name, held in zip([*names, "whole"], [*found["bytes"], found["whole"]], strict=True):
-        lines.append(f"{name}: " + ", ".join(f"{kind} {size:,}" for kind, size in held.items()) + " bytes")
-    return "\n".join(lines)
+    lines = [f"rank {rank}: {sizes(held)}" for rank, held in enumerate(found["bytes"])]
+    return "\n".join([*loss_lines(found), *lines, f"whole: {sizes(found['whole'])}"])

@@ -29,9 +29,7 @@ from torch import Tensor, nn
 from ..errors import SpecError
 from ..models.llama import Llama
 from ..models.spec import ModelSpec
-
-COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # cut by outputs
-ROWS = ("o_proj", "down_proj")  # cut by inputs: their outputs are sums over ranks
+from ..step_ranks import COLUMNS, ROWS
 
 # ---- what crosses ranks. Each is its partner's backward. `group` None: all ranks.
 
@@ -189,28 +187,30 @@ def shard(model: Llama, sequence_parallel: bool = False, group: Ranks = None) ->
             _keep(linear, 1, group)
             linear.register_forward_hook(lambda _module, _inputs, x: leave.apply(x, group))
     for block in model.layers:
-        for pair in (block.self_attn, block.mlp):  # x is gathered once for q, k and v, not three times
+        for name in ("self_attn", "mlp"):  # x is gathered once for q, k and v, not three times
+            pair = block.get_submodule(name)
             pair.register_forward_pre_hook(lambda _module, inputs: (enter.apply(inputs[0], group), *inputs[1:]))
-    _keep(model.embed_tokens, 0, group)
-    model.embed_tokens = VocabularyEmbedding(model.embed_tokens.weight, leave, group)
+    words = _keep(model.embed_tokens, 0, group)
+    model.set_submodule("embed_tokens", VocabularyEmbedding(words, leave, group))
     if model.spec.tied:
-        model.lm_head.weight = model.embed_tokens.weight
+        model.lm_head.weight = words
     else:
         _keep(model.lm_head, 0, group)
     model.lm_head.register_forward_pre_hook(lambda _module, inputs: enter.apply(*inputs, group))
     return model
 
 
-def _keep(module: nn.Module, dim: int, group: Ranks) -> None:
+def _keep(module: nn.Module, dim: int, group: Ranks) -> nn.Parameter:
     """Cut a module's weight along `dim`: this rank's piece in memory of its own, so that the whole is freed."""
-    piece = module.weight.detach().tensor_split(dist.get_world_size(group), dim)[dist.get_rank(group)]
-    module.weight = nn.Parameter(piece.clone(memory_format=torch.contiguous_format))
+    pieces = module.get_parameter("weight").detach().tensor_split(dist.get_world_size(group), dim)
+    module.weight = nn.Parameter(pieces[dist.get_rank(group)].clone(memory_format=torch.contiguous_format))
+    return module.weight
 
 
 def sum_norm_gradients(model: nn.Module, group: Ranks = None) -> None:
     """Add up the gradients of what is whole on every rank but saw only its tokens; call it after backward."""
     for parameter in model.parameters():
-        if parameter.ndim == 1:
+        if parameter.ndim == 1 and parameter.grad is not None:
             dist.all_reduce(parameter.grad, group=group)
 
 
@@ -219,12 +219,13 @@ def clip_grad_norm(model: nn.Module, largest: float, group: Ranks = None) -> Ten
 
     Each rank's own norm would scale the shares differently. Norms are whole on every rank, and count once.
     """
-    squares = [(p.grad.square().sum(), p.ndim == 1) for p in model.parameters()]
+    gradients = [(p.grad, p.ndim == 1) for p in model.parameters() if p.grad is not None]
+    squares = [(gradient.square().sum(), whole) for gradient, whole in gradients]
     cut = sum((square for square, whole in squares if not whole), torch.zeros(()))
     dist.all_reduce(cut, group=group)
     norm = (cut + sum(square for square, whole in squares if whole)).sqrt()
-    for parameter in model.parameters():
-        parameter.grad.mul_((largest / (norm + 1e-6)).clamp(max=1.0))
+    for gradient, _ in gradients:
+        gradient.mul_((largest / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 

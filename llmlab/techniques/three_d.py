@@ -20,7 +20,7 @@ from ..errors import SpecError
 from . import pipeline_schedules
 from .launch import PATIENCE, launch
 from .rank_training import check_counts, check_sizes, command
-from .split_training import SMALL_LLAMA, show, small_llama
+from .split_training import TINY_LLAMA, show, tiny_llama
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class Job:
     def __post_init__(self) -> None:
         from . import pipeline, tensor_parallel
 
-        check_sizes(self, SMALL_LLAMA["max_position_embeddings"])
+        check_sizes(self, TINY_LLAMA["max_position_embeddings"])
         check_counts(self, "tp", "pp")
         if self.ranks % (self.tp * self.pp):
             given = f"ranks={self.ranks} cannot be dp × tp={self.tp} × pp={self.pp}"
             raise SpecError(f"{given}; give ranks a multiple of {self.tp * self.pp}, or other degrees")
         try:
-            tensor_parallel.check(small_llama(), self.tp)
-            pipeline.check(small_llama(), self.pp)
+            tensor_parallel.check(tiny_llama(), self.tp)
+            pipeline.check(tiny_llama(), self.pp)
         except SpecError as error:
             raise SpecError(f"{error} (dp={self.dp} × tp={self.tp} × pp={self.pp})") from None
         pipeline_schedules.schedule(self.schedule, self.pp, self.micro_batches, 1)
@@ -75,18 +75,20 @@ def train(job: Job) -> dict:
 
     mesh = init_device_mesh("cpu", (job.pp, job.dp, job.tp), mesh_dim_names=("pp", "dp", "tp"))
     across, down = mesh.get_group("tp"), mesh.get_group("dp")
-    stage, copy, _ = mesh.get_coordinate()
+    place = mesh.get_coordinate()
+    assert place is not None  # all ranks are in the mesh
+    stage, copy, _ = place
     line = dist.get_process_group_ranks(mesh.get_group("pp"))  # those of this rank's pipeline, first stage first
 
     torch.manual_seed(job.seed)
-    whole = tensor_parallel.shard(Llama(small_llama()), group=across)
+    whole = tensor_parallel.shard(Llama(tiny_llama()), group=across)
     mine = pipeline.Stage(whole, stage, job.pp)
     del whole
     plan = pipeline_schedules.schedule(job.schedule, job.pp, job.micro_batches, 1)
     share = job.sequences // job.dp
-    shape = (share // job.micro_batches, job.seq_len, SMALL_LLAMA["hidden_size"])
+    shape = (share // job.micro_batches, job.seq_len, TINY_LLAMA["hidden_size"])
     optimizer = torch.optim.AdamW(mine.parameters(), **ADAMW)
-    ids, losses = tokens(SMALL_LLAMA["vocab_size"]), []
+    ids, losses = tokens(TINY_LLAMA["vocab_size"]), []
     for step in range(job.steps):
         batch = windows(ids, job.sequences, job.seq_len, batch_seed(job.seed, step))[copy * share :][:share]
         micro_batches = list(batch.chunk(job.micro_batches))
@@ -95,9 +97,9 @@ def train(job: Job) -> dict:
             return tensor_parallel.next_token_loss(logits, given, across)
 
         found = pipeline.run(plan, {stage: mine}, micro_batches, loss, shape, ranks=line)
-        for parameter in mine.parameters():
-            dist.all_reduce(parameter.grad, group=down)
-            parameter.grad.div_(job.dp)  # shares are equal, so the mean of means is the mean
+        for gradient in [p.grad for p in mine.parameters() if p.grad is not None]:
+            dist.all_reduce(gradient, group=down)
+            gradient.div_(job.dp)  # shares are equal, so the mean of means is the mean
         mean = torch.tensor(0.0 if found is None else found / job.dp)
         dist.all_reduce(mean, group=down)
         losses.append(None if found is None else mean.item())
@@ -105,13 +107,13 @@ def train(job: Job) -> dict:
         optimizer.step()
         optimizer.zero_grad()
     held = {"parameters": local(mine.parameters()), "gradients": gradients, **states(optimizer)}
-    return {"losses": losses, "bytes": held, "place": list(mesh.get_coordinate())}
+    return {"losses": losses, "bytes": held, "place": list(place)}
 
 
 def run_job(job: Job, patience: float = PATIENCE) -> dict:
     """Launch the job's ranks; return its losses, each rank's place and the bytes it holds, and the whole model's."""
     ranks = launch(train, job.ranks, job, patience=patience)
-    whole = 4 * small_llama().parameters
+    whole = 4 * tiny_llama().parameters
     return {
         "ranks": job.ranks, "mesh": {"pp": job.pp, "dp": job.dp, "tp": job.tp}, "losses": ranks[-1]["losses"],
         "places": [rank["place"] for rank in ranks], "bytes": [rank["bytes"] for rank in ranks],

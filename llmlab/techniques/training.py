@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,12 +34,12 @@ from .schedules import warmup_cosine
 # 2.5 million parameters: two cores see 180 000 tokens in half a minute, and half-precision ones take 5 MB. Widths are
 # multiples of 256, the largest block of a number format (GGUF's K-quants; NF4 has 64), so that each can hold it all.
 # Narrower matrices start larger: 0.05 is to a width of 256 about what 0.02 is to GPT-2's 768 and beyond.
-SMALL_LLAMA = {
+SMALL_LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 3,
     "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 1024, "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0, "tie_word_embeddings": True, "initializer_range": 0.05,
 }  # fmt: skip
-SMALL_GPT = {
+SMALL_GPT: dict[str, Any] = {
     "model_type": "gpt2", "vocab_size": 1024, "n_embd": 256, "n_layer": 3, "n_head": 8, "n_positions": 1024,
     "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "initializer_range": 0.05,
 }  # fmt: skip
@@ -173,7 +174,7 @@ def write_recipe(folder: Path, recipe: Recipe, history: History, held_out: Tenso
     It is that of the ids `held_out`, (tokens,), under the weights as they were written: half precision changed them.
     """
     path = folder / RECIPE
-    facts = {
+    facts: dict[str, Any] = {
         "command": "python -m llmlab.techniques.training --small --out FOLDER",
         "recipe": asdict(recipe),
         "tokens": history.tokens,

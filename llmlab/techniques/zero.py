@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import SpecError
-from .data_parallel import ring_all_gather, ring_reduce_scatter, same_model
+from .data_parallel import flat_gradients, ring_all_gather, ring_reduce_scatter, same_model
 from .memory_anatomy import storage_bytes
 
 STAGES = (1, 2, 3)
@@ -61,7 +61,7 @@ class Unit:
     def reduce_gradients(self) -> int:
         """Average the gradients over ranks, keep this rank's chunk and drop the rest; return the bytes sent."""
         flat = torch.zeros(self.bytes // self.shard.element_size(), dtype=self.shard.dtype)  # (P,)
-        flat[: sum(p.numel() for p in self.parameters)] = torch.cat([p.grad.flatten() for p in self.parameters])
+        flat[: sum(p.numel() for p in self.parameters)] = flat_gradients(self.parameters)
         for parameter in self.parameters:
             parameter.grad = None
         sent = ring_reduce_scatter(flat.mul_(1 / dist.get_world_size()))
@@ -120,6 +120,8 @@ class Zero:
         for unit in self.units:
             if self.stage == 1:  # gradients stay whole until here
                 self.sent += unit.reduce_gradients()
+            elif unit.shard.grad is None or unit.waiting < len(unit.parameters):  # it was not reduced
+                flat_gradients(unit.parameters)  # says why
         self.optimizer.step()
         self.optimizer.zero_grad()
         for unit in self.units:

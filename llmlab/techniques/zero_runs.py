@@ -7,9 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..engine_configs import DEEPSPEED_COMMON
 from ..models.gpt import GPT
 from .engines import ADAMW, local, quiet_deepspeed
-from .rank_training import SMALL_GPT, Job, small_gpt, train
+from .rank_training import TINY_GPT, Job, tiny_gpt, train
 from .training import next_token_loss
 from .zero import Zero
 
@@ -31,15 +32,14 @@ KNOBS = (
 def over_the_step() -> list[tuple[str, int]]:
     """Run in each rank: the bytes of parameters that our stage 3 holds, at each gather and free of one step."""
     torch.manual_seed(0)
-    model = GPT(small_gpt())
+    model = GPT(tiny_gpt())
     shared = Zero(model, list(model.h), 3, torch.optim.AdamW, lr=1e-3)
     seen = [("start", shared.parameter_bytes())]
     for number, block in enumerate(model.h):
-        block.mlp.register_forward_hook(lambda *_, n=number: seen.append((f"forward {n}", shared.parameter_bytes())))
-        block.mlp.register_full_backward_hook(
-            lambda *_, n=number: seen.append((f"backward {n}", shared.parameter_bytes()))
-        )
-    ids = torch.randint(SMALL_GPT["vocab_size"], (2, 16), generator=torch.Generator().manual_seed(1))  # (B, T)
+        mlp = block.get_submodule("mlp")
+        mlp.register_forward_hook(lambda *_, n=number: seen.append((f"forward {n}", shared.parameter_bytes())))
+        mlp.register_full_backward_hook(lambda *_, n=number: seen.append((f"backward {n}", shared.parameter_bytes())))
+    ids = torch.randint(TINY_GPT["vocab_size"], (2, 16), generator=torch.Generator().manual_seed(1))  # (B, T)
     shared.backward(next_token_loss(model(ids), ids))
     return [*seen, ("end", shared.parameter_bytes())]
 
@@ -53,16 +53,15 @@ def persistence(threshold: int) -> int:
     import deepspeed as library
 
     torch.manual_seed(0)
-    model = GPT(small_gpt())
+    model = GPT(tiny_gpt())
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": threshold},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
+        **DEEPSPEED_COMMON,
     }
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     engine, *_ = library.initialize(model=model, optimizer=optimizer, config=config)
-    ids = torch.randint(SMALL_GPT["vocab_size"], (2, 16), generator=torch.Generator().manual_seed(1))  # (B, T)
+    ids = torch.randint(TINY_GPT["vocab_size"], (2, 16), generator=torch.Generator().manual_seed(1))  # (B, T)
     engine.backward(next_token_loss(engine(ids), ids))
     engine.step()
     parameters = list(engine.module.parameters())

@@ -15,7 +15,8 @@ import json
 import os
 import tempfile
 
-from .rank_training import SMALL_GPT
+from ..engine_configs import DEEPSPEED_COMMON
+from .rank_training import TINY_GPT
 
 
 def deepspeed_config(stage: int) -> dict:
@@ -23,10 +24,9 @@ def deepspeed_config(stage: int) -> dict:
     return {
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
         "zero_optimization": {"stage": stage},
-        "zero_allow_untested_optimizer": True,  # torch's AdamW, which the Trainer makes
-        "zero_force_ds_cpu_optimizer": False,
+        **DEEPSPEED_COMMON,  # among it: torch's AdamW, which the Trainer makes, will do
+        "gradient_clipping": "auto",
     }
 
 
@@ -42,9 +42,9 @@ def train(stage: int, steps: int, micro_batch: int = 2) -> dict:
     if stage and on_cpu:
         quiet_deepspeed()
     torch.manual_seed(0)
-    config = GPT2Config(**SMALL_GPT, bos_token_id=0, eos_token_id=0)
-    world, length = int(os.environ.get("WORLD_SIZE", 1)), SMALL_GPT["n_positions"]
-    ids = windows(tokens(SMALL_GPT["vocab_size"]), steps * micro_batch * world, length, 0)  # (rows, T)
+    config = GPT2Config(**TINY_GPT, bos_token_id=0, eos_token_id=0)
+    world, length = int(os.environ.get("WORLD_SIZE", 1)), TINY_GPT["n_positions"]
+    ids = windows(tokens(TINY_GPT["vocab_size"]), steps * micro_batch * world, length, 0)  # (rows, T)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,
@@ -61,10 +61,11 @@ def train(stage: int, steps: int, micro_batch: int = 2) -> dict:
             deepspeed=deepspeed_config(stage) if stage else None,
         )
         rows = [{"input_ids": row, "labels": row} for row in ids]
-        trainer = Trainer(GPT2LMHeadModel(config), arguments, train_dataset=rows)
+        model = GPT2LMHeadModel(config)
+        trainer = Trainer(model, arguments, train_dataset=rows)
         trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    held = local(getattr(p, "ds_tensor", p) for p in trainer.model.parameters())
+    held = local(getattr(p, "ds_tensor", p) for p in model.parameters())
     return {"rank": int(os.environ.get("RANK", 0)), "world": world, "losses": losses, "parameters": held}
 
 

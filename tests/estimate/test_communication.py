@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmlab.errors import SpecError, UnknownName
+from llmlab.errors import NotAvailable, SpecError, UnknownName
 from llmlab.estimate.communication import ALGORITHMS, COLLECTIVES, bytes_sent, finished, seconds
-from llmlab.hardware.links import base_seconds, cluster
+from llmlab.hardware.links import Cluster, base_seconds, cluster, node_link
 
 CLUSTER = cluster("H100", "InfiniBand-NDR")
 RANKS = st.sampled_from([2, 3, 4, 8, 16, 64, 512])
@@ -120,3 +120,10 @@ def test_bad_collectives_are_refused():
     with pytest.raises(SpecError, match="2 times of readiness and 1 costs"):
         finished([1, 2], [1])
     assert set(ALGORITHMS) == set(COLLECTIVES)
+
+
+def test_one_node_needs_no_network_and_several_do():
+    nodes = Cluster(node_link("T4"))
+    assert nodes.group(8).across is None
+    with pytest.raises(NotAvailable, match="network"):
+        nodes.group(16)

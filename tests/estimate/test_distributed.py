@@ -21,7 +21,7 @@ SMALL = Training(micro_batch=8, precision="autocast-bf16")
 
 
 def predicted(row, overlap):
-    return step(row.config, row.run, row.card, cluster(row.card, row.network), row.interleave, overlap)
+    return step(row.config, row.run, row.card, cluster(row.card, row.network), row.virtual_stages, overlap)
 
 
 @pytest.mark.parametrize("overlap", [(), ("tensor",)], ids=["nothing hidden", "as they hide it"])
@@ -54,7 +54,7 @@ def test_fsdp_steps_on_many_gpus(row):
 @pytest.mark.parametrize("row", llama_405b()[:2], ids=lambda row: row.name)
 def test_llama_3_on_8192_and_16384_gpus(row):
     """arXiv 2407.21783, table 4; 126 layers on 16 stages, interleaved. No constant was fitted to it."""
-    found = step(LLAMA_405B, row.run, "H100", H100, row.interleave, ("data", "tensor"))
+    found = step(LLAMA_405B, row.run, "H100", H100, row.virtual_stages, ("data", "tensor"))
     assert found.mfu == pytest.approx(row.mfu, rel=0.05)
     plain = step(LLAMA_405B, row.run, "H100", H100, 1, ("data", "tensor"))
     assert plain.mfu < 0.8 * row.mfu  # without interleaving it could not have been
@@ -163,7 +163,7 @@ def test_tensor_parallel_belongs_inside_a_node():
 def test_pipeline_bubble_and_interleaving():
     run = Training(micro_batch=1, seq_len=4096, precision="mixed-bf16", pp=4, accumulation=12)
     plain = step("meta-llama/Llama-3.1-8B", run, "H100", H100)
-    mixed = step("meta-llama/Llama-3.1-8B", run, "H100", H100, interleave=2)
+    mixed = step("meta-llama/Llama-3.1-8B", run, "H100", H100, virtual_stages=2)
     assert mixed.bubble == pytest.approx(plain.bubble / 2, rel=0.05)
     assert mixed.pipeline == pytest.approx(2 * plain.pipeline)
     assert plain.bubble / plain.compute < 3 / 12  # the last stage, with the head, is slower than those that fill
@@ -184,9 +184,9 @@ def test_what_cannot_be_predicted():
         step("gpt2", SMALL, "B200", H100)
     with pytest.raises(NotAvailable, match="A100-80GB reaches in fp32"):
         step("gpt2", Training(), "A100-80GB", H100)
-    with pytest.raises(SpecError, match="interleave=2 with pp=1"):
-        step("gpt2", SMALL, "H100", H100, interleave=2)
-    with pytest.raises(SpecError, match="interleave=20 with pp=8 makes more parts than the model's 126 layers"):
-        step(LLAMA_405B, Training(pp=8, precision="mixed-bf16", accumulation=8), "H100", H100, interleave=20)
+    with pytest.raises(SpecError, match="virtual_stages=2 with pp=1"):
+        step("gpt2", SMALL, "H100", H100, virtual_stages=2)
+    with pytest.raises(SpecError, match="virtual_stages=20 with pp=8 makes more of them than the model's 126 layers"):
+        step(LLAMA_405B, Training(pp=8, precision="mixed-bf16", accumulation=8), "H100", H100, virtual_stages=20)
     with pytest.raises(SpecError, match="'all'"):
         step("gpt2", SMALL, "H100", H100, overlap=("all",))

@@ -11,6 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from llmlab.errors import SpecError
 from llmlab.evaluate import perplexity
 from llmlab.evaluate.perplexity import windows
+from llmlab.models.llama import Llama
 
 TOKENS = 29
 
@@ -55,8 +56,6 @@ def test_each_token_has_at_least_window_less_stride_tokens_of_context(
 
 
 def test_our_own_models_are_read_no_further_than_their_context() -> None:
-    from llmlab.models.llama import Llama
-
     shape = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
              "num_attention_heads": 1, "vocab_size": 50, "max_position_embeddings": 16}  # fmt: skip
     ours, ids = Llama.from_spec(shape).eval(), torch.arange(40)
@@ -108,3 +107,11 @@ def test_perplexity_says_what_it_needs(
 def test_ids_of_another_tokenizer_are_named() -> None:
     with pytest.raises(SpecError, match="token id 60"):
         perplexity(lambda x: torch.zeros(*x.shape, 50), torch.tensor([1, 60]))
+
+
+@pytest.mark.parametrize("wrong", [-1, 50])
+def test_a_models_own_vocabulary_is_asked_before_it_reads(wrong: int) -> None:
+    shape = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+             "num_attention_heads": 1, "vocab_size": 50, "max_position_embeddings": 16}  # fmt: skip
+    with pytest.raises(SpecError, match=rf"token id {wrong}: .* has 50"):  # else an embedding's IndexError
+        perplexity(Llama.from_spec(shape).eval(), torch.tensor([3, wrong, 7]))

@@ -188,9 +188,30 @@ def test_a_target_outside_the_vocabulary_is_nan_and_no_other_rows_memory(rung):
 
 
 @RUNGS
-def test_no_counted_row_is_nan_as_in_pytorch(rung):
+def test_no_counted_row_is_a_nan_loss_and_no_gradient_as_in_pytorch(rung):
     nothing = torch.full((5,), -100, device=DEVICE)
-    assert kernels.cross_entropy(torch.zeros(5, 7, device=DEVICE), nothing, rung=rung).isnan()
+    logits, hidden, weight = (normal(n, 7).float().to(DEVICE).requires_grad_() for n in (5, 5, 11))
+    loss = kernels.cross_entropy(logits, nothing, rung=rung)
+    fused = kernels.linear_cross_entropy(hidden, weight, nothing, rung=rung, chunk=2)
+    assert loss.isnan() and fused.isnan()
+    gradients = torch.autograd.grad(loss, logits) + torch.autograd.grad(fused, (hidden, weight))
+    assert not any(gradient.any() for gradient in gradients)  # NaN is true
+
+
+@RUNGS
+def test_what_fp16_cannot_hold_is_not_lost_before_the_loss_is_scaled(rung):
+    """A probability of 6e-6 over 64 rows is 1e-7, nearly fp16's smallest number, until GradScaler's factor comes."""
+    rows, scale = 64, 4096.0
+    hidden, weight = normal(rows, 16).half(), normal(37, 16, seed=1).half() / 64
+    hidden[:, 0], weight[0, 0] = 12, 1  # nearly all of the probability
+    targets = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+    leaves = [t.to(DEVICE).requires_grad_() for t in (hidden, weight)]
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    loss = kernels.linear_cross_entropy(*leaves, targets, rung=rung, chunk=16)
+    _, found = torch.autograd.grad(loss * scale, leaves)
+    _, wanted = torch.autograd.grad(F.cross_entropy(exact[0] @ exact[1].T, targets) * scale, exact)
+    others = found[1:].double(), wanted[1:]
+    assert (others[0] - others[1]).abs().max() <= 0.02 * others[1].abs().max()
 
 
 @TRITON
@@ -253,6 +274,21 @@ def test_inplace_copies_what_was_expanded():
     x = normal(3, 4).float().to(DEVICE).requires_grad_()
     sums = [kernels.rms_norm(x, torch.ones_like(x[0]), rung=4, inplace=inplace).sum() for inplace in (False, True)]
     assert torch.equal(torch.autograd.grad(sums[0], x)[0], torch.autograd.grad(sums[1], x)[0])
+
+
+@TRITON
+def test_inplace_turns_one_tensor_that_is_both_once():
+    """As q and k, and as their gradient, which that of a sum is."""
+    q = normal(1, 2, 3, 4).float().to(DEVICE).requires_grad_()
+    angle = normal(3, 4, seed=6).float().to(DEVICE)
+    given = normal(1, 2, 3, 4, seed=7).float().to(DEVICE)
+    found = []
+    for inplace in (False, True):
+        one = q * 1
+        a, b = kernels.rope(one, one, angle.cos(), angle.sin(), rung=4, inplace=inplace)
+        found.append((a.detach().clone(), b.detach().clone(), *torch.autograd.grad(a + b, q, given.clone())))
+    for plain, over in zip(*found, strict=True):
+        assert torch.equal(plain, over)
 
 
 @pytest.mark.parametrize("rung", [1, pytest.param(3, marks=TRITON), pytest.param(4, marks=TRITON)])
@@ -379,6 +415,31 @@ def test_attention_with_scores_far_from_zero(causal):
     assert_equal(lambda q, k, v: kernels.attention(q, k, v, causal, rung=4), exact, [q, k, v], torch.float32, 30.0)
 
 
+@RUNGS
+def test_under_autocast_products_are_in_its_dtype_and_gradients_in_fp32(rung):
+    """As F.linear and SDPA do it, whichever of the inputs are in half precision already."""
+    q, k, v = (
+        normal(1, heads, 5, 8, seed=seed).float().to(DEVICE).requires_grad_() for seed, heads in enumerate((2, 1, 1))
+    )
+    hidden, weight = normal(5, 16).float().to(DEVICE), normal(37, 16, seed=1).float().to(DEVICE).requires_grad_()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        out = kernels.attention(q, k, v.bfloat16(), rung=rung)
+        loss = kernels.linear_cross_entropy(hidden.bfloat16(), weight, TARGETS, rung=rung, chunk=2)
+    exact = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    wanted = F.cross_entropy(hidden @ weight.T, TARGETS)
+    assert out.dtype == torch.bfloat16 and loss.dtype == torch.float32
+    for ours, theirs in (
+        (
+            torch.autograd.grad(out.float().square().sum(), (q, k, v)),
+            torch.autograd.grad(exact.square().sum(), (q, k, v)),
+        ),
+        (torch.autograd.grad(loss, weight), torch.autograd.grad(wanted, weight)),
+    ):
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.dtype == torch.float32
+            assert (a - b).abs().max() <= 2 * TOLERANCE[torch.bfloat16] * b.abs().max()  # a square: twice
+
+
 # ---------------------------------------------------------------- torch.compile, the choice of a rung, and errors
 
 
@@ -452,6 +513,16 @@ X, Q = torch.ones(2, 8), torch.ones(1, 4, 3, 8)
     ("call", "message"),
     [
         (lambda: kernels.softmax(X, rung=5), r"rung=5 is no rung; allowed: 0 \(naive PyTorch\)"),
+        (lambda: kernels.softmax(X, rung=3.0), r"rung=3.0 is no rung"),
+        (lambda: kernels.softmax(X[0, 0]), r"shape \(\) has no columns; give \(..., N\), N >= 1"),
+        (lambda: kernels.softmax(X.long(), rung=0), "a tensor is torch.int64; give float32, float16, bfloat16"),
+        (lambda: kernels.rms_norm(X[:, :0], X[0, :0]), r"shape \(2, 0\) has no columns"),
+        (lambda: kernels.rms_norm(X, X[0], None), "eps=None; give a number >= 0"),
+        (lambda: kernels.rms_norm(X, X[0], -1.0), "eps=-1.0; give a number >= 0"),
+        (lambda: kernels.rope(Q[0], Q[0], X, X), r"q \(4, 3, 8\) and k \(4, 3, 8\) need \(B, H, T, D\)"),
+        (lambda: kernels.rope(Q, Q[:, :0], X, X), r"k \(1, 0, 3, 8\) need \(B, H, T, D\)"),
+        (lambda: kernels.cross_entropy(X[:, :0], X[:, 0].long()), r"shape \(2, 0\) has no columns"),
+        (lambda: kernels.linear_cross_entropy(X, X[:0], X[:, 0].long()), r"do not fit; give one dtype, hidden"),
         (lambda: kernels.rms_norm(X, X[0, :4], 1e-5), r"weight has shape \(4,\); x of shape \(2, 8\) needs \(8,\)"),
         (lambda: kernels.swiglu(X, X[:1]), "give both one shape and one dtype"),
         (lambda: kernels.rope(Q, Q, X, X), r"do not fit q \(1, 4, 3, 8\); give \(3, 8\)"),
@@ -462,6 +533,9 @@ X, Q = torch.ones(2, 8), torch.ones(1, 4, 3, 8)
         (lambda: kernels.swiglu(X, X, rung=3, inplace=True), r"inplace=True is for rung 4 \(this is rung 3\)"),
         (lambda: kernels.linear_cross_entropy(X, X.half(), torch.ones(2).long()), "give one dtype"),
         (lambda: kernels.linear_cross_entropy(X, X, torch.ones(2).long(), chunk=0), "chunk=0 rows"),
+        (lambda: kernels.linear_cross_entropy(X, X, torch.ones(2).long(), chunk=2.5), "chunk=2.5 rows"),
+        (lambda: kernels.attention(Q[..., :0], Q[..., :0], Q[..., :0]), "heads of no channels; give D >= 1"),
+        (lambda: kernels.attention(Q.long(), Q.long(), Q.long()), "give one dtype, a floating-point one"),
         (lambda: kernels.attention(Q, Q[:, :3], Q[:, :3]), "4 query heads cannot share 3 key heads"),
         (lambda: kernels.attention(Q, Q[..., :4], Q), r"give q \(B, H, T, D\), k and v"),
     ],

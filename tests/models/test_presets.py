@@ -36,6 +36,7 @@ PUBLISHED = {
     "mistralai/Mixtral-8x7B-v0.1": 46_702_792_704,
     "Qwen/Qwen2.5-0.5B": 494_032_768,
     "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-Coder-1.5B": 1_543_714_304,
     "Qwen/Qwen2.5-3B": 3_085_938_688,
     "Qwen/Qwen2.5-7B": 7_615_616_512,
     "Qwen/Qwen2.5-32B": 32_763_876_352,
@@ -53,6 +54,7 @@ PUBLISHED = {
     "google/gemma-2-27b": 27_227_128_320,
     "microsoft/Phi-3-mini-4k-instruct": 3_821_079_552,
     "deepseek-ai/DeepSeek-V3": 671_026_419_200,
+    "deepseek-ai/deepseek-coder-1.3b-base": 1_346_471_936,
 }
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from llmlab.records import figure, figures, operator_records, records
+from llmlab.records import figure, figures, held_out, operator_records, records
 from llmlab.records.store import PACKAGE
 from llmlab.runs import LoRA, Training
 from llmlab.units import MiB
@@ -10,7 +10,7 @@ from llmlab.units import MiB
 
 @pytest.fixture(scope="module")
 def t4():
-    return records(gpu="T4", source="published", folder=PACKAGE)
+    return [row for row in records(gpu="T4", source="published", folder=PACKAGE) if not held_out(row)]
 
 
 def test_every_fine_tuning_step_on_the_t4_is_there(t4):
@@ -97,6 +97,50 @@ def test_repeats_of_one_step_are_kept_apart_and_agree_on_allocated():
     for same in by_run.values():
         assert sorted(r.environment["repeat"] for r in same) == ["1 of 3", "2 of 3", "3 of 3"]
         assert len({r.peak_allocated for r in same}) == 1
+
+
+# ---- steps that were held out
+
+
+@pytest.fixture(scope="module")
+def unseen():
+    return [row for row in records(gpu="T4", source="published", folder=PACKAGE) if held_out(row)]
+
+
+def test_every_step_that_was_held_out_is_there(unseen):
+    ran = [row for row in unseen if row.outcome == "fits"]
+    assert (len(unseen), len(ran)) == (41, 37)
+    assert sum(row.peak_allocated for row in ran) == 259_252_415_488
+    assert sum(row.peak_reserved for row in ran) == 298_330_357_760
+    assert all(row.process - row.peak_reserved == 140.875 * MiB for row in ran)
+    assert all(row.peak_allocated == max(row.phases.values()) for row in ran)
+    assert all(sum(row.detail["weights"].values()) == row.parts["weights"] for row in ran)
+    counts = {"t4-phase3-2026-09-16": 17, "final-t4-20260921": 24}
+    assert counts == {name: sum(row.environment["session"] == name for row in unseen) for name in counts}
+
+
+def test_a_reader_sees_which_steps_were_held_out(t4, unseen):
+    assert all("held out until 2026-11-21" in str(row) and row.notes[0].startswith("Held out") for row in unseen)
+    assert not any("eld out" in str(row) for row in t4)
+    assert not {row.citation for row in t4} & {row.citation for row in unseen}
+    assert all("fitcheck-llm 0.3.1" in row.citation and "MIT" in row.citation for row in unseen)
+
+
+def test_steps_that_ran_out_of_memory_say_what_was_asked_for(unseen):
+    refused = {row.model.rpartition("/")[2]: row for row in unseen if row.outcome == "out of memory"}
+    assert {name: (row.run.micro_batch, row.where) for name, row in refused.items()} == {
+        "Llama-3.2-1B-Instruct": (6, "backward, asked for 2.94 GiB"),
+        "Llama-3.2-3B-Instruct": (5, "backward, asked for 2.45 GiB"),
+        "Qwen2.5-Coder-1.5B-Instruct": (5, "backward, asked for 2.90 GiB"),
+        "Qwen2.5-7B-Instruct": (2, "backward, asked for 1.16 GiB"),
+    }
+    assert all(row.peak_allocated is None and not row.phases for row in refused.values())
+
+
+def test_one_step_measured_twice_within_minutes_reserved_a_tenth_more(unseen):
+    twice = [r for r in unseen if "Qwen2.5-7B" in r.model and r.run.attention == "sdpa" and r.run.micro_batch == 1]
+    assert [row.peak_reserved // MiB for row in twice] == [11_880, 13_272]
+    assert twice[0].run == twice[1].run and twice[1].peak_allocated - twice[0].peak_allocated < MiB // 2
 
 
 # ---- operators

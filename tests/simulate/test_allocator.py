@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch.cuda import _memory_viz
 
 from llmlab.errors import SpecError
-from llmlab.simulate.allocator import MIN_BLOCK, SMALL_SIZE, Allocator, AllocatorOutOfMemory
+from llmlab.simulate.allocator import Allocator, AllocatorOutOfMemory
 from llmlab.simulate.config import AllocatorConfig
+from llmlab.simulate.rounding import MIN_BLOCK, SMALL_SIZE, round_size, segment_size
 from llmlab.units import KiB, MiB
 
 EXPANDABLE = AllocatorConfig(expandable_segments=True)
@@ -145,7 +146,7 @@ def test_a_request_gets_the_smallest_free_block_that_holds_it_and_of_equals_the_
     allocator = Allocator(capacity)
     live = play(allocator, requests)
     for size in (300, 5 * KiB, SMALL_SIZE, 3 * MiB, 19 * MiB, 33 * MiB):
-        rounded = allocator.round_size(size)
+        rounded = round_size(size, allocator.config)
         kind = "small" if rounded <= SMALL_SIZE else "large"
         fitting = [
             (block["size"], block["address"])
@@ -179,7 +180,7 @@ def test_out_of_memory_means_that_not_even_an_emptied_cache_leaves_room(requests
         except AllocatorOutOfMemory as error:
             assert error.requested == request[0]
             assert (error.allocated, error.reserved) == (allocator.allocated, allocator.reserved)
-            assert error.segment == allocator.segment_size(allocator.round_size(request[0]))
+            assert error.segment == segment_size(round_size(request[0], allocator.config), allocator.config)
             assert (allocator.num_ooms, allocator.num_alloc_retries) == (ooms + 1, retries + 1)
             if not config.expandable_segments:
                 assert error.reserved + error.segment > error.capacity
@@ -268,12 +269,12 @@ def test_nothing_takes_nothing_and_what_is_not_in_use_cannot_be_freed():
 def test_a_power_of_two_in_four_divisions_rounds_1200_up_to_1280():
     """The example in torch's notes on CUDA semantics, in KiB: below 2 KiB no such rounding happens."""
     allocator = Allocator(config=AllocatorConfig(roundup_power2_divisions=4))
-    assert allocator.round_size(1200 * KiB) == 1280 * KiB
-    assert allocator.round_size(1024 * KiB) == 1024 * KiB
-    assert allocator.round_size(1025) == 1536
+    assert round_size(1200 * KiB, allocator.config) == 1280 * KiB
+    assert round_size(1024 * KiB, allocator.config) == 1024 * KiB
+    assert round_size(1025, allocator.config) == 1536
     by_size = Allocator(config=AllocatorConfig.parse("roundup_power2_divisions:[256:1,512:2,>:8]"))
     asked = (257 * MiB + 1, 513 * MiB, 1025 * MiB)
-    assert [by_size.round_size(size) for size in asked] == [257 * MiB + 512, 768 * MiB, 1152 * MiB]
+    assert [round_size(size, by_size.config) for size in asked] == [257 * MiB + 512, 768 * MiB, 1152 * MiB]
 
 
 # ---- the cache

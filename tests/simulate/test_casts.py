@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import llmlab as lab
-from llmlab.simulate.engine import HOST, Engine, HostMemory
+from llmlab.simulate.engine import HOST, Engine
+from llmlab.simulate.memory import HostMemory
 
 N = 256
 HALF = torch.bfloat16

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import llmlab as lab
-from llmlab.simulate.engine import HOST, Engine, HostMemory
+from llmlab.simulate.engine import HOST, Engine
+from llmlab.simulate.memory import HostMemory
 from llmlab.simulate.simulator import simulator
 
 N = 256

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import llmlab as lab
 from llmlab import step_quantized
-from llmlab.simulate.older import WORKERS, loaded_by_threads, read_ahead, rotary_products
+from llmlab.simulate.older import FAMILIES, WORKERS, loaded_by_threads, read_ahead, rotary_products
 from llmlab.units import MiB
 
 TINY_LLAMA = "TinyLlama/TinyLlama-1.1B-Chat-v1.0"
@@ -25,7 +25,7 @@ def test_with_the_angles_as_the_rows_computed_them_reserved_is_a_measured_figure
     assert nearest < MiB  # one of them is in whole MiB
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_product_gives_the_angles_that_are_computed_today(family):
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -493,6 +493,16 @@ def test_the_logarithm_of_a_sigmoid_keeps_no_buffer(card):
     assert peak(lambda: torch.autograd.grad(y, x, made(1024, 1024))) == 8 * MiB
 
 
+def test_a_mean_squared_error_is_made_of_one_an_element(card):
+    """native/Loss.cpp, mse_loss_out and smooth_l1_loss_out: a loss of each element, and its mean's buffers."""
+    x, target = made(1024, 1024, grad=True), made(1024, 1024)
+    mean = peak(lambda: target.mean())
+    for loss in (F.mse_loss, F.smooth_l1_loss):
+        assert peak(lambda loss=loss: loss(x, target)) == 4 * MiB + mean
+        assert peak(lambda loss=loss: loss(x, target, reduction="none")) == 4 * MiB
+    assert not card.notes
+
+
 def test_infinite_and_nonzero_elements_are_compared_in_copies(card):
     """native/TensorCompare.cpp, isinf: abs(x) == inf; TensorAdvancedIndexing.cpp, count_nonzero_cuda."""
     x = made(1024, 1024)
@@ -514,6 +524,13 @@ def test_norms_of_very_many_short_rows_write_out_partial_gradients(card):
         gradients = rows * N * 4 + 2 * block(4 * N)
         found = peak(lambda y=y, x=x, grad=grad: torch.autograd.grad(y, (x, *norm.parameters()), grad))
         assert found == gradients + parts
+
+
+@pytest.mark.parametrize("function", [F.silu, F.mish])
+def test_a_backward_that_is_also_written_in_other_operators_is_the_one_kernel_that_the_card_has(card, function):
+    x, grad = made(1024, 256, grad=True), made(1024, 256)
+    y = function(x)
+    assert peak(lambda: torch.autograd.grad(y, x, grad)) == 4 * x.numel()
 
 
 def test_group_norm_has_a_scale_and_a_shift_a_channel(card):

@@ -39,10 +39,18 @@ def attend_flexibly() -> Any:
     return flex_attention(q, q, q)
 
 
+def nested_rows() -> Any:
+    rows = torch.nested.nested_tensor([torch.randn(5, 8), torch.randn(7, 8)], layout=torch.jagged, device="cuda")
+    return rows * 2
+
+
 REFUSED: dict[str, Callable[[], Any]] = {  # by what the error names
     r"kernel 'doubled'.*own operators": launch_triton,
     r"flex_attention is a kernel.*scaled_dot_product_attention": attend_flexibly,
     r"_to_sparse.*to_dense": lambda: torch.eye(4, device="cuda").to_sparse(),
+    r"torch.cuda.MemPool asks for the driver": lambda: torch.cuda.MemPool(),
+    r"torch.cuda.caching_allocator_alloc asks": lambda: torch.cuda.caching_allocator_alloc(1024),
+    r"nested tensors are not simulated; pad the rows": nested_rows,
     r"to_dlpack gives the card's memory": lambda: torch.to_dlpack(torch.zeros(4, device="cuda")),
     r"__dlpack__ gives the card's memory": lambda: torch.from_dlpack(torch.zeros(4, device="cuda")),
     r"__cuda_array_interface__ gives": lambda: torch.zeros(4, device="cuda").__cuda_array_interface__,
@@ -62,6 +70,14 @@ def test_a_size_read_from_the_card_is_called_what_it_is(card):
     count = torch.randn(3, device="cuda").abs().sum().long()
     with pytest.raises(TypeError, match="a value that the simulated card does not have"):
         torch.zeros(count.item(), device="cuda")
+
+
+def test_sensors_of_the_card_read_as_unknown(card):
+    used = torch.cuda.device_memory_used()
+    torch.zeros(3 << 20, dtype=torch.uint8, device="cuda")
+    assert f"{torch.cuda.utilization()} %, {torch.cuda.temperature()} °C" == "? %, ? °C"
+    assert torch.cuda.cudart().cudaMemGetInfo(0) == torch.cuda.mem_get_info()
+    assert torch.cuda.device_memory_used() - used == 20 << 20 and not torch.cuda.can_device_access_peer(0, 0)
 
 
 def test_the_host_may_still_be_handed_out(card):

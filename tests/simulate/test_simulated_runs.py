@@ -56,6 +56,14 @@ def test_a_card_too_small_is_an_outcome_that_says_where():
     assert report.outcome == "out of memory" and report.where.startswith("load")
 
 
+def test_a_step_runs_out_of_memory_at_the_request_that_failed_on_the_t4():
+    (row,) = [r for r in lab.records("meta-llama/Llama-3.2-1B", gpu="T4") if r.outcome == "out of memory"]
+    simulated = lab.simulate(row.model, row.run, "T4")
+    assert (simulated.outcome, simulated.where.partition(",")[0]) == (row.outcome, row.where.partition(",")[0])
+    for words in ("2.94 GiB", "11.11 GiB allocated"):
+        assert words in row.notes[-1] and words in simulated.notes[0]
+
+
 def test_nothing_stays_patched():
     before = (torch.nn.functional.dropout, torch.nn.functional.scaled_dot_product_attention, torch.Tensor.backward)
     lab.simulate(GPT, lab.Training(seq_len=64), "T4")

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import llmlab as lab
 from llmlab.errors import NotAvailable, SpecError, UnknownName
 from llmlab.models.spec import model as find_model
-from llmlab.simulate.simulator import PLACEHOLDER, simulator
+from llmlab.simulate.simulator import simulator
+from llmlab.simulate.values import PLACEHOLDER
 
 if torch.cuda.is_available():
     pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)

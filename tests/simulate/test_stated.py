@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import llmlab as lab
 from llmlab.hardware.gpu import gpu as find_gpu
+from llmlab.runs import OPTIMIZERS
 from llmlab.simulate.semantics import cuda_extras
 from llmlab.simulate.simulator import simulator
 from llmlab.simulate.stated import NOTHING_BESIDES, is_stated
@@ -20,8 +22,8 @@ SIZES = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_atte
 DECODER = {**SIZES, "intermediate_size": 128, "num_key_value_heads": 2, "max_position_embeddings": 128}
 EXPERTS = {**DECODER, "num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
 MODELS = {
-    "gpt2": {"vocab_size": 256, "n_embd": 64, "n_layer": 2, "n_head": 4}, "gemma2": DECODER, "qwen2_moe": EXPERTS,
-    "mamba": SIZES,
+    "gpt2": {"vocab_size": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}, "gemma2": DECODER,
+    "qwen2_moe": EXPERTS, "mamba": SIZES,
 }  # fmt: skip
 
 
@@ -62,6 +64,14 @@ def test_a_language_models_step_and_generation_meet_no_operator_that_is_not_know
         optimizer.step()
         model.eval().generate(ids, max_new_tokens=2, do_sample=True, top_k=5, top_p=0.9, eos_token_id=2, pad_token_id=0)
     assert [note for note in sim.notes if "not known" in note] == []
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_no_optimizer_meets_an_operator_that_is_not_known(optimizer):
+    for precision in ("fp32", "mixed-bf16"):
+        run = lab.Training(seq_len=16, optimizer=optimizer, precision=precision)
+        notes = lab.simulate({"model_type": "gpt2", **MODELS["gpt2"]}, run, "A100-40GB").notes
+        assert [note for note in notes if "not known" in note] == []
 
 
 def test_an_operator_that_is_not_known_is_named():

@@ -170,6 +170,20 @@ def test_generate_comes_to_its_greatest_length_and_decodes(saved):
             assert len(out[0].tolist()) == 21
 
 
+@pytest.mark.parametrize("options", [
+    {"num_beams": 3}, {"num_beams": 2, "early_stopping": True, "num_return_sequences": 2},
+    {"num_beams": 2, "do_sample": True, "early_stopping": "never", "length_penalty": 2.0},
+])  # fmt: skip
+def test_beam_search_comes_to_its_greatest_length(options):
+    with simulator("T4"):
+        model = llama().cuda().eval()
+        prompt = torch.arange(1, 17, device="cuda").expand(2, 16)
+        out = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, eos_token_id=2, pad_token_id=0, **options
+        )
+        assert out.shape == (2 * options.get("num_return_sequences", 1), 20)
+
+
 def test_adapters_are_saved_and_loaded_in_memory(tmp_path):
     peft = pytest.importorskip("peft")
     with simulator("T4"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import math
+import os
+import shutil
 import warnings
 
 import pytest
@@ -14,7 +16,9 @@ from torch import nn
 
 import llmlab as lab
 from llmlab.errors import NotAvailable
-from llmlab.simulate.engine import HOST, Engine, Extra, HostMemory
+from llmlab.simulate.engine import HOST, Engine
+from llmlab.simulate.extra import Extra
+from llmlab.simulate.memory import HostMemory
 from llmlab.simulate.simulator import simulator
 
 if torch.cuda.is_available():
@@ -124,6 +128,75 @@ def test_token_ids_drawn_on_the_card_are_ids_and_leave_the_hosts_generator_alone
     ids = torch.randint(5, 9, (100,), device="cuda")
     assert set(ids.tolist()) == {5, 6, 7, 8} and torch.rand(1).item() == expected
     assert sorted(torch.randperm(50, device="cuda").tolist()) == list(range(50))
+
+
+# ---- modes of autograd
+
+
+def test_inference_mode_takes_what_no_grad_takes(card):
+    """Without autograd's keys a mode is given operators that have no kernel, such as linear, whole."""
+    q = torch.randn(2, 4, 512, 64, device="cuda", dtype=torch.bfloat16)
+    linear, norm = nn.Linear(64, 64).cuda().bfloat16(), nn.LayerNorm(64).cuda().bfloat16()
+    labels = torch.zeros(q.numel() // 64, dtype=torch.long, device="cuda")
+    steps = (
+        lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True), lambda: F.dropout(q, 0.1),
+        lambda: F.cross_entropy(q.view(-1, 64), labels), lambda: F.rms_norm(q, (64,)), lambda: norm(q),
+        lambda: torch.einsum("bhtd,bhsd->bhts", q, q), lambda: q.half().softmax(-1, torch.float32), lambda: linear(q),
+    )  # fmt: skip
+
+    def taken(mode):
+        found, before = [], card.allocated
+        with mode:
+            for step in steps:
+                card.reset_peak()
+                step()
+                found.append(card.peak_allocated - before)
+        return found
+
+    with torch.inference_mode():
+        linear(q)
+    assert card.allocated > card.gpu.cublas_workspace  # cuBLAS is there
+    inference = taken(torch.inference_mode())
+    assert inference == taken(torch.no_grad())
+    dropped = q.numel() * 2 + q.numel()  # the output, and a mask of 1 B an element
+    assert inference[1] == dropped and not card.notes
+
+
+def test_gradients_of_each_sample_take_a_batch_of_gradients(card):
+    model = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Tanh(), nn.Linear(64, 16, bias=False)).cuda()
+    x, y = torch.randn(8, 32, device="cuda"), torch.randn(8, 16, device="cuda")
+
+    def loss(weights, x, y):
+        return ((torch.func.functional_call(model, weights, (x[None],)) - y) ** 2).mean()
+
+    weights = {name: each.detach() for name, each in model.named_parameters()}
+    torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(weights, x, y)  # cuBLAS takes its workspace
+    before = card.allocated
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(weights, x, y)
+    assert each["0.weight"].shape == (8, 64, 32) and card.allocated - before == 8 * 4 * (64 * 32 + 16 * 64)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_activations_kept_on_the_host_take_nothing_of_the_card(card, pinned):
+    layers = [nn.Linear(256, 256), nn.Dropout(0.1), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)]
+    model = nn.Sequential(*layers).cuda()
+    x = torch.randn(1024, 256, device="cuda", requires_grad=True)
+    model(x).sum().backward()
+    model.zero_grad(set_to_none=False)
+    before = card.allocated
+    with torch.autograd.graph.save_on_cpu(pin_memory=pinned):
+        y = model(x)
+        assert card.allocated - before == 1024 * 256 * 4  # the output alone
+    y.sum().backward()
+
+
+def test_data_that_is_set_brings_its_device(card):
+    """As adapters' initialization and offloading by hand do it; the old data goes."""
+    weight = nn.Parameter(torch.zeros(256, 256))
+    weight.data = torch.ones(256, 256, device="cuda")
+    assert weight.is_cuda and (weight * torch.ones(256, device="cuda")).is_cuda
+    weight.data = weight.data.cpu()
+    assert not weight.is_cuda and card.allocated == 0
 
 
 # ---- torch.cuda
@@ -300,6 +373,45 @@ def test_a_checkpoint_is_kept_in_memory_and_takes_the_cards_memory_when_loaded(c
     assert torch.load(buffer, weights_only=False).weight.is_cuda
 
 
+def test_a_checkpoint_is_renamed_copied_found_and_removed_where_it_is_kept(card, tmp_path):
+    """Atomic saves, the best of several, and rotation, as scripts do them; the disk stays as it was."""
+    model, last, best = nn.Linear(8, 8).cuda(), tmp_path / "last.pt", tmp_path / "best.pt"
+    last.write_text("of an older run")
+    with pytest.warns(UserWarning, match="is not written"):
+        torch.save(model.state_dict(), f"{last}.tmp")
+    os.replace(f"{last}.tmp", last)
+    shutil.copyfile(last, best)
+    assert os.path.exists(best) and best.is_file() and not os.path.exists(f"{last}.tmp")
+    assert f"{os.path.getsize(best) / 1e6:.1f} MB" == "? MB"
+    assert torch.load(best)["weight"].is_cuda and torch.load(last, map_location="cpu")["bias"].shape == (8,)
+    os.remove(best)
+    assert not best.exists() and last.read_text() == "of an older run"
+    step = tmp_path / "step-1"
+    step.mkdir()
+    with pytest.warns(UserWarning, match="is not written"):
+        torch.save(model, step / "model.pt")
+    step.rename(tmp_path / "step-final")
+    assert torch.load(tmp_path / "step-final" / "model.pt", weights_only=False).weight.is_cuda
+    assert not list((tmp_path / "step-final").iterdir())
+
+
+def test_the_hosts_generator_survives_a_state_that_went_over_the_card(card, tmp_path):
+    with pytest.warns(UserWarning, match="is not written"):
+        torch.save({"rng": torch.get_rng_state(), "w": torch.ones(3, device="cuda")}, tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", map_location="cuda")["rng"]
+    before = torch.get_rng_state()
+    torch.set_rng_state(state.cpu())
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(1)
+    torch.set_rng_state(before)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_packed_sequences_are_refused_with_the_way_round(card):
+    with pytest.raises(NotAvailable, match=r"pack_padded_sequence.*pass padded ones"):
+        nn.utils.rnn.pack_padded_sequence(torch.randn(2, 4, 3, device="cuda"), torch.tensor([4, 2]), batch_first=True)
+
+
 def test_a_real_checkpoint_goes_where_map_location_says(tmp_path):
     path, ties = tmp_path / "real.pt", nn.Linear(256, 256, bias=False)
     torch.save({"a": ties.weight, "b": ties.weight, "ids": torch.arange(3)}, path)
@@ -316,7 +428,9 @@ def test_a_real_checkpoint_goes_where_map_location_says(tmp_path):
 def test_copies_on_the_host_take_nothing_of_the_card(card):
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).cuda()
     before = card.allocated
-    average = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        average = copy.deepcopy(model)
     assert card.allocated == 2 * before
     average.cpu()
     kept = {name: tensor.cpu().clone() for name, tensor in model.state_dict().items()}

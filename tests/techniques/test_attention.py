@@ -32,6 +32,12 @@ def test_online_softmax_corrects_the_old_sum_when_the_maximum_grows():
     assert steps == [(0.0, 2.0), (1.0, pytest.approx(2 + 2 / 2.718281828))]
 
 
+def test_a_first_tile_that_is_masked_out_is_no_nan():
+    """-inf - (-inf) is NaN: the maximum so far has to stay finite."""
+    *_, (m, total) = online_softmax(torch.tensor([-torch.inf, -torch.inf, 1.0, 1.0]), 2)
+    assert (m.item(), total.item()) == (1.0, 2.0)
+
+
 def test_online_softmax_does_not_overflow():
     *_, (m, total) = online_softmax(torch.tensor([1000.0, 1001.0]), 1)  # exp(1000) is infinite in fp32 and in fp64
     assert (m.item(), total.item()) == (1001.0, pytest.approx(1 + 1 / 2.718281828))

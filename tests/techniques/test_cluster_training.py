@@ -3,7 +3,9 @@
 import json
 import os
 import re
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -250,6 +252,36 @@ def test_the_batch_file_tries_three_times_each_at_a_place_of_its_own(tmp_path):
         assert len({re.search(option, line)[1] for line in tried}) == 3
     assert all("--nnodes 1 --nproc-per-node 2" in line and f"--folder {tmp_path}" in line for line in tried)
     assert subprocess.run(["bash", "-n", launchers.BATCH_FILE]).returncode == 0
+
+
+def test_workers_in_sessions_of_their_own_end_with_their_launcher():
+    """torchrun's are: killing its process group leaves them."""
+    worker = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {worker!r}], start_new_session=True)"
+    launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    with launcher.stdout as said:
+        process = psutil.Process(int(said.readline()))
+    launchers.end(launcher)
+    assert launcher.returncode == -signal.SIGKILL
+    _, left = psutil.wait_procs([process], timeout=5)  # it is nobody's child now, and may never be reaped
+    assert all(each.status() == psutil.STATUS_ZOMBIE for each in left)
+
+
+def test_a_launcher_that_takes_longer_than_its_limit_is_ended_and_named(monkeypatch):
+    hangs = [sys.executable, "-c", "import time; time.sleep(600)"]
+    monkeypatch.setattr(launchers, "commands", lambda *_: [hangs, hangs])
+    with pytest.raises(RuntimeError, match=r"torchrun is not done after limit=0\.1 s"):
+        launchers.run("torchrun", limit=0.1)
+    assert hangs not in [child.cmdline() for child in psutil.Process().children()]
+
+
+def test_a_node_that_fails_ends_the_other(monkeypatch):
+    fails, hangs = ([sys.executable, "-c", f"import sys, time; {code}"] for code in ("sys.exit(7)", "time.sleep(600)"))
+    for nodes in ([fails, hangs], [hangs, fails]):
+        monkeypatch.setattr(launchers, "commands", lambda *_, nodes=nodes: nodes)
+        with pytest.raises(RuntimeError, match=r"ended with \[(7, None|None, 7)\]"):
+            launchers.run("torchrun, 2 nodes", limit=200)
+        assert hangs not in [child.cmdline() for child in psutil.Process().children()]
 
 
 def test_launchers_that_are_not_there_are_named(monkeypatch):

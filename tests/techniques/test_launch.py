@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -37,7 +38,8 @@ def fail(how, folder):
     import torch.distributed as dist
 
     dist.all_reduce(torch.ones(1))  # all are there, all are connected
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    apart = dist.get_rank() == 1 and how == "hangs"  # as a compiler is that ninja started: killing the group is less
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=apart)
     listening = [c.laddr.port for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
     path = Path(folder) / f"{dist.get_rank()}.json"
     path.with_suffix(".new").write_text(json.dumps({"pids": [os.getpid(), child.pid], "ports": listening}))
@@ -71,6 +73,27 @@ def hangs_in_a_group_of_some_ranks():
     if dist.get_rank() == 2:
         where_it_hangs()
     dist.all_reduce(torch.ones(1), group=pair if dist.get_rank() else patient)
+
+
+def one_stops_after_the_last_barrier():
+    """Rank 1 is stopped as it writes its result: the other has long gone."""
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        module._write = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def closes_its_output():
+    threading.Thread(target=where_it_hangs).start()  # an interpreter that shut down would wait for it
+    print("something that is still to be flushed", end="")
+    os.close(1)
+    sys.stderr.close()
+    return "done"
+
+
+def prints_much_and_is_killed():
+    print("x" * 2**20, end=" the last words", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def where_it_hangs():
@@ -134,6 +157,22 @@ def test_a_rank_that_hangs_is_named_where_only_some_ranks_wait_for_it():
     assert failed.value.rank == 2 and "where_it_hangs" in str(failed.value)
 
 
+def test_a_rank_that_hangs_when_others_have_ended_is_named():
+    with pytest.raises(RankFailed, match="still running 3 s after others ended") as failed:
+        launch(one_stops_after_the_last_barrier, 2, patience=3)
+    assert failed.value.rank == 1 and "the process is stopped" in str(failed.value)
+
+
+def test_a_rank_may_close_its_output():
+    assert launch(closes_its_output, 1, limit=120) == ["done"]
+
+
+def test_of_a_rank_that_prints_much_the_end_is_shown():
+    with pytest.raises(RankFailed, match="was killed by SIGKILL") as failed:
+        launch(prints_much_and_is_killed, 1)
+    assert str(failed.value).endswith("x the last words") and len(str(failed.value)) < 5000
+
+
 def test_sizes_that_differ_between_ranks_end_the_launch_and_are_named():
     """gloo aborts the process: no Python exception, but the stack all the same."""
     with pytest.raises(RankFailed, match="was killed by SIGABRT") as failed:
@@ -179,12 +218,30 @@ def test_a_world_that_can_be_passes():
     assert check_world("meta-llama/Llama-3.1-405B", Training(dp=128, tp=8, pp=16), 16384) is None
 
 
+def program(code, folder):
+    """A process of its own that runs `code`, which may import this file."""
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": paths, "TMPDIR": str(folder)}
+    return {"args": [sys.executable, "-c", f"if __name__ == '__main__':\n    {code}"], "env": environment}
+
+
+def test_a_launch_needs_no_input_output_and_errors(tmp_path):
+    """Where they are closed the system gives their numbers to the next files that are opened: pipes to the ranks."""
+    (tmp_path / "ten.py").write_text("def ten():\n    return 10\n")  # importing this file would open others first
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from ten import ten\nfrom llmlab.techniques.launch import launch\n"
+        f"if __name__ == '__main__':\n    open({str(tmp_path / 'found')!r}, 'w').write(str(launch(ten, 2, limit=99)))\n"
+    )
+    closed = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", sys.executable, str(script)]
+    assert subprocess.run(closed, env=program("", tmp_path)["env"], timeout=200).returncode == 0
+    assert (tmp_path / "found").read_text() == "[10, 10]"
+
+
 def test_ranks_end_with_the_process_that_launched_them(tmp_path):
     """Even where that is killed and can tidy nothing up."""
     code = f"import test_launch as t; t.launch(t.fail, 2, 'nobody returns', {str(tmp_path)!r}, patience=600)"
-    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    environment = {**os.environ, "PYTHONPATH": paths, "TMPDIR": str(tmp_path)}
-    parent = subprocess.Popen([sys.executable, "-c", f"if __name__ == '__main__':\n    {code}"], env=environment)
+    parent = subprocess.Popen(**program(code, tmp_path))
     try:
         while not all((tmp_path / f"{rank}.json").exists() for rank in (0, 1)):
             with pytest.raises(subprocess.TimeoutExpired):  # it runs, and goes on running
@@ -193,6 +250,7 @@ def test_ranks_end_with_the_process_that_launched_them(tmp_path):
         parent.kill()
         parent.wait()
     assert_nothing_left(tmp_path)
+    assert not list(tmp_path.glob("llmlab-ranks-*"))
 
 
 def test_a_launch_that_takes_longer_than_its_limit_ends():
@@ -210,6 +268,8 @@ def test_a_launch_that_takes_longer_than_its_limit_ends():
         ((sum_of_ranks, 65), {}, "ranks=65"),
         ((sum_of_ranks, 2, 1), {"patience": 0}, "patience=0"),
         ((sum_of_ranks, 2, 1), {"limit": -1}, "limit=-1"),
+        ((sum_of_ranks, 2, 1), {"patience": float("inf")}, "patience=inf"),
+        ((sum_of_ranks, 2, 1), {"limit": "10"}, "limit='10'"),
         ((lambda: 1, 2), {}, "a function of a module"),
         ((sum_of_ranks, 2, (i for i in "a generator")), {}, "cannot be sent"),
     ],
@@ -234,7 +294,8 @@ def test_a_function_of_a_notebook_is_refused(monkeypatch):
 
 def test_ranks_do_not_launch_ranks(monkeypatch):
     monkeypatch.setattr(module, "get_context", None)
-    monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "3")
-    with pytest.raises(SpecError, match="already rank 3 of 4"):
-        launch(sum_of_ranks, 2, 1)
+    for world in ("4", "four"):
+        monkeypatch.setenv("WORLD_SIZE", world)
+        with pytest.raises(SpecError, match=f"already rank 3 of {world}"):
+            launch(sum_of_ranks, 2, 1)

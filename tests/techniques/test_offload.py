@@ -10,16 +10,17 @@ import llmlab as lab
 from llmlab.errors import NotAvailable, SpecError
 from llmlab.models.gpt import GPT
 from llmlab.step_optimizer import MasterWeights
+from llmlab.techniques.data_parallel import buckets
 from llmlab.techniques.engines import ADAMW
 from llmlab.techniques.launch import launch
-from llmlab.techniques.offload import InFiles, Offloaded, cut, in_ram
+from llmlab.techniques.offload import InFiles, Offloaded, in_ram
 from llmlab.techniques.offload_activations import in_files, on_host
 from llmlab.techniques.offload_runs import Job, cpu_adam, cpu_adam_is_compiled, main, run, with_deepspeed
-from llmlab.techniques.rank_training import small_gpt
+from llmlab.techniques.rank_training import tiny_gpt
 from llmlab.techniques.training import next_token_loss
 
 STEPS = 4
-PARAMETERS = small_gpt().parameters
+PARAMETERS = tiny_gpt().parameters
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -29,7 +30,7 @@ def batch(seed):
 
 def model(dtype=torch.float32):
     torch.manual_seed(0)
-    return GPT(small_gpt()).to(dtype)
+    return GPT(tiny_gpt()).to(dtype)
 
 
 def trained_on_the_device(dtype, accumulation):
@@ -111,9 +112,10 @@ def test_a_parameter_that_backward_missed_has_no_gradient():
 def test_buckets_hold_one_dtype_and_at_most_their_bytes():
     sizes = [(10, torch.float32), (10, torch.float32), (30, torch.float32), (5, torch.bfloat16)]
     parameters = [nn.Parameter(torch.zeros(n, dtype=dtype)) for n, dtype in sizes]
-    assert [[p.numel() for p in group] for group in cut(parameters, 80)] == [[10, 10], [30], [5]]
-    with pytest.raises(SpecError, match="bucket_bytes=0"):
-        list(cut(parameters, 0))
+    assert [[p.numel() for p in group] for group in buckets(parameters, 80)] == [[10, 10], [30], [5]]
+    for given, bucket_bytes in ((parameters, 0), ([], 80)):
+        with pytest.raises(SpecError, match=f"bucket_bytes={bucket_bytes} for {len(given)} parameters"):
+            Offloaded(given, bucket_bytes=bucket_bytes)
 
 
 def both_adams():

@@ -20,14 +20,14 @@ from llmlab.techniques.pipeline_schedules import (
     schedule,
     times,
 )
-from llmlab.techniques.split_training import Job, small_llama, train
+from llmlab.techniques.split_training import Job, tiny_llama, train
 from llmlab.techniques.training import next_token_loss
 
 STEPS = 3
 JOBS = {
     "gpipe": Job("pipeline", steps=STEPS, schedule="gpipe"),
     "1f1b": Job("pipeline", steps=STEPS),
-    "interleaved": Job("pipeline", steps=STEPS, schedule="interleaved", chunks=2),
+    "interleaved": Job("pipeline", steps=STEPS, schedule="interleaved", virtual_stages=2),
     "zero-bubble": Job("pipeline", steps=STEPS, schedule="zero-bubble"),
     "torch 1f1b": Job("pipeline", steps=STEPS, engine="torch"),
     "torch zero-bubble": Job("pipeline", steps=STEPS, engine="torch", schedule="zero-bubble"),
@@ -37,17 +37,17 @@ JOBS = {
 def gradients_of_stages(name):
     """Run in each rank: how far each schedule's gradients are from the whole model's, and tensors left behind."""
     torch.manual_seed(0)
-    whole = Llama(small_llama())
+    whole = Llama(tiny_llama())
     ids = torch.randint(384, (8, 16), generator=torch.Generator().manual_seed(1))
     next_token_loss(whole(ids), ids).backward()
     expected = {id(p): p.grad for p in whole.parameters()}
-    chunks = 2 if name == "interleaved" else 1
-    stages = dist.get_world_size() * chunks
+    virtual_stages = 2 if name == "interleaved" else 1
+    stages = dist.get_world_size() * virtual_stages
     mine = {n: pipeline.Stage(whole, n, stages) for n in range(dist.get_rank(), stages, dist.get_world_size())}
     parameters = [p for stage in mine.values() for p in stage.parameters()]
     for parameter in parameters:
         parameter.grad = None
-    plan = schedule(name, dist.get_world_size(), 4, chunks)
+    plan = schedule(name, dist.get_world_size(), 4, virtual_stages)
     pipeline.run(plan, mine, list(ids.chunk(4)), next_token_loss, (2, 16, whole.spec.hidden))
     return max(((p.grad - expected[id(p)]).abs().max() / p.grad.abs().max()).item() for p in parameters)
 
@@ -74,20 +74,20 @@ shapes = st.tuples(st.sampled_from(SCHEDULES), st.integers(1, 6), st.integers(1,
 
 def made(shape):
     """A schedule, with at least as many micro-batches as ranks; interleaved takes a multiple of the ranks."""
-    name, ranks, times_ranks, chunks = shape
-    chunks = chunks if name == "interleaved" else 1
+    name, ranks, times_ranks, virtual_stages = shape
+    virtual_stages = virtual_stages if name == "interleaved" else 1
     extra = 0 if name == "interleaved" else times_ranks % 2
-    return name, ranks, ranks * times_ranks + extra, chunks
+    return name, ranks, ranks * times_ranks + extra, virtual_stages
 
 
 @given(shapes)
 def test_every_forward_and_backward_runs_once_after_what_it_needs(shape):
-    name, ranks, micros, chunks = made(shape)
-    plan = schedule(name, ranks, micros, chunks)
-    stages = ranks * chunks
+    name, ranks, micro_batches, virtual_stages = made(shape)
+    plan = schedule(name, ranks, micro_batches, virtual_stages)
+    stages = ranks * virtual_stages
     kinds = "FBW" if name == "zero-bubble" else "FB"
     ops = [op for rank_ops in plan for op in rank_ops]
-    assert sorted(ops) == sorted(Op(kind, s, m) for kind in kinds for s in range(stages) for m in range(micros))
+    assert sorted(ops) == sorted(Op(kind, s, m) for kind in kinds for s in range(stages) for m in range(micro_batches))
     assert all(op.stage % ranks == rank for rank, rank_ops in enumerate(plan) for op in rank_ops)
     ends = {span.op: span for span in times(plan)}
     assert all(ends[other].end <= span.start for span in ends.values() for other in needs(span.op, stages))
@@ -95,23 +95,24 @@ def test_every_forward_and_backward_runs_once_after_what_it_needs(shape):
 
 @given(shapes)
 def test_the_bubble_is_what_the_paper_derives(shape):
-    name, ranks, micros, chunks = made(shape)
-    found = bubble(times(schedule(name, ranks, micros, chunks)))
-    assert found == pytest.approx(bubble_formula(name, ranks, micros, chunks), abs=1e-9)
+    name, ranks, micro_batches, virtual_stages = made(shape)
+    found = bubble(times(schedule(name, ranks, micro_batches, virtual_stages)))
+    assert found == pytest.approx(bubble_formula(name, ranks, micro_batches, virtual_stages), abs=1e-9)
 
 
 @given(shapes)
 def test_1f1b_holds_a_micro_batch_for_each_rank_behind_and_gpipe_all(shape):
-    name, ranks, micros, chunks = made(shape)
-    most = held(schedule(name, ranks, micros, chunks))
+    name, ranks, micro_batches, virtual_stages = made(shape)
+    most = held(schedule(name, ranks, micro_batches, virtual_stages))
     if name == "gpipe":
-        assert most == [micros] * ranks
+        assert most == [micro_batches] * ranks
     elif name == "1f1b":
-        assert most == [min(ranks - rank, micros) for rank in range(ranks)]
+        assert most == [min(ranks - rank, micro_batches) for rank in range(ranks)]
     elif name == "zero-bubble":  # as much as 1F1B's first rank, on all: weight gradients keep their inputs
-        assert most == [min(ranks, micros)] * ranks
+        assert most == [min(ranks, micro_batches)] * ranks
     else:  # arXiv 2104.04473, section 2.2.2: more than 1F1B's p, less than twice
-        assert max(most) <= min(micros, ranks * (1 + (ranks - 1) / (ranks * chunks)) + 1 / chunks)
+        whole = ranks * (1 + (ranks - 1) / (ranks * virtual_stages)) + 1 / virtual_stages
+        assert max(most) <= min(micro_batches, whole)
 
 
 def test_sending_adds_to_the_bubble():
@@ -129,7 +130,7 @@ def test_a_schedule_that_waits_for_ever_is_refused():
     [
         (("dualpipe", 2, 4, 1), "gpipe, 1f1b, interleaved, zero-bubble"),
         (("1f1b", 0, 4, 1), "0 ranks"),
-        (("1f1b", 2, 4, 2), "chunks=2 with 1f1b"),
+        (("1f1b", 2, 4, 2), "virtual_stages=2 with 1f1b"),
         (("interleaved", 2, 4, 1), "2 or more stages"),
         (("interleaved", 4, 6, 2), "6 micro-batches are no multiple of 4"),
     ],
@@ -155,7 +156,7 @@ def test_losses_are_those_of_one_process(ranks, one, name):
 
 @pytest.mark.parametrize("name", ["1f1b", "zero-bubble"])
 def test_each_rank_holds_its_stages_and_no_more(ranks, name):
-    spec = small_llama()
+    spec = tiny_llama()
     held_by_rank = [rank[name]["bytes"] for rank in ranks]
     assert sum(held["parameters"] for held in held_by_rank) == 4 * spec.parameters
     assert all(held["optimizer"] == 2 * held["parameters"] == 2 * held["gradients"] for held in held_by_rank)
@@ -166,7 +167,10 @@ def test_each_rank_holds_its_stages_and_no_more(ranks, name):
     ("changes", "words"),
     [
         ({"ranks": 5}, "pp=5 leaves a stage without any of .* 4 layers; give pp=3 at most, or pp=4"),
-        ({"ranks": 4, "schedule": "interleaved", "chunks": 2}, "ranks=4 × chunks=2: pp=8 leaves a stage without"),
+        (
+            {"ranks": 4, "schedule": "interleaved", "virtual_stages": 2},
+            "ranks=4 × virtual_stages=2: pp=8 leaves a stage without",
+        ),
         ({"micro_batches": 3}, "micro_batches=3 does not divide sequences=8"),
     ],
 )
@@ -177,7 +181,7 @@ def test_what_cannot_be_cut_is_refused_before_any_process_starts(changes, words)
 
 def one_stage_raises():
     torch.manual_seed(0)
-    whole = Llama(small_llama())
+    whole = Llama(tiny_llama())
     stage = pipeline.Stage(whole, dist.get_rank(), 2)
     if dist.get_rank() == 1:
         stage.register_forward_hook(lambda *_: (_ for _ in ()).throw(ValueError("stage 1 broke")))

@@ -104,6 +104,11 @@ def test_merging_rounds_the_sum_and_a_plain_merge_is_refused():
     assert not torch.allclose(merged, whole, atol=1e-3) and layer.merged
 
 
+def test_a_base_that_is_not_quantized_cannot_be_rounded_again():
+    with pytest.raises(SpecError, match="base is not in NF4: call to_nf4 before inject, or merge"):
+        merge_rounded(with_adapters(build()))
+
+
 def test_adapters_are_not_quantized():
     with pytest.raises(SpecError, match="before inject"):
         to_nf4(with_adapters(build()))

@@ -13,7 +13,7 @@ from llmlab.models.llama import Llama
 from llmlab.models.spec import model
 from llmlab.techniques import tensor_parallel as tp
 from llmlab.techniques.launch import launch
-from llmlab.techniques.split_training import SMALL_LLAMA, Job, small_llama, train
+from llmlab.techniques.split_training import TINY_LLAMA, Job, tiny_llama, train
 from llmlab.techniques.training import next_token_loss
 
 RANKS = 4
@@ -22,7 +22,7 @@ TOLERANCE = 1e-5  # of a gradient's largest value: fp32 sums in another order
 
 def llama(**changes):
     torch.manual_seed(0)
-    return Llama(model({**SMALL_LLAMA, "num_hidden_layers": 2, **changes}))
+    return Llama(model({**TINY_LLAMA, "num_hidden_layers": 2, **changes}))
 
 
 def piece(whole, like):
@@ -124,7 +124,7 @@ def test_sequence_parallelism_makes_of_each_a_gather_and_a_scatter(ranks):
 
 
 def test_only_norms_are_whole_on_every_rank(ranks):
-    spec = model({**SMALL_LLAMA, "num_hidden_layers": 2})
+    spec = model({**TINY_LLAMA, "num_hidden_layers": 2})
     norms = 5 * spec.hidden
     assert {rank["False False"]["parameters"] for rank in ranks} == {(spec.parameters - norms) // RANKS + norms}
 
@@ -142,7 +142,7 @@ def test_losses_over_steps_are_those_of_one_process_and_of_parallelize_module(ra
 
 def test_states_are_divided_but_for_the_norms(ranks):
     held = ranks[0]["scratch"]["bytes"]
-    spec = small_llama()
+    spec = tiny_llama()
     norms = (2 * spec.layers + 1) * spec.hidden
     expected = 4 * ((spec.parameters - norms) // RANKS + norms)
     assert held == {"parameters": expected, "gradients": expected, "optimizer": 2 * expected}

@@ -51,7 +51,7 @@ def test_places_are_megatrons(meshes):
 
 
 def test_ranks_hold_their_share(meshes):
-    spec = split_training.small_llama()
+    spec = split_training.tiny_llama()
     norms = 2 * spec.layers * spec.hidden + spec.hidden
     whole = 4 * spec.parameters
     for (tp, pp), ranks in meshes.items():

@@ -13,13 +13,13 @@ from llmlab.estimate.states import states
 from llmlab.models.gpt import GPT
 from llmlab.records import figure
 from llmlab.techniques.launch import launch
-from llmlab.techniques.rank_training import Job, formula, main, small_gpt, train
+from llmlab.techniques.rank_training import Job, formula, main, tiny_gpt, train
 from llmlab.techniques.zero import Zero
 from llmlab.techniques.zero_runs import knobs, over_the_step, persistence
 
 STEPS = 20
 LOSS = 2e-5  # nats: 20 steps of fp32 sums in another order
-PARAMETERS = 4 * small_gpt().parameters  # bytes
+PARAMETERS = 4 * tiny_gpt().parameters  # bytes
 RUNS = {
     "ddp": ("ddp", 0),
     "zero 1": ("scratch", 1),
@@ -69,10 +69,25 @@ def odd_layers_and_two_micro_batches():
     return found
 
 
+def a_layer_that_is_not_used():
+    """Run in each rank: what each stage says of it."""
+    found = {}
+    for stage in (1, 2, 3):
+        model = Odd()
+        shared = Zero(model, [model.first, model.second], stage, torch.optim.AdamW, lr=0.01)
+        shared.backward(model.second(torch.tanh(model.first(torch.ones(2, 5)))).mean())
+        try:
+            shared.step()
+        except RuntimeError as error:
+            found[stage] = str(error)
+    return found
+
+
 def everything(runs, steps):
     ranks = dist.get_world_size()
     found = {name: train(Job(ranks=ranks, engine=e, stage=s, steps=steps)) for name, (e, s) in runs.items()}
-    return {**found, "odd": odd_layers_and_two_micro_batches(), "most": over_the_step()}
+    odd, unused = odd_layers_and_two_micro_batches(), a_layer_that_is_not_used()
+    return {**found, "odd": odd, "unused": unused, "most": over_the_step()}
 
 
 def deepspeed_stages(steps):
@@ -132,7 +147,7 @@ def test_every_rank_holds_the_bytes_of_the_formula(two, three, name):
 
 def test_stage_3_holds_one_block_and_no_other_beside_its_chunks(two):
     """Whole are the block at work and what lies around the blocks: the tied embedding begins and ends the model."""
-    block = 4 * sum(p.numel() for p in GPT(small_gpt()).h[0].parameters())
+    block = 4 * sum(p.numel() for p in GPT(tiny_gpt()).h[0].parameters())
     rest = PARAMETERS - 2 * block
     for rank in two:
         held = dict(rank["most"])
@@ -162,10 +177,17 @@ def test_padded_units_and_accumulated_gradients_give_one_process_parameters(two,
             assert 0 <= found["held"] - held < 4 * 3 * len(ranks), "padding: below N elements a unit"
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_layer_without_gradients_is_named_and_not_passed_by(two, stage):
+    """A unit is reduced when its last gradient comes: with one missing, the others would never be averaged."""
+    for rank in two:
+        assert rank["unused"][str(stage)].startswith("no gradient for parameters of shape [(1, 3), (1,)]")
+
+
 def bytes_beyond_the_cut():
     """Of the parameter in the middle of the flat tensor: what lies past its middle, and what lies before."""
     start, middle = 0, PARAMETERS // 2
-    for parameter in GPT(small_gpt()).parameters():
+    for parameter in GPT(tiny_gpt()).parameters():
         end = start + parameter.nbytes
         if end > middle:
             return end - middle, middle - start
@@ -207,6 +229,12 @@ def test_the_papers_gigabytes_come_from_the_formula():
         held = states(spec, lab.Training(precision="mixed-fp16", dp=64, zero=stage))
         a_parameter = (held.weights + held.gradients + held.optimizer) / spec.parameters
         assert round(7.5 * a_parameter, 1) == round(paper[label] / 1e9, 1)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**31, 1.5, True])
+def test_a_seed_that_is_none_is_refused_before_any_process_starts(seed):
+    with pytest.raises(SpecError, match="is not a whole number from 0 to 2147483647"):
+        Job(seed=seed)
 
 
 def test_a_stage_that_is_none_is_refused():

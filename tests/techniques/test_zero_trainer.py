@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from llmlab.techniques.rank_training import small_gpt
+from llmlab.techniques.rank_training import tiny_gpt
 
 pytest.importorskip("deepspeed", reason="the distributed extra")
 
-PARAMETERS = 4 * small_gpt().parameters  # bytes
+PARAMETERS = 4 * tiny_gpt().parameters  # bytes
 BIN = Path(sys.executable).parent
 SCRIPT = "llmlab.techniques.zero_trainer"
 

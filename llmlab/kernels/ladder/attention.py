@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from ...errors import SpecError
 from ...techniques.attention import check_attention, flash_backward, standard_attention
-from ..rungs import choose, compiled, dot, jit, tl, triton
+from ..rungs import as_autocast, choose, compiled, dot, jit, tl, triton
 
 LOG2_E = 1.4426950408889634  # exp(x) = 2^(x·log2 e): the GPU has an instruction for powers of 2
 MAX_HEAD = 128
@@ -37,8 +37,11 @@ MAX_HEAD = 128
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, *, rung: int | None = None) -> Tensor:
     """Return softmax(q·kᵀ / √D)·v, (B, H, T, D), in q's dtype. q: (B, H, T, D), k and v: (B, K, T, D), K divides H.
 
+    Under torch.autocast in its dtype, as SDPA.
+
     Raises SpecError where the shapes do not fit, and in rungs 3 and 4 for heads over 128 channels.
     """
+    q, k, v = as_autocast(q, k, v)
     check_attention(q, k, v)
     old = q.is_cuda and torch.cuda.get_device_capability(q.device) < (8, 0)  # Triton leaves its tensor cores idle
     if rung is None and (old or q.shape[-1] > MAX_HEAD):

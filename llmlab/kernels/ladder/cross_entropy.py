@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...errors import SpecError
-from ..rungs import absorb, choose, compiled, jit, tl, triton, warps
+from ..rungs import absorb, check_columns, choose, compiled, jit, tl, triton, warps
 
 IGNORE = -100  # the target that PyTorch and Hugging Face leave out
 TILE = 8192  # columns that a program holds at a time
@@ -34,6 +34,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, rung: int | None = None, i
     and 4, an error in the others. `inplace` (rung 4): backward writes the gradient over the logits, so the logits, and
     a second backward, are lost. Raises SpecError where shapes do not fit.
     """
+    check_columns(logits)
     if targets.shape != logits.shape[:-1] or targets.dtype != torch.int64:
         given = f"targets are {targets.dtype} {tuple(targets.shape)}"
         raise SpecError(f"{given}; logits {tuple(logits.shape)} need torch.int64 {tuple(logits.shape[:-1])}")
@@ -107,14 +108,15 @@ class CrossEntropy(torch.autograd.Function):
         counted = targets_R != IGNORE
         d_RV = torch.exp(logits_RV.float() - lse_R[:, None])
         d_RV.scatter_add_(1, targets_R.where(counted, 0)[:, None], torch.full_like(lse_R, -1.0)[:, None])
-        return (d_RV * (scale * counted)[:, None]).to(logits_RV.dtype), None, None, None
+        scale_R = scale.where(counted, 0)  # not scale · counted: with no row counted, scale is inf
+        return (d_RV * scale_R[:, None]).to(logits_RV.dtype), None, None, None
 
 
 def loss_rows(logits_RV: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
     """Return loss and logsumexp of each row, fp32, (R,) each; the loss of an ignored row is 0."""
     R, V = logits_RV.shape
     losses_R, lse_R = (torch.empty(R, dtype=torch.float32, device=logits_RV.device) for _ in range(2))
-    if R and V:
+    if R:
         block = min(triton.next_power_of_2(V), TILE)
         with torch.cuda.device_of(logits_RV):
             loss_kernel[(R,)](
@@ -127,7 +129,7 @@ def loss_rows(logits_RV: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
 def gradient_rows(logits_RV: Tensor, targets_R: Tensor, lse_R: Tensor, scale: Tensor, out: Tensor) -> Tensor:
     """Write (softmax − one-hot) · scale to `out`, which may be the logits themselves. scale: fp32, one value."""
     R, V = logits_RV.shape
-    if R and V:
+    if R:
         block = min(triton.next_power_of_2(V), TILE)
         with torch.cuda.device_of(logits_RV):
             gradient_kernel[(R,)](

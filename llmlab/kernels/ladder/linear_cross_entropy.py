@@ -15,6 +15,7 @@ Rungs 1 and 4 hold the gradients from forward on, so a loss that nobody differen
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...errors import SpecError
-from ..rungs import choose, compiled
+from ..rungs import as_autocast, check_columns, choose, compiled
 from .cross_entropy import IGNORE, cross_entropy0, gradient_rows, loss_rows
 
 
@@ -32,10 +33,13 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return the mean loss in nats, an fp32 scalar. hidden: (..., C), weight: (V, C), targets: (...), int64.
 
-    A target of −100 is left out. `chunk`: rows whose logits are held at once (rungs 1, 3, 4); by default so many that
-    they take what hidden takes, and at least 128. Raises SpecError where shapes or dtypes do not fit.
+    A target of −100 is left out; others outside 0 … V − 1 are as in `cross_entropy`. `chunk`: rows whose logits are
+    held at once (rungs 1, 3, 4); by default so many that they take what hidden takes, and at least 128. Raises
+    SpecError where shapes or dtypes do not fit.
     """
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.dtype != hidden.dtype:
+    check_columns(hidden)
+    hidden, weight = as_autocast(hidden, weight)
+    if weight.dim() != 2 or not len(weight) or weight.shape[1] != hidden.shape[-1] or weight.dtype != hidden.dtype:
         given = f"hidden {hidden.dtype} {tuple(hidden.shape)}, weight {weight.dtype} {tuple(weight.shape)}"
         raise SpecError(f"{given} do not fit; give one dtype, hidden (..., C) and weight (V, C)")
     if targets.shape != hidden.shape[:-1] or targets.dtype != torch.int64 or targets.device != hidden.device:
@@ -43,8 +47,8 @@ def linear_cross_entropy(
         raise SpecError(f"{given}; they must be torch.int64 {tuple(hidden.shape[:-1])} on {hidden.device}")
     hidden_RC, targets_R = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     chunk = max(128, hidden_RC.numel() // weight.shape[0]) if chunk is None else chunk
-    if chunk < 1:
-        raise SpecError(f"chunk={chunk} rows; allowed: 1 or more")
+    if type(chunk) is not int or chunk < 1:
+        raise SpecError(f"chunk={chunk!r} rows; allowed: 1 or more")
     return LADDER[choose(rung, hidden, weight)](hidden_RC, weight, targets_R, chunk)
 
 
@@ -83,7 +87,11 @@ LADDER = (
 
 
 class Gradients(torch.autograd.Function):
-    """Loss and gradients in forward. dweight is summed in weight's dtype, rounded once a chunk, as in accumulation."""
+    """Loss and gradients in forward. dweight is summed in weight's dtype, rounded once a chunk, as in accumulation.
+
+    GradScaler's factor comes with backward, when what fp16 cannot hold is lost already, and the mean's 1/R does that to
+    most of softmax. So the gradients are R times as large until then, dweight √R times: whole, its sum could overflow.
+    """
 
     @staticmethod
     def forward(
@@ -92,25 +100,31 @@ class Gradients(torch.autograd.Function):
         need_hidden, need_weight = (graded and needed for needed in ctx.needs_input_grad[:2])
         dhidden = torch.empty_like(hidden_RC) if need_hidden else None
         dweight = torch.zeros_like(weight_VC) if need_weight else None
-        scale = 1 / (targets_R != IGNORE).sum().to(torch.float64 if hidden_RC.dtype == torch.float64 else torch.float32)
-        loss = torch.zeros_like(scale)
+        count = (targets_R != IGNORE).sum().to(torch.float64 if hidden_RC.dtype == torch.float64 else torch.float32)
+        bits = round(math.log2(max(len(hidden_RC), 1)))  # powers of 2, which round nothing
+        larger, root = 2.0**bits, 2.0 ** (bits // 2)
+        scale, loss = larger / count, torch.zeros_like(count)
         for start in range(0, len(hidden_RC), chunk):
             part = slice(start, start + chunk)
             logits, targets = F.linear(hidden_RC[part], weight_VC), targets_R[part]
-            chunk_loss, dlogits = (with_triton if triton else with_pytorch)(logits, targets, scale, graded)
+            chunk_loss, dlogits = (with_triton if triton else with_pytorch)(
+                logits, targets, scale, need_hidden or need_weight
+            )
             loss += chunk_loss
-            if need_hidden:
+            if dlogits is not None and dhidden is not None:
                 torch.mm(dlogits, weight_VC, out=dhidden[part])
-            if need_weight:
-                dweight.addmm_(dlogits.t(), hidden_RC[part])
+            if dlogits is not None and dweight is not None:
+                dweight.addmm_(dlogits.t(), hidden_RC[part], alpha=1 / root)
         ctx.save_for_backward(dhidden, dweight)
-        return loss * scale
+        ctx.larger = larger, larger / root
+        return loss / count
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         # In place: a copy of dweight would take V·C more. A second backward finds them changed, and autograd says so.
-        return *(None if d is None else d.mul_(gradient) for d in ctx.saved_tensors), None, None, None, None
+        pairs = zip(ctx.saved_tensors, ctx.larger, strict=True)
+        return *(None if d is None else d.mul_(gradient / larger) for d, larger in pairs), None, None, None, None
 
 
 def with_pytorch(logits: Tensor, targets: Tensor, scale: Tensor, graded: bool) -> tuple[Tensor, Tensor | None]:
@@ -123,7 +137,7 @@ def with_pytorch(logits: Tensor, targets: Tensor, scale: Tensor, graded: bool) -
         return loss, None
     d = log_softmax.exp_()
     d.scatter_add_(1, targets, torch.full_like(targets, -1, dtype=d.dtype))
-    return loss, d.mul_((scale * counted)[:, None]).to(logits.dtype)
+    return loss, d.mul_(scale.where(counted, 0)[:, None]).to(logits.dtype)
 
 
 def with_triton(logits: Tensor, targets: Tensor, scale: Tensor, graded: bool) -> tuple[Tensor, Tensor | None]:
@@ -156,7 +170,7 @@ class Again(torch.autograd.Function):
             dlogits = F.linear(hidden, weight_VC).float().sub_(lse[:, None]).exp_()
             counted = targets != IGNORE
             dlogits.scatter_add_(1, targets.where(counted, 0)[:, None], torch.full_like(lse, -1.0)[:, None])
-            dlogits = dlogits.mul_((scale * counted)[:, None]).to(hidden.dtype)
+            dlogits = dlogits.mul_(scale.where(counted, 0)[:, None]).to(hidden.dtype)
             torch.mm(dlogits, weight_VC, out=out)
             dweight.addmm_(dlogits.t(), hidden)
         return dhidden, dweight, None, None

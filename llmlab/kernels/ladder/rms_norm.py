@@ -14,6 +14,7 @@ Bytes moved by the forward pass, if nothing stays in a cache; the weight's N·b 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -22,19 +23,23 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...errors import SpecError
-from ..rungs import MAX_ROW, as_rows, choose, compiled, jit, only_fused, tl, triton, warps
+from ..rungs import MAX_ROW, as_rows, check_columns, choose, compiled, jit, only_fused, tl, triton, warps
 
-PROGRAMS = 256  # partial sums of dweight: about two for each multiprocessor of a large GPU
+PROGRAMS = 256  # partial sums of dweight at most: one for each multiprocessor, and no GPU has more
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, rung: int | None = None, inplace: bool = False) -> Tensor:
     """Return x / √(mean(x²) + eps) · weight, in x's dtype, computed in fp32. x: (..., N), weight: (N,).
 
     `inplace` (rung 4): backward writes x's gradient over the result's, which nothing else may need, as a residual
-    branch would. Raises SpecError where weight is not (N,), and in rungs 3 and 4 for rows over 65,536 columns.
+    branch would. Raises SpecError where weight is not (N,) or eps no number >= 0, and in rungs 3 and 4 for rows over
+    65,536 columns.
     """
+    check_columns(x)
     if weight.shape != x.shape[-1:]:
         raise SpecError(f"weight has shape {tuple(weight.shape)}; x of shape {tuple(x.shape)} needs ({x.shape[-1]},)")
+    if not isinstance(eps, (int, float)) or not 0 <= eps < math.inf:  # None is PyTorch's for "the dtype's epsilon"
+        raise SpecError(f"eps={eps!r}; give a number >= 0, as a model's config names it (rms_norm_eps)")
     rung = choose(rung, x, weight)
     if only_fused(inplace, rung):
         return RMSNorm.apply(x, weight, eps, True, True)
@@ -83,7 +88,7 @@ class RMSNorm(torch.autograd.Function):
             raise SpecError(f"a row of {columns} columns does not fit in registers ({MAX_ROW} do); take rung 1")
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         inverse_rms = torch.empty(rows, dtype=torch.float32, device=x.device)
-        if rows and columns:
+        if rows:
             block = triton.next_power_of_2(columns)
             with torch.cuda.device_of(x):
                 forward_kernel[(rows,)](
@@ -106,8 +111,8 @@ class RMSNorm(torch.autograd.Function):
         rows, columns = x_RN.shape
         over = ctx.inplace and dy.is_contiguous()
         dx = dy if over else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        partial_PN = torch.empty(min(rows, PROGRAMS), columns, dtype=torch.float32, device=x.device)
-        if rows and columns:
+        partial_PN = torch.empty(min(rows, programs(x)), columns, dtype=torch.float32, device=x.device)
+        if rows:
             block = triton.next_power_of_2(columns)
             with torch.cuda.device_of(x):
                 backward_kernel[(len(partial_PN),)](
@@ -115,6 +120,11 @@ class RMSNorm(torch.autograd.Function):
                     block, num_warps=warps(2 * block),
                 )  # fmt: skip
         return dx, partial_PN.sum(0).to(weight.dtype), None, None, None
+
+
+def programs(x: Tensor) -> int:
+    """Return how many programs share the rows of backward: one a multiprocessor, as Liger's do."""
+    return min(PROGRAMS, torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else PROGRAMS)
 
 
 @jit

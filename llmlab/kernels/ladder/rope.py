@@ -32,9 +32,10 @@ def rope(
     cos and sin get no gradient. `inplace` (rung 4): q and k are turned where they are, and their gradients too, so
     nothing else may need either. Raises SpecError where the shapes do not fit or D is odd.
     """
-    B, _, T, D = q.shape
-    if D % 2 or (k.shape[0], *k.shape[2:]) != (B, T, D):
+    fit = q.dim() == k.dim() == 4 and (q.shape[0], *q.shape[2:]) == (k.shape[0], *k.shape[2:])
+    if not fit or not q.shape[1] or not k.shape[1] or not q.shape[-1] or q.shape[-1] % 2:
         raise SpecError(f"q {tuple(q.shape)} and k {tuple(k.shape)} need (B, H, T, D), (B, K, T, D), even D")
+    B, _, T, D = q.shape
     if cos.shape != sin.shape or cos.shape[-2:] != (T, D) or cos.shape[:-2] not in ((), (1,), (B,)):
         given = f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)}"
         raise SpecError(f"{given} do not fit q {tuple(q.shape)}; give ({T}, {D}), (1, {T}, {D}) or ({B}, {T}, {D})")
@@ -112,11 +113,13 @@ class Rope(torch.autograd.Function):
             left, right = gradient.float().chunk(2, dim=-1)
             halves = left * cos_left + right * sin_right, right * cos_right - left * sin_left
             turned.append(torch.cat(halves, dim=-1).to(gradient.dtype))
-        return *turned, None, None, None, None
+        return turned[0], turned[1], None, None, None, None
 
 
 def turn_heads(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool, inplace: bool) -> tuple[Tensor, Tensor]:
     """Launch one program a token; `back` turns by the negated angle, `inplace` writes over q and k."""
+    if inplace and q.data_ptr() == k.data_ptr():  # one tensor as both, as the gradient of q + k is: turned twice
+        k = k.clone()
     q, k, cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, cos, sin))
     (B, H, T, D), K = q.shape, k.shape[1]
     # empty_like keeps strides: a transposed q stays transposed. Expanded, values share their memory: no place to write.

@@ -21,13 +21,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...errors import SpecError
-from ..rungs import MAX_ROW, absorb, as_rows, choose, compiled, jit, tl, triton, warps
+from ..rungs import MAX_ROW, absorb, as_rows, check_columns, choose, compiled, jit, tl, triton, warps
 
 TILE = 8192  # columns of a wide row that a program holds at a time
 
 
 def softmax(x: Tensor, *, rung: int | None = None) -> Tensor:
-    """Return exp(x) / Σ exp(x) along the last dimension, in x's dtype, computed in fp32. x: (..., N)."""
+    """Return exp(x) / Σ exp(x) along the last dimension, in x's dtype, computed in fp32. x: (..., N), N >= 1."""
+    check_columns(x)
     return LADDER[choose(rung, x)](x)
 
 
@@ -72,7 +73,7 @@ class Softmax(torch.autograd.Function):
         x_RN = as_rows(x)
         rows, columns = x_RN.shape
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        if rows and columns:
+        if rows:
             fits = columns <= MAX_ROW
             kernel, block = (softmax_row, triton.next_power_of_2(columns)) if fits else (softmax_wide, TILE)
             with torch.cuda.device_of(x):
@@ -90,7 +91,7 @@ class Softmax(torch.autograd.Function):
             return (y_fp32 * (dy_fp32 - (y_fp32 * dy_fp32).sum(-1, keepdim=True))).to(y.dtype), None
         dy_RN, dx = as_rows(dy), torch.empty_like(y)
         rows, columns = dy_RN.shape
-        if rows and columns:
+        if rows:
             block = min(triton.next_power_of_2(columns), TILE)
             with torch.cuda.device_of(y):
                 softmax_backward[(rows,)](y, dy_RN, dx, dy_RN.stride(0), columns, block, num_warps=warps(block))

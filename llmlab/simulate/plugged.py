@@ -1,0 +1,111 @@
+"""The block in which a simulated card is there: all that is put in its way, in order, and taken away at its end."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..errors import SpecError
+from ..measure.events import exclusive
+from .capability import capability_of
+from .card import Card
+from .cuda_api import cuda_api
+from .engine import GPU_DEVICE, Engine
+from .imports import on_import
+from .patches import cuda_operators, fake_parameters, full_beams, no_end_of_sequence, no_extensions, no_triton
+from .process_group import no_deepspeed, without_peers
+from .quantized import bitsandbytes_extras, fake_bitsandbytes
+from .redirect import Redirect
+from .remembered import default_device, devices_found
+from .streams import nothing, profiled_as_host
+
+ENVIRONMENT = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}  # transformers loads weights in this thread
+_open: list[str] = []  # the name of the card in use
+
+
+@contextmanager
+def plugged_in(card: Card, world_size: int | None = None) -> Iterator[None]:
+    """Let this thread have `card`, as one rank of `world_size`.
+
+    Raises SpecError where there is one already, in this thread or another.
+    """
+    if _open:
+        raise SpecError(f"a simulator of {_open[0]} is open; one at a time, in one thread: end its block first")
+    gc.collect()  # what dies later must not be freed at a moment that depends on earlier code
+    with exclusive("simulator()"), ExitStack() as stack:
+        _open.append(card.gpu.name)
+        stack.callback(_open.clear)
+        stack.enter_context(fake_parameters())
+        stack.enter_context(cuda_operators(capability_of(card.gpu)))
+        stack.enter_context(card.parameters.patched())
+        stack.enter_context(cuda_api(card))
+        stack.enter_context(profiled_as_host())
+        redirect = Redirect(card.engine)
+        stack.enter_context(redirect.patched())
+        stack.enter_context(card.checkpoints.patched())
+        stack.enter_context(default_device())
+        stack.enter_context(mock.patch.dict(os.environ, ENVIRONMENT))
+        stack.callback(card.engine.stop)
+        stack.enter_context(card.engine)
+        stack.enter_context(redirect)
+        stack.enter_context(devices_found())
+        stack.enter_context(on_import(_library_patches(card, stack), lambda: _hidden(card)))
+        stack.enter_context(without_peers(card, world_size))
+        stack.enter_context(card.phases.watched())
+        yield
+
+
+def _library_patches(card: Card, stack: ExitStack) -> dict[str, Callable[[], None]]:
+    """Return what to change in libraries, by their module's name, once it is there."""
+
+    def put(module: str, name: str, function: Callable) -> None:
+        stack.enter_context(mock.patch.object(sys.modules[module], name, function))
+
+    def bitsandbytes() -> None:
+        stack.enter_context(fake_bitsandbytes(None))
+        card.engine.extras |= bitsandbytes_extras(card.gpu)
+        put("bitsandbytes.functional", "get_paged", _paged(card.engine))
+        for name in ("fill", "prefetch_tensor"):
+            put("bitsandbytes.functional", name, nothing)
+
+    return {
+        "bitsandbytes": bitsandbytes,
+        "deepspeed": lambda: put("deepspeed", "initialize", no_deepspeed),
+        "triton.runtime.jit": lambda: stack.enter_context(no_triton()),
+        "torch.utils.cpp_extension": lambda: stack.enter_context(no_extensions()),
+        "safetensors.torch": lambda: stack.enter_context(card.checkpoints.safetensors()),
+        "transformers.generation.stopping_criteria": lambda: stack.enter_context(no_end_of_sequence()),
+        "transformers.generation.utils": lambda: stack.enter_context(full_beams()),
+    }
+
+
+def _paged(engine: Engine) -> Callable[..., Tensor]:
+    """bitsandbytes.functional.get_paged: unified memory, which is none of the allocator's."""
+
+    def get_paged(*shape: int, dtype: torch.dtype = torch.float32, **device: Any) -> Tensor:
+        with _disable_current_modes(), engine.fake:
+            made = torch.zeros(shape, dtype=dtype, device=GPU_DEVICE)
+        engine.hold_at(made, 0)
+        vars(made).update(is_paged=True, page_deviceid=0)
+        return made
+
+    return get_paged
+
+
+@contextmanager
+def _hidden(card: Card) -> Iterator[None]:
+    """Hide the card from a library that looks for one as it is imported."""
+    before, card.hidden = card.hidden, True
+    try:
+        yield
+    finally:
+        card.hidden = before
