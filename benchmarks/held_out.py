@@ -3,75 +3,58 @@
     python benchmarks/held_out.py                              # prints
     python benchmarks/held_out.py --out benchmarks/results     # and writes held_out.md, which the book includes
 
-They are two later sessions of the archive that the rows of peers.py are from. Where reserved bytes are missed, and the
-base is in NF4, the step is simulated again as its libraries loaded it, transformers 5.0 and peft 0.19, by threads: in
-`DRAWS` of the orders that these may come in. No row says which was its own.
+They are two later sessions of the archive that the rows of peers.py are from. Each is simulated as installed, and with
+its base as its session loaded it (`loading`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import click
 import configurations
+import loading
 import peers
-from configurations import BAR, mebibytes
+from loading import PHASE_BAR, Loaded
 from provenance import provenance, titled_table, write
 from questions import TOOLS, simulated
-from versions import DRAWS, STEP, same_peaks
 
 import llmlab as lab
 from llmlab import Report
 from llmlab.records import held_out, records
-from llmlab.simulate.older import loaded_by_threads, rotary_products
 
 FITTED = "t4-phase3-2026-09-16"  # the session that is among the 49 runs fitcheck's constants were fitted to
-PHASE_BAR = 0.01
 ASKED = [tool for tool in TOOLS if tool.asked.startswith("the run")]
 REQUEST = re.compile(r"(?:tried to allocate|segment of) ([\d.]+ \w+)")  # as PyTorch and the simulator say it
 HELD = re.compile(r"([\d.]+ \w+) allocated")
 PHASES_HEADER = ["", "lab.estimate, median |error|", "worst", "lab.simulate, median |error|", "worst"]
-EACH_HEADER = [*configurations.HEADER[:7], f"loaded by threads, {DRAWS} draws"]
+EACH_HEADER = [*configurations.HEADER[:7], "threads: least – median – most", "error"]
 VERDICTS = "Steps that ran out of memory: where, with what request, on top of what was allocated"
-VERDICTS_HEADER = ["", "measured", "lab.simulate", "lab.estimate"]
+VERDICTS_HEADER = ["", "measured", "lab.simulate", "loaded by threads", "lab.estimate"]
 OUT_OF_MEMORY = "out of memory"
 FAIRNESS = (
-    "None of these rows was in view while llmlab's formulas and simulator were written: they were predicted first, "
-    f"then brought in, and nothing was changed to meet them. fitcheck's constants were fitted to {FITTED}, and to no "
-    "row of the other session."
+    "None of these rows was in view while llmlab's formulas, its simulator and its model of threads were written: they "
+    "were predicted first, then brought in, and nothing was changed to meet them. That the median of so many draws is "
+    f"shown was decided afterwards. fitcheck's constants were fitted to {FITTED}, and to no row of the other session."
 )
 
 
 class Line(NamedTuple):
-    """A configuration: its rows, its simulation, and where this misses reserved bytes, those of the draws."""
+    """A configuration: its rows, its simulation with what is installed, and those as its session may have loaded it."""
 
     rows: list[Report]
     simulated: Report
-    drawn: list[Report]
+    loaded: Loaded
 
     @property
     def name(self) -> str:
-        return configurations.name(peers.as_row(self.rows[0]))
-
-    @property
-    def missed(self) -> list[Report]:
-        """The rows whose reserved bytes are not simulated within the bar."""
-        size = self.simulated.peak_reserved
-        return [row for row in self.rows if size and row.peak_reserved and abs(size / row.peak_reserved - 1) > BAR]
+        return loading.named(self.rows[0])
 
 
 # ---- simulations
-
-
-def drawn(row: Report) -> Iterator[Report]:
-    """Yield the simulations of a row as its libraries loaded it, one a draw."""
-    for seed in range(DRAWS):
-        with rotary_products(), loaded_by_threads(seed):
-            yield lab.simulate(row.model, row.run, "T4")
 
 
 def lines(reports: list[Report]) -> list[Line]:
@@ -79,10 +62,8 @@ def lines(reports: list[Report]) -> list[Line]:
     groups: dict[tuple[Any, ...], list[Report]] = {}
     for row in reports:
         groups.setdefault((row.model, row.run), []).append(row)
-    found = [Line(rows, simulated(lab.model(rows[0].model), rows[0].run), []) for rows in groups.values()]
     return [
-        line._replace(drawn=list(drawn(line.rows[0]))) if line.missed and line.rows[0].run.quantization else line
-        for line in found
+        Line(rows, simulated(lab.model(rows[0].model), rows[0].run), loading.of(rows[0])) for rows in groups.values()
     ]
 
 
@@ -142,30 +123,29 @@ def median_and_worst(errors: list[float]) -> list[str]:
 
 
 def each(found: list[Line], rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Return a text row a configuration; a draw whose allocated bytes peak as a row's in every phase is bold."""
-    sizes = {line.name: " / ".join(draws(line)) or "–" for line in found}
-    return [[*cells[:7], sizes[cells[0]]] for cells in configurations.body(rows)]
-
-
-def draws(line: Line) -> list[str]:
-    """Return the different reserved bytes of the draws, in MiB."""
-    bold = {report.peak_reserved for report, _ in met(line)}
-    sizes = sorted({report.peak_reserved for report in line.drawn})
-    return [f"**{mebibytes(size)}**" if size in bold else mebibytes(size) for size in sizes]
-
-
-def met(line: Line) -> list[tuple[Report, Report]]:
-    """Return the draws that have a row's peaks of allocated bytes, each with that row."""
-    return [(report, row) for report in line.drawn for row in line.rows if same_peaks(report, row)]
+    """Return a text row a configuration, with what is reserved as its session loaded."""
+    threaded = loading.by_threads([row for line in found for row in line.rows])
+    last = {}
+    for line in found:
+        errors = {row.peak_reserved: loading.error(row, threaded) for row in line.rows}
+        shown = " / ".join("does not fit" if error is None else f"{error:+.1%}" for error in errors.values())
+        last[line.name] = [loading.reserved(line.loaded) or "–", shown]
+    return [[*cells[:7], *last[cells[0]]] for cells in configurations.body(rows)]
 
 
 def verdicts(found: list[Line]) -> list[list[str]]:
     """Return a text row a step that ran out of memory: where, and what each verb says of it."""
     return [
-        [line.name, asked(row), asked(line.simulated), lab.estimate(row.model, row.run, "T4").outcome]
+        [line.name, asked(row), asked(line.simulated), by_threads(line), lab.estimate(row.model, row.run, "T4").outcome]
         for line in found
         for row in line.rows
     ]
+
+
+def by_threads(line: Line) -> str:
+    """Return in how many of the draws a step runs out of memory."""
+    drawn = line.loaded.drawn
+    return f"{OUT_OF_MEMORY} in {sum(peaks is None for peaks in drawn)} of {len(drawn)} draws" if drawn else "–"
 
 
 def asked(report: Report) -> str:
@@ -188,7 +168,8 @@ def notes(found: list[Line], refused: list[Line], rows: list[dict[str, Any]]) ->
         for row in line.rows
     )
     said = [f"Every phase is simulated within {PHASE_BAR:.0%} in {inside} of {len(rows)} rows."]
-    said += [*configurations.notes(rows), *by_order(found), *peers.floors(rows)]
+    said += [*configurations.notes(rows), *loading.notes([row for line in found for row in line.rows])]
+    said += peers.floors(rows)
     if refused:
         right = sum(line.simulated.outcome == OUT_OF_MEMORY for line in refused)
         ran = [line.simulated.outcome == "fits" for line in found for _ in line.rows]
@@ -200,44 +181,18 @@ def notes(found: list[Line], refused: list[Line], rows: list[dict[str, Any]]) ->
     return said
 
 
-def by_order(found: list[Line]) -> list[str]:
-    """Return what the order of the threads that load does to the rows that were missed."""
-    again = [line for line in found if line.drawn]
-    if not again:
-        return []
-    sizes = {line.name: [report.peak_reserved for report in line.drawn] for line in again}
-    widest = max(again, key=lambda line: configurations.spread(sizes[line.name]))
-    peaks = [report.peak_allocated for report in widest.drawn]
-    near = [
-        any(abs(size / row.peak_reserved - 1) <= BAR for size in sizes[line.name])
-        for line in again
-        for row in line.missed
-    ]
-    said = [
-        f"Rows outside {BAR:.0%} whose base is in NF4, loaded by threads instead: {sum(near)} of {len(near)} are "
-        f"within it in one of {DRAWS} draws. The order alone reserves {mebibytes(min(sizes[widest.name]))} to "
-        f"{mebibytes(max(sizes[widest.name]))} MiB for {widest.name}, where the peaks of allocated bytes are "
-        f"{mebibytes(max(peaks) - min(peaks))} MiB apart."
-    ]
-    known = [report.peak_reserved / row.peak_reserved - 1 for line in again for report, row in met(line)]
-    if known:
-        middle, worst = median_and_worst(known)
-        said.append(
-            f"In bold: draws whose allocated bytes peak as the row's in {', '.join(STEP)}. Reserved bytes did not "
-            f"choose them, and are off by {middle} at the median, {worst} at worst."
-        )
-    return said
-
-
 # ---- the page
 
 
 def to_markdown(rows: list[dict[str, Any]], found: list[Line], refused: list[Line], made: str) -> str:
     """Return the tables and their notes: of `rows`, of their configurations, and of those that ran out of memory."""
+    reports = [row for line in found for row in line.rows]
     tables = [
         (f"Predicted against measured, {len(rows)} fine-tuning steps on a T4 that were held out", *by_tool(rows)),
         ("llmlab's gap by phase", PHASES_HEADER, by_phase(found)),
         (configurations.TITLE, EACH_HEADER, each(found, rows)),
+        (loading.SESSIONS, loading.SESSIONS_HEADER, loading.sessions(reports)),
+        (loading.HELD, loading.HELD_HEADER, loading.held(reports)),
         (peers.LOADS, peers.LOADS_HEADER, peers.loads(rows)),
         (VERDICTS, VERDICTS_HEADER, verdicts(refused)),
     ]

@@ -52,8 +52,8 @@ def _angles_by_product(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tens
 
 @contextmanager
 def loaded_by_threads(seed: int) -> Iterator[None]:
-    """Load quantized models as transformers 5.0 did, several threads reading ahead of the one that quantizes, and as
-    peft did before 0.20, which leaves the cached segments. In which order the threads come to it `seed` draws.
+    """Load quantized models as transformers 5.0 to 5.3 did, several threads reading ahead of the one that quantizes,
+    and as peft did before 0.20, which leaves the cached segments. In which order the threads come to it `seed` draws.
     """
     order: Callable[[list[int]], Iterator[tuple[int, bool]]] = lambda sizes: read_ahead(sizes, seed)  # noqa: E731
     with (

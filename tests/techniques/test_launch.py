@@ -231,7 +231,8 @@ def test_a_launch_needs_no_input_output_and_errors(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "from ten import ten\nfrom llmlab.techniques.launch import launch\n"
-        f"if __name__ == '__main__':\n    open({str(tmp_path / 'found')!r}, 'w').write(str(launch(ten, 2, limit=99)))\n"
+        "if __name__ == '__main__':\n    found = str(launch(ten, 2, limit=99))\n"  # before any file is open
+        f"    open({str(tmp_path / 'found')!r}, 'w').write(found)\n"
     )
     closed = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", sys.executable, str(script)]
     assert subprocess.run(closed, env=program("", tmp_path)["env"], timeout=200).returncode == 0
