@@ -18,13 +18,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..errors import NotAvailable
 from .attention import attention
 from .autocast import impl_cuda_autocast
 from .capability import Capability
 from .engine import GPU_DEVICE, Engine
 from .known import know, known
-from .values import located
 
 aten = torch.ops.aten
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -99,36 +97,22 @@ def _zeros_where_unknown(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def no_extensions() -> Iterator[None]:
-    """Refuse to compile kernels for the card, with their name."""
-    from torch.utils import cpp_extension
+def told_recurrent(engine: Engine) -> Iterator[None]:
+    """Note of nn.LSTM, GRU and RNN on the card that cuDNN runs each as one kernel, with buffers it alone knows."""
 
-    def refused(name: str, *args: Any, **kwargs: Any) -> None:
-        raise located(NotAvailable(
-            f"torch.utils.cpp_extension: {name!r} would be compiled for a GPU, and a simulated card runs no kernels; "
-            "give the block PyTorch's own operators in its place, or lab.measure it"
-        ))  # fmt: skip
+    def told(name: str) -> Callable[..., Any]:
+        real = getattr(torch._VF, name)
 
-    with (
-        mock.patch.object(cpp_extension, "load", refused),
-        mock.patch.object(cpp_extension, "load_inline", refused),
-    ):
-        yield
+        def layer(x: Tensor, *args: Any) -> Any:
+            if on_card(x):
+                engine.uncounted.setdefault("cuDNN", f"torch.{name}, one kernel there and several operators here")
+            return real(x, *args)
 
+        return layer
 
-@contextmanager
-def no_triton() -> Iterator[None]:
-    """Refuse to launch Triton's kernels on the card, with their name."""
-    from triton.runtime import jit
-
-    def refused(kernel: Any, grid: Any) -> None:
-        name = getattr(kernel, "__name__", None) or getattr(getattr(kernel, "fn", None), "__name__", "without a name")
-        raise located(NotAvailable(
-            f"triton: the kernel {name!r} would be compiled for a GPU, and a simulated card runs no kernels; give the "
-            "block PyTorch's own operators in its place, or lab.measure it"
-        ))  # fmt: skip
-
-    with mock.patch.object(jit.KernelInterface, "__getitem__", refused):
+    with ExitStack() as stack:
+        for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+            stack.enter_context(mock.patch.object(torch._VF, name, told(name)))
         yield
 
 

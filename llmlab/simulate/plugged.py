@@ -21,10 +21,11 @@ from .card import Card
 from .cuda_api import cuda_api
 from .engine import GPU_DEVICE, Engine
 from .imports import on_import
-from .patches import cuda_operators, fake_parameters, full_beams, no_end_of_sequence, no_extensions, no_triton
+from .patches import cuda_operators, fake_parameters, full_beams, no_end_of_sequence, told_recurrent
 from .process_group import no_deepspeed, without_peers
 from .quantized import bitsandbytes_extras, fake_bitsandbytes
 from .redirect import Redirect
+from .refused import no_extensions, no_triton, unless_offloaded
 from .remembered import default_device, devices_found
 from .streams import nothing, profiled_as_host
 
@@ -46,6 +47,7 @@ def plugged_in(card: Card, world_size: int | None = None) -> Iterator[None]:
         stack.callback(_open.clear)
         stack.enter_context(fake_parameters())
         stack.enter_context(cuda_operators(capability_of(card.gpu)))
+        stack.enter_context(told_recurrent(card.engine))
         stack.enter_context(card.parameters.patched())
         stack.enter_context(cuda_api(card))
         stack.enter_context(profiled_as_host())
@@ -77,7 +79,12 @@ def _library_patches(card: Card, stack: ExitStack) -> dict[str, Callable[[], Non
         for name in ("fill", "prefetch_tensor"):
             put("bitsandbytes.functional", name, nothing)
 
+    def accelerate() -> None:
+        name = "set_module_tensor_to_device"
+        put("accelerate.hooks", name, unless_offloaded(getattr(sys.modules["accelerate.hooks"], name)))
+
     return {
+        "accelerate.hooks": accelerate,
         "bitsandbytes": bitsandbytes,
         "deepspeed": lambda: put("deepspeed", "initialize", no_deepspeed),
         "triton.runtime.jit": lambda: stack.enter_context(no_triton()),

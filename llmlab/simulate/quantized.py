@@ -44,6 +44,8 @@ def fake_bitsandbytes(empty_cache: Callable[[], None] | None) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(modules.Params4bit, "__new__", _params4bit(modules.Params4bit)))
         stack.enter_context(mock.patch.object(modules.Int8Params, "__new__", _int8params(modules.Int8Params)))
+        update = _with_unread_norm(bitsandbytes.functional.optimizer_update_32bit)
+        stack.enter_context(mock.patch.object(bitsandbytes.functional, "optimizer_update_32bit", update))
         # The map of 8-bit values, which is made once a process and kept on its card.
         stack.enter_context(mock.patch.dict(bitsandbytes.functional.name2qmap, clear=True))
         if empty_cache:
@@ -145,6 +147,23 @@ def _int8params(owner: type) -> Any:
         return _as_parameter(Int8Params, data, requires_grad, values)
 
     return new
+
+
+def _with_unread_norm(update: Callable[..., None]) -> Callable[..., None]:
+    """bitsandbytes/functional.py, optimizer_update_32bit: LARS and LAMB give their kernel the parameter's norm, which
+    the call reads. No memory depends on what it is."""
+    parameters = signature(update)
+
+    def updated(*args: Any, **kwargs: Any) -> None:
+        given = parameters.bind(*args, **kwargs)
+        if not given.arguments.get("max_unorm") or not isinstance(p := given.arguments["p"], FakeTensor):
+            return update(*args, **kwargs)
+        norm = torch.norm(p.data.float())  # it is there while the kernel runs
+        given.arguments["max_unorm"] = 0.0
+        update(*given.args, **given.kwargs)
+        del norm
+
+    return updated
 
 
 def _as_parameter(kind: type, data: Tensor, requires_grad: bool, values: dict[str, Any]) -> Tensor:

@@ -81,8 +81,10 @@ def requests_of(model: ModelLike, run: Run, gpu: GPU | str) -> Requests:
     with _logged(log):
         report.recorded(model, run, replace(card, memory=ROOMY))  # of a step that fails all requests, too
     before: list[Request] = []
-    part, read, taken, after = before, {}, {}, []
-    sizes: list[int] = []
+    after: list[Request] = []
+    read: dict[int, list[Request]] = {}
+    taken: dict[int, list[Request]] = {}
+    part, sizes = before, []
     for what, value in log:
         if what == "read":
             part = read[value] = []

@@ -329,6 +329,7 @@ LIBRARIES = {
     "cuDNN": (
         aten.convolution.default, aten.convolution_backward.default,
         aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_cudnn_attention_backward.default,
+        aten.mkldnn_rnn_layer.default, aten.mkldnn_rnn_layer_backward.default,  # what an LSTM is on this CPU
     ),
     "cuFFT": (aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default),
     "cuSOLVER": (

@@ -138,8 +138,9 @@ def simulator(gpu: GPU | str, *, assume: float | None = None, world_size: int | 
     buffers, which are not the allocator's. A collective leaves this rank's own values.
 
     Not simulated: what torch.compile fuses (it runs eager, with a warning), CUDA graphs, kernels compiled for the card,
-    DeepSpeed's engine and the first FSDP (both are refused), cuDNN's workspaces, which belong to the algorithm it
-    picks, LSTM and GRU as one cuDNN kernel, packed sequences, and time: events give "?", and so do the card's sensors.
+    DeepSpeed's engine, the first FSDP and layers that accelerate keeps off the card (all are refused), cuDNN's
+    workspaces, which belong to the algorithm it picks, LSTM and GRU as one cuDNN kernel (a note says so), packed
+    sequences, and time: events give "?", and so do the card's sensors.
     A DataLoader's workers run in this thread. Streams have blocks of their own, but backward runs on the stream that is
     current when it is called. Parameters on the host have no values either. Names bound before the block, as by `from
     torch.cuda import is_available`, stay what they were.

@@ -22,7 +22,9 @@ NOTHING_BESIDES = {
         "zeros zeros_like rand rand_like randn randn_like randint randint.low randint_like randint_like.low_dtype eye "
         "linspace polar"
     ),
-    "TensorShape.cpp": "repeat stack slice_backward select_backward diagonal_backward diagonal_copy t_",
+    "TensorShape.cpp": (
+        "repeat stack slice_backward select_backward diagonal_backward diagonal_copy t_ transpose_ unsafe_split.Tensor"
+    ),
     "cuda/Shape.cu": "cat",
     "PadNd.cpp": "constant_pad_nd",
     "cuda/TensorTransformations.cu": "flip",

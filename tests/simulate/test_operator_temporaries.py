@@ -540,6 +540,13 @@ def test_group_norm_has_a_scale_and_a_shift_a_channel(card):
     assert peak(lambda: norm(x)) == 4 * x.numel() + statistics + factors
 
 
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_recurrent_layer_says_that_on_the_card_it_is_a_kernel_of_cudnn(card, layer):
+    layer(16, 32, 2).cuda()(made(4, 2, 16))[0].sum().backward()
+    (note,) = card.notes
+    assert "cuDNN" in note and f"torch.{layer.__name__.lower()}" in note and "one kernel there" in note
+
+
 def test_a_workspace_that_only_its_library_knows_is_named(card):
     assert card.notes == ()
     nn.Conv1d(16, 32, 3).cuda()(made(2, 16, 64))

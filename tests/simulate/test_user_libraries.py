@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from llmlab.errors import NotAvailable
 from llmlab.simulate.simulator import simulator
 
 if torch.cuda.is_available():
@@ -96,6 +97,34 @@ def test_trainer_takes_its_steps(tmp_path, options):
         assert trainer.state.global_step == 2
         assert sim.peak_allocated > sum(each.numel() * 4 for each in trainer.model.parameters())
     assert not list(tmp_path.rglob("*.safetensors")) and not list(tmp_path.rglob("optimizer.pt"))
+
+
+def pair() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+
+
+def test_layers_off_the_card_are_refused_by_name_and_line():
+    accelerate = pytest.importorskip("accelerate")
+    with simulator("T4"), pytest.raises(NotAvailable, match=r"'weight' of Linear would go to 0.*test_user_libraries"):
+        accelerate.dispatch_model(pair(), {"0": 0, "1": "cpu"}, main_device=0)
+    with simulator("T4"), pytest.raises(NotAvailable, match="go to meta and back at each call"):
+        accelerate.cpu_offload(pair(), execution_device=torch.device("cuda"))
+    with simulator("T4"):  # all of it on the card is nothing to refuse
+        accelerate.dispatch_model(pair(), {"": 0}, main_device=0)(torch.ones(2, 64, device="cuda"))
+
+
+@pytest.mark.parametrize(("name", "states"), [("LARS", 1), ("LAMB", 2), ("Lion", 1)])
+def test_bitsandbytes_optimizers_hold_their_states_also_where_they_read_a_norm(name, states):
+    """LARS and LAMB scale by the parameter's norm, which only values say, and on which no memory depends."""
+    optimizers = pytest.importorskip("bitsandbytes").optim
+    with simulator("T4") as sim:
+        weight = nn.Parameter(torch.ones(1 << 20, device="cuda"))
+        optimizer = getattr(optimizers, name)([weight], lr=1e-3, **({"momentum": 0.9} if name == "LARS" else {}))
+        (weight * weight).sum().backward()
+        held = sim.allocated
+        optimizer.step()
+        assert 0 <= sim.allocated - held - states * 4 * weight.numel() <= 4096  # norms of the update
+        assert sim.notes == ()
 
 
 def test_accelerate_prepares_accumulates_and_forgets_the_card():
