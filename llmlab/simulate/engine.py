@@ -26,7 +26,7 @@ from ..measure.events import Event
 from .casts import cast_copies
 from .composite import decomposed, is_composite
 from .extra import GIVE_BACK, Extra
-from .in_place import CANDIDATES, counts_alone, plain_form
+from .in_place import CANDIDATES, changes_values_alone, counts_alone, plain_form
 from .known import SMALL, follow, known
 from .memory import Memory
 from .sized import sized_by_value
@@ -124,7 +124,10 @@ class Engine(TorchDispatchMode):
                 self.watch(func, args, kwargs, out)
             return out
         try:
-            out = self._run_with(extra, func, args, kwargs) if extra is not None else func(*args, **kwargs)
+            if extra is not None:
+                out = self._run_with(extra, func, args, kwargs)
+            else:
+                out = None if changes_values_alone(func, args) else func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             out = sized_by_value(self._run, func, args, kwargs)
             if out is NotImplemented:

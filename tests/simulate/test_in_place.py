@@ -11,6 +11,7 @@ from torch import Tensor
 
 import llmlab as lab
 from llmlab.simulate.engine import HOST, Engine
+from llmlab.simulate.in_place import changes_values_alone
 from llmlab.simulate.memory import HostMemory
 from llmlab.simulate.simulator import simulator
 
@@ -122,3 +123,35 @@ def test_gradients_of_a_gradient_are_added_out_of_place() -> None:
         before = sim.allocated
         torch.autograd.grad(loss, x, create_graph=True)
         assert sim.peak_allocated - before >= 3 * 4 * N * N
+
+
+# ---- lists of tensors that an optimizer changes
+
+
+def test_a_change_of_a_list_reaches_values_that_are_known_and_real_tensors():
+    real = torch.ones(3)
+    assert not changes_values_alone(torch.ops.aten._foreach_add_.Scalar, ([real], 1))
+    with simulator("T4"):
+        counts = torch.arange(3, device="cuda")
+        torch._foreach_add_([counts], 1)
+        torch._foreach_add_([real], 1)
+        assert counts.tolist() == [1, 2, 3]
+    assert real.tolist() == [2, 2, 2]
+
+
+def test_lists_that_torch_refuses_are_refused():
+    with simulator("T4"):
+        x = torch.empty(4096, device="cuda")  # of unknown values
+        for mode in (torch.enable_grad, torch.inference_mode):  # the second goes past autograd, which looks too
+            with mode(), pytest.raises(RuntimeError, match=r"2 and 1|same"):
+                torch._foreach_add_([x, x], [x])
+
+
+def test_a_list_is_changed_without_memory():
+    with simulator("T4") as sim:
+        x = [torch.ones(300, device="cuda") for _ in range(3)]
+        held = sim.allocated
+        sim.reset_peak()
+        torch._foreach_mul_(x, 2.0)
+        torch._foreach_addcdiv_(x, x, x)
+        assert sim.peak_allocated == held
