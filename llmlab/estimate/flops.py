@@ -214,9 +214,8 @@ def _factored(spec: ModelSpec, run: Training) -> int:
 def _generation(spec: ModelSpec, run: Inference) -> Flops:
     """Add the prompt's pass and one of each new token but the last; the head sees one position of each sequence."""
     sums = _Sums()
-    _pass(sums, spec, run.batch, run.prompt_len, run.prompt_len)
-    for i in range(1, run.new_tokens):
-        _pass(sums, spec, run.batch, 1, run.prompt_len + i)
+    _passes(sums, spec, run.batch, run.prompt_len, range(run.prompt_len, run.prompt_len + 1))
+    _passes(sums, spec, run.batch, 1, range(run.prompt_len + 1, run.prompt_len + run.new_tokens))
     return Flops(sums.forward, 0, 0, 0, sums.parts)
 
 
@@ -230,18 +229,23 @@ def decode(spec: ModelSpec, run: Inference) -> int:
     return _generation(spec, run).total - prefill(spec, run)
 
 
-def _pass(sums: _Sums, spec: ModelSpec, batch: int, new: int, seen: int) -> None:
-    """Add one forward pass of `new` tokens a sequence that see `seen`, themselves among them."""
+def _passes(sums: _Sums, spec: ModelSpec, batch: int, new: int, seen: range) -> None:
+    """Add a forward pass of `new` tokens a sequence for each of `seen`: how many it sees, themselves among them."""
     for linear in spec.linears:
-        tokens = batch if linear.part == "head" else batch * new
+        tokens = batch * len(seen) * (1 if linear.part == "head" else new)
         if linear.name == "kv_b_proj":  # the cache holds latents, expanded anew in each pass
-            tokens = batch * seen
+            tokens = batch * sum(seen)
         sums.add(linear.part, 2 * tokens * linear.inputs * linear.outputs * linear.count)
     if spec.experts:
-        tokens = batch * new * spec.moe_layers
+        tokens = batch * len(seen) * new * spec.moe_layers
         sums.add("router", 2 * tokens * spec.hidden * spec.experts)
         sums.add("experts", 2 * tokens * spec.experts_per_token * 3 * spec.hidden * spec.moe_intermediate)
     qk, v = head_sizes(spec)
-    window = min(seen, max(new, spec.sliding_window)) if spec.sliding_window else seen
-    positions = (spec.layers - spec.window_layers) * seen + spec.window_layers * window
+    positions = (spec.layers - spec.window_layers) * sum(seen)
+    if spec.sliding_window:
+        widest = max(new, spec.sliding_window)
+        within = range(seen.start, min(seen.stop, widest + 1))
+        positions += spec.window_layers * (sum(within) + widest * (len(seen) - len(within)))
+    else:
+        positions += spec.window_layers * sum(seen)
     sums.add("scores", 2 * batch * spec.heads * new * positions * (qk + v))

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import llmlab as lab
 from llmlab import Inference, LoRA, Training
-from llmlab.estimate.flops import approximate, chinchilla_tokens, decode, flops, prefill
+from llmlab.estimate.flops import approximate, chinchilla_tokens, decode, flops, head_sizes, prefill
 from llmlab.models.spec import model
 from llmlab.records import figure
 from llmlab.simulate.operators import MORE_FLOPS
@@ -119,6 +119,21 @@ def test_devices_share_the_flops_of_a_step():
     one, eight = (lab.estimate("gpt2", Training(seq_len=128, dp=dp)) for dp in (1, 8))
     assert one.flops == eight.flops  # each does its own sequences
     assert lab.estimate("gpt2", Training(seq_len=128, tp=2)).flops == one.flops // 2
+
+
+@pytest.mark.parametrize("name", ["Llama-3.1-8B", "Mistral-7B-v0.1", "Gemma-2-2B", "DeepSeek-V3"])
+@given(prompt=st.integers(1, 30), tokens=st.integers(2, 20), window=st.integers(1, 40))
+def test_tokens_decoded_at_once_are_those_decoded_one_by_one(name, prompt, tokens, window):
+    """A pass sees one position more than the one before, up to the window, where there is one."""
+    spec = model(tiny(name, **({"sliding_window": window} if model(name).sliding_window else {})))
+    one_by_one = [decode(spec, Inference(prompt_len=prompt + i, new_tokens=2)) for i in range(tokens - 1)]
+    assert decode(spec, Inference(prompt_len=prompt, new_tokens=tokens)) == sum(one_by_one)
+    first, all_of_them = (flops(spec, Inference(prompt_len=prompt, new_tokens=new)) for new in (1, tokens))
+    seen = range(prompt + 1, prompt + tokens)
+    widest = spec.sliding_window or max(seen)
+    positions = sum((spec.layers - spec.window_layers) * n + spec.window_layers * min(n, widest) for n in seen)
+    scores = all_of_them.by_part["scores"] - first.by_part["scores"]
+    assert scores == 2 * spec.heads * positions * sum(head_sizes(spec))
 
 
 def test_generation_is_prefill_and_decode():
