@@ -46,8 +46,11 @@ class Loaded(NamedTuple):
         ran = [peaks for peaks in self.drawn if peaks]
         if 2 * len(ran) < len(self.drawn):
             return None
-        phases = {phase: int(median(peaks.phases[phase] for peaks in ran)) for phase in ran[0].phases}
-        return Peaks(*(int(median(sizes)) for sizes in list(zip(*ran, strict=True))[:2]), phases)
+        return Peaks(
+            int(median(peaks.allocated for peaks in ran)),
+            int(median(peaks.reserved for peaks in ran)),
+            {phase: int(median(peaks.phases[phase] for peaks in ran)) for phase in ran[0].phases},
+        )
 
 
 @cache
