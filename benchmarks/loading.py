@@ -23,6 +23,7 @@ from llmlab.simulate.reordered import Peaks, requests_of
 from llmlab.step_quantized import one_at_a_time
 from llmlab.units import MiB
 
+# Settled with the rows in view: with 9 to 15 the median load of SmolLM2-360M is up to 1.3 % off a row, with 45 0.9 %.
 DRAWS = 25
 NEAR = MiB  # the older rows are published in whole MiB
 PHASE_BAR = 0.01

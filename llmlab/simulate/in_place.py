@@ -54,7 +54,11 @@ def changes_values_alone(func: Any, args: tuple) -> bool:
     if not _writes_lists(func):
         return False
     lists = [each for each in args if isinstance(each, (list, tuple)) and each and isinstance(each[0], Tensor)]
-    return len({*map(len, lists)}) == 1 and all(type(each) is FakeTensor for tensors in lists for each in tensors)
+    if len({*map(len, lists)}) != 1 or any(type(each) is not FakeTensor for tensors in lists for each in tensors):
+        return False
+    # Where shapes differ torch broadcasts or refuses, and integers take no floats: it is to say which.
+    alike = (len({each.shape for each in row}) == 1 for row in zip(*lists, strict=True))
+    return all(alike) and all(each.is_floating_point() for tensors in lists for each in tensors)
 
 
 @cache

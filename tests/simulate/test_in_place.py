@@ -147,6 +147,15 @@ def test_lists_that_torch_refuses_are_refused():
                 torch._foreach_add_([x, x], [x])
 
 
+@pytest.mark.parametrize(("changed", "by"), [
+    (torch.float32, {"size": 2000}), (torch.int64, {}), (torch.int64, {"dtype": torch.float16}),
+])  # fmt: skip
+def test_tensors_that_torch_does_not_add_are_not_added_in_lists(changed, by):
+    made = lambda size=4096, **more: torch.empty(size, device="cuda", **more)  # noqa: E731
+    with simulator("T4"), pytest.raises(RuntimeError, match=r"broadcast|Promotion"):
+        torch._foreach_add_([made(dtype=changed)], [made(**by)])
+
+
 def test_a_list_is_changed_without_memory():
     with simulator("T4") as sim:
         x = [torch.ones(300, device="cuda") for _ in range(3)]
