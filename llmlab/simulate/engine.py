@@ -29,6 +29,7 @@ from .extra import GIVE_BACK, Extra
 from .in_place import CANDIDATES, changes_values_alone, counts_alone, plain_form
 from .known import SMALL, follow, known
 from .memory import Memory
+from .repeats import Repeats
 from .sized import sized_by_value
 
 GPU_DEVICE = torch.device("cpu", 0)
@@ -61,6 +62,7 @@ class Engine(TorchDispatchMode):
         super().__init__()
         self.device, self.memory, self.extras, self.workspace = device, memory, extras, workspace or 0
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.repeats = Repeats(self.fake)
         counts_alone()
         self.events: list[Event] = []
         # Workspaces' addresses: by library, whether it is the handle of autograd's thread, and stream.
@@ -127,7 +129,7 @@ class Engine(TorchDispatchMode):
             if extra is not None:
                 out = self._run_with(extra, func, args, kwargs)
             else:
-                out = None if changes_values_alone(func, args) else func(*args, **kwargs)
+                out = None if changes_values_alone(func, args) else self.repeats.run(func, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             out = sized_by_value(self._run, func, args, kwargs)
             if out is NotImplemented:
@@ -151,7 +153,8 @@ class Engine(TorchDispatchMode):
         try:
             if extra.before:
                 self.take(scratch, extra.before, args, kwargs)
-            out = extra.outputs(func, *args, **kwargs) if extra.outputs else func(*args, **kwargs)
+            outputs = extra.outputs
+            out = outputs(func, *args, **kwargs) if outputs else self.repeats.run(func, args, kwargs)
             self.hold([out[position] for position in extra.order] if extra.order else out)
             if extra.after:
                 self.take(scratch, extra.after, (out, *args), kwargs)
