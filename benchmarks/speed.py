@@ -49,6 +49,14 @@ peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform =
 print(json.dumps([time.process_time() - cpu, time.perf_counter() - wall, peak]))
 """
 REPEATS = 15
+# Of what pace the machine is now: shared cores swing by a factor of three, and every row with them.
+YARDSTICK = """
+import time
+start, total = time.process_time(), 0
+for i in range(10_000_000):
+    total += i
+print(time.process_time() - start)
+"""
 FIRST_USE = "import llmlab; llmlab.model('gpt2'), llmlab.gpu('T4')"
 HEADER = ["what", "measured", "bar", ""]
 
@@ -94,6 +102,14 @@ def interpreter_seconds(statements: list[str], repeats: int = REPEATS) -> list[f
             if turn:  # the first one compiles to bytecode
                 times[statement].append(time.perf_counter() - start)
     return [median(taken) for taken in times.values()]
+
+
+def pace(repeats: int = 5) -> float:
+    """Return the median CPU seconds of a fresh interpreter for ten million additions."""
+    command = [sys.executable, "-c", YARDSTICK]
+    return median(
+        float(subprocess.run(command, check=True, capture_output=True, text=True).stdout) for _ in range(repeats)
+    )
 
 
 def import_breakdown(statement: str, largest: int = 5) -> list[tuple[str, float]]:
@@ -158,6 +174,7 @@ def measure_all() -> list[Row]:
     mixes = len(set(cases(ESTIMATES)))
     extra = imported - bare
     return [
+        Row("ten million additions in a Python loop: the pace of this machine", f"{pace():.2f} s"),
         Row(f"{ESTIMATES:,} estimates, {mixes} different", f"{seconds:.2f} s", f"< {ESTIMATES_BAR:g} s",
             seconds < ESTIMATES_BAR),
         Row(f"{ESTIMATES:,} estimates, model and card by name", f"{by_name:.2f} s"),

@@ -86,6 +86,15 @@ class Engine(TorchDispatchMode):
 
     # ---- the mode
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Leave `__torch_dispatch__` as it is (utils/_python_dispatch.py).
+
+        torch wraps it for torch.compile, which is not simulated. Two calls of three ask for a tensor's device: there the
+        wrapper is most of the cost.
+        """
+        return False
+
     def __enter__(self) -> Engine:
         self.fake.__enter__()
         return super().__enter__()

@@ -42,6 +42,9 @@ class Repeats:
         # By operator and inputs: the forms of the outputs and the type they come in, None for a change in place; False
         # where torch is to be asked each time.
         self._given: dict[tuple, tuple[tuple[Form, ...], type] | Literal[False] | None] = {}
+        self._attributes: dict[torch.device, dict[str, Any]] = {}  # of the first fake tensor on a device
+        guards = torch._C._set_throw_on_mutable_data_ptr, torch._C._set_warn_deprecated_on_mutable_data_ptr
+        self._guard = guards[fake._allow_unsafe_data_ptr_access]
 
     def run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return what `func` gives, as `func(*args, **kwargs)` does; to be called from inside a dispatch mode."""
@@ -62,7 +65,7 @@ class Repeats:
             forms, kind = given
             with torch._C._DisableTorchDispatch():
                 made = [torch.empty_strided(each.shape, each.stride, dtype=each.dtype, device="meta") for each in forms]
-            out = [FakeTensor(self.fake, meta, each.device) for meta, each in zip(made, forms, strict=True)]
+            out = [self._faked(meta, each.device) for meta, each in zip(made, forms, strict=True)]
             return out if kind is list else tuple(out) if kind is tuple else out[0]
         out = func(*args, **kwargs)
         if key not in self._given:
@@ -75,8 +78,22 @@ class Repeats:
             out = func(*args, **kwargs)
         device = args[0].fake_device
         if isinstance(out, Tensor):
-            return FakeTensor(self.fake, out, device)
-        return type(out)(FakeTensor(self.fake, each, device) for each in out)
+            return self._faked(out, device)
+        return type(out)(self._faked(each, device) for each in out)
+
+    def _faked(self, meta: Tensor, device: torch.device) -> FakeTensor:
+        """Return FakeTensor(self.fake, meta, device), which past the first on a device has the attributes of that one.
+
+        As FakeTensor.__new__ does (_subclasses/fake_tensor.py), which sets them one by one through descriptors.
+        """
+        if device not in self._attributes:
+            first = FakeTensor(self.fake, meta, device)
+            self._attributes[device] = dict(first.__dict__)
+            return first
+        made = Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device)
+        self._guard(made)
+        made.__dict__.update(self._attributes[device])
+        return made
 
     def _is_plain(self, tensor: Any) -> bool:
         """Whether `tensor` is a fake one of this mode of which torch keeps nothing but its form."""
