@@ -90,8 +90,8 @@ class Engine(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         """Leave `__torch_dispatch__` as it is (utils/_python_dispatch.py).
 
-        torch wraps it for torch.compile, which is not simulated. Two calls of three ask for a tensor's device: there the
-        wrapper is most of the cost.
+        torch wraps it for torch.compile, which is not simulated. Two calls of three ask for a tensor's device, and
+        there the wrapper is most of the cost.
         """
         return False
 
