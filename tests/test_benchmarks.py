@@ -6,6 +6,7 @@ import re
 import sys
 from dataclasses import replace
 from datetime import date
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import llmlab as lab
+from llmlab.runs import CHECKPOINTING, OPTIMIZERS
 from llmlab.simulate.reordered import Peaks
 from llmlab.units import MiB
 
@@ -20,6 +22,7 @@ FOLDER = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(FOLDER))  # scripts, not a package: they import each other as `python benchmarks/peers.py` does
 
 import configurations  # noqa: E402
+import cpu_grid  # noqa: E402
 import held_out  # noqa: E402
 import loading  # noqa: E402
 import measure_overhead  # noqa: E402
@@ -432,3 +435,36 @@ def test_the_speed_the_book_shows_was_held_to_todays_bars():
     text = (RESULTS.parent / "speed.md").read_text(encoding="utf-8")
     for bar in (f"< {speed.ESTIMATES_BAR:g} s", f"< {speed.IMPORT_BAR * 1e3:.0f} ms"):
         assert f"| {bar} | met |" in text
+
+
+# ---- the CPU
+
+
+def test_steps_on_the_cpu_are_counted_by_line_and_those_outside_are_named():
+    run = lab.Inference(batch=1, prompt_len=8, new_tokens=4)
+    found = [
+        cpu_grid.Compared("a line", "gpt2", run, error=0.0),
+        cpu_grid.Compared("a line", "llama", run, error=-0.0004),
+        cpu_grid.Compared("another", "llama", run, error=-0.02, without_onednn=0.0),
+    ]
+    assert cpu_grid.body(found) == [
+        ["a line", "2", "2", "0.020%", "-0.040%", ""],
+        ["another", "1", "0", "2.000%", "-2.000%", "+0.000%"],
+    ]
+    text = cpu_grid.to_markdown(found, "made")
+    assert "of 3 steps of two models of three blocks: 2 within 0.1%" in text
+    assert f"- Outside: llama, `{run!r}`: -2.00%, with oneDNN off +0.000%." in text
+
+
+def test_the_grid_has_every_combination_of_a_training_step_once():
+    runs = [(name, run) for what, name, run in cpu_grid.grid() if what.startswith("training")]
+    ways = (cpu_grid.SHAPES, cpu_grid.PRECISIONS, OPTIMIZERS, CHECKPOINTING, cpu_grid.ATTENTIONS, (1, 2))
+    assert len(runs) == len(set(runs)) == prod(map(len, ways))
+
+
+def test_all_steps_of_the_grid_that_the_book_shows_are_within_the_bar_but_for_onednn():
+    text = (FOLDER / "results" / "cpu_grid.md").read_text(encoding="utf-8")
+    outside = re.findall(r"with oneDNN off ([+-][\d.]+)%", text)
+    assert all(abs(float(error)) <= 100 * cpu_grid.BAR for error in outside)
+    total, within = map(int, re.search(r"of (\d+) steps .*: (\d+) within", text).groups())
+    assert total == within + len(outside)

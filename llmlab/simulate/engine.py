@@ -26,8 +26,9 @@ from ..measure.events import Event
 from .casts import cast_copies
 from .composite import decomposed, is_composite
 from .extra import GIVE_BACK, Extra
-from .in_place import CANDIDATES, changes_values_alone, counts_alone, plain_form
+from .in_place import CANDIDATES, counts_alone, plain_form
 from .known import SMALL, follow, known
+from .lists import changes_values_alone, mixed_devices
 from .memory import Memory
 from .repeats import Repeats
 from .sized import sized_by_value
@@ -36,6 +37,7 @@ GPU_DEVICE = torch.device("cpu", 0)
 HOST = torch.device("cpu")
 DEVICE_OF = torch.ops.prim.device.default
 VALUE_OF = torch.ops.aten._local_scalar_dense.default
+DEVICES_DIFFER = "Expected all tensors to be on the same device, but found at least two devices, {} and {}!"  # torch's
 LT_WORKSPACE = 1 << 20  # aten/src/ATen/cuda/CublasHandlePool.cpp, parseCUDABlasLtWorkspaceSize: 1024 KiB
 
 
@@ -128,6 +130,8 @@ class Engine(TorchDispatchMode):
                 self.free(address)
 
     def _dispatch(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if mixed := mixed_devices(func, args):
+            raise RuntimeError(DEVICES_DIFFER.format(*mixed).replace(str(GPU_DEVICE), "cuda:0"))
         extra = self.extras.get(func)
         if extra is not None and extra.outputs:
             out = self._run_with(extra, func, args, kwargs)
@@ -145,6 +149,10 @@ class Engine(TorchDispatchMode):
                 raise self.needs_values(func) from error
             if extra is not None and extra.after:
                 self._pass(extra.after, (out, *args), kwargs)
+        except RuntimeError as error:
+            if "two" not in str(error) or str(GPU_DEVICE) not in str(error):
+                raise
+            raise RuntimeError(str(error).replace(str(GPU_DEVICE), "cuda:0")) from None  # two devices do not mix
         follow(func, args, kwargs, out, self.follows)
         if extra is None:
             self.hold(out)

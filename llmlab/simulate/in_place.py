@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 aten = torch.ops.aten
@@ -44,27 +43,6 @@ def plain_form(func: Any, args: tuple, made_by: int | None) -> Any:
         names, in_place = FILLS[func]
         return in_place if node.name() in names else func
     return aten.add_.Tensor if _is_sum_of_gradients(node, args, made_by) else func
-
-
-def changes_values_alone(func: Any, args: tuple) -> bool:
-    """Whether `func` writes into lists of fake tensors: it gives nothing, and there are no values to change.
-
-    Of an optimizer's step, several times hundreds of tensors, torch's fake mode would look at each.
-    """
-    if not _writes_lists(func):
-        return False
-    lists = [each for each in args if isinstance(each, (list, tuple)) and each and isinstance(each[0], Tensor)]
-    if len({*map(len, lists)}) != 1 or any(type(each) is not FakeTensor for tensors in lists for each in tensors):
-        return False
-    # Where shapes differ torch broadcasts or refuses, and integers take no floats: it is to say which.
-    alike = (len({each.shape for each in row}) == 1 for row in zip(*lists, strict=True))
-    return all(alike) and all(each.is_floating_point() for tensors in lists for each in tensors)
-
-
-@cache
-def _writes_lists(func: Any) -> bool:
-    name = func._schema.name
-    return name.startswith("aten::_foreach_") and name.endswith("_")
 
 
 def _is_sum_of_gradients(node: Any, args: tuple, made_by: int | None) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import llmlab as lab
 from llmlab.simulate.engine import HOST, Engine
-from llmlab.simulate.in_place import changes_values_alone
+from llmlab.simulate.lists import changes_values_alone
 from llmlab.simulate.memory import HostMemory
 from llmlab.simulate.simulator import simulator
 

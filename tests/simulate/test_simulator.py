@@ -286,9 +286,37 @@ def test_the_host_is_real():
         assert torch.randperm(5).sort().values.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_tensors_on_card_and_host_do_not_mix():
-    with simulator("T4"), pytest.raises(RuntimeError, match="same device"):
-        torch.ones(3, device="cuda") + torch.ones(3)
+MIXES = {
+    "sum": lambda card, host: card + host,
+    "sums": lambda card, host: torch._foreach_add([card], [host]),
+    "in place": lambda card, host: torch._foreach_lerp_([card, host], [host, host], 0.5),
+    "the other way": lambda card, host: torch._foreach_mul_([host, host], [host, card]),
+}
+
+
+@pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)
+def test_tensors_on_card_and_host_do_not_mix(mix):
+    with simulator("T4"), pytest.raises(RuntimeError, match=r"same device.* (cuda:0 and cpu|cpu and cuda:0)!"):
+        mix(torch.ones(3, device="cuda"), torch.ones(3))
+
+
+def test_an_optimizer_whose_states_stayed_on_the_host_does_not_step():
+    with simulator("T4"):
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        model.cuda()(torch.ones(2, 4, device="cuda")).sum().backward()
+        with pytest.raises(RuntimeError, match="same device"):
+            optimizer.step()
+
+
+def test_lists_may_lie_on_both_where_each_operation_has_one_device():
+    with simulator("T4"):
+        card, host = torch.ones(3, device="cuda"), torch.ones(3)
+        torch._foreach_mul_([card, host], [card, host])
+        torch._foreach_copy_([card, host], [host, card])
+        assert [each.is_cuda for each in torch._foreach_mul([card, host], [torch.tensor(2.0)] * 2)] == [True, False]
 
 
 # ---- values

@@ -1,0 +1,141 @@
+"""lab.simulate on the CPU against lab.measure there: combinations of what Training and Inference say, in tiny models.
+
+    python benchmarks/cpu_grid.py                              # prints
+    python benchmarks/cpu_grid.py --out benchmarks/results     # and writes cpu_grid.md, which the book includes
+
+tests/simulate/test_cpu_grid.py holds a few of these to the bar at every change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import click
+import torch
+from provenance import provenance, table, write
+from rich.console import Console
+from rich.progress import track
+
+import llmlab as lab
+from llmlab.errors import NotAvailable
+from llmlab.runs import CHECKPOINTING, OPTIMIZERS, Run
+
+BAR = 0.001
+SHAPES: dict[str, dict[str, Any]] = {
+    "gpt2": {"model_type": "gpt2", "n_embd": 128, "n_head": 4, "n_layer": 3, "n_positions": 256, "vocab_size": 2000},
+    "llama": {"model_type": "llama", "hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2,
+              "num_hidden_layers": 3, "intermediate_size": 384, "vocab_size": 2000,
+              "max_position_embeddings": 256},
+}  # fmt: skip
+ADAPTERS = {
+    "gpt2": lab.LoRA(rank=8, targets=("c_attn",), dropout=0.1),
+    "llama": lab.LoRA(rank=8, targets=("q_proj", "v_proj"), dropout=0.1),
+}
+PRECISIONS = ("fp32", "bf16", "autocast-bf16", "mixed-bf16")
+ATTENTIONS = ("sdpa", "eager")
+BATCH, TOKENS = 2, 64
+PROMPTS, NEW_TOKENS = (8, 64), (4, 24)
+HEADER = ["what", "steps", f"within {BAR:.1%}", "median |error|", "worst error", "without oneDNN"]
+
+
+class Compared(NamedTuple):
+    """A step, and how far its simulated peak is from the measured one, as a part of it; with oneDNN off, where not
+    within the bar: its bf16 products take scratch memory, as much as its kernels for this CPU want."""
+
+    what: str
+    name: str
+    run: Run
+    error: float
+    without_onednn: float | None = None
+
+
+def grid() -> Iterator[tuple[str, str, Run]]:
+    """Yield what is compared: the line it counts in, the model's name, the run."""
+    for name, precision, optimizer, checkpointing, attention, accumulation in product(
+        SHAPES, PRECISIONS, OPTIMIZERS, CHECKPOINTING, ATTENTIONS, (1, 2)
+    ):
+        given = (BATCH, TOKENS, precision, optimizer, checkpointing, attention, accumulation)
+        yield f"training, {precision}", name, lab.Training(*given)
+    for name, precision, optimizer, checkpointing in product(SHAPES, PRECISIONS, OPTIMIZERS, CHECKPOINTING):
+        yield "LoRA", name, lab.Training(BATCH, TOKENS, precision, optimizer, checkpointing, lora=ADAPTERS[name])
+    for name, kind, optimizer, checkpointing in product(SHAPES, ("nf4", "int8"), OPTIMIZERS, CHECKPOINTING):
+        given = (BATCH, TOKENS, "bf16", optimizer, checkpointing)
+        yield f"QLoRA, {kind}", name, lab.Training(*given, lora=ADAPTERS[name], quantization=kind)
+    for name, weights, prompt, new in product(SHAPES, ("fp32", "bf16"), PROMPTS, NEW_TOKENS):
+        yield f"generation, {weights}", name, lab.Inference(BATCH, prompt, new, weights, kv=weights)
+
+
+def compare(what: str, name: str, run: Run) -> Compared | None:
+    """Simulate and measure a step; None where it cannot run on a CPU."""
+    try:
+        found = Compared(what, name, run, error(name, run))
+    except NotAvailable:
+        return None
+    if abs(found.error) <= BAR:
+        return found
+    with torch.backends.mkldnn.flags(enabled=False):
+        return found._replace(without_onednn=error(name, run))
+
+
+def error(name: str, run: Run) -> float:
+    """Return (simulated − measured) / measured of a step's peak of allocated bytes."""
+    simulated = lab.simulate(SHAPES[name], run, "cpu").peak_allocated
+    measured = lab.measure(SHAPES[name], run, "cpu", repeats=1).peak_allocated
+    assert simulated is not None and measured is not None
+    return simulated / measured - 1
+
+
+def body(found: list[Compared]) -> list[list[str]]:
+    """Return the text of each line: its number of steps and how far they are off."""
+    groups: dict[str, list[Compared]] = {}
+    for each in found:
+        groups.setdefault(each.what, []).append(each)
+    said = []
+    for what, group in groups.items():
+        worst = max(group, key=lambda each: abs(each.error))
+        said.append([
+            what, str(len(group)), str(sum(abs(each.error) <= BAR for each in group)),
+            f"{median(abs(each.error) for each in group):.3%}", f"{worst.error:+.3%}", without(worst),
+        ])  # fmt: skip
+    return said
+
+
+def without(step: Compared) -> str:
+    return "" if step.without_onednn is None else f"{step.without_onednn:+.3%}"
+
+
+def to_markdown(found: list[Compared], made: str) -> str:
+    """Return the table and its notes."""
+    outside = [each for each in found if abs(each.error) > BAR]
+    text = [
+        *table(HEADER, body(found)), "",
+        f"- Peak of allocated bytes, simulated against measured, of {len(found)} steps of two models of three blocks: "
+        f"{len(found) - len(outside)} within {BAR:.1%}.",
+    ]  # fmt: skip
+    text += [
+        f"- Outside: {each.name}, `{each.run!r}`: {each.error:+.2%}, with oneDNN off {without(each)}."
+        for each in outside
+    ]
+    return "\n".join([*text, "", made])
+
+
+@click.command()
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Write cpu_grid.md here.")
+def main(out: Path | None) -> None:
+    """Hold simulated peaks on the CPU to measured ones."""
+    found = []
+    for what, name, run in track(list(grid()), description="steps", console=Console(stderr=True)):
+        if (compared := compare(what, name, run)) is not None:
+            found.append(compared)
+    text = to_markdown(found, provenance("llmlab", "torch", "transformers", "peft", "bitsandbytes"))
+    print(text)
+    if out:
+        write(out / "cpu_grid.md", text)
+
+
+if __name__ == "__main__":
+    main()
