@@ -445,15 +445,15 @@ def test_steps_on_the_cpu_are_counted_by_line_and_those_outside_are_named():
     found = [
         cpu_grid.Compared("a line", "gpt2", run, error=0.0),
         cpu_grid.Compared("a line", "llama", run, error=-0.0004),
-        cpu_grid.Compared("another", "llama", run, error=-0.02, without_onednn=0.0),
+        cpu_grid.Compared("another", "llama", run, error=-0.02),
     ]
     assert cpu_grid.body(found) == [
-        ["a line", "2", "2", "0.020%", "-0.040%", ""],
-        ["another", "1", "0", "2.000%", "-2.000%", "+0.000%"],
+        ["a line", "2", "2", "0.0200%", "-0.0400%"],
+        ["another", "1", "0", "2.0000%", "-2.0000%"],
     ]
     text = cpu_grid.to_markdown(found, "made")
     assert "of 3 steps of two models of three blocks: 2 within 0.1%" in text
-    assert f"- Outside: llama, `{run!r}`: -2.00%, with oneDNN off +0.000%." in text
+    assert f"- Outside: llama, `{run!r}`: -2.00%." in text
 
 
 def test_the_grid_has_every_combination_of_a_training_step_once():
@@ -462,9 +462,7 @@ def test_the_grid_has_every_combination_of_a_training_step_once():
     assert len(runs) == len(set(runs)) == prod(map(len, ways))
 
 
-def test_all_steps_of_the_grid_that_the_book_shows_are_within_the_bar_but_for_onednn():
+def test_all_steps_of_the_grid_that_the_book_shows_are_within_the_bar():
     text = (FOLDER / "results" / "cpu_grid.md").read_text(encoding="utf-8")
-    outside = re.findall(r"with oneDNN off ([+-][\d.]+)%", text)
-    assert all(abs(float(error)) <= 100 * cpu_grid.BAR for error in outside)
     total, within = map(int, re.search(r"of (\d+) steps .*: (\d+) within", text).groups())
-    assert total == within + len(outside)
+    assert total == within == len(list(cpu_grid.grid()))

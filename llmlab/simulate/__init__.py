@@ -22,8 +22,8 @@ def simulate(model: ModelLike, run: Run, gpu: GPU | str) -> Report:
 
     The real model, loss, backward and optimizer run on fake tensors: no weights are made. `gpu` is a card or its name,
     or "cpu", where nothing is rounded or reserved and the answer is that of `lab.measure`, but for the scratch of
-    oneDNN's bf16 products, which is as large as its kernels for the CPU at hand want. As there, one step warms up and
-    the next counts; of a long generation, most steps are not run but played back (simulate/decoding.py).
+    oneDNN's largest bf16 products (simulate/onednn.py). As there, one step warms up and the next counts; of a long
+    generation, most steps are not run but played back (simulate/decoding.py).
     A run on several devices is that of rank 0, by PyTorch's own engines, whose other ranks are not there: DDP, with
     ZeroRedundancyOptimizer for zero=1, FSDP2 for zero=2 and 3, parallelize_module for tp; the report's notes say which,
     and what is not known: what NCCL takes, and the time.

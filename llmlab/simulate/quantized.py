@@ -25,7 +25,7 @@ from ..hardware.host import installed
 from ..records import records
 from ..records.store import PACKAGE
 from ..step_model import quantization_of
-from .extra import Extra
+from .extra import GIVE_BACK, Extra
 
 
 @contextmanager
@@ -278,6 +278,28 @@ def int8_accumulator(A: Tensor, CA: Tensor, CB: Tensor, *rest: Any, **named: Any
     return [elements * 4] if A.dtype == torch.float16 else [elements * 4, elements * 2]
 
 
+def cpu_nf4_scratch(out: Any, A: Tensor, *rest: Any, **named: Any) -> list[int]:
+    """bitsandbytes/backends/default/ops.py, quantize_4bit: values and scaled values in fp32, which of 16 each is, in
+    four bytes and in one, and the halves that are shifted."""
+    n = A.numel()
+    return [*([] if A.dtype == torch.float32 else [4 * n]), 4 * n, 4 * n, n, n // 2]
+
+
+def cpu_int8_scratch(A: Tensor, threshold: float = 0.0) -> list[int]:
+    """bitsandbytes/backends/default/ops.py, int8_vectorwise_quant: which values are outliers, each row's largest and
+    what to multiply with, then the scaled values in fp32, made of a copy of A in fp32, and rounded."""
+    n = A.numel()
+    rows = n // A.shape[-1]
+    return [*([n] if threshold else []), 4 * rows, 4 * rows, 4 * n, 4 * n, GIVE_BACK]
+
+
+def cpu_int8_accumulator(A: Tensor, CA: Tensor, CB: Tensor, *rest: Any, **named: Any) -> list[int]:
+    """bitsandbytes/backends/default/ops.py, int8_mm_dequant: the product in int32 and cast to fp32, the scales of rows
+    times those of columns, and both multiplied."""
+    elements = CA.numel() // CA.shape[-1] * CB.shape[0]
+    return [4 * elements] * 4 + [GIVE_BACK] * 2
+
+
 def cpu_optimizer_32bit(out: Any, name: str, grad: Tensor, parameter: Tensor, *rest: Any, **named: Any) -> list[int]:
     """bitsandbytes/backends/cpu/ops.py, _optimizer_update_32bit_cpu: gradient, update and a part of it in fp32, and the
     parameter too where it is not in fp32."""
@@ -297,6 +319,9 @@ def cpu_bitsandbytes_extras() -> dict[Any, Extra]:
 
     ops = torch.ops.bitsandbytes
     return {
+        ops.quantize_4bit.default: Extra(after=cpu_nf4_scratch),
+        ops.int8_vectorwise_quant.default: Extra(outputs=int8_quantized, before=cpu_int8_scratch),
+        ops.int8_mixed_scaled_mm.default: Extra(outputs=int8_product, before=cpu_int8_accumulator),
         ops.optimizer_update_32bit.default: Extra(after=cpu_optimizer_32bit),
         ops.optimizer_update_8bit_blockwise.default: Extra(after=cpu_optimizer_8bit),
     }

@@ -33,6 +33,7 @@ from .engine import GPU_DEVICE, HOST, Engine
 from .extra import Extra
 from .from_data import tensors_from_data
 from .memory import HostMemory
+from .onednn import cpu_product_extras
 from .patches import cuda_operators, fake_parameters, held_random_states
 from .places import Place
 from .quantized import bitsandbytes_extras, cpu_bitsandbytes_extras, fake_bitsandbytes, loading_note
@@ -114,8 +115,8 @@ def _card_engine(run: Run, card: GPU, stack: ExitStack) -> Engine:
 
 
 def _host_engine(run: Run, stack: ExitStack) -> Engine:
-    by_bitsandbytes = isinstance(run, Training) and run.optimizer in ("lion", "adamw-8bit")
-    extras = {torch.ops.aten._grouped_mm.default: Extra(outputs=grouped_mm)}
+    by_bitsandbytes = quantization_of(run) or (isinstance(run, Training) and run.optimizer in ("lion", "adamw-8bit"))
+    extras = {torch.ops.aten._grouped_mm.default: Extra(outputs=grouped_mm)} | cpu_product_extras()
     engine = Engine(HOST, HostMemory(), extras | (cpu_bitsandbytes_extras() if by_bitsandbytes else {}))
     stack.enter_context(held_random_states(engine))
     return engine
