@@ -190,11 +190,11 @@ def test_a_save_over_another_checkpoint_can_leave_a_mixture_that_loads(two):
 @pytest.fixture(scope="module")
 def killed(folder):
     """A torchrun whose rank 1 dies while it saves; what is left of it, and what it said."""
-    before = set(psutil.pids())
     with pytest.raises(RuntimeError) as ended:
         launchers.run("torchrun", "--folder", str(folder / "killed"), "--kill", "1:8:save")
-    left = [psutil.Process(pid) for pid in set(psutil.pids()) - before if psutil.pid_exists(pid)]
-    ours = [process for process in left if str(folder) in " ".join(process.cmdline())]
+    # None: of what ended meanwhile, and of zombies, of which other tests beside this one have some.
+    running = psutil.process_iter(["cmdline"])
+    ours = [each for each in running if str(folder / "killed") in " ".join(each.info["cmdline"] or ())]
     return str(ended.value), ours, sorted(path.name for path in (folder / "killed").iterdir())
 
 
