@@ -198,7 +198,7 @@ def to_markdown(rows: list[dict[str, Any]], found: list[Line], refused: list[Lin
     ]
     text = []
     for title, header, body in tables:
-        text += titled_table(title, [cell.replace("|", "\\|") for cell in header], body)
+        text += titled_table(title, header, body)
     sources = dict.fromkeys(row.citation for line in found for row in line.rows)
     said = [*notes(found, refused, rows), FAIRNESS, *(f"Source: {source}" for source in sources)]
     return "\n".join([*text, *(f"- {note}" for note in said), "", made])

@@ -252,9 +252,7 @@ def to_markdown(results: dict[str, Any]) -> str:
     """Return the tables and the notes as Markdown."""
     lines = []
     for title, header, body in tables(results):
-        # A bare | would end the cell.
-        rows = [[cell.replace("|", "\\|") for cell in row] for row in (header, *body)]
-        lines += titled_table(title, rows[0], rows[1:])
+        lines += titled_table(title, header, body)
     return "\n".join(lines + [f"- {note}" for note in footnotes(results)])
 
 

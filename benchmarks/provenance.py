@@ -27,9 +27,9 @@ def provenance(*packages: str) -> str:
 
 
 def table(header: list[str], rows: list[list[str]]) -> list[str]:
-    """Return the lines of a Markdown table, its first column to the left."""
-    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" + " ---: |" * (len(header) - 1)]
-    return lines + ["| " + " | ".join(row) + " |" for row in rows]
+    """Return the lines of a Markdown table, its first column to the left; a cell may hold a bar, as |error| does."""
+    head, *body = ["| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in (header, *rows)]
+    return [head, "|" + " --- |" + " ---: |" * (len(header) - 1), *body]
 
 
 def titled_table(title: str, header: list[str], rows: list[list[str]]) -> list[str]:

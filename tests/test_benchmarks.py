@@ -437,6 +437,13 @@ def test_the_speed_the_book_shows_was_held_to_todays_bars():
         assert f"| {bar} | met |" in text
 
 
+@pytest.mark.parametrize("path", sorted((FOLDER / "results").glob("*.md")), ids=lambda path: path.stem)
+def test_every_row_of_a_table_has_the_cells_of_its_header(path):
+    text = path.read_text(encoding="utf-8")
+    for lines in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines.splitlines()}) == 1, lines.splitlines()[0]
+
+
 # ---- the CPU
 
 
