@@ -8,9 +8,12 @@ account_for_loss_in_pipeline_split for it, and TorchTitan's generate_llm_fqn_per
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from .errors import SpecError
 
 
+@lru_cache(1024)  # an estimate asks for the same a dozen times
 def stage_layers(layers: int, stages: int, name: str = "the model") -> tuple[int, ...]:
     """Return how many of `layers` each of `stages` has. Raises SpecError where one would have none.
 

@@ -12,7 +12,7 @@ GPT-2 GELU are written as several operators, each keeping its own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..hardware.gpu import GPU
 from ..models.spec import ModelSpec
@@ -24,8 +24,7 @@ from .precision import PRECISION, Bytes
 FUSED = ("gelu", "gelu_pytorch_tanh", "relu", "silu")
 
 
-@dataclass(frozen=True)
-class Saved:
+class Saved(NamedTuple):
     """Bytes of one kind that one block keeps; `split`: tensor parallelism alone divides them."""
 
     kind: str

@@ -251,6 +251,6 @@ def _sharded(
 
 def _block_share(spec: ModelSpec, run: Training, stage: int) -> float:
     """Return which share of a stage's parameters is in its blocks."""
-    held = device_parameters(spec, run, stage)
+    held = device_parameters(spec, run.pp, stage, run.tp, run.ep)
     outside = sum(held[part] for part in ("embedding", "positions", "head"))
     return 1 - outside / sum(held.values())

@@ -99,13 +99,13 @@ def _linear(sums: _Sums, spec: ModelSpec, run: Training, linear: Linear, tokens:
     """Add a linear layer's products: forward; in backward the gradient of its input, where something before it is
     trained, and that of its weight, where it is trained."""
     once = 2 * tokens * linear.inputs * linear.outputs  # of one of the `count` layers
-    trained = run.lora is None
-    adapted = run.lora is not None and linear.name in run.lora.targets
-    with_input_gradient = linear.count - (0 if first.get(f"{linear.part} {linear.name}", True) else 1)
-    backward = once * (with_input_gradient + (linear.count if trained else 0))
-    sums.add(linear.part, once * linear.count, backward, _recomputed(spec, run, linear, once))
-    if adapted:
-        assert run.lora is not None
+    with_input_gradient = linear.count
+    if first and not first.get(f"{linear.part} {linear.name}", True):
+        with_input_gradient -= 1
+    backward = once * (with_input_gradient + (linear.count if run.lora is None else 0))
+    again = _recomputed(spec, run, linear, once) if run.checkpointing else 0
+    sums.add(linear.part, once * linear.count, backward, again)
+    if run.lora is not None and linear.name in run.lora.targets:
         down = 2 * tokens * linear.inputs * run.lora.rank
         up = 2 * tokens * run.lora.rank * linear.outputs
         twice = down * (linear.count + with_input_gradient) + 2 * up * linear.count
@@ -154,7 +154,8 @@ def _is_last(spec: ModelSpec, linear: Linear) -> bool:
 
 
 def _recomputed(spec: ModelSpec, run: Training, linear: Linear, once: int) -> int:
-    if run.checkpointing is None or linear.part == "head":
+    """Return what checkpointing computes again of a linear layer's products."""
+    if linear.part == "head":
         return 0
     quantized = run.quantization is not None and linear.part != "router"
     if run.checkpointing == "selective" and not quantized:
@@ -183,7 +184,7 @@ def _scores(sums: _Sums, spec: ModelSpec, run: Training, sequences: int, kernel:
     one = 2 * sequences * spec.heads * run.seq_len * run.seq_len
     forward = spec.layers * one * (qk + v)
     backward = 2 * forward
-    q_, k_, v_ = (first.get(f"scores {name}", True) for name in "qkv")
+    q_, k_, v_ = (first.get(f"scores {name}", True) for name in "qkv") if first else (True, True, True)
     if kernel in ("flash", "efficient"):
         backward += spec.layers * one * qk
         if not (q_ or k_ or v_):

@@ -8,15 +8,14 @@ next block is gathered ahead, and the input of a reduce-scatter stays until the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..models.spec import ModelSpec
 from ..runs import Training
 from .precision import Bytes
 
 
-@dataclass(frozen=True)
-class Units:
+class Units(NamedTuple):
     """Bytes of a block and of what is outside of blocks: gathered weights, gradients before they are reduced, and the
     input of their reduce-scatter. `whole`: what stays gathered from forward to backward, with zero=2 all blocks too;
     `ahead`: the block that backward gathers before it is needed, with zero=3."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ..models.spec import ModelSpec
 from ..runs import Training
@@ -12,8 +12,7 @@ from .precision import Bytes
 from .states import States, block_parameters, device_parameters
 
 
-@dataclass(frozen=True)
-class Gradients:
+class Gradients(NamedTuple):
     """Bytes of gradients when."""
 
     earlier: int  # of earlier micro-batches: all the time
@@ -77,8 +76,7 @@ def _made(spec: ModelSpec, run: Training, every: int, stage: int) -> tuple[int, 
     if run.lora:
         block = every // stage_layers(spec.layers, run.pp)[stage]
         return max(0, every - 2 * block), every - block, every
-    whole = run if run.tp == run.ep == 1 else replace(run, tp=1, ep=1, sequence_parallel=False)
-    here = sum(device_parameters(spec, whole, stage).values())
+    here = sum(device_parameters(spec, run.pp, stage).values())  # of all tensor- and expert-parallel ranks
     table = spec.vocab * spec.hidden
     outside = (table if spec.tied else 2 * table) if uses_fsdp(run) else 0
     embedding = 0 if outside or spec.tied or stage else table

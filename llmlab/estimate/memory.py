@@ -11,7 +11,8 @@ and buffers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from ..hardware.gpu import GPU
 from ..models.spec import ModelSpec
@@ -20,7 +21,7 @@ from ..stages import stage_layers
 from .activations import attention_kernel, block_saved, checkpointed, keeps_scores, per_device
 from .fsdp import uses_fsdp
 from .gradients import Gradients, buckets, gradients
-from .precision import PRECISION, Bytes
+from .precision import PRECISION
 from .states import States, states
 from .temporaries import (
     block_backward,
@@ -34,9 +35,8 @@ from .temporaries import (
 )
 
 
-@dataclass(frozen=True)
-class Moment:
-    """One instant of the step: its phase, what is happening, and the live bytes by part."""
+class Moment(NamedTuple):
+    """One instant of the step: its phase, what is happening, and the live bytes by part (some 0)."""
 
     phase: str
     name: str
@@ -47,15 +47,16 @@ class Moment:
         return sum(self.parts.values())
 
 
-@dataclass(frozen=True)
-class _Amounts:
+class Amounts(NamedTuple):
     """What the moments of a step are sums of: bytes on one device."""
 
     held: States
     always: dict[str, int]  # what lasts, by part
     layers: int
+    sharded: bool  # by FSDP2
     gathers: str  # the part that FSDP2's gathered weights are
-    activations: int  # what is kept for backward, of all micro-batches in flight
+    kinds: dict[str, int]  # what blocks keep for backward, of all micro-batches in flight, by kind
+    activations: int  # all that is kept for backward
     outer: int  # what of it is kept outside of blocks
     kept: int  # what one block keeps of one micro-batch
     last: int  # what is left when the last block's backward begins
@@ -70,6 +71,7 @@ class _Amounts:
     head_casts: int
     logits: tuple[int, int, int, int]
     gradients: Gradients
+    updating: int  # temporaries of the update
 
 
 def training_moments(
@@ -80,36 +82,33 @@ def training_moments(
     In 1F1B stage s keeps the activations of pp - s micro-batches in flight (arXiv 2104.04473, section 2.2); the last
     has the logits.
     """
-    b = PRECISION[run.precision]
-    if run.quantization and not run.precision.startswith("autocast"):
-        b = replace(b, residual=4, compute=4)  # the rest is fp32, and each quantized linear returns fp32
-    of = _amounts(spec, run, b, gpu, cpu, stage)
-    sharded = uses_fsdp(run)
+    return moments(amounts(spec, run, gpu, cpu, stage))
+
+
+def moments(of: Amounts) -> list[Moment]:
+    """Return the moments that these amounts make."""
     loaded = {**of.always, "optimizer": 0, "workspace": 0}
     if of.gathers == "weights":
         loaded["weights"] = 4 * of.held.trained
-    # peft makes the embedding's output a leaf, so that checkpointing has something to differentiate: it and its
-    # gradient outlive backward.
-    leaf = 2 * run.tokens * spec.hidden * b.residual if run.lora and run.checkpointing else 0
-    temporaries = max(of.gradients.last_cast, leaf + optimizer_temporaries(spec, run, b, of.held, cpu))
     return [
-        Moment("load", "weights loaded", {part: size for part, size in loaded.items() if size}),
-        *(_gathering(of) if sharded else ()),
+        Moment("load", "weights loaded", loaded),
+        *(_gathering(of) if of.sharded else ()),
         *_forward(of),
         *_backward(of),
-        *(_reducing(of) if sharded else ()),
-        _moment(of, "optimizer", "the update", other=temporaries, logits=of.logits[3],
+        *(_reducing(of) if of.sharded else ()),
+        _moment(of, "optimizer", "the update", other=of.updating, logits=of.logits[3],
                 gradients=of.gradients.stepped),
     ]  # fmt: skip
 
 
-def _moment(of: _Amounts, phase: str, name: str, gathered: int = 0, **parts: int) -> Moment:
-    found = {**of.always, **parts, "other": of.always["other"] + parts.get("other", 0)}
+def _moment(of: Amounts, phase: str, name: str, gathered: int = 0, other: int = 0, **parts: int) -> Moment:
+    found = {**of.always, **parts}
+    found["other"] += other
     found[of.gathers] += gathered
-    return Moment(phase, name, {part: size for part, size in found.items() if size})
+    return Moment(phase, name, found)
 
 
-def _forward(of: _Amounts) -> list[Moment]:
+def _forward(of: Amounts) -> list[Moment]:
     units, earlier = of.held.units, of.gradients.earlier
     gathered, casts = units.whole + units.block, of.block_casts + of.head_casts
     return [
@@ -120,7 +119,7 @@ def _forward(of: _Amounts) -> list[Moment]:
     ]  # fmt: skip
 
 
-def _gathering(of: _Amounts) -> list[Moment]:
+def _gathering(of: Amounts) -> list[Moment]:
     """Return the moments in which FSDP2's forward copies a unit's weights out of what was gathered: the output of the
     all-gather before it is there too."""
     units, earlier = of.held.units, of.gradients.earlier
@@ -132,7 +131,7 @@ def _gathering(of: _Amounts) -> list[Moment]:
     ]  # fmt: skip
 
 
-def _backward(of: _Amounts) -> list[Moment]:
+def _backward(of: Amounts) -> list[Moment]:
     units, grads, logits = of.held.units, of.gradients, of.logits[3]
     gathered = units.whole + units.ahead
     begun = of.activations + of.waiting_casts
@@ -152,7 +151,7 @@ def _backward(of: _Amounts) -> list[Moment]:
     ]  # fmt: skip
 
 
-def _reducing(of: _Amounts) -> list[Moment]:
+def _reducing(of: Amounts) -> list[Moment]:
     """Return the moments in which FSDP2 reduces gradients: a unit's, and their copies, of all ranks, side by side."""
     units, grads, logits = of.held.units, of.gradients, of.logits[3]
     # The first block's activations are gone, and its weights.
@@ -182,24 +181,32 @@ def _reducing(of: _Amounts) -> list[Moment]:
     return found
 
 
-def _amounts(spec: ModelSpec, run: Training, b: Bytes, gpu: GPU | None, cpu: bool, stage: int) -> _Amounts:
-    held = states(spec, run, stage)
+def amounts(spec: ModelSpec, run: Training, gpu: GPU | None, cpu: bool = False, stage: int = 0) -> Amounts:
+    """Return the amounts of a step as `training_moments` takes them."""
+    b = PRECISION[run.precision]
+    if run.quantization and not run.precision.startswith("autocast"):
+        b = replace(b, residual=4, compute=4)  # the rest is fp32, and each quantized linear returns fp32
+    held, sharded = states(spec, run, stage), uses_fsdp(run)
     first, last = stage == 0, stage == run.pp - 1
     layers = stage_layers(spec.layers, run.pp)[stage]
     in_flight = micro_batches_in_flight(run, stage)
     block = per_device(block_saved(spec, run, b, gpu, cpu), run)
     checkpoints = checkpointed(spec, run, b, attention_kernel(spec, run, gpu, cpu)) if run.checkpointing else block
-    kept = sum(checkpoints.values())
+    kept, blocks = sum(checkpoints.values()), layers * in_flight
     outer = outer_activations(spec, run, b, first, last, cpu) * in_flight
     casts = cast_weights(spec, run, b)
     plain = keeps_scores(spec, run, gpu, cpu)
     working, worked = block_backward(spec, run, b, block, plain)
     # FSDP2's fp32 shards are the master copy; the half weights are what is gathered of them.
-    gathers = "weights" if uses_fsdp(run) and b.master and not run.lora else "other"
-    return _Amounts(
+    gathers = "weights" if sharded and b.master and not run.lora else "other"
+    # peft makes the embedding's output a leaf, so that checkpointing has something to differentiate: it and its
+    # gradient outlive backward.
+    leaf = 2 * run.tokens * spec.hidden * b.residual if run.lora and run.checkpointing else 0
+    grads = gradients(spec, run, b, held, stage)
+    return Amounts(
         held=held,
         always={
-            "weights": 0 if gathers == "weights" else held.shard if uses_fsdp(run) else held.weights,
+            "weights": 0 if gathers == "weights" else held.shard if sharded else held.weights,
             "optimizer": held.optimizer,
             "gradients": 0,  # these three come and go
             "activations": 0,
@@ -209,8 +216,10 @@ def _amounts(spec: ModelSpec, run: Training, b: Bytes, gpu: GPU | None, cpu: boo
             "other": buckets(run, b, held),
         },
         layers=layers,
+        sharded=sharded,
         gathers=gathers,
-        activations=kept * layers * in_flight + outer,
+        kinds={kind: size * blocks for kind, size in checkpoints.items() if size},
+        activations=kept * blocks + outer,
         outer=outer,
         kept=kept,
         last=kept * (layers * (in_flight - 1) + 1),
@@ -225,7 +234,8 @@ def _amounts(spec: ModelSpec, run: Training, b: Bytes, gpu: GPU | None, cpu: boo
         casts=casts,
         head_casts=spec.vocab * spec.hidden * b.compute // run.tp if last and b.residual != b.compute else 0,
         logits=logits_bytes(spec, run, b) if last else (0, 0, 0, 0),
-        gradients=gradients(spec, run, b, held, stage),
+        gradients=grads,
+        updating=max(grads.last_cast, leaf + optimizer_temporaries(spec, run, b, held, cpu)),
     )
 
 

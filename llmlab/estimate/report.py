@@ -11,14 +11,11 @@ from ..models.spec import ModelLike, ModelSpec
 from ..models.spec import model as find_model
 from ..report import Outcome, Report
 from ..runs import Run, Training
-from ..stages import stage_layers
 from ..units import show_bytes, show_seconds
-from .activations import attention_kernel, block_saved, checkpointed, per_device
 from .distributed import Step, step
 from .flops import flops
 from .inference import inference_moments
-from .memory import Moment, micro_batches_in_flight, training_moments
-from .precision import PRECISION
+from .memory import Moment, amounts, moments, training_moments
 from .serving import FRACTION, serving
 from .time import mfu, step_seconds, tokens_of
 
@@ -29,22 +26,24 @@ def estimated(model: ModelLike, run: Run, gpu: GPU | str | None, cluster: Cluste
     cpu = isinstance(gpu, str) and gpu.lower() == "cpu"
     card = None if gpu is None or cpu else find_gpu(gpu)
     check(spec, run, card)
+    detail = {}
     if isinstance(run, Training):
-        moments = training_moments(spec, run, card, cpu)
-        detail = _activation_detail(spec, run, card, cpu)
+        of = amounts(spec, run, card, cpu)
+        stages = [moments(of), *(training_moments(spec, run, card, cpu, stage) for stage in range(1, run.pp))]
+        detail = {"activations": of.kinds}  # what the blocks keep at the end of forward
     else:
-        moments, detail = inference_moments(spec, run, card), {}
-    peak = max(moments, key=lambda moment: moment.total)
+        stages = [inference_moments(spec, run, card)]
+    totals = [[moment.total for moment in each] for each in stages]
+    peaks = [max(each) for each in totals]
+    peak = stages[0][totals[0].index(peaks[0])]
     phases: dict[str, int] = {}
-    for moment in moments:
-        phases[moment.phase] = max(phases.get(moment.phase, 0), moment.total)
-    parts = dict(peak.parts)
+    for moment, total in zip(stages[0], totals[0], strict=True):
+        phases[moment.phase] = max(phases.get(moment.phase, 0), total)
     capacity = card.memory if card else None
     outcome: Outcome = "unknown"
     where = None
-    stages = [moments, *_later_stages(spec, run, card, cpu)]
     if card is not None:
-        where = _first_over(stages, card.room(run.world_size))
+        where = _first_over(stages, totals, card.room(run.world_size))
         outcome = "out of memory" if where else "fits"
     counted = flops(spec, run, card, cpu)
     seconds, taken = _seconds(spec, run, card, cluster)
@@ -55,10 +54,10 @@ def estimated(model: ModelLike, run: Run, gpu: GPU | str | None, cluster: Cluste
         gpu=card.name if card else ("cpu" if cpu else None),
         outcome=outcome,
         where=where,
-        peak_allocated=peak.total,
+        peak_allocated=peaks[0],
         capacity=capacity,
         phases=phases,
-        parts=parts,
+        parts={part: size for part, size in peak.parts.items() if size},
         detail=detail,
         flops=counted.total // run.world_size,
         step_seconds=seconds,
@@ -66,7 +65,7 @@ def estimated(model: ModelLike, run: Run, gpu: GPU | str | None, cluster: Cluste
         mfu=mfu(spec, run, card, seconds) if seconds and card else None,
         notes=(
             f"The peak is in {peak.phase}: {peak.name}.",
-            *_stage_note(stages),
+            *_stage_note(peaks),
             *taken,
             *_context_note(card),
             *_service_note(spec, run, card),
@@ -105,17 +104,9 @@ def _terms(found: Step) -> str:
     return ", ".join(f"{term} {show_seconds(value)}" for term, value in shown.items() if value)
 
 
-def _later_stages(spec: ModelSpec, run: Run, card: GPU | None, cpu: bool) -> list[list[Moment]]:
-    """Return the moments of the pipeline's other stages."""
-    if not isinstance(run, Training):
-        return []
-    return [training_moments(spec, run, card, cpu, stage) for stage in range(1, run.pp)]
-
-
-def _stage_note(stages: list[list[Moment]]) -> tuple[str, ...]:
+def _stage_note(peaks: list[int]) -> tuple[str, ...]:
     """Say which stage of a pipeline holds the most, where that is not the first."""
-    peaks = [max(moment.total for moment in moments) for moments in stages]
-    most = max(range(len(peaks)), key=lambda stage: peaks[stage])
+    most = peaks.index(max(peaks))
     if most == 0:
         return ()
     return (f"Stage {most} of the pipeline (from 0) holds more than the first: {show_bytes(peaks[most])}.",)
@@ -134,18 +125,10 @@ def _service_note(spec: ModelSpec, run: Run, card: GPU | None) -> tuple[str, ...
     return (f"Served by an engine with a paged cache and {FRACTION:.0%} of the memory: {serving(spec, run, card)}.",)
 
 
-def _first_over(stages: list[list[Moment]], room: int) -> str | None:
-    for stage, moments in enumerate(stages):
-        for moment in moments:
-            if moment.total > room:
+def _first_over(stages: list[list[Moment]], totals: list[list[int]], room: int) -> str | None:
+    """Say which moment is the first, of the first stage, that is beyond `room`; None where all fit."""
+    for stage, sizes in enumerate(totals):
+        for moment, total in zip(stages[stage], sizes, strict=True):
+            if total > room:
                 return f"{moment.phase}, {moment.name}" + (f", in stage {stage} of the pipeline" if stage else "")
     return None
-
-
-def _activation_detail(spec: ModelSpec, run: Training, card: GPU | None, cpu: bool) -> dict[str, dict[str, int]]:
-    """Return what the blocks keep at the end of forward, by kind."""
-    b = PRECISION[run.precision]
-    whole = per_device(block_saved(spec, run, b, card, cpu), run)
-    kinds = checkpointed(spec, run, b, attention_kernel(spec, run, card, cpu)) if run.checkpointing else whole
-    blocks = stage_layers(spec.layers, run.pp)[0] * micro_batches_in_flight(run)
-    return {"activations": {kind: size * blocks for kind, size in kinds.items() if size}}

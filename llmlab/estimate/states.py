@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..models.spec import ModelSpec
 from ..runs import Training
@@ -11,8 +11,7 @@ from .fsdp import Units, sharded_experts, units, uses_fsdp
 from .precision import PRECISION, Bytes, state_bytes, weight_bytes
 
 
-@dataclass(frozen=True)
-class States:
+class States(NamedTuple):
     """What stays on one device for as long as training lasts, in bytes, and the gradients of one step."""
 
     weights: int
@@ -23,21 +22,23 @@ class States:
     units: Units
 
 
-def device_parameters(spec: ModelSpec, run: Training, stage: int) -> dict[str, int]:
-    """Return parameters by component on one rank of pipeline stage `stage`, before ZeRO."""
-    first, last = stage == 0, stage == run.pp - 1
-    layers = stage_layers(spec.layers, run.pp)[stage]
+def device_parameters(spec: ModelSpec, pp: int, stage: int, tp: int = 1, ep: int = 1) -> dict[str, int]:
+    """Return parameters by component on one rank of stage `stage` of `pp`, before ZeRO."""
+    if pp == tp == ep == 1:
+        return spec.parameters_by_component
+    first, last = stage == 0, stage == pp - 1
+    layers = stage_layers(spec.layers, pp)[stage]
     counts = {}
     for part, count in spec.parameters_by_component.items():
         if part in ("embedding", "positions"):
             # A tied head is a second copy of the embedding on the last stage.
             held = first or (part == "embedding" and spec.tied and last)
-            counts[part] = count // (run.tp if part == "embedding" else 1) if held else 0
+            counts[part] = count // (tp if part == "embedding" else 1) if held else 0
         elif part == "head":
-            counts[part] = count // run.tp if last else 0
+            counts[part] = count // tp if last else 0
         else:
-            split = run.tp if part in ("attention", "mlp", "experts") else 1
-            counts[part] = count * layers // spec.layers // (split * (run.ep if part == "experts" else 1))
+            split = tp if part in ("attention", "mlp", "experts") else 1
+            counts[part] = count * layers // spec.layers // (split * (ep if part == "experts" else 1))
     return counts
 
 
@@ -78,7 +79,7 @@ def states(spec: ModelSpec, run: Training, stage: int = 0) -> States:
     each leaves as backward makes it (ZeRO-Offload, arXiv 2101.06840, section 4.1).
     """
     b = PRECISION[run.precision]
-    counts = device_parameters(spec, run, stage)
+    counts = device_parameters(spec, run.pp, stage, run.tp, run.ep)
     held = sum(counts.values())
     experts, dense = _frozen_bytes(spec, run, counts, b)
     # FSDP2's MixedPrecisionPolicy: fp32 shards, from which half weights are gathered.
@@ -94,7 +95,9 @@ def states(spec: ModelSpec, run: Training, stage: int = 0) -> States:
         trained = (counts["experts"], held - counts["experts"])
         gradient, master, state = b.gradients, b.master, b.states
     stepped = _shard(spec, run, *trained) if run.zero else sum(trained)
-    factored = int(factored_elements(spec, run) * stepped / max(1, sum(trained)) * held / spec.parameters)
+    factored = 0
+    if run.optimizer == "adafactor":
+        factored = int(factored_elements(spec, run) * stepped / max(1, sum(trained)) * held / spec.parameters)
     weights = _shard(spec, run, experts, dense) if run.zero == 3 else experts + dense
     made = _leaving(spec, run, sum(trained)) if run.offload else stepped if run.zero >= 2 else sum(trained)
     return States(

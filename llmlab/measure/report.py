@@ -31,7 +31,7 @@ from .timing import count_flops, median_seconds
 
 CPU_NOTE = (
     "The CPU's allocator keeps nothing back, so nothing is reserved. MKL's own scratch is not seen, and of oneDNN's "
-    "only that of its bf16 products, which it takes from torch."
+    "only that of its 16-bit products, which it takes from torch."
 )
 MPS_NOTE = "torch.mps keeps no peaks: each phase's figure is what was allocated at its end, and parts are not known."
 

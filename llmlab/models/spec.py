@@ -95,18 +95,18 @@ class ModelSpec:
         return linears(self)
 
     @cached_property
-    def _components(self) -> tuple[tuple[str, int], ...]:
-        return tuple(components(self).items())
+    def _components(self) -> dict[str, int]:
+        return components(self)
 
     @property
     def parameters_by_component(self) -> dict[str, int]:
         """Parameters of embedding, positions, attention, mlp, experts, router, norms, head; tied weights once."""
         return dict(self._components)
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """Parameters of the whole model, tied weights once: sum(p.numel() for p in model.parameters())."""
-        return sum(count for _, count in self._components)
+        return sum(self._components.values())
 
     @property
     def active_parameters(self) -> int:
