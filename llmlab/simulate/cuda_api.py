@@ -276,6 +276,8 @@ class _Generator(_HostGenerator):
 class Generator(_HostGenerator, metaclass=_GeneratorType):
     """torch.Generator, also of the card."""
 
+    place: torch.device
+
     def __new__(cls, device: Any = "cpu") -> Any:
         place = torch.device(device)
         if place.type != "cuda":

@@ -108,7 +108,7 @@ class Decoder:
         try:
             if self.line is not None and number not in self.runs:
                 return self._play(self.line.at(number), past_key_values)
-            if played:
+            if played and self.line is not None:
                 self._give_shape(self.line.at(number - 1), past_key_values)
             output, taken = self._run(input_ids, past_key_values, options)
         except (RuntimeError, MemoryError) as error:  # no room; or a cache that is not as the code made it
@@ -116,9 +116,9 @@ class Decoder:
                 raise
             raise Mispredicted(self.last_run, number) from error
         if not played:
-            can = self.before is not None and taken is not None and _alike(self.before, taken)
-            self.line = Line(number - 1, self.before, taken) if can else None
-        elif self.line.at(number) != taken:
+            one = self.before
+            self.line = Line(number - 1, one, taken) if one and taken and _alike(one, taken) else None
+        elif self.line is None or self.line.at(number) != taken:
             raise Mispredicted(self.last_run, number)
         self.before, self.last_run = taken, number
         return output
@@ -129,8 +129,9 @@ class Decoder:
         with record:
             output = self.model(input_ids=input_ids, past_key_values=cache, **options)
         living = [*_cached(cache), output.logits]
-        held = [record.alive.get(self.engine.address(each)) for each in living]
-        lives_on = len(held) == len(record.alive) and set(held) == set(record.alive.values())
+        addresses = [self.engine.address(each) for each in living]
+        held = [record.alive[address] for address in addresses if address in record.alive]
+        lives_on = len(living) == len(held) == len(record.alive) and set(held) == set(record.alive.values())
         if not (record.complete and lives_on) or _others(cache) != others:
             return output, None
         counters = tuple(_counters(layer) for layer in cache.layers)
@@ -168,6 +169,7 @@ class Decoder:
         return SimpleNamespace(logits=self._made(step.layouts[-1], mallocs[step.held[-1]]))
 
     def _sizes_of(self, request: Request) -> list[int]:
+        assert request.sizes is not None  # a "take" has them
         key = request.sizes, request.args
         if key not in self._sizes:
             with _disable_current_modes():
@@ -216,7 +218,7 @@ class Line:
         for field, places in self._changing:
             for i in places:
                 fields[field][i] = _on_line(self.one[field][i], self.other[field][i], number - self.number)
-        return Taken(*map(tuple, fields))
+        return Taken._make(map(tuple, fields))
 
 
 def _on_line(one: Any, other: Any, steps: int) -> Any:
@@ -251,7 +253,7 @@ class _Record:
         self._inside = False  # a take
 
     def __enter__(self) -> None:
-        engine = self.engine
+        engine: Any = self.engine  # whose methods these stand before
         engine.malloc, engine.free, engine.take, engine.give_back = self.malloc, self.free, self.take, self.give_back
 
     def __exit__(self, *raised: Any) -> None:
@@ -318,4 +320,4 @@ def _counters(layer: Any) -> tuple[tuple[str, int], ...]:
 
 def _layout(tensor: Tensor) -> Layout:
     size = tensor.untyped_storage().nbytes()
-    return Layout(tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), size, tensor.dtype)
+    return Layout(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), size, tensor.dtype)

@@ -31,7 +31,7 @@ class _Finder(MetaPathFinder):
         loader, run = spec.loader, spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            del loader.exec_module  # type: ignore[misc]  # the class has it
+            del loader.exec_module  # the class has it
             if hides:
                 with self.hidden():
                     run(module)

@@ -56,7 +56,7 @@ def indices_sorted(gpu: GPU) -> Callable[..., list[int]]:
         if not _sorts(accumulate):
             return []
         places = [place for place, index in enumerate(indices) if index is not None]
-        given = [indices[place] for place in places]
+        given = [index for index in indices if index is not None]
         if any(index.dtype in MASKS for index in given):
             return []  # how many there are only values say
         n = prod(torch.broadcast_shapes(*(index.shape for index in given)))

@@ -55,7 +55,7 @@ def no_end_of_sequence() -> Iterator[None]:
 
     real = EosTokenCriteria.__call__
 
-    def call(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def call(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Tensor:
         return _zeros_where_unknown(real(self, input_ids, *args, **kwargs))
 
     with mock.patch.object(EosTokenCriteria, "__call__", call):
@@ -260,7 +260,7 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
     return self
 
 
-def set_data(tensor: Tensor, data: Tensor) -> None:
+def set_data(tensor: Any, data: Tensor) -> None:
     """`tensor.data = data` for fake tensors, whose device is an attribute of its own."""
     tensor.data = data
     tensor.fake_device = data.device

@@ -88,11 +88,13 @@ def loading_note() -> str:
     )
 
 
-def _params4bit(owner: type) -> Any:
+def _params4bit(owner: Any) -> Any:
     real_new, quantize = owner.__new__, owner._quantize
 
     class Params4bit(FakeTensor):
         """bitsandbytes' Params4bit: a Parameter cannot wrap a fake tensor, so a fake tensor takes its place."""
+
+        bnb_quantized: bool
 
         def to(self, *args: Any, **kwargs: Any) -> Tensor:
             device = torch._C._nn._parse_to(*args, **kwargs)[0]
@@ -123,7 +125,7 @@ def _params4bit(owner: type) -> Any:
     return new
 
 
-def _int8params(owner: type) -> Any:
+def _int8params(owner: Any) -> Any:
     real_new, quantize = owner.__new__, owner._quantize
 
     class Int8Params(FakeTensor):
@@ -195,9 +197,10 @@ def multiplies_packed(gpu: GPU, dtype: torch.dtype, rows: int, shape: tuple[int,
     """Whether `gpu` multiplies `rows` of `dtype` with a packed weight of `shape` (N, K) in one kernel; else it unpacks
     the weight first. bitsandbytes' own rule (backends/cuda/ops.py, gemm_4bit), by architecture, multiprocessors and
     shape: on a T4 up to 32 to 320 rows."""
-    rule, N, K = _rule_of_bitsandbytes(), *shape
+    rule, (N, K) = _rule_of_bitsandbytes(), shape
     if rows > rule["_gemm_4bit_custom_max_m"] or K % blocksize:
         return False
+    assert gpu.compute_capability  # an NVIDIA card has one
     return rule["_gemm_4bit_use_custom_cuda"]((gpu.sms, *gpu.compute_capability), dtype, rows, N, K)
 
 
@@ -206,8 +209,10 @@ def _rule_of_bitsandbytes() -> dict[str, Any]:
     """Return the rule's function and constants, cut out of their module, which would register kernels for CUDA. What
     it takes for a device's index it hands to _gpu_dispatch_props, and so is given that one's answer."""
     names = ("_gemm_4bit_use_custom_cuda", "_GEMM_4BIT_CUSTOM_FLOOR_M", "_gemm_4bit_custom_max_m")
-    source = Path(find_spec("bitsandbytes.backends.cuda.ops").origin).read_text(encoding="utf-8")
-    found: dict[str, ast.stmt] = {}
+    module = find_spec("bitsandbytes.backends.cuda.ops")
+    assert module and module.origin
+    source = Path(module.origin).read_text(encoding="utf-8")
+    found: dict[str, Any] = {}
     for node in ast.walk(ast.parse(source)):
         name = getattr(node, "name", None) if isinstance(node, ast.FunctionDef) else None
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):

@@ -39,12 +39,13 @@ class Redirect(TorchFunctionMode):
     def __init__(self, engine: CardEngine) -> None:
         super().__init__()
         self.engine, self.assume = engine, engine.assume
-        self.special = {
+        of: Any = Tensor  # whose properties are asked for by their getters and setters
+        self.special: dict[Any, Callable[..., Any]] = {
             Tensor.cuda: self._cuda,
             Tensor.pin_memory: _pin_memory,
             Tensor.is_pinned: lambda tensor, *device: getattr(tensor, "simulated_pin", False),
-            Tensor.is_cuda.__get__: lambda tensor: on_card(tensor),
-            Tensor.is_cpu.__get__: lambda tensor: not on_card(tensor) and tensor.device.type == "cpu",
+            of.is_cuda.__get__: lambda tensor: on_card(tensor),
+            of.is_cpu.__get__: lambda tensor: not on_card(tensor) and tensor.device.type == "cpu",
             Tensor.get_device: lambda tensor: 0 if on_card(tensor) else -1,
             Tensor.new_tensor: _new_tensor,
             Tensor.type: _type,
@@ -60,9 +61,9 @@ class Redirect(TorchFunctionMode):
             Tensor.__format__: self._format,
             Tensor.data_ptr: self._address,
             Tensor.__deepcopy__: _deepcopy,
-            Tensor.data.__set__: _set_data,
+            of.data.__set__: _set_data,
             Tensor.__dlpack__: _handed_out("Tensor.__dlpack__"),
-            Tensor.__cuda_array_interface__.__get__: _handed_out("Tensor.__cuda_array_interface__"),
+            of.__cuda_array_interface__.__get__: _handed_out("Tensor.__cuda_array_interface__"),
         }
         for function in (torch.isnan, torch.isinf, torch.isposinf, torch.isneginf, torch.isfinite):
             for each in (function, getattr(Tensor, function.__name__)):
@@ -108,7 +109,8 @@ class Redirect(TorchFunctionMode):
     @contextmanager
     def patched(self) -> Iterator[None]:
         """Show devices to code outside torch, hold in backward too, and answer for storages."""
-        real_device, run_backward = FakeTensor.device, torch.autograd._engine_run_backward
+        real_device: Any = FakeTensor.device  # a property
+        run_backward = torch.autograd._engine_run_backward
         real_default, real_pointer = torch.get_default_device, torch.UntypedStorage.data_ptr
 
         def device(tensor: FakeTensor) -> torch.device:
@@ -217,7 +219,7 @@ class Redirect(TorchFunctionMode):
         """Return where the tensor lies in the simulated memory: libraries compare addresses."""
         if sys._getframe(2).f_globals.get("__name__", "").startswith("bitsandbytes"):
             raise refuse("Tensor.data_ptr", "is what a compiled kernel asks for")
-        return tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
+        return tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _set_data(tensor: Tensor, data: Tensor) -> None:
@@ -307,7 +309,7 @@ def _new_tensor(tensor: Tensor, data: Any, dtype: Any = None, device: Any = None
 def _pin_memory(tensor: Tensor, *device: Any) -> Tensor:
     if on_card(tensor):
         raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
-    pinned = tensor.clone()
+    pinned: Any = tensor.clone()
     pinned.simulated_pin = True
     return pinned
 

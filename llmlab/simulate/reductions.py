@@ -26,7 +26,9 @@ MAX_THREADS = 512  # max_reduce_threads
 WARP = 32
 VALUES_A_THREAD = 16, 256  # min_values_per_thread, max_values_per_thread
 INT_MAX = 2**31 - 1
-THREADS_A_MULTIPROCESSOR = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
+THREADS_A_MULTIPROCESSOR: dict[tuple[int, int] | None, int] = {
+    (7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536,
+}  # fmt: skip
 
 
 class Kind(NamedTuple):
@@ -107,7 +109,7 @@ def _taken(func: Any, kind: Kind, slots: tuple[int, int]) -> Callable[..., list[
             strides = [prod(shape[dim + 1 :]) * item for dim in range(len(shape))]
             copied = [x.numel() * item]
         reduced = _reduced(dims, len(shape))
-        offset = x.storage_offset() if not copied else 0
+        offset = int(x.storage_offset()) if not copied else 0
         return copied + buffers(shape, strides, reduced, item, result.element_size(), kind, slots, offset)
 
     return taken
@@ -209,8 +211,7 @@ def _ordered(shape: list[int], outputs: list[int], inputs: list[int]) -> tuple[l
     found: list[list[int]] = []
     for size, out, step in ((shape[dim], outputs[dim], inputs[dim]) for dim in order):
         last = found[-1] if found else None
-        joins = last and (1 in (last[0], size) or (last[0] * last[1] == out and last[0] * last[2] == step))
-        if not joins:
+        if not last or not (1 in (last[0], size) or (last[0] * last[1] == out and last[0] * last[2] == step)):
             found.append([size, out, step])
             continue
         if last[0] == 1:

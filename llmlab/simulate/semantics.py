@@ -158,7 +158,7 @@ def foreach_norm(tensors: list[Tensor], *rest: Any, **named: Any) -> list[int]:
 
 
 def grouped_mm(
-    func: Any, a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None,
+    func: Any, a: Tensor, b: Tensor, offs: Any = None, bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """GroupedMMUtils.h, create_grouped_gemm_output_tensor: rows of whole 16 B. Other dtypes than bf16, which the fake
