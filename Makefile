@@ -4,6 +4,7 @@
 #   TORCH_INDEX=URL             where to look for torch too: https://download.pytorch.org/whl/cpu has the CPU build
 #   CONSTRAINTS=                no pins: the newest versions that the floors in pyproject.toml allow
 #   VENV_FLAGS=--system-site-packages   keep the packages (torch, say) of the Python underneath
+#   PORT=8000                   where `make read` serves the book
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,63 +12,96 @@ VENV_FLAGS ?=
 TORCH_INDEX ?=
 CONSTRAINTS ?= constraints.txt
 EXTRAS ?= torch,quant,distributed,evaluate,book,test
+PORT ?= 8000
 COLAB_PACKAGES ?= https://raw.githubusercontent.com/googlecolab/backend-info/main/pip-freeze.txt
 
 BIN := $(VENV)/bin
 PIP_FLAGS = $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
-SITE := _build/html/index.html
-NBVAL := $(BIN)/python -m pytest -q -p no:cacheprovider --nbval-current-env --nbval-cell-timeout=300
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+HTML := _build/html
+STAGE := $(BIN)/python tools/stage.py
+PYTEST := $(BIN)/python -m pytest -q -n logical --dist loadfile
+TIMES = --junit-xml=_build/durations/$@.xml -o junit_duration_report=total
+NBVAL := $(PYTEST) --maxprocesses 2 -p no:cacheprovider --nbval-current-env --nbval-cell-timeout=600
 
-.PHONY: help book test env notebooks site lint unit nbval browser schema figures benchmarks records gpu-notebooks \
-        colab-drift lock clean
+.PHONY: help book read test env notebooks outputs site lint unit nbval browser durations instruction-sets schema \
+        figures benchmarks records gpu-notebooks colab-drift lock clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := book
 
-book: notebooks site ## install, execute every chapter on this machine, render the site
-	@echo "The book: file://$(CURDIR)/$(SITE)"
+book: site ## install what rendering needs (no torch), render the book as it was executed and committed
+	@echo "The book: file://$(CURDIR)/$(HTML)/index.html; make read serves it"
 
-test: lint unit nbval site browser ## everything that continuous integration runs
+read: book ## serve the book on this machine
+	@$(BIN)/python tools/serve.py $(PORT) $(HTML)
+
+test: lint unit nbval site browser durations ## everything that continuous integration runs
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | awk -F'\t' '{ printf "make %-15s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | awk -F'\t' '{ printf "make %-17s %s\n", $$1, $$2 }'
 
-env: $(VENV)/.installed ## make .venv and install llmlab with what the book and the tests need
+env: $(VENV)/.installed ## make .venv and install llmlab with what the chapters and the tests need
 
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
+	$(call install,$(EXTRAS))
+	@touch $(VENV)/.rendering # which is part of it
+
+$(VENV)/.rendering: pyproject.toml $(CONSTRAINTS)
+	$(call install,book)
+
+# $(call install,EXTRAS): a new or an unfinished .venv is made first, so an interrupted installation goes on.
+define install
+	@command -v $(PYTHON) >/dev/null || { echo "There is no $(PYTHON): install Python 3.10 or newer, or name one:" \
+	    "make PYTHON=python3.12 ..."; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "llmlab needs Python 3.10 or newer; " \
 	    "%s is %d.%d: make PYTHON=python3.12 ..." % (sys.executable, *sys.version_info[:2]))'
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
-	@echo "Installing llmlab[$(EXTRAS)] into $(VENV): minutes on the first run."
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -e '.[$(EXTRAS)]'
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV_FLAGS) $(VENV) || { \
+	    echo "$(PYTHON) could not make $(VENV). What it said is above; on Debian: apt install python3-venv"; exit 1; }
+	@echo "Installing llmlab[$(1)] into $(VENV): minutes on the first run."
+	@$(PIP) $(PIP_FLAGS) -e '.[$(1)]' || { df -h . | tail -n 1; echo "Not installed: the reason is above" \
+	    "(no network? the disk, the line above, full?). Run the same command again: what was downloaded is kept."; \
+	    exit 1; }
 	@touch $@
+endef
 
 # Threads that wait for one another give the core away: where another program has a core, spinning ones take ten times
 # as long.
 export OMP_WAIT_POLICY ?= PASSIVE
 
 # Records of this user's own must not change what a page prints: the book reads those of the package.
-notebooks nbval gpu-notebooks: export LLMLAB_RECORDS := $(CURDIR)/llmlab/records
+notebooks outputs nbval gpu-notebooks: export LLMLAB_RECORDS := $(CURDIR)/llmlab/records
 
-notebooks: env ## execute the chapters whose text or code has changed: book/NAME.md -> book/NAME.ipynb
-	$(BIN)/python tools/notebooks.py
+notebooks: env ## execute every chapter on this machine into _build/here, and render that; book/ stays as it is
+	@$(STAGE) $@ -- $(BIN)/python tools/notebooks.py --site _build/here
 
-site: env ## render the site from the notebooks as they are
-	@$(BIN)/python tools/stamp.py _build/stamps/site book llmlab benchmarks/results _config.yml _toc.yml constraints.txt -- \
-	    $(BIN)/jupyter-book build . -W -n --keep-going --all -q
+outputs: env ## for authors: execute the chapters whose text or code has changed, book/NAME.md -> book/NAME.ipynb
+	@$(STAGE) $@ -- $(BIN)/python tools/notebooks.py
+
+site: $(VENV)/.rendering ## render the site from the notebooks as they are
+	@$(STAGE) $@ -- $(BIN)/python tools/stamp.py _build/stamps/site book benchmarks/results _config.yml _toc.yml \
+	    constraints.txt -- $(BIN)/jupyter-book build . -W -n --keep-going --all -q
 
 lint: env schema ## ruff, mypy over the package, and the schemas of the workflows and of CITATION.cff
-	$(BIN)/ruff check .
-	$(BIN)/mypy
+	@$(STAGE) $@ -- sh -c '$(BIN)/ruff check . && $(BIN)/mypy'
 
 unit: env ## unit tests, doctests, and that texts and notebooks agree
-	$(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadfile \
+	@$(STAGE) $@ -- $(PYTEST) --maxprocesses 4 $(TIMES) \
 	    tests llmlab --doctest-modules --ignore tests/book/test_browser.py
 
 nbval: env ## run every notebook again and compare every output with the one that is there
-	$(NBVAL) --nbval book
+	@$(STAGE) $@ -- $(NBVAL) $(TIMES) --nbval book
 
 browser: env ## open every built page in headless Chromium
-	$(BIN)/python -m pytest -q tests/book/test_browser.py
+	@$(STAGE) $@ -- $(BIN)/python -m pytest -q $(TIMES) tests/book/test_browser.py
+
+durations: env ## print what the last run of each stage took, and its slowest tests
+	@$(STAGE)
+
+# Other processors: torch, oneDNN and MKL held to older instruction sets, and other numbers of threads.
+instruction-sets: env ## unit and nbval three times: no vector extensions and one thread, AVX2 and two, this CPU and four
+	$(MAKE) unit nbval ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 OMP_NUM_THREADS=1
+	$(MAKE) unit nbval ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 OMP_NUM_THREADS=2
+	$(MAKE) unit nbval OMP_NUM_THREADS=4
 
 schema: env ## validate the workflows and CITATION.cff
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
@@ -78,7 +112,7 @@ figures: env ## make the pictures of the README
 
 benchmarks: EXTRAS := $(EXTRAS),benchmarks
 benchmarks: env ## llmlab beside its peers, its speed, its overhead, on a GPU its kernels; renews benchmarks/results
-	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -e '.[$(EXTRAS)]'
+	$(PIP) $(PIP_FLAGS) -e '.[$(EXTRAS)]'
 	$(BIN)/python benchmarks/peers.py --out benchmarks/results
 	$(BIN)/python benchmarks/versions.py --out benchmarks/results
 	$(BIN)/python benchmarks/held_out.py --out benchmarks/results
@@ -98,8 +132,8 @@ records: env ## measure on this GPU what the chapters ask for, and write records
 
 gpu-notebooks: EXTRAS := $(EXTRAS),gpu
 gpu-notebooks: env ## run every notebook on this GPU into _build/gpu-notebooks, and record peaks and times
-	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -e '.[$(EXTRAS)]'
-	$(NBVAL) --nbval-lax book
+	$(PIP) $(PIP_FLAGS) -e '.[$(EXTRAS)]'
+	$(NBVAL) -n 0 --nbval-lax book # one GPU
 	$(BIN)/python tools/notebooks.py --force --record --out _build/gpu-notebooks
 
 colab-drift: env ## compare the floors with Colab's current packages (COLAB_PACKAGES=file or URL)

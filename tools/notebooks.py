@@ -3,9 +3,11 @@
     python tools/notebooks.py            # those whose text, or the code and data they call, has changed
     python tools/notebooks.py --force    # all
     python tools/notebooks.py 01-memory-anatomy
+    python tools/notebooks.py --site FOLDER    # the reader's own: executed there and rendered, book/ stays as it is
     python tools/notebooks.py --force --record --out FOLDER    # on a GPU: elsewhere than book/, and into the ledger
 
-A cell that raises makes the command fail, and the notebook that was there before stays. There is no cache of cells:
+A page whose cell raises does not stop the others; the command names it at its end, and fails. In book/ the notebook
+that was there before stays; elsewhere the page is written as far as it came, and says so. There is no cache of cells:
 jupyter-cache keys on the notebook alone, so a change in llmlab would leave stale numbers on a page. The key here is
 the text, all of llmlab (code and data) and the pins. What differs from run to run without meaning anything (cell ids,
 times of execution, how a stream is cut into pieces) is made the same, so equal results give equal bytes.
@@ -19,6 +21,8 @@ import json
 import os
 import platform
 import re
+import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -63,6 +67,21 @@ print(json.dumps({
 """
 
 
+STOPS = (CellExecutionError, CellTimeoutError, DeadKernelError)
+
+
+class Stopped(Exception):
+    """A page that stopped before its end: the notebook as far as it came, and why, in one line."""
+
+    def __init__(self, notebook: NotebookNode, error: Exception) -> None:
+        code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+        done = [number for number, cell in enumerate(code, 1) if cell.execution_count is not None]
+        why = f"{error.ename}: {error.evalue}" if isinstance(error, CellExecutionError) else str(error)
+        said = re.sub(r"\x1b\[[0-9;]*m", "", why).strip().splitlines() or [type(error).__name__]
+        super().__init__(f"code cell {max(done, default=1)} of {len(code)}: {said[0]}")
+        self.notebook = notebook
+
+
 def sources() -> list[Path]:
     """Return the pages that are notebooks: MyST files whose header names jupytext."""
     return [path for path in sorted(BOOK.glob("*.md")) if path.read_text(encoding="utf-8")[:400].find("jupytext:") > 0]
@@ -84,7 +103,7 @@ def read_source(path: Path) -> NotebookNode:
 
 
 def execute(path: Path, before: str = "", after: str = "") -> NotebookNode:
-    """Return the executed notebook of the MyST file `path`; a cell that raises, raises CellExecutionError.
+    """Return the executed notebook of the MyST file `path`; a cell that fails raises Stopped.
 
     `before` and `after` are code for a first and a last cell of their own.
     """
@@ -103,11 +122,17 @@ def execute(path: Path, before: str = "", after: str = "") -> NotebookNode:
         shutdown_kernel="immediate",
         extra_arguments=["--IPKernelApp.log_level=ERROR"],  # it warns of its own transport, for every notebook
     )
-    client.execute()
-    _say_what_pictures_show(notebook)
-    notebook.metadata.language_info = NotebookNode(
-        {"name": "python", "file_extension": ".py", "mimetype": "text/x-python"}
-    )
+    try:
+        client.execute()
+    except STOPS as error:
+        if before:
+            del notebook.cells[0]
+        raise Stopped(notebook, error) from error
+    finally:
+        _say_what_pictures_show(notebook)
+        notebook.metadata.language_info = NotebookNode(
+            {"name": "python", "file_extension": ".py", "mimetype": "text/x-python"}
+        )
     return notebook
 
 
@@ -136,11 +161,11 @@ def execute_and_record(path: Path) -> NotebookNode:
         if cell.cell_type == "code":
             cell.execution_count -= 1
     if facts.pop("device") != "cuda":
-        print(f"{path.stem}: no CUDA GPU here, so nothing for the ledger")
+        print("no CUDA GPU here, so nothing for the ledger; ", end="")
         return notebook
     from llmlab.records import record_chapter
 
-    print(f"{path.stem}: recorded in {record_chapter(chapter[1], seconds=round(seconds, 1), **facts)}")
+    print(f"recorded in {record_chapter(chapter[1], seconds=round(seconds, 1), **facts)}; ", end="")
     return notebook
 
 
@@ -148,8 +173,34 @@ def write(notebook: NotebookNode, path: Path) -> None:
     """Write the notebook in one step: a reader never sees half of it."""
     nbformat.validate(notebook)
     unfinished = path.with_suffix(".ipynb.new")
-    nbformat.write(notebook, unfinished)
-    os.replace(unfinished, path)
+    try:
+        nbformat.write(notebook, unfinished)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def write_stopped(stopped: Stopped, path: Path) -> None:
+    """Write the part of a page that ran, with a first line that says where it stopped."""
+    why = str(stopped).replace("`", "'")
+    text = f":::{{warning}}\nOn this machine this page stopped at `{why}`. What follows that cell did not run.\n:::"
+    stopped.notebook.cells.insert(1, nbformat.v4.new_markdown_cell(text))
+    write(stopped.notebook, path)
+
+
+def render(site: Path) -> bool:
+    """Render the site of `site`/book and of the pages without code; return whether that went well."""
+    for name in ("_config.yml", "_toc.yml"):
+        shutil.copy(ROOT / name, site)
+    without_code = shutil.ignore_patterns("*.ipynb", "*.new", ".ipynb_checkpoints")
+    shutil.copytree(BOOK, site / "book", ignore=without_code, dirs_exist_ok=True)
+    shutil.copytree(ROOT / "benchmarks" / "results", site / "benchmarks" / "results", dirs_exist_ok=True)
+    # Without -W: a page that stopped lacks what its last cells would have named.
+    command = [str(Path(sys.executable).with_name("jupyter-book")), "build", str(site), "--keep-going", "--all", "-q"]
+    built = subprocess.run(command, check=False).returncode == 0
+    if built:
+        print(f"The book, as it ran here: file://{site.resolve()}/_build/html/index.html")
+    return built
 
 
 def key(path: Path) -> str:
@@ -158,41 +209,59 @@ def key(path: Path) -> str:
     return stamp.content_hash([path, ROOT / "llmlab", pins, Path(__file__).resolve()], extra=platform.python_version())
 
 
+def bring_up_to_date(page: Path, out: Path, marks: Path, force: bool, record: bool) -> None:
+    """Execute `page` into `out` unless what is there is current by its mark; a cell that fails raises Stopped."""
+    result = out / f"{page.stem}.ipynb"
+    mark = marks / f"{page.stem}.notebook"
+    # The result is part of what the mark vouches for: one that was changed by hand is made again.
+    if not force and result.exists() and stamp.is_current(mark, key(page) + stamp.content_hash([result])):
+        print("up to date")
+        return
+    start = time.perf_counter()
+    try:
+        write((execute_and_record if record else execute)(page), result)
+    except Stopped as stopped:
+        if out != BOOK:  # the book's own stay as they were
+            mark.unlink(missing_ok=True)
+            write_stopped(stopped, result)
+        raise
+    stamp.write(mark, key(page) + stamp.content_hash([result]))
+    print(f"{time.perf_counter() - start:.0f} s")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Execute the book's notebooks.")
     parser.add_argument("names", nargs="*", help="pages without suffix; all when none is given")
     parser.add_argument("--force", action="store_true", help="execute also what is up to date")
     parser.add_argument("--out", type=Path, default=BOOK, metavar="FOLDER", help="where they go; default book/")
+    parser.add_argument("--site", type=Path, metavar="FOLDER", help="execute into FOLDER/book, then render FOLDER")
     parser.add_argument("--record", action="store_true", help="write each chapter's line of the ledger")
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
+    out = options.site / "book" if options.site else options.out
+    marks = STAMPS / (options.site or out).name
     pages = sources()
     if unknown := sorted(set(options.names) - {page.stem for page in pages}):
         parser.error(f"no notebook {', '.join(unknown)}; there are {', '.join(page.stem for page in pages)}")
-    failed = []
-    for page in pages:
-        if options.names and page.stem not in options.names:
-            continue
-        result = options.out / f"{page.stem}.ipynb"
-        mark = STAMPS / options.out.name / f"{page.stem}.notebook"
-        # The result is part of what the mark vouches for: one that was changed by hand is made again.
-        if not options.force and result.exists() and stamp.is_current(mark, key(page) + stamp.content_hash([result])):
-            print(f"{page.stem}: up to date")
-            continue
-        print(f"{page.stem}: executing ...", flush=True)
-        start = time.perf_counter()
+    pages = [page for page in pages if not options.names or page.stem in options.names]
+    out.mkdir(parents=True, exist_ok=True)
+    failed = {}
+    for number, page in enumerate(pages, 1):
+        print(f"[{number:2}/{len(pages)}] {page.stem}: ", end="", flush=True)
         try:
-            write((execute_and_record if options.record else execute)(page), result)
-        except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
-            print(f"{page.stem}: FAILED\n{error}", file=sys.stderr)
-            failed.append(page.stem)
-            continue
-        stamp.write(mark, key(page) + stamp.content_hash([result]))
-        print(f"{page.stem}: {time.perf_counter() - start:.0f} s")
-    if failed:
-        print(f"not executed: {', '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
+            bring_up_to_date(page, out, marks, options.force, options.record)
+        except Stopped as stopped:
+            print(f"STOPPED at {stopped}", flush=True)
+            failed[page.stem] = str(stopped)
+    rendered = render(options.site) if options.site else True
+    for name, why in failed.items():
+        print(f"{name} stopped at {why}", file=sys.stderr)
+    return 1 if failed or not rendered else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:  # tools/stage.py says what to do
+        sys.exit(130)
+    except OSError as error:
+        sys.exit(f"\n{error}")

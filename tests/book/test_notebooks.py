@@ -25,7 +25,7 @@ def cells(notebook):
 
 def executed(source: Path):
     path = source.with_suffix(".ipynb")
-    assert path.is_file(), f"{path.name} is not there: run `make notebooks` and commit it"
+    assert path.is_file(), f"{path.name} is not there: run `make outputs` and commit it"
     return nbformat.read(path, as_version=4)
 
 
@@ -36,7 +36,7 @@ def test_the_book_has_notebooks():
 
 @each_page
 def test_the_notebook_is_made_from_its_text(source):
-    assert cells(executed(source)) == cells(jupytext.read(source)), "run `make notebooks` and commit the .ipynb"
+    assert cells(executed(source)) == cells(jupytext.read(source)), "run `make outputs` and commit the .ipynb"
 
 
 @each_page
@@ -120,7 +120,7 @@ CELL = "```{{code-cell}} ipython3\n{}\n```\n"
 
 @pytest.fixture
 def make(tmp_path, monkeypatch):
-    """Write a page with one cell of code, and return how `make notebooks` ends on it and the notebook's bytes."""
+    """Write a page with one cell of code, and return how `make outputs` ends on it and the notebook's bytes."""
     monkeypatch.setattr(notebooks, "BOOK", tmp_path)
     monkeypatch.setattr(notebooks, "STAMPS", tmp_path / "stamps")
 
@@ -152,3 +152,26 @@ def test_executing_again_gives_the_same_bytes_and_only_when_something_changed(ma
     assert "up to date" in capsys.readouterr().out
     assert make(code, "--force") == (0, first)
     assert make("print(3)")[1] != first
+
+
+def test_the_readers_own_book_goes_on_when_a_page_stops_and_says_where(tmp_path, monkeypatch, capsys):
+    book, site = tmp_path / "book", tmp_path / "here"
+    book.mkdir()
+    (book / "a.md").write_text(HEADER + CELL.format("print(6 * 7)") + CELL.format("1 / 0") + CELL.format("print(8)"))
+    (book / "b.md").write_text(HEADER + CELL.format("print(9)"))
+    monkeypatch.setattr(notebooks, "BOOK", book)
+    monkeypatch.setattr(notebooks, "STAMPS", tmp_path / "stamps")
+    rendered = []
+    monkeypatch.setattr(notebooks, "render", lambda folder: rendered.append(folder) or True)
+    monkeypatch.setattr(sys, "argv", ["notebooks.py", "--site", str(site)])
+    assert notebooks.main() == 1
+    assert rendered == [site]
+    assert capsys.readouterr().err == "a stopped at code cell 2 of 3: ZeroDivisionError: division by zero\n"
+    assert sorted(path.name for path in book.iterdir()) == ["a.md", "b.md"]  # the book itself is as it was
+    code = [cell for cell in nbformat.read(site / "book" / "a.ipynb", 4).cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == [1, 2, None]
+    assert "stopped at `code cell 2 of 3" in (site / "book" / "a.ipynb").read_text()
+    assert "9" in (site / "book" / "b.ipynb").read_text()
+    (book / "a.md").write_text(HEADER + CELL.format("print(6 * 7)"))
+    assert notebooks.main() == 0
+    assert "b: up to date" in capsys.readouterr().out
