@@ -33,7 +33,7 @@ BLOCK = 16  # tokens a block of the cache
 # Seconds that one all-reduce of a token's activations takes under NVLink, by cards: gpt-fast's README gives
 # Llama-2-7B's rate on 1, 2, 4 and 8 A100s; this is what a token takes above 1/t of one card's time, over its 64
 # all-reduces. It is latency, of kernels for small messages: NCCL reckons with the same for every generation of NVLink.
-ALL_REDUCE = {1: 0.0, 2: 18.1e-6, 4: 24.3e-6, 8: 29.0e-6}
+ALL_REDUCE = {2: 18.1e-6, 4: 24.3e-6, 8: 29.0e-6}
 # What share of the bandwidth kernels reach that unpack weights as they read: 1069 and 863 GB/s against 1397 in the same
 # table, for 8 and 4 bits.
 UNPACKING = {"int8": 0.765, "nf4": 0.617}
@@ -153,12 +153,12 @@ def _times(spec: ModelSpec, run: Inference, card: GPU, running: int) -> tuple[fl
     While a request writes its `new_tokens`, each place in the batch reads one prompt: that time is everybody's.
     """
     P, N = run.prompt_len, run.new_tokens
-    prompt = pass_seconds(spec, run, card, P, 1, P * (P + 1) / 2, 0)
-    if prompt is None or running < 1:
-        return None
     held = running * (P + N / 2)
+    prompt = pass_seconds(spec, run, card, P, 1, P * (P + 1) / 2, 0)
     token = pass_seconds(spec, run, card, running, running, held, held)
-    return (prompt, token + running * prompt / N) if token is not None else None
+    if prompt is None or token is None or running < 1:
+        return None
+    return prompt, token + running * prompt / N
 
 
 def pass_seconds(
