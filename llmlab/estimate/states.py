@@ -147,9 +147,10 @@ def factored_elements(spec: ModelSpec, run: Training) -> int:
     if spec.experts:  # one three-dimensional tensor a projection and layer, factored over its last two axes
         count, width = spec.moe_layers * spec.experts, spec.moe_intermediate
         matrices += [(spec.hidden, 2 * width, count), (width, spec.hidden, count)]
+        matrices.append((spec.hidden, spec.experts, spec.moe_layers))  # the router
     if not spec.tied:  # a tied head is the embedding, and the head is among the linears
         matrices.append((spec.hidden, spec.vocab, 1))
     if spec.learned_positions:
         matrices.append((spec.hidden, spec.max_positions, 1))
     in_matrices = sum(rows * columns * count for rows, columns, count in matrices)
-    return sum((rows + columns) * count for rows, columns, count in matrices) + max(0, spec.parameters - in_matrices)
+    return sum((rows + columns) * count for rows, columns, count in matrices) + spec.parameters - in_matrices
