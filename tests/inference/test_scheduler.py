@@ -142,6 +142,121 @@ def test_submit_refuses_before_anything_runs(
     assert not scheduler.waiting
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"max_batch": 0}, "max_batch=0"), ({"chunk": 0}, "chunk=0"), ({"batching": "dynamic"}, "'static', 'continuous'")],
+)
+def test_a_scheduler_that_could_not_run_is_refused(model: nn.Module, options: dict, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        Scheduler(model, **options)
+
+
+def test_a_request_goes_from_waiting_to_running_to_finished(model: nn.Module) -> None:
+    """One step reads the prompt and writes the first token, each further step one more: 1 + 2 passes."""
+    scheduler = Scheduler(model, max_batch=1)
+    first, second = scheduler.submit([1, 2, 3], 3), scheduler.submit([4], 1)
+    assert (first.state, first.first_token, first.finished, first.preempted) == ("waiting", None, None, 0)
+    assert scheduler.step() == [] and first.state == "running" and second.state == "waiting"
+    written = first.first_token
+    assert written >= first.arrived and first.finished is None and len(first.output) == 1
+    assert scheduler.step() == [] and scheduler.step() == [first]
+    assert first.state == "finished" and first.first_token == written <= first.finished
+    assert first.table is None and len(scheduler.pool.free) == len(scheduler.pool.holders)
+    assert scheduler.steps == scheduler.passes == 3
+    assert scheduler.run() == [second]
+
+
+def test_one_pass_is_for_all_that_write_and_one_for_each_prompt(model: nn.Module) -> None:
+    scheduler = Scheduler(model)
+    for i in range(3):
+        scheduler.submit([i, 2, 3], 4)
+    scheduler.run()
+    assert (scheduler.steps, scheduler.passes) == (4, 3 + 3)
+
+
+@pytest.mark.parametrize(("batching", "steps"), [("static", 8 + 8), ("continuous", 2 + 2 + 8)])
+def test_a_static_batch_waits_for_its_longest_request(model: nn.Module, batching: str, steps: int) -> None:
+    """8, 2, 2 and 8 tokens on two places: two batches of 8 steps; or three, one after another, beside the first."""
+    scheduler = Scheduler(model, max_batch=2, batching=batching)
+    requests = [scheduler.submit([i, 2], new) for i, new in enumerate((8, 2, 2, 8))]
+    assert set(scheduler.run()) == set(requests)
+    assert scheduler.steps == steps
+
+
+def test_a_short_request_does_not_overtake_a_long_one(model: nn.Module) -> None:
+    """8 blocks of 4: one request has 4 of them, the next wants 5 and waits, the third would fit."""
+    scheduler = Scheduler(model, blocks=8, block_size=4)
+    first = scheduler.submit(list(range(13)), 3)
+    scheduler.step()
+    long, short = scheduler.submit(list(range(20, 36)), 2), scheduler.submit([1], 1)
+    scheduler.step()
+    assert (long.state, short.state) == ("waiting", "waiting")
+    scheduler.run()
+    assert [len(each.output) for each in (first, long, short)] == [3, 2, 1] and long.preempted == 0
+
+
+def test_a_request_that_fits_to_the_last_block_is_taken(model: nn.Module) -> None:
+    """8 blocks of 4: 13 tokens have 4 of them; 15 and the next one fill the other 4."""
+    scheduler = Scheduler(model, blocks=8, block_size=4)
+    scheduler.submit(list(range(13)), 3)
+    scheduler.step()
+    second = scheduler.submit(list(range(20, 35)), 1)
+    assert scheduler.step() == [second]
+    assert scheduler.submit([1] * 16, 16) and scheduler.run()  # 32 tokens are all 8
+
+
+def test_a_step_reads_no_more_prompt_tokens_than_the_chunk(model: nn.Module) -> None:
+    """Prompts of 3, 4 and 2, 5 a step: 3 + 2, then 2 + 2."""
+    scheduler = Scheduler(model, chunk=5)
+    requests = [scheduler.submit([i] * n, 4) for i, n in enumerate((3, 4, 2))]
+    scheduler.step()
+    assert [len(each.unread) for each in requests] == [1, 2, 2]
+    scheduler.step()
+    assert [len(each.output) for each in requests] == [2, 1, 1]
+
+
+def test_cancelling_frees_the_blocks_whatever_the_state(model: nn.Module) -> None:
+    scheduler = Scheduler(model, max_batch=2)
+    running, done, waiting = scheduler.submit([1, 2], 9), scheduler.submit([3], 1), scheduler.submit([4], 9)
+    assert scheduler.step() == [done]
+    for request in (running, done, waiting):
+        scheduler.cancel(request)
+        scheduler.cancel(request)
+    assert [each.state for each in (running, done, waiting)] == ["cancelled", "finished", "cancelled"]
+    assert running.finished is not None and not scheduler.running and not scheduler.waiting
+    assert len(scheduler.pool.free) == len(scheduler.pool.holders) and scheduler.run() == []
+
+
+def test_a_preempted_request_is_the_next_to_run_again_and_is_counted(model: nn.Module) -> None:
+    """5 blocks of 4 for two requests of 12 tokens: the later one gives its blocks back, before a third begins."""
+    scheduler = Scheduler(model, blocks=5, block_size=4, max_batch=2)
+    first, second, third = (scheduler.submit([i, 2, 3, 4], 8) for i in range(3))
+    while not second.preempted:
+        scheduler.step()
+    assert second.state == "waiting" and second.table is None and list(scheduler.waiting) == [second, third]
+    written = second.first_token
+    assert scheduler.run() == [first, second, third]
+    assert (first.preempted, second.preempted) == (0, 1) and second.first_token == written
+
+
+def test_a_sampled_request_repeats_with_its_seed_only(model: nn.Module) -> None:
+    scheduler = Scheduler(model)
+    same = [scheduler.submit([5, 6], 20, temperature=5.0, seed=7) for _ in range(2)]
+    free = [scheduler.submit([5, 6], 20, temperature=5.0) for _ in range(2)]
+    assert scheduler.submit([5, 6], 1).generator is None
+    scheduler.run()
+    assert same[0].output == same[1].output
+    assert free[0].output != free[1].output
+
+
+def test_a_pass_keeps_nothing_for_backward(model: nn.Module) -> None:
+    scheduler = Scheduler(model)
+    scheduler.submit([1, 2], 2)
+    scheduler.step()
+    assert len(scheduler.cache.layers) == 2
+    assert not any(kept.requires_grad for layer in scheduler.cache.layers for kept in layer)
+
+
 def test_a_block_that_is_written_again_is_no_longer_found_by_what_it_held() -> None:
     pool = BlockPool(4, 2)
     table = pool.start([7, 8])
