@@ -161,3 +161,9 @@ def test_the_largest_gradient_waits_for_its_way_to_the_host() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_block_has_its_matrices(name: str) -> None:
     assert block_parameters(lab.model(MODELS[name])) == count(name, "attention", "mlp", "experts", "router") // LAYERS
+
+
+def test_expert_parallel_ranks_hold_a_share_of_the_experts() -> None:
+    spec = lab.model(MIXTRAL)
+    held = states(spec, lab.Training(precision="bf16", dp=2, ep=2))
+    assert held.weights == 2 * (count("mixtral") - count("mixtral", "experts") // 2)
