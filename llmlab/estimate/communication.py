@@ -18,7 +18,7 @@ from ..hardware.links import Group, base_seconds
 
 COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather", "broadcast", "reduce", "all-to-all", "send")
 ALGORITHMS = {
-    "all-reduce": ("ring", "tree", "hierarchical"),
+    "all-reduce": ("ring", "tree", "switch", "hierarchical"),
     "reduce-scatter": ("ring", "hierarchical"),
     "all-gather": ("ring", "hierarchical"),
     "broadcast": ("ring", "tree"),
@@ -26,16 +26,17 @@ ALGORITHMS = {
     "all-to-all": ("pairs",),
     "send": ("pairs",),
 }
-# What NCCL chooses from: across nodes it gathers and scatters in rings alone (src/graph/tuning.cc; the others need a
-# switch that sums, or one GPU a node), and lays trees for all-reduce only.
-NCCL = {**{collective: allowed[:1] for collective, allowed in ALGORITHMS.items()}, "all-reduce": ("ring", "tree")}
+# What NCCL chooses from: across nodes it gathers and scatters in rings alone (src/graph/tuning.cc), and lays trees, and
+# lets a node's switches add, for all-reduce only.
+NCCL = {**{each: allowed[:1] for each, allowed in ALGORITHMS.items()}, "all-reduce": ("ring", "tree", "switch")}
 
 
 def bytes_sent(collective: str, size: int, ranks: int) -> float:
-    """Return the bytes a rank sends on average: those of a ring, which for all-reduce is the least there can be.
+    """Return the bytes a rank sends on average: those of a ring, the least there can be where ranks add.
 
     All-reduce sends each byte (N - 1) / N times to be summed and as often to be spread (Patarasuk and Yuan 2009,
-    theorem 1). Broadcast and reduce pass the tensor on, all ranks but one.
+    theorem 1). Broadcast and reduce pass the tensor on, all ranks but one. Where a switch adds, a rank sends and receives
+    each byte once, `size`; bus bandwidth is a ring's bytes over the time all the same, as nccl-tests have it.
 
     >>> bytes_sent("all-reduce", 1000, 4)
     1500.0
@@ -51,8 +52,9 @@ def seconds(collective: str, size: float, group: Group, algorithm: str | None = 
     """Return the seconds that `collective` of `size` bytes takes in `group`; by default NCCL's quickest.
 
     "ring" and "tree" lie over all ranks; "hierarchical" sums inside each node first, then across nodes each rank with
-    those in its place, and spreads the result inside: ZeRO++ (arXiv 2306.10209) does so, NCCL does not. A group of
-    one takes no time. Raises SpecError or UnknownName.
+    those in its place, and spreads the result inside: ZeRO++ (arXiv 2306.10209) does so, NCCL does not. "switch" is
+    NVLink SHARP, with a ring's latency: so, eight H100s or H200s take what was measured from 16 MiB on. A group of one
+    takes no time. Raises SpecError or UnknownName.
     """
     _check(collective, size)
     allowed = ALGORITHMS[collective]
@@ -60,7 +62,10 @@ def seconds(collective: str, size: float, group: Group, algorithm: str | None = 
         raise SpecError(f"algorithm={algorithm!r} of {collective} is not one of {', '.join(allowed)}, or None")
     if group.ranks == 1:
         return 0.0
-    return min(_seconds(collective, size, group, each) for each in ([algorithm] if algorithm else NCCL[collective]))
+    if algorithm == "switch" and group.switched is None:
+        raise SpecError(f"algorithm='switch': the links of these {group.ranks} ranks have no switch that adds")
+    tried = [algorithm] if algorithm else [each for each in NCCL[collective] if each != "switch" or group.switched]
+    return min(_seconds(collective, size, group, each) for each in tried)
 
 
 def _seconds(collective: str, size: float, group: Group, algorithm: str) -> float:
@@ -77,7 +82,8 @@ def _seconds(collective: str, size: float, group: Group, algorithm: str) -> floa
     rounds = 2 if collective == "all-reduce" else 1
     # A broadcast cuts the tensor into pieces that follow one another: the last rank is done a ring's latency later.
     sent = size if collective in ("broadcast", "reduce") else rounds * (ranks - 1) / ranks * size
-    return base_seconds() + rounds * _ring_latency(group) + sent / group.bandwidth
+    bandwidth = group.switched if algorithm == "switch" and group.switched else group.bandwidth
+    return base_seconds() + rounds * _ring_latency(group) + sent / bandwidth
 
 
 def _ring_latency(group: Group) -> float:

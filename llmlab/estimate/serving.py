@@ -12,7 +12,7 @@ from functools import cache
 from ..errors import SpecError
 from ..hardware.gpu import GPU
 from ..hardware.gpu import gpu as find_gpu
-from ..hardware.links import node_link
+from ..hardware.links import Group, node_link
 from ..models.spec import ModelLike, ModelSpec
 from ..models.spec import model as find_model
 from ..runs import Inference
@@ -195,8 +195,9 @@ def _all_reduce(spec: ModelSpec, run: Inference, card: GPU, tokens: float) -> fl
         return 0.0
     if run.tp not in ALL_REDUCE or card.nvlink is None:
         return None
+    group = Group(run.tp, run.tp, node_link(card))
     sent = bytes_sent("all-reduce", int(tokens * spec.hidden * 2), run.tp)
-    return ALL_REDUCE[run.tp] + sent / node_link(card).reached
+    return ALL_REDUCE[run.tp] + sent / (group.switched or group.bandwidth)
 
 
 @cache

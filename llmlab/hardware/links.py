@@ -20,7 +20,8 @@ GPUS_A_NODE = 8  # of NVIDIA's DGX and HGX, and with an InfiniBand adapter each;
 
 @dataclass(frozen=True)
 class Link:
-    """One class of link. `bandwidth`, `reached`: bytes/s in one direction, of the data sheet, and for large messages.
+    """One class of link. `bandwidth`, `reached`: bytes/s in one direction, of the data sheet, and for large messages;
+    `switched`: bus bandwidth of an all-reduce over a whole node whose switches add, None where they do not.
     `step`, `tree_step`: s that any message takes to the next rank of a ring, of a tree. `kind`: "nvlink", "pcie" or
     "network". `nodes_of`: the architectures whose usual nodes it connects."""
 
@@ -34,6 +35,7 @@ class Link:
     nodes_of: tuple[str, ...] = ()
     source: str = ""
     checked: str = ""
+    switched: float | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,13 @@ class Group:
             return self.inside.reached
         network = self.adapters * self.across.reached
         return network if self.per_node == 1 else min(self.inside.reached, network)
+
+    @property
+    def switched(self) -> float | None:
+        """Bus bandwidth of an all-reduce that the node's switches add up, bytes/s; None where ranks do it themselves:
+        on links whose switches cannot, between nodes, and among fewer than all GPUs of a node, where it gains nothing.
+        """
+        return self.inside.switched if self.across is None and self.ranks == GPUS_A_NODE else None
 
 
 @dataclass(frozen=True)
@@ -128,7 +137,9 @@ def node_link(card: GPU | str) -> Link:
     bridge = found.name.endswith("PCIe") or found.name.startswith("RTX")
     for each in links().values():
         if found.nvlink and not bridge and found.architecture in each.architectures:
-            return replace(each, bandwidth=found.nvlink, reached=each.reached * found.nvlink / each.bandwidth)
+            share = found.nvlink / each.bandwidth  # an H800 has 8 of an H100's 18 links
+            switched = each.switched and each.switched * share
+            return replace(each, bandwidth=found.nvlink, reached=each.reached * share, switched=switched)
         if (bridge or not found.nvlink) and each.kind == "pcie" and each.bandwidth == found.pcie:
             return each
     raise NotAvailable(f"no link in the table for {found.name}; build a Cluster from a Link with its figures")
@@ -150,6 +161,7 @@ def links() -> dict[str, Link]:
             nodes_of=tuple(entry.get("nodes_of", ())),
             source=cited(entry["source"], table["documents"]),
             checked=table["checked"],
+            switched=entry["switch_gb_s"] * 1e9 if "switch_gb_s" in entry else None,
         )
         for entry in table["link"]
     }

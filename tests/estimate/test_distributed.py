@@ -130,13 +130,17 @@ def test_data_parallel_sends_its_gradients_once():
 
 @pytest.mark.parametrize(("zero", "times"), [(0, 2), (1, 2), (2, 2), (3, 3)])
 def test_volume_of_the_stages(zero, times):
-    """ZeRO, arXiv 1910.02054, section 7: 2P up to stage 2, 3P for stage 3; a head and embedding gathered once."""
+    """ZeRO, arXiv 1910.02054, section 7: 2P up to stage 2, 3P for stage 3; a head and embedding gathered once.
+
+    On A100s, whose switches do not add: an H100's take less time for stage 0 than 2P does.
+    """
     large = {"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 8, "num_attention_heads": 64,
              "intermediate_size": 28672, "vocab_size": 1000,
              "max_position_embeddings": 4096, "tie_word_embeddings": True}  # fmt: skip
     run = replace(SMALL, dp=8, zero=zero, seq_len=512)
-    found = step(large, run, "H100", H100, overlap=(), bucket_bytes=2**30)
-    once = 7 / 8 * 4 * model(large).parameters / H100.inside.reached
+    a100 = cluster("A100-80GB", "InfiniBand-HDR")
+    found = step(large, run, "A100-80GB", a100, overlap=(), bucket_bytes=2**30)
+    once = 7 / 8 * 4 * model(large).parameters / a100.inside.reached
     assert found.data_sent == pytest.approx(times * once, rel=0.02)
 
 
