@@ -35,8 +35,8 @@ def bytes_sent(collective: str, size: int, ranks: int) -> float:
     """Return the bytes a rank sends on average: those of a ring, the least there can be where ranks add.
 
     All-reduce sends each byte (N - 1) / N times to be summed and as often to be spread (Patarasuk and Yuan 2009,
-    theorem 1). Broadcast and reduce pass the tensor on, all ranks but one. Where a switch adds, a rank sends and receives
-    each byte once, `size`; bus bandwidth is a ring's bytes over the time all the same, as nccl-tests have it.
+    theorem 1). Broadcast and reduce pass the tensor on, all ranks but one. Where a switch adds, a rank sends and
+    receives each byte once, `size`; bus bandwidth is a ring's bytes over the time all the same, as nccl-tests have it.
 
     >>> bytes_sent("all-reduce", 1000, 4)
     1500.0

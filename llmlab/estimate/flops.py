@@ -195,8 +195,10 @@ def _scores(sums: _Sums, spec: ModelSpec, run: Training, sequences: int, kernel:
     sums.add("scores", forward, backward, 0 if kept else forward)
 
 
-def head_sizes(spec: ModelSpec) -> tuple[int, int]:
-    """Return the elements of a query (and key) head and of a value head."""
+def head_sizes(spec: ModelSpec, absorbed: bool = False) -> tuple[int, int]:
+    """Return the elements of a query (and key) head and of a value head; `absorbed`: as `token_pass` says."""
+    if spec.mla and absorbed:
+        return spec.mla.kv_lora_rank + spec.mla.qk_rope_head_dim, spec.mla.kv_lora_rank
     return spec.head_dim, spec.mla.v_head_dim if spec.mla else spec.head_dim
 
 
@@ -230,18 +232,31 @@ def decode(spec: ModelSpec, run: Inference) -> int:
     return _generation(spec, run).total - prefill(spec, run)
 
 
-def _passes(sums: _Sums, spec: ModelSpec, batch: int, new: int, seen: range) -> None:
+def token_pass(spec: ModelSpec, batch: int, context: int, absorbed: bool = True) -> dict[str, int]:
+    """Return the FLOP, by part, of a pass that reads one token of each of `batch` sequences, which sees `context`.
+
+    With latent attention, engines absorb the up-projections (DeepSeek-V2, arXiv 2405.04434, section 2.1): qᵀ(W_k c) is
+    (W_kᵀq)ᵀc. A query is taken to the latent's space, the sum of latents back to a head's values, both once a token
+    with kv_b_proj's weights, and every head's scores and sums are over latents. `absorbed` False, transformers' way,
+    makes keys and values of all heads again, from every latent in the cache.
+    """
+    sums = _Sums()
+    _passes(sums, spec, batch, 1, range(context, context + 1), absorbed)
+    return sums.parts
+
+
+def _passes(sums: _Sums, spec: ModelSpec, batch: int, new: int, seen: range, absorbed: bool = False) -> None:
     """Add a forward pass of `new` tokens a sequence for each of `seen`: how many it sees, themselves among them."""
     for linear in spec.linears:
         tokens = batch * len(seen) * (1 if linear.part == "head" else new)
-        if linear.name == "kv_b_proj":  # the cache holds latents, expanded anew in each pass
+        if linear.name == "kv_b_proj" and not absorbed:  # the cache holds latents, expanded anew in each pass
             tokens = batch * sum(seen)
         sums.add(linear.part, 2 * tokens * linear.inputs * linear.outputs * linear.count)
     if spec.experts:
         tokens = batch * len(seen) * new * spec.moe_layers
         sums.add("router", 2 * tokens * spec.hidden * spec.experts)
         sums.add("experts", 2 * tokens * spec.experts_per_token * 3 * spec.hidden * spec.moe_intermediate)
-    qk, v = head_sizes(spec)
+    qk, v = head_sizes(spec, absorbed)
     positions = (spec.layers - spec.window_layers) * sum(seen)
     if spec.sliding_window:
         widest = max(new, spec.sliding_window)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from ..models.spec import ModelSpec
 from ..runs import Inference
-from .flops import flops
+from .flops import flops, token_pass
 from .inference import kv_cache_bytes, loaded_bytes
 
 LARGEST_BATCH = 1 << 20  # no batch beyond it is looked at
@@ -48,14 +48,15 @@ def prefill_pass(spec: ModelSpec, run: Inference) -> Pass:
     return _pass(spec, run, counted.by_part, run.prompt_len, 0)
 
 
-def decode_pass(spec: ModelSpec, run: Inference, context: int | None = None) -> Pass:
+def decode_pass(spec: ModelSpec, run: Inference, context: int | None = None, absorbed: bool = True) -> Pass:
     """Return the pass that reads one token of each sequence, of which it sees `context`, itself among them.
 
-    Default: the middle of the generation, prompt_len + new_tokens / 2.
+    Default: the middle of the generation, prompt_len + new_tokens / 2. Latent attention is computed on the latents
+    themselves, as engines do it; `absorbed` False: expanded to all heads first, as transformers does (`token_pass`).
     """
     context = max(2, run.prompt_len + run.new_tokens // 2 if context is None else context)
-    before, after = (flops(spec, replace(run, prompt_len=context - 1, new_tokens=n)).by_part for n in (1, 2))
-    return _pass(spec, run, {k: after[k] - before[k] for k in after}, 1, kv_cache_bytes(spec, run, context))
+    by_part = token_pass(spec, run.batch, context, absorbed)
+    return _pass(spec, run, by_part, 1, kv_cache_bytes(spec, run, context))
 
 
 def _pass(spec: ModelSpec, run: Inference, by_part: dict[str, int], new: int, cache: int) -> Pass:

@@ -176,8 +176,8 @@ def pass_seconds(
     wait = _all_reduce(spec, run, card, tokens)
     if rates is None or rate is None or wait is None:
         return None
-    a_token, a_row, a_pair = _flops(spec)
-    computed = a_token * tokens + a_row * sequences + a_pair * pairs
+    a_token, a_row = _flops(spec)
+    computed = a_token * tokens + a_row * sequences + _attention(spec, pairs, held)
     weights = run.tp * weights_read(spec, run, tokens) / UNPACKING.get(run.weights, 1.0)
     read = weights + run.tp * _cache_bytes(spec, run) * held
     return max(computed / rate, read / rates.bandwidth) / run.tp + 2 * spec.layers * wait
@@ -201,12 +201,23 @@ def _all_reduce(spec: ModelSpec, run: Inference, card: GPU, tokens: float) -> fl
 
 
 @cache
-def _flops(spec: ModelSpec) -> tuple[float, float, float]:
-    """Return the FLOP of a pass for each token, each sequence (the head reads one token of it), and each pair."""
+def _flops(spec: ModelSpec) -> tuple[float, float]:
+    """Return the FLOP of a pass's products with weights, for each token and each sequence, whose head reads one."""
     head = sum(2 * x.inputs * x.outputs * x.count for x in spec.linears if x.part == "head")
     body = sum(2 * x.inputs * x.outputs * x.count for x in spec.linears if x.part != "head")
     body += 2 * spec.moe_layers * spec.experts_per_token * 3 * spec.hidden * spec.moe_intermediate
-    return body, head, 2 * spec.layers * spec.heads * sum(head_sizes(spec))
+    return body, head
+
+
+def _attention(spec: ModelSpec, pairs: float, held: float) -> float:
+    """Return the FLOP of scores and sums of values. Of latents in the cache, either all heads' keys and values are made
+    again, or each pair is computed on the latent itself (`flops.token_pass`); an engine does what is less: the one for
+    prompts, the other for single tokens."""
+    a_pair, absorbed = (2 * spec.layers * spec.heads * sum(head_sizes(spec, each)) for each in (False, True))
+    if spec.mla is None:
+        return a_pair * pairs
+    made = 2 * spec.layers * spec.heads * spec.mla.kv_lora_rank * (spec.mla.qk_nope_head_dim + spec.mla.v_head_dim)
+    return min(a_pair * pairs + made * held, absorbed * pairs)
 
 
 @cache

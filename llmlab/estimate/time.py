@@ -201,12 +201,14 @@ def _generation_seconds(spec: ModelSpec, run: Inference, rates: Efficiency) -> f
 def token_seconds(spec: ModelSpec, run: Inference, rates: Efficiency, eager: bool = True) -> tuple[float, float] | None:
     """Return the seconds to the first token (prefill) and from one to the next (decode, in the generation's middle).
 
-    Each pass is on the roofline of these rates or, `eager`, takes as long as the CPU does to start its kernels; False
-    is for kernels started from a CUDA graph. None where the rate of the run's dtype was never measured.
+    Each pass is on the roofline of these rates or, `eager`, takes as long as the CPU does to start its kernels, and
+    expands latents as transformers does; False is for an engine that starts kernels from a CUDA graph. None where the
+    rate of the run's dtype was never measured.
     """
     rate = rates.matmul.get(peak_dtype(run))
     if rate is None:
         return None
     host = OPERATORS[spec.norm] / 2 * spec.layers * (rates.dispatch + rates.view) if eager else 0.0
-    first, each = (one.seconds(rate, rates.bandwidth) for one in (prefill_pass(spec, run), decode_pass(spec, run)))
+    passes = prefill_pass(spec, run), decode_pass(spec, run, absorbed=not eager)
+    first, each = (one.seconds(rate, rates.bandwidth) for one in passes)
     return max(first, host), max(each, host)

@@ -68,6 +68,50 @@ def test_attention_is_bound_by_bytes_at_every_batch() -> None:
         assert one.scores / one.cache == spec.heads / spec.kv_heads
 
 
+DEEPSEEK = "deepseek-ai/DeepSeek-V3"
+
+
+def test_latent_attention_decodes_on_the_latents_themselves() -> None:
+    """DeepSeek-V2, arXiv 2405.04434, section 2.1: W_UK goes into the query, W_UV into the output, and each of 128 heads
+    reads the same 512 + 64 numbers a token: 2 · 128 · (576 + 512) FLOP for 2 · 576 bytes. Nothing is projected up."""
+    spec = lab.model(DEEPSEEK)
+    for batch, context in ((1, 8192), (64, 1024)):
+        one = decode_pass(spec, lab.Inference(batch=batch), context)
+        assert one.scores / one.cache == 2 * 128 * (576 + 512) / (2 * 576)  # 241.8
+        assert one.products == pytest.approx(2 * batch * (spec.active_parameters - spec.vocab * spec.hidden), rel=0.01)
+
+
+@torch.no_grad()
+def test_absorbed_decoding_gives_the_expanded_result_for_these_flop() -> None:
+    """Both ways from scratch, one layer: equal outputs, PyTorch's count of the FLOP of each, and ours."""
+    shape = {"model_type": "deepseek_v3", "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96,
+             "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 24,
+             "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+             "first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+             "n_shared_experts": 1, "max_position_embeddings": 64}  # fmt: skip
+    B, H, S, n, p, r, v = 3, 4, 20, 16, 8, 32, 12
+    torch.manual_seed(0)
+    q_n, q_p = torch.randn(B, H, 1, n, dtype=torch.float64), torch.randn(B, H, 1, p, dtype=torch.float64)
+    c, k_p = torch.randn(B, 1, S, r, dtype=torch.float64), torch.randn(B, 1, S, p, dtype=torch.float64)
+    W_k, W_v = torch.randn(H, n, r, dtype=torch.float64), torch.randn(H, r, v, dtype=torch.float64)
+    expanded, absorbed = FlopCounterMode(display=False), FlopCounterMode(display=False)
+    with expanded:
+        k, values = c @ W_k.mT, c @ W_v
+        scores = torch.cat((q_n, q_p), -1) @ torch.cat((k, k_p.expand(-1, H, -1, -1)), -1).mT
+        whole = scores.softmax(-1) @ values
+    with absorbed:
+        q_c = torch.cat((q_n @ W_k, q_p), -1).squeeze(2)  # one "key head" for all: (B, H, r + p)
+        scores = q_c @ torch.cat((c, k_p), -1).squeeze(1).mT
+        found = (scores.softmax(-1) @ c.squeeze(1)).unsqueeze(2) @ W_v
+    torch.testing.assert_close(found, whole)
+    spec, run = lab.model(shape), lab.Inference(batch=B)
+    up = 2 * B * r * H * (n + v)  # W_k and W_v, for one token; among the pass's products
+    assert decode_pass(spec, run, S).scores + up == absorbed.get_total_flops()
+    theirs = decode_pass(spec, run, S, absorbed=False)  # as transformers does it
+    assert theirs.scores + S * up == expanded.get_total_flops()
+    assert theirs.products - decode_pass(spec, run, S).products == (S - 1) * up
+
+
 def test_a_batch_touches_nearly_all_experts() -> None:
     spec = lab.model(MOE)
     one, many = (weights_read(spec, lab.Inference(), tokens) for tokens in (1, 256))

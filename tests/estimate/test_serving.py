@@ -7,7 +7,8 @@ import pytest
 
 import llmlab as lab
 from llmlab.errors import SpecError
-from llmlab.estimate.roofline import weights_read
+from llmlab.estimate.efficiency import efficiency
+from llmlab.estimate.roofline import decode_pass, prefill_pass, weights_read
 from llmlab.estimate.serving import ALL_REDUCE, UNPACKING, pass_seconds, serving
 from llmlab.records import figure
 
@@ -236,3 +237,16 @@ def test_estimate_sizes_the_service_in_a_note() -> None:
     found = serving(LLAMA, RUN, "A100-80GB")
     assert f"{found.requests:,} requests" in notes and f"{found.tokens_per_second:,.0f} tokens/s" in notes
     assert json.loads(lab.estimate(LLAMA, RUN, "A100-80GB").to_json())
+
+
+def test_an_engine_decodes_latents_as_the_roofline_says_and_expands_those_of_a_prompt() -> None:
+    """DeepSeek-V3 with so many requests that FLOP bound the pass; of a prompt half the pairs count, as it
+    is causal. The service leaves the routers' products out."""
+    spec, card, context = lab.model("deepseek-ai/DeepSeek-V3"), lab.gpu("A100-80GB"), 4096
+    rate, run = efficiency(card).matmul["bf16"], lab.Inference(batch=4096, prompt_len=context)
+    one = decode_pass(spec, run, context)
+    held = run.batch * context
+    assert pass_seconds(spec, run, card, run.batch, run.batch, held, held) * rate == pytest.approx(one.flops, rel=0.005)
+    prompt = prefill_pass(spec, lab.Inference(prompt_len=context))
+    seconds = pass_seconds(spec, run, card, context, 1, context**2 / 2, 0)
+    assert seconds * rate == pytest.approx(prompt.products + prompt.scores / 2, rel=0.005)
