@@ -17,7 +17,6 @@ from typing import NamedTuple
 from ..hardware.gpu import GPU
 from ..models.spec import ModelSpec
 from ..runs import Training
-from .fsdp import uses_fsdp
 from .precision import PRECISION, Bytes
 
 # Activation functions that are one operator of PyTorch.
@@ -236,12 +235,14 @@ def _int8_inputs(spec: ModelSpec, run: Training, T: int, r: int, kernel: str | N
 def per_device(saved: list[Saved], run: Training) -> dict[str, int]:
     """Return bytes by kind on one tensor-parallel rank (arXiv 2205.05198, section 4.2).
 
-    Of a linear's input, which sequence parallelism gathers, Megatron-LM keeps its part, and gathers it again in
-    backward; torch's ColwiseParallel, beside FSDP2 (and in the simulator always), keeps the whole.
+    Sequence parallelism gathers the input of a pair of linears, and each rank's share of the weight's gradient is a
+    product with all of it. torch's parallelize_module, and chapter 14's own `shard`, keep what was gathered:
+    T · c · h a pair, on however many ranks. (Megatron-LM keeps its T / tp and gathers again in backward: the paper's
+    equation 4, `korthikanti_block`, and one more all-gather a pair.)
     """
     kinds: dict[str, int] = {}
     for one in saved:
-        divided = run.sequence_parallel and not (one.kind == "linear inputs" and uses_fsdp(run))
+        divided = run.sequence_parallel and one.kind != "linear inputs"
         divisor = run.tp if one.split or divided else 1
         kinds[one.kind] = kinds.get(one.kind, 0) + one.bytes // divisor
     return kinds
@@ -269,5 +270,6 @@ def checkpointed(spec: ModelSpec, run: Training, b: Bytes, kernel: str) -> dict[
         width = spec.experts_per_token * spec.moe_intermediate if spec.experts else spec.intermediate
         attention = c * Q + 4 * spec.heads if kernel in ("flash", "efficient") else 0
         split = T * (c * (Q + 2 * K + width * (2 if spec.gated else 1)) + attention)
-        kept["matmul outputs"] = split // run.tp + T * c * 2 * spec.hidden // share
+        # The last product of a pair returns a part of the sum, for all tokens, that is scattered only then.
+        kept["matmul outputs"] = split // run.tp + T * c * 2 * spec.hidden
     return kept

@@ -95,6 +95,9 @@ def states(spec: ModelSpec, run: Training, stage: int = 0) -> States:
         trained = (counts["experts"], held - counts["experts"])
         gradient, master, state = b.gradients, b.master, b.states
     stepped = _shard(spec, run, *trained) if run.zero else sum(trained)
+    if run.zero == 1 and not b.master and not run.lora:
+        # torch's ZeroRedundancyOptimizer deals out whole tensors (_partition_parameters), to rank 0 the largest.
+        stepped = max(stepped, largest_tensor(spec, run, counts))
     factored = 0
     if run.optimizer == "adafactor":
         factored = int(factored_elements(spec, run) * stepped / max(1, sum(trained)) * held / spec.parameters)
@@ -108,6 +111,13 @@ def states(spec: ModelSpec, run: Training, stage: int = 0) -> States:
         shard=shard,
         units=units(spec, run, b, (experts, dense), counts, sum(trained)),
     )
+
+
+def largest_tensor(spec: ModelSpec, run: Training, counts: dict[str, int]) -> int:
+    """Return the elements of the largest parameter on a device that holds `counts`: the embedding, the head, or all
+    experts' first projections of a layer, which transformers keeps in one tensor."""
+    table = max(counts["embedding"], counts["head"])
+    return max(table, spec.experts * 2 * spec.moe_intermediate * spec.hidden // (run.ep * run.tp))
 
 
 def _leaving(spec: ModelSpec, run: Training, trained: int) -> int:

@@ -11,17 +11,22 @@ from .states import States
 
 
 def outer_activations(spec: ModelSpec, run: Training, b: Bytes, first: bool, last: bool, cpu: bool) -> int:
-    """Return what is kept outside the blocks: the final norm, the head's input, the embedding's dropout mask."""
+    """Return what is kept outside the blocks: the final norm, the head's input, the embedding's dropout mask, and what
+    a pipeline's stage received and sent, which its backward starts from and ends at."""
     T = run.micro_batch * run.seq_len // run.cp
     share = run.tp if run.sequence_parallel else 1
     total = T * spec.hidden * (b.compute if cpu else 1) if spec.dropout and first else 0
+    if not last:
+        total += T * b.residual * spec.hidden
+    if not first and spec.norm == "rmsnorm" and b.residual == 2 and not run.checkpointing:
+        total += T * b.residual * spec.hidden  # beside the norm's fp32 copy; else it is the first block's own input
     whole = 0
     if last:
         total += T * (4 * spec.hidden + 8)
         if run.lora is None:
             total += T * spec.hidden * (b.residual if spec.norm == "rmsnorm" else 0)
-            whole = T * spec.hidden * b.compute  # the head's input: `activations.per_device` says who keeps all of it
-    return total // share + (whole if uses_fsdp(run) else whole // share)
+            whole = T * spec.hidden * b.compute  # the head's input: gathered whole, as `activations.per_device` says
+    return total // share + whole
 
 
 def cast_weights(spec: ModelSpec, run: Training, b: Bytes) -> int:

@@ -35,9 +35,11 @@ def test_tensor_parallel_divides_all_but_10sbh(t):
 
 
 @pytest.mark.parametrize("t", [2, 4])
-def test_sequence_parallel_divides_the_rest_too(t):
+def test_sequence_parallel_divides_the_rest_but_what_is_gathered(t):
+    """Megatron-LM gathers the 2sbh of each pair's input again in backward; torch keeps both whole."""
     run = lab.Training(micro_batch=B, seq_len=S, precision="bf16", attention="eager", tp=t, sequence_parallel=True)
-    assert kept(run) == korthikanti_block(S, B, H, A, t, sequence_parallel=True)
+    gathered = 4 * S * B * H
+    assert kept(run) == korthikanti_block(S, B, H, A, t, sequence_parallel=True) + gathered - gathered // t
 
 
 def test_flash_attention_keeps_no_scores():
