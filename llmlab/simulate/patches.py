@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .attention import attention
-from .autocast import impl_cuda_autocast
+from .autocast import CAST_ONLY, impl_cuda_autocast
 from .capability import Capability
 from .engine import GPU_DEVICE, Engine
 from .known import know, known
@@ -168,6 +168,8 @@ def on_card(tensor: Tensor) -> bool:
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """native/Linear.cpp: a bias is added in place where the input is not contiguous, but for tensors of a subclass."""
+    if weight is CAST_ONLY:
+        return x
     if bias is None or x.dim() == 2 or x.is_contiguous() or type(x) is not FakeTensor:
         return aten.linear.default._op_dk(COMPOSITE, x, weight, bias)
     return torch.matmul(x, weight.t()).add_(bias)
