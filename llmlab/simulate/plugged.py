@@ -28,6 +28,7 @@ from .redirect import Redirect
 from .refused import no_extensions, no_triton, unless_offloaded
 from .remembered import default_device, devices_found
 from .streams import nothing, profiled_as_host
+from .swept import swept
 
 ENVIRONMENT = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}  # transformers loads weights in this thread
 _open: list[str] = []  # the name of the card in use
@@ -42,7 +43,7 @@ def plugged_in(card: Card, world_size: int | None = None) -> Iterator[None]:
     if _open:
         raise SpecError(f"a simulator of {_open[0]} is open; one at a time, in one thread: end its block first")
     gc.collect()  # what dies later must not be freed at a moment that depends on earlier code
-    with exclusive("simulator()"), ExitStack() as stack:
+    with exclusive("simulator()"), swept("__main__") as look, ExitStack() as stack:
         _open.append(card.gpu.name)
         stack.callback(_open.clear)
         stack.enter_context(fake_parameters())
@@ -63,7 +64,10 @@ def plugged_in(card: Card, world_size: int | None = None) -> Iterator[None]:
         stack.enter_context(on_import(_library_patches(card, stack), lambda: _hidden(card)))
         stack.enter_context(without_peers(card, world_size))
         stack.enter_context(card.phases.watched())
-        yield
+        try:
+            yield
+        finally:
+            look()
 
 
 def _library_patches(card: Card, stack: ExitStack) -> dict[str, Callable[[], None]]:

@@ -43,6 +43,7 @@ from .recording import Recording
 from .rounding import blocks_of
 from .semantics import cuda_extras, grouped_mm
 from .stated import notes_of
+from .swept import swept
 from .timeline import by_module, peak_place
 
 COMPILE_NOTE = "compile=True is simulated eager: what a compiled step fuses away is counted."
@@ -81,7 +82,7 @@ def recorded(model: ModelLike, run: Run, gpu: GPU | str | None) -> Recording:
 def _take(spec: ModelSpec, run: Run, card: GPU | None, runs: set[int]) -> Recording:
     """Return the recording of a run; of a generation, the calls of the model numbered `runs` run, others may not."""
     gc.collect()
-    with ExitStack() as stack:
+    with swept() as look, ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([]))
         stack.enter_context(fake_parameters())
         engine = _card_engine(run, card, stack) if card else _host_engine(run, stack)
@@ -99,6 +100,7 @@ def _take(spec: ModelSpec, run: Run, card: GPU | None, runs: set[int]) -> Record
             except AllocatorOutOfMemory as error:
                 recording.failed = error, engine.asked
             finally:
+                look()
                 recording.counting = False
                 recording.enter(recording.phase)
                 recording.step = None

@@ -143,7 +143,8 @@ def simulator(gpu: GPU | str, *, assume: float | None = None, world_size: int | 
     sequences, and time: events give "?", and so do the card's sensors.
     A DataLoader's workers run in this thread. Streams have blocks of their own, but backward runs on the stream that is
     current when it is called. Parameters on the host have no values either. Names bound before the block, as by `from
-    torch.cuda import is_available`, stay what they were.
+    torch.cuda import is_available`, stay what they were. Names that a module first imported inside it took are torch's
+    after it, and so are the script's own; what was answered inside, as `CUDA = is_available()`, is not asked again.
 
     Raises UnknownName for a card that is not known, NotAvailable without torch, for a card without CUDA and inside a
     meter, and SpecError inside another simulator and in a second thread.
