@@ -39,7 +39,7 @@ def in_this_rank(plans: dict[str, list]) -> dict[str, list]:
 
 def timed(plans: dict[str, tuple[str, int, int]], ranks: int = 2) -> dict[str, list[Span]]:
     """Return the spans of each plan, {name: (schedule, micro-batches, virtual stages)}, in ms from its first op on."""
-    by_rank = launch(in_this_rank, ranks, {name: list(plan) for name, plan in plans.items()})
+    by_rank = launch(in_this_rank, ranks, {name: list(plan) for name, plan in plans.items()}, patience=60)
     found = {}
     for name in plans:
         first = min(span[3] for rank in by_rank for span in rank[name])
