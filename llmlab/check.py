@@ -12,7 +12,7 @@ from .stages import stage_layers
 
 HALF = {"fp16", "bf16"}
 # What transformers' class of a family refuses: Gemma 2's softcap is not in PyTorch's SDPA.
-ATTENTION_MISSING = {"gemma2": ("sdpa",)}
+ATTENTION_MISSING = {"gemma2": ("sdpa", "efficient")}
 
 
 def check(spec: ModelSpec, run: Run, gpu: GPU | None = None) -> None:

@@ -20,7 +20,9 @@ from .errors import SpecError
 Precision = Literal["fp32", "fp16", "bf16", "autocast-fp16", "autocast-bf16", "mixed-fp16", "mixed-bf16"]
 OptimizerName = Literal["sgd", "adamw", "adamw-8bit", "adafactor", "lion"]
 Checkpointing = Literal["selective", "full"]
-Attention = Literal["eager", "sdpa", "flash"]
+# eager: the formula, in transformers' Python. sdpa: the kernel that torch takes. flash: the package flash-attn.
+# efficient: torch's SDPA pinned to its memory-efficient kernel, keys and values repeated to all heads before.
+Attention = Literal["eager", "sdpa", "flash", "efficient"]
 Quantization = Literal["nf4", "int8"]
 Offload = Literal["optimizer", "optimizer+parameters"]
 Kernels = Literal["liger"]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import torch
 from torch import nn
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     Model = PreTrainedModel | PeftModel | PeftMixedModel  # the adapters' wrapper hands on what it does not know
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-IMPLEMENTATIONS = {"eager": "eager", "sdpa": "sdpa", "flash": "flash_attention_2"}
+IMPLEMENTATIONS = {"eager": "eager", "sdpa": "sdpa", "flash": "flash_attention_2", "efficient": "sdpa"}
 # What "selective" keeps: matrix products and attention, the operators that cost time. The rest is recomputed.
 KEPT_OPERATORS = (
     "mm", "addmm", "linear", "_grouped_mm",  # not bmm: eager attention's scores are what one wants to be rid of
@@ -126,6 +127,10 @@ def build_model(
 
 
 def _check_libraries(run: Run, device: torch.device) -> None:
+    if run.attention == "efficient" and device.type != "cuda" and device.index is None:
+        raise NotAvailable(
+            f"attention='efficient' is a kernel of CUDA GPUs, and this is device={device.type!r}; use attention='sdpa'"
+        )
     quantization = quantization_of(run)
     lora, kernels = (run.lora, run.kernels) if isinstance(run, Training) else (None, None)
     needs = [
@@ -141,6 +146,21 @@ def _check_libraries(run: Run, device: torch.device) -> None:
             raise NotAvailable(f"{what} runs on a CUDA GPU only, and this is device={device.type!r}; drop it")
         if needed and find_spec(package) is None:
             raise NotAvailable(f"{what} needs {package}, which is not installed: pip install '{source}'")
+
+
+@contextmanager
+def pinned_attention(run: Run) -> Iterator[None]:
+    """Let steps of attention="efficient" run in it: transformers repeats keys and values to all heads, where it would
+    leave grouped ones to torch, and torch takes its memory-efficient kernel or none."""
+    if run.attention != "efficient":
+        yield
+        return
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from transformers.integrations import sdpa_attention
+
+    repeats = mock.patch.object(sdpa_attention, "use_gqa_in_sdpa", lambda *args: False)
+    with repeats, sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        yield
 
 
 def _materialize(model: Model, device: torch.device) -> None:

@@ -20,7 +20,7 @@ from llmlab.runs import PRECISIONS, run_from_dict
         ({"micro_batch": True}, ["micro_batch=True", "bool"]),
         ({"optimizer": "adam"}, ["optimizer='adam'", "adamw"]),
         ({"checkpointing": "some"}, ["checkpointing='some'", "None", "selective", "full"]),
-        ({"attention": "paged"}, ["attention='paged'", "eager", "sdpa", "flash"]),
+        ({"attention": "paged"}, ["attention='paged'", "eager", "sdpa", "flash", "efficient"]),
         ({"zero": 4, "dp": 8}, ["zero=4", "0, 1, 2, 3"]),
         ({"zero": True, "dp": 8}, ["zero=True"]),
         ({"zero": 3}, ["zero=3", "dp=1"]),

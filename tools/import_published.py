@@ -92,7 +92,7 @@ def finetuning_report(row: dict[str, str]) -> Report:
         precision=row["precision"],
         optimizer=row["optimizer"],
         checkpointing=row["checkpointing"],
-        attention=row["attention"],
+        attention="efficient" if row["attention"] == "sdpa" else row["attention"],  # HOW_SDPA
         lora=LoRA(rank=int(row["lora_rank"]), targets=tuple(row["lora_targets"].split())),
         quantization=quantization,
     )

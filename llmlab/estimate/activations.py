@@ -12,11 +12,12 @@ GPT-2 GELU are written as several operators, each keeping its own.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from ..hardware.gpu import GPU
 from ..models.spec import ModelSpec
-from ..runs import Training
+from ..runs import Inference, Run, Training
 from .precision import PRECISION, Bytes
 
 # Activation functions that are one operator of PyTorch.
@@ -41,30 +42,51 @@ def korthikanti_block(s: int, b: int, h: int, a: int, t: int = 1, sequence_paral
     return s * b * h * (10 + 24 / t + 5 * a * s / (h * t))
 
 
-def attention_kernel(spec: ModelSpec, run: Training, gpu: GPU | None, cpu: bool) -> str:
+def attention_kernel(spec: ModelSpec, run: Run, gpu: GPU | None, cpu: bool) -> str:
     """Return what computes attention: "eager", or the kernel PyTorch's SDPA takes ("flash", "efficient", "math").
 
-    FlashAttention needs compute capability 8.0; older cards get the memory-efficient kernel, for which grouped heads
-    are copied to all heads. It has no fp32 either: there newer cards, too, take the memory-efficient kernel, and for
-    grouped heads, which that one has not, the plain formula ("math"). The CPU's flash kernel has no dropout, so the
-    plain formula runs.
+    FlashAttention needs compute capability 8.0 and half precision; without either the memory-efficient kernel runs. That
+    one wants as many key as query heads (up to torch 2.13): transformers hands grouped ones on as they are where there
+    is no mask, and the plain formula ("math") runs. The CPU's flash kernel has no dropout, so there, too, it does.
     """
     if run.attention == "eager":
         return "eager"
     if cpu:
         return "math" if spec.attention_dropout or spec.mla else "flash"
+    if run.attention != "sdpa":
+        return run.attention
     # FlashAttention needs values as wide as keys, which latent attention's are not.
-    if spec.mla or not (gpu is None or gpu.supports_flash_attention_2):
+    if spec.mla:
         return "efficient"
-    wide = run.precision == "fp32" or (run.quantization is not None and not run.precision.startswith("autocast"))
-    if gpu is None or not wide:
+    if gpu is None or (gpu.supports_flash_attention_2 and not _in_fp32(run)):
         return "flash"
-    return "efficient" if spec.kv_heads == spec.heads else "math"
+    return "math" if spec.kv_heads != spec.heads and unmasked_layers(spec, run) else "efficient"
+
+
+def _in_fp32(run: Run) -> bool:
+    if isinstance(run, Inference):
+        return run.weights == "fp32"
+    return run.precision == "fp32" or (run.quantization is not None and not run.precision.startswith("autocast"))
+
+
+def unmasked_layers(spec: ModelSpec, run: Run) -> int:
+    """Return in how many layers transformers gives SDPA no mask, and so grouped heads as they are: not where a sliding
+    window is shorter than the sequence, nor for heads of more than 256 (sdpa_attention.py, use_gqa_in_sdpa)."""
+    if spec.head_dim > 256:
+        return 0
+    tokens = run.prompt_len if isinstance(run, Inference) else run.seq_len
+    return spec.layers - (spec.window_layers if spec.sliding_window and tokens >= spec.sliding_window else 0)
 
 
 def keeps_scores(spec: ModelSpec, run: Training, gpu: GPU | None, cpu: bool) -> bool:
     """Return whether attention writes its scores out on a GPU, as eager attention does anywhere."""
     return run.attention == "eager" or (not cpu and attention_kernel(spec, run, gpu, cpu) == "math")
+
+
+def score_widths(b: Bytes, kernel: str) -> Bytes:
+    """Return the dtypes in which `kernel` computes scores: PyTorch's plain formula makes fp32 of halves, under autocast
+    too (aten/src/ATen/native/transformers/attention.cpp, _scaled_dot_product_attention_math)."""
+    return PRECISION["fp32"] if kernel == "math" else b
 
 
 def block_saved(spec: ModelSpec, run: Training, b: Bytes, gpu: GPU | None = None, cpu: bool = False) -> list[Saved]:
@@ -104,10 +126,12 @@ def _norm_saved(spec: ModelSpec, T: int, r: int, trained: bool) -> list[Saved]:
 def _attention_saved(
     spec: ModelSpec, run: Training, T: int, b: Bytes, trained: bool, kernel: str, mask_bytes: int
 ) -> list[Saved]:
-    if kernel == "math" and b.residual == b.compute:
-        # aten/src/ATen/native/transformers/attention.cpp, _scaled_dot_product_attention_math: half inputs become fp32
-        # (autocast makes the operands of its products half again).
-        b, mask_bytes = PRECISION["fp32"], 4
+    out = b.compute  # bytes of what the output projection reads
+    if run.attention == "flash":
+        b = replace(b, compute=2)  # transformers casts what is wider
+    b = score_widths(b, kernel)
+    if kernel == "math" and mask_bytes > 1:  # a CPU's, as wide as what it masks
+        mask_bytes = b.compute
     c = b.compute
     Q, K = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     if kernel != "flash" and not spec.mla:
@@ -126,13 +150,14 @@ def _attention_saved(
     if spec.qk_norm:
         saved.append(Saved("norms", T * (4 + (c if trained else 0)) * (Q + spec.kv_heads * spec.head_dim)))
     if kernel in ("eager", "math"):
-        saved.append(Saved("scores", score_bytes(spec, run, b, mask_bytes)))
+        share = unmasked_layers(spec, run) if kernel == "math" else spec.layers
+        saved.append(Saved("scores", score_bytes(spec, run, b, mask_bytes) * share // spec.layers))
         if kernel == "math" and spec.fused_qkv and run.micro_batch == 1:
             # The product takes scaled copies of q and k, and v itself, a view that keeps the memory of all three. With
             # a larger batch it takes copies of all, as batch and heads cannot be merged in a view.
             saved.append(Saved("q, k, v", T * c * 2 * Q))
         if trained:
-            saved.append(Saved("attention output", T * c * Q))  # the output projection's input
+            saved.append(Saved("attention output", T * out * Q))  # the output projection's input
     else:
         # FlashAttention, arXiv 2205.14135, section 3.1: the output and one log-sum-exp a row and head.
         saved.append(Saved("attention output", T * (c * Q + 4 * spec.heads)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..hardware.gpu import GPU
 from ..models.spec import ModelSpec
 from ..runs import Inference
-from .activations import FUSED
+from .activations import FUSED, attention_kernel
 from .memory import Moment
 from .precision import weight_bytes
 
@@ -51,6 +51,7 @@ def inference_moments(spec: ModelSpec, run: Inference, gpu: GPU | None) -> list[
     c = 4 if run.weights == "fp32" else 2
     weights = loaded_bytes(spec, run)
     workspace = (gpu.cublas_workspace or 0) if gpu else 0
+    kernel = attention_kernel(spec, run, gpu, cpu=False) if gpu else run.attention
 
     def moment(phase: str, name: str, new: int, cached: int) -> Moment:
         tokens = run.batch * new
@@ -68,6 +69,10 @@ def inference_moments(spec: ModelSpec, run: Inference, gpu: GPU | None) -> list[
             # attention weights while the MLP runs.
             attention += scores * (4 + c + (c if c != 4 else 0) + c / spec.heads) / (tokens * c)
             mlp += scores * (1 + 1 / spec.heads) / tokens
+        elif kernel == "math":
+            # In fp32: keys and values, both repeated to all heads, keys scaled; softmax's input, output and marks.
+            heads = 2 * spec.kv_heads + 3 * spec.heads
+            attention += (4 * heads * spec.head_dim * run.batch * cached + 9 * scores) / (tokens * c)
         working = int(tokens * c * (2 * spec.hidden + max(mlp, attention) / run.tp))
         parts = {
             "weights": weights,

@@ -191,12 +191,13 @@ def amounts(spec: ModelSpec, run: Training, gpu: GPU | None, cpu: bool = False, 
     layers = stage_layers(spec.layers, run.pp)[stage]
     in_flight = micro_batches_in_flight(run, stage)
     block = per_device(block_saved(spec, run, b, gpu, cpu), run)
-    checkpoints = checkpointed(spec, run, b, attention_kernel(spec, run, gpu, cpu)) if run.checkpointing else block
+    kernel = attention_kernel(spec, run, gpu, cpu)
+    checkpoints = checkpointed(spec, run, b, kernel) if run.checkpointing else block
     kept, blocks = sum(checkpoints.values()), layers * in_flight
     outer = outer_activations(spec, run, b, first, last, cpu) * in_flight
     casts = cast_weights(spec, run, b)
-    plain = keeps_scores(spec, run, gpu, cpu)
-    working, worked = block_backward(spec, run, b, block, plain)
+    written = kernel if keeps_scores(spec, run, gpu, cpu) else ""
+    working, worked = block_backward(spec, run, b, block, written)
     # FSDP2's fp32 shards are the master copy; the half weights are what is gathered of them.
     gathers = "weights" if sharded and b.master and not run.lora else "other"
     # peft makes the embedding's output a leaf, so that checkpointing has something to differentiate: it and its
@@ -227,7 +228,7 @@ def amounts(spec: ModelSpec, run: Training, gpu: GPU | None, cpu: bool = False, 
         recomputed=sum(block.values()) - checkpoints.get("matmul outputs", 0) if run.checkpointing else 0,
         working=working,
         worked=worked,
-        scores=scores_forward(spec, run, b, plain),
+        scores=scores_forward(spec, run, b, written),
         passing=dequantized(spec, run) + causal_mask(spec, run, b),
         block_casts=casts * layers,
         waiting_casts=0 if run.checkpointing else casts * layers,

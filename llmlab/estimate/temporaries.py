@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from ..models.spec import ModelSpec
 from ..runs import Training
-from .activations import score_backward_bytes, scores, softmax_bytes
+from .activations import score_backward_bytes, score_widths, scores, softmax_bytes
 from .fsdp import uses_fsdp
 from .precision import Bytes
 from .states import States
+
+PLAIN = ("eager", "math")  # ways of attention that write their scores out
 
 
 def outer_activations(spec: ModelSpec, run: Training, b: Bytes, first: bool, last: bool, cpu: bool) -> int:
@@ -74,17 +76,27 @@ def dequantized(spec: ModelSpec, run: Training) -> int:
     return 2 * max(x.inputs * x.outputs for x in spec.linears if x.part not in ("embedding", "head", "router"))
 
 
-def scores_forward(spec: ModelSpec, run: Training, b: Bytes, plain: bool) -> int:
-    """Return what attention whose scores are written out, `plain`, holds at its softmax beside what it keeps: softmax's
-    input, and under checkpointing, which keeps nothing, its output and that output's half copy too."""
-    if not plain:
+def scores_forward(spec: ModelSpec, run: Training, b: Bytes, kernel: str) -> int:
+    """Return what attention whose scores are written out ("eager", "math") holds at its softmax beside what it keeps:
+    softmax's input, and under checkpointing, which keeps nothing, its output and that output's half copy too.
+
+    "math" also marks which elements are -inf, and has the causal mask, fp32 copies of halves, and keys before their
+    scale."""
+    if kernel not in PLAIN:
         return 0
+    halves = b.compute < 4
+    b = score_widths(b, kernel)
     c, p = b.compute, softmax_bytes(spec, b)
     unkept = p + (c if p != c else 0) if run.checkpointing else 0
-    return scores(spec, run) * (c + unkept) // run.tp
+    held = scores(spec, run) * (c + unkept)
+    if kernel == "math":
+        Q, K = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        width = Q + (Q + 2 * K if halves else 0) + (2 * Q if run.checkpointing else 0)
+        held += scores(spec, run) + c * run.seq_len**2 // run.cp * run.tp + c * run.tokens // run.cp * width
+    return held // run.tp
 
 
-def block_backward(spec: ModelSpec, run: Training, b: Bytes, block: dict[str, int], plain: bool) -> tuple[int, int]:
+def block_backward(spec: ModelSpec, run: Training, b: Bytes, block: dict[str, int], kernel: str) -> tuple[int, int]:
     """Return the temporaries of the block whose backward runs, and its gradients by then: the MLP's or attention's.
 
     Backward reaches attention after the MLP, whose kept tensors are gone by then, and whose gradients are there. (Of
@@ -95,8 +107,8 @@ def block_backward(spec: ModelSpec, run: Training, b: Bytes, block: dict[str, in
     width = spec.experts_per_token * spec.moe_intermediate if spec.experts else spec.intermediate
     mlp = T * c * width * (3 if spec.gated else 2) // run.tp
     attention = T * c * 4 * Q // run.tp
-    if plain:
-        attention = score_backward_bytes(spec, run, b) // run.tp
+    if kernel in PLAIN:
+        attention = score_backward_bytes(spec, run, score_widths(b, kernel)) // run.tp
     made = 0
     if not run.lora and not run.offload and (run.accumulation == 1 or uses_fsdp(run)):
         by = spec.parameters_by_component

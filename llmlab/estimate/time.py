@@ -138,14 +138,17 @@ def product_seconds(spec: ModelSpec, run: Training, card: GPU, rates: Efficiency
     dtype = peak_dtype(run)
     plain = run.quantization is not None and not run.precision.startswith("autocast")
     wide = "fp32" if plain else dtype  # peft leaves what is not quantized in fp32
+    kernel = attention_kernel(spec, run, card, cpu=False)
     seconds = {}
     for part, count in counted.by_part.items():
         kind = dtype
-        if part == "head" or part == "scores":
+        if part == "scores" and kernel == "math":
+            kind = "fp32"
+        elif part == "head" or part == "scores":
             kind = wide
         elif part == "adapters" and not run.precision.startswith("autocast"):
             kind = "fp32"
-        fused = part == "scores" and attention_kernel(spec, run, card, cpu=False) in ("flash", "efficient")
+        fused = part == "scores" and kernel in ("flash", "efficient")
         # A fused kernel leaves out the half that is masked.
         rate = rates.attention.get(kind) if fused else rates.matmul.get(kind)
         if rate is None:

@@ -20,6 +20,7 @@ from ..models.spec import model as find_model
 from ..report import Report
 from ..runs import Inference, Run, Training
 from ..step import Step, build_step, one_device, texts
+from ..step_model import pinned_attention
 from ..step_offload import check_offload
 from ..units import show_bytes
 from .devices import CUDAPeaks, MPSPeaks, cuda_context_bytes, pick_device
@@ -90,7 +91,7 @@ def _take(spec: ModelSpec, run: Run, device: torch.device, repeats: int) -> Figu
         figures.baseline = torch.cuda.memory_allocated(device)
     random_state = torch.random.fork_rng([device] if device.type == "cuda" else [])
     limit = limited_to_available() if device.type == "cpu" else nullcontext()
-    with random_state, limit, _sdpa_of_pretended_card():
+    with random_state, limit, _sdpa_of_pretended_card(), pinned_attention(run):
         torch.manual_seed(0)
         try:
             _steps(spec, run, device, repeats, figures)

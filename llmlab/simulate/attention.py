@@ -16,22 +16,28 @@ from .capability import Capability
 
 HALF = (torch.float16, torch.bfloat16)
 
-# Grouped heads on a card before Ampere: FlashAttention is not there and the memory-efficient kernel wants as many K/V
-# heads as Q heads, so torch would fall back to math, which writes out all (B, H, T, S) scores. The published T4
-# records, and who trains on such cards, repeat the heads first and take the memory-efficient kernel; so does this.
-REPEAT_GROUPED_HEADS_BELOW = (8, 0)
-
 
 def backend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, card: Capability
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    causal: bool,
+    card: Capability,
+    enable_gqa: bool = False,
 ) -> str:
     """Return "cudnn", "flash", "efficient" or "math" for q (B, H, T, D), k and v (B, Hkv, S, D) on compute capability
     `card`. What sdpa_kernel and torch.backends.cuda switch off is left out; RuntimeError where nothing is left."""
     switches = torch.backends.cuda
     if query.dim() == 4 and all(each.stride(-1) == 1 for each in (query, key, value)):
-        if prefers_cudnn(card) and switches.cudnn_sdp_enabled() and _cudnn(query, key, value, mask, card):
+        H, Hk, Hv = (each.shape[1] for each in (query, key, value))
+        # check_batch_size_and_num_heads_dense; cuDNN alone takes other heads of values than of keys.
+        shared = H % Hk == 0 == H % Hv if enable_gqa else H == Hk == Hv
+        if prefers_cudnn(card) and switches.cudnn_sdp_enabled() and shared and _cudnn(query, key, value, mask, card):
             return "cudnn"
-        if switches.flash_sdp_enabled() and _flash(query, key, value, mask, dropout, causal, card):
+        shared = shared and Hk == Hv
+        if switches.flash_sdp_enabled() and shared and _flash(query, key, value, mask, dropout, causal, card):
             return "flash"
         if switches.mem_efficient_sdp_enabled() and _efficient(query, key, value, card):
             return "efficient"
@@ -76,7 +82,7 @@ def _flash(
 def _efficient(query: Tensor, key: Tensor, value: Tensor, card: Capability) -> bool:
     if query.dtype not in (*HALF, torch.float32) or (query.dtype == torch.bfloat16 and card < (8, 0)):
         return False
-    if query.shape[1] != key.shape[1]:
+    if not query.shape[1] == key.shape[1] == value.shape[1]:  # with enable_gqa too, up to torch 2.13
         return False
     half = query.dtype in HALF
     uses_tensor_cores = card[0] >= 8 or (card[0] >= 7 and half)
@@ -98,18 +104,12 @@ def attention(
 ) -> Tensor:
     """scaled_dot_product_attention as on a CUDA card of compute capability `card`."""
     aten = torch.ops.aten
-    if card < REPEAT_GROUPED_HEADS_BELOW and query.dim() == 4 and key.shape[1] != query.shape[1]:
-        groups = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-        enable_gqa = False
-    chosen = backend(query, key, value, attn_mask, dropout_p, is_causal, card)
+    chosen = backend(query, key, value, attn_mask, dropout_p, is_causal, card, enable_gqa)
     trains = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = _additive(attn_mask, query.dtype)
     if chosen == "math":
-        return aten._scaled_dot_product_attention_math(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )[0]
-    if attn_mask is not None and attn_mask.dtype == torch.bool:  # convert_boolean_attn_mask
-        attn_mask = torch.where(attn_mask, 0.0, torch.finfo(query.dtype).min).to(query.dtype)
+        return math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if chosen == "flash":
         D = query.shape[-1]
         scale = D**-0.5 if scale is None else scale
@@ -126,6 +126,57 @@ def attention(
     return aten._scaled_dot_product_efficient_attention(
         query, key, value, attn_mask, trains, dropout_p, is_causal, scale=scale
     )[0]
+
+
+def math_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """_scaled_dot_product_attention_math, operator by operator: halves become fp32, and all (B, H, T, S) scores are
+    written out. Called on fake tensors, torch's own would add the mask out of place (areAnyTensorSubclassLike)."""
+    dtype, factor = query.dtype, abs(query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
+    if not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
+        query, key, value = (each.float() if each.dtype in HALF else each for each in (query, key, value))
+    scaled = query * (-factor if scale is not None and scale < 0 else factor)
+    if causal:
+        if mask is not None:
+            raise RuntimeError(
+                "_scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True"
+            )
+        mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+        mask = _additive(mask, scaled.dtype)
+    keys, values = _repeated(query, key, value) if enable_gqa else (key, value)
+    weights = scaled @ (keys.transpose(-2, -1) * factor)
+    if mask is not None:
+        weights.add_(mask)
+    weights = torch.ops.aten._safe_softmax(weights, -1)
+    if dropout > 0:
+        weights = torch.dropout(weights, dropout, True)
+    unused = weights.to(dtype)  # the operator's second result, there while the first is made
+    out = (weights @ values).to(dtype)
+    del unused
+    return out
+
+
+def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """pre_process_group_query_attention_input: keys and values of all heads."""
+    H, Hk, Hv = (each.shape[-3] for each in (query, key, value))
+    if H % Hk or H % Hv:
+        raise RuntimeError("Number of heads in key and value must divide the number of heads in ")  # sic
+    if H == Hk == Hv:
+        return key, value
+    return key.repeat_interleave(H // Hk, -3), value.repeat_interleave(H // Hv, -3)
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """convert_boolean_attn_mask: 0 where attention looks, -inf elsewhere."""
+    return torch.where(mask, 0.0, torch.scalar_tensor(-torch.inf, dtype=dtype, device=mask.device))
 
 
 def _aligned_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from ..models.spec import model as find_model
 from ..report import Report
 from ..runs import Inference, Run, Training
 from ..step import build_step
-from ..step_model import quantization_of
+from ..step_model import pinned_attention, quantization_of
 from ..step_offload import check_offload
 from ..step_ranks import Ranks, around_steps
 from ..units import show_bytes
@@ -94,6 +94,7 @@ def _take(spec: ModelSpec, run: Run, card: GPU | None, runs: set[int]) -> Record
         if isinstance(run, Training) and run.world_size > 1:
             ranks = stack.enter_context(fake_ranks(run, recording))
         stack.enter_context(around_steps(run))
+        stack.enter_context(pinned_attention(run))
         with recording.places.watched(), engine:
             try:
                 _steps(spec, run, recording, runs, ranks)

@@ -232,6 +232,7 @@ def test_an_error_in_the_step_ends_the_recording(gpt2, monkeypatch):
         ({"dp": 4, "zero": 3}, "dp=4, zero=3"),
         ({"offload": "optimizer"}, "offload='optimizer'"),
         ({"attention": "flash", "precision": "bf16"}, "attention='flash' runs on a CUDA GPU only"),
+        ({"attention": "efficient"}, "attention='efficient' is a kernel of CUDA GPUs"),
         ({"kernels": "liger"}, "kernels='liger' runs on a CUDA GPU only"),
     ],
 )

@@ -51,7 +51,7 @@ def test_a_changed_config_finds_neither_the_presets_records_nor_another_changed_
 
 def test_a_run_must_agree_in_every_field():
     lora = LoRA(rank=32, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
-    same = {"micro_batch": 4, "seq_len": 1024, "precision": "fp16", "checkpointing": "full", "attention": "sdpa"}
+    same = {"micro_batch": 4, "seq_len": 1024, "precision": "fp16", "checkpointing": "full", "attention": "eager"}
     assert len(records("SmolLM2-1.7B", Training(**same, lora=lora), "T4", folder=PACKAGE)) == 3
     assert records("SmolLM2-1.7B", Training(**{**same, "micro_batch": 2}, lora=lora), folder=PACKAGE) == []
     assert records("SmolLM2-1.7B", Training(**same), folder=PACKAGE) == []

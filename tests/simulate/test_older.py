@@ -13,7 +13,7 @@ from llmlab.units import MiB
 TINY_LLAMA = "TinyLlama/TinyLlama-1.1B-Chat-v1.0"
 
 
-@pytest.mark.parametrize(("quantization", "attention", "seq_len"), [(None, "sdpa", 2048), ("nf4", "eager", 512)])
+@pytest.mark.parametrize(("quantization", "attention", "seq_len"), [(None, "efficient", 2048), ("nf4", "eager", 512)])
 def test_with_the_angles_as_the_rows_computed_them_reserved_is_a_measured_figure(quantization, attention, seq_len):
     asked = (quantization, attention, seq_len)
     rows = [row for row in lab.records(TINY_LLAMA, gpu="T4", source="published")

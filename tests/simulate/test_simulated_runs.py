@@ -28,7 +28,7 @@ def test_allocated_is_within_half_a_percent_of_the_t4(row):
 
 def test_sdpa_reserves_what_the_t4_reserved():
     for row in t4_rows("TinyLlama/TinyLlama-1.1B-Chat-v1.0", 1024):
-        if row.run.quantization is None and row.run.attention == "sdpa":
+        if row.run.quantization is None and row.run.attention == "efficient":
             simulated = lab.simulate(row.model, row.run, "T4")
             assert simulated.peak_reserved == row.peak_reserved
             assert abs(simulated.peak_allocated - row.peak_allocated) < MiB // 4

@@ -38,7 +38,7 @@ def some_a100_rows():
 def test_a_measured_t4_step():
     # One whole step, as lab.simulate takes it; the rest of the rows below, with the layers between left out.
     rows = [r for r in records("SmolLM2-135M", gpu="T4") if r.step_seconds and r.run.seq_len == 512]
-    truth = next(r for r in rows if r.run.attention == "sdpa" and r.run.quantization is None)
+    truth = next(r for r in rows if r.run.attention == "efficient" and r.run.quantization is None)
     found = lab.simulate(truth.model, truth.run, "T4")
     assert found.step_seconds == pytest.approx(truth.step_seconds, rel=0.10)
     assert found.tokens_per_second == truth.run.tokens / found.step_seconds
