@@ -150,8 +150,8 @@ TOOLS = (
     ),
     Tool(
         "fitcheck tensors", "fitcheck-llm", fitcheck_tensors, "the run", "peak_allocated",
-        "fitcheck.estimate(): its total without C_overhead, which its README calls the five physical formulas. sdpa is "
-        "asked for as flash_attn=True, which on a T4 is its name for SDPA's memory-efficient backend.",
+        "fitcheck.estimate(): its total without C_overhead, which its README calls the five physical formulas. "
+        "efficient is asked for as flash_attn=True, which on a T4 is its name for SDPA's memory-efficient backend.",
     ),
     Tool(
         "fitcheck total", "fitcheck-llm", fitcheck_total, "the run", "process",
