@@ -35,10 +35,6 @@ KEPT_OPERATORS = (
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu",
 )  # fmt: skip
-INSTEAD = {
-    "flash_attn": "attention='sdpa' takes PyTorch's own FlashAttention from compute capability 8.0 on",
-    "liger_kernel": "drop kernels, or see lab.estimate",
-}
 Around = Callable[[], AbstractContextManager]
 
 
@@ -94,6 +90,7 @@ def build_model(
     if quantization:
         compute = weight_dtype(run) if isinstance(run, Inference) else compute_dtype(run)
         model = quantize_linears(model, config, quantization, compute, device)
+        setattr(model.config, "_is_quantized", True)  # as from_pretrained does: flash-attn's inputs are cast to dtype
     if shard is None:
         _materialize(model, device)
     if isinstance(run, Inference):
@@ -140,9 +137,13 @@ def _check_libraries(run: Run, device: torch.device) -> None:
         (run.attention == "flash", "flash_attn", "attention='flash'", "flash-attn"),
     ]
     for needed, package, what, source in needs:
+        simulated = device.type != "cuda" and device.index is not None  # the card is "cpu:0"
+        if simulated and package == "flash_attn":  # simulate has functions of its own in its place
+            continue
         if needed and package in ("liger_kernel", "flash_attn") and device.type != "cuda":
-            if device.index is not None:  # the simulated card, "cpu:0"
-                raise NotAvailable(f"{what} cannot be simulated, {package} is compiled for a GPU; {INSTEAD[package]}")
+            if simulated:
+                instead = "drop kernels, or see lab.estimate"
+                raise NotAvailable(f"{what} cannot be simulated, {package} is compiled for a GPU; {instead}")
             raise NotAvailable(f"{what} runs on a CUDA GPU only, and this is device={device.type!r}; drop it")
         if needed and find_spec(package) is None:
             raise NotAvailable(f"{what} needs {package}, which is not installed: pip install '{source}'")
@@ -180,6 +181,8 @@ def _checkpoint_blocks(model: Model, kind: str, recomputing: Around) -> None:
 
     aten = torch.ops.aten
     kept = [getattr(aten, name).default for name in KEPT_OPERATORS if hasattr(aten, name)]
+    if hasattr(torch.ops.flash_attn, "_flash_attn_forward"):  # flash-attn's, where it is imported
+        kept.append(torch.ops.flash_attn._flash_attn_forward.default)
 
     def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
         if kind == "full":

@@ -45,7 +45,7 @@ def korthikanti_block(s: int, b: int, h: int, a: int, t: int = 1, sequence_paral
 def attention_kernel(spec: ModelSpec, run: Run, gpu: GPU | None, cpu: bool) -> str:
     """Return what computes attention: "eager", or the kernel PyTorch's SDPA takes ("flash", "efficient", "math").
 
-    FlashAttention needs compute capability 8.0 and half precision; without either the memory-efficient kernel runs. That
+    FlashAttention needs compute capability 8.0 and half precision; without them the memory-efficient kernel runs. That
     one wants as many key as query heads (up to torch 2.13): transformers hands grouped ones on as they are where there
     is no mask, and the plain formula ("math") runs. The CPU's flash kernel has no dropout, so there, too, it does.
     """

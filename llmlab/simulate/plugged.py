@@ -20,6 +20,7 @@ from .capability import capability_of
 from .card import Card
 from .cuda_api import cuda_api
 from .engine import GPU_DEVICE, Engine
+from .flash_attn import fake_flash_attn
 from .imports import on_import
 from .patches import cuda_operators, fake_parameters, full_beams, no_end_of_sequence, told_recurrent
 from .process_group import no_deepspeed, without_peers
@@ -96,6 +97,9 @@ def _library_patches(card: Card, stack: ExitStack) -> dict[str, Callable[[], Non
         "safetensors.torch": lambda: stack.enter_context(card.checkpoints.safetensors()),
         "transformers.generation.stopping_criteria": lambda: stack.enter_context(no_end_of_sequence()),
         "transformers.generation.utils": lambda: stack.enter_context(full_beams()),
+        "transformers.modeling_flash_attention_utils": lambda: stack.enter_context(
+            fake_flash_attn(capability_of(card.gpu))
+        ),
     }
 
 

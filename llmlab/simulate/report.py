@@ -31,6 +31,7 @@ from .capability import capability_of
 from .decoding import Decoder, Mispredicted, steps_that_run
 from .engine import GPU_DEVICE, HOST, Engine
 from .extra import Extra
+from .flash_attn import fake_flash_attn
 from .from_data import tensors_from_data
 from .memory import HostMemory
 from .onednn import cpu_product_extras
@@ -113,6 +114,8 @@ def _take(spec: ModelSpec, run: Run, card: GPU | None, runs: set[int]) -> Record
 def _card_engine(run: Run, card: GPU, stack: ExitStack) -> Engine:
     stack.enter_context(cuda_operators(capability_of(card)))
     stack.enter_context(tensors_from_data())
+    if run.attention == "flash":
+        stack.enter_context(fake_flash_attn(capability_of(card)))
     extras = cuda_extras(card) | (bitsandbytes_extras(card) if quantization_of(run) is not None else {})
     return Engine(GPU_DEVICE, Allocator(card.room(run.world_size)), extras, card.cublas_workspace)
 

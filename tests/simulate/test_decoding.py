@@ -48,7 +48,7 @@ def calls_that_ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         (WINDOW, "bf16", 10, "A100-80GB"),  # 32 tokens are there in step 22
         (GPT, "fp32", 8, None),
     ],
-    ids=["flash", "repeated-heads", "window", "cpu"],
+    ids=["flash", "plain", "window", "cpu"],
 )
 def test_playing_steps_back_is_running_them(model, weights, prompt, card, monkeypatch):
     run = lab.Inference(2, prompt, NEW, weights, kv=weights)

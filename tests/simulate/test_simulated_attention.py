@@ -13,7 +13,8 @@ from llmlab.simulate.attention import math_attention
 
 B, H, K, T, D = 2, 8, 2, 128, 64
 LLAMA = {"model_type": "llama", "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2,
-         "intermediate_size": 256, "num_hidden_layers": 3, "vocab_size": 500, "max_position_embeddings": 512}  # fmt: skip
+         "intermediate_size": 256, "num_hidden_layers": 3, "vocab_size": 500,
+         "max_position_embeddings": 512}  # fmt: skip
 SCORES = 8 * 512 * 512
 
 
@@ -142,3 +143,100 @@ def test_the_way_round_it_that_the_book_gives_is_the_pinned_kernel(monkeypatch):
     around = lab.simulate(LLAMA, run, "T4")
     pinned = lab.simulate(LLAMA, lab.Training(**{**run.to_dict(), "attention": "efficient"}), "T4")
     assert (around.peak_allocated, around.peak_reserved) == (pinned.peak_allocated, pinned.peak_reserved)
+
+
+# ---- flash-attn
+
+
+def test_flash_attn_keeps_a_log_sum_exp_a_row_and_backward_sums_dq_in_fp32():
+    """flash_api.cpp, mha_fwd: out, softmax_lse, rng_state. flash_attn_interface.py, FlashAttnFunc.backward, and mha_bwd:
+    dq, dk, dv; then softmax_d and dq_accum, rows rounded up to 128 and heads to 32; dK and dV of each query head."""
+    with lab.simulator("A100-40GB") as card:
+        attend = flash_attn_func()
+        q, k, v = (
+            torch.randn(B, T, each, D, dtype=torch.bfloat16, device="cuda", requires_grad=True) for each in (H, K, K)
+        )
+        held = card.allocated
+        out = attend(q, k, v, causal=True)
+        assert card.allocated - held == out.nbytes + 4 * B * H * T + 512
+        grad = torch.empty_like(out)
+        held = card.allocated
+        card.reset_peak()
+        made = torch.autograd.grad(out, (q, k, v), grad)
+        rows = 4 * B * H * T + 4 * B * H * T * D
+        assert card.peak_allocated - held == sum(each.nbytes for each in made) + rows + 2 * q.nbytes
+        assert [each.shape for each in made] == [q.shape, k.shape, v.shape]
+
+
+def flash_attn_func():
+    """What transformers calls, inside a simulator's block."""
+    from transformers import modeling_flash_attention_utils as utils
+
+    return utils._lazy_imports("flash_attention_2")[0]
+
+
+@pytest.mark.parametrize("settings", [
+    {"precision": "bf16"}, {"precision": "autocast-bf16", "checkpointing": "full", "micro_batch": 2},
+    {"precision": "bf16", "checkpointing": "selective"},
+    {"precision": "bf16", "quantization": "nf4", "lora": lab.LoRA()},
+], ids=str)  # fmt: skip
+def test_a_step_with_flash_attn_takes_what_the_formulas_say(settings):
+    run = lab.Training(seq_len=512, optimizer="sgd", attention="flash", **settings)
+    guess, found = (verb(LLAMA, run, "A100-40GB") for verb in (lab.estimate, lab.simulate))
+    assert guess.peak_allocated == pytest.approx(found.peak_allocated, rel=0.05)
+    assert guess.flops == found.flops and not any("flash" in note for note in found.notes)
+
+
+def test_flash_attn_and_torchs_flash_kernel_take_the_same():
+    runs = [lab.Training(seq_len=512, precision="bf16", optimizer="sgd", attention=way) for way in ("flash", "sdpa")]
+    package, torchs = (lab.simulate(LLAMA, run, "A100-40GB") for run in runs)
+    assert abs(package.peak_allocated - torchs.peak_allocated) <= 3 * 512  # torch keeps an unused number a layer
+    assert package.flops == torchs.flops
+
+
+def test_a_generation_with_flash_attn():
+    run = lab.Inference(batch=2, prompt_len=400, new_tokens=4, attention="flash")
+    guess, found = (verb(LLAMA, run, "H100-80GB") for verb in (lab.estimate, lab.simulate))
+    assert guess.peak_allocated == pytest.approx(found.peak_allocated, rel=0.1) and guess.flops == found.flops
+
+
+def test_a_users_model_asks_for_flash_attention_2_by_name():
+    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import modeling_flash_attention_utils as utils
+
+    before = dict(vars(utils))
+    config = LlamaConfig(**{name: value for name, value in LLAMA.items() if name != "model_type"})
+
+    def step(gpu: str) -> int:
+        with lab.simulator(gpu) as card:
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float16, attn_implementation="flash_attention_2"
+            ).cuda()
+            ids = torch.randint(500, (1, 512), device="cuda")  # one sequence: is it packed, asks transformers
+            model(input_ids=ids, labels=ids).loss.backward()
+            return card.peak_allocated
+
+    assert step("A100-40GB") > 0
+    with pytest.raises(RuntimeError, match="only supports Ampere GPUs or newer"):
+        step("T4")
+    assert dict(vars(utils)) == before
+
+
+@pytest.mark.parametrize(("given", "error", "words"), [
+    ({"dtype": torch.float32}, RuntimeError, "only support fp16 and bf16"),
+    ({"size": 264}, RuntimeError, "at most 256"),
+    ({"deterministic": True}, lab.NotAvailable, "deterministic=True is not simulated"),
+])  # fmt: skip
+def test_what_flash_attn_refuses_is_refused(given, error, words):
+    dtype, size, options = given.pop("dtype", torch.bfloat16), given.pop("size", D), given
+    with lab.simulator("A100-40GB"):
+        x = torch.randn(1, 16, 2, size, dtype=dtype, device="cuda")
+        with pytest.raises(error, match=words):
+            flash_attn_func()(x, x, x, **options)
+
+
+def test_packed_sequences_are_refused_by_name():
+    from transformers import modeling_flash_attention_utils as utils
+
+    with lab.simulator("A100-40GB"), pytest.raises(lab.NotAvailable, match="flash_attn_varlen_func.*not simulated"):
+        utils._lazy_imports("flash_attention_2")[1](*[None] * 7)
