@@ -1,8 +1,8 @@
 """flash-attn, the package that attn_implementation="flash_attention_2" of transformers calls, on fake tensors.
 
-It is compiled for a GPU, so here its functions stand in transformers' hands without it. Its kernels are those of torch's
-own FlashAttention (Dao-AILab/flash-attention, csrc/flash_attn/flash_api.cpp, mha_fwd and mha_bwd: output, log-sum-exp
-and random state; then the gradients, the softmax's row sums and dQ in fp32), whose operators know what they take.
+It is compiled for a GPU, so functions stand in for it in transformers' hands. Its kernels are those of torch's own
+FlashAttention (Dao-AILab/flash-attention, csrc/flash_attn/flash_api.cpp, mha_fwd and mha_bwd: output, log-sum-exp and
+random state; then the gradients, the softmax's row sums and dQ in fp32), whose operators know what they take.
 
     B  batch    T  query positions    H  heads    S  key positions    D  head size
 """

@@ -149,8 +149,8 @@ def test_the_way_round_it_that_the_book_gives_is_the_pinned_kernel(monkeypatch):
 
 
 def test_flash_attn_keeps_a_log_sum_exp_a_row_and_backward_sums_dq_in_fp32():
-    """flash_api.cpp, mha_fwd: out, softmax_lse, rng_state. flash_attn_interface.py, FlashAttnFunc.backward, and mha_bwd:
-    dq, dk, dv; then softmax_d and dq_accum, rows rounded up to 128 and heads to 32; dK and dV of each query head."""
+    """flash_api.cpp, mha_fwd: out, softmax_lse, rng_state. flash_attn_interface.py, FlashAttnFunc.backward, and
+    mha_bwd: dq, dk, dv; then softmax_d and dq_accum, rows rounded up to 128 and heads to 32; dK and dV of each query head."""
     with lab.simulator("A100-40GB") as card:
         attend = flash_attn_func()
         q, k, v = (
@@ -238,5 +238,5 @@ def test_what_flash_attn_refuses_is_refused(given, error, words):
 def test_packed_sequences_are_refused_by_name():
     from transformers import modeling_flash_attention_utils as utils
 
-    with lab.simulator("A100-40GB"), pytest.raises(lab.NotAvailable, match="flash_attn_varlen_func.*not simulated"):
+    with lab.simulator("A100-40GB"), pytest.raises(lab.NotAvailable, match=r"flash_attn_varlen_func.*not simulated"):
         utils._lazy_imports("flash_attention_2")[1](*[None] * 7)
