@@ -93,11 +93,7 @@ def test_what_fails_is_named_and_the_other_bars_are_measured_and_kept(monkeypatc
     assert ("swiglu", "llmlab") not in found and ("rope", "torch_compile") not in found
 
 
-def test_the_bars_and_the_rival_of_each_case():
-    assert bench.BARS["rms_norm", "full"] == (bench.LIGER, 1.10)
-    assert bench.BARS["linear_cross_entropy", "full"] == (bench.LIGER, 1.15)
-    assert bench.BARS["attention", "forward"].most == pytest.approx(1 / 0.7)
-    assert bench.BARS["attention", "full"].most == pytest.approx(1 / 0.6)
+def test_each_case_has_its_rival():
     interpreted = {"rms_norm", "swiglu"} if DEVICE == "cpu" else set()
     for case in CASES:
         rival = bench.BARS[case.kernel, "full"].rival
