@@ -79,7 +79,6 @@ def test_the_trace_is_azures() -> None:
     trace = arrivals()
     assert len(trace) == 400
     assert trace[0] == Arrival(0.0, 374, 44) and trace[1] == Arrival(4.315, 396, 109)
-    assert sum(one.prompt for one in trace) == 371_046 and sum(one.new for one in trace) == 104_009
     assert [one.at for one in trace] == sorted(one.at for one in trace)
     assert arrivals(2, speed=2)[1].at == pytest.approx(4.315 / 2)
     assert "Splitwise" in traffic.source() and "CC-BY" in traffic.source()
