@@ -15,8 +15,9 @@ from llmlab.errors import NotAvailable, SpecError
 from llmlab.kernels import rungs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Largest error, as a part of the largest value: a few roundings of 2^-24, 2^-11 and 2^-8.
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+# Largest error, as a part of the largest value: ten roundings of 2^-11 and 2^-8; in fp32 sums of up to 150 terms, whose
+# order and whose exp() are the processor's, at 2^-24 a term and as much again.
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 HALF = (torch.float16, torch.bfloat16)
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype).removeprefix("torch."))
 TRITON = pytest.mark.skipif(sys.platform != "linux", reason="Triton has wheels for Linux alone")
