@@ -263,7 +263,7 @@ def test_workers_in_sessions_of_their_own_end_with_their_launcher():
         process = psutil.Process(int(said.readline()))
     launchers.end(launcher)
     assert launcher.returncode == -signal.SIGKILL
-    _, left = psutil.wait_procs([process], timeout=5)  # it is nobody's child now, and may never be reaped
+    _, left = psutil.wait_procs([process], timeout=60)  # it is nobody's child now, and may never be reaped
     assert all(each.status() == psutil.STATUS_ZOMBIE for each in left)
 
 
