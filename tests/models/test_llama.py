@@ -121,7 +121,7 @@ def test_published_scaling_is_that_of_transformers(name):
     spec = lab.model(name)
     expected, scale = ROPE_INIT_FUNCTIONS["llama3"](AutoConfig.for_model(**spec.config))
     assert scale == 1.0
-    torch.testing.assert_close(frequencies(rope_settings(spec), spec.head_dim), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(frequencies(rope_settings(spec), spec.head_dim), expected, rtol=1e-5, atol=0)
 
 
 def test_a_turned_score_depends_on_the_distance_alone():
