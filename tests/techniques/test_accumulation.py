@@ -24,7 +24,7 @@ VOCAB = 64
 CONFIG = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
           "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB,
           "max_position_embeddings": 64}  # fmt: skip
-FP32 = 2e-6  # of the gradient's norm: sums of a few hundred fp32 numbers in another order
+FP32 = 2e-5  # of the gradient's norm: sums of a few hundred fp32 numbers in another order, at 2^-24 each
 
 
 def new_model(**changes):
@@ -60,7 +60,7 @@ def test_the_accumulated_gradient_is_the_big_batchs_for_any_lengths_and_any_cut(
     whole, whole_loss = big_batch(rows)
     loss = backward_exact(MODEL, cut(rows, micro_batch))
     assert difference(gradient(MODEL), whole) < FP32
-    assert loss == pytest.approx(whole_loss, rel=1e-6)
+    assert loss == pytest.approx(whole_loss, rel=1e-5)
 
 
 def test_the_usual_loop_is_right_only_for_full_groups_of_equal_lengths():
@@ -80,7 +80,7 @@ def test_the_usual_loop_is_right_only_for_full_groups_of_equal_lengths():
     tokens = [targets(labels) for _, labels in cut(unequal, 1)]
     with torch.no_grad():
         means = [summed_loss(MODEL, *one).item() / n for one, n in zip(cut(unequal, 1), tokens, strict=True)]
-    assert loss == pytest.approx(sum(means) / 8, rel=1e-6)  # a mean of means: short sequences weigh more a token
+    assert loss == pytest.approx(sum(means) / 8, rel=1e-5)  # a mean of means: short sequences weigh more a token
 
 
 def test_masked_prompts_count_no_target_and_the_first_token_has_no_past():

@@ -22,7 +22,7 @@ from llmlab.techniques.data_parallel_runs import every_method, new_gpt, train_wr
 from llmlab.techniques.launch import launch
 from llmlab.techniques.rank_training import Job, main
 
-FP32 = 2e-6  # of the gradient's norm: the same sums in another order
+FP32 = 2e-5  # of the gradient's norm: sums of a few hundred fp32 numbers in another order, at 2^-24 each
 SEQUENCES = 6
 
 
@@ -37,7 +37,7 @@ def ring_beside_gloo():
         sent = ring_all_reduce(reduced)
         sent_half = ring_reduce_scatter(scattered)
         mine = scattered.tensor_split(ranks)[rank].clone()
-        own_chunk = torch.allclose(mine, whole.tensor_split(ranks)[rank], atol=1e-6)
+        own_chunk = torch.allclose(mine, whole.tensor_split(ranks)[rank], atol=1e-5)
         theirs = torch.zeros(size)
         theirs.tensor_split(ranks)[rank].copy_(mine)
         ring_all_gather(theirs)
@@ -47,7 +47,7 @@ def ring_beside_gloo():
                 "sent": sent,
                 "sent_half": sent_half,
                 "own_chunk": own_chunk,
-                "right": torch.allclose(reduced, whole, atol=1e-6),
+                "right": torch.allclose(reduced, whole, atol=1e-5),
                 "gathered": torch.equal(theirs, reduced),
                 "values": reduced.tolist(),
             }
