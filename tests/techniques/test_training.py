@@ -107,7 +107,7 @@ def test_the_loss_is_the_models_of_transformers(text):
     theirs = AutoModelForCausalLM.from_config(lab_config(config))
     ids = text[0][:64].view(2, 32)
     expected = theirs(input_ids=ids, labels=ids).loss
-    assert next_token_loss(theirs(ids).logits, ids).item() == pytest.approx(expected.item(), rel=1e-6)
+    assert next_token_loss(theirs(ids).logits, ids).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 def lab_config(config):
