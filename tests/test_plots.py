@@ -365,7 +365,7 @@ def test_a_notebook_shows_a_plot_once_with_its_alternative_text(magic):
         "report.plot()"
     )
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(f"{magic}\n{code}")])
-    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
     (output,) = notebook.cells[0].outputs
     assert output.output_type == "execute_result"
     assert base64.b64decode(output.data["image/png"]).startswith(b"\x89PNG")
