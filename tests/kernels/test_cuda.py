@@ -72,8 +72,8 @@ def test_the_kernels_text_is_the_formula(on_the_host, shape):
     x, weight = wide[:, 2:-3], torch.randn(shape[1], generator=generator)  # rows that do not follow one another
     y, inverse_rms = on_the_host(x, weight, 0.1)
     exact = 1 / (x.double().square().mean(-1) + 0.1).sqrt()
-    torch.testing.assert_close(inverse_rms.double(), exact, rtol=1e-6, atol=0)
-    torch.testing.assert_close(y.double(), x.double() * exact[:, None] * weight.double(), rtol=2e-6, atol=1e-7)
+    torch.testing.assert_close(inverse_rms.double(), exact, rtol=1e-5, atol=0)  # sums of up to 1000: 2^-24 each
+    torch.testing.assert_close(y.double(), x.double() * exact[:, None] * weight.double(), rtol=2e-5, atol=1e-6)
 
 
 @NVCC

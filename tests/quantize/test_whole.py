@@ -58,7 +58,8 @@ def test_gptq_and_awq_lose_less_than_rounding_on_every_layer(model, inputs, bits
         plain = layer_error(weight, rtn(weight, bits, GROUP), inputs[name])
         assert layer_error(weight, quantize.gptq(weight, inputs[name], bits, GROUP), inputs[name]) < plain, name
         if bits == 3:
-            assert layer_error(weight, quantize.awq(weight, inputs[name], bits, GROUP), inputs[name]) <= 1.0001 * plain, name
+            best = layer_error(weight, quantize.awq(weight, inputs[name], bits, GROUP), inputs[name])
+            assert best <= 1.0001 * plain, name
 
 
 def test_gptq_on_a_real_layer_is_the_direct_solution(model, inputs):
