@@ -49,9 +49,10 @@ def test_more_than_is_available_raises_while_limited_and_the_limit_is_lifted_aft
     import resource
 
     before = resource.getrlimit(resource.RLIMIT_AS)
+    more = available_memory() + 2**30  # before the limit: what others take meanwhile must not make it fit
     with limited_to_available():
         with pytest.raises(RuntimeError) as refused:
-            torch.empty(available_memory() + 2**30, dtype=torch.uint8)
+            torch.empty(more, dtype=torch.uint8)
         assert resource.getrlimit(resource.RLIMIT_AS) != before
     assert is_out_of_memory(refused.value)
     assert resource.getrlimit(resource.RLIMIT_AS) == before
