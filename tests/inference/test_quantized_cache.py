@@ -48,7 +48,7 @@ def test_decoding_over_rounded_keys_and_values_is_close_and_never_rounds_twice(m
         assert once is None or torch.equal(codes, once)
         once = codes.clone()
     error = (wide - narrowed).norm() / wide.norm()
-    assert 0 < error < (0.02 if bits == 8 else 0.2)
+    assert 0 < error < (0.03 if bits == 8 else 0.3)
     assert rounded.length == exact.length == 40
     rounded.crop(7)
     assert rounded.length == 7

@@ -138,7 +138,7 @@ def test_what_is_saved_is_read_by_transformers(config, tmp_path):
     save(ours, tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
     ids = torch.arange(20)[None]
-    torch.testing.assert_close(theirs(ids).logits, ours(ids), rtol=0, atol=1e-5)
+    torch.testing.assert_close(theirs(ids).logits, ours(ids), rtol=0, atol=1e-4)
 
 
 def test_the_command_trains_and_writes_a_small_file(tmp_path, capsys):
