@@ -42,6 +42,9 @@ class Report:
     `peak_allocated` is the most bytes that tensors held at once, `peak_reserved` what the allocator held for them,
     `process` what the driver shows: reserved + CUDA context. `phases` holds the peak inside each phase; `parts` says
     what the peak consists of and adds up to it (a record may know some of them alone); `detail` divides a part further.
+    `needed` is what the device would have had to have where memory ran out: reserved bytes, or where those are not known
+    the allocated ones, and what is known to lie outside of the allocator. A prediction's other sizes are then those of
+    the run with room for it, and `process` is None.
     `step_seconds` is one optimizer step (training) or the whole generation (inference).
     """
 
@@ -55,6 +58,7 @@ class Report:
     peak_allocated: int | None = None
     peak_reserved: int | None = None
     process: int | None = None
+    needed: int | None = None  # on "out of memory"; a measurement cannot know it
     capacity: int | None = None  # bytes the device has
     phases: Mapping[str, int] = field(default_factory=dict)
     parts: Mapping[str, int] = field(default_factory=dict)
@@ -146,6 +150,9 @@ class Report:
         for label, size in (("peak reserved", self.peak_reserved), ("process", self.process)):
             if size is not None:
                 rows.append((label, show_bytes(size)))
+        if self.needed is not None:
+            at_least = " at least" if self.peak_reserved is None else ""
+            rows.append((f"it would have taken{at_least}", show_bytes(self.needed)))
         if self.capacity is not None:
             rows.append(("device memory", show_bytes(self.capacity)))
         rows += [(f"peak in {phase}", show_bytes(size)) for phase, size in self.phases.items()]
@@ -263,6 +270,7 @@ class Comparison:
         add("peak allocated", [r.peak_allocated for r in self.reports], show_bytes)
         add("peak reserved", [r.peak_reserved for r in self.reports], show_bytes)
         add("process", [r.process for r in self.reports], show_bytes)
+        add("it would have taken", [r.needed for r in self.reports], show_bytes)
         phases = INFERENCE_PHASES if isinstance(self.reports[0].run, Inference) else TRAINING_PHASES
         for phase in phases:
             add(f"peak in {phase}", [r.phases.get(phase) for r in self.reports], show_bytes)

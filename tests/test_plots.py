@@ -176,6 +176,15 @@ def test_a_device_far_larger_than_the_run_is_named_and_does_not_flatten_the_bar(
     assert "H200 has 150.00 GiB →" in words(picture)
 
 
+def test_a_run_that_did_not_fit_is_drawn_beyond_the_line_of_the_device():
+    large = {"weights": 12 * GiB, "activations": 6 * GiB}
+    picture = plots.plot_parts([with_parts(large, source="simulated", outcome="out of memory", needed=19 * GiB)])
+    assert sum(patch.get_width() for patch in bars(picture)) == 18 > T4 / GiB
+    assert any("out of memory" in text for text in words(picture))
+    lost = report("simulated", outcome="out of memory", peak_allocated=18 * GiB, needed=19 * GiB)
+    assert "19.0 no" in words(plots.plot_fit([lost]))
+
+
 def test_what_is_not_known_is_said_and_not_drawn():
     picture = plots.plot_parts([report("measured", outcome="out of memory", where="backward")])
     assert bars(picture) == []

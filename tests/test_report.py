@@ -19,6 +19,7 @@ reports = st.builds(
     gpu=st.none() | st.just("T4"),
     outcome=st.sampled_from(["fits", "out of memory", "unknown"]),
     peak_allocated=st.none() | sizes,
+    needed=st.none() | sizes,
     phases=st.dictionaries(st.sampled_from(TRAINING_PHASES), sizes),
     parts=st.dictionaries(st.sampled_from(PARTS), sizes),
     detail=st.dictionaries(st.sampled_from(PARTS), st.dictionaries(st.text(max_size=9), sizes)),

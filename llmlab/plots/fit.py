@@ -19,7 +19,7 @@ def plot_fit(reports: Sequence[Report]) -> Picture:
     """Return a table of models by GPUs: the bytes each run needs in GiB, coloured and worded by whether it fits.
 
     Needs one report for each pair; a pair without one stays blank. The number is the largest that is known of process,
-    reserved and allocated peak. Two reports for one pair, or a report without a GPU, raise SpecError.
+    reserved and allocated peak, and what the run would have taken where it ran out of memory. Two reports for one pair, or a report without a GPU, raise SpecError.
     """
     cells: dict[tuple[str, str], Report] = {}
     for report in reports:
@@ -73,5 +73,5 @@ def _wrap(name: str, width: int) -> list[str]:
 
 
 def _need(report: Report) -> int | None:
-    known = [size for size in (report.peak_allocated, report.peak_reserved, report.process) if size is not None]
-    return max(known) if known else None
+    sizes = (report.peak_allocated, report.peak_reserved, report.process, report.needed)
+    return max((size for size in sizes if size is not None), default=None)

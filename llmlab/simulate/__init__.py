@@ -29,7 +29,8 @@ def simulate(model: ModelLike, run: Run, gpu: GPU | str) -> Report:
     and what is not known: what NCCL takes, and the time.
 
     phases["load"] is what is held when loading is done. Too small a card is an outcome, "out of memory", with the phase
-    and the operator in `where`. Sizes are bytes; `process` adds the CUDA context.
+    and the operator in `where`; the step is then taken again without the limit, for the other sizes and `needed`, what
+    it would have taken. Sizes are bytes; `process` adds the CUDA context.
 
     Raises NotAvailable for what cannot be simulated, SpecError and UnknownName for what cannot be.
     """

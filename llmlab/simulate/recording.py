@@ -30,6 +30,7 @@ class Recording:
         self.counting = True
         self.loaded: int | None = None  # bytes held when loading was done
         self.peak_reserved: int | None = None
+        self.reserved_before = 0  # bytes: the most while loading and warming up
         self.failed: tuple[AllocatorOutOfMemory, Place] | None = None
 
     def enter(self, phase: str, **alive: Any) -> None:

@@ -21,7 +21,6 @@ from . import report
 from .allocator import Allocator, AllocatorOutOfMemory
 from .recording import Recording
 
-ROOMY = 2**50  # bytes
 Request = tuple[str, Any]  # what is asked for, and the bytes, the number of an earlier request, or a phase
 
 
@@ -79,7 +78,7 @@ def requests_of(model: ModelLike, run: Run, gpu: GPU | str) -> Requests:
     log: list[Request] = []
     card = find_gpu(gpu)
     with _logged(log):
-        report.recorded(model, run, replace(card, memory=ROOMY))  # of a step that fails all requests, too
+        report.recorded(model, run, replace(card, memory=report.ROOMY))  # of a step that fails all requests, too
     before: list[Request] = []
     after: list[Request] = []
     read: dict[int, list[Request]] = {}

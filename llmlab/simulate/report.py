@@ -36,7 +36,6 @@ from .from_data import tensors_from_data
 from .memory import HostMemory
 from .onednn import cpu_product_extras
 from .patches import cuda_operators, fake_parameters, held_random_states
-from .places import Place
 from .quantized import bitsandbytes_extras, cpu_bitsandbytes_extras, fake_bitsandbytes, loading_note
 from .ranks import checked, fake_ranks
 from .ranks import notes as rank_notes
@@ -49,6 +48,8 @@ from .timeline import by_module, peak_place
 
 COMPILE_NOTE = "compile=True is simulated eager: what a compiled step fuses away is counted."
 
+ROOMY = 2**50  # bytes: of a card on which nothing runs out
+
 # bitsandbytes computes the columns of outliers apart, in 16 bit; how many there are only values say.
 INT8_NOTE = "int8 is simulated as if no activation reached the outlier threshold; each column that does takes more."
 
@@ -57,7 +58,18 @@ def simulated(model: ModelLike, run: Run, gpu: GPU | str) -> Report:
     """Return the report of `llmlab.simulate`."""
     spec = find_model(model)
     card = None if isinstance(gpu, str) and gpu.lower() == "cpu" else find_gpu(gpu)
-    return _reported(spec, run, card, recorded(spec, run, card))
+    taken = recorded(spec, run, card)
+    if card is None or taken.failed is None:
+        return _reported(spec, run, card, taken)
+    error, place = taken.failed
+    where = f"{taken.phase}, {place}: {show_bytes(error.segment - (error.capacity - error.reserved))} short"
+    roomy = recorded(spec, run, replace(card, memory=ROOMY))
+    report = _reported(spec, run, card, roomy)
+    needed = max(roomy.peak_reserved or 0, roomy.reserved_before) + card.memory - card.room(run.world_size)
+    return replace(
+        report, outcome="out of memory", where=where, needed=needed, process=None, notes=(str(error), *report.notes),
+        step_seconds=None, tokens_per_second=None, mfu=None,
+    )  # fmt: skip
 
 
 def recorded(model: ModelLike, run: Run, gpu: GPU | str | None) -> Recording:
@@ -144,6 +156,7 @@ def _steps(spec: ModelSpec, run: Run, recording: Recording, runs: set[int], rank
     warm_up(recording.enter)
     recording.counting = True
     if isinstance(engine.memory, Allocator):
+        recording.reserved_before = engine.memory.peak_reserved
         engine.memory.reset_peak()
     if isinstance(run, Inference):
         step = recording.step = replace(step, decoder=Decoder(step.model, engine, recording.operators, runs))
@@ -157,22 +170,15 @@ def _reported(spec: ModelSpec, run: Run, card: GPU | None, recording: Recording)
     phases = dict(division.phases)
     if card and recording.loaded is not None:
         phases["load"] = recording.loaded
-    common: dict[str, Any] = {
-        "source": "simulated",
-        "model": spec.name,
-        "run": run,
-        "gpu": card.name if card else None,
-        "capacity": card.memory if card else None,
-        "environment": facts,
-    }
-    notes = _notes(spec, run, card, recording)
-    if recording.failed:
-        error, place = recording.failed
-        return Report(**common, **_failure(error, place, recording.phase, phases), notes=(str(error), *notes))
     reserved, outside = recording.peak_reserved, card.outside(run.world_size) if card else None
     peak_at = peak_place(division, recording.engine)
     return Report(
-        **common,
+        source="simulated",
+        model=spec.name,
+        run=run,
+        gpu=card.name if card else None,
+        capacity=card.memory if card else None,
+        environment=facts,
         outcome="fits" if card else "unknown",
         peak_allocated=division.peak,
         peak_reserved=reserved,
@@ -180,23 +186,12 @@ def _reported(spec: ModelSpec, run: Run, card: GPU | None, recording: Recording)
         phases=phases,
         parts=division.parts,
         detail=division.detail,
-        notes=notes,
+        notes=_notes(spec, run, card, recording),
         timeline=division.timeline,
         peak_at=str(peak_at) if peak_at else None,
         modules=by_module(division.blocks, recording.engine.places),
         **_rates(spec, run, card, recording),
     )
-
-
-def _failure(error: AllocatorOutOfMemory, place: Place, phase: str, phases: Mapping[str, int]) -> dict[str, Any]:
-    """Return what a report says of a card too small: in which phase, and the peaks of those that ended before."""
-    missing = error.segment - (error.capacity - error.reserved)
-    *ended, _ = dict.fromkeys([*phases, phase])
-    return {
-        "outcome": "out of memory",
-        "where": f"{phase}, {place}: {show_bytes(missing)} short",
-        "phases": {each: phases[each] for each in ended if each != phase},
-    }
 
 
 def _notes(spec: ModelSpec, run: Run, card: GPU | None, recording: Recording) -> tuple[str, ...]:

@@ -1,10 +1,12 @@
 """lab.simulate against what was measured: on a T4 by others, on this CPU by us."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import llmlab as lab
-from llmlab.units import MiB
+from llmlab.units import MiB, show_bytes
 
 GPT = {"model_type": "gpt2", "n_embd": 128, "n_head": 4, "n_layer": 3, "n_positions": 256, "vocab_size": 2000}
 LLAMA = {"model_type": "llama", "hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2,
@@ -54,6 +56,30 @@ def test_parts_add_up_and_reserved_holds_allocated():
 def test_a_card_too_small_is_an_outcome_that_says_where():
     report = lab.simulate("meta-llama/Llama-3.1-8B", lab.Training(seq_len=128), "T4")
     assert report.outcome == "out of memory" and report.where.startswith("load")
+
+
+def test_out_of_memory_says_what_the_step_would_have_taken_with_room():
+    """The same figures as on the same card with more memory, beside where the small one failed."""
+    run, t4 = lab.Training(micro_batch=8, seq_len=256), lab.gpu("T4")
+    small, large = (lab.simulate(GPT, run, replace(t4, memory=t4.context + size * MiB)) for size in (100, 4096))
+    assert small.outcome == "out of memory" and small.where.startswith("forward") and large.outcome == "fits"
+    assert small.needed == large.process > small.capacity and small.process is None and large.needed is None
+    for field in ("peak_allocated", "peak_reserved", "phases", "parts", "detail", "timeline", "peak_at", "modules"):
+        assert getattr(small, field) == getattr(large, field), field
+    assert small.step_seconds is None
+    assert ("it would have taken", show_bytes(small.needed)) in small.rows() and "would have taken" not in str(large)
+    assert lab.Report.from_json(small.to_json()) == small
+    assert "needed" not in large.to_json()  # what was written before there was such a field is read as ever
+
+
+def test_what_loading_takes_for_a_moment_is_needed_too():
+    """Preparing a quantized model turns tables to fp32, each beside its half copy: 590 MiB, where the step has 454."""
+    tables = {**LLAMA, "vocab_size": 200_000, "hidden_size": 256, "tie_word_embeddings": False}
+    run = lab.Training(seq_len=8, precision="fp16", lora=lab.LoRA(rank=1), quantization="nf4")
+    t4 = lab.gpu("T4")
+    report = lab.simulate(tables, run, replace(t4, memory=t4.context + 500 * MiB))
+    assert report.outcome == "out of memory" and report.where.startswith("load")
+    assert report.peak_reserved + t4.context < report.capacity < report.needed
 
 
 def test_a_step_runs_out_of_memory_at_the_request_that_failed_on_the_t4():
