@@ -166,6 +166,8 @@ def test_a_config_file_is_a_model(tiny):
 def test_exit_codes_are_fits_does_not_fit_and_could_not_say():
     assert call("estimate", "gpt2", "--gpu", "T4").exit_code == 0
     assert call("estimate", "meta-llama/Llama-3.1-8B", "--gpu", "A100-80GB", "--seq-len", 4096).exit_code == 1
+    too_near = call("estimate", "gpt2", "--gpu", "T4", "--micro-batch", 7)
+    assert too_near.exit_code == 2 and "Too near to tell" in too_near.stdout
     without_a_card = call("estimate", "gpt2")
     assert without_a_card.exit_code == 2 and "peak allocated" in without_a_card.stdout and without_a_card.stderr == ""
 

@@ -23,6 +23,7 @@ from ..models.spec import model as find_model
 from ..runs import Training
 from .distributed import Step, step
 from .memory import training_moments
+from .verdict import verdict
 
 AXES = ("tp", "cp", "dp", "pp")  # neighbours first
 
@@ -69,7 +70,8 @@ def links_of(run: Training, cluster: Cluster) -> dict[str, Group]:
 
 @dataclass(frozen=True)
 class Choice:
-    """A mesh that was tried: its step's seconds by term, and the bytes of the device that holds the most."""
+    """A mesh that was tried: its step's seconds by term, the bytes of the device that holds the most, and whether it
+    surely fits (`verdict`)."""
 
     run: Training
     step: Step
@@ -108,11 +110,11 @@ def search(
     """
     spec, gpu = find_model(model), find_gpu(card)
     nodes = cluster or usual_cluster(gpu)
-    room = gpu.room(devices)
     found = []
     for run in _runs(spec, gpu, devices, batch, settings):
         peak = peak_of(spec, run, gpu)
-        found.append(Choice(run, step(spec, run, gpu, nodes, overlap=overlap), peak, peak <= room))
+        fits = verdict(peak, gpu, devices).outcome == "fits"
+        found.append(Choice(run, step(spec, run, gpu, nodes, overlap=overlap), peak, fits))
     if not found:
         raise SpecError(f"no mesh of {devices} devices trains batch={batch} sequences of {spec.name}; try a multiple")
     return sorted(found, key=lambda choice: (not choice.fits, choice.seconds))

@@ -18,6 +18,7 @@ from .inference import inference_moments
 from .memory import Moment, amounts, moments, training_moments
 from .serving import FRACTION, serving
 from .time import mfu, step_seconds, tokens_of
+from .verdict import Verdict, verdict
 
 
 def estimated(model: ModelLike, run: Run, gpu: GPU | str | None, cluster: Cluster | None = None) -> Report:
@@ -41,10 +42,16 @@ def estimated(model: ModelLike, run: Run, gpu: GPU | str | None, cluster: Cluste
         phases[moment.phase] = max(phases.get(moment.phase, 0), total)
     capacity = card.memory if card else None
     outcome: Outcome = "unknown"
-    where = None
+    where: str | None = None
+    needed: int | None = None
+    margin: tuple[str, ...] = ()
     if card is not None:
-        where = _first_over(stages, totals, card.room(run.world_size))
-        outcome = "out of memory" if where else "fits"
+        found = verdict(max(peaks), card, run.world_size)
+        outcome, margin = found.outcome, _margin_note(found, run, card)
+        if margin:
+            outcome = "unknown"
+        if outcome == "out of memory":
+            where, needed = _first_over(stages, totals, card.room(run.world_size)), found.least
     counted = flops(spec, run, card, cpu)
     seconds, taken = _seconds(spec, run, card, cluster)
     return Report(
@@ -55,6 +62,7 @@ def estimated(model: ModelLike, run: Run, gpu: GPU | str | None, cluster: Cluste
         outcome=outcome,
         where=where,
         peak_allocated=peaks[0],
+        needed=needed,
         capacity=capacity,
         phases=phases,
         parts={part: size for part, size in peak.parts.items() if size},
@@ -68,6 +76,7 @@ def estimated(model: ModelLike, run: Run, gpu: GPU | str | None, cluster: Cluste
             *_stage_note(peaks),
             *taken,
             *_context_note(card),
+            *margin,
             *_service_note(spec, run, card),
         ),
     )
@@ -115,7 +124,17 @@ def _stage_note(peaks: list[int]) -> tuple[str, ...]:
 def _context_note(card: GPU | None) -> tuple[str, ...]:
     if card is None or card.context is not None:
         return ()
-    return (f"The context that a process takes on {card.name} is not known; whether the run fits counts it as 0.",)
+    return (f"The context that a process takes on {card.name} is not known; whether the run fits counts from 0 to the most of any.",)
+
+
+def _margin_note(found: Verdict, run: Run, card: GPU) -> tuple[str, ...]:
+    """Say why the formula cannot tell whether the run fits; nothing where it can."""
+    if found.outcome == "out of memory" and isinstance(run, Training) and run.compile:
+        return ("Too large as counted, in eager mode; what a compiled step fuses away may make it fit.",)
+    if found.outcome != "unknown":
+        return ()
+    between = f"{show_bytes(found.least)} to {show_bytes(found.most)} of {show_bytes(card.memory)}"
+    return (f"Too near to tell: with what the allocator holds beside tensors it takes {between}; simulate it.",)
 
 
 def _service_note(spec: ModelSpec, run: Run, card: GPU | None) -> tuple[str, ...]:
