@@ -157,6 +157,11 @@ def asked(report: Report) -> str:
     return f"{phase}, {request[1]} on top of {held[1]}" if request and held else phase
 
 
+def estimated(lines: list[Line], outcome: str) -> int:
+    """Return of how many rows lab.estimate says `outcome`."""
+    return sum(lab.estimate(row.model, row.run, "T4").outcome == outcome for line in lines for row in line.rows)
+
+
 # ---- notes
 
 
@@ -175,8 +180,9 @@ def notes(found: list[Line], refused: list[Line], rows: list[dict[str, Any]]) ->
         ran = [line.simulated.outcome == "fits" for line in found for _ in line.rows]
         said.append(
             f"Of the {len(refused)} steps that ran out of memory {right} are simulated to, and of the {len(ran)} that "
-            f"ran {sum(ran)} are simulated to fit. lab.estimate adds up tensors, and says nothing of what the "
-            "allocator holds beside them."
+            f"ran {sum(ran)} are simulated to fit. lab.estimate adds up tensors and leaves room for what the allocator "
+            f"holds beside them: of those that ran out it says so of {estimated(refused, OUT_OF_MEMORY)}, of those "
+            f"that ran it calls {estimated(found, 'fits')} fitting, and of the others it says that it cannot tell."
         )
     return said
 

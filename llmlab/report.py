@@ -42,9 +42,9 @@ class Report:
     `peak_allocated` is the most bytes that tensors held at once, `peak_reserved` what the allocator held for them,
     `process` what the driver shows: reserved + CUDA context. `phases` holds the peak inside each phase; `parts` says
     what the peak consists of and adds up to it (a record may know some of them alone); `detail` divides a part further.
-    `needed` is what the device would have had to have where memory ran out: reserved bytes, or where those are not known
-    the allocated ones, and what is known to lie outside of the allocator. A prediction's other sizes are then those of
-    the run with room for it, and `process` is None.
+    `needed` is what a run that did not fit would have taken of a larger device: reserved bytes, or allocated ones where
+    those are not known, and what is known to lie outside of the allocator. A prediction's other sizes are then those
+    of the run with room for it, and `process` is None.
     `step_seconds` is one optimizer step (training) or the whole generation (inference).
     """
 

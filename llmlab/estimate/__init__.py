@@ -18,8 +18,8 @@ def estimate(model: ModelLike, run: Run, gpu: GPU | str | None = None, cluster: 
     `gpu` is a card, its name, "cpu" (the CPU's operators: no workspace, dropout masks in full) or None (any card: no
     capacity, no workspace). Sizes are bytes on rank 0, in the first stage of a pipeline; `outcome` and `where` are of
     all stages. `peak_reserved` is None: a formula does not see the allocator's segments. Whether a run fits counts a
-    margin for them, and is "unknown" within it (estimate/verdict.py); `lab.simulate` decides. Time on several devices is
-    that of `llmlab.estimate.distributed` on `cluster` (None: the card's usual nodes; a note says which). Raises
+    margin for them, and is "unknown" within it (estimate/verdict.py); `lab.simulate` decides. Time on several devices
+    is that of `llmlab.estimate.distributed` on `cluster` (None: the card's usual nodes; a note says which). Raises
     SpecError or UnknownName for what cannot be.
     """
     from .report import estimated

@@ -124,7 +124,8 @@ def _stage_note(peaks: list[int]) -> tuple[str, ...]:
 def _context_note(card: GPU | None) -> tuple[str, ...]:
     if card is None or card.context is not None:
         return ()
-    return (f"The context that a process takes on {card.name} is not known; whether the run fits counts from 0 to the most of any.",)
+    between = "whether the run fits counts from nothing to the most of any card"
+    return (f"The context that a process takes on {card.name} is not known; {between}.",)
 
 
 def _margin_note(found: Verdict, run: Run, card: GPU) -> tuple[str, ...]:

@@ -19,7 +19,8 @@ def plot_fit(reports: Sequence[Report]) -> Picture:
     """Return a table of models by GPUs: the bytes each run needs in GiB, coloured and worded by whether it fits.
 
     Needs one report for each pair; a pair without one stays blank. The number is the largest that is known of process,
-    reserved and allocated peak, and what the run would have taken where it ran out of memory. Two reports for one pair, or a report without a GPU, raise SpecError.
+    reserved and allocated peak, and what the run would have taken where it ran out of memory.
+    Two reports for one pair, or a report without a GPU, raise SpecError.
     """
     cells: dict[tuple[str, str], Report] = {}
     for report in reports:

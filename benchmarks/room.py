@@ -1,0 +1,104 @@
+"""How much more room a step needs than the sum of its tensors: what lab.estimate's verdict leaves for it.
+
+    python benchmarks/room.py                              # prints
+    python benchmarks/room.py --out benchmarks/results     # and writes room.md, which the book includes
+
+A step is simulated once. What it asked of the allocator is then asked again in less and less room, until it runs out:
+that is less than what is reserved where there is room for all, since cached segments go back. NF4 bases are loaded in
+order and as transformers 5.0 to 5.3 did, by threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import median
+
+import click
+from provenance import provenance, table, write
+from rich.progress import track
+
+import llmlab as lab
+from llmlab.estimate.verdict import HOLES
+from llmlab.runs import Run
+from llmlab.simulate.older import read_ahead
+from llmlab.simulate.reordered import Requests, requests_of
+from llmlab.step_quantized import one_at_a_time
+from llmlab.units import show_bytes
+
+NEAR = 0.005  # of the room: where the search ends
+HEADER = ["step", "card", "lab.estimate", "reserved with room for all", "least room", "least room / estimate"]
+FOUR = lab.LoRA(rank=16, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
+ADAPTERS = {"lora": FOUR, "precision": "fp16"}
+QLORA = {**ADAPTERS, "quantization": "nf4"}
+STEPS: list[tuple[str, str, Run]] = [
+    ("gpt2", "T4", lab.Training(8, 1024)),
+    ("gpt2", "A100-80GB", lab.Training(24, 1024, "autocast-bf16")),
+    ("gpt2", "H100", lab.Training(16, 1024, "mixed-bf16", "sgd", "full", "eager", 2)),
+    ("gpt2-xl", "A100-80GB", lab.Training(3, 512, "autocast-fp16", checkpointing="selective")),
+    ("SmolLM2-360M", "A100-80GB", lab.Training(8, 2048, "autocast-bf16")),
+    ("SmolLM2-360M", "A100-80GB", lab.Training(8, 2048, "mixed-bf16", "adamw", "selective", "eager")),
+    ("SmolLM2-360M", "T4", lab.Training(1, 4096, attention="eager", checkpointing="full", **ADAPTERS)),
+    ("TinyLlama-1.1B", "T4", lab.Training(4, 256, optimizer="adamw-8bit", checkpointing="full")),
+    ("TinyLlama-1.1B", "T4", lab.Training(8, 1024, attention="eager", checkpointing="full", **QLORA)),
+    ("TinyLlama-1.1B", "H100", lab.Training(3, 2048, "autocast-fp16", checkpointing="full", accumulation=2)),
+    ("Llama-3.2-1B", "H100", lab.Training(3, 2048, "fp16", "adamw", "full", "eager")),
+    ("Llama-3.2-1B", "A100-80GB", lab.Inference(32, 1024, 64)),
+    ("SmolLM2-1.7B", "A100-80GB", lab.Training(8, 256, "fp16", "adamw-8bit", attention="eager")),
+    ("SmolLM2-1.7B", "A100-80GB", lab.Training(3, 512, attention="eager", checkpointing="selective", **QLORA)),
+    ("SmolLM2-1.7B", "H100", lab.Training(6, 4096, checkpointing="full", **QLORA)),
+    ("Qwen2.5-1.5B", "T4", lab.Training(3, 2048, "autocast-fp16", "adamw", "selective", "eager", 2)),
+    ("Qwen3-4B", "H100", lab.Training(1, 2048, checkpointing="full", **QLORA)),
+    ("Qwen3-4B", "H100", lab.Training(2, 2048, "bf16", "adamw", "full", "eager")),
+    ("Mistral-7B-v0.3", "H100", lab.Inference(4, 512, 16)),
+    ("Qwen2.5-7B", "T4", lab.Training(1, 1024, checkpointing="full", **QLORA)),
+    ("Llama-3.1-8B", "A100-80GB", lab.Training(1, 256, "fp16", attention="eager", accumulation=2)),
+]
+
+
+def least_room(asked: Requests, order: list[tuple[int, bool]]) -> tuple[int, int]:
+    """Return the bytes reserved where there is room for all, and the least room in which the step runs."""
+    free = asked._replace(room=None).in_order(order)
+    assert free is not None  # nothing is refused without a limit
+    too_small, enough = free.allocated - 1, free.reserved
+    while enough - too_small > NEAR * enough:
+        room = (too_small + enough) // 2
+        if asked._replace(room=room).in_order(order):
+            enough = room
+        else:
+            too_small = room
+    return free.reserved, enough
+
+
+def rows(name: str, card: str, run: Run) -> Iterable[tuple[list[str], float]]:
+    """Yield the text of a step's row, for each way of loading it, and how much its room is of the estimate."""
+    estimated = lab.estimate(name, run, card).peak_allocated
+    assert estimated is not None
+    asked = requests_of(name, run, card)
+    orders = {"": list(one_at_a_time(asked.sizes))}
+    if asked.sizes:
+        orders = {", loaded in order": orders[""], ", by threads": list(read_ahead(asked.sizes, seed=0))}
+    for said, order in orders.items():
+        reserved, room = least_room(asked, order)
+        sizes = [show_bytes(size) for size in (estimated, reserved, room)]
+        yield [f"{name}, `{run!r}`{said}", card, *sizes, f"{room / estimated:.3f}"], room / estimated
+
+
+@click.command(help="Compare the sum of a step's tensors with the least room it runs in.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Write room.md into this folder.")
+def main(out: Path | None) -> None:
+    found = [row for step in track(STEPS, "steps") for row in rows(*step)]
+    ratios = sorted(ratio for _, ratio in found)
+    said = (
+        f"- Least room over the estimate: {ratios[0]:.3f} to {ratios[-1]:.3f}, the median {median(ratios):.3f}. With "
+        f"{HOLES:.2f} times its sum of tensors on the card `lab.estimate` says that a run fits, with less than the "
+        "sum that it does not, and between both that it cannot tell."
+    )
+    text = "\n".join([*table(HEADER, [cells for cells, _ in found]), "", said, "", provenance("llmlab", "torch")])
+    print(text)
+    if out:
+        write(out / "room.md", text)
+
+
+if __name__ == "__main__":
+    main()
