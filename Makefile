@@ -116,6 +116,7 @@ benchmarks: env ## llmlab beside its peers, its speed, its overhead, on a GPU it
 	$(BIN)/python benchmarks/peers.py --out benchmarks/results
 	$(BIN)/python benchmarks/versions.py --out benchmarks/results
 	$(BIN)/python benchmarks/held_out.py --out benchmarks/results
+	$(BIN)/python benchmarks/room.py --out benchmarks/results
 	$(BIN)/python benchmarks/operators.py --out benchmarks/results
 	$(BIN)/python benchmarks/bert.py --out benchmarks/results
 	$(BIN)/python benchmarks/published.py --out benchmarks/results

@@ -1,7 +1,7 @@
 """How much more room a step needs than the sum of its tensors: what lab.estimate's verdict leaves for it.
 
     python benchmarks/room.py                              # prints
-    python benchmarks/room.py --out benchmarks/results     # and writes room.md, which the book includes
+    python benchmarks/room.py --out benchmarks/results     # and writes room.md
 
 A step is simulated once. What it asked of the allocator is then asked again in less and less room, until it runs out:
 that is less than what is reserved where there is room for all, since cached segments go back. NF4 bases are loaded in
