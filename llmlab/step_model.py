@@ -90,7 +90,7 @@ def build_model(
     if quantization:
         compute = weight_dtype(run) if isinstance(run, Inference) else compute_dtype(run)
         model = quantize_linears(model, config, quantization, compute, device)
-        model.config._is_quantized = True  # as from_pretrained does: flash-attn's inputs are cast to dtype
+        vars(model.config).update(_is_quantized=True)  # as from_pretrained does: flash-attn gets config.dtype
     if shard is None:
         _materialize(model, device)
     if isinstance(run, Inference):

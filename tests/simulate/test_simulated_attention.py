@@ -150,7 +150,7 @@ def test_the_way_round_it_that_the_book_gives_is_the_pinned_kernel(monkeypatch):
 
 def test_flash_attn_keeps_a_log_sum_exp_a_row_and_backward_sums_dq_in_fp32():
     """flash_api.cpp, mha_fwd: out, softmax_lse, rng_state. flash_attn_interface.py, FlashAttnFunc.backward, and
-    mha_bwd: dq, dk, dv; then softmax_d and dq_accum, rows rounded up to 128 and heads to 32; dK and dV of each query head."""
+    mha_bwd: dq, dk, dv; then softmax_d and dq_accum, rows rounded up to 128 and heads to 32; dK and dV of each head."""
     with lab.simulator("A100-40GB") as card:
         attend = flash_attn_func()
         q, k, v = (
