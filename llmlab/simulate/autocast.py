@@ -97,7 +97,9 @@ class _Empty(Tensor):
         return Tensor._make_wrapper_subclass(cls, (1,), dtype=dtype, device=device)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override] # torch types it as the function that refuses
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if func is aten.to.dtype:
             return cls(args[1], args[0].device)
         raise reached(func, args, kwargs or {})
