@@ -1,6 +1,8 @@
 """The Triton kernels compile for GPUs that are not here: no interpreter, no GPU, ptxas alone."""
 
+import json
 import os
+import re
 import subprocess
 import sys
 
@@ -9,37 +11,60 @@ import pytest
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton has wheels for Linux alone")
 
 
-def compiled(*arguments):
-    """Rows of `python -m llmlab.kernels.ptx`, without its header: (kernel, dtype, sm, registers, spills, shared)."""
+FUSED = {arch: ("--arch", str(arch), "--kernel", "rms_norm", "--dtype", "fp16") for arch in (75, 80, 90)}
+WIDE = {kernel: ("--arch", "80", "--kernel", kernel, "--dtype", "bf16") for kernel in ("softmax", "cross_entropy")}
+ATTENTION = {
+    (arch, dtype, head): ("--arch", str(arch), "--kernel", "attention", "--dtype", dtype, "--head", str(head))
+    for arch, dtype in ((75, "fp16"), (80, "bf16"), (90, "bf16"))
+    for head in (64, 128)
+    if (arch, head) != (90, 64)
+}
+ONE_AFTER_ANOTHER = """
+import json, sys
+from llmlab.kernels.ptx import main
+for arguments in json.load(sys.stdin):
+    main(arguments, standalone_mode=False)
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """By arguments, the rows that llmlab.kernels.ptx prints: (kernel, dtype, sm, registers, spills, shared).
+
+    In one process: to start one, with torch and Triton, takes longer than to compile a kernel.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-m", "llmlab.kernels.ptx", *arguments]
-    lines = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()[1:]
-    rows = [line.rsplit(maxsplit=5) for line in lines]
-    return [(kernel, dtype, *map(int, numbers)) for kernel, dtype, *numbers in rows]
+    asked = [*FUSED.values(), *WIDE.values(), *ATTENTION.values()]
+    command = [sys.executable, "-W", "ignore", "-c", ONE_AFTER_ANOTHER]
+    done = subprocess.run(command, env=environment, input=json.dumps(asked), capture_output=True, text=True, check=True)
+    header, *tables = re.split(r"^kernel .*\n", done.stdout, flags=re.MULTILINE)
+    assert header == ""
+    found = {}
+    for arguments, table in zip(asked, tables, strict=True):
+        rows = [line.rsplit(maxsplit=5) for line in table.splitlines()]
+        found[arguments] = [(kernel, dtype, *map(int, numbers)) for kernel, dtype, *numbers in rows]
+    return found
 
 
-@pytest.mark.parametrize("arch", [75, 80, 90])
-def test_a_fused_kernel_compiles_without_spills(arch):
+@pytest.mark.parametrize("arch", FUSED)
+def test_a_fused_kernel_compiles_without_spills(compiled, arch):
     """RMSNorm at 4096 columns holds a row in registers; the others are compiled by `python -m llmlab.kernels.ptx`."""
-    rows = compiled("--arch", str(arch), "--kernel", "rms_norm", "--dtype", "fp16")
+    rows = compiled[FUSED[arch]]
     assert [row[0].split()[0] for row in rows] == ["rms_norm.forward_kernel", "rms_norm.backward_kernel"]
     assert all(sm == arch and 0 < registers <= 255 and spills == 0 for *_, sm, registers, spills, _shared in rows)
 
 
 @pytest.mark.parametrize(("kernel", "count"), [("softmax", 3), ("cross_entropy", 2)])
-def test_wide_rows_compile_tile_by_tile_without_spills(kernel, count):
-    rows = compiled("--arch", "80", "--kernel", kernel, "--dtype", "bf16")
+def test_wide_rows_compile_tile_by_tile_without_spills(compiled, kernel, count):
+    rows = compiled[WIDE[kernel]]
     assert len(rows) == count
     assert all(0 < registers <= 255 and spills == 0 for *_, _sm, registers, spills, _shared in rows)
 
 
-@pytest.mark.parametrize(
-    ("arch", "dtype", "head"),
-    [(75, "fp16", 64), (75, "fp16", 128), (80, "bf16", 64), (80, "bf16", 128), (90, "bf16", 128)],
-)
-def test_attentions_tiles_fit_in_registers_and_shared_memory(arch, dtype, head):
+@pytest.mark.parametrize(("arch", "dtype", "head"), ATTENTION)
+def test_attentions_tiles_fit_in_registers_and_shared_memory(compiled, arch, dtype, head):
     """Forward, row sums, dk with dv, and dq. Shared memory a block may have: CUDA C++ guide, table 27."""
-    rows = compiled("--arch", str(arch), "--kernel", "attention", "--dtype", dtype, "--head", str(head))
+    rows = compiled[ATTENTION[arch, dtype, head]]
     assert len(rows) == 4
     for kernel, _dtype, _sm, registers, spills, shared in rows:
         assert registers <= 255 and spills == 0, kernel
