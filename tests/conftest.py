@@ -1,6 +1,9 @@
 """Settings shared by all tests: random tests take the same cases everywhere, and print how to repeat a failing one."""
 
+import gc
 import os
+import sys
+from multiprocessing import forkserver, get_context
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,25 @@ if not Path("/proc/driver/nvidia/version").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+IMPORTED = pytest.StashKey[int]()
+
+
+def pytest_runtest_setup(item):
+    """After imports, take what is there out of the search for garbage.
+
+    Each simulation and each measurement collects garbage before it starts. Through torch, transformers and all test
+    modules that takes longer than most of them.
+    """
+    if len(sys.modules) > item.config.stash.get(IMPORTED, 0):
+        gc.collect()
+        gc.freeze()
+        item.config.stash[IMPORTED] = len(sys.modules)
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # or extensions find their objects alive at the very end, and say so
+
+
 @pytest.fixture(scope="module")
 def one_thread():
     """Torch on one thread: tests run beside each other on few cores, and sums are in the same order every time."""
@@ -27,3 +49,36 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def in_environment(environment, target, *arguments):
+    """Run in a rank that was forked: its server's environment is that of whoever came first."""
+    os.environ.clear()
+    os.environ.update(environment)
+    gc.freeze()  # as pytest_runtest_setup does
+    target(*arguments)
+
+
+class Forked:
+    """In the place of a context that spawns: each process is forked from one server, which has imported torch."""
+
+    @staticmethod
+    def Process(target, args, name):
+        server = get_context("forkserver")
+        # torch's optimizers import its compiler. None of these touches a GPU, which a fork could not use any more.
+        server.set_forkserver_preload(["pytest", "torch", "torch._dynamo", "torch.distributed.fsdp", "llmlab"])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("OMP_NUM_THREADS", "1")  # threads that a library starts as it is loaded are not forked
+            forkserver.ensure_running()
+        return server.Process(target=in_environment, args=(dict(os.environ), target, *args), name=name)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked_ranks():
+    """`launch` forks its ranks: a new interpreter with torch takes 5 s of a core, for each rank of each launch.
+
+    tests/techniques/test_launch.py has a fixture of this name instead that leaves `launch` as it is.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("llmlab.techniques.launch.get_context", lambda _: Forked)
+        yield

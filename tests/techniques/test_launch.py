@@ -19,6 +19,12 @@ from llmlab.runs import Training
 from llmlab.techniques import launch as module
 from llmlab.techniques.launch import RankFailed, check_world, launch
 
+
+@pytest.fixture(scope="module")
+def forked_ranks():
+    """Here ranks start as they do outside of tests."""
+
+
 GONE = 30  # seconds after which a process that should be gone is not; it is not what the test waits
 
 
