@@ -5,8 +5,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import MixtralConfig
-from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, load_balancing_loss_func
 
 from llmlab.errors import SpecError
 from llmlab.techniques.experts import MoE, balancing_loss, capacity, route, within_capacity
@@ -16,13 +14,20 @@ HIDDEN, WIDTH, EXPERTS, K = 16, 24, 8, 2
 
 
 def mixtral():
-    torch.manual_seed(0)
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
     block = MixtralSparseMoeBlock(
         MixtralConfig(
             hidden_size=HIDDEN, intermediate_size=WIDTH, num_local_experts=EXPERTS, num_experts_per_tok=K,
             experts_implementation="eager",
         )
     )  # fmt: skip
+    return random(block)
+
+
+def random(block):
+    torch.manual_seed(0)
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return block
@@ -44,21 +49,24 @@ def x_of(rank):
 
 
 def in_parallel():
-    """Run in each rank: what expert parallelism gives for this rank's tokens, and gradients of this rank's experts."""
+    """Run in each rank: what expert parallelism gives for this rank's tokens, and gradients of this rank's experts.
+
+    Held to the same block on one rank, and that below to Mixtral's, whose import four ranks need not repeat.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    theirs = mixtral()
-    block = ours(theirs, parallel=True)
-    expected = [theirs(x_of(r)) for r in range(ranks)]
+    whole_block = random(MoE(HIDDEN, WIDTH, EXPERTS, K))
+    block = ours(whole_block, parallel=True)
+    expected = [whole_block(x_of(r)) for r in range(ranks)]
     sum(y.square().sum() for y in expected).backward()
     x = x_of(rank).requires_grad_()
     y = block(x)
     y.square().sum().backward()
     alone = x_of(rank).requires_grad_()
-    theirs(alone).square().sum().backward()
-    theirs.zero_grad()
-    sum(theirs(x_of(r)).square().sum() for r in range(ranks)).backward()
-    whole = theirs.experts.gate_up_proj.grad.tensor_split(ranks)[rank]
-    limited, one = ours(theirs, parallel=True, factor=1.0), ours(theirs, factor=1.0)
+    whole_block(alone).square().sum().backward()
+    whole_block.zero_grad()
+    sum(whole_block(x_of(r)).square().sum() for r in range(ranks)).backward()
+    whole = whole_block.experts.gate_up_proj.grad.tensor_split(ranks)[rank]
+    limited, one = ours(whole_block, parallel=True, factor=1.0), ours(whole_block, factor=1.0)
     return {
         "output": (y - expected[rank]).abs().max().item(),
         "input": (x.grad - alone.grad).abs().max().item(),
@@ -98,6 +106,8 @@ def test_experts_on_four_ranks_give_what_one_rank_gives(ranks):
 
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(0, 1000))
 def test_balancing_loss_is_transformers_and_equal_shares_give_k(tokens, k, seed):
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
     logits = torch.randn(tokens, EXPERTS, generator=torch.Generator().manual_seed(seed))
     experts, _ = route(logits, k)
     expected = load_balancing_loss_func((logits,), EXPERTS, k)
