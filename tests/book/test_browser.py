@@ -2,13 +2,14 @@
 
 Needs `make site` and a Chromium (Debian's package chromium, or Chrome). Where there is none the tests say that they
 did not run; with LLMLAB_REQUIRE_BROWSER=1, as in continuous integration, that is a failure.
-Screenshots of each page, light and dark, wide and narrow, go to _build/screenshots.
+Screenshots of each page, light and wide, and dark on a phone, go to _build/screenshots.
 """
 
 import os
 import re
 import shutil
 import threading
+from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -32,7 +33,8 @@ FLAGS = [
     "--disable-sync",
 ]
 HERE = ("http://127.0.0.1:", "data:", "blob:")
-VIEWS = {"light": ("light", 1280), "dark": ("dark", 1280), "phone": ("light", 400), "phone-dark": ("dark", 400)}
+WIDE, PHONE = 1280, 400  # px
+PATIENCE = 300_000  # ms: a slow machine is not a failure
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -71,8 +73,8 @@ def browser(tmp_path_factory):
         context.close()
 
 
-@pytest.fixture
-def page(browser):
+@contextmanager
+def tab(browser, width=WIDE):
     """A tab that writes down what goes wrong (`problems`) and what it asks of other machines (`outside`)."""
     page = browser.new_page()
     page.problems, page.outside = [], []
@@ -81,8 +83,34 @@ def page(browser):
     page.on("requestfailed", lambda request: note(page.problems, True, f"failed: {request.url}"))
     page.on("response", lambda answer: note(page.problems, answer.status >= 400, f"{answer.status}: {answer.url}"))
     page.on("request", lambda request: note(page.outside, not request.url.startswith(HERE), request.url))
+    page.set_default_timeout(PATIENCE)
+    page.set_viewport_size({"width": width, "height": 900})
+    page.emulate_media(color_scheme="light")
     yield page
     page.close()
+
+
+@pytest.fixture
+def page(browser):
+    with tab(browser) as page:
+        yield page
+
+
+@pytest.fixture(scope="module", params=PAGES)
+def wide(request, browser, site):
+    """A page of the book, loaded once for all that is asked of it at this width."""
+    with tab(browser) as page:
+        visit(page, site, request.param)
+        page.name = request.param
+        yield page
+
+
+@pytest.fixture(scope="module", params=PAGES)
+def phone(request, browser, site):
+    with tab(browser, PHONE) as page:
+        visit(page, site, request.param)
+        page.name = request.param
+        yield page
 
 
 def note(where, happened, what):
@@ -106,24 +134,20 @@ def test_the_first_page_is_the_books_introduction(page, site):
     assert "How to Train Your LLM" in page.title()
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_page_loads_whole_and_by_itself(page, site, name):
-    visit(page, site, name)
-    assert page.problems == []
-    assert page.outside == []  # what a page needs, it brings: readers may be offline
-    broken = page.evaluate("[...document.images].filter(i => !i.naturalWidth).map(i => i.src)")
+def test_page_loads_whole_and_by_itself(wide):
+    assert wide.problems == []
+    assert wide.outside == []  # what a page needs, it brings: readers may be offline
+    broken = wide.evaluate("[...document.images].filter(i => !i.naturalWidth).map(i => i.src)")
     assert broken == []
-    unlabelled = page.evaluate("[...document.querySelectorAll('article img')].filter(i => !i.alt).map(i => i.src)")
+    unlabelled = wide.evaluate("[...document.querySelectorAll('article img')].filter(i => !i.alt).map(i => i.src)")
     assert unlabelled == []
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_links_lead_somewhere(page, site, name):
-    visit(page, site, name)
-    links = page.evaluate("[...document.querySelectorAll('a[href]')].map(a => a.getAttribute('href'))")
+def test_links_lead_somewhere(wide, site):
+    links = wide.evaluate("[...document.querySelectorAll('a[href]')].map(a => a.getAttribute('href'))")
     missing = []
     for link in links:
-        address, anchor = urldefrag(urljoin(site + name, link))
+        address, anchor = urldefrag(urljoin(site + wide.name, link))
         if not address.startswith(site) or link.startswith("javascript:"):
             continue
         target = SITE / (unquote(address.removeprefix(site)).partition("?")[0] or "index.html")
@@ -132,15 +156,13 @@ def test_links_lead_somewhere(page, site, name):
     assert missing == []
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_mathematics_is_drawn(page, site, name):
-    visit(page, site, name)
-    source = (SITE / name).read_text(encoding="utf-8")
+def test_mathematics_is_drawn(wide):
+    source = (SITE / wide.name).read_text(encoding="utf-8")
     formulas = len(re.findall(r'class="math notranslate nohighlight"', source))
-    drawn = page.evaluate("document.querySelectorAll('mjx-container mjx-math').length")
+    drawn = wide.evaluate("document.querySelectorAll('mjx-container mjx-math').length")
     assert drawn >= formulas
-    assert page.locator("mjx-merror").count() == 0
-    prose = page.evaluate("""() => {
+    assert wide.locator("mjx-merror").count() == 0
+    prose = wide.evaluate("""() => {
       const article = document.querySelector('article').cloneNode(true);
       article.querySelectorAll('pre, code, script, mjx-container').forEach(element => element.remove());
       return article.textContent;
@@ -148,26 +170,42 @@ def test_mathematics_is_drawn(page, site, name):
     assert re.findall(r"\$\$|\\\(|\\frac|\{term\}|\{cite\}|:::|```", prose) == []  # markup that nobody rendered
 
 
-@pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("name", PAGES)
-def test_page_fits_the_screen(page, site, name, view):
-    scheme, width = VIEWS[view]
-    page.set_viewport_size({"width": width, "height": 900})
+def in_scheme(page, scheme):
+    """What a page does whose reader turns the lights out, or on."""
     page.emulate_media(color_scheme=scheme)
-    visit(page, site, name)
-    assert page.evaluate("document.documentElement.dataset.theme") == scheme
-    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-    page.screenshot(path=SCREENSHOTS / f"{Path(name).stem}-{view}.png", full_page=True)
+    page.wait_for_function("scheme => document.documentElement.dataset.theme === scheme", arg=scheme)
+
+
+def fits(page, scheme):
+    in_scheme(page, scheme)
     beyond = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
     assert beyond <= 0, f"the page scrolls sideways by {beyond} px"
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_tables_are_legible_in_the_dark(page, site, name):
-    page.emulate_media(color_scheme="dark")
-    visit(page, site, name)
+def photograph(page, view):
+    """For people to look at. To draw a whole page takes longer than to load it."""
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    path = SCREENSHOTS / f"{Path(page.name).stem}-{view}.jpeg"
+    page.screenshot(path=path, full_page=True, type="jpeg", quality=60)
+
+
+def test_page_fits_the_screen(wide):
+    fits(wide, "dark")
+    fits(wide, "light")
+    photograph(wide, "light")
+
+
+def test_page_fits_a_phone(phone):
+    fits(phone, "light")
+    fits(phone, "dark")
+    photograph(phone, "phone-dark")
+    assert phone.problems == []
+
+
+def test_tables_are_legible_in_the_dark(wide):
+    in_scheme(wide, "dark")
     # WCAG 2.1, 1.4.3: contrast of text of at least 4.5 to 1 against the first ancestor that has a background.
-    poor = page.evaluate("""() => {
+    poor = wide.evaluate("""() => {
       const rgb = text => text.match(/[\\d.]+/g).map(Number);
       const linear = c => (c /= 255) <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
       const luminance = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
@@ -193,7 +231,7 @@ def test_search_finds_a_term(page, site):
 
 
 def test_on_a_phone_the_contents_open_by_the_button(page, site):
-    page.set_viewport_size({"width": 400, "height": 900})
+    page.set_viewport_size({"width": PHONE, "height": 900})
     visit(page, site, "book/intro.html")
     link = page.locator("nav a[href='glossary.html']").first
     assert not link.is_visible()
