@@ -9,6 +9,9 @@ import llmlab as lab
 from llmlab.units import MiB, show_bytes
 
 GPT = {"model_type": "gpt2", "n_embd": 128, "n_head": 4, "n_layer": 3, "n_positions": 256, "vocab_size": 2000}
+LLAMA = {"model_type": "llama", "hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2,
+         "num_hidden_layers": 3, "intermediate_size": 344, "vocab_size": 2000,
+         "max_position_embeddings": 256}  # fmt: skip
 
 
 def t4_rows(name: str, seq_len: int) -> list[lab.Report]:
