@@ -106,7 +106,7 @@ def block_saved(spec: ModelSpec, run: Training, b: Bytes, gpu: GPU | None = None
         *_attention_saved(spec, run, T, b, trained, kernel, mask_bytes),
         # Autocast casts the input of every linear anew: q, k and v each keep a copy of the same tensor.
         *([Saved("linear inputs", T * c * h * copies, split=False)] if trained else []),
-        *_mlp_saved(spec, T, c, trained, autocast),
+        *_mlp_saved(spec, T, c, trained, autocast, cpu),
         *(_adapter_saved(spec, run, T, r) if run.lora else []),
         *([Saved("int8 inputs", _int8_inputs(spec, run, T, r, kernel), split=False)] if run.quantization else []),
         *([Saved("dropout masks", 2 * T * h * mask_bytes, split=False)] if spec.dropout else []),
@@ -194,11 +194,12 @@ def score_backward_bytes(spec: ModelSpec, run: Training, b: Bytes) -> int:
     return scores(spec, run) * (2 * p + c - freed)
 
 
-def _mlp_saved(spec: ModelSpec, T: int, c: int, trained: bool, autocast: bool) -> list[Saved]:
+def _mlp_saved(spec: ModelSpec, T: int, c: int, trained: bool, autocast: bool, cpu: bool) -> list[Saved]:
     h = spec.hidden
     if not spec.gated:
         saved = [Saved("linear inputs", T * c * h, split=False)] if trained else []
-        return [*saved, Saved("mlp", T * spec.intermediate * (_gelu_bytes(spec, c, autocast) + (c if trained else 0)))]
+        gelu = _gelu_bytes(spec, c, autocast and not cpu)
+        return [*saved, Saved("mlp", T * spec.intermediate * (gelu + (c if trained else 0)))]
     # A gated MLP keeps act's input, act's output, the other branch, and, for down_proj's gradient, their product.
     tensors = 4 if trained else 3
     copies = 2 if autocast and not spec.fused_qkv else 1
@@ -216,12 +217,13 @@ def _mlp_saved(spec: ModelSpec, T: int, c: int, trained: bool, autocast: bool) -
     return [Saved("mlp", (routed * (n - dense) + plain * dense) // n)]
 
 
-def _gelu_bytes(spec: ModelSpec, c: int, autocast: bool) -> int:
+def _gelu_bytes(spec: ModelSpec, c: int, wide_pow: bool) -> int:
     """Return the bytes an activation function keeps an element: one tensor if it is one operator, four if it is tanh's
-    formula written out (transformers' NewGELUActivation, three of them fp32 under autocast, where pow is)."""
+    formula written out (transformers' NewGELUActivation; three of them fp32 where pow is: under CUDA's autocast, not
+    under the CPU's)."""
     if spec.activation in FUSED:
         return c
-    return 3 * 4 + c if autocast else 4 * c
+    return 3 * 4 + c if wide_pow else 4 * c
 
 
 def _adapter_saved(spec: ModelSpec, run: Training, T: int, r: int) -> list[Saved]:

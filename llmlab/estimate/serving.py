@@ -132,7 +132,8 @@ def divided(
     activations: int | None = None,
 ) -> dict[str, int]:
     """Return the bytes of a card's budget and of what it is divided into."""
-    largest = replace(run, batch=1, prompt_len=read_at_once, new_tokens=1)
+    # An engine's attention has kernels of its own, which write no scores, whatever the card.
+    largest = replace(run, batch=1, prompt_len=read_at_once, new_tokens=1, attention="flash")
     parts = inference_moments(spec, largest, card)[1].parts  # of prefill
     if activations is None:
         logits = parts["logits"] * max_requests  # a row for each request
