@@ -65,7 +65,7 @@ LLAMA_FLOPS = 2 * BLOCKS * 4096 + 2 * HEAD * 5 + 4 * 32 * 4096 * 1e6  # scores a
 
 
 def test_a_pass_of_many_tokens_takes_its_flops() -> None:
-    """2 FLOP a weight and token, of the head a sequence; of each pair 2 · 2 · 4096 a layer."""
+    """2 FLOP per weight and token, of the head per sequence; of each pair 2 · 2 · 4096 per layer."""
     assert llama_seconds() == pytest.approx(LLAMA_FLOPS / A100_FLOPS, rel=1e-9)
 
 
