@@ -24,8 +24,6 @@ class States(NamedTuple):
 
 def device_parameters(spec: ModelSpec, pp: int, stage: int, tp: int = 1, ep: int = 1) -> dict[str, int]:
     """Return parameters by component on one rank of stage `stage` of `pp`, before ZeRO."""
-    if pp == tp == ep == 1:
-        return spec.parameters_by_component
     first, last = stage == 0, stage == pp - 1
     layers = stage_layers(spec.layers, pp)[stage]
     counts = {}
@@ -102,7 +100,7 @@ def states(spec: ModelSpec, run: Training, stage: int = 0) -> States:
     if run.optimizer == "adafactor":
         factored = int(factored_elements(spec, run) * stepped / max(1, sum(trained)) * held / spec.parameters)
     weights = _shard(spec, run, experts, dense) if run.zero == 3 else experts + dense
-    made = _leaving(spec, run, sum(trained)) if run.offload else stepped if run.zero >= 2 else sum(trained)
+    made = _leaving(spec, run, counts, sum(trained)) if run.offload else stepped if run.zero >= 2 else sum(trained)
     return States(
         weights=0 if run.offload == "optimizer+parameters" else weights,
         gradients=gradient * made,
@@ -114,18 +112,16 @@ def states(spec: ModelSpec, run: Training, stage: int = 0) -> States:
 
 
 def largest_tensor(spec: ModelSpec, run: Training, counts: dict[str, int]) -> int:
-    """Return the elements of the largest parameter on a device that holds `counts`: the embedding, the head, or all
-    experts' first projections of a layer, which transformers keeps in one tensor."""
-    table = max(counts["embedding"], counts["head"])
-    return max(table, spec.experts * 2 * spec.moe_intermediate * spec.hidden // (run.ep * run.tp))
+    """Return the elements of the largest parameter on a device that holds `counts`: the embedding, the head, a matrix
+    of a block, or all experts' first projections of a layer, which transformers keeps in one tensor."""
+    experts = spec.experts * 2 * spec.moe_intermediate * spec.hidden // run.ep
+    blocks = [each.inputs * each.outputs for each in spec.linears if each.part not in ("embedding", "head")]
+    return max(counts["embedding"], counts["head"], max(experts, *blocks) // run.tp)
 
 
-def _leaving(spec: ModelSpec, run: Training, trained: int) -> int:
+def _leaving(spec: ModelSpec, run: Training, counts: dict[str, int], trained: int) -> int:
     """Return the elements of the largest gradient that waits for its way to the host."""
-    if run.lora:
-        return trained // spec.layers
-    linears = [each.inputs * each.outputs for each in spec.linears]
-    return min(trained, max(spec.vocab * spec.hidden, *linears) // run.tp)
+    return trained // spec.layers if run.lora else largest_tensor(spec, run, counts)
 
 
 def block_parameters(spec: ModelSpec) -> int:

@@ -127,6 +127,9 @@ def test_fsdp_keeps_fp32_shards_of_frozen_weights_under_mixed_precision(precisio
     assert states(spec, run).weights == half * count("llama") + 4 * adapters
     cut = states(spec, replace(run, zero=3))
     assert cut.weights == pytest.approx((half * count("llama") + 4 * adapters) / 4, abs=4)
+    assert states(spec, replace(run, zero=0)).shard == half * count("llama") + 4 * adapters  # nothing is sharded
+    ddp = states(spec, replace(run, zero=1))  # nor gathered: what rank 0 keeps is what it computes with
+    assert ddp.shard == pytest.approx((half * count("llama") + 4 * adapters) / 4, abs=4)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -145,14 +148,18 @@ def test_zero_divides_states_then_gradients_then_weights_by_all_that_hold_the_sa
 def test_the_largest_gradient_waits_for_its_way_to_the_host() -> None:
     run = lab.Training(precision="mixed-bf16", offload="optimizer", seq_len=16)
 
-    def waits(stage: int = 0, small: bool = False, **settings: object) -> int:
-        held = states(lab.model({**LLAMA, "vocab_size": 100} if small else LLAMA), replace(run, **settings), stage)
+    def waits(stage: int = 0, model: dict[str, object] = LLAMA, **settings: object) -> int:
+        held = states(lab.model(model), replace(run, **settings), stage)
         assert held.optimizer == 0 < held.weights
         return held.gradients
 
     assert waits() == 2 * VOCAB * HIDDEN
     assert waits(tp=2) == 2 * VOCAB * HIDDEN // 2
-    assert waits(small=True) == 2 * WIDTH * HIDDEN  # a matrix of the MLP is larger than the embedding
+    assert waits(model={**LLAMA, "vocab_size": 100}) == 2 * WIDTH * HIDDEN  # a matrix of the MLP is larger
+    assert waits(stage=1, pp=3, accumulation=3) == 2 * WIDTH * HIDDEN  # a stage between has neither table
+    assert waits(stage=2, pp=3, accumulation=3) == 2 * VOCAB * HIDDEN  # the head
+    assert waits(model=MIXTRAL, dp=2, ep=2) == 2 * VOCAB * HIDDEN
+    assert waits(model={**MIXTRAL, "vocab_size": 100}, dp=2, ep=2) == 2 * EXPERTS * 2 * WIDTH * HIDDEN // 2
     assert waits(lora=LORA) == 4 * (4 * 2 * HIDDEN + 4 * (WIDTH + HIDDEN))  # a layer's adapters, in fp32
     both = states(lab.model(LLAMA), replace(run, offload="optimizer+parameters", zero=3, dp=2))
     assert both.weights == both.optimizer == 0
@@ -167,3 +174,30 @@ def test_expert_parallel_ranks_hold_a_share_of_the_experts() -> None:
     spec = lab.model(MIXTRAL)
     held = states(spec, lab.Training(precision="bf16", dp=2, ep=2))
     assert held.weights == 2 * (count("mixtral") - count("mixtral", "experts") // 2)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "mixed-bf16"])
+def test_fsdp_pads_the_experts_to_the_ranks(precision: str) -> None:
+    """Four experts of a layer on three ranks: two, two and none, and all else in thirds."""
+    spec = lab.model(MIXTRAL)
+    wide = 4 if precision == "mixed-bf16" else 2
+    held = states(spec, lab.Training(precision=precision, lora=LORA, dp=3, zero=3, seq_len=16))
+    experts = count("mixtral", "experts")
+    adapters = adapter_parameters(spec, lab.Training(lora=LORA, seq_len=16))
+    rest = (wide * (count("mixtral") - experts) + 4 * adapters) / 3
+    assert held.shard == pytest.approx(wide * experts / 2 + rest, abs=4)
+
+
+@pytest.mark.parametrize("settings", [
+    {"lora": LORA}, {"lora": LORA, "dp": 7, "zero": 3}, {"dp": 7, "zero": 3}, {"lora": LORA, "offload": "optimizer"},
+    {"dp": 7, "zero": 3, "offload": "optimizer"}, {"tp": 8, "offload": "optimizer"}, {"pp": 3, "accumulation": 3},
+    {"optimizer": "adafactor", "dp": 7, "zero": 2}, {"lora": LORA, "quantization": "nf4", "dp": 7, "zero": 3},
+])  # fmt: skip
+@pytest.mark.parametrize("name", MODELS)
+def test_bytes_are_whole_numbers(name: str, settings: dict[str, object]) -> None:
+    """Also where ranks do not divide what they share."""
+    if name == "gpt2" and "lora" in settings:
+        settings = {**settings, "lora": lab.LoRA(rank=3, targets=("c_attn",))}
+    run = lab.Training(**{"precision": "mixed-bf16", "seq_len": 16} | settings)
+    held = states(lab.model({**MODELS[name], "vocab_size": 1001}), run)
+    assert all(type(value) is int for value in (*held[:-1], *held.units)), held
