@@ -97,11 +97,16 @@ browser: env ## open every built page in headless Chromium
 durations: env ## print what the last run of each stage took, and its slowest tests
 	@$(STAGE)
 
-# Other processors: torch, oneDNN and MKL held to older instruction sets, and other numbers of threads.
+# Other processors: torch, oneDNN and MKL held to older instruction sets, and other numbers of threads. Each has a folder
+# of its own for what torch.compile makes: inductor's key does not say for which instruction set a kernel was compiled,
+# and one of AVX-512, loaded under AVX2, gives wrong numbers or crashes (torch 2.13).
+COMPILED = TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/_build/inductor
 instruction-sets: env ## unit and nbval three times: no vector extensions and one thread, AVX2 and two, this CPU and four
-	$(MAKE) unit nbval ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 OMP_NUM_THREADS=1
-	$(MAKE) unit nbval ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 OMP_NUM_THREADS=2
-	$(MAKE) unit nbval OMP_NUM_THREADS=4
+	$(MAKE) unit nbval ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 \
+	    OMP_NUM_THREADS=1 $(COMPILED)/sse4
+	$(MAKE) unit nbval ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 \
+	    OMP_NUM_THREADS=2 $(COMPILED)/avx2
+	$(MAKE) unit nbval OMP_NUM_THREADS=4 $(COMPILED)/native
 
 schema: env ## validate the workflows and CITATION.cff
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
