@@ -69,7 +69,7 @@ endef
 export OMP_WAIT_POLICY ?= PASSIVE
 
 # Records of this user's own must not change what a page prints: the book reads those of the package.
-notebooks outputs nbval gpu-notebooks: export LLMLAB_RECORDS := $(CURDIR)/llmlab/records
+notebooks outputs nbval gpu-notebooks: export LLMLAB_RECORDS := $(CURDIR)/llmlab/archive
 
 notebooks: env ## execute every chapter on this machine into _build/here, and render that; book/ stays as it is
 	@$(STAGE) $@ -- $(BIN)/python tools/notebooks.py --site _build/here
@@ -81,8 +81,8 @@ site: $(VENV)/.rendering ## render the site from the notebooks as they are
 	@$(STAGE) $@ -- $(BIN)/python tools/stamp.py _build/stamps/site book benchmarks/results _config.yml _toc.yml \
 	    constraints.txt -- $(BIN)/jupyter-book build . -W -n --keep-going --all -q
 
-lint: env schema ## ruff, mypy over the package, and the schemas of the workflows and of CITATION.cff
-	@$(STAGE) $@ -- sh -c '$(BIN)/ruff check . && $(BIN)/mypy'
+lint: env schema ## ruff, the order of the imports, mypy over the package, and the schemas of workflows and CITATION.cff
+	@$(STAGE) $@ -- sh -c '$(BIN)/ruff check . && $(BIN)/lint-imports --no-cache --no-logo && $(BIN)/mypy'
 
 unit: env ## unit tests, doctests, and that texts and notebooks agree
 	@$(STAGE) $@ -- $(PYTEST) --maxprocesses 4 $(TIMES) \

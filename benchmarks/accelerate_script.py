@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 import llmlab as lab
-from llmlab.records import figure
+from llmlab.archive import figure
 
 MODEL, CARD, RANKS = "Qwen2.5-1.5B", "H100-80GB", 8
 BATCH, TOKENS = 2, 128

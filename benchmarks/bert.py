@@ -38,9 +38,9 @@ from transformers.models.bert import modeling_bert
 from transformers.optimization import Adafactor
 
 import llmlab as lab
-from llmlab.records import figure
-from llmlab.simulate.allocator import SMALL_SEGMENT
-from llmlab.units import MiB
+from llmlab.archive import figure
+from llmlab.base.units import MiB
+from llmlab.simulation.allocator.caching import SMALL_SEGMENT
 
 GPU = "V100-16GB"
 T, ACCUMULATION = 512, 4

@@ -8,7 +8,7 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-from llmlab.units import MiB
+from llmlab.base.units import MiB
 
 KEY = ("model", "quantization", "attention", "micro_batch", "seq_len")
 ALLOCATED, RESERVED, TRACKED = "llmlab simulate", "llmlab simulate, reserved", "MemTracker"

@@ -3,7 +3,7 @@
     python benchmarks/cpu_grid.py                              # prints
     python benchmarks/cpu_grid.py --out benchmarks/results     # and writes cpu_grid.md, which the book includes
 
-tests/simulate/test_cpu_grid.py holds a few of these to the bar at every change.
+tests/simulation/test_cpu_grid.py holds a few of these to the bar at every change.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import track
 
 import llmlab as lab
-from llmlab.runs import CHECKPOINTING, OPTIMIZERS, PRECISIONS, QUANTIZATIONS, WEIGHTS, Run
+from llmlab.specs.run import CHECKPOINTING, OPTIMIZERS, PRECISIONS, QUANTIZATIONS, WEIGHTS, Run
 
 BAR = 0.001
 SHAPES: dict[str, dict[str, Any]] = {

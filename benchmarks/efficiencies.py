@@ -4,8 +4,9 @@
     python benchmarks/efficiencies.py --write    # and writes the table
 
 Each record is a time. The simulator says which kernels ran in it; the rates are those that make the sums of their times
-(`llmlab.simulate.time`) fit the records best: least squares in logarithms, with large errors counting linearly, because
-single runs were disturbed. H100: from whole training runs, by the formulas of `llmlab.estimate.time`.
+(`llmlab.simulation.profile.roofline`) fit the records best: least squares in logarithms, with large errors counting
+linearly, because
+single runs were disturbed. H100: from whole training runs, by the formulas of `llmlab.formulas.time.step`.
 """
 
 from __future__ import annotations
@@ -27,15 +28,16 @@ import operators as scripts
 
 import llmlab as lab
 from llmlab import Training
-from llmlab.estimate import time as formulas
-from llmlab.estimate.efficiency import Efficiency
+from llmlab.archive import OperatorRecord, figure, held_out, operator_records, records
+from llmlab.archive.published_steps import gpt
+from llmlab.formulas.time import step as formulas
+from llmlab.formulas.time.efficiency import Efficiency
 from llmlab.hardware.gpu import gpu
-from llmlab.models.spec import model
-from llmlab.records import OperatorRecord, figure, held_out, operator_records, records
-from llmlab.records.published_steps import gpt
-from llmlab.simulate.operators import Kernel, Operators
-from llmlab.simulate.report import recorded
-from llmlab.simulate.time import host_seconds, kernel_seconds
+from llmlab.simulation.profile.kernel import Kernel
+from llmlab.simulation.profile.operator_log import Operators
+from llmlab.simulation.profile.roofline import host_seconds, kernel_seconds
+from llmlab.simulation.report import recorded
+from llmlab.specs.model import model
 
 TABLE = Path(lab.__file__).parent / "hardware" / "efficiencies.toml"
 MiB = 2**20
@@ -322,7 +324,7 @@ def entry(card: str, values: dict[str, float], derived_from: str, validated: str
 HEAD = """\
 # What cards reach, derived from published records by benchmarks/efficiencies.py; don't edit by hand. A card that is not
 # here has no record from which its rates follow, and no time is given for it. Units: bytes/s, FLOP/s, s, bytes; the
-# fields are those of llmlab.estimate.efficiency.Efficiency.
+# fields are those of llmlab.formulas.time.efficiency.Efficiency.
 """
 
 
@@ -343,12 +345,12 @@ def main(written: bool) -> None:
     off = {card: np.array([estimated_rate(row, rates_of(card, values[card])) / row.tokens_per_second - 1
                            for row in runs if row.card == card]) for card in ("A100-80GB", "H100-80GB")}  # fmt: skip
     sources = {
-        "T4": f"{len(rows['T4'])} LoRA and QLoRA steps, llmlab/records/t4/published-finetuning.json",
+        "T4": f"{len(rows['T4'])} LoRA and QLoRA steps, llmlab/archive/t4/published-finetuning.json",
         "A100-80GB": f"{len(rows['A100-80GB'])} operators of plain PyTorch, "
-        "llmlab/records/a100-80gb/published-operators.json; attention: published training throughputs, "
-        "llmlab/records/published-figures.json",
+        "llmlab/archive/a100-80gb/published-operators.json; attention: published training throughputs, "
+        "llmlab/archive/published-figures.json",
         "H100-80GB": "published training throughputs and FlashAttention-2's forward rate, "
-        "llmlab/records/published-figures.json; nothing says what its host takes, so the simulator gives no time",
+        "llmlab/archive/published-figures.json; nothing says what its host takes, so the simulator gives no time",
     }
     held = {}
     for card, found in rows.items():

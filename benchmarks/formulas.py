@@ -22,7 +22,7 @@ from transformers import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 import llmlab as lab
-from llmlab.records import figure
+from llmlab.archive import figure
 
 GPU = "A100-80GB"
 s, b = 2048, 1

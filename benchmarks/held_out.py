@@ -24,7 +24,7 @@ from questions import TOOLS, simulated
 
 import llmlab as lab
 from llmlab import Report
-from llmlab.records import held_out, records
+from llmlab.archive import held_out, records
 
 FITTED = "t4-phase3-2026-09-16"  # the session that is among the 49 runs fitcheck's constants were fitted to
 ASKED = [tool for tool in TOOLS if tool.asked.startswith("the run")]

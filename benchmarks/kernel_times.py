@@ -38,9 +38,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llmlab import kernels
-from llmlab.hardware.host import host
-from llmlab.records.store import SCHEMA, output_folder, slug, write_whole
-from llmlab.units import GiB, MiB
+from llmlab.archive.store import SCHEMA, output_folder, slug, write_whole
+from llmlab.base.units import GiB, MiB
+from llmlab.hardware.this_machine import host
 
 ROUNDS = 5
 TIMED_MS = 100  # of each way in a round

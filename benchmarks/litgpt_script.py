@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import llmlab as lab
-from llmlab.records import figure
+from llmlab.archive import figure
 
 RANKS, B, T, C, H, D, V = 8, 1, 4096, 4096, 32, 128, 32000
 LAYERS, INNER = 32, 11008

@@ -15,13 +15,13 @@ from typing import NamedTuple
 import configurations
 import peers
 from configurations import BAR, mebibytes
+from load_orders import Peaks, requests_of
+from past_releases import loaded_by_threads, read_ahead, rotary_products
 
 import llmlab as lab
 from llmlab import Report, Training
-from llmlab.simulate.older import loaded_by_threads, read_ahead, rotary_products
-from llmlab.simulate.reordered import Peaks, requests_of
-from llmlab.step_quantized import one_at_a_time
-from llmlab.units import MiB
+from llmlab.base.units import MiB
+from llmlab.step.quantized import one_at_a_time
 
 # Settled with the rows in view: with 9 to 15 the median load of SmolLM2-360M is up to 1.3 % off a row, with 25 to 201
 # 0.9 to 1.0 %. It was loaded twice in that session, and no number is less than 0.86 % off one or the other.

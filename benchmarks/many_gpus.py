@@ -22,7 +22,7 @@ from provenance import provenance, titled_table, write
 from speed import ROOT, Row
 
 import llmlab as lab
-from llmlab.units import show_bytes
+from llmlab.base.units import show_bytes
 
 SECONDS_BAR = 60.0  # of CPU, after imports: one thread works, and others may be at work
 MEMORY_BAR = 1.5  # GB (10^9 bytes) of the process, torch and transformers included
@@ -98,7 +98,7 @@ def simulations() -> list[Row]:
 
 def real_ranks() -> list[Row]:
     """Return simulated peaks beside those of processes on this machine, and how far the farthest part is off."""
-    from llmlab.measure.ranks import measure_ranks
+    from llmlab.measurement.ranks import measure_ranks
 
     rows = []
     for cases in (TWO_RANKS, FOUR_RANKS):

@@ -26,8 +26,8 @@ import torch
 from provenance import provenance, table, write
 
 import llmlab as lab
-from llmlab.measure.devices import pick_device
-from llmlab.step import Step, build_step, texts
+from llmlab.measurement.devices import pick_device
+from llmlab.step.step import Step, build_step, texts
 
 BAR = 0.02
 HEADER = ["pairs of steps", "first", "second", "ratio", "quartiles"]

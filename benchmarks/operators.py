@@ -33,8 +33,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_emb
 
 import llmlab as lab
-from llmlab.records import OperatorRecord, operator_records
-from llmlab.units import MiB
+from llmlab.archive import OperatorRecord, operator_records
+from llmlab.base.units import MiB
 
 PLAIN = "huggingface"  # what the scripts call the provider that is plain PyTorch
 GPU = "A100-80GB"

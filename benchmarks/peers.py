@@ -22,10 +22,10 @@ from questions import TOOLS, Tool, installed
 
 import llmlab as lab
 from llmlab import Report, Training
-from llmlab.estimate.states import states
-from llmlab.records import held_out, records
-from llmlab.records.store import write_whole
-from llmlab.units import MiB
+from llmlab.archive import held_out, records
+from llmlab.archive.store import write_whole
+from llmlab.base.units import MiB
+from llmlab.formulas.memory.states import states
 
 SCHEMA = 2
 GROUPS = ("model", "attention", "quantization")
@@ -281,7 +281,7 @@ def main(out: Path | None) -> None:
     """Hold llmlab's estimate and its peers' to the published T4 rows."""
     reports = published_rows()
     if not reports:
-        raise click.ClickException("no published T4 record was found; is llmlab/records complete?")
+        raise click.ClickException("no published T4 record was found; is llmlab/archive complete?")
     results = run_all(reports)
     show(results)
     if out:

@@ -7,8 +7,8 @@ from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from llmlab.hardware.host import host
-from llmlab.records.store import write_whole
+from llmlab.archive.store import write_whole
+from llmlab.hardware.this_machine import host
 
 LONG = 25  # rows
 

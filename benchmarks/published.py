@@ -28,8 +28,8 @@ from provenance import provenance, titled_table, write
 from torch import Tensor, nn
 
 import llmlab as lab
-from llmlab.records import figure
-from llmlab.simulate.engine import LT_WORKSPACE, Engine
+from llmlab.archive import figure
+from llmlab.simulation.engine.engine import LT_WORKSPACE, Engine
 
 HEADER = ["what", "card", "of", "measured", "simulated", "error"]
 OPERATORS_HEADER = ["operator", "card", "rows", "from", "to", "largest error"]

@@ -15,16 +15,16 @@ from pathlib import Path
 from statistics import median
 
 import click
+from load_orders import Requests, requests_of
+from past_releases import read_ahead
 from provenance import provenance, table, write
 from rich.progress import track
 
 import llmlab as lab
-from llmlab.estimate.verdict import HOLES
-from llmlab.runs import Run
-from llmlab.simulate.older import read_ahead
-from llmlab.simulate.reordered import Requests, requests_of
-from llmlab.step_quantized import one_at_a_time
-from llmlab.units import show_bytes
+from llmlab.base.units import show_bytes
+from llmlab.formulas.verdict import HOLES
+from llmlab.specs.run import Run
+from llmlab.step.quantized import one_at_a_time
 
 NEAR = 0.005  # of the room: where the search ends
 HEADER = ["step", "card", "lab.estimate", "reserved with room for all", "least room", "least room / estimate"]

@@ -20,12 +20,12 @@ from statistics import median
 import click
 from provenance import provenance, table, write
 
-from llmlab.check import check
-from llmlab.errors import SpecError
-from llmlab.estimate import estimate
+from llmlab import estimate
+from llmlab.base.errors import SpecError
 from llmlab.hardware.gpu import GPU, gpus
-from llmlab.models.spec import ModelSpec, model, models
-from llmlab.runs import Inference, LoRA, Training
+from llmlab.specs.check import check
+from llmlab.specs.model import ModelSpec, model, models
+from llmlab.specs.run import Inference, LoRA, Training
 
 ROOT = Path(__file__).parent.parent
 ESTIMATES = 10_000

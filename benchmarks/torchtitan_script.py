@@ -34,9 +34,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import llmlab as lab
+from llmlab.archive import figure
+from llmlab.base.units import GiB
 from llmlab.hardware.gpu import GPU
-from llmlab.records import figure
-from llmlab.units import GiB
 
 CARD = replace(lab.gpu("H100-80GB"), memory=round(95.0396 * GiB))  # the H100 with 96 GB of these runs, as they give it
 aten = torch.ops.aten

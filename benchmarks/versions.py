@@ -3,8 +3,8 @@
     python benchmarks/versions.py                              # prints
     python benchmarks/versions.py --out benchmarks/results     # and writes versions.md, which the book includes
 
-Where the rows' transformers and peft compute or load otherwise than what is installed, `llmlab.simulate.older` does as
-they did; `loading` tells which sessions loaded by threads.
+Where the rows' transformers and peft compute or load otherwise than what is installed, `past_releases` does as they
+did; `loading` tells which sessions loaded by threads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from provenance import provenance, titled_table, write
 
 import llmlab as lab
 from llmlab import Report
-from llmlab.units import MiB
+from llmlab.base.units import MiB
 
 TITLE = "Reserved bytes in MiB, as the rows' libraries compute and load, and as those installed do"
 HEADER = ["model, base, attention, batch × tokens", "measured", "as installed", "in order",

@@ -10,24 +10,18 @@
 Importing it imports neither torch nor matplotlib.
 """
 
-# The packages whose function bears their name are imported here, once: a later `import llmlab.estimate.memory` would
-# otherwise put the package where the function was.
-from .compare import compare
-from .errors import NotAvailable, SpecError, UnknownName
-from .estimate import estimate
+from .base.errors import NotAvailable, SpecError, UnknownName
+from .base.version import __version__ as __version__
 from .hardware.doctor import doctor
 from .hardware.gpu import GPU, gpu, gpus
-from .hardware.host import host
 from .hardware.scale import scale
-from .measure import measure, meter
-from .models.spec import ModelSpec, model, models
-from .records import records
+from .hardware.this_machine import host
 from .report import Comparison, Report
-from .runs import Inference, LoRA, Training
-from .simulate import simulate
-from .simulate.simulator import simulator
+from .simulation.simulator import simulator
+from .specs.model import ModelSpec, model, models
+from .specs.run import Inference, LoRA, Training
+from .verbs import compare, estimate, measure, meter, records, simulate
 
-__version__ = "0.1.0"
 __all__ = [
     "GPU",
     "Comparison",

@@ -21,8 +21,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import NotAvailable, SpecError, UnknownName, check_counts
-from .files import write_whole
+from .base.errors import NotAvailable, SpecError, UnknownName, check_counts
+from .base.files import write_whole
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 PYTHON_DOCS = "python-docs"
 # Kept, because each Python brings another edition: with another text every loss on a page would be another.
-PYTHON_DOCS_FILE = Path(__file__).parent / "models" / "small_llama" / "python-docs.txt"  # its licence is beside it
+# Its licence is beside it.
+PYTHON_DOCS_FILE = Path(__file__).parent / "architectures" / "small_llama" / "python-docs.txt"
 END_OF_TEXT = "<|endoftext|>"
 MIN_VOCAB = 257  # the 256 bytes, so that any text can be written, and END_OF_TEXT
 MAX_VOCAB = 8192  # what half a megabyte of text can fill; a model with more gets ids below this

@@ -8,32 +8,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
-from .errors import SpecError
-from .render import html_table, text_table
-from .runs import Inference, Run, Training, run_from_dict
-from .units import MiB, show_bytes, show_seconds
+from .base.errors import SpecError
+from .base.tables import html_table, text_table
+from .base.terms import INFERENCE_PHASES, OUTCOMES, PARTS, SOURCES, TRAINING_PHASES, Outcome, Source, TimelinePoint
+from .base.units import MiB, show_bytes, show_seconds
+from .specs.run import Inference, Run, Training, run_from_dict
 
 if TYPE_CHECKING:
     from .plots.canvas import Picture
 
 SCHEMA = 1  # of to_json(); a reader of records refuses any other by name
-
-Source = Literal["estimated", "simulated", "measured", "published"]
-Outcome = Literal["fits", "out of memory", "unknown"]
-SOURCES: tuple[Source, ...] = get_args(Source)
-OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
-
-# What the peak consists of. "activations" are kept for backward, autocast's half copies of the weights among them;
-# "other" is what is alive at the peak and none of the rest: temporaries of the operator that runs, the input.
-PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "kv_cache", "workspace", "other")
-TRAINING_PHASES = ("load", "forward", "backward", "optimizer")
-INFERENCE_PHASES = ("load", "prefill", "decode")
-
-# A timeline point: the phase, and the live bytes of each part at that moment.
-TimelinePoint = tuple[str, Mapping[str, int]]
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Report:

@@ -9,6 +9,11 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from llmlab.ranks import launch as launching
+
+# The benchmarks are scripts, not a package: they import each other as `python benchmarks/peers.py` does.
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
 # deadline: a slow machine is not a failure.
 settings.register_profile(
     "ci", derandomize=True, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
@@ -38,6 +43,14 @@ def pytest_runtest_setup(item):
 
 def pytest_unconfigure():
     gc.unfreeze()  # or extensions find their objects alive at the very end, and say so
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient_ranks():
+    """Where a test is not about ranks that hang, the default of ten seconds would be an assertion about time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(launching.launch.__kwdefaults__, "patience", 120.0)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +90,8 @@ class Forked:
 def forked_ranks():
     """`launch` forks its ranks: a new interpreter with torch takes 5 s of a core, for each rank of each launch.
 
-    tests/techniques/test_launch.py has a fixture of this name instead that leaves `launch` as it is.
+    tests/ranks/test_launch.py has a fixture of this name instead that leaves `launch` as it is.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("llmlab.techniques.launch.get_context", lambda _: Forked)
+        patch.setattr("llmlab.ranks.launch.get_context", lambda _: Forked)
         yield

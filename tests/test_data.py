@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmlab import data
-from llmlab.errors import NotAvailable, SpecError, UnknownName
-from llmlab.models.small import stated
+from llmlab.architectures.small import stated
+from llmlab.base.errors import NotAvailable, SpecError, UnknownName
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import llmlab as lab
+from llmlab.base.units import GiB, MiB, show_bytes, show_count, show_seconds
 from llmlab.report import PARTS, TRAINING_PHASES
-from llmlab.units import GiB, MiB, show_bytes, show_count, show_seconds
 
 sizes = st.integers(0, 2**45)
 reports = st.builds(

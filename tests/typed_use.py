@@ -11,15 +11,15 @@ from typing_extensions import assert_type
 
 import llmlab as lab
 from llmlab import data, kernels, quantize
+from llmlab.architectures.llama import Llama
+from llmlab.architectures.small import small_model
+from llmlab.archive import Figure, figure
 from llmlab.hardware.scale import Scale
 from llmlab.inference import BlockPool, GrowingCache, PagedCache, Request, Scheduler, Speculation, generate, speculate
-from llmlab.models.llama import Llama
-from llmlab.models.small import small_model
 from llmlab.plots import plot_curve
-from llmlab.quantize.affine import Quantized
+from llmlab.quantize.formats.affine import Quantized
 from llmlab.quantize.whole import quantize_model
-from llmlab.records import Figure, figure
-from llmlab.runs import Precision
+from llmlab.specs.run import Precision
 
 
 def the_verbs(config: dict[str, object], path: Path, card: lab.GPU) -> None:

@@ -1,10 +1,10 @@
-"""Write llmlab/records/ from the published measurements, so that anybody can see how a record came from its source.
+"""Write llmlab/archive/ from the published measurements, so that anybody can see how a record came from its source.
 
     python tools/import_published.py --finetuning t4_finetuning.csv --operators liger_a100.csv
 
 t4_finetuning.csv: the measurement archive of fitcheck-llm 0.3.1 (its source distribution), one training step a row,
 sizes in MiB. liger_a100.csv: the A100 rows of linkedin/Liger-Kernel's benchmark/data/all_benchmark_data.csv. The single
-figures (llmlab/records/published-figures.json) come from prose and tables and are written by hand.
+figures (llmlab/archive/published-figures.json) come from prose and tables and are written by hand.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from llmlab.records.store import PACKAGE, SCHEMA, slug, to_text, write_whole
+from llmlab.archive.store import PACKAGE, SCHEMA, slug, to_text, write_whole
+from llmlab.base.units import MiB
 from llmlab.report import Report
-from llmlab.runs import LoRA, Training
-from llmlab.units import MiB
+from llmlab.specs.run import LoRA, Training
 
 T4_VISIBLE = 14_912 * MiB
 FITCHECK = "fitcheck-llm 0.3.1, measurement archive (source distribution on PyPI, MIT licence)"

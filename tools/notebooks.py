@@ -54,8 +54,8 @@ torch.cuda.reset_peak_memory_stats = torch.cuda.memory.reset_peak_memory_stats =
 EPILOGUE = """
 import json
 import llmlab
-from llmlab.hardware.host import environment, host
-from llmlab.records.lookup import gpu_of
+from llmlab.hardware.this_machine import environment, host
+from llmlab.archive.lookup import gpu_of
 _here = host()
 print(json.dumps({
     "device": _here.device,
@@ -163,7 +163,7 @@ def execute_and_record(path: Path) -> NotebookNode:
     if facts.pop("device") != "cuda":
         print("no CUDA GPU here, so nothing for the ledger; ", end="")
         return notebook
-    from llmlab.records import record_chapter
+    from llmlab.archive import record_chapter
 
     print(f"recorded in {record_chapter(chapter[1], seconds=round(seconds, 1), **facts)}; ", end="")
     return notebook

@@ -13,9 +13,8 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 import llmlab as lab
-from llmlab import ModelSpec, Training
-from llmlab.estimate import estimate
-from llmlab.units import MiB
+from llmlab import ModelSpec, Training, estimate
+from llmlab.base.units import MiB
 
 from .mem_tracker import mem_tracker_peak
 

@@ -62,8 +62,8 @@ def mem_tracker_peak(spec: ModelSpec, run: Training) -> int | None:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    from llmlab.simulate.patches import fake_parameters
-    from llmlab.step import build_step
+    from llmlab.simulation.patching.patches import fake_parameters
+    from llmlab.step.step import build_step
 
     with frozen_allowed(), FakeTensorMode(allow_non_fake_inputs=True):
         ids = [torch.zeros(run.micro_batch, run.seq_len, dtype=torch.int64)] * run.accumulation

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import SpecError
+from ..base.errors import SpecError
 
 __all__ = ["Bleu", "bleu", "words"]
 

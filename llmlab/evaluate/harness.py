@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..errors import NotAvailable, SpecError
+from ..base.errors import NotAvailable, SpecError
 from ..inference.forward import limits
 from ..inference.generate import generate
 from .perplexity import perplexity

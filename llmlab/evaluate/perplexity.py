@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..errors import SpecError
+from ..base.errors import SpecError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..errors import SpecError
+from ..base.errors import SpecError
 from .bleu import ngrams
 
 __all__ = ["Score", "rouge"]

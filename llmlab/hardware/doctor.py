@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
 
-from ..units import show_bytes
-from .host import Host, host, installed
+from ..base.units import show_bytes
 from .scale import Scale, scale
-from .table import read_table
+from .tables import read_table
+from .this_machine import Host, host, installed
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from ..errors import SpecError, unknown_name
-from ..units import MiB, show_bytes
-from .table import cited, read_table
+from ..base.errors import SpecError, unknown_name
+from ..base.units import MiB, show_bytes
+from .tables import cited, read_table
 
 DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp8", "int8")
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 
-from ..errors import NotAvailable, SpecError, check_counts
+from ..base.errors import NotAvailable, SpecError, check_counts
 from .gpu import GPU, gpu
-from .table import cited, named, read_table
+from .tables import cited, named, read_table
 
 GPUS_A_NODE = 8  # of NVIDIA's DGX and HGX, and with an InfiniBand adapter each; other nodes are named by the caller
 

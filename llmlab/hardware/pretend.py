@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from ..errors import NotAvailable, UnknownName
-from ..units import show_bytes
+from ..base.errors import NotAvailable, UnknownName
+from ..base.units import show_bytes
 from .gpu import BF16_CAPABILITY, GPU, gpu
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from ..errors import NotAvailable, SpecError
-from ..runs import Precision
-from ..units import GiB, show_bytes
-from .host import Host, host
+from ..base.errors import NotAvailable, SpecError
+from ..base.terms import Precision
+from ..base.units import GiB, show_bytes
+from .this_machine import Host, host
 
 VARIABLE = "LLMLAB_SCALE"
 NAMES = ("cpu", "t4", "big")

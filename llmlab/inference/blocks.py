@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..errors import SpecError
+from ..base.errors import SpecError
 
 __all__ = ["BlockPool", "CacheFull", "Table"]
 

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..models.gpt import Cache
+from ..architectures.gpt import Cache
 from .blocks import BlockPool, CacheFull, Table
 
 __all__ = ["GrowingCache", "KVCache", "PagedCache", "StaticCache"]

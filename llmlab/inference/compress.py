@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..errors import SpecError
+from ..base.errors import SpecError
 from ..quantize.whole import Model, replace_linears
 
 __all__ = ["low_rank", "low_rank_share", "prune", "prune_2_of_4", "sparse_bytes"]

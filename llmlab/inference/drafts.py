@@ -10,11 +10,11 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from ..errors import SpecError
-from ..models.gpt import Cache
-from ..models.llama import Llama
-from ..models.spec import ModelSpec
-from ..models.spec import model as find_model
+from ..architectures.gpt import Cache
+from ..architectures.llama import Llama
+from ..base.errors import SpecError
+from ..specs.model import ModelSpec
+from ..specs.model import model as find_model
 
 __all__ = ["Bigram", "first_blocks"]
 

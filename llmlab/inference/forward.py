@@ -10,16 +10,16 @@ from typing import Any, Protocol, TypeGuard
 
 from torch import Tensor, nn
 
-from ..errors import SpecError
-from ..models.gpt import Cache
-from ..models.spec import ModelSpec
+from ..architectures.gpt import Cache
+from ..base.errors import SpecError
+from ..specs.model import ModelSpec
 from .cache import KVCache, PagedCache
 
 __all__ = ["check_prompt", "logits"]
 
 
 class Ours(Protocol):
-    """What a model of llmlab has: a Llama or a GPT of `llmlab.models`, or a draft of `drafts`."""
+    """What a model of llmlab has: a Llama or a GPT of `llmlab.architectures`, or a draft of `drafts`."""
 
     spec: ModelSpec
     lm_head: nn.Module

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..errors import SpecError
+from ..base.errors import SpecError
 from .blocks import BlockPool
 from .cache import GrowingCache, KVCache, PagedCache, StaticCache
 from .forward import check_prompt, logits
@@ -34,11 +34,12 @@ def generate(
 ) -> Tensor:
     """Return the prompts `ids`, (B, T) or (T,), with `max_new_tokens` after each: (B, T + new) or (T + new,).
 
-    `model` is a Llama or GPT of `llmlab.models`, or any causal model of transformers. All prompts are of one length;
-    `Scheduler` takes any. `cache` is where keys and values are kept: "none" reads the whole text for every token. It
-    changes the time, never the tokens. `temperature` 0 takes the likeliest token; else see `probabilities`, and `seed`
-    makes the draw repeatable: the same as torch.manual_seed(seed) before transformers' generate(). `draft`, a smaller
-    model with the same vocabulary, guesses tokens which `model` then reads at once (see `speculate`); one prompt only.
+    `model` is a Llama or GPT of `llmlab.architectures`, or any causal model of transformers. All prompts are of one
+    length; `Scheduler` takes any. `cache` is where keys and values are kept: "none" reads the whole text for every
+    token. It changes the time, never the tokens. `temperature` 0 takes the likeliest token; else see `probabilities`,
+    and `seed` makes the draw repeatable: the same as torch.manual_seed(seed) before transformers' generate(). `draft`,
+    a smaller model with the same vocabulary, guesses tokens which `model` then reads at once (see `speculate`); one
+    prompt only.
 
     Raises SpecError for an empty prompt, one that does not fit into the context, a token outside the vocabulary, and
     values that are not allowed. The cache is given back whatever happens.

@@ -2,7 +2,7 @@
 
 A token's numbers are rounded once, when they come, and new tokens are appended: nothing is rounded twice. For attention
 all of it is widened again, a copy, layer by layer; an engine's kernel widens what it reads, in registers. Keys rounded
-a channel at a time lose less (see `llmlab.quantize.kv`), but then a token cannot be appended alone.
+a channel at a time lose less (see `llmlab.quantize.formats.kv`), but then a token cannot be appended alone.
 
     B  batch     T  tokens being read     S  tokens held     H  key-value heads     D  size of a head     G  groups
 """
@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import SpecError
-from ..estimate.inference import KV_GROUP
+from ..base.errors import SpecError
+from ..formulas.inference import KV_GROUP
 
 __all__ = ["QuantizedCache", "narrow", "widen"]
 

@@ -10,7 +10,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from ..errors import SpecError
+from ..base.errors import SpecError
 
 __all__ = ["Filters", "next_token", "probabilities"]
 

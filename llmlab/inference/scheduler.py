@@ -15,7 +15,7 @@ from time import perf_counter
 import torch
 from torch import nn
 
-from ..errors import SpecError
+from ..base.errors import SpecError
 from .blocks import BlockPool, CacheFull, Table
 from .cache import PagedCache
 from .forward import check_prompt, logits

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..errors import SpecError
+from ..base.errors import SpecError
 from .cache import GrowingCache, KVCache
 from .forward import check_prompt, limits, logits
 from .sampling import Filters, next_token, probabilities

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from ..models.gpt import Cache as Ours
+from ..architectures.gpt import Cache as Ours
 
 __all__ = ["AsTransformers", "additive"]
 

@@ -17,7 +17,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..errors import NotAvailable
+from ..base.errors import NotAvailable
 from .rungs import as_rows
 
 FOLDER = Path(__file__).parent

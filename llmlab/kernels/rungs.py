@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import NotAvailable, SpecError
+from ..base.errors import NotAvailable, SpecError
 
 try:
     import triton

@@ -11,11 +11,10 @@ palette (https://jfly.uni-koeln.de/color/), and one colour a part, everywhere. E
 from .collectives import plot_collectives
 from .curve import plot_curve
 from .fit import plot_fit
-from .gantt import plot_gantt
+from .gantt import plot_gantt, plot_lanes
 from .grids import plot_grids
 from .influence import plot_influence
 from .ladder import plot_ladder
-from .lanes import plot_lanes
 from .mesh import plot_mesh
 from .parts import plot_parts
 from .segments import plot_segments

@@ -14,8 +14,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from ..report import PARTS
-from ..units import GiB, MiB
+from ..base.terms import PARTS
+from ..base.units import GiB, MiB
 
 Arguments = ParamSpec("Arguments")
 Drawn = TypeVar("Drawn")

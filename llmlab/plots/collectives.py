@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from ..errors import SpecError
+from ..base.errors import SpecError
 from .canvas import FAINT, INK, MUTED, PALETTE, PANEL, SMALL, WHITE, WIDTH, Picture, ink_on, key, styled
 
 Cells = Sequence[Sequence[float] | None]

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import Normal, Stroke
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from ..errors import SpecError
+from ..base.errors import SpecError
 from .canvas import COLORS, FAINT, INK, PANEL, SMALL, Picture, contrast, new_picture, spread, styled
 
 LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")  # by contrast as a line

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from matplotlib.patches import Rectangle
 
-from ..errors import SpecError
-from ..report import Report
-from ..units import GiB
+from ..base.errors import SpecError
+from ..base.units import GiB
 from .canvas import PANEL, SMALL, WIDTH, Picture, new_picture, short_names, styled
+from .reads import Report
 
 FITS = {"fits": ("#BFE0F2", "fits"), "out of memory": ("#F6C9A8", "no"), "unknown": ("#E6E6E3", "unknown")}
 

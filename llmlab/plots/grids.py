@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ..errors import SpecError
+from ..base.errors import SpecError
 from .canvas import INK, MUTED, PALETTE, WIDTH, Picture, styled
 
 BINS = 81

@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.patches import Rectangle
 
-from ..errors import SpecError
+from ..base.errors import SpecError
 from .canvas import COLORS, MUTED, PANEL, WIDTH, Picture, styled
 
 

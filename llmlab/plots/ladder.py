@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from ..errors import SpecError
+from ..base.errors import SpecError
 from .canvas import FAINT, INK, MUTED, PALETTE, SMALL, Picture, new_picture, styled
 
 MARKS = tuple(zip("osD^v", (PALETTE[3], PALETTE[1], PALETTE[4], PALETTE[2], PALETTE[0]), strict=True))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from matplotlib.patches import Rectangle
 
-from ..errors import SpecError
+from ..base.errors import SpecError
+from ..specs.mesh import AXES, coordinates, ranks_along
+from ..specs.run import Training
 from .canvas import MUTED, PALETTE, PANEL, SMALL, WIDTH, Picture, ink_on, key, legend, styled
-
-if TYPE_CHECKING:
-    from ..runs import Training
 
 NAMES = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline"}
 MOST = 128  # ranks whose numbers can still be read
@@ -23,8 +20,6 @@ def plot_mesh(runs: dict[str, Training], gpus: int = 8) -> Picture:
     The letters T, C, D and P mark the ranks that rank 0 communicates with along tensor, context, data and pipeline.
     More than 128 ranks, more than eight stages, and ranks that fill no whole nodes raise SpecError.
     """
-    from ..estimate.mesh import AXES, coordinates, ranks_along
-
     for name, run in runs.items():
         if run.world_size > MOST or run.pp > len(PALETTE) or run.world_size % min(gpus, run.world_size):
             raise SpecError(f"{name}: {run.world_size} ranks, pp={run.pp}; give whole nodes of at most {MOST} ranks, "

@@ -8,9 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from ..errors import SpecError
-from ..report import PARTS, Report
-from ..units import show_bytes
+from ..base.errors import SpecError
+from ..base.terms import PARTS
+from ..base.units import show_bytes
 from .canvas import (
     COLORS,
     INK,
@@ -26,6 +26,7 @@ from .canvas import (
     styled,
     unit_of,
 )
+from .reads import Report
 
 
 @styled

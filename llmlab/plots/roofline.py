@@ -3,49 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
-from ..errors import NotAvailable, SpecError
-from ..estimate.efficiency import Efficiency, efficiency
-from ..hardware.gpu import GPU
-from ..simulate.operators import Operators
-from ..simulate.time import kernel_seconds
-from ..units import show_seconds
+from ..base.errors import SpecError
+from ..base.units import show_seconds
 from .canvas import MUTED, PALETTE, WIDTH, Picture, styled
+
+
+class Operators(Protocol):
+    """The operators of a step on a card: a `llmlab.simulation.profile.operator_log.Operators`."""
+
+    @property
+    def gpu(self) -> Any: ...
+    @property
+    def rates(self) -> Any: ...
+    def by_operator(self) -> dict[tuple[str, str], tuple[float, float, float]]: ...
+
 
 KINDS = {  # of kernels: what they are called here, and their colour
     "matmul": ("matrix products", PALETTE[0]),
     "attention": ("attention", PALETTE[3]),
     "memory": ("everything else", PALETTE[2]),
 }
-
-
-def _card(operators: Operators) -> tuple[GPU, Efficiency]:
-    rates = efficiency(operators.gpu) if operators.gpu else None
-    if operators.gpu is None or rates is None:
-        name = operators.gpu.name if operators.gpu else "no card"
-        raise NotAvailable(f"{name} has no measured rates; take one of the table in hardware/efficiencies.toml")
-    return operators.gpu, rates
-
-
-def summed(operators: Operators) -> dict[tuple[str, str], tuple[float, float, float]]:
-    """Return FLOP, bytes and seconds by (kind, operator). An element-wise operator does one FLOP an element.
-
-    Raises NotAvailable for a card whose rates were never measured.
-    """
-    _, rates = _card(operators)
-    found: dict[tuple[str, str], tuple[float, float, float]] = {}
-    for kernel in operators:
-        if kernel.kind == "none":
-            continue
-        kind = "attention" if "attention" in kernel.kind else kernel.kind if kernel.kind == "matmul" else "memory"
-        seconds = kernel_seconds(kernel, rates)
-        if seconds is None:
-            raise NotAvailable(f"{rates.gpu} has no measured rate of {kernel.kind} in {kernel.dtype}")
-        name = kernel.name.split("::")[-1] + (f" {kernel.shape}" if kind == "matmul" else "")
-        flop, moved, spent = found.get((kind, name), (0.0, 0.0, 0.0))
-        done = kernel.flops or (kernel.shape[0] if kernel.shape else 1)
-        found[kind, name] = (flop + done, moved + kernel.bytes, spent + seconds)
-    return found
 
 
 @styled
@@ -59,8 +38,8 @@ def plot_roofline(steps: Sequence[Operators], dtype: Mapping[str, str]) -> Pictu
     axes = picture.subplots(1, len(steps), sharey=True, squeeze=False)[0]
     said = []
     for ax, operators in zip(axes, steps, strict=True):
-        card, rates = _card(operators)
-        points = summed(operators)
+        card, rates = operators.gpu, operators.rates
+        points = operators.by_operator()
         total = sum(seconds for _, _, seconds in points.values())
         which = dtype.get(card.name, "no dtype")
         if which not in rates.matmul or (peak := card.peak(which)) is None:

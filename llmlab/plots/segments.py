@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import SpecError
-from ..units import show_bytes
+from ..base.errors import SpecError
+from ..base.units import show_bytes
 from .canvas import COLORS, PANEL, Picture, bar, new_picture, styled, unit_of
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ..errors import SpecError
+from ..base.errors import SpecError
 from .canvas import FONT, INK, MUTED, PALETTE, SMALL, Picture, bar, key, legend, new_picture, styled
 
 SHADE = "#EDEDE6"  # every other tile of a row of values

@@ -10,10 +10,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from ..errors import SpecError
-from ..report import PARTS, Report, TimelinePoint
-from ..units import show_bytes
+from ..base.errors import SpecError
+from ..base.terms import PARTS, TimelinePoint
+from ..base.units import show_bytes
 from .canvas import COLORS, INK, PANEL, SMALL, Picture, key, legend, new_picture, spread, styled, unit_of
+from .reads import Report
 
 POINTS = 3000  # of a timeline that are drawn; more than twice the pixels across
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from ..errors import SpecError
+from ..base.errors import SpecError
 from .canvas import FAINT, INK, MUTED, SMALL, Picture, new_picture, styled
 from .curve import DASHES, LINES, MARKERS
 

@@ -13,14 +13,13 @@ Sizes      bits_per_weight, file_bytes
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# These two modules bear their function's name and import torch only when called. They are imported here, once, so that
-# a later `import llmlab.quantize.gptq` does not put the module where the function was.
-from .awq import awq
-from .gptq import gptq
-from .sizes import bits_per_weight, file_bytes
+from .algorithms.awq import awq
+from .algorithms.gptq import gptq
+from .formats.sizes import bits_per_weight, file_bytes
 
 if TYPE_CHECKING:
-    from . import affine, fp8, gguf, gguf_file, hqq, int8, kv, mxfp4, nf4, qat, rtn, smoothquant
+    from .algorithms import hqq, qat, rtn, smoothquant
+    from .formats import affine, fp8, gguf, gguf_file, int8, kv, mxfp4, nf4
 
 __all__ = [
     "affine", "awq", "bits_per_weight", "file_bytes", "fp8", "gguf", "gguf_file", "gptq", "hqq", "int8", "kv", "mxfp4",
@@ -28,9 +27,11 @@ __all__ = [
 ]  # fmt: skip
 
 
+ALGORITHMS = ("hqq", "qat", "rtn", "smoothquant")
+
 if not TYPE_CHECKING:  # checkers read the imports above, and find a misspelt name
 
     def __getattr__(name: str) -> Any:
-        if name in __all__:  # a module: the functions are here already
-            return import_module(f".{name}", __name__)
+        if name in __all__:  # a module that imports numpy or torch; the functions are here already
+            return import_module(f".{'algorithms' if name in ALGORITHMS else 'formats'}.{name}", __name__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

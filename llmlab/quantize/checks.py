@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..errors import SpecError
+from ..base.errors import SpecError
 
 if TYPE_CHECKING:
     import numpy as np

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from .int8 import linear_int8, quantize_rows
-from .smoothquant import linear_w8a8, smoothquant
+from .algorithms.smoothquant import linear_w8a8, smoothquant
+from .formats.int8 import linear_int8, quantize_rows
 
 
 class Int8Linear(nn.Module):

@@ -12,8 +12,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..errors import SpecError
-from .affine import Quantized
+from ..base.errors import SpecError
+from .formats.affine import Quantized
 
 Model = TypeVar("Model", bound=nn.Module)
 Method = Callable[[Tensor, "Tensor | None"], "Quantized | Tensor"]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from ..errors import SpecError
+from ..base.errors import SpecError
 
 IGNORE = -100  # cross_entropy's ignore_index: padding, and the parts of a prompt that are not trained on
 

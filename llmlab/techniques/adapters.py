@@ -10,7 +10,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import SpecError
+from ..base.errors import SpecError
 
 AFTER = ("o_proj", "down_proj")  # the last linear of attention and of the MLP, before the sum with the residual stream
 

@@ -20,8 +20,14 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from ..errors import SpecError
-from ..step_model import KEPT_OPERATORS
+from ..base.errors import SpecError
+
+# What "selective" keeps: matrix products and attention, the operators that cost time. The rest is recomputed.
+KEPT_OPERATORS = (
+    "mm", "addmm", "linear", "_grouped_mm",  # not bmm: eager attention's scores are what one wants to be rid of
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu",
+)  # fmt: skip
 
 
 class Conditions:

@@ -1,6 +1,6 @@
 """The eight collectives, run by real processes: what each rank has before, and what it has after.
 
-    from llmlab.techniques.launch import launch
+    from llmlab.ranks.launch import launch
     before_and_after = launch(run_all, 4)[0]
 
 With four ranks the numbers say whose they are: rank r starts with 10^r times 1, 2, 3, 4, so that 1111 is a sum of all.

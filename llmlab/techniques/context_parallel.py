@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import SpecError
-from .attention import check_attention, flash_backward, flash_forward
+from ..base.errors import SpecError
 from .data_parallel import pass_on
+from .flash_attention import check_attention, flash_backward, flash_forward
 
 
 def chunks_of(rank: int, ranks: int, balanced: bool = True) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """Data parallelism from scratch: every rank has the model and a share of the batch; gradients are averaged.
 
-    python -m llmlab.techniques.data_parallel --ranks 2 --steps 20 --engine scratch --method buckets --json
+    python -m llmlab.experiments data_parallel --ranks 2 --steps 20 --engine scratch --method buckets --json
 
 Three ways to average, each doing less waiting than the one before: after backward (`average_gradients`), a parameter
 at a time while backward runs (`Overlapped` with bucket_bytes=0), and in buckets (`Overlapped`), as torch's DDP does.
@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import SpecError
-from ..estimate.distributed import BUCKET_BYTES
+from ..base.errors import SpecError
+from ..formulas.time.distributed import BUCKET_BYTES
 
 METHODS = ("naive", "hooks", "buckets")
 
@@ -199,9 +199,3 @@ def spread(model: nn.Module) -> float:
     worst = (flat - theirs).abs().max()
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return worst.item()
-
-
-if __name__ == "__main__":
-    from .rank_training import main
-
-    main("data_parallel")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import SpecError
+from ..base.errors import SpecError
 
 
 def route(logits_NE: Tensor, k: int) -> tuple[Tensor, Tensor]:

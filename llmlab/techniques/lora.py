@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..errors import SpecError
-from ..runs import LoRA
+from ..base.errors import SpecError
+from ..specs.run import LoRA
 
 
 class LoRALinear(nn.Module):

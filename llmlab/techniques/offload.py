@@ -1,6 +1,6 @@
 """Offloading from scratch: gradients cross to the host, Adam steps there, weights cross back (ZeRO-Offload).
 
-    python -m llmlab.techniques.offload --engine scratch --steps 20 --json
+    python -m llmlab.experiments offload --engine scratch --steps 20 --json
 
 What moves, and when (Ren et al., arXiv 2101.06840, section 4), a parameter in mixed precision:
 
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import SpecError
+from ..base.errors import SpecError
 from .data_parallel import buckets
 
 BUCKET_BYTES = 64 * 2**20  # of weights that are stepped, and cross, at once
@@ -154,9 +154,3 @@ def beside(stream: Any) -> Iterator[None]:
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         yield
-
-
-if __name__ == "__main__":
-    from .offload_runs import main
-
-    main()

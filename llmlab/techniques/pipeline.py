@@ -1,6 +1,6 @@
 """Pipeline parallelism from scratch: each rank has some layers, and micro-batches pass through them one behind another.
 
-    python -m llmlab.techniques.pipeline --ranks 2 --steps 20 --schedule 1f1b --json
+    python -m llmlab.experiments pipeline --ranks 2 --steps 20 --schedule 1f1b --json
 
 `run` executes a schedule of pipeline_schedules.py op by op; what an op needs, it waits for.
 
@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import SpecError
-from ..models.llama import Llama, turn
-from ..models.spec import ModelSpec
-from ..stages import stage_layers
+from ..architectures.llama import Llama, turn
+from ..base.errors import SpecError
+from ..specs.model import ModelSpec
+from ..specs.stages import stage_layers
 from .pipeline_schedules import Schedule, Span
 
 
@@ -170,9 +170,3 @@ def _receive(
     x = torch.empty(shape)
     dist.recv(x, ranks[sender % len(ranks)], tag=_tag(sender, receiver, micro_batch, last))
     return x
-
-
-if __name__ == "__main__":
-    from .split_training import main
-
-    main("pipeline")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..errors import SpecError
+from ..base.errors import SpecError
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 

@@ -1,6 +1,6 @@
 """Number formats bit by bit, and what training in few bits needs: loss scaling, stochastic rounding, a look at dtypes.
 
-The fp32 master copy that half weights need is `llmlab.step_optimizer.MasterWeights`.
+The fp32 master copy that half weights need is `llmlab.step.optimizer.MasterWeights`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..errors import SpecError, unknown_name
+from ..base.errors import SpecError, unknown_name
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
     y = x · dequantize(W)ᵀ + (alpha / r) · x Aᵀ Bᵀ      (equation 5)
 
 The gradient goes through the dequantized weight to x, and never to the weight: rounding needs no derivative.
-bitsandbytes holds the codes and multiplies; `llmlab.quantize.nf4` is the same format from scratch.
+bitsandbytes holds the codes and multiplies; `llmlab.quantize.formats.nf4` is the same format from scratch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import NotAvailable, SpecError
+from ..base.errors import NotAvailable, SpecError
 from .lora import LoRALinear, adapters
 
 HEAD = "lm_head"

@@ -11,10 +11,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..errors import NotAvailable, SpecError
+from ..architectures.llama import Block, Llama, RMSNorm
+from ..base.errors import NotAvailable, SpecError
 from ..hardware.gpu import GPU
 from ..hardware.gpu import gpu as find_gpu
-from ..models.llama import Block, Llama, RMSNorm
 
 Way = Literal["16-bit", "fused", "unpacked", "w8a8"]
 

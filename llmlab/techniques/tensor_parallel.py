@@ -1,6 +1,6 @@
 """Tensor and sequence parallelism from scratch: each rank has a share of every matrix, and computes a share of it.
 
-    python -m llmlab.techniques.tensor_parallel --ranks 2 --steps 20 --sequence-parallel --json
+    python -m llmlab.experiments tensor_parallel --ranks 2 --steps 20 --sequence-parallel --json
 
 Megatron-LM (Shoeybi et al., arXiv 1909.08053, section 3): the first matrix of a pair is cut by columns, the second by
 rows, so what lies between them, heads or the MLP's width, needs no communication. Sequence parallelism (Korthikanti et
@@ -26,14 +26,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import SpecError
-from ..models.llama import Llama
-from ..models.spec import ModelSpec
-from ..step_ranks import COLUMNS, ROWS
+from ..architectures.llama import Llama
+from ..base.errors import SpecError
+from ..specs.model import ModelSpec
 
 # ---- what crosses ranks. Each is its partner's backward. `group` None: all ranks.
 
 Ranks = dist.ProcessGroup | None
+
+COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # cut by outputs
+ROWS = ("o_proj", "down_proj")  # cut by inputs: their outputs are sums over ranks
 
 
 def _summed(x: Tensor, group: Ranks) -> Tensor:
@@ -227,9 +229,3 @@ def clip_grad_norm(model: nn.Module, largest: float, group: Ranks = None) -> Ten
     for gradient, _ in gradients:
         gradient.mul_((largest / (norm + 1e-6)).clamp(max=1.0))
     return norm
-
-
-if __name__ == "__main__":
-    from .split_training import main
-
-    main("tensor_parallel")

@@ -1,6 +1,6 @@
 """ZeRO from scratch (Rajbhandari et al., arXiv 1910.02054, section 5): ranks share what data parallelism repeats.
 
-    python -m llmlab.techniques.zero --ranks 2 --stage 3 --steps 20 --engine scratch --json
+    python -m llmlab.experiments zero --ranks 2 --stage 3 --steps 20 --engine scratch --json
 
     stage   a rank keeps its 1/N of                     sends each step, times (N - 1) / N of the parameters' bytes
     1       optimizer states                            2: gradients reduce-scattered, parameters all-gathered
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import SpecError
+from ..base.errors import SpecError
 from .data_parallel import flat_gradients, ring_all_gather, ring_reduce_scatter, same_model
 from .memory_anatomy import storage_bytes
 
@@ -135,9 +135,3 @@ class Zero:
     def gradient_bytes(self) -> int:
         """Bytes of gradients this rank holds now."""
         return storage_bytes(p.grad for p in [*self.model.parameters(), *(unit.shard for unit in self.units)])
-
-
-if __name__ == "__main__":
-    from .rank_training import main
-
-    main("zero")

@@ -8,11 +8,11 @@ from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from llmlab.architectures.llama import Llama
+from llmlab.base.errors import SpecError
 from llmlab.data import END_OF_TEXT, corpus, tokenizer
-from llmlab.errors import SpecError
 from llmlab.evaluate import perplexity
 from llmlab.evaluate.harness import HarnessModel, choice_task, evaluate, text_task
-from llmlab.models.llama import Llama
 
 TEXTS = ["The if statement is used for conditional execution.", "A list display yields a new list object. " * 12]
 

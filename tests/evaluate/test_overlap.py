@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rouge_score.rouge_scorer import RougeScorer
 
-from llmlab.errors import SpecError
+from llmlab.base.errors import SpecError
 from llmlab.evaluate import bleu, rouge
 from llmlab.evaluate.bleu import words
 

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from llmlab.errors import SpecError
+from llmlab.architectures.llama import Llama
+from llmlab.base.errors import SpecError
 from llmlab.evaluate import perplexity
 from llmlab.evaluate.perplexity import windows
-from llmlab.models.llama import Llama
 
 TOKENS = 29
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmlab.errors import SpecError, UnknownName
+from llmlab.base.errors import SpecError, UnknownName
+from llmlab.base.units import GiB, MiB
 from llmlab.hardware.gpu import DTYPES, GPU, gpu, gpus, match
-from llmlab.units import GiB, MiB
 
 CARDS = pytest.mark.parametrize("card", gpus(), ids=lambda card: card.name)
 

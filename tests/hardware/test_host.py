@@ -13,14 +13,14 @@ import psutil
 import pytest
 import torch
 
-from llmlab.errors import NotAvailable, SpecError
-from llmlab.hardware import host as host_module
+from llmlab.base.errors import NotAvailable, SpecError
+from llmlab.base.units import GiB
+from llmlab.hardware import this_machine as host_module
 from llmlab.hardware.doctor import Doctor, chapter, doctor
 from llmlab.hardware.gpu import gpu
-from llmlab.hardware.host import Host, environment, host
 from llmlab.hardware.scale import SIZES, choose, scale
-from llmlab.runs import Training
-from llmlab.units import GiB
+from llmlab.hardware.this_machine import Host, environment, host
+from llmlab.specs.run import Training
 
 HERE = Path(__file__).resolve().parents[2]
 
@@ -154,7 +154,7 @@ def test_every_scale_is_a_run_that_can_be_asked_for(name):
 
 
 def test_what_is_chosen_for_a_card_fits_it():
-    from llmlab.estimate import estimate
+    from llmlab import estimate
 
     for name in ("RTX-3060", "T4", "L4", "A10G", "RTX-3090", "V100-32GB"):
         picked = choose(cuda_host(name))

@@ -3,7 +3,7 @@
 import pytest
 
 import llmlab as lab
-from llmlab.errors import NotAvailable, SpecError, UnknownName
+from llmlab.base.errors import NotAvailable, SpecError, UnknownName
 from llmlab.hardware.links import cluster, link, links, node_link, usual_cluster
 
 

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmlab.errors import NotAvailable, UnknownName
+from llmlab.base.errors import NotAvailable, UnknownName
+from llmlab.base.units import MiB
 from llmlab.hardware import pretend
 from llmlab.hardware.gpu import gpu, gpus
-from llmlab.hardware.host import host
-from llmlab.units import MiB
+from llmlab.hardware.this_machine import host
 
 H200 = gpu("H200")
 T4 = gpu("T4")

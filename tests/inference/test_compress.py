@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.nn.utils import prune as theirs
 
-from llmlab.errors import SpecError
+from llmlab.architectures.llama import Llama
+from llmlab.base.errors import SpecError
 from llmlab.inference.compress import low_rank, low_rank_share, prune, prune_2_of_4, sparse_bytes
-from llmlab.models.llama import Llama
 
 CONFIG = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
           "num_attention_heads": 2, "vocab_size": 32, "max_position_embeddings": 64}  # fmt: skip

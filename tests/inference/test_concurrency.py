@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from llmlab.architectures.llama import Llama
 from llmlab.inference.concurrency import in_batch, in_processes, in_threads, in_turn, processes
-from llmlab.models.llama import Llama
 
 CONFIG = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
           "num_attention_heads": 2, "vocab_size": 32, "max_position_embeddings": 64,

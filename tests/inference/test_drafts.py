@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from llmlab.errors import SpecError
+from llmlab.architectures.llama import Llama
+from llmlab.base.errors import SpecError
 from llmlab.inference import generate, probabilities, speculate
 from llmlab.inference.drafts import Bigram, first_blocks
 from llmlab.inference.speculative import speedup, tokens_a_pass
-from llmlab.models.llama import Llama
 
 CONFIG = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
           "num_attention_heads": 2, "vocab_size": 32, "max_position_embeddings": 128,

@@ -22,10 +22,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from llmlab.errors import SpecError
+from llmlab.architectures.llama import Llama
+from llmlab.base.errors import SpecError
 from llmlab.inference import generate, probabilities, speculate
 from llmlab.inference.generate import CACHES
-from llmlab.models.llama import Llama
 
 VOCAB, CONTEXT, NEW = 64, 64, 24
 generating = sys.modules["llmlab.inference.generate"]  # the package gives the function under this name

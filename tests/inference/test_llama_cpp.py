@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from llmlab.architectures.small import small_ids, small_model, small_tokenizer
 from llmlab.inference import generate
-from llmlab.models.small import small_ids, small_model, small_tokenizer
-from llmlab.quantize.gguf_model import write_llama
+from llmlab.quantize.formats.gguf_model import write_llama
 
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: it is optional")
 

@@ -7,8 +7,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers import QuantizedCache as Theirs
 
 import llmlab as lab
-from llmlab.errors import SpecError
-from llmlab.estimate.inference import kv_cache_bytes
+from llmlab.base.errors import SpecError
+from llmlab.formulas.inference import kv_cache_bytes
 from llmlab.inference.cache import GrowingCache
 from llmlab.inference.forward import logits
 from llmlab.inference.quantized_cache import QuantizedCache, narrow, widen

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llmlab.errors import SpecError
+from llmlab.base.errors import SpecError
 from llmlab.inference import BlockPool, Scheduler, generate
 from llmlab.inference.blocks import CacheFull, Table
 

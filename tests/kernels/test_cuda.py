@@ -8,7 +8,7 @@ import subprocess
 import pytest
 import torch
 
-from llmlab.errors import NotAvailable
+from llmlab.base.errors import NotAvailable
 from llmlab.kernels import cuda
 from llmlab.kernels import rms_norm as ladder_rms_norm
 

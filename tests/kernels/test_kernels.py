@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import llmlab.kernels as kernels
-from llmlab.errors import NotAvailable, SpecError
+from llmlab.base.errors import NotAvailable, SpecError
 from llmlab.kernels import rungs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -451,7 +451,7 @@ def test_under_autocast_products_are_in_its_dtype_and_gradients_in_fp32(rung):
 def test_torch_compile_takes_each_naive_rung_as_one_graph():
     """fullgraph=True raises where a graph breaks; the first rung's code is what rung 2 compiles."""
     from llmlab.kernels.ladder import cross_entropy, rms_norm, rope, softmax, swiglu
-    from llmlab.techniques.attention import standard_attention
+    from llmlab.techniques.flash_attention import standard_attention
 
     x, q = normal(4, 8).float(), normal(1, 2, 4, 8).float()
     turn = normal(1, 4, 8).float()

@@ -5,9 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmlab.errors import SpecError
-from llmlab.quantize import affine, int8, smoothquant
-from llmlab.quantize.rtn import layer_error, rtn
+from llmlab.base.errors import SpecError
+from llmlab.quantize.algorithms import smoothquant
+from llmlab.quantize.algorithms.rtn import layer_error, rtn
+from llmlab.quantize.formats import affine, int8
 
 
 def normal(*shape, seed=0):

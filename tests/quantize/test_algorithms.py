@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from llmlab import quantize
-from llmlab.errors import SpecError
-from llmlab.quantize.awq import column_scale
-from llmlab.quantize.gptq import damped_hessian, gptq_direct, inverse_factor
-from llmlab.quantize.hqq import hqq
-from llmlab.quantize.qat import FakeQuantize, QATLinear, fake_quantize
-from llmlab.quantize.rtn import layer_error, rtn
+from llmlab.base.errors import SpecError
+from llmlab.quantize.algorithms.awq import column_scale
+from llmlab.quantize.algorithms.gptq import damped_hessian, gptq_direct, inverse_factor
+from llmlab.quantize.algorithms.hqq import hqq
+from llmlab.quantize.algorithms.qat import FakeQuantize, QATLinear, fake_quantize
+from llmlab.quantize.algorithms.rtn import layer_error, rtn
 
 
 def layer(rows=24, columns=64, tokens=200, seed=0, outliers=0):
@@ -237,6 +237,6 @@ def test_importing_the_package_imports_no_torch():
 
     code = """import sys, llmlab.quantize as q
 assert not {"torch", "numpy"} & set(sys.modules)
-import llmlab.quantize.gptq, llmlab.quantize.awq
+import llmlab.quantize.algorithms.gptq, llmlab.quantize.algorithms.awq
 assert callable(q.gptq) and callable(q.awq) and q.nf4.encode and q.gguf.encode"""
     subprocess.run([sys.executable, "-c", code], check=True)

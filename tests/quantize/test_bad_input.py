@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from llmlab import quantize
-from llmlab.errors import SpecError
-from llmlab.quantize import affine, fp8, gguf, int8, kv, nf4, qat, smoothquant
-from llmlab.quantize.hqq import hqq
-from llmlab.quantize.rtn import rtn
+from llmlab.base.errors import SpecError
+from llmlab.quantize.algorithms import qat, smoothquant
+from llmlab.quantize.algorithms.hqq import hqq
+from llmlab.quantize.algorithms.rtn import rtn
+from llmlab.quantize.formats import affine, fp8, gguf, int8, kv, nf4
 
 INPUTS = torch.randn(40, 64, generator=torch.Generator().manual_seed(3))
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmlab import quantize
-from llmlab.errors import SpecError, UnknownName
-from llmlab.quantize import fp8, kv
+from llmlab.base.errors import SpecError, UnknownName
+from llmlab.quantize.formats import fp8, kv
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 

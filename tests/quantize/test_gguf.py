@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from llmlab import quantize
-from llmlab.errors import SpecError, UnknownName
-from llmlab.quantize.sizes import BLOCKS
+from llmlab.base.errors import SpecError, UnknownName
+from llmlab.quantize.formats.sizes import BLOCKS
 
 KINDS = tuple(quantize.gguf.FORMATS)
 PACKAGE_ENCODES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4")

@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from llmlab import data, quantize
-from llmlab.errors import SpecError
+from llmlab.architectures.llama import Llama
+from llmlab.architectures.small import small_ids, small_model, small_tokenizer
+from llmlab.base.errors import SpecError
 from llmlab.evaluate.perplexity import perplexity
-from llmlab.models.llama import Llama
-from llmlab.models.small import small_ids, small_model, small_tokenizer
-from llmlab.quantize import gguf_file, gguf_model
-from llmlab.quantize.sizes import file_bytes, stored
+from llmlab.quantize.formats import gguf_file, gguf_model
+from llmlab.quantize.formats.sizes import file_bytes, stored
 
 TINY = {
     "model_type": "llama", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,

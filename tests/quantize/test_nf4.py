@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from llmlab.errors import SpecError
-from llmlab.quantize import nf4
+from llmlab.base.errors import SpecError
+from llmlab.quantize.formats import nf4
 
 EDGES = [0.0, -0.0, 1.0, -1.0, 0.5, 1e-30, -1e-30, 3e38, 1e-44]
 

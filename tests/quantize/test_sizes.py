@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 import llmlab as lab
 from llmlab import quantize
-from llmlab.errors import SpecError, UnknownName
-from llmlab.quantize import gguf_file
-from llmlab.quantize.sizes import BLOCKS, MIXES, stored
+from llmlab.base.errors import SpecError, UnknownName
+from llmlab.quantize.formats import gguf_file
+from llmlab.quantize.formats.sizes import BLOCKS, MIXES, stored
 
 # Bytes of the published files of Llama-3.1-8B-Instruct
 PUBLISHED = {
@@ -73,7 +73,7 @@ def test_sizes_refuse_what_they_do_not_know():
 
 
 def test_the_estimators_bytes_of_nf4_and_int8_are_these_bits():
-    from llmlab.estimate.precision import weight_bytes
+    from llmlab.formulas.memory.precision import weight_bytes
 
     for kind in ("nf4", "int8"):
         assert 8 * weight_bytes(kind, 2**20, rows=0) / 2**20 == quantize.bits_per_weight(kind)

@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 from llmlab import data, quantize
-from llmlab.errors import NotAvailable, SpecError
+from llmlab.architectures.small import small_ids, small_model
+from llmlab.base.errors import NotAvailable, SpecError
 from llmlab.evaluate.perplexity import perplexity
-from llmlab.models.small import small_ids, small_model
-from llmlab.quantize import affine, kv, nf4
-from llmlab.quantize.gptq import gptq_direct
+from llmlab.quantize.algorithms.gptq import gptq_direct
+from llmlab.quantize.algorithms.qat import QATLinear
+from llmlab.quantize.algorithms.rtn import layer_error, rtn
+from llmlab.quantize.formats import affine, kv, nf4
 from llmlab.quantize.modules import Int8Linear, SmoothLinear
-from llmlab.quantize.qat import QATLinear
-from llmlab.quantize.rtn import layer_error, rtn
 from llmlab.quantize.whole import inputs_of, linears, quantize_model, replace_linears
 from llmlab.techniques.quantization import linear_seconds, relative_error, with_outliers
 
@@ -109,7 +109,7 @@ def test_later_blocks_see_what_the_quantized_ones_before_them_make(model, calibr
 
 
 def test_a_short_training_through_the_rounding_wins_back_part_of_two_bits(model, held_out):
-    from llmlab.techniques.training import Recipe, train
+    from llmlab.techniques.training_loop import Recipe, train
 
     trained = replace_linears(model, lambda _, linear: QATLinear(linear, 2, GROUP, symmetric=False))
     assert trained.layers[0].mlp.up_proj.weight is not model.layers[0].mlp.up_proj.weight

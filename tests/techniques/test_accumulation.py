@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from llmlab.errors import SpecError
+from llmlab.base.errors import SpecError
 from llmlab.techniques.accumulation import (
     IGNORE,
     backward_exact,

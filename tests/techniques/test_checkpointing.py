@@ -13,11 +13,11 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 import llmlab as lab
-from llmlab.errors import SpecError
-from llmlab.models.gpt import GPT, in_order
-from llmlab.models.llama import Llama
-from llmlab.step_model import KEPT_OPERATORS
+from llmlab.architectures.gpt import GPT, in_order
+from llmlab.architectures.llama import Llama
+from llmlab.base.errors import SpecError
 from llmlab.techniques.checkpointing import (
+    KEPT_OPERATORS,
     Conditions,
     best_spacing,
     checkpoint,
@@ -26,7 +26,7 @@ from llmlab.techniques.checkpointing import (
     recompute,
     selective,
 )
-from llmlab.techniques.training import next_token_loss
+from llmlab.techniques.training_loop import next_token_loss
 
 DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 64, "vocab_size": 300}

@@ -6,9 +6,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor.debug import CommDebugMode
 
-from llmlab.errors import SpecError
+from llmlab.base.errors import SpecError
+from llmlab.ranks.launch import launch
 from llmlab.techniques import context_parallel as cp
-from llmlab.techniques.launch import launch
 
 RANKS = 3
 CASES = [(balanced, heads, kv) for balanced in (False, True) for heads, kv in ((2, 2), (4, 2))]

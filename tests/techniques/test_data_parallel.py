@@ -7,9 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from llmlab.errors import SpecError
-from llmlab.estimate.communication import bytes_sent
-from llmlab.techniques import rank_training
+from llmlab.base.errors import SpecError
+from llmlab.experiments import train as rank_training
+from llmlab.experiments.data_parallel import every_method, new_gpt, train_wrongly
+from llmlab.experiments.train import Job, main
+from llmlab.formulas.time.communication import bytes_sent
+from llmlab.ranks.launch import launch
 from llmlab.techniques.collectives import run_all
 from llmlab.techniques.data_parallel import (
     Overlapped,
@@ -18,9 +21,6 @@ from llmlab.techniques.data_parallel import (
     ring_reduce_scatter,
     same_model,
 )
-from llmlab.techniques.data_parallel_runs import every_method, new_gpt, train_wrongly
-from llmlab.techniques.launch import launch
-from llmlab.techniques.rank_training import Job, main
 
 FP32 = 2e-5  # of the gradient's norm: sums of a few hundred fp32 numbers in another order, at 2^-24 each
 SEQUENCES = 6

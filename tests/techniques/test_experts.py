@@ -6,9 +6,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmlab.errors import SpecError
+from llmlab.base.errors import SpecError
+from llmlab.ranks.launch import launch
 from llmlab.techniques.experts import MoE, balancing_loss, capacity, route, within_capacity
-from llmlab.techniques.launch import launch
 
 HIDDEN, WIDTH, EXPERTS, K = 16, 24, 8, 2
 

@@ -7,8 +7,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import llmlab as lab
-from llmlab.errors import SpecError, UnknownName
-from llmlab.techniques import peft_methods
+from llmlab.base.errors import SpecError, UnknownName
+from llmlab.techniques import peft as peft_methods
 from llmlab.techniques.adapters import insert
 from llmlab.techniques.lora import LoRALinear, adapters, inject, load, merge, save, trained_parameters, unmerge
 

@@ -60,7 +60,7 @@ def test_no_grad_keeps_nothing_and_eval_alone_keeps_all(model, batches):
 def test_what_the_hooks_see_is_what_the_measured_step_keeps():
     """Two independent scales, autograd's hooks and the allocator's events, at the end of forward."""
     from llmlab.data import batch
-    from llmlab.step import build_model
+    from llmlab.step.step import build_model
 
     run = lab.Training(micro_batch=2, seq_len=64)
     report = lab.measure(CONFIG, run, "cpu", repeats=1)

@@ -11,17 +11,17 @@ import torch
 from torch import nn
 
 import llmlab as lab
-from llmlab.errors import NotAvailable, SpecError
-from llmlab.models.gpt import GPT
-from llmlab.step_optimizer import MasterWeights
+from llmlab.architectures.gpt import GPT
+from llmlab.base.errors import NotAvailable, SpecError
+from llmlab.experiments.engines import ADAMW, quiet_deepspeed
+from llmlab.experiments.offload import Job, cpu_adam, cpu_adam_is_compiled, main, run, with_deepspeed
+from llmlab.experiments.train import tiny_gpt
+from llmlab.ranks.launch import launch
+from llmlab.step.optimizer import MasterWeights
 from llmlab.techniques.data_parallel import buckets
-from llmlab.techniques.engines import ADAMW, quiet_deepspeed
-from llmlab.techniques.launch import launch
 from llmlab.techniques.offload import InFiles, Offloaded, in_ram
 from llmlab.techniques.offload_activations import in_files, on_host
-from llmlab.techniques.offload_runs import Job, cpu_adam, cpu_adam_is_compiled, main, run, with_deepspeed
-from llmlab.techniques.rank_training import tiny_gpt
-from llmlab.techniques.training import next_token_loss
+from llmlab.techniques.training_loop import next_token_loss
 
 STEPS = 4
 PARAMETERS = tiny_gpt().parameters

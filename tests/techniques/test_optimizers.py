@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from llmlab.estimate.precision import bytes_per_parameter, state_bytes
+from llmlab.formulas.memory.precision import bytes_per_parameter, state_bytes
 from llmlab.techniques import optimizers as scratch
+from llmlab.techniques.learning_rate import clip_gradients, warmup_cosine, warmup_stable_decay
 from llmlab.techniques.memory_anatomy import model_states
 from llmlab.techniques.optimizers_8bit import CPU_BINS, AdamW8bit, dequantize, dynamic_code, linear_code, quantize
-from llmlab.techniques.schedules import clip_gradients, warmup_cosine, warmup_stable_decay
 
 bnb = pytest.importorskip("bitsandbytes", reason="the 8-bit oracle is bitsandbytes: pip install 'llmlab[quant]'")
 transformers = pytest.importorskip("transformers")

@@ -6,10 +6,11 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmlab.errors import SpecError
-from llmlab.models.llama import Llama
+from llmlab.architectures.llama import Llama
+from llmlab.base.errors import SpecError
+from llmlab.experiments.train_split import Job, tiny_llama, train
+from llmlab.ranks.launch import RankFailed, launch
 from llmlab.techniques import pipeline
-from llmlab.techniques.launch import RankFailed, launch
 from llmlab.techniques.pipeline_schedules import (
     SCHEDULES,
     Op,
@@ -20,8 +21,7 @@ from llmlab.techniques.pipeline_schedules import (
     schedule,
     times,
 )
-from llmlab.techniques.split_training import Job, tiny_llama, train
-from llmlab.techniques.training import next_token_loss
+from llmlab.techniques.training_loop import next_token_loss
 
 STEPS = 3
 JOBS = {

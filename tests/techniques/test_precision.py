@@ -11,8 +11,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from llmlab.errors import SpecError, UnknownName
-from llmlab.step_optimizer import MasterWeights
+from llmlab.base.errors import SpecError, UnknownName
+from llmlab.notebook.precision_widget import EXAMPLES, FloatWidget, fields
+from llmlab.step.optimizer import MasterWeights
 from llmlab.techniques.precision import (
     FORMATS,
     Casts,
@@ -25,7 +26,6 @@ from llmlab.techniques.precision import (
     stochastic_round,
     tensors_of_a_step,
 )
-from llmlab.techniques.precision_widget import EXAMPLES, FloatWidget, fields
 
 DTYPES = {
     "fp16": (torch.float16, torch.uint16),

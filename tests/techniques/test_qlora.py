@@ -6,12 +6,12 @@ import torch
 from torch import nn
 
 import llmlab as lab
-from llmlab.errors import SpecError
-from llmlab.models.llama import Llama
-from llmlab.quantize import nf4
+from llmlab.architectures.llama import Llama
+from llmlab.base.errors import SpecError
+from llmlab.quantize.formats import nf4
 from llmlab.techniques.lora import adapters, inject, merge
 from llmlab.techniques.qlora import merge_rounded, to_nf4
-from llmlab.techniques.training import SMALL_LLAMA, next_token_loss
+from llmlab.techniques.training_loop import SMALL_LLAMA, next_token_loss
 
 TINY = {**SMALL_LLAMA, "vocab_size": 300, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 1}
 LORA = lab.LoRA(rank=4, targets=("q_proj", "o_proj", "down_proj"))

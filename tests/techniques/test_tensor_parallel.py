@@ -8,13 +8,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
-from llmlab.errors import SpecError
-from llmlab.models.llama import Llama
-from llmlab.models.spec import model
+from llmlab.architectures.llama import Llama
+from llmlab.base.errors import SpecError
+from llmlab.experiments.train_split import TINY_LLAMA, Job, tiny_llama, train
+from llmlab.ranks.launch import launch
+from llmlab.specs.model import model
 from llmlab.techniques import tensor_parallel as tp
-from llmlab.techniques.launch import launch
-from llmlab.techniques.split_training import TINY_LLAMA, Job, tiny_llama, train
-from llmlab.techniques.training import next_token_loss
+from llmlab.techniques.training_loop import next_token_loss
 
 RANKS = 4
 TOLERANCE = 1e-4  # of a gradient's largest value: fp32 sums in another order make 1e-6

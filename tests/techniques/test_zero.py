@@ -8,14 +8,14 @@ import torch.distributed as dist
 from torch import nn
 
 import llmlab as lab
-from llmlab.errors import SpecError
-from llmlab.estimate.states import states
-from llmlab.models.gpt import GPT
-from llmlab.records import figure
-from llmlab.techniques.launch import launch
-from llmlab.techniques.rank_training import Job, formula, main, tiny_gpt, train
+from llmlab.architectures.gpt import GPT
+from llmlab.archive import figure
+from llmlab.base.errors import SpecError
+from llmlab.experiments.train import Job, formula, main, tiny_gpt, train
+from llmlab.experiments.zero import knobs, over_the_step, persistence
+from llmlab.formulas.memory.states import states
+from llmlab.ranks.launch import launch
 from llmlab.techniques.zero import Zero
-from llmlab.techniques.zero_runs import knobs, over_the_step, persistence
 
 STEPS = 20
 LOSS = 2e-5  # nats: 20 steps of fp32 sums in another order

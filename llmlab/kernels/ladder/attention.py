@@ -12,8 +12,8 @@ Bytes moved by the forward pass for a head (q, k, v and out are 4·T·D·b), if 
     4  the same; backward is three kernels that make the probabilities again: no T² in memory in either pass
 
 All rungs do O(T²) FLOPs. While k and v of a head fit in the L2 cache, most of the T/M readings come from there.
-`llmlab.estimate.attention` counts these bytes, backward too. Rung 4's backward does 7 products, as it makes the scores
-twice, where FlashAttention-2 does 5 and adds up dq by atomics.
+`llmlab.formulas.time.attention_traffic` counts these bytes, backward too. Rung 4's backward does 7 products, as it
+makes the scores twice, where FlashAttention-2 does 5 and adds up dq by atomics.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...errors import SpecError
-from ...techniques.attention import check_attention, flash_backward, standard_attention
+from ...base.errors import SpecError
+from ...techniques.flash_attention import check_attention, flash_backward, standard_attention
 from ..rungs import as_autocast, choose, compiled, dot, jit, tl, triton
 
 LOG2_E = 1.4426950408889634  # exp(x) = 2^(x·log2 e): the GPU has an instruction for powers of 2

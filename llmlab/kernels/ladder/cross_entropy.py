@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...errors import SpecError
+from ...base.errors import SpecError
 from ..rungs import absorb, check_columns, choose, compiled, jit, tl, triton, warps
 
 IGNORE = -100  # the target that PyTorch and Hugging Face leave out

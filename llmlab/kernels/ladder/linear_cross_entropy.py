@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...errors import SpecError
+from ...base.errors import SpecError
 from ..rungs import as_autocast, check_columns, choose, compiled
 from .cross_entropy import IGNORE, cross_entropy0, gradient_rows, loss_rows
 

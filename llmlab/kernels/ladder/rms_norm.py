@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...errors import SpecError
+from ...base.errors import SpecError
 from ..rungs import MAX_ROW, as_rows, check_columns, choose, compiled, jit, only_fused, tl, triton, warps
 
 PROGRAMS = 256  # partial sums of dweight at most: one for each multiprocessor, and no GPU has more

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...errors import SpecError
+from ...base.errors import SpecError
 from ..rungs import MAX_ROW, absorb, as_rows, check_columns, choose, compiled, jit, tl, triton, warps
 
 TILE = 8192  # columns of a wide row that a program holds at a time

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...errors import SpecError
+from ...base.errors import SpecError
 from ..rungs import choose, compiled, jit, only_fused, tl, triton
 
 BLOCK = 1024  # values a program; nothing is shared between values, so any will do

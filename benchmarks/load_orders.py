@@ -1,0 +1,140 @@
+"""One simulated step, its quantized weights loaded in other orders.
+
+When a tensor is read changes which holes loading leaves, and nothing of what the step asks for after it. So a step is
+simulated once, and what it asked of the allocator is asked again in each order, which takes a fraction of a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+from unittest import mock
+
+from llmlab.hardware.gpu import GPU
+from llmlab.hardware.gpu import gpu as find_gpu
+from llmlab.simulation import report
+from llmlab.simulation.allocator.caching import Allocator, AllocatorOutOfMemory
+from llmlab.simulation.recording import Recording
+from llmlab.specs.model import ModelLike
+from llmlab.specs.run import Run
+from llmlab.step import quantized as step_quantized
+
+Request = tuple[str, Any]  # what is asked for, and the bytes, the number of an earlier request, or a phase
+
+
+class Peaks(NamedTuple):
+    """The peaks of a step in bytes, as its Report has them; of phase "load" what is held when it ends."""
+
+    allocated: int
+    reserved: int
+    phases: dict[str, int]
+
+
+class Requests(NamedTuple):
+    """What a step asked of the allocator of a card with `room` bytes, in the order in which it did.
+
+    `sizes`: the elements of the tensors that were loaded; `read` and `taken` by the number of the tensor, what reading
+    it asked for and what taking it into the model did.
+    """
+
+    room: int | None
+    sizes: list[int]
+    before: list[Request]
+    read: dict[int, list[Request]]
+    taken: dict[int, list[Request]]
+    after: list[Request]
+
+    def in_order(self, order: Iterable[tuple[int, bool]]) -> Peaks | None:
+        """Return the peaks with the tensors loaded in `order`, which is as that of `step_quantized.one_at_a_time`;
+        None where the memory does not suffice."""
+        memory, phase = Allocator(self.room), None
+        addresses: dict[int, int] = {}
+        phases: dict[str, int] = {}
+        parts = (self.before, *((self.taken if done else self.read)[index] for index, done in order), self.after)
+        for what, value in (request for part in parts for request in part):
+            if what == "malloc":
+                number, size = value
+                try:
+                    addresses[number] = memory.malloc(size)
+                except AllocatorOutOfMemory:
+                    return None
+            elif what == "free":
+                memory.free(addresses.pop(value))
+            elif what == "phase":
+                phase = value
+                if phase is None:
+                    phases.setdefault("load", memory.allocated)
+            else:
+                getattr(memory, what)()
+            if phase and phase != "load":
+                phases[phase] = max(phases.get(phase, 0), memory.allocated)
+        return Peaks(memory.peak_allocated, memory.peak_reserved, phases)
+
+
+def requests_of(model: ModelLike, run: Run, gpu: GPU | str) -> Requests:
+    """Simulate a step whose base is quantized, and return what it asked for. Raises as `lab.simulate` does."""
+    log: list[Request] = []
+    card = find_gpu(gpu)
+    with _logged(log):
+        report.recorded(model, run, replace(card, memory=report.ROOMY))  # of a step that fails all requests, too
+    before: list[Request] = []
+    after: list[Request] = []
+    read: dict[int, list[Request]] = {}
+    taken: dict[int, list[Request]] = {}
+    part, sizes = before, []
+    for what, value in log:
+        if what == "read":
+            part = read[value] = []
+        elif what == "take in":
+            part = taken[value] = []
+        elif what == "loaded":
+            part, sizes = after, value
+        else:
+            part.append((what, value))
+    return Requests(card.room(run.world_size), sizes, before, read, taken, after)
+
+
+@contextmanager
+def _logged(log: list[Request]) -> Iterator[None]:
+    """Let a simulation write to `log` what it asks for, when it loads which tensor, and when a phase begins."""
+
+    class Logged(Allocator):
+        def malloc(self, size: int, stream: int = 0) -> int:
+            address = super().malloc(size, stream)
+            numbers[address] = len(log)
+            log.append(("malloc", (len(log), size)))
+            return address
+
+        def free(self, address: int) -> None:
+            super().free(address)
+            log.append(("free", numbers.pop(address)))
+
+        def empty_cache(self) -> None:
+            super().empty_cache()
+            log.append(("empty_cache", None))
+
+        def reset_peak(self) -> None:
+            super().reset_peak()
+            log.append(("reset_peak", None))
+
+    class Marked(Recording):
+        def enter(self, phase: str, **alive: Any) -> None:
+            super().enter(phase, **alive)
+            log.append(("phase", phase if self.counting else None))
+
+    def marked(sizes: list[int]) -> Iterator[tuple[int, bool]]:
+        for index, done in order(sizes):
+            log.append(("take in" if done else "read", index))
+            yield index, done
+        log.append(("loaded", sizes))
+
+    numbers: dict[int, int] = {}
+    order = step_quantized.one_at_a_time
+    with (
+        mock.patch.object(report, "Allocator", Logged),
+        mock.patch.object(report, "Recording", Marked),
+        mock.patch.object(step_quantized, "one_at_a_time", marked),
+    ):
+        yield

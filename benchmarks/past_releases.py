@@ -1,0 +1,92 @@
+"""What earlier releases of the libraries did otherwise, where a card's memory shows it.
+
+A simulation runs the libraries that are installed. Rows that were measured with others are held to what those did:
+benchmarks enter these contexts around `lab.simulate`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import importlib
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from llmlab.simulation.patching import bitsandbytes as quantized
+from llmlab.step import quantized as step_quantized
+
+WORKERS = 4  # transformers/core_model_loading.py, GLOBAL_WORKERS
+READ, TAKE = 0.2, 0.3  # an assumption: what reading a tensor costs beside its 10^6 elements, and taking it in
+FAMILIES = ("llama", "mistral", "qwen2")
+
+
+@contextmanager
+def rotary_products() -> Iterator[None]:
+    """Compute rotary angles by a matrix product, as transformers 5.0 to 5.17 did; 5.20 multiplies element by element.
+
+    The product is a model's first, so that cuBLAS takes its workspace before the first block and not inside it
+    (models/llama/modeling_llama.py, LlamaRotaryEmbedding.forward).
+    """
+    with ExitStack() as stack:
+        for family in FAMILIES:
+            modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+            owner = getattr(modeling, f"{family.capitalize()}RotaryEmbedding")
+            stack.enter_context(mock.patch.object(owner, "forward", _angles_by_product))
+        yield
+
+
+@torch.no_grad()
+def _angles_by_product(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine, (B, T, head size), of the angles of `position_ids`, (B, T)."""
+    frequencies = self.inv_freq[None, :, None].float().expand(position_ids.shape[0], -1, 1).to(x.device)
+    half = (frequencies @ position_ids[:, None, :].float()).transpose(1, 2)
+    angles = torch.cat((half, half), dim=-1)
+    cosine, sine = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+    return cosine.to(x.dtype), sine.to(x.dtype)
+
+
+@contextmanager
+def loaded_by_threads(seed: int) -> Iterator[None]:
+    """Load quantized models as transformers 5.0 to 5.3 did, several threads reading ahead of the one that quantizes,
+    and as peft did before 0.20, which leaves the cached segments. In which order the threads come to it `seed` draws.
+    """
+    order: Callable[[list[int]], Iterator[tuple[int, bool]]] = lambda sizes: read_ahead(sizes, seed)  # noqa: E731
+    with (
+        mock.patch.object(step_quantized, "one_at_a_time", order),
+        mock.patch.object(quantized, "_emptying", lambda empty_cache: nullcontext()),
+    ):
+        yield
+
+
+def read_ahead(sizes: list[int], seed: int) -> Iterator[tuple[int, bool]]:
+    """Yield what `one_at_a_time` does, in one of the orders of `WORKERS` threads that read, in order, while one other
+    takes in, in order. A tensor's memory is asked for when its thread begins with it.
+    """
+    draw, waiting, arrived = random.Random(seed), list(range(len(sizes)))[::-1], set()
+    queue: list[tuple[float, int, bool]] = []  # when, which tensor, whether it is taken in then
+    taken, busy = 0, False
+
+    def read(now: float) -> Iterator[tuple[int, bool]]:
+        if waiting:
+            index = waiting.pop()
+            heapq.heappush(queue, (now + READ + sizes[index] / 1e6 * draw.uniform(0.7, 1.4), index, False))
+            yield index, False
+
+    for _ in range(WORKERS):
+        yield from read(0.0)
+    while queue:
+        now, index, done = heapq.heappop(queue)
+        if done:
+            yield index, True
+            taken, busy = index + 1, False
+        else:
+            arrived.add(index)
+            yield from read(now)
+        if not busy and taken in arrived:
+            busy = True
+            heapq.heappush(queue, (now + TAKE * draw.uniform(0.5, 2.0), taken, True))

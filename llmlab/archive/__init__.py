@@ -1,0 +1,28 @@
+"""Measured results as JSON, ours and published, and how they are looked up."""
+
+from .chapters import ChapterRun, LedgerRow, ledger, record_chapter
+from .lookup import held_out, records
+from .operators import OperatorRecord, operator_records
+from .plan import PLAN, Item
+from .published import Figure, figure, figures
+from .refusals import refused
+from .store import RecordWarning, Refused
+
+__all__ = [
+    "PLAN",
+    "ChapterRun",
+    "Figure",
+    "Item",
+    "LedgerRow",
+    "OperatorRecord",
+    "RecordWarning",
+    "Refused",
+    "figure",
+    "figures",
+    "held_out",
+    "ledger",
+    "operator_records",
+    "record_chapter",
+    "records",
+    "refused",
+]

@@ -1,0 +1,45 @@
+"""The words of the whole project: values of a run's fields, parts of the peak, phases, sources, outcomes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+# fp16, bf16: weights, gradients and optimizer states all in it. autocast-*: fp32 weights, gradients and states, the
+# operators cast as torch.autocast decides. mixed-*: half weights and gradients, fp32 master copy and states, as
+# DeepSpeed and Megatron-LM do.
+Precision = Literal["fp32", "fp16", "bf16", "autocast-fp16", "autocast-bf16", "mixed-fp16", "mixed-bf16"]
+OptimizerName = Literal["sgd", "adamw", "adamw-8bit", "adafactor", "lion"]
+Checkpointing = Literal["selective", "full"]
+# eager: the formula, in transformers' Python. sdpa: the kernel that torch takes. flash: the package flash-attn.
+# efficient: torch's SDPA pinned to its memory-efficient kernel, keys and values repeated to all heads before.
+Attention = Literal["eager", "sdpa", "flash", "efficient"]
+Quantization = Literal["nf4", "int8"]
+Offload = Literal["optimizer", "optimizer+parameters"]
+Kernels = Literal["liger"]
+Weights = Literal["fp32", "fp16", "bf16", "int8", "nf4"]
+KVDtype = Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4"]
+
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
+CHECKPOINTING: tuple[Checkpointing | None, ...] = (None, *get_args(Checkpointing))
+ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
+QUANTIZATIONS: tuple[Quantization | None, ...] = (None, *get_args(Quantization))
+OFFLOADS: tuple[Offload | None, ...] = (None, *get_args(Offload))
+KERNELS: tuple[Kernels | None, ...] = (None, *get_args(Kernels))
+WEIGHTS: tuple[Weights, ...] = get_args(Weights)
+KV_DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)
+
+Source = Literal["estimated", "simulated", "measured", "published"]
+Outcome = Literal["fits", "out of memory", "unknown"]
+SOURCES: tuple[Source, ...] = get_args(Source)
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+
+# What the peak consists of. "activations" are kept for backward, autocast's half copies of the weights among them;
+# "other" is what is alive at the peak and none of the rest: temporaries of the operator that runs, the input.
+PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "kv_cache", "workspace", "other")
+TRAINING_PHASES = ("load", "forward", "backward", "optimizer")
+INFERENCE_PHASES = ("load", "prefill", "decode")
+
+# A timeline point: the phase, and the live bytes of each part at that moment.
+TimelinePoint = tuple[str, Mapping[str, int]]

@@ -1,0 +1,1 @@
+"""The command line: the same words as the API, one command per verb."""

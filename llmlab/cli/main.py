@@ -1,0 +1,300 @@
+"""The command line: the same words as the API, one command a verb.
+
+Exit codes: 0 it fits (or the list was printed), 1 it does not fit, 2 could not say (bad input included), 130
+interrupted. An answer goes to stdout whole or not at all; an error is one line on stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..base.errors import NotAvailable, SpecError, UnknownName
+from ..base.units import GB, GiB, show_bytes, show_count
+from ..base.version import __version__
+from .options import run_from, spec_options
+
+if TYPE_CHECKING:
+    from ..report import Report
+
+EXIT = {"fits": 0, "out of memory": 1, "unknown": 2}
+INTERRUPTED = 130  # 128 + SIGINT, as a shell says it
+
+
+class OneLineErrors(click.Group):
+    """A click group whose errors are one line on stderr, and whose exit code is what the command returns."""
+
+    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any) -> None:  # type: ignore[override]
+        extra.pop("standalone_mode", None)
+        try:
+            with warnings.catch_warnings():
+                warnings.showwarning = _warn
+                code = super().main(args, prog_name or "llmlab", standalone_mode=False, **extra)
+        except click.ClickException as error:
+            code = _fail(error.format_message())
+        except (SpecError, UnknownName, NotAvailable) as error:
+            code = _fail(str(error))
+        except OSError as error:
+            code = _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        except (click.Abort, KeyboardInterrupt):
+            code = _fail("interrupted", INTERRUPTED)
+        sys.exit(code or 0)
+
+
+@click.group(cls=OneLineErrors, invoke_without_command=True)
+@click.version_option(__version__, message="llmlab %(version)s")
+@click.pass_context
+def cli(context: click.Context) -> int:
+    """What training and running a language model costs: estimated, simulated, measured, compared.
+
+    Exit codes: 0 fits, 1 does not fit, 2 could not say.
+    """
+    if context.invoked_subcommand is None:
+        _print(context.get_help())
+    return 0
+
+
+# ---- the verbs
+
+
+def _verb(command: Callable[..., int]) -> click.Command:
+    """Make `command` a command of the group that also takes the options of every spec."""
+    made = cli.command()(click.pass_context(command))
+    made.params += spec_options()
+    return made
+
+
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, sizes in bytes.")
+_model = click.argument("model")
+_gpu = partial(click.option, "--gpu", metavar="NAME")
+
+
+def _answer(report: Report, as_json: bool) -> int:
+    """Print a report and return the exit code that its outcome is."""
+    _print(report.to_json() if as_json else str(report))
+    return EXIT[report.outcome]
+
+
+@_verb
+@_model
+@_gpu(help="The card, as `llmlab gpus` names it, or cpu. Without it: what is needed, not whether it fits.")
+@_json
+def estimate(context: click.Context, model: str, gpu: str | None, as_json: bool, **_: Any) -> int:
+    """Say what a run costs on a card, from formulas. MODEL is a name of `llmlab models` or a config.json."""
+    from ..verbs import estimate
+
+    return _answer(estimate(model, run_from(context), gpu), as_json)
+
+
+@_verb
+@_model
+@_gpu(required=True, help="The card, as `llmlab gpus` names it, or cpu.")
+@_json
+def simulate(context: click.Context, model: str, gpu: str, as_json: bool, **_: Any) -> int:
+    """Say what a card would show, without it. MODEL is a name of `llmlab models` or a config.json."""
+    from ..verbs import simulate
+
+    return _answer(simulate(model, run_from(context), gpu), as_json)
+
+
+@_verb
+@_model
+@click.option("--device", metavar="NAME", help="cuda, mps or cpu. Without it the first of them that is here.")
+@_json
+def measure(context: click.Context, model: str, device: str | None, as_json: bool, **_: Any) -> int:
+    """Run it on this machine and say what it cost. MODEL is a name of `llmlab models` or a config.json."""
+    from ..verbs import measure
+
+    return _answer(measure(model, run_from(context), device), as_json)
+
+
+@_verb
+@_model
+@_gpu(help="A card whose records to compare with. Without it the run is measured on this machine.")
+@_json
+def compare(context: click.Context, model: str, gpu: str | None, as_json: bool, **_: Any) -> int:
+    """Put estimate, simulation and measurement side by side. MODEL is a name of `llmlab models` or a config.json."""
+    from ..verbs import compare
+
+    comparison = compare(model, run_from(context), gpu)
+    _print(comparison.to_json() if as_json else str(comparison))
+    return EXIT[best_outcome(comparison.reports)]
+
+
+def best_outcome(reports: Sequence[Report]) -> str:
+    """Return the outcome of the most trustworthy report that has one: measured, published, simulated, estimated."""
+    for source in ("measured", "published", "simulated", "estimated"):
+        for report in reports:
+            if report.source == source and report.outcome != "unknown":
+                return report.outcome
+    return "unknown"
+
+
+# ---- the lists
+
+
+@cli.command()
+@_json
+def gpus(as_json: bool) -> int:
+    """List the cards: memory, bandwidth, peaks."""
+    from ..hardware.gpu import DTYPES, gpus
+
+    cards = gpus()
+    if as_json:
+        _print(_dump([{f.name: getattr(card, f.name) for f in fields(card)} for card in cards]))
+        return 0
+    header = ("name", "GiB", "GB/s", *DTYPES, "capability")
+    rows = []
+    for card in cards:
+        peaks = [card.peak(dtype) for dtype in DTYPES]
+        capability = ".".join(map(str, card.compute_capability)) if card.compute_capability else "–"
+        shown = ["–" if peak is None else f"{peak / 1e12:,.4g}" for peak in peaks]
+        rows.append((card.name, f"{card.memory / GiB:.2f}", f"{card.bandwidth / GB:,.0f}", *shown, capability))
+    units = (
+        "Memory in GiB (2^30 bytes), bandwidth in 10^9 bytes/s, dense peaks in 10^12 FLOP/s; – is none, or not known."
+    )
+    _print(f"{_columns(header, rows)}\n{units}")
+    return 0
+
+
+@cli.command()
+@_json
+def models(as_json: bool) -> int:
+    """List the models known by name, their shape."""
+    from ..specs.model import model, models
+
+    specs = [model(name) for name in models()]
+    shape = ("parameters", "layers", "hidden", "heads", "kv_heads", "max_positions")
+    if as_json:
+        _print(_dump([{"name": spec.name, **{key: getattr(spec, key) for key in shape}} for spec in specs]))
+        return 0
+    header = ("name", "parameters", "layers", "hidden", "heads/kv", "positions")
+    rows = [
+        (
+            s.name,
+            show_count(s.parameters),
+            str(s.layers),
+            str(s.hidden),
+            f"{s.heads}/{s.kv_heads}",
+            f"{s.max_positions:,}",
+        )
+        for s in specs
+    ]
+    _print(_columns(header, rows))
+    return 0
+
+
+@cli.command()
+@click.argument("model", required=False)
+@_gpu(help="Only those of this card, as `llmlab gpus` names it, or cpu.")
+@click.option("--source", type=click.Choice(["measured", "published"]), help="Only ours, or only others'.")
+@_json
+def records(model: str | None, gpu: str | None, source: str | None, as_json: bool) -> int:
+    """List what was measured before, by us and others."""
+    from ..verbs import records
+
+    found = records(model, gpu=gpu, source=source)
+    if as_json:
+        _print(_dump([report.to_dict() for report in found]))
+        return 0
+    header = ("model", "gpu", "source", "date", "outcome", "allocated", "reserved", "run")
+    rows = []
+    for r in found:
+        sizes = show_bytes(r.peak_allocated), show_bytes(r.peak_reserved)
+        rows.append((r.model, r.gpu or "–", r.source, r.environment.get("date", "–"), r.outcome, *sizes, repr(r.run)))
+    _print(_columns(header, rows, right=slice(5, 7)) if rows else "no records")
+    return 0
+
+
+@cli.command()
+@_json
+def doctor(as_json: bool) -> int:
+    """Say what this machine has, and which chapters run on it."""
+    from ..hardware.doctor import doctor
+
+    found = doctor()
+    _print(_dump(found.to_dict()) if as_json else str(found))
+    return 0
+
+
+@cli.command()
+@click.option(
+    "--budget", type=float, default=540, show_default=True, help="Seconds; what is left waits for the next call."
+)
+@click.option("--only", multiple=True, metavar="CHAPTER", help="Measure for this chapter only; may be repeated.")
+@click.option("--out", metavar="DIR", help="Folder of records. Without it the book's in a checkout, else yours.")
+@click.option("--allow-cpu", is_flag=True, help="Try it out where no GPU is; needs --out.")
+@_json
+def record(budget: float, only: tuple[str, ...], out: str | None, allow_cpu: bool, as_json: bool) -> int:
+    """Measure on this GPU what the book asks for."""
+    from rich.console import Console
+
+    from ..measurement.record import record
+
+    # Progress is for people; with --json it makes room for the answer.
+    console = Console(stderr=as_json, soft_wrap=True, highlight=False)
+    done = record(budget, only or None, out, allow_cpu=allow_cpu, console=console)
+    if as_json:
+        skipped = [{"model": item.model, "run": item.run.to_dict(), "reason": reason} for item, reason in done.skipped]
+        reports = [report.to_dict() for report in done.measured]
+        answer = {
+            "path": str(done.path),
+            "measured": reports,
+            "known": done.known,
+            "skipped": skipped,
+            "left": done.left,
+        }
+        _print(_dump(answer))
+    return 0
+
+
+def _columns(header: Sequence[str], rows: Sequence[Sequence[str]], right: slice = slice(1, None)) -> str:
+    """Return a table whose `right` columns are numbers: as wide as it has to be, so that a pipe loses nothing."""
+    justify = [str.ljust] * len(header)
+    justify[right] = [str.rjust] * len(justify[right])
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    return "\n".join(
+        "  ".join(side(cell, width) for side, cell, width in zip(justify, row, widths, strict=True)).rstrip()
+        for row in [header, *rows]
+    )
+
+
+def _dump(data: Any) -> str:
+    return json.dumps(data, indent=1, default=dict)  # read-only mappings are the only thing json does not know
+
+
+def _print(text: str) -> None:
+    """Write the answer to stdout; a reader that has gone (`| head`) is no error, and no letter is."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        click.echo(text)
+    except BrokenPipeError:
+        # Python flushes stdout once more on exit: give it somewhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _fail(message: str, code: int = 2) -> int:
+    click.echo(f"llmlab: {' '.join(message.split())}", err=True)
+    return code
+
+
+def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
+    _fail(f"warning: {message}")
+
+
+def main() -> None:
+    """Run the command line; never returns."""
+    cli(prog_name="llmlab")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The settings of the engines that run a Training: DeepSpeed, Accelerate, FSDP2."""

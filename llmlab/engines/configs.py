@@ -1,0 +1,164 @@
+"""A Training as the settings of the engines that run it: DeepSpeed, Accelerate, and FSDP2.
+
+What an engine cannot do with the run's fields is refused, not left out. Learning rate, clipping and data are the
+script's: no field of a Training names them. So are the model with its adapters, attention and kernels, the optimizer,
+and what is recomputed, which of these engines FSDP under Accelerate alone takes from a config.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from ..base.errors import SpecError
+
+
+class Settings(Protocol):
+    """What of a Training these engines read."""
+
+    @property
+    def micro_batch(self) -> int: ...
+    @property
+    def accumulation(self) -> int: ...
+    @property
+    def global_batch(self) -> int: ...
+    @property
+    def precision(self) -> str: ...
+    @property
+    def checkpointing(self) -> str | None: ...
+    @property
+    def zero(self) -> int: ...
+    @property
+    def dp(self) -> int: ...
+    @property
+    def offload(self) -> str | None: ...
+    @property
+    def compile(self) -> bool: ...
+
+
+DEEPSPEED_COMMON: dict[str, Any] = {
+    "gradient_clipping": 0.0,  # the default is 1.0: gradients would be clipped unasked
+    "zero_allow_untested_optimizer": True,  # torch's own optimizers
+    "zero_force_ds_cpu_optimizer": False,  # likewise, where states are on the CPU
+}
+# DeepSpeed's sections of each precision (deepspeed/runtime/precision_config.py, torch_autocast.py).
+DEEPSPEED_PRECISION: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "mixed-fp16": {"fp16": {"enabled": True}},
+    "mixed-bf16": {"bf16": {"enabled": True}},
+    "autocast-fp16": {"torch_autocast": {"enabled": True, "dtype": "float16"}},
+    "autocast-bf16": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+}
+
+
+def deepspeed_config(run: Settings) -> dict[str, Any]:
+    """Return the config that `deepspeed.initialize` takes; raises SpecError for what DeepSpeed's ZeRO cannot do."""
+    _data_parallel_alone("DeepSpeed", run)
+    if run.precision not in DEEPSPEED_PRECISION:
+        raise SpecError(
+            f"precision={run.precision!r} with DeepSpeed: its states are fp32; give {', '.join(DEEPSPEED_PRECISION)}"
+        )
+    zero: dict[str, Any] = {"stage": run.zero}
+    if run.offload:
+        if run.zero == 0:
+            raise SpecError(f"offload={run.offload!r} with zero=0: DeepSpeed offloads what ZeRO cuts; give zero >= 1")
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    if run.offload == "optimizer+parameters":
+        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    return {
+        "train_batch_size": run.global_batch,
+        "train_micro_batch_size_per_gpu": run.micro_batch,
+        "gradient_accumulation_steps": run.accumulation,
+        "zero_optimization": zero,
+        **DEEPSPEED_COMMON,
+        **DEEPSPEED_PRECISION[run.precision],
+    }
+
+
+def accelerate_config(run: Settings) -> dict[str, Any]:
+    """Return what `accelerate launch --config_file` reads, as YAML or JSON, for one machine.
+
+    zero=0 is DDP, zero=3 FSDP2, zero=1 and 2 DeepSpeed. Raises SpecError for what these cannot do. The script has to
+    make its data loader with `micro_batch` sequences, and Accelerator(gradient_accumulation_steps=accumulation).
+    Its FSDP2 also reduces gradients in half precision, where `fsdp_arguments` asks for fp32.
+    """
+    _data_parallel_alone("Accelerate", run)
+    if run.zero in (1, 2):
+        own = {"fp32": "no", "mixed-fp16": "fp16", "mixed-bf16": "bf16"}
+    else:
+        own = {"fp32": "no", "autocast-fp16": "fp16", "autocast-bf16": "bf16"}
+        if run.zero == 3:  # FSDP2's policy keeps fp32 shards and computes in half precision
+            own = {"fp32": "no", "mixed-fp16": "fp16", "mixed-bf16": "bf16"}
+    if run.precision not in own:
+        raise SpecError(f"precision={run.precision!r} with Accelerate and zero={run.zero}: give {', '.join(own)}")
+    config: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": False,
+        "distributed_type": "NO" if run.dp == 1 else "MULTI_GPU",
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "mixed_precision": own[run.precision],
+        "num_machines": 1,
+        "num_processes": run.dp,
+        "rdzv_backend": "static",
+        "same_network": True,
+        "use_cpu": False,
+    }
+    if run.zero in (1, 2):
+        config["distributed_type"] = "DEEPSPEED"
+        config["deepspeed_config"] = {
+            "zero_stage": run.zero,
+            "gradient_accumulation_steps": run.accumulation,
+            "gradient_clipping": 1e30,  # none: without it Accelerate puts 1.0, and 0.0 it passes by
+            "offload_optimizer_device": "cpu" if run.offload else "none",
+            "offload_param_device": "none",
+            "zero3_init_flag": False,
+        }
+    elif run.zero == 3:
+        config["distributed_type"] = "FSDP"
+        config["fsdp_config"] = {
+            "fsdp_version": 2,
+            "fsdp_reshard_after_forward": True,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_offload_params": run.offload == "optimizer+parameters",
+            "fsdp_activation_checkpointing": run.checkpointing == "full",
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+            "fsdp_cpu_ram_efficient_loading": True,
+        }
+        if run.offload == "optimizer":
+            raise SpecError("offload='optimizer' with FSDP: it offloads parameters and states together; give both")
+    elif run.offload:
+        raise SpecError(f"offload={run.offload!r} with zero=0: DDP keeps all on the GPU; give zero >= 1")
+    return config
+
+
+def fsdp_arguments(run: Settings) -> dict[str, Any]:
+    """Return the keyword arguments of torch's `fully_shard`: call it for each block, then for the model.
+
+    zero=3 frees a block's parameters after its forward; zero=2 keeps them until its backward is done. Raises SpecError
+    for other stages and precisions that FSDP2 has not.
+    """
+    from torch import bfloat16, float16, float32
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+    _data_parallel_alone("FSDP2", run)
+    if run.zero not in (2, 3):
+        raise SpecError(f"zero={run.zero} with FSDP2: it shards gradients and states, and parameters; give zero=2 or 3")
+    dtypes = {"fp32": None, "mixed-fp16": float16, "mixed-bf16": bfloat16}
+    if run.precision not in dtypes:
+        raise SpecError(f"precision={run.precision!r} with FSDP2: give {', '.join(dtypes)}, or call it under autocast")
+    if run.offload == "optimizer":
+        raise SpecError("offload='optimizer' with FSDP2: it offloads parameters and states together; give both")
+    half = dtypes[run.precision]
+    return {
+        "reshard_after_forward": run.zero == 3,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half and float32),
+        "offload_policy": CPUOffloadPolicy() if run.offload else OffloadPolicy(),
+    }
+
+
+def _data_parallel_alone(engine: str, run: Settings) -> None:
+    for field in ("tp", "pp", "cp", "ep"):
+        if getattr(run, field) > 1:
+            raise SpecError(f"{field}={getattr(run, field)} with {engine}: these settings cut data and states alone")
+    if run.compile:
+        raise SpecError(f"compile=True with {engine}: call torch.compile in the script; give compile=False")

@@ -1,0 +1,142 @@
+"""What a chapter and its tests run in real processes: every way of averaging gradients beside one process and DDP."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..architectures.gpt import GPT
+from ..techniques.data_parallel import Overlapped, average_gradients, flat_gradients, ring_all_reduce, spread
+from ..techniques.training_loop import next_token_loss
+from .train import TINY_GPT, tiny_gpt
+
+BUCKETS = {"hooks": 0, "buckets": 100_000, "one bucket": 2**30}  # bytes; DDP's first bucket takes this model whole
+
+
+def batch(sequences: int) -> Tensor:
+    return torch.randint(TINY_GPT["vocab_size"], (sequences, 16), generator=torch.Generator().manual_seed(1))  # (B, T)
+
+
+def new_gpt() -> GPT:
+    torch.manual_seed(0)
+    return GPT(tiny_gpt())
+
+
+def gradient(model: nn.Module) -> Tensor:
+    return flat_gradients(list(model.parameters()))
+
+
+def apart(one: Tensor, other: Tensor) -> float:
+    """Return the distance of two gradients, of the second one's norm."""
+    return ((one - other).norm() / other.norm()).item()
+
+
+def hook_the_parameter(model: nn.Module) -> None:
+    """A mistake that teaching code has: the hook is handed the parameter, and that, not its gradient, is averaged."""
+
+    def average(parameter: nn.Parameter) -> None:
+        dist.all_reduce(parameter.data)
+        parameter.data.div_(dist.get_world_size())
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(average)
+
+
+def every_method(sequences: int) -> dict[str, dict]:
+    """Run in each rank: average the gradients of its share of a batch in every way.
+
+    Returns, a method: `whole`, its distance from one process's gradient on the whole batch; `ddp`, whether its bits are
+    torch DDP's; `spread`, the largest difference between ranks; `messages` and `under_way` when backward ended; `sent`,
+    bytes over the gradient's; and what else there is to say.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mine = batch(sequences)[rank * sequences // ranks : (rank + 1) * sequences // ranks]
+    one_process = new_gpt()
+    next_token_loss(one_process(batch(sequences)), batch(sequences)).backward()
+    whole = gradient(one_process)
+    wrapped = nn.parallel.DistributedDataParallel(new_gpt())
+    next_token_loss(wrapped(mine), mine).backward()
+    ddp = gradient(wrapped)
+    found: dict[str, dict] = {}
+
+    def note(name: str, model: nn.Module, **more) -> None:
+        flat, far = gradient(model), spread(model)
+        found[name] = {"whole": apart(flat, whole), "ddp": torch.equal(flat, ddp), "spread": far, **more}
+
+    note("torch DDP", wrapped)
+    model = new_gpt()
+    next_token_loss(model(mine), mine).backward()
+    note("no averaging", model)
+    sent = average_gradients(model)
+    note("naive", model, messages=len(list(model.parameters())), sent=sent / (4 * whole.numel()))
+    for name, bucket_bytes in BUCKETS.items():
+        model = new_gpt()
+        averaged = Overlapped(model, bucket_bytes)
+        next_token_loss(model(mine), mine).backward()
+        under_way = len(averaged.under_way)
+        averaged.wait()
+        note(name, model, messages=averaged.messages, under_way=under_way)
+    found["no_sync"] = _two_micro_batches(mine, whole, ddp)
+    model = new_gpt()
+    hook_the_parameter(model)
+    before = [p.detach().clone() for p in model.parameters()]
+    next_token_loss(model(mine), mine).backward()
+    unchanged = all(torch.allclose(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    note("the parameter", model, unchanged=unchanged, messages=len(before))
+    return found
+
+
+def _two_micro_batches(mine: Tensor, whole: Tensor, ddp: Tensor) -> dict:
+    model = new_gpt()
+    averaged = Overlapped(model)
+    half = len(mine) // 2 or 1
+    with averaged.no_sync():
+        (next_token_loss(model(mine[:half]), mine[:half]) * half / len(mine)).backward()
+    before = spread(model)
+    rest = mine[half:]
+    (next_token_loss(model(rest), rest) * len(rest) / len(mine)).backward()
+    averaged.wait()
+    flat = gradient(model)
+    return {
+        "whole": apart(flat, whole), "ddp": torch.equal(flat, ddp), "spread": spread(model),
+        "messages": averaged.messages, "spread_before": before,
+    }  # fmt: skip
+
+
+def train_wrongly(sequences: int, steps: int) -> dict[str, list[float]]:
+    """Run in each rank: losses on its share, and the ranks' difference, of training with the mistaken hooks."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mine = batch(sequences)[rank * sequences // ranks : (rank + 1) * sequences // ranks]
+    model = new_gpt()
+    hook_the_parameter(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses, spreads = [], []
+    for _ in range(steps):
+        loss = next_token_loss(model(mine), mine)
+        loss.backward()
+        spreads.append(spread(model))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return {"losses": losses, "spreads": spreads}
+
+
+def ring_bytes(elements: int) -> int:
+    """Run in each rank: the bytes our ring sends to sum `elements` fp32 numbers."""
+    return ring_all_reduce(torch.ones(elements))
+
+
+def chapter(sequences: int, elements: int, sizes: list[int]) -> dict:
+    """All that the data-parallel page runs, in one launch: processes take longer to start than to do this."""
+    from ..techniques.collectives import run_all, time_all_reduce
+    from .train import Job, train
+
+    return {
+        "collectives": run_all(),
+        "ring": ring_bytes(elements),
+        "methods": every_method(sequences),
+        "wrong": train_wrongly(sequences, 10),
+        "trained": train(Job(ranks=dist.get_world_size(), method="naive", steps=3)),
+        "seconds": time_all_reduce(sizes),
+    }

@@ -1,0 +1,1 @@
+"""Closed formulas for time: FLOP, rooflines, collectives, meshes of GPUs, offloading."""

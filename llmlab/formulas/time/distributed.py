@@ -1,0 +1,256 @@
+"""Seconds of a training step on many GPUs: computation, and the communication that it does not hide.
+
+    step = micro-batches × the slowest stage  +  the other stages once (filling, emptying)  +  gradients  +  update
+
+What each kind of parallelism sends in a step, on one GPU (b micro_batch, s seq_len, h hidden, P its parameters):
+
+    tensor      a layer: 2 all-reduces of bsh forward, 2 backward, 2 to recompute (arXiv 1909.08053, section 3); with
+                sequence parallelism an all-gather and a reduce-scatter instead of each, and 2 more all-gathers backward
+    pipeline    a micro-batch and virtual stage: bsh forward, bsh backward, divided over the tensor-parallel ranks
+    context     a layer: keys and values once round the ring forward, they and their gradients backward
+    experts     a layer: 2 all-to-alls of the tokens' copies forward, 2 backward
+    data        ZeRO 0 to 2: gradients and parameters, 2P; ZeRO 3: 3P (arXiv 1910.02054, section 7)
+
+The vocabulary-parallel loss and embedding send little more, which is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil
+
+from ...base.errors import NotAvailable, SpecError
+from ...hardware.gpu import GPU
+from ...hardware.gpu import gpu as find_gpu
+from ...hardware.links import Cluster, Group
+from ...specs.check import check
+from ...specs.model import ModelLike, ModelSpec
+from ...specs.model import model as find_model
+from ...specs.run import Training
+from ...specs.stages import stage_layers
+from ..memory.precision import PRECISION
+from ..memory.states import device_parameters, states
+from . import step as time
+from .communication import finished, seconds
+from .efficiency import efficiency
+from .flops import flops
+
+BUCKET_BYTES = 25 * 2**20  # torch DDP's bucket_cap_mb, of gradients that are all-reduced
+OVERLAPS = ("data", "gradients", "tensor")
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of a step by what the slowest GPU does; communication counts where computation does not hide it.
+
+    `data` is exposed, `data_sent` all that data parallelism communicates, hidden or not.
+    """
+
+    compute: float
+    tensor: float
+    context: float
+    experts: float
+    pipeline: float
+    bubble: float
+    data: float
+    update: float
+    data_sent: float
+    mfu: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        sent = self.tensor + self.context + self.experts + self.pipeline + self.data
+        return self.compute + sent + self.bubble + self.update
+
+
+def step(
+    model: ModelLike,
+    run: Training,
+    card: GPU | str,
+    cluster: Cluster,
+    virtual_stages: int = 1,
+    overlap: tuple[str, ...] = ("data",),
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Step:
+    """Return what one optimizer step of `run` takes on `cluster`, and how long each part of it does.
+
+    Ranks are laid out tensor, context, data, pipeline parallel, neighbours first (see mesh.py); expert-parallel
+    ranks are data-parallel ones. `virtual_stages`: of each of the pp ranks. `overlap` names what hides behind
+    computation: "data", gradients behind backward and ZeRO-3's parameters behind the unit before, as DDP and FSDP do;
+    "gradients", the same in backward only: forward waits for each unit's parameters; "tensor", backward's
+    communication behind the weight gradients' products, as Megatron-LM does. Raises SpecError for what cannot be,
+    NotAvailable for a card whose rates were never measured.
+    """
+    spec, gpu = find_model(model), find_gpu(card)
+    check(spec, run, gpu)
+    _check(spec.layers, run, virtual_stages, overlap, bucket_bytes)
+    rates = efficiency(gpu)
+    products = time.product_seconds(spec, run, gpu, rates) if rates else None
+    if rates is None or products is None:
+        raise NotAvailable(f"what {gpu.name} reaches in {time.peak_dtype(run)} was not measured: no time follows")
+    m = run.accumulation
+    blocks_moved, head_moved = (size / rates.bandwidth / m for size in time.moved(spec, run, gpu))
+    head = products.get("head", 0.0) * run.pp / m + head_moved  # the last stage has all of it
+    mean = spec.layers / run.pp  # what products, traffic and the host's time are counted for
+    block = (sum(seconds for part, seconds in products.items() if part != "head") / m + blocks_moved) / mean
+    host = time.host_seconds(spec, run, rates) / m / mean
+    tensor = _tensor(spec, run, cluster, "tensor" in overlap)
+    context = _context(spec, run, cluster)
+    experts = spec.moe_layers / spec.layers * _experts(spec, run, cluster) if run.ep > 1 else 0.0
+    pipeline = _sends(spec, run, cluster, virtual_stages)
+
+    layers = stage_layers(spec.layers, run.pp, spec.name)
+    computed = [max(n * block + (head if stage == run.pp - 1 else 0.0), n * host) for stage, n in enumerate(layers)]
+    taken = [seconds + n * (tensor + context + experts) for seconds, n in zip(computed, layers, strict=True)]
+    slowest = max(range(run.pp), key=lambda stage: taken[stage])
+    n, compute = layers[slowest], computed[slowest]
+    counted = flops(spec, run, gpu)
+    data, sent = _data(spec, run, cluster, compute, counted.forward / counted.total, overlap, bucket_bytes)
+    found = Step(
+        compute=m * compute,
+        tensor=m * n * tensor,
+        context=m * n * context,
+        experts=m * n * experts,
+        pipeline=m * pipeline,
+        bubble=(sum(taken) - taken[slowest] + (run.pp - 1) * pipeline) / virtual_stages,
+        data=data,
+        update=time.update_seconds(spec, run, rates),
+        data_sent=sent,
+    )
+    return replace(found, mfu=time.mfu(spec, run, gpu, found.seconds))
+
+
+def _check(layers: int, run: Training, virtual_stages: int, overlap: tuple[str, ...], bucket_bytes: int) -> None:
+    given = f"virtual_stages={virtual_stages} with pp={run.pp}"
+    if virtual_stages < 1 or (virtual_stages > 1 and run.pp == 1):
+        raise SpecError(f"{given}: give 1, or a pipeline (pp > 1) whose ranks have more")
+    if virtual_stages > 1 and run.pp * virtual_stages > layers + 2:  # each has a layer, the embedding or the head
+        raise SpecError(f"{given} makes more of them than the model's {layers} layers")
+    if unknown := [each for each in overlap if each not in OVERLAPS]:
+        raise SpecError(f"overlap={unknown[0]!r} is not one of {', '.join(OVERLAPS)}")
+    if bucket_bytes < 1:
+        raise SpecError(f"bucket_bytes={bucket_bytes} is not a size >= 1")
+    if run.offload or run.compile or run.kernels:
+        raise NotAvailable("no time for offloaded, compiled or Liger's steps on many GPUs")
+
+
+def _stream(spec: ModelSpec, run: Training) -> float:
+    """Return the bytes of a micro-batch's activations between two layers: bsh."""
+    return run.tokens / run.cp * spec.hidden * PRECISION[run.precision].compute
+
+
+def _tensor(spec: ModelSpec, run: Training, cluster: Cluster, hidden: bool) -> float:
+    """Return the exposed seconds a layer and micro-batch.
+
+    Megatron-LM hides, backward, what a column-parallel layer sends: the all-reduce of its input's gradient, or, with
+    sequence parallelism, the all-gather of its input and the reduce-scatter of its gradient.
+    """
+    group, size = cluster.group(run.tp), _stream(spec, run)
+    again = 2 if run.checkpointing == "full" else 0
+    if run.sequence_parallel:
+        gathers, scatters = 2 + (2 if hidden else 4) + again, 2 + (0 if hidden else 2) + again
+        return gathers * seconds("all-gather", size, group) + scatters * seconds("reduce-scatter", size, group)
+    return (2 + (0 if hidden else 2) + again) * seconds("all-reduce", size, group)
+
+
+def _context(spec: ModelSpec, run: Training, cluster: Cluster) -> float:
+    if run.cp == 1:
+        return 0.0
+    width = 2 * spec.kv_heads * spec.head_dim / run.tp * PRECISION[run.precision].compute  # keys and values of a token
+    group = cluster.group(run.cp, run.tp)
+    passes = 3 + (1 if run.checkpointing == "full" else 0)  # forward 1; backward 2, with the gradients
+    return passes * (run.cp - 1) * seconds("send", run.tokens / run.cp * width, group)
+
+
+def _experts(spec: ModelSpec, run: Training, cluster: Cluster) -> float:
+    group = cluster.group(run.ep, run.tp * run.cp)
+    passes = 4 + (2 if run.checkpointing == "full" else 0)
+    return passes * seconds("all-to-all", spec.experts_per_token * _stream(spec, run) / run.tp, group)
+
+
+def _sends(spec: ModelSpec, run: Training, cluster: Cluster, virtual_stages: int) -> float:
+    """Return the s a stage sends for a micro-batch: each tensor-parallel rank its part, gathered where it arrives
+    (arXiv 2104.04473, section 4.1), unless sequence parallelism wants it in parts."""
+    if run.pp == 1:
+        return 0.0
+    group = cluster.group(run.pp, run.tp * run.cp * run.dp)
+    once = seconds("send", _stream(spec, run) / run.tp, group)
+    if run.tp > 1 and not run.sequence_parallel:
+        once += seconds("all-gather", _stream(spec, run), cluster.group(run.tp))
+    return 2 * virtual_stages * once
+
+
+def _data(
+    spec: ModelSpec,
+    run: Training,
+    cluster: Cluster,
+    compute: float,
+    forward: float,
+    overlap: tuple[str, ...],
+    bucket: int,
+) -> tuple[float, float]:
+    """Return the exposed and all seconds of a step's gradients and parameters, over the ranks that have the same part
+    of the model. `compute`: s of a micro-batch, of which `forward` is forward's share."""
+    group = cluster.group(run.dp * run.cp, run.tp)
+    if group.ranks == 1:
+        return 0.0, 0.0
+    hidden_forward, hidden_backward = "data" in overlap, "data" in overlap or "gradients" in overlap
+    unsharded = replace(run, zero=0)
+    stage = max(range(run.pp), key=lambda stage: states(spec, unsharded, stage).trained)
+    whole = states(spec, unsharded, stage)
+    layers, share = stage_layers(spec.layers, run.pp)[stage], _block_share(spec, unsharded, stage)
+    blocks, rest = [share / layers] * layers, 1 - share  # shares of the bytes, in the order of backward
+    back, fore = (1 - forward) * compute, forward * compute
+    if run.zero == 3:
+        hidden = (hidden_forward, hidden_backward)
+        return _sharded(run, group, whole.weights, whole.gradients, [*blocks, rest], fore, back, hidden)
+    if run.zero:
+        # What a block has at once, as FSDP does; DeepSpeed's buckets are larger still.
+        costs = [seconds("reduce-scatter", part * whole.gradients, group) for part in [*blocks, rest]]
+        ready = [back * (i + 1) / layers for i in range(layers)] + [back]
+    else:
+        messages = ceil(whole.gradients / bucket) or 1
+        costs = [seconds("all-reduce", whole.gradients / messages, group)] * messages
+        ready = [back * min(1, (i + 1) / messages / share) for i in range(messages)]
+    times = run.accumulation if run.zero == 2 else 1  # gradients that are cut up cannot wait for the last micro-batch
+    sent = times * sum(costs)
+    exposed = times * (finished(ready, costs) - back) if hidden_backward else sent
+    if run.zero:
+        updated = whole.gradients if run.lora else whole.weights  # adapters are as wide as their gradients
+        gathers = [seconds("all-gather", part * updated, group) for part in [rest, *blocks]]
+        sent += sum(gathers)
+        # Forward's first unit waits for its own parameters; the others' come behind the computation before them.
+        exposed += gathers[0] + max(0.0, sum(gathers[1:]) - fore) if hidden_forward else sum(gathers)
+    return exposed, sent
+
+
+def _sharded(
+    run: Training,
+    group: Group,
+    weights: int,
+    gradients: int,
+    parts: list[float],
+    fore: float,
+    back: float,
+    hidden: tuple[bool, bool],
+) -> tuple[float, float]:
+    """ZeRO-3: each unit is gathered before forward and again before backward, behind the unit before it; its gradient
+    is sent behind the next unit's backward. The last of `parts` (embedding, head) is whole from forward to backward.
+    `hidden`: whether forward hides its communication, and backward."""
+    gather = [seconds("all-gather", part * weights, group) for part in parts]
+    scatter = [seconds("reduce-scatter", part * gradients, group) for part in parts]
+    layers = len(parts) - 1
+    forward, backward = layers * gather[0], layers * (gather[0] + scatter[0])
+    sent = run.accumulation * (forward + backward + gather[-1] + scatter[-1])
+    if hidden[0]:
+        forward = gather[0] + (layers - 1) * max(0.0, gather[0] - fore / layers)
+    if hidden[1]:
+        backward = scatter[0] + (layers - 1) * max(0.0, gather[0] + scatter[0] - back / layers)
+    return run.accumulation * (forward + backward + gather[-1] + scatter[-1]), sent
+
+
+def _block_share(spec: ModelSpec, run: Training, stage: int) -> float:
+    """Return which share of a stage's parameters is in its blocks."""
+    held = device_parameters(spec, run.pp, stage, run.tp, run.ep)
+    outside = sum(held[part] for part in ("embedding", "positions", "head"))
+    return 1 - outside / sum(held.values())

@@ -1,0 +1,62 @@
+"""What a card was measured to reach, as opposed to what its data sheet says: one table, derived from records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from ...hardware.gpu import GPU
+from ...hardware.gpu import gpu as find_gpu
+from ...hardware.tables import read_table
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Rates of one card, and seconds that its host takes, as derived from the records that `derived_from` names.
+
+    `bandwidth`, `strided` (some tensor is not contiguous) and `gather` (rows picked from a table): bytes/s. `matmul`,
+    `attention`: FLOP/s by dtype, of large products and of fused attention, of which the half that a causal mask leaves
+    counts. `launch`: s a kernel takes at least. `serial`: s an element of a sum that one block does alone (nll_loss).
+    `dispatch`, `view`, `custom`: s of the CPU for an operator with a kernel, one without, and one that a Python library
+    registered; `backward_dispatch`: the share of it in backward. `cache`: bytes of second-level cache that a
+    multiprocessor reaches. `validated` says what held-out records showed.
+    """
+
+    gpu: str
+    sms: int
+    bandwidth: float
+    matmul: Mapping[str, float]
+    attention: Mapping[str, float] = field(default_factory=dict)
+    strided: float = 0.0
+    gather: float = 0.0
+    launch: float = 0.0
+    serial: float = 0.0
+    dispatch: float = 0.0
+    view: float = 0.0
+    backward_dispatch: float = 1.0
+    custom: float = 0.0
+    cache: float = 0.0
+    derived_from: str = ""
+    validated: str = ""
+    derived: str = ""  # the date
+
+
+@cache
+def efficiencies() -> dict[str, Efficiency]:
+    """Return every card's efficiency by the card's name."""
+    return {entry["gpu"]: _efficiency(entry) for entry in read_table("efficiencies.toml")["efficiency"]}
+
+
+def efficiency(card: GPU | str) -> Efficiency | None:
+    """Return what the card was measured to reach, or None: somebody else's rates would be wrong.
+
+    >>> efficiency("B200") is None
+    True
+    """
+    return efficiencies().get(find_gpu(card).name)
+
+
+def _efficiency(entry: Mapping[str, Any]) -> Efficiency:
+    return Efficiency(sms=find_gpu(entry["gpu"]).sms, **entry)

@@ -1,0 +1,267 @@
+"""FLOP of a step: where 2ND, 6ND and 8ND come from, and what they leave out.
+
+Counted is what PyTorch's FlopCounterMode counts: products of matrices and attention, a multiply and an add as two. Not
+counted: norms, activation functions, softmax, the optimizer's element-wise arithmetic, looking up embeddings. A causal
+attention counts whole, as if nothing were masked. Products that FlopCounterMode does not know, because they are no
+operators of PyTorch, or new ones, count like any other: bitsandbytes' with packed weights, the experts' grouped ones.
+
+    B  sequences     T  tokens of one     S  tokens it sees     r  LoRA's rank
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from ...hardware.gpu import GPU
+from ...specs.model import ModelSpec
+from ...specs.parameters import Linear
+from ...specs.run import Inference, Run, Training
+from ..memory.activations import attention_kernel
+
+
+@dataclass(frozen=True)
+class Flops:
+    """FLOP of a step by where they go. `recomputed` is what checkpointing computes a second time; `by_part` divides
+    forward, backward and recomputation alike by "attention" (its linears), "scores" (products without weights), "mlp",
+    "experts", "router", "head", "adapters"."""
+
+    forward: int
+    backward: int
+    recomputed: int = 0
+    optimizer: int = 0  # Adafactor multiplies its factors out
+    by_part: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        """All that is computed: what the hardware does (HFU)."""
+        return self.forward + self.backward + self.recomputed + self.optimizer
+
+    @property
+    def model(self) -> int:
+        """What the model needs, without recomputation (MFU: PaLM, arXiv 2204.02311, appendix B)."""
+        return self.total - self.recomputed - self.optimizer
+
+
+def flops(spec: ModelSpec, run: Run, gpu: GPU | None = None, cpu: bool = False) -> Flops:
+    """Return the FLOP of one step of `run`, of all devices together: FlopCounterMode's count on the real model.
+
+    A training step is all its micro-batches; a generation its prefill and every decoded token but the last, which goes
+    through no model. `gpu` (or `cpu`) decides the attention kernel, and with it whether backward computes the scores
+    again: 5 products instead of 4.
+    """
+    if isinstance(run, Inference):
+        return _generation(spec, run)
+    kernel = attention_kernel(spec, run, gpu, cpu)
+    sums = _Sums()
+    tokens = run.tokens * run.dp * run.accumulation
+    sequences = run.global_batch
+    first = _first_block(spec, run)
+    for linear in spec.linears:
+        _linear(sums, spec, run, linear, tokens, first)
+    _experts(sums, spec, run, tokens)
+    _scores(sums, spec, run, sequences, kernel, first)
+    optimizer = 2 * _factored(spec, run) if run.optimizer == "adafactor" else 0
+    return Flops(sums.forward, sums.backward, sums.recomputed, optimizer, sums.parts)
+
+
+def approximate(parameters: int, tokens: int, recomputation: bool = False) -> int:
+    """Return 6ND, or 8ND with full recomputation: 2 FLOP a weight and token forward, 4 backward (2 for the gradient of
+    the input, 2 for that of the weight), 2 more to compute forward again (Kaplan et al., arXiv
+    2001.08361, section 2.1).
+
+    >>> f"{approximate(82 * 10**9, 150 * 10**9):.3g}"
+    '7.38e+22'
+    """
+    return (8 if recomputation else 6) * parameters * tokens
+
+
+def chinchilla_tokens(parameters: int) -> int:
+    """Return 20N: the tokens to train N parameters on if training is all one pays for (arXiv 2203.15556, table 3)."""
+    return 20 * parameters
+
+
+class _Sums:
+    """Adds products up, by when they happen and where."""
+
+    def __init__(self) -> None:
+        self.forward = self.backward = self.recomputed = 0
+        self.parts: dict[str, int] = {}
+
+    def add(self, part: str, forward: int, backward: int = 0, recomputed: int = 0) -> None:
+        self.forward += forward
+        self.backward += backward
+        self.recomputed += recomputed
+        if total := forward + backward + recomputed:
+            self.parts[part] = self.parts.get(part, 0) + total
+
+
+def _linear(sums: _Sums, spec: ModelSpec, run: Training, linear: Linear, tokens: int, first: dict[str, bool]) -> None:
+    """Add a linear layer's products: forward; in backward the gradient of its input, where something before it is
+    trained, and that of its weight, where it is trained."""
+    once = 2 * tokens * linear.inputs * linear.outputs  # of one of the `count` layers
+    with_input_gradient = linear.count
+    if first and not first.get(f"{linear.part} {linear.name}", True):
+        with_input_gradient -= 1
+    backward = once * (with_input_gradient + (linear.count if run.lora is None else 0))
+    again = _recomputed(spec, run, linear, once) if run.checkpointing else 0
+    sums.add(linear.part, once * linear.count, backward, again)
+    if run.lora is not None and linear.name in run.lora.targets:
+        down = 2 * tokens * linear.inputs * run.lora.rank
+        up = 2 * tokens * run.lora.rank * linear.outputs
+        twice = down * (linear.count + with_input_gradient) + 2 * up * linear.count
+        # Of the block's last product only the input is needed again; with an adapter that is the adapter's upper half.
+        again = (down + up) * linear.count if run.checkpointing == "full" else 0
+        if again and _is_last(spec, linear):
+            again -= up * linear.count
+        sums.add("adapters", (down + up) * linear.count, twice, again)
+
+
+def _first_block(spec: ModelSpec, run: Training) -> dict[str, bool]:
+    """Return, for each layer of the first block, whether its input has a gradient: frozen embeddings have none, and
+    before the first adapter nothing needs one. Empty where all do. "scores" says which of q, k and v have one."""
+    if run.lora is None or run.checkpointing is not None:
+        return {}
+    targets, found = run.lora.targets, {}
+    through = {"attention": False, "mlp": False}  # whether a gradient reaches what the part has made so far
+    residual = False
+    order = [each for each in spec.linears if each.part in through]
+    outs = ("o_proj", "c_proj", "down_proj")
+    later = {"q_b_proj": "q_a_proj", "kv_b_proj": "kv_a_proj_with_mqa"}
+    has: dict[str, bool] = {}
+    for linear in order:
+        before = residual
+        if linear.name in outs:
+            before = residual or through[linear.part]
+        elif linear.name in later:
+            before = has[later[linear.name]]
+        found[f"{linear.part} {linear.name}"] = before
+        has[linear.name] = before or linear.name in targets
+        through[linear.part] |= has[linear.name]
+        if linear.name in outs:
+            residual |= has[linear.name]
+    q = has.get("q_proj", has.get("q_b_proj", has.get("c_attn" if spec.family == "gpt2" else "qkv_proj", False)))
+    found["scores q"] = q
+    found["scores k"] = has.get("k_proj", has.get("kv_b_proj", q))
+    found["scores v"] = has.get("v_proj", has.get("kv_b_proj", q))
+    return found
+
+
+def _is_last(spec: ModelSpec, linear: Linear) -> bool:
+    """Whether the layer's output is the block's: nothing saves it, so checkpointing stops before it (early stop)."""
+    ends = spec.norms_per_layer == 2 and not spec.dropout
+    mlp_end = linear.name == "down_proj" or (linear.name == "c_proj" and linear.part == "mlp")
+    return ends and mlp_end and not (spec.experts and spec.dense_layers == 0)
+
+
+def _recomputed(spec: ModelSpec, run: Training, linear: Linear, once: int) -> int:
+    """Return what checkpointing computes again of a linear layer's products."""
+    if linear.part == "head":
+        return 0
+    quantized = run.quantization is not None and linear.part != "router"
+    if run.checkpointing == "selective" and not quantized:
+        return 0
+    adapted = run.lora is not None and linear.name in run.lora.targets
+    if _is_last(spec, linear) and not adapted:
+        return 0
+    return once * linear.count
+
+
+def _experts(sums: _Sums, spec: ModelSpec, run: Training, tokens: int) -> None:
+    """Add the routed experts: every token goes through experts_per_token of them, and the router."""
+    if not spec.experts:
+        return
+    router = 2 * tokens * spec.hidden * spec.experts * spec.moe_layers
+    routed = 2 * tokens * spec.experts_per_token * 3 * spec.hidden * spec.moe_intermediate * spec.moe_layers
+    trained = 2 if run.lora is None else 1
+    full = run.checkpointing == "full"
+    sums.add("router", router, trained * router, router if full else 0)
+    sums.add("experts", routed, trained * routed, routed if full else 0)
+
+
+def _scores(sums: _Sums, spec: ModelSpec, run: Training, sequences: int, kernel: str, first: dict[str, bool]) -> None:
+    """Add q·kᵀ and scores·v. Fused kernels keep no scores, and compute q·kᵀ again in backward."""
+    qk, v = head_sizes(spec)
+    one = 2 * sequences * spec.heads * run.seq_len * run.seq_len
+    forward = spec.layers * one * (qk + v)
+    backward = 2 * forward
+    q_, k_, v_ = (first.get(f"scores {name}", True) for name in "qkv") if first else (True, True, True)
+    if kernel in ("flash", "efficient"):
+        backward += spec.layers * one * qk
+        if not (q_ or k_ or v_):
+            backward -= one * (3 * qk + 2 * v)
+    else:  # each of the four products only where its result is needed
+        backward -= one * ((not q_) * qk + (not k_) * qk + (not v_) * v + (not (q_ or k_)) * v)
+    kept = run.checkpointing is None or (run.checkpointing == "selective" and kernel in ("flash", "efficient"))
+    sums.add("scores", forward, backward, 0 if kept else forward)
+
+
+def head_sizes(spec: ModelSpec, absorbed: bool = False) -> tuple[int, int]:
+    """Return the elements of a query (and key) head and of a value head; `absorbed`: as `token_pass` says."""
+    if spec.mla and absorbed:
+        return spec.mla.kv_lora_rank + spec.mla.qk_rope_head_dim, spec.mla.kv_lora_rank
+    return spec.head_dim, spec.mla.v_head_dim if spec.mla else spec.head_dim
+
+
+def _factored(spec: ModelSpec, run: Training) -> int:
+    """Return the elements of every matrix whose second moments Adafactor multiplies out of a row and a column."""
+    if run.lora:
+        rank = run.lora.rank
+        return sum(
+            each.count * rank * (each.inputs + each.outputs) for each in spec.linears if each.name in run.lora.targets
+        )
+    by = spec.parameters_by_component
+    vectors = by["norms"] + sum(each.count * each.outputs for each in spec.linears if each.bias)
+    return spec.parameters - vectors
+
+
+def _generation(spec: ModelSpec, run: Inference) -> Flops:
+    """Add the prompt's pass and one of each new token but the last; the head sees one position of each sequence."""
+    sums = _Sums()
+    _passes(sums, spec, run.batch, run.prompt_len, range(run.prompt_len, run.prompt_len + 1))
+    _passes(sums, spec, run.batch, 1, range(run.prompt_len + 1, run.prompt_len + run.new_tokens))
+    return Flops(sums.forward, 0, 0, 0, sums.parts)
+
+
+def prefill(spec: ModelSpec, run: Inference) -> int:
+    """Return the FLOP of the prompts' pass."""
+    return _generation(spec, replace(run, new_tokens=1)).total
+
+
+def decode(spec: ModelSpec, run: Inference) -> int:
+    """Return the FLOP of all passes after the prompts'."""
+    return _generation(spec, run).total - prefill(spec, run)
+
+
+def token_pass(spec: ModelSpec, batch: int, context: int, absorbed: bool = True) -> dict[str, int]:
+    """Return the FLOP, by part, of a pass that reads one token of each of `batch` sequences, which sees `context`.
+
+    With latent attention, engines absorb the up-projections (DeepSeek-V2, arXiv 2405.04434, section 2.1): qᵀ(W_k c) is
+    (W_kᵀq)ᵀc. A query is taken to the latent's space, the sum of latents back to a head's values, both once a token
+    with kv_b_proj's weights, and every head's scores and sums are over latents. `absorbed` False, transformers' way,
+    makes keys and values of all heads again, from every latent in the cache.
+    """
+    sums = _Sums()
+    _passes(sums, spec, batch, 1, range(context, context + 1), absorbed)
+    return sums.parts
+
+
+def _passes(sums: _Sums, spec: ModelSpec, batch: int, new: int, seen: range, absorbed: bool = False) -> None:
+    """Add a forward pass of `new` tokens a sequence for each of `seen`: how many it sees, themselves among them."""
+    for linear in spec.linears:
+        tokens = batch * len(seen) * (1 if linear.part == "head" else new)
+        if linear.name == "kv_b_proj" and not absorbed:  # the cache holds latents, expanded anew in each pass
+            tokens = batch * sum(seen)
+        sums.add(linear.part, 2 * tokens * linear.inputs * linear.outputs * linear.count)
+    if spec.experts:
+        tokens = batch * len(seen) * new * spec.moe_layers
+        sums.add("router", 2 * tokens * spec.hidden * spec.experts)
+        sums.add("experts", 2 * tokens * spec.experts_per_token * 3 * spec.hidden * spec.moe_intermediate)
+    qk, v = head_sizes(spec, absorbed)
+    positions = (spec.layers - spec.window_layers) * sum(seen)
+    if spec.sliding_window:
+        widest = max(new, spec.sliding_window)
+        within = range(seen.start, min(seen.stop, widest + 1))
+        positions += spec.window_layers * (sum(within) + widest * (len(seen) - len(within)))
+    else:
+        positions += spec.window_layers * sum(seen)
+    sums.add("scores", 2 * batch * spec.heads * new * positions * (qk + v))

@@ -1,0 +1,108 @@
+"""Which mesh of data, tensor, pipeline and context parallelism is the fastest (specs/mesh.py: which rank is where)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ...base.errors import SpecError
+from ...hardware.gpu import GPU
+from ...hardware.gpu import gpu as find_gpu
+from ...hardware.links import Cluster, Group, usual_cluster
+from ...specs.check import check
+from ...specs.mesh import AXES, stride
+from ...specs.model import ModelLike, ModelSpec
+from ...specs.model import model as find_model
+from ...specs.run import Training
+from ..memory.moments import training_moments
+from ..verdict import verdict
+from .distributed import Step, step
+
+
+def links_of(run: Training, cluster: Cluster) -> dict[str, Group]:
+    """Return the group of ranks of every axis that has more than one, with the links it communicates over."""
+    return {axis: cluster.group(size, stride(run, axis)) for axis in (*AXES, "ep") if (size := getattr(run, axis)) > 1}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A mesh that was tried: its step's seconds by term, the bytes of the device that holds the most, and whether it
+    surely fits (`verdict`)."""
+
+    run: Training
+    step: Step
+    peak: int
+    fits: bool
+
+    @property
+    def seconds(self) -> float:
+        return self.step.seconds
+
+
+def peak_of(spec: ModelSpec, run: Training, card: GPU | None) -> int:
+    """Return the bytes of the device that holds the most, whichever stage it is in.
+
+    Later stages hold fewer micro-batches and no more layers than the second.
+    """
+    stages = sorted({0, min(1, run.pp - 1), run.pp - 1})
+    return max(moment.total for stage in stages for moment in training_moments(spec, run, card, False, stage))
+
+
+def search(
+    model: ModelLike,
+    card: GPU | str,
+    devices: int,
+    batch: int,
+    cluster: Cluster | None = None,
+    overlap: tuple[str, ...] = ("data",),
+    **settings: Any,
+) -> list[Choice]:
+    """Return every mesh of `devices` cards that trains `batch` sequences a step, the fastest that fits first.
+
+    Tried are all degrees that divide what they cut, micro-batches that are powers of two, ZeRO 1 and, without a
+    pipeline, 3, with and without recomputation; sequence parallelism goes with tensor parallelism. `settings` are those
+    of `Training` that all have in common: seq_len, precision, ... `cp` and `ep` are 1 unless they are among them.
+    Raises SpecError where nothing can be tried.
+    """
+    spec, gpu = find_model(model), find_gpu(card)
+    nodes = cluster or usual_cluster(gpu)
+    found = []
+    for run in _runs(spec, gpu, devices, batch, settings):
+        peak = peak_of(spec, run, gpu)
+        fits = verdict(peak, gpu, devices).outcome == "fits"
+        found.append(Choice(run, step(spec, run, gpu, nodes, overlap=overlap), peak, fits))
+    if not found:
+        raise SpecError(f"no mesh of {devices} devices trains batch={batch} sequences of {spec.name}; try a multiple")
+    return sorted(found, key=lambda choice: (not choice.fits, choice.seconds))
+
+
+def _runs(spec: ModelSpec, gpu: GPU, devices: int, batch: int, settings: dict[str, Any]) -> Iterator[Training]:
+    cp = settings.get("cp", 1)
+    for tp in _divisors(devices // cp):
+        for pp in _divisors(devices // cp // tp):
+            dp = devices // cp // tp // pp
+            if batch % dp or any(size % tp for size in (spec.kv_heads, spec.intermediate, spec.vocab)):
+                continue
+            each = batch // dp
+            for micro_batch in (2**n for n in range(each.bit_length()) if each % 2**n == 0):
+                for zero in _stages(dp, pp):
+                    for checkpointing in (None, "full"):
+                        degrees = {"tp": tp, "pp": pp, "dp": dp, "zero": zero, "sequence_parallel": tp > 1}
+                        degrees |= {"micro_batch": micro_batch, "accumulation": each // micro_batch}
+                        try:
+                            run = Training(**{**settings, **degrees, "checkpointing": checkpointing})
+                            check(spec, run, gpu)
+                        except SpecError:  # a stage without a layer, experts that are not divided
+                            continue
+                        yield run
+
+
+def _stages(dp: int, pp: int) -> tuple[int, ...]:
+    if dp == 1:
+        return (0,)
+    return (1,) if pp > 1 else (1, 3)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -1,0 +1,102 @@
+"""The table of hosts: memory and drives that GPUs offload to.
+
+>>> host_of("A100").name, round(host_of("A100").share / 1e9)
+('DGX-A100', 51)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from ..base.errors import NotAvailable
+from ..base.units import GB
+from .gpu import GPU, gpu
+from .links import links
+from .tables import cited, named, read_table
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine with `gpus` GPUs. `memory`: bytes; `bandwidth`: bytes/s of its memory, the data sheet's."""
+
+    name: str
+    gpus: int
+    memory: int
+    bandwidth: float
+    cards: tuple[str, ...] = ()
+    source: str = ""
+    checked: str = ""
+
+    @property
+    def share(self) -> float:
+        """Bytes/s of memory that belong to one GPU where all work alike, data sheet's."""
+        return self.bandwidth / self.gpus
+
+
+@dataclass(frozen=True)
+class Drive:
+    """Drives of one host, as one: bytes/s reached by large asynchronous transfers."""
+
+    read: float
+    write: float
+    source: str = ""
+
+
+@cache
+def hosts() -> dict[str, Host]:
+    """Return every host by its name."""
+    table = read_table("nodes.toml")
+    return {
+        entry["name"]: Host(
+            name=entry["name"],
+            gpus=entry["gpus"],
+            memory=round(entry["memory_gb"] * GB),
+            bandwidth=entry["bandwidth_gb_s"] * 1e9,
+            cards=tuple(entry["cards"]),
+            source=cited(entry["source"], table["documents"]),
+            checked=table["checked"],
+        )
+        for entry in table["host"]
+    }
+
+
+def host(name: str) -> Host:
+    """Return the host called `name`; case does not count. Raises UnknownName with the nearest ones."""
+    return named("host", name, hosts())
+
+
+def host_of(card: GPU | str) -> Host:
+    """Return the host that such cards are sold with; NotAvailable where the table has none."""
+    found = gpu(card)
+    for each in hosts().values():
+        if found.name in each.cards:
+            return each
+    raise NotAvailable(f"no host in the table for {found.name}; build a Host with its figures")
+
+
+@cache
+def nvme() -> Drive:
+    """Return the drives of the table."""
+    entry = read_table("nodes.toml")["nvme"]
+    return Drive(entry["read_gb_s"] * 1e9, entry["write_gb_s"] * 1e9, entry["source"])
+
+
+@cache
+def adam_share() -> float:
+    """Return the share of a host's bandwidth that Adam reaches on its CPUs."""
+    return read_table("nodes.toml")["adam_share"]
+
+
+def to_host(card: GPU | str, pinned: bool = True) -> float:
+    """Return the bytes/s between a card and its host's memory, in one direction, pinned or not.
+
+    Raises NotAvailable for a card whose PCIe generation is not in the table of links.
+    """
+    found = gpu(card)
+    if not pinned:
+        return read_table("nodes.toml")["pageable_gb_s"] * 1e9
+    for each in links().values():
+        if each.kind == "pcie" and each.bandwidth == found.pcie:
+            return each.reached
+    raise NotAvailable(f"no PCIe link in the table for {found.name}")

@@ -1,0 +1,194 @@
+"""What this machine has: the device torch would use, the card it is in the table, memory, versions."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..base.units import show_bytes
+from ..base.version import __version__
+from . import pretend
+from .gpu import BF16_CAPABILITY, FLASH_ATTENTION_2_CAPABILITY, GPU, match
+
+# The packages whose version changes what a run costs, by their names on the package index.
+PACKAGES = ("torch", "transformers", "triton", "bitsandbytes", "deepspeed", "peft", "flash-attn")
+
+CONTAINER_LIMITS = (  # limit and use, cgroup v2 and v1
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+@dataclass(frozen=True)
+class Host:
+    """One machine and the device that torch would use on it.
+
+    `device`: "cuda", "mps" or "cpu" ("cpu" too where torch is missing). `name`: what torch calls the device; the CPU's
+    model on a CPU. `gpu`: that card in the table, or None. `memory`: bytes of the device, on a CPU of RAM, as a
+    container's limit allows; None where the system does not tell. `count`: devices of that kind. `versions`: installed
+    packages. `compute_capability`: CUDA's (ROCm: gfx major and minor), None elsewhere. With LLMLAB_AS set, `name`,
+    `gpu`, `memory` and `compute_capability` are those of the pretended card.
+    """
+
+    device: str
+    name: str
+    gpu: GPU | None
+    memory: int | None
+    cpu: str
+    cores: int
+    python: str
+    versions: Mapping[str, str] = field(default_factory=dict)
+    count: int = 1
+    driver: str | None = None
+    compute_capability: tuple[int, int] | None = None
+
+    @property
+    def supports_bf16(self) -> bool:
+        """Whether the device is a CUDA GPU with bf16 units: from capability 8.0. False on a CPU and on MPS."""
+        return self.compute_capability is not None and self.compute_capability >= BF16_CAPABILITY
+
+    @property
+    def supports_flash_attention_2(self) -> bool:
+        """Whether FlashAttention-2 runs on the device: CUDA from capability 8.0."""
+        return self.compute_capability is not None and self.compute_capability >= FLASH_ATTENTION_2_CAPABILITY
+
+    def __str__(self) -> str:
+        torch = self.versions.get("torch", "not installed")
+        return f"{self.name} ({self.device}, {show_bytes(self.memory)}), torch {torch}, Python {self.python}"
+
+
+def host() -> Host:
+    """Return what this machine has. Imports torch where it is installed, and touches the GPU's driver.
+
+    Raises NotAvailable where LLMLAB_AS names a card that this machine cannot pretend to be.
+    """
+    import platform
+
+    versions = _versions()
+    device, name, memory, capability, count = ("cpu", _cpu(), _ram(), None, 1)
+    if "torch" in versions:
+        import torch
+
+        if torch.cuda.is_available():
+            properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+            device, name, memory = "cuda", properties.name, properties.total_memory
+            capability, count = (properties.major, properties.minor), torch.cuda.device_count()
+        elif torch.backends.mps.is_available():
+            device, name, memory = "mps", f"{_cpu()} GPU", torch.mps.recommended_max_memory()
+    card = match(name, memory) if device == "cuda" and memory else None
+    if wanted := pretend.pretended():
+        pretend.cap(wanted, memory if device == "cuda" else None, capability)
+        card, memory, capability = wanted, wanted.memory, wanted.compute_capability
+        name = f"{wanted.name} (pretended on {name})"
+    return Host(
+        device=device,
+        name=name,
+        gpu=card,
+        memory=memory,
+        cpu=_cpu(),
+        cores=_cores(),
+        python=platform.python_version(),
+        versions=versions,
+        count=count,
+        driver=_driver() if device == "cuda" else None,
+        compute_capability=capability,
+    )
+
+
+def environment() -> dict[str, str]:
+    """Return what a measurement has to say of where it was taken, for `Report.environment`.
+
+    Keys: device (as torch names it), python, the installed ones of PACKAGES, driver (on a GPU), llmlab (the checkout's
+    commit, with "-dirty" where it has changes, or the package version) and date (ISO, UTC).
+    """
+    from datetime import datetime, timezone
+
+    here = host()
+    facts = {"device": here.name, "python": here.python, **here.versions}
+    if here.driver:
+        facts["driver"] = here.driver
+    return {**facts, "llmlab": _commit(), "date": datetime.now(timezone.utc).date().isoformat()}
+
+
+def installed(package: str) -> str | None:
+    """Return the version of `package` that is installed, or None; imports nothing of it."""
+    # Here and below: `import llmlab` loads this module, and these standard ones would be a third of its time.
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _versions() -> dict[str, str]:
+    return {package: found for package in PACKAGES if (found := installed(package))}
+
+
+def _commit() -> str:
+    root = Path(__file__).resolve().parents[2]
+    if (root / ".git").exists():  # not the repository of somebody else whose environment we are installed in
+        commit = _output("git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*")
+        if commit:
+            return commit
+    return __version__
+
+
+def _driver() -> str | None:
+    """Return the driver's version: the CUDA version that torch knows is of its own libraries."""
+    lines = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
+    return lines[0].strip() if lines else None
+
+
+def _output(*command: str) -> str:
+    """Return what `command` prints, or "" where it is missing, fails or hangs: these facts are not worth an error."""
+    import shutil
+    import subprocess
+
+    if shutil.which(command[0]) is None:
+        return ""
+    try:
+        done = subprocess.run(list(command), capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _cpu() -> str:
+    import platform
+
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name" and value.strip():
+                return value.strip()
+    if platform.system() == "Darwin" and (brand := _output("sysctl", "-n", "machdep.cpu.brand_string")):
+        return brand
+    return platform.processor() or platform.machine() or "CPU"
+
+
+def _cores() -> int:
+    """Return the cores this process may use, which a container or taskset can make fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def container_memory() -> list[tuple[int, int | None]]:
+    """Return the limits that containers set, each with what is in use of it, None where it does not tell; bytes.
+
+    Past a limit the kernel kills the process, however much RAM the machine has.
+    """
+    found = []
+    for limit, used in CONTAINER_LIMITS:
+        if Path(limit).exists() and (text := Path(limit).read_text().strip()).isdigit():  # "max" is none
+            found.append((int(text), int(Path(used).read_text()) if Path(used).exists() else None))
+    return found
+
+
+def _ram() -> int | None:
+    sizes = [limit for limit, _ in container_memory()]
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        sizes.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return min(sizes, default=None)

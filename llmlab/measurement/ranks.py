@@ -1,0 +1,154 @@
+"""What a rank takes among real ones on this machine: processes on its CPU, through gloo."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from ..base.errors import SpecError
+from ..hardware.this_machine import environment
+from ..ranks.launch import launch
+from ..recording.events import CPUEvents, Event
+from ..recording.parts import divide, logits_sizes
+from ..recording.phases import Recorder
+from ..report import Report
+from ..specs.check import check
+from ..specs.model import ModelLike, ModelSpec
+from ..specs.model import model as find_model
+from ..specs.run import Training, run_from_dict
+from ..step.ranks import around_steps, check_ranks, join
+from ..step.step import build_step, texts
+from .report import CPU_NOTE
+
+SETTLED = 5.0  # seconds at most until gloo's thread lets go of a tensor
+CLOCKS = 1_000_000  # ns by which the profiler's clock and this process's may differ
+RANKS_NOTE = "Measured in one of {} processes that gloo joins; what gloo's own threads take is not seen."
+
+
+def measure_ranks(*cases: tuple[ModelLike, Training], limit: float | None = None) -> list[list[Report]]:
+    """Return what each rank takes on this machine's CPU: for each (model, run), reports by rank, of bytes, not times.
+
+    The cases run one after another in one launch, so all ask for the same number of ranks. One step warms up, the next
+    is recorded. `limit`: seconds after which the launch ends (None: no limit). Raises SpecError and NotAvailable before
+    any process starts, RankFailed where a rank fails.
+    """
+    found = [(find_model(model), run) for model, run in cases]
+    for spec, run in found:
+        check(spec, run)
+        check_ranks(spec, run, "measure_ranks")
+    sizes = {run.world_size for _, run in found}
+    if len(sizes) != 1:
+        raise SpecError(f"cases with {', '.join(map(str, sorted(sizes)))} ranks cannot be one launch; give them apart")
+    by_rank = launch(_rank, sizes.pop(), [(spec.config, run.to_dict()) for spec, run in found], limit=limit)
+    return [[Report.from_json(report) for report in reports] for reports in zip(*by_rank, strict=True)]
+
+
+Span = tuple[int, int]  # Unix times in ns
+
+
+@contextmanager
+def _settled_collectives(spans: list[Span]) -> Iterator[None]:
+    """Let collectives end before the caller goes on, and note when each ran in `spans`.
+
+    Gloo has threads of its own, and what they free nobody records. If they let go of its tensors first, the caller
+    frees them; what gloo made itself (a reduce-scatter reduces a copy of its input) went in that time.
+    """
+    from torch.distributed import _functional_collectives as functional
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp
+
+    def settled(tensors: list[Tensor], collective: Callable[[], Any]) -> Any:
+        held, since = sum(map(_held, tensors)), time.time_ns()
+        out = collective()
+        if isinstance(out, functional.AsyncCollectiveTensor):
+            out = out.wait()
+        end = time.monotonic() + SETTLED
+        while sum(map(_held, tensors)) > held and time.monotonic() < end:
+            time.sleep(1e-4)
+        spans.append((since, time.time_ns()))
+        return out
+
+    def between(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **named: Any) -> Any:
+            tensors = [output_tensor, input_tensor]
+            return settled(tensors, lambda: real(self, output_tensor, input_tensor, *args, **named))
+
+        return call
+
+    def of(real: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda tensor, *args, **named: settled([tensor], lambda: real(tensor, *args, **named))
+
+    with ExitStack() as stack:
+        for comm in (fsdp.DefaultAllGather, fsdp.DefaultReduceScatter):
+            stack.enter_context(mock.patch.object(comm, "__call__", between(comm.__call__)))
+        for name in ("all_gather_tensor", "reduce_scatter_tensor", "all_reduce"):
+            stack.enter_context(mock.patch.object(functional, name, of(getattr(functional, name))))
+        yield
+
+
+def _with_frees(events: list[Event], spans: list[Span]) -> list[Event]:
+    """Return `events`, and a free at the end of its span for what was made in one and never seen to go."""
+    frees = []
+    last: dict[int, Event] = {}
+    gone_unseen = []
+    for event in events:
+        before = last.get(event.address)
+        if before is not None and before.size > 0 and event.size > 0:
+            gone_unseen.append(before)
+        last[event.address] = event
+    gone_unseen += [event for event in last.values() if event.size > 0]
+    for made in gone_unseen:
+        ends = [until for since, until in spans if since - CLOCKS <= made.time <= until]
+        frees += [Event(ends[0], made.address, -made.size)] if ends else []
+    return sorted([*events, *frees], key=lambda event: event.time)
+
+
+def _held(tensor: Tensor) -> int:
+    """Return how many hold the memory of `tensor`."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def _rank(cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[str]:
+    """Run in each rank: take the steps of each case and return its report as JSON."""
+    reports = []
+    for config, fields in cases:
+        run = run_from_dict("training", fields)
+        assert isinstance(run, Training)
+        reports.append(_report(find_model(config), run).to_json())
+    return reports
+
+
+def _report(spec: ModelSpec, run: Training) -> Report:
+    torch.manual_seed(0)
+    inputs = texts(spec, run)
+    ranks = join(run)
+    recorder = Recorder(CPUEvents(), None)
+    spans: list[Span] = []
+    with around_steps(run), _settled_collectives(spans):
+        recorder.start()
+        step = recorder.step = build_step(spec, run, "cpu", inputs, recorder.recomputing, ranks)
+        recorder.counting = False
+        step(recorder.enter)
+        gc.collect()
+        recorder.counting = True
+        step(recorder.enter)
+        recorder.stop()
+    division = divide(_with_frees(recorder.events, spans), recorder.marks, logits_sizes(spec, run))
+    return Report(
+        source="measured",
+        model=spec.name,
+        run=run,
+        outcome="fits",
+        peak_allocated=division.peak,
+        phases=division.phases,
+        parts=division.parts,
+        detail=division.detail,
+        environment=environment(),
+        notes=(CPU_NOTE, RANKS_NOTE.format(run.world_size)),
+    )

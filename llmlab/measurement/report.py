@@ -1,0 +1,234 @@
+"""measure: build the run's real model, take its step, and report what it took."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..base.errors import check_counts
+from ..base.units import show_bytes
+from ..formulas.time.step import peak_dtype, tokens_of
+from ..hardware import pretend
+from ..hardware.this_machine import environment, host
+from ..recording.events import CPUEvents, CUDAEvents, exclusive
+from ..recording.parts import Division, divide, logits_sizes
+from ..recording.phases import Recorder
+from ..recording.timing import count_flops, median_seconds
+from ..report import Report
+from ..specs.check import check
+from ..specs.model import ModelLike, ModelSpec
+from ..specs.model import model as find_model
+from ..specs.run import Inference, Run, Training
+from ..step.model import pinned_attention
+from ..step.offload import check_offload
+from ..step.step import Step, build_step, one_device, texts
+from .devices import CUDAPeaks, MPSPeaks, cuda_context_bytes, pick_device
+from .memory_limit import available_memory, is_out_of_memory, least_bytes, limited_to_available
+
+CPU_NOTE = (
+    "The CPU's allocator keeps nothing back, so nothing is reserved. MKL's own scratch is not seen, and of oneDNN's "
+    "only that of its 16-bit products, which it takes from torch."
+)
+MPS_NOTE = "torch.mps keeps no peaks: each phase's figure is what was allocated at its end, and parts are not known."
+
+
+@dataclass
+class Figures:
+    """What one run yielded before it ended or ran out of memory."""
+
+    recorder: Recorder
+    peaks: CUDAPeaks | MPSPeaks | None
+    baseline: int = 0
+    context: int | None = None
+    flops: int | None = None
+    seconds: float | None = None
+    failed: bool = False
+
+
+def measured(
+    model: ModelLike,
+    run: Run,
+    device: str | torch.device | None = None,
+    repeats: int = 5,
+) -> Report:
+    """Return the report of `llmlab.measure`."""
+    spec = find_model(model)
+    check(spec, run)
+    one_device(run)
+    check_counts(repeats=repeats)
+    picked = pick_device(device)
+    if isinstance(run, Training) and run.offload:
+        check_offload(run, picked.type == "cuda", "measure")
+    least, available = least_bytes(spec, run), available_memory()
+    if picked.type == "cpu" and available is not None and least > available:
+        note = f"Not started: its weights alone are {show_bytes(least)}, and {show_bytes(available)} is free."
+        return _report(spec, run, picked, outcome="out of memory", where="load", notes=(note,))
+    with exclusive("measure()"), torch.cuda.device(picked) if picked.type == "cuda" else nullcontext():
+        figures = _take(spec, run, picked, repeats)
+    _free(picked)
+    return _reported(spec, run, picked, figures)
+
+
+def _take(spec: ModelSpec, run: Run, device: torch.device, repeats: int) -> Figures:
+    """Run the steps; an error other than out of memory passes through, with the recording ended."""
+    if device.type == "cuda":
+        pretend.apply()
+        torch._C._cuda_clearCublasWorkspaces()  # of earlier code: this run takes, and shows, its own
+    _free(device)
+    peaks: CUDAPeaks | MPSPeaks | None = None  # a CPU's events tell all, and Apple's GPUs tell none
+    source: CUDAEvents | CPUEvents | None = CPUEvents() if device.type == "cpu" else None
+    if device.type == "cuda":
+        peaks, source = CUDAPeaks(device), CUDAEvents(device)
+    elif device.type == "mps":
+        peaks = MPSPeaks()
+    figures = Figures(Recorder(source, peaks), peaks)
+    if device.type == "cuda":
+        figures.baseline = torch.cuda.memory_allocated(device)
+    random_state = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    limit = limited_to_available() if device.type == "cpu" else nullcontext()
+    with random_state, limit, _sdpa_of_pretended_card(), pinned_attention(run):
+        torch.manual_seed(0)
+        try:
+            _steps(spec, run, device, repeats, figures)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            figures.failed = True
+        finally:
+            figures.recorder.stop()
+            figures.recorder.step = None
+    return figures
+
+
+def _steps(spec: ModelSpec, run: Run, device: torch.device, repeats: int, figures: Figures) -> None:
+    recorder = figures.recorder
+    inputs = texts(spec, run)  # before the recording: reading the corpus is no part of the run
+    recorder.start()
+    step = recorder.step = build_step(spec, run, device, inputs, recorder.recomputing)
+    recorder.counting = False
+    figures.flops = _warm_up(step, recorder)
+    gc.collect()
+    recorder.counting = True
+    step(recorder.enter)
+    recorder.stop()
+    if device.type == "cuda":
+        figures.context = cuda_context_bytes(device)
+    recorder.step = None
+    figures.seconds = median_seconds(step, device, repeats)
+
+
+def _warm_up(step: Step, recorder: Recorder) -> int | None:
+    """Take the first step, and return its FLOP where they can be counted: not in generation, not in compiled code."""
+    if isinstance(step.run, Inference):
+        replace(step, run=replace(step.run, new_tokens=min(2, step.run.new_tokens)))(recorder.enter)
+        return None
+    if step.run.compile:
+        step(recorder.enter)
+        return None
+    return count_flops(lambda: step(recorder.enter))
+
+
+def _sdpa_of_pretended_card() -> AbstractContextManager:
+    backends = pretend.sdpa_backends()
+    return torch.nn.attention.sdpa_kernel(backends) if backends else nullcontext()
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif device.type == "mps":
+        torch.mps.empty_cache()
+
+
+def _reported(spec: ModelSpec, run: Run, device: torch.device, figures: Figures) -> Report:
+    recorder, peaks = figures.recorder, figures.peaks
+    division = divide(recorder.events, recorder.marks, _logits_sizes(spec, run))
+    phases = peaks.allocated if peaks else division.phases
+    parts, detail = _parts(division, phases, figures) if recorder.source else ({}, {})
+    notes = {"cpu": (CPU_NOTE,), "mps": (MPS_NOTE,), "cuda": ()}[device.type]
+    if figures.baseline:
+        notes += (f"{show_bytes(figures.baseline)} were allocated before the run; they are counted, under other.",)
+    if figures.failed:  # the phases that ended, and the peak so far, which is no peak of the run
+        *ended, _ = dict.fromkeys([*phases, recorder.phase])
+        return _report(
+            spec, run, device,
+            outcome="out of memory",
+            where=recorder.phase,
+            phases={phase: phases[phase] for phase in ended if phase != recorder.phase},
+            notes=notes,
+        )  # fmt: skip
+    assert figures.seconds is not None  # the last thing that a run which did not fail leaves
+    reserved = max(peaks.reserved.values()) if peaks else None
+    return _report(
+        spec, run, device,
+        outcome="fits",
+        peak_allocated=max(phases.values()),
+        peak_reserved=reserved,
+        process=reserved + figures.context if reserved is not None and figures.context is not None else None,
+        phases=phases,
+        parts=parts,
+        detail=detail,
+        flops=figures.flops,
+        step_seconds=figures.seconds,
+        tokens_per_second=tokens_of(run) / figures.seconds,
+        notes=notes,
+        timeline=division.timeline if recorder.source else (),
+    )  # fmt: skip
+
+
+def _report(spec: ModelSpec, run: Run, device: torch.device, **figures: Any) -> Report:
+    here = host()
+    facts = environment()
+    if device.type == "cpu":
+        facts["device"] = f"CPU: {here.cpu}, {here.cores} cores"
+    card = here.gpu if device.type == "cuda" else None
+    peak = card.peak(_peak_dtype(run)) if card else None
+    # A checkpointed step's FLOP include the recomputation, which MFU does not count (arXiv 2204.02311, appendix B).
+    recomputed = isinstance(run, Training) and run.checkpointing
+    known = peak and figures.get("flops") and not recomputed
+    return Report(
+        source="measured",
+        model=spec.name,
+        run=run,
+        gpu=None if device.type == "cpu" else card.name if card else here.name,
+        capacity=here.memory if here.device == device.type else None,
+        mfu=figures["flops"] / figures["step_seconds"] / peak if known else None,
+        environment=facts,
+        **figures,
+    )
+
+
+def _parts(division: Division, phases: Mapping[str, int], figures: Figures) -> tuple[dict, dict]:
+    """Return parts and detail that add up to the device's own peak.
+
+    On CUDA the events hold rounded requests; what the allocator counts beyond them (blocks not split) and what was
+    there before the run go to "other".
+    """
+    beyond = max(phases.values()) - division.peak if phases else 0
+    if not beyond:
+        return division.parts, division.detail
+    parts = {**division.parts, "other": division.parts.get("other", 0) + beyond}
+    other = {**division.detail.get("other", {}), "before the run, blocks not split": beyond}
+    return parts, {**division.detail, "other": other}
+
+
+def _logits_sizes(spec: ModelSpec, run: Run) -> list[int]:
+    half, single = logits_sizes(spec, run)
+    return [single] if _peak_dtype(run) in ("fp32", "tf32") else [half, single]
+
+
+def _peak_dtype(run: Run) -> str:
+    dtype = peak_dtype(run)
+    return "tf32" if dtype == "fp32" and _tf32() else dtype
+
+
+def _tf32() -> bool:
+    matmul = torch.backends.cuda.matmul
+    # torch 2.9 renamed the switch; reading the old name raises once somebody (transformers' Trainer, say) set the new
+    return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32

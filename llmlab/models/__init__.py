@@ -1,1 +1,0 @@
-"""Models: their sizes as data (ModelSpec, presets), read without torch."""

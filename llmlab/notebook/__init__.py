@@ -1,0 +1,1 @@
+"""What a chapter shows in a notebook besides pictures: exercises that check themselves, and widgets."""

@@ -1,0 +1,1 @@
+"""Quantization algorithms: how weights are rounded, one file per algorithm."""

@@ -1,0 +1,56 @@
+"""Quantization-aware training: round in the forward pass, pretend in the backward pass that nothing was rounded.
+
+The straight-through estimator (Bengio et al., arXiv 1308.3432, section 3.1; Jacob et al., arXiv 1712.05877, section 3):
+rounding has slope 0 almost everywhere, so its gradient is taken to be 1 inside the range, 0 where values were clipped.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checks import check_bits, check_group
+from ..formats.affine import scale_and_zero, to_codes
+
+
+class FakeQuantize(torch.autograd.Function):
+    """Rounds to the grid and back to floats; the gradient passes straight through, except where values were clipped."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
+        whole = (x / scale + zero).round()
+        ctx.save_for_backward((whole >= 0) & (whole <= 2**bits - 1))
+        return (to_codes(x, scale, zero, bits) - zero) * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (inside,) = ctx.saved_tensors
+        return gradient * inside, None, None, None
+
+
+def fake_quantize(x: Tensor, bits: int = 4, group: int | None = None, symmetric: bool = True) -> Tensor:
+    """Return `x` (…, I) rounded to its grid, differentiable; one scale for each `group` of the last dimension.
+
+    The scale is taken from the values anew in every step, so next to nothing is clipped and the gradient is 1.
+    """
+    check_bits(bits)
+    runs = x.reshape(-1, check_group(group, x.shape[-1]))
+    scale, zero = scale_and_zero(runs.detach(), bits, symmetric)
+    return FakeQuantize.apply(runs, scale, zero, bits).reshape(x.shape)
+
+
+class QATLinear(nn.Linear):
+    """nn.Linear that multiplies with its rounded weight and trains the exact one, where small steps add up."""
+
+    def __init__(self, linear: nn.Linear, bits: int = 4, group: int | None = None, symmetric: bool = True) -> None:
+        """Take over `linear`'s parameters, the tensors themselves."""
+        super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        self.weight, self.bias = linear.weight, linear.bias
+        self.bits, self.group = check_bits(bits), check_group(group, linear.in_features)
+        self.symmetric = symmetric
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight = fake_quantize(self.weight, self.bits, self.group, self.symmetric)
+        return nn.functional.linear(input, weight, self.bias)

@@ -1,0 +1,1 @@
+"""Number formats of quantized weights, one file per format."""

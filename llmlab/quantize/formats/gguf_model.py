@@ -1,0 +1,182 @@
+"""A whole Llama as a .gguf file, as llama.cpp loads it: hyperparameters, tokenizer, and tensors under GGUF's names.
+
+Keys: gguf-py/gguf/constants.py. Two things differ from the weights here: llama.cpp turns neighbouring
+channels (2i, 2i + 1) where Hugging Face turns (i, i + D/2), so the rows of q and k change places; and a tied head is
+stored once, as the embedding.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...base.errors import SpecError
+from ...specs.model import ModelSpec
+from . import gguf_file
+from .sizes import MIXES, stored
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from ...architectures.llama import Llama
+
+NAMES = {
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+OUTSIDE = {"embed_tokens.weight": "token_embd.weight", "norm.weight": "output_norm.weight",
+           "lm_head.weight": "output.weight"}  # fmt: skip
+# llama.cpp include/llama.h, llama_ftype: what `general.file_type` calls a mix
+FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q4_K_M": 15, "Q6_K": 18}
+NORMAL, CONTROL, UNUSED = 1, 3, 5  # types of tokens, llama_token_type
+
+
+def write_llama(path: str | os.PathLike, model: Llama, tokenizer: Tokenizer, mix: str = "Q8_0") -> None:
+    """Write `model` with its byte-level BPE `tokenizer`, each tensor in the kind `llama-quantize` gives it in `mix`.
+
+    Raises SpecError for a mix with kinds that are not encoded here (Q5_K, Q3_K, Q2_K), a model with scaled RoPE, and a
+    tokenizer larger than the vocabulary; nothing is written then. The model is not changed.
+    """
+    spec = model.spec
+    if mix not in FILE_TYPES:
+        raise SpecError(f"mix={mix!r} is not written here; it is one of {', '.join(FILE_TYPES)}")
+    if model.rope["rope_type"] != "default":
+        raise SpecError(f"{spec.name} scales its RoPE ({model.rope['rope_type']}); only plain RoPE is written here")
+    kinds = {tensor.name: tensor.kind for tensor in stored(spec, mix)}
+    state = {name: weight.detach().cpu().float().numpy() for name, weight in model.state_dict().items()}
+    if spec.tied:
+        del state["lm_head.weight"]
+        kinds["token_embd"] = kinds["output"] if "token_embd" not in kinds else kinds["token_embd"]
+    tensors, kind_of = {}, {}
+    for name, weight in state.items():
+        theirs = gguf_name(name)
+        tensors[theirs] = to_neighbours(weight, heads_of(name, spec)) if heads_of(name, spec) else weight
+        kind_of[theirs] = kinds.get(theirs.removesuffix(".weight").replace("ffn_gate", "ffn_up"), "F32")
+    metadata = {**hyperparameters(spec, mix), **vocabulary(tokenizer, spec.vocab)}
+    gguf_file.write(path, tensors, kind_of, "llama", metadata)
+
+
+def read_llama(path: str | os.PathLike) -> Llama:
+    """Return the Llama in a .gguf file, its weights decoded to float32, in eval mode.
+
+    Raises SpecError for a truncated or corrupt file, another architecture, and tensors that are missing.
+    """
+    import torch
+
+    from ...architectures.llama import Llama
+
+    file = gguf_file.read(path)
+    if file.metadata.get("general.architecture") != "llama":
+        raise SpecError(f"{path} holds a {file.metadata.get('general.architecture')!r} model; llama is read here")
+    try:
+        model = Llama.from_spec(_config(file))
+    except KeyError as missing:
+        raise SpecError(f"{path} lacks {missing}; it is no whole model") from None
+    state = {}
+    for name in model.state_dict():
+        theirs = gguf_name(name)
+        if theirs == "output.weight" and model.spec.tied:
+            theirs = "token_embd.weight"
+        if theirs not in file.tensors:
+            raise SpecError(f"{path} lacks tensor {theirs!r}; it is no whole model")
+        weight, heads = file.tensors[theirs].decode(), heads_of(name, model.spec)
+        state[name] = torch.from_numpy(to_halves(weight, heads) if heads else weight)
+    model.load_state_dict(state)
+    return model.eval()
+
+
+def gguf_name(name: str) -> str:
+    """Return GGUF's name of a tensor of models.llama: layers.0.self_attn.q_proj.weight -> blk.0.attn_q.weight."""
+    if name in OUTSIDE:
+        return OUTSIDE[name]
+    _, layer, rest = name.split(".", 2)
+    return f"blk.{layer}.{NAMES[rest.removesuffix('.weight')]}.weight"
+
+
+def heads_of(name: str, spec: ModelSpec) -> int:
+    """Return how many heads' channels a tensor's rows are, where RoPE turns them, else 0."""
+    return spec.heads if "q_proj" in name else spec.kv_heads if "k_proj" in name else 0
+
+
+def to_neighbours(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Return rows (heads · D, I) with channel i + D/2 of each head moved beside channel i."""
+    split = weight.reshape(heads, 2, -1, weight.shape[1])  # (H, half, D/2, I)
+    return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(weight.shape)
+
+
+def to_halves(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Undo `to_neighbours`."""
+    split = weight.reshape(heads, -1, 2, weight.shape[1])  # (H, D/2, half, I)
+    return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(weight.shape)
+
+
+def hyperparameters(spec: ModelSpec, mix: str) -> dict[str, Any]:
+    """Return what llama.cpp asks of a model of architecture "llama"."""
+    found = {
+        "general.name": spec.name,
+        "general.file_type": FILE_TYPES[mix],
+        "llama.vocab_size": spec.vocab,
+        "llama.context_length": spec.max_positions,
+        "llama.embedding_length": spec.hidden,
+        "llama.block_count": spec.layers,
+        "llama.feed_forward_length": spec.intermediate,
+        "llama.attention.head_count": spec.heads,
+        "llama.attention.head_count_kv": spec.kv_heads,
+        "llama.attention.layer_norm_rms_epsilon": float(spec.config.get("rms_norm_eps", 1e-6)),
+        "llama.rope.dimension_count": spec.head_dim,
+        "llama.rope.freq_base": float(spec.config.get("rope_theta") or 10000.0),
+    }
+    if MIXES[mix] not in ("F32", "F16"):
+        found["general.quantization_version"] = 2  # GGML_QNT_VERSION
+    return found
+
+
+def vocabulary(tokenizer: Tokenizer, vocab: int) -> dict[str, Any]:
+    """Return the tokens, their types and the merges of a byte-level BPE tokenizer, padded to `vocab` entries.
+
+    "gpt-2" names the rule that cuts text before merging: the one of tokenizers' ByteLevel.
+    """
+    described = json.loads(tokenizer.to_str())
+    ids = tokenizer.get_vocab(with_added_tokens=True)
+    special = {token["id"] for token in described["added_tokens"] if token["special"]}
+    if described["model"]["type"] != "BPE" or max(ids.values()) >= vocab or not special:
+        raise SpecError(
+            f"a tokenizer of {max(ids.values()) + 1} {described['model']['type']} entries for a model of {vocab}; give "
+            "the byte-level BPE tokenizer the model was trained with, with an end-of-text token"
+        )
+    tokens, types = [f"[unused {i}]" for i in range(vocab)], [UNUSED] * vocab
+    for token, i in ids.items():
+        tokens[i], types[i] = token, CONTROL if i in special else NORMAL
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in described["model"]["merges"]]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.bos_token_id": min(special),
+        "tokenizer.ggml.eos_token_id": min(special),
+        "tokenizer.ggml.add_bos_token": False,
+    }
+
+
+def _config(file: gguf_file.File) -> dict[str, Any]:
+    """Return the config.json that a file's metadata describe; floats were stored in 32 bits."""
+    llama = {key.removeprefix("llama."): value for key, value in file.metadata.items() if key.startswith("llama.")}
+    return {
+        "model_type": "llama",
+        "vocab_size": llama["vocab_size"],
+        "hidden_size": llama["embedding_length"],
+        "intermediate_size": llama["feed_forward_length"],
+        "num_hidden_layers": llama["block_count"],
+        "num_attention_heads": llama["attention.head_count"],
+        "num_key_value_heads": llama["attention.head_count_kv"],
+        "max_position_embeddings": llama["context_length"],
+        "rms_norm_eps": float(f"{llama['attention.layer_norm_rms_epsilon']:.6g}"),
+        "rope_theta": float(f"{llama['rope.freq_base']:.6g}"),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+    }

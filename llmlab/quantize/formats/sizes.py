@@ -1,0 +1,168 @@
+"""What each format takes: bits a weight, and the bytes of a model's .gguf file, tensor by tensor. No torch, no numpy.
+
+>>> bits_per_weight("Q8_0"), bits_per_weight("Q4_K"), bits_per_weight("MXFP4")
+(8.5, 4.5, 4.25)
+>>> from llmlab.specs.model import model
+>>> file_bytes(model("Llama-3.1-8B"), "Q4_K_M") / 1e9  # doctest: +ELLIPSIS
+4.92...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...base.errors import SpecError, unknown_name
+
+if TYPE_CHECKING:
+    from ...specs.model import ModelSpec
+
+# Weights and bytes of a block: ggml/src/ggml-common.h, the block_* structs.
+BLOCKS = {
+    "F32": (1, 4), "F16": (1, 2), "BF16": (1, 2),
+    "Q8_0": (32, 34), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "MXFP4": (32, 17),
+    "Q2_K": (256, 84), "Q3_K": (256, 110), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
+}  # fmt: skip
+
+# Other formats: bits of a code, and of what a block of codes shares. NF4 keeps an fp32 absmax a block of 64; double
+# quantization (QLoRA, arXiv 2305.14314, section 3) keeps 8 bits, and an fp32 absmax every 256 blocks. MXFP8: an e8m0
+# exponent a block of 32. FP8's and int8's scale a tensor or a row is counted as nothing.
+OTHERS = {
+    "nf4": 4 + 32 / 64,
+    "nf4-double": 4 + 8 / 64 + 32 / (64 * 256),
+    "mxfp8": 8 + 8 / 32,
+    "fp8": 8.0,
+    "int8": 8.0,
+}
+
+# What `llama-quantize` calls a type is a mix: the kind most tensors get.
+MIXES = {
+    "F32": "F32", "F16": "F16", "BF16": "BF16",
+    "Q8_0": "Q8_0", "Q4_0": "Q4_0", "Q4_1": "Q4_1", "Q5_0": "Q5_0", "Q5_1": "Q5_1",
+    "Q2_K": "Q2_K", "Q3_K_S": "Q3_K", "Q3_K_M": "Q3_K", "Q3_K_L": "Q3_K", "Q4_K_S": "Q4_K", "Q4_K_M": "Q4_K",
+    "Q5_K_S": "Q5_K", "Q5_K_M": "Q5_K", "Q6_K": "Q6_K",
+}  # fmt: skip
+
+# Where a row is no whole number of superblocks: llama-quant.cpp, tensor_type_fallback.
+SMALLER_BLOCKS = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+
+ALIGNMENT = 32  # bytes: every tensor of a .gguf file starts at a multiple (general.alignment's default)
+# Bytes of the file's header for each entry of the vocabulary: the tokens' texts, types and merges. Taken from one
+# published file, Llama-3.1-8B-Instruct-f32.gguf: (32 128 885 888 - its tensors) / 128 256, checked 2026-11. Fewer
+# merges take less; at 8B parameters the whole header is 0.1 % of Q8_0.
+HEADER_PER_TOKEN = 61.1
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor of a .gguf file: GGUF's name, the kind it is stored in, its rows and columns."""
+
+    name: str
+    kind: str
+    rows: int
+    columns: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes in the file, padded to the alignment."""
+        weights, size = BLOCKS[self.kind]
+        return -(-self.rows * (self.columns // weights * size) // ALIGNMENT) * ALIGNMENT
+
+
+def bits_per_weight(kind: str) -> float:
+    """Return the bits a weight takes in `kind`, scales included: a GGUF kind, or one of nf4, nf4-double, mxfp8, …"""
+    if kind in BLOCKS:
+        weights, size = BLOCKS[kind]
+        return 8 * size / weights
+    if kind in OTHERS:
+        return OTHERS[kind]
+    raise unknown_name("format", str(kind), [*BLOCKS, *OTHERS], f"It is one of {', '.join([*BLOCKS, *OTHERS])}.")
+
+
+def file_bytes(spec: ModelSpec, mix: str, header: int | None = None) -> int:
+    """Return the bytes of `spec` as a .gguf file of `mix` ("Q4_K_M", "Q8_0", …); `header` is what is not tensors.
+
+    Without `header` that is estimated from the vocabulary. Raises UnknownName for a mix, SpecError for a model whose
+    tensors the rules here don't name (mixtures of experts, latent attention).
+    """
+    if header is None:
+        header = round(HEADER_PER_TOKEN * spec.vocab)
+    return header + sum(tensor.bytes for tensor in stored(spec, mix))
+
+
+def stored(spec: ModelSpec, mix: str) -> Iterator[Stored]:
+    """Yield the tensors of a dense model and the kinds that `llama-quantize` stores them in, without an imatrix.
+
+    Source: llama.cpp src/llama-quant.cpp, llama_tensor_get_type_impl. Vectors, and learned positions, stay F32.
+    """
+    if mix not in MIXES:
+        raise unknown_name("GGUF mix", str(mix), list(MIXES), f"It is one of {', '.join(MIXES)}.")
+    if spec.experts or spec.mla:
+        raise SpecError(f"{spec.name} has experts or latent attention; the rules here are those of dense models")
+    matrices = 0
+    if not spec.tied:
+        yield _matrix(spec, mix, "output", 0, spec.vocab, spec.hidden)
+    yield _matrix(spec, mix, "output" if spec.tied else "token_embd", 0, spec.vocab, spec.hidden)
+    for linear in spec.linears:
+        matrices += linear.inputs * linear.outputs * (linear.count if linear.part != "head" else not spec.tied)
+        if linear.part != "head":
+            for i in range(linear.count):
+                yield _matrix(spec, mix, _gguf_name(linear.name, linear.part), i, linear.outputs, linear.inputs)
+    vectors = spec.parameters - matrices - spec.vocab * spec.hidden
+    yield Stored("norms, biases and positions", "F32", 1, vectors)
+    if spec.family == "llama" and spec.config.get("rope_scaling"):
+        yield Stored("rope_freqs", "F32", 1, spec.head_dim // 2)  # Llama 3.1's long-context factors
+
+
+def _gguf_name(name: str, part: str) -> str:
+    if name == "c_proj":
+        return "attn_output" if part == "attention" else "ffn_down"
+    names = {
+        "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "c_attn": "attn_qkv", "qkv_proj": "attn_qkv",
+        "o_proj": "attn_output", "down_proj": "ffn_down",
+    }  # fmt: skip
+    return names.get(name, "ffn_up")
+
+
+def _matrix(spec: ModelSpec, mix: str, name: str, layer: int, rows: int, columns: int) -> Stored:
+    kind = _kind(spec, mix, name, layer)
+    if columns % BLOCKS[kind][0]:
+        kind = SMALLER_BLOCKS.get(kind, kind)
+    if columns % BLOCKS[kind][0]:
+        kind = "F16"
+    return Stored(name if name in ("output", "token_embd") else f"blk.{layer}.{name}", kind, rows, columns)
+
+
+def _kind(spec: ModelSpec, mix: str, name: str, i: int) -> str:
+    """llama-quant.cpp's rules: more bits for what hurts most, the values, the down projections and the head."""
+    base, layers = MIXES[mix], spec.layers
+    more = i < layers // 8 or i >= 7 * layers // 8 or (i - layers // 8) % 3 == 2  # its use_more_bits
+    if base in ("F32", "F16", "BF16"):
+        return base
+    if name == "output":
+        return "Q8_0" if base == "Q8_0" or spec.hidden % BLOCKS[base][0] else "Q6_K"
+    if name in ("attn_v", "attn_qkv"):
+        kind = {
+            "Q2_K": "Q4_K" if spec.heads >= 4 * spec.kv_heads else "Q3_K",
+            "Q3_K_M": "Q5_K" if i < 2 else "Q4_K",
+            "Q3_K_L": "Q5_K",
+            "Q4_K_S": "Q5_K" if i < 4 else base,
+            "Q4_K_M": "Q6_K" if more else base,
+            "Q5_K_M": "Q6_K" if more else base,
+        }.get(mix, base)
+        # "70B" is llama.cpp's name for 80 layers of Llama: eight query heads share a value there
+        wide = layers == 80 and spec.heads == 8 * spec.kv_heads
+        return "Q5_K" if wide and kind in ("Q3_K", "Q4_K") else kind
+    if name == "ffn_down":
+        return {
+            "Q2_K": "Q3_K",
+            "Q3_K_M": "Q5_K" if i < layers // 16 else "Q4_K",
+            "Q3_K_L": "Q5_K",
+            "Q4_K_S": "Q5_K" if i < layers // 8 else base,
+            "Q4_K_M": "Q6_K" if more else base,
+            "Q5_K_M": "Q6_K" if more else base,
+        }.get(mix, base)
+    if name == "attn_output":
+        return {"Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K"}.get(mix, base)
+    return base

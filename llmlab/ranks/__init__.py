@@ -1,0 +1,1 @@
+"""Processes on this machine that form one group: started, watched and ended."""

@@ -1,0 +1,1 @@
+"""What simulation and measurement share: allocation events, phase marks, parts of the peak, and timing."""

@@ -1,0 +1,142 @@
+"""PYTORCH_CUDA_ALLOC_CONF: the settings of the caching allocator that change what it reserves.
+
+Source: c10/core/AllocatorConfig.{h,cpp} and c10/cuda/CUDAAllocatorConfig.{h,cpp}, torch 2.13.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ...base.errors import SpecError
+from ...base.units import MiB, show_bytes
+
+MIN_LARGE_ALLOC = 10 * MiB  # kMinLargeAlloc: a request below it shares a segment of large_segment_size
+LARGE_SEGMENT = 20 * MiB  # kLargeBuffer, a constant until torch made it a setting
+INTERVALS = 16  # kRoundUpPowerOfTwoIntervals: below 2 MiB, from 2 MiB, from 4 MiB, ... from 32 GiB
+
+# Options of host memory, locks and graph capture: they don't change what the device allocator takes.
+WITHOUT_EFFECT = (
+    "release_lock_on_cudamalloc",
+    "pinned_use_background_threads",
+    "pinned_use_cuda_host_register",
+    "pinned_num_register_threads",
+    "pinned_reserve_segment_size_mb",
+    "pinned_free_catch_all",
+    "graph_capture_record_stream_reuse",
+)
+
+
+@dataclass(frozen=True)
+class AllocatorConfig:
+    """The allocator's settings; sizes in bytes. Raises SpecError for a value that torch refuses as well.
+
+    `roundup_power2_divisions` is one number for all sizes, or 16 of them, one for each of INTERVALS.
+    `garbage_collection_threshold` acts only beside a memory fraction below 1, as in torch.
+    """
+
+    expandable_segments: bool = False
+    max_split_size: int | None = None  # None: a block of any size may be split
+    roundup_power2_divisions: int | tuple[int, ...] | None = None
+    garbage_collection_threshold: float | None = None
+    large_segment_size: int = LARGE_SEGMENT
+    max_non_split_rounding: int = LARGE_SEGMENT  # by how much an unsplit oversize block may exceed the request
+    per_process_memory_fraction: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse what torch refuses."""
+        segment, split, divisions = self.large_segment_size, self.max_split_size, self.roundup_power2_divisions
+        if segment <= MIN_LARGE_ALLOC:
+            raise SpecError(f"large_segment_size is {show_bytes(segment)}; it must be above 10 MiB.")
+        if split is not None and split < segment:
+            raise SpecError(f"max_split_size is {show_bytes(split)}; it must be at least {show_bytes(segment)}.")
+        if self.max_non_split_rounding < (least := min(segment, LARGE_SEGMENT)):
+            given = show_bytes(self.max_non_split_rounding)
+            raise SpecError(f"max_non_split_rounding is {given}; it must be at least {show_bytes(least)}.")
+        threshold = self.garbage_collection_threshold
+        if threshold is not None and not 0 < threshold < 1:
+            raise SpecError(f"garbage_collection_threshold is {threshold}; it must lie between 0 and 1.")
+        if not 0 <= self.per_process_memory_fraction <= 1:
+            raise SpecError(f"per_process_memory_fraction is {self.per_process_memory_fraction}; it must be in [0, 1].")
+        if isinstance(divisions, int) and (divisions == 0 or not is_power_of_two(divisions)):
+            raise SpecError(f"roundup_power2_divisions is {divisions}; it must be a power of two.")
+        if isinstance(divisions, tuple) and (len(divisions) != INTERVALS or not all(map(is_power_of_two, divisions))):
+            raise SpecError(f"roundup_power2_divisions is {divisions}; it must be {INTERVALS} powers of two or zeros.")
+
+    @classmethod
+    def parse(cls, text: str) -> AllocatorConfig:
+        """Return the settings that `text` gives in the syntax of PYTORCH_CUDA_ALLOC_CONF: "key:value,key:value".
+
+        Raises SpecError for a key torch does not know, for a value it refuses, and for backend:cudaMallocAsync and
+        throw_on_cudamalloc_oom:True, which are not simulated.
+        """
+        settings: dict[str, Any] = {}
+        for option in re.split(r",(?![^\[]*\])", re.sub(r"\s", "", text)):
+            key, _, value = option.partition(":")
+            if option in ("", "backend:native", "throw_on_cudamalloc_oom:False") or key in WITHOUT_EFFECT:
+                continue
+            if key in ("backend", "throw_on_cudamalloc_oom"):
+                raise SpecError(f"{option} is not simulated; take it out of PYTORCH_CUDA_ALLOC_CONF.")
+            if key not in OPTIONS:
+                raise SpecError(f"PYTORCH_CUDA_ALLOC_CONF has no option {key!r}; it has {', '.join(OPTIONS)}.")
+            name, read, example = OPTIONS[key]
+            try:
+                settings[name] = read(value)
+            except ValueError:
+                raise SpecError(f"{option!r} in PYTORCH_CUDA_ALLOC_CONF cannot be; write {key}:{example}.") from None
+        return cls(**settings)
+
+
+def is_power_of_two(number: int) -> bool:
+    """Return whether `number` is 1, 2, 4, 8, ..., or 0, which turns the rounding off."""
+    return number >= 0 and number & (number - 1) == 0
+
+
+def read_bool(value: str) -> bool:
+    """Return True or False, in torch's spelling; raises ValueError."""
+    return bool(("False", "True").index(value))
+
+
+def read_mebibytes(value: str) -> int:
+    """Return bytes from a whole number of MiB; raises ValueError."""
+    if not value.isdecimal():
+        raise ValueError(value)
+    return int(value) * MiB
+
+
+def read_divisions(value: str) -> int | tuple[int, ...]:
+    """Return divisions from "4", or from "[256:1,512:2,>:8]": below 512 MiB 1, then 2, from 1 GiB 8.
+
+    Source: parseRoundUpPower2Divisions. In older releases ">" also overwrites the last interval named before it.
+    """
+    if not value.startswith("["):
+        return int(value)
+    divisions, last = [0] * INTERVALS, None
+    for interval in value.strip("[]").split(","):
+        start, number = interval.split(":")
+        if start == ">":
+            first = 1 if last is None else last + 1
+            divisions[first:] = [int(number)] * (INTERVALS - first)
+            continue
+        if int(start) < 1 or not is_power_of_two(int(start)):
+            raise ValueError(value)
+        index = min(int(start).bit_length() - 1, INTERVALS - 1)
+        if last is None:
+            divisions[:index] = [int(number)] * index
+        divisions[index] = int(number)
+        last = index
+    return tuple(divisions)
+
+
+# By option: the field, how its value is read, an example.
+OPTIONS: dict[str, tuple[str, Callable[[str], Any], str]] = {
+    "expandable_segments": ("expandable_segments", read_bool, "True"),
+    "max_split_size_mb": ("max_split_size", read_mebibytes, "128"),
+    "roundup_power2_divisions": ("roundup_power2_divisions", read_divisions, "4"),
+    "garbage_collection_threshold": ("garbage_collection_threshold", float, "0.8"),
+    "large_segment_size_mb": ("large_segment_size", read_mebibytes, "20"),
+    "max_non_split_rounding_mb": ("max_non_split_rounding", read_mebibytes, "20"),
+    "per_process_memory_fraction": ("per_process_memory_fraction", float, "0.9"),
+}

@@ -1,0 +1,89 @@
+"""Expandable segments: a pool's segment is a range of addresses that gets memory behind it page by page.
+
+So a cached block can grow where it ends, instead of lying beside a new segment. A page is 2 MiB in the small pool and
+20 MiB in the large one. Source: c10/cuda/CUDACachingAllocator.cpp, Note [Expandable Segments], torch 2.6 to 2.13.
+"""
+
+from __future__ import annotations
+
+from ...base.units import GiB
+from .blocks import Block, Pool
+from .driver import Driver
+
+UNKNOWN_TOTAL = 4 * 1024 * GiB  # a card's memory where none is given; torch reserves addresses for 1 1/8 of it
+
+
+def grow(driver: Driver, pool: Pool, size: int) -> Block | None:
+    """Put memory behind the lowest addresses where `size` fits (try_allocate_expandable_block)."""
+    block = find_addresses(driver, pool, size)
+    if not block.mapped and not map_pages(driver, block, min(block.size, size)):
+        return None
+    while block.size < size:
+        following = block.next
+        assert following is not None  # find_addresses found room in it
+        if not map_pages(driver, following, min(size - block.size, following.size)):
+            return None
+        block = following  # which has taken in the block before it
+    pool.remove(block)
+    return block
+
+
+def find_addresses(driver: Driver, pool: Pool, size: int) -> Block:
+    """Return the first of neighbours, free or unmapped, that have `size` addresses (find_expandable_block)."""
+    for unmapped in pool.unmapped:
+        start = unmapped if unmapped.prev is None or unmapped.prev.allocated else unmapped.prev
+        found = 0
+        end: Block | None = start
+        while found < size and end is not None and not end.allocated:
+            found, end = found + end.size, end.next
+        if found >= size:
+            return start
+    total = driver.total or UNKNOWN_TOTAL
+    addresses = -(-(total + total // 8) // pool.page) * pool.page
+    block = Block(driver.reserve_addresses(addresses, pool.page), addresses, pool, mapped=False)
+    pool.insert(block)
+    return block
+
+
+def map_pages(driver: Driver, block: Block, size: int) -> bool:
+    """Put whole pages behind the first `size` bytes of an unmapped block; False: no room (map_block)."""
+    pool, address = block.pool, block.address
+    size = -(-size // pool.page) * pool.page
+    if not driver.has(size):
+        return False
+    pool.remove(block)
+    if size < block.size:
+        pool.insert(block.cut(size))
+    block.mapped = True
+    pool.merge(block, block.prev)
+    pool.merge(block, block.next)
+    pool.insert(block)
+    driver.count_reserved(pool, size)
+    driver.tell("segment_map", address, size, pool)
+    return True
+
+
+def unmap(driver: Driver, block: Block) -> None:
+    """Give back the whole pages inside a free block (unmap_block)."""
+    pool = block.pool
+    start = -(-block.address // pool.page) * pool.page
+    end = (block.address + block.size) // pool.page * pool.page
+    if start >= end:
+        return
+    pool.remove(block)
+    if block.address < start:
+        head, block = block, block.cut(start - block.address)
+        pool.insert(head)
+    if end < block.address + block.size:
+        pool.insert(block.cut(end - start))
+    block.mapped = False
+    pool.merge(block, block.prev)
+    pool.merge(block, block.next)
+    pool.insert(block)
+    driver.count_reserved(pool, start - end)
+    driver.tell("segment_unmap", start, end - start, pool)
+
+
+def can_grow_to(block: Block) -> int:
+    """Return the bytes of a free block and of the unmapped one behind it (expandable_size)."""
+    return block.size + (block.next.size if block.next is not None and not block.next.mapped else 0)

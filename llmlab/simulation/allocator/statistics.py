@@ -1,0 +1,95 @@
+"""Statistics of the caching allocator: torch.cuda.memory_stats.
+
+Source: DeviceStats in c10/core/CachingDeviceAllocator.h, and torch/csrc/cuda/Module.cpp, torch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+# torch's metric: the attribute of Stats. "active" adds blocks that another stream still uses, which we don't simulate.
+METRICS = {
+    "allocation": "allocation",
+    "active": "allocation",
+    "allocated_bytes": "allocated_bytes",
+    "active_bytes": "allocated_bytes",
+    "requested_bytes": "requested_bytes",
+    "segment": "segment",
+    "reserved_bytes": "reserved_bytes",
+    "inactive_split": "inactive_split",
+    "inactive_split_bytes": "inactive_split_bytes",
+}
+
+
+class Stat:
+    """A number now, at most, and the totals of what was added to it and taken from it."""
+
+    __slots__ = ("allocated", "current", "freed", "peak")
+
+    def __init__(self) -> None:
+        self.current = self.peak = self.allocated = self.freed = 0
+
+    def change(self, amount: int) -> None:
+        """Add `amount`, which may be negative."""
+        self.current += amount
+        if amount < 0:
+            self.freed -= amount
+        else:
+            self.allocated += amount
+            if self.current > self.peak:
+                self.peak = self.current
+
+
+class Stats:
+    """The counts for one size class, or for both; `clock` counts its searches (get_free_blocks_call_count)."""
+
+    __slots__ = ("clock", *dict.fromkeys(METRICS.values()))
+    allocation: Stat
+    allocated_bytes: Stat
+    requested_bytes: Stat
+    segment: Stat
+    reserved_bytes: Stat
+    inactive_split: Stat
+    inactive_split_bytes: Stat
+
+    def __init__(self) -> None:
+        self.clock = 0
+        for attribute in METRICS.values():
+            setattr(self, attribute, Stat())
+
+
+class Statistics:
+    """The counts of one allocator, named as in torch."""
+
+    COUNTERS = ("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free")
+
+    def __init__(self, max_split_size: int | None) -> None:
+        self.max_split_size = -1 if max_split_size is None else max_split_size
+        self.all, self.large_pool, self.small_pool = Stats(), Stats(), Stats()
+        self.oversize_allocations, self.oversize_segments = Stat(), Stat()
+        self.reset_accumulated()
+
+    def reset_peak(self) -> None:
+        """Start the peaks at the current values again."""
+        for _, stat in self._named():
+            stat.peak = stat.current
+
+    def reset_accumulated(self) -> None:
+        """Start the totals and the counters at 0 again."""
+        for _, stat in self._named():
+            stat.allocated = stat.freed = 0
+        self.num_alloc_retries = self.num_ooms = self.num_sync_all_streams = 0
+        self.num_device_alloc = self.num_device_free = 0
+
+    def as_dict(self) -> dict[str, int]:
+        """Return what torch.cuda.memory_stats returns."""
+        stats = {f"{name}.{part}": getattr(stat, part) for name, stat in self._named() for part in Stat.__slots__}
+        stats |= {name: getattr(self, name) for name in (*self.COUNTERS, "max_split_size")}
+        stats["num_oom_rejections"] = 0  # by throw_on_cudamalloc_oom, which is not simulated
+        return dict(sorted(stats.items()))
+
+    def _named(self) -> Iterator[tuple[str, Stat]]:
+        for metric, attribute in METRICS.items():
+            for pool in ("all", "large_pool", "small_pool"):
+                yield f"{metric}.{pool}", getattr(getattr(self, pool), attribute)
+        yield from ((name, getattr(self, name)) for name in ("oversize_allocations", "oversize_segments"))

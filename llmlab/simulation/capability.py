@@ -1,0 +1,15 @@
+"""The compute capability of a simulated card, which decides what many CUDA kernels take."""
+
+from __future__ import annotations
+
+from ..base.errors import NotAvailable
+from ..hardware.gpu import GPU
+
+Capability = tuple[int, int]
+
+
+def capability_of(gpu: GPU) -> Capability:
+    """Return the compute capability of `gpu`; raises NotAvailable for a card without CUDA."""
+    if gpu.compute_capability is None:
+        raise NotAvailable(f"{gpu.name} has no CUDA kernels to simulate; name an NVIDIA card")
+    return gpu.compute_capability

@@ -1,0 +1,198 @@
+"""Saving and loading checkpoints (torch.save, torch.load, safetensors) where tensors have no values.
+
+What holds simulated tensors is kept in memory, by path, until the block ends: nothing is written, so no good checkpoint
+is replaced by an empty one. Loading that path gives the tensors back, and takes the card's memory as torch.load does.
+Files that are there are read for real, and what goes to the card from them is simulated.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..devices import GPU_DEVICE
+from ..engine.engine import Engine
+from ..values.known import is_followed, know
+from .saved_tensors import Pickler, Saved, Unpickler, is_fake, place_of, plainly, record, with_tensors
+from .virtual_files import kept_files
+
+MAGIC = b"llmlab: checkpoint without values, kept in the memory of a simulation: "
+NOT_WRITTEN = "tensors on the simulated card have no values, so {} is not written; the block can load it"
+
+
+class Checkpoints:
+    """What was saved in the block, and the functions that save and load."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.kept: dict[str, tuple[bytes, list[Saved]]] = {}
+        self.plain = False  # whether parameters that are made stay real
+        self.real_load = torch.load
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        """Let torch.save and torch.load know of simulated tensors; see `safetensors` for that library."""
+        real_save = torch.save
+
+        def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+            if not self._keep(obj, f):
+                with plainly():
+                    real_save(obj, f, *args, **kwargs)
+
+        def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+            kept = self._kept(f)
+            if kept is None:
+                return self._load_real(f, map_location, args, kwargs)
+            return self._restore(*kept, map_location)
+
+        with ExitStack() as stack:
+            for module in (torch, torch.serialization):
+                stack.enter_context(mock.patch.object(module, "save", save))
+                stack.enter_context(mock.patch.object(module, "load", load))
+            stack.enter_context(kept_files(self.kept))
+            yield
+
+    @contextmanager
+    def safetensors(self) -> Iterator[None]:
+        """Let safetensors.torch, which must be imported, save and load simulated tensors."""
+        import safetensors.torch as library
+
+        flatten = next(name for name in ("_flatten_as_ptr", "_flatten") if hasattr(library, name))
+        real_flatten, real_write, real_open = getattr(library, flatten), library.serialize_file, library.safe_open
+
+        def flattened(tensors: dict[str, Tensor], *args: Any) -> Any:
+            return tensors if any(map(is_fake, tensors.values())) else real_flatten(tensors, *args)
+
+        def write(tensors: dict[str, Any], filename: Any, *args: Any, **kwargs: Any) -> None:
+            if not self._keep(tensors, filename):
+                real_write(tensors, filename, *args, **kwargs)
+
+        def opened(filename: Any, framework: str, device: Any = "cpu", **options: Any) -> Any:
+            kept = self._kept(filename)
+            if kept is None:
+                return real_open(filename, framework, device=device, **options)
+            return _Opened(lambda: self._restore(*kept, device))
+
+        with (
+            mock.patch.object(library, flatten, flattened),
+            mock.patch.object(library, "serialize_file", write),
+            mock.patch.object(library, "safe_open", opened),
+        ):
+            yield
+
+    # ---- simulated
+
+    def _keep(self, content: Any, f: Any) -> bool:
+        """Keep `content` if simulated tensors are in it; return whether they are."""
+        buffer = io.BytesIO()
+        pickler = Pickler(buffer)
+        try:
+            pickler.dump(content)
+        except (pickle.PicklingError, AttributeError, TypeError):
+            if pickler.simulated:
+                raise
+            return False  # torch.save says what is wrong
+        if not pickler.simulated:
+            return False
+        if isinstance(f, (str, os.PathLike)):
+            self.kept[os.path.abspath(f)] = buffer.getvalue(), pickler.records
+        else:
+            self.kept[str(len(self.kept))] = buffer.getvalue(), pickler.records
+            f.write(MAGIC + str(len(self.kept) - 1).encode())
+        warnings.warn(NOT_WRITTEN.format(f if isinstance(f, (str, os.PathLike)) else "a checkpoint"), stacklevel=4)
+        return True
+
+    def _kept(self, f: Any) -> tuple[bytes, list[Saved]] | None:
+        if isinstance(f, (str, os.PathLike)):
+            return self.kept.get(os.path.abspath(f))
+        position = f.tell()
+        start = f.read(len(MAGIC))
+        if start == MAGIC:
+            return self.kept.get(f.read().decode())
+        f.seek(position)
+        return None
+
+    def _restore(self, content: bytes, records: list[Saved], map_location: Any) -> Any:
+        bases: dict[tuple[int, str], Tensor] = {}
+
+        def tensor(index: int) -> Tensor:
+            return self._tensor(records[index], place_of(map_location, records[index].place), bases)
+
+        return Unpickler(io.BytesIO(content), tensor).load()
+
+    def _tensor(self, saved: Saved, place: str, bases: dict[tuple[int, str], Tensor]) -> Tensor:
+        """Return the tensor of a record, on the card or on the host; those of one storage share it again."""
+        if place == "cpu" and saved.value is not None:
+            made = saved.value.clone()
+        else:
+            base = bases.get((saved.storage, place))
+            if base is None:
+                count = saved.nbytes // saved.dtype.itemsize
+                if place == "cuda":
+                    base = torch.empty(count, dtype=saved.dtype, device=GPU_DEVICE)
+                else:
+                    with _disable_current_modes(), self.engine.fake:
+                        base = torch.empty(count, dtype=saved.dtype, device="cpu")
+                bases[saved.storage, place] = base
+            made = base.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
+            if saved.value is not None and is_followed(saved.value):
+                know(made, saved.value)
+        if saved.parameter:
+            return nn.Parameter(made, saved.requires_grad)
+        return made.requires_grad_() if saved.requires_grad else made
+
+    # ---- files
+
+    def _load_real(self, f: Any, map_location: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        on_card: set[int] = set()
+
+        def noted(storage: Any, tag: str) -> Any:
+            if place_of(map_location, tag) == "cuda":
+                on_card.add(storage.data_ptr())
+            return storage
+
+        self.plain = True
+        try:
+            with plainly():
+                content = self.real_load(f, noted, *args, **kwargs)
+        finally:
+            self.plain = False
+        bases: dict[tuple[int, str], Tensor] = {}
+
+        def moved(tensor: Tensor) -> Tensor:
+            if tensor.untyped_storage().data_ptr() in on_card:
+                return self._tensor(record(tensor), "cuda", bases)
+            return tensor
+
+        return with_tensors(content, moved) if on_card else content
+
+
+class _Opened:
+    """safe_open of a file that was saved in the block."""
+
+    def __init__(self, load: Callable[[], dict[str, Tensor]]) -> None:
+        self.load = load
+
+    def __enter__(self) -> _Opened:
+        return self
+
+    def __exit__(self, *raised: Any) -> None: ...
+
+    def get_tensors(self) -> dict[str, Tensor]:
+        return self.load()
+
+    def keys(self) -> list[str]:
+        return list(self.load())
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self.load()[name]

@@ -1,0 +1,125 @@
+"""Pickling of tensors without values: how a checkpoint of a simulated card stores them, and where loading puts them."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..devices import GPU_DEVICE
+from ..values.known import known
+
+
+class Saved(NamedTuple):
+    """A tensor without its values: how it lies in its storage, and where that was ("cpu" or "cuda:0")."""
+
+    storage: int
+    nbytes: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    place: str
+    requires_grad: bool
+    parameter: bool
+    value: Tensor | None
+
+
+class Location:
+    """What a function given as map_location gets in the place of a storage."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def cuda(self, device: Any = None, **options: Any) -> Location:
+        return Location("cuda")
+
+    def cpu(self) -> Location:
+        return Location("cpu")
+
+
+class Pickler(pickle.Pickler):
+    """Pickles all but tensors, of which it makes `records`."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.records: list[Saved] = []
+        self.simulated = False
+
+    def persistent_id(self, each: Any) -> int | None:
+        if not isinstance(each, Tensor):
+            return None
+        self.simulated |= is_fake(each)
+        self.records.append(record(each))
+        return len(self.records) - 1
+
+
+class Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensor: Callable[[int], Tensor]) -> None:
+        super().__init__(file)
+        self.tensor = tensor
+
+    def persistent_load(self, index: int) -> Tensor:
+        return self.tensor(index)
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """Run what is inside as outside of the block."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
+
+
+def is_fake(value: Any) -> bool:
+    return isinstance(value, FakeTensor)
+
+
+def record(tensor: Tensor) -> Saved:
+    """Return what is kept of `tensor`: all but unknown values."""
+    with plainly():
+        storage = tensor.untyped_storage()
+        value, offset = known(tensor), int(tensor.storage_offset())
+        place = "cuda" if isinstance(tensor, FakeTensor) and tensor.fake_device == GPU_DEVICE else "cpu"
+        return Saved(
+            storage._cdata, storage.nbytes(), tensor.dtype, tensor.size(), tensor.stride(), offset,
+            place, tensor.requires_grad, isinstance(tensor, nn.Parameter) or getattr(tensor, "_is_param", False),
+            None if value is None else value.detach().clone(),
+        )  # fmt: skip
+
+
+def place_of(map_location: Any, tag: str) -> str:
+    """Return "cuda" or "cpu" for what was saved at `tag`: torch.load's map_location."""
+    if isinstance(map_location, dict):
+        tag = map_location.get(tag, tag)
+    elif callable(map_location):
+        tag = getattr(map_location(Location(tag), tag), "device", tag)
+    elif map_location is not None:
+        tag = map_location
+    if isinstance(tag, int):
+        return "cuda"
+    return "cuda" if str(tag).startswith("cuda") or tag == GPU_DEVICE else "cpu"
+
+
+def with_tensors(content: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return `content` with its tensors changed; dictionaries, lists and modules are changed in place."""
+    if isinstance(content, Tensor):
+        return change(content)
+    if isinstance(content, dict):
+        for key, value in content.items():
+            content[key] = with_tensors(value, change)
+    elif isinstance(content, list):
+        content[:] = [with_tensors(each, change) for each in content]
+    elif type(content) is tuple:
+        return tuple(with_tensors(each, change) for each in content)
+    elif isinstance(content, nn.Module):
+        for module in content.modules():
+            with_tensors(module._parameters, change)
+            with_tensors(module._buffers, change)
+    return content

@@ -1,0 +1,323 @@
+"""Replay of decode steps: a few steps of a long generation run, and the requests of the others are replayed.
+
+Decode steps differ in nothing but the length of the cache. What one asks of the allocator, in which order, is written
+down twice in a row; each size is then a + b · i, with i the number of the step, and what a kernel takes besides is
+asked of the same function as ever, for the shapes that step i has. The allocator sees each request of each step. Every
+so often a step runs after all, and must ask for exactly what was foretold; where it does not (a sliding window is full,
+say), `Mispredicted` tells between which two all steps are to run.
+
+What lives from one step to the next is the cache and the logits. While steps are played back, the cache's tensors keep
+the shape of the last step that ran, and only their addresses are right; before a step runs they get their shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ..specs.run import Inference
+from .engine.engine import Engine
+from .profile.operator_log import Kernel, Operators
+
+FEW = 24  # steps; so many all run
+FIRST = 4  # steps that run at the beginning: the prompt's, and one whose handles of libraries may be new
+APART = 33  # steps, from one that runs to the next; odd, so that these are of every remainder by 2, 4, 8, 16
+
+
+class Mispredicted(Exception):
+    """Step `at` asked for something else than was foretold; `since` was the last one that ran before it."""
+
+    def __init__(self, since: int, at: int) -> None:
+        self.since, self.at = since, at
+
+
+class Request(NamedTuple):
+    """One event of a step: "malloc" of `size` bytes; "take" what `sizes` says for `args`; "free" malloc `number`, or
+    "free old", what held the cache's tensor `number` before the step; "give back" take `number`."""
+
+    kind: str
+    number: int
+    size: int = 0
+    place: Any = None
+    sizes: Callable[..., Any] | None = None
+    args: tuple = ()  # leaves: a tensor's is an `Argument`
+    form: Any = None
+
+
+class Argument(NamedTuple):
+    """A tensor that an operator was given."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Layout(NamedTuple):
+    """A tensor that lives on; `size`: bytes of its storage."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    size: int
+    dtype: torch.dtype
+
+
+class Taken(NamedTuple):
+    """What a step did: requests, operators, the tensors that live on (the cache's, then the logits), the malloc that
+    holds each, and the counters of the cache's layers."""
+
+    requests: tuple[Request, ...]
+    kernels: tuple[Kernel, ...]
+    layouts: tuple[Layout, ...]
+    held: tuple[int, ...]
+    counters: tuple[tuple[tuple[str, int], ...], ...]
+
+
+def steps_that_run(run: Inference, window: int | None) -> set[int]:
+    """Return which calls of the model run; number 0 is the prompt's. `window`: tokens that a sliding window holds."""
+    new_tokens = run.new_tokens
+    if new_tokens <= FEW:
+        return set(range(new_tokens))
+    apart = max(APART, new_tokens // 8 | 1)
+    full = (window or 0) - run.prompt_len  # the step in which the window is full
+    return {*range(FIRST), *range(FIRST, new_tokens, apart), *range(full - 2, full + FIRST), new_tokens - 1}
+
+
+class Decoder:
+    """Stands in the place of a model in `step.generate`: a call runs it, or plays a decode step back.
+
+    `runs` are the numbers of the calls that run; others do too where nothing can be foretold.
+    """
+
+    def __init__(self, model: nn.Module, engine: Engine, operators: Operators, runs: set[int]) -> None:
+        self.model, self.engine, self.operators, self.runs = model, engine, operators, runs
+        self.calls = self.last_run = 0
+        self.before: Taken | None = None  # what the last step that ran took
+        self.line: Line | None = None
+        self._sizes: dict[tuple, list[int]] = {}
+
+    def __call__(self, input_ids: Tensor, past_key_values: Any, **options: Any) -> Any:
+        number, self.calls = self.calls, self.calls + 1
+        played = number - self.last_run > 1
+        try:
+            if self.line is not None and number not in self.runs:
+                return self._play(self.line.at(number), past_key_values)
+            if played and self.line is not None:
+                self._give_shape(self.line.at(number - 1), past_key_values)
+            output, taken = self._run(input_ids, past_key_values, options)
+        except (RuntimeError, MemoryError) as error:  # no room; or a cache that is not as the code made it
+            if self.last_run == number - 1 and number in self.runs:
+                raise
+            raise Mispredicted(self.last_run, number) from error
+        if not played:
+            one = self.before
+            self.line = Line(number - 1, one, taken) if one and taken and _alike(one, taken) else None
+        elif self.line is None or self.line.at(number) != taken:
+            raise Mispredicted(self.last_run, number)
+        self.before, self.last_run = taken, number
+        return output
+
+    def _run(self, input_ids: Tensor, cache: Any, options: dict[str, Any]) -> tuple[Any, Taken | None]:
+        """Return the model's output, and what the step did; None where it cannot be played back."""
+        record, first, others = _Record(self.engine, _cached(cache)), len(self.operators), _others(cache)
+        with record:
+            output = self.model(input_ids=input_ids, past_key_values=cache, **options)
+        living = [*_cached(cache), output.logits]
+        addresses = [self.engine.address(each) for each in living]
+        held = [record.alive[address] for address in addresses if address in record.alive]
+        lives_on = len(living) == len(held) == len(record.alive) and set(held) == set(record.alive.values())
+        if not (record.complete and lives_on) or _others(cache) != others:
+            return output, None
+        counters = tuple(_counters(layer) for layer in cache.layers)
+        requests, kernels = tuple(record.requests), tuple(self.operators[first:])
+        return output, Taken(requests, kernels, tuple(map(_layout, living)), tuple(held), counters)
+
+    def _play(self, step: Taken, cache: Any) -> SimpleNamespace:
+        """Ask for all that `step` does; return an output with its logits."""
+        engine, place = self.engine, self.engine.place
+        cached = [engine.held(each) for each in _cached(cache)]
+        mallocs: dict[int, int] = {}
+        takes: dict[int, list[int]] = {}
+        here = None
+        if place is not None:
+            engine.place = lambda: here
+        try:
+            for request in step.requests:
+                kind, number, here = request.kind, request.number, request.place
+                if kind == "malloc":
+                    mallocs[number] = engine.malloc(request.size)
+                elif kind == "free":
+                    engine.free(mallocs[number])
+                elif kind == "take":
+                    takes.setdefault(number, []).extend(map(engine.malloc, self._sizes_of(request)))
+                elif kind == "give back":
+                    engine.give_back(takes.pop(number, []))
+                else:
+                    engine.free(cached[number].address)
+        finally:
+            engine.place = place
+        for tensor, number in zip(cached, step.held, strict=False):  # the logits' comes last
+            tensor.address = mallocs[number]
+        if engine.watch is self.operators:
+            self.operators.extend(step.kernels)
+        return SimpleNamespace(logits=self._made(step.layouts[-1], mallocs[step.held[-1]]))
+
+    def _sizes_of(self, request: Request) -> list[int]:
+        assert request.sizes is not None  # a "take" has them
+        key = request.sizes, request.args
+        if key not in self._sizes:
+            with _disable_current_modes():
+                leaves = [
+                    torch.empty(each.shape, dtype=each.dtype, device="meta") if isinstance(each, Argument) else each
+                    for each in request.args
+                ]
+                args, kwargs = tree_unflatten(leaves, request.form)
+                self._sizes[key] = list(request.sizes(*args, **kwargs))
+        return self._sizes[key]
+
+    def _give_shape(self, step: Taken, cache: Any) -> None:
+        """Let the cache be as it is after `step`."""
+        layouts = iter(step.layouts)
+        for layer, counters in zip(cache.layers, step.counters, strict=True):
+            for name in ("keys", "values"):
+                address = self.engine.forget(getattr(layer, name))
+                setattr(layer, name, self._made(next(layouts), address))
+            vars(layer).update(counters)
+
+    def _made(self, layout: Layout, address: int) -> Tensor:
+        """Return a fake tensor of this layout for memory that is allocated at `address`."""
+        elements = layout.size // layout.dtype.itemsize
+        with _disable_current_modes(), self.engine.fake:
+            made = torch.empty(elements, dtype=layout.dtype, device=self.engine.device)
+            made = made.as_strided(layout.shape, layout.stride, layout.offset)
+        self.engine.hold_at(made, address)
+        return made
+
+
+class Line:
+    """Two steps in a row, `number` and the next one, and what each step does that differs from them by its number."""
+
+    def __init__(self, number: int, one: Taken, other: Taken) -> None:
+        self.number, self.one, self.other = number, one, other
+
+    @cached_property
+    def _changing(self) -> list[tuple[int, list[int]]]:
+        """Of each field of a `Taken`, its place and the places in it of what is not the same in each step."""
+        pairs = enumerate(zip(self.one, self.other, strict=True))
+        return [(f, [i for i, (a, b) in enumerate(zip(*both, strict=True)) if a != b]) for f, both in pairs]
+
+    def at(self, number: int) -> Taken:
+        """Return what step `number` does."""
+        fields = list(map(list, self.one))
+        for field, places in self._changing:
+            for i in places:
+                fields[field][i] = _on_line(self.one[field][i], self.other[field][i], number - self.number)
+        return Taken._make(map(tuple, fields))
+
+
+def _on_line(one: Any, other: Any, steps: int) -> Any:
+    """Return what grows as from `one` to `other`, `steps` times; of a tuple, each element does."""
+    if one == other:
+        return one
+    if isinstance(one, int):
+        return one + (other - one) * steps
+    values = [_on_line(a, b, steps) for a, b in zip(one, other, strict=True)]
+    return type(one)(*values) if hasattr(one, "_fields") else tuple(values)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two values are the same but for whole numbers in them."""
+    if one == other or (type(one) is int and type(other) is int):
+        return True
+    tuples = isinstance(one, tuple) and type(one) is type(other) and len(one) == len(other)
+    return tuples and all(map(_alike, one, other))
+
+
+class _Record:
+    """Writes down the requests of a step to `engine`, whose methods it stands before meanwhile."""
+
+    def __init__(self, engine: Engine, cached: list[Tensor]) -> None:
+        self.engine = engine
+        self.requests: list[Request] = []
+        self.alive: dict[int, int] = {}  # by address: the number of a malloc that was not freed
+        self.complete = True  # nothing was freed that is not known
+        self._old = {engine.address(each): number for number, each in enumerate(cached)}
+        self._takes: dict[int, int] = {}  # by the list of their addresses
+        self._count = 0
+        self._inside = False  # a take
+
+    def __enter__(self) -> None:
+        engine: Any = self.engine  # whose methods these stand before
+        engine.malloc, engine.free, engine.take, engine.give_back = self.malloc, self.free, self.take, self.give_back
+
+    def __exit__(self, *raised: Any) -> None:
+        for name in ("malloc", "free", "take", "give_back"):
+            delattr(self.engine, name)
+
+    def _number(self) -> int:
+        self._count += 1
+        return self._count
+
+    def malloc(self, size: int) -> int:
+        address = Engine.malloc(self.engine, size)
+        if address and not self._inside:
+            number = self.alive[address] = self._number()
+            self.requests.append(Request("malloc", number, size, self.engine.asked))
+        return address
+
+    def free(self, address: int) -> None:
+        if address and not self._inside:
+            if address in self.alive:
+                self.requests.append(Request("free", self.alive.pop(address)))
+            elif address in self._old:
+                self.requests.append(Request("free old", self._old.pop(address)))
+            else:
+                self.complete = False
+        Engine.free(self.engine, address)
+
+    def take(self, scratch: list[int], sizes: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
+        number = self._takes.setdefault(id(scratch), self._number())
+        leaves, form = tree_flatten((args, kwargs))
+        shapes = tuple(Argument(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in leaves)
+        place = self.engine.place() if self.engine.place else None
+        self.requests.append(Request("take", number, 0, place, sizes, shapes, form))
+        self._inside = True
+        try:
+            Engine.take(self.engine, scratch, sizes, args, kwargs)
+        finally:
+            self._inside = False
+
+    def give_back(self, scratch: list[int]) -> None:
+        if id(scratch) in self._takes:
+            self.requests.append(Request("give back", self._takes.pop(id(scratch))))
+        self._inside = True
+        try:
+            Engine.give_back(self.engine, scratch)
+        finally:
+            self._inside = False
+
+
+def _cached(cache: Any) -> list[Tensor]:
+    tensors = (getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values"))
+    return [each for each in tensors if isinstance(each, Tensor)]
+
+
+def _others(cache: Any) -> list[int]:
+    """Return which tensors the cache has besides keys and values: steps that are played back cannot change these."""
+    held = (item for layer in cache.layers for item in vars(layer).items())
+    return [id(value) for name, value in held if isinstance(value, Tensor) and name not in ("keys", "values")]
+
+
+def _counters(layer: Any) -> tuple[tuple[str, int], ...]:
+    return tuple((name, value) for name, value in sorted(vars(layer).items()) if type(value) is int)
+
+
+def _layout(tensor: Tensor) -> Layout:
+    size = tensor.untyped_storage().nbytes()
+    return Layout(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), size, tensor.dtype)

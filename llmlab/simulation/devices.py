@@ -1,0 +1,8 @@
+"""The two devices of fake tensors: torch takes both for a CPU, as a CPU build has no CUDA."""
+
+from __future__ import annotations
+
+import torch
+
+GPU_DEVICE = torch.device("cpu", 0)
+HOST = torch.device("cpu")

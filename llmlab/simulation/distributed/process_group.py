@@ -1,0 +1,179 @@
+"""torch.distributed on the simulated card: this process is one rank of many, and the others are not there.
+
+The group is torch's "fake" backend, which sends nothing: what a collective returns has the shape and the memory that it
+would have, and this rank's own values. DDP, FSDP2 and DTensor run as they are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+
+from ...base.errors import NotAvailable, SpecError, check_counts
+from ...hardware.links import GPUS_A_NODE
+from ..card import Card
+from ..devices import GPU_DEVICE
+from ..streams import nothing
+from ..values.placeholders import located
+from .torch_engines import FSDP, followed, reducer
+
+FSDP_MODULES = ("_fsdp_param_group", "_fsdp_collectives", "_fsdp_init", "_fsdp_state", "_fully_shard")
+
+
+def launched(world_size: int) -> dict[str, str]:
+    """Return the environment that torchrun gives rank 0 of `world_size`."""
+    check_counts(world_size=world_size)
+    local = str(min(world_size, GPUS_A_NODE))
+    return {
+        "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": local,
+        "MASTER_ADDR": "localhost", "MASTER_PORT": "29500",
+    }  # fmt: skip
+
+
+@contextmanager
+def without_peers(card: Card, world_size: int | None) -> Iterator[None]:
+    """Let code inside make process groups, as rank 0 of `world_size` or as the environment or its arguments say."""
+    if dist.is_initialized():
+        if world_size is not None:
+            raise SpecError("a process group is there already; open the simulator before init_process_group")
+        yield  # a real one, whose collectives are its own
+        return
+    with ExitStack() as stack:
+        if world_size is not None:
+            stack.enter_context(mock.patch.dict(os.environ, launched(world_size)))
+        patch = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
+        patch(dist, "is_nccl_available", lambda: True)
+        patch(dist, "init_process_group", _init_process_group(card, stack))
+        replaced = {
+            "new_group": _new_group(distributed_c10d.new_group),
+            "all_gather_object": _all_gather_object,
+            "gather_object": _gather_object,
+            "scatter_object_list": _scatter_object_list,
+            "broadcast_object_list": nothing,
+        }
+        for name, function in replaced.items():
+            for module in (dist, distributed_c10d):
+                patch(module, name, function)
+        yield
+
+
+def _init_process_group(card: Card, stack: ExitStack) -> Callable[..., None]:
+    real = dist.init_process_group
+
+    @wraps(real)
+    def init_process_group(
+        backend: str | None = None,
+        init_method: str | None = None,
+        timeout: Any = None,
+        world_size: int = -1,
+        rank: int = -1,
+        **unused: Any,
+    ) -> None:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        size = world_size if world_size > 0 else _given(os.environ, "WORLD_SIZE", backend)
+        rank = rank if rank >= 0 else int(os.environ.get("RANK", 0))
+        if rank >= size:
+            raise SpecError(f"rank={rank} with world_size={size}: ranks are 0 to {size - 1}")
+        if not card.engine.defers:  # they stay when the group is destroyed, and another can be made
+            stack.enter_context(_engines(card))
+        real("fake", world_size=size, rank=rank, store=FakeStore())
+        card.memory.driver.capacity = card.gpu.room(size)  # NCCL's bytes stay when the group is destroyed
+        stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
+
+    return init_process_group
+
+
+def _given(environment: Mapping[str, str], name: str, backend: str | None) -> int:
+    if name not in environment:
+        raise located(NotAvailable(
+            f"torch.distributed.init_process_group({backend!r}): how many ranks there are was not said; open the block "
+            "with lab.simulator(gpu, world_size=8)"
+        ))  # fmt: skip
+    return int(environment[name])
+
+
+def _new_group(real: Callable) -> Callable:
+    @wraps(real)
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("backend", None)  # another one would wait for the ranks that are not there
+        return real(*args[:2], **kwargs)
+
+    return new_group
+
+
+def no_deepspeed(*args: Any, **kwargs: Any) -> None:
+    """deepspeed.initialize, which would run on the CPU that it found when it was imported."""
+    raise located(NotAvailable(
+        "deepspeed.initialize: DeepSpeed's own memory is not simulated; give the block fully_shard (FSDP2) or "
+        "DistributedDataParallel, or see lab.estimate"
+    ))  # fmt: skip
+
+
+def _no_fsdp1(*args: Any, **kwargs: Any) -> None:
+    raise located(NotAvailable(
+        "FullyShardedDataParallel, PyTorch's first FSDP, is not simulated; give the block its second, fully_shard"
+    ))  # fmt: skip
+
+
+# Python objects travel pickled, and those of other ranks would be unpickled from nothing.
+
+
+def _all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
+    object_list[:] = [obj] * len(object_list)
+
+
+def _gather_object(obj: Any, object_gather_list: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
+    if object_gather_list is not None:
+        _all_gather_object(object_gather_list, obj)
+
+
+def _scatter_object_list(output: list[Any], objects: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
+    if objects is not None:
+        output[0] = objects[dist.get_rank()]
+
+
+@contextmanager
+def _engines(card: Card) -> Iterator[None]:
+    """Let DDP, FSDP2 and DTensor run on the simulated card."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    # FSDP2 compares the device it was told with those of tensors, which to torch are the engine's.
+    answers = {
+        "_get_device_from_mesh": lambda mesh: GPU_DEVICE,
+        "_get_device_handle": lambda *_: torch.cuda,
+        "_get_managed_states": _moved(card, import_module(FSDP + "_fsdp_init")._get_managed_states),
+    }
+    with ExitStack() as stack:
+        stack.enter_context(followed(card.engine))
+        stack.enter_context(reducer())
+        stack.enter_context(mock.patch.object(torch._C, "_get_accelerator", lambda: torch.device("cuda")))
+        stack.enter_context(mock.patch.object(FullyShardedDataParallel, "__init__", _no_fsdp1))
+        for module in [import_module(FSDP + name) for name in FSDP_MODULES]:
+            for name in answers.keys() & vars(module).keys():
+                stack.enter_context(mock.patch.object(module, name, answers[name]))
+        yield
+
+
+def _moved(card: Card, real: Callable) -> Callable:
+    """FSDP2's _get_managed_states, after which it moves what it found to the card by `.data =`, and fakes cannot."""
+
+    def to_card(tensor: Tensor) -> Tensor:
+        return tensor if tensor.is_meta else tensor.to(GPU_DEVICE)
+
+    def managed(modules: list[nn.Module], *args: Any, **kwargs: Any) -> Any:
+        for module in modules:
+            card.parameters.move(module, to_card)
+        return real(modules, *args, **kwargs)
+
+    return managed

@@ -1,0 +1,346 @@
+"""The dispatch mode: runs each operator on fake tensors, and gives every new storage memory until it dies.
+
+The real step runs on fake tensors: they have a shape, a dtype and a storage, and no bytes behind it. `Engine` is a
+dispatch mode over them. It sees every operator below autograd, in the order a GPU would run them, asks the allocator
+for each new storage, gives it back in the moment the storage dies, and takes what the CUDA kernel of the operator
+takes besides (workspaces/).
+
+The simulated GPU is the device "cpu:0", the host is "cpu". A torch without CUDA has no guard for CUDA devices, so fake
+tensors cannot be on "cuda" there; to torch, "cpu" and "cpu:0" are two devices with the same kernels, between which
+tensors must be copied, and mixing them raises as mixing "cpu" and "cuda" does.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from ...base.errors import NotAvailable
+from ...recording.events import Event
+from ..allocator.host import Memory
+from ..devices import GPU_DEVICE, HOST
+from ..values.data_dependent import sized_by_value
+from ..values.known import SMALL, follow, known
+from ..workspaces.extra import GIVE_BACK, Extra
+from ..workspaces.none import is_stated
+from .cpu_casts import cast_copies
+from .decompose import decomposed, is_composite
+from .foreach import changes_values_alone, mixed_devices
+from .inplace_autograd import CANDIDATES, counts_alone, plain_form
+from .shape_cache import Repeats
+
+DEVICE_OF = torch.ops.prim.device.default
+VALUE_OF = torch.ops.aten._local_scalar_dense.default
+DEVICES_DIFFER = "Expected all tensors to be on the same device, but found at least two devices, {} and {}!"  # torch's
+LT_WORKSPACE = 1 << 20  # aten/src/ATen/cuda/CublasHandlePool.cpp, parseCUDABlasLtWorkspaceSize: 1024 KiB
+
+
+class _Storage(weakref.ref):
+    """A storage that holds memory at `address`; `made_by`: the number of the autograd node that made it, or None."""
+
+    __slots__ = ("address", "key", "made_by", "size")
+    address: int
+    key: int  # of the storage, by which the engine finds it
+    made_by: int | None
+    size: int
+
+
+class Engine(TorchDispatchMode):
+    """Follows the storages on `device` and allocates for them in `memory`; `events` are its allocations and frees.
+
+    `extras` says by operator what its kernel takes besides, `workspace` is the bytes a cuBLAS handle takes. Handles
+    belong to a thread: forward runs in one, backward in autograd's (aten/src/ATen/cuda/CublasHandlePool.cpp).
+    """
+
+    def __init__(
+        self, device: torch.device, memory: Memory, extras: dict[Any, Extra], workspace: int | None = None
+    ) -> None:
+        super().__init__()
+        self.device, self.memory, self.extras, self.workspace = device, memory, extras, workspace or 0
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.repeats = Repeats(self.fake)
+        counts_alone()
+        self.events: list[Event] = []
+        # Workspaces' addresses: by library, whether it is the handle of autograd's thread, and stream.
+        self.handles: dict[tuple[str, bool, int], int] = {}
+        self.casts = device == HOST  # operands of more than one dtype are copied
+        self.operator = None  # the one that runs
+        self.uncounted: dict[str, str] = {}  # by library: the first operator whose workspace is not counted
+        self.met: set[Any] = set()  # operators of which the output alone is counted
+        self.placeholder: float | None = None  # what reading an unknown float gives; None raises NotAvailable
+        self.watch: Callable[[Any, tuple, dict[str, Any], Any], None] | None = None  # sees each operator
+        self.follows = SMALL  # elements of a tensor of floats whose values are followed
+        self.stream = 0  # the CUDA stream in use: its freed blocks are its own
+        self.place: Callable[[], Any] | None = None  # where the operator that runs belongs (places)
+        self.places: dict[int, Any] = {}  # by the time of an allocation: where it belongs
+        self.asked: Any = None  # where the last request came from, granted or not
+        self.defers: frozenset[type] = frozenset()  # tensors made of others (DTensor): operators are seen on those
+        self._time = 0
+        self._live: dict[int, _Storage] = {}
+        self._sizes: dict[int, int] = {}
+        self._born: dict[int, int] = {}
+
+    # ---- the mode
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Leave `__torch_dispatch__` as it is (utils/_python_dispatch.py).
+
+        torch wraps it for torch.compile, which is not simulated. Two calls of three ask for a tensor's device, and
+        there the wrapper is most of the cost.
+        """
+        return False
+
+    def __enter__(self) -> Engine:
+        self.fake.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self.fake.__exit__(*raised)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is DEVICE_OF:
+            return args[0].device
+        if self.defers and not self.defers.isdisjoint(types):
+            return NotImplemented
+        self.operator = func
+        kwargs = kwargs or {}
+        if func is VALUE_OF:
+            return self.read(args[0])
+        if is_composite(func) and func not in self.extras:  # inference mode leaves what autograd would take apart
+            with self:
+                return decomposed(func, args, kwargs)
+        if func in CANDIDATES and torch._C._current_graph_task_id() != -1:
+            func = plain_form(func, args, self._made_by(args[0]))
+        copies = cast_copies(func, args) if self.casts else ()
+        if not copies:
+            return self._dispatch(func, args, kwargs)
+        scratch = [self.malloc(size) for size in copies]
+        try:
+            return self._dispatch(func, args, kwargs)
+        finally:
+            for address in reversed(scratch):
+                self.free(address)
+
+    def _dispatch(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if mixed := mixed_devices(func, args):
+            raise RuntimeError(DEVICES_DIFFER.format(*mixed).replace(str(GPU_DEVICE), "cuda:0"))
+        extra = self.extras.get(func)
+        if extra is not None and extra.outputs:
+            out = self._run_with(extra, func, args, kwargs)
+            if self.watch is not None:
+                self.watch(func, args, kwargs, out)
+            return out
+        try:
+            if extra is not None:
+                out = self._run_with(extra, func, args, kwargs)
+            else:
+                out = None if changes_values_alone(func, args) else self.repeats.run(func, args, kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            out = sized_by_value(self._run, func, args, kwargs)
+            if out is NotImplemented:
+                raise self.needs_values(func) from error
+            if extra is not None and extra.after:
+                self._pass(extra.after, (out, *args), kwargs)
+        except RuntimeError as error:
+            if "two" not in str(error) or str(GPU_DEVICE) not in str(error):
+                raise
+            raise RuntimeError(str(error).replace(str(GPU_DEVICE), "cuda:0")) from None  # two devices do not mix
+        follow(func, args, kwargs, out, self.follows)
+        if extra is None:
+            self.hold(out)
+            self.met.add(func)
+        if self.watch is not None:
+            self.watch(func, args, kwargs, out)
+        return out
+
+    def _run(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run `func` as part of another operator."""
+        return self.__torch_dispatch__(func, (), args, kwargs)
+
+    def _run_with(self, extra: Extra, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        scratch: list[int] = []
+        try:
+            if extra.before:
+                self.take(scratch, extra.before, args, kwargs)
+            outputs = extra.outputs
+            out = outputs(func, *args, **kwargs) if outputs else self.repeats.run(func, args, kwargs)
+            self.hold([out[position] for position in extra.order] if extra.order else out)
+            if extra.after:
+                self.take(scratch, extra.after, (out, *args), kwargs)
+            if extra.matmul:
+                self._take_workspace("cublas", self.workspace)
+                if extra.fused and extra.fused(*args, **kwargs):
+                    self._take_workspace("cublasLt", LT_WORKSPACE)
+            if extra.library:
+                self.uncounted.setdefault(extra.library, str(func))
+        finally:  # also where there is no room: code may catch that and go on
+            self.give_back(scratch)
+        return out
+
+    def _pass(self, sizes: Callable[..., Iterable[int]], args: tuple, kwargs: dict[str, Any]) -> None:
+        """Allocate what `sizes(*args, **kwargs)` says, and give it back."""
+        scratch: list[int] = []
+        try:
+            self.take(scratch, sizes, args, kwargs)
+        finally:
+            self.give_back(scratch)
+
+    def take(self, scratch: list[int], sizes: Callable[..., Iterable[int]], args: tuple, kwargs: dict) -> None:
+        """Allocate what `sizes(*args, **kwargs)` says, and add the addresses to `scratch`; GIVE_BACK frees the last."""
+        for size in sizes(*args, **kwargs):
+            if size == GIVE_BACK:
+                self.free(scratch.pop())
+            else:
+                scratch.append(self.malloc(size))
+
+    def give_back(self, scratch: list[int]) -> None:
+        """Free what `take` took, the last one first."""
+        for address in reversed(scratch):
+            self.free(address)
+
+    # ---- storages
+
+    def hold(self, out: Any) -> None:
+        """Allocate for the storages of the tensors in `out` that are on the device and new."""
+        if isinstance(out, Tensor):
+            storage = out.untyped_storage()
+            key = storage._cdata
+            held = self._live.get(key)
+            if held is not None:
+                if held.size != storage.nbytes():
+                    self._resize(held, storage.nbytes())
+            elif out.device == self.device and (size := storage.nbytes()):
+                node = torch._C._current_autograd_node()
+                self.hold_at(out, self.malloc(size)).made_by = node._sequence_nr() if node is not None else None
+        elif isinstance(out, (tuple, list)):
+            for each in out:
+                self.hold(each)
+
+    def hold_at(self, tensor: Tensor, address: int) -> _Storage:
+        """Know that the storage of `tensor` is at `address`, to be freed when it dies; 0 is not the allocator's."""
+        storage = tensor.untyped_storage()
+        held = self._live[storage._cdata] = _Storage(storage, self._died)
+        held.key, held.size, held.address, held.made_by = storage._cdata, storage.nbytes(), address, None
+        return held
+
+    def held(self, tensor: Tensor) -> _Storage:
+        """Return what is known of `tensor`'s storage, which holds memory."""
+        return self._live[tensor.untyped_storage()._cdata]
+
+    def forget(self, tensor: Tensor) -> int:
+        """Return the address of `tensor`'s storage, which stays allocated when the storage dies."""
+        return self._live.pop(tensor.untyped_storage()._cdata).address
+
+    def _made_by(self, tensor: Tensor) -> int | None:
+        held = self._live.get(tensor.untyped_storage()._cdata)
+        return held.made_by if held else None
+
+    def address(self, tensor: Tensor) -> int | None:
+        """Return the simulated address of `tensor`'s storage, None where it holds none on the device."""
+        tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # of torch.func, in whose place the real one is
+            tensor = torch._C._functorch.get_unwrapped(tensor)
+        return self.storage_address(tensor.untyped_storage())
+
+    def storage_address(self, storage: torch.UntypedStorage) -> int | None:
+        """Return the simulated address of `storage`, None where it holds none on the device."""
+        held = self._live.get(storage._cdata)
+        return held.address if held else None
+
+    def belongs(self, tensor: Tensor, module: str) -> None:
+        """Let the memory of `tensor` belong to `module`, whatever asked for it."""
+        born = self._born.get(self.address(tensor) or 0)
+        if born is not None:
+            self.places[born] = self.places[born]._replace(module=module)
+
+    def _died(self, held: _Storage) -> None:
+        if self._live.pop(held.key, None) is held:
+            self.free(held.address)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Follow a storage that was resized by no operator."""
+        held = self._live.get(storage._cdata)
+        if held is not None and held.size != storage.nbytes():
+            self._resize(held, storage.nbytes())
+
+    def _resize(self, held: _Storage, size: int) -> None:
+        # native/cuda/Resize.cpp, resize_bytes_cuda: the new one is there before the old one goes.
+        old, held.address, held.size = held.address, self.malloc(size), size
+        self.free(old)
+
+    def malloc(self, size: int) -> int:
+        """Allocate `size` bytes; 0 bytes are at address 0."""
+        if size <= 0:
+            return 0
+        if self.place is not None:
+            self.asked = self.place()
+        before = self.memory.allocated
+        address = self.memory.malloc(size, self.stream) if self.stream else self.memory.malloc(size)
+        block = self.memory.allocated - before
+        self._sizes[address] = block
+        self._time += 1
+        self.events.append(Event(self._time, address, block))
+        if self.place is not None:
+            self.places[self._time], self._born[address] = self.asked, self._time
+        return address
+
+    def free(self, address: int) -> None:
+        """Give back what `malloc` returned."""
+        if not address:
+            return
+        self.memory.free(address)
+        self._time += 1
+        self.events.append(Event(self._time, address, -self._sizes.pop(address)))
+
+    def now(self) -> int:
+        """Return a moment after all events so far."""
+        self._time += 1
+        return self._time
+
+    def _take_workspace(self, library: str, size: int) -> None:
+        handle = library, torch._C._current_graph_task_id() != -1, self.stream
+        if size and handle not in self.handles:
+            self.handles[handle] = self.malloc(size)
+
+    # ---- values
+
+    def needs_values(self, func: Any) -> NotAvailable:
+        """Return the error for an operator that cannot run without values."""
+        return NotAvailable(
+            f"{func} reads values of a tensor, or its output's size depends on them; fake tensors have none. Give it "
+            "code that does not branch on data, or lab.measure it"
+        )
+
+    def read(self, tensor: Tensor) -> Any:
+        """Return the number in a tensor of one element, as `.item()` does.
+
+        Where it is not known that is `placeholder` for a float; without one, and for others, raises NotAvailable.
+        """
+        value = known(tensor)
+        if value is None:
+            if self.placeholder is None or not tensor.is_floating_point():
+                raise self.needs_values(VALUE_OF)
+            return self.placeholder
+        with _disable_current_modes():
+            return value.item()
+
+
+def notes_of(engine: Engine) -> tuple[str, ...]:
+    """Return what `engine` did not count, a sentence each."""
+    met = engine.met if engine.device == GPU_DEVICE else ()
+    unknown = sorted(str(func) for func in met if not is_stated(func, engine.extras))
+    return (
+        *(
+            f"{library}'s workspace is not counted: {library} says how much it takes when it runs; here for {operator}."
+            for library, operator in engine.uncounted.items()
+        ),
+        *(f"Counted of {func} is its output alone: what else it takes is not known." for func in unknown),
+    )

@@ -1,0 +1,92 @@
+"""In-place accumulation in autograd: what it does in place on plain tensors, and out of place on tensor subclasses.
+
+A GPU's and a CPU's step have plain tensors, so here the in-place form takes the place of the other, under autograd's
+own conditions. Sources: torch/csrc/autograd/input_buffer.cpp, FunctionsManual.cpp and ATen/TensorSubclassLikeUtils.h.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from ..workspaces.extra import is_dense
+
+aten = torch.ops.aten
+# By operator: the nodes in whose backward it changes what the node has just made, and its in-place form.
+# FunctionsManual.cpp: index_backward, value_selecting_reduction_backward, atan2_backward;
+# TensorAdvancedIndexing.cpp: gather_backward.
+FILLS: dict[Any, tuple[frozenset[str], Any]] = {
+    aten.scatter_add.default: (frozenset(("GatherBackward0",)), aten.scatter_add_.default),
+    aten.masked_fill.Scalar: (frozenset(("Atan2Backward0",)), aten.masked_fill_.Scalar),
+    aten.index_put.default: (frozenset(("IndexBackward0",)), aten.index_put_.default),
+    aten.scatter.src: (
+        frozenset(("TopkBackward0", "SortBackward0", "SortBackward1", "MaxBackward0", "MinBackward0")),
+        aten.scatter_.src,
+    ),
+}
+CANDIDATES = frozenset((aten.add.Tensor, *FILLS))
+
+
+def plain_form(func: Any, args: tuple, made_by: int | None) -> Any:
+    """Return the operator that runs in `func`'s place where tensors are plain: `func` itself, or its in-place form.
+
+    To be called inside backward, for a `func` of CANDIDATES. `made_by` is the number of the autograd node in which the
+    storage of args[0] was made, None where none ran.
+    """
+    node = torch._C._current_autograd_node()
+    if node is None or torch.is_grad_enabled():
+        return func
+    if func in FILLS:
+        names, in_place = FILLS[func]
+        return in_place if node.name() in names else func
+    return aten.add_.Tensor if _is_sum_of_gradients(node, args, made_by) else func
+
+
+def _is_sum_of_gradients(node: Any, args: tuple, made_by: int | None) -> bool:
+    """Whether autograd's engine adds two gradients of one tensor, and may write into the first (input_buffer.cpp,
+    accumulate and can_accumulate_inplace): it lies without gaps, and the engine alone holds it.
+
+    The engine adds what `node` returned to what an earlier node did. A sum inside a node's own formula adds what that
+    node made; only where two of a node's results go to the same place do both look alike.
+    """
+    if len(args) != 2 or not isinstance(args[1], Tensor) or args[0].shape != args[1].shape:
+        return False
+    if made_by == node._sequence_nr():
+        targets = [target for target in node.next_functions if target[0] is not None]
+        if len(set(targets)) == len(targets):
+            return False
+    held, storage = _counts(args[0])
+    alone = (held, storage) == counts_alone()
+    # What code in Python holds, as a hook that keeps gradients, shows against the other one.
+    alone = alone and sys.getrefcount(args[0]) <= sys.getrefcount(args[1])
+    return alone and is_dense(args[0])
+
+
+def _counts(tensor: Tensor) -> tuple[int, int]:
+    # torch's stubs lack the method of csrc/autograd/python_variable.cpp.
+    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+
+
+@cache
+def counts_alone() -> tuple[int, int]:
+    """Return the references to a gradient, and to its storage, that only the engine holds, while a mode looks at it.
+
+    To be called first outside of any mode: inside one, autograd runs one call deeper.
+    """
+    seen = []
+
+    class Look(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+            if func is aten.add.Tensor:
+                seen.append(_counts(args[0]))
+            return func(*args, **(kwargs or {}))
+
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), Look():
+        x = torch.ones(2, requires_grad=True) * 1
+        torch.autograd.backward([x * 2, x * 3], [torch.ones(2), torch.ones(2)])
+    return seen[0]

@@ -1,0 +1,164 @@
+"""A cache of operators by their tensors' shapes: what one returned before it returns again, without asking torch.
+
+A model's layers, and a step after the first, run the same operators on tensors of the same shapes. torch's fake mode
+keeps such answers too, but takes most of a simulation's time to look one up. `Repeats` looks at less: what the form of
+an output depends on, where all inputs are plain strided fake tensors and all else is a number, a dtype or the like.
+What it has not seen, and whatever else there is, goes to torch.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.utils._pytree import arg_tree_leaves
+
+aten = torch.ops.aten
+VIEW, NEW, CHANGE = "view", "new", "change"  # what an operator gives: its argument's storage, a new one, its argument
+HASHABLE = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+NOT_REPEATED = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view))
+# Its kernel is a view's (native/TensorShape.cpp), which its schema does not say, since autograd is not to know.
+UNSAFE_VIEW = aten._unsafe_view.default
+LEFT_TO_TORCH = ("aten::lift", "aten::lift_fresh")  # torch.tensor's last step: its number is known
+
+
+class Form(NamedTuple):
+    """What is known of a tensor before it is made; its storage holds it and nothing else."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Repeats:
+    """Runs operators under `fake`, the mode that is entered, and remembers the forms of what they gave."""
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        self.fake = fake
+        # By operator and inputs: the forms of the outputs and the type they come in, None for a change in place; False
+        # where torch is to be asked each time.
+        self._given: dict[tuple, tuple[tuple[Form, ...], type] | Literal[False] | None] = {}
+        self._attributes: dict[torch.device, dict[str, Any]] = {}  # of the first fake tensor on a device
+        guards = torch._C._set_throw_on_mutable_data_ptr, torch._C._set_warn_deprecated_on_mutable_data_ptr
+        self._guard = guards[fake._allow_unsafe_data_ptr_access]
+
+    def run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Return what `func` gives, as `func(*args, **kwargs)` does; to be called from inside a dispatch mode."""
+        gives = _gives(func)
+        # Another mode under the engine's, as FlopCounterMode around a simulation, is to see each operator.
+        if gives is None or torch._C._len_torch_dispatch_stack() != 1:
+            return func(*args, **kwargs)
+        if gives is VIEW:
+            return self._view(func, args, kwargs) if self._is_plain(args[0]) else func(*args, **kwargs)
+        inputs = [func, torch.get_default_dtype()]
+        if not (self._describe(args, inputs) and self._describe(tuple(kwargs.items()), inputs)):
+            return func(*args, **kwargs)
+        key = tuple(inputs)
+        given = self._given.get(key, False)
+        if given is None:
+            return args[0]
+        if given:
+            forms, kind = given
+            with torch._C._DisableTorchDispatch():
+                made = [torch.empty_strided(each.shape, each.stride, dtype=each.dtype, device="meta") for each in forms]
+            out = [self._faked(meta, each.device) for meta, each in zip(made, forms, strict=True)]
+            return out if kind is list else tuple(out) if kind is tuple else out[0]
+        out = func(*args, **kwargs)
+        if key not in self._given:
+            self._given[key] = self._seen(gives, args, kwargs, out)
+        return out
+
+    def _view(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Return what a view gives: its kernel is the same for every device, so the one for meta tensors runs."""
+        with in_kernel_invocation_manager(self.fake):
+            out = func(*args, **kwargs)
+        device = args[0].fake_device
+        if isinstance(out, Tensor):
+            return self._faked(out, device)
+        return type(out)(self._faked(each, device) for each in out)
+
+    def _faked(self, meta: Tensor, device: torch.device) -> FakeTensor:
+        """Return FakeTensor(self.fake, meta, device), which past the first on a device has the attributes of that one.
+
+        As FakeTensor.__new__ does (_subclasses/fake_tensor.py), which sets them one by one through descriptors.
+        """
+        if device not in self._attributes:
+            first = FakeTensor(self.fake, meta, device)
+            self._attributes[device] = dict(first.__dict__)
+            return first
+        made = Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device)
+        self._guard(made)
+        made.__dict__.update(self._attributes[device])
+        return made
+
+    def _is_plain(self, tensor: Any) -> bool:
+        """Whether `tensor` is a fake one of this mode of which torch keeps nothing but its form."""
+        return (
+            type(tensor) is FakeTensor
+            and tensor.fake_mode is self.fake
+            and tensor.constant is None
+            and tensor.layout is torch.strided
+            and not tensor.is_quantized
+        )
+
+    def _describe(self, values: Any, into: list) -> bool:
+        """Add what an output's form depends on; False where that cannot be said."""
+        into.append(len(values))
+        for value in values:
+            if type(value) is FakeTensor:
+                if not self._is_plain(value):
+                    return False
+                into += (FakeTensor, value.shape, value.stride(), value.dtype, value.fake_device)
+            elif isinstance(value, HASHABLE):
+                into += (type(value), value)  # 1, 1.0 and True are equal, and give other dtypes
+            elif isinstance(value, (list, tuple)):
+                if not self._describe(value, into):
+                    return False
+            else:
+                return False
+        return True
+
+    def _seen(self, gives: str, args: tuple, kwargs: dict, out: Any) -> Any:
+        """Return what is to be remembered of a first run."""
+        if gives is CHANGE:
+            return None if out is args[0] else False
+        outputs: Any = [out] if isinstance(out, Tensor) else out
+        if type(out) not in (FakeTensor, list, tuple) or not all(self._is_plain(each) for each in outputs):
+            return False
+        forms = tuple(_form(each) for each in outputs)
+        if None in forms:
+            return False
+        own = {each.untyped_storage()._cdata for each in outputs}
+        taken = {each.untyped_storage()._cdata for each in arg_tree_leaves(*args, **kwargs) if isinstance(each, Tensor)}
+        return (forms, type(out)) if len(own) == len(forms) and own.isdisjoint(taken) else False
+
+
+@cache
+def _gives(func: Any) -> str | None:
+    """Return what an operator gives; None where torch is to be asked each time."""
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
+        return None
+    schema = func._schema
+    if not NOT_REPEATED.isdisjoint(func.tags) or schema.name in LEFT_TO_TORCH:
+        return None
+    if func is UNSAFE_VIEW or func.is_view:
+        return VIEW
+    written = [each for each in schema.arguments if each.alias_info is not None]
+    returned = [each for each in schema.returns if each.alias_info is not None]
+    if not written and not returned:
+        return NEW
+    if schema.name.endswith("_") and len(written) == 1 == len(returned) == len(schema.returns):
+        return CHANGE if written[0].name == "self" and schema.arguments[0].name == "self" else None
+    return None
+
+
+def _form(tensor: FakeTensor) -> Form | None:
+    """Return the form of a tensor; None where its storage holds other than just the tensor."""
+    form = Form(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.fake_device)
+    last = sum((size - 1) * step for size, step in zip(form.shape, form.stride, strict=True))
+    size = (last + 1 if tensor.numel() else 0) * tensor.itemsize
+    return form if tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == size else None

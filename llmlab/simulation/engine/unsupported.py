@@ -1,0 +1,65 @@
+"""Operators that a simulated card refuses, with their name, the user's line and the way round it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from torch import nn
+
+from ...base.errors import NotAvailable
+from ..values.placeholders import located
+
+
+@contextmanager
+def no_extensions() -> Iterator[None]:
+    """Refuse to compile kernels for the card, with their name."""
+    from torch.utils import cpp_extension
+
+    def refused(name: str, *args: Any, **kwargs: Any) -> None:
+        raise located(NotAvailable(
+            f"torch.utils.cpp_extension: {name!r} would be compiled for a GPU, and a simulated card runs no kernels; "
+            "give the block PyTorch's own operators in its place, or lab.measure it"
+        ))  # fmt: skip
+
+    with (
+        mock.patch.object(cpp_extension, "load", refused),
+        mock.patch.object(cpp_extension, "load_inline", refused),
+    ):
+        yield
+
+
+@contextmanager
+def no_triton() -> Iterator[None]:
+    """Refuse to launch Triton's kernels on the card, with their name."""
+    from triton.runtime import jit
+
+    def refused(kernel: Any, grid: Any) -> None:
+        name = getattr(kernel, "__name__", None) or getattr(getattr(kernel, "fn", None), "__name__", "without a name")
+        raise located(NotAvailable(
+            f"triton: the kernel {name!r} would be compiled for a GPU, and a simulated card runs no kernels; give the "
+            "block PyTorch's own operators in its place, or lab.measure it"
+        ))  # fmt: skip
+
+    with mock.patch.object(jit.KernelInterface, "__getitem__", refused):
+        yield
+
+
+def unless_offloaded(place: Callable[..., None]) -> Callable[..., None]:
+    """Return accelerate's set_module_tensor_to_device, `place`, refusing to move parameters between card and host."""
+
+    def placed(module: nn.Module, name: str, device: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            place(module, name, device, *args, **kwargs)
+        except TypeError as error:
+            if "fake_mode" not in str(error):
+                raise
+            raise located(NotAvailable(
+                f"accelerate: {name!r} of {type(module).__name__} would go to {device} and back at each call "
+                "(dispatch_model with layers off the card, cpu_offload, disk_offload), which is not simulated; give "
+                "the block the whole model with .to('cuda'), or lab.measure it"
+            )) from None  # fmt: skip
+
+    return placed

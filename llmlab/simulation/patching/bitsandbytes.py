@@ -1,0 +1,180 @@
+"""Monkeypatches of bitsandbytes: its NF4 and int8 parameters as fake tensors (kernels: workspaces/bitsandbytes.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from importlib.util import find_spec
+from inspect import signature
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ...archive.lookup import records
+from ...archive.store import PACKAGE
+from ...step.model import quantization_of
+
+
+@contextmanager
+def fake_bitsandbytes(empty_cache: Callable[[], None] | None) -> Iterator[None]:
+    """Let bitsandbytes' 4-bit and 8-bit parameters be fake tensors.
+
+    On a simulated card, whose `empty_cache` is given, its linears do not ask for this CPU's kernels, and peft gives
+    cached segments back once it has cast what is not quantized up, as it does where it finds CUDA.
+    """
+    if find_spec("bitsandbytes") is None:
+        yield
+        return
+    import bitsandbytes
+    from bitsandbytes.nn import modules
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(modules.Params4bit, "__new__", _params4bit(modules.Params4bit)))
+        stack.enter_context(mock.patch.object(modules.Int8Params, "__new__", _int8params(modules.Int8Params)))
+        update = _with_unread_norm(bitsandbytes.functional.optimizer_update_32bit)
+        stack.enter_context(mock.patch.object(bitsandbytes.functional, "optimizer_update_32bit", update))
+        # The map of 8-bit values, which is made once a process and kept on its card.
+        stack.enter_context(mock.patch.dict(bitsandbytes.functional.name2qmap, clear=True))
+        if empty_cache:
+            stack.enter_context(mock.patch.object(modules, "has_avx512bf16", lambda: False))
+            stack.enter_context(mock.patch.object(bitsandbytes, "matmul", _matmul))
+            if find_spec("peft"):
+                stack.enter_context(_emptying(empty_cache))
+        yield
+
+
+def _emptying(empty_cache: Callable[[], None]) -> Any:
+    """peft/utils/other.py, prepare_model_for_kbit_training: auto_clear_cache, in the releases that have it."""
+    import peft
+
+    prepare = peft.prepare_model_for_kbit_training
+
+    def prepared(*args: Any, **kwargs: Any) -> Any:
+        model = prepare(*args, **kwargs)
+        if "auto_clear_cache" in signature(prepare).parameters:
+            empty_cache()
+        return model
+
+    return mock.patch.object(peft, "prepare_model_for_kbit_training", prepared)
+
+
+@cache
+def loading_note() -> str:
+    """Return that an NF4 base's reserved bytes are of one order of loading, and how far the records' repeats part."""
+    repeats: dict[tuple[Any, ...], list[int]] = {}
+    for row in records(folder=PACKAGE):
+        if quantization_of(row.run) == "nf4" and row.peak_reserved:
+            same = row.model, row.run, row.gpu, row.environment.get("session")
+            repeats.setdefault(same, []).append(row.peak_reserved)
+    apart = [max(sizes) / min(sizes) - 1 for sizes in repeats.values() if len(sizes) > 1]
+    return (
+        "The weights of an NF4 base are simulated to load one after the other, as by transformers from 5.4 on. Before, "
+        "threads brought them in another order each time, which left other holes: "
+        f"{sum(size > 0 for size in apart)} of {len(apart)} steps that were measured again in one session did not "
+        f"reserve the same bytes, but up to {max(apart):.0%} more."
+    )
+
+
+def _params4bit(owner: Any) -> Any:
+    real_new, quantize = owner.__new__, owner._quantize
+
+    class Params4bit(FakeTensor):
+        """bitsandbytes' Params4bit: a Parameter cannot wrap a fake tensor, so a fake tensor takes its place."""
+
+        bnb_quantized: bool
+
+        def to(self, *args: Any, **kwargs: Any) -> Tensor:
+            device = torch._C._nn._parse_to(*args, **kwargs)[0]
+            if device is not None and device.type != "meta" and not self.bnb_quantized:
+                quantized = quantize(self, device)
+                quantized.fake_device = quantized.quant_state.absmax.fake_device  # `.data =` leaves it
+                return quantized
+            return super().to(*args, **kwargs)
+
+    def new(
+        cls: type, data: Tensor | None = None, requires_grad: bool = False, quant_state: Any = None,
+        blocksize: int | None = None, compress_statistics: bool = True, quant_type: str = "fp4",
+        quant_storage: torch.dtype = torch.uint8, module: Any = None, bnb_quantized: bool = False, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        values = {
+            "quant_state": quant_state,
+            "blocksize": 64 if blocksize is None else blocksize,
+            "compress_statistics": compress_statistics,
+            "quant_type": quant_type,
+            "quant_storage": quant_storage,
+            "module": module,
+            "bnb_quantized": bnb_quantized,
+        }
+        if not isinstance(data, FakeTensor):
+            return real_new(cls, data, requires_grad, **values, **kwargs)
+        return _as_parameter(Params4bit, data, requires_grad, values)
+
+    return new
+
+
+def _int8params(owner: Any) -> Any:
+    real_new, quantize = owner.__new__, owner._quantize
+
+    class Int8Params(FakeTensor):
+        """bitsandbytes' Int8Params, as Params4bit above."""
+
+        def to(self, *args: Any, **kwargs: Any) -> Tensor:
+            device = torch._C._nn._parse_to(*args, **kwargs)[0]
+            if device is not None and device.type != "meta" and self.dtype != torch.int8:
+                quantized = quantize(self, device)
+                quantized.fake_device = quantized.CB.device  # `.data =` leaves it; transformers quantizes from the host
+                return quantized
+            return super().to(*args, **kwargs)
+
+    def new(
+        cls: type, data: Tensor | None = None, requires_grad: bool = True, has_fp16_weights: bool = False,
+        CB: Tensor | None = None, SCB: Tensor | None = None, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        values = {"has_fp16_weights": has_fp16_weights, "CB": CB, "SCB": SCB}
+        if not isinstance(data, FakeTensor):
+            return real_new(cls, data, requires_grad, **values, **kwargs)
+        return _as_parameter(Int8Params, data, requires_grad, values)
+
+    return new
+
+
+def _with_unread_norm(update: Callable[..., None]) -> Callable[..., None]:
+    """bitsandbytes/functional.py, optimizer_update_32bit: LARS and LAMB give their kernel the parameter's norm, which
+    the call reads. No memory depends on what it is."""
+    parameters = signature(update)
+
+    def updated(*args: Any, **kwargs: Any) -> None:
+        given = parameters.bind(*args, **kwargs)
+        if not given.arguments.get("max_unorm") or not isinstance(p := given.arguments["p"], FakeTensor):
+            return update(*args, **kwargs)
+        norm = torch.norm(p.data.float())  # it is there while the kernel runs
+        given.arguments["max_unorm"] = 0.0
+        update(*given.args, **given.kwargs)
+        del norm
+
+    return updated
+
+
+def _as_parameter(kind: type, data: Tensor, requires_grad: bool, values: dict[str, Any]) -> Tensor:
+    self = data.detach()
+    self.__class__ = kind
+    self._is_param = True
+    self.requires_grad = requires_grad
+    for name, value in values.items():
+        setattr(self, name, value)
+    return self
+
+
+def _matmul(
+    A: Tensor, B: Tensor, out: Tensor | None = None, state: Any = None, threshold: float = 0.0, bias: Any = None
+) -> Tensor:
+    """bitsandbytes/autograd/_functions.py, matmul, which on a CPU takes another function for training."""
+    from bitsandbytes.autograd._functions import MatMul8bitLt
+
+    if threshold > 0:
+        state.threshold = threshold
+    return MatMul8bitLt.apply(A, B, out, bias, state)

@@ -1,0 +1,383 @@
+"""Monkeypatches of torch.cuda, torch.accelerator and DataLoader: they answer as on a machine with the simulated card.
+
+Only what reaches for the driver is replaced: torch's own functions on top of it (memory_allocated, memory_summary,
+GradScaler, ...) run as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.amp import autocast_mode
+from torch.autograd.graph import save_on_cpu
+from torch.utils.data import DataLoader, dataloader
+
+from ...base.errors import NotAvailable, SpecError
+from ...hardware.gpu import BF16_CAPABILITY, GPU
+from ..capability import capability_of
+from ..card import Card
+from ..profile.snapshot import write_snapshot
+from ..streams import DEFAULT_STREAM, CUDAGraph, Event, Stream, Streams, nothing
+from ..values.placeholders import PLACEHOLDER, Unknown, located
+from .tensor_types import LEGACY_TYPES
+
+CUDA_VERSION = "13.0"  # of the wheels of torch 2.13
+SENSORS = ("utilization", "memory_usage", "temperature", "power_draw", "clock_rate")  # what NVML reads
+NEED_DRIVER = (
+    "MemPool", "use_mem_pool", "CUDAPluggableAllocator", "change_current_allocator", "caching_allocator_alloc",
+    "caching_allocator_delete", "current_blas_handle", "list_gpu_processes",
+)  # fmt: skip
+COMPILES_NOT = "torch.compile is simulated eager: what a compiled step would fuse away is counted"
+
+
+@contextmanager
+def cuda_api(card: Card) -> Iterator[None]:
+    """Replace what asks for a GPU by what answers for `card`; another thread than this one gets SpecError."""
+    owner = threading.get_ident()
+
+    def guarded(name: str, function: Callable) -> Callable:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != owner:
+                raise SpecError(f"{name} in a second thread; a simulator belongs to the thread that opened it")
+            return function(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+
+        def put(module: Any, names: dict[str, Any]) -> None:
+            for name, value in names.items():
+                if not hasattr(module, name):  # an older torch
+                    continue
+                value = guarded(f"{module.__name__}.{name}", value) if not isinstance(value, type) else value
+                stack.enter_context(mock.patch.object(module, name, value))
+
+        memory = _memory(card)
+        put(torch.cuda, {**_device(card), **memory, **_random(), **_streams(card), **LEGACY_TYPES})
+        put(torch.cuda.memory, {**{name: each for name, each in memory.items() if hasattr(torch.cuda.memory, name)},
+                                **_history(card), "is_initialized": lambda: True, "_lazy_init": nothing})  # fmt: skip
+        put(torch.cuda.nvtx, {**dict.fromkeys(("range_push", "range_start"), lambda message: 0), "range_end": nothing,
+                              "range_pop": lambda: 0, "mark": nothing})  # fmt: skip
+        put(torch.cuda.random, {**_random(), "current_device": lambda: 0})
+        real_state = torch.set_rng_state
+        for module in (torch, torch.random):
+            put(module, {"set_rng_state": lambda state: None if isinstance(state, FakeTensor) else real_state(state)})
+        put(torch.cuda.profiler, {"start": nothing, "stop": nothing})
+        put(torch.accelerator, _accelerator(memory))
+        put(torch.backends.cuda, {"is_built": lambda: True, "is_flash_attention_available": lambda: True})
+        put(torch.jit, {"trace": _unchecked(torch.jit.trace)})
+        stack.enter_context(mock.patch.object(torch.version, "cuda", CUDA_VERSION))
+        stack.enter_context(_autocast())
+        stack.enter_context(mock.patch.object(DataLoader, "_get_iterator", _one_process))
+        stack.enter_context(mock.patch.object(torch, "compile", _eager))
+        stack.enter_context(mock.patch.object(torch, "Generator", Generator))
+        stack.enter_context(mock.patch.object(Tensor, "record_stream", nothing))
+        stack.enter_context(mock.patch.object(nn.Module, "compile", _eager_in_place))
+        stack.enter_context(mock.patch.object(save_on_cpu, "__init__", _save_unpinned(save_on_cpu.__init__)))
+        yield
+
+
+def check_index(device: Any) -> int:
+    """Return 0, the index of the card; raises torch's error for another."""
+    if isinstance(device, str):
+        device = torch.device(device)
+    if isinstance(device, torch.device):
+        if device.type != "cuda":
+            raise ValueError(f"Expected a cuda device, but got: {device}")
+        device = device.index
+    if device not in (None, 0):
+        raise torch.AcceleratorError(f"CUDA error: invalid device ordinal {device}; the simulator has one card, cuda:0")
+    return 0
+
+
+def device_name(gpu: GPU) -> str:
+    """Return what the driver calls the card, where the table knows, else its name."""
+    return next((alias for alias in gpu.aliases if alias.startswith(("NVIDIA ", "Tesla "))), gpu.name)
+
+
+class _Properties(SimpleNamespace):
+    def __repr__(self) -> str:
+        named = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"_CudaDeviceProperties({named})"
+
+
+def _device(card: Card) -> dict[str, Any]:
+    gpu, capability = card.gpu, capability_of(card.gpu)
+    runtime = SimpleNamespace(
+        cudaProfilerStart=nothing, cudaProfilerStop=nothing, cudaMemGetInfo=lambda device=0: (card.free, gpu.memory)
+    )
+    properties = _Properties(
+        name=device_name(gpu),
+        major=capability[0],
+        minor=capability[1],
+        total_memory=gpu.memory,
+        multi_processor_count=gpu.sms,
+        warp_size=32,
+        is_integrated=0,
+        is_multi_gpu_board=0,
+    )
+
+    def get_device_properties(device: Any = None) -> SimpleNamespace:
+        check_index(device)
+        return properties
+
+    def is_bf16_supported(including_emulation: bool = True) -> bool:
+        return including_emulation or capability >= BF16_CAPABILITY  # torch: every card emulates it
+
+    return {
+        "is_available": lambda: not card.hidden,
+        "is_initialized": lambda: True,
+        "init": nothing,
+        "_lazy_init": nothing,
+        "_lazy_call": nothing,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda device: check_index(device) and None,
+        "_exchange_device": lambda index: check_index(index) if index >= 0 else -1,
+        "_maybe_exchange_device": lambda index: check_index(index) if index >= 0 else -1,
+        "get_device_properties": get_device_properties,
+        "get_device_name": lambda device=None: get_device_properties(device).name,
+        "get_device_capability": lambda device=None: (get_device_properties(device).major, properties.minor),
+        "get_arch_list": lambda: [f"sm_{properties.major}{properties.minor}"],
+        "is_bf16_supported": is_bf16_supported,
+        "synchronize": lambda device=None: check_index(device) and None,
+        "is_current_stream_capturing": lambda: False,
+        "get_allocator_backend": lambda: "native",
+        "get_sync_debug_mode": lambda: 0,
+        "set_sync_debug_mode": nothing,
+        "cudart": lambda: runtime,
+        "can_device_access_peer": lambda device, peer_device: False,
+        "device_memory_used": lambda device=None: check_index(device) + gpu.memory - card.free,
+        **dict.fromkeys(SENSORS, lambda device=None: Unknown(PLACEHOLDER)),
+        **{name: _refused(name) for name in NEED_DRIVER},
+    }
+
+
+def _refused(name: str) -> Callable:
+    def call(*args: Any, **kwargs: Any) -> None:
+        raise located(NotAvailable(
+            f"torch.cuda.{name} asks for the driver or for an allocator of its own, and a simulated card has neither; "
+            "go on without it, or lab.measure it"
+        ))  # fmt: skip
+
+    return call
+
+
+def _streams(card: Card) -> dict[str, Any]:
+    streams = Streams(card.engine)
+    return {
+        "Event": Event,
+        "Stream": Stream,
+        "CUDAGraph": CUDAGraph,
+        "graph": CUDAGraph,
+        "make_graphed_callables": CUDAGraph,
+        "current_stream": streams.current,
+        "default_stream": lambda device=None: DEFAULT_STREAM,
+        "set_stream": streams.set,
+    }
+
+
+def _memory(card: Card) -> dict[str, Any]:
+    memory = card.memory
+
+    def on_card(function: Callable[[], Any]) -> Callable:
+        def call(device: Any = None) -> Any:
+            check_index(device)
+            return function()
+
+        return call
+
+    fractions = [memory.config.per_process_memory_fraction]
+
+    def set_fraction(fraction: float, device: Any = None) -> None:
+        check_index(device)
+        memory.set_memory_fraction(fraction)
+        fractions.append(fraction)
+
+    return {
+        "memory_stats": on_card(memory.stats),
+        "memory_stats_as_nested_dict": on_card(lambda: _nested(memory.stats())),
+        "reset_peak_memory_stats": on_card(memory.reset_peak),
+        "reset_max_memory_allocated": on_card(memory.reset_peak),
+        "reset_max_memory_cached": on_card(memory.reset_peak),
+        "reset_accumulated_memory_stats": on_card(memory.statistics.reset_accumulated),
+        "mem_get_info": on_card(lambda: (card.free, card.gpu.memory)),
+        "set_per_process_memory_fraction": set_fraction,
+        "get_per_process_memory_fraction": on_card(lambda: fractions[-1]),
+        "host_memory_stats": dict,
+        "reset_peak_host_memory_stats": nothing,
+        "reset_accumulated_host_memory_stats": nothing,
+        "memory_snapshot": lambda *args, **kwargs: memory.segments(),
+        "empty_cache": memory.empty_cache,
+        "ipc_collect": nothing,
+    }
+
+
+def _nested(stats: dict[str, int]) -> dict[str, Any]:
+    """torch.cuda.memory_stats_as_nested_dict, from the flat form."""
+    nested: dict[str, Any] = {}
+    for name, value in stats.items():
+        *path, last = name.split(".")
+        place = nested
+        for each in path:
+            place = place.setdefault(each, {})
+        place[last] = value
+    return nested
+
+
+def _history(card: Card) -> dict[str, Any]:
+    return {
+        "_record_memory_history": nothing,  # it is always on
+        "_snapshot": lambda *args, **kwargs: card.snapshot(),
+        "_dump_snapshot": lambda filename="dump_snapshot.pickle", **kwargs: write_snapshot(filename, card.snapshot()),
+    }
+
+
+def _random() -> dict[str, Any]:
+    """Return the functions of the card's generator: nothing is drawn from it, so its state never changes."""
+    state = torch.zeros(16, dtype=torch.uint8)
+    return {
+        **dict.fromkeys(("manual_seed", "manual_seed_all", "seed", "seed_all"), nothing),
+        **dict.fromkeys(("set_rng_state", "set_rng_state_all"), nothing),
+        "initial_seed": lambda: 0,
+        "get_rng_state": lambda device="cuda": state.clone(),
+        "get_rng_state_all": lambda: [state.clone()],
+    }
+
+
+class _GeneratorType(type(torch.Generator)):  # type: ignore[misc]
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, _HostGenerator)
+
+
+_HostGenerator = torch.Generator
+
+
+class _Generator(_HostGenerator):
+    """A generator on the host."""
+
+    def set_state(self, state: Tensor) -> Any:
+        """Leave the state as it is for one that went over the card: ranks agree on one so, and this is its own."""
+        return self if isinstance(state, FakeTensor) else super().set_state(state)
+
+
+class Generator(_HostGenerator, metaclass=_GeneratorType):
+    """torch.Generator, also of the card."""
+
+    place: torch.device
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        place = torch.device(device)
+        if place.type != "cuda":
+            return _Generator(device)
+        check_index(place)
+        self = super().__new__(cls)
+        self.place = torch.device("cuda", 0)
+        return self
+
+    def __init__(self, device: Any = "cpu") -> None:
+        super().__init__()
+
+    device = property(lambda self: self.place)
+
+
+def _accelerator(memory: dict[str, Any]) -> dict[str, Any]:
+    """Return the functions of torch.accelerator; those of its memory are torch.cuda's."""
+    shared = ("empty_cache", "memory_stats", "reset_peak_memory_stats", "reset_accumulated_memory_stats")
+    own = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+    return {
+        **{name: memory[name] for name in shared},
+        **{name: getattr(torch.cuda, name) for name in own},
+        "get_memory_info": memory["mem_get_info"],
+        "set_device_index": check_index,
+        "current_device_idx": lambda: 0,
+        "set_device_idx": check_index,
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_accelerator": lambda check_available=False: torch.device("cuda"),
+        "current_device_index": lambda: 0,
+        "current_stream": lambda device=None: DEFAULT_STREAM,
+        "synchronize": nothing,
+    }
+
+
+@contextmanager
+def _autocast() -> Iterator[None]:
+    """Let autocast for "cuda" be autocast for the simulated card, whose tensors are CPU tensors to torch."""
+    # patching/patches.py puts CUDA's lists of operators behind the CPU's key.
+    real_init = autocast_mode.autocast.__init__
+
+    @wraps(real_init)
+    def init(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
+        if device_type == "cuda":
+            device_type, dtype = "cpu", torch.get_autocast_dtype("cuda") if dtype is None else dtype
+        real_init(self, device_type, dtype, *args, **kwargs)
+
+    real_enabled, real_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+
+    def is_autocast_enabled(device_type: str = "cuda") -> bool:
+        return real_enabled("cpu" if device_type == "cuda" else device_type)
+
+    def get_autocast_dtype(device_type: str) -> torch.dtype:
+        inside = device_type == "cuda" and real_enabled("cpu")
+        return real_dtype("cpu" if inside else device_type)
+
+    with (
+        mock.patch.object(autocast_mode.autocast, "__init__", init),
+        mock.patch.object(torch, "is_autocast_enabled", is_autocast_enabled),
+        mock.patch.object(torch, "get_autocast_dtype", get_autocast_dtype),
+        mock.patch.object(torch, "get_autocast_gpu_dtype", lambda: get_autocast_dtype("cuda")),
+    ):
+        yield
+
+
+def _one_process(self: DataLoader) -> Any:
+    """DataLoader._get_iterator in this thread: workers and the thread that pins would not see the card."""
+    loader = copy.copy(self)
+    vars(loader).update(num_workers=0, timeout=0, pin_memory=False, pin_memory_device="")
+    return dataloader._SingleProcessDataLoaderIter(loader)
+
+
+def _save_unpinned(init: Callable) -> Callable:
+    """save_on_cpu.__init__ by Tensor.cpu(), which takes the same of the card: a pinned copy would need values."""
+
+    @wraps(init)
+    def call(self: Any, pin_memory: bool = False, *args: Any, **kwargs: Any) -> None:
+        init(self, False, *args, **kwargs)
+
+    return call
+
+
+def _unchecked(trace: Callable) -> Callable:
+    """torch.jit.trace without its check, which compares values."""
+
+    @wraps(trace)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return trace(*args, **{**kwargs, "check_trace": False})
+
+    return call
+
+
+def _eager(model: Any = None, **options: Any) -> Any:
+    """torch.compile, as a call and as a decorator."""
+    if model is None:
+        return lambda decorated: _eager(decorated)
+    warnings.warn(COMPILES_NOT, stacklevel=2)
+    return model
+
+
+def _eager_in_place(module: nn.Module, *args: Any, **options: Any) -> None:
+    """nn.Module.compile."""
+    _eager(module)

@@ -1,0 +1,343 @@
+"""A torch function mode that maps the device "cuda" to the simulated card, and refuses to read unknown values."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .. import FOLDER
+from ..engine.card_engine import CardEngine
+from ..engine.engine import GPU_DEVICE, HOST, VALUE_OF
+from ..values.known import VALUES_LIMIT, know, known
+from ..values.placeholders import PLACEHOLDER, UNKNOWN, Unknown, asked_by_torch, refuse, warn_of
+from .cuda_api import check_index
+from .patches import on_card, set_data
+from .tensor_types import legacy_type
+
+CARD = torch.device("cuda", 0)
+PARSE_TO = torch._C._nn._parse_to
+FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
+TORCH = os.path.dirname(torch.__file__)
+WITHOUT_FRAMES = (FOLDER, os.path.join(TORCH, "_dynamo"), os.path.join(TORCH, "_compile.py"))
+# torch's own code that asks for the type of a device and means CUDA.
+SEES_CARD = ("torch.amp.autocast_mode", "torch.nn.parallel.data_parallel")
+
+
+class Redirect(TorchFunctionMode):
+    """Sends what is meant for "cuda" to the engine's device, and shows the engine's tensors as on "cuda:0"."""
+
+    def __init__(self, engine: CardEngine) -> None:
+        super().__init__()
+        self.engine, self.assume = engine, engine.assume
+        of: Any = Tensor  # whose properties are asked for by their getters and setters
+        self.special: dict[Any, Callable[..., Any]] = {
+            Tensor.cuda: self._cuda,
+            Tensor.pin_memory: _pin_memory,
+            Tensor.is_pinned: lambda tensor, *device: getattr(tensor, "simulated_pin", False),
+            of.is_cuda.__get__: lambda tensor: on_card(tensor),
+            of.is_cpu.__get__: lambda tensor: not on_card(tensor) and tensor.device.type == "cpu",
+            Tensor.get_device: lambda tensor: 0 if on_card(tensor) else -1,
+            Tensor.new_tensor: _new_tensor,
+            Tensor.type: _type,
+            Tensor.item: self._item,
+            Tensor.__bool__: self._known(Tensor.__bool__, "bool()"),
+            Tensor.__int__: self._known(Tensor.__int__, "int()"),
+            Tensor.__index__: self._known(Tensor.__index__, "an index"),
+            Tensor.__float__: self._float,
+            Tensor.numpy: self._numpy,
+            Tensor.__array__: lambda tensor, dtype=None: self._numpy(tensor),
+            Tensor.tolist: self._list,
+            Tensor.__repr__: _repr,
+            Tensor.__format__: self._format,
+            Tensor.data_ptr: self._address,
+            Tensor.__deepcopy__: _deepcopy,
+            of.data.__set__: _set_data,
+            Tensor.__dlpack__: _handed_out("Tensor.__dlpack__"),
+            of.__cuda_array_interface__.__get__: _handed_out("Tensor.__cuda_array_interface__"),
+        }
+        for function in (torch.isnan, torch.isinf, torch.isposinf, torch.isneginf, torch.isfinite):
+            for each in (function, getattr(Tensor, function.__name__)):
+                self.special[each] = _finite(each, function is torch.isfinite)
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.device:
+            return func("cuda", *args) if args and type(args[0]) is int else func(*args, **kwargs)
+        special = self.special.get(func)
+        if special is not None and (func in UNIVERSAL or isinstance(args[0], FakeTensor)):
+            return special(*args, **kwargs)
+        args = tuple(_redirected(each) for each in args)
+        if kwargs:
+            pinned = kwargs.get("pin_memory")
+            kwargs = {name: _redirected(each) for name, each in kwargs.items() if name != "pin_memory"}
+            if type(kwargs.get("device")) is int:
+                check_index(kwargs["device"])
+                kwargs["device"] = GPU_DEVICE
+            if pinned:
+                made = func(*args, **kwargs)
+                made.simulated_pin = True
+                return made
+        if func is Tensor.to and len(args) > 1 and type(args[1]) is int:
+            check_index(args[1])
+            args = (args[0], GPU_DEVICE, *args[2:])
+        if func is PARSE_TO and args and type(args[0]) is int:  # Module.to(0)
+            check_index(args[0])
+            args = (GPU_DEVICE, *args[1:])
+        if func is torch.tensor and kwargs.get("device") is None and _default_is_cuda():
+            kwargs["device"] = GPU_DEVICE
+        if (func in FROM_DATA or func is Tensor.__setitem__) and _holds_unknown(args[-1]):
+            warn_of("a tensor made on the host from .item()")
+        if func in FROM_DATA and kwargs.get("device") == GPU_DEVICE:
+            return _from_data(func, *args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            del args, kwargs
+            _forget_frames(error)
+            raise
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        """Show devices to code outside torch, hold in backward too, and answer for storages."""
+        real_device: Any = FakeTensor.device  # a property
+        run_backward = torch.autograd._engine_run_backward
+        real_default, real_pointer = torch.get_default_device, torch.UntypedStorage.data_ptr
+
+        def device(tensor: FakeTensor) -> torch.device:
+            found = real_device.fget(tensor)
+            if found != GPU_DEVICE or self.engine.inside:
+                return found
+            asking = sys._getframe(1).f_globals.get("__name__", "")
+            inside = asking.startswith(("torch.", "llmlab.simulation.")) or asking == "torch"
+            return found if inside and asking not in SEES_CARD else CARD
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            with self:  # checkpointing recomputes code that says "cuda"
+                return run_backward(*args, **kwargs)
+
+        def default_device() -> torch.device:
+            found = real_default()
+            return CARD if found == GPU_DEVICE else found
+
+        def pointer(storage: torch.UntypedStorage) -> int:
+            address = self.engine.storage_address(storage)
+            if address is not None:
+                return address
+            return storage._cdata if storage.device.type == "meta" else real_pointer(storage)
+
+        real_dlpack, refused = torch.to_dlpack, _handed_out("torch.to_dlpack")
+        dlpack = lambda tensor: (refused if isinstance(tensor, FakeTensor) else real_dlpack)(tensor)  # noqa: E731
+
+        with ExitStack() as stack:
+            for module in (torch, torch.utils.dlpack):
+                stack.enter_context(mock.patch.object(module, "to_dlpack", dlpack))
+            stack.enter_context(mock.patch.object(FakeTensor, "device", property(device, real_device.fset)))
+            stack.enter_context(mock.patch.object(FakeTensor, "tolist", lambda tensor: self._list(tensor)))
+            stack.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", backward))
+            stack.enter_context(mock.patch.object(torch, "get_default_device", default_device))
+            stack.enter_context(mock.patch.object(torch.UntypedStorage, "data_ptr", pointer))
+            yield
+
+    def _cuda(self, tensor: Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Tensor:
+        check_index(device)
+        if type(tensor) in (Tensor, FakeTensor):
+            return tensor.to(GPU_DEVICE, non_blocking=non_blocking)
+        with self:  # a class with a `to` of its own, which may say "cuda"
+            return tensor.to(CARD, non_blocking=non_blocking)
+
+    # ---- values
+
+    def _item(self, tensor: Tensor) -> Any:
+        if known(tensor) is not None:
+            return self.engine.read(tensor)
+        if tensor.numel() != 1:
+            raise RuntimeError(f"a Tensor with {tensor.numel()} elements cannot be converted to Scalar")
+        if self.assume is not None and tensor.is_floating_point():
+            return float(self.assume)
+        # torch's optimizers clip and scale by norms they read; no memory depends on them.
+        return PLACEHOLDER if asked_by_torch().startswith("torch.optim.") else Unknown(PLACEHOLDER)
+
+    def _float(self, tensor: Tensor) -> float:
+        read = self._item(tensor)
+        if type(read) is Unknown:
+            warn_of("float()")
+        return float.__add__(float(read) if type(read) is not Unknown else PLACEHOLDER, 0.0)
+
+    def _format(self, tensor: Tensor, spec: str) -> str:
+        return format(_repr(tensor), spec) if tensor.dim() else format(self._item(tensor), spec)
+
+    def _known(self, function: Callable, what: str) -> Callable:
+        def read(tensor: Tensor) -> Any:
+            if known(tensor) is not None:
+                return function(torch.tensor(self.engine.read(tensor)))
+            if self.assume is not None and tensor.is_floating_point() and tensor.numel() == 1:
+                return function(torch.tensor(self.assume))
+            if asked_by_torch() == "torch.nn.init":  # trunc_normal_ draws again what is out of bounds: nothing is
+                return function(torch.tensor(False))
+            raise refuse(f"{what} of a tensor ({VALUE_OF})", "is control flow on a value")
+
+        return read
+
+    def _values(self, tensor: Tensor, asking: str) -> Tensor:
+        """Return a real tensor: the values where they are known, else the placeholder."""
+        value = known(tensor)
+        if value is not None:
+            return value
+        fill = (PLACEHOLDER if self.assume is None else self.assume) if tensor.is_floating_point() else 0
+        if self.assume is None or not tensor.is_floating_point():
+            warn_of(asking)
+        return torch.full(tuple(tensor.shape), fill, dtype=tensor.dtype, device="cpu")
+
+    def _list(self, tensor: Tensor) -> Any:
+        value = known(tensor)
+        if value is None and tensor.is_floating_point() and self.assume is None:
+            unknown = Unknown(PLACEHOLDER)
+            return _nested(tuple(tensor.shape), unknown)
+        return self._values(tensor, "Tensor.tolist").tolist()
+
+    def _numpy(self, tensor: Tensor, *, force: bool = False) -> Any:
+        if on_card(tensor) and not force:
+            raise TypeError(
+                "can't convert cuda:0 device type tensor to numpy. "
+                "Use Tensor.cpu() to copy the tensor to host memory first."
+            )
+        if tensor.requires_grad and not force:
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+        return self._values(tensor, "Tensor.numpy").numpy()
+
+    def _address(self, tensor: Tensor) -> int:
+        """Return where the tensor lies in the simulated memory: libraries compare addresses."""
+        if sys._getframe(2).f_globals.get("__name__", "").startswith("bitsandbytes"):
+            raise refuse("Tensor.data_ptr", "is what a compiled kernel asks for")
+        return tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.element_size()
+
+
+def _set_data(tensor: Tensor, data: Tensor) -> None:
+    """`tensor.data = data`, which may be on the other device."""
+    if isinstance(data, FakeTensor):
+        set_data(tensor, data)
+    else:
+        tensor.data = data
+
+
+def _deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # which torch asks, and it is 0
+        return Tensor.__deepcopy__(tensor, memo)
+
+
+def _handed_out(name: str) -> Callable:
+    def refused(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        raise refuse(name, "gives the card's memory to another library")
+
+    return refused
+
+
+def _nested(shape: tuple[int, ...], value: Any) -> Any:
+    return [_nested(shape[1:], value) for _ in range(shape[0])] if shape else value
+
+
+def _finite(function: Callable, finite: bool) -> Callable:
+    """isnan and its like: what the card computes is finite."""
+
+    def answer(tensor: Tensor, **kwargs: Any) -> Tensor:
+        out = function(tensor, **kwargs)
+        if known(out) is None and out.numel() <= VALUES_LIMIT:
+            with _disable_current_modes():
+                know(out, torch.full(tuple(out.shape), finite))
+        return out
+
+    return answer
+
+
+def _redirected(value: Any) -> Any:
+    """Return the engine's device for "cuda" and torch.device("cuda"), and anything else as it is."""
+    if isinstance(value, torch.device):
+        if value.type == "cuda":
+            check_index(value)
+            return GPU_DEVICE
+    elif type(value) is str and (value == "cuda" or value.startswith("cuda:")):
+        check_index(value)
+        return GPU_DEVICE
+    return value
+
+
+def _forget_frames(error: torch.OutOfMemoryError) -> None:
+    """Take our frames, and torch's around a dispatch mode, out of the traceback.
+
+    What catches the error would hold the operator's arguments by way of them; CUDA's kernels have no such frames.
+    """
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        if place.tb_next.tb_frame.f_code.co_filename.startswith(WITHOUT_FRAMES):
+            place.tb_next = place.tb_next.tb_next
+        else:
+            place = place.tb_next
+
+
+def _holds_unknown(data: Any) -> bool:
+    return any(type(each) is Unknown for each in (data if isinstance(data, (list, tuple)) else (data,)))
+
+
+def _default_is_cuda() -> bool:
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return context is not None and context.device.type == "cuda"
+
+
+def _from_data(func: Callable, data: Any, *args: Any, requires_grad: bool = False, **kwargs: Any) -> Tensor:
+    """torch.tensor and its like: made on the host and copied, as on CUDA."""
+    made = func(data, *args, **{**kwargs, "device": None if isinstance(data, Tensor) else HOST}).to(GPU_DEVICE)
+    return made.requires_grad_() if requires_grad else made
+
+
+def _new_tensor(tensor: Tensor, data: Any, dtype: Any = None, device: Any = None, requires_grad: Any = False) -> Tensor:
+    device = tensor.device if device is None else _redirected(device)
+    made = torch.tensor(data, dtype=dtype or tensor.dtype, device=HOST).to(device)
+    return made.requires_grad_() if requires_grad else made
+
+
+def _pin_memory(tensor: Tensor, *device: Any) -> Tensor:
+    if on_card(tensor):
+        raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
+    pinned: Any = tensor.clone()
+    pinned.simulated_pin = True
+    return pinned
+
+
+def _type(tensor: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    if dtype is None:
+        with torch._C.DisableTorchFunction():
+            name = tensor.type()
+        return name.replace("torch.", "torch.cuda.") if on_card(tensor) else name
+    wanted = legacy_type(dtype)
+    return tensor.type(dtype, *args, **kwargs) if wanted is None else tensor.to(GPU_DEVICE, wanted)
+
+
+def _repr(tensor: Tensor, **kwargs: Any) -> str:
+    """Return what torch prints, with a sign, or for more than one element the shape, for values."""
+    value = known(tensor)
+    if value is not None:
+        text = repr(value)[len("tensor(") : -1]
+    else:
+        text = UNKNOWN if not tensor.dim() else f"{UNKNOWN}, size={tuple(tensor.shape)}"
+        if tensor.dtype not in (torch.float32, torch.int64, torch.bool):
+            text += f", dtype={tensor.dtype}"
+    device = ", device='cuda:0'" if on_card(tensor) else ""
+    grad = f", grad_fn=<{type(tensor.grad_fn).__name__}>" if tensor.grad_fn is not None else ""
+    grad = grad or (", requires_grad=True" if tensor.requires_grad else "")
+    head = "Parameter containing:\n" if isinstance(tensor, nn.Parameter) else ""
+    return f"{head}tensor({text}{device}{grad})"
+
+
+UNIVERSAL = frozenset((Tensor.cuda, Tensor.pin_memory, Tensor.is_pinned, Tensor.type))

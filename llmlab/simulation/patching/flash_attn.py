@@ -1,0 +1,118 @@
+"""The package flash-attn on fake tensors, for transformers' attn_implementation="flash_attention_2".
+
+It is compiled for a GPU, so functions stand in for it in transformers' hands. Its kernels are those of torch's own
+FlashAttention (Dao-AILab/flash-attention, csrc/flash_attn/flash_api.cpp, mha_fwd and mha_bwd: output, log-sum-exp and
+random state; then the gradients, the softmax's row sums and dQ in fp32), whose operators know what they take.
+
+    B  batch    T  query positions    H  heads    S  key positions    D  head size
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...base.errors import NotAvailable
+from ...hardware.gpu import FLASH_ATTENTION_2_CAPABILITY
+from ..capability import Capability
+from .sdpa import HALF
+
+aten = torch.ops.aten
+
+
+class _FlashAttention(torch.autograd.Function):
+    """flash_attn_interface.py, FlashAttnFunc, for q (B, T, H, D), k and v (B, S, Hkv, D)."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float, causal: bool) -> Tensor:
+        heads_first = [each.transpose(1, 2) for each in (q, k, v)]
+        found = aten._scaled_dot_product_flash_attention(*heads_first, dropout, causal, False, scale=scale)
+        out, logsumexp, random_state = found[0].transpose(1, 2), found[1], found[6]
+        ctx.options = dropout, causal, scale
+        ctx.save_for_backward(q, k, v, out, logsumexp, random_state)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        q, k, v, out, logsumexp, random_state = ctx.saved_tensors
+        dropout, causal, scale = ctx.options
+        heads_first = [each.transpose(1, 2) for each in (_rows(grad), q, k, v, out)]
+        gradients = aten._scaled_dot_product_flash_attention_backward(
+            *heads_first, logsumexp, None, None, q.shape[1], k.shape[1], dropout, causal, random_state, random_state,
+            scale=scale,
+        )  # fmt: skip
+        return (*(each.transpose(1, 2) for each in gradients), None, None, None)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """maybe_contiguous"""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _flash_attn_func(card: Capability) -> Callable[..., Tensor]:
+    def flash_attn_func(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        deterministic: bool = False,
+    ) -> Tensor:
+        """flash_attn.flash_attn_func on a card of capability `card`; a window or a softcap takes no memory."""
+        D = q.shape[-1]
+        if card < FLASH_ATTENTION_2_CAPABILITY:
+            raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
+        if q.dtype not in HALF:
+            raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+        if D > 256:
+            raise RuntimeError("FlashAttention forward only supports head dimension at most 256")
+        if deterministic:
+            raise NotAvailable("flash-attn with deterministic=True is not simulated: it sums dQ in other parts")
+        scale = D**-0.5 if softmax_scale is None else softmax_scale
+        padded = [F.pad(each, (0, -D % 8)) if D % 8 else _rows(each) for each in (q, k, v)]
+        return _FlashAttention.apply(*padded, dropout_p, scale, causal)[..., :D]
+
+    return flash_attn_func
+
+
+def _flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, deterministic: bool = False,
+) -> Tensor:  # fmt: skip
+    """flash_attn.flash_attn_varlen_func, which transformers calls for padded and packed sequences."""
+    raise NotAvailable(
+        "flash_attn_varlen_func, of padded or packed sequences, is not simulated; give sequences of one length without "
+        "an attention mask, or attn_implementation='sdpa'"
+    )
+
+
+@contextmanager
+def fake_flash_attn(card: Capability) -> Iterator[None]:
+    """Let transformers find flash-attn, simulated on a card of capability `card`, whether it is installed or not."""
+    from transformers import modeling_flash_attention_utils as utils
+
+    def functions(implementation: str | None, *rest: Any, **named: Any) -> tuple:
+        if implementation != "flash_attention_2":
+            return imports(implementation, *rest, **named)
+        return _flash_attn_func(card), _flash_attn_varlen_func, None, utils._pad_input, utils._unpad_input
+
+    imports = utils._lazy_imports
+    # What was loaded before the block must not be called in it, nor this afterwards.
+    loaded = [name for name in vars(utils) if name.endswith("_fn") or name == "_loaded_implementation"]
+    with ExitStack() as stack:
+        for name in loaded:
+            stack.enter_context(mock.patch.object(utils, name, None))
+        stack.enter_context(mock.patch.object(utils, "_lazy_imports", functions))
+        found = {"general_availability_check": lambda *args, **kwargs: True}
+        stack.enter_context(mock.patch.dict(utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2], found))
+        yield

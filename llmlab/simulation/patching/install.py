@@ -1,0 +1,128 @@
+"""Installation of a simulated card: all monkeypatches, in order, undone at the end of the block."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ...base.errors import SpecError
+from ...recording.events import exclusive
+from ..capability import capability_of
+from ..card import Card
+from ..devices import GPU_DEVICE
+from ..distributed.process_group import no_deepspeed, without_peers
+from ..engine.engine import Engine
+from ..engine.unsupported import no_extensions, no_triton, unless_offloaded
+from ..streams import nothing, profiled_as_host
+from ..workspaces.bitsandbytes import bitsandbytes_extras
+from .bitsandbytes import fake_bitsandbytes
+from .cuda_api import cuda_api
+from .device_mode import Redirect
+from .flash_attn import fake_flash_attn
+from .import_hooks import on_import
+from .import_sweep import swept
+from .library_caches import default_device, devices_found
+from .patches import cuda_operators, fake_parameters, full_beams, no_end_of_sequence, told_recurrent
+
+ENVIRONMENT = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}  # transformers loads weights in this thread
+_open: list[str] = []  # the name of the card in use
+
+
+@contextmanager
+def plugged_in(card: Card, world_size: int | None = None) -> Iterator[None]:
+    """Let this thread have `card`, as one rank of `world_size`.
+
+    Raises SpecError where there is one already, in this thread or another.
+    """
+    if _open:
+        raise SpecError(f"a simulator of {_open[0]} is open; one at a time, in one thread: end its block first")
+    gc.collect()  # what dies later must not be freed at a moment that depends on earlier code
+    with exclusive("simulator()"), swept("__main__") as look, ExitStack() as stack:
+        _open.append(card.gpu.name)
+        stack.callback(_open.clear)
+        stack.enter_context(fake_parameters())
+        stack.enter_context(cuda_operators(capability_of(card.gpu)))
+        stack.enter_context(told_recurrent(card.engine))
+        stack.enter_context(card.parameters.patched())
+        stack.enter_context(cuda_api(card))
+        stack.enter_context(profiled_as_host())
+        redirect = Redirect(card.engine)
+        stack.enter_context(redirect.patched())
+        stack.enter_context(card.checkpoints.patched())
+        stack.enter_context(default_device())
+        stack.enter_context(mock.patch.dict(os.environ, ENVIRONMENT))
+        stack.callback(card.engine.stop)
+        stack.enter_context(card.engine)
+        stack.enter_context(redirect)
+        stack.enter_context(devices_found())
+        stack.enter_context(on_import(_library_patches(card, stack), lambda: _hidden(card)))
+        stack.enter_context(without_peers(card, world_size))
+        stack.enter_context(card.phases.watched())
+        try:
+            yield
+        finally:
+            look()
+
+
+def _library_patches(card: Card, stack: ExitStack) -> dict[str, Callable[[], None]]:
+    """Return what to change in libraries, by their module's name, once it is there."""
+
+    def put(module: str, name: str, function: Callable) -> None:
+        stack.enter_context(mock.patch.object(sys.modules[module], name, function))
+
+    def bitsandbytes() -> None:
+        stack.enter_context(fake_bitsandbytes(None))
+        card.engine.extras |= bitsandbytes_extras(card.gpu)
+        put("bitsandbytes.functional", "get_paged", _paged(card.engine))
+        for name in ("fill", "prefetch_tensor"):
+            put("bitsandbytes.functional", name, nothing)
+
+    def accelerate() -> None:
+        name = "set_module_tensor_to_device"
+        put("accelerate.hooks", name, unless_offloaded(getattr(sys.modules["accelerate.hooks"], name)))
+
+    return {
+        "accelerate.hooks": accelerate,
+        "bitsandbytes": bitsandbytes,
+        "deepspeed": lambda: put("deepspeed", "initialize", no_deepspeed),
+        "triton.runtime.jit": lambda: stack.enter_context(no_triton()),
+        "torch.utils.cpp_extension": lambda: stack.enter_context(no_extensions()),
+        "safetensors.torch": lambda: stack.enter_context(card.checkpoints.safetensors()),
+        "transformers.generation.stopping_criteria": lambda: stack.enter_context(no_end_of_sequence()),
+        "transformers.generation.utils": lambda: stack.enter_context(full_beams()),
+        "transformers.modeling_flash_attention_utils": lambda: stack.enter_context(
+            fake_flash_attn(capability_of(card.gpu))
+        ),
+    }
+
+
+def _paged(engine: Engine) -> Callable[..., Tensor]:
+    """bitsandbytes.functional.get_paged: unified memory, which is none of the allocator's."""
+
+    def get_paged(*shape: int, dtype: torch.dtype = torch.float32, **device: Any) -> Tensor:
+        with _disable_current_modes(), engine.fake:
+            made = torch.zeros(shape, dtype=dtype, device=GPU_DEVICE)
+        engine.hold_at(made, 0)
+        vars(made).update(is_paged=True, page_deviceid=0)
+        return made
+
+    return get_paged
+
+
+@contextmanager
+def _hidden(card: Card) -> Iterator[None]:
+    """Hide the card from a library that looks for one as it is imported."""
+    before, card.hidden = card.hidden, True
+    try:
+        yield
+    finally:
+        card.hidden = before

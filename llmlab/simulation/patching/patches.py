@@ -1,0 +1,269 @@
+"""Monkeypatches of PyTorch's dispatcher and of transformers, undone afterwards.
+
+Operators whose CPU form differs from CUDA's above autograd (dropout, softmax, attention) are replaced in the
+dispatcher, so the replacement also holds where checkpointing recomputes inside backward; a TorchFunctionMode would not.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..capability import Capability
+from ..devices import GPU_DEVICE
+from ..engine.engine import Engine
+from ..values.known import know, known
+from .autocast import CAST_ONLY, impl_cuda_autocast
+from .sdpa import attention
+
+aten = torch.ops.aten
+COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+@contextmanager
+def fake_parameters() -> Iterator[None]:
+    """Let modules and libraries take fake parameters as they take real ones."""
+    library = torch.library.Library("aten", "IMPL")
+    with ExitStack() as stack:
+        stack.callback(library._destroy)
+        library.impl("linear", _linear, "AutogradCPU")
+        stack.enter_context(mock.patch.object(nn.Module, "_apply", _apply))
+        try:
+            from transformers import masking_utils
+        except ImportError:
+            pass
+        else:
+            real = masking_utils.is_tracing
+            # Fake inputs are no tracing here: positions have values, see values/known.py.
+            not_fake = lambda tensor=None: real()  # noqa: E731
+            stack.enter_context(mock.patch.object(masking_utils, "is_tracing", not_fake))
+        yield
+
+
+@contextmanager
+def no_end_of_sequence() -> Iterator[None]:
+    """Let generate() of transformers draw no end-of-sequence token: each sequence comes to its greatest length."""
+    from transformers.generation.stopping_criteria import EosTokenCriteria
+
+    real = EosTokenCriteria.__call__
+
+    def call(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return _zeros_where_unknown(real(self, input_ids, *args, **kwargs))
+
+    with mock.patch.object(EosTokenCriteria, "__call__", call):
+        yield
+
+
+@contextmanager
+def full_beams() -> Iterator[None]:
+    """Let beam search of transformers go on until its stopping criteria end it, with a token in each place."""
+    from transformers.generation.utils import GenerationMixin as mixin
+
+    unfinished = getattr(mixin, "_beam_search_has_unfinished_sequences", None)
+    update = getattr(mixin, "_update_finished_beams", None)
+    if unfinished is None or update is None:  # another version's
+        yield
+        return
+
+    def has_unfinished(improvable: Tensor, finished: Tensor, stopped: Tensor, *args: Any) -> Tensor:
+        if not isinstance(stopped, FakeTensor):
+            return unfinished(improvable, finished, stopped, *args)
+        return ~torch.all(stopped)
+
+    def update_finished(self: Any, *args: Any, **kwargs: Any) -> tuple:
+        sequences, scores, indices, *rest = update(self, *args, **kwargs)
+        return sequences, scores, _zeros_where_unknown(indices), *rest  # -1 would be a place without a token
+
+    with (
+        mock.patch.object(mixin, "_beam_search_has_unfinished_sequences", staticmethod(has_unfinished)),
+        mock.patch.object(mixin, "_update_finished_beams", update_finished),
+    ):
+        yield
+
+
+def _zeros_where_unknown(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, FakeTensor) and known(tensor) is None:
+        with _disable_current_modes():
+            know(tensor, torch.zeros(tuple(tensor.shape), dtype=tensor.dtype))
+    return tensor
+
+
+@contextmanager
+def told_recurrent(engine: Engine) -> Iterator[None]:
+    """Note of nn.LSTM, GRU and RNN on the card that cuDNN runs each as one kernel, with buffers it alone knows."""
+
+    def told(name: str) -> Callable[..., Any]:
+        real = getattr(torch._VF, name)
+
+        def layer(x: Tensor, *args: Any) -> Any:
+            if on_card(x):
+                engine.uncounted.setdefault("cuDNN", f"torch.{name}, one kernel there and several operators here")
+            return real(x, *args)
+
+        return layer
+
+    with ExitStack() as stack:
+        for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+            stack.enter_context(mock.patch.object(torch._VF, name, told(name)))
+        yield
+
+
+@contextmanager
+def cuda_operators(card: Capability) -> Iterator[None]:
+    """Let operators above autograd, and libraries that ask for the device, do as on a card of capability `card`."""
+    library = torch.library.Library("aten", "IMPL")
+    kernels = {
+        "dropout": _dropout,
+        "softmax.int": _softmax(aten.softmax.int, aten._softmax.default),
+        "log_softmax.int": _softmax(aten.log_softmax.int, aten._log_softmax.default),
+        "scaled_dot_product_attention": _attention(card),
+        "_fused_rms_norm": _rms_norm,
+    }
+    optimizers = import_module("torch.optim.optimizer")  # the package hides it
+    foreach = optimizers._get_foreach_kernels_supported_devices
+    with ExitStack() as stack:
+        stack.callback(library._destroy)
+        for name, kernel in kernels.items():
+            library.impl(name, kernel, "AutogradCPU")
+        impl_cuda_autocast(library, on_card)
+        patched = lambda: [*foreach(), "cpu"]  # noqa: E731
+        stack.enter_context(mock.patch.object(optimizers, "_get_foreach_kernels_supported_devices", patched))
+        capturable = optimizers._get_capturable_supported_devices
+        also = lambda *args, **kwargs: [*capturable(*args, **kwargs), "cpu"]  # noqa: E731
+        for module in [each for name, each in sys.modules.items() if name.startswith("torch.optim.")]:
+            if hasattr(module, "_get_capturable_supported_devices"):
+                stack.enter_context(mock.patch.object(module, "_get_capturable_supported_devices", also))
+        for module in (optimizers, import_module("torch.utils._foreach_utils")):  # the second is clip_grad_norm_'s
+            types = [*module._foreach_supported_types, FakeTensor]
+            stack.enter_context(mock.patch.object(module, "_foreach_supported_types", types))
+        yield
+
+
+@contextmanager
+def held_random_states(engine: Engine) -> Iterator[None]:
+    """Count the CPU generator's states, which checkpointing keeps for each block, as memory of the simulated CPU."""
+    real = torch.get_rng_state
+
+    def get_rng_state() -> Tensor:
+        state = real()
+        engine.hold(state)
+        return state
+
+    with mock.patch.object(torch, "get_rng_state", get_rng_state):
+        yield
+
+
+def on_card(tensor: Tensor) -> bool:
+    """Return whether `tensor` is fake and on the simulated card."""
+    return isinstance(tensor, FakeTensor) and tensor.device == GPU_DEVICE
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """native/Linear.cpp: a bias is added in place where the input is not contiguous, but for tensors of a subclass."""
+    if weight is CAST_ONLY:
+        return x
+    if bias is None or x.dim() == 2 or x.is_contiguous() or type(x) is not FakeTensor:
+        return aten.linear.default._op_dk(COMPOSITE, x, weight, bias)
+    return torch.matmul(x, weight.t()).add_(bias)
+
+
+def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    """native/Dropout.cpp: on CUDA one kernel, whose mask is 1 B an element."""
+    if not on_card(x) or not 0 < p < 1 or not train or not x.numel():
+        return aten.dropout.default._op_dk(COMPOSITE, x, p, train)
+    return aten.native_dropout(x, p, train)[0]
+
+
+def _softmax(composite: Any, kernel: Any) -> Callable[..., Tensor]:
+    def softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+        """native/SoftMax.cpp: on CUDA half to fp32 is one kernel; other conversions come first, as on a CPU."""
+        if on_card(x) and x.dtype == torch.float16 and dtype == torch.float32:
+            return kernel(x, dim, True)
+        return composite._op_dk(COMPOSITE, x, dim, dtype)
+
+    return softmax
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """native/layer_norm.cpp: what F.rms_norm calls, of which a CPU has no kernel and so no backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> tuple:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, rstd = aten._fused_rms_norm(x, shape, weight, eps)
+        ctx.shape = shape
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.mark_non_differentiable(rstd)
+        return out, rstd
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple:
+        x, weight, rstd = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+        with torch._C._AutoDispatchBelowAutograd():
+            dx, dweight = aten._fused_rms_norm_backward(grad, x, ctx.shape, rstd, weight, wanted)
+        return dx, None, dweight, None
+
+
+def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
+    if not on_card(x):
+        return aten._fused_rms_norm.default._op_dk(COMPOSITE, x, shape, weight, eps)
+    return _FusedRMSNorm.apply(x, shape, weight, eps)
+
+
+def _attention(card: Capability) -> Callable[..., Tensor]:
+    composite = aten.scaled_dot_product_attention.default
+
+    def sdpa(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not on_card(query):
+            return composite._op_dk(COMPOSITE, query, *args, **kwargs)
+        return attention(card, query, *args, **kwargs)
+
+    return sdpa
+
+
+_module_apply = nn.Module._apply
+
+
+def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """nn.Module._apply, which for fake parameters wants to swap tensors and cannot.
+
+    Real parameters that move to a device keep their identity by `.data =`, unless they come from the meta device.
+    """
+    for module in self.children() if recurse else ():
+        module._apply(fn)
+    own = [each for each in (*self._parameters.values(), *self._buffers.values()) if each is not None]
+    if not any(isinstance(each, FakeTensor) for each in own):
+        return _module_apply(self, fn, False)
+    for name, parameter in self._parameters.items():
+        if parameter is None:
+            continue
+        with torch.no_grad():
+            applied = fn(parameter)
+        if parameter.is_meta != applied.is_meta or not isinstance(parameter, FakeTensor):
+            self._parameters[name] = nn.Parameter(applied, parameter.requires_grad)
+        elif applied is not parameter:
+            set_data(parameter, applied)
+        if parameter.grad is not None:
+            with torch.no_grad():
+                set_data(parameter.grad, fn(parameter.grad))
+    for name, buffer in self._buffers.items():
+        if buffer is not None:
+            self._buffers[name] = fn(buffer)
+    return self
+
+
+def set_data(tensor: Any, data: Tensor) -> None:
+    """`tensor.data = data` for fake tensors, whose device is an attribute of its own."""
+    tensor.data = data
+    tensor.fake_device = data.device

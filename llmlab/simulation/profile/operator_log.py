@@ -1,0 +1,234 @@
+"""A log of the operators of a step: FLOP, bytes, dtype and shape of each kernel, in the order they run.
+
+`Operators` is what an `Engine` calls after each operator. FLOP are those of PyTorch's FlopCounterMode, by its own table
+(torch/utils/flop_counter.py), with the products it lacks: bitsandbytes' and the experts'. Bytes are what a kernel must
+read and write once: each argument and each output, a repeated (expanded) dimension counted once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import arg_tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from ...base.errors import NotAvailable
+from ...formulas.time.efficiency import Efficiency, efficiency
+from ...hardware.gpu import GPU
+from ...recording.timing import cpu_attention_backward_flops, cpu_attention_flops
+from ..workspaces.bitsandbytes import multiplies_packed
+from ..workspaces.none import is_view
+from .kernel import Kernel
+from .roofline import kernel_seconds, timing
+
+aten = torch.ops.aten
+
+# Read as many elements of their first argument as they write, not all of it.
+GATHERS = frozenset(("aten::embedding", "aten::index_select", "aten::gather", "aten::index"))
+WRITES_ONLY = frozenset((
+    "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::randn_like", "aten::rand_like", "aten::zero_",
+    "aten::fill_", "aten::normal_", "aten::uniform_", "aten::nll_loss_backward", "aten::zeros", "aten::ones",
+))  # fmt: skip
+ADDING = frozenset(("aten::addmm", "aten::baddbmm", "aten::addmm_", "aten::baddbmm_"))  # to their first argument
+PRODUCTS = ADDING | {"aten::mm", "aten::bmm"}
+# FlopCounterMode does not know the products that add in place: they count as those that do not.
+OUT_OF_PLACE = {"aten::addmm_": aten.addmm, "aten::baddbmm_": aten.baddbmm}
+# cuda/SoftMax.cu goes over a row several times: how often beyond the first, in units of the output. A row that the
+# second-level cache still holds is read from there. softmax's backward makes grad × output first, with 3 more.
+SOFTMAX_AGAIN = {
+    "aten::_softmax": 2, "aten::_log_softmax": 2, "aten::_softmax_backward_data": 1,
+    "aten::_log_softmax_backward_data": 1,
+}  # fmt: skip
+
+
+def _grouped(a: Any, b: Any, *rest: Any, **named: Any) -> int:
+    return 2 * prod(a) * b[-1]
+
+
+def _bitsandbytes(a: Any, b: Any, shape: Any, *rest: Any, **named: Any) -> int:
+    return 2 * prod(a) * shape[0]  # (rows..., in) times a packed (out, in)
+
+
+# By name, because some are of libraries that are not here. The values take shapes in the place of tensors.
+MORE_FLOPS: dict[str, Callable[..., int]] = {
+    "aten::_grouped_mm": _grouped,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": cpu_attention_flops,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": cpu_attention_backward_flops,
+    "bitsandbytes::gemm_4bit": _bitsandbytes,
+    "bitsandbytes::int8_scaled_mm": lambda a, b, *rest, **named: 2 * prod(a) * b[0],
+    "bitsandbytes::int8_linear_matmul": lambda a, b, *rest, **named: 2 * prod(a) * b[0],
+}
+
+
+def _extent(tensor: Tensor) -> int:
+    """Return the bytes of a tensor, those of a repeated dimension once."""
+    return prod(size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step) * tensor.itemsize
+
+
+def flops_of(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
+    """Return the FLOP that FlopCounterMode counts for one operator, and for the products it does not know."""
+    if (more := MORE_FLOPS.get(func._schema.name)) is not None:
+        shapes = [each.shape if isinstance(each, Tensor) else each for each in args]
+        return more(*shapes, **kwargs)
+    count = flop_registry.get(OUT_OF_PLACE.get(func._schema.name, func._overloadpacket))
+    return count(*args, **kwargs, out_val=out) if count else 0
+
+
+class Operators(list):
+    """A list of `Kernel` of a step on `gpu`, which an engine fills: `engine.watch = operators`. Who runs the step sets
+    `phase`."""
+
+    phase = ""
+
+    def __init__(self, gpu: GPU | None = None) -> None:
+        super().__init__()
+        self.gpu = gpu
+
+    @property
+    def flops(self) -> int:
+        """FLOP of all operators."""
+        return sum(kernel.flops for kernel in self)
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds that these operators take on the card, in this order; None where its rates were never measured."""
+        rates = efficiency(self.gpu) if self.gpu else None
+        found = timing(self, rates) if rates and rates.dispatch else None  # without it small steps would look free
+        return found.step if found else None
+
+    @property
+    def rates(self) -> Efficiency:
+        """The card's measured rates; raises NotAvailable for a card that has none."""
+        rates = efficiency(self.gpu) if self.gpu else None
+        if rates is None:
+            name = self.gpu.name if self.gpu else "no card"
+            raise NotAvailable(f"{name} has no measured rates; take one of the table in hardware/efficiencies.toml")
+        return rates
+
+    def by_operator(self) -> dict[tuple[str, str], tuple[float, float, float]]:
+        """Return FLOP, bytes and seconds by (kind, operator). An element-wise operator does one FLOP an element.
+
+        Raises NotAvailable for a card whose rates were never measured.
+        """
+        found: dict[tuple[str, str], tuple[float, float, float]] = {}
+        for kernel in self:
+            if kernel.kind == "none":
+                continue
+            kind = "attention" if "attention" in kernel.kind else kernel.kind if kernel.kind == "matmul" else "memory"
+            seconds = kernel_seconds(kernel, self.rates)
+            if seconds is None:
+                raise NotAvailable(f"{self.rates.gpu} has no measured rate of {kernel.kind} in {kernel.dtype}")
+            name = kernel.name.split("::")[-1] + (f" {kernel.shape}" if kind == "matmul" else "")
+            flop, moved, spent = found.get((kind, name), (0.0, 0.0, 0.0))
+            done = kernel.flops or (kernel.shape[0] if kernel.shape else 1)
+            found[kind, name] = (flop + done, moved + kernel.bytes, spent + seconds)
+        return found
+
+    def __call__(self, func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
+        """Add one operator."""
+        name = func._schema.name
+        if func.namespace == "profiler":
+            return
+        # Recomputation runs inside backward, but from Python and with gradients on, as forward does.
+        backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+        if is_view(func):
+            self.append(Kernel(name, "none", "", 0, 0, (), 0, backward, self.phase))
+            return
+        given = {key: value for key, value in kwargs.items() if key != "out"}  # what is only written is not read
+        read = args[1:] if name in ADDING and given.get("beta") == 0 else args  # 0 · c is not read, also where c is NaN
+        inputs = [each for each in arg_tree_leaves(*read, **given) if isinstance(each, Tensor)]
+        outputs = [each for each in arg_tree_leaves(out) if isinstance(each, Tensor)]
+        if out is None:  # foreach and fused operators in place: their lists are arguments
+            written = (args[0], *args[2:4]) if "_fused_adam" in name else args[:1]
+            outputs = [each for each in arg_tree_leaves(written) if isinstance(each, Tensor)]
+        flops = flops_of(func, args, kwargs, out)
+        kind, shape, dtype = _classify(func, flops, args, kwargs, inputs, outputs)
+        moved, again, row = _moved(name, inputs, outputs)
+        launches = LAUNCHES.get(name, 1)
+        if "_foreach" in name:
+            launches = -(-sum(each.numel() for each in outputs) // FOREACH_ELEMENTS)
+        if name == "bitsandbytes::gemm_4bit" and not self._multiplies_packed(args, shape):
+            # The weight is unpacked by one kernel and multiplied by another.
+            unpacked = shape[2] * shape[3] * args[0].itemsize
+            self.append(
+                Kernel(name, "memory", dtype, 0, _extent(args[1]) + unpacked, shape[2:], 1, backward, self.phase)
+            )
+            name, moved = "aten::mm", moved - _extent(args[1]) + unpacked
+        self.append(Kernel(name, kind, dtype, flops, moved, shape, launches, backward, self.phase, again, row))
+
+    def _multiplies_packed(self, args: tuple, shape: tuple[int, ...]) -> bool:
+        if self.gpu is None:
+            return False
+        return multiplies_packed(self.gpu, args[0].dtype, shape[1], tuple(args[2]), args[4])
+
+
+def _moved(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> tuple[int, int, int]:
+    """Return the bytes a kernel moves at least, those it moves besides if its rows are not in cache, and a row's."""
+    written = sum(map(_extent, outputs))
+    if name in GATHERS:
+        return 2 * written, 0, 0
+    if name in WRITES_ONLY:
+        return written, 0, 0
+    read = sum(map(_extent, inputs))
+    if name == "aten::copy_":
+        return 2 * written if len(inputs) < 2 else written + _extent(inputs[1]), 0, 0
+    if name == "aten::slice_backward":  # zeros, then a copy of the gradient into them
+        return written + 2 * read, 0, 0
+    if name == "aten::nll_loss_forward":  # one element a row
+        return read // max(1, inputs[0].shape[-1]), 0, 0
+    if name == "aten::embedding_dense_backward":  # the gradient, sums of its segments, and the table
+        return 3 * read + written, 0, 0
+    if name in SOFTMAX_AGAIN:
+        extra = 3 * written if name == "aten::_softmax_backward_data" else 0
+        row = outputs[0].shape[-1] * outputs[0].itemsize
+        return read + written + extra, SOFTMAX_AGAIN[name] * written, row
+    return read + written, 0, 0
+
+
+# cuda/Embedding.cu: a radix sort of the indices (cub), then segments and their sums.
+LAUNCHES = {"aten::embedding_dense_backward": 20, "aten::slice_backward": 2}
+FOREACH_ELEMENTS = 320 * 65536  # aten/src/ATen/native/cuda/MultiTensorApply.cuh: 320 blocks of 64 Ki elements a launch
+
+
+def _causal(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    position = [each.name for each in func._schema.arguments].index("is_causal")
+    return bool(args[position] if position < len(args) else kwargs.get("is_causal", False))
+
+
+def _classify(
+    func: Any, flops: int, args: tuple, kwargs: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]
+) -> tuple[str, tuple[int, ...], str]:
+    name = func._schema.name
+    if not flops:
+        largest = max((each.numel() for each in outputs), default=0)
+        strided = any(each.numel() * 2 >= largest and not each.is_contiguous() for each in (*inputs, *outputs))
+        kind = "gather" if name in GATHERS else "strided" if strided else "memory"
+        if name == "aten::nll_loss_forward":
+            kind, largest = "serial", args[1].numel()
+        return kind, (largest,), _dtype(outputs[0]) if outputs else ""
+    if "attention" in name:
+        first = 1 if "backward" in name else 0
+        query, key = args[first], args[first + 1]
+        kind = "attention backward" if first else "attention"
+        heads = query.shape[0] * query.shape[1]
+        return (
+            kind,
+            (heads, query.shape[2], key.shape[2], query.shape[3], int(_causal(func, args, kwargs))),
+            _dtype(query),
+        )
+    if name in PRODUCTS:
+        a, b = (args[1], args[2]) if name in ADDING else (args[0], args[1])
+        batch = a.shape[0] if a.dim() == 3 else 1
+        return "matmul", (batch, a.shape[-2], b.shape[-1], a.shape[-1]), _dtype(a)
+    a, out = args[0], outputs[0]
+    rows = a.numel() // a.shape[-1]
+    return "matmul", (1, rows, out.shape[-1], a.shape[-1]), _dtype(a)
+
+
+def _dtype(tensor: Tensor) -> str:
+    short = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+    return short.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))

@@ -1,0 +1,91 @@
+"""Roofline of a step: the seconds of each kernel, at the rates that the card was measured to reach.
+
+A kernel takes as long as its FLOP or its bytes do, whichever is longer (Williams et al., Roofline, 2009), at the rates
+that the card was measured to reach, which are not the data sheet's. The CPU starts the kernels one after another and
+runs ahead; where they are short the card waits for it, and the step takes as long as Python and the dispatcher do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ...formulas.time.efficiency import Efficiency
+from .kernel import Kernel
+
+TILE = 64  # rows and columns of a block of a product small enough that libraries still choose it
+SPLIT = 256  # of a sum's elements, so many are worth a multiprocessor of their own
+
+
+class Timing(NamedTuple):
+    """Seconds: of the step, of all its kernels, and of starting them."""
+
+    step: float
+    card: float
+    host: float
+
+
+def kernel_seconds(kernel: Kernel, rates: Efficiency) -> float | None:
+    """Return the seconds a kernel takes on the card; None where its rate was never measured."""
+    if kernel.kind == "none":
+        return 0.0
+    moved = kernel.bytes
+    # Two blocks of 1024 threads a multiprocessor go over a row each.
+    if kernel.row and 2 * rates.sms * kernel.row > rates.cache:
+        moved += kernel.again
+    seconds = moved / {"gather": rates.gather, "strided": rates.strided}.get(kernel.kind, rates.bandwidth)
+    if kernel.kind == "serial":
+        seconds += kernel.shape[0] * rates.serial
+    elif kernel.kind in ("matmul", "attention", "attention backward"):
+        rate = _rate(kernel, rates)
+        if rate is None:
+            return None
+        seconds = max(seconds, _work(kernel, rates) / rate)
+    return kernel.launches * rates.launch + seconds
+
+
+def _rate(kernel: Kernel, rates: Efficiency) -> float | None:
+    return (rates.matmul if kernel.kind == "matmul" else rates.attention).get(kernel.dtype)
+
+
+def _work(kernel: Kernel, rates: Efficiency) -> float:
+    """Return the FLOP that take time: half of a causal attention is left out, and small products
+    leave multiprocessors idle."""
+    if kernel.kind != "matmul":
+        return kernel.flops / 2 if kernel.shape[-1] else kernel.flops
+    batch, rows, columns, inner = kernel.shape
+    tiles = batch * max(1.0, rows * columns / TILE**2)
+    # Few tiles leave multiprocessors idle, unless the sum over the inner dimension is split among them.
+    split = min(rates.sms / tiles, max(1.0, inner / SPLIT)) if tiles < rates.sms else 1.0
+    busy = min(1.0, tiles * split / rates.sms)
+    return kernel.flops / busy
+
+
+def host_seconds(kernel: Kernel, rates: Efficiency) -> float:
+    """Return the seconds that the CPU takes for an operator: Python, autograd, the dispatcher, the launch."""
+    seconds = rates.view if kernel.kind == "none" else rates.dispatch
+    if kernel.backward:  # autograd's engine calls it, without Python
+        seconds *= rates.backward_dispatch
+    if kernel.name.startswith("bitsandbytes::"):
+        seconds += rates.custom
+    return seconds
+
+
+def timing(kernels: Sequence[Kernel], rates: Efficiency) -> Timing | None:
+    """Return the time of kernels that run in this order on an otherwise idle card; None where a rate is not known.
+
+    A kernel begins when it has been started and the one before it has ended.
+    """
+    started = free = card = 0.0
+    known: dict[int, tuple[float | None, float]] = {}  # by identity: a long generation repeats the same ones
+    for kernel in kernels:
+        if id(kernel) not in known:
+            known[id(kernel)] = kernel_seconds(kernel, rates), host_seconds(kernel, rates)
+        seconds, starting = known[id(kernel)]
+        if seconds is None:
+            return None
+        started += starting
+        if kernel.kind != "none":
+            free = max(free, started) + seconds
+            card += seconds
+    return Timing(max(free, started), card, started)

@@ -1,0 +1,173 @@
+"""Timeline of a simulated card's memory by category and by module: `sim.timeline`.
+
+A script of one's own has no phases, so they are inferred: "backward" while autograd runs, "optimizer" while one
+steps, "forward" from a module's call on, "load" before the first. What the tensors are for is asked of the modules that
+were called and of the optimizers that stepped, whenever a phase begins; the rest follows as in `measure.parts`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ...recording.parts import Block, Division, divide
+from ...recording.phases import BUFFERS, Mark
+from ..allocator.rounding import blocks_of
+from ..engine.engine import Engine
+from .attribution import OUTSIDE, Place, Places, collapsed
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from ...report import TimelinePoint
+
+
+class Timeline(tuple):
+    """Bytes allocated after each allocation and each free, in order, and what they were for.
+
+    `points` are the phase and the bytes of each category at up to 300 of those moments, the peak among them; `peak` is
+    the most bytes, reached in `phase` at `place`, an operator and its module; `modules` divides the peak by module.
+    """
+
+    points: tuple[TimelinePoint, ...]
+    peak: int
+    phase: str | None
+    place: Place | None
+    modules: dict[str, dict[str, int]]
+    title: str
+    capacity: int | None
+
+    def __new__(cls, division: Division, engine: Engine, title: str = "", capacity: int | None = None) -> Timeline:
+        made = super().__new__(cls, accumulate(event.size for event in engine.events))
+        made.points, made.peak, made.phase = division.timeline, division.peak, division.phase
+        made.place = peak_place(division, engine)
+        made.modules = by_module(division.blocks, engine.places)
+        made.title, made.capacity = title, capacity
+        return made
+
+    def plot(self) -> Figure:
+        """Return the live bytes over time, stacked by category, the peak marked with the module that made it."""
+        from ...plots import plot_live_bytes
+
+        return plot_live_bytes(self.points, self.title, self.capacity, str(self.place) if self.place else None)
+
+
+def peak_place(division: Division, engine: Engine) -> Place | None:
+    """Return what asked for the block that made the peak; None where nothing was allocated."""
+    return engine.places.get(division.blocks[-1].born) if division.blocks else None
+
+
+def by_module(blocks: Iterable[Block], places: Mapping[int, Place]) -> dict[str, dict[str, int]]:
+    """Return the bytes of `blocks` by module and category, layers taken together, the largest module first."""
+    modules: dict[str, dict[str, int]] = {}
+    for block in blocks:
+        place = places.get(block.born)
+        parts = modules.setdefault(collapsed(place.module) if place and place.module else OUTSIDE, {})
+        assert block.part is not None  # `divide` says it of each
+        parts[block.part] = parts.get(block.part, 0) + block.size
+    return dict(sorted(modules.items(), key=lambda item: -sum(item[1].values())))
+
+
+class Phases(Places):
+    """Infers the phases of a script from what runs, and marks in each what the tensors are for."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.phase = "load"
+        self.marks = [Mark(engine.now(), "load", {})]
+        self.logits: set[int] = set()  # sizes of a logits tensor, bytes, in half precision and in fp32
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._stepping = False
+        self._recomputing: int | None = None
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Follow module calls and optimizer steps until the block ends."""
+        handles = [
+            register_optimizer_step_pre_hook(self._step_begins),
+            register_optimizer_step_post_hook(self._step_ends),
+        ]
+        try:
+            with super().watched():
+                yield
+        finally:
+            self.marks.append(Mark(self.engine.now(), self.phase, self._alive()))
+            for handle in handles:
+                handle.remove()
+
+    def place(self) -> Place:
+        """Return where the operator that runs belongs; a request for memory is where a phase begins."""
+        if torch._C._current_graph_task_id() != -1:
+            self._enter_phase("backward")
+        elif self._stepping:
+            self._enter_phase("optimizer")
+        elif self._stack:
+            self._enter_phase("forward")
+        return super().place()
+
+    def timeline(self, title: str, capacity: int | None) -> Timeline:
+        """Return what was held so far."""
+        marks = [*self.marks, Mark(self.engine.now(), self.phase, self._alive())]
+        return Timeline(divide(self.engine.events, marks, blocks_of(self.logits)), self.engine, title, capacity)
+
+    def _enter_phase(self, phase: str) -> None:
+        if phase != self.phase:
+            self.phase = phase
+            self.marks.append(Mark(self.engine.now(), phase, self._alive()))
+
+    def _alive(self) -> dict[int, str]:
+        with torch._C.DisableTorchFunction():  # reading attributes is no code of the user's
+            return self._parts()
+
+    def _parts(self) -> dict[int, str]:
+        optimizers = [optimizer for each in self._optimizers if (optimizer := each()) is not None]
+        found = dict.fromkeys(self.engine.handles.values(), "workspace")
+        roots = [root for each in self.roots if (root := each()) is not None]
+        tensors: list[tuple[str, Any]] = [(BUFFERS, buffer) for root in roots for buffer in root.buffers()]
+        parameters = [parameter for root in roots for parameter in root.parameters()]
+        for optimizer in optimizers:
+            tensors += [("optimizer", value) for state in optimizer.state.values() for value in state.values()]
+            parameters += [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        tensors += [("gradients", parameter.grad) for parameter in parameters]
+        tensors += [("weights", parameter) for parameter in parameters]
+        for part, tensor in tensors:
+            if isinstance(tensor, Tensor) and (address := self.engine.address(tensor)):
+                found[address] = part
+        for root in roots:
+            for owner in optimizers:
+                self.own(root, owner)
+            if not optimizers:
+                self.own(root, None)
+        return found
+
+    def _step_begins(self, optimizer: Optimizer, *_: Any) -> None:
+        if all(each() is not optimizer for each in self._optimizers):
+            self._optimizers.append(weakref.ref(optimizer))
+        self._stepping = True
+        self._enter_phase("optimizer")
+
+    def _step_ends(self, *_: Any) -> None:
+        self._stepping = False
+        self.marks.append(Mark(self.engine.now(), self.phase, self._alive()))
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if not self._stack and torch._C._current_graph_task_id() != -1:  # checkpointing computes a block again
+            self._recomputing = self.engine.now()
+        super()._enter(module, args)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        path = self._stack[-1]
+        super()._leave(module, args, output)
+        if path.endswith("lm_head") and isinstance(output, Tensor):
+            self.logits |= {2 * output.numel(), 4 * output.numel()}
+        if not self._stack and self._recomputing is not None:
+            self.marks.append(Mark(self.engine.now(), self.phase, {}, self._recomputing))
+            self._recomputing = None

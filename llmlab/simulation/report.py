@@ -1,0 +1,220 @@
+"""`lab.simulate`: build the run's real model on fake tensors, take its step, and report what the card would show."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..base.units import show_bytes
+from ..formulas.time.step import mfu, tokens_of
+from ..hardware.gpu import GPU
+from ..hardware.gpu import gpu as find_gpu
+from ..hardware.this_machine import environment
+from ..recording.events import exclusive
+from ..recording.parts import divide, logits_sizes
+from ..report import Report
+from ..specs.check import check
+from ..specs.model import ModelLike, ModelSpec
+from ..specs.model import model as find_model
+from ..specs.run import Inference, Run, Training
+from ..step.model import pinned_attention, quantization_of
+from ..step.offload import check_offload
+from ..step.ranks import Ranks, around_steps
+from ..step.step import build_step
+from .allocator.caching import Allocator, AllocatorOutOfMemory
+from .allocator.host import HostMemory
+from .allocator.rounding import blocks_of
+from .capability import capability_of
+from .decode_replay import Decoder, Mispredicted, steps_that_run
+from .devices import GPU_DEVICE, HOST
+from .distributed.torch_engines import checked, fake_ranks
+from .distributed.torch_engines import notes as rank_notes
+from .engine.engine import Engine, notes_of
+from .patching.bitsandbytes import fake_bitsandbytes, loading_note
+from .patching.flash_attn import fake_flash_attn
+from .patching.from_data import tensors_from_data
+from .patching.import_sweep import swept
+from .patching.patches import cuda_operators, fake_parameters, held_random_states
+from .profile.timeline import by_module, peak_place
+from .recording import Recording
+from .workspaces.bitsandbytes import bitsandbytes_extras, cpu_bitsandbytes_extras
+from .workspaces.cuda import cuda_extras, grouped_mm
+from .workspaces.extra import Extra
+from .workspaces.onednn import cpu_product_extras
+
+COMPILE_NOTE = "compile=True is simulated eager: what a compiled step fuses away is counted."
+
+ROOMY = 2**50  # bytes: of a card on which nothing runs out
+
+# bitsandbytes computes the columns of outliers apart, in 16 bit; how many there are only values say.
+INT8_NOTE = "int8 is simulated as if no activation reached the outlier threshold; each column that does takes more."
+
+
+def simulated(model: ModelLike, run: Run, gpu: GPU | str) -> Report:
+    """Return the report of `llmlab.simulate`."""
+    spec = find_model(model)
+    card = None if isinstance(gpu, str) and gpu.lower() == "cpu" else find_gpu(gpu)
+    taken = recorded(spec, run, card)
+    if card is None or taken.failed is None:
+        return _reported(spec, run, card, taken)
+    error, place = taken.failed
+    where = f"{taken.phase}, {place}: {show_bytes(error.segment - (error.capacity - error.reserved))} short"
+    roomy = recorded(spec, run, replace(card, memory=ROOMY))
+    report = _reported(spec, run, card, roomy)
+    needed = max(roomy.peak_reserved or 0, roomy.reserved_before) + card.memory - card.room(run.world_size)
+    return replace(
+        report, outcome="out of memory", where=where, needed=needed, process=None, notes=(str(error), *report.notes),
+        step_seconds=None, tokens_per_second=None, mfu=None,
+    )  # fmt: skip
+
+
+def recorded(model: ModelLike, run: Run, gpu: GPU | str | None) -> Recording:
+    """Return the simulated step itself, with its `operators`; `gpu` None is the CPU."""
+    spec, card = find_model(model), find_gpu(gpu) if gpu else None
+    check(spec, run, card)
+    if run.world_size > 1:
+        checked(spec, run)
+    elif isinstance(run, Training) and run.offload:
+        check_offload(run, card is not None, "simulate")
+    if card:
+        capability_of(card)
+    window = spec.config.get("sliding_window")
+    runs = steps_that_run(run, window) if isinstance(run, Inference) else set()
+    with exclusive("simulate()"):
+        while True:
+            try:
+                return _take(spec, run, card, runs)
+            except Mispredicted as gap:
+                runs |= set(range(gap.since, gap.at + 1))
+
+
+def _take(spec: ModelSpec, run: Run, card: GPU | None, runs: set[int]) -> Recording:
+    """Return the recording of a run; of a generation, the calls of the model numbered `runs` run, others may not."""
+    gc.collect()
+    with swept() as look, ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng([]))
+        stack.enter_context(fake_parameters())
+        engine = _card_engine(run, card, stack) if card else _host_engine(run, stack)
+        allocator = engine.memory if isinstance(engine.memory, Allocator) else None
+        if quantization_of(run) is not None:
+            stack.enter_context(fake_bitsandbytes(allocator.empty_cache if allocator else None))
+        recording = Recording(engine, card)
+        ranks = None
+        if isinstance(run, Training) and run.world_size > 1:
+            ranks = stack.enter_context(fake_ranks(run, recording))
+        stack.enter_context(around_steps(run))
+        stack.enter_context(pinned_attention(run))
+        with recording.places.watched(), engine:
+            try:
+                _steps(spec, run, recording, runs, ranks)
+            except AllocatorOutOfMemory as error:
+                recording.failed = error, engine.asked
+            finally:
+                look()
+                recording.counting = False
+                recording.enter(recording.phase)
+                recording.step = None
+        if allocator and not recording.failed:
+            recording.peak_reserved = allocator.peak_reserved
+    return recording
+
+
+def _card_engine(run: Run, card: GPU, stack: ExitStack) -> Engine:
+    stack.enter_context(cuda_operators(capability_of(card)))
+    stack.enter_context(tensors_from_data())
+    if run.attention == "flash":
+        stack.enter_context(fake_flash_attn(capability_of(card)))
+    extras = cuda_extras(card) | (bitsandbytes_extras(card) if quantization_of(run) is not None else {})
+    return Engine(GPU_DEVICE, Allocator(card.room(run.world_size)), extras, card.cublas_workspace)
+
+
+def _host_engine(run: Run, stack: ExitStack) -> Engine:
+    by_bitsandbytes = quantization_of(run) or (isinstance(run, Training) and run.optimizer in ("lion", "adamw-8bit"))
+    extras = {torch.ops.aten._grouped_mm.default: Extra(outputs=grouped_mm)} | cpu_product_extras()
+    engine = Engine(HOST, HostMemory(), extras | (cpu_bitsandbytes_extras() if by_bitsandbytes else {}))
+    stack.enter_context(held_random_states(engine))
+    return engine
+
+
+def _steps(spec: ModelSpec, run: Run, recording: Recording, runs: set[int], ranks: Ranks | None) -> None:
+    engine = recording.engine
+    if isinstance(run, Inference):
+        shapes = [(run.batch, run.prompt_len)]
+    else:
+        run = replace(run, compile=False)
+        shapes = [(run.micro_batch, run.seq_len)] * run.accumulation
+    inputs = [torch.empty(shape, dtype=torch.int64, device="meta") for shape in shapes]
+    recording.enter("load")
+    step = recording.step = build_step(spec, run, engine.device, inputs, recording.recomputing, ranks)
+    recording.loaded = engine.memory.allocated
+    recording.counting = False
+    warm_up = replace(step, run=replace(run, new_tokens=min(2, run.new_tokens))) if isinstance(run, Inference) else step
+    warm_up(recording.enter)
+    recording.counting = True
+    if isinstance(engine.memory, Allocator):
+        recording.reserved_before = engine.memory.peak_reserved
+        engine.memory.reset_peak()
+    if isinstance(run, Inference):
+        step = recording.step = replace(step, decoder=Decoder(step.model, engine, recording.operators, runs))
+    step(recording.enter)
+
+
+def _reported(spec: ModelSpec, run: Run, card: GPU | None, recording: Recording) -> Report:
+    sizes = logits_sizes(spec, run)
+    division = divide(recording.engine.events, recording.marks, blocks_of(sizes) if card else sizes)
+    facts = {name: version for name, version in environment().items() if name in ("torch", "transformers", "python")}
+    phases = dict(division.phases)
+    if card and recording.loaded is not None:
+        phases["load"] = recording.loaded
+    reserved, outside = recording.peak_reserved, card.outside(run.world_size) if card else None
+    peak_at = peak_place(division, recording.engine)
+    return Report(
+        source="simulated",
+        model=spec.name,
+        run=run,
+        gpu=card.name if card else None,
+        capacity=card.memory if card else None,
+        environment=facts,
+        outcome="fits" if card else "unknown",
+        peak_allocated=division.peak,
+        peak_reserved=reserved,
+        process=reserved + outside if reserved is not None and outside is not None else None,
+        phases=phases,
+        parts=division.parts,
+        detail=division.detail,
+        notes=_notes(spec, run, card, recording),
+        timeline=division.timeline,
+        peak_at=str(peak_at) if peak_at else None,
+        modules=by_module(division.blocks, recording.engine.places),
+        **_rates(spec, run, card, recording),
+    )
+
+
+def _notes(spec: ModelSpec, run: Run, card: GPU | None, recording: Recording) -> tuple[str, ...]:
+    notes = [COMPILE_NOTE] if isinstance(run, Training) and run.compile else []
+    if quantization_of(run) == "int8":
+        notes.append(INT8_NOTE)
+    if card and quantization_of(run) == "nf4":
+        notes.append(loading_note())
+    return (*notes, *rank_notes(spec, run, card), *notes_of(recording.engine))
+
+
+def _rates(spec: ModelSpec, run: Run, card: GPU | None, recording: Recording) -> dict[str, Any]:
+    """Return FLOP and, where the card's rates are known and what runs is what was simulated, the time."""
+    counted = recording.operators.flops
+    fused = isinstance(run, Training) and (run.compile or run.kernels)
+    # What is sent, and the host's update, take no time here.
+    elsewhere = run.world_size > 1 or (isinstance(run, Training) and run.offload)
+    seconds = None if fused or elsewhere else recording.operators.seconds
+    if card is None or seconds is None:
+        return {"flops": counted}
+    return {
+        "flops": counted,
+        "step_seconds": seconds,
+        "tokens_per_second": tokens_of(run) / seconds,
+        "mfu": mfu(spec, run, card, seconds),
+    }

@@ -1,0 +1,163 @@
+"""`with lab.simulator("A100-40GB") as sim:` any code written for "cuda" runs unchanged, on a machine without CUDA.
+
+Inside the block this thread has one simulated card. What goes to "cuda" becomes a fake tensor, whose memory the model
+of the caching allocator counts; it has a shape and a dtype and no values. What stays on the host is real (data sets,
+samplers, token ids), but for parameters, which are fake there too and take no memory.
+
+Reading a float that the card computed gives a placeholder, so that loops which log a loss run to their end. Code that
+branches on such a value, or takes a size from it, gets NotAvailable with the operator and its own line; `simulator`
+says all of it. Light to import: torch comes with the first call.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from ..base.errors import NotAvailable
+from ..hardware.gpu import GPU
+from ..hardware.gpu import gpu as find_gpu
+from .capability import capability_of
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from .card import Card
+    from .profile.operator_log import Operators
+    from .profile.timeline import Timeline
+
+
+class Simulator:
+    """What the simulated card holds, in bytes; readable inside the block, and after it as it was at its end.
+
+    `gpu` is the card. `allocated`, `reserved`, their peaks since the block began or `reset_peak()` was last called, and
+    `timeline`, what was allocated after each allocation and each free, are those of `lab.meter`.
+    """
+
+    def __init__(self, card: Card) -> None:
+        self._card = card
+        self.gpu: GPU = card.gpu
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of the tensors on the card, rounded up to blocks: torch.cuda.memory_allocated."""
+        return self._card.memory.allocated
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of the allocator's segments: torch.cuda.memory_reserved."""
+        return self._card.memory.reserved
+
+    @property
+    def peak_allocated(self) -> int:
+        """The most that was allocated: torch.cuda.max_memory_allocated."""
+        return self._card.memory.peak_allocated
+
+    @property
+    def peak_reserved(self) -> int:
+        """The most that was reserved: torch.cuda.max_memory_reserved."""
+        return self._card.memory.peak_reserved
+
+    @property
+    def timeline(self) -> Timeline:
+        """Bytes allocated after each allocation and each free, in order; `timeline.plot()` says what for."""
+        return self._card.phases.timeline(f"{self.gpu.name}, simulated", self.gpu.memory)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What ran and is not counted, a sentence each."""
+        from .engine.engine import notes_of
+
+        return notes_of(self._card.engine)
+
+    def reset_peak(self) -> None:
+        """Let the peaks start again from what is allocated and reserved now: torch.cuda.reset_peak_memory_stats."""
+        self._card.memory.reset_peak()
+
+    @contextmanager
+    def operators(self) -> Iterator[Operators]:
+        """Give the list of the operators that run on the card inside the block: their FLOP, bytes, and `seconds`.
+
+            with sim.operators() as operators:
+                step()
+            print(operators.flops, operators.seconds)
+        """
+        from .profile.operator_log import Operators
+
+        seen = Operators(self.gpu)
+        engine = self._card.engine
+        before, engine.watch = engine.watch, seen
+        try:
+            yield seen
+        finally:
+            engine.watch = before
+
+    def save_snapshot(self, path: str | PathLike[str]) -> None:
+        """Write the segments and the history to `path` as torch.cuda.memory._dump_snapshot does.
+
+        https://pytorch.org/memory_viz opens it, and `python -m torch.cuda._memory_viz`. Each allocation has its
+        operator and module, then the stack of the Python code that made it. A crash leaves the old file or none.
+        """
+        from .profile.snapshot import write_snapshot
+
+        write_snapshot(path, self._card.snapshot())
+
+    def __repr__(self) -> str:
+        from ..base.units import show_bytes
+
+        held = f"{show_bytes(self.peak_allocated)} allocated, {show_bytes(self.peak_reserved)} reserved"
+        return f"<simulated {self.gpu.name}: at most {held}>"
+
+
+@contextmanager
+def simulator(gpu: GPU | str, *, assume: float | None = None, world_size: int | None = None) -> Iterator[Simulator]:
+    """Simulate `gpu` as this thread's only CUDA device until the block ends; nothing stays patched, whatever happens.
+
+    PYTORCH_CUDA_ALLOC_CONF is read when the block begins. Above the card's memory torch.cuda.OutOfMemoryError is
+    raised, as by torch, and code that catches it can go on.
+
+    Values. Tensors on the card have none. What a healthy run shows is taken for granted: everything is finite, the
+    GradScaler never skips a step, and generate() draws no end-of-sequence token. `.item()` and `.tolist()` of floats
+    give a number that prints as "?" and can be computed with, and that raises NotAvailable where code branches on it,
+    with the operator and the line. `float()`, NumPy, and tensors on the host that such values are written to get the
+    plain number 1.0, or 0 for integers, with a warning: from there on nobody can tell. `assume=2.5` makes every single
+    float that is read 2.5, in comparisons too. Known, and followed: integers and masks that come from the host or from
+    torch.arange and its like, token ids that torch.randint draws on the card, and up to 1024 floats. What these size
+    (x[mask], nonzero, repeat_interleave) is right; what the card's own results would size raises NotAvailable.
+
+    Checkpoints. torch.save and safetensors write no file that would hold simulated tensors: it is kept in memory until
+    the block ends, where torch.load and load_file find it, and os and shutil rename, copy and remove it. Files that are
+    there load for real.
+
+    Several cards. With `world_size` this process is rank 0 of as many: RANK, LOCAL_RANK and WORLD_SIZE are set as
+    torchrun sets them, and init_process_group makes a group whose other ranks are not there. DDP, FSDP2 (fully_shard),
+    DTensor, accelerate and the Trainer run as they are, and the card holds what rank 0's would, but for NCCL's own
+    buffers, which are not the allocator's. A collective leaves this rank's own values.
+
+    Not simulated: what torch.compile fuses (it runs eager, with a warning), CUDA graphs, kernels compiled for the card,
+    DeepSpeed's engine, the first FSDP and layers that accelerate keeps off the card (all are refused), cuDNN's
+    workspaces, which belong to the algorithm it picks, LSTM and GRU as one cuDNN kernel (a note says so), packed
+    sequences, and time: events give "?", and so do the card's sensors.
+    A DataLoader's workers run in this thread. Streams have blocks of their own, but backward runs on the stream that is
+    current when it is called. Parameters on the host have no values either. Names bound before the block, as by `from
+    torch.cuda import is_available`, stay what they were. Names that a module first imported inside it took are torch's
+    after it, and so are the script's own; what was answered inside, as `CUDA = is_available()`, is not asked again.
+
+    Raises UnknownName for a card that is not known, NotAvailable without torch, for a card without CUDA and inside a
+    meter, and SpecError inside another simulator and in a second thread.
+    """
+    card = find_gpu(gpu)
+    if find_spec("torch") is None:
+        raise NotAvailable("simulating needs torch: pip install 'llmlab[torch]'")
+    capability_of(card)
+    from .allocator.config import AllocatorConfig
+    from .card import Card
+    from .patching.install import plugged_in
+
+    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    simulated = Card(card, AllocatorConfig.parse(settings), assume)
+    with plugged_in(simulated, world_size):
+        yield Simulator(simulated)

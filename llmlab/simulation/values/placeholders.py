@@ -1,0 +1,169 @@
+"""Placeholders for values read from the simulated card, and the errors where none would do.
+
+Tensors on the card have no values. What a script only shows or logs is a placeholder; what would decide how it goes on
+raises NotAvailable, with the line of the script.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, SupportsIndex
+
+import torch
+
+from ...base.errors import NotAvailable
+from .. import FOLDER
+
+PLACEHOLDER = 1.0  # what float(), numpy() and C code get of a float that was computed on the card
+UNKNOWN = "?"  # what printing it shows
+OURS = (FOLDER, os.path.dirname(torch.__file__))
+WAY_ROUND = (
+    "compute it from Python numbers, shapes or tensors on the host, give the block a value for floats, "
+    "lab.simulator(..., assume=1.0), or lab.measure it"
+)
+# By operator: what asks for the values, and what else would do.
+READERS = {
+    "nonzero": ("nonzero(), x[mask] or torch.where(mask)", "torch.where(mask, a, b) and x * mask keep the shape"),
+    "index": ("x[mask]", "torch.where(mask, a, b) and x * mask keep the shape"),
+    "masked_select": ("masked_select()", "torch.where(mask, a, b) and x * mask keep the shape"),
+    "repeat_interleave": ("repeat_interleave() by a tensor", ""),
+    "_unique2": ("unique()", ""),
+    "unique_dim": ("unique()", ""),
+    "unique_consecutive": ("unique_consecutive()", ""),
+    "_pack_padded_sequence": ("pack_padded_sequence()", "packed sequences are not simulated: pass padded ones"),
+    "_local_scalar_dense": ("an operator that takes a number from a tensor", "give it a Python number"),
+}
+
+
+def located(error: NotAvailable) -> NotAvailable:
+    """Return `error` with the line of the user's code that led to it, and before it a library's in between."""
+    if ", line " in str(error):
+        return error
+    lines: list[str] = []
+    for frame in _outside(sys._getframe(1)):
+        file = frame.f_code.co_filename
+        library = _is_library(file)
+        if not (library and lines):
+            lines.append(f"{file}, line {frame.f_lineno}")
+        if not library:
+            break
+    return NotAvailable(f"{error} ({', called from '.join(lines)})") if lines else error
+
+
+def _is_library(file: str) -> bool:
+    return "site-packages" in file or "dist-packages" in file or file.startswith((sys.base_prefix, "<frozen"))
+
+
+def _outside(frame: FrameType | None) -> list[FrameType]:
+    """Return `frame` and its callers that are neither torch's nor of this package."""
+    found = []
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(OURS):
+            found.append(frame)
+        frame = frame.f_back
+    return found
+
+
+def refuse(operator: str, why: str) -> NotAvailable:
+    """Return the error for reading a value that is not known."""
+    return located(NotAvailable(f"{operator} {why}, and tensors on the simulated card have no values: {WAY_ROUND}"))
+
+
+def needs_values(func: Any) -> NotAvailable:
+    """Return the error for operator `func`, which reads values or whose output's size depends on them."""
+    asked, instead = READERS.get(func._schema.name.split("::")[-1], ("", ""))
+    return located(NotAvailable(
+        f"{func}{f', which is {asked},' if asked else ''} needs the values of a tensor, and tensors that the simulated "
+        f"card computed have none: {f'{instead}; ' if instead else ''}give it a tensor made on the host, whose values "
+        "are followed, or lab.measure it"
+    ))  # fmt: skip
+
+
+def asked_by_torch() -> str:
+    """Return the name of the torch module whose Python code reads a value, "" where it is other code."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(OURS[0]):
+        frame = frame.f_back
+    name = frame.f_globals.get("__name__", "") if frame else ""
+    return name if name.startswith("torch.") else ""
+
+
+def warn_of(what: str) -> None:
+    """Say once, at the line of the user's code, that `what` gives placeholders as plain numbers."""
+    frames = _outside(sys._getframe(1))
+    frame = next((each for each in frames if not _is_library(each.f_code.co_filename)), frames[0] if frames else None)
+    if frame is not None:
+        message = (
+            f"{what}: tensors on the simulated card have no values, and this takes the placeholder for them: floats "
+            f"are {PLACEHOLDER}, integers 0. What is computed or decided from it is not what a GPU would give."
+        )
+        warnings.warn_explicit(message, UserWarning, frame.f_code.co_filename, frame.f_lineno)
+
+
+class Unknown(float):
+    """A float that was read from the card: it can be computed with and printed, and not be branched on."""
+
+    def __int__(self) -> int:
+        raise refuse("int() of .item()", "takes a whole number from a value")
+
+    __index__ = __trunc__ = __int__
+
+    def __float__(self) -> float:
+        warn_of("float()")
+        return float.__add__(self, 0.0)
+
+    def __round__(self, digits: SupportsIndex | None = None, /) -> Any:  # of a float, an int without digits
+        return self
+
+    def __repr__(self) -> str:
+        return UNKNOWN
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return format_unknown(spec)
+
+    def __reduce__(self) -> tuple:
+        return float, (float.__add__(self, 0.0),)
+
+
+# torch's own errors name the type: "argument 'size' must be tuple of ints, not ..."
+Unknown.__name__ = "a value that the simulated card does not have"
+
+
+def _compared(self: Unknown, other: Any = None) -> bool:
+    raise refuse("a comparison with .item()", "is control flow on a value")
+
+
+def _computed(name: str) -> Callable:
+    operation = getattr(float, name)
+
+    def compute(self: Unknown, *others: Any) -> Any:
+        result = operation(self, *others)
+        return result if result is NotImplemented else Unknown(result)
+
+    return compute
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+    for _side in (f"__{_name}__", f"__r{_name}__"):
+        setattr(Unknown, _side, _computed(_side))
+for _name in ("__neg__", "__pos__", "__abs__"):
+    setattr(Unknown, _name, _computed(_name))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne", "bool"):
+    setattr(Unknown, f"__{_name}__", _compared)
+
+_SPEC = re.compile(r"(?:(.)?([<>=^]))?[-+ ]?z?#?0?(\d+)?")
+
+
+def format_unknown(spec: str) -> str:
+    """Return the sign for a value that is not known, as wide as a format specification for a number asks."""
+    found = _SPEC.match(spec)
+    assert found is not None  # all of it is optional
+    fill, align, width = found.groups()
+    return format(UNKNOWN, f"{fill or ' '}{'>' if align in (None, '=') else align}{width or ''}")

@@ -1,0 +1,1 @@
+"""Workspaces: what CUDA kernels allocate besides their outputs."""

@@ -1,0 +1,63 @@
+"""Workspaces of oneDNN's 16-bit products on this CPU: its kernels say so only when they run, so they are run.
+
+Which kernel runs, and how much scratch it wants to lay operands out anew, depends on the CPU (AMX, AVX-512), the shapes
+and the number of threads (aten/src/ATen/native/mkldnn/Matmul.cpp). Large products are not tried: beside what a step
+with such holds the scratch is small, and a simulation is to take seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ...recording.events import CPUEvents
+from .extra import Extra
+
+aten = torch.ops.aten
+PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+LARGEST = 1 << 20  # elements of a tensor of a product that is tried
+
+Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
+
+
+def cpu_product_extras() -> dict[Any, Extra]:
+    """Return by operator what a product on the CPU takes besides its output."""
+    return {func: Extra(after=_scratch_of(func)) for func in PRODUCTS}
+
+
+def _scratch_of(func: Any) -> Callable[..., list[int]]:
+    def scratch(out: Tensor, *args: Any, **kwargs: Any) -> list[int]:
+        operands = [each for each in args if isinstance(each, Tensor)]
+        if out.dtype not in (torch.bfloat16, torch.float16) or any(x.numel() > LARGEST for x in (out, *operands)):
+            return []
+        layouts = tuple((tuple(each.shape), each.stride()) for each in operands)
+        return [_tried(func, out.dtype, layouts, torch.get_num_threads(), torch.backends.mkldnn.enabled)]
+
+    return scratch
+
+
+@cache
+def _tried(func: Any, dtype: torch.dtype, layouts: tuple[Layout, ...], threads: int, enabled: bool) -> int:
+    """Return the bytes that `func` of tensors of `layouts` takes at most, its output left out.
+
+    `threads` and `enabled` are torch's settings, which a cached answer holds for.
+    """
+    source = CPUEvents()
+    with _disable_current_modes(), torch.no_grad():
+        operands = [torch.empty_strided(*each, dtype=dtype, device="cpu") for each in layouts]
+        func(*operands)  # the first call makes the kernel
+        source.start()
+        try:
+            out = func(*operands)
+        finally:
+            events = source.stop()
+    now = most = 0
+    for event in events:
+        now += event.size
+        most = max(most, now)
+    return most - out.nbytes

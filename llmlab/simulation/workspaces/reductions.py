@@ -1,0 +1,234 @@
+"""Workspaces of reductions: sums, means, norms and extremes over few outputs are split over thread blocks.
+
+Source: aten/src/ATen/native/cuda/Reduce.cuh, setReduceConfig and gpu_reduce_kernel (torch 2.13), and TensorIterator.cpp
+for the order of the dimensions. The blocks that share an output leave their part in global memory, once for each thread
+along x where those have outputs of their own: for the gradient of a bias, a sum over all tokens, that is often more
+than the gradient of the layer's output itself.
+
+Shapes and strides are of TensorIterator: the dimension that moves fastest comes first, strides count bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...hardware.gpu import GPU
+from .extra import Extra
+
+aten = torch.ops.aten
+
+MAX_THREADS = 512  # max_reduce_threads
+WARP = 32
+VALUES_A_THREAD = 16, 256  # min_values_per_thread, max_values_per_thread
+INT_MAX = 2**31 - 1
+THREADS_A_MULTIPROCESSOR: dict[tuple[int, int] | None, int] = {
+    (7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536,
+}  # fmt: skip
+
+
+class Kind(NamedTuple):
+    """How a reduction sums: bytes it keeps of each output, by the bytes of an input; elements that one load takes."""
+
+    accumulator: Callable[[int], int]
+    loads: Callable[[int], int] = lambda item: 4
+    casts: bool = True  # to the dtype of the output first, where no kernel reads the input's
+    whole: bool = False  # a full reduction, which makes its input contiguous (ReduceAllOps.cpp)
+
+
+def _wide(item: int) -> int:
+    return max(4, item)
+
+
+SUM = Kind(_wide, lambda item: 8 if item == 2 else 4)  # ReduceSumProdKernel.cu, ReduceMomentKernel.cu (mean)
+PROD = Kind(_wide)
+NORM = Kind(_wide)  # ReduceNormKernel.cu
+SAME = Kind(lambda item: item, casts=False)  # ReduceMaxValuesKernel.cu, ReduceLogicKernel.cu
+WHOLE = Kind(lambda item: item, casts=False, whole=True)
+PAIR = Kind(lambda item: 16, casts=False)  # a value and its int64 index: ReduceArgMaxKernel.cu, TensorCompare.cu
+WELFORD = Kind(lambda item: 16, lambda item: 2)  # mean, sum of squares and two counts: ReduceMomentKernel.cu
+
+KINDS = {
+    aten.sum.default: SUM, aten.sum.dim_IntList: SUM, aten.mean.default: SUM, aten.mean.dim: SUM,
+    aten.prod.default: PROD, aten.prod.dim_int: PROD,
+    aten.linalg_vector_norm.default: NORM, aten.norm.ScalarOpt_dim: NORM,
+    aten.max.default: WHOLE, aten.min.default: WHOLE, aten.amax.default: SAME, aten.amin.default: SAME,
+    aten.any.default: SAME, aten.any.dim: SAME, aten.all.default: SAME, aten.all.dim: SAME,
+    aten.argmax.default: PAIR, aten.argmin.default: PAIR, aten.max.dim: PAIR, aten.min.dim: PAIR,
+    aten.var.correction: WELFORD, aten.var_mean.correction: WELFORD,
+    aten.std.correction: WELFORD, aten.std_mean.correction: WELFORD,
+}  # fmt: skip
+
+
+def reduction_extras(gpu: GPU) -> dict[Any, Extra]:
+    """Return by operator what its CUDA kernel takes on `gpu`."""
+    slots = gpu.sms, THREADS_A_MULTIPROCESSOR.get(gpu.compute_capability, 2048)
+    losses = (aten.mse_loss.default, aten.smooth_l1_loss.default)
+    return {
+        **{func: Extra(after=_taken(func, kind, slots)) for func, kind in KINDS.items()},
+        **dict.fromkeys(losses, Extra(after=_errors(slots))),
+    }
+
+
+def _errors(slots: tuple[int, int]) -> Callable[..., list[int]]:
+    def taken(out: Any, x: Tensor, target: Tensor, reduction: int = 1, *rest: Any) -> list[int]:
+        """Loss.cpp, mse_loss_out and smooth_l1_loss_out: the loss of each element, then its mean or sum."""
+        count = prod(torch.broadcast_shapes(x.shape, target.shape))
+        if not reduction or not count:
+            return []
+        item = torch.result_type(x, target).itemsize
+        return [count * item, *buffers([count], [item], [True], item, item, SUM, slots)]
+
+    return taken
+
+
+def _taken(func: Any, kind: Kind, slots: tuple[int, int]) -> Callable[..., list[int]]:
+    names = [argument.name for argument in func._schema.arguments]
+    default = {argument.name: argument.default_value for argument in func._schema.arguments}
+
+    def taken(out: Any, x: Tensor, *args: Any, **named: Any) -> list[int]:
+        """A copy of the input in another dtype or order, then the parts of each output and a counter a block."""
+        if not x.numel():
+            return []
+        given = default | dict(zip(names[1:], args, strict=False)) | named
+        dims = given.get("dim")
+        result = out[0] if isinstance(out, tuple) else out
+        copied: list[int] = []
+        item = x.element_size()
+        shape, strides = list(x.shape), [step * item for step in x.stride()]
+        half_to_float = x.element_size() == 2 and result.dtype == torch.float32 and x.is_floating_point()
+        if kind.casts and result.dtype != x.dtype and not half_to_float:
+            strides = [step // item * result.element_size() for step in strides]
+            item = result.element_size()
+            copied = [x.numel() * item]
+        elif kind.whole and not x.is_contiguous():
+            strides = [prod(shape[dim + 1 :]) * item for dim in range(len(shape))]
+            copied = [x.numel() * item]
+        reduced = _reduced(dims, len(shape))
+        offset = int(x.storage_offset()) if not copied else 0
+        return copied + buffers(shape, strides, reduced, item, result.element_size(), kind, slots, offset)
+
+    return taken
+
+
+def _reduced(dims: Any, count: int) -> list[bool]:
+    if dims is None or dims == [] or dims == ():
+        return [True] * count
+    chosen = {dim % count for dim in ([dims] if isinstance(dims, int) else dims)} if count else set()
+    return [dim in chosen for dim in range(count)]
+
+
+def buffers(
+    shape: list[int], strides: list[int], reduced: list[bool], item: int, out_item: int, kind: Kind,
+    slots: tuple[int, int], offset: int = 0,
+) -> list[int]:  # fmt: skip
+    """Return the bytes a reduction allocates. Its input has `item` bytes an element, begins `offset` elements into its
+    storage, and has `strides` in bytes; `slots` are the card's multiprocessors and the threads that each of them
+    holds."""
+    kept = [1 if gone else size for size, gone in zip(shape, reduced, strict=True)]
+    steps = [0 if gone else prod(kept[dim + 1 :]) * out_item for dim, gone in enumerate(reduced)]
+    sizes, outputs, inputs = _ordered(shape, steps, strides)
+    accumulator, parts = kind.accumulator(item), []
+    if not _fits_32_bit(sizes, outputs, inputs) and item == out_item == 2:  # AccumulationBuffer
+        parts = [prod(kept) * accumulator]
+    while not _fits_32_bit(sizes, outputs, inputs):  # with_32bit_indexing: in halves of the longest dimension
+        extents = [(size - 1) * max(pair) for size, *pair in zip(sizes, outputs, inputs, strict=True)]
+        sizes[extents.index(max(extents))] //= 2
+    return parts + _split_over_blocks(sizes, outputs, inputs, item, accumulator, kind.loads(item), slots, offset)
+
+
+def _split_over_blocks(
+    sizes: list[int], outputs: list[int], inputs: list[int], item: int, accumulator: int, loads: int,
+    slots: tuple[int, int], offset: int,
+) -> list[int]:  # fmt: skip
+    """setReduceConfig, and what gpu_reduce_kernel allocates by it."""
+    first_kept = sum(step == 0 for step in outputs)  # num_reduce_dims
+    results = prod(size for size, step in zip(sizes, outputs, strict=True) if step)
+    values = prod(sizes) // results
+    over_rows = not sizes or first_kept == len(sizes) or inputs[0] < inputs[first_kept]
+    along_x, along_y = (values, results) if over_rows else (results, values)
+    fastest = (inputs[0] if over_rows else inputs[first_kept]) if sizes else item
+    vector = 1
+    if not sizes:
+        along_x = along_y = 1
+    elif fastest == item and over_rows and along_x >= 128 and first_kept == 1:
+        along_x //= loads
+    elif fastest == item and not over_rows:
+        others = [step // item for dim, step in enumerate(inputs) if dim != first_kept]
+        vector = next(size for size in (4, 2, 1) if not any(n % size for n in (offset, sizes[first_kept], *others)))
+        along_x //= vector
+    most = MAX_THREADS // vector
+    x, y = (_power_below(size) if size < most else most for size in (along_x, along_y))
+    width = min(x, WARP)
+    height = min(y, most // width)
+    width = min(x, most // height)
+    step_in, step_out = (width, 1) if over_rows else (1, width)
+    by_warps = -(-values // step_in) >= min(height * 16, VALUES_A_THREAD[1])
+    if by_warps:
+        step_in *= height
+    else:
+        step_out *= height
+    grid = -(-(results // vector) // step_out)
+    wanted = slots[0] * (slots[1] // (width * height))
+    each = -(-values // step_in)
+    if not by_warps or each < VALUES_A_THREAD[1] or grid > wanted:
+        return []
+    blocks = max(min(-(-wanted // grid), -(-each // VALUES_A_THREAD[0])), -(-each // VALUES_A_THREAD[1]))
+    if blocks <= 1:
+        return []
+    return [accumulator * results * blocks * (1 if over_rows else width * vector), 4 * grid]
+
+
+def _power_below(size: int) -> int:
+    return 1 << (size.bit_length() - 1) if size > 0 else 1
+
+
+def _fits_32_bit(sizes: list[int], *strides: list[int]) -> bool:
+    """TensorIterator.cpp, can_use_32bit_indexing."""
+    if prod(sizes) > INT_MAX:
+        return False
+    return all(
+        1 + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True)) <= INT_MAX for steps in strides
+    )
+
+
+def _ordered(shape: list[int], outputs: list[int], inputs: list[int]) -> tuple[list[int], list[int], list[int]]:
+    """TensorIterator.cpp, reorder_dimensions and coalesce_dimensions: reduced dimensions first, then by stride."""
+    order = list(reversed(range(len(shape))))
+    for place in range(1, len(order)):
+        here = place
+        for before in range(place - 1, -1, -1):
+            compared = _compare(order[before], order[here], shape, outputs, inputs)
+            if compared > 0:
+                order[before], order[here] = order[here], order[before]
+                here = before
+            elif compared < 0:
+                break
+    found: list[list[int]] = []
+    for size, out, step in ((shape[dim], outputs[dim], inputs[dim]) for dim in order):
+        last = found[-1] if found else None
+        if not last or not (1 in (last[0], size) or (last[0] * last[1] == out and last[0] * last[2] == step)):
+            found.append([size, out, step])
+            continue
+        if last[0] == 1:
+            last[1:] = out, step
+        last[0] *= size
+    return [each[0] for each in found], [each[1] for each in found], [each[2] for each in found]
+
+
+def _compare(a: int, b: int, shape: list[int], outputs: list[int], inputs: list[int]) -> int:
+    """should_swap of reorder_dimensions: 1 where dimension `a` belongs behind `b`, -1 before it, 0 undecided."""
+    if (outputs[a] == 0) != (outputs[b] == 0):
+        return 1 if outputs[b] == 0 else -1
+    for steps in (outputs, inputs):
+        if not steps[a] or not steps[b]:
+            continue
+        if steps[a] != steps[b]:
+            return 1 if steps[a] > steps[b] else -1
+        if shape[a] > shape[b]:
+            return 1
+    return 0

@@ -1,0 +1,70 @@
+"""What a model, a run and a card must agree on, checked before anything is computed or allocated."""
+
+from __future__ import annotations
+
+import reprlib
+
+from ..base.errors import SpecError
+from ..hardware.gpu import FLASH_ATTENTION_2_CAPABILITY, GPU
+from .model import ModelSpec
+from .run import Inference, Run, Training
+from .stages import stage_layers
+
+HALF = {"fp16", "bf16"}
+# What transformers' class of a family refuses: Gemma 2's softcap is not in PyTorch's SDPA.
+ATTENTION_MISSING = {"gemma2": ("sdpa", "efficient")}
+
+
+def check(spec: ModelSpec, run: Run, gpu: GPU | None = None) -> None:
+    """Raise SpecError where `run` asks for what the model or the card does not have; return None where all agrees."""
+    if not isinstance(run, (Training, Inference)):
+        given = f"run={reprlib.repr(run)} is a {type(run).__name__}"
+        raise SpecError(f"{given}; give a lab.Training(...) or a lab.Inference(...)")
+    if run.attention in ATTENTION_MISSING.get(spec.family, ()):
+        raise SpecError(f"transformers' {spec.family} has no attention={run.attention!r}; use attention='eager'")
+    if run.seq_len > spec.max_positions:
+        what = "seq_len" if isinstance(run, Training) else "prompt_len + new_tokens"
+        raise SpecError(f"{what}={run.seq_len} is beyond {spec.name}'s {spec.max_positions} positions")
+    for degree, name, size in _splits(spec, run):
+        if size % degree[1]:
+            raise SpecError(f"{degree[0]}={degree[1]} does not divide {spec.name}'s {size} {name}")
+    if isinstance(run, Training):
+        stage_layers(spec.layers, run.pp, spec.name)
+        _check_training(spec, run)
+    if gpu is None:
+        return
+    for dtype in sorted(dtypes_of(run) & HALF):
+        if gpu.peak(dtype) is None:
+            other = "fp16" if dtype == "bf16" else "fp32"
+            raise SpecError(f"{gpu.name} has no {dtype} units; use {other} on it (for training: autocast-fp16)")
+    capability, least = gpu.compute_capability, FLASH_ATTENTION_2_CAPABILITY
+    if run.attention == "flash" and capability is not None and capability < least:
+        raise SpecError(
+            f"attention='flash' needs compute capability {'.'.join(map(str, least))}; {gpu.name} has "
+            f"{'.'.join(map(str, capability))}: use attention='sdpa'"
+        )
+
+
+def _splits(spec: ModelSpec, run: Run) -> list[tuple[tuple[str, int], str, int]]:
+    splits = [(("tp", run.tp), "heads", spec.heads)]
+    if isinstance(run, Training):
+        splits.append((("cp", run.cp), "tokens of seq_len", run.seq_len))
+        if run.ep > 1 and not spec.experts:
+            raise SpecError(f"ep={run.ep} with {spec.name}, which has no experts; use ep=1")
+        splits.append((("ep", run.ep), "experts", spec.experts or run.ep))
+    return splits
+
+
+def _check_training(spec: ModelSpec, run: Training) -> None:
+    if run.lora:
+        names = {linear.name for linear in spec.linears}
+        if missing := [target for target in run.lora.targets if target not in names]:
+            have = ", ".join(sorted(names))
+            raise SpecError(f"LoRA targets {', '.join(missing)} are not in {spec.name}; it has {have}")
+    if run.attention == "flash" and run.precision == "fp32":
+        raise SpecError("attention='flash' computes in fp16 or bf16 only; with precision='fp32' use attention='sdpa'")
+
+
+def dtypes_of(run: Run) -> set[str]:
+    """Return the dtypes that the device must have units for, or hold: of the products, or of weights and KV cache."""
+    return {run.compute_dtype} if isinstance(run, Training) else {run.weights, run.kv}

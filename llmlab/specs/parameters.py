@@ -1,0 +1,152 @@
+"""How many parameters a model has, component by component, and which matrices they are.
+
+Each function counts what transformers' model class creates; tests hold them to that class on the meta device. Tied
+embeddings count once. Buffers (rotary frequencies, DeepSeek's expert-selection bias) are no parameters.
+
+    h  hidden     f  MLP width     v  vocabulary     L  layers     d  head_dim
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .sizes import Sizes
+
+
+@dataclass(frozen=True)
+class Linear:
+    """`count` matrices in the model that map `inputs` to `outputs` features: nn.Linear, or GPT-2's Conv1D.
+
+    `name` is the last component of the module's path in transformers; `part` is the key of parameters_by_component
+    it belongs to. A tied lm_head is listed with part "head", though its parameters count as the embedding's.
+    """
+
+    name: str
+    inputs: int
+    outputs: int
+    bias: bool
+    count: int
+    part: str
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of all `count` of them, biases included."""
+        return self.count * self.outputs * (self.inputs + self.bias)
+
+
+def gpt2_closed_form(hidden: int, layers: int, vocab: int, positions: int = 0) -> int:
+    """Return N = hv + L(12h² + 13h) + 2h (+ h · positions), a GPT-2-like model's parameters.
+
+    A block: attention 4h² + 4h, MLP of width 4h 8h² + 5h, two LayerNorms 4h. 2h is the final LayerNorm; the head
+    shares the embedding hv. Learned positions add one row of h a position, which the formula as usually written
+    leaves out: 0.6 % of GPT-2.
+
+    >>> gpt2_closed_form(hidden=768, layers=12, vocab=50257, positions=1024)
+    124439808
+    """
+    return hidden * vocab + layers * (12 * hidden**2 + 13 * hidden) + 2 * hidden + hidden * positions
+
+
+def linears(spec: Sizes) -> tuple[Linear, ...]:
+    """Return every linear layer, in the order a block runs them. Routed experts are none: see expert_parameters."""
+    attention = _latent_attention(spec) if spec.mla else _attention(spec)
+    return (*attention, *_mlp(spec), Linear("lm_head", spec.hidden, spec.vocab, False, 1, "head"))
+
+
+def _attention(spec: Sizes) -> list[Linear]:
+    h, q, kv, L = spec.hidden, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.layers
+    if spec.fused_qkv:
+        qkv, out = ("c_attn", "c_proj") if spec.family == "gpt2" else ("qkv_proj", "o_proj")
+        inputs = [Linear(qkv, h, q + 2 * kv, spec.qkv_bias, L, "attention")]
+    else:
+        out = "o_proj"
+        widths = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
+        inputs = [Linear(name, h, width, spec.qkv_bias, L, "attention") for name, width in widths]
+    return [*inputs, Linear(out, q, h, spec.output_bias, L, "attention")]
+
+
+def _latent_attention(spec: Sizes) -> list[Linear]:
+    """DeepSeek-V2, arXiv 2405.04434, section 2.1: down to a latent, and up to all heads from it."""
+    m, h, L = spec.mla, spec.hidden, spec.layers
+    assert m is not None
+    q, kv = spec.heads * spec.head_dim, spec.heads * (m.qk_nope_head_dim + m.v_head_dim)
+    if m.q_lora_rank is None:
+        queries = [Linear("q_proj", h, q, False, L, "attention")]
+    else:
+        queries = [
+            Linear("q_a_proj", h, m.q_lora_rank, spec.qkv_bias, L, "attention"),
+            Linear("q_b_proj", m.q_lora_rank, q, False, L, "attention"),
+        ]
+    return [
+        *queries,
+        Linear("kv_a_proj_with_mqa", h, m.kv_lora_rank + m.qk_rope_head_dim, spec.qkv_bias, L, "attention"),
+        Linear("kv_b_proj", m.kv_lora_rank, kv, False, L, "attention"),
+        Linear("o_proj", spec.heads * m.v_head_dim, h, spec.output_bias, L, "attention"),
+    ]
+
+
+def _mlp(spec: Sizes) -> list[Linear]:
+    """The dense MLPs, and the shared experts: what every token goes through."""
+    h, f = spec.hidden, spec.intermediate
+    if not spec.gated:
+        one = [("c_fc", h, f), ("c_proj", f, h)]
+    elif spec.fused_qkv:
+        one = [("gate_up_proj", h, 2 * f), ("down_proj", f, h)]
+    else:
+        one = _gated(h, f)
+    dense = spec.dense_layers if spec.experts else spec.layers
+    shared = _gated(h, spec.shared_experts * spec.moe_intermediate) if spec.shared_experts else []
+    both = [(one, dense), (shared, spec.moe_layers)]
+    return [Linear(*matrix, spec.mlp_bias, count, "mlp") for matrices, count in both if count for matrix in matrices]
+
+
+def _gated(h: int, f: int) -> list[tuple[str, int, int]]:
+    return [("gate_proj", h, f), ("up_proj", h, f), ("down_proj", f, h)]
+
+
+def embedding_parameters(spec: Sizes) -> int:
+    """hv: one row of h a token of the vocabulary."""
+    return spec.vocab * spec.hidden
+
+
+def position_parameters(spec: Sizes) -> int:
+    """One row of h a position where positions are learned; rotary positions have no parameters."""
+    return spec.max_positions * spec.hidden if spec.learned_positions else 0
+
+
+def expert_parameters(spec: Sizes) -> int:
+    """3hf of every routed expert; transformers 5 keeps a layer's as two 3-D tensors (gate_up_proj, down_proj)."""
+    return spec.moe_layers * spec.experts * 3 * spec.hidden * spec.moe_intermediate
+
+
+def router_parameters(spec: Sizes) -> int:
+    """One row of h an expert, in each layer that has experts."""
+    return spec.moe_layers * spec.experts * spec.hidden
+
+
+def norm_parameters(spec: Sizes) -> int:
+    """h a norm, and the last one; LayerNorm has a bias too. Query-key norms are as wide as a head or a latent."""
+    one = spec.hidden * (2 if spec.norm == "layernorm" else 1)
+    per_layer = spec.norms_per_layer * one
+    if spec.qk_norm:
+        per_layer += 2 * spec.head_dim
+    if spec.mla:
+        per_layer += spec.mla.kv_lora_rank + (spec.mla.q_lora_rank or 0)
+    return spec.layers * per_layer + one
+
+
+def components(spec: Sizes, linears: tuple[Linear, ...]) -> dict[str, int]:
+    """Return the parameters of each component; a component that the model lacks, or shares (a tied head), is 0."""
+    by_part = dict.fromkeys(("attention", "mlp", "head"), 0)
+    for linear in linears:
+        by_part[linear.part] += linear.parameters
+    return {
+        "embedding": embedding_parameters(spec),
+        "positions": position_parameters(spec),
+        "attention": by_part["attention"],
+        "mlp": by_part["mlp"],
+        "experts": expert_parameters(spec),
+        "router": router_parameters(spec),
+        "norms": norm_parameters(spec),
+        "head": 0 if spec.tied else by_part["head"],
+    }

@@ -1,0 +1,262 @@
+"""What is asked for: a training step or a generation, as plain data that checks itself.
+
+>>> Training(micro_batch=2, seq_len=2048, precision="autocast-bf16")
+Training(micro_batch=2, seq_len=2048, precision='autocast-bf16')
+>>> Training(precision="fp17")  # doctest: +ELLIPSIS, +IGNORE_EXCEPTION_DETAIL
+Traceback (most recent call last):
+llmlab.base.errors.SpecError: precision='fp17' is not one of fp32, fp16, bf16, autocast-fp16, autocast-bf16, ...
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Any, ClassVar
+
+from ..base.errors import SpecError
+from ..base.terms import (
+    ATTENTIONS,
+    CHECKPOINTING,
+    KERNELS,
+    KV_DTYPES,
+    OFFLOADS,
+    OPTIMIZERS,
+    PRECISIONS,
+    QUANTIZATIONS,
+    WEIGHTS,
+    Attention,
+    Checkpointing,
+    Kernels,
+    KVDtype,
+    Offload,
+    OptimizerName,
+    Precision,
+    Quantization,
+    Weights,
+)
+
+MOST = 2**53  # sizes are multiplied and divided as floats; up to here a float holds every whole number
+
+
+def _shown(value: Any) -> str:
+    # Python refuses to print a number of more than 4300 digits, and nobody reads one of 20.
+    huge = isinstance(value, int) and value.bit_length() > 64
+    return f"<a number of {value.bit_length()} bits>" if huge else repr(value)
+
+
+def _one_of(owner: Any, field: str, allowed: tuple[object, ...]) -> None:
+    value = getattr(owner, field)
+    if not any(value is choice or (value == choice and type(value) is type(choice)) for choice in allowed):
+        raise SpecError(f"{field}={_shown(value)} is not one of {', '.join(map(str, allowed))}")
+
+
+def _at_least(owner: Any, field: str, least: int) -> None:
+    value = getattr(owner, field)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise SpecError(f"{field}={value!r} is a {type(value).__name__}; give a whole number >= {least}")
+    if value < least:
+        raise SpecError(f"{field}={_shown(value)} is too small; give a whole number >= {least}")
+    if value > MOST:
+        raise SpecError(f"{field}={_shown(value)} is too large; give a whole number <= {MOST}")
+
+
+def _is_bool(owner: Any, field: str) -> None:
+    value = getattr(owner, field)
+    if not isinstance(value, bool):
+        raise SpecError(f"{field}={value!r} is not True or False")
+
+
+class _Spec:
+    """Printing and JSON shared by the three specs: only what differs from the defaults is shown."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]  # each of them is a dataclass
+
+    def __repr__(self) -> str:
+        shown = []
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.default is MISSING or value != f.default:
+                shown.append(f"{f.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON-ready values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, repr=False)
+class LoRA(_Spec):
+    """Low-rank adapters on the named linear layers (Hu et al., arXiv 2106.09685).
+
+    `rank` r adds r · (inputs + outputs) trainable parameters to each targeted linear; everything else is frozen.
+    `alpha` is the numerator of the scale alpha / r; None is 2 · rank.
+    """
+
+    rank: int = 16
+    targets: tuple[str, ...] = ("q_proj", "v_proj")
+    alpha: int | None = None
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        _at_least(self, "rank", 1)
+        targets = self.targets
+        listed = isinstance(targets, (tuple, list)) and targets
+        if not listed or not all(isinstance(name, str) and name for name in targets):
+            raise SpecError(f"targets={targets!r} is not a tuple of layer names; for example ('q_proj', 'v_proj')")
+        object.__setattr__(self, "targets", tuple(targets))
+        if self.alpha is not None:
+            _at_least(self, "alpha", 1)
+        if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
+            raise SpecError(f"dropout={self.dropout!r} is no number or outside 0 <= dropout < 1")
+
+
+@dataclass(frozen=True, repr=False)
+class Training(_Spec):
+    """One training step: what is on each device, in which precision, split over how many devices.
+
+    `micro_batch` sequences of `seq_len` tokens go through the model at once on each data-parallel rank;
+    `accumulation` such micro-batches make one optimizer step. `dp`, `tp`, `pp`, `cp`, `ep` are the degrees of data,
+    tensor, pipeline, context and expert parallelism; `zero` is the ZeRO stage over the data-parallel ranks.
+    """
+
+    micro_batch: int = 1
+    seq_len: int = 1024
+    precision: Precision = "fp32"
+    optimizer: OptimizerName = "adamw"
+    checkpointing: Checkpointing | None = None
+    attention: Attention = "sdpa"
+    accumulation: int = 1
+    lora: LoRA | None = None
+    quantization: Quantization | None = None
+    zero: int = 0
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    sequence_parallel: bool = False
+    offload: Offload | None = None
+    compile: bool = False
+    kernels: Kernels | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("micro_batch", "seq_len", "accumulation", "dp", "tp", "pp", "cp", "ep"):
+            _at_least(self, field, 1)
+        _one_of(self, "precision", PRECISIONS)
+        _one_of(self, "optimizer", OPTIMIZERS)
+        _one_of(self, "checkpointing", CHECKPOINTING)
+        _one_of(self, "attention", ATTENTIONS)
+        _one_of(self, "quantization", QUANTIZATIONS)
+        _one_of(self, "zero", (0, 1, 2, 3))
+        _one_of(self, "offload", OFFLOADS)
+        _one_of(self, "kernels", KERNELS)
+        _is_bool(self, "sequence_parallel")
+        _is_bool(self, "compile")
+        if self.lora is not None and not isinstance(self.lora, LoRA):
+            example = "lora=lab.LoRA(rank=16, targets=('q_proj', 'v_proj'))"
+            raise SpecError(f"lora={self.lora!r} is not a LoRA; write {example}")
+        if self.quantization is not None and self.lora is None:
+            raise SpecError(
+                f"quantization={self.quantization!r} without lora: {self.quantization} weights cannot be trained; "
+                "add lora=lab.LoRA(...) or drop quantization"
+            )
+        if self.zero and self.dp == 1 and not self.offload:  # engines offload what ZeRO holds, on one GPU too
+            raise SpecError(f"zero={self.zero} with dp=1 has nothing to share; give dp >= 2 or zero=0")
+        if self.dp % self.ep:
+            raise SpecError(f"ep={self.ep} does not divide dp={self.dp}; experts are shared over data-parallel ranks")
+        if self.zero >= 2 and self.pp > 1:
+            raise SpecError(
+                f"zero={self.zero} with pp={self.pp}: a pipeline accumulates gradients over its micro-batches, so "
+                "they cannot be sharded after each; use zero <= 1 with pp, or pp=1"
+            )
+        if self.sequence_parallel and self.tp == 1:
+            raise SpecError("sequence_parallel=True with tp=1 has nothing to share; give tp >= 2")
+        if self.offload == "optimizer+parameters" and self.zero != 3:
+            raise SpecError(f"offload='optimizer+parameters' needs zero=3; zero={self.zero} was given")
+
+    @property
+    def compute_dtype(self) -> str:
+        """Dtype of the matrix products, "fp32", "fp16" or "bf16": what `precision` has after its hyphen."""
+        return self.precision.rpartition("-")[2]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one micro-batch on one data-parallel rank."""
+        return self.micro_batch * self.seq_len
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences in one optimizer step over all ranks: micro-batch × accumulation × data-parallel ranks."""
+        return self.micro_batch * self.accumulation * self.dp
+
+    @property
+    def world_size(self) -> int:
+        """Devices: dp × tp × pp × cp (experts live on the data-parallel ranks)."""
+        return self.dp * self.tp * self.pp * self.cp
+
+    def to_deepspeed(self) -> dict[str, Any]:
+        """Return the config that `deepspeed.initialize` takes: `engines.configs.deepspeed_config`."""
+        from ..engines.configs import deepspeed_config
+
+        return deepspeed_config(self)
+
+    def to_accelerate(self) -> dict[str, Any]:
+        """Return what `accelerate launch --config_file` reads: `engines.configs.accelerate_config`."""
+        from ..engines.configs import accelerate_config
+
+        return accelerate_config(self)
+
+    def to_fsdp(self) -> dict[str, Any]:
+        """Return the keyword arguments of torch's `fully_shard`: `engines.configs.fsdp_arguments`."""
+        from ..engines.configs import fsdp_arguments
+
+        return fsdp_arguments(self)
+
+
+@dataclass(frozen=True, repr=False)
+class Inference(_Spec):
+    """One generation: `batch` prompts of `prompt_len` tokens, each continued by `new_tokens`."""
+
+    batch: int = 1
+    prompt_len: int = 1024
+    new_tokens: int = 256
+    weights: Weights = "bf16"
+    kv: KVDtype = "bf16"
+    attention: Attention = "sdpa"
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        for field in ("batch", "prompt_len", "new_tokens", "tp"):
+            _at_least(self, field, 1)
+        _one_of(self, "weights", WEIGHTS)
+        _one_of(self, "kv", KV_DTYPES)
+        _one_of(self, "attention", ATTENTIONS)
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens a sequence holds when it is done: the cache's length."""
+        return self.prompt_len + self.new_tokens
+
+    @property
+    def world_size(self) -> int:
+        """Devices: the tensor-parallel ranks."""
+        return self.tp
+
+
+Run = Training | Inference
+
+
+def run_from_dict(kind: str, data: dict[str, Any]) -> Run:
+    """Return the Training or Inference that `kind` and `to_dict()`'s `data` describe; unknown fields are refused."""
+    owner = {"training": Training, "inference": Inference}.get(kind)
+    if owner is None:
+        raise SpecError(f"kind of run {kind!r} is not one of training, inference")
+    known = {f.name for f in fields(owner)}
+    if unknown := sorted(set(data) - known):
+        raise SpecError(f"{owner.__name__} has no field {', '.join(unknown)}; it has {', '.join(sorted(known))}")
+    values = dict(data)
+    if isinstance(values.get("lora"), dict):
+        try:
+            values["lora"] = LoRA(**{**values["lora"], "targets": tuple(values["lora"].get("targets", ()))})
+        except TypeError as error:
+            raise SpecError(f"lora={data['lora']!r}: {error}") from None
+    return owner(**values)

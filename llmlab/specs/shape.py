@@ -1,0 +1,242 @@
+"""From the dict of a config.json to a model's sizes, each checked.
+
+A size that is missing is refused, though transformers would fill in a default of its own: a default size would be
+somebody else's model. Everything else that is missing takes the default of transformers' config class of that family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..base.errors import SpecError
+
+LLAMA_LIKE = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "phi3", "deepseek_v3")
+FAMILIES = ("gpt2", *LLAMA_LIKE)  # transformers' model_type
+
+# Where transformers' class has a number for a key that may be missing: its default.
+HEAD_DIM = {"qwen3": 128, "gemma2": 256}
+SLIDING_WINDOW = {"mistral": 4096, "qwen2": 4096, "qwen3": 4096, "qwen3_moe": 4096, "gemma2": 4096}
+KV_HEADS_OPTIONAL = ("llama", "phi3")  # missing means as many as heads; elsewhere transformers has a number
+
+
+@dataclass(frozen=True)
+class MLA:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values from one latent.
+
+    `q_lora_rank` is None where queries are projected directly. A query and key head has `qk_nope_head_dim` elements
+    without and `qk_rope_head_dim` with rotary position, a value head `v_head_dim`.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+
+def shape_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return ModelSpec's fields as `config`, a transformers config dict, gives them; `where` names it in errors.
+
+    Raises SpecError for a model_type that is not one of FAMILIES, a missing size, a size that is not a whole number
+    >= 1, heads that do not divide.
+    """
+    read = _Reader(config, where)
+    family = config.get("model_type")
+    if family is None:
+        raise SpecError(f"{where} lacks 'model_type'; it is one of {', '.join(FAMILIES)}")
+    if family not in FAMILIES:
+        raise SpecError(f"{where}: model_type={family!r} is not supported; supported are {', '.join(FAMILIES)}")
+    return {"family": family, **(_gpt2(read) if family == "gpt2" else _llama_like(read, family))}
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads one checked value at a time out of a config."""
+
+    config: Mapping[str, Any]
+    where: str
+
+    def size(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """Return a whole number >= least; where the key is missing or null, the default, if there is one."""
+        value = self.config.get(key)
+        if value is None and default is not None:
+            return default
+        if key not in self.config:
+            raise SpecError(f"{self.where} lacks {key!r}; give a whole number >= {least}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise SpecError(f"{self.where}: {key}={value!r} is not a whole number >= {least}")
+        return value
+
+    def optional_size(self, key: str, default: int | None) -> int | None:
+        """Return a whole number >= 1 or None; a missing key is the default, null is None."""
+        return None if self.config.get(key, default) is None else self.size(key, default)
+
+    def rate(self, key: str, default: float) -> float:
+        """Return a dropout probability."""
+        value = self.config.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+            raise SpecError(f"{self.where}: {key}={value!r} is outside 0 <= {key} < 1")
+        return float(value)
+
+    def cap(self, key: str, default: float) -> float | None:
+        """Return the positive number that tanh caps scores or logits at, or None for no cap."""
+        value = self.config.get(key, default)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0):
+            raise SpecError(f"{self.where}: {key}={value!r} is neither null nor a number > 0")
+        return None if value is None else float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.config.get(key, default)
+        if not isinstance(value, bool):
+            raise SpecError(f"{self.where}: {key}={value!r} is not true or false")
+        return value
+
+    def text(self, key: str, default: str) -> str:
+        value = self.config.get(key, default)
+        if not isinstance(value, str):
+            raise SpecError(f"{self.where}: {key}={value!r} is not a name")
+        return value
+
+    def divides(self, key: str, part: int, size_key: str, size: int, advice: str) -> None:
+        if size % part:
+            raise SpecError(f"{self.where}: {size_key}={size} is not divisible by {key}={part}; {advice}")
+
+
+def _gpt2(read: _Reader) -> dict[str, Any]:
+    hidden, heads = read.size("n_embd"), read.size("n_head")
+    read.divides("n_head", heads, "n_embd", hidden, "each head takes an equal share")
+    if read.flag("add_cross_attention"):
+        raise SpecError(f"{read.where}: add_cross_attention=true is not supported; llmlab counts decoders without it")
+    return dict(
+        hidden=hidden,
+        layers=read.size("n_layer"),
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        intermediate=read.size("n_inner", default=4 * hidden),
+        vocab=read.size("vocab_size"),
+        max_positions=read.size("n_positions"),
+        tied=read.flag("tie_word_embeddings", True),
+        norm="layernorm",
+        gated=False,
+        activation=read.text("activation_function", "gelu_new"),
+        learned_positions=True,
+        fused_qkv=True,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        dropout=read.rate("resid_pdrop", 0.1),
+        embedding_dropout=read.rate("embd_pdrop", 0.1),
+        attention_dropout=read.rate("attn_pdrop", 0.1),
+    )
+
+
+def _llama_like(read: _Reader, family: str) -> dict[str, Any]:
+    hidden, heads, layers = read.size("hidden_size"), read.size("num_attention_heads"), read.size("num_hidden_layers")
+    kv_heads = read.size("num_key_value_heads", default=heads if _kv_optional(read, family) else None)
+    read.divides("num_key_value_heads", kv_heads, "num_attention_heads", heads, "heads share keys in equal groups")
+    intermediate = read.size("intermediate_size")
+    mla = _mla(read) if family == "deepseek_v3" else None
+    window, window_layers = _window(read, family, layers)
+    attention_bias = family not in ("mistral", "mixtral", "phi3", "qwen2") and read.flag("attention_bias")
+    gemma = family == "gemma2"
+    return dict(
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=mla.qk_nope_head_dim + mla.qk_rope_head_dim if mla else _head_dim(read, family, hidden, heads),
+        intermediate=intermediate,
+        vocab=read.size("vocab_size"),
+        max_positions=read.size("max_position_embeddings"),
+        tied=read.flag("tie_word_embeddings", gemma),
+        norm="rmsnorm",
+        norms_per_layer=4 if gemma else 2,
+        gated=True,
+        activation=read.text("hidden_activation", "gelu_pytorch_tanh") if gemma else read.text("hidden_act", "silu"),
+        qk_norm=family in ("qwen3", "qwen3_moe"),
+        fused_qkv=family == "phi3",
+        qkv_bias=attention_bias or family == "qwen2",
+        output_bias=attention_bias,
+        mlp_bias=family == "llama" and read.flag("mlp_bias"),
+        dropout=read.rate("resid_pdrop", 0.0) if family == "phi3" else 0.0,
+        attention_dropout=read.rate("attention_dropout", 0.0),
+        attention_softcap=read.cap("attn_logit_softcapping", 50.0) if gemma else None,
+        logit_softcap=read.cap("final_logit_softcapping", 30.0) if gemma else None,
+        sliding_window=window,
+        window_layers=window_layers,
+        mla=mla,
+        **_experts(read, family, layers, intermediate),
+    )
+
+
+def _kv_optional(read: _Reader, family: str) -> bool:
+    # null is "as many as heads" for every family that allows it; a missing key only for some.
+    return family in KV_HEADS_OPTIONAL or "num_key_value_heads" in read.config
+
+
+def _head_dim(read: _Reader, family: str, hidden: int, heads: int) -> int:
+    given = read.config.get("head_dim", HEAD_DIM.get(family))
+    if given is None or family in ("llama", "gemma2"):  # these two want it divisible even where head_dim is given
+        advice = "each head takes an equal share" if given is not None else "change one of them or give head_dim"
+        read.divides("num_attention_heads", heads, "hidden_size", hidden, advice)
+    return read.size("head_dim", default=HEAD_DIM.get(family, hidden // heads))
+
+
+def _mla(read: _Reader) -> MLA:
+    return MLA(
+        q_lora_rank=read.optional_size("q_lora_rank", 1536),
+        kv_lora_rank=read.size("kv_lora_rank"),
+        qk_nope_head_dim=read.size("qk_nope_head_dim"),
+        qk_rope_head_dim=read.size("qk_rope_head_dim"),
+        v_head_dim=read.size("v_head_dim"),
+    )
+
+
+def _window(read: _Reader, family: str, layers: int) -> tuple[int | None, int]:
+    """Return the sliding window in tokens, None where there is none, and the number of layers that have it."""
+    if family in ("llama", "deepseek_v3"):
+        return None, 0
+    if family.startswith("qwen") and not read.flag("use_sliding_window"):
+        return None, 0
+    window = read.optional_size("sliding_window", SLIDING_WINDOW.get(family))
+    if window is None:
+        return None, 0
+    if family in ("mistral", "mixtral", "phi3", "qwen3_moe"):
+        return window, layers
+    if kinds := read.config.get("layer_types"):
+        with_window = sum(kind == "sliding_attention" for kind in kinds)
+    elif family == "gemma2":
+        with_window = (layers + 1) // 2  # every second layer, from the first
+    else:
+        with_window = max(0, layers - read.size("max_window_layers", default=28, least=0))
+    return (window, with_window) if with_window else (None, 0)
+
+
+def _experts(read: _Reader, family: str, layers: int, intermediate: int) -> dict[str, int]:
+    """Return the fields of a mixture of experts; an empty dict for a dense model."""
+    if family == "mixtral":
+        experts = read.size("num_local_experts")
+        shape = dict(experts=experts, moe_intermediate=intermediate)
+    elif family == "qwen3_moe":
+        # transformers 5 writes the second of these names into the config.json it saves
+        experts = read.size("num_local_experts" if "num_local_experts" in read.config else "num_experts")
+        step, dense = read.size("decoder_sparse_step", default=1), read.config.get("mlp_only_layers") or ()
+        with_dense = sum(i in dense or (i + 1) % step != 0 for i in range(layers))
+        shape = dict(experts=experts, moe_intermediate=read.size("moe_intermediate_size"), dense_layers=with_dense)
+    elif family == "deepseek_v3":
+        experts = read.size("n_routed_experts")
+        shape = dict(
+            experts=experts,
+            moe_intermediate=read.size("moe_intermediate_size"),
+            shared_experts=read.size("n_shared_experts"),
+            dense_layers=min(layers, read.size("first_k_dense_replace", least=0)),
+        )
+    else:
+        return {}
+    per_token = read.size("num_experts_per_tok")
+    if per_token > experts:
+        raise SpecError(f"{read.where}: num_experts_per_tok={per_token} is more than the {experts} experts")
+    return {**shape, "experts_per_token": per_token}

@@ -1,0 +1,1 @@
+"""The training step and the generation that simulation and measurement run, in phases."""

@@ -1,0 +1,217 @@
+"""The real model of a run: the transformers class with random weights, in the precision and form the run asks for.
+
+Conventions of the published T4 rows (see `lab.records`) hold here too: adapters in fp32, dropout as in the model's
+configuration, checkpointing without re-entrance, quantized models prepared by peft.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+from unittest import mock
+
+import torch
+from torch import nn
+
+from ..base.errors import NotAvailable, SpecError
+from ..specs.model import ModelSpec
+from ..specs.run import Inference, LoRA, Run, Training
+from ..techniques.checkpointing import KEPT_OPERATORS
+from .quantized import QUANTIZED_BYTES, quantize_linears
+
+if TYPE_CHECKING:
+    from peft import PeftMixedModel, PeftModel
+    from transformers import PreTrainedModel
+
+    Model = PreTrainedModel | PeftModel | PeftMixedModel  # the adapters' wrapper hands on what it does not know
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+IMPLEMENTATIONS = {"eager": "eager", "sdpa": "sdpa", "flash": "flash_attention_2", "efficient": "sdpa"}
+Around = Callable[[], AbstractContextManager]
+
+
+def weight_dtype(run: Run) -> torch.dtype:
+    """Return the dtype of the weights that are not quantized, before peft touches them."""
+    if isinstance(run, Inference):
+        return DTYPES.get(run.weights, torch.bfloat16)
+    return torch.float32 if run.precision.startswith("autocast") else compute_dtype(run)
+
+
+def compute_dtype(run: Training) -> torch.dtype:
+    """Return the dtype of the matrix products."""
+    return DTYPES[run.compute_dtype]
+
+
+def quantization_of(run: Run) -> str | None:
+    """Return the dtype of the run's quantized weights, "nf4" or "int8"; None where they are not quantized."""
+    asked = run.weights if isinstance(run, Inference) else run.quantization
+    return asked if asked in QUANTIZED_BYTES else None
+
+
+def build_model(
+    spec: ModelSpec,
+    run: Run,
+    device: str | torch.device,
+    recomputing: Around = nullcontext,
+    shard: Callable[[nn.Module], None] | None = None,
+) -> nn.Module:
+    """Return the transformers model of `spec` on `device`, random weights, in train mode (eval for Inference).
+
+    `recomputing` makes the context in which a checkpointed block is recomputed: measure and simulate mark it with that.
+    `shard` cuts the finished model up before it has memory.
+    Raises NotAvailable for a library or a kernel this machine lacks, SpecError where LoRA's targets name no layer.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    device = torch.device(device)
+    _check_libraries(run, device)
+    quantization = quantization_of(run)
+    # No step reads the begin and end tokens, and in a smaller vocabulary than published transformers warns of them.
+    config = AutoConfig.for_model(**{**spec.config, "bos_token_id": None, "eos_token_id": None})
+    config.use_cache = isinstance(run, Inference)
+    attention = IMPLEMENTATIONS[run.attention]
+    with torch.device("meta"):
+        try:
+            model = AutoModelForCausalLM.from_config(config, dtype=weight_dtype(run), attn_implementation=attention)
+        except ValueError as error:  # Gemma 2: its softcap is in no fused kernel
+            if "attn_implementation" not in str(error):
+                raise
+            what = f"transformers' {spec.family} has no attention={run.attention!r}"
+            raise NotAvailable(f"{what}; use attention='eager'") from None
+    model.loss_type = model.loss_type or "ForCausalLM"  # what transformers falls back to, with a warning
+    if quantization:
+        compute = weight_dtype(run) if isinstance(run, Inference) else compute_dtype(run)
+        model = quantize_linears(model, config, quantization, compute, device)
+        vars(model.config).update(_is_quantized=True)  # as from_pretrained does: flash-attn gets config.dtype
+    if shard is None:
+        _materialize(model, device)
+    if isinstance(run, Inference):
+        return model.eval()
+    model.train()
+    if run.checkpointing and run.lora:
+        # Or no gradient would reach the adapters through frozen embeddings; newer transformers do it by themselves.
+        model.enable_input_require_grads()
+    if quantization:
+        from peft import prepare_model_for_kbit_training
+
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    if run.checkpointing:
+        _checkpoint_blocks(model, run.checkpointing, recomputing)
+    if run.kernels == "liger":
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model=model)
+    if run.lora:
+        model = _add_adapters(model, run.lora)
+    if shard is not None:
+        shard(model)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "DTensor random operators")  # which numbers are drawn does not matter
+            _materialize(model, device)
+    if not run.compile:
+        return model
+    compiled = torch.compile(model)
+    assert isinstance(compiled, nn.Module)  # an OptimizedModule, of which torch promises only that it can be called
+    return compiled
+
+
+def _check_libraries(run: Run, device: torch.device) -> None:
+    if run.attention == "efficient" and device.type != "cuda" and device.index is None:
+        raise NotAvailable(
+            f"attention='efficient' is a kernel of CUDA GPUs, and this is device={device.type!r}; use attention='sdpa'"
+        )
+    quantization = quantization_of(run)
+    lora, kernels = (run.lora, run.kernels) if isinstance(run, Training) else (None, None)
+    needs = [
+        (lora, "peft", "lora", "llmlab[quant]"),
+        (quantization, "bitsandbytes", f"{quantization} weights", "llmlab[quant]"),
+        (kernels == "liger", "liger_kernel", "kernels='liger'", "llmlab[gpu]"),
+        (run.attention == "flash", "flash_attn", "attention='flash'", "flash-attn"),
+    ]
+    for needed, package, what, source in needs:
+        simulated = device.type != "cuda" and device.index is not None  # the card is "cpu:0"
+        if simulated and package == "flash_attn":  # simulate has functions of its own in its place
+            continue
+        if needed and package in ("liger_kernel", "flash_attn") and device.type != "cuda":
+            if simulated:
+                instead = "drop kernels, or see lab.estimate"
+                raise NotAvailable(f"{what} cannot be simulated, {package} is compiled for a GPU; {instead}")
+            raise NotAvailable(f"{what} runs on a CUDA GPU only, and this is device={device.type!r}; drop it")
+        if needed and find_spec(package) is None:
+            raise NotAvailable(f"{what} needs {package}, which is not installed: pip install '{source}'")
+
+
+@contextmanager
+def pinned_attention(run: Run) -> Iterator[None]:
+    """Let steps of attention="efficient" run in it: transformers repeats keys and values to all heads, where it would
+    leave grouped ones to torch, and torch takes its memory-efficient kernel or none."""
+    if run.attention != "efficient":
+        yield
+        return
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from transformers.integrations import sdpa_attention
+
+    repeats = mock.patch.object(sdpa_attention, "use_gqa_in_sdpa", lambda *args: False)
+    with repeats, sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        yield
+
+
+def _materialize(model: Model, device: torch.device) -> None:
+    """Put what is on the meta device on `device`, with random values; as in from_pretrained, a tied head takes none."""
+    tied = model.get_output_embeddings() if getattr(model.config, "tie_word_embeddings", False) else None
+    for module in model.modules():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if module is not tied and any(tensor.is_meta for tensor in own):
+            module.to_empty(device=device, recurse=False)
+    model.initialize_weights()  # buffers too: rotary frequencies
+    model.tie_weights()
+
+
+def _checkpoint_blocks(model: Model, kind: str, recomputing: Around) -> None:
+    """Recompute every block in backward (arXiv 1604.06174); "selective" keeps what `KEPT_OPERATORS` returned."""
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    aten = torch.ops.aten
+    kept = [getattr(aten, name).default for name in KEPT_OPERATORS if hasattr(aten, name)]
+    if hasattr(torch.ops.flash_attn, "_flash_attn_forward"):  # flash-attn's, where it is imported
+        kept.append(torch.ops.flash_attn._flash_attn_forward.default)
+
+    def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+        if kind == "full":
+            return nullcontext(), recomputing()
+        saving, replaying = create_selective_checkpoint_contexts(kept)
+        return saving, _both(replaying, recomputing())
+
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False, "context_fn": contexts})
+
+
+@contextmanager
+def _both(outer: AbstractContextManager, inner: AbstractContextManager) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+def _add_adapters(model: PreTrainedModel, lora: LoRA) -> PeftModel | PeftMixedModel:
+    """Return the peft model: adapters on `lora.targets`, in fp32 whatever the frozen weights are in."""
+    from peft import LoraConfig, get_peft_model
+    from transformers.pytorch_utils import Conv1D
+
+    names = {name.rsplit(".", 1)[-1]: module for name, module in model.named_modules()}
+    linears = sorted(name for name, module in names.items() if isinstance(module, (nn.Linear, Conv1D)))
+    if unknown := [target for target in lora.targets if target not in linears]:
+        raise SpecError(f"LoRA targets {', '.join(unknown)} are no linear layers of it; it has {', '.join(linears)}")
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha if lora.alpha is not None else 2 * lora.rank,
+        lora_dropout=lora.dropout,
+        target_modules=list(lora.targets),
+        fan_in_fan_out=any(isinstance(names[target], Conv1D) for target in lora.targets),
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by a name that is going away
+        return get_peft_model(model, config)

@@ -1,0 +1,73 @@
+"""The optimizer a run names, from the library its users take it from, and the fp32 copy of half weights.
+
+sgd, adamw and adafactor are PyTorch's (torch.optim.SGD without momentum, AdamW, Adafactor), with their defaults: on a
+GPU that means foreach, on a CPU one parameter at a time. adamw-8bit and lion are bitsandbytes'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.util import find_spec
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..base.errors import NotAvailable
+
+LEARNING_RATE = 1e-4
+TORCH_OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW, "adafactor": torch.optim.Adafactor}
+HALF = (torch.float16, torch.bfloat16)
+
+
+def build_optimizer(name: str, parameters: Iterable[nn.Parameter], fused: bool | None = None) -> Optimizer:
+    """Return the optimizer `name` over `parameters`; its states come into being in its first step.
+
+    `fused` AdamW is one kernel, without temporaries; None leaves the choice to torch. Raises NotAvailable where
+    bitsandbytes is asked for and not installed.
+    """
+    parameters = list(parameters)
+    if name in TORCH_OPTIMIZERS:
+        given = {"fused": fused} if name == "adamw" else {}
+        return TORCH_OPTIMIZERS[name](parameters, lr=LEARNING_RATE, **given)
+    if find_spec("bitsandbytes") is None:
+        raise NotAvailable(
+            f"optimizer={name!r} is bitsandbytes', which is not installed: pip install 'llmlab[quant]', "
+            "or take sgd, adamw or adafactor"
+        )
+    from bitsandbytes import optim
+
+    return {"adamw-8bit": optim.AdamW8bit, "lion": optim.Lion}[name](parameters, lr=LEARNING_RATE)
+
+
+class MasterWeights:
+    """fp32 copies of half-precision parameters, which the optimizer steps (Micikevicius et al., arXiv 1710.03740).
+
+    The order is Megatron-LM's (megatron/core/optimizer/optimizer.py, Float16OptimizerWithFloat16Params): each half
+    gradient is cast to fp32 and freed before the next is, the optimizer steps the copies, and they are rounded back.
+    Parameters that are not half are stepped as they are.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.parameters: list[nn.Parameter] = []  # what the optimizer steps
+        self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+        for parameter in parameters:
+            if parameter.dtype in HALF:
+                master = nn.Parameter(parameter.detach().float())
+                self.pairs.append((parameter, master))
+                self.parameters.append(master)
+            else:
+                self.parameters.append(parameter)
+
+    def take_gradients(self) -> None:
+        """Move each half gradient to its master, as fp32."""
+        for half, master in self.pairs:
+            if half.grad is not None:
+                master.grad = half.grad.float()
+                half.grad = None
+
+    @torch.no_grad()
+    def give_weights(self) -> None:
+        """Round each master back into its half parameter."""
+        for half, master in self.pairs:
+            half.copy_(master)

@@ -1,0 +1,129 @@
+"""Linear layers that hold NF4 or int8 weights, loaded one at a time so that the model is never whole in 16 bit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..base.errors import NotAvailable
+from ..formulas.memory.precision import NF4_BLOCK
+
+if TYPE_CHECKING:
+    from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+
+
+def _says_else(words: str, record: logging.LogRecord) -> bool:
+    return words not in str(record.msg)
+
+
+# Said once an import, and once a product: that an optional CPU kernel is not installed, that int8 products are in fp16.
+for _module, _words in (("backends.cpu.ops", "kernels-community"), ("autograd._functions", "inputs will be cast")):
+    logging.getLogger(f"bitsandbytes.{_module}").addFilter(partial(_says_else, _words))
+
+
+QUANTIZED_BYTES = {"nf4": 0.5, "int8": 1.0}  # of a weight, without its scales
+HOST = torch.device("cpu")  # the simulated GPU is another device: "cpu:0"
+
+
+def quantize_linears(
+    model: PreTrainedModel, config: PreTrainedConfig, quantization: str, compute: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """Return `model`, given on the meta device, with random weights on `device`, bitsandbytes' form in its linears.
+
+    As `from_pretrained` with a BitsAndBytesConfig does it, and in its order, on which a GPU's reserved bytes depend:
+    every linear but the output head; "nf4" without double quantization (Dettmers et al., arXiv 2305.14314), products in
+    `compute`; "int8" with outliers above 6 kept apart (arXiv 2208.07339). What no checkpoint holds stays on meta.
+    Raises NotAvailable for layers that bitsandbytes has no NF4 products for on a CPU.
+    """
+    import bitsandbytes as bnb
+    from transformers.core_model_loading import dot_natural_key
+    from transformers.integrations import bitsandbytes as integration
+
+    head = model.get_output_embeddings()
+    skip = [name for name, module in model.named_modules() if module is head]
+    wanted = _settings(quantization, compute)
+    model = integration.replace_with_bnb_linear(model, modules_to_not_convert=skip, quantization_config=wanted)
+    kinds = (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)
+    linears = {f"{name}.weight": each for name, each in model.named_modules() if isinstance(each, kinds)}
+    if quantization == "nf4" and device == HOST:
+        _check_blocks(linears.values())
+    convert = (integration.Bnb4bitQuantize if quantization == "nf4" else integration.Bnb8bitQuantize)(None).convert
+    std = getattr(config, "initializer_range", None) or 0.02
+    tied = {f"{name}.weight" for name in skip} if getattr(config, "tie_word_embeddings", False) else set()
+    stored = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    if device != HOST:
+        bits = {name: QUANTIZED_BYTES[quantization] for name in linears}
+        _warm_up(sum(each.numel() * bits.get(name, each.element_size()) for name, each in stored.items()), device)
+    names = sorted(stored, key=dot_natural_key)
+    read: dict[int, torch.Tensor] = {}
+    for index, done in one_at_a_time([stored[name].numel() for name in names]):
+        name = names[index]
+        place, _, own = name.rpartition(".")
+        owner, shape = model.get_submodule(place), stored[name].shape
+        if not done:
+            if name in linears and owner.source_cls is not nn.Linear:  # Conv1D, whose checkpoint holds (in, out)
+                shape = shape[::-1]
+            dtype = compute if name in linears else stored[name].dtype
+            read[index] = torch.empty(shape, dtype=dtype, device=device)
+        elif name not in linears:
+            value = read.pop(index)
+            setattr(owner, own, nn.Parameter(value) if own in owner._parameters else value)
+            del value
+        else:
+            read[index].normal_(std=std)
+            owner.weight = convert({name: [read[index]]}, full_layer_name=name, model=model)[name]
+            del read[index]  # before the next one is read
+            made: Any
+            for made in (owner, owner.weight):
+                made._is_hf_initialized = True  # or initialize_weights would draw into the quantized bytes
+    for owner in linears.values():
+        if owner.bias is not None:
+            nn.init.zeros_(owner.bias)
+    setattr(model, "is_loaded_in_4bit" if quantization == "nf4" else "is_loaded_in_8bit", True)  # peft looks here
+    return model
+
+
+def _settings(quantization: str, compute: torch.dtype) -> BitsAndBytesConfig:
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=quantization == "nf4",
+        load_in_8bit=quantization == "int8",
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=compute,
+    )
+
+
+def one_at_a_time(sizes: list[int]) -> Iterator[tuple[int, bool]]:
+    """Yield what loading does with tensors of `sizes` elements: each is read (False), then taken into the model (True).
+
+    transformers/core_model_loading.py, convert_and_load_state_dict_in_model, where it quantizes.
+    """
+    for index in range(len(sizes)):
+        yield index, False
+        yield index, True
+
+
+def _check_blocks(linears: Iterable[nn.Linear]) -> None:
+    for linear in linears:
+        if linear.in_features % NF4_BLOCK:
+            raise NotAvailable(
+                f"nf4 on a CPU multiplies whole blocks of {NF4_BLOCK} weights (bitsandbytes); here a layer has "
+                f"{linear.in_features} inputs: use a GPU, or sizes divisible by {NF4_BLOCK}"
+            )
+
+
+def _warm_up(size: float, device: torch.device) -> None:
+    """Take `size` bytes and give them back, so that the weights come to lie in one segment.
+
+    transformers/modeling_utils.py, caching_allocator_warmup. It asks for less where that would leave under 1.2 GiB.
+    """
+    try:
+        torch.empty(int(size // 2), dtype=torch.float16, device=device)
+    except (torch.OutOfMemoryError, MemoryError):
+        return  # the weights will find out

@@ -1,0 +1,244 @@
+"""A rank's share of a training step on several devices, cut up by PyTorch's own engines.
+
+    zero=0   DistributedDataParallel, with its defaults
+    zero=1   the same, and ZeroRedundancyOptimizer
+    zero=2   fully_shard (FSDP2) with reshard_after_forward=False: gathered parameters stay from forward to backward
+    zero=3   fully_shard
+    tp       parallelize_module: linears by columns and rows, embedding, logits and loss by vocabulary
+
+FSDP2's units are the blocks, and what is outside of them: what Accelerate's TRANSFORMER_BASED_WRAP makes. Under it
+"mixed-*" is its MixedPrecisionPolicy: fp32 shards, half precision gathered, gradients reduced in fp32. With several
+micro-batches DDP sends gradients after the last (no_sync), FSDP2 after each, as it does unless told otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..base.errors import NotAvailable, SpecError
+from ..specs.model import ModelSpec
+from ..specs.run import Run, Training
+from ..techniques.tensor_parallel import COLUMNS, ROWS
+from .optimizer import LEARNING_RATE, TORCH_OPTIMIZERS
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedModel
+
+SPLIT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose linears have these names
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The devices of a run, as a mesh with the axes "dp" and "tp"; this process is one of them.
+
+    `fake`: there are no others, and operators that follow from shapes alone may be skipped.
+    """
+
+    mesh: DeviceMesh
+    fake: bool = False
+
+
+def join(run: Training, fake: bool = False) -> Ranks:
+    """Return the ranks of `run`, whose process group is there already; neighbours are tensor-parallel."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return Ranks(init_device_mesh("cpu", (run.dp, run.tp), mesh_dim_names=("dp", "tp")), fake)
+
+
+def check_ranks(spec: ModelSpec, run: Run, verb: str) -> None:
+    """Raise NotAvailable for what these engines do not do, SpecError for what does not divide; `verb` is who asks."""
+    see = f"{verb} has no"
+    if not isinstance(run, Training):
+        raise NotAvailable(f"{see} tp={run.tp} for generation; see lab.estimate")
+    for axis in ("pp", "cp", "ep"):
+        if getattr(run, axis) > 1:
+            raise NotAvailable(f"{see} {axis}={getattr(run, axis)}, only dp, zero and tp; see lab.estimate")
+    if run.offload:
+        raise NotAvailable(f"{see} offload={run.offload!r} on several devices; see lab.estimate")
+    if run.compile:
+        raise NotAvailable(f"{see} compile=True on several devices; give compile=False, or see lab.estimate")
+    if run.quantization and (run.zero or run.tp > 1):
+        raise NotAvailable(f"{see} quantization={run.quantization!r} with zero={run.zero}, tp={run.tp}; give zero=0")
+    if run.zero and run.optimizer not in TORCH_OPTIMIZERS:
+        given = f"optimizer={run.optimizer!r} with zero={run.zero}"
+        raise NotAvailable(f"{see} {given}: bitsandbytes' know no shards; give {', '.join(TORCH_OPTIMIZERS)}")
+    if run.zero == 1 and run.precision.startswith("mixed"):
+        given = f"precision={run.precision!r} with zero=1"
+        raise NotAvailable(f"{see} {given}: torch shards no master copy; give zero=2 or 3, or see lab.estimate")
+    if run.zero >= 2 and run.optimizer == "adafactor":  # its torch.pow_ has no rule for shards
+        given = f"optimizer='adafactor' with zero={run.zero}"
+        raise NotAvailable(f"{see} {given}: torch's Adafactor knows no shards; give adamw or sgd, or see lab.estimate")
+    if run.tp > 1 and run.dp > 1 and run.zero < 2:
+        given = f"dp={run.dp}, tp={run.tp} with zero={run.zero}"
+        raise NotAvailable(f"{see} {given}: DDP takes no DTensors; give zero=2 or 3, or see lab.estimate")
+    if run.tp > 1:
+        _check_tensor_parallel(spec, run, see)
+
+
+def _check_tensor_parallel(spec: ModelSpec, run: Training, see: str) -> None:
+    if spec.family not in SPLIT_FAMILIES:
+        raise NotAvailable(f"{see} tp={run.tp} for {spec.family}, only for {', '.join(SPLIT_FAMILIES)}")
+    if run.lora or run.optimizer not in ("sgd", "adamw"):
+        raise NotAvailable(f"{see} tp={run.tp} with LoRA or optimizer={run.optimizer!r}; see lab.estimate")
+    sizes = {"key-value heads": spec.kv_heads, "vocabulary": spec.vocab, "intermediate size": spec.intermediate}
+    if run.sequence_parallel:
+        sizes["tokens of seq_len"] = run.seq_len
+    for what, size in sizes.items():
+        if size % run.tp:
+            raise SpecError(f"tp={run.tp} does not divide {spec.name}'s {size} {what}")
+
+
+def is_sharded(run: Run) -> bool:
+    """Whether FSDP2 shards the parameters of `run`."""
+    return isinstance(run, Training) and run.zero >= 2 and run.dp > 1
+
+
+def as_built(run: Training) -> Training:
+    """Return the run whose model FSDP2 is given: its policy makes half precision of fp32 shards."""
+    return replace(run, precision="fp32") if is_sharded(run) and run.precision.startswith("mixed") else run
+
+
+def shard(model: PreTrainedModel, run: Training, ranks: Ranks) -> None:
+    """Cut `model`, which is on the meta device, up for tp and for zero=2 and 3."""
+    if run.tp > 1:
+        _split(model, run, ranks)
+        model.tie_weights()
+    if not is_sharded(run):
+        return
+    from ..engines.configs import fsdp_arguments
+
+    policy = run.precision if run.precision.startswith("mixed") else "fp32"
+    arguments = fsdp_arguments(replace(run, tp=1, sequence_parallel=False, precision=policy))
+    shard_units(model, blocks(model), mesh=ranks.mesh["dp"], **arguments)
+
+
+def shard_units(model: nn.Module, blocks: Iterable[nn.Module], **arguments: Any) -> None:
+    """Make FSDP2's units, which are gathered and freed as a whole: each of `blocks`, and what is outside of them."""
+    from torch.distributed.fsdp import fully_shard
+
+    for block in blocks:
+        fully_shard(block, **arguments)
+    fully_shard(model, **arguments)
+
+
+def blocks(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the model's blocks: the modules of the class that transformers says may not be split."""
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def data_parallel(model: nn.Module, run: Training, ranks: Ranks) -> nn.Module:
+    """Return `model` in DDP, where its ranks hold the same parameters."""
+    if run.dp == 1 or is_sharded(run):
+        return model
+    return nn.parallel.DistributedDataParallel(model, process_group=ranks.mesh["dp"].get_group())
+
+
+def unsynced(model: nn.Module) -> AbstractContextManager:
+    """Return the context of a micro-batch after which gradients are not yet sent."""
+    return model.no_sync() if isinstance(model, nn.parallel.DistributedDataParallel) else nullcontext()
+
+
+def zero_optimizer(name: str, parameters: list[nn.Parameter], ranks: Ranks) -> Optimizer:
+    """Return torch's optimizer `name` in ZeroRedundancyOptimizer: each rank steps some of the parameters."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    group = ranks.mesh["dp"].get_group()
+    return ZeroRedundancyOptimizer(parameters, TORCH_OPTIMIZERS[name], process_group=group, lr=LEARNING_RATE)
+
+
+def steps_locally(run: Training, ranks: Ranks) -> bool:
+    """Whether the optimizer is given `LocalShards`: for tp, whose parameters lie on several meshes, or to save time."""
+    return run.optimizer in ("sgd", "adamw") and (run.tp > 1 or (ranks.fake and is_sharded(run)))
+
+
+class LocalShards:
+    """The local tensors of DTensors, for an optimizer to step in the place of those.
+
+    SGD and AdamW change each element by itself, so the operators on this rank are the same; DTensor's own dispatch, and
+    its rule that tensors of a list lie on one mesh, are left out.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.pairs = [(whole, nn.Parameter(local(whole.detach()))) for whole in parameters]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The local tensors."""
+        return [part for _, part in self.pairs]
+
+    def take_gradients(self) -> None:
+        """Move each gradient to the local tensor, cut as its parameter is."""
+        from torch.distributed.tensor import DTensor
+
+        for whole, part in self.pairs:
+            mine = local(whole.detach())
+            if mine.untyped_storage()._cdata != part.untyped_storage()._cdata:
+                part.data = mine  # FSDP2 pads uneven shards when it starts
+            if whole.grad is not None:
+                gradient, whole.grad = whole.grad, None
+                if isinstance(whole, DTensor) and isinstance(gradient, DTensor):  # the same placements: no change
+                    gradient = gradient.redistribute(placements=whole.placements)
+                part.grad = local(gradient)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, and any other tensor as it is."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def around_steps(run: Run) -> AbstractContextManager:
+    """Return the context in which steps run: with tp, the loss of logits that are cut by vocabulary."""
+    if getattr(run, "tp", 1) == 1:
+        return nullcontext()
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    return loss_parallel()
+
+
+def _split(model: nn.Module, run: Training, ranks: Ranks) -> None:
+    """Cut the linears as Megatron-LM does (arXiv 1909.08053), with sequence_parallel all between them by tokens too
+    (arXiv 2205.05198)."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        ParallelStyle,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    cut = run.sequence_parallel
+    between = Shard(1) if cut else Replicate()
+    plan: dict[str, ParallelStyle] = {}
+    for name, _ in model.named_modules():
+        last = name.rpartition(".")[2]
+        if last == "embed_tokens":
+            plan[name] = RowwiseParallel(input_layouts=Replicate(), output_layouts=between, use_local_output=not cut)
+        elif last == "lm_head":
+            plan[name] = ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False)
+        elif last in COLUMNS:
+            plan[name] = ColwiseParallel()
+        elif last in ROWS:
+            plan[name] = RowwiseParallel(output_layouts=between, use_local_output=not cut)
+        elif cut and last == "self_attn":
+            plan[name] = PrepareModuleInput(
+                input_kwarg_layouts={"hidden_states": between},
+                desired_input_kwarg_layouts={"hidden_states": Replicate()},
+                use_local_output=True,
+            )
+        elif cut and last == "mlp":
+            plan[name] = PrepareModuleInput(
+                input_layouts=(between,), desired_input_layouts=(Replicate(),), use_local_output=True
+            )
+        elif cut and last.endswith("norm") and last not in ("q_norm", "k_norm"):
+            plan[name] = SequenceParallel()
+    parallelize_module(model, ranks.mesh["tp"], plan)

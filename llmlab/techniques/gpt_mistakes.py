@@ -1,0 +1,111 @@
+"""Code that runs, trains and is wrong, and the probes that show it: what the chapter takes apart.
+
+B  sequences     T  tokens     C  hidden size     H  heads     D  size of a head     V  vocabulary
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+from ..architectures.gpt import GPT, Attention
+from ..data import windows
+
+# ---- probes
+
+
+@torch.no_grad()
+def influence(model: nn.Module, ids_T: Tensor) -> Tensor:
+    """Return who reads whom, bool (T, T): row t, column s is True where another token at s changes the logits at t.
+
+    Computed in fp64, where rounding is far below any influence. A decoder's is the lower triangle.
+    """
+    model, T = copy.deepcopy(model).double().eval(), len(ids_T)
+    texts_TT = ids_T.repeat(T, 1)
+    texts_TT[range(T), range(T)] = texts_TT.diagonal() ^ 1  # text s differs at token s
+    before_TV, after_TTV = model(ids_T[None])[0], model(texts_TT)
+    return ((after_TTV - before_TV).abs().amax(-1) > 1e-9).T
+
+
+def first_loss(model: nn.Module, ids_BT: Tensor) -> float:
+    """Return the loss in eval mode before any training, in nats: ln V if the model starts as a guess."""
+    from .training_loop import next_token_loss
+
+    with torch.no_grad():
+        return next_token_loss(model.eval()(ids_BT), ids_BT).item()
+
+
+# ---- wrong attention
+
+
+def attend_without_mask(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, *_: object) -> Tensor:
+    """WRONG: every token sees those after it, the answer among them."""
+    return F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD)
+
+
+def attend_over_heads(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, *_: object) -> Tensor:
+    """WRONG: with tokens and heads exchanged, a token's heads mix with each other and no token sees another."""
+    q_BTHD, k_BTHD, v_BTHD = (t.transpose(1, 2) for t in (q_BHTD, k_BHTD, v_BHTD))
+    return F.scaled_dot_product_attention(q_BTHD, k_BTHD, v_BTHD).transpose(1, 2)  # the shape is right again
+
+
+def with_attention(model: GPT, attend: Callable[..., Tensor]) -> GPT:
+    """Return the GPT with `attend` in all its blocks."""
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.attend = attend
+    return model
+
+
+# ---- another norm
+
+
+class BatchNorm(nn.Module):
+    """nn.BatchNorm1d over all tokens of a batch: a channel's mean and variance come from everybody's tokens."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(size)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        return self.norm(x_BTC.flatten(0, 1)).view_as(x_BTC)
+
+
+def with_norm(model: nn.Module, make: Callable[[int], nn.Module]) -> nn.Module:
+    """Return the GPT with `make(hidden size)` in the place of each LayerNorm."""
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, nn.LayerNorm):
+                setattr(parent, name, make(child.normalized_shape[0]))
+    return model
+
+
+# ---- data
+
+
+class Windows(Dataset):
+    """`count` windows of a text, the same for the same seed: item i is (seq_len,) ids, cut when it is asked for."""
+
+    def __init__(self, ids: Tensor, seq_len: int, count: int, seed: int = 0) -> None:
+        self.ids, self.seq_len, self.count, self.seed = ids, seq_len, count, seed
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, i: int) -> Tensor:
+        return windows(self.ids, 1, self.seq_len, self.seed + i)[0]
+
+
+class Stream(IterableDataset):
+    """Windows one after the other. With several workers each of them yields the whole stream."""
+
+    def __init__(self, ids: Tensor, seq_len: int) -> None:
+        self.ids, self.seq_len = ids, seq_len
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from self.ids[: len(self.ids) // self.seq_len * self.seq_len].view(-1, self.seq_len)

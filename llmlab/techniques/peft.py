@@ -1,0 +1,87 @@
+"""What each parameter-efficient method trains: through peft, and as a formula of the model's sizes.
+
+    r rank, or an adapter's width   n virtual tokens   d hidden size
+
+LoRA adds r · (in + out) a target (arXiv 2106.09685); DoRA one magnitude an output more (2402.09353); adapters two
+bottlenecks a block (1902.00751); (IA)³ one factor for each key, value and MLP feature (2205.05638); BitFit trains the
+biases there are (2106.10199), and a Llama has none; prompt tuning n embeddings (2104.08691); P-tuning a network that
+makes them (2103.10385); prefix tuning n keys and values in every layer (2101.00190).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..base.errors import NotAvailable, SpecError, unknown_name
+from ..specs.model import ModelSpec
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
+METHODS = ("full", "lora", "dora", "adapter", "ia3", "bitfit", "prompt", "p-tuning", "prefix")
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def trained(method: str, spec: ModelSpec, rank: int = 16, tokens: int = 20) -> int:
+    """Return how many parameters `method` trains on a Llama-like `spec`.
+
+    `rank` is that of LoRA and DoRA, on all linears of a block, and the adapters' width; `tokens` are the virtual ones.
+    """
+    _check(method)
+    linears = [linear for linear in spec.linears if linear.name in TARGETS]
+    if not linears:
+        raise SpecError(f"{spec.name} has no {', '.join(TARGETS)}; the formulas here are for Llama-like models")
+    keys_and_values, d = 2 * spec.kv_heads * spec.head_dim, spec.hidden
+    return {
+        "full": spec.parameters,
+        "lora": rank * sum(linear.count * (linear.inputs + linear.outputs) for linear in linears),
+        "dora": sum(linear.count * (rank * (linear.inputs + linear.outputs) + linear.outputs) for linear in linears),
+        "adapter": spec.layers * 2 * (2 * d * rank + rank + d),  # section 2.1: 2md + d + m each
+        "ia3": spec.layers * (keys_and_values + spec.intermediate),
+        "bitfit": sum(linear.count * linear.outputs for linear in spec.linears if linear.bias),
+        "prompt": tokens * d,
+        "p-tuning": tokens * d + 3 * (d * d + d),  # three linears with biases, used while training only
+        "prefix": tokens * spec.layers * keys_and_values,
+    }[method]
+
+
+def apply(method: str, model: PreTrainedModel, rank: int = 16, tokens: int = 20) -> nn.Module:
+    """Return `model` with only what `method` trains requiring a gradient; changes the model given.
+
+    `model` is a transformers model of Llama's names. As peft does it; adapters, which peft lacks, are our own.
+    """
+    _check(method)
+    if method in ("full", "bitfit"):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(method == "full" or name.endswith(".bias"))
+        return model
+    if method == "adapter":
+        from .adapters import insert
+
+        return insert(model, rank)
+    try:
+        import peft
+    except ImportError:
+        raise NotAvailable(f"{method} needs the peft package: pip install peft") from None
+    task, config = peft.TaskType.CAUSAL_LM, peft.PeftConfig()
+    if method in ("lora", "dora"):
+        config = peft.LoraConfig(
+            r=rank, lora_alpha=2 * rank, target_modules=list(TARGETS), use_dora=method == "dora", task_type=task
+        )
+    elif method == "ia3":
+        names = ["k_proj", "v_proj", "down_proj"]
+        config = peft.IA3Config(target_modules=names, feedforward_modules=["down_proj"], task_type=task)
+    elif method == "prompt":
+        config = peft.PromptTuningConfig(num_virtual_tokens=tokens, task_type=task)
+    elif method == "p-tuning":
+        width = model.config.hidden_size
+        config = peft.PromptEncoderConfig(num_virtual_tokens=tokens, encoder_hidden_size=width, task_type=task)
+    else:
+        config = peft.PrefixTuningConfig(num_virtual_tokens=tokens, task_type=task)
+    return peft.get_peft_model(model, config)
+
+
+def _check(method: str) -> None:
+    if method not in METHODS:
+        raise unknown_name("method", str(method), list(METHODS), f"It is one of {', '.join(METHODS)}.")

@@ -1,0 +1,225 @@
+"""A whole training run, from scratch: data, loss, warm-up and cosine, clipping, AdamW, a held-out share, a seed.
+
+    python -m llmlab.techniques.training_loop --steps 360 --out FOLDER
+
+trains a small Llama on the Python documentation and writes what transformers' from_pretrained reads. With --small in
+place of --steps it is the longer run that llmlab/architectures/small_llama was made by.
+
+    B  micro_batch     T  seq_len     V  vocabulary
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..architectures.gpt import GPT
+from ..architectures.llama import Llama
+from ..architectures.small import CONFIG, RECIPE, STRIDE, TEXT, TOKENIZER, WEIGHTS, WINDOW, sha256, small_model
+from ..base.errors import SpecError
+from ..data import PYTHON_DOCS, split, tokenizer, windows
+from ..evaluate import perplexity
+from .learning_rate import warmup_cosine
+
+# 2.5 million parameters: two cores see 180 000 tokens in half a minute, and half-precision ones take 5 MB. Widths are
+# multiples of 256, the largest block of a number format (GGUF's K-quants; NF4 has 64), so that each can hold it all.
+# Narrower matrices start larger: 0.05 is to a width of 256 about what 0.02 is to GPT-2's 768 and beyond.
+SMALL_LLAMA: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 3,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 1024, "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0, "tie_word_embeddings": True, "initializer_range": 0.05,
+}  # fmt: skip
+SMALL_GPT: dict[str, Any] = {
+    "model_type": "gpt2", "vocab_size": 1024, "n_embd": 256, "n_layer": 3, "n_head": 8, "n_positions": 1024,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "initializer_range": 0.05,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a run depends on besides model and text. Batches, and so losses, are the same for the same seed."""
+
+    steps: int = 360
+    micro_batch: int = 4  # sequences a step
+    seq_len: int = 128  # tokens a sequence
+    learning_rate: float = 2e-3  # the highest, reached after the warm-up
+    warmup: int = 30  # steps: Adam's second moments are guesses at first
+    final: float = 0.1  # share of learning_rate that the cosine ends at
+    weight_decay: float = 0.1
+    clip: float = 1.0  # largest norm of all gradients together
+    eval_every: int = 40  # steps
+    eval_batches: int = 8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.steps, self.micro_batch, self.eval_every, self.eval_batches) < 1 or self.seq_len < 2:
+            raise SpecError(f"{self} has a count below 1 (seq_len: below 2, where there is no next token)")
+        if not 0 <= self.warmup < self.steps:
+            raise SpecError(f"warmup={self.warmup} is outside 0 <= warmup < steps={self.steps}")
+
+
+# Many rounds over a short text: strong decay keeps it from learning the text by heart. Windows as long as the context.
+SMALL = Recipe(steps=500, micro_batch=2, seq_len=1024, weight_decay=3.0, eval_every=50)  # --small
+
+
+@dataclass
+class History:
+    """What a run did: one entry a step in `losses` and `grad_norms`, (step, loss) pairs in `evaluations`."""
+
+    losses: list[float] = field(default_factory=list)  # nats a token, of the step's batch, before the update
+    grad_norms: list[float] = field(default_factory=list)  # before clipping
+    evaluations: list[tuple[int, float]] = field(default_factory=list)  # nats a token of held-out text
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+def next_token_loss(logits_BTV: Tensor, ids_BT: Tensor) -> Tensor:
+    """Return the mean of −ln p(token t + 1 | tokens to t), in nats: the logits at t against the id at t + 1."""
+    return F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1).float(), ids_BT[:, 1:].flatten())
+
+
+def batch_seed(seed: int, step: int) -> int:
+    """Return the seed of a step's batch: different for each step, and for each seed below a million steps."""
+    return seed * 1_000_003 + step
+
+
+def learning_rate(step: int, recipe: Recipe) -> float:
+    """Return the rate of `step`, counted from 0: the first is above 0, the last of the warm-up is the highest."""
+    return recipe.learning_rate * warmup_cosine(step + 1, recipe.warmup, recipe.steps, recipe.final)
+
+
+def adamw(model: nn.Module, recipe: Recipe) -> Optimizer:
+    """Return AdamW that decays matrices and embeddings, and neither norms nor biases; fused is one kernel a step."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": recipe.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95), fused=True)
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, ids: Tensor, recipe: Recipe, loss: Callable[..., Tensor] = next_token_loss) -> float:
+    """Return the mean loss over windows of `ids` that are the same at every call; the mode is put back after."""
+    device, was_training = next(model.parameters()).device, model.training
+    model.eval()
+    batches = [windows(ids, recipe.micro_batch, recipe.seq_len, seed) for seed in range(recipe.eval_batches)]
+    mean = sum(loss(model(batch.to(device)), batch.to(device)).item() for batch in batches) / len(batches)
+    model.train(was_training)
+    return mean
+
+
+def train(
+    model: nn.Module,
+    training: Tensor,
+    validation: Tensor,
+    recipe: Recipe,
+    optimizer: Optimizer | None = None,
+    loss: Callable[[Tensor, Tensor], Tensor] = next_token_loss,
+) -> History:
+    """Train `model` in place on windows of the ids `training`, (tokens,), and return what happened.
+
+    `model(ids_BT)` gives the logits, (B, T, V). `optimizer` is `adamw(model, recipe)` unless given; its groups' rates
+    follow the schedule. Raises SpecError where a text is shorter than a window.
+    """
+    device = next(model.parameters()).device
+    optimizer = optimizer or adamw(model, recipe)
+    history, start = History(), time.perf_counter()
+    torch.manual_seed(recipe.seed)  # dropout
+    model.train()
+    for step in range(recipe.steps):
+        if step % recipe.eval_every == 0:
+            history.evaluations.append((step, evaluate(model, validation, recipe, loss)))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, recipe)
+        # Any step's batch follows from its number: a run taken up again at step n needs no sampler's state.
+        ids_BT = windows(training, recipe.micro_batch, recipe.seq_len, batch_seed(recipe.seed, step)).to(device)
+        step_loss = loss(model(ids_BT), ids_BT)
+        optimizer.zero_grad()
+        step_loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)  # between backward and step, or it is too late
+        optimizer.step()
+        history.losses.append(step_loss.item())
+        history.grad_norms.append(norm.item())
+        history.tokens += ids_BT.numel()
+    history.evaluations.append((recipe.steps, evaluate(model, validation, recipe, loss)))
+    history.seconds = time.perf_counter() - start
+    return history
+
+
+def save(model: GPT | Llama, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write model.safetensors and config.json, which transformers' from_pretrained reads."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: weight.to("cpu", dtype).contiguous() for name, weight in model.transformers_state().items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {**model.spec.config, "dtype": str(dtype).removeprefix("torch.")}
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+
+
+def write_recipe(folder: Path, recipe: Recipe, history: History, held_out: Tensor) -> float:
+    """Write recipe.json beside what `save` wrote, for `llmlab.architectures.small`; return the perplexity it states.
+
+    It is that of the ids `held_out`, (tokens,), under the weights as they were written: half precision changed them.
+    """
+    path = folder / RECIPE
+    facts: dict[str, Any] = {
+        "command": "python -m llmlab.techniques.training_loop --small --out FOLDER",
+        "recipe": asdict(recipe),
+        "tokens": history.tokens,
+        "seconds": round(history.seconds),
+        "torch": torch.__version__,
+        "sha256": {name: sha256(folder / name) for name in (WEIGHTS, CONFIG, TOKENIZER)} | {TEXT.name: sha256(TEXT)},
+    }
+    path.write_text(json.dumps(facts), encoding="utf-8")
+    facts |= {"perplexity": round(perplexity(small_model(folder), held_out, WINDOW, STRIDE), 4)}
+    path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    return facts["perplexity"]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Train a small model from scratch.")
+    parser.add_argument("--model", choices=("llama", "gpt"), default="llama")
+    parser.add_argument("--source", default=PYTHON_DOCS, help="python-docs, a text file or hf:OWNER/NAME")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--dtype", choices=("float32", "float16", "bfloat16"), default="float16", help="of what is written"
+    )
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where model, config and tokenizer are written")
+    parser.add_argument("--small", action="store_true", help="the run that made the small Llama, on its own text")
+    for one in fields(Recipe):
+        name = "--" + one.name.replace("_", "-")
+        default = f"default {one.default}, with --small {getattr(SMALL, one.name)}"
+        parser.add_argument(name, type=type(one.default), help=default)
+    options = parser.parse_args(arguments)
+    given = {one.name: getattr(options, one.name) for one in fields(Recipe)}
+    recipe = replace(SMALL if options.small else Recipe(), **{k: v for k, v in given.items() if v is not None})
+    if options.small:
+        options.model, options.source = "llama", TEXT
+    torch.manual_seed(recipe.seed)
+    model = Llama.from_spec(SMALL_LLAMA) if options.model == "llama" else GPT.from_spec(SMALL_GPT)
+    training, validation = split(model.spec.vocab, options.source)
+    history = train(model.to(options.device), training, validation, recipe)
+    for step, loss in history.evaluations:
+        print(f"step {step:6}: {loss:.3f} nats a held-out token")
+    print(f"{model.spec.parameters:,} parameters, {history.tokens:,} tokens in {history.seconds:.0f} s")
+    if options.out:
+        save(model, options.out, getattr(torch, options.dtype))
+        tokenizer(model.spec.vocab, options.source).save(str(options.out / TOKENIZER))
+        if options.small:
+            print(f"held-out perplexity {write_recipe(options.out, recipe, history, validation):.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""What others measured is here in full: as many rows as the sources have, and what must hold between them."""
+
+import pytest
+
+from llmlab.archive import figure, figures, held_out, operator_records, records
+from llmlab.archive.store import PACKAGE
+from llmlab.base.units import MiB
+from llmlab.specs.run import LoRA, Training
+
+
+@pytest.fixture(scope="module")
+def t4():
+    return [row for row in records(gpu="T4", source="published", folder=PACKAGE) if not held_out(row)]
+
+
+def test_every_fine_tuning_step_on_the_t4_is_there(t4):
+    assert len(t4) == 50
+    assert all(report.peak_allocated <= report.peak_reserved < report.process < report.capacity for report in t4)
+
+
+def test_the_phases_of_forty_steps_are_there(t4):
+    phased = [report for report in t4 if report.phases]
+    assert len(phased) == 40
+    assert all(list(report.phases) == ["load", "forward", "backward", "optimizer"] for report in phased)
+    assert all(report.peak_allocated == max(report.phases.values()) for report in phased)
+
+
+def test_parts_are_stated_only_where_they_were_published(t4):
+    with_parts = [report for report in t4 if report.parts]
+    assert len(with_parts) == 40 and {tuple(r.parts) for r in with_parts} == {("weights", "optimizer")}
+    for report in with_parts:
+        assert sum(report.detail["weights"].values()) == report.parts["weights"]
+        assert sum(report.parts.values()) < report.peak_allocated
+
+
+def test_the_two_states_of_adamw_are_twice_the_adapters_gradients(t4):
+    for report in t4:
+        if report.parts:
+            assert report.parts["optimizer"] == 2 * sum(report.detail["gradients"].values())
+
+
+def test_rows_that_were_rounded_in_the_source_say_so(t4):
+    rounded = [report for report in t4 if report.peak_allocated % MiB == 0 and not report.phases]
+    assert len(rounded) == 10
+    assert all(any("rounded to whole MiB" in note for note in report.notes) for report in rounded)
+    assert not any("rounded" in note for report in t4 if report.phases for note in report.notes)
+
+
+def test_every_step_names_its_source_versions_and_date(t4):
+    for report in t4:
+        assert report.source == "published" and report.outcome == "fits"
+        assert "fitcheck-llm 0.3.1" in report.citation and "MIT" in report.citation
+        assert {"torch", "transformers", "peft", "session", "date"} <= set(report.environment)
+        assert report.environment["date"] in ("2026-09-15", "2026-09-01")
+        assert report.capacity == 14_912 * MiB
+
+
+def test_a_quantized_step_to_the_byte():
+    run = Training(
+        micro_batch=2,
+        seq_len=1024,
+        precision="fp16",
+        checkpointing="full",
+        attention="eager",
+        lora=LoRA(rank=32, targets=("q_proj", "k_proj", "v_proj", "o_proj")),
+        quantization="nf4",
+    )
+    newest, older = records("Qwen/Qwen2.5-1.5B-Instruct", run, "T4", folder=PACKAGE)
+    assert newest.peak_allocated == 7_170_729_984 == 6838.541015625 * MiB
+    assert newest.peak_reserved == 7548 * MiB
+    assert newest.process - newest.peak_reserved == 140.875 * MiB  # the CUDA context
+    assert newest.phases["load"] == 1643.8681640625 * MiB
+    assert newest.step_seconds == 2.694697088000339
+    assert newest.tokens_per_second == pytest.approx(2048 / 2.694697088)
+    assert older.peak_allocated == 6831 * MiB and older.environment["torch"] == "2.10.0+cu128"
+
+
+def test_repeats_of_one_step_are_kept_apart_and_agree_on_allocated():
+    repeats = [r for r in records("HuggingFaceTB/SmolLM2-1.7B", gpu="T4", folder=PACKAGE) if "repeat" in r.environment]
+    assert len(repeats) == 12
+    by_run = {}
+    for report in repeats:
+        by_run.setdefault(repr(report.run), []).append(report)
+    for same in by_run.values():
+        assert sorted(r.environment["repeat"] for r in same) == ["1 of 3", "2 of 3", "3 of 3"]
+        assert len({r.peak_allocated for r in same}) == 1
+
+
+# ---- steps that were held out
+
+
+@pytest.fixture(scope="module")
+def unseen():
+    return [row for row in records(gpu="T4", source="published", folder=PACKAGE) if held_out(row)]
+
+
+def test_every_step_that_was_held_out_is_there(unseen):
+    ran = [row for row in unseen if row.outcome == "fits"]
+    assert (len(unseen), len(ran)) == (41, 37)
+    assert all(row.process - row.peak_reserved == 140.875 * MiB for row in ran)
+    assert all(row.peak_allocated == max(row.phases.values()) for row in ran)
+    assert all(sum(row.detail["weights"].values()) == row.parts["weights"] for row in ran)
+    counts = {"t4-phase3-2026-09-16": 17, "final-t4-20260921": 24}
+    assert counts == {name: sum(row.environment["session"] == name for row in unseen) for name in counts}
+
+
+def test_a_reader_sees_which_steps_were_held_out(t4, unseen):
+    assert all("held out until 2026-11-21" in str(row) and row.notes[0].startswith("Held out") for row in unseen)
+    assert not any("eld out" in str(row) for row in t4)
+    assert not {row.citation for row in t4} & {row.citation for row in unseen}
+    assert all("fitcheck-llm 0.3.1" in row.citation and "MIT" in row.citation for row in unseen)
+
+
+def test_steps_that_ran_out_of_memory_say_what_was_asked_for(unseen):
+    refused = {row.model.rpartition("/")[2]: row for row in unseen if row.outcome == "out of memory"}
+    assert {name: (row.run.micro_batch, row.where) for name, row in refused.items()} == {
+        "Llama-3.2-1B-Instruct": (6, "backward, asked for 2.94 GiB"),
+        "Llama-3.2-3B-Instruct": (5, "backward, asked for 2.45 GiB"),
+        "Qwen2.5-Coder-1.5B-Instruct": (5, "backward, asked for 2.90 GiB"),
+        "Qwen2.5-7B-Instruct": (2, "backward, asked for 1.16 GiB"),
+    }
+    assert all(row.peak_allocated is None and not row.phases for row in refused.values())
+
+
+def test_one_step_measured_twice_within_minutes_reserved_a_tenth_more(unseen):
+    twice = [r for r in unseen if "Qwen2.5-7B" in r.model and r.run.attention == "efficient" and r.run.micro_batch == 1]
+    assert [row.peak_reserved // MiB for row in twice] == [11_880, 13_272]
+    assert twice[0].run == twice[1].run and twice[1].peak_allocated - twice[0].peak_allocated < MiB // 2
+
+
+# ---- operators
+
+
+def test_every_operator_measurement_on_the_a100_is_there():
+    every = operator_records(gpu="A100-80GB")
+    assert len(every) == 410 == len(operator_records())
+    memory, seconds = operator_records(metric="memory"), operator_records(metric="time")
+    assert (len(memory), len(seconds)) == (138, 272)
+    assert {record.unit for record in memory} == {"bytes"} and {record.unit for record in seconds} == {"s"}
+
+
+def test_the_allocator_counts_in_blocks_of_512_bytes():
+    assert all(record.value % 512 == 0 for record in operator_records(metric="memory"))
+
+
+def test_the_fused_loss_needs_gigabytes_less():
+    sizes = {"BT": 32768, "H": 4096, "V": 128256}
+    (plain,) = operator_records("fused_linear_cross_entropy", "huggingface", "full", "memory", **sizes)
+    (fused,) = operator_records("fused_linear_cross_entropy", "liger", "full", "memory", **sizes)
+    assert (plain.value, fused.value) == (27582.5 * MiB, 5794.6259765625 * MiB)
+    assert plain.dtype == "bf16" and plain.options == {"mode": "forward"}
+    assert plain.environment == {"date": "2024-11-22", "liger-kernel": "0.4.2"}
+    assert "Liger-Kernel" in plain.citation and "BSD-2-Clause" in plain.citation
+
+
+def test_operators_are_looked_up_by_what_the_card_is_called():
+    assert len(operator_records(gpu="NVIDIA A100-SXM4-80GB")) == 410
+    assert operator_records(gpu="T4") == []
+    assert operator_records("cross_entropy", V=4097) == []
+
+
+# ---- figures
+
+
+def test_every_figure_has_a_source_a_setup_and_numbers():
+    every = figures()
+    assert len(every) == 64
+    for found in every.values():
+        assert found.source and found.setup and found.what and found.unit
+        assert found.values and all(isinstance(value, (int, float)) for value in found.values.values())
+    # Memory and file sizes are whole bytes; a coefficient in front of sbh is not a size.
+    sizes = [found for found in every.values() if found.unit == "bytes"]
+    assert sizes and all(isinstance(value, int) for found in sizes for value in found.values.values())
+
+
+def test_the_kv_cache_figures_follow_from_the_models_shapes():
+    from llmlab.specs.model import model
+
+    for size in ("8B", "70B", "405B"):
+        bytes_bf16 = 2 * model(f"meta-llama/Llama-3.1-{size}").kv_elements_per_token
+        assert figure("kv-cache-bytes-a-token")[size] == bytes_bf16
+
+
+def test_zeros_figure_follows_from_twelve_bytes_of_state():
+    shares = figure("zero-7.5b-mixed-adam")
+    parameters, gpus = 7.5e9, 64
+    assert shares["none"] == (2 + 2 + 12) * parameters
+    assert shares["stage 1"] == pytest.approx((2 + 2 + 12 / gpus) * parameters, rel=0.01)
+    assert shares["stage 2"] == pytest.approx((2 + (2 + 12) / gpus) * parameters, rel=0.01)
+    assert shares["stage 3"] == pytest.approx((2 + 2 + 12) / gpus * parameters, rel=0.02)
+
+
+def test_nanogpts_mfu_follows_from_its_other_figures():
+    flops, seconds = figure("gpt2-flops-a-sequence").value, figure("gpt2-step-time-nanogpt").value
+    assert 100 * flops / seconds / 312e12 == pytest.approx(figure("gpt2-mfu-nanogpt").value, abs=1e-4)

@@ -1,0 +1,432 @@
+"""The command line says what the API says, in options made from the same fields, and one line when it cannot."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from llmlab import __version__, estimate
+from llmlab.archive import PLAN, records
+from llmlab.base.errors import SpecError
+from llmlab.cli import main as cli
+from llmlab.cli import options as cli_options
+from llmlab.hardware.doctor import doctor
+from llmlab.hardware.gpu import gpus
+from llmlab.report import Report
+from llmlab.specs.model import model, models
+from llmlab.specs.run import Inference, LoRA, Training
+
+TINY = {
+    "model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 512, "n_positions": 128,
+}  # fmt: skip
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY))
+    return str(path)
+
+
+def call(*words):
+    return CliRunner().invoke(cli.cli, [str(word) for word in words])
+
+
+def refused(*words):
+    """Run a command that cannot be answered; return its one line."""
+    result = call(*words)
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert result.stdout == ""
+    assert result.stderr.startswith("llmlab: ") and result.stderr.count("\n") == 1, result.stderr
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+# ---- options and fields are the same
+
+
+def parsed(*words):
+    """Return the run that `llmlab estimate MODEL *words` asks for."""
+    command = cli.cli.commands["estimate"]
+    return cli_options.run_from(command.make_context("estimate", ["gpt2", *words]))
+
+
+def test_every_field_is_an_option_and_every_option_of_a_run_is_a_field():
+    names = {option.name for option in cli_options.spec_options()}
+    of_lora = {"lora" if f.name == "rank" else f"lora_{f.name}" for f in fields(LoRA)}
+    assert names == {f.name for f in (*fields(Training), *fields(Inference))} | of_lora | {"inference"}
+    assert set(cli_options.HELP) == names - {"inference"}
+
+
+def test_no_options_are_the_dataclasses_defaults():
+    assert parsed() == Training()
+    assert parsed("--inference") == Inference()
+    assert parsed("--lora", "16").lora == LoRA()
+
+
+@pytest.mark.parametrize("owner", [Training, Inference])
+def test_the_default_an_option_shows_is_the_fields(owner):
+    options = {option.name: option for option in cli_options.spec_options()}
+    for field in fields(owner):
+        assert field.default is not MISSING
+        if field.name != "lora":  # a rank or nothing: what it makes is tested below
+            nothing = field.default is None and field.name in cli_options.ALLOWED
+            assert options[field.name].default == ("none" if nothing else field.default), field.name
+
+
+@pytest.mark.parametrize("name", cli_options.ALLOWED)
+def test_the_values_an_option_names_are_those_the_field_allows(name):
+    owner = Training if name in {f.name for f in fields(Training)} else Inference
+    with pytest.raises(SpecError) as error:
+        owner(**{name: "nothing of the kind"})
+    allowed = ", ".join(map(str, cli_options.ALLOWED[name]))
+    assert str(error.value).endswith(f"is not one of {allowed}")
+    option = next(option for option in cli_options.spec_options() if option.name == name)
+    assert all("none" if value is None else str(value) in option.help for value in cli_options.ALLOWED[name])
+
+
+def test_every_text_field_names_its_values():
+    for owner in (Training, Inference):
+        for field in fields(owner):
+            if "str" in str(field.type) or "Literal" in str(field.type):
+                assert field.name in cli_options.ALLOWED, field.name
+
+
+@pytest.mark.parametrize("name", sorted({f.name for f in (*fields(Training), *fields(Inference))} - {"lora"}))
+def test_an_option_sets_its_field_and_nothing_else(name):
+    owner = Training if name in {f.name for f in fields(Training)} else Inference
+    default = getattr(owner(), name)
+    two_ranks, two_shards = ["--dp", "2"], ["--tp", "2"]
+    needs = {"zero": two_ranks, "ep": two_ranks, "quantization": ["--lora", "16"], "sequence_parallel": two_shards}
+    others = needs.get(name, [])
+    values = {"zero": 2, "offload": "optimizer"}
+    flag = "--" + name.replace("_", "-")
+    if isinstance(default, bool):
+        words, value = [flag], True
+    else:
+        other = [choice for choice in cli_options.ALLOWED.get(name, (2,)) if choice != default][-1]
+        value = values.get(name, other)
+        words = [flag, str(value)]
+    kind = [] if owner is Training else ["--inference"]
+    run, without = parsed(*kind, *others, *words), parsed(*kind, *others)
+    assert getattr(run, name) == value and getattr(without, name) == default
+    assert {**run.to_dict(), name: None} == {**without.to_dict(), name: None}
+
+
+def test_the_options_of_lora_make_one():
+    run = parsed("--lora", "8", "--lora-targets", "q_proj, o_proj", "--lora-alpha", "32", "--lora-dropout", "0.1")
+    assert run.lora == LoRA(rank=8, targets=("q_proj", "o_proj"), alpha=32, dropout=0.1)
+
+
+def test_none_can_be_said():
+    assert parsed("--checkpointing", "none", "--kernels", "none") == Training()
+
+
+def test_help_names_every_option_and_fits_a_terminal():
+    text = call("estimate", "--help").output
+    for option in cli_options.spec_options():
+        assert option.opts[0] in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+# ---- answers
+
+
+def test_estimate_prints_the_report_of_the_api():
+    result = call("estimate", "gpt2", "--gpu", "T4", "--micro-batch", 4, "--seq-len", 512)
+    report = estimate("gpt2", Training(micro_batch=4, seq_len=512), "T4")
+    assert result.output == f"{report}\n"
+    assert result.exit_code == 0 and report.outcome == "fits"
+
+
+def test_json_is_the_report():
+    words = ("estimate", "gpt2", "--gpu", "T4", "--precision", "autocast-fp16", "--lora", 8, "--lora-targets", "c_attn")
+    run = Training(precision="autocast-fp16", lora=LoRA(rank=8, targets=("c_attn",)))
+    assert Report.from_json(call(*words, "--json").stdout) == estimate("gpt2", run, "T4")
+
+
+def test_inference_is_estimated_too():
+    words = ("--batch", 4, "--weights", "fp16", "--kv", "fp16", "--prompt-len", 512)
+    result = call("estimate", "gpt2", "--gpu", "T4", "--inference", *words, "--json")
+    run = Inference(batch=4, prompt_len=512, weights="fp16", kv="fp16")
+    assert Report.from_json(result.stdout) == estimate("gpt2", run, "T4")
+
+
+def test_a_config_file_is_a_model(tiny):
+    result = call("estimate", tiny, "--gpu", "T4", "--seq-len", 128, "--json")
+    assert result.exit_code == 0, result.stderr
+    # 512·64 + 128·64 + 2 (12·64² + 13·64) + 2·64 parameters, 4 bytes each
+    assert json.loads(result.stdout)["parts"]["weights"] >= 4 * (512 * 64 + 128 * 64 + 2 * (12 * 64**2 + 13 * 64) + 128)
+
+
+def test_exit_codes_are_fits_does_not_fit_and_could_not_say():
+    assert call("estimate", "gpt2", "--gpu", "T4").exit_code == 0
+    assert call("estimate", "meta-llama/Llama-3.1-8B", "--gpu", "A100-80GB", "--seq-len", 4096).exit_code == 1
+    too_near = call("estimate", "gpt2", "--gpu", "T4", "--micro-batch", 7)
+    assert too_near.exit_code == 2 and "Too near to tell" in too_near.stdout
+    without_a_card = call("estimate", "gpt2")
+    assert without_a_card.exit_code == 2 and "peak allocated" in without_a_card.stdout and without_a_card.stderr == ""
+
+
+def test_measure_measures(tiny):
+    result = call("measure", tiny, "--seq-len", 64, "--json")
+    report = Report.from_json(result.stdout)
+    assert (report.source, report.run) == ("measured", Training(seq_len=64))
+    assert report.peak_allocated > 4 * report.run.seq_len and report.environment["torch"]
+    assert result.exit_code == cli.EXIT[report.outcome]
+
+
+def test_compare_holds_the_estimate_to_the_record():
+    (first, *_) = [r for r in records(gpu="T4") if isinstance(r.run, Training) and r.peak_allocated]
+    words = []
+    for field in fields(Training):
+        value = getattr(first.run, field.name)
+        if field.name == "lora" and value:
+            words += ["--lora", value.rank, "--lora-targets", ",".join(value.targets), "--lora-dropout", value.dropout]
+            words += ["--lora-alpha", value.alpha] if value.alpha else []
+        elif value is True:
+            words += ["--" + field.name.replace("_", "-")]
+        elif value != field.default:
+            words += ["--" + field.name.replace("_", "-"), value]
+    result = call("compare", first.model, "--gpu", "T4", "--json", *words)
+    data = json.loads(result.stdout)
+    assert [report["source"] for report in data["reports"]] == ["estimated", "simulated", first.source]
+    assert data["reports"][-1]["peak_allocated"] == first.peak_allocated and "estimated" in data["relative_errors"]
+    assert result.exit_code == cli.EXIT[first.outcome]
+    assert call("compare", first.model, "--gpu", "T4", *words).output.startswith(f"{model(first.model).name} on T4")
+
+
+def test_what_was_measured_decides_over_what_was_predicted():
+    def report(source, outcome):
+        return Report(source=source, model="m", run=Training(), outcome=outcome, citation="c")
+
+    order = [report("estimated", "fits"), report("published", "out of memory"), report("measured", "unknown")]
+    assert cli.best_outcome(order) == "out of memory"
+    assert cli.best_outcome(order[:1]) == "fits" and cli.best_outcome(order[2:]) == "unknown"
+
+
+def test_gpus_lists_every_card_with_its_dense_peaks():
+    lines = call("gpus").stdout.splitlines()
+    assert [line.split()[0] for line in lines[1:-1]] == [card.name for card in gpus()]
+    t4 = lines[1 + [card.name for card in gpus()].index("T4")].split()
+    assert t4[3:] == ["8.1", "–", "65", "–", "–", "130", "7.5"]  # fp16 65 TFLOP/s, no bf16, int8 130 TOP/s, sm_75
+    cards = json.loads(call("gpus", "--json").stdout)
+    assert {card["name"]: card["memory"] for card in cards} == {card.name: card.memory for card in gpus()}
+    assert next(card for card in cards if card["name"] == "T4")["peak_flops"]["fp16"] == 65e12
+
+
+def test_models_lists_every_model_with_its_shape():
+    lines = call("models").stdout.splitlines()[1:]
+    assert [line.split()[0] for line in lines] == models()
+    assert next(line.split() for line in lines if line.startswith("gpt2 ")) == [
+        "gpt2",
+        "124M",
+        "12",
+        "768",
+        "12/12",
+        "1,024",
+    ]
+    assert next(line.split() for line in lines if line.startswith("meta-llama/Llama-3.1-8B "))[4] == "32/8"
+    listed = {entry["name"]: entry for entry in json.loads(call("models", "--json").stdout)}
+    assert listed["gpt2"]["parameters"] == 124_439_808
+    assert listed["meta-llama/Llama-3.1-8B"] | {"layers": 32, "kv_heads": 8} == listed["meta-llama/Llama-3.1-8B"]
+
+
+def test_records_lists_what_was_measured():
+    found = records(gpu="T4")
+    assert len(call("records", "--gpu", "T4").stdout.splitlines()) == 1 + len(found)
+    assert [Report.from_dict(data) for data in json.loads(call("records", "--gpu", "T4", "--json").stdout)] == found
+    assert call("records", "huggyllama/llama-65b", "--gpu", "RTX-5090").stdout == "no records\n"
+
+
+def test_doctor_says_what_this_machine_has():
+    result = call("doctor")
+    assert result.exit_code == 0 and result.stdout == f"{doctor()}\n"
+    assert json.loads(call("doctor", "--json").stdout) == doctor().to_dict()
+
+
+def test_record_measures_within_its_budget_and_says_what_is_left(tmp_path):
+    words = ("record", "--budget", 1e-9, "--out", tmp_path, "--allow-cpu", "--json")
+    result = call(*words)
+    answer = json.loads(result.stdout)
+    assert result.exit_code == 0 and answer["measured"] == [] and not list(tmp_path.rglob("*.json"))
+    assert answer["left"] + len(answer["skipped"]) == len(PLAN) and answer["left"] > 0
+    assert f"{answer['left']} left" in result.stderr and f"{answer['left']} left" in call(*words[:-1]).stdout
+
+
+# ---- bad input: one line that says what to do, exit code 2, nothing on stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["estimate", "gpt3", "--gpu", "T4"], ["unknown model 'gpt3'", "gpt2"]),
+        (["estimate", "gpt2", "--gpu", "A1000"], ["unknown GPU 'A1000'", "A100"]),
+        (["estimate", "gpt2", "--gpu", "T4", "--seq-len", "2048"], ["2048", "1024 positions"]),
+        (["estimate", "gpt2", "--gpu", "T4", "--micro-batch", "0"], ["micro_batch=0", ">= 1"]),
+        (["estimate", "gpt2", "--gpu", "T4", "--seq-len", "-5"], ["seq_len=-5", ">= 1"]),
+        (["estimate", "gpt2", "--gpu", "T4", "--lora", "0"], ["rank=0", ">= 1"]),
+        (["estimate", "gpt2", "--gpu", "T4", "--inference", "--new-tokens", "0"], ["new_tokens=0", ">= 1"]),
+        (["estimate", "gpt2", "--gpu", "T4", "--precision", "autocast-bf16"], ["T4 has no bf16", "autocast-fp16"]),
+        (["estimate", "gpt2", "--gpu", "T4", "--precision", "fp17"], ["precision='fp17'", "autocast-bf16"]),
+        (["estimate", "gpt2", "--gpu", "T4", "--zero", "3"], ["zero=3 with dp=1", "dp >= 2"]),
+        (["estimate", "gpt2", "--gpu", "T4", "--lora", "8"], ["q_proj", "c_attn"]),
+        (["estimate", "gpt2", "--gpu", "T4", "--lora-targets", "c_attn"], ["--lora-targets without --lora"]),
+        (["estimate", "gpt2", "--gpu", "T4", "--lora", "8", "--lora-targets", ","], ["targets=()"]),
+        (["estimate", "gpt2", "--batch", "4"], ["--batch needs --inference"]),
+        (["estimate", "gpt2", "--inference", "--zero", "2"], ["--zero is for training", "--prompt-len"]),
+        (["estimate", "gpt2", "--inference", "--lora", "2"], ["--lora is for training"]),
+        (["estimate", "gpt2", "--micro-batch", "two"], ["--micro-batch", "'two'"]),
+        (["estimate", "gpt2", "--lora-alpha", "x", "--lora", "2"], ["--lora-alpha", "'x'"]),
+        (["estimate", "gpt2", "--micro-bach", "2"], ["--micro-bach", "--micro-batch"]),
+        (["estimate"], ["MODEL"]),
+        (["estimat", "gpt2"], ["estimat", "estimate"]),
+        (["records", "--gpu", "T44"], ["unknown GPU 'T44'", "T4"]),
+        (["records", "--source", "guessed"], ["guessed", "measured"]),
+        (["record", "--budget", "0"], ["budget", "above 0"]),
+        (["record", "--only", "cooking"], ["cooking", "memory-anatomy"]),
+        (["measure", "gpt3"], ["unknown model 'gpt3'"]),
+        (["measure", "gpt2", "--device", "tpu"], ["tpu", "cuda"]),
+        (["measure", "gpt2", "--dp", "8", "--zero", "3"], ["dp=8"]),
+        (["measure", "gpt2", "--seq-len", "2048"], ["1024 positions"]),
+        (["estimate", "~nobody-of-that-name/x"], ["~nobody-of-that-name/x", "config.json"]),
+        (["estimate", ""], ["empty", "preset"]),
+        (["estimate", "gpt2", "--micro-batch", "1" + "0" * 400], ["micro_batch", "too large"]),
+        (["records", "foo"], ["unknown model 'foo'", "llmlab models"]),
+        (["records", "~nobody-of-that-name/x"], ["unknown model"]),
+        (["records", ""], ["unknown model ''"]),
+        (["compare", "gpt2", "--gpu", "T44"], ["unknown GPU 'T44'"]),
+    ],
+)
+def test_bad_input_is_one_line_that_says_what_was_given_and_what_is_allowed(words, said):
+    line = refused(*words)
+    for part in said:
+        assert part in line, line
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (json.dumps({**TINY, "n_head": 7}), ["64", "7"]),
+        (json.dumps({k: v for k, v in TINY.items() if k != "n_layer"}), ["n_layer"]),
+        (json.dumps({**TINY, "n_embd": -64}), ["-64"]),
+        (json.dumps({**TINY, "vocab_size": 0}), ["vocab_size"]),
+        (json.dumps({**TINY, "n_layer": "two"}), ["two"]),
+        (json.dumps({k: v for k, v in TINY.items() if k != "model_type"}), ["model_type"]),
+        ("{", ["JSON"]),
+        ("[1, 2]", ["JSON"]),
+        ("", ["JSON"]),
+        ("[" * 100_000, ["JSON"]),
+    ],
+)
+@pytest.mark.parametrize("verb", ["estimate", "measure"])
+def test_a_config_that_cannot_be_is_one_line(verb, text, said, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    line = refused(verb, path, *(["--gpu", "T4"] if verb == "estimate" else []))
+    for part in [*said, str(path) if "JSON" in said else ""]:
+        assert part in line, line
+
+
+def test_a_config_that_is_not_text_or_cannot_be_read_is_one_line(tmp_path):
+    binary = tmp_path / "model.json"
+    binary.write_bytes(b"\x80\x81\xff\x00")
+    assert str(binary) in refused("estimate", binary)
+    assert str(tmp_path / "none" / "config.json") in refused("estimate", tmp_path / "none" / "config.json")
+    (tmp_path / "folder.json").mkdir()
+    refused("estimate", tmp_path / "folder.json")
+
+
+def test_a_bug_is_not_dressed_up_as_bad_input():
+    group = type(cli.cli)("llmlab")
+
+    @group.command()
+    def broken():
+        raise ZeroDivisionError
+
+    assert isinstance(CliRunner().invoke(group, ["broken"]).exception, ZeroDivisionError)
+
+
+def test_an_interrupt_is_130_and_an_unreadable_file_names_itself():
+    group = type(cli.cli)("llmlab")
+
+    @group.command()
+    def interrupted():
+        raise KeyboardInterrupt
+
+    @group.command()
+    def unreadable():
+        Path("/no/such/file").read_text()
+
+    result = CliRunner().invoke(group, ["interrupted"])
+    assert (result.exit_code, result.stdout, result.stderr.strip()) == (130, "", "llmlab: interrupted")
+    result = CliRunner().invoke(group, ["unreadable"])
+    assert (result.exit_code, result.stderr) == (2, "llmlab: /no/such/file: No such file or directory\n")
+
+
+def test_a_bare_call_shows_help_and_the_version_can_be_asked():
+    assert call().exit_code == 0 and "estimate" in call().stdout
+    assert call("--version").stdout == f"llmlab {__version__}\n"
+
+
+# ---- as a program
+
+
+def program(*words, **options):
+    return subprocess.run([sys.executable, "-m", "llmlab.cli.main", *words], capture_output=True, text=True, **options)
+
+
+def test_as_a_program_an_estimate_is_printed_whole_and_imports_no_torch():
+    done = program("estimate", "gpt2", "--gpu", "T4", env={**os.environ, "COLUMNS": "20"})
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout == f"{estimate('gpt2', Training(), 'T4')}\n"
+    code = (
+        "import sys; from click.testing import CliRunner; from llmlab.cli.main import cli; "
+        "CliRunner().invoke(cli, ['estimate', 'gpt2', '--gpu', 'T4']); CliRunner().invoke(cli, ['gpus']); "
+        "CliRunner().invoke(cli, ['models']); print({'torch', 'transformers', 'matplotlib', 'numpy'} & {*sys.modules})"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+
+
+def test_as_a_program_bad_input_is_one_line_on_stderr():
+    done = program("estimate", "gpt2", "--gpu", "T4", "--precision", "bf16", "--json")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("llmlab: T4 has no bf16") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "variables"),
+    [
+        (["measure", "gpt2", "--device", "cuda"], ["cuda"], {}),
+        (["record"], ["no CUDA GPU here", "Colab"], {}),
+        (["doctor"], ["LLMLAB_AS=T4 needs a CUDA GPU", "unset LLMLAB_AS"], {"LLMLAB_AS": "t4"}),
+        (["doctor"], ["LLMLAB_AS=t44", "unknown GPU"], {"LLMLAB_AS": "t44"}),
+    ],
+)
+def test_cuda_asked_for_where_there_is_none_is_one_line(words, said, variables, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    line = refused(*words)
+    for part in said:
+        assert part in line
+
+
+def test_a_reader_that_has_gone_is_no_error():
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as gone:
+        done = subprocess.run(
+            [sys.executable, "-m", "llmlab.cli.main", "models"], stdout=gone, stderr=subprocess.PIPE, text=True
+        )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_terminal_without_the_letters_gets_the_answer_anyway():
+    done = program("gpus", env={**os.environ, "PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "0"})
+    assert done.returncode == 0 and "H200" in done.stdout

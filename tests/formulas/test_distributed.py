@@ -1,0 +1,196 @@
+"""Steps on many GPUs, held to published iterations: no constant was fitted to them."""
+
+from dataclasses import replace
+
+import pytest
+
+import llmlab as lab
+from llmlab import Training, model
+from llmlab.archive import figure
+from llmlab.archive.published_steps import foundry_scaling, llama_405b, megatron_iterations
+from llmlab.base.errors import NotAvailable, SpecError
+from llmlab.formulas.time.communication import seconds
+from llmlab.formulas.time.distributed import step
+from llmlab.formulas.time.step import step_seconds
+from llmlab.hardware import gpu
+from llmlab.hardware.links import cluster
+
+H100 = cluster("H100", "InfiniBand-NDR")
+LLAMA_405B = "meta-llama/Llama-3.1-405B"
+SMALL = Training(micro_batch=8, precision="autocast-bf16")
+
+
+def predicted(row, overlap):
+    return step(row.config, row.run, row.card, cluster(row.card, row.network), row.virtual_stages, overlap)
+
+
+@pytest.mark.parametrize("overlap", [(), ("tensor",)], ids=["nothing hidden", "as they hide it"])
+@pytest.mark.parametrize("row", megatron_iterations(), ids=lambda row: row.name)
+def test_korthikanti_iterations_within_15_percent(row, overlap):
+    found = predicted(row, overlap)
+    assert found.seconds == pytest.approx(row.seconds, rel=0.15)
+    if row.run.checkpointing == "selective" and row.run.dp == 1:
+        published = figure("recomputation-iteration-mfu")[row.name.split()[0]]
+        assert found.mfu == pytest.approx(published, rel=0.15)
+
+
+def test_what_recomputation_costs_is_what_they_saved():
+    rows = {row.name: predicted(row, ("tensor",)).seconds for row in megatron_iterations()}
+    times = figure("recomputation-iteration-time")
+    for size in ("22B", "175B", "530B", "1T"):
+        full, selective = (value for label, value in times.values.items() if label.startswith(f"{size}:"))
+        assert rows[f"{size} full"] / rows[f"{size} selective"] == pytest.approx(full / selective, rel=0.05)
+
+
+@pytest.mark.parametrize("row", foundry_scaling(), ids=lambda row: row.name)
+def test_fsdp_steps_on_many_gpus(row):
+    """With all hidden that can be, on 512 GPUs the model promises up to 17 % more. What it lacks grows with what is
+    sent, and is about what forward sends: with that exposed, every row is within 4 %. Their script prefetches too,
+    so why hidden communication should cost so much is not known: "data" and "gradients" are bounds, not a fit."""
+    assert 0.85 * row.seconds < predicted(row, ("data",)).seconds < row.seconds
+    assert predicted(row, ("gradients",)).seconds == pytest.approx(row.seconds, rel=0.04)
+
+
+@pytest.mark.parametrize("row", llama_405b()[:2], ids=lambda row: row.name)
+def test_llama_3_on_8192_and_16384_gpus(row):
+    """arXiv 2407.21783, table 4; 126 layers on 16 stages, interleaved. No constant was fitted to it."""
+    found = step(LLAMA_405B, row.run, "H100", H100, row.virtual_stages, ("data", "tensor"))
+    assert found.mfu == pytest.approx(row.mfu, rel=0.05)
+    plain = step(LLAMA_405B, row.run, "H100", H100, 1, ("data", "tensor"))
+    assert plain.mfu < 0.8 * row.mfu  # without interleaving it could not have been
+
+
+def test_torchtitan_405b_gains_by_interleaving_what_was_published():
+    """512 H100s. The rates were reached in FP8, of which the table of efficiencies has none: theirs are above ours."""
+    run = Training(tp=8, pp=8, dp=8, zero=1, micro_batch=4, accumulation=8, checkpointing="full", seq_len=8192,
+                   precision="mixed-bf16", sequence_parallel=True)  # fmt: skip
+    plain, mixed = (step(LLAMA_405B, run, "H100", H100, parts, ("data", "tensor")).seconds for parts in (1, 2))
+    published = figure("torchtitan-405b")
+    assert plain / mixed == pytest.approx(published["interleaved, tokens/s"] / published["1F1B, tokens/s"], rel=0.03)
+    rate = run.global_batch * run.seq_len / run.world_size / mixed
+    assert 0.6 < rate / published["interleaved, tokens/s"] < 0.9
+
+
+def test_unequal_stages_wait_for_the_slowest():
+    """126 layers on 8 stages: 16 of them in a middle one. Equal shares of 15.75 would be quicker."""
+    run = Training(micro_batch=1, seq_len=8192, precision="mixed-bf16", tp=8, sequence_parallel=True, accumulation=32)
+    split, whole = (step(LLAMA_405B, replace(run, pp=pp), "H100", H100) for pp in (8, 1))
+    assert split.tensor / whole.tensor == pytest.approx(16 / 126)
+    even = step({**model(LLAMA_405B).config, "num_hidden_layers": 128}, replace(run, pp=8), "H100", H100)
+    assert split.compute < even.compute  # there the last has 16 layers, and the head
+    # Filling and emptying the pipeline is every other stage once: all of one micro-batch, less the slowest.
+    once = (split.bubble + (split.compute + split.tensor) / 32) - 7 * split.pipeline / 32
+    assert once == pytest.approx((whole.compute + whole.tensor) / 32, rel=0.01)
+
+
+def test_estimate_says_the_seconds_of_many_devices():
+    run = replace(SMALL, dp=16, zero=1)
+    report, found = lab.estimate("gpt2", run, "H100"), step("gpt2", run, "H100", H100)
+    assert report.step_seconds == found.seconds and report.mfu == found.mfu
+    assert report.tokens_per_second == pytest.approx(16 * 8 * 1024 / found.seconds)
+    assert any("InfiniBand-NDR" in note for note in report.notes)
+    slow = lab.estimate("gpt2", run, "H100", cluster("H100", "Ethernet-25", adapters=1))
+    assert slow.step_seconds > 1.5 * report.step_seconds
+    unknown = lab.estimate("gpt2", replace(run, precision="autocast-fp16"), "T4")
+    assert unknown.step_seconds is None and any("usual network" in note for note in unknown.notes)
+    pair = lab.estimate("gpt2", replace(run, precision="autocast-fp16", dp=2), "T4")  # one node: PCIe joins them
+    assert (
+        pair.step_seconds > lab.estimate("gpt2", Training(micro_batch=8, precision="autocast-fp16"), "T4").step_seconds
+    )
+
+
+def test_adapters_send_adapters():
+    lora = Training(micro_batch=8, precision="autocast-bf16", dp=8, lora=lab.LoRA(rank=8, targets=("c_attn",)))
+    for zero in (0, 1):  # gradients, and what the update changed
+        runs = (replace(lora, zero=zero), replace(lora, zero=zero, lora=None))
+        adapters, whole = (step("gpt2", run, "H100", H100).data_sent for run in runs)
+        assert adapters < 0.3 * whole
+
+
+def test_one_gpu_is_the_time_of_one_gpu():
+    run = Training(micro_batch=8, precision="autocast-bf16")
+    alone = step("gpt2", run, "H100", H100)
+    assert alone.seconds == pytest.approx(step_seconds(model("gpt2"), run, gpu("H100")))
+    assert alone.data == alone.tensor == alone.pipeline == alone.bubble == 0
+
+
+def test_data_parallel_sends_its_gradients_once():
+    run = replace(SMALL, dp=8)
+    found = step("gpt2", run, "H100", H100, overlap=(), bucket_bytes=2**30)
+    gradients = 4 * model("gpt2").parameters
+    assert found.data == found.data_sent
+    assert found.data == pytest.approx(seconds("all-reduce", gradients, H100.group(8)))
+    many = step("gpt2", run, "H100", H100, overlap=(), bucket_bytes=2**16)
+    assert many.data > 20 * found.data  # each message costs its latency
+    hidden = step("gpt2", run, "H100", H100)
+    assert 0.2 < hidden.data / hidden.data_sent < 0.5  # the tied embedding, a third of all, is ready last
+    accumulated = step("gpt2", replace(run, accumulation=4), "H100", H100)
+    assert accumulated.data_sent == pytest.approx(hidden.data_sent)  # no_sync
+
+
+@pytest.mark.parametrize(("zero", "times"), [(0, 2), (1, 2), (2, 2), (3, 3)])
+def test_volume_of_the_stages(zero, times):
+    """ZeRO, arXiv 1910.02054, section 7: 2P up to stage 2, 3P for stage 3; a head and embedding gathered once.
+
+    On A100s, whose switches do not add: an H100's take less time for stage 0 than 2P does.
+    """
+    large = {"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 8, "num_attention_heads": 64,
+             "intermediate_size": 28672, "vocab_size": 1000,
+             "max_position_embeddings": 4096, "tie_word_embeddings": True}  # fmt: skip
+    run = replace(SMALL, dp=8, zero=zero, seq_len=512)
+    a100 = cluster("A100-80GB", "InfiniBand-HDR")
+    found = step(large, run, "A100-80GB", a100, overlap=(), bucket_bytes=2**30)
+    once = 7 / 8 * 4 * model(large).parameters / a100.inside.reached
+    assert found.data_sent == pytest.approx(times * once, rel=0.02)
+
+
+def test_accumulation_with_cut_gradients_sends_them_each_time():
+    sent = {
+        zero: [step("gpt2", replace(SMALL, dp=8, zero=zero, accumulation=n), "H100", H100).data_sent for n in (1, 4)]
+        for zero in (1, 2, 3)
+    }
+    assert sent[1][1] == pytest.approx(sent[1][0])
+    assert sent[2][1] > 2 * sent[2][0]
+    assert sent[3][1] == pytest.approx(4 * sent[3][0])
+
+
+def test_tensor_parallel_belongs_inside_a_node():
+    run = Training(micro_batch=1, seq_len=4096, precision="mixed-bf16", tp=8)
+    inside = step("meta-llama/Llama-3.1-8B", run, "H100", H100)
+    outside = step("meta-llama/Llama-3.1-8B", run, "H100", cluster("H100", "InfiniBand-NDR", gpus=1))
+    assert outside.tensor > 4 * inside.tensor
+    sequence = step("meta-llama/Llama-3.1-8B", replace(run, sequence_parallel=True), "H100", H100)
+    assert sequence.tensor > inside.tensor  # the extra all-gathers backward
+    assert sequence.compute < inside.compute  # norms and dropout divided
+
+
+def test_pipeline_bubble_and_interleaving():
+    run = Training(micro_batch=1, seq_len=4096, precision="mixed-bf16", pp=4, accumulation=12)
+    plain = step("meta-llama/Llama-3.1-8B", run, "H100", H100)
+    mixed = step("meta-llama/Llama-3.1-8B", run, "H100", H100, virtual_stages=2)
+    assert mixed.bubble == pytest.approx(plain.bubble / 2, rel=0.05)
+    assert mixed.pipeline == pytest.approx(2 * plain.pipeline)
+    assert plain.bubble / plain.compute < 3 / 12  # the last stage, with the head, is slower than those that fill
+
+
+def test_experts_and_context_are_paid_for():
+    mixtral = "mistralai/Mixtral-8x7B-v0.1"
+    run = Training(micro_batch=1, seq_len=4096, precision="mixed-bf16", dp=8, ep=8)
+    assert step(mixtral, run, "H100", H100).experts > 0
+    far = step(mixtral, run, "H100", cluster("H100", "InfiniBand-NDR", gpus=1))
+    assert far.experts > 3 * step(mixtral, run, "H100", H100).experts
+    long = Training(micro_batch=1, seq_len=65536, precision="mixed-bf16", cp=8)
+    assert step("meta-llama/Llama-3.1-8B", long, "H100", H100).context > 0
+
+
+def test_what_cannot_be_predicted():
+    with pytest.raises(NotAvailable, match="B200"):
+        step("gpt2", SMALL, "B200", H100)
+    with pytest.raises(NotAvailable, match="A100-80GB reaches in fp32"):
+        step("gpt2", Training(), "A100-80GB", H100)
+    with pytest.raises(SpecError, match="virtual_stages=2 with pp=1"):
+        step("gpt2", SMALL, "H100", H100, virtual_stages=2)
+    with pytest.raises(SpecError, match="virtual_stages=20 with pp=8 makes more of them than the model's 126 layers"):
+        step(LLAMA_405B, Training(pp=8, precision="mixed-bf16", accumulation=8), "H100", H100, virtual_stages=20)
+    with pytest.raises(SpecError, match="'all'"):
+        step("gpt2", SMALL, "H100", H100, overlap=("all",))

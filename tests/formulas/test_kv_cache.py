@@ -1,0 +1,81 @@
+"""The KV cache's bytes are those of transformers' caches, for every preset, to the byte."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModel, DynamicCache, StaticCache
+
+import llmlab as lab
+from llmlab.archive import figure
+from llmlab.formulas.inference import kv_cache_bytes, loaded_bytes
+
+LONG = 4600  # tokens: beyond every preset's sliding window
+
+
+def held(cache: DynamicCache | StaticCache) -> int:
+    """Bytes of memory under a cache's tensors: a view holds on to all of what it looks into."""
+    return sum(t.untyped_storage().nbytes() for layer in cache.layers for t in (layer.keys, layer.values))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", lab.models())
+def test_the_bytes_are_transformers_for_every_preset(name: str) -> None:
+    """Its real attention layers read a prompt and a token on the meta device, without MLPs, which no cache sees."""
+    spec = lab.model(name)
+    config = AutoConfig.for_model(**{**spec.config, "bos_token_id": None, "eos_token_id": None})
+    with torch.device("meta"):
+        model = AutoModel.from_config(config, dtype=torch.bfloat16, attn_implementation="eager").eval()
+    for layer in getattr(model, "layers", None) or model.h:
+        layer.mlp = nn.Identity()
+    prompt = min(LONG, spec.max_positions) - 1
+    run = lab.Inference(prompt_len=prompt, new_tokens=1)
+    grows, static = DynamicCache(config=config), StaticCache(config=config, max_cache_len=prompt + 1)
+
+    def read(tokens: int, cache: DynamicCache | StaticCache) -> None:
+        model(torch.zeros(1, tokens, dtype=torch.long, device="meta"), past_key_values=cache, use_cache=True)
+
+    read(prompt, grows)
+    assert held(grows) == kv_cache_bytes(spec, run, prompt, windowed=False)
+    read(1, grows)
+    assert held(grows) == kv_cache_bytes(spec, run)
+    read(1, static)
+    assert held(static) == kv_cache_bytes(spec, run)
+
+
+@pytest.mark.parametrize(
+    ("kv", "bits"), [("fp32", 32), ("fp16", 16), ("bf16", 16), ("fp8", 8), ("int8", 8.5), ("int4", 4.5)]
+)
+def test_bits_a_number(kv: str, bits: float) -> None:
+    """A scale and a smallest value of 16 bits each for 64 numbers are half a bit a number."""
+    for name in ("meta-llama/Llama-3.1-8B", "deepseek-ai/DeepSeek-V3"):
+        spec = lab.model(name)
+        assert kv_cache_bytes(spec, lab.Inference(kv=kv), 1000) == spec.kv_elements_per_token * 1000 * bits / 8
+
+
+def test_quantized_weights_leave_embedding_and_head_in_16_bit() -> None:
+    spec = lab.model("meta-llama/Llama-2-7b-hf")
+    parts = spec.parameters_by_component
+    wide = 2 * (parts["embedding"] + parts["head"] + parts["norms"])
+    rest = parts["attention"] + parts["mlp"]
+    assert loaded_bytes(spec, lab.Inference(weights="nf4")) == wide + rest * 4.5 / 8
+    assert loaded_bytes(spec, lab.Inference(weights="bf16")) == 2 * spec.parameters
+
+
+def test_one_new_token_has_no_decode() -> None:
+    """The last token goes through no model."""
+    assert "decode" not in lab.estimate("gpt2", lab.Inference(prompt_len=8, new_tokens=1)).phases
+    assert "decode" in lab.estimate("gpt2", lab.Inference(prompt_len=8, new_tokens=2)).phases
+
+
+BLOCKS = figure("kv-blocks")
+
+
+@pytest.mark.parametrize("label", [label.removesuffix(": blocks") for label in BLOCKS.values if "blocks" in label])
+def test_published_numbers_of_blocks(label: str) -> None:
+    """The bytes that an engine logged as free for its cache, over the formula's for one block, give its blocks."""
+    name, _, tp = label.split(", ")[0].partition(" × ")
+    run = lab.Inference(tp=int(tp or 1))
+    block = kv_cache_bytes(lab.model(name), run, tokens=16)
+    room, blocks, rounding = BLOCKS[f"{label}: bytes"], BLOCKS[f"{label}: blocks"], 0.005 * 2**30
+    slack = 0.015 * room if tp else 0  # of several workers the smallest counts; the log quotes one
+    assert (room - rounding - slack) // block <= blocks <= (room + rounding) // block

@@ -1,0 +1,259 @@
+"""Facts the formulas must reproduce."""
+
+import statistics
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import llmlab as lab
+from llmlab.archive import held_out
+from llmlab.base.units import GB
+from llmlab.formulas.inference import kv_cache_bytes
+from llmlab.formulas.memory.moments import training_moments
+from llmlab.formulas.memory.states import factored_elements, states
+from llmlab.hardware.gpu import gpus
+
+GPT = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 256, "vocab_size": 1000}
+LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2,
+         "num_hidden_layers": 3, "intermediate_size": 176, "vocab_size": 1000,
+         "max_position_embeddings": 256}  # fmt: skip
+
+runs = st.builds(
+    lab.Training,
+    micro_batch=st.integers(1, 8),
+    seq_len=st.sampled_from([16, 64, 256]),
+    precision=st.sampled_from(["fp32", "bf16", "autocast-fp16", "mixed-bf16"]),
+    optimizer=st.sampled_from(["sgd", "adamw", "adamw-8bit", "adafactor", "lion"]),
+    checkpointing=st.sampled_from([None, "selective", "full"]),
+    attention=st.sampled_from(["eager", "sdpa"]),
+    accumulation=st.sampled_from([1, 4]),
+)
+models = st.sampled_from([lab.model(GPT), lab.model(LLAMA)])
+
+
+def peak(model, run, gpu=None) -> int:
+    return lab.estimate(model, run, gpu).peak_allocated
+
+
+@given(models, runs)
+def test_parts_add_up_to_the_peak_and_the_peak_is_the_largest_phase(model, run):
+    report = lab.estimate(model, run, "A100-80GB")
+    assert sum(report.parts.values()) == report.peak_allocated == max(report.phases.values())
+    assert all(size > 0 for size in report.parts.values())
+
+
+@pytest.mark.parametrize("quantization, element", [(None, 2), ("nf4", 4), ("int8", 4)])
+def test_detail_says_what_blocks_keep_in_the_dtype_that_they_keep_it_in(quantization, element):
+    """peft leaves what is not quantized in fp32: the stream between blocks, too."""
+    lora = lab.LoRA(8, ("q_proj", "v_proj"))
+    run = lab.Training(seq_len=64, precision="fp16", checkpointing="full", lora=lora, quantization=quantization)
+    kept = lab.estimate(LLAMA, run).detail["activations"]
+    assert kept["block inputs"] == 3 * 64 * 64 * element
+
+
+@given(models, runs, st.data())
+def test_more_work_never_takes_less(model, run, data):
+    wider = lab.Training(**{**run.to_dict(), "micro_batch": run.micro_batch + data.draw(st.integers(1, 8))})
+    assert peak(model, wider) >= peak(model, run)
+
+
+def test_activations_are_linear_in_the_batch():
+    at = [lab.estimate(GPT, lab.Training(micro_batch=b, seq_len=128)).phases["forward"] for b in (1, 2, 3)]
+    assert at[2] - at[1] == at[1] - at[0]
+
+
+def test_eager_attention_is_quadratic_in_the_sequence_and_sdpa_linear():
+    def third_difference(attention: str, order: int) -> int:
+        runs = [lab.Training(seq_len=n, attention=attention) for n in (32, 64, 96, 128)]
+        f = [lab.estimate(GPT, run).phases["forward"] for run in runs]
+        for _ in range(order):
+            f = [b - a for a, b in pairwise(f)]
+        return f[0]
+
+    assert third_difference("sdpa", 2) == 0, "sdpa: a straight line"
+    assert third_difference("eager", 2) > 0, "eager: not a line"
+    assert third_difference("eager", 3) == 0, "eager: a parabola, not an exponential"
+
+
+def test_the_8b_model_needs_128_gb_of_states_not_96():
+    """2 + 2 + 8 leaves out the fp32 master copy, 4 bytes a parameter."""
+    spec = lab.model("meta-llama/Llama-3.1-8B")
+    held = states(spec, lab.Training(precision="mixed-bf16"))
+    total = held.weights + held.gradients + held.optimizer
+    assert total == 16 * spec.parameters
+    assert round(total / GB) == 128 and round((total - 4 * spec.parameters) / GB) == 96
+
+
+@pytest.mark.parametrize(("zero", "expected"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_zero_paper_figure_1(zero, expected):
+    """arXiv 1910.02054, figure 1: 7.5B parameters, 64 GPUs, mixed precision Adam (K = 12)."""
+    spec = lab.model("meta-llama/Llama-3.1-8B")
+    held = states(spec, lab.Training(precision="mixed-fp16", dp=64, zero=zero))
+    bytes_a_parameter = (held.weights + held.gradients + held.optimizer) / spec.parameters
+    assert bytes_a_parameter * 7.5 == pytest.approx(expected, abs=0.06)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("ep", [1, 2, 8])
+def test_no_expert_is_lost_between_expert_parallel_and_zero(zero, ep):
+    """All ranks together hold at least one whole model, its states and its gradients."""
+    spec = lab.model("mistralai/Mixtral-8x7B-v0.1")
+    held = states(spec, lab.Training(precision="bf16", dp=8, ep=ep, zero=zero))
+    once = 2 * spec.parameters
+    assert 8 * held.weights >= once * 0.9999 and 8 * held.gradients >= once * 0.9999
+    assert 8 * held.optimizer >= 2 * once * 0.9999
+
+
+def test_gathering_quantized_weights_takes_their_stored_bytes():
+    lora = lab.LoRA(rank=8, targets=("q_proj",))
+    run = {"precision": "bf16", "lora": lora, "dp": 8, "zero": 3, "seq_len": 128}
+    whole = states(lab.model("meta-llama/Llama-3.1-8B"), lab.Training(**run))
+    small = states(lab.model("meta-llama/Llama-3.1-8B"), lab.Training(**run, quantization="nf4"))
+    assert small.weights < whole.weights
+
+
+def test_offloaded_gradients_have_left_before_the_update():
+    """One is on its way at a time, half as it is; the update has neither gradients nor states on the device."""
+    run = lab.Training(precision="mixed-bf16", offload="optimizer", seq_len=16, checkpointing="full", accumulation=2)
+    spec = lab.model("meta-llama/Llama-3.2-1B")
+    moments = training_moments(spec, run, None)
+    assert max(moment.parts.get("gradients", 0) for moment in moments) == 2 * spec.vocab * spec.hidden
+    assert moments[-1].parts["gradients"] == moments[-1].parts["optimizer"] == 0
+
+
+def test_the_latent_cache_is_whole_on_every_tensor_parallel_rank():
+    """And no rank holds less than one kv head."""
+    one, many = (lab.Inference(prompt_len=64, new_tokens=64, tp=tp) for tp in (1, 8))
+    deepseek, llama = lab.model("deepseek-ai/DeepSeek-V3"), lab.model("meta-llama/Llama-3.1-8B")
+    assert kv_cache_bytes(deepseek, many) == kv_cache_bytes(deepseek, one)
+    assert kv_cache_bytes(llama, lab.Inference(prompt_len=64, new_tokens=64, tp=32)) == kv_cache_bytes(llama, many)
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_a_token"),
+    [("meta-llama/Llama-3.1-8B", 131072), ("meta-llama/Llama-3.1-70B", 327680), ("meta-llama/Llama-3.1-405B", 516096)],
+)
+def test_kv_cache_of_one_token(name, bytes_a_token):
+    run = lab.Inference(prompt_len=1, new_tokens=1)
+    assert kv_cache_bytes(lab.model(name), run) == 2 * bytes_a_token
+
+
+def test_autocast_takes_more_than_fp32_with_few_tokens_and_less_with_many():
+    """fp32 weights and their half copies stand side by side: short sequences do not win them back."""
+
+    def forward(micro_batch: int, seq_len: int, precision: str) -> int:
+        return lab.estimate("gpt2", lab.Training(micro_batch, seq_len, precision=precision)).phases["forward"]
+
+    assert forward(1, 16, "autocast-bf16") > forward(1, 16, "fp32")
+    assert forward(8, 1024, "autocast-bf16") < forward(8, 1024, "fp32")
+
+
+@given(models, runs)
+def test_checkpointing_never_keeps_more(model, run):
+    def forward(kind):
+        return lab.estimate(model, lab.Training(**{**run.to_dict(), "checkpointing": kind})).phases["forward"]
+
+    assert forward("full") <= forward("selective") <= forward(None)
+
+
+def test_gradients_of_accumulated_batches_live_through_forward():
+    once = lab.estimate(GPT, lab.Training(accumulation=1, seq_len=64)).phases["forward"]
+    more = lab.estimate(GPT, lab.Training(accumulation=2, seq_len=64)).phases["forward"]
+    assert more - once == 4 * lab.model(GPT).parameters
+
+
+def test_adafactor_keeps_rows_and_columns_of_every_matrix():
+    """Held to torch's own Adafactor, one step taken."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    for config in (GPT, LLAMA):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+        optimizer = torch.optim.Adafactor(model.parameters())
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        kept = sum(v.numel() for s in optimizer.state.values() for k, v in s.items() if k != "step")
+        assert factored_elements(lab.model(config), lab.Training(seq_len=16)) == kept
+
+
+def test_lora_trains_r_times_inputs_plus_outputs():
+    """Published: 8 716 288 trainable parameters for rank 32 on q, k, v, o of Qwen2.5-1.5B (T4 archive)."""
+    run = lab.Training(lora=lab.LoRA(rank=32, targets=("q_proj", "k_proj", "v_proj", "o_proj")))
+    assert states(lab.model("Qwen/Qwen2.5-1.5B"), run).gradients == 4 * 8_716_288
+
+
+def test_every_moment_of_a_pipeline_holds_its_share():
+    whole = training_moments(lab.model(LLAMA), lab.Training(seq_len=64), None)
+    split = training_moments(lab.model(LLAMA), lab.Training(seq_len=64, pp=3, accumulation=3), None)
+    assert max(m.total for m in split) < max(m.total for m in whole) + 4 * lab.model(LLAMA).parameters
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_rank_0_of_ddp_and_of_fsdp2_holds_what_the_simulator_finds(zero):
+    """DDP's buckets hold the gradients once more; FSDP2 has whole what is outside of blocks, and one or two blocks."""
+    llama = {**LLAMA, "hidden_size": 512, "intermediate_size": 1408, "vocab_size": 8000, "num_hidden_layers": 6,
+             "max_position_embeddings": 1024}  # fmt: skip
+    run = lab.Training(seq_len=1024, precision="bf16", dp=8, zero=zero)
+    guess, found = (verb(llama, run, "H100-80GB") for verb in (lab.estimate, lab.simulate))
+    assert guess.peak_allocated == pytest.approx(found.peak_allocated, rel=0.02)  # a large model: 0.0002
+    assert guess.parts["other"] == pytest.approx(found.parts["other"], rel=0.05)
+
+
+def test_zero_1_with_a_master_copy_has_no_buckets():
+    """It is DeepSpeed or Megatron-LM, whose gradients lie in one buffer from the start."""
+    held = 2 * lab.model(LLAMA).parameters
+    for zero, precision, times in ((0, "bf16", 2), (0, "mixed-bf16", 2), (1, "bf16", 2), (1, "mixed-bf16", 1)):
+        loaded = lab.estimate(LLAMA, lab.Training(seq_len=64, dp=4, zero=zero, precision=precision)).phases["load"]
+        assert loaded == times * held
+
+
+def test_published_t4_rows_are_explained():
+    """Fifty LoRA and QLoRA steps on a T4: allocated within 10 % at the median."""
+    published = [row for row in lab.records(gpu="T4", source="published") if not held_out(row)]
+    errors = [lab.estimate(r.model, r.run, "T4").peak_allocated / r.peak_allocated - 1 for r in published]
+    assert len(errors) == 50
+    assert statistics.median(map(abs, errors)) <= 0.10
+
+
+def test_a_context_that_is_not_known_is_said_to_count_from_nothing_to_the_most():
+    def said(card):
+        return [note for note in lab.estimate("gpt2", lab.Training(), card).notes if "context" in note]
+
+    assert said("T4") == said("cpu") == said(None) == []
+    for card in (card for card in gpus() if card.context is None):
+        (note,) = said(card)
+        assert card.name in note and "from nothing to the most" in note
+
+
+@pytest.mark.parametrize(
+    ("key_heads", "card", "settings"),
+    [
+        (2, "H100-80GB", {}),  # the plain formula: FlashAttention has no fp32, the other kernel no grouped heads
+        (2, "A100-80GB", {"checkpointing": "full"}),
+        (2, "H100-80GB", {"checkpointing": "selective", "micro_batch": 2}),
+        (2, "H100-80GB", {"dp": 8, "zero": 3}),
+        (2, "H100-80GB", {"precision": "autocast-bf16"}),  # FlashAttention
+        (8, "H100-80GB", {}),  # the memory-efficient kernel
+        (2, "T4", {}),
+    ],
+)
+def test_attention_in_fp32_takes_the_kernel_that_the_simulator_takes(key_heads, card, settings):
+    sizes = {"hidden_size": 256, "num_key_value_heads": key_heads, "max_position_embeddings": 1024}
+    run = lab.Training(**{"seq_len": 1024, "optimizer": "sgd", **settings})
+    guess, found = (verb({**LLAMA, **sizes}, run, card) for verb in (lab.estimate, lab.simulate))
+    assert guess.peak_allocated == pytest.approx(found.peak_allocated, rel=0.05)
+    if not run.checkpointing:
+        assert guess.phases["forward"] == pytest.approx(found.phases["forward"], rel=0.05)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_loss_of_logits_cut_by_vocabulary_holds_one_more_of_them(precision):
+    """loss_parallel writes log_softmax out: what is shifted, its exponentials, and the difference, all in fp32."""
+    sizes = {"vocab_size": 16000, "num_key_value_heads": 8, "max_position_embeddings": 512, "num_hidden_layers": 1}
+    run = lab.Training(seq_len=512, precision=precision, tp=2)
+    guess, found = (verb({**LLAMA, **sizes}, run, "H100-80GB") for verb in (lab.estimate, lab.simulate))
+    assert guess.phases["forward"] == pytest.approx(found.phases["forward"], rel=0.06)
+    assert guess.phases["backward"] == pytest.approx(found.phases["backward"], rel=0.06)

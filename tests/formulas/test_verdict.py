@@ -1,0 +1,97 @@
+"""Whether a run fits, by the formula: held to steps that others ran, and to those that ran out of memory."""
+
+from collections import Counter
+from dataclasses import replace
+
+import llmlab as lab
+from llmlab.archive import records
+from llmlab.base.units import GiB, MiB
+from llmlab.formulas.verdict import verdict
+
+H100 = replace(lab.gpu("H100-80GB"), memory=95 * GiB)  # the H100 of TorchTitan's runs shows 95.0 GiB
+QV = lab.LoRA(rank=8, targets=("q_proj", "v_proj"))
+TITAN = {"seq_len": 4096, "precision": "mixed-bf16", "checkpointing": "full", "zero": 3}
+LITGPT = {"seq_len": 1304, "precision": "bf16", "lora": QV}  # on Alpaca, its longest sample first
+
+
+def gpt(layers: int, hidden: int, heads: int, vocab: int) -> dict:
+    return {"model_type": "gpt2", "n_layer": layers, "n_embd": hidden, "n_head": heads, "vocab_size": vocab,
+            "n_positions": 2048}  # fmt: skip
+
+
+# Whether it ran, the card, the model, the run; what is not among a run's settings (a chunked loss) is not here.
+PUBLISHED = [
+    # pytorch/torchtune, README: full fine-tuning; LoRA, compiled
+    (True, "A100-80GB", "Llama-3.2-3B", lab.Training(2, 4096, "bf16")),
+    (True, "A100-80GB", "Llama-2-7b", lab.Training(2, 512, "bf16", "adamw-8bit", "full")),
+    (True, "RTX-4090", "Llama-3.1-8B", lab.Training(2, 2048, "bf16", checkpointing="full", lora=QV, compile=True)),
+    (True, "RTX-4090", "TinyLlama-1.1B", lab.Training(32, 2048, "bf16", checkpointing="full", compile=True)),
+    # Lightning-AI/litgpt, tutorials/resource-tables.md
+    (True, "A100-40GB", "Llama-2-7b", lab.Training(1, **LITGPT)),
+    (True, "A100-40GB", "Llama-2-7b", lab.Training(2, **LITGPT)),
+    (False, "A100-40GB", "Llama-2-7b", lab.Training(4, **LITGPT)),
+    (False, "A100-40GB", "Llama-2-13b", lab.Training(2, **LITGPT)),
+    (True, "A100-40GB", "Llama-2-7b", lab.Training(2, zero=3, dp=2, **LITGPT)),
+    (True, "A100-40GB", "Llama-2-13b", lab.Training(1, **LITGPT, quantization="nf4")),
+    # pytorch/torchtitan, FSDP2 and tensor parallelism
+    (True, H100, "Qwen3-32B", lab.Training(2, dp=8, **TITAN)),
+    (True, H100, "Qwen3-32B", lab.Training(4, dp=16, **TITAN)),
+    (False, H100, "Qwen3-32B", lab.Training(8, dp=16, **TITAN)),
+    (True, H100, "Qwen3-32B", lab.Training(16, dp=8, tp=4, sequence_parallel=True, **TITAN)),
+    (True, H100, "Qwen3-32B", lab.Training(32, dp=4, tp=8, sequence_parallel=True, **TITAN)),
+    (False, H100, "Qwen3-32B", lab.Training(32, dp=8, tp=4, sequence_parallel=True, **TITAN)),
+    # bigscience, chronicles of the 176B and 1.3B models: Megatron-DeepSpeed
+    (False, "A100-80GB", gpt(72, 14336, 64, 250_880),
+     lab.Training(1, 2048, "mixed-fp16", checkpointing="full", zero=1, dp=48, tp=8)),
+    (True, "A100-80GB", gpt(72, 14336, 64, 250_880),
+     lab.Training(4, 2048, "mixed-fp16", "adamw", "full", "eager", 128, zero=1, dp=4, tp=8, pp=12)),
+    (True, "V100-32GB", gpt(24, 2048, 16, 50_304),
+     lab.Training(8, 2048, "mixed-fp16", "adamw", "full", "eager", zero=1, dp=8)),
+    (True, "V100-32GB", gpt(24, 2048, 16, 50_304),
+     lab.Training(1, 2048, "mixed-fp16", attention="eager", zero=1, dp=8)),
+    # Qwen2.5, speed benchmark: Hugging Face's generate()
+    *[(True, "A100-80GB", f"Qwen2.5-{size}", lab.Inference(1, prompt, 2048))
+      for size, prompt in (("0.5B", 30720), ("14B", 30720), ("32B", 6144), ("32B", 30720))],
+]  # fmt: skip
+
+
+def test_no_step_that_ran_out_fits_and_none_that_ran_does_not():
+    """The 91 steps on a T4, held out ones among them, and runs on other cards; few are too near to tell (13 of 115)."""
+    rows = [(row.outcome == "fits", row.gpu, row.model, row.run) for row in records(gpu="T4", source="published")]
+    assert len(rows) == 91
+    found = Counter((ran, lab.estimate(name, run, card).outcome) for ran, card, name, run in [*rows, *PUBLISHED])
+    assert found[False, "fits"] == found[True, "out of memory"] == 0
+    assert found[False, "out of memory"] >= 6 and found[True, "fits"] >= 95
+    unknown = found[True, "unknown"] + found[False, "unknown"]
+    assert unknown <= 0.15 * found.total(), found
+
+
+def test_between_fits_and_out_of_memory_nothing_is_said():
+    t4 = lab.gpu("T4")
+    room = t4.memory - t4.context
+    assert verdict(int(0.79 * room), t4).outcome == "fits"
+    assert verdict(int(0.81 * room), t4).outcome == verdict(room, t4).outcome == "unknown"
+    over = verdict(room + 1, t4)
+    assert over.outcome == "out of memory" and over.least == t4.memory + 1 < over.most
+
+
+def test_a_context_that_is_not_known_is_between_nothing_and_the_most_of_any_card():
+    card, a100 = lab.gpu("A100-40GB"), lab.gpu("A100-80GB")
+    assert card.context is card.nccl is None
+    assert verdict(GiB, card).least == GiB
+    assert verdict(GiB, card).most - verdict(GiB, a100).most == 0
+    assert verdict(GiB, card, ranks=8).most - verdict(GiB, card).most == a100.nccl
+
+
+def test_an_estimate_that_cannot_tell_says_within_what():
+    run = lab.Training(5, 1024, "fp16", checkpointing="full", lora=QV)
+    t4 = lab.gpu("T4")
+    peak = lab.estimate("Llama-3.2-1B", run, t4).peak_allocated
+    near = lab.estimate("Llama-3.2-1B", run, replace(t4, memory=t4.context + peak + 64 * MiB))
+    assert near.outcome == "unknown" and near.where is near.needed is None
+    assert any("Too near to tell" in note and "simulate" in note for note in near.notes)
+    small = lab.estimate("Llama-3.2-1B", run, replace(t4, memory=t4.context + peak - 64 * MiB))
+    assert small.outcome == "out of memory" and small.where and small.needed == small.capacity + 64 * MiB
+    assert "it would have taken at least" in str(small)
+    compiled = lab.estimate("Llama-3.2-1B", replace(run, compile=True), replace(t4, memory=t4.context + peak - MiB))
+    assert compiled.outcome == "unknown" and any("compiled" in note for note in compiled.notes)

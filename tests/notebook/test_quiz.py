@@ -1,0 +1,29 @@
+"""Exercises say right, not yet, or your turn, and never give the answer away."""
+
+from llmlab.notebook.quiz import check_answer, show_prediction, show_source
+
+
+def test_a_right_answer_is_within_the_tolerance(capsys):
+    assert check_answer(101, 100, "GB") is True
+    assert capsys.readouterr().out == "Right: 100 GB.\n"
+
+
+def test_a_wrong_answer_gets_the_direction_and_the_hint_but_not_the_truth(capsys):
+    assert check_answer(50, 123.4, "GB", hint="Count the master copy.") is False
+    said = capsys.readouterr().out
+    assert "too small" in said and "master copy" in said and "123" not in said
+
+
+def test_no_answer_asks_for_one(capsys):
+    assert check_answer(None, 100, "GB") is False
+    show_prediction(None, 100, "GB")
+    assert "Your turn" in capsys.readouterr().out
+
+
+def test_a_prediction_stands_beside_the_result(capsys):
+    show_prediction(64, 128, "GB")
+    assert capsys.readouterr().out == "You said 64 GB; the answer is 128 GB, 2.00 times as much.\n"
+
+
+def test_source_is_shown_from_the_file():
+    assert "def show_source" in show_source(show_source).data

@@ -1,0 +1,49 @@
+"""What a product in 16 bit takes besides its output on this CPU: tried once, and counted in a simulation."""
+
+import pytest
+import torch
+
+import llmlab as lab
+from llmlab.simulation.allocator.host import HostMemory
+from llmlab.simulation.engine.engine import HOST, Engine
+from llmlab.simulation.workspaces import onednn
+
+aten = torch.ops.aten
+
+
+def taken(func, *operands):
+    """The bytes that the simulated CPU allocates in `func` at most, besides what it returns."""
+    engine = Engine(HOST, HostMemory(), onednn.cpu_product_extras())
+    with engine:
+        fakes = [torch.empty_strided(each.shape, each.stride(), dtype=each.dtype) for each in operands]
+        before, at = engine.memory.allocated, len(engine.events)
+        out = func(*fakes)
+    now = most = before
+    for event in engine.events[at:]:
+        now += event.size
+        most = max(most, now)
+    return most - before - out.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("rows", [2, 16, 128])
+def test_a_product_takes_what_it_takes_for_real(one_thread, dtype, rows):
+    x, w, bias = torch.ones(rows, 128, dtype=dtype), torch.ones(128, 2000, dtype=dtype), torch.ones(2000, dtype=dtype)
+    for func, operands in (
+        (aten.mm.default, (x, w)),
+        (aten.mm.default, (x, w.t().contiguous().t())),
+        (aten.addmm.default, (bias, x, w)),
+        (aten.bmm.default, (x.expand(3, -1, -1), w.expand(3, -1, -1))),
+    ):
+        func(*operands)
+        with lab.meter("cpu") as meter:
+            out = func(*operands)
+        assert taken(func, *operands) == meter.peak_allocated - out.nbytes
+
+
+def test_large_products_are_not_tried(monkeypatch):
+    monkeypatch.setattr(onednn, "LARGEST", 99)
+    small, large = torch.ones(9, 11, dtype=torch.bfloat16), torch.ones(11, 10, dtype=torch.bfloat16)
+    monkeypatch.setattr(onednn, "_tried", lambda *asked: 640)
+    assert taken(aten.mm.default, small, large) == 0
+    assert taken(aten.mm.default, small, large[:, :9].contiguous()) == 640

@@ -1,0 +1,99 @@
+"""What a simulated card cannot run is refused by name, with the line that asked for it and the way round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from llmlab.base.errors import NotAvailable
+from llmlab.simulation.simulator import simulator
+
+if torch.cuda.is_available():
+    pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)
+
+
+@pytest.fixture
+def card():
+    with simulator("A100-40GB") as sim:
+        yield sim
+
+
+def launch_triton() -> None:
+    triton = pytest.importorskip("triton")
+
+    @triton.jit
+    def doubled(x, y, n):
+        pass
+
+    x = torch.zeros(1024, device="cuda")
+    doubled[(8,)](x, torch.empty_like(x), 1024)
+
+
+def attend_flexibly() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q = torch.randn(1, 2, 16, 16, device="cuda")
+    return flex_attention(q, q, q)
+
+
+def nested_rows() -> Any:
+    rows = torch.nested.nested_tensor([torch.randn(5, 8), torch.randn(7, 8)], layout=torch.jagged, device="cuda")
+    return rows * 2
+
+
+REFUSED: dict[str, Callable[[], Any]] = {  # by what the error names
+    r"kernel 'doubled'.*own operators": launch_triton,
+    r"flex_attention is a kernel.*scaled_dot_product_attention": attend_flexibly,
+    r"_to_sparse.*to_dense": lambda: torch.eye(4, device="cuda").to_sparse(),
+    r"torch.cuda.MemPool asks for the driver": lambda: torch.cuda.MemPool(),
+    r"torch.cuda.caching_allocator_alloc asks": lambda: torch.cuda.caching_allocator_alloc(1024),
+    r"nested tensors are not simulated; pad the rows": nested_rows,
+    r"to_dlpack gives the card's memory": lambda: torch.to_dlpack(torch.zeros(4, device="cuda")),
+    r"__dlpack__ gives the card's memory": lambda: torch.from_dlpack(torch.zeros(4, device="cuda")),
+    r"__cuda_array_interface__ gives": lambda: torch.zeros(4, device="cuda").__cuda_array_interface__,
+}
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention", "ignore:torch.compile is simulated eager")
+@pytest.mark.parametrize("named", REFUSED)
+def test_what_needs_a_gpu_is_refused_with_its_name_the_line_and_the_way_round(card, named):
+    with pytest.raises(NotAvailable, match=named) as raised:
+        REFUSED[named]()
+    assert "test_refusals.py, line" in str(raised.value)
+    assert "lab.measure it" in str(raised.value)
+
+
+def test_a_size_read_from_the_card_is_called_what_it_is(card):
+    count = torch.randn(3, device="cuda").abs().sum().long()
+    with pytest.raises(TypeError, match="a value that the simulated card does not have"):
+        torch.zeros(count.item(), device="cuda")
+
+
+def test_sensors_of_the_card_read_as_unknown(card):
+    used = torch.cuda.device_memory_used()
+    torch.zeros(3 << 20, dtype=torch.uint8, device="cuda")
+    assert f"{torch.cuda.utilization()} %, {torch.cuda.temperature()} °C" == "? %, ? °C"
+    assert torch.cuda.cudart().cudaMemGetInfo(0) == torch.cuda.mem_get_info()
+    assert torch.cuda.device_memory_used() - used == 20 << 20 and not torch.cuda.can_device_access_peer(0, 0)
+
+
+def test_the_host_may_still_be_handed_out(card):
+    assert torch.equal(torch.from_dlpack(torch.arange(3)), torch.arange(3))
+
+
+def test_a_profiler_of_cuda_records_the_host(card, capfd):
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        torch.zeros(4, device="cuda").sum()
+    assert any(event.key == "aten::sum" for event in profile.key_averages())
+    assert "CUDA event" not in capfd.readouterr().err
+
+
+def test_nothing_stays_patched():
+    before = torch.to_dlpack, torch.autograd.profiler.profile.__init__
+    with simulator("T4"):
+        assert torch.to_dlpack is not before[0]
+    assert (torch.to_dlpack, torch.autograd.profiler.profile.__init__) == before

@@ -1,0 +1,294 @@
+"""Quantized weights, optimizers' states and key-value caches on the simulated card: bytes from first principles."""
+
+from math import ceil
+
+import pytest
+import torch
+
+import llmlab as lab
+from llmlab.hardware.gpu import gpu as find_gpu
+from llmlab.simulation.simulator import simulator
+from llmlab.simulation.workspaces.bitsandbytes import gemm_4bit, int8_accumulator, int8_outliers, multiplies_packed
+from llmlab.simulation.workspaces.cuda import efficient_forward
+
+pytest.importorskip("bitsandbytes")
+pytest.importorskip("peft")
+
+from llmlab.simulation.report import recorded
+
+D, DK, FF, LAYERS, VOCAB = 128, 32, 384, 2, 2000  # width, of keys and values together, of the feed-forward
+LLAMA = {"model_type": "llama", "hidden_size": D, "num_attention_heads": 8, "num_key_value_heads": 2,
+         "num_hidden_layers": LAYERS, "intermediate_size": FF, "vocab_size": VOCAB,
+         "max_position_embeddings": 256, "tie_word_embeddings": False}  # fmt: skip
+LINEARS = LAYERS * [(D, D), (DK, D), (DK, D), (D, D), (FF, D), (FF, D), (D, FF)]  # (outputs, inputs)
+NORMS = 2 * LAYERS + 1
+ADAPTED = lab.LoRA(rank=8, targets=("q_proj", "v_proj"))
+CARD = "A100-80GB"
+
+
+def block(size: int) -> int:
+    """Bytes of the block that a request of `size` takes: multiples of 512."""
+    return ceil(size / 512) * 512
+
+
+def adapters(rank: int = 8) -> int:
+    """Bytes of fp32 adapters on q_proj (D, D) and v_proj (DK, D)."""
+    return LAYERS * sum(block(4 * n) for n in (rank * D, D * rank, rank * D, DK * rank))
+
+
+def held_after_load(linears: int, width: int) -> int:
+    embedding_and_head = 2 * block(width * VOCAB * D)
+    inputs_and_rotary = block(8 * 2 * 128) + 2 * block(4 * 8)  # ids, inv_freq and original_inv_freq
+    return linears + embedding_and_head + NORMS * block(width * D) + adapters() + inputs_and_rotary
+
+
+def test_nf4_holds_half_a_byte_a_weight_and_a_scale_a_block_of_64():
+    """bitsandbytes/functional.py, quantize_4bit: packed weights, absmax in fp32, and the 16 values of the code."""
+    run = lab.Training(micro_batch=2, seq_len=128, precision="bf16", quantization="nf4", lora=ADAPTED)
+    linears = sum(block(n * k // 2) + block(n * k // 64 * 4) + block(16 * 4) for n, k in LINEARS)
+    assert lab.simulate(LLAMA, run, CARD).phases["load"] == held_after_load(linears, width=4)  # peft casts to fp32
+
+
+def test_an_nf4_report_says_how_far_repeats_of_a_step_were_apart():
+    """Qwen2.5-7B twice within minutes on one T4: 11,880 and 13,272 MiB reserved; two steps of SmolLM2 three times."""
+    run = lab.Training(micro_batch=1, seq_len=16, quantization="nf4", lora=ADAPTED)
+    (said,) = [note for note in lab.simulate(LLAMA, run, CARD).notes if "NF4" in note]
+    assert f"up to {13_272 / 11_880 - 1:.0%} more" in said and "3 of 3 steps" in said
+    assert not any("NF4" in note for note in lab.simulate(LLAMA, run, "cpu").notes)
+
+
+def test_int8_holds_a_byte_a_weight_and_a_scale_a_row():
+    """bitsandbytes/nn/modules.py, Int8Params._quantize: CB, which is the weight, and SCB in fp32."""
+    run = lab.Training(micro_batch=2, seq_len=128, precision="bf16", quantization="int8", lora=ADAPTED)
+    linears = sum(block(n * k) + block(n * 4) for n, k in LINEARS)
+    assert lab.simulate(LLAMA, run, CARD).phases["load"] == held_after_load(linears, width=4)
+
+
+def test_loading_first_asks_for_all_quantized_weights_in_one_piece():
+    """transformers/modeling_utils.py, caching_allocator_warmup: half a byte a quantized weight, two bytes others."""
+    run = lab.Inference(batch=1, prompt_len=8, new_tokens=2, weights="nf4")
+    first, second = recorded(LLAMA, run, CARD).engine.events[:2]
+    weights = sum(n * k for n, k in LINEARS) // 2 + 2 * (2 * VOCAB * D + NORMS * D)
+    assert first.size == block(weights) and second.size == -first.size
+
+
+def test_weights_are_quantized_one_after_the_other_in_the_order_of_their_names():
+    run = lab.Inference(batch=1, prompt_len=8, new_tokens=2, weights="nf4")
+    taken = [event.size for event in recorded(LLAMA, run, CARD).engine.events[2:40] if event.size > 0]
+    half, packed = block(2 * FF * D), block(FF * D // 2)
+    # lm_head, embed_tokens, layers.0.input_layernorm, then mlp.down_proj: in 16 bit, its scales or packed, its code
+    assert taken[:4] == [block(2 * VOCAB * D)] * 2 + [block(2 * D), half]
+    assert packed in taken[4:6]
+
+
+def test_peft_gives_cached_segments_back_and_stays_as_it_was():
+    import peft
+
+    before = peft.prepare_model_for_kbit_training
+    run = lab.Training(micro_batch=2, seq_len=128, precision="bf16", quantization="nf4", lora=ADAPTED)
+    recording = recorded(LLAMA, run, CARD)
+    assert recording.engine.memory.statistics.num_sync_all_streams == 1  # one empty_cache()
+    assert peft.prepare_model_for_kbit_training is before
+
+
+def test_what_bitsandbytes_kernels_take():
+    """backends/cuda/ops.py: NF4 unpacks the weight for many rows, and of double quantization the scales, twice in fp32;
+    int8 sums in int32, and in fp16 before bf16."""
+    M, K, N = 256, 4096, 14336
+    a = torch.empty(M, K, dtype=torch.bfloat16, device="meta")
+    taken = gemm_4bit(find_gpu(CARD))
+    assert taken(a, a, [N, K], a, 64, "nf4") == [2 * N * K] and taken(a[:4], a, [N, K], a, 64, "nf4") == []
+    scales = torch.empty(N * K // 64, dtype=torch.uint8, device="meta")
+    assert taken(a, a, [N, K], a, 64, "nf4", absmax_8bit=scales) == [*[4 * scales.numel()] * 2, 2 * N * K]
+    M, K, N = 256, D, FF
+    a = torch.empty(M, K, dtype=torch.bfloat16, device="meta")
+    ca, cb = (torch.empty(shape, dtype=torch.int8, device="meta") for shape in ((M, K), (N, K)))
+    assert int8_accumulator(a.half(), ca, cb) == [4 * M * N]
+    assert int8_accumulator(a, ca, cb) == [4 * M * N, 2 * M * N]
+    assert int8_outliers(None, a, 6.0) == [2 * M * K, M * K] and int8_outliers(None, a) == []
+
+
+@pytest.mark.parametrize(
+    ("gpu", "shape", "dtype", "most"),
+    [
+        ("T4", (4096, 4096), torch.float16, 64),  # fp16 alone has a tensor-core kernel on Turing
+        ("T4", (4096, 4096), torch.bfloat16, 7),
+        ("T4", (14336, 4096), torch.float16, 128),
+        ("A100-80GB", (14336, 4096), torch.bfloat16, 64),
+        ("A100-80GB", (4096, 14336), torch.bfloat16, 5),  # many more inputs than outputs: unpacking is faster
+        ("V100-16GB", (4096, 4096), torch.float16, 7),
+        ("A100-80GB", (4096, 4096), torch.float32, 7),
+    ],
+)  # fmt: skip
+def test_up_to_how_many_rows_a_card_multiplies_packed_weights(gpu, shape, dtype, most):
+    """backends/cuda/ops.py, _gemm_4bit_use_custom_cuda, read for each architecture."""
+    card = find_gpu(gpu)
+    assert multiplies_packed(card, dtype, most, shape, 64) and not multiplies_packed(card, dtype, most + 1, shape, 64)
+    assert not multiplies_packed(card, dtype, most, (shape[0], shape[1] + 32), 64)  # rows of whole blocks only
+
+
+def test_the_efficient_kernel_accumulates_wide_heads_outside():
+    """kernel_forward.h: above 128 columns the output of a half kernel is summed in fp32 in memory."""
+    wide, narrow = (torch.empty(2, 4, 64, d, dtype=torch.float16, device="meta") for d in (256, 128))
+    assert efficient_forward(None, wide, wide, wide, None) == [4 * wide.numel()]
+    assert efficient_forward(None, narrow, narrow, narrow, None) == []
+    assert efficient_forward(None, wide.float(), wide.float(), wide.float(), None) == []
+
+
+@pytest.mark.parametrize(
+    ("quantize", "scales", "packed"),
+    [
+        (lambda f, w: f.quantize_4bit(w, quant_type="nf4"), 4 * 1024 * 1000 // 64, 1024 * 1000 // 2),
+        (lambda f, w: f.quantize_blockwise(w), 4 * ceil(1024 * 1000 / 4096), 1024 * 1000),
+        (lambda f, w: f.int8_vectorwise_quant(w), 4 * 1024, 1024 * 1000),
+        (lambda f, w: f.int8_vectorwise_quant(w, threshold=6.0), 4 * 1024, 1024 * 1000),
+    ],
+    ids=["nf4", "8 bit", "int8", "int8 with outliers"],
+)
+def test_scales_are_allocated_before_the_values_they_scale(quantize, scales, packed):
+    """bitsandbytes/backends/cuda/ops.py: absmax, row_stats, and then out; they are returned the other way round."""
+    import bitsandbytes.functional as functional
+
+    with simulator(CARD) as sim:
+        weight = torch.empty(1024, 1000, dtype=torch.float16, device="cuda")
+        events = sim._card.engine.events
+        before = len(events)
+        quantize(functional, weight)
+        taken = [event.size for event in events[before:] if event.size > 0]
+    first = 1 if taken[0] == 1024 else 0  # the map of 8-bit values
+    assert taken[first : first + 2] == [block(scales), block(packed)]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> str:
+    import transformers
+
+    path = tmp_path_factory.mktemp("llama")
+    config = transformers.AutoConfig.for_model(**LLAMA)
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    return str(path)
+
+
+MAP = 1024  # bytes: 256 values of fp32
+BITS = {
+    "int8": lambda n, k: block(n * k) + block(4 * n),
+    "nf4": lambda n, k: block(n * k // 2) + block(4 * n * k // 64) + 512,
+    # Scales in a byte, an offset, the code, and of the scales: one of 256 in fp32, and their map.
+    "nf4 double": lambda n, k: (
+        block(n * k // 2) + block(n * k // 64) + 512 + 512 + block(4 * ceil(n * k / 64 / 256)) + MAP
+    ),
+}
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_checkpoint_is_quantized_as_it_is_loaded(saved, bits):
+    """transformers/integrations/bitsandbytes.py: each weight comes in bf16, int8's goes through the host and comes
+    again in fp16, and is given back. The second card in a process takes as much as the first."""
+    import transformers
+
+    options = {"load_in_8bit": True} if bits == "int8" else {
+        "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": bits == "nf4 double",
+    }  # fmt: skip
+    wanted = transformers.BitsAndBytesConfig(**options)
+    largest, other = FF * D, 2 * block(2 * VOCAB * D) + NORMS * block(2 * D) + 2 * block(4 * 8)
+    linears = sum(BITS[bits](n, k) for n, k in LINEARS) + (MAP if bits == "nf4 double" else 0)
+    for _ in range(2):
+        with simulator(CARD) as sim:
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                saved, quantization_config=wanted, device_map={"": 0}, dtype=torch.bfloat16
+            )
+            assert sim.allocated == linears + other
+            taken = [event.size for event in sim._card.engine.events if event.size > 0]
+            halves = [block(2 * largest)] * (2 if bits == "int8" else 1)
+            first = taken.index(halves[0])
+            scales = block(4 * D) if bits == "int8" else block(4 * largest // 64)
+            assert taken[first : first + len(halves) + 1] == [*halves, scales]
+            del model
+
+
+def parameters() -> list[tuple[int, ...]]:
+    return [*LINEARS, (VOCAB, D), (VOCAB, D), *[(D,)] * NORMS]
+
+
+def elements(shape: tuple[int, ...]) -> int:
+    return shape[0] * (shape[1] if len(shape) > 1 else 1)
+
+
+def adam_8bit(shape: tuple[int, ...]) -> int:
+    """Two bytes a parameter and two fp32 scales a block of 256; below 4096 elements both moments in fp32."""
+    n = elements(shape)
+    return 2 * block(4 * n) if n < 4096 else 2 * (block(n) + block(4 * ceil(n / 256)))
+
+
+def adafactor(shape: tuple[int, ...]) -> int:
+    """torch/optim/_adafactor.py: a row's and a column's variance, a vector's own; `step` is on the host."""
+    return sum(block(4 * n) for n in shape)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "states"),
+    [
+        ("sgd", 0),
+        ("lion", sum(block(4 * elements(shape)) for shape in parameters())),
+        ("adamw", sum(2 * block(4 * elements(shape)) for shape in parameters())),
+        ("adamw-8bit", 2 * block(4 * 256) + sum(map(adam_8bit, parameters()))),  # and two maps of 256 values
+        ("adafactor", sum(map(adafactor, parameters()))),
+    ],
+)
+def test_an_optimizer_holds_its_states(optimizer, states):
+    run = lab.Training(micro_batch=1, seq_len=16, optimizer=optimizer)
+    assert lab.simulate(LLAMA, run, CARD).parts.get("optimizer", 0) == states
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int8", "nf4"])
+def test_a_cache_holds_keys_and_values_and_grows_by_copies(weights):
+    """transformers/cache_utils.py, DynamicLayer.update: torch.cat, a new tensor of one more token beside the old."""
+    B, T, new = 2, 64, 8
+    run = lab.Inference(batch=B, prompt_len=T, new_tokens=new, weights=weights)
+    recording = recorded(LLAMA, run, CARD)
+    taken = [event.size for event in recording.engine.events]
+    for tokens in range(T + 2, T + new):  # T + 1 is in the warm-up too
+        size = block(B * tokens * DK * 2)
+        assert taken.count(size) >= 2 * LAYERS and taken.count(size) == taken.count(-size), tokens
+    report = lab.simulate(LLAMA, run, CARD)
+    assert report.parts["kv_cache"] == 2 * LAYERS * block(2 * B * T * DK)  # the peak is in the prefill
+    assert report.outcome == "fits" and report.peak_reserved >= report.peak_allocated
+
+
+COMBINATIONS = [
+    {"precision": "autocast-fp16", "checkpointing": "selective"},
+    {"precision": "mixed-bf16", "optimizer": "adamw-8bit", "accumulation": 2},
+    {"precision": "bf16", "quantization": "int8", "lora": ADAPTED, "checkpointing": "full", "attention": "eager"},
+    {"precision": "bf16", "quantization": "nf4", "lora": ADAPTED, "optimizer": "adamw-8bit", "accumulation": 2},
+    {"precision": "fp16", "quantization": "int8", "lora": ADAPTED, "checkpointing": "selective"},
+]
+
+
+@pytest.mark.parametrize("changes", COMBINATIONS, ids=lambda changes: "-".join(map(str, changes.values()))[:60])
+def test_combinations_simulate(changes):
+    report = lab.simulate(LLAMA, lab.Training(micro_batch=2, seq_len=128, **changes), CARD)
+    assert report.outcome == "fits" and sum(report.parts.values()) == report.peak_allocated <= report.peak_reserved
+
+
+def test_kernels_compiled_for_a_gpu_are_refused_by_name():
+    run = lab.Training(seq_len=64, precision="bf16", kernels="liger")
+    with pytest.raises(lab.NotAvailable, match="kernels='liger' cannot be simulated"):
+        lab.simulate(LLAMA, run, CARD)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"precision": "bf16", "quantization": "nf4", "lora": ADAPTED},
+        {"precision": "bf16", "quantization": "int8", "lora": ADAPTED},
+        {"precision": "mixed-bf16", "accumulation": 2},
+        {"precision": "autocast-bf16", "checkpointing": "selective"},
+        {"optimizer": "adafactor"},
+        {"optimizer": "lion"},
+    ],
+    ids=str,
+)
+def test_the_simulated_cpu_is_the_measured_one(changes):
+    run = lab.Training(micro_batch=2, seq_len=128, **changes)
+    measured = lab.measure(LLAMA, run, "cpu", repeats=1)
+    assert lab.simulate(LLAMA, run, "cpu").peak_allocated == pytest.approx(measured.peak_allocated, rel=0.001)

@@ -1,0 +1,92 @@
+"""lab.simulate against what others measured on a T4; tests/formulas/test_against_measure.py has this CPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import llmlab as lab
+from llmlab.base.units import MiB, show_bytes
+
+GPT = {"model_type": "gpt2", "n_embd": 128, "n_head": 4, "n_layer": 3, "n_positions": 256, "vocab_size": 2000}
+LLAMA = {"model_type": "llama", "hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2,
+         "num_hidden_layers": 3, "intermediate_size": 344, "vocab_size": 2000,
+         "max_position_embeddings": 256}  # fmt: skip
+
+
+def t4_rows(name: str, seq_len: int) -> list[lab.Report]:
+    rows = lab.records(name, gpu="T4", source="published")
+    return [row for row in rows if row.phases and row.run.seq_len == seq_len]
+
+
+@pytest.mark.parametrize("row", t4_rows("HuggingFaceTB/SmolLM2-135M", 512), ids=lambda row: repr(row.run)[-40:])
+def test_allocated_is_within_half_a_percent_of_the_t4(row):
+    simulated = lab.simulate(row.model, row.run, "T4")
+    assert simulated.peak_allocated == pytest.approx(row.peak_allocated, rel=0.005)
+    assert simulated.peak_reserved == pytest.approx(row.peak_reserved, rel=0.07)
+    for phase, measured in row.phases.items():
+        assert simulated.phases[phase] == pytest.approx(measured, rel=0.01), phase
+
+
+def test_sdpa_reserves_what_the_t4_reserved():
+    for row in t4_rows("TinyLlama/TinyLlama-1.1B-Chat-v1.0", 1024):
+        if row.run.quantization is None and row.run.attention == "efficient":
+            simulated = lab.simulate(row.model, row.run, "T4")
+            assert simulated.peak_reserved == row.peak_reserved
+            assert abs(simulated.peak_allocated - row.peak_allocated) < MiB // 4
+
+
+def test_parts_add_up_and_reserved_holds_allocated():
+    report = lab.simulate(GPT, lab.Training(micro_batch=4, seq_len=256), "A100-80GB")
+    assert sum(report.parts.values()) == report.peak_allocated <= report.peak_reserved < report.process
+    assert report.source == "simulated" and report.outcome == "fits" and report.timeline
+
+
+def test_a_card_too_small_is_an_outcome_that_says_where():
+    report = lab.simulate("meta-llama/Llama-3.1-8B", lab.Training(seq_len=128), "T4")
+    assert report.outcome == "out of memory" and report.where.startswith("load")
+
+
+def test_out_of_memory_says_what_the_step_would_have_taken_with_room():
+    """The same figures as on the same card with more memory, beside where the small one failed."""
+    run, t4 = lab.Training(micro_batch=8, seq_len=256), lab.gpu("T4")
+    small, large = (lab.simulate(GPT, run, replace(t4, memory=t4.context + size * MiB)) for size in (100, 4096))
+    assert small.outcome == "out of memory" and small.where.startswith("forward") and large.outcome == "fits"
+    assert small.needed == large.process > small.capacity and small.process is None and large.needed is None
+    for field in ("peak_allocated", "peak_reserved", "phases", "parts", "detail", "timeline", "peak_at", "modules"):
+        assert getattr(small, field) == getattr(large, field), field
+    assert small.step_seconds is None
+    assert ("it would have taken", show_bytes(small.needed)) in small.rows() and "would have taken" not in str(large)
+    assert lab.Report.from_json(small.to_json()) == small
+    assert "needed" not in large.to_json()  # what was written before there was such a field is read as ever
+
+
+def test_what_loading_takes_for_a_moment_is_needed_too():
+    """Preparing a quantized model turns tables to fp32, each beside its half copy: 590 MiB, where the step has 454."""
+    tables = {**LLAMA, "vocab_size": 200_000, "hidden_size": 256, "tie_word_embeddings": False}
+    run = lab.Training(seq_len=8, precision="fp16", lora=lab.LoRA(rank=1), quantization="nf4")
+    t4 = lab.gpu("T4")
+    report = lab.simulate(tables, run, replace(t4, memory=t4.context + 500 * MiB))
+    assert report.outcome == "out of memory" and report.where.startswith("load")
+    assert report.peak_reserved + t4.context < report.capacity < report.needed
+
+
+def test_a_step_runs_out_of_memory_at_the_request_that_failed_on_the_t4():
+    (row,) = [r for r in lab.records("meta-llama/Llama-3.2-1B", gpu="T4") if r.outcome == "out of memory"]
+    simulated = lab.simulate(row.model, row.run, "T4")
+    assert (simulated.outcome, simulated.where.partition(",")[0]) == (row.outcome, row.where.partition(",")[0])
+    for words in ("2.94 GiB", "11.11 GiB allocated"):
+        assert words in row.notes[-1] and words in simulated.notes[0]
+
+
+def test_nothing_stays_patched():
+    before = (torch.nn.functional.dropout, torch.nn.functional.scaled_dot_product_attention, torch.Tensor.backward)
+    lab.simulate(GPT, lab.Training(seq_len=64), "T4")
+    after = (torch.nn.functional.dropout, torch.nn.functional.scaled_dot_product_attention, torch.Tensor.backward)
+    assert before == after
+    assert torch.ones(2).sum().item() == 2
+
+
+def test_a_generation_on_several_devices_is_refused_by_name():
+    with pytest.raises(lab.NotAvailable, match="tp=2"):
+        lab.simulate(GPT, lab.Inference(prompt_len=64, new_tokens=8, tp=2), "A100-80GB")

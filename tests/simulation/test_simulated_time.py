@@ -1,0 +1,189 @@
+"""Seconds summed over operators, held to measured steps and operators; and the table of rates derived again."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import llmlab as lab
+from llmlab import LoRA, Training
+from llmlab.archive import operator_records, records
+from llmlab.formulas.time.efficiency import Efficiency, efficiency
+from llmlab.formulas.time.flops import flops
+from llmlab.formulas.time.step import traffic
+from llmlab.simulation.profile.kernel import Kernel
+from llmlab.simulation.profile.operator_log import Operators
+from llmlab.simulation.profile.roofline import host_seconds, kernel_seconds, timing
+from llmlab.simulation.report import recorded
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import efficiencies as derivation
+
+A100_ROWS = operator_records(provider="huggingface", metric="time", gpu="A100-80GB")
+
+
+@pytest.fixture(scope="module")
+def some_t4_rows():
+    return derivation.finetuning_rows(few=11)
+
+
+@pytest.fixture(scope="module")
+def some_a100_rows():
+    return derivation.operator_rows(every=4)
+
+
+def test_a_measured_t4_step():
+    # One whole step, as lab.simulate takes it; the rest of the rows below, with the layers between left out.
+    rows = [r for r in records("SmolLM2-135M", gpu="T4") if r.step_seconds and r.run.seq_len == 512]
+    truth = next(r for r in rows if r.run.attention == "efficient" and r.run.quantization is None)
+    found = lab.simulate(truth.model, truth.run, "T4")
+    assert found.step_seconds == pytest.approx(truth.step_seconds, rel=0.10)
+    assert found.tokens_per_second == truth.run.tokens / found.step_seconds
+    assert found.flops == flops(lab.model(truth.model), truth.run, lab.gpu("T4")).total
+
+
+def test_t4_steps(some_t4_rows):
+    errors = np.abs(derivation.relative_errors(some_t4_rows, efficiency("T4")))
+    assert np.median(errors) < 0.10
+    assert errors.max() < 0.30
+
+
+def test_a100_operators(some_a100_rows):
+    errors = np.abs(derivation.relative_errors(some_a100_rows, efficiency("A100-80GB")))
+    assert np.median(errors) < 0.15
+
+
+@pytest.mark.parametrize("card", ("T4", "A100-80GB"))
+def test_the_records_give_the_rates_again(card, some_t4_rows, some_a100_rows):
+    rows = {"T4": some_t4_rows, "A100-80GB": some_a100_rows}[card]
+    again, kept = derivation.rates_of(card, derivation.derive(card, rows)), efficiency(card)
+    # From a part of the rows: near, and nearer than any other card's.
+    assert again.bandwidth == pytest.approx(kept.bandwidth, rel=0.15)
+    assert again.dispatch == pytest.approx(kept.dispatch, rel=0.25)
+    for dtype, rate in kept.matmul.items():
+        assert again.matmul[dtype] == pytest.approx(rate, rel=0.15)
+
+
+def test_operators_of_any_code():
+    record = next(r for r in A100_ROWS if r.operator == "geglu" and r.mode == "full" and r.sizes["T"] == 1024)
+    kernels = derivation.operator_kernels(record)
+    assert kernels.seconds == pytest.approx(record.value, rel=0.05)
+    sizes = record.sizes
+    once = 2 * sizes["bsz"] * sizes["T"] * sizes["hidden_size"] * sizes["intermediate_size"]
+    assert kernels.flops == 3 * 3 * once  # three products, each forward and twice backward
+
+
+def test_views_start_no_kernel_and_repeats_are_read_once():
+    with lab.simulator("A100-80GB") as sim:
+        x = torch.zeros(64, 1, device="cuda")
+        with sim.operators() as seen:
+            y = x.expand(64, 1 << 16).t()
+            y + 1.0
+    assert [kernel.kind for kernel in seen] == ["none", "none", "strided"]
+    assert seen[-1].bytes == 4 * (64 + 64 * (1 << 16))
+
+
+def test_no_rates_no_time():
+    run = Training(seq_len=64, precision="bf16")
+    config = {**lab.model("gpt2").config, "n_layer": 1}
+    for gpu in ("RTX-4090", "H100"):
+        report = lab.simulate(config, run, gpu)
+        assert report.step_seconds is report.mfu is None
+        assert report.flops
+    assert lab.simulate(config, Training(seq_len=64, precision="bf16", compile=True), "A100").step_seconds is None
+
+
+RATES = Efficiency(
+    gpu="made up", sms=40, bandwidth=2e11, strided=1e11, gather=1e11, matmul={"fp16": 2e13}, attention={"fp16": 1e13},
+    launch=2e-6, dispatch=4e-5, view=6e-6, backward_dispatch=0.6, cache=4e6,
+)  # fmt: skip
+SIZE = st.integers(1, 1 << 14)
+
+
+def product(M, N, K):
+    return Kernel("aten::mm", "matmul", "fp16", 2 * M * N * K, 2 * (M * K + K * N + M * N), (1, M, N, K), 1, False, "")
+
+
+@settings(max_examples=300, deadline=None)
+@given(M=SIZE, N=SIZE, K=SIZE, more=SIZE)
+def test_a_larger_product_never_takes_less_time(M, N, K, more):
+    now = kernel_seconds(product(M, N, K), RATES)
+    assert kernel_seconds(product(M + more, N, K), RATES) >= now * (1 - 1e-9)
+    assert kernel_seconds(product(M, N + more, K), RATES) >= now * (1 - 1e-9)
+    assert kernel_seconds(product(M, N, K + more), RATES) >= now * (1 - 1e-9)
+    assert now >= 2 * M * N * K / RATES.matmul["fp16"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(SIZE, SIZE, SIZE), min_size=1, max_size=20), st.integers(0, 19))
+def test_a_step_takes_at_least_its_kernels_and_their_starts(sizes, extra):
+    kernels = [product(*size) for size in sizes]
+    found = timing(kernels, RATES)
+    assert max(found.card, found.host) <= found.step <= found.card + found.host
+    longer = timing([*kernels, kernels[extra % len(kernels)]], RATES)
+    assert longer.step > found.step
+
+
+def test_backward_operators_start_faster_and_libraries_slower():
+    kernel = product(8, 8, 8)
+    custom = Efficiency(**{**RATES.__dict__, "custom": 1e-4})
+    assert host_seconds(kernel._replace(backward=True), RATES) < host_seconds(kernel, RATES)
+    assert host_seconds(kernel._replace(name="bitsandbytes::gemm_4bit"), custom) > host_seconds(kernel, custom)
+
+
+def test_rows_that_leave_the_cache_are_read_again():
+    inside = Kernel("aten::_log_softmax", "memory", "fp32", 0, 1 << 30, (1 << 27,), 1, False, "", 1 << 30, 1 << 10)
+    outside = inside._replace(row=1 << 18)
+    assert kernel_seconds(outside, RATES) == pytest.approx(2 * kernel_seconds(inside, RATES), rel=0.01)
+
+
+def test_adapters_on_the_simulated_card_count_as_the_formulas_do():
+    config = {**lab.model("TinyLlama-1.1B").config, "num_hidden_layers": 2}
+    run = Training(
+        micro_batch=1, seq_len=128, precision="fp16", checkpointing="full", quantization="nf4",
+        lora=LoRA(rank=8, targets=("q_proj", "down_proj")),
+    )  # fmt: skip
+    for gpu in ("T4", "A100-80GB"):
+        assert lab.simulate(config, run, gpu).flops == flops(lab.model(config), run, lab.gpu(gpu)).total
+
+
+GELU = {**lab.model("gpt2").config, "activation_function": "gelu", "resid_pdrop": 0.0, "attn_pdrop": 0.0}
+ADAPTERS = {"precision": "fp16", "checkpointing": "full", "lora": LoRA(rank=32, targets=("q_proj", "o_proj"))}
+
+
+@pytest.mark.parametrize(
+    ("name", "run"),
+    (
+        ("gpt2", Training(micro_batch=2, seq_len=512, precision="bf16")),
+        ("gpt2", Training(micro_batch=2, seq_len=512, precision="autocast-bf16")),
+        ("SmolLM2-135M", Training(micro_batch=2, seq_len=512, precision="bf16")),
+        ("SmolLM2-135M", Training(micro_batch=2, seq_len=512, **ADAPTERS)),
+        ("SmolLM2-135M", Training(micro_batch=2, seq_len=512, quantization="nf4", **ADAPTERS)),
+        ("Qwen2.5-1.5B", Training(micro_batch=2, seq_len=1024, attention="eager", **ADAPTERS)),
+    ),
+    ids=("half", "autocast", "llama", "adapters", "nf4", "scores"),
+)
+def test_the_formula_moves_the_bytes_that_the_operators_do(name, run):
+    config = GELU if name == "gpt2" else lab.model(name).config
+    layers = "n_layer" if name == "gpt2" else "num_hidden_layers"
+    card = "T4" if run.precision == "fp16" else "A100-80GB"
+
+    def moved(config):
+        simulated = sum(
+            kernel.bytes
+            for kernel in recorded(config, run, card).operators
+            if not kernel.flops and kernel.phase != "optimizer"
+        )
+        return simulated, traffic(lab.model(config), run, lab.gpu(card))
+
+    one, two = (moved({**config, layers: n}) for n in (1, 2))  # a layer more: neither logits nor weights
+    assert two[1] - one[1] == pytest.approx(two[0] - one[0], rel=0.25)
+
+
+def test_an_empty_list_of_operators_takes_no_time():
+    assert Operators(lab.gpu("T4")).seconds == 0
+    assert Operators(lab.gpu("B200")).seconds is None

@@ -1,0 +1,530 @@
+"""Scripts as strangers write them for "cuda", inside `lab.simulator`: they run, and show the bytes a GPU would."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import os
+import shutil
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import llmlab as lab
+from llmlab.base.errors import NotAvailable
+from llmlab.simulation.allocator.host import HostMemory
+from llmlab.simulation.engine.engine import HOST, Engine
+from llmlab.simulation.simulator import simulator
+from llmlab.simulation.workspaces.extra import Extra
+
+if torch.cuda.is_available():
+    pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)
+
+MiB = 1 << 20
+
+
+@pytest.fixture
+def card():
+    with simulator("A100-40GB") as sim:
+        yield sim
+
+
+# ---- values: a loop that checks and logs goes the way of a healthy run
+
+
+def test_what_the_card_computes_is_finite(card):
+    loss = nn.Linear(8, 1).cuda()(torch.randn(4, 8).cuda()).mean()
+    assert not torch.isnan(loss) and not loss.isinf() and torch.isfinite(loss).all()
+    assert math.isfinite(loss.item()) and not torch.isnan(torch.randn(2000, device="cuda")).any()
+    loss.backward()
+
+
+def test_clipping_that_raises_on_infinite_gradients_does_not(card):
+    model = nn.Linear(8, 8).cuda()
+    model(torch.randn(4, 8, device="cuda")).sum().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+
+
+def test_integers_read_as_zero_with_a_warning_and_are_not_branched_on(card):
+    token = torch.randn(2, 5000, device="cuda").argmax(-1)
+    with pytest.warns(UserWarning, match="Tensor.tolist.*no values"):
+        assert token.tolist() == [0, 0]
+    with pytest.raises(NotAvailable, match=r"test_user_scripts\.py, line"):
+        bool(token[0].item() == 7)
+
+
+def test_a_value_the_user_gives_decides(card):
+    best = float("inf")
+    with pytest.raises(NotAvailable, match=r"assume=1\.0"):
+        best = min(best, torch.rand(2000, device="cuda").mean().item())
+
+
+def test_assumed_floats_let_early_stopping_and_plateaus_run():
+    with simulator("T4", assume=2.5):
+        loss = torch.rand(2000, device="cuda").mean()
+        assert loss.item() == float(loss) == 2.5 and min(3.0, loss.item()) == 2.5
+        assert bool(loss < 3) and not bool(loss > 3) and f"{loss:.2f}" == "2.50"
+        parameter = nn.Parameter(torch.ones(3, device="cuda"))
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([parameter], lr=1.0), patience=0)
+        for _ in range(3):
+            schedule.step(loss)
+        assert schedule.get_last_lr()[0] < 1.0
+
+
+def test_optimizers_that_read_norms_step(card):
+    model = nn.Linear(64, 64).cuda()
+    optimizer = torch.optim.Adafactor(model.parameters())
+    model(torch.randn(4, 64, device="cuda")).sum().backward()
+    optimizer.step()
+    assert len(optimizer.state) == 2
+
+
+def test_known_masks_and_lengths_size_what_they_select(card):
+    x = torch.randn(10, 3, device="cuda")
+    mask = torch.tensor([True] * 4 + [False] * 6).cuda()
+    before = card.allocated
+    chosen = x[mask]
+    assert chosen.shape == (4, 3) and card.allocated - before == 512  # and the index went back
+    assert x[mask.nonzero(as_tuple=True)[0]].shape == (4, 3) and torch.where(mask)[0].shape == (4,)
+    assert torch.masked_select(x, mask[:, None]).shape == (12,)
+    assert x.repeat_interleave(torch.tensor([2] * 10).cuda(), dim=0).shape == (20, 3)
+    labels = torch.tensor([1, -100, 3]).cuda()
+    assert labels[labels != -100].unique().tolist() == [1, 3] and labels.sort().values.tolist() == [-100, 1, 3]
+
+
+@pytest.mark.parametrize("operator, call", [
+    (r"aten.index.Tensor, which is x\[mask\]", lambda x: x[x > 0]),
+    ("aten.masked_select", lambda x: x.masked_select(x > 0)),
+    ("aten.nonzero", lambda x: torch.where(x > 0)),
+    ("unique", lambda x: x.unique()),
+    ("repeat_interleave", lambda x: x.repeat_interleave((x > 0).long())),
+])  # fmt: skip
+def test_sizes_the_card_computes_are_refused_with_operator_line_and_way_round(card, operator, call):
+    with pytest.raises(NotAvailable, match=rf"{operator}.*made on the host.*test_user_scripts\.py, line \d+"):
+        call(torch.rand(2000, device="cuda"))
+
+
+def test_a_causal_mask_of_floats_is_recognised(card):
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 1).cuda()
+    x = torch.randn(2, 64, 32, device="cuda")
+    mask = nn.Transformer.generate_square_subsequent_mask(64)  # 4096 elements
+    for each in (mask.cuda(), nn.Transformer.generate_square_subsequent_mask(64, device="cuda")):
+        encoder(x, mask=each).sum().backward()
+    encoder.eval()
+    with torch.no_grad():
+        padding = torch.zeros(2, 64, dtype=torch.bool)
+        assert encoder(x, src_key_padding_mask=padding.cuda()).shape == x.shape
+
+
+def test_token_ids_drawn_on_the_card_are_ids_and_leave_the_hosts_generator_alone(card):
+    torch.manual_seed(3)
+    expected = torch.rand(1).item()
+    torch.manual_seed(3)
+    ids = torch.randint(5, 9, (100,), device="cuda")
+    assert set(ids.tolist()) == {5, 6, 7, 8} and torch.rand(1).item() == expected
+    assert sorted(torch.randperm(50, device="cuda").tolist()) == list(range(50))
+
+
+# ---- modes of autograd
+
+
+def test_inference_mode_takes_what_no_grad_takes(card):
+    """Without autograd's keys a mode is given operators that have no kernel, such as linear, whole."""
+    q = torch.randn(2, 4, 512, 64, device="cuda", dtype=torch.bfloat16)
+    linear, norm = nn.Linear(64, 64).cuda().bfloat16(), nn.LayerNorm(64).cuda().bfloat16()
+    labels = torch.zeros(q.numel() // 64, dtype=torch.long, device="cuda")
+    steps = (
+        lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True), lambda: F.dropout(q, 0.1),
+        lambda: F.cross_entropy(q.view(-1, 64), labels), lambda: F.rms_norm(q, (64,)), lambda: norm(q),
+        lambda: torch.einsum("bhtd,bhsd->bhts", q, q), lambda: q.half().softmax(-1, torch.float32), lambda: linear(q),
+    )  # fmt: skip
+
+    def taken(mode):
+        found, before = [], card.allocated
+        with mode:
+            for step in steps:
+                card.reset_peak()
+                step()
+                found.append(card.peak_allocated - before)
+        return found
+
+    with torch.inference_mode():
+        linear(q)
+    assert card.allocated > card.gpu.cublas_workspace  # cuBLAS is there
+    inference = taken(torch.inference_mode())
+    assert inference == taken(torch.no_grad())
+    dropped = q.numel() * 2 + q.numel()  # the output, and a mask of 1 B an element
+    assert inference[1] == dropped and not card.notes
+
+
+def test_gradients_of_each_sample_take_a_batch_of_gradients(card):
+    model = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Tanh(), nn.Linear(64, 16, bias=False)).cuda()
+    x, y = torch.randn(8, 32, device="cuda"), torch.randn(8, 16, device="cuda")
+
+    def loss(weights, x, y):
+        return ((torch.func.functional_call(model, weights, (x[None],)) - y) ** 2).mean()
+
+    weights = {name: each.detach() for name, each in model.named_parameters()}
+    torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(weights, x, y)  # cuBLAS takes its workspace
+    before = card.allocated
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(weights, x, y)
+    assert each["0.weight"].shape == (8, 64, 32) and card.allocated - before == 8 * 4 * (64 * 32 + 16 * 64)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_activations_kept_on_the_host_take_nothing_of_the_card(card, pinned):
+    layers = [nn.Linear(256, 256), nn.Dropout(0.1), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)]
+    model = nn.Sequential(*layers).cuda()
+    x = torch.randn(1024, 256, device="cuda", requires_grad=True)
+    model(x).sum().backward()
+    model.zero_grad(set_to_none=False)
+    before = card.allocated
+    with torch.autograd.graph.save_on_cpu(pin_memory=pinned):
+        y = model(x)
+        assert card.allocated - before == 1024 * 256 * 4  # the output alone
+    y.sum().backward()
+
+
+def test_data_that_is_set_brings_its_device(card):
+    """As adapters' initialization and offloading by hand do it; the old data goes."""
+    weight = nn.Parameter(torch.zeros(256, 256))
+    weight.data = torch.ones(256, 256, device="cuda")
+    assert weight.is_cuda and (weight * torch.ones(256, device="cuda")).is_cuda
+    weight.data = weight.data.cpu()
+    assert not weight.is_cuda and card.allocated == 0
+
+
+# ---- torch.cuda
+
+
+def test_default_device_is_shown_as_cuda(card):
+    torch.set_default_device("cuda")
+    assert torch.get_default_device() == torch.device("cuda", 0)
+    generator = torch.Generator(device="cuda")
+    assert generator.manual_seed(3).device.type == "cuda" and isinstance(generator, torch.Generator)
+    assert torch.randn(3, generator=generator).is_cuda and isinstance(torch.Generator(), torch.Generator)
+
+
+def test_blocks_freed_on_a_stream_stay_its_own(card):
+    """c10/cuda/CUDACachingAllocator.cpp: a pool compares streams first, so a second stream takes a second segment."""
+    x = torch.empty(5 * MiB, dtype=torch.uint8, device="cuda")
+    del x
+    assert card.reserved == 20 * MiB
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        assert torch.cuda.current_stream() == side
+        y = torch.empty(5 * MiB, dtype=torch.uint8, device="cuda")
+    y.record_stream(torch.cuda.current_stream())
+    assert card.reserved == 40 * MiB and torch.cuda.current_stream() == torch.cuda.default_stream()
+
+
+def test_a_stream_has_a_cublas_workspace_of_its_own(card):
+    x = torch.ones(16, 16, device="cuda")
+    for stream in (torch.cuda.default_stream(), torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
+            x @ x
+    assert card.allocated == 1024 + 2 * card.gpu.cublas_workspace
+
+
+def test_events_ranges_and_random_states_are_there(card):
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    with torch.cuda.nvtx.range("step"):
+        torch.ones(3, device="cuda")
+    end.record()
+    torch.cuda.synchronize()
+    assert f"{1000 / start.elapsed_time(end):.1f} steps/s" == "? steps/s"
+    torch.cuda.random.set_rng_state(torch.cuda.random.get_rng_state())
+    assert torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["peak"] == 512
+    assert torch.accelerator.max_memory_allocated() == 512 and torch.accelerator.current_device_index() == 0
+    assert torch.version.cuda and "major=8" in str(torch.cuda.get_device_properties(0))
+
+
+def test_the_kernels_switched_off_are_not_taken(card):
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    B, H, T, D = 2, 4, 256, 64
+    q, k, v = (torch.randn(B, H, T, D, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+
+    def taken(backend):
+        before = card.allocated
+        card.reset_peak()
+        with sdpa_kernel(backend):
+            F.scaled_dot_product_attention(q, k, v)
+        return card.peak_allocated - before
+
+    scores = B * H * T * T * 2
+    assert taken(SDPBackend.FLASH_ATTENTION) < scores <= taken(SDPBackend.MATH)
+    with pytest.raises(RuntimeError, match="No available kernel"), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(T, T, dtype=torch.bool, device="cuda"))
+
+
+def test_old_type_names_are_the_cards(card):
+    x = torch.cuda.FloatTensor([1, 2])
+    assert isinstance(x, torch.cuda.FloatTensor) and not isinstance(x.cpu(), torch.cuda.FloatTensor)
+    assert x.type() == "torch.cuda.FloatTensor" and x.cpu().type() == "torch.FloatTensor"
+    assert torch.ones(2).type(torch.cuda.HalfTensor).dtype == torch.float16
+    assert torch.ones(2).type("torch.cuda.LongTensor").is_cuda and torch.cuda.LongTensor(3, 4).shape == (3, 4)
+
+
+def test_capturable_optimizers_keep_their_step_on_the_card(card):
+    model = nn.Linear(8, 8).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
+    model(torch.randn(2, 8, device="cuda")).sum().backward()
+    optimizer.step()
+    assert all(state["step"].is_cuda for state in optimizer.state.values())
+
+
+def test_custom_functions_under_autocast_get_half_inputs(card):
+    class Double(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cuda", cast_inputs=torch.float16)
+        def forward(ctx, x):
+            assert x.dtype == torch.float16
+            return x * 2
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type="cuda")
+        def backward(ctx, grad):
+            return grad * 2
+
+    x = torch.randn(3, device="cuda", requires_grad=True)
+    with torch.autocast("cuda"):
+        Double.apply(x).sum().backward()
+    assert x.grad.is_cuda
+
+
+# ---- custom kernels
+
+
+def test_an_operator_without_a_fake_kernel_is_named(card):
+    @torch.library.custom_op("llmlab_test::without_fake", mutates_args=())
+    def without_fake(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    with pytest.raises(NotAvailable, match=r"llmlab_test.*register_fake.*test_user_scripts\.py, line"):
+        without_fake(torch.ones(3, device="cuda"))
+
+
+def test_a_fake_kernel_may_ask_for_the_device(card):
+    @torch.library.custom_op("llmlab_test::with_fake", mutates_args=())
+    def with_fake(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    @with_fake.register_fake
+    def _(x):
+        return torch.empty(x.shape, device=x.device)
+
+    x = torch.ones(3, device="cuda")
+    y = with_fake(x)
+    assert y.is_cuda and card.allocated == 2 * 512
+
+
+def test_compiled_kernels_and_graphs_are_refused_with_the_line(card):
+    from torch.utils.cpp_extension import load_inline
+
+    for call in (
+        lambda: load_inline("kernel", cpp_sources="", cuda_sources="__global__ void f() {}"),
+        torch.cuda.CUDAGraph,
+    ):
+        with pytest.raises(NotAvailable, match=r"test_user_scripts\.py, line \d+"):
+            call()
+
+
+def test_addresses_tell_shared_weights_from_others(card):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).cuda()
+    model[1].weight = model[0].weight
+    assert model[1].weight.data_ptr() == model[0].weight.data_ptr() != model[0].bias.data_ptr()
+    row = model[0].weight[1]
+    assert row.data_ptr() - model[0].weight.data_ptr() == 16 and row.data_ptr() % 16 == 0
+
+
+# ---- checkpoints
+
+
+def test_a_checkpoint_is_kept_in_memory_and_takes_the_cards_memory_when_loaded(card, tmp_path):
+    path = tmp_path / "best.pt"
+    path.write_text("a good checkpoint")
+    model = nn.Linear(256, 256, bias=False).cuda()  # 256 KiB
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 256, device="cuda")).sum().backward()
+    optimizer.step()
+    with pytest.warns(UserWarning, match="best.pt is not written"):
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}, path)
+    assert path.read_text() == "a good checkpoint"
+    before = card.allocated
+    content = torch.load(path, map_location="cuda")
+    assert content["epoch"] == 3 and content["model"]["weight"].is_cuda
+    assert card.allocated - before == 3 * 256 * 1024 + 512  # weight, two moments; step is on the host, 4 B on the card
+    model.load_state_dict(content["model"])
+    optimizer.load_state_dict(content["optimizer"])
+    before = card.allocated
+    on_host = torch.load(path, map_location="cpu", weights_only=True)
+    assert not on_host["model"]["weight"].is_cuda and card.allocated == before
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    assert torch.load(buffer, weights_only=False).weight.is_cuda
+
+
+def test_a_checkpoint_is_renamed_copied_found_and_removed_where_it_is_kept(card, tmp_path):
+    """Atomic saves, the best of several, and rotation, as scripts do them; the disk stays as it was."""
+    model, last, best = nn.Linear(8, 8).cuda(), tmp_path / "last.pt", tmp_path / "best.pt"
+    last.write_text("of an older run")
+    with pytest.warns(UserWarning, match="is not written"):
+        torch.save(model.state_dict(), f"{last}.tmp")
+    os.replace(f"{last}.tmp", last)
+    shutil.copyfile(last, best)
+    assert os.path.exists(best) and best.is_file() and not os.path.exists(f"{last}.tmp")
+    assert f"{os.path.getsize(best) / 1e6:.1f} MB" == "? MB"
+    assert torch.load(best)["weight"].is_cuda and torch.load(last, map_location="cpu")["bias"].shape == (8,)
+    os.remove(best)
+    assert not best.exists() and last.read_text() == "of an older run"
+    step = tmp_path / "step-1"
+    step.mkdir()
+    with pytest.warns(UserWarning, match="is not written"):
+        torch.save(model, step / "model.pt")
+    step.rename(tmp_path / "step-final")
+    assert torch.load(tmp_path / "step-final" / "model.pt", weights_only=False).weight.is_cuda
+    assert not list((tmp_path / "step-final").iterdir())
+
+
+def test_the_hosts_generator_survives_a_state_that_went_over_the_card(card, tmp_path):
+    with pytest.warns(UserWarning, match="is not written"):
+        torch.save({"rng": torch.get_rng_state(), "w": torch.ones(3, device="cuda")}, tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", map_location="cuda")["rng"]
+    before = torch.get_rng_state()
+    torch.set_rng_state(state.cpu())
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(1)
+    torch.set_rng_state(before)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_packed_sequences_are_refused_with_the_way_round(card):
+    with pytest.raises(NotAvailable, match=r"pack_padded_sequence.*pass padded ones"):
+        nn.utils.rnn.pack_padded_sequence(torch.randn(2, 4, 3, device="cuda"), torch.tensor([4, 2]), batch_first=True)
+
+
+def test_a_real_checkpoint_goes_where_map_location_says(tmp_path):
+    path, ties = tmp_path / "real.pt", nn.Linear(256, 256, bias=False)
+    torch.save({"a": ties.weight, "b": ties.weight, "ids": torch.arange(3)}, path)
+    with simulator("T4") as sim:
+        content = torch.load(path, map_location="cuda")
+        assert content["a"].is_cuda and sim.allocated == 256 * 1024 + 512  # shared storage, once
+        assert content["ids"].tolist() == [0, 1, 2]
+        for place in (torch.device("cuda:0"), lambda storage, location: storage.cuda(), {"cpu": "cuda:0"}):
+            assert torch.load(path, map_location=place)["b"].is_cuda
+        host = torch.load(path)["ids"]
+        assert not host.is_cuda and type(host) is torch.Tensor
+
+
+def test_copies_on_the_host_take_nothing_of_the_card(card):
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).cuda()
+    before = card.allocated
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        average = copy.deepcopy(model)
+    assert card.allocated == 2 * before
+    average.cpu()
+    kept = {name: tensor.cpu().clone() for name, tensor in model.state_dict().items()}
+    assert card.allocated == before and average(torch.randn(3, 8)).device.type == "cpu"
+    model.load_state_dict(kept)
+
+
+# ---- running out of memory
+
+
+def test_a_batch_size_finder_halves_to_what_fits_and_leaves_no_memory_behind(card):
+    model = nn.Linear(4096, 4096).cuda()
+    held, batch, tried = card.allocated, 1 << 22, []
+    while True:
+        tried.append(batch)
+        try:
+            model(torch.randn(batch, 4096, device="cuda")).sum().backward()
+            break
+        except torch.cuda.OutOfMemoryError:
+            batch //= 2
+        torch.cuda.empty_cache()
+        assert card.allocated <= held + 2 * card.gpu.cublas_workspace + MiB
+    # x and y are 16 KiB a row each. The gradient of y is one number, expanded, and copied for the product with x; what
+    # y left has no room for that copy, as the gradient of the weight is cut from it first.
+    room = card.gpu.memory - held
+    assert tried == [1 << 22, 1 << 21, 1 << 20, 1 << 19] and 3 * 16384 * batch < room < 6 * 16384 * batch
+    model.zero_grad()
+    assert card.allocated == held + 2 * card.gpu.cublas_workspace + MiB  # a bias goes through cuBLASLt: 1 MiB
+
+
+def test_what_catches_the_error_holds_no_more_than_on_a_gpu(card):
+    x = torch.empty(14 << 30, dtype=torch.uint8, device="cuda")
+    try:
+        (x + 1).neg().neg()  # the third one fits in no more
+    except torch.cuda.OutOfMemoryError as error:
+        assert card.allocated == x.numel(), error
+    else:
+        pytest.fail("three times 14 GiB fit in 40")
+
+
+def test_a_kernel_that_finds_no_room_gives_its_scratch_back_in_any_engine():
+    class Full(HostMemory):
+        def malloc(self, size: int, stream: int = 0) -> int:
+            if self.allocated + size > 4096:
+                raise MemoryError
+            return super().malloc(size)
+
+    extra = Extra(before=lambda *tensors: (1024, 1024), after=lambda *tensors: (512, 4096))
+    engine = Engine(HOST, Full(), {torch.ops.aten.sin.default: extra})
+    with engine:
+        x = torch.empty(8)
+        with pytest.raises(MemoryError):
+            x.sin()
+        assert engine.memory.allocated == 32
+
+
+def test_resizing_that_finds_no_room_is_survived():
+    with simulator("T4") as sim:
+        x = torch.empty(1 << 20, device="cuda")
+        with pytest.raises(torch.OutOfMemoryError):
+            x.untyped_storage().resize_(1 << 40)
+            x.add_(1)
+        del x
+    assert sim.allocated == 0
+
+
+# ---- the block
+
+
+def test_cell_by_cell_as_in_a_notebook():
+    block = lab.simulator("T4")
+    sim = block.__enter__()
+    x = torch.ones(3, device="cuda")
+    block.__exit__(None, None, None)
+    assert x.shape == (3,) and sim.peak_allocated == 512 and not torch.cuda.is_available()
+
+
+def test_an_interrupt_leaves_nothing_patched():
+    names = ("save", "load", "compile", "Generator", "get_default_device")
+    before = [getattr(torch, name) for name in names] + [torch.UntypedStorage.data_ptr, torch.version.cuda]
+    with pytest.raises(KeyboardInterrupt), simulator("T4"):
+        raise KeyboardInterrupt
+    after = [getattr(torch, name) for name in names] + [torch.UntypedStorage.data_ptr, torch.version.cuda]
+    assert all(a is b for a, b in zip(before, after, strict=True)) and not torch.cuda.is_available()
+
+
+def test_compiled_models_run_eager_and_say_so(card):
+    with pytest.warns(UserWarning, match="simulated eager"):
+        model = torch.compile(nn.Linear(3, 3).cuda(), mode="max-autotune")
+    with pytest.warns(UserWarning, match="simulated eager"):
+        model.compile()
+    scripted = torch.jit.script(nn.Linear(3, 3).cuda())
+    traced = torch.jit.trace(nn.Linear(3, 3).cuda(), torch.ones(1, 3, device="cuda"))
+    for each in (model, scripted, traced):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert each(torch.ones(1, 3, device="cuda")).is_cuda

@@ -1,0 +1,419 @@
+"""What CUDA's operators take, to the byte: each expectation derived from shapes, as the torch file beside it does.
+
+    B  batch    H  heads    T  positions    D  head size    N  width    M  rows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import ceil
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import llmlab as lab
+from llmlab.formulas.inference import kv_cache_bytes
+from llmlab.simulation.simulator import simulator
+from llmlab.simulation.workspaces.cub import sort_scratch
+
+if torch.cuda.is_available():
+    pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)
+
+CARD = "A100-40GB"
+M, N = 64, 256
+HALF = 2 * M * N  # bytes of (M, N) in half precision
+FULL = 2 * HALF
+
+
+def block(size: int) -> int:
+    """Bytes of the block that a request of `size` takes: multiples of 512."""
+    return ceil(size / 512) * 512
+
+
+@pytest.fixture
+def card():
+    with simulator(CARD) as sim:
+        yield sim
+
+
+def on_card(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = True) -> Tensor:
+    return torch.empty(shape, device="cuda", dtype=dtype, requires_grad=grad)
+
+
+def held_and_peak(run: Callable[[], Any]) -> tuple[int, int, Any]:
+    """Bytes that `run` leaves allocated, the most it had above where it began, and what it returned."""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = run()
+    return torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before, result
+
+
+# ---- softmax, dropout, norms, loss
+
+
+def test_softmax_widens_fp16_in_one_kernel_and_copies_bf16_first(card):
+    """native/SoftMax.cpp, softmax: half_to_float for Half only."""
+    for dtype, peak in ((torch.float16, FULL), (torch.bfloat16, 2 * FULL)):
+        x = on_card(M, N, dtype=dtype)
+        assert held_and_peak(lambda x=x: F.softmax(x, -1, dtype=torch.float32))[:2] == (FULL, peak)
+
+
+def test_softmax_backward_multiplies_into_a_full_temporary_and_log_softmax_does_not(card):
+    """cuda/SoftMax.cu, softmax_backward_cuda_out: `Tensor tmp = grad * output`."""
+    for function, temporary in ((F.softmax, FULL), (F.log_softmax, 0)):
+        x = on_card(M, N)
+        y, grad = function(x, -1), on_card(M, N, grad=False)
+        assert held_and_peak(lambda x=x, y=y, grad=grad: torch.autograd.grad(y, x, grad))[1] == FULL + temporary
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_dropout_keeps_a_byte_an_element(card, dtype):
+    """native/Dropout.cpp, cuda/Dropout.cu, dropout_cuda: ret, and a mask of bool; backward makes the gradient only."""
+    x, size = on_card(M, N, dtype=dtype), M * N * dtype.itemsize
+    held, peak, y = held_and_peak(lambda: F.dropout(x, 0.1))
+    assert (held, peak) == (size + M * N,) * 2
+    assert held_and_peak(lambda: F.dropout(x, 0.1, training=False))[:2] == (0, 0)
+    grad = on_card(M, N, dtype=dtype, grad=False)
+    assert held_and_peak(lambda: torch.autograd.grad(y, x, grad))[1] == size
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_norms_save_a_number_in_fp32_a_row(card, dtype):
+    """cuda/layer_norm_kernel.cu: mean and rstd of layer_norm, rstd of rms_norm, in the accumulation dtype."""
+    rows = 1024
+    size, statistic = rows * N * dtype.itemsize, 4 * rows
+    x, weight, bias = on_card(rows, N, dtype=dtype), on_card(N, dtype=dtype), on_card(N, dtype=dtype)
+    grad = on_card(rows, N, dtype=dtype, grad=False)
+    for function, statistics, inputs in (
+        (lambda: F.layer_norm(x, (N,), weight, bias), 2 * statistic, (x, weight, bias)),
+        (lambda: F.rms_norm(x, (N,), weight), statistic, (x, weight)),
+    ):
+        held, peak, y = held_and_peak(function)
+        assert (held, peak) == (size + statistics,) * 2
+        gradients = size + (len(inputs) - 1) * block(N * dtype.itemsize)
+        held, peak, _ = held_and_peak(lambda y=y, inputs=inputs: torch.autograd.grad(y, inputs, grad))
+        assert peak == gradients
+
+
+def test_rms_norm_of_two_dtypes_is_not_fused(card):
+    """native/layer_norm.cpp, rms_norm_symint: only where weight and input have one dtype."""
+    x, weight = on_card(M, N, dtype=torch.bfloat16), on_card(N)
+    assert held_and_peak(lambda: F.rms_norm(x, (N,), weight))[0] > FULL + block(4 * M)
+
+
+def test_cross_entropy_keeps_log_probabilities_and_backward_makes_two_more(card):
+    """native/LossNLL.cpp: the loss and total_weight; backward: zeros like the input, then log_softmax's gradient."""
+    logits = on_card(M, N)
+    labels = torch.zeros(M, dtype=torch.int64, device="cuda")
+    held, peak, loss = held_and_peak(lambda: F.cross_entropy(logits, labels))
+    assert (held, peak) == (FULL + 2 * 512,) * 2
+    held, peak, _ = held_and_peak(lambda: torch.autograd.grad(loss, logits, torch.ones_like(loss)))
+    assert peak == 512 + 2 * FULL - 512  # loss's gradient; total_weight is released before log_softmax's
+
+
+@pytest.mark.parametrize("width", [8, 64])
+def test_embedding_backward_sorts_above_3072_indices(card, width):
+    """cuda/Embedding.cu: up to 3072 indices one kernel; above, sorted indices and their origins, beside them first a
+    range and the sort's scratch, which are the most for short rows, then the sums of EmbeddingBackwardKernel.cu:
+    segments' offsets and two counts, partials' counts and offsets, partial rows in fp32."""
+    vocab = 100
+    weight = on_card(vocab, width)
+    table = block(4 * vocab * width)
+
+    def peak(n: int) -> int:
+        ids = torch.zeros(n, dtype=torch.int64, device="cuda")
+        y, grad = F.embedding(ids, weight), on_card(n, width, grad=False)
+        return held_and_peak(lambda: torch.autograd.grad(y, weight, grad))[1]
+
+    assert peak(3072) == table
+    n = 3073
+    partials = n // 10 + vocab
+    sums = [8 * n, 8, 8 * vocab, 8 * vocab, 8, 8 * partials, 4 * partials * width]
+    sort = block(8 * n) + block(sort_scratch(n, 8, 8, card.gpu))
+    assert peak(n) == 2 * block(8 * n) + max(sort, table + sum(map(block, sums)))
+    assert (sort > table + sum(map(block, sums))) == (width == 8)
+
+
+# ---- attention
+
+
+B, H, T = 2, 4, 100
+EFFICIENT, FLASH, CUDNN, MATH = "efficient", "flash", "cudnn", "math"
+fp16, bf16, fp32 = torch.float16, torch.bfloat16, torch.float32
+CHOICES = [  # card, dtype, head size, with a mask, and sdp_utils.cpp's choice
+    ("T4", fp16, 64, False, EFFICIENT), ("T4", bf16, 64, False, MATH), ("T4", fp32, 64, False, EFFICIENT),
+    ("T4", fp16, 12, False, MATH), ("T4", fp16, 64, True, EFFICIENT),
+    ("A100-40GB", fp16, 64, False, FLASH), ("A100-40GB", bf16, 256, False, FLASH),
+    ("A100-40GB", fp32, 64, False, EFFICIENT), ("A100-40GB", bf16, 64, True, EFFICIENT),
+    ("A100-40GB", bf16, 264, False, EFFICIENT),
+    ("A100-40GB", fp32, 6, False, MATH), ("H100-80GB", bf16, 64, False, CUDNN),
+    ("H100-80GB", bf16, 256, False, FLASH), ("H100-80GB", fp32, 64, False, EFFICIENT),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("gpu", "dtype", "D", "masked", "choice"), CHOICES, ids=str)
+def test_the_kernel_of_attention_and_what_it_saves(gpu, dtype, D, masked, choice):
+    """transformers/cuda/sdp_utils.cpp chooses. attention.cu and flash_api.cpp save beside the output: log-sum-exps in
+    fp32, of T rows, or of T rounded up to 32 (kAlignLSE); seed and offset, which only flash and cuDNN keep on the card.
+    attention.cpp, preprocess_mask, pads a mask's rows to 8 elements, and repeats them as a view."""
+    with simulator(gpu):
+        q, k, v = (on_card(B, H, T, D, dtype=dtype) for _ in range(3))
+        mask = torch.zeros(T, T, device="cuda", dtype=dtype) if masked else None
+        held, _, out = held_and_peak(lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+    names, node = [], out.grad_fn
+    while node is not None:
+        names.append(node.name())
+        node = node.next_functions[0][0] if node.next_functions else None
+    taken = [name for name in (EFFICIENT, FLASH, CUDNN) if any(name in each.lower() for each in names)]
+    assert taken == ([] if choice == MATH else [choice])
+    output = block(B * H * T * D * dtype.itemsize)
+    if choice == EFFICIENT:
+        padded = block(T * ceil(T / 8) * 8 * dtype.itemsize) if masked else 0
+        assert held == output + 4 * B * H * ceil(T / 32) * 32 + padded
+    elif choice in (FLASH, CUDNN):
+        assert held == output + block(4 * B * H * T) + 2 * 512
+    else:
+        assert held >= output + B * H * T * T * dtype.itemsize  # the probabilities are written out
+
+
+@pytest.mark.parametrize(
+    ("queries", "heads", "kv_heads", "S", "D", "dropout", "splits"),
+    [
+        (1, 32, 8, 700, 128, 0.0, 6),  # 8 heads of 4 rows, 6 blocks of 128 keys: each block apart
+        (1, 32, 32, 700, 128, 0.0, 6),  # 32 blocks of queries for 216 slots
+        (1, 48, 48, 8192, 128, 0.0, 4),  # 192 of 216 slots busy; with 9 parts 432 of 432, no 15 % more
+        (1, 32, 8, 8192, 128, 0.0, 22),  # 176 of 216; 23 parts would be as long as 22
+        (1, 32, 8, 256, 64, 0.0, 1),  # one block of 256 keys
+        (512, 32, 8, 512, 128, 0.0, 1),  # 256 blocks of queries: enough
+        (128, 8, 8, 128, 64, 0.1, 1),
+        (64, 8, 8, 1024, 64, 0.1, 1),  # not with dropout
+        (64, 8, 8, 1024, 64, 0.0, 4),
+    ],
+)  # fmt: skip
+def test_flash_splits_keys_where_queries_leave_multiprocessors_idle(
+    card, queries, heads, kv_heads, S, D, dropout, splits
+):
+    """flash_api.cpp, set_params_splitkv on 108 multiprocessors: output and log-sum-exp of each part, in fp32."""
+    q = on_card(1, heads, queries, D, dtype=torch.bfloat16, grad=False)
+    k = on_card(1, kv_heads, S, D, dtype=torch.bfloat16, grad=False)
+    run = lambda: F.scaled_dot_product_attention(q, k, k, dropout_p=dropout, enable_gqa=heads != kv_heads)  # noqa: E731
+    held, peak, _ = held_and_peak(run)
+    rows = heads * queries
+    parts = block(4 * splits * rows) + block(4 * splits * rows * D) if splits > 1 else 0
+    assert held == 2 * rows * D and peak == held + block(4 * rows) + 2 * 512 + parts
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("D", [64, 72])
+def test_flash_backward_sums_the_gradient_of_queries_in_fp32(card, kv_heads, D):
+    """flash_attn/flash_api.cpp, mha_bwd: softmax_d (B, H, T') and dq_accum (B, T', H, D') in fp32, T' rounded up to
+    128 and D' to 32; dK and dV of each query head where heads share them."""
+    q = on_card(B, H, T, D, dtype=bf16)
+    k, v = (on_card(B, kv_heads, T, D, dtype=bf16) for _ in range(2))
+    out = F.scaled_dot_product_attention(q, k, v, enable_gqa=kv_heads != H)
+    grad = torch.empty_like(out)
+    query, key = block(2 * q.numel()), block(2 * k.numel())
+    rows, columns = ceil(T / 128) * 128, ceil(D / 32) * 32
+    temporaries = 4 * B * H * rows + 4 * B * rows * H * columns
+    if kv_heads != H:
+        temporaries += 2 * query
+    assert held_and_peak(lambda: torch.autograd.grad(out, (q, k, v), grad))[1] == query + 2 * key + temporaries
+
+
+@pytest.mark.parametrize(("gpu", "workspace"), [
+    ("T4", 2 * 4096 * 1024 + 8 * 16 * 1024), ("A100-40GB", 2 * 4096 * 1024 + 8 * 16 * 1024),
+    ("H100-80GB", 8 * 4096 * 1024),
+])  # fmt: skip
+def test_each_threads_cublas_handle_takes_a_workspace_and_keeps_it(gpu, workspace):
+    """aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize: :4096:2:16:8 KiB, on sm_90 4096 × 8 KiB."""
+    with simulator(gpu):
+        x, weight = on_card(M, N), on_card(N, N)
+        held, _, y = held_and_peak(lambda: x @ weight)
+        assert held == FULL + workspace
+        held, _, gradients = held_and_peak(lambda: torch.autograd.grad(y, (x, weight), torch.ones_like(y)))
+        assert held == workspace + 4 * (M * N + N * N)  # backward's thread has a handle of its own
+        assert held_and_peak(lambda: (x @ weight).sum().backward())[0] == 4 * (M * N + N * N)
+        del gradients
+
+
+# ---- optimizers, clipping, scaling
+
+
+SIZES = (256, 65536, 131072)
+STATE = 4 * sum(SIZES)
+
+
+def stepped(optimizer: type, **options: Any) -> tuple[int, int]:
+    """Bytes that the second step adds for good and at its peak."""
+    parameters = [nn.Parameter(on_card(size)) for size in SIZES]
+    taken = optimizer(parameters, **options)
+    for each in parameters:
+        each.grad = torch.empty_like(each)
+    held, _, _ = held_and_peak(taken.step)
+    return held, held_and_peak(taken.step)[1]
+
+
+@pytest.mark.parametrize(("options", "steps", "temporaries"), [
+    ({}, 0, STATE),  # _multi_tensor_adamw: _foreach_sqrt of all second moments at once
+    # _single_tensor_adam: sqrt and its quotient, while the variable still holds the quotient of the parameter before
+    ({"foreach": False}, 0, 4 * (2 * SIZES[2] + SIZES[1])),
+    ({"fused": True}, 512 * len(SIZES), 0),  # one kernel; its step counts are on the card
+], ids=["foreach", "for-loop", "fused"])  # fmt: skip
+def test_adamw_takes_two_moments_and_the_temporaries_of_its_implementation(card, options, steps, temporaries):
+    """torch/optim/adam.py; foreach is what CUDA tensors get by default (torch/optim/optimizer.py)."""
+    assert stepped(torch.optim.AdamW, **options) == (2 * STATE + steps, temporaries)
+
+
+def test_clipping_takes_a_norm_a_gradient_and_partial_norms_of_64_ki_elements(card):
+    """torch/nn/utils/clip_grad.py; cuda/ForeachReduceOp.cu: as many partial norms a tensor as the largest has chunks.
+
+    norms, their stack, its norm; at most there are partials and norms, in fp32."""
+    many = 200
+    parameters = [nn.Parameter(on_card(256)) for _ in range(many - 1)] + [nn.Parameter(on_card(65536 * 3))]
+    for each in parameters:
+        each.grad = torch.empty_like(each)
+    held, peak, norm = held_and_peak(lambda: nn.utils.clip_grad_norm_(parameters, 1.0))
+    assert held == 512 and norm.shape == ()
+    assert peak == block(4 * many * 3) + many * 512
+    # without foreach the norms are the same and no partials are made, but the stack of norms is
+    assert held_and_peak(lambda: nn.utils.clip_grad_norm_(parameters, 1.0, foreach=False))[1] < peak
+
+
+def test_a_grad_scaler_keeps_two_numbers_and_from_unscaling_to_update_a_third(card):
+    """torch/amp/grad_scaler.py: _scale and _growth_tracker; found_inf of the optimizer's device until update()."""
+    parameter = nn.Parameter(on_card(N))
+    parameter.grad = torch.empty_like(parameter)
+    optimizer, scaler = torch.optim.SGD([parameter]), torch.amp.GradScaler("cuda")
+    loss = parameter.sum()
+    held, _, scaled = held_and_peak(lambda: scaler.scale(loss))
+    assert held == 3 * 512  # and the scaled loss
+    assert held_and_peak(lambda: scaler.unscale_(optimizer))[0] == 512
+    assert held_and_peak(lambda: scaler.step(optimizer))[0] == 0
+    assert held_and_peak(scaler.update)[0] == -512
+    del scaled
+
+
+# ---- checkpointing
+
+
+LAYERS = 4
+
+
+def mlp(width: int = 128) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, 4 * width, bias=False), nn.GELU(), nn.Linear(4 * width, width, bias=False))
+
+
+def checkpointed(**options: Any) -> tuple[int, int]:
+    """Bytes kept for backward by 4 blocks of x + mlp(x), and backward's peak above that."""
+    blocks = [mlp().cuda() for _ in range(LAYERS)]
+    x = on_card(1024, 128)
+    sum(block(x[:1]).sum() for block in blocks).backward()  # gradients and workspaces are there
+    x.grad = None
+
+    def forward() -> Tensor:
+        h = x
+        for each in blocks:
+            h = checkpoint(each, h, **options) if options else each(h)
+        return h
+
+    held, _, out = held_and_peak(forward)
+    return held, held_and_peak(lambda: out.backward(torch.empty_like(out)))[1]
+
+
+def test_both_kinds_of_checkpointing_keep_the_inputs_of_blocks(card):
+    """torch/utils/checkpoint.py: CheckpointFunction saves its inputs, the hooks of the other keep a frame's inputs.
+
+    The last block's output is the result, the first one's input was there. The reentrant one recomputes a block to its
+    end; the other stops as soon as it has what backward asks for (early stop), which spares the last output."""
+    row = 4 * 1024 * 128
+    kept, peak = checkpointed(use_reentrant=False)
+    kept_reentrant, peak_reentrant = checkpointed(use_reentrant=True)
+    everything, _ = checkpointed()
+    assert kept == kept_reentrant == LAYERS * row
+    assert everything == LAYERS * row + LAYERS * 2 * 4 * row  # GELU's input, which is 4 times as wide, and its output
+    assert peak_reentrant - peak == row
+
+
+def test_selective_checkpointing_keeps_what_its_policy_saves(card):
+    """torch/utils/checkpoint.py, create_selective_checkpoint_contexts: the products' outputs beside the inputs."""
+    row = 4 * 1024 * 128
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saves = operator == torch.ops.aten.mm.default
+        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+    kept, _ = checkpointed(use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy))
+    assert kept == LAYERS * (row + 4 * row)  # each block's output is the product that is saved, or the next one's input
+
+
+# ---- caches, experts, int8
+
+
+LLAMA = {"model_type": "llama", "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "num_hidden_layers": 2, "intermediate_size": 256, "vocab_size": 1000,
+         "max_position_embeddings": 256}  # fmt: skip
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize("static", [True, False], ids=["static", "dynamic"])
+def test_a_static_cache_is_made_at_once_and_a_dynamic_one_grows_to_the_same_formula(card, static):
+    """transformers/cache_utils.py: StaticLayer.lazy_initialization makes max_cache_len positions, DynamicLayer.update
+    concatenates: after generate() both hold what the estimate's formula says of the positions they have."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    batch, prompt, new = 2, 64, 33
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA)).cuda().eval()
+    ids = torch.ones(batch, prompt, dtype=torch.int64, device="cuda")
+    options = {"cache_implementation": "static"} if static else {}
+    made = model.generate(ids, max_new_tokens=new, do_sample=False, return_dict_in_generate=True, eos_token_id=None,
+                          pad_token_id=0, **options).past_key_values  # fmt: skip
+    held = sum(each.numel() * each.element_size() for layer in made.layers for each in (layer.keys, layer.values))
+    # the last token is sampled and never goes through the model
+    run = lab.Inference(batch, prompt, new - 1, weights="fp32", kv="fp32")
+    assert held == kv_cache_bytes(lab.model(LLAMA), run)
+
+
+@pytest.mark.parametrize("gpu", ["T4", "A100-80GB"])
+@pytest.mark.parametrize("precision", ["fp32", "autocast-fp16", "bf16"])
+def test_experts_train_in_every_dtype(gpu, precision):
+    """native/cuda/GroupedBlas.cpp, _grouped_mm_cuda: what its kernel does not take goes product by product."""
+    run = lab.Training(micro_batch=2, seq_len=64, precision=precision)
+    if gpu == "T4" and precision == "bf16":
+        with pytest.raises(lab.SpecError, match="no bf16"):
+            lab.simulate(MIXTRAL, run, gpu)
+        return
+    report = lab.simulate(MIXTRAL, run, gpu)
+    width = 2 if precision == "bf16" else 4
+    weights = width * lab.model(MIXTRAL).parameters
+    assert report.outcome == "fits"
+    assert report.parts["weights"] == pytest.approx(weights, rel=0.01)
+    assert report.phases["backward"] > 2 * weights
+
+
+@pytest.mark.parametrize(("gpu", "weights"), [("T4", "fp32"), ("T4", "fp16"), ("A100-80GB", "bf16")])
+def test_experts_generate(gpu, weights):
+    run = lab.Inference(batch=1, prompt_len=16, new_tokens=4, weights=weights, kv=weights)
+    report = lab.simulate(MIXTRAL, run, gpu)
+    width = 4 if weights == "fp32" else 2
+    assert report.outcome == "fits"
+    assert report.parts["weights"] == pytest.approx(width * lab.model(MIXTRAL).parameters, rel=0.01)
+
+
+def test_grouped_products_have_rows_of_16_bytes(card):
+    """native/GroupedMMUtils.h, create_grouped_gemm_output_tensor: 3 columns of fp32 take the room of 4."""
+    a, b = on_card(1024, 16, grad=False), on_card(4, 16, 3, grad=False)
+    ends = torch.full((4,), 256, dtype=torch.int32, device="cuda")
+    torch.mm(a, a.t())  # takes the workspace
+    held, _, out = held_and_peak(lambda: torch._grouped_mm(a, b, offs=ends))
+    assert out.shape == (1024, 3) and out.stride() == (4, 1) and held == 4 * 1024 * 4
+
+
+def test_int8_says_that_it_assumes_no_outliers():
+    pytest.importorskip("bitsandbytes")
+    run = lab.Inference(batch=1, prompt_len=16, new_tokens=2, weights="int8")
+    assert any("outlier" in note for note in lab.simulate(LLAMA, run, CARD).notes)
+    assert not lab.simulate(LLAMA, lab.Inference(1, 16, 2, "fp16", "fp16"), CARD).notes

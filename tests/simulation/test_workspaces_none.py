@@ -1,0 +1,80 @@
+"""Which operators the simulated card knows all about, met by the models that the book and its readers run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import llmlab as lab
+from llmlab.hardware.gpu import gpu as find_gpu
+from llmlab.simulation.simulator import simulator
+from llmlab.simulation.workspaces.cuda import cuda_extras
+from llmlab.simulation.workspaces.none import NOTHING_BESIDES, is_stated
+from llmlab.specs.run import OPTIMIZERS
+
+if torch.cuda.is_available():
+    pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)
+
+transformers = pytest.importorskip("transformers")
+EXTRAS = cuda_extras(find_gpu("A100-40GB"))
+SIZES = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+DECODER = {**SIZES, "intermediate_size": 128, "num_key_value_heads": 2, "max_position_embeddings": 128}
+EXPERTS = {**DECODER, "num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
+MODELS = {
+    "gpt2": {"vocab_size": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}, "gemma2": DECODER,
+    "qwen2_moe": EXPERTS, "mamba": SIZES,
+}  # fmt: skip
+
+
+def test_each_name_is_an_operators_and_stands_once():
+    names = [name for listed in NOTHING_BESIDES.values() for name in listed.split()]
+    assert len(names) == len(set(names))
+    for name in names:
+        packet, _, overload = name.partition(".")
+        func = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        assert func not in EXTRAS and is_stated(func, ()), name
+
+
+def test_what_takes_more_than_its_outputs_is_stated_by_what_it_takes():
+    assert is_stated(torch.ops.aten.topk.default, EXTRAS) and not is_stated(torch.ops.aten.topk.default, ())
+    assert is_stated(torch.ops.aten.view.default, ()) and is_stated(torch.ops.aten.silu.default, ())
+    assert not is_stated(torch.ops.aten.im2col.default, EXTRAS)
+
+
+def test_what_sorts_its_indices_to_be_deterministic_is_not_known_then():
+    add = torch.ops.aten.index_add_.default
+    assert is_stated(add, EXTRAS)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not is_stated(add, EXTRAS)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_language_models_step_and_generation_meet_no_operator_that_is_not_known(name):
+    config = transformers.AutoConfig.for_model(name, **MODELS[name])
+    with simulator("A100-40GB") as sim:
+        model = transformers.AutoModelForCausalLM.from_config(config).cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        ids = torch.randint(3, 250, (2, 32)).cuda()
+        model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        model.eval().generate(ids, max_new_tokens=2, do_sample=True, top_k=5, top_p=0.9, eos_token_id=2, pad_token_id=0)
+    assert [note for note in sim.notes if "not known" in note] == []
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_no_optimizer_meets_an_operator_that_is_not_known(optimizer):
+    for precision in ("fp32", "mixed-bf16"):
+        run = lab.Training(seq_len=16, optimizer=optimizer, precision=precision)
+        notes = lab.simulate({"model_type": "gpt2", **MODELS["gpt2"]}, run, "A100-40GB").notes
+        assert [note for note in notes if "not known" in note] == []
+
+
+def test_an_operator_that_is_not_known_is_named():
+    with simulator("A100-40GB") as sim:
+        F.unfold(torch.zeros(1, 3, 8, 8, device="cuda"), 3)
+    assert sim.notes == ("Counted of aten.im2col.default is its output alone: what else it takes is not known.",)

@@ -1,0 +1,138 @@
+"""The presets: published totals, names, what each family is."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from llmlab.specs.model import model
+from llmlab.specs.parameters import gpt2_closed_form
+
+# As the Hugging Face pages (safetensors metadata) or the papers give them.
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "huggyllama/llama-7b": 6_738_415_616,
+    "huggyllama/llama-13b": 13_015_864_320,
+    "huggyllama/llama-30b": 32_528_943_616,
+    "huggyllama/llama-65b": 65_285_660_672,
+    "meta-llama/Llama-2-7b-hf": 6_738_415_616,
+    "meta-llama/Llama-2-70b-hf": 68_976_648_192,
+    "meta-llama/Meta-Llama-3-8B": 8_030_261_248,
+    "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "meta-llama/Llama-3.1-70B": 70_553_706_496,
+    "meta-llama/Llama-3.1-405B": 405_853_388_800,
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "meta-llama/Llama-3.2-3B": 3_212_749_824,
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": 1_100_048_384,
+    "HuggingFaceTB/SmolLM2-135M": 134_515_008,
+    "HuggingFaceTB/SmolLM2-360M": 361_821_120,
+    "HuggingFaceTB/SmolLM2-1.7B": 1_711_376_384,
+    "mistralai/Mistral-7B-v0.1": 7_241_732_096,
+    "mistralai/Mistral-7B-v0.3": 7_248_023_552,
+    "mistralai/Mixtral-8x7B-v0.1": 46_702_792_704,
+    "Qwen/Qwen2.5-0.5B": 494_032_768,
+    "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-Coder-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-3B": 3_085_938_688,
+    "Qwen/Qwen2.5-7B": 7_615_616_512,
+    "Qwen/Qwen2.5-32B": 32_763_876_352,
+    "Qwen/Qwen2.5-72B": 72_706_203_648,
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-1.7B": 1_720_574_976,
+    "Qwen/Qwen3-4B": 4_022_468_096,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-14B": 14_768_307_200,
+    "Qwen/Qwen3-32B": 32_762_123_264,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen/Qwen3-235B-A22B": 235_093_634_560,
+    "google/gemma-2-2b": 2_614_341_888,
+    "google/gemma-2-9b": 9_241_705_984,
+    "google/gemma-2-27b": 27_227_128_320,
+    "microsoft/Phi-3-mini-4k-instruct": 3_821_079_552,
+    "deepseek-ai/DeepSeek-V3": 671_026_419_200,
+    "deepseek-ai/deepseek-coder-1.3b-base": 1_346_471_936,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_the_published_total(name):
+    spec = model(name)
+    assert spec.parameters + spec.router_bias == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"])
+def test_the_closed_form_with_the_position_term_is_gpt2(name):
+    spec = model(name)
+    assert gpt2_closed_form(spec.hidden, spec.layers, spec.vocab, spec.max_positions) == spec.parameters
+    without = gpt2_closed_form(spec.hidden, spec.layers, spec.vocab)
+    assert spec.parameters - without == spec.parameters_by_component["positions"]
+
+
+@pytest.mark.parametrize(
+    ("name", "active"), [("Mixtral-8x7B", 12.9e9), ("Qwen3-30B-A3B", 3.3e9), ("Qwen3-235B-A22B", 22e9)]
+)
+def test_active_parameters_are_what_the_makers_say(name, active):
+    assert model(name).active_parameters == pytest.approx(active, rel=0.02)
+
+
+def test_deepseek_activates_37_billion_of_671():
+    # arXiv 2412.19437's abstract; its 37B leaves the input embedding out.
+    spec = model("DeepSeek-V3")
+    without_embedding = spec.active_parameters - spec.parameters_by_component["embedding"]
+    assert without_embedding == pytest.approx(37e9, rel=0.02)
+    assert model("gpt2").active_parameters == model("gpt2").parameters
+
+
+def test_kv_cache_elements():
+    assert model("Llama-2-7b").kv_elements_per_token == 2 * 4096 * 32  # every head has its own keys and values
+    assert model("Llama-3.1-8B").kv_elements_per_token == 2 * 1024 * 32  # 8 of 32 heads
+    assert model("Llama-2-70b").kv_elements_per_token * 2 == 327_680  # 320 KiB a token in bf16
+    assert model("DeepSeek-V3").kv_elements_per_token == (512 + 64) * 61
+
+
+def test_fused_linears_are_named_as_in_transformers():
+    # What LoRA's targets have to say.
+    assert [one.name for one in model("phi-3-mini").linears] == [
+        "qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head",
+    ]
+    assert [one.name for one in model("gpt2").linears] == ["c_attn", "c_proj", "c_fc", "c_proj", "lm_head"]
+
+
+def test_gemma_and_mistral_windows():
+    gemma, mistral = model("gemma-2-9b"), model("Mistral-7B-v0.1")
+    assert (gemma.sliding_window, gemma.window_layers) == (4096, 21)  # every second of 42
+    assert (mistral.sliding_window, mistral.window_layers) == (4096, 32)
+    assert model("Mistral-7B-v0.3").sliding_window is None
+    assert (gemma.norms_per_layer, gemma.attention_softcap, gemma.logit_softcap) == (4, 50.0, 30.0)
+
+
+def test_no_two_presets_share_a_name():
+    from llmlab.specs.model import _presets
+
+    meanings: dict[str, set[str]] = {}
+    for name, preset in _presets().items():
+        assert "/" in preset["source"]
+        for spelling in (name, *preset["aliases"]):
+            meanings.setdefault(spelling.lower(), set()).add(name)
+            meanings.setdefault(spelling.rpartition("/")[2].lower(), set()).add(name)
+    assert {spelling: names for spelling, names in meanings.items() if len(names) > 1} == {}
+
+
+def test_a_config_may_be_changed_without_changing_the_spec():
+    spec = model("Llama-3.1-8B")
+    spec.config["rope_scaling"]["factor"] = 1.0
+    assert spec.config["rope_scaling"]["factor"] == 8.0
+    assert json.loads(json.dumps(spec.config)) == spec.config
+
+
+def test_presets_load_without_torch_or_transformers():
+    code = (
+        "import sys; from llmlab.specs.model import model; print(model('gpt2').parameters);"
+        "print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.split("\n")[:2] == ["124439808", "[]"]

@@ -1,0 +1,97 @@
+"""Specs check themselves, and their errors show the value, the field and what is allowed."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import llmlab as lab
+from llmlab.specs.run import PRECISIONS, run_from_dict
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"precision": "fp17"}, ["precision='fp17'", *PRECISIONS]),
+        ({"micro_batch": 0}, ["micro_batch=0", ">= 1"]),
+        ({"seq_len": -5}, ["seq_len=-5", ">= 1"]),
+        ({"seq_len": 12.5}, ["seq_len=12.5", "float", "whole number"]),
+        ({"micro_batch": True}, ["micro_batch=True", "bool"]),
+        ({"optimizer": "adam"}, ["optimizer='adam'", "adamw"]),
+        ({"checkpointing": "some"}, ["checkpointing='some'", "None", "selective", "full"]),
+        ({"attention": "paged"}, ["attention='paged'", "eager", "sdpa", "flash", "efficient"]),
+        ({"zero": 4, "dp": 8}, ["zero=4", "0, 1, 2, 3"]),
+        ({"zero": True, "dp": 8}, ["zero=True"]),
+        ({"zero": 3}, ["zero=3", "dp=1"]),
+        ({"zero": 2, "dp": 2, "pp": 2}, ["zero=2", "pp=2"]),
+        ({"dp": 8, "ep": 3}, ["ep=3", "dp=8"]),
+        ({"sequence_parallel": True}, ["sequence_parallel", "tp=1"]),
+        ({"offload": "optimizer+parameters"}, ["offload", "zero=3"]),
+        ({"quantization": "nf4"}, ["quantization='nf4'", "lora"]),
+        ({"lora": 16}, ["lora=16", "lab.LoRA"]),
+        ({"compile": "yes"}, ["compile='yes'", "True or False"]),
+        ({"micro_batch": 2**53 + 1}, ["micro_batch=9007199254740993", "too large", "<= 9007199254740992"]),
+        ({"seq_len": 10**400}, ["seq_len", "1329 bits", "too large", "<= 9007199254740992"]),
+        ({"seq_len": -(10**5000)}, ["seq_len", "bits", "too small"]),  # Python refuses to print that many digits
+        ({"zero": 10**5000, "dp": 8}, ["zero", "bits", "0, 1, 2, 3"]),
+    ],
+)
+def test_a_value_that_cannot_be_is_shown_with_what_is_allowed(fields, words):
+    with pytest.raises(lab.SpecError) as error:
+        lab.Training(**fields)
+    message = str(error.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rank": 0}, {"alpha": 0}, {"targets": ()}, {"targets": "q_proj"}, {"targets": None}, {"targets": 5},
+        {"targets": ("q_proj", 5)}, {"dropout": 1.0}, {"dropout": "x"}, {"dropout": None}, {"dropout": float("nan")},
+    ],
+)  # fmt: skip
+def test_lora_checks_itself(fields):
+    with pytest.raises(lab.SpecError, match=next(iter(fields))):
+        lab.LoRA(**fields)
+
+
+@pytest.mark.parametrize("fields", [{"batch": 0}, {"weights": "fp8"}, {"kv": "nf4"}, {"new_tokens": 0}])
+def test_inference_checks_itself(fields):
+    with pytest.raises(lab.SpecError, match=next(iter(fields))):
+        lab.Inference(**fields)
+
+
+def test_specs_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        lab.Training().micro_batch = 2
+
+
+def test_global_batch_and_world():
+    run = lab.Training(micro_batch=2, accumulation=4, dp=8, tp=4, pp=2)
+    assert (run.global_batch, run.world_size) == (64, 64)
+
+
+def test_only_what_differs_is_shown():
+    assert repr(lab.Training(seq_len=1024, micro_batch=2)) == "Training(micro_batch=2)"
+
+
+lora = st.none() | st.builds(lab.LoRA, rank=st.integers(1, 64), targets=st.just(("q_proj", "o_proj")))
+specs = st.builds(
+    lab.Training, micro_batch=st.integers(1, 99), precision=st.sampled_from(PRECISIONS), lora=lora, dp=st.integers(1, 9)
+) | st.builds(lab.Inference, batch=st.integers(1, 99), kv=st.sampled_from(["bf16", "int8"]))
+
+
+@given(specs)
+def test_a_spec_survives_the_way_through_a_dict(spec):
+    kind = "training" if isinstance(spec, lab.Training) else "inference"
+    assert run_from_dict(kind, spec.to_dict()) == spec
+
+
+def test_an_unknown_field_is_refused_by_name():
+    with pytest.raises(lab.SpecError, match="no field batch_size"):
+        run_from_dict("training", {"batch_size": 4})
+    with pytest.raises(lab.SpecError, match="fine-tuning"):
+        run_from_dict("fine-tuning", {})
