@@ -162,6 +162,7 @@ def test_the_largest_gradient_waits_for_its_way_to_the_host() -> None:
     assert waits() == 2 * VOCAB * HIDDEN
     assert waits(tp=2) == 2 * VOCAB * HIDDEN // 2
     assert waits(model={**LLAMA, "vocab_size": 100}) == 2 * WIDTH * HIDDEN  # a matrix of the MLP is larger
+    assert waits(model={**LLAMA, "vocab_size": 100}, tp=2) == 2 * WIDTH * HIDDEN // 2
     assert waits(stage=1, pp=3, accumulation=3) == 2 * WIDTH * HIDDEN  # a stage between has neither table
     assert waits(stage=2, pp=3, accumulation=3) == 2 * VOCAB * HIDDEN  # the head
     assert waits(model=MIXTRAL, dp=2, ep=2) == 2 * VOCAB * HIDDEN
@@ -180,6 +181,18 @@ def test_expert_parallel_ranks_hold_a_share_of_the_experts() -> None:
     spec = lab.model(MIXTRAL)
     held = states(spec, lab.Training(precision="bf16", dp=2, ep=2))
     assert held.weights == 2 * (count("mixtral") - count("mixtral", "experts") // 2)
+
+
+@pytest.mark.parametrize(("zero", "stepped"), [(0, 1.0), (1, VOCAB * HIDDEN / count("tied")), (2, 1 / 8)])
+def test_zero_1_deals_out_whole_tensors(zero: int, stepped: float) -> None:
+    """torch's ZeroRedundancyOptimizer: of eight ranks, rank 0 has the embedding, which is more than an eighth."""
+    spec = lab.model(TIED)
+    held = states(spec, lab.Training(precision="bf16", dp=8, zero=zero, seq_len=16) if zero else lab.Training())
+    assert held.trained == pytest.approx(stepped * count("tied"), abs=1)
+    cut_evenly = states(spec, lab.Training(precision="mixed-bf16", dp=8, zero=1, seq_len=16))  # DeepSpeed's flat buffer
+    assert cut_evenly.trained == count("tied") // 8
+    adapters = lab.Training(precision="bf16", dp=8, zero=1, lora=LORA, seq_len=16)
+    assert states(spec, adapters).trained == adapter_parameters(spec, adapters) // 8
 
 
 @pytest.mark.parametrize("precision", ["bf16", "mixed-bf16"])

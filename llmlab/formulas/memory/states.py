@@ -52,7 +52,7 @@ def _frozen_bytes(spec: ModelSpec, run: Training, counts: dict[str, int], b: Byt
         return experts * b.weights, dense * b.weights
     quantized = rows = 0
     for linear in spec.linears:
-        if linear.part not in ("embedding", "head", "router"):
+        if linear.part != "head":
             quantized += linear.count * linear.inputs * linear.outputs
             rows += linear.count * linear.outputs
     whole = spec.parameters - spec.parameters_by_component["experts"]
@@ -115,7 +115,7 @@ def largest_tensor(spec: ModelSpec, run: Training, counts: dict[str, int]) -> in
     """Return the elements of the largest parameter on a device that holds `counts`: the embedding, the head, a matrix
     of a block, or all experts' first projections of a layer, which transformers keeps in one tensor."""
     experts = spec.experts * 2 * spec.moe_intermediate * spec.hidden // run.ep
-    blocks = [each.inputs * each.outputs for each in spec.linears if each.part not in ("embedding", "head")]
+    blocks = [each.inputs * each.outputs for each in spec.linears if each.part != "head"]
     return max(counts["embedding"], counts["head"], max(experts, *blocks) // run.tp)
 
 
@@ -127,7 +127,7 @@ def _leaving(spec: ModelSpec, run: Training, counts: dict[str, int], trained: in
 def block_parameters(spec: ModelSpec) -> int:
     """Return the parameters of one block's linears (and experts), averaged over the blocks."""
     by = spec.parameters_by_component
-    return sum(by.get(part, 0) for part in ("attention", "mlp", "experts", "router")) // spec.layers
+    return sum(by[part] for part in ("attention", "mlp", "experts", "router")) // spec.layers
 
 
 def adapter_parameters(spec: ModelSpec, run: Training) -> int:
