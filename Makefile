@@ -49,16 +49,17 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 $(VENV)/.rendering: pyproject.toml $(CONSTRAINTS)
 	$(call install,book)
 
+INTERRUPTED = trap 'echo "Interrupted. Run the same command again: what was downloaded is kept."; exit 130' INT;
 # $(call install,EXTRAS): a new or an unfinished .venv is made first, so an interrupted installation goes on.
 define install
 	@command -v $(PYTHON) >/dev/null || { echo "There is no $(PYTHON): install Python 3.10 or newer, or name one:" \
 	    "make PYTHON=python3.12 ..."; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "llmlab needs Python 3.10 or newer; " \
 	    "%s is %d.%d: make PYTHON=python3.12 ..." % (sys.executable, *sys.version_info[:2]))'
-	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV_FLAGS) $(VENV) || { \
+	@$(INTERRUPTED) $(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV_FLAGS) $(VENV) || { \
 	    echo "$(PYTHON) could not make $(VENV). What it said is above; on Debian: apt install python3-venv"; exit 1; }
 	@echo "Installing llmlab[$(1)] into $(VENV): minutes on the first run."
-	@$(PIP) $(PIP_FLAGS) -e '.[$(1)]' || { df -h . | tail -n 1; echo "Not installed: the reason is above" \
+	@$(INTERRUPTED) $(PIP) $(PIP_FLAGS) -e '.[$(1)]' || { df -h . | tail -n 1; echo "Not installed: the reason is above" \
 	    "(no network? the disk, the line above, full?). Run the same command again: what was downloaded is kept."; \
 	    exit 1; }
 	@touch $@

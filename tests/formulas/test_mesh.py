@@ -9,21 +9,22 @@ from llmlab.base.errors import SpecError
 from llmlab.formulas.time import mesh
 from llmlab.formulas.time.distributed import step
 from llmlab.hardware.links import cluster, usual_cluster
+from llmlab.specs import mesh as places
 
-degrees = st.fixed_dictionaries({axis: st.integers(1, 4) for axis in mesh.AXES})
+degrees = st.fixed_dictionaries({axis: st.integers(1, 4) for axis in places.AXES})
 SMALL = {"seq_len": 2048, "precision": "mixed-bf16"}
 
 
 @given(degrees, st.data())
 def test_coordinates_are_a_numbering_and_groups_share_all_but_one(of, data):
     run = lab.Training(seq_len=64, **of)
-    places = [tuple(mesh.coordinates(run, rank).values()) for rank in range(run.world_size)]
-    assert len(set(places)) == run.world_size
+    found = [tuple(places.coordinates(run, rank).values()) for rank in range(run.world_size)]
+    assert len(set(found)) == run.world_size
     rank = data.draw(st.integers(0, run.world_size - 1))
-    for axis in mesh.AXES:
-        group = mesh.ranks_along(run, axis, rank)
+    for axis in places.AXES:
+        group = places.ranks_along(run, axis, rank)
         assert rank in group and len(group) == of[axis]
-        others = [{a: c for a, c in mesh.coordinates(run, r).items() if a != axis} for r in group]
+        others = [{a: c for a, c in places.coordinates(run, r).items() if a != axis} for r in group]
         assert all(other == others[0] for other in others)
 
 
@@ -35,7 +36,7 @@ def test_the_order_is_that_of_torchs_device_mesh(tp, dp, pp):
     grid = torch.arange(pp * dp * tp).view(pp, dp, tp)
     run = lab.Training(tp=tp, dp=dp, pp=pp)
     for rank in range(run.world_size):
-        at = mesh.coordinates(run, rank)
+        at = places.coordinates(run, rank)
         assert grid[at["pp"], at["dp"], at["tp"]] == rank
 
 
@@ -45,7 +46,7 @@ def test_tensor_parallel_ranks_share_a_node_and_pipelines_do_not():
     assert found["tp"].nodes == 1 and found["dp"].nodes == 2 and found["pp"].nodes == 4
     assert found["tp"].bandwidth > 5 * found["pp"].bandwidth
     with pytest.raises(SpecError, match="rank=64"):
-        mesh.coordinates(run, 64)
+        places.coordinates(run, 64)
 
 
 @pytest.fixture(scope="module")
