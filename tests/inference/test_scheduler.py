@@ -227,6 +227,14 @@ def test_cancelling_frees_the_blocks_whatever_the_state(model: nn.Module) -> Non
     assert len(scheduler.pool.free) == len(scheduler.pool.holders) and scheduler.run() == []
 
 
+def test_requests_that_ask_the_same_at_the_same_moment_are_two(model: nn.Module) -> None:
+    scheduler = Scheduler(model)
+    first, second = scheduler.submit([1, 2], 3), scheduler.submit([1, 2], 3)
+    second.arrived = first.arrived
+    scheduler.cancel(second)
+    assert list(map(id, scheduler.waiting)) == [id(first)] and first.state == "waiting"
+
+
 def test_a_preempted_request_is_the_next_to_run_again_and_is_counted(model: nn.Module) -> None:
     """5 blocks of 4 for two requests of 12 tokens: the later one gives its blocks back, before a third begins."""
     scheduler = Scheduler(model, blocks=5, block_size=4, max_batch=2)
