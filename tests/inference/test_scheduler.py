@@ -227,6 +227,24 @@ def test_cancelling_frees_the_blocks_whatever_the_state(model: nn.Module) -> Non
     assert len(scheduler.pool.free) == len(scheduler.pool.holders) and scheduler.run() == []
 
 
+def test_a_step_returns_all_that_finished_in_it(model: nn.Module) -> None:
+    scheduler = Scheduler(model)
+    requests = [scheduler.submit(torch.tensor([1, 2 + i]), 1) for i in range(3)]
+    assert scheduler.step() == requests
+    assert [type(token) for token in requests[0].prompt] == [int, int]  # whatever the prompt was a sequence of
+
+
+def test_a_prompt_that_was_preempted_before_it_was_read_waits(model: nn.Module) -> None:
+    """Three prompts of four blocks are let in where seven are free: the second finds too few, and the last two go."""
+    scheduler = Scheduler(model, blocks=7, block_size=4)
+    prompts = [[i] * 16 for i in range(3)]
+    requests = [scheduler.submit(prompt, 2) for prompt in prompts]
+    scheduler.step()
+    assert [request.state for request in requests] == ["running", "waiting", "waiting"]
+    scheduler.run()
+    assert [request.output for request in requests] == [alone(model, prompt, 2) for prompt in prompts]
+
+
 def test_requests_that_ask_the_same_at_the_same_moment_are_two(model: nn.Module) -> None:
     scheduler = Scheduler(model)
     first, second = scheduler.submit([1, 2], 3), scheduler.submit([1, 2], 3)
