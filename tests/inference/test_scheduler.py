@@ -232,6 +232,14 @@ def test_a_step_returns_all_that_finished_in_it(model: nn.Module) -> None:
     requests = [scheduler.submit(torch.tensor([1, 2 + i]), 1) for i in range(3)]
     assert scheduler.step() == requests
     assert [type(token) for token in requests[0].prompt] == [int, int]  # whatever the prompt was a sequence of
+    assert [type(request.output[0]) for request in requests] == [int] * 3
+
+
+def test_of_several_the_last_one_gives_its_blocks_back(model: nn.Module) -> None:
+    scheduler = Scheduler(model, blocks=6, block_size=4)
+    requests = [scheduler.submit([i] * 4, 6) for i in range(3)]  # three blocks each at the end, nine in all
+    scheduler.run()
+    assert [request.preempted for request in requests] == [0, 0, 1]
 
 
 def test_a_prompt_that_was_preempted_before_it_was_read_waits(model: nn.Module) -> None:
