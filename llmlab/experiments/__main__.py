@@ -40,9 +40,11 @@ def main(arguments: list[str]) -> None:
         from . import hf_trainer
 
         hf_trainer.main(options)
+    elif name in ("-h", "--help"):
+        print(f"python -m llmlab.experiments NAME --help, of {', '.join(NAMES)}")
     else:
         print(f"experiment {name!r} is not one of {', '.join(NAMES)}", file=sys.stderr)
-        sys.exit(0 if name in ("-h", "--help") else 2)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -189,7 +189,9 @@ def _step(progress: Progress, mine: Tensor, run: Training) -> float:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="cluster_training", description="Train a small GPT in whatever was started.")
+    parser = argparse.ArgumentParser(
+        prog="python -m llmlab.experiments cluster", description="Train a small GPT in whatever was started."
+    )
     parser.add_argument("--steps", type=int, default=Job.steps)
     parser.add_argument("--sequences", type=int, default=Job.sequences, help="of a step, over all ranks")
     parser.add_argument("--dropout", type=float, default=Job.dropout)

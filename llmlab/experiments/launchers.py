@@ -1,4 +1,4 @@
-"""Start cluster_training by each launcher, on this machine, and end all that it started.
+"""Start the experiment `cluster` by each launcher, on this machine, and end all that it started.
 
     run("torchrun", "--steps", "8")     # what rank 0 printed
 
@@ -65,7 +65,7 @@ def environment(base: dict[str, str] | None = None) -> dict[str, str]:
 
 
 def run(launcher: str, *arguments: str, restarts: int = 0, limit: float = 240.0) -> dict:
-    """Start cluster_training with `arguments`; return what its rank 0 printed.
+    """Start the experiment with `arguments`; return what its rank 0 printed.
 
     Raises NotAvailable where the launcher is not installed, RuntimeError, with what was said, where a node's launcher
     failed or took longer than `limit` seconds. Nothing that was started is left running.

@@ -77,7 +77,7 @@ class Work(NamedTuple):
 
 @styled
 def plot_lanes(works: Sequence[Work], title: str) -> Picture:
-    """Return one lane a name, in order of appearance, with one colour a kind; the axis is in seconds.
+    """Return one lane per name, in order of appearance, with one colour per kind; the axis is in seconds.
 
     No work, work that ends before it begins, and more than eight kinds raise SpecError.
     """

@@ -1,1 +1,1 @@
-"""From scratch, one file a technique, named as its chapter."""
+"""Techniques from scratch, one file per technique, named as the technique."""

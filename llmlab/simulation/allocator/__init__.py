@@ -1,1 +1,1 @@
-"""PyTorch's CUDA caching allocator, the driver under it, its settings and its snapshot."""
+"""PyTorch's CUDA caching allocator, the driver under it and its settings."""

@@ -110,7 +110,7 @@ class Operators(list):
         return rates
 
     def by_operator(self) -> dict[tuple[str, str], tuple[float, float, float]]:
-        """Return FLOP, bytes and seconds by (kind, operator). An element-wise operator does one FLOP an element.
+        """Return FLOP, bytes and seconds by (kind, operator). An element-wise operator does one FLOP per element.
 
         Raises NotAvailable for a card whose rates were never measured.
         """

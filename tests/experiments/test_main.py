@@ -1,0 +1,21 @@
+"""`python -m llmlab.experiments NAME` reaches each program, with its options."""
+
+import pytest
+
+from llmlab.experiments.__main__ import NAMES, main
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_name_has_a_program_that_says_its_options(name, capsys):
+    with pytest.raises(SystemExit) as done:
+        main([name, "--help"])
+    said = capsys.readouterr().out
+    assert done.value.code == 0 and name in said.splitlines()[0] and "--steps" in said
+
+
+def test_an_unknown_name_is_refused_with_those_that_are_known(capsys):
+    with pytest.raises(SystemExit) as done:
+        main(["zerro"])
+    assert done.value.code == 2 and "'zerro' is not one of data_parallel, zero" in capsys.readouterr().err
+    main(["--help"])
+    assert "hf_trainer" in capsys.readouterr().out
