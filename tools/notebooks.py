@@ -2,7 +2,7 @@
 
     python tools/notebooks.py            # those whose text, or the code and data they call, has changed
     python tools/notebooks.py --force    # all
-    python tools/notebooks.py 01-memory-anatomy
+    python tools/notebooks.py 02-memory-anatomy
     python tools/notebooks.py --site FOLDER    # the reader's own: executed there and rendered, book/ stays as it is
     python tools/notebooks.py --force --record --out FOLDER    # on a GPU: elsewhere than book/, and into the ledger
 

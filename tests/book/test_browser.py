@@ -16,11 +16,14 @@ from pathlib import Path
 from urllib.parse import unquote, urldefrag, urljoin
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "_build" / "html"
 SCREENSHOTS = ROOT / "_build" / "screenshots"
-PAGES = sorted(path.relative_to(SITE).as_posix() for path in SITE.glob("book/*.html"))
+MOVED = yaml.safe_load((ROOT / "_config.yml").read_text(encoding="utf-8"))["sphinx"]["config"]["html_context"]["moved"]
+BUILT = {path.relative_to(SITE).as_posix() for path in SITE.glob("book/*.html")}
+PAGES = sorted(BUILT - {f"{old}.html" for old in MOVED})
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FLAGS = [
     "--headless",
@@ -132,6 +135,17 @@ def test_the_first_page_is_the_books_introduction(page, site):
     page.goto(site + "index.html")
     page.wait_for_url("**/book/intro.html")
     assert "How to Train Your LLM" in page.title()
+
+
+@pytest.mark.parametrize("scripts", [True, False], ids=["with scripts", "without scripts"])
+@pytest.mark.parametrize(("old", "new"), MOVED.items())
+def test_an_old_address_forwards_to_the_new_one(page, site, old, new, scripts):
+    assert {f"{old}.html", f"{new}.html"} <= BUILT
+    page.context.new_cdp_session(page).send("Emulation.setScriptExecutionDisabled", {"value": not scripts})
+    page.goto(f"{site}{old}.html#predict-first")
+    page.wait_for_url(f"{site}{new}.html" + "#predict-first" * scripts)  # a refresh has the page alone
+    assert page.outside == []
+    assert page.locator("article h1").is_visible()
 
 
 def test_page_loads_whole_and_by_itself(wide):

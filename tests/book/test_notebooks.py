@@ -112,6 +112,25 @@ def test_every_page_is_in_the_table_of_contents():
     assert sorted(listed) == sorted({f"book/{path.stem}" for path in BOOK.glob("*.md")})
 
 
+def test_a_page_that_moved_forwards_to_one_that_is_there():
+    config = yaml.safe_load((ROOT / "_config.yml").read_text(encoding="utf-8"))["sphinx"]["config"]
+    moved = config["html_context"]["moved"]
+    assert config["html_additional_pages"] == dict.fromkeys(moved, "moved.html")
+    for old, new in moved.items():
+        assert not (ROOT / f"{old}.md").exists()
+        assert (ROOT / f"{new}.md").is_file()
+
+
+def test_what_chapters_need_is_listed_in_the_order_of_the_book():
+    from llmlab.hardware.tables import read_table
+
+    toc = yaml.safe_load((ROOT / "_toc.yml").read_text(encoding="utf-8"))
+    listed = [Path(chapter["file"]).name for part in toc["parts"] for chapter in part["chapters"]]
+    numbered = [name for name in listed if name[:2].isdecimal()]
+    assert [name[:2] for name in numbered] == [f"{number:02}" for number in range(1, len(numbered) + 1)]
+    assert [name[3:] for name in numbered] == [entry["name"] for entry in read_table("chapters.toml")["chapter"]]
+
+
 # ---- how they are executed
 
 HEADER = "---\njupytext:\n  text_representation:\n    extension: .md\n    format_name: myst\n---\n\n# Page\n\n"

@@ -16,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmlab.base.errors import NotAvailable, SpecError
-from llmlab.experiments import checkpoints as cluster_runs
-from llmlab.experiments import launchers
+from llmlab.experiments import checkpoints, launchers
 from llmlab.experiments.cluster import Job, Place, main, place, train
 from llmlab.ranks.launch import launch
 from llmlab.techniques.resume import SEQUENCES_OF_THE_TEXT, Order, last_whole
@@ -119,7 +118,7 @@ def in_two_ranks(folder):
         "whole": train(Job(), here, cpu)["losses"],
         "without dropout": train(Job(dropout=0.0, folder=str(folder / "two")), here, cpu)["losses"],
         "grown": train(Job(dropout=0.0, folder=str(folder / "one")), here, cpu),
-        "accidents": cluster_runs.chapter(str(folder)),
+        "accidents": checkpoints.chapter(str(folder)),
     }
 
 

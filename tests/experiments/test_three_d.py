@@ -5,8 +5,7 @@ import json
 import pytest
 
 from llmlab.base.errors import SpecError
-from llmlab.experiments import three_d
-from llmlab.experiments import train_split as split_training
+from llmlab.experiments import three_d, train_split
 from llmlab.ranks.launch import launch
 
 STEPS = 5
@@ -18,7 +17,7 @@ def of_all(jobs):
 
 @pytest.fixture(scope="module")
 def alone():
-    return split_training.run_job(split_training.Job(ranks=1, steps=STEPS))
+    return train_split.run_job(train_split.Job(ranks=1, steps=STEPS))
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +51,7 @@ def test_places_are_megatrons(meshes):
 
 
 def test_ranks_hold_their_share(meshes):
-    spec = split_training.tiny_llama()
+    spec = train_split.tiny_llama()
     norms = 2 * spec.layers * spec.hidden + spec.hidden
     whole = 4 * spec.parameters
     for (tp, pp), ranks in meshes.items():

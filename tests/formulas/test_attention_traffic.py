@@ -15,7 +15,7 @@ from llmlab.formulas.time.attention_traffic import (
     standard_traffic,
 )
 from llmlab.simulation.simulator import simulator
-from llmlab.techniques import flash_attention as attention
+from llmlab.techniques import flash_attention
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the simulated device must not be mistaken for one")
 
@@ -61,22 +61,22 @@ def test_tiles_read_what_the_loops_read(T, M, causal):
     """`masked` is called once for each tile of scores, with its rows and columns: from these follow all readings."""
     D, b = 4, 8
     tiles = []
-    keep = attention.masked
+    keep = flash_attention.masked
 
     def noting(scores, rows, columns, is_causal):
         tiles.append((rows.stop - rows.start, columns.stop - columns.start))
         return keep(scores, rows, columns, is_causal)
 
     q, k, v = (torch.randn(1, 1, T, D, dtype=torch.float64) for _ in range(3))
-    attention.masked = noting
+    flash_attention.masked = noting
     try:
-        out, lse = attention.flash_forward(q, k, v, causal, M)
+        out, lse = flash_attention.flash_forward(q, k, v, causal, M)
         keys_forward = sum(columns for _, columns in tiles)
         tiles.clear()
-        attention.flash_backward(q, k, v, out, lse, out, causal, M)
+        flash_attention.flash_backward(q, k, v, out, lse, out, causal, M)
         queries_backward = sum(rows for rows, _ in tiles)
     finally:
-        attention.masked = keep
+        flash_attention.masked = keep
     counted = flash_traffic(T, D, b, M, causal)
     assert counted.forward == 2 * T * D * b + STATISTIC * T + 2 * D * b * keys_forward
     sums = 2 * T * D * b + STATISTIC * T

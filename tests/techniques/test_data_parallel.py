@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from llmlab.base.errors import SpecError
-from llmlab.experiments import train as rank_training
+from llmlab.experiments import train
 from llmlab.experiments.data_parallel import every_method, new_gpt, train_wrongly
 from llmlab.experiments.train import Job, main
 from llmlab.formulas.time.communication import bytes_sent
@@ -237,7 +237,7 @@ def test_a_job_that_cannot_run_is_refused(arguments, named):
 
 
 def test_the_program_answers_a_bad_value_in_one_line(capsys, monkeypatch):
-    monkeypatch.setattr(rank_training, "launch", None)  # no process is started
+    monkeypatch.setattr(train, "launch", None)  # no process is started
     with pytest.raises(SystemExit) as ended:
         main("data_parallel", ["--ranks", "5"])
     assert ended.value.code == 2 and capsys.readouterr().err.count("\n") == 1

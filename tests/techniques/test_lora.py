@@ -8,9 +8,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import llmlab as lab
 from llmlab.base.errors import SpecError, UnknownName
-from llmlab.techniques import peft as peft_methods
 from llmlab.techniques.adapters import insert
 from llmlab.techniques.lora import LoRALinear, adapters, inject, load, merge, save, trained_parameters, unmerge
+from llmlab.techniques.peft import METHODS, apply, trained
 
 CONFIG = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 2,
           "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 64,
@@ -183,29 +183,29 @@ def test_another_adapter_or_a_truncated_file_is_refused(pair, tmp_path):
 # ---- the other methods, through peft
 
 
-@pytest.mark.parametrize("method", peft_methods.METHODS)
+@pytest.mark.parametrize("method", METHODS)
 def test_each_method_trains_what_its_formula_says(method):
     spec = lab.model(CONFIG)
-    model = peft_methods.apply(method, build(), rank=4, tokens=5)
-    assert trained_parameters(model) == peft_methods.trained(method, spec, rank=4, tokens=5)
+    model = apply(method, build(), rank=4, tokens=5)
+    assert trained_parameters(model) == trained(method, spec, rank=4, tokens=5)
 
 
 def test_bitfit_trains_biases_and_a_llama_has_none():
-    assert peft_methods.trained("bitfit", lab.model("Llama-3.1-8B")) == 0
+    assert trained("bitfit", lab.model("Llama-3.1-8B")) == 0
     qwen = lab.model("Qwen2.5-0.5B")
-    assert peft_methods.trained("bitfit", qwen) == qwen.layers * (qwen.heads + 2 * qwen.kv_heads) * qwen.head_dim
+    assert trained("bitfit", qwen) == qwen.layers * (qwen.heads + 2 * qwen.kv_heads) * qwen.head_dim
 
 
 def test_methods_that_do_not_exist_are_refused():
     with pytest.raises(UnknownName, match="dora"):
-        peft_methods.trained("doras", lab.model(CONFIG))
+        trained("doras", lab.model(CONFIG))
     with pytest.raises(SpecError, match="Llama-like"):
-        peft_methods.trained("lora", lab.model("gpt2"))
+        trained("lora", lab.model("gpt2"))
 
 
-@pytest.mark.parametrize("method", [m for m in peft_methods.METHODS if m != "bitfit"])
+@pytest.mark.parametrize("method", [m for m in METHODS if m != "bitfit"])
 def test_each_method_learns_and_leaves_the_rest_alone(method):
-    model = peft_methods.apply(method, build(), rank=4, tokens=5)
+    model = apply(method, build(), rank=4, tokens=5)
     frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
     losses = []
@@ -221,7 +221,7 @@ def test_each_method_learns_and_leaves_the_rest_alone(method):
 @pytest.mark.parametrize("method", ["lora", "dora", "adapter", "ia3"])
 def test_methods_inside_the_layers_start_from_the_model_itself(method):
     before = build()(input_ids=IDS).logits
-    torch.testing.assert_close(peft_methods.apply(method, build(), rank=4)(input_ids=IDS).logits, before)
+    torch.testing.assert_close(apply(method, build(), rank=4)(input_ids=IDS).logits, before)
 
 
 def test_an_adapter_is_two_linears_and_a_skip_after_each_sublayer():
