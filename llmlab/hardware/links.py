@@ -13,7 +13,7 @@ from functools import cache
 
 from ..base.errors import NotAvailable, SpecError, check_counts
 from .gpu import GPU, gpu
-from .tables import cited, named, read_table
+from .tables import named, read_table, values_of
 
 GPUS_PER_NODE = 8  # NVIDIA's DGX and HGX, with one InfiniBand adapter for each GPU; the caller describes other nodes
 
@@ -183,22 +183,7 @@ def node_link(card: GPU | str) -> Link:
 def links() -> dict[str, Link]:
     """Return every link by its name."""
     table = read_table("links.toml")
-    return {
-        entry["name"]: Link(
-            name=entry["name"],
-            kind=entry["kind"],
-            bandwidth=entry["gb_s"] * 1e9,
-            reached=entry["reached_gb_s"] * 1e9,
-            step=entry["step_us"] * 1e-6,
-            tree_step=entry["tree_step_us"] * 1e-6,
-            architectures=tuple(entry.get("architectures", ())),
-            nodes_of=tuple(entry.get("nodes_of", ())),
-            source=cited(entry["source"], table["documents"]),
-            checked=table["checked"],
-            switched=entry["switch_gb_s"] * 1e9 if "switch_gb_s" in entry else None,
-        )
-        for entry in table["link"]
-    }
+    return {entry["name"]: Link(**values_of(entry, table)) for entry in table["link"]}
 
 
 def link(name: str) -> Link:
