@@ -24,6 +24,7 @@ import llmlab as lab
 from llmlab import Report, Training
 from llmlab.archive import held_out, records
 from llmlab.archive.store import write_whole
+from llmlab.base.tables import Table, show
 from llmlab.base.units import MiB
 from llmlab.formulas.memory.states import states
 
@@ -256,23 +257,11 @@ def to_markdown(results: dict[str, Any]) -> str:
     return "\n".join(lines + [f"- {note}" for note in footnotes(results)])
 
 
-def show(results: dict[str, Any]) -> None:
-    """Print the tables and the notes to the terminal."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console()
+def print_all(results: dict[str, Any]) -> None:
+    """Print the tables and the notes."""
     for title, header, body in tables(results):
-        table = Table(title=title, box=box.SIMPLE, title_justify="left", pad_edge=False)
-        for i, name in enumerate(header):
-            table.add_column(Text(name), justify="right" if i else "left", no_wrap=not i)
-        for row in body:
-            table.add_row(*map(Text, row))
-        console.print(table)
-    for note in footnotes(results):
-        console.print(Text(note))
+        show(Table(header, body, title))
+    print(*footnotes(results), sep="\n")
 
 
 @click.command()
@@ -283,7 +272,7 @@ def main(out: Path | None) -> None:
     if not reports:
         raise click.ClickException("no published T4 record was found; is llmlab/archive complete?")
     results = run_all(reports)
-    show(results)
+    print_all(results)
     if out:
         write_whole(out / "peers.json", json.dumps(results, indent=1, ensure_ascii=False) + "\n")
         write_whole(out / "peers.md", to_markdown(results) + "\n")

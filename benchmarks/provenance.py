@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from llmlab.archive.store import write_whole
+from llmlab.base.tables import Table
 from llmlab.hardware.this_machine import host
 
 LONG = 25  # rows
@@ -27,9 +28,8 @@ def provenance(*packages: str) -> str:
 
 
 def table(header: list[str], rows: list[list[str]]) -> list[str]:
-    """Return the lines of a Markdown table, its first column to the left; a cell may hold a bar, as |error| does."""
-    head, *body = ["| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in (header, *rows)]
-    return [head, "|" + " --- |" + " ---: |" * (len(header) - 1), *body]
+    """Return the lines of a Markdown table, its first column to the left."""
+    return Table(header, rows).markdown().split("\n")
 
 
 def titled_table(title: str, header: list[str], rows: list[list[str]]) -> list[str]:

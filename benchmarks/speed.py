@@ -22,6 +22,7 @@ from provenance import provenance, table, write
 
 from llmlab import estimate
 from llmlab.base.errors import SpecError
+from llmlab.base.tables import Table, show
 from llmlab.hardware.gpu import GPU, gpus
 from llmlab.specs.check import check
 from llmlab.specs.model import ModelSpec, model, models
@@ -201,20 +202,10 @@ def to_markdown(rows: list[Row], made: str) -> str:
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder to write speed.md to.")
 def main(out: Path | None) -> None:
     """Time 10,000 estimates, `import llmlab` and three simulations; exit 1 where a bar is missed."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     rows = measure_all()
-    shown = Table(box=box.SIMPLE, title=f"Speed, Python {sys.version.split()[0]}", title_justify="left", pad_edge=False)
-    for name in HEADER:
-        shown.add_column(name, justify="left" if name == "what" else "right")
-    for row in rows:
-        shown.add_row(*row.cells())
-    console = Console()
-    console.print(shown)
+    show(Table(HEADER, [row.cells() for row in rows], f"Speed, Python {sys.version.split()[0]}"))
     slowest = ", ".join(f"{name} {ms:.1f} ms" for name, ms in import_breakdown(FIRST_USE))
-    console.print(f"Slowest to import for a model and a card: {slowest}")
+    print(f"Slowest to import for a model and a card: {slowest}")
     if out:
         write(out / "speed.md", to_markdown(rows, provenance("llmlab", "torch", "transformers")))
     raise SystemExit(any(row.within is False for row in rows))

@@ -7,7 +7,7 @@
     lab.measure("gpt2", run)                    # the real step on this machine
     lab.compare("gpt2", run, "A100-80GB")       # side by side
 
-Importing it imports neither torch nor matplotlib.
+Importing it imports neither torch nor matplotlib nor rich; plots need the extra llmlab[plot].
 """
 
 from .base.errors import NotAvailable, SpecError, UnknownName

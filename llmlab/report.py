@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from .base.errors import SpecError
-from .base.tables import html_table, text_table
+from .base.tables import Table, Tabular
 from .base.terms import INFERENCE_PHASES, OUTCOMES, PARTS, SOURCES, TRAINING_PHASES, Outcome, Source, TimelinePoint
 from .base.units import MiB, show_bytes, show_seconds
 from .specs.run import Inference, Run, Training, run_from_dict
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 SCHEMA = 1  # of to_json(); a reader of records refuses any other by name
 
+
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Report:
+class Report(Tabular):
     """What one run costs on one device.
 
     `peak_allocated` is the most bytes that tensors held at once, `peak_reserved` what the allocator held for them,
@@ -163,24 +164,18 @@ class Report:
             (path, *(f"{size / MiB:,.1f}" if size else "" for size in (*map(sizes.get, parts), sum(sizes.values()))))
             for path, sizes in self.modules.items()
         ]
-        return text_table(f"{self.title}, the peak by module, MiB", ("", *parts, "all"), rows, "", width=140)
+        return str(Table(("", *parts, "all"), rows, f"{self.title}, the peak by module, MiB"))
 
     def __repr__(self) -> str:
         return f"<Report: {self.title}: peak {show_bytes(self.peak_allocated)}, {self.outcome}>"
 
-    def __str__(self) -> str:
-        return text_table(self.title, ("", ""), self.rows(), self._footer())
-
-    def _footer(self) -> str:
+    def _table(self) -> Table:
         lines = [repr(self.run), *self.notes]
         if self.environment:
             lines.append("; ".join(f"{key} {value}" for key, value in self.environment.items()))
         if self.citation:
             lines.append(f"Source: {self.citation}")
-        return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        return html_table(self.title, ("", ""), self.rows(), self._footer())
+        return Table(("", ""), self.rows(), self.title, "\n".join(lines))
 
     def plot(self) -> Picture:
         """Return a stacked bar of the parts against the device's memory."""
@@ -196,7 +191,7 @@ class Report:
 
 
 @dataclass(frozen=True, repr=False)
-class Comparison:
+class Comparison(Tabular):
     """Reports of one run side by side; the first that is measured, else published, is what the others are held to."""
 
     reports: tuple[Report, ...]
@@ -275,25 +270,17 @@ class Comparison:
         first = self.reports[0]
         return f"{first.model} on {first.gpu or 'this machine'}: {first.run!r}"
 
-    def _footer(self) -> str:
+    def _table(self) -> Table:
         lines = self.explain()
         lines += [
             f"{r.source}: {r.citation or '; '.join(f'{k} {v}' for k, v in r.environment.items())}"
             for r in self.reports
             if r.citation or r.environment
         ]
-        return "\n".join(lines)
+        return Table(*self.table(), self.title, "\n".join(lines))
 
     def __repr__(self) -> str:
         return f"<Comparison: {', '.join(map(repr, self.reports))}>"
-
-    def __str__(self) -> str:
-        header, rows = self.table()
-        return text_table(self.title, header, rows, self._footer())
-
-    def _repr_html_(self) -> str:
-        header, rows = self.table()
-        return html_table(self.title, header, rows, self._footer())
 
     def to_json(self) -> str:
         """Return the reports, the errors and the explanation as JSON text."""

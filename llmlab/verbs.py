@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from .archive.lookup import records
-from .base.errors import NotAvailable
+from .base.errors import NotAvailable, SpecError
 from .formulas.report import estimated
 from .hardware.gpu import GPU
 from .hardware.links import Cluster
@@ -79,6 +79,9 @@ def measure(model: ModelLike, run: Run, device: str | torch.device | None = None
     return measured(model, run, device, repeats)
 
 
+_measured = measure  # for compare, whose argument has the verb's name
+
+
 def meter(device: str | torch.device | None = None) -> AbstractContextManager[CPUMeter | CUDAMeter | MPSMeter]:
     """Return a context manager that yields the meter of the block's memory on `device` (default: as for `measure`).
 
@@ -91,23 +94,33 @@ def meter(device: str | torch.device | None = None) -> AbstractContextManager[CP
     return metered(device)
 
 
-def compare(model: ModelLike, run: Run, gpu: GPU | str | None = None) -> Comparison:
-    """Return estimate, simulation and measurement of one run, side by side.
+def compare(
+    model: ModelLike,
+    run: Run,
+    gpu: GPU | str | None = None,
+    *,
+    measure: bool = False,
+    cluster: Cluster | None = None,
+) -> Comparison:
+    """Return estimate, simulation and records of one run, side by side; with `measure` it runs, here and now.
 
-    With `gpu` None the run is measured here and now, and predicted for this machine. With a card named, the newest
-    records of exactly this run on that card stand in, ours and published, each with its provenance. What cannot be
-    simulated (or where torch is missing) is left out, and the estimate's notes say why.
+    `gpu` is a card or its name; None is this machine's. Beside the predictions stand the newest records of exactly this
+    run on that card, ours and published, each with its provenance; with `measure`, which is for this machine only and
+    takes no `gpu`, the new measurement instead. `cluster` is that of `estimate`. What cannot be simulated (or where
+    torch is missing) is left out, and the estimate's notes say why. Raises SpecError for both `gpu` and `measure`.
     """
-    if gpu is None:
-        card = host().gpu or "cpu"
-        return Comparison((*_predicted(model, run, card), measure(model, run)))
-    newest = {report.source: report for report in reversed(records(model, run, gpu))}
-    return Comparison((*_predicted(model, run, gpu), *newest.values()))
+    card = (host().gpu or "cpu") if gpu is None else gpu
+    if measure:
+        if gpu is not None:
+            raise SpecError(f"measure=True with gpu={gpu!r}: a measurement is of this machine; give one of the two")
+        return Comparison((*_predicted(model, run, card, cluster), _measured(model, run)))
+    newest = {report.source: report for report in reversed(records(model, run, card))}
+    return Comparison((*_predicted(model, run, card, cluster), *newest.values()))
 
 
-def _predicted(model: ModelLike, run: Run, card: GPU | str) -> tuple[Report, ...]:
-    """Return the estimate and the simulation; where that is not to be had, the estimate with a note that says why."""
-    formulas = estimate(model, run, card)
+def _predicted(model: ModelLike, run: Run, card: GPU | str, cluster: Cluster | None) -> tuple[Report, ...]:
+    """Return the estimate and the simulation; where there is no simulation, the estimate with a note that says why."""
+    formulas = estimate(model, run, card, cluster)
     try:
         return formulas, simulate(model, run, card)
     except NotAvailable as error:

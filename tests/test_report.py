@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import llmlab as lab
 from llmlab.base.units import GiB, MiB, show_bytes, show_count, show_seconds
+from llmlab.hardware.links import cluster
 from llmlab.report import PARTS, TRAINING_PHASES
 
 sizes = st.integers(0, 2**45)
@@ -105,6 +106,36 @@ def test_compare_says_why_a_run_is_not_simulated():
     both = lab.compare("gpt2", lab.Training(pp=2, accumulation=2), "A100-80GB")
     assert [r.source for r in both.reports] == ["estimated"]
     assert "Not simulated" in both.reports[0].notes[-1] and "pp=2" in both.reports[0].notes[-1]
+
+
+def test_compare_runs_nothing_unless_it_is_asked_to(monkeypatch):
+    shape = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 512, "n_positions": 128}
+    run = lab.Training(seq_len=32)
+    here = "llmlab.hardware.this_machine.pretend.pretended"
+    monkeypatch.setattr(here, lambda: None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    measured = lab.compare(shape, run, measure=True)
+    assert [r.source for r in measured.reports] == ["estimated", "simulated", "measured"]
+    monkeypatch.setattr("llmlab.measurement.report.measured", lambda *_: pytest.fail("measured unasked"))
+    assert [r.source for r in lab.compare(shape, run).reports] == ["estimated", "simulated"]
+    with pytest.raises(lab.SpecError, match=r"gpu='T4'.*one of the two"):
+        lab.compare(shape, run, "T4", measure=True)
+
+
+def test_compare_without_a_card_shows_the_records_of_this_machines(monkeypatch):
+    published = next(r for r in lab.records("TinyLlama/TinyLlama-1.1B-Chat-v1.0", gpu="T4") if not r.run.quantization)
+    t4 = lab.host().__class__("cuda", "Tesla T4", lab.gpu("T4"), lab.gpu("T4").memory, "CPU", 2, "3.12")
+    monkeypatch.setattr("llmlab.verbs.host", lambda: t4)
+    monkeypatch.setattr("llmlab.verbs.simulate", lambda *_: published)  # it takes seconds, and another test has it
+    both = lab.compare(published.model, published.run)
+    assert [r.source for r in both.reports] == ["estimated", "published", "published"] and both.reports[0].gpu == "T4"
+
+
+def test_the_cluster_reaches_the_estimate_of_a_comparison():
+    run = lab.Training(pp=2, accumulation=2, dp=8, precision="mixed-bf16")  # not simulated
+    slow, usual = (lab.compare("gpt2", run, "A100-80GB", cluster=nodes).reports[0]
+                   for nodes in (cluster("A100-80GB", "Ethernet-10"), None))  # fmt: skip
+    assert slow.step_seconds > usual.step_seconds and "8 × Ethernet-10" in " ".join(slow.notes)
 
 
 def test_activations_are_listed_by_kind_also_where_the_peak_is_elsewhere():

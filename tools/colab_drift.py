@@ -36,9 +36,10 @@ def read_listing(text: str) -> dict[str, Version]:
 
 
 def colab_requirements() -> list[Requirement]:
-    """Return what the Colab line installs: the base dependencies and the extra `torch`."""
+    """Return what the Colab line installs: the base dependencies and the extras `plot` and `torch`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    found = [Requirement(text) for text in project["dependencies"] + project["optional-dependencies"]["torch"]]
+    extras = project["optional-dependencies"]
+    found = [Requirement(text) for text in (*project["dependencies"], *extras["plot"], *extras["torch"])]
     return [one for one in found if one.marker is None or one.marker.evaluate({"python_version": "3.12"})]
 
 

@@ -1,47 +1,134 @@
-"""Tables of reports, as text and as HTML: a title, rows of a label and values, and a footer."""
+"""The one renderer of tables: plain text for pages and pipes, colours on a terminal, HTML and Markdown.
+
+rich lays the columns out, and is imported by the first table that is printed, not with llmlab.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 from io import StringIO
+from typing import TYPE_CHECKING, Any
 
-Row = tuple[str, ...]
-
-
-def text_table(title: str, header: Row, rows: Sequence[Row], footer: str, width: int = 100) -> str:
-    """Return a table whose lines have at most `width` characters; a `header` of empty names is left out."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
+if TYPE_CHECKING:
+    import rich.table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE, show_header=any(header), pad_edge=False)
-    for i, name in enumerate(header):
-        table.add_column(name, justify="right" if i else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    out = StringIO()
-    # A fixed width, so that what a page and a test see does not depend on somebody's terminal.
-    console = Console(file=out, width=width, force_terminal=False, force_jupyter=False)
+Row = Sequence[str]
+UNLIMITED = 100_000  # characters; rich has no word for it
+# How a cell that begins with these words looks on a terminal.
+STYLES = {
+    "fits": "green", "runs": "green", "out of memory": "red", "does not run": "red", "unknown": "yellow",
+    "not measured yet": "dim", "peak allocated": "bold",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under a `header`; one of empty names is not shown. `words` are the columns that are aligned left.
+
+    With a `title` the rows stand between blank lines, and a rule is under the header.
+    """
+
+    header: Row
+    rows: Sequence[Row]
+    title: str = ""
+    footer: str = ""
+    words: Sequence[int] = (0,)
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        out = StringIO()
+        # As wide as the cells are, whatever terminal there is: a page, a test and a pipe get the same, and all of it.
+        console = Console(file=out, width=UNLIMITED, force_terminal=False, force_jupyter=False)
+        console.print(self._columns())
+        lines = [line.rstrip() for line in out.getvalue().strip("\n").splitlines()]
+        return "\n".join([*filter(None, [self.title]), *lines, *filter(None, [self.footer])])
+
+    def __rich_console__(self, *_: Any) -> Iterator[Text | rich.table.Table]:
+        from rich.text import Text
+
+        if self.title:
+            yield Text(self.title, style="bold")
+        yield self._columns()
+        if self.footer:
+            yield Text(self.footer, style="dim")
+
+    def _columns(self) -> rich.table.Table:
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=box.SIMPLE if self.title else None, show_header=any(self.header), pad_edge=False)
+        for place, name in enumerate(self.header):
+            # In a narrow terminal words go on in the next line; a number stays whole.
+            if place in self.words:
+                table.add_column(Text(name), justify="left", overflow="fold")
+            else:
+                widest = max(len(row[place]) for row in (self.header, *self.rows))
+                table.add_column(Text(name), justify="right", min_width=widest)
+        for row in self.rows:
+            table.add_row(*(Text(cell, style=_style(cell)) for cell in row))
+        return table
+
+    def _repr_html_(self) -> str:
+        # No colours of its own: the table takes the page's, light or dark. Two spaces before a label indent it.
+        head = ""
+        if any(self.header):
+            head = "<thead><tr>" + "".join(f"<th>{escape(name)}</th>" for name in self.header) + "</tr></thead>"
+        body = ""
+        for row in self.rows:
+            cells = ""
+            for place, cell in enumerate(row):
+                indent = "padding-left:1.5em;" if cell.startswith("  ") else ""
+                style = f"text-align:left;{indent}" if place in self.words else "text-align:right"
+                cells += f'<td style="{style}">{escape(cell.strip())}</td>'
+            body += f"<tr>{cells}</tr>"
+        caption = f"<caption>{escape(self.title)}</caption>" if self.title else ""
+        notes = "<br>".join(escape(line) for line in self.footer.splitlines())
+        return (
+            f'<div style="overflow-x:auto"><table class="llmlab">{caption}{head}'
+            f"<tbody>{body}</tbody></table></div><small>{notes}</small>"
+        )
+
+    def markdown(self) -> str:
+        """Return the header and the rows as Markdown; a cell may hold a bar, as |error| does."""
+        sides = ["---" if place in self.words else "---:" for place in range(len(self.header))]
+        rows = ([cell.replace("|", r"\|") for cell in row] for row in self.rows)
+        return "\n".join(f"| {' | '.join(row)} |" for row in (self.header, sides, *rows))
+
+
+class Tabular(ABC):
+    """What is shown as one table, wherever it is shown."""
+
+    @abstractmethod
+    def _table(self) -> Table: ...
+
+    def __str__(self) -> str:
+        return str(self._table())
+
+    def _repr_html_(self) -> str:
+        return self._table()._repr_html_()
+
+
+def show(answer: Table | Tabular | str) -> None:
+    """Print to stdout: to a terminal a table in its width and in colours (not with NO_COLOR set), else plain text."""
+    if isinstance(answer, str) or not sys.stdout.isatty():
+        print(answer)
+        return
+    from rich.console import Console
+
+    table = answer._table() if isinstance(answer, Tabular) else answer
+    console = Console(highlight=False)
+    any_width = console.options.update(width=UNLIMITED)
+    least = console.measure(table._columns(), options=any_width).minimum
+    console.width = max(console.width, least)  # in less rich cuts numbers off
     console.print(table)
-    lines = [title, *(line.rstrip() for line in out.getvalue().strip("\n").splitlines())]
-    return "\n".join([*lines, footer] if footer else lines)
 
 
-def html_table(title: str, header: Row, rows: Sequence[Row], footer: str) -> str:
-    """Return the same in HTML; a label that begins with two spaces is indented."""
-    # No colours of its own: the table takes the page's, light or dark.
-    head = ""
-    if any(header):
-        head = "<thead><tr>" + "".join(f"<th>{escape(name)}</th>" for name in header) + "</tr></thead>"
-    body = ""
-    for label, *values in rows:
-        indent = "padding-left:1.5em;" if label.startswith("  ") else ""
-        cells = "".join(f'<td style="text-align:right">{escape(value)}</td>' for value in values)
-        body += f'<tr><td style="text-align:left;{indent}">{escape(label.strip())}</td>{cells}</tr>'
-    notes = "<br>".join(escape(line) for line in footer.splitlines())
-    return (
-        f'<div style="overflow-x:auto"><table class="llmlab"><caption>{escape(title)}</caption>{head}'
-        f"<tbody>{body}</tbody></table></div><small>{notes}</small>"
-    )
+def _style(cell: str) -> str:
+    return next((style for words, style in STYLES.items() if cell.startswith(words)), "")

@@ -17,10 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .. import hardware, verbs
 from ..base.errors import NotAvailable, SpecError, UnknownName
+from ..base.tables import Table, Tabular, show
 from ..base.units import GB, GiB, show_bytes, show_count
 from ..base.version import __version__
-from .options import run_from, spec_options
+from ..hardware.doctor import doctor as check_machine
+from ..hardware.gpu import DTYPES
+from ..specs.model import model as find_model
+from ..specs.model import models as presets
+from .options import cluster_from, cluster_options, run_from, spec_options
 
 if TYPE_CHECKING:
     from ..report import Report
@@ -79,19 +85,18 @@ _gpu = partial(click.option, "--gpu", metavar="NAME")
 
 def _answer(report: Report, as_json: bool) -> int:
     """Print a report and return the exit code that its outcome is."""
-    _print(report.to_json() if as_json else str(report))
+    _print(report.to_json() if as_json else report)
     return EXIT[report.outcome]
 
 
 @_verb
 @_model
 @_gpu(help="The card, as `llmlab gpus` names it, or cpu. Without it: what is needed, not whether it fits.")
+@cluster_options
 @_json
 def estimate(context: click.Context, model: str, gpu: str | None, as_json: bool, **_: Any) -> int:
     """Say what a run costs on a card, from formulas. MODEL is a name of `llmlab models` or a config.json."""
-    from ..verbs import estimate
-
-    return _answer(estimate(model, run_from(context), gpu), as_json)
+    return _answer(verbs.estimate(model, run_from(context), gpu, cluster_from(context)), as_json)
 
 
 @_verb
@@ -100,9 +105,7 @@ def estimate(context: click.Context, model: str, gpu: str | None, as_json: bool,
 @_json
 def simulate(context: click.Context, model: str, gpu: str, as_json: bool, **_: Any) -> int:
     """Say what a card would show, without it. MODEL is a name of `llmlab models` or a config.json."""
-    from ..verbs import simulate
-
-    return _answer(simulate(model, run_from(context), gpu), as_json)
+    return _answer(verbs.simulate(model, run_from(context), gpu), as_json)
 
 
 @_verb
@@ -111,21 +114,19 @@ def simulate(context: click.Context, model: str, gpu: str, as_json: bool, **_: A
 @_json
 def measure(context: click.Context, model: str, device: str | None, as_json: bool, **_: Any) -> int:
     """Run it on this machine and say what it cost. MODEL is a name of `llmlab models` or a config.json."""
-    from ..verbs import measure
-
-    return _answer(measure(model, run_from(context), device), as_json)
+    return _answer(verbs.measure(model, run_from(context), device), as_json)
 
 
 @_verb
 @_model
-@_gpu(help="A card whose records to compare with. Without it the run is measured on this machine.")
+@_gpu(help="A card whose records to compare with. Without it: this machine.")
+@click.option("--measure", is_flag=True, help="Run it on this machine too, here and now.")
+@cluster_options
 @_json
-def compare(context: click.Context, model: str, gpu: str | None, as_json: bool, **_: Any) -> int:
-    """Put estimate, simulation and measurement side by side. MODEL is a name of `llmlab models` or a config.json."""
-    from ..verbs import compare
-
-    comparison = compare(model, run_from(context), gpu)
-    _print(comparison.to_json() if as_json else str(comparison))
+def compare(context: click.Context, model: str, gpu: str | None, measure: bool, as_json: bool, **_: Any) -> int:
+    """Put estimate, simulation and records side by side. MODEL is a name of `llmlab models` or a config.json."""
+    comparison = verbs.compare(model, run_from(context), gpu, measure=measure, cluster=cluster_from(context))
+    _print(comparison.to_json() if as_json else comparison)
     return EXIT[best_outcome(comparison.reports)]
 
 
@@ -141,55 +142,37 @@ def best_outcome(reports: Sequence[Report]) -> str:
 # ---- the lists
 
 
+def _list(entries: Sequence[dict[str, Any]], table: Table, as_json: bool) -> int:
+    _print(_dump(entries) if as_json else table)
+    return 0
+
+
 @cli.command()
 @_json
 def gpus(as_json: bool) -> int:
     """List the cards: memory, bandwidth, peaks."""
-    from ..hardware.gpu import DTYPES, gpus
-
-    cards = gpus()
-    if as_json:
-        _print(_dump([{f.name: getattr(card, f.name) for f in fields(card)} for card in cards]))
-        return 0
-    header = ("name", "GiB", "GB/s", *DTYPES, "capability")
+    cards = hardware.gpus()
     rows = []
     for card in cards:
-        peaks = [card.peak(dtype) for dtype in DTYPES]
+        peaks = ["–" if (peak := card.peak(dtype)) is None else f"{peak / 1e12:,.4g}" for dtype in DTYPES]
         capability = ".".join(map(str, card.compute_capability)) if card.compute_capability else "–"
-        shown = ["–" if peak is None else f"{peak / 1e12:,.4g}" for peak in peaks]
-        rows.append((card.name, f"{card.memory / GiB:.2f}", f"{card.bandwidth / GB:,.0f}", *shown, capability))
-    units = (
-        "Memory in GiB (2^30 bytes), bandwidth in 10^9 bytes/s, dense peaks in 10^12 FLOP/s; – is none, or not known."
-    )
-    _print(f"{_columns(header, rows)}\n{units}")
-    return 0
+        rows.append((card.name, f"{card.memory / GiB:.2f}", f"{card.bandwidth / GB:,.0f}", *peaks, capability))
+    header = ("name", "GiB", "GB/s", *DTYPES, "capability")
+    units = "Memory in GiB (2^30 bytes), bandwidth in 10^9 bytes/s, dense peaks in 10^12 FLOP/s; "
+    table = Table(header, rows, footer=units + "– is none, or not known.")
+    return _list([{f.name: getattr(card, f.name) for f in fields(card)} for card in cards], table, as_json)
 
 
 @cli.command()
 @_json
 def models(as_json: bool) -> int:
     """List the models known by name, their shape."""
-    from ..specs.model import model, models
-
-    specs = [model(name) for name in models()]
-    shape = ("parameters", "layers", "hidden", "heads", "kv_heads", "max_positions")
-    if as_json:
-        _print(_dump([{"name": spec.name, **{key: getattr(spec, key) for key in shape}} for spec in specs]))
-        return 0
-    header = ("name", "parameters", "layers", "hidden", "heads/kv", "positions")
-    rows = [
-        (
-            s.name,
-            show_count(s.parameters),
-            str(s.layers),
-            str(s.hidden),
-            f"{s.heads}/{s.kv_heads}",
-            f"{s.max_positions:,}",
-        )
-        for s in specs
-    ]
-    _print(_columns(header, rows))
-    return 0
+    keys = ("name", "parameters", "layers", "hidden", "heads", "kv_heads", "max_positions")
+    entries = [{key: getattr(spec, key) for key in keys} for spec in map(find_model, presets())]
+    rows = []
+    for name, parameters, layers, hidden, heads, kv_heads, positions in (entry.values() for entry in entries):
+        rows.append((name, show_count(parameters), str(layers), str(hidden), f"{heads}/{kv_heads}", f"{positions:,}"))
+    return _list(entries, Table(("name", "parameters", "layers", "hidden", "heads/kv", "positions"), rows), as_json)
 
 
 @cli.command()
@@ -199,29 +182,24 @@ def models(as_json: bool) -> int:
 @_json
 def records(model: str | None, gpu: str | None, source: str | None, as_json: bool) -> int:
     """List what was measured before, by us and others."""
-    from ..verbs import records
-
-    found = records(model, gpu=gpu, source=source)
-    if as_json:
-        _print(_dump([report.to_dict() for report in found]))
+    found = verbs.records(model, gpu=gpu, source=source)
+    if not found and not as_json:
+        _print("no records")
         return 0
-    header = ("model", "gpu", "source", "date", "outcome", "allocated", "reserved", "run")
     rows = []
     for r in found:
         sizes = show_bytes(r.peak_allocated), show_bytes(r.peak_reserved)
         rows.append((r.model, r.gpu or "–", r.source, r.environment.get("date", "–"), r.outcome, *sizes, repr(r.run)))
-    _print(_columns(header, rows, right=slice(5, 7)) if rows else "no records")
-    return 0
+    header = ("model", "gpu", "source", "date", "outcome", "allocated", "reserved", "run")
+    return _list([report.to_dict() for report in found], Table(header, rows, words=(0, 1, 2, 3, 4, 7)), as_json)
 
 
 @cli.command()
 @_json
 def doctor(as_json: bool) -> int:
     """Say what this machine has, and which chapters run on it."""
-    from ..hardware.doctor import doctor
-
-    found = doctor()
-    _print(_dump(found.to_dict()) if as_json else str(found))
+    found = check_machine()
+    _print(_dump(found.to_dict()) if as_json else found)
     return 0
 
 
@@ -244,39 +222,22 @@ def record(budget: float, only: tuple[str, ...], out: str | None, allow_cpu: boo
     done = record(budget, only or None, out, allow_cpu=allow_cpu, console=console)
     if as_json:
         skipped = [{"model": item.model, "run": item.run.to_dict(), "reason": reason} for item, reason in done.skipped]
-        reports = [report.to_dict() for report in done.measured]
-        answer = {
-            "path": str(done.path),
-            "measured": reports,
-            "known": done.known,
-            "skipped": skipped,
-            "left": done.left,
-        }
-        _print(_dump(answer))
+        answer = {"path": str(done.path), "measured": [report.to_dict() for report in done.measured]}
+        _print(_dump({**answer, "known": done.known, "skipped": skipped, "left": done.left}))
     return 0
-
-
-def _columns(header: Sequence[str], rows: Sequence[Sequence[str]], right: slice = slice(1, None)) -> str:
-    """Return a table whose `right` columns are numbers: as wide as it has to be, so that a pipe loses nothing."""
-    justify = [str.ljust] * len(header)
-    justify[right] = [str.rjust] * len(justify[right])
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    return "\n".join(
-        "  ".join(side(cell, width) for side, cell, width in zip(justify, row, widths, strict=True)).rstrip()
-        for row in [header, *rows]
-    )
 
 
 def _dump(data: Any) -> str:
     return json.dumps(data, indent=1, default=dict)  # read-only mappings are the only thing json does not know
 
 
-def _print(text: str) -> None:
+def _print(answer: Table | Tabular | str) -> None:
     """Write the answer to stdout; a reader that has gone (`| head`) is no error, and no letter is."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     try:
-        click.echo(text)
+        show(answer)
+        sys.stdout.flush()
     except BrokenPipeError:
         # Python flushes stdout once more on exit: give it somewhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

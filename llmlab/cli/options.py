@@ -1,4 +1,4 @@
-"""The options of the command line, made from the fields of Training, LoRA and Inference, and the run they ask for."""
+"""The options of the command line, most made from the fields of Training, LoRA and Inference; the run they ask for."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import click
 from click.core import ParameterSource
 
 from ..base.errors import SpecError
+from ..hardware.links import GPUS_PER_NODE, Cluster, cluster
 from ..specs import run as runs
 from ..specs.run import Inference, LoRA, Run, Training
 
@@ -22,9 +23,9 @@ ALLOWED: dict[str, tuple] = {
 }  # fmt: skip
 HELP = {
     "micro_batch": "Sequences that go through the model at once on each rank.",
-    "seq_len": "Tokens a sequence.",
+    "seq_len": "Tokens per sequence.",
     "precision": "Dtype of weights and arithmetic.",
-    "optimizer": "Whose states are kept.",
+    "optimizer": "The optimizer.",
     "checkpointing": "What is recomputed in backward.",
     "attention": "Which attention runs.",
     "accumulation": "Micro-batches in one optimizer step.",
@@ -35,8 +36,8 @@ HELP = {
     "pp": "Pipeline stages.",
     "cp": "Context-parallel ranks.",
     "ep": "Expert-parallel ranks, of the --dp ranks.",
-    "sequence_parallel": "Share norms and dropout over the --tp ranks too.",
-    "offload": "What lives in the host's memory.",
+    "sequence_parallel": "Divide norms and dropout among the --tp ranks too.",
+    "offload": "What is kept in the host's memory instead.",
     "compile": "Run under torch.compile.",
     "kernels": "Fused kernels.",
     "lora": "Train adapters of this rank, freeze the rest.",
@@ -44,7 +45,7 @@ HELP = {
     "lora_alpha": "Numerator of the adapters' scale alpha / rank; without it 2 * rank.",
     "lora_dropout": "Dropout before the adapters.",
     "batch": "Prompts answered at once.",
-    "prompt_len": "Tokens a prompt.",
+    "prompt_len": "Tokens per prompt.",
     "new_tokens": "Tokens generated after each prompt.",
     "weights": "Dtype of the weights.",
     "kv": "Dtype of the KV cache.",
@@ -143,3 +144,32 @@ def run_from(context: click.Context) -> Run:
             values["targets"] = tuple(name.strip() for name in values["targets"].split(",") if name.strip())
         given["lora"] = LoRA(rank=adapter["lora"], **values)
     return owner(**given)
+
+
+CLUSTER = (
+    click.option("--network", metavar="NAME", help="What connects nodes, such as InfiniBand-NDR."),
+    click.option("--link", metavar="NAME", help="What connects the GPUs of a node, such as NVLink-4."),
+    click.option("--gpus-per-node", type=int, metavar="N", help="GPUs in each node; 8 without it."),
+    click.option("--adapters", type=int, metavar="N", help="Network adapters in each node; without it one per GPU."),
+)
+
+
+def cluster_options(command: Callable[..., int]) -> Callable[..., int]:
+    """Give `command` the options that `cluster_from` reads."""
+    for option in reversed(CLUSTER):
+        command = option(command)
+    return command
+
+
+def cluster_from(context: click.Context) -> Cluster | None:
+    """Return the cluster that the options of this command line describe; None, the card's usual nodes, without them."""
+    names = ("network", "link", "gpus_per_node", "adapters")
+    given = {name: value for name in names if (value := context.params[name]) is not None}
+    if not given:
+        return None
+    if (card := context.params["gpu"]) is None:
+        flag = next(iter(given)).replace("_", "-")
+        raise SpecError(f"--{flag} without --gpu; name the card whose nodes it describes")
+    return cluster(
+        card, given.get("network"), given.get("gpus_per_node", GPUS_PER_NODE), given.get("adapters"), given.get("link")
+    )

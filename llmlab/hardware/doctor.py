@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from html import escape
 from typing import Any
 
+from ..base.tables import Table, Tabular
 from ..base.units import show_bytes
 from .scale import Scale, scale
 from .tables import read_table
@@ -22,7 +22,7 @@ class Chapter:
 
 
 @dataclass(frozen=True)
-class Doctor:
+class Doctor(Tabular):
     """The machine, the scale that its pages run at, and the chapters."""
 
     host: Host
@@ -57,17 +57,8 @@ class Doctor:
         here["supports_flash_attention_2"] = self.host.supports_flash_attention_2
         return {"host": here, "scale": asdict(self.scale), "chapters": [asdict(chapter) for chapter in self.chapters]}
 
-    def __str__(self) -> str:
-        rows = self.rows()
-        width = max(len(label) for label, _ in rows)
-        return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
-
-    def _repr_html_(self) -> str:
-        cells = (
-            f'<tr><th style="text-align:left">{escape(label)}</th><td style="text-align:left">{escape(value)}</td></tr>'
-            for label, value in self.rows()
-        )
-        return f'<div style="overflow-x:auto"><table class="llmlab"><tbody>{"".join(cells)}</tbody></table></div>'
+    def _table(self) -> Table:
+        return Table(("", ""), self.rows(), words=(0, 1))
 
 
 def doctor() -> Doctor:
@@ -78,9 +69,9 @@ def doctor() -> Doctor:
 
 def chapter(needs: dict[str, Any], chosen: Scale) -> Chapter:
     """Return whether a chapter with these needs (an entry of chapters.toml) runs at the scale `chosen`."""
-    missing = [package for package in needs["packages"] if not installed(package)]
+    missing = [package for package in ("matplotlib", *needs["packages"]) if not installed(package)]  # all draw
     if missing:
-        note = f"needs {', '.join(missing)}; pip install 'llmlab[{needs['extra']}]'"
+        note = f"needs {', '.join(missing)}; pip install 'llmlab[plot,{needs['extra']}]'"
         return Chapter(needs["name"], False, note)
     if chosen.name not in needs["scales"]:
         return Chapter(needs["name"], False, f"needs the scale {' or '.join(needs['scales'])}: a bigger GPU, or Colab")

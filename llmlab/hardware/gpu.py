@@ -15,8 +15,8 @@ from functools import cache
 from typing import Any
 
 from ..base.errors import SpecError, unknown_name
-from ..base.units import MiB, show_bytes
-from .tables import cited, read_table
+from ..base.units import show_bytes
+from .tables import cited, read_table, values_of
 
 DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp8", "int8")
 
@@ -142,33 +142,8 @@ def _plain(name: str) -> str:
 
 
 def _card(entry: Mapping[str, Any], documents: Mapping[str, str]) -> GPU:
-    """Return the card of one table entry; the only place where the table's units become bytes, FLOP/s, bytes/s."""
-
-    def scaled(key: str, unit: float) -> float | None:
-        return entry[key] * unit if key in entry else None
-
-    def size(key: str) -> int | None:
-        return round(entry[key] * MiB) if key in entry else None
-
-    capability = entry.get("compute_capability")
+    """Return the card of one table entry, whose sources are by field, several in a key, and whose peaks in TFLOP/s."""
+    values = values_of(entry, {"documents": documents})
+    values["peak_flops"] = {dtype: rate * 1e12 for dtype, rate in values.pop("tflops").items()}
     sources = {name: cited(text, documents) for names, text in entry["sources"].items() for name in names.split()}
-    return GPU(
-        name=entry["name"],
-        vendor=entry["vendor"],
-        architecture=entry["architecture"],
-        memory=round(entry["memory_mib"] * MiB),
-        bandwidth=entry["bandwidth_gb_s"] * 1e9,
-        peak_flops={dtype: rate * 1e12 for dtype, rate in entry["tflops"].items()},
-        sms=entry["sms"],
-        compute_capability=(capability[0], capability[1]) if capability else None,
-        nvlink=scaled("nvlink_gb_s", 1e9),
-        pcie=scaled("pcie_gb_s", 1e9),
-        context=size("context_mib"),
-        nccl=size("nccl_mib"),
-        cublas_workspace=entry.get("cublas_workspace_bytes"),
-        usd_per_hour=entry.get("usd_per_hour"),
-        usd=entry.get("usd"),
-        aliases=tuple(entry.get("aliases", ())),
-        sources=sources,
-        checked=entry["checked"],
-    )
+    return GPU(**{**values, "sources": sources})

@@ -13,17 +13,20 @@ from functools import cache
 
 from ..base.errors import NotAvailable, SpecError, check_counts
 from .gpu import GPU, gpu
-from .tables import cited, named, read_table
+from .tables import named, read_table, values_of
 
-GPUS_A_NODE = 8  # of NVIDIA's DGX and HGX, and with an InfiniBand adapter each; other nodes are named by the caller
+GPUS_PER_NODE = 8  # NVIDIA's DGX and HGX, with one InfiniBand adapter for each GPU; the caller describes other nodes
 
 
 @dataclass(frozen=True)
 class Link:
-    """One class of link. `bandwidth`, `reached`: bytes/s in one direction, of the data sheet, and for large messages;
-    `switched`: bus bandwidth of an all-reduce over a whole node whose switches add, None where they do not.
-    `step`, `tree_step`: s that any message takes to the next rank of a ring, of a tree. `kind`: "nvlink", "pcie" or
-    "network". `nodes_of`: the architectures whose usual nodes it connects."""
+    """One class of link. `kind`: "nvlink", "pcie" or "network".
+
+    `bandwidth`: bytes/s in one direction, from the data sheet; `reached`: the same, measured with large messages.
+    `switched`: bus bandwidth of an all-reduce over a whole node whose switches add up the values, None where they do
+    not. `step`, `tree_step`: seconds that any message takes to the next rank of a ring, or of a tree. `nodes_of`: the
+    architectures whose usual nodes it connects.
+    """
 
     name: str
     kind: str
@@ -43,7 +46,7 @@ class Group:
     """Ranks that communicate: `per_node` of them in each of `nodes` nodes.
 
     `inside`, `across`: the links within a node and between nodes (None in one node). `adapters`: how many network
-    adapters of a node serve this group, where all groups of its kind communicate at once: a share can be a fraction.
+    adapters of a node serve this group while all groups of its kind communicate at once; it can be a fraction.
     """
 
     ranks: int
@@ -58,7 +61,7 @@ class Group:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes/s a rank passes on in rings that lie over all ranks: what nccl-tests call bus bandwidth.
+        """Bytes/s that a rank passes on, in rings over all ranks: what nccl-tests call bus bandwidth.
 
         Each adapter of a node ends one ring, and all rings run through all GPUs of the node.
         """
@@ -69,26 +72,30 @@ class Group:
 
     @property
     def switched(self) -> float | None:
-        """Bus bandwidth of an all-reduce that the node's switches add up, bytes/s; None where ranks do it themselves:
-        on links whose switches cannot, between nodes, and among fewer than all GPUs of a node, where it gains nothing.
+        """Bus bandwidth, in bytes/s, of an all-reduce whose sums the node's switches compute; None where ranks do.
+
+        Ranks do where the switches cannot, between nodes, and among fewer than all GPUs of a node: no gain there.
         """
-        return self.inside.switched if self.across is None and self.ranks == GPUS_A_NODE else None
+        return self.inside.switched if self.across is None and self.ranks == GPUS_PER_NODE else None
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of `gpus` GPUs on `inside` links, with `adapters` network adapters on `across` links; None is one node."""
+    """Nodes of `gpus` GPUs, connected by `inside`, each with `adapters` network adapters.
+
+    `across` connects the nodes; None is a single node.
+    """
 
     inside: Link
     across: Link | None = None
-    gpus: int = GPUS_A_NODE
-    adapters: int = GPUS_A_NODE
+    gpus: int = GPUS_PER_NODE
+    adapters: int = GPUS_PER_NODE
 
     def group(self, ranks: int, stride: int = 1) -> Group:
-        """Return the group of `ranks` ranks of which each is `stride` devices from the next.
+        """Return the group of `ranks` ranks, each `stride` devices from the next.
 
         Tensor-parallel ranks are neighbours, stride 1; data-parallel ones are tp devices apart. Raises NotAvailable
-        where they are on several nodes that nothing joins.
+        where they are on several nodes that nothing connects.
         """
         check_counts(ranks=ranks, stride=stride)
         per_node = min(ranks, max(1, self.gpus // stride))
@@ -99,33 +106,60 @@ class Cluster:
         return Group(ranks, per_node, self.inside, self.across, self.adapters * per_node / self.gpus)
 
 
-def cluster(card: GPU | str, network: Link | str, gpus: int = GPUS_A_NODE, adapters: int | None = None) -> Cluster:
-    """Return nodes of `gpus` such cards, with as many network adapters (`adapters` None), or that many.
+def cluster(
+    card: GPU | str,
+    network: Link | str | None = None,
+    gpus: int = GPUS_PER_NODE,
+    adapters: int | None = None,
+    inside: Link | str | None = None,
+) -> Cluster:
+    """Return nodes of `gpus` such cards, connected by `network`, with `adapters` network adapters in each node.
 
-    Raises UnknownName for a card or link that is no table's, NotAvailable for a card whose links are not there.
+    Without a network it is the card's usual one, or none where there is no usual one: then there is one node. Without
+    `adapters` there is one for each GPU; without `inside`, what connects the GPUs of a node, it is the card's own.
+    Raises UnknownName for a card or link that is not in the tables, NotAvailable for a card whose link is not.
+
+    >>> cluster("T4", "Ethernet-25", gpus=4).inside.name
+    'PCIe-3'
     """
     adapters = gpus if adapters is None else adapters
     check_counts(gpus=gpus, adapters=adapters)
-    across = link(network) if isinstance(network, str) else network
-    if across.kind != "network":
-        raise SpecError(f"network={across.name} does not connect nodes; give one of {', '.join(_networks())}")
-    return Cluster(node_link(card), across, gpus, adapters)
+    between = _usual_network(card) if network is None else _of_kind(network, "network", across=True)
+    within = node_link(card) if inside is None else _of_kind(inside, "link", across=False)
+    return Cluster(within, between, gpus, adapters)
 
 
 def usual_cluster(card: GPU | str) -> Cluster:
-    """Return nodes of eight such cards as their maker sells them: NVLink inside, an InfiniBand adapter a card.
+    """Return nodes of eight such cards as their maker sells them: NVLink inside, one InfiniBand adapter per card.
 
     Raises NotAvailable for cards that no such node has: GeForce, PCIe boards, T4.
 
     >>> usual_cluster("H100").across.name
     'InfiniBand-NDR'
     """
+    found = cluster(card)
+    if found.across is None:
+        name = gpu(card).name
+        raise NotAvailable(f"no usual network between nodes of {name}; name one: cluster({name!r}, network)")
+    return found
+
+
+def _usual_network(card: GPU | str) -> Link | None:
+    """Return what connects the nodes that the card's maker sells, None where there are none."""
     found = gpu(card)
-    inside = node_link(found)
-    for each in links().values():
-        if inside.kind == "nvlink" and found.architecture in each.nodes_of:
-            return Cluster(inside, each)
-    raise NotAvailable(f"no usual network between nodes of {found.name}; name one: cluster({found.name!r}, network)")
+    if node_link(found).kind != "nvlink":
+        return None
+    return next((each for each in links().values() if found.architecture in each.nodes_of), None)
+
+
+def _of_kind(given: Link | str, what: str, across: bool) -> Link:
+    """Return the link `given`, by its name too; SpecError where it does not connect nodes (`across`), or GPUs."""
+    found = link(given) if isinstance(given, str) else given
+    if (found.kind == "network") != across:
+        fitting = ", ".join(each.name for each in links().values() if (each.kind == "network") == across)
+        connects = "nodes" if across else "the GPUs of a node"
+        raise SpecError(f"{what}={found.name} does not connect {connects}; give one of {fitting}")
+    return found
 
 
 def node_link(card: GPU | str) -> Link:
@@ -149,22 +183,7 @@ def node_link(card: GPU | str) -> Link:
 def links() -> dict[str, Link]:
     """Return every link by its name."""
     table = read_table("links.toml")
-    return {
-        entry["name"]: Link(
-            name=entry["name"],
-            kind=entry["kind"],
-            bandwidth=entry["gb_s"] * 1e9,
-            reached=entry["reached_gb_s"] * 1e9,
-            step=entry["step_us"] * 1e-6,
-            tree_step=entry["tree_step_us"] * 1e-6,
-            architectures=tuple(entry.get("architectures", ())),
-            nodes_of=tuple(entry.get("nodes_of", ())),
-            source=cited(entry["source"], table["documents"]),
-            checked=table["checked"],
-            switched=entry["switch_gb_s"] * 1e9 if "switch_gb_s" in entry else None,
-        )
-        for entry in table["link"]
-    }
+    return {entry["name"]: Link(**values_of(entry, table)) for entry in table["link"]}
 
 
 def link(name: str) -> Link:
@@ -174,9 +193,5 @@ def link(name: str) -> Link:
 
 @cache
 def base_seconds() -> float:
-    """Return what a collective takes before its first step, in s."""
+    """Return the seconds that a collective takes before its first step."""
     return read_table("links.toml")["base_us"] * 1e-6
-
-
-def _networks() -> list[str]:
-    return [each.name for each in links().values() if each.kind == "network"]

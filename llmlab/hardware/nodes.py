@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from ..base.errors import NotAvailable
-from ..base.units import GB
 from .gpu import GPU, gpu
 from .links import links
-from .tables import cited, named, read_table
+from .tables import named, read_table, values_of
 
 
 @dataclass(frozen=True)
@@ -47,18 +46,7 @@ class Drive:
 def hosts() -> dict[str, Host]:
     """Return every host by its name."""
     table = read_table("nodes.toml")
-    return {
-        entry["name"]: Host(
-            name=entry["name"],
-            gpus=entry["gpus"],
-            memory=round(entry["memory_gb"] * GB),
-            bandwidth=entry["bandwidth_gb_s"] * 1e9,
-            cards=tuple(entry["cards"]),
-            source=cited(entry["source"], table["documents"]),
-            checked=table["checked"],
-        )
-        for entry in table["host"]
-    }
+    return {entry["name"]: Host(**values_of(entry, table)) for entry in table["host"]}
 
 
 def host(name: str) -> Host:
@@ -78,8 +66,7 @@ def host_of(card: GPU | str) -> Host:
 @cache
 def nvme() -> Drive:
     """Return the drives of the table."""
-    entry = read_table("nodes.toml")["nvme"]
-    return Drive(entry["read_gb_s"] * 1e9, entry["write_gb_s"] * 1e9, entry["source"])
+    return Drive(**values_of(read_table("nodes.toml")["nvme"], {"documents": {}}))
 
 
 @cache

@@ -19,7 +19,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
+from rich.console import Console
+from rich.progress import track
 
+from ..base.tables import Table, show
 from .ladder.attention import tiles_for
 from .rungs import INTERPRETED, triton, warps
 
@@ -109,15 +112,17 @@ def main(arch: tuple[str, ...], wanted: str, wanted_dtype: str | None, head: int
     if triton is None or INTERPRETED:
         click.echo("needs Triton, and a process without TRITON_INTERPRET=1: the interpreter compiles nothing", err=True)
         sys.exit(2)
-    click.echo(f"{'kernel':<80}{'dtype':<6}{'sm':>4}{'registers':>11}{'spills':>8}{'shared':>8}")
-    for one in map(int, arch or map(str, ARCHITECTURES)):
-        for file, name, dtype, constants, options in kernels(one):
-            if wanted not in f"{file}.{name}" or wanted_dtype not in (None, dtype):
-                continue
-            if head is not None and constants.get("D", head) != head:
-                continue
-            row = compile_kernel(file, name, dtype, constants, options, one)
-            click.echo(f"{row.kernel:<80}{row.dtype:<6}{one:>4}{row.registers:>11}{row.spills:>8}{row.shared:>8}")
+    asked = [
+        (file, name, dtype, constants, options, one)
+        for one in map(int, arch or map(str, ARCHITECTURES))
+        for file, name, dtype, constants, options in kernels(one)
+        if wanted in f"{file}.{name}" and wanted_dtype in (None, dtype)
+        and (head is None or constants.get("D", head) == head)
+    ]  # fmt: skip
+    rows = [compile_kernel(*each) for each in track(asked, "kernels", console=Console(stderr=True))]
+    header = ("kernel", "dtype", "sm", "registers", "spills", "shared")
+    cells = [tuple(map(str, (r.kernel, r.dtype, r.arch, r.registers, r.spills, r.shared))) for r in rows]
+    show(Table(header, cells, words=(0, 1)))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,13 @@ palette (https://jfly.uni-koeln.de/color/), and one colour a part, everywhere. E
 `roofline.plot_roofline` draws simulated operators, which need torch, so it is imported from its own file.
 """
 
+from ..base.errors import NotAvailable
+
+try:
+    import matplotlib  # noqa: F401  (the modules below need it; it is an extra, so that the command line is light)
+except ModuleNotFoundError:
+    raise NotAvailable("plots need matplotlib, which is not installed: pip install 'llmlab[plot]'") from None
+
 from .collectives import plot_collectives
 from .curve import plot_curve
 from .fit import plot_fit

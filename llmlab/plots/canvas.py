@@ -6,13 +6,14 @@ from base64 import b64encode
 from collections.abc import Callable, Sequence
 from functools import wraps
 from io import BytesIO
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import FuncFormatter
 
 from ..base.terms import PARTS
 from ..base.units import GiB, MiB
@@ -87,8 +88,41 @@ def ink_on(color: Any, dark: str = INK) -> str:
 
 def new_picture(height: float, width: float = WIDTH) -> tuple[Picture, Axes]:
     """Return a picture of `height` × `width` inches with one set of axes; call it under `styled`."""
+    picture, (ax,) = new_panels(height, 1, 1, width)
+    return picture, ax
+
+
+def new_panels(height: float, rows: int, columns: int, width: float = WIDTH, **how: Any) -> tuple[Picture, list[Axes]]:
+    """Return a picture of several axes, row by row; `how` goes to matplotlib's subplots."""
     picture = Picture(figsize=(width, height), layout="constrained")
-    return picture, picture.add_subplot()
+    return picture, list(picture.subplots(rows, columns, squeeze=False, **how).flat)
+
+
+def named_rows(ax: Axes, names: Sequence[str], axis: bool = True) -> None:
+    """Write a name left of each row 0, 1, …, without tick marks; `axis` False takes the axis' line away too."""
+    ax.set_yticks(range(len(names)), names)
+    ax.tick_params(axis="y", length=0)
+    ax.spines["left"].set_visible(axis)
+
+
+def plain_numbers(ax: Axes) -> None:
+    """Write the numbers at both axes in full, as 1,000 and 0.5, where they are logarithmic too."""
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+
+
+def faint_grid(ax: Axes, axis: Literal["x", "y"], which: Literal["major", "both"] = "major") -> None:
+    """Draw lines at the ticks of `axis`, behind everything."""
+    ax.grid(axis=axis, which=which, color=FAINT, linewidth=0.6)
+    ax.set_axisbelow(True)
+
+
+def cell(ax: Axes, x: float, y: float, color: str, edge: str, width: float = 1.0, height: float = 1.0,
+         line: float = 0.6, order: int = 1, hatch: str | None = None) -> Rectangle:  # fmt: skip
+    """Draw a filled rectangle whose corner is at (x, y) and return it; a higher `order` is drawn later."""
+    patch = Rectangle((x, y), width, height, facecolor=color, edgecolor=edge, linewidth=line, hatch=hatch, zorder=order)
+    ax.add_patch(patch)
+    return patch
 
 
 def unit_of(largest: int) -> tuple[int, str]:
@@ -98,10 +132,7 @@ def unit_of(largest: int) -> tuple[int, str]:
 
 def bar(ax: Axes, row: int, left: float, width: float, color: str, hatch: str | None = None) -> Rectangle:
     """Draw one piece of a horizontal bar and return it."""
-    patch = Rectangle((left, row - 0.36), width, 0.72, facecolor=color, edgecolor=INK, hatch=hatch, zorder=2)
-    patch.set_linewidth(0.6)
-    ax.add_patch(patch)
-    return patch
+    return cell(ax, left, row - 0.36, color, INK, width, 0.72, order=2, hatch=hatch)
 
 
 def key(name: str, color: str, hatch: str | None = None) -> Patch:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
-from matplotlib.patches import Rectangle
 
 from ..base.errors import SpecError
-from .canvas import FAINT, INK, MUTED, PALETTE, PANEL, SMALL, WHITE, WIDTH, Picture, ink_on, key, styled
+from .canvas import FAINT, INK, MUTED, PALETTE, PANEL, SMALL, WHITE, Picture, cell, ink_on, key, new_panels, styled
 
 Cells = Sequence[Sequence[float] | None]
 MOST = 4  # ranks: cells of more are narrower than their numbers
@@ -27,14 +26,12 @@ def plot_collectives(found: Mapping[str, tuple[Cells, Cells]]) -> Picture:
     if len(ranks) != 1 or not 1 <= max(ranks) <= MOST:
         raise SpecError(f"collectives of {sorted(ranks)} ranks; give 1 to {MOST} ranks, the same in all")
     count, rows = max(ranks), -(-len(found) // 2)
-    picture = Picture(figsize=(WIDTH, 0.55 + rows * (0.42 + 0.25 * count)), layout="constrained")
-    panels = picture.subplots(rows, 2, squeeze=False).flat
+    picture, panels = new_panels(0.55 + rows * (0.42 + 0.25 * count), rows, 2)
     for ax in panels:
         ax.axis("off")
-    for ax, (name, (before, after)) in zip(picture.axes, found.items(), strict=False):
+    for ax, (name, (before, after)) in zip(panels, found.items(), strict=False):
         ax.set_title(name, pad=3)
-        ax.set_xlim(-0.65, 2 * count + 0.95)
-        ax.set_ylim(count - 0.4, -0.6)
+        ax.set(xlim=(-0.65, 2 * count + 0.95), ylim=(count - 0.4, -0.6))
         for row in range(count):
             ax.text(-0.2, row, f"{row}", ha="right", va="center", color=MUTED, size=SMALL)
             _cells(ax, row, 0, before[row], count)
@@ -55,12 +52,12 @@ def _cells(ax: Axes, row: int, left: float, numbers: Sequence[float] | None, cou
     for place in range(count):
         value = numbers[place] if numbers is not None and place < len(numbers) else None
         if value is None:
-            ax.add_patch(Rectangle((left + place, row - 0.42), 1, 0.84, facecolor=PANEL, edgecolor=FAINT, lw=0.5))
+            cell(ax, left + place, row - 0.42, PANEL, FAINT, height=0.84, line=0.5)
             continue
         digits = f"{value:.0f}"
         whole = digits.count("0") == 0 and count > 1 and len(digits) == count
         color = SUM if whole else OWNERS[min(len(digits), count) - 1]
-        ax.add_patch(Rectangle((left + place, row - 0.42), 1, 0.84, facecolor=color, edgecolor=INK, lw=0.6))
+        cell(ax, left + place, row - 0.42, color, INK, height=0.84)
         ax.text(left + place + 0.5, row, digits, ha="center", va="center", size=SMALL, color=ink_on(color))
 
 

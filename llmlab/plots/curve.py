@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import Normal, Stroke
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, NullLocator
 
 from ..base.errors import SpecError
-from .canvas import COLORS, FAINT, INK, PANEL, SMALL, Picture, contrast, new_picture, spread, styled
+from .canvas import COLORS, INK, PANEL, SMALL, Picture, contrast, faint_grid, new_picture, plain_numbers, spread, styled
 
 LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")  # by contrast as a line
 MARKERS = "osD^vPX"
@@ -22,7 +22,7 @@ DASHES = ("-", (0, (5, 2)), (0, (2, 1)), (0, (7, 2, 2, 2)), (0, (1, 1)), (0, (9,
 def plot_curve(
     x: Sequence[float], series: Mapping[str, Sequence[float | None]], xlabel: str, ylabel: str, log: bool = False
 ) -> Picture:
-    """Return one line a series over `x`, each named at its end; `log` makes both axes logarithmic.
+    """Return one line per series over `x`, each named at its end; `log` makes both axes logarithmic.
 
     `ylabel` and `xlabel` carry the unit, for example "activations (GiB)". A series named as a part of a report takes
     the part's colour. None in a series is a gap. Lengths that differ, more than seven series, an empty label, and
@@ -51,13 +51,9 @@ def plot_curve(
     if len(x) <= 8 and log:
         ax.xaxis.set_major_locator(FixedLocator(list(x)))
         ax.xaxis.set_minor_locator(NullLocator())
-    plain = FuncFormatter(lambda value, _: f"{value:,.6g}")
-    ax.xaxis.set_major_formatter(plain)
-    ax.yaxis.set_major_formatter(plain)
-    ax.grid(axis="y", color=FAINT, linewidth=0.6)
-    ax.set_axisbelow(True)
-    ax.set_xlabel(xlabel)
-    ax.set_ylabel(ylabel)
+    plain_numbers(ax)
+    faint_grid(ax, "y")
+    ax.set(xlabel=xlabel, ylabel=ylabel)
     _name_ends(picture, ax, ends)
     picture.alt = f"{ylabel} against {xlabel}. " + " ".join(
         f"{name}: " + ", ".join(f"{b:.4g} at {a:g}" for a, b in _few(list(zip(x, values, strict=True)))) + "."

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from matplotlib.patches import Rectangle
-
 from ..base.errors import SpecError
 from ..base.units import GiB
-from .canvas import PANEL, SMALL, WIDTH, Picture, new_picture, short_names, styled
+from .canvas import PANEL, SMALL, WIDTH, Picture, cell, new_picture, short_names, styled
 from .reads import Report
 
 FITS = {"fits": ("#BFE0F2", "fits"), "out of memory": ("#F6C9A8", "no"), "unknown": ("#E6E6E3", "unknown")}
@@ -37,13 +35,11 @@ def plot_fit(reports: Sequence[Report]) -> Picture:
     rows, columns = (gpus, models) if down_gpus else (models, gpus)
 
     picture, ax = new_picture(1.1 + 0.42 * len(rows), width=max(WIDTH, 1.8 + 0.9 * len(columns)))
-    ax.set_xlim(0, len(columns))
-    ax.set_ylim(len(rows), 0)
     for y, row in enumerate(rows):
         for x, column in enumerate(columns):
             here = cells.get((column, row) if down_gpus else (row, column))
             color, word = FITS[here.outcome] if here else (PANEL, "")
-            ax.add_patch(Rectangle((x, y), 1, 1, facecolor=color, edgecolor=PANEL, linewidth=2))
+            cell(ax, x, y, color, PANEL, line=2)
             need = _need(here) if here else None
             number = "" if need is None else f"{need / GiB:,.1f} "
             weight = "bold" if word == "fits" else "normal"
@@ -53,9 +49,8 @@ def plot_fit(reports: Sequence[Report]) -> Picture:
     ax.set_xticks([i + 0.5 for i in range(len(columns))], ["\n".join(_wrap(name, 13)) for name in names])
     ax.set_yticks([i + 0.5 for i in range(len(rows))], [short.get(name, name) for name in rows])
     ax.tick_params(length=0, top=True, labeltop=True, bottom=False, labelbottom=False)
-    for spine in ax.spines.values():
-        spine.set_visible(False)
-    ax.set_xlabel("peak memory (GiB), and whether the device holds it")
+    ax.spines[:].set_visible(False)
+    ax.set(xlim=(0, len(columns)), ylim=(len(rows), 0), xlabel="peak memory (GiB), and whether the device holds it")
     said = []
     for gpu in gpus:
         held = [short[m] for m in models if (m, gpu) in cells and cells[m, gpu].outcome == "fits"]

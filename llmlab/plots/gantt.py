@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
-
-from matplotlib.patches import Rectangle
+from typing import Any, NamedTuple
 
 from ..base.errors import SpecError
-from .canvas import PALETTE, PANEL, SMALL, WIDTH, Picture, bar, ink_on, key, legend, new_picture, styled
+from .canvas import (
+    PALETTE,
+    PANEL,
+    SMALL,
+    WIDTH,
+    Picture,
+    bar,
+    cell,
+    ink_on,
+    key,
+    legend,
+    named_rows,
+    new_panels,
+    new_picture,
+    styled,
+)
 
 
 class Task(NamedTuple):
@@ -25,28 +38,23 @@ class Task(NamedTuple):
 def plot_gantt(
     plans: Mapping[str, Sequence[Task]], row: str = "rank", xlabel: str = "time (forwards of a rank's layers)"
 ) -> Picture:
-    """Return one chart a plan, one under the other on the same scale; the share of waiting is in each title.
+    """Return one chart per plan, one under the other on the same scale; the share of waiting is in each title.
 
     No plan, an empty one and more than eight kinds raise SpecError.
     """
-    kinds = list(dict.fromkeys(task.kind for tasks in plans.values() for task in tasks))
-    if not plans or not all(plans.values()) or len(kinds) > len(PALETTE):
-        sizes = {name: len(tasks) for name, tasks in plans.items()}
-        raise SpecError(f"plot_gantt got {sizes} and {len(kinds)} kinds; give tasks, of at most {len(PALETTE)} kinds")
-    colors = dict(zip(kinds, PALETTE, strict=False))
+    sizes = {name: len(tasks) for name, tasks in plans.items()}
+    fine = plans and all(sizes.values())
+    colors = _colors([task.kind for tasks in plans.values() for task in tasks], f"plot_gantt got {sizes} tasks", fine)
     end = max(task.end for tasks in plans.values() for task in tasks)
     rows = [1 + max(task.row for task in tasks) for tasks in plans.values()]
-    picture = Picture(figsize=(WIDTH, 0.9 + sum(0.55 + 0.26 * n for n in rows)), layout="constrained")
-    axes = picture.subplots(len(plans), 1, squeeze=False, gridspec_kw={"height_ratios": [n + 1.5 for n in rows]})
+    height = 0.9 + sum(0.55 + 0.26 * n for n in rows)
+    picture, axes = new_panels(height, len(plans), 1, height_ratios=[n + 1.5 for n in rows])
     said = []
-    for ax, (name, tasks), count in zip(axes[:, 0], plans.items(), rows, strict=True):
-        ax.set_xlim(0, end)
-        ax.set_ylim(count - 0.5, -0.5)
+    for ax, (name, tasks), count in zip(axes, plans.items(), rows, strict=True):
+        ax.set(xlim=(0, end), ylim=(count - 0.5, -0.5))
         for task in tasks:
             color = colors[task.kind]
-            shape = Rectangle((task.start, task.row - 0.45), task.end - task.start, 0.9, facecolor=color)
-            shape.set(edgecolor=PANEL, linewidth=0.8)
-            ax.add_patch(shape)
+            cell(ax, task.start, task.row - 0.45, color, PANEL, task.end - task.start, 0.9, line=0.8)
             # A label that would be wider than its bar is left out: 0.09 inches a digit.
             if task.label and (task.end - task.start) / end * (WIDTH - 0.8) > 0.09 * len(task.label):
                 middle = (task.start + task.end) / 2
@@ -54,14 +62,14 @@ def plot_gantt(
                 ax.text(middle, task.row, task.label, **style)
         waits = 1 - sum(task.end - task.start for task in tasks) / (count * max(task.end for task in tasks))
         ax.set_title(f"{name}: {waits:.0%} waiting", loc="left", weight="bold")
-        ax.set_yticks(range(count), [f"{row} {n}" for n in range(count)])
+        named_rows(ax, [f"{row} {n}" for n in range(count)], axis=False)
         ax.tick_params(length=0)
-        ax.spines[["left", "bottom"]].set_visible(False)
-        if ax is not axes[-1, 0]:
+        ax.spines["bottom"].set_visible(False)
+        if ax is not axes[-1]:
             ax.set_xticks([])
         said.append(f"{name}: done at {max(task.end for task in tasks):g}, {waits:.1%} of the time waiting")
-    axes[-1, 0].set_xlabel(xlabel)
-    legend(picture, [key(kind, colors[kind]) for kind in kinds])
+    axes[-1].set_xlabel(xlabel)
+    legend(picture, [key(kind, color) for kind, color in colors.items()])
     picture.alt = f"What each {row} does when. " + "; ".join(said) + "."
     return picture
 
@@ -81,13 +89,9 @@ def plot_lanes(works: Sequence[Work], title: str) -> Picture:
 
     No work, work that ends before it begins, and more than eight kinds raise SpecError.
     """
-    kinds = list(dict.fromkeys(work.kind for work in works))
     lanes = list(dict.fromkeys(work.lane for work in works))
-    if not works or len(kinds) > len(PALETTE) or any(work.end < work.start for work in works):
-        raise SpecError(
-            f"plot_lanes got {len(works)} works of {len(kinds)} kinds; give some, of at most {len(PALETTE)}"
-        )
-    colors = dict(zip(kinds, PALETTE, strict=False))
+    fine = works and all(work.start <= work.end for work in works)
+    colors = _colors([work.kind for work in works], f"plot_lanes got {len(works)} works", fine)
     picture, ax = new_picture(1.5 + 0.45 * len(lanes))
     end = max(work.end for work in works)
     for work in works:
@@ -96,14 +100,11 @@ def plot_lanes(works: Sequence[Work], title: str) -> Picture:
         busy = sum(work.end - work.start for work in works if work.lane == lane)
         last = max(work.end for work in works if work.lane == lane)
         ax.text(last + 0.01 * end, row, f"{busy:.2g} s", va="center", size=SMALL)
-    ax.set_xlim(0, 1.1 * end)  # room for the last label
-    ax.set_ylim(len(lanes) - 0.5, -0.5)
-    ax.set_yticks(range(len(lanes)), lanes)
-    ax.tick_params(axis="y", length=0)
-    ax.spines["left"].set_visible(False)
-    ax.set_xlabel("time (s)")
+    named_rows(ax, lanes, axis=False)
+    # 1.1: room for the last label
+    ax.set(xlim=(0, 1.1 * end), ylim=(len(lanes) - 0.5, -0.5), xlabel="time (s)")
     ax.set_title(title, loc="left", weight="bold")
-    legend(picture, [key(kind, colors[kind]) for kind in kinds])
+    legend(picture, [key(kind, color) for kind, color in colors.items()])
     said = [f"{work.kind} in {work.lane} from {work.start:.3g} to {work.end:.3g} s" for work in merged(works)]
     picture.alt = f"{title}: {'; '.join(said)}."
     return picture
@@ -116,3 +117,11 @@ def merged(works: Sequence[Work]) -> list[Work]:
         known = spans.get((work.lane, work.kind), work)
         spans[work.lane, work.kind] = Work(work.lane, min(known.start, work.start), max(known.end, work.end), work.kind)
     return list(spans.values())
+
+
+def _colors(kinds: Sequence[str], given: str, fine: Any) -> dict[str, str]:
+    """Return a colour for each kind, in order of appearance; SpecError for what is not `fine`, and for over eight."""
+    each = list(dict.fromkeys(kinds))
+    if not fine or len(each) > len(PALETTE):
+        raise SpecError(f"{given} of {len(each)} kinds; give some with start <= end, of at most {len(PALETTE)} kinds")
+    return dict(zip(each, PALETTE, strict=False))

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..base.errors import SpecError
-from .canvas import INK, MUTED, PALETTE, WIDTH, Picture, styled
+from .canvas import INK, MUTED, PALETTE, Picture, named_rows, new_panels, styled
 
 BINS = 81
 
 
 @styled
 def plot_grids(sample: Sequence[float], grids: Mapping[str, Sequence[float]], xlabel: str) -> Picture:
-    """Return the histogram of `sample` and, under it, one row of marks a grid: the values that it can hold.
+    """Return the histogram of `sample` and, under it, one row of marks per grid: the values that it can hold.
 
     `sample` and `grids` are in the unit that `xlabel` names. No sample, no grid and an empty one raise SpecError.
     """
@@ -22,8 +22,8 @@ def plot_grids(sample: Sequence[float], grids: Mapping[str, Sequence[float]], xl
     if not values.size or not grids or not all(len(grid) for grid in grids.values()):
         raise SpecError(f"{values.size} numbers and {len(grids)} grids; give at least one of each, none of them empty")
     largest = max(float(np.abs(values).max()), *(max(abs(v) for v in grid) for grid in grids.values()))
-    picture = Picture(figsize=(WIDTH, 1.7 + 0.36 * len(grids)), layout="constrained")
-    top, rows = picture.subplots(2, 1, sharex=True, height_ratios=(1.2, 0.36 * len(grids)))
+    sizes = (1.2, 0.36 * len(grids))
+    picture, (top, rows) = new_panels(1.7 + 0.36 * len(grids), 2, 1, sharex=True, height_ratios=sizes)
     counts, edges = np.histogram(values, bins=BINS, range=(-largest, largest))
     top.stairs(counts, edges, fill=True, color=PALETTE[5], edgecolor=INK, linewidth=0.6)
     top.set(yticks=(), ylabel="weights")
@@ -31,11 +31,8 @@ def plot_grids(sample: Sequence[float], grids: Mapping[str, Sequence[float]], xl
     for row, grid in enumerate(grids.values()):
         rows.hlines(row, -largest, largest, color=MUTED, linewidth=0.5)
         rows.vlines(list(grid), row - 0.32, row + 0.32, color=PALETTE[0], linewidth=1.4)
-    rows.set(ylim=(len(grids) - 0.4, -0.6), yticks=range(len(grids)), xlabel=xlabel)
-    rows.set_yticklabels(list(grids))
-    rows.tick_params(axis="y", length=0)
-    rows.spines["left"].set_visible(False)
-    rows.set_xlim(-1.03 * largest, 1.03 * largest)
+    named_rows(rows, list(grids), axis=False)
+    rows.set(xlim=(-1.03 * largest, 1.03 * largest), ylim=(len(grids) - 0.4, -0.6), xlabel=xlabel)
 
     def said(grid: Sequence[float]) -> str:
         inside = np.asarray(sorted(grid))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from ..base.errors import SpecError
-from .canvas import FAINT, INK, MUTED, PALETTE, SMALL, Picture, new_picture, styled
+from .canvas import INK, MUTED, PALETTE, SMALL, Picture, faint_grid, named_rows, new_picture, styled
 
 MARKS = tuple(zip("osD^v", (PALETTE[3], PALETTE[1], PALETTE[4], PALETTE[2], PALETTE[0]), strict=True))
 
@@ -33,18 +33,15 @@ def plot_ladder(rows: Mapping[str, Mapping[str, float]], xlabel: str) -> Picture
         for value in {known[0], known[-1]}:
             ax.annotate(f"{value:.3g}", (value, at), (0, 7), textcoords="offset points", ha="center", size=SMALL)
     ax.set_xscale("log", base=2)
-    low = min(value for values in rows.values() for value in values.values())
-    high = max(value for values in rows.values() for value in values.values())
-    ax.set_xlim(low / 1.4, high * 1.4)
-    ax.xaxis.set_major_locator(FixedLocator([2**n for n in range(-10, 31) if low / 1.4 <= 2**n <= high * 1.4]))
+    everything = [value for values in rows.values() for value in values.values()]
+    low, high = min(everything) / 1.4, max(everything) * 1.4
+    ax.set_xlim(low, high)
+    ax.xaxis.set_major_locator(FixedLocator([2**n for n in range(-10, 31) if low <= 2**n <= high]))
     ax.xaxis.set_minor_locator(NullLocator())
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    ax.set_ylim(len(rows) - 0.5, -0.7)
-    ax.set_yticks(range(len(rows)), list(rows))
-    ax.tick_params(axis="y", length=0)
-    ax.grid(axis="x", color=FAINT, linewidth=0.6)
-    ax.set_axisbelow(True)
-    ax.set_xlabel(xlabel)
+    named_rows(ax, list(rows))
+    faint_grid(ax, "x")
+    ax.set(ylim=(len(rows) - 0.5, -0.7), xlabel=xlabel)
     handles = [
         ax.plot([], [], marker, color=color, markersize=8, markeredgecolor=INK, markeredgewidth=0.6, label=way)[0]
         for (marker, color), way in zip(MARKS, ways, strict=False)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from ..base.errors import SpecError
 from ..base.units import show_seconds
-from .canvas import MUTED, PALETTE, WIDTH, Picture, styled
+from .canvas import MUTED, PALETTE, Picture, new_panels, styled
 
 
 class Operators(Protocol):
@@ -29,13 +29,12 @@ KINDS = {  # of kernels: what they are called here, and their colour
 
 @styled
 def plot_roofline(steps: Sequence[Operators], dtype: Mapping[str, str]) -> Picture:
-    """Return one roofline a card: the data sheet's dashed, what was measured solid, and a step's operators as dots,
-    each as large as its share of the time. `dtype` names, by card, the dtype whose peak is drawn.
+    """Return one roofline per card, with a step's operators as dots, each as large as its share of the time.
 
+    The data sheet's roofline is dashed, the measured one solid. `dtype` names, by card, the dtype whose peak is drawn.
     Raises NotAvailable for a card whose rates were never measured, SpecError for a dtype without a rate on its card.
     """
-    picture = Picture(figsize=(WIDTH, 3.6), layout="constrained")
-    axes = picture.subplots(1, len(steps), sharey=True, squeeze=False)[0]
+    picture, axes = new_panels(3.6, 1, len(steps), sharey=True)
     said = []
     for ax, operators in zip(axes, steps, strict=True):
         card, rates = operators.gpu, operators.rates

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..base.errors import SpecError
 from ..base.units import show_bytes
-from .canvas import COLORS, PANEL, Picture, bar, new_picture, styled, unit_of
+from .canvas import COLORS, PANEL, Picture, bar, named_rows, new_picture, styled, unit_of
 
 
 @styled
@@ -23,17 +23,15 @@ def plot_segments(moments: Mapping[str, Sequence[Mapping[str, Any]]]) -> Picture
     largest = max(segment["total_size"] for _, segment in rows)
     unit, unit_name = unit_of(largest)
     picture, ax = new_picture(0.9 + 0.3 * len(rows))
-    ax.set_xlim(0, 1.02 * largest / unit)
-    ax.set_ylim(len(rows) - 0.45, -0.6)
+    ax.set(xlim=(0, 1.02 * largest / unit), ylim=(len(rows) - 0.45, -0.6))
     for row, (_, segment) in enumerate(rows):
         left = 0.0
         for block in segment["blocks"]:
             used = block["state"] != "inactive"
             bar(ax, row, left, block["size"] / unit, COLORS["weights"] if used else PANEL)
             left += block["size"] / unit
-    ax.set_yticks(range(len(rows)), [title for title, _ in rows])
+    named_rows(ax, [title for title, _ in rows])
     ax.set_xlabel(f"address in the segment ({unit_name}); blue is allocated, white is free")
-    ax.tick_params(axis="y", length=0)
 
     def said(segments: Sequence[Mapping[str, Any]]) -> str:
         used = sum(b["size"] for s in segments for b in s["blocks"] if b["state"] != "inactive")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from ..base.errors import SpecError
-from .canvas import FONT, INK, MUTED, PALETTE, SMALL, Picture, bar, key, legend, new_picture, styled
+from .canvas import INK, MUTED, PALETTE, SMALL, Picture, cell, key, legend, new_picture, styled
 
 SHADE = "#EDEDE6"  # every other tile of a row of values
 KINDS = {"computed": PALETTE[5], "computed, half masked": PALETTE[1], "skipped": "#FFFFFF"}
@@ -17,8 +17,8 @@ MOST = 32  # tiles in a row: more would be narrower than their lines
 def plot_online_softmax(x: Sequence[float], steps: Sequence[tuple[float, float]], tile: int) -> Picture:
     """Return the values of x as bars in tiles of `tile`, with what was known after each tile: its step, (m, l).
 
-    m is the maximum so far, l the sum of exp(x − m) so far, as techniques.attention.online_softmax gives them. Other
-    than one step a tile, and more than 32 of them, raise SpecError.
+    m is the maximum so far, l the sum of exp(x − m) so far, as techniques.flash_attention.online_softmax gives them.
+    More than 32 tiles, and a number of steps that is not theirs, raise SpecError.
     """
     values, known = [float(value) for value in x], [(float(m), float(total)) for m, total in steps]
     if tile < 1 or not 1 <= math.ceil(len(values) / max(tile, 1)) == len(known) <= MOST:
@@ -27,8 +27,6 @@ def plot_online_softmax(x: Sequence[float], steps: Sequence[tuple[float, float]]
     picture, ax = new_picture(3.2)
     low, high = min(0.0, *values), max(0.0, *values)
     room = 0.3 * (high - low or 1.0)
-    ax.set_ylim(low - 0.05 * room, high + room)
-    ax.set_xlim(-0.6, len(values) - 0.4)
     ax.bar(range(len(values)), values, width=0.7, color=PALETTE[0], edgecolor=INK, linewidth=0.5, zorder=2)
     for number, (m, total) in enumerate(known):
         left, right = number * tile - 0.5, min((number + 1) * tile, len(values)) - 0.5
@@ -40,8 +38,7 @@ def plot_online_softmax(x: Sequence[float], steps: Sequence[tuple[float, float]]
         said = f"m = {m:.1f}\nl = {total:.2f}"
         ax.text((left + right) / 2, high + room * 0.92, said, ha="center", va="top", size=SMALL)
     ax.axhline(0, color=MUTED, linewidth=0.8)
-    ax.set_xlabel("position")
-    ax.set_ylabel("score")
+    ax.set(xlim=(-0.6, len(values) - 0.4), ylim=(low - 0.05 * room, high + room), xlabel="position", ylabel="score")
     legend(picture, [key("score", PALETTE[0]), key("maximum so far, m", PALETTE[3])])
     picture.alt = (
         f"Online softmax over {len(values)} scores in tiles of {tile}. Maximum and sum so far after each tile: "
@@ -68,24 +65,18 @@ def plot_score_tiles(T: int, tile: int, causal: bool = True) -> Picture:
             if causal and column == row:
                 kind = "computed, half masked"
             found[kind] += 1
-            patch = bar(ax, row, column + 0.04, 0.92, KINDS[kind])
-            patch.set_y(row - 0.46)
-            patch.set_height(0.92)
+            cell(ax, column + 0.04, row - 0.46, KINDS[kind], INK, 0.92, 0.92, order=2)
     row = count - 1 if count < 3 else count - 2
     last = row if causal else count - 1
     if last:
         ax.annotate(
             "", (last + 0.85, row), (0.15, row), arrowprops={"arrowstyle": "->", "lw": 2, "color": INK}, zorder=4
         )  # fmt: skip
-    ax.set_xlim(-0.1, count + 0.1)
-    ax.set_ylim(count - 0.4, -0.6)
-    ax.set_aspect("equal")
-    step = max(1, count // 4)
-    marks = list(range(0, count, step))
+    marks = list(range(0, count, max(1, count // 4)))
     ax.set_xticks([mark + 0.5 for mark in marks], [f"{mark * tile}" for mark in marks])
     ax.set_yticks(marks, [f"{mark * tile}" for mark in marks])
-    ax.set_xlabel(f"first key of {tile}", size=FONT)
-    ax.set_ylabel(f"first query of {tile}", size=FONT)
+    ax.set(xlim=(-0.1, count + 0.1), ylim=(count - 0.4, -0.6), aspect="equal")
+    ax.set(xlabel=f"first key of {tile}", ylabel=f"first query of {tile}")
     legend(picture, [key(kind, color) for kind, color in KINDS.items() if found[kind]])
     shown = ", ".join(f"{number} {kind}" for kind, number in found.items() if number)
     picture.alt = f"Scores of {T} tokens in tiles of {tile} × {tile}: {shown}. A program goes along one row of tiles."

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import NullFormatter
 
 from ..base.errors import SpecError
-from .canvas import FAINT, INK, MUTED, SMALL, Picture, new_picture, styled
+from .canvas import INK, MUTED, SMALL, Picture, faint_grid, new_picture, plain_numbers, styled
 from .curve import DASHES, LINES, MARKERS
 
 Points = Sequence[tuple[float, float]]
@@ -23,10 +23,9 @@ def plot_tradeoff(
     baseline: tuple[str, float] | None = None,
     top: float | None = None,
 ) -> Picture:
-    """Return (x, y) points: one line a method, and `singles`, stars that are named above, in their order from the top.
+    """Return (x, y) points: one line per method, and `singles`, stars named above them, in their order from the top.
 
     The y axis does not begin at 0, and is logarithmic where the values differ by more than three times.
-
     `baseline` is a named horizontal line. Points above `top` are drawn at it, as arrows, with their value. Both labels
     carry the unit. No points, more than seven lines, an empty label and y <= 0 raise SpecError.
     """
@@ -56,14 +55,11 @@ def plot_tradeoff(
         middle = sum(singles[name][0] for name in names) / len(names)
         ax.annotate("\n".join(names), (middle, min(singles[names[0]][1], top)), (0, 9), textcoords="offset points",
                     size=SMALL, ha="center", va="bottom", zorder=4)  # fmt: skip
-    plain = FuncFormatter(lambda value, _: f"{value:,.6g}")
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_formatter(plain)
-    ax.yaxis.set_minor_formatter(plain if ax.get_ylim()[1] / ax.get_ylim()[0] < 8 else NullFormatter())
-    ax.grid(axis="y", which="both", color=FAINT, linewidth=0.6)
-    ax.set_axisbelow(True)
-    ax.set_xlabel(xlabel)
-    ax.set_ylabel(ylabel)
+    plain_numbers(ax)
+    low, high = ax.get_ylim()
+    ax.yaxis.set_minor_formatter(ax.yaxis.get_major_formatter() if high / low < 8 else NullFormatter())
+    faint_grid(ax, "y", "both")
+    ax.set(xlabel=xlabel, ylabel=ylabel)
     if lines:
         picture.legend(loc="outside lower center", ncols=min(4, len(lines)), handlelength=2.6)
     said = [f"{baseline[0]} {baseline[1]:.4g}."] if baseline else []

@@ -17,6 +17,7 @@ from llmlab.cli import main as cli
 from llmlab.cli import options as cli_options
 from llmlab.hardware.doctor import doctor
 from llmlab.hardware.gpu import gpus
+from llmlab.hardware.links import cluster
 from llmlab.report import Report
 from llmlab.specs.model import model, models
 from llmlab.specs.run import Inference, LoRA, Training
@@ -201,6 +202,31 @@ def test_compare_holds_the_estimate_to_the_record():
     assert call("compare", first.model, "--gpu", "T4", *words).output.startswith(f"{model(first.model).name} on T4")
 
 
+MANY = ("meta-llama/Llama-3.1-8B", "--gpu", "H100-80GB", "--dp", 32, "--zero", 3, "--precision", "mixed-bf16")
+
+
+def test_the_options_of_a_cluster_make_one():
+    run = Training(dp=32, zero=3, precision="mixed-bf16")
+    nodes = cluster("H100-80GB", "Ethernet-100", gpus=4, adapters=2, inside="PCIe-5")
+    words = ("--network", "ethernet-100", "--gpus-per-node", 4, "--adapters", 2, "--link", "PCIe-5")
+    report = Report.from_json(call("estimate", *MANY, *words, "--json").stdout)
+    assert report == estimate(MANY[0], run, "H100-80GB", nodes) != estimate(MANY[0], run, "H100-80GB")
+    assert "4 GPUs a node on PCIe-5, 2 × Ethernet-100 a node" in " ".join(report.notes)
+    one_node = call("estimate", *MANY[:3], "--dp", 2, "--gpus-per-node", 2, "--json")
+    assert json.loads(one_node.stdout)["step_seconds"] > 0
+
+
+def test_compare_takes_the_cluster_and_measures_when_asked(tiny, monkeypatch):
+    monkeypatch.setattr(cli.verbs, "compare", lambda *given, **named: seen.append((given, named)) or 1 / 0)
+    seen = []
+    call("compare", tiny, "--measure")
+    call("compare", tiny, "--gpu", "T4", "--network", "Ethernet-25")
+    assert [named for _, named in seen] == [
+        {"measure": True, "cluster": None},
+        {"measure": False, "cluster": cluster("T4", "Ethernet-25")},
+    ]
+
+
 def test_what_was_measured_decides_over_what_was_predicted():
     def report(source, outcome):
         return Report(source=source, model="m", run=Training(), outcome=outcome, citation="c")
@@ -301,6 +327,12 @@ def test_record_measures_within_its_budget_and_says_what_is_left(tmp_path):
         (["records", "~nobody-of-that-name/x"], ["unknown model"]),
         (["records", ""], ["unknown model ''"]),
         (["compare", "gpt2", "--gpu", "T44"], ["unknown GPU 'T44'"]),
+        (["compare", "gpt2", "--gpu", "T4", "--measure"], ["measure=True", "one of the two"]),
+        (["estimate", "gpt2", "--gpu", "T4", "--network", "infiniband"], ["'infiniband'", "Nearest: InfiniBand-"]),
+        (["compare", "gpt2", "--gpu", "T4", "--link", "nvlink"], ["unknown link 'nvlink'", "Nearest: NVLink-"]),
+        (["estimate", "gpt2", "--gpu", "T4", "--network", "PCIe-4"], ["does not connect nodes", "Ethernet-10"]),
+        (["estimate", "gpt2", "--gpu", "T4", "--adapters", "0"], ["adapters=0", ">= 1"]),
+        (["estimate", "gpt2", "--gpus-per-node", "8"], ["--gpus-per-node without --gpu"]),
     ],
 )
 def test_bad_input_is_one_line_that_says_what_was_given_and_what_is_allowed(words, said):

@@ -189,6 +189,6 @@ def test_a_chapter_that_cannot_run_says_what_it_needs():
     here = choose(cuda_host("T4"))
     needs = {"name": "launch", "packages": ["no-such-package"], "extra": "distributed", "scales": ["big"]}
     lacking = chapter(needs, here)
-    assert (lacking.runs, lacking.note) == (False, "needs no-such-package; pip install 'llmlab[distributed]'")
+    assert (lacking.runs, lacking.note) == (False, "needs no-such-package; pip install 'llmlab[plot,distributed]'")
     assert "needs the scale big" in chapter({**needs, "packages": ["torch"]}, here).note
     assert chapter({**needs, "packages": ["torch"], "scales": ["t4", "big"]}, here).runs

@@ -50,11 +50,20 @@ def test_the_usual_nodes_of_a_card():
             usual_cluster(card)
 
 
+def test_a_node_without_a_network_is_one_node():
+    alone = cluster("T4", gpus=4)
+    assert alone.across is None and alone.group(4).bandwidth == alone.inside.reached
+    assert cluster("H100") == usual_cluster("H100")
+    assert cluster("H100", inside="PCIe-5").inside.name == "PCIe-5"
+
+
 def test_what_is_no_link():
     with pytest.raises(UnknownName, match="Nearest: InfiniBand-HDR"):
         link("infiniband hdr")
     with pytest.raises(SpecError, match="NVLink-4 does not connect nodes"):
         cluster("H100", "NVLink-4")
+    with pytest.raises(SpecError, match="link=Ethernet-10 does not connect the GPUs of a node; give one of NVLink-2"):
+        cluster("H100", inside="ethernet-10")
     with pytest.raises(SpecError, match="ranks=0"):
         cluster("H100", "InfiniBand-NDR").group(0)
     with pytest.raises(SpecError, match="gpus=0"):

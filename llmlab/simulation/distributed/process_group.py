@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
 from ...base.errors import NotAvailable, SpecError, check_counts
-from ...hardware.links import GPUS_A_NODE
+from ...hardware.links import GPUS_PER_NODE
 from ..card import Card
 from ..devices import GPU_DEVICE
 from ..streams import nothing
@@ -33,7 +33,7 @@ FSDP_MODULES = ("_fsdp_param_group", "_fsdp_collectives", "_fsdp_init", "_fsdp_s
 def launched(world_size: int) -> dict[str, str]:
     """Return the environment that torchrun gives rank 0 of `world_size`."""
     check_counts(world_size=world_size)
-    local = str(min(world_size, GPUS_A_NODE))
+    local = str(min(world_size, GPUS_PER_NODE))
     return {
         "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": local,
         "MASTER_ADDR": "localhost", "MASTER_PORT": "29500",
