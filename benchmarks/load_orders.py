@@ -7,7 +7,6 @@ simulated once, and what it asked of the allocator is asked again in each order,
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -16,7 +15,6 @@ from llmlab.hardware.gpu import GPU
 from llmlab.hardware.gpu import gpu as find_gpu
 from llmlab.simulation import report
 from llmlab.simulation.allocator.caching import Allocator, AllocatorOutOfMemory
-from llmlab.simulation.recording import Recording
 from llmlab.specs.model import ModelLike
 from llmlab.specs.run import Run
 from llmlab.step import quantized as step_quantized
@@ -75,10 +73,8 @@ class Requests(NamedTuple):
 
 def requests_of(model: ModelLike, run: Run, gpu: GPU | str) -> Requests:
     """Simulate a step whose base is quantized, and return what it asked for. Raises as `lab.simulate` does."""
-    log: list[Request] = []
     card = find_gpu(gpu)
-    with _logged(log):
-        report.recorded(model, run, replace(card, memory=report.ROOMY))  # of a step that fails all requests, too
+    log = _log(model, run, replace(card, memory=report.ROOMY))  # of a step that fails all requests, too
     before: list[Request] = []
     after: list[Request] = []
     read: dict[int, list[Request]] = {}
@@ -96,9 +92,8 @@ def requests_of(model: ModelLike, run: Run, gpu: GPU | str) -> Requests:
     return Requests(card.room(run.world_size), sizes, before, read, taken, after)
 
 
-@contextmanager
-def _logged(log: list[Request]) -> Iterator[None]:
-    """Let a simulation write to `log` what it asks for, when it loads which tensor, and when a phase begins."""
+def _log(model: ModelLike, run: Run, card: GPU) -> list[Request]:
+    """Simulate, and return what was asked for, when which tensor was loaded, and when a phase began."""
 
     class Logged(Allocator):
         def malloc(self, size: int, stream: int = 0) -> int:
@@ -119,22 +114,15 @@ def _logged(log: list[Request]) -> Iterator[None]:
             super().reset_peak()
             log.append(("reset_peak", None))
 
-    class Marked(Recording):
-        def enter(self, phase: str, **alive: Any) -> None:
-            super().enter(phase, **alive)
-            log.append(("phase", phase if self.counting else None))
-
     def marked(sizes: list[int]) -> Iterator[tuple[int, bool]]:
         for index, done in order(sizes):
             log.append(("take in" if done else "read", index))
             yield index, done
         log.append(("loaded", sizes))
 
+    log: list[Request] = []
     numbers: dict[int, int] = {}
     order = step_quantized.one_at_a_time
-    with (
-        mock.patch.object(report, "Allocator", Logged),
-        mock.patch.object(report, "Recording", Marked),
-        mock.patch.object(step_quantized, "one_at_a_time", marked),
-    ):
-        yield
+    with mock.patch.object(step_quantized, "one_at_a_time", marked):
+        report.recorded(model, run, card, Logged, lambda phase: log.append(("phase", phase)))
+    return log

@@ -10,14 +10,15 @@ import heapq
 import importlib
 import random
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from inspect import signature
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from llmlab.simulation.patching import bitsandbytes as quantized
 from llmlab.step import quantized as step_quantized
 
 WORKERS = 4  # transformers/core_model_loading.py, GLOBAL_WORKERS
@@ -55,10 +56,15 @@ def loaded_by_threads(seed: int) -> Iterator[None]:
     """Load quantized models as transformers 5.0 to 5.3 did, several threads reading ahead of the one that quantizes,
     and as peft did before 0.20, which leaves the cached segments. In which order the threads come to it `seed` draws.
     """
+    import peft
+
     order: Callable[[list[int]], Iterator[tuple[int, bool]]] = lambda sizes: read_ahead(sizes, seed)  # noqa: E731
+    prepare = peft.prepare_model_for_kbit_training
+    if "auto_clear_cache" in signature(prepare).parameters:  # since 0.20
+        prepare = partial(prepare, auto_clear_cache=False)
     with (
         mock.patch.object(step_quantized, "one_at_a_time", order),
-        mock.patch.object(quantized, "_emptying", lambda empty_cache: nullcontext()),
+        mock.patch.object(peft, "prepare_model_for_kbit_training", prepare),
     ):
         yield
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -36,17 +36,55 @@ class Mark(NamedTuple):
     since: int | None = None
 
 
-class Recorder:
-    """Collects events and marks of one build and its steps; `phase` is the one that runs now."""
+class Marks:
+    """The marks of one build and its steps; `phase` is the one that runs now.
 
-    def __init__(self, source: CPUEvents | CUDAEvents | None, peaks: Peaks | None) -> None:
-        self.source = source  # None where the device tells no events (MPS)
-        self.peaks = peaks  # None where the events tell all (CPU)
+    `now` is the clock of the events, `address` says where a tensor lies: None where it takes no memory of the device.
+    """
+
+    def __init__(self, now: Callable[[], int], address: Callable[[Tensor], int | None]) -> None:
+        self.now, self.address = now, address
         self.marks: list[Mark] = []
-        self.events: list[Event] = []
         self.phase = "load"
         self.step: Step | None = None
         self.counting = True
+
+    def enter(self, phase: str, **alive: Any) -> None:
+        """Mark that `phase` begins; `alive`: tensors by part that only the step knows of."""
+        self.phase = phase
+        self.marks.append(Mark(self.now(), self._counted(), self._alive(alive)))
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Mark what happens inside as the recomputation of a checkpointed block."""
+        since = self.now()
+        try:
+            yield
+        finally:
+            self.marks.append(Mark(self.now(), self._counted(), {}, since))
+
+    def _counted(self) -> str | None:
+        return self.phase if self.counting else None
+
+    def _alive(self, named: dict[str, Any]) -> dict[int, str]:
+        held = self.step.tensors() if self.step else {}
+        # Later entries win: a gradient that is also an input of the step does not exist, a tied weight is one storage.
+        return {
+            address: part
+            for part, tensors in [*named.items(), *held.items()]
+            for tensor in ([tensors] if isinstance(tensors, Tensor) else tensors or [])
+            if (address := self.address(tensor)) is not None
+        }
+
+
+class Recorder(Marks):
+    """Collects the events and marks of a step on a real device."""
+
+    def __init__(self, source: CPUEvents | CUDAEvents | None, peaks: Peaks | None) -> None:
+        super().__init__(time.time_ns, lambda tensor: tensor.untyped_storage().data_ptr())
+        self.source = source  # None where the device tells no events (MPS)
+        self.peaks = peaks  # None where the events tell all (CPU)
+        self.events: list[Event] = []
         self.running = False
 
     def start(self) -> None:
@@ -57,21 +95,10 @@ class Recorder:
         self.enter("load")
 
     def enter(self, phase: str, **alive: Any) -> None:
-        """Mark that `phase` begins; `alive`: tensors by part that only the step knows of."""
-        self.phase = phase
-        counted = phase if self.counting else None
-        self.marks.append(Mark(time.time_ns(), counted, self._alive(alive)))
+        """Mark that `phase` begins, and tell the device's peaks."""
+        super().enter(phase, **alive)
         if self.peaks:
-            self.peaks.enter(counted)
-
-    @contextmanager
-    def recomputing(self) -> Iterator[None]:
-        """Mark what happens inside as the recomputation of a checkpointed block."""
-        since = time.time_ns()
-        try:
-            yield
-        finally:
-            self.marks.append(Mark(time.time_ns(), self.phase if self.counting else None, {}, since))
+            self.peaks.enter(self._counted())
 
     def stop(self) -> None:
         """End the recording; safe to call twice."""
@@ -81,13 +108,3 @@ class Recorder:
         self.enter(self.phase)
         if self.source:
             self.events = self.source.stop()
-
-    def _alive(self, named: dict[str, Any]) -> dict[int, str]:
-        held = self.step.tensors() if self.step else {}
-        # Later entries win: a gradient that is also an input of the step does not exist, a tied weight is one storage.
-        groups = [*named.items(), *held.items()]
-        return {
-            tensor.untyped_storage().data_ptr(): part
-            for part, tensors in groups
-            for tensor in ([tensors] if isinstance(tensors, Tensor) else tensors or [])
-        }

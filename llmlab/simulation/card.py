@@ -1,36 +1,33 @@
-"""The simulated card of `lab.simulator`: engine, memory, history, timeline; patching/install.py puts it in place."""
+"""The simulated card: its allocator, the engine that asks it for memory, and what it answers to torch.cuda."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ..hardware.gpu import GPU
-from .allocator.config import AllocatorConfig
-from .checkpoints.files import Checkpoints
-from .engine.card_engine import CardEngine
-from .host_parameters import HostParameters
+from .allocator.caching import Allocator
+from .devices import GPU_DEVICE
+from .engine.engine import Engine
+from .engine.real_host import RealHost
 from .profile.snapshot import History, snapshot
-from .profile.timeline import Phases
+from .workspaces.cuda import cuda_extras
 
 
 class Card:
-    """One simulated card: its engine and allocator, their history, and what the host keeps for it."""
+    """One simulated card with `memory`, beside a real `host` or, without one, beside a simulated one.
 
-    def __init__(self, gpu: GPU, config: AllocatorConfig, assume: float | None = None) -> None:
-        self.gpu = gpu
-        self.hidden = False  # from libraries that would load a driver
-        self.engine = CardEngine(gpu, config, assume)
-        self.memory = self.engine.memory
-        self.phases = Phases(self.engine)
-        self.history = History(self.phases.place)
-        self.memory.driver.on_event = self.history.record
-        self.checkpoints = Checkpoints(self.engine)
-        self.parameters = HostParameters(self.engine, self.checkpoints)
+    `hidden`: from libraries that would load a driver.
+    """
+
+    def __init__(self, gpu: GPU, memory: Allocator, host: RealHost | None = None) -> None:
+        self.gpu, self.memory, self.hidden = gpu, memory, False
+        self.engine = Engine(GPU_DEVICE, memory, cuda_extras(gpu), gpu.cublas_workspace, host)
+        self.history = History()
 
     @property
     def free(self) -> int:
         """Bytes that the driver has left: what mem_get_info shows."""
-        return self.engine.left
+        return self.memory.driver.left
 
     def snapshot(self) -> dict[str, Any]:
         """Return what torch.cuda.memory._snapshot returns."""

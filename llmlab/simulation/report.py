@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -25,24 +26,24 @@ from ..step.model import pinned_attention, quantization_of
 from ..step.offload import check_offload
 from ..step.ranks import Ranks, around_steps
 from ..step.step import build_step
-from .allocator.caching import Allocator, AllocatorOutOfMemory
+from .allocator.caching import Allocator
 from .allocator.host import HostMemory
 from .allocator.rounding import blocks_of
 from .capability import capability_of
+from .card import Card
 from .decode_replay import Decoder, Mispredicted, steps_that_run
-from .devices import GPU_DEVICE, HOST
+from .devices import HOST
+from .distributed.notes import notes as rank_notes
 from .distributed.torch_engines import checked, fake_ranks
-from .distributed.torch_engines import notes as rank_notes
 from .engine.engine import Engine, notes_of
 from .patching.bitsandbytes import fake_bitsandbytes, loading_note
-from .patching.flash_attn import fake_flash_attn
-from .patching.from_data import tensors_from_data
 from .patching.import_sweep import swept
-from .patching.patches import cuda_operators, fake_parameters, held_random_states
+from .patching.install import installed
+from .patching.patches import fake_parameters, held_random_states
 from .profile.timeline import by_module, peak_place
-from .recording import Recording
-from .workspaces.bitsandbytes import bitsandbytes_extras, cpu_bitsandbytes_extras
-from .workspaces.cuda import cuda_extras, grouped_mm
+from .recording import StepRecording
+from .workspaces.bitsandbytes import cpu_bitsandbytes_extras
+from .workspaces.cuda import grouped_mm
 from .workspaces.extra import Extra
 from .workspaces.onednn import cpu_product_extras
 
@@ -72,8 +73,18 @@ def simulated(model: ModelLike, run: Run, gpu: GPU | str) -> Report:
     )  # fmt: skip
 
 
-def recorded(model: ModelLike, run: Run, gpu: GPU | str | None) -> Recording:
-    """Return the simulated step itself, with its `operators`; `gpu` None is the CPU."""
+def recorded(
+    model: ModelLike,
+    run: Run,
+    gpu: GPU | str | None,
+    allocator: Callable[[int], Allocator] = Allocator,
+    on_phase: Callable[[str | None], None] | None = None,
+) -> StepRecording:
+    """Return the simulated step itself, with its `operators`; `gpu` None is the CPU.
+
+    `allocator` makes the card's, given the bytes that the driver has for it. `on_phase` is called as each phase begins,
+    with None for one that does not count, as in the step that warms up.
+    """
     spec, card = find_model(model), find_gpu(gpu) if gpu else None
     check(spec, run, card)
     if run.world_size > 1:
@@ -87,60 +98,58 @@ def recorded(model: ModelLike, run: Run, gpu: GPU | str | None) -> Recording:
     with exclusive("simulate()"):
         while True:
             try:
-                return _take(spec, run, card, runs)
+                return _take(spec, run, card, runs, allocator, on_phase)
             except Mispredicted as gap:
                 runs |= set(range(gap.since, gap.at + 1))
 
 
-def _take(spec: ModelSpec, run: Run, card: GPU | None, runs: set[int]) -> Recording:
+def _take(
+    spec: ModelSpec, run: Run, card: GPU | None, runs: set[int],
+    allocator: Callable[[int], Allocator], on_phase: Callable[[str | None], None] | None,
+) -> StepRecording:  # fmt: skip
     """Return the recording of a run; of a generation, the calls of the model numbered `runs` run, others may not."""
     gc.collect()
     with swept() as look, ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([]))
-        stack.enter_context(fake_parameters())
-        engine = _card_engine(run, card, stack) if card else _host_engine(run, stack)
-        allocator = engine.memory if isinstance(engine.memory, Allocator) else None
-        if quantization_of(run) is not None:
-            stack.enter_context(fake_bitsandbytes(allocator.empty_cache if allocator else None))
-        recording = Recording(engine, card)
+        if card:
+            simulated_card = Card(card, allocator(card.room(run.world_size)))
+            stack.enter_context(installed(simulated_card))
+            engine = simulated_card.engine
+        else:
+            engine = stack.enter_context(_host(run))
+        recording = StepRecording(engine, card, on_phase)
         ranks = None
         if isinstance(run, Training) and run.world_size > 1:
-            ranks = stack.enter_context(fake_ranks(run, recording))
+            ranks = stack.enter_context(fake_ranks(run, engine, recording.labelled))
         stack.enter_context(around_steps(run))
         stack.enter_context(pinned_attention(run))
-        with recording.places.watched(), engine:
+        with recording.watched(), engine:
             try:
                 _steps(spec, run, recording, runs, ranks)
-            except AllocatorOutOfMemory as error:
-                recording.failed = error, engine.asked
+            except torch.OutOfMemoryError:
+                assert engine.refused is not None
+                recording.failed = engine.refused, engine.asked
             finally:
                 look()
                 recording.counting = False
                 recording.enter(recording.phase)
                 recording.step = None
-        if allocator and not recording.failed:
-            recording.peak_reserved = allocator.peak_reserved
+        if isinstance(engine.memory, Allocator) and not recording.failed:
+            recording.peak_reserved = engine.memory.peak_reserved
     return recording
 
 
-def _card_engine(run: Run, card: GPU, stack: ExitStack) -> Engine:
-    stack.enter_context(cuda_operators(capability_of(card)))
-    stack.enter_context(tensors_from_data())
-    if run.attention == "flash":
-        stack.enter_context(fake_flash_attn(capability_of(card)))
-    extras = cuda_extras(card) | (bitsandbytes_extras(card) if quantization_of(run) is not None else {})
-    return Engine(GPU_DEVICE, Allocator(card.room(run.world_size)), extras, card.cublas_workspace)
-
-
-def _host_engine(run: Run, stack: ExitStack) -> Engine:
+@contextmanager
+def _host(run: Run) -> Iterator[Engine]:
+    """Let this machine's own libraries run on fake tensors, whose memory is the host's."""
     by_bitsandbytes = quantization_of(run) or (isinstance(run, Training) and run.optimizer in ("lion", "adamw-8bit"))
     extras = {torch.ops.aten._grouped_mm.default: Extra(outputs=grouped_mm)} | cpu_product_extras()
     engine = Engine(HOST, HostMemory(), extras | (cpu_bitsandbytes_extras() if by_bitsandbytes else {}))
-    stack.enter_context(held_random_states(engine))
-    return engine
+    with fake_parameters(), held_random_states(engine), fake_bitsandbytes(on_card=False):
+        yield engine
 
 
-def _steps(spec: ModelSpec, run: Run, recording: Recording, runs: set[int], ranks: Ranks | None) -> None:
+def _steps(spec: ModelSpec, run: Run, recording: StepRecording, runs: set[int], ranks: Ranks | None) -> None:
     engine = recording.engine
     if isinstance(run, Inference):
         shapes = [(run.batch, run.prompt_len)]
@@ -163,7 +172,7 @@ def _steps(spec: ModelSpec, run: Run, recording: Recording, runs: set[int], rank
     step(recording.enter)
 
 
-def _reported(spec: ModelSpec, run: Run, card: GPU | None, recording: Recording) -> Report:
+def _reported(spec: ModelSpec, run: Run, card: GPU | None, recording: StepRecording) -> Report:
     sizes = logits_sizes(spec, run)
     division = divide(recording.engine.events, recording.marks, blocks_of(sizes) if card else sizes)
     facts = {name: version for name, version in environment().items() if name in ("torch", "transformers", "python")}
@@ -194,7 +203,7 @@ def _reported(spec: ModelSpec, run: Run, card: GPU | None, recording: Recording)
     )
 
 
-def _notes(spec: ModelSpec, run: Run, card: GPU | None, recording: Recording) -> tuple[str, ...]:
+def _notes(spec: ModelSpec, run: Run, card: GPU | None, recording: StepRecording) -> tuple[str, ...]:
     notes = [COMPILE_NOTE] if isinstance(run, Training) and run.compile else []
     if quantization_of(run) == "int8":
         notes.append(INT8_NOTE)
@@ -203,7 +212,7 @@ def _notes(spec: ModelSpec, run: Run, card: GPU | None, recording: Recording) ->
     return (*notes, *rank_notes(spec, run, card), *notes_of(recording.engine))
 
 
-def _rates(spec: ModelSpec, run: Run, card: GPU | None, recording: Recording) -> dict[str, Any]:
+def _rates(spec: ModelSpec, run: Run, card: GPU | None, recording: StepRecording) -> dict[str, Any]:
     """Return FLOP and, where the card's rates are known and what runs is what was simulated, the time."""
     counted = recording.operators.flops
     fused = isinstance(run, Training) and (run.compile or run.kernels)

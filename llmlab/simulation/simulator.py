@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from .card import Card
     from .profile.operator_log import Operators
-    from .profile.timeline import Timeline
+    from .profile.timeline import Phases, Timeline
 
 
 class Simulator:
@@ -37,8 +37,8 @@ class Simulator:
     `timeline`, what was allocated after each allocation and each free, are those of `lab.meter`.
     """
 
-    def __init__(self, card: Card) -> None:
-        self._card = card
+    def __init__(self, card: Card, phases: Phases) -> None:
+        self._card, self._phases = card, phases
         self.gpu: GPU = card.gpu
 
     @property
@@ -64,7 +64,7 @@ class Simulator:
     @property
     def timeline(self) -> Timeline:
         """Bytes allocated after each allocation and each free, in order; `timeline.plot()` says what for."""
-        return self._card.phases.timeline(f"{self.gpu.name}, simulated", self.gpu.memory)
+        return self._phases.timeline(f"{self.gpu.name}, simulated", self.gpu.memory)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -149,15 +149,18 @@ def simulator(gpu: GPU | str, *, assume: float | None = None, world_size: int | 
     Raises UnknownName for a card that is not known, NotAvailable without torch, for a card without CUDA and inside a
     meter, and SpecError inside another simulator and in a second thread.
     """
-    card = find_gpu(gpu)
+    found = find_gpu(gpu)
     if find_spec("torch") is None:
         raise NotAvailable("simulating needs torch: pip install 'llmlab[torch]'")
-    capability_of(card)
+    capability_of(found)
+    from .allocator.caching import Allocator
     from .allocator.config import AllocatorConfig
     from .card import Card
-    from .patching.install import plugged_in
+    from .engine.real_host import RealHost
+    from .patching.install import script_on
 
     settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    simulated = Card(card, AllocatorConfig.parse(settings), assume)
-    with plugged_in(simulated, world_size):
-        yield Simulator(simulated)
+    host = RealHost(assume)
+    card = Card(found, Allocator(found.room(), AllocatorConfig.parse(settings), found.memory), host)
+    with script_on(card, host, world_size) as phases:
+        yield Simulator(card, phases)

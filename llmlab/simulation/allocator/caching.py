@@ -12,27 +12,13 @@ from __future__ import annotations
 from bisect import bisect_left
 
 from ...base.errors import SpecError
-from ...base.units import show_bytes
 from .blocks import ADDRESS, Block, Pool, describe_segment, mapped_from
 from .config import AllocatorConfig
 from .driver import UNLIMITED, Driver
 from .expandable import can_grow_to, grow
+from .out_of_memory import AllocatorOutOfMemory
 from .release import collect_garbage, release_available, release_blocks
 from .rounding import MIN_BLOCK, ROUND_LARGE, SMALL_SEGMENT, SMALL_SIZE, round_size, segment_size
-
-
-class AllocatorOutOfMemory(MemoryError):
-    """The driver has too little left, also after the cached segments went back to it; sizes in bytes.
-
-    `requested` was asked of malloc, `segment` of the driver for it (torch's "Tried to allocate"); `capacity` is the
-    limit it hit, `allocated` and `reserved` are the state in which it failed.
-    """
-
-    def __init__(self, requested: int, segment: int, allocated: int, reserved: int, capacity: int) -> None:
-        self.requested, self.segment = requested, segment
-        self.allocated, self.reserved, self.capacity = allocated, reserved, capacity
-        held = f"{show_bytes(reserved)} of {show_bytes(capacity)} are reserved, {show_bytes(allocated)} allocated"
-        super().__init__(f"no room for a segment of {show_bytes(segment)}: {held}")
 
 
 class Allocator:
@@ -224,9 +210,12 @@ class Allocator:
             block = self._alloc_block(pool, size)
         if block is None:
             self.statistics.num_ooms += 1
-            limit = min(limit for limit in (self.driver.capacity, self._allowed) if limit is not None)
-            self.driver.tell("oom", limit - self.reserved, size, pool)  # torch puts the free bytes where an address is
-            raise AllocatorOutOfMemory(requested, segment_size(size, self.config), self.allocated, self.reserved, limit)
+            driver, segment = self.driver, segment_size(size, self.config)
+            limit = min(limit for limit in (driver.capacity, self._allowed) if limit is not None)
+            driver.tell("oom", limit - driver.reserved, size, pool)  # torch puts the free bytes where an address is
+            raise AllocatorOutOfMemory(
+                requested, segment, self.allocated, driver.reserved, limit, driver.total or limit, driver.left
+            )
         return block
 
     def _alloc_block(self, pool: Pool, size: int) -> Block | None:

@@ -29,6 +29,12 @@ class Driver:
         """Bytes that the driver gave and has not got back."""
         return self.statistics.all.reserved_bytes.current
 
+    @property
+    def left(self) -> int:
+        """Bytes that the driver has left, where it has an end; else those of the card."""
+        end = self.total if self.capacity is None else self.capacity
+        return (end or 0) - self.reserved
+
     def has(self, size: int) -> bool:
         """Return whether the driver has `size` bytes left."""
         return self.capacity is None or self.reserved + size <= self.capacity

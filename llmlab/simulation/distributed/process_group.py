@@ -14,7 +14,6 @@ from importlib import import_module
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
@@ -23,11 +22,11 @@ from ...base.errors import NotAvailable, SpecError, check_counts
 from ...hardware.links import GPUS_PER_NODE
 from ..card import Card
 from ..devices import GPU_DEVICE
+from ..host_parameters import HostParameters
+from ..recording import Labelled
 from ..streams import nothing
 from ..values.placeholders import located
-from .torch_engines import FSDP, followed, reducer
-
-FSDP_MODULES = ("_fsdp_param_group", "_fsdp_collectives", "_fsdp_init", "_fsdp_state", "_fully_shard")
+from .torch_engines import FSDP, FSDP_MODULES, start_group, torch_engines
 
 
 def launched(world_size: int) -> dict[str, str]:
@@ -41,8 +40,13 @@ def launched(world_size: int) -> dict[str, str]:
 
 
 @contextmanager
-def without_peers(card: Card, world_size: int | None) -> Iterator[None]:
-    """Let code inside make process groups, as rank 0 of `world_size` or as the environment or its arguments say."""
+def without_peers(
+    card: Card, world_size: int | None, parameters: HostParameters, labelled: Labelled
+) -> Iterator[None]:
+    """Let code inside make process groups, as rank 0 of `world_size` or as the environment or its arguments say.
+
+    `parameters` are the host's, which FSDP2 moves to the card; `labelled` is that of `torch_engines`.
+    """
     if dist.is_initialized():
         if world_size is not None:
             raise SpecError("a process group is there already; open the simulator before init_process_group")
@@ -53,7 +57,7 @@ def without_peers(card: Card, world_size: int | None) -> Iterator[None]:
             stack.enter_context(mock.patch.dict(os.environ, launched(world_size)))
         patch = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
         patch(dist, "is_nccl_available", lambda: True)
-        patch(dist, "init_process_group", _init_process_group(card, stack))
+        patch(dist, "init_process_group", _init_process_group(card, parameters, labelled, stack))
         replaced = {
             "new_group": _new_group(distributed_c10d.new_group),
             "all_gather_object": _all_gather_object,
@@ -67,7 +71,9 @@ def without_peers(card: Card, world_size: int | None) -> Iterator[None]:
         yield
 
 
-def _init_process_group(card: Card, stack: ExitStack) -> Callable[..., None]:
+def _init_process_group(
+    card: Card, parameters: HostParameters, labelled: Labelled, stack: ExitStack
+) -> Callable[..., None]:
     real = dist.init_process_group
 
     @wraps(real)
@@ -79,15 +85,14 @@ def _init_process_group(card: Card, stack: ExitStack) -> Callable[..., None]:
         rank: int = -1,
         **unused: Any,
     ) -> None:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
         size = world_size if world_size > 0 else _given(os.environ, "WORLD_SIZE", backend)
         rank = rank if rank >= 0 else int(os.environ.get("RANK", 0))
         if rank >= size:
             raise SpecError(f"rank={rank} with world_size={size}: ranks are 0 to {size - 1}")
         if not card.engine.defers:  # they stay when the group is destroyed, and another can be made
-            stack.enter_context(_engines(card))
-        real("fake", world_size=size, rank=rank, store=FakeStore())
+            stack.enter_context(torch_engines(card.engine, labelled))
+            stack.enter_context(_moving(parameters))
+        start_group(real, size, rank)
         card.memory.driver.capacity = card.gpu.room(size)  # NCCL's bytes stay when the group is destroyed
         stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
 
@@ -120,12 +125,6 @@ def no_deepspeed(*args: Any, **kwargs: Any) -> None:
     ))  # fmt: skip
 
 
-def _no_fsdp1(*args: Any, **kwargs: Any) -> None:
-    raise located(NotAvailable(
-        "FullyShardedDataParallel, PyTorch's first FSDP, is not simulated; give the block its second, fully_shard"
-    ))  # fmt: skip
-
-
 # Python objects travel pickled, and those of other ranks would be unpickled from nothing.
 
 
@@ -144,36 +143,21 @@ def _scatter_object_list(output: list[Any], objects: list[Any] | None = None, *a
 
 
 @contextmanager
-def _engines(card: Card) -> Iterator[None]:
-    """Let DDP, FSDP2 and DTensor run on the simulated card."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    # FSDP2 compares the device it was told with those of tensors, which to torch are the engine's.
-    answers = {
-        "_get_device_from_mesh": lambda mesh: GPU_DEVICE,
-        "_get_device_handle": lambda *_: torch.cuda,
-        "_get_managed_states": _moved(card, import_module(FSDP + "_fsdp_init")._get_managed_states),
-    }
-    with ExitStack() as stack:
-        stack.enter_context(followed(card.engine))
-        stack.enter_context(reducer())
-        stack.enter_context(mock.patch.object(torch._C, "_get_accelerator", lambda: torch.device("cuda")))
-        stack.enter_context(mock.patch.object(FullyShardedDataParallel, "__init__", _no_fsdp1))
-        for module in [import_module(FSDP + name) for name in FSDP_MODULES]:
-            for name in answers.keys() & vars(module).keys():
-                stack.enter_context(mock.patch.object(module, name, answers[name]))
-        yield
-
-
-def _moved(card: Card, real: Callable) -> Callable:
-    """FSDP2's _get_managed_states, after which it moves what it found to the card by `.data =`, and fakes cannot."""
+def _moving(parameters: HostParameters) -> Iterator[None]:
+    """After FSDP2's _get_managed_states it moves what that found to the card by `.data =`, and fake tensors cannot."""
+    init = import_module(FSDP + "_fsdp_init")
+    real = init._get_managed_states
 
     def to_card(tensor: Tensor) -> Tensor:
         return tensor if tensor.is_meta else tensor.to(GPU_DEVICE)
 
     def managed(modules: list[nn.Module], *args: Any, **kwargs: Any) -> Any:
         for module in modules:
-            card.parameters.move(module, to_card)
+            parameters.move(module, to_card)
         return real(modules, *args, **kwargs)
 
-    return managed
+    with ExitStack() as stack:
+        for module in [import_module(FSDP + name) for name in FSDP_MODULES]:
+            if hasattr(module, "_get_managed_states"):
+                stack.enter_context(mock.patch.object(module, "_get_managed_states", managed))
+        yield

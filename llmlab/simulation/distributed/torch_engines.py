@@ -1,4 +1,4 @@
-"""One rank of many, alone: a process group that sends nothing, and PyTorch's own engines on fake tensors over it.
+"""PyTorch's own distributed engines on fake tensors: one rank of many, whose process group sends nothing.
 
 FSDP2, DDP and DTensor run as they are. What they do beside operators is followed here: storages that are resized (FSDP2
 frees gathered parameters so), and the streams FSDP2 gathers and reduces on, whose blocks the allocator keeps apart.
@@ -10,48 +10,33 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import arg_tree_leaves
 
 from ...base.errors import NotAvailable
-from ...base.units import show_bytes
-from ...hardware.gpu import GPU
 from ...recording.phases import COMMUNICATION, GATHERED
 from ...specs.model import ModelSpec
 from ...specs.run import Run, Training
-from ...step.ranks import Ranks, check_ranks, is_sharded, join
+from ...step.ranks import Ranks, check_ranks, join
 from ..devices import GPU_DEVICE
 from ..engine.engine import Engine
-from ..streams import Event, Stream, Streams
-
-if TYPE_CHECKING:
-    from ..recording import Recording
+from ..recording import Labelled
+from ..values.placeholders import located
 
 FSDP = "torch.distributed.fsdp._fully_shard."
+FSDP_MODULES = ("_fsdp_param_group", "_fsdp_collectives", "_fsdp_init", "_fsdp_state", "_fully_shard")
 EMPTY = torch.ops.aten.empty.memory_format
-NOTES = {
-    0: "Rank 0 of DistributedDataParallel, with torch's defaults: gradients, and buckets of as many bytes.",
-    1: "Rank 0 of DistributedDataParallel with ZeroRedundancyOptimizer, torch's ZeRO-1.",
-    2: "Rank 0 of FSDP2 with reshard_after_forward=False: blocks stay whole from forward to backward.",
-    3: "Rank 0 of FSDP2 (fully_shard), a block a unit, the rest of the model another.",
-}
-POLICY_NOTE = (
-    "{} is FSDP2's MixedPrecisionPolicy: fp32 shards, gathered in half precision, reduced in fp32; the optimizer steps "
-    "as torch chooses, by foreach."
-)
-EXPERTS_NOTE = (
-    "FSDP2 cuts a layer's {0} experts along the first dimension, by default: of {1} ranks, {0} hold one each, the rest "
-    "none, and it is gathered with padding. A shard_placement_fn that cuts another dimension divides them by {1}."
-)
-EACH_NOTE = "FSDP2 reduces gradients after each of the {} micro-batches."
-NO_NCCL_NOTE = "What NCCL takes outside of PyTorch's allocator is not in it, so `process` is not known."
-NCCL_NOTE = "`process` has {} for NCCL, read on one {}: it depends on NCCL's version, channels and groups."
+# By function of FSDP2: what it allocates.
+FSDP_PARTS = {
+    "foreach_all_gather": COMMUNICATION, "foreach_all_gather_copy_out": GATHERED, "foreach_reduce": COMMUNICATION,
+}  # fmt: skip
 
 
 def checked(spec: ModelSpec, run: Run) -> None:
@@ -61,63 +46,66 @@ def checked(spec: ModelSpec, run: Run) -> None:
         import_module("torch.distributed.optim")
 
 
-def notes(spec: ModelSpec, run: Run, card: GPU | None) -> tuple[str, ...]:
-    """Return what a report says of a run on several ranks of `card`; None is the CPU, which has no NCCL."""
-    if not isinstance(run, Training) or run.world_size == 1:
-        return ()
-    engine: tuple[str, ...] = (NOTES[run.zero],) if run.dp > 1 else ()
-    if is_sharded(run) and run.precision.startswith("mixed"):
-        engine += (POLICY_NOTE.format(run.precision),)
-    if is_sharded(run) and 0 < spec.experts < run.dp:
-        engine += (EXPERTS_NOTE.format(spec.experts, run.dp),)
-    if is_sharded(run) and run.accumulation > 1:
-        engine += (EACH_NOTE.format(run.accumulation),)
-    split = "parallelize_module cuts linears, embedding, logits and loss"
-    tensor = (f"Rank 0 of tp={run.tp}: torch's {split}.",) if run.tp > 1 else ()
-    if card is None:
-        return (*engine, *tensor)
-    nccl = NO_NCCL_NOTE if card.nccl is None else NCCL_NOTE.format(show_bytes(card.nccl), card.name)
-    return (*engine, *tensor, nccl)
-
-
 @contextmanager
-def fake_ranks(run: Training, recording: Recording) -> Iterator[Ranks]:
+def fake_ranks(run: Training, engine: Engine, labelled: Labelled) -> Iterator[Ranks]:
     """Make this process rank 0 of the world of `run`, whose others are not there.
 
-    Raises NotAvailable where a process group is running: there is one a process.
+    Raises NotAvailable where a process group is running: there is one per process.
     """
-    import torch.distributed as dist
-
     if dist.is_initialized():
         raise NotAvailable("simulate needs a process group of its own; call it before init_process_group, or after "
                            "destroy_process_group")  # fmt: skip
+    with torch_engines(engine, labelled):
+        start_group(dist.init_process_group, run.world_size)
+        try:
+            yield join(run, fake=True)
+        finally:
+            dist.destroy_process_group()
+
+
+def start_group(init_process_group: Callable[..., None], world_size: int, rank: int = 0) -> None:
+    """Start a process group of torch's "fake" backend, which sends nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    with ExitStack() as stack:
-        stack.enter_context(followed(recording.engine))
-        dist.init_process_group("fake", rank=0, world_size=run.world_size, store=FakeStore())
-        stack.callback(dist.destroy_process_group)
-        if is_sharded(run):
-            stack.enter_context(_fsdp(recording))
-        elif run.dp > 1:
-            stack.enter_context(reducer(lambda function: recording.labelled(function, COMMUNICATION)))
-        yield join(run, fake=True)
+    init_process_group("fake", world_size=world_size, rank=rank, store=FakeStore())
 
 
 @contextmanager
-def followed(engine: Engine) -> Iterator[None]:
-    """Let `engine` follow what DDP, FSDP2 and DTensor do beside operators; nothing of a process group stays behind."""
+def torch_engines(engine: Engine, labelled: Labelled) -> Iterator[None]:
+    """Let DDP, FSDP2 and DTensor run on the device of `engine`; `labelled` says what they allocate memory for.
+
+    Nothing of a process group stays behind.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
 
-    parameter = import_module(FSDP + "_fsdp_param")
+    group = import_module(FSDP + "_fsdp_param_group")
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(sys, "excepthook", sys.excepthook))  # init_process_group puts in its own
+        patch = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
+        patch(sys, "excepthook", sys.excepthook)  # init_process_group puts in its own
         stack.callback(torch._C._clear_DTensor_sharding_propagator_cache)  # it remembers meshes of groups that are gone
         stack.enter_context(_resized_storages(engine))
         stack.enter_context(_shapes_of_dtensors())
-        stack.enter_context(mock.patch.object(parameter, "_chunk_with_empty", _Chunks))
-        stack.enter_context(mock.patch.object(engine, "defers", frozenset((DTensor,))))
+        stack.enter_context(_reducer(labelled))
+        patch(engine, "defers", frozenset((DTensor,)))
+        patch(import_module(FSDP + "_fsdp_param"), "_chunk_with_empty", _Chunks)
+        patch(FullyShardedDataParallel, "__init__", _no_fsdp1)
+        for name, part in FSDP_PARTS.items():
+            patch(group, name, labelled(getattr(group, name), part))
+        if engine.device == GPU_DEVICE:
+            patch(torch._C, "_get_accelerator", lambda: torch.device("cuda"))
+            # FSDP2 compares the device it was told with those of tensors, which to torch are the engine's.
+            answers = {"_get_device_from_mesh": lambda mesh: GPU_DEVICE, "_get_device_handle": lambda *_: torch.cuda}
+            for module in [import_module(FSDP + name) for name in FSDP_MODULES]:
+                for name in answers.keys() & vars(module).keys():
+                    patch(module, name, answers[name])
         yield
+
+
+def _no_fsdp1(*args: Any, **kwargs: Any) -> None:
+    raise located(NotAvailable(
+        "FullyShardedDataParallel, PyTorch's first FSDP, is not simulated; give the block its second, fully_shard"
+    ))  # fmt: skip
 
 
 @contextmanager
@@ -150,27 +138,6 @@ def _shapes_of_dtensors() -> Iterator[None]:
         yield
 
 
-# ---- FSDP2
-
-
-class _Streams:
-    """What FSDP2 asks of torch.cuda."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.Stream, self.Event = Stream, Event
-        self._streams = Streams(engine)
-        self.current_stream = self._streams.current
-
-    @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        before = self.current_stream()
-        self._streams.set(stream)
-        try:
-            yield
-        finally:
-            self._streams.set(before)
-
-
 class _Chunks:
     """torch.chunk with empty chunks for the ranks that get nothing, each made when it is asked for: 512 take long."""
 
@@ -182,33 +149,6 @@ class _Chunks:
         size = -(-whole // self.chunks)
         start = min(index * size, whole)
         return self.tensor.narrow(self.dim, start, min(size, whole - start))
-
-
-@contextmanager
-def _fsdp(recording: Recording) -> Iterator[None]:
-    """Let FSDP2 see a card, and know what is for what it allocates."""
-    engine = recording.engine
-    group = import_module(FSDP + "_fsdp_param_group")
-    with ExitStack() as stack:
-        patch = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
-        if engine.device == GPU_DEVICE:
-            streams = _Streams(engine)
-            for name in ("_fsdp_param_group", "_fsdp_collectives", "_fsdp_init", "_fsdp_state"):
-                patch(import_module(FSDP + name), "_get_device_handle", lambda *_: streams)
-            for name in ("_fsdp_init", "_fully_shard"):
-                module = import_module(FSDP + name)
-                if hasattr(module, "_get_device_from_mesh"):
-                    patch(module, "_get_device_from_mesh", lambda mesh: GPU_DEVICE)
-        for name, part in {
-            "foreach_all_gather": COMMUNICATION,
-            "foreach_all_gather_copy_out": GATHERED,
-            "foreach_reduce": COMMUNICATION,
-        }.items():
-            patch(group, name, recording.labelled(getattr(group, name), part))
-        yield
-
-
-# ---- DDP
 
 
 class _RealIndices(TorchDispatchMode):
@@ -225,17 +165,16 @@ class _RealIndices(TorchDispatchMode):
 
 
 @contextmanager
-def reducer(labelled: Callable[[Callable], Callable] = lambda function: function) -> Iterator[None]:
+def _reducer(labelled: Labelled) -> Iterator[None]:
     """Let DDP's reducer (torch/csrc/distributed/c10d/reducer.cpp) run: its buckets, and copies into and out of them.
 
-    A group that sends nothing has no result for its all-reduces, so a hook says that each is done at once. `labelled`
-    wraps what allocates buckets.
+    A group that sends nothing has no result for its all-reduces, so a hook says that each is done at once.
     """
     from torch.nn.parallel import distributed
 
     cls = distributed.DistributedDataParallel
-    make = labelled(cls.__init__)
-    rebuild = labelled(cls._pre_forward)  # buckets, in the order gradients came
+    make = labelled(cls.__init__, COMMUNICATION)
+    rebuild = labelled(cls._pre_forward, COMMUNICATION)  # buckets, in the order gradients came
 
     def done(state, bucket):  # without annotations, which DDP compares
         future: torch.futures.Future[Tensor] = torch.futures.Future()

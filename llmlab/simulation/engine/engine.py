@@ -18,22 +18,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ...base.errors import NotAvailable
 from ...recording.events import Event
 from ..allocator.host import Memory
+from ..allocator.out_of_memory import AllocatorOutOfMemory
 from ..devices import GPU_DEVICE, HOST
 from ..values.data_dependent import sized_by_value
-from ..values.known import SMALL, follow, known
+from ..values.known import SMALL, VALUES_LIMIT, follow, known
+from ..values.placeholders import needs_values
 from ..workspaces.extra import GIVE_BACK, Extra
 from ..workspaces.none import is_stated
 from .cpu_casts import cast_copies
 from .decompose import decomposed, is_composite
 from .foreach import changes_values_alone, mixed_devices
 from .inplace_autograd import CANDIDATES, counts_alone, plain_form
+from .real_host import RealHost
 from .shape_cache import Repeats
+from .unsupported import no_compiled_kernel
 
 DEVICE_OF = torch.ops.prim.device.default
 VALUE_OF = torch.ops.aten._local_scalar_dense.default
@@ -56,12 +60,21 @@ class Engine(TorchDispatchMode):
 
     `extras` says by operator what its kernel takes besides, `workspace` is the bytes a cuBLAS handle takes. Handles
     belong to a thread: forward runs in one, backward in autograd's (aten/src/ATen/cuda/CublasHandlePool.cpp).
+    Without a `host`, every tensor inside the block is simulated; with one, what is on the host is real.
     """
 
+    supports_higher_order_operators = True  # to refuse them by name
+
     def __init__(
-        self, device: torch.device, memory: Memory, extras: dict[Any, Extra], workspace: int | None = None
+        self,
+        device: torch.device,
+        memory: Memory,
+        extras: dict[Any, Extra],
+        workspace: int | None = None,
+        host: RealHost | None = None,
     ) -> None:
         super().__init__()
+        self.host = host
         self.device, self.memory, self.extras, self.workspace = device, memory, extras, workspace or 0
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.repeats = Repeats(self.fake)
@@ -75,7 +88,8 @@ class Engine(TorchDispatchMode):
         self.met: set[Any] = set()  # operators of which the output alone is counted
         self.placeholder: float | None = None  # what reading an unknown float gives; None raises NotAvailable
         self.watch: Callable[[Any, tuple, dict[str, Any], Any], None] | None = None  # sees each operator
-        self.follows = SMALL  # elements of a tensor of floats whose values are followed
+        self.follows = VALUES_LIMIT if host else SMALL  # elements of a tensor of floats whose values are followed
+        self.refused: AllocatorOutOfMemory | None = None  # the last request that found no room
         self.stream = 0  # the CUDA stream in use: its freed blocks are its own
         self.place: Callable[[], Any] | None = None  # where the operator that runs belongs (places)
         self.places: dict[int, Any] = {}  # by the time of an allocation: where it belongs
@@ -107,11 +121,18 @@ class Engine(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is DEVICE_OF:
-            return args[0].device
+            return args[0].fake_device
+        if isinstance(func, HigherOrderOperator):
+            raise no_compiled_kernel(func)
         if self.defers and not self.defers.isdisjoint(types):
             return NotImplemented
+        if self.host is not None:
+            return self.host.run(self, func, args, kwargs or {})
+        return self.simulate(func, args, kwargs or {})
+
+    def simulate(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run an operator on fake tensors: those on the device take memory."""
         self.operator = func
-        kwargs = kwargs or {}
         if func is VALUE_OF:
             return self.read(args[0])
         if is_composite(func) and func not in self.extras:  # inference mode leaves what autograd would take apart
@@ -146,7 +167,7 @@ class Engine(TorchDispatchMode):
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             out = sized_by_value(self._run, func, args, kwargs)
             if out is NotImplemented:
-                raise self.needs_values(func) from error
+                raise needs_values(func) from error
             if extra is not None and extra.after:
                 self._pass(extra.after, (out, *args), kwargs)
         except RuntimeError as error:
@@ -277,13 +298,13 @@ class Engine(TorchDispatchMode):
         self.free(old)
 
     def malloc(self, size: int) -> int:
-        """Allocate `size` bytes; 0 bytes are at address 0."""
+        """Allocate `size` bytes; 0 bytes are at address 0. Raises torch.OutOfMemoryError with torch's message."""
         if size <= 0:
             return 0
         if self.place is not None:
             self.asked = self.place()
         before = self.memory.allocated
-        address = self.memory.malloc(size, self.stream) if self.stream else self.memory.malloc(size)
+        address = self._request(size)
         block = self.memory.allocated - before
         self._sizes[address] = block
         self._time += 1
@@ -292,6 +313,14 @@ class Engine(TorchDispatchMode):
             self.places[self._time], self._born[address] = self.asked, self._time
         return address
 
+    def _request(self, size: int) -> int:
+        try:
+            return self.memory.malloc(size, self.stream)
+        except AllocatorOutOfMemory as error:
+            self.refused = error.with_traceback(None)
+        # Here, or `error` and its frames would be its context.
+        raise torch.OutOfMemoryError(self.refused.as_torch_says())
+
     def free(self, address: int) -> None:
         """Give back what `malloc` returned."""
         if not address:
@@ -299,6 +328,10 @@ class Engine(TorchDispatchMode):
         self.memory.free(address)
         self._time += 1
         self.events.append(Event(self._time, address, -self._sizes.pop(address)))
+
+    def stop(self) -> None:
+        """Leave the figures as they are when tensors die later."""
+        self._live.clear()
 
     def now(self) -> int:
         """Return a moment after all events so far."""
@@ -312,13 +345,6 @@ class Engine(TorchDispatchMode):
 
     # ---- values
 
-    def needs_values(self, func: Any) -> NotAvailable:
-        """Return the error for an operator that cannot run without values."""
-        return NotAvailable(
-            f"{func} reads values of a tensor, or its output's size depends on them; fake tensors have none. Give it "
-            "code that does not branch on data, or lab.measure it"
-        )
-
     def read(self, tensor: Tensor) -> Any:
         """Return the number in a tensor of one element, as `.item()` does.
 
@@ -327,7 +353,7 @@ class Engine(TorchDispatchMode):
         value = known(tensor)
         if value is None:
             if self.placeholder is None or not tensor.is_floating_point():
-                raise self.needs_values(VALUE_OF)
+                raise needs_values(VALUE_OF)
             return self.placeholder
         with _disable_current_modes():
             return value.item()

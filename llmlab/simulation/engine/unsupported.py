@@ -13,6 +13,14 @@ from ...base.errors import NotAvailable
 from ..values.placeholders import located
 
 
+def no_compiled_kernel(func: Any) -> NotAvailable:
+    """Return the error for a higher-order operator."""
+    return located(NotAvailable(
+        f"{func.name()} is a kernel that torch.compile makes, which is not simulated; give the block an eager form of "
+        "it, as scaled_dot_product_attention, or lab.measure it"
+    ))  # fmt: skip
+
+
 @contextmanager
 def no_extensions() -> Iterator[None]:
     """Refuse to compile kernels for the card, with their name."""

@@ -20,46 +20,27 @@ from ...step.model import quantization_of
 
 
 @contextmanager
-def fake_bitsandbytes(empty_cache: Callable[[], None] | None) -> Iterator[None]:
-    """Let bitsandbytes' 4-bit and 8-bit parameters be fake tensors.
-
-    On a simulated card, whose `empty_cache` is given, its linears do not ask for this CPU's kernels, and peft gives
-    cached segments back once it has cast what is not quantized up, as it does where it finds CUDA.
-    """
+def fake_bitsandbytes(on_card: bool) -> Iterator[None]:
+    """Let bitsandbytes' 4-bit and 8-bit parameters be fake tensors; `on_card`: its linears do not ask for this CPU's
+    kernels."""
     if find_spec("bitsandbytes") is None:
         yield
         return
     import bitsandbytes
     from bitsandbytes.nn import modules
 
+    update = _with_unread_norm(bitsandbytes.functional.optimizer_update_32bit)
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(modules.Params4bit, "__new__", _params4bit(modules.Params4bit)))
-        stack.enter_context(mock.patch.object(modules.Int8Params, "__new__", _int8params(modules.Int8Params)))
-        update = _with_unread_norm(bitsandbytes.functional.optimizer_update_32bit)
-        stack.enter_context(mock.patch.object(bitsandbytes.functional, "optimizer_update_32bit", update))
-        # The map of 8-bit values, which is made once a process and kept on its card.
+        patch = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
+        patch(modules.Params4bit, "__new__", _params4bit(modules.Params4bit))
+        patch(modules.Int8Params, "__new__", _int8params(modules.Int8Params))
+        patch(bitsandbytes.functional, "optimizer_update_32bit", update)
+        # The map of 8-bit values, which is made once per process and kept on its card.
         stack.enter_context(mock.patch.dict(bitsandbytes.functional.name2qmap, clear=True))
-        if empty_cache:
-            stack.enter_context(mock.patch.object(modules, "has_avx512bf16", lambda: False))
-            stack.enter_context(mock.patch.object(bitsandbytes, "matmul", _matmul))
-            if find_spec("peft"):
-                stack.enter_context(_emptying(empty_cache))
+        if on_card:
+            patch(modules, "has_avx512bf16", lambda: False)
+            patch(bitsandbytes, "matmul", _matmul)
         yield
-
-
-def _emptying(empty_cache: Callable[[], None]) -> Any:
-    """peft/utils/other.py, prepare_model_for_kbit_training: auto_clear_cache, in the releases that have it."""
-    import peft
-
-    prepare = peft.prepare_model_for_kbit_training
-
-    def prepared(*args: Any, **kwargs: Any) -> Any:
-        model = prepare(*args, **kwargs)
-        if "auto_clear_cache" in signature(prepare).parameters:
-            empty_cache()
-        return model
-
-    return mock.patch.object(peft, "prepare_model_for_kbit_training", prepared)
 
 
 @cache

@@ -17,12 +17,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import FOLDER
-from ..engine.card_engine import CardEngine
-from ..engine.engine import GPU_DEVICE, HOST, VALUE_OF
+from ..devices import GPU_DEVICE, HOST
+from ..engine.engine import VALUE_OF, Engine
+from ..engine.real_host import RealHost
 from ..values.known import VALUES_LIMIT, know, known
 from ..values.placeholders import PLACEHOLDER, UNKNOWN, Unknown, asked_by_torch, refuse, warn_of
 from .cuda_api import check_index
-from .patches import on_card, set_data
+from .patches import made_on_card, on_card, set_data
 from .tensor_types import legacy_type
 
 CARD = torch.device("cuda", 0)
@@ -37,9 +38,9 @@ SEES_CARD = ("torch.amp.autocast_mode", "torch.nn.parallel.data_parallel")
 class Redirect(TorchFunctionMode):
     """Sends what is meant for "cuda" to the engine's device, and shows the engine's tensors as on "cuda:0"."""
 
-    def __init__(self, engine: CardEngine) -> None:
+    def __init__(self, engine: Engine, host: RealHost) -> None:
         super().__init__()
-        self.engine, self.assume = engine, engine.assume
+        self.engine, self.host, self.assume = engine, host, host.assume
         of: Any = Tensor  # whose properties are asked for by their getters and setters
         self.special: dict[Any, Callable[..., Any]] = {
             Tensor.cuda: self._cuda,
@@ -99,7 +100,7 @@ class Redirect(TorchFunctionMode):
         if (func in FROM_DATA or func is Tensor.__setitem__) and _holds_unknown(args[-1]):
             warn_of("a tensor made on the host from .item()")
         if func in FROM_DATA and kwargs.get("device") == GPU_DEVICE:
-            return _from_data(func, *args, **kwargs)
+            return made_on_card(func, *args, **kwargs)
         try:
             return func(*args, **kwargs)
         except torch.OutOfMemoryError as error:
@@ -116,7 +117,7 @@ class Redirect(TorchFunctionMode):
 
         def device(tensor: FakeTensor) -> torch.device:
             found = real_device.fget(tensor)
-            if found != GPU_DEVICE or self.engine.inside:
+            if found != GPU_DEVICE or self.host.inside:
                 return found
             asking = sys._getframe(1).f_globals.get("__name__", "")
             inside = asking.startswith(("torch.", "llmlab.simulation.")) or asking == "torch"
@@ -293,12 +294,6 @@ def _holds_unknown(data: Any) -> bool:
 def _default_is_cuda() -> bool:
     context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
     return context is not None and context.device.type == "cuda"
-
-
-def _from_data(func: Callable, data: Any, *args: Any, requires_grad: bool = False, **kwargs: Any) -> Tensor:
-    """torch.tensor and its like: made on the host and copied, as on CUDA."""
-    made = func(data, *args, **{**kwargs, "device": None if isinstance(data, Tensor) else HOST}).to(GPU_DEVICE)
-    return made.requires_grad_() if requires_grad else made
 
 
 def _new_tensor(tensor: Tensor, data: Any, dtype: Any = None, device: Any = None, requires_grad: Any = False) -> Tensor:

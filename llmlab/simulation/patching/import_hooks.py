@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -18,12 +18,14 @@ LOOK_FOR_DRIVERS = frozenset((
 
 
 class _Finder(MetaPathFinder):
-    def __init__(self, then: Mapping[str, Callable[[], None]], hidden: Callable[[], AbstractContextManager]) -> None:
+    def __init__(
+        self, then: Mapping[str, Callable[[], Any]], hidden: Callable[[], AbstractContextManager] | None
+    ) -> None:
         self.then, self.hidden = then, hidden
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        hides = name in LOOK_FOR_DRIVERS
-        if not hides and name not in self.then:
+        hidden = self.hidden if name in LOOK_FOR_DRIVERS else None
+        if hidden is None and name not in self.then:
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is None or spec.loader is None:
@@ -32,10 +34,7 @@ class _Finder(MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             del loader.exec_module  # the class has it
-            if hides:
-                with self.hidden():
-                    run(module)
-            else:
+            with hidden() if hidden else nullcontext():
                 run(module)
             if name in self.then:
                 self.then[name]()
@@ -46,9 +45,10 @@ class _Finder(MetaPathFinder):
 
 @contextmanager
 def on_import(
-    then: Mapping[str, Callable[[], None]], hidden: Callable[[], AbstractContextManager]
+    then: Mapping[str, Callable[[], Any]], hidden: Callable[[], AbstractContextManager] | None = None
 ) -> Iterator[None]:
-    """Call `then[name]` when module `name` has been imported, now where it is already; hide the card from some."""
+    """Call `then[name]` when module `name` has been imported, now where it is already; `hidden` hides the card from
+    those that would load a driver."""
     for name, call in then.items():
         if name in sys.modules:
             call()

@@ -18,10 +18,14 @@ from ...base.errors import SpecError
 from ...recording.events import exclusive
 from ..capability import capability_of
 from ..card import Card
+from ..checkpoints.files import Checkpoints
 from ..devices import GPU_DEVICE
 from ..distributed.process_group import no_deepspeed, without_peers
 from ..engine.engine import Engine
+from ..engine.real_host import RealHost
 from ..engine.unsupported import no_extensions, no_triton, unless_offloaded
+from ..host_parameters import HostParameters
+from ..profile.timeline import Phases
 from ..streams import nothing, profiled_as_host
 from ..workspaces.bitsandbytes import bitsandbytes_extras
 from .bitsandbytes import fake_bitsandbytes
@@ -31,78 +35,96 @@ from .flash_attn import fake_flash_attn
 from .import_hooks import on_import
 from .import_sweep import swept
 from .library_caches import default_device, devices_found
-from .patches import cuda_operators, fake_parameters, full_beams, no_end_of_sequence, told_recurrent
+from .patches import (
+    cuda_operators,
+    fake_parameters,
+    full_beams,
+    no_end_of_sequence,
+    tensors_on_card,
+    told_recurrent,
+)
 
 ENVIRONMENT = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}  # transformers loads weights in this thread
 _open: list[str] = []  # the name of the card in use
 
 
 @contextmanager
-def plugged_in(card: Card, world_size: int | None = None) -> Iterator[None]:
-    """Let this thread have `card`, as one rank of `world_size`.
+def installed(card: Card) -> Iterator[None]:
+    """Let torch and its libraries find `card`, as their only one; operators run on it while its engine is entered."""
+    capability = capability_of(card.gpu)
+    with ExitStack() as stack:
 
-    Raises SpecError where there is one already, in this thread or another.
+        def put(module: str, name: str, function: Callable) -> None:
+            stack.enter_context(mock.patch.object(sys.modules[module], name, function))
+
+        def bitsandbytes() -> None:
+            stack.enter_context(fake_bitsandbytes(on_card=True))
+            card.engine.extras |= bitsandbytes_extras(card.gpu)
+            put("bitsandbytes.functional", "get_paged", _paged(card.engine))
+            for name in ("fill", "prefetch_tensor"):
+                put("bitsandbytes.functional", name, nothing)
+
+        def accelerate() -> None:
+            name = "set_module_tensor_to_device"
+            put("accelerate.hooks", name, unless_offloaded(getattr(sys.modules["accelerate.hooks"], name)))
+
+        libraries: dict[str, Callable[[], Any]] = {
+            "accelerate.hooks": accelerate,
+            "bitsandbytes": bitsandbytes,
+            "deepspeed": lambda: put("deepspeed", "initialize", no_deepspeed),
+            "triton.runtime.jit": lambda: stack.enter_context(no_triton()),
+            "torch.utils.cpp_extension": lambda: stack.enter_context(no_extensions()),
+            "transformers.generation.stopping_criteria": lambda: stack.enter_context(no_end_of_sequence()),
+            "transformers.generation.utils": lambda: stack.enter_context(full_beams()),
+            "transformers.modeling_flash_attention_utils": lambda: stack.enter_context(fake_flash_attn(capability)),
+        }
+        stack.enter_context(fake_parameters())
+        stack.enter_context(cuda_operators(capability))
+        stack.enter_context(told_recurrent(card.engine))
+        if card.engine.host is None:  # else a function mode sees torch.tensor
+            stack.enter_context(tensors_on_card())
+        stack.enter_context(cuda_api(card))
+        stack.enter_context(profiled_as_host())
+        stack.enter_context(default_device())
+        stack.enter_context(mock.patch.dict(os.environ, ENVIRONMENT))
+        stack.enter_context(devices_found())
+        stack.enter_context(on_import(libraries, lambda: _hidden(card)))
+        yield
+
+
+@contextmanager
+def script_on(card: Card, host: RealHost, world_size: int | None) -> Iterator[Phases]:
+    """Install `card` for a script written for "cuda", as one rank of `world_size`; give the phases of what it runs.
+
+    A step of our own names the engine's device and simulates its host too; it does without what this adds to
+    `installed`, of which each call of torch pays for some. Raises SpecError where a simulator is open already, in this
+    thread or another.
     """
     if _open:
         raise SpecError(f"a simulator of {_open[0]} is open; one at a time, in one thread: end its block first")
+    engine = card.engine
+    checkpoints, redirect, phases = Checkpoints(engine), Redirect(engine, host), Phases(engine)
+    parameters = HostParameters(engine, checkpoints)
+    card.history.place = phases.place
+    card.memory.driver.on_event = card.history.record
     gc.collect()  # what dies later must not be freed at a moment that depends on earlier code
     with exclusive("simulator()"), swept("__main__") as look, ExitStack() as stack:
         _open.append(card.gpu.name)
         stack.callback(_open.clear)
-        stack.enter_context(fake_parameters())
-        stack.enter_context(cuda_operators(capability_of(card.gpu)))
-        stack.enter_context(told_recurrent(card.engine))
-        stack.enter_context(card.parameters.patched())
-        stack.enter_context(cuda_api(card))
-        stack.enter_context(profiled_as_host())
-        redirect = Redirect(card.engine)
+        stack.enter_context(installed(card))
+        stack.enter_context(parameters.patched())
         stack.enter_context(redirect.patched())
-        stack.enter_context(card.checkpoints.patched())
-        stack.enter_context(default_device())
-        stack.enter_context(mock.patch.dict(os.environ, ENVIRONMENT))
-        stack.callback(card.engine.stop)
-        stack.enter_context(card.engine)
+        stack.enter_context(checkpoints.patched())
+        stack.callback(engine.stop)
+        stack.enter_context(engine)
         stack.enter_context(redirect)
-        stack.enter_context(devices_found())
-        stack.enter_context(on_import(_library_patches(card, stack), lambda: _hidden(card)))
-        stack.enter_context(without_peers(card, world_size))
-        stack.enter_context(card.phases.watched())
+        stack.enter_context(on_import({"safetensors.torch": lambda: stack.enter_context(checkpoints.safetensors())}))
+        stack.enter_context(without_peers(card, world_size, parameters, phases.labelled))
+        stack.enter_context(phases.watched())
         try:
-            yield
+            yield phases
         finally:
             look()
-
-
-def _library_patches(card: Card, stack: ExitStack) -> dict[str, Callable[[], None]]:
-    """Return what to change in libraries, by their module's name, once it is there."""
-
-    def put(module: str, name: str, function: Callable) -> None:
-        stack.enter_context(mock.patch.object(sys.modules[module], name, function))
-
-    def bitsandbytes() -> None:
-        stack.enter_context(fake_bitsandbytes(None))
-        card.engine.extras |= bitsandbytes_extras(card.gpu)
-        put("bitsandbytes.functional", "get_paged", _paged(card.engine))
-        for name in ("fill", "prefetch_tensor"):
-            put("bitsandbytes.functional", name, nothing)
-
-    def accelerate() -> None:
-        name = "set_module_tensor_to_device"
-        put("accelerate.hooks", name, unless_offloaded(getattr(sys.modules["accelerate.hooks"], name)))
-
-    return {
-        "accelerate.hooks": accelerate,
-        "bitsandbytes": bitsandbytes,
-        "deepspeed": lambda: put("deepspeed", "initialize", no_deepspeed),
-        "triton.runtime.jit": lambda: stack.enter_context(no_triton()),
-        "torch.utils.cpp_extension": lambda: stack.enter_context(no_extensions()),
-        "safetensors.torch": lambda: stack.enter_context(card.checkpoints.safetensors()),
-        "transformers.generation.stopping_criteria": lambda: stack.enter_context(no_end_of_sequence()),
-        "transformers.generation.utils": lambda: stack.enter_context(full_beams()),
-        "transformers.modeling_flash_attention_utils": lambda: stack.enter_context(
-            fake_flash_attn(capability_of(card.gpu))
-        ),
-    }
 
 
 def _paged(engine: Engine) -> Callable[..., Tensor]:

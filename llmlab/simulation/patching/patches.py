@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..capability import Capability
-from ..devices import GPU_DEVICE
+from ..devices import GPU_DEVICE, HOST
 from ..engine.engine import Engine
 from ..values.known import know, known
 from .autocast import CAST_ONLY, impl_cuda_autocast
@@ -145,6 +145,31 @@ def cuda_operators(card: Capability) -> Iterator[None]:
         for module in (optimizers, import_module("torch.utils._foreach_utils")):  # the second is clip_grad_norm_'s
             types = [*module._foreach_supported_types, FakeTensor]
             stack.enter_context(mock.patch.object(module, "_foreach_supported_types", types))
+        yield
+
+
+def made_on_card(
+    make: Callable[..., Tensor], data: Any, *args: Any, requires_grad: bool = False, **kwargs: Any
+) -> Tensor:
+    """Return what `make`, torch.tensor or its like, makes on the card: made on the host and copied, as on CUDA."""
+    made = make(data, *args, **{**kwargs, "device": None if isinstance(data, Tensor) else HOST})
+    if made.numel() or not isinstance(made, FakeTensor):
+        made = made.to(GPU_DEVICE)
+    else:  # a fake tensor without elements stays where it is when it is moved
+        made = torch.empty(made.shape, dtype=made.dtype, device=GPU_DEVICE)
+    return made.requires_grad_() if requires_grad else made
+
+
+@contextmanager
+def tensors_on_card() -> Iterator[None]:
+    """Let torch.tensor make tensors on the card; for "cpu:0" torch itself makes them on the host."""
+    real = torch.tensor
+
+    def tensor(data: Any, **kwargs: Any) -> Tensor:
+        on_card = kwargs.get("device") is not None and torch.device(kwargs["device"]) == GPU_DEVICE
+        return made_on_card(real, data, **kwargs) if on_card else real(data, **kwargs)
+
+    with mock.patch.object(torch, "tensor", tensor):
         yield
 
 

@@ -22,7 +22,8 @@ from ...recording.parts import Block, Division, divide
 from ...recording.phases import BUFFERS, Mark
 from ..allocator.rounding import blocks_of
 from ..engine.engine import Engine
-from .attribution import OUTSIDE, Place, Places, collapsed
+from ..recording import Recording
+from .attribution import OUTSIDE, Place, collapsed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -76,13 +77,12 @@ def by_module(blocks: Iterable[Block], places: Mapping[int, Place]) -> dict[str,
     return dict(sorted(modules.items(), key=lambda item: -sum(item[1].values())))
 
 
-class Phases(Places):
+class Phases(Recording):
     """Infers the phases of a script from what runs, and marks in each what the tensors are for."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        self.phase = "load"
-        self.marks = [Mark(engine.now(), "load", {})]
+        self.marks.append(Mark(self.now(), self.phase, {}))
         self.logits: set[int] = set()  # sizes of a logits tensor, bytes, in half precision and in fp32
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._stepping = False
@@ -99,37 +99,36 @@ class Phases(Places):
             with super().watched():
                 yield
         finally:
-            self.marks.append(Mark(self.engine.now(), self.phase, self._alive()))
+            self.enter(self.phase)
             for handle in handles:
                 handle.remove()
 
     def place(self) -> Place:
         """Return where the operator that runs belongs; a request for memory is where a phase begins."""
         if torch._C._current_graph_task_id() != -1:
-            self._enter_phase("backward")
+            self._infer("backward")
         elif self._stepping:
-            self._enter_phase("optimizer")
+            self._infer("optimizer")
         elif self._stack:
-            self._enter_phase("forward")
+            self._infer("forward")
         return super().place()
 
     def timeline(self, title: str, capacity: int | None) -> Timeline:
         """Return what was held so far."""
-        marks = [*self.marks, Mark(self.engine.now(), self.phase, self._alive())]
+        marks = [*self.marks, Mark(self.now(), self.phase, self._alive({}))]
         return Timeline(divide(self.engine.events, marks, blocks_of(self.logits)), self.engine, title, capacity)
 
-    def _enter_phase(self, phase: str) -> None:
+    def _infer(self, phase: str) -> None:
         if phase != self.phase:
-            self.phase = phase
-            self.marks.append(Mark(self.engine.now(), phase, self._alive()))
+            self.enter(phase)
 
-    def _alive(self) -> dict[int, str]:
+    def _alive(self, named: dict[str, Any]) -> dict[int, str]:
         with torch._C.DisableTorchFunction():  # reading attributes is no code of the user's
             return self._parts()
 
     def _parts(self) -> dict[int, str]:
         optimizers = [optimizer for each in self._optimizers if (optimizer := each()) is not None]
-        found = dict.fromkeys(self.engine.handles.values(), "workspace")
+        found = self._workspaces()
         roots = [root for each in self.roots if (root := each()) is not None]
         tensors: list[tuple[str, Any]] = [(BUFFERS, buffer) for root in roots for buffer in root.buffers()]
         parameters = [parameter for root in roots for parameter in root.parameters()]
@@ -152,15 +151,15 @@ class Phases(Places):
         if all(each() is not optimizer for each in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
         self._stepping = True
-        self._enter_phase("optimizer")
+        self._infer("optimizer")
 
     def _step_ends(self, *_: Any) -> None:
         self._stepping = False
-        self.marks.append(Mark(self.engine.now(), self.phase, self._alive()))
+        self.enter(self.phase)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if not self._stack and torch._C._current_graph_task_id() != -1:  # checkpointing computes a block again
-            self._recomputing = self.engine.now()
+            self._recomputing = self.now()
         super()._enter(module, args)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -169,5 +168,5 @@ class Phases(Places):
         if path.endswith("lm_head") and isinstance(output, Tensor):
             self.logits |= {2 * output.numel(), 4 * output.numel()}
         if not self._stack and self._recomputing is not None:
-            self.marks.append(Mark(self.engine.now(), self.phase, {}, self._recomputing))
+            self.marks.append(Mark(self.now(), self.phase, {}, self._recomputing))
             self._recomputing = None

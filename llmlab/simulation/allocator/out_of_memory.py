@@ -1,0 +1,42 @@
+"""The error of a card that is full: the sizes of the request that failed, and the message torch gives for it."""
+
+from __future__ import annotations
+
+from ...base.units import show_bytes
+
+
+class AllocatorOutOfMemory(MemoryError):
+    """The driver has too little left, also after the cached segments went back to it; sizes in bytes.
+
+    `requested` was asked of malloc, `segment` of the driver for it (torch's "Tried to allocate"); `capacity` is the
+    limit it hit, `allocated` and `reserved` are the state in which it failed. `total` is the card's memory, of which
+    the driver has `left`.
+    """
+
+    def __init__(
+        self, requested: int, segment: int, allocated: int, reserved: int, capacity: int, total: int, left: int
+    ) -> None:
+        self.requested, self.segment, self.total, self.left = requested, segment, total, left
+        self.allocated, self.reserved, self.capacity = allocated, reserved, capacity
+        held = f"{show_bytes(reserved)} of {show_bytes(capacity)} are reserved, {show_bytes(allocated)} allocated"
+        super().__init__(f"no room for a segment of {show_bytes(segment)}: {held}")
+
+    def as_torch_says(self) -> str:
+        """Return the message of c10/cuda/CUDACachingAllocator.cpp, malloc (torch 2.13)."""
+        return (
+            f"CUDA out of memory. Tried to allocate {_size(self.segment)}. GPU 0 has a total capacity of "
+            f"{_size(self.total)} of which {_size(self.left)} is free. Including non-PyTorch memory, this process has "
+            f"{_size(self.total - self.left)} memory in use. Of the allocated memory {_size(self.allocated)} is "
+            f"allocated by PyTorch, and {_size(self.reserved - self.allocated)} is reserved by PyTorch but "
+            "unallocated. If reserved but unallocated memory is large try setting "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation for Memory "
+            "Management  (https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
+        )
+
+
+def _size(size: int) -> str:
+    """format_size of c10/cuda/CUDACachingAllocator.cpp."""
+    for limit, unit in ((1 << 10, "bytes"), (1 << 20, "KiB"), (1 << 30, "MiB")):
+        if size <= limit:
+            return f"{size} bytes" if unit == "bytes" else f"{size / (limit >> 10):.2f} {unit}"
+    return f"{size / (1 << 30):.2f} GiB"

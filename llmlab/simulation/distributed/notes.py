@@ -1,0 +1,46 @@
+"""Notes of a report on a run over several ranks: which of PyTorch's engines it is, and what is not in the figures."""
+
+from __future__ import annotations
+
+from ...base.units import show_bytes
+from ...hardware.gpu import GPU
+from ...specs.model import ModelSpec
+from ...specs.run import Run, Training
+from ...step.ranks import is_sharded
+
+NOTES = {
+    0: "Rank 0 of DistributedDataParallel, with torch's defaults: gradients, and buckets of as many bytes.",
+    1: "Rank 0 of DistributedDataParallel with ZeroRedundancyOptimizer, torch's ZeRO-1.",
+    2: "Rank 0 of FSDP2 with reshard_after_forward=False: blocks stay whole from forward to backward.",
+    3: "Rank 0 of FSDP2 (fully_shard), a block a unit, the rest of the model another.",
+}
+POLICY_NOTE = (
+    "{} is FSDP2's MixedPrecisionPolicy: fp32 shards, gathered in half precision, reduced in fp32; the optimizer steps "
+    "as torch chooses, by foreach."
+)
+EXPERTS_NOTE = (
+    "FSDP2 cuts a layer's {0} experts along the first dimension, by default: of {1} ranks, {0} hold one each, the rest "
+    "none, and it is gathered with padding. A shard_placement_fn that cuts another dimension divides them by {1}."
+)
+EACH_NOTE = "FSDP2 reduces gradients after each of the {} micro-batches."
+NO_NCCL_NOTE = "What NCCL takes outside of PyTorch's allocator is not in it, so `process` is not known."
+NCCL_NOTE = "`process` has {} for NCCL, read on one {}: it depends on NCCL's version, channels and groups."
+
+
+def notes(spec: ModelSpec, run: Run, card: GPU | None) -> tuple[str, ...]:
+    """Return what a report says of a run on several ranks of `card`; None is the CPU, which has no NCCL."""
+    if not isinstance(run, Training) or run.world_size == 1:
+        return ()
+    engine: tuple[str, ...] = (NOTES[run.zero],) if run.dp > 1 else ()
+    if is_sharded(run) and run.precision.startswith("mixed"):
+        engine += (POLICY_NOTE.format(run.precision),)
+    if is_sharded(run) and 0 < spec.experts < run.dp:
+        engine += (EXPERTS_NOTE.format(spec.experts, run.dp),)
+    if is_sharded(run) and run.accumulation > 1:
+        engine += (EACH_NOTE.format(run.accumulation),)
+    split = "parallelize_module cuts linears, embedding, logits and loss"
+    tensor = (f"Rank 0 of tp={run.tp}: torch's {split}.",) if run.tp > 1 else ()
+    if card is None:
+        return (*engine, *tensor)
+    nccl = NO_NCCL_NOTE if card.nccl is None else NCCL_NOTE.format(show_bytes(card.nccl), card.name)
+    return (*engine, *tensor, nccl)

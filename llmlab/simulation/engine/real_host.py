@@ -1,0 +1,127 @@
+"""The real host beside a simulated card: operators on plain tensors run for real, and values that cross are known.
+
+A script's data sets, samplers and token ids stay on the host, with their values. An operator is simulated where a fake
+tensor is among its arguments, or where it makes a tensor on the card.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, UnsupportedOperatorException
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import arg_tree_leaves, tree_map_only
+
+from ...base.errors import NotAvailable
+from ..devices import GPU_DEVICE
+from ..values.known import SMALL, VALUES_LIMIT, is_followed, know, known
+from ..values.placeholders import PLACEHOLDER, located, warn_of
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+aten = torch.ops.aten
+# Draws that code looks at, and their form with a generator.
+DRAWS = {aten.randint.default: aten.randint.generator, aten.randint.low: aten.randint.low_generator,
+         aten.randperm.default: aten.randperm.generator}  # fmt: skip
+
+
+class RealHost:
+    """Decides for each operator whether the host runs it or the card. `assume`: the value of every float that is read,
+    if the user gives one.
+
+    `inside`: whether an operator of the card runs, whose fake kernel must see the device that tensors have to torch.
+    """
+
+    def __init__(self, assume: float | None = None) -> None:
+        self.assume = assume
+        self.generator = torch.Generator().manual_seed(0)
+        self.inside = False
+
+    def run(self, engine: Engine, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run an operator where it belongs."""
+        device = kwargs.get("device")
+        if device is not None and device.type == "cuda":  # from torch.set_default_device
+            kwargs = {**kwargs, "device": GPU_DEVICE}
+        if kwargs.get("pin_memory"):  # torch's own code: there is no driver to pin by
+            kwargs = {**kwargs, "pin_memory": False}
+        tensors = [each for each in arg_tree_leaves(*args, **kwargs) if isinstance(each, Tensor)]
+        fake = any(isinstance(each, FakeTensor) for each in tensors)
+        if not fake and kwargs.get("device") != GPU_DEVICE:
+            with _disable_current_modes():
+                return func(*args, **kwargs)
+        if self.assume is not None:
+            _assume(tensors, self.assume)
+        if fake and func._schema.is_mutable and tensors[0] is args[0] and not isinstance(args[0], FakeTensor):
+            return _overwrite(func, args[0])
+        return self._simulate(engine, func, args, kwargs)
+
+    def _simulate(self, engine: Engine, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run an operator for the card; what cannot be simulated raises NotAvailable with the user's line."""
+        try:
+            args, kwargs = tree_map_only(Tensor, lambda tensor: _as_fake(engine, tensor), (args, kwargs))
+            self.inside = True
+            out = engine.simulate(func, args, kwargs)
+            return self._drawn(func, args, out) if func in DRAWS else out
+        except NotAvailable as error:
+            raise located(error) from None
+        except RuntimeError as error:
+            if "SparseTensorImpl" in str(error) or "SparseCsrTensorImpl" in str(error):
+                message = f"{func} makes or takes a sparse tensor, which is not simulated"
+                raise located(NotAvailable(f"{message}; to_dense() it on the host, or lab.measure it")) from None
+            if not isinstance(error, UnsupportedOperatorException) and "fake impl" not in str(error):
+                raise
+            message = f"{func} has no fake kernel; register one with torch.library.register_fake, or lab.measure it"
+            raise located(NotAvailable(message)) from error
+        finally:
+            self.inside = False
+
+    def _drawn(self, func: Any, args: tuple, out: Tensor) -> Tensor:
+        """Draw token ids and orders for real, from a generator of the card's own: code looks at them."""
+        if out.numel() <= VALUES_LIMIT:
+            with _disable_current_modes():
+                know(out, DRAWS[func](*args, dtype=out.dtype, generator=self.generator))
+        return out
+
+
+def _as_fake(engine: Engine, tensor: Tensor) -> Tensor:
+    """Return the fake tensor for one on the host, which keeps its values where the engine follows them."""
+    if isinstance(tensor, FakeTensor):
+        return tensor
+    if tensor.is_nested:
+        raise NotAvailable("nested tensors are not simulated; pad the rows and mask them, or lab.measure it")
+    with _disable_current_modes():
+        fake = engine.fake.from_tensor(tensor.detach())
+    if not tensor.is_meta and (is_followed(tensor) or _is_mask(tensor)):
+        know(fake, tensor)
+    return fake
+
+
+def _assume(tensors: list[Tensor], value: float) -> None:
+    """Give the single floats among `tensors` the value that the user said floats have."""
+    for each in tensors:
+        if each.numel() == 1 and each.is_floating_point() and known(each) is None:
+            with _disable_current_modes():
+                know(each, torch.full(tuple(each.shape), value, dtype=each.dtype))
+
+
+def _is_mask(tensor: Tensor) -> bool:
+    """Whether floats look like a mask, of which code asks whether it is causal; weights and data do not."""
+    if tensor.dim() < 2 or tensor.numel() > VALUES_LIMIT or not tensor.is_floating_point():
+        return False
+    with _disable_current_modes():
+        sample = tensor.flatten()[:: max(1, tensor.numel() // SMALL)].float()
+        return bool(((sample == 0) | (sample == 1) | (sample <= torch.finfo(torch.float16).min)).all())
+
+
+def _overwrite(func: Any, real: Tensor) -> Tensor:
+    """Change a real tensor by values that are not known: they become the placeholder."""
+    if not real.is_floating_point():
+        raise located(NotAvailable(
+            f"{func} writes values from the simulated card, which has none, into a {real.dtype} tensor"
+        ))  # fmt: skip
+    warn_of("a copy to the host")
+    with _disable_current_modes():
+        return real.fill_(PLACEHOLDER)
