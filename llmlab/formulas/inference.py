@@ -8,8 +8,8 @@ from ..specs.run import Inference
 from .memory.activations import FUSED
 from .memory.moments import Moment
 from .memory.precision import weight_bytes
+from .memory.share import attention_kernel
 from .memory.states import stored_bytes
-from .share import attention_kernel
 
 KV_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "fp8": 8, "int8": 8, "int4": 4}
 # Elements that share a scale and a zero point, 2 bytes each, in int8 and int4 (FlexGen, arXiv 2303.06865, section 4;

@@ -15,8 +15,8 @@ from ..specs.model import model as find_model
 from ..specs.run import Run, Training
 from .inference import inference_moments
 from .memory.moments import Moment, amounts, moments
+from .memory.share import share_of
 from .serving import FRACTION, serving
-from .share import share_of
 from .time.distributed import Step, step
 from .time.flops import flops
 from .time.step import mfu, step_seconds, tokens_of

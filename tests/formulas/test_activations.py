@@ -4,7 +4,7 @@ import pytest
 
 import llmlab as lab
 from llmlab.formulas.memory.activations import block_saved, korthikanti_block, per_device
-from llmlab.formulas.share import share_of
+from llmlab.formulas.memory.share import share_of
 
 S, B, H, A = 1024, 2, 768, 12
 

@@ -12,7 +12,7 @@ import llmlab as lab
 from llmlab.architectures.llama import Llama
 from llmlab.formulas.memory.activations import block_saved, per_device
 from llmlab.formulas.memory.moments import training_moments
-from llmlab.formulas.share import share_of
+from llmlab.formulas.memory.share import share_of
 from llmlab.techniques import tensor_parallel
 from llmlab.techniques.context_parallel import ring_attention
 

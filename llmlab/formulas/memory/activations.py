@@ -15,8 +15,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...specs.run import Training
-from ..share import Share, adapted
 from .scores import kept_scores
+from .share import Share, adapted
 
 FUSED = ("gelu", "gelu_pytorch_tanh", "relu", "silu")  # activation functions that are one operator of PyTorch
 

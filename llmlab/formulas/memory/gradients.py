@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..share import Share
 from .fsdp import uses_fsdp
+from .share import Share
 from .states import States, block_parameters, device_parameters
 
 

@@ -16,11 +16,11 @@ from typing import NamedTuple
 from ...hardware.gpu import GPU
 from ...specs.model import ModelSpec
 from ...specs.run import Training
-from ..share import Share, share_of
 from .activations import block_saved, checkpointed, per_device
 from .fsdp import uses_fsdp
 from .gradients import Gradients, bucket_bytes, gradients
 from .scores import causal_mask, forward_scores
+from .share import Share, share_of
 from .states import States, states
 from .temporaries import (
     BlockBackward,

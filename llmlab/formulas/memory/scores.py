@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..share import Share, unmasked_layers
+from .share import Share, unmasked_layers
 
 
 def score_elements(share: Share) -> int:

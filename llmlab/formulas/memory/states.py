@@ -7,9 +7,9 @@ from typing import NamedTuple
 from ...specs.model import ModelSpec
 from ...specs.run import Training
 from ...specs.stages import stage_layers
-from ..share import adapted
 from .fsdp import NONE, Parts, Units, sharded_experts, units, uses_fsdp
 from .precision import PRECISION, Bytes, state_bytes, weight_bytes
+from .share import adapted
 
 
 class States(NamedTuple):

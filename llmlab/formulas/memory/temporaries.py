@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..share import Share
 from .fsdp import uses_fsdp
 from .scores import backward_scores
+from .share import Share
 from .states import States, expert_tensor
 
 

@@ -16,7 +16,7 @@ from ...hardware.gpu import GPU
 from ...specs.model import ModelSpec
 from ...specs.parameters import Linear
 from ...specs.run import Inference, Run, Training
-from ..share import adapted, attention_kernel
+from ..memory.share import adapted, attention_kernel
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from ...hardware.gpu import GPU
 from ...specs.model import ModelSpec
 from ...specs.run import Inference, Precision, Run, Training
 from ..memory.activations import FUSED, block_saved
+from ..memory.share import adapted, share_of
 from ..memory.states import block_parameters, states
-from ..share import adapted, share_of
 from .efficiency import Efficiency, efficiency
 from .flops import flops
 from .offload import offloaded_step

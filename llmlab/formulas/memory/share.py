@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..hardware.gpu import GPU
-from ..specs.model import ModelSpec
-from ..specs.parameters import Linear
-from ..specs.run import Inference, Run, Training
-from ..specs.stages import stage_layers
-from .memory.precision import PRECISION, Bytes
+from ...hardware.gpu import GPU
+from ...specs.model import ModelSpec
+from ...specs.parameters import Linear
+from ...specs.run import Inference, Run, Training
+from ...specs.stages import stage_layers
+from .precision import PRECISION, Bytes
 
 # With a quantized model peft keeps in fp32 what is not quantized, and each quantized linear returns fp32.
 AROUND_QUANTIZED = {
