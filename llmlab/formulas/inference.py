@@ -5,9 +5,11 @@ from __future__ import annotations
 from ..hardware.gpu import GPU
 from ..specs.model import ModelSpec
 from ..specs.run import Inference
-from .memory.activations import FUSED, attention_kernel
+from .memory.activations import FUSED
 from .memory.moments import Moment
 from .memory.precision import weight_bytes
+from .memory.share import attention_kernel
+from .memory.states import stored_bytes
 
 KV_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "fp8": 8, "int8": 8, "int4": 4}
 # Elements that share a scale and a zero point, 2 bytes each, in int8 and int4 (FlexGen, arXiv 2303.06865, section 4;
@@ -40,10 +42,7 @@ def loaded_bytes(spec: ModelSpec, run: Inference) -> int:
     """Return the bytes of all weights on one device; nf4 and int8 leave embedding, head, norms and router in 16 bit."""
     if run.weights not in ("nf4", "int8"):
         return weight_bytes(run.weights, spec.parameters, 0) // run.tp
-    linears = [x for x in spec.linears if x.part not in ("head", "router")]
-    quantized = sum(x.count * x.inputs * x.outputs for x in linears)
-    rows = sum(x.count * x.outputs for x in linears)
-    return (weight_bytes(run.weights, quantized, rows) + 2 * (spec.parameters - quantized)) // run.tp
+    return stored_bytes(spec, run.weights, spec.parameters, 2) // run.tp
 
 
 def inference_moments(spec: ModelSpec, run: Inference, gpu: GPU | None) -> list[Moment]:

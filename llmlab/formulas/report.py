@@ -14,7 +14,8 @@ from ..specs.model import ModelLike, ModelSpec
 from ..specs.model import model as find_model
 from ..specs.run import Run, Training
 from .inference import inference_moments
-from .memory.moments import Moment, amounts, moments, training_moments
+from .memory.moments import Moment, amounts, moments
+from .memory.share import share_of
 from .serving import FRACTION, serving
 from .time.distributed import Step, step
 from .time.flops import flops
@@ -28,54 +29,39 @@ def estimated(model: ModelLike, run: Run, gpu: GPU | str | None, cluster: Cluste
     cpu = isinstance(gpu, str) and gpu.lower() == "cpu"
     card = None if gpu is None or cpu else find_gpu(gpu)
     check(spec, run, card)
-    detail = {}
-    if isinstance(run, Training):
-        of = amounts(spec, run, card, cpu)
-        stages = [moments(of), *(training_moments(spec, run, card, cpu, stage) for stage in range(1, run.pp))]
-        detail = {"activations": of.kinds}  # what the blocks keep at the end of forward
-    else:
-        stages = [inference_moments(spec, run, card)]
-    totals = [[moment.total for moment in each] for each in stages]
+    stages, detail = _stages(spec, run, card, cpu)
+    totals = [[moment.total for moment in stage] for stage in stages]
     peaks = [max(each) for each in totals]
     peak = stages[0][totals[0].index(peaks[0])]
     phases: dict[str, int] = {}
     for moment, total in zip(stages[0], totals[0], strict=True):
         phases[moment.phase] = max(phases.get(moment.phase, 0), total)
-    capacity = card.memory if card else None
-    outcome: Outcome = "unknown"
-    where: str | None = None
-    needed: int | None = None
-    margin: tuple[str, ...] = ()
-    if card is not None:
-        found = verdict(max(peaks), card, run.world_size)
-        outcome, margin = found.outcome, _margin_note(found, run, card)
-        if margin:
-            outcome = "unknown"
-        if outcome == "out of memory":
-            where, needed = _first_over(stages, totals, card.room(run.world_size)), found.least
-    counted = flops(spec, run, card, cpu)
-    seconds, taken = _seconds(spec, run, card, cluster)
+    fit = verdict(max(peaks), card, run.world_size) if card else Verdict("unknown", 0, 0)
+    margin = _margin_note(fit, run, card)
+    outcome: Outcome = "unknown" if margin else fit.outcome
+    over = outcome == "out of memory"
+    seconds, time_note = _seconds(spec, run, card, cluster)
     return Report(
         source="estimated",
         model=spec.name,
         run=run,
         gpu=card.name if card else ("cpu" if cpu else None),
         outcome=outcome,
-        where=where,
+        where=_first_over(stages, totals, card.room(run.world_size)) if card and over else None,
         peak_allocated=peaks[0],
-        needed=needed,
-        capacity=capacity,
+        needed=fit.least if over else None,
+        capacity=card.memory if card else None,
         phases=phases,
         parts={part: size for part, size in peak.parts.items() if size},
         detail=detail,
-        flops=counted.total // run.world_size,
+        flops=flops(spec, run, card, cpu).total // run.world_size,
         step_seconds=seconds,
         tokens_per_second=tokens_of(run) / seconds if seconds else None,
         mfu=mfu(spec, run, card, seconds) if seconds and card else None,
         notes=(
             f"The peak is in {peak.phase}: {peak.name}.",
             *_stage_note(peaks),
-            *taken,
+            *time_note,
             *_context_note(card),
             *margin,
             *_service_note(spec, run, card),
@@ -83,21 +69,31 @@ def estimated(model: ModelLike, run: Run, gpu: GPU | str | None, cluster: Cluste
     )
 
 
+def _stages(
+    spec: ModelSpec, run: Run, card: GPU | None, cpu: bool
+) -> tuple[list[list[Moment]], dict[str, dict[str, int]]]:
+    """Return the moments of every pipeline stage, and what the first one's blocks keep at the end of forward."""
+    if not isinstance(run, Training):
+        return [inference_moments(spec, run, card)], {}
+    first, *others = (amounts(share_of(spec, run, card, cpu, stage)) for stage in range(run.pp))
+    return [moments(first), *map(moments, others)], {"activations": first.kept.kinds}
+
+
 def _seconds(
     spec: ModelSpec, run: Run, card: GPU | None, cluster: Cluster | None
 ) -> tuple[float | None, tuple[str, ...]]:
-    """Return the seconds of a step, and on several devices what they consist of."""
+    """Return the seconds of a step, and, on several devices, a note of what they consist of."""
     if card is None or not isinstance(run, Training) or run.world_size == 1:
         return step_seconds(spec, run, card), ()
     try:
         nodes = cluster or _nodes(card)
-        found = step(spec, run, card, nodes)
+        terms = step(spec, run, card, nodes)
     except NotAvailable as error:
         return None, (f"Time is not known: {error}.",)
     between = ""
     if nodes.across and run.world_size > nodes.gpus:
         between = f", {nodes.adapters} × {nodes.across.name} a node"
-    return found.seconds, (f"Time: {_terms(found)}; {nodes.gpus} GPUs a node on {nodes.inside.name}{between}.",)
+    return terms.seconds, (f"Time: {_shown(terms)}; {nodes.gpus} GPUs a node on {nodes.inside.name}{between}.",)
 
 
 def _nodes(card: GPU) -> Cluster:
@@ -108,10 +104,9 @@ def _nodes(card: GPU) -> Cluster:
         return Cluster(node_link(card))
 
 
-def _terms(found: Step) -> str:
+def _shown(step: Step) -> str:
     terms = ("compute", "tensor", "context", "experts", "pipeline", "bubble", "data", "update")
-    shown = {term: getattr(found, term) for term in terms}
-    return ", ".join(f"{term} {show_seconds(value)}" for term, value in shown.items() if value)
+    return ", ".join(f"{term} {show_seconds(value)}" for term in terms if (value := getattr(step, term)))
 
 
 def _stage_note(peaks: list[int]) -> tuple[str, ...]:
@@ -129,8 +124,10 @@ def _context_note(card: GPU | None) -> tuple[str, ...]:
     return (f"The context that a process takes on {card.name} is not known; {between}.",)
 
 
-def _margin_note(found: Verdict, run: Run, card: GPU) -> tuple[str, ...]:
-    """Say why the formula cannot tell whether the run fits; nothing where it can."""
+def _margin_note(found: Verdict, run: Run, card: GPU | None) -> tuple[str, ...]:
+    """Say why the formula cannot tell whether the run fits; nothing where it can, or where there is no card."""
+    if card is None:
+        return ()
     if found.outcome == "out of memory" and isinstance(run, Training) and run.compile:
         return ("Too large as counted, in eager mode; what a compiled step fuses away may make it fit.",)
     if found.outcome != "unknown":

@@ -53,6 +53,16 @@ class ModelSpec(Sizes):
         return linears(self)
 
     @cached_property
+    def block_linears(self) -> tuple[Linear, ...]:
+        """The linears of the blocks: all but the head."""
+        return tuple(linear for linear in self.linears if linear.part != "head")
+
+    @cached_property
+    def block_linear_elements(self) -> int:
+        """Elements of the blocks' linear weights, which autocast casts and quantization packs."""
+        return sum(linear.elements for linear in self.block_linears)
+
+    @cached_property
     def _components(self) -> dict[str, int]:
         return components(self, self.linears)
 

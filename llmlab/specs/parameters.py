@@ -29,6 +29,11 @@ class Linear:
     part: str
 
     @property
+    def elements(self) -> int:
+        """Elements of all `count` matrices, without biases."""
+        return self.count * self.inputs * self.outputs
+
+    @property
     def parameters(self) -> int:
         """Parameters of all `count` of them, biases included."""
         return self.count * self.outputs * (self.inputs + self.bias)
@@ -54,7 +59,7 @@ def linears(spec: Sizes) -> tuple[Linear, ...]:
 
 
 def _attention(spec: Sizes) -> list[Linear]:
-    h, q, kv, L = spec.hidden, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.layers
+    h, q, kv, L = spec.hidden, spec.query_width, spec.key_width, spec.layers
     if spec.fused_qkv:
         qkv, out = ("c_attn", "c_proj") if spec.family == "gpt2" else ("qkv_proj", "o_proj")
         inputs = [Linear(qkv, h, q + 2 * kv, spec.qkv_bias, L, "attention")]
@@ -69,7 +74,7 @@ def _latent_attention(spec: Sizes) -> list[Linear]:
     """DeepSeek-V2, arXiv 2405.04434, section 2.1: down to a latent, and up to all heads from it."""
     m, h, L = spec.mla, spec.hidden, spec.layers
     assert m is not None
-    q, kv = spec.heads * spec.head_dim, spec.heads * (m.qk_nope_head_dim + m.v_head_dim)
+    q, kv = spec.query_width, spec.heads * (m.qk_nope_head_dim + m.v_head_dim)
     if m.q_lora_rank is None:
         queries = [Linear("q_proj", h, q, False, L, "attention")]
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from .shape import MLA
 
@@ -53,6 +54,21 @@ class Sizes:
     shared_experts: int = field(init=False, default=0)
     dense_layers: int = field(init=False, default=0)
     mla: MLA | None = field(init=False, default=None)
+
+    @cached_property
+    def query_width(self) -> int:
+        """Features of all query heads together, Q."""
+        return self.heads * self.head_dim
+
+    @cached_property
+    def key_width(self) -> int:
+        """Features of all key heads together, K; values are as wide, but with latent attention."""
+        return self.kv_heads * self.head_dim
+
+    @cached_property
+    def token_mlp_width(self) -> int:
+        """Width of the MLP that one token goes through: of all its routed experts together, or of the dense MLP."""
+        return self.experts_per_token * self.moe_intermediate if self.experts else self.intermediate
 
     @property
     def moe_layers(self) -> int:

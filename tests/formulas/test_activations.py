@@ -4,7 +4,7 @@ import pytest
 
 import llmlab as lab
 from llmlab.formulas.memory.activations import block_saved, korthikanti_block, per_device
-from llmlab.formulas.memory.precision import PRECISION
+from llmlab.formulas.memory.share import share_of
 
 S, B, H, A = 1024, 2, 768, 12
 
@@ -17,8 +17,8 @@ def megatron_like(**changes) -> lab.ModelSpec:
 
 
 def kept(run: lab.Training, spec: lab.ModelSpec | None = None) -> int:
-    """Bytes one block keeps, without the two fp32 statistics a token of its two norms, which the paper leaves out."""
-    saved = block_saved(spec or megatron_like(), run, PRECISION[run.precision])
+    """Bytes one block keeps, without the two fp32 statistics per token of its two norms, which the paper leaves out."""
+    saved = block_saved(share_of(spec or megatron_like(), run))
     statistics = 2 * 8 * S * B // (run.tp if run.sequence_parallel else 1)
     return sum(per_device(saved, run).values()) - statistics
 

@@ -12,7 +12,7 @@ import llmlab as lab
 from llmlab.architectures.llama import Llama
 from llmlab.formulas.memory.activations import block_saved, per_device
 from llmlab.formulas.memory.moments import training_moments
-from llmlab.formulas.memory.precision import PRECISION
+from llmlab.formulas.memory.share import share_of
 from llmlab.techniques import tensor_parallel
 from llmlab.techniques.context_parallel import ring_attention
 
@@ -45,7 +45,7 @@ def kept(run: lab.Training, layers: int) -> int:
 def test_chapter_14s_own_parallelism_keeps_what_the_formula_says_to_the_byte(cut):
     """With sequence parallelism the inputs of the two pairs are whole on every rank: they are kept as gathered."""
     run = replace(RUN, **cut)
-    estimated = per_device(block_saved(lab.model(LLAMA), run, PRECISION["bf16"], lab.gpu(CARD)), run)
+    estimated = per_device(block_saved(share_of(lab.model(LLAMA), run, lab.gpu(CARD))), run)
     assert kept(run, 3) - kept(run, 1) == pytest.approx(2 * sum(estimated.values()), abs=64)  # seeds, offsets
     inputs = 2 * 2 * RUN.tokens * LLAMA["hidden_size"]
     assert estimated["linear inputs"] == inputs // run.cp

@@ -11,27 +11,26 @@ and buffers.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 from ...hardware.gpu import GPU
 from ...specs.model import ModelSpec
 from ...specs.run import Training
-from ...specs.stages import stage_layers
-from .activations import attention_kernel, block_saved, checkpointed, keeps_scores, per_device
+from .activations import block_saved, checkpointed, per_device
 from .fsdp import uses_fsdp
-from .gradients import Gradients, buckets, gradients
-from .precision import PRECISION
+from .gradients import Gradients, bucket_bytes, gradients
+from .scores import causal_mask, forward_scores
+from .share import Share, share_of
 from .states import States, states
 from .temporaries import (
+    BlockBackward,
+    LossBytes,
     block_backward,
     cast_weights,
-    causal_mask,
     dequantized,
-    logits_bytes,
+    loss_bytes,
     optimizer_temporaries,
     outer_activations,
-    scores_forward,
 )
 
 
@@ -47,31 +46,52 @@ class Moment(NamedTuple):
         return sum(self.parts.values())
 
 
+class Kept(NamedTuple):
+    """Bytes of activations that are kept for backward, of all micro-batches in flight unless it says otherwise."""
+
+    total: int  # all of them, at the end of forward
+    outside: int  # those outside of the blocks
+    block: int  # those of one block and one micro-batch
+    last_block: int  # what is left of them when the last block's backward begins
+    kinds: dict[str, int]  # those of the blocks, by kind
+    recomputed: int  # what a checkpointed block makes again for its backward
+
+
+class Casts(NamedTuple):
+    """Bytes of the half copies that autocast makes of weights."""
+
+    block: int  # of one block
+    blocks: int  # of all blocks: alive until forward is over
+    kept: int  # what of them backward still has: all of them, or none where it makes them again
+    head: int
+
+    @property
+    def first_backward(self) -> int:
+        """Those alive in the first block of backward."""
+        return self.kept or self.block
+
+    @property
+    def second_backward(self) -> int:
+        """Those that are kept when backward is done with its first block."""
+        return max(0, self.kept - self.block)
+
+
 class Amounts(NamedTuple):
     """What the moments of a step are sums of: bytes on one device."""
 
-    held: States
-    always: dict[str, int]  # what lasts, by part
+    resident_bytes: dict[str, int]  # what stays from step to step, by part
+    states: States
+    gradients: Gradients
+    kept: Kept
+    casts: Casts
+    loss: LossBytes
+    backward: BlockBackward
+    forward_scores: int  # attention's temporaries in forward
+    between: int  # temporaries anywhere between first and last block: the causal mask, a dequantized weight
+    update: int  # temporaries of the update
+    gathered_part: str  # the part of the report that FSDP2's gathered weights belong to
     layers: int
     sharded: bool  # by FSDP2
-    gathers: str  # the part that FSDP2's gathered weights are
-    kinds: dict[str, int]  # what blocks keep for backward, of all micro-batches in flight, by kind
-    activations: int  # all that is kept for backward
-    outer: int  # what of it is kept outside of blocks
-    kept: int  # what one block keeps of one micro-batch
-    last: int  # what is left when the last block's backward begins
-    recomputed: int  # what a checkpointed block makes again
-    working: int  # other temporaries of the block whose backward runs, and gradients that it has made
-    worked: int
-    scores: int  # attention's temporaries in forward
-    passing: int  # the causal mask, a dequantized weight
-    block_casts: int  # half copies of weights: of all blocks in forward, of those that wait for backward, of one
-    waiting_casts: int
-    casts: int
-    head_casts: int
-    logits: tuple[int, int, int, int]
-    gradients: Gradients
-    updating: int  # temporaries of the update
 
 
 def training_moments(
@@ -82,166 +102,174 @@ def training_moments(
     In 1F1B stage s keeps the activations of pp - s micro-batches in flight (arXiv 2104.04473, section 2.2); the last
     has the logits.
     """
-    return moments(amounts(spec, run, gpu, cpu, stage))
+    return moments(amounts(share_of(spec, run, gpu, cpu, stage)))
 
 
 def moments(of: Amounts) -> list[Moment]:
     """Return the moments that these amounts make."""
-    loaded = {**of.always, "optimizer": 0, "workspace": 0}
-    if of.gathers == "weights":
-        loaded["weights"] = 4 * of.held.trained
+    loaded = {**of.resident_bytes, "optimizer": 0, "workspace": 0}
+    if of.gathered_part == "weights":
+        loaded["weights"] = 4 * of.states.trained
     return [
         Moment("load", "weights loaded", loaded),
         *(_gathering(of) if of.sharded else ()),
         *_forward(of),
         *_backward(of),
         *(_reducing(of) if of.sharded else ()),
-        _moment(of, "optimizer", "the update", other=of.updating, logits=of.logits[3],
-                gradients=of.gradients.stepped),
-    ]  # fmt: skip
+        _moment(of, "optimizer", "the update", other=of.update, logits=of.loss.after, gradients=of.gradients.update),
+    ]
 
 
 def _moment(of: Amounts, phase: str, name: str, gathered: int = 0, other: int = 0, **parts: int) -> Moment:
-    found = {**of.always, **parts}
+    """Return the moment of what is resident, `gathered` weights, `other` temporaries, and the `parts` named."""
+    found = {**of.resident_bytes, **parts}
     found["other"] += other
-    found[of.gathers] += gathered
+    found[of.gathered_part] += gathered
     return Moment(phase, name, found)
 
 
 def _forward(of: Amounts) -> list[Moment]:
-    units, earlier = of.held.units, of.gradients.earlier
-    gathered, casts = units.whole + units.block, of.block_casts + of.head_casts
+    units, kept, accumulated = of.states.units, of.kept, of.gradients.accumulated
+    gathered, casts = units.resident + units.block, of.casts.blocks + of.casts.head
     return [
-        _moment(of, "forward", "attention in the last block", gathered + units.ahead, other=of.passing + of.scores,
-                gradients=earlier, activations=of.activations - of.outer + casts),
-        _moment(of, "forward", "the loss", gathered, other=of.passing,
-                gradients=earlier, activations=of.activations + casts, logits=of.logits[0]),
+        _moment(of, "forward", "attention in the last block", gathered + units.prefetched,
+                other=of.between + of.forward_scores, gradients=accumulated,
+                activations=kept.total - kept.outside + casts),
+        _moment(of, "forward", "the loss", gathered, other=of.between,
+                gradients=accumulated, activations=kept.total + casts, logits=of.loss.forward),
     ]  # fmt: skip
 
 
 def _gathering(of: Amounts) -> list[Moment]:
     """Return the moments in which FSDP2's forward copies a unit's weights out of what was gathered: the output of the
     all-gather before it is there too."""
-    units, earlier = of.held.units, of.gradients.earlier
+    units, kept, accumulated = of.states.units, of.kept, of.gradients.accumulated
+    activations = kept.total - kept.outside - kept.block + of.casts.blocks - of.casts.block
     return [
-        _moment(of, "forward", "the first block gathered", 2 * (units.outside + units.block), gradients=earlier),
-        _moment(of, "forward", "the last block gathered", units.whole + units.ahead + 2 * units.block,
-                other=of.passing, gradients=earlier,
-                activations=of.activations - of.outer - of.kept + of.block_casts - of.casts),
+        _moment(of, "forward", "the first block gathered", 2 * (units.outside + units.block), gradients=accumulated),
+        _moment(of, "forward", "the last block gathered", units.resident + units.prefetched + 2 * units.block,
+                other=of.between, gradients=accumulated, activations=activations),
     ]  # fmt: skip
 
 
 def _backward(of: Amounts) -> list[Moment]:
-    units, grads, logits = of.held.units, of.gradients, of.logits[3]
-    gathered = units.whole + units.ahead
-    begun = of.activations + of.waiting_casts
-    casts = of.waiting_casts or of.casts
+    units, grads, kept, casts, logits = of.states.units, of.gradients, of.kept, of.casts, of.loss.after
+    gathered = units.resident + units.prefetched
+    activations = kept.total + casts.kept
+    working = of.between + of.backward.temporaries
     return [
-        _moment(of, "backward", "the loss's gradient", gathered, other=of.passing,
-                gradients=grads.earlier, activations=begun + of.head_casts, logits=of.logits[1]),
-        _moment(of, "backward", "the head's gradient", gathered, other=of.passing,
-                gradients=grads.earlier + grads.head, activations=begun, logits=of.logits[2]),
-        _moment(of, "backward", "the first block of backward", gathered + units.ahead, other=of.passing + of.working,
-                gradients=grads.begun + of.worked, activations=of.activations + of.recomputed + casts, logits=logits),
+        _moment(of, "backward", "the loss's gradient", gathered, other=of.between, gradients=grads.accumulated,
+                activations=activations + casts.head, logits=of.loss.gradient),
+        _moment(of, "backward", "the head's gradient", gathered, other=of.between,
+                gradients=grads.accumulated + grads.head, activations=activations, logits=of.loss.head),
+        _moment(of, "backward", "the first block of backward", gathered + units.prefetched, other=working,
+                gradients=grads.after_head + of.backward.gradients,
+                activations=kept.total + kept.recomputed + casts.first_backward, logits=logits),
         _moment(of, "backward", "the last block of backward", units.outside + units.block,
-                other=units.block_reduced + of.passing + of.working,
-                gradients=grads.made + of.worked, activations=of.last + of.recomputed + of.casts, logits=logits),
-        _moment(of, "backward", "the embedding's gradient", units.outside, other=units.block_reduced + grads.besides,
-                gradients=grads.stored, logits=logits),
+                other=units.block_reduction + working, gradients=grads.stored.before_last + of.backward.gradients,
+                activations=kept.last_block + kept.recomputed + casts.block, logits=logits),
+        _moment(of, "backward", "the embedding's gradient", units.outside,
+                other=units.block_reduction + grads.embedding, gradients=grads.stored.after_blocks, logits=logits),
     ]  # fmt: skip
 
 
 def _reducing(of: Amounts) -> list[Moment]:
     """Return the moments in which FSDP2 reduces gradients: a unit's, and their copies, of all ranks, side by side."""
-    units, grads, logits = of.held.units, of.gradients, of.logits[3]
+    units, grads, logits = of.states.units, of.gradients, of.loss.after
     # The first block's activations are gone, and its weights.
-    later = of.activations - of.kept + (of.waiting_casts and of.waiting_casts - of.casts)
-    gathered = units.whole + (units.ahead or -units.block)
-    both = units.block_gradients + units.block_reduced
+    activations = of.kept.total - of.kept.block + of.casts.second_backward
+    gathered = units.resident + (units.prefetched or -units.block)
+    reducing = units.block_gradients + units.block_reduction
     found = [
-        _moment(of, "backward", "the first block's gradients reduced", gathered, other=of.passing + both,
-                gradients=grads.begun, activations=later, logits=logits),
-        _moment(of, "backward", "the last block's gradients reduced", units.outside, other=both,
-                gradients=grads.made, logits=logits),
-        _moment(of, "backward", "the other gradients reduced",
-                other=units.outside_gradients + units.outside_reduced, gradients=grads.stored, logits=logits),
+        _moment(of, "backward", "the first block's gradients reduced", gathered, other=of.between + reducing,
+                gradients=grads.after_head, activations=activations, logits=logits),
+        _moment(of, "backward", "the last block's gradients reduced", units.outside, other=reducing,
+                gradients=grads.stored.before_last, logits=logits),
+        _moment(of, "backward", "the other gradients reduced", other=units.outside_gradients + units.outside_reduction,
+                gradients=grads.stored.after_blocks, logits=logits),
     ]  # fmt: skip
     if of.layers > 2:  # one with a reduction behind it and a block gathered, or still whole, before it
-        work = of.recomputed + (0 if of.waiting_casts else of.casts)
-        reduced = units.block_reduced + of.passing
+        gathered += units.prefetched
+        working = of.kept.recomputed + (0 if of.casts.kept else of.casts.block)
         found += [
-            _moment(of, "backward", "the second block of backward", gathered + units.ahead, other=reduced + of.working,
-                    gradients=grads.begun + of.worked, activations=later + work, logits=logits),
-            _moment(of, "backward", "the second block's gradients", gathered + units.ahead,
-                    other=reduced + units.block_gradients,
-                    gradients=grads.begun, activations=later - of.kept, logits=logits),
+            _moment(of, "backward", "the second block of backward", gathered,
+                    other=units.block_reduction + of.between + of.backward.temporaries,
+                    gradients=grads.after_head + of.backward.gradients, activations=activations + working,
+                    logits=logits),
+            _moment(of, "backward", "the second block's gradients", gathered, other=of.between + reducing,
+                    gradients=grads.after_head, activations=activations - of.kept.block, logits=logits),
             _moment(of, "backward", "the last but one block's gradients", units.outside + 2 * units.block,
-                    other=reduced + units.block_gradients, gradients=grads.before, activations=of.last, logits=logits),
+                    other=of.between + reducing, gradients=grads.stored.before_last_two,
+                    activations=of.kept.last_block, logits=logits),
         ]  # fmt: skip
     return found
 
 
-def amounts(spec: ModelSpec, run: Training, gpu: GPU | None, cpu: bool = False, stage: int = 0) -> Amounts:
-    """Return the amounts of a step as `training_moments` takes them."""
-    b = PRECISION[run.precision]
-    if run.quantization and not run.precision.startswith("autocast"):
-        b = replace(b, residual=4, compute=4)  # the rest is fp32, and each quantized linear returns fp32
-    held, sharded = states(spec, run, stage), uses_fsdp(run)
-    first, last = stage == 0, stage == run.pp - 1
-    layers = stage_layers(spec.layers, run.pp)[stage]
-    in_flight = micro_batches_in_flight(run, stage)
-    block = per_device(block_saved(spec, run, b, gpu, cpu), run)
-    kernel = attention_kernel(spec, run, gpu, cpu)
-    checkpoints = checkpointed(spec, run, b, kernel) if run.checkpointing else block
-    kept, blocks = sum(checkpoints.values()), layers * in_flight
-    outer = outer_activations(spec, run, b, first, last, cpu) * in_flight
-    casts = cast_weights(spec, run, b)
-    written = kernel if keeps_scores(spec, run, gpu, cpu) else ""
-    working, worked = block_backward(spec, run, b, block, written)
+def amounts(share: Share) -> Amounts:
+    """Return the bytes that the moments of a step are made of."""
+    run, gpu, sharded = share.run, share.gpu, uses_fsdp(share.run)
+    held = states(share.spec, run, share.stage)
+    block = per_device(block_saved(share), run)
     # FSDP2's fp32 shards are the master copy; the half weights are what is gathered of them.
-    gathers = "weights" if sharded and b.master and not run.lora else "other"
-    # peft makes the embedding's output a leaf, so that checkpointing has something to differentiate: it and its
-    # gradient outlive backward.
-    leaf = 2 * run.tokens * spec.hidden * b.residual if run.lora and run.checkpointing else 0
-    grads = gradients(spec, run, b, held, stage)
+    master_shards = sharded and share.bytes.master and not run.lora
+    grads = gradients(share, held)
     return Amounts(
-        held=held,
-        always={
-            "weights": 0 if gathers == "weights" else held.shard if sharded else held.weights,
+        resident_bytes={
+            "weights": 0 if master_shards else held.shard if sharded else held.weights,
             "optimizer": held.optimizer,
             "gradients": 0,  # these three come and go
             "activations": 0,
             "logits": 0,
-            # cuBLAS takes a workspace a handle, and the autograd thread has its own handle; both stay.
+            # cuBLAS takes one workspace per handle, and the autograd thread has a handle of its own; both stay.
             "workspace": 2 * (gpu.cublas_workspace or 0) if gpu else 0,
-            "other": buckets(run, b, held),
+            "other": bucket_bytes(share, held),
         },
-        layers=layers,
-        sharded=sharded,
-        gathers=gathers,
-        kinds={kind: size * blocks for kind, size in checkpoints.items() if size},
-        activations=kept * blocks + outer,
-        outer=outer,
-        kept=kept,
-        last=kept * (layers * (in_flight - 1) + 1),
-        # The block at work is whole again; what selective checkpointing kept of it is not made twice.
-        recomputed=sum(block.values()) - checkpoints.get("matmul outputs", 0) if run.checkpointing else 0,
-        working=working,
-        worked=worked,
-        scores=scores_forward(spec, run, b, written),
-        passing=dequantized(spec, run) + causal_mask(spec, run, b),
-        block_casts=casts * layers,
-        waiting_casts=0 if run.checkpointing else casts * layers,
-        casts=casts,
-        head_casts=spec.vocab * spec.hidden * b.compute // run.tp if last and b.residual != b.compute else 0,
-        logits=logits_bytes(spec, run, b) if last else (0, 0, 0, 0),
+        states=held,
         gradients=grads,
-        updating=max(grads.last_cast, leaf + optimizer_temporaries(spec, run, b, held, cpu)),
+        kept=_kept(share, block),
+        casts=_casts(share),
+        loss=loss_bytes(share),
+        backward=block_backward(share, block.get("mlp", 0)),
+        forward_scores=forward_scores(share),
+        between=dequantized(share) + causal_mask(share),
+        update=max(grads.update_casts, _checkpointed_leaf(share) + optimizer_temporaries(share, held)),
+        gathered_part="weights" if master_shards else "other",
+        layers=share.layers,
+        sharded=sharded,
     )
 
 
+def _kept(share: Share, block: dict[str, int]) -> Kept:
+    """Return what is kept for backward, where a block without checkpointing keeps `block`."""
+    run, in_flight = share.run, micro_batches_in_flight(share.run, share.stage)
+    kept = checkpointed(share) if run.checkpointing else block
+    size, outside = sum(kept.values()), outer_activations(share) * in_flight
+    return Kept(
+        total=size * share.layers * in_flight + outside,
+        outside=outside,
+        block=size,
+        last_block=size * (share.layers * (in_flight - 1) + 1),
+        kinds={kind: each * share.layers * in_flight for kind, each in kept.items() if each},
+        # The block at work is whole again; what selective checkpointing kept of it is not made twice.
+        recomputed=sum(block.values()) - kept.get("matmul outputs", 0) if run.checkpointing else 0,
+    )
+
+
+def _casts(share: Share) -> Casts:
+    spec, run, block = share.spec, share.run, cast_weights(share)
+    head = spec.vocab * spec.hidden * share.bytes.compute // run.tp if share.last and share.autocast else 0
+    return Casts(block, block * share.layers, 0 if run.checkpointing else block * share.layers, head)
+
+
+def _checkpointed_leaf(share: Share) -> int:
+    """Return the bytes that outlive backward with adapters and checkpointing: peft makes the embedding's output a leaf,
+    so that checkpointing has something to differentiate; it and its gradient stay."""
+    run = share.run
+    return 2 * run.tokens * share.spec.hidden * share.bytes.residual if run.lora and run.checkpointing else 0
+
+
 def micro_batches_in_flight(run: Training, stage: int = 0) -> int:
-    """Return how many micro-batches' activations a stage holds at most, in 1F1B: pp - stage, if there are as many.
+    """Return how many micro-batches' activations a stage keeps at most, in 1F1B: pp - stage, if there are as many.
 
     >>> [micro_batches_in_flight(Training(pp=4, accumulation=8), stage) for stage in range(4)]
     [4, 3, 2, 1]

@@ -1,4 +1,4 @@
-"""Bytes an element, by precision and by optimizer: the table behind "how many bytes does a parameter take?".
+"""Bytes per element, by precision and by optimizer: the table behind "how many bytes does a parameter take?".
 
 >>> [bytes_per_parameter(p) for p in ("fp32", "autocast-bf16", "mixed-bf16", "bf16")]
 [16.0, 16.0, 16.0, 8.0]
@@ -38,7 +38,7 @@ STATE8_BLOCK = 256  # elements that share one fp32 scale (bitsandbytes optim/opt
 
 
 def weight_bytes(dtype: str, elements: int, rows: int) -> int:
-    """Return the bytes of `elements` weights stored in `dtype`; int8 keeps one fp32 scale a row, `rows` of them."""
+    """Return the bytes of `elements` weights stored in `dtype`; int8 keeps one fp32 scale per row, of `rows` rows."""
     if dtype == "nf4":
         return -(-elements // 2) + 4 * -(-elements // NF4_BLOCK)
     if dtype == "int8":
@@ -51,7 +51,7 @@ def state_bytes(optimizer: str, state: int, parameters: int, factored: int) -> i
 
     `state` is the bytes of one state element; `factored` the rows + columns of every matrix (plus every vector), which
     is all that Adafactor keeps (arXiv 1804.04235, section 3). adamw keeps two moments (1711.05101); lion one
-    (2302.06675); adamw-8bit two of one byte with an fp32 scale a block (2110.02861, section 2.1); sgd, without
+    (2302.06675); adamw-8bit two of one byte with an fp32 scale per block (2110.02861, section 2.1); sgd, without
     momentum, none.
     """
     if optimizer == "adamw":
@@ -64,7 +64,7 @@ def state_bytes(optimizer: str, state: int, parameters: int, factored: int) -> i
 
 
 def bytes_per_parameter(precision: str, optimizer: str = "adamw") -> float:
-    """Return weights + gradient + states + master copy in bytes a parameter, before activations."""
+    """Return weights + gradient + states + master copy in bytes per parameter, before activations."""
     b = PRECISION[precision]
-    many = 1 << 20  # parameters enough that a block's scale is shared fully
+    many = 1 << 20  # so many parameters that all blocks are full, and each scale is shared by a whole one
     return b.weights + b.gradients + b.master + state_bytes(optimizer, b.states, many, factored=0) / many

@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer states: what one device holds for as long as training lasts."""
+"""Weights, gradients and optimizer states: what stays on one device for as long as training lasts."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from typing import NamedTuple
 from ...specs.model import ModelSpec
 from ...specs.run import Training
 from ...specs.stages import stage_layers
-from .fsdp import Units, sharded_experts, units, uses_fsdp
+from .fsdp import NONE, Parts, Units, sharded_experts, units, uses_fsdp
 from .precision import PRECISION, Bytes, state_bytes, weight_bytes
+from .share import adapted
 
 
 class States(NamedTuple):
-    """What stays on one device for as long as training lasts, in bytes, and the gradients of one step."""
+    """Bytes that stay on one device for as long as training lasts, and the gradients of one step."""
 
     weights: int
     gradients: int
     optimizer: int
-    trained: int  # parameters trained on this device
-    shard: int  # weights where FSDP2 keeps no more than its shard: beside whole ones with zero=2
+    trained: int  # parameters that this device's optimizer steps
+    shard: int  # weights, where FSDP2 keeps only its shard: with zero=2 beside whole ones
     units: Units
 
 
@@ -28,49 +29,53 @@ def device_parameters(spec: ModelSpec, pp: int, stage: int, tp: int = 1, ep: int
     layers = stage_layers(spec.layers, pp)[stage]
     counts = {}
     for part, count in spec.parameters_by_component.items():
-        if part in ("embedding", "positions"):
-            # A tied head is a second copy of the embedding on the last stage.
-            held = first or (part == "embedding" and spec.tied and last)
-            counts[part] = count // (tp if part == "embedding" else 1) if held else 0
+        if part == "embedding":  # a tied head is a second copy of it, on the last stage
+            counts[part] = count // tp if first or (spec.tied and last) else 0
+        elif part == "positions":
+            counts[part] = count if first else 0
         elif part == "head":
             counts[part] = count // tp if last else 0
         else:
-            split = tp if part in ("attention", "mlp", "experts") else 1
-            counts[part] = count * layers // spec.layers // (split * (ep if part == "experts" else 1))
+            split = {"attention": tp, "mlp": tp, "experts": tp * ep}.get(part, 1)
+            counts[part] = count * layers // spec.layers // split
     return counts
 
 
-def _frozen_bytes(spec: ModelSpec, run: Training, counts: dict[str, int], b: Bytes) -> tuple[int, int]:
-    """Return the bytes of weights that are not trained, quantized where asked: of experts, and of all else.
+def stored_bytes(spec: ModelSpec, dtype: str, parameters: int, width: int) -> int:
+    """Return the bytes of `parameters` of a model, of which blocks' linears are in `dtype` and the others in `width`
+    bytes each: bitsandbytes quantizes every linear but the head."""
+    rows = sum(linear.count * linear.outputs for linear in spec.block_linears)
+    quantized = spec.block_linear_elements
+    return weight_bytes(dtype, quantized, rows) + width * (parameters - quantized)
 
-    bitsandbytes quantizes every linear but the head, and transformers' experts are three-dimensional parameters, no
-    linears; peft's prepare_model_for_kbit_training casts what is not quantized to fp32.
+
+def _weights(spec: ModelSpec, run: Training, counts: dict[str, int], b: Bytes) -> Parts:
+    """Return the bytes of the model's own weights, adapters left out.
+
+    transformers' experts are three-dimensional parameters, which bitsandbytes does not quantize; peft's
+    prepare_model_for_kbit_training casts what is not quantized to fp32.
     """
     experts = counts["experts"]
     dense = sum(counts.values()) - experts
     if run.quantization is None:
-        return experts * b.weights, dense * b.weights
-    quantized = rows = 0
-    for linear in spec.linears:
-        if linear.part != "head":
-            quantized += linear.count * linear.inputs * linear.outputs
-            rows += linear.count * linear.outputs
+        return Parts(experts * b.weights, dense * b.weights)
     whole = spec.parameters - spec.parameters_by_component["experts"]
-    stored = weight_bytes(run.quantization, quantized, rows) + 4 * (whole - quantized)
-    return 4 * experts, stored * dense // whole
+    return Parts(4 * experts, stored_bytes(spec, run.quantization, whole, 4) * dense // whole)
 
 
-def _shard(spec: ModelSpec, run: Training, experts: int, dense: int) -> int:
-    """Return what one rank keeps of two amounts that are sharded.
+def _shard(spec: ModelSpec, run: Training, whole: Parts) -> int:
+    """Return what one rank keeps of an amount that ZeRO shards; all of it where zero=0.
 
     Context-parallel ranks have the same parameters, and share them too (TorchTitan's mesh dp_shard_cp; Megatron-Core's
-    data-parallel group with context parallel). Experts are already spread over ep ranks: only the others hold the same.
+    data-parallel group with context parallel). Experts are already spread over ep ranks: only the others have the same.
     """
-    return int(experts * sharded_experts(spec, run)) + dense // (run.dp * run.cp)
+    if not run.zero:
+        return whole.total
+    return int(whole.experts * sharded_experts(spec, run)) + whole.dense // (run.dp * run.cp)
 
 
 def states(spec: ModelSpec, run: Training, stage: int = 0) -> States:
-    """Return what one device of pipeline stage `stage` holds of weights, gradients and optimizer states.
+    """Return the weights, gradients and optimizer states of one device of pipeline stage `stage`.
 
     ZeRO (arXiv 1910.02054, section 5): stage 1 divides the optimizer states (and the master copy) by dp, stage 2 also
     the gradients, stage 3 also the weights. What is offloaded is not on the device; of gradients one at a time is, for
@@ -78,50 +83,56 @@ def states(spec: ModelSpec, run: Training, stage: int = 0) -> States:
     """
     b = PRECISION[run.precision]
     counts = device_parameters(spec, run.pp, stage, run.tp, run.ep)
-    held = sum(counts.values())
-    experts, dense = _frozen_bytes(spec, run, counts, b)
+    parameters = sum(counts.values())
+    weights = _weights(spec, run, counts, b)
     # FSDP2's MixedPrecisionPolicy: fp32 shards, from which half weights are gathered.
-    wide = 2 if run.lora and b.master and uses_fsdp(run) else 1
-    shard = _shard(spec, run, wide * experts, wide * dense) if run.zero else experts + dense
+    widening = 2 if run.lora and b.master and uses_fsdp(run) else 1
+    shard = _shard(spec, run, Parts(widening * weights.experts, widening * weights.dense))
     if run.lora:
-        adapters = int(adapter_parameters(spec, run) * held / spec.parameters)
-        trained = (0, adapters)
+        trained = Parts(0, int(adapter_parameters(spec, run) * parameters / spec.parameters))
         gradient, master, state = 4, 0, 4  # peft keeps half adapters in fp32
-        dense += 4 * adapters
-        shard += _shard(spec, run, 0, 4 * adapters) if run.zero else 4 * adapters
+        adapters = Parts(0, 4 * trained.dense)
+        weights = Parts(weights.experts, weights.dense + adapters.dense)
+        shard += _shard(spec, run, adapters)
     else:
-        trained = (counts["experts"], held - counts["experts"])
+        trained = Parts(counts["experts"], parameters - counts["experts"])
         gradient, master, state = b.gradients, b.master, b.states
-    stepped = _shard(spec, run, *trained) if run.zero else sum(trained)
+    stepped = _shard(spec, run, trained)
     if run.zero == 1 and not b.master and not run.lora:
         # torch's ZeroRedundancyOptimizer deals out whole tensors (_partition_parameters), to rank 0 the largest.
         stepped = max(stepped, largest_tensor(spec, run, counts))
-    factored = 0
-    if run.optimizer == "adafactor":
-        factored = int(factored_elements(spec, run) * stepped / max(1, sum(trained)) * held / spec.parameters)
-    weights = _shard(spec, run, experts, dense) if run.zero == 3 else experts + dense
-    made = _leaving(spec, run, counts, sum(trained)) if run.offload else stepped if run.zero >= 2 else sum(trained)
+    if run.offload:  # the largest gradient that waits for its way to the host
+        with_gradients = trained.total // spec.layers if run.lora else largest_tensor(spec, run, counts)
+    else:
+        with_gradients = stepped if run.zero >= 2 else trained.total
+    optimizer = 0
+    if not run.offload:
+        factored = 0
+        if run.optimizer == "adafactor":
+            part = stepped / max(1, trained.total) * parameters / spec.parameters
+            factored = int(factored_elements(spec, run) * part)
+        optimizer = master * stepped + state_bytes(run.optimizer, state, stepped, factored)
+    resident = _shard(spec, run, weights) if run.zero == 3 else weights.total
     return States(
-        weights=0 if run.offload == "optimizer+parameters" else weights,
-        gradients=gradient * made,
-        optimizer=0 if run.offload else master * stepped + state_bytes(run.optimizer, state, stepped, factored),
+        weights=0 if run.offload == "optimizer+parameters" else resident,
+        gradients=gradient * with_gradients,
+        optimizer=optimizer,
         trained=stepped,
         shard=shard,
-        units=units(spec, run, b, (experts, dense), counts, sum(trained)),
+        units=units(spec, run, b, weights, counts, trained.total) if run.zero >= 2 else NONE,
     )
 
 
+def expert_tensor(spec: ModelSpec, run: Training) -> int:
+    """Return the elements of all experts' first projections of a layer, which transformers keeps in one tensor."""
+    return spec.experts * 2 * spec.moe_intermediate * spec.hidden // run.ep
+
+
 def largest_tensor(spec: ModelSpec, run: Training, counts: dict[str, int]) -> int:
-    """Return the elements of the largest parameter on a device that holds `counts`: the embedding, the head, a matrix
-    of a block, or all experts' first projections of a layer, which transformers keeps in one tensor."""
-    experts = spec.experts * 2 * spec.moe_intermediate * spec.hidden // run.ep
-    blocks = [each.inputs * each.outputs for each in spec.linears if each.part != "head"]
-    return max(counts["embedding"], counts["head"], max(experts, *blocks) // run.tp)
-
-
-def _leaving(spec: ModelSpec, run: Training, counts: dict[str, int], trained: int) -> int:
-    """Return the elements of the largest gradient that waits for its way to the host."""
-    return trained // spec.layers if run.lora else largest_tensor(spec, run, counts)
+    """Return the elements of the largest parameter on a device with `counts` parameters: the embedding, the head, or a
+    matrix of a block."""
+    matrices = (linear.inputs * linear.outputs for linear in spec.block_linears)
+    return max(counts["embedding"], counts["head"], max(expert_tensor(spec, run), *matrices) // run.tp)
 
 
 def block_parameters(spec: ModelSpec) -> int:
@@ -133,24 +144,16 @@ def block_parameters(spec: ModelSpec) -> int:
 def adapter_parameters(spec: ModelSpec, run: Training) -> int:
     """Return r · (inputs + outputs) over every targeted linear (LoRA, arXiv 2106.09685, section 4.1)."""
     assert run.lora is not None
-    return sum(
-        linear.count * run.lora.rank * (linear.inputs + linear.outputs)
-        for linear in spec.linears
-        if linear.name in run.lora.targets
-    )
+    return sum(linear.count * run.lora.rank * (linear.inputs + linear.outputs) for linear in adapted(spec, run))
 
 
 def factored_elements(spec: ModelSpec, run: Training) -> int:
     """Return rows + columns of every trained matrix, plus every trained vector: Adafactor's second moments."""
     if run.lora:
         rank = run.lora.rank
-        return sum(
-            linear.count * (2 * rank + linear.inputs + linear.outputs)
-            for linear in spec.linears
-            if linear.name in run.lora.targets
-        )
+        return sum(linear.count * (2 * rank + linear.inputs + linear.outputs) for linear in adapted(spec, run))
     matrices = [(linear.inputs, linear.outputs, linear.count) for linear in spec.linears]
-    if spec.experts:  # one three-dimensional tensor a projection and layer, factored over its last two axes
+    if spec.experts:  # one three-dimensional tensor per projection and layer, factored over its last two axes
         count, width = spec.moe_layers * spec.experts, spec.moe_intermediate
         matrices += [(spec.hidden, 2 * width, count), (width, spec.hidden, count)]
         matrices.append((spec.hidden, spec.experts, spec.moe_layers))  # the router

@@ -16,7 +16,7 @@ from ...hardware.gpu import GPU
 from ...specs.model import ModelSpec
 from ...specs.parameters import Linear
 from ...specs.run import Inference, Run, Training
-from ..memory.activations import attention_kernel
+from ..memory.share import adapted, attention_kernel
 
 
 @dataclass(frozen=True)
@@ -206,9 +206,7 @@ def _factored(spec: ModelSpec, run: Training) -> int:
     """Return the elements of every matrix whose second moments Adafactor multiplies out of a row and a column."""
     if run.lora:
         rank = run.lora.rank
-        return sum(
-            each.count * rank * (each.inputs + each.outputs) for each in spec.linears if each.name in run.lora.targets
-        )
+        return sum(linear.count * rank * (linear.inputs + linear.outputs) for linear in adapted(spec, run))
     by = spec.parameters_by_component
     vectors = by["norms"] + sum(each.count * each.outputs for each in spec.linears if each.bias)
     return spec.parameters - vectors

@@ -14,11 +14,11 @@ from ...base.errors import NotAvailable
 from ...hardware.gpu import GPU
 from ...specs.model import ModelSpec
 from ...specs.run import Inference, Precision, Run, Training
-from ..memory.activations import FUSED, attention_kernel, block_saved
-from ..memory.precision import PRECISION
+from ..memory.activations import FUSED, block_saved
+from ..memory.share import adapted, share_of
 from ..memory.states import block_parameters, states
 from .efficiency import Efficiency, efficiency
-from .flops import Flops, flops
+from .flops import flops
 from .offload import offloaded_step
 from .roofline import decode_pass, prefill_pass
 
@@ -77,13 +77,13 @@ def update_seconds(spec: ModelSpec, run: Training, rates: Efficiency) -> float:
 
 def host_seconds(spec: ModelSpec, run: Training, rates: Efficiency) -> float:
     """Return the seconds the CPU takes to start the kernels of one device's forward and backward passes."""
-    adapters = sum(each.count for each in spec.linears if run.lora and each.name in run.lora.targets)
+    adapters = sum(linear.count for linear in adapted(spec, run))
     operators = (OPERATORS[spec.norm] * spec.layers + OPERATORS_ADAPTER * adapters) / run.pp
     # With each operator comes about one view; the half in backward is called without Python.
     each = (rates.dispatch + rates.view) * (1 + rates.backward_dispatch) / 2
     host = run.accumulation * operators * RECOMPUTED[run.checkpointing] * each
     if run.quantization:
-        quantized = sum(each.count for each in spec.linears if each.part not in ("head", "router"))
+        quantized = sum(linear.count for linear in spec.block_linears)
         host += run.accumulation * quantized * (3 if run.checkpointing == "full" else 2) * rates.custom
     return host
 
@@ -134,25 +134,19 @@ def price(card: GPU, card_hours: float, usd_per_hour: float | None = None) -> fl
 def product_seconds(spec: ModelSpec, run: Training, card: GPU, rates: Efficiency) -> dict[str, float] | None:
     """Return the seconds of products and attention by part (as `Flops.by_part`), on a device with an equal share of
     all; None where a rate they need was never measured."""
-    counted: Flops = flops(spec, run, card)
-    dtype = peak_dtype(run)
-    plain = run.quantization is not None and not run.precision.startswith("autocast")
-    wide = "fp32" if plain else dtype  # peft leaves what is not quantized in fp32
-    kernel = attention_kernel(spec, run, card, cpu=False)
+    share, dtype = share_of(spec, run, card), peak_dtype(run)
+    in_fp32 = {"adapters"} if not run.precision.startswith("autocast") else set()
+    if share.bytes.compute == 4:  # peft leaves what is not quantized in fp32
+        in_fp32 |= {"head", "scores"}
+    elif share.kernel == "math":
+        in_fp32 |= {"scores"}
     seconds = {}
-    for part, count in counted.by_part.items():
-        kind = dtype
-        if part == "scores" and kernel == "math":
-            kind = "fp32"
-        elif part == "head" or part == "scores":
-            kind = wide
-        elif part == "adapters" and not run.precision.startswith("autocast"):
-            kind = "fp32"
-        fused = part == "scores" and kernel in ("flash", "efficient")
-        # A fused kernel leaves out the half that is masked.
-        rate = rates.attention.get(kind) if fused else rates.matmul.get(kind)
+    for part, count in flops(spec, run, card).by_part.items():
+        fused = part == "scores" and share.fused
+        rate = (rates.attention if fused else rates.matmul).get("fp32" if part in in_fp32 else dtype)
         if rate is None:
             return None
+        # A fused kernel leaves out the half that is masked.
         seconds[part] = count / (2 if fused else 1) / rate / run.world_size
     return seconds
 
@@ -174,13 +168,13 @@ def moved(spec: ModelSpec, run: Training, card: GPU | None = None) -> tuple[floa
     precision = run.precision
     if run.quantization:  # an fp32 stream between products in half precision
         precision = AUTOCAST.get(run.compute_dtype, precision)
-    whole = replace(run, lora=None, quantization=None, checkpointing=None, precision=precision)
-    b = PRECISION[precision]
+    share = share_of(spec, replace(run, lora=None, quantization=None, checkpointing=None, precision=precision), card)
+    b = share.bytes
     kept = {"scores": 0.0, "mlp": 0.0, "rest": 0.0}
-    for one in block_saved(spec, whole, b, card):
+    for one in block_saved(share):
         divided = run.tp if one.split or run.sequence_parallel else 1
         kept[one.kind if one.kind in kept and (spec.gated or one.kind != "mlp") else "rest"] += one.bytes / divided
-    moves = (MOVES if b.residual != b.compute else MOVES_SAME_DTYPE)[spec.norm]
+    moves = (MOVES if share.autocast else MOVES_SAME_DTYPE)[spec.norm]
     if spec.norm == "layernorm" and spec.activation not in FUSED:
         moves *= 1.2  # GELU's formula written out
     wider = QUANTIZED_MOVES if run.quantization else 1.0
@@ -191,7 +185,7 @@ def moved(spec: ModelSpec, run: Training, card: GPU | None = None) -> tuple[floa
         + kept["mlp"] * GATED_MOVES * GATED_RECOMPUTED[run.checkpointing] * wider
         + kept["scores"] * SCORE_MOVES * wider
     )
-    logits = LOGITS_MOVES * 4 * run.tokens // run.cp * spec.vocab / run.tp
+    logits = LOGITS_MOVES * 4 * share.tokens * spec.vocab / run.tp
     blocks = spec.layers / run.pp * (block + casts * block_parameters(spec) / run.tp)
     return run.accumulation * blocks, run.accumulation * logits
 

@@ -1,0 +1,59 @@
+"""Bytes of attention's scores, where they are written out: S = micro_batch × heads × seq_len² / cp elements a block."""
+
+from __future__ import annotations
+
+from .share import Share, unmasked_layers
+
+
+def score_elements(share: Share) -> int:
+    """Return S, the elements of one block's attention matrix, before tensor parallelism divides its heads."""
+    run = share.run
+    return run.micro_batch * share.spec.heads * run.seq_len * (run.seq_len // run.cp)
+
+
+def kept_scores(share: Share) -> int:
+    """Return the bytes of scores kept for backward: softmax's output, and what multiplies V."""
+    spec, c, p = share.spec, share.attention_bytes, share.softmax_bytes
+    element = p
+    if spec.attention_dropout:
+        element += c + (c if share.cpu else 1)  # its output and its mask, on the CPU as wide as what it masks
+    elif p != c:
+        element += c
+    if spec.attention_softcap:
+        element += c  # tanh keeps its output
+    layers = unmasked_layers(spec, share.run) if share.kernel == "math" else spec.layers
+    return score_elements(share) * element * layers // spec.layers
+
+
+def forward_scores(share: Share) -> int:
+    """Return the bytes alive at softmax beside what is kept: its input, and under checkpointing, which keeps nothing,
+    its output and that output's half copy too.
+
+    "math" also marks which elements are -inf, and has the causal mask, fp32 copies of halves, and keys before their
+    scale."""
+    if not share.writes_scores:
+        return 0
+    spec, run, c, p = share.spec, share.run, share.attention_bytes, share.softmax_bytes
+    not_kept = p + (c if p != c else 0) if run.checkpointing else 0
+    total = score_elements(share) * (c + not_kept)
+    if share.kernel == "math":
+        Q, K = spec.query_width, spec.key_width
+        width = Q + (Q + 2 * K if share.bytes.compute < 4 else 0) + (2 * Q if run.checkpointing else 0)
+        total += score_elements(share) + c * run.seq_len**2 // run.cp * run.tp + c * share.tokens * width
+    return total // run.tp
+
+
+def backward_scores(share: Share) -> int:
+    """Return the bytes alive in softmax's backward beside what forward kept.
+
+    They are its gradient, grad × output (aten/src/ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out makes it
+    whole), and the result; the copy that multiplied V is free by then.
+    """
+    c, p = share.attention_bytes, share.softmax_bytes
+    freed = c if p != c or share.spec.attention_dropout else 0
+    return score_elements(share) * (2 * p + c - freed) // share.run.tp
+
+
+def causal_mask(share: Share) -> int:
+    """Return the bytes of the additive mask that transformers makes for eager attention, one for all layers."""
+    return score_elements(share) // share.spec.heads * share.bytes.compute if share.kernel == "eager" else 0

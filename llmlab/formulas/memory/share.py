@@ -1,0 +1,135 @@
+"""One rank's share of a training step: its tokens, the bytes of its tensors, and the kernel that computes attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ...hardware.gpu import GPU
+from ...specs.model import ModelSpec
+from ...specs.parameters import Linear
+from ...specs.run import Inference, Run, Training
+from ...specs.stages import stage_layers
+from .precision import PRECISION, Bytes
+
+# With a quantized model peft keeps in fp32 what is not quantized, and each quantized linear returns fp32.
+AROUND_QUANTIZED = {
+    name: b if name.startswith("autocast") else replace(b, residual=4, compute=4) for name, b in PRECISION.items()
+}
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank computes of a micro-batch; made once per estimate by `share_of`, and read by all formulas.
+
+    `tokens` is T, the micro-batch's tokens after context parallelism has divided them; `layers` are those of pipeline
+    stage `stage`, counted from 0. `bytes` are those of one element of each kind of tensor. `kernel` computes attention
+    (`attention_kernel`); `fused` kernels keep no scores. `cpu`: the rank is this machine's CPU; otherwise it is `gpu`,
+    or any recent GPU where that is None.
+    """
+
+    spec: ModelSpec
+    run: Training
+    gpu: GPU | None
+    cpu: bool
+    stage: int
+    layers: int
+    tokens: int
+    bytes: Bytes
+    kernel: str
+    fused: bool
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the pipeline's first stage, which has the embedding."""
+        return self.stage == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether this is the pipeline's last stage, which has the final norm, the head and the loss."""
+        return self.stage == self.run.pp - 1
+
+    @property
+    def autocast(self) -> bool:
+        """Whether products are computed in a narrower dtype than that of the residual stream."""
+        return self.bytes.residual != self.bytes.compute
+
+    @property
+    def writes_scores(self) -> bool:
+        """Whether attention holds whole matrices of scores: eager attention does anywhere, "math" on a GPU."""
+        return self.kernel == "eager" or (self.kernel == "math" and not self.cpu)
+
+    @property
+    def mask_bytes(self) -> int:
+        """Bytes per element of a dropout mask: fused dropout on a GPU takes one, the CPU as many as what it masks."""
+        return self.bytes.compute if self.cpu else 1
+
+    @property
+    def attention_bytes(self) -> int:
+        """Bytes per element of queries, keys, values and scores.
+
+        PyTorch's plain formula makes fp32 of halves, under autocast too (_scaled_dot_product_attention_math in
+        aten/src/ATen/native/transformers/attention.cpp); for "flash", transformers casts what is wider than half.
+        """
+        if self.kernel == "math":
+            return 4
+        return 2 if self.run.attention == "flash" else self.bytes.compute
+
+    @property
+    def softmax_bytes(self) -> int:
+        """Bytes per element of softmax's output: Llama-like classes and autocast compute it in fp32."""
+        return self.attention_bytes if self.spec.family == "gpt2" and not self.autocast else 4
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Over how many ranks sequence parallelism divides the tokens of what lies between the products."""
+        return self.run.tp if self.run.sequence_parallel else 1
+
+
+def share_of(spec: ModelSpec, run: Training, gpu: GPU | None = None, cpu: bool = False, stage: int = 0) -> Share:
+    """Return the share of a rank of pipeline stage `stage`; where tensors are cut unevenly, of rank 0."""
+    layers = stage_layers(spec.layers, run.pp)[stage]
+    kernel = attention_kernel(spec, run, gpu, cpu)
+    fused = kernel in ("flash", "efficient")
+    return Share(spec, run, gpu, cpu, stage, layers, run.tokens // run.cp, bytes_of(run), kernel, fused)
+
+
+def bytes_of(run: Training) -> Bytes:
+    """Return the bytes of one element of each kind of tensor of `run`."""
+    return (AROUND_QUANTIZED if run.quantization else PRECISION)[run.precision]
+
+
+def adapted(spec: ModelSpec, run: Training) -> list[Linear]:
+    """Return the linears that have a LoRA adapter."""
+    return [linear for linear in spec.linears if linear.name in run.lora.targets] if run.lora else []
+
+
+def attention_kernel(spec: ModelSpec, run: Run, gpu: GPU | None, cpu: bool = False) -> str:
+    """Return what computes attention: "eager", or the kernel that SDPA chooses ("flash", "efficient", "math").
+
+    FlashAttention needs compute capability 8.0 and half precision; without them the memory-efficient kernel runs. That
+    one needs as many key heads as query heads (up to torch 2.13): where there is no mask, transformers passes grouped
+    heads on unchanged, and the plain formula ("math") runs. The CPU's flash kernel has no dropout: with dropout, "math"
+    runs there too.
+    """
+    if run.attention == "eager":
+        return "eager"
+    if cpu:
+        return "math" if spec.attention_dropout or spec.mla else "flash"
+    if run.attention != "sdpa":
+        return run.attention
+    # FlashAttention needs values as wide as keys, which latent attention's are not.
+    if spec.mla:
+        return "efficient"
+    in_fp32 = run.weights == "fp32" if isinstance(run, Inference) else bytes_of(run).compute == 4
+    if gpu is None or (gpu.supports_flash_attention_2 and not in_fp32):
+        return "flash"
+    return "math" if spec.kv_heads != spec.heads and unmasked_layers(spec, run) else "efficient"
+
+
+def unmasked_layers(spec: ModelSpec, run: Run) -> int:
+    """Return in how many layers transformers gives SDPA no mask, and so grouped heads unchanged: not where a sliding
+    window is shorter than the sequence, nor for heads of more than 256 (sdpa_attention.py, use_gqa_in_sdpa)."""
+    if spec.head_dim > 256:
+        return 0
+    tokens = run.prompt_len if isinstance(run, Inference) else run.seq_len
+    return spec.layers - (spec.window_layers if spec.sliding_window and tokens >= spec.sliding_window else 0)
