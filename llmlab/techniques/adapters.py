@@ -1,6 +1,7 @@
-"""Bottleneck adapters: a small network with a skip after each sublayer of a frozen model (Houlsby et al., 1902.00751).
+"""Bottleneck adapters: a small residual MLP after each sublayer of a frozen model (Houlsby et al., arXiv 1902.00751).
 
-peft has none, and nothing merges them: they stay in the forward pass, two more products in series after each sublayer.
+The peft library has no such adapters. They cannot be merged into the weights: the forward pass keeps two more matrix
+products, one after the other, behind each sublayer.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from torch import Tensor, nn
 
 from ..base.errors import SpecError
 
-AFTER = ("o_proj", "down_proj")  # the last linear of attention and of the MLP, before the sum with the residual stream
+AFTER = ("o_proj", "down_proj")  # the last linear layers of attention and of the MLP, before the residual addition
 
 
 class Adapter(nn.Module):
-    """`base`, frozen, and y + up(GELU(down(y))) on what it returns (section 2.1, figure 2)."""
+    """The frozen linear layer `base`, and y + up(GELU(down(y))) on its output y (section 2.1, figure 2)."""
 
     def __init__(self, base: nn.Linear, width: int) -> None:
-        """`width` is the bottleneck's; `up` starts at zero, so that training starts from the model itself."""
+        """`width` is the size of the bottleneck; `up` starts at zero, so training starts from the unchanged model."""
         super().__init__()
         self.base = base.requires_grad_(False)
         like: dict[str, Any] = {"device": base.weight.device, "dtype": base.weight.dtype}
@@ -34,21 +35,20 @@ class Adapter(nn.Module):
 
 
 def insert(model: nn.Module, width: int) -> nn.Module:
-    """Freeze `model`, put an Adapter of `width` around every linear named in `AFTER`, and return it.
+    """Freeze `model`, wrap every linear layer named in `AFTER` in an Adapter of `width`, and return the model.
 
-    Raises SpecError where there is none; the model is then unchanged.
+    Raises SpecError, and changes nothing, if the model has no such layer.
     """
     if isinstance(width, bool) or not isinstance(width, int) or width < 1:
-        raise SpecError(f"width={width!r} of an adapter is not a whole number >= 1")
-    found = {
+        raise SpecError(f"an adapter's width={width!r} is not a whole number >= 1")
+    linears = {
         name: module
         for name, module in model.named_modules()
         if name.rpartition(".")[2] in AFTER and isinstance(module, nn.Linear)
     }
-    if not found:
+    if not linears:
         raise SpecError(f"this model has no linear named {' or '.join(AFTER)}; adapters here are for Llama-like models")
     model.requires_grad_(False)
-    for name, module in found.items():
-        parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, Adapter(module, width))
+    for name, linear in linears.items():
+        model.set_submodule(name, Adapter(linear, width))
     return model

@@ -1,9 +1,9 @@
-"""The eight collectives, run by real processes: what each rank has before, and what it has after.
+"""The eight collective operations, run by real processes: the numbers on each rank before and after.
 
     from llmlab.ranks.launch import launch
     before_and_after = launch(run_all, 4)[0]
 
-With four ranks the numbers say whose they are: rank r starts with 10^r times 1, 2, 3, 4, so that 1111 is a sum of all.
+With four ranks a number shows where it comes from: rank r starts with 10^r times 1, 2, 3, 4, and 1111 sums all ranks.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Cells = list[list[float] | None]  # by rank: the numbers it has; None where it has nothing that was promised
+Cells = list[list[float] | None]  # each rank's numbers; None where the operation defines none
 
 
 def run_all() -> dict[str, tuple[Cells, Cells]]:
-    """Run in each rank: return, for every collective, what the ranks had before and after."""
+    """Run on every rank; return, for each collective operation, the numbers of all ranks before and after."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mine = 10.0**rank * torch.arange(1, ranks + 1)  # (N,): a chunk for every rank
     own = mine[rank : rank + 1].clone()  # (1,)
-    found = {}
+    before_and_after = {}
 
     def note(name: str, before: Tensor | None, after: Tensor | None) -> None:
-        found[name] = (_everyones(before), _everyones(after))
+        before_and_after[name] = (_everyones(before), _everyones(after))
 
     flat = mine.clone() if rank == 0 else torch.zeros(ranks)
     dist.broadcast(flat, src=0)
@@ -33,7 +33,7 @@ def run_all() -> dict[str, tuple[Cells, Cells]]:
 
     flat = mine.clone()
     dist.reduce(flat, dst=0)
-    note("reduce", mine, flat if rank == 0 else None)  # what is left on the others is not defined
+    note("reduce", mine, flat if rank == 0 else None)  # on the other ranks the contents are undefined
 
     part = torch.zeros(1)
     dist.scatter(part, list(mine.split(1)) if rank == 0 else None, src=0)
@@ -58,7 +58,7 @@ def run_all() -> dict[str, tuple[Cells, Cells]]:
     swapped = torch.zeros(ranks)
     dist.all_to_all_single(swapped, mine)
     note("all-to-all", mine, swapped)
-    return found
+    return before_and_after
 
 
 def _everyones(cells: Tensor | None) -> Cells:
@@ -68,8 +68,8 @@ def _everyones(cells: Tensor | None) -> Cells:
 
 
 def time_all_reduce(sizes: list[int], repeats: int = 5) -> list[float]:
-    """Run in each rank: return the least seconds that torch's all-reduce of each size (bytes, fp32) took."""
-    found = []
+    """Run on every rank; return the shortest time, in seconds, of torch's all-reduce for each size in bytes (fp32)."""
+    seconds = []
     for size in sizes:
         flat = torch.zeros(max(1, size // 4))
         least = float("inf")
@@ -78,5 +78,5 @@ def time_all_reduce(sizes: list[int], repeats: int = 5) -> list[float]:
             start = time.perf_counter()
             dist.all_reduce(flat)
             least = min(least, time.perf_counter() - start)
-        found.append(least)
-    return found
+        seconds.append(least)
+    return seconds

@@ -2,10 +2,10 @@
 
     python -m llmlab.experiments data_parallel --ranks 2 --steps 20 --engine scratch --method buckets --json
 
-Three ways to average, each doing less waiting than the one before: after backward (`average_gradients`), a parameter
-at a time while backward runs (`Overlapped` with bucket_bytes=0), and in buckets (`Overlapped`), as torch's DDP does.
+Three ways to average, each with less waiting than the one before: after backward (`average_gradients`), parameter by
+parameter during backward (`Overlapped` with bucket_bytes=0), and in buckets (`Overlapped`), as torch's DDP does.
 
-    N  ranks      P  elements of a flat tensor      a chunk is one of N parts of it, and rank r's own is chunk r
+    N  ranks      P  elements of a flat tensor, which has N chunks: chunk r belongs to rank r
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from ..formulas.time.distributed import BUCKET_BYTES
 METHODS = ("naive", "hooks", "buckets")
 
 
-# ---- ring collectives (Patarasuk and Yuan 2009, section 3): each rank talks to its two neighbours only
+# ---- ring collectives (Patarasuk and Yuan 2009, section 3): each rank communicates only with its two neighbours
 
 
 def pass_on(outgoing: Tensor, arriving: Tensor) -> list[dist.Work]:
-    """Send `outgoing` to the next rank while `arriving` is filled by the previous; return what to wait for."""
+    """Start to send `outgoing` to the next rank and to fill `arriving` from the previous; return what to wait for."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    under_way = (dist.isend(outgoing, (rank + 1) % ranks), dist.irecv(arriving, (rank - 1) % ranks))
-    return [work for work in under_way if work is not None]  # None is given to ranks outside of a group
+    requests = (dist.isend(outgoing, (rank + 1) % ranks), dist.irecv(arriving, (rank - 1) % ranks))
+    return [request for request in requests if request is not None]  # it is None on ranks outside the group
 
 
 def _exchange(chunks: tuple[Tensor, ...], send: int, receive: int) -> tuple[Tensor, int]:
-    """Send a chunk to the next rank while another comes from the previous; return that, and the bytes sent."""
+    """Send one chunk to the next rank and receive another from the previous; return the latter, and the bytes sent."""
     outgoing, arrived = chunks[send % len(chunks)], torch.empty_like(chunks[receive % len(chunks)])
     for request in pass_on(outgoing, arrived):
         request.wait()
@@ -42,14 +42,14 @@ def _exchange(chunks: tuple[Tensor, ...], send: int, receive: int) -> tuple[Tens
 
 
 def ring_reduce_scatter(flat: Tensor) -> int:
-    """Sum `flat`, (P,), over ranks so that chunk r is whole on rank r; the other chunks are left half summed.
+    """Sum `flat`, (P,), over ranks in place: chunk r is complete on rank r, and its other chunks are partial sums.
 
-    In place. Returns the bytes this rank sent: N - 1 chunks, so (N - 1) / N of the tensor's bytes.
+    Returns the bytes that this rank sent: N - 1 chunks, so (N - 1) / N of the tensor's bytes.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     chunks, sent = flat.tensor_split(ranks), 0
     for step in range(ranks - 1):
-        send, receive = rank - step - 1, rank - step - 2  # what arrived last is passed on, with this rank's part in it
+        send, receive = rank - step - 1, rank - step - 2  # sends the last arrival, with this rank's part added
         arrived, size = _exchange(chunks, send, receive)
         chunks[receive % ranks].add_(arrived)
         sent += size
@@ -57,7 +57,7 @@ def ring_reduce_scatter(flat: Tensor) -> int:
 
 
 def ring_all_gather(flat: Tensor) -> int:
-    """Fill `flat`, (P,), in place with every rank's own chunk. Returns the bytes sent: (N - 1) / N of the tensor's."""
+    """Fill `flat`, (P,), in place with the chunks of all ranks. Returns the bytes sent: (N - 1) / N of the tensor's."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     chunks, sent = flat.tensor_split(ranks), 0
     for step in range(ranks - 1):
@@ -68,10 +68,9 @@ def ring_all_gather(flat: Tensor) -> int:
 
 
 def ring_all_reduce(flat: Tensor) -> int:
-    """Sum `flat`, (P,), over ranks in place. Returns the bytes this rank sent: 2 (N - 1) / N of the tensor's.
+    """Sum `flat`, (P,), over ranks in place. Returns the bytes that this rank sent: 2 (N - 1) / N of the tensor's.
 
-    Each rank has to send at least that much, however the sum is made (Patarasuk and Yuan 2009, theorem 1), and the
-    share does not grow with N.
+    No algorithm needs less (Patarasuk and Yuan 2009, theorem 1), and it is less than twice the tensor for any N.
     """
     return ring_reduce_scatter(flat) + ring_all_gather(flat)
 
@@ -80,9 +79,9 @@ def ring_all_reduce(flat: Tensor) -> int:
 
 
 def same_model(model: nn.Module) -> None:
-    """Give every rank rank 0's parameters; raise SpecError on all ranks where shapes or dtypes differ between them.
+    """Copy rank 0's parameters to every rank; raise SpecError on all ranks if shapes or dtypes differ between ranks.
 
-    A collective on unequal shapes hangs or mixes tensors up, so this stands before the first one.
+    A collective operation on unequal shapes hangs or mixes tensors up, so call this before the first one.
     """
     mine = {name: (tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()}
     everyone: list[dict] = [{}] * dist.get_world_size()
@@ -96,9 +95,9 @@ def same_model(model: nn.Module) -> None:
 
 
 def average_gradients(model: nn.Module) -> int:
-    """Replace every gradient by its mean over ranks, one ring after the other; call it after backward.
+    """Replace every gradient by its mean over ranks, one all-reduce after another; call it after backward.
 
-    The naive way: all links are idle while backward runs, all cores while it communicates. Returns the bytes sent.
+    The naive way: links are idle during backward, and cores during communication. Returns the bytes sent.
     """
     sent = 0
     for parameter in model.parameters():
@@ -111,26 +110,26 @@ def average_gradients(model: nn.Module) -> int:
 
 
 class Overlapped:
-    """Averages gradients while backward still computes others: a bucket is sent as soon as its last gradient is there.
+    """Averages gradients during backward: the all-reduce of a bucket starts as soon as its gradients are complete.
 
-    Buckets come in reverse order, for backward reaches the last layer first; `bucket_bytes` is how full one may be, 0
-    makes a message of each parameter. Inside a bucket parameters lie in the model's order, as in DDP's first backward:
-    with three ranks and more, an element's place decides in which order it is summed, and so its last bit. Call
-    `wait()` between backward and the optimizer's step. `messages` counts all-reduces.
+    Buckets are in reverse order, because backward reaches the last layer first. `bucket_bytes` is the largest size of
+    a bucket; 0 sends each parameter separately. Inside a bucket, parameters are in the model's order, as in DDP's first
+    backward: with three or more ranks, an element's position decides the order of its sum over ranks, and so its last
+    bit. Call `wait()` between backward and the optimizer's step. `messages` counts all-reduces.
     """
 
     def __init__(self, model: nn.Module, bucket_bytes: int = BUCKET_BYTES) -> None:
         if bucket_bytes < 0:
-            raise SpecError(f"bucket_bytes={bucket_bytes} is negative; 0 sends each parameter on its own")
+            raise SpecError(f"bucket_bytes={bucket_bytes} is negative; 0 sends each parameter separately")
         same_model(model)
         self.names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.buckets = [bucket[::-1] for bucket in buckets(list(self.names)[::-1], bucket_bytes)]
-        self.missing = [set(bucket) for bucket in self.buckets]  # gradients that are still to come
+        self.missing = [set(bucket) for bucket in self.buckets]  # parameters without a gradient so far
         self.sync, self.messages = True, 0
         self.under_way: list[tuple[int, Tensor, dist.Work]] = []
         for index, bucket in enumerate(self.buckets):
             for parameter in bucket:
-                # Once .grad holds the whole gradient; a hook of the tensor itself would come before it is added.
+                # This hook runs once .grad has the whole gradient; one on the tensor itself would run before the sum.
                 parameter.register_post_accumulate_grad_hook(lambda p, index=index: self._arrived(index, p))
 
     def _arrived(self, index: int, parameter: nn.Parameter) -> None:
@@ -138,29 +137,29 @@ class Overlapped:
             return
         self.missing[index].discard(parameter)
         if not self.missing[index]:
-            # The gradient is what is sent. The parameter is equal on all ranks: its mean is itself, and a hook that
-            # sent it would run without an error and average nothing.
+            # Send the gradient, not the parameter that the hook receives: parameters are equal on all ranks, so their
+            # average would raise no error and change nothing.
             flat = flat_gradients(self.buckets[index])  # (elements of the bucket,)
-            flat.mul_(1 / dist.get_world_size())  # before the sum, as DDP does: fp16 would overflow after it
+            flat.mul_(1 / dist.get_world_size())  # before the sum, as DDP does: the sum could overflow in fp16
             self.under_way.append((index, flat, dist.all_reduce(flat, async_op=True)))
             self.messages += 1
 
     def wait(self) -> None:
-        """Put the averages into .grad; raise RuntimeError for parameters that backward did not reach."""
+        """Write the averages into .grad; raise RuntimeError for parameters that backward did not reach."""
         if absent := [self.names[p] for missing in self.missing for p in missing]:
             raise RuntimeError(f"no gradient for {', '.join(sorted(absent))}: is it used in the loss?")
-        for index, flat, work in self.under_way:
-            work.wait()
+        for index, flat, request in self.under_way:
+            request.wait()
             bucket = self.buckets[index]
             for parameter, mean in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-                assert parameter.grad is not None  # it was among what was sent
+                assert parameter.grad is not None  # it was sent
                 parameter.grad.copy_(mean.view_as(parameter))
             self.missing[index] = set(bucket)
         self.under_way.clear()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let gradients add up on each rank: for all micro-batches of a step but the last."""
+        """Accumulate gradients without communication, for all micro-batches of a step but the last."""
         self.sync = False
         try:
             yield
@@ -169,18 +168,18 @@ class Overlapped:
 
 
 def buckets(parameters: list[nn.Parameter], most: int) -> list[list[nn.Parameter]]:
-    """Cut a list of parameters into runs of one dtype and at most `most` bytes, or of one parameter."""
-    found: list[list[nn.Parameter]] = []
+    """Split a list of parameters into runs of one dtype and at most `most` bytes; a larger parameter is a run alone."""
+    runs: list[list[nn.Parameter]] = []
     for parameter in parameters:
-        last = found[-1] if found else []
+        last = runs[-1] if runs else []
         if not last or last[0].dtype != parameter.dtype or sum(p.nbytes for p in last) + parameter.nbytes > most:
-            found.append([])
-        found[-1].append(parameter)
-    return found
+            runs.append([])
+        runs[-1].append(parameter)
+    return runs
 
 
 def flat_gradients(parameters: list[nn.Parameter]) -> Tensor:
-    """Return their gradients as one flat tensor, (P,); raises RuntimeError where backward did not reach one."""
+    """Return the gradients of `parameters` as one flat tensor, (P,); RuntimeError if backward did not reach one."""
     gradients = [p.grad.flatten() for p in parameters if p.grad is not None]
     if len(gradients) < len(parameters):
         absent = [tuple(p.shape) for p in parameters if p.grad is None]
@@ -189,9 +188,9 @@ def flat_gradients(parameters: list[nn.Parameter]) -> Tensor:
 
 
 def spread(model: nn.Module) -> float:
-    """Return the largest difference of any gradient between this rank and rank 0: 0.0 where they are averaged.
+    """Return the largest difference of a gradient's element between any rank and rank 0: 0.0 if they are averaged.
 
-    The losses do not show a synchronisation that does nothing, for each rank's own gradient also trains.
+    The losses do not reveal a synchronisation that does nothing, because training on each rank's own gradients works.
     """
     flat = flat_gradients([p for p in model.parameters() if p.requires_grad])  # (P,)
     theirs = flat.clone()

@@ -1,6 +1,6 @@
-"""Code that runs, trains and is wrong, and the probes that show it: what the chapter takes apart.
+"""Mistakes that run and train: wrong attention, a wrong norm and wrong data for a GPT, and probes that reveal them.
 
-B  sequences     T  tokens     C  hidden size     H  heads     D  size of a head     V  vocabulary
+    B  sequences     T  tokens     C  hidden size     H  heads     D  size of a head     V  vocabulary
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from torch.utils.data import Dataset, IterableDataset
 
 from ..architectures.gpt import GPT, Attention
 from ..data import windows
+from .training_loop import next_token_loss
 
 # ---- probes
 
 
 @torch.no_grad()
 def influence(model: nn.Module, ids_T: Tensor) -> Tensor:
-    """Return who reads whom, bool (T, T): row t, column s is True where another token at s changes the logits at t.
+    """Return which tokens the logits depend on, bool (T, T): (t, s) is True if another token at s changes those at t.
 
-    Computed in fp64, where rounding is far below any influence. A decoder's is the lower triangle.
+    Computed in fp64, where rounding is far below any influence. For a decoder it is the lower triangle.
     """
     model, T = copy.deepcopy(model).double().eval(), len(ids_T)
     texts_TT = ids_T.repeat(T, 1)
@@ -33,9 +34,7 @@ def influence(model: nn.Module, ids_T: Tensor) -> Tensor:
 
 
 def first_loss(model: nn.Module, ids_BT: Tensor) -> float:
-    """Return the loss in eval mode before any training, in nats: ln V if the model starts as a guess."""
-    from .training_loop import next_token_loss
-
+    """Return the loss in eval mode before any training, in nats: ln V if the model starts with a uniform guess."""
     with torch.no_grad():
         return next_token_loss(model.eval()(ids_BT), ids_BT).item()
 
@@ -44,18 +43,18 @@ def first_loss(model: nn.Module, ids_BT: Tensor) -> float:
 
 
 def attend_without_mask(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, *_: object) -> Tensor:
-    """WRONG: every token sees those after it, the answer among them."""
+    """WRONG: every token sees the later ones, including the one it has to predict."""
     return F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD)
 
 
 def attend_over_heads(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, *_: object) -> Tensor:
-    """WRONG: with tokens and heads exchanged, a token's heads mix with each other and no token sees another."""
+    """WRONG: tokens and heads are exchanged, so a token's heads attend to each other and no token sees another."""
     q_BTHD, k_BTHD, v_BTHD = (t.transpose(1, 2) for t in (q_BHTD, k_BHTD, v_BHTD))
     return F.scaled_dot_product_attention(q_BTHD, k_BTHD, v_BTHD).transpose(1, 2)  # the shape is right again
 
 
 def with_attention(model: GPT, attend: Callable[..., Tensor]) -> GPT:
-    """Return the GPT with `attend` in all its blocks."""
+    """Put `attend` in all blocks of the GPT, and return it."""
     for module in model.modules():
         if isinstance(module, Attention):
             module.attend = attend
@@ -66,7 +65,7 @@ def with_attention(model: GPT, attend: Callable[..., Tensor]) -> GPT:
 
 
 class BatchNorm(nn.Module):
-    """nn.BatchNorm1d over all tokens of a batch: a channel's mean and variance come from everybody's tokens."""
+    """nn.BatchNorm1d over all tokens of a batch: a channel's mean and variance mix sequences and positions."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -77,11 +76,10 @@ class BatchNorm(nn.Module):
 
 
 def with_norm(model: nn.Module, make: Callable[[int], nn.Module]) -> nn.Module:
-    """Return the GPT with `make(hidden size)` in the place of each LayerNorm."""
-    for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            if isinstance(child, nn.LayerNorm):
-                setattr(parent, name, make(child.normalized_shape[0]))
+    """Replace each LayerNorm of the GPT by `make(hidden size)`, and return the GPT."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.LayerNorm):
+            model.set_submodule(name, make(module.normalized_shape[0]))
     return model
 
 
@@ -89,7 +87,7 @@ def with_norm(model: nn.Module, make: Callable[[int], nn.Module]) -> nn.Module:
 
 
 class Windows(Dataset):
-    """`count` windows of a text, the same for the same seed: item i is (seq_len,) ids, cut when it is asked for."""
+    """`count` random windows of a text, reproducible by seed: item i is (seq_len,) ids, cut out on access."""
 
     def __init__(self, ids: Tensor, seq_len: int, count: int, seed: int = 0) -> None:
         self.ids, self.seq_len, self.count, self.seed = ids, seq_len, count, seed
@@ -102,7 +100,7 @@ class Windows(Dataset):
 
 
 class Stream(IterableDataset):
-    """Windows one after the other. With several workers each of them yields the whole stream."""
+    """Consecutive windows of a text. With several DataLoader workers, each of them yields the whole stream."""
 
     def __init__(self, ids: Tensor, seq_len: int) -> None:
         self.ids, self.seq_len = ids, seq_len

@@ -1,6 +1,6 @@
-"""Clipping and learning-rate schedules from scratch.
+"""Gradient clipping and learning-rate schedules from scratch.
 
-A schedule is a function of the step, counted from 0, that gives the factor of the peak learning rate:
+A schedule maps the step, counted from 0, to a factor of the peak learning rate:
 `torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_cosine(step, 100, 1000))`.
 """
 
@@ -15,20 +15,20 @@ from torch import Tensor
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[Tensor], most: float) -> Tensor:
-    """Scale all gradients by one factor so that their joint norm is at most `most`; returns the norm before.
+    """Scale all gradients by one factor so that their joint norm is at most `most`; return the norm before clipping.
 
-    One norm over all parameters, so the direction stays (Pascanu et al., arXiv 1211.5063, algorithm 1).
+    One norm over all parameters keeps the gradient's direction (Pascanu et al., arXiv 1211.5063, algorithm 1).
     """
     gradients = [w.grad for w in parameters if w.grad is not None]
     norm = torch.stack([g.float().norm() for g in gradients]).norm()
-    factor = (most / (norm + 1e-6)).clamp(max=1.0)  # 1e-6: torch/nn/utils/clip_grad.py, against a norm of 0
+    factor = (most / (norm + 1e-6)).clamp(max=1.0)  # 1e-6 as in torch/nn/utils/clip_grad.py: the norm may be 0
     for g in gradients:
         g.mul_(factor)
     return norm
 
 
 def warmup_cosine(step: int, warmup: int, total: int, least: float = 0.0) -> float:
-    """Return 0 → 1 in a line over `warmup` steps, then half a cosine down to `least` at `total`.
+    """Return a factor: linear from 0 to 1 over `warmup` steps, then half a cosine down to `least` at step `total`.
 
     Loshchilov and Hutter, arXiv 1608.03983, equation 5, without restarts.
     """
@@ -39,9 +39,9 @@ def warmup_cosine(step: int, warmup: int, total: int, least: float = 0.0) -> flo
 
 
 def warmup_stable_decay(step: int, warmup: int, stable: int, decay: int, least: float = 0.0) -> float:
-    """Return a line from `least` to 1 over `warmup` steps, 1 for `stable` steps, and a line to `least` over `decay`.
+    """Return a factor: linear from `least` to 1 in `warmup` steps, 1 for `stable`, linear to `least` in `decay` steps.
 
-    WSD (Hu et al., arXiv 2404.06395, section 4). Where training ends is decided when the decay begins, not before.
+    WSD (Hu et al., arXiv 2404.06395, section 4). When training ends need not be decided before the decay begins.
     """
     if step < warmup:
         return least + (1 - least) * step / warmup

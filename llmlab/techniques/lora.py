@@ -1,8 +1,8 @@
 """LoRA: train a low-rank difference to a frozen weight, W + (alpha / r) · B A (Hu et al., arXiv 2106.09685, 4.1).
 
-W (out, in) stays as it is; A (r, in) starts random, B (out, r) at zero, so that training starts from the model itself.
-Parameters, gradients and optimizer states shrink to r · (in + out) a layer; activations do not: every layer's gradient
-still has to come back through all of them, and A needs the layer's input.
+W (out, in) is frozen; A (r, in) starts random and B (out, r) at zero, so that training starts from the unchanged model.
+Trained parameters, gradients and optimizer states shrink to r · (in + out) per layer. Activations do not: gradients
+still flow back through every layer, and A needs the layer's input.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class LoRALinear(nn.Module):
     """A frozen nn.Linear with a trainable low-rank difference beside it."""
 
     def __init__(self, base: nn.Linear, lora: LoRA) -> None:
-        """Take over `base`, whose parameters are frozen; A and B are fp32, as in peft, or the base's own if wider."""
+        """Freeze `base` and create A and B in torch's default dtype: fp32, as in peft, whatever the base's dtype."""
         super().__init__()
         self.base = base.requires_grad_(False)
         self.rank, self.alpha = lora.rank, lora.alpha if lora.alpha is not None else 2 * lora.rank
@@ -30,12 +30,12 @@ class LoRALinear(nn.Module):
         device = base.weight.device
         self.A = nn.Parameter(torch.empty(lora.rank, base.in_features, device=device))
         self.B = nn.Parameter(torch.zeros(base.out_features, lora.rank, device=device))
-        nn.init.kaiming_uniform_(self.A, a=math.sqrt(5))  # nn.Linear's own
+        nn.init.kaiming_uniform_(self.A, a=math.sqrt(5))  # as nn.Linear initializes its weight
         self.merged = False
 
     @property
     def scale(self) -> float:
-        """alpha / r: at another rank the learning rate need not change."""
+        """alpha / r: with it, the learning rate need not change when the rank does."""
         return self.alpha / self.rank
 
     def forward(self, x: Tensor) -> Tensor:
@@ -45,31 +45,30 @@ class LoRALinear(nn.Module):
         return self.base(x) + (low @ self.B.T * self.scale).to(x.dtype)
 
     def difference(self) -> Tensor:
-        """Return (alpha / r) · B A (out, in): what merging adds."""
+        """Return (alpha / r) · B A, (out, in), which merging adds to the weight."""
         return self.B @ self.A * self.scale
 
 
 def inject(model: nn.Module, lora: LoRA) -> nn.Module:
-    """Freeze `model` and put a LoRALinear in place of every linear whose last name is in `lora.targets`; return it.
+    """Freeze `model`, replace every linear layer whose last name is in `lora.targets` by a LoRALinear, and return it.
 
-    Raises SpecError where a target names no layer, or one that is no nn.Linear; the model is then unchanged.
+    Raises SpecError, and changes nothing, if a target names no layer, or one that is not an nn.Linear.
     """
-    found = {name: module for name, module in model.named_modules() if name.rpartition(".")[2] in lora.targets}
-    if missing := sorted(set(lora.targets) - {name.rpartition(".")[2] for name in found}):
+    layers = {name: module for name, module in model.named_modules() if name.rpartition(".")[2] in lora.targets}
+    if missing := sorted(set(lora.targets) - {name.rpartition(".")[2] for name in layers}):
         linears = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)})
         raise SpecError(f"targets {', '.join(missing)} name no layer of this model; its linears: {', '.join(linears)}")
-    for name, module in found.items():
+    for name, module in layers.items():
         if not isinstance(module, nn.Linear):
-            raise SpecError(f"{name} is a {type(module).__name__}, no nn.Linear; choose other targets, or use peft")
+            raise SpecError(f"{name} is a {type(module).__name__}, not an nn.Linear; choose other targets, or use peft")
     model.requires_grad_(False)
-    for name, module in found.items():
-        parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, LoRALinear(module, lora))
+    for name, module in layers.items():
+        model.set_submodule(name, LoRALinear(module, lora))
     return model
 
 
 def adapters(model: nn.Module) -> dict[str, LoRALinear]:
-    """Return the injected layers by name; raises SpecError where there are none."""
+    """Return the injected layers by name; raises SpecError if there are none."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
     if not layers:
         raise SpecError("this model has no LoRA layers; call inject first")
@@ -78,9 +77,9 @@ def adapters(model: nn.Module) -> dict[str, LoRALinear]:
 
 @torch.no_grad()
 def merge(model: nn.Module) -> nn.Module:
-    """Add every layer's difference to its weight: from now on it costs what the base costs. Return the model.
+    """Add every layer's difference to its weight, so that the model costs no more than its base; return the model.
 
-    Raises SpecError where a weight is quantized (its codes cannot take the sum) or merged already; nothing is changed.
+    Raises SpecError, and changes nothing, if a weight is quantized (its codes cannot hold the sum) or already merged.
     """
     layers = adapters(model)
     for name, layer in layers.items():
@@ -91,7 +90,7 @@ def merge(model: nn.Module) -> nn.Module:
                 "merge, and quantize again, or keep the adapter beside it"
             )
         if layer.merged:
-            raise SpecError(f"{name} is merged already; a second time would add the difference twice: unmerge first")
+            raise SpecError(f"{name} is already merged; merging again would add the difference twice: unmerge first")
     for layer in layers.values():
         layer.base.weight += layer.difference().to(layer.base.weight.dtype)
         layer.merged = True
@@ -100,11 +99,11 @@ def merge(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def unmerge(model: nn.Module) -> nn.Module:
-    """Take every layer's difference off again: exact in fp32 up to rounding, coarser in 16 bits. Return the model."""
+    """Subtract every layer's difference again, with fp32's rounding, or coarser in 16 bits; return the model."""
     layers = adapters(model)
     for name, layer in layers.items():
         if not layer.merged:
-            raise SpecError(f"{name} is not merged; there is nothing to take off")
+            raise SpecError(f"{name} is not merged; there is nothing to subtract")
     for layer in layers.values():
         layer.base.weight -= layer.difference().to(layer.base.weight.dtype)
         layer.merged = False
@@ -112,9 +111,9 @@ def unmerge(model: nn.Module) -> nn.Module:
 
 
 def save(model: nn.Module, folder: str | Path) -> int:
-    """Write A and B in peft's format and names, so that `peft.PeftModel.from_pretrained` loads them; return the bytes.
+    """Write A and B in peft's format, so that `peft.PeftModel.from_pretrained` loads them; return the file's bytes.
 
-    The base is not in it: a few MB stand for a model of many GB.
+    The base is not saved: the file has a few MB, not the model's many GB.
     """
     from safetensors.torch import save_file
 
@@ -140,7 +139,7 @@ def save(model: nn.Module, folder: str | Path) -> int:
 
 
 def load(model: nn.Module, folder: str | Path) -> nn.Module:
-    """Read what `save`, or peft, wrote into the injected `model`; raises SpecError where names or shapes differ."""
+    """Load an adapter that `save` or peft wrote into the injected `model`; SpecError if names or shapes differ."""
     from safetensors.torch import load_file
 
     layers = adapters(model)
@@ -149,15 +148,15 @@ def load(model: nn.Module, folder: str | Path) -> nn.Module:
         config = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))
         alpha = config["lora_alpha"]
     except Exception as error:  # safetensors raises a type of its own for a truncated file
-        raise SpecError(f"{folder} holds no adapter that can be read: {error}; give save's or peft's folder") from None
-    wanted = {f"base_model.model.{name}.lora_{side}.weight": getattr(layer, side) for name, layer in layers.items()
-              for side in "AB"}  # fmt: skip
-    shapes = [{name: tuple(tensor.shape) for name, tensor in each.items()} for each in (wanted, tensors)]
-    if shapes[0] != shapes[1]:
-        differ = sorted(set(shapes[0].items()) ^ set(shapes[1].items()))[0]
-        raise SpecError(f"{folder} is of another rank, other targets or another model: {differ[0]} {differ[1]} differs")
+        raise SpecError(f"{folder} has no readable adapter: {error}; give a folder that save or peft wrote") from None
+    parameters = {f"base_model.model.{name}.lora_{side}.weight": getattr(layer, side) for name, layer in layers.items()
+                  for side in "AB"}  # fmt: skip
+    shapes = [{(name, tuple(tensor.shape)) for name, tensor in each.items()} for each in (parameters, tensors)]
+    if differing := sorted(shapes[0] ^ shapes[1]):
+        name, shape = differing[0]
+        raise SpecError(f"{folder} is for another rank, other targets or another model: {name} {shape} differs")
     with torch.no_grad():
-        for name, parameter in wanted.items():
+        for name, parameter in parameters.items():
             parameter.copy_(tensors[name])
     for layer in layers.values():
         layer.alpha = alpha
@@ -165,5 +164,5 @@ def load(model: nn.Module, folder: str | Path) -> nn.Module:
 
 
 def trained_parameters(model: nn.Module) -> int:
-    """Parameters the optimizer steps: those that require a gradient."""
+    """Return how many parameters the optimizer updates: those that require a gradient."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

@@ -1,6 +1,6 @@
-"""The plain training loop, and scales to weigh what it holds.
+"""The plain training loop, and functions that count the bytes of weights, gradients, states and activations.
 
-Everything here counts bytes of storages, once each: two tensors that share memory (tied weights, views) are one.
+All of them count storages, each once: two tensors that share memory (tied weights, views) count as one.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ def train(
     batches: Iterable[Tensor],
     after: Callable[[str], None] = lambda phase: None,
 ) -> list[float]:
-    """Take one optimizer step a batch and return the losses; `after` is called at the end of each phase.
+    """Take one optimizer step per batch and return the losses; `after` is called at the end of each phase.
 
-    `batches`: token ids (micro_batch, seq_len), the labels too: the model shifts them by one.
+    `batches`: token ids (micro_batch, seq_len), which are the labels too: the model shifts them by one.
     """
     model.train()  # dropout on
     losses = []
@@ -29,16 +29,16 @@ def train(
         loss = model(input_ids=ids, labels=ids).loss
         after("forward")  # every tensor that backward needs is alive
         loss.backward()
-        after("backward")  # those are gone, the gradients are here
+        after("backward")  # those tensors are freed, and the gradients exist
         optimizer.step()
-        after("optimizer")  # the first step also made the optimizer's states
+        after("optimizer")  # the first step also created the optimizer's states
         losses.append(loss.item())
     return losses
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Iterable[Tensor]) -> float:
-    """Return the mean loss. eval() turns dropout off; no_grad() is what keeps nothing for backward."""
+    """Return the mean loss. eval() turns dropout off; it is no_grad() that saves nothing for backward."""
     model.eval()
     losses = [model(input_ids=ids, labels=ids).loss.item() for ids in batches]
     return sum(losses) / len(losses)
@@ -51,7 +51,7 @@ def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
 
 
 def model_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Return the bytes of weights, gradients and optimizer states: what does not depend on the batch."""
+    """Return the bytes of weights, gradients and optimizer states, which do not depend on the batch."""
     states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
     return {
         "weights": storage_bytes(model.parameters()),
@@ -62,9 +62,9 @@ def model_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
 
 @contextmanager
 def saved_for_backward(model: nn.Module):
-    """Yield a dict that fills with {address: bytes} of every storage autograd saves inside the block.
+    """Yield a dict that collects {address: bytes} of every storage that autograd saves inside the `with` block.
 
-    The model's own parameters are saved too, but they are weights already: they are left out.
+    Autograd saves the model's parameters too, but they are left out, because they count as weights.
     """
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved: dict[int, int] = {}

@@ -1,12 +1,12 @@
-"""Offloading from scratch: gradients cross to the host, Adam steps there, weights cross back (ZeRO-Offload).
+"""Optimizer offloading from scratch (ZeRO-Offload): gradients go to the host, Adam runs there, weights come back.
 
     python -m llmlab.experiments offload --engine scratch --steps 20 --json
 
-What moves, and when (Ren et al., arXiv 2101.06840, section 4), a parameter in mixed precision:
+What is copied, and when (Ren et al., arXiv 2101.06840, section 4), per parameter in mixed precision:
 
-    backward   gradient, 2 bytes     device -> host   behind the rest of backward
+    backward   gradient, 2 bytes     device -> host   during the rest of backward
     update     12 bytes of state     stay on the host, or on a drive (ZeRO-Infinity, arXiv 2104.07857)
-    update     weight, 2 bytes       host -> device   behind the update of the next bucket
+    update     weight, 2 bytes       host -> device   during the update of the next bucket
 
     n  elements of a bucket
 """
@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from ..base.errors import SpecError
 from .data_parallel import buckets
 
-BUCKET_BYTES = 64 * 2**20  # of weights that are stepped, and cross, at once
-Memory = Callable[[int], Tensor]  # fp32 for so many elements, somewhere that is not the device
+BUCKET_BYTES = 64 * 2**20  # of weights that are updated, and copied, together
+Memory = Callable[[int], Tensor]  # allocates fp32 zeros for a number of elements, outside the device
 
 
 def in_ram(n: int) -> Tensor:
@@ -34,7 +34,7 @@ def in_ram(n: int) -> Tensor:
 
 
 class InFiles:
-    """fp32 tensors, (n,), whose memory is a file: the system reads and writes its pages as they are used."""
+    """Allocates fp32 tensors, (n,), in memory-mapped files: the system reads and writes pages as they are used."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -46,71 +46,71 @@ class InFiles:
 
 
 class Bucket:
-    """Parameters that cross together: one flat tensor at the border, fp32 master copy and moments behind it."""
+    """Parameters that are copied together, with one flat buffer, the fp32 master copy and the moments on the host."""
 
     def __init__(self, parameters: list[nn.Parameter], optimizer: type, memory: Memory, options: dict) -> None:
         self.parameters = parameters
         sizes = [p.numel() for p in parameters]
         self.device = parameters[0].device
         on_gpu = self.device.type == "cuda"
-        # Pinned: a copy to or from it runs beside the CPU. Gradients arrive in it, new weights leave from it.
+        # A pinned buffer, so that copies run beside the CPU: gradients arrive in it, and new weights leave from it.
         self.border = torch.empty(sum(sizes), dtype=parameters[0].dtype, device="cpu", pin_memory=on_gpu)  # (n,)
-        self.places = dict(zip(parameters, self.border.split(sizes), strict=True))
+        self.views = dict(zip(parameters, self.border.split(sizes), strict=True))
         self.master = nn.Parameter(memory(sum(sizes)))  # (n,)
-        for p, place in zip(parameters, self.master.detach().split(sizes), strict=True):
-            place.copy_(p.detach().flatten())
+        for p, view in zip(parameters, self.master.detach().split(sizes), strict=True):
+            view.copy_(p.detach().flatten())
         self.optimizer = optimizer([self.master], **options)
-        if memory is not in_ram:  # else the optimizer makes them in its first step
+        if memory is not in_ram:  # otherwise the optimizer creates them in its first step
             moments = {name: memory(sum(sizes)) for name in ("exp_avg", "exp_avg_sq")}
             self.optimizer.state[self.master] = {"step": torch.tensor(0.0, device="cpu"), **moments}
-        self.arrived: set[nn.Parameter] = set()  # whose gradients are at the border
+        self.arrived: set[nn.Parameter] = set()  # parameters whose gradients are in the buffer
         self.copied = torch.cuda.Event() if on_gpu else None
 
     def send(self, parameter: nn.Parameter, stream: Any) -> int:
-        """Start the gradient on its way to the host, and let the device forget it; return its bytes."""
-        if parameter in self.arrived:  # the last micro-batch's is still there
+        """Start to copy the gradient to the host, free it on the device, and return its bytes."""
+        if parameter in self.arrived:  # the previous micro-batch's gradient is still in the buffer
             self.sum_up()
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None  # it was just accumulated
         with beside(stream):
-            self.places[parameter].copy_(gradient.flatten(), non_blocking=True)
+            self.views[parameter].copy_(gradient.flatten(), non_blocking=True)
         self.arrived.add(parameter)
         if self.copied:
-            gradient.record_stream(stream)  # freed when the copy is done, not before
+            gradient.record_stream(stream)  # its memory is not reused before the copy is done
             self.copied.record(stream)
         return gradient.nbytes
 
     def sum_up(self) -> None:
-        """Add what arrived to the gradient of the master copy."""
+        """Add the gradients in the buffer to the gradient of the master copy."""
         if self.copied:
             self.copied.synchronize()
-        for parameter in set(self.parameters) - self.arrived:  # backward did not come by
-            self.places[parameter].zero_()
+        for parameter in set(self.parameters) - self.arrived:  # backward did not reach it
+            self.views[parameter].zero_()
         gradient = self.border.to(torch.float32, copy=True)  # (n,)
         self.master.grad = gradient if self.master.grad is None else self.master.grad.add_(gradient)
         self.arrived = set()
 
     def step(self) -> None:
-        """Update on the host."""
+        """Update the master copy on the host, and round it into the buffer."""
         if self.arrived:
             self.sum_up()
         self.optimizer.step()
         self.master.grad = None
-        self.border.copy_(self.master.detach())  # rounds
+        self.border.copy_(self.master.detach())
 
     @torch.no_grad()
     def give_back(self, stream: Any) -> None:
-        """Start the new weights on their way to the device."""
+        """Start to copy the new weights to the device."""
         with beside(stream):
-            for parameter, place in self.places.items():
-                parameter.copy_(place.view_as(parameter), non_blocking=True)
+            for parameter, view in self.views.items():
+                parameter.copy_(view.view_as(parameter), non_blocking=True)
 
 
 class Offloaded:
-    """An optimizer for a model on a device, with fp32 master copy and states elsewhere; its `step()` follows backward.
+    """Optimizer for a model on a device, with the fp32 master copy and states elsewhere; call `step()` after backward.
 
-    Gradients leave as backward makes them; those of several micro-batches are summed on the host. The optimizer
-    must treat every element alike (AdamW does). `moved`: bytes to the host and from it, so far.
+    Gradients leave the device as backward computes them; those of several micro-batches are summed on the host.
+    `optimizer` must treat every element alike (AdamW does). `moved`: bytes copied to and from the host so far.
     """
 
     def __init__(
@@ -123,7 +123,8 @@ class Offloaded:
     ) -> None:
         trained = [p for p in parameters if p.requires_grad]
         if bucket_bytes < 1 or not trained:
-            raise SpecError(f"bucket_bytes={bucket_bytes} for {len(trained)} parameters; give a size >= 1, and some")
+            given = f"bucket_bytes={bucket_bytes} for {len(trained)} parameters"
+            raise SpecError(f"{given}; give a size >= 1 and at least one parameter that requires a gradient")
         groups = buckets(trained[::-1], bucket_bytes)
         self.buckets = [Bucket(group, optimizer, memory, options) for group in groups]
         self.stream = torch.cuda.Stream() if trained[0].device.type == "cuda" else None
@@ -136,7 +137,7 @@ class Offloaded:
         self.moved["to host"] += bucket.send(parameter, self.stream)
 
     def step(self) -> None:
-        """Update bucket by bucket, in the order of backward; each goes back while the CPU steps the next."""
+        """Update bucket by bucket, in the order of backward; each is copied back while the CPU updates the next."""
         for bucket in self.buckets:
             bucket.step()
             bucket.give_back(self.stream)
@@ -147,7 +148,7 @@ class Offloaded:
 
 @contextmanager
 def beside(stream: Any) -> Iterator[None]:
-    """Run what is inside on `stream`: after all that was asked for before, and beside what is asked for later."""
+    """Run the `with` block on `stream`: after the work queued so far, and beside the work queued later."""
     if stream is None:  # no GPU, no streams
         yield
         return

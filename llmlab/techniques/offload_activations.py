@@ -1,6 +1,6 @@
-"""Offloading activations: what autograd saves for backward waits elsewhere, and comes back when it is needed.
+"""Activation offloading from scratch: tensors that autograd saves for backward are kept on the host or in files.
 
-torch's own is torch.autograd.graph.save_on_cpu; these are the same hooks, which also count, and leave weights alone.
+torch has torch.autograd.graph.save_on_cpu; these are the same hooks, which also count bytes and skip weights.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class Elsewhere(saved_tensors_hooks):
-    """A context: tensors that autograd saves in it go through `keep` and come back through `restore`.
+    """Context in which tensors that autograd saves go through `keep`, and come back through `restore` in backward.
 
-    Weights, which are on the device anyway, stay. `moved`: bytes that left, and that came back.
+    Weights stay, because they are on the device anyway. `moved`: bytes that left and that came back.
     """
 
     def __init__(self, keep: Callable[[Tensor], Any], restore: Callable[[Any], Tensor], weights: Iterable[Tensor]):
@@ -41,7 +41,7 @@ class Elsewhere(saved_tensors_hooks):
 
 
 def on_host(weights: Iterable[Tensor]) -> Elsewhere:
-    """Keep what is saved in the host's memory; save_on_cpu(pin_memory=True) does so beside the GPU's work."""
+    """Keep saved tensors in the host's memory. save_on_cpu(pin_memory=True) copies without making the CPU wait."""
 
     def keep(tensor: Tensor) -> tuple[torch.device, Tensor]:
         return tensor.device, tensor.to("cpu", copy=True)
@@ -50,7 +50,7 @@ def on_host(weights: Iterable[Tensor]) -> Elsewhere:
 
 
 def in_files(folder: Path, weights: Iterable[Tensor]) -> Elsewhere:
-    """Keep what is saved in files, one a tensor."""
+    """Keep saved tensors in files, one per tensor."""
     paths: list[Path] = []
 
     def keep(tensor: Tensor) -> tuple[torch.device, Path]:

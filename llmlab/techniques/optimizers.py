@@ -1,10 +1,10 @@
-"""Update rules from scratch: SGD, momentum, Nesterov, Adam, AdamW, Adafactor, Lion, each held to a library's.
+"""Optimizers from scratch: SGD with momentum and Nesterov, Adam, AdamW, Lion, Adafactor, each tested against a library.
 
     w  a parameter     g  its gradient     m, v  first and second moment     t  the step, from 1
-    β1, β2  shares of the old moment that are kept     λ  weight decay     lr  learning rate
+    β1, β2  decay rates of the moments     λ  weight decay     lr  learning rate
 
-Every rule is a torch optimizer, so schedulers, scalers and `lab.simulator` take it. 8-bit Adam is in
-`optimizers_8bit.py`; clipping and schedules are in `schedules.py`.
+Each is a torch optimizer, so schedulers, gradient scalers and `lab.simulator` accept it. 8-bit Adam is in
+`optimizers_8bit.py`; clipping and schedules are in `learning_rate.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 class Rule(torch.optim.Optimizer):
     """Calls `update` for each parameter that has a gradient; a subclass is one update rule, with its settings.
 
-    The states are fp32 or the parameter's dtype, as `zeros_like` makes them in the first step.
+    The first step creates the states with `zeros_like`, so in the parameter's dtype.
     """
 
     def __init__(self, parameters: Iterable[Tensor], **settings: Any) -> None:
@@ -28,7 +28,7 @@ class Rule(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter once; returns what `closure` returns."""
+        """Update every parameter once; return the result of `closure`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -46,7 +46,7 @@ class Rule(torch.optim.Optimizer):
 
 
 def moment(state: dict[str, Any], name: str, like: Tensor) -> Tensor:
-    """Return the state `name`, which is zeros of the shape of `like` before its first update."""
+    """Return the state `name`, zeros like `like` before its first update."""
     if name not in state:
         state[name] = torch.zeros_like(like)
     return state[name]
@@ -55,7 +55,7 @@ def moment(state: dict[str, Any], name: str, like: Tensor) -> Tensor:
 class SGD(Rule):
     """v ← momentum · v + g;  w ← w − lr · v, or with Nesterov's look ahead w ← w − lr · (g + momentum · v).
 
-    Without momentum nothing is remembered. The first v is g, with no factor (torch/optim/sgd.py).
+    Without momentum there is no v. The first v is g, with no factor (torch/optim/sgd.py).
     """
 
     def __init__(self, parameters, lr: float, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0):
@@ -63,7 +63,7 @@ class SGD(Rule):
 
     def update(self, w, g, state, group):
         if group["weight_decay"]:
-            g = g + group["weight_decay"] * w  # L2: a gradient like any other
+            g = g + group["weight_decay"] * w  # L2: the gradient of λ/2 · w²
         if group["momentum"]:
             v = moment(state, "v", w).mul_(group["momentum"]).add_(g)
             g = g + group["momentum"] * v if group["nesterov"] else v
@@ -73,7 +73,7 @@ class SGD(Rule):
 class Adam(Rule):
     """m̂ / (√v̂ + ε): the mean gradient over its root mean square (Kingma and Ba, arXiv 1412.6980, algorithm 1).
 
-    `weight_decay` is L2: λw joins the gradient, so it is divided by √v̂ with it. AdamW changes that.
+    `weight_decay` is L2: λw is added to the gradient, so it is divided by √v̂ too. AdamW changes that.
     """
 
     decoupled = False
@@ -89,13 +89,13 @@ class Adam(Rule):
             g = g + group["weight_decay"] * w
         m = moment(state, "m", w).mul_(beta1).add_(g, alpha=1 - beta1)
         v = moment(state, "v", w).mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        # Both began at zero; after t steps their weights add up to 1 − βᵗ, and dividing by that makes them means.
+        # Both start at zero: after t steps their weights add up to 1 − βᵗ, and dividing by that makes them means.
         mean, mean_square = m / (1 - beta1**t), v / (1 - beta2**t)
         w.sub_(lr * mean / (mean_square.sqrt() + group["eps"]))
 
 
 class AdamW(Adam):
-    """Adam, with w ← (1 − lr · λ) w beside it (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2).
+    """Adam with a separate decay, w ← (1 − lr · λ) w (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2).
 
     The decay does not pass through the moments: every weight shrinks at the same rate.
     """
@@ -109,7 +109,7 @@ class AdamW(Adam):
 class Lion(Rule):
     """w ← (1 − lr · λ) w − lr · sign(β1 · m + (1 − β1) · g); then m ← β2 · m + (1 − β2) · g.
 
-    One state. Every weight moves by lr, so lr is 3–10 times smaller than Adam's (Chen et al., arXiv 2302.06675,
+    One moment. Every weight moves by lr, so lr is 3–10 times smaller than Adam's (Chen et al., arXiv 2302.06675,
     algorithm 2 and section 5).
     """
 
@@ -125,11 +125,11 @@ class Lion(Rule):
 
 
 class Adafactor(Rule):
-    """A matrix's v as the product of its row and column means: rows + columns numbers for rows × columns.
+    """A matrix's v as the product of its row and column means: rows + columns numbers instead of rows × columns.
 
-    Shazeer and Stern, arXiv 1804.04235, algorithm 4, without a first moment. The step is lr of the weights' own size
-    (root mean square, at least `eps2`), and an update larger than 1 (root mean square) is scaled down to it. β2 grows
-    towards 1: 1 − t^`decay`. `eps1`: None is the dtype's machine epsilon, as in torch/optim/_adafactor.py.
+    Shazeer and Stern, arXiv 1804.04235, algorithm 4, without a first moment. The step is min(lr, 1 / √t) times the
+    weights' root mean square (at least `eps2`); an update whose root mean square is above 1 is scaled down to 1. β2
+    grows towards 1: 1 − t^`decay`. `eps1`: None is the dtype's machine epsilon, as in torch/optim/_adafactor.py.
     """
 
     def __init__(self, parameters, lr: float = 1e-2, decay: float = -0.8, eps1: float | None = None, eps2=1e-3):

@@ -1,7 +1,7 @@
 """8-bit Adam from scratch: block-wise dynamic quantization of the two moments (Dettmers et al., arXiv 2110.02861).
 
 Each block of 256 numbers is divided by its largest magnitude (`absmax`, fp32), and each quotient becomes the index of
-the nearest of 256 values. Those values are dense near 0: seven powers of ten, where int8 has two.
+the nearest of 256 values. Those values are dense near 0: they span seven powers of ten, int8's only two.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from .optimizers import AdamW
 
 BLOCK = 256  # numbers that share one absmax (bitsandbytes/optim/optimizer.py, blocksize)
 MIN_8BIT_SIZE = 4096  # smaller tensors keep fp32 states: norms and biases (bitsandbytes, min_8bit_size)
-CPU_BINS = 65536  # bitsandbytes' CPU kernel rounds to one of so many numbers first (csrc/cpu_ops.cpp, kLUTSize)
+CPU_BINS = 65536  # bitsandbytes' CPU kernel first rounds to this many numbers (csrc/cpu_ops.cpp, kLUTSize)
 
 
 def dynamic_code(signed: bool = True) -> Tensor:
-    """Return the 256 values a byte can stand for, fp32, ascending, in [−1, 1] (without sign in [0, 1]).
+    """Return the 256 values that a byte can represent, fp32, ascending, in [−1, 1] (unsigned: in [0, 1]).
 
     For each exponent e from 0 down to −6 the interval 10^e · [0.1, 1] is cut into equal pieces, half as many for each
-    power of ten downwards, and the middle of each piece is a value; 0 and 1 are added (section 2.2).
+    lower power of ten, and the middle of each piece is a value; 0 and 1 are added (section 2.2).
     """
     values = [0.0, 1.0]
     for e in range(-6, 1):
@@ -32,14 +32,14 @@ def dynamic_code(signed: bool = True) -> Tensor:
 
 
 def linear_code(signed: bool = True) -> Tensor:
-    """Return 256 equally spaced values: what int8 is, for comparison."""
+    """Return 256 equally spaced values, as int8 has, for comparison."""
     return torch.linspace(-1 if signed else 0, 1, 256)
 
 
 def quantize(x: Tensor, code: Tensor, block: int = BLOCK, bins: int | None = None) -> tuple[Tensor, Tensor]:
-    """Return (index of the nearest value, uint8, shape of `x`; absmax, fp32, one a block of `block` numbers).
+    """Return the index of the nearest value, uint8, shape of `x`, and absmax, fp32, one per block of `block` numbers.
 
-    `bins`: round the quotients to one of so many equally spaced numbers first, as bitsandbytes does on a CPU.
+    `bins`: first round the quotients to this many equally spaced numbers, as bitsandbytes does on a CPU.
     """
     blocks = in_blocks(x.float().flatten(), block)  # (blocks, block)
     absmax = blocks.abs().amax(1)  # (blocks,)
@@ -60,15 +60,15 @@ def dequantize(index: Tensor, absmax: Tensor, code: Tensor, block: int = BLOCK) 
 
 
 def in_blocks(x: Tensor, block: int) -> Tensor:
-    """Return the vector `x` as rows of `block` numbers, zeros at the end of the last."""
+    """Return the vector `x` as rows of `block` numbers, the last one padded with zeros."""
     return torch.nn.functional.pad(x, (0, -len(x) % block)).view(-1, block)
 
 
 class AdamW8bit(AdamW):
-    """AdamW that keeps each moment as bytes and absmax between steps, and works on fp32 copies inside a step.
+    """AdamW that stores each moment as bytes and absmax between steps, and updates fp32 copies within a step.
 
-    `min_8bit_size`: tensors with fewer numbers keep fp32 moments. `block` and `code` (a function of signed) are the
-    paper's; `bins` as in `quantize`.
+    `min_8bit_size`: tensors with fewer numbers keep fp32 moments. `code` is a function of `signed`; `block` and `bins`
+    are as in `quantize`.
     """
 
     def __init__(

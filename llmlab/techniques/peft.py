@@ -1,11 +1,11 @@
-"""What each parameter-efficient method trains: through peft, and as a formula of the model's sizes.
+"""Parameter-efficient fine-tuning: how many parameters each method trains, by formula, and the method through peft.
 
     r rank, or an adapter's width   n virtual tokens   d hidden size
 
-LoRA adds r · (in + out) a target (arXiv 2106.09685); DoRA one magnitude an output more (2402.09353); adapters two
-bottlenecks a block (1902.00751); (IA)³ one factor for each key, value and MLP feature (2205.05638); BitFit trains the
-biases there are (2106.10199), and a Llama has none; prompt tuning n embeddings (2104.08691); P-tuning a network that
-makes them (2103.10385); prefix tuning n keys and values in every layer (2101.00190).
+LoRA adds r · (in + out) per target (arXiv 2106.09685); DoRA one more magnitude per output (2402.09353); adapters two
+bottlenecks per block (1902.00751); (IA)³ one factor for each key, value and MLP feature (2205.05638); BitFit trains the
+existing biases (2106.10199), and Llama has none; prompt tuning trains n embeddings (2104.08691); P-tuning a network
+that computes them (2103.10385); prefix tuning n keys and values in every layer (2101.00190).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 def trained(method: str, spec: ModelSpec, rank: int = 16, tokens: int = 20) -> int:
     """Return how many parameters `method` trains on a Llama-like `spec`.
 
-    `rank` is that of LoRA and DoRA, on all linears of a block, and the adapters' width; `tokens` are the virtual ones.
+    `rank`: of LoRA and DoRA, on all linear layers of a block, and the adapters' width. `tokens`: virtual tokens.
     """
     _check(method)
     linears = [linear for linear in spec.linears if linear.name in TARGETS]
@@ -47,9 +47,9 @@ def trained(method: str, spec: ModelSpec, rank: int = 16, tokens: int = 20) -> i
 
 
 def apply(method: str, model: PreTrainedModel, rank: int = 16, tokens: int = 20) -> nn.Module:
-    """Return `model` with only what `method` trains requiring a gradient; changes the model given.
+    """Prepare `model` for `method` and return it: only the parameters that the method trains require a gradient.
 
-    `model` is a transformers model of Llama's names. As peft does it; adapters, which peft lacks, are our own.
+    `model` is a transformers model with Llama's names. peft prepares it; only adapters, which it lacks, are ours.
     """
     _check(method)
     if method in ("full", "bitfit"):

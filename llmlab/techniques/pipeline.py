@@ -1,10 +1,10 @@
-"""Pipeline parallelism from scratch: each rank has some layers, and micro-batches pass through them one behind another.
+"""Pipeline parallelism from scratch: each rank has some layers, and micro-batches pass through them one after another.
 
     python -m llmlab.experiments pipeline --ranks 2 --steps 20 --schedule 1f1b --json
 
-`run` executes a schedule of pipeline_schedules.py op by op; what an op needs, it waits for.
+`run` executes a schedule of pipeline_schedules.py op by op, and waits for the input of each.
 
-    B  sequences of a micro-batch    T  tokens    C  hidden size
+    B  sequences of a micro-batch    T  tokens    C  hidden size    V  vocabulary
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .pipeline_schedules import Schedule, Span
 
 
 def check(spec: ModelSpec, stages: int) -> None:
-    """Raise SpecError where a stage would have no layer, or two stages would share a matrix."""
+    """Raise SpecError if a stage would have no layer, or two stages would share a matrix."""
     stage_layers(spec.layers, stages, spec.name)
     if spec.tied and stages > 1:
         raise SpecError(f"{spec.name} ties its head to its embedding: first and last stage would share a matrix; untie")
@@ -47,9 +47,9 @@ class Stage(nn.Module):
         self.lm_head = model.lm_head if number == stages - 1 else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Ids, (B, T), or what the stage before gave, (B, T, C) -> (B, T, C), or logits, (B, T, V)."""
+        """Ids, (B, T), or the previous stage's output, (B, T, C) -> (B, T, C), or from the last stage (B, T, V)."""
         x_BTC = x if self.embed_tokens is None else self.embed_tokens(x)
-        positions_BT = torch.arange(x.shape[1], device=x.device)[None]  # no stage sends angles: each makes them
+        positions_BT = torch.arange(x.shape[1], device=x.device)[None]  # each stage computes the rotary angles
         turned = turn(self.rope, self.head_dim, positions_BT, x_BTC.dtype)
         for block in self.layers:
             x_BTC = block(x_BTC, turned, None, None)
@@ -57,7 +57,7 @@ class Stage(nn.Module):
 
 
 class WeightLater(torch.autograd.Function):
-    """x · Wᵀ whose backward gives the input's gradient and puts the weight's off, into `later`."""
+    """x · Wᵀ whose backward returns the input's gradient, and appends a function for the weight's to `later`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, module: nn.Linear, later: list[Callable[[], None]]) -> Tensor:
@@ -71,23 +71,23 @@ class WeightLater(torch.autograd.Function):
         module = ctx.module
 
         def weight_gradient() -> None:
-            of_weight = grad.flatten(0, -2).mT @ x.flatten(0, -2)
-            module.weight.grad = of_weight if module.weight.grad is None else module.weight.grad + of_weight
+            dweight = grad.flatten(0, -2).mT @ x.flatten(0, -2)
+            module.weight.grad = dweight if module.weight.grad is None else module.weight.grad + dweight
 
         ctx.later.append(weight_gradient)
         return grad @ weight, None, None, None
 
 
-def _put_off(module: nn.Linear, later: list[Callable[[], None]], x: Tensor) -> Tensor:
-    return WeightLater.apply(x, module.weight, module, later)
-
-
 def put_weights_off(stage: nn.Module) -> list[Callable[[], None]]:
-    """Make every nn.Linear of `stage` put its weight's gradient off; return the list they are put into."""
+    """Make every nn.Linear of `stage` defer its weight's gradient; return the list of the deferred computations."""
     later: list[Callable[[], None]] = []
+
+    def forward(module: nn.Linear, x: Tensor) -> Tensor:
+        return WeightLater.apply(x, module.weight, module, later)
+
     for module in stage.modules():
         if isinstance(module, nn.Linear):
-            setattr(module, "forward", partial(_put_off, module, later))  # noqa: B010 - of this one, not of its class
+            setattr(module, "forward", partial(forward, module))  # noqa: B010 - of the instance, not of its class
     return later
 
 
@@ -100,19 +100,19 @@ def run(
     spans: list[Span] | None = None,
     ranks: list[int] | None = None,
 ) -> float | None:
-    """Do this rank's part of one step: gradients of the mean loss are in `.grad` after; return it on the last rank.
+    """Run this rank's part of one step: adds the mean loss's gradients to `.grad`; returns that loss on the last rank.
 
     `stages`: this rank's modules by stage number. `micro_batches`: m tensors of ids, (B, T), which all ranks have: the
-    first stage reads them, the last needs them for `loss(output, ids)`. `shape` is that of what passes between stages.
-    `spans` is filled with when each op ran, in seconds of the machine's clock, without its waiting for others.
-    `ranks`: the world's ranks that make this pipeline, first stage first; None: all of them.
+    first stage reads them, the last needs them for `loss(output, ids)`. `shape`: of the tensors between stages.
+    `spans`: gets the start and end of each op, in seconds of the machine's clock, without the time it waits for input.
+    `ranks`: global ranks of this pipeline, first stage first; None: all ranks.
     """
     ranks = ranks or list(range(len(plan)))
     ops = plan[ranks.index(dist.get_rank())]
     last = max(op.stage for rank_ops in plan for op in rank_ops)
     puts_off = any(op.kind == "W" for op in ops)
     later = {number: put_weights_off(stage) for number, stage in stages.items()} if puts_off else {}
-    passed: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # what came into a stage, what went out
+    passed: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # input and output, by stage and micro-batch
     put_off: dict[tuple[int, int], list[Callable[[], None]]] = {}
     under_way: list[tuple[dist.Work, Tensor]] = []  # a tensor must live until it is sent
     losses = []
@@ -135,7 +135,7 @@ def run(
             start = time.perf_counter()
             out.backward(grad)
             if x is not None:
-                assert x.grad is not None  # `out` was made of it
+                assert x.grad is not None  # `out` depends on it
                 under_way.append(_send(x.grad, ranks, number, number - 1, micro_batch, last))
             if puts_off:
                 put_off[number, micro_batch] = later[number].copy()
@@ -151,7 +151,7 @@ def run(
 
 
 def _tag(sender: int, receiver: int, micro_batch: int, last: int) -> int:
-    """Number a message, so that none is taken for another: two ranks may share several pairs of stages."""
+    """Return a number that no other message has: two ranks may be neighbours in several pairs of stages."""
     return 2 * (micro_batch * (last + 1) + min(sender, receiver)) + (sender > receiver)
 
 
@@ -160,7 +160,7 @@ def _send(
 ) -> tuple[dist.Work, Tensor]:
     x = x.contiguous()
     work = dist.isend(x, ranks[receiver % len(ranks)], tag=_tag(sender, receiver, micro_batch, last))
-    assert work is not None  # it is for ranks outside of the group
+    assert work is not None  # it is None only on ranks outside the group
     return work, x
 
 

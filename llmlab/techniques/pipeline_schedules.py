@@ -1,11 +1,11 @@
-"""Pipeline schedules as data: what each rank does, in order, and what that costs.
+"""Pipeline schedules as lists of ops per rank, and their cost: the time of each op, the bubble and the memory.
 
 gpipe         all forwards, then all backwards                    Huang et al., arXiv 1811.06965
 1f1b          a backward as soon as one can run                   Narayanan et al., arXiv 2104.04473, section 2.2.1
-interleaved   1f1b with several stages a rank, far apart          the same, section 2.2.2
-zero-bubble   1f1b with weight gradients put off into the gaps    Qi et al., arXiv 2401.10241, ZB-H1
+interleaved   1f1b with several distant stages per rank           the same, section 2.2.2
+zero-bubble   1f1b with weight gradients deferred into the gaps   Qi et al., arXiv 2401.10241, ZB-H1
 
-p  ranks    m  micro-batches of a step    v  virtual stages a rank; its c-th, counted from 0, is stage c · p + rank
+p  ranks    m  micro-batches of a step    v  virtual stages per rank; the c-th, counted from 0, is stage c · p + rank
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
 
 class Op(NamedTuple):
-    """One thing a rank does: F forward, B backward (of inputs alone where W follows), W backward of weights."""
+    """One operation of a rank: F forward, B backward (of inputs alone if W follows), W backward of weights."""
 
     kind: str
     stage: int
@@ -29,7 +29,7 @@ Schedule = list[list[Op]]  # by rank
 
 
 def schedule(name: str, ranks: int, micro_batches: int, virtual_stages: int = 1) -> Schedule:
-    """Return the schedule of that name. Raises SpecError for what it cannot do.
+    """Return the schedule `name`. Raises SpecError for an unknown name, and for counts that it does not allow.
 
     `virtual_stages` is for "interleaved", which needs 2 or more, and a multiple of `ranks` micro-batches.
     """
@@ -40,9 +40,9 @@ def schedule(name: str, ranks: int, micro_batches: int, virtual_stages: int = 1)
             raise SpecError(f"{value!r} {what}: give a whole number >= 1")
     if (name == "interleaved") != (virtual_stages > 1):
         given = f"virtual_stages={virtual_stages} with {name}"
-        raise SpecError(f"{given}: interleaved takes 2 or more stages a rank, the others one")
+        raise SpecError(f"{given}: interleaved takes 2 or more stages per rank, the others one")
     if name == "interleaved" and micro_batches % ranks:
-        raise SpecError(f"{micro_batches} micro-batches are no multiple of {ranks} ranks, which interleaved needs")
+        raise SpecError(f"{micro_batches} micro-batches are not a multiple of {ranks} ranks; interleaved needs that")
     if name == "gpipe":
         return [
             [Op("F", rank, i) for i in range(micro_batches)] + [Op("B", rank, i) for i in range(micro_batches)]
@@ -54,14 +54,14 @@ def schedule(name: str, ranks: int, micro_batches: int, virtual_stages: int = 1)
 
 
 def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int, split: bool) -> list[Op]:
-    """As many forwards as there are ranks behind this one, then one forward and one backward in turn."""
-    ahead = min(ranks - rank - 1, micro_batches)
-    ops = [Op("F", rank, i) for i in range(ahead)]
+    """Return this rank's ops: a warm-up of one forward per later rank, then forward and backward in turn."""
+    warmup = min(ranks - rank - 1, micro_batches)
+    ops = [Op("F", rank, i) for i in range(warmup)]
     for i in range(micro_batches):
-        if ahead + i < micro_batches:
-            ops.append(Op("F", rank, ahead + i))
+        if warmup + i < micro_batches:
+            ops.append(Op("F", rank, warmup + i))
         ops.append(Op("B", rank, i))
-        # Rank r puts its weight gradients off by r backwards: what is put off fills the gaps at the end.
+        # Rank r defers its weight gradients by r backwards; the last ones fill the gap at the end.
         if split and i >= rank:
             ops.append(Op("W", rank, i - rank))
     if split:
@@ -70,7 +70,7 @@ def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int, split: 
 
 
 def _interleaved(rank: int, ranks: int, micro_batches: int, virtual_stages: int) -> list[Op]:
-    """1F1B over the stages of this rank: p micro-batches through one virtual stage, then through the next."""
+    """Return this rank's ops: 1F1B with p micro-batches through one of its virtual stages, then through the next."""
 
     def nth(kind: str, n: int) -> Op:
         group, place = divmod(n, ranks * virtual_stages)
@@ -79,11 +79,11 @@ def _interleaved(rank: int, ranks: int, micro_batches: int, virtual_stages: int)
         return Op(kind, nth_stage * ranks + rank, group * ranks + micro_batch)
 
     total = micro_batches * virtual_stages
-    ahead = min(2 * (ranks - rank - 1) + (virtual_stages - 1) * ranks, total)
-    ops = [nth("F", n) for n in range(ahead)]
+    warmup = min(2 * (ranks - rank - 1) + (virtual_stages - 1) * ranks, total)
+    ops = [nth("F", n) for n in range(warmup)]
     for n in range(total):
-        if ahead + n < total:
-            ops.append(nth("F", ahead + n))
+        if warmup + n < total:
+            ops.append(nth("F", warmup + n))
         ops.append(nth("B", n))
     return ops
 
@@ -92,7 +92,7 @@ def _interleaved(rank: int, ranks: int, micro_batches: int, virtual_stages: int)
 
 
 class Span(NamedTuple):
-    """When an op runs on its rank."""
+    """Start and end of an op on its rank."""
 
     op: Op
     rank: int
@@ -103,18 +103,18 @@ class Span(NamedTuple):
 def times(
     plan: Schedule, forward: float = 1.0, inputs: float = 1.0, weights: float = 1.0, send: float = 0.0
 ) -> list[Span]:
-    """Return when each op runs if a rank does them in order and each waits for what it needs.
+    """Return when each op runs, if each rank runs its ops in order and each op waits for those that it needs.
 
-    `forward`, and backward of `inputs` and `weights`, are durations of a *rank's* layers for one micro-batch: with
-    several stages a rank each takes its share. `send` is how long an activation travels. Raises SpecError for a
-    schedule in which an op waits for ever.
+    `forward`, and the backward of `inputs` and `weights`, are durations for all layers of a *rank* and one micro-batch:
+    each of several stages takes its share. `send` is the time to send an activation. Raises SpecError for a schedule
+    that deadlocks.
     """
     ranks = len(plan)
     stages = 1 + max(op.stage for ops in plan for op in ops)
     split = any(op.kind == "W" for ops in plan for op in ops)
     share = ranks / stages
     duration = {"F": forward * share, "B": (inputs if split else inputs + weights) * share, "W": weights * share}
-    done: dict[Op, float] = {}
+    ends: dict[Op, float] = {}
     spans: list[Span] = []
     clocks, next_op = [0.0] * ranks, [0] * ranks
     while any(next_op[rank] < len(plan[rank]) for rank in range(ranks)):
@@ -123,22 +123,22 @@ def times(
             while next_op[rank] < len(plan[rank]):
                 op = plan[rank][next_op[rank]]
                 needed = needs(op, stages)
-                if any(other not in done for other in needed):
+                if any(other not in ends for other in needed):
                     break
-                ready = (done[other] + (send if other.stage != op.stage else 0.0) for other in needed)
+                ready = (ends[other] + (send if other.stage != op.stage else 0.0) for other in needed)
                 start = max([clocks[rank], *ready])
-                done[op] = clocks[rank] = start + duration[op.kind]
+                ends[op] = clocks[rank] = start + duration[op.kind]
                 spans.append(Span(op, rank, start, clocks[rank]))
                 next_op[rank] += 1
                 moved = True
         if not moved:
             waiting = {rank: plan[rank][n] for rank, n in enumerate(next_op) if n < len(plan[rank])}
-            raise SpecError(f"this schedule never ends: each rank waits for another, {waiting}")
+            raise SpecError(f"this schedule deadlocks: each rank waits for another, {waiting}")
     return spans
 
 
 def needs(op: Op, stages: int) -> list[Op]:
-    """Return what has to be done before `op` can run."""
+    """Return the ops that must end before `op` can run."""
     if op.kind == "F":
         return [op._replace(stage=op.stage - 1)] if op.stage else []
     if op.kind == "W":
@@ -148,23 +148,23 @@ def needs(op: Op, stages: int) -> list[Op]:
 
 
 def bubble(spans: list[Span]) -> float:
-    """Return the share of all ranks' time in which they wait."""
+    """Return the fraction of all ranks' time that they spend waiting."""
     busy = sum(span.end - span.start for span in spans)
     return 1 - busy / (max(span.end for span in spans) * (1 + max(span.rank for span in spans)))
 
 
 def bubble_formula(name: str, ranks: int, micro_batches: int, virtual_stages: int = 1) -> float:
-    """Return the same by formula, where a forward, and backward of inputs and of weights, last equally long.
+    """Return `bubble` by formula, if forward, backward of inputs and backward of weights take one unit of time each.
 
     A rank waits p − 1 times for forward and backward of a stage, 3 units (arXiv 2104.04473, section 2.2), v times less
-    if its stages are v times shorter; ZB-H1 for one unit (arXiv 2401.10241, section 2.2). Holds for m >= p.
+    if its stages are v times shorter; in ZB-H1 for one unit (arXiv 2401.10241, section 2.2). Holds for m >= p.
     """
     waits = {"zero-bubble": 1 / 3, "interleaved": 1 / virtual_stages}.get(name, 1.0) * (ranks - 1)
     return waits / (micro_batches + waits)
 
 
 def held(plan: Schedule) -> list[float]:
-    """Return the most micro-batches whose activations each rank holds at once; a stage of v counts as 1 / v."""
+    """Return, for each rank, the most micro-batches whose activations it holds at once; one of v stages is 1 / v."""
     stages = 1 + max(op.stage for ops in plan for op in ops)
     frees = "W" if any(op.kind == "W" for ops in plan for op in ops) else "B"
     most = []

@@ -1,4 +1,4 @@
-"""Number formats bit by bit, and what training in few bits needs: loss scaling, stochastic rounding, a look at dtypes.
+"""Low precision from scratch: number formats bit by bit, loss scaling, stochastic rounding, and dtypes in a step.
 
 The fp32 master copy that half weights need is `llmlab.step.optimizer.MasterWeights`.
 """
@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..base.errors import SpecError, unknown_name
+from ..base.errors import SpecError
 
 
 @dataclass(frozen=True)
 class Format:
     """A binary floating-point format: one sign bit, `exponent` bits, `mantissa` bits (IEEE 754-2019, section 3.4).
 
-    `infinities` False is e4m3's rule: the top exponent holds numbers too, and only its last pattern is NaN, so that
-    what is too large becomes the largest number (OCP 8-bit Floating Point Specification 1.0, sections 5.2 and 5.3).
+    `infinities=False` is e4m3's rule: the top exponent encodes numbers too, and only its last pattern is NaN, so values
+    too large become the largest number (OCP 8-bit Floating Point Specification 1.0, sections 5.2 and 5.3).
     """
 
     name: str
@@ -58,17 +58,17 @@ class Format:
         return self.decode(1)
 
     def spacing(self, value: float) -> float:
-        """Return the distance between neighbours around `value`; below the smallest normal number it stays the same."""
+        """Return the distance between neighbours around `value`; it is constant below the smallest normal number."""
         return 2.0 ** (self._exponent(value) - self.mantissa)
 
     def _exponent(self, value: float) -> int:
-        """Return e of value = 1.xxx · 2^e, or the smallest normal number's where `value` is below it."""
+        """Return e of value = 1.xxx · 2^e, or e of the smallest normal number if `value` is smaller."""
         return max(math.frexp(value)[1] - 1, 1 - self.bias) if value else 1 - self.bias
 
     def decode(self, pattern: int) -> float:
-        """Return the number that `pattern`, 0 <= pattern < 2^bits, stands for."""
+        """Return the number that `pattern`, 0 <= pattern < 2^bits, encodes."""
         if not 0 <= pattern < 1 << self.bits:
-            raise SpecError(f"pattern={pattern} is not one of {self.name}'s; give 0 to {(1 << self.bits) - 1}")
+            raise SpecError(f"pattern={pattern} is not a pattern of {self.name}; give 0 to {(1 << self.bits) - 1}")
         sign = -1.0 if pattern >> (self.bits - 1) else 1.0
         size = pattern & ((1 << (self.bits - 1)) - 1)
         if size > self.top:
@@ -79,9 +79,9 @@ class Format:
         return sign * ((1 << self.mantissa) + fraction) * 2.0 ** (exponent - self.bias - self.mantissa)
 
     def encode(self, value: float) -> int:
-        """Return the pattern of the number nearest to `value`; of two equally near, the one that ends in 0.
+        """Return the pattern of the number nearest to `value`; a tie goes to the pattern that ends in 0.
 
-        Positive patterns, read as whole numbers, are in the order of the numbers they stand for: a mantissa that
+        Positive patterns, read as whole numbers, have the order of the numbers that they encode, so a mantissa that
         rounds up to 2 carries into the exponent by itself.
         """
         sign = int(math.copysign(1, value) < 0) << (self.bits - 1)
@@ -94,11 +94,11 @@ class Format:
         return sign | min(pattern, self.top + self.infinities)
 
     def round(self, value: float) -> float:
-        """Return `value` as this format keeps it."""
+        """Return `value` rounded to this format."""
         return self.decode(self.encode(value))
 
 
-# tf32 is no storage format: its 19 bits are those of an fp32 number that a tensor core reads.
+# tf32 is not a storage format: it is the 19 bits of an fp32 number that a tensor core reads.
 FORMATS = {
     f.name: f
     for f in (
@@ -112,24 +112,17 @@ FORMATS = {
 }
 
 
-def number_format(name: str) -> Format:
-    """Return the format called `name`; an unknown one raises UnknownName."""
-    if name not in FORMATS:
-        raise unknown_name("number format", name, list(FORMATS), f"There are {', '.join(FORMATS)}.")
-    return FORMATS[name]
-
-
 class LossScaler:
-    """Multiplies the loss so that small gradients survive fp16, and divides them again before the update.
+    """Scales the loss so that small gradients do not underflow in fp16, and unscales them before the update.
 
-    The scale is a guess that corrects itself: an infinite gradient halves it and skips the step, `interval` good steps
-    double it (Micikevicius et al., arXiv 1710.03740, section 3.2; torch/amp/grad_scaler.py).
+    The scale adapts: an infinite gradient or a NaN halves it and skips the step, `interval` finite steps double it
+    (Micikevicius et al., arXiv 1710.03740, section 3.2; torch/amp/grad_scaler.py).
     """
 
     def __init__(self, scale: float = 2.0**16, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000) -> None:
         self.factor, self.growth, self.backoff, self.interval = torch.tensor(scale), growth, backoff, interval
         self.good_steps = 0
-        self.finite: bool | None = None  # of this step's gradients; None until they are unscaled
+        self.finite: bool | None = None  # whether this step's gradients are finite; None until they are unscaled
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss to call backward() on."""
@@ -137,7 +130,7 @@ class LossScaler:
 
     @torch.no_grad()
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients by the scale, once a step: before clipping, which must see their true norm."""
+        """Divide the gradients by the scale, once per step, and before clipping, which needs their true norm."""
         if self.finite is not None:
             raise SpecError("unscale() was already called in this step; call update() first")
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -157,7 +150,7 @@ class LossScaler:
         return bool(self.finite)
 
     def update(self) -> None:
-        """Choose the next step's scale."""
+        """Set the scale of the next step."""
         self.good_steps = self.good_steps + 1 if self.finite else 0
         if not self.finite:
             self.factor = (self.factor.double() * self.backoff).float()
@@ -169,10 +162,11 @@ class LossScaler:
 
 
 def stochastic_round(values: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Return fp32 `values` as bf16, up or down at random: the nearer neighbour is the likelier, the mean is exact.
+    """Round fp32 `values` to bf16, up or down at random, with probabilities that make the mean exact.
 
-    A bf16 number is the upper half of an fp32 one. Adding a random lower half carries into the upper with the
-    probability of how far the value is on its way to the next number (Gupta et al., arXiv 1502.02551, section 3).
+    A bf16 number is the upper half of an fp32 one. Adding a random lower half carries into the upper half with a
+    probability of the lower half / 2^16, which is the distance from the lower neighbour in units of the spacing (Gupta
+    et al., arXiv 1502.02551, section 3).
     """
     if values.dtype != torch.float32:
         raise SpecError(f"values are {values.dtype}; give torch.float32, whose upper half is the bf16 number")
@@ -185,14 +179,14 @@ def stochastic_round(values: Tensor, generator: torch.Generator | None = None) -
 
 
 def names(tensors: Iterator[Tensor] | list[Tensor]) -> str:
-    """Return the dtypes among `tensors` as the book writes them, for example "fp32" or "bf16, fp32"."""
+    """Return the floating-point dtypes of `tensors` as the book writes them, for example "fp32" or "bf16, fp32"."""
     short = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-    found = {short.get(t.dtype, str(t.dtype)) for t in tensors if t.is_floating_point()}
-    return ", ".join(sorted(found)) or "none"
+    dtypes = {short.get(t.dtype, str(t.dtype)) for t in tensors if t.is_floating_point()}
+    return ", ".join(sorted(dtypes)) or "none"
 
 
 def state_dtypes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Return the dtypes of weights, gradients and AdamW's moments, read off the tensors that live now."""
+    """Return the dtypes of weights, gradients and AdamW's moments, as the tensors have them now."""
     moments = [value for state in optimizer.state.values() for key, value in state.items() if key.startswith("exp_avg")]
     return {
         "weights": names(list(model.parameters())),
@@ -203,7 +197,7 @@ def state_dtypes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
 
 @contextmanager
 def outputs_seen(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
-    """Yield a dict that fills with every leaf module's output tensors, by the module's class, as the model runs."""
+    """Yield a dict that collects the output tensors of leaf modules, by the module's class, as the model runs."""
     seen: dict[str, list[Tensor]] = {}
 
     def note(module: nn.Module, inputs: object, output: object) -> None:
@@ -219,9 +213,9 @@ def outputs_seen(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
 
 
 def tensors_of_a_step(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
-    """Return all numbers of one step of a causal language model, flat, by where in the step they arise.
+    """Return all activations and gradients of one step of a causal language model, by kind, each as a flat tensor.
 
-    `ids`: token ids (B, T), the labels too. The last entry is what Adam's second moment averages.
+    `ids`: token ids (B, T), which are the labels too. Adam's second moment averages the last entry.
     """
     model.zero_grad()
     with outputs_seen(model) as seen:
@@ -239,7 +233,7 @@ def tensors_of_a_step(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
 
 
 class Casts(TorchDispatchMode):
-    """Counts, while it is entered, the copies of a tensor into another floating-point dtype, and their bytes."""
+    """Dispatch mode that counts the copies of tensors into another floating-point dtype, and their bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +248,7 @@ class Casts(TorchDispatchMode):
 
 
 def lost(values: Tensor, dtype: torch.dtype) -> tuple[float, float]:
-    """Return the shares of the non-zero finite `values` that `dtype` turns into zero, and into infinity (or NaN)."""
+    """Return the fractions of the non-zero finite `values` that `dtype` turns into zero, and into infinity or NaN."""
     values = values[values.isfinite() & (values != 0)].float()
     if not values.numel():
         return 0.0, 0.0

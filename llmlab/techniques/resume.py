@@ -1,4 +1,7 @@
-"""What a training run is between two steps, saved and loaded by torch.distributed.checkpoint on any number of ranks."""
+"""Checkpoint and resume: the whole state of a training run, saved and loaded on any number of ranks.
+
+The files are those of torch.distributed.checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .training_loop import batch_seed
 
-SEQUENCES_OF_THE_TEXT = 40  # an epoch: it ends, and its order is drawn anew, within the few steps of a page
+SEQUENCES_OF_THE_TEXT = 40  # one epoch, so short that the few steps of a chapter reach the next one and its new order
 
 
 class Order:
-    """Which sequences come next: all of the text's in a random order, drawn anew for each epoch."""
+    """The order of the data: all sequences of the text, in a new random order in each epoch."""
 
     def __init__(self, seed: int) -> None:
         self.seed, self.epoch, self.position = seed, 0, 0
@@ -44,8 +47,8 @@ class Order:
 
 @dataclass
 class Progress:
-    """All that the next step depends on, of this rank among `ranks`; `losses` are those of the steps done, in nats per
-    token, and `generator` draws dropout's masks."""
+    """The state that the next step depends on, of one rank of `ranks`. `losses`: of each step so far, nats per token;
+    `generator` draws dropout's masks."""
 
     rank: int
     ranks: int
@@ -57,7 +60,7 @@ class Progress:
     losses: list[float] = field(default_factory=list)
 
     def state(self) -> dict[str, Any]:
-        weights, moments = get_state_dict(self.model, self.optimizer)  # of sharded tensors, this rank's shards
+        weights, moments = get_state_dict(self.model, self.optimizer)  # for sharded tensors, this rank's shards
         return {
             "model": weights,
             "optimizer": moments,
@@ -68,7 +71,7 @@ class Progress:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over what `state` has; a part that it lacks stays as it is."""
+        """Load the parts that `state` has; the others stay as they are."""
         if "model" in state:
             moments = state.get("optimizer", get_state_dict(self.model, self.optimizer)[1])
             set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=moments)
@@ -85,23 +88,23 @@ class Progress:
 
 
 def save(progress: Progress, folder: Path, write: Callable[[Path], dcp.StorageWriter] = dcp.FileSystemWriter) -> None:
-    """Write the checkpoint of the step reached: each rank its shards, under a name that says it is not whole yet."""
-    whole = folder / f"step-{len(progress.losses):06}"
-    unfinished = whole.with_suffix(".unfinished")
+    """Write a checkpoint after the current step: each rank writes its shards to a folder that is renamed at the end."""
+    complete = folder / f"step-{len(progress.losses):06}"
+    unfinished = complete.with_suffix(".unfinished")
     dcp.save(progress.state(), storage_writer=write(unfinished))  # returns when all ranks have written
     if progress.rank == 0:
-        unfinished.rename(whole)  # one operation of the file system: before it nothing, after it everything
+        unfinished.rename(complete)  # atomic: the checkpoint is either complete or absent
     dist.barrier()
 
 
 def last_whole(folder: Path) -> Path | None:
-    """Return the checkpoint of the highest step that was written to its end."""
-    found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{6,}", path.name)]
-    return max(found, key=lambda path: int(path.name.partition("-")[2]), default=None)  # step-1000000 has seven digits
+    """Return the complete checkpoint of the highest step, None if there is none."""
+    complete = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{6,}", path.name)]
+    return max(complete, key=lambda path: int(path.name.partition("-")[2]), default=None)  # step-1000000: seven digits
 
 
 def resume(progress: Progress, checkpoint: Path, leave_out: tuple[str, ...] = ()) -> None:
-    """Load a checkpoint of any number of ranks: each reads the parts that its own shards overlap.
+    """Load a checkpoint that any number of ranks wrote: each rank reads the parts that overlap its own shards.
 
     Random states are per rank: on another number of ranks they stay as seeded.
     """
@@ -116,7 +119,7 @@ def resume(progress: Progress, checkpoint: Path, leave_out: tuple[str, ...] = ()
 
 
 class KilledWriter(dcp.FileSystemWriter):
-    """Writes this rank's shards, and dies before the others hear of it."""
+    """Writes this rank's shards, and kills the process before the other ranks know, to show what a crash leaves."""
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
         super().write_data(plan, planner).wait()

@@ -1,10 +1,10 @@
-"""Tensor and sequence parallelism from scratch: each rank has a share of every matrix, and computes a share of it.
+"""Tensor and sequence parallelism from scratch: each rank has, and computes with, a share of every matrix.
 
     python -m llmlab.experiments tensor_parallel --ranks 2 --steps 20 --sequence-parallel --json
 
-Megatron-LM (Shoeybi et al., arXiv 1909.08053, section 3): the first matrix of a pair is cut by columns, the second by
-rows, so what lies between them, heads or the MLP's width, needs no communication. Sequence parallelism (Korthikanti et
-al., arXiv 2205.05198, section 4.2.2) also cuts, by tokens, what lies outside the pairs.
+Megatron-LM (Shoeybi et al., arXiv 1909.08053, section 3): the first matrix of a pair is split by columns, the second by
+rows, so the activations between them (heads, or the MLP's width) need no communication. Sequence parallelism
+(Korthikanti et al., arXiv 2205.05198, section 4.2.2) also splits, by tokens, the activations outside the pairs.
 
                           into a pair                        out of a pair
     tensor parallel       forward: nothing                   forward: all-reduce
@@ -12,7 +12,7 @@ al., arXiv 2205.05198, section 4.2.2) also cuts, by tokens, what lies outside th
     sequence parallel     forward: all-gather of tokens      forward: reduce-scatter of tokens
                           backward: reduce-scatter           backward: all-gather
 
-An all-reduce is a reduce-scatter and an all-gather: both ways send the same bytes.
+An all-reduce is a reduce-scatter and an all-gather, so both send the same bytes.
 
     B  batch    T  tokens    C  hidden size    V  vocabulary    N  ranks of the group    … / N  a rank's share
 """
@@ -30,12 +30,12 @@ from ..architectures.llama import Llama
 from ..base.errors import SpecError
 from ..specs.model import ModelSpec
 
-# ---- what crosses ranks. Each is its partner's backward. `group` None: all ranks.
+# ---- communication: Copied and Summed, Gathered and Scattered, are each other's backward. `group` None: all ranks.
 
 Ranks = dist.ProcessGroup | None
 
-COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # cut by outputs
-ROWS = ("o_proj", "down_proj")  # cut by inputs: their outputs are sums over ranks
+COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # split by output
+ROWS = ("o_proj", "down_proj")  # split by input: their outputs are sums over ranks
 
 
 def _summed(x: Tensor, group: Ranks) -> Tensor:
@@ -52,16 +52,16 @@ def _gathered(x_BtC: Tensor, group: Ranks) -> Tensor:
 
 
 def _scattered(x_BTC: Tensor, group: Ranks) -> Tensor:
-    """Sum over ranks, of which this one keeps its share of dimension 1: (B, T, C) -> (B, T / N, C)."""
+    """Reduce-scatter dimension 1: (B, T, C) -> (B, T / N, C), this rank's share of the sum over ranks."""
     ranks = dist.get_world_size(group)
-    pieces_NBtC = torch.stack(x_BTC.tensor_split(ranks, dim=1))  # one piece a rank, each contiguous
+    pieces_NBtC = torch.stack(x_BTC.tensor_split(ranks, dim=1))  # one contiguous piece per rank
     mine_BtC = torch.empty_like(pieces_NBtC[0])
     dist.reduce_scatter_tensor(mine_BtC, pieces_NBtC.flatten(0, 1), group=group)
     return mine_BtC
 
 
 class Copied(torch.autograd.Function):
-    """Into a pair, all ranks having x: each rank's gradient is of its share of the outputs, so they are summed."""
+    """Into a pair, where all ranks have x. Each rank's gradient comes from its share of the outputs: sum them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Ranks) -> Tensor:
@@ -74,7 +74,7 @@ class Copied(torch.autograd.Function):
 
 
 class Summed(torch.autograd.Function):
-    """Out of a pair: the partial sums of all ranks, added; the gradient of a sum is the gradient of each part."""
+    """Out of a pair: adds the partial sums of all ranks. The gradient of a sum is the gradient of each part."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Ranks) -> Tensor:
@@ -86,7 +86,7 @@ class Summed(torch.autograd.Function):
 
 
 class Gathered(torch.autograd.Function):
-    """Into a pair, each rank having some tokens."""
+    """Into a pair, where each rank has T / N tokens."""
 
     @staticmethod
     def forward(ctx: Any, x_BtC: Tensor, group: Ranks) -> Tensor:
@@ -99,7 +99,7 @@ class Gathered(torch.autograd.Function):
 
 
 class Scattered(torch.autograd.Function):
-    """Out of a pair, to ranks that each keep some tokens."""
+    """Out of a pair, where each rank keeps T / N tokens."""
 
     @staticmethod
     def forward(ctx: Any, x_BTC: Tensor, group: Ranks) -> Tensor:
@@ -111,11 +111,11 @@ class Scattered(torch.autograd.Function):
         return _gathered(grad_BtC, ctx.group), None
 
 
-# ---- the vocabulary, cut by rows: V / N words a rank
+# ---- the vocabulary, split by rows: V / N words per rank
 
 
 class VocabularyEmbedding(nn.Module):
-    """Rows of the words of this rank; other words give zeros here, and their rows on the rank that has them."""
+    """Embedding of this rank's words; other ranks' words give zeros here, so the sum over ranks is the embedding."""
 
     def __init__(self, weight: nn.Parameter, leave: type[torch.autograd.Function], group: Ranks) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class VocabularyEmbedding(nn.Module):
 
 
 class VocabularyCrossEntropy(torch.autograd.Function):
-    """Mean of −ln p(target) of logits cut by vocabulary: three numbers a token cross ranks, and no logits."""
+    """Mean of −ln p(target) of logits split by vocabulary: ranks exchange three numbers per token, and no logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Ranks) -> Tensor:
@@ -149,9 +149,9 @@ class VocabularyCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         probabilities, local, elsewhere = ctx.saved_tensors
-        of_logits = probabilities.clone()
-        of_logits.scatter_add_(1, local[:, None], (~elsewhere).to(of_logits.dtype)[:, None] * -1)
-        return of_logits * (grad / len(local)), None, None
+        dlogits = probabilities.clone()
+        dlogits.scatter_add_(1, local[:, None], (~elsewhere).to(dlogits.dtype)[:, None] * -1)
+        return dlogits * (grad / len(local)), None, None
 
 
 def next_token_loss(logits_BTv: Tensor, ids_BT: Tensor, group: Ranks = None) -> Tensor:
@@ -163,7 +163,7 @@ def next_token_loss(logits_BTv: Tensor, ids_BT: Tensor, group: Ranks = None) -> 
 
 
 def check(spec: ModelSpec, ranks: int, seq_len: int | None = None) -> None:
-    """Raise SpecError where `ranks` does not divide what is cut; `seq_len` is given for sequence parallelism."""
+    """Raise SpecError if `ranks` does not divide a size that is split; give `seq_len` for sequence parallelism."""
     sizes = {name: getattr(spec, name) for name in ("heads", "kv_heads", "intermediate", "vocab")}
     if seq_len is not None:
         sizes["seq_len"] = seq_len
@@ -174,10 +174,10 @@ def check(spec: ModelSpec, ranks: int, seq_len: int | None = None) -> None:
 
 
 def shard(model: Llama, sequence_parallel: bool = False, group: Ranks = None) -> Llama:
-    """Cut `model`, equal on all ranks of `group`, in place: this rank keeps 1 / N of every matrix. Return it.
+    """Split `model`, equal on all ranks of `group`, in place: this rank keeps 1 / N of every matrix. Return the model.
 
     Its logits are (B, T, V / N): give them to `next_token_loss`. With `sequence_parallel`, norms and residual stream
-    hold T / N tokens, and `sum_norm_gradients` has to follow backward. Raises SpecError where N does not divide.
+    have T / N tokens: call `sum_norm_gradients` after backward. Raises SpecError if N does not divide a size.
     """
     check(model.spec, dist.get_world_size(group))
     enter, leave = (Gathered, Scattered) if sequence_parallel else (Copied, Summed)
@@ -203,29 +203,28 @@ def shard(model: Llama, sequence_parallel: bool = False, group: Ranks = None) ->
 
 
 def _keep(module: nn.Module, dim: int, group: Ranks) -> nn.Parameter:
-    """Cut a module's weight along `dim`: this rank's piece in memory of its own, so that the whole is freed."""
+    """Replace a module's weight by a copy of this rank's piece along `dim`, so that the whole weight is freed."""
     pieces = module.get_parameter("weight").detach().tensor_split(dist.get_world_size(group), dim)
     module.weight = nn.Parameter(pieces[dist.get_rank(group)].clone(memory_format=torch.contiguous_format))
     return module.weight
 
 
 def sum_norm_gradients(model: nn.Module, group: Ranks = None) -> None:
-    """Add up the gradients of what is whole on every rank but saw only its tokens; call it after backward."""
+    """Sum the gradients of norms, which every rank has whole but from its own tokens, over ranks, after backward."""
     for parameter in model.parameters():
         if parameter.ndim == 1 and parameter.grad is not None:
             dist.all_reduce(parameter.grad, group=group)
 
 
 def clip_grad_norm(model: nn.Module, largest: float, group: Ranks = None) -> Tensor:
-    """Scale gradients so that the norm over all ranks of `group` is at most `largest`; return the norm before.
+    """Scale gradients so that their norm over all ranks of `group` is at most `largest`; return the norm before that.
 
-    Each rank's own norm would scale the shares differently. Norms are whole on every rank, and count once.
+    Each rank's own norm would scale the shares differently. Weights of norm layers are on all ranks, and count once.
     """
-    gradients = [(p.grad, p.ndim == 1) for p in model.parameters() if p.grad is not None]
-    squares = [(gradient.square().sum(), whole) for gradient, whole in gradients]
-    cut = sum((square for square, whole in squares if not whole), torch.zeros(()))
-    dist.all_reduce(cut, group=group)
-    norm = (cut + sum(square for square, whole in squares if whole)).sqrt()
-    for gradient, _ in gradients:
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    split = sum((gradient.square().sum() for gradient in gradients if gradient.ndim > 1), torch.zeros(()))
+    dist.all_reduce(split, group=group)
+    norm = (split + sum(gradient.square().sum() for gradient in gradients if gradient.ndim == 1)).sqrt()
+    for gradient in gradients:
         gradient.mul_((largest / (norm + 1e-6)).clamp(max=1.0))
     return norm

@@ -1,9 +1,9 @@
-"""A whole training run, from scratch: data, loss, warm-up and cosine, clipping, AdamW, a held-out share, a seed.
+"""A whole training run from scratch: data, loss, warm-up and cosine, clipping, AdamW, evaluation, checkpoint.
 
     python -m llmlab.techniques.training_loop --steps 360 --out FOLDER
 
-trains a small Llama on the Python documentation and writes what transformers' from_pretrained reads. With --small in
-place of --steps it is the longer run that llmlab/architectures/small_llama was made by.
+trains a small Llama on the Python documentation and writes a folder that transformers' from_pretrained reads. With
+--small in place of --steps it is the longer run that made llmlab/architectures/small_llama.
 
     B  micro_batch     T  seq_len     V  vocabulary
 """
@@ -31,9 +31,9 @@ from ..data import PYTHON_DOCS, split, tokenizer, windows
 from ..evaluate import perplexity
 from .learning_rate import warmup_cosine
 
-# 2.5 million parameters: two cores see 180 000 tokens in half a minute, and half-precision ones take 5 MB. Widths are
-# multiples of 256, the largest block of a number format (GGUF's K-quants; NF4 has 64), so that each can hold it all.
-# Narrower matrices start larger: 0.05 is to a width of 256 about what 0.02 is to GPT-2's 768 and beyond.
+# 2.5 million parameters, 5 MB in half precision: two cores train on 180 000 tokens in half a minute. Widths are
+# multiples of 256, the largest block of a number format (GGUF's K-quants; NF4's has 64), so every format fits.
+# Narrower matrices start larger: 0.05 at a width of 256 does about what 0.02 does at GPT-2's 768 and above.
 SMALL_LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 3,
     "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 1024, "rms_norm_eps": 1e-5,
@@ -47,16 +47,16 @@ SMALL_GPT: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a run depends on besides model and text. Batches, and so losses, are the same for the same seed."""
+    """Hyperparameters of a run. The same seed gives the same batches, and so the same losses."""
 
     steps: int = 360
-    micro_batch: int = 4  # sequences a step
-    seq_len: int = 128  # tokens a sequence
+    micro_batch: int = 4  # sequences per step
+    seq_len: int = 128  # tokens per sequence
     learning_rate: float = 2e-3  # the highest, reached after the warm-up
-    warmup: int = 30  # steps: Adam's second moments are guesses at first
-    final: float = 0.1  # share of learning_rate that the cosine ends at
+    warmup: int = 30  # steps: Adam's second moments are rough estimates at first
+    final: float = 0.1  # fraction of learning_rate at which the cosine ends
     weight_decay: float = 0.1
-    clip: float = 1.0  # largest norm of all gradients together
+    clip: float = 1.0  # largest joint norm of all gradients
     eval_every: int = 40  # steps
     eval_batches: int = 8
     seed: int = 0
@@ -68,17 +68,17 @@ class Recipe:
             raise SpecError(f"warmup={self.warmup} is outside 0 <= warmup < steps={self.steps}")
 
 
-# Many rounds over a short text: strong decay keeps it from learning the text by heart. Windows as long as the context.
-SMALL = Recipe(steps=500, micro_batch=2, seq_len=1024, weight_decay=3.0, eval_every=50)  # --small
+# --small: many epochs over a short text, with a strong decay against memorizing it. Windows are as long as the context.
+SMALL = Recipe(steps=500, micro_batch=2, seq_len=1024, weight_decay=3.0, eval_every=50)
 
 
 @dataclass
 class History:
-    """What a run did: one entry a step in `losses` and `grad_norms`, (step, loss) pairs in `evaluations`."""
+    """Results of a run: one entry per step in `losses` and `grad_norms`, (step, loss) pairs in `evaluations`."""
 
-    losses: list[float] = field(default_factory=list)  # nats a token, of the step's batch, before the update
+    losses: list[float] = field(default_factory=list)  # nats per token of the step's batch, before the update
     grad_norms: list[float] = field(default_factory=list)  # before clipping
-    evaluations: list[tuple[int, float]] = field(default_factory=list)  # nats a token of held-out text
+    evaluations: list[tuple[int, float]] = field(default_factory=list)  # nats per token of held-out text
     tokens: int = 0
     seconds: float = 0.0
 
@@ -94,12 +94,12 @@ def batch_seed(seed: int, step: int) -> int:
 
 
 def learning_rate(step: int, recipe: Recipe) -> float:
-    """Return the rate of `step`, counted from 0: the first is above 0, the last of the warm-up is the highest."""
+    """Return the learning rate of `step`, counted from 0. The first is above 0; the warm-up ends with the highest."""
     return recipe.learning_rate * warmup_cosine(step + 1, recipe.warmup, recipe.steps, recipe.final)
 
 
 def adamw(model: nn.Module, recipe: Recipe) -> Optimizer:
-    """Return AdamW that decays matrices and embeddings, and neither norms nor biases; fused is one kernel a step."""
+    """Return AdamW that decays matrices and embeddings, but neither norms nor biases; fused launches fewer kernels."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": recipe.weight_decay},
@@ -110,7 +110,7 @@ def adamw(model: nn.Module, recipe: Recipe) -> Optimizer:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, ids: Tensor, recipe: Recipe, loss: Callable[..., Tensor] = next_token_loss) -> float:
-    """Return the mean loss over windows of `ids` that are the same at every call; the mode is put back after."""
+    """Return the mean loss over windows of `ids` that are the same in every call; restores train or eval mode."""
     device, was_training = next(model.parameters()).device, model.training
     model.eval()
     batches = [windows(ids, recipe.micro_batch, recipe.seq_len, seed) for seed in range(recipe.eval_batches)]
@@ -127,10 +127,10 @@ def train(
     optimizer: Optimizer | None = None,
     loss: Callable[[Tensor, Tensor], Tensor] = next_token_loss,
 ) -> History:
-    """Train `model` in place on windows of the ids `training`, (tokens,), and return what happened.
+    """Train `model` in place on windows of the ids `training`, (tokens,), and return the history of the run.
 
-    `model(ids_BT)` gives the logits, (B, T, V). `optimizer` is `adamw(model, recipe)` unless given; its groups' rates
-    follow the schedule. Raises SpecError where a text is shorter than a window.
+    `model(ids_BT)` gives the logits, (B, T, V). `optimizer` is by default `adamw(model, recipe)`; the learning rates of
+    its groups follow the schedule. Raises SpecError if a text is shorter than a window.
     """
     device = next(model.parameters()).device
     optimizer = optimizer or adamw(model, recipe)
@@ -142,12 +142,12 @@ def train(
             history.evaluations.append((step, evaluate(model, validation, recipe, loss)))
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, recipe)
-        # Any step's batch follows from its number: a run taken up again at step n needs no sampler's state.
+        # A step's number determines its batch, so a run that resumes at step n needs no state of a sampler.
         ids_BT = windows(training, recipe.micro_batch, recipe.seq_len, batch_seed(recipe.seed, step)).to(device)
         step_loss = loss(model(ids_BT), ids_BT)
         optimizer.zero_grad()
         step_loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)  # between backward and step, or it is too late
+        norm = nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)  # after backward and before the update
         optimizer.step()
         history.losses.append(step_loss.item())
         history.grad_norms.append(norm.item())
@@ -169,9 +169,9 @@ def save(model: GPT | Llama, folder: Path, dtype: torch.dtype = torch.float32) -
 
 
 def write_recipe(folder: Path, recipe: Recipe, history: History, held_out: Tensor) -> float:
-    """Write recipe.json beside what `save` wrote, for `llmlab.architectures.small`; return the perplexity it states.
+    """Write recipe.json beside the files of `save`, for `llmlab.architectures.small`; return the perplexity in it.
 
-    It is that of the ids `held_out`, (tokens,), under the weights as they were written: half precision changed them.
+    It is the perplexity of the ids `held_out`, (tokens,), under the weights in the file, which half precision rounded.
     """
     path = folder / RECIPE
     facts: dict[str, Any] = {
@@ -194,7 +194,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--source", default=PYTHON_DOCS, help="python-docs, a text file or hf:OWNER/NAME")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
-        "--dtype", choices=("float32", "float16", "bfloat16"), default="float16", help="of what is written"
+        "--dtype", choices=("float32", "float16", "bfloat16"), default="float16", help="of the weights in the file"
     )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where model, config and tokenizer are written")
     parser.add_argument("--small", action="store_true", help="the run that made the small Llama, on its own text")
@@ -212,7 +212,7 @@ def main(arguments: list[str] | None = None) -> None:
     training, validation = split(model.spec.vocab, options.source)
     history = train(model.to(options.device), training, validation, recipe)
     for step, loss in history.evaluations:
-        print(f"step {step:6}: {loss:.3f} nats a held-out token")
+        print(f"step {step:6}: {loss:.3f} nats per held-out token")
     print(f"{model.spec.parameters:,} parameters, {history.tokens:,} tokens in {history.seconds:.0f} s")
     if options.out:
         save(model, options.out, getattr(torch, options.dtype))

@@ -1,13 +1,13 @@
-"""ZeRO from scratch (Rajbhandari et al., arXiv 1910.02054, section 5): ranks share what data parallelism repeats.
+"""ZeRO from scratch (Rajbhandari et al., arXiv 1910.02054, section 5): ranks split what data parallelism replicates.
 
     python -m llmlab.experiments zero --ranks 2 --stage 3 --steps 20 --engine scratch --json
 
-    stage   a rank keeps its 1/N of                     sends each step, times (N - 1) / N of the parameters' bytes
-    1       optimizer states                            2: gradients reduce-scattered, parameters all-gathered
-    2       and gradients                               2: the same, a unit at a time during backward
-    3       and parameters                              3: parameters all-gathered for forward, again for backward
+    stage   a rank keeps 1/N of     it sends in each step, in units of (N - 1) / N of the parameters' bytes
+    1       optimizer states        2: gradients are reduce-scattered, parameters all-gathered
+    2       and gradients           2: the same, unit by unit during backward
+    3       and parameters          3: parameters are all-gathered for forward, and again for backward
 
-A unit is a module whose parameters lie in one flat tensor; its N chunks are equal, so the flat tensor is padded.
+A unit is a module whose parameters are in one flat tensor, which is padded so that its N chunks are equal.
 
     N  ranks     P  elements of a unit, padded to a multiple of N
 """
@@ -26,7 +26,7 @@ STAGES = (1, 2, 3)
 
 
 class Unit:
-    """Parameters in one flat tensor, (P,), of which rank r's chunk, (P / N,), is the rank's to step."""
+    """Parameters in one flat tensor, (P,), of which rank r updates chunk r, (P / N,)."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
@@ -39,19 +39,19 @@ class Unit:
             parameter.data = view.view_as(parameter)
         self.bytes = self.full.nbytes
         self.mine = self.full.tensor_split(ranks)[rank]  # (P / N,)
-        self.shard = nn.Parameter(self.mine)  # a view: a step changes the flat tensor
-        self.waiting = len(parameters)  # gradients that backward has still to bring
+        self.shard = nn.Parameter(self.mine)  # a view: an update changes the flat tensor
+        self.waiting = len(parameters)  # number of gradients that backward has not computed yet
 
     def separate(self) -> None:
-        """Keep the chunk in memory of its own, so that the flat tensor can be freed."""
+        """Copy the chunk into memory of its own, so that the flat tensor can be freed."""
         self.shard = nn.Parameter(self.mine.detach().clone())
 
     def gather(self) -> int:
-        """All-gather the flat tensor in place; return the bytes sent. Where it is there already, send nothing."""
+        """All-gather the flat tensor in place, unless it is in memory already; return the bytes sent."""
         storage = self.full.untyped_storage()
         if storage.size():
             return 0
-        storage.resize_(self.bytes)  # the same storage: what autograd saved for backward looks into it
+        storage.resize_(self.bytes)  # the same storage, because tensors that autograd saved refer to it
         self.mine.copy_(self.shard.detach())
         return ring_all_gather(self.full)
 
@@ -71,11 +71,11 @@ class Unit:
 
 
 class Zero:
-    """A model whose states are shared over the ranks: `backward(loss)`, then `step()`.
+    """A model whose states are split over the ranks: call `backward(loss)`, then `step()`.
 
-    Each of `modules` becomes a unit, and what they leave over is one more: with stage 3 a unit is whole only while it
-    computes, so modules should be large and follow one another, as a model's blocks do. The optimizer must treat every
-    element alike (AdamW does), for it sees flat chunks. `sent` counts bytes.
+    Each of `modules` becomes a unit, and all other parameters form one more. In stage 3 a unit is whole only while it
+    computes, so modules should be large and run one after another, as a model's blocks do. The optimizer sees flat
+    chunks, so it must treat every element alike (AdamW does). `sent` counts bytes.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class Zero:
         same_model(model)
         self.model, self.stage, self.sent = model, stage, 0
         owned = [list(module.parameters()) for module in modules]
-        taken = {p for parameters in owned for p in parameters}
+        in_modules = {p for parameters in owned for p in parameters}
         self.units = [Unit(parameters) for parameters in owned]
-        self.units.append(Unit([p for p in model.parameters() if p not in taken]))
+        self.units.append(Unit([p for p in model.parameters() if p not in in_modules]))
         for module, unit in zip([*modules, model], self.units, strict=True):
             if stage >= 2:
                 for parameter in unit.parameters:
@@ -116,22 +116,21 @@ class Zero:
         loss.backward()
 
     def step(self) -> None:
-        """Step this rank's chunks, and give the others what changed."""
+        """Update this rank's chunks; in stages 1 and 2, all-gather the new parameters."""
         for unit in self.units:
-            if self.stage == 1:  # gradients stay whole until here
+            if self.stage == 1:  # gradients are whole until here
                 self.sent += unit.reduce_gradients()
             elif unit.shard.grad is None or unit.waiting < len(unit.parameters):  # it was not reduced
-                flat_gradients(unit.parameters)  # says why
+                flat_gradients(unit.parameters)  # raises, and says which gradients are missing
         self.optimizer.step()
         self.optimizer.zero_grad()
-        for unit in self.units:
-            if self.stage < 3:
-                self.sent += ring_all_gather(unit.full)
+        if self.stage < 3:
+            self.sent += sum(ring_all_gather(unit.full) for unit in self.units)
 
     def parameter_bytes(self) -> int:
-        """Bytes of parameters this rank holds now: whole units and chunks."""
+        """Return the bytes of parameters on this rank now: of whole units and of chunks."""
         return storage_bytes(tensor for unit in self.units for tensor in (unit.full, unit.shard))
 
     def gradient_bytes(self) -> int:
-        """Bytes of gradients this rank holds now."""
+        """Return the bytes of gradients on this rank now."""
         return storage_bytes(p.grad for p in [*self.model.parameters(), *(unit.shard for unit in self.units)])

@@ -85,5 +85,5 @@ def test_one_chunk_a_rank_gives_the_last_nearly_all():
 def test_lengths_that_do_not_divide_are_refused():
     with pytest.raises(SpecError, match="seq_len=10 is not a multiple of 4"):
         cp.positions(10, 0, 2)
-    with pytest.raises(SpecError, match="3 tokens a rank"):
+    with pytest.raises(SpecError, match="3 tokens per rank"):
         cp.ring_attention(*(torch.zeros(1, 1, 3, 4) for _ in range(3)))

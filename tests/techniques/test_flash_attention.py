@@ -152,7 +152,7 @@ def test_torch_says_which_backend_it_takes():
     [
         (lambda q, k, v: (q[:, :3], k, v), "3 query heads cannot share 2 key heads; K must divide H"),
         (lambda q, k, v: (q, k, v[..., :2]), r"give q \(B, H, T, D\), k and v \(B, K, T, D\)"),
-        (lambda q, k, v: (q, k.float(), v), "give one dtype"),
+        (lambda q, k, v: (q, k.float(), v), "give one floating-point dtype"),
     ],
 )
 def test_errors(change, message):

@@ -105,7 +105,7 @@ def test_merging_rounds_the_sum_and_a_plain_merge_is_refused():
 
 
 def test_a_base_that_is_not_quantized_cannot_be_rounded_again():
-    with pytest.raises(SpecError, match="base is not in NF4: call to_nf4 before inject, or merge"):
+    with pytest.raises(SpecError, match="base is not in NF4: call to_nf4 before inject, or use merge"):
         merge_rounded(with_adapters(build()))
 
 

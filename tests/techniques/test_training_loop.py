@@ -143,7 +143,7 @@ def test_what_is_saved_is_read_by_transformers(config, tmp_path):
 
 def test_the_command_trains_and_writes_a_small_file(tmp_path, capsys):
     main(["--steps", "2", "--warmup", "1", "--eval-batches", "1", "--device", "cpu", "--out", str(tmp_path)])
-    assert "nats a held-out token" in capsys.readouterr().out
+    assert "nats per held-out token" in capsys.readouterr().out
     assert (tmp_path / "model.safetensors").stat().st_size < 6e6
     model = Llama.from_transformers(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
     assert model.spec.parameters == lab.model(SMALL_LLAMA).parameters
