@@ -41,10 +41,6 @@ from .patching.import_sweep import swept
 from .patching.patches import cuda_operators, fake_parameters, held_random_states
 from .profile.timeline import by_module, peak_place
 from .recording import Recording
-from .workspaces.bitsandbytes import bitsandbytes_extras, cpu_bitsandbytes_extras
-from .workspaces.cuda import cuda_extras, grouped_mm
-from .workspaces.extra import Extra
-from .workspaces.onednn import cpu_product_extras
 
 COMPILE_NOTE = "compile=True is simulated eager: what a compiled step fuses away is counted."
 
@@ -128,14 +124,11 @@ def _card_engine(run: Run, card: GPU, stack: ExitStack) -> Engine:
     stack.enter_context(tensors_from_data())
     if run.attention == "flash":
         stack.enter_context(fake_flash_attn(capability_of(card)))
-    extras = cuda_extras(card) | (bitsandbytes_extras(card) if quantization_of(run) is not None else {})
-    return Engine(GPU_DEVICE, Allocator(card.room(run.world_size)), extras, card.cublas_workspace)
+    return Engine(GPU_DEVICE, Allocator(card.room(run.world_size)), card)
 
 
 def _host_engine(run: Run, stack: ExitStack) -> Engine:
-    by_bitsandbytes = quantization_of(run) or (isinstance(run, Training) and run.optimizer in ("lion", "adamw-8bit"))
-    extras = {torch.ops.aten._grouped_mm.default: Extra(outputs=grouped_mm)} | cpu_product_extras()
-    engine = Engine(HOST, HostMemory(), extras | (cpu_bitsandbytes_extras() if by_bitsandbytes else {}))
+    engine = Engine(HOST, HostMemory())
     stack.enter_context(held_random_states(engine))
     return engine
 

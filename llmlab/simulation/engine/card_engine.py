@@ -18,7 +18,6 @@ from ..allocator.config import AllocatorConfig
 from ..devices import GPU_DEVICE
 from ..values.known import SMALL, VALUES_LIMIT, is_followed, know, known
 from ..values.placeholders import PLACEHOLDER, located, needs_values, warn_of
-from ..workspaces.cuda import cuda_extras
 from .engine import DEVICE_OF, Engine
 
 aten = torch.ops.aten
@@ -33,12 +32,13 @@ class CardEngine(Engine):
     `inside`: whether an operator runs, whose fake kernel must see the device that tensors have to torch.
     """
 
+    gpu: GPU
     memory: Allocator
     supports_higher_order_operators = True  # to refuse them by name
 
     def __init__(self, gpu: GPU, config: AllocatorConfig, assume: float | None = None) -> None:
-        super().__init__(GPU_DEVICE, Allocator(gpu.room(), config, gpu.memory), cuda_extras(gpu), gpu.cublas_workspace)
-        self.gpu, self.assume = gpu, assume
+        super().__init__(GPU_DEVICE, Allocator(gpu.room(), config, gpu.memory), gpu)
+        self.assume = assume
         self.follows = VALUES_LIMIT
         self.generator = torch.Generator().manual_seed(0)
         self.inside = False

@@ -23,7 +23,6 @@ from ..distributed.process_group import no_deepspeed, without_peers
 from ..engine.engine import Engine
 from ..engine.unsupported import no_extensions, no_triton, unless_offloaded
 from ..streams import nothing, profiled_as_host
-from ..workspaces.bitsandbytes import bitsandbytes_extras
 from .bitsandbytes import fake_bitsandbytes
 from .cuda_api import cuda_api
 from .device_mode import Redirect
@@ -81,7 +80,6 @@ def _library_patches(card: Card, stack: ExitStack) -> dict[str, Callable[[], Non
 
     def bitsandbytes() -> None:
         stack.enter_context(fake_bitsandbytes(None))
-        card.engine.extras |= bitsandbytes_extras(card.gpu)
         put("bitsandbytes.functional", "get_paged", _paged(card.engine))
         for name in ("fill", "prefetch_tensor"):
             put("bitsandbytes.functional", name, nothing)
