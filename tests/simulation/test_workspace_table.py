@@ -8,7 +8,10 @@ Nothing is rounded up. A tensor on "meta" stands for one on the card, one on the
 
 from __future__ import annotations
 
+import importlib
+from functools import partial
 from math import ceil
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -89,6 +92,8 @@ NORMALIZATION = [
     Row(aten.native_layer_norm, (x, [N], t(N), t(N), 1e-5), [X, 4 * M, 4 * M]),
     Row(aten.native_layer_norm_backward, (wide, tall, [64], statistic, statistic, row, row, [True] * 3),
         [4 * LONG * 64, 256, 256, 4 * LONG * 64, PARTIAL, PARTIAL]),
+    Row(aten.native_layer_norm_backward,
+        (t(65536, 64), t(65536, 64), [64], t(65536, 1), t(65536, 1), row, row, [True] * 3), [4 * 65536 * 64, 256, 256]),
     Row(aten.native_layer_norm_backward, (x, transposed, [N], t(M, 1), t(M, 1), t(N), t(N), [True] * 3),
         [X, X, 4 * N, 4 * N]),
     Row(aten._fused_rms_norm, (t(N, M, dtype=bf16).t(), [N], t(N, dtype=bf16), 1e-5), [HALF, HALF, 4 * M]),
@@ -207,6 +212,7 @@ LOSS = [
     Row(aten.native_dropout, (x, 0.1, True), [BYTES, X]),
     Row(aten.log_sigmoid_forward, (x,), [X]),
     Row(aten.nll_loss_forward, (transposed, labels, None, 1, -100), [4, 4, X]),
+    Row(aten.nll_loss_forward, (x, labels, None, 1, -100), [4, 4]),
     Row(aten.nll_loss_backward, (t(), transposed, t(2 * M, dtype=i64)[::2], t(2 * N)[::2], 1, -100, t()),
         [X, 8 * M, 4 * N]),
     Row(aten.mse_loss, (many, many), [4, 4 << 24, *PARTS]),
@@ -223,8 +229,10 @@ COPIES = [
     Row(aten.copy_, (transposed, host(M, N)), [X]),
     Row(aten.copy_, (x, host(M, N)), []),
     Row(aten.where.self, (t(M, N, dtype=mask), x, half), [X, X]),
+    Row(aten.where.self, (t(M, N, dtype=mask), x, x), [X]),
     Row(aten.where.self, (t(M, N, dtype=mask), x, host()), [4, X]),
     Row(aten.isin.Tensor_Tensor, (ids, t(4, dtype=i64)), [M, 4 * M, M]),
+    Row(aten.searchsorted.Tensor, (t(N), x), [8 * M * N]),
     Row(aten.searchsorted.Tensor, (t(N), t(M, N).t()), [8 * M * N, X]),
     Row(aten.searchsorted.Tensor, (t(N), t(M, dtype=f16)), [8 * M, 4 * M]),
     Row(aten.bucketize.Tensor, (t(M, dtype=f16), t(N)), [8 * M, 4 * M]),
@@ -246,9 +254,10 @@ MATMUL = [
     Row(aten.mm, (a, b), [4 * M * M, 8 * 4096 * 1024], "H100-80GB"),  # 4096 × 8 KiB on sm_90
     Row(aten.addmm, (t(M), a, b), [4 * M * M, CUBLAS, CUBLASLT]),
     Row(aten.addmm, (t(M, M), a, b), [4 * M * M, CUBLAS]),
-    Row(aten.addmm, (t(1), a, t(N, 1)), [4 * M, CUBLAS]),  # one column needs no cuBLASLt
+    Row(aten.addmm, (t(1), a, t(N, 1)), [4 * M, CUBLAS]),  # isInputCompliesAddmmCudaLt: more than one column
     Row(aten.addmm_, (t(M, M), a, b), [CUBLAS]),
     Row(aten.bmm, (batch, slices), [4 * 8 * 128 * 128, 4 * 8 * 128 * 128, CUBLAS]),
+    Row(aten.bmm, (batch, batch.transpose(1, 2)), [4 * 8 * 128 * 128, CUBLAS]),
     Row(aten.bmm.dtype, (t(2, 8, 8, dtype=bf16), t(2, 8, 8, dtype=bf16), f32), [4 * 2 * 64, CUBLAS]),
     Row(aten.baddbmm, (batch, slices, batch), [4 * 8 * 128 * 128, 4 * 8 * 128 * 128, CUBLAS]),
     Row(aten.baddbmm_, (batch, batch, batch), [CUBLAS]),
@@ -271,7 +280,9 @@ REDUCTIONS = [
     Row(aten.sum.dim_IntList, (t(8192, 3072), [0]), [4 * 3072, 4 * 3072 * 72 * 128, 4 * 24]),
     Row(aten.sum.dim_IntList, (t(8192, 3072), [0]), [4 * 3072, 4 * 3072 * ceil(40 * 8 / 24) * 128, 4 * 24], "T4"),
     Row(aten.sum.dim_IntList, (t(8192, 768), [0]), [4 * 768, 4 * 768 * (8192 // 4 // 16) * 128, 4 * 6]),
+    Row(aten.sum.dim_IntList, (t(2048, 4096), [0]), [4 * 4096, 4 * 4096 * 32 * 128, 4 * 32], "V100-16GB"),
     Row(aten.sum.dim_IntList, (t(1020, 4096), [0]), [4 * 4096]),  # fewer than 256 values per thread
+    Row(aten.sum.dim_IntList, (t(1024, 4096), [0]), [4 * 4096, 4 * 4096 * 16 * 128, 4 * 32]),
     Row(aten.sum.dim_IntList, (t(8192, 4096), [1]), [4 * 8192]),  # enough outputs to fill the card
     Row(aten.sum, (t(LINE),), [4, *PARTS]),
     Row(aten.sum, (t(M, N, dtype=mask),), [8, 8 * M * N]),  # integers are cast up first
@@ -335,24 +346,42 @@ INDEXING = [
 ]  # fmt: skip
 
 long = t(50_000)
-TOPK = ceil(128_256 / (4 * 256))  # thread blocks of 4 elements per thread that share a row
 pair = [4 * 200_000, 8 * 200_000]
 hundred = torch.arange(50_000) % 100
-chosen = [4 * 4097, 8 * 4097]
+chosen = [20_000, 40_000]
+
+
+def selection(rows: int, columns: int, items: int) -> list[int]:
+    """TensorTopK.cu, mbtopk::launch: the k-th values, k still to find, digits found; for each block of threads 256
+    counts in int16, for each row in int32; counts of values by block, and their sums."""
+    blocks = rows * ceil(columns / (items * 256))
+    counts = [2 * 256 * blocks, 4 * 256 * rows, 4 * blocks, 4 * blocks]
+    return [4 * rows, 8 * rows, 8 * rows, *counts, sum_by_key_scratch(blocks, A100)]
+
+
 SORTING = [
     Row(aten.sort, (t(4, 4096),), [4 * 4 * 4096, 8 * 4 * 4096, 8 * 4096]),
     Row(aten.sort, (long,), [200_000, 400_000, 400_000, sort_scratch(50_000, 4, 8, A100)]),
     Row(aten.sort.stable, (t(4, 50_000),), [*pair, *[8 * 200_000] * 2, 4 * 200_000, sort_scratch(200_000, 4, 8, A100)],
         named={"stable": True}),
+    # Pieces of one buffer start at multiples of 256.
+    Row(aten.sort, (t(128, 5000),), [4 * 640_000, 8 * 640_000, 8 * 640_000, 12 * 640_000 + 255]),
     Row(aten.sort, (t(5000, 128), 0),  # the sorted dimension comes last in three copies
         [4 * 640_000, 8 * 640_000, 4 * 640_000, 4 * 640_000, 8 * 640_000, 8 * 640_000, 12 * 640_000 + 255]),
-    Row(aten.topk, (t(1, 128_256), 50),
-        [4 * 50, 8 * 50, 4, 8, 8, 2 * 256 * TOPK, 4 * 256, 4 * TOPK, 4 * TOPK, sum_by_key_scratch(TOPK, A100)]),
-    Row(aten.topk, (t(200, 2999), 8), [4 * 200 * 8, 8 * 200 * 8]),  # should_use_multiblock: 3000 or more
-    Row(aten.topk, (t(1, 5000), 4097), [*chosen, 8 * 4097, 4 * 4097, 8 * 4097, sort_scratch(4097, 4, 8, A100)]),
+    # On 108 multiprocessors with 6 blocks of 256 threads each 64 rows are 50 elements per thread; 4 rows 4, the least.
+    Row(aten.topk, (t(4, 128_256), 50), [4 * 4 * 50, 8 * 4 * 50, *selection(4, 128_256, 4)]),
+    Row(aten.topk, (t(64, 128_256), 50), [4 * 64 * 50, 8 * 64 * 50, *selection(64, 128_256, 50)]),
+    # should_use_multiblock: 200 rows of 3000 or more; a router's are shorter.
+    Row(aten.topk, (t(200, 2999), 8), [4 * 200 * 8, 8 * 200 * 8]),
+    Row(aten.topk, (t(200, 3000), 8), [4 * 200 * 8, 8 * 200 * 8, *selection(200, 3000, 4)]),
+    # TensorTopK.cpp: values and indices of their own for the sort, which begins when the selection has ended.
+    Row(aten.topk, (t(1, 20_000), 5000), [*chosen, 40_000, 20_000, 40_000, sort_scratch(5000, 4, 8, A100)]),
+    Row(aten.topk, (t(1, 20_000), 5000, -1, True, False), [*chosen, *selection(1, 20_000, 4)]),
     Row(aten._unique2, (known(hundred),), [400_000, sort_scratch(50_000, 8, 0, A100), 800]),
     Row(aten._unique2, (known(hundred), True, True), [*[400_000] * 3, sort_scratch(50_000, 8, 8, A100), 800, 400_000]),
     Row(aten.cumsum, (long, 0), [200_000, scan_scratch(50_000, 4)]),
+    Row(aten.cumsum, (x, -1), [X]),  # more rows than one
+    Row(aten.cumsum, (transposed, 0), [X, X]),
     Row(aten.cumsum, (t(M, N, dtype=mask), -1), [8 * M * N, 8 * M * N]),
     Row(aten.cumprod, (transposed, 0), [X, X]),
     Row(aten.logcumsumexp, (long, 0), [200_000, scan_scratch(50_000, 4)]),
@@ -512,3 +541,48 @@ def test_a_function_without_outputs_is_refused():
     with engine, pytest.raises(AssertionError, match=r"aten.sin.default yields no OUTPUTS"):
         torch.empty(8).sin()
     assert engine.memory.allocated == 0
+
+
+# ---- the scaffold
+
+
+@pytest.fixture
+def scaffold(tmp_path, monkeypatch):
+    """tools/new_workspace.py on a copy of the files that it writes to."""
+    tools = Path(__file__).parents[2] / "tools"
+    monkeypatch.syspath_prepend(str(tools))
+    script = importlib.import_module("new_workspace")
+    for path in (script.FOLDER / "copies.py", script.TEST):
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_text((script.ROOT / path).read_text())
+    return lambda *words: script.main([*words, "--file", "copies", "--source", "cuda/Im2Col.cu"], tmp_path)
+
+
+def test_the_scaffold_writes_a_function_and_a_line_that_fails(scaffold, tmp_path, monkeypatch):
+    assert scaffold("aten.im2col") == 0
+    module = (tmp_path / "llmlab/simulation/workspaces/copies.py").read_text()
+    function = module[module.index("@workspace(aten.im2col") :]
+    taken, names = {}, {"workspace": partial(workspace, table={}), "aten": aten, "OUTPUTS": OUTPUTS}
+    exec("from __future__ import annotations\n" + function, names, taken)
+    assert list(taken["im2col"](None, A100)) == [OUTPUTS]
+    assert "self, kernel_size, dilation, padding, stride" in taken["im2col"].__doc__
+    lines = [line for line in (tmp_path / "tests/simulation/test_workspace_table.py").read_text().splitlines()
+             if line not in Path(__file__).read_text().splitlines()]  # fmt: skip
+    (line,) = lines
+    assert line == '    Row(aten.im2col, ("self", "kernel_size", "dilation", "padding", "stride",), []),'
+    with pytest.raises((RuntimeError, TypeError)):
+        requests(Row(aten.im2col, ("self", "kernel_size", "dilation", "padding", "stride"), []))
+
+
+@pytest.mark.parametrize(
+    ("operator", "message"),
+    [
+        ("aten.embeding_bag", "has no operator aten.embeding_bag"),
+        ("aten._embedding_bag", "has a workspace: embedding_bag in llmlab.simulation.workspaces.embedding"),
+        ("aten.index_select", "known to allocate its outputs alone"),
+    ],
+)
+def test_the_scaffold_refuses(scaffold, operator, message, capsys):
+    with pytest.raises(SystemExit):
+        scaffold(operator)
+    assert message in capsys.readouterr().err
