@@ -14,11 +14,9 @@ things otherwise:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import click
 import torch
@@ -29,7 +27,9 @@ from torch import Tensor, nn
 
 import llmlab as lab
 from llmlab.archive import figure
-from llmlab.simulation.engine.engine import LT_WORKSPACE, Engine
+from llmlab.hardware.gpu import GPU
+from llmlab.simulation.workspaces.matmul import CUBLASLT
+from llmlab.simulation.workspaces.registry import FREE, WORKSPACES, Operator, Step, Workspace
 
 HEADER = ["what", "card", "of", "measured", "simulated", "error"]
 OPERATORS_HEADER = ["operator", "card", "rows", "from", "to", "largest error"]
@@ -53,24 +53,27 @@ class Row(NamedTuple):
         return int(figure(self.figure)[self.label])
 
 
-@contextmanager
-def workspaces_given_back() -> Iterator[None]:
-    """Let cuBLASLt's workspace go with the product that took it."""
-    kept = Engine._take_workspace
+def given_back(function: Workspace) -> Workspace:
+    """Return the workspace function of a kernel that gives cuBLASLt's workspace back when it ends."""
 
-    def take(self: Engine, library: str, size: int) -> None:
-        if library == "cublasLt":
-            self.free(self.malloc(LT_WORKSPACE))
-        else:
-            kept(self, library, size)
+    def steps(op: Operator, gpu: GPU) -> Iterator[Step]:
+        for step in function(op, gpu):
+            if step == CUBLASLT:
+                yield from (CUBLASLT.size, FREE)
+            else:
+                yield step
 
-    with mock.patch.object(Engine, "_take_workspace", take):
-        yield
+    return steps
+
+
+OLDER = {name: given_back(function) for name, function in WORKSPACES.items()}
 
 
 def simulated(row: Row) -> int:
     """Return the bytes of the simulated peak, allocated or reserved."""
-    with workspaces_given_back() if row.older else nullcontext(), lab.simulator(row.card) as sim:
+    with lab.simulator(row.card) as sim:
+        if row.older:
+            sim._card.engine.workspaces = OLDER
         row.run()
         return sim.peak_reserved if row.of == "reserved" else sim.peak_allocated
 

@@ -10,7 +10,6 @@ from .devices import GPU_DEVICE
 from .engine.engine import Engine
 from .engine.real_host import RealHost
 from .profile.snapshot import History, snapshot
-from .workspaces.cuda import cuda_extras
 
 
 class Card:
@@ -21,7 +20,7 @@ class Card:
 
     def __init__(self, gpu: GPU, memory: Allocator, host: RealHost | None = None) -> None:
         self.gpu, self.memory, self.hidden = gpu, memory, False
-        self.engine = Engine(GPU_DEVICE, memory, cuda_extras(gpu), gpu.cublas_workspace, host)
+        self.engine = Engine(GPU_DEVICE, memory, gpu, host=host)
         self.history = History()
 
     @property

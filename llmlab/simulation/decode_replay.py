@@ -1,19 +1,19 @@
 """Replay of decode steps: a few steps of a long generation run, and the requests of the others are replayed.
 
-Decode steps differ in nothing but the length of the cache. What one asks of the allocator, in which order, is written
-down twice in a row; each size is then a + b · i, with i the number of the step, and what a kernel takes besides is
-asked of the same function as ever, for the shapes that step i has. The allocator sees each request of each step. Every
-so often a step runs after all, and must ask for exactly what was foretold; where it does not (a sliding window is full,
-say), `Mispredicted` tells between which two all steps are to run.
+Decode steps differ in nothing but the length of the cache. The requests of two steps in a row to the allocator are
+recorded in their order; each size is then a + b · i, with i the number of the step, and the scratch of a kernel is what
+its workspace function yields for the shapes of step i. The allocator sees each request of each step. Every so often a
+step runs after all, and its requests must be the predicted ones; where they are not (a sliding window is full, say),
+`Mispredicted` tells between which two steps all are to run.
 
-What lives from one step to the next is the cache and the logits. While steps are played back, the cache's tensors keep
-the shape of the last step that ran, and only their addresses are right; before a step runs they get their shape.
+What lives from one step to the next is the cache and the logits. During the replay the cache's tensors keep the shape
+of the last step that ran, and only their addresses are right; before a step runs they get their shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
+from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -24,30 +24,33 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..specs.run import Inference
 from .engine.engine import Engine
+from .engine.scratch import Scratch
 from .profile.operator_log import Kernel, Operators
+from .workspaces.registry import Operator, Outputs
 
-FEW = 24  # steps; so many all run
-FIRST = 4  # steps that run at the beginning: the prompt's, and one whose handles of libraries may be new
+FEW = 24  # steps: a generation of as many runs them all
+FIRST = 4  # steps that run at the beginning: the prompt's, and one that may be the first to use a library's handle
 APART = 33  # steps, from one that runs to the next; odd, so that these are of every remainder by 2, 4, 8, 16
 
 
 class Mispredicted(Exception):
-    """Step `at` asked for something else than was foretold; `since` was the last one that ran before it."""
+    """Step `at` made other requests than were predicted; `since` was the last step before it that ran."""
 
     def __init__(self, since: int, at: int) -> None:
         self.since, self.at = since, at
 
 
 class Request(NamedTuple):
-    """One event of a step: "malloc" of `size` bytes; "take" what `sizes` says for `args`; "free" malloc `number`, or
-    "free old", what held the cache's tensor `number` before the step; "give back" take `number`."""
+    """One event of a step: "malloc" of `size` bytes; "free" of malloc `number`, or "free old", of the memory that held
+    tensor `number` of the cache before the step; "scratch" of operator `func` before its outputs, "more scratch" after
+    them, and "free scratch", of the operator with this `number`."""
 
     kind: str
     number: int
     size: int = 0
     place: Any = None
-    sizes: Callable[..., Any] | None = None
-    args: tuple = ()  # leaves: a tensor's is an `Argument`
+    func: Any = None
+    leaves: tuple = ()  # of the arguments and the outputs: a tensor's is an `Argument`
     form: Any = None
 
 
@@ -68,9 +71,9 @@ class Layout(NamedTuple):
     dtype: torch.dtype
 
 
-class Taken(NamedTuple):
-    """What a step did: requests, operators, the tensors that live on (the cache's, then the logits), the malloc that
-    holds each, and the counters of the cache's layers."""
+class DecodeStep(NamedTuple):
+    """The record of a step: its requests and operators, the tensors that live on (the cache's, then the logits), the
+    number of the malloc of each, and the counters of the cache's layers."""
 
     requests: tuple[Request, ...]
     kernels: tuple[Kernel, ...]
@@ -80,7 +83,7 @@ class Taken(NamedTuple):
 
 
 def steps_that_run(run: Inference, window: int | None) -> set[int]:
-    """Return which calls of the model run; number 0 is the prompt's. `window`: tokens that a sliding window holds."""
+    """Return which calls of the model run; number 0 is the prompt's. `window`: the tokens of a sliding window."""
     new_tokens = run.new_tokens
     if new_tokens <= FEW:
         return set(range(new_tokens))
@@ -90,42 +93,42 @@ def steps_that_run(run: Inference, window: int | None) -> set[int]:
 
 
 class Decoder:
-    """Stands in the place of a model in `step.generate`: a call runs it, or plays a decode step back.
+    """Stands in the place of a model in `step.generate`: a call runs the model, or replays a decode step.
 
-    `runs` are the numbers of the calls that run; others do too where nothing can be foretold.
+    `runs` are the numbers of the calls that run; others run too where nothing can be predicted.
     """
 
     def __init__(self, model: nn.Module, engine: Engine, operators: Operators, runs: set[int]) -> None:
         self.model, self.engine, self.operators, self.runs = model, engine, operators, runs
         self.calls = self.last_run = 0
-        self.before: Taken | None = None  # what the last step that ran took
+        self.before: DecodeStep | None = None  # the last step that ran
         self.line: Line | None = None
         self._sizes: dict[tuple, list[int]] = {}
 
     def __call__(self, input_ids: Tensor, past_key_values: Any, **options: Any) -> Any:
         number, self.calls = self.calls, self.calls + 1
-        played = number - self.last_run > 1
+        replayed = number - self.last_run > 1
         try:
             if self.line is not None and number not in self.runs:
-                return self._play(self.line.at(number), past_key_values)
-            if played and self.line is not None:
+                return self._replay(self.line.at(number), past_key_values)
+            if replayed and self.line is not None:
                 self._give_shape(self.line.at(number - 1), past_key_values)
-            output, taken = self._run(input_ids, past_key_values, options)
+            output, step = self._run(input_ids, past_key_values, options)
         except (RuntimeError, MemoryError) as error:  # no room; or a cache that is not as the code made it
             if self.last_run == number - 1 and number in self.runs:
                 raise
             raise Mispredicted(self.last_run, number) from error
-        if not played:
+        if not replayed:
             one = self.before
-            self.line = Line(number - 1, one, taken) if one and taken and _alike(one, taken) else None
-        elif self.line is None or self.line.at(number) != taken:
+            self.line = Line(number - 1, one, step) if one and step and _alike(one, step) else None
+        elif self.line is None or self.line.at(number) != step:
             raise Mispredicted(self.last_run, number)
-        self.before, self.last_run = taken, number
+        self.before, self.last_run = step, number
         return output
 
-    def _run(self, input_ids: Tensor, cache: Any, options: dict[str, Any]) -> tuple[Any, Taken | None]:
-        """Return the model's output, and what the step did; None where it cannot be played back."""
-        record, first, others = _Record(self.engine, _cached(cache)), len(self.operators), _others(cache)
+    def _run(self, input_ids: Tensor, cache: Any, options: dict[str, Any]) -> tuple[Any, DecodeStep | None]:
+        """Return the model's output, and the record of the step; None where it cannot be replayed."""
+        record, first, others = _Recorder(self.engine, _cached(cache)), len(self.operators), _others(cache)
         with record:
             output = self.model(input_ids=input_ids, past_key_values=cache, **options)
         living = [*_cached(cache), output.logits]
@@ -136,14 +139,14 @@ class Decoder:
             return output, None
         counters = tuple(_counters(layer) for layer in cache.layers)
         requests, kernels = tuple(record.requests), tuple(self.operators[first:])
-        return output, Taken(requests, kernels, tuple(map(_layout, living)), tuple(held), counters)
+        return output, DecodeStep(requests, kernels, tuple(map(_layout, living)), tuple(held), counters)
 
-    def _play(self, step: Taken, cache: Any) -> SimpleNamespace:
-        """Ask for all that `step` does; return an output with its logits."""
+    def _replay(self, step: DecodeStep, cache: Any) -> SimpleNamespace:
+        """Make all requests of `step`; return an output with its logits."""
         engine, place = self.engine, self.engine.place
         cached = [engine.held(each) for each in _cached(cache)]
         mallocs: dict[int, int] = {}
-        takes: dict[int, list[int]] = {}
+        scratch: dict[int, Scratch] = {}
         here = None
         if place is not None:
             engine.place = lambda: here
@@ -154,12 +157,13 @@ class Decoder:
                     mallocs[number] = engine.malloc(request.size)
                 elif kind == "free":
                     engine.free(mallocs[number])
-                elif kind == "take":
-                    takes.setdefault(number, []).extend(map(engine.malloc, self._sizes_of(request)))
-                elif kind == "give back":
-                    engine.give_back(takes.pop(number, []))
-                else:
+                elif kind == "free old":
                     engine.free(cached[number].address)
+                elif kind == "free scratch":
+                    scratch.pop(number).free()
+                else:
+                    buffers = scratch.setdefault(number, Scratch(engine, Operator(request.func, (), {})))
+                    buffers.take(self._sizes_of(request))
         finally:
             engine.place = place
         for tensor, number in zip(cached, step.held, strict=False):  # the logits' comes last
@@ -169,19 +173,22 @@ class Decoder:
         return SimpleNamespace(logits=self._made(step.layouts[-1], mallocs[step.held[-1]]))
 
     def _sizes_of(self, request: Request) -> list[int]:
-        assert request.sizes is not None  # a "take" has them
-        key = request.sizes, request.args
+        """Return what the workspace function yields for the shapes of `request`, before its outputs or after them."""
+        key = request.kind, request.func, request.leaves
         if key not in self._sizes:
             with _disable_current_modes():
                 leaves = [
                     torch.empty(each.shape, dtype=each.dtype, device="meta") if isinstance(each, Argument) else each
-                    for each in request.args
+                    for each in request.leaves
                 ]
-                args, kwargs = tree_unflatten(leaves, request.form)
-                self._sizes[key] = list(request.sizes(*args, **kwargs))
+                op = Operator(request.func, *tree_unflatten(leaves, request.form))
+                steps = iter(self.engine.workspaces[request.func.name()](op, self.engine.gpu))
+                before = list(takewhile(lambda step: not isinstance(step, Outputs), steps))
+                wanted = before if request.kind == "scratch" else steps
+                self._sizes[key] = [step for step in wanted if isinstance(step, int)]
         return self._sizes[key]
 
-    def _give_shape(self, step: Taken, cache: Any) -> None:
+    def _give_shape(self, step: DecodeStep, cache: Any) -> None:
         """Let the cache be as it is after `step`."""
         layouts = iter(step.layouts)
         for layer, counters in zip(cache.layers, step.counters, strict=True):
@@ -201,24 +208,24 @@ class Decoder:
 
 
 class Line:
-    """Two steps in a row, `number` and the next one, and what each step does that differs from them by its number."""
+    """Two steps in a row, `number` and the next one, and what any other step does, which differs by its number."""
 
-    def __init__(self, number: int, one: Taken, other: Taken) -> None:
+    def __init__(self, number: int, one: DecodeStep, other: DecodeStep) -> None:
         self.number, self.one, self.other = number, one, other
 
     @cached_property
     def _changing(self) -> list[tuple[int, list[int]]]:
-        """Of each field of a `Taken`, its place and the places in it of what is not the same in each step."""
+        """Of each field of a `DecodeStep`, its place and the places in it of what is not the same in each step."""
         pairs = enumerate(zip(self.one, self.other, strict=True))
         return [(f, [i for i, (a, b) in enumerate(zip(*both, strict=True)) if a != b]) for f, both in pairs]
 
-    def at(self, number: int) -> Taken:
+    def at(self, number: int) -> DecodeStep:
         """Return what step `number` does."""
         fields = list(map(list, self.one))
         for field, places in self._changing:
             for i in places:
                 fields[field][i] = _on_line(self.one[field][i], self.other[field][i], number - self.number)
-        return Taken._make(map(tuple, fields))
+        return DecodeStep._make(map(tuple, fields))
 
 
 def _on_line(one: Any, other: Any, steps: int) -> Any:
@@ -239,8 +246,8 @@ def _alike(one: Any, other: Any) -> bool:
     return tuples and all(map(_alike, one, other))
 
 
-class _Record:
-    """Writes down the requests of a step to `engine`, whose methods it stands before meanwhile."""
+class _Recorder:
+    """Records the requests of a step to `engine`, as its observer."""
 
     def __init__(self, engine: Engine, cached: list[Tensor]) -> None:
         self.engine = engine
@@ -248,59 +255,49 @@ class _Record:
         self.alive: dict[int, int] = {}  # by address: the number of a malloc that was not freed
         self.complete = True  # nothing was freed that is not known
         self._old = {engine.address(each): number for number, each in enumerate(cached)}
-        self._takes: dict[int, int] = {}  # by the list of their addresses
+        self._numbers: dict[int, int] = {}  # of operators that have scratch, by id
         self._count = 0
-        self._inside = False  # a take
+        self._in_scratch = False
 
     def __enter__(self) -> None:
-        engine: Any = self.engine  # whose methods these stand before
-        engine.malloc, engine.free, engine.take, engine.give_back = self.malloc, self.free, self.take, self.give_back
+        self.engine.observer = self
 
     def __exit__(self, *raised: Any) -> None:
-        for name in ("malloc", "free", "take", "give_back"):
-            delattr(self.engine, name)
+        self.engine.observer = None
 
     def _number(self) -> int:
         self._count += 1
         return self._count
 
-    def malloc(self, size: int) -> int:
-        address = Engine.malloc(self.engine, size)
-        if address and not self._inside:
+    def allocated(self, address: int, size: int) -> None:
+        if not self._in_scratch:
             number = self.alive[address] = self._number()
             self.requests.append(Request("malloc", number, size, self.engine.asked))
-        return address
 
-    def free(self, address: int) -> None:
-        if address and not self._inside:
-            if address in self.alive:
-                self.requests.append(Request("free", self.alive.pop(address)))
-            elif address in self._old:
-                self.requests.append(Request("free old", self._old.pop(address)))
-            else:
-                self.complete = False
-        Engine.free(self.engine, address)
+    def freed(self, address: int) -> None:
+        if self._in_scratch:
+            return
+        if address in self.alive:
+            self.requests.append(Request("free", self.alive.pop(address)))
+        elif address in self._old:
+            self.requests.append(Request("free old", self._old.pop(address)))
+        else:
+            self.complete = False
 
-    def take(self, scratch: list[int], sizes: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
-        number = self._takes.setdefault(id(scratch), self._number())
-        leaves, form = tree_flatten((args, kwargs))
+    def scratch_begins(self, op: Operator, freeing: bool) -> None:
+        self._in_scratch = True
+        if freeing:
+            self.requests.append(Request("free scratch", self._numbers.pop(id(op))))
+            return
+        kind = "more scratch" if id(op) in self._numbers else "scratch"
+        number = self._numbers.setdefault(id(op), self._number())
+        leaves, form = tree_flatten((op.args, op.kwargs, op.out))
         shapes = tuple(Argument(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in leaves)
         place = self.engine.place() if self.engine.place else None
-        self.requests.append(Request("take", number, 0, place, sizes, shapes, form))
-        self._inside = True
-        try:
-            Engine.take(self.engine, scratch, sizes, args, kwargs)
-        finally:
-            self._inside = False
+        self.requests.append(Request(kind, number, 0, place, op.func, shapes, form))
 
-    def give_back(self, scratch: list[int]) -> None:
-        if id(scratch) in self._takes:
-            self.requests.append(Request("give back", self._takes.pop(id(scratch))))
-        self._inside = True
-        try:
-            Engine.give_back(self.engine, scratch)
-        finally:
-            self._inside = False
+    def scratch_ends(self) -> None:
+        self._in_scratch = False
 
 
 def _cached(cache: Any) -> list[Tensor]:
@@ -309,7 +306,7 @@ def _cached(cache: Any) -> list[Tensor]:
 
 
 def _others(cache: Any) -> list[int]:
-    """Return which tensors the cache has besides keys and values: steps that are played back cannot change these."""
+    """Return which tensors the cache has besides keys and values: a replay cannot change these."""
     held = (item for layer in cache.layers for item in vars(layer).items())
     return [id(value) for name, value in held if isinstance(value, Tensor) and name not in ("keys", "values")]
 

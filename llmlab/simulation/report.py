@@ -42,10 +42,6 @@ from .patching.install import installed
 from .patching.patches import fake_parameters, held_random_states
 from .profile.timeline import by_module, peak_place
 from .recording import StepRecording
-from .workspaces.bitsandbytes import cpu_bitsandbytes_extras
-from .workspaces.cuda import grouped_mm
-from .workspaces.extra import Extra
-from .workspaces.onednn import cpu_product_extras
 
 COMPILE_NOTE = "compile=True is simulated eager: what a compiled step fuses away is counted."
 
@@ -116,7 +112,7 @@ def _take(
             stack.enter_context(installed(simulated_card))
             engine = simulated_card.engine
         else:
-            engine = stack.enter_context(_host(run))
+            engine = stack.enter_context(_host())
         recording = StepRecording(engine, card, on_phase)
         ranks = None
         if isinstance(run, Training) and run.world_size > 1:
@@ -140,11 +136,9 @@ def _take(
 
 
 @contextmanager
-def _host(run: Run) -> Iterator[Engine]:
+def _host() -> Iterator[Engine]:
     """Let this machine's own libraries run on fake tensors, whose memory is the host's."""
-    by_bitsandbytes = quantization_of(run) or (isinstance(run, Training) and run.optimizer in ("lion", "adamw-8bit"))
-    extras = {torch.ops.aten._grouped_mm.default: Extra(outputs=grouped_mm)} | cpu_product_extras()
-    engine = Engine(HOST, HostMemory(), extras | (cpu_bitsandbytes_extras() if by_bitsandbytes else {}))
+    engine = Engine(HOST, HostMemory())
     with fake_parameters(), held_random_states(engine), fake_bitsandbytes(on_card=False):
         yield engine
 

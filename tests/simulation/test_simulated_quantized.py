@@ -8,8 +8,7 @@ import torch
 import llmlab as lab
 from llmlab.hardware.gpu import gpu as find_gpu
 from llmlab.simulation.simulator import simulator
-from llmlab.simulation.workspaces.bitsandbytes import gemm_4bit, int8_accumulator, int8_outliers, multiplies_packed
-from llmlab.simulation.workspaces.cuda import efficient_forward
+from llmlab.simulation.workspaces.bitsandbytes import multiplies_packed
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
@@ -91,23 +90,6 @@ def test_peft_gives_cached_segments_back_and_stays_as_it_was():
     assert peft.prepare_model_for_kbit_training is before
 
 
-def test_what_bitsandbytes_kernels_take():
-    """backends/cuda/ops.py: NF4 unpacks the weight for many rows, and of double quantization the scales, twice in fp32;
-    int8 sums in int32, and in fp16 before bf16."""
-    M, K, N = 256, 4096, 14336
-    a = torch.empty(M, K, dtype=torch.bfloat16, device="meta")
-    taken = gemm_4bit(find_gpu(CARD))
-    assert taken(a, a, [N, K], a, 64, "nf4") == [2 * N * K] and taken(a[:4], a, [N, K], a, 64, "nf4") == []
-    scales = torch.empty(N * K // 64, dtype=torch.uint8, device="meta")
-    assert taken(a, a, [N, K], a, 64, "nf4", absmax_8bit=scales) == [*[4 * scales.numel()] * 2, 2 * N * K]
-    M, K, N = 256, D, FF
-    a = torch.empty(M, K, dtype=torch.bfloat16, device="meta")
-    ca, cb = (torch.empty(shape, dtype=torch.int8, device="meta") for shape in ((M, K), (N, K)))
-    assert int8_accumulator(a.half(), ca, cb) == [4 * M * N]
-    assert int8_accumulator(a, ca, cb) == [4 * M * N, 2 * M * N]
-    assert int8_outliers(None, a, 6.0) == [2 * M * K, M * K] and int8_outliers(None, a) == []
-
-
 @pytest.mark.parametrize(
     ("gpu", "shape", "dtype", "most"),
     [
@@ -125,14 +107,6 @@ def test_up_to_how_many_rows_a_card_multiplies_packed_weights(gpu, shape, dtype,
     card = find_gpu(gpu)
     assert multiplies_packed(card, dtype, most, shape, 64) and not multiplies_packed(card, dtype, most + 1, shape, 64)
     assert not multiplies_packed(card, dtype, most, (shape[0], shape[1] + 32), 64)  # rows of whole blocks only
-
-
-def test_the_efficient_kernel_accumulates_wide_heads_outside():
-    """kernel_forward.h: above 128 columns the output of a half kernel is summed in fp32 in memory."""
-    wide, narrow = (torch.empty(2, 4, 64, d, dtype=torch.float16, device="meta") for d in (256, 128))
-    assert efficient_forward(None, wide, wide, wide, None) == [4 * wide.numel()]
-    assert efficient_forward(None, narrow, narrow, narrow, None) == []
-    assert efficient_forward(None, wide.float(), wide.float(), wide.float(), None) == []
 
 
 @pytest.mark.parametrize(

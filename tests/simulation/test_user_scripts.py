@@ -19,7 +19,7 @@ from llmlab.base.errors import NotAvailable
 from llmlab.simulation.allocator.host import HostMemory
 from llmlab.simulation.engine.engine import HOST, Engine
 from llmlab.simulation.simulator import simulator
-from llmlab.simulation.workspaces.extra import Extra
+from llmlab.simulation.workspaces.registry import OUTPUTS
 
 if torch.cuda.is_available():
     pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)
@@ -478,8 +478,7 @@ def test_a_kernel_that_finds_no_room_gives_its_scratch_back_in_any_engine():
                 raise MemoryError
             return super().malloc(size)
 
-    extra = Extra(before=lambda *tensors: (1024, 1024), after=lambda *tensors: (512, 4096))
-    engine = Engine(HOST, Full(), {torch.ops.aten.sin.default: extra})
+    engine = Engine(HOST, Full(), workspaces={"aten::sin": lambda op, gpu: (1024, 1024, OUTPUTS, 512, 4096)})
     with engine:
         x = torch.empty(8)
         with pytest.raises(MemoryError):

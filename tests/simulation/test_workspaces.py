@@ -403,15 +403,6 @@ def test_experts_generate(gpu, weights):
     assert report.parts["weights"] == pytest.approx(width * lab.model(MIXTRAL).parameters, rel=0.01)
 
 
-def test_grouped_products_have_rows_of_16_bytes(card):
-    """native/GroupedMMUtils.h, create_grouped_gemm_output_tensor: 3 columns of fp32 take the room of 4."""
-    a, b = on_card(1024, 16, grad=False), on_card(4, 16, 3, grad=False)
-    ends = torch.full((4,), 256, dtype=torch.int32, device="cuda")
-    torch.mm(a, a.t())  # takes the workspace
-    held, _, out = held_and_peak(lambda: torch._grouped_mm(a, b, offs=ends))
-    assert out.shape == (1024, 3) and out.stride() == (4, 1) and held == 4 * 1024 * 4
-
-
 def test_int8_says_that_it_assumes_no_outliers():
     pytest.importorskip("bitsandbytes")
     run = lab.Inference(batch=1, prompt_len=16, new_tokens=2, weights="int8")

@@ -7,17 +7,15 @@ import torch
 import torch.nn.functional as F
 
 import llmlab as lab
-from llmlab.hardware.gpu import gpu as find_gpu
 from llmlab.simulation.simulator import simulator
-from llmlab.simulation.workspaces.cuda import cuda_extras
 from llmlab.simulation.workspaces.none import NOTHING_BESIDES, is_stated
+from llmlab.simulation.workspaces.registry import WORKSPACES
 from llmlab.specs.run import OPTIMIZERS
 
 if torch.cuda.is_available():
     pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)
 
 transformers = pytest.importorskip("transformers")
-EXTRAS = cuda_extras(find_gpu("A100-40GB"))
 SIZES = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 DECODER = {**SIZES, "intermediate_size": 128, "num_key_value_heads": 2, "max_position_embeddings": 128}
 EXPERTS = {**DECODER, "num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
@@ -33,21 +31,21 @@ def test_each_name_is_an_operators_and_stands_once():
     for name in names:
         packet, _, overload = name.partition(".")
         func = getattr(getattr(torch.ops.aten, packet), overload or "default")
-        assert func not in EXTRAS and is_stated(func, ()), name
+        assert func.name() not in WORKSPACES and is_stated(func, ()), name
 
 
 def test_what_takes_more_than_its_outputs_is_stated_by_what_it_takes():
-    assert is_stated(torch.ops.aten.topk.default, EXTRAS) and not is_stated(torch.ops.aten.topk.default, ())
+    assert is_stated(torch.ops.aten.topk.default, WORKSPACES) and not is_stated(torch.ops.aten.topk.default, ())
     assert is_stated(torch.ops.aten.view.default, ()) and is_stated(torch.ops.aten.silu.default, ())
-    assert not is_stated(torch.ops.aten.im2col.default, EXTRAS)
+    assert not is_stated(torch.ops.aten.im2col.default, WORKSPACES)
 
 
 def test_what_sorts_its_indices_to_be_deterministic_is_not_known_then():
     add = torch.ops.aten.index_add_.default
-    assert is_stated(add, EXTRAS)
+    assert is_stated(add, WORKSPACES)
     torch.use_deterministic_algorithms(True)
     try:
-        assert not is_stated(add, EXTRAS)
+        assert not is_stated(add, WORKSPACES)
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -2,8 +2,8 @@
 
 The real step runs on fake tensors: they have a shape, a dtype and a storage, and no bytes behind it. `Engine` is a
 dispatch mode over them. It sees every operator below autograd, in the order a GPU would run them, asks the allocator
-for each new storage, gives it back in the moment the storage dies, and takes what the CUDA kernel of the operator
-takes besides (workspaces/).
+for each new storage, gives it back in the moment the storage dies, and allocates the workspace of the operator's CUDA
+kernel (workspaces/).
 
 The simulated GPU is the device "cpu:0", the host is "cpu". A torch without CUDA has no guard for CUDA devices, so fake
 tensors cannot be on "cuda" there; to torch, "cpu" and "cpu:0" are two devices with the same kernels, between which
@@ -13,7 +13,7 @@ tensors must be copied, and mixing them raises as mixing "cpu" and "cuda" does.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from ...hardware.gpu import GPU
 from ...recording.events import Event
 from ..allocator.host import Memory
 from ..allocator.out_of_memory import AllocatorOutOfMemory
@@ -29,20 +30,20 @@ from ..devices import GPU_DEVICE, HOST
 from ..values.data_dependent import sized_by_value
 from ..values.known import SMALL, VALUES_LIMIT, follow, known
 from ..values.placeholders import needs_values
-from ..workspaces.extra import GIVE_BACK, Extra
 from ..workspaces.none import is_stated
+from ..workspaces.registry import CPU_WORKSPACES, WORKSPACES, Operator, Workspace
 from .cpu_casts import cast_copies
 from .decompose import decomposed, is_composite
 from .foreach import changes_values_alone, mixed_devices
 from .inplace_autograd import CANDIDATES, counts_alone, plain_form
 from .real_host import RealHost
+from .scratch import Observer, Scratch
 from .shape_cache import Repeats
 from .unsupported import no_compiled_kernel
 
 DEVICE_OF = torch.ops.prim.device.default
 VALUE_OF = torch.ops.aten._local_scalar_dense.default
 DEVICES_DIFFER = "Expected all tensors to be on the same device, but found at least two devices, {} and {}!"  # torch's
-LT_WORKSPACE = 1 << 20  # aten/src/ATen/cuda/CublasHandlePool.cpp, parseCUDABlasLtWorkspaceSize: 1024 KiB
 
 
 class _Storage(weakref.ref):
@@ -58,9 +59,9 @@ class _Storage(weakref.ref):
 class Engine(TorchDispatchMode):
     """Follows the storages on `device` and allocates for them in `memory`; `events` are its allocations and frees.
 
-    `extras` says by operator what its kernel takes besides, `workspace` is the bytes a cuBLAS handle takes. Handles
-    belong to a thread: forward runs in one, backward in autograd's (aten/src/ATen/cuda/CublasHandlePool.cpp).
-    Without a `host`, every tensor inside the block is simulated; with one, what is on the host is real.
+    `workspaces` says by the operator's name what its kernel allocates on `gpu` besides outputs; without a `gpu` the
+    device is the CPU. Without a `host`, every tensor inside the block is simulated; with one, what is on the host is
+    real.
     """
 
     supports_higher_order_operators = True  # to refuse them by name
@@ -69,18 +70,19 @@ class Engine(TorchDispatchMode):
         self,
         device: torch.device,
         memory: Memory,
-        extras: dict[Any, Extra],
-        workspace: int | None = None,
+        gpu: GPU | None = None,
+        workspaces: Mapping[str, Workspace] | None = None,
         host: RealHost | None = None,
     ) -> None:
         super().__init__()
-        self.host = host
-        self.device, self.memory, self.extras, self.workspace = device, memory, extras, workspace or 0
+        self.device, self.memory, self.gpu, self.host = device, memory, gpu, host
+        self.workspaces = workspaces if workspaces is not None else WORKSPACES if gpu else CPU_WORKSPACES
+        self.observer: Observer | None = None
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.repeats = Repeats(self.fake)
         counts_alone()
         self.events: list[Event] = []
-        # Workspaces' addresses: by library, whether it is the handle of autograd's thread, and stream.
+        # Addresses of handles' workspaces: by library, whether it is the one of autograd's thread, and stream.
         self.handles: dict[tuple[str, bool, int], int] = {}
         self.casts = device == HOST  # operands of more than one dtype are copied
         self.operator = None  # the one that runs
@@ -135,7 +137,7 @@ class Engine(TorchDispatchMode):
         self.operator = func
         if func is VALUE_OF:
             return self.read(args[0])
-        if is_composite(func) and func not in self.extras:  # inference mode leaves what autograd would take apart
+        if is_composite(func) and func.name() not in self.workspaces:  # inference mode leaves it whole
             with self:
                 return decomposed(func, args, kwargs)
         if func in CANDIDATES and torch._C._current_graph_task_id() != -1:
@@ -153,79 +155,52 @@ class Engine(TorchDispatchMode):
     def _dispatch(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if mixed := mixed_devices(func, args):
             raise RuntimeError(DEVICES_DIFFER.format(*mixed).replace(str(GPU_DEVICE), "cuda:0"))
-        extra = self.extras.get(func)
-        if extra is not None and extra.outputs:
-            out = self._run_with(extra, func, args, kwargs)
-            if self.watch is not None:
-                self.watch(func, args, kwargs, out)
-            return out
+        workspace = self.workspaces.get(func.name())
+        op = Operator(func, args, kwargs)
         try:
-            if extra is not None:
-                out = self._run_with(extra, func, args, kwargs)
+            if workspace is not None:
+                faked = self._run_with(workspace, op)
             else:
-                out = None if changes_values_alone(func, args) else self.repeats.run(func, args, kwargs)
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            out = sized_by_value(self._run, func, args, kwargs)
-            if out is NotImplemented:
-                raise needs_values(func) from error
-            if extra is not None and extra.after:
-                self._pass(extra.after, (out, *args), kwargs)
+                op.out, faked = None if changes_values_alone(func, args) else self._computed(op), False
         except RuntimeError as error:
             if "two" not in str(error) or str(GPU_DEVICE) not in str(error):
                 raise
             raise RuntimeError(str(error).replace(str(GPU_DEVICE), "cuda:0")) from None  # two devices do not mix
-        follow(func, args, kwargs, out, self.follows)
-        if extra is None:
-            self.hold(out)
+        if not faked:
+            follow(func, args, kwargs, op.out, self.follows)
+        if workspace is None:
+            self.hold(op.out)
             self.met.add(func)
         if self.watch is not None:
-            self.watch(func, args, kwargs, out)
-        return out
+            self.watch(func, args, kwargs, op.out)
+        return op.out
+
+    def _computed(self, op: Operator) -> Any:
+        """Return what `op` gives; where values say how much that is, memory for it is allocated already."""
+        try:
+            return self.repeats.run(op.func, op.args, op.kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            out = sized_by_value(self._run, op.func, op.args, op.kwargs)
+            if out is NotImplemented:
+                raise needs_values(op.func) from error
+            return out
 
     def _run(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Run `func` as part of another operator."""
         return self.__torch_dispatch__(func, (), args, kwargs)
 
-    def _run_with(self, extra: Extra, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        scratch: list[int] = []
+    def _run_with(self, workspace: Workspace, op: Operator) -> bool:
+        """Run `op` as its workspace function says; return whether that made the outputs, too."""
+        scratch, steps = Scratch(self, op), iter(workspace(op, self.gpu))
         try:
-            if extra.before:
-                self.take(scratch, extra.before, args, kwargs)
-            outputs = extra.outputs
-            out = outputs(func, *args, **kwargs) if outputs else self.repeats.run(func, args, kwargs)
-            self.hold([out[position] for position in extra.order] if extra.order else out)
-            if extra.after:
-                self.take(scratch, extra.after, (out, *args), kwargs)
-            if extra.matmul:
-                self._take_workspace("cublas", self.workspace)
-                if extra.fused and extra.fused(*args, **kwargs):
-                    self._take_workspace("cublasLt", LT_WORKSPACE)
-            if extra.library:
-                self.uncounted.setdefault(extra.library, str(func))
+            outputs = scratch.take(steps)
+            assert outputs is not None, f"the workspace function of {op.func} yields no OUTPUTS"
+            out = op.out = outputs.fake(op) if outputs.fake else self._computed(op)
+            self.hold([out[position] for position in outputs.order] if outputs.order else out)
+            scratch.take(steps)
         finally:  # also where there is no room: code may catch that and go on
-            self.give_back(scratch)
-        return out
-
-    def _pass(self, sizes: Callable[..., Iterable[int]], args: tuple, kwargs: dict[str, Any]) -> None:
-        """Allocate what `sizes(*args, **kwargs)` says, and give it back."""
-        scratch: list[int] = []
-        try:
-            self.take(scratch, sizes, args, kwargs)
-        finally:
-            self.give_back(scratch)
-
-    def take(self, scratch: list[int], sizes: Callable[..., Iterable[int]], args: tuple, kwargs: dict) -> None:
-        """Allocate what `sizes(*args, **kwargs)` says, and add the addresses to `scratch`; GIVE_BACK frees the last."""
-        for size in sizes(*args, **kwargs):
-            if size == GIVE_BACK:
-                self.free(scratch.pop())
-            else:
-                scratch.append(self.malloc(size))
-
-    def give_back(self, scratch: list[int]) -> None:
-        """Free what `take` took, the last one first."""
-        for address in reversed(scratch):
-            self.free(address)
+            scratch.free()
+        return outputs.fake is not None
 
     # ---- storages
 
@@ -311,6 +286,8 @@ class Engine(TorchDispatchMode):
         self.events.append(Event(self._time, address, block))
         if self.place is not None:
             self.places[self._time], self._born[address] = self.asked, self._time
+        if self.observer is not None:
+            self.observer.allocated(address, size)
         return address
 
     def _request(self, size: int) -> int:
@@ -325,6 +302,8 @@ class Engine(TorchDispatchMode):
         """Give back what `malloc` returned."""
         if not address:
             return
+        if self.observer is not None:
+            self.observer.freed(address)
         self.memory.free(address)
         self._time += 1
         self.events.append(Event(self._time, address, -self._sizes.pop(address)))
@@ -337,11 +316,6 @@ class Engine(TorchDispatchMode):
         """Return a moment after all events so far."""
         self._time += 1
         return self._time
-
-    def _take_workspace(self, library: str, size: int) -> None:
-        handle = library, torch._C._current_graph_task_id() != -1, self.stream
-        if size and handle not in self.handles:
-            self.handles[handle] = self.malloc(size)
 
     # ---- values
 
@@ -362,7 +336,7 @@ class Engine(TorchDispatchMode):
 def notes_of(engine: Engine) -> tuple[str, ...]:
     """Return what `engine` did not count, a sentence each."""
     met = engine.met if engine.device == GPU_DEVICE else ()
-    unknown = sorted(str(func) for func in met if not is_stated(func, engine.extras))
+    unknown = sorted(str(func) for func in met if not is_stated(func, engine.workspaces))
     return (
         *(
             f"{library}'s workspace is not counted: {library} says how much it takes when it runs; here for {operator}."

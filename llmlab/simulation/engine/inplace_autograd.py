@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ..workspaces.extra import is_dense
+from ..workspaces.layout import is_dense
 
 aten = torch.ops.aten
 # By operator: the nodes in whose backward it changes what the node has just made, and its in-place form.

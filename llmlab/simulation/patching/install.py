@@ -27,7 +27,6 @@ from ..engine.unsupported import no_extensions, no_triton, unless_offloaded
 from ..host_parameters import HostParameters
 from ..profile.timeline import Phases
 from ..streams import nothing, profiled_as_host
-from ..workspaces.bitsandbytes import bitsandbytes_extras
 from .bitsandbytes import fake_bitsandbytes
 from .cuda_api import cuda_api
 from .device_mode import Redirect
@@ -59,7 +58,6 @@ def installed(card: Card) -> Iterator[None]:
 
         def bitsandbytes() -> None:
             stack.enter_context(fake_bitsandbytes(on_card=True))
-            card.engine.extras |= bitsandbytes_extras(card.gpu)
             put("bitsandbytes.functional", "get_paged", _paged(card.engine))
             for name in ("fill", "prefetch_tensor"):
                 put("bitsandbytes.functional", name, nothing)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +18,11 @@ from torch import Tensor
 from ...base.errors import NotAvailable
 from ...hardware.gpu import GPU
 from ...hardware.this_machine import installed
-from .extra import GIVE_BACK, Extra
+from .layout import contiguous_copies, nbytes
+from .matmul import CUBLASLT, cublas
+from .registry import CPU_WORKSPACES, FREE, OUTPUTS, Operator, Outputs, Step, workspace
+
+CUDA, DEFAULT = "bitsandbytes/backends/cuda/ops.py", "bitsandbytes/backends/default/ops.py"
 
 
 @cache
@@ -59,121 +63,107 @@ def _rule_of_bitsandbytes() -> dict[str, Any]:
     return rule
 
 
-def gemm_4bit(gpu: GPU) -> Callable[..., list[int]]:
-    """Return what gemm_4bit takes on `gpu`: bitsandbytes/backends/cuda/ops.py, _dequant_linear_fallback."""
-
-    def taken(
-        A: Tensor, B: Tensor, shape: list[int], absmax: Tensor, blocksize: int, kind: str, bias: Tensor | None = None,
-        absmax_8bit: Tensor | None = None, *rest: Any, **named: Any,
-    ) -> list[int]:  # fmt: skip
-        """The whole weight in A's dtype; before it, of double quantization, the scales in fp32, and with the offset."""
-        if multiplies_packed(gpu, A.dtype, A.numel() // A.shape[-1], tuple(shape), blocksize):
-            return [] if A.is_contiguous() else [A.numel() * A.element_size()]
-        scales = [] if absmax_8bit is None else [4 * absmax_8bit.numel()] * 2
-        return [*scales, shape[0] * shape[1] * A.element_size()]
-
-    return taken
-
-
-def has_bias(
-    A: Tensor,
-    B: Tensor,
-    shape: list[int],
-    absmax: Tensor,
-    blocksize: int,
-    kind: str,
-    bias: Tensor | None = None,
-    *rest: Any,
-) -> bool:
-    """F.linear of the unpacked weight, which with a bias goes through cuBLASLt."""
-    return bias is not None
+@workspace("bitsandbytes::gemm_4bit", source=CUDA)
+def gemm_4bit(op: Operator, gpu: GPU) -> Iterator[Step]:
+    """_dequant_linear_fallback: the whole weight in A's dtype; before it, of double quantization, the scales in fp32,
+    and with the offset. Then F.linear, which with a bias goes through cuBLASLt."""
+    A, (N, K) = op.A, op.shapeB
+    if multiplies_packed(gpu, A.dtype, A.numel() // A.shape[-1], (N, K), op.blocksize):
+        yield from contiguous_copies(A)
+    else:
+        if op.absmax_8bit is not None:
+            scales = 4 * op.absmax_8bit.numel()
+            yield from (scales, scales)
+        yield N * K * A.element_size()
+    yield OUTPUTS
+    yield cublas(gpu)
+    if op.bias is not None:
+        yield CUBLASLT
 
 
-def int8_quantized(func: Any, A: Tensor, threshold: float = 0.0) -> tuple[Tensor, Tensor, Tensor | None]:
-    """int8_vectorwise_quant: int8 values and a scale a row. That no value reaches `threshold` is an assumption."""
-    rows = A.numel() // A.shape[-1]
-    outlier_columns = A.new_empty(0, dtype=torch.int64) if threshold else None
-    return A.new_empty(A.shape, dtype=torch.int8), A.new_empty(rows, dtype=torch.float32), outlier_columns
+@workspace("bitsandbytes::quantize_4bit", "bitsandbytes::quantize_blockwise", source=CUDA)
+def quantize(op: Operator, gpu: GPU) -> Iterator[Step]:
+    """The scales are allocated first, and returned last."""
+    yield Outputs(order=(1, 0))
 
 
-def int8_outliers(out: Any, A: Tensor, threshold: float = 0.0) -> list[int]:
-    """int8_vectorwise_quant: `A.abs() >= threshold`."""
-    return [A.numel() * A.element_size(), A.numel()] if threshold else []
+def _int8_values(op: Operator) -> tuple[Tensor, Tensor, Tensor | None]:
+    """int8 values and a scale per row. That no value reaches `threshold` is an assumption."""
+    A = op.A
+    outlier_columns = A.new_empty(0, dtype=torch.int64) if op.threshold else None
+    scales = A.new_empty(A.numel() // A.shape[-1], dtype=torch.float32)
+    return A.new_empty(A.shape, dtype=torch.int8), scales, outlier_columns
 
 
-def int8_product(func: Any, A: Tensor, CA: Tensor, CB: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, Tensor]:
+@workspace("bitsandbytes::int8_vectorwise_quant", source=CUDA)
+def int8_quantize(op: Operator, gpu: GPU) -> Iterator[Step]:
+    """The scales first, then the values; `A.abs() >= threshold`."""
+    yield Outputs(order=(1, 0, 2), fake=_int8_values)
+    if op.threshold:
+        yield from (nbytes(op.A), op.A.numel())
+
+
+def _int8_product(op: Operator) -> tuple[Tensor, Tensor]:
     """int8_mixed_scaled_mm without outliers: (M, N), and no columns of A."""
-    return A.new_empty((*CA.shape[:-1], CB.shape[0])), A.new_empty(0)
+    return op.A.new_empty((*op.CA.shape[:-1], op.CB.shape[0])), op.A.new_empty(0)
 
 
-def int8_accumulator(A: Tensor, CA: Tensor, CB: Tensor, *rest: Any, **named: Any) -> list[int]:
-    """int8_linear_matmul: the product in int32. int8_mm_dequant: in fp16, cast after that where it is not wanted."""
-    elements = CA.numel() // CA.shape[-1] * CB.shape[0]
-    return [elements * 4] if A.dtype == torch.float16 else [elements * 4, elements * 2]
+def _int8_elements(op: Operator) -> int:
+    return op.CA.numel() // op.CA.shape[-1] * op.CB.shape[0]
 
 
-def cpu_nf4_scratch(out: Any, A: Tensor, *rest: Any, **named: Any) -> list[int]:
-    """bitsandbytes/backends/default/ops.py, quantize_4bit: values and scaled values in fp32, which of 16 each is, in
-    four bytes and in one, and the halves that are shifted."""
-    n = A.numel()
-    return [*([] if A.dtype == torch.float32 else [4 * n]), 4 * n, 4 * n, n, n // 2]
+@workspace("bitsandbytes::int8_mixed_scaled_mm", source=CUDA)
+def int8_product(op: Operator, gpu: GPU) -> Iterator[Step]:
+    """int8_linear_matmul: the product in int32, by a cuBLASLt handle of bitsandbytes' own, which allocates nothing.
+    int8_mm_dequant: in fp16, cast after that where it is not wanted."""
+    yield _int8_elements(op) * 4
+    if op.A.dtype != torch.float16:
+        yield _int8_elements(op) * 2
+    yield Outputs(fake=_int8_product)
 
 
-def cpu_int8_scratch(A: Tensor, threshold: float = 0.0) -> list[int]:
-    """bitsandbytes/backends/default/ops.py, int8_vectorwise_quant: which values are outliers, each row's largest and
-    what to multiply with, then the scaled values in fp32, made of a copy of A in fp32, and rounded."""
-    n = A.numel()
-    rows = n // A.shape[-1]
-    return [*([n] if threshold else []), 4 * rows, 4 * rows, 4 * n, 4 * n, GIVE_BACK]
+# ---- the CPU's
 
 
-def cpu_int8_accumulator(A: Tensor, CA: Tensor, CB: Tensor, *rest: Any, **named: Any) -> list[int]:
-    """bitsandbytes/backends/default/ops.py, int8_mm_dequant: the product in int32 and cast to fp32, the scales of rows
-    times those of columns, and both multiplied."""
-    elements = CA.numel() // CA.shape[-1] * CB.shape[0]
-    return [4 * elements] * 4 + [GIVE_BACK] * 2
+@workspace("bitsandbytes::quantize_4bit", source=DEFAULT, table=CPU_WORKSPACES)
+def cpu_quantize_4bit(op: Operator, gpu: None) -> Iterator[Step]:
+    """Values and scaled values in fp32, which of 16 each is, in four bytes and in one, and the halves that are
+    shifted."""
+    yield OUTPUTS
+    n = op.A.numel()
+    if op.A.dtype != torch.float32:
+        yield 4 * n
+    yield from (4 * n, 4 * n, n, n // 2)
 
 
-def cpu_optimizer_32bit(out: Any, name: str, grad: Tensor, parameter: Tensor, *rest: Any, **named: Any) -> list[int]:
-    """bitsandbytes/backends/cpu/ops.py, _optimizer_update_32bit_cpu: gradient, update and a part of it in fp32, and the
-    parameter too where it is not in fp32."""
-    return [4 * grad.numel()] * (3 if parameter.dtype == torch.float32 else 4)
+@workspace("bitsandbytes::int8_vectorwise_quant", source=DEFAULT, table=CPU_WORKSPACES)
+def cpu_int8_quantize(op: Operator, gpu: None) -> Iterator[Step]:
+    """Which values are outliers, each row's largest and what to multiply with, then the scaled values in fp32, made of
+    a copy of A in fp32, and rounded."""
+    n = op.A.numel()
+    rows = n // op.A.shape[-1]
+    if op.threshold:
+        yield n
+    yield from (4 * rows, 4 * rows, 4 * n, 4 * n, FREE)
+    yield Outputs(fake=_int8_values)
 
 
-def cpu_optimizer_8bit(out: Any, name: str, grad: Tensor, parameter: Tensor, *rest: Any, **named: Any) -> list[int]:
-    """bitsandbytes/backends/cpu/ops.py, _optimizer_update_8bit_blockwise_cpu: as above, and both unpacked moments."""
-    return [4 * grad.numel()] * (5 if parameter.dtype == torch.float32 else 6)
+@workspace("bitsandbytes::int8_mixed_scaled_mm", source=DEFAULT, table=CPU_WORKSPACES)
+def cpu_int8_product(op: Operator, gpu: None) -> Iterator[Step]:
+    """int8_mm_dequant: the product in int32 and cast to fp32, the scales of rows times those of columns, and both
+    multiplied."""
+    size = 4 * _int8_elements(op)
+    yield from (size, size, size, size, FREE, FREE)
+    yield Outputs(fake=_int8_product)
 
 
-def cpu_bitsandbytes_extras() -> dict[Any, Extra]:
-    """Return by operator what bitsandbytes' CPU kernels take; nothing where it is not installed."""
-    if find_spec("bitsandbytes") is None:
-        return {}
-    import bitsandbytes  # noqa: F401  # defines the operators
-
-    ops = torch.ops.bitsandbytes
-    return {
-        ops.quantize_4bit.default: Extra(after=cpu_nf4_scratch),
-        ops.int8_vectorwise_quant.default: Extra(outputs=int8_quantized, before=cpu_int8_scratch),
-        ops.int8_mixed_scaled_mm.default: Extra(outputs=int8_product, before=cpu_int8_accumulator),
-        ops.optimizer_update_32bit.default: Extra(after=cpu_optimizer_32bit),
-        ops.optimizer_update_8bit_blockwise.default: Extra(after=cpu_optimizer_8bit),
-    }
-
-
-def bitsandbytes_extras(gpu: GPU) -> dict[Any, Extra]:
-    """Return by operator what bitsandbytes' kernels take on `gpu`; nothing where it is not installed."""
-    if find_spec("bitsandbytes") is None:
-        return {}
-    import bitsandbytes  # noqa: F401  # defines the operators
-
-    ops = torch.ops.bitsandbytes
-    return {
-        ops.gemm_4bit.default: Extra(before=gemm_4bit(gpu), matmul=True, fused=has_bias),
-        # Their CUDA functions ask for the scales first, and return them last.
-        ops.quantize_4bit.default: Extra(order=(1, 0)),
-        ops.quantize_blockwise.default: Extra(order=(1, 0)),
-        ops.int8_vectorwise_quant.default: Extra(outputs=int8_quantized, order=(1, 0, 2), after=int8_outliers),
-        # bitsandbytes multiplies with a cuBLASLt handle of its own, which takes nothing from the allocator.
-        ops.int8_mixed_scaled_mm.default: Extra(before=int8_accumulator, outputs=int8_product),
-    }
+@workspace(
+    "bitsandbytes::optimizer_update_32bit", "bitsandbytes::optimizer_update_8bit_blockwise",
+    source="bitsandbytes/backends/cpu/ops.py", table=CPU_WORKSPACES,
+)  # fmt: skip
+def cpu_optimizer(op: Operator, gpu: None) -> Iterator[Step]:
+    """_optimizer_update_32bit_cpu: gradient, update and a part of it in fp32, and the parameter too where it is not in
+    fp32. _optimizer_update_8bit_blockwise_cpu: as that, and both unpacked moments."""
+    yield OUTPUTS
+    buffers = (3 if op.p.dtype == torch.float32 else 4) + (2 if op.has("absmax1") else 0)
+    yield from (4 * op.g.numel() for _ in range(buffers))

@@ -1,103 +1,139 @@
-"""Workspaces of matrix products: which need cuBLASLt besides cuBLAS, and which operands are copied for them.
+"""Workspaces of matrix products: the handles of cuBLAS and cuBLASLt, and the operands that are copied for them.
 
 Source: aten/src/ATen/native/cuda/Blas.cpp and cuBlasCommonArgs.h (torch 2.13).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from ...hardware.gpu import GPU
-from .extra import Extra, is_dense
+from .layout import is_dense, nbytes
+from .registry import CPU_WORKSPACES, OUTPUTS, Handle, Library, Operator, Outputs, Step, workspace
 
 aten = torch.ops.aten
+BLAS = "cuda/Blas.cpp"
+# aten/src/ATen/cuda/CublasHandlePool.cpp, parseCUDABlasLtWorkspaceSize: 1024 KiB.
+CUBLASLT = Handle("cublasLt", 1 << 20)
 
 
-def has_bias_row(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, **named: Any) -> bool:
-    """addmm, isInputCompliesAddmmCudaLt: a bias of one dimension is added by cuBLASLt's epilogue.
+def cublas(gpu: GPU) -> Handle:
+    """Return the handle of cuBLAS on `gpu`."""
+    return Handle("cublas", gpu.cublas_workspace or 0)
+
+
+def _copies(*matrices: Tensor) -> Iterator[int]:
+    """prepare_matrix_for_cublas: what is not dense and has no dimension of stride 1 beside a long enough one, as an
+    expanded gradient, is copied."""
+    for matrix in matrices:
+        (rows, columns), (down, along) = matrix.shape, matrix.stride()
+        strided = (down == 1 and along >= max(1, rows)) or (along == 1 and down >= max(1, columns))
+        if not strided and not is_dense(matrix):
+            yield nbytes(matrix)
+
+
+def _batched_copies(*batches: Tensor) -> Iterator[int]:
+    """prepare_batch_matrix_for_cublas."""
+    for matrices in batches:
+        (_, rows, columns), (_, down, along) = matrices.shape, matrices.stride()
+        strided = (down == 1 and along >= max(1, rows)) or (along == 1 and down >= max(1, columns))
+        if not strided and not (matrices.is_contiguous() and down and along):
+            yield nbytes(matrices)
+
+
+@workspace(aten.mm, aten.mm.dtype, source=BLAS)
+def mm(op: Operator, gpu: GPU) -> Iterator[Step]:
+    """mm_out_cuda, addmm_out_cuda_impl."""
+    yield OUTPUTS
+    yield from _copies(op.self, op.mat2)
+    yield cublas(gpu)
+
+
+@workspace(aten.addmm, aten.addmm_, source=BLAS)
+def addmm(op: Operator, gpu: GPU) -> Iterator[Step]:
+    """isInputCompliesAddmmCudaLt: a bias of one dimension is added by cuBLASLt's epilogue.
 
     Its workspace is not the cuBLAS handle's: the T4 records hold 2 × 1 MiB more where a model's linears have biases.
     """
-    return bias.dim() == 1 and beta == 1 and bias.is_contiguous() and b.shape[0] > 1 and b.shape[1] > 1
+    yield OUTPUTS
+    yield from _copies(op.mat1, op.mat2)
+    yield cublas(gpu)
+    rows, columns = op.mat2.shape
+    if op.self.dim() == 1 and op.beta == 1 and op.self.is_contiguous() and rows > 1 and columns > 1:
+        yield CUBLASLT
 
 
-def _copy(matrix: Tensor) -> list[int]:
-    """prepare_matrix_for_cublas: what is not dense and has no dimension of stride 1 beside a long enough one, as an
-    expanded gradient."""
-    if is_dense(matrix):
-        return []
-    (rows, columns), (down, along) = matrix.shape, matrix.stride()
-    strided = (down == 1 and along >= max(1, rows)) or (along == 1 and down >= max(1, columns))
-    return [] if strided else [matrix.numel() * matrix.element_size()]
+@workspace(aten.bmm, aten.bmm.dtype, source=BLAS)
+def bmm(op: Operator, gpu: GPU) -> Iterator[Step]:
+    """bmm_out_cuda_impl: with a result in rows, the second operand is copied first."""
+    yield OUTPUTS
+    yield from _batched_copies(op.mat2, op.self)
+    yield cublas(gpu)
 
 
-def _batched_copy(matrices: Tensor) -> list[int]:
-    """prepare_batch_matrix_for_cublas."""
-    (_, rows, columns), (_, down, along) = matrices.shape, matrices.stride()
-    if (down == 1 and along >= max(1, rows)) or (along == 1 and down >= max(1, columns)):
-        return []
-    if matrices.is_contiguous() and down and along:
-        return []
-    return [matrices.numel() * matrices.element_size()]
+@workspace(aten.baddbmm, aten.baddbmm_, source=BLAS)
+def baddbmm(op: Operator, gpu: GPU) -> Iterator[Step]:
+    """bmm_out_cuda_impl, as bmm."""
+    yield OUTPUTS
+    yield from _batched_copies(op.batch2, op.batch1)
+    yield cublas(gpu)
 
 
-def product_copies(out: Tensor, a: Tensor, b: Tensor, *rest: Any, **named: Any) -> list[int]:
-    """Copies that mm makes of its operands."""
-    return _copy(a) + _copy(b)
+@workspace(
+    aten.addmv, aten.mv, aten.dot, aten.vdot, aten.linalg_solve_triangular,
+    source="cuda/Blas.cpp, cuda/linalg/BatchLinearAlgebra.cpp",
+)  # fmt: skip
+def handle_alone(op: Operator, gpu: GPU) -> Iterator[Step]:
+    """addmv_out_cuda, dot_cuda, triangular_solve: no copies, but a handle."""
+    yield OUTPUTS
+    yield cublas(gpu)
 
 
-def added_product_copies(out: Tensor, c: Tensor, a: Tensor, b: Tensor, *rest: Any, **named: Any) -> list[int]:
-    """Copies that addmm makes of its operands."""
-    return _copy(a) + _copy(b)
+# ---- mixtures of experts
 
 
-def batched_product_copies(out: Tensor, a: Tensor, b: Tensor, *rest: Any, **named: Any) -> list[int]:
-    """Copies that bmm makes of its operands; with a result in rows, the second one first."""
-    return _batched_copy(b) + _batched_copy(a)
+def grouped_mm_output(op: Operator) -> Tensor:
+    """GroupedMMUtils.h, create_grouped_gemm_output_tensor: rows of whole 16 B. Other dtypes than bf16, which the fake
+    kernel refuses, are multiplied group by group into the same output (_grouped_mm_fallback)."""
+    a, b = op.self, op.mat2
+    dtype = op.out_dtype or a.dtype
+    if a.dim() == 2:
+        shape = (a.shape[0], b.shape[-1]) if b.dim() == 3 else (op.offs.shape[0], a.shape[0], b.shape[1])
+    else:
+        shape = (a.shape[1], b.shape[1]) if b.dim() == 2 else (a.shape[0], a.shape[1], b.shape[-1])
+    aligned = 16 // dtype.itemsize
+    row = -(-shape[-1] // aligned) * aligned
+    strides = (row, 1) if len(shape) == 2 else (shape[1] * row, row, 1)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=a.device)
 
 
-def added_batched_product_copies(out: Tensor, c: Tensor, a: Tensor, b: Tensor, *rest: Any, **named: Any) -> list[int]:
-    """Copies that baddbmm makes of its operands."""
-    return _batched_copy(b) + _batched_copy(a)
+TENSOR_MAP, MAPS_PER_MULTIPROCESSOR = 128, 5  # bytes; of A, B, C and, in each of two groups of warps, of the output
 
 
-TENSOR_MAP, MAPS_A_MULTIPROCESSOR = 128, 5  # bytes; of A, B, C and, in each of two groups of warps, of the output
-
-
-def grouped_arguments(gpu: GPU) -> Callable[..., list[int]]:
-    """Return what _grouped_mm takes on `gpu`: on sm_90 and sm_100 all experts' products in bf16 are one kernel."""
-
-    def taken(out: Tensor, a: Tensor, b: Tensor, offs: Tensor | None = None, *rest: Any, **named: Any) -> list[int]:
-        """cuda/GroupMM.cu, bf16bf16_grouped_gemm_impl_sm90_sm100: three pointers, strides and a shape a group. CUTLASS,
-        include/cutlass/gemm/kernel/sm90_gemm_array_tma_warpspecialized_pingpong.hpp, get_workspace_size: the tensor
-        maps of each multiprocessor, on sm_90."""
-        if gpu.compute_capability not in ((9, 0), (10, 0)) or a.dtype != torch.bfloat16:
-            return []
-        batched = next((each for each in (a, b) if each.dim() == 3), offs)
+@workspace(aten._grouped_mm, source="cuda/GroupMM.cu")
+def grouped_mm(op: Operator, gpu: GPU) -> Iterator[Step]:
+    """On sm_90 and sm_100 all experts' products in bf16 are one kernel, bf16bf16_grouped_gemm_impl_sm90_sm100: three
+    pointers, strides and a shape per group. CUTLASS, include/cutlass/gemm/kernel/
+    sm90_gemm_array_tma_warpspecialized_pingpong.hpp, get_workspace_size: the tensor maps of each multiprocessor, on
+    sm_90."""
+    yield Outputs(fake=grouped_mm_output)
+    hopper, blackwell = gpu.compute_capability == (9, 0), gpu.compute_capability == (10, 0)
+    if (hopper or blackwell) and op.self.dtype == torch.bfloat16:
+        batched = next((each for each in (op.self, op.mat2) if each.dim() == 3), op.offs)
         assert batched is not None  # the operator's own check: without offs one operand is batched
         groups = batched.shape[0]
-        arguments = -(-groups // 2) * 2 * 3 * 8 + groups * 3 * 4 + 3 * groups * 8
-        maps = TENSOR_MAP * MAPS_A_MULTIPROCESSOR * gpu.sms
-        return [arguments, maps] if gpu.compute_capability == (9, 0) else [arguments]
+        yield -(-groups // 2) * 2 * 3 * 8 + groups * 3 * 4 + 3 * groups * 8
+        if hopper:
+            yield TENSOR_MAP * MAPS_PER_MULTIPROCESSOR * gpu.sms
+    yield cublas(gpu)
+    if blackwell:
+        yield Library("CUTLASS")
 
-    return taken
 
-
-_MM = Extra(after=product_copies, matmul=True)
-_BMM = Extra(after=batched_product_copies, matmul=True)
-_ADDMM = Extra(after=added_product_copies, matmul=True, fused=has_bias_row)
-_BADDBMM = Extra(after=added_batched_product_copies, matmul=True)
-_HANDLE = Extra(matmul=True)
-
-PRODUCTS = {
-    aten.mm.default: _MM, aten.mm.dtype: _MM, aten.bmm.default: _BMM, aten.bmm.dtype: _BMM,
-    aten.addmm.default: _ADDMM, aten.addmm_.default: _ADDMM,
-    aten.baddbmm.default: _BADDBMM, aten.baddbmm_.default: _BADDBMM,
-    # No copies, but a handle: Blas.cpp, addmv_out_cuda and dot_cuda; linalg/BatchLinearAlgebra.cpp, triangular_solve.
-    aten.addmv.default: _HANDLE, aten.mv.default: _HANDLE, aten.dot.default: _HANDLE, aten.vdot.default: _HANDLE,
-    aten.linalg_solve_triangular.default: _HANDLE,
-}  # fmt: skip
+@workspace(aten._grouped_mm, source="GroupedMMUtils.h", table=CPU_WORKSPACES)
+def cpu_grouped_mm(op: Operator, gpu: None) -> Iterator[Step]:
+    """_grouped_mm_fallback: the CPU multiplies group by group."""
+    yield Outputs(fake=grouped_mm_output)

@@ -1,8 +1,9 @@
 """Operators that need no workspace, and which of PyTorch's operators the simulated card knows all about.
 
-A view takes nothing. Elementwise operators (torch.Tag.pointwise) are one kernel over a TensorIterator, which casts as
-it reads. Of the others each is in cuda.py, or here, with the file in which its CUDA form asks the allocator for its
-outputs alone (torch 2.13, aten/src/ATen/native). What is in none of them may take more than is counted.
+A view allocates nothing. Elementwise operators (torch.Tag.pointwise) are one kernel over a TensorIterator, which casts
+as it reads. Each of the others has a workspace function, or stands here, with the file in which its CUDA form asks the
+allocator for its outputs alone (torch 2.13, aten/src/ATen/native). An operator that is nowhere may allocate more than
+is counted: a note says so.
 """
 
 from __future__ import annotations
@@ -75,15 +76,11 @@ def is_view(func: Any) -> bool:
     return any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
 
 
-def is_stated(func: Any, extras: Container[Any]) -> bool:
-    """Return whether all that operator `func` takes is known, `extras` being what is modelled beside outputs."""
-    if func in extras or func.namespace != "aten" or is_view(func):
+def is_stated(func: Any, workspaces: Container[str]) -> bool:
+    """Return whether all that operator `func` allocates is known, `workspaces` being the names that have a function."""
+    if func.name() in workspaces or func.namespace != "aten" or is_view(func):
         return True
-    name = func._schema.name.removeprefix("aten::") + _overload(func)
+    name = func.name().removeprefix("aten::")
     if name in ELSE_SORTED and torch.are_deterministic_algorithms_enabled():
         return False
     return torch.Tag.pointwise in func.tags or name in _STATED
-
-
-def _overload(func: Any) -> str:
-    return "" if func._overloadname == "default" else f".{func._overloadname}"

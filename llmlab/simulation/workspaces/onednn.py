@@ -7,7 +7,7 @@ with such holds the scratch is small, and a simulation is to take seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -16,29 +16,23 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...recording.events import CPUEvents
-from .extra import Extra
+from .registry import CPU_WORKSPACES, OUTPUTS, Operator, Step, workspace
 
 aten = torch.ops.aten
-PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 LARGEST = 1 << 20  # elements of a tensor of a product that is tried
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 
 
-def cpu_product_extras() -> dict[Any, Extra]:
-    """Return by operator what a product on the CPU takes besides its output."""
-    return {func: Extra(after=_scratch_of(func)) for func in PRODUCTS}
-
-
-def _scratch_of(func: Any) -> Callable[..., list[int]]:
-    def scratch(out: Tensor, *args: Any, **kwargs: Any) -> list[int]:
-        operands = [each for each in args if isinstance(each, Tensor)]
-        if out.dtype not in (torch.bfloat16, torch.float16) or any(x.numel() > LARGEST for x in (out, *operands)):
-            return []
-        layouts = tuple((tuple(each.shape), each.stride()) for each in operands)
-        return [_tried(func, out.dtype, layouts, torch.get_num_threads(), torch.backends.mkldnn.enabled)]
-
-    return scratch
+@workspace(aten.mm, aten.addmm, aten.bmm, aten.baddbmm, source="mkldnn/Matmul.cpp", table=CPU_WORKSPACES)
+def cpu_product(op: Operator, gpu: None) -> Iterator[Step]:
+    """mkldnn_matmul: the scratchpad of the kernel that this CPU chooses for such operands."""
+    yield OUTPUTS
+    operands = [each for each in op.args if isinstance(each, Tensor)]
+    if op.out.dtype not in (torch.bfloat16, torch.float16) or any(x.numel() > LARGEST for x in (op.out, *operands)):
+        return
+    layouts = tuple((tuple(each.shape), each.stride()) for each in operands)
+    yield _tried(op.func, op.out.dtype, layouts, torch.get_num_threads(), torch.backends.mkldnn.enabled)
 
 
 @cache

@@ -10,29 +10,29 @@ Shapes and strides are of TensorIterator: the dimension that moves fastest comes
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ...hardware.gpu import GPU
-from .extra import Extra
+from .registry import OUTPUTS, Operator, Step, workspace
 
 aten = torch.ops.aten
 
 MAX_THREADS = 512  # max_reduce_threads
 WARP = 32
-VALUES_A_THREAD = 16, 256  # min_values_per_thread, max_values_per_thread
+VALUES_PER_THREAD = 16, 256  # min_values_per_thread, max_values_per_thread
 INT_MAX = 2**31 - 1
-THREADS_A_MULTIPROCESSOR: dict[tuple[int, int] | None, int] = {
+THREADS_PER_MULTIPROCESSOR: dict[tuple[int, int] | None, int] = {
     (7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536,
 }  # fmt: skip
 
 
 class Kind(NamedTuple):
-    """How a reduction sums: bytes it keeps of each output, by the bytes of an input; elements that one load takes."""
+    """How a reduction sums: the bytes of its accumulator for each output, and the elements of one load, by the bytes of
+    an input's element."""
 
     accumulator: Callable[[int], int]
     loads: Callable[[int], int] = lambda item: 4
@@ -64,55 +64,43 @@ KINDS = {
 }  # fmt: skip
 
 
-def reduction_extras(gpu: GPU) -> dict[Any, Extra]:
-    """Return by operator what its CUDA kernel takes on `gpu`."""
-    slots = gpu.sms, THREADS_A_MULTIPROCESSOR.get(gpu.compute_capability, 2048)
-    losses = (aten.mse_loss.default, aten.smooth_l1_loss.default)
-    return {
-        **{func: Extra(after=_taken(func, kind, slots)) for func, kind in KINDS.items()},
-        **dict.fromkeys(losses, Extra(after=_errors(slots))),
-    }
+def slots(gpu: GPU) -> tuple[int, int]:
+    """Return the multiprocessors of `gpu`, and the threads that each of them holds."""
+    return gpu.sms, THREADS_PER_MULTIPROCESSOR.get(gpu.compute_capability, 2048)
 
 
-def _errors(slots: tuple[int, int]) -> Callable[..., list[int]]:
-    def taken(out: Any, x: Tensor, target: Tensor, reduction: int = 1, *rest: Any) -> list[int]:
-        """Loss.cpp, mse_loss_out and smooth_l1_loss_out: the loss of each element, then its mean or sum."""
-        count = prod(torch.broadcast_shapes(x.shape, target.shape))
-        if not reduction or not count:
-            return []
-        item = torch.result_type(x, target).itemsize
-        return [count * item, *buffers([count], [item], [True], item, item, SUM, slots)]
+@workspace(*KINDS, source="cuda/Reduce.cuh")
+def reduction(op: Operator, gpu: GPU) -> Iterator[Step]:
+    """A copy of the input in another dtype or order, then the parts of each output and a counter per block."""
+    yield OUTPUTS
+    x, kind = op.self, KINDS[op.func]
+    if not x.numel():
+        return
+    result = op.out[0] if isinstance(op.out, tuple) else op.out
+    item, offset = x.element_size(), x.storage_offset()
+    shape, strides = list(x.shape), [step * item for step in x.stride()]
+    half_to_float = item == 2 and result.dtype == torch.float32 and x.is_floating_point()
+    if kind.casts and result.dtype != x.dtype and not half_to_float:
+        strides = [step // item * result.element_size() for step in strides]
+        item, offset = result.element_size(), 0
+        yield x.numel() * item
+    elif kind.whole and not x.is_contiguous():
+        strides, offset = [prod(shape[dim + 1 :]) * item for dim in range(len(shape))], 0
+        yield x.numel() * item
+    reduced = _reduced(op.dim if op.has("dim") else None, len(shape))
+    yield from buffers(shape, strides, reduced, item, result.element_size(), kind, slots(gpu), int(offset))
 
-    return taken
+
+NORM_CHUNK = 65536  # elements; kChunkSize, cuda/MultiTensorApply.cuh
 
 
-def _taken(func: Any, kind: Kind, slots: tuple[int, int]) -> Callable[..., list[int]]:
-    names = [argument.name for argument in func._schema.arguments]
-    default = {argument.name: argument.default_value for argument in func._schema.arguments}
-
-    def taken(out: Any, x: Tensor, *args: Any, **named: Any) -> list[int]:
-        """A copy of the input in another dtype or order, then the parts of each output and a counter a block."""
-        if not x.numel():
-            return []
-        given = default | dict(zip(names[1:], args, strict=False)) | named
-        dims = given.get("dim")
-        result = out[0] if isinstance(out, tuple) else out
-        copied: list[int] = []
-        item = x.element_size()
-        shape, strides = list(x.shape), [step * item for step in x.stride()]
-        half_to_float = x.element_size() == 2 and result.dtype == torch.float32 and x.is_floating_point()
-        if kind.casts and result.dtype != x.dtype and not half_to_float:
-            strides = [step // item * result.element_size() for step in strides]
-            item = result.element_size()
-            copied = [x.numel() * item]
-        elif kind.whole and not x.is_contiguous():
-            strides = [prod(shape[dim + 1 :]) * item for dim in range(len(shape))]
-            copied = [x.numel() * item]
-        reduced = _reduced(dims, len(shape))
-        offset = int(x.storage_offset()) if not copied else 0
-        return copied + buffers(shape, strides, reduced, item, result.element_size(), kind, slots, offset)
-
-    return taken
+@workspace(aten._foreach_norm.Scalar, source="cuda/ForeachReduceOp.cu")
+def foreach_norm(op: Operator, gpu: GPU) -> Iterator[Step]:
+    """foreach_tensor_norm_cuda: a partial norm of each chunk, as many as the largest tensor has."""
+    tensors = op.self
+    chunks = max(-(-each.numel() // NORM_CHUNK) for each in tensors)
+    yield len(tensors) * chunks * max(tensors[0].element_size(), 4)
+    yield OUTPUTS
 
 
 def _reduced(dims: Any, count: int) -> list[bool]:
@@ -126,9 +114,8 @@ def buffers(
     shape: list[int], strides: list[int], reduced: list[bool], item: int, out_item: int, kind: Kind,
     slots: tuple[int, int], offset: int = 0,
 ) -> list[int]:  # fmt: skip
-    """Return the bytes a reduction allocates. Its input has `item` bytes an element, begins `offset` elements into its
-    storage, and has `strides` in bytes; `slots` are the card's multiprocessors and the threads that each of them
-    holds."""
+    """Return the bytes that a reduction allocates. Its input has `item` bytes per element, begins `offset` elements
+    into its storage, and has `strides` in bytes; `slots` are those of the card."""
     kept = [1 if gone else size for size, gone in zip(shape, reduced, strict=True)]
     steps = [0 if gone else prod(kept[dim + 1 :]) * out_item for dim, gone in enumerate(reduced)]
     sizes, outputs, inputs = _ordered(shape, steps, strides)
@@ -167,7 +154,7 @@ def _split_over_blocks(
     height = min(y, most // width)
     width = min(x, most // height)
     step_in, step_out = (width, 1) if over_rows else (1, width)
-    by_warps = -(-values // step_in) >= min(height * 16, VALUES_A_THREAD[1])
+    by_warps = -(-values // step_in) >= min(height * 16, VALUES_PER_THREAD[1])
     if by_warps:
         step_in *= height
     else:
@@ -175,9 +162,9 @@ def _split_over_blocks(
     grid = -(-(results // vector) // step_out)
     wanted = slots[0] * (slots[1] // (width * height))
     each = -(-values // step_in)
-    if not by_warps or each < VALUES_A_THREAD[1] or grid > wanted:
+    if not by_warps or each < VALUES_PER_THREAD[1] or grid > wanted:
         return []
-    blocks = max(min(-(-wanted // grid), -(-each // VALUES_A_THREAD[0])), -(-each // VALUES_A_THREAD[1]))
+    blocks = max(min(-(-wanted // grid), -(-each // VALUES_PER_THREAD[0])), -(-each // VALUES_PER_THREAD[1]))
     if blocks <= 1:
         return []
     return [accumulator * results * blocks * (1 if over_rows else width * vector), 4 * grid]

@@ -1,0 +1,109 @@
+"""Workspaces of attention: FlashAttention's split keys and wide gradients, and the memory-efficient kernels' sums.
+
+(torch 2.13, aten/src/ATen/native/transformers/cuda)
+
+    B  batch    H  heads    T  query positions    S  key positions    D  head size
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ...hardware.gpu import GPU
+from ..devices import HOST
+from .registry import OUTPUTS, Operator, Outputs, Step, workspace
+
+aten = torch.ops.aten
+EFFICIENT, FLASH = "transformers/cuda/mem_eff_attention", "transformers/cuda/flash_attn/flash_api.cpp"
+
+
+def _tiles(size: int, tile: int) -> int:
+    return -(-size // tile)
+
+
+def _efficient_outputs(op: Operator) -> tuple[Tensor, ...]:
+    """attention.cu, _efficient_attention_forward: seed and offset of the dropout are on the host."""
+    out, logsumexp, *_ = op.run()
+    return out, logsumexp, *(torch.empty((), dtype=torch.int64, device=HOST) for _ in range(2))
+
+
+@workspace(aten._scaled_dot_product_efficient_attention, source=f"{EFFICIENT}/kernel_forward.h")
+def efficient_attention(op: Operator, gpu: GPU) -> Iterator[Step]:
+    """kNeedsOutputAccumulatorBuffer: (B, T, H, Dv) in fp32. Half kernels keep up to 128 columns of the output in
+    registers; fp32 ones accumulate in the output itself."""
+    yield Outputs(fake=_efficient_outputs)
+    query, columns = op.query, op.value.shape[-1]
+    if query.element_size() == 2 and columns > 128:
+        yield query.numel() // query.shape[-1] * columns * 4
+
+
+@workspace(aten._scaled_dot_product_efficient_attention_backward, source=f"{EFFICIENT}/kernel_backward.h")
+def efficient_attention_backward(op: Operator, gpu: GPU) -> Iterator[Step]:
+    """delta, and Params::workspace_size: dQ is summed in fp32 in tiles of 64 × 64 with 16 B of locks each; dK and dV
+    too where a tile does not fit the registers.
+
+    kernels/cutlassB.h: tiles have 64 rows, and 128 for wider heads from sm_80 on (kBlockSizeI, by kMaxK).
+    """
+    yield OUTPUTS
+    (B, H, T, D), S, Dv = op.query.shape, op.key.shape[2], op.value.shape[3]
+    capability = gpu.compute_capability
+    rows = 128 if capability is not None and capability >= (8, 0) and max(D, Dv) > 64 else 64
+    half = op.query.dtype in (torch.float16, torch.bfloat16)
+    in_registers = half and max(D, Dv) <= rows
+    elements = _tiles(T, rows) * _tiles(D, 64) * (rows * 64 + 4)
+    if not in_registers and half:  # fp32 gradients are their own accumulators
+        elements += _tiles(S, 64) * 64 * (_tiles(D, rows) + _tiles(Dv, rows)) * rows
+    yield B * H * T * 4
+    yield B * H * (-(-elements // 4) * 4) * 4
+
+
+def kv_splits(blocks: int, multiprocessors: int, key_blocks: int) -> int:
+    """num_splits_heuristic: in how many parts the keys are split where `blocks`, the batch's heads times its tiles of
+    64 queries, leave multiprocessors idle (of which two thread blocks share one): the fewest that keep them as busy as
+    85 % of the best."""
+    slots = 2 * multiprocessors
+    if blocks >= 0.8 * slots:
+        return 1
+    most = min(128, slots, key_blocks)
+    # As many key blocks per part as with one part fewer: no use.
+    useful = [n for n in range(1, most + 1) if n == 1 or _tiles(key_blocks, n) != _tiles(key_blocks, n - 1)]
+    busy = {n: blocks * n / slots / _tiles(blocks * n, slots) for n in useful}
+    return next((n for n in useful if busy[n] >= 0.85 * max(busy.values())), 1)
+
+
+def _columns(D: int) -> int:
+    """head_size_rounded: a head's columns in a kernel's buffers, in multiples of 32, of 64 for wide heads."""
+    return _tiles(D, 32) * 32 if D <= 128 else _tiles(D, 64) * 64
+
+
+@workspace(aten._scaled_dot_product_flash_attention, source=FLASH)
+def flash_attention(op: Operator, gpu: GPU) -> Iterator[Step]:
+    """mha_fwd and set_params_splitkv: of split keys each part's log-sum-exp and output in fp32."""
+    yield OUTPUTS
+    if op.dropout_p:  # FlashAttention never splits keys then
+        return
+    (B, H, T, D), (_, shared, S, _) = op.query.shape, op.key.shape
+    if T == 1 and shared < H:  # the queries that share keys become rows of one head
+        T, H = H // shared, shared
+    key_blocks = _tiles(S, 256 if D <= 64 else 128 if D <= 128 else 64)
+    splits = kv_splits(B * H * _tiles(T, 64), gpu.sms, key_blocks)
+    if splits > 1:
+        yield 4 * splits * B * H * T
+        yield 4 * splits * B * H * T * _columns(D)
+
+
+@workspace(aten._scaled_dot_product_flash_attention_backward, source=FLASH)
+def flash_attention_backward(op: Operator, gpu: GPU) -> Iterator[Step]:
+    """mha_bwd: the softmax's row sums, dQ summed in fp32, both with rows rounded up to 128 and heads to 32 or 64; dK
+    and dV of each query head where heads share keys."""
+    yield OUTPUTS
+    (B, H, T, D), (_, shared, S, _) = op.query.shape, op.key.shape
+    rows = _tiles(T, 128) * 128
+    yield 4 * B * H * rows
+    yield 4 * B * rows * H * _columns(D)
+    if shared != H:
+        gradient = B * S * H * D * op.key.element_size()
+        yield from (gradient, gradient)

@@ -1,0 +1,117 @@
+"""Workspaces of copies, between host and card too, and of comparisons (torch 2.13, aten/src/ATen/native)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ...hardware.gpu import GPU
+from ..devices import HOST
+from .layout import contiguous_copies, is_dense, nbytes
+from .registry import OUTPUTS, Operator, Outputs, Step, workspace
+
+aten = torch.ops.aten
+
+
+def _crossing(to: Tensor, x: Tensor, non_blocking: bool) -> Iterator[int]:
+    """What is copied between host and card lies contiguous on both sides and has one dtype. A blocking copy converts on
+    the host, a non-blocking one on the card."""
+    if to.device == x.device or (to.dtype == x.dtype and to.stride() == x.stride() and is_dense(x)):
+        return
+    casts = to.dtype != x.dtype
+    if to.device != HOST:
+        if not to.is_contiguous() or (casts and non_blocking):
+            yield to.numel() * (x if non_blocking else to).element_size()
+    elif casts and non_blocking:
+        yield nbytes(to)
+        if not x.is_contiguous():
+            yield nbytes(to)
+    else:
+        yield from contiguous_copies(x)
+
+
+@workspace(aten._to_copy, source="cuda/Copy.cu")
+def to_copy(op: Operator, gpu: GPU) -> Iterator[Step]:
+    """copy_kernel_cuda, into a new tensor."""
+    yield OUTPUTS
+    yield from _crossing(op.out, op.self, op.non_blocking)
+
+
+@workspace(aten.copy_, source="cuda/Copy.cu")
+def copy_(op: Operator, gpu: GPU) -> Iterator[Step]:
+    """copy_kernel_cuda."""
+    yield OUTPUTS
+    yield from _crossing(op.self, op.src, op.non_blocking)
+
+
+@workspace(aten.where.self, source="TensorCompare.cpp")
+def where(op: Operator, gpu: GPU) -> Iterator[Step]:
+    """where_self_out: an option of another dtype than the result is cast into a copy, and a number on the host comes to
+    the card."""
+    wide = torch.result_type(op.self, op.other)
+    for each in (op.self, op.other):
+        if each.dtype != wide or each.device != op.condition.device:
+            yield each.numel() * wide.itemsize
+    yield OUTPUTS
+
+
+@workspace(aten.isin.Tensor_Tensor, source="cuda/TensorCompare.cpp")
+def isin(op: Operator, gpu: GPU) -> Iterator[Step]:
+    """isin_default_kernel_gpu: each element beside each test, and which found one. More tests are sorted
+    (TensorCompare.cpp, isin_Tensor_Tensor_out), which is not counted."""
+    yield OUTPUTS
+    elements, tests = op.elements.numel(), op.test_elements.numel()
+    if tests < int(10 * elements**0.145):
+        yield from (elements * tests, elements)
+
+
+def _trimmed(x: Tensor, ordered: Tensor) -> Iterator[int]:
+    """searchsorted_maybe_trim_input_tensors: both contiguous, and then of one dtype."""
+    wide = torch.result_type(ordered, x)
+    yield from contiguous_copies(x, ordered)
+    for each in (x, ordered):
+        if each.dtype != wide:
+            yield each.numel() * wide.itemsize
+
+
+@workspace(aten.searchsorted.Tensor, source="BucketizationUtils.h")
+def searchsorted(op: Operator, gpu: GPU) -> Iterator[Step]:
+    """searchsorted_out_cuda: the sequence and what is looked for."""
+    yield OUTPUTS
+    yield from _trimmed(op.self, op.sorted_sequence)
+
+
+@workspace(aten.bucketize.Tensor, source="BucketizationUtils.h")
+def bucketize(op: Operator, gpu: GPU) -> Iterator[Step]:
+    """bucketize_out_cuda: the boundaries and what is put between them."""
+    yield OUTPUTS
+    yield from _trimmed(op.boundaries, op.self)
+
+
+@workspace(aten.isinf, source="TensorCompare.cpp")
+def isinf(op: Operator, gpu: GPU) -> Iterator[Step]:
+    """isinf: abs(x) == inf."""
+    if op.self.is_floating_point():
+        yield nbytes(op.self)
+    yield OUTPUTS
+
+
+@workspace(aten.count_nonzero, aten.count_nonzero.dim_IntList, source="TensorAdvancedIndexing.cpp")
+def count_nonzero(op: Operator, gpu: GPU) -> Iterator[Step]:
+    """count_nonzero_cuda: (x != 0).sum(), whose summands are cast to int64."""
+    if op.self.dtype != torch.bool:
+        yield op.self.numel()
+    yield 8 * op.self.numel()
+    yield OUTPUTS
+
+
+def _bins(op: Operator) -> Tensor:
+    return op.self.new_empty(op.bins)
+
+
+@workspace(aten.histc, source="cuda/SummaryOps.cu")
+def histc(op: Operator, gpu: GPU) -> Iterator[Step]:
+    """_histc_cuda: also of integers, which mixtures of experts count tokens by."""
+    yield Outputs(fake=_bins)

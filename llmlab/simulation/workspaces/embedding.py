@@ -1,0 +1,104 @@
+"""Workspaces of embeddings: the sorted indices of their gradients, and bags (torch 2.13, aten/src/ATen/native/cuda)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ...hardware.gpu import GPU
+from .cub import sort_scratch
+from .layout import contiguous_copies
+from .registry import FREE, OUTPUTS, Operator, Outputs, Step, workspace
+
+aten = torch.ops.aten
+SORTS_ABOVE = 3072  # indices; Embedding.cu, embedding_dense_backward_cuda
+ROWS_PER_PARTIAL = 10  # NROWS_PER_THREAD, EmbeddingBackwardKernel.cu
+
+
+@workspace(aten.embedding_dense_backward, source="cuda/Embedding.cu")
+def embedding_backward(op: Operator, gpu: GPU) -> Iterator[Step]:
+    """embedding_dense_backward_cuda: up to 3072 indices one kernel, for more the rows are summed by sorted indices."""
+    yield from contiguous_copies(op.grad_output)
+    if op.indices.numel() > SORTS_ABOVE or op.scale_grad_by_freq:
+        yield from summed_by_index(op, op.grad_output, op.indices.element_size(), gpu)
+    else:
+        yield OUTPUTS
+
+
+def summed_by_index(op: Operator, grad: Tensor, item: int, gpu: GPU) -> Iterator[Step]:
+    """The indices, of `item` bytes each, sorted, where each came from, and how often it is; a range and the sort's
+    scratch, which are gone before anything else is made. Then the gradient of EmbeddingBackwardKernel.cu,
+    embedding_backward_cuda_kernel, and sums of up to 10 rows, then of those, in fp32. A segment is one index that
+    occurs; there are at most as many as indices, and as weights."""
+    n = op.indices.numel()
+    yield from (n * item, n * item)
+    yield from (n * item, sort_scratch(n, item, item, gpu), FREE, FREE)
+    if op.scale_grad_by_freq:
+        yield n * item
+    yield OUTPUTS
+    segments = min(n, op.num_weights)
+    partials = n // ROWS_PER_PARTIAL + segments
+    yield n * item  # segment_offsets
+    yield 8  # num_of_segments_tensor
+    yield from (segments * item, segments * item)  # partials_per_segment, and their offsets
+    yield 8  # num_of_partial_segments_tensor
+    yield partials * item  # partial_segment_offset
+    yield partials * grad.shape[-1] * max(grad.element_size(), 4)  # grad_weight_per_segment
+
+
+# ---- bags: rows that are summed, averaged or compared
+
+
+MAX = 2  # EmbeddingBagMode
+
+
+def _promoted(op: Operator) -> Iterator[int]:
+    """promoteIndicesAndOffsets: indices and offsets in one dtype."""
+    wide = torch.promote_types(op.indices.dtype, op.offsets.dtype)
+    for each in (op.indices, op.offsets):
+        if each.dtype != wide:
+            yield each.numel() * wide.itemsize
+
+
+def _bags(op: Operator) -> tuple[Tensor, ...]:
+    """Rows of bags, the bag of each index, the size of each bag, and which row is the largest. The CPU's kernel, whose
+    shapes torch's fake one has here, leaves out the bags of sums and keeps sizes in the place of largest rows."""
+    index = torch.promote_types(op.indices.dtype, op.offsets.dtype)
+    bags, width = op.offsets.shape[0] - op.include_last_offset, op.weight.shape[1]
+    output, indices = op.weight.new_empty(bags, width), op.indices.new_empty(op.indices.shape[0], dtype=index)
+    largest = (bags, width) if op.mode == MAX else (0,)
+    return output, indices, op.offsets.new_empty(op.offsets.shape, dtype=index), indices.new_empty(largest)
+
+
+@workspace(aten._embedding_bag, aten._embedding_bag_forward_only, source="cuda/EmbeddingBag.cu")
+def embedding_bag(op: Operator, gpu: GPU) -> Iterator[Step]:
+    """_embedding_bag_cuda: bag_size first, then offset2bag, output and max_indices, which only mode "max" fills."""
+    yield from _promoted(op)
+    yield Outputs(order=(2, 1, 0, 3), fake=_bags)
+
+
+@workspace(aten._embedding_bag_dense_backward, source="cuda/EmbeddingBag.cu")
+def embedding_bag_dense_backward(op: Operator, gpu: GPU) -> Iterator[Step]:
+    """_embedding_bag_dense_backward_cuda: a contiguous gradient; the rows of sums and means are summed by sorted
+    indices, however few; those of largest values are added into the gradient."""
+    yield from contiguous_copies(op.grad)
+    if op.mode == MAX or not op.indices.numel():
+        yield OUTPUTS
+    else:
+        yield from summed_by_index(op, op.grad, op.offset2bag.element_size(), gpu)
+
+
+@workspace(aten._embedding_bag_backward, source="EmbeddingBag.cpp")
+def embedding_bag_backward(op: Operator, gpu: GPU) -> Iterator[Step]:
+    """_embedding_bag_backward_symint: indices and offsets in one dtype, for the dense backward."""
+    yield from _promoted(op)
+    yield from embedding_bag_dense_backward(op, gpu)
+
+
+@workspace(aten._embedding_bag_per_sample_weights_backward, source="cuda/EmbeddingBag.cu")
+def embedding_bag_weights_backward(op: Operator, gpu: GPU) -> Iterator[Step]:
+    """_embedding_bag_per_sample_weights_backward_cuda: a product per index, in one kernel."""
+    yield from _promoted(op)
+    yield OUTPUTS

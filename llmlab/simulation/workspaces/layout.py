@@ -1,0 +1,29 @@
+"""Layouts of tensors in memory: which are dense, how many bytes they have, and the copies of those that are not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+
+def nbytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor's elements."""
+    return tensor.numel() * tensor.element_size()
+
+
+def contiguous_copies(*tensors: Tensor | None) -> Iterator[int]:
+    """Yield the bytes of the copy that `tensor.contiguous()` makes of each tensor that is not contiguous."""
+    for each in tensors:
+        if each is not None and not each.is_contiguous():
+            yield nbytes(each)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """is_non_overlapping_and_dense: in the order of their strides, the dimensions lie as in a contiguous tensor."""
+    expected = 1
+    for stride, size in sorted(each for each in zip(tensor.stride(), tensor.shape, strict=True) if each[1] != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,109 @@
+"""Workspaces of normalization: LayerNorm, RMSNorm and GroupNorm (torch 2.13, aten/src/ATen/native)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...hardware.gpu import GPU
+from .layout import contiguous_copies
+from .registry import OUTPUTS, Operator, Outputs, Step, workspace
+
+aten = torch.ops.aten
+LAYER_NORM, GROUP_NORM = "cuda/layer_norm_kernel.cu", "cuda/group_norm_kernel.cu"
+WIDE_ROWS, PARTIAL_GRIDS, WARP = 64 * 1024, 32 * 1024, 32  # layer_norm_kernel.cu, LaunchGammaBetaBackwardCUDAKernel
+
+
+def _wide_statistics(op: Operator) -> tuple[Tensor, ...]:
+    """layer_norm_cuda: mean and 1/std in fp32 also for half inputs."""
+    out, *statistics = op.run()
+    wide = torch.promote_types(op.input.dtype, torch.float32)
+    return out, *(each.new_empty(each.shape, dtype=wide) for each in statistics)
+
+
+@workspace(aten.native_layer_norm, source=LAYER_NORM)
+def layer_norm(op: Operator, gpu: GPU) -> Iterator[Step]:
+    """layer_norm_cuda: `input.expect_contiguous()`, before the outputs."""
+    yield from contiguous_copies(op.input)
+    yield Outputs(fake=_wide_statistics)
+
+
+def partial_gradients(op: Operator, gpu: GPU) -> int:
+    """LaunchGammaBetaBackwardCUDAKernel: for many short rows, the gradients of weight and bias are summed in parts of
+    32 rows or more, which are written out. Return the bytes for one of the two gradients."""
+    columns = prod(op.normalized_shape)
+    rows, blocks = op.grad_out.numel() // columns, -(-columns // WARP)
+    if op.weight is None or rows <= WIDE_ROWS or columns // WARP >= gpu.sms // 2:
+        return 0
+    return min(PARTIAL_GRIDS // blocks, -(-rows // WARP)) * columns * op.weight.element_size()
+
+
+@workspace(aten.native_layer_norm_backward, source=LAYER_NORM)
+def layer_norm_backward(op: Operator, gpu: GPU) -> Iterator[Step]:
+    """layer_norm_backward_cuda: a contiguous input before the outputs, a contiguous gradient after them."""
+    yield from contiguous_copies(op.input)
+    yield OUTPUTS
+    yield from contiguous_copies(op.grad_out)
+    partial = partial_gradients(op, gpu)
+    yield from (partial, partial)
+
+
+def _rms_norm_outputs(op: Operator) -> tuple[Tensor, Tensor]:
+    """_fused_rms_norm_cuda: one kernel; 1/rms of each row in fp32 also for half inputs."""
+    x, shape = op.input, op.normalized_shape
+    rows = (*x.shape[: x.dim() - len(shape)], *(1 for _ in shape))
+    return torch.empty_like(x), x.new_empty(rows, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+@workspace(aten._fused_rms_norm, source=LAYER_NORM)
+def rms_norm(op: Operator, gpu: GPU) -> Iterator[Step]:
+    """_fused_rms_norm_cuda: as layer_norm_cuda, without a mean."""
+    yield from contiguous_copies(op.input)
+    yield Outputs(fake=_rms_norm_outputs)
+
+
+def _rms_norm_gradients(op: Operator) -> tuple[Tensor | None, ...]:
+    """_fused_rms_norm_backward_cuda: the gradients of input and weight, nothing besides."""
+    wanted = zip((op.input, op.weight), op.output_mask, strict=True)
+    return tuple(torch.empty_like(each) if each is not None and wants else None for each, wants in wanted)
+
+
+@workspace(aten._fused_rms_norm_backward, source=LAYER_NORM)
+def rms_norm_backward(op: Operator, gpu: GPU) -> Iterator[Step]:
+    """_fused_rms_norm_backward_cuda: as layer_norm_backward_cuda, without a bias."""
+    yield from contiguous_copies(op.input)
+    yield Outputs(fake=_rms_norm_gradients)
+    yield from contiguous_copies(op.grad_out)
+    yield partial_gradients(op, gpu)
+
+
+def _group_norm_outputs(op: Operator) -> tuple[Any, ...]:
+    """native/group_norm.cpp: mean and 1/std in the dtype of the weight."""
+    out, *statistics = op.run()
+    dtype = op.input.dtype if op.weight is None else op.weight.dtype
+    return out, *(each.new_empty(each.shape, dtype=dtype) for each in statistics)
+
+
+@workspace(aten.native_group_norm, source=GROUP_NORM)
+def group_norm(op: Operator, gpu: GPU) -> Iterator[Step]:
+    """GroupNormKernelImplInternal: scale and shift of each channel in fp32."""
+    yield Outputs(fake=_group_norm_outputs)
+    yield from (4 * op.N * op.C, 4 * op.N * op.C)
+
+
+@workspace(aten.native_group_norm_backward, source=GROUP_NORM)
+def group_norm_backward(op: Operator, gpu: GPU) -> Iterator[Step]:
+    """GroupNormBackwardKernelImplInternal: sums of each channel, then the factors of the input's gradient, of each
+    group and channel, in fp32."""
+    yield OUTPUTS
+    channels, grouped = 4 * op.N * op.C, 4 * op.N * op.group
+    if op.HxW != 1:  # else GroupNorm1dBackward
+        yield from (channels, channels)
+    if op.output_mask[0]:
+        yield from (grouped, grouped)
+        if op.HxW != 1 and op.weight is not None:
+            yield channels
