@@ -19,7 +19,7 @@ from llmlab.simulation.allocator.caching import Allocator, AllocatorOutOfMemory
 from llmlab.simulation.recording import Recording
 from llmlab.specs.model import ModelLike
 from llmlab.specs.run import Run
-from llmlab.step import quantized as step_quantized
+from llmlab.step.quantized import LoadOrder, one_at_a_time
 
 Request = tuple[str, Any]  # what is asked for, and the bytes, the number of an earlier request, or a phase
 
@@ -47,8 +47,8 @@ class Requests(NamedTuple):
     after: list[Request]
 
     def in_order(self, order: Iterable[tuple[int, bool]]) -> Peaks | None:
-        """Return the peaks with the tensors loaded in `order`, which is as that of `step_quantized.one_at_a_time`;
-        None where the memory does not suffice."""
+        """Return the peaks with the tensors loaded in `order`, an order like that of `one_at_a_time`; None where the
+        memory does not suffice."""
         memory, phase = Allocator(self.room), None
         addresses: dict[int, int] = {}
         phases: dict[str, int] = {}
@@ -73,12 +73,20 @@ class Requests(NamedTuple):
         return Peaks(memory.peak_allocated, memory.peak_reserved, phases)
 
 
-def requests_of(model: ModelLike, run: Run, gpu: GPU | str) -> Requests:
+def requests_of(model: ModelLike, run: Run, gpu: GPU | str, load_order: LoadOrder = one_at_a_time) -> Requests:
     """Simulate a step whose base is quantized, and return what it asked for. Raises as `lab.simulate` does."""
     log: list[Request] = []
     card = find_gpu(gpu)
+
+    def marked(sizes: list[int]) -> Iterator[tuple[int, bool]]:
+        for index, done in load_order(sizes):
+            log.append(("take in" if done else "read", index))
+            yield index, done
+        log.append(("loaded", sizes))
+
     with _logged(log):
-        report.recorded(model, run, replace(card, memory=report.ROOMY))  # of a step that fails all requests, too
+        roomy = replace(card, memory=report.ROOMY)  # of a step that fails all requests, too
+        report.recorded(model, run, roomy, load_order=marked)
     before: list[Request] = []
     after: list[Request] = []
     read: dict[int, list[Request]] = {}
@@ -98,7 +106,7 @@ def requests_of(model: ModelLike, run: Run, gpu: GPU | str) -> Requests:
 
 @contextmanager
 def _logged(log: list[Request]) -> Iterator[None]:
-    """Let a simulation write to `log` what it asks for, when it loads which tensor, and when a phase begins."""
+    """Let a simulation write to `log` what it asks for, and when a phase begins."""
 
     class Logged(Allocator):
         def malloc(self, size: int, stream: int = 0) -> int:
@@ -124,17 +132,6 @@ def _logged(log: list[Request]) -> Iterator[None]:
             super().enter(phase, **alive)
             log.append(("phase", phase if self.counting else None))
 
-    def marked(sizes: list[int]) -> Iterator[tuple[int, bool]]:
-        for index, done in order(sizes):
-            log.append(("take in" if done else "read", index))
-            yield index, done
-        log.append(("loaded", sizes))
-
     numbers: dict[int, int] = {}
-    order = step_quantized.one_at_a_time
-    with (
-        mock.patch.object(report, "Allocator", Logged),
-        mock.patch.object(report, "Recording", Marked),
-        mock.patch.object(step_quantized, "one_at_a_time", marked),
-    ):
+    with mock.patch.object(report, "Allocator", Logged), mock.patch.object(report, "Recording", Marked):
         yield

@@ -7,15 +7,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..architectures.gpt import GPT
+from ..techniques.collectives import run_all, time_all_reduce
 from ..techniques.data_parallel import Overlapped, average_gradients, flat_gradients, ring_all_reduce, spread
 from ..techniques.training_loop import next_token_loss
-from .train import TINY_GPT, tiny_gpt
+from .job import tiny_gpt
+from .train import make_job, train
 
 BUCKETS = {"hooks": 0, "buckets": 100_000, "one bucket": 2**30}  # bytes; DDP's first bucket takes this model whole
 
 
 def batch(sequences: int) -> Tensor:
-    return torch.randint(TINY_GPT["vocab_size"], (sequences, 16), generator=torch.Generator().manual_seed(1))  # (B, T)
+    return torch.randint(tiny_gpt().vocab, (sequences, 16), generator=torch.Generator().manual_seed(1))  # (B, T)
 
 
 def new_gpt() -> GPT:
@@ -122,21 +124,13 @@ def train_wrongly(sequences: int, steps: int) -> dict[str, list[float]]:
     return {"losses": losses, "spreads": spreads}
 
 
-def ring_bytes(elements: int) -> int:
-    """Run in each rank: the bytes our ring sends to sum `elements` fp32 numbers."""
-    return ring_all_reduce(torch.ones(elements))
-
-
 def chapter(sequences: int, elements: int, sizes: list[int]) -> dict:
     """All that the data-parallel page runs, in one launch: processes take longer to start than to do this."""
-    from ..techniques.collectives import run_all, time_all_reduce
-    from .train import Job, train
-
     return {
         "collectives": run_all(),
-        "ring": ring_bytes(elements),
+        "ring": ring_all_reduce(torch.ones(elements)),  # the bytes it sends to sum fp32 numbers
         "methods": every_method(sequences),
         "wrong": train_wrongly(sequences, 10),
-        "trained": train(Job(ranks=dist.get_world_size(), method="naive", steps=3)),
+        "trained": train(make_job("data_parallel", dist.get_world_size(), 12, method="naive", steps=3)),
         "seconds": time_all_reduce(sizes),
     }

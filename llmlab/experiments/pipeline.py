@@ -11,11 +11,10 @@ from ..ranks.launch import launch
 from ..techniques.pipeline import Stage, run
 from ..techniques.pipeline_schedules import Op, Span, schedule
 from ..techniques.training_loop import next_token_loss
-from .train_split import TINY_LLAMA
+from .job import SEQ_LEN, TINY_LLAMA
 
 # Large enough that a stage takes some ms a micro-batch, beside which a message between processes is short.
 TIMED_LLAMA = {**TINY_LLAMA, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 8}
-SEQ_LEN = 64
 
 
 def in_this_rank(plans: dict[str, list]) -> dict[str, list]:

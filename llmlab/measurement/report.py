@@ -26,7 +26,8 @@ from ..specs.model import model as find_model
 from ..specs.run import Inference, Run, Training
 from ..step.model import pinned_attention
 from ..step.offload import check_offload
-from ..step.step import Step, build_step, one_device, texts
+from ..step.ranks import check_one_device
+from ..step.step import Step, build_step, texts
 from .devices import CUDAPeaks, MPSPeaks, cuda_context_bytes, pick_device
 from .memory_limit import available_memory, is_out_of_memory, least_bytes, limited_to_available
 
@@ -59,7 +60,7 @@ def measured(
     """Return the report of `llmlab.measure`."""
     spec = find_model(model)
     check(spec, run)
-    one_device(run)
+    check_one_device(run)
     check_counts(repeats=repeats)
     picked = pick_device(device)
     if isinstance(run, Training) and run.offload:

@@ -23,6 +23,7 @@ from ..specs.model import model as find_model
 from ..specs.run import Inference, Run, Training
 from ..step.model import pinned_attention, quantization_of
 from ..step.offload import check_offload
+from ..step.quantized import LoadOrder, one_at_a_time
 from ..step.ranks import Ranks, around_steps
 from ..step.step import build_step
 from .allocator.caching import Allocator, AllocatorOutOfMemory
@@ -54,16 +55,16 @@ ROOMY = 2**50  # bytes: of a card on which nothing runs out
 INT8_NOTE = "int8 is simulated as if no activation reached the outlier threshold; each column that does takes more."
 
 
-def simulated(model: ModelLike, run: Run, gpu: GPU | str) -> Report:
-    """Return the report of `llmlab.simulate`."""
+def simulated(model: ModelLike, run: Run, gpu: GPU | str, load_order: LoadOrder = one_at_a_time) -> Report:
+    """Return the report of `llmlab.simulate`; `load_order` is that of quantized weights."""
     spec = find_model(model)
     card = None if isinstance(gpu, str) and gpu.lower() == "cpu" else find_gpu(gpu)
-    taken = recorded(spec, run, card)
+    taken = recorded(spec, run, card, load_order)
     if card is None or taken.failed is None:
         return _reported(spec, run, card, taken)
     error, place = taken.failed
     where = f"{taken.phase}, {place}: {show_bytes(error.segment - (error.capacity - error.reserved))} short"
-    roomy = recorded(spec, run, replace(card, memory=ROOMY))
+    roomy = recorded(spec, run, replace(card, memory=ROOMY), load_order)
     report = _reported(spec, run, card, roomy)
     needed = max(roomy.peak_reserved or 0, roomy.reserved_before) + card.memory - card.room(run.world_size)
     return replace(
@@ -72,7 +73,7 @@ def simulated(model: ModelLike, run: Run, gpu: GPU | str) -> Report:
     )  # fmt: skip
 
 
-def recorded(model: ModelLike, run: Run, gpu: GPU | str | None) -> Recording:
+def recorded(model: ModelLike, run: Run, gpu: GPU | str | None, load_order: LoadOrder = one_at_a_time) -> Recording:
     """Return the simulated step itself, with its `operators`; `gpu` None is the CPU."""
     spec, card = find_model(model), find_gpu(gpu) if gpu else None
     check(spec, run, card)
@@ -87,12 +88,12 @@ def recorded(model: ModelLike, run: Run, gpu: GPU | str | None) -> Recording:
     with exclusive("simulate()"):
         while True:
             try:
-                return _take(spec, run, card, runs)
+                return _take(spec, run, card, runs, load_order)
             except Mispredicted as gap:
                 runs |= set(range(gap.since, gap.at + 1))
 
 
-def _take(spec: ModelSpec, run: Run, card: GPU | None, runs: set[int]) -> Recording:
+def _take(spec: ModelSpec, run: Run, card: GPU | None, runs: set[int], load_order: LoadOrder) -> Recording:
     """Return the recording of a run; of a generation, the calls of the model numbered `runs` run, others may not."""
     gc.collect()
     with swept() as look, ExitStack() as stack:
@@ -110,7 +111,7 @@ def _take(spec: ModelSpec, run: Run, card: GPU | None, runs: set[int]) -> Record
         stack.enter_context(pinned_attention(run))
         with recording.places.watched(), engine:
             try:
-                _steps(spec, run, recording, runs, ranks)
+                _steps(spec, run, recording, runs, ranks, load_order)
             except AllocatorOutOfMemory as error:
                 recording.failed = error, engine.asked
             finally:
@@ -140,7 +141,9 @@ def _host_engine(run: Run, stack: ExitStack) -> Engine:
     return engine
 
 
-def _steps(spec: ModelSpec, run: Run, recording: Recording, runs: set[int], ranks: Ranks | None) -> None:
+def _steps(
+    spec: ModelSpec, run: Run, recording: Recording, runs: set[int], ranks: Ranks | None, load_order: LoadOrder
+) -> None:
     engine = recording.engine
     if isinstance(run, Inference):
         shapes = [(run.batch, run.prompt_len)]
@@ -149,7 +152,7 @@ def _steps(spec: ModelSpec, run: Run, recording: Recording, runs: set[int], rank
         shapes = [(run.micro_batch, run.seq_len)] * run.accumulation
     inputs = [torch.empty(shape, dtype=torch.int64, device="meta") for shape in shapes]
     recording.enter("load")
-    step = recording.step = build_step(spec, run, engine.device, inputs, recording.recomputing, ranks)
+    step = recording.step = build_step(spec, run, engine.device, inputs, recording.recomputing, ranks, load_order)
     recording.loaded = engine.memory.allocated
     recording.counting = False
     warm_up = replace(step, run=replace(run, new_tokens=min(2, run.new_tokens))) if isinstance(run, Inference) else step
