@@ -201,7 +201,7 @@ def main(arguments: list[str] | None = None, name: str = "cluster") -> None:
 def _run(
     steps: int, sequences: int, dropout: float, folder: str | None, save_every: int, kill: str | None, local_rank: Any
 ) -> dict[str, Any] | None:
-    """Train in this rank; return on rank 0 what was found, and what each rank has in its environment."""
+    """Train in this rank; return on rank 0 the result, and what the launcher told each rank."""
     here = place()
     job, saving = make_job(here.ranks, sequences, steps=steps), Saving(folder, save_every, kill)
     result = train(job, here, join(here), saving, dropout)  # all that cannot be is refused before anything is joined

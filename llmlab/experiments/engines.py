@@ -74,7 +74,7 @@ def local(tensors: Iterable[Tensor | None]) -> int:
 
 
 def states(optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Return the bytes of an optimizer's states; step counters, one number a tensor, are left out."""
+    """Return the bytes of an optimizer's states; step counters, one number per tensor, are left out."""
     tensors = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t) and t.ndim]
     return {"optimizer": local(tensors)}
 
@@ -194,11 +194,11 @@ def deepspeed(model: nn.Module, stage: int, **settings: Any) -> Engine:
 
 
 def _deepspeed_gradients(engine: Any, stage: int) -> int:
-    held = [p.grad for p in engine.module.parameters()]
+    gradients = [p.grad for p in engine.module.parameters()]
     if stage:
         averaged = engine.optimizer.averaged_gradients
-        held += [t for tensors in averaged.values() for t in (tensors or [])]
-    return local(held)
+        gradients += [t for tensors in averaged.values() for t in (tensors or [])]
+    return local(gradients)
 
 
 def _master(engine: Any) -> dict[str, int]:

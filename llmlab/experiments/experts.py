@@ -32,7 +32,7 @@ SEQUENCES = 16  # of a batch
 
 @dataclass(frozen=True)
 class Seen:
-    """What a batch met: `loss` in nats a token, `load` of every layer and expert as a multiple of an equal share,
+    """What a batch met: `loss` in nats per token, `load` of every layer and expert as a multiple of an equal share,
     `dropped`, the share of choices that no expert served."""
 
     loss: float
@@ -78,8 +78,8 @@ def trained(balance: float = 0.0, steps: int = 150, seed: int = 0, **mixture: An
 
 @torch.no_grad()
 def seen(whole: Llama, factor: float | None = None, batches: int = 8) -> Seen:
-    """Return what held-out batches meet with this capacity factor, whatever was trained with."""
-    (_, ids), found = split(CONFIG["vocab_size"]), []
+    """Return what held-out batches meet with this capacity factor, whatever the model was trained with."""
+    (_, ids), seen_by_batch = split(CONFIG["vocab_size"]), []
     layers = layers_of(whole)
     before = [layer.factor for layer in layers]
     for layer in layers:
@@ -88,10 +88,10 @@ def seen(whole: Llama, factor: float | None = None, batches: int = 8) -> Seen:
         batch = windows(ids, SEQUENCES, SEQ_LEN, batch_seed(10**6, number))
         loss = next_token_loss(whole(batch), batch).item()
         load = [F.one_hot(layer.chosen.flatten(), layer.count).float().mean(0) * layer.count for layer in layers]
-        found.append((loss, torch.stack(load), sum(layer.dropped for layer in layers) / len(layers)))
+        seen_by_batch.append((loss, torch.stack(load), sum(layer.dropped for layer in layers) / len(layers)))
     for layer, kept in zip(layers, before, strict=True):
         layer.factor = kept
-    losses, loads, dropped = zip(*found, strict=True)
+    losses, loads, dropped = zip(*seen_by_batch, strict=True)
     return Seen(sum(losses) / batches, (sum(loads) / batches).tolist(), sum(dropped) / batches)
 
 
@@ -109,7 +109,7 @@ def main(arguments: list[str] | None = None, name: str = "experts") -> None:
 
 
 def with_less_and_less_capacity(**options: Any) -> list[str]:
-    """Train, and return a line for what held-out text meets with each capacity factor."""
+    """Train, and return a line for each capacity factor: what held-out text meets with it."""
     whole, lines = trained(**options), []
     for factor in (None, 2.0, 1.25, 1.0, 0.75, 0.5):
         met = seen(whole, factor)

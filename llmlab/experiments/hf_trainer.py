@@ -30,7 +30,7 @@ def deepspeed_config(stage: int) -> dict:
 
 
 def train(stage: int, steps: int, micro_batch: int = 2) -> dict:
-    """Train in this rank of what a launcher started; return losses by step and the bytes of what this rank holds."""
+    """Train in this rank of what a launcher started; return losses by step and the bytes of parameters on it."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
@@ -64,8 +64,8 @@ def train(stage: int, steps: int, micro_batch: int = 2) -> dict:
         trainer = Trainer(model, arguments, train_dataset=rows)
         trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    held = local(getattr(p, "ds_tensor", p) for p in model.parameters())
-    return {"rank": int(os.environ.get("RANK", 0)), "world": world, "losses": losses, "parameters": held}
+    resident_bytes = local(getattr(p, "ds_tensor", p) for p in model.parameters())
+    return {"rank": int(os.environ.get("RANK", 0)), "world": world, "losses": losses, "parameters": resident_bytes}
 
 
 def of_all_ranks(mine: dict) -> list[dict] | None:
@@ -77,12 +77,12 @@ def of_all_ranks(mine: dict) -> list[dict] | None:
 
     if not dist.is_initialized():
         return [mine]
-    found: list = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
     first = dist.get_rank() == 0
     dist.barrier()
     dist.destroy_process_group()
-    return found if first else None
+    return everyone if first else None
 
 
 def main(arguments: list[str] | None = None, name: str = "hf_trainer") -> None:

@@ -40,8 +40,8 @@ def train(job: Job) -> dict[str, Any]:
         losses.append(engine.forward_backward(batch_BT))
         gradients = engine.gradients()
         engine.step()
-    held = {"parameters": engine.parameters(), "gradients": gradients, **engine.optimizer()}
-    return {"losses": losses, "bytes": held, "sent": engine.sent(), "place": engine.place}
+    resident_bytes = {"parameters": engine.parameters(), "gradients": gradients, **engine.optimizer()}
+    return {"losses": losses, "bytes": resident_bytes, "sent": engine.sent(), "place": engine.place}
 
 
 def check(job: Job) -> None:
@@ -62,10 +62,10 @@ def run_job(job: Job, patience: float = PATIENCE) -> dict[str, Any]:
     check(job)
     run = job.run
     ranks = launch(train, run.world_size, job, patience=patience)
-    losses, held = ranks[-1]["losses"], [rank["bytes"] for rank in ranks]
+    losses, resident_bytes = ranks[-1]["losses"], [rank["bytes"] for rank in ranks]
     if job.experiment in REPLICAS:
         return {
-            "engine": job.engine, "stage": run.zero, "ranks": run.world_size, "losses": losses, "bytes": held,
+            "engine": job.engine, "stage": run.zero, "ranks": run.world_size, "losses": losses, "bytes": resident_bytes,
             "sent": [rank["sent"] for rank in ranks], "formula": formula(run),
         }  # fmt: skip
     parameters = 4 * tiny_llama().parameters
@@ -73,11 +73,11 @@ def run_job(job: Job, patience: float = PATIENCE) -> dict[str, Any]:
     if job.experiment == "three_d":
         return {
             "ranks": run.world_size, "mesh": {"pp": run.pp, "dp": run.dp, "tp": run.tp}, "losses": losses,
-            "places": [rank["place"] for rank in ranks], "bytes": held, "whole": whole,
+            "places": [rank["place"] for rank in ranks], "bytes": resident_bytes, "whole": whole,
         }  # fmt: skip
     return {
-        "technique": job.experiment, "engine": job.engine, "ranks": run.world_size, "losses": losses, "bytes": held,
-        "whole": whole,
+        "technique": job.experiment, "engine": job.engine, "ranks": run.world_size, "losses": losses,
+        "bytes": resident_bytes, "whole": whole,
     }  # fmt: skip
 
 
@@ -85,8 +85,8 @@ def formula(run: Training) -> dict[str, int]:
     """Return the bytes that llmlab.estimate gives a rank of the small GPT."""
     from ..formulas.memory.states import states
 
-    held = states(tiny_gpt(), run)
-    return {"parameters": held.weights, "gradients": held.gradients, "optimizer": held.optimizer}
+    expected = states(tiny_gpt(), run)
+    return {"parameters": expected.weights, "gradients": expected.gradients, "optimizer": expected.optimizer}
 
 
 # ---- the command line
@@ -155,7 +155,7 @@ def make_job(
     if sequences % (dp * micro_batches):
         parts = f"ranks={ranks}" if experiment in REPLICAS else f"dp={dp} × micro_batches={micro_batches}"
         raise SpecError(f"{parts} does not divide sequences={sequences}: unequal shares of a batch")
-    if stage is None or how.get("engine") == "ddp":  # DDP is what the stages are held to
+    if stage is None or how.get("engine") == "ddp":  # DDP is what the stages are compared with
         stage = 0 if how.get("engine") == "ddp" else 3
     if stage and dp == 1:
         raise SpecError(f"stage={stage} with ranks={ranks} has nothing to share; give ranks >= 2 or stage=0")
@@ -169,8 +169,8 @@ def make_job(
 def show(result: dict[str, Any]) -> str:
     """Return losses, and the bytes of each rank beside the formula's or the whole model's, as lines."""
     lines = loss_lines(result)
-    for rank, held in enumerate(result["bytes"]):
+    for rank, resident_bytes in enumerate(result["bytes"]):
         sent = result["sent"][rank] if "sent" in result else None
-        lines.append(f"rank {rank}: {sizes(held)}" + (f"; {sent:,} bytes sent" if sent is not None else ""))
+        lines.append(f"rank {rank}: {sizes(resident_bytes)}" + (f"; {sent:,} bytes sent" if sent is not None else ""))
     beside = "formula" if "formula" in result else "whole"
     return "\n".join([*lines, f"{beside}: {sizes(result[beside])}"])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from .events import CPUEvents, CUDAEvents, Event
 
 # Of "other", told apart in the report's detail; the last two of a rank among several.
 BUFFERS, INPUTS, GATHERED, COMMUNICATION = "buffers", "inputs", "gathered parameters", "communication buffers"
+Warmed = TypeVar("Warmed")
 
 
 class Peaks(Protocol):
@@ -49,12 +51,20 @@ class Recorder:
         self.counting = True
         self.running = False
 
-    def start(self) -> None:
-        """Begin to record, in phase "load"."""
+    def record(self, build: Callable[[], Step], warm_up: Callable[[Step], Warmed]) -> tuple[Step, Warmed]:
+        """Record how `build` makes a step, and one run of it after `warm_up`; return it and what `warm_up` returned."""
         if self.source:
             self.source.start()
         self.running = True
         self.enter("load")
+        step = self.step = build()
+        self.counting = False
+        warmed = warm_up(step)
+        gc.collect()
+        self.counting = True
+        step(self.enter)
+        self.stop()
+        return step, warmed
 
     def enter(self, phase: str, **alive: Any) -> None:
         """Mark that `phase` begins; `alive`: tensors by part that only the step knows of."""
@@ -83,9 +93,8 @@ class Recorder:
             self.events = self.source.stop()
 
     def _alive(self, named: dict[str, Any]) -> dict[int, str]:
-        held = self.step.tensors() if self.step else {}
         # Later entries win: a gradient that is also an input of the step does not exist, a tied weight is one storage.
-        groups = [*named.items(), *held.items()]
+        groups = [*named.items(), *(self.step.tensors().items() if self.step else ())]
         return {
             tensor.untyped_storage().data_ptr(): part
             for part, tensors in groups

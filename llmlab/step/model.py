@@ -67,7 +67,7 @@ def build_model(
     """
     device = torch.device(device)
     _check_libraries(run, device)
-    model: Model = _on_meta(spec, run)
+    model: Any = _on_meta(spec, run)
     if quantization := quantization_of(run):
         compute = weight_dtype(run) if isinstance(run, Inference) else compute_dtype(run)
         model = quantize_linears(model, quantization, compute, device, load_order)

@@ -14,7 +14,7 @@ from ..base.errors import NotAvailable
 from ..formulas.memory.precision import NF4_BLOCK
 
 if TYPE_CHECKING:
-    from transformers import BitsAndBytesConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 
 def _says_else(words: str, record: logging.LogRecord) -> bool:
@@ -54,11 +54,15 @@ def quantize_linears(
     Raises NotAvailable for layers that bitsandbytes has no NF4 products for on a CPU.
     """
     import bitsandbytes as bnb
+    from transformers import BitsAndBytesConfig
     from transformers.integrations import bitsandbytes as integration
 
     output = model.get_output_embeddings()
     head = [name for name, module in model.named_modules() if module is output]
-    wanted = _settings(quantization, compute)
+    wanted = BitsAndBytesConfig(
+        load_in_4bit=quantization == "nf4", load_in_8bit=quantization == "int8",
+        bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute,
+    )  # fmt: skip
     model = integration.replace_with_bnb_linear(model, modules_to_not_convert=head, quantization_config=wanted)
     kinds = (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)
     linears = {f"{name}.weight": each for name, each in model.named_modules() if isinstance(each, kinds)}
@@ -108,17 +112,6 @@ def _load(
             del read[index]  # before the next one is read
             for made in (owner, owner.weight):
                 made._is_hf_initialized = True  # or initialize_weights would draw into the quantized bytes
-
-
-def _settings(quantization: str, compute: torch.dtype) -> BitsAndBytesConfig:
-    from transformers import BitsAndBytesConfig
-
-    return BitsAndBytesConfig(
-        load_in_4bit=quantization == "nf4",
-        load_in_8bit=quantization == "int8",
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_compute_dtype=compute,
-    )
 
 
 def _check_blocks(linears: Iterable[nn.Linear]) -> None:

@@ -116,7 +116,7 @@ def _quantization_tensors(model: nn.Module) -> list[Tensor]:
 
 
 def texts(spec: ModelSpec, run: Run) -> list[Tensor]:
-    """Return the real text of one step as token ids on the CPU: a (B, T) tensor a micro-batch, or the prompts'."""
+    """Return the real text of one step as token ids on the CPU: a (B, T) tensor per micro-batch, or the prompts'."""
     if isinstance(run, Inference):
         return [batch(spec.vocab, run.batch, run.prompt_len)]
     return [batch(spec.vocab, run.micro_batch, run.seq_len, seed=i) for i in range(run.accumulation)]
@@ -187,7 +187,7 @@ def _add_optimizer(step: Step, run: Training, ranks: Ranks | None) -> None:
 
 
 def training_step(step: Step, enter: Enter = ignore) -> None:
-    """Run one optimizer step: forward and backward a micro-batch at a time, then the update.
+    """Run one optimizer step: forward and backward one micro-batch at a time, then the update.
 
     The labels are the inputs: the model shifts them by one. `output`, and with it the logits, lives on through
     backward and the update, as it does in a training loop that names it.

@@ -227,14 +227,18 @@ def test_the_program_trains(capsys):
         ({"ranks": 5}, "ranks=5 does not divide sequences=12"),
         ({"method": "magic"}, "method='magic'"),
         ({"engine": "horovod"}, "engine='horovod' is not one of scratch, ddp, fsdp, deepspeed"),
-        ({"engine": "ddp", "stage": 2}, "give one of its stages, 0"),
-        ({"stage": 4}, "stage=4"),
+        ({"stage": 4}, "zero=4 is not one of 0, 1, 2, 3"),
         ({"stage": 1, "ranks": 1}, "nothing to share"),
     ],
 )
 def test_a_job_that_cannot_run_is_refused(arguments, named):
     with pytest.raises(SpecError, match=named):
         check(make_job(**{"experiment": "zero", "ranks": 2, "sequences": 12, **arguments}))
+
+
+def test_a_stage_that_its_engine_does_not_have_is_refused():
+    with pytest.raises(SpecError, match="stage=2 with engine='ddp': give one of its stages, 0"):
+        check(Job("zero", lab.Training(seq_len=64, dp=2, zero=2), "ddp"))
 
 
 @pytest.mark.parametrize("seq_len", [1, 65])
