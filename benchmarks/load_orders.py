@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
-from unittest import mock
 
 from llmlab.hardware.gpu import GPU
 from llmlab.hardware.gpu import gpu as find_gpu
@@ -17,7 +16,7 @@ from llmlab.simulation import report
 from llmlab.simulation.allocator.caching import Allocator, AllocatorOutOfMemory
 from llmlab.specs.model import ModelLike
 from llmlab.specs.run import Run
-from llmlab.step import quantized as step_quantized
+from llmlab.step.quantized import LoadOrder, one_at_a_time
 
 Request = tuple[str, Any]  # what is asked for, and the bytes, the number of an earlier request, or a phase
 
@@ -45,8 +44,8 @@ class Requests(NamedTuple):
     after: list[Request]
 
     def in_order(self, order: Iterable[tuple[int, bool]]) -> Peaks | None:
-        """Return the peaks with the tensors loaded in `order`, which is as that of `step_quantized.one_at_a_time`;
-        None where the memory does not suffice."""
+        """Return the peaks with the tensors loaded in `order`, an order like that of `one_at_a_time`; None where the
+        memory does not suffice."""
         memory, phase = Allocator(self.room), None
         addresses: dict[int, int] = {}
         phases: dict[str, int] = {}
@@ -71,10 +70,10 @@ class Requests(NamedTuple):
         return Peaks(memory.peak_allocated, memory.peak_reserved, phases)
 
 
-def requests_of(model: ModelLike, run: Run, gpu: GPU | str) -> Requests:
+def requests_of(model: ModelLike, run: Run, gpu: GPU | str, load_order: LoadOrder = one_at_a_time) -> Requests:
     """Simulate a step whose base is quantized, and return what it asked for. Raises as `lab.simulate` does."""
     card = find_gpu(gpu)
-    log = _log(model, run, replace(card, memory=report.ROOMY))  # of a step that fails all requests, too
+    log = _log(model, run, replace(card, memory=report.ROOMY), load_order)  # of a step that fails all requests, too
     before: list[Request] = []
     after: list[Request] = []
     read: dict[int, list[Request]] = {}
@@ -92,7 +91,7 @@ def requests_of(model: ModelLike, run: Run, gpu: GPU | str) -> Requests:
     return Requests(card.room(run.world_size), sizes, before, read, taken, after)
 
 
-def _log(model: ModelLike, run: Run, card: GPU) -> list[Request]:
+def _log(model: ModelLike, run: Run, card: GPU, load_order: LoadOrder) -> list[Request]:
     """Simulate, and return what was asked for, when which tensor was loaded, and when a phase began."""
 
     class Logged(Allocator):
@@ -115,14 +114,12 @@ def _log(model: ModelLike, run: Run, card: GPU) -> list[Request]:
             log.append(("reset_peak", None))
 
     def marked(sizes: list[int]) -> Iterator[tuple[int, bool]]:
-        for index, done in order(sizes):
+        for index, done in load_order(sizes):
             log.append(("take in" if done else "read", index))
             yield index, done
         log.append(("loaded", sizes))
 
     log: list[Request] = []
     numbers: dict[int, int] = {}
-    order = step_quantized.one_at_a_time
-    with mock.patch.object(step_quantized, "one_at_a_time", marked):
-        report.recorded(model, run, card, Logged, lambda phase: log.append(("phase", phase)))
+    report.recorded(model, run, card, Logged, lambda phase: log.append(("phase", phase)), marked)
     return log

@@ -16,7 +16,7 @@ import configurations
 import peers
 from configurations import BAR, mebibytes
 from load_orders import Peaks, requests_of
-from past_releases import loaded_by_threads, read_ahead, rotary_products
+from past_releases import cache_kept_by_peft, read_ahead, rotary_products
 
 import llmlab as lab
 from llmlab import Report, Training
@@ -63,7 +63,7 @@ def loaded(model: str, run: Training) -> Loaded:
             step = lab.simulate(model, run, "T4")
             assert step.peak_allocated is not None and step.peak_reserved is not None
             return Loaded(Peaks(step.peak_allocated, step.peak_reserved, dict(step.phases)), [])
-        with loaded_by_threads(0):
+        with cache_kept_by_peft():
             requests = requests_of(model, run, "T4")
     in_order = requests.in_order(one_at_a_time(requests.sizes))
     return Loaded(in_order, [requests.in_order(read_ahead(requests.sizes, seed)) for seed in range(DRAWS)])

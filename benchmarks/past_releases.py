@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import importlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from inspect import signature
@@ -18,8 +18,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-
-from llmlab.step import quantized as step_quantized
 
 WORKERS = 4  # transformers/core_model_loading.py, GLOBAL_WORKERS
 READ, TAKE = 0.2, 0.3  # an assumption: what reading a tensor costs beside its 10^6 elements, and taking it in
@@ -52,26 +50,21 @@ def _angles_by_product(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tens
 
 
 @contextmanager
-def loaded_by_threads(seed: int) -> Iterator[None]:
-    """Load quantized models as transformers 5.0 to 5.3 did, several threads reading ahead of the one that quantizes,
-    and as peft did before 0.20, which leaves the cached segments. In which order the threads come to it `seed` draws.
-    """
+def cache_kept_by_peft() -> Iterator[None]:
+    """Prepare quantized models as peft did before 0.20, which leaves the cached segments (peft/utils/other.py)."""
     import peft
 
-    order: Callable[[list[int]], Iterator[tuple[int, bool]]] = lambda sizes: read_ahead(sizes, seed)  # noqa: E731
     prepare = peft.prepare_model_for_kbit_training
     if "auto_clear_cache" in signature(prepare).parameters:  # since 0.20
         prepare = partial(prepare, auto_clear_cache=False)
-    with (
-        mock.patch.object(step_quantized, "one_at_a_time", order),
-        mock.patch.object(peft, "prepare_model_for_kbit_training", prepare),
-    ):
+    with mock.patch.object(peft, "prepare_model_for_kbit_training", prepare):
         yield
 
 
 def read_ahead(sizes: list[int], seed: int) -> Iterator[tuple[int, bool]]:
-    """Yield what `one_at_a_time` does, in one of the orders of `WORKERS` threads that read, in order, while one other
-    takes in, in order. A tensor's memory is asked for when its thread begins with it.
+    """Yield what `one_at_a_time` does, as transformers 5.0 to 5.3 loaded: `WORKERS` threads read, in order, while one
+    other takes in, in order. A tensor's memory is asked for when its thread begins with it; `seed` draws how long each
+    takes. It is a `load_order` of a simulation.
     """
     draw, waiting, arrived = random.Random(seed), list(range(len(sizes)))[::-1], set()
     queue: list[tuple[float, int, bool]] = []  # when, which tensor, whether it is taken in then

@@ -48,17 +48,17 @@ def _loaded(folder: Path) -> list[float] | str:
 
 
 def chapter(folder: str) -> dict[str, Any]:
-    """Save twos onto a disk that is full on rank 1, in several ways, and load; return what was found."""
+    """Save twos onto a disk that is full on rank 1, in several ways, and load; return what each load gave."""
     fresh, over, later = (Path(folder) / name for name in ("fresh", "over", "later"))
     failed = _save_failing(2.0, fresh)
-    found: dict[str, Any] = {"in a fresh folder": _loaded(fresh)}
+    outcomes: dict[str, Any] = {"in a fresh folder": _loaded(fresh)}
     dcp.save({"weights": _sharded(1.0)}, checkpoint_id=over)
     failed = _save_failing(2.0, over) and failed
-    found["over another"] = _loaded(over)
+    outcomes["over another"] = _loaded(over)
     state = {"weights": _sharded(1.0)}
     saving = dcp.async_save(state, checkpoint_id=later)
     assert isinstance(saving, Future)  # the other kind of answer is asked for
     state["weights"].add_(1)  # training goes on while a thread writes
     saving.result()
-    found["while training went on"] = _loaded(later)
-    return {**found, "raised": failed}
+    outcomes["while training went on"] = _loaded(later)
+    return {**outcomes, "raised": failed}

@@ -14,12 +14,9 @@ number of ranks. The batch of a step is the same on any number, too. Rank 0 prin
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import re
 import signal
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR
 
 from ..architectures.gpt import GPT
-from ..base.errors import SpecError
+from ..base.errors import SpecError, check_counts
 from ..data import tokens
 from ..specs.model import model as find_model
 from ..specs.run import Training
@@ -41,8 +38,9 @@ from ..step.ranks import shard_units
 from ..techniques.learning_rate import warmup_cosine
 from ..techniques.resume import SEQUENCES_OF_THE_TEXT, KilledWriter, Order, Progress, last_whole, resume, save
 from ..techniques.training_loop import next_token_loss
+from .command import command
 from .engines import ADAMW
-from .train import TINY_GPT, check_counts, check_seed
+from .job import TINY_GPT, Job
 
 SHOWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 
@@ -66,9 +64,7 @@ def place(environment: Mapping[str, str] = os.environ) -> Place:
     if not said:
         tasks = environment.get("SLURM_NTASKS", "1")
         if tasks != "1":
-            raise SpecError(
-                f"SLURM_NTASKS={tasks} and no RANK: in each task start torchrun, as in cluster.sbatch"
-            )
+            raise SpecError(f"SLURM_NTASKS={tasks} and no RANK: in each task start torchrun, as in cluster.sbatch")
         return Place()
     shown = ", ".join(f"{name}={value}" for name, value in said.items())
     try:
@@ -81,41 +77,37 @@ def place(environment: Mapping[str, str] = os.environ) -> Place:
     return Place(rank, local, ranks, local_ranks)
 
 
-@dataclass(frozen=True)
-class Job:
-    """What is trained, on any number of ranks; raises SpecError for what cannot be.
+def make_job(
+    ranks: int, sequences: int = 8, micro_batch: int = 2, steps: int = 8, seq_len: int = 64, seed: int = 0
+) -> Job:
+    """Return the job on `ranks` ranks; a step has `sequences` over all of them, so more ranks accumulate less.
 
-    Every `save_every` steps a checkpoint goes into `folder`. `kill` is "RANK:STEP" or "RANK:STEP:save": unless it was
-    resumed, that rank is killed after that many steps, or while it saves what they gave.
+    Raises SpecError for what cannot be.
+    """
+    check_counts(ranks=ranks, sequences=sequences, micro_batch=micro_batch)
+    if sequences % (micro_batch * ranks):
+        raise SpecError(f"sequences={sequences} are not a multiple of micro_batch={micro_batch} × {ranks} ranks")
+    accumulation, zero = sequences // (micro_batch * ranks), 3 if ranks > 1 else 0
+    run = Training(micro_batch, seq_len, accumulation=accumulation, dp=ranks, zero=zero)
+    return Job("cluster", run, steps=steps, seed=seed)
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Where checkpoints go, every `every` steps; without a folder there are none. Raises SpecError for what cannot be.
+
+    `kill` is "RANK:STEP" or "RANK:STEP:save": unless the run was resumed, that rank is killed after that many steps, or
+    while it saves what they gave.
     """
 
-    steps: int = 8
-    sequences: int = 8  # of a step, over all ranks
-    micro_batch: int = 2
-    seq_len: int = 64
-    dropout: float = 0.1
-    seed: int = 0
     folder: str | None = None
-    save_every: int = 4
+    every: int = 4
     kill: str | None = None
 
-    def run(self, ranks: int) -> Training:
-        """Return the Training of this job on `ranks` ranks: more of them accumulate less, the batch stays."""
-        check_counts(self, "steps", "sequences", "micro_batch", "save_every")
-        check_seed(self)
+    def __post_init__(self) -> None:
+        check_counts(save_every=self.every)
         if self.kill and not re.fullmatch(r"\d+:\d+(:save)?", self.kill):
             raise SpecError(f"kill={self.kill!r} is not RANK:STEP or RANK:STEP:save")
-        if self.sequences % (self.micro_batch * ranks):
-            raise SpecError(
-                f"sequences={self.sequences} are not a multiple of micro_batch={self.micro_batch} × {ranks} ranks"
-            )
-        return Training(
-            micro_batch=self.micro_batch,
-            seq_len=self.seq_len,
-            accumulation=self.sequences // (self.micro_batch * ranks),
-            dp=ranks,
-            zero=3 if ranks > 1 else 0,
-        )
 
 
 # ---- the run
@@ -135,36 +127,40 @@ def join(here: Place) -> torch.device:
     return device
 
 
-def train(job: Job, here: Place, device: torch.device, leave_out: tuple[str, ...] = ()) -> dict:
-    """Train in this rank of a joined group, from the last whole checkpoint if there is one; return losses and more."""
-    run, folder = job.run(here.ranks), Path(job.folder) if job.folder else None
-    progress = start(job, here, device)
+def train(
+    job: Job, here: Place, device: torch.device, saving: Saving = Saving(), dropout: float = 0.1,
+    leave_out: tuple[str, ...] = (),
+) -> dict[str, Any]:  # fmt: skip
+    """Train in this rank of a joined group, from the last whole checkpoint if there is one; return losses and more.
+
+    `leave_out`: parts of the checkpoint that are not loaded, as in `resume`.
+    """
+    run, folder = job.run, Path(saving.folder) if saving.folder else None
+    progress = start(job, here, device, dropout)
     checkpoint = last_whole(folder) if folder else None
     if checkpoint:
         resume(progress, checkpoint, leave_out)
     begin = len(progress.losses)
-    text = tokens(TINY_GPT["vocab_size"])[: SEQUENCES_OF_THE_TEXT * job.seq_len].view(-1, job.seq_len)
+    text = tokens(TINY_GPT["vocab_size"])[: SEQUENCES_OF_THE_TEXT * run.seq_len].view(-1, run.seq_len)
     progress.model.train()
     for step in range(begin, job.steps):
-        if job.kill == f"{here.rank}:{step}" and not begin:
+        if saving.kill == f"{here.rank}:{step}" and not begin:
             os.kill(os.getpid(), signal.SIGKILL)
-        rows = [progress.order.next() for _ in range(job.sequences)]  # every rank draws them all, and takes its share
+        rows = [progress.order.next() for _ in range(run.global_batch)]  # every rank draws all, and takes its share
         mine = text[rows[here.rank :: here.ranks]].to(device)
         progress.losses.append(_step(progress, mine, run))
-        if folder and (step + 1) % job.save_every == 0:
-            dies = job.kill == f"{here.rank}:{step + 1}:save" and not begin
+        if folder and (step + 1) % saving.every == 0:
+            dies = saving.kill == f"{here.rank}:{step + 1}:save" and not begin
             save(progress, folder, KilledWriter if dies else FileSystemWriter)
     return {"ranks": here.ranks, "resumed": begin, "losses": progress.losses, "accumulation": run.accumulation}
 
 
-def start(job: Job, here: Place, device: torch.device) -> Progress:
+def start(job: Job, here: Place, device: torch.device, dropout: float) -> Progress:
     """Return the state before the first step: the same weights on every rank, with their shards' optimizer."""
-    run = job.run(here.ranks)
     torch.manual_seed(job.seed)
-    drop = {"resid_pdrop": job.dropout, "embd_pdrop": job.dropout}
-    model = GPT(find_model({**TINY_GPT, **drop})).to(device)
-    if run.zero:
-        shard_units(model, model.h, mesh=init_device_mesh(device.type, (here.ranks,)), **run.to_fsdp())
+    model = GPT(find_model({**TINY_GPT, "resid_pdrop": dropout, "embd_pdrop": dropout})).to(device)
+    if job.run.zero:
+        shard_units(model, model.h, mesh=init_device_mesh(device.type, (here.ranks,)), **job.run.to_fsdp())
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     schedule = LambdaLR(optimizer, lambda step: warmup_cosine(step + 1, 2, job.steps + 1))
     on_gpu = device.type == "cuda"
@@ -188,32 +184,31 @@ def _step(progress: Progress, mine: Tensor, run: Training) -> float:
     return total.item()
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m llmlab.experiments cluster", description="Train a small GPT in whatever was started."
-    )
-    parser.add_argument("--steps", type=int, default=Job.steps)
-    parser.add_argument("--sequences", type=int, default=Job.sequences, help="of a step, over all ranks")
-    parser.add_argument("--dropout", type=float, default=Job.dropout)
-    parser.add_argument("--folder", help="of the checkpoints, the same on all nodes; it is resumed from")
-    parser.add_argument("--save-every", type=int, default=Job.save_every, help="steps")
-    parser.add_argument("--kill", metavar="RANK:STEP[:save]", help="that rank then, or while it saves, unless resumed")
-    parser.add_argument("--local_rank", "--local-rank", help="from the deepspeed launcher; LOCAL_RANK says it too")
-    options = vars(parser.parse_args(arguments))
-    options.pop("local_rank")
-    try:
-        here, job = place(), Job(**options)
-        job.run(here.ranks)  # refuses what cannot be before anything is joined
-    except SpecError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
-    found = train(job, here, join(here))
-    mine = {name: os.environ.get(name) for name in SHOWN}
+def main(arguments: list[str] | None = None, name: str = "cluster") -> None:
+    """The command line, which every launcher starts in each rank."""
+    options = {
+        "--steps": (8, None),
+        "--sequences": (8, "of a step, over all ranks"),
+        "--dropout": (0.1, None),
+        "--folder": (str, "of the checkpoints, the same on all nodes; it is resumed from"),
+        "--save-every": (4, "steps"),
+        "--kill": (str, "that rank then, or while it saves, unless resumed", {"metavar": "RANK:STEP[:save]"}),
+        "--local_rank --local-rank": (str, "from the deepspeed launcher; LOCAL_RANK says it too"),
+    }
+    command(name, "Train a small GPT in whatever was started.", options, _run, arguments)
+
+
+def _run(
+    steps: int, sequences: int, dropout: float, folder: str | None, save_every: int, kill: str | None, local_rank: Any
+) -> dict[str, Any] | None:
+    """Train in this rank; return on rank 0 the result, and what the launcher told each rank."""
+    here = place()
+    job, saving = make_job(here.ranks, sequences, steps=steps), Saving(folder, save_every, kill)
+    result = train(job, here, join(here), saving, dropout)  # all that cannot be is refused before anything is joined
     everyone: list[Any] = [None] * here.ranks
-    dist.all_gather_object(everyone, mine)
-    if here.rank == 0:
-        print(json.dumps({**found, "environment": everyone}), flush=True)
+    dist.all_gather_object(everyone, {name: os.environ.get(name) for name in SHOWN})
     dist.destroy_process_group()
+    return {**result, "environment": everyone} if here.rank == 0 else None
 
 
 if __name__ == "__main__":

@@ -10,13 +10,12 @@ rest is the script's. Stage 0 is torch's DDP, without DeepSpeed. Rank 0 prints o
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import tempfile
 
 from ..engines.configs import DEEPSPEED_COMMON
-from .train import TINY_GPT
+from .command import command
+from .job import TINY_GPT
 
 
 def deepspeed_config(stage: int) -> dict:
@@ -31,7 +30,7 @@ def deepspeed_config(stage: int) -> dict:
 
 
 def train(stage: int, steps: int, micro_batch: int = 2) -> dict:
-    """Train in this rank of what a launcher started; return losses by step and the bytes of what this rank holds."""
+    """Train in this rank of what a launcher started; return losses by step and the bytes of parameters on it."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
@@ -65,32 +64,35 @@ def train(stage: int, steps: int, micro_batch: int = 2) -> dict:
         trainer = Trainer(model, arguments, train_dataset=rows)
         trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    held = local(getattr(p, "ds_tensor", p) for p in model.parameters())
-    return {"rank": int(os.environ.get("RANK", 0)), "world": world, "losses": losses, "parameters": held}
+    resident_bytes = local(getattr(p, "ds_tensor", p) for p in model.parameters())
+    return {"rank": int(os.environ.get("RANK", 0)), "world": world, "losses": losses, "parameters": resident_bytes}
 
 
-def everyones(mine: dict) -> list[dict]:
-    """Return what each rank has, by rank, and leave the process group: a rank that ends in it can take others along."""
+def of_all_ranks(mine: dict) -> list[dict] | None:
+    """Return on rank 0 what each rank has, by rank, else None: lines that several processes print can run into one.
+
+    All leave the process group: a rank that ends in it can take others along.
+    """
     import torch.distributed as dist
 
     if not dist.is_initialized():
         return [mine]
-    found: list = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    first = dist.get_rank() == 0
     dist.barrier()
     dist.destroy_process_group()
-    return found
+    return everyone if first else None
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m llmlab.experiments.hf_trainer")
-    parser.add_argument("--stage", type=int, default=2, choices=range(4))
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--local_rank", type=int, help="older launchers give it; RANK says the same")
-    options = parser.parse_args(arguments)
-    ranks = everyones(train(options.stage, options.steps))
-    if ranks[0]["rank"] == int(os.environ.get("RANK", 0)):  # lines that several processes print can run into one
-        print(json.dumps(ranks), flush=True)
+def main(arguments: list[str] | None = None, name: str = "hf_trainer") -> None:
+    """The command line, which every launcher starts in each rank."""
+    options = {
+        "--stage": (2, None, {"choices": range(4)}),
+        "--steps": (3, None),
+        "--local_rank": (int, "older launchers give it; RANK says the same"),
+    }
+    command(name, None, options, lambda stage, steps, local_rank: of_all_ranks(train(stage, steps)), arguments)
 
 
 if __name__ == "__main__":

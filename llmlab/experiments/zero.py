@@ -7,12 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..architectures.gpt import GPT
-from ..engines.configs import DEEPSPEED_COMMON
 from ..techniques.training_loop import next_token_loss
 from ..techniques.zero import Zero
-from .engines import ADAMW, local, quiet_deepspeed
-from .train import TINY_GPT, Job, tiny_gpt, train
+from .data_parallel import batch, new_gpt
+from .engines import deepspeed, local
+from .train import make_job, train
 
 RUNS = {
     "DDP": ("ddp", 0),
@@ -31,15 +30,14 @@ KNOBS = (
 
 def over_the_step() -> list[tuple[str, int]]:
     """Run in each rank: the bytes of parameters that our stage 3 holds, at each gather and free of one step."""
-    torch.manual_seed(0)
-    model = GPT(tiny_gpt())
+    model = new_gpt()
     shared = Zero(model, list(model.h), 3, torch.optim.AdamW, lr=1e-3)
     seen = [("start", shared.parameter_bytes())]
     for number, block in enumerate(model.h):
         mlp = block.get_submodule("mlp")
         mlp.register_forward_hook(lambda *_, n=number: seen.append((f"forward {n}", shared.parameter_bytes())))
         mlp.register_full_backward_hook(lambda *_, n=number: seen.append((f"backward {n}", shared.parameter_bytes())))
-    ids = torch.randint(TINY_GPT["vocab_size"], (2, 16), generator=torch.Generator().manual_seed(1))  # (B, T)
+    ids = batch(2)
     shared.backward(next_token_loss(model(ids), ids))
     return [*seen, ("end", shared.parameter_bytes())]
 
@@ -49,23 +47,11 @@ def persistence(threshold: int) -> int:
 
     Parameters of fewer elements than `threshold` (stage3_param_persistence_threshold) stay whole.
     """
-    quiet_deepspeed()
-    import deepspeed as library
-
-    torch.manual_seed(0)
-    model = GPT(tiny_gpt())
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": threshold},
-        **DEEPSPEED_COMMON,
-    }
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    engine, *_ = library.initialize(model=model, optimizer=optimizer, config=config)
-    ids = torch.randint(TINY_GPT["vocab_size"], (2, 16), generator=torch.Generator().manual_seed(1))  # (B, T)
-    engine.backward(next_token_loss(engine(ids), ids))
+    model = new_gpt()
+    engine = deepspeed(model, 3, stage3_param_persistence_threshold=threshold)
+    engine.forward_backward(batch(2 * dist.get_world_size()))
     engine.step()
-    parameters = list(engine.module.parameters())
-    return local([*(p.ds_tensor for p in parameters), *(p.data for p in parameters)])
+    return engine.parameters() + local(p.data for p in model.parameters())
 
 
 def knobs() -> dict[str, float]:
@@ -77,14 +63,14 @@ def knobs() -> dict[str, float]:
 
 
 def chapter(steps: int, with_deepspeed: bool) -> dict[str, Any]:
-    """All that the page runs; DeepSpeed's part where it is installed."""
+    """Run in each rank: all that the page shows; DeepSpeed's part where it is installed."""
     ranks = dist.get_world_size()
     runs = {**RUNS, **(DEEPSPEED if with_deepspeed else {})}
-    found: dict[str, Any] = {
-        name: train(Job(ranks=ranks, engine=engine, stage=stage, steps=steps)) for name, (engine, stage) in runs.items()
-    }
     return {
-        "runs": found,
+        "runs": {
+            name: train(make_job("zero", ranks, 12, engine=engine, stage=stage, steps=steps))
+            for name, (engine, stage) in runs.items()
+        },
         "over the step": over_the_step(),
         "persistence": {n: persistence(n) for n in (0, 1000, 100_000)} if with_deepspeed else {},
         "knobs": knobs() if with_deepspeed else {},

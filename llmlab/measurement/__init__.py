@@ -1,1 +1,1 @@
-"""What a run costs on the machine at hand, taken from the real device. `lab.measure` calls measurement/report.py."""
+"""What a run costs on the machine at hand, by its real device. `lab.measure` calls measurement/report.py."""

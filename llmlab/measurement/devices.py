@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 import torch
 
@@ -38,8 +39,37 @@ def pick_device(device: str | torch.device | None) -> torch.device:
     return picked
 
 
-class CUDAPeaks:
-    """The highest allocated and reserved bytes of each phase, from the caching allocator's own statistics."""
+class Counters(NamedTuple):
+    """Bytes by an allocator's own count: now, and the most since `reset_peaks`."""
+
+    allocated: int
+    reserved: int | None
+    peak_allocated: int
+    peak_reserved: int | None
+
+
+def counters(device: torch.device) -> Counters:
+    """Return the counters of a GPU. torch.mps keeps no peaks: what is allocated now stands for them."""
+    if device.type == "mps":
+        torch.mps.synchronize()
+        now = torch.mps.current_allocated_memory(), torch.mps.driver_allocated_memory()
+        return Counters(*now, *now)
+    return Counters(
+        torch.cuda.memory_allocated(device),
+        torch.cuda.memory_reserved(device),
+        torch.cuda.max_memory_allocated(device),
+        torch.cuda.max_memory_reserved(device),
+    )
+
+
+def reset_peaks(device: torch.device) -> None:
+    """Let a GPU's peaks start again from what is allocated and reserved now."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+class Peaks:
+    """The highest allocated and reserved bytes of each phase; on MPS those at its end, a higher moment is not seen."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -50,37 +80,15 @@ class CUDAPeaks:
     def enter(self, phase: str | None) -> None:
         """End the phase that runs, and begin `phase`; None is a stretch that does not count."""
         if self.phase:
-            for peaks, now in (
-                (self.allocated, torch.cuda.max_memory_allocated(self.device)),
-                (self.reserved, torch.cuda.max_memory_reserved(self.device)),
-            ):
-                peaks[self.phase] = max(peaks.get(self.phase, 0), now)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self.phase = phase
-
-
-class MPSPeaks:
-    """What torch.mps tells where a phase ends: it keeps no peaks, so a higher moment within a phase is not seen."""
-
-    def __init__(self) -> None:
-        self.allocated: dict[str, int] = {}
-        self.reserved: dict[str, int] = {}
-        self.phase: str | None = None
-
-    def enter(self, phase: str | None) -> None:
-        """End the phase that runs, and begin `phase`; None is a stretch that does not count."""
-        if self.phase:
-            torch.mps.synchronize()
-            for peaks, now in (
-                (self.allocated, torch.mps.current_allocated_memory()),
-                (self.reserved, torch.mps.driver_allocated_memory()),
-            ):
-                peaks[self.phase] = max(peaks.get(self.phase, 0), now)
+            now = counters(self.device)
+            for peaks, size in ((self.allocated, now.peak_allocated), (self.reserved, now.peak_reserved or 0)):
+                peaks[self.phase] = max(peaks.get(self.phase, 0), size)
+        reset_peaks(self.device)
         self.phase = phase
 
 
 def cuda_context_bytes(device: torch.device) -> int | None:
-    """Return what this process takes on the GPU beyond the allocator's segments: context, kernels, libraries.
+    """Return the bytes of this process on the GPU beyond the allocator's segments: context, kernels, libraries.
 
     From the driver (NVML), which knows it by process; in a container, where process numbers differ, only if no other
     process is on the GPU. None where nvidia-ml-py is missing or the driver does not tell.

@@ -7,23 +7,60 @@ was allocated after each allocation and each free, in order.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 
 import torch
 
 from ..recording.events import CPUEvents, CUDAEvents, exclusive
-from .devices import pick_device
+from .devices import Counters, counters, pick_device, reset_peaks
 
 
-class CPUMeter:
+class _Meter(ABC):
+    """The attributes of all meters, which stay after `close`."""
+
+    _final: Counters | None = None
+    _sizes: tuple[int, ...] = ()  # the final timeline
+
+    @abstractmethod
+    def _read(self) -> Counters: ...
+
+    @abstractmethod
+    def _read_timeline(self) -> tuple[int, ...]: ...
+
+    @property
+    def allocated(self) -> int:
+        return (self._final or self._read()).allocated
+
+    @property
+    def reserved(self) -> int | None:
+        return (self._final or self._read()).reserved
+
+    @property
+    def peak_allocated(self) -> int:
+        return (self._final or self._read()).peak_allocated
+
+    @property
+    def peak_reserved(self) -> int | None:
+        return (self._final or self._read()).peak_reserved
+
+    @property
+    def timeline(self) -> tuple[int, ...]:
+        return self._sizes if self._final else self._read_timeline()
+
+    def close(self) -> None:
+        """Stop counting; the figures stay."""
+        self._final, self._sizes = self._read(), self._read_timeline()
+
+
+class CPUMeter(_Meter):
     """Counts what the block itself allocates: it starts at 0, and tensors older than the block are not in it.
 
     Only the calling thread is counted. The CPU's allocator keeps nothing back, so `reserved` and `peak_reserved` are
     None; scratch that MKL and oneDNN take for themselves is not seen.
     """
-
-    reserved = peak_reserved = None
 
     def __init__(self) -> None:
         self._live: dict[int, int] = {}
@@ -31,35 +68,17 @@ class CPUMeter:
         self._timeline: list[int] = []
         self._source = CPUEvents()
         self._source.start()
-        self._open = True
-
-    @property
-    def allocated(self) -> int:
-        self._read()
-        return self._allocated
-
-    @property
-    def peak_allocated(self) -> int:
-        self._read()
-        return self._peak
-
-    @property
-    def timeline(self) -> tuple[int, ...]:
-        self._read()
-        return tuple(self._timeline)
 
     def reset_peak(self) -> None:
         """Let the peak start again from what is allocated now."""
-        self._read()
-        self._peak = self._allocated
+        self._peak = self.allocated
 
     def close(self) -> None:
         """Stop counting; the figures stay."""
-        self._read(last=True)
+        super().close()
+        self._source.stop()
 
-    def _read(self, last: bool = False) -> None:
-        if not self._open:
-            return
+    def _read(self) -> Counters:
         for _, address, size in self._source.stop():
             if size < 0:
                 size = -self._live.pop(address, 0)  # 0: older than the block
@@ -69,111 +88,63 @@ class CPUMeter:
             self._allocated += size
             self._peak = max(self._peak, self._allocated)
             self._timeline.append(self._allocated)
-        if last:
-            self._open = False
-        else:
-            self._source.start()
+        self._source.start()
+        return Counters(self._allocated, None, self._peak, None)
+
+    def _read_timeline(self) -> tuple[int, ...]:
+        self._read()
+        return tuple(self._timeline)
 
 
-class CUDAMeter:
-    """The caching allocator's own statistics: everything this process holds on the GPU, older tensors too."""
+class CUDAMeter(_Meter):
+    """The caching allocator's own statistics: everything this process has on the GPU, older tensors too.
+
+    The timeline is of requests rounded up to 512 B; a block not split holds up to 1 MiB more.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._source = CUDAEvents(device)
         self._before = torch.cuda.memory_allocated(device)
-        self._final: dict[str, int] = {}
-        self._timeline: tuple[int, ...] = ()
-        torch.cuda.reset_peak_memory_stats(device)
+        reset_peaks(device)
         self._source.start()
-
-    @property
-    def allocated(self) -> int:
-        return self._final["allocated"] if self._final else torch.cuda.memory_allocated(self._device)
-
-    @property
-    def reserved(self) -> int:
-        return self._final["reserved"] if self._final else torch.cuda.memory_reserved(self._device)
-
-    @property
-    def peak_allocated(self) -> int:
-        return self._final["peak_allocated"] if self._final else torch.cuda.max_memory_allocated(self._device)
-
-    @property
-    def peak_reserved(self) -> int:
-        return self._final["peak_reserved"] if self._final else torch.cuda.max_memory_reserved(self._device)
-
-    @property
-    def timeline(self) -> tuple[int, ...]:
-        """Bytes after each event, as requests rounded up to 512 B; a block not split holds up to 1 MiB more."""
-        return self._timeline if self._final else self._running(self._source.events())
 
     def reset_peak(self) -> None:
         """Let the peaks start again from what is allocated and reserved now."""
-        torch.cuda.reset_peak_memory_stats(self._device)
+        reset_peaks(self._device)
 
     def close(self) -> None:
         """Stop counting; the figures stay."""
-        self._timeline = self._running(self._source.stop())
-        names = ("allocated", "reserved", "peak_allocated", "peak_reserved")
-        self._final = {name: getattr(self, name) for name in names}
+        super().close()
+        self._source.stop()
 
-    def _running(self, events: list) -> tuple[int, ...]:
-        now, sizes = self._before, []
-        for event in events:
-            now += event.size
-            sizes.append(now)
-        return tuple(sizes)
+    def _read(self) -> Counters:
+        return counters(self._device)
+
+    def _read_timeline(self) -> tuple[int, ...]:
+        return tuple(accumulate((event.size for event in self._source.events()), initial=self._before))[1:]
 
 
-class MPSMeter:
+class MPSMeter(_Meter):
     """What torch.mps tells when asked. It keeps no peaks: the peak is the highest of the moments somebody looked at."""
 
     def __init__(self) -> None:
         self._looks: list[int] = []
         self._peaks = (0, 0)
-        self._now = (0, 0)
-        self._open = True
-        self._look()
-
-    @property
-    def allocated(self) -> int:
-        return self._look()[0]
-
-    @property
-    def reserved(self) -> int:
-        return self._look()[1]
-
-    @property
-    def peak_allocated(self) -> int:
-        self._look()
-        return self._peaks[0]
-
-    @property
-    def peak_reserved(self) -> int:
-        self._look()
-        return self._peaks[1]
-
-    @property
-    def timeline(self) -> tuple[int, ...]:
-        return tuple(self._looks)
+        self._read()
 
     def reset_peak(self) -> None:
         """Let the peaks start again from what is allocated and reserved now."""
-        self._peaks = self._look()
+        self._peaks = self.allocated, self.reserved or 0
 
-    def close(self) -> None:
-        """Stop looking; the figures stay."""
-        self._look()
-        self._open = False
+    def _read(self) -> Counters:
+        allocated, reserved, *_ = counters(torch.device("mps"))
+        self._peaks = max(self._peaks[0], allocated), max(self._peaks[1], reserved or 0)
+        self._looks.append(allocated)
+        return Counters(allocated, reserved, *self._peaks)
 
-    def _look(self) -> tuple[int, int]:
-        if self._open:
-            torch.mps.synchronize()
-            self._now = (torch.mps.current_allocated_memory(), torch.mps.driver_allocated_memory())
-            self._peaks = (max(self._peaks[0], self._now[0]), max(self._peaks[1], self._now[1]))
-            self._looks.append(self._now[0])
-        return self._now
+    def _read_timeline(self) -> tuple[int, ...]:
+        return tuple(self._looks)
 
 
 @contextmanager

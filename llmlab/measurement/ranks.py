@@ -1,8 +1,7 @@
-"""What a rank takes among real ones on this machine: processes on its CPU, through gloo."""
+"""The memory of each of several ranks on this machine: processes on its CPU, joined by gloo."""
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -39,14 +38,14 @@ def measure_ranks(*cases: tuple[ModelLike, Training], limit: float | None = None
     is recorded. `limit`: seconds after which the launch ends (None: no limit). Raises SpecError and NotAvailable before
     any process starts, RankFailed where a rank fails.
     """
-    found = [(find_model(model), run) for model, run in cases]
-    for spec, run in found:
+    checked = [(find_model(model), run) for model, run in cases]
+    for spec, run in checked:
         check(spec, run)
         check_ranks(spec, run, "measure_ranks")
-    sizes = {run.world_size for _, run in found}
+    sizes = {run.world_size for _, run in checked}
     if len(sizes) != 1:
         raise SpecError(f"cases with {', '.join(map(str, sorted(sizes)))} ranks cannot be one launch; give them apart")
-    by_rank = launch(_rank, sizes.pop(), [(spec.config, run.to_dict()) for spec, run in found], limit=limit)
+    by_rank = launch(_rank, sizes.pop(), [(spec.config, run.to_dict()) for spec, run in checked], limit=limit)
     return [[Report.from_json(report) for report in reports] for reports in zip(*by_rank, strict=True)]
 
 
@@ -64,12 +63,12 @@ def _settled_collectives(spans: list[Span]) -> Iterator[None]:
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp
 
     def settled(tensors: list[Tensor], collective: Callable[[], Any]) -> Any:
-        held, since = sum(map(_held, tensors)), time.time_ns()
+        users, since = sum(map(_users, tensors)), time.time_ns()
         out = collective()
         if isinstance(out, functional.AsyncCollectiveTensor):
             out = out.wait()
         end = time.monotonic() + SETTLED
-        while sum(map(_held, tensors)) > held and time.monotonic() < end:
+        while sum(map(_users, tensors)) > users and time.monotonic() < end:
             time.sleep(1e-4)
         spans.append((since, time.time_ns()))
         return out
@@ -109,8 +108,8 @@ def _with_frees(events: list[Event], spans: list[Span]) -> list[Event]:
     return sorted([*events, *frees], key=lambda event: event.time)
 
 
-def _held(tensor: Tensor) -> int:
-    """Return how many hold the memory of `tensor`."""
+def _users(tensor: Tensor) -> int:
+    """Return how many tensors and others share the memory of `tensor`."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
@@ -131,14 +130,10 @@ def _report(spec: ModelSpec, run: Training) -> Report:
     recorder = Recorder(CPUEvents(), None)
     spans: list[Span] = []
     with around_steps(run), _settled_collectives(spans):
-        recorder.start()
-        step = recorder.step = build_step(spec, run, "cpu", inputs, recorder.recomputing, ranks)
-        recorder.counting = False
-        step(recorder.enter)
-        gc.collect()
-        recorder.counting = True
-        step(recorder.enter)
-        recorder.stop()
+        recorder.record(
+            lambda: build_step(spec, run, "cpu", inputs, recorder.recomputing, ranks),
+            lambda step: step(recorder.enter),
+        )
     division = divide(_with_frees(recorder.events, spans), recorder.marks, logits_sizes(spec, run))
     return Report(
         source="measured",

@@ -1,4 +1,4 @@
-"""measure: build the run's real model, take its step, and report what it took."""
+"""measure: build the run's real model, run its step, and report memory and time."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from ..specs.model import model as find_model
 from ..specs.run import Inference, Run, Training
 from ..step.model import pinned_attention
 from ..step.offload import check_offload
-from ..step.step import Step, build_step, one_device, texts
-from .devices import CUDAPeaks, MPSPeaks, cuda_context_bytes, pick_device
+from ..step.ranks import check_one_device
+from ..step.step import Step, build_step, texts
+from .devices import Peaks, cuda_context_bytes, pick_device
 from .memory_limit import available_memory, is_out_of_memory, least_bytes, limited_to_available
 
 CPU_NOTE = (
@@ -42,7 +43,7 @@ class Figures:
     """What one run yielded before it ended or ran out of memory."""
 
     recorder: Recorder
-    peaks: CUDAPeaks | MPSPeaks | None
+    peaks: Peaks | None
     baseline: int = 0
     context: int | None = None
     flops: int | None = None
@@ -59,7 +60,7 @@ def measured(
     """Return the report of `llmlab.measure`."""
     spec = find_model(model)
     check(spec, run)
-    one_device(run)
+    check_one_device(run)
     check_counts(repeats=repeats)
     picked = pick_device(device)
     if isinstance(run, Training) and run.offload:
@@ -80,12 +81,10 @@ def _take(spec: ModelSpec, run: Run, device: torch.device, repeats: int) -> Figu
         pretend.apply()
         torch._C._cuda_clearCublasWorkspaces()  # of earlier code: this run takes, and shows, its own
     _free(device)
-    peaks: CUDAPeaks | MPSPeaks | None = None  # a CPU's events tell all, and Apple's GPUs tell none
-    source: CUDAEvents | CPUEvents | None = CPUEvents() if device.type == "cpu" else None
-    if device.type == "cuda":
-        peaks, source = CUDAPeaks(device), CUDAEvents(device)
-    elif device.type == "mps":
-        peaks = MPSPeaks()
+    peaks = None if device.type == "cpu" else Peaks(device)  # a CPU's events tell all
+    source: CUDAEvents | CPUEvents | None = CUDAEvents(device) if device.type == "cuda" else None
+    if device.type == "cpu":
+        source = CPUEvents()
     figures = Figures(Recorder(source, peaks), peaks)
     if device.type == "cuda":
         figures.baseline = torch.cuda.memory_allocated(device)
@@ -108,14 +107,9 @@ def _take(spec: ModelSpec, run: Run, device: torch.device, repeats: int) -> Figu
 def _steps(spec: ModelSpec, run: Run, device: torch.device, repeats: int, figures: Figures) -> None:
     recorder = figures.recorder
     inputs = texts(spec, run)  # before the recording: reading the corpus is no part of the run
-    recorder.start()
-    step = recorder.step = build_step(spec, run, device, inputs, recorder.recomputing)
-    recorder.counting = False
-    figures.flops = _warm_up(step, recorder)
-    gc.collect()
-    recorder.counting = True
-    step(recorder.enter)
-    recorder.stop()
+    step, figures.flops = recorder.record(
+        lambda: build_step(spec, run, device, inputs, recorder.recomputing), lambda step: _warm_up(step, recorder)
+    )
     if device.type == "cuda":
         figures.context = cuda_context_bytes(device)
     recorder.step = None

@@ -1,6 +1,6 @@
 """Start N ranks on this machine, each a process of one gloo group, and end all of them as soon as one fails.
 
-    results = launch(function, 2, argument)      # function(argument) runs in every rank; results[rank] is what it gave
+    results = launch(function, 2, argument)   # function(argument) runs in every rank; results[rank] is what it returned
 
 The function is one of a module (a file), for a new process imports it by name; what it returns must be plain JSON.
 A rank that raises, is killed or keeps the others waiting ends the launch with `RankFailed`, which holds its traceback.
@@ -53,7 +53,7 @@ class RankFailed(RuntimeError):
 def launch(
     function: Callable[..., Any], ranks: int, *arguments: Any, patience: float = PATIENCE, limit: float | None = None
 ) -> list[Any]:
-    """Run `function(*arguments)` in `ranks` processes that share a gloo group; return what each gave, by rank.
+    """Run `function(*arguments)` in `ranks` processes that share a gloo group; return what each returned, by rank.
 
     `patience` is how long, in seconds, a rank may keep the others waiting in a collective or at the end; `limit` ends
     a launch that takes longer in all (None: no limit). In each rank torch has one thread, and RANK, LOCAL_RANK and
@@ -62,7 +62,7 @@ def launch(
     """
     work = _checked(function, ranks, arguments, patience, limit)
     _open_standard_files()
-    context = get_context("spawn")  # fork would copy torch's locks, held or not
+    context = get_context("spawn")  # fork would copy torch's locks, locked or not
     with TemporaryDirectory(prefix="llmlab-ranks-") as name:
         folder = Path(name)
         processes = [
@@ -147,7 +147,7 @@ def _rank(work: bytes, rank: int, ranks: int, folder: str, patience: float) -> N
     code = 0
     try:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
-        os.environ["OMP_NUM_THREADS"] = "1"  # else each rank's libraries start a thread a core, as they are loaded
+        os.environ["OMP_NUM_THREADS"] = "1"  # else each rank's libraries start one thread per core
         _join(rank, ranks, folder, patience)
         function, arguments = pickle.loads(work)
         result = json.dumps(function(*arguments))
@@ -190,8 +190,8 @@ def _join(rank: int, ranks: int, folder: str, patience: float) -> None:
 
 def loopback() -> dict[str, str]:
     """Return the variable that makes gloo talk within this machine; without it gloo looks up the host's name."""
-    found = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    return {"GLOO_SOCKET_IFNAME": found[0]} if found else {}
+    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    return {"GLOO_SOCKET_IFNAME": names[0]} if names else {}
 
 
 def _leave() -> None:

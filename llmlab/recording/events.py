@@ -33,7 +33,7 @@ _running: list[str] = []
 
 @contextmanager
 def exclusive(what: str) -> Iterator[None]:
-    """Raise NotAvailable where a meter or a measurement is running already: there is one recording a device."""
+    """Raise NotAvailable where a meter or a measurement is running already: there is one recording per device."""
     if _running:
         raise NotAvailable(f"{what} inside {_running[0]}: one recording at a time; end the outer one first")
     _running.append(what)
@@ -46,7 +46,7 @@ def exclusive(what: str) -> Iterator[None]:
 class CPUEvents:
     """The CPU allocator's events of the calling thread, which on a CPU also runs the backward pass.
 
-    Raises NotAvailable where another profiler is on: there is one a thread.
+    Raises NotAvailable where another profiler is on: there is one per thread.
     """
 
     def start(self) -> None:

@@ -117,7 +117,7 @@ def _part(block: Block, logits: frozenset[int], forever: bool) -> str:
 
 def _replay(changes: Sequence[Change]) -> Division:
     phases: dict[str, int] = {}
-    held: dict[str, int] = {}
+    live_bytes: dict[str, int] = {}
     total, peak, peak_phase, at_peak, peak_change = 0, -1, None, {}, -1
     points: list[tuple[int, TimelinePoint]] = []
     counted = sum(phase is not None for phase, _, _ in changes)
@@ -127,16 +127,16 @@ def _replay(changes: Sequence[Change]) -> Division:
         if block:
             assert block.part is not None  # _blocks has given every block one
             total += size
-            held[block.part] = held.get(block.part, 0) + size
+            live_bytes[block.part] = live_bytes.get(block.part, 0) + size
         if phase is None:
             continue
         phases[phase] = max(phases.get(phase, 0), total)
         if total > peak:
-            peak, peak_phase, at_peak, peak_change = total, phase, dict(held), number
+            peak, peak_phase, at_peak, peak_change = total, phase, dict(live_bytes), number
         if seen % stride == 0:
-            points.append((total, (phase, _report_parts(held))))
+            points.append((total, (phase, _report_parts(live_bytes))))
         elif total > points[-1][0]:
-            points[-1] = (total, (phase, _report_parts(held)))
+            points[-1] = (total, (phase, _report_parts(live_bytes)))
         seen += 1
     told_apart = (BUFFERS, INPUTS, GATHERED, COMMUNICATION, TEMPORARIES)
     detail = {name: at_peak[name] for name in told_apart if at_peak.get(name)}
@@ -161,9 +161,9 @@ def _alive(changes: Sequence[Change]) -> tuple[Block, ...]:
     return tuple(live.values())
 
 
-def _report_parts(held: dict[str, int]) -> dict[str, int]:
+def _report_parts(sizes_by_part: dict[str, int]) -> dict[str, int]:
     """Return the parts of a Report, those that hold something, in its order."""
     sizes = dict.fromkeys(PARTS, 0)
-    for name, size in held.items():
+    for name, size in sizes_by_part.items():
         sizes[name if name in sizes else "other"] += size
     return {name: size for name, size in sizes.items() if size}

@@ -1,4 +1,4 @@
-"""Seconds and FLOP of a step, taken without any profiler."""
+"""Seconds and FLOP of a step, without any profiler."""
 
 from __future__ import annotations
 

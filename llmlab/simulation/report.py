@@ -24,6 +24,7 @@ from ..specs.model import model as find_model
 from ..specs.run import Inference, Run, Training
 from ..step.model import pinned_attention, quantization_of
 from ..step.offload import check_offload
+from ..step.quantized import LoadOrder, one_at_a_time
 from ..step.ranks import Ranks, around_steps
 from ..step.step import build_step
 from .allocator.caching import Allocator
@@ -51,16 +52,16 @@ ROOMY = 2**50  # bytes: of a card on which nothing runs out
 INT8_NOTE = "int8 is simulated as if no activation reached the outlier threshold; each column that does takes more."
 
 
-def simulated(model: ModelLike, run: Run, gpu: GPU | str) -> Report:
-    """Return the report of `llmlab.simulate`."""
+def simulated(model: ModelLike, run: Run, gpu: GPU | str, load_order: LoadOrder = one_at_a_time) -> Report:
+    """Return the report of `llmlab.simulate`; `load_order` is that of quantized weights."""
     spec = find_model(model)
     card = None if isinstance(gpu, str) and gpu.lower() == "cpu" else find_gpu(gpu)
-    taken = recorded(spec, run, card)
+    taken = recorded(spec, run, card, load_order)
     if card is None or taken.failed is None:
         return _reported(spec, run, card, taken)
     error, place = taken.failed
     where = f"{taken.phase}, {place}: {show_bytes(error.segment - (error.capacity - error.reserved))} short"
-    roomy = recorded(spec, run, replace(card, memory=ROOMY))
+    roomy = recorded(spec, run, replace(card, memory=ROOMY), load_order)
     report = _reported(spec, run, card, roomy)
     needed = max(roomy.peak_reserved or 0, roomy.reserved_before) + card.memory - card.room(run.world_size)
     return replace(
@@ -75,11 +76,12 @@ def recorded(
     gpu: GPU | str | None,
     allocator: Callable[[int], Allocator] = Allocator,
     on_phase: Callable[[str | None], None] | None = None,
+    load_order: LoadOrder = one_at_a_time,
 ) -> StepRecording:
     """Return the simulated step itself, with its `operators`; `gpu` None is the CPU.
 
     `allocator` makes the card's, given the bytes that the driver has for it. `on_phase` is called as each phase begins,
-    with None for one that does not count, as in the step that warms up.
+    with None for one that does not count, as in the step that warms up. Quantized weights load in `load_order`.
     """
     spec, card = find_model(model), find_gpu(gpu) if gpu else None
     check(spec, run, card)
@@ -94,14 +96,14 @@ def recorded(
     with exclusive("simulate()"):
         while True:
             try:
-                return _take(spec, run, card, runs, allocator, on_phase)
+                return _take(spec, run, card, runs, allocator, on_phase, load_order)
             except Mispredicted as gap:
                 runs |= set(range(gap.since, gap.at + 1))
 
 
 def _take(
-    spec: ModelSpec, run: Run, card: GPU | None, runs: set[int],
-    allocator: Callable[[int], Allocator], on_phase: Callable[[str | None], None] | None,
+    spec: ModelSpec, run: Run, card: GPU | None, runs: set[int], allocator: Callable[[int], Allocator],
+    on_phase: Callable[[str | None], None] | None, load_order: LoadOrder,
 ) -> StepRecording:  # fmt: skip
     """Return the recording of a run; of a generation, the calls of the model numbered `runs` run, others may not."""
     gc.collect()
@@ -121,7 +123,7 @@ def _take(
         stack.enter_context(pinned_attention(run))
         with recording.watched(), engine:
             try:
-                _steps(spec, run, recording, runs, ranks)
+                _steps(spec, run, recording, runs, ranks, load_order)
             except torch.OutOfMemoryError:
                 assert engine.refused is not None
                 recording.failed = engine.refused, engine.asked
@@ -143,7 +145,9 @@ def _host() -> Iterator[Engine]:
         yield engine
 
 
-def _steps(spec: ModelSpec, run: Run, recording: StepRecording, runs: set[int], ranks: Ranks | None) -> None:
+def _steps(
+    spec: ModelSpec, run: Run, recording: StepRecording, runs: set[int], ranks: Ranks | None, load_order: LoadOrder
+) -> None:
     engine = recording.engine
     if isinstance(run, Inference):
         shapes = [(run.batch, run.prompt_len)]
@@ -152,7 +156,7 @@ def _steps(spec: ModelSpec, run: Run, recording: StepRecording, runs: set[int], 
         shapes = [(run.micro_batch, run.seq_len)] * run.accumulation
     inputs = [torch.empty(shape, dtype=torch.int64, device="meta") for shape in shapes]
     recording.enter("load")
-    step = recording.step = build_step(spec, run, engine.device, inputs, recording.recomputing, ranks)
+    step = recording.step = build_step(spec, run, engine.device, inputs, recording.recomputing, ranks, load_order)
     recording.loaded = engine.memory.allocated
     recording.counting = False
     warm_up = replace(step, run=replace(run, new_tokens=min(2, run.new_tokens))) if isinstance(run, Inference) else step

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -20,7 +20,7 @@ from ..base.errors import NotAvailable, SpecError
 from ..specs.model import ModelSpec
 from ..specs.run import Inference, LoRA, Run, Training
 from ..techniques.checkpointing import KEPT_OPERATORS
-from .quantized import QUANTIZED_BYTES, quantize_linears
+from .quantized import QUANTIZED_BYTES, LoadOrder, one_at_a_time, quantize_linears
 
 if TYPE_CHECKING:
     from peft import PeftMixedModel, PeftModel
@@ -57,18 +57,42 @@ def build_model(
     device: str | torch.device,
     recomputing: Around = nullcontext,
     shard: Callable[[nn.Module], None] | None = None,
+    load_order: LoadOrder = one_at_a_time,
 ) -> nn.Module:
     """Return the transformers model of `spec` on `device`, random weights, in train mode (eval for Inference).
 
     `recomputing` makes the context in which a checkpointed block is recomputed: measure and simulate mark it with that.
-    `shard` cuts the finished model up before it has memory.
+    `shard` cuts the finished model up before it has memory. `load_order` is that of quantized weights.
     Raises NotAvailable for a library or a kernel this machine lacks, SpecError where LoRA's targets name no layer.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     device = torch.device(device)
     _check_libraries(run, device)
-    quantization = quantization_of(run)
+    model: Any = _on_meta(spec, run)
+    if quantization := quantization_of(run):
+        compute = weight_dtype(run) if isinstance(run, Inference) else compute_dtype(run)
+        model = quantize_linears(model, quantization, compute, device, load_order)
+        vars(model.config).update(_is_quantized=True)  # as from_pretrained does: flash-attn gets config.dtype
+    if shard is None:
+        _materialize(model, device)
+    if isinstance(run, Inference):
+        return model.eval()
+    model = _prepare_for_training(model.train(), run, recomputing)
+    if shard is not None:
+        shard(model)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "DTensor random operators")  # which numbers are drawn does not matter
+            _materialize(model, device)
+    if not run.compile:
+        return model
+    compiled = torch.compile(model)
+    assert isinstance(compiled, nn.Module)  # an OptimizedModule, of which torch promises only that it can be called
+    return compiled
+
+
+def _on_meta(spec: ModelSpec, run: Run) -> PreTrainedModel:
+    """Return the model in the dtype and with the attention of `run`, on the meta device."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     # No step reads the begin and end tokens, and in a smaller vocabulary than published transformers warns of them.
     config = AutoConfig.for_model(**{**spec.config, "bos_token_id": None, "eos_token_id": None})
     config.use_cache = isinstance(run, Inference)
@@ -82,19 +106,15 @@ def build_model(
             what = f"transformers' {spec.family} has no attention={run.attention!r}"
             raise NotAvailable(f"{what}; use attention='eager'") from None
     model.loss_type = model.loss_type or "ForCausalLM"  # what transformers falls back to, with a warning
-    if quantization:
-        compute = weight_dtype(run) if isinstance(run, Inference) else compute_dtype(run)
-        model = quantize_linears(model, config, quantization, compute, device)
-        vars(model.config).update(_is_quantized=True)  # as from_pretrained does: flash-attn gets config.dtype
-    if shard is None:
-        _materialize(model, device)
-    if isinstance(run, Inference):
-        return model.eval()
-    model.train()
+    return model
+
+
+def _prepare_for_training(model: Any, run: Training, recomputing: Around) -> Model:
+    """Return the model as peft's preparation, checkpointing, Liger's kernels and adapters leave it."""
     if run.checkpointing and run.lora:
         # Or no gradient would reach the adapters through frozen embeddings; newer transformers do it by themselves.
         model.enable_input_require_grads()
-    if quantization:
+    if run.quantization:
         from peft import prepare_model_for_kbit_training
 
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
@@ -104,18 +124,7 @@ def build_model(
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
         _apply_liger_kernel_to_instance(model=model)
-    if run.lora:
-        model = _add_adapters(model, run.lora)
-    if shard is not None:
-        shard(model)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "DTensor random operators")  # which numbers are drawn does not matter
-            _materialize(model, device)
-    if not run.compile:
-        return model
-    compiled = torch.compile(model)
-    assert isinstance(compiled, nn.Module)  # an OptimizedModule, of which torch promises only that it can be called
-    return compiled
+    return _add_adapters(model, run.lora) if run.lora else model
 
 
 def _check_libraries(run: Run, device: torch.device) -> None:
@@ -193,6 +202,7 @@ def _checkpoint_blocks(model: Model, kind: str, recomputing: Around) -> None:
 def _both(outer: AbstractContextManager, inner: AbstractContextManager) -> Iterator[None]:
     with outer, inner:
         yield
+
 
 def _add_adapters(model: PreTrainedModel, lora: LoRA) -> PeftModel | PeftMixedModel:
     """Return the peft model: adapters on `lora.targets`, in fp32 whatever the frozen weights are in."""

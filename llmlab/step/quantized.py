@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,58 +14,90 @@ from ..base.errors import NotAvailable
 from ..formulas.memory.precision import NF4_BLOCK
 
 if TYPE_CHECKING:
-    from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 
 def _says_else(words: str, record: logging.LogRecord) -> bool:
     return words not in str(record.msg)
 
 
-# Said once an import, and once a product: that an optional CPU kernel is not installed, that int8 products are in fp16.
+# Said at import, and at each product: that an optional CPU kernel is not installed, that int8 products are in fp16.
 for _module, _words in (("backends.cpu.ops", "kernels-community"), ("autograd._functions", "inputs will be cast")):
     logging.getLogger(f"bitsandbytes.{_module}").addFilter(partial(_says_else, _words))
 
 
 QUANTIZED_BYTES = {"nf4": 0.5, "int8": 1.0}  # of a weight, without its scales
 HOST = torch.device("cpu")  # the simulated GPU is another device: "cpu:0"
+LoadOrder = Callable[[list[int]], Iterable[tuple[int, bool]]]  # of sizes in elements: which tensor, and whether taken
+
+
+def one_at_a_time(sizes: list[int]) -> Iterator[tuple[int, bool]]:
+    """Yield what loading does with tensors of `sizes` elements: each is read (False), then taken into the model (True).
+
+    transformers/core_model_loading.py, convert_and_load_state_dict_in_model, where it quantizes.
+    """
+    for index in range(len(sizes)):
+        yield index, False
+        yield index, True
 
 
 def quantize_linears(
-    model: PreTrainedModel, config: PreTrainedConfig, quantization: str, compute: torch.dtype, device: torch.device
-) -> PreTrainedModel:
+    model: PreTrainedModel, quantization: str, compute: torch.dtype, device: torch.device,
+    load_order: LoadOrder = one_at_a_time,
+) -> PreTrainedModel:  # fmt: skip
     """Return `model`, given on the meta device, with random weights on `device`, bitsandbytes' form in its linears.
 
     As `from_pretrained` with a BitsAndBytesConfig does it, and in its order, on which a GPU's reserved bytes depend:
     every linear but the output head; "nf4" without double quantization (Dettmers et al., arXiv 2305.14314), products in
     `compute`; "int8" with outliers above 6 kept apart (arXiv 2208.07339). What no checkpoint holds stays on meta.
+    `load_order` says when a tensor is read and when it is taken into the model, as `one_at_a_time` does.
     Raises NotAvailable for layers that bitsandbytes has no NF4 products for on a CPU.
     """
     import bitsandbytes as bnb
-    from transformers.core_model_loading import dot_natural_key
+    from transformers import BitsAndBytesConfig
     from transformers.integrations import bitsandbytes as integration
 
-    head = model.get_output_embeddings()
-    skip = [name for name, module in model.named_modules() if module is head]
-    wanted = _settings(quantization, compute)
-    model = integration.replace_with_bnb_linear(model, modules_to_not_convert=skip, quantization_config=wanted)
+    output = model.get_output_embeddings()
+    head = [name for name, module in model.named_modules() if module is output]
+    wanted = BitsAndBytesConfig(
+        load_in_4bit=quantization == "nf4", load_in_8bit=quantization == "int8",
+        bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute,
+    )  # fmt: skip
+    model = integration.replace_with_bnb_linear(model, modules_to_not_convert=head, quantization_config=wanted)
     kinds = (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)
     linears = {f"{name}.weight": each for name, each in model.named_modules() if isinstance(each, kinds)}
     if quantization == "nf4" and device == HOST:
         _check_blocks(linears.values())
-    convert = (integration.Bnb4bitQuantize if quantization == "nf4" else integration.Bnb8bitQuantize)(None).convert
-    std = getattr(config, "initializer_range", None) or 0.02
-    tied = {f"{name}.weight" for name in skip} if getattr(config, "tie_word_embeddings", False) else set()
+    tied = {f"{name}.weight" for name in head} if getattr(model.config, "tie_word_embeddings", False) else set()
     stored = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     if device != HOST:
         bits = {name: QUANTIZED_BYTES[quantization] for name in linears}
         _warm_up(sum(each.numel() * bits.get(name, each.element_size()) for name, each in stored.items()), device)
+    convert = (integration.Bnb4bitQuantize if quantization == "nf4" else integration.Bnb8bitQuantize)(None).convert
+    _load(model, linears, stored, convert, compute, device, load_order)
+    for linear in linears.values():
+        if linear.bias is not None:
+            nn.init.zeros_(linear.bias)
+    setattr(model, "is_loaded_in_4bit" if quantization == "nf4" else "is_loaded_in_8bit", True)  # peft looks here
+    return model
+
+
+def _load(
+    model: PreTrainedModel, linears: dict[str, Any], stored: dict[str, torch.Tensor], convert: Callable[..., Any],
+    compute: torch.dtype, device: torch.device, load_order: LoadOrder,
+) -> None:  # fmt: skip
+    """Put the tensors that a checkpoint has `stored` into the model, `linears` by `convert`, in this order."""
+    from transformers.core_model_loading import dot_natural_key
+
+    std = getattr(model.config, "initializer_range", None) or 0.02
     names = sorted(stored, key=dot_natural_key)
     read: dict[int, torch.Tensor] = {}
-    for index, done in one_at_a_time([stored[name].numel() for name in names]):
+    for index, done in load_order([stored[name].numel() for name in names]):
         name = names[index]
         place, _, own = name.rpartition(".")
-        owner, shape = model.get_submodule(place), stored[name].shape
+        owner: Any = model.get_submodule(place)
         if not done:
+            shape = stored[name].shape
             if name in linears and owner.source_cls is not nn.Linear:  # Conv1D, whose checkpoint holds (in, out)
                 shape = shape[::-1]
             dtype = compute if name in linears else stored[name].dtype
@@ -78,35 +110,8 @@ def quantize_linears(
             read[index].normal_(std=std)
             owner.weight = convert({name: [read[index]]}, full_layer_name=name, model=model)[name]
             del read[index]  # before the next one is read
-            made: Any
             for made in (owner, owner.weight):
                 made._is_hf_initialized = True  # or initialize_weights would draw into the quantized bytes
-    for owner in linears.values():
-        if owner.bias is not None:
-            nn.init.zeros_(owner.bias)
-    setattr(model, "is_loaded_in_4bit" if quantization == "nf4" else "is_loaded_in_8bit", True)  # peft looks here
-    return model
-
-
-def _settings(quantization: str, compute: torch.dtype) -> BitsAndBytesConfig:
-    from transformers import BitsAndBytesConfig
-
-    return BitsAndBytesConfig(
-        load_in_4bit=quantization == "nf4",
-        load_in_8bit=quantization == "int8",
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_compute_dtype=compute,
-    )
-
-
-def one_at_a_time(sizes: list[int]) -> Iterator[tuple[int, bool]]:
-    """Yield what loading does with tensors of `sizes` elements: each is read (False), then taken into the model (True).
-
-    transformers/core_model_loading.py, convert_and_load_state_dict_in_model, where it quantizes.
-    """
-    for index in range(len(sizes)):
-        yield index, False
-        yield index, True
 
 
 def _check_blocks(linears: Iterable[nn.Linear]) -> None:

@@ -52,6 +52,15 @@ def join(run: Training, fake: bool = False) -> Ranks:
     return Ranks(init_device_mesh("cpu", (run.dp, run.tp), mesh_dim_names=("dp", "tp")), fake)
 
 
+def check_one_device(run: Run) -> None:
+    """Raise NotAvailable where `run` asks for what a single device cannot do; ZeRO with dp=1 cuts nothing."""
+    degrees = {name: getattr(run, name, 1) for name in ("dp", "tp", "pp", "cp", "ep")}
+    asked = [f"{name}={degree}" for name, degree in degrees.items() if degree > 1]
+    if asked:
+        asked += [f"zero={stage}"] if (stage := getattr(run, "zero", 0)) else []
+        raise NotAvailable(f"measure runs one device; {', '.join(asked)} needs several: see lab.estimate")
+
+
 def check_ranks(spec: ModelSpec, run: Run, verb: str) -> None:
     """Raise NotAvailable for what these engines do not do, SpecError for what does not divide; `verb` is who asks."""
     see = f"{verb} has no"

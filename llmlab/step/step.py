@@ -26,10 +26,12 @@ from ..techniques.offload import Offloaded
 from .model import DTYPES, Around, build_model, compute_dtype, weight_dtype
 from .offload import offloaded
 from .optimizer import MasterWeights, build_optimizer
+from .quantized import LoadOrder, one_at_a_time
 from .ranks import (
     LocalShards,
     Ranks,
     as_built,
+    check_one_device,
     data_parallel,
     is_sharded,
     local,
@@ -39,7 +41,7 @@ from .ranks import (
     zero_optimizer,
 )
 
-__all__ = ["Step", "build_step", "generate", "one_device", "texts", "training_step"]
+__all__ = ["Step", "build_step", "generate", "texts", "training_step"]
 
 Enter = Callable[..., None]
 NARROW = ("fp8", "int8", "int4")  # of a KV cache beside wider weights
@@ -76,20 +78,19 @@ class Step:
         """Return the tensors that live across phases, by part; "buffers" are the model's, "inputs" the token ids."""
         parameters = self.parameters or list(self.model.parameters())
         stepped = [p for group in self.optimizer.param_groups for p in group["params"]] if self.optimizer else []
-        found = {
+        parts = {
             "weights": parameters + _quantization_tensors(self.model),
             "buffers": list(self.model.buffers()),
             "gradients": [p.grad for p in [*parameters, *stepped] if p.grad is not None],
             "optimizer": [master for _, master in self.masters.pairs] if self.masters else [],
-            "kv_cache": [],
+            "kv_cache": list(_tensors_in(self.cache)),
             "inputs": self.inputs,
         }
         if self.optimizer:
-            held = getattr(self.optimizer, "optim", self.optimizer)  # ZeroRedundancyOptimizer's own one
-            states = [value for state in held.state.values() for value in state.values()]
-            found["optimizer"] += [value for value in states if isinstance(value, Tensor)]
-        found["kv_cache"] = list(_tensors_in(self.cache))
-        return {part: [local(tensor) for tensor in tensors] for part, tensors in found.items()}
+            inner = getattr(self.optimizer, "optim", self.optimizer)  # ZeroRedundancyOptimizer's own one
+            states = [value for state in inner.state.values() for value in state.values()]
+            parts["optimizer"] += [value for value in states if isinstance(value, Tensor)]
+        return {part: [local(tensor) for tensor in tensors] for part, tensors in parts.items()}
 
 
 def _tensors_in(cache: Any) -> Iterator[Tensor]:
@@ -114,17 +115,8 @@ def _quantization_tensors(model: nn.Module) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
-def one_device(run: Run) -> None:
-    """Raise NotAvailable where `run` asks for what a single device cannot do; ZeRO with dp=1 cuts nothing."""
-    degrees = {name: getattr(run, name, 1) for name in ("dp", "tp", "pp", "cp", "ep")}
-    asked = [f"{name}={degree}" for name, degree in degrees.items() if degree > 1]
-    if asked:
-        asked += [f"zero={stage}"] if (stage := getattr(run, "zero", 0)) else []
-        raise NotAvailable(f"measure runs one device; {', '.join(asked)} needs several: see lab.estimate")
-
-
 def texts(spec: ModelSpec, run: Run) -> list[Tensor]:
-    """Return the real text of one step as token ids on the CPU: a (B, T) tensor a micro-batch, or the prompts'."""
+    """Return the real text of one step as token ids on the CPU: a (B, T) tensor per micro-batch, or the prompts'."""
     if isinstance(run, Inference):
         return [batch(spec.vocab, run.batch, run.prompt_len)]
     return [batch(spec.vocab, run.micro_batch, run.seq_len, seed=i) for i in range(run.accumulation)]
@@ -137,53 +129,65 @@ def build_step(
     inputs: list[Tensor],
     recomputing: Around = nullcontext,
     ranks: Ranks | None = None,
+    load_order: LoadOrder = one_at_a_time,
 ) -> Step:
     """Return the step of `run` on `device`: random weights, and copies of `inputs`, which `texts` gives.
 
     `recomputing` makes the context in which a checkpointed block is recomputed. With `ranks` the step is that of one of
-    them. Raises NotAvailable for what one device, or this machine's libraries, cannot do.
+    them. `load_order` is that of quantized weights. Raises NotAvailable for what one device, or this machine's
+    libraries, cannot do.
     """
     if ranks is None:
-        one_device(run)
+        check_one_device(run)
     device = torch.device(device)
     if isinstance(run, Inference):
-        if run.kv in NARROW and spec.window_layers:
-            raise NotAvailable(f"kv={run.kv!r} with a sliding window: transformers has no such cache; see lab.estimate")
-        if run.kv not in NARROW and DTYPES[run.kv] != weight_dtype(run):
-            kept = next(name for name, dtype in DTYPES.items() if dtype == weight_dtype(run))
-            raise NotAvailable(
-                f"kv={run.kv!r} with weights={run.weights!r}: transformers' cache would hold {kept}; give kv={kept!r}"
-            )
-        model = build_model(spec, run, device)
+        _check_cache(spec, run)
+        model = build_model(spec, run, device, load_order=load_order)
         return Step(run, device, model, [ids.to(device, copy=True) for ids in inputs])
     cut = partial(shard, run=run, ranks=ranks) if ranks and (is_sharded(run) or run.tp > 1) else None
-    model = build_model(spec, as_built(run), device, recomputing, cut)
-    parameters = list(model.parameters())
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    model = build_model(spec, as_built(run), device, recomputing, cut, load_order)
+    step = Step(run, device, model, [], parameters=list(model.parameters()) if ranks else None)
+    if not run.offload:
+        _add_optimizer(step, run, ranks)
+    step.inputs = [ids.to(device, copy=True) for ids in inputs]
     if run.offload:
-        return Step(run, device, model, [ids.to(device, copy=True) for ids in inputs], offload=offloaded(run, trained))
-    shards = LocalShards(trained) if ranks and steps_locally(run, ranks) else None
-    if shards:
-        trained = shards.parameters
-    masters = MasterWeights(trained) if run.precision.startswith("mixed") and not is_sharded(run) else None
-    # Master copies are stepped by a fused kernel, as in DeepSpeed and Megatron-LM.
-    stepped = masters.parameters if masters else trained
+        step.offload = offloaded(run, [parameter for parameter in model.parameters() if parameter.requires_grad])
+    return step
+
+
+def _check_cache(spec: ModelSpec, run: Inference) -> None:
+    """Raise NotAvailable for a KV cache that transformers would hold in another dtype, or not at all."""
+    if run.kv in NARROW and spec.window_layers:
+        raise NotAvailable(f"kv={run.kv!r} with a sliding window: transformers has no such cache; see lab.estimate")
+    if run.kv not in NARROW and DTYPES[run.kv] != weight_dtype(run):
+        kept = next(name for name, dtype in DTYPES.items() if dtype == weight_dtype(run))
+        raise NotAvailable(
+            f"kv={run.kv!r} with weights={run.weights!r}: transformers' cache would hold {kept}; give kv={kept!r}"
+        )
+
+
+def _add_optimizer(step: Step, run: Training, ranks: Ranks | None) -> None:
+    """Give the step its optimizer, with master weights and a loss scaler where the run has them; wrap it for DDP."""
+    stepped = [parameter for parameter in step.model.parameters() if parameter.requires_grad]
+    if ranks and steps_locally(run, ranks):
+        step.shards = LocalShards(stepped)
+        stepped = step.shards.parameters
+    if run.precision.startswith("mixed") and not is_sharded(run):
+        step.masters = MasterWeights(stepped)
+        stepped = step.masters.parameters
     if ranks and run.zero == 1:
-        optimizer = zero_optimizer(run.optimizer, stepped, ranks)
+        step.optimizer = zero_optimizer(run.optimizer, stepped, ranks)
     else:
-        optimizer = build_optimizer(run.optimizer, stepped, fused=True if masters else None)
+        # Master copies are stepped by a fused kernel, as in DeepSpeed and Megatron-LM.
+        step.optimizer = build_optimizer(run.optimizer, stepped, fused=True if step.masters else None)
     if ranks:
-        model = data_parallel(model, run, ranks)
-    scaler = torch.amp.GradScaler(device.type) if run.precision in ("autocast-fp16", "mixed-fp16") else None
-    copies = [ids.to(device, copy=True) for ids in inputs]
-    return Step(
-        run, device, model, copies,
-        optimizer=optimizer, masters=masters, shards=shards, parameters=parameters if ranks else None, scaler=scaler,
-    )  # fmt: skip
+        step.model = data_parallel(step.model, run, ranks)
+    if run.precision in ("autocast-fp16", "mixed-fp16"):
+        step.scaler = torch.amp.GradScaler(step.device.type)
 
 
 def training_step(step: Step, enter: Enter = ignore) -> None:
-    """Run one optimizer step: forward and backward a micro-batch at a time, then the update.
+    """Run one optimizer step: forward and backward one micro-batch at a time, then the update.
 
     The labels are the inputs: the model shifts them by one. `output`, and with it the logits, lives on through
     backward and the update, as it does in a training loop that names it.

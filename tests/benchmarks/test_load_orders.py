@@ -1,11 +1,14 @@
 """A step's requests made again in another order of loading are those of a simulation that loads in that order."""
 
+from functools import partial
+
 import pytest
 from load_orders import requests_of
-from past_releases import loaded_by_threads, read_ahead
+from past_releases import cache_kept_by_peft, read_ahead
 
 import llmlab as lab
 from llmlab.base.errors import NotAvailable
+from llmlab.simulation.report import simulated
 from llmlab.step.quantized import one_at_a_time
 
 pytest.importorskip("bitsandbytes")
@@ -28,12 +31,14 @@ def test_in_the_order_of_the_simulation_the_peaks_are_its_own():
 
 
 def test_in_the_orders_of_threads_the_peaks_are_those_of_simulations_that_load_so():
-    with loaded_by_threads(0):
+    with cache_kept_by_peft():
         requests = requests_of(LLAMA, RUN, "T4")
-    found = [requests.in_order(read_ahead(requests.sizes, seed)) for seed in range(4)]
-    for seed, each in enumerate(found):
-        with loaded_by_threads(seed):
-            assert tuple(each) == peaks(lab.simulate(LLAMA, RUN, "T4"))
+        asked_as_threads_load = requests_of(LLAMA, RUN, "T4", load_order=partial(read_ahead, seed=0))
+        found = [requests.in_order(read_ahead(requests.sizes, seed)) for seed in range(4)]
+        for seed, each in enumerate(found):
+            order = partial(read_ahead, seed=seed)
+            assert tuple(each) == peaks(simulated(LLAMA, RUN, "T4", load_order=order))
+            assert asked_as_threads_load.in_order(order(requests.sizes)) == each
     assert len({each.reserved for each in found}) > 1  # the order tells
 
 
@@ -61,5 +66,5 @@ def test_a_card_without_cuda_is_refused_as_by_simulate():
 def test_among_the_requests_are_the_reset_of_the_peaks_and_pefts_emptied_cache():
     asked = [what for what, _ in requests_of(LLAMA, RUN, "T4").after]
     assert asked.count("reset_peak") == 1 and asked.count("empty_cache") == 1
-    with loaded_by_threads(0):
+    with cache_kept_by_peft():
         assert "empty_cache" not in [what for what, _ in requests_of(LLAMA, RUN, "T4").after]

@@ -4,11 +4,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from past_releases import FAMILIES, WORKERS, loaded_by_threads, read_ahead, rotary_products
+from past_releases import FAMILIES, WORKERS, read_ahead, rotary_products
 
 import llmlab as lab
 from llmlab.base.units import MiB
-from llmlab.step import quantized as step_quantized
 
 TINY_LLAMA = "TinyLlama/TinyLlama-1.1B-Chat-v1.0"
 
@@ -49,11 +48,3 @@ def test_threads_read_in_order_and_ahead_of_what_is_taken_in(sizes, seed):
     assert all(order.index((index, False)) < order.index((index, True)) for index in everything)
     assert not any(done for _, done in order[: min(WORKERS, len(sizes))])
     assert order == list(read_ahead(sizes, seed))
-
-
-def test_a_draw_of_the_threads_holds_for_its_block():
-    before = step_quantized.one_at_a_time
-    with loaded_by_threads(3):
-        assert list(step_quantized.one_at_a_time([5, 10**7, 8, 9, 4])) == list(read_ahead([5, 10**7, 8, 9, 4], 3))
-    assert step_quantized.one_at_a_time is before
-    assert list(before([5, 6])) == [(0, False), (0, True), (1, False), (1, True)]

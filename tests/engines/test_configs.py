@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import llmlab as lab
 from llmlab.base.errors import SpecError
-from llmlab.experiments.train import tiny_gpt
+from llmlab.experiments.job import tiny_gpt
 from llmlab.ranks.launch import launch
 from llmlab.techniques.training_loop import next_token_loss
 

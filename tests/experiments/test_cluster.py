@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from llmlab.base.errors import NotAvailable, SpecError
 from llmlab.experiments import checkpoints, launchers
-from llmlab.experiments.cluster import Job, Place, main, place, train
+from llmlab.experiments.cluster import Place, Saving, main, make_job, place, train
 from llmlab.ranks.launch import launch
 from llmlab.techniques.resume import SEQUENCES_OF_THE_TEXT, Order, last_whole
 
@@ -64,7 +64,7 @@ def test_a_wrong_environment_is_refused_before_anything_is_joined(said, words, m
 
 @given(ranks=st.sampled_from([1, 2, 4, 8, 16, 32]), micro_batch=st.sampled_from([1, 2, 4]))
 def test_the_batch_is_the_same_on_any_number_of_ranks(ranks, micro_batch):
-    run = Job(sequences=128, micro_batch=micro_batch).run(ranks)
+    run = make_job(ranks, sequences=128, micro_batch=micro_batch).run
     assert run.global_batch == 128 and run.world_size == ranks
     if ranks > 1:
         config = run.to_deepspeed()
@@ -78,13 +78,19 @@ def test_the_batch_is_the_same_on_any_number_of_ranks(ranks, micro_batch):
     [
         ({}, 8, "sequences=8 are not a multiple of micro_batch=2 × 8 ranks"),
         ({"steps": 0}, 1, "steps=0"),
-        ({"save_every": True}, 1, "save_every=True"),
-        ({"kill": "1"}, 1, "kill='1' is not RANK:STEP"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(wrong, ranks, words):
     with pytest.raises(SpecError, match=re.escape(words)):
-        Job(**wrong).run(ranks)
+        make_job(ranks, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"), [({"every": True}, "save_every=True"), ({"kill": "1"}, "kill='1' is not RANK:STEP")]
+)
+def test_what_cannot_be_saved_is_refused(wrong, words):
+    with pytest.raises(SpecError, match=re.escape(words)):
+        Saving(**wrong)
 
 
 def test_an_epoch_has_each_sequence_once_in_an_order_of_its_own():
@@ -102,11 +108,11 @@ def test_an_epoch_has_each_sequence_once_in_an_order_of_its_own():
 ALL = ("model", "optimizer", "schedule", "order", "generators")
 
 
-def alone(job, leave_out=()):
+def alone(saving, **options):
     """Train in this process, on one rank; return the losses."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        return train(job, Place(), torch.device("cpu"), leave_out)["losses"]
+        return train(make_job(1), Place(), torch.device("cpu"), saving, **options)["losses"]
     finally:
         dist.destroy_process_group()
 
@@ -115,9 +121,9 @@ def in_two_ranks(folder):
     """Run in each rank: whole runs with and without dropout, one resumed from one rank's checkpoint, and accidents."""
     here, cpu, folder = place(), torch.device("cpu"), Path(folder)
     return {
-        "whole": train(Job(), here, cpu)["losses"],
-        "without dropout": train(Job(dropout=0.0, folder=str(folder / "two")), here, cpu)["losses"],
-        "grown": train(Job(dropout=0.0, folder=str(folder / "one")), here, cpu),
+        "whole": train(make_job(2), here, cpu)["losses"],
+        "without dropout": train(make_job(2), here, cpu, Saving(str(folder / "two")), dropout=0.0)["losses"],
+        "grown": train(make_job(2), here, cpu, Saving(str(folder / "one")), dropout=0.0),
         "accidents": checkpoints.chapter(str(folder)),
     }
 
@@ -130,7 +136,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def one(folder):
     """Losses of one rank; its folder then has the checkpoint after 4 steps alone."""
-    return alone(Job(dropout=0.0, folder=str(folder / "one"))), forget(folder / "one")
+    return alone(Saving(str(folder / "one")), dropout=0.0), forget(folder / "one")
 
 
 @pytest.fixture(scope="module")
@@ -146,19 +152,19 @@ def forget(folder):
 
 @pytest.mark.parametrize("part", ALL)
 def test_without_any_one_part_the_run_goes_on_otherwise(part, tmp_path):
-    job = Job(folder=str(tmp_path))
-    whole = alone(job)
+    saving = Saving(str(tmp_path))
+    whole = alone(saving)
     forget(tmp_path)
-    resumed = alone(job, (part,))
+    resumed = alone(saving, leave_out=(part,))
     assert resumed[:4] == whole[:4], "those are in the checkpoint"
     assert resumed[4:] != whole[4:]
 
 
 def test_with_all_parts_it_goes_on_bit_for_bit(tmp_path):
-    job = Job(folder=str(tmp_path))
-    whole = alone(job)
+    saving = Saving(str(tmp_path))
+    whole = alone(saving)
     forget(tmp_path)
-    assert alone(job) == whole
+    assert alone(saving) == whole
 
 
 def test_on_more_ranks_than_saved(one, two):
@@ -169,7 +175,7 @@ def test_on_more_ranks_than_saved(one, two):
 
 def test_on_fewer_ranks_than_saved(two, folder):
     forget(folder / "two")
-    losses = alone(Job(dropout=0.0, folder=str(folder / "two")))
+    losses = alone(Saving(str(folder / "two")), dropout=0.0)
     assert losses[:4] == two["without dropout"][:4]
     assert losses == pytest.approx(two["without dropout"], abs=1e-5)
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from llmlab.base.errors import SpecError
-from llmlab.experiments.experts import Job, build, layers_of, main, seen, trained
+from llmlab.experiments.experts import build, layers_of, main, seen, trained
 
 
 @pytest.fixture(scope="module")
 def models(one_thread):
-    return {balance: trained(Job(balance=balance, steps=100)) for balance in (0.0, 0.03)}
+    return {balance: trained(balance=balance, steps=100) for balance in (0.0, 0.03)}
 
 
 def test_the_balancing_loss_evens_the_load_and_costs_little(models):
@@ -31,7 +31,7 @@ def test_less_capacity_drops_more_and_costs_more(models):
 
 
 def test_seeing_leaves_the_model_as_it_was():
-    whole = build(Job(factor=1.5))
+    whole = build(factor=1.5)
     before = [p.clone() for p in whole.parameters()]
     assert seen(whole, 0.5, batches=1).dropped > 0.4
     assert all(torch.equal(a, b) for a, b in zip(before, whole.parameters(), strict=True))
@@ -45,4 +45,4 @@ def test_the_command_line(capsys):
         main(["--k", "9"])
     assert left.value.code == 2 and "give 1 to 8" in capsys.readouterr().err
     with pytest.raises(SpecError, match="balance=-1"):
-        Job(balance=-1)
+        trained(balance=-1)

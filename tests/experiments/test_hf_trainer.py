@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from llmlab.experiments.hf_trainer import train
+from llmlab.experiments.job import tiny_gpt
 from llmlab.experiments.launchers import free_port
-from llmlab.experiments.train import tiny_gpt
 from llmlab.ranks.launch import launch
 
 pytest.importorskip("deepspeed", reason="the distributed extra")

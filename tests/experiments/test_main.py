@@ -2,10 +2,10 @@
 
 import pytest
 
-from llmlab.experiments.__main__ import NAMES, main
+from llmlab.experiments.__main__ import MODULES, main
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MODULES)
 def test_each_name_has_a_program_that_says_its_options(name, capsys):
     with pytest.raises(SystemExit) as done:
         main([name, "--help"])

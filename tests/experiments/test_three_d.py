@@ -5,26 +5,28 @@ import json
 import pytest
 
 from llmlab.base.errors import SpecError
-from llmlab.experiments import three_d, train_split
+from llmlab.experiments.job import Job, tiny_llama
+from llmlab.experiments.train import check, main, make_job, run_job, train
 from llmlab.ranks.launch import launch
+from llmlab.specs.run import Training
 
 STEPS = 5
 
 
 def of_all(jobs):
-    return [three_d.train(job) for job in jobs]
+    return [train(job) for job in jobs]
 
 
 @pytest.fixture(scope="module")
 def alone():
-    return train_split.run_job(train_split.Job(ranks=1, steps=STEPS))
+    return run_job(Job("tensor_parallel", Training(micro_batch=8, seq_len=64), steps=STEPS))
 
 
 @pytest.fixture(scope="module")
 def meshes():
     """One launch of four ranks for all meshes: starting processes is what takes long."""
     jobs = {
-        (tp, pp): three_d.Job(ranks=4, tp=tp, pp=pp, micro_batches=2, steps=STEPS)
+        (tp, pp): make_job("three_d", 4, 8, tp=tp, pp=pp, micro_batches=2, steps=STEPS)
         for tp, pp in ((2, 2), (2, 1), (1, 2), (1, 1), (1, 4))
     }
     ranks = launch(of_all, 4, list(jobs.values()))
@@ -40,7 +42,6 @@ def test_losses_are_those_of_one_process(meshes, alone):
 
 
 def test_places_are_megatrons(meshes):
-    from llmlab import Training
     from llmlab.specs.mesh import coordinates
 
     for (tp, pp), ranks in meshes.items():
@@ -51,7 +52,7 @@ def test_places_are_megatrons(meshes):
 
 
 def test_ranks_hold_their_share(meshes):
-    spec = train_split.tiny_llama()
+    spec = tiny_llama()
     norms = 2 * spec.layers * spec.hidden + spec.hidden
     whole = 4 * spec.parameters
     for (tp, pp), ranks in meshes.items():
@@ -73,14 +74,19 @@ def test_ranks_hold_their_share(meshes):
 )
 def test_what_cannot_be_a_mesh_is_refused_before_any_process_starts(changes, words):
     with pytest.raises(SpecError, match=words):
-        three_d.Job(**changes)
+        check(
+            make_job(
+                **{"experiment": "three_d", "ranks": 4, "sequences": 8, "micro_batches": 4, "tp": 2, "pp": 2, **changes}
+            )
+        )
 
 
 def test_the_command_line(capsys):
-    three_d.main(["--ranks", "3", "--tp", "1", "--pp", "3", "--steps", "1", "--json"])  # stages of 1, 2 and 1 layers
+    # Stages of 1, 2 and 1 layers.
+    main(["--ranks", "3", "--tp", "1", "--pp", "3", "--steps", "1", "--json"], "three_d")
     found = json.loads(capsys.readouterr().out)
     assert found["mesh"] == {"pp": 3, "dp": 1, "tp": 1} and len(found["losses"]) == 1
     assert found["bytes"][1]["parameters"] > found["bytes"][0]["parameters"]
     with pytest.raises(SystemExit) as left:
-        three_d.main(["--ranks", "3"])
+        main(["--ranks", "3"], "three_d")
     assert left.value.code == 2 and "multiple of 4" in capsys.readouterr().err

@@ -7,10 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import llmlab as lab
 from llmlab.base.errors import SpecError
 from llmlab.experiments import train
 from llmlab.experiments.data_parallel import every_method, new_gpt, train_wrongly
-from llmlab.experiments.train import Job, main
+from llmlab.experiments.job import Job
+from llmlab.experiments.train import check, main, make_job
 from llmlab.formulas.time.communication import bytes_sent
 from llmlab.ranks.launch import launch
 from llmlab.techniques.collectives import run_all
@@ -212,7 +214,7 @@ def test_mistakes_raise_instead_of_hanging(two):
 
 
 def test_the_program_trains(capsys):
-    main("data_parallel", ["--ranks", "2", "--steps", "3", "--method", "naive", "--json"])
+    main(["--ranks", "2", "--steps", "3", "--method", "naive", "--json"], "data_parallel")
     found = json.loads(capsys.readouterr().out)
     assert len(found["losses"]) == 3 and found["losses"][2] < found["losses"][0]
     assert found["bytes"][0] == found["bytes"][1] == found["formula"]
@@ -225,19 +227,28 @@ def test_the_program_trains(capsys):
         ({"ranks": 5}, "ranks=5 does not divide sequences=12"),
         ({"method": "magic"}, "method='magic'"),
         ({"engine": "horovod"}, "engine='horovod' is not one of scratch, ddp, fsdp, deepspeed"),
-        ({"engine": "ddp", "stage": 2}, "give one of its stages, 0"),
-        ({"stage": 4}, "stage=4"),
+        ({"stage": 4}, "zero=4 is not one of 0, 1, 2, 3"),
         ({"stage": 1, "ranks": 1}, "nothing to share"),
-        ({"seq_len": 65}, "seq_len=65"),
     ],
 )
 def test_a_job_that_cannot_run_is_refused(arguments, named):
     with pytest.raises(SpecError, match=named):
-        Job(**arguments)
+        check(make_job(**{"experiment": "zero", "ranks": 2, "sequences": 12, **arguments}))
+
+
+def test_a_stage_that_its_engine_does_not_have_is_refused():
+    with pytest.raises(SpecError, match="stage=2 with engine='ddp': give one of its stages, 0"):
+        check(Job("zero", lab.Training(seq_len=64, dp=2, zero=2), "ddp"))
+
+
+@pytest.mark.parametrize("seq_len", [1, 65])
+def test_a_sequence_that_the_model_has_no_positions_for_is_refused(seq_len):
+    with pytest.raises(SpecError, match=f"seq_len={seq_len} is outside"):
+        Job("zero", lab.Training(seq_len=seq_len))
 
 
 def test_the_program_answers_a_bad_value_in_one_line(capsys, monkeypatch):
     monkeypatch.setattr(train, "launch", None)  # no process is started
     with pytest.raises(SystemExit) as ended:
-        main("data_parallel", ["--ranks", "5"])
+        main(["--ranks", "5"], "data_parallel")
     assert ended.value.code == 2 and capsys.readouterr().err.count("\n") == 1

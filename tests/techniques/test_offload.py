@@ -13,9 +13,10 @@ from torch import nn
 import llmlab as lab
 from llmlab.architectures.gpt import GPT
 from llmlab.base.errors import NotAvailable, SpecError
+from llmlab.experiments.cpu_adam import cpu_adam, cpu_adam_is_compiled
 from llmlab.experiments.engines import ADAMW, quiet_deepspeed
-from llmlab.experiments.offload import Job, cpu_adam, cpu_adam_is_compiled, main, run, with_deepspeed
-from llmlab.experiments.train import tiny_gpt
+from llmlab.experiments.job import tiny_gpt
+from llmlab.experiments.offload import main, make_job, run_job, with_deepspeed
 from llmlab.ranks.launch import launch
 from llmlab.step.optimizer import MasterWeights
 from llmlab.techniques.data_parallel import buckets
@@ -207,9 +208,9 @@ def test_a_compilation_that_was_killed_is_said_not_waited_for(tmp_path, monkeypa
 
 def test_deepspeed_offloads_what_the_training_says_and_gives_the_same_losses():
     pytest.importorskip("deepspeed", reason="the distributed extra")
-    job = Job(engine="deepspeed", steps=STEPS, accumulation=2)
+    job = make_job("deepspeed", steps=STEPS, accumulation=2)
     ranks = launch(with_deepspeed, 2, job, patience=120)
-    plain = run(Job(engine="torch", steps=STEPS, accumulation=2))
+    plain = run_job(make_job("torch", steps=STEPS, accumulation=2))
     for rank in ranks:
         assert max(abs(a - b) for a, b in zip(rank["losses"], plain["losses"], strict=True)) < 2e-5
         assert rank["stage"] == 3 and rank["offloads"] == {"offload_param": "cpu", "offload_optimizer": "cpu"}

@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 
 from llmlab.architectures.llama import Llama
 from llmlab.base.errors import SpecError
-from llmlab.experiments.train_split import Job, tiny_llama, train
+from llmlab.experiments.job import Job, tiny_llama
+from llmlab.experiments.train import check, make_job, train
 from llmlab.ranks.launch import RankFailed, launch
+from llmlab.specs.run import Training
 from llmlab.techniques import pipeline
 from llmlab.techniques.pipeline_schedules import (
     SCHEDULES,
@@ -24,13 +26,14 @@ from llmlab.techniques.pipeline_schedules import (
 from llmlab.techniques.training_loop import next_token_loss
 
 STEPS = 3
+TWO_STAGES = Training(micro_batch=2, seq_len=64, accumulation=4, pp=2)
 JOBS = {
-    "gpipe": Job("pipeline", steps=STEPS, schedule="gpipe"),
-    "1f1b": Job("pipeline", steps=STEPS),
-    "interleaved": Job("pipeline", steps=STEPS, schedule="interleaved", virtual_stages=2),
-    "zero-bubble": Job("pipeline", steps=STEPS, schedule="zero-bubble"),
-    "torch 1f1b": Job("pipeline", steps=STEPS, engine="torch"),
-    "torch zero-bubble": Job("pipeline", steps=STEPS, engine="torch", schedule="zero-bubble"),
+    "gpipe": Job("pipeline", TWO_STAGES, steps=STEPS, schedule="gpipe"),
+    "1f1b": Job("pipeline", TWO_STAGES, steps=STEPS),
+    "interleaved": Job("pipeline", TWO_STAGES, steps=STEPS, schedule="interleaved", virtual_stages=2),
+    "zero-bubble": Job("pipeline", TWO_STAGES, steps=STEPS, schedule="zero-bubble"),
+    "torch 1f1b": Job("pipeline", TWO_STAGES, "torch", steps=STEPS),
+    "torch zero-bubble": Job("pipeline", TWO_STAGES, "torch", steps=STEPS, schedule="zero-bubble"),
 }
 
 
@@ -64,7 +67,7 @@ def ranks():
 
 @pytest.fixture(scope="module")
 def one():
-    return launch(train, 1, Job(ranks=1, steps=STEPS))[0]
+    return launch(train, 1, Job("tensor_parallel", Training(micro_batch=8, seq_len=64), steps=STEPS))[0]
 
 
 # ---- schedules
@@ -169,14 +172,14 @@ def test_each_rank_holds_its_stages_and_no_more(ranks, name):
         ({"ranks": 5}, "pp=5 leaves a stage without any of .* 4 layers; give pp=3 at most, or pp=4"),
         (
             {"ranks": 4, "schedule": "interleaved", "virtual_stages": 2},
-            "ranks=4 × virtual_stages=2: pp=8 leaves a stage without",
+            "pp=8 leaves a stage without .*pp=4, virtual_stages=2",
         ),
         ({"micro_batches": 3}, "micro_batches=3 does not divide sequences=8"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_before_any_process_starts(changes, words):
     with pytest.raises(SpecError, match=words):
-        Job("pipeline", **changes)
+        check(make_job(**{"experiment": "pipeline", "ranks": 2, "sequences": 8, "micro_batches": 4, **changes}))
 
 
 def one_stage_raises():

@@ -10,9 +10,11 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from llmlab.architectures.llama import Llama
 from llmlab.base.errors import SpecError
-from llmlab.experiments.train_split import TINY_LLAMA, Job, tiny_llama, train
+from llmlab.experiments.job import TINY_LLAMA, Job, tiny_llama
+from llmlab.experiments.train import check, train
 from llmlab.ranks.launch import launch
 from llmlab.specs.model import model
+from llmlab.specs.run import Training
 from llmlab.techniques import tensor_parallel as tp
 from llmlab.techniques.training_loop import next_token_loss
 
@@ -71,17 +73,20 @@ def kept_outside_the_pairs(sequence_parallel):
     return {"shapes": shapes, "bytes": sum(kept)}
 
 
+def job(engine="scratch", steps=3, **changes):
+    return Job("tensor_parallel", Training(**{"micro_batch": 8, "seq_len": 64, **changes}), engine, steps)
+
+
 def everything():
     found = {f"{sp} {tied}": against_the_whole(sp, tied) for sp in (False, True) for tied in (False, True)}
     found |= {f"kept {sp}": kept_outside_the_pairs(sp) for sp in (False, True)}
     jobs = {
-        "whole": Job(ranks=1, steps=3),
-        "scratch": Job(ranks=RANKS, steps=3),
-        "sequence": Job(ranks=RANKS, steps=3, sequence_parallel=True),
-        "torch": Job(ranks=RANKS, steps=3, engine="torch"),
-        "torch sequence": Job(ranks=RANKS, steps=3, engine="torch", sequence_parallel=True),
+        "scratch": job(tp=RANKS),
+        "sequence": job(tp=RANKS, sequence_parallel=True),
+        "torch": job("torch", tp=RANKS),
+        "torch sequence": job("torch", tp=RANKS, sequence_parallel=True),
     }
-    return found | {name: train(job) for name, job in jobs.items() if name != "whole"}
+    return found | {name: train(each) for name, each in jobs.items()}
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +96,7 @@ def ranks():
 
 @pytest.fixture(scope="module")
 def one():
-    return launch(train, 1, Job(ranks=1, steps=3))[0]
+    return launch(train, 1, job())[0]
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -152,13 +157,13 @@ def test_states_are_divided_but_for_the_norms(ranks):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"ranks": 3}, r"tp=3 does not divide heads=8 of .*\[1, 2, 4\]"),
-        ({"ranks": 8}, "tp=8 does not divide kv_heads=4"),
-        ({"ranks": 4, "seq_len": 62, "sequence_parallel": True}, "does not divide seq_len=62"),
+        ({"tp": 3}, r"tp=3 does not divide heads=8 of .*\[1, 2, 4\]"),
+        ({"tp": 8}, "tp=8 does not divide kv_heads=4"),
+        ({"tp": 4, "seq_len": 62, "sequence_parallel": True}, "does not divide seq_len=62"),
         ({"engine": "megatron"}, "scratch, torch"),
         ({"steps": 0}, "steps=0"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_before_any_process_starts(changes, words):
     with pytest.raises(SpecError, match=words):
-        Job(**changes)
+        check(job(**changes))

@@ -11,7 +11,8 @@ import llmlab as lab
 from llmlab.architectures.gpt import GPT
 from llmlab.archive import figure
 from llmlab.base.errors import SpecError
-from llmlab.experiments.train import Job, formula, main, tiny_gpt, train
+from llmlab.experiments.job import tiny_gpt
+from llmlab.experiments.train import formula, main, make_job, train
 from llmlab.experiments.zero import knobs, over_the_step, persistence
 from llmlab.formulas.memory.states import states
 from llmlab.ranks.launch import launch
@@ -83,15 +84,19 @@ def a_layer_that_is_not_used():
     return found
 
 
+def job(ranks, engine, stage, steps):
+    return make_job("zero", ranks, 12, engine=engine, stage=stage, steps=steps)
+
+
 def everything(runs, steps):
     ranks = dist.get_world_size()
-    found = {name: train(Job(ranks=ranks, engine=e, stage=s, steps=steps)) for name, (e, s) in runs.items()}
+    found = {name: train(job(ranks, engine, stage, steps)) for name, (engine, stage) in runs.items()}
     odd, unused = odd_layers_and_two_micro_batches(), a_layer_that_is_not_used()
     return {**found, "odd": odd, "unused": unused, "most": over_the_step()}
 
 
 def deepspeed_stages(steps):
-    found = {str(stage): train(Job(engine="deepspeed", stage=stage, steps=steps)) for stage in (0, 1, 2, 3)}
+    found = {str(stage): train(job(2, "deepspeed", stage, steps)) for stage in (0, 1, 2, 3)}
     return {**found, "persistence": {n: persistence(n) for n in (0, 100_000)}, "knobs": knobs()}
 
 
@@ -117,7 +122,7 @@ def worst(found, other):
 
 
 def bytes_of(stage, ranks):
-    return formula(Job(ranks=ranks, stage=stage))
+    return formula(lab.Training(dp=ranks, zero=stage))
 
 
 @pytest.mark.parametrize("name", ["zero 1", "zero 2", "zero 3"])
@@ -234,7 +239,7 @@ def test_the_papers_gigabytes_come_from_the_formula():
 @pytest.mark.parametrize("seed", [-1, 2**31, 1.5, True])
 def test_a_seed_that_is_none_is_refused_before_any_process_starts(seed):
     with pytest.raises(SpecError, match="is not a whole number from 0 to 2147483647"):
-        Job(seed=seed)
+        make_job("zero", 2, 12, seed=seed)
 
 
 def test_a_stage_that_is_none_is_refused():
@@ -243,7 +248,7 @@ def test_a_stage_that_is_none_is_refused():
 
 
 def test_the_program_prints_losses_and_bytes(capsys):
-    main("zero", ["--ranks", "2", "--stage", "3", "--steps", "2", "--engine", "scratch", "--json"])
+    main(["--ranks", "2", "--stage", "3", "--steps", "2", "--engine", "scratch", "--json"], "zero")
     found = json.loads(capsys.readouterr().out)
     assert len(found["losses"]) == 2 and found["losses"][1] < found["losses"][0]
     assert found["bytes"] == [found["formula"]] * 2

@@ -1,0 +1,61 @@
+"""What an experiment trains: a Training by some engine, for some steps; and the two small models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..base.errors import SpecError, check_counts
+from ..specs.model import ModelSpec, model
+from ..specs.run import Training
+
+# 78 144 parameters. Every first dimension divides by 2 and 4 (FSDP2 cuts there), every unit by 2, 3 and 4.
+TINY_GPT: dict[str, Any] = {
+    "model_type": "gpt2", "vocab_size": 384, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "initializer_range": 0.05,
+}  # fmt: skip
+
+# Heads, key heads, MLP width, vocabulary and layers all divide by 2 and 4. Untied: first and last stage share nothing.
+TINY_LLAMA: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 384, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0, "tie_word_embeddings": False, "initializer_range": 0.05,
+}  # fmt: skip
+SEQ_LEN = 64  # of both, at most
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained: `run` by `engine`, `steps` optimizer steps long, weights and batches from `seed` alone.
+
+    `experiment` is a name of `python -m llmlab.experiments`. Raises SpecError for what cannot be.
+    """
+
+    experiment: str
+    run: Training
+    engine: str = "scratch"
+    steps: int = 20
+    seed: int = 0
+    method: str = "buckets"  # of data_parallel from scratch: naive, hooks, buckets
+    schedule: str = "1f1b"  # of a pipeline, as the next
+    virtual_stages: int = 1  # per rank
+
+    def __post_init__(self) -> None:
+        check_counts(steps=self.steps)
+        check_seed(self.seed)
+        if not 2 <= self.run.seq_len <= SEQ_LEN:
+            raise SpecError(f"seq_len={self.run.seq_len!r} is outside 2 <= seq_len <= {SEQ_LEN}")
+
+
+def check_seed(seed: int) -> None:
+    """Raise SpecError unless the seed is one that `batch_seed` makes a seed of torch's generators of."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**31:
+        raise SpecError(f"seed={seed!r} is not a whole number from 0 to {2**31 - 1}")
+
+
+def tiny_gpt() -> ModelSpec:
+    return model(TINY_GPT)
+
+
+def tiny_llama() -> ModelSpec:
+    return model(TINY_LLAMA)
