@@ -1,7 +1,8 @@
-"""Compare our floors with the packages that Colab has now: `python tools/colab_drift.py FILE-OR-URL`
+"""Compare llmlab's minimum versions with the packages of Colab: `python tools/colab_drift.py FILE-OR-URL`
 
-The argument is a `pip freeze` listing; Colab publishes its own in googlecolab/backend-info. A floor above Colab's
-version would make pip replace a package (torch, at worst) under the reader: that fails, with the package's name.
+The argument is a `pip freeze` listing; Colab publishes its own in googlecolab/backend-info. A minimum above Colab's
+version would make pip replace a package (torch, at worst) in the reader's session: the exit code is then 1, and the
+package is named.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def read_listing(text: str) -> dict[str, Version]:
-    """Return the version of each package that a `pip freeze` listing pins; lines without a version are left out."""
+    """Return the version of each package in a `pip freeze` listing; lines without a version are skipped."""
     versions = {}
     for line in text.splitlines():
         name, separator, version = line.partition("#")[0].strip().partition("==")
@@ -36,15 +37,15 @@ def read_listing(text: str) -> dict[str, Version]:
 
 
 def colab_requirements() -> list[Requirement]:
-    """Return what the Colab line installs: the base dependencies and the extras `plot` and `torch`."""
+    """Return what the book's `pip install` line for Colab asks for: the base and the extras `plot` and `torch`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    found = [Requirement(text) for text in (*project["dependencies"], *extras["plot"], *extras["torch"])]
-    return [one for one in found if one.marker is None or one.marker.evaluate({"python_version": "3.12"})]
+    every = [Requirement(text) for text in (*project["dependencies"], *extras["plot"], *extras["torch"])]
+    return [one for one in every if one.marker is None or one.marker.evaluate({"python_version": "3.12"})]
 
 
 def drift(requirements: list[Requirement], versions: dict[str, Version]) -> tuple[list[str], list[str]]:
-    """Return the table's lines, and those of the packages that pip would replace."""
+    """Return one line per requirement, and the lines of the packages that pip would replace."""
     lines, replaced = [], []
     for requirement in requirements:
         have = versions.get(canonicalize_name(requirement.name))

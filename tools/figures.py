@@ -1,4 +1,4 @@
-"""Make the README's picture: one fine-tuning step, estimated and measured, on the card it was measured on."""
+"""Make the README's picture: the memory of one fine-tuning step, estimated and measured, on the measured card."""
 
 from pathlib import Path
 

@@ -1,10 +1,10 @@
-"""Write llmlab/archive/ from the published measurements, so that anybody can see how a record came from its source.
+"""Import published measurements into llmlab/archive/, so that anybody can see how each record follows from its source.
 
     python tools/import_published.py --finetuning t4_finetuning.csv --operators liger_a100.csv
 
-t4_finetuning.csv: the measurement archive of fitcheck-llm 0.3.1 (its source distribution), one training step a row,
+t4_finetuning.csv: the measurement archive of fitcheck-llm 0.3.1 (its source distribution), one training step per row,
 sizes in MiB. liger_a100.csv: the A100 rows of linkedin/Liger-Kernel's benchmark/data/all_benchmark_data.csv. The single
-figures (llmlab/archive/published-figures.json) come from prose and tables and are written by hand.
+figures in llmlab/archive/published-figures.json come from prose and tables and are written by hand.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def read_csv(path: Path) -> list[dict[str, str]]:
 
 
 def mib(text: str) -> int | None:
-    """Return MiB, written in decimals, as bytes; a size that is no whole number of bytes is an error in the source."""
+    """Return the bytes of a decimal number of MiB; exit if they are not a whole number: an error in the source."""
     if not text:
         return None
     size = Decimal(text) * MiB
@@ -65,7 +65,7 @@ def mib(text: str) -> int | None:
     return int(size)
 
 
-# ---- T4: one fine-tuning step a row
+# ---- T4: one fine-tuning step per row
 
 
 def finetuning(rows: list[dict[str, str]]) -> list[Report]:
@@ -158,7 +158,7 @@ def finetuning_parts(row: dict[str, str]) -> tuple[dict[str, int], dict[str, dic
     return parts, {"weights": weights, "gradients": {"fp32, all adapters": mib(row["gradient_mib"])}}
 
 
-# ---- A100: single operators, one sweep over a size a line
+# ---- A100: single operators, one sweep over a size per record
 
 
 def operators(rows: list[dict[str, str]]) -> list[dict[str, Any]]:
@@ -182,7 +182,7 @@ def operators(rows: list[dict[str, str]]) -> list[dict[str, Any]]:
         }
         line = series.setdefault(json.dumps(head), {**head, "at": [], "values": []})
         line["at"].append(int(row["x_value"]))
-        # The "MB" of the benchmark are 2^20 bytes: every value is then a multiple of the allocator's 512.
+        # The benchmark's "MB" is 2^20 bytes: only then is every value a multiple of the allocator's 512.
         value = row["y_value_50"]
         line["values"].append(float(Decimal(value).scaleb(-3)) if in_time else mib(value))
     return list(series.values())

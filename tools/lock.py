@@ -1,7 +1,7 @@
-"""Write constraints.txt: exact versions, for Python 3.10 to 3.13, of what `make book` and `make test` install.
+"""Write constraints.txt: exact versions, for Python 3.10 to 3.13, of all that `make book` and `make test` install.
 
-torch keeps the version that is pinned now; change it by hand and run again. CUDA's packages (nvidia-*, cuda-*, triton)
-are left out: torch itself asks for the exact ones, and a CPU build for none.
+torch keeps the version in the file; to change it, edit that line and run this again. CUDA's packages (nvidia-*, cuda-*,
+triton) are not pinned: torch itself requires exact versions of them, and a CPU build of torch requires none.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
 """Execute the book: book/NAME.md (MyST source, read by jupytext) -> book/NAME.ipynb (with its outputs).
 
-    python tools/notebooks.py            # those whose text, or the code and data they call, has changed
-    python tools/notebooks.py --force    # all
+    python tools/notebooks.py            # the pages whose text has changed, or the code and data that they use
+    python tools/notebooks.py --force    # all pages
     python tools/notebooks.py 02-memory-anatomy
-    python tools/notebooks.py --site FOLDER    # the reader's own: executed there and rendered, book/ stays as it is
-    python tools/notebooks.py --force --record --out FOLDER    # on a GPU: elsewhere than book/, and into the ledger
+    python tools/notebooks.py --site FOLDER    # a reader's own copy: execute and render in FOLDER, leave book/ alone
+    python tools/notebooks.py --force --record --out FOLDER    # on a GPU: write to FOLDER, and record in the ledger
 
-A page whose cell raises does not stop the others; the command names it at its end, and fails. In book/ the notebook
-that was there before stays; elsewhere the page is written as far as it came, and says so. There is no cache of cells:
-jupyter-cache keys on the notebook alone, so a change in llmlab would leave stale numbers on a page. The key here is
-the text, all of llmlab (code and data) and the pins. What differs from run to run without meaning anything (cell ids,
-times of execution, how a stream is cut into pieces) is made the same, so equal results give equal bytes.
+A page whose cell raises does not stop the others; the command names it at the end and exits with 1. In book/ the old
+notebook then stays; in another folder the page is written up to that cell, with a line that says so. There is no cache
+of cells: jupyter-cache looks at the notebook alone, so after a change in llmlab a page would keep stale numbers. Here a
+page is executed again if its text, anything in llmlab (code or data), or the pinned versions have changed. Differences
+between runs that mean nothing (cell ids, times of execution, how a stream is divided) are removed, so equal results
+give equal bytes.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ from nbformat import NotebookNode
 ROOT = Path(__file__).resolve().parent.parent
 BOOK = ROOT / "book"
 STAMPS = ROOT / "_build" / "stamps"
-CELL_TIMEOUT = 300  # seconds; a chapter has 60 on a CPU, and a slower machine than ours should still finish
+CELL_TIMEOUT = 300  # seconds; a whole chapter should take 60 on a CPU, and a slower machine should still finish
 
 
-# Run before and after a chapter with --record. A chapter that measures resets torch's peak: keep what stood before.
+# Run before and after a chapter with --record. A chapter that measures resets torch's peak: keep each earlier peak.
 PROLOGUE = """
 import torch
 from llmlab.hardware import pretend
@@ -71,14 +72,14 @@ STOPS = (CellExecutionError, CellTimeoutError, DeadKernelError)
 
 
 class Stopped(Exception):
-    """A page that stopped before its end: the notebook as far as it came, and why, in one line."""
+    """A page that stopped before its end: the reason in one line, and the notebook with the outputs until then."""
 
     def __init__(self, notebook: NotebookNode, error: Exception) -> None:
         code = [cell for cell in notebook.cells if cell.cell_type == "code"]
         done = [number for number, cell in enumerate(code, 1) if cell.execution_count is not None]
         why = f"{error.ename}: {error.evalue}" if isinstance(error, CellExecutionError) else str(error)
-        said = re.sub(r"\x1b\[[0-9;]*m", "", why).strip().splitlines() or [type(error).__name__]
-        super().__init__(f"code cell {max(done, default=1)} of {len(code)}: {said[0]}")
+        lines = re.sub(r"\x1b\[[0-9;]*m", "", why).strip().splitlines() or [type(error).__name__]
+        super().__init__(f"code cell {max(done, default=1)} of {len(code)}: {lines[0]}")
         self.notebook = notebook
 
 
@@ -88,7 +89,7 @@ def sources() -> list[Path]:
 
 
 def read_source(path: Path) -> NotebookNode:
-    """Return the notebook that a MyST file describes, without outputs, with ids that depend on its text alone."""
+    """Return the notebook of a MyST file, without outputs, with cell ids that depend on its text alone."""
     notebook = jupytext.read(path)
     for number, cell in enumerate(notebook.cells):
         cell["id"] = hashlib.sha256(f"{number}\0{cell.source}".encode()).hexdigest()[:8]
@@ -103,9 +104,9 @@ def read_source(path: Path) -> NotebookNode:
 
 
 def execute(path: Path, before: str = "", after: str = "") -> NotebookNode:
-    """Return the executed notebook of the MyST file `path`; a cell that fails raises Stopped.
+    """Return the executed notebook of the MyST file `path`; raise Stopped if a cell fails.
 
-    `before` and `after` are code for a first and a last cell of their own.
+    `before` and `after` are code for an additional first and last cell.
     """
     notebook = read_source(path)
     if before:
@@ -120,7 +121,7 @@ def execute(path: Path, before: str = "", after: str = "") -> NotebookNode:
         record_timing=False,
         coalesce_streams=True,
         shutdown_kernel="immediate",
-        extra_arguments=["--IPKernelApp.log_level=ERROR"],  # it warns of its own transport, for every notebook
+        extra_arguments=["--IPKernelApp.log_level=ERROR"],  # else ipykernel warns about its transport in each notebook
     )
     try:
         client.execute()
@@ -137,7 +138,7 @@ def execute(path: Path, before: str = "", after: str = "") -> NotebookNode:
 
 
 def _say_what_pictures_show(notebook: NotebookNode) -> None:
-    """Give each cell its pictures' alternative text: the site reads it there, a figure puts it in the output."""
+    """Copy the alternative text of each picture from the output, where the figure put it, to the cell, for the site."""
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             if alt := output.get("metadata", {}).get("image/png", {}).get("alt"):
@@ -145,7 +146,7 @@ def _say_what_pictures_show(notebook: NotebookNode) -> None:
 
 
 def execute_and_record(path: Path) -> NotebookNode:
-    """Return the executed notebook, having written the chapter's line of the ledger; pages without a number have none.
+    """Return the executed notebook and write the chapter's line in the ledger; a page without a number has none.
 
     On a machine without a CUDA GPU nothing is recorded, and a line says so.
     """
@@ -170,7 +171,7 @@ def execute_and_record(path: Path) -> NotebookNode:
 
 
 def write(notebook: NotebookNode, path: Path) -> None:
-    """Write the notebook in one step: a reader never sees half of it."""
+    """Write the notebook atomically: nobody sees a half-written file."""
     nbformat.validate(notebook)
     unfinished = path.with_suffix(".ipynb.new")
     try:
@@ -181,7 +182,7 @@ def write(notebook: NotebookNode, path: Path) -> None:
 
 
 def write_stopped(stopped: Stopped, path: Path) -> None:
-    """Write the part of a page that ran, with a first line that says where it stopped."""
+    """Write a page that stopped, with a warning at its top that says where."""
     why = str(stopped).replace("`", "'")
     text = f":::{{warning}}\nOn this machine this page stopped at `{why}`. What follows that cell did not run.\n:::"
     stopped.notebook.cells.insert(1, nbformat.v4.new_markdown_cell(text))
@@ -189,13 +190,13 @@ def write_stopped(stopped: Stopped, path: Path) -> None:
 
 
 def render(site: Path) -> bool:
-    """Render the site of `site`/book and of the pages without code; return whether that went well."""
+    """Render the site from `site`/book and the pages without code; return whether that succeeded."""
     for name in ("_config.yml", "_toc.yml"):
         shutil.copy(ROOT / name, site)
     without_code = shutil.ignore_patterns("*.ipynb", "*.new", ".ipynb_checkpoints")
     shutil.copytree(BOOK, site / "book", ignore=without_code, dirs_exist_ok=True)
     shutil.copytree(ROOT / "benchmarks" / "results", site / "benchmarks" / "results", dirs_exist_ok=True)
-    # Without -W: a page that stopped lacks what its last cells would have named.
+    # Without -W: a page that stopped lacks labels that its last cells define, and other pages refer to them.
     command = [str(Path(sys.executable).with_name("jupyter-book")), "build", str(site), "--keep-going", "--all", "-q"]
     built = subprocess.run(command, check=False).returncode == 0
     if built:
@@ -204,16 +205,16 @@ def render(site: Path) -> bool:
 
 
 def key(path: Path) -> str:
-    """Return the hash of all that the notebook's outputs depend on."""
+    """Return the hash of everything that the notebook's outputs depend on."""
     pins = ROOT / "constraints.txt"
     return stamp.content_hash([path, ROOT / "llmlab", pins, Path(__file__).resolve()], extra=platform.python_version())
 
 
 def bring_up_to_date(page: Path, out: Path, marks: Path, force: bool, record: bool) -> None:
-    """Execute `page` into `out` unless what is there is current by its mark; a cell that fails raises Stopped."""
+    """Execute `page` into `out` unless its stamp says that it is up to date; raise Stopped if a cell fails."""
     result = out / f"{page.stem}.ipynb"
     mark = marks / f"{page.stem}.notebook"
-    # The result is part of what the mark vouches for: one that was changed by hand is made again.
+    # The stamp's hash includes the result: a notebook that was changed by hand is made again.
     if not force and result.exists() and stamp.is_current(mark, key(page) + stamp.content_hash([result])):
         print("up to date")
         return
@@ -221,7 +222,7 @@ def bring_up_to_date(page: Path, out: Path, marks: Path, force: bool, record: bo
     try:
         write((execute_and_record if record else execute)(page), result)
     except Stopped as stopped:
-        if out != BOOK:  # the book's own stay as they were
+        if out != BOOK:  # in book/ the old notebook stays
             mark.unlink(missing_ok=True)
             write_stopped(stopped, result)
         raise
@@ -261,7 +262,7 @@ def main() -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except KeyboardInterrupt:  # tools/stage.py says what to do
+    except KeyboardInterrupt:  # tools/stage.py tells the user what to do
         sys.exit(130)
     except OSError as error:
         sys.exit(f"\n{error}")

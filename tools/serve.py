@@ -1,4 +1,4 @@
-"""Serve the built site on this machine alone: `python tools/serve.py PORT FOLDER`. Ctrl-C ends it."""
+"""Serve the built site on localhost only: `python tools/serve.py PORT FOLDER`. Ctrl-C ends it."""
 
 from __future__ import annotations
 

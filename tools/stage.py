@@ -1,9 +1,9 @@
-"""Run one stage of `make` and write down what it took: `python tools/stage.py NAME -- COMMAND...`
+"""Run one stage of `make` and record its duration: `python tools/stage.py NAME -- COMMAND...`
 
-The seconds go to _build/durations/NAME.json; where pytest runs, the Makefile has it write each test's to NAME.xml
-beside it. A stage that fails says what to do, as far as that can be known from here: in what a tool prints, a full disk
-or an interruption looks like any other error. Without arguments: print what the last run of each stage took, and the
-slowest tests.
+The seconds go to _build/durations/NAME.json; for stages that run pytest, the Makefile makes it write each test's time
+to NAME.xml in the same folder. If a stage fails because of a full disk or an interruption, a line says what to do: the
+tool's own messages do not show these causes. Without arguments: print the duration of the last run of each stage, and
+the slowest tests.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pathlib import Path
 
 DURATIONS = Path("_build") / "durations"
 SLOWEST = 15
-FULL = 50 * 2**20  # bytes: with less than this free, a failure is likely the disk's
+FULL = 50 * 2**20  # bytes: with less free space than this, a full disk is the likely cause of a failure
 
 
 def wait(process: subprocess.Popen) -> int:
-    """Return the exit code of `process`; a Ctrl-C reached it too, so it is left to end by itself first."""
+    """Return the exit code of `process`; on Ctrl-C, which reaches `process` too, wait until it has ended."""
     try:
         return process.wait()
     except KeyboardInterrupt:
@@ -33,13 +33,13 @@ def wait(process: subprocess.Popen) -> int:
 
 
 def run(name: str, command: list[str]) -> int:
-    """Run `command`, record its seconds, and return its exit code; 130 where it was interrupted."""
+    """Run `command`, record its seconds, and return its exit code, 130 after an interruption."""
     start = time.monotonic()
     try:
         DURATIONS.mkdir(parents=True, exist_ok=True)
         code = wait(subprocess.Popen(command))
-        took = {"seconds": round(time.monotonic() - start, 1), "exit": code}
-        (DURATIONS / f"{name}.json").write_text(json.dumps(took))
+        record = {"seconds": round(time.monotonic() - start, 1), "exit": code}
+        (DURATIONS / f"{name}.json").write_text(json.dumps(record))
     except KeyboardInterrupt:
         print(f"\n{name}: interrupted. Run the same command again: what was finished is kept.", file=sys.stderr)
         return 130
@@ -53,18 +53,18 @@ def run(name: str, command: list[str]) -> int:
 
 
 def slowest(report: Path) -> Counter[str]:
-    """Return the seconds of each test in pytest's XML; a notebook's cells count as one, and so do a test's cases."""
-    found: Counter[str] = Counter()
+    """Return the seconds of each test in pytest's XML; all cells of a notebook, and all cases of a test, are summed."""
+    seconds: Counter[str] = Counter()
     for case in ElementTree.parse(report).iter("testcase"):
         name = case.get("classname", "")
         if "::" not in case.get("name", "") and not case.get("name", "").startswith("Cell "):
             name += "::" + case.get("name", "").partition("[")[0]
-        found[name] += float(case.get("time", 0))
-    return found
+        seconds[name] += float(case.get("time", 0))
+    return seconds
 
 
 def show() -> None:
-    """Print the stages' seconds, then each one's slowest tests."""
+    """Print the seconds of each stage, then the slowest tests of each."""
     stages = {path.stem: json.loads(path.read_text()) for path in sorted(DURATIONS.glob("*.json"))}
     for name, took in stages.items():
         print(f"{name:10} {took['seconds']:7.0f} s{'' if took['exit'] == 0 else '   failed'}")

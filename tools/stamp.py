@@ -1,7 +1,7 @@
-"""Run a command only if what it reads has changed: `python tools/stamp.py STAMP PATH... -- COMMAND...`
+"""Run a command only if its inputs have changed: `python tools/stamp.py STAMP PATH... -- COMMAND...`
 
-The stamp holds a hash of the contents of the paths (folders are walked) and of the command. Contents, not times of
-modification: a fresh clone gives every file the same arbitrary time, so make alone would guess.
+The stamp file has a hash of the command and of the contents of the paths (all files in a folder). Modification times,
+which make compares, would not do: in a fresh clone they are arbitrary.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SKIPPED = {"__pycache__", ".ipynb_checkpoints"}
 
 
 def content_hash(paths: list[Path], extra: str = "") -> str:
-    """Return a hex digest of the names and contents of `paths`, folders walked in sorted order, and of `extra`."""
+    """Return a hex digest of `extra` and of the names and contents of `paths`; a folder means all files in it."""
     digest = hashlib.sha256(extra.encode())
     for path in paths:
         if not path.exists():
@@ -34,7 +34,7 @@ def is_current(stamp: Path, digest: str) -> bool:
 
 
 def write(stamp: Path, digest: str) -> None:
-    """Record that what `stamp` stands for was made from `digest`."""
+    """Record in the file `stamp` that its command has succeeded for the inputs with `digest`."""
     stamp.parent.mkdir(parents=True, exist_ok=True)
     stamp.write_text(digest + "\n")
 

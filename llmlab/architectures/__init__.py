@@ -1,1 +1,1 @@
-"""The models that the book trains, from scratch: GPT-2, Llama 3, and a small trained Llama."""
+"""Model architectures from scratch, those that the book trains: GPT-2, Llama 3, and a small trained Llama."""

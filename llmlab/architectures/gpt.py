@@ -2,10 +2,10 @@
 
     B  sequences            C  hidden size             H  heads         V  vocabulary
     T  tokens given         F  width of the MLP        D  size of a head
-    S  tokens looked at: those in the cache, then the T given
+    S  tokens attended to: those in the cache, then the T given
 
-A tensor's name ends with its dimensions: `q_BHTD` is (B, H, T, D). The modules bear transformers' names, so weights
-pass between the two as they are (GPT-2's "Conv1D" is a Linear stored transposed).
+A tensor's name ends with its dimensions: `q_BHTD` is (B, H, T, D). The modules have transformers' names, so weights can
+be copied between the two (GPT-2's "Conv1D" is a Linear stored transposed).
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class Cache(Protocol):
 
     @property
     def length(self) -> int:
-        """Tokens of each sequence that the cache holds already."""
+        """The number of tokens in the cache, per sequence."""
 
     def update(self, layer: int, k_BHTD: Tensor, v_BHTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep the new tokens' keys and values of `layer`; return all of that layer's, (B, H, S, D) each."""
+        """Store the new tokens' keys and values of `layer`; return those of all its tokens, (B, H, S, D) each."""
 
 
 def visible(T: int, S: int, real_BS: Tensor | None = None, device: torch.device | str | None = None) -> Tensor:
     """Return which of S tokens each of the last T of them may look at: bool, (T, S), or (B, 1, T, S) with padding.
 
-    `real_BS` is False at padding. A token always sees itself: were a row all False, its softmax would be NaN, and NaN
-    times the weight 0 that others give it is NaN again.
+    `real_BS` is False at padding. Every token sees itself: if a row were all False, its softmax would be NaN, and NaN
+    times the weight 0 that other tokens give it is NaN again.
     """
     device = device if real_BS is None else real_BS.device
     causal_TS = torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)
@@ -58,17 +58,17 @@ def attend(
     """Return softmax(q kᵀ / √D) v, (B, H, T, D): "Attention Is All You Need", equation 1, under a causal mask.
 
     `mask` is bool and broadcasts to (B, H, T, S), True where a query may look; None is the causal mask alone.
-    "eager" writes the T × S scores out; "sdpa" leaves it to torch, whose fused kernels never hold them all.
+    "eager" stores the T × S scores; "sdpa" calls torch's function, whose fused kernels never store them all.
     """
     T, S = q_BHTD.shape[2], k_BHSD.shape[2]
     if kind == "sdpa":
-        if mask is None and 1 < T < S:  # is_causal=True would align the diagonal at the top left
+        if mask is None and 1 < T < S:  # is_causal=True would start the diagonal at the top left
             mask = visible(T, S, device=q_BHTD.device)
         causal = mask is None and T > 1  # a single token is the last: it sees all
         return F.scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, mask, dropout_p=dropout, is_causal=causal)
     if mask is None:
         mask = visible(T, S, device=q_BHTD.device)
-    scores_BHTS = q_BHTD @ k_BHSD.transpose(2, 3) / math.sqrt(q_BHTD.shape[3])  # or their variance would be D
+    scores_BHTS = q_BHTD @ k_BHSD.transpose(2, 3) / math.sqrt(q_BHTD.shape[3])  # else their variance would be D
     scores_BHTS = scores_BHTS.masked_fill(~mask, float("-inf"))
     weights_BHTS = F.softmax(scores_BHTS, dim=-1, dtype=torch.float32).to(q_BHTD.dtype)
     return F.dropout(weights_BHTS, dropout) @ v_BHSD
@@ -104,7 +104,7 @@ class MLP(nn.Module):
         self.dropout = nn.Dropout(spec.dropout)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        h_BTF = F.gelu(self.c_fc(x_BTC), approximate="tanh")  # the approximation is what GPT-2 was trained with
+        h_BTF = F.gelu(self.c_fc(x_BTC), approximate="tanh")  # GPT-2 was trained with this approximation
         return self.dropout(self.c_proj(h_BTF))
 
 
@@ -117,23 +117,23 @@ class Block(nn.Module):
         self.mlp = MLP(spec)
 
     def forward(self, x_BTC: Tensor, mask: Tensor | None, cache: Cache | None) -> Tensor:
-        # Pre-norm: a norm stands before each branch, and none on the residual path from the embedding to the head.
+        # Pre-norm: each branch begins with a norm, and the residual path has none until the last block's end.
         x_BTC = x_BTC + self.attn(self.ln_1(x_BTC), mask, cache)
         return x_BTC + self.mlp(self.ln_2(x_BTC))
 
 
 def in_order(blocks: Iterable[nn.Module], x_BTC: Tensor, *rest: Any) -> Tensor:
-    """Run the blocks one after the other; `rest` is what each takes besides x."""
+    """Run the blocks one after the other; `rest` are the arguments that each takes besides x."""
     for block in blocks:
         x_BTC = block(x_BTC, *rest)
     return x_BTC
 
 
 class GPT(nn.Module):
-    """GPT-2 of a ModelSpec, with random weights; `from_transformers` takes them from a GPT2LMHeadModel.
+    """GPT-2 of a ModelSpec, with random weights; `from_transformers` copies those of a GPT2LMHeadModel.
 
-    `attention` is "eager" or "sdpa". `run_blocks` is `in_order`; a function of the same kind put there runs the blocks
-    otherwise, as activation checkpointing does. Raises SpecError for a spec that is not GPT-2's.
+    `attention` is "eager" or "sdpa". `run_blocks` is `in_order`; another function with the same arguments may replace
+    it, as activation checkpointing does. Raises SpecError for a spec that is not GPT-2's.
     """
 
     def __init__(self, spec: ModelSpec, attention: str = "sdpa") -> None:
@@ -143,7 +143,7 @@ class GPT(nn.Module):
         self.run_blocks = in_order
         eps = spec.config.get("layer_norm_epsilon", 1e-5)
         self.wte = nn.Embedding(spec.vocab, spec.hidden)
-        self.wpe = nn.Embedding(spec.max_positions, spec.hidden)  # learned, one row a position
+        self.wpe = nn.Embedding(spec.max_positions, spec.hidden)  # learned, one row per position
         self.drop = nn.Dropout(spec.embedding_dropout)
         self.h = nn.ModuleList(Block(spec, layer, attention, eps) for layer in range(spec.layers))
         self.ln_f = nn.LayerNorm(spec.hidden, eps)
@@ -155,7 +155,7 @@ class GPT(nn.Module):
     def hidden(
         self, ids_BT: Tensor, cache: Cache | None = None, mask: Tensor | None = None, positions_BT: Tensor | None = None
     ) -> Tensor:
-        """Return what the head reads, (B, T, C); the arguments are those of `forward`."""
+        """Return the hidden states that the head reads, (B, T, C); the arguments are those of `forward`."""
         T = ids_BT.shape[1]
         past = cache.length if cache is not None else 0
         if past + T > self.spec.max_positions:
@@ -168,16 +168,16 @@ class GPT(nn.Module):
     def forward(
         self, ids_BT: Tensor, cache: Cache | None = None, mask: Tensor | None = None, positions_BT: Tensor | None = None
     ) -> Tensor:
-        """Return the logits, (B, T, V): those at t are about token t + 1.
+        """Return the logits, (B, T, V): those at t predict token t + 1.
 
-        `mask` is what `visible` returns, None for a causal mask without padding; `positions_BT` counts from the first
-        token in the cache unless given.
+        `mask` is a result of `visible`, or None for a causal mask without padding; `positions_BT` by default counts
+        from the first token in the cache.
         """
         return self.lm_head(self.hidden(ids_BT, cache, mask, positions_BT))
 
     @classmethod
     def from_spec(cls, source: ModelLike, attention: str = "sdpa") -> GPT:
-        """Return the model of whatever `llmlab.model` takes: a preset's name, a config dict, a spec."""
+        """Return the model of anything `llmlab.model` accepts: a preset's name, a config dict, a spec."""
         return cls(model(source), attention)
 
     @classmethod
@@ -189,7 +189,7 @@ class GPT(nn.Module):
         return ours.train(theirs.training)
 
     def transformers_state(self) -> dict[str, Tensor]:
-        """Return the weights as GPT2LMHeadModel names and lays them out; a tied head is left out."""
+        """Return the weights with GPT2LMHeadModel's names and layouts, without the head if it is tied."""
         state = {f"transformer.{name}": w.t() if name.endswith(TURNED) else w for name, w in self.state_dict().items()}
         head = state.pop("transformer.lm_head.weight")
         return state if self.spec.tied else {**state, "lm_head.weight": head}
@@ -197,12 +197,13 @@ class GPT(nn.Module):
 
 TURNED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # transformers' Conv1D holds (inputs, outputs)
 
-# What would change the logits and is not implemented here: the config's key, and its value where it is absent.
+# Options that would change the logits and are not implemented here: the config's key, and its only allowed value, which
+# is also the one where the key is absent.
 GPT2_ONLY = {"activation_function": "gelu_new", "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
 
 
 def check_spec(spec: ModelSpec, family: str, attention: str, only: dict[str, Any]) -> None:
-    """Raise SpecError where the spec is of another family or wants what `only` does not allow."""
+    """Raise SpecError for a spec of another family, or with an option that differs from its value in `only`."""
     if attention not in ATTENTIONS:
         raise SpecError(f"attention={attention!r} is not one of {', '.join(ATTENTIONS)}")
     if spec.family != family:
@@ -216,8 +217,8 @@ def check_spec(spec: ModelSpec, family: str, attention: str, only: dict[str, Any
 def init_weights(module: nn.Module, spec: ModelSpec, last: tuple[str, ...]) -> None:
     """Draw matrices and embeddings from N(0, s²), s the config's initializer_range, and set biases to 0.
 
-    Small logits make the first loss ln V. The matrices that end a branch, named by `last`, get s / √(2 layers): so many
-    branches add up on the residual path (GPT-2's paper, section 2.3).
+    Small logits make the first loss ln V. The matrices that end a branch, named by `last`, get s / √(2 · layers),
+    because 2 · layers branches add up on the residual path (GPT-2's paper, section 2.3).
     """
     std = spec.config.get("initializer_range", 0.02)
     for name, parameter in module.named_parameters():

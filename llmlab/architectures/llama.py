@@ -1,7 +1,7 @@
-"""Llama 3 from top to bottom (arXiv 2407.21783): GPT-2 with four parts exchanged. What did not change is imported.
+"""Llama 3 from top to bottom (arXiv 2407.21783): GPT-2 with four parts replaced. The rest is imported from gpt.py.
 
     LayerNorm           -> RMSNorm: no mean, no bias           (Zhang and Sennrich, arXiv 1910.07467)
-    learned positions   -> RoPE: q and k are turned            (Su et al., arXiv 2104.09864)
+    learned positions   -> RoPE: q and k are rotated           (Su et al., arXiv 2104.09864)
     GELU MLP            -> SwiGLU: one more matrix, a gate     (Shazeer, arXiv 2002.05202)
     a key for each head -> grouped-query attention             (Ainslie et al., arXiv 2305.13245)
 
@@ -40,10 +40,10 @@ class RMSNorm(nn.Module):
 
 
 def rope_settings(spec: ModelSpec) -> dict[str, Any]:
-    """Return `rope_theta` and `rope_type`, and what that type needs; SpecError for another than default and llama3."""
+    """Return `rope_theta`, `rope_type` and that type's settings; SpecError unless it is "default" or "llama3"."""
     config = spec.config
     rope = {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {})}
-    rope |= config.get("rope_parameters") or {}  # where transformers 5 writes all of it
+    rope |= config.get("rope_parameters") or {}  # transformers 5 writes all settings here
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in ("default", "llama3"):
         raise SpecError(f"{spec.name}: rope_type={kind!r} is not implemented here, only 'default' and 'llama3'")
@@ -51,11 +51,11 @@ def rope_settings(spec: ModelSpec) -> dict[str, Any]:
 
 
 def frequencies(rope: dict[str, Any], head_dim: int, device: torch.device | None = None) -> Tensor:
-    """Return by how many radians a position turns each pair of channels, fp32, (D/2,): θ^(−2i/D), RoFormer's eq. 15.
+    """Return the radians per position for each pair of channels, fp32, (D/2,): θ^(−2i/D), RoFormer's eq. 15.
 
-    Llama 3.1 stretches the slow turns for its longer context: wavelengths beyond original / low_freq_factor tokens by
-    `factor`, those below original / high_freq_factor not at all, between them in proportion (the reference code is
-    transformers' modeling_rope_utils.py).
+    Llama 3.1 slows the low frequencies for its longer context: wavelengths above original / low_freq_factor tokens get
+    `factor` times as long, those below original / high_freq_factor stay, and between them the two frequencies are
+    mixed (the reference code is transformers' modeling_rope_utils.py).
     """
     turns = rope["rope_theta"] ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
     if rope["rope_type"] == "default":
@@ -69,7 +69,8 @@ def frequencies(rope: dict[str, Any], head_dim: int, device: torch.device | None
 def turn(rope: dict[str, Any], head_dim: int, positions_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return cosine and sine of each position's angles, (B, T, D) each, in `dtype`.
 
-    Angles are in fp32, and made anew each time: a buffer would turn bf16 with the model, which cannot count past 256.
+    The angles are computed in fp32 in each call: a buffer would become bf16 with the model, and bf16 cannot represent
+    all whole numbers above 256.
     """
     turns = frequencies(rope, head_dim, positions_BT.device)
     angles_BTD = (positions_BT[..., None].float() * turns).repeat(1, 1, 2)
@@ -77,7 +78,7 @@ def turn(rope: dict[str, Any], head_dim: int, positions_BT: Tensor, dtype: torch
 
 
 def rotate(x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
-    """Turn each pair of channels (i, i + D/2) by its angle; the halves are how Hugging Face orders Llama's weights."""
+    """Rotate each pair of channels (i, i + D/2) by its angle; Hugging Face orders Llama's weights in such halves."""
     left, right = x_BHTD.chunk(2, dim=-1)
     turned = torch.cat((-right, left), dim=-1)
     return x_BHTD * cos_BTD[:, None] + turned * sin_BTD[:, None]
@@ -100,9 +101,9 @@ class Attention(nn.Module):
         projected = (self.q_proj(x_BTC), self.k_proj(x_BTC), self.v_proj(x_BTC))
         q_BHTD, k_BKSD, v_BKSD = (t.view(B, T, -1, self.head_dim).transpose(1, 2) for t in projected)
         q_BHTD, k_BKSD = rotate(q_BHTD, *turn), rotate(k_BKSD, *turn)
-        if cache is not None:  # keys are kept turned: a position's angle never changes
+        if cache is not None:  # keys are cached after the rotation: a position's angle never changes
             k_BKSD, v_BKSD = cache.update(self.layer, k_BKSD, v_BKSD)
-        if self.group > 1:  # SDPA's enable_gqa would spare the copies, but not all of its kernels know it
+        if self.group > 1:  # SDPA's enable_gqa would avoid the copies, but not all of its kernels support it
             k_BKSD, v_BKSD = (t.repeat_interleave(self.group, dim=1) for t in (k_BKSD, v_BKSD))
         dropout = self.dropout if self.training else 0.0
         y_BHTD = self.attend(q_BHTD, k_BKSD, v_BKSD, mask, self.kind, dropout)
@@ -134,7 +135,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Llama of a ModelSpec, with random weights; `from_transformers` takes them from a LlamaForCausalLM.
+    """Llama of a ModelSpec, with random weights; `from_transformers` copies those of a LlamaForCausalLM.
 
     `attention` is "eager" or "sdpa"; `run_blocks` as in GPT. Raises SpecError for a spec that is not Llama's.
     """
@@ -157,7 +158,7 @@ class Llama(nn.Module):
     def hidden(
         self, ids_BT: Tensor, cache: Cache | None = None, mask: Tensor | None = None, positions_BT: Tensor | None = None
     ) -> Tensor:
-        """Return what the head reads, (B, T, C); the arguments are those of `forward`."""
+        """Return the hidden states that the head reads, (B, T, C); the arguments are those of `forward`."""
         x_BTC = self.embed_tokens(ids_BT)
         if positions_BT is None:
             past = cache.length if cache is not None else 0
@@ -168,12 +169,12 @@ class Llama(nn.Module):
     def forward(
         self, ids_BT: Tensor, cache: Cache | None = None, mask: Tensor | None = None, positions_BT: Tensor | None = None
     ) -> Tensor:
-        """Return the logits, (B, T, V): those at t are about token t + 1. The arguments are those of GPT.forward."""
+        """Return the logits, (B, T, V): those at t predict token t + 1. The arguments are those of GPT.forward."""
         return self.lm_head(self.hidden(ids_BT, cache, mask, positions_BT))
 
     @classmethod
     def from_spec(cls, source: ModelLike, attention: str = "sdpa") -> Llama:
-        """Return the model of whatever `llmlab.model` takes: a preset's name, a config dict, a spec."""
+        """Return the model of anything `llmlab.model` accepts: a preset's name, a config dict, a spec."""
         return cls(model(source), attention)
 
     @classmethod
@@ -184,11 +185,11 @@ class Llama(nn.Module):
         return ours.train(theirs.training)
 
     def transformers_state(self) -> dict[str, Tensor]:
-        """Return the weights as LlamaForCausalLM names them; a tied head is left out."""
+        """Return the weights with LlamaForCausalLM's names, without the head if it is tied."""
         state = {f"model.{name}": weight for name, weight in self.state_dict().items()}
         head = state.pop("model.lm_head.weight")
         return state if self.spec.tied else {**state, "lm_head.weight": head}
 
 
-# What would change the logits and is not implemented here: the config's key, and its value where it is absent.
+# Options that would change the logits and are not implemented here, as in GPT2_ONLY.
 LLAMA_ONLY = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}

@@ -1,9 +1,9 @@
-"""The small trained model: 2.5 million parameters, trained for minutes on Python's documentation, kept in the package.
+"""A small trained Llama in the package: 2.5 million parameters, trained for minutes on Python's documentation.
 
     python -m llmlab.techniques.training_loop --small --out FOLDER
 
 trains it again, and `small_model(FOLDER)` reads the result. A model's perplexity means something only with its own
-tokenizer, on a text it has not seen: both are kept beside the weights.
+tokenizer and on a text that it has not seen: both are in the package too.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).with_name("small_llama")
 TEXT = PYTHON_DOCS_FILE
-HELD_OUT = 0.1  # the text's last share, as `llmlab.data.split` takes it
-WINDOW, STRIDE = 256, 128  # tokens: how the stated perplexity is taken
+HELD_OUT = 0.1  # the share at the end of the text, as in `llmlab.data.split`
+WINDOW, STRIDE = 256, 128  # tokens: those of the perplexity in recipe.json
 WEIGHTS, CONFIG, TOKENIZER, RECIPE = "model.safetensors", "config.json", "tokenizer.json", "recipe.json"
 AGAIN = "reinstall llmlab, or train it again: python -m llmlab.techniques.training_loop --small --out FOLDER"
 
 
 def small_model(folder: str | Path = FOLDER, attention: str = "sdpa") -> Llama:
-    """Return the trained model in fp32, on the CPU, in eval mode; a new one each time, yours to change.
+    """Return the trained model in fp32, on the CPU, in eval mode; a new object for each call.
 
-    Raises NotAvailable where a file is missing, SpecError where one is truncated or another than recipe.json says.
+    Raises NotAvailable if a file is missing, SpecError if one is truncated or does not have recipe.json's checksum.
     """
     from safetensors.torch import load_file
 
     weights = load_file(_checked(folder, WEIGHTS))
     model = Llama.from_spec(json.loads(_checked(folder, CONFIG).read_text(encoding="utf-8")), attention)
     state = {name.removeprefix("model."): weight.float() for name, weight in weights.items()}
-    state["lm_head.weight"] = state["embed_tokens.weight"]  # tied, so it is kept once
+    state["lm_head.weight"] = state["embed_tokens.weight"]  # tied, so the file has it once
     model.load_state_dict(state)
     return model.eval()
 
 
 def small_tokenizer(folder: str | Path = FOLDER) -> Tokenizer:
-    """Return the model's own tokenizer: `llmlab.data.tokenizer(1024, TEXT)`. Same errors as `small_model`."""
+    """Return the model's own tokenizer, made by `llmlab.data.tokenizer(1024, TEXT)`. Raises as `small_model` does."""
     from tokenizers import Tokenizer
 
     return Tokenizer.from_file(str(_checked(folder, TOKENIZER)))
 
 
 def small_ids() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the token ids that it was trained on and those held out, int64, (tokens,) each; the same on any Python."""
+    """Return the token ids of the training text and of the held-out text, int64, (tokens,); equal on any Python."""
     ids = torch.tensor(_ids())
     held_out = round(len(ids) * HELD_OUT)
     return ids[:-held_out], ids[-held_out:]
@@ -66,7 +66,7 @@ def _ids() -> tuple[int, ...]:
 
 
 def stated(folder: str | Path = FOLDER) -> dict[str, Any]:
-    """Return what recipe.json says: `recipe`, `perplexity` of the held-out text, `sha256` of each file, and where."""
+    """Return recipe.json: the `recipe`, the `perplexity` of the held-out text, the `sha256` of each file, and more."""
     path = Path(folder) / RECIPE
     if not path.is_file():
         raise NotAvailable(f"{path.name} of the small model is not in {path.parent}; {AGAIN}")
@@ -85,9 +85,9 @@ def _checked(folder: str | Path, name: str) -> Path:
     path, expected = Path(folder) / name, stated(folder)["sha256"].get(name)
     if not path.is_file():
         raise NotAvailable(f"{name} of the small model is not in {path.parent}; {AGAIN}")
-    if (found := sha256(path)) != expected:
+    if (actual := sha256(path)) != expected:
         raise SpecError(
-            f"{name} in {path.parent} has {path.stat().st_size:,} bytes and checksum {found[:12]}…, {RECIPE} says "
+            f"{name} in {path.parent} has {path.stat().st_size:,} bytes and checksum {actual[:12]}…, {RECIPE} says "
             f"{str(expected)[:12]}…: it is truncated, or of another model; {AGAIN}"
         )
     return path

@@ -1,7 +1,7 @@
-"""How good the model is: perplexity, and the overlap of its text with a reference (BLEU, ROUGE).
+"""Quality metrics of language models: perplexity, and the overlap of generated text with a reference (BLEU, ROUGE).
 
-Each is written out from its paper and equal to the tool whose numbers are published: `sacrebleu` for BLEU,
-`rouge-score` for ROUGE, a loop that scores one token at a time for perplexity.
+Each is written from its paper, and tests hold its numbers to those of the usual tool: `sacrebleu` for BLEU,
+`rouge-score` for ROUGE, and for perplexity a loop that scores one token at a time.
 """
 
 from .bleu import Bleu, bleu

@@ -1,8 +1,8 @@
-"""BLEU: which part of a translation's word sequences also stand in a reference (Papineni et al. 2002).
+"""BLEU: the share of a translation's n-grams that also occur in a reference (Papineni et al. 2002).
 
-Two tools' BLEU differ by points when they cut words differently, so a BLEU without its tokenizer means nothing
-(Post 2018, "A Call for Clarity in Reporting BLEU Scores"). This one is sacrebleu's default: mteval-v13a's words,
-n-grams up to 4, exponential smoothing.
+BLEU differs by points between tools that split text into words differently, so a BLEU without its tokenizer means
+nothing (Post 2018, "A Call for Clarity in Reporting BLEU Scores"). This one is sacrebleu's default: mteval-v13a's
+words, n-grams up to 4, exponential smoothing.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ __all__ = ["Bleu", "bleu", "words"]
 
 MAX_ORDER = 4
 
-# mteval-v13a.pl, the script of the NIST machine-translation evaluations: entities, then where a word ends.
+# mteval-v13a.pl, the script of the NIST machine-translation evaluations: first entities, then where words are split.
 ENTITIES = (("&quot;", '"'), ("&amp;", "&"), ("&lt;", "<"), ("&gt;", ">"))
 BREAKS = (
-    (re.compile(r"([!-&(-+:-@\[-`{-~/])"), r" \1 "),  # every ASCII mark but ' , - . is a word
-    (re.compile(r"([^0-9])([.,])"), r"\1 \2 "),  # . and , too, except inside a number
+    (re.compile(r"([!-&(-+:-@\[-`{-~/])"), r" \1 "),  # every ASCII punctuation mark but ' , - . is a word
+    (re.compile(r"([^0-9])([.,])"), r"\1 \2 "),  # . and , too, except between digits
     (re.compile(r"([.,])([^0-9])"), r" \1 \2"),
     (re.compile(r"([0-9])(-)"), r"\1 \2 "),  # - only after a digit
 )
 
 
 class Bleu(float):
-    """A BLEU score, 0 to 100, with what it is made of.
+    """A BLEU score, 0 to 100, with the quantities it is computed from.
 
-    `matches`, `totals`: n-grams found and n-grams written, for n = 1 to 4; `precisions`: their quotients in percent,
-    smoothed; `length`, `reference_length`: in words; `brevity_penalty`: 1, or less where the text is too short.
+    `matches` and `totals` count, for n = 1 to 4, the text's n-grams that a reference has and all of the text's n-grams;
+    `precisions` are the quotients in percent, smoothed; `length` and `reference_length` are in words;
+    `brevity_penalty` is 1, or less if the text is shorter than the reference.
     """
 
     matches: tuple[int, ...]
@@ -45,7 +46,7 @@ class Bleu(float):
 
 
 def words(text: str) -> list[str]:
-    """Return the words of `text` as mteval-v13a cuts them.
+    """Split `text` into words as mteval-v13a does.
 
     >>> words("It costs 3.5, doesn't it?")
     ['It', 'costs', '3.5', ',', "doesn't", 'it', '?']
@@ -71,9 +72,10 @@ def ngrams(tokens: Sequence[str], order: int) -> Counter[tuple[str, ...]]:
 def bleu(hypotheses: Sequence[str] | str, references: Sequence[Any] | str) -> Bleu:
     """Return the corpus BLEU of `hypotheses` against `references`.
 
-    `references[i]` is what hypothesis i is held to: a text, or several of which each n-gram may come from any. A single
-    text may be given instead of a list. Matches are summed over the corpus before dividing: the mean of sentences'
-    scores is another number. Raises SpecError for an empty corpus, a missing reference, or lists of unequal length.
+    `references[i]` belongs to hypothesis i: one text, or a list of texts, any of which may match an n-gram. Both
+    arguments may also be a single text instead of a list. Matches are summed over the corpus before dividing; the mean
+    of the sentences' scores is a different number. Raises SpecError for an empty corpus, a missing reference, or lists
+    of unequal length.
 
         BLEU = BP · exp(mean of log p_n, n = 1..4)      BP = min(1, exp(1 - reference_length / length))
 
@@ -91,14 +93,13 @@ def bleu(hypotheses: Sequence[str] | str, references: Sequence[Any] | str) -> Bl
         written = words(hypothesis)
         allowed = [words(text) for text in texts]
         length += len(written)
-        # of several references the one of nearest length counts, of two as near the shorter
+        # the length of the reference nearest in length; if two are equally near, of the shorter one
         reference_length += min((abs(len(a) - len(written)), len(a)) for a in allowed)[1]
         for n in range(1, MAX_ORDER + 1):
-            found = ngrams(written, n)
             most: Counter[tuple[str, ...]] = Counter()
             for reference in allowed:
-                most |= ngrams(reference, n)  # the most often that any one reference has it
-            matches[n - 1] += (found & most).total()
+                most |= ngrams(reference, n)  # for each n-gram, its count in the reference that has it most often
+            matches[n - 1] += (ngrams(written, n) & most).total()
             totals[n - 1] += max(len(written) - n + 1, 0)
     return _score(matches, totals, length, reference_length)
 
@@ -109,7 +110,7 @@ def _reference_lists(hypotheses: Sequence[str], references: Sequence[Any] | str)
     if isinstance(references, str) or len(references) != len(hypotheses):
         given = "one text" if isinstance(references, str) else f"{len(references)} references"
         raise SpecError(
-            f"{len(hypotheses)} hypotheses but {given}: give one reference (a text, or a list of texts) a hypothesis"
+            f"{len(hypotheses)} hypotheses but {given}: give one reference (a text, or a list of texts) per hypothesis"
         )
     lists = [[entry] if isinstance(entry, str) else list(entry) for entry in references]
     for i, texts in enumerate(lists):
@@ -125,7 +126,7 @@ def _score(matches: list[int], totals: list[int], length: int, reference_length:
     precisions, smoothing = [0.0] * MAX_ORDER, 1
     for n, (match, total) in enumerate(zip(matches, totals, strict=True)):
         if total == 0:
-            break  # no hypothesis is this long
+            break  # no hypothesis has n words
         if match == 0:
             smoothing *= 2  # method 3 of Chen and Cherry 2014: a half, a quarter, ... of one match
         precisions[n] = 100 * match / total if match else 100 / (smoothing * total)

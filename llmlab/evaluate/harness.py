@@ -1,8 +1,8 @@
-"""Our models under EleutherAI's lm-evaluation-harness, by its own interface: what its tasks ask of a model, answered.
+"""llmlab's models in EleutherAI's lm-evaluation-harness, through its own model interface, and two tasks for it.
 
-A task is text in, numbers out, and asks one of three things: how likely is this continuation of that context
-("loglikelihood"; multiple choice compares several), how likely is this whole text ("loglikelihood_rolling"), and what
-do you write until this stop text ("generate_until"). Two tasks here need no download: they are made of any text.
+A task of the harness asks one of three questions: how likely is this continuation of that context ("loglikelihood";
+multiple choice compares several), how likely is this whole text ("loglikelihood_rolling"), and what does the model
+write until this stop text ("generate_until"). The two tasks need no download: they are made from any text.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["HarnessModel", "choice_task", "evaluate", "text_task"]
 
 
 class HarnessModel(TemplateLM):
-    """A model and its tokenizer as the harness wants them. `end_of_text`: the token that stands before every text."""
+    """A model and its tokenizer behind the harness's interface. `end_of_text` is the token put before every text."""
 
     def __init__(self, model: nn.Module, tokenizer: Tokenizer, end_of_text: int) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """What stands before a text without a context."""
+        """The token that the harness puts before a text without a context."""
         return self.end_of_text
 
     def tok_encode(self, string: str, **_: Any) -> list[int]:
@@ -57,25 +57,25 @@ class HarnessModel(TemplateLM):
 
     @torch.no_grad()
     def _scored(self, context: list[int], continuation: list[int]) -> tuple[float, bool]:
-        # The last token is only predicted, so the model may read one less than is scored and given.
+        # The last token is only predicted, never read: window + 1 tokens fit.
         read = torch.tensor((context + continuation)[-(self.window + 1) :][:-1], device=self.device)
-        found = self.model(read[None])
-        logits = getattr(found, "logits", found)[0, -len(continuation) :]
+        output = self.model(read[None])
+        logits = getattr(output, "logits", output)[0, -len(continuation) :]
         scores = logits.double().log_softmax(-1)  # (tokens of the continuation, V)
         wanted = torch.tensor(continuation[-len(scores) :], device=self.device)
         chosen = scores.gather(1, wanted[:, None]).sum().item()
         return chosen, bool((scores.argmax(-1) == wanted).all())
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return log p(text) for every request: `llmlab.evaluate.perplexity`'s, windows side by side."""
-        found = []
+        """Return log p(text) for every request, by `llmlab.evaluate.perplexity` with windows that do not overlap."""
+        likelihoods = []
         for request in requests:
             ids = torch.tensor([self.end_of_text, *self.tok_encode(request.args[0])], device=self.device)
-            found.append(-perplexity(self.model, ids, self.window, self.window).nll)
-        return found
+            likelihoods.append(-perplexity(self.model, ids, self.window, self.window).nll)
+        return likelihoods
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return what the model writes after each context, the likeliest tokens, up to the first stop text."""
+        """Return what the model writes after each context, always the likeliest token, up to the first stop text."""
         answers = []
         for request in requests:
             context, options = request.args
@@ -89,7 +89,7 @@ class HarnessModel(TemplateLM):
 
 
 def text_task(name: str, texts: Sequence[str]) -> ConfigurableTask:
-    """Return a task that asks how likely `texts` are: perplexity a word and a byte, and bits a byte."""
+    """Return a task that asks how likely `texts` are: perplexity per word and per byte, and bits per byte."""
     rows = Dataset.from_list([{"text": text} for text in texts])
     averages = {"word_perplexity": "weighted_perplexity", "byte_perplexity": "weighted_perplexity"}
     metrics = [
@@ -102,10 +102,10 @@ def text_task(name: str, texts: Sequence[str]) -> ConfigurableTask:
 def choice_task(
     name: str, text: str, questions: int = 40, context: int = 40, ending: int = 10, seed: int = 0
 ) -> ConfigurableTask:
-    """Return a task: which of four endings follows? The wrong ones are the right one's words in another order.
+    """Return a multiple-choice task: which of four endings follows? Three are the right one with its words shuffled.
 
-    So all four have the same words, and what is asked is what a language model should know. `context` and `ending` in
-    words. Raises SpecError for a text that is too short, or all of whose words are the same.
+    All four endings have the same words, so only their order tells them apart. `context` and `ending` are in words.
+    Raises SpecError for a text that is too short, or whose words are all the same.
     """
     words, chance = text.split(), random.Random(seed)
     rows: list[dict[str, Any]] = []
@@ -115,7 +115,7 @@ def choice_task(
         begin = chance.randrange(len(words) - context - ending)
         right = words[begin + context : begin + context + ending]
         if len(set(right)) < ending / 2:
-            continue  # too few orders to choose from
+            continue  # with few distinct words, a shuffled ending may equal the right one
         endings = [right, *(chance.sample(right, ending) for _ in range(3))]
         place = chance.randrange(4)
         endings[0], endings[place] = endings[place], endings[0]
@@ -140,6 +140,6 @@ def evaluate(model: HarnessModel, tasks: Sequence[ConfigurableTask]) -> dict[str
     named = {task.config.task: task for task in tasks}
     results = evaluator.evaluate(model, named, bootstrap_iters=0, log_samples=False)
     return {
-        name: {key.partition(",")[0]: value for key, value in found.items() if isinstance(value, float)}
-        for name, found in results["results"].items()
+        name: {key.partition(",")[0]: value for key, value in metrics.items() if isinstance(value, float)}
+        for name, metrics in results["results"].items()
     }

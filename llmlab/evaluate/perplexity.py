@@ -1,9 +1,10 @@
-"""Perplexity: how many tokens the model hesitates between, on average, at each token of a text.
+"""Perplexity: the number of equally likely tokens that would leave the model as uncertain as a text does.
 
     perplexity = exp(-mean of log p(token | tokens before it))
 
-A model has a window. Cutting the text into windows side by side gives the first tokens of each almost no context and
-makes the model look worse; sliding by `stride` < `window` gives each token at least `window - stride` tokens of it.
+A model reads a limited window. Windows that do not overlap give the first tokens of each almost no context and make
+the model look worse; with `stride` < `window`, each token after the first window has at least `window - stride` tokens
+of context.
 
     T  tokens of the text     V  vocabulary
 """
@@ -23,27 +24,27 @@ __all__ = ["Perplexity", "perplexity", "windows"]
 
 
 class Perplexity(float):
-    """A perplexity, with what it is made of: `nll`, the negative log likelihood of all `tokens` scored, in nats."""
+    """A perplexity; `nll` is the negative log likelihood in nats of all scored tokens, `tokens` their number."""
 
     nll: float
     tokens: int
 
     def per(self, units: int) -> float:
-        """Return the same likelihood a unit of another kind: exp(nll / units), with `units` words, say.
+        """Return the perplexity per unit of another kind, for example per word: exp(nll / units).
 
-        Two models with different tokenizers can only be compared so: a token of one is not a token of the other.
+        Only such perplexities compare models with different tokenizers: their tokens are not the same units.
         """
         if units < 1:
             raise SpecError(f"units={units}: give the number of words (or characters) in the text that was scored")
         return math.exp(self.nll / units)
 
     def bits_per(self, units: int) -> float:
-        """Return bits a unit: nll / units / ln 2; with `units` UTF-8 bytes, the "bits per byte" of papers."""
+        """Return bits per unit, nll / units / ln 2; with UTF-8 bytes as units, the "bits per byte" of papers."""
         return math.log2(self.per(units))
 
 
 def windows(tokens: int, window: int, stride: int) -> list[tuple[int, int, int]]:
-    """Return (begin, scored from, end) of each pass: it reads [begin, end) and scores [scored from, end).
+    """Return (begin, scored, end) for each pass: it reads tokens [begin, end) and scores tokens [scored, end).
 
     Every token but the text's first is scored exactly once.
 
@@ -65,10 +66,10 @@ def perplexity(
 ) -> Perplexity:
     """Return the Perplexity of `model` on the text `ids`, (T,) or (1, T) token ids.
 
-    `model(ids)` gives logits (1, T, V), or an output with `.logits`. `window`: the most tokens it reads at once, by
-    default the model's own limit (of its `spec` or `config`) or the whole text; `stride`: how far the window
-    moves, by default half of it. With `stride=window` they stand side by side and share one token, which the first
-    prediction of each is made from. No gradient is taken; the model's mode is kept: put it into eval() first.
+    `model(ids)` returns logits (1, T, V), or an output with `.logits`. `window` is the most tokens it reads at once, by
+    default the model's own limit (from its `spec` or `config`) or the whole text; `stride` is how far the window moves,
+    by default half its length. With `stride=window` neighbouring windows share only one token: the one that the first
+    prediction of each is made from. No gradients are computed. The model's mode stays: put it into eval() first.
 
     Raises SpecError for fewer than two tokens, a stride above the window, or an id outside the vocabulary.
     """
@@ -81,7 +82,7 @@ def perplexity(
         raise SpecError(f"ids of shape {tuple(ids.shape)}: give one text of at least 2 tokens, (T,) or (1, T)")
     limit, vocab = _limits(model)
     if vocab:
-        _check_ids(ids, vocab)  # here: an embedding would raise something else, on a GPU from a kernel
+        _check_ids(ids, vocab)  # else the embedding raises an IndexError, and on a GPU a device-side assert
     window = window or min(limit or len(ids), len(ids))
     stride = stride or max(window // 2, 1)
     if window < 2 or not 1 <= stride <= window:
@@ -104,7 +105,7 @@ def perplexity(
 
 
 def _limits(model: Callable[..., Any]) -> tuple[int | None, int | None]:
-    """Return the most tokens the model was made to read, and its vocabulary, where it says so."""
+    """Return the most tokens the model can read and its vocabulary size, each None if the model does not tell."""
     if (spec := getattr(model, "spec", None)) is not None:
         return spec.max_positions, spec.vocab
     config = getattr(model, "config", None)

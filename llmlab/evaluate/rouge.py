@@ -1,8 +1,8 @@
-"""ROUGE: how much of a reference summary stands in a written one (Lin 2004), as the `rouge-score` package counts it.
+"""ROUGE: the overlap of a written summary with a reference summary (Lin 2004), as the `rouge-score` package counts it.
 
 ROUGE-N compares n-grams. ROUGE-L compares the longest common subsequence: words in the same order, gaps allowed.
-ROUGE-Lsum does so a line at a time and joins what the lines find. Published numbers use lower-cased ASCII words, and
-often a Porter stemmer, which this one leaves out (`use_stemmer=False`).
+ROUGE-Lsum does so for each pair of lines and unites the words found. Published numbers use lower-cased ASCII words, and
+often a Porter stemmer, which is not implemented here (`use_stemmer=False`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KINDS = ("rouge1", "rouge2", "rougeL")
 
 
 class Score(NamedTuple):
-    """What part of the prediction is in the target, what part of the target is found, and their harmonic mean."""
+    """The matches as a share of the prediction and as a share of the target, and the harmonic mean of the two."""
 
     precision: float
     recall: float
@@ -29,9 +29,9 @@ class Score(NamedTuple):
 
 
 def rouge(prediction: str, target: str, kinds: Sequence[str] = KINDS) -> dict[str, Score]:
-    """Return each kind's Score of one `prediction` against one `target`.
+    """Return the Score of one `prediction` against one `target`, for each kind.
 
-    `kinds`: "rouge1" to "rouge9", "rougeL", "rougeLsum" (sentences on lines of their own). Raises SpecError for others.
+    `kinds` are "rouge1" to "rouge9", "rougeL" and "rougeLsum" (one sentence per line); SpecError is raised for others.
     A text without an ASCII letter or digit scores 0.
 
     >>> rouge("the police killed the gunman", "police killed the gunman")["rougeL"].recall
@@ -63,10 +63,10 @@ def words(text: str) -> list[str]:
 
 
 def common_subsequence(target: Sequence[str], prediction: Sequence[str]) -> list[int]:
-    """Return the places in `target` of a longest subsequence that `prediction` has too.
+    """Return the indices in `target` of a longest subsequence that `prediction` has too.
 
-    The table's cell (i, j) is the length for the first i and j words. Of equally long ones, the one rouge-score takes:
-    on the way back it drops a word of the target unless dropping the prediction's keeps more.
+    The table's cell (i, j) is the length for the first i and j words. Of equally long subsequences rouge-score's is
+    returned: its way back through the table drops a word of the target unless dropping the prediction's keeps more.
 
     >>> common_subsequence("police killed the gunman".split(), "police kill the gunman".split())
     [0, 2, 3]
@@ -88,20 +88,20 @@ def common_subsequence(target: Sequence[str], prediction: Sequence[str]) -> list
 
 
 def _lines(prediction: str, target: str) -> Score:
-    """Return ROUGE-Lsum (section 3.2): a target line's words are found if any line of the prediction has them."""
+    """Return ROUGE-Lsum (section 3.2): a target line's word counts if it is in the LCS with any prediction line."""
     written = [words(line) for line in prediction.split("\n") if line]
     wanted = [words(line) for line in target.split("\n") if line]
     left_written, left_wanted = (Counter(word for line in lines for word in line) for lines in (written, wanted))
     total_written, total_wanted = left_written.total(), left_wanted.total()
-    found = 0
+    matches = 0
     for line in wanted:
         for place in sorted({place for other in written for place in common_subsequence(line, other)}):
             word = line[place]
             if left_written[word] > 0 and left_wanted[word] > 0:  # ROUGE-1.5.5 counts no word twice
-                found += 1
+                matches += 1
                 left_written[word] -= 1
                 left_wanted[word] -= 1
-    return _score(found, total_written, total_wanted)
+    return _score(matches, total_written, total_wanted)
 
 
 def _score(shared: int, written: int, wanted: int) -> Score:

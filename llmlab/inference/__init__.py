@@ -1,6 +1,7 @@
-"""Generation from scratch: prefill and decode, the KV cache in three forms, sampling, speculation, batching.
+"""Text generation from scratch: prefill and decode, four KV caches, sampling, speculative decoding, batching.
 
-It teaches and predicts; to serve users, use vLLM, SGLang or llama.cpp, which do the same with kernels of their own.
+It is there to teach and to predict. To serve users, take vLLM, SGLang or llama.cpp, which do the same with their own
+kernels.
 """
 
 from .blocks import BlockPool

@@ -1,10 +1,11 @@
-"""Three places for keys and values: one that grows by copying, one made whole at the start, one in blocks.
+"""Three KV caches: one that grows by concatenation, one allocated in full at the start, and a paged one.
 
-All have what `models.gpt.Cache` asks for (`length`, `update`) and three things more. `expect(ids)` is called with the
-tokens about to be read, before the model runs: what cannot be held is refused there, with nothing changed.
-`crop(length)` drops the last tokens, as speculative decoding needs. `release()` gives all memory back.
+All have what `architectures.gpt.Cache` asks for (`length`, `update`) and three methods more. `expect(ids)` is called
+with the tokens about to be read, before the model runs: it raises if they do not fit, with nothing changed.
+`crop(length)` drops the last tokens, as speculative decoding needs. `release()` frees all memory.
 
-    B  batch     T  tokens being read     S  tokens held and being read     H  key-value heads     D  size of a head
+    B  batch     T  tokens being read     S  tokens in the cache, then the T being read
+    H  key-value heads     D  size of a head
 """
 
 from __future__ import annotations
@@ -23,39 +24,39 @@ Layer = tuple[Tensor, Tensor]
 
 
 class KVCache(Cache, Protocol):
-    """What generation asks of a cache; `inference.QuantizedCache` has it too."""
+    """What generation asks of a cache; `inference.QuantizedCache` fits it too."""
 
     def expect(self, ids_BT: Tensor) -> None:
-        """Make room for the tokens about to be read, or refuse them with nothing changed."""
+        """Make room for the tokens about to be read, or raise CacheFull with nothing changed."""
 
     def crop(self, length: int) -> None:
         """Keep the first `length` tokens."""
 
     def release(self) -> None:
-        """Give all memory back."""
+        """Free all memory."""
 
 
 class GrowingCache:
-    """Made longer by concatenation: every token copies all that is held, and old and new live side by side for it."""
+    """A cache that grows by concatenation: each new token copies the whole layer, with old and new copy in memory."""
 
     def __init__(self) -> None:
         self.layers: list[Layer] = []
 
     @property
     def length(self) -> int:
-        """Tokens of each sequence held."""
+        """The number of tokens in the cache, per sequence."""
         return self.layers[0][0].shape[2] if self.layers else 0
 
     def expect(self, ids_BT: Tensor) -> None:
         """Accept any number of tokens."""
 
     def update(self, layer: int, k_BHTD: Tensor, v_BHTD: Tensor) -> Layer:
-        """Append the new tokens' keys and values of `layer`; return all of it, (B, H, S, D) each."""
+        """Append the new tokens' keys and values of `layer`; return those of all tokens, (B, H, S, D) each."""
         if layer == len(self.layers):
             self.layers.append((k_BHTD, v_BHTD))
         else:
-            held = zip(self.layers[layer], (k_BHTD, v_BHTD), strict=True)
-            k_BHSD, v_BHSD = (torch.cat(old_and_new, dim=2) for old_and_new in held)
+            pairs = zip(self.layers[layer], (k_BHTD, v_BHTD), strict=True)
+            k_BHSD, v_BHSD = (torch.cat(old_and_new, dim=2) for old_and_new in pairs)
             self.layers[layer] = k_BHSD, v_BHSD
         return self.layers[layer]
 
@@ -64,47 +65,49 @@ class GrowingCache:
         self.layers = [(k_BHSD[:, :, :length], v_BHSD[:, :, :length]) for k_BHSD, v_BHSD in self.layers]
 
     def release(self) -> None:
-        """Drop all."""
+        """Free all memory."""
         self.layers = []
 
 
 class StaticCache:
-    """Made whole at the start for `capacity` tokens a sequence: nothing is copied, the unused rest is paid for."""
+    """A cache allocated at the start for `capacity` tokens per sequence: no copies, but unused places take memory."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.length = capacity, 0
         self.layers: list[Layer] = []
 
     def expect(self, ids_BT: Tensor) -> None:
-        """Raise CacheFull where the tokens do not fit behind those held."""
+        """Raise CacheFull if the tokens do not fit after those in the cache."""
         if self.length + ids_BT.shape[1] > self.capacity:
-            raise CacheFull(f"{self.length} tokens held and {ids_BT.shape[1]} new ones: the cache has {self.capacity}")
+            raise CacheFull(
+                f"{self.length} tokens in the cache and {ids_BT.shape[1]} new ones: it has room for {self.capacity}"
+            )
 
     def update(self, layer: int, k_BHTD: Tensor, v_BHTD: Tensor) -> Layer:
-        """Write the new tokens' keys and values of `layer` in place; return views of all held, (B, H, S, D) each."""
+        """Write the new tokens' keys and values of `layer` in place; return views of all tokens, (B, H, S, D) each."""
         if layer == len(self.layers):
-            whole = (new.new_empty(*new.shape[:2], self.capacity, new.shape[3]) for new in (k_BHTD, v_BHTD))
-            self.layers.append((next(whole), next(whole)))  # latent attention's two differ in width
+            empty = (new.new_empty(*new.shape[:2], self.capacity, new.shape[3]) for new in (k_BHTD, v_BHTD))
+            self.layers.append((next(empty), next(empty)))  # latent attention's two differ in width
         if layer == 0:  # the model has read `length` for its positions; from here on it counts the new tokens too
             self.length += k_BHTD.shape[2]
-        for held, new in zip(self.layers[layer], (k_BHTD, v_BHTD), strict=True):
-            held[:, :, self.length - new.shape[2] : self.length] = new
-        k_BHSD, v_BHSD = (held[:, :, : self.length] for held in self.layers[layer])
+        for stored, new in zip(self.layers[layer], (k_BHTD, v_BHTD), strict=True):
+            stored[:, :, self.length - new.shape[2] : self.length] = new
+        k_BHSD, v_BHSD = (stored[:, :, : self.length] for stored in self.layers[layer])
         return k_BHSD, v_BHSD
 
     def crop(self, length: int) -> None:
-        """Forget what is behind the first `length` tokens; it is written over later."""
+        """Keep the first `length` tokens; the others are overwritten later."""
         self.length = length
 
     def release(self) -> None:
-        """Drop all."""
+        """Free all memory."""
         self.layers, self.length = [], 0
 
 
 class PagedCache:
-    """In the blocks of a pool, which several caches' worth of requests share: memory is taken a block at a time.
+    """A cache in the blocks of a pool that all requests share: memory is allocated one block at a time.
 
-    `rows`: the table of each sequence in the batch that is read next; they may be of different lengths.
+    `rows` are the tables of the sequences in the next batch, which may differ in length.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -113,7 +116,7 @@ class PagedCache:
         self.length = 0
 
     def expect(self, ids_BT: Tensor) -> None:
-        """Make room for the tokens in each row's table. Raises CacheFull, with nothing changed, where there is none."""
+        """Make room for the tokens in each row's table. Raises CacheFull, with nothing changed, if they do not fit."""
         self.rows = self.rows or [Table() for _ in ids_BT]
         self.begins = [len(table.tokens) for table in self.rows]
         written, copies = [], []
@@ -130,24 +133,24 @@ class PagedCache:
                 blocks = pages.unflatten(0, (-1, self.pool.size))
                 blocks[target] = blocks[source]
         lengths = [len(table.tokens) for table in self.rows]
-        held = [self.pool.slots(table) + [0] * (max(lengths) - len(table.tokens)) for table in self.rows]
+        read = [self.pool.slots(table) + [0] * (max(lengths) - len(table.tokens)) for table in self.rows]
         self.written_BT = torch.tensor(written, device=ids_BT.device)
-        self.held_BS = torch.tensor(held, device=ids_BT.device)  # a shorter row is filled up with slot 0, masked
+        self.read_BS = torch.tensor(read, device=ids_BT.device)  # shorter rows are padded with slot 0, and masked
         self.length = max(self.begins)
 
     def positions(self) -> Tensor:
-        """Return the place of each expected token in its own sequence, (B, T)."""
+        """Return the position of each new token in its own sequence, (B, T)."""
         begins_B = torch.tensor(self.begins, device=self.written_BT.device)
         return begins_B[:, None] + torch.arange(self.written_BT.shape[1], device=begins_B.device)
 
     def mask(self) -> Tensor:
-        """Return which of the S slots each expected token may look at: bool (B, 1, T, S)."""
-        return torch.arange(self.held_BS.shape[1], device=self.held_BS.device) <= self.positions()[:, None, :, None]
+        """Return which of the S slots each new token may look at: bool (B, 1, T, S)."""
+        return torch.arange(self.read_BS.shape[1], device=self.read_BS.device) <= self.positions()[:, None, :, None]
 
     def update(self, layer: int, k_BHTD: Tensor, v_BHTD: Tensor) -> Layer:
-        """Write the new tokens' keys and values of `layer` to their slots; return each row's, (B, H, S, D) each.
+        """Write the new tokens' keys and values of `layer` to their slots; return those of all, (B, H, S, D) each.
 
-        A real engine's kernel reads the blocks where they lie; this one gathers them, a copy.
+        A real engine's attention kernel reads the blocks in place; here they are gathered into a copy.
         """
         if layer == len(self.layers):
             slots = len(self.pool.holders) * self.pool.size
@@ -157,16 +160,16 @@ class PagedCache:
             self.length += k_BHTD.shape[2]
         for pages, new in zip(self.layers[layer], (k_BHTD, v_BHTD), strict=True):
             pages[self.written_BT] = new.transpose(1, 2)
-        k_BHSD, v_BHSD = (pages[self.held_BS].transpose(1, 2) for pages in self.layers[layer])
+        k_BHSD, v_BHSD = (pages[self.read_BS].transpose(1, 2) for pages in self.layers[layer])
         return k_BHSD, v_BHSD
 
     def written(self) -> None:
-        """Say that the model has run: the rows' full blocks can now be shared."""
+        """Mark the new tokens as written, after the model has run: full blocks can now be shared."""
         for table in self.rows:
             self.pool.written(table)
 
     def undo(self) -> None:
-        """Take back what was expected and has not been written."""
+        """Drop the tokens that `expect` made room for, when the model did not write them."""
         for table, begin in zip(self.rows, self.begins, strict=True):
             self.pool.crop(table, begin)
 
@@ -177,7 +180,7 @@ class PagedCache:
         self.length = length
 
     def release(self) -> None:
-        """Give back the rows' blocks."""
+        """Free the rows' blocks."""
         for table in self.rows:
             self.pool.release(table)
         self.rows, self.length = [], 0

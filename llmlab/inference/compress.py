@@ -1,4 +1,4 @@
-"""Smaller models without fewer bits: pruning (weights set to 0) and low rank (a matrix as a product of two).
+"""Pruning (weights set to 0) and low-rank factorization (a matrix as a product of two): smaller without fewer bits.
 
     I  inputs of a layer     O  its outputs     r  rank
 """
@@ -15,9 +15,9 @@ __all__ = ["low_rank", "low_rank_share", "prune", "prune_2_of_4", "sparse_bytes"
 
 
 def prune(model: Model, share: float) -> Model:
-    """Return a copy whose blocks' matrices have lost the `share` of their weights that is smallest, each for itself.
+    """Return a copy in which each matrix of the blocks has the `share` of its weights nearest to 0 set to 0.
 
-    Magnitude pruning (Han et al. 2015), without the training that should follow. The same as
+    Magnitude pruning (Han et al. 2015), without the training that should follow. It gives the same weights as
     torch.nn.utils.prune.l1_unstructured on each layer.
     """
     if not 0 <= share < 1:
@@ -26,18 +26,18 @@ def prune(model: Model, share: float) -> Model:
 
 
 def prune_2_of_4(model: Model) -> Model:
-    """Return a copy that keeps the two largest of every four weights along a row, as sparse tensor cores want it.
+    """Return a copy that keeps the two largest of every four weights along a row, as sparse tensor cores need it.
 
-    (Mishra et al., arXiv 2104.08378.) Raises SpecError for a layer whose inputs are no multiple of 4.
+    Source: Mishra et al., arXiv 2104.08378. Raises SpecError for a layer whose inputs are not a multiple of 4.
     """
     return replace_linears(model, lambda _, linear: _masked(linear, _two_of_four(linear.weight)))
 
 
 def low_rank(model: Model, rank: int) -> Model:
-    """Return a copy whose blocks' matrices are products of (O, r) and (r, I): the nearest of that rank.
+    """Return a copy whose blocks' matrices are products of (O, r) and (r, I): the best approximation of that rank.
 
-    Nearest in the sum of squares (Eckart and Young 1936), by the singular value decomposition. A layer for which that
-    would be no smaller stays.
+    Best in the sum of squares (Eckart and Young 1936), from the singular value decomposition. A layer that would not
+    get smaller stays as it is.
     """
     if rank < 1:
         raise SpecError(f"rank={rank}: give 1 or more")
@@ -45,7 +45,7 @@ def low_rank(model: Model, rank: int) -> Model:
 
 
 def low_rank_share(inputs: int, outputs: int, rank: int) -> float:
-    """Return what two factors take of the matrix's own size: r (I + O) / (I · O).
+    """Return the size of the two factors as a share of the matrix's size: r (I + O) / (I · O).
 
     >>> low_rank_share(4096, 4096, 2048)
     1.0
@@ -54,9 +54,10 @@ def low_rank_share(inputs: int, outputs: int, rank: int) -> float:
 
 
 def sparse_bytes(elements: int, share: float, value: int = 2) -> dict[str, int]:
-    """Return the bytes of `elements` weights of `value` bytes, `share` of them 0, dense and in three sparse formats.
+    """Return the bytes of `elements` weights of `value` bytes each, `share` of them 0: dense and in 3 sparse formats.
 
-    "list": each weight with a 2-byte column; "mask": a bit for every place; "2:4": two bits for each weight kept.
+    "list": each nonzero weight with a 2-byte column; "mask": one bit per weight, zero or not; "2:4": two bits per
+    nonzero weight for its place among four.
     """
     kept = round(elements * (1 - share))
     return {

@@ -1,7 +1,7 @@
-"""Several requests at once, four ways: in turn, in threads, in processes, in a batch.
+"""Serving several requests in four ways: one after the other, in threads, in processes, in one batch.
 
-All write the same tokens. A thread shares the model; a process has one of its own, or maps the same memory; a batch
-reads every weight once for all of them.
+All write the same tokens. Threads share one model; each process has its own, or maps the same memory; a batch reads
+every weight once for all requests.
 
     B  requests     T  tokens of a prompt
 """
@@ -24,12 +24,12 @@ _mine: dict[str, Any] = {}  # a worker process's model
 
 
 def in_turn(model: nn.Module, prompts_BT: Tensor, new_tokens: int) -> Tensor:
-    """Return each prompt with its answer, (B, T + new), one after the other."""
+    """Return each prompt with its answer, (B, T + new), generated one after the other."""
     return torch.stack([generate(model, prompt, new_tokens) for prompt in prompts_BT])
 
 
 def in_threads(model: nn.Module, prompts_BT: Tensor, new_tokens: int) -> Tensor:
-    """Return the same, each request in a thread; Python runs one of them at a time."""
+    """Return the same, with one thread per request; Python runs one thread at a time."""
     with ThreadPoolExecutor(len(prompts_BT)) as pool:
         texts = pool.map(lambda prompt: generate(model, prompt, new_tokens), prompts_BT)
         return torch.stack(list(texts))
@@ -37,20 +37,21 @@ def in_threads(model: nn.Module, prompts_BT: Tensor, new_tokens: int) -> Tensor:
 
 @contextmanager
 def processes(model: nn.Module, count: int) -> Iterator[Executor]:
-    """Start `count` processes that hold `model`; torch passes its memory on, so on a CPU they share one copy."""
-    context = torch.multiprocessing.get_context("spawn")  # a forked process would inherit torch's threads as locks
+    """Start `count` processes with `model`; torch passes it on as shared memory, so on a CPU there is one copy."""
+    # A forked process would inherit the locks that torch's threads hold, without the threads.
+    context = torch.multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(count, context, _begin, (model,)) as pool:
         list(pool.map(_ready, range(count)))
         yield pool
 
 
 def in_processes(pool: Executor, prompts_BT: Tensor, new_tokens: int) -> Tensor:
-    """Return the same from `processes`, as many requests at once as there are of them."""
+    """Return the same from the `pool` that `processes` started: one request per process at a time."""
     return torch.tensor(list(pool.map(_write, prompts_BT.tolist(), [new_tokens] * len(prompts_BT))))
 
 
 def in_batch(model: nn.Module, prompts_BT: Tensor, new_tokens: int) -> Tensor:
-    """Return the same from one batch."""
+    """Return the same, generated as one batch."""
     return generate(model, prompts_BT, new_tokens)
 
 

@@ -1,4 +1,4 @@
-"""Two drafts for speculative decoding that need no training: a table of pairs, and the model's own first blocks.
+"""Two draft models for speculative decoding that need no training: a bigram table, and the model's own first blocks.
 
     B  batch     T  tokens being read     V  vocabulary
 """
@@ -20,24 +20,24 @@ __all__ = ["Bigram", "first_blocks"]
 
 
 class Bigram(nn.Module):
-    """The next token by the last one alone: how often it came after it in a text. A pass is one look-up.
+    """Predicts the next token from the last one alone, by how often the pair occurs in a text: a pass is one look-up.
 
-    `hidden` is what `models.llama.Llama` has, so that `speculate` takes it for a draft: here it gives the logits.
+    `speculate` calls `hidden`, as of `architectures.llama.Llama`, and then `lm_head`. Here `hidden` returns the logits.
     """
 
     def __init__(self, text: Tensor, spec: ModelSpec, smoothing: float = 0.01) -> None:
-        """Count the pairs of `text`, (tokens,) ids below spec.vocab; `smoothing` is added to every count."""
+        """Count the pairs in `text`, (tokens,) ids below spec.vocab; `smoothing` is added to every count."""
         super().__init__()
         counts = torch.full((spec.vocab, spec.vocab), smoothing)
         counts.view(-1).index_add_(0, text[:-1] * spec.vocab + text[1:], torch.ones(len(text) - 1))
         self.spec = spec
-        self.logits = nn.Parameter(counts.log(), requires_grad=False)  # softmax turns them back into shares
+        self.logits = nn.Parameter(counts.log(), requires_grad=False)  # their softmax is each pair's share
         self.lm_head = nn.Identity()
 
     def hidden(
         self, ids_BT: Tensor, cache: Cache | None = None, mask: Tensor | None = None, positions_BT: Tensor | None = None
     ) -> Tensor:
-        """Return the logits after each token, (B, T, V). The cache only counts: there is nothing to remember."""
+        """Return the logits after each token, (B, T, V). The cache only counts the tokens: no keys, no values."""
         if cache is not None:
             counted = ids_BT[:, None, :, None].float()
             cache.update(0, counted, counted)
@@ -49,11 +49,11 @@ class Bigram(nn.Module):
 
 
 def first_blocks(model: Llama, count: int) -> Llama:
-    """Return a model of the first `count` blocks of `model`, with its embedding, last norm and head; weights shared."""
+    """Return a model of `model`'s embedding, first `count` blocks, last norm and head, which share its weights."""
     if not 1 <= count <= len(model.layers):
         raise SpecError(f"count={count}: the model has {len(model.layers)} blocks; give 1 to {len(model.layers)}")
     short = copy.copy(model)
-    short._modules = dict(model._modules)  # copy.copy shares it: the model would lose its blocks
+    short._modules = dict(model._modules)  # copy.copy shares this dict: `model` would lose its blocks
     short.layers = nn.ModuleList(model.layers[:count])
     short.spec = find_model({**model.spec.config, "num_hidden_layers": count})
     return short

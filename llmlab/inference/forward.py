@@ -1,6 +1,6 @@
-"""One forward pass of a model of ours or of transformers, with a cache of ours or none.
+"""One forward pass: llmlab's models or transformers', with one of llmlab's KV caches or none.
 
-    B  batch     T  tokens being read     S  tokens held and being read     V  vocabulary
+    B  batch     T  tokens being read     C  hidden size     V  vocabulary
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["check_prompt", "logits"]
 
 
 class Ours(Protocol):
-    """What a model of llmlab has: a Llama or a GPT of `llmlab.architectures`, or a draft of `drafts`."""
+    """What llmlab's models have: the Llama and GPT of `llmlab.architectures`, and the drafts of `drafts`."""
 
     spec: ModelSpec
     lm_head: nn.Module
@@ -33,17 +33,17 @@ def _is_ours(model: nn.Module) -> TypeGuard[Ours]:
 
 
 def logits(model: nn.Module, ids_BT: Tensor, cache: KVCache | None = None, last: int = 1) -> Tensor:
-    """Return the logits after each of the `last` tokens of `ids_BT`, (B, last, V): the head reads no others."""
+    """Return the logits after each of the last `last` tokens of `ids_BT`, (B, last, V): the head reads only those."""
     positions = mask = None
     if cache is not None:
         cache.expect(ids_BT)
-        if isinstance(cache, PagedCache) and len(set(cache.begins)) > 1:  # the model cannot count by itself
+        if isinstance(cache, PagedCache) and len(set(cache.begins)) > 1:  # the rows begin at different positions
             positions, mask = cache.positions(), cache.mask()
     if _is_ours(model):
         return model.lm_head(model.hidden(ids_BT, cache, mask, positions)[:, -last:])
     from .transformers_cache import AsTransformers, additive
 
-    theirs: Any = model  # transformers', or a wrapper of one, whose attributes are its own
+    theirs: Any = model  # a model of transformers, or a wrapper of one: mypy does not know its attributes
     if mask is not None and theirs.config._attn_implementation == "eager":
         mask = additive(mask, theirs.dtype)
     return theirs(
@@ -57,7 +57,7 @@ def logits(model: nn.Module, ids_BT: Tensor, cache: KVCache | None = None, last:
 
 
 def limits(model: nn.Module) -> tuple[int, int]:
-    """Return the model's vocabulary and the most tokens it can read."""
+    """Return the size of the model's vocabulary and the most tokens it can read."""
     if _is_ours(model):
         return model.spec.vocab, model.spec.max_positions
     config: Any = model.config
@@ -65,7 +65,7 @@ def limits(model: nn.Module) -> tuple[int, int]:
 
 
 def check_prompt(model: nn.Module, tokens: Sequence[int], max_new_tokens: int) -> None:
-    """Raise SpecError for a prompt that is empty, too long with its answer, or not in the model's vocabulary."""
+    """Raise SpecError for a prompt that is empty, too long with its answer, or has a token outside the vocabulary."""
     vocab, context = limits(model)
     if not tokens:
         raise SpecError("an empty prompt: give at least one token, the beginning-of-text token if there is no other")

@@ -1,6 +1,6 @@
-"""Prefill and decode: read the prompt once, then a token at a time.
+"""Prefill and decode: read the prompt once, then generate one token at a time.
 
-    B  batch     T  tokens of the prompts
+    B  batch     T  tokens of each prompt
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ..base.errors import SpecError
 from .blocks import BlockPool
 from .cache import GrowingCache, KVCache, PagedCache, StaticCache
 from .forward import check_prompt, logits
-from .sampling import Filters, next_token, probabilities
+from .sampling import Filters, next_token, probabilities, random_source
 from .speculative import speculate
 
 __all__ = ["generate"]
@@ -34,15 +34,15 @@ def generate(
 ) -> Tensor:
     """Return the prompts `ids`, (B, T) or (T,), with `max_new_tokens` after each: (B, T + new) or (T + new,).
 
-    `model` is a Llama or GPT of `llmlab.architectures`, or any causal model of transformers. All prompts are of one
-    length; `Scheduler` takes any. `cache` is where keys and values are kept: "none" reads the whole text for every
-    token. It changes the time, never the tokens. `temperature` 0 takes the likeliest token; else see `probabilities`,
-    and `seed` makes the draw repeatable: the same as torch.manual_seed(seed) before transformers' generate(). `draft`,
-    a smaller model with the same vocabulary, guesses tokens which `model` then reads at once (see `speculate`); one
-    prompt only.
+    `model` is a Llama or GPT of `llmlab.architectures`, or any causal model of transformers. All prompts have the same
+    length; `Scheduler` takes prompts of different lengths. `cache` says where keys and values are kept; with "none" the
+    model reads the whole text again for every token. It changes the time, never the tokens. `temperature` 0 takes the
+    likeliest token; for other values see `probabilities`, and `seed` makes the sampling repeatable: the tokens are
+    those of transformers' generate() after torch.manual_seed(seed). `draft`, a smaller model with the same vocabulary,
+    guesses tokens which `model` then checks in one pass (see `speculate`); it takes one prompt only.
 
     Raises SpecError for an empty prompt, one that does not fit into the context, a token outside the vocabulary, and
-    values that are not allowed. The cache is given back whatever happens.
+    values that are not allowed. The cache is freed whatever happens.
     """
     if cache not in CACHES:
         raise SpecError(f"cache={cache!r}: give one of {', '.join(map(repr, CACHES))}")
@@ -53,12 +53,12 @@ def generate(
     for row in ids.tolist():
         check_prompt(model, row, max_new_tokens)
     filters: Filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    generator = None if temperature == 0 else _generator(ids.device, seed)
+    generator = random_source(temperature, seed, ids.device)
     if draft is not None:
         if ids.shape[0] != 1 or cache == "none":
             raise SpecError(f"draft with {ids.shape[0]} prompts, cache={cache!r}: give one prompt, and a cache")
-        held, guessed = (_cache(cache, ids, max_new_tokens) for _ in range(2))
-        text = speculate(model, draft, ids, max_new_tokens, held, guessed, generator, **filters).ids
+        model_cache, draft_cache = (_cache(cache, ids, max_new_tokens) for _ in range(2))
+        text = speculate(model, draft, ids, max_new_tokens, model_cache, draft_cache, generator, **filters).ids
     else:
         text = _decode(model, ids, max_new_tokens, _cache(cache, ids, max_new_tokens), generator, filters)
     return text[0] if given.dim() == 1 else text
@@ -84,15 +84,6 @@ def _decode(
         if cache is not None:
             cache.release()
     return text
-
-
-def _generator(device: torch.device, seed: int | None) -> torch.Generator:
-    generator = torch.Generator(device)
-    if seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(seed)
-    return generator
 
 
 def _cache(kind: str, ids: Tensor, new_tokens: int, block: int = 16) -> KVCache | None:

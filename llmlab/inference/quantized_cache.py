@@ -1,10 +1,11 @@
-"""A cache in 8 or 4 bits: every 64 numbers of a token share a scale and a smallest value, 2 bytes each.
+"""A KV cache in 8 or 4 bits: every 64 numbers of a token share a scale and a minimum, 2 bytes each.
 
-A token's numbers are rounded once, when they come, and new tokens are appended: nothing is rounded twice. For attention
-all of it is widened again, a copy, layer by layer; an engine's kernel widens what it reads, in registers. Keys rounded
-a channel at a time lose less (see `llmlab.quantize.formats.kv`), but then a token cannot be appended alone.
+A token's numbers are rounded once, when the token is read; later tokens are appended, so nothing is rounded twice. For
+attention each layer's codes are dequantized into a copy; a real engine's kernel dequantizes in registers what it reads.
+Keys with one scale per channel lose less (see `llmlab.quantize.formats.kv`), but then a single token cannot be
+appended: several tokens share each scale.
 
-    B  batch     T  tokens being read     S  tokens held     H  key-value heads     D  size of a head     G  groups
+    B  batch     T  tokens being read     S  all tokens     H  key-value heads     D  size of a head     G  groups
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ from ..formulas.inference import KV_GROUP
 
 __all__ = ["QuantizedCache", "narrow", "widen"]
 
-Rounded = tuple[Tensor, Tensor, Tensor]  # codes, scale, smallest
+Rounded = tuple[Tensor, Tensor, Tensor]  # codes, scale, minimum
 
 
 def narrow(x_BHTD: Tensor, bits: int) -> Rounded:
-    """Return codes (B, T, H·D·bits/8) in uint8, scale and smallest (B, T, G) in fp16: x ≈ smallest + code · scale."""
+    """Return codes (B, T, H·D·bits/8) in uint8, scale and minimum (B, T, G) in fp16: x ≈ minimum + code · scale."""
     groups = x_BHTD.transpose(1, 2).flatten(2).unflatten(2, (-1, KV_GROUP)).float()  # (B, T, G, 64)
     low, high = groups.amin(-1, keepdim=True).half(), groups.amax(-1, keepdim=True)
     scale = ((high - low.float()) / (2**bits - 1)).half()
     codes = ((groups - low.float()) / scale.float().clamp(min=1e-7)).round().clamp(0, 2**bits - 1).to(torch.uint8)
-    if bits == 4:  # two a byte
+    if bits == 4:  # two codes per byte
         codes = codes[..., 0::2] | codes[..., 1::2] << 4
     return codes.flatten(2), scale[..., 0], low[..., 0]
 
 
 def widen(rounded: Rounded, bits: int, heads: int, dtype: torch.dtype) -> Tensor:
-    """Return what `narrow` rounded, (B, H, S, D) in `dtype`."""
+    """Dequantize the result of `narrow`: return (B, H, S, D) in `dtype`."""
     codes, scale, low = rounded
     groups = codes.unflatten(2, (scale.shape[2], -1))  # (B, S, G, 64 · bits / 8)
     if bits == 4:
@@ -41,8 +42,8 @@ def widen(rounded: Rounded, bits: int, heads: int, dtype: torch.dtype) -> Tensor
     return values.flatten(2).unflatten(2, (heads, -1)).transpose(1, 2).to(dtype)
 
 
-def _joined(held: Rounded, new: Rounded) -> Rounded:
-    codes, scale, low = (torch.cat(pair, dim=1) for pair in zip(held, new, strict=True))
+def _joined(old: Rounded, new: Rounded) -> Rounded:
+    codes, scale, low = (torch.cat(pair, dim=1) for pair in zip(old, new, strict=True))
     return codes, scale, low
 
 
@@ -52,7 +53,7 @@ def _first(rounded: Rounded, tokens: int) -> Rounded:
 
 
 class QuantizedCache:
-    """Grows as GrowingCache does, in `bits` bits. Raises SpecError for a layer that does not fall into groups of 64."""
+    """Grows as GrowingCache does, in `bits` bits. Raises SpecError if a layer's H · D is not a multiple of 64."""
 
     def __init__(self, bits: int = 4) -> None:
         if bits not in (4, 8):
@@ -62,14 +63,14 @@ class QuantizedCache:
 
     @property
     def length(self) -> int:
-        """Tokens of each sequence held."""
+        """The number of tokens in the cache, per sequence."""
         return self.layers[0][0][0].shape[1] if self.layers else 0
 
     def expect(self, ids_BT: Tensor) -> None:
         """Accept any number of tokens."""
 
     def update(self, layer: int, k_BHTD: Tensor, v_BHTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Round and append; return all of it, widened, (B, H, S, D) each. The tokens being read are not rounded."""
+        """Append the new tokens rounded; return all, (B, H, S, D) each: old ones dequantized, new ones exact."""
         both = (k_BHTD, v_BHTD)
         for new in both:
             if new.shape[1] * new.shape[3] % KV_GROUP:
@@ -78,9 +79,9 @@ class QuantizedCache:
         if layer == len(self.layers):
             self.layers.append((rounded[0], rounded[1]))
             return both
-        old = [widen(held, self.bits, k_BHTD.shape[1], k_BHTD.dtype) for held in self.layers[layer]]
-        k_held, v_held = self.layers[layer]
-        self.layers[layer] = _joined(k_held, rounded[0]), _joined(v_held, rounded[1])
+        k_old, v_old = self.layers[layer]
+        old = [widen(codes, self.bits, k_BHTD.shape[1], k_BHTD.dtype) for codes in (k_old, v_old)]
+        self.layers[layer] = _joined(k_old, rounded[0]), _joined(v_old, rounded[1])
         k_BHSD, v_BHSD = (torch.cat(pair, dim=2) for pair in zip(old, both, strict=True))
         return k_BHSD, v_BHSD
 
@@ -89,5 +90,5 @@ class QuantizedCache:
         self.layers = [(_first(k, length), _first(v, length)) for k, v in self.layers]
 
     def release(self) -> None:
-        """Drop all."""
+        """Free all memory."""
         self.layers = []

@@ -1,4 +1,4 @@
-"""From logits to the next token: temperature, top-k, top-p, min-p, in the order in which transformers applies them.
+"""Sampling the next token from logits: temperature, top-k, top-p, min-p, in the order that transformers uses.
 
     B  batch     V  vocabulary
 """
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ..base.errors import SpecError
 
-__all__ = ["Filters", "next_token", "probabilities"]
+__all__ = ["Filters", "next_token", "probabilities", "random_source"]
 
 
 class Filters(TypedDict, total=False):
-    """What `probabilities` takes besides the logits."""
+    """The arguments of `probabilities` besides the logits."""
 
     temperature: float
     top_k: int | None
@@ -31,12 +31,12 @@ def probabilities(
     top_p: float | None = None,
     min_p: float | None = None,
 ) -> Tensor:
-    """Return what the next token is drawn from, (B, V) rows that add up to 1, for `logits` (B, V).
+    """Return the probabilities that the next token is drawn from, (B, V), each row with sum 1, for `logits` (B, V).
 
-    `temperature` divides the logits; 0 puts all on the largest (the first of equals), and the filters change nothing.
-    `top_k` keeps the k likeliest and their equals; `top_p` the fewest likeliest that together have at least p (Holtzman
-    et al. 2020); `min_p` those with at least min_p times the likeliest's probability (Nguyen et al. 2024). Raises
-    SpecError for a value that leaves no token.
+    `temperature` divides the logits; 0 gives the largest logit (the first of equal ones) probability 1, and the filters
+    then change nothing. `top_k` keeps the k likeliest tokens, and those as likely as the k-th; `top_p` the fewest
+    likeliest tokens whose probabilities add up to at least p (Holtzman et al. 2020); `min_p` those with at least min_p
+    times the probability of the likeliest (Nguyen et al. 2024). Raises SpecError for a value that leaves no token.
     """
     _check(temperature, top_k, top_p, min_p)
     if temperature == 0:
@@ -47,7 +47,7 @@ def probabilities(
         scores = scores.masked_fill(scores < least, -torch.inf)
     if top_p is not None and top_p < 1:
         rising, order = scores.sort(descending=False)
-        dropped = rising.softmax(-1).cumsum(-1) <= 1 - top_p  # the tail that together has at most 1 - p
+        dropped = rising.softmax(-1).cumsum(-1) <= 1 - top_p  # the least likely tokens, at most 1 - p together
         dropped[:, -1] = False
         scores = scores.masked_fill(dropped.scatter(-1, order, dropped), -torch.inf)
     if min_p is not None:
@@ -57,10 +57,19 @@ def probabilities(
 
 
 def next_token(probs: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Return one token id a row, (B, 1), drawn from `probs` (B, V); without a generator, the likeliest."""
+    """Return one token id per row, (B, 1), drawn from `probs` (B, V); without a generator, the likeliest."""
     if generator is None:
         return probs.argmax(-1, keepdim=True)
     return torch.multinomial(probs, 1, generator=generator)
+
+
+def random_source(temperature: float, seed: int | None, device: torch.device) -> torch.Generator | None:
+    """Return the generator to sample with: None at temperature 0, randomly seeded without a `seed`."""
+    if temperature == 0:
+        return None
+    generator = torch.Generator(device)
+    generator.manual_seed(seed) if seed is not None else generator.seed()
+    return generator
 
 
 def _check(temperature: float, top_k: int | None, top_p: float | None, min_p: float | None) -> None:

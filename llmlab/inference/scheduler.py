@@ -1,8 +1,8 @@
 """Continuous batching: requests join and leave the batch between two tokens (Orca, Yu et al. 2022).
 
-Each step reads prompts of new requests, at most `chunk` tokens of them (Sarathi, Agrawal et al. 2023), and one token of
-every other request in one batch. Where blocks run out, the request that came last gives its blocks back and is read
-anew later: its tokens stay.
+Each step reads prompts of new requests, at most `chunk` prompt tokens (Sarathi, Agrawal et al. 2023), and one token of
+every other request in one batch. When no block is free, the request that joined last is preempted: its blocks are freed
+and its tokens, which it keeps, are read again later.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..base.errors import SpecError
 from .blocks import BlockPool, CacheFull, Table
 from .cache import PagedCache
 from .forward import check_prompt, logits
-from .sampling import Filters, next_token, probabilities
+from .sampling import Filters, next_token, probabilities, random_source
 
 __all__ = ["Request", "Scheduler"]
 
@@ -28,9 +28,9 @@ BATCHING = ("static", "continuous")
 
 @dataclass(eq=False)
 class Request:
-    """A prompt and what has been written after it. Times in seconds, of one clock; `state` says where it stands.
+    """A prompt and the tokens generated after it (`output`). Times are in seconds of `time.perf_counter`.
 
-    "waiting" for a place, "running", "finished", or "cancelled".
+    `state` is "waiting", "running", "finished" or "cancelled"; `preempted` counts how often it lost its blocks.
     """
 
     prompt: list[int]
@@ -48,23 +48,24 @@ class Request:
 
     @property
     def held(self) -> Table:
-        """Its blocks; a request that runs has some, another has none to ask for."""
+        """Its block table; only a running request has one."""
         assert self.table is not None, f"a request that is {self.state} has no blocks"
         return self.table
 
     @property
     def unread(self) -> list[int]:
-        """Tokens that the cache does not hold yet."""
+        """Its tokens that are not in the cache yet."""
         return (self.prompt + self.output)[len(self.table.tokens) if self.table else 0 :]
 
 
 class Scheduler:
     """Runs requests of any length together on one model.
 
-    `blocks` of `block_size` tokens hold all keys and values; at most `max_batch` requests run at once; `chunk` is the
-    most prompt tokens a step reads (None: whole prompts). `batching` "static" takes new requests only when all of the
-    batch before is done. `steps` and `passes` count what was done: a step is one pass for all that write, and one more
-    for each prompt it reads; an engine packs them into one.
+    All keys and values are in `blocks` blocks of `block_size` tokens; at most `max_batch` requests run at once; `chunk`
+    is the most prompt tokens that a step reads (None: whole prompts). With `batching` "static" new requests join only
+    when the whole batch before them has finished. `steps` and `passes` count the steps and the model's forward passes:
+    a step makes one pass for all requests that are past their prompt, and one more for each prompt that it reads; a
+    real engine packs them all into one pass.
     """
 
     def __init__(
@@ -98,35 +99,32 @@ class Scheduler:
         seed: int | None = None,
         stop: int | None = None,
     ) -> Request:
-        """Queue a prompt and return its Request; `stop` is a token that ends it. The rest is `generate`'s.
+        """Queue a prompt and return its Request. `stop` is the token that ends it; the rest is as in `generate`.
 
-        Raises SpecError for what `generate` refuses, and for a request that all blocks together could not hold.
+        Raises SpecError as `generate` does, and for a request that needs more blocks than there are.
         """
         prompt = [int(token) for token in prompt]
         check_prompt(self.model, prompt, max_new_tokens)
         filters: Filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-        probabilities(torch.zeros(1, 2), **filters)  # refuses a wrong value now, not in the middle of a batch
-        wanted, blocks = self.pool.needed(len(prompt) + max_new_tokens), len(self.pool.holders)
-        if wanted > blocks:
+        probabilities(torch.zeros(1, 2), **filters)  # raises for a wrong value now, not in the middle of a batch
+        needed, blocks = self.pool.needed(len(prompt) + max_new_tokens), len(self.pool.holders)
+        if needed > blocks:
             raise SpecError(
-                f"{len(prompt)} + {max_new_tokens} tokens want {wanted} blocks of {self.pool.size}, the cache has "
+                f"{len(prompt)} + {max_new_tokens} tokens need {needed} blocks of {self.pool.size}, the cache has "
                 f"{blocks}: give a shorter request or more blocks"
             )
-        generator = None
-        if temperature:
-            generator = torch.Generator(self._device())
-            generator.manual_seed(seed) if seed is not None else generator.seed()
+        generator = random_source(temperature, seed, self._device())
         request = Request(prompt, max_new_tokens, filters, generator, perf_counter(), stop)
         self.waiting.append(request)
         return request
 
     def cancel(self, request: Request) -> None:
-        """Take the request out, whatever its state, and free its blocks; one that has ended stays as it is."""
+        """Cancel a request that is waiting or running and free its blocks; one that has ended stays as it is."""
         if request.state in ("waiting", "running"):
             self._end(request, "cancelled")
 
     def step(self) -> list[Request]:
-        """Read once: some prompt, and a token of each request that is past its prompt. Returns those that finished."""
+        """Read prompts, and one token of each request that is past its prompt. Returns the requests that finished."""
         if self.batching == "continuous" or not self.running:
             self._admit()
         self.steps += 1
@@ -134,7 +132,7 @@ class Scheduler:
         return finished + self._prefill([r for r in self.running if len(r.unread) > 1])
 
     def run(self) -> list[Request]:
-        """Step until nothing waits or runs; return the requests in the order in which they finished."""
+        """Call `step` until no request waits or runs; return the requests in the order in which they finished."""
         finished = []
         while self.waiting or self.running:
             finished += self.step()
@@ -145,7 +143,7 @@ class Scheduler:
             request = self.waiting[0]
             tokens = request.prompt + request.output
             if self.running and self.pool.needed(len(tokens) + 1) > len(self.pool.free):
-                return  # in the order of arrival: a short one does not overtake a long one for ever
+                return  # in order of arrival, else short requests could overtake a long one for ever
             request.table, request.state = self.pool.start(tokens), "running"
             self.running.append(self.waiting.popleft())
 
@@ -163,12 +161,12 @@ class Scheduler:
         return self._read(requests, [r.unread for r in requests]) if requests else []
 
     def _read(self, requests: list[Request], tokens: list[list[int]]) -> list[Request]:
-        """Read equally many tokens of each request; where that ends a prompt or follows one, write the next token."""
+        """Read the same number of tokens of each request; one whose prompt has been read gets its next token."""
         batch = list(zip(requests, tokens, strict=True))
         while batch:
             self.cache.rows = [request.held for request, _ in batch]
             try:
-                found = self._logits([tokens for _, tokens in batch])
+                logits_B1V = self._logits([tokens for _, tokens in batch])
                 break
             except CacheFull:
                 self._preempt(self.running[-1])
@@ -176,9 +174,9 @@ class Scheduler:
         else:
             return []
         now, finished = perf_counter(), []
-        for (request, _), row in zip(batch, found, strict=True):
+        for (request, _), row in zip(batch, logits_B1V, strict=True):
             if request.unread:
-                continue  # more of its prompt comes in the next step
+                continue  # the next step reads more of its prompt
             request.output.append(int(next_token(probabilities(row, **request.filters), request.generator)))
             request.first_token = request.first_token or now
             if len(request.output) == request.max_new_tokens or request.output[-1] == request.stop:
@@ -190,12 +188,12 @@ class Scheduler:
     def _logits(self, tokens: list[list[int]]) -> torch.Tensor:
         try:
             self.passes += 1
-            found = logits(self.model, torch.tensor(tokens, device=self._device()), self.cache)
+            logits_B1V = logits(self.model, torch.tensor(tokens, device=self._device()), self.cache)
         except RuntimeError:
-            self.cache.undo()  # the model failed: what it was to write is not there
+            self.cache.undo()  # the model failed: not all keys and values were written
             raise
         self.cache.written()
-        return found
+        return logits_B1V
 
     def _preempt(self, request: Request) -> None:
         self.pool.release(request.held)

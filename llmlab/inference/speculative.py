@@ -1,10 +1,10 @@
 """Speculative decoding: a small model guesses, the large one checks all guesses in one pass (Leviathan et al. 2023).
 
-Exact: what comes out has the large model's own distribution. A guess x, drawn from the draft's q, is kept with
-probability min(1, p(x) / q(x)); at the first one refused, a token is drawn from max(0, p - q), made to add up to 1.
-So x comes out with probability q·min(1, p/q) + (what was refused)·max(0, p - q)/(its sum) = p(x).
+It is exact: the tokens have the large model's own distribution p. A guess x, drawn from the draft's q, is accepted with
+probability min(1, p(x) / q(x)); after the first rejection a token is drawn from max(0, p - q), divided by its sum.
+So x is written with probability q·min(1, p/q) + (probability of a rejection)·max(0, p - q)/(its sum) = p(x).
 
-    V  vocabulary     G  guesses a round
+    V  vocabulary     G  guesses per round
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ __all__ = ["Speculation", "speculate", "speedup", "tokens_a_pass"]
 
 @dataclass(frozen=True)
 class Speculation:
-    """The text, (1, T + new); tokens that the draft `guessed`, and those `accepted`; the large model's `passes`.
+    """The text `ids`, (1, T + new), and counts: guesses of the draft, those accepted, the large model's passes.
 
-    `refused` are the guesses found wrong. What was guessed after one counts as neither: nobody looked at it.
+    `refused` counts the rejected guesses. A guess after a rejected one is counted neither as accepted nor as refused.
     """
 
     ids: Tensor
@@ -41,14 +41,14 @@ class Speculation:
 
     @property
     def acceptance(self) -> float:
-        """Return the chance that a guess stands if those before it do: Leviathan's alpha."""
+        """The probability that a guess is accepted if those before it are: Leviathan's alpha."""
         return self.accepted / max(self.accepted + self.refused, 1)
 
 
 def tokens_a_pass(acceptance: float, guesses: int) -> float:
-    """Return the tokens that a pass of the large model gives on average (Leviathan et al. 2023, equation 1).
+    """Return the mean number of tokens per pass of the large model (Leviathan et al. 2023, equation 1).
 
-    Each of `guesses` stands with chance `acceptance` if all before it do, and one token is the model's own.
+    Each of `guesses` is accepted with probability `acceptance` if all before it are; one token is the model's own.
 
     >>> tokens_a_pass(0.0, 4), tokens_a_pass(1.0, 4), tokens_a_pass(0.5, 1)
     (1.0, 5.0, 1.5)
@@ -57,9 +57,10 @@ def tokens_a_pass(acceptance: float, guesses: int) -> float:
 
 
 def speedup(acceptance: float, guesses: int, cost: float) -> float:
-    """Return how many times as fast decoding gets where the draft's pass takes `cost` of the model's (theorem 3.8).
+    """Return the speedup of decoding if a pass of the draft takes `cost` times a pass of the model (theorem 3.8).
 
-    It counts a pass over all guesses as one over a single token: true while reading the weights is what takes time.
+    A pass over all guesses is taken to last as long as one over a single token: true while decoding is bound by
+    reading the weights.
     """
     return tokens_a_pass(acceptance, guesses) / (guesses * cost + 1)
 
@@ -76,16 +77,16 @@ def speculate(
     guesses: int = 4,
     **filters: Unpack[Filters],
 ) -> Speculation:
-    """Return the Speculation for one prompt `ids`, (1, T). `filters`: those of `probabilities`, for both models.
+    """Return the Speculation for one prompt `ids`, (1, T). `filters` are those of `probabilities`, for both models.
 
-    Without a `generator` both take the likeliest token, and the text is what `model` alone would write. Raises
-    SpecError as `generate` does, and where the two vocabularies differ.
+    Without a `generator` both models take the likeliest token, and the text is what `model` alone would write. Raises
+    SpecError as `generate` does, and if the two vocabularies differ in size.
     """
     check_prompt(model, ids[0].tolist(), max_new_tokens)
     check_prompt(draft, ids[0].tolist(), max_new_tokens)
-    (theirs, _), (ours, _) = limits(draft), limits(model)
-    if theirs != ours:
-        raise SpecError(f"the draft's vocabulary is {theirs}, the model's {ours}: both must have the same tokens")
+    (draft_vocab, _), (vocab, _) = limits(draft), limits(model)
+    if draft_vocab != vocab:
+        raise SpecError(f"the draft's vocabulary is {draft_vocab}, the model's {vocab}: both must have the same tokens")
     if guesses < 1:
         raise SpecError(f"guesses={guesses}: give 1 or more")
     cache, draft_cache = cache or GrowingCache(), draft_cache or GrowingCache()
@@ -93,7 +94,7 @@ def speculate(
     guessed = accepted = refused = passes = 0
     try:
         while (begin := text.shape[1]) < end:
-            G = min(guesses, end - begin - 1)  # the model adds one token of its own to those accepted
+            G = min(guesses, end - begin - 1)  # the model adds one token of its own to the accepted ones
             guess, q = _guess(draft, draft_cache, text, G, generator, filters)
             unread = torch.cat((text[:, cache.length :], guess), dim=1)
             p = probabilities(logits(model, unread, cache, G + 1)[0], **filters)  # (G + 1, V)
@@ -115,7 +116,7 @@ def speculate(
 def _guess(
     draft: nn.Module, cache: KVCache, text: Tensor, G: int, generator: torch.Generator | None, filters: Filters
 ) -> tuple[Tensor, Tensor]:
-    """Return G tokens after `text`, (1, G), and what each was drawn from, (G, V)."""
+    """Return G tokens after `text`, (1, G), and the probabilities that each was drawn from, (G, V)."""
     begin, drawn_from = text.shape[1], []
     for _ in range(G):
         probs = probabilities(logits(draft, text[:, cache.length :], cache)[:, -1], **filters)  # (1, V)
@@ -125,10 +126,10 @@ def _guess(
 
 
 def _kept(p: Tensor, q: Tensor, guess: Tensor, generator: torch.Generator | None) -> int:
-    """Return how many guesses stand before the first one refused."""
+    """Return how many guesses are accepted before the first rejection."""
     for i, token in enumerate(guess.tolist()):
         draw = 0.5 if generator is None else torch.rand((), generator=generator, device=p.device).item()
-        if draw * q[i, token] >= p[i, token]:  # with one likeliest token each, p and q are 0 or 1
+        if draw * q[i, token] >= p[i, token]:  # without a generator, p and q are 0 or 1
             return i
     return len(guess)
 

@@ -1,4 +1,4 @@
-"""Our caches, as transformers' models ask for them (transformers/cache_utils.py, `Cache`)."""
+"""An adapter that makes llmlab's KV caches usable by transformers' models (transformers/cache_utils.py, `Cache`)."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ __all__ = ["AsTransformers", "additive"]
 
 
 class AsTransformers(Cache):
-    """A view of one of our caches. transformers asks it for lengths to make the mask, then each layer for `update`."""
+    """A view of one of llmlab's caches. The model asks it for lengths to make the mask; each layer calls `update`."""
 
-    is_compileable = False  # a class attribute hides the property, which would look at `layers`
+    is_compileable = False  # a class attribute hides the base class's property, which would look at `layers`
 
     def __init__(self, cache: Ours) -> None:
         super().__init__(layers=[])
         self.cache = cache
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Hand the layer's new keys and values to the cache."""
+        """Pass the layer's new keys and values to the cache; return those of all tokens."""
         return self.cache.update(layer_idx, key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the tokens held, from which the model counts positions."""
+        """Return the number of tokens in the cache: the position of the next one."""
         return self.cache.length
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Return the place of the first token being read."""
+        """Return the position of the first token being read."""
         return self.cache.length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Return the tokens that `update` will give back, and the place of the first of them."""
+        """Return how many tokens `update` will return, and the position of the first of them."""
         return self.cache.length + query_length, 0
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the bool mask as what eager attention adds to the scores: 0 where it may look, the least number else."""
+    """Turn a bool mask into one that eager attention adds to the scores: 0 where True, else `dtype`'s minimum."""
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)

@@ -1,7 +1,7 @@
-"""Quantization: number formats and algorithms, one small file an idea. Importing it imports neither torch nor numpy.
+"""Quantization: number formats and algorithms, one file each. Importing it imports neither torch nor numpy.
 
 Formats    affine (int2 … int8), nf4, gguf (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q6_K, MXFP4), fp8, mxfp4
-Algorithms rtn, gptq, awq, smoothquant, hqq, qat; int8 (products with outliers apart), kv (the cache)
+Algorithms rtn, gptq, awq, smoothquant, hqq, qat; int8 (products in int8, outlier features in floats), kv (the KV cache)
 Sizes      bits_per_weight, file_bytes
 
     from llmlab import quantize
@@ -29,9 +29,9 @@ __all__ = [
 
 ALGORITHMS = ("hqq", "qat", "rtn", "smoothquant")
 
-if not TYPE_CHECKING:  # checkers read the imports above, and find a misspelt name
+if not TYPE_CHECKING:  # type checkers use the imports above instead, so they find a misspelt name
 
     def __getattr__(name: str) -> Any:
-        if name in __all__:  # a module that imports numpy or torch; the functions are here already
+        if name in __all__:  # a module that imports numpy or torch; the functions are imported above
             return import_module(f".{'algorithms' if name in ALGORITHMS else 'formats'}.{name}", __name__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,6 @@
-"""Linear layers that compute in int8: weights and activations both, so that the matrix units of int8 do the work.
+"""Linear layers with weights and activations in int8 (W8A8), so that a GPU's int8 matrix units can compute them.
 
-x (…, I) inputs, as nn.Linear takes them.
+x (…, I): inputs, as nn.Linear takes them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from .formats.int8 import linear_int8, quantize_rows
 
 
 class Int8Linear(nn.Module):
-    """LLM.int8(): features that reach `threshold` apart, in the input's precision; 0 keeps none apart."""
+    """LLM.int8(): int8 products, but features that reach `threshold` in the input's precision; 0: all in int8."""
 
     def __init__(self, linear: nn.Linear, threshold: float = 6.0) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Int8Linear(nn.Module):
 
 
 class SmoothLinear(nn.Module):
-    """SmoothQuant: W8A8 with the difficulty shared out, on calibration `inputs` (tokens, I)."""
+    """SmoothQuant: W8A8 after outliers moved from activations to weights, by calibration `inputs` (tokens, I)."""
 
     def __init__(self, linear: nn.Linear, inputs: Tensor, alpha: float = 0.5) -> None:
         super().__init__()

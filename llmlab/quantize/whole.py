@@ -1,4 +1,4 @@
-"""A whole model quantized: every linear layer but the head, with the inputs that it really gets.
+"""Quantizing a whole model: every linear layer but the head, calibrated on the inputs that the layer gets in the model.
 
 T tokens, I inputs of a layer.
 """
@@ -20,9 +20,9 @@ Method = Callable[[Tensor, "Tensor | None"], "Quantized | Tensor"]
 
 
 def linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return the linear layers by name, in the order they run; a tied head is the embedding, and is left out too."""
-    found = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    return {name: linear for name, linear in found.items() if name.split(".")[-1] != "lm_head"}
+    """Return the linear layers by name, without the head (a tied one is the embedding), in the order they run."""
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return {name: linear for name, linear in modules.items() if name.split(".")[-1] != "lm_head"}
 
 
 @torch.no_grad()
@@ -45,11 +45,11 @@ def inputs_of(model: nn.Module, ids_BT: Tensor, names: Iterable[str]) -> dict[st
 
 
 def quantize_model(model: Model, method: Method, ids_BT: Tensor | None = None) -> Model:
-    """Return a copy whose layers hold what `method(weight, inputs)` restores; `model` is not changed.
+    """Return a copy whose linear layers have the weights that `method(weight, inputs)` restores, dequantized.
 
-    With calibration text `ids_BT` blocks are taken in order, and each sees the inputs that the quantized ones before it
-    make, as in GPTQ (arXiv 2210.17323, section 4); without, `inputs` is None. Raises SpecError for a model without
-    linear layers besides its head.
+    With a calibration text `ids_BT` the blocks are quantized in order, each with the inputs that the quantized blocks
+    before it produce, as in GPTQ (arXiv 2210.17323, section 4); without one, `inputs` is None. Raises SpecError for a
+    model without linear layers besides its head. `model` is not changed.
     """
     copied = copy.deepcopy(model)
     layers = linears(copied)
@@ -68,7 +68,7 @@ def quantize_model(model: Model, method: Method, ids_BT: Tensor | None = None) -
 
 
 def replace_linears(model: Model, make: Callable[[str, nn.Linear], nn.Module]) -> Model:
-    """Return a copy in which `make(name, layer)` stands for each linear layer but the head; `model` is not changed."""
+    """Return a copy with `make(name, layer)` in place of each linear layer but the head; `model` is not changed."""
     copied = copy.deepcopy(model)
     for name, linear in linears(copied).items():
         parent, _, last = name.rpartition(".")

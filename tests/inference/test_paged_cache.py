@@ -70,5 +70,5 @@ def test_a_full_pool_refuses_a_batch_and_takes_back_the_rows_it_had_begun() -> N
 def test_a_full_static_cache_says_how_much_it_has() -> None:
     cache = StaticCache(4)
     cache.expect(torch.ones(1, 4, dtype=torch.long))
-    with pytest.raises(CacheFull, match="5 new ones: the cache has 4"):
+    with pytest.raises(CacheFull, match="5 new ones: it has room for 4"):
         cache.expect(torch.ones(1, 5, dtype=torch.long))

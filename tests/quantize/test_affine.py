@@ -209,7 +209,7 @@ def test_w8a8_is_the_product_of_both_rounded():
         (lambda: affine.quantize(normal(4, 32), 1), "bits=1"),
         (lambda: affine.quantize(normal(4, 32), 9), "bits=9"),
         (lambda: affine.quantize(normal(4, 32), clip=1.5), "clip=1.5"),
-        (lambda: affine.quantize(normal(32)), r"shape \(32,\) is no matrix"),
+        (lambda: affine.quantize(normal(32)), r"shape \(32,\) is not a matrix"),
         (lambda: affine.quantize(torch.ones(4, 4, dtype=torch.int64)), "int64"),
         (lambda: affine.quantize(normal(4, 4) / 0), "inf"),
         (lambda: rtn(normal(4, 48), 4, 32), "group=32 does not divide 48"),

@@ -188,7 +188,7 @@ def test_training_through_the_rounding_beats_rounding_after():
 BROKEN = [
     (lambda w, x: (w, x[:, :-1]), "inputs of 63 features"),
     (lambda w, x: (w.long(), x), "int64"),
-    (lambda w, x: (w[0], x), "no matrix"),
+    (lambda w, x: (w[0], x), "not a matrix"),
     (lambda w, x: (torch.where(w == w.max(), torch.nan, w), x), "weight holds 1 nan"),
     (lambda w, x: (w, torch.where(x == x.max(), torch.inf, x)), "inputs holds 0 nan and 1 inf"),
     (lambda w, x: (w, x * 0), "all 0"),

@@ -160,7 +160,7 @@ def test_torch_tensors_of_any_float_are_taken_and_left_alone(kind):
 @pytest.mark.parametrize(
     ("broken", "says"),
     [
-        (lambda x: x[:, :-1], "no whole number"),
+        (lambda x: x[:, :-1], "not a whole number"),
         (lambda x: x.astype(np.int32), "int32"),
         (lambda x: x.astype(bool), "bool"),
         (lambda x: x[:0], r"shape \(0, 256\)"),
@@ -188,7 +188,7 @@ def test_data_of_another_length_is_refused(kind):
     for cut, says in ((data[:-1], "truncated"), (data + b"\0", "another shape or kind"), (b"", "truncated")):
         with pytest.raises(SpecError, match=says):
             quantize.gguf.decode(kind, cut, (2, 256))
-    with pytest.raises(SpecError, match="no whole number"):
+    with pytest.raises(SpecError, match="not a whole number"):
         quantize.gguf.decode(kind, data, (256, 2))
 
 

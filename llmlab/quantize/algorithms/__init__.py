@@ -1,1 +1,1 @@
-"""Quantization algorithms: how weights are rounded, one file per algorithm."""
+"""Quantization algorithms, which choose the scales and the codes of weights; one file per algorithm."""

@@ -1,4 +1,4 @@
-"""GPTQ: round one column after another, and let the columns still free make up for each error.
+"""GPTQ: round the weights column by column, and change the columns not yet rounded to compensate for each error.
 
 Frantar et al., arXiv 2210.17323, algorithm 1. The layer's loss is quadratic, |X Wᵀ - X Qᵀ|², with the Hessian
 H = 2 Xᵀ X the same for every row of W; so one Cholesky factor serves all rows.
@@ -31,10 +31,11 @@ def gptq(
 ) -> Quantized:
     """Return `weight` (O, I) quantized to 2^bits levels so that the outputs for `inputs` (tokens, I) change least.
 
-    Each run of `group` columns shares a scale a row, taken when it is reached, from weights already corrected; None is
-    one scale a row. `act_order` takes the columns with the largest inputs first, while all others can still correct;
-    which columns share a scale is then in `group_of`. `damping` is added to H's diagonal, as a share of its mean.
-    Raises SpecError for sizes that do not match, values that are not finite, and a Hessian that has no inverse.
+    Each run of `group` columns has one scale per row, computed when the run is reached, from weights already corrected;
+    None is one scale per row. `act_order` rounds the columns with the largest inputs first, while all others can still
+    compensate; the result's `group_of` then says which columns share a scale. `damping` is added to H's diagonal, as a
+    share of its mean. Raises SpecError for sizes that do not match, values that are not finite, and a Hessian that has
+    no inverse.
     """
     import torch
 
@@ -43,7 +44,7 @@ def gptq(
     weight, inputs = layer(weight, inputs)
     rows, columns = weight.shape
     group = check_group(group, columns)
-    levels = 2 ** check_bits(bits) - 1
+    check_bits(bits)
     hessian = damped_hessian(inputs, damping)
     order = hessian.diagonal().argsort(descending=True, stable=True) if act_order else torch.arange(columns)
     order = order.to(weight.device)
@@ -52,8 +53,8 @@ def gptq(
 
     codes = torch.empty_like(W)
     scale, zero = W.new_empty(rows, columns // group), W.new_empty(rows, columns // group)
-    # Corrections reach the columns of a block at once and all later ones when the block is done: the same sums, in one
-    # product. A block ends where a group does, for the group's scale needs its columns up to date.
+    # A column's error corrects the rest of its block at once, and all later columns when the block is done: the same
+    # sums, as one product. A block ends where a group does, because the next group's scale needs corrected columns.
     block = group if group < columns else 128
     for start in range(0, columns, block):
         end = min(start + block, columns)
@@ -68,29 +69,28 @@ def gptq(
             errors[:, i - start] = error
         W[:, end:] -= errors @ U[start:end, end:]
 
-    assert codes.max() <= levels
     back = order.argsort()
     group_of = back // group if act_order else None
     return Quantized(codes[:, back].to(torch.uint8), scale, zero, bits, group_of)
 
 
 def damped_hessian(inputs: Tensor, damping: float) -> Tensor:
-    """Return H = 2 Xᵀ X / tokens (I, I), with `damping` of its mean diagonal added to the diagonal.
+    """Return H = 2 Xᵀ X / tokens (I, I), with `damping` times the mean of its diagonal added to the diagonal.
 
-    Without it H has no inverse where a feature is always 0, or where there are fewer tokens than features.
+    Without damping H has no inverse if a feature is always 0, or if there are fewer tokens than features.
     """
     if not isinstance(damping, (int, float)) or not 0 <= damping < float("inf"):
-        raise SpecError(f"damping={damping!r} is no number >= 0; 0.01 is the usual one")
+        raise SpecError(f"damping={damping!r} is not a number >= 0; 0.01 is usual")
     hessian = 2 / len(inputs) * inputs.T @ inputs
     hessian.diagonal().add_(damping * hessian.diagonal().mean())
     return hessian
 
 
 def inverse_factor(hessian: Tensor) -> Tensor:
-    """Return U, upper triangular, with Uᵀ U = H⁻¹: row i is what column i's error does to the columns after it.
+    """Return U, upper triangular, with Uᵀ U = H⁻¹: row i says how column i's error changes the columns after it.
 
-    Row i of the inverse of H's part that is still free, divided by the root of its own diagonal, is row i of U: that
-    is why no inverse needs to be taken again (section 3.3, step 3).
+    Row i of U is the first row of the inverse of H without columns 0 … i - 1, divided by the root of that row's first
+    element: so one factorization replaces an inverse for each column (section 3.3, step 3).
     """
     import torch
 
@@ -99,8 +99,8 @@ def inverse_factor(hessian: Tensor) -> Tensor:
         return torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
     except torch.linalg.LinAlgError:
         raise SpecError(
-            f"the Hessian of {len(hessian)} features has no inverse: inputs are all 0, or too few and damping too "
-            "small; give more tokens, or damping=0.01 and above"
+            f"the Hessian of {len(hessian)} features has no inverse: inputs are all 0, or too few for so small a "
+            "damping; give more tokens, or damping=0.01 or more"
         ) from None
 
 
@@ -108,10 +108,10 @@ def gptq_direct(
     weight: Tensor, inputs: Tensor, bits: int = 4, group: int | None = 128, *, symmetric: bool = False,
     damping: float = 0.01,
 ) -> Quantized:  # fmt: skip
-    """Return what `gptq` must: after every rounding, the free columns are solved for anew. O(I⁴): for small layers.
+    """Return the result of `gptq` by a direct method: solve for the free columns after each rounding. O(I⁴), for tests.
 
-    With d the change of the columns F that are rounded, the least of the loss over the others R is at
-    -d H_FR H_RR⁻¹: the normal equations, and nothing else (Optimal Brain Quantization, arXiv 2208.11580, section 4).
+    With d the change of the rounded columns F, the loss is least when the remaining columns R change by
+    -d H_FR H_RR⁻¹: the normal equations (Optimal Brain Quantization, arXiv 2208.11580, section 4).
     """
     import torch
 

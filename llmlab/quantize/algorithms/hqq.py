@@ -1,8 +1,8 @@
-"""HQQ: choose each group's zero so that the error, with its few large values discounted, is least. No data needed.
+"""HQQ, half-quadratic quantization: choose each group's zero for the least error in an outlier-robust norm, no data.
 
 Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023 (mobiusml.github.io/hqq_blog).
-The loss |W - W_q|^p with p < 1 forgives outliers; half-quadratic splitting turns it into two steps with closed forms.
-Errors are taken in steps of the scale here, so that nothing depends on how large the weights are.
+The loss |W - W_q|^p with p < 1 gives outliers little weight; half-quadratic splitting turns it into two steps with
+closed forms. Errors are measured in steps of the scale here, so that nothing depends on the size of the weights.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from ..formats.affine import Quantized, scale_and_zero, to_codes
 
 
 def hqq(weight: Tensor, bits: int = 4, group: int | None = 64, *, p: float = 0.7, iterations: int = 20) -> Quantized:
-    """Return `weight` (O, I) quantized with each group's scale from its range and its zero optimized, a fraction.
+    """Return `weight` (O, I) quantized: each group's scale is from its range, its zero optimized, not a whole number.
 
-    Keeps the best zero seen, so it is never worse than round to nearest in mean |error|^p.
+    The best zero of all iterations is kept, so the mean |error|^p is never larger than with round to nearest.
     """
     matrix = as_matrix(weight)
     rows, columns = matrix.shape
@@ -25,12 +25,12 @@ def hqq(weight: Tensor, bits: int = 4, group: int | None = 64, *, p: float = 0.7
     check_bits(bits)
     W = matrix.reshape(-1, group)
     scale, zero = scale_and_zero(W, bits, symmetric=False)
-    beta = 10.0  # how closely the split-off error follows the real one; grows, so that it does in the end
+    beta = 10.0  # the penalty on `outliers` differing from the real error; it grows, so that they agree in the end
     best, least = zero, loss(W, scale, zero, bits, p)
     for _ in range(iterations):
         codes = to_codes(W, scale, zero, bits)
-        outliers = shrink(W / scale - (codes - zero), beta, p)  # the part of the error that stays
-        zero = (codes - (W / scale - outliers)).mean(dim=-1, keepdim=True)  # least squares for the rest
+        outliers = shrink(W / scale - (codes - zero), beta, p)  # the error's large values
+        zero = (codes - (W / scale - outliers)).mean(dim=-1, keepdim=True)  # least squares without them
         beta *= 1.01
         error = loss(W, scale, zero, bits, p)
         better = error < least
@@ -41,12 +41,12 @@ def hqq(weight: Tensor, bits: int = 4, group: int | None = 64, *, p: float = 0.7
 
 
 def shrink(error: Tensor, beta: float, p: float) -> Tensor:
-    """Return the error less |error|^(p-1) / β, not beyond 0: small errors vanish, large ones stay nearly whole."""
+    """Return the error made smaller by |error|^(p-1) / β, or 0: small errors vanish, large ones hardly change."""
     size = error.abs()
     return error.sign() * (size - size.clamp(min=1e-8).pow(p - 1) / beta).clamp(min=0)
 
 
 def loss(W: Tensor, scale: Tensor, zero: Tensor, bits: int, p: float) -> Tensor:
-    """Return mean |error|^p (groups, 1) of rounding W (groups, n) with these scales and zeros."""
+    """Return the mean |error|^p, (groups, 1), of W (groups, n) rounded with these scales and zeros."""
     error = W - (to_codes(W, scale, zero, bits) - zero) * scale
     return error.abs().pow(p).mean(dim=-1, keepdim=True)

@@ -1,7 +1,7 @@
-"""Quantization-aware training: round in the forward pass, pretend in the backward pass that nothing was rounded.
+"""Quantization-aware training (QAT): round weights in the forward pass, ignore the rounding in the backward pass.
 
 The straight-through estimator (Bengio et al., arXiv 1308.3432, section 3.1; Jacob et al., arXiv 1712.05877, section 3):
-rounding has slope 0 almost everywhere, so its gradient is taken to be 1 inside the range, 0 where values were clipped.
+rounding has slope 0 almost everywhere, so 1 is used as its gradient inside the range, and 0 where values were clipped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..formats.affine import scale_and_zero, to_codes
 
 
 class FakeQuantize(torch.autograd.Function):
-    """Rounds to the grid and back to floats; the gradient passes straight through, except where values were clipped."""
+    """Rounds to codes and back to floats; the gradient passes unchanged, except where values were clipped."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
@@ -31,9 +31,9 @@ class FakeQuantize(torch.autograd.Function):
 
 
 def fake_quantize(x: Tensor, bits: int = 4, group: int | None = None, symmetric: bool = True) -> Tensor:
-    """Return `x` (…, I) rounded to its grid, differentiable; one scale for each `group` of the last dimension.
+    """Return `x` (…, I) rounded to its codes' values, differentiable; `group` columns of a row share a scale.
 
-    The scale is taken from the values anew in every step, so next to nothing is clipped and the gradient is 1.
+    The scale is computed from the values in every call, so almost nothing is clipped and the gradient is 1.
     """
     check_bits(bits)
     runs = x.reshape(-1, check_group(group, x.shape[-1]))
@@ -42,10 +42,10 @@ def fake_quantize(x: Tensor, bits: int = 4, group: int | None = None, symmetric:
 
 
 class QATLinear(nn.Linear):
-    """nn.Linear that multiplies with its rounded weight and trains the exact one, where small steps add up."""
+    """nn.Linear that multiplies by its rounded weight and trains the exact weight, in which small steps add up."""
 
     def __init__(self, linear: nn.Linear, bits: int = 4, group: int | None = None, symmetric: bool = True) -> None:
-        """Take over `linear`'s parameters, the tensors themselves."""
+        """Share `linear`'s parameters: the same tensors, not copies."""
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
         self.bits, self.group = check_bits(bits), check_group(group, linear.in_features)

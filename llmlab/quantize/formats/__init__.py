@@ -1,1 +1,1 @@
-"""Number formats of quantized weights, one file per format."""
+"""Number formats of quantized weights and KV caches, one file per format."""

@@ -1,8 +1,8 @@
-"""Affine quantization: weight ≈ scale · (code - zero), with one scale a tensor, a row (output channel) or a group.
+"""Affine quantization: weight ≈ scale · (code - zero), with a scale per tensor, per row (output channel) or per group.
 
 Jacob et al., arXiv 1712.05877, equation 1; Nagel et al., arXiv 2106.08295, section 2. Asymmetric codes span minimum to
-maximum, symmetric ones -absmax to absmax with zero in the middle. Shapes: weight and codes (O, I), scale and zero
-(O, G) for G groups of a row; (O, 1) for rows, (1, 1) for a tensor.
+maximum, symmetric ones -absmax to absmax with zero in the middle. Shapes: weight and codes (O, I); scale and zero
+(O, G) with G groups per row, (O, 1) with one scale per row, (1, 1) with one per tensor.
 
 >>> import torch
 >>> weight = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
@@ -27,21 +27,21 @@ Per = Literal["tensor", "channel", "group"]
 
 @dataclass(frozen=True)
 class Quantized:
-    """A weight in few bits, with its scales: what every algorithm here returns.
+    """A quantized weight: codes and scales, the result of every algorithm here.
 
-    `group_of` (I,) is each column's group where columns were reordered (GPTQ's act-order), else groups are runs.
-    `input_scale` (I,) divides the inputs, or what is the same the columns: AWQ and SmoothQuant.
+    `group_of` (I,) is each column's group if columns were reordered (GPTQ's act-order); else each group is a run of
+    columns. `input_scale` (I,) divides the inputs or, equivalently, the columns (AWQ and SmoothQuant).
     """
 
     codes: Tensor  # (O, I) uint8, 0 … 2^bits - 1
     scale: Tensor  # (O or 1, G)
-    zero: Tensor  # (O or 1, G); the code that means 0, a whole number except HQQ's
+    zero: Tensor  # (O or 1, G); the code of weight 0, a whole number except with HQQ
     bits: int
     group_of: Tensor | None = None
     input_scale: Tensor | None = None
 
     def dequantize(self) -> Tensor:
-        """Return the weight (O, I) that the layer multiplies its inputs with."""
+        """Return the weight (O, I) that the layer multiplies its inputs by."""
         group_of = self.group_of
         if group_of is None:
             columns = self.codes.shape[1]
@@ -51,14 +51,14 @@ class Quantized:
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits a weight takes, packed: its code, and its share of a group's fp16 scale and zero of `bits`."""
+        """Bits per weight when packed: its code, and its share of its group's fp16 scale and zero in `bits` bits."""
         return self.bits + (16 + self.bits) * self.scale.numel() / self.codes.numel()
 
 
 def scale_and_zero(x: Tensor, bits: int, symmetric: bool, clip: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return scale and zero (…, 1) for the runs x (…, n), whose ends are clipped to `clip` of their range.
+    """Return scale and zero (…, 1) for the runs x (…, n), with the share `clip` of each run's range.
 
-    Zero is always in the range, so that 0 is a code: padding, ReLU's zeros and pruned weights stay exact.
+    The range always contains 0, so that 0 has a code: padding, ReLU's zeros and pruned weights stay exact.
     """
     levels = 2**bits - 1
     if symmetric:
@@ -68,15 +68,15 @@ def scale_and_zero(x: Tensor, bits: int, symmetric: bool, clip: Tensor | float =
         low = x.amin(dim=-1, keepdim=True).clamp(max=0) * clip
         scale = (x.amax(dim=-1, keepdim=True).clamp(min=0) * clip - low) / levels
         zero = (-low / scale).round()
-    empty = scale == 0  # all zeros: any scale does, if the code is zero's
+    empty = scale == 0  # a run of zeros: any scale will do
     return torch.where(empty, torch.ones_like(scale), scale), torch.where(empty, torch.zeros_like(zero), zero)
 
 
 def to_codes(x: Tensor, scale: Tensor, zero: Tensor, bits: int, generator: torch.Generator | None = None) -> Tensor:
     """Return codes as floats: x / scale + zero, rounded and clipped to 0 … 2^bits - 1.
 
-    With a `generator` rounding is stochastic, up as often as the fraction says: right on average (Gupta et al., arXiv
-    1502.02551, section 3.1), and worse in a single pass.
+    With a `generator` rounding is stochastic: up with the fraction as probability, so right on average (Gupta et al.,
+    arXiv 1502.02551, section 3.1), but with a larger error in each single pass.
     """
     exact = x / scale + zero
     if generator is None:
@@ -89,8 +89,8 @@ def to_codes(x: Tensor, scale: Tensor, zero: Tensor, bits: int, generator: torch
 def best_clip(x: Tensor, bits: int, symmetric: bool, grid: int = 80) -> Tensor:
     """Return, for each run of x (…, n), the share (…, 1) of its range that gives the least mean squared error.
 
-    Clipping makes a few large weights wrong and all others' steps finer; the fewer bits, the more it pays. Shares tried
-    are 1 down to 0.2, so never worse than not clipping.
+    Clipping makes a few large weights wrong and the steps for all others finer; it helps more with fewer bits. The
+    shares tried are 1 down to 0.2, so the result is never worse than without clipping.
     """
     best = torch.ones_like(x[..., :1])
     least = torch.full_like(best, float("inf"))
@@ -112,17 +112,17 @@ def quantize(
     clip: float | Literal["mse"] = 1.0,
     generator: torch.Generator | None = None,
 ) -> Quantized:
-    """Return `weight` (O, I) rounded to 2^bits levels, with one scale a tensor, a channel (row) or a `group` of a row.
+    """Return `weight` (O, I) rounded to 2^bits levels, one scale per tensor, channel (row) or `group` columns of a row.
 
-    `clip` is the share of the range kept, or "mse" for the best one. Raises SpecError for bits outside 2 … 8, a group
-    that does not divide I, and weights that are no finite floats.
+    `clip` is the share of the range that is kept, or "mse" for the share with the least squared error. Raises SpecError
+    for bits outside 2 … 8, a group that does not divide I, and weights that are not finite floats.
     """
     matrix = as_matrix(weight)
     check_bits(bits)
     if per not in ("tensor", "channel", "group") or (per == "group") != (group is not None):
         raise SpecError(f"per={per!r} with group={group!r}; give per='tensor' or 'channel', or per='group' and a group")
     if clip != "mse" and not (isinstance(clip, (int, float)) and 0 < clip <= 1):
-        raise SpecError(f"clip={clip!r} is no share 0 < clip <= 1 of the range, nor 'mse'")
+        raise SpecError(f"clip={clip!r} is neither a share 0 < clip <= 1 of the range nor 'mse'")
     rows, columns = matrix.shape
     run = columns if per == "channel" else matrix.numel() if per == "tensor" else check_group(group, columns)
     runs = matrix.reshape(-1, run)

@@ -1,11 +1,11 @@
-"""FP8: two 8-bit floats, e4m3 (finer, to 448) and e5m2 (wider, to 57344), and the scales that put tensors in range.
+"""FP8: two 8-bit floats, e4m3 (finer, to 448) and e5m2 (wider, to 57344), and the scales that bring tensors into range.
 
-Micikevicius et al., arXiv 2209.05433, table 1. A float's step grows with the number, so the relative error is the same
-from the largest number down to the smallest normal one: 2^-4 at most for e4m3, 2^-3 for e5m2. Training takes e4m3 for
-weights and activations, e5m2 for gradients. Rounding is to nearest, ties to even, and what is too large becomes the
-largest number (a cast that does not saturate makes NaN or infinity of it).
+Micikevicius et al., arXiv 2209.05433, table 1. A float's step grows with the number, so the largest relative error is
+the same from the largest number down to the smallest normal one: 2^-4 for e4m3, 2^-3 for e5m2. Training uses e4m3 for
+weights and activations, e5m2 for gradients. Rounding is to nearest, ties to even, and a number that is too large
+becomes the largest one (a cast that does not saturate gives NaN or infinity).
 
-Scales: one a tensor, one a row, or one a tile; DeepSeek-V3 (arXiv 2412.19437, section 3.3.2) takes 1 × 128 for
+Scales: one per tensor, per row or per tile; DeepSeek-V3 (arXiv 2412.19437, section 3.3.2) uses tiles of 1 × 128 for
 activations and 128 × 128 for weights.
 """
 
@@ -29,27 +29,27 @@ class Float8:
     largest: float
 
 
-# e4m3fn has no infinities and one NaN, 0x7f, so its top exponent holds numbers; e5m2 is IEEE's.
+# e4m3fn has no infinities and one NaN, 0x7f, so its top exponent is for numbers; e5m2 follows IEEE 754.
 KINDS = {"e4m3": Float8(3, 7, 448.0), "e5m2": Float8(2, 15, 57344.0)}
 
 
 def encode(kind: str, x: Tensor) -> Tensor:
-    """Return the bytes (uint8) of `x`, any shape, float16 to float32 and finite; too large a number is the largest."""
+    """Return the bytes (uint8) of `x`: any shape, finite floats; numbers that are too large become the largest."""
     layout = _layout(kind)
     if not torch.isfinite(x).all() or not x.is_floating_point():
-        raise SpecError(f"{x.dtype} with {int((~torch.isfinite(x)).sum())} values not finite; give finite floats")
+        raise SpecError(f"{x.dtype} with {int((~torch.isfinite(x)).sum())} infinities or NaNs; give finite floats")
     size = x.float().abs().clamp(max=layout.largest)
-    # frexp: size = m · 2^e with 0.5 <= m < 1, so the leading bit is worth 2^(e - 1); subnormals share the last exponent
+    # frexp: size = m · 2^e with 0.5 <= m < 1, so the leading bit is worth 2^(e - 1); subnormals have the least exponent
     exponent = (torch.frexp(size).exponent - 1).clamp(min=1 - layout.bias)
-    exponent[size == 0] = 1 - layout.bias  # frexp's own answer for 0 is 0
+    exponent[size == 0] = 1 - layout.bias  # for 0, frexp returns exponent 0
     steps = torch.ldexp(size, layout.mantissa - exponent).round()  # whole steps; rounds half to even
-    # The bits are a whole number that counts steps: rounding up past the mantissa carries into the exponent by itself.
+    # The sum as an integer: when rounding gives one step more than the mantissa can hold, it carries into the exponent.
     bits = (exponent + layout.bias - 1) * 2**layout.mantissa + steps.int()
     return (bits + 128 * torch.signbit(x).int()).to(torch.uint8)
 
 
 def decode(kind: str, codes: Tensor) -> Tensor:
-    """Return float32 of the bytes; e4m3's 0x7f and e5m2's exponent of all ones are NaN (or infinite)."""
+    """Return the numbers in float32; e4m3's 0x7f is NaN, and e5m2's exponent of all ones is infinity or NaN."""
     layout = _layout(kind)
     if codes.dtype != torch.uint8:
         raise SpecError(f"codes of {codes.dtype}; give uint8, as encode does")
@@ -67,7 +67,7 @@ def decode(kind: str, codes: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Scaled:
-    """A matrix in FP8: weight ≈ decode(codes) · scale, a scale for each tile."""
+    """A matrix in FP8: weight ≈ decode(codes) · scale, with one scale per tile."""
 
     kind: str
     codes: Tensor  # (O, I) uint8
@@ -80,9 +80,10 @@ class Scaled:
 
 
 def quantize(weight: Tensor, kind: str = "e4m3", tile: str | tuple[int, int] = "tensor") -> Scaled:
-    """Return `weight` (O, I) with one scale a "tensor", a "row", or a tile (rows, columns); the largest number is full.
+    """Return `weight` (O, I) in FP8, scaled so that the largest number of each `tile` becomes the format's largest.
 
-    Raises UnknownName for another kind, SpecError for tiles that do not divide the matrix and values not finite.
+    `tile` is "tensor", "row", or (rows, columns). Raises UnknownName for another kind, SpecError for tiles that do not
+    divide the matrix and for values that are not finite.
     """
     layout, matrix = _layout(kind), as_matrix(weight).float()
     rows, columns = matrix.shape

@@ -1,8 +1,8 @@
-"""GGUF's block formats: `encode` to the bytes llama.cpp reads, `decode` back to float32.
+"""GGUF's block formats: `encode` to the bytes that llama.cpp reads, `decode` back to float32.
 
-A block is a run of weights along a row that share a scale; nothing is stored besides blocks, so the bits a weight
-takes are the block's bytes · 8 / its weights. Rounding follows ggml's reference functions (ggml/src/ggml-quants.c,
-quantize_row_*_ref): tests hold the bytes to the `gguf` package, which is held to ggml.
+A block is a run of weights along a row that share a scale. Only blocks are stored, so the bits per weight are the
+block's bytes · 8 / its weights. Rounding follows ggml's reference functions (ggml/src/ggml-quants.c,
+quantize_row_*_ref); tests compare the bytes with those of the `gguf` package, which is itself tested against ggml.
 
 >>> import numpy as np
 >>> row = np.linspace(-1, 1, 64, dtype=np.float32)
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Format(NamedTuple):
-    """Both directions of one format: (blocks, weights) float32 <-> (blocks, bytes) uint8."""
+    """The two functions of one format: (blocks, weights) float32 <-> (blocks, bytes) uint8."""
 
     encode: Callable[[np.ndarray], np.ndarray]
     decode: Callable[[np.ndarray], np.ndarray]
@@ -49,19 +49,19 @@ FORMATS = {
 def encode(kind: str, array: np.ndarray | torch.Tensor) -> bytes:
     """Return the blocks of `array` (…, columns), row after row.
 
-    Raises UnknownName for a kind not in FORMATS; SpecError where a row is no whole number of blocks, and for other
-    dtypes than floats, infinities, NaNs, and weights whose scale fp16 cannot hold.
+    Raises UnknownName for a kind not in FORMATS; SpecError for rows that are not a whole number of blocks, dtypes that
+    are not floats, infinities, NaNs, and weights whose scale is too large for fp16.
     """
     known, (weights, _) = _format(kind)
     floats = as_array(array)
     _whole_blocks(kind, floats.shape, weights)
-    # What overflows shows in the scale, which is checked when it becomes fp16.
+    # An overflow makes the scale infinite, and `gguf_legacy.half` raises for that.
     with np.errstate(over="ignore", invalid="ignore"):
         return known.encode(floats.reshape(-1, weights)).tobytes()
 
 
 def decode(kind: str, data: bytes, shape: Sequence[int]) -> np.ndarray:
-    """Return float32 weights of `shape` from blocks; raises UnknownName, and SpecError where the bytes do not fit."""
+    """Return float32 weights of `shape` from blocks; raises UnknownName, and SpecError if the bytes do not fit."""
     known, (weights, size) = _format(kind)
     shape = tuple(int(n) for n in shape)
     if not shape or min(shape) < 1:
@@ -70,8 +70,8 @@ def decode(kind: str, data: bytes, shape: Sequence[int]) -> np.ndarray:
     raw = np.frombuffer(data, dtype=np.uint8)
     expected = math.prod(shape) // weights * size
     if len(raw) != expected:
-        said = "truncated, or of another shape" if len(raw) < expected else "of another shape or kind"
-        raise SpecError(f"{len(raw)} bytes for {kind} of shape {shape}, which takes {expected}; the data is {said}")
+        cause = "truncated, or of another shape" if len(raw) < expected else "of another shape or kind"
+        raise SpecError(f"{len(raw)} bytes for {kind} of shape {shape}, which takes {expected}; the data is {cause}")
     return known.decode(raw.reshape(-1, size)).reshape(shape)
 
 
@@ -84,6 +84,6 @@ def _format(kind: str) -> tuple[Format, tuple[int, int]]:
 def _whole_blocks(kind: str, shape: tuple[int, ...], weights: int) -> None:
     if shape[-1] % weights:
         raise SpecError(
-            f"a row of {shape[-1]} weights (shape {shape}) is no whole number of {kind} blocks of {weights}; "
+            f"a row of {shape[-1]} weights (shape {shape}) is not a whole number of {kind} blocks of {weights}; "
             f"pad it to {-(-shape[-1] // weights) * weights}, or take a format with smaller blocks"
         )

@@ -1,8 +1,8 @@
-"""A .gguf file: written with the `gguf` package, read by hand, so that a broken one is refused and not guessed at.
+"""Reading and writing .gguf files. Writing uses the `gguf` package; reading does not, so that each error is explained.
 
 Layout (ggml/include/gguf.h, version 3), little-endian: "GGUF", version u32, tensors u64, metadata pairs u64; the pairs
 (key, type u32, value); for each tensor its name, dimensions (fastest first), kind u32 and offset u64; then, from the
-next multiple of the alignment on, the tensors' blocks. Whole models: gguf_model.
+next multiple of the alignment on, the tensors' blocks. For whole models see gguf_model.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from .sizes import ALIGNMENT, BLOCKS, SMALLER_BLOCKS
 if TYPE_CHECKING:
     import torch
 
-STRING, ARRAY = 8, 9  # gguf_type; the others by struct's letter
-SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-# ggml_type of what `gguf.decode` and numpy read
+STRING, ARRAY = 8, 9  # values of gguf_type
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # struct's codes
+# ggml_type of the kinds that `gguf.decode` and numpy can read
 KINDS = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 14: "Q6_K", 39: "MXFP4"}
 PLAIN: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor as it is in the file; `shape` is numpy's, rows first."""
+    """One tensor with its bytes in the file; `shape` is numpy's, rows first."""
 
     kind: str
     shape: tuple[int, ...]
@@ -60,12 +60,12 @@ def write(
     arch: str,
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write `tensors` as a .gguf file: matrices in `kind` (one for all, or one by name), all vectors in F32.
+    """Write `tensors` as a .gguf file: matrices in `kind` (one for all, or a dict by name), all vectors in F32.
 
-    Rows that are no whole blocks fall back as in llama.cpp: Q4_K to Q5_0, Q6_K to Q8_0, then to F16. `metadata` holds
-    whole numbers, floats, strings, bools and lists of one of them; numbers are stored in 32 bits where they fit, as
-    llama.cpp wants them. `arch` is general.architecture. Nothing is written where a tensor cannot be. Raises
-    NotAvailable without the `gguf` package, SpecError for other metadata, and what `gguf.encode` raises.
+    If rows are not whole blocks, another kind is used, as in llama.cpp: Q5_0 for Q4_K, Q8_0 for Q6_K, then F16.
+    `metadata` may have integers, floats, strings, bools, and lists of one of these types; numbers are stored in 32 bits
+    if they fit, as llama.cpp expects. `arch` is general.architecture. If a tensor cannot be encoded, no file is
+    written. Raises NotAvailable without the `gguf` package, SpecError for other metadata, and as `gguf.encode` does.
     """
     try:
         import gguf
@@ -90,7 +90,7 @@ def write(
 
 
 def _add(writer: Any, key: str, value: Any) -> None:
-    """Add one pair of metadata to a GGUFWriter; a bool is no int here."""
+    """Add one pair of metadata to a GGUFWriter; a bool does not count as an int."""
     whole = writer.add_uint32 if isinstance(value, int) and 0 <= value < 2**32 else writer.add_int64
     add = {bool: writer.add_bool, int: whole, float: writer.add_float32, str: writer.add_string}
     kinds = {type(item) for item in value} if isinstance(value, list) else {type(value)}
@@ -114,17 +114,17 @@ def _stored(array: np.ndarray, kind: str) -> Tensor:
 
 
 def read(path: str | os.PathLike) -> File:
-    """Return the metadata and the tensors of a .gguf file; raises SpecError where it is truncated or corrupt."""
+    """Return the metadata and the tensors of a .gguf file; raises SpecError if it is truncated or corrupt."""
     try:
         data = Path(path).read_bytes()
     except OSError as error:
         raise SpecError(f"{path}: {error.strerror}; give a .gguf file") from None
     if data[:4] != b"GGUF":
-        raise SpecError(f"{path} begins with {data[:4]!r}, not b'GGUF': it is no .gguf file")
+        raise SpecError(f"{path} begins with {data[:4]!r}, not b'GGUF': it is not a .gguf file")
     cursor = _Cursor(str(path), data, 4)
     version, count, pairs = cursor.take("I"), cursor.take("Q"), cursor.take("Q")
     if version not in (2, 3):
-        raise SpecError(f"{path} is of version {version}; versions 2 and 3 are read (a big-endian file is not)")
+        raise SpecError(f"{path} has version {version}; only versions 2 and 3 can be read, and only little-endian")
     metadata = {}
     for _ in range(pairs):
         key = cursor.string()
@@ -138,7 +138,9 @@ def read(path: str | os.PathLike) -> File:
     for name, shape, kind, offset in infos:
         weights, size = BLOCKS[kind]
         if name in tensors or shape[-1] % weights:
-            raise cursor.corrupt(f"tensor {name!r} stands twice, or its rows of {shape[-1]} are no blocks of {kind}")
+            raise cursor.corrupt(
+                f"tensor {name!r} occurs twice, or its rows of {shape[-1]} are not whole blocks of {kind}"
+            )
         end = start + offset + math.prod(shape) // weights * size
         if end > len(data):
             raise SpecError(
@@ -158,13 +160,15 @@ def _info(cursor: _Cursor) -> tuple[str, tuple[int, ...], str, int]:
     if 0 in shape:
         raise cursor.corrupt(f"tensor {name!r} of shape {shape} is empty")
     if kind not in KINDS:
-        raise SpecError(f"{cursor.path}: tensor {name!r} is of ggml type {kind}; read are {', '.join(KINDS.values())}")
+        raise SpecError(
+            f"{cursor.path}: tensor {name!r} has ggml type {kind}; only {', '.join(KINDS.values())} can be read"
+        )
     return name, shape, KINDS[kind], offset
 
 
 @dataclass
 class _Cursor:
-    """Where in `data` the reader is; every step is checked against the end."""
+    """The position of the reader in `data`; every step checks that it does not go beyond the end."""
 
     path: str
     data: bytes
@@ -187,7 +191,7 @@ class _Cursor:
         try:
             return text.decode("utf-8")
         except UnicodeDecodeError:
-            raise self.corrupt(f"{text[:20]!r} is no UTF-8") from None
+            raise self.corrupt(f"{text[:20]!r} is not UTF-8") from None
 
     def value(self, kind: int, depth: int = 0) -> Any:
         if kind == STRING:

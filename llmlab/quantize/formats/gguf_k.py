@@ -1,13 +1,13 @@
 """GGUF's K-quants: superblocks of 256 weights, whose sub-blocks' scales are themselves quantized.
 
-        bytes of a superblock                                                  sub-blocks    weight
+        bytes per superblock                                                   sub-blocks    weight
 Q4_K    d 2, dmin 2, 8 scales and 8 minima of 6 bit 12, 256 × 4 bit 128        8 × 32        d · s · q - dmin · m
 Q6_K    256 low nibbles 128, 256 × 2 high bits 64, 16 int8 scales 16, d 2      16 × 16       d · s · (q - 32)
 
-Where the simple formats take the scale from the largest weight, these search a sub-block's scale (and minimum) for the
-least weighted squared error. Source: ggml/src/ggml-quants.c, quantize_row_q4_K_ref with make_qkx2_quants, and
-quantize_row_q6_K_ref with make_qx_quants; float32 throughout, sums in order, so that the bytes are ggml's own where
-its compiler does not fuse multiply and add.
+The simple formats compute the scale from the largest weight; these search for each sub-block's scale (and minimum) with
+the least weighted squared error. Source: ggml/src/ggml-quants.c, quantize_row_q4_K_ref with make_qkx2_quants, and
+quantize_row_q6_K_ref with make_qx_quants. All is float32, with sums from left to right, so that the bytes are those of
+ggml compiled without fused multiply-add.
 
 x (B, 256) float32, raw (B, bytes) uint8, sub-blocks (B, 8, 32) or (B, 16, 16).
 """
@@ -18,24 +18,25 @@ import numpy as np
 
 from .gguf_legacy import half, over, unhalf
 
-TINY = np.float32(1e-15)  # GROUP_MAX_EPS: a Q6_K sub-block below it is zeros
+TINY = np.float32(1e-15)  # GROUP_MAX_EPS: a Q6_K sub-block whose largest magnitude is smaller becomes zeros
 
 
 def in_order(values: np.ndarray) -> np.ndarray:
-    """Return the sum over the last dimension, kept, adding from left to right: np.sum adds pairwise."""
+    """Return the sum over the last dimension (kept, of size 1), from left to right, because np.sum adds pairwise."""
     return np.add.accumulate(values, axis=-1)[..., -1:]
 
 
 def search_scale_and_minimum(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return codes 0 … 15, scales and minima (each ≥ 0) with x ≈ scale · code - minimum, of sub-blocks x (B, 8, 32).
+    """Return codes 0 … 15, scales and minima (each ≥ 0) with x ≈ scale · code - minimum, for sub-blocks x (B, 8, 32).
 
-    21 spacings around (max - min) / 15: each gives codes, and these the scale and minimum by weighted linear
-    regression; the least error wins. A weight counts as rms + |x|: large weights matter more (make_qkx2_quants).
+    21 step sizes around (max - min) / 15 are tried: each gives codes, and the codes give the scale and minimum by
+    weighted linear regression; the least error wins. In these sums a weight x counts rms + |x|, so large weights count
+    more (make_qkx2_quants).
     """
     importance = np.sqrt(in_order(x * x) / np.float32(32)) + np.abs(x)
     high = x.max(axis=-1, keepdims=True)
-    low = np.minimum(x.min(axis=-1, keepdims=True), 0)  # minima are stored without sign: zero must be in the range
-    flat = high == low  # all zeros, or all the same negative number
+    low = np.minimum(x.min(axis=-1, keepdims=True), 0)  # minima are stored without a sign: the range must contain 0
+    flat = high == low  # all weights are 0, or all are the same negative number
 
     def codes_for(steps: np.float32, low: np.ndarray) -> np.ndarray:
         return np.clip(np.rint(steps / np.where(flat, np.float32(1), high - low) * (x - low)), 0, 15)
@@ -48,11 +49,11 @@ def search_scale_and_minimum(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.
     least = error(best, scale, minimum)
     for step in range(21):
         steps = np.float32(-1) + np.float32(0.1) * np.float32(step) + np.float32(15)
-        codes = codes_for(steps, minimum)  # from the best minimum so far, not from the lowest weight
+        codes = codes_for(steps, minimum)  # counted from the best minimum so far, not from the lowest weight
         weighted = importance * codes
         sum_q, sum_qq, sum_qx = in_order(weighted), in_order(weighted * codes), in_order(weighted * x)
         determinant = sum_w * sum_qq - sum_q * sum_q
-        with np.errstate(divide="ignore", invalid="ignore"):  # where determinant or sum_qq is 0, not taken below
+        with np.errstate(divide="ignore", invalid="ignore"):  # results with a determinant of 0 are not used below
             new_scale = (sum_w * sum_qx - sum_x * sum_q) / determinant
             new_minimum = (sum_qq * sum_x - sum_q * sum_qx) / determinant
             positive = new_minimum > 0
@@ -73,20 +74,20 @@ def encode_q4_k(x: np.ndarray) -> np.ndarray:
     s = np.minimum(np.rint(over(63, top_scale) * scales), 63).astype(np.int32) & 63
     m = np.minimum(np.rint(over(63, top_minimum) * minima), 63).astype(np.int32) & 63
     d, dmin = half(top_scale / np.float32(63)), half(top_minimum / np.float32(63))
-    # The scales have moved, so the codes are taken anew from what will be decoded, as far as that is not zero.
+    # Rounding has changed the scales, so the codes are computed again from the decoded scales, unless those are 0.
     step, offset = (unhalf(d) * s)[..., None], (unhalf(dmin) * m)[..., None]
     with np.errstate(divide="ignore", invalid="ignore"):
         codes = np.where(step == 0, codes, np.clip(np.rint((sub + offset) / step), 0, 15)).astype(np.uint8)
-    pairs = codes.reshape(-1, 4, 2, 32)  # two sub-blocks share 32 bytes: the first low, the second high
+    pairs = codes.reshape(-1, 4, 2, 32)  # two sub-blocks share 32 bytes: low nibbles, then high nibbles
     nibbles = pairs[:, :, 0] | pairs[:, :, 1] << 4
     return np.concatenate([d, dmin, pack_scales(s, m), nibbles.reshape(-1, 128)], axis=1)
 
 
 def pack_scales(s: np.ndarray, m: np.ndarray) -> np.ndarray:
-    """Return (B, 12) bytes of eight scales and eight minima of 6 bit, (B, 8) each.
+    """Return (B, 12) bytes of eight scales and eight minima of 6 bits, (B, 8) each.
 
-    The first four scales and minima are the low 6 bits of bytes 0-3 and 4-7. The other four's low nibbles share bytes
-    8-11, and their top two bits sit on top of bytes 0-3 and 4-7.
+    The first four scales and minima are the low 6 bits of bytes 0-3 and 4-7. The low nibbles of the other four are in
+    bytes 8-11, and their top two bits are the top two bits of bytes 0-3 and 4-7.
     """
     first = s[:, :4] | s[:, 4:] >> 4 << 6
     second = m[:, :4] | m[:, 4:] >> 4 << 6
@@ -109,10 +110,10 @@ def decode_q4_k(raw: np.ndarray) -> np.ndarray:
 
 
 def search_scale(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return codes 0 … 63 and signed scales with x ≈ scale · (code - 32), of sub-blocks x (B, 16, 16).
+    """Return codes 0 … 63 and signed scales with x ≈ scale · (code - 32), for sub-blocks x (B, 16, 16).
 
-    19 spacings around -32 / the largest weight: each gives codes, and these the scale by least squares; the best fit
-    wins, a weight counting as its square (make_qx_quants, rmse_type 1).
+    19 values around -32 / the largest weight are tried as 1 / scale: each gives codes, and the codes give the scale by
+    least squares; the best fit wins, with x² as the weight of x (make_qx_quants, rmse_type 1).
     """
     at = np.abs(x).argmax(axis=-1)[..., None]
     largest = np.take_along_axis(x, at, axis=-1)
@@ -125,9 +126,9 @@ def search_scale(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return codes, in_order(importance * x * codes), in_order(importance * codes * codes)
 
     best, sum_qx, sum_qq = fit(np.float32(32))
-    with np.errstate(divide="ignore", invalid="ignore"):  # where the sum is 0, the scale is
+    with np.errstate(divide="ignore", invalid="ignore"):  # the scale is 0 if sum_qq is
         scale = np.where(sum_qq == 0, np.float32(0), sum_qx / sum_qq)
-        explained = scale * sum_qx  # of the weighted squares: what is left of them is the error
+        explained = scale * sum_qx  # the error is the sum of the weighted squares minus this
         for step in (*range(-9, 0), *range(1, 10)):
             codes, sum_qx, sum_qq = fit(np.float32(32) + np.float32(0.1) * np.float32(step))
             better = (sum_qq > 0) & (sum_qx * sum_qx > explained * sum_qq)
@@ -147,7 +148,7 @@ def encode_q6_k(x: np.ndarray) -> np.ndarray:
     step = (unhalf(d) * s)[..., None]
     with np.errstate(divide="ignore", invalid="ignore"):
         codes = np.where(step == 0, codes, np.clip(np.rint(sub / step), -32, 31) + 32)
-    q = np.where(zero[..., None], 0, codes).astype(np.uint8).reshape(-1, 2, 4, 32)  # per half: four runs of 32
+    q = np.where(zero[..., None], 0, codes).astype(np.uint8).reshape(-1, 2, 4, 32)  # each half: four runs of 32
     low = np.concatenate([q[:, :, 0] & 15 | (q[:, :, 2] & 15) << 4, q[:, :, 1] & 15 | (q[:, :, 3] & 15) << 4], axis=2)
     high = q[:, :, 0] >> 4 | q[:, :, 1] >> 4 << 2 | q[:, :, 2] >> 4 << 4 | q[:, :, 3] >> 4 << 6
     return np.concatenate([low.reshape(-1, 128), high.reshape(-1, 64), s.view(np.uint8), d], axis=1)

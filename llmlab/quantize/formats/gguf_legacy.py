@@ -1,14 +1,15 @@
-"""GGUF's simple formats: 32 weights, one fp16 scale d (and, in *_1, one fp16 minimum m).
+"""GGUF's simple block formats: 32 weights, one fp16 scale d (and, in *_1, one fp16 minimum m).
 
-        bytes of a block                      weight
+        bytes per block                       weight
 Q8_0    d 2, 32 × int8                        d · q
 Q4_0    d 2, 32 × 4 bit                       d · (q - 8)
 Q4_1    d 2, m 2, 32 × 4 bit                  d · q + m
 Q5_0    d 2, 32 fifth bits, 32 × 4 bit        d · (q - 16)
 Q5_1    d 2, m 2, 32 fifth bits, 32 × 4 bit   d · q + m
 
-Four-bit codes are stored in halves: byte j holds weight j low and weight j + 16 high. Source: ggml/src/ggml-quants.c,
-quantize_row_q{8_0,4_0,4_1,5_0,5_1}_ref. Shapes: x (blocks, 32) float32, raw (blocks, bytes) uint8.
+Byte j of the four-bit codes has weight j's code in the low nibble and weight j + 16's in the high one. Source:
+ggml/src/ggml-quants.c, quantize_row_q{8_0,4_0,4_1,5_0,5_1}_ref. Shapes: x (blocks, 32) float32, raw (blocks, bytes)
+uint8.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from ...base.errors import SpecError
 
 
 def half(scale: np.ndarray) -> np.ndarray:
-    """Return (blocks, 2) bytes of `scale` (blocks, 1) in fp16; raises SpecError where 65504 is too small."""
+    """Return (blocks, 2) bytes of `scale` (blocks, 1) in fp16; raises SpecError for a scale above 65504."""
     short = scale.astype(np.float16)
     if not np.isfinite(short).all():
         raise SpecError(
-            f"weights as large as {np.abs(scale).max():.4g} times a code: fp16 scales end at 65504; rescale the weights"
+            f"a block's scale or minimum is {np.abs(scale).max():.4g}, and fp16 ends at 65504; rescale the weights"
         )
     return short.view(np.uint8)
 
@@ -34,9 +35,10 @@ def unhalf(raw: np.ndarray) -> np.ndarray:
 
 
 def over(top: float, scale: np.ndarray) -> np.ndarray:
-    """Return top / scale, and 0 where that is infinite: a block of zeros, or of weights below 1e-37, gets code 0.
+    """Return top / scale, or 0 if that is infinite: a block of zeros, or of weights below 1e-37, gets code 0.
 
-    ggml divides by the float32 scale, not by the fp16 one that is stored: the codes don't know that rounding.
+    `scale` is in float32: ggml does not divide by the fp16 scale that it stores, so the codes do not depend on how the
+    scale is rounded.
     """
     with np.errstate(divide="ignore", over="ignore"):
         steps = np.float32(top) / scale
@@ -44,7 +46,7 @@ def over(top: float, scale: np.ndarray) -> np.ndarray:
 
 
 def pack_nibbles(codes: np.ndarray) -> np.ndarray:
-    """Return (blocks, 16) bytes from (blocks, 32) codes: the first half low, the second half high."""
+    """Return (blocks, 16) bytes from (blocks, 32) codes: first half in low nibbles, second half in high nibbles."""
     low, high = codes[:, :16] & 15, codes[:, 16:] & 15
     return low | high << 4
 
@@ -54,7 +56,7 @@ def unpack_nibbles(raw: np.ndarray) -> np.ndarray:
 
 
 def pack_fifth(codes: np.ndarray) -> np.ndarray:
-    """Return (blocks, 4) bytes: bit j of the little-endian 32 is bit 4 of code j."""
+    """Return (blocks, 4) bytes, a little-endian 32-bit number whose bit j is bit 4 of code j."""
     return np.packbits(codes >> 4, axis=1, bitorder="little")
 
 
@@ -65,7 +67,7 @@ def unpack_fifth(raw: np.ndarray) -> np.ndarray:
 def encode_q8_0(x: np.ndarray) -> np.ndarray:
     scale = np.abs(x).max(axis=1, keepdims=True) / np.float32(127)
     scaled = x * over(1, scale)
-    # C's roundf: halves away from zero. floor(|q| + 0.5) would take 0.49999997 up, for the sum rounds to 1.
+    # C's roundf rounds halves away from zero. floor(|q| + 0.5) would round 0.49999997 up, because the sum rounds to 1.
     whole = np.floor(np.abs(scaled))
     rounded = np.copysign(whole + (np.abs(scaled) - whole >= 0.5), scaled)
     return np.concatenate([half(scale), rounded.astype(np.int8).view(np.uint8)], axis=1)
@@ -76,19 +78,20 @@ def decode_q8_0(raw: np.ndarray) -> np.ndarray:
 
 
 def _signed(x: np.ndarray, levels: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the scale and codes 0 … levels - 1, whose middle is zero: the largest weight, with its sign, is code 0.
+    """Return the scale and codes 0 … levels - 1; levels / 2 means 0, and the weight largest in magnitude is code 0.
 
-    Two's complement has one more negative number than positive ones; so the largest magnitude gets -levels / 2.
+    Two's complement has one more negative number than positive ones, so the largest magnitude becomes -levels / 2, and
+    the scale has the sign that this needs.
     """
     at = np.abs(x).argmax(axis=1)[:, None]
     scale = np.take_along_axis(x, at, axis=1) / np.float32(-levels // 2)
-    # + 0.5 and truncation, not rint: halves go up
+    # + 0.5 and truncation, not rint, so that halves are rounded up
     codes = np.minimum(np.trunc(x * over(1, scale) + np.float32(levels // 2 + 0.5)), levels - 1)
     return scale, codes.astype(np.uint8)
 
 
 def _offset(x: np.ndarray, levels: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the scale, the minimum and codes 0 … levels - 1 that span minimum … maximum."""
+    """Return the scale, the minimum, and codes 0 … levels - 1 that cover the range from minimum to maximum."""
     low = x.min(axis=1, keepdims=True)
     scale = (x.max(axis=1, keepdims=True) - low) / np.float32(levels - 1)
     codes = np.minimum(np.trunc((x - low) * over(1, scale) + np.float32(0.5)), levels - 1)

@@ -1,8 +1,8 @@
-"""A whole Llama as a .gguf file, as llama.cpp loads it: hyperparameters, tokenizer, and tensors under GGUF's names.
+"""Llama models as .gguf files that llama.cpp loads: hyperparameters, tokenizer, and tensors with GGUF's names.
 
-Keys: gguf-py/gguf/constants.py. Two things differ from the weights here: llama.cpp turns neighbouring
-channels (2i, 2i + 1) where Hugging Face turns (i, i + D/2), so the rows of q and k change places; and a tied head is
-stored once, as the embedding.
+Keys: gguf-py/gguf/constants.py. Two things differ from the weights of llmlab's Llama: RoPE in llama.cpp rotates
+neighbouring channels (2i, 2i + 1), in Hugging Face (i, i + D/2), so the rows of q and k are permuted; and a tied head
+is stored once, as the embedding.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ NAMES = {
 }  # fmt: skip
 OUTSIDE = {"embed_tokens.weight": "token_embd.weight", "norm.weight": "output_norm.weight",
            "lm_head.weight": "output.weight"}  # fmt: skip
-# llama.cpp include/llama.h, llama_ftype: what `general.file_type` calls a mix
+# llama.cpp include/llama.h, llama_ftype: the number of a mix in `general.file_type`
 FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q4_K_M": 15, "Q6_K": 18}
 NORMAL, CONTROL, UNUSED = 1, 3, 5  # types of tokens, llama_token_type
 
 
 def write_llama(path: str | os.PathLike, model: Llama, tokenizer: Tokenizer, mix: str = "Q8_0") -> None:
-    """Write `model` with its byte-level BPE `tokenizer`, each tensor in the kind `llama-quantize` gives it in `mix`.
+    """Write `model` with its byte-level BPE `tokenizer`, each tensor in the kind that `llama-quantize` uses in `mix`.
 
-    Raises SpecError for a mix with kinds that are not encoded here (Q5_K, Q3_K, Q2_K), a model with scaled RoPE, and a
-    tokenizer larger than the vocabulary; nothing is written then. The model is not changed.
+    Raises SpecError, and writes no file, for a mix with kinds that are not encoded here (Q5_K, Q3_K, Q2_K), a model
+    with scaled RoPE, and a tokenizer larger than the vocabulary. The model is not changed.
     """
     spec = model.spec
     if mix not in FILE_TYPES:
-        raise SpecError(f"mix={mix!r} is not written here; it is one of {', '.join(FILE_TYPES)}")
+        raise SpecError(f"mix={mix!r} is not written here; give one of {', '.join(FILE_TYPES)}")
     if model.rope["rope_type"] != "default":
         raise SpecError(f"{spec.name} scales its RoPE ({model.rope['rope_type']}); only plain RoPE is written here")
     kinds = {tensor.name: tensor.kind for tensor in stored(spec, mix)}
@@ -61,9 +61,9 @@ def write_llama(path: str | os.PathLike, model: Llama, tokenizer: Tokenizer, mix
 
 
 def read_llama(path: str | os.PathLike) -> Llama:
-    """Return the Llama in a .gguf file, its weights decoded to float32, in eval mode.
+    """Return the Llama of a .gguf file, its weights decoded to float32, in eval mode.
 
-    Raises SpecError for a truncated or corrupt file, another architecture, and tensors that are missing.
+    Raises SpecError for a truncated or corrupt file, another architecture, and missing tensors.
     """
     import torch
 
@@ -71,18 +71,18 @@ def read_llama(path: str | os.PathLike) -> Llama:
 
     file = gguf_file.read(path)
     if file.metadata.get("general.architecture") != "llama":
-        raise SpecError(f"{path} holds a {file.metadata.get('general.architecture')!r} model; llama is read here")
+        raise SpecError(f"{path} has a {file.metadata.get('general.architecture')!r} model; only llama can be read")
     try:
         model = Llama.from_spec(_config(file))
     except KeyError as missing:
-        raise SpecError(f"{path} lacks {missing}; it is no whole model") from None
+        raise SpecError(f"{path} lacks {missing}; it is not a whole model") from None
     state = {}
     for name in model.state_dict():
         theirs = gguf_name(name)
         if theirs == "output.weight" and model.spec.tied:
             theirs = "token_embd.weight"
         if theirs not in file.tensors:
-            raise SpecError(f"{path} lacks tensor {theirs!r}; it is no whole model")
+            raise SpecError(f"{path} lacks tensor {theirs!r}; it is not a whole model")
         weight, heads = file.tensors[theirs].decode(), heads_of(name, model.spec)
         state[name] = torch.from_numpy(to_halves(weight, heads) if heads else weight)
     model.load_state_dict(state)
@@ -90,7 +90,7 @@ def read_llama(path: str | os.PathLike) -> Llama:
 
 
 def gguf_name(name: str) -> str:
-    """Return GGUF's name of a tensor of models.llama: layers.0.self_attn.q_proj.weight -> blk.0.attn_q.weight."""
+    """Return GGUF's name of a tensor of `Llama`: layers.0.self_attn.q_proj.weight -> blk.0.attn_q.weight."""
     if name in OUTSIDE:
         return OUTSIDE[name]
     _, layer, rest = name.split(".", 2)
@@ -98,25 +98,25 @@ def gguf_name(name: str) -> str:
 
 
 def heads_of(name: str, spec: ModelSpec) -> int:
-    """Return how many heads' channels a tensor's rows are, where RoPE turns them, else 0."""
+    """Return the number of heads in the rows of a tensor that RoPE rotates (q and k), 0 for any other tensor."""
     return spec.heads if "q_proj" in name else spec.kv_heads if "k_proj" in name else 0
 
 
 def to_neighbours(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Return rows (heads · D, I) with channel i + D/2 of each head moved beside channel i."""
+    """Permute the rows (heads · D, I) so that in each head channel i + D/2 follows channel i."""
     split = weight.reshape(heads, 2, -1, weight.shape[1])  # (H, half, D/2, I)
     return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(weight.shape)
 
 
 def to_halves(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Undo `to_neighbours`."""
+    """Return the inverse permutation of `to_neighbours`."""
     split = weight.reshape(heads, -1, 2, weight.shape[1])  # (H, D/2, half, I)
     return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(weight.shape)
 
 
 def hyperparameters(spec: ModelSpec, mix: str) -> dict[str, Any]:
-    """Return what llama.cpp asks of a model of architecture "llama"."""
-    found = {
+    """Return the metadata that llama.cpp needs for a model of architecture "llama"."""
+    metadata = {
         "general.name": spec.name,
         "general.file_type": FILE_TYPES[mix],
         "llama.vocab_size": spec.vocab,
@@ -131,14 +131,14 @@ def hyperparameters(spec: ModelSpec, mix: str) -> dict[str, Any]:
         "llama.rope.freq_base": float(spec.config.get("rope_theta") or 10000.0),
     }
     if MIXES[mix] not in ("F32", "F16"):
-        found["general.quantization_version"] = 2  # GGML_QNT_VERSION
-    return found
+        metadata["general.quantization_version"] = 2  # GGML_QNT_VERSION
+    return metadata
 
 
 def vocabulary(tokenizer: Tokenizer, vocab: int) -> dict[str, Any]:
     """Return the tokens, their types and the merges of a byte-level BPE tokenizer, padded to `vocab` entries.
 
-    "gpt-2" names the rule that cuts text before merging: the one of tokenizers' ByteLevel.
+    "gpt-2" is llama.cpp's name for the rule that splits text before merging, the one of tokenizers' ByteLevel.
     """
     described = json.loads(tokenizer.to_str())
     ids = tokenizer.get_vocab(with_added_tokens=True)
@@ -165,7 +165,7 @@ def vocabulary(tokenizer: Tokenizer, vocab: int) -> dict[str, Any]:
 
 
 def _config(file: gguf_file.File) -> dict[str, Any]:
-    """Return the config.json that a file's metadata describe; floats were stored in 32 bits."""
+    """Return the config.json for a file's metadata; floats are rounded to 6 digits, as they were stored in 32 bits."""
     llama = {key.removeprefix("llama."): value for key, value in file.metadata.items() if key.startswith("llama.")}
     return {
         "model_type": "llama",

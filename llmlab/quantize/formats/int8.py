@@ -1,8 +1,8 @@
-"""LLM.int8(): products in int8, one scale a row on both sides, and the few outlier features apart in floats.
+"""LLM.int8(): matrix products in int8, with one scale per row on both sides and the few outlier features in floats.
 
-Dettmers et al., arXiv 2208.07339, section 3. From about 6.7B parameters on a few features of the hidden states are 20
-times the others; with one scale a token they leave the others no codes. A feature (column) that reaches the threshold
-anywhere in the batch is multiplied in the input's own precision.
+Dettmers et al., arXiv 2208.07339, section 3. From about 6.7B parameters on, a few features of the hidden states are 20
+times as large as the others; with one scale per token, few codes are left for the others. A feature (column) that
+reaches the threshold for any token of the batch is multiplied in the input's own precision.
 
 x (T, I) inputs; weight (O, I); T tokens.
 """
@@ -17,7 +17,7 @@ from ..checks import as_matrix
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes (T, I) int8 and absmax (T,) float32 of x (T, I): 127 · x / absmax, rounded half to even."""
+    """Return codes (T, I) int8 and absmax (T,) float32 of x (T, I); codes: 127 · x / absmax, rounded half to even."""
     matrix = as_matrix(x, "x")
     absmax = matrix.abs().amax(dim=1).float()
     steps = torch.where(absmax == 0, torch.zeros_like(absmax), 127.0 / absmax)
@@ -25,16 +25,16 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def outlier_columns(x: Tensor, threshold: float = 6.0) -> Tensor:
-    """Return the indices of the features that reach `threshold` in any token; none where the threshold is 0."""
+    """Return the indices of the features that reach `threshold` in any token; none if the threshold is 0."""
     if not isinstance(threshold, (int, float)) or not 0 <= threshold < float("inf"):
-        raise SpecError(f"threshold={threshold!r} is no number >= 0; 6.0 is the usual one, 0 keeps nothing apart")
+        raise SpecError(f"threshold={threshold!r} is not a number >= 0; 6.0 is usual, with 0 there are no outliers")
     if threshold == 0:
         return torch.empty(0, dtype=torch.int64, device=x.device)
     return (x.abs() >= threshold).any(dim=0).nonzero().reshape(-1)
 
 
 def linear_int8(x: Tensor, codes: Tensor, absmax: Tensor, threshold: float = 6.0) -> Tensor:
-    """Return x Wᵀ (T, O) in x's dtype for a weight in int8, `codes` (O, I) and `absmax` (O,) from `quantize_rows`.
+    """Return x Wᵀ (T, O) in x's dtype; W is given in int8, as `codes` (O, I) and `absmax` (O,) of `quantize_rows`.
 
     Raises SpecError for sizes that do not match and inputs that are not finite.
     """
@@ -48,7 +48,7 @@ def linear_int8(x: Tensor, codes: Tensor, absmax: Tensor, threshold: float = 6.0
     regular = matrix.clone()
     regular[:, outliers] = 0
     x_codes, x_absmax = quantize_rows(regular)
-    # Whole numbers below 2^53: float64 sums them exactly on every device, as int32 does in the real kernel.
+    # Integers below 2^53: float64 sums them exactly on every device, as int32 does in the real kernel.
     sums = x_codes.double() @ codes.double().T
     regular_part = sums * (x_absmax.double().unsqueeze(1) * absmax.double()) / 127**2
     outlier_weight = codes[:, outliers].double() * absmax.double().unsqueeze(1) / 127

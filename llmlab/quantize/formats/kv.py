@@ -1,8 +1,8 @@
-"""A KV cache in few bits: keys a channel at a time, values a token at a time.
+"""KV cache quantization (KIVI): keys with scales per channel, values with scales per token.
 
-KIVI (Liu et al., arXiv 2402.02750, section 3): keys have a few channels that are large in every token, so a scale that
-a token's channels share is theirs alone; a scale that many tokens share in one channel is not. Values have none, and
-attention sums them over tokens, so that a token's error stays with the token.
+KIVI (Liu et al., arXiv 2402.02750, section 3): in keys a few channels are large in every token. A scale shared by all
+channels of a token would be set by those few; a scale shared by many tokens of one channel fits that channel. Values
+have no such channels, and attention sums them over tokens, so a token's error should not spread to other tokens.
 
 Shapes: cache (B, H, T, d): batch, kv heads, tokens, head dimension.
 """
@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ...base.errors import SpecError
+from ...base.errors import SpecError, check_counts
 from ..checks import check_bits
 from . import affine
 from .affine import Quantized
@@ -26,15 +26,15 @@ Per = Literal["channel", "token"]
 
 @dataclass(frozen=True)
 class QuantizedCache:
-    """Keys or values in few bits, and the last tokens that do not fill a group yet, as they came."""
+    """Keys or values in few bits, and in full precision the last tokens, which do not fill a group yet."""
 
     quantized: Quantized | None
     recent: Tensor  # (B, H, R, d)
-    shape: tuple[int, ...]  # (B, H, T, d), all of it
+    shape: tuple[int, ...]  # (B, H, T, d) of all tokens, the R recent ones included
     per: Per
 
     def dequantize(self) -> Tensor:
-        """Return (B, H, T, d) in the dtype it came in."""
+        """Return (B, H, T, d) in the original dtype."""
         if self.quantized is None:
             return self.recent
         batch, heads, tokens, width = self.shape
@@ -46,7 +46,7 @@ class QuantizedCache:
 
     @property
     def bytes(self) -> int:
-        """Bytes of it, codes packed, scales and zeros (as minima) in fp16."""
+        """Its bytes with packed codes; scales and zeros (stored as minima) take 2 bytes each."""
         packed = 0
         if self.quantized is not None:
             packed = -(-self.quantized.codes.numel() * self.quantized.bits // 8) + 4 * self.quantized.scale.numel()
@@ -54,17 +54,17 @@ class QuantizedCache:
 
 
 def quantize_keys(keys: Tensor, bits: int = 2, group: int = 32) -> QuantizedCache:
-    """Return `keys` (B, H, T, d), `group` tokens of a channel to a scale; the last T mod `group` stay as they are."""
+    """Quantize `keys` (B, H, T, d) with a scale for each `group` tokens of a channel; the last T mod `group` stay."""
     return quantize_cache(keys, "channel", bits, group)
 
 
 def quantize_values(values: Tensor, bits: int = 2, group: int = 32) -> QuantizedCache:
-    """Return `values` (B, H, T, d), `group` channels of a token to a scale."""
+    """Quantize `values` (B, H, T, d) with a scale for each `group` channels of a token."""
     return quantize_cache(values, "token", bits, group)
 
 
 def quantize_cache(cache: Tensor, per: Per, bits: int = 2, group: int = 32) -> QuantizedCache:
-    """Return `cache` (B, H, T, d) quantized per channel or per token; the other way round is what a test shows worse.
+    """Quantize `cache` (B, H, T, d), keys or values, with scales per channel or per token.
 
     Raises SpecError for other shapes, a group that does not divide the head dimension (per token), and values that are
     not finite.
@@ -73,8 +73,7 @@ def quantize_cache(cache: Tensor, per: Per, bits: int = 2, group: int = 32) -> Q
         raise SpecError(f"a cache of shape {tuple(cache.shape)} is not (batch, kv heads, tokens, head dimension)")
     if per not in ("channel", "token"):
         raise SpecError(f"per={per!r} is neither 'channel' (keys) nor 'token' (values)")
-    if isinstance(group, bool) or not isinstance(group, int) or group < 1:
-        raise SpecError(f"group={group!r} is not a whole number >= 1")
+    check_counts(group=group)
     check_bits(bits)
     tokens = cache.shape[2]
     old = tokens if per == "token" else tokens - tokens % group
@@ -88,9 +87,9 @@ def quantize_cache(cache: Tensor, per: Per, bits: int = 2, group: int = 32) -> Q
 
 
 def attend_quantized(bits: int = 2, group: int = 32, keys: Per = "channel") -> Callable[..., Tensor]:
-    """Return what stands in `Attention.attend` of models.llama: attention to keys and values that went through `bits`.
+    """Return a function for `Attention.attend` (architectures.llama) that rounds keys and values to `bits` bits.
 
-    All tokens of the pass are rounded, the query's own too, but for the last that fill no group.
+    All tokens of the pass are rounded, the query's own too, except, per channel, the last ones that fill no group.
     """
     from ...architectures.gpt import attend
 

@@ -1,4 +1,4 @@
-"""What each format takes: bits a weight, and the bytes of a model's .gguf file, tensor by tensor. No torch, no numpy.
+"""Sizes of the formats: bits per weight, and the bytes of a model's .gguf file, tensor by tensor. No torch, no numpy.
 
 >>> bits_per_weight("Q8_0"), bits_per_weight("Q4_K"), bits_per_weight("MXFP4")
 (8.5, 4.5, 4.25)
@@ -18,16 +18,16 @@ from ...base.errors import SpecError, unknown_name
 if TYPE_CHECKING:
     from ...specs.model import ModelSpec
 
-# Weights and bytes of a block: ggml/src/ggml-common.h, the block_* structs.
+# Weights and bytes per block: ggml/src/ggml-common.h, the block_* structs.
 BLOCKS = {
     "F32": (1, 4), "F16": (1, 2), "BF16": (1, 2),
     "Q8_0": (32, 34), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "MXFP4": (32, 17),
     "Q2_K": (256, 84), "Q3_K": (256, 110), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
 }  # fmt: skip
 
-# Other formats: bits of a code, and of what a block of codes shares. NF4 keeps an fp32 absmax a block of 64; double
-# quantization (QLoRA, arXiv 2305.14314, section 3) keeps 8 bits, and an fp32 absmax every 256 blocks. MXFP8: an e8m0
-# exponent a block of 32. FP8's and int8's scale a tensor or a row is counted as nothing.
+# Other formats: bits per code, and per weight for the scales of its block. NF4 has an fp32 absmax per block of 64;
+# double quantization (QLoRA, arXiv 2305.14314, section 3) has 8 bits, and an fp32 absmax per 256 blocks. MXFP8: an e8m0
+# exponent per block of 32. The scales of FP8 and int8, one per tensor or per row, are not counted.
 OTHERS = {
     "nf4": 4 + 32 / 64,
     "nf4-double": 4 + 8 / 64 + 32 / (64 * 256),
@@ -36,7 +36,7 @@ OTHERS = {
     "int8": 8.0,
 }
 
-# What `llama-quantize` calls a type is a mix: the kind most tensors get.
+# The types of `llama-quantize` are mixes of kinds; here is the kind that most tensors of each get.
 MIXES = {
     "F32": "F32", "F16": "F16", "BF16": "BF16",
     "Q8_0": "Q8_0", "Q4_0": "Q4_0", "Q4_1": "Q4_1", "Q5_0": "Q5_0", "Q5_1": "Q5_1",
@@ -44,19 +44,19 @@ MIXES = {
     "Q5_K_S": "Q5_K", "Q5_K_M": "Q5_K", "Q6_K": "Q6_K",
 }  # fmt: skip
 
-# Where a row is no whole number of superblocks: llama-quant.cpp, tensor_type_fallback.
+# The kind to use instead if a row is not a whole number of superblocks: llama-quant.cpp, tensor_type_fallback.
 SMALLER_BLOCKS = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 
-ALIGNMENT = 32  # bytes: every tensor of a .gguf file starts at a multiple (general.alignment's default)
-# Bytes of the file's header for each entry of the vocabulary: the tokens' texts, types and merges. Taken from one
-# published file, Llama-3.1-8B-Instruct-f32.gguf: (32 128 885 888 - its tensors) / 128 256, checked 2026-11. Fewer
-# merges take less; at 8B parameters the whole header is 0.1 % of Q8_0.
+ALIGNMENT = 32  # bytes: every tensor of a .gguf file starts at a multiple of it (general.alignment's default)
+# Bytes of the file's header per entry of the vocabulary: the tokens' texts, types and merges. Computed from one
+# published file, Llama-3.1-8B-Instruct-f32.gguf: (32 128 885 888 - its tensors) / 128 256, checked 2026-11. With fewer
+# merges it is smaller; at 8B parameters the whole header is 0.1 % of a Q8_0 file.
 HEADER_PER_TOKEN = 61.1
 
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor of a .gguf file: GGUF's name, the kind it is stored in, its rows and columns."""
+    """One tensor of a .gguf file: its GGUF name, the kind it is stored in, its rows and columns."""
 
     name: str
     kind: str
@@ -65,13 +65,13 @@ class Stored:
 
     @property
     def bytes(self) -> int:
-        """Bytes in the file, padded to the alignment."""
+        """Its bytes in the file, padded to the alignment."""
         weights, size = BLOCKS[self.kind]
         return -(-self.rows * (self.columns // weights * size) // ALIGNMENT) * ALIGNMENT
 
 
 def bits_per_weight(kind: str) -> float:
-    """Return the bits a weight takes in `kind`, scales included: a GGUF kind, or one of nf4, nf4-double, mxfp8, …"""
+    """Return the bits per weight of `kind`, scales included: a GGUF kind, or one of nf4, nf4-double, mxfp8, …"""
     if kind in BLOCKS:
         weights, size = BLOCKS[kind]
         return 8 * size / weights
@@ -81,10 +81,10 @@ def bits_per_weight(kind: str) -> float:
 
 
 def file_bytes(spec: ModelSpec, mix: str, header: int | None = None) -> int:
-    """Return the bytes of `spec` as a .gguf file of `mix` ("Q4_K_M", "Q8_0", …); `header` is what is not tensors.
+    """Return the bytes of `spec` as a .gguf file of `mix` ("Q4_K_M", "Q8_0", …); `header` are those before the tensors.
 
-    Without `header` that is estimated from the vocabulary. Raises UnknownName for a mix, SpecError for a model whose
-    tensors the rules here don't name (mixtures of experts, latent attention).
+    If `header` is None, it is estimated from the vocabulary. Raises UnknownName for an unknown mix, SpecError for a
+    model that the rules here do not cover (mixtures of experts, latent attention).
     """
     if header is None:
         header = round(HEADER_PER_TOKEN * spec.vocab)
@@ -92,9 +92,9 @@ def file_bytes(spec: ModelSpec, mix: str, header: int | None = None) -> int:
 
 
 def stored(spec: ModelSpec, mix: str) -> Iterator[Stored]:
-    """Yield the tensors of a dense model and the kinds that `llama-quantize` stores them in, without an imatrix.
+    """Yield the tensors of a dense model with the kinds that `llama-quantize` gives them, without an imatrix.
 
-    Source: llama.cpp src/llama-quant.cpp, llama_tensor_get_type_impl. Vectors, and learned positions, stay F32.
+    Source: llama.cpp src/llama-quant.cpp, llama_tensor_get_type_impl. Vectors and learned positions stay F32.
     """
     if mix not in MIXES:
         raise unknown_name("GGUF mix", str(mix), list(MIXES), f"It is one of {', '.join(MIXES)}.")
@@ -135,7 +135,7 @@ def _matrix(spec: ModelSpec, mix: str, name: str, layer: int, rows: int, columns
 
 
 def _kind(spec: ModelSpec, mix: str, name: str, i: int) -> str:
-    """llama-quant.cpp's rules: more bits for what hurts most, the values, the down projections and the head."""
+    """llama-quant.cpp's rules: more bits where errors hurt most: value projections, down projections and head."""
     base, layers = MIXES[mix], spec.layers
     more = i < layers // 8 or i >= 7 * layers // 8 or (i - layers // 8) % 3 == 2  # its use_more_bits
     if base in ("F32", "F16", "BF16"):
@@ -151,7 +151,7 @@ def _kind(spec: ModelSpec, mix: str, name: str, i: int) -> str:
             "Q4_K_M": "Q6_K" if more else base,
             "Q5_K_M": "Q6_K" if more else base,
         }.get(mix, base)
-        # "70B" is llama.cpp's name for 80 layers of Llama: eight query heads share a value there
+        # llama.cpp's rule for "70B", a Llama of 80 layers: eight query heads share each value head
         wide = layers == 80 and spec.heads == 8 * spec.kv_heads
         return "Q5_K" if wide and kind in ("Q3_K", "Q4_K") else kind
     if name == "ffn_down":
