@@ -5,8 +5,7 @@ from .lookup import held_out, records
 from .operators import OperatorRecord, operator_records
 from .plan import PLAN, Item
 from .published import Figure, figure, figures
-from .refusals import refused
-from .store import RecordWarning, Refused
+from .store import RecordWarning
 
 __all__ = [
     "PLAN",
@@ -16,7 +15,6 @@ __all__ = [
     "LedgerRow",
     "OperatorRecord",
     "RecordWarning",
-    "Refused",
     "figure",
     "figures",
     "held_out",
@@ -24,5 +22,4 @@ __all__ = [
     "operator_records",
     "record_chapter",
     "records",
-    "refused",
 ]

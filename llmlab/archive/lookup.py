@@ -69,25 +69,15 @@ def held_out(report: Report) -> bool:
 
 
 def load(kind: str, build: Callable[[dict[str, Any]], Record], folder: Path | str | None = None) -> list[Record]:
-    """Return every record of `kind`, warning of each that was refused."""
-    found, problems = load_all(kind, build, folder)
-    for problem in problems:
-        warnings.warn(str(problem), RecordWarning, stacklevel=3)
-    return found
-
-
-def load_all(
-    kind: str, build: Callable[[dict[str, Any]], Record], folder: Path | str | None = None
-) -> tuple[list[Record], list[Refused]]:
-    """Return every record of `kind`, and what was refused; `folder` None: the package's and the user's."""
+    """Return every record of `kind`, warning of each that was refused; `folder` None: the package's and the user's."""
     found: list[Record] = []
-    problems: list[Refused] = []
     for place in store.folders() if folder is None else (Path(folder),):
         stamp = tuple((path, path.stat().st_mtime_ns, path.stat().st_size) for path in store.files(place))
         built, refusals = _read(kind, build, place, stamp)
         found += built
-        problems += refusals
-    return found, problems
+        for refusal in refusals:
+            warnings.warn(str(refusal), RecordWarning, stacklevel=3)
+    return found
 
 
 @lru_cache(maxsize=32)

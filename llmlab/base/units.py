@@ -16,6 +16,11 @@ def show_bytes(size: int | None, digits: int = 2) -> str:
     return f"{size} B"
 
 
+def unit_of(largest: int) -> tuple[int, str]:
+    """Return the unit in which sizes up to `largest` bytes read well on one axis, and its name."""
+    return (GiB, "GiB") if largest >= GiB // 4 else (MiB, "MiB")
+
+
 def show_count(count: int) -> str:
     """Return a count of parameters or tokens as the field writes it: 124M, 8.03B, 1T."""
     for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):

@@ -15,19 +15,16 @@ try:
 except ModuleNotFoundError:
     raise NotAvailable("plots need matplotlib, which is not installed: pip install 'llmlab[plot]'") from None
 
-from .collectives import plot_collectives
-from .curve import plot_curve
+from .attention import plot_influence, plot_online_softmax, plot_score_tiles
+from .curve import plot_curve, plot_tradeoff
 from .fit import plot_fit
 from .gantt import plot_gantt, plot_lanes
 from .grids import plot_grids
-from .influence import plot_influence
 from .ladder import plot_ladder
-from .mesh import plot_mesh
 from .parts import plot_parts
+from .ranks import plot_collectives, plot_mesh
 from .segments import plot_segments
-from .tiles import plot_online_softmax, plot_score_tiles
 from .timeline import plot_live_bytes, plot_timeline
-from .tradeoff import plot_tradeoff
 
 __all__ = [
     "plot_collectives",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from io import BytesIO
 from typing import Any, Literal, ParamSpec, TypeVar
@@ -16,7 +16,6 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter
 
 from ..base.terms import PARTS
-from ..base.units import GiB, MiB
 
 Arguments = ParamSpec("Arguments")
 Drawn = TypeVar("Drawn")
@@ -86,35 +85,30 @@ def ink_on(color: Any, dark: str = INK) -> str:
     return max((dark, WHITE), key=lambda ink: contrast(ink, color))
 
 
-def new_picture(height: float, width: float = WIDTH) -> tuple[Picture, Axes]:
-    """Return a picture of `height` × `width` inches with one set of axes; call it under `styled`."""
-    picture, (ax,) = new_panels(height, 1, 1, width)
-    return picture, ax
+def new_picture(
+    height: float, rows: int = 1, columns: int = 1, width: float = WIDTH, **how: Any
+) -> tuple[Picture, list[Axes]]:
+    """Return a picture of `height` × `width` inches and its axes, row by row; call it under `styled`.
 
-
-def new_panels(height: float, rows: int, columns: int, width: float = WIDTH, **how: Any) -> tuple[Picture, list[Axes]]:
-    """Return a picture of several axes, row by row; `how` goes to matplotlib's subplots."""
+    `how` goes to matplotlib's subplots.
+    """
     picture = Picture(figsize=(width, height), layout="constrained")
     return picture, list(picture.subplots(rows, columns, squeeze=False, **how).flat)
 
 
-def named_rows(ax: Axes, names: Sequence[str], axis: bool = True) -> None:
+def name_rows(ax: Axes, names: Sequence[str], axis: bool = True) -> None:
     """Write a name left of each row 0, 1, …, without tick marks; `axis` False takes the axis' line away too."""
     ax.set_yticks(range(len(names)), names)
     ax.tick_params(axis="y", length=0)
     ax.spines["left"].set_visible(axis)
 
 
-def plain_numbers(ax: Axes) -> None:
-    """Write the numbers at both axes in full, as 1,000 and 0.5, where they are logarithmic too."""
+def number_axes(ax: Axes, xlabel: str, ylabel: str, which: Literal["major", "both"] = "major") -> None:
+    """Name both axes, write their numbers in full, also logarithmic ones, and draw faint lines at the ticks of y."""
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
-
-
-def faint_grid(ax: Axes, axis: Literal["x", "y"], which: Literal["major", "both"] = "major") -> None:
-    """Draw lines at the ticks of `axis`, behind everything."""
-    ax.grid(axis=axis, which=which, color=FAINT, linewidth=0.6)
-    ax.set_axisbelow(True)
+    ax.grid(axis="y", which=which, color=FAINT, linewidth=0.6)
+    ax.set(xlabel=xlabel, ylabel=ylabel, axisbelow=True)
 
 
 def cell(ax: Axes, x: float, y: float, color: str, edge: str, width: float = 1.0, height: float = 1.0,
@@ -125,25 +119,25 @@ def cell(ax: Axes, x: float, y: float, color: str, edge: str, width: float = 1.0
     return patch
 
 
-def unit_of(largest: int) -> tuple[int, str]:
-    """Return the unit in which `largest` bytes read well, and its name."""
-    return (GiB, "GiB") if largest >= GiB // 4 else (MiB, "MiB")
-
-
 def bar(ax: Axes, row: int, left: float, width: float, color: str, hatch: str | None = None) -> Rectangle:
     """Draw one piece of a horizontal bar and return it."""
     return cell(ax, left, row - 0.36, color, INK, width, 0.72, order=2, hatch=hatch)
 
 
-def key(name: str, color: str, hatch: str | None = None) -> Patch:
-    """Return a legend's entry."""
-    return Patch(facecolor=color, edgecolor=INK, linewidth=0.6, hatch=hatch, label=name)
+def write(ax: Axes, x: float, y: float, text: str, ground: str, **how: Any) -> None:
+    """Write small text centred on (x, y), in the ink that reads best on the colour `ground`."""
+    ax.text(x, y, text, color=ink_on(ground), ha="center", va="center", size=SMALL, **how)
 
 
-def legend(picture: Figure, handles: list[Patch]) -> None:
-    """Write the legend below the axes, where it hides nothing."""
+def legend(picture: Figure, colors: Mapping[str, str], hatched: Mapping[str, str] = {}, **how: Any) -> None:
+    """Write the names and their colours below the axes, where they hide nothing; `hatched` has hatches by name."""
+    handles = [
+        Patch(facecolor=color, edgecolor=INK, linewidth=0.6, hatch=hatched.get(name), label=name)
+        for name, color in colors.items()
+    ]
     if handles:
-        picture.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)), handlelength=1.2)
+        look = {"ncols": min(4, len(handles)), "handlelength": 1.2, **how}
+        picture.legend(handles=handles, loc="outside lower center", **look)
 
 
 def spread(centres: Sequence[float], sizes: Sequence[float], low: float, high: float) -> list[float]:

@@ -34,7 +34,7 @@ def plot_fit(reports: Sequence[Report]) -> Picture:
     down_gpus = len(gpus) >= len(models)
     rows, columns = (gpus, models) if down_gpus else (models, gpus)
 
-    picture, ax = new_picture(1.1 + 0.42 * len(rows), width=max(WIDTH, 1.8 + 0.9 * len(columns)))
+    picture, (ax,) = new_picture(1.1 + 0.42 * len(rows), width=max(WIDTH, 1.8 + 0.9 * len(columns)))
     for y, row in enumerate(rows):
         for x, column in enumerate(columns):
             here = cells.get((column, row) if down_gpus else (row, column))

@@ -6,22 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..base.errors import SpecError
-from .canvas import (
-    PALETTE,
-    PANEL,
-    SMALL,
-    WIDTH,
-    Picture,
-    bar,
-    cell,
-    ink_on,
-    key,
-    legend,
-    named_rows,
-    new_panels,
-    new_picture,
-    styled,
-)
+from .canvas import PALETTE, PANEL, SMALL, WIDTH, Picture, bar, cell, legend, name_rows, new_picture, styled, write
 
 
 class Task(NamedTuple):
@@ -48,7 +33,7 @@ def plot_gantt(
     end = max(task.end for tasks in plans.values() for task in tasks)
     rows = [1 + max(task.row for task in tasks) for tasks in plans.values()]
     height = 0.9 + sum(0.55 + 0.26 * n for n in rows)
-    picture, axes = new_panels(height, len(plans), 1, height_ratios=[n + 1.5 for n in rows])
+    picture, axes = new_picture(height, len(plans), 1, height_ratios=[n + 1.5 for n in rows])
     said = []
     for ax, (name, tasks), count in zip(axes, plans.items(), rows, strict=True):
         ax.set(xlim=(0, end), ylim=(count - 0.5, -0.5))
@@ -58,18 +43,17 @@ def plot_gantt(
             # A label that would be wider than its bar is left out: 0.09 inches a digit.
             if task.label and (task.end - task.start) / end * (WIDTH - 0.8) > 0.09 * len(task.label):
                 middle = (task.start + task.end) / 2
-                style = {"ha": "center", "va": "center", "size": SMALL, "color": ink_on(color), "gid": task.kind}
-                ax.text(middle, task.row, task.label, **style)
+                write(ax, middle, task.row, task.label, color, gid=task.kind)
         waits = 1 - sum(task.end - task.start for task in tasks) / (count * max(task.end for task in tasks))
         ax.set_title(f"{name}: {waits:.0%} waiting", loc="left", weight="bold")
-        named_rows(ax, [f"{row} {n}" for n in range(count)], axis=False)
+        name_rows(ax, [f"{row} {n}" for n in range(count)], axis=False)
         ax.tick_params(length=0)
         ax.spines["bottom"].set_visible(False)
         if ax is not axes[-1]:
             ax.set_xticks([])
         said.append(f"{name}: done at {max(task.end for task in tasks):g}, {waits:.1%} of the time waiting")
     axes[-1].set_xlabel(xlabel)
-    legend(picture, [key(kind, color) for kind, color in colors.items()])
+    legend(picture, colors)
     picture.alt = f"What each {row} does when. " + "; ".join(said) + "."
     return picture
 
@@ -92,7 +76,7 @@ def plot_lanes(works: Sequence[Work], title: str) -> Picture:
     lanes = list(dict.fromkeys(work.lane for work in works))
     fine = works and all(work.start <= work.end for work in works)
     colors = _colors([work.kind for work in works], f"plot_lanes got {len(works)} works", fine)
-    picture, ax = new_picture(1.5 + 0.45 * len(lanes))
+    picture, (ax,) = new_picture(1.5 + 0.45 * len(lanes))
     end = max(work.end for work in works)
     for work in works:
         bar(ax, lanes.index(work.lane), work.start, work.end - work.start, colors[work.kind])
@@ -100,11 +84,11 @@ def plot_lanes(works: Sequence[Work], title: str) -> Picture:
         busy = sum(work.end - work.start for work in works if work.lane == lane)
         last = max(work.end for work in works if work.lane == lane)
         ax.text(last + 0.01 * end, row, f"{busy:.2g} s", va="center", size=SMALL)
-    named_rows(ax, lanes, axis=False)
+    name_rows(ax, lanes, axis=False)
     # 1.1: room for the last label
     ax.set(xlim=(0, 1.1 * end), ylim=(len(lanes) - 0.5, -0.5), xlabel="time (s)")
     ax.set_title(title, loc="left", weight="bold")
-    legend(picture, [key(kind, color) for kind, color in colors.items()])
+    legend(picture, colors)
     said = [f"{work.kind} in {work.lane} from {work.start:.3g} to {work.end:.3g} s" for work in merged(works)]
     picture.alt = f"{title}: {'; '.join(said)}."
     return picture

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..base.errors import SpecError
-from .canvas import INK, MUTED, PALETTE, Picture, named_rows, new_panels, styled
+from .canvas import INK, MUTED, PALETTE, Picture, name_rows, new_picture, styled
 
 BINS = 81
 
@@ -23,7 +23,7 @@ def plot_grids(sample: Sequence[float], grids: Mapping[str, Sequence[float]], xl
         raise SpecError(f"{values.size} numbers and {len(grids)} grids; give at least one of each, none of them empty")
     largest = max(float(np.abs(values).max()), *(max(abs(v) for v in grid) for grid in grids.values()))
     sizes = (1.2, 0.36 * len(grids))
-    picture, (top, rows) = new_panels(1.7 + 0.36 * len(grids), 2, 1, sharex=True, height_ratios=sizes)
+    picture, (top, rows) = new_picture(1.7 + 0.36 * len(grids), 2, 1, sharex=True, height_ratios=sizes)
     counts, edges = np.histogram(values, bins=BINS, range=(-largest, largest))
     top.stairs(counts, edges, fill=True, color=PALETTE[5], edgecolor=INK, linewidth=0.6)
     top.set(yticks=(), ylabel="weights")
@@ -31,7 +31,7 @@ def plot_grids(sample: Sequence[float], grids: Mapping[str, Sequence[float]], xl
     for row, grid in enumerate(grids.values()):
         rows.hlines(row, -largest, largest, color=MUTED, linewidth=0.5)
         rows.vlines(list(grid), row - 0.32, row + 0.32, color=PALETTE[0], linewidth=1.4)
-    named_rows(rows, list(grids), axis=False)
+    name_rows(rows, list(grids), axis=False)
     rows.set(xlim=(-1.03 * largest, 1.03 * largest), ylim=(len(grids) - 0.4, -0.6), xlabel=xlabel)
 
     def said(grid: Sequence[float]) -> str:

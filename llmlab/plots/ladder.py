@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from ..base.errors import SpecError
-from .canvas import INK, MUTED, PALETTE, SMALL, Picture, faint_grid, named_rows, new_picture, styled
+from .canvas import FAINT, INK, MUTED, PALETTE, SMALL, Picture, name_rows, new_picture, styled
 
 MARKS = tuple(zip("osD^v", (PALETTE[3], PALETTE[1], PALETTE[4], PALETTE[2], PALETTE[0]), strict=True))
 
@@ -24,7 +24,7 @@ def plot_ladder(rows: Mapping[str, Mapping[str, float]], xlabel: str) -> Picture
         raise SpecError(f"{len(rows)} rows of {ways}; give each row the same 1 to {len(MARKS)} ways, in the same order")
     if any(value <= 0 for values in rows.values() for value in values.values()):
         raise SpecError("a value <= 0 cannot be on a logarithmic axis; leave the row out")
-    picture, ax = new_picture(1.3 + 0.42 * len(rows))
+    picture, (ax,) = new_picture(1.3 + 0.42 * len(rows))
     for at, values in enumerate(rows.values()):
         known = list(values.values())
         ax.plot([min(known), max(known)], [at, at], color=MUTED, lw=1, zorder=1)
@@ -39,9 +39,9 @@ def plot_ladder(rows: Mapping[str, Mapping[str, float]], xlabel: str) -> Picture
     ax.xaxis.set_major_locator(FixedLocator([2**n for n in range(-10, 31) if low <= 2**n <= high]))
     ax.xaxis.set_minor_locator(NullLocator())
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    named_rows(ax, list(rows))
-    faint_grid(ax, "x")
-    ax.set(ylim=(len(rows) - 0.5, -0.7), xlabel=xlabel)
+    name_rows(ax, list(rows))
+    ax.grid(axis="x", color=FAINT, linewidth=0.6)
+    ax.set(ylim=(len(rows) - 0.5, -0.7), xlabel=xlabel, axisbelow=True)
     handles = [
         ax.plot([], [], marker, color=color, markersize=8, markeredgecolor=INK, markeredgewidth=0.6, label=way)[0]
         for (marker, color), way in zip(MARKS, ways, strict=False)

@@ -7,27 +7,12 @@ from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Rectangle
 
 from ..base.errors import SpecError
 from ..base.terms import PARTS
-from ..base.units import show_bytes
-from .canvas import (
-    COLORS,
-    INK,
-    PANEL,
-    SMALL,
-    Picture,
-    bar,
-    ink_on,
-    key,
-    legend,
-    named_rows,
-    new_picture,
-    short_names,
-    styled,
-    unit_of,
-)
+from ..base.units import show_bytes, unit_of
+from .canvas import COLORS, INK, PANEL, SMALL, Picture, bar, ink_on, legend, name_rows, new_picture, short_names, styled
 from .reads import Report
 
 RESERVED = "////"  # the hatch of what the allocator reserved beyond the peak
@@ -60,7 +45,7 @@ def plot_parts(reports: Sequence[Report], names: Sequence[str] | None = None) ->
     if not reports:
         raise SpecError("plot_parts got no reports; give at least one, for example [lab.estimate('gpt2', run, 'T4')]")
     scale = _scale(reports)
-    picture, ax = new_picture(1.5 + 0.62 * len(reports))
+    picture, (ax,) = new_picture(1.5 + 0.62 * len(reports))
     ax.set(xlim=(0, scale.right), ylim=(len(reports) - 0.45, -0.65), xlabel=f"memory ({scale.unit_name})")
     segments: list[Segment] = []
     for row, report in enumerate(reports):
@@ -68,9 +53,9 @@ def plot_parts(reports: Sequence[Report], names: Sequence[str] | None = None) ->
         _write_peak(ax, row, report, scale)
         new_capacity = row == 0 or report.capacity != reports[row - 1].capacity
         _mark_capacity(ax, row, report, scale, named=new_capacity)
-    named_rows(ax, _row_names(reports) if names is None else names)
+    name_rows(ax, _row_names(reports) if names is None else names)
     ax.set_title(_title(reports), loc="left", weight="bold")
-    legend(picture, _legend_entries(reports))
+    _draw_legend(picture, reports)
     _write_sizes(picture, ax, segments)
     picture.alt = "Stacked bars of memory by part. " + " ".join(map(_in_words, reports))
     return picture
@@ -156,11 +141,11 @@ def _row_names(reports: Sequence[Report]) -> list[str]:
     return names
 
 
-def _legend_entries(reports: Sequence[Report]) -> list[Patch]:
-    entries = [key(part, COLORS[part]) for part in PARTS if any(r.parts.get(part) for r in reports)]
+def _draw_legend(picture: Figure, reports: Sequence[Report]) -> None:
+    colors = {part: COLORS[part] for part in PARTS if any(r.parts.get(part) for r in reports)}
     if any((r.peak_reserved or 0) > (r.peak_allocated or sum(r.parts.values())) for r in reports):
-        entries.append(key("reserved, not allocated", PANEL, hatch=RESERVED))
-    return entries
+        colors["reserved, not allocated"] = PANEL
+    legend(picture, colors, hatched={"reserved, not allocated": RESERVED})
 
 
 def _write_sizes(picture: Figure, ax: Axes, segments: Sequence[Segment]) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from ..base.errors import SpecError
 from ..base.units import show_seconds
-from .canvas import MUTED, PALETTE, Picture, new_panels, styled
+from .canvas import MUTED, PALETTE, Picture, new_picture, styled
 
 
 class Operators(Protocol):
@@ -34,7 +34,7 @@ def plot_roofline(steps: Sequence[Operators], dtype: Mapping[str, str]) -> Pictu
     The data sheet's roofline is dashed, the measured one solid. `dtype` names, by card, the dtype whose peak is drawn.
     Raises NotAvailable for a card whose rates were never measured, SpecError for a dtype without a rate on its card.
     """
-    picture, axes = new_panels(3.6, 1, len(steps), sharey=True)
+    picture, axes = new_picture(3.6, 1, len(steps), sharey=True)
     said = []
     for ax, operators in zip(axes, steps, strict=True):
         card, rates = operators.gpu, operators.rates

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..base.errors import SpecError
-from ..base.units import show_bytes
-from .canvas import COLORS, PANEL, Picture, bar, named_rows, new_picture, styled, unit_of
+from ..base.units import show_bytes, unit_of
+from .canvas import COLORS, PANEL, Picture, bar, name_rows, new_picture, styled
 
 
 @styled
@@ -22,7 +22,7 @@ def plot_segments(moments: Mapping[str, Sequence[Mapping[str, Any]]]) -> Picture
         raise SpecError("plot_segments got no segments; give {'title': allocator.segments()}")
     largest = max(segment["total_size"] for _, segment in rows)
     unit, unit_name = unit_of(largest)
-    picture, ax = new_picture(0.9 + 0.3 * len(rows))
+    picture, (ax,) = new_picture(0.9 + 0.3 * len(rows))
     ax.set(xlim=(0, 1.02 * largest / unit), ylim=(len(rows) - 0.45, -0.6))
     for row, (_, segment) in enumerate(rows):
         left = 0.0
@@ -30,7 +30,7 @@ def plot_segments(moments: Mapping[str, Sequence[Mapping[str, Any]]]) -> Picture
             used = block["state"] != "inactive"
             bar(ax, row, left, block["size"] / unit, COLORS["weights"] if used else PANEL)
             left += block["size"] / unit
-    named_rows(ax, [title for title, _ in rows])
+    name_rows(ax, [title for title, _ in rows])
     ax.set_xlabel(f"address in the segment ({unit_name}); blue is allocated, white is free")
 
     def said(segments: Sequence[Mapping[str, Any]]) -> str:

@@ -12,8 +12,8 @@ from matplotlib.ticker import FuncFormatter
 
 from ..base.errors import SpecError
 from ..base.terms import PARTS, TimelinePoint
-from ..base.units import show_bytes
-from .canvas import COLORS, INK, PANEL, SMALL, Picture, key, legend, new_picture, spread, styled, unit_of
+from ..base.units import show_bytes, unit_of
+from .canvas import COLORS, INK, PANEL, SMALL, Picture, legend, new_picture, spread, styled
 from .reads import Report
 
 POINTS = 3000  # of a timeline that are drawn; more than twice the pixels across
@@ -50,7 +50,7 @@ def plot_live_bytes(
     unit, unit_name = unit_of(peak)
     used = [part for part in PARTS if any(sizes.get(part, 0) for _, sizes in points)]
 
-    picture, ax = new_picture(3.9)
+    picture, (ax,) = new_picture(3.9)
     x = [i for i, _ in enumerate(points)]
     layers = [[sizes.get(part, 0) / unit for _, sizes in points] for part in used]
     edges = [*x, len(points)]  # each point lasts until the next one, the last as long as the others
@@ -77,7 +77,7 @@ def plot_live_bytes(
     if len(points) < len(timeline):
         step = len(timeline) / len(points)
         ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v * step:,.0f}"))
-    legend(picture, [key(part, COLORS[part]) for part in reversed(used)])
+    legend(picture, {part: COLORS[part] for part in reversed(used)})
     _name_phases(picture, ax, [phase for phase, _ in points])
 
     phases = [phase for phase, _ in groupby(phase for phase, _ in timeline)]

@@ -10,7 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmlab.archive import RecordWarning, records, refused, store
+from llmlab.archive import RecordWarning, records, store
+from llmlab.archive.chapters import ChapterRun
+from llmlab.archive.operators import sweep
+from llmlab.archive.published import Figure
 from llmlab.base.errors import SpecError
 from llmlab.report import OUTCOMES, PARTS, Report
 from llmlab.specs.run import (
@@ -25,6 +28,10 @@ from llmlab.specs.run import (
     LoRA,
     Training,
 )
+
+
+def refused(folder, kind="reports", build=Report.from_dict):
+    return store.read(kind, build, folder)[1]
 
 
 def report(model="gpt2", peak=1000, **more):
@@ -236,4 +243,7 @@ def test_the_users_folder_is_where_it_is_asked_to_be(user_records):
 
 
 def test_every_record_file_of_the_package_loads():
-    assert refused(store.PACKAGE) == []
+    builds = {"chapters": ChapterRun.from_dict, "figures": Figure.from_dict, "operators": sweep}
+    assert set(store.KINDS) == {"reports", *builds}
+    for kind, build in {"reports": Report.from_dict, **builds}.items():
+        assert refused(store.PACKAGE, kind, build) == []

@@ -43,7 +43,7 @@ def test_what_is_above_the_top_is_drawn_at_it():
 
 def test_points_close_together_are_named_in_one_stack_from_the_top():
     near = {"low": (4.25, 20.0), "high": (4.5, 22.0), "far": (8.0, 20.0)}
-    assert plots.tradeoff.neighbours(near) == [["high", "low"], ["far"]]
+    assert plots.curve.neighbours(near) == [["high", "low"], ["far"]]
 
 
 @pytest.mark.parametrize("picture", [grids, tradeoff])
