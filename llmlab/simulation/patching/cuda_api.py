@@ -79,7 +79,6 @@ def cuda_api(card: Card) -> Iterator[None]:
         put(torch.backends.cuda, {"is_built": lambda: True, "is_flash_attention_available": lambda: True})
         put(torch.jit, {"trace": _unchecked(torch.jit.trace)})
         stack.enter_context(mock.patch.object(torch.version, "cuda", CUDA_VERSION))
-        stack.enter_context(_autocast())
         stack.enter_context(mock.patch.object(DataLoader, "_get_iterator", _one_process))
         stack.enter_context(mock.patch.object(torch, "compile", _eager))
         stack.enter_context(mock.patch.object(torch, "Generator", Generator))
@@ -314,7 +313,7 @@ def _accelerator(memory: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _autocast() -> Iterator[None]:
+def cuda_autocast() -> Iterator[None]:
     """Let autocast for "cuda" be autocast for the simulated card, whose tensors are CPU tensors to torch."""
     # patching/patches.py puts CUDA's lists of operators behind the CPU's key.
     real_init = autocast_mode.autocast.__init__

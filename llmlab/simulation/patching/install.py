@@ -28,7 +28,7 @@ from ..host_parameters import HostParameters
 from ..profile.timeline import Phases
 from ..streams import nothing, profiled_as_host
 from .bitsandbytes import fake_bitsandbytes
-from .cuda_api import cuda_api
+from .cuda_api import cuda_api, cuda_autocast
 from .device_mode import Redirect
 from .flash_attn import fake_flash_attn
 from .import_hooks import on_import
@@ -110,6 +110,7 @@ def script_on(card: Card, host: RealHost, world_size: int | None) -> Iterator[Ph
         _open.append(card.gpu.name)
         stack.callback(_open.clear)
         stack.enter_context(installed(card))
+        stack.enter_context(cuda_autocast())
         stack.enter_context(parameters.patched())
         stack.enter_context(redirect.patched())
         stack.enter_context(checkpoints.patched())
