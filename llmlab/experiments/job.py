@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ..base.errors import SpecError, check_counts
@@ -23,12 +23,24 @@ TINY_LLAMA: dict[str, Any] = {
 }  # fmt: skip
 SEQ_LEN = 64  # of both, at most
 
+# What each experiment reads of a Training, beside micro_batch and seq_len.
+FIELDS = {
+    "data_parallel": ("dp",),
+    "zero": ("dp", "zero"),
+    "tensor_parallel": ("tp", "sequence_parallel"),
+    "pipeline": ("pp", "accumulation"),
+    "three_d": ("dp", "tp", "pp", "accumulation"),
+    "offload": ("dp", "zero", "accumulation", "precision", "offload"),
+    "cluster": ("dp", "zero", "accumulation"),
+}
+
 
 @dataclass(frozen=True)
 class Job:
     """What is trained: `run` by `engine`, `steps` optimizer steps long, weights and batches from `seed` alone.
 
-    `experiment` is a name of `python -m llmlab.experiments`. Raises SpecError for what cannot be.
+    `experiment` is a name of `python -m llmlab.experiments`. Raises SpecError for what cannot be, and for what the
+    experiment would not heed.
     """
 
     experiment: str
@@ -45,6 +57,13 @@ class Job:
         check_seed(self.seed)
         if not 2 <= self.run.seq_len <= SEQ_LEN:
             raise SpecError(f"seq_len={self.run.seq_len!r} is outside 2 <= seq_len <= {SEQ_LEN}")
+        if self.experiment not in FIELDS:
+            raise SpecError(f"experiment={self.experiment!r} is not one of {', '.join(FIELDS)}")
+        read = ("micro_batch", "seq_len", *FIELDS[self.experiment])
+        for field in fields(self.run):
+            value = getattr(self.run, field.name)
+            if field.name not in read and value != field.default:
+                raise SpecError(f"{self.experiment} reads {', '.join(read)} of a Training; drop {field.name}={value!r}")
 
 
 def check_seed(seed: int) -> None:

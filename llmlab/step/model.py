@@ -140,16 +140,17 @@ def _check_libraries(run: Run, device: torch.device) -> None:
         (kernels == "liger", "liger_kernel", "kernels='liger'", "llmlab[gpu]"),
         (run.attention == "flash", "flash_attn", "attention='flash'", "flash-attn"),
     ]
+    simulated = device.type != "cuda" and device.index is not None  # the card is "cpu:0"
     for needed, package, what, source in needs:
-        simulated = device.type != "cuda" and device.index is not None  # the card is "cpu:0"
-        if simulated and package == "flash_attn":  # simulate has functions of its own in its place
+        if not needed or (simulated and package == "flash_attn"):  # simulate has functions of its own in its place
             continue
-        if needed and package in ("liger_kernel", "flash_attn") and device.type != "cuda":
-            if simulated:
-                instead = "drop kernels, or see lab.estimate"
-                raise NotAvailable(f"{what} cannot be simulated, {package} is compiled for a GPU; {instead}")
+        for_gpus = package in ("liger_kernel", "flash_attn")
+        if for_gpus and simulated:
+            instead = "drop kernels, or see lab.estimate"
+            raise NotAvailable(f"{what} cannot be simulated, {package} is compiled for a GPU; {instead}")
+        if for_gpus and device.type != "cuda":
             raise NotAvailable(f"{what} runs on a CUDA GPU only, and this is device={device.type!r}; drop it")
-        if needed and find_spec(package) is None:
+        if find_spec(package) is None:
             raise NotAvailable(f"{what} needs {package}, which is not installed: pip install '{source}'")
 
 

@@ -2,7 +2,10 @@
 
 import pytest
 
+import llmlab as lab
+from llmlab.base.errors import SpecError
 from llmlab.experiments.__main__ import MODULES, main
+from llmlab.experiments.job import FIELDS, Job
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -19,3 +22,14 @@ def test_an_unknown_name_is_refused_with_those_that_are_known(capsys):
     assert done.value.code == 2 and "'zerro' is not one of data_parallel, zero" in capsys.readouterr().err
     main(["--help"])
     assert "hf_trainer" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("experiment", FIELDS)
+def test_what_an_experiment_would_not_heed_is_refused(experiment):
+    with pytest.raises(SpecError, match=f"{experiment} reads micro_batch, seq_len, .*; drop checkpointing='full'"):
+        Job(experiment, lab.Training(seq_len=64, checkpointing="full"))
+
+
+def test_an_experiment_that_is_none_is_refused():
+    with pytest.raises(SpecError, match="experiment='zerro' is not one of data_parallel"):
+        Job("zerro", lab.Training(seq_len=64))
