@@ -1,4 +1,4 @@
-"""What one generation holds: weights, the KV cache, and the working set of a pass."""
+"""Memory of one generation: weights, the KV cache, and the working set of a pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .memory.states import stored_bytes
 
 KV_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "fp8": 8, "int8": 8, "int4": 4}
 # Elements that share a scale and a zero point, 2 bytes each, in int8 and int4 (FlexGen, arXiv 2303.06865, section 4;
-# transformers' QuantizedCache by default). fp8 has one scale a tensor, 8 bytes a layer, left out.
+# transformers' QuantizedCache by default). fp8 has one scale per tensor, 8 bytes per layer, left out.
 KV_GROUP = 64
 KV_GROUP_BYTES = 4
 
@@ -21,7 +21,7 @@ KV_GROUP_BYTES = 4
 def kv_cache_bytes(spec: ModelSpec, run: Inference, tokens: int | None = None, windowed: bool = True) -> int:
     """Return the bytes of keys and values on one device, of `tokens` (default `seq_len`) of each of `batch` sequences.
 
-    2 · layers · kv_heads · head_dim elements a token; with latent attention (DeepSeek-V2, arXiv 2405.04434, section
+    2 · layers · kv_heads · head_dim elements per token; with latent attention (DeepSeek-V2, arXiv 2405.04434, section
     2.1) the compressed vector instead. A sliding window bounds the tokens, unless `windowed` is False: transformers'
     DynamicCache keeps the whole prompt until the first new token has been read. Otherwise these are the bytes of its
     StaticCache, to the byte, and those under its DynamicCache while it decodes.

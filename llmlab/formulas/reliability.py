@@ -1,13 +1,13 @@
 """How often to save a checkpoint, and what share of the time is left: δ, M and R.
 
-    δ  save       s a save keeps training from going on
-    M  mtbf       s between failures of the whole job, on average
+    δ  save       s for which a save stops training
+    M  mtbf       mean s between failures of the whole job
     R  restart    s from a failure until training goes on: noticing it, starting again, loading
     τ  interval   s of training from the end of a save to the start of the next
 
-Failures are taken as independent of one another and of time (exponential intervals); they also strike saves and
-restarts. J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps (2006), has all of
-it; J. W. Young, A first order approximation to the optimum checkpoint interval (1974), the first order.
+Failures are assumed independent of one another and of time (exponential intervals); they also strike saves and
+restarts. J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps (2006), derives it
+all; J. W. Young, A first order approximation to the optimum checkpoint interval (1974), the first order.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .memory.states import states
 def checkpoint_bytes(model: ModelLike, run: Training) -> int:
     """Return the bytes of a checkpoint that training can go on from: weights and optimizer states, over all ranks.
 
-    However they are cut over ranks, they are saved once. Gradients are not: a step has used them up. With LoRA, only
-    the adapters are trained, and saved.
+    However they are divided over ranks, they are saved once. Gradients are not: a step has used them up. With LoRA,
+    only the adapters are trained, and saved.
     """
     whole = replace(run, zero=0, dp=1, tp=1, pp=1, cp=1, ep=1, sequence_parallel=False, offload=None)
     held = states(find_model(model), whole)

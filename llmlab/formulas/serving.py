@@ -28,11 +28,11 @@ FRACTION = 0.92  # gpu_memory_utilization's default, vllm/config/cache.py, read 
 # max_num_batched_tokens and max_num_seqs of vLLM's LLM class on an A100 or a smaller card (vllm/engine/arg_utils.py,
 # get_batch_defaults, 2026): a server reads 2048 at once there; on an H100 8192, with up to 1024 requests.
 READ_AT_ONCE, MAX_REQUESTS = 8192, 256
-BLOCK = 16  # tokens a block of the cache
+BLOCK = 16  # tokens per block of the cache
 
 # Seconds that one all-reduce of a token's activations takes under NVLink, by cards: gpt-fast's README gives
-# Llama-2-7B's rate on 1, 2, 4 and 8 A100s; this is what a token takes above 1/t of one card's time, over its 64
-# all-reduces. It is latency, of kernels for small messages: NCCL reckons with the same for every generation of NVLink.
+# Llama-2-7B's rate on 1, 2, 4 and 8 A100s; this is how much longer than 1/t of one card's time a token takes, over its
+# 64 all-reduces. It is latency, of kernels for small messages: NCCL assumes the same for every generation of NVLink.
 ALL_REDUCE = {2: 18.1e-6, 4: 24.3e-6, 8: 29.0e-6}
 # What share of the bandwidth kernels reach that unpack weights as they read: 1069 and 863 GB/s against 1397 in the same
 # table, for 8 and 4 bits.
@@ -87,11 +87,12 @@ def serving(
     activations: int | None = None,
     usd_per_hour: float | None = None,
 ) -> Serving:
-    """Return what serving `model` on `run.tp` cards of kind `gpu` holds and gives, for requests shaped like `run`.
+    """Return how many requests like `run` fit on `run.tp` cards of kind `gpu`, how fast they run, and at what price.
 
-    `run.batch` counts for nothing: as many run at once as the cache holds, at most `max_requests`. `activations`: bytes
-    that a pass of `read_at_once` tokens was seen to take, if you know it (engines log it at their start); else the
-    formula's, which is low for an engine that compiles or keeps buffers. `usd_per_hour`: of one card, else the table's.
+    `run.batch` is ignored: as many requests run at once as the cache has room for, at most `max_requests`.
+    `activations`: the bytes that a pass of `read_at_once` tokens took, if you know them (engines log them at their
+    start); else the formula's, which are too few for an engine that compiles or keeps buffers. `usd_per_hour`: of one
+    card, else the table's.
     """
     spec, card = find_model(model), find_gpu(gpu)
     if not 0 < fraction <= 1:
@@ -169,7 +170,7 @@ def pass_seconds(
 
     It reads `tokens` new tokens of `sequences` requests; each looks at those before it, `pairs` in all; `held` tokens
     lie in the cache. The slower of computing and reading counts: FLOP at the card's measured rate; the weights
-    touched and the cache at its measured bandwidth. Between `run.tp` cards two all-reduces a layer wait for the link,
+    touched and the cache at its measured bandwidth. Between `run.tp` cards two all-reduces per layer wait for the link,
     then send 2 (t − 1) / t of the activations. None where a rate, or an all-reduce's wait, was never measured.
     """
     rates = efficiency(card)
@@ -223,5 +224,5 @@ def _attention(spec: ModelSpec, pairs: float, held: float) -> float:
 
 @cache
 def _cache_bytes(spec: ModelSpec, run: Inference) -> float:
-    """Return the cache's bytes a token on one card, for a sequence of the run's length."""
+    """Return the cache's bytes per token on one card, for a sequence of the run's length."""
     return kv_cache_bytes(spec, replace(run, batch=1)) / run.seq_len

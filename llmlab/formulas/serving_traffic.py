@@ -1,4 +1,4 @@
-"""A service under real traffic: requests as they came, batched by one rule or another, on a clock that a formula gives.
+"""A service under real traffic: requests as they came, batched by one rule or another, on a clock that a formula sets.
 
 The rules are those of `llmlab.inference.Scheduler` (a test holds the two to each other, pass by pass), without the
 model: a pass takes the seconds that `llmlab.formulas.serving.pass_seconds` says, or any function of yours.
@@ -170,6 +170,6 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def throughput(served: Sequence[Served]) -> float:
-    """Return tokens given a second, from the first arrival to the last token."""
+    """Return tokens given per second, from the first arrival to the last token."""
     begin, end = min(one.arrival.at for one in served), max(one.tokens[-1] for one in served)
     return sum(len(one.tokens) for one in served) / (end - begin)

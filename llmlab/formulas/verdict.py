@@ -1,7 +1,7 @@
 """Whether a run fits, from the sum of its tensors.
 
-A formula knows the tensors. The allocator holds more: blocks are rounded, segments have holes, and what it cannot give
-back when memory runs short it keeps. How much more depends on every request; `HOLES` is its measure.
+A formula knows the tensors. The allocator takes more: blocks are rounded, segments have holes, and part of its memory
+cannot be given back when memory runs short. How much more depends on every request; `HOLES` bounds it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Verdict(NamedTuple):
 def verdict(peak: int, card: GPU, ranks: int = 1) -> Verdict:
     """Return whether tensors of `peak` bytes fit `card` in a process of `ranks`: between both limits it is unknown.
 
-    What a process takes outside of the allocator and is not known of this card is between nothing and the most that is
-    known of any.
+    Where this card's memory outside of the allocator is not known, it counts from nothing up to the most that is
+    known of any card.
     """
     contexts = [each.context for each in gpus() if each.context is not None]
     buffers = [each.nccl for each in gpus() if each.nccl is not None] if ranks > 1 else [0]

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import llmlab as lab
 from llmlab import Inference, LoRA, Training
 from llmlab.archive import figure
-from llmlab.formulas.time.flops import approximate, chinchilla_tokens, decode, flops, head_sizes, prefill
+from llmlab.formulas.time.flops import approximate, chinchilla_tokens, flops, head_sizes, token_pass
 from llmlab.simulation.profile.operator_log import MORE_FLOPS
 from llmlab.specs.model import model
 from llmlab.step.step import build_step, texts
@@ -126,8 +126,12 @@ def test_devices_share_the_flops_of_a_step():
 def test_tokens_decoded_at_once_are_those_decoded_one_by_one(name, prompt, tokens, window):
     """A pass sees one position more than the one before, up to the window, where there is one."""
     spec = model(tiny(name, **({"sliding_window": window} if model(name).sliding_window else {})))
-    one_by_one = [decode(spec, Inference(prompt_len=prompt + i, new_tokens=2)) for i in range(tokens - 1)]
-    assert decode(spec, Inference(prompt_len=prompt, new_tokens=tokens)) == sum(one_by_one)
+
+    def decoding(prompt_len: int, new_tokens: int) -> int:
+        of_prompt, of_all = (flops(spec, Inference(prompt_len=prompt_len, new_tokens=n)) for n in (1, new_tokens))
+        return of_all.total - of_prompt.total
+
+    assert decoding(prompt, tokens) == sum(decoding(prompt + i, 2) for i in range(tokens - 1))
     first, all_of_them = (flops(spec, Inference(prompt_len=prompt, new_tokens=new)) for new in (1, tokens))
     seen = range(prompt + 1, prompt + tokens)
     widest = spec.sliding_window or max(seen)
@@ -136,10 +140,11 @@ def test_tokens_decoded_at_once_are_those_decoded_one_by_one(name, prompt, token
     assert scores == 2 * spec.heads * positions * sum(head_sizes(spec))
 
 
-def test_generation_is_prefill_and_decode():
-    spec, run = model("Llama-3.1-8B"), Inference(batch=3, prompt_len=100, new_tokens=10)
-    assert prefill(spec, run) + decode(spec, run) == flops(spec, run).total
-    assert decode(spec, Inference(new_tokens=1)) == 0
+def test_a_generation_is_the_prompts_pass_and_one_for_each_new_token_but_the_last():
+    spec = model("Llama-3.1-8B")
+    prompts, whole = (flops(spec, Inference(batch=3, prompt_len=100, new_tokens=n)) for n in (1, 10))
+    tokens = [token_pass(spec, 3, context) for context in range(101, 110)]
+    assert whole.total == prompts.total + sum(sum(one.values()) for one in tokens)
 
 
 SIZES = st.integers(1, 4096)

@@ -65,21 +65,13 @@ class Casts(NamedTuple):
     kept: int  # what of them backward still has: all of them, or none where it makes them again
     head: int
 
-    @property
-    def first_backward(self) -> int:
-        """Those alive in the first block of backward."""
-        return self.kept or self.block
-
-    @property
-    def second_backward(self) -> int:
-        """Those that are kept when backward is done with its first block."""
-        return max(0, self.kept - self.block)
-
 
 class Amounts(NamedTuple):
     """What the moments of a step are sums of: bytes on one device."""
 
+    share: Share
     resident_bytes: dict[str, int]  # what stays from step to step, by part
+    gathered_part: str  # the part that FSDP2's gathered weights belong to
     states: States
     gradients: Gradients
     kept: Kept
@@ -89,9 +81,6 @@ class Amounts(NamedTuple):
     forward_scores: int  # attention's temporaries in forward
     between: int  # temporaries anywhere between first and last block: the causal mask, a dequantized weight
     update: int  # temporaries of the update
-    gathered_part: str  # the part of the report that FSDP2's gathered weights belong to
-    layers: int
-    sharded: bool  # by FSDP2
 
 
 def training_moments(
@@ -107,15 +96,16 @@ def training_moments(
 
 def moments(of: Amounts) -> list[Moment]:
     """Return the moments that these amounts make."""
+    sharded = uses_fsdp(of.share.run)
     loaded = {**of.resident_bytes, "optimizer": 0, "workspace": 0}
     if of.gathered_part == "weights":
         loaded["weights"] = 4 * of.states.trained
     return [
         Moment("load", "weights loaded", loaded),
-        *(_gathering(of) if of.sharded else ()),
+        *(_gathering(of) if sharded else ()),
         *_forward(of),
         *_backward(of),
-        *(_reducing(of) if of.sharded else ()),
+        *(_reducing(of) if sharded else ()),
         _moment(of, "optimizer", "the update", other=of.update, logits=of.loss.after, gradients=of.gradients.update),
     ]
 
@@ -164,7 +154,7 @@ def _backward(of: Amounts) -> list[Moment]:
                 gradients=grads.accumulated + grads.head, activations=activations, logits=of.loss.head),
         _moment(of, "backward", "the first block of backward", gathered + units.prefetched, other=working,
                 gradients=grads.after_head + of.backward.gradients,
-                activations=kept.total + kept.recomputed + casts.first_backward, logits=logits),
+                activations=kept.total + kept.recomputed + (casts.kept or casts.block), logits=logits),
         _moment(of, "backward", "the last block of backward", units.outside + units.block,
                 other=units.block_reduction + working, gradients=grads.stored.before_last + of.backward.gradients,
                 activations=kept.last_block + kept.recomputed + casts.block, logits=logits),
@@ -177,7 +167,7 @@ def _reducing(of: Amounts) -> list[Moment]:
     """Return the moments in which FSDP2 reduces gradients: a unit's, and their copies, of all ranks, side by side."""
     units, grads, logits = of.states.units, of.gradients, of.loss.after
     # The first block's activations are gone, and its weights.
-    activations = of.kept.total - of.kept.block + of.casts.second_backward
+    activations = of.kept.total - of.kept.block + max(0, of.casts.kept - of.casts.block)
     gathered = units.resident + (units.prefetched or -units.block)
     reducing = units.block_gradients + units.block_reduction
     found = [
@@ -188,7 +178,7 @@ def _reducing(of: Amounts) -> list[Moment]:
         _moment(of, "backward", "the other gradients reduced", other=units.outside_gradients + units.outside_reduction,
                 gradients=grads.stored.after_blocks, logits=logits),
     ]  # fmt: skip
-    if of.layers > 2:  # one with a reduction behind it and a block gathered, or still whole, before it
+    if of.share.layers > 2:  # one with a reduction behind it and a block gathered, or still whole, before it
         gathered += units.prefetched
         working = of.kept.recomputed + (0 if of.casts.kept else of.casts.block)
         found += [
@@ -214,6 +204,7 @@ def amounts(share: Share) -> Amounts:
     master_shards = sharded and share.bytes.master and not run.lora
     grads = gradients(share, held)
     return Amounts(
+        share=share,
         resident_bytes={
             "weights": 0 if master_shards else held.shard if sharded else held.weights,
             "optimizer": held.optimizer,
@@ -224,6 +215,7 @@ def amounts(share: Share) -> Amounts:
             "workspace": 2 * (gpu.cublas_workspace or 0) if gpu else 0,
             "other": bucket_bytes(share, held),
         },
+        gathered_part="weights" if master_shards else "other",
         states=held,
         gradients=grads,
         kept=_kept(share, block),
@@ -233,9 +225,6 @@ def amounts(share: Share) -> Amounts:
         forward_scores=forward_scores(share),
         between=dequantized(share) + causal_mask(share),
         update=max(grads.update_casts, _checkpointed_leaf(share) + optimizer_temporaries(share, held)),
-        gathered_part="weights" if master_shards else "other",
-        layers=share.layers,
-        sharded=sharded,
     )
 
 

@@ -1,4 +1,4 @@
-"""Bytes of attention's scores, where they are written out: S = micro_batch × heads × seq_len² / cp elements a block."""
+"""Bytes of attention's scores where they are written out: in a block, S = micro_batch × heads × seq_len² / cp."""
 
 from __future__ import annotations
 

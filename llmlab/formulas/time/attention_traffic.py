@@ -1,9 +1,10 @@
-"""Bytes that attention moves between a card's memory and its multiprocessors, a head: standard, and in tiles.
+"""Bytes that attention moves per head between a card's memory and its multiprocessors: standard, and in tiles.
 
 Standard attention is algorithms 0 and 3 of FlashAttention (Dao et al., arXiv 2205.14135), whose scores pass through
-memory from one kernel to the next. The tiles are FlashAttention-2's (arXiv 2307.08691): a program holds one tile of
-queries and reads all keys and values, in backward once more, and once the other way around. What a program finds in
-the second-level cache does not come from memory: the bytes moved are between `least_traffic` and `flash_traffic`.
+memory from one kernel to the next. The tiles are FlashAttention-2's (arXiv 2307.08691): a program keeps one tile of
+queries and reads all keys and values; in backward it does so once more, and once the other way around. What a program
+finds in the second-level cache does not come from memory: the bytes moved lie between `least_traffic` and
+`flash_traffic`.
 
     T  tokens    D  head size    b  bytes of a value    M  rows of a tile
 """
@@ -25,7 +26,7 @@ class Traffic(NamedTuple):
 
 
 def standard_traffic(T: int, D: int, b: int = 2) -> Traffic:
-    """Return the bytes of standard attention, its softmax one kernel, without scale, mask and dropout of their own.
+    """Return the bytes of standard attention whose softmax is one kernel, without scale, mask and dropout.
 
     Forward writes the scores, reads them, writes the probabilities and reads these: 4·T². Backward reads the
     probabilities twice, writes dP, reads it, writes dS and reads that twice: 7·T².

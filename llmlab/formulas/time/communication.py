@@ -2,10 +2,10 @@
 
     size    bytes of the whole tensor: what all-reduce sums, what all-gather leaves on each rank, what reduce-scatter
             starts from on each rank, what a rank has for all the others before an all-to-all
-    alpha   s a step, whatever is sent       beta   bytes/s a rank passes on       N   ranks
+    alpha   s per step, whatever is sent     beta   bytes/s that a rank passes on     N   ranks
 
-Latency and bandwidth are of llmlab/hardware/links.toml. As NCCL does in its tuner (src/graph/tuning.cc), a collective
-takes a base, its steps' latencies, and its bytes over the bandwidth; unlike NCCL there is one protocol only.
+Latency and bandwidth come from llmlab/hardware/links.toml. As in NCCL's tuner (src/graph/tuning.cc), a collective
+takes a base time, its steps' latencies, and its bytes over the bandwidth; unlike NCCL there is one protocol only.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def seconds(collective: str, size: float, group: Group, algorithm: str | None = 
 
     "ring" and "tree" lie over all ranks; "hierarchical" sums inside each node first, then across nodes each rank with
     those in its place, and spreads the result inside: ZeRO++ (arXiv 2306.10209) does so, NCCL does not. "switch" is
-    NVLink SHARP, with a ring's latency: so, eight H100s or H200s take what was measured from 16 MiB on. A group of one
-    takes no time. Raises SpecError or UnknownName.
+    NVLink SHARP, with a ring's latency: this gives what was measured on eight H100s or H200s from 16 MiB on. A group of
+    one takes no time. Raises SpecError or UnknownName.
     """
     _check(collective, size)
     allowed = ALGORITHMS[collective]
@@ -87,7 +87,7 @@ def _seconds(collective: str, size: float, group: Group, algorithm: str) -> floa
 
 
 def _ring_latency(group: Group) -> float:
-    """Return the s a message takes once round the ring: N - 1 steps, some of them between nodes."""
+    """Return the seconds of a message once round the ring: N - 1 steps, some of them between nodes."""
     crossing = group.nodes - 1
     between = crossing * group.across.step if group.across else 0.0
     return (group.ranks - 1 - crossing) * group.inside.step + between
@@ -128,8 +128,8 @@ def _all_to_all(size: float, group: Group) -> float:
 def finished(ready: Sequence[float], costs: Sequence[float]) -> float:
     """Return when the last of several messages is through one link, on which they follow one another.
 
-    `ready[i]` is when message i can start, `costs[i]` the s it takes. Gradients become ready while backward runs: what
-    is left when it ends is all that communication adds to the step.
+    `ready[i]` is when message i can start, `costs[i]` the seconds it takes. Gradients become ready while backward runs:
+    what is left to send when it ends is all that communication adds to the step.
 
     >>> finished([1, 2, 3], [0.5, 0.5, 0.5])     # hidden but for the last
     3.5
@@ -137,7 +137,7 @@ def finished(ready: Sequence[float], costs: Sequence[float]) -> float:
     7
     """
     if len(ready) != len(costs):
-        raise SpecError(f"{len(ready)} times of readiness and {len(costs)} costs; give one of each a message")
+        raise SpecError(f"{len(ready)} times of readiness and {len(costs)} costs; give one of each per message")
     free = 0.0
     for when, cost in zip(ready, costs, strict=True):
         free = max(free, when) + cost

@@ -4,20 +4,21 @@
 
 What each kind of parallelism sends in a step, on one GPU (b micro_batch, s seq_len, h hidden, P its parameters):
 
-    tensor      a layer: 2 all-reduces of bsh forward, 2 backward, 2 to recompute (arXiv 1909.08053, section 3); with
+    tensor      per layer: 2 all-reduces of bsh forward, 2 backward, 2 to recompute (arXiv 1909.08053, section 3); with
                 sequence parallelism an all-gather and a reduce-scatter instead of each, and 2 more all-gathers backward
-    pipeline    a micro-batch and virtual stage: bsh forward, bsh backward, divided over the tensor-parallel ranks
-    context     a layer: keys and values once round the ring forward, they and their gradients backward
-    experts     a layer: 2 all-to-alls of the tokens' copies forward, 2 backward
+    pipeline    per micro-batch and virtual stage: bsh forward, bsh backward, divided over the tensor-parallel ranks
+    context     per layer: keys and values once round the ring forward, they and their gradients backward
+    experts     per layer: 2 all-to-alls of the tokens' copies forward, 2 backward
     data        ZeRO 0 to 2: gradients and parameters, 2P; ZeRO 3: 3P (arXiv 1910.02054, section 7)
 
-The vocabulary-parallel loss and embedding send little more, which is left out.
+The vocabulary-parallel loss and embedding send a little too, which is left out.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import NamedTuple
 
 from ...base.errors import NotAvailable, SpecError
 from ...hardware.gpu import GPU
@@ -72,14 +73,14 @@ def step(
     overlap: tuple[str, ...] = ("data",),
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Step:
-    """Return what one optimizer step of `run` takes on `cluster`, and how long each part of it does.
+    """Return how long one optimizer step of `run` takes on `cluster`, and each part of it.
 
     Ranks are laid out tensor, context, data, pipeline parallel, neighbours first (see mesh.py); expert-parallel
     ranks are data-parallel ones. `virtual_stages`: of each of the pp ranks. `overlap` names what hides behind
     computation: "data", gradients behind backward and ZeRO-3's parameters behind the unit before, as DDP and FSDP do;
     "gradients", the same in backward only: forward waits for each unit's parameters; "tensor", backward's
-    communication behind the weight gradients' products, as Megatron-LM does. Raises SpecError for what cannot be,
-    NotAvailable for a card whose rates were never measured.
+    communication behind the weight gradients' products, as Megatron-LM does. Raises SpecError for settings
+    that contradict each other, NotAvailable for a card whose rates were never measured.
     """
     spec, gpu = find_model(model), find_gpu(card)
     check(spec, run, gpu)
@@ -101,21 +102,21 @@ def step(
 
     layers = stage_layers(spec.layers, run.pp, spec.name)
     computed = [max(n * block + (head if stage == run.pp - 1 else 0.0), n * host) for stage, n in enumerate(layers)]
-    taken = [seconds + n * (tensor + context + experts) for seconds, n in zip(computed, layers, strict=True)]
-    slowest = max(range(run.pp), key=lambda stage: taken[stage])
+    stages = [compute + n * (tensor + context + experts) for compute, n in zip(computed, layers, strict=True)]
+    slowest = max(range(run.pp), key=lambda stage: stages[stage])
     n, compute = layers[slowest], computed[slowest]
     counted = flops(spec, run, gpu)
-    data, sent = _data(spec, run, cluster, compute, counted.forward / counted.total, overlap, bucket_bytes)
+    data = _data(spec, run, cluster, compute, counted.forward / counted.total, overlap, bucket_bytes)
     found = Step(
         compute=m * compute,
         tensor=m * n * tensor,
         context=m * n * context,
         experts=m * n * experts,
         pipeline=m * pipeline,
-        bubble=(sum(taken) - taken[slowest] + (run.pp - 1) * pipeline) / virtual_stages,
-        data=data,
+        bubble=(sum(stages) - stages[slowest] + (run.pp - 1) * pipeline) / virtual_stages,
+        data=data.exposed,
         update=time.update_seconds(spec, run, rates),
-        data_sent=sent,
+        data_sent=data.sent,
     )
     return replace(found, mfu=time.mfu(spec, run, gpu, found.seconds))
 
@@ -134,18 +135,18 @@ def _check(layers: int, run: Training, virtual_stages: int, overlap: tuple[str, 
         raise NotAvailable("no time for offloaded, compiled or Liger's steps on many GPUs")
 
 
-def _stream(spec: ModelSpec, run: Training) -> float:
+def _stream_bytes(spec: ModelSpec, run: Training) -> float:
     """Return the bytes of a micro-batch's activations between two layers: bsh."""
     return run.tokens / run.cp * spec.hidden * PRECISION[run.precision].compute
 
 
 def _tensor(spec: ModelSpec, run: Training, cluster: Cluster, hidden: bool) -> float:
-    """Return the exposed seconds a layer and micro-batch.
+    """Return the exposed seconds per layer and micro-batch.
 
     Megatron-LM hides, backward, what a column-parallel layer sends: the all-reduce of its input's gradient, or, with
     sequence parallelism, the all-gather of its input and the reduce-scatter of its gradient.
     """
-    group, size = cluster.group(run.tp), _stream(spec, run)
+    group, size = cluster.group(run.tp), _stream_bytes(spec, run)
     again = 2 if run.checkpointing == "full" else 0
     if run.sequence_parallel:
         gathers, scatters = 2 + (2 if hidden else 4) + again, 2 + (0 if hidden else 2) + again
@@ -154,30 +155,61 @@ def _tensor(spec: ModelSpec, run: Training, cluster: Cluster, hidden: bool) -> f
 
 
 def _context(spec: ModelSpec, run: Training, cluster: Cluster) -> float:
+    """Return the seconds per layer and micro-batch that keys and values take round the ring."""
     if run.cp == 1:
         return 0.0
-    width = 2 * spec.kv_heads * spec.head_dim / run.tp * PRECISION[run.precision].compute  # keys and values of a token
+    width = 2 * spec.key_width / run.tp * PRECISION[run.precision].compute  # keys and values of a token
     group = cluster.group(run.cp, run.tp)
     passes = 3 + (1 if run.checkpointing == "full" else 0)  # forward 1; backward 2, with the gradients
     return passes * (run.cp - 1) * seconds("send", run.tokens / run.cp * width, group)
 
 
 def _experts(spec: ModelSpec, run: Training, cluster: Cluster) -> float:
+    """Return the seconds per layer with experts and micro-batch that tokens take to their experts and back."""
     group = cluster.group(run.ep, run.tp * run.cp)
     passes = 4 + (2 if run.checkpointing == "full" else 0)
-    return passes * seconds("all-to-all", spec.experts_per_token * _stream(spec, run) / run.tp, group)
+    return passes * seconds("all-to-all", spec.experts_per_token * _stream_bytes(spec, run) / run.tp, group)
 
 
 def _sends(spec: ModelSpec, run: Training, cluster: Cluster, virtual_stages: int) -> float:
-    """Return the s a stage sends for a micro-batch: each tensor-parallel rank its part, gathered where it arrives
-    (arXiv 2104.04473, section 4.1), unless sequence parallelism wants it in parts."""
+    """Return the seconds that a stage sends per micro-batch: each tensor-parallel rank its part, gathered where it
+    arrives (arXiv 2104.04473, section 4.1), unless sequence parallelism wants it in parts."""
     if run.pp == 1:
         return 0.0
     group = cluster.group(run.pp, run.tp * run.cp * run.dp)
-    once = seconds("send", _stream(spec, run) / run.tp, group)
+    once = seconds("send", _stream_bytes(spec, run) / run.tp, group)
     if run.tp > 1 and not run.sequence_parallel:
-        once += seconds("all-gather", _stream(spec, run), cluster.group(run.tp))
+        once += seconds("all-gather", _stream_bytes(spec, run), cluster.group(run.tp))
     return 2 * virtual_stages * once
+
+
+class Communicated(NamedTuple):
+    """Seconds of a step's data-parallel communication: what computation does not hide, and all of it."""
+
+    exposed: float
+    sent: float
+
+
+@dataclass(frozen=True)
+class _Replica:
+    """What the ranks of `group` have alike: a stage of the model, its bytes, and the seconds of a micro-batch's passes.
+
+    `in_blocks` is the share of its bytes that is in its `layers` blocks.
+    """
+
+    group: Group
+    weights: int
+    gradients: int
+    layers: int
+    in_blocks: float
+    forward: float
+    backward: float
+
+    def seconds(self, collective: str, size: int) -> tuple[float, float]:
+        """Return the seconds of `collective` for a block's part of `size` bytes, and for the part outside of blocks."""
+        parts = self.in_blocks / self.layers, 1 - self.in_blocks
+        block, outside = (seconds(collective, part * size, self.group) for part in parts)
+        return block, outside
 
 
 def _data(
@@ -188,69 +220,62 @@ def _data(
     forward: float,
     overlap: tuple[str, ...],
     bucket: int,
-) -> tuple[float, float]:
-    """Return the exposed and all seconds of a step's gradients and parameters, over the ranks that have the same part
-    of the model. `compute`: s of a micro-batch, of which `forward` is forward's share."""
+) -> Communicated:
+    """Return the seconds of a step's gradients and parameters, over the ranks that have the same part of the model.
+
+    `compute`: s of a micro-batch, of which `forward` is forward's share."""
     group = cluster.group(run.dp * run.cp, run.tp)
     if group.ranks == 1:
-        return 0.0, 0.0
-    hidden_forward, hidden_backward = "data" in overlap, "data" in overlap or "gradients" in overlap
+        return Communicated(0.0, 0.0)
     unsharded = replace(run, zero=0)
     stage = max(range(run.pp), key=lambda stage: states(spec, unsharded, stage).trained)
-    whole = states(spec, unsharded, stage)
-    layers, share = stage_layers(spec.layers, run.pp)[stage], _block_share(spec, unsharded, stage)
-    blocks, rest = [share / layers] * layers, 1 - share  # shares of the bytes, in the order of backward
-    back, fore = (1 - forward) * compute, forward * compute
+    whole, layers = states(spec, unsharded, stage), stage_layers(spec.layers, run.pp)[stage]
+    counts = device_parameters(spec, run.pp, stage, run.tp, run.ep)
+    in_blocks = 1 - sum(counts[part] for part in ("embedding", "positions", "head")) / sum(counts.values())
+    times = forward * compute, (1 - forward) * compute
+    replica = _Replica(group, whole.weights, whole.gradients, layers, in_blocks, *times)
+    hide_forward, hide_backward = "data" in overlap, "data" in overlap or "gradients" in overlap
     if run.zero == 3:
-        hidden = (hidden_forward, hidden_backward)
-        return _sharded(run, group, whole.weights, whole.gradients, [*blocks, rest], fore, back, hidden)
+        return _sharded(replica, run.accumulation, hide_forward, hide_backward)
+    reduced = _reduced(replica, run, hide_backward, bucket)
+    if run.zero == 0:
+        return reduced
+    updated = whole.gradients if run.lora else whole.weights  # adapters are as wide as their gradients
+    block, outside = replica.seconds("all-gather", updated)
+    sent = sum([outside] + [block] * layers)
+    # Forward's first unit waits for its own parameters; the others' come behind the computation before them.
+    exposed = outside + max(0.0, sum([block] * layers) - replica.forward) if hide_forward else sent
+    return Communicated(reduced.exposed + exposed, reduced.sent + sent)
+
+
+def _reduced(replica: _Replica, run: Training, hidden: bool, bucket: int) -> Communicated:
+    """Return the seconds in which gradients are summed: in DDP's buckets or, with ZeRO, what a block has at once, as
+    FSDP does; DeepSpeed's buckets are larger still."""
+    layers, backward = replica.layers, replica.backward
     if run.zero:
-        # What a block has at once, as FSDP does; DeepSpeed's buckets are larger still.
-        costs = [seconds("reduce-scatter", part * whole.gradients, group) for part in [*blocks, rest]]
-        ready = [back * (i + 1) / layers for i in range(layers)] + [back]
+        block, outside = replica.seconds("reduce-scatter", replica.gradients)
+        costs = [block] * layers + [outside]
+        ready = [backward * (i + 1) / layers for i in range(layers)] + [backward]
     else:
-        messages = ceil(whole.gradients / bucket) or 1
-        costs = [seconds("all-reduce", whole.gradients / messages, group)] * messages
-        ready = [back * min(1, (i + 1) / messages / share) for i in range(messages)]
-    times = run.accumulation if run.zero == 2 else 1  # gradients that are cut up cannot wait for the last micro-batch
+        messages = ceil(replica.gradients / bucket) or 1
+        costs = [seconds("all-reduce", replica.gradients / messages, replica.group)] * messages
+        ready = [backward * min(1, (i + 1) / messages / replica.in_blocks) for i in range(messages)]
+    times = run.accumulation if run.zero == 2 else 1  # sharded gradients cannot wait for the last micro-batch
     sent = times * sum(costs)
-    exposed = times * (finished(ready, costs) - back) if hidden_backward else sent
-    if run.zero:
-        updated = whole.gradients if run.lora else whole.weights  # adapters are as wide as their gradients
-        gathers = [seconds("all-gather", part * updated, group) for part in [rest, *blocks]]
-        sent += sum(gathers)
-        # Forward's first unit waits for its own parameters; the others' come behind the computation before them.
-        exposed += gathers[0] + max(0.0, sum(gathers[1:]) - fore) if hidden_forward else sum(gathers)
-    return exposed, sent
+    return Communicated(times * (finished(ready, costs) - backward) if hidden else sent, sent)
 
 
-def _sharded(
-    run: Training,
-    group: Group,
-    weights: int,
-    gradients: int,
-    parts: list[float],
-    fore: float,
-    back: float,
-    hidden: tuple[bool, bool],
-) -> tuple[float, float]:
-    """ZeRO-3: each unit is gathered before forward and again before backward, behind the unit before it; its gradient
-    is sent behind the next unit's backward. The last of `parts` (embedding, head) is whole from forward to backward.
-    `hidden`: whether forward hides its communication, and backward."""
-    gather = [seconds("all-gather", part * weights, group) for part in parts]
-    scatter = [seconds("reduce-scatter", part * gradients, group) for part in parts]
-    layers = len(parts) - 1
-    forward, backward = layers * gather[0], layers * (gather[0] + scatter[0])
-    sent = run.accumulation * (forward + backward + gather[-1] + scatter[-1])
-    if hidden[0]:
-        forward = gather[0] + (layers - 1) * max(0.0, gather[0] - fore / layers)
-    if hidden[1]:
-        backward = scatter[0] + (layers - 1) * max(0.0, gather[0] + scatter[0] - back / layers)
-    return run.accumulation * (forward + backward + gather[-1] + scatter[-1]), sent
-
-
-def _block_share(spec: ModelSpec, run: Training, stage: int) -> float:
-    """Return which share of a stage's parameters is in its blocks."""
-    held = device_parameters(spec, run.pp, stage, run.tp, run.ep)
-    outside = sum(held[part] for part in ("embedding", "positions", "head"))
-    return 1 - outside / sum(held.values())
+def _sharded(replica: _Replica, micro_batches: int, hide_forward: bool, hide_backward: bool) -> Communicated:
+    """Return ZeRO-3's seconds: each unit is gathered before forward and again before backward, behind the unit before
+    it; its gradient is sent behind the next unit's backward. What is outside of blocks is whole from forward to
+    backward."""
+    layers = replica.layers
+    gather, outside_gather = replica.seconds("all-gather", replica.weights)
+    scatter, outside_scatter = replica.seconds("reduce-scatter", replica.gradients)
+    forward, backward = layers * gather, layers * (gather + scatter)
+    sent = micro_batches * (forward + backward + outside_gather + outside_scatter)
+    if hide_forward:
+        forward = gather + (layers - 1) * max(0.0, gather - replica.forward / layers)
+    if hide_backward:
+        backward = scatter + (layers - 1) * max(0.0, gather + scatter - replica.backward / layers)
+    return Communicated(micro_batches * (forward + backward + outside_gather + outside_scatter), sent)

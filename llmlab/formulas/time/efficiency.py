@@ -18,7 +18,7 @@ class Efficiency:
 
     `bandwidth`, `strided` (some tensor is not contiguous) and `gather` (rows picked from a table): bytes/s. `matmul`,
     `attention`: FLOP/s by dtype, of large products and of fused attention, of which the half that a causal mask leaves
-    counts. `launch`: s a kernel takes at least. `serial`: s an element of a sum that one block does alone (nll_loss).
+    counts. `launch`: least s of a kernel. `serial`: s per element of a sum that one block does alone (nll_loss).
     `dispatch`, `view`, `custom`: s of the CPU for an operator with a kernel, one without, and one that a Python library
     registered; `backward_dispatch`: the share of it in backward. `cache`: bytes of second-level cache that a
     multiprocessor reaches. `validated` says what held-out records showed.
@@ -50,7 +50,7 @@ def efficiencies() -> dict[str, Efficiency]:
 
 
 def efficiency(card: GPU | str) -> Efficiency | None:
-    """Return what the card was measured to reach, or None: somebody else's rates would be wrong.
+    """Return what the card was measured to reach, or None: another card's rates would be wrong.
 
     >>> efficiency("B200") is None
     True

@@ -2,15 +2,15 @@
 
 Counted is what PyTorch's FlopCounterMode counts: products of matrices and attention, a multiply and an add as two. Not
 counted: norms, activation functions, softmax, the optimizer's element-wise arithmetic, looking up embeddings. A causal
-attention counts whole, as if nothing were masked. Products that FlopCounterMode does not know, because they are no
-operators of PyTorch, or new ones, count like any other: bitsandbytes' with packed weights, the experts' grouped ones.
+attention counts whole, as if nothing were masked. Products that FlopCounterMode does not know, because they are not
+PyTorch's operators or are new ones, count like any other: bitsandbytes' with packed weights, the experts' grouped ones.
 
     B  sequences     T  tokens of one     S  tokens it sees     r  LoRA's rank
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ...hardware.gpu import GPU
 from ...specs.model import ModelSpec
@@ -65,9 +65,9 @@ def flops(spec: ModelSpec, run: Run, gpu: GPU | None = None, cpu: bool = False) 
 
 
 def approximate(parameters: int, tokens: int, recomputation: bool = False) -> int:
-    """Return 6ND, or 8ND with full recomputation: 2 FLOP a weight and token forward, 4 backward (2 for the gradient of
-    the input, 2 for that of the weight), 2 more to compute forward again (Kaplan et al., arXiv
-    2001.08361, section 2.1).
+    """Return 6ND, or 8ND with full recomputation: 2 FLOP per weight and token forward, 4 backward (2 for the gradient
+    of the input, 2 for that of the weight), 2 more to compute forward again (Kaplan et al., arXiv 2001.08361, section
+    2.1).
 
     >>> f"{approximate(82 * 10**9, 150 * 10**9):.3g}"
     '7.38e+22'
@@ -76,12 +76,12 @@ def approximate(parameters: int, tokens: int, recomputation: bool = False) -> in
 
 
 def chinchilla_tokens(parameters: int) -> int:
-    """Return 20N: the tokens to train N parameters on if training is all one pays for (arXiv 2203.15556, table 3)."""
+    """Return 20N: the tokens to train N parameters on if only training costs anything (arXiv 2203.15556, table 3)."""
     return 20 * parameters
 
 
 class _Sums:
-    """Adds products up, by when they happen and where."""
+    """Sums of products, by pass and by part of the model."""
 
     def __init__(self) -> None:
         self.forward = self.backward = self.recomputed = 0
@@ -220,21 +220,11 @@ def _generation(spec: ModelSpec, run: Inference) -> Flops:
     return Flops(sums.forward, 0, 0, 0, sums.parts)
 
 
-def prefill(spec: ModelSpec, run: Inference) -> int:
-    """Return the FLOP of the prompts' pass."""
-    return _generation(spec, replace(run, new_tokens=1)).total
-
-
-def decode(spec: ModelSpec, run: Inference) -> int:
-    """Return the FLOP of all passes after the prompts'."""
-    return _generation(spec, run).total - prefill(spec, run)
-
-
 def token_pass(spec: ModelSpec, batch: int, context: int, absorbed: bool = True) -> dict[str, int]:
     """Return the FLOP, by part, of a pass that reads one token of each of `batch` sequences, which sees `context`.
 
     With latent attention, engines absorb the up-projections (DeepSeek-V2, arXiv 2405.04434, section 2.1): qᵀ(W_k c) is
-    (W_kᵀq)ᵀc. A query is taken to the latent's space, the sum of latents back to a head's values, both once a token
+    (W_kᵀq)ᵀc. A query is taken to the latent's space, the sum of latents back to a head's values, both once per token
     with kv_b_proj's weights, and every head's scores and sums are over latents. `absorbed` False, transformers' way,
     makes keys and values of all heads again, from every latent in the cache.
     """
@@ -244,7 +234,7 @@ def token_pass(spec: ModelSpec, batch: int, context: int, absorbed: bool = True)
 
 
 def _passes(sums: _Sums, spec: ModelSpec, batch: int, new: int, seen: range, absorbed: bool = False) -> None:
-    """Add a forward pass of `new` tokens a sequence for each of `seen`: how many it sees, themselves among them."""
+    """Add a forward pass of `new` tokens per sequence for each of `seen`: how many they see, themselves among them."""
     for linear in spec.linears:
         tokens = batch * len(seen) * (1 if linear.part == "head" else new)
         if linear.name == "kv_b_proj" and not absorbed:  # the cache holds latents, expanded anew in each pass

@@ -27,7 +27,7 @@ def links_of(run: Training, cluster: Cluster) -> dict[str, Group]:
 
 @dataclass(frozen=True)
 class Choice:
-    """A mesh that was tried: its step's seconds by term, the bytes of the device that holds the most, and whether it
+    """A mesh that was tried: its step's seconds by term, the peak bytes of its fullest device, and whether it
     surely fits (`verdict`)."""
 
     run: Training
@@ -41,9 +41,9 @@ class Choice:
 
 
 def peak_of(spec: ModelSpec, run: Training, card: GPU | None) -> int:
-    """Return the bytes of the device that holds the most, whichever stage it is in.
+    """Return the peak bytes of the fullest device, whichever stage it is in.
 
-    Later stages hold fewer micro-batches and no more layers than the second.
+    Stages after the second have fewer micro-batches in flight than it, and no more layers.
     """
     stages = sorted({0, min(1, run.pp - 1), run.pp - 1})
     return max(moment.total for stage in stages for moment in training_moments(spec, run, card, False, stage))
@@ -58,7 +58,7 @@ def search(
     overlap: tuple[str, ...] = ("data",),
     **settings: Any,
 ) -> list[Choice]:
-    """Return every mesh of `devices` cards that trains `batch` sequences a step, the fastest that fits first.
+    """Return every mesh of `devices` cards that trains `batch` sequences per step, the fastest that fits first.
 
     Tried are all degrees that divide what they cut, micro-batches that are powers of two, ZeRO 1 and, without a
     pipeline, 3, with and without recomputation; sequence parallelism goes with tensor parallelism. `settings` are those

@@ -1,4 +1,4 @@
-"""Seconds of a step whose states, or all of whose parameters, are in the host's memory or on its drives.
+"""Seconds of a step whose states, or all of its parameters, are in the host's memory or on its drives.
 
     step = micro-batches × (forward | weights up  +  backward | weights up | gradients down)  +  update | weights up
 
@@ -26,7 +26,7 @@ from .flops import flops
 
 @dataclass(frozen=True)
 class Crossing:
-    """Bytes that one GPU and its host exchange in a step, and what the update moves in the host's memory."""
+    """Bytes that one GPU and its host exchange in a step, and that the update moves in the host's memory."""
 
     down: int  # gradients
     up: int  # weights
@@ -37,8 +37,8 @@ class Crossing:
 
 @dataclass(frozen=True)
 class OffloadedStep:
-    """Seconds of a step: what the GPU does, and what it waits for. `down`, `up`, `adam`, `drive`: all of it, hidden or
-    not; `hidden`: what of the crossing computation hides."""
+    """Seconds of a step: what the GPU does, and what it waits for. `down`, `up`, `adam`, `drive`: all of it, whether
+    hidden or not."""
 
     forward: float
     backward: float
@@ -59,21 +59,21 @@ class OffloadedStep:
 
 
 def crossing(spec: ModelSpec, run: Training) -> Crossing:
-    """Return what one GPU of `run` sends, takes, and has stepped for it, in one optimizer step.
+    """Return what one GPU of `run` sends to its host and receives in one optimizer step, and what the host updates.
 
-    Of gradients and weights a rank moves what it steps (ZeRO-Offload, section 4.2): 1/N with ZeRO, all without.
+    A rank moves the gradients and weights that it steps (ZeRO-Offload, section 4.2): 1/N with ZeRO, all without.
     """
     b = PRECISION[run.precision]
     stepped = states(spec, run).trained
     gradient, weight = (4, 4) if run.lora else (b.gradients, b.weights)
     state = state_bytes(run.optimizer, 4, stepped, 0) + 4 * stepped
     passes = 2 * run.accumulation if run.offload == "optimizer+parameters" else 1
-    taken = weight * stepped
+    received = weight * stepped
     if run.offload == "optimizer+parameters" and run.lora:
-        taken = b.weights * spec.parameters // (run.dp * run.cp)  # the frozen ones are what comes up
+        received = b.weights * spec.parameters // (run.dp * run.cp)  # the frozen ones are what comes up
     return Crossing(
         down=run.accumulation * gradient * stepped,
-        up=passes * taken,
+        up=passes * received,
         stepped=stepped,
         stepped_bytes=_update_bytes(weight, stepped, state),
         state=state,
@@ -153,8 +153,8 @@ def schedule(step: OffloadedStep, buckets: int = 8) -> list[tuple[str, float, fl
 def tokens_to_hide(card: GPU, rate: float, precision: str = "mixed-bf16", recompute: bool = False) -> float:
     """Return the tokens a GPU needs in a micro-batch for its gradients to cross PCIe behind backward.
 
-    Backward takes 4 FLOP a parameter and token (6 with recomputation) at `rate` FLOP/s, its gradient 2 bytes at PCIe's
-    rate: the number of parameters cancels. Attention and the loss, which need more FLOP, make it less.
+    Backward takes 4 FLOP per parameter and token (6 with recomputation) at `rate` FLOP/s, its gradient 2 bytes at
+    PCIe's rate: the number of parameters cancels. Attention and the loss, which need more FLOP, make it less.
     """
     return PRECISION[precision].gradients / to_host(card) * rate / (6 if recompute else 4)
 
@@ -162,7 +162,7 @@ def tokens_to_hide(card: GPU, rate: float, precision: str = "mixed-bf16", recomp
 def tokens_to_hide_update(card: GPU, rate: float, share: float = 0.1, gpus: int | None = None) -> float:
     """Return the tokens a GPU needs in a *step* for the update on the host to take at most `share` of its passes.
 
-    The passes take 6 FLOP a parameter and token, Adam in mixed precision 30 bytes a parameter: it cancels, again.
+    The passes take 6 FLOP per parameter and token, Adam in mixed precision 30 bytes per parameter: it cancels, again.
     """
     moved = _update_bytes(PRECISION["mixed-bf16"].weights, stepped=1, state=4 + state_bytes("adamw", 4, 1, 0))
     return adam_seconds(moved, host_of(card), gpus) * rate / 6 / share

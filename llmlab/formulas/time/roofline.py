@@ -16,7 +16,7 @@ from ...specs.run import Inference
 from ..inference import kv_cache_bytes, loaded_bytes
 from .flops import flops, token_pass
 
-LARGEST_BATCH = 1 << 20  # no batch beyond it is looked at
+LARGEST_BATCH = 1 << 20  # the largest that `flip_batch` looks at
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from .flops import flops
 from .offload import offloaded_step
 from .roofline import decode_pass, prefill_pass
 
-# How often each byte that a block keeps for backward is moved by its element-wise operators, forward and backward
-# together: counted by the simulator on transformers' classes, one operator at a time (a test repeats the count).
+# How often element-wise operators move each byte that a block keeps for backward, forward and backward together:
+# counted by the simulator on transformers' classes, one operator at a time (a test repeats the count).
 # Llama-like blocks write their norms and rotations out in many operators; a LayerNorm is one.
 MOVES = {"rmsnorm": 17.3, "layernorm": 5.2}
 MOVES_SAME_DTYPE = {"rmsnorm": 17.3, "layernorm": 3.6}  # without autocast's copies
@@ -33,7 +33,7 @@ SCORE_MOVES = 11.0  # of eager attention's scores
 RECOMPUTED = {None: 1.0, "selective": 1.3, "full": 1.6}
 LORA_MOVES, QUANTIZED_MOVES = 1.1, 1.27  # casts to the adapters' fp32, and to and from the products' half precision
 LOGITS_MOVES = 10.0  # of the logits in fp32, by the loss
-OPERATORS = {"rmsnorm": 110, "layernorm": 50}  # kernels a block starts, forward and backward; adapters add theirs
+OPERATORS = {"rmsnorm": 110, "layernorm": 50}  # kernels per block, forward and backward; adapters add theirs
 OPERATORS_ADAPTER = 10
 STATE_MOVES = 7  # AdamW reads weight, gradient and two moments, and writes three of them
 
