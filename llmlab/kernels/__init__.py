@@ -1,7 +1,7 @@
-"""Pieces of a Llama block as kernels, each climbed in numbered rungs; importing it imports neither torch nor Triton.
+"""Kernels of a Llama block, each in numbered rungs; importing this package imports neither torch nor Triton.
 
     0  naive PyTorch     every line of the formula is a kernel of its own
-    1  better PyTorch    the fused operator, or the order of work, that PyTorch has
+    1  better PyTorch    PyTorch's fused operator, or a better order of its operators
     2  torch.compile     rung 0, fused by Inductor
     3  Triton            the forward pass is one kernel; backward in PyTorch
     4  Triton, fused     forward and backward, one autograd.Function
@@ -10,9 +10,9 @@
     y = kernels.rms_norm(x, weight, eps=1e-5)            # the best rung that runs here: 4 on CUDA with Triton, else 1
     y = kernels.rms_norm(x, weight, eps=1e-5, rung=3)    # this one, or NotAvailable with the reason
 
-The code is in `kernels/ladder`, one file a kernel. Rungs 3 and 4 also run on a CPU, slowly, in a process that was
+The code is in `kernels/ladder`, one file per kernel. Rungs 3 and 4 also run on a CPU, slowly, in a process that was
 started with TRITON_INTERPRET=1: that is how they are tested. `python -m llmlab.kernels.ptx` compiles them for GPUs that
-are not here. `rms_norm.cu` and `cuda` are one kernel in CUDA C++; `limits` is the roofline they stand under.
+this machine lacks. `rms_norm.cu` and `cuda` are one kernel in CUDA C++; `limits` has the roofline of a kernel.
 """
 
 from importlib import import_module
@@ -33,6 +33,6 @@ __all__ = ["softmax", "rms_norm", "swiglu", "rope", "cross_entropy", "linear_cro
 if not TYPE_CHECKING:  # checkers read the imports above, and find a misspelt name
 
     def __getattr__(name: str) -> Any:
-        if name in __all__:  # the files are in a package of their own, or `kernels.softmax` would become the module
+        if name in __all__:  # the files are in a subpackage: importing kernels/softmax.py would set `kernels.softmax`
             return getattr(import_module(f".ladder.{name}", __name__), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

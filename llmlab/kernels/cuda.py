@@ -1,11 +1,10 @@
-"""One kernel of the ladder, RMSNorm's forward pass, in CUDA C++: `rms_norm.cu`, and how PyTorch compiles and calls it.
+"""RMSNorm's forward pass in CUDA C++: PyTorch compiles and calls `rms_norm.cu`, and nvcc reports what it uses.
 
     python -m llmlab.kernels.cuda        # registers and spills for sm_75, sm_80 and sm_90; needs nvcc, no GPU
 """
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 import sys
@@ -18,15 +17,15 @@ import torch
 from torch import Tensor
 
 from ..base.errors import NotAvailable
+from .ptx import ARCHITECTURES, registers_and_spills
 from .rungs import as_rows
 
 FOLDER = Path(__file__).parent
 DTYPES = {"fp32": "float", "fp16": "__half", "bf16": "__nv_bfloat16"}
-ARCHITECTURES = (75, 80, 90)
 
 
 def source(name: str = "rms_norm") -> str:
-    """Return the text of `rms_norm.cu`, the kernel, or of `rms_norm_binding.cu`, what calls it."""
+    """Return the text of `rms_norm.cu`, the kernel, or of `rms_norm_binding.cu`, which calls it."""
     return (FOLDER / f"{name}.cu").read_text(encoding="utf-8")
 
 
@@ -43,9 +42,9 @@ def missing() -> str | None:
 
 @cache
 def extension() -> ModuleType:
-    """Compile the kernel and return the module that has `rms_norm(x, weight, eps)`: a minute, once a machine.
+    """Compile the kernel and return the module with `rms_norm(x, weight, eps)`: it takes a minute, once per machine.
 
-    Raises NotAvailable where nvcc or a GPU is missing.
+    Raises NotAvailable if nvcc or a GPU is missing.
     """
     if lacking := missing():
         raise NotAvailable(f"CUDA C++ needs {lacking}; rungs 0 to 4 of kernels.rms_norm do the same")
@@ -61,26 +60,25 @@ def extension() -> ModuleType:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """Return what `llmlab.kernels.rms_norm` does, forward only, from the CUDA kernel. x: (..., N), weight: (N,)."""
+    """Return the result of `llmlab.kernels.rms_norm`, forward only, by the CUDA kernel. x: (..., N), weight: (N,)."""
     return extension().rms_norm(as_rows(x), weight.to(x.dtype).contiguous(), eps).view(x.shape)
 
 
 def resources(arch: int, dtype: str = "fp16") -> tuple[int, int]:
-    """Return registers a thread and bytes spilled, of the kernel compiled for sm_`arch`; NotAvailable without nvcc."""
+    """Return registers per thread and bytes spilled of the kernel compiled for sm_`arch`; NotAvailable without nvcc."""
     if (nvcc := shutil.which("nvcc")) is None:
         raise NotAvailable("compiling CUDA C++ needs nvcc, of the CUDA toolkit, on the PATH")
     kind = DTYPES[dtype]
     arguments = f"const {kind}*, const {kind}*, {kind}*, float*, long long, int, float"
-    whole = f"#include <cuda_fp16.h>\n#include <cuda_bf16.h>\n{source()}\n"
-    whole += f"template __global__ void rms_norm_forward<{kind}>({arguments});\n"
+    program = f"#include <cuda_fp16.h>\n#include <cuda_bf16.h>\n{source()}\n"
+    program += f"template __global__ void rms_norm_forward<{kind}>({arguments});\n"
     with tempfile.TemporaryDirectory() as folder:
-        (path := Path(folder, "rms_norm.cu")).write_text(whole, encoding="utf-8")
+        (path := Path(folder, "rms_norm.cu")).write_text(program, encoding="utf-8")
         command = [nvcc, "-cubin", f"-arch=sm_{arch}", "-Xptxas=-v", str(path), "-o", str(path.with_suffix(".cubin"))]
-        done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise NotAvailable(f"nvcc does not compile for sm_{arch}: {(done.stderr or done.stdout).strip()[-300:]}")
-    registers, *_ = re.findall(r"Used (\d+) registers", done.stderr)
-    return int(registers), sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", done.stderr)))
+        result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise NotAvailable(f"nvcc does not compile for sm_{arch}: {(result.stderr or result.stdout).strip()[-300:]}")
+    return registers_and_spills(result.stderr)
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""The limit that a card's data sheet sets a kernel: bytes over bandwidth or FLOP over peak, the larger of the two."""
+"""The roofline of a kernel on a card's data sheet: bytes over bandwidth or FLOP over peak, the larger of the two."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..hardware.gpu import GPU
 
 
 class Limit(NamedTuple):
-    """`seconds` at least, set by "bytes" or by "FLOP"; `intensity` in FLOP a byte."""
+    """The least `seconds`, set by "bytes" or by "FLOP"; `intensity` in FLOP per byte."""
 
     seconds: float
     by: str
@@ -18,7 +18,7 @@ class Limit(NamedTuple):
 def limit(card: GPU, moved: float, flops: float, dtype: str = "fp32") -> Limit:
     """Return the limit for `moved` bytes and `flops` FLOP at the card's peak in `dtype`.
 
-    fp32 is what runs outside the matrix units, whatever dtype is loaded and stored. Williams et al., Roofline, 2009.
+    Work outside the matrix units is fp32, whatever dtype is loaded and stored. Williams et al., Roofline, 2009.
 
     >>> from llmlab import gpu
     >>> limit(gpu("T4"), moved=320e9, flops=8.1e12 / 2)

@@ -1,10 +1,10 @@
-"""Compile the Triton kernels for GPUs that are not here: registers, spills and shared memory, as ptxas reports them.
+"""Compile the Triton kernels for GPUs that this machine lacks; print registers, spills and shared memory from ptxas.
 
     python -m llmlab.kernels.ptx              # sm_75 (T4), sm_80 (A100), sm_90 (H100)
     python -m llmlab.kernels.ptx --arch 80    # one of them
 
-A spill is a register that did not fit and goes through memory instead. No GPU is needed; the process must not have been
-started with TRITON_INTERPRET=1. It says that a kernel compiles and fits, not how fast it is.
+A spill is a register's value that did not fit and goes through memory instead. No GPU is needed; the process must not
+have been started with TRITON_INTERPRET=1. It shows that a kernel compiles and fits, not how fast it is.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from .ladder.attention import tiles_for
 from .rungs import INTERPRETED, triton, warps
 
 ARCHITECTURES = (75, 80, 90)
-FP32 = ("DELTA", "INVERSE_RMS", "LOSSES", "LSE", "PARTIAL", "SCALE")  # pointers whose type is not the tensors'
-FLOATS = ("back", "eps", "scale")  # arguments that are no pointers and no integers
+FP32 = ("DELTA", "INVERSE_RMS", "LOSSES", "LSE", "PARTIAL", "SCALE")  # pointers to fp32, whatever the tensors' dtype
+FLOATS = ("back", "eps", "scale")  # arguments that are neither pointers nor integers
 
 
 class Compiled(NamedTuple):
-    """What became of a kernel for one architecture; registers are a thread's, the rest is bytes."""
+    """A kernel compiled for one architecture: registers per thread; spills and shared memory in bytes."""
 
     kernel: str
     dtype: str
@@ -50,8 +50,8 @@ def kernels(arch: int) -> Iterator[tuple[str, str, str, dict[str, Any], dict[str
         for kernel in ("softmax_wide", "softmax_backward"):
             yield "softmax", kernel, dtype, {"BLOCK": tile}, {"num_warps": warps(tile)}
         for kernel in ("forward_kernel", "backward_kernel"):
-            held = hidden if kernel == "forward_kernel" else 2 * hidden  # backward holds the sums of dweight too
-            yield "rms_norm", kernel, dtype, {"BLOCK": hidden}, {"num_warps": warps(held)}
+            values = hidden if kernel == "forward_kernel" else 2 * hidden  # backward has the sums of dweight too
+            yield "rms_norm", kernel, dtype, {"BLOCK": hidden}, {"num_warps": warps(values)}
             yield "swiglu", kernel, dtype, {"BLOCK": 1024}, {}
         for back in (False, True):
             yield "rope", "rope_kernel", dtype, {"BACK": back, "BLOCK_H": 32, "BLOCK_K": 8, "BLOCK_D": 64}, {}
@@ -69,7 +69,7 @@ def kernels(arch: int) -> Iterator[tuple[str, str, str, dict[str, Any], dict[str
 
 
 def compile_kernel(file: str, name: str, dtype: str, constants: dict[str, Any], options: dict, arch: int) -> Compiled:
-    """Compile one kernel for sm_`arch`. Pointers are taken as aligned to 16 bytes, as PyTorch's are."""
+    """Compile one kernel for sm_`arch`. Pointers are assumed to be aligned to 16 bytes, as PyTorch's are."""
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import get_ptxas
 
@@ -90,16 +90,20 @@ def compile_kernel(file: str, name: str, dtype: str, constants: dict[str, Any], 
         if kind.startswith("*") or (kind == "i32" and argument[-2:] in ("_b", "_h", "_t"))
     }
     source = triton.compiler.ASTSource(kernel, signature, constants, aligned)
-    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    target, *_ = re.findall(r"\.target (\w+)", made.asm["ptx"])  # sm_90a where it uses Hopper's own matrix instructions
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    target, *_ = re.findall(r"\.target (\w+)", compiled.asm["ptx"])  # sm_90a if it uses Hopper's matrix instructions
     with tempfile.TemporaryDirectory() as folder:
-        (path := Path(folder, "kernel.ptx")).write_text(made.asm["ptx"])
+        (path := Path(folder, "kernel.ptx")).write_text(compiled.asm["ptx"])
         assemble = [get_ptxas(arch).path, "-v", f"--gpu-name={target}", str(path), "-o", str(path) + ".cubin"]
-        said = subprocess.run(assemble, capture_output=True, text=True, check=True).stderr
+        ptxas = subprocess.run(assemble, capture_output=True, text=True, check=True)
     label = f"{file}.{name}" + "".join(f" {key}={value}" for key, value in constants.items())
-    registers, *_ = re.findall(r"Used (\d+) registers", said)
-    spills = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", said)))
-    return Compiled(label, dtype, arch, int(registers), spills, made.metadata.shared)
+    return Compiled(label, dtype, arch, *registers_and_spills(ptxas.stderr), compiled.metadata.shared)
+
+
+def registers_and_spills(output: str) -> tuple[int, int]:
+    """Return registers per thread and bytes spilled, from the output of `ptxas -v` for one kernel."""
+    registers, *_ = re.findall(r"Used (\d+) registers", output)
+    return int(registers), sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", output)))
 
 
 @click.command()
@@ -108,7 +112,7 @@ def compile_kernel(file: str, name: str, dtype: str, constants: dict[str, Any], 
 @click.option("--dtype", "wanted_dtype", type=click.Choice(["fp32", "fp16", "bf16"]), help="Only this one.")
 @click.option("--head", type=int, help="Of attention's kernels, only this head size.")
 def main(arch: tuple[str, ...], wanted: str, wanted_dtype: str | None, head: int | None) -> None:
-    """Compile the Triton kernels and print registers a thread, bytes spilled and bytes of shared memory."""
+    """Compile the Triton kernels and print registers per thread, bytes spilled and bytes of shared memory."""
     if triton is None or INTERPRETED:
         click.echo("needs Triton, and a process without TRITON_INTERPRET=1: the interpreter compiles nothing", err=True)
         sys.exit(2)

@@ -1,4 +1,4 @@
-// What Python calls: it allocates the results and launches the kernel on PyTorch's current stream.
+// The function that Python calls: it allocates the results and launches the kernel on PyTorch's current stream.
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>

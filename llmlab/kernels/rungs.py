@@ -1,4 +1,7 @@
-"""Which rung runs here, and what the kernels share. Triton has wheels for Linux alone; rungs 0 to 2 need none."""
+"""Choice of the rung that runs on this machine, and helpers that the kernels share.
+
+Triton has wheels for Linux only; rungs 0 to 2 do without it.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +24,15 @@ except ImportError:
 RUNGS = ("naive PyTorch", "better PyTorch", "torch.compile", "Triton forward", "Triton forward and backward")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # Triton's rungs compute in fp32: fp64 would lose half its bits
 FLOATS = (*DTYPES, torch.float64)
-MAX_ROW = 65536  # columns that a program still holds in registers: 16 warps, 128 values a thread
+MAX_ROW = 65536  # the most columns that one program holds in registers: 16 warps, 128 values per thread
 
 # Triton decides once, when it is imported, whether it compiles or interprets.
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
-CAST_BF16 = None if triton is None else tl.constexpr(INTERPRETED)  # as a kernel's global: see `dot`
+CAST_BF16 = None if triton is None else tl.constexpr(INTERPRETED)  # a constexpr, because `dot` reads it as a global
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """Return triton.jit(function); where Triton is missing the function itself, which `choose` never lets run."""
+    """Return triton.jit(function), or without Triton the function itself, which `choose` never lets run."""
     return function if triton is None else triton.jit(function)
 
 
@@ -43,16 +46,16 @@ def dot(a, b):
 
 @jit
 def absorb(highest, total, x):
-    """A tile more of a row: the new maximum, and Σ exp(x − maximum) over all tiles (arXiv 1805.02867, algorithm 3).
+    """Add a tile x of a row: return the new maximum, and Σ exp(x − maximum) so far (arXiv 1805.02867, algorithm 3).
 
-    Begin with -inf and 0. The maximum stays finite, or a first tile of -inf alone would give inf - inf.
+    Begin with -inf and 0. The maximum is kept finite: a first tile of nothing but -inf would give inf - inf.
     """
     higher = tl.maximum(tl.maximum(highest, tl.max(x, 0)), -3.4028234663852886e38)
     return higher, total * tl.exp(highest - higher) + tl.sum(tl.exp(x - higher), 0)
 
 
 def here(*tensors: Tensor) -> tuple[int, ...]:
-    """Return the rungs that run on these tensors in this process: all five, or those without Triton."""
+    """Return the rungs that run on these tensors in this process: all five, or the three without Triton."""
     return (0, 1, 2) if missing(tensors) else (0, 1, 2, 3, 4)
 
 
@@ -60,11 +63,11 @@ def choose(rung: int | None, *tensors: Tensor) -> int:
     """Return the rung to run on these floating-point tensors: the given one, or the best that runs here.
 
     Raises SpecError for a rung that is not in 0 … 4, for other dtypes and for tensors on different devices;
-    NotAvailable, with what runs instead, where rung 3 or 4 lacks Triton, the GPU or the dtype.
+    NotAvailable, with the rungs that do run, if rung 3 or 4 lacks Triton, the GPU or the dtype.
     """
     if rung is not None and (type(rung) is not int or rung not in range(len(RUNGS))):  # 3.0 and True are in the range
         allowed = ", ".join(f"{number} ({name})" for number, name in enumerate(RUNGS))
-        raise SpecError(f"rung={rung!r} is no rung; allowed: {allowed}")
+        raise SpecError(f"rung={rung!r} is not a rung; allowed: {allowed}")
     for t in tensors:
         if t.dtype not in FLOATS:  # rung 0 would round a softmax of integers to zeros
             raise SpecError(f"a tensor is {t.dtype}; give float32, float16, bfloat16 or float64")
@@ -80,14 +83,14 @@ def choose(rung: int | None, *tensors: Tensor) -> int:
 
 
 def only_fused(inplace: bool, rung: int) -> bool:
-    """Return `inplace`; SpecError where it is asked of another rung than 4, which alone can write over its inputs."""
+    """Return `inplace`; SpecError if it is True for another rung than 4, the only one that can overwrite its inputs."""
     if inplace and rung != 4:
         raise SpecError(f"inplace=True is for rung 4 (this is rung {rung}); leave it out")
     return inplace
 
 
 def missing(tensors: tuple[Tensor, ...]) -> str | None:
-    """Return what keeps Triton's rungs from running on these tensors, None if nothing does."""
+    """Return the reason why Triton's rungs cannot run on these tensors, None if they can."""
     if triton is None:
         return "needs Triton, which is not installed here and has no wheel for macOS or Windows"
     for t in tensors:
@@ -108,12 +111,12 @@ def missing(tensors: tuple[Tensor, ...]) -> str | None:
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch.compile(function), one for all calls, so that it recompiles for new shapes and not for each call."""
+    """Return torch.compile(function), the same one in all calls, so that only new shapes are compiled again."""
     return torch.compile(function)
 
 
 def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors as torch.autocast gives them to a matrix product: where it is on, in its dtype."""
+    """Return the tensors as torch.autocast gives them to a matrix product: in its dtype if it is on."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
@@ -128,11 +131,11 @@ def check_columns(x: Tensor) -> None:
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """Return x as (rows, columns) with neighbouring columns: a view where strides allow, else a copy."""
+    """Return x as (rows, columns) with adjacent columns in memory: a view if strides allow it, else a copy."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def warps(block: int) -> int:
-    """Return how many warps share `block` values: 16 values a thread where that is allowed."""
+    """Return how many warps share `block` values: 16 values per thread, within 1 to 16 warps."""
     return min(16, max(1, block // 512))

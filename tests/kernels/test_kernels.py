@@ -517,8 +517,8 @@ X, Q = torch.ones(2, 8), torch.ones(1, 4, 3, 8)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: kernels.softmax(X, rung=5), r"rung=5 is no rung; allowed: 0 \(naive PyTorch\)"),
-        (lambda: kernels.softmax(X, rung=3.0), r"rung=3.0 is no rung"),
+        (lambda: kernels.softmax(X, rung=5), r"rung=5 is not a rung; allowed: 0 \(naive PyTorch\)"),
+        (lambda: kernels.softmax(X, rung=3.0), r"rung=3.0 is not a rung"),
         (lambda: kernels.softmax(X[0, 0]), r"shape \(\) has no columns; give \(..., N\), N >= 1"),
         (lambda: kernels.softmax(X.long(), rung=0), "a tensor is torch.int64; give float32, float16, bfloat16"),
         (lambda: kernels.rms_norm(X[:, :0], X[0, :0]), r"shape \(2, 0\) has no columns"),

@@ -10,13 +10,14 @@ from llmlab import data, quantize
 from llmlab.architectures.small import small_ids, small_model
 from llmlab.base.errors import NotAvailable, SpecError
 from llmlab.evaluate.perplexity import perplexity
+from llmlab.formulas.time.quantized_linear import linear_seconds
 from llmlab.quantize.algorithms.gptq import gptq_direct
 from llmlab.quantize.algorithms.qat import QATLinear
 from llmlab.quantize.algorithms.rtn import layer_error, rtn
 from llmlab.quantize.formats import affine, kv, nf4
 from llmlab.quantize.modules import Int8Linear, SmoothLinear
 from llmlab.quantize.whole import inputs_of, linears, quantize_model, replace_linears
-from llmlab.techniques.quantization import linear_seconds, relative_error, with_outliers
+from llmlab.techniques.quantization import relative_error, with_outliers
 
 GROUP = 64
 
@@ -147,7 +148,7 @@ def test_awq_saves_what_loud_channels_multiply(model, calibration):
 
 
 def test_outliers_of_no_power_of_two_are_refused(model):
-    with pytest.raises(SpecError, match="factor=10 is no power of two"):
+    with pytest.raises(SpecError, match="factor=10 is not a power of two"):
         with_outliers(model, factor=10)
 
 

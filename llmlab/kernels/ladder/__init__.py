@@ -1,1 +1,1 @@
-"""One file a kernel, five rungs a file."""
+"""The kernels of a Llama block, one file per kernel with its five rungs."""

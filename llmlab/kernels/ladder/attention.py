@@ -1,19 +1,19 @@
 """Attention: softmax(q·kᵀ / √D)·v, causal or not, with grouped heads (FlashAttention-2, Dao, arXiv 2307.08691).
 
-    B  batch    H  query heads    K  key and value heads    G  H / K    T  tokens    D  head size    b  bytes of a value
+    B  batch    H  query heads    K  key and value heads    G  H / K    T  tokens    D  head size    b  bytes per value
     M, N  query and key rows of a tile
 
-Bytes moved by the forward pass for a head (q, k, v and out are 4·T·D·b), if nothing stays in a cache, and what is kept:
+Bytes moved by the forward pass of a head (q, k, v and out are 4·T·D·b), if nothing stays in a cache; tensors it saves:
 
-    0  scores, scale, mask, softmax, product: 4·T·D·b + 10·T²·b     keeps T² probabilities a head, and the mask
-    1  4·T·D·b at least: SDPA takes the best of its backends        keeps q, k, v, out, logsumexp (its math: more)
-    2  rung 0 with scale, mask and softmax in one kernel: 4·T·D·b + 4·T²·b     the matmuls still pass T² on
-    3  T/M tiles of queries read k and v: 2·T·D·b·(1 + T/M), half of T/M if causal     keeps q, k, v, out, logsumexp
-    4  the same; backward is three kernels that make the probabilities again: no T² in memory in either pass
+    0  scores, scale, mask, softmax, product: 4·T·D·b + 10·T²·b     saves T² probabilities per head, and the mask
+    1  4·T·D·b at least: SDPA takes the best of its backends        saves q, k, v, out, logsumexp ("math": more)
+    2  rung 0 with scale, mask and softmax in one kernel: 4·T·D·b + 4·T²·b     T² still passes between the matmuls
+    3  T/M tiles of queries read k and v: 2·T·D·b·(1 + T/M), half of T/M if causal     saves q, k, v, out, logsumexp
+    4  the same; backward is three kernels that recompute the probabilities: no T² in memory in either pass
 
-All rungs do O(T²) FLOPs. While k and v of a head fit in the L2 cache, most of the T/M readings come from there.
-`llmlab.formulas.time.attention_traffic` counts these bytes, backward too. Rung 4's backward does 7 products, as it
-makes the scores twice, where FlashAttention-2 does 5 and adds up dq by atomics.
+All rungs do O(T²) FLOPs. While k and v of a head fit in the L2 cache, most of the T/M reads come from there.
+`llmlab.formulas.time.attention_traffic` counts these bytes, backward too. Rung 4's backward does 7 products, because it
+computes the scores twice, where FlashAttention-2 does 5 and adds up dq by atomics.
 """
 
 from __future__ import annotations
@@ -37,42 +37,41 @@ MAX_HEAD = 128
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, *, rung: int | None = None) -> Tensor:
     """Return softmax(q·kᵀ / √D)·v, (B, H, T, D), in q's dtype. q: (B, H, T, D), k and v: (B, K, T, D), K divides H.
 
-    Under torch.autocast in its dtype, as SDPA.
-
-    Raises SpecError where the shapes do not fit, and in rungs 3 and 4 for heads over 128 channels.
+    Under torch.autocast it computes in autocast's dtype, as SDPA does. Raises SpecError if the shapes do not fit, and
+    in rungs 3 and 4 for heads over 128 channels.
     """
     q, k, v = as_autocast(q, k, v)
     check_attention(q, k, v)
-    old = q.is_cuda and torch.cuda.get_device_capability(q.device) < (8, 0)  # Triton leaves its tensor cores idle
+    old = q.is_cuda and torch.cuda.get_device_capability(q.device) < (8, 0)  # Triton does not use its tensor cores
     if rung is None and (old or q.shape[-1] > MAX_HEAD):
         rung = 1
     return LADDER[choose(rung, q, k, v)](q, k, v, causal)
 
 
 def attention0(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Rung 0: the formula, an operator a line; T² scores a head go through memory several times."""
+    """Rung 0: the formula, one operator per line; T² scores per head go through memory several times."""
     return standard_attention(q, k, v, causal)
 
 
 def attention1(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Rung 1: PyTorch's SDPA. The heads are expanded, because not all of its backends know grouped ones."""
+    """Rung 1: PyTorch's SDPA. Key heads are expanded, because not all of its backends take grouped ones."""
     group = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(group, dim=1) if group > 1 else t for t in (k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
 def attention2(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Rung 2: rung 0 unchanged. Inductor may know the pattern and call SDPA; else the scores remain."""
+    """Rung 2: rung 0 unchanged. Inductor may recognize the pattern and call SDPA; otherwise the scores remain."""
     return compiled(standard_attention)(q, k, v, causal)
 
 
 def attention3(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Rung 3: a program a tile of queries, which walks over the keys; backward is the tiled one in PyTorch."""
+    """Rung 3: one program per tile of queries, which loops over the keys; backward is the tiled one in PyTorch."""
     return Attention.apply(q, k, v, causal, False)
 
 
 def attention4(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Rung 4: backward in Triton: one kernel for dk and dv, a program a tile of keys, and one for dq: no atomics."""
+    """Rung 4: backward in Triton, without atomics: a kernel for dk and dv, one program per tile of keys, one for dq."""
     return Attention.apply(q, k, v, causal, True)
 
 
@@ -119,7 +118,7 @@ class Attention(torch.autograd.Function):
                 keys_kernel[(B * K * triton.cdiv(T, settings["N"]),)](
                     q_, k_, v_, dout_, lse, delta, dk, dv, *strides, *sizes, **settings
                 )
-                # keys_kernel holds sums of N rows, this one of M rows: their roles change.
+                # keys_kernel has sums of N rows, this one of M rows: swap them.
                 settings["M"], settings["N"] = settings["N"], settings["M"]
                 queries_kernel[(B * H * triton.cdiv(T, settings["M"]),)](
                     q_, k_, v_, dout_, lse, delta, dq, *strides, *sizes, **settings
@@ -128,7 +127,7 @@ class Attention(torch.autograd.Function):
 
 
 def one_after_another(x: Tensor) -> Tensor:
-    """Return x with the channels of a head one after another in memory; other strides are the kernels' to know."""
+    """Return x with the channels of a head adjacent in memory; the kernels are told the other strides."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -139,30 +138,30 @@ def tiles(x: Tensor, backward: bool) -> dict[str, int]:
 
 
 def tiles_for(head: int, itemsize: int, capability: tuple[int, int], backward: bool) -> dict[str, int]:
-    """As `tiles`, from bytes of a value and compute capability.
+    """As `tiles`, from bytes per value and compute capability.
 
-    Chosen so that tiles fit in shared memory (64 KiB before 8.0, 99 KiB or more from it on) and sums in registers:
+    Chosen so that tiles fit in shared memory (64 KiB before 8.0, 99 KiB or more from 8.0 on) and sums in registers:
     eight warps have twice the registers of four. `python -m llmlab.kernels.ptx` shows both. For each byte of k and v
-    that a program reads, forward does M FLOP in half precision: with 128 rows the second-level cache keeps up.
+    that a program reads, forward does M FLOP in half precision: with 128 rows the L2 cache keeps up.
     """
     wide = head > 64
     if itemsize == 4:  # no tensor cores without TF32: the products themselves take registers
-        # Backward of heads between, where channels are masked, spills with eight.
+        # Backward of a head size between these, where channels are masked, spills with eight warps.
         warps = 8 if (32 < head <= 64 or head == MAX_HEAD if backward else wide) else 4
         return {"M": 32, "N": 16 if wide else 32, "num_warps": warps, "num_stages": 1}
-    if capability < (8, 0):  # Triton's dot does not use these tensor cores: multiply-adds, in registers too
+    if capability < (8, 0):  # Triton's dot does not use these tensor cores: the products take registers too
         rows = 16 if wide else 32
         return {"M": rows, "N": rows, "num_warps": 8, "num_stages": 1}
     warps = 8 if wide else 4
     if backward:
         return {"M": 32, "N": 64, "num_warps": warps, "num_stages": 1 if wide else 2}
     columns = 32 if wide and capability < (9, 0) else 64  # 64 would spill
-    return {"M": 128, "N": columns, "num_warps": warps, "num_stages": 3}  # tiles on their way while one is multiplied
+    return {"M": 128, "N": columns, "num_warps": warps, "num_stages": 3}  # loads tiles while one is multiplied
 
 
 @jit
 def place(H, T, ROWS: tl.constexpr):
-    """(batch, head, first row) of this program; the last tiles come first, which have most to do if causal."""
+    """Return (batch, head, first row) of this program; the last tiles, with the most work if causal, come first."""
     count = tl.cdiv(T, ROWS)
     head = tl.program_id(0) // count
     return (head // H).to(tl.int64), (head % H).to(tl.int64), (count - 1 - tl.program_id(0) % count) * ROWS
@@ -170,7 +169,7 @@ def place(H, T, ROWS: tl.constexpr):
 
 @jit
 def load_tile(X, start, stride, T, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """Rows start … start + ROWS of a (T, D) matrix, zero outside of it."""
+    """Return rows start … start + ROWS of a (T, D) matrix, zero outside it."""
     rows, channels = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
     X += tl.cast(start, tl.int64) * stride  # one int64; inside the tile int32 is enough, which takes half the registers
     return tl.load(X + rows * stride + channels, mask=(start + rows < T) & (channels < D), other=0.0)
@@ -186,7 +185,7 @@ def store_tile(X, x, start, T, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.co
 def forward_tile(out, highest, total, q, K, V, first, start, k_t, v_t, T, scale, CAUSAL: tl.constexpr,
                  D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
                  EDGE: tl.constexpr):  # fmt: skip
-    """One step of online softmax: the keys start … start + N, in powers of 2. EDGE: the diagonal, or the last tile."""
+    """One step of online softmax, in powers of 2: the keys start … start + N. EDGE: the diagonal, or the last tile."""
     k = load_tile(K, start, k_t, T, D, WIDTH, N)
     v = load_tile(V, start, v_t, T, D, WIDTH, N)
     scores = dot(q, tl.trans(k))
@@ -235,7 +234,7 @@ def forward_kernel(Q, K, V, OUT, LSE, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_
 
 @jit
 def delta_kernel(OUT, DOUT, DELTA, do_b, do_h, do_t, T, H, D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr):
-    """delta = Σ out · dout over a row, which is Σ p · dp: all that softmax's backward needs of a whole row."""
+    """delta = Σ out · dout over a row, which is Σ p · dp: the only sum over a row that softmax's backward needs."""
     b, h, first = place(H, T, M)
     head = (b * H + h) * T
     out = load_tile(OUT + head * D, first, D, T, D, WIDTH, M).to(tl.float32)
@@ -246,7 +245,7 @@ def delta_kernel(OUT, DOUT, DELTA, do_b, do_h, do_t, T, H, D: tl.constexpr, WIDT
 
 @jit
 def again(x, y, lse, rows, columns, T, scale, CAUSAL: tl.constexpr, EDGE: tl.constexpr):
-    """The tile of p, made a second time: x and y are q and k; or, transposed, the reverse.
+    """Recompute the tile of p: x and y are q and k, or k and q for its transpose.
 
     lse and rows run along the queries' side of the tile, columns along the keys'. EDGE as in `forward_tile`.
     """
@@ -255,13 +254,13 @@ def again(x, y, lse, rows, columns, T, scale, CAUSAL: tl.constexpr, EDGE: tl.con
         seen = columns < T
         if CAUSAL:
             seen = seen & (columns <= rows)
-        p = tl.where(seen, p, 0.0)  # a score that is not seen may overflow
+        p = tl.where(seen, p, 0.0)  # where, because a masked score may overflow
     return p
 
 
 @jit
 def statistics(LSE, DELTA, rows, T):
-    """lse, in powers of 2, and delta of these rows; inf past the last one, so that p is 0 there."""
+    """Return lse, in powers of 2, and delta of these rows; inf past the last one, so that p is 0 there."""
     lse = tl.load(LSE + rows, mask=rows < T, other=float("inf")) * 1.4426950408889634
     return lse, tl.load(DELTA + rows, mask=rows < T, other=0.0)
 
@@ -270,7 +269,7 @@ def statistics(LSE, DELTA, rows, T):
 def keys_kernel(Q, K, V, DOUT, LSE, DELTA, DK, DV, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t,
                 T, H, GROUP, scale, back, CAUSAL: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr,
                 N: tl.constexpr):  # fmt: skip
-    """dk and dv of N keys: walks over the queries that see them, in all the heads that read them."""
+    """dk and dv of N keys: loops over the queries that see them, in all the heads that read them."""
     b, kv_head, first = place(H // GROUP, T, N)
     first = (tl.cdiv(T, N) - 1) * N - first  # if causal, the first keys are seen by most queries
     k = load_tile(K + b * k_b + kv_head * k_h, first, k_t, T, D, WIDTH, N)
@@ -300,7 +299,7 @@ def keys_kernel(Q, K, V, DOUT, LSE, DELTA, DK, DV, q_b, q_h, q_t, k_b, k_h, k_t,
 @jit
 def queries_tile(dq, q, dout, lse, delta, rows, K, V, start, k_t, v_t, T, scale, CAUSAL: tl.constexpr,
                  D: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, EDGE: tl.constexpr):  # fmt: skip
-    """Add to dq what the keys start … start + N give."""
+    """Add the keys start … start + N to dq."""
     columns = start + tl.arange(0, N)
     k = load_tile(K, start, k_t, T, D, WIDTH, N)
     v = load_tile(V, start, v_t, T, D, WIDTH, N)
@@ -313,7 +312,7 @@ def queries_tile(dq, q, dout, lse, delta, rows, K, V, start, k_t, v_t, T, scale,
 def queries_kernel(Q, K, V, DOUT, LSE, DELTA, DQ, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t,
                    T, H, GROUP, scale, back, CAUSAL: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
                    M: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    """dq of M queries: walks over the keys that they see."""
+    """dq of M queries: loops over the keys that they see."""
     b, h, first = place(H, T, M)
     K, V = K + b * k_b + h // GROUP * k_h, V + b * v_b + h // GROUP * v_h
     head = (b * H + h) * T

@@ -1,13 +1,13 @@
 """Cross entropy: the mean of logsumexp(logits) − logits[target] over rows whose target is not −100.
 
-    R  rows (tokens)     V  vocabulary     b  bytes of a logit
+    R  rows (tokens)     V  vocabulary     b  bytes per logit
 
 Bytes moved by the forward pass, if nothing stays in a cache, and the extra memory for backward:
 
-    0  cast, max, subtract, exp, sum, subtract the log: (b + 4 + 4 + 8 + 8 + 4 + 8)·R·V     keeps log-softmax, 4·R·V
-    1  cast, log_softmax: (b + 4 + 4 + 4)·R·V                                               keeps log-softmax, 4·R·V
-    2  b·R·V: one kernel, the cast included (rows it cannot hold: read again)
-    3  b·R·V: each row once; the loss and logsumexp, 8 bytes a row, come out     keeps the logits alone
+    0  cast, max, subtract, exp, sum, subtract the log: (b + 4 + 4 + 8 + 8 + 4 + 8)·R·V     saves log-softmax, 4·R·V
+    1  cast, log_softmax: (b + 4 + 4 + 4)·R·V                                               saves log-softmax, 4·R·V
+    2  b·R·V: one kernel with the cast in it (it reads very long rows again)
+    3  b·R·V: reads each row once, writes its loss and logsumexp, 8 bytes per row     saves only the logits
     4  the same; backward is one kernel, 2·b·R·V, and with inplace=True its result overwrites the logits: no new memory
 """
 
@@ -24,15 +24,15 @@ from ...base.errors import SpecError
 from ..rungs import absorb, check_columns, choose, compiled, jit, tl, triton, warps
 
 IGNORE = -100  # the target that PyTorch and Hugging Face leave out
-TILE = 8192  # columns that a program holds at a time
+TILE = 8192  # columns that a program has in registers at a time
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, *, rung: int | None = None, inplace: bool = False) -> Tensor:
     """Return the mean loss in nats, an fp32 scalar (fp64 for fp64 logits). logits: (..., V), targets: (...), int64.
 
-    A target of −100 is left out; all of them: NaN, as in PyTorch. Another target outside 0 … V − 1 gives NaN in rungs 3
-    and 4, an error in the others. `inplace` (rung 4): backward writes the gradient over the logits, so the logits, and
-    a second backward, are lost. Raises SpecError where shapes do not fit.
+    A target of −100 is left out; if all are, the mean is NaN, as in PyTorch. Any other target outside 0 … V − 1 gives
+    NaN in rungs 3 and 4, an error in the others. `inplace` (rung 4): backward writes the gradient over the logits, so
+    they are lost, and a second backward is refused. Raises SpecError if shapes do not fit.
     """
     check_columns(logits)
     if targets.shape != logits.shape[:-1] or targets.dtype != torch.int64:
@@ -50,7 +50,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, rung: int | None = None, i
 
 
 def cross_entropy0(logits_RV: Tensor, targets_R: Tensor) -> Tensor:
-    """Rung 0: the formula, an operator a line, in fp32: a sum of 128,256 terms is no work for bf16."""
+    """Rung 0: the formula, one operator per line, in fp32: a sum of 128,256 terms needs more bits than bf16 has."""
     values = logits_RV.float() if logits_RV.dtype in (torch.float16, torch.bfloat16) else logits_RV
     shifted = values - values.amax(-1, keepdim=True)
     log_softmax = shifted - torch.exp(shifted).sum(-1, keepdim=True).log()
@@ -66,12 +66,12 @@ def cross_entropy1(logits_RV: Tensor, targets_R: Tensor) -> Tensor:
 
 
 def cross_entropy2(logits_RV: Tensor, targets_R: Tensor) -> Tensor:
-    """Rung 2: rung 0 unchanged; the fp32 copy is gone, because the cast is in the kernel that reads it."""
+    """Rung 2: rung 0 unchanged; there is no fp32 copy, because the kernel that reads the logits casts them."""
     return compiled(cross_entropy0)(logits_RV, targets_R)
 
 
 def cross_entropy3(logits_RV: Tensor, targets_R: Tensor) -> Tensor:
-    """Rung 3: a program a row; maximum and sum in one pass, tile by tile (online softmax)."""
+    """Rung 3: one program per row; maximum and sum in one pass, tile by tile (online softmax)."""
     return CrossEntropy.apply(logits_RV, targets_R, False, False)
 
 
@@ -102,7 +102,7 @@ class CrossEntropy(torch.autograd.Function):
         scale = (gradient / count).float()
         if ctx.fused:
             out = logits_RV if ctx.inplace else torch.empty_like(logits_RV)
-            if ctx.inplace:  # autograd cannot see what a kernel writes: told, it refuses a second backward
+            if ctx.inplace:  # tells autograd, which cannot see what a kernel writes, to refuse a second backward
                 torch.autograd.graph.increment_version(logits_RV)
             return gradient_rows(logits_RV, targets_R, lse_R, scale, out), None, None, None
         counted = targets_R != IGNORE
@@ -149,7 +149,7 @@ def loss_kernel(X, TARGETS, LOSSES, LSE, stride_x, stride_t, V, IGNORED: tl.cons
         highest, total = absorb(highest, total, x)
     lse = highest + tl.log(total)
     target = tl.load(TARGETS + row * stride_t)
-    known = (target >= 0) & (target < V)  # another row's memory is not read for a wrong target
+    known = (target >= 0) & (target < V)  # a wrong target must not read another row's memory
     picked = tl.load(X + row * stride_x + target, mask=known, other=float("nan")).to(tl.float32)
     tl.store(LSE + row, lse)
     tl.store(LOSSES + row, tl.where(target == IGNORED, 0.0, lse - picked))

@@ -1,16 +1,16 @@
-"""The output layer and its loss in one: cross_entropy(hidden · weightᵀ, targets), without holding the logits.
+"""The output layer and its loss in one: cross_entropy(hidden · weightᵀ, targets), without all logits in memory.
 
-    R  rows (tokens)     C  hidden size     V  vocabulary     r  rows of a chunk     b  bytes of a value
+    R  rows (tokens)     C  hidden size     V  vocabulary     r  rows of a chunk     b  bytes per value
 
-What is in memory besides hidden, weight and their gradients, and the matmuls of a step (2·R·C·V FLOP each):
+Memory besides hidden, weight and their gradients, and the number of matmuls of a step (2·R·C·V FLOP each):
 
     0  logits and their gradient in b, and four to five copies in fp32: about (2·b + 16)·R·V     3
-    1  a chunk of them, (2·b + 12)·r·V; the gradients are made with the loss, in forward         3
+    1  a chunk of those, (2·b + 12)·r·V; forward computes the gradients with the loss            3
     2  the logits and their gradient, 2·b·R·V: Inductor fuses the loss, not the matmuls          3
-    3  a chunk, b·r·V, in backward (2·b + 4)·r·V: only logsumexp is kept, the logits made again  4
-    4  a chunk, b·r·V, over which its gradient is written                                        3
+    3  a chunk, b·r·V, in backward (2·b + 4)·r·V: saves only logsumexp, recomputes the logits    4
+    4  a chunk, b·r·V, which its gradient overwrites                                             3
 
-Rungs 1 and 4 hold the gradients from forward on, so a loss that nobody differentiates should be taken under no_grad.
+Rungs 1 and 4 hold the gradients from forward on: compute a loss that needs no backward under no_grad.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return the mean loss in nats, an fp32 scalar. hidden: (..., C), weight: (V, C), targets: (...), int64.
 
-    A target of −100 is left out; others outside 0 … V − 1 are as in `cross_entropy`. `chunk`: rows whose logits are
-    held at once (rungs 1, 3, 4); by default so many that they take what hidden takes, and at least 128. Raises
-    SpecError where shapes or dtypes do not fit.
+    A target of −100 is left out; others outside 0 … V − 1 are as in `cross_entropy`. `chunk`: rows whose logits are in
+    memory at once (rungs 1, 3, 4); by default as many as take the memory of hidden, but at least 128. Raises SpecError
+    if shapes or dtypes do not fit.
     """
     check_columns(hidden)
     hidden, weight = as_autocast(hidden, weight)
@@ -53,12 +53,12 @@ def linear_cross_entropy(
 
 
 def linear_cross_entropy0(hidden_RC: Tensor, weight_VC: Tensor, targets_R: Tensor, chunk: int) -> Tensor:
-    """Rung 0: all the logits, and an operator a line."""
+    """Rung 0: all the logits, and one operator per line."""
     return cross_entropy0(F.linear(hidden_RC, weight_VC), targets_R)
 
 
 def linear_cross_entropy1(hidden_RC: Tensor, weight_VC: Tensor, targets_R: Tensor, chunk: int) -> Tensor:
-    """Rung 1: chunks of rows. A row's loss and gradient need that row alone, so a chunk can be forgotten."""
+    """Rung 1: chunks of rows. A row's loss and gradient need only that row, so each chunk can be freed."""
     return Gradients.apply(hidden_RC, weight_VC, targets_R, chunk, False, torch.is_grad_enabled())
 
 
@@ -68,7 +68,7 @@ def linear_cross_entropy2(hidden_RC: Tensor, weight_VC: Tensor, targets_R: Tenso
 
 
 def linear_cross_entropy3(hidden_RC: Tensor, weight_VC: Tensor, targets_R: Tensor, chunk: int) -> Tensor:
-    """Rung 3: a chunk's loss is a Triton kernel; backward makes its logits again: one matmul more, no gradient held."""
+    """Rung 3: a chunk's loss is a Triton kernel; backward recomputes its logits, with one more matmul."""
     return Again.apply(hidden_RC, weight_VC, targets_R, chunk)
 
 
@@ -87,10 +87,11 @@ LADDER = (
 
 
 class Gradients(torch.autograd.Function):
-    """Loss and gradients in forward. dweight is summed in weight's dtype, rounded once a chunk, as in accumulation.
+    """Loss and gradients in forward. dweight is summed in weight's dtype, rounded once per chunk, as in accumulation.
 
-    GradScaler's factor comes with backward, when what fp16 cannot hold is lost already, and the mean's 1/R does that to
-    most of softmax. So the gradients are R times as large until then, dweight √R times: whole, its sum could overflow.
+    GradScaler's factor arrives in backward, too late for gradients that underflow in fp16 in forward, as most of
+    softmax does after the mean's 1/R. So until then the gradients are R times as large; dweight only √R times, because
+    its sum could overflow.
     """
 
     @staticmethod
@@ -102,7 +103,7 @@ class Gradients(torch.autograd.Function):
         dweight = torch.zeros_like(weight_VC) if need_weight else None
         count = (targets_R != IGNORE).sum().to(torch.float64 if hidden_RC.dtype == torch.float64 else torch.float32)
         bits = round(math.log2(max(len(hidden_RC), 1)))  # powers of 2, which round nothing
-        larger, root = 2.0**bits, 2.0 ** (bits // 2)
+        larger, root = 2.0**bits, 2.0 ** (bits // 2)  # about R and √R
         scale, loss = larger / count, torch.zeros_like(count)
         for start in range(0, len(hidden_RC), chunk):
             part = slice(start, start + chunk)
@@ -122,13 +123,13 @@ class Gradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        # In place: a copy of dweight would take V·C more. A second backward finds them changed, and autograd says so.
+        # In place: a copy of dweight would take V·C more. Autograd refuses a second backward, which finds them changed.
         pairs = zip(ctx.saved_tensors, ctx.larger, strict=True)
         return *(None if d is None else d.mul_(gradient / larger) for d, larger in pairs), None, None, None, None
 
 
 def with_pytorch(logits: Tensor, targets: Tensor, scale: Tensor, graded: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the summed loss of a chunk and the gradient of its logits."""
+    """Return the summed loss of a chunk, and the gradient of its logits if `graded`."""
     counted = targets != IGNORE
     targets = targets.where(counted, 0)[:, None]
     log_softmax = torch.log_softmax(logits.to(scale.dtype), dim=-1)
@@ -141,19 +142,19 @@ def with_pytorch(logits: Tensor, targets: Tensor, scale: Tensor, graded: bool) -
 
 
 def with_triton(logits: Tensor, targets: Tensor, scale: Tensor, graded: bool) -> tuple[Tensor, Tensor | None]:
-    """The same; the gradient is in the logits' memory."""
+    """As `with_pytorch`; the gradient overwrites the logits."""
     losses, lse = loss_rows(logits, targets)
     return losses.sum(), gradient_rows(logits, targets, lse, scale, logits) if graded else None
 
 
 class Again(torch.autograd.Function):
-    """Saves hidden, weight and logsumexp, and makes each chunk of logits twice."""
+    """Saves hidden, weight and logsumexp, and computes each chunk of logits twice."""
 
     @staticmethod
     def forward(ctx: Any, hidden_RC: Tensor, weight_VC: Tensor, targets_R: Tensor, chunk: int) -> Tensor:
         pairs = zip(hidden_RC.split(chunk), targets_R.split(chunk), strict=True)
-        found = [loss_rows(F.linear(hidden, weight_VC), targets) for hidden, targets in pairs]
-        losses_R, lse_R = (torch.cat(one) for one in zip(*found, strict=True))
+        chunks = [loss_rows(F.linear(hidden, weight_VC), targets) for hidden, targets in pairs]
+        losses_R, lse_R = (torch.cat(rows) for rows in zip(*chunks, strict=True))
         count = (targets_R != IGNORE).sum()
         ctx.save_for_backward(hidden_RC, weight_VC, targets_R, lse_R, count)
         ctx.chunk = chunk

@@ -1,13 +1,13 @@
 """RMSNorm: x / √(mean(x²) + eps) · weight over the last dimension (Zhang and Sennrich, arXiv 1910.07467, eq. 4).
 
-    R  rows (tokens)     N  columns (the hidden size)     P  programs of the backward pass     b  bytes of a value
+    R  rows (tokens)     N  columns (the hidden size)     P  programs of the backward pass     b  bytes per value
 
 Bytes moved by the forward pass, if nothing stays in a cache; the weight's N·b are left out:
 
     0  7·R·N·4: square 2, mean 1, normalize 2, scale 2, in fp32; casts from half precision and back 2·(b + 4)·R·N more
     1  2·R·N·b              one kernel: reads x, writes y
     2  2·R·N·b              the same kernel, written by Inductor
-    3  2·R·N·b + 4·R        and 1/rms, a number a row, for backward
+    3  2·R·N·b + 4·R        and 1/rms, one number per row, for backward
     4  2·R·N·b + 4·R        backward is one kernel: 3·R·N·b, it reads x and dy and writes dx; and P partial sums of
                             dweight, 8·P·N, written and added up
 """
@@ -25,15 +25,15 @@ from torch.autograd.function import once_differentiable
 from ...base.errors import SpecError
 from ..rungs import MAX_ROW, as_rows, check_columns, choose, compiled, jit, only_fused, tl, triton, warps
 
-PROGRAMS = 256  # partial sums of dweight at most: one for each multiprocessor, and no GPU has more
+PROGRAMS = 256  # the most partial sums of dweight: one per multiprocessor, and no GPU has more
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, rung: int | None = None, inplace: bool = False) -> Tensor:
     """Return x / √(mean(x²) + eps) · weight, in x's dtype, computed in fp32. x: (..., N), weight: (N,).
 
-    `inplace` (rung 4): backward writes x's gradient over the result's, which nothing else may need, as a residual
-    branch would. Raises SpecError where weight is not (N,) or eps no number >= 0, and in rungs 3 and 4 for rows over
-    65,536 columns.
+    `inplace` (rung 4): backward writes x's gradient over the result's, which nothing else may need, such as a residual
+    branch. Raises SpecError if weight is not (N,) or eps not a number >= 0, and in rungs 3 and 4 for rows over 65,536
+    columns.
     """
     check_columns(x)
     if weight.shape != x.shape[-1:]:
@@ -47,7 +47,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, rung: int | None =
 
 
 def rms_norm0(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Rung 0: the formula, an operator a line."""
+    """Rung 0: the formula, one operator per line."""
     values = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     mean_square = values.square().mean(-1, keepdim=True)
     normalized = values * torch.rsqrt(mean_square + eps)
@@ -60,17 +60,17 @@ def rms_norm1(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm2(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Rung 2: rung 0 unchanged; Inductor makes one kernel of it."""
+    """Rung 2: rung 0 unchanged; Inductor makes it one kernel."""
     return compiled(rms_norm0)(x, weight, eps)
 
 
 def rms_norm3(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Rung 3: a program a row, read once."""
+    """Rung 3: one program per row, which reads it once."""
     return RMSNorm.apply(x, weight, eps, False, False)
 
 
 def rms_norm4(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Rung 4: backward is one kernel too. Each program sums dweight over its rows, so that no two write one place."""
+    """Rung 4: backward is one kernel too. Each program sums dweight over its own rows, so no two write one element."""
     return RMSNorm.apply(x, weight, eps, True, False)
 
 
@@ -78,7 +78,7 @@ LADDER = (rms_norm0, rms_norm1, rms_norm2, rms_norm3, rms_norm4)
 
 
 class RMSNorm(torch.autograd.Function):
-    """Saves x, weight and 1/rms, 4 bytes a row; x normalized is made again."""
+    """Saves x, weight and 1/rms, 4 bytes per row; backward normalizes x again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, fused: bool, inplace: bool) -> Tensor:
@@ -123,7 +123,7 @@ class RMSNorm(torch.autograd.Function):
 
 
 def programs(x: Tensor) -> int:
-    """Return how many programs share the rows of backward: one a multiprocessor, as Liger's do."""
+    """Return how many programs share the rows of backward: one per multiprocessor, as in Liger."""
     return min(PROGRAMS, torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else PROGRAMS)
 
 

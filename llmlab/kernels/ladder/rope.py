@@ -1,15 +1,15 @@
-"""Rotary position embedding: pairs of channels (i, i + D/2) are turned by their position's angle (arXiv 2104.09864).
+"""Rotary position embedding: rotates pairs of channels (i, i + D/2) by their position's angle (arXiv 2104.09864).
 
-    B  batch    H  query heads    K  key heads    T  tokens    D  head size    n  values of q and k    b  bytes of one
+    B  batch    H  query heads    K  key heads    T  tokens    D  head size    n  values of q and k    b  bytes of each
 
-The halves are how Hugging Face orders Llama's weights; the paper turns neighbours. Bytes moved by the forward pass, if
-nothing stays in a cache (cos and sin, B·T·D each, are read by each head of rungs 0 and 1, once by 3 and 4):
+These pairs are how Hugging Face orders Llama's weights; the paper rotates neighbours. Bytes moved by the forward pass,
+if nothing stays in a cache (cos and sin, B·T·D each, are read by each head of rungs 0 and 1, once by 3 and 4):
 
-    0  negate 1, concatenate 2, two products 4, sum 3: 10·n·b     keeps cos and sin
+    0  negate 1, concatenate 2, two products 4, sum 3: 10·n·b     saves cos and sin
     1  four products of halves 4, two sums 3, concatenate 2: 9·n·b
     2  2·n·b: one kernel for q, one for k
     3  2·n·b: one kernel for all heads of q and k of a token, which share cos and sin
-    4  the same; backward is the same kernel, turning back
+    4  the same; backward is the same kernel with the opposite angle
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from ..rungs import choose, compiled, jit, only_fused, tl, triton
 def rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, rung: int | None = None, inplace: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return q and k turned. q: (B, H, T, D), k: (B, K, T, D), cos and sin: (T, D), (1, T, D) or (B, T, D).
+    """Return q and k rotated. q: (B, H, T, D), k: (B, K, T, D), cos and sin: (T, D), (1, T, D) or (B, T, D).
 
-    cos and sin get no gradient. `inplace` (rung 4): q and k are turned where they are, and their gradients too, so
-    nothing else may need either. Raises SpecError where the shapes do not fit or D is odd.
+    cos and sin get no gradient. `inplace` (rung 4): the results overwrite q and k, and their gradients too, so nothing
+    else may need either. Raises SpecError if the shapes do not fit or D is odd.
     """
     fit = q.dim() == k.dim() == 4 and (q.shape[0], *q.shape[2:]) == (k.shape[0], *k.shape[2:])
     if not fit or not q.shape[1] or not k.shape[1] or not q.shape[-1] or q.shape[-1] % 2:
@@ -59,7 +59,7 @@ def rope0(q: Tensor, k: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> tuple[Tenso
 
 
 def rope1(q: Tensor, k: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> tuple[Tensor, Tensor]:
-    """Rung 1: each half from the two halves, so that no half is negated and put together first."""
+    """Rung 1: computes each half from the two halves, so that no negated and joined copy is needed first."""
     (cos_left, cos_right), (sin_left, sin_right) = (t[:, None].chunk(2, dim=-1) for t in (cos_BTD, sin_BTD))
 
     def turn(x_BHTD: Tensor) -> Tensor:
@@ -76,12 +76,12 @@ def rope2(q: Tensor, k: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> tuple[Tenso
 
 
 def rope3(q: Tensor, k: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> tuple[Tensor, Tensor]:
-    """Rung 3: a program a token turns all its heads, q's and k's."""
+    """Rung 3: one program per token rotates all its heads, q's and k's."""
     return Rope.apply(q, k, cos_BTD, sin_BTD, False, False)
 
 
 def rope4(q: Tensor, k: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> tuple[Tensor, Tensor]:
-    """Rung 4: backward is the same kernel with the angle negated: the gradient of a rotation turns back."""
+    """Rung 4: backward is the same kernel with the opposite angle: a rotation's gradient is rotated back."""
     return Rope.apply(q, k, cos_BTD, sin_BTD, True, False)
 
 
@@ -117,12 +117,12 @@ class Rope(torch.autograd.Function):
 
 
 def turn_heads(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool, inplace: bool) -> tuple[Tensor, Tensor]:
-    """Launch one program a token; `back` turns by the negated angle, `inplace` writes over q and k."""
-    if inplace and q.data_ptr() == k.data_ptr():  # one tensor as both, as the gradient of q + k is: turned twice
+    """Launch one program per token; `back` rotates by the negated angle, `inplace` overwrites q and k."""
+    if inplace and q.data_ptr() == k.data_ptr():  # the gradient of q + k is one tensor for both: not to rotate twice
         k = k.clone()
     q, k, cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, cos, sin))
     (B, H, T, D), K = q.shape, k.shape[1]
-    # empty_like keeps strides: a transposed q stays transposed. Expanded, values share their memory: no place to write.
+    # empty_like keeps strides: a transposed q stays transposed. An expanded one cannot be written: values share memory.
     own = [all(step for size, step in zip(t.shape, t.stride(), strict=True) if size > 1) for t in (q, k)]
     out_q, out_k = (t if inplace and alone else torch.empty_like(t) for t, alone in zip((q, k), own, strict=True))
     if q.numel() or k.numel():

@@ -1,13 +1,13 @@
 """Softmax over the last dimension.
 
-    R  rows     N  columns     b  bytes of a value
+    R  rows     N  columns     b  bytes per value
 
-Bytes moved by the forward pass, if nothing stays in a cache (backward reads y and its gradient and writes one more):
+Bytes moved by the forward pass, if nothing stays in a cache (backward reads y and its gradient, and writes x's):
 
     0  8·R·N·4: max 1, subtract 2, exp 2, sum 1, divide 2, each a kernel through memory; with half precision
        2·(b + 4)·R·N more, for the casts to fp32 and back
     1  2·R·N·b                          one kernel: reads x, writes y
-    2  2·R·N·b                          the same kernel, written by Inductor (rows it cannot hold: read again)
+    2  2·R·N·b                          the same kernel, written by Inductor (it reads very long rows again)
     3  2·R·N·b                          a row stays in the registers of one program
     4  2·R·N·b, wide rows 3·R·N·b       any width: maximum and sum in one pass (online), then a second to write
 """
@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from ...base.errors import SpecError
 from ..rungs import MAX_ROW, absorb, as_rows, check_columns, choose, compiled, jit, tl, triton, warps
 
-TILE = 8192  # columns of a wide row that a program holds at a time
+TILE = 8192  # columns of a wide row that a program has in registers at a time
 
 
 def softmax(x: Tensor, *, rung: int | None = None) -> Tensor:
@@ -33,7 +33,7 @@ def softmax(x: Tensor, *, rung: int | None = None) -> Tensor:
 
 
 def softmax0(x: Tensor) -> Tensor:
-    """Rung 0: the formula, an operator a line. The maximum is subtracted, or exp overflows from 89 on."""
+    """Rung 0: the formula, one operator per line. The maximum is subtracted, because exp overflows from 89 on."""
     values = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     shifted = values - values.amax(-1, keepdim=True)
     e = torch.exp(shifted)
@@ -51,7 +51,7 @@ def softmax2(x: Tensor) -> Tensor:
 
 
 def softmax3(x: Tensor) -> Tensor:
-    """Rung 3: a program a row. SpecError for rows over 65,536 columns, which do not fit in registers."""
+    """Rung 3: one program per row. SpecError for rows over 65,536 columns, which do not fit in registers."""
     if x.shape[-1] > MAX_ROW:
         raise SpecError(f"a row of {x.shape[-1]} columns does not fit in registers ({MAX_ROW} do); take rung 4 or 1")
     return Softmax.apply(x, False)
@@ -66,7 +66,7 @@ LADDER = (softmax0, softmax1, softmax2, softmax3, softmax4)
 
 
 class Softmax(torch.autograd.Function):
-    """Saves y alone: dx = y · (dy − Σ y·dy) needs no x."""
+    """Saves only y: dx = y · (dy − Σ y·dy) does not need x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, fused: bool) -> Tensor:

@@ -1,14 +1,14 @@
 """SwiGLU's activation: silu(gate) · up, where silu(x) = x · sigmoid(x) (Shazeer, arXiv 2002.05202, eq. 6).
 
-    n  values of gate (and of up)     b  bytes of a value
+    n  values of gate (and of up)     b  bytes per value
 
-Bytes moved by the forward pass, if nothing stays in a cache, and what is kept for backward:
+Bytes moved by the forward pass, if nothing stays in a cache, and the tensors saved for backward:
 
-    0  8·n·b: sigmoid 2, multiply 3, multiply 3                                keeps gate, sigmoid, silu and up: 4·n·b
-    1  5·n·b: silu 2, multiply 3                                               keeps gate, silu and up: 3·n·b
-    2  3·n·b: one kernel                                                       keeps gate and up: 2·n·b
-    3  3·n·b                                                                   keeps gate and up; backward: 11 kernels
-    4  3·n·b; backward 5·n·b in one kernel, sigmoid made again                 keeps gate and up
+    0  8·n·b: sigmoid 2, multiply 3, multiply 3                                saves gate, sigmoid, silu and up: 4·n·b
+    1  5·n·b: silu 2, multiply 3                                               saves gate, silu and up: 3·n·b
+    2  3·n·b: one kernel                                                       saves gate and up: 2·n·b
+    3  3·n·b                                                                   saves gate and up; backward: 11 kernels
+    4  3·n·b; backward 5·n·b in one kernel, which computes the sigmoid again   saves gate and up
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from ...base.errors import SpecError
 from ..rungs import choose, compiled, jit, only_fused, tl, triton
 
-BLOCK = 1024  # values a program; nothing is shared between values, so any will do
+BLOCK = 1024  # values per program; each value is computed alone, so any number will do
 
 
 def swiglu(gate: Tensor, up: Tensor, *, rung: int | None = None, inplace: bool = False) -> Tensor:
@@ -42,14 +42,14 @@ def swiglu(gate: Tensor, up: Tensor, *, rung: int | None = None, inplace: bool =
 
 
 def swiglu0(gate: Tensor, up: Tensor) -> Tensor:
-    """Rung 0: the formula, an operator each."""
+    """Rung 0: the formula, one operator per line."""
     sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid
     return silu * up
 
 
 def swiglu1(gate: Tensor, up: Tensor) -> Tensor:
-    """Rung 1: silu is one operator, which keeps its input alone for backward."""
+    """Rung 1: silu is one operator, which saves only its input for backward."""
     return F.silu(gate) * up
 
 
@@ -64,7 +64,7 @@ def swiglu3(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def swiglu4(gate: Tensor, up: Tensor) -> Tensor:
-    """Rung 4: backward is one kernel too: reads dy, gate and up, makes the sigmoid again, writes both gradients."""
+    """Rung 4: backward is one kernel too: reads dy, gate and up, recomputes the sigmoid, writes both gradients."""
     return SwiGLU.apply(gate, up, True, False)
 
 
@@ -72,7 +72,7 @@ LADDER = (swiglu0, swiglu1, swiglu2, swiglu3, swiglu4)
 
 
 class SwiGLU(torch.autograd.Function):
-    """Saves gate and up, which the matmuls made: the sigmoid costs less to make again than to read."""
+    """Saves gate and up, the results of matmuls: the sigmoid costs less to compute again than to read."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, fused: bool, inplace: bool) -> Tensor:
@@ -96,7 +96,7 @@ class SwiGLU(torch.autograd.Function):
             return dgate.to(gate.dtype), (g * x * sigmoid).to(up.dtype), None, None
         dy = dy.contiguous()
         dgate, dup = (gate, up) if ctx.inplace else (torch.empty_like(gate), torch.empty_like(up))
-        if ctx.inplace:  # autograd cannot see what a kernel writes: told, it refuses a second backward
+        if ctx.inplace:  # tells autograd, which cannot see what a kernel writes, to refuse a second backward
             torch.autograd.graph.increment_version((gate, up))
         if count := gate.numel():
             with torch.cuda.device_of(gate):
