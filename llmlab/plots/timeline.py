@@ -1,4 +1,4 @@
-"""How the peak comes about: live bytes over the step."""
+"""How the peak arises: live bytes over the step."""
 
 from __future__ import annotations
 
