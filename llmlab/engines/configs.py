@@ -82,12 +82,9 @@ def accelerate_config(run: Settings) -> dict[str, Any]:
     Accelerate's FSDP2 reduces gradients in half precision too, where `fsdp_arguments` asks for fp32.
     """
     _data_parallel_alone("Accelerate", run)
-    if run.zero in (1, 2):
-        own = {"fp32": "no", "mixed-fp16": "fp16", "mixed-bf16": "bf16"}
-    else:
-        own = {"fp32": "no", "autocast-fp16": "fp16", "autocast-bf16": "bf16"}
-        if run.zero == 3:  # FSDP2's policy keeps fp32 shards and computes in half precision
-            own = {"fp32": "no", "mixed-fp16": "fp16", "mixed-bf16": "bf16"}
+    # DDP runs under autocast. DeepSpeed, and FSDP2's policy, keep fp32 copies or shards and compute in half precision.
+    half = "mixed" if run.zero else "autocast"
+    own = {"fp32": "no", f"{half}-fp16": "fp16", f"{half}-bf16": "bf16"}
     if run.precision not in own:
         raise SpecError(f"precision={run.precision!r} with Accelerate and zero={run.zero}: give {', '.join(own)}")
     config: dict[str, Any] = {
