@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 PYTHON_DOCS = "python-docs"
-# Kept, because each Python brings another edition: with another text every loss on a page would be another.
-# Its licence is beside it.
+# A copy, because each Python has another edition, and with another text every loss on a page would differ. Its licence
+# is beside it.
 PYTHON_DOCS_FILE = Path(__file__).parent / "architectures" / "small_llama" / "python-docs.txt"
 END_OF_TEXT = "<|endoftext|>"
 MIN_VOCAB = 257  # the 256 bytes, so that any text can be written, and END_OF_TEXT
-MAX_VOCAB = 8192  # what half a megabyte of text can fill; a model with more gets ids below this
-HF_CHARACTERS = 20_000_000  # of a dataset that is streamed without a named split
+MAX_VOCAB = 8192  # as many as half a megabyte of text can fill; a model with a larger vocabulary gets ids below this
+HF_CHARACTERS = 20_000_000  # read from a dataset that is streamed, which is one without a named split
 RECIPE = 1  # part of the cache key: raise it when _train changes
 
 _SOURCES = "give 'python-docs', the path of a UTF-8 text file, or 'hf:OWNER/NAME[:SPLIT]' for a Hugging Face dataset"
@@ -45,10 +45,10 @@ _SOURCES = "give 'python-docs', the path of a UTF-8 text file, or 'hf:OWNER/NAME
 
 
 def corpus(source: str | Path = PYTHON_DOCS) -> str:
-    """Return the text of `source` as it is: nothing dropped, nothing normalised, the same on every call.
+    """Return the text of `source` unchanged: nothing is dropped or normalised, and every call returns the same.
 
-    Raises UnknownName for a file that is not there, SpecError for one that is empty or not UTF-8, NotAvailable where
-    the source needs something this machine lacks.
+    Raises UnknownName for a missing file, SpecError for one that is empty or not UTF-8, and NotAvailable for a source
+    that needs something this machine lacks.
     """
     source = str(source)
     if source == PYTHON_DOCS:
@@ -102,8 +102,8 @@ def _joined(source: str, rows: Iterable[dict[str, Any]], whole: bool) -> str:
         length += len(row["text"])
         if not whole and length >= HF_CHARACTERS:
             warnings.warn(
-                f"{source}: taken up to {HF_CHARACTERS:,} characters ({len(texts):,} rows); "
-                f"name a share, such as {source}:train[:5%], for another",
+                f"{source}: read up to {HF_CHARACTERS:,} characters ({len(texts):,} rows); "
+                f"name a slice, such as {source}:train[:5%], for another part",
                 stacklevel=4,
             )
             break
@@ -116,16 +116,16 @@ def _joined(source: str, rows: Iterable[dict[str, Any]], whole: bool) -> str:
 def tokenizer(vocab: int = MAX_VOCAB, source: str | Path = PYTHON_DOCS) -> Tokenizer:
     """Return a byte-level BPE tokenizer (Sennrich et al., arXiv 1508.07909; bytes as in GPT-2) trained on `source`.
 
-    It has at most `vocab` entries (a short text has fewer pairs to merge) and writes any text without loss. Trained
-    once, then read from the cache folder: LLMLAB_CACHE, or the user's cache folder. Raises SpecError for a `vocab`
-    below 257 and NotAvailable without the tokenizers library.
+    It has at most `vocab` entries (a short text has fewer pairs to merge) and encodes any text without loss. It is
+    trained once, then read from the cache folder: LLMLAB_CACHE, or the user's cache folder. Raises SpecError for a
+    `vocab` below 257 and NotAvailable without the tokenizers library.
     """
     _check_vocab(vocab)
     return _tokenizer(vocab, corpus(source))
 
 
 def token_ids(vocab: int = MAX_VOCAB, source: str | Path = PYTHON_DOCS) -> list[int]:
-    """Return the whole text as token ids below `vocab`; above 8192 the tokenizer stays at 8192. Needs no torch."""
+    """Return the whole text as token ids below `vocab`, without torch; the tokenizer has at most 8192 entries."""
     _check_vocab(vocab)
     return list(_encode(min(vocab, MAX_VOCAB), corpus(source)))
 
@@ -140,9 +140,9 @@ def tokens(vocab: int = MAX_VOCAB, source: str | Path = PYTHON_DOCS) -> torch.Te
 def split(
     vocab: int = MAX_VOCAB, source: str | Path = PYTHON_DOCS, validation: float = 0.1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (train, validation) token ids: the text's last `validation` share is held out, in one piece.
+    """Return (train, validation) token ids: the last part of the text, a share of `validation`, is held out.
 
-    One piece, so that no held-out window overlaps a training window. The tokenizer has seen all of the text.
+    It is one piece, so that no held-out window overlaps a training window. The tokenizer is trained on all of the text.
     """
     if not 0 < validation < 1:
         raise SpecError(f"validation={validation!r} is outside 0 < validation < 1")
@@ -156,7 +156,7 @@ def split(
 def windows(ids: torch.Tensor, micro_batch: int, seq_len: int, seed: int = 0) -> torch.Tensor:
     """Return `micro_batch` windows of `seq_len` consecutive tokens at random places, shape (micro_batch, seq_len).
 
-    The same for the same `seed`: the generator is its own and leaves torch's global one alone.
+    The same `seed` gives the same windows: they have a generator of their own and leave torch's global one alone.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""What comes back: a Report from each verb, and a Comparison that puts them side by side.
+"""The answers: each verb returns a Report, and a Comparison puts reports side by side.
 
 All sizes are integer bytes. A figure that is not known is None, never a guess.
 """
@@ -26,12 +26,12 @@ SCHEMA = 1  # of to_json(); a reader of records refuses any other by name
 class Report(Tabular):
     """What one run costs on one device.
 
-    `peak_allocated` is the most bytes that tensors held at once, `peak_reserved` what the allocator held for them,
-    `process` what the driver shows: reserved + CUDA context. `phases` holds the peak inside each phase; `parts` says
-    what the peak consists of and adds up to it (a record may know some of them alone); `detail` divides a part further.
-    `needed` is what a run that did not fit would have taken of a larger device: reserved bytes, or allocated ones where
-    those are not known, and what is known to lie outside of the allocator. A prediction's other sizes are then those
-    of the run with room for it, and `process` is None.
+    `peak_allocated` is the most bytes that tensors occupied at once, `peak_reserved` the most that the allocator had
+    reserved for them, `process` what the driver shows: reserved + CUDA context. `phases` has the peak inside each
+    phase; `parts` divides the peak and adds up to it (a record may know only some); `detail` divides a part further.
+    `needed` is the memory of a larger device that a run which did not fit needs: reserved bytes (allocated ones where
+    those are not known) and the known bytes outside the allocator. A prediction's other sizes are then those of the
+    run with enough room, and `process` is None.
     `step_seconds` is one optimizer step (training) or the whole generation (inference).
     """
 
@@ -124,13 +124,13 @@ class Report(Tabular):
         return f"{self.model}{where}, {self.source}"
 
     def rows(self) -> list[tuple[str, str]]:
-        """Return the lines of the printed table: a label, and the value with its unit."""
+        """Return the rows of the printed table: a label, and the value with its unit."""
         rows: list[tuple[str, str]] = []
         for part in PARTS:
             kinds = self.detail.get(part, {})
             if part in self.parts:
                 rows.append((part, show_bytes(self.parts[part])))
-            elif kinds:  # gone, or not there yet, when the peak is
+            elif kinds:  # freed before the peak, or allocated after it
                 rows.append((f"({part}, at another moment)", show_bytes(sum(kinds.values()))))
             rows += [(f"  {name}", show_bytes(size)) for name, size in kinds.items()]
         rows.append(("peak allocated", show_bytes(self.peak_allocated)))
@@ -155,7 +155,7 @@ class Report(Tabular):
         return rows
 
     def module_table(self) -> str:
-        """Return the peak by module as a printed table, layers taken together; without modules it says so."""
+        """Return the peak by module as a printed table, all layers as one; a report without modules says so."""
         if not self.modules:
             return f"{self.title}: not divided by module; lab.simulate(model, run, gpu) does that"
         known = [*PARTS[:-1], *sorted({part for sizes in self.modules.values() for part in sizes} - set(PARTS[:-1]))]
@@ -178,13 +178,16 @@ class Report(Tabular):
         return Table(("", ""), self.rows(), self.title, "\n".join(lines))
 
     def plot(self) -> Picture:
-        """Return a stacked bar of the parts against the device's memory."""
+        """Return a picture of the parts: a stacked bar against the device's memory."""
         from .plots import plot_parts
 
         return plot_parts([self])
 
     def plot_timeline(self) -> Picture:
-        """Return the live bytes over the step, stacked by part, the peak marked; needs a report with a timeline."""
+        """Return a picture of the live bytes over the step, stacked by part, with the peak marked.
+
+        Raises SpecError for a report without a timeline.
+        """
         from .plots import plot_timeline
 
         return plot_timeline(self)
@@ -192,13 +195,13 @@ class Report(Tabular):
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Tabular):
-    """Reports of one run side by side; the first that is measured, else published, is what the others are held to."""
+    """Reports of one run side by side; the others are compared with the first measured, else published, one."""
 
     reports: tuple[Report, ...]
 
     @property
     def truth(self) -> Report | None:
-        """The report the others are compared with: measured here, else recorded, else None."""
+        """The report that the others are compared with: the first measured one, else the first published, else None."""
         for source in ("measured", "published"):
             for report in self.reports:
                 if report.source == source and report.peak_allocated is not None:
@@ -217,7 +220,7 @@ class Comparison(Tabular):
         }
 
     def explain(self) -> list[str]:
-        """Return one sentence a prediction: how far off, and which part or phase makes most of the difference."""
+        """Return one sentence per prediction: its error, and which part or phase makes most of the difference."""
         truth = self.truth
         if truth is None:
             return ["Not measured yet: nothing to hold the prediction to."]
@@ -292,7 +295,7 @@ class Comparison(Tabular):
         return json.dumps(data, indent=1)
 
     def plot(self) -> Picture:
-        """Return one stacked bar a report, side by side, against the device's memory."""
+        """Return a picture with one stacked bar per report, against the device's memory."""
         from .plots import plot_parts
 
         return plot_parts(list(self.reports))

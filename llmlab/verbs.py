@@ -1,4 +1,4 @@
-"""The verbs: check what is given, then call what answers. Light to import: torch comes with the first call."""
+"""The verbs: each checks its arguments, then calls the package that answers. torch is imported by the first call."""
 
 from __future__ import annotations
 
@@ -27,34 +27,35 @@ __all__ = ["compare", "estimate", "measure", "meter", "records", "simulate"]
 
 
 def estimate(model: ModelLike, run: Run, gpu: GPU | str | None = None, cluster: Cluster | None = None) -> Report:
-    """Return what formulas say `run` costs on `gpu`: the peak, its parts, each phase's peak, and whether it fits.
+    """Return what `run` costs on `gpu` by closed formulas: the peak, its parts, each phase's peak, and whether it fits.
 
     `gpu` is a card, its name, "cpu" (the CPU's operators: no workspace, dropout masks in full) or None (any card: no
-    capacity, no workspace). Sizes are bytes on rank 0, in the first stage of a pipeline; `outcome` and `where` are of
-    all stages. `peak_reserved` is None: a formula does not see the allocator's segments. Whether a run fits counts a
-    margin for them, and is "unknown" within it (formulas/verdict.py); `lab.simulate` decides. Time on several devices
-    is that of `llmlab.formulas.time.distributed` on `cluster` (None: the card's usual nodes; a note says which). Raises
-    SpecError or UnknownName for what cannot be.
+    capacity, no workspace). Sizes are bytes on rank 0, in the first stage of a pipeline; `outcome` and `where` consider
+    all stages. `peak_reserved` is None, because a formula does not know the allocator's segments. The verdict leaves a
+    margin for them and is "unknown" within it (formulas/verdict.py); `lab.simulate` decides. Time on several devices
+    comes from `llmlab.formulas.time.distributed` with `cluster` (None: the card's usual nodes; a note says which).
+    Raises SpecError for an impossible run and UnknownName for an unknown model or card.
     """
     return estimated(model, run, gpu, cluster)
 
 
 def simulate(model: ModelLike, run: Run, gpu: GPU | str) -> Report:
-    """Return what `run` of `model` would show on `gpu`: its peaks, allocated and reserved, phase by phase.
+    """Return the peaks that `run` of `model` would show on `gpu`, allocated and reserved, phase by phase.
 
-    The real model, loss, backward and optimizer run on fake tensors: no weights are made. `gpu` is a card or its name,
-    or "cpu", where nothing is rounded or reserved and the answer is that of `lab.measure`, but for the scratch of
-    oneDNN's largest bf16 products (simulation/workspaces/onednn.py). As there, one step warms up and the next counts;
-    of a long generation, most steps are not run but played back (simulation/decode_replay.py).
-    A run on several devices is that of rank 0, by PyTorch's own engines, whose other ranks are not there: DDP, with
-    ZeroRedundancyOptimizer for zero=1, FSDP2 for zero=2 and 3, parallelize_module for tp; the report's notes say which,
-    and what is not known: what NCCL takes, and the time.
+    The real model, loss, backward and optimizer run on fake tensors: no weights are created. `gpu` is a card or its
+    name, or "cpu", where nothing is rounded or reserved and the answer equals that of `lab.measure`, except for the
+    scratch memory of oneDNN's largest bf16 products (simulation/workspaces/onednn.py). As in `lab.measure`, the first
+    step warms up and the second counts. Of a long generation, most steps are replayed (simulation/decode_replay.py).
+    A run on several devices is simulated on rank 0 alone, with PyTorch's own engines: DDP, with
+    ZeroRedundancyOptimizer for zero=1, FSDP2 for zero=2 and 3, parallelize_module for tp. The report's notes name the
+    engine, and say that NCCL's memory and the time are not known.
 
-    phases["load"] is what is held when loading is done. Too small a card is an outcome, "out of memory", with the phase
-    and the operator in `where`; the step is then taken again without the limit, for the other sizes and `needed`, what
-    it would have taken. Sizes are bytes; `process` adds the CUDA context.
+    phases["load"] is the memory in use when loading is done. Too small a card gives the outcome "out of memory", with
+    the phase and the operator in `where`; the step then runs again without the limit, which gives the other sizes and
+    `needed`, the memory that the run needs. Sizes are bytes; `process` adds the CUDA context.
 
-    Raises NotAvailable for what cannot be simulated, SpecError and UnknownName for what cannot be.
+    Raises NotAvailable for a run that cannot be simulated, SpecError for an impossible run, and UnknownName for an
+    unknown model or card.
     """
     _need("simulating", "torch", "transformers")
     from .simulation.report import simulated
@@ -63,15 +64,17 @@ def simulate(model: ModelLike, run: Run, gpu: GPU | str) -> Report:
 
 
 def measure(model: ModelLike, run: Run, device: str | torch.device | None = None, repeats: int = 5) -> Report:
-    """Return what `run` of `model` takes on `device`: CUDA's GPU, else Apple's, else the CPU. Weights are random.
+    """Run `run` of `model` on `device` and return what it took; None is CUDA's GPU, else Apple's, else the CPU.
 
-    One step warms up and one is recorded, so the optimizer's states exist; then `repeats` steps are timed, without any
-    recording, and their median reported. Bytes are the device's own: the caching allocator's statistics on CUDA, every
-    event of the allocator on a CPU (where only what the run allocates counts), torch.mps polled on an Apple GPU. Out
-    of memory is an outcome, with the phase in `where`; on a CPU a model whose weights exceed the memory available is
-    not started. The global random state is as before afterwards, and nothing stays allocated.
+    Weights are random. One step warms up, so that the optimizer's states exist, and one is recorded; then `repeats`
+    steps are timed without any recording, and their median is reported. Bytes come from the device: the caching
+    allocator's statistics on CUDA, every event of the allocator on a CPU (counting only what the run allocates),
+    torch.mps polled on an Apple GPU. "Out of memory" is an outcome, with the phase in `where`; on a CPU a model whose
+    weights exceed the available memory is not started. Afterwards the global random state is as before, and nothing
+    stays allocated.
 
-    Raises NotAvailable for what this machine cannot run, SpecError and UnknownName for what cannot be.
+    Raises NotAvailable for a run that this machine cannot do, SpecError for an impossible run, and UnknownName for an
+    unknown model.
     """
     _need("measuring", "torch", "transformers", "tokenizers")
     from .measurement.report import measured

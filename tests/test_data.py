@@ -228,7 +228,7 @@ def datasets(monkeypatch):
 
 def test_a_dataset_is_streamed_up_to_a_stated_length(datasets, monkeypatch):
     monkeypatch.setattr(data, "HF_CHARACTERS", 500)
-    with pytest.warns(UserWarning, match="taken up to 500 characters"):
+    with pytest.warns(UserWarning, match="read up to 500 characters"):
         text = data.corpus("hf:roneneldan/TinyStories")
     assert datasets.calls == [("roneneldan/TinyStories", "train", True)]
     assert text.startswith("Story 0. ") and data.END_OF_TEXT in text and 500 <= len(text) < 700

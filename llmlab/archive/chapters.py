@@ -1,4 +1,4 @@
-"""The ledger: what each chapter's notebook took on which machine, from the records of its runs."""
+"""The ledger: memory and time of each chapter's notebook on each machine, from the records of its runs."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class LedgerRow:
 
 
 def ledger(chapters: Iterable[str] | None = None, folder: Path | str | None = None) -> list[LedgerRow]:
-    """Return one row for each chapter and machine it ran on, newest first; a chapter without records has one row too.
+    """Return a row for each chapter and machine that it ran on, newest first, and one for a chapter without records.
 
     `chapters` is the book's order; None is every chapter of hardware/chapters.toml, then any other on record.
     """
@@ -94,11 +94,11 @@ def record_chapter(
     environment: Mapping[str, str] | None = None,
     out: Path | str | None = None,
 ) -> Path:
-    """Write down one execution of a chapter's notebook and return the file; a newer run on the same GPU replaces it.
+    """Record one execution of a chapter's notebook and return the file; a newer run on the same GPU replaces it.
 
-    `peak_allocated` in bytes, `seconds` for the whole notebook, `dtype` what it computed in. `gpu` and `environment`
-    are this machine's where none is given; a card that LLMLAB_AS pretends is named as that. `out` is the folder of
-    records: the package's in a checkout, else the user's.
+    `peak_allocated` is in bytes, `seconds` is for the whole notebook, `dtype` is the one it computed in. `gpu` and
+    `environment` are this machine's by default; a card that LLMLAB_AS pretends is named as pretended. `out` is the
+    folder of records: by default the package's in a checkout, else the user's.
     """
     from ..hardware.this_machine import environment as of_this_machine
     from ..hardware.this_machine import host

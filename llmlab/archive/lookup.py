@@ -1,4 +1,4 @@
-"""What was measured before: reports by model, run and GPU, ours and published."""
+"""Finding records: reports measured before, ours and published, by model, run and GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from . import store
 from .store import Record, RecordWarning, Refused
 
 CPU = "cpu"
-HELD_OUT = "held out until"  # in the environment of a record: the day it was brought in
+HELD_OUT = "held out until"  # in the environment of a record: the day it was added
 
 
 def records(
@@ -35,11 +35,11 @@ def records(
 ) -> list[Report]:
     """Return the recorded reports that agree with everything given, newest first; those without a date come last.
 
-    `model` and `gpu` are compared by what they mean ("Tesla T4" is "T4"; a preset's aliases are the preset), `run`
-    field by field. `source` is "measured" or "published"; `folder` another folder of records than the package's and
-    the user's. A file or record that cannot be read is named in a RecordWarning and the rest still load. An unknown
-    GPU, and a name that is neither a preset's nor recorded, raises UnknownName; a model without records gives an empty
-    list.
+    `model` and `gpu` may have any of their names ("Tesla T4" is "T4"; a preset's aliases are the preset); `run` is
+    compared field by field. `source` is "measured" or "published"; `folder` replaces the package's and the user's
+    folders of records. A file or record that cannot be read is named in a RecordWarning, and the rest still load. An
+    unknown GPU, or a name that is neither a preset's nor recorded, raises UnknownName; a model without records gives an
+    empty list.
     """
     if source is not None and source not in SOURCES:
         raise SpecError(f"source={source!r} is not one of {', '.join(SOURCES)}")
@@ -64,7 +64,7 @@ def records(
 
 
 def held_out(report: Report) -> bool:
-    """Return whether the formulas and the simulator were written without `report`, and predicted it unseen."""
+    """Return whether `report` was unseen: the formulas and the simulator were written without knowing it."""
     return HELD_OUT in report.environment
 
 
@@ -99,9 +99,9 @@ def _preset_name(name: str) -> str:
 
 
 def model_name(model: ModelLike) -> str | None:
-    """Return the name models are compared by: the preset's where there is one, else the model's own.
+    """Return the name by which models are compared: the preset's where there is one, else the model's own.
 
-    None for a config without a name: nothing recorded can be told to be of it.
+    None for a config without a name: no record can be known to be of that model.
     """
     if isinstance(model, str) and not os.path.exists(os.path.expanduser(model)):
         return _preset_name(model)
@@ -120,7 +120,7 @@ def _card_name(name: str) -> str:
 
 
 def recorded_gpu(report: Report) -> str:
-    """Return the name of the GPU a report is of; a report of a CPU names none."""
+    """Return the name of a report's GPU; a report of a CPU names none, and is of "cpu"."""
     return CPU if report.gpu is None else _card_name(report.gpu)
 
 
@@ -133,7 +133,7 @@ def gpu_of(here: Host) -> str:
 
 
 def gpu_name(gpu: GPU | str, recorded: Set[str] = frozenset()) -> str:
-    """Return the name GPUs are compared by: the table's, "cpu", or one among those `recorded`; else UnknownName."""
+    """Return the name by which GPUs are compared: the table's, "cpu", or one of those `recorded`; else UnknownName."""
     if isinstance(gpu, GPU):
         return gpu.name
     return _card_name(gpu) if gpu in recorded or gpu.lower() == CPU else find_gpu(gpu).name

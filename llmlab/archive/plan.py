@@ -1,6 +1,6 @@
-"""What the chapters ask to have measured: one line a question, as data.
+"""The measurements that the chapters ask for, as data.
 
-The first measurements are the ones a page cannot do without, so that a short budget buys the most.
+The ones that a page needs most come first, so that a short budget buys the most.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..specs.run import Attention, Checkpointing, Inference, Precision, Run, Tra
 
 @dataclass(frozen=True)
 class Item:
-    """One measurement: for which chapter, of which model, doing what."""
+    """One measurement: for which chapter, of which model, and of which run."""
 
     chapter: str
     model: str
@@ -33,7 +33,7 @@ def _memory_anatomy() -> list[Item]:
     for micro_batch, seq_len in sizes:
         for precision in precisions:
             runs.append(("gpt2", Training(micro_batch=micro_batch, seq_len=seq_len, precision=precision)))
-    # What attention keeps, and what checkpointing gives back, on the same step.
+    # The same step: what attention keeps, and how much checkpointing saves.
     ways: tuple[tuple[Attention, Checkpointing | None], ...] = (("eager", None), ("sdpa", "full"), ("eager", "full"))
     for attention, checkpointing in ways:
         for precision in precisions:
@@ -41,7 +41,7 @@ def _memory_anatomy() -> list[Item]:
                 micro_batch=4, seq_len=1024, precision=precision, attention=attention, checkpointing=checkpointing
             )
             runs.append(("gpt2", run))
-    # Other sizes and the Llama family, up to what fills a card: 16 bytes a parameter before any activation.
+    # Other sizes and the Llama family, up to what fills a card: 16 bytes per parameter before any activation.
     small = ("openai-community/gpt2-medium", "HuggingFaceTB/SmolLM2-135M", "HuggingFaceTB/SmolLM2-360M")
     large = ("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "meta-llama/Llama-3.2-1B")
     for model in small + large:
@@ -49,12 +49,12 @@ def _memory_anatomy() -> list[Item]:
             for checkpointing in (None, "full"):
                 run = Training(micro_batch=1, seq_len=1024, precision=precision, checkpointing=checkpointing)
                 runs.append((model, run))
-    # The same models with everything in half: 8 bytes a parameter, which a T4 holds.
+    # The same models with everything in half: 8 bytes per parameter, which fits on a T4.
     for model in large:
         for dtype in halves:
             run = Training(micro_batch=1, seq_len=1024, precision=dtype, checkpointing="full")
             runs.append((model, run))
-    # The other side of the chapter's question: what running a model takes beside training it.
+    # The other side of the chapter's question: running a model, compared with training it.
     for model in ("gpt2", large[0]):
         for dtype in halves:
             runs.append((model, Inference(batch=1, prompt_len=512, new_tokens=64, weights=dtype, kv=dtype)))

@@ -1,4 +1,4 @@
-"""Single figures others published: what, under which set-up, how much in which unit, and where it stands."""
+"""Single figures that others published: what was measured, the set-up, the values with their unit, and the source."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Figure:
 
     `values` maps a label to a number in `unit` (sizes in bytes, times in s, rates in FLOP/s or tokens/s). `gpu` is the
     card as the source names it, None where it names none or several. `formula` is given where the source gives one;
-    its coefficients are then the values. `notes` says what the source leaves open and what was converted.
+    its coefficients are then the values. `notes` says what the source does not state and what was converted.
     """
 
     key: str

@@ -1,4 +1,4 @@
-"""Published times of training steps on many GPUs, with all that it takes to predict them."""
+"""Published times of training steps on many GPUs, with everything that a prediction of them needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KINDS: dict[Checkpointing, str] = {
 
 
 class PublishedStep(NamedTuple):
-    """One published step: `seconds` of `run` of the model `config`, on `card`s whose nodes `network` connects."""
+    """One published step: the `seconds` of `run` of the model `config`, on nodes of `card`s connected by `network`."""
 
     name: str
     config: dict[str, Any]
@@ -101,8 +101,8 @@ def foundry_scaling() -> list[PublishedStep]:
 def llama_405b() -> list[PublishedMFU]:
     """Return Llama 3 405B's three stages of pre-training (arXiv 2407.21783, table 4), on H100s.
 
-    A step's gradients and optimizer states are sharded, its parameters are not gathered twice: ZeRO 1 here. Its
-    virtual stages have a layer each (the first and the last none, section 3.3.2), so a rank has 128 / 16 of them.
+    Gradients and optimizer states are sharded, and parameters are not gathered a second time: ZeRO 1 here. Each virtual
+    stage has one layer (the first and the last have none, section 3.3.2), so a rank has 128 / 16 of them.
     """
     of, reached = figure("llama-3-405b-mesh"), figure("llama-3-405b-mfu")
     return [

@@ -1,7 +1,8 @@
-"""Record files: JSON, one record a line, refused by name when they cannot be read, never left half written.
+"""Record files: JSON with one record per line. Unreadable ones are refused by name; none is left half written.
 
 A file holds {"schema": 1, "kind": "reports" | "chapters" | "figures" | "operators", "records": [...]}. Files lie in
-folders named for the GPU, in the package and in the user's own folder; the kind inside decides, not the file's name.
+folders named for the GPU, in the package and in the user's own folder. The kind in the file says what it is, not its
+name.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ Record = TypeVar("Record")
 
 
 class RecordWarning(UserWarning):
-    """A record file, or a record in one, that was left out, and why."""
+    """Says which record file, or which record in one, was left out, and why."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """What was not loaded: the file, the record's place in it (0 is the first; None is the whole file), the reason."""
+    """A record that was not loaded: its file, its place there (0 is the first; None is the whole file), the reason."""
 
     path: Path
     entry: int | None
@@ -45,7 +46,7 @@ class Refused:
 
 
 def user_folder() -> Path:
-    """Return where this user's own records are kept: LLMLAB_RECORDS, or the user's data folder."""
+    """Return the folder of this user's own records: LLMLAB_RECORDS, or the user's data folder."""
     if folder := os.environ.get("LLMLAB_RECORDS"):
         return Path(folder)
     from platformdirs import user_data_dir
@@ -54,7 +55,7 @@ def user_folder() -> Path:
 
 
 def output_folder() -> Path:
-    """Return where new records go: the package in a checkout, so that they can be contributed, else `user_folder()`."""
+    """Return the folder for new records: in a checkout the package's, to contribute them, else `user_folder()`."""
     root = PACKAGE.parent.parent
     checkout = (root / "pyproject.toml").is_file() and (root / "book").is_dir()
     return PACKAGE if checkout and "LLMLAB_RECORDS" not in os.environ else user_folder()
@@ -78,15 +79,15 @@ def slug(name: str) -> str:
 
 
 def files(folder: Path) -> list[Path]:
-    """Return the record files under `folder`, in the order they are read; none where there is no such folder."""
+    """Return the record files under `folder`, in reading order; none if there is no such folder."""
     return sorted(folder.rglob("*.json")) if folder.is_dir() else []
 
 
 def read(kind: str, build: Callable[[dict[str, Any]], Record], folder: Path) -> tuple[list[Record], list[Refused]]:
-    """Return what `build` makes of every record of `kind` under `folder`, and what was refused.
+    """Return `build(record)` for every record of `kind` under `folder`, and the refused ones.
 
-    `build` raises SpecError (or KeyError, TypeError, ValueError) for a record it cannot take; the others still load.
-    A folder that is not there holds no records.
+    `build` raises SpecError (or KeyError, TypeError, ValueError) for a record that it cannot read; the others still
+    load. A missing folder has no records.
     """
     records: list[Record] = []
     refused: list[Refused] = []
@@ -138,7 +139,7 @@ def _built(content: dict[str, Any], build: Callable[[dict[str, Any]], Record]) -
 
 
 def merge(path: Path, kind: str, records: Iterable[dict[str, Any]], key: Callable[[dict[str, Any]], Any]) -> None:
-    """Add `records` to the file at `path`; one whose `key` is already there takes the old one's place.
+    """Add `records` to the file at `path`; one whose `key` is already there replaces the old one.
 
     The file is replaced whole or not at all. Records that this version cannot read stay as they are. Raises SpecError
     where the file itself cannot be read, rather than overwrite somebody's measurements.
@@ -168,7 +169,7 @@ def _key_or_none(key: Callable[[dict[str, Any]], Any], data: Any) -> Any:
 
 
 def to_text(content: dict[str, Any]) -> str:
-    """Return a record file's text: one record a line, so that a diff shows which record changed."""
+    """Return a record file's text: one record per line, so that a diff shows which record changed."""
     head = json.dumps({key: value for key, value in content.items() if key != "records"}, ensure_ascii=False)
     lines = ",\n".join(json.dumps(record, ensure_ascii=False) for record in content["records"])
     return f'{head[:-1]}, "records": [\n{lines}\n]}}\n'

@@ -14,7 +14,7 @@ class SpecError(ValueError):
 
 
 class UnknownName(LookupError):
-    """A model, GPU or record that is not in the table; the message names the nearest ones."""
+    """A model, GPU or record that is not in its table; the message names the nearest ones."""
 
 
 class NotAvailable(RuntimeError):

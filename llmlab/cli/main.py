@@ -1,7 +1,7 @@
-"""The command line: the same words as the API, one command a verb.
+"""The command line: the same words as the API, one command per verb.
 
-Exit codes: 0 it fits (or the list was printed), 1 it does not fit, 2 could not say (bad input included), 130
-interrupted. An answer goes to stdout whole or not at all; an error is one line on stderr.
+Exit codes: 0 fits (or the list was printed), 1 does not fit, 2 could not say (also for bad input), 130 interrupted.
+An answer goes to stdout whole or not at all; an error is one line on stderr.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ INTERRUPTED = 130  # 128 + SIGINT, as a shell says it
 
 
 class OneLineErrors(click.Group):
-    """A click group whose errors are one line on stderr, and whose exit code is what the command returns."""
+    """A click group that prints an error as one line on stderr and exits with the code that the command returns."""
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any) -> None:  # type: ignore[override]
         extra.pop("standalone_mode", None)
@@ -84,18 +84,18 @@ _gpu = partial(click.option, "--gpu", metavar="NAME")
 
 
 def _answer(report: Report, as_json: bool) -> int:
-    """Print a report and return the exit code that its outcome is."""
+    """Print a report and return the exit code of its outcome."""
     _print(report.to_json() if as_json else report)
     return EXIT[report.outcome]
 
 
 @_verb
 @_model
-@_gpu(help="The card, as `llmlab gpus` names it, or cpu. Without it: what is needed, not whether it fits.")
+@_gpu(help="The card, as `llmlab gpus` names it, or cpu. Without it: what the run needs, not whether it fits.")
 @cluster_options
 @_json
 def estimate(context: click.Context, model: str, gpu: str | None, as_json: bool, **_: Any) -> int:
-    """Say what a run costs on a card, from formulas. MODEL is a name of `llmlab models` or a config.json."""
+    """Say what a run costs on a card, by formulas. MODEL is a name of `llmlab models` or a config.json."""
     return _answer(verbs.estimate(model, run_from(context), gpu, cluster_from(context)), as_json)
 
 
@@ -104,7 +104,7 @@ def estimate(context: click.Context, model: str, gpu: str | None, as_json: bool,
 @_gpu(required=True, help="The card, as `llmlab gpus` names it, or cpu.")
 @_json
 def simulate(context: click.Context, model: str, gpu: str, as_json: bool, **_: Any) -> int:
-    """Say what a card would show, without it. MODEL is a name of `llmlab models` or a config.json."""
+    """Say what a card would show, without having it. MODEL is a name of `llmlab models` or a config.json."""
     return _answer(verbs.simulate(model, run_from(context), gpu), as_json)
 
 
@@ -205,11 +205,11 @@ def doctor(as_json: bool) -> int:
 
 @cli.command()
 @click.option(
-    "--budget", type=float, default=540, show_default=True, help="Seconds; what is left waits for the next call."
+    "--budget", type=float, default=540, show_default=True, help="Seconds; the next call continues."
 )
 @click.option("--only", multiple=True, metavar="CHAPTER", help="Measure for this chapter only; may be repeated.")
 @click.option("--out", metavar="DIR", help="Folder of records. Without it the book's in a checkout, else yours.")
-@click.option("--allow-cpu", is_flag=True, help="Try it out where no GPU is; needs --out.")
+@click.option("--allow-cpu", is_flag=True, help="Try it without a GPU; needs --out.")
 @_json
 def record(budget: float, only: tuple[str, ...], out: str | None, allow_cpu: bool, as_json: bool) -> int:
     """Measure on this GPU what the book asks for."""
@@ -232,7 +232,7 @@ def _dump(data: Any) -> str:
 
 
 def _print(answer: Table | Tabular | str) -> None:
-    """Write the answer to stdout; a reader that has gone (`| head`) is no error, and no letter is."""
+    """Write the answer to stdout; neither a closed pipe (`| head`) nor a letter that it cannot encode is an error."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     try:

@@ -15,7 +15,7 @@ from ..hardware.links import GPUS_PER_NODE, Cluster, cluster
 from ..specs import run as runs
 from ..specs.run import Inference, LoRA, Run, Training
 
-# What --help says. The dataclasses decide what is allowed; these names are shown, and a test holds them equal.
+# What --help shows. The dataclasses decide what is allowed; a test holds the two equal.
 ALLOWED: dict[str, tuple] = {
     "precision": runs.PRECISIONS, "optimizer": runs.OPTIMIZERS, "checkpointing": runs.CHECKPOINTING,
     "attention": runs.ATTENTIONS, "quantization": runs.QUANTIZATIONS, "zero": (0, 1, 2, 3), "offload": runs.OFFLOADS,

@@ -1,8 +1,8 @@
 """A Training as the settings of the engines that run it: DeepSpeed, Accelerate, and FSDP2.
 
-What an engine cannot do with the run's fields is refused, not left out. Learning rate, clipping and data are the
-script's: no field of a Training names them. So are the model with its adapters, attention and kernels, the optimizer,
-and what is recomputed, which of these engines FSDP under Accelerate alone takes from a config.
+A field that an engine cannot follow is refused, not left out. The script decides what no field of a Training names:
+learning rate, clipping and data. It also makes the model with its adapters, attention and kernels, and the optimizer,
+and sets checkpointing, which only FSDP under Accelerate reads from a config.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..base.errors import SpecError
 
 
 class Settings(Protocol):
-    """What of a Training these engines read."""
+    """The fields of a Training that these engines read."""
 
     @property
     def micro_batch(self) -> int: ...
@@ -60,7 +60,7 @@ def deepspeed_config(run: Settings) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": run.zero}
     if run.offload:
         if run.zero == 0:
-            raise SpecError(f"offload={run.offload!r} with zero=0: DeepSpeed offloads what ZeRO cuts; give zero >= 1")
+            raise SpecError(f"offload={run.offload!r} with zero=0: DeepSpeed offloads what ZeRO shards; give zero >= 1")
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if run.offload == "optimizer+parameters":
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
@@ -75,19 +75,16 @@ def deepspeed_config(run: Settings) -> dict[str, Any]:
 
 
 def accelerate_config(run: Settings) -> dict[str, Any]:
-    """Return what `accelerate launch --config_file` reads, as YAML or JSON, for one machine.
+    """Return the config that `accelerate launch --config_file` reads, as YAML or JSON, for one machine.
 
     zero=0 is DDP, zero=3 FSDP2, zero=1 and 2 DeepSpeed. Raises SpecError for what these cannot do. The script has to
     make its data loader with `micro_batch` sequences, and Accelerator(gradient_accumulation_steps=accumulation).
-    Its FSDP2 also reduces gradients in half precision, where `fsdp_arguments` asks for fp32.
+    Accelerate's FSDP2 reduces gradients in half precision too, where `fsdp_arguments` asks for fp32.
     """
     _data_parallel_alone("Accelerate", run)
-    if run.zero in (1, 2):
-        own = {"fp32": "no", "mixed-fp16": "fp16", "mixed-bf16": "bf16"}
-    else:
-        own = {"fp32": "no", "autocast-fp16": "fp16", "autocast-bf16": "bf16"}
-        if run.zero == 3:  # FSDP2's policy keeps fp32 shards and computes in half precision
-            own = {"fp32": "no", "mixed-fp16": "fp16", "mixed-bf16": "bf16"}
+    # DDP runs under autocast. DeepSpeed, and FSDP2's policy, keep fp32 copies or shards and compute in half precision.
+    half = "mixed" if run.zero else "autocast"
+    own = {"fp32": "no", f"{half}-fp16": "fp16", f"{half}-bf16": "bf16"}
     if run.precision not in own:
         raise SpecError(f"precision={run.precision!r} with Accelerate and zero={run.zero}: give {', '.join(own)}")
     config: dict[str, Any] = {
@@ -108,7 +105,7 @@ def accelerate_config(run: Settings) -> dict[str, Any]:
         config["deepspeed_config"] = {
             "zero_stage": run.zero,
             "gradient_accumulation_steps": run.accumulation,
-            "gradient_clipping": 1e30,  # none: without it Accelerate puts 1.0, and 0.0 it passes by
+            "gradient_clipping": 1e30,  # no clipping: without a value Accelerate clips at 1.0, and it ignores 0.0
             "offload_optimizer_device": "cpu" if run.offload else "none",
             "offload_param_device": "none",
             "zero3_init_flag": False,
@@ -135,7 +132,7 @@ def fsdp_arguments(run: Settings) -> dict[str, Any]:
     """Return the keyword arguments of torch's `fully_shard`: call it for each block, then for the model.
 
     zero=3 frees a block's parameters after its forward; zero=2 keeps them until its backward is done. Raises SpecError
-    for other stages and precisions that FSDP2 has not.
+    for other stages, and for precisions that FSDP2 does not have.
     """
     from torch import bfloat16, float16, float32
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -159,6 +156,6 @@ def fsdp_arguments(run: Settings) -> dict[str, Any]:
 def _data_parallel_alone(engine: str, run: Settings) -> None:
     for field in ("tp", "pp", "cp", "ep"):
         if getattr(run, field) > 1:
-            raise SpecError(f"{field}={getattr(run, field)} with {engine}: these settings cut data and states alone")
+            raise SpecError(f"{field}={getattr(run, field)} with {engine}: these settings divide only data and states")
     if run.compile:
         raise SpecError(f"compile=True with {engine}: call torch.compile in the script; give compile=False")

@@ -1,4 +1,4 @@
-"""The GPU table, and what this machine has."""
+"""Cards, links, nodes and this machine: tables with sources, read without torch."""
 
 from .gpu import GPU, gpu, gpus
 

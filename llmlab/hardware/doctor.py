@@ -1,4 +1,4 @@
-"""What this machine has, and what each chapter can run on it."""
+"""`llmlab doctor`: this machine, and which chapters run on it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Doctor(Tabular):
     chapters: tuple[Chapter, ...]
 
     def rows(self) -> list[tuple[str, str]]:
-        """Return the lines of the table: a label, and what was found."""
+        """Return the rows of the table: a label and a value."""
         here = self.host
         rows = [("device", f"{here.name} × {here.count}" if here.count > 1 else here.name)]
         rows.append(("device memory" if here.device == "cuda" else "memory", show_bytes(here.memory)))

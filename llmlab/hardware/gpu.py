@@ -29,7 +29,7 @@ MEMORY_TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class GPU:
-    """One accelerator. Rates are dense (no 2:4 sparsity) and theoretical; None is "the chip lacks it" or "not known".
+    """One accelerator. Rates are dense (no 2:4 sparsity) and theoretical; None: the chip lacks it, or it is not known.
 
     `memory`: bytes that a program sees (the driver's total). `bandwidth`: bytes/s of device memory. `peak_flops`:
     FLOP/s (int8: op/s) by dtype. `sms`: multiprocessors (AMD: compute units). `nvlink` (AMD: Infinity Fabric), `pcie`:
@@ -61,12 +61,12 @@ class GPU:
         return hash(self.name)
 
     def outside(self, ranks: int = 1) -> int | None:
-        """Return the bytes one process of `ranks` takes outside the allocator; None where a part is not known."""
+        """Return the bytes outside the allocator in one process of `ranks`; None where a part is not known."""
         parts = (self.context,) if ranks == 1 else (self.context, self.nccl)
         return None if None in parts else sum(part for part in parts if part)
 
     def room(self, ranks: int = 1) -> int:
-        """Return the bytes left to the allocator; what is not known counts as 0."""
+        """Return the bytes that are left for the allocator; an unknown part outside it counts as 0."""
         return self.memory - (self.context or 0) - (self.nccl or 0 if ranks > 1 else 0)
 
     def peak(self, dtype: str) -> float | None:
@@ -117,7 +117,7 @@ def gpus() -> tuple[GPU, ...]:
 
 
 def match(device_name: str, memory: int) -> GPU | None:
-    """Return the card that a driver calls `device_name` and shows `memory` bytes of, or None.
+    """Return the card whose driver calls it `device_name` and shows `memory` bytes, or None.
 
     Some names belong to several cards (the RTX 3060 and 4060 Ti come in two sizes): memory must agree within 5 %.
     """

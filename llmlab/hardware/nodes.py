@@ -1,4 +1,4 @@
-"""The table of hosts: memory and drives that GPUs offload to.
+"""The table of hosts: the machines whose memory and drives GPUs offload to.
 
 >>> host_of("A100").name, round(host_of("A100").share / 1e9)
 ('DGX-A100', 51)
@@ -17,7 +17,7 @@ from .tables import named, read_table, values_of
 
 @dataclass(frozen=True)
 class Host:
-    """A machine with `gpus` GPUs. `memory`: bytes; `bandwidth`: bytes/s of its memory, the data sheet's."""
+    """A machine with `gpus` GPUs. `memory`: bytes; `bandwidth`: bytes/s of its memory, from the data sheet."""
 
     name: str
     gpus: int
@@ -29,13 +29,13 @@ class Host:
 
     @property
     def share(self) -> float:
-        """Bytes/s of memory that belong to one GPU where all work alike, data sheet's."""
+        """Bytes/s of memory for each GPU where all do the same work, from the data sheet."""
         return self.bandwidth / self.gpus
 
 
 @dataclass(frozen=True)
 class Drive:
-    """Drives of one host, as one: bytes/s reached by large asynchronous transfers."""
+    """All drives of one host together: bytes/s that large asynchronous transfers reach."""
 
     read: float
     write: float
@@ -55,7 +55,7 @@ def host(name: str) -> Host:
 
 
 def host_of(card: GPU | str) -> Host:
-    """Return the host that such cards are sold with; NotAvailable where the table has none."""
+    """Return the host that such cards are sold in; NotAvailable where the table has none."""
     found = gpu(card)
     for each in hosts().values():
         if found.name in each.cards:
@@ -76,7 +76,7 @@ def adam_share() -> float:
 
 
 def to_host(card: GPU | str, pinned: bool = True) -> float:
-    """Return the bytes/s between a card and its host's memory, in one direction, pinned or not.
+    """Return the bytes/s between a card and its host's memory, in one direction, for pinned or pageable memory.
 
     Raises NotAvailable for a card whose PCIe generation is not in the table of links.
     """

@@ -1,8 +1,8 @@
 """A small card on a big one: LLMLAB_AS=t4 makes a bigger GPU hold no more than a T4 and hides what a T4 lacks.
 
-So any GPU owner can show that a chapter fits Colab. What is capped is the memory that torch's allocator may reserve;
-what is hidden is bf16 and FlashAttention (`Host.supports_bf16`, `sdpa_backends`). Speed, the kernels chosen, the
-cuBLAS workspace and the CUDA context stay those of the real card: a time measured this way says nothing of the T4.
+So any GPU owner can show that a chapter fits Colab. The memory that torch's allocator may reserve is capped; bf16 and
+FlashAttention are hidden (`Host.supports_bf16`, `sdpa_backends`). Speed, the choice of kernels, the cuBLAS workspace
+and the CUDA context stay those of the real card: a time measured this way says nothing about the T4.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def pretended() -> GPU | None:
 def cap(card: GPU, total: int | None, capability: tuple[int, int] | None) -> int:
     """Return the bytes that torch's allocator may reserve on a device of `total` bytes that plays `card`.
 
-    card.memory − card.context: on the card itself the context, outside the allocator, takes its part of the memory.
-    Where the table has no context for the card it counts as 0, which allows some 100 to 500 MB too much. `total` None
-    is a machine without CUDA. Raises NotAvailable where the device has too little memory, or lacks the bf16 of `card`.
+    card.memory − card.context: on the real card the context is outside the allocator and uses part of the memory. If
+    the table has no context for the card it counts as 0, which allows 100 to 500 MB too much. `total` None is a machine
+    without CUDA. Raises NotAvailable for a device with too little memory, or without bf16 if `card` has it.
     """
     undo = f"unset {VARIABLE} to use the machine as it is"
     if total is None:
@@ -78,8 +78,8 @@ def sdpa_backends() -> list[SDPBackend] | None:
     """Return the backends that scaled_dot_product_attention may use on the pretended card; None is no restriction.
 
     Below compute capability 8.0 torch has neither the flash nor the cuDNN backend (aten/native/transformers/cuda/
-    sdp_utils.cpp); a real T4 refuses them by itself, a big card that plays one must be told: torch.nn.attention.
-    sdpa_kernel(sdpa_backends()).
+    sdp_utils.cpp). A real T4 refuses them by itself; a big card that pretends needs torch.nn.attention.sdpa_kernel(
+    sdpa_backends()).
     """
     card = pretended()
     if card is None or card.supports_flash_attention_2:

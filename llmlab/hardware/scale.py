@@ -25,7 +25,7 @@ BIG_FROM = 20 * GiB  # of the cards sold with 24 GB some show less than 22
 
 @dataclass(frozen=True)
 class Scale:
-    """What a live cell runs here: `device`, `precision` and the sizes, and in `reason` why.
+    """The sizes of what a live cell runs here, with its `device` and `precision`; `reason` says why these.
 
     `name`: "cpu", "t4" or "big". `precision`: as in Training. `model`: a preset's name. `steps`: optimizer steps.
     """

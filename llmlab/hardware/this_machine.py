@@ -1,4 +1,4 @@
-"""What this machine has: the device torch would use, the card it is in the table, memory, versions."""
+"""This machine: the device that torch would use, its card in the GPU table, memory, versions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..base.version import __version__
 from . import pretend
 from .gpu import BF16_CAPABILITY, FLASH_ATTENTION_2_CAPABILITY, GPU, match
 
-# The packages whose version changes what a run costs, by their names on the package index.
+# The packages whose version changes the cost of a run, by their names on the package index.
 PACKAGES = ("torch", "transformers", "triton", "bitsandbytes", "deepspeed", "peft", "flash-attn")
 
 CONTAINER_LIMITS = (  # limit and use, cgroup v2 and v1
@@ -25,11 +25,11 @@ CONTAINER_LIMITS = (  # limit and use, cgroup v2 and v1
 class Host:
     """One machine and the device that torch would use on it.
 
-    `device`: "cuda", "mps" or "cpu" ("cpu" too where torch is missing). `name`: what torch calls the device; the CPU's
-    model on a CPU. `gpu`: that card in the table, or None. `memory`: bytes of the device, on a CPU of RAM, as a
-    container's limit allows; None where the system does not tell. `count`: devices of that kind. `versions`: installed
-    packages. `compute_capability`: CUDA's (ROCm: gfx major and minor), None elsewhere. With LLMLAB_AS set, `name`,
-    `gpu`, `memory` and `compute_capability` are those of the pretended card.
+    `device`: "cuda", "mps" or "cpu" ("cpu" too without torch). `name`: the device's name in torch; on a CPU its model.
+    `gpu`: the card in the table, or None. `memory`: bytes of the device; on a CPU bytes of RAM, within a container's
+    limit; None where the system does not say. `count`: devices of that kind. `versions`: installed packages.
+    `compute_capability`: CUDA's (ROCm: gfx major and minor), None elsewhere. With LLMLAB_AS set, `name`, `gpu`,
+    `memory` and `compute_capability` are those of the pretended card.
     """
 
     device: str
@@ -60,7 +60,7 @@ class Host:
 
 
 def host() -> Host:
-    """Return what this machine has. Imports torch where it is installed, and touches the GPU's driver.
+    """Return this machine. Imports torch where it is installed, and asks the GPU's driver.
 
     Raises NotAvailable where LLMLAB_AS names a card that this machine cannot pretend to be.
     """
@@ -98,10 +98,10 @@ def host() -> Host:
 
 
 def environment() -> dict[str, str]:
-    """Return what a measurement has to say of where it was taken, for `Report.environment`.
+    """Return where a measurement was made, for `Report.environment`.
 
-    Keys: device (as torch names it), python, the installed ones of PACKAGES, driver (on a GPU), llmlab (the checkout's
-    commit, with "-dirty" where it has changes, or the package version) and date (ISO, UTC).
+    Keys: device (its name in torch), python, the installed packages of PACKAGES, driver (on a GPU), llmlab (the
+    checkout's commit, with "-dirty" where it has changes, or the package version) and date (ISO, UTC).
     """
     from datetime import datetime, timezone
 
@@ -129,7 +129,7 @@ def _versions() -> dict[str, str]:
 
 def _commit() -> str:
     root = Path(__file__).resolve().parents[2]
-    if (root / ".git").exists():  # not the repository of somebody else whose environment we are installed in
+    if (root / ".git").exists():  # not somebody else's repository, in whose environment we are installed
         commit = _output("git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*")
         if commit:
             return commit
@@ -137,7 +137,7 @@ def _commit() -> str:
 
 
 def _driver() -> str | None:
-    """Return the driver's version: the CUDA version that torch knows is of its own libraries."""
+    """Return the driver's version; torch only knows the CUDA version of its own libraries."""
     lines = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
     return lines[0].strip() if lines else None
 
@@ -176,7 +176,7 @@ def _cores() -> int:
 
 
 def container_memory() -> list[tuple[int, int | None]]:
-    """Return the limits that containers set, each with what is in use of it, None where it does not tell; bytes.
+    """Return the memory limits of containers in bytes, each with the bytes in use, None where that is not known.
 
     Past a limit the kernel kills the process, however much RAM the machine has.
     """

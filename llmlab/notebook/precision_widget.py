@@ -1,6 +1,6 @@
 """The bits of one number in every format, to read as a table and to play with where a page may run scripts.
 
-What stands in the HTML is complete without its script: a viewer that removes scripts shows the number it was made for.
+The HTML is complete without its script: a viewer that removes scripts shows the number it was made for.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Pictures of reports: what the peak consists of, how it comes about over the step, and what fits where.
+"""Pictures: what a peak consists of, how it arises over the step, what fits where, and the chapters' own.
 
 Figures are made without pyplot, so nothing is left open and no display is needed. They look the same on a light and on
 a dark page: an opaque light panel, dark text (contrast >= 4.5:1, WCAG 2.1 SC 1.4.3), Okabe and Ito's colour-blind-safe
-palette (https://jfly.uni-koeln.de/color/), and one colour a part, everywhere. Each figure says in words what it shows
+palette (https://jfly.uni-koeln.de/color/), and one colour per part, everywhere. Each figure says in words what it shows
 (`alt`); that text is its repr, so a notebook's stored output keeps the numbers of the picture.
 
 `roofline.plot_roofline` draws simulated operators, which need torch, so it is imported from its own file.
@@ -11,7 +11,7 @@ palette (https://jfly.uni-koeln.de/color/), and one colour a part, everywhere. E
 from ..base.errors import NotAvailable
 
 try:
-    import matplotlib  # noqa: F401  (the modules below need it; it is an extra, so that the command line is light)
+    import matplotlib  # noqa: F401  (an extra, so that the command line is light)
 except ModuleNotFoundError:
     raise NotAvailable("plots need matplotlib, which is not installed: pip install 'llmlab[plot]'") from None
 

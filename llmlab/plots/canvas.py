@@ -1,4 +1,4 @@
-"""What every picture shares: colours, type, the figure that shows itself, and pieces to draw with."""
+"""What all pictures share: colours, fonts, the figure that shows itself, and pieces to draw with."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ STYLE: dict[Any, Any] = {
 
 
 class Picture(Figure):
-    """A Figure that shows itself once in any notebook, with or without `%matplotlib inline`; `alt` is it in words."""
+    """A Figure that shows itself once in any notebook, with or without `%matplotlib inline`; `alt` describes it."""
 
     alt: str = ""
 
@@ -141,7 +141,7 @@ def legend(picture: Figure, colors: Mapping[str, str], hatched: Mapping[str, str
 
 
 def spread(centres: Sequence[float], sizes: Sequence[float], low: float, high: float) -> list[float]:
-    """Return `centres` (ascending) moved as little as keeps neighbours of `sizes` apart and inside low..high.
+    """Return `centres` (ascending), moved so that neighbours of `sizes` do not overlap and stay inside low..high.
 
     When they do not all fit, the last ones run over `low`.
     """

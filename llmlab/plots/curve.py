@@ -113,8 +113,8 @@ def plot_tradeoff(
     """Return (x, y) points: one line per method, and `singles`, stars named above them, in their order from the top.
 
     The y axis does not begin at 0, and is logarithmic where the values differ by more than three times.
-    `baseline` is a named horizontal line. Points above `top` are drawn at it, as arrows, with their value. Both labels
-    carry the unit. No points, more than seven lines, an empty label and y <= 0 raise SpecError.
+    `baseline` is a named horizontal line. Points above `top` are drawn at it. Both labels carry the unit. No
+    points, more than seven lines, an empty label and y <= 0 raise SpecError.
     """
     everything = [point for points in lines.values() for point in points] + list(singles.values())
     if not everything or len(lines) > len(LINES) or not xlabel or not ylabel:
@@ -136,12 +136,7 @@ def plot_tradeoff(
         shown = [min(y, top) for _, y in ordered]
         ax.plot([x for x, _ in ordered], shown, color=LINES[i], linestyle=DASHES[i], marker=MARKERS[i], markersize=6,
                 linewidth=2, markeredgecolor=INK, label=name, zorder=3, clip_on=False)  # fmt: skip
-    for name, (x, y) in singles.items():
-        ax.plot([x], [min(y, top)], "*", color=INK, markersize=9, zorder=4, label=f"_{name}")
-    for names in neighbours(singles):
-        middle = sum(singles[name][0] for name in names) / len(names)
-        ax.annotate("\n".join(names), (middle, min(singles[names[0]][1], top)), (0, 9), textcoords="offset points",
-                    size=SMALL, ha="center", va="bottom", zorder=4)  # fmt: skip
+    _draw_singles(ax, singles, top)
     number_axes(ax, xlabel, ylabel, "both")
     low, high = ax.get_ylim()
     ax.yaxis.set_minor_formatter(ax.yaxis.get_major_formatter() if high / low < 8 else NullFormatter())
@@ -152,6 +147,16 @@ def plot_tradeoff(
              for name, points in {**lines, **{name: [point] for name, point in singles.items()}}.items()]  # fmt: skip
     picture.alt = f"{ylabel} against {xlabel}. " + " ".join(said)
     return picture
+
+
+def _draw_singles(ax: Axes, singles: Mapping[str, tuple[float, float]], top: float) -> None:
+    """Draw a star for each point, and above those close together their names in one stack."""
+    for name, (x, y) in singles.items():
+        ax.plot([x], [min(y, top)], "*", color=INK, markersize=9, zorder=4, label=f"_{name}")
+    for names in neighbours(singles):
+        middle = sum(singles[name][0] for name in names) / len(names)
+        ax.annotate("\n".join(names), (middle, min(singles[names[0]][1], top)), (0, 9), textcoords="offset points",
+                    size=SMALL, ha="center", va="bottom", zorder=4)  # fmt: skip
 
 
 def _scale(ax: Axes, low: float, high: float) -> None:

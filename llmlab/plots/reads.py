@@ -1,4 +1,4 @@
-"""What pictures read of a report and of a run: attributes, wherever the object that has them was made."""
+"""The attributes of a report that pictures read; `report` is above `plots`, so its class is not imported."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""How the peak comes about: live bytes over the step."""
+"""How the peak arises: live bytes over the step."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from typing import Any, Literal
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -58,21 +59,13 @@ def plot_live_bytes(
         edges, [[*layer, layer[-1]] for layer in layers], colors=[COLORS[part] for part in used], step="post",
         edgecolor=INK, linewidth=0.3,
     )  # fmt: skip
-    ax.set_xlim(0, len(points))
-    ax.set_ylim(0, max(peak / unit * 1.3, 1e-9))
+    ax.set(xlim=(0, len(points)), ylim=(0, max(peak / unit * 1.3, 1e-9)))
     if capacity is not None and capacity / unit < ax.get_ylim()[1]:
         ax.axhline(capacity / unit, color=INK, linestyle="--", linewidth=1.4)
         ax.text(len(points), capacity / unit, f"device {show_bytes(capacity)}", ha="right", va="bottom", size=SMALL)
-    ax.plot([at + 0.5], [peak / unit], marker="v", color=INK, markersize=8, linestyle="none", zorder=5)
-    side = "left" if at < 0.5 * len(points) else "right"
-    said = f"peak {show_bytes(peak)} in {points[at][0]}"
-    ax.annotate(
-        said + (f"\n{peak_at}" if peak_at else ""), (at + 0.5, peak / unit), xytext=(0, 9), textcoords="offset points",
-        ha=side, va="bottom", weight="bold",
-        bbox={"facecolor": PANEL, "edgecolor": "none", "pad": 1}, zorder=5,
-    )  # fmt: skip
-    ax.set_xlabel("moment in the step (order of events)")
-    ax.set_ylabel(f"live tensors ({unit_name})")
+    said = f"peak {show_bytes(peak)} in {points[at][0]}" + (f"\n{peak_at}" if peak_at else "")
+    _mark_peak(ax, at + 0.5, peak / unit, said, "left" if at < 0.5 * len(points) else "right")
+    ax.set(xlabel="moment in the step (order of events)", ylabel=f"live tensors ({unit_name})")
     ax.set_title(title, loc="left", weight="bold", pad=22)
     if len(points) < len(timeline):
         step = len(timeline) / len(points)
@@ -87,6 +80,13 @@ def plot_live_bytes(
         f"The peak, {show_bytes(peak)}, is in {points[at][0]}{f', at {peak_at}' if peak_at else ''}: {parts}."
     )
     return picture
+
+
+def _mark_peak(ax: Axes, x: float, y: float, text: str, side: Literal["left", "right"]) -> None:
+    ax.plot([x], [y], marker="v", color=INK, markersize=8, linestyle="none", zorder=5)
+    box = {"facecolor": PANEL, "edgecolor": "none", "pad": 1}
+    how: Any = {"ha": side, "va": "bottom", "weight": "bold", "bbox": box, "zorder": 5}
+    ax.annotate(text, (x, y), (0, 9), textcoords="offset points", **how)
 
 
 def _name_phases(picture: Figure, ax: Axes, phases: Sequence[str]) -> None:
