@@ -40,8 +40,8 @@ from .patching.bitsandbytes import fake_bitsandbytes, loading_note
 from .patching.import_sweep import swept
 from .patching.install import installed
 from .patching.patches import fake_parameters, held_random_states
+from .profile.recording import StepRecording
 from .profile.timeline import by_module, peak_place
-from .recording import StepRecording
 from .workspaces.bitsandbytes import cpu_bitsandbytes_extras
 from .workspaces.cuda import grouped_mm
 from .workspaces.extra import Extra

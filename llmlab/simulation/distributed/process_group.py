@@ -23,7 +23,7 @@ from ...hardware.links import GPUS_A_NODE
 from ..card import Card
 from ..devices import GPU_DEVICE
 from ..host_parameters import HostParameters
-from ..recording import Labelled
+from ..profile.recording import Labelled
 from ..streams import nothing
 from ..values.placeholders import located
 from .torch_engines import FSDP, FSDP_MODULES, start_group, torch_engines

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib import import_module
 from typing import Any
 from unittest import mock
@@ -27,7 +27,8 @@ from ...specs.run import Run, Training
 from ...step.ranks import Ranks, check_ranks, join
 from ..devices import GPU_DEVICE
 from ..engine.engine import Engine
-from ..recording import Labelled
+from ..profile.recording import Labelled
+from ..streams import nothing
 from ..values.placeholders import located
 
 FSDP = "torch.distributed.fsdp._fully_shard."
@@ -108,8 +109,7 @@ def _no_fsdp1(*args: Any, **kwargs: Any) -> None:
     ))  # fmt: skip
 
 
-@contextmanager
-def _resized_storages(engine: Engine) -> Iterator[None]:
+def _resized_storages(engine: Engine) -> AbstractContextManager:
     """Follow UntypedStorage.resize_, which is no operator."""
     real = torch.UntypedStorage.resize_
 
@@ -118,12 +118,10 @@ def _resized_storages(engine: Engine) -> Iterator[None]:
         engine.resized(storage)
         return out
 
-    with mock.patch.object(torch.UntypedStorage, "resize_", resize_):
-        yield
+    return mock.patch.object(torch.UntypedStorage, "resize_", resize_)
 
 
-@contextmanager
-def _shapes_of_dtensors() -> Iterator[None]:
+def _shapes_of_dtensors() -> AbstractContextManager:
     """Let DTensor find the shapes of whole tensors where no engine sees it: nothing is allocated for that."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
@@ -134,8 +132,7 @@ def _shapes_of_dtensors() -> Iterator[None]:
         with _disable_current_modes():
             return real(self, schema)
 
-    with mock.patch.object(ShardingPropagator, name, unseen):
-        yield
+    return mock.patch.object(ShardingPropagator, name, unseen)
 
 
 class _Chunks:
@@ -189,10 +186,7 @@ def _reducer(labelled: Labelled) -> Iterator[None]:
         with _RealIndices():
             return rebuild(*args, **kwargs)
 
-    with (
-        mock.patch.object(cls, "__init__", init),
-        mock.patch.object(cls, "_pre_forward", pre_forward),
-        # It compares shapes between ranks, by their values.
-        mock.patch.object(distributed, "_verify_param_shape_across_processes", lambda *_, **__: None),
-    ):
+    # It compares shapes between ranks, by their values.
+    unverified = mock.patch.object(distributed, "_verify_param_shape_across_processes", nothing)
+    with unverified, mock.patch.multiple(cls, __init__=init, _pre_forward=pre_forward):
         yield

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..hardware.gpu import GPU
-from ..recording.phases import Mark, Marks
-from .allocator.out_of_memory import AllocatorOutOfMemory
-from .engine.engine import Engine
-from .profile.attribution import Place, Places
-from .profile.operator_log import Operators
+from ...hardware.gpu import GPU
+from ...recording.phases import Mark, Marks
+from ..allocator.out_of_memory import AllocatorOutOfMemory
+from ..engine.engine import Engine
+from .attribution import Place, Places
+from .operator_log import Operators
 
 Labelled = Callable[[Callable[..., Any], str], Callable[..., Any]]
 
