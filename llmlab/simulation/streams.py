@@ -27,7 +27,7 @@ def nothing(*args: Any, **kwargs: Any) -> None:
 
 
 class Event:
-    """torch.cuda.Event: what elapsed between two is not known."""
+    """torch.cuda.Event: the time between two of them is not known."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 

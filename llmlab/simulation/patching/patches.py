@@ -187,7 +187,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
-    """native/Dropout.cpp: on CUDA one kernel, whose mask is 1 B an element."""
+    """native/Dropout.cpp: on CUDA one kernel, whose mask takes 1 byte per element."""
     if not on_card(x) or not 0 < p < 1 or not train or not x.numel():
         return aten.dropout.default._op_dk(COMPOSITE, x, p, train)
     return aten.native_dropout(x, p, train)[0]
