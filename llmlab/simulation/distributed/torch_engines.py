@@ -49,14 +49,16 @@ def checked(spec: ModelSpec, run: Run) -> None:
 
 @contextmanager
 def fake_ranks(run: Training, engine: Engine, labelled: Labelled) -> Iterator[Ranks]:
-    """Make this process rank 0 of the world of `run`, whose others are not there.
+    """Make this process rank 0 of the world of `run`, whose others are not there; `labelled` is the recording's.
 
     Raises NotAvailable where a process group is running: there is one per process.
     """
     if dist.is_initialized():
         raise NotAvailable("simulate needs a process group of its own; call it before init_process_group, or after "
                            "destroy_process_group")  # fmt: skip
-    with torch_engines(engine, labelled):
+    group = import_module(FSDP + "_fsdp_param_group")
+    parts = {name: labelled(getattr(group, name), part) for name, part in FSDP_PARTS.items()}
+    with torch_engines(engine, labelled), mock.patch.multiple(group, **parts):
         start_group(dist.init_process_group, run.world_size)
         try:
             yield join(run, fake=True)
@@ -72,15 +74,14 @@ def start_group(init_process_group: Callable[..., None], world_size: int, rank: 
 
 
 @contextmanager
-def torch_engines(engine: Engine, labelled: Labelled) -> Iterator[None]:
-    """Let DDP, FSDP2 and DTensor run on the device of `engine`; `labelled` says what they allocate memory for.
+def torch_engines(engine: Engine, labelled: Labelled = lambda function, part: function) -> Iterator[None]:
+    """Let DDP, FSDP2 and DTensor run on the device of `engine`; `labelled` says what DDP allocates memory for.
 
     Nothing of a process group stays behind.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
 
-    group = import_module(FSDP + "_fsdp_param_group")
     with ExitStack() as stack:
         patch = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
         patch(sys, "excepthook", sys.excepthook)  # init_process_group puts in its own
@@ -91,8 +92,6 @@ def torch_engines(engine: Engine, labelled: Labelled) -> Iterator[None]:
         patch(engine, "defers", frozenset((DTensor,)))
         patch(import_module(FSDP + "_fsdp_param"), "_chunk_with_empty", _Chunks)
         patch(FullyShardedDataParallel, "__init__", _no_fsdp1)
-        for name, part in FSDP_PARTS.items():
-            patch(group, name, labelled(getattr(group, name), part))
         if engine.device == GPU_DEVICE:
             patch(torch._C, "_get_accelerator", lambda: torch.device("cuda"))
             # FSDP2 compares the device it was told with those of tensors, which to torch are the engine's.
