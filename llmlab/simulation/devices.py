@@ -1,4 +1,4 @@
-"""The two devices of fake tensors: torch takes both for a CPU, as a CPU build has no CUDA."""
+"""The two devices of fake tensors. To torch both are a CPU, since a CPU build has no CUDA."""
 
 from __future__ import annotations
 

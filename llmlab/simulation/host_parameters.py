@@ -1,4 +1,4 @@
-"""Parameters on the host of a simulated card: fake as well, so that no model takes this machine's memory."""
+"""Parameters on the host of a simulated card: they are fake too, so that no model takes this machine's memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .engine.engine import Engine
 
 
 class HostParameters:
-    """Makes parameters fake when they are made; those made before the block when their module moves."""
+    """Makes each new parameter fake, and those made before the block when their module moves."""
 
     def __init__(self, engine: Engine, checkpoints: Checkpoints) -> None:
         self.engine, self.checkpoints = engine, checkpoints
@@ -27,7 +27,7 @@ class HostParameters:
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """Take parameters as they are made and as modules move; at the end those made before are real again."""
+        """Replace parameters as they are made and as modules move; at the end, those made before are real again."""
         real_new, apply = nn.Parameter.__new__, nn.Module._apply
 
         def new(cls: type, data: Tensor | None = None, requires_grad: bool = True) -> Tensor:

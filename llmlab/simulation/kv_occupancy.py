@@ -19,7 +19,7 @@ __all__ = ["KINDS", "Occupancy", "occupancy"]
 
 KINDS = ("limit", "length", "paged")
 TOKEN = 131072  # bytes of one: Llama-3.1-8B's in bf16
-STEP = 16  # tokens that a request writes a tick
+STEP = 16  # tokens that a request writes per tick
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class _Request:
 def occupancy(kind: str, requests: Iterable[tuple[int, int]], room: int, limit: int, ticks: int = 300) -> Occupancy:
     """Return how full `room` tokens of memory are with `requests`, each (tokens of its prompt, tokens when done).
 
-    `kind`: "limit" reserves `limit` tokens a request, "length" those that it will have, as if that were known; "paged"
-    takes blocks of 16 as it writes them, and where none is left sends the request that came last back to the queue.
+    `kind`: "limit" reserves `limit` tokens per request, "length" as many as it will have, were that known; "paged"
+    takes blocks of 16 tokens as it writes them; where none is left, the request that came last goes back to the queue.
     Raises SpecError for another kind, and for a request longer than `limit` or the limit larger than the room.
     """
     if kind not in KINDS:
@@ -78,7 +78,7 @@ def occupancy(kind: str, requests: Iterable[tuple[int, int]], room: int, limit: 
 
 
 class _Stretches:
-    """One contiguous place a request, of `limit` tokens or as long as it will be."""
+    """One contiguous place per request, of `limit` tokens or as long as the request will be."""
 
     def __init__(self, room: int, limit: int | None) -> None:
         self.limit = limit

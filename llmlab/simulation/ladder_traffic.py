@@ -25,7 +25,7 @@ from ..kernels.rungs import INTERPRETED
 from .profile.kernel_traffic import Moved, count_moved, interpreted, moved
 from .simulator import simulator
 
-# FLOP of the formula a value of the input, forward; an exponential or a division counts as one.
+# FLOP of the forward formula per value of the input; an exponential or a division counts as one.
 FLOPS = {"softmax": 5, "rms_norm": 4, "swiglu": 5, "rope": 3, "cross_entropy": 4}
 ROWS, COLUMNS, HEADS, KV_HEADS, HEAD = 32, 512, 4, 1, 64  # of a count: nothing in it depends on the sizes
 REAL_ROWS = 8192  # tokens that a count stands for, where the number of programs matters

@@ -41,8 +41,8 @@ from .patching.bitsandbytes import fake_bitsandbytes, loading_note
 from .patching.import_sweep import swept
 from .patching.install import installed
 from .patching.patches import fake_parameters, held_random_states
+from .profile.recording import StepRecording
 from .profile.timeline import by_module, peak_place
-from .recording import StepRecording
 
 COMPILE_NOTE = "compile=True is simulated eager: what a compiled step fuses away is counted."
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Simulator:
-    """What the simulated card holds, in bytes; readable inside the block, and after it as it was at its end.
+    """The memory of the simulated card, in bytes: inside the block as it is now, after it as it was at its end.
 
     `gpu` is the card. `allocated`, `reserved`, their peaks since the block began or `reset_peak()` was last called, and
     `timeline`, what was allocated after each allocation and each free, are those of `lab.meter`.
@@ -68,7 +68,7 @@ class Simulator:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What ran and is not counted, a sentence each."""
+        """What ran and is not counted, one sentence for each."""
         from .engine.engine import notes_of
 
         return notes_of(self._card.engine)
@@ -79,7 +79,7 @@ class Simulator:
 
     @contextmanager
     def operators(self) -> Iterator[Operators]:
-        """Give the list of the operators that run on the card inside the block: their FLOP, bytes, and `seconds`.
+        """Give a list of the operators that run on the card inside the block, with their FLOP, bytes and `seconds`.
 
             with sim.operators() as operators:
                 step()

@@ -7,8 +7,7 @@ stream that is current when it is called, and not on those of forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from itertools import count
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -28,7 +27,7 @@ def nothing(*args: Any, **kwargs: Any) -> None:
 
 
 class Event:
-    """torch.cuda.Event: what elapsed between two is not known."""
+    """torch.cuda.Event: the time between two of them is not known."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -82,8 +81,7 @@ class CUDAGraph:
         raise located(NotAvailable("torch.cuda.CUDAGraph: graphs are not simulated; run the step without one"))
 
 
-@contextmanager
-def profiled_as_host() -> Iterator[None]:
+def profiled_as_host() -> AbstractContextManager:
     """Let torch.profiler record the host where it is told to record CUDA too, whose events a CPU build cannot make."""
     real = profiler.profile.__init__
 
@@ -91,8 +89,7 @@ def profiled_as_host() -> Iterator[None]:
         options = {name: value for name, value in options.items() if name not in ("use_device", "use_cuda")}
         real(self, enabled, **options)
 
-    with mock.patch.object(profiler.profile, "__init__", init):
-        yield
+    return mock.patch.object(profiler.profile, "__init__", init)
 
 
 class Streams:

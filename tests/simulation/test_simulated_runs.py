@@ -7,6 +7,8 @@ import torch
 
 import llmlab as lab
 from llmlab.base.units import MiB, show_bytes
+from llmlab.simulation.allocator.caching import Allocator
+from llmlab.simulation.report import recorded
 
 GPT = {"model_type": "gpt2", "n_embd": 128, "n_head": 4, "n_layer": 3, "n_positions": 256, "vocab_size": 2000}
 LLAMA = {"model_type": "llama", "hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2,
@@ -90,3 +92,41 @@ def test_nothing_stays_patched():
 def test_a_generation_on_several_devices_is_refused_by_name():
     with pytest.raises(lab.NotAvailable, match="tp=2"):
         lab.simulate(GPT, lab.Inference(prompt_len=64, new_tokens=8, tp=2), "A100-80GB")
+
+
+@pytest.mark.parametrize(("gpu", "precision"), [("T4", "fp32"), ("A100-80GB", "bf16"), ("H100-80GB", "autocast-bf16")])
+def test_the_same_step_written_as_a_script_takes_the_same_bytes(gpu, precision):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    report = lab.simulate(LLAMA, lab.Training(micro_batch=2, seq_len=128, precision=precision), gpu)
+    with lab.simulator(gpu) as sim:
+        config = AutoConfig.for_model(**LLAMA, use_cache=False)
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).cuda().train()
+        optimizer = torch.optim.AdamW(model.parameters())
+        ids = torch.randint(0, 2000, (2, 128), device="cuda")
+        for _ in range(2):
+            sim.reset_peak()
+            with torch.autocast("cuda", torch.bfloat16, enabled=precision.startswith("autocast")):
+                output = model(input_ids=ids, labels=ids)
+            loss = output.loss / 1  # micro-batch
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del output, loss
+    assert sim.peak_allocated == report.peak_allocated and sim.peak_reserved == report.peak_reserved
+
+
+def test_a_recording_takes_an_allocator_and_tells_of_phases():
+    asked, phases = [], []
+
+    class Watched(Allocator):
+        def malloc(self, size: int, stream: int = 0) -> int:
+            asked.append(size)
+            return super().malloc(size, stream)
+
+    run = lab.Training(micro_batch=1, seq_len=16)
+    recording = recorded(GPT, run, "T4", Watched, phases.append)
+    assert len(asked) == sum(event.size > 0 for event in recording.engine.events)
+    counted = ["forward", "backward", "optimizer", "optimizer"]  # the update, and then its gradients go
+    assert phases == ["load", *[None] * len(counted), *counted, None]

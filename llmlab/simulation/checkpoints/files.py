@@ -24,7 +24,7 @@ from ..devices import GPU_DEVICE
 from ..engine.engine import Engine
 from ..values.known import is_followed, know
 from .saved_tensors import Pickler, Saved, Unpickler, is_fake, place_of, plainly, record, with_tensors
-from .virtual_files import kept_files
+from .virtual_files import VirtualFiles
 
 MAGIC = b"llmlab: checkpoint without values, kept in the memory of a simulation: "
 NOT_WRITTEN = "tensors on the simulated card have no values, so {} is not written; the block can load it"
@@ -59,7 +59,7 @@ class Checkpoints:
             for module in (torch, torch.serialization):
                 stack.enter_context(mock.patch.object(module, "save", save))
                 stack.enter_context(mock.patch.object(module, "load", load))
-            stack.enter_context(kept_files(self.kept))
+            stack.enter_context(VirtualFiles(self.kept).patched())
             yield
 
     @contextmanager

@@ -33,7 +33,7 @@ class Saved(NamedTuple):
 
 
 class Location:
-    """What a function given as map_location gets in the place of a storage."""
+    """Stands for a storage in a call of a function given as map_location."""
 
     def __init__(self, device: str) -> None:
         self.device = device

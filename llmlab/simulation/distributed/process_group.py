@@ -23,7 +23,6 @@ from ...hardware.links import GPUS_PER_NODE
 from ..card import Card
 from ..devices import GPU_DEVICE
 from ..host_parameters import HostParameters
-from ..recording import Labelled
 from ..streams import nothing
 from ..values.placeholders import located
 from .torch_engines import FSDP, FSDP_MODULES, start_group, torch_engines
@@ -40,12 +39,10 @@ def launched(world_size: int) -> dict[str, str]:
 
 
 @contextmanager
-def without_peers(
-    card: Card, world_size: int | None, parameters: HostParameters, labelled: Labelled
-) -> Iterator[None]:
+def without_peers(card: Card, world_size: int | None, parameters: HostParameters) -> Iterator[None]:
     """Let code inside make process groups, as rank 0 of `world_size` or as the environment or its arguments say.
 
-    `parameters` are the host's, which FSDP2 moves to the card; `labelled` is that of `torch_engines`.
+    `parameters` are the host's, which FSDP2 moves to the card.
     """
     if dist.is_initialized():
         if world_size is not None:
@@ -57,7 +54,7 @@ def without_peers(
             stack.enter_context(mock.patch.dict(os.environ, launched(world_size)))
         patch = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
         patch(dist, "is_nccl_available", lambda: True)
-        patch(dist, "init_process_group", _init_process_group(card, parameters, labelled, stack))
+        patch(dist, "init_process_group", _init_process_group(card, parameters, stack))
         replaced = {
             "new_group": _new_group(distributed_c10d.new_group),
             "all_gather_object": _all_gather_object,
@@ -71,9 +68,7 @@ def without_peers(
         yield
 
 
-def _init_process_group(
-    card: Card, parameters: HostParameters, labelled: Labelled, stack: ExitStack
-) -> Callable[..., None]:
+def _init_process_group(card: Card, parameters: HostParameters, stack: ExitStack) -> Callable[..., None]:
     real = dist.init_process_group
 
     @wraps(real)
@@ -90,7 +85,7 @@ def _init_process_group(
         if rank >= size:
             raise SpecError(f"rank={rank} with world_size={size}: ranks are 0 to {size - 1}")
         if not card.engine.defers:  # they stay when the group is destroyed, and another can be made
-            stack.enter_context(torch_engines(card.engine, labelled))
+            stack.enter_context(torch_engines(card.engine))
             stack.enter_context(_moving(parameters))
         start_group(real, size, rank)
         card.memory.driver.capacity = card.gpu.room(size)  # NCCL's bytes stay when the group is destroyed

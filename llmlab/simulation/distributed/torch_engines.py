@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib import import_module
 from typing import Any
 from unittest import mock
@@ -27,7 +27,8 @@ from ...specs.run import Run, Training
 from ...step.ranks import Ranks, check_ranks, join
 from ..devices import GPU_DEVICE
 from ..engine.engine import Engine
-from ..recording import Labelled
+from ..profile.recording import Labelled
+from ..streams import nothing
 from ..values.placeholders import located
 
 FSDP = "torch.distributed.fsdp._fully_shard."
@@ -48,14 +49,16 @@ def checked(spec: ModelSpec, run: Run) -> None:
 
 @contextmanager
 def fake_ranks(run: Training, engine: Engine, labelled: Labelled) -> Iterator[Ranks]:
-    """Make this process rank 0 of the world of `run`, whose others are not there.
+    """Make this process rank 0 of the world of `run`, whose others are not there; `labelled` is the recording's.
 
     Raises NotAvailable where a process group is running: there is one per process.
     """
     if dist.is_initialized():
         raise NotAvailable("simulate needs a process group of its own; call it before init_process_group, or after "
                            "destroy_process_group")  # fmt: skip
-    with torch_engines(engine, labelled):
+    group = import_module(FSDP + "_fsdp_param_group")
+    parts = {name: labelled(getattr(group, name), part) for name, part in FSDP_PARTS.items()}
+    with torch_engines(engine, labelled), mock.patch.multiple(group, **parts):
         start_group(dist.init_process_group, run.world_size)
         try:
             yield join(run, fake=True)
@@ -71,15 +74,14 @@ def start_group(init_process_group: Callable[..., None], world_size: int, rank: 
 
 
 @contextmanager
-def torch_engines(engine: Engine, labelled: Labelled) -> Iterator[None]:
-    """Let DDP, FSDP2 and DTensor run on the device of `engine`; `labelled` says what they allocate memory for.
+def torch_engines(engine: Engine, labelled: Labelled = lambda function, part: function) -> Iterator[None]:
+    """Let DDP, FSDP2 and DTensor run on the device of `engine`; `labelled` says what DDP allocates memory for.
 
     Nothing of a process group stays behind.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
 
-    group = import_module(FSDP + "_fsdp_param_group")
     with ExitStack() as stack:
         patch = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
         patch(sys, "excepthook", sys.excepthook)  # init_process_group puts in its own
@@ -90,8 +92,6 @@ def torch_engines(engine: Engine, labelled: Labelled) -> Iterator[None]:
         patch(engine, "defers", frozenset((DTensor,)))
         patch(import_module(FSDP + "_fsdp_param"), "_chunk_with_empty", _Chunks)
         patch(FullyShardedDataParallel, "__init__", _no_fsdp1)
-        for name, part in FSDP_PARTS.items():
-            patch(group, name, labelled(getattr(group, name), part))
         if engine.device == GPU_DEVICE:
             patch(torch._C, "_get_accelerator", lambda: torch.device("cuda"))
             # FSDP2 compares the device it was told with those of tensors, which to torch are the engine's.
@@ -108,8 +108,7 @@ def _no_fsdp1(*args: Any, **kwargs: Any) -> None:
     ))  # fmt: skip
 
 
-@contextmanager
-def _resized_storages(engine: Engine) -> Iterator[None]:
+def _resized_storages(engine: Engine) -> AbstractContextManager:
     """Follow UntypedStorage.resize_, which is no operator."""
     real = torch.UntypedStorage.resize_
 
@@ -118,12 +117,10 @@ def _resized_storages(engine: Engine) -> Iterator[None]:
         engine.resized(storage)
         return out
 
-    with mock.patch.object(torch.UntypedStorage, "resize_", resize_):
-        yield
+    return mock.patch.object(torch.UntypedStorage, "resize_", resize_)
 
 
-@contextmanager
-def _shapes_of_dtensors() -> Iterator[None]:
+def _shapes_of_dtensors() -> AbstractContextManager:
     """Let DTensor find the shapes of whole tensors where no engine sees it: nothing is allocated for that."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
@@ -134,8 +131,7 @@ def _shapes_of_dtensors() -> Iterator[None]:
         with _disable_current_modes():
             return real(self, schema)
 
-    with mock.patch.object(ShardingPropagator, name, unseen):
-        yield
+    return mock.patch.object(ShardingPropagator, name, unseen)
 
 
 class _Chunks:
@@ -189,10 +185,7 @@ def _reducer(labelled: Labelled) -> Iterator[None]:
         with _RealIndices():
             return rebuild(*args, **kwargs)
 
-    with (
-        mock.patch.object(cls, "__init__", init),
-        mock.patch.object(cls, "_pre_forward", pre_forward),
-        # It compares shapes between ranks, by their values.
-        mock.patch.object(distributed, "_verify_param_shape_across_processes", lambda *_, **__: None),
-    ):
+    # It compares shapes between ranks, by their values.
+    unverified = mock.patch.object(distributed, "_verify_param_shape_across_processes", nothing)
+    with unverified, mock.patch.multiple(cls, __init__=init, _pre_forward=pre_forward):
         yield

@@ -1,4 +1,4 @@
-"""Casts on a CPU: the copies that an elementwise operator makes of operands of more than one dtype.
+"""Casts on a CPU: an elementwise operator copies operands whose dtype is not the common one.
 
 Source: aten/src/ATen/TensorIterator.cpp, TensorIteratorBase::compute_types: on a CPU an operand that is not of the
 common dtype is cast into a copy first, and a result of another dtype is computed into one; CUDA's kernels cast as they

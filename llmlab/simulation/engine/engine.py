@@ -129,7 +129,7 @@ class Engine(TorchDispatchMode):
         if self.defers and not self.defers.isdisjoint(types):
             return NotImplemented
         if self.host is not None:
-            return self.host.run(self, func, args, kwargs or {})
+            return self.host.run(self.simulate, self.fake, func, args, kwargs or {})
         return self.simulate(func, args, kwargs or {})
 
     def simulate(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

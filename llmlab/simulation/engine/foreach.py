@@ -1,4 +1,4 @@
-"""Operators over lists of tensors (_foreach_, _fused_): which devices they accept, which change values alone."""
+"""Operators over lists of tensors (_foreach_, _fused_): which devices they accept, and which only change values."""
 
 from __future__ import annotations
 

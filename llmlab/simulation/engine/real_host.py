@@ -6,11 +6,12 @@ tensor is among its arguments, or where it makes a tensor on the card.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, UnsupportedOperatorException
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, UnsupportedOperatorException
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import arg_tree_leaves, tree_map_only
 
@@ -19,13 +20,12 @@ from ..devices import GPU_DEVICE
 from ..values.known import SMALL, VALUES_LIMIT, is_followed, know, known
 from ..values.placeholders import PLACEHOLDER, located, warn_of
 
-if TYPE_CHECKING:
-    from .engine import Engine
-
 aten = torch.ops.aten
 # Draws that code looks at, and their form with a generator.
 DRAWS = {aten.randint.default: aten.randint.generator, aten.randint.low: aten.randint.low_generator,
          aten.randperm.default: aten.randperm.generator}  # fmt: skip
+
+Simulate = Callable[[Any, tuple, dict[str, Any]], Any]
 
 
 class RealHost:
@@ -40,30 +40,32 @@ class RealHost:
         self.generator = torch.Generator().manual_seed(0)
         self.inside = False
 
-    def run(self, engine: Engine, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run an operator where it belongs."""
+    def run(self, simulate: Simulate, fake: FakeTensorMode, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run an operator where it belongs: for real, or by the engine's `simulate` on tensors of `fake`."""
         device = kwargs.get("device")
         if device is not None and device.type == "cuda":  # from torch.set_default_device
             kwargs = {**kwargs, "device": GPU_DEVICE}
         if kwargs.get("pin_memory"):  # torch's own code: there is no driver to pin by
             kwargs = {**kwargs, "pin_memory": False}
         tensors = [each for each in arg_tree_leaves(*args, **kwargs) if isinstance(each, Tensor)]
-        fake = any(isinstance(each, FakeTensor) for each in tensors)
-        if not fake and kwargs.get("device") != GPU_DEVICE:
+        on_card = any(isinstance(each, FakeTensor) for each in tensors)
+        if not on_card and kwargs.get("device") != GPU_DEVICE:
             with _disable_current_modes():
                 return func(*args, **kwargs)
         if self.assume is not None:
             _assume(tensors, self.assume)
-        if fake and func._schema.is_mutable and tensors[0] is args[0] and not isinstance(args[0], FakeTensor):
+        if on_card and func._schema.is_mutable and tensors[0] is args[0] and not isinstance(args[0], FakeTensor):
             return _overwrite(func, args[0])
-        return self._simulate(engine, func, args, kwargs)
+        return self._simulate(simulate, fake, func, args, kwargs)
 
-    def _simulate(self, engine: Engine, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _simulate(
+        self, simulate: Simulate, fake: FakeTensorMode, func: Any, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
         """Run an operator for the card; what cannot be simulated raises NotAvailable with the user's line."""
         try:
-            args, kwargs = tree_map_only(Tensor, lambda tensor: _as_fake(engine, tensor), (args, kwargs))
+            args, kwargs = tree_map_only(Tensor, lambda tensor: _as_fake(fake, tensor), (args, kwargs))
             self.inside = True
-            out = engine.simulate(func, args, kwargs)
+            out = simulate(func, args, kwargs)
             return self._drawn(func, args, out) if func in DRAWS else out
         except NotAvailable as error:
             raise located(error) from None
@@ -86,17 +88,17 @@ class RealHost:
         return out
 
 
-def _as_fake(engine: Engine, tensor: Tensor) -> Tensor:
+def _as_fake(fake: FakeTensorMode, tensor: Tensor) -> Tensor:
     """Return the fake tensor for one on the host, which keeps its values where the engine follows them."""
     if isinstance(tensor, FakeTensor):
         return tensor
     if tensor.is_nested:
         raise NotAvailable("nested tensors are not simulated; pad the rows and mask them, or lab.measure it")
     with _disable_current_modes():
-        fake = engine.fake.from_tensor(tensor.detach())
+        made = fake.from_tensor(tensor.detach())
     if not tensor.is_meta and (is_followed(tensor) or _is_mask(tensor)):
-        know(fake, tensor)
-    return fake
+        know(made, tensor)
+    return made
 
 
 def _assume(tensors: list[Tensor], value: float) -> None:

@@ -1,4 +1,4 @@
-"""A cache of operators by their tensors' shapes: what one returned before it returns again, without asking torch.
+"""A cache of operators' results by their tensors' shapes, which spares asking torch for the same form again.
 
 A model's layers, and a step after the first, run the same operators on tensors of the same shapes. torch's fake mode
 keeps such answers too, but takes most of a simulation's time to look one up. `Repeats` looks at less: what the form of

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -21,8 +21,7 @@ def no_compiled_kernel(func: Any) -> NotAvailable:
     ))  # fmt: skip
 
 
-@contextmanager
-def no_extensions() -> Iterator[None]:
+def no_extensions() -> AbstractContextManager:
     """Refuse to compile kernels for the card, with their name."""
     from torch.utils import cpp_extension
 
@@ -32,15 +31,10 @@ def no_extensions() -> Iterator[None]:
             "give the block PyTorch's own operators in its place, or lab.measure it"
         ))  # fmt: skip
 
-    with (
-        mock.patch.object(cpp_extension, "load", refused),
-        mock.patch.object(cpp_extension, "load_inline", refused),
-    ):
-        yield
+    return mock.patch.multiple(cpp_extension, load=refused, load_inline=refused)
 
 
-@contextmanager
-def no_triton() -> Iterator[None]:
+def no_triton() -> AbstractContextManager:
     """Refuse to launch Triton's kernels on the card, with their name."""
     from triton.runtime import jit
 
@@ -51,8 +45,7 @@ def no_triton() -> Iterator[None]:
             "block PyTorch's own operators in its place, or lab.measure it"
         ))  # fmt: skip
 
-    with mock.patch.object(jit.KernelInterface, "__getitem__", refused):
-        yield
+    return mock.patch.object(jit.KernelInterface, "__getitem__", refused)
 
 
 def unless_offloaded(place: Callable[..., None]) -> Callable[..., None]:

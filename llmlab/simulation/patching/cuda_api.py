@@ -112,15 +112,12 @@ class _Properties(SimpleNamespace):
         return f"_CudaDeviceProperties({named})"
 
 
-def _device(card: Card) -> dict[str, Any]:
-    gpu, capability = card.gpu, capability_of(card.gpu)
-    runtime = SimpleNamespace(
-        cudaProfilerStart=nothing, cudaProfilerStop=nothing, cudaMemGetInfo=lambda device=0: (card.free, gpu.memory)
-    )
-    properties = _Properties(
+def _properties(gpu: GPU) -> _Properties:
+    major, minor = capability_of(gpu)
+    return _Properties(
         name=device_name(gpu),
-        major=capability[0],
-        minor=capability[1],
+        major=major,
+        minor=minor,
         total_memory=gpu.memory,
         multi_processor_count=gpu.sms,
         warp_size=32,
@@ -128,12 +125,19 @@ def _device(card: Card) -> dict[str, Any]:
         is_multi_gpu_board=0,
     )
 
+
+def _device(card: Card) -> dict[str, Any]:
+    gpu, properties = card.gpu, _properties(card.gpu)
+    runtime = SimpleNamespace(
+        cudaProfilerStart=nothing, cudaProfilerStop=nothing, cudaMemGetInfo=lambda device=0: (card.free, gpu.memory)
+    )
+
     def get_device_properties(device: Any = None) -> SimpleNamespace:
         check_index(device)
         return properties
 
     def is_bf16_supported(including_emulation: bool = True) -> bool:
-        return including_emulation or capability >= BF16_CAPABILITY  # torch: every card emulates it
+        return including_emulation or capability_of(gpu) >= BF16_CAPABILITY  # torch: every card emulates it
 
     return {
         "is_available": lambda: not card.hidden,

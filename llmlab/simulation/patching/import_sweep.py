@@ -1,4 +1,4 @@
-"""Sweep of modules that were first imported inside the block: what they took of ours is torch's again after it.
+"""Restore of modules first imported inside the block: the patches they took are replaced by torch's own functions.
 
 So `from torch.cuda import is_available` leaves nothing of ours behind. What is ours, and in whose place, nobody has to
 list: it is what the end of the block changes in a module.

@@ -118,7 +118,7 @@ def script_on(card: Card, host: RealHost, world_size: int | None) -> Iterator[Ph
         stack.enter_context(engine)
         stack.enter_context(redirect)
         stack.enter_context(on_import({"safetensors.torch": lambda: stack.enter_context(checkpoints.safetensors())}))
-        stack.enter_context(without_peers(card, world_size, parameters, phases.labelled))
+        stack.enter_context(without_peers(card, world_size, parameters))
         stack.enter_context(phases.watched())
         try:
             yield phases

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
 from unittest import mock
@@ -49,8 +49,7 @@ def fake_parameters() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def no_end_of_sequence() -> Iterator[None]:
+def no_end_of_sequence() -> AbstractContextManager:
     """Let generate() of transformers draw no end-of-sequence token: each sequence comes to its greatest length."""
     from transformers.generation.stopping_criteria import EosTokenCriteria
 
@@ -59,20 +58,17 @@ def no_end_of_sequence() -> Iterator[None]:
     def call(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Tensor:
         return _zeros_where_unknown(real(self, input_ids, *args, **kwargs))
 
-    with mock.patch.object(EosTokenCriteria, "__call__", call):
-        yield
+    return mock.patch.object(EosTokenCriteria, "__call__", call)
 
 
-@contextmanager
-def full_beams() -> Iterator[None]:
+def full_beams() -> AbstractContextManager:
     """Let beam search of transformers go on until its stopping criteria end it, with a token in each place."""
     from transformers.generation.utils import GenerationMixin as mixin
 
     unfinished = getattr(mixin, "_beam_search_has_unfinished_sequences", None)
     update = getattr(mixin, "_update_finished_beams", None)
     if unfinished is None or update is None:  # another version's
-        yield
-        return
+        return nullcontext()
 
     def has_unfinished(improvable: Tensor, finished: Tensor, stopped: Tensor, *args: Any) -> Tensor:
         if not isinstance(stopped, FakeTensor):
@@ -83,11 +79,8 @@ def full_beams() -> Iterator[None]:
         sequences, scores, indices, *rest = update(self, *args, **kwargs)
         return sequences, scores, _zeros_where_unknown(indices), *rest  # -1 would be a place without a token
 
-    with (
-        mock.patch.object(mixin, "_beam_search_has_unfinished_sequences", staticmethod(has_unfinished)),
-        mock.patch.object(mixin, "_update_finished_beams", update_finished),
-    ):
-        yield
+    replaced = {"_beam_search_has_unfinished_sequences": staticmethod(has_unfinished)}
+    return mock.patch.multiple(mixin, _update_finished_beams=update_finished, **replaced)
 
 
 def _zeros_where_unknown(tensor: Tensor) -> Tensor:
@@ -97,8 +90,7 @@ def _zeros_where_unknown(tensor: Tensor) -> Tensor:
     return tensor
 
 
-@contextmanager
-def told_recurrent(engine: Engine) -> Iterator[None]:
+def told_recurrent(engine: Engine) -> AbstractContextManager:
     """Note of nn.LSTM, GRU and RNN on the card that cuDNN runs each as one kernel, with buffers it alone knows."""
 
     def told(name: str) -> Callable[..., Any]:
@@ -111,10 +103,7 @@ def told_recurrent(engine: Engine) -> Iterator[None]:
 
         return layer
 
-    with ExitStack() as stack:
-        for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
-            stack.enter_context(mock.patch.object(torch._VF, name, told(name)))
-        yield
+    return mock.patch.multiple(torch._VF, **{name: told(name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")})
 
 
 @contextmanager
@@ -160,8 +149,7 @@ def made_on_card(
     return made.requires_grad_() if requires_grad else made
 
 
-@contextmanager
-def tensors_on_card() -> Iterator[None]:
+def tensors_on_card() -> AbstractContextManager:
     """Let torch.tensor make tensors on the card; for "cpu:0" torch itself makes them on the host."""
     real = torch.tensor
 
@@ -169,12 +157,10 @@ def tensors_on_card() -> Iterator[None]:
         on_card = kwargs.get("device") is not None and torch.device(kwargs["device"]) == GPU_DEVICE
         return made_on_card(real, data, **kwargs) if on_card else real(data, **kwargs)
 
-    with mock.patch.object(torch, "tensor", tensor):
-        yield
+    return mock.patch.object(torch, "tensor", tensor)
 
 
-@contextmanager
-def held_random_states(engine: Engine) -> Iterator[None]:
+def held_random_states(engine: Engine) -> AbstractContextManager:
     """Count the CPU generator's states, which checkpointing keeps for each block, as memory of the simulated CPU."""
     real = torch.get_rng_state
 
@@ -183,8 +169,7 @@ def held_random_states(engine: Engine) -> Iterator[None]:
         engine.hold(state)
         return state
 
-    with mock.patch.object(torch, "get_rng_state", get_rng_state):
-        yield
+    return mock.patch.object(torch, "get_rng_state", get_rng_state)
 
 
 def on_card(tensor: Tensor) -> bool:
@@ -202,7 +187,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
-    """native/Dropout.cpp: on CUDA one kernel, whose mask is 1 B an element."""
+    """native/Dropout.cpp: on CUDA one kernel, whose mask takes 1 byte per element."""
     if not on_card(x) or not 0 < p < 1 or not train or not x.numel():
         return aten.dropout.default._op_dk(COMPOSITE, x, p, train)
     return aten.native_dropout(x, p, train)[0]

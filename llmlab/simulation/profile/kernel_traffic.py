@@ -20,7 +20,7 @@ from .operator_log import Operators
 
 
 class Moved(NamedTuple):
-    """What kernels moved: how many were launched; distinct bytes read and written, a launch at a time; bytes of every
+    """What kernels moved: how many were launched; distinct bytes read and written, counted per launch; bytes of every
     load and store, those of repeated reads too."""
 
     launches: int

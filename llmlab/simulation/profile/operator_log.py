@@ -152,7 +152,7 @@ class Operators(list):
         if "_foreach" in name:
             launches = -(-sum(each.numel() for each in outputs) // FOREACH_ELEMENTS)
         if name == "bitsandbytes::gemm_4bit" and not self._multiplies_packed(args, shape):
-            # The weight is unpacked by one kernel and multiplied by another.
+            # One kernel unpacks the weight, another multiplies it.
             unpacked = shape[2] * shape[3] * args[0].itemsize
             self.append(
                 Kernel(name, "memory", dtype, 0, _extent(args[1]) + unpacked, shape[2:], 1, backward, self.phase)
@@ -178,7 +178,7 @@ def _moved(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> tuple[int,
         return 2 * written if len(inputs) < 2 else written + _extent(inputs[1]), 0, 0
     if name == "aten::slice_backward":  # zeros, then a copy of the gradient into them
         return written + 2 * read, 0, 0
-    if name == "aten::nll_loss_forward":  # one element a row
+    if name == "aten::nll_loss_forward":  # one element per row
         return read // max(1, inputs[0].shape[-1]), 0, 0
     if name == "aten::embedding_dense_backward":  # the gradient, sums of its segments, and the table
         return 3 * read + written, 0, 0
@@ -191,7 +191,8 @@ def _moved(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> tuple[int,
 
 # cuda/Embedding.cu: a radix sort of the indices (cub), then segments and their sums.
 LAUNCHES = {"aten::embedding_dense_backward": 20, "aten::slice_backward": 2}
-FOREACH_ELEMENTS = 320 * 65536  # aten/src/ATen/native/cuda/MultiTensorApply.cuh: 320 blocks of 64 Ki elements a launch
+# aten/src/ATen/native/cuda/MultiTensorApply.cuh: 320 blocks of 64 Ki elements per launch.
+FOREACH_ELEMENTS = 320 * 65536
 
 
 def _causal(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:

@@ -30,7 +30,7 @@ def kernel_seconds(kernel: Kernel, rates: Efficiency) -> float | None:
     if kernel.kind == "none":
         return 0.0
     moved = kernel.bytes
-    # Two blocks of 1024 threads a multiprocessor go over a row each.
+    # Each multiprocessor runs two blocks of 1024 threads, and each block goes over a row.
     if kernel.row and 2 * rates.sms * kernel.row > rates.cache:
         moved += kernel.again
     seconds = moved / {"gather": rates.gather, "strided": rates.strided}.get(kernel.kind, rates.bandwidth)

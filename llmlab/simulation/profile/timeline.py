@@ -22,8 +22,8 @@ from ...recording.parts import Block, Division, divide
 from ...recording.phases import BUFFERS, Mark
 from ..allocator.rounding import blocks_of
 from ..engine.engine import Engine
-from ..recording import Recording
 from .attribution import OUTSIDE, Place, collapsed
+from .recording import Recording
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -47,7 +47,7 @@ def _made(run: Callable[..., Any], value: Tensor, device: torch.device) -> Tenso
 
 
 def _masked(run: Callable[..., Any], x: Tensor, indices: list[Tensor | None]) -> Any:
-    """native/TensorAdvancedIndexingUtils.h, expandTensors: x[mask] is x at nonzero(mask), a column a dimension."""
+    """native/TensorAdvancedIndexingUtils.h, expandTensors: x[mask] is x at nonzero(mask), one column per dimension."""
     found: list[Tensor | None] = []
     for index in indices:
         if index is None or index.dtype not in (torch.bool, torch.uint8):

@@ -1,4 +1,4 @@
-"""Placeholders for values read from the simulated card, and the errors where none would do.
+"""Placeholders for values read from the simulated card, and the errors where a placeholder will not do.
 
 Tensors on the card have no values. What a script only shows or logs is a placeholder; what would decide how it goes on
 raises NotAvailable, with the line of the script.

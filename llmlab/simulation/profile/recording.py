@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..hardware.gpu import GPU
-from ..recording.phases import Mark, Marks
-from .allocator.out_of_memory import AllocatorOutOfMemory
-from .engine.engine import Engine
-from .profile.attribution import Place, Places
-from .profile.operator_log import Operators
+from ...hardware.gpu import GPU
+from ...recording.phases import Mark, Marks
+from ..allocator.out_of_memory import AllocatorOutOfMemory
+from ..engine.engine import Engine
+from .attribution import Place, Places
+from .operator_log import Operators
 
 Labelled = Callable[[Callable[..., Any], str], Callable[..., Any]]
 
@@ -21,21 +21,6 @@ class Recording(Places, Marks):
     def __init__(self, engine: Engine) -> None:
         Places.__init__(self, engine)
         Marks.__init__(self, engine.now, engine.address)
-
-    def labelled(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
-        """Return `function`, what it allocates being known as `part`."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            since = len(self.engine.events)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                made = {event.address: part for event in self.engine.events[since:] if event.size > 0}
-                if made:
-                    now = self.now()
-                    self.marks.append(Mark(now, self._counted(), made, now))
-
-        return call
 
     def _workspaces(self) -> dict[int, str]:
         return dict.fromkeys(self.engine.handles.values(), "workspace")
@@ -64,6 +49,21 @@ class StepRecording(Recording):
         super().enter(phase, **alive)
         if self.on_phase:
             self.on_phase(self._counted())
+
+    def labelled(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
+        """Return `function`, what it allocates being known as `part`."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            since = len(self.engine.events)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                made = {event.address: part for event in self.engine.events[since:] if event.size > 0}
+                if made:
+                    now = self.now()
+                    self.marks.append(Mark(now, self._counted(), made, now))
+
+        return call
 
     def _alive(self, named: dict[str, Any]) -> dict[int, str]:
         if self.step:
