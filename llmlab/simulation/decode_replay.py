@@ -160,10 +160,12 @@ class Decoder:
                 elif kind == "free old":
                     engine.free(cached[number].address)
                 elif kind == "free scratch":
-                    scratch.pop(number).free()
-                else:
-                    buffers = scratch.setdefault(number, Scratch(engine, Operator(request.func, (), {})))
-                    buffers.take(self._sizes_of(request))
+                    if number in scratch:
+                        scratch.pop(number).free()
+                elif sizes := self._sizes_of(request):
+                    if number not in scratch:
+                        scratch[number] = Scratch(engine, Operator(request.func, (), {}))
+                    scratch[number].take(sizes)
         finally:
             engine.place = place
         for tensor, number in zip(cached, step.held, strict=False):  # the logits' comes last

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from ..workspaces.registry import FREE, Handle, Operator, Outputs, Step
-
-if TYPE_CHECKING:
-    from .engine import Engine
 
 
 class Observer(Protocol):
@@ -29,7 +26,7 @@ class Observer(Protocol):
 class Scratch:
     """The scratch of `op` in the memory of `engine`."""
 
-    def __init__(self, engine: Engine, op: Operator) -> None:
+    def __init__(self, engine: Any, op: Operator) -> None:  # an Engine, whose module imports this one
         self.engine, self.op = engine, op
         self.addresses: list[int] = []
 

@@ -39,8 +39,8 @@ def multiplies_packed(gpu: GPU, dtype: torch.dtype, rows: int, shape: tuple[int,
 
 @cache
 def _rule_of_bitsandbytes() -> dict[str, Any]:
-    """Return the rule's function and constants, cut out of their module, which would register kernels for CUDA. What
-    it takes for a device's index it hands to _gpu_dispatch_props, and so is given that one's answer."""
+    """Return the rule's function and constants, cut out of their module, which would register kernels for CUDA. The
+    rule hands its device's index to _gpu_dispatch_props, and so is given the answer of that function instead."""
     names = ("_gemm_4bit_use_custom_cuda", "_GEMM_4BIT_CUSTOM_FLOOR_M", "_gemm_4bit_custom_max_m")
     module = find_spec("bitsandbytes.backends.cuda.ops")
     assert module and module.origin

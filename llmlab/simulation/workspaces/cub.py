@@ -1,7 +1,7 @@
-"""Workspaces of CUB's algorithms: PyTorch asks CUB for the size and takes it from the caching allocator.
+"""Workspaces of CUB's algorithms: PyTorch asks CUB for the size, and the caching allocator for the bytes.
 
 Source: CUB 3.0, the one of CUDA 13.0, which torch 2.13 is built with: cub/device/dispatch/*.cuh, and for the sizes of
-tiles cub/device/dispatch/tuning/*.cuh. A tile is what one block of threads takes at a time; its size is tuned for the
+tiles cub/device/dispatch/tuning/*.cuh. A tile is what one block of threads reads at a time; its size is tuned for the
 card's architecture and the bytes of keys and values. ATen/cuda/cub.cuh counts elements in int64 for sorts, in int32
 for scans.
 
@@ -21,7 +21,7 @@ SORT_TILES: dict[tuple[int, int], tuple[int | None, int | None, int]] = {
     (4, 4): (11776, 6528, 6528), (8, 4): (2816, 3840, 5760), (4, 0): (5888, 8064, 7296), (8, 0): (2816, 3840, 5760),
     (1, 0): (None, None, 9728), (2, 0): (None, None, 9728),
 }  # fmt: skip
-# dispatch_radix_sort.cuh, InvokePasses; its kernels' registers (ptxas) leave room for one block a multiprocessor.
+# dispatch_radix_sort.cuh, InvokePasses; its kernels' registers (ptxas) leave room for one block per multiprocessor.
 PASS_DIGITS, PASS_TILE = 128, 5632
 SCAN_TILES = {4: 1920, 8: 896}  # tuning_scan.cuh, sm_60 and newer: by the bytes of a sum
 # tuning_scan_by_key.cuh and tuning_select_if.cuh: sm_75, sm_80, sm_86 and 89, sm_90, newer.
@@ -37,14 +37,14 @@ def pieces(*sizes: int) -> int:
 
 
 def single_tile(key: int, value: int) -> int:
-    """Return up to how many elements one block of threads sorts, in shared memory: 19 items of 4 B a thread."""
+    """Return up to how many elements one block of threads sorts, in shared memory: 19 items of 4 B per thread."""
     return 256 * (19 if max(key, value) <= 4 else 9)
 
 
 def sort_scratch(n: int, key: int, value: int, gpu: GPU, bits: int | None = None) -> int:
-    """Return the bytes DeviceRadixSort takes for `n` keys of `key` bytes with values of `value` bytes (0: none), by
-    `bits` of the key: dispatch_radix_sort.cuh, InvokeOnesweep. Counts of digits a pass, what each tile tells the next
-    ones, and a second set of keys and values.
+    """Return the bytes that DeviceRadixSort asks for, for `n` keys of `key` bytes, values of `value` bytes (0: none),
+    by `bits` of the key: dispatch_radix_sort.cuh, InvokeOnesweep. Counts of digits per pass, what each tile tells the
+    next ones, and a second set of keys and values.
 
     Before sm_90 the counts for keys of one byte, and of two without values, are not known.
     """
@@ -62,19 +62,19 @@ def sort_scratch(n: int, key: int, value: int, gpu: GPU, bits: int | None = None
 
 
 def scan_scratch(n: int, item: int) -> int:
-    """Return the bytes DeviceScan takes to sum `n` elements in `item` bytes: a state and a sum of each tile."""
+    """Return the bytes that DeviceScan asks for to sum `n` elements in `item` bytes: a state and a sum of each tile."""
     tiles = -(-n // SCAN_TILES[max(4, item)])
     return pieces(pieces((tiles + SCAN_STATES) * 2 * max(4, item)))
 
 
 def sum_by_key_scratch(n: int, gpu: GPU) -> int:
-    """Return the bytes DeviceScan takes to sum `n` uint32 by key: dispatch_scan_by_key.cuh."""
+    """Return the bytes that DeviceScan asks for to sum `n` uint32 by key: dispatch_scan_by_key.cuh."""
     tiles = -(-n // SUM_BY_KEY_TILES[_generation(gpu)])
     return pieces(16 * (tiles + SCAN_STATES), 4 * (tiles + 1))
 
 
 def select_scratch(n: int, gpu: GPU) -> int:
-    """Return the bytes DeviceSelect takes to choose among `n` int64 by a flag: dispatch_select_if.cuh."""
+    """Return the bytes that DeviceSelect asks for to choose among `n` int64 by a flag: dispatch_select_if.cuh."""
     tiles = -(-n // SELECT_TILES[_generation(gpu)])
     return pieces(pieces(8 * (tiles + SCAN_STATES)), 0, 0)
 
@@ -85,6 +85,6 @@ def _generation(gpu: GPU) -> int:
 
 
 def reduce_scratch(n: int, gpu: GPU, threads: int) -> int:
-    """Return the bytes DeviceReduce takes to sum `n` elements in int32: one a block, of five times as many blocks as
-    the card holds; `threads` are those that a multiprocessor holds."""
+    """Return the bytes that DeviceReduce asks for to sum `n` elements in int32: one sum per block, of five times as
+    many blocks as are resident on the card; `threads` are those that are resident on a multiprocessor."""
     return 1 if n <= REDUCE_TILE else pieces(4 * gpu.sms * (threads // REDUCE_THREADS) * BLOCKS)

@@ -29,7 +29,7 @@ def _index_copies(indices: list[Tensor | None]) -> Iterator[int]:
     as (batch, 1) beside (tokens), each written out in full."""
     given = [index for index in indices if index is not None]
     if any(index.dtype in MASKS for index in given):
-        return  # each is first made into indices, which come back here
+        return  # each is first made into indices, and the operator runs again with those
     for index in given:
         if index.dtype == torch.int32:
             yield INDEX * index.numel()
@@ -69,7 +69,7 @@ def _sorted_indices(op: Operator, gpu: GPU) -> Iterator[int]:
     places = [place for place, index in enumerate(op.indices) if index is not None]
     given = [index for index in op.indices if index is not None]
     if any(index.dtype in MASKS for index in given):
-        return  # how many there are only values say
+        return  # only values say how many there are
     n = prod(torch.broadcast_shapes(*(index.shape for index in given)))
     adjacent = places == list(range(places[0], places[-1] + 1))
     sizes = x.shape[places[-1] + 1 :] if adjacent else [size for i, size in enumerate(x.shape) if i not in places]

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from math import prod
 
 import torch
-from torch import Tensor
 
 from ...hardware.gpu import GPU
 from .layout import contiguous_copies
@@ -65,30 +64,26 @@ def logsumexp(op: Operator, gpu: GPU) -> Iterator[Step]:
 
 @workspace(aten.native_dropout, source="cuda/Dropout.cu")
 def dropout(op: Operator, gpu: GPU) -> Iterator[Step]:
-    """dropout_cuda: the mask is there before what it leaves."""
+    """dropout_cuda: the mask is allocated before the output."""
     yield Outputs(order=(1, 0))
-
-
-def _log_sigmoid_outputs(op: Operator) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(op.self), op.self.new_empty(0)
 
 
 @workspace(aten.log_sigmoid_forward, source="cuda/ActivationLogSigmoidKernel.cu")
 def log_sigmoid(op: Operator, gpu: GPU) -> Iterator[Step]:
     """log_sigmoid_forward_cuda: the buffer that the CPU keeps is empty."""
-    yield Outputs(fake=_log_sigmoid_outputs)
+    yield Outputs(fake=lambda op: (torch.empty_like(op.self), op.self.new_empty(0)))
 
 
 @workspace(aten.nll_loss_forward, source="cuda/Loss.cu")
 def nll_loss(op: Operator, gpu: GPU) -> Iterator[Step]:
-    """nll_loss_forward_out_cuda_template: input, target and weight contiguous."""
+    """nll_loss_forward_out_cuda_template: contiguous copies of input, target and weight."""
     yield OUTPUTS
     yield from contiguous_copies(op.self, op.target, op.weight)
 
 
 @workspace(aten.nll_loss_backward, source="cuda/Loss.cu")
 def nll_loss_backward(op: Operator, gpu: GPU) -> Iterator[Step]:
-    """nll_loss_backward_out_cuda_template: target and weight contiguous."""
+    """nll_loss_backward_out_cuda_template: contiguous copies of target and weight."""
     yield OUTPUTS
     yield from contiguous_copies(op.target, op.weight)
 

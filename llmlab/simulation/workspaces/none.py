@@ -70,7 +70,7 @@ _STATED = frozenset(name for names in NOTHING_BESIDES.values() for name in names
 
 @cache
 def is_view(func: Any) -> bool:
-    """Whether an operator returns its argument's memory unchanged, or takes memory and fills nothing in."""
+    """Whether an operator returns its argument's memory unchanged, or allocates memory and writes nothing into it."""
     if func._schema.name in WITHOUT_KERNEL:
         return True
     return any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)

@@ -1,8 +1,8 @@
 """Workspaces of oneDNN's 16-bit products on this CPU: its kernels say so only when they run, so they are run.
 
 Which kernel runs, and how much scratch it wants to lay operands out anew, depends on the CPU (AMX, AVX-512), the shapes
-and the number of threads (aten/src/ATen/native/mkldnn/Matmul.cpp). Large products are not tried: beside what a step
-with such holds the scratch is small, and a simulation is to take seconds.
+and the number of threads (aten/src/ATen/native/mkldnn/Matmul.cpp). Large products are not tried: their scratch is small
+beside the memory of a step that has such products, and a simulation should end within seconds.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def cpu_product(op: Operator, gpu: None) -> Iterator[Step]:
 
 @cache
 def _tried(func: Any, dtype: torch.dtype, layouts: tuple[Layout, ...], threads: int, enabled: bool) -> int:
-    """Return the bytes that `func` of tensors of `layouts` takes at most, its output left out.
+    """Return the peak of the bytes that `func` of tensors of `layouts` allocates, without its output.
 
-    `threads` and `enabled` are torch's settings, which a cached answer holds for.
+    `threads` and `enabled` are the settings of torch for which a cached answer is valid.
     """
     source = CPUEvents()
     with _disable_current_modes(), torch.no_grad():

@@ -36,7 +36,7 @@ class Kind(NamedTuple):
 
     accumulator: Callable[[int], int]
     loads: Callable[[int], int] = lambda item: 4
-    casts: bool = True  # to the dtype of the output first, where no kernel reads the input's
+    casts: bool = True  # to the dtype of the output first, where no kernel reads that of the input
     whole: bool = False  # a full reduction, which makes its input contiguous (ReduceAllOps.cpp)
 
 
