@@ -47,38 +47,16 @@ def loaded_bytes(spec: ModelSpec, run: Inference) -> int:
 
 def inference_moments(spec: ModelSpec, run: Inference, gpu: GPU | None) -> list[Moment]:
     """Return the moments of one generation: weights, the prompt at once (prefill), the last token (decode)."""
-    c = 4 if run.weights == "fp32" else 2
     weights = loaded_bytes(spec, run)
-    workspace = (gpu.cublas_workspace or 0) if gpu else 0
-    kernel = attention_kernel(spec, run, gpu, cpu=False) if gpu else run.attention
+    kernel = attention_kernel(spec, run, gpu) if gpu else run.attention
 
     def moment(phase: str, name: str, new: int, cached: int) -> Moment:
-        tokens = run.batch * new
-        width = spec.experts_per_token * spec.moe_intermediate if spec.experts else spec.intermediate
-        # Residual and norm, then the wider of the MLP's branches (a GELU written out holds four) and attention's q, k,
-        # v and output.
-        mlp: float = (3 if spec.gated else 2 if spec.activation in FUSED else 4) * width
-        attention: float = 2 * spec.heads * spec.head_dim + 2 * spec.kv_heads * spec.head_dim
-        if spec.mla:  # the latent is projected up to every head's key and value, for every token in the cache
-            up = spec.heads * (spec.mla.qk_nope_head_dim + spec.mla.v_head_dim + spec.head_dim)
-            attention = 2 * spec.heads * spec.head_dim + up * cached / new
-        scores = run.batch * spec.heads * new * cached
-        if run.attention == "eager":
-            # Softmax's input, its fp32 output and that output's copy; the mask. The block's frame holds on to the
-            # attention weights while the MLP runs.
-            attention += scores * (4 + c + (c if c != 4 else 0) + c / spec.heads) / (tokens * c)
-            mlp += scores * (1 + 1 / spec.heads) / tokens
-        elif kernel == "math":
-            # In fp32: keys and values, both repeated to all heads, keys scaled; softmax's input, output and marks.
-            heads = 2 * spec.kv_heads + 3 * spec.heads
-            attention += (4 * heads * spec.head_dim * run.batch * cached + 9 * scores) / (tokens * c)
-        working = int(tokens * c * (2 * spec.hidden + max(mlp, attention) / run.tp))
         parts = {
             "weights": weights,
             "kv_cache": kv_cache_bytes(spec, run, cached, windowed=phase == "decode"),
-            "activations": working,
-            "logits": run.batch * spec.vocab * (c + 4),
-            "workspace": workspace,
+            "activations": working_bytes(spec, run, kernel, new, cached),
+            "logits": run.batch * spec.vocab * (_compute_bytes(run) + 4),
+            "workspace": (gpu.cublas_workspace or 0) if gpu else 0,
         }
         return Moment(phase, name, parts)
 
@@ -89,3 +67,30 @@ def inference_moments(spec: ModelSpec, run: Inference, gpu: GPU | None) -> list[
     if run.new_tokens > 1:  # the last one goes through no model
         moments.append(moment("decode", "the last token", 1, run.seq_len - 1))
     return moments
+
+
+def working_bytes(spec: ModelSpec, run: Inference, kernel: str, new: int, cached: int) -> int:
+    """Return the activations of a pass over `new` tokens of each sequence, which sees `cached`, themselves among them:
+    residual and norm, then the wider of the MLP's branches and attention's q, k, v and output."""
+    tokens, c = run.batch * new, _compute_bytes(run)
+    # In elements per token; a GELU written out has four tensors alive.
+    mlp: float = (3 if spec.gated else 2 if spec.activation in FUSED else 4) * spec.token_mlp_width
+    attention: float = 2 * spec.query_width + 2 * spec.key_width
+    if spec.mla:  # the latent is projected up to every head's key and value, for every token in the cache
+        up = spec.heads * (spec.mla.qk_nope_head_dim + spec.mla.v_head_dim + spec.head_dim)
+        attention = 2 * spec.query_width + up * cached / new
+    scores = run.batch * spec.heads * new * cached
+    if run.attention == "eager":
+        # Softmax's input, its fp32 output and that output's copy; the mask. The block's frame keeps the attention
+        # weights alive while the MLP runs.
+        attention += scores * (4 + c + (c if c != 4 else 0) + c / spec.heads) / (tokens * c)
+        mlp += scores * (1 + 1 / spec.heads) / tokens
+    elif kernel == "math":
+        # In fp32: keys and values, both repeated to all heads, keys scaled; softmax's input, output and marks.
+        heads = 2 * spec.kv_heads + 3 * spec.heads
+        attention += (4 * heads * spec.head_dim * run.batch * cached + 9 * scores) / (tokens * c)
+    return int(tokens * c * (2 * spec.hidden + max(mlp, attention) / run.tp))
+
+
+def _compute_bytes(run: Inference) -> int:
+    return 4 if run.weights == "fp32" else 2

@@ -29,9 +29,9 @@ def checkpoint_bytes(model: ModelLike, run: Training) -> int:
     only the adapters are trained, and saved.
     """
     whole = replace(run, zero=0, dp=1, tp=1, pp=1, cp=1, ep=1, sequence_parallel=False, offload=None)
-    held = states(find_model(model), whole)
-    weights = 4 * held.trained if run.lora else held.weights  # peft keeps adapters in fp32
-    return weights + held.optimizer
+    resident = states(find_model(model), whole)
+    weights = 4 * resident.trained if run.lora else resident.weights  # peft keeps adapters in fp32
+    return weights + resident.optimizer
 
 
 def save_seconds(size: int, writers: int, each: float, storage: float) -> float:

@@ -102,8 +102,8 @@ def serving(
     sizes = divided(spec, run, card, fraction, read_at_once, max_requests, activations)
     one, room = replace(run, batch=1), max(sizes["kv_cache"], 0)
     blocks = room // kv_cache_bytes(spec, one, BLOCK)
-    held = room // kv_cache_bytes(spec, one, -(-run.seq_len // BLOCK) * BLOCK)
-    running = min(held, max_requests)
+    requests = room // kv_cache_bytes(spec, one, -(-run.seq_len // BLOCK) * BLOCK)
+    running = min(requests, max_requests)
     timed = _times(spec, run, card, running)
     first, each = timed or (None, None)
     rate = running / each if each else None
@@ -114,7 +114,7 @@ def serving(
         **sizes,
         blocks=blocks,
         tokens=blocks * BLOCK,
-        requests=held,
+        requests=requests,
         running=running,
         first_token=first,
         each_token=each,
@@ -155,21 +155,21 @@ def _times(spec: ModelSpec, run: Inference, card: GPU, running: int) -> tuple[fl
     While a request writes its `new_tokens`, each place in the batch reads one prompt: that time is everybody's.
     """
     P, N = run.prompt_len, run.new_tokens
-    held = running * (P + N / 2)
+    cached = running * (P + N / 2)
     prompt = pass_seconds(spec, run, card, P, 1, P * (P + 1) / 2, 0)
-    token = pass_seconds(spec, run, card, running, running, held, held)
+    token = pass_seconds(spec, run, card, running, running, cached, cached)
     if prompt is None or token is None or running < 1:
         return None
     return prompt, token + running * prompt / N
 
 
 def pass_seconds(
-    spec: ModelSpec, run: Inference, card: GPU, tokens: float, sequences: int, pairs: float, held: float
+    spec: ModelSpec, run: Inference, card: GPU, tokens: float, sequences: int, pairs: float, cached: float
 ) -> float | None:
     """Return the seconds of one pass of an engine that starts its kernels as one CUDA graph: the host is left out.
 
-    It reads `tokens` new tokens of `sequences` requests; each looks at those before it, `pairs` in all; `held` tokens
-    lie in the cache. The slower of computing and reading counts: FLOP at the card's measured rate; the weights
+    It reads `tokens` new tokens of `sequences` requests; each looks at those before it, `pairs` in all; `cached`
+    tokens lie in the cache. The slower of computing and reading counts: FLOP at the card's measured rate; the weights
     touched and the cache at its measured bandwidth. Between `run.tp` cards two all-reduces per layer wait for the link,
     then send 2 (t − 1) / t of the activations. None where a rate, or an all-reduce's wait, was never measured.
     """
@@ -179,9 +179,9 @@ def pass_seconds(
     if rates is None or rate is None or wait is None:
         return None
     a_token, a_row = _flops(spec)
-    computed = a_token * tokens + a_row * sequences + _attention(spec, pairs, held)
+    computed = a_token * tokens + a_row * sequences + _attention(spec, pairs, cached)
     weights = run.tp * weights_read(spec, run, tokens) / UNPACKING.get(run.weights, 1.0)
-    read = weights + run.tp * _cache_bytes(spec, run) * held
+    read = weights + run.tp * _cache_bytes(spec, run) * cached
     return max(computed / rate, read / rates.bandwidth) / run.tp + 2 * spec.layers * wait
 
 
@@ -211,7 +211,7 @@ def _flops(spec: ModelSpec) -> tuple[float, float]:
     return body, head
 
 
-def _attention(spec: ModelSpec, pairs: float, held: float) -> float:
+def _attention(spec: ModelSpec, pairs: float, cached: float) -> float:
     """Return the FLOP of scores and sums of values. Of latents in the cache, either all heads' keys and values are made
     again, or each pair is computed on the latent itself (`flops.token_pass`); an engine does what is less: the one for
     prompts, the other for single tokens."""
@@ -219,7 +219,7 @@ def _attention(spec: ModelSpec, pairs: float, held: float) -> float:
     if spec.mla is None:
         return a_pair * pairs
     made = 2 * spec.layers * spec.heads * spec.mla.kv_lora_rank * (spec.mla.qk_nope_head_dim + spec.mla.v_head_dim)
-    return min(a_pair * pairs + made * held, absorbed * pairs)
+    return min(a_pair * pairs + made * cached, absorbed * pairs)
 
 
 @cache

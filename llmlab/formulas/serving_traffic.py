@@ -1,6 +1,6 @@
 """A service under real traffic: requests as they came, batched by one rule or another, on a clock that a formula sets.
 
-The rules are those of `llmlab.inference.Scheduler` (a test holds the two to each other, pass by pass), without the
+The rules are those of `llmlab.inference.Scheduler` (a test compares the two, pass by pass), without the
 model: a pass takes the seconds that `llmlab.formulas.serving.pass_seconds` says, or any function of yours.
 """
 
@@ -51,12 +51,12 @@ class Served:
 
 
 class Pass(NamedTuple):
-    """What one pass reads: new `tokens` of `sequences` requests, that look at `pairs` tokens; `held` in the cache."""
+    """One pass: new `tokens` of `sequences` requests, which attend to `pairs` tokens; `cached` lie in the cache."""
 
     tokens: int
     sequences: int
     pairs: int
-    held: int
+    cached: int
 
 
 def arrivals(count: int | None = None, speed: float = 1.0) -> list[Arrival]:
@@ -149,13 +149,13 @@ def _next_reads(running: list[_Running], chunk: int | None) -> tuple[list[_Runni
 
 
 def _pass(writing: list[_Running], reading: list[tuple[_Running, int]]) -> Pass:
-    held = sum(one.read + 1 for one in writing)
-    pairs = held + sum(n * one.read + n * (n + 1) // 2 for one, n in reading)
+    cached = sum(one.read + 1 for one in writing)
+    pairs = cached + sum(n * one.read + n * (n + 1) // 2 for one, n in reading)
     return Pass(
         tokens=len(writing) + sum(n for _, n in reading),
         sequences=len(writing) + len(reading),
         pairs=pairs,
-        held=held + sum(one.read for one, _ in reading),
+        cached=cached + sum(one.read for one, _ in reading),
     )
 
 

@@ -1,4 +1,4 @@
-"""What a model, a run and a card must agree on, checked before anything is computed or allocated."""
+"""Checks that a model, a run and a card fit each other, before anything is computed or allocated."""
 
 from __future__ import annotations
 

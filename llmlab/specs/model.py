@@ -26,8 +26,8 @@ from .sizes import Sizes
 
 __all__ = ["FAMILIES", "MLA", "Linear", "ModelLike", "ModelSpec", "model", "models"]
 
-# Of a config.json, what is not the model's shape. The run decides dtype, attention and quantization; auto_map would
-# fetch code from a hub.
+# Keys of a config.json that say nothing of the model's shape. The run decides dtype, attention and quantization;
+# auto_map would fetch code from a hub.
 NOT_SHAPE = (
     "_attn_implementation", "_name_or_path", "auto_map", "dtype", "quantization_config", "torch_dtype",
     "transformers_version",
@@ -169,7 +169,7 @@ def _from_text(source: str | os.PathLike[str]) -> ModelSpec:
 
 
 def _unknown(text: str, known: list[str]) -> UnknownName:
-    # People leave out the organisation; what comes after the slash is then what is near.
+    # People leave out the organisation; the nearest name is then found by what comes after the slash.
     nearest = known if "/" in text else [*known, *(name.rpartition("/")[2] for name in known)]
     return unknown_name("model", text, nearest, "See `llmlab models`, or give a config.json.")
 

@@ -43,7 +43,7 @@ def gpt2_closed_form(hidden: int, layers: int, vocab: int, positions: int = 0) -
     """Return N = hv + L(12h² + 13h) + 2h (+ h · positions), a GPT-2-like model's parameters.
 
     A block: attention 4h² + 4h, MLP of width 4h 8h² + 5h, two LayerNorms 4h. 2h is the final LayerNorm; the head
-    shares the embedding hv. Learned positions add one row of h a position, which the formula as usually written
+    shares the embedding hv. Learned positions add one row of h per position, which the formula as usually written
     leaves out: 0.6 % of GPT-2.
 
     >>> gpt2_closed_form(hidden=768, layers=12, vocab=50257, positions=1024)
@@ -110,12 +110,12 @@ def _gated(h: int, f: int) -> list[tuple[str, int, int]]:
 
 
 def embedding_parameters(spec: Sizes) -> int:
-    """hv: one row of h a token of the vocabulary."""
+    """hv: one row of h per token of the vocabulary."""
     return spec.vocab * spec.hidden
 
 
 def position_parameters(spec: Sizes) -> int:
-    """One row of h a position where positions are learned; rotary positions have no parameters."""
+    """One row of h per position where positions are learned; rotary positions have no parameters."""
     return spec.max_positions * spec.hidden if spec.learned_positions else 0
 
 
@@ -125,12 +125,12 @@ def expert_parameters(spec: Sizes) -> int:
 
 
 def router_parameters(spec: Sizes) -> int:
-    """One row of h an expert, in each layer that has experts."""
+    """One row of h per expert, in each layer that has experts."""
     return spec.moe_layers * spec.experts * spec.hidden
 
 
 def norm_parameters(spec: Sizes) -> int:
-    """h a norm, and the last one; LayerNorm has a bias too. Query-key norms are as wide as a head or a latent."""
+    """h per norm, and the last one; LayerNorm has a bias too. Query-key norms are as wide as a head or a latent."""
     one = spec.hidden * (2 if spec.norm == "layernorm" else 1)
     per_layer = spec.norms_per_layer * one
     if spec.qk_norm:

@@ -1,4 +1,4 @@
-"""What is asked for: a training step or a generation, as plain data that checks itself.
+"""The run to be costed: a training step or a generation, as plain data that checks itself.
 
 >>> Training(micro_batch=2, seq_len=2048, precision="autocast-bf16")
 Training(micro_batch=2, seq_len=2048, precision='autocast-bf16')
@@ -111,7 +111,7 @@ class LoRA(_Spec):
 
 @dataclass(frozen=True, repr=False)
 class Training(_Spec):
-    """One training step: what is on each device, in which precision, split over how many devices.
+    """One training step: the work of each device, its precision, and how many devices share the model and the data.
 
     `micro_batch` sequences of `seq_len` tokens go through the model at once on each data-parallel rank;
     `accumulation` such micro-batches make one optimizer step. `dp`, `tp`, `pp`, `cp`, `ep` are the degrees of data,

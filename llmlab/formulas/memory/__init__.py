@@ -1,1 +1,1 @@
-"""Closed formulas for memory: what a device holds, term by term, and when it peaks."""
+"""Closed formulas for memory: what is in the memory of a device, term by term, and when it peaks."""

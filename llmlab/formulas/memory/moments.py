@@ -11,6 +11,7 @@ and buffers.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 from ...hardware.gpu import GPU
@@ -119,78 +120,75 @@ def _moment(of: Amounts, phase: str, name: str, gathered: int = 0, other: int = 
 
 
 def _forward(of: Amounts) -> list[Moment]:
-    units, kept, accumulated = of.states.units, of.kept, of.gradients.accumulated
+    units, kept, moment = of.states.units, of.kept, partial(_moment, of, "forward", gradients=of.gradients.accumulated)
     gathered, casts = units.resident + units.block, of.casts.blocks + of.casts.head
     return [
-        _moment(of, "forward", "attention in the last block", gathered + units.prefetched,
-                other=of.between + of.forward_scores, gradients=accumulated,
-                activations=kept.total - kept.outside + casts),
-        _moment(of, "forward", "the loss", gathered, other=of.between,
-                gradients=accumulated, activations=kept.total + casts, logits=of.loss.forward),
+        moment("attention in the last block", gathered + units.prefetched, of.between + of.forward_scores,
+               activations=kept.total - kept.outside + casts),
+        moment("the loss", gathered, of.between, activations=kept.total + casts, logits=of.loss.forward),
     ]  # fmt: skip
 
 
 def _gathering(of: Amounts) -> list[Moment]:
     """Return the moments in which FSDP2's forward copies a unit's weights out of what was gathered: the output of the
     all-gather before it is there too."""
-    units, kept, accumulated = of.states.units, of.kept, of.gradients.accumulated
+    units, kept, moment = of.states.units, of.kept, partial(_moment, of, "forward", gradients=of.gradients.accumulated)
     activations = kept.total - kept.outside - kept.block + of.casts.blocks - of.casts.block
+    last = units.resident + units.prefetched + 2 * units.block
     return [
-        _moment(of, "forward", "the first block gathered", 2 * (units.outside + units.block), gradients=accumulated),
-        _moment(of, "forward", "the last block gathered", units.resident + units.prefetched + 2 * units.block,
-                other=of.between, gradients=accumulated, activations=activations),
-    ]  # fmt: skip
+        moment("the first block gathered", 2 * (units.outside + units.block)),
+        moment("the last block gathered", last, of.between, activations=activations),
+    ]
 
 
 def _backward(of: Amounts) -> list[Moment]:
-    units, grads, kept, casts, logits = of.states.units, of.gradients, of.kept, of.casts, of.loss.after
-    gathered = units.resident + units.prefetched
-    activations = kept.total + casts.kept
-    working = of.between + of.backward.temporaries
+    units, grads, kept, casts = of.states.units, of.gradients, of.kept, of.casts
+    moment = partial(_moment, of, "backward")
+    in_blocks = partial(moment, logits=of.loss.after)
+    gathered, activations = units.resident + units.prefetched, kept.total + casts.kept
+    working, own_gradients = of.between + of.backward.temporaries, of.backward.gradients
     return [
-        _moment(of, "backward", "the loss's gradient", gathered, other=of.between, gradients=grads.accumulated,
-                activations=activations + casts.head, logits=of.loss.gradient),
-        _moment(of, "backward", "the head's gradient", gathered, other=of.between,
-                gradients=grads.accumulated + grads.head, activations=activations, logits=of.loss.head),
-        _moment(of, "backward", "the first block of backward", gathered + units.prefetched, other=working,
-                gradients=grads.after_head + of.backward.gradients,
-                activations=kept.total + kept.recomputed + (casts.kept or casts.block), logits=logits),
-        _moment(of, "backward", "the last block of backward", units.outside + units.block,
-                other=units.block_reduction + working, gradients=grads.stored.before_last + of.backward.gradients,
-                activations=kept.last_block + kept.recomputed + casts.block, logits=logits),
-        _moment(of, "backward", "the embedding's gradient", units.outside,
-                other=units.block_reduction + grads.embedding, gradients=grads.stored.after_blocks, logits=logits),
+        moment("the loss's gradient", gathered, of.between, gradients=grads.accumulated,
+               activations=activations + casts.head, logits=of.loss.gradient),
+        moment("the head's gradient", gathered, of.between, gradients=grads.accumulated + grads.head,
+               activations=activations, logits=of.loss.head),
+        in_blocks("the first block of backward", gathered + units.prefetched, working,
+                  gradients=grads.after_head + own_gradients,
+                  activations=kept.total + kept.recomputed + (casts.kept or casts.block)),
+        in_blocks("the last block of backward", units.outside + units.block, units.block_reduction + working,
+                  gradients=grads.stored.before_last + own_gradients,
+                  activations=kept.last_block + kept.recomputed + casts.block),
+        in_blocks("the embedding's gradient", units.outside, units.block_reduction + grads.embedding,
+                  gradients=grads.stored.after_blocks),
     ]  # fmt: skip
 
 
 def _reducing(of: Amounts) -> list[Moment]:
     """Return the moments in which FSDP2 reduces gradients: a unit's, and their copies, of all ranks, side by side."""
-    units, grads, logits = of.states.units, of.gradients, of.loss.after
+    units, grads, kept, casts = of.states.units, of.gradients, of.kept, of.casts
+    moment = partial(_moment, of, "backward", logits=of.loss.after)
     # The first block's activations are gone, and its weights.
-    activations = of.kept.total - of.kept.block + max(0, of.casts.kept - of.casts.block)
+    activations = kept.total - kept.block + max(0, casts.kept - casts.block)
     gathered = units.resident + (units.prefetched or -units.block)
     reducing = units.block_gradients + units.block_reduction
     found = [
-        _moment(of, "backward", "the first block's gradients reduced", gathered, other=of.between + reducing,
-                gradients=grads.after_head, activations=activations, logits=logits),
-        _moment(of, "backward", "the last block's gradients reduced", units.outside, other=reducing,
-                gradients=grads.stored.before_last, logits=logits),
-        _moment(of, "backward", "the other gradients reduced", other=units.outside_gradients + units.outside_reduction,
-                gradients=grads.stored.after_blocks, logits=logits),
+        moment("the first block's gradients reduced", gathered, of.between + reducing, gradients=grads.after_head,
+               activations=activations),
+        moment("the last block's gradients reduced", units.outside, reducing, gradients=grads.stored.before_last),
+        moment("the other gradients reduced", 0, units.outside_gradients + units.outside_reduction,
+               gradients=grads.stored.after_blocks),
     ]  # fmt: skip
     if of.share.layers > 2:  # one with a reduction behind it and a block gathered, or still whole, before it
         gathered += units.prefetched
-        working = of.kept.recomputed + (0 if of.casts.kept else of.casts.block)
         found += [
-            _moment(of, "backward", "the second block of backward", gathered,
-                    other=units.block_reduction + of.between + of.backward.temporaries,
-                    gradients=grads.after_head + of.backward.gradients, activations=activations + working,
-                    logits=logits),
-            _moment(of, "backward", "the second block's gradients", gathered, other=of.between + reducing,
-                    gradients=grads.after_head, activations=activations - of.kept.block, logits=logits),
-            _moment(of, "backward", "the last but one block's gradients", units.outside + 2 * units.block,
-                    other=of.between + reducing, gradients=grads.stored.before_last_two,
-                    activations=of.kept.last_block, logits=logits),
+            moment("the second block of backward", gathered,
+                   units.block_reduction + of.between + of.backward.temporaries,
+                   gradients=grads.after_head + of.backward.gradients,
+                   activations=activations + kept.recomputed + (0 if casts.kept else casts.block)),
+            moment("the second block's gradients", gathered, of.between + reducing, gradients=grads.after_head,
+                   activations=activations - kept.block),
+            moment("the last but one block's gradients", units.outside + 2 * units.block, of.between + reducing,
+                   gradients=grads.stored.before_last_two, activations=kept.last_block),
         ]  # fmt: skip
     return found
 
@@ -198,25 +196,25 @@ def _reducing(of: Amounts) -> list[Moment]:
 def amounts(share: Share) -> Amounts:
     """Return the bytes that the moments of a step are made of."""
     run, gpu, sharded = share.run, share.gpu, uses_fsdp(share.run)
-    held = states(share.spec, run, share.stage)
+    resident = states(share.spec, run, share.stage)
     block = per_device(block_saved(share), run)
     # FSDP2's fp32 shards are the master copy; the half weights are what is gathered of them.
     master_shards = sharded and share.bytes.master and not run.lora
-    grads = gradients(share, held)
+    grads = gradients(share, resident)
     return Amounts(
         share=share,
         resident_bytes={
-            "weights": 0 if master_shards else held.shard if sharded else held.weights,
-            "optimizer": held.optimizer,
+            "weights": 0 if master_shards else resident.shard if sharded else resident.weights,
+            "optimizer": resident.optimizer,
             "gradients": 0,  # these three come and go
             "activations": 0,
             "logits": 0,
             # cuBLAS takes one workspace per handle, and the autograd thread has a handle of its own; both stay.
             "workspace": 2 * (gpu.cublas_workspace or 0) if gpu else 0,
-            "other": bucket_bytes(share, held),
+            "other": bucket_bytes(share, resident),
         },
         gathered_part="weights" if master_shards else "other",
-        states=held,
+        states=resident,
         gradients=grads,
         kept=_kept(share, block),
         casts=_casts(share),
@@ -224,7 +222,7 @@ def amounts(share: Share) -> Amounts:
         backward=block_backward(share, block.get("mlp", 0)),
         forward_scores=forward_scores(share),
         between=dequantized(share) + causal_mask(share),
-        update=max(grads.update_casts, _checkpointed_leaf(share) + optimizer_temporaries(share, held)),
+        update=max(grads.update_casts, _checkpointed_leaf(share) + optimizer_temporaries(share, resident)),
     )
 
 

@@ -19,78 +19,56 @@ AROUND_QUANTIZED = {
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank computes of a micro-batch; made once per estimate by `share_of`, and read by all formulas.
-
-    `tokens` is T, the micro-batch's tokens after context parallelism has divided them; `layers` are those of pipeline
-    stage `stage`, counted from 0. `bytes` are those of one element of each kind of tensor. `kernel` computes attention
-    (`attention_kernel`); `fused` kernels keep no scores. `cpu`: the rank is this machine's CPU; otherwise it is `gpu`,
-    or any recent GPU where that is None.
-    """
+    """What one rank computes of a micro-batch; made once per estimate by `share_of`, and read by all formulas."""
 
     spec: ModelSpec
     run: Training
-    gpu: GPU | None
+    gpu: GPU | None  # None: any recent one, or the CPU
     cpu: bool
-    stage: int
-    layers: int
-    tokens: int
-    bytes: Bytes
-    kernel: str
-    fused: bool
-
-    @property
-    def first(self) -> bool:
-        """Whether this is the pipeline's first stage, which has the embedding."""
-        return self.stage == 0
-
-    @property
-    def last(self) -> bool:
-        """Whether this is the pipeline's last stage, which has the final norm, the head and the loss."""
-        return self.stage == self.run.pp - 1
-
-    @property
-    def autocast(self) -> bool:
-        """Whether products are computed in a narrower dtype than that of the residual stream."""
-        return self.bytes.residual != self.bytes.compute
-
-    @property
-    def writes_scores(self) -> bool:
-        """Whether attention holds whole matrices of scores: eager attention does anywhere, "math" on a GPU."""
-        return self.kernel == "eager" or (self.kernel == "math" and not self.cpu)
-
-    @property
-    def mask_bytes(self) -> int:
-        """Bytes per element of a dropout mask: fused dropout on a GPU takes one, the CPU as many as what it masks."""
-        return self.bytes.compute if self.cpu else 1
-
-    @property
-    def attention_bytes(self) -> int:
-        """Bytes per element of queries, keys, values and scores.
-
-        PyTorch's plain formula makes fp32 of halves, under autocast too (_scaled_dot_product_attention_math in
-        aten/src/ATen/native/transformers/attention.cpp); for "flash", transformers casts what is wider than half.
-        """
-        if self.kernel == "math":
-            return 4
-        return 2 if self.run.attention == "flash" else self.bytes.compute
-
-    @property
-    def softmax_bytes(self) -> int:
-        """Bytes per element of softmax's output: Llama-like classes and autocast compute it in fp32."""
-        return self.attention_bytes if self.spec.family == "gpt2" and not self.autocast else 4
-
-    @property
-    def sequence_ranks(self) -> int:
-        """Over how many ranks sequence parallelism divides the tokens of what lies between the products."""
-        return self.run.tp if self.run.sequence_parallel else 1
+    stage: int  # of the pipeline, from 0
+    first: bool  # whether it is the pipeline's first stage, which has the embedding
+    last: bool  # whether it is the last stage, which has the final norm, the head and the loss
+    layers: int  # of the stage
+    tokens: int  # T: the micro-batch's tokens after context parallelism has divided them
+    sequence_ranks: int  # over how many ranks sequence parallelism divides the tokens of what lies between products
+    bytes: Bytes  # per element of each kind of tensor
+    autocast: bool  # whether products are computed in a narrower dtype than that of the residual stream
+    kernel: str  # what computes attention: see `attention_kernel`
+    fused: bool  # whether that kernel keeps no scores
+    writes_scores: bool  # whether it holds whole matrices of scores: "eager" does anywhere, "math" on a GPU
+    attention_bytes: int  # per element of queries, keys, values and scores
+    softmax_bytes: int  # per element of softmax's output
+    mask_bytes: int  # per element of a dropout mask
 
 
 def share_of(spec: ModelSpec, run: Training, gpu: GPU | None = None, cpu: bool = False, stage: int = 0) -> Share:
     """Return the share of a rank of pipeline stage `stage`; where tensors are cut unevenly, of rank 0."""
-    layers = stage_layers(spec.layers, run.pp)[stage]
-    kernel = attention_kernel(spec, run, gpu, cpu)
-    fused = kernel in ("flash", "efficient")
-    return Share(spec, run, gpu, cpu, stage, layers, run.tokens // run.cp, bytes_of(run), kernel, fused)
+    b, kernel = bytes_of(run), attention_kernel(spec, run, gpu, cpu)
+    autocast = b.residual != b.compute
+    # PyTorch's plain formula makes fp32 of halves, under autocast too (_scaled_dot_product_attention_math in
+    # aten/src/ATen/native/transformers/attention.cpp); for "flash", transformers casts what is wider than half.
+    attention_bytes = 4 if kernel == "math" else 2 if run.attention == "flash" else b.compute
+    return Share(
+        spec=spec,
+        run=run,
+        gpu=gpu,
+        cpu=cpu,
+        stage=stage,
+        first=stage == 0,
+        last=stage == run.pp - 1,
+        layers=stage_layers(spec.layers, run.pp)[stage],
+        tokens=run.tokens // run.cp,
+        sequence_ranks=run.tp if run.sequence_parallel else 1,
+        bytes=b,
+        autocast=autocast,
+        kernel=kernel,
+        fused=kernel in ("flash", "efficient"),
+        writes_scores=kernel == "eager" or (kernel == "math" and not cpu),
+        attention_bytes=attention_bytes,
+        # Llama-like classes and autocast compute softmax in fp32.
+        softmax_bytes=attention_bytes if spec.family == "gpt2" and not autocast else 4,
+        mask_bytes=b.compute if cpu else 1,  # fused dropout on a GPU; the CPU's masks are as wide as what they mask
+    )
 
 
 def bytes_of(run: Training) -> Bytes:

@@ -224,7 +224,7 @@ def token_pass(spec: ModelSpec, batch: int, context: int, absorbed: bool = True)
     """Return the FLOP, by part, of a pass that reads one token of each of `batch` sequences, which sees `context`.
 
     With latent attention, engines absorb the up-projections (DeepSeek-V2, arXiv 2405.04434, section 2.1): qᵀ(W_k c) is
-    (W_kᵀq)ᵀc. A query is taken to the latent's space, the sum of latents back to a head's values, both once per token
+    (W_kᵀq)ᵀc. A query is projected to the latent's space, a sum of latents back to a head's values, both once per token
     with kv_b_proj's weights, and every head's scores and sums are over latents. `absorbed` False, transformers' way,
     makes keys and values of all heads again, from every latent in the cache.
     """

@@ -2,8 +2,8 @@
 
     time = products / their rate + attention / its rate + bytes of everything else / bandwidth
 
-or, where that is less than what the CPU takes to start the kernels, the CPU's time. Communication is taken to hide
-behind computation, as it does inside a node; across slow links it does not.
+or, where that is less than what the CPU takes to start the kernels, the CPU's time. Communication is assumed to
+hide behind computation, as it does inside a node; across slow links it does not.
 """
 
 from __future__ import annotations
