@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from ..base.errors import SpecError
+from ..base.errors import SpecError, check_counts
 
 # "selective" keeps the outputs of matrix products and attention, which take most of the time, and recomputes the rest.
 KEPT_OPERATORS = (
@@ -159,8 +159,7 @@ def every(k: int, how: Callable[..., Tensor] = checkpoint) -> Callable[..., Tens
 
     `how` runs one segment: `checkpoint`, `recompute`, `selective` or torch.utils.checkpoint's. SpecError for k < 1.
     """
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-        raise SpecError(f"k={k!r} is not a whole number >= 1: give the number of layers per segment")
+    check_counts(k=k)
 
     def run(blocks: Iterable[nn.Module], x: Tensor, *rest: Any) -> Tensor:
         blocks = list(blocks)
