@@ -54,6 +54,13 @@ def absorb(highest, total, x):
     return higher, total * tl.exp(highest - higher) + tl.sum(tl.exp(x - higher), 0)
 
 
+def launch(kernel: Any, programs: int, x: Tensor, *arguments: Any, **options: Any) -> None:
+    """Run `programs` programs of a Triton kernel on x's device; with none, there is nothing to launch."""
+    if programs:
+        with torch.cuda.device_of(x):
+            kernel[(programs,)](*arguments, **options)
+
+
 def here(*tensors: Tensor) -> tuple[int, ...]:
     """Return the rungs that run on these tensors in this process: all five, or the three without Triton."""
     return (0, 1, 2) if missing(tensors) else (0, 1, 2, 3, 4)

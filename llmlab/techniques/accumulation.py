@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from ..base.errors import SpecError
+from ..base.errors import check_counts
 
 IGNORE = -100  # cross_entropy's ignore_index: the label of padding, and of prompt tokens that are not trained on
 
@@ -24,8 +24,7 @@ Loader = Iterable[tuple[Tensor, Tensor]]  # (ids, labels), (B, T) each
 
 def groups(loader: Loader, steps: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """Yield lists of `steps` micro-batches, one list per optimizer step; the last list may be shorter."""
-    if steps < 1:
-        raise SpecError(f"steps={steps} is too small; give a whole number >= 1")
+    check_counts(steps=steps)
     batches = iter(loader)
     while group := list(islice(batches, steps)):
         yield group

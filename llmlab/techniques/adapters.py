@@ -11,7 +11,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..base.errors import SpecError
+from ..base.errors import SpecError, check_counts
 
 AFTER = ("o_proj", "down_proj")  # the last linear layers of attention and of the MLP, before the residual addition
 
@@ -37,10 +37,9 @@ class Adapter(nn.Module):
 def insert(model: nn.Module, width: int) -> nn.Module:
     """Freeze `model`, wrap every linear layer named in `AFTER` in an Adapter of `width`, and return the model.
 
-    Raises SpecError, and changes nothing, if the model has no such layer.
+    Raises SpecError, and changes nothing, if the model has no such layer or `width` is below 1.
     """
-    if isinstance(width, bool) or not isinstance(width, int) or width < 1:
-        raise SpecError(f"an adapter's width={width!r} is not a whole number >= 1")
+    check_counts(width=width)
     linears = {
         name: module
         for name, module in model.named_modules()

@@ -20,11 +20,11 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from ..base.errors import SpecError
+from ..base.errors import SpecError, check_counts
 
 # "selective" keeps the outputs of matrix products and attention, which take most of the time, and recomputes the rest.
 KEPT_OPERATORS = (
-    "mm", "addmm", "linear", "_grouped_mm",  # not bmm: its outputs, eager attention's T² scores, are to be dropped
+    "mm", "addmm", "linear", "_grouped_mm",  # not bmm: its outputs, eager attention's T² scores, should be dropped
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu",
 )  # fmt: skip
@@ -159,8 +159,7 @@ def every(k: int, how: Callable[..., Tensor] = checkpoint) -> Callable[..., Tens
 
     `how` runs one segment: `checkpoint`, `recompute`, `selective` or torch.utils.checkpoint's. SpecError for k < 1.
     """
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-        raise SpecError(f"k={k!r} is not a whole number >= 1: give the number of layers per segment")
+    check_counts(k=k)
 
     def run(blocks: Iterable[nn.Module], x: Tensor, *rest: Any) -> Tensor:
         blocks = list(blocks)
@@ -172,7 +171,7 @@ def every(k: int, how: Callable[..., Tensor] = checkpoint) -> Callable[..., Tens
 
 
 def peak_bytes(layers: int, k: int, input_bytes: int, kept_bytes: int) -> int:
-    """Return ⌈L / k⌉ · a + k · A: the inputs of all segments, and all that one segment saves (section 4.1)."""
+    """Return ⌈L / k⌉ · a + k · A: the inputs of all segments and one whole segment (arXiv 1604.06174, section 4.1)."""
     return math.ceil(layers / k) * input_bytes + min(k, layers) * kept_bytes
 
 

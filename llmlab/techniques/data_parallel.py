@@ -49,7 +49,7 @@ def ring_reduce_scatter(flat: Tensor) -> int:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     chunks, sent = flat.tensor_split(ranks), 0
     for step in range(ranks - 1):
-        send, receive = rank - step - 1, rank - step - 2  # sends the last arrival, with this rank's part added
+        send, receive = rank - step - 1, rank - step - 2  # sends the chunk that arrived last, plus its own part
         arrived, size = _exchange(chunks, send, receive)
         chunks[receive % ranks].add_(arrived)
         sent += size
@@ -168,7 +168,7 @@ class Overlapped:
 
 
 def buckets(parameters: list[nn.Parameter], most: int) -> list[list[nn.Parameter]]:
-    """Split a list of parameters into runs of one dtype and at most `most` bytes; a larger parameter is a run alone."""
+    """Split a list of parameters into runs of one dtype and at most `most` bytes; a larger one gets its own run."""
     runs: list[list[nn.Parameter]] = []
     for parameter in parameters:
         last = runs[-1] if runs else []

@@ -104,12 +104,10 @@ class MoE(nn.Module):
         order = torch.argsort(self.chosen[served_Nk], stable=True)
         token = served_Nk.nonzero()[order, 0]  # (rows,): the token of each row; rows are sorted by expert
         counts = torch.bincount(self.chosen[served_Nk], minlength=self.count)
-        rows = self._on_this_rank if self.ranks == 1 else self._on_all_ranks
-        y_rows = rows(x_NC[token], counts) * weights_Nk[served_Nk][order, None]
+        x_rows = x_NC[token]
+        y_rows = self.experts(x_rows, counts.tolist()) if self.ranks == 1 else self._on_all_ranks(x_rows, counts)
+        y_rows = y_rows * weights_Nk[served_Nk][order, None]
         return torch.zeros_like(x_NC).index_add(0, token, y_rows.to(x_NC.dtype)).view_as(x_BTC)
-
-    def _on_this_rank(self, x_rows: Tensor, counts: Tensor) -> Tensor:
-        return self.experts(x_rows, counts.tolist())
 
     def _on_all_ranks(self, x_rows: Tensor, counts: Tensor) -> Tensor:
         incoming = torch.empty_like(counts)  # (E,): how many rows each rank has for each of this rank's experts

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend
 
-from ..base.errors import SpecError
+from ..base.errors import SpecError, check_counts
 
 
 def online_softmax(x_N: Tensor, tile: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -72,8 +72,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, tile: 
     SpecError for shapes, dtypes or tiles that do not fit.
     """
     check_attention(q, k, v)
-    if type(tile) is not int or tile < 1:
-        raise SpecError(f"tile={tile!r} rows; allowed: 1 or more")
+    check_counts(tile=tile)
     return FlashAttention.apply(q, k, v, causal, tile)
 
 

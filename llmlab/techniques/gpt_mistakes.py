@@ -1,6 +1,6 @@
 """Mistakes that run and train: wrong attention, a wrong norm and wrong data for a GPT, and probes that reveal them.
 
-    B  sequences     T  tokens     C  hidden size     H  heads     D  size of a head     V  vocabulary
+B  sequences     T  tokens     C  hidden size     H  heads     D  size of a head     V  vocabulary
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def merge(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def unmerge(model: nn.Module) -> nn.Module:
-    """Subtract every layer's difference again, with fp32's rounding, or coarser in 16 bits; return the model."""
+    """Subtract every layer's difference again, exactly up to rounding, coarser in 16 bits; return the model."""
     layers = adapters(model)
     for name, layer in layers.items():
         if not layer.merged:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..base.errors import SpecError
+from ..base.errors import SpecError, check_counts
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
@@ -35,9 +35,7 @@ def schedule(name: str, ranks: int, micro_batches: int, virtual_stages: int = 1)
     """
     if name not in SCHEDULES:
         raise SpecError(f"schedule={name!r} is not one of {', '.join(SCHEDULES)}")
-    for what, value in (("ranks", ranks), ("micro-batches", micro_batches), ("virtual_stages", virtual_stages)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise SpecError(f"{value!r} {what}: give a whole number >= 1")
+    check_counts(ranks=ranks, micro_batches=micro_batches, virtual_stages=virtual_stages)
     if (name == "interleaved") != (virtual_stages > 1):
         given = f"virtual_stages={virtual_stages} with {name}"
         raise SpecError(f"{given}: interleaved takes 2 or more stages per rank, the others one")

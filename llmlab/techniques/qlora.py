@@ -43,7 +43,7 @@ def to_nf4(model: nn.Module, double: bool = False, compute: torch.dtype = torch.
         small.support_avx512bf16_for_cpu = False
         small.bias = linear.bias
         weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False, **how)
-        small.weight = weight.to(linear.weight.device)  # type: ignore[misc]  # its stub takes it for a Module
+        small.weight = weight.to(linear.weight.device)  # type: ignore[misc]  # its stub says that this is a Module
         model.set_submodule(name, small)
     return model
 
@@ -63,6 +63,6 @@ def merge_rounded(model: nn.Module) -> nn.Module:
         how: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": old.compress_statistics}
         whole = bnb.functional.dequantize_4bit(old.data, old.quant_state).float() + layer.difference()
         rounded = bnb.nn.Params4bit(whole, requires_grad=False, **how)
-        layer.base.weight = rounded.to(old.device)  # type: ignore[misc]  # its stub takes it for a Module
+        layer.base.weight = rounded.to(old.device)  # type: ignore[misc]  # its stub says that this is a Module
         layer.merged = True
     return model

@@ -210,7 +210,7 @@ def _keep(module: nn.Module, dim: int, group: Ranks) -> nn.Parameter:
 
 
 def sum_norm_gradients(model: nn.Module, group: Ranks = None) -> None:
-    """Sum the gradients of norms, which every rank has whole but from its own tokens, over ranks, after backward."""
+    """After backward, sum over ranks the gradients of norms: each rank has whole norms, but only its own tokens."""
     for parameter in model.parameters():
         if parameter.ndim == 1 and parameter.grad is not None:
             dist.all_reduce(parameter.grad, group=group)

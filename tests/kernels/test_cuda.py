@@ -1,4 +1,4 @@
-"""The CUDA C++ kernel is the formula, run on the host thread by thread, and nvcc compiles it without spills."""
+"""The CUDA C++ kernel computes the formula, run on the host thread by thread, and nvcc compiles it without spills."""
 
 import ctypes
 import os
@@ -12,7 +12,7 @@ from llmlab.base.errors import NotAvailable
 from llmlab.kernels import cuda
 from llmlab.kernels import rms_norm as ladder_rms_norm
 
-# What CUDA adds to C++, on a CPU: a thread for each of a block's, one block after the other, __syncthreads a barrier.
+# CUDA's additions to C++, on a CPU: one thread per thread of a block, block after block; __syncthreads is a barrier.
 SHIM = """
 #include <barrier>
 #include <cmath>

@@ -15,8 +15,8 @@ from llmlab.base.errors import NotAvailable, SpecError
 from llmlab.kernels import rungs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Largest error, as a part of the largest value: ten roundings of 2^-11 and 2^-8; in fp32 sums of up to 150 terms, whose
-# order and whose exp() are the processor's, at 2^-24 a term and as much again.
+# Largest error, relative to the largest value: ten roundings of 2^-11 and 2^-8; in fp32 sums of up to 150 terms, whose
+# order and whose exp() depend on the processor, at 2^-24 per term and as much again.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 HALF = (torch.float16, torch.bfloat16)
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -84,7 +84,7 @@ def test_swiglu(rung, dtype, shape):
 @pytest.mark.parametrize("leading", [(), (1,), (2,)], ids=str)
 def test_rope(rung, dtype, leading):
     B, H, K, T, D = 2, 3, 1, 5, 6
-    # The two halves differ here, which Llama's do not: a kernel that mixes them up is seen.
+    # The two halves differ here, unlike Llama's, so that a kernel that mixes them up fails.
     cos, sin = (normal(*leading, T, D, seed=seed).to(DEVICE, dtype) for seed in (3, 4))
 
     def exact(q, k):
@@ -265,7 +265,7 @@ def test_inplace_kernels_give_the_same_in_memory_that_is_there():
 
 @TRITON
 def test_inplace_copies_what_was_expanded():
-    """The gradient of a sum over heads is one row, seen as many: written over, it would be turned once a head."""
+    """The gradient of a sum over heads is one row, expanded: overwritten, it would be rotated once per head."""
     q = normal(1, 2, 3, 4).float().to(DEVICE).requires_grad_()
     angle = normal(3, 4, seed=6).float().to(DEVICE)
     ways = [kernels.rope(q * 1, q * 1, angle.cos(), angle.sin(), rung=4, inplace=inplace) for inplace in (False, True)]
@@ -279,7 +279,7 @@ def test_inplace_copies_what_was_expanded():
 
 @TRITON
 def test_inplace_turns_one_tensor_that_is_both_once():
-    """As q and k, and as their gradient, which that of a sum is."""
+    """One tensor as q and k, and one as their gradient, as that of a sum is."""
     q = normal(1, 2, 3, 4).float().to(DEVICE).requires_grad_()
     angle = normal(3, 4, seed=6).float().to(DEVICE)
     given = normal(1, 2, 3, 4, seed=7).float().to(DEVICE)
@@ -294,7 +294,7 @@ def test_inplace_turns_one_tensor_that_is_both_once():
 
 @pytest.mark.parametrize("rung", [1, pytest.param(3, marks=TRITON), pytest.param(4, marks=TRITON)])
 def test_linear_cross_entropy_never_holds_the_logits(rung):
-    """No tensor of the step, forward and backward, has more rows of the vocabulary than a chunk."""
+    """No tensor in forward or backward has more rows of logits than a chunk."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     largest = 0
@@ -351,7 +351,7 @@ def test_strides_of_inputs_and_of_gradients(rung):
 
 @RUNGS
 def test_strides_of_heads(rung):
-    """(B, T, H, D) seen as (B, H, T, D), as a projection leaves it."""
+    """(B, T, H, D) viewed as (B, H, T, D), as a projection returns it."""
     q, k, v = (normal(2, 20, heads, 16, seed=heads).float().to(DEVICE).transpose(1, 2) for heads in (4, 2, 2))
     angle = normal(20, 32).float().to(DEVICE)[:, ::2]
     for call in (
@@ -537,8 +537,8 @@ X, Q = torch.ones(2, 8), torch.ones(1, 4, 3, 8)
         (lambda: kernels.rms_norm(X, X[0], rung=0, inplace=True), r"inplace=True is for rung 4 \(this is rung 0\)"),
         (lambda: kernels.swiglu(X, X, rung=3, inplace=True), r"inplace=True is for rung 4 \(this is rung 3\)"),
         (lambda: kernels.linear_cross_entropy(X, X.half(), torch.ones(2).long()), "give one dtype"),
-        (lambda: kernels.linear_cross_entropy(X, X, torch.ones(2).long(), chunk=0), "chunk=0 rows"),
-        (lambda: kernels.linear_cross_entropy(X, X, torch.ones(2).long(), chunk=2.5), "chunk=2.5 rows"),
+        (lambda: kernels.linear_cross_entropy(X, X, torch.ones(2).long(), chunk=0), "chunk=0 is not a whole"),
+        (lambda: kernels.linear_cross_entropy(X, X, torch.ones(2).long(), chunk=2.5), "chunk=2.5 is not a whole"),
         (lambda: kernels.attention(Q[..., :0], Q[..., :0], Q[..., :0]), "the heads have no channels; give D >= 1"),
         (lambda: kernels.attention(Q.long(), Q.long(), Q.long()), "give one floating-point dtype"),
         (lambda: kernels.attention(Q, Q[:, :3], Q[:, :3]), "4 query heads cannot share 3 key heads"),

@@ -40,7 +40,7 @@ def assert_same(ours, theirs, our_leaves, their_leaves):
 
 def test_cross_entropy():
     (ours,), (theirs,) = leaves((5, 37))
-    wanted = LigerCrossEntropyFunction.apply(theirs * 1, TARGETS, None)[0]  # it writes over the logits it is given
+    wanted = LigerCrossEntropyFunction.apply(theirs * 1, TARGETS, None)[0]  # it overwrites its logits
     assert_same(kernels.cross_entropy(ours, TARGETS, rung=4), wanted, [ours], [theirs])
 
 

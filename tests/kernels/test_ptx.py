@@ -1,4 +1,4 @@
-"""The Triton kernels compile for GPUs that are not here: no interpreter, no GPU, ptxas alone."""
+"""The Triton kernels compile for GPUs that this machine lacks, with ptxas alone: no interpreter, no GPU."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def test_wide_rows_compile_tile_by_tile_without_spills(compiled, kernel, count):
 
 @pytest.mark.parametrize(("arch", "dtype", "head"), ATTENTION)
 def test_attentions_tiles_fit_in_registers_and_shared_memory(compiled, arch, dtype, head):
-    """Forward, row sums, dk with dv, and dq. Shared memory a block may have: CUDA C++ guide, table 27."""
+    """Forward, row sums, dk with dv, and dq. The limit of shared memory per block: CUDA C++ guide, table 27."""
     rows = compiled[ATTENTION[arch, dtype, head]]
     assert len(rows) == 4
     for kernel, _dtype, _sm, registers, spills, shared in rows:

@@ -1,4 +1,4 @@
-"""On one thread sums are in the same order every time: what is asserted bit for bit holds on any number of cores."""
+"""Tests run on one thread: sums then have the same order every time, so results are equal bit for bit on any CPU."""
 
 import pytest
 

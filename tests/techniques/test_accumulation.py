@@ -1,4 +1,4 @@
-"""An accumulated gradient is the big batch's; what the usual loop, Accelerate and the Trainer make of it."""
+"""An accumulated gradient equals that of one big batch; the usual loop, Accelerate and the Trainer differ."""
 
 import pytest
 import torch
@@ -80,7 +80,7 @@ def test_the_usual_loop_is_right_only_for_full_groups_of_equal_lengths():
     tokens = [targets(labels) for _, labels in cut(unequal, 1)]
     with torch.no_grad():
         means = [summed_loss(MODEL, *one).item() / n for one, n in zip(cut(unequal, 1), tokens, strict=True)]
-    assert loss == pytest.approx(sum(means) / 8, rel=1e-5)  # a mean of means: short sequences weigh more a token
+    assert loss == pytest.approx(sum(means) / 8, rel=1e-5)  # a mean of means: a token of a short sequence weighs more
 
 
 def test_masked_prompts_count_no_target_and_the_first_token_has_no_past():
@@ -94,7 +94,7 @@ def test_masked_prompts_count_no_target_and_the_first_token_has_no_past():
 def test_groups_keep_every_batch_and_the_last_is_short():
     assert [len(group) for group in groups(range(10), 4)] == [4, 4, 2]
     assert list(groups([], 3)) == []
-    with pytest.raises(SpecError, match="steps=0 is too small; give a whole number >= 1"):
+    with pytest.raises(SpecError, match="steps=0 is not a whole number >= 1"):
         list(groups([1], 0))
 
 
@@ -139,7 +139,7 @@ def accelerated(rows, steps):
                 found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
             optimizer.step()
             optimizer.zero_grad()
-    AcceleratorState._reset_state(reset_partial_state=True)  # or every later test would get this one's device
+    AcceleratorState._reset_state(reset_partial_state=True)  # otherwise every later test would get this one's device
     return found
 
 
@@ -156,7 +156,7 @@ def test_accelerates_accumulate_steps_at_the_short_end_but_takes_a_mean_of_means
 
 
 def trained(rows, steps, tmp_path):
-    """The gradients of each optimizer step of transformers' Trainer, and the rows in the order it took them."""
+    """The gradients of each optimizer step of transformers' Trainer, and the rows in the order that it took."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     found = []

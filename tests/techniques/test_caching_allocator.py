@@ -1,4 +1,4 @@
-"""The allocator on one screen gives the whole allocator's answers."""
+"""The allocator on one screen gives the same answers as the complete one."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +7,7 @@ from llmlab.simulation.allocator.caching import Allocator
 from llmlab.techniques.caching_allocator import CachingAllocator, MiB
 
 sizes = st.integers(1, 4096) | st.integers(1, 2 * MiB) | st.integers(MiB, 40 * MiB)
-# An allocation of that size, or a number: which of the live ones is freed; None: empty_cache.
+# An allocation of that size; or the number of a live allocation to free; or None for empty_cache.
 requests = st.lists(st.tuples(st.just("malloc"), sizes) | st.tuples(st.just("free"), st.integers(0, 99))
                     | st.tuples(st.just("empty_cache"), st.just(0)), max_size=60)  # fmt: skip
 

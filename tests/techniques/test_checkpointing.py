@@ -1,4 +1,4 @@
-"""A checkpointed block gives the gradients of a plain one, bit for bit, and keeps what the formula says."""
+"""A checkpointed block gives the gradients of a plain one, bit for bit, and saves as many bytes as the formula says."""
 
 import functools
 import math
@@ -91,7 +91,7 @@ def test_every_way_gives_the_gradients_of_none_bit_for_bit(model, ids, way, auto
 
 
 def test_without_the_old_random_state_the_gradients_are_of_another_function(ids):
-    """Forward dropped other units than the recomputation: the gradient is not even close."""
+    """If forward and recomputation drop different units, the gradient is not even close."""
     torch.manual_seed(0)
     model = MODELS["gpt2"]()
     _, plain, _ = gradients(model, ids, in_order)
@@ -156,7 +156,7 @@ def test_a_graph_can_be_walked_twice(way):
     assert torch.equal(first, torch.autograd.grad(y, x)[0])
 
 
-# ---- what it costs
+# ---- memory
 
 
 def flops(model, ids, run):
@@ -180,7 +180,7 @@ def test_checkpointing_repeats_the_blocks_forward_and_selective_repeats_no_produ
 
 
 def chain(layers):
-    """Layers that keep as much as their input: tanh keeps its output, which is the next one's input."""
+    """Layers that save as much as their input: tanh saves its output, which is the next layer's input."""
     return nn.ModuleList(nn.Tanh() for _ in range(layers))
 
 
@@ -202,7 +202,7 @@ def test_the_peak_over_the_spacing_is_the_formula_and_its_lowest_point_the_root(
 
 
 def test_a_transformers_best_spacing_is_every_block(ids):
-    """A block keeps many times its input, so that √(L · a / A) is below 1."""
+    """A block saves many times its input, so √(L · a / A) is below 1."""
     torch.manual_seed(0)
     model = MODELS["gpt2"]()
     assert best_spacing(32, 2, 34) < 2, "a block of 34sbh bytes with an input of 2sbh"

@@ -1,4 +1,4 @@
-"""Attention over tokens that are on several ranks is attention over all of them."""
+"""Ring attention over several ranks equals attention over all tokens on one."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def test_output_and_gradients_are_those_of_all_tokens_together(ranks, case):
 
 
 def test_keys_and_values_go_around_once_forward_and_with_their_gradients_backward(ranks):
-    keys_and_values = 2 * 2 * 4 * 8 * 4  # bytes of a rank's
+    keys_and_values = 2 * 2 * 4 * 8 * 4  # bytes of one rank
     found = ranks[0]["messages"]
     assert found == {
         "forward": (RANKS - 1) * keys_and_values, "backward": RANKS * 2 * keys_and_values, "collectives": 0

@@ -67,13 +67,13 @@ class Unused(nn.Module):
 
 
 def mistakes():
-    """Run in each rank: the errors of a model that is unequal between ranks, and of one that is not used whole."""
+    """Run in each rank: the errors for a model that differs between ranks, and for one with an unused parameter."""
     rank, found = dist.get_rank(), {}
     try:
         same_model(nn.Linear(3, 4 + rank))
     except SpecError as error:
         found["shapes"] = str(error)
-    torch.manual_seed(rank)  # or each process would draw the same weights
+    torch.manual_seed(rank)  # otherwise each process would draw the same weights
     model = Unused()
     averaged = Overlapped(model, 0)
     found["start"] = model.used.weight.tolist()
@@ -126,7 +126,7 @@ def test_on_two_ranks_gradients_are_ddps_bit_for_bit(two, method):
 
 
 def test_on_three_ranks_the_same_bucket_gives_ddps_bits(three):
-    """With more ranks an element's place in the message decides the order of its sum: DDP's place, DDP's bits."""
+    """With more ranks an element's position in the message decides the order of its sum: with DDP's, DDP's bits."""
     for rank in three:
         assert rank["gradients"]["one bucket"]["ddp"] and rank["gradients"]["torch DDP"]["spread"] == 0.0
         assert not rank["gradients"]["hooks"]["ddp"], "other messages round otherwise"
@@ -183,7 +183,7 @@ def test_the_ring_gives_every_rank_the_same_sum(two, three):
 
 
 def test_what_each_collective_leaves_where(two, three):
-    """Rank r starts with 10^r (1, 2, ..., N): the digits say who gave what."""
+    """Rank r starts with 10^r (1, 2, ..., N): the digits show which rank each number comes from."""
     for ranks in (two, three):
         n = len(ranks)
         rows = [[10.0**r * (c + 1) for c in range(n)] for r in range(n)]

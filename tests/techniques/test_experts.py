@@ -132,7 +132,7 @@ def test_a_token_that_nobody_serves_passes_by():
     torch.manual_seed(0)
     block = MoE(HIDDEN, WIDTH, EXPERTS, 1, factor=0.5)
     block.gate.weight.data.zero_()
-    block.gate.weight.data[3] = 1.0  # all want expert 3, which takes one of 16
+    block.gate.weight.data[3] = 1.0  # all 16 tokens choose expert 3, which serves one
     y = block(torch.ones(1, 16, HIDDEN))[0]
     assert capacity(16, EXPERTS, 1, 0.5) == 1 and block.dropped == 15 / 16
     assert y[0].abs().max() > 0 and y[1:].abs().max() == 0

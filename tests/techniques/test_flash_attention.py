@@ -1,4 +1,4 @@
-"""FlashAttention in plain PyTorch is SDPA, to rounding, and saves what the paper says and nothing else."""
+"""FlashAttention in plain PyTorch equals SDPA up to rounding, and saves only the tensors that the paper says."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def test_gradcheck_agrees():
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.float16, 5e-3), (torch.bfloat16, 4e-2)])
 def test_half_precision_is_rounded_once(dtype, tolerance):
-    """As a part of the largest value: ten roundings of the dtype; in fp32 sums of 50 add their own, 2^-24 a term."""
+    """Relative to the largest value: ten roundings of the dtype; in fp32 also sums of 50 terms, 2^-24 per term."""
     ours = heads(1, 4, 2, 50, 16, dtype)
     exact = [t.detach().double().requires_grad_() for t in ours]
     y, wanted = flash_attention(*ours, tile=16), standard_attention(*exact)
@@ -101,7 +101,7 @@ def test_what_is_saved_grows_with_t_and_standard_attentions_with_t_squared():
 
 
 def test_no_tile_of_scores_is_larger_than_the_tile():
-    """Forward and backward: the tensors that exist have no T x T among them."""
+    """Neither forward nor backward makes a T x T tensor."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Shapes(TorchDispatchMode):
@@ -137,7 +137,7 @@ def test_flash_does_two_products_forward_and_five_backward_and_standard_two_and_
     tiled = lambda q, k, v, causal: flash_attention(q, k, v, causal, 32)  # noqa: E731
     assert products(standard_attention, 256, False) == products(standard_attention, 256, True) == (2, 4)
     assert products(tiled, 256, False) == (2, 5)
-    share = (1 + 32 / 256) / 2  # of the tiles, where the mask leaves the later ones out
+    share = (1 + 32 / 256) / 2  # of the tiles: the mask leaves out the later ones
     assert products(tiled, 256, True) == (2 * share, 5 * share)
 
 

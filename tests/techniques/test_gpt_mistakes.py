@@ -1,4 +1,4 @@
-"""The probes see in each wrong model what is wrong with it, and nothing in the right one."""
+"""The probes find the mistake in each wrong model, and none in the right one."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_influence_shows_who_reads_whom(ids):
 
 
 def test_without_positions_the_last_token_reads_a_bag_of_words(ids):
-    """With one block a zero position embedding makes the last logits blind to the order of what came before."""
+    """With one block and a zero position embedding, the last logits do not depend on the order of earlier tokens."""
     torch.manual_seed(0)
     model = GPT.from_spec({**TINY, "n_layer": 1}).double().eval()
     swapped = ids.clone()

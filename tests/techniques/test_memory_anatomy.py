@@ -1,4 +1,4 @@
-"""The loop and the scales of the chapter, held to autograd's own rules and to the measured step."""
+"""The chapter's loop and byte counts agree with autograd's own rules and with the measured step."""
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def test_no_grad_keeps_nothing_and_eval_alone_keeps_all(model, batches):
 
 
 def test_what_the_hooks_see_is_what_the_measured_step_keeps():
-    """Two independent scales, autograd's hooks and the allocator's events, at the end of forward."""
+    """Two independent counts agree at the end of forward: autograd's hooks and the allocator's events."""
     from llmlab.data import batch
     from llmlab.step.step import build_model
 
@@ -70,5 +70,5 @@ def test_what_the_hooks_see_is_what_the_measured_step_keeps():
         loss = model(input_ids=ids, labels=ids).loss
     del loss
     measured = report.phases["forward"] - 3 * report.parts["weights"]  # weights and two moments are there before
-    logits = 4 * 2 * 64 * 300  # the output object's, which backward does not need
+    logits = 4 * 2 * 64 * 300  # in the output object, but not needed by backward
     assert sum(kept.values()) + logits == pytest.approx(measured, rel=0.02)

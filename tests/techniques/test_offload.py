@@ -1,4 +1,4 @@
-"""Offload changes where states are and what crosses, and nothing else: ours, DeepSpeed's, and torch's AdamW agree."""
+"""Offload changes where states are and what is copied, and nothing else: our AdamW, DeepSpeed's and torch's agree."""
 
 import ctypes
 import json
@@ -95,7 +95,7 @@ def test_bytes_that_cross_are_a_gradient_for_each_micro_batch_and_a_weight_for_e
 
 
 def test_gradients_of_micro_batches_are_summed_in_fp32_on_the_host():
-    """A bf16 sum of 256 and eight ones stays 256: each is half of what bf16 can tell apart there."""
+    """A bf16 sum of 256 and eight ones stays 256: each one is half of bf16's spacing there."""
     weight = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
     optimizer = Offloaded([weight], torch.optim.SGD, lr=1.0)
     for gradient in [256.0] + 8 * [1.0]:
@@ -105,7 +105,7 @@ def test_gradients_of_micro_batches_are_summed_in_fp32_on_the_host():
 
 
 def test_a_parameter_that_backward_missed_has_no_gradient():
-    """Not the weight that lies at the border since the last step."""
+    """A parameter without a gradient gets zero, not the weight that the buffer has since the last step."""
     used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     optimizer = Offloaded([used, unused], torch.optim.SGD, lr=0.5)
     for _ in range(2):
@@ -123,7 +123,8 @@ def test_buckets_hold_one_dtype_and_at_most_their_bytes():
             Offloaded(given, bucket_bytes=bucket_bytes)
 
 
-# What ds_adam_step does for tensors. DeepSpeed's own build wants all of torch and pybind11 in each file: two minutes.
+# Does for tensors what ds_adam_step does. DeepSpeed's own build compiles all of torch and pybind11 in each file, which
+# takes two minutes.
 STEP = """
 #include "adam/cpu_adam_impl.cpp"
 extern "C" void adam_update(int step, float lr, float beta1, float beta2, float eps, float decay, bool correction,
@@ -166,13 +167,13 @@ def compiled_step(folder):
 
 
 def both_adams(folder):
-    """Run in a rank: how far apart the two are in units of a rounding of fp32 a step, and how far they went."""
+    """Run in a rank: how far apart the two are, in units of one fp32 rounding per step, and how far they moved."""
     quiet_deepspeed()
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
     extension = compiled_step(Path(folder))
     CPUAdamBuilder.load = lambda self: extension
-    n, steps = 10_007, 10  # no multiple of a vector
+    n, steps = 10_007, 10  # not a multiple of a vector register
     start = torch.linspace(-3, 3, n)
     ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
     options = {**ADAMW, "lr": 1e-2}

@@ -85,8 +85,8 @@ def test_adafactor_factors_the_last_two_axes_and_slows_down_from_a_large_rate():
 
 
 def test_adam_with_l2_is_not_adamw():
-    """Decoupled decay shrinks a weight by 1 − lr·λ a step, whatever its gradient. L2 through Adam moves the weight by
-    lr a step: dividing λw by its own root mean square leaves the sign of w alone."""
+    """Decoupled decay shrinks a weight by 1 − lr·λ per step, whatever its gradient. L2 through Adam moves the weight by
+    lr per step: λw divided by its own root mean square is only the sign of w."""
     w = {name: nn.Parameter(torch.tensor([1.0, 100.0])) for name in ("adamw", "adam")}
     rules = {"adamw": scratch.AdamW, "adam": scratch.Adam}
     for name, weight in w.items():
@@ -99,7 +99,7 @@ def test_adam_with_l2_is_not_adamw():
 
 
 def test_sgd_with_l2_is_decoupled_decay():
-    """For SGD the two are one: that is where the name weight decay comes from."""
+    """For SGD, L2 and decay are the same: that is where the name weight decay comes from."""
     one, other = (nn.Parameter(torch.tensor([3.0])) for _ in range(2))
     one.grad, other.grad = torch.tensor([0.5]), torch.tensor([0.5])
     scratch.SGD([one], lr=0.1, weight_decay=0.2).step()
@@ -142,7 +142,7 @@ def test_the_bytes_are_those_of_bitsandbytes_cpu_kernel(length, scale, seed, sig
 @settings(deadline=None, max_examples=40)
 @given(st.integers(1, 8), scales, seeds, st.booleans())
 def test_without_bins_the_bytes_are_those_of_bitsandbytes_plain_kernel(blocks, scale, seed, signed):
-    """Its backend "default", in PyTorch, looks for the nearest of the 256 values, as the CUDA kernel does."""
+    """bitsandbytes' backend "default", in PyTorch, finds the nearest of the 256 values, as the CUDA kernel does."""
     x, code = numbers(256 * blocks, scale, seed, signed), dynamic_code(signed)
     index, absmax = quantize(x, code)
     default = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)
@@ -190,7 +190,7 @@ def test_8bit_adamw_takes_bitsandbytes_steps_byte_for_byte():
 
 
 def test_8_bits_follow_32_bits():
-    """A quantized moment is off by some percent, and the loss falls nearly as far."""
+    """A quantized moment is wrong by some percent, and the loss falls nearly as far."""
     losses = {}
     x = torch.randn(16, 48, generator=torch.Generator().manual_seed(2))
     for rule in (scratch.AdamW, AdamW8bit):
@@ -222,7 +222,7 @@ def mean_update(rule, ratio, **kwargs):
 
 
 def test_an_outlier_sends_the_second_moments_of_its_block_to_zero():
-    """Then the update is m / ε: not some percent off, but hundreds of times too large."""
+    """Then the update is m / ε, which is not some percent but hundreds of times too large."""
     sound = mean_update(scratch.AdamW, 1e4)
     inside, outside = mean_update(AdamW8bit, 1e4, min_8bit_size=0)
     assert sound[0] == pytest.approx(sound[1], rel=0.1), "32-bit Adam does not see the neighbour"
@@ -314,7 +314,7 @@ def test_warmup_stable_decay_is_transformers(least):
 
 
 def test_adams_first_step_is_the_learning_rate_for_every_weight():
-    """m̂ / √v̂ = g / |g| at t = 1: why it needs a warm-up and does not care how large the loss is."""
+    """m̂ / √v̂ = g / |g| at t = 1: so Adam needs a warm-up, and the scale of the loss does not matter."""
     w = nn.Parameter(torch.zeros(3))
     w.grad = torch.tensor([1e-4, -1.0, 1e3])
     scratch.Adam([w], lr=0.5).step()

@@ -1,4 +1,4 @@
-"""Schedules wait as long as their papers say, and a model cut into stages trains as the whole one."""
+"""Schedules wait as long as their papers say, and a model cut into stages trains like the whole one."""
 
 import pytest
 import torch
@@ -132,7 +132,7 @@ def test_a_schedule_that_waits_for_ever_is_refused():
     ("given_", "words"),
     [
         (("dualpipe", 2, 4, 1), "gpipe, 1f1b, interleaved, zero-bubble"),
-        (("1f1b", 0, 4, 1), "0 ranks"),
+        (("1f1b", 0, 4, 1), "ranks=0 is not a whole number >= 1"),
         (("1f1b", 2, 4, 2), "virtual_stages=2 with 1f1b"),
         (("interleaved", 2, 4, 1), "2 or more stages"),
         (("interleaved", 4, 6, 2), "6 micro-batches are not a multiple of 4"),
@@ -143,7 +143,7 @@ def test_schedules_that_cannot_be_are_refused(given_, words):
         schedule(*given_)
 
 
-# ---- real ones
+# ---- training on ranks
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

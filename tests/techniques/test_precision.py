@@ -1,4 +1,4 @@
-"""Number formats held to torch's casts bit for bit, the loss scaler to torch's GradScaler step for step."""
+"""Number formats agree with torch's casts bit for bit, the loss scaler with torch's GradScaler step for step."""
 
 import json
 import math
@@ -242,7 +242,7 @@ def test_dtypes_are_read_off_the_live_tensors():
     optimizer.step()
     assert state_dtypes(model, optimizer) == {"weights": "fp32", "gradients": "fp32", "moments": "fp32"}
     model(torch.ones(2, 4))
-    assert len(seen["Linear"]) == 1  # nothing is seen any more
+    assert len(seen["Linear"]) == 1  # the hooks are removed
     assert names([torch.zeros(1).half(), torch.zeros(1), torch.zeros(1).long()]) == "fp16, fp32"
 
 
@@ -250,7 +250,7 @@ def test_casts_are_counted_with_their_bytes():
     linear = torch.nn.Linear(8, 4, bias=False)
     with Casts() as casts, torch.autocast("cpu", torch.bfloat16):
         for _ in range(2):
-            linear(torch.ones(2, 8))  # the input both times; the fp32 weight once, it is cached
+            linear(torch.ones(2, 8))  # casts the input both times, the fp32 weight once, because it is cached
     assert (casts.count, casts.bytes) == (3, 2 * (8 * 4 + 2 * (2 * 8)))
     half, rows = linear.half(), torch.ones(2, 8, dtype=torch.bfloat16)
     with Casts() as casts, torch.autocast("cpu", torch.bfloat16):

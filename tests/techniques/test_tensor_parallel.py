@@ -1,4 +1,4 @@
-"""A Llama cut by tensors computes what the whole one does, and sends what the papers say."""
+"""A tensor-parallel Llama computes what the whole one does, and sends as many bytes as the papers say."""
 
 import copy
 
@@ -122,7 +122,7 @@ def test_a_block_takes_two_all_reduces_forward_and_two_backward(ranks):
 
 def test_sequence_parallelism_makes_of_each_a_gather_and_a_scatter(ranks):
     # arXiv 2205.05198, section 4.2.2. The loss still takes its two all-reduces.
-    pairs = 2 * 2 + 1  # two a block; the embedding leaves and the head enters
+    pairs = 2 * 2 + 1  # two per block; the embedding is the end of a pair, and the head the beginning
     assert ranks[0]["True False"]["sent"] == {
         "allreduce": 2, "allgather": 2 * pairs, "reduce_scatter_base": 2 * pairs
     }  # fmt: skip

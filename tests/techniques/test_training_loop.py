@@ -1,4 +1,4 @@
-"""The loop against torch's own schedules and clipping, a run that learns, and the probes against what they must see."""
+"""The loop agrees with torch's schedules and clipping; a run learns; a saved model loads in transformers."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""ZeRO gives data parallelism's losses and holds what the formula says: ours, FSDP2's and DeepSpeed's."""
+"""ZeRO (ours, FSDP2's and DeepSpeed's) gives data parallelism's losses and has the formula's bytes on each rank."""
 
 import json
 
@@ -71,7 +71,7 @@ def odd_layers_and_two_micro_batches():
 
 
 def a_layer_that_is_not_used():
-    """Run in each rank: what each stage says of it."""
+    """Run in each rank: the error of each stage."""
     found = {}
     for stage in (1, 2, 3):
         model = Odd()

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...base.errors import SpecError
-from ..rungs import absorb, check_columns, choose, compiled, jit, tl, triton, warps
+from ..rungs import absorb, check_columns, choose, compiled, jit, launch, tl, triton, warps
 
 IGNORE = -100  # the target that PyTorch and Hugging Face leave out
 TILE = 8192  # columns that a program has in registers at a time
@@ -116,26 +116,20 @@ def loss_rows(logits_RV: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
     """Return loss and logsumexp of each row, fp32, (R,) each; the loss of an ignored row is 0."""
     R, V = logits_RV.shape
     losses_R, lse_R = (torch.empty(R, dtype=torch.float32, device=logits_RV.device) for _ in range(2))
-    if R:
-        block = min(triton.next_power_of_2(V), TILE)
-        with torch.cuda.device_of(logits_RV):
-            loss_kernel[(R,)](
-                logits_RV, targets_R, losses_R, lse_R, logits_RV.stride(0), targets_R.stride(0), V, IGNORE, block,
-                num_warps=warps(block),
-            )  # fmt: skip
+    block = min(triton.next_power_of_2(V), TILE)
+    strides = logits_RV.stride(0), targets_R.stride(0)
+    arguments = logits_RV, targets_R, losses_R, lse_R, *strides, V, IGNORE, block
+    launch(loss_kernel, R, logits_RV, *arguments, num_warps=warps(block))
     return losses_R, lse_R
 
 
 def gradient_rows(logits_RV: Tensor, targets_R: Tensor, lse_R: Tensor, scale: Tensor, out: Tensor) -> Tensor:
     """Write (softmax − one-hot) · scale to `out`, which may be the logits themselves. scale: fp32, one value."""
     R, V = logits_RV.shape
-    if R:
-        block = min(triton.next_power_of_2(V), TILE)
-        with torch.cuda.device_of(logits_RV):
-            gradient_kernel[(R,)](
-                logits_RV, targets_R, lse_R, scale, out, logits_RV.stride(0), targets_R.stride(0), out.stride(0), V,
-                IGNORE, block, num_warps=warps(block),
-            )  # fmt: skip
+    block = min(triton.next_power_of_2(V), TILE)
+    strides = logits_RV.stride(0), targets_R.stride(0), out.stride(0)
+    arguments = logits_RV, targets_R, lse_R, scale, out, *strides, V, IGNORE, block
+    launch(gradient_kernel, R, logits_RV, *arguments, num_warps=warps(block))
     return out
 
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...base.errors import SpecError
+from ...base.errors import SpecError, check_counts
 from ..rungs import as_autocast, check_columns, choose, compiled
 from .cross_entropy import IGNORE, cross_entropy0, gradient_rows, loss_rows
 
@@ -47,8 +47,7 @@ def linear_cross_entropy(
         raise SpecError(f"{given}; they must be torch.int64 {tuple(hidden.shape[:-1])} on {hidden.device}")
     hidden_RC, targets_R = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     chunk = max(128, hidden_RC.numel() // weight.shape[0]) if chunk is None else chunk
-    if type(chunk) is not int or chunk < 1:
-        raise SpecError(f"chunk={chunk!r} rows; allowed: 1 or more")
+    check_counts(chunk=chunk)
     return LADDER[choose(rung, hidden, weight)](hidden_RC, weight, targets_R, chunk)
 
 

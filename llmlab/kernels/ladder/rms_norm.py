@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...base.errors import SpecError
-from ..rungs import MAX_ROW, as_rows, check_columns, choose, compiled, jit, only_fused, tl, triton, warps
+from ..rungs import MAX_ROW, as_rows, check_columns, choose, compiled, jit, launch, only_fused, tl, triton, warps
 
 PROGRAMS = 256  # the most partial sums of dweight: one per multiprocessor, and no GPU has more
 
@@ -38,7 +38,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, rung: int | None =
     check_columns(x)
     if weight.shape != x.shape[-1:]:
         raise SpecError(f"weight has shape {tuple(weight.shape)}; x of shape {tuple(x.shape)} needs ({x.shape[-1]},)")
-    if not isinstance(eps, (int, float)) or not 0 <= eps < math.inf:  # None is PyTorch's for "the dtype's epsilon"
+    if not isinstance(eps, (int, float)) or not 0 <= eps < math.inf:  # None means "the dtype's epsilon" in PyTorch
         raise SpecError(f"eps={eps!r}; give a number >= 0, as a model's config names it (rms_norm_eps)")
     rung = choose(rung, x, weight)
     if only_fused(inplace, rung):
@@ -88,12 +88,9 @@ class RMSNorm(torch.autograd.Function):
             raise SpecError(f"a row of {columns} columns does not fit in registers ({MAX_ROW} do); take rung 1")
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         inverse_rms = torch.empty(rows, dtype=torch.float32, device=x.device)
-        if rows:
-            block = triton.next_power_of_2(columns)
-            with torch.cuda.device_of(x):
-                forward_kernel[(rows,)](
-                    x_RN, weight, y, inverse_rms, x_RN.stride(0), columns, eps, block, num_warps=warps(block)
-                )
+        block = triton.next_power_of_2(columns)
+        arguments = x_RN, weight, y, inverse_rms, x_RN.stride(0), columns, eps, block
+        launch(forward_kernel, rows, x, *arguments, num_warps=warps(block))
         ctx.save_for_backward(x, weight, inverse_rms)
         ctx.fused, ctx.inplace = fused, inplace
         return y
@@ -112,13 +109,9 @@ class RMSNorm(torch.autograd.Function):
         over = ctx.inplace and dy.is_contiguous()
         dx = dy if over else torch.empty(x.shape, dtype=x.dtype, device=x.device)
         partial_PN = torch.empty(min(rows, programs(x)), columns, dtype=torch.float32, device=x.device)
-        if rows:
-            block = triton.next_power_of_2(columns)
-            with torch.cuda.device_of(x):
-                backward_kernel[(len(partial_PN),)](
-                    dy_RN, x_RN, weight, inverse_rms, dx, partial_PN, dy_RN.stride(0), x_RN.stride(0), rows, columns,
-                    block, num_warps=warps(2 * block),
-                )  # fmt: skip
+        block, strides = triton.next_power_of_2(columns), (dy_RN.stride(0), x_RN.stride(0))
+        arguments = dy_RN, x_RN, weight, inverse_rms, dx, partial_PN, *strides, rows, columns, block
+        launch(backward_kernel, len(partial_PN), x, *arguments, num_warps=warps(2 * block))
         return dx, partial_PN.sum(0).to(weight.dtype), None, None, None
 
 

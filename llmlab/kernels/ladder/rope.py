@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...base.errors import SpecError
-from ..rungs import choose, compiled, jit, only_fused, tl, triton
+from ..rungs import choose, compiled, jit, launch, only_fused, tl, triton
 
 
 def rope(
@@ -89,7 +89,7 @@ LADDER = (rope0, rope1, rope2, rope3, rope4)
 
 
 class Rope(torch.autograd.Function):
-    """Saves cos and sin, and neither q nor k: a rotation's gradient does not depend on what was turned."""
+    """Saves cos and sin, and neither q nor k: a rotation's gradient does not depend on its input."""
 
     @staticmethod
     def forward(
@@ -97,7 +97,7 @@ class Rope(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         ctx.fused, ctx.inplace = fused, inplace
-        if inplace:  # autograd cannot see what a kernel writes: told, it refuses what was saved of q and k
+        if inplace:  # tells autograd, which cannot see what a kernel writes, to refuse q and k saved before
             torch.autograd.graph.increment_version((q, k))
         return turn_heads(q, k, cos, sin, back=False, inplace=inplace)
 
@@ -125,13 +125,10 @@ def turn_heads(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool, inpla
     # empty_like keeps strides: a transposed q stays transposed. An expanded one cannot be written: values share memory.
     own = [all(step for size, step in zip(t.shape, t.stride(), strict=True) if size > 1) for t in (q, k)]
     out_q, out_k = (t if inplace and alone else torch.empty_like(t) for t, alone in zip((q, k), own, strict=True))
-    if q.numel() or k.numel():
-        with torch.cuda.device_of(q):
-            rope_kernel[(B * T,)](
-                q, k, cos, sin, out_q, out_k, *q.stride()[:3], *k.stride()[:3], *out_q.stride()[:3],
-                *out_k.stride()[:3], *cos.stride()[:2], *sin.stride()[:2], T, H, K, D // 2, back,
-                triton.next_power_of_2(H), triton.next_power_of_2(K), triton.next_power_of_2(D // 2),
-            )  # fmt: skip
+    strides = [step for t in (q, k, out_q, out_k) for step in t.stride()[:3]]
+    blocks = [triton.next_power_of_2(size) for size in (H, K, D // 2)]
+    arguments = q, k, cos, sin, out_q, out_k, *strides, *cos.stride()[:2], *sin.stride()[:2], T, H, K, D // 2, back
+    launch(rope_kernel, B * T, q, *arguments, *blocks)
     return out_q, out_k
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...base.errors import SpecError
-from ..rungs import MAX_ROW, absorb, as_rows, check_columns, choose, compiled, jit, tl, triton, warps
+from ..rungs import MAX_ROW, absorb, as_rows, check_columns, choose, compiled, jit, launch, tl, triton, warps
 
 TILE = 8192  # columns of a wide row that a program has in registers at a time
 
@@ -73,11 +73,9 @@ class Softmax(torch.autograd.Function):
         x_RN = as_rows(x)
         rows, columns = x_RN.shape
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        if rows:
-            fits = columns <= MAX_ROW
-            kernel, block = (softmax_row, triton.next_power_of_2(columns)) if fits else (softmax_wide, TILE)
-            with torch.cuda.device_of(x):
-                kernel[(rows,)](x_RN, y, x_RN.stride(0), columns, block, num_warps=warps(block))
+        fits = columns <= MAX_ROW
+        kernel, block = (softmax_row, triton.next_power_of_2(columns)) if fits else (softmax_wide, TILE)
+        launch(kernel, rows, x, x_RN, y, x_RN.stride(0), columns, block, num_warps=warps(block))
         ctx.save_for_backward(y)
         ctx.fused = fused
         return y
@@ -91,10 +89,8 @@ class Softmax(torch.autograd.Function):
             return (y_fp32 * (dy_fp32 - (y_fp32 * dy_fp32).sum(-1, keepdim=True))).to(y.dtype), None
         dy_RN, dx = as_rows(dy), torch.empty_like(y)
         rows, columns = dy_RN.shape
-        if rows:
-            block = min(triton.next_power_of_2(columns), TILE)
-            with torch.cuda.device_of(y):
-                softmax_backward[(rows,)](y, dy_RN, dx, dy_RN.stride(0), columns, block, num_warps=warps(block))
+        block = min(triton.next_power_of_2(columns), TILE)
+        launch(softmax_backward, rows, y, y, dy_RN, dx, dy_RN.stride(0), columns, block, num_warps=warps(block))
         return dx, None
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...base.errors import SpecError
-from ..rungs import choose, compiled, jit, only_fused, tl, triton
+from ..rungs import choose, compiled, jit, launch, only_fused, tl, triton
 
 BLOCK = 1024  # values per program; each value is computed alone, so any number will do
 
@@ -30,7 +30,7 @@ def swiglu(gate: Tensor, up: Tensor, *, rung: int | None = None, inplace: bool =
     """Return silu(gate) · up, in their dtype; rungs 3 and 4 round once, at the end. gate, up: one shape, one dtype.
 
     `inplace` (rung 4): backward writes the gradients over gate and up, so a second backward is refused. Raises
-    SpecError where shapes or dtypes differ.
+    SpecError if shapes or dtypes differ.
     """
     if gate.shape != up.shape or gate.dtype != up.dtype:
         given = f"gate is {gate.dtype} {tuple(gate.shape)}, up is {up.dtype} {tuple(up.shape)}"
@@ -78,9 +78,7 @@ class SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, fused: bool, inplace: bool) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()
         y = torch.empty_like(gate)
-        if count := y.numel():
-            with torch.cuda.device_of(y):
-                forward_kernel[(triton.cdiv(count, BLOCK),)](gate, up, y, count, BLOCK)
+        launch(forward_kernel, triton.cdiv(y.numel(), BLOCK), y, gate, up, y, y.numel(), BLOCK)
         ctx.save_for_backward(gate, up)
         ctx.fused, ctx.inplace = fused, inplace
         return y
@@ -98,9 +96,7 @@ class SwiGLU(torch.autograd.Function):
         dgate, dup = (gate, up) if ctx.inplace else (torch.empty_like(gate), torch.empty_like(up))
         if ctx.inplace:  # tells autograd, which cannot see what a kernel writes, to refuse a second backward
             torch.autograd.graph.increment_version((gate, up))
-        if count := gate.numel():
-            with torch.cuda.device_of(gate):
-                backward_kernel[(triton.cdiv(count, BLOCK),)](dy, gate, up, dgate, dup, count, BLOCK)
+        launch(backward_kernel, triton.cdiv(dy.numel(), BLOCK), gate, dy, gate, up, dgate, dup, dy.numel(), BLOCK)
         return dgate, dup, None, None
 
 
