@@ -40,7 +40,7 @@ def test_the_simulated_cpu_copies_what_the_real_one_copies(step: Callable[[], Te
     step()
     with lab.meter("cpu") as meter:
         step()
-    engine, now, timeline = Engine(HOST, HostMemory(), {}), 0, []
+    engine, now, timeline = Engine(HOST, HostMemory(), workspaces={}), 0, []
     with engine:
         step()
     for event in engine.events:

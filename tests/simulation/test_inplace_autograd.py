@@ -96,7 +96,7 @@ def test_the_simulated_cpu_takes_what_the_real_one_takes(step: Callable[[], None
     with lab.meter("cpu") as meter:
         step()
     measured = peak_and_total(after - before for before, after in pairwise((0, *meter.timeline)))
-    engine = Engine(HOST, HostMemory(), {})
+    engine = Engine(HOST, HostMemory(), workspaces={})
     with engine:
         step()
     assert peak_and_total(event.size for event in engine.events) == pytest.approx(measured, abs=SLACK)
