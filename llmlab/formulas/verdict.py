@@ -6,6 +6,7 @@ cannot be given back when memory runs short. How much more depends on every requ
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 from ..base.terms import Outcome
@@ -33,11 +34,17 @@ def verdict(peak: int, card: GPU, ranks: int = 1) -> Verdict:
     Where this card's memory outside of the allocator is not known, it counts from nothing up to the most that is
     known of any card.
     """
-    contexts = [each.context for each in gpus() if each.context is not None]
-    buffers = [each.nccl for each in gpus() if each.nccl is not None] if ranks > 1 else [0]
-    context = max(contexts) if card.context is None else card.context
-    nccl = max(buffers) if card.nccl is None or ranks == 1 else card.nccl
+    largest_context, largest_nccl = _largest_known()
+    context = largest_context if card.context is None else card.context
+    nccl = 0 if ranks == 1 else largest_nccl if card.nccl is None else card.nccl
     least = peak + card.memory - card.room(ranks)
     most = round(HOLES * peak) + context + nccl
     outcome: Outcome = "fits" if most <= card.memory else "out of memory" if least > card.memory else "unknown"
     return Verdict(outcome, least, most)
+
+
+@cache
+def _largest_known() -> tuple[int, int]:
+    """Return the largest CUDA context and the largest buffers of NCCL that are known of any card, in bytes."""
+    contexts = (card.context for card in gpus() if card.context is not None)
+    return max(contexts), max(card.nccl for card in gpus() if card.nccl is not None)

@@ -90,10 +90,12 @@ def step(
     if rates is None or products is None:
         raise NotAvailable(f"what {gpu.name} reaches in {time.peak_dtype(run)} was not measured: no time follows")
     m = run.accumulation
-    blocks_moved, head_moved = (size / rates.bandwidth / m for size in time.moved(spec, run, gpu))
-    head = products.get("head", 0.0) * run.pp / m + head_moved  # the last stage has all of it
-    mean = spec.layers / run.pp  # what products, traffic and the host's time are counted for
-    block = (sum(seconds for part, seconds in products.items() if part != "head") / m + blocks_moved) / mean
+    moved = time.moved(spec, run, gpu)
+    # The last stage has all of the head and the loss.
+    head = products.get("head", 0.0) * run.pp / m + moved.loss / rates.bandwidth / m
+    mean = spec.layers / run.pp  # the layers that products, traffic and the host's time are counted for
+    blocks = sum(seconds for part, seconds in products.items() if part != "head") / m
+    block = (blocks + moved.blocks / rates.bandwidth / m) / mean
     host = time.host_seconds(spec, run, rates) / m / mean
     tensor = _tensor(spec, run, cluster, "tensor" in overlap)
     context = _context(spec, run, cluster)

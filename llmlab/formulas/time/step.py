@@ -9,6 +9,7 @@ hide behind computation, as it does inside a node; across slow links it does not
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from ...base.errors import NotAvailable
 from ...hardware.gpu import GPU
@@ -79,7 +80,7 @@ def host_seconds(spec: ModelSpec, run: Training, rates: Efficiency) -> float:
     """Return the seconds the CPU takes to start the kernels of one device's forward and backward passes."""
     adapters = sum(linear.count for linear in adapted(spec, run))
     operators = (OPERATORS[spec.norm] * spec.layers + OPERATORS_ADAPTER * adapters) / run.pp
-    # With each operator comes about one view; the half in backward is called without Python.
+    # About one view comes with each operator; the half of them in backward is called without Python.
     each = (rates.dispatch + rates.view) * (1 + rates.backward_dispatch) / 2
     host = run.accumulation * operators * RECOMPUTED[run.checkpointing] * each
     if run.quantization:
@@ -152,15 +153,22 @@ def product_seconds(spec: ModelSpec, run: Training, card: GPU, rates: Efficiency
 
 
 def traffic(spec: ModelSpec, run: Training, card: GPU | None = None) -> float:
-    """Return the bytes that everything but products moves on one device in a step, the update apart."""
+    """Return the bytes that everything but products and the update moves on one device in a step."""
     return sum(moved(spec, run, card))
 
 
 AUTOCAST: dict[str, Precision] = {"fp16": "autocast-fp16", "bf16": "autocast-bf16"}
 
 
-def moved(spec: ModelSpec, run: Training, card: GPU | None = None) -> tuple[float, float]:
-    """Return the bytes of `traffic` in blocks, and by the loss, which the last pipeline stage alone has.
+class Moved(NamedTuple):
+    """Bytes of a step's element-wise operators: in blocks, and in the loss, which only the last pipeline stage has."""
+
+    blocks: float
+    loss: float
+
+
+def moved(spec: ModelSpec, run: Training, card: GPU | None = None) -> Moved:
+    """Return the bytes of `traffic` by where they are moved.
 
     Norms and dropout between tensor-parallel products are divided by sequence parallelism only (arXiv 2205.05198,
     section 4.2).
@@ -187,7 +195,7 @@ def moved(spec: ModelSpec, run: Training, card: GPU | None = None) -> tuple[floa
     )
     logits = LOGITS_MOVES * 4 * share.tokens * spec.vocab / run.tp
     blocks = spec.layers / run.pp * (block + casts * block_parameters(spec) / run.tp)
-    return run.accumulation * blocks, run.accumulation * logits
+    return Moved(run.accumulation * blocks, run.accumulation * logits)
 
 
 def _generation_seconds(spec: ModelSpec, run: Inference, rates: Efficiency) -> float | None:
