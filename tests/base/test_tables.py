@@ -65,6 +65,7 @@ def test_html_takes_the_pages_colours_escapes_and_indents():
 
 
 def test_markdown_escapes_the_bar_that_would_end_a_cell():
+    assert Table(("|error|",), [("1",)]).markdown() == "| \\|error\\| |\n| --- |\n| 1 |"
     assert LIST.markdown().splitlines()[:3] == [
         "| name | GiB | outcome |", "| --- | ---: | --- |", r"| a \| b | 1.50 | fits |",
     ]  # fmt: skip
