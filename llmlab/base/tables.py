@@ -98,8 +98,8 @@ class Table:
     def markdown(self) -> str:
         """Return the header and the rows as Markdown; a cell may hold a bar, as |error| does."""
         sides = ["---" if place in self.words else "---:" for place in range(len(self.header))]
-        rows = ([cell.replace("|", r"\|") for cell in row] for row in self.rows)
-        return "\n".join(f"| {' | '.join(row)} |" for row in (self.header, sides, *rows))
+        header, *rows = ([cell.replace("|", r"\|") for cell in row] for row in (self.header, *self.rows))
+        return "\n".join(f"| {' | '.join(row)} |" for row in (header, sides, *rows))
 
 
 class Tabular(ABC):

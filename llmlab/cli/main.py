@@ -120,7 +120,7 @@ def measure(context: click.Context, model: str, device: str | None, as_json: boo
 @_verb
 @_model
 @_gpu(help="A card whose records to compare with. Without it: this machine.")
-@click.option("--measure", is_flag=True, help="Run it on this machine too, here and now.")
+@click.option("--measure", is_flag=True, help="Run it on this machine, here and now, instead of showing records.")
 @cluster_options
 @_json
 def compare(context: click.Context, model: str, gpu: str | None, measure: bool, as_json: bool, **_: Any) -> int:

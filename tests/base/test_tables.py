@@ -54,8 +54,8 @@ def test_in_a_narrow_terminal_words_wrap_and_numbers_stay_whole(monkeypatch):
     wide = Table(("what", "bytes"), [("word " * 40, "123,456,789")])
     lines = re.sub(r"\x1b\[\d*m", "", shown(monkeypatch, wide)).splitlines()
     assert max(map(len, lines)) <= 60 and lines[1].endswith("123,456,789") and " ".join(lines).count("word") == 40
-    numbers = Table([f"n{i}" for i in range(9)], [["123,456,789"] * 9], words=())
-    assert shown(monkeypatch, numbers).count("123,456,789") == 9
+    numbers = Table([f"n{i}" for i in range(9)], [["474.70 MiB"] * 9], words=())
+    assert shown(monkeypatch, numbers).count("474.70 MiB") == 9
 
 
 def test_html_takes_the_pages_colours_escapes_and_indents():
@@ -65,6 +65,7 @@ def test_html_takes_the_pages_colours_escapes_and_indents():
 
 
 def test_markdown_escapes_the_bar_that_would_end_a_cell():
+    assert Table(("|error|",), [("1",)]).markdown() == "| \\|error\\| |\n| --- |\n| 1 |"
     assert LIST.markdown().splitlines()[:3] == [
         "| name | GiB | outcome |", "| --- | ---: | --- |", r"| a \| b | 1.50 | fits |",
     ]  # fmt: skip
