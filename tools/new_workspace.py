@@ -26,10 +26,9 @@ def {name}(op: Operator, gpu: GPU) -> Iterator[Step]:
     """The C++ function: what it allocates, of {arguments}."""
     yield OUTPUTS
 '''
-LINE = "    Row({operator}, ({arguments}), []),\n"
 
 
-def main(arguments: list[str], root: Path = ROOT) -> int:
+def main(arguments: list[str], root: Path = ROOT) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("operator", help="as aten._embedding_bag or aten.sum.dim_IntList")
     parser.add_argument("--file", required=True, choices=FILES, help="of workspaces/, and the list in the test")
@@ -50,12 +49,11 @@ def main(arguments: list[str], root: Path = ROOT) -> int:
     module, test = root / FOLDER / f"{asked.file}.py", root / TEST
     said = FUNCTION.format(operator=asked.operator, source=asked.source, name=name, arguments=", ".join(names))
     module.write_text(module.read_text() + said)
-    line = LINE.format(operator=asked.operator, arguments="".join(f'"{each}", ' for each in names).strip())
+    line = f"    Row({asked.operator}, ({''.join(f'{each!r}, ' for each in names).strip()}), []),\n".replace("'", '"')
     before, start, rest = test.read_text().partition(f"\n{asked.file.upper()} = [\n")
     test.write_text(before + start + line + rest)
     print(f"{module.relative_to(root)}: {name}\n{test.relative_to(root)}: {asked.file.upper()}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

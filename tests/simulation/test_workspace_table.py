@@ -559,7 +559,7 @@ def scaffold(tmp_path, monkeypatch):
 
 
 def test_the_scaffold_writes_a_function_and_a_line_that_fails(scaffold, tmp_path, monkeypatch):
-    assert scaffold("aten.im2col") == 0
+    scaffold("aten.im2col")
     module = (tmp_path / "llmlab/simulation/workspaces/copies.py").read_text()
     function = module[module.index("@workspace(aten.im2col") :]
     taken, names = {}, {"workspace": partial(workspace, table={}), "aten": aten, "OUTPUTS": OUTPUTS}
