@@ -57,8 +57,8 @@ def fake_ranks(run: Training, engine: Engine, labelled: Labelled) -> Iterator[Ra
         raise NotAvailable("simulate needs a process group of its own; call it before init_process_group, or after "
                            "destroy_process_group")  # fmt: skip
     group = import_module(FSDP + "_fsdp_param_group")
-    parts: dict[str, Any] = {name: labelled(getattr(group, name), part) for name, part in FSDP_PARTS.items()}
-    with torch_engines(engine, labelled), mock.patch.multiple(group, **parts):
+    functions: dict[str, Any] = {name: labelled(getattr(group, name), part) for name, part in FSDP_PARTS.items()}
+    with torch_engines(engine, labelled), mock.patch.multiple(group, **functions):
         start_group(dist.init_process_group, run.world_size)
         try:
             yield join(run, fake=True)

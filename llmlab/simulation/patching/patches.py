@@ -79,8 +79,11 @@ def full_beams() -> AbstractContextManager:
         sequences, scores, indices, *rest = update(self, *args, **kwargs)
         return sequences, scores, _zeros_where_unknown(indices), *rest  # -1 would be a place without a token
 
-    replaced: dict[str, Any] = {"_beam_search_has_unfinished_sequences": staticmethod(has_unfinished)}
-    return mock.patch.multiple(mixin, _update_finished_beams=update_finished, **replaced)
+    replaced: dict[str, Any] = {
+        "_beam_search_has_unfinished_sequences": staticmethod(has_unfinished),
+        "_update_finished_beams": update_finished,
+    }
+    return mock.patch.multiple(mixin, **replaced)
 
 
 def _zeros_where_unknown(tensor: Tensor) -> Tensor:
@@ -103,8 +106,8 @@ def told_recurrent(engine: Engine) -> AbstractContextManager:
 
         return layer
 
-    replaced: dict[str, Any] = {name: told(name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
-    return mock.patch.multiple(torch._VF, **replaced)
+    layers: dict[str, Any] = {name: told(name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
+    return mock.patch.multiple(torch._VF, **layers)
 
 
 @contextmanager
