@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from importlib.util import find_spec
 from inspect import signature
 from typing import Any
@@ -13,10 +12,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-
-from ...archive.lookup import records
-from ...archive.store import PACKAGE
-from ...step.model import quantization_of
 
 
 @contextmanager
@@ -41,23 +36,6 @@ def fake_bitsandbytes(on_card: bool) -> Iterator[None]:
             patch(modules, "has_avx512bf16", lambda: False)
             patch(bitsandbytes, "matmul", _matmul)
         yield
-
-
-@cache
-def loading_note() -> str:
-    """Return that an NF4 base's reserved bytes are of one order of loading, and how far the records' repeats part."""
-    repeats: dict[tuple[Any, ...], list[int]] = {}
-    for row in records(folder=PACKAGE):
-        if quantization_of(row.run) == "nf4" and row.peak_reserved:
-            same = row.model, row.run, row.gpu, row.environment.get("session")
-            repeats.setdefault(same, []).append(row.peak_reserved)
-    apart = [max(sizes) / min(sizes) - 1 for sizes in repeats.values() if len(sizes) > 1]
-    return (
-        "The weights of an NF4 base are simulated to load one after the other, as by transformers from 5.4 on. Before, "
-        "threads brought them in another order each time, which left other holes: "
-        f"{sum(size > 0 for size in apart)} of {len(apart)} steps that were measured again in one session did not "
-        f"reserve the same bytes, but up to {max(apart):.0%} more."
-    )
 
 
 def _params4bit(owner: Any) -> Any:
