@@ -112,6 +112,7 @@ assert "transformers" not in sys.modules
 with lab.simulator("T4"):
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaTokenizer, Trainer
     AutoModelForCausalLM.from_config(LlamaConfig(**{sizes}))
+    import bitsandbytes  # whose CPU functions are compiled as it is imported: eager ones would stay
     from transformers import tokenization_utils_sentencepiece as copying
     assert copying.copyfile is shutil.copyfile
 ours = []
@@ -120,7 +121,7 @@ for name, module in list(sys.modules.items()):
         held = list(vars(value).values()) if type(value) is type else [value]
         held = [each.__func__ if type(each) in (staticmethod, classmethod) else each for each in held]
         codes = [each.__code__.co_filename for each in held if type(each) is FunctionType]
-        if not name.startswith("llmlab") and any(os.path.join("llmlab", "simulate") in code for code in codes):
+        if not name.startswith("llmlab") and any(os.path.join("llmlab", "simulation") in code for code in codes):
             ours.append((name, attribute))
 assert copying.copyfile is shutil.copyfile and not ours, ours
 """
@@ -130,4 +131,4 @@ def test_transformers_imported_inside_keeps_nothing_of_ours():
     """In a process of its own: in this one it has long been imported."""
     sizes = {name: size for name, size in SMALL.items() if isinstance(size, int)}
     ran = subprocess.run([sys.executable, "-c", LIBRARIES.format(sizes=sizes)], capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert ran.returncode == 0 and "eager" not in ran.stderr, ran.stderr[-2000:]

@@ -80,7 +80,7 @@ def cuda_api(card: Card) -> Iterator[None]:
         put(torch.jit, {"trace": _unchecked(torch.jit.trace)})
         stack.enter_context(mock.patch.object(torch.version, "cuda", CUDA_VERSION))
         stack.enter_context(mock.patch.object(DataLoader, "_get_iterator", _one_process))
-        stack.enter_context(mock.patch.object(torch, "compile", _eager))
+        stack.enter_context(mock.patch.object(torch, "compile", _eager(card, torch.compile)))
         stack.enter_context(mock.patch.object(torch, "Generator", Generator))
         stack.enter_context(mock.patch.object(Tensor, "record_stream", nothing))
         stack.enter_context(mock.patch.object(nn.Module, "compile", _eager_in_place))
@@ -373,14 +373,21 @@ def _unchecked(trace: Callable) -> Callable:
     return call
 
 
-def _eager(model: Any = None, **options: Any) -> Any:
-    """torch.compile, as a call and as a decorator."""
-    if model is None:
-        return lambda decorated: _eager(decorated)
-    warnings.warn(COMPILES_NOT, stacklevel=2)
-    return model
+def _eager(card: Card, real: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compile, as a call and as a decorator. A library that is imported meanwhile, bitsandbytes say, keeps what
+    its decorators return when the block has ended: it gets the `real` one."""
+
+    def compile(model: Any = None, **options: Any) -> Any:
+        if card.hidden:
+            return real(model, **options)
+        if model is None:
+            return lambda decorated: compile(decorated)
+        warnings.warn(COMPILES_NOT, stacklevel=2)
+        return model
+
+    return compile
 
 
 def _eager_in_place(module: nn.Module, *args: Any, **options: Any) -> None:
     """nn.Module.compile."""
-    _eager(module)
+    warnings.warn(COMPILES_NOT, stacklevel=2)
