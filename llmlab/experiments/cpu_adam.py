@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..base.compat import symbol
 from ..base.errors import NotAvailable
 from .engines import ADAMW, quiet_deepspeed
 
@@ -40,9 +41,7 @@ def cpu_adam_is_compiled() -> bool:
 
 def _compiled_to() -> Path:
     """Return the folder in which torch.utils.cpp_extension compiles it."""
-    from torch.utils.cpp_extension import _get_build_directory
-
-    return Path(_get_build_directory("cpu_adam", False))
+    return Path(symbol("torch.utils.cpp_extension._get_build_directory")("cpu_adam", False))
 
 
 def adam_times(elements: int = 2**22, steps: int = 5) -> dict[str, dict[str, float]]:

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from ..base.compat import storage_use_count, symbol
 from ..base.errors import SpecError
 from ..hardware.this_machine import environment
 from ..ranks.launch import launch
@@ -59,8 +60,8 @@ def _settled_collectives(spans: list[Span]) -> Iterator[None]:
     Gloo has threads of its own, and what they free nobody records. If they let go of its tensors first, the caller
     frees them; what gloo made itself (a reduce-scatter reduces a copy of its input) went in that time.
     """
-    from torch.distributed import _functional_collectives as functional
-    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp
+    functional = symbol("torch.distributed._functional_collectives")
+    fsdp = symbol("torch.distributed.fsdp._fully_shard._fsdp_collectives")
 
     def settled(tensors: list[Tensor], collective: Callable[[], Any]) -> Any:
         users, since = sum(map(_users, tensors)), time.time_ns()
@@ -110,7 +111,7 @@ def _with_frees(events: list[Event], spans: list[Span]) -> list[Event]:
 
 def _users(tensor: Tensor) -> int:
     """Return how many tensors and others share the memory of `tensor`."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return storage_use_count(tensor.untyped_storage()._cdata)
 
 
 def _rank(cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..base.compat import symbol
 from ..base.errors import check_counts
 from ..base.units import show_bytes
 from ..formulas.time.step import peak_dtype, tokens_of
@@ -79,7 +80,7 @@ def _take(spec: ModelSpec, run: Run, device: torch.device, repeats: int) -> Figu
     """Run the steps; an error other than out of memory passes through, with the recording ended."""
     if device.type == "cuda":
         pretend.apply()
-        torch._C._cuda_clearCublasWorkspaces()  # of earlier code: this run takes, and shows, its own
+        symbol("torch._C._cuda_clearCublasWorkspaces")()  # of earlier code: this run takes, and shows, its own
     _free(device)
     peaks = None if device.type == "cpu" else Peaks(device)  # a CPU's events tell all
     source: CUDAEvents | CPUEvents | None = CUDAEvents(device) if device.type == "cuda" else None

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..base.compat import symbol
 from ..base.errors import NotAvailable
 
 CUDA_BLOCK = 512  # bytes; every request is rounded up to it (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)
@@ -50,26 +51,24 @@ class CPUEvents:
     """
 
     def start(self) -> None:
-        from torch._C._autograd import _enable_profiler, _prepare_profiler
-        from torch._C._profiler import ProfilerActivity, ProfilerConfig, ProfilerState, RecordScope, _ExperimentalConfig
-
-        if torch._C._autograd._profiler_enabled():
+        profiler = symbol("torch._C._profiler")
+        cpu = {profiler.ProfilerActivity.CPU}
+        if symbol("torch._C._autograd._profiler_enabled")():
             raise NotAvailable("a torch profiler is on in this thread, and there is one a thread; end it first")
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it writes two lines to stderr every time
         # state, shapes, memory, stack, flops, modules: memory and nothing else
-        config = ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig())
-        _prepare_profiler(config, {ProfilerActivity.CPU})
+        options = symbol("torch._C._profiler._ExperimentalConfig")()
+        config = profiler.ProfilerConfig(profiler.ProfilerState.KINETO, False, True, False, False, False, options)
+        symbol("torch._C._autograd._prepare_profiler")(config, cpu)
         # torch's stub leaves the third argument out (torch/csrc/autograd/init.cpp: scopes)
-        _enable_profiler(config, {ProfilerActivity.CPU}, {RecordScope.LITE_INTERPRETER})  # type: ignore[call-arg]
+        symbol("torch._C._autograd._enable_profiler")(config, cpu, {profiler.RecordScope.LITE_INTERPRETER})
 
     def stop(self) -> list[Event]:
-        from torch._C._autograd import _disable_profiler
-        from torch._C._profiler import _ExtraFields_Allocation
-
+        allocation = symbol("torch._C._profiler._ExtraFields_Allocation")
         found = []
-        for node in _disable_profiler().experimental_event_tree():
+        for node in symbol("torch._C._autograd._disable_profiler")().experimental_event_tree():
             fields = node.extra_fields
-            if isinstance(fields, _ExtraFields_Allocation):  # of the CPU: no other activity is on
+            if isinstance(fields, allocation):  # of the CPU: no other activity is on
                 found.append(Event(node.start_time_ns, fields.ptr, fields.alloc_size))
         return sorted(found, key=lambda event: event.time)
 
@@ -82,7 +81,7 @@ class CUDAEvents:
         self.before = 0
 
     def start(self) -> None:
-        torch.cuda.memory._record_memory_history(enabled="all", context=None)
+        symbol("torch.cuda.memory._record_memory_history")(enabled="all", context=None)
         # Entries of an earlier recording stay in the history: ours begin after them.
         self.before = len(self._trace())
 
@@ -92,11 +91,11 @@ class CUDAEvents:
 
     def stop(self) -> list[Event]:
         events = self.events()
-        torch.cuda.memory._record_memory_history(enabled=None)
+        symbol("torch.cuda.memory._record_memory_history")(enabled=None)
         return events
 
     def _trace(self) -> list[dict[str, Any]]:
-        return torch.cuda.memory._snapshot()["device_traces"][self.index]
+        return symbol("torch.cuda.memory._snapshot")()["device_traces"][self.index]
 
 
 def events_of_trace(trace: Iterable[Mapping[str, Any]]) -> list[Event]:

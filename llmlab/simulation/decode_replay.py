@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ..base.compat import disable_current_modes, tree_flatten, tree_unflatten
 from ..specs.run import Inference
 from .engine.engine import Engine
 from .engine.scratch import Scratch
@@ -178,7 +177,7 @@ class Decoder:
         """Return what the workspace function yields for the shapes of `request`, before its outputs or after them."""
         key = request.kind, request.func, request.leaves
         if key not in self._sizes:
-            with _disable_current_modes():
+            with disable_current_modes():
                 leaves = [
                     torch.empty(each.shape, dtype=each.dtype, device="meta") if isinstance(each, Argument) else each
                     for each in request.leaves
@@ -202,7 +201,7 @@ class Decoder:
     def _made(self, layout: Layout, address: int) -> Tensor:
         """Return a fake tensor of this layout for memory that is allocated at `address`."""
         elements = layout.size // layout.dtype.itemsize
-        with _disable_current_modes(), self.engine.fake:
+        with disable_current_modes(), self.engine.fake:
             made = torch.empty(elements, dtype=layout.dtype, device=self.engine.device)
             made = made.as_strided(layout.shape, layout.stride, layout.offset)
         self.engine.hold_at(made, address)

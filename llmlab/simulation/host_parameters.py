@@ -10,8 +10,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ..base.compat import disable_current_modes
 from .checkpoints.files import Checkpoints
 from .engine.engine import Engine
 
@@ -60,7 +60,7 @@ class HostParameters:
         return not self.checkpoints.plain and threading.get_ident() == self._thread
 
     def _fake(self, data: Tensor) -> Tensor:
-        with _disable_current_modes(), self.engine.fake:
+        with disable_current_modes(), self.engine.fake:
             return torch.empty_strided(data.size(), data.stride(), dtype=data.dtype, device="cpu")
 
     def _replace(self, module: nn.Module) -> None:

@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-import torch._functorch.config
-import torch._inductor.config
 from torch import Tensor
 
 from .. import kernels
+from ..base.compat import symbol
 from ..hardware.gpu import GPU
 from ..kernels.rungs import INTERPRETED
 from .profile.kernel_traffic import Moved, count_moved, interpreted, moved
@@ -73,8 +72,7 @@ def count_ladder(kernel: str, card: GPU | str, dtype: torch.dtype = torch.bfloat
 
 
 def _count_compiled(kernel: str, dtype: torch.dtype) -> Counted:
-    from torch._inductor.graph import GraphLowering
-
+    GraphLowering = symbol("torch._inductor.graph.GraphLowering")
     graphs: list[Moved] = []
     count_bytes = GraphLowering.count_bytes
 
@@ -83,13 +81,14 @@ def _count_compiled(kernel: str, dtype: torch.dtype) -> Counted:
         graphs.append(Moved(len(graph.scheduler.nodes), found[0], found[0]))
         return found
 
-    torch._dynamo.reset()  # a shape seen before would make this one symbolic, of no known size
+    symbol("torch._dynamo.reset")()  # a shape seen before would make this one symbolic, of no known size
     arguments = inputs(kernel, "cpu", dtype)
     with (
-        mock.patch("torch._inductor.compile_fx.inductor_metrics_log"),  # Inductor counts where somebody listens
+        # Inductor counts where somebody listens.
+        mock.patch.object(symbol("torch._inductor.compile_fx"), "inductor_metrics_log"),
         mock.patch.object(GraphLowering, "count_bytes", counted),
-        torch._inductor.config.patch(fx_graph_cache=False),
-        torch._functorch.config.patch(enable_autograd_cache=False),
+        symbol("torch._inductor.config.patch")(fx_graph_cache=False),
+        symbol("torch._functorch.config.patch")(enable_autograd_cache=False),
     ):
         results = getattr(kernels, kernel)(*arguments, rung=2)
         results = [*results] if isinstance(results, tuple) else [results]

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
+from ..base.compat import TorchDispatchMode, tree_map_only
 from ..base.errors import SpecError, check_counts
 
 # "selective" keeps the outputs of matrix products and attention, which take most of the time, and recomputes the rest.

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend
 
+from ..base.compat import symbol
 from ..base.errors import SpecError, check_counts
 
 
@@ -156,7 +157,7 @@ def sdpa_backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, ca
     """Return what F.scaled_dot_product_attention would run on these tensors, on their device: "math",
     "flash_attention", "efficient_attention" or "cudnn_attention" (torch.nn.attention.SDPBackend)."""
     grouped = q.shape[1] != k.shape[1]
-    choice = torch._fused_sdp_choice(q, k, v, mask, 0.0, causal, enable_gqa=grouped)
+    choice = symbol("torch._fused_sdp_choice")(q, k, v, mask, 0.0, causal, enable_gqa=grouped)
     return SDPBackend(choice).name.lower()
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..base.compat import TorchDispatchMode
 from ..base.errors import SpecError
 
 

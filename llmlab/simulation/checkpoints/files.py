@@ -18,8 +18,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ...base.compat import disable_current_modes
 from ..devices import GPU_DEVICE
 from ..engine.engine import Engine
 from ..values.known import is_followed, know
@@ -141,7 +141,7 @@ class Checkpoints:
                 if place == "cuda":
                     base = torch.empty(count, dtype=saved.dtype, device=GPU_DEVICE)
                 else:
-                    with _disable_current_modes(), self.engine.fake:
+                    with disable_current_modes(), self.engine.fake:
                         base = torch.empty(count, dtype=saved.dtype, device="cpu")
                 bases[saved.storage, place] = base
             made = base.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)

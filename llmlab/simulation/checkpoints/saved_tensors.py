@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ...base.compat import DisableTorchFunction, FakeTensor, disable_current_modes
 from ..devices import GPU_DEVICE
 from ..values.known import known
 
@@ -73,7 +72,7 @@ class Unpickler(pickle.Unpickler):
 @contextmanager
 def plainly() -> Iterator[None]:
     """Run what is inside as outside of the block."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
+    with DisableTorchFunction(), disable_current_modes():
         yield
 
 

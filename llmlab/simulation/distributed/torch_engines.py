@@ -16,10 +16,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import arg_tree_leaves
 
+from ...base.compat import C, FakeTensor, TorchDispatchMode, arg_tree_leaves, disable_current_modes, symbol
 from ...base.errors import NotAvailable
 from ...recording.phases import COMMUNICATION, GATHERED
 from ...specs.model import ModelSpec
@@ -32,6 +30,7 @@ from ..streams import nothing
 from ..values.placeholders import located
 
 FSDP = "torch.distributed.fsdp._fully_shard."
+FAKE_STORE = "torch.testing._internal.distributed.fake_pg.FakeStore"
 FSDP_MODULES = ("_fsdp_param_group", "_fsdp_collectives", "_fsdp_init", "_fsdp_state", "_fully_shard")
 EMPTY = torch.ops.aten.empty.memory_format
 # By function of FSDP2: what it allocates.
@@ -56,8 +55,10 @@ def fake_ranks(run: Training, engine: Engine, labelled: Labelled) -> Iterator[Ra
     if dist.is_initialized():
         raise NotAvailable("simulate needs a process group of its own; call it before init_process_group, or after "
                            "destroy_process_group")  # fmt: skip
-    group = import_module(FSDP + "_fsdp_param_group")
-    functions: dict[str, Any] = {name: labelled(getattr(group, name), part) for name, part in FSDP_PARTS.items()}
+    group = symbol(FSDP + "_fsdp_param_group")
+    functions: dict[str, Any] = {
+        name: labelled(symbol(f"{FSDP}_fsdp_param_group.{name}"), part) for name, part in FSDP_PARTS.items()
+    }
     with torch_engines(engine, labelled), mock.patch.multiple(group, **functions):
         start_group(dist.init_process_group, run.world_size)
         try:
@@ -68,9 +69,7 @@ def fake_ranks(run: Training, engine: Engine, labelled: Labelled) -> Iterator[Ra
 
 def start_group(init_process_group: Callable[..., None], world_size: int, rank: int = 0) -> None:
     """Start a process group of torch's "fake" backend, which sends nothing."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    init_process_group("fake", world_size=world_size, rank=rank, store=FakeStore())
+    init_process_group("fake", world_size=world_size, rank=rank, store=symbol(FAKE_STORE)())
 
 
 @contextmanager
@@ -85,18 +84,19 @@ def torch_engines(engine: Engine, labelled: Labelled = lambda function, part: fu
     with ExitStack() as stack:
         patch = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
         patch(sys, "excepthook", sys.excepthook)  # init_process_group puts in its own
-        stack.callback(torch._C._clear_DTensor_sharding_propagator_cache)  # it remembers meshes of groups that are gone
+        # It remembers meshes of groups that are gone.
+        stack.callback(symbol("torch._C._clear_DTensor_sharding_propagator_cache"))
         stack.enter_context(_resized_storages(engine))
         stack.enter_context(_shapes_of_dtensors())
         stack.enter_context(_reducer(labelled))
         patch(engine, "defers", frozenset((DTensor,)))
-        patch(import_module(FSDP + "_fsdp_param"), "_chunk_with_empty", _Chunks)
+        patch(symbol(FSDP + "_fsdp_param"), "_chunk_with_empty", _Chunks)
         patch(FullyShardedDataParallel, "__init__", _no_fsdp1)
         if engine.device == GPU_DEVICE:
-            patch(torch._C, "_get_accelerator", lambda: torch.device("cuda"))
+            patch(C, "_get_accelerator", lambda: torch.device("cuda"))
             # FSDP2 compares the device it was told with those of tensors, which to torch are the engine's.
             answers = {"_get_device_from_mesh": lambda mesh: GPU_DEVICE, "_get_device_handle": lambda *_: torch.cuda}
-            for module in [import_module(FSDP + name) for name in FSDP_MODULES]:
+            for module in [symbol(FSDP + name) for name in FSDP_MODULES]:
                 for name in answers.keys() & vars(module).keys():
                     patch(module, name, answers[name])
         yield
@@ -122,16 +122,15 @@ def _resized_storages(engine: Engine) -> AbstractContextManager:
 
 def _shapes_of_dtensors() -> AbstractContextManager:
     """Let DTensor find the shapes of whole tensors where no engine sees it: nothing is allocated for that."""
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
-
+    propagator = symbol("torch.distributed.tensor._sharding_prop.ShardingPropagator")
     name = "_propagate_tensor_meta_non_cached"
-    real = getattr(ShardingPropagator, name)
+    real = getattr(propagator, name)
 
-    def unseen(self: ShardingPropagator, schema: Any) -> Any:
-        with _disable_current_modes():
+    def unseen(self: Any, schema: Any) -> Any:
+        with disable_current_modes():
             return real(self, schema)
 
-    return mock.patch.object(ShardingPropagator, name, unseen)
+    return mock.patch.object(propagator, name, unseen)
 
 
 class _Chunks:
@@ -155,7 +154,7 @@ class _RealIndices(TorchDispatchMode):
         tensors = [each for each in arg_tree_leaves(*args, **kwargs) if isinstance(each, Tensor)]
         real = tensors and not any(isinstance(each, FakeTensor) for each in tensors)
         if real or (func is EMPTY and kwargs.get("dtype") == torch.int32):
-            with _disable_current_modes():
+            with disable_current_modes():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 

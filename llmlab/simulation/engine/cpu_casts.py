@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
+
+from ...base.compat import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 
 # Elementwise, but with operands of dtypes that stay what they are: a mask, a source.
 KEEP_DTYPES = frozenset(("copy_", "copy", "_to_copy", "masked_fill", "masked_fill_", "where"))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import torch
+from ...base.compat import DispatchKey, dispatch_has_kernel_for_dispatch_key
 
-KEYS = torch._C.DispatchKey
+KEYS = DispatchKey
 
 
 @cache
@@ -16,11 +16,11 @@ def is_composite(func: Any) -> bool:
 
     Three have both, silu_backward among them: what stands in for other devices is not what the card runs.
     """
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    has_kernel = dispatch_has_kernel_for_dispatch_key
     return has_kernel(func.name(), KEYS.CompositeImplicitAutograd) and not has_kernel(func.name(), KEYS.CPU)
 
 
 def decomposed(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run what the composite operator `func` is made of: with autograd's kernels, if a patch put it there."""
-    patched = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), KEYS.AutogradCPU)
+    patched = dispatch_has_kernel_for_dispatch_key(func.name(), KEYS.AutogradCPU)
     return func._op_dk(KEYS.AutogradCPU if patched else KEYS.CompositeImplicitAutograd, *args, **kwargs)

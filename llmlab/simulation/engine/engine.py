@@ -18,10 +18,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from ...base.compat import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    HigherOrderOperator,
+    TorchDispatchMode,
+    current_autograd_node,
+    current_graph_task_id,
+    disable_current_modes,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+)
 from ...hardware.gpu import GPU
 from ...recording.events import Event
 from ..allocator.host import Memory
@@ -140,7 +149,7 @@ class Engine(TorchDispatchMode):
         if is_composite(func) and func.name() not in self.workspaces:  # inference mode leaves it whole
             with self:
                 return decomposed(func, args, kwargs)
-        if func in CANDIDATES and torch._C._current_graph_task_id() != -1:
+        if func in CANDIDATES and current_graph_task_id() != -1:
             func = plain_form(func, args, self._made_by(args[0]))
         copies = cast_copies(func, args) if self.casts else ()
         if not copies:
@@ -214,7 +223,7 @@ class Engine(TorchDispatchMode):
                 if held.size != storage.nbytes():
                     self._resize(held, storage.nbytes())
             elif out.device == self.device and (size := storage.nbytes()):
-                node = torch._C._current_autograd_node()
+                node = current_autograd_node()
                 self.hold_at(out, self.malloc(size)).made_by = node._sequence_nr() if node is not None else None
         elif isinstance(out, (tuple, list)):
             for each in out:
@@ -242,8 +251,8 @@ class Engine(TorchDispatchMode):
     def address(self, tensor: Tensor) -> int | None:
         """Return the simulated address of `tensor`'s storage, None where it holds none on the device."""
         tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's
-        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # of torch.func, in whose place the real one is
-            tensor = torch._C._functorch.get_unwrapped(tensor)
+        while is_functorch_wrapped_tensor(tensor):  # of torch.func, in whose place the real one is
+            tensor = get_unwrapped(tensor)
         return self.storage_address(tensor.untyped_storage())
 
     def storage_address(self, storage: torch.UntypedStorage) -> int | None:
@@ -329,7 +338,7 @@ class Engine(TorchDispatchMode):
             if self.placeholder is None or not tensor.is_floating_point():
                 raise needs_values(VALUE_OF)
             return self.placeholder
-        with _disable_current_modes():
+        with disable_current_modes():
             return value.item()
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from ...base.compat import FakeTensor
 
 COPY = torch.ops.aten._foreach_copy_.default  # the one that goes from device to device
 

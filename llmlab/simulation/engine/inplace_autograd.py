@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from ...base.compat import TorchDispatchMode, current_autograd_node, disable_current_modes, storage_use_count
 from ..workspaces.layout import is_dense
 
 aten = torch.ops.aten
@@ -38,7 +38,7 @@ def plain_form(func: Any, args: tuple, made_by: int | None) -> Any:
     To be called inside backward, for a `func` of CANDIDATES. `made_by` is the number of the autograd node in which the
     storage of args[0] was made, None where none ran.
     """
-    node = torch._C._current_autograd_node()
+    node = current_autograd_node()
     if node is None or torch.is_grad_enabled():
         return func
     if func in FILLS:
@@ -69,7 +69,7 @@ def _is_sum_of_gradients(node: Any, args: tuple, made_by: int | None) -> bool:
 
 def _counts(tensor: Tensor) -> tuple[int, int]:
     # torch's stubs lack the method of csrc/autograd/python_variable.cpp.
-    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    return tensor._use_count(), storage_use_count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
 
 
 @cache
@@ -86,7 +86,7 @@ def counts_alone() -> tuple[int, int]:
                 seen.append(_counts(args[0]))
             return func(*args, **(kwargs or {}))
 
-    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), Look():
+    with disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), Look():
         x = torch.ones(2, requires_grad=True) * 1
         torch.autograd.backward([x * 2, x * 3], [torch.ones(2), torch.ones(2)])
     return seen[0]

@@ -11,10 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, UnsupportedOperatorException
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import arg_tree_leaves, tree_map_only
 
+from ...base.compat import (
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    arg_tree_leaves,
+    disable_current_modes,
+    tree_map_only,
+)
 from ...base.errors import NotAvailable
 from ..devices import GPU_DEVICE
 from ..values.known import SMALL, VALUES_LIMIT, is_followed, know, known
@@ -50,7 +55,7 @@ class RealHost:
         tensors = [each for each in arg_tree_leaves(*args, **kwargs) if isinstance(each, Tensor)]
         on_card = any(isinstance(each, FakeTensor) for each in tensors)
         if not on_card and kwargs.get("device") != GPU_DEVICE:
-            with _disable_current_modes():
+            with disable_current_modes():
                 return func(*args, **kwargs)
         if self.assume is not None:
             _assume(tensors, self.assume)
@@ -83,7 +88,7 @@ class RealHost:
     def _drawn(self, func: Any, args: tuple, out: Tensor) -> Tensor:
         """Draw token ids and orders for real, from a generator of the card's own: code looks at them."""
         if out.numel() <= VALUES_LIMIT:
-            with _disable_current_modes():
+            with disable_current_modes():
                 know(out, DRAWS[func](*args, dtype=out.dtype, generator=self.generator))
         return out
 
@@ -94,7 +99,7 @@ def _as_fake(fake: FakeTensorMode, tensor: Tensor) -> Tensor:
         return tensor
     if tensor.is_nested:
         raise NotAvailable("nested tensors are not simulated; pad the rows and mask them, or lab.measure it")
-    with _disable_current_modes():
+    with disable_current_modes():
         made = fake.from_tensor(tensor.detach())
     if not tensor.is_meta and (is_followed(tensor) or _is_mask(tensor)):
         know(made, tensor)
@@ -105,7 +110,7 @@ def _assume(tensors: list[Tensor], value: float) -> None:
     """Give the single floats among `tensors` the value that the user said floats have."""
     for each in tensors:
         if each.numel() == 1 and each.is_floating_point() and known(each) is None:
-            with _disable_current_modes():
+            with disable_current_modes():
                 know(each, torch.full(tuple(each.shape), value, dtype=each.dtype))
 
 
@@ -113,7 +118,7 @@ def _is_mask(tensor: Tensor) -> bool:
     """Whether floats look like a mask, of which code asks whether it is causal; weights and data do not."""
     if tensor.dim() < 2 or tensor.numel() > VALUES_LIMIT or not tensor.is_floating_point():
         return False
-    with _disable_current_modes():
+    with disable_current_modes():
         sample = tensor.flatten()[:: max(1, tensor.numel() // SMALL)].float()
         return bool(((sample == 0) | (sample == 1) | (sample <= torch.finfo(torch.float16).min)).all())
 
@@ -125,5 +130,5 @@ def _overwrite(func: Any, real: Tensor) -> Tensor:
             f"{func} writes values from the simulated card, which has none, into a {real.dtype} tensor"
         ))  # fmt: skip
     warn_of("a copy to the host")
-    with _disable_current_modes():
+    with disable_current_modes():
         return real.fill_(PLACEHOLDER)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-import torch
-
+from ...base.compat import current_graph_task_id
 from ..workspaces.registry import FREE, Handle, Operator, Outputs, Step
 
 
@@ -66,6 +65,6 @@ class Scratch:
 
     def _take_handle(self, handle: Handle) -> None:
         # ATen/cuda/CublasHandlePool.cpp: handles belong to a thread; forward runs in one, backward in autograd's.
-        key = handle.library, torch._C._current_graph_task_id() != -1, self.engine.stream
+        key = handle.library, current_graph_task_id() != -1, self.engine.stream
         if handle.size and key not in self.engine.handles:
             self.engine.handles[key] = self.engine.malloc(handle.size)

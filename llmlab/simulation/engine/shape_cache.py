@@ -13,8 +13,18 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
-from torch.utils._pytree import arg_tree_leaves
+
+from ...base.compat import (
+    DisableTorchDispatch,
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    arg_tree_leaves,
+    in_kernel_invocation_manager,
+    len_torch_dispatch_stack,
+    set_throw_on_mutable_data_ptr,
+    set_warn_deprecated_on_mutable_data_ptr,
+)
 
 aten = torch.ops.aten
 VIEW, NEW, CHANGE = "view", "new", "change"  # what an operator gives: its argument's storage, a new one, its argument
@@ -43,14 +53,14 @@ class Repeats:
         # where torch is to be asked each time.
         self._given: dict[tuple, tuple[tuple[Form, ...], type] | Literal[False] | None] = {}
         self._attributes: dict[torch.device, dict[str, Any]] = {}  # of the first fake tensor on a device
-        guards = torch._C._set_throw_on_mutable_data_ptr, torch._C._set_warn_deprecated_on_mutable_data_ptr
+        guards = set_throw_on_mutable_data_ptr, set_warn_deprecated_on_mutable_data_ptr
         self._guard = guards[fake._allow_unsafe_data_ptr_access]
 
     def run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return what `func` gives, as `func(*args, **kwargs)` does; to be called from inside a dispatch mode."""
         gives = _gives(func)
         # Another mode under the engine's, as FlopCounterMode around a simulation, is to see each operator.
-        if gives is None or torch._C._len_torch_dispatch_stack() != 1:
+        if gives is None or len_torch_dispatch_stack() != 1:
             return func(*args, **kwargs)
         if gives is VIEW:
             return self._view(func, args, kwargs) if self._is_plain(args[0]) else func(*args, **kwargs)
@@ -63,7 +73,7 @@ class Repeats:
             return args[0]
         if given:
             forms, kind = given
-            with torch._C._DisableTorchDispatch():
+            with DisableTorchDispatch():
                 made = [torch.empty_strided(each.shape, each.stride, dtype=each.dtype, device="meta") for each in forms]
             out = [self._faked(meta, each.device) for meta, each in zip(made, forms, strict=True)]
             return out if kind is list else tuple(out) if kind is tuple else out[0]
@@ -140,7 +150,7 @@ class Repeats:
 @cache
 def _gives(func: Any) -> str | None:
     """Return what an operator gives; None where torch is to be asked each time."""
-    if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
+    if not isinstance(func, OpOverload) or func.namespace != "aten":
         return None
     schema = func._schema
     if not NOT_REPEATED.isdisjoint(func.tags) or schema.name in LEFT_TO_TORCH:

@@ -16,10 +16,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-KEYS = torch._C.DispatchKey
+from ...base.compat import (
+    AutoDispatchBelowAutograd,
+    DisableTorchFunction,
+    DispatchKey,
+    DispatchKeySet,
+    ExcludeDispatchKeyGuard,
+    disable_current_modes,
+    dispatch_get_registrations_for_dispatch_key,
+    tree_leaves,
+    tree_map_only,
+)
+
+KEYS = DispatchKey
 aten = torch.ops.aten
 
 HALF, FP32, BY_DTYPE, WIDEST, REFUSED = "half", "fp32", "fp32 by the dtype argument", "widest", "refused"
@@ -40,9 +50,9 @@ class Policy(NamedTuple):
 def policies(device: str) -> dict[str, Policy]:
     """Return the policies of "cuda" or "cpu", by the name of the operator, as in "aten::softmax.int"."""
     key = {"cuda": KEYS.AutocastCUDA, "cpu": KEYS.AutocastCPU}[device]
-    names = torch._C._dispatch_get_registrations_for_dispatch_key(key.name)
+    names = dispatch_get_registrations_for_dispatch_key(key.name)
     make = lambda dtype: _Empty(dtype, device)  # noqa: E731
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
+    with disable_current_modes(), DisableTorchFunction():
         return {name: _policy(operator(name), key, make, device) for name in names if name.startswith("aten::")}
 
 
@@ -73,7 +83,7 @@ def handed_on(op: Any, key: Any, make: Callable[[torch.dtype], Tensor], dtypes: 
     tensors = (make(dtype) for dtype in chain(dtypes, repeat(dtypes[-1])))
     needed = [argument for argument in op._schema.arguments if not argument.has_default_value()]
     try:
-        with torch._C._AutoDispatchBelowAutograd():  # composite operators come in one piece
+        with AutoDispatchBelowAutograd():  # composite operators come in one piece
             op._op_dk(key, *(_example(str(argument.type), tensors) for argument in needed))
     except Reached as reached:
         return reached.args
@@ -167,6 +177,6 @@ def operator(name: str) -> Any:
 @contextmanager
 def no_autocast() -> Iterator[None]:
     """Run what is inside below autocast, as its own kernels do."""
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-    with torch._C._ExcludeDispatchKeyGuard(keys):
+    keys = DispatchKeySet(DispatchKey.AutocastCPU)
+    with ExcludeDispatchKeyGuard(keys):
         yield

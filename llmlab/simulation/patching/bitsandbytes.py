@@ -11,7 +11,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from ...base.compat import FakeTensor, parse_to
 
 
 @contextmanager
@@ -47,7 +48,7 @@ def _params4bit(owner: Any) -> Any:
         bnb_quantized: bool
 
         def to(self, *args: Any, **kwargs: Any) -> Tensor:
-            device = torch._C._nn._parse_to(*args, **kwargs)[0]
+            device = parse_to(*args, **kwargs)[0]
             if device is not None and device.type != "meta" and not self.bnb_quantized:
                 quantized = quantize(self, device)
                 quantized.fake_device = quantized.quant_state.absmax.fake_device  # `.data =` leaves it
@@ -82,7 +83,7 @@ def _int8params(owner: Any) -> Any:
         """bitsandbytes' Int8Params, as Params4bit above."""
 
         def to(self, *args: Any, **kwargs: Any) -> Tensor:
-            device = torch._C._nn._parse_to(*args, **kwargs)[0]
+            device = parse_to(*args, **kwargs)[0]
             if device is not None and device.type != "meta" and self.dtype != torch.int8:
                 quantized = quantize(self, device)
                 quantized.fake_device = quantized.CB.device  # `.data =` leaves it; transformers quantizes from the host

@@ -18,11 +18,11 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp import autocast_mode
 from torch.autograd.graph import save_on_cpu
 from torch.utils.data import DataLoader, dataloader
 
+from ...base.compat import FakeTensor
 from ...base.errors import NotAvailable, SpecError
 from ...hardware.gpu import BF16_CAPABILITY, GPU
 from ..capability import capability_of

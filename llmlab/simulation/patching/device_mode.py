@@ -12,10 +12,16 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ...base.compat import (
+    GLOBAL_DEVICE_CONTEXT,
+    DisableTorchFunction,
+    FakeTensor,
+    disable_current_modes,
+    parse_to,
+    symbol,
+)
 from .. import FOLDER
 from ..devices import GPU_DEVICE, HOST
 from ..engine.engine import VALUE_OF, Engine
@@ -27,7 +33,7 @@ from .patches import made_on_card, on_card, set_data
 from .tensor_types import legacy_type
 
 CARD = torch.device("cuda", 0)
-PARSE_TO = torch._C._nn._parse_to
+PARSE_TO = parse_to
 FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
 TORCH = os.path.dirname(torch.__file__)
 WITHOUT_FRAMES = (FOLDER, os.path.join(TORCH, "_dynamo"), os.path.join(TORCH, "_compile.py"))
@@ -112,7 +118,7 @@ class Redirect(TorchFunctionMode):
     def patched(self) -> Iterator[None]:
         """Show devices to code outside torch, hold in backward too, and answer for storages."""
         real_device: Any = FakeTensor.device  # a property
-        run_backward = torch.autograd._engine_run_backward
+        run_backward = symbol("torch.autograd._engine_run_backward")
         real_default, real_pointer = torch.get_default_device, torch.UntypedStorage.data_ptr
 
         def device(tensor: FakeTensor) -> torch.device:
@@ -255,7 +261,7 @@ def _finite(function: Callable, finite: bool) -> Callable:
     def answer(tensor: Tensor, **kwargs: Any) -> Tensor:
         out = function(tensor, **kwargs)
         if known(out) is None and out.numel() <= VALUES_LIMIT:
-            with _disable_current_modes():
+            with disable_current_modes():
                 know(out, torch.full(tuple(out.shape), finite))
         return out
 
@@ -292,7 +298,7 @@ def _holds_unknown(data: Any) -> bool:
 
 
 def _default_is_cuda() -> bool:
-    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    context = getattr(GLOBAL_DEVICE_CONTEXT, "device_context", None)
     return context is not None and context.device.type == "cuda"
 
 
@@ -312,7 +318,7 @@ def _pin_memory(tensor: Tensor, *device: Any) -> Tensor:
 
 def _type(tensor: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
     if dtype is None:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             name = tensor.type()
         return name.replace("torch.", "torch.cuda.") if on_card(tensor) else name
     wanted = legacy_type(dtype)

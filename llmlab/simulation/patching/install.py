@@ -12,8 +12,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ...base.compat import disable_current_modes
 from ...base.errors import SpecError
 from ...recording.events import exclusive
 from ..capability import capability_of
@@ -130,7 +130,7 @@ def _paged(engine: Engine) -> Callable[..., Tensor]:
     """bitsandbytes.functional.get_paged: unified memory, which is none of the allocator's."""
 
     def get_paged(*shape: int, dtype: torch.dtype = torch.float32, **device: Any) -> Tensor:
-        with _disable_current_modes(), engine.fake:
+        with disable_current_modes(), engine.fake:
             made = torch.zeros(shape, dtype=dtype, device=GPU_DEVICE)
         engine.hold_at(made, 0)
         vars(made).update(is_paged=True, page_deviceid=0)

@@ -9,15 +9,17 @@ from typing import Any
 
 import torch
 
+from ...base.compat import GLOBAL_DEVICE_CONTEXT
+
 
 @contextmanager
 def default_device() -> Iterator[None]:
     """Undo torch.set_default_device."""
-    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    context = getattr(GLOBAL_DEVICE_CONTEXT, "device_context", None)
     try:
         yield
     finally:
-        if getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is not context:
+        if getattr(GLOBAL_DEVICE_CONTEXT, "device_context", None) is not context:
             torch.set_default_device(context.device if context else None)
 
 

@@ -15,9 +15,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ...base.compat import VF, AutoDispatchBelowAutograd, DispatchKey, FakeTensor, disable_current_modes, symbol
 from ..capability import Capability
 from ..devices import GPU_DEVICE, HOST
 from ..engine.engine import Engine
@@ -26,7 +25,7 @@ from .autocast import CAST_ONLY, impl_cuda_autocast
 from .sdpa import attention
 
 aten = torch.ops.aten
-COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+COMPOSITE = DispatchKey.CompositeImplicitAutograd
 
 
 @contextmanager
@@ -88,7 +87,7 @@ def full_beams() -> AbstractContextManager:
 
 def _zeros_where_unknown(tensor: Tensor) -> Tensor:
     if isinstance(tensor, FakeTensor) and known(tensor) is None:
-        with _disable_current_modes():
+        with disable_current_modes():
             know(tensor, torch.zeros(tuple(tensor.shape), dtype=tensor.dtype))
     return tensor
 
@@ -97,7 +96,7 @@ def told_recurrent(engine: Engine) -> AbstractContextManager:
     """Note of nn.LSTM, GRU and RNN on the card that cuDNN runs each as one kernel, with buffers it alone knows."""
 
     def told(name: str) -> Callable[..., Any]:
-        real = getattr(torch._VF, name)
+        real = getattr(VF, name)
 
         def layer(x: Tensor, *args: Any) -> Any:
             if on_card(x):
@@ -107,7 +106,7 @@ def told_recurrent(engine: Engine) -> AbstractContextManager:
         return layer
 
     layers: dict[str, Any] = {name: told(name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
-    return mock.patch.multiple(torch._VF, **layers)
+    return mock.patch.multiple(VF, **layers)
 
 
 @contextmanager
@@ -135,7 +134,7 @@ def cuda_operators(card: Capability) -> Iterator[None]:
         for module in [each for name, each in sys.modules.items() if name.startswith("torch.optim.")]:
             if hasattr(module, "_get_capturable_supported_devices"):
                 stack.enter_context(mock.patch.object(module, "_get_capturable_supported_devices", also))
-        for module in (optimizers, import_module("torch.utils._foreach_utils")):  # the second is clip_grad_norm_'s
+        for module in (optimizers, symbol("torch.utils._foreach_utils")):  # the second is clip_grad_norm_'s
             types = [*module._foreach_supported_types, FakeTensor]
             stack.enter_context(mock.patch.object(module, "_foreach_supported_types", types))
         yield
@@ -212,7 +211,7 @@ class _FusedRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> tuple:
-        with torch._C._AutoDispatchBelowAutograd():
+        with AutoDispatchBelowAutograd():
             out, rstd = aten._fused_rms_norm(x, shape, weight, eps)
         ctx.shape = shape
         ctx.set_materialize_grads(False)
@@ -224,7 +223,7 @@ class _FusedRMSNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple:
         x, weight, rstd = ctx.saved_tensors
         wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
-        with torch._C._AutoDispatchBelowAutograd():
+        with AutoDispatchBelowAutograd():
             dx, dweight = aten._fused_rms_norm_backward(grad, x, ctx.shape, rstd, weight, wanted)
         return dx, None, dweight, None
 

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.optim import Optimizer
 
+from ...base.compat import current_autograd_node, get_sequence_nr
 from ..engine.engine import Engine
 
 OUTSIDE = "(outside of modules)"
@@ -69,7 +69,7 @@ class Places:
         """Return the path of the module that runs, or whose backward does; "" outside of any."""
         if self._stack:
             return self._stack[-1]
-        node = torch._C._current_autograd_node()
+        node = current_autograd_node()
         if node is None or not self._paths:
             return ""
         number = node._sequence_nr()
@@ -107,7 +107,7 @@ class Places:
         self._begin(path)
 
     def _begin(self, path: str) -> None:
-        self._numbers.append(torch.autograd._get_sequence_nr())
+        self._numbers.append(get_sequence_nr())
         self._paths.append(path)
 
     def _name(self, module: nn.Module) -> str:

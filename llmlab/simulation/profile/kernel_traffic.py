@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...base.compat import TorchDispatchMode
 from ...base.errors import NotAvailable
 from .operator_log import Operators
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import arg_tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from ...base.compat import arg_tree_leaves, current_graph_task_id
 from ...base.errors import NotAvailable
 from ...formulas.time.efficiency import Efficiency, efficiency
 from ...hardware.gpu import GPU
@@ -134,7 +134,7 @@ class Operators(list):
         if func.namespace == "profiler":
             return
         # Recomputation runs inside backward, but from Python and with gradients on, as forward does.
-        backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+        backward = current_graph_task_id() != -1 and not torch.is_grad_enabled()
         if is_view(func):
             self.append(Kernel(name, "none", "", 0, 0, (), 0, backward, self.phase))
             return

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ...base.compat import DisableTorchFunction, current_graph_task_id
 from ...recording.parts import Block, Division, divide
 from ...recording.phases import BUFFERS, Mark
 from ..allocator.rounding import blocks_of
@@ -105,7 +105,7 @@ class Phases(Recording):
 
     def place(self) -> Place:
         """Return where the operator that runs belongs; a request for memory is where a phase begins."""
-        if torch._C._current_graph_task_id() != -1:
+        if current_graph_task_id() != -1:
             self._infer("backward")
         elif self._stepping:
             self._infer("optimizer")
@@ -123,7 +123,7 @@ class Phases(Recording):
             self.enter(phase)
 
     def _alive(self, named: dict[str, Any]) -> dict[int, str]:
-        with torch._C.DisableTorchFunction():  # reading attributes is no code of the user's
+        with DisableTorchFunction():  # reading attributes is no code of the user's
             return self._parts()
 
     def _parts(self) -> dict[int, str]:
@@ -158,7 +158,7 @@ class Phases(Recording):
         self.enter(self.phase)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if not self._stack and torch._C._current_graph_task_id() != -1:  # checkpointing computes a block again
+        if not self._stack and current_graph_task_id() != -1:  # checkpointing computes a block again
             self._recomputing = self.now()
         super()._enter(module, args)
 

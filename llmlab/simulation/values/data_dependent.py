@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import arg_tree_leaves, tree_map_only
 
+from ...base.compat import arg_tree_leaves, disable_current_modes, tree_map_only
 from .known import know, known
 
 aten = torch.ops.aten
@@ -35,7 +34,7 @@ def sized_by_value(run: Callable[..., Any], func: Any, args: tuple, kwargs: dict
         return NotImplemented
     device = tensors[0].device
     args, kwargs = tree_map_only(Tensor, known, (args, {**kwargs}))
-    with _disable_current_modes():
+    with disable_current_modes():
         values = func(*args, **kwargs)
     return tree_map_only(Tensor, lambda value: _made(run, value, device), values)
 

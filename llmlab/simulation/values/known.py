@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import arg_tree_leaves, tree_map_only
+
+from ...base.compat import FakeTensor, arg_tree_leaves, disable_current_modes, tree_map_only
 
 aten = torch.ops.aten
 VALUE = "simulated_value"  # the attribute of a fake tensor that holds the real one
@@ -72,7 +71,7 @@ def _follow_value(func: Any, args: tuple, kwargs: dict[str, Any], out: Tensor | 
     args, kwargs = tree_map_only(Tensor, known, (args, {**kwargs}))
     for name in ("device", "pin_memory"):
         kwargs.pop(name, None)
-    with _disable_current_modes():
+    with disable_current_modes():
         # A view's value shares its base's, so that both change together.
         values = func(*args, **kwargs)
     for tensor, value in zip(outputs, [values] if isinstance(out, Tensor) else values, strict=True):
@@ -92,5 +91,5 @@ def _follow_change(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
             delattr(each, VALUE)
         return
     args, kwargs = tree_map_only(Tensor, known, (args, {**kwargs}))
-    with _disable_current_modes():
+    with disable_current_modes():
         func(*args, **kwargs)

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ...base.compat import disable_current_modes
 from ...recording.events import CPUEvents
 from .registry import CPU_WORKSPACES, OUTPUTS, Operator, Step, workspace
 
@@ -42,7 +42,7 @@ def _tried(func: Any, dtype: torch.dtype, layouts: tuple[Layout, ...], threads: 
     `threads` and `enabled` are the settings of torch for which a cached answer is valid.
     """
     source = CPUEvents()
-    with _disable_current_modes(), torch.no_grad():
+    with disable_current_modes(), torch.no_grad():
         operands = [torch.empty_strided(*each, dtype=dtype, device="cpu") for each in layouts]
         func(*operands)  # the first call makes the kernel
         source.start()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
-from torch._ops import OpOverload, OpOverloadPacket
+from ...base.compat import OpOverload, OpOverloadPacket
 
 FREE = -1  # in the place of a size
 
