@@ -21,6 +21,10 @@ class NotAvailable(RuntimeError):
     """Something this machine lacks: CUDA, a library, a measurement."""
 
 
+class ScriptFailed(RuntimeError):
+    """A script of the reader's ended by an error of its own; the message is its traceback, from its first line on."""
+
+
 def check_counts(**counts: Any) -> None:
     """Raise SpecError unless each value, named as the caller's own parameter, is a whole number from 1 on.
 

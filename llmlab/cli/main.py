@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import hardware, verbs
-from ..base.errors import NotAvailable, SpecError, UnknownName
+from ..base.errors import NotAvailable, ScriptFailed, SpecError, UnknownName
 from ..base.tables import Table, Tabular, show
 from ..base.units import GB, GiB, show_bytes, show_count
 from ..base.version import __version__
@@ -26,6 +26,7 @@ from ..hardware.doctor import doctor as check_machine
 from ..hardware.gpu import DTYPES
 from ..specs.model import model as find_model
 from ..specs.model import models as presets
+from .run import add_run
 from .options import cluster_from, cluster_options, run_from, spec_options
 
 if TYPE_CHECKING:
@@ -48,6 +49,9 @@ class OneLineErrors(click.Group):
             code = _fail(error.format_message())
         except (SpecError, UnknownName, NotAvailable) as error:
             code = _fail(str(error))
+        except ScriptFailed as error:
+            click.echo(str(error), err=True)
+            code = _fail("the script failed by itself")
         except OSError as error:
             code = _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
         except (click.Abort, KeyboardInterrupt):
@@ -250,6 +254,9 @@ def _fail(message: str, code: int = 2) -> int:
 
 def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
     _fail(f"warning: {message}")
+
+
+add_run(cli, _print)
 
 
 def main() -> None:

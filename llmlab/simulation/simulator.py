@@ -73,6 +73,16 @@ class Simulator:
 
         return notes_of(self._card.engine)
 
+    @property
+    def out_of_memory(self) -> str | None:
+        """Which operator last asked for more than the card had, and by how much; None where all found room."""
+        from ..base.units import show_bytes
+
+        error, place = self._card.engine.refused, self._card.engine.asked
+        if error is None:
+            return None
+        return f"{place}: {show_bytes(error.segment - (error.capacity - error.reserved))} short"
+
     def reset_peak(self) -> None:
         """Let the peaks start again from what is allocated and reserved now: torch.cuda.reset_peak_memory_stats."""
         self._card.memory.reset_peak()

@@ -1,0 +1,73 @@
+"""The answer of `llmlab run`: what one script took on the simulated card."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+from ..base.tables import Table, Tabular
+from ..base.terms import PARTS, Outcome
+from ..base.units import show_bytes, show_seconds
+
+SHOWN_MODULES = 8  # rows of the printed table; --json has all
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ScriptReport(Tabular):
+    """What a script took on a card, over its whole run; all sizes are bytes.
+
+    `process` is what the driver would show: reserved bytes, CUDA context and NCCL's buffers; the script fits where that
+    is within `capacity`, the card's memory, and within `limit` if one was given. `needed` is what a run that did not fit
+    would have taken with enough room. `steps` counts calls of an optimizer's step(). `step_seconds` is the median over
+    the steps after the first, without what ranks send to each other; None where the card was never measured.
+    """
+
+    command: str
+    gpu: str
+    capacity: int
+    world_size: int = 1
+    steps: int = 0
+    ended: str = "ran to its end"
+    outcome: Outcome = "unknown"
+    where: str | None = None  # on "out of memory": the operator and its module, and by how much
+    peak_allocated: int | None = None
+    peak_reserved: int | None = None
+    process: int | None = None
+    limit: int | None = None
+    needed: int | None = None
+    step_seconds: float | None = None
+    phases: Mapping[str, int] = field(default_factory=dict)
+    by_category: Mapping[str, int] = field(default_factory=dict)
+    by_module: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """Return the report as JSON text; a figure that is not known is null."""
+        return json.dumps(asdict(self), indent=1)
+
+    def _table(self) -> Table:
+        rows = [(part, show_bytes(self.by_category[part])) for part in PARTS if part in self.by_category]
+        rows.append(("peak allocated", show_bytes(self.peak_allocated)))
+        if self.peak_reserved is not None:
+            rows.append(("peak reserved", show_bytes(self.peak_reserved)))
+        if self.process is not None:
+            rows.append(("process", show_bytes(self.process)))
+        if self.needed is not None:
+            rows.append(("it would have taken", show_bytes(self.needed)))
+        rows.append(("device memory", show_bytes(self.capacity)))
+        if self.limit is not None:
+            rows.append(("limit", show_bytes(self.limit)))
+        rows += [(f"peak in {phase}", show_bytes(size)) for phase, size in self.phases.items()]
+        largest = sorted(self.by_module.items(), key=lambda item: -sum(item[1].values()))[:SHOWN_MODULES]
+        rows += [(f"at the peak in {module}", show_bytes(sum(sizes.values()))) for module, sizes in largest]
+        if self.step_seconds is not None:
+            rows.append(("time per step", show_seconds(self.step_seconds)))
+        rows.append(("optimizer steps", str(self.steps)))
+        rows.append(("outcome", self.outcome + (f" ({self.where})" if self.where else "")))
+        ranks = f", rank 0 of {self.world_size}" if self.world_size > 1 else ""
+        title = f"{self.command} on {self.gpu}{ranks}, simulated"
+        return Table(("", ""), rows, title, "\n".join([f"The script {self.ended}.", *self.notes]))
+
+    def __repr__(self) -> str:
+        return f"<{self.command} on {self.gpu}: peak {show_bytes(self.peak_allocated)}, {self.outcome}>"
