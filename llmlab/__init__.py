@@ -10,6 +10,8 @@
 Importing it imports neither torch nor matplotlib nor rich; plots need the extra llmlab[plot].
 """
 
+from typing import Any
+
 from .base.errors import NotAvailable, SpecError, UnknownName
 from .base.version import __version__ as __version__
 from .hardware.doctor import doctor
@@ -48,3 +50,10 @@ __all__ = [
     "simulate",
     "simulator",
 ]
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Add the cell magic `%%simulate GPU`, for `%load_ext llmlab`."""
+    from .notebook.magic import load
+
+    load(shell)

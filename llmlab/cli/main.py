@@ -26,8 +26,8 @@ from ..hardware.doctor import doctor as check_machine
 from ..hardware.gpu import DTYPES
 from ..specs.model import model as find_model
 from ..specs.model import models as presets
-from .run import add_run
 from .options import cluster_from, cluster_options, run_from, spec_options
+from .run import add_run
 
 if TYPE_CHECKING:
     from ..report import Report

@@ -16,14 +16,17 @@ import click
 from ..base.errors import SpecError
 from ..base.units import GiB, show_bytes
 from ..hardware.gpu import gpu as find_gpu
+from ..hardware.links import GPUS_PER_NODE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ..scripts.command import Command
     from ..scripts.report import ScriptReport
-    from ..simulation.simulator import Simulator
+    from ..scripts.watch import Watch
 
-EPILOG = """The script may stand behind its launcher: torchrun, accelerate launch and deepspeed are read for their ranks.
+EPILOG = """The script may stand behind its launcher: torchrun, accelerate launch and deepspeed are read for
+their ranks.
 
 Exit codes: 0 fits, 1 does not fit on the card or in --max-gib, 2 could not say, or the script failed by itself."""
 OPTIONS = (
@@ -78,21 +81,18 @@ def answer(
 ) -> ScriptReport:
     """Return what the script takes, with what it would have taken where it did not fit."""
     from ..scripts.command import command
-    from ..scripts.run import Conditions, run_script
+    from ..scripts.run import run_script
+    from ..scripts.watch import RAN_OUT_OF_MEMORY, Conditions
 
-    if nodes is not None:
-        if world_size is not None:
-            raise SpecError("--nodes and --world-size; give --nodes with --gpus-per-node, or --world-size alone")
-        world_size = nodes * (gpus_per_node or 8)
-    limit = None if max_gib is None else round(max_gib * GiB)
-    where = Conditions(find_gpu(name), steps, world_size, gpus_per_node, limit, assume, roomy)
     script = command(["-m", *words] if module else words)
+    limit = None if max_gib is None else round(max_gib * GiB)
+    where = Conditions(find_gpu(name), _ranks(script, world_size, nodes, gpus_per_node), steps, limit, assume, roomy)
 
-    def keep(sim: Simulator) -> None:
+    def keep(watch: Watch) -> None:
         if snapshot:
-            sim.save_snapshot(snapshot)
+            watch.sim.save_snapshot(snapshot)
         if timeline:
-            sim.timeline.plot().savefig(timeline)
+            watch.sim.timeline.plot().savefig(timeline)
 
     with (
         tempfile.TemporaryDirectory(prefix="llmlab-run-") as thrown_away,
@@ -100,32 +100,43 @@ def answer(
         _progress() as on_step,
     ):
         report = run_script(script, where, out or thrown_away, on_step, keep)
-    if report.ended == "ran out of memory" and not roomy:
-        return replace(report, needed=_needed(report, where.gpu.name, words, module, assume))
-    if report.outcome == "out of memory":
-        return replace(report, needed=report.process)
+    if report.ended == RAN_OUT_OF_MEMORY:
+        return replace(report, needed=_needed(report, words, module, assume))
     return report
 
 
+def _ranks(script: Command, world_size: int | None, nodes: int | None, gpus_per_node: int | None) -> int:
+    """Return the ranks that the options ask for, else those of the script's launcher."""
+    if world_size is not None and (nodes or gpus_per_node) is not None:
+        raise SpecError("--world-size beside --nodes or --gpus-per-node; give the ranks, or the nodes and their GPUs")
+    if world_size is not None:
+        return world_size
+    nodes, gpus_per_node = nodes or script.nodes, gpus_per_node or script.gpus_per_node
+    if nodes is None and gpus_per_node is None:
+        return 1
+    # A launcher that takes all GPUs of a machine names no number of them.
+    return (nodes or 1) * (gpus_per_node or GPUS_PER_NODE)
+
+
 @contextmanager
-def _progress() -> Iterator[Callable[[int, Simulator], None]]:
+def _progress() -> Iterator[Callable[[Watch], None]]:
     """Show the steps done on a terminal, under what the script prints."""
     from rich.console import Console
 
     console = Console(stderr=True)
     with console.status("running, no optimizer step yet") if console.is_terminal else nullcontext() as status:
 
-        def on_step(done: int, sim: Simulator) -> None:
+        def on_step(watch: Watch) -> None:
             if status:
-                peak = f"{show_bytes(sim.peak_allocated)} allocated, {show_bytes(sim.peak_reserved)} reserved"
-                status.update(f"{done} optimizer steps, peak {peak}")
+                allocated, reserved = show_bytes(watch.sim.peak_allocated), show_bytes(watch.sim.peak_reserved)
+                status.update(f"{watch.steps} optimizer steps, peak {allocated} allocated, {reserved} reserved")
 
         yield on_step
 
 
-def _needed(report: ScriptReport, name: str, words: tuple[str, ...], module: bool, assume: float | None) -> int | None:
+def _needed(report: ScriptReport, words: tuple[str, ...], module: bool, assume: float | None) -> int | None:
     """Run the script again, in a process of its own, on a card with room for one more step than it came to."""
-    options = ["--gpu", name, "--world-size", str(report.world_size), "--steps", str(report.steps + 1)]
+    options = ["--gpu", report.gpu, "--world-size", str(report.world_size), "--steps", str(report.steps + 1)]
     options += ["--assume", str(assume)] if assume is not None else []
     line = [sys.executable, "-m", "llmlab.cli.main", "run", "--json", "--roomy", *options, *(["-m"] if module else [])]
     done = subprocess.run([*line, *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False)

@@ -35,6 +35,9 @@ class Command:
     gpus_per_node: int | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        return " ".join([*(["-m"] if self.module else []), self.target, *self.arguments])
+
 
 def command(words: Sequence[str]) -> Command:
     """Return what `words` would start: `train.py ARGS`, `-m MODULE ARGS`, `python ...`, or a launcher's command line.

@@ -17,9 +17,9 @@ SHOWN_MODULES = 8  # rows of the printed table; --json has all
 class ScriptReport(Tabular):
     """What a script took on a card, over its whole run; all sizes are bytes.
 
-    `process` is what the driver would show: reserved bytes, CUDA context and NCCL's buffers; the script fits where that
-    is within `capacity`, the card's memory, and within `limit` if one was given. `needed` is what a run that did not fit
-    would have taken with enough room. `steps` counts calls of an optimizer's step(). `step_seconds` is the median over
+    `process` is what the driver would show: reserved bytes, CUDA context and NCCL's buffers; None where those are not
+    known. The script fits where it is within `capacity`, the card's memory, and within `limit` if one was given.
+    `needed` is what a run that did not fit would have taken with enough room. `steps` counts calls of an optimizer's step(). `step_seconds` is the median over
     the steps after the first, without what ranks send to each other; None where the card was never measured.
     """
 
@@ -37,7 +37,6 @@ class ScriptReport(Tabular):
     limit: int | None = None
     needed: int | None = None
     step_seconds: float | None = None
-    phases: Mapping[str, int] = field(default_factory=dict)
     by_category: Mapping[str, int] = field(default_factory=dict)
     by_module: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -58,7 +57,6 @@ class ScriptReport(Tabular):
         rows.append(("device memory", show_bytes(self.capacity)))
         if self.limit is not None:
             rows.append(("limit", show_bytes(self.limit)))
-        rows += [(f"peak in {phase}", show_bytes(size)) for phase, size in self.phases.items()]
         largest = sorted(self.by_module.items(), key=lambda item: -sum(item[1].values()))[:SHOWN_MODULES]
         rows += [(f"at the peak in {module}", show_bytes(sum(sizes.values()))) for module, sizes in largest]
         if self.step_seconds is not None:

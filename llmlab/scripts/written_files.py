@@ -93,7 +93,7 @@ class WrittenFiles:
         return _exists(self._written(path)) or self._is_there(path)
 
     def _to_write(self, path: str, keep: bool) -> str:
-        """Return where `path` is written; `keep`: what is in the file stays. Raises FileNotFoundError for its folder."""
+        """Return where `path` is written; `keep`: what is in the file stays. Raises FileNotFoundError."""
         self._seen(os.path.dirname(path))
         written = self._written(path)
         os.makedirs(os.path.dirname(written), exist_ok=True)
