@@ -85,7 +85,7 @@ def _parsed(launcher: str, parse: Callable[[Sequence[str]], Namespace], words: S
             return parse(words)
     except SystemExit:
         last = said.getvalue().strip().splitlines()[-1:] or ["it starts no script"]
-        raise SpecError(f"{launcher} {' '.join(words)}: {last[0]}") from None
+        raise SpecError(f"{launcher} {' '.join(words)}: {last[0].split('error: ')[-1]}") from None
 
 
 def _torchrun(words: Sequence[str]) -> Command:

@@ -19,8 +19,9 @@ class ScriptReport(Tabular):
 
     `process` is what the driver would show: reserved bytes, CUDA context and NCCL's buffers; None where those are not
     known. The script fits where it is within `capacity`, the card's memory, and within `limit` if one was given.
-    `needed` is what a run that did not fit would have taken with enough room. `steps` counts calls of an optimizer's step(). `step_seconds` is the median over
-    the steps after the first, without what ranks send to each other; None where the card was never measured.
+    `needed` is what a run that did not fit would have taken with enough room. `steps` counts calls of an optimizer's
+    step(). `step_seconds` is the median over the steps after the first, without what ranks send to each other; None
+    where the card was never measured.
     """
 
     command: str

@@ -95,6 +95,8 @@ class WrittenFiles:
     def _to_write(self, path: str, keep: bool) -> str:
         """Return where `path` is written; `keep`: what is in the file stays. Raises FileNotFoundError."""
         self._seen(os.path.dirname(path))
+        if os.path.isdir(path) and self._is_there(path):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         written = self._written(path)
         os.makedirs(os.path.dirname(written), exist_ok=True)
         if keep and not _exists(written) and self._is_there(path):

@@ -1,0 +1,144 @@
+"""What a piece of code takes on a simulated card: its optimizer steps counted and timed, and the report of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from ..base.errors import SpecError, check_counts
+from ..base.terms import PARTS, Outcome
+from ..base.units import show_bytes
+from ..hardware.gpu import GPU
+from ..simulation.simulator import Simulator, simulator
+from .report import ScriptReport
+
+ROOMY = 2**50  # bytes: of a card on which nothing runs out
+RAN_TO_ITS_END, RAN_OUT_OF_MEMORY, INTERRUPTED = "ran to its end", "ran out of memory", "was interrupted"
+NO_NETWORK = "The time per step is without what the ranks send to each other."
+CAUGHT = "The card ran out of memory on the way; the script caught the error and went on."
+
+
+class Enough(BaseException):
+    """Ends a script after its last step. No Exception, so that a script which catches those does not go on."""
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """The machine that is simulated, and when to end.
+
+    `world_size`: the ranks, of which this is rank 0. `steps`: the optimizer steps after which the code ends, None for
+    its own end. `limit`: the bytes that the process may take of the card, None for all. `assume` is that of
+    `lab.simulator`. `roomy` gives the card more memory than any code takes.
+
+    Raises SpecError for numbers that cannot be.
+    """
+
+    gpu: GPU
+    world_size: int = 1
+    steps: int | None = None
+    limit: int | None = None
+    assume: float | None = None
+    roomy: bool = False
+
+    def __post_init__(self) -> None:
+        check_counts(world_size=self.world_size, steps=1 if self.steps is None else self.steps)
+        if self.limit is not None and not 0 < self.limit <= self.gpu.memory:
+            card = f"{self.gpu.name}'s {show_bytes(self.gpu.memory)}"
+            raise SpecError(f"a limit of {show_bytes(self.limit)}; give more than 0 and at most {card}")
+
+
+@contextmanager
+def watched(where: Conditions, on_step: Callable[[Watch], None] = lambda watch: None) -> Iterator[Watch]:
+    """Simulate the card of `where` until the block ends; `on_step` is called after each optimizer step."""
+    card = replace(where.gpu, memory=ROOMY) if where.roomy else where.gpu
+    with simulator(card, assume=where.assume, world_size=where.world_size if where.world_size > 1 else None) as sim:
+        watch = Watch(sim, where, on_step)
+        with watch.counting():
+            yield watch
+
+
+class Watch:
+    """The simulator `sim`, and the optimizer `steps` that ran in it; `ended` says how the code came to its end."""
+
+    def __init__(self, sim: Simulator, where: Conditions, on_step: Callable[[Watch], None]) -> None:
+        self.sim, self.where, self.on_step = sim, where, on_step
+        self.steps, self.ended = 0, RAN_TO_ITS_END
+        self._seconds: list[float] = []
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the steps of every optimizer until the block ends, and time what runs from one to the next."""
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        handle = register_optimizer_step_post_hook(self._step)
+        try:
+            with self.sim.operators() as self._operators:
+                yield
+        finally:
+            handle.remove()
+
+    def _step(self, *_: Any) -> None:
+        self.steps += 1
+        if (seconds := self._operators.seconds) is not None:
+            self._seconds.append(seconds)
+        self._operators.clear()
+        self.on_step(self)
+        if self.steps == self.where.steps:
+            self.ended = f"was ended after {self.steps} optimizer step{'s' if self.steps > 1 else ''}"
+            raise Enough
+
+    def report(self, name: str) -> ScriptReport:
+        """Return what the code, called `name`, took until now."""
+        sim, where, timeline = self.sim, self.where, self.sim.timeline
+        outside = where.gpu.outside(where.world_size)
+        taken = sim.peak_reserved + (outside or 0)
+        outcome: Outcome = "unknown" if self.ended == INTERRUPTED else "fits"
+        if self.ended == RAN_OUT_OF_MEMORY or taken > (where.limit or where.gpu.memory):
+            outcome = "out of memory"
+        seconds = median(self._seconds[1:] or self._seconds) if self._seconds else None
+        notes = [*sim.notes]
+        if seconds and where.world_size > 1:
+            notes.append(NO_NETWORK)
+        if sim.out_of_memory and self.ended != RAN_OUT_OF_MEMORY:
+            notes.append(CAUGHT)
+        return ScriptReport(
+            command=name,
+            gpu=where.gpu.name,
+            capacity=where.gpu.memory,
+            world_size=where.world_size,
+            steps=self.steps,
+            ended=self.ended,
+            outcome=outcome,
+            where=sim.out_of_memory if self.ended == RAN_OUT_OF_MEMORY else None,
+            peak_allocated=timeline.peak,
+            peak_reserved=sim.peak_reserved,
+            process=None if outside is None else taken,
+            limit=where.limit,
+            needed=taken if outcome == "out of memory" and self.ended != RAN_OUT_OF_MEMORY else None,
+            step_seconds=seconds,
+            by_category=_by_category(timeline.modules),
+            by_module=timeline.modules,
+            notes=tuple(notes),
+        )
+
+
+def _by_category(modules: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+    sizes = dict.fromkeys(PARTS, 0)
+    for parts in modules.values():
+        for name, size in parts.items():
+            sizes[name if name in sizes else "other"] += size
+    return {name: size for name, size in sizes.items() if size}
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Return whether the card's memory led to `error`, also where a library raised its own from that one."""
+    import torch
+
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -1,0 +1,55 @@
+"""The fixture `simulated_gpu`: a test that fails where training does not fit, and says what has grown."""
+
+import json
+
+import pytest
+
+pytest.importorskip("torch")
+pytest_plugins = "pytester"
+
+TEST = """
+import torch
+
+def test_fits(simulated_gpu):
+    with simulated_gpu("A100-40GB", max_gib={limit}) as sim:
+        layers = torch.nn.Linear(64, {hidden}, device="cuda"), torch.nn.Linear({hidden}, 64, device="cuda")
+        model = torch.nn.Sequential(*layers)
+        model(torch.randn(8, 64, device="cuda")).sum().backward()
+    assert sim.peak_allocated > 0
+"""
+
+
+@pytest.fixture
+def run(pytester):
+    def run(*options, **sizes):
+        pytester.makepyfile(test_memory=TEST.format(**sizes))
+        return pytester.runpytest_subprocess("-p", "no:cacheprovider", "-p", "llmlab.scripts.pytest_plugin", *options)
+
+    return run
+
+
+def test_it_passes_and_stores_what_it_took(run, pytester):
+    run("--update-memory", limit=2, hidden=1024).assert_outcomes(passed=1)
+    stored = json.loads((pytester.path / "test_memory.memory.json").read_text())["test_fits"]
+    assert stored["peak_allocated"] == sum(stored["modules"].values())
+
+
+def test_it_fails_with_the_module_that_grew(run, pytester):
+    run("--update-memory", limit=2, hidden=1024).assert_outcomes(passed=1)
+    before = (pytester.path / "test_memory.memory.json").read_text()
+    result = run(limit=1, hidden=1 << 20)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["test_fits takes *GiB of A100-40GB's 1.00 GiB", "what has grown since*", "*+*GiB  [*]"])
+    assert (pytester.path / "test_memory.memory.json").read_text() == before
+
+
+def test_a_card_that_is_full_fails_it_too(run):
+    result = run(limit=30, hidden=1 << 28)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["test_fits runs out of memory on A100-40GB: *", "the peak by module*"])
+    result.stdout.no_fnmatch_line("*During handling*")
+
+
+def test_torch_is_not_imported_before_a_test_asks(pytester):
+    pytester.makepyfile("import sys\ndef test_light():\n    assert 'torch' not in sys.modules")
+    pytester.runpytest_subprocess("-p", "llmlab.scripts.pytest_plugin").assert_outcomes(passed=1)

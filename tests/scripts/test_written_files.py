@@ -1,0 +1,102 @@
+"""Files of a script: written to a folder of their own, found where the script put them, what was there untouched."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from llmlab.scripts.written_files import WrittenFiles
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A folder with a file, a full and an empty folder, as the working directory; `kept` beside it."""
+    home = tmp_path / "home"
+    (home / "data").mkdir(parents=True)
+    (home / "empty").mkdir()
+    (home / "data" / "train.txt").write_text("as it was")
+    monkeypatch.chdir(home)
+    return home
+
+
+@pytest.fixture
+def kept(tmp_path):
+    return tmp_path / "kept"
+
+
+def state(folder):
+    return {str(path.relative_to(folder)): path.read_text() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def test_what_is_written_is_found_and_nothing_before_it_changes(home, kept):
+    before = state(home)
+    with WrittenFiles(str(kept)).patched():
+        os.makedirs("out/deep")
+        with open("out/deep/log.txt", "a") as file:
+            file.write("one")
+        with Path("out/deep/log.txt").open("a") as file:
+            file.write(" two")
+        Path("data/train.txt").write_text("other")
+        assert open("out/deep/log.txt").read() == "one two"
+        assert Path("data/train.txt").read_text() == "other"
+        assert sorted(os.listdir(".")) == ["data", "empty", "out"]
+        assert {entry.name for entry in os.scandir("out")} == {"deep"}
+        assert sorted(str(path) for path in Path(".").rglob("*.txt")) == ["data/train.txt", "out/deep/log.txt"]
+        assert os.path.isdir("out/deep") and os.path.getsize("out/deep/log.txt") == 7
+    assert state(home) == before
+    assert (kept / str(home)[1:] / "out/deep/log.txt").read_text() == "one two"
+
+
+def test_appending_goes_on_from_what_was_there(home, kept):
+    with WrittenFiles(str(kept)).patched():
+        with open("data/train.txt", "a") as file:
+            file.write(", and more")
+        assert open("data/train.txt").read() == "as it was, and more"
+    assert (home / "data/train.txt").read_text() == "as it was"
+
+
+def test_removing_renaming_and_copying(home, kept):
+    before = state(home)
+    with WrittenFiles(str(kept)).patched():
+        os.replace("data/train.txt", "data/moved.txt")
+        assert not os.path.exists("data/train.txt") and open("data/moved.txt").read() == "as it was"
+        shutil.copy2("data/moved.txt", "copy.txt")
+        os.remove("data/moved.txt")
+        assert os.listdir("data") == []
+        shutil.rmtree("data")
+        assert not os.path.exists("data")
+        os.rmdir("empty")
+        assert os.listdir(".") == ["copy.txt"]
+        os.mkdir("data")
+        assert os.listdir("data") == []
+        shutil.move("copy.txt", "data")
+        os.symlink("copy.txt", "data/latest")
+        assert open("data/latest").read() == "as it was"
+    assert state(home) == before
+
+
+def test_errors_are_those_of_the_system(home, kept):
+    with WrittenFiles(str(kept)).patched():
+        for wrong, call in (
+            (FileNotFoundError, lambda: open("nowhere/file", "w")),
+            (FileNotFoundError, lambda: open("nowhere.txt")),
+            (FileNotFoundError, lambda: open("nowhere.txt", "r+")),
+            (FileNotFoundError, lambda: os.remove("nowhere.txt")),
+            (FileNotFoundError, lambda: os.listdir("nowhere")),
+            (FileExistsError, lambda: open("data/train.txt", "x")),
+            (FileExistsError, lambda: os.mkdir("data")),
+            (OSError, lambda: os.rmdir("data")),
+            (IsADirectoryError, lambda: open("data", "w")),
+        ):
+            with pytest.raises(wrong):
+                call()
+        assert not os.access("nowhere", os.R_OK)
+
+
+def test_everything_is_torchs_own_again_after_the_block(home, kept):
+    names = ("open", "mkdir", "listdir", "stat", "remove", "rename", "scandir")
+    before = [getattr(os, name) for name in names]
+    with pytest.raises(KeyError), WrittenFiles(str(kept)).patched():
+        raise KeyError
+    assert [getattr(os, name) for name in names] == before
