@@ -39,6 +39,8 @@ OPTIONS = (
     click.option("--gpus-per-node", type=int, metavar="N", help="GPUs in each node; 8 without it."),
     click.option("--max-gib", type=float, metavar="GIB", help="The most that the process may take of the card."),
     click.option("--assume", type=float, metavar="X", help="The value of every number that is read from the card."),
+    click.option("--config", "configs", multiple=True, metavar="NAME=FILE",
+                 help="The config.json of a model that the script loads by NAME; may be repeated."),
     click.option("--out", metavar="DIR", help="Keep the files that the script writes here; else they are thrown away."),
     click.option("--snapshot", metavar="FILE", help="Write a memory snapshot for https://pytorch.org/memory_viz."),
     click.option("--timeline", metavar="FILE", help="Write a picture of the memory over time: .png, .svg or .pdf."),
@@ -74,6 +76,7 @@ def answer(
     gpus_per_node: int | None,
     max_gib: float | None,
     assume: float | None,
+    configs: tuple[str, ...],
     out: str | None,
     snapshot: str | None,
     timeline: str | None,
@@ -81,6 +84,7 @@ def answer(
 ) -> ScriptReport:
     """Return what the script takes, with what it would have taken where it did not fit."""
     from ..scripts.command import command
+    from ..scripts.hub import read_configs
     from ..scripts.run import run_script
     from ..scripts.watch import RAN_OUT_OF_MEMORY, Conditions
 
@@ -99,9 +103,9 @@ def answer(
         redirect_stdout(sys.stderr) if as_json else nullcontext(),
         _progress() as on_step,
     ):
-        report = run_script(script, where, out or thrown_away, on_step, keep)
+        report = run_script(script, where, out or thrown_away, read_configs(configs), on_step, keep)
     if report.ended == RAN_OUT_OF_MEMORY:
-        return replace(report, needed=_needed(report, words, module, assume))
+        return replace(report, needed=_needed(report, words, module, assume, configs))
     return report
 
 
@@ -134,10 +138,13 @@ def _progress() -> Iterator[Callable[[Watch], None]]:
         yield on_step
 
 
-def _needed(report: ScriptReport, words: tuple[str, ...], module: bool, assume: float | None) -> int | None:
+def _needed(
+    report: ScriptReport, words: tuple[str, ...], module: bool, assume: float | None, configs: tuple[str, ...]
+) -> int | None:
     """Run the script again, in a process of its own, on a card with room for one more step than it came to."""
     options = ["--gpu", report.gpu, "--world-size", str(report.world_size), "--steps", str(report.steps + 1)]
     options += ["--assume", str(assume)] if assume is not None else []
+    options += [word for each in configs for word in ("--config", each)]
     line = [sys.executable, "-m", "llmlab.cli.main", "run", "--json", "--roomy", *options, *(["-m"] if module else [])]
     done = subprocess.run([*line, *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False)
     return loads(done.stdout)["process"] if done.returncode in (0, 1) else None

@@ -10,12 +10,15 @@ import os
 import runpy
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 from unittest import mock
 
 from ..base.errors import NotAvailable, ScriptFailed
 from .command import Command
+from .hub import models_by_name, refused
 from .report import ScriptReport
 from .watch import INTERRUPTED, RAN_OUT_OF_MEMORY, Conditions, Enough, Watch, is_out_of_memory, watched
 from .written_files import WrittenFiles
@@ -27,17 +30,18 @@ def run_script(
     script: Command,
     where: Conditions,
     folder: str,
+    configs: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     on_step: Callable[[Watch], None] = lambda watch: None,
     on_end: Callable[[Watch], None] = lambda watch: None,
 ) -> ScriptReport:
-    """Return what `script` takes; the files it writes go to `folder`.
+    """Return what `script` takes; the files it writes go to `folder`, `configs` are of models that it loads by name.
 
     `on_step` is called after each optimizer step, `on_end` before the simulator closes. Raises NotAvailable where the
     script does what is not simulated, and ScriptFailed where it fails by itself.
     """
     with mock.patch.dict(os.environ, script.environment), watched(where, on_step) as watch:
         try:
-            with WrittenFiles(folder).patched():
+            with models_by_name(configs), WrittenFiles(folder).patched():
                 _execute(script)
         except Enough:
             pass
@@ -48,7 +52,8 @@ def run_script(
                 raise ScriptFailed(f"{script.target} ended itself: sys.exit({exit.code!r})") from None
         except Exception as error:
             if not is_out_of_memory(error):
-                raise error if isinstance(error, NotAvailable) else _failure(error) from None
+                said = error if isinstance(error, NotAvailable) else refused(error)
+                raise said or _failure(error) from None
             watch.ended = RAN_OUT_OF_MEMORY
         on_end(watch)
         return watch.report(str(script))

@@ -10,9 +10,10 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -27,6 +28,11 @@ from .saved_tensors import Pickler, Saved, Unpickler, is_fake, place_of, plainly
 from .virtual_files import VirtualFiles
 
 MAGIC = b"llmlab: checkpoint without values, kept in the memory of a simulation: "
+SAFETENSORS_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
 NOT_WRITTEN = "tensors on the simulated card have no values, so {} is not written; the block can load it"
 
 
@@ -68,7 +74,7 @@ class Checkpoints:
         import safetensors.torch as library
 
         flatten = next(name for name in ("_flatten_as_ptr", "_flatten") if hasattr(library, name))
-        real_flatten, real_write, real_open = getattr(library, flatten), library.serialize_file, library.safe_open
+        real_flatten, real_write = getattr(library, flatten), library.serialize_file
 
         def flattened(tensors: dict[str, Tensor], *args: Any) -> Any:
             return tensors if any(map(is_fake, tensors.values())) else real_flatten(tensors, *args)
@@ -77,18 +83,23 @@ class Checkpoints:
             if not self._keep(tensors, filename):
                 real_write(tensors, filename, *args, **kwargs)
 
-        def opened(filename: Any, framework: str, device: Any = "cpu", **options: Any) -> Any:
-            kept = self._kept(filename)
-            if kept is None:
-                return real_open(filename, framework, device=device, **options)
-            return _Opened(lambda: self._restore(*kept, device))
-
         with (
             mock.patch.object(library, flatten, flattened),
             mock.patch.object(library, "serialize_file", write),
-            mock.patch.object(library, "safe_open", opened),
+            self.safe_open("safetensors.torch"),
         ):
             yield
+
+    def safe_open(self, module: str) -> AbstractContextManager[Any]:
+        """Let safe_open, as `module` imported it, open what was saved in the block."""
+        real = sys.modules[module].safe_open
+
+        def opened(filename: Any, framework: str, device: Any = "cpu", **options: Any) -> Any:
+            if (kept := self._kept(filename)) is None:
+                return real(filename, framework, device=device, **options)
+            return _Opened(self._restore(*kept, device))
+
+        return mock.patch.object(sys.modules[module], "safe_open", opened)
 
     # ---- simulated
 
@@ -180,19 +191,41 @@ class Checkpoints:
 class _Opened:
     """safe_open of a file that was saved in the block."""
 
-    def __init__(self, load: Callable[[], dict[str, Tensor]]) -> None:
-        self.load = load
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
 
     def __enter__(self) -> _Opened:
         return self
 
     def __exit__(self, *raised: Any) -> None: ...
 
+    def metadata(self) -> dict[str, str]:
+        return {"format": "pt"}
+
     def get_tensors(self) -> dict[str, Tensor]:
-        return self.load()
+        return self.tensors
 
     def keys(self) -> list[str]:
-        return list(self.load())
+        return list(self.tensors)
 
     def get_tensor(self, name: str) -> Tensor:
-        return self.load()[name]
+        return self.tensors[name]
+
+    def get_slice(self, name: str) -> _Slice:
+        return _Slice(self.tensors[name])
+
+
+class _Slice:
+    """What get_slice of safe_open returns: the tensor comes with the index."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.tensor[index]
+
+    def get_shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    def get_dtype(self) -> str:
+        return SAFETENSORS_DTYPES[self.tensor.dtype]

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -27,13 +27,16 @@ class _Finder(MetaPathFinder):
         hidden = self.hidden if name in LOOK_FOR_DRIVERS else None
         if hidden is None and name not in self.then:
             return None
-        spec = PathFinder.find_spec(name, path, target)
+        # The other finders too: each block that is open inside another has one, and a module may concern several.
+        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        found = (finder.find_spec(name, path, target) for finder in others if hasattr(finder, "find_spec"))
+        spec = next((each for each in found if each is not None), None)
         if spec is None or spec.loader is None:
             return spec
         loader, run = spec.loader, spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            del loader.exec_module  # the class has it
+            vars(loader).pop("exec_module", None)  # the class has it
             with hidden() if hidden else nullcontext():
                 run(module)
             if name in self.then:

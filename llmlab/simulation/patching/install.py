@@ -117,7 +117,13 @@ def script_on(card: Card, host: RealHost, world_size: int | None) -> Iterator[Ph
         stack.callback(engine.stop)
         stack.enter_context(engine)
         stack.enter_context(redirect)
-        stack.enter_context(on_import({"safetensors.torch": lambda: stack.enter_context(checkpoints.safetensors())}))
+        loaders: dict[str, Callable[[], Any]] = {
+            "safetensors.torch": lambda: stack.enter_context(checkpoints.safetensors()),
+            "transformers.modeling_utils": lambda: stack.enter_context(
+                checkpoints.safe_open("transformers.modeling_utils")
+            ),
+        }
+        stack.enter_context(on_import(loaders))
         stack.enter_context(without_peers(card, world_size, parameters))
         stack.enter_context(phases.watched())
         try:

@@ -1,0 +1,165 @@
+"""Models that a script loads by name: where only a config is there, a checkpoint without values stands in.
+
+A config comes from Hugging Face's cache, from llmlab's presets, or from the user. The weights are made when a class of
+transformers first loads them, and saved in the memory of the simulation, so that the library's own loading runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from ..base.errors import NotAvailable, SpecError
+from ..simulation.patching.import_hooks import on_import
+from ..specs.model import model as find_model
+from ..specs.model import models
+
+REVISION = "0" * 40
+# The names that these models had on the hub, and have now.
+MOVED = {name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
+WEIGHTS = (".safetensors", ".bin", ".index.json")
+NOT_HERE = (
+    "LocalEntryNotFoundError", "OfflineModeIsEnabled", "RepositoryNotFoundError", "DatasetNotFoundError",
+    "EntryNotFoundError",
+)  # fmt: skip
+GIVE = (
+    "llmlab run downloads nothing: put it into Hugging Face's cache (`hf download NAME`, for a model config.json and the "
+    "tokenizer's files are enough), give the script a local folder, or for a model --config NAME=config.json"
+)
+
+
+def read_configs(given: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """Return the configs by name that NAME=config.json say. Raises SpecError for what is none."""
+    found = {}
+    for each in given:
+        name, equals, path = each.partition("=")
+        if not (name and equals and path):
+            raise SpecError(f"--config {each}; give NAME=config.json, the name as the script says it")
+        try:
+            config = json.loads(Path(path).read_text("utf-8"))
+        except json.JSONDecodeError as error:
+            raise SpecError(f"{path} is no JSON: {error}") from None
+        if not isinstance(config, dict) or "model_type" not in config:
+            raise SpecError(f"{path} has no model_type; give the config.json of a transformers model")
+        found[name] = config
+    return found
+
+
+@contextmanager
+def models_by_name(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
+    """Let transformers find `configs`, the presets and what is in Hugging Face's cache, and ask no network.
+
+    It is entered inside a simulator.
+    """
+    known = {name: find_model(name).config for name in models()}
+    known |= {alias: known[name] for name, alias in MOVED.items() if name in known}
+    known |= {name: dict(config) for name, config in configs.items()}
+    with tempfile.TemporaryDirectory(prefix="llmlab-hub-") as folder, ExitStack() as stack:
+        _fill(Path(folder), known, set(configs))
+        settings = {"HF_HUB_CACHE": folder, "HF_HUB_OFFLINE": "1"}
+        stack.enter_context(mock.patch.dict(os.environ, settings))
+        constants = sys.modules.get("huggingface_hub.constants")
+        if constants is not None:  # it has read the environment
+            stack.enter_context(mock.patch.multiple(constants, HF_HUB_CACHE=folder, HF_HUB_OFFLINE=True))
+        hook: Callable[[], Any] = lambda: stack.enter_context(_weights_made(Path(folder)))  # noqa: E731
+        stack.enter_context(on_import({"transformers.modeling_utils": hook}))
+        yield
+
+
+def _cache() -> Path:
+    """Return Hugging Face's cache: huggingface_hub/constants.py."""
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    return Path(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
+
+
+def _fill(folder: Path, configs: Mapping[str, Mapping[str, Any]], given: set[str]) -> None:
+    """Make a cache of links to the real one, in which each of `configs` has an entry; `given` ones hide a real one."""
+    real = _cache()
+    entries = {path.name: path for path in real.iterdir()} if real.is_dir() else {}
+    for name, config in configs.items():
+        entry = "models--" + name.replace("/", "--")
+        if entry in entries and name not in given:
+            continue
+        entries.pop(entry, None)
+        (folder / entry / "refs").mkdir(parents=True)
+        (folder / entry / "refs" / "main").write_text(REVISION)
+        snapshot = folder / entry / "snapshots" / REVISION
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_text(json.dumps(dict(config), default=dict))
+    for entry, path in entries.items():
+        main = path / "refs" / "main"
+        snapshot = path / "snapshots" / main.read_text().strip() if main.is_file() else path
+        if entry.startswith("models--") and (snapshot / "config.json").is_file() and not _has_weights(snapshot):
+            here = folder / entry / "snapshots" / snapshot.name  # a folder of our own, for the weights
+            here.mkdir(parents=True)
+            (folder / entry / "refs").symlink_to(path / "refs")
+            for file in snapshot.iterdir():
+                (here / file.name).symlink_to(file.resolve())
+        else:
+            (folder / entry).symlink_to(path)
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(name.endswith(WEIGHTS) for name in os.listdir(folder))
+
+
+@contextmanager
+def _weights_made(cache: Path) -> Iterator[None]:
+    """Let from_pretrained of transformers' models make the checkpoint where only the config is there."""
+    from transformers import PreTrainedModel
+
+    real = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
+    made: set[Path] = set()
+
+    def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+        folder = _snapshot(cache, str(name))
+        if folder is not None and folder not in made and not _has_weights(folder):
+            made.add(folder)
+            _save(cls, folder, kwargs.get("config"))
+        return real(cls, name, *args, **kwargs)
+
+    with mock.patch.object(PreTrainedModel, "from_pretrained", classmethod(from_pretrained)):
+        yield
+
+
+def _snapshot(cache: Path, name: str) -> Path | None:
+    """Return the folder that transformers loads `name` from, if it has a config."""
+    if os.path.isdir(name):
+        folder = Path(name)
+    else:
+        entry = cache / ("models--" + name.replace("/", "--"))
+        if not (entry / "refs" / "main").is_file():
+            return None
+        folder = entry / "snapshots" / (entry / "refs" / "main").read_text().strip()
+    return folder if (folder / "config.json").is_file() else None
+
+
+def _save(cls: Any, folder: Path, config: Any) -> None:
+    """Save a model of class `cls`, as its config says it, without values."""
+    import torch
+
+    config = cls.config_class.from_pretrained(folder) if config is None else config
+    dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or torch.float32
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "is not written": it is not the script's
+        cls(config).to(dtype).save_pretrained(folder)
+
+
+def refused(error: BaseException) -> NotAvailable | None:
+    """Return what to say of an error that means a model, a tokenizer or a data set is not here; None for another."""
+    first, each = " ".join(str(error).split()), error
+    while each is not None:
+        missing = type(each).__name__ in NOT_HERE or "Can't load tokenizer for" in str(each)
+        if missing or (isinstance(each, ConnectionError) and "on the Hub" in str(each)):
+            return NotAvailable(f"{first}; {GIVE}")
+        each = each.__cause__ or each.__context__
+    return None
