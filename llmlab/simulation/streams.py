@@ -27,7 +27,9 @@ def nothing(*args: Any, **kwargs: Any) -> None:
 
 
 class Event:
-    """torch.cuda.Event: the time between two of them is not known."""
+    """torch.cuda.Event: the time between two of them is not known; `between` stands for it."""
+
+    between: float = Unknown(PLACEHOLDER)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -37,7 +39,7 @@ class Event:
         return True
 
     def elapsed_time(self, end: Any) -> float:
-        return Unknown(PLACEHOLDER)
+        return self.between
 
 
 class Stream:

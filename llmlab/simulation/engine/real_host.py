@@ -23,7 +23,7 @@ from ...base.compat import (
 from ...base.errors import NotAvailable
 from ..devices import GPU_DEVICE
 from ..values.known import SMALL, VALUES_LIMIT, is_followed, know, known
-from ..values.placeholders import PLACEHOLDER, located, warn_of
+from ..values.placeholders import located, value_for, warn_of
 
 aten = torch.ops.aten
 # Draws that code looks at, and their form with a generator.
@@ -60,7 +60,7 @@ class RealHost:
         if self.assume is not None:
             _assume(tensors, self.assume)
         if on_card and func._schema.is_mutable and tensors[0] is args[0] and not isinstance(args[0], FakeTensor):
-            return _overwrite(func, args[0])
+            return _overwrite(func, args[0], self.assume)
         return self._simulate(simulate, fake, func, args, kwargs)
 
     def _simulate(
@@ -107,11 +107,11 @@ def _as_fake(fake: FakeTensorMode, tensor: Tensor) -> Tensor:
 
 
 def _assume(tensors: list[Tensor], value: float) -> None:
-    """Give the single floats among `tensors` the value that the user said floats have."""
+    """Give the single numbers among `tensors` the value that the user said they have."""
     for each in tensors:
-        if each.numel() == 1 and each.is_floating_point() and known(each) is None:
+        if each.numel() == 1 and known(each) is None:
             with disable_current_modes():
-                know(each, torch.full(tuple(each.shape), value, dtype=each.dtype))
+                know(each, torch.full(tuple(each.shape), value_for(each.dtype, value), dtype=each.dtype))
 
 
 def _is_mask(tensor: Tensor) -> bool:
@@ -123,12 +123,14 @@ def _is_mask(tensor: Tensor) -> bool:
         return bool(((sample == 0) | (sample == 1) | (sample <= torch.finfo(torch.float16).min)).all())
 
 
-def _overwrite(func: Any, real: Tensor) -> Tensor:
+def _overwrite(func: Any, real: Tensor, assume: float | None) -> Tensor:
     """Change a real tensor by values that are not known: they become the placeholder."""
-    if not real.is_floating_point():
+    if assume is None and not real.is_floating_point():
         raise located(NotAvailable(
-            f"{func} writes values from the simulated card, which has none, into a {real.dtype} tensor"
+            f"{func} writes values from the simulated card, which has none, into a {real.dtype} tensor; say what whole "
+            "numbers are, lab.simulator(..., assume=1.0) or llmlab run --assume 1, or lab.measure it"
         ))  # fmt: skip
-    warn_of("a copy to the host")
+    if assume is None:
+        warn_of("a copy to the host")
     with disable_current_modes():
-        return real.fill_(PLACEHOLDER)
+        return real.fill_(value_for(real.dtype, assume))

@@ -179,9 +179,10 @@ def _refused(name: str) -> Callable:
 
 
 def _streams(card: Card) -> dict[str, Any]:
-    streams = Streams(card.engine)
+    streams, host = Streams(card.engine), card.engine.host
+    assumed = host is not None and host.assume is not None
     return {
-        "Event": Event,
+        "Event": type("Event", (Event,), {"between": float(host.assume)}) if assumed else Event,
         "Stream": Stream,
         "CUDAGraph": CUDAGraph,
         "graph": CUDAGraph,

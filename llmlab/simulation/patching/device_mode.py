@@ -27,7 +27,7 @@ from ..devices import GPU_DEVICE, HOST
 from ..engine.engine import VALUE_OF, Engine
 from ..engine.real_host import RealHost
 from ..values.known import VALUES_LIMIT, know, known
-from ..values.placeholders import PLACEHOLDER, UNKNOWN, Unknown, asked_by_torch, refuse, warn_of
+from ..values.placeholders import PLACEHOLDER, UNKNOWN, Unknown, asked_by_torch, refuse, value_for, warn_of
 from .cuda_api import check_index
 from .patches import made_on_card, on_card, set_data
 from .tensor_types import legacy_type
@@ -76,6 +76,9 @@ class Redirect(TorchFunctionMode):
         for function in (torch.isnan, torch.isinf, torch.isposinf, torch.isneginf, torch.isfinite):
             for each in (function, getattr(Tensor, function.__name__)):
                 self.special[each] = _finite(each, function is torch.isfinite)
+        for name in ("gt", "lt", "ge", "le", "eq", "ne"):
+            for compared in (getattr(torch, name), getattr(Tensor, name), getattr(Tensor, f"__{name}__")):
+                self.special[compared] = self._bounded(compared)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -170,16 +173,36 @@ class Redirect(TorchFunctionMode):
             return self.engine.read(tensor)
         if tensor.numel() != 1:
             raise RuntimeError(f"a Tensor with {tensor.numel()} elements cannot be converted to Scalar")
-        if self.assume is not None and tensor.is_floating_point():
-            return float(self.assume)
+        value = value_for(tensor.dtype, self.assume)
         # torch's optimizers clip and scale by norms they read; no memory depends on them.
-        return PLACEHOLDER if asked_by_torch().startswith("torch.optim.") else Unknown(PLACEHOLDER)
+        if self.assume is not None or asked_by_torch().startswith("torch.optim."):
+            return value
+        return Unknown(value)
 
     def _float(self, tensor: Tensor) -> float:
         read = self._item(tensor)
         if type(read) is Unknown:
             warn_of("float()")
         return float.__add__(float(read) if type(read) is not Unknown else PLACEHOLDER, 0.0)
+
+    def _bounded(self, function: Callable) -> Callable:
+        """A comparison of single numbers: one that is not known is the placeholder."""
+
+        def stand_in(value: Any) -> Any:
+            if not isinstance(value, FakeTensor):
+                return value
+            found = known(value)
+            return found if found is not None else torch.tensor(value_for(value.dtype, self.assume), device=HOST)
+
+        def compare(tensor: Tensor, other: Any) -> Tensor:
+            out = function(tensor, other)
+            if isinstance(out, FakeTensor) and out.numel() == 1 and known(out) is None:
+                warn_of("a comparison")
+                with disable_current_modes(), DisableTorchFunction():
+                    know(out, function(stand_in(tensor), stand_in(other)).reshape(out.shape))
+            return out
+
+        return compare
 
     def _format(self, tensor: Tensor, spec: str) -> str:
         return format(_repr(tensor), spec) if tensor.dim() else format(self._item(tensor), spec)
@@ -188,8 +211,8 @@ class Redirect(TorchFunctionMode):
         def read(tensor: Tensor) -> Any:
             if known(tensor) is not None:
                 return function(torch.tensor(self.engine.read(tensor)))
-            if self.assume is not None and tensor.is_floating_point() and tensor.numel() == 1:
-                return function(torch.tensor(self.assume))
+            if self.assume is not None and tensor.numel() == 1:
+                return function(torch.tensor(value_for(tensor.dtype, self.assume)))
             if asked_by_torch() == "torch.nn.init":  # trunc_normal_ draws again what is out of bounds: nothing is
                 return function(torch.tensor(False))
             raise refuse(f"{what} of a tensor ({VALUE_OF})", "is control flow on a value")
@@ -201,10 +224,9 @@ class Redirect(TorchFunctionMode):
         value = known(tensor)
         if value is not None:
             return value
-        fill = (PLACEHOLDER if self.assume is None else self.assume) if tensor.is_floating_point() else 0
-        if self.assume is None or not tensor.is_floating_point():
+        if self.assume is None:
             warn_of(asking)
-        return torch.full(tuple(tensor.shape), fill, dtype=tensor.dtype, device="cpu")
+        return torch.full(tuple(tensor.shape), value_for(tensor.dtype, self.assume), dtype=tensor.dtype, device="cpu")
 
     def _list(self, tensor: Tensor) -> Any:
         value = known(tensor)

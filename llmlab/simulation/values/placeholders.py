@@ -1,7 +1,8 @@
 """Placeholders for values read from the simulated card, and the errors where a placeholder will not do.
 
-Tensors on the card have no values. What a script only shows or logs is a placeholder; what would decide how it goes on
-raises NotAvailable, with the line of the script.
+Tensors on the card have no values. What a script only shows, stores or compares with a bound is a placeholder, 1.0 for
+floats and 0 for whole numbers, or what the user assumes; a comparison says so once at its line. What would decide a
+shape raises NotAvailable, with the line of the script.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ PLACEHOLDER = 1.0  # what float(), numpy() and C code get of a float that was co
 UNKNOWN = "?"  # what printing it shows
 OURS = (FOLDER, os.path.dirname(torch.__file__))
 WAY_ROUND = (
-    "compute it from Python numbers, shapes or tensors on the host, give the block a value for floats, "
-    "lab.simulator(..., assume=1.0), or lab.measure it"
+    "compute it from Python numbers, shapes or tensors on the host, give all numbers that are read a value, "
+    "lab.simulator(..., assume=1.0) or llmlab run --assume 1, or lab.measure it"
 )
 # By operator: what asks for the values, and what else would do.
 READERS = {
@@ -102,11 +103,20 @@ def warn_of(what: str) -> None:
             f"{what}: tensors on the simulated card have no values, and this takes the placeholder for them: floats "
             f"are {PLACEHOLDER}, integers 0. What is computed or decided from it is not what a GPU would give."
         )
-        warnings.warn_explicit(message, UserWarning, frame.f_code.co_filename, frame.f_lineno)
+        registry = frame.f_globals.setdefault("__warningregistry__", {})  # in which Python keeps what it has said
+        warnings.warn_explicit(message, UserWarning, frame.f_code.co_filename, frame.f_lineno, registry=registry)
+
+
+def value_for(dtype: torch.dtype, assume: float | None) -> Any:
+    """Return the number that stands for one of `dtype` that is not known: what the user assumes, else 1.0 or 0."""
+    value = assume if assume is not None else PLACEHOLDER if dtype.is_floating_point else 0
+    if dtype.is_floating_point or dtype.is_complex:
+        return float(value)
+    return bool(value) if dtype == torch.bool else int(value)
 
 
 class Unknown(float):
-    """A float that was read from the card: it can be computed with and printed, and not be branched on."""
+    """A number that was read from the card: it can be computed with, printed, stored and compared; it sizes nothing."""
 
     def __int__(self) -> int:
         raise refuse("int() of .item()", "takes a whole number from a value")
@@ -136,8 +146,15 @@ class Unknown(float):
 Unknown.__name__ = "a value that the simulated card does not have"
 
 
-def _compared(self: Unknown, other: Any = None) -> bool:
-    raise refuse("a comparison with .item()", "is control flow on a value")
+def _compared(name: str) -> Callable:
+    operation = getattr(float, name)
+
+    def compare(self: Unknown, *others: Any) -> Any:
+        if not others or others[0] is not self:  # `x != x` asks whether it is NaN
+            warn_of("a comparison")
+        return operation(self, *others)
+
+    return compare
 
 
 def _computed(name: str) -> Callable:
@@ -156,7 +173,7 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
 for _name in ("__neg__", "__pos__", "__abs__"):
     setattr(Unknown, _name, _computed(_name))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne", "bool"):
-    setattr(Unknown, f"__{_name}__", _compared)
+    setattr(Unknown, f"__{_name}__", _compared(f"__{_name}__"))
 
 _SPEC = re.compile(r"(?:(.)?([<>=^]))?[-+ ]?z?#?0?(\d+)?")
 
