@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
+from ...base.compat import symbol
 from ...base.errors import NotAvailable, SpecError, check_counts
 from ...hardware.links import GPUS_PER_NODE
 from ..card import Card
@@ -54,13 +55,16 @@ def without_peers(card: Card, world_size: int | None, parameters: HostParameters
             stack.enter_context(mock.patch.dict(os.environ, launched(world_size)))
         patch = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
         patch(dist, "is_nccl_available", lambda: True)
-        patch(dist, "init_process_group", _init_process_group(card, parameters, stack))
+        for module in (dist, symbol("torch.distributed.device_mesh")):
+            patch(module, "init_process_group", _init_process_group(card, parameters, stack))
+        patch(dist.ProcessGroup, "monitored_barrier", nothing)
         replaced = {
             "new_group": _new_group(distributed_c10d.new_group),
             "all_gather_object": _all_gather_object,
             "gather_object": _gather_object,
             "scatter_object_list": _scatter_object_list,
             "broadcast_object_list": nothing,
+            "monitored_barrier": nothing,
         }
         for name, function in replaced.items():
             for module in (dist, distributed_c10d):

@@ -88,7 +88,7 @@ def torch_engines(engine: Engine, labelled: Labelled = lambda function, part: fu
         stack.callback(symbol("torch._C._clear_DTensor_sharding_propagator_cache"))
         stack.enter_context(_resized_storages(engine))
         stack.enter_context(_shapes_of_dtensors())
-        stack.enter_context(_reducer(labelled))
+        stack.enter_context(_reducer(engine, labelled))
         patch(engine, "defers", frozenset((DTensor,)))
         patch(symbol(FSDP + "_fsdp_param"), "_chunk_with_empty", _Chunks)
         patch(FullyShardedDataParallel, "__init__", _no_fsdp1)
@@ -153,6 +153,7 @@ class _RealIndices(TorchDispatchMode):
         kwargs = kwargs or {}
         tensors = [each for each in arg_tree_leaves(*args, **kwargs) if isinstance(each, Tensor)]
         real = tensors and not any(isinstance(each, FakeTensor) for each in tensors)
+        real = real and kwargs.get("device") != GPU_DEVICE  # an input that DDP moves there
         if real or (func is EMPTY and kwargs.get("dtype") == torch.int32):
             with disable_current_modes():
                 return func(*args, **kwargs)
@@ -160,7 +161,7 @@ class _RealIndices(TorchDispatchMode):
 
 
 @contextmanager
-def _reducer(labelled: Labelled) -> Iterator[None]:
+def _reducer(engine: Engine, labelled: Labelled) -> Iterator[None]:
     """Let DDP's reducer (torch/csrc/distributed/c10d/reducer.cpp) run: its buckets, and copies into and out of them.
 
     A group that sends nothing has no result for its all-reduces, so a hook says that each is done at once.
@@ -178,6 +179,8 @@ def _reducer(labelled: Labelled) -> Iterator[None]:
 
     def init(self: Any, module: nn.Module, device_ids: Any = None, output_device: Any = None, *args: Any, **kw: Any):
         make(self, module, None, None, *args, **kw)  # the devices name the card, and to DDP its tensors are the CPU's
+        if device_ids and engine.device == GPU_DEVICE:  # forward moves its inputs there
+            self.device_type, self.device_ids = "cuda", [0]
         self.register_comm_hook(None, done)
 
     def pre_forward(*args: Any, **kwargs: Any) -> Any:
@@ -186,5 +189,8 @@ def _reducer(labelled: Labelled) -> Iterator[None]:
 
     # It compares shapes between ranks, by their values.
     unverified = mock.patch.object(distributed, "_verify_param_shape_across_processes", nothing)
-    with unverified, mock.patch.multiple(cls, __init__=init, _pre_forward=pre_forward):
+    handle = nothing  # SyncBatchNorm is refused on a CPU, which the card is to DDP
+    with unverified, mock.patch.multiple(
+        cls, __init__=init, _pre_forward=pre_forward, _passing_sync_batchnorm_handle=handle
+    ):
         yield

@@ -38,7 +38,7 @@ FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
 TORCH = os.path.dirname(torch.__file__)
 WITHOUT_FRAMES = (FOLDER, os.path.join(TORCH, "_dynamo"), os.path.join(TORCH, "_compile.py"))
 # torch's own code that asks for the type of a device and means CUDA.
-SEES_CARD = ("torch.amp.autocast_mode", "torch.nn.parallel.data_parallel")
+SEES_CARD = ("torch.amp.autocast_mode", "torch.nn.parallel.data_parallel", "torch.nn.modules.batchnorm")
 
 
 class Redirect(TorchFunctionMode):

@@ -9,12 +9,17 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 # They load a CUDA library, or ask for its version, when they are imported with a card there.
 LOOK_FOR_DRIVERS = frozenset((
     "apex", "bitsandbytes", "deepspeed", "flash_attn", "kernels", "liger_kernel", "torchao", "transformer_engine",
     "triton", "xformers",
 ))  # fmt: skip
+
+
+# It compiles torch's optimizers by TorchScript when it is imported, which would meet functions of ours.
+COMPILES_OPTIMIZERS = "torch.distributed.optim"
 
 
 class _Finder(MetaPathFinder):
@@ -24,8 +29,10 @@ class _Finder(MetaPathFinder):
         self.then, self.hidden = then, hidden
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        hidden = self.hidden if name in LOOK_FOR_DRIVERS else None
-        if hidden is None and name not in self.then:
+        around: Callable[[], AbstractContextManager] | None = self.hidden if name in LOOK_FOR_DRIVERS else None
+        if name == COMPILES_OPTIMIZERS:
+            around = _not_compiled
+        if around is None and name not in self.then:
             return None
         # The other finders too: each block that is open inside another has one, and a module may concern several.
         others = sys.meta_path[sys.meta_path.index(self) + 1 :]
@@ -37,13 +44,17 @@ class _Finder(MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             vars(loader).pop("exec_module", None)  # the class has it
-            with hidden() if hidden else nullcontext():
+            with around() if around else nullcontext():
                 run(module)
             if name in self.then:
                 self.then[name]()
 
         loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+def _not_compiled() -> AbstractContextManager:
+    return mock.patch.object(sys.modules["torch"].jit, "script", lambda compiled, *args, **kwargs: compiled)
 
 
 @contextmanager

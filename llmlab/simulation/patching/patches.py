@@ -23,6 +23,7 @@ from ..engine.engine import Engine
 from ..values.known import know, known
 from .autocast import CAST_ONLY, impl_cuda_autocast
 from .sdpa import attention
+from .sync_batch_norm import FAKE_KERNELS
 
 aten = torch.ops.aten
 COMPOSITE = DispatchKey.CompositeImplicitAutograd
@@ -126,6 +127,8 @@ def cuda_operators(card: Capability) -> Iterator[None]:
         stack.callback(library._destroy)
         for name, kernel in kernels.items():
             library.impl(name, kernel, "AutogradCPU")
+        for name, kernel in FAKE_KERNELS.items():
+            library.impl(name, kernel, "Meta")
         impl_cuda_autocast(library, on_card)
         patched = lambda: [*foreach(), "cpu"]  # noqa: E731
         stack.enter_context(mock.patch.object(optimizers, "_get_foreach_kernels_supported_devices", patched))
