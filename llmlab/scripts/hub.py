@@ -31,8 +31,8 @@ NOT_HERE = (
     "EntryNotFoundError",
 )  # fmt: skip
 GIVE = (
-    "llmlab run downloads nothing: put it into Hugging Face's cache (`hf download NAME`, for a model config.json and the "
-    "tokenizer's files are enough), give the script a local folder, or for a model --config NAME=config.json"
+    "llmlab run downloads nothing: put it into Hugging Face's cache (`hf download NAME`; of a model config.json and "
+    "the tokenizer's files are enough), give the script a local folder, or for a model --config NAME=config.json"
 )
 
 

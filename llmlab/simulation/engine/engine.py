@@ -36,6 +36,7 @@ from ...recording.events import Event
 from ..allocator.host import Memory
 from ..allocator.out_of_memory import AllocatorOutOfMemory
 from ..devices import GPU_DEVICE, HOST
+from ..values.collectives import exchange
 from ..values.data_dependent import sized_by_value
 from ..values.known import SMALL, VALUES_LIMIT, follow, known
 from ..values.placeholders import needs_values
@@ -175,7 +176,9 @@ class Engine(TorchDispatchMode):
             if "two" not in str(error) or str(GPU_DEVICE) not in str(error):
                 raise
             raise RuntimeError(str(error).replace(str(GPU_DEVICE), "cuda:0")) from None  # two devices do not mix
-        if not faked:
+        if func.namespace == "c10d":
+            exchange(func, args)
+        elif not faked:
             follow(func, args, kwargs, op.out, self.follows)
         if workspace is None:
             self.hold(op.out)

@@ -22,6 +22,7 @@ from ...base.compat import (
 )
 from ...base.errors import NotAvailable
 from ..devices import GPU_DEVICE
+from ..values.collectives import exchange
 from ..values.known import SMALL, VALUES_LIMIT, is_followed, know, known
 from ..values.placeholders import located, value_for, warn_of
 
@@ -56,7 +57,10 @@ class RealHost:
         on_card = any(isinstance(each, FakeTensor) for each in tensors)
         if not on_card and kwargs.get("device") != GPU_DEVICE:
             with disable_current_modes():
-                return func(*args, **kwargs)
+                done = func(*args, **kwargs)
+            if func.namespace == "c10d":
+                exchange(func, args)
+            return done
         if self.assume is not None:
             _assume(tensors, self.assume)
         if on_card and func._schema.is_mutable and tensors[0] is args[0] and not isinstance(args[0], FakeTensor):

@@ -1,0 +1,99 @@
+"""Values that ranks exchange: those of this rank are known, and the others, which are not there, have the same.
+
+So all_gather gives each rank's slot this rank's tensor, all_to_all the part meant for this rank of each, and a sum is
+as many times the value as there are ranks. Code exchanges sizes so, and allocates by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...base.compat import FakeTensor, disable_current_modes
+from .known import VALUE, know, known
+
+
+def exchange(func: Any, args: tuple) -> None:
+    """Give the tensors that collective `func` of torch.ops.c10d writes what they would hold; forget unknown ones."""
+    name = func._schema.name.removeprefix("c10d::")
+    rule = RULES.get(name)
+    if rule is not None:
+        with disable_current_modes():
+            rule(*args)
+
+
+def _put(target: Tensor, value: Tensor | None) -> None:
+    if not isinstance(target, FakeTensor):
+        if value is not None:
+            target.copy_(value.reshape(target.shape))
+    elif value is not None:
+        know(target, value.reshape(target.shape).to(target.dtype).clone())
+    elif hasattr(target, VALUE):
+        delattr(target, VALUE)
+
+
+def _group(boxed: Any) -> Any:
+    from torch.distributed import ProcessGroup
+
+    return boxed if isinstance(boxed, ProcessGroup) else ProcessGroup.unbox(boxed)
+
+
+def _reduced(value: Tensor | None, op: Any, ranks: int) -> Tensor | None:
+    from torch.distributed import ReduceOp
+
+    boxed = op if isinstance(op, ReduceOp) else ReduceOp.unbox(op) if hasattr(ReduceOp, "unbox") else op
+    if value is None or boxed != ReduceOp.SUM:
+        return value  # of equal values the average, the least and the largest are that value
+    return value * ranks
+
+
+def _all_gather(outputs: list[list[Tensor]], inputs: list[Tensor], *_: Any) -> None:
+    for targets, mine in zip(outputs, inputs, strict=False):
+        for target in targets:
+            _put(target, known(mine))
+
+
+def _all_gather_into(output: Tensor, mine: Tensor, *_: Any) -> None:
+    value = known(mine)
+    ranks = output.numel() // max(1, mine.numel())
+    _put(output, None if value is None else value.reshape(-1).repeat(ranks))
+
+
+def _all_to_all_single(
+    output: Tensor, mine: Tensor, group: Any, output_sizes: list[int], input_sizes: list[int], *_: Any
+) -> None:
+    value, ranks, rank = known(mine), _group(group).size(), _group(group).rank()
+    if value is not None:
+        part = value.split(input_sizes)[rank] if input_sizes else value.chunk(ranks)[rank]
+        value = torch.cat([part] * ranks)
+    _put(output, value if value is not None and value.numel() == output.numel() else None)
+
+
+def _all_to_all(outputs: list[Tensor], inputs: list[Tensor], group: Any, *_: Any) -> None:
+    value = known(inputs[_group(group).rank()])
+    for target in outputs:
+        _put(target, value if value is not None and value.numel() == target.numel() else None)
+
+
+def _all_reduce(tensors: list[Tensor], group: Any, op: Any, *_: Any) -> None:
+    for each in tensors:
+        _put(each, _reduced(known(each), op, _group(group).size()))
+
+
+def _reduce_scatter(output: Tensor, mine: Tensor, group: Any, op: Any, *_: Any) -> None:
+    ranks, value = _group(group).size(), known(mine)
+    part = None if value is None else value.reshape(-1).chunk(ranks)[_group(group).rank()]
+    _put(output, _reduced(part, op, ranks))
+
+
+RULES: dict[str, Callable[..., None]] = {
+    "allgather_": _all_gather,
+    "_allgather_base_": _all_gather_into,
+    "alltoall_base_": _all_to_all_single,
+    "alltoall_": _all_to_all,
+    "allreduce_": _all_reduce,
+    "_reduce_scatter_base_": _reduce_scatter,
+}
