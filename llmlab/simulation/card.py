@@ -15,8 +15,10 @@ from .profile.snapshot import History, snapshot
 class Card:
     """One simulated card with `memory`, beside a real `host` or, without one, beside a simulated one.
 
-    `hidden`: from libraries that would load a driver.
+    `hidden`: from libraries that would load a driver. `local_ranks`: the cards of its node, of which it is the first.
     """
+
+    local_ranks = 1
 
     def __init__(self, gpu: GPU, memory: Allocator, host: RealHost | None = None) -> None:
         self.gpu, self.memory, self.hidden = gpu, memory, False

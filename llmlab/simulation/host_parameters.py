@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from ..base.compat import disable_current_modes
+from ..base.compat import FakeTensor, disable_current_modes
 from .checkpoints.files import Checkpoints
 from .engine.engine import Engine
 
@@ -28,12 +28,18 @@ class HostParameters:
     @contextmanager
     def patched(self) -> Iterator[None]:
         """Replace parameters as they are made and as modules move; at the end, those made before are real again."""
-        real_new, apply = nn.Parameter.__new__, nn.Module._apply
+        real_new, fake_new, apply = nn.Parameter.__new__, FakeTensor.__new__, nn.Module._apply
 
         def new(cls: type, data: Tensor | None = None, requires_grad: bool = True) -> Tensor:
             if cls is nn.Parameter and type(data) is Tensor and data.device.type == "cpu" and self._simulates():
                 data = self._fake(data)
             return real_new(cls, data, requires_grad)
+
+        def like(cls: type, *args: Any, **kwargs: Any) -> Tensor:
+            # `type(parameter)(data)`: libraries make a parameter of the class that one had, which is FakeTensor here.
+            if args and isinstance(args[0], Tensor):
+                return new(nn.Parameter, args[0], kwargs.get("requires_grad", True))
+            return fake_new(cls, *args, **kwargs)
 
         def apply_to_fake(module: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
             if recurse:
@@ -42,6 +48,7 @@ class HostParameters:
 
         with (
             mock.patch.object(nn.Parameter, "__new__", new),
+            mock.patch.object(FakeTensor, "__new__", like),
             mock.patch.object(nn.Module, "_apply", apply_to_fake),
         ):
             try:

@@ -52,7 +52,9 @@ def without_peers(card: Card, world_size: int | None, parameters: HostParameters
         return
     with ExitStack() as stack:
         if world_size is not None:
-            stack.enter_context(mock.patch.dict(os.environ, launched(world_size)))
+            environment = launched(world_size)
+            stack.enter_context(mock.patch.dict(os.environ, environment))
+            card.local_ranks = int(environment["LOCAL_WORLD_SIZE"])
         patch = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
         patch(dist, "is_nccl_available", lambda: True)
         for module in (dist, symbol("torch.distributed.device_mesh")):

@@ -13,6 +13,7 @@ tensors must be copied, and mixing them raises as mixing "cpu" and "cuda" does.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -96,6 +97,7 @@ class Engine(TorchDispatchMode):
         self.handles: dict[tuple[str, bool, int], int] = {}
         self.casts = device == HOST  # operands of more than one dtype are copied
         self.operator = None  # the one that runs
+        self.launches: Counter[str] = Counter()  # of Triton's kernels
         self.uncounted: dict[str, str] = {}  # by library: the first operator whose workspace is not counted
         self.met: set[Any] = set()  # operators of which the output alone is counted
         self.placeholder: float | None = None  # what reading an unknown float gives; None raises NotAvailable
@@ -349,7 +351,9 @@ def notes_of(engine: Engine) -> tuple[str, ...]:
     """Return what `engine` did not count, a sentence each."""
     met = engine.met if engine.device == GPU_DEVICE else ()
     unknown = sorted(str(func) for func in met if not is_stated(func, engine.workspaces))
+    launched = ", ".join(f"{name} {count} times" for name, count in engine.launches.most_common(3))
     return (
+        *([f"Triton's kernels were launched, of which neither time nor FLOP count: {launched}."] if launched else ()),
         *(
             f"{library}'s workspace is not counted: {library} says how much it takes when it runs; here for {operator}."
             for library, operator in engine.uncounted.items()

@@ -23,7 +23,7 @@ from torch.amp import autocast_mode
 from torch.autograd.graph import save_on_cpu
 from torch.utils.data import DataLoader, dataloader
 
-from ...base.compat import FakeTensor
+from ...base.compat import FakeTensor, tree_map_only
 from ...base.errors import NotAvailable, SpecError
 from ...hardware.gpu import BF16_CAPABILITY, GPU
 from ..capability import capability_of
@@ -84,20 +84,21 @@ def cuda_api(card: Card) -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch, "compile", _eager(card, torch.compile)))
         stack.enter_context(mock.patch.object(torch, "Generator", Generator))
         stack.enter_context(mock.patch.object(Tensor, "record_stream", nothing))
+        stack.enter_context(mock.patch.object(nn.DataParallel, "forward", _data_parallel))
         stack.enter_context(mock.patch.object(nn.Module, "compile", _eager_in_place))
         stack.enter_context(mock.patch.object(save_on_cpu, "__init__", _save_unpinned(save_on_cpu.__init__)))
         yield
 
 
-def check_index(device: Any) -> int:
-    """Return 0, the index of the card; raises torch's error for another."""
+def check_index(device: Any, cards: int = 1) -> int:
+    """Return 0, the index of the card; raises torch's error for another than those of `cards`."""
     if isinstance(device, str):
         device = torch.device(device)
     if isinstance(device, torch.device):
         if device.type != "cuda":
             raise ValueError(f"Expected a cuda device, but got: {device}")
         device = device.index
-    if device not in (None, 0):
+    if device is not None and device not in range(cards):
         raise torch.AcceleratorError(f"CUDA error: invalid device ordinal {device}; the simulator has one card, cuda:0")
     return 0
 
@@ -134,7 +135,7 @@ def _device(card: Card) -> dict[str, Any]:
     )
 
     def get_device_properties(device: Any = None) -> SimpleNamespace:
-        check_index(device)
+        check_index(device, card.local_ranks)
         return properties
 
     def is_bf16_supported(including_emulation: bool = True) -> bool:
@@ -146,7 +147,7 @@ def _device(card: Card) -> dict[str, Any]:
         "init": nothing,
         "_lazy_init": nothing,
         "_lazy_call": nothing,
-        "device_count": lambda: 1,
+        "device_count": lambda: card.local_ranks,
         "current_device": lambda: 0,
         "set_device": lambda device: check_index(device) and None,
         "_exchange_device": lambda index: check_index(index) if index >= 0 else -1,
@@ -310,12 +311,12 @@ def _accelerator(memory: dict[str, Any]) -> dict[str, Any]:
     return {
         **{name: memory[name] for name in shared},
         **{name: getattr(torch.cuda, name) for name in own},
+        "device_count": lambda: torch.cuda.device_count(),
         "get_memory_info": memory["mem_get_info"],
         "set_device_index": check_index,
         "current_device_idx": lambda: 0,
         "set_device_idx": check_index,
         "is_available": lambda: True,
-        "device_count": lambda: 1,
         "current_accelerator": lambda check_available=False: torch.device("cuda"),
         "current_device_index": lambda: 0,
         "current_stream": lambda device=None: DEFAULT_STREAM,
@@ -351,6 +352,17 @@ def cuda_autocast() -> Iterator[None]:
         mock.patch.object(torch, "get_autocast_gpu_dtype", lambda: get_autocast_dtype("cuda")),
     ):
         yield
+
+
+def _data_parallel(self: nn.DataParallel, *inputs: Any, **kwargs: Any) -> Any:
+    """DataParallel.forward on one card: it moves the inputs there. Raises NotAvailable for several."""
+    if len(self.device_ids) > 1:
+        raise located(NotAvailable(
+            f"nn.DataParallel on {len(self.device_ids)} cards in one process is not simulated; give it device_ids=[0], "
+            "or DistributedDataParallel"
+        ))  # fmt: skip
+    inputs, kwargs = tree_map_only(Tensor, lambda tensor: tensor.cuda(), (inputs, kwargs))
+    return self.module(*inputs, **kwargs)
 
 
 def _one_process(self: DataLoader) -> Any:

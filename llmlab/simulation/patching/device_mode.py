@@ -26,7 +26,7 @@ from .. import FOLDER
 from ..devices import GPU_DEVICE, HOST
 from ..engine.engine import VALUE_OF, Engine
 from ..engine.real_host import RealHost
-from ..values.known import VALUES_LIMIT, know, known
+from ..values.known import VALUES_LIMIT, forget, know, known
 from ..values.placeholders import PLACEHOLDER, UNKNOWN, Unknown, asked_by_torch, refuse, value_for, warn_of
 from .cuda_api import check_index
 from .patches import made_on_card, on_card, set_data
@@ -108,8 +108,14 @@ class Redirect(TorchFunctionMode):
             kwargs["device"] = GPU_DEVICE
         if (func in FROM_DATA or func is Tensor.__setitem__) and _holds_unknown(args[-1]):
             warn_of("a tensor made on the host from .item()")
-        if func in FROM_DATA and kwargs.get("device") == GPU_DEVICE:
-            return made_on_card(func, *args, **kwargs)
+        if func in FROM_DATA:
+            if args and type(args[0]) in (list, tuple):
+                args = (self._numbers(args[0]), *args[1:])
+            if kwargs.get("device") == GPU_DEVICE:
+                made = made_on_card(func, *args, **kwargs)
+                if _holds_unknown(args[0]):
+                    forget(made)
+                return made
         try:
             return func(*args, **kwargs)
         except torch.OutOfMemoryError as error:
@@ -167,6 +173,12 @@ class Redirect(TorchFunctionMode):
             return tensor.to(CARD, non_blocking=non_blocking)
 
     # ---- values
+
+    def _numbers(self, data: Any) -> Any:
+        """Return nested lists in which numbers stand for the card's tensors of one element, as torch reads them."""
+        if type(data) in (list, tuple):
+            return [self._numbers(each) for each in data]
+        return self._item(data) if isinstance(data, FakeTensor) and data.numel() == 1 else data
 
     def _item(self, tensor: Tensor) -> Any:
         if known(tensor) is not None:

@@ -23,7 +23,7 @@ from ..devices import GPU_DEVICE
 from ..distributed.process_group import no_deepspeed, without_peers
 from ..engine.engine import Engine
 from ..engine.real_host import RealHost
-from ..engine.unsupported import no_extensions, no_triton, unless_offloaded
+from ..engine.unsupported import counted_triton, no_extensions, unless_offloaded
 from ..host_parameters import HostParameters
 from ..profile.timeline import Phases
 from ..streams import nothing, profiled_as_host
@@ -70,7 +70,7 @@ def installed(card: Card) -> Iterator[None]:
             "accelerate.hooks": accelerate,
             "bitsandbytes": bitsandbytes,
             "deepspeed": lambda: put("deepspeed", "initialize", no_deepspeed),
-            "triton.runtime.jit": lambda: stack.enter_context(no_triton()),
+            "triton.runtime.jit": lambda: stack.enter_context(counted_triton(card.engine.launches)),
             "torch.utils.cpp_extension": lambda: stack.enter_context(no_extensions()),
             "transformers.generation.stopping_criteria": lambda: stack.enter_context(no_end_of_sequence()),
             "transformers.generation.utils": lambda: stack.enter_context(full_beams()),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...base.compat import FakeTensor, disable_current_modes
-from .known import VALUE, know, known
+from .known import forget, know, known
 
 
 def exchange(func: Any, args: tuple) -> None:
@@ -31,8 +31,8 @@ def _put(target: Tensor, value: Tensor | None) -> None:
             target.copy_(value.reshape(target.shape))
     elif value is not None:
         know(target, value.reshape(target.shape).to(target.dtype).clone())
-    elif hasattr(target, VALUE):
-        delattr(target, VALUE)
+    else:
+        forget(target)
 
 
 def _group(boxed: Any) -> Any:

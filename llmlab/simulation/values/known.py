@@ -39,6 +39,11 @@ def know(tensor: Tensor, value: Tensor) -> None:
     setattr(tensor, VALUE, value)
 
 
+def forget(tensor: Tensor) -> None:
+    """Let the values of a fake tensor be unknown."""
+    vars(tensor).pop(VALUE, None)
+
+
 def is_followed(tensor: Tensor, limit: int = SMALL) -> bool:
     """Return whether values of such a tensor are kept: integers and masks, and up to `limit` other elements."""
     return tensor.dtype in INTEGERS or tensor.numel() <= limit
@@ -88,7 +93,7 @@ def _follow_change(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     tensors = [each for each in arg_tree_leaves(*args, **kwargs) if isinstance(each, Tensor)]
     if any(known(each) is None for each in tensors):
         for each in changed:
-            delattr(each, VALUE)
+            forget(each)
         return
     args, kwargs = tree_map_only(Tensor, known, (args, {**kwargs}))
     with disable_current_modes():
