@@ -131,12 +131,13 @@ def simulator(gpu: GPU | str, *, assume: float | None = None, world_size: int | 
 
     Values. Tensors on the card have none. What a healthy run shows is taken for granted: everything is finite, the
     GradScaler never skips a step, and generate() draws no end-of-sequence token. `.item()` and `.tolist()` of floats
-    give a number that prints as "?" and can be computed with, and that raises NotAvailable where code branches on it,
-    with the operator and the line. `float()`, NumPy, and tensors on the host that such values are written to get the
-    plain number 1.0, or 0 for integers, with a warning: from there on nobody can tell. `assume=2.5` makes every single
-    float that is read 2.5, in comparisons too. Known, and followed: integers and masks that come from the host or from
-    torch.arange and its like, token ids that torch.randint draws on the card, and up to 1024 floats. What these size
-    (x[mask], nonzero, repeat_interleave) is right; what the card's own results would size raises NotAvailable.
+    give a number that prints as "?", can be computed with and stored. Where it is compared, and for `float()`, NumPy
+    and tensors on the host that such values are written to, it is 1.0, or 0 for integers, with a warning once for each
+    line. `assume=2.5` makes every single number that is read 2.5 (2, True) and every time between two events, without
+    a word. Known, and followed: integers and masks that come from the host or from torch.arange and its like, token ids
+    that torch.randint draws on the card, up to 1024 floats, and what collectives make of them. What these size
+    (x[mask], nonzero, repeat_interleave) is right; what the card's own results would size raises NotAvailable, with the
+    operator and the line.
 
     Checkpoints. torch.save and safetensors write no file that would hold simulated tensors: it is kept in memory until
     the block ends, where torch.load and load_file find it, and os and shutil rename, copy and remove it. Files that are
@@ -145,10 +146,11 @@ def simulator(gpu: GPU | str, *, assume: float | None = None, world_size: int | 
     Several cards. With `world_size` this process is rank 0 of as many: RANK, LOCAL_RANK and WORLD_SIZE are set as
     torchrun sets them, and init_process_group makes a group whose other ranks are not there. DDP, FSDP2 (fully_shard),
     DTensor, accelerate and the Trainer run as they are, and the card holds what rank 0's would, but for NCCL's own
-    buffers, which are not the allocator's. A collective leaves this rank's own values.
+    buffers, which are not the allocator's. All ranks have this rank's values, and collectives
+    make of those what they would.
 
     Not simulated: what torch.compile fuses (it runs eager, with a warning), CUDA graphs, kernels compiled for the card,
-    DeepSpeed's engine, the first FSDP and layers that accelerate keeps off the card (all are refused), cuDNN's
+    DeepSpeed's engine, the first FSDP (all are refused), cuDNN's
     workspaces, which belong to the algorithm it picks, LSTM and GRU as one cuDNN kernel (a note says so), packed
     sequences, and time: events give "?", and so do the card's sensors.
     A DataLoader's workers run in this thread. Streams have blocks of their own, but backward runs on the stream that is

@@ -23,9 +23,8 @@ def test_a_script_keeps_its_arguments_as_they_are(here):
 def test_torchrun_says_how_many_ranks(here):
     words = ["torchrun", "--nnodes=16", "--nproc_per_node=8", "--rdzv_backend=c10d", "train.py", "--lr", "1"]
     assert command(words) == Command("train.py", ("--lr", "1"), nodes=16, gpus_per_node=8)
-    assert command(["python", "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "package.train"]) == Command(
-        "package.train", (), module=True, nodes=1, gpus_per_node=2
-    )
+    words = ["python", "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "package.train"]
+    assert command(words) == Command("package.train", (), module=True, nodes=1, gpus_per_node=2)
     assert command(["torchrun", "--nproc_per_node=gpu", "train.py"]).gpus_per_node is None
 
 

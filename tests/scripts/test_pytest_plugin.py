@@ -39,7 +39,8 @@ def test_it_fails_with_the_module_that_grew(run, pytester):
     before = (pytester.path / "test_memory.memory.json").read_text()
     result = run(limit=1, hidden=1 << 20)
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["test_fits takes *GiB of A100-40GB's 1.00 GiB", "what has grown since*", "*+*GiB  [*]"])
+    said = ["test_fits takes *GiB of A100-40GB's 1.00 GiB", "what has grown since*", "*+*GiB  [*]"]
+    result.stdout.fnmatch_lines(said)
     assert (pytester.path / "test_memory.memory.json").read_text() == before
 
 

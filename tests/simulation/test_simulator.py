@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import threading
+import warnings
 
 import pytest
 import torch
@@ -337,20 +339,64 @@ def test_a_float_read_from_the_card_is_the_placeholder():
             torch.zeros(3)[0] = loss.item()
 
 
-@pytest.mark.parametrize("branch", [
-    lambda loss: 1 if loss > 1 else 0,
-    lambda loss: loss.item() < 1.0,
-    lambda loss: max(loss.item(), 0.0),
+@pytest.mark.parametrize(("compare", "taken"), [
+    (lambda loss: 1 if loss > 2 else 0, 0),
+    (lambda loss: loss.item() < 1.5, True),
+    (lambda loss: max(loss.item(), 0.5), PLACEHOLDER),
+    (lambda loss: 1 if loss.sign() == 1 else 0, 1),
+    (lambda loss: bool(torch.lt(loss, loss)), False),
+    (lambda loss: loss.argmax().item() == 3, False),
+    (lambda loss: bool(loss.item()), True),
+])  # fmt: skip
+def test_a_comparison_with_a_bound_takes_the_placeholder_and_says_so(compare, taken):
+    with simulator("T4"):
+        loss = torch.rand(2000, device="cuda").mean()
+        with pytest.warns(UserWarning, match="a comparison: .*floats are 1.0, integers 0"):
+            assert compare(loss) == taken
+
+
+def test_a_number_compared_with_itself_is_no_decision():
+    with simulator("T4"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss = torch.rand(2000, device="cuda").mean().item()
+        assert (loss != loss, loss == loss) == (False, True)
+        assert json.loads(json.dumps({"loss": loss}, indent=2)) == {"loss": PLACEHOLDER}
+
+
+@pytest.mark.parametrize("sizes", [
     lambda loss: range(int(loss.item())),
-    lambda loss: 1 if loss.sign() == 1 else 0,
+    lambda loss: range(loss.argmax().item()),
+    lambda loss: [1, 2, 3][: loss.argmax().item()],
+    lambda loss: torch.zeros(loss.argmax().item()),
     lambda loss: torch.arange(loss, device="cuda"),
     lambda loss: torch.zeros(4)[loss.long()],
 ])  # fmt: skip
-def test_control_flow_on_a_value_is_refused_with_the_line(branch):
+def test_what_would_size_something_is_refused_with_the_line_and_a_way_that_works(sizes):
     with simulator("T4"):
         loss = torch.rand(2000, device="cuda").mean()
         with pytest.raises(NotAvailable, match=r"test_simulator\.py, line \d+"):
-            branch(loss)
+            sizes(loss)
+    with simulator("T4", assume=1.0):
+        sizes(torch.rand(2000, device="cuda").mean())
+
+
+def test_assume_is_the_value_of_whole_numbers_flags_and_times_too():
+    with simulator("T4", assume=1.0):
+        chosen = torch.rand(4, 5000, device="cuda").argmax(-1)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        assert [int(each) for each in chosen] == chosen.tolist() == [1, 1, 1, 1]
+        assert chosen[0].item() == 1 and bool((chosen[0] > 7).any()) is False
+        assert start.elapsed_time(end) == 1.0
+        held = torch.zeros(4, dtype=torch.int64)
+        assert held.copy_(chosen).tolist() == [1, 1, 1, 1]
+
+
+def test_lists_of_the_card_s_numbers_make_tensors():
+    with simulator("T4"):
+        lengths, losses = torch.tensor([3, 4], device="cuda"), torch.rand(2, device="cuda")
+        assert torch.tensor([lengths[0], lengths[1]], device="cuda").tolist() == [3, 4]
+        assert torch.tensor([[lengths[1]], [2]]).tolist() == [[4], [2]]
+        assert str(torch.tensor([losses[0], 1.0], device="cuda").sum().item()) == "?"
 
 
 @pytest.mark.parametrize("operator, call", [

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from llmlab.base.errors import NotAvailable
 from llmlab.simulation.simulator import simulator
 
 if torch.cuda.is_available():
@@ -103,14 +102,39 @@ def pair() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
 
 
-def test_layers_off_the_card_are_refused_by_name_and_line():
+@torch.no_grad()
+def test_layers_off_the_card_are_there_while_they_run():
     accelerate = pytest.importorskip("accelerate")
-    with simulator("T4"), pytest.raises(NotAvailable, match=r"'weight' of Linear would go to 0.*test_user_libraries"):
-        accelerate.dispatch_model(pair(), {"0": 0, "1": "cpu"}, main_device=0)
-    with simulator("T4"), pytest.raises(NotAvailable, match="go to meta and back at each call"):
-        accelerate.cpu_offload(pair(), execution_device=torch.device("cuda"))
-    with simulator("T4"):  # all of it on the card is nothing to refuse
-        accelerate.dispatch_model(pair(), {"": 0}, main_device=0)(torch.ones(2, 64, device="cuda"))
+    layer, most = 4 << 20, {}
+
+    def pair():
+        return nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 1024, bias=False))
+
+    for places in ({"": 0}, {"0": 0, "1": "cpu"}, None):
+        with simulator("T4") as sim:
+            model = pair()
+            if places is None:
+                accelerate.cpu_offload(model, execution_device=torch.device("cuda"))
+            else:
+                accelerate.dispatch_model(model, places, main_device=0)
+            before = sim.allocated
+            x = torch.ones(2, 1024, device="cuda")
+            model(x)
+            most[str(places)] = before, sim.peak_allocated
+    (whole, peak), (half, of_half), (none, of_none) = most.values()
+    assert (whole, half, none) == (2 * layer, layer, 0)
+    assert peak == of_half and of_none == peak - layer
+
+
+def test_parameters_are_made_of_the_class_that_one_had():
+    accelerate = pytest.importorskip("accelerate")
+    with simulator("T4") as sim:
+        with accelerate.init_empty_weights():
+            model = nn.Linear(8, 8, bias=False)
+        accelerate.utils.set_module_tensor_to_device(model, "weight", "cpu", value=torch.randn(8, 8))
+        assert isinstance(model.weight, nn.Parameter) and sim.allocated == 0
+        model.cuda()
+        assert sim.allocated == 512
 
 
 @pytest.mark.parametrize(("name", "states"), [("LARS", 1), ("LAMB", 2), ("Lion", 1)])

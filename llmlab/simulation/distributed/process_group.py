@@ -25,6 +25,7 @@ from ..card import Card
 from ..devices import GPU_DEVICE
 from ..host_parameters import HostParameters
 from ..streams import nothing
+from ..values.collectives import summed
 from ..values.placeholders import located
 from .torch_engines import FSDP, FSDP_MODULES, start_group, torch_engines
 
@@ -67,6 +68,7 @@ def without_peers(card: Card, world_size: int | None, parameters: HostParameters
             "scatter_object_list": _scatter_object_list,
             "broadcast_object_list": nothing,
             "monitored_barrier": nothing,
+            "all_reduce": _all_reduce(distributed_c10d.all_reduce),
         }
         for name, function in replaced.items():
             for module in (dist, distributed_c10d):
@@ -124,6 +126,19 @@ def no_deepspeed(*args: Any, **kwargs: Any) -> None:
         "deepspeed.initialize: DeepSpeed's own memory is not simulated; give the block fully_shard (FSDP2) or "
         "DistributedDataParallel, or see lab.estimate"
     ))  # fmt: skip
+
+
+def _all_reduce(real: Callable) -> Callable:
+    """torch.distributed.all_reduce. Operators do not tell sums from averages: their argument is a closed box."""
+
+    @wraps(real)
+    def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        work = real(tensor, op, group, async_op)
+        if op == dist.ReduceOp.SUM:
+            summed(tensor, dist.get_world_size(group))
+        return work
+
+    return all_reduce
 
 
 # Python objects travel pickled, and those of other ranks would be unpickled from nothing.

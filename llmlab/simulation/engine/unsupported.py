@@ -8,8 +8,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
-from torch import nn
-
 from ...base.errors import NotAvailable
 from ..values.placeholders import located
 
@@ -51,21 +49,3 @@ def counted_triton(launches: Counter[str]) -> AbstractContextManager:
         return launch
 
     return mock.patch.object(jit.KernelInterface, "__getitem__", launcher)
-
-
-def unless_offloaded(place: Callable[..., None]) -> Callable[..., None]:
-    """Return accelerate's set_module_tensor_to_device, `place`, refusing to move parameters between card and host."""
-
-    def placed(module: nn.Module, name: str, device: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            place(module, name, device, *args, **kwargs)
-        except TypeError as error:
-            if "fake_mode" not in str(error):
-                raise
-            raise located(NotAvailable(
-                f"accelerate: {name!r} of {type(module).__name__} would go to {device} and back at each call "
-                "(dispatch_model with layers off the card, cpu_offload, disk_offload), which is not simulated; give "
-                "the block the whole model with .to('cuda'), or lab.measure it"
-            )) from None  # fmt: skip
-
-    return placed

@@ -23,7 +23,7 @@ from ..devices import GPU_DEVICE
 from ..distributed.process_group import no_deepspeed, without_peers
 from ..engine.engine import Engine
 from ..engine.real_host import RealHost
-from ..engine.unsupported import counted_triton, no_extensions, unless_offloaded
+from ..engine.unsupported import counted_triton, no_extensions
 from ..host_parameters import HostParameters
 from ..profile.timeline import Phases
 from ..streams import nothing, profiled_as_host
@@ -62,12 +62,7 @@ def installed(card: Card) -> Iterator[None]:
             for name in ("fill", "prefetch_tensor"):
                 put("bitsandbytes.functional", name, nothing)
 
-        def accelerate() -> None:
-            name = "set_module_tensor_to_device"
-            put("accelerate.hooks", name, unless_offloaded(getattr(sys.modules["accelerate.hooks"], name)))
-
         libraries: dict[str, Callable[[], Any]] = {
-            "accelerate.hooks": accelerate,
             "bitsandbytes": bitsandbytes,
             "deepspeed": lambda: put("deepspeed", "initialize", no_deepspeed),
             "triton.runtime.jit": lambda: stack.enter_context(counted_triton(card.engine.launches)),

@@ -1,7 +1,8 @@
 """Values that ranks exchange: those of this rank are known, and the others, which are not there, have the same.
 
 So all_gather gives each rank's slot this rank's tensor, all_to_all the part meant for this rank of each, and a sum is
-as many times the value as there are ranks. Code exchanges sizes so, and allocates by them.
+as many times the value as there are ranks (of equal values the average, the least and the largest are the value). Code
+exchanges sizes so, and allocates by them.
 """
 
 from __future__ import annotations
@@ -41,15 +42,6 @@ def _group(boxed: Any) -> Any:
     return boxed if isinstance(boxed, ProcessGroup) else ProcessGroup.unbox(boxed)
 
 
-def _reduced(value: Tensor | None, op: Any, ranks: int) -> Tensor | None:
-    from torch.distributed import ReduceOp
-
-    boxed = op if isinstance(op, ReduceOp) else ReduceOp.unbox(op) if hasattr(ReduceOp, "unbox") else op
-    if value is None or boxed != ReduceOp.SUM:
-        return value  # of equal values the average, the least and the largest are that value
-    return value * ranks
-
-
 def _all_gather(outputs: list[list[Tensor]], inputs: list[Tensor], *_: Any) -> None:
     for targets, mine in zip(outputs, inputs, strict=False):
         for target in targets:
@@ -78,15 +70,11 @@ def _all_to_all(outputs: list[Tensor], inputs: list[Tensor], group: Any, *_: Any
         _put(target, value if value is not None and value.numel() == target.numel() else None)
 
 
-def _all_reduce(tensors: list[Tensor], group: Any, op: Any, *_: Any) -> None:
-    for each in tensors:
-        _put(each, _reduced(known(each), op, _group(group).size()))
-
-
-def _reduce_scatter(output: Tensor, mine: Tensor, group: Any, op: Any, *_: Any) -> None:
-    ranks, value = _group(group).size(), known(mine)
-    part = None if value is None else value.reshape(-1).chunk(ranks)[_group(group).rank()]
-    _put(output, _reduced(part, op, ranks))
+def summed(tensor: Tensor, ranks: int) -> None:
+    """Give `tensor` what a sum over `ranks` that all have its values makes of them, where they are known."""
+    with disable_current_modes():
+        if (value := known(tensor)) is not None:
+            _put(tensor, value * ranks)
 
 
 RULES: dict[str, Callable[..., None]] = {
@@ -94,6 +82,4 @@ RULES: dict[str, Callable[..., None]] = {
     "_allgather_base_": _all_gather_into,
     "alltoall_base_": _all_to_all_single,
     "alltoall_": _all_to_all,
-    "allreduce_": _all_reduce,
-    "_reduce_scatter_base_": _reduce_scatter,
 }

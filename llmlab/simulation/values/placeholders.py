@@ -150,7 +150,9 @@ def _compared(name: str) -> Callable:
     operation = getattr(float, name)
 
     def compare(self: Unknown, *others: Any) -> Any:
-        if not others or others[0] is not self:  # `x != x` asks whether it is NaN
+        # `x != x` asks whether it is NaN, and so does a comparison with what is not finite.
+        asks_if_finite = others and (others[0] is self or (isinstance(others[0], float) and others[0] - others[0] != 0))
+        if not asks_if_finite:
             warn_of("a comparison")
         return operation(self, *others)
 
