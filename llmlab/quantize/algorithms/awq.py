@@ -7,15 +7,14 @@ weights, say which columns matter; how strongly to scale is found by a search.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+
+from torch import Tensor
 
 from ...base.errors import SpecError, check_counts
 from ..checks import layer
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..formats.affine import Quantized
+from ..formats.affine import Quantized
+from .rtn import rtn
 
 
 def awq(
@@ -28,10 +27,6 @@ def awq(
     so it costs nothing. Raises SpecError for sizes that do not match, a group that does not divide I, and values that
     are not finite.
     """
-    from dataclasses import replace
-
-    from .rtn import rtn
-
     check_counts(grid=grid)
     weight, inputs = layer(weight, inputs)
     if not inputs.any():

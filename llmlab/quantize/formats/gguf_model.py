@@ -16,6 +16,7 @@ import numpy as np
 from ...base.errors import SpecError
 from ...specs.model import ModelSpec
 from . import gguf_file
+from .gguf_file import package
 from .sizes import MIXES, stored
 
 if TYPE_CHECKING:
@@ -23,13 +24,6 @@ if TYPE_CHECKING:
 
     from ...architectures.llama import Llama
 
-NAMES = {
-    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-}  # fmt: skip
-OUTSIDE = {"embed_tokens.weight": "token_embd.weight", "norm.weight": "output_norm.weight",
-           "lm_head.weight": "output.weight"}  # fmt: skip
 # llama.cpp include/llama.h, llama_ftype: the number of a mix in `general.file_type`
 FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q4_K_M": 15, "Q6_K": 18}
 NORMAL, CONTROL, UNUSED = 1, 3, 5  # types of tokens, llama_token_type
@@ -46,18 +40,14 @@ def write_llama(path: str | os.PathLike, model: Llama, tokenizer: Tokenizer, mix
         raise SpecError(f"mix={mix!r} is not written here; give one of {', '.join(FILE_TYPES)}")
     if model.rope["rope_type"] != "default":
         raise SpecError(f"{spec.name} scales its RoPE ({model.rope['rope_type']}); only plain RoPE is written here")
-    kinds = {tensor.name: tensor.kind for tensor in stored(spec, mix)}
-    state = {name: weight.detach().cpu().float().numpy() for name, weight in model.state_dict().items()}
-    if spec.tied:
-        del state["lm_head.weight"]
-        kinds["token_embd"] = kinds["output"] if "token_embd" not in kinds else kinds["token_embd"]
-    tensors, kind_of = {}, {}
-    for name, weight in state.items():
-        theirs = gguf_name(name)
-        tensors[theirs] = to_neighbours(weight, heads_of(name, spec)) if heads_of(name, spec) else weight
-        kind_of[theirs] = kinds.get(theirs.removesuffix(".weight").replace("ffn_gate", "ffn_up"), "F32")
+    kinds = {f"{tensor.name}.weight": tensor.kind for tensor in stored(spec, mix)}
+    kinds.setdefault("token_embd.weight", kinds["output.weight"])  # a tied head
+    names, tensors = gguf_names(model), {}
+    for name, parameter in model.state_dict().items():
+        weight, heads = parameter.cpu().float().numpy(), heads_of(name, spec)
+        tensors[names[name]] = to_neighbours(weight, heads) if heads else weight
     metadata = {**hyperparameters(spec, mix), **vocabulary(tokenizer, spec.vocab)}
-    gguf_file.write(path, tensors, kind_of, "llama", metadata)
+    gguf_file.write(path, tensors, kinds, "llama", metadata)
 
 
 def read_llama(path: str | os.PathLike) -> Llama:
@@ -77,10 +67,7 @@ def read_llama(path: str | os.PathLike) -> Llama:
     except KeyError as missing:
         raise SpecError(f"{path} lacks {missing}; it is not a whole model") from None
     state = {}
-    for name in model.state_dict():
-        theirs = gguf_name(name)
-        if theirs == "output.weight" and model.spec.tied:
-            theirs = "token_embd.weight"
+    for name, theirs in gguf_names(model).items():
         if theirs not in file.tensors:
             raise SpecError(f"{path} lacks tensor {theirs!r}; it is not a whole model")
         weight, heads = file.tensors[theirs].decode(), heads_of(name, model.spec)
@@ -89,12 +76,13 @@ def read_llama(path: str | os.PathLike) -> Llama:
     return model.eval()
 
 
-def gguf_name(name: str) -> str:
-    """Return GGUF's name of a tensor of `Llama`: layers.0.self_attn.q_proj.weight -> blk.0.attn_q.weight."""
-    if name in OUTSIDE:
-        return OUTSIDE[name]
-    _, layer, rest = name.split(".", 2)
-    return f"blk.{layer}.{NAMES[rest.removesuffix('.weight')]}.weight"
+def gguf_names(model: Llama) -> dict[str, str]:
+    """Return GGUF's name of each tensor of `model`: layers.0.self_attn.q_proj.weight -> blk.0.attn_q.weight."""
+    names = package.get_tensor_name_map(package.MODEL_ARCH.LLAMA, model.spec.layers)
+    theirs = {name: names[name.removesuffix(".weight")] + ".weight" for name in model.state_dict()}
+    if model.spec.tied:
+        theirs["lm_head.weight"] = theirs["embed_tokens.weight"]
+    return theirs
 
 
 def heads_of(name: str, spec: ModelSpec) -> int:
