@@ -14,8 +14,9 @@ from llmlab.formulas.time.quantized_linear import linear_seconds
 from llmlab.quantize.algorithms.gptq import gptq_direct
 from llmlab.quantize.algorithms.qat import QATLinear
 from llmlab.quantize.algorithms.rtn import layer_error, rtn
+from llmlab.quantize.algorithms.smoothquant import SmoothLinear
 from llmlab.quantize.formats import affine, kv, nf4
-from llmlab.quantize.modules import Int8Linear, SmoothLinear
+from llmlab.quantize.formats.int8 import Int8Linear
 from llmlab.quantize.whole import inputs_of, linears, quantize_model, replace_linears
 from llmlab.techniques.quantization import relative_error, with_outliers
 

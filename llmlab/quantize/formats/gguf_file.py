@@ -67,17 +67,13 @@ def write(
     written. Raises SpecError for other metadata, and as `gguf.encode` does.
     """
     kinds = dict.fromkeys(tensors, kind) if isinstance(kind, str) else kind
-    stored = {name: _stored(as_floats(tensor, name).numpy(), kinds.get(name, "F32")) for name, tensor in tensors.items()}
+    stored = {name: _stored(as_floats(tensor, name), kinds.get(name, "F32")) for name, tensor in tensors.items()}
     writer = package.GGUFWriter(path, arch)
     for key, value in (metadata or {}).items():
         _add(writer, key, value)
     for name, tensor in stored.items():
-        raw = np.frombuffer(tensor.data, np.uint8)
-        if tensor.kind in PLAIN:
-            writer.add_tensor(name, raw.view(PLAIN[tensor.kind]).reshape(tensor.shape))
-        else:
-            rows = raw.reshape(*tensor.shape[:-1], -1)
-            writer.add_tensor(name, rows, raw_dtype=package.GGMLQuantizationType[tensor.kind])
+        rows = np.frombuffer(tensor.data, np.uint8).reshape(*tensor.shape[:-1], -1)
+        writer.add_tensor(name, rows, raw_dtype=package.GGMLQuantizationType[tensor.kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -97,11 +93,22 @@ def _add(writer: Any, key: str, value: Any) -> None:
     (writer.add_array if isinstance(value, list) else add[type(value)])(key, value)
 
 
-def _stored(array: np.ndarray, kind: str) -> Tensor:
+def _stored(floats: torch.Tensor, kind: str) -> Tensor:
+    array = floats.numpy()
     kind = "F32" if array.ndim < 2 else fitting(kind, array.shape[-1])
     if kind in PLAIN:
         return Tensor(kind, array.shape, array.astype(PLAIN[kind]).tobytes())
     return Tensor(kind, array.shape, formats.encode(kind, array))
+
+
+class _Reader(package.GGUFReader):
+    """Without this check a corrupt length of an array makes the package's reader loop past the end for ever."""
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **options: Any) -> np.ndarray:
+        found = super()._get(offset, dtype, count, *order, **options)
+        if len(found) < count:
+            raise ValueError(f"{count} numbers of {np.dtype(dtype)} should follow at byte {offset}, {len(found)} do")
+        return found
 
 
 def read(path: str | os.PathLike) -> File:
@@ -114,7 +121,7 @@ def read(path: str | os.PathLike) -> File:
     if magic != b"GGUF":
         raise SpecError(f"{path} begins with {magic!r}, not b'GGUF': it is not a .gguf file")
     try:
-        reader = package.GGUFReader(path)
+        reader = _Reader(path)
         metadata = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # what numpy raises past the file's end
         raise SpecError(f"{path} is truncated or corrupt ({error}); get the file again") from None
