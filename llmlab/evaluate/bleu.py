@@ -15,8 +15,6 @@ from typing import Any
 
 from ..base.errors import SpecError
 
-__all__ = ["Bleu", "bleu", "words"]
-
 MAX_ORDER = 4
 
 # mteval-v13a.pl, the script of the NIST machine-translation evaluations: first entities, then where words are split.

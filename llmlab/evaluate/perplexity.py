@@ -20,8 +20,6 @@ from ..base.errors import SpecError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Perplexity", "perplexity", "windows"]
-
 
 class Perplexity(float):
     """A perplexity; `nll` is the negative log likelihood in nats of all scored tokens, `tokens` their number."""

@@ -15,8 +15,6 @@ from typing import NamedTuple
 from ..base.errors import SpecError
 from .bleu import ngrams
 
-__all__ = ["Score", "rouge"]
-
 KINDS = ("rouge1", "rouge2", "rougeL")
 
 

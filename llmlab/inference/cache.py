@@ -10,15 +10,13 @@ with the tokens about to be read, before the model runs: it raises if they do no
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..architectures.gpt import Cache
 from .blocks import BlockPool, CacheFull, Table
-
-__all__ = ["GrowingCache", "KVCache", "PagedCache", "StaticCache"]
 
 Layer = tuple[Tensor, Tensor]
 
@@ -40,7 +38,7 @@ class GrowingCache:
     """A cache that grows by concatenation: each new token copies the whole layer, with old and new copy in memory."""
 
     def __init__(self) -> None:
-        self.layers: list[Layer] = []
+        self.layers: list[Any] = []  # a Layer of each block; QuantizedCache has its codes here
 
     @property
     def length(self) -> int:
