@@ -103,17 +103,13 @@ def bleu(hypotheses: Sequence[str] | str, references: Sequence[Any] | str) -> Bl
 
 
 def _reference_lists(hypotheses: Sequence[str], references: Sequence[Any] | str) -> list[list[str]]:
-    if not hypotheses:
-        raise SpecError("no hypotheses: give at least one text")
-    if isinstance(references, str) or len(references) != len(hypotheses):
-        given = "one text" if isinstance(references, str) else f"{len(references)} references"
+    entries = [] if isinstance(references, str) else references
+    lists = [[entry] if isinstance(entry, str) else list(entry) for entry in entries]
+    if not hypotheses or len(lists) != len(hypotheses) or not all(lists):
         raise SpecError(
-            f"{len(hypotheses)} hypotheses but {given}: give one reference (a text, or a list of texts) per hypothesis"
+            f"{len(hypotheses)} hypotheses and {len(lists)} references, {lists.count([])} of them empty: give at least "
+            "one hypothesis, and one reference (a text, or a list of texts) per hypothesis"
         )
-    lists = [[entry] if isinstance(entry, str) else list(entry) for entry in references]
-    for i, texts in enumerate(lists):
-        if not texts:
-            raise SpecError(f"hypothesis {i} has no reference: give a text, or a list of at least one")
     return lists
 
 

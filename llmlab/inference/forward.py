@@ -42,11 +42,12 @@ def logits(model: Any, ids_BT: Tensor, cache: KVCache | None = None, last: int =
     ).logits
 
 
-def limits(model: Any) -> tuple[int, int]:
-    """Return the size of the model's vocabulary and the most tokens it can read."""
+def limits(model: Any) -> tuple[Any, Any]:
+    """Return the size of the model's vocabulary and the most tokens it can read, each None if unknown."""
     if hasattr(model, "spec"):
         return model.spec.vocab, model.spec.max_positions
-    return model.config.vocab_size, model.config.max_position_embeddings
+    config = getattr(model, "config", None)
+    return getattr(config, "vocab_size", None), getattr(config, "max_position_embeddings", None)
 
 
 def check_prompt(model: Any, tokens: Sequence[int], max_new_tokens: int) -> None:
