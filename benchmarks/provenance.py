@@ -20,7 +20,7 @@ def provenance(*packages: str) -> str:
     for package in packages:
         try:
             versions.append(f"{package} {version(package)}")
-        except PackageNotFoundError:  # nothing of it was in the measurement either
+        except PackageNotFoundError:  # then the measurement did not use it either
             continue
     here = host()
     made = ", ".join([*versions, f"Python {platform.python_version()}"])
@@ -28,12 +28,12 @@ def provenance(*packages: str) -> str:
 
 
 def table(header: list[str], rows: list[list[str]]) -> list[str]:
-    """Return the lines of a Markdown table, its first column to the left."""
+    """Return the lines of a Markdown table whose first column is aligned to the left."""
     return Table(header, rows).markdown().split("\n")
 
 
 def titled_table(title: str, header: list[str], rows: list[list[str]]) -> list[str]:
-    """Return the lines of a table below its title; a long one is folded, and opens where its title is clicked."""
+    """Return the lines of a table below its title; a long one is folded, and a click on its title opens it."""
     lines = table(header, rows)
     if len(rows) <= LONG:
         return [f"**{title}**", "", *lines, ""]
@@ -41,6 +41,6 @@ def titled_table(title: str, header: list[str], rows: list[list[str]]) -> list[s
 
 
 def write(path: Path, text: str) -> None:
-    """Write the results file whole, or leave the one that is there."""
+    """Write the whole results file, or, if that fails, keep the old one."""
     write_whole(path, text + "\n")
     print(f"written: {path}")
