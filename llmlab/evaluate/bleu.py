@@ -84,10 +84,9 @@ def bleu(hypotheses: Sequence[str] | str, references: Sequence[Any] | str) -> Bl
     """
     if isinstance(hypotheses, str):
         hypotheses, references = [hypotheses], [references]
-    corpus = list(zip(hypotheses, _reference_lists(hypotheses, references), strict=True))
     matches, totals = [0] * MAX_ORDER, [0] * MAX_ORDER
     length = reference_length = 0
-    for hypothesis, texts in corpus:
+    for hypothesis, texts in zip(hypotheses, _reference_lists(hypotheses, references), strict=True):
         written = words(hypothesis)
         allowed = [words(text) for text in texts]
         length += len(written)
@@ -119,16 +118,13 @@ def _score(matches: list[int], totals: list[int], length: int, reference_length:
         brevity = math.exp(1 - reference_length / length) if length else 0.0
     precisions, smoothing = [0.0] * MAX_ORDER, 1
     for n, (match, total) in enumerate(zip(matches, totals, strict=True)):
-        if total == 0:
-            break  # no hypothesis has n words
+        if total == 0 or not any(matches):
+            break  # no hypothesis has n words, or nothing matches
         if match == 0:
             smoothing *= 2  # method 3 of Chen and Cherry 2014: a half, a quarter, ... of one match
         precisions[n] = 100 * match / total if match else 100 / (smoothing * total)
-    value = 0.0
-    if any(matches) and min(precisions) > 0:
-        value = brevity * math.exp(sum(math.log(p) for p in precisions) / MAX_ORDER)
-    score = Bleu(value)
-    score.matches, score.totals, score.length = tuple(matches), tuple(totals), length
-    score.precisions = tuple(precisions) if any(matches) else (0.0,) * MAX_ORDER
-    score.reference_length, score.brevity_penalty = reference_length, brevity
+    complete = min(precisions) > 0
+    score = Bleu(brevity * math.exp(sum(math.log(p) for p in precisions) / MAX_ORDER) if complete else 0.0)
+    score.matches, score.totals, score.precisions = tuple(matches), tuple(totals), tuple(precisions)
+    score.length, score.reference_length, score.brevity_penalty = length, reference_length, brevity
     return score

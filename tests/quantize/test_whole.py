@@ -11,7 +11,6 @@ from llmlab.architectures.small import small_ids, small_model
 from llmlab.base.errors import NotAvailable, SpecError
 from llmlab.evaluate.perplexity import perplexity
 from llmlab.formulas.time.quantized_linear import linear_seconds
-from llmlab.quantize.algorithms.gptq import gptq_direct
 from llmlab.quantize.algorithms.qat import QATLinear
 from llmlab.quantize.algorithms.rtn import layer_error, rtn
 from llmlab.quantize.algorithms.smoothquant import SmoothLinear
@@ -64,7 +63,7 @@ def test_gptq_and_awq_lose_less_than_rounding_on_every_layer(model, inputs, bits
             assert best <= 1.0001 * plain, name
 
 
-def test_gptq_on_a_real_layer_is_the_direct_solution(model, inputs):
+def test_gptq_on_a_real_layer_is_the_direct_solution(gptq_direct, model, inputs):
     """Real inputs are correlated, and their Hessian is nearly singular: the factor must hold there too."""
     for name in ("layers.0.self_attn.k_proj", "layers.1.self_attn.v_proj", "layers.2.self_attn.q_proj"):
         weight = weights(model)[name][:32]

@@ -26,6 +26,16 @@ if TYPE_CHECKING:
 
 # llama.cpp include/llama.h, llama_ftype: the number of a mix in `general.file_type`
 FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q4_K_M": 15, "Q6_K": 18}
+# llama.cpp's key, config.json's, and the attribute of ModelSpec
+SIZES = (
+    ("vocab_size", "vocab_size", "vocab"),
+    ("context_length", "max_position_embeddings", "max_positions"),
+    ("embedding_length", "hidden_size", "hidden"),
+    ("block_count", "num_hidden_layers", "layers"),
+    ("feed_forward_length", "intermediate_size", "intermediate"),
+    ("attention.head_count", "num_attention_heads", "heads"),
+    ("attention.head_count_kv", "num_key_value_heads", "kv_heads"),
+)
 NORMAL, CONTROL, UNUSED = 1, 3, 5  # types of tokens, llama_token_type
 
 
@@ -107,13 +117,7 @@ def hyperparameters(spec: ModelSpec, mix: str) -> dict[str, Any]:
     metadata = {
         "general.name": spec.name,
         "general.file_type": FILE_TYPES[mix],
-        "llama.vocab_size": spec.vocab,
-        "llama.context_length": spec.max_positions,
-        "llama.embedding_length": spec.hidden,
-        "llama.block_count": spec.layers,
-        "llama.feed_forward_length": spec.intermediate,
-        "llama.attention.head_count": spec.heads,
-        "llama.attention.head_count_kv": spec.kv_heads,
+        **{f"llama.{key}": getattr(spec, attribute) for key, _, attribute in SIZES},
         "llama.attention.layer_norm_rms_epsilon": float(spec.config.get("rms_norm_eps", 1e-6)),
         "llama.rope.dimension_count": spec.head_dim,
         "llama.rope.freq_base": float(spec.config.get("rope_theta") or 10000.0),
@@ -157,13 +161,7 @@ def _config(file: gguf_file.File) -> dict[str, Any]:
     llama = {key.removeprefix("llama."): value for key, value in file.metadata.items() if key.startswith("llama.")}
     return {
         "model_type": "llama",
-        "vocab_size": llama["vocab_size"],
-        "hidden_size": llama["embedding_length"],
-        "intermediate_size": llama["feed_forward_length"],
-        "num_hidden_layers": llama["block_count"],
-        "num_attention_heads": llama["attention.head_count"],
-        "num_key_value_heads": llama["attention.head_count_kv"],
-        "max_position_embeddings": llama["context_length"],
+        **{ours: llama[key] for key, ours, _ in SIZES},
         "rms_norm_eps": float(f"{llama['attention.layer_norm_rms_epsilon']:.6g}"),
         "rope_theta": float(f"{llama['rope.freq_base']:.6g}"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
