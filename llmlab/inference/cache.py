@@ -63,7 +63,6 @@ class GrowingCache:
         self.layers = [(k_BHSD[:, :, :length], v_BHSD[:, :, :length]) for k_BHSD, v_BHSD in self.layers]
 
     def release(self) -> None:
-        """Free all memory."""
         self.layers = []
 
 
@@ -98,7 +97,6 @@ class StaticCache:
         self.length = length
 
     def release(self) -> None:
-        """Free all memory."""
         self.layers, self.length = [], 0
 
 

@@ -154,6 +154,7 @@ class Scheduler:
                 budget = None if budget is None else budget - read
         return finished
 
+    @torch.no_grad()
     def _read(self, batch: list[Request], most: int | None = None) -> list[Request]:
         """Read `most` tokens of each request (None: all); one whose prompt has been read gets its next token.
 
@@ -161,14 +162,20 @@ class Scheduler:
         """
         while batch:
             self.cache.rows = [request.held for request in batch]
+            unread_BT = torch.tensor([request.unread[:most] for request in batch], device=self._device())
+            self.passes += 1
             try:
-                logits_B1V = self._logits([request.unread[:most] for request in batch])
+                logits_B1V = logits(self.model, unread_BT, self.cache)
                 break
             except CacheFull:
                 self._preempt(self.running[-1])
                 batch = [request for request in batch if request.state == "running"]
+            except RuntimeError:
+                self.cache.undo()  # the model failed: not all keys and values were written
+                raise
         else:
             return []
+        self.cache.written()
         now, finished = perf_counter(), []
         for request, row in zip(batch, logits_B1V, strict=True):
             if request.unread:
@@ -179,17 +186,6 @@ class Scheduler:
                 self._end(request, "finished")
                 finished.append(request)
         return finished
-
-    @torch.no_grad()
-    def _logits(self, tokens: list[list[int]]) -> torch.Tensor:
-        try:
-            self.passes += 1
-            logits_B1V = logits(self.model, torch.tensor(tokens, device=self._device()), self.cache)
-        except RuntimeError:
-            self.cache.undo()  # the model failed: not all keys and values were written
-            raise
-        self.cache.written()
-        return logits_B1V
 
     def _preempt(self, request: Request) -> None:
         self.pool.release(request.held)
