@@ -1,4 +1,4 @@
-"""FP8 bit for bit as torch's own dtypes; scales a tensor, a row, a tile; MXFP4's clipping; the quantized KV cache."""
+"""FP8 bit for bit as torch's own dtypes; scales per tensor, row and tile; MXFP4's clipping; the quantized KV cache."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Bits a weight as the gguf package counts them; files of published size; .gguf files whole, truncated, corrupt."""
+"""Bits per weight as the gguf package counts them; files of published size; .gguf files whole, truncated, corrupt."""
 
 import gguf as package
 import numpy as np

@@ -83,7 +83,7 @@ def test_fewer_bits_cost_more_and_gptq_costs_less_than_rounding(model, held_out)
     assert rounded[2] > 1.02 * exact
     many = data.windows(small_ids()[0], micro_batch=16, seq_len=256, seed=1)
     text = small_ids()[1][-4096:]
-    plain = ppl(quantize_model(model, lambda w, _: rtn(w, 2, None)), text)  # a scale a row: more to make up for
+    plain = ppl(quantize_model(model, lambda w, _: rtn(w, 2, None)), text)  # one scale per row: more to correct
     solved = ppl(quantize_model(model, lambda w, x: quantize.gptq(w, x, 2, None), many), text)
     assert solved - ppl(model, text) < 0.75 * (plain - ppl(model, text))
 

@@ -32,16 +32,14 @@ def awq(
     if not inputs.any():
         raise SpecError("inputs are all 0: no column matters more than another; give the layer's real inputs")
     hessian = inputs.double().T @ inputs.double()  # |X Dᵀ|² = sum(D H * D): one sum over tokens for all trials
-    best, least = None, float("inf")
-    for step in range(grid):
-        scale = column_scale(inputs, step / grid)
-        trial = replace(rtn(weight * scale, bits, group, symmetric=symmetric), input_scale=scale)
+
+    def error(trial: Quantized) -> float:
         difference = (trial.dequantize() - weight).double()
-        error = ((difference @ hessian) * difference).sum().item()
-        if best is None or error < least:
-            best, least = trial, error
-    assert best is not None
-    return best
+        return ((difference @ hessian) * difference).sum().item()
+
+    scales = (column_scale(inputs, step / grid) for step in range(grid))
+    trials = (replace(rtn(weight * s, bits, group, symmetric=symmetric), input_scale=s) for s in scales)
+    return min(trials, key=error)
 
 
 def column_scale(inputs: Tensor, alpha: float) -> Tensor:
