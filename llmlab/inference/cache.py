@@ -1,9 +1,5 @@
 """Three KV caches: one that grows by concatenation, one allocated in full at the start, and a paged one.
 
-All have what `architectures.gpt.Cache` asks for (`length`, `update`) and three methods more. `expect(ids)` is called
-with the tokens about to be read, before the model runs: it raises if they do not fit, with nothing changed.
-`crop(length)` drops the last tokens, as speculative decoding needs. `release()` frees all memory.
-
     B  batch     T  tokens being read     S  tokens in the cache, then the T being read
     H  key-value heads     D  size of a head
 """
@@ -22,13 +18,13 @@ Layer = tuple[Tensor, Tensor]
 
 
 class KVCache(Cache, Protocol):
-    """What generation asks of a cache; `inference.QuantizedCache` fits it too."""
+    """What generation asks of a cache, besides `length` and `update`; `inference.QuantizedCache` fits it too."""
 
     def expect(self, ids_BT: Tensor) -> None:
-        """Make room for the tokens about to be read, or raise CacheFull with nothing changed."""
+        """Called before the model reads the tokens: make room, or raise CacheFull with nothing changed."""
 
     def crop(self, length: int) -> None:
-        """Keep the first `length` tokens."""
+        """Keep the first `length` tokens; speculative decoding drops those that were rejected."""
 
     def release(self) -> None:
         """Free all memory."""

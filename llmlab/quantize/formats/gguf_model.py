@@ -89,7 +89,8 @@ def read_llama(path: str | os.PathLike) -> Llama:
 def gguf_names(model: Llama) -> dict[str, str]:
     """Return GGUF's name of each tensor of `model`: layers.0.self_attn.q_proj.weight -> blk.0.attn_q.weight."""
     names = package.get_tensor_name_map(package.MODEL_ARCH.LLAMA, model.spec.layers)
-    theirs = {name: names[name.removesuffix(".weight")] + ".weight" for name in model.state_dict()}
+    stems = [name.removesuffix(".weight") for name in model.state_dict()]  # transformers' names, without "model."
+    theirs = {f"{stem}.weight": names[stem if stem == "lm_head" else f"model.{stem}"] + ".weight" for stem in stems}
     if model.spec.tied:
         theirs["lm_head.weight"] = theirs["embed_tokens.weight"]
     return theirs
