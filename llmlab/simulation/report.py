@@ -28,8 +28,8 @@ from ..step.quantized import LoadOrder, one_at_a_time
 from ..step.ranks import Ranks, around_steps
 from ..step.step import build_step
 from .allocator.caching import Allocator
-from .allocator.host import HostMemory
-from .allocator.rounding import blocks_of
+from .allocator.config import blocks_of
+from .allocator.memory import HostMemory
 from .capability import capability_of
 from .card import Card
 from .decode_replay import Decoder, Mispredicted, steps_that_run

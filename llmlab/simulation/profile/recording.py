@@ -7,7 +7,7 @@ from typing import Any
 
 from ...hardware.gpu import GPU
 from ...recording.phases import Mark, Marks
-from ..allocator.out_of_memory import AllocatorOutOfMemory
+from ..allocator.memory import AllocatorOutOfMemory
 from ..engine.engine import Engine
 from .attribution import Place, Places
 from .operator_log import Operators

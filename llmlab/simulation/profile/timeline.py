@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ...base.compat import DisableTorchFunction, current_graph_task_id
 from ...recording.parts import Block, Division, divide
 from ...recording.phases import BUFFERS, Mark
-from ..allocator.rounding import blocks_of
+from ..allocator.config import blocks_of
 from ..engine.engine import Engine
 from .attribution import OUTSIDE, Place, collapsed
 from .recording import Recording
