@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ...base.files import write_whole
 from .. import FOLDER
 from ..allocator.caching import Allocator
-from .attribution import OUTSIDE, Place
+from .recording import OUTSIDE, Place
 
 FRAMES = 64  # of a stack that are kept, innermost first
 
@@ -75,19 +75,17 @@ def snapshot(memory: Allocator, history: History) -> dict[str, Any]:
         for block in segment["blocks"]:
             if block["state"] == "active_allocated":
                 block["frames"] = _frames(born.get(block["address"], ()))
-    trace = []
-    for time, entry in enumerate(history.entries):
-        place = "device_free" if entry.action == "oom" else "addr"
-        trace.append(
-            {
-                "action": entry.action,
-                place: entry.address,
-                "size": entry.size,
-                "stream": entry.stream,
-                "time_us": time,
-                "frames": _frames(entry.frames),
-            }
-        )
+    trace = [
+        {
+            "action": entry.action,
+            "device_free" if entry.action == "oom" else "addr": entry.address,
+            "size": entry.size,
+            "stream": entry.stream,
+            "time_us": time,
+            "frames": _frames(entry.frames),
+        }
+        for time, entry in enumerate(history.entries)
+    ]
     config = memory.config
     settings = {
         "expandable_segments": config.expandable_segments,
