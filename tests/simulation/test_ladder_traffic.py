@@ -12,7 +12,6 @@ import llmlab.kernels as kernels
 from llmlab.base.errors import NotAvailable
 from llmlab.kernels import rungs
 from llmlab.simulation import ladder_traffic as ladder
-from llmlab.simulation.profile.kernel_traffic import count_moved
 
 if torch.cuda.is_available():
     pytest.skip("with a GPU Triton compiles, and compiled kernels cannot be watched", allow_module_level=True)
@@ -75,15 +74,15 @@ def test_inductor_makes_one_pass_of_what_it_can_fuse_into_one_loop():
 @TRITON
 def test_a_wide_row_is_asked_for_twice_and_written_once():
     x = torch.randn(2, 70000)
-    counted = count_moved(lambda: kernels.softmax(x, rung=4))
+    counted = ladder.count_moved(lambda: kernels.softmax(x, rung=4))
     assert counted.launches == 1 and counted.asked == 3 * x.nbytes and counted.bytes == 2 * x.nbytes
 
 
 @TRITON
 def test_pytorchs_operators_around_a_kernel_are_counted_too_and_the_interpreters_copies_are_not():
     x = torch.randn(4, 64)
-    alone = count_moved(lambda: kernels.softmax(x, rung=4))
-    both = count_moved(lambda: kernels.softmax(x + 1, rung=4))
+    alone = ladder.count_moved(lambda: kernels.softmax(x, rung=4))
+    both = ladder.count_moved(lambda: kernels.softmax(x + 1, rung=4))
     assert alone == (1, 2 * x.nbytes, 2 * x.nbytes)
     assert (both.launches, both.bytes) == (2, 4 * x.nbytes)
 
@@ -108,4 +107,4 @@ def test_the_fused_loss_reads_the_weight_for_every_chunk_and_does_the_same_produ
 def test_where_triton_compiles_nothing_can_be_watched(monkeypatch):
     monkeypatch.setattr(rungs, "INTERPRETED", False)
     with pytest.raises(NotAvailable, match="set TRITON_INTERPRET=1 before Python"):
-        count_moved(lambda: None)
+        ladder.count_moved(lambda: None)

@@ -101,13 +101,13 @@ class Recording(Marks):
         found = bisect_right(self._numbers, number) - 1
         return self._paths[found] if found >= 0 else ""
 
-    def own(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+    def own(self, model: nn.Module, *optimizers: Optimizer) -> None:
         """Let the parameters of `model`, their gradients and states belong to the modules that hold them."""
         for path, module in model.named_modules():
             for parameter in module._parameters.values():
                 if parameter is not None:
-                    state = optimizer.state.get(parameter, {}) if optimizer else {}
-                    for tensor in (parameter, parameter.grad, *state.values()):
+                    states = [state for each in optimizers for state in each.state.get(parameter, {}).values()]
+                    for tensor in (parameter, parameter.grad, *states):
                         if isinstance(tensor, Tensor):
                             self.engine.belongs(tensor, path or type(model).__name__)
 
@@ -183,5 +183,5 @@ class StepRecording(Recording):
 
     def _alive(self, named: dict[str, Any]) -> dict[int, str]:
         if self.step:
-            self.own(self.step.model, self.step.optimizer)
+            self.own(self.step.model, *([self.step.optimizer] if self.step.optimizer else []))
         return super()._alive(named)

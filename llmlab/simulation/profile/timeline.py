@@ -124,13 +124,12 @@ class Phases(Recording):
     def _alive(self, named: dict[str, Any]) -> dict[int, str]:
         with DisableTorchFunction():  # reading attributes is no code of the user's
             for root in living(self.roots):
-                for optimizer in living(self._optimizers) or [None]:
-                    self.own(root, optimizer)
+                self.own(root, *living(self._optimizers))
             return super()._alive(named)
 
     def _tensors(self) -> dict[str, list[Tensor]]:
         roots, optimizers = living(self.roots), living(self._optimizers)
-        parameters = [parameter for root in roots for parameter in root.parameters()]
+        parameters: list[Tensor] = [parameter for root in roots for parameter in root.parameters()]
         parameters += [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
         states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
         return {
