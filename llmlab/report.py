@@ -19,6 +19,20 @@ from .specs.run import Inference, Run, Training, run_from_dict
 if TYPE_CHECKING:
     from .plots.canvas import Picture
 
+# Of the printed tables: the label of a figure, the field it is in, how it is shown.
+PEAKS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("peak allocated", "peak_allocated", show_bytes),
+    ("peak reserved", "peak_reserved", show_bytes),
+    ("process", "process", show_bytes),
+    ("it would have taken", "needed", show_bytes),
+    ("device memory", "capacity", show_bytes),
+)
+SPEED: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("FLOP a step", "flops", "{:.4g}".format),
+    ("time a step", "step_seconds", show_seconds),
+    ("tokens a second", "tokens_per_second", "{:,.0f}".format),
+    ("MFU", "mfu", "{:.1%}".format),
+)
 SCHEMA = 1  # of to_json(); a reader of records refuses any other by name
 
 
@@ -133,24 +147,12 @@ class Report(Tabular):
             elif kinds:  # freed before the peak, or allocated after it
                 rows.append((f"({part}, at another moment)", show_bytes(sum(kinds.values()))))
             rows += [(f"  {name}", show_bytes(size)) for name, size in kinds.items()]
-        rows.append(("peak allocated", show_bytes(self.peak_allocated)))
-        for label, size in (("peak reserved", self.peak_reserved), ("process", self.process)):
-            if size is not None:
-                rows.append((label, show_bytes(size)))
-        if self.needed is not None:
-            at_least = " at least" if self.peak_reserved is None else ""
-            rows.append((f"it would have taken{at_least}", show_bytes(self.needed)))
-        if self.capacity is not None:
-            rows.append(("device memory", show_bytes(self.capacity)))
+        for label, name, shown in PEAKS:
+            if (size := getattr(self, name)) is not None or name == "peak_allocated":
+                at_least = " at least" if name == "needed" and self.peak_reserved is None else ""
+                rows.append((label + at_least, shown(size)))
         rows += [(f"peak in {phase}", show_bytes(size)) for phase, size in self.phases.items()]
-        if self.flops is not None:
-            rows.append(("FLOP a step", f"{self.flops:.4g}"))
-        if self.step_seconds is not None:
-            rows.append(("time a step", show_seconds(self.step_seconds)))
-        if self.tokens_per_second is not None:
-            rows.append(("tokens a second", f"{self.tokens_per_second:,.0f}"))
-        if self.mfu is not None:
-            rows.append(("MFU", f"{self.mfu:.1%}"))
+        rows += [(label, shown(value)) for label, name, shown in SPEED if (value := getattr(self, name)) is not None]
         rows.append(("outcome", self.outcome + (f" ({self.where})" if self.where else "")))
         return rows
 
@@ -251,18 +253,14 @@ class Comparison(Tabular):
 
         for part in PARTS:
             add(part, [r.parts.get(part) for r in self.reports], show_bytes)
-        add("peak allocated", [r.peak_allocated for r in self.reports], show_bytes)
-        add("peak reserved", [r.peak_reserved for r in self.reports], show_bytes)
-        add("process", [r.process for r in self.reports], show_bytes)
-        add("it would have taken", [r.needed for r in self.reports], show_bytes)
+        for label, name, shown in PEAKS[:-1]:  # the device is in the title
+            add(label, [getattr(r, name) for r in self.reports], shown)
         phases = INFERENCE_PHASES if isinstance(self.reports[0].run, Inference) else TRAINING_PHASES
         for phase in phases:
             add(f"peak in {phase}", [r.phases.get(phase) for r in self.reports], show_bytes)
-        add("time a step", [r.step_seconds for r in self.reports], show_seconds)
-        add("tokens a second", [r.tokens_per_second for r in self.reports], lambda v: f"{v:,.0f}")
-        add("MFU", [r.mfu for r in self.reports], lambda v: f"{v:.1%}")
-        errors = self.relative_errors()
-        if errors:
+        for label, name, shown in SPEED[1:]:
+            add(label, [getattr(r, name) for r in self.reports], shown)
+        if errors := self.relative_errors():
             shown = (f"{errors[r.source]:+.1%}" if r.source in errors else "" for r in self.reports)
             rows.append(("error of peak", *shown))
         rows.append(("outcome", *(r.outcome for r in self.reports)))

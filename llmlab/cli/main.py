@@ -204,9 +204,7 @@ def doctor(as_json: bool) -> int:
 
 
 @cli.command()
-@click.option(
-    "--budget", type=float, default=540, show_default=True, help="Seconds; the next call continues."
-)
+@click.option("--budget", type=float, default=540, show_default=True, help="Seconds; the next call continues.")
 @click.option("--only", multiple=True, metavar="CHAPTER", help="Measure for this chapter only; may be repeated.")
 @click.option("--out", metavar="DIR", help="Folder of records. Without it the book's in a checkout, else yours.")
 @click.option("--allow-cpu", is_flag=True, help="Try it without a GPU; needs --out.")
