@@ -58,15 +58,6 @@ class Counted(NamedTuple):
         return self.forward.bytes / self.unit, self.backward.bytes / self.unit
 
 
-class CountedLoss(NamedTuple):
-    """Forward and backward of one rung of the fused loss: bytes moved, those of matrix products, and their FLOP."""
-
-    rung: int
-    bytes: int
-    by_products: int
-    flops: int
-
-
 def count_ladder(kernel: str, card: GPU | str, dtype: torch.dtype = torch.bfloat16) -> list[Counted]:
     """Return what rungs 0 and 1 move on `card`; rung 2, where a C++ compiler is; 3 and 4, where Triton interprets."""
     found = []
@@ -80,29 +71,6 @@ def count_ladder(kernel: str, card: GPU | str, dtype: torch.dtype = torch.bfloat
         norm = import_module("llmlab.kernels.ladder.rms_norm")
         with mock.patch.object(norm, "PROGRAMS", norm.PROGRAMS * ROWS // REAL_ROWS):
             found += [_count(kernel, rung, dtype, "cpu", count_moved) for rung in (3, 4)]
-    return found
-
-
-def count_loss(card: GPU | str, tokens: int, hidden: int, vocab: int) -> list[CountedLoss]:
-    """Return what `linear_cross_entropy` in bf16 moves: rungs 0 and 1 on `card`, and 4 where Triton interprets.
-
-    Rung 4 has rung 1's products. What its Triton kernels move is a multiple of the logits, counted on a few rows.
-    """
-    found = []
-    for rung in (0, 1):
-        with simulator(card) as sim:
-            step = _loss_step("cuda", rung, tokens, hidden, vocab)
-            with sim.operators() as operators:
-                step()
-        products = sum(kernel.bytes for kernel in operators if kernel.kind == "matmul")
-        found.append(CountedLoss(rung, moved(operators).bytes, products, operators.flops))
-    if rungs.INTERPRETED:
-        rows, columns = ROWS, 8 * COLUMNS
-        with interpreted() as launches:
-            _loss_step("cpu", 4, rows, HEAD, columns)()
-        per_logit = sum(launch.moved().bytes for launch in launches) / (rows * columns)
-        products = found[1].by_products
-        found.append(CountedLoss(4, products + round(per_logit * tokens * vocab), products, found[1].flops))
     return found
 
 
@@ -164,14 +132,6 @@ def _inputs(kernel: str, device: str, dtype: torch.dtype) -> tuple:
     return tuple(leaf(ROWS, COLUMNS) for _ in range(2 if kernel == "swiglu" else 1))
 
 
-def _loss_step(device: str, rung: int, tokens: int, hidden: int, vocab: int) -> Callable[[], None]:
-    states, weight = (
-        torch.randn(n, hidden, dtype=torch.bfloat16, device=device, requires_grad=True) for n in (tokens, vocab)
-    )
-    targets = torch.zeros(tokens, dtype=torch.int64, device=device)
-    return lambda: kernels.linear_cross_entropy(states, weight, targets, rung=rung).backward()
-
-
 def _count_simulated(sim: Simulator, step: Callable[[], object]) -> Moved:
     with sim.operators() as operators:
         step()
@@ -180,9 +140,8 @@ def _count_simulated(sim: Simulator, step: Callable[[], object]) -> Moved:
 
 def moved(operators: Operators) -> Moved:
     """Return what PyTorch's operators moved; views move nothing."""
-    ran = [kernel for kernel in operators if kernel.kind != "none"]
-    total = sum(kernel.bytes for kernel in ran)
-    return Moved(sum(kernel.launches for kernel in ran), total, total)
+    total = sum(kernel.bytes for kernel in operators)
+    return Moved(sum(kernel.launches for kernel in operators), total, total)
 
 
 # ---- Triton's interpreter
