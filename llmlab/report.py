@@ -261,8 +261,8 @@ class Comparison(Tabular):
         for label, name, shown in SPEED[1:]:
             add(label, [getattr(r, name) for r in self.reports], shown)
         if errors := self.relative_errors():
-            shown = (f"{errors[r.source]:+.1%}" if r.source in errors else "" for r in self.reports)
-            rows.append(("error of peak", *shown))
+            cells = (f"{errors[r.source]:+.1%}" if r.source in errors else "" for r in self.reports)
+            rows.append(("error of peak", *cells))
         rows.append(("outcome", *(r.outcome for r in self.reports)))
         return header, rows
 

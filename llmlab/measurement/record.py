@@ -73,7 +73,10 @@ def record(
     gpu = gpu_of(here)
     folder = Path(out) if out is not None else store.output_folder()
     path = folder / store.slug(gpu) / "measured.json"
-    console = console or _console()
+    if console is None:
+        from rich.console import Console
+
+        console = Console(soft_wrap=True, highlight=False)
     console.print(f"{gpu}, torch {here.versions.get('torch')}, into {path}")
 
     budget = _Budget(budget_seconds)
@@ -207,9 +210,3 @@ def _result(report: Report) -> str:
     if report.outcome == "out of memory":
         return f"out of memory in {report.where}" if report.where else "out of memory"
     return f"{show_bytes(report.peak_allocated)} allocated, {show_seconds(report.step_seconds)}"
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(soft_wrap=True, highlight=False)

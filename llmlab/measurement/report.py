@@ -26,7 +26,7 @@ from ..specs.model import ModelLike, ModelSpec
 from ..specs.model import model as find_model
 from ..specs.run import Inference, Run, Training
 from ..step.model import pinned_attention
-from ..step.offload import check_offload
+from ..step.optimizer import check_offload
 from ..step.ranks import check_one_device
 from ..step.step import Step, build_step, texts
 from .devices import Peaks, cuda_context_bytes, pick_device

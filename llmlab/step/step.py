@@ -24,8 +24,7 @@ from ..specs.model import ModelSpec
 from ..specs.run import Inference, Run, Training
 from ..techniques.offload import Offloaded
 from .model import DTYPES, Around, build_model, compute_dtype, weight_dtype
-from .offload import offloaded
-from .optimizer import MasterWeights, build_optimizer
+from .optimizer import LEARNING_RATE, TORCH_OPTIMIZERS, MasterWeights, build_optimizer
 from .quantized import LoadOrder, one_at_a_time
 from .ranks import (
     LocalShards,
@@ -151,7 +150,8 @@ def build_step(
         _add_optimizer(step, run, ranks)
     step.inputs = [ids.to(device, copy=True) for ids in inputs]
     if run.offload:
-        step.offload = offloaded(run, [parameter for parameter in model.parameters() if parameter.requires_grad])
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        step.offload = Offloaded(trained, TORCH_OPTIMIZERS[run.optimizer], lr=LEARNING_RATE)
     return step
 
 
