@@ -37,10 +37,7 @@ from .ranks import (
     shard,
     steps_locally,
     unsynced,
-    zero_optimizer,
 )
-
-__all__ = ["Step", "build_step", "generate", "texts", "training_step"]
 
 Enter = Callable[..., None]
 NARROW = ("fp8", "int8", "int4")  # of a KV cache beside wider weights
@@ -176,7 +173,10 @@ def _add_optimizer(step: Step, run: Training, ranks: Ranks | None) -> None:
         step.masters = MasterWeights(stepped)
         stepped = step.masters.parameters
     if ranks and run.zero == 1:
-        step.optimizer = zero_optimizer(run.optimizer, stepped, ranks)
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        group, kind = ranks.mesh["dp"].get_group(), TORCH_OPTIMIZERS[run.optimizer]
+        step.optimizer = ZeroRedundancyOptimizer(stepped, kind, process_group=group, lr=LEARNING_RATE)
     else:
         # Master copies are stepped by a fused kernel, as in DeepSpeed and Megatron-LM.
         step.optimizer = build_optimizer(run.optimizer, stepped, fused=True if step.masters else None)
