@@ -196,7 +196,7 @@ def _measure(model: str, run: Run) -> Report:
 
 
 def _write(path: Path, report: Report) -> None:
-    # What was alive at each moment is kilobytes a record; the phases and the parts at the peak stay.
+    # What was alive at each moment is kilobytes per record; the phases and the parts at the peak stay.
     data = {key: value for key, value in report.to_dict().items() if key != "timeline"}
     store.merge(path, "reports", [data], key=_key)
 

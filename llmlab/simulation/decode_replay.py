@@ -60,24 +60,24 @@ class Argument(NamedTuple):
     dtype: torch.dtype
 
 
-class Layout(NamedTuple):
-    """A tensor that lives on; `size`: bytes of its storage."""
+class Living(NamedTuple):
+    """A tensor that lives on, in the memory of malloc `number`; `size`: bytes of its storage."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     size: int
     dtype: torch.dtype
+    number: int
 
 
 class DecodeStep(NamedTuple):
-    """The record of a step: its requests and operators, the tensors that live on (the cache's, then the logits), the
-    number of the malloc of each, and the counters of the cache's layers."""
+    """The record of a step: its requests and operators, the tensors that live on (the cache's, then the logits), and
+    the counters of the cache's layers."""
 
     requests: tuple[Request, ...]
     kernels: tuple[Kernel, ...]
-    layouts: tuple[Layout, ...]
-    held: tuple[int, ...]
+    living: tuple[Living, ...]
     counters: tuple[tuple[tuple[str, int], ...], ...]
 
 
@@ -133,14 +133,13 @@ class Decoder:
             output = self.model(input_ids=input_ids, past_key_values=cache, **options)
         finally:
             self.engine.observer = None
-        living = [*_cached(cache), output.logits]
-        held = [record.alive.get(self.engine.address(each) or 0, 0) for each in living]
+        living = tuple(map(record.living, [*_cached(cache), output.logits]))
         made = [number for number in record.alive.values() if number > 0]
-        if not record.complete or sorted(held) != sorted(made) or _others(cache) != others:
+        if not record.complete or sorted(each.number for each in living) != sorted(made) or _others(cache) != others:
             return output, None
         counters = tuple(_counters(layer) for layer in cache.layers)
         requests, kernels = tuple(record.requests), tuple(self.operators[first:])
-        return output, DecodeStep(requests, kernels, tuple(map(_layout, living)), tuple(held), counters)
+        return output, DecodeStep(requests, kernels, living, counters)
 
     def _replay(self, step: DecodeStep, cache: Any) -> SimpleNamespace:
         """Make all requests of `step`; return an output with its logits."""
@@ -165,11 +164,12 @@ class Decoder:
                     own.take(self._sizes_of(request))
         finally:
             engine.place = place
-        for tensor, number in zip(cached, step.held, strict=False):  # the logits' comes last
-            tensor.address = addresses[number]
+        *others, logits = step.living
+        for tensor, living in zip(cached, others, strict=True):
+            tensor.address = addresses[living.number]
         if engine.watch is self.operators:
             self.operators.extend(step.kernels)
-        return SimpleNamespace(logits=self._made(step.layouts[-1], addresses[step.held[-1]]))
+        return SimpleNamespace(logits=self._made(logits, addresses[logits.number]))
 
     def _sizes_of(self, request: Request) -> list[int]:
         """Return what the workspace function yields for the shapes of `request`, before its outputs or after them."""
@@ -189,19 +189,19 @@ class Decoder:
 
     def _give_shape(self, step: DecodeStep, cache: Any) -> None:
         """Let the cache be as it is after `step`."""
-        layouts = iter(step.layouts)
+        living = iter(step.living)
         for layer, counters in zip(cache.layers, step.counters, strict=True):
             for name in ("keys", "values"):
                 address = self.engine.forget(getattr(layer, name))
-                setattr(layer, name, self._made(next(layouts), address))
+                setattr(layer, name, self._made(next(living), address))
             vars(layer).update(counters)
 
-    def _made(self, layout: Layout, address: int) -> Tensor:
+    def _made(self, living: Living, address: int) -> Tensor:
         """Return a fake tensor of this layout for memory that is allocated at `address`."""
-        elements = layout.size // layout.dtype.itemsize
+        elements = living.size // living.dtype.itemsize
         with disable_current_modes(), self.engine.fake:
-            made = torch.empty(elements, dtype=layout.dtype, device=self.engine.device)
-            made = made.as_strided(layout.shape, layout.stride, layout.offset)
+            made = torch.empty(elements, dtype=living.dtype, device=self.engine.device)
+            made = made.as_strided(living.shape, living.stride, living.offset)
         self.engine.hold_at(made, address)
         return made
 
@@ -241,6 +241,11 @@ class _Recorder:
         self._new = count(1)
         self._numbers: dict[int, int] = {}  # of operators that have scratch, by id
         self._in_scratch = False
+
+    def living(self, tensor: Tensor) -> Living:
+        """Return what is known of a tensor after the step; `number` is 0 where its memory is not known."""
+        number, size = self.alive.get(self.engine.address(tensor) or 0, 0), tensor.untyped_storage().nbytes()
+        return Living(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), size, tensor.dtype, number)
 
     def allocated(self, address: int, size: int) -> None:
         if not self._in_scratch:
@@ -284,8 +289,3 @@ def _others(cache: Any) -> list[int]:
 
 def _counters(layer: Any) -> tuple[tuple[str, int], ...]:
     return tuple((name, value) for name, value in sorted(vars(layer).items()) if type(value) is int)
-
-
-def _layout(tensor: Tensor) -> Layout:
-    size = tensor.untyped_storage().nbytes()
-    return Layout(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), size, tensor.dtype)

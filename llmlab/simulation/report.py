@@ -62,11 +62,11 @@ def simulated(model: ModelLike, run: Run, gpu: GPU | str, load_order: LoadOrder 
     """Return the report of `llmlab.simulate`; `load_order` is that of quantized weights."""
     spec = find_model(model)
     card = None if isinstance(gpu, str) and gpu.lower() == "cpu" else find_gpu(gpu)
-    taken = recorded(spec, run, card, load_order=load_order)
-    if card is None or taken.failed is None:
-        return _reported(spec, run, card, taken)
-    error, place = taken.failed
-    where = f"{taken.phase}, {place}: {show_bytes(error.segment - (error.capacity - error.reserved))} short"
+    recording = recorded(spec, run, card, load_order=load_order)
+    if card is None or recording.failed is None:
+        return _reported(spec, run, card, recording)
+    error, place = recording.failed
+    where = f"{recording.phase}, {place}: {show_bytes(error.segment - (error.capacity - error.reserved))} short"
     roomy = recorded(spec, run, replace(card, memory=ROOMY), load_order=load_order)
     report = _reported(spec, run, card, roomy)
     needed = max(roomy.peak_reserved or 0, roomy.reserved_before) + card.memory - card.room(run.world_size)

@@ -9,8 +9,9 @@ import os
 import pickle
 import sys
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
-from types import FrameType
+from traceback import walk_stack
 from typing import Any, NamedTuple
 
 from ...base.files import write_whole
@@ -57,14 +58,9 @@ class History:
 
 def stack() -> tuple[Frame, ...]:
     """Return the Python stack, innermost first, without the simulator's own frames."""
-    frames: list[Frame] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and len(frames) < FRAMES:
-        code = frame.f_code
-        if not code.co_filename.startswith(FOLDER):
-            frames.append(Frame(code.co_filename, frame.f_lineno, code.co_name))
-        frame = frame.f_back
-    return tuple(frames)
+    running = ((frame.f_code, line) for frame, line in walk_stack(sys._getframe(1)))
+    frames = (Frame(code.co_filename, line, code.co_name) for code, line in running)
+    return tuple(islice((frame for frame in frames if not frame.filename.startswith(FOLDER)), FRAMES))
 
 
 def snapshot(memory: Allocator, history: History) -> dict[str, Any]:

@@ -104,22 +104,16 @@ class Phases(Recording):
 
     def place(self) -> Place:
         """Return where the operator that runs belongs; a request for memory is where a phase begins."""
-        if current_graph_task_id() != -1:
-            self._infer("backward")
-        elif self._stepping:
-            self._infer("optimizer")
-        elif self._stack:
-            self._infer("forward")
+        backward = current_graph_task_id() != -1
+        now = "backward" if backward else "optimizer" if self._stepping else "forward" if self._stack else self.phase
+        if now != self.phase:
+            self.enter(now)
         return super().place()
 
     def timeline(self, title: str, capacity: int | None) -> Timeline:
         """Return what was held so far."""
         marks = [*self.marks, Mark(self.now(), self.phase, self._alive({}))]
         return Timeline(divide(self.engine.events, marks, blocks_of(self.logits)), self.engine, title, capacity)
-
-    def _infer(self, phase: str) -> None:
-        if phase != self.phase:
-            self.enter(phase)
 
     def _alive(self, named: dict[str, Any]) -> dict[int, str]:
         with DisableTorchFunction():  # reading attributes is no code of the user's
@@ -143,7 +137,8 @@ class Phases(Recording):
         if all(each is not optimizer for each in living(self._optimizers)):
             self._optimizers.append(weakref.ref(optimizer))
         self._stepping = True
-        self._infer("optimizer")
+        if self.phase != "optimizer":
+            self.enter("optimizer")
 
     def _step_ends(self, *_: Any) -> None:
         self._stepping = False
