@@ -75,10 +75,9 @@ class Report(Tabular):
     timeline: tuple[TimelinePoint, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.source not in SOURCES:
-            raise SpecError(f"source={self.source!r} is not one of {', '.join(SOURCES)}")
-        if self.outcome not in OUTCOMES:
-            raise SpecError(f"outcome={self.outcome!r} is not one of {', '.join(OUTCOMES)}")
+        for name, allowed in (("source", SOURCES), ("outcome", OUTCOMES)):
+            if (given := getattr(self, name)) not in allowed:
+                raise SpecError(f"{name}={given!r} is not one of {', '.join(allowed)}")
         if unknown := sorted(set(self.parts) - set(PARTS)):
             raise SpecError(f"parts {', '.join(unknown)} are not among {', '.join(PARTS)}")
         if self.source in ("measured", "published") and not (self.environment or self.citation):
@@ -204,22 +203,16 @@ class Comparison(Tabular):
     @property
     def truth(self) -> Report | None:
         """The report that the others are compared with: the first measured one, else the first published, else None."""
-        for source in ("measured", "published"):
-            for report in self.reports:
-                if report.source == source and report.peak_allocated is not None:
-                    return report
-        return None
+        known = [report for report in self.reports if report.peak_allocated is not None]
+        return next((r for source in ("measured", "published") for r in known if r.source == source), None)
 
     def relative_errors(self) -> dict[str, float]:
         """Return, for each predicted report's source, (predicted − true) / true of peak_allocated."""
-        truth = self.truth
-        if truth is None or not truth.peak_allocated:
+        true = self.truth.peak_allocated if self.truth else None
+        if not true:
             return {}
-        return {
-            report.source: (report.peak_allocated - truth.peak_allocated) / truth.peak_allocated
-            for report in self.reports
-            if report.source in ("estimated", "simulated") and report.peak_allocated is not None
-        }
+        predictions = [report for report in self.reports if report.source in ("estimated", "simulated")]
+        return {r.source: (r.peak_allocated - true) / true for r in predictions if r.peak_allocated is not None}
 
     def explain(self) -> list[str]:
         """Return one sentence per prediction: its error, and which part or phase makes most of the difference."""
