@@ -142,7 +142,7 @@ def best_outcome(reports: Sequence[Report]) -> str:
 # ---- the lists
 
 
-def _list(entries: Sequence[dict[str, Any]], table: Table, as_json: bool) -> int:
+def _list(entries: Any, table: Table | Tabular, as_json: bool) -> int:
     _print(_dump(entries) if as_json else table)
     return 0
 
@@ -199,8 +199,7 @@ def records(model: str | None, gpu: str | None, source: str | None, as_json: boo
 def doctor(as_json: bool) -> int:
     """Say what this machine has, and which chapters run on it."""
     found = check_machine()
-    _print(_dump(found.to_dict()) if as_json else found)
-    return 0
+    return _list(found.to_dict(), found, as_json)
 
 
 @cli.command()
