@@ -33,9 +33,8 @@ from llmlab.archive.published_steps import gpt
 from llmlab.formulas.time import step as formulas
 from llmlab.formulas.time.efficiency import Efficiency
 from llmlab.hardware.gpu import gpu
-from llmlab.simulation.profile.kernel import Kernel
 from llmlab.simulation.profile.operator_log import Operators
-from llmlab.simulation.profile.roofline import host_seconds, kernel_seconds
+from llmlab.simulation.profile.roofline import Kernel, host_seconds, kernel_seconds
 from llmlab.simulation.report import recorded
 from llmlab.specs.model import model
 

@@ -15,9 +15,8 @@ from llmlab.archive import operator_records, records
 from llmlab.formulas.time.efficiency import Efficiency, efficiency
 from llmlab.formulas.time.flops import flops
 from llmlab.formulas.time.step import traffic
-from llmlab.simulation.profile.kernel import Kernel
 from llmlab.simulation.profile.operator_log import Operators
-from llmlab.simulation.profile.roofline import host_seconds, kernel_seconds, timing
+from llmlab.simulation.profile.roofline import Kernel, host_seconds, kernel_seconds, timing
 from llmlab.simulation.report import recorded
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

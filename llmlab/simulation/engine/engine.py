@@ -33,8 +33,7 @@ from ...base.compat import (
 )
 from ...hardware.gpu import GPU
 from ...recording.events import Event
-from ..allocator.host import Memory
-from ..allocator.out_of_memory import AllocatorOutOfMemory
+from ..allocator.memory import AllocatorOutOfMemory, Memory
 from ..devices import GPU_DEVICE, HOST
 from ..values.data_dependent import sized_by_value
 from ..values.known import SMALL, VALUES_LIMIT, follow, known
