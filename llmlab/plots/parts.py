@@ -34,7 +34,7 @@ class Segment(NamedTuple):
     text: str
 
 
-@styled
+@styled()
 def plot_parts(reports: Sequence[Report], names: Sequence[str] | None = None) -> Picture:
     """Return one stacked bar of parts per report, with the peak at its end and the device's memory as a line.
 

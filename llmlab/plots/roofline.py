@@ -27,7 +27,7 @@ KINDS = {  # of kernels: what they are called here, and their colour
 }
 
 
-@styled
+@styled()
 def plot_roofline(steps: Sequence[Operators], dtype: Mapping[str, str]) -> Picture:
     """Return one roofline per card, with a step's operators as dots, each as large as its share of the time.
 

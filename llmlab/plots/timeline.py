@@ -20,7 +20,7 @@ from .reads import Report
 POINTS = 3000  # of a timeline that are drawn; more than twice the pixels across
 
 
-@styled
+@styled()
 def plot_timeline(report: Report) -> Picture:
     """Return the live bytes over the step, stacked by part, with the phases' boundaries and the peak marked.
 
@@ -34,7 +34,7 @@ def plot_timeline(report: Report) -> Picture:
     return plot_live_bytes(report.timeline, report.title, report.capacity, report.peak_at)
 
 
-@styled
+@styled()
 def plot_live_bytes(
     timeline: Sequence[TimelinePoint], title: str, capacity: int | None = None, peak_at: str | None = None
 ) -> Picture:
