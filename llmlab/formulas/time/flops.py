@@ -66,7 +66,8 @@ def flops(spec: ModelSpec, run: Run, gpu: GPU | None = None, cpu: bool = False) 
 
 def approximate(parameters: int, tokens: int, recomputation: bool = False) -> int:
     """Return 6ND, or 8ND with full recomputation: per weight and token, 2 FLOP forward, 4 backward (2 for the gradient
-    of the input, 2 for that of the weight), 2 more to compute forward again (Kaplan et al., arXiv 2001.08361, section 2.1).
+    of the input, 2 for that of the weight), 2 more to compute forward again (Kaplan et al., 2020, arXiv
+    2001.08361, section 2.1).
 
     >>> f"{approximate(82 * 10**9, 150 * 10**9):.3g}"
     '7.38e+22'
