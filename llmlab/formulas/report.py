@@ -85,8 +85,8 @@ def _seconds(
         return None, (f"Time is not known: {error}.",)
     between = ""
     if nodes.across and run.world_size > nodes.gpus:
-        between = f", {nodes.adapters} × {nodes.across.name} a node"
-    return terms.seconds, (f"Time: {_shown(terms)}; {nodes.gpus} GPUs a node on {nodes.inside.name}{between}.",)
+        between = f", {nodes.adapters} × {nodes.across.name} per node"
+    return terms.seconds, (f"Time: {_shown(terms)}; {nodes.gpus} GPUs per node on {nodes.inside.name}{between}.",)
 
 
 def _shown(step: Step) -> str:

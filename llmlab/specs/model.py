@@ -111,7 +111,7 @@ class ModelSpec(Sizes):
             active = show_count(self.active_parameters)
             shared = f" + {self.shared_experts} shared" if self.shared_experts else ""
             parts.append(f"{self.experts} experts{shared} × {self.moe_intermediate}")
-            parts.append(f"{self.experts_per_token} a token ({active} active)")
+            parts.append(f"{self.experts_per_token} per token ({active} active)")
         return ", ".join([*parts, f"vocabulary {self.vocab}"])
 
 

@@ -103,8 +103,8 @@ def test_the_papers_order_falls_with_the_memory_on_chip():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: standard_traffic(0, 64), "T=0 tokens"),
-        (lambda: flash_traffic(64, 64, M=0), "M=0 rows of a tile"),
+        (lambda: standard_traffic(0, 64), "T=0 is not a whole number"),
+        (lambda: flash_traffic(64, 64, M=0), "M=0 is not a whole number"),
         (lambda: flash_accesses(64, 64, 32), "sram=32 elements; the theorem is for D=64 to T·D=4096"),
     ],
 )
