@@ -86,7 +86,7 @@ def _runs(spec: ModelSpec, gpu: GPU, devices: int, batch: int, settings: dict[st
                 continue
             each = batch // dp
             for micro_batch in (2**n for n in range(each.bit_length()) if each % 2**n == 0):
-                for zero in _stages(dp, pp):
+                for zero in (0,) if dp == 1 else (1,) if pp > 1 else (1, 3):
                     for checkpointing in (None, "full"):
                         degrees = {"tp": tp, "pp": pp, "dp": dp, "zero": zero, "sequence_parallel": tp > 1}
                         degrees |= {"micro_batch": micro_batch, "accumulation": each // micro_batch}
@@ -96,12 +96,6 @@ def _runs(spec: ModelSpec, gpu: GPU, devices: int, batch: int, settings: dict[st
                         except SpecError:  # a stage without a layer, experts that are not divided
                             continue
                         yield run
-
-
-def _stages(dp: int, pp: int) -> tuple[int, ...]:
-    if dp == 1:
-        return (0,)
-    return (1,) if pp > 1 else (1, 3)
 
 
 def _divisors(number: int) -> list[int]:
