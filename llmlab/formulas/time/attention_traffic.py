@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...base.errors import SpecError, check_counts
+from ...base.errors import check_counts
 
 STATISTIC = 4  # bytes of a logsumexp, and of backward's row sum: fp32
 
@@ -59,17 +59,3 @@ def flash_traffic(T: int, D: int, b: int = 2, M: int = 64, causal: bool = False)
     backward_keys = 4 * own + (2 * D * b + 2 * STATISTIC) * queries
     backward_queries = 3 * own + 2 * STATISTIC * T + 2 * D * b * keys
     return Traffic(forward, sums + backward_keys + backward_queries)
-
-
-def flash_accesses(T: int, D: int, sram: int) -> float:
-    """Return T²·D²/sram, the order of FlashAttention's memory accesses in elements, where `sram` elements fit on chip.
-
-    Theorem 2 of arXiv 2205.14135, for D <= sram <= T·D; standard attention's order is T·D + T².
-
-    >>> round(flash_accesses(8192, 64, 100 * 1024 // 2) / (8192 * 64 + 8192**2), 3)
-    0.079
-    """
-    check_counts(T=T, D=D)
-    if not D <= sram <= T * D:
-        raise SpecError(f"sram={sram} elements; the theorem is for D={D} to T·D={T * D}")
-    return T * T * D * D / sram
