@@ -176,7 +176,6 @@ def link(name: str) -> Link:
     return named("link", name, links())
 
 
-@cache
 def base_seconds() -> float:
     """Return the seconds that a collective takes before its first step."""
     return read_table("links.toml")["base_us"] * 1e-6

@@ -12,8 +12,8 @@ from typing import Any
 
 from ..base.errors import SpecError
 
-LLAMA_LIKE = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "phi3", "deepseek_v3")
-FAMILIES = ("gpt2", *LLAMA_LIKE)  # transformers' model_type
+# transformers' model_type; all but the first have a Llama's keys in their configs.
+FAMILIES = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "phi3", "deepseek_v3")
 
 # Where transformers' class has a number for a key that may be missing: its default.
 HEAD_DIM = {"qwen3": 128, "gemma2": 256}
