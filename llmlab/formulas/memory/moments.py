@@ -23,14 +23,7 @@ from .gradients import bucket_bytes, gradients
 from .scores import causal_mask, forward_scores
 from .share import Share, share_of
 from .states import states
-from .temporaries import (
-    block_backward,
-    cast_weights,
-    dequantized,
-    loss_bytes,
-    optimizer_temporaries,
-    outer_activations,
-)
+from .temporaries import block_backward, dequantized, loss_bytes, optimizer_temporaries, outer_activations
 
 
 class Moment(NamedTuple):
@@ -91,11 +84,11 @@ class StepMemory:
         self.recomputed = sum(whole.values()) - kept.get("matmul outputs", 0) if run.checkpointing else 0
         # The half copies that autocast makes of weights; those of blocks are alive until forward is over, and backward
         # still has them, unless it makes them again.
-        self.block_cast = cast_weights(share)
+        element = share.bytes.compute if share.autocast else 0
+        self.block_cast = element * spec.block_linear_elements // (run.tp * spec.layers)
         self.casts = self.block_cast * share.layers
         self.kept_casts = 0 if run.checkpointing else self.casts
-        has_head_cast = share.last and share.autocast
-        self.head_cast = spec.vocab * spec.hidden * share.bytes.compute // run.tp if has_head_cast else 0
+        self.head_cast = element * spec.vocab * spec.hidden // run.tp if share.last else 0
         self.backward = block_backward(share, whole.get("mlp", 0))
         self.forward_scores = forward_scores(share)  # attention's temporaries in forward
         self.between = dequantized(share) + causal_mask(share)  # temporaries anywhere between first and last block
