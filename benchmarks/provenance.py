@@ -8,7 +8,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from llmlab.archive.store import write_whole
-from llmlab.base.tables import Table
 from llmlab.hardware.this_machine import host
 
 LONG = 25  # rows
@@ -28,8 +27,10 @@ def provenance(*packages: str) -> str:
 
 
 def table(header: list[str], rows: list[list[str]]) -> list[str]:
-    """Return the lines of a Markdown table whose first column is aligned to the left."""
-    return Table(header, rows).markdown().split("\n")
+    """Return the lines of a Markdown table, its first column to the left; a cell may hold a bar, as |error| does."""
+    sides = ["---", *["---:"] * (len(header) - 1)]
+    first, *others = ([cell.replace("|", r"\|") for cell in row] for row in (header, *rows))
+    return [f"| {' | '.join(row)} |" for row in (first, sides, *others)]
 
 
 def titled_table(title: str, header: list[str], rows: list[list[str]]) -> list[str]:

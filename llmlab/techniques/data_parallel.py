@@ -126,7 +126,7 @@ class Overlapped:
         self.buckets = [bucket[::-1] for bucket in buckets(list(self.names)[::-1], bucket_bytes)]
         self.missing = [set(bucket) for bucket in self.buckets]  # parameters without a gradient so far
         self.sync, self.messages = True, 0
-        self.under_way: list[tuple[int, Tensor, dist.Work]] = []
+        self.pending: list[tuple[int, Tensor, dist.Work]] = []
         for index, bucket in enumerate(self.buckets):
             for parameter in bucket:
                 # This hook runs once .grad has the whole gradient; one on the tensor itself would run before the sum.
@@ -141,21 +141,21 @@ class Overlapped:
             # average would raise no error and change nothing.
             flat = flat_gradients(self.buckets[index])  # (elements of the bucket,)
             flat.mul_(1 / dist.get_world_size())  # before the sum, as DDP does: the sum could overflow in fp16
-            self.under_way.append((index, flat, dist.all_reduce(flat, async_op=True)))
+            self.pending.append((index, flat, dist.all_reduce(flat, async_op=True)))
             self.messages += 1
 
     def wait(self) -> None:
         """Write the averages into .grad; raise RuntimeError for parameters that backward did not reach."""
         if absent := [self.names[p] for missing in self.missing for p in missing]:
             raise RuntimeError(f"no gradient for {', '.join(sorted(absent))}: is it used in the loss?")
-        for index, flat, request in self.under_way:
+        for index, flat, request in self.pending:
             request.wait()
             bucket = self.buckets[index]
             for parameter, mean in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
                 assert parameter.grad is not None  # it was sent
                 parameter.grad.copy_(mean.view_as(parameter))
             self.missing[index] = set(bucket)
-        self.under_way.clear()
+        self.pending.clear()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

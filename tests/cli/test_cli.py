@@ -210,7 +210,7 @@ def test_the_options_of_a_cluster_make_one():
     words = ("--network", "ethernet-100", "--gpus-per-node", 4, "--adapters", 2, "--link", "PCIe-5")
     report = Report.from_json(call("estimate", *MANY, *words, "--json").stdout)
     assert report == estimate(MANY[0], run, "H100-80GB", nodes) != estimate(MANY[0], run, "H100-80GB")
-    assert "4 GPUs a node on PCIe-5, 2 × Ethernet-100 a node" in " ".join(report.notes)
+    assert "4 GPUs per node on PCIe-5, 2 × Ethernet-100 per node" in " ".join(report.notes)
     one_node = call("estimate", *MANY[:3], *MANY[-2:], "--dp", 2, "--gpus-per-node", 2, "--json")
     assert json.loads(one_node.stdout)["step_seconds"] > 0
 
