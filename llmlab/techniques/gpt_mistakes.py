@@ -15,7 +15,6 @@ from torch.utils.data import Dataset, IterableDataset
 
 from ..architectures.gpt import GPT, Attention
 from ..data import windows
-from .training_loop import next_token_loss
 
 # ---- probes
 
@@ -31,12 +30,6 @@ def influence(model: nn.Module, ids_T: Tensor) -> Tensor:
     texts_TT[range(T), range(T)] = texts_TT.diagonal() ^ 1  # text s differs at token s
     before_TV, after_TTV = model(ids_T[None])[0], model(texts_TT)
     return ((after_TTV - before_TV).abs().amax(-1) > 1e-9).T
-
-
-def first_loss(model: nn.Module, ids_BT: Tensor) -> float:
-    """Return the loss in eval mode before any training, in nats: ln V if the model starts with a uniform guess."""
-    with torch.no_grad():
-        return next_token_loss(model.eval()(ids_BT), ids_BT).item()
 
 
 # ---- wrong attention
