@@ -65,22 +65,19 @@ def apply(method: str, model: PreTrainedModel, rank: int = 16, tokens: int = 20)
         import peft
     except ImportError:
         raise NotAvailable(f"{method} needs the peft package: pip install peft") from None
-    task, config = peft.TaskType.CAUSAL_LM, peft.PeftConfig()
-    if method in ("lora", "dora"):
-        config = peft.LoraConfig(
-            r=rank, lora_alpha=2 * rank, target_modules=list(TARGETS), use_dora=method == "dora", task_type=task
-        )
-    elif method == "ia3":
-        names = ["k_proj", "v_proj", "down_proj"]
-        config = peft.IA3Config(target_modules=names, feedforward_modules=["down_proj"], task_type=task)
-    elif method == "prompt":
-        config = peft.PromptTuningConfig(num_virtual_tokens=tokens, task_type=task)
-    elif method == "p-tuning":
-        width = model.config.hidden_size
-        config = peft.PromptEncoderConfig(num_virtual_tokens=tokens, encoder_hidden_size=width, task_type=task)
-    else:
-        config = peft.PrefixTuningConfig(num_virtual_tokens=tokens, task_type=task)
-    return peft.get_peft_model(model, config)
+    task = peft.TaskType.CAUSAL_LM
+    lora: dict[str, Any] = {"r": rank, "lora_alpha": 2 * rank, "target_modules": list(TARGETS), "task_type": task}
+    virtual: dict[str, Any] = {"num_virtual_tokens": tokens, "task_type": task}
+    factors = ["k_proj", "v_proj", "down_proj"]
+    configs = {
+        "lora": peft.LoraConfig(**lora),
+        "dora": peft.LoraConfig(**lora, use_dora=True),
+        "ia3": peft.IA3Config(target_modules=factors, feedforward_modules=["down_proj"], task_type=task),
+        "prompt": peft.PromptTuningConfig(**virtual),
+        "p-tuning": peft.PromptEncoderConfig(**virtual, encoder_hidden_size=model.config.hidden_size),
+        "prefix": peft.PrefixTuningConfig(**virtual),
+    }
+    return peft.get_peft_model(model, configs[method])
 
 
 def _check(method: str) -> None:
