@@ -188,7 +188,7 @@ def shard(model: Llama, sequence_parallel: bool = False, group: Ranks = None) ->
         model.lm_head.weight = words
     else:
         _keep(model.lm_head, 0, group)
-    model.lm_head.register_forward_pre_hook(lambda _module, inputs: enter(*inputs, group))
+    model.lm_head.register_forward_pre_hook(lambda _module, inputs: enter(inputs[0], group))
     return model
 
 
