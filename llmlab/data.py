@@ -200,13 +200,9 @@ def _tokenizer(vocab: int, text: str) -> Tokenizer:
     path = _cache_file(vocab, text)
     if path.is_file():
         try:
-            cached = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+            return Tokenizer.from_str(path.read_text(encoding="utf-8"))
         except Exception as error:  # tokenizers raises a bare Exception for a file it cannot read
             warnings.warn(f"cached tokenizer {path.name} is corrupt ({error}); trained again", stacklevel=3)
-        else:
-            if MIN_VOCAB <= cached.get_vocab_size() <= vocab:
-                return cached
-            warnings.warn(f"cached tokenizer {path.name} is not of vocab {vocab}; trained again", stacklevel=3)
     trained = _train(vocab, text)
     try:
         write_whole(path, trained.to_str())

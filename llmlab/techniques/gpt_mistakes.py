@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-from ..architectures.gpt import GPT, Attention
 from ..data import windows
 
 # ---- probes
@@ -44,14 +43,6 @@ def attend_over_heads(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, *_: object
     """WRONG: tokens and heads are exchanged, so a token's heads attend to each other and no token sees another."""
     q_BTHD, k_BTHD, v_BTHD = (t.transpose(1, 2) for t in (q_BHTD, k_BHTD, v_BHTD))
     return F.scaled_dot_product_attention(q_BTHD, k_BTHD, v_BTHD).transpose(1, 2)  # the shape is right again
-
-
-def with_attention(model: GPT, attend: Callable[..., Tensor]) -> GPT:
-    """Put `attend` in all blocks of the GPT, and return it."""
-    for module in model.modules():
-        if isinstance(module, Attention):
-            module.attend = attend
-    return model
 
 
 # ---- another norm
