@@ -10,7 +10,7 @@ parameter during backward (`Overlapped` with bucket_bytes=0), and in buckets (`O
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -33,12 +33,21 @@ def pass_on(outgoing: Tensor, arriving: Tensor) -> list[dist.Work]:
     return [request for request in requests if request is not None]  # it is None on ranks outside the group
 
 
-def _exchange(chunks: tuple[Tensor, ...], send: int, receive: int) -> tuple[Tensor, int]:
-    """Send one chunk to the next rank and receive another from the previous; return the latter, and the bytes sent."""
-    outgoing, arrived = chunks[send % len(chunks)], torch.empty_like(chunks[receive % len(chunks)])
-    for request in pass_on(outgoing, arrived):
-        request.wait()
-    return arrived, outgoing.nbytes
+def _around(flat: Tensor, first: int, arrive: Callable[[Tensor, Tensor], Tensor]) -> int:
+    """Send chunk `first` of `flat`, (P,), then each time the chunk that arrived last, N - 1 in all; return the bytes.
+
+    `arrive` puts what arrives into this rank's own chunk, in place.
+    """
+    ranks = dist.get_world_size()
+    chunks, sent = flat.tensor_split(ranks), 0
+    for number in range(first, first - ranks + 1, -1):
+        outgoing, own = chunks[number % ranks], chunks[(number - 1) % ranks]
+        arriving = torch.empty_like(own)
+        for request in pass_on(outgoing, arriving):
+            request.wait()
+        arrive(own, arriving)
+        sent += outgoing.nbytes
+    return sent
 
 
 def ring_reduce_scatter(flat: Tensor) -> int:
@@ -46,25 +55,12 @@ def ring_reduce_scatter(flat: Tensor) -> int:
 
     Returns the bytes that this rank sent: N - 1 chunks, so (N - 1) / N of the tensor's bytes.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    chunks, sent = flat.tensor_split(ranks), 0
-    for step in range(ranks - 1):
-        send, receive = rank - step - 1, rank - step - 2  # sends the chunk that arrived last, plus its own part
-        arrived, size = _exchange(chunks, send, receive)
-        chunks[receive % ranks].add_(arrived)
-        sent += size
-    return sent
+    return _around(flat, dist.get_rank() - 1, Tensor.add_)
 
 
 def ring_all_gather(flat: Tensor) -> int:
     """Fill `flat`, (P,), in place with the chunks of all ranks. Returns the bytes sent: (N - 1) / N of the tensor's."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    chunks, sent = flat.tensor_split(ranks), 0
-    for step in range(ranks - 1):
-        arrived, size = _exchange(chunks, rank - step, rank - step - 1)
-        chunks[(rank - step - 1) % ranks].copy_(arrived)
-        sent += size
-    return sent
+    return _around(flat, dist.get_rank(), Tensor.copy_)
 
 
 def ring_all_reduce(flat: Tensor) -> int:
