@@ -154,6 +154,7 @@ def made_on_card(
 
 def tensors_on_card() -> AbstractContextManager:
     """Let torch.tensor make tensors on the card; for "cpu:0" torch itself makes them on the host."""
+    symbol("torch.utils._device._device_constructors")()  # cached at its first call: with torch's own, not with ours
     real = torch.tensor
 
     def tensor(data: Any, **kwargs: Any) -> Tensor:
