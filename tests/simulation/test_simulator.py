@@ -415,7 +415,8 @@ def test_what_torch_first_looks_up_inside_is_its_own():
     later on the meta device would keep uninitialised weights."""
     listed = symbol("torch.utils._device._device_constructors")
     listed.cache_clear()
-    lab.simulate({"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1}, lab.Training(seq_len=8), "T4")
+    tiny = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 8}
+    lab.simulate(tiny, lab.Training(seq_len=8), "T4")
     with torch.device("meta"):
         assert torch.tensor([]).is_meta
 
