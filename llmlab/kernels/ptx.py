@@ -22,6 +22,7 @@ import click
 from rich.console import Console
 from rich.progress import track
 
+from ..base.compat import symbol
 from ..base.tables import Table, show
 from .ladder.attention import tiles_for
 from .rungs import INTERPRETED, triton, warps
@@ -70,8 +71,8 @@ def kernels(arch: int) -> Iterator[tuple[str, str, str, dict[str, Any], dict[str
 
 def compile_kernel(file: str, name: str, dtype: str, constants: dict[str, Any], options: dict, arch: int) -> Compiled:
     """Compile one kernel for sm_`arch`. Pointers are assumed to be aligned to 16 bytes, as PyTorch's are."""
-    from triton.backends.compiler import GPUTarget
-    from triton.backends.nvidia.compiler import get_ptxas
+    GPUTarget = symbol("triton.backends.compiler.GPUTarget")
+    get_ptxas = symbol("triton.backends.nvidia.compiler.get_ptxas")
 
     kernel = getattr(import_module(f".ladder.{file}", __package__), name)
     signature = {}

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..base.compat import check
 from ..base.errors import NotAvailable, SpecError
 from ..specs.model import ModelSpec
 from ..specs.run import Run, Training
@@ -139,6 +140,7 @@ def shard_units(model: nn.Module, blocks: Iterable[nn.Module], **arguments: Any)
 
 def blocks(model: PreTrainedModel) -> list[nn.Module]:
     """Return the model's blocks: the modules of the class that transformers says may not be split."""
+    check("transformers.modeling_utils")
     names = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...base.compat import GLOBAL_DEVICE_CONTEXT
+from ...base.compat import GLOBAL_DEVICE_CONTEXT, check
 
 
 @contextmanager
@@ -39,6 +39,7 @@ def devices_found() -> Iterator[None]:
 def _accelerate_states() -> list[dict[str, Any]]:
     """Return the dictionaries that all instances of accelerate's states share; none where it is not imported."""
     module = sys.modules.get("accelerate.state")
+    check("accelerate.state" if module else "")
     return [module.PartialState._shared_state, module.AcceleratorState._shared_state] if module else []
 
 

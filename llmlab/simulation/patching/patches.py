@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from ...base.compat import VF, AutoDispatchBelowAutograd, DispatchKey, FakeTensor, disable_current_modes, symbol
+from ...base.compat import VF, AutoDispatchBelowAutograd, DispatchKey, FakeTensor, check, disable_current_modes, symbol
 from ..capability import Capability
 from ..devices import GPU_DEVICE, HOST
 from ..engine.engine import Engine
@@ -41,6 +41,7 @@ def fake_parameters() -> Iterator[None]:
         except ImportError:
             pass
         else:
+            check("transformers.masking_utils")
             real = masking_utils.is_tracing
             # Fake inputs are no tracing here: positions have values, see values/known.py.
             not_fake = lambda tensor=None: real()  # noqa: E731

@@ -14,7 +14,7 @@ from unittest import mock
 
 import numpy as np
 
-from ...base.compat import TorchDispatchMode
+from ...base.compat import TorchDispatchMode, check
 from ...base.errors import NotAvailable
 from .operator_log import Operators
 
@@ -74,6 +74,7 @@ def interpreted() -> Iterator[list[_Launch]]:
 
     if not INTERPRETED:
         raise NotAvailable("counting loads and stores needs Triton's interpreter: set TRITON_INTERPRET=1 before Python")
+    check("triton.runtime.interpreter")
     from triton.runtime.interpreter import GridExecutor
     from triton.runtime.interpreter import interpreter_builder as builder
 
