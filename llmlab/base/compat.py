@@ -19,7 +19,7 @@ import torch
 
 from .errors import NotAvailable
 
-# By library: the oldest release that has run under the simulator, and the one in constraints.txt, which has been tested.
+# By library: the oldest release that llmlab runs with, and the one that is tested, as in constraints.txt.
 KNOWN = {
     "accelerate": ("1.1.0", "1.15.0"),
     "bitsandbytes": ("0.50.0", "0.50.2"),

@@ -47,6 +47,6 @@ def _forget() -> None:
     for state in _accelerate_states():
         state.clear()
     checks = sys.modules.get("transformers.utils.import_utils")
-    for name, check in vars(checks).items() if checks else ():
-        if name.startswith("is_") and hasattr(check, "cache_clear"):
-            check.cache_clear()
+    for name, each in vars(checks).items() if checks else ():
+        if name.startswith("is_") and hasattr(each, "cache_clear"):
+            each.cache_clear()
