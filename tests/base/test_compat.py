@@ -60,7 +60,7 @@ def unlisted(source):
         if path.startswith("torch."):
             known = not is_private(path)  # what is private there, compat imports itself
         else:
-            public = path.count(".") == 1 and not is_private(path)
+            public = path.count(".") < 2 and not is_private(path)
             known = public or path in DOCUMENTED or any(f"{each}.".startswith(f"{path}.") for each in LISTED)
         if not known:
             yield path
