@@ -19,7 +19,7 @@ import torch
 
 from .errors import NotAvailable
 
-# By library: the oldest release that llmlab runs with, and the one that is tested, as in constraints.txt.
+# By library: the oldest release, tried (torch and transformers) or a floor, and the tested one, as in constraints.txt.
 KNOWN = {
     "accelerate": ("1.1.0", "1.15.0"),
     "bitsandbytes": ("0.50.0", "0.50.2"),
