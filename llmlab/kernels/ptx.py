@@ -22,6 +22,7 @@ import click
 from rich.console import Console
 from rich.progress import track
 
+from ..base.compat import symbol
 from ..base.tables import Table, show
 from .ladder.attention import tiles_for
 from .rungs import INTERPRETED, triton, warps
@@ -64,8 +65,8 @@ def compile_kernel(
 
     Pointers are assumed to be aligned to 16 bytes, as PyTorch's are.
     """
-    from triton.backends.compiler import GPUTarget
-    from triton.backends.nvidia.compiler import get_ptxas
+    GPUTarget = symbol("triton.backends.compiler.GPUTarget")
+    get_ptxas = symbol("triton.backends.nvidia.compiler.get_ptxas")
 
     kernel = getattr(import_module(f".ladder.{file}", __package__), name)
     signature = {}

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..base.compat import TorchDispatchMode, symbol
+from ..base.compat import TorchDispatchMode, check, symbol
 from ..base.errors import NotAvailable
 from ..hardware.gpu import GPU
 from ..kernels import rungs
@@ -179,6 +179,7 @@ def interpreted() -> Iterator[list[_Launch]]:
     """Give the list of the launches of Triton kernels inside the block; NotAvailable where Triton compiles."""
     if not rungs.INTERPRETED:
         raise NotAvailable("counting loads and stores needs Triton's interpreter: set TRITON_INTERPRET=1 before Python")
+    check("triton.runtime.interpreter")
     from triton.runtime.interpreter import GridExecutor
     from triton.runtime.interpreter import interpreter_builder as builder
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..base.compat import check
 from ..base.errors import NotAvailable
 from ..formulas.memory.precision import NF4_BLOCK
 
@@ -52,6 +53,7 @@ def quantize_linears(
     `load_order` says when a tensor is read and when it is taken into the model, as `one_at_a_time` does.
     Raises NotAvailable for layers that bitsandbytes has no NF4 products for on a CPU.
     """
+    check("transformers.integrations.bitsandbytes")
     import bitsandbytes as bnb
     from transformers import BitsAndBytesConfig
     from transformers.integrations import bitsandbytes as integration

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from ..base.compat import check
 from ..base.errors import NotAvailable, SpecError
 from ..specs.model import ModelSpec
 from ..specs.run import Run, Training
@@ -138,6 +139,7 @@ def shard_units(model: nn.Module, blocks: Iterable[nn.Module], **arguments: Any)
 
 def blocks(model: PreTrainedModel) -> list[nn.Module]:
     """Return the model's blocks: the modules of the class that transformers says may not be split."""
+    check("transformers.modeling_utils")
     names = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 

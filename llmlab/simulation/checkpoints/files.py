@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from ...base.compat import disable_current_modes
+from ...base.compat import disable_current_modes, has
 from ..devices import GPU_DEVICE
 from ..engine.engine import Engine
 from ..values.known import is_followed, know
@@ -67,7 +67,7 @@ class Checkpoints:
         """Let safetensors.torch, which must be imported, save and load simulated tensors."""
         import safetensors.torch as library
 
-        flatten = next(name for name in ("_flatten_as_ptr", "_flatten") if hasattr(library, name))
+        flatten = "_flatten_as_ptr" if has("safetensors.torch._flatten_as_ptr") else "_flatten"
         real_flatten, real_write, real_open = getattr(library, flatten), library.serialize_file, library.safe_open
 
         def flattened(tensors: dict[str, Tensor], *args: Any) -> Any:

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from ...base.compat import FakeTensor, parse_to
+from ...base.compat import FakeTensor, check, parse_to
 
 
 @contextmanager
@@ -22,6 +22,7 @@ def fake_bitsandbytes(on_card: bool) -> Iterator[None]:
     if find_spec("bitsandbytes") is None:
         yield
         return
+    check("bitsandbytes")
     import bitsandbytes
     from bitsandbytes.nn import modules
 

@@ -22,7 +22,7 @@ from torch.amp import autocast_mode
 from torch.autograd.graph import save_on_cpu
 from torch.utils.data import DataLoader, dataloader
 
-from ...base.compat import FakeTensor
+from ...base.compat import FakeTensor, has
 from ...base.errors import NotAvailable, SpecError
 from ...hardware.gpu import BF16_CAPABILITY, GPU
 from ..capability import capability_of
@@ -59,7 +59,7 @@ def cuda_api(card: Card) -> Iterator[None]:
 
         def put(module: Any, names: dict[str, Any]) -> None:
             for name, value in names.items():
-                if not hasattr(module, name):  # an older torch
+                if not hasattr(module, name) and not has(f"{module.__name__}.{name}"):  # an older torch
                     continue
                 value = guarded(f"{module.__name__}.{name}", value) if not isinstance(value, type) else value
                 stack.enter_context(mock.patch.object(module, name, value))

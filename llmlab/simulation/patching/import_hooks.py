@@ -10,6 +10,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
+from ...base.compat import check
+
 # They load a CUDA library, or ask for its version, when they are imported with a card there.
 LOOK_FOR_DRIVERS = frozenset((
     "apex", "bitsandbytes", "deepspeed", "flash_attn", "kernels", "liger_kernel", "torchao", "transformer_engine",
@@ -37,6 +39,7 @@ class _Finder(MetaPathFinder):
             with hidden() if hidden else nullcontext():
                 run(module)
             if name in self.then:
+                check(name)
                 self.then[name]()
 
         loader.exec_module = exec_module  # type: ignore[method-assign]
@@ -51,6 +54,7 @@ def on_import(
     those that would load a driver."""
     for name, call in then.items():
         if name in sys.modules:
+            check(name)
             call()
     finder = _Finder(then, hidden)
     sys.meta_path.insert(0, finder)

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from ...base.compat import disable_current_modes
+from ...base.compat import check, disable_current_modes
 from ...base.errors import SpecError
 from ...recording.events import exclusive
 from ..capability import capability_of
@@ -51,6 +51,7 @@ _open: list[str] = []  # the name of the card in use
 def installed(card: Card) -> Iterator[None]:
     """Let torch and its libraries find `card`, as their only one; operators run on it while its engine is entered."""
     capability = capability_of(card.gpu)
+    check("torch")
     with ExitStack() as stack:
 
         def put(module: str, name: str, function: Callable) -> None:

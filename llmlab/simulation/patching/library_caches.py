@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...base.compat import GLOBAL_DEVICE_CONTEXT
+from ...base.compat import GLOBAL_DEVICE_CONTEXT, check
 
 
 @contextmanager
@@ -39,6 +39,7 @@ def devices_found() -> Iterator[None]:
 def _accelerate_states() -> list[dict[str, Any]]:
     """Return the dictionaries that all instances of accelerate's states share; none where it is not imported."""
     module = sys.modules.get("accelerate.state")
+    check("accelerate.state" if module else "")
     return [module.PartialState._shared_state, module.AcceleratorState._shared_state] if module else []
 
 
@@ -46,6 +47,6 @@ def _forget() -> None:
     for state in _accelerate_states():
         state.clear()
     checks = sys.modules.get("transformers.utils.import_utils")
-    for name, check in vars(checks).items() if checks else ():
-        if name.startswith("is_") and hasattr(check, "cache_clear"):
-            check.cache_clear()
+    for name, each in vars(checks).items() if checks else ():
+        if name.startswith("is_") and hasattr(each, "cache_clear"):
+            each.cache_clear()

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from ...base.compat import VF, AutoDispatchBelowAutograd, DispatchKey, FakeTensor, disable_current_modes, symbol
+from ...base.compat import VF, AutoDispatchBelowAutograd, DispatchKey, FakeTensor, check, disable_current_modes, symbol
 from ..capability import Capability
 from ..devices import GPU_DEVICE, HOST
 from ..engine.engine import Engine
@@ -41,6 +41,7 @@ def fake_parameters() -> Iterator[None]:
         except ImportError:
             pass
         else:
+            check("transformers.masking_utils")
             real = masking_utils.is_tracing
             # Fake inputs are no tracing here: positions have values, see values/known.py.
             not_fake = lambda tensor=None: real()  # noqa: E731
@@ -154,6 +155,7 @@ def made_on_card(
 
 def tensors_on_card() -> AbstractContextManager:
     """Let torch.tensor make tensors on the card; for "cpu:0" torch itself makes them on the host."""
+    symbol("torch.utils._device._device_constructors")()  # cached at its first call: with torch's own, not with ours
     real = torch.tensor
 
     def tensor(data: Any, **kwargs: Any) -> Tensor:
