@@ -36,8 +36,7 @@ from ...recording.events import Event
 from ..allocator.host import Memory
 from ..allocator.out_of_memory import AllocatorOutOfMemory
 from ..devices import GPU_DEVICE, HOST
-from ..values.data_dependent import sized_by_value
-from ..values.known import SMALL, VALUES_LIMIT, follow, known
+from ..values.known import SMALL, VALUES_LIMIT, follow, known, sized_by_value
 from ..values.placeholders import needs_values
 from ..workspaces.none import is_stated
 from ..workspaces.registry import CPU_WORKSPACES, WORKSPACES, Operator, Workspace

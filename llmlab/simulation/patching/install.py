@@ -31,9 +31,7 @@ from .bitsandbytes import fake_bitsandbytes
 from .cuda_api import cuda_api, cuda_autocast
 from .device_mode import Redirect
 from .flash_attn import fake_flash_attn
-from .import_hooks import on_import
-from .import_sweep import swept
-from .library_caches import default_device, devices_found
+from .imports import default_device, devices_found, on_import, swept
 from .patches import (
     cuda_operators,
     fake_parameters,
