@@ -28,7 +28,7 @@ from ...hardware.gpu import BF16_CAPABILITY, GPU
 from ..capability import capability_of
 from ..card import Card
 from ..profile.snapshot import write_snapshot
-from ..streams import DEFAULT_STREAM, CUDAGraph, Event, Stream, Streams, nothing
+from ..streams import DEFAULT_STREAM, CUDAGraph, Event, Stream, nothing
 from ..values.placeholders import PLACEHOLDER, Unknown, located
 from .tensor_types import LEGACY_TYPES
 
@@ -179,16 +179,22 @@ def _refused(name: str) -> Callable:
 
 
 def _streams(card: Card) -> dict[str, Any]:
-    streams = Streams(card.engine)
+    engine, streams = card.engine, {0: DEFAULT_STREAM}
+
+    def set_stream(stream: Any) -> None:
+        if stream is not None:
+            streams[stream.stream_id] = stream
+            engine.stream = stream.stream_id
+
     return {
         "Event": Event,
         "Stream": Stream,
         "CUDAGraph": CUDAGraph,
         "graph": CUDAGraph,
         "make_graphed_callables": CUDAGraph,
-        "current_stream": streams.current,
+        "current_stream": lambda device=None: streams[engine.stream],
         "default_stream": lambda device=None: DEFAULT_STREAM,
-        "set_stream": streams.set,
+        "set_stream": set_stream,
     }
 
 
