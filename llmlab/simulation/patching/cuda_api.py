@@ -106,15 +106,13 @@ def device_name(gpu: GPU) -> str:
     return next((alias for alias in gpu.aliases if alias.startswith(("NVIDIA ", "Tesla "))), gpu.name)
 
 
-class _Properties(SimpleNamespace):
-    def __repr__(self) -> str:
-        named = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
-        return f"_CudaDeviceProperties({named})"
+class _CudaDeviceProperties(SimpleNamespace):
+    """What torch.cuda.get_device_properties gives, printed by the name of torch's own class."""
 
 
-def _properties(gpu: GPU) -> _Properties:
+def _properties(gpu: GPU) -> _CudaDeviceProperties:
     major, minor = capability_of(gpu)
-    return _Properties(
+    return _CudaDeviceProperties(
         name=device_name(gpu),
         major=major,
         minor=minor,

@@ -84,7 +84,8 @@ def installed(card: Card) -> Iterator[None]:
         stack.enter_context(default_device())
         stack.enter_context(mock.patch.dict(os.environ, ENVIRONMENT))
         stack.enter_context(devices_found())
-        stack.enter_context(on_import(libraries, lambda: _hidden(card)))
+        # The card is hidden from a library that looks for one as it is imported.
+        stack.enter_context(on_import(libraries, lambda: mock.patch.object(card, "hidden", True)))
         yield
 
 
@@ -135,13 +136,3 @@ def _paged(engine: Engine) -> Callable[..., Tensor]:
         return made
 
     return get_paged
-
-
-@contextmanager
-def _hidden(card: Card) -> Iterator[None]:
-    """Hide the card from a library that looks for one as it is imported."""
-    before, card.hidden = card.hidden, True
-    try:
-        yield
-    finally:
-        card.hidden = before
