@@ -38,7 +38,7 @@ from .distributed.notes import notes as rank_notes
 from .distributed.torch_engines import checked, fake_ranks
 from .engine.engine import Engine, notes_of
 from .patching.bitsandbytes import fake_bitsandbytes
-from .patching.import_sweep import swept
+from .patching.imports import swept
 from .patching.install import installed
 from .patching.patches import fake_parameters, held_random_states
 from .profile.recording import StepRecording

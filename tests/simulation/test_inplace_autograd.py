@@ -12,7 +12,7 @@ from torch import Tensor
 import llmlab as lab
 from llmlab.simulation.allocator.memory import HostMemory
 from llmlab.simulation.engine.engine import HOST, Engine
-from llmlab.simulation.engine.foreach import changes_values_alone
+from llmlab.simulation.engine.operators import changes_values_alone
 from llmlab.simulation.simulator import simulator
 
 N = 256

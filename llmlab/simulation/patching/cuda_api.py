@@ -28,7 +28,7 @@ from ...hardware.gpu import BF16_CAPABILITY, GPU
 from ..capability import capability_of
 from ..card import Card
 from ..profile.snapshot import write_snapshot
-from ..streams import DEFAULT_STREAM, CUDAGraph, Event, Stream, Streams, nothing
+from ..streams import DEFAULT_STREAM, CUDAGraph, Event, Stream, nothing
 from ..values.placeholders import PLACEHOLDER, Unknown, located
 from .tensor_types import LEGACY_TYPES
 
@@ -106,15 +106,13 @@ def device_name(gpu: GPU) -> str:
     return next((alias for alias in gpu.aliases if alias.startswith(("NVIDIA ", "Tesla "))), gpu.name)
 
 
-class _Properties(SimpleNamespace):
-    def __repr__(self) -> str:
-        named = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
-        return f"_CudaDeviceProperties({named})"
+class _CudaDeviceProperties(SimpleNamespace):
+    """What torch.cuda.get_device_properties gives, printed by the name of torch's own class."""
 
 
-def _properties(gpu: GPU) -> _Properties:
+def _properties(gpu: GPU) -> _CudaDeviceProperties:
     major, minor = capability_of(gpu)
-    return _Properties(
+    return _CudaDeviceProperties(
         name=device_name(gpu),
         major=major,
         minor=minor,
@@ -179,16 +177,22 @@ def _refused(name: str) -> Callable:
 
 
 def _streams(card: Card) -> dict[str, Any]:
-    streams = Streams(card.engine)
+    engine, streams = card.engine, {0: DEFAULT_STREAM}
+
+    def set_stream(stream: Any) -> None:
+        if stream is not None:
+            streams[stream.stream_id] = stream
+            engine.stream = stream.stream_id
+
     return {
         "Event": Event,
         "Stream": Stream,
         "CUDAGraph": CUDAGraph,
         "graph": CUDAGraph,
         "make_graphed_callables": CUDAGraph,
-        "current_stream": streams.current,
+        "current_stream": lambda device=None: streams[engine.stream],
         "default_stream": lambda device=None: DEFAULT_STREAM,
-        "set_stream": streams.set,
+        "set_stream": set_stream,
     }
 
 

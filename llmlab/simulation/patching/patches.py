@@ -279,6 +279,7 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
 
 
 def set_data(tensor: Any, data: Tensor) -> None:
-    """`tensor.data = data` for fake tensors, whose device is an attribute of its own."""
+    """`tensor.data = data` for a fake tensor, whose device is an attribute of its own and may change with it."""
     tensor.data = data
-    tensor.fake_device = data.device
+    if isinstance(data, FakeTensor):
+        tensor.fake_device = data.device
