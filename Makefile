@@ -25,7 +25,7 @@ TIMES = --junit-xml=_build/durations/$@.xml -o junit_duration_report=total
 NBVAL := $(PYTEST) --maxprocesses 2 -p no:cacheprovider --nbval-current-env --nbval-cell-timeout=600
 
 .PHONY: help book read test env notebooks outputs site lint unit nbval browser durations instruction-sets schema \
-        figures benchmarks records gpu-notebooks colab-drift lock clean
+        figures benchmarks records gpu-notebooks colab-drift library-names lock clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := book
 
@@ -142,6 +142,10 @@ gpu-notebooks: env ## run every notebook on this GPU into _build/gpu-notebooks, 
 	$(PIP) $(PIP_FLAGS) -e '.[$(EXTRAS)]'
 	$(NBVAL) -n 0 --nbval-lax book # one GPU
 	$(BIN)/python tools/notebooks.py --force --record --out _build/gpu-notebooks
+
+library-names: env ## which releases of other libraries are installed, and whether they have the names that are patched
+	@$(BIN)/python -m pip list
+	@$(BIN)/python -m pytest -q tests/base/test_compat.py
 
 colab-drift: env ## compare the floors with Colab's current packages (COLAB_PACKAGES=file or URL)
 	$(BIN)/python tools/colab_drift.py '$(COLAB_PACKAGES)'

@@ -1,8 +1,8 @@
-"""Accelerate's own FSDP2 benchmark, whose memory it published in pictures, as a script for the simulator.
+"""Accelerate's own FSDP2 benchmark, whose memory it published as pictures, as a script for the simulator.
 
-The loop is that of benchmarks/fsdp2 in huggingface/accelerate (main.py, utils.py; "Optimizer After FSDP", beside which
-Accelerate's own lies in the picture): transformers' model moved to the card a block at a time as FSDP2 cuts it up,
-autocast around forward, logits in fp32, AdamW with torch's defaults.
+The loop is that of benchmarks/fsdp2 in huggingface/accelerate (main.py, utils.py; "Optimizer After FSDP", whose curve
+in the picture coincides with Accelerate's own): FSDP2 shards transformers' model block by block on its way to the card,
+forward runs under autocast, the logits are in fp32, and AdamW has torch's defaults.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def train(steps: int = 2) -> None:
 
 
 def published() -> dict[str, int]:
-    """Return the peak that was read, in bytes."""
+    """Return the published peak in bytes."""
     return {"reserved": figure("accelerate-fsdp2-memory").values[f"{MODEL}, 8 GPUs: reserved"]}
 
 
@@ -59,6 +59,6 @@ def simulated() -> dict[str, int]:
 
 
 def by_verb() -> dict[str, int]:
-    """Return what lab.simulate says without any script; it reduces gradients in fp32."""
+    """Return what lab.simulate says without a script; it reduces gradients in fp32."""
     run = lab.Training(micro_batch=BATCH, seq_len=TOKENS, precision="mixed-bf16", zero=3, dp=RANKS)
     return {"reserved": lab.simulate(MODEL, run, CARD).peak_reserved}

@@ -1,22 +1,24 @@
-"""lab.simulator against the training memory of BERT-large that the transformers documentation shows for a V100.
+"""lab.simulator against the training memory of BERT-large on a V100, as the transformers documentation shows it.
 
     python benchmarks/bert.py                              # prints
     python benchmarks/bert.py --out benchmarks/results     # and writes bert.md, which the book includes
 
-The source (perf_train_gpu_one, transformers 4.27) shows NVML's used memory after a run of Trainer: what the allocator
-reserved at most, and the CUDA context, which it shows alone too, with the segment of the 1 × 1 tensor that makes it.
-The page's nvidia-smi is of 11 January 2022: of a transformers of that time, and, as the rows say, of a PyTorch before
-1.10. What differs from today's is written out below:
+The source (perf_train_gpu_one, transformers 4.27) shows the memory in use after a run of Trainer, as NVML reports it:
+the most that the allocator reserved, plus the CUDA context. It also shows the context alone, with the segment of the
+1 × 1 tensor that was made to create it. The output of nvidia-smi on the page is from 11 January 2022, so transformers
+was a release of that time, and the rows show that PyTorch was older than 1.10. The code below reproduces what differs
+from today's releases:
 
 - softmax keeps its input for backward, besides its output, so eager attention keeps one more tensor of B × H × T × T:
   before PyTorch 1.11, _softmax_backward_data takes that input and not only its dtype (tools/autograd/derivatives.yaml;
   issue pytorch#64000; transformers' pytorch_utils.softmax_backward_data calls both forms);
-- GELU is on autocast's list of operators in fp32, so it keeps its input in fp32, and its output lies there in fp32
-  until it is cast down: pytorch#59639 of June 2021 took it off, after 1.9 (aten/src/ATen/autocast_mode.cpp);
+- GELU is on autocast's list of operators in fp32, so it keeps its input in fp32, and its output stays in memory in fp32
+  until it is cast down; pytorch#59639 of June 2021, after 1.9, removed it from the list
+  (aten/src/ATen/autocast_mode.cpp);
 - the optimizer is transformers' own AdamW, one parameter at a time; gradients are zeroed, not set to None;
 - BERT's mask is fp32 and always added.
 
-    B  batch    H  heads    T  tokens a sequence    D  head size
+    B  batch    H  heads    T  tokens per sequence    D  head size
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ SETUPS = (
 )
 
 
-# ---- as it was
+# ---- what the older releases did
 
 
 class KeepsInput(torch.autograd.Function):
@@ -111,7 +113,7 @@ def gelu(module: nn.Module, x: Tensor) -> Tensor:
 
 
 class PerParameter(Optimizer):
-    """An optimizer that takes its parameters one by one; `states` makes what it keeps of each."""
+    """An optimizer that updates its parameters one by one; `states` makes the states of one parameter."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__(parameters, {})
@@ -139,7 +141,7 @@ class AdamW(PerParameter):
 
 
 class Adam8bit(PerParameter):
-    """bitsandbytes' Adam8bit: both states in 1 byte, with an fp32 scale a block; one kernel, no temporaries."""
+    """bitsandbytes' Adam8bit: both states in 1 byte, with an fp32 scale per block; one kernel, no temporaries."""
 
     def states(self, parameter: Tensor) -> dict[str, Tensor]:
         n, kept = parameter.numel(), {}
@@ -170,7 +172,7 @@ def simulate_loading() -> int:
 
 
 def simulate_training(setup: Setup) -> int:
-    """Return the bytes that a run of Trainer reserves at most, without the CUDA context."""
+    """Return the most bytes that a run of Trainer reserves, without the CUDA context."""
     with (
         mock.patch.object(modeling_bert, "eager_attention_forward", attention),
         mock.patch.object(GELUActivation, "forward", gelu),
@@ -181,7 +183,7 @@ def simulate_training(setup: Setup) -> int:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
         optimizer = OPTIMIZERS[setup.optimizer](model.parameters())
         scaler = torch.amp.GradScaler("cuda", enabled=setup.fp16)
-        # One step makes the states, the next has them all along. A third micro-batch is like the second.
+        # The first step makes the states; the second has them throughout. A third micro-batch is like the second.
         for _ in range(2):
             for _ in range(min(setup.accumulation, 2)):
                 scaler.scale(_loss(model, setup)).backward()
@@ -201,9 +203,9 @@ def _loss(model: nn.Module, setup: Setup) -> Tensor:
 
 
 def measured(name: str) -> int:
-    """Return the published bytes of a line, the context's taken off."""
+    """Return the published bytes of a line, minus those of the context."""
     published = figure("bert-large-training-memory")
-    context = published["CUDA context alone"] - SMALL_SEGMENT  # shown with a tensor of 1 × 1 on the card
+    context = published["CUDA context alone"] - SMALL_SEGMENT  # it was measured with a tensor of 1 × 1 on the card
     return int(published[name] - context)
 
 
@@ -213,7 +215,7 @@ def row(name: str, simulated: int) -> list[str]:
 
 
 def to_markdown(simulated: dict[str, int], made: str) -> str:
-    """Return the table of each line's simulated bytes, what it cannot show, and the line that says what made it."""
+    """Return the table of each line's simulated bytes, its notes, and the line that says what made it."""
     title = f"**Simulated against measured, BERT-large trained on a {GPU}, 512 tokens a sequence**"
     rows = [row(name, size) for name, size in simulated.items()]
     notes = [
@@ -229,7 +231,7 @@ def to_markdown(simulated: dict[str, int], made: str) -> str:
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder to write bert.md to.")
 def main(out: Path | None) -> None:
-    """Hold the simulated card to the published table."""
+    """Compare the simulated card with the published table."""
     simulated = {LOADED: simulate_loading()} | {setup.name: simulate_training(setup) for setup in SETUPS}
     text = to_markdown(simulated, provenance("llmlab", "torch", "transformers"))
     print(text)

@@ -1,4 +1,4 @@
-"""The rows of peers.py one by one: each configuration with all that was measured of it, and what the repeats say.
+"""The rows of peers.py one by one: each configuration with all its measurements, and what the repeats show.
 
 A configuration is a model and a training step; several rows of one are repeats of its measurement.
 """
@@ -42,7 +42,7 @@ def mebibytes(size: int) -> str:
 
 
 def percent(error: float) -> str:
-    return f"{round(error, 3) + 0.0:+.1%}"  # without + 0.0 what rounds to none would be −0.0 %
+    return f"{round(error, 3) + 0.0:+.1%}"  # without + 0.0 a small negative error would be shown as −0.0 %
 
 
 def errors(row: Row, tool: str, truth: str) -> float:
@@ -51,7 +51,7 @@ def errors(row: Row, tool: str, truth: str) -> float:
 
 
 def body(rows: list[Row]) -> list[list[str]]:
-    """Return a text row a configuration: where it was measured more than once, every figure that was found."""
+    """Return a text row per configuration; if it was measured more than once, with every different figure."""
     found = []
     for group in configurations(rows):
         cells = [name(group[0])]
@@ -66,7 +66,7 @@ def body(rows: list[Row]) -> list[list[str]]:
 
 
 def notes(rows: list[Row]) -> list[str]:
-    """Return what the repeats say about the rows that the simulation misses; nothing where nothing was simulated."""
+    """Return what the repeats say about the rows that the simulation misses; nothing if nothing was simulated."""
     rows = [row for group in configurations(rows) for row in group]
     if not rows:
         return []
@@ -93,7 +93,7 @@ def spread(values: list[float]) -> float:
 
 
 def loads(base: str, rows: list[Row]) -> list[str]:
-    """Return what the rows of a base say: how alike the loaded models are, and how well each session is met."""
+    """Return what the rows of a base show: whether repeated loads agree, and each session's errors."""
     loaded: dict[str, set[int]] = {}
     for row in rows:
         if row["after_load"]:

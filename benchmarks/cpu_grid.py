@@ -1,9 +1,9 @@
-"""lab.simulate on the CPU against lab.measure there: combinations of what Training and Inference say, in tiny models.
+"""lab.simulate against lab.measure on the CPU: combinations of the fields of Training and Inference, on tiny models.
 
     python benchmarks/cpu_grid.py                              # prints
     python benchmarks/cpu_grid.py --out benchmarks/results     # and writes cpu_grid.md, which the book includes
 
-tests/simulation/test_cpu_grid.py holds a few of these to the bar at every change.
+tests/simulation/test_cpu_grid.py compares a few of these at every change.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ ADAPTERS = {
     "gpt2": lab.LoRA(rank=8, targets=("c_attn",), dropout=0.1),
     "llama": lab.LoRA(rank=8, targets=("q_proj", "v_proj"), dropout=0.1),
 }
-ATTENTIONS = ("sdpa", "eager")  # flash is a GPU's
+ATTENTIONS = ("sdpa", "eager")  # flash needs a GPU
 BATCH, TOKENS = 2, 64
 PROMPTS, NEW_TOKENS = (8, 64), (4, 24)
 HEADER = ["what", "steps", f"within {BAR:.1%}", "median |error|", "worst error"]
 
 
 class Compared(NamedTuple):
-    """A step, and how far its simulated peak is from the measured one, as a part of it."""
+    """A step, and the relative error of its simulated peak."""
 
     what: str
     name: str
@@ -51,7 +51,7 @@ class Compared(NamedTuple):
 
 
 def grid() -> Iterator[tuple[str, str, Run]]:
-    """Yield what is compared: the line it counts in, the model's name, the run."""
+    """Yield what is compared: its line of the table, the model's name, the run."""
     for name, precision, optimizer, checkpointing, attention, accumulation in product(
         SHAPES, PRECISIONS, OPTIMIZERS, CHECKPOINTING, ATTENTIONS, (1, 2)
     ):
@@ -76,7 +76,7 @@ def error(name: str, run: Run) -> float:
 
 
 def body(found: list[Compared]) -> list[list[str]]:
-    """Return the text of each line: its number of steps and how far they are off."""
+    """Return the text of each line: the number of its steps, and their errors."""
     groups: dict[str, list[Compared]] = {}
     for each in found:
         groups.setdefault(each.what, []).append(each)
@@ -105,7 +105,7 @@ def to_markdown(found: list[Compared], made: str) -> str:
 @click.command()
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Write cpu_grid.md here.")
 def main(out: Path | None) -> None:
-    """Hold simulated peaks on the CPU to measured ones."""
+    """Compare simulated peaks on the CPU with measured ones."""
     steps = list(grid())
     _, names, runs = zip(*steps, strict=True)
     with ProcessPoolExecutor(initializer=torch.set_num_threads, initargs=(1,)) as pool:

@@ -1,11 +1,11 @@
-"""What a KV cache saves: the book's small model writes up to a text of 512 tokens, without a cache and with each kind.
+"""What a KV cache saves: the book's small model writes a text of 512 tokens, without a cache and with each kind.
 
     python benchmarks/decoding.py                              # prints the table
     python benchmarks/decoding.py --out benchmarks/results     # and writes decoding.md, which the book can include
 
-One run, one process, the kinds after each other. Without a GPU it is one thread and the CPU's own seconds, so that
-other work on the machine does not count. Exit code 1 where a kind writes other tokens, or a preallocated cache is not 3
-times as fast as none.
+The kinds are timed one after the other in one process. Without a GPU it uses one thread and counts CPU seconds, so that
+other work on the machine does not matter. The exit code is 1 if a kind writes other tokens, or if a preallocated cache
+is not 3 times as fast as none.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HEADER = ["cache", "seconds for the text", "ms a token", "times as fast as none"
 
 
 def timed(model: torch.nn.Module, prompt: torch.Tensor, new: int, kind: str) -> tuple[float, list[int]]:
-    """Return the seconds of writing `new` tokens and the text."""
+    """Return the seconds that `new` tokens take, and the text."""
     clock = time.perf_counter if prompt.is_cuda else time.process_time
     generate(model, prompt, 2, cache=kind)
     start = clock()
@@ -37,7 +37,7 @@ def timed(model: torch.nn.Module, prompt: torch.Tensor, new: int, kind: str) -> 
 
 
 def measure(prompt_tokens: int) -> tuple[list[list[str]], float, bool]:
-    """Return the rows, how many times as fast as none the preallocated cache is, and whether all texts agree."""
+    """Return the rows, the speedup of the preallocated cache over none, and whether all texts agree."""
     device = lab.scale().device
     if device == "cpu":
         torch.set_num_threads(1)

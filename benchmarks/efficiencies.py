@@ -1,12 +1,12 @@
-"""Derive llmlab/hardware/efficiencies.toml, what cards reach, from the published records; and hold it to rows left out.
+"""Derive llmlab/hardware/efficiencies.toml, the rates that cards reach, from the published records; and validate it.
 
     python benchmarks/efficiencies.py            # derives, cross-validates, prints
     python benchmarks/efficiencies.py --write    # and writes the table
 
-Each record is a time. The simulator says which kernels ran in it; the rates are those that make the sums of their times
-(`llmlab.simulation.profile.roofline`) fit the records best: least squares in logarithms, with large errors counting
-linearly, because
-single runs were disturbed. H100: from whole training runs, by the formulas of `llmlab.formulas.time.step`.
+Each record is a time. The simulator says which kernels ran in it; the rates are those with which the sums of the
+kernels' times (`llmlab.simulation.profile.roofline`) fit the records best: least squares of logarithms, where large
+errors count linearly, because single runs were disturbed. The H100's rates are from whole training runs, by the
+formulas of `llmlab.formulas.time.step`.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from llmlab.archive.published_steps import gpt
 from llmlab.formulas.time import step as formulas
 from llmlab.formulas.time.efficiency import Efficiency
 from llmlab.hardware.gpu import gpu
-from llmlab.simulation.profile.kernel import Kernel
 from llmlab.simulation.profile.operator_log import Operators
-from llmlab.simulation.profile.roofline import host_seconds, kernel_seconds
+from llmlab.simulation.profile.roofline import Kernel, host_seconds, kernel_seconds
 from llmlab.simulation.report import recorded
 from llmlab.specs.model import model
 
 TABLE = Path(lab.__file__).parent / "hardware" / "efficiencies.toml"
 MiB = 2**20
-FLUSHED = 256 * MiB  # triton.testing.do_bench clears the cache before each run; meanwhile the CPU runs ahead
+FLUSHED = 256 * MiB  # triton.testing.do_bench clears the cache before each run; meanwhile the CPU launches kernels
 TOLERATED = 0.15  # relative error up to which it counts as a square
 FOLDS = 5
-PRIOR = 0.1  # weight of a value's distance from its start: holds a value that few records speak of
+PRIOR = 0.1  # weight of a value's distance from its start: it decides values that few records depend on
 
-# Not fitted. Launch: what an empty kernel takes. A view costs the dispatcher a share of what an operator with a kernel
-# does; autograd's engine calls backward ones without Python. Caches: NVIDIA's white papers; an A100 has two of 20 MiB.
+# Not fitted. Launch: the time of an empty kernel. VIEW and BACKWARD are shares of the time that dispatching an operator
+# with a kernel takes: for a view, and for an operator in backward, which autograd's engine calls without Python.
+# Caches: NVIDIA's white papers; an A100 has two of 20 MiB.
 FIXED = {"launch": 2e-6}
 VIEW, BACKWARD = 0.15, 0.6
 START = {
@@ -64,13 +64,13 @@ CACHE = {"T4": 4 * MiB, "A100-80GB": 20 * MiB, "H100-80GB": 25 * MiB}
 
 
 class Row(NamedTuple):
-    """A record: its kernels with how many of each (a share, where layers were left out), and its seconds."""
+    """A record: its kernels with the number of each, not whole where layers were extrapolated, and its seconds."""
 
     name: str
     group: str
     kernels: dict[Kernel, float]
     seconds: float
-    ahead: int = 0  # bytes written before it while the CPU ran ahead
+    ahead: int = 0  # bytes that the card wrote before it, while the CPU launched its kernels
 
     def time(self, rates: Efficiency) -> float:
         """Return the seconds that `rates` give: the card's, or the host's if they are more."""
@@ -83,7 +83,7 @@ class Row(NamedTuple):
 
 
 def finetuning_rows(few: int | None = None) -> list[Row]:
-    """Return the T4's timed steps, repeats as their mean; `few`: only so many."""
+    """Return the T4's timed steps, repeats as their mean; with `few` at most that many."""
     measured: dict[tuple[str, Training], list[float]] = {}
     for report in records(gpu="T4"):
         if report.gpu == "T4" and report.source == "published" and report.step_seconds and not held_out(report):
@@ -112,7 +112,7 @@ def _counted(kernels: Sequence[Kernel]) -> Counter:
 
 
 def operator_rows(every: int = 1) -> list[Row]:
-    """Return the A100's single operators of plain PyTorch; `every`: only each so-manieth."""
+    """Return the A100's single operators of plain PyTorch; with `every` = n only each n-th."""
     rows = []
     for record in operator_records(provider="huggingface", metric="time", gpu="A100-80GB")[::every]:
         group = f"{record.operator} {record.mode}"
@@ -136,7 +136,7 @@ def operator_kernels(record: OperatorRecord) -> Operators:
 
 
 class Throughput(NamedTuple):
-    """A published training run: tokens a second and GPU."""
+    """A published training run: tokens per second and GPU."""
 
     name: str
     card: str
@@ -149,7 +149,7 @@ def throughputs() -> list[Throughput]:
     """Return the published training throughputs whose set-up is known.
 
     llm-foundry's micro-batches and gradient accumulation are those of its table, FULL_SHARD on 8 GPUs under amp_bf16.
-    FlashAttention-2's rates are in FLOP of 6ND + 12·L·h·T²; its micro-batch is not published.
+    FlashAttention-2's rates count 6ND + 12·L·h·T² FLOP; its micro-batch is not published.
     """
     foundry, mixed = figure("llm-foundry-throughput"), figure("flash-attention-training")
     shard: dict[str, Any] = {"seq_len": 2048, "precision": "autocast-bf16", "dp": 8, "zero": 3}
@@ -174,7 +174,7 @@ def throughputs() -> list[Throughput]:
     found.append(Throughput("llm.c 1558M", "H100-80GB", large, run, rate))
     for label, length, micro_batch in (("2k", 2048, 8), ("8k", 8192, 2)):
         config = gpt(2048, 24, 16, 50257, length)
-        flop = 6 * model(config).parameters + 12 * 24 * 2048 * length  # a token
+        flop = 6 * model(config).parameters + 12 * 24 * 2048 * length  # per token
         run = Training(micro_batch=micro_batch, seq_len=length, precision="mixed-bf16", dp=8)
         rate = mixed[f"{label}, FlashAttention-2"] / flop
         found.append(Throughput(f"FlashAttention-2 1.3B, {label}", "A100-80GB", config, run, rate))
@@ -182,7 +182,7 @@ def throughputs() -> list[Throughput]:
 
 
 def estimated_rate(row: Throughput, rates: Efficiency) -> float:
-    """Return the tokens a second and GPU that `llmlab.estimate` gives with these rates."""
+    """Return the tokens per second and GPU that `llmlab.estimate` gives with these rates."""
     seconds = formulas.seconds_at(model(row.config), row.run, gpu(row.card), rates)
     assert seconds is not None
     return formulas.tokens_of(row.run) / seconds / row.run.world_size
@@ -255,7 +255,7 @@ def relative_errors(rows: Sequence[Row], rates: Efficiency) -> np.ndarray:
 
 
 def cross_validated(card: str, rows: Sequence[Row]) -> np.ndarray:
-    """Return the errors of rows that were left out, a fold at a time."""
+    """Return the errors of all rows, each predicted from the folds that it is not in."""
     order = np.random.default_rng(0).permutation(len(rows))
     errors = []
     for fold in range(FOLDS):
@@ -266,7 +266,7 @@ def cross_validated(card: str, rows: Sequence[Row]) -> np.ndarray:
 
 
 def derive_attention(values: dict[str, float]) -> dict[str, float]:
-    """Return the A100's values with its attention's rate: the operators' records have none, whole runs do."""
+    """Return the A100's values with attention's rate, which is fitted to whole runs: no operator's record has it."""
     runs = [row for row in throughputs() if row.card == "A100-80GB"]
 
     def errors(found: dict[str, float]) -> np.ndarray:

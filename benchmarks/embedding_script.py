@@ -1,20 +1,20 @@
 """Liger-Kernel's embedding benchmark, the whole script on one simulated card, as it ran in one process on an A100.
 
-Its rows cannot be simulated one by one: what torch.compile's runs leave on the card lies below every later peak, and
-which free block a request gets depends on all that the process freed before. The script (linkedin/Liger-Kernel 0.2.1,
-benchmark/scripts/benchmark_embedding.py) is deterministic in memory but for one thing that no source says: when the
-tables that torch.compile keeps are dropped. The published rows say it: with the compilations of DROPS, 47 of the 48,
-of plain PyTorch, of Liger and compiled, come out to the byte; with any other first one, 44 do not.
+Its rows cannot be simulated one by one: what torch.compile's runs leave on the card adds to every later peak, and which
+free block a request gets depends on all that the process freed before. The memory of the script (linkedin/Liger-Kernel
+0.2.1, benchmark/scripts/benchmark_embedding.py) follows from sources, except for when the tables that torch.compile
+keeps are dropped. That was inferred from the published rows: if it is at the compilations of DROPS, 47 of the 48 rows
+(of plain PyTorch, of Liger and compiled) are exact to the byte; with any other first one, 44 are not.
 
-What else memory depends on, and where that stands:
+What else memory depends on, and its source:
 
-- Every run makes a table for PyTorch and one for Liger, whichever of them is timed.
+- Every run makes a table for PyTorch and one for Liger, though it times only one of them.
 - Each timed run has Triton's buffer of 256 MB (triton/testing.py, do_bench), after the first call.
-- The first call of a compiled kernel compares two launch configurations, with such a buffer each, and writes to copies
-  of what it changes (torch/_inductor: runtime/triton_heuristics.py, pointwise and clone_args; torch 2.4).
+- The first call of a compiled kernel compares two launch configurations, each with such a buffer, and writes to copies
+  of the tensors that it changes (torch/_inductor: runtime/triton_heuristics.py, pointwise and clone_args; torch 2.4).
 - Each compiled module is kept, with its gradient, by the code that was compiled for it.
 
-    B  batch    T  tokens a sequence    V  vocabulary    D  width
+    B  batch    T  tokens per sequence    V  vocabulary    D  width
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ PROVIDERS = ("liger", "huggingface", "torch_compile")
 VOCABULARIES = tuple(2**i for i in range(10, 18))
 SHAPES = ((32, 512, 768), (8, 2048, 4096))  # (B, T, D)
 COMPILATIONS = 6 * len(VOCABULARIES)  # of both widths: timed forward, timed in full, measured
-DROPS = (17, 45)  # the compilations at which the tables kept so far go
-CALLS = 2  # of the timed ones: the third is like the second
-REPEATS = 3  # of the ten measured ones: from the second on the table has its gradient
+DROPS = (17, 45)  # the compilations that drop the tables kept so far
+CALLS = 2  # of the timed calls: the third is like the second
+REPEATS = 3  # of the ten measured calls: from the second on the table has its gradient
 FLUSHED = 256_000_000  # bytes of do_bench's buffer
 
 
 class LigerEmbedding(torch.autograd.Function):
-    """What Liger's kernels allocate (ops/experimental/embedding.py), and inductor's too: one output, one gradient."""
+    """What Liger's kernels (ops/experimental/embedding.py) and inductor's allocate: one output, one gradient."""
 
     @staticmethod
     def forward(ctx: Any, table: Tensor, ids: Tensor, tune: Callable[..., None]) -> Tensor:
@@ -60,13 +60,13 @@ class LigerEmbedding(torch.autograd.Function):
 
 
 def _compare_configurations(changed: Tensor | None = None) -> None:
-    """Time both launch configurations of a kernel, each as `_timed` times a run, with a copy a call."""
+    """Time both launch configurations of a kernel as `_timed` does, each call with a copy of what it changes."""
     for _ in range(2):
         _timed(lambda: changed is None or changed.clone())
 
 
 def _timed(call: Callable[[], Any]) -> None:
-    """triton/testing.py, do_bench: a call, then the buffer that is cleared before each of the others."""
+    """triton/testing.py, do_bench: one call, then the others, before each of which a buffer is cleared."""
     call()
     flushed = torch.empty(FLUSHED // 4, dtype=torch.int32, device="cuda")
     for _ in range(CALLS):
@@ -83,7 +83,7 @@ class Process:
         self.compilations = 0
 
     def run(self, provider: str, mode: str, V: int, B: int, T: int, D: int, timed: bool) -> int | None:
-        """Return the bytes that a memory run finds, the median of its calls' peaks; a timed one finds none."""
+        """Return the median of the peaks of a memory run's calls, in bytes; None for a timed run."""
         plain, liger = (nn.Embedding(V, D).cuda() for _ in range(2))
         ids = torch.randint(0, V, (B, T), device="cuda")
         table = liger if provider == "liger" else plain
@@ -119,7 +119,7 @@ def _nothing(changed: Tensor | None = None) -> None: ...
 
 @cache
 def simulate_script(gpu: str, drops: tuple[int, ...] = DROPS) -> dict[tuple[str, int, int], int]:
-    """Return the bytes that the script's memory runs find, by provider, D and V."""
+    """Return the bytes that the script's memory runs report, by provider, D and V."""
     with lab.simulator(gpu) as sim:
         process = Process(sim, drops)
         for provider, mode, V, shape in _runs(("forward", "full")):

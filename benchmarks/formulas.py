@@ -1,13 +1,14 @@
-"""lab.simulator against memory that was published as a formula: what a layer keeps for backward, what a token keeps.
+"""lab.simulator against memory that was published as a formula: of a layer's activations, of a token in the KV cache.
 
     python benchmarks/formulas.py                              # prints
     python benchmarks/formulas.py --out benchmarks/results     # and writes formulas.md, which the book includes
 
-Of the published figures these are what one device can be simulated for; nobody measured them. The formula of a layer
-(Korthikanti et al., arXiv 2205.05198, eq. 1 and 2) leaves out each norm's mean and 1/σ, in fp32: 16·s·b bytes of two
-norms. The simulated layer is GPT-2's, which is the paper's: 16-bit, eager attention, exact GELU, three dropouts.
+These are the published formulas that one simulated device can be compared with; nobody measured the values. The formula
+for a layer (Korthikanti et al., arXiv 2205.05198, eq. 1 and 2) leaves out each norm's mean and 1/σ, in fp32: 16·s·b
+bytes for two norms. The simulated layer is GPT-2's, which is also the paper's: 16-bit, eager attention, exact GELU,
+three dropouts.
 
-    s  tokens a sequence    b  batch    h  width    a  heads
+    s  tokens per sequence    b  batch    h  width    a  heads
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ HEADER = ["what is kept", "formula", "simulated", "error"]
 
 
 def simulate_layer(h: int, a: int, recomputed: bool) -> int:
-    """Return the bytes that one layer keeps between forward and backward, its input counted and its output not."""
+    """Return the bytes that one layer keeps between forward and backward, with its input and without its output."""
     config = GPT2Config(n_embd=h, n_head=a, n_positions=s, activation_function="gelu", attn_implementation="eager")
     with lab.simulator(GPU):
         layer = GPT2Block(config, layer_idx=0).cuda().half().train()
@@ -57,7 +58,7 @@ def layer_formula(h: int, a: int, recomputed: bool) -> int:
 
 
 def simulate_token(model: str, gpu: str) -> float:
-    """Return the bytes of KV cache a token of the prompt, in bf16."""
+    """Return the bytes of KV cache per token of the prompt, in bf16."""
     return lab.simulate(model, lab.Inference(prompt_len=PROMPT, new_tokens=1), gpu).parts["kv_cache"] / PROMPT
 
 
@@ -92,7 +93,7 @@ def to_markdown(found: list[tuple[str, float, float]], made: str) -> str:
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder to write formulas.md to.")
 def main(out: Path | None) -> None:
-    """Hold the simulated card to the published formulas."""
+    """Compare the simulated card with the published formulas."""
     text = to_markdown(rows(), provenance("llmlab", "torch", "transformers"))
     print(text)
     if out:

@@ -1,7 +1,8 @@
-"""Two GPTs that people train to learn how: minGPT's and the one of "Build a Large Language Model From Scratch".
+"""Two GPTs that people train to learn from: minGPT's and the one of "Build a Large Language Model From Scratch".
 
-What memory depends on, of karpathy/minGPT (mingpt/model.py, trainer.py, demo.ipynb at commit 37baab7) and of
-rasbt/LLMs-from-scratch (ch05/10_llm-training-speed, 00_orig.py, and 01_opt_single_gpu.py for what its steps changed).
+They reproduce all that memory depends on in karpathy/minGPT (mingpt/model.py, trainer.py, demo.ipynb at commit 37baab7)
+and in rasbt/LLMs-from-scratch (ch05/10_llm-training-speed, 00_orig.py, and 01_opt_single_gpu.py for the changes of its
+steps).
 
     B  batch    T  tokens    C  width    H  heads    D  head size
 """
@@ -34,7 +35,7 @@ def split_heads(x_BTC: Tensor, heads: int) -> Tensor:
 
 
 class FormulaGELU(nn.Module):
-    """tanh's approximation, an operator a symbol; minGPT's square root is a number, the book's a tensor on the host."""
+    """tanh's approximation, one operator per symbol; minGPT's root is a number, the book's a tensor on the host."""
 
     def __init__(self, of_tensor: bool) -> None:
         super().__init__()
@@ -95,9 +96,9 @@ class MinBlock(nn.Module):
 def train_mingpt(
     size: Size, early: bool, batch: int = 64, tokens: int = 11, vocabulary: int = 3, steps: int = 3
 ) -> None:
-    """demo.ipynb: sort six digits; `early`: gradients go right after the step, else after the next forward.
+    """demo.ipynb: sort six digits; `early`: gradients are freed right after the step, else after the next forward.
 
-    The optimizer and the clipping take one parameter at a time, as in PyTorch before 2.0.
+    The optimizer and the clipping work on one parameter at a time, as in PyTorch before 2.0.
     """
     model = GPT([MinBlock(size, tokens) for _ in range(size.layers)], nn.LayerNorm, size, tokens, vocabulary).cuda()
     matrices = model.matrices()
@@ -122,7 +123,7 @@ def train_mingpt(
 
 @dataclass(frozen=True)
 class Changes:
-    """What is no longer as in the book: the mask is made where it is used, PyTorch's classes, attention and bf16."""
+    """What is changed in the book's model: the mask is made where it is used, PyTorch's classes and attention, bf16."""
 
     mask: bool = False
     fused_optimizer: bool = False
@@ -218,7 +219,8 @@ class GPT(nn.Module):
 
     def forward(self, ids_BT: Tensor) -> Tensor:
         T = ids_BT.shape[1]
-        words_BTC, places_TC = self.words(ids_BT), self.places(torch.arange(T, device=ids_BT.device))  # both stay
+        # both stay in memory until the end of forward
+        words_BTC, places_TC = self.words(ids_BT), self.places(torch.arange(T, device=ids_BT.device))
         x_BTC = self.dropout(words_BTC + places_TC)
         for block in self.blocks:
             x_BTC = block(x_BTC)

@@ -1,10 +1,10 @@
-"""Steps on a T4 that llmlab's formulas and simulator were written without, and predicted before they were brought in.
+"""Steps on a T4 that played no part in writing llmlab's formulas and simulator, and were predicted first.
 
     python benchmarks/held_out.py                              # prints
     python benchmarks/held_out.py --out benchmarks/results     # and writes held_out.md, which the book includes
 
-They are two later sessions of the archive that the rows of peers.py are from. Each is simulated as installed, and with
-its base as its session loaded it (`loading`).
+They are two later sessions of the archive that the rows of peers.py are from. Each is simulated with the installed
+libraries, and with its base model loaded as its session loaded it (`loading`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from llmlab.archive import held_out, records
 
 FITTED = "t4-phase3-2026-09-16"  # the session that is among the 49 runs fitcheck's constants were fitted to
 ASKED = [tool for tool in TOOLS if tool.asked.startswith("the run")]
-REQUEST = re.compile(r"(?:tried to allocate|segment of) ([\d.]+ \w+)")  # as PyTorch and the simulator say it
+REQUEST = re.compile(r"(?:tried to allocate|segment of) ([\d.]+ \w+)")  # the words of PyTorch and of the simulator
 HELD = re.compile(r"([\d.]+ \w+) allocated")
 PHASES_HEADER = ["", "lab.estimate, median |error|", "worst", "lab.simulate, median |error|", "worst"]
 EACH_HEADER = [*configurations.HEADER[:7], "threads: least – median – most", "error"]
@@ -43,7 +43,7 @@ FAIRNESS = (
 
 
 class Line(NamedTuple):
-    """A configuration: its rows, its simulation with what is installed, and those as its session may have loaded it."""
+    """A configuration: its rows, its simulation as installed, and the simulations as its session may have loaded it."""
 
     rows: list[Report]
     simulated: Report
@@ -58,7 +58,7 @@ class Line(NamedTuple):
 
 
 def lines(reports: list[Report]) -> list[Line]:
-    """Return a line a configuration, in the order of the rows."""
+    """Return a line per configuration, in the order of the rows."""
     groups: dict[tuple[Any, ...], list[Report]] = {}
     for row in reports:
         groups.setdefault((row.model, row.run), []).append(row)
@@ -76,7 +76,7 @@ def refused_rows() -> list[Report]:
 
 
 def predicted(reports: list[Report]) -> list[dict[str, Any]]:
-    """Return the rows of the tables, with what each tool predicts that can be asked for the run itself."""
+    """Return the rows of the tables, with the predictions of the tools that can be asked about the run itself."""
     rows = [peers.as_row(report) for report in reports]
     for tool in ASKED:
         sizes = peers.predictions(tool, reports)
@@ -86,7 +86,7 @@ def predicted(reports: list[Report]) -> list[dict[str, Any]]:
 
 
 def by_tool(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Return header and text rows: how far each tool is off in all rows, and in the median of each session."""
+    """Return header and text rows: each tool's errors over all rows, and their median in each session."""
     sessions = list(dict.fromkeys(row["session"] for row in rows))
     body = []
     for tool in ASKED:
@@ -101,7 +101,7 @@ def by_tool(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
 
 
 def by_phase(found: list[Line]) -> list[list[str]]:
-    """Return text rows: how far estimate and simulation are off in each phase, and in the seconds of a step."""
+    """Return text rows: the errors of estimate and simulation in each phase, and in the seconds of a step."""
     errors: dict[str, tuple[list[float], list[float]]] = {}
     for line in found:
         for row in line.rows:
@@ -113,7 +113,7 @@ def by_phase(found: list[Line]) -> list[list[str]]:
 
 
 def quantities(report: Report) -> dict[str, float]:
-    """Return by name what a report says of the phases of a step and of its time."""
+    """Return, by name, the peak of each phase of a step, and its time."""
     peaks: dict[str, float] = {f"the peak in {phase}": size for phase, size in report.phases.items()}
     return peaks | ({"seconds a step": report.step_seconds} if report.step_seconds else {})
 
@@ -123,7 +123,7 @@ def median_and_worst(errors: list[float]) -> list[str]:
 
 
 def each(found: list[Line], rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Return a text row a configuration, with what is reserved as its session loaded."""
+    """Return a text row per configuration, with the reserved bytes of its session's way of loading."""
     threaded = loading.by_threads([row for line in found for row in line.rows])
     last = {}
     for line in found:
@@ -134,7 +134,7 @@ def each(found: list[Line], rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def verdicts(found: list[Line]) -> list[list[str]]:
-    """Return a text row a step that ran out of memory: where, and what each verb says of it."""
+    """Return a text row per step that ran out of memory: where, and what each verb says of it."""
     return [
         [line.name, asked(row), asked(line.simulated), by_threads(line), lab.estimate(row.model, row.run, "T4").outcome]
         for line in found
@@ -143,13 +143,13 @@ def verdicts(found: list[Line]) -> list[list[str]]:
 
 
 def by_threads(line: Line) -> str:
-    """Return in how many of the draws a step runs out of memory."""
+    """Return the number of draws in which a step runs out of memory."""
     drawn = line.loaded.drawn
     return f"{OUT_OF_MEMORY} in {sum(peaks is None for peaks in drawn)} of {len(drawn)} draws" if drawn else "–"
 
 
 def asked(report: Report) -> str:
-    """Return whether a step fits, or in which phase it ran out of memory, and with what request on top of what."""
+    """Return the outcome; if memory ran out, instead the phase, the failed request and the bytes allocated before."""
     if report.outcome != OUT_OF_MEMORY:
         return report.outcome
     phase, said = str(report.where).partition(",")[0], "\n".join(report.notes)
@@ -158,7 +158,7 @@ def asked(report: Report) -> str:
 
 
 def estimated(lines: list[Line], outcome: str) -> int:
-    """Return of how many rows lab.estimate says `outcome`."""
+    """Return the number of rows of which lab.estimate says `outcome`."""
     return sum(lab.estimate(row.model, row.run, "T4").outcome == outcome for line in lines for row in line.rows)
 
 
@@ -166,7 +166,7 @@ def estimated(lines: list[Line], outcome: str) -> int:
 
 
 def notes(found: list[Line], refused: list[Line], rows: list[dict[str, Any]]) -> list[str]:
-    """Return what the tables say of what is missed, and why."""
+    """Return what the tables show of the errors, and the reasons."""
     inside = sum(
         all(abs(line.simulated.phases.get(phase, 0) / size - 1) <= PHASE_BAR for phase, size in row.phases.items())
         for line in found
@@ -213,7 +213,7 @@ def to_markdown(rows: list[dict[str, Any]], found: list[Line], refused: list[Lin
 @click.command()
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Write held_out.md here.")
 def main(out: Path | None) -> None:
-    """Hold llmlab and its peers to T4 rows that were held out."""
+    """Compare llmlab and its peers with T4 rows that were held out."""
     reports = peers.published_rows(unseen=True)
     made = provenance("llmlab", "torch", "transformers", "peft", "bitsandbytes", "fitcheck-llm")
     text = to_markdown(predicted(reports), lines(reports), lines(refused_rows()), made)

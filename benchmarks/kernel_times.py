@@ -4,16 +4,16 @@
     python benchmarks/kernel_times.py --out benchmarks/results    # and writes kernel_times.md and .json; the JSON
                                                                   # also as a record of this GPU, which the book reads
 
-The ways of a kernel take turns, round after round, each on tensors of its own, so that clock rates and other work on
-the machine fall on all alike; a time is the GPU's, the median of the rounds, a ratio the median of the rounds' ratios.
-Memory is what one step allocates beyond its inputs. Before anything is timed, every way must give what rung 0 gives in
-fp32; one that does not, or does not run here, is named and left out, and the others go on. What is done is written
-after each kernel, so a run that is cut short keeps it.
+The implementations of a kernel ("ways") take turns, round after round, each on tensors of its own, so that clock rates
+and other work on the machine affect all alike; a time is GPU time, the median of the rounds, and a ratio is the median
+of the rounds' ratios. Memory is what one step allocates beyond its inputs. Before it is timed, each way must give the
+results of rung 0 in fp32; one that does not, or does not run here, is named and left out. The results are written after
+each kernel, so that a run that is cut short keeps them.
 
 (Not kernels.py: transformers and bitsandbytes look for Hugging Face's package `kernels`, and would find the script.)
 
-Exit code 0: all bars met, 1: one is missed or a way failed, 2: no CUDA GPU with Triton here; then nothing is measured
-or written.
+Exit code 0: all bars met; 1: one is missed or a way failed; 2: no CUDA GPU with Triton here, and then nothing is
+measured or written.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from llmlab.base.units import GiB, MiB
 from llmlab.hardware.this_machine import host
 
 ROUNDS = 5
-TIMED_MS = 100  # of each way in a round
-FLUSH = {"large": 4 * GiB, "small": GiB // 2, "tiny": MiB}  # a millisecond or two of writing; no cache is as large
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # of the largest value
+TIMED_MS = 100  # per way and round
+FLUSH = {"large": 4 * GiB, "small": GiB // 2, "tiny": MiB}  # larger than any cache; 1 to 2 ms to write
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # as a share of the largest value
 OURS, LIGER, SDPA, NAIVE = "llmlab", "liger", "sdpa", "naive"
 NAMES = {
     NAIVE: "naive", "pytorch": "better", "torch_compile": "compiled", OURS: "ours", LIGER: "Liger", SDPA: "SDPA",
@@ -57,7 +57,7 @@ Way = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel at one size: `make` gives fresh arguments, `ways` what is called on them."""
+    """One kernel at one size: `make` returns new arguments, `ways` are the functions that are called with them."""
 
     kernel: str
     sizes: dict[str, int]
@@ -67,7 +67,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one case in one mode: by way, seconds in each round and bytes beyond the inputs."""
+    """The measurements of one case in one mode: each way's seconds in each round and bytes beyond the inputs."""
 
     kernel: str
     mode: str
@@ -91,11 +91,12 @@ BARS = {
     ("attention", "forward"): Bar(SDPA, 1 / 0.70),
     ("attention", "full"): Bar(SDPA, 1 / 0.60),
 }
-OLD_BARS = {**BARS, **{("attention", mode): Bar(NAIVE, 1.0) for mode in MODES}}  # before Ampere: no flash, beat naive
-LINEAR = 1.1  # attention's memory at twice the tokens, as a part of twice the memory
+# Before Ampere SDPA has no flash attention: ours must beat the naive one.
+OLD_BARS = {**BARS, **{("attention", mode): Bar(NAIVE, 1.0) for mode in MODES}}
+LINEAR = 1.1  # attention's memory at twice the tokens may be this many times twice the memory
 
 
-# ---------------------------------------------------------------- what is run
+# ---------------------------------------------------------------- cases
 
 SIZES = {  # Llama 3 8B's on a large card; fewer tokens on one with less than 40 GiB; tiny for the interpreter
     "large": {"tokens": 8192, "hidden": 4096, "inner": 14336, "heads": 32, "kv": 8, "vocab": 128256, "T": 4096, "B": 2},
@@ -105,7 +106,7 @@ SIZES = {  # Llama 3 8B's on a large card; fewer tokens on one with less than 40
 
 
 def cases(scale: str, device: str, dtype: torch.dtype, liger: bool = True) -> list[Case]:
-    """Return the cases; `liger=False` leaves its norm and SwiGLU out, which Triton's interpreter cannot run."""
+    """Return the cases; `liger=False` leaves out Liger's norm and SwiGLU, which Triton's interpreter cannot run."""
     from liger_kernel.transformers import functional as theirs
 
     s = SIZES[scale]
@@ -160,14 +161,14 @@ def _with(call: Way, more: tuple, *arguments: Tensor, **named: Any) -> Any:
 
 
 def attention_ways(naive: bool) -> dict[str, Way]:
-    """Return attention's ways: rungs 0, 2 and 4, and SDPA; `naive=False` leaves out those that hold T² scores."""
+    """Return attention's ways: rungs 0, 2 and 4, and SDPA; `naive=False` leaves out those that store T² scores."""
     rungs = {NAIVE: 0, "torch_compile": 2} if naive else {}
     ways = {name: partial(kernels.attention, rung=rung) for name, rung in {**rungs, OURS: 4}.items()}
     return {**ways, SDPA: flash}
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """SDPA's flash backend; where the GPU has none (before Ampere), what SDPA takes by itself."""
+    """SDPA's flash backend; on a GPU that has none (before Ampere), the backend that SDPA chooses."""
     if not q.is_cuda or torch.cuda.get_device_capability() < (8, 0):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
@@ -175,9 +176,9 @@ def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def step(way: Way, arguments: tuple, mode: str) -> Callable[[], tuple]:
-    """Return what is timed: the call, in mode "full" with the gradients of everything that asks for one.
+    """Return the function to time: the call, in mode "full" with the gradients of all that require one.
 
-    Its values are right in the first call only: some ways write over their inputs, Liger's loss already in forward.
+    Only its first call returns correct values: some ways write over their inputs, Liger's loss even in forward.
     """
     leaves = [t for t in arguments if t.requires_grad]
     given: list[Tensor] = []
@@ -188,7 +189,7 @@ def step(way: Way, arguments: tuple, mode: str) -> Callable[[], tuple]:
 
     def full() -> tuple:
         out = forward()
-        if not given:  # once, or making them would be timed
+        if not given:  # only once: otherwise the time to make them would count
             given.extend(torch.ones_like(one) for one in out)
         return torch.autograd.grad(out, leaves, given)
 
@@ -196,12 +197,12 @@ def step(way: Way, arguments: tuple, mode: str) -> Callable[[], tuple]:
 
 
 def right(case: Case) -> tuple[Case, list[str]]:
-    """Return the case with the ways that run and whose results and gradients are rung 0's in fp32; and why not others.
+    """Return the case with those ways whose results and gradients are rung 0's in fp32, and why others are not in it.
 
-    Any exception of a way is its own: a kernel that does not compile here, memory that is not there.
+    Any exception counts as the way's own failure: its kernel may not compile here, or memory may not suffice.
     """
     naive = case.ways.get(NAIVE)
-    if naive is None:  # attention at twice the tokens: the same code as at once
+    if naive is None:  # attention at twice the tokens: the same code was checked at T tokens
         return case, []
     exact = [t.detach().float().requires_grad_(t.requires_grad) if t.is_floating_point() else t for t in case.make()]
     wanted = [step(naive, tuple(exact), mode)() for mode in MODES]
@@ -216,7 +217,7 @@ def right(case: Case) -> tuple[Case, list[str]]:
 
 
 def check(way: Way, make: Callable[[], tuple], wanted: list[tuple]) -> None:
-    """Raise AssertionError where the results (of mode "full" the gradients) of a way are not those that are wanted."""
+    """Raise AssertionError if a way's results (in mode "full" its gradients) differ from those that are wanted."""
     for mode, truths in zip(MODES, wanted, strict=True):
         arguments = make()
         for at, (ours, truth) in enumerate(zip(step(way, arguments, mode)(), truths, strict=True)):
@@ -229,11 +230,11 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0][:200]}"
 
 
-# ---------------------------------------------------------------- measuring, on a GPU alone
+# ---------------------------------------------------------------- measurements, on a GPU only
 
 
 def measure(case: Case, flush: Tensor) -> list[Row]:
-    """Return the rows of a case, one a mode."""
+    """Return the rows of a case, one per mode."""
     rows = []
     for mode in MODES:
         seconds: dict[str, list[float]] = {name: [] for name in case.ways}
@@ -253,8 +254,8 @@ def measure(case: Case, flush: Tensor) -> list[Row]:
 def gpu_seconds(run: Callable[[], object], flush: Tensor) -> float:
     """Return the median GPU time of `run`, in s, each time from an empty cache.
 
-    Writing over `flush` empties it, and keeps the GPU busy until the CPU has launched what follows: Python's launches
-    take longer than a norm of 8192 rows, and would be what is timed.
+    To write over `flush` empties it, and keeps the GPU busy until the CPU has launched what follows: Python's launches
+    take longer than a norm of 8192 rows, and would be timed instead.
     """
 
     def once() -> tuple[torch.cuda.Event, torch.cuda.Event]:
@@ -304,9 +305,9 @@ def ratio(row: Row, rival: str) -> float:
 
 
 def missed(rows: Iterable[Row], bars: dict[tuple[str, str], Bar]) -> list[str]:
-    """Return a sentence for each bar that is not met: time, equal memory beside Liger, memory O(N) of attention.
+    """Return a sentence for each bar that is not met: time, no more memory than Liger, O(N) memory of attention.
 
-    Equal: within 1 %, or 1 MiB, which a few numbers a row take.
+    1 % or 1 MiB more than Liger is allowed: a few numbers per row take that.
     """
     said = []
     rows = list(rows)
@@ -404,7 +405,7 @@ def run(found: list[Case], scale: str, device: str, bars: dict[tuple[str, str], 
     rows: list[Row] = []
     failed: list[str] = []
     for case in found:
-        torch._dynamo.reset()  # or a second shape of attention would be compiled for any length
+        torch._dynamo.reset()  # otherwise the second length of attention would be compiled for any length
         try:
             able, sentences = right(case)
             failed += sentences

@@ -1,9 +1,10 @@
 """LitGPT's eager FSDP2 run whose memory was published, as a script for the simulator: 7B, all in bf16.
 
-The model is LitGPT 0.3.1's Llama as to what memory depends on (litgpt/model.py): one linear makes queries, keys and
-values, and attention keeps all of it for the values' sake; turned queries and keys are copied once more; norms are
-taken in fp32 and rounded before the weight. The loop is that of Lightning Thunder's benchmark
-(thunder/benchmarks/benchmark_litgpt.py): zero2, so parameters stay from forward to backward, and a fused AdamW.
+The model is LitGPT 0.3.1's Llama in all that memory depends on (litgpt/model.py): one linear layer computes queries,
+keys and values, and because attention keeps the values, a view of its output, the whole output stays in memory; rotated
+queries and keys are copied once more; norms are computed in fp32 and rounded before they are multiplied by the weight.
+The loop is that of Lightning Thunder's benchmark (thunder/benchmarks/benchmark_litgpt.py): zero2, so parameters stay in
+memory from forward to backward, and a fused AdamW.
 
     B  batch    T  tokens    C  width    H  heads    D  head size    V  vocabulary
 """
@@ -33,7 +34,7 @@ class Norm(nn.Module):
 
 
 def turned(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """Turn the pairs of channels that lie half a head apart; the copy is LitGPT's, of channels turned and not."""
+    """Rotate the pairs of channels that lie half a head apart; as LitGPT does, copy all channels, rotated or not."""
     first, second = x_BHTD.chunk(2, -1)
     both = x_BHTD * cos_TD + torch.cat((-second, first), -1) * sin_TD
     return torch.cat((both, x_BHTD[..., D:]), -1)
@@ -95,7 +96,7 @@ def train(steps: int = 2) -> None:
 
 
 def published() -> dict[str, int]:
-    """Return the peak that was read, in bytes."""
+    """Return the published peak in bytes."""
     return {"active": figure("litgpt-fsdp2-memory").values["7B, 8 GPUs: active"]}
 
 

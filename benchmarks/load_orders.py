@@ -1,7 +1,8 @@
 """One simulated step, its quantized weights loaded in other orders.
 
-When a tensor is read changes which holes loading leaves, and nothing of what the step asks for after it. So a step is
-simulated once, and what it asked of the allocator is asked again in each order, which takes a fraction of a second.
+The order in which tensors are read decides which holes are left in memory after loading, but changes none of the step's
+later requests. So a step is simulated once, and its requests are sent to the allocator again in each order, which takes
+a fraction of a second.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from llmlab.specs.model import ModelLike
 from llmlab.specs.run import Run
 from llmlab.step.quantized import LoadOrder, one_at_a_time
 
-Request = tuple[str, Any]  # what is asked for, and the bytes, the number of an earlier request, or a phase
+Request = tuple[str, Any]  # its kind, and the bytes, the number of an earlier request, or a phase
 
 
 class Peaks(NamedTuple):
-    """The peaks of a step in bytes, as its Report has them; of phase "load" what is held when it ends."""
+    """The peaks of a step in bytes, as in its Report; for phase "load" the bytes allocated at its end."""
 
     allocated: int
     reserved: int
@@ -30,10 +31,10 @@ class Peaks(NamedTuple):
 
 
 class Requests(NamedTuple):
-    """What a step asked of the allocator of a card with `room` bytes, in the order in which it did.
+    """A step's requests to the allocator of a card with `room` bytes, in order.
 
-    `sizes`: the elements of the tensors that were loaded; `read` and `taken` by the number of the tensor, what reading
-    it asked for and what taking it into the model did.
+    `sizes` are the elements of the tensors that were loaded; `read` and `taken` are, by the number of the tensor, the
+    requests while it was read and while it was taken into the model.
     """
 
     room: int | None
@@ -44,8 +45,7 @@ class Requests(NamedTuple):
     after: list[Request]
 
     def in_order(self, order: Iterable[tuple[int, bool]]) -> Peaks | None:
-        """Return the peaks with the tensors loaded in `order`, an order like that of `one_at_a_time`; None where the
-        memory does not suffice."""
+        """Return the peaks with tensors loaded in `order`, as `one_at_a_time` yields one; None if memory runs out."""
         memory, phase = Allocator(self.room), None
         addresses: dict[int, int] = {}
         phases: dict[str, int] = {}
@@ -71,9 +71,10 @@ class Requests(NamedTuple):
 
 
 def requests_of(model: ModelLike, run: Run, gpu: GPU | str, load_order: LoadOrder = one_at_a_time) -> Requests:
-    """Simulate a step whose base is quantized, and return what it asked for. Raises as `lab.simulate` does."""
+    """Simulate a step whose base model is quantized, and return its requests. Raises as `lab.simulate` does."""
     card = find_gpu(gpu)
-    log = _log(model, run, replace(card, memory=report.ROOMY), load_order)  # of a step that fails all requests, too
+    # ROOMY: so that even a step that does not fit makes all its requests
+    log = _log(model, run, replace(card, memory=report.ROOMY), load_order)
     before: list[Request] = []
     after: list[Request] = []
     read: dict[int, list[Request]] = {}
@@ -92,7 +93,7 @@ def requests_of(model: ModelLike, run: Run, gpu: GPU | str, load_order: LoadOrde
 
 
 def _log(model: ModelLike, run: Run, card: GPU, load_order: LoadOrder) -> list[Request]:
-    """Simulate, and return what was asked for, when which tensor was loaded, and when a phase began."""
+    """Simulate, and return the requests, and between them when each tensor was loaded and when each phase began."""
 
     class Logged(Allocator):
         def malloc(self, size: int, stream: int = 0) -> int:

@@ -1,9 +1,9 @@
-"""The T4 rows as their sessions loaded them: what the order leaves of reserved bytes where a base is in NF4.
+"""The T4 rows as their sessions loaded them: how the order of loading an NF4 base model changes the reserved bytes.
 
 transformers 5.0 to 5.3 read tensors in threads, ahead of the one thread that quantizes, so that each load has an order
 of its own; from 5.4 on a tensor is read once the one before is quantized (core_model_loading.py). Allocated bytes tell
-the two apart, since a large block is not cut where less than 1 MiB would be left: reserved bytes are not asked. Of
-threads `DRAWS` orders are drawn, and each figure is the median's.
+which of the two a session did, since the allocator does not split a large block if less than 1 MiB would be left;
+reserved bytes are not used for that. For threads `DRAWS` orders are drawn, and each figure is the median.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from llmlab import Report, Training
 from llmlab.base.units import MiB
 from llmlab.step.quantized import one_at_a_time
 
-# Settled with the rows in view: with 9 to 15 the median load of SmolLM2-360M is up to 1.3 % off a row, with 25 to 201
-# 0.9 to 1.0 %. It was loaded twice in that session, and no number is less than 0.86 % off one or the other.
+# Chosen after the rows were known: with 9 to 15 draws the median load of SmolLM2-360M is up to 1.3 % off a row, with 25
+# to 201 draws 0.9 to 1.0 %. It was loaded twice in that session, and any number is at least 0.86 % off one of the two.
 DRAWS = 25
 NEAR = MiB  # the older rows are published in whole MiB
 PHASE_BAR = 0.01
@@ -37,14 +37,14 @@ HELD_HEADER = ["model", "measured", "in order", "threads: least – median – m
 
 
 class Loaded(NamedTuple):
-    """A step simulated with its base loaded in order and, where it is quantized, by threads; None: out of memory."""
+    """A step simulated with its base loaded in order and, if it is quantized, by threads; None: out of memory."""
 
     in_order: Peaks | None
     drawn: list[Peaks | None]
 
     @property
     def typical(self) -> Peaks | None:
-        """The medians of the draws, each figure's own; None where more than half run out of memory."""
+        """The median of each figure over the draws; None if more than half of them run out of memory."""
         ran = [peaks for peaks in self.drawn if peaks]
         if 2 * len(ran) < len(self.drawn):
             return None
@@ -79,7 +79,7 @@ def session(row: Report) -> str:
 
 
 def by_threads(rows: list[Report]) -> set[str]:
-    """Return the sessions that cannot have loaded in order: a row of theirs peaks elsewhere."""
+    """Return the sessions that cannot have loaded in order, because one of their rows has another peak."""
     return {session(row) for row in rows if row.run.quantization and not _peaks_as(row, of(row).in_order)}
 
 
@@ -94,7 +94,7 @@ def predicted(row: Report, threaded: set[str]) -> Peaks | None:
 
 
 def error(row: Report, threaded: set[str]) -> float | None:
-    """Return (predicted − measured) / measured of the reserved bytes; None where the step is predicted not to fit."""
+    """Return (predicted − measured) / measured of the reserved bytes; None if the step is predicted not to fit."""
     peaks = predicted(row, threaded)
     return peaks.reserved / row.peak_reserved - 1 if peaks and row.peak_reserved else None
 
@@ -103,7 +103,7 @@ def error(row: Report, threaded: set[str]) -> float | None:
 
 
 def sessions(rows: list[Report]) -> list[list[str]]:
-    """Return a text row a session with NF4 bases: in which way its peaks can have come about."""
+    """Return a text row per session with NF4 bases: which way of loading explains its peaks."""
     threaded, groups = by_threads(rows), {}
     for row in rows:
         if row.run.quantization:
@@ -119,7 +119,7 @@ def sessions(rows: list[Report]) -> list[list[str]]:
 
 
 def held(rows: list[Report]) -> list[list[str]]:
-    """Return a text row a model in NF4 whose bytes after loading were measured: each different figure, simulated."""
+    """Return a text row per NF4 model whose bytes after loading were measured: each different figure, and simulated."""
     groups: dict[str, list[Report]] = {}
     for row in rows:
         if row.run.quantization and row.phases.get("load"):
@@ -137,23 +137,23 @@ def held(rows: list[Report]) -> list[list[str]]:
 
 
 def spread(sizes: list[int]) -> str:
-    """Return the least, the median and the largest size in MiB; one where all are the same."""
+    """Return the least, the median and the largest size in MiB, or one number if all are the same."""
     shown = [mebibytes(size) for size in (min(sizes), int(median(sizes)), max(sizes))] if sizes else ["–"]
     return " – ".join(shown) if len(set(shown)) > 1 else shown[0]
 
 
 def reserved(found: Loaded) -> str:
-    """Return the least, the median and the most that the draws reserve, and in how many the memory does not suffice."""
+    """Return the least, the median and the most that the draws reserve, and how many of them run out of memory."""
     sizes = sorted(peaks.reserved for peaks in found.drawn if peaks)
     missing = len(found.drawn) - len(sizes)
     return (spread(sizes) if sizes else "") + (f" (out of memory in {missing})" if missing else "")
 
 
-# ---- what they say
+# ---- notes
 
 
 def notes(rows: list[Report]) -> list[str]:
-    """Return how far reserved bytes, allocated bytes and phases are off with each row as its session loaded."""
+    """Return the errors of reserved bytes, allocated bytes and phases, each row loaded as its session loaded it."""
     if not rows:
         return []
     threaded = by_threads(rows)

@@ -3,11 +3,11 @@
 What memory depends on, at commit 6178c7c of Lightning-AI/litgpt (lit_gpt/lora.py, model.py, rmsnorm.py, utils.py and
 finetune/lora.py):
 
-- all is in bf16, and what the model returns is made fp32 (Fabric's HalfPrecision), the logits a chunk of 128 tokens;
-- adapters on queries and values lie in one grouped convolution, whose result is copied between zeros for the keys;
-- Llama's norm works in fp32, and its input is kept so, since that commit; the table names an earlier one, whose Llama
-  holds one bf16 tensor of (tokens, width) a norm less and is 3 to 5 % lower;
-- the first batch has the longest sample and is the peak: later ones are shorter.
+- all is in bf16, and the model's results are cast to fp32 (Fabric's HalfPrecision), the logits in chunks of 128 tokens;
+- the adapters on queries and values are one grouped convolution, whose result is copied between zeros for the keys;
+- since that commit Llama's norm computes in fp32 and keeps its input in fp32; the table names an earlier commit, whose
+  Llama keeps one bf16 tensor of (tokens, width) less per norm and is 3 to 5 % lower;
+- the first batch has the longest sample and determines the peak: later ones are shorter.
 
     B  batch    T  tokens    C  width    H  heads    D  head size    V  vocabulary
 """
@@ -26,8 +26,11 @@ CHUNK, ACCUMULATED = 128, 128
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's sizes; `inner` of 0 is a GPT-NeoX-like block of 4 · width, else Llama's. `turned` channels of a head
-    are rotated; `parallel`: attention and MLP side by side, from one norm where `shared`."""
+    """A model's sizes; with `inner` 0 the blocks are like GPT-NeoX's, with 4 · width, else like Llama's.
+
+    `turned` is the share of a head's channels that are rotated. With `parallel` attention and MLP read the same input,
+    through one norm if `shared`.
+    """
 
     layers: int
     width: int
@@ -90,7 +93,7 @@ def turned(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    """GPT-NeoX's, or Llama's where the shape has an inner width of its own."""
+    """GPT-NeoX's MLP, or Llama's if the shape has an `inner` width."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -161,7 +164,7 @@ def chunked_loss(logits: list[Tensor], targets_BT: Tensor) -> Tensor:
 
 
 def fine_tune(name: str, batch: int) -> None:
-    """Take the first batch forward and backward, on "cuda"."""
+    """Run forward and backward of the first batch, on "cuda"."""
     shape = SHAPES[name]
     with torch.device("meta"):
         model = Model(shape).to(torch.bfloat16)

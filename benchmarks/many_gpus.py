@@ -1,10 +1,11 @@
-"""One rank of many, simulated: what it takes here, and how far it is from real ranks and from published runs.
+"""One rank of many, simulated: what that costs here, and how far it is from real ranks and from published runs.
 
     python benchmarks/many_gpus.py                              # prints
     python benchmarks/many_gpus.py --out benchmarks/results     # and writes many_gpus.md
 
-Real ranks are processes on this machine that gloo joins; what was published comes from records, its runs from
-torchtitan_script.py, litgpt_script.py and accelerate_script.py. Exits with 1 where a bar is missed.
+Real ranks are processes on this machine that gloo connects. Published figures come from the records, and the simulated
+runs beside them from torchtitan_script.py, litgpt_script.py and accelerate_script.py. The exit code is 1 if a bar is
+missed.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from speed import ROOT, Row
 import llmlab as lab
 from llmlab.base.units import show_bytes
 
-SECONDS_BAR = 60.0  # of CPU, after imports: one thread works, and others may be at work
+SECONDS_BAR = 60.0  # of CPU time, after imports: one thread works, and other programs may use the machine
 MEMORY_BAR = 1.5  # GB (10^9 bytes) of the process, torch and transformers included
 RANKS_BAR, PUBLISHED_BAR = 0.005, 0.05
-SHOWN = {"active": "allocated"}  # as published runs say, and as simulated ones: without record_stream, the same
+SHOWN = {"active": "allocated"}  # published runs say active, simulated ones allocated: the same without record_stream
 HEADER = ["what", "simulated", "bar or measured", ""]
 TAKES, REAL = "One rank of many: what simulating it takes", "Ranks that gloo joins on a CPU"
 PUBLISHED = "FSDP2's peaks as its users published them"
@@ -78,7 +79,7 @@ FOUR_RANKS = {
 
 
 def simulations() -> list[Row]:
-    """Return what simulating each large model takes, and what the rank would hold."""
+    """Return what the simulation of each large model costs, and the rank's peaks."""
     rows = []
     for name, layouts in SIMULATED.items():
         for layout in layouts:
@@ -97,14 +98,14 @@ def simulations() -> list[Row]:
 
 
 def real_ranks() -> list[Row]:
-    """Return simulated peaks beside those of processes on this machine, and how far the farthest part is off."""
+    """Return simulated peaks beside those of processes on this machine; weights and optimizer states must be equal."""
     from llmlab.measurement.ranks import measure_ranks
 
     rows = []
     for cases in (TWO_RANKS, FOUR_RANKS):
         asked = [(model, lab.Training(micro_batch=2, seq_len=128, **given)) for model, given in cases.values()]
         for name, (model, run), measured in zip(cases, asked, measure_ranks(*asked), strict=True):
-            # Tensor-parallel ranks hold the same; one shows more where a thread of gloo's frees last and unseen.
+            # Tensor-parallel ranks have equal peaks; one reads higher if a thread of gloo frees memory unseen.
             real = measured[0] if run.tp == 1 else min(measured, key=lambda report: report.peak_allocated)
             simulated = lab.simulate(model, run, "cpu")
             off = simulated.peak_allocated / real.peak_allocated - 1
@@ -134,7 +135,7 @@ def published() -> list[Row]:
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder to write many_gpus.md to.")
 def main(out: Path | None) -> None:
-    """Simulate ranks of up to 512 GPUs, and hold smaller ones to real and to published runs."""
+    """Simulate ranks of up to 512 GPUs, and compare smaller ones with real and with published runs."""
     found = {TAKES: simulations(), REAL: real_ranks(), PUBLISHED: published()}
     lines = [line for title, rows in found.items() for line in titled_table(title, HEADER, [r.cells() for r in rows])]
     text = "\n".join([*lines, provenance("llmlab", "torch", "transformers")])

@@ -3,13 +3,12 @@
     python benchmarks/measure_overhead.py --model gpt2 --seq-len 256 --pairs 15
     python benchmarks/measure_overhead.py --out benchmarks/results     # and write overhead.md, which the book includes
 
-Each pair is two steps after each other, one inside `with lab.meter()`, the order swapped every time, so that what
-drifts (clock rates, other work on the machine) falls on both alike. Printed: both medians, the median and the
-quartiles of the pairs' ratios, and the same of plain against plain, which is what the machine's noise looks like; then
-what recording costs by itself: as many bare allocations as the step makes, with and without. The bar, 2 %, is on the
-step while it is recorded. Beginning the recording and reading it out come before and after the step; they are printed
-too. `measure` takes its times without a meter. Exit code 1 where the bare allocations say more than 2 % of a step, or
-three quarters of the pairs do.
+Each pair is two consecutive steps, one inside `with lab.meter()`, in alternating order, so that drifts (clock rates,
+other work on the machine) affect both alike. It prints both medians, the median and the quartiles of the pairs' ratios,
+and the same for pairs of plain steps, which show the machine's noise; then the cost of the recording alone: as many
+bare allocations as the step makes, with and without it. The bar, 2 %, is for the step while it is recorded. To begin
+the recording and to read it out takes time before and after the step, which is printed too. `measure` takes its times
+without a meter. The exit code is 1 if the bare allocations, or three quarters of the pairs, exceed the bar.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ HEADER = ["pairs of steps", "first", "second", "ratio", "quartiles"]
 
 
 def plain(step: Step) -> tuple[float, float]:
-    """Return the seconds of a step, twice: nothing comes before or after it."""
+    """Return the seconds of a step, twice: there is no recording to begin or to read out."""
     start = time.perf_counter()
     run_once(step)
     took = time.perf_counter() - start
@@ -42,7 +41,7 @@ def plain(step: Step) -> tuple[float, float]:
 
 
 def metered(step: Step) -> tuple[float, float]:
-    """Return the seconds of a step while it is recorded, and with beginning and reading out the recording."""
+    """Return the seconds of a step while it is recorded, and with the time to begin and to read out the recording."""
     start = time.perf_counter()
     with lab.meter(step.device) as m:
         begun = time.perf_counter()
@@ -62,7 +61,7 @@ Timer = Callable[[Step], tuple[float, float]]
 
 
 def pairs(step: Step, first: Timer, second: Timer, count: int) -> list[tuple[float, float, float]]:
-    """Return of `count` pairs, in alternating order: seconds of `first`, of `second`, and of `second` as a whole."""
+    """Return, for `count` pairs in alternating order, the seconds of `first`, of `second` and of all of `second`."""
     found = []
     for i in range(count):
         if i % 2:

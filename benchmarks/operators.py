@@ -1,4 +1,4 @@
-"""lab.simulator against single operators measured on an A100: each run again as Liger-Kernel's scripts ran it.
+"""lab.simulator against single operators measured on an A100: each is run as Liger-Kernel's scripts ran it.
 
     python benchmarks/operators.py                              # prints
     python benchmarks/operators.py --out benchmarks/results     # and writes operators.md, which the book includes
@@ -6,13 +6,15 @@
 The rows are the published records of plain PyTorch (provider "huggingface") with a memory metric. What the scripts did
 that memory depends on (linkedin/Liger-Kernel, benchmark/scripts, 0.2.1 and 0.4.2):
 
-- `_test_memory`: ten times reset_peak_memory_stats, run, max_memory_allocated; the median. No gradient is set to None
-  between two, so from the second on every leaf holds its gradient while backward makes the next.
-- Liger's own module lies on the card too, beside the one that runs.
-- The timed runs come first, in the same process: both cuBLAS workspaces, forward's and backward's, are there already.
-- The embedding script compiles too, and that leaves much on the card: it is simulated whole (embedding_script.py).
+- `_test_memory` calls reset_peak_memory_stats, the run and max_memory_allocated ten times and takes the median. No
+  gradient is set to None in between, so from the second run on every leaf has its gradient while backward makes the
+  next.
+- Liger's own module is on the card too, beside the one that runs.
+- The timed runs come first, in the same process, so both cuBLAS workspaces, forward's and backward's, exist already.
+- The embedding script also runs torch.compile, which leaves much on the card: the whole script is simulated
+  (embedding_script.py).
 
-    B  batch    T  tokens a sequence    V  vocabulary    H, D, N  width    M  rows
+    B  batch    T  tokens per sequence    V  vocabulary    H, D, N  width    M  rows
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ import llmlab as lab
 from llmlab.archive import OperatorRecord, operator_records
 from llmlab.base.units import MiB
 
-PLAIN = "huggingface"  # what the scripts call the provider that is plain PyTorch
+PLAIN = "huggingface"  # the scripts' name for plain PyTorch
 GPU = "A100-80GB"
 HEADER = ["operator, mode", "rows", "exact to the byte", "largest error"]
 EMBEDDING = (
@@ -49,14 +51,14 @@ HOLES = (
     f"The row that is low is so by what a request of {{}} B leaves of a free block of {HOLE // MiB} MiB: a rest below "
     "1 MiB is not cut off. In the simulated process no block of that size is free."
 )
-REPEATS = 3  # of the ten: the first has no gradients yet, the others are alike
+REPEATS = 3  # of the ten runs: the first has no gradients yet, the others are alike
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, None: torch.float32}
 
 Step = Callable[[], Any]
 
 
 class Operator(NamedTuple):
-    """What a script timed and measured: `forward`, or `full`, forward and backward; `kept` lies on the card besides."""
+    """What a script timed and measured: `forward`, or `full`, with backward; `kept` are other tensors on the card."""
 
     forward: Step
     backward: Callable[[Any], None]
@@ -67,7 +69,7 @@ class Operator(NamedTuple):
 
 
 class Result(NamedTuple):
-    """One record and what was simulated for it, in bytes."""
+    """One record and the bytes simulated for it."""
 
     record: OperatorRecord
     simulated: int
@@ -171,11 +173,11 @@ OPERATORS = {
 }
 
 
-# ---- as they measured
+# ---- measurements as the scripts made them
 
 
 def simulate_operator(record: OperatorRecord) -> int:
-    """Return the bytes that the script would have found as the record's memory, on the simulated card."""
+    """Return the bytes that the script would have measured for the record on the simulated card."""
     if record.operator == "embedding":
         return simulate_script(record.gpu)[record.provider, record.sizes["D"], record.sizes["V"]]
     with lab.simulator(record.gpu) as sim:
@@ -209,7 +211,7 @@ def plain_rows() -> list[OperatorRecord]:
 
 
 def body(results: list[Result]) -> list[list[str]]:
-    """Return the table's rows: one an operator and mode, and one for all."""
+    """Return the table's rows: one per operator and mode, and one for all."""
     of = lambda result: f"{result.record.operator}, {result.record.mode}"  # noqa: E731
     groups = [(name, list(group)) for name, group in groupby(sorted(results, key=of), key=of)]
     return [_row(name, group) for name, group in [*groups, ("all", results)]]
@@ -233,7 +235,7 @@ def to_markdown(results: list[Result], made: str) -> str:
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder to write operators.md to.")
 def main(out: Path | None) -> None:
-    """Hold the simulated card to the published operators."""
+    """Compare the simulated card with the published operators."""
     results = [compare(record) for record in plain_rows()]
     for result in results:
         if result.error:

@@ -1,7 +1,7 @@
-"""What earlier releases of the libraries did otherwise, where a card's memory shows it.
+"""What earlier releases of the libraries did differently, as far as it changes a card's memory.
 
-A simulation runs the libraries that are installed. Rows that were measured with others are held to what those did:
-benchmarks enter these contexts around `lab.simulate`.
+A simulation runs the installed libraries. For rows that were measured with other releases, benchmarks enter these
+contexts around `lab.simulate`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 WORKERS = 4  # transformers/core_model_loading.py, GLOBAL_WORKERS
-READ, TAKE = 0.2, 0.3  # an assumption: what reading a tensor costs beside its 10^6 elements, and taking it in
+READ, TAKE = 0.2, 0.3  # assumed times, where a read's 10^6 elements take 1: of each read besides, and of taking in
 FAMILIES = ("llama", "mistral", "qwen2")
 
 
@@ -28,7 +28,7 @@ FAMILIES = ("llama", "mistral", "qwen2")
 def rotary_products() -> Iterator[None]:
     """Compute rotary angles by a matrix product, as transformers 5.0 to 5.17 did; 5.20 multiplies element by element.
 
-    The product is a model's first, so that cuBLAS takes its workspace before the first block and not inside it
+    The product is the model's first, so cuBLAS allocates its workspace before the first block and not inside it
     (models/llama/modeling_llama.py, LlamaRotaryEmbedding.forward).
     """
     with ExitStack() as stack:
@@ -51,7 +51,7 @@ def _angles_by_product(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tens
 
 @contextmanager
 def cache_kept_by_peft() -> Iterator[None]:
-    """Prepare quantized models as peft did before 0.20, which leaves the cached segments (peft/utils/other.py)."""
+    """Prepare quantized models as peft did before 0.20, which kept the cached segments (peft/utils/other.py)."""
     import peft
 
     prepare = peft.prepare_model_for_kbit_training
@@ -62,12 +62,13 @@ def cache_kept_by_peft() -> Iterator[None]:
 
 
 def read_ahead(sizes: list[int], seed: int) -> Iterator[tuple[int, bool]]:
-    """Yield what `one_at_a_time` does, as transformers 5.0 to 5.3 loaded: `WORKERS` threads read, in order, while one
-    other takes in, in order. A tensor's memory is asked for when its thread begins with it; `seed` draws how long each
-    takes. It is a `load_order` of a simulation.
+    """Yield a load order, like `one_at_a_time`, but as transformers 5.0 to 5.3 loaded.
+
+    `WORKERS` threads read tensors in order, while one other thread takes them into the model in order. A tensor's
+    memory is requested when its thread begins to read it; the times are drawn with `seed`.
     """
     draw, waiting, arrived = random.Random(seed), list(range(len(sizes)))[::-1], set()
-    queue: list[tuple[float, int, bool]] = []  # when, which tensor, whether it is taken in then
+    queue: list[tuple[float, int, bool]] = []  # when, which tensor, and whether it has been taken in (else read)
     taken, busy = 0, False
 
     def read(now: float) -> Iterator[tuple[int, bool]]:

@@ -3,7 +3,7 @@
     python benchmarks/peers.py --out benchmarks/results     # peers.json, and peers.md, which the book includes
 
 The rows are the published T4 records. A peer that is not installed is shown as such; pip install 'llmlab[benchmarks]'
-brings them.
+installs them.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ FAIRNESS = (
 
 
 def published_rows(unseen: bool = False) -> list[Report]:
-    """Return the published training steps on a T4 whose peak allocated bytes are known: those in view while the
-    formulas were written, or with `unseen` those that were held out."""
+    """Return the published training steps on a T4 whose peak allocated bytes are known.
+
+    They are those that were known while the formulas were written, or with `unseen` those that were held out.
+    """
     reports = [report for report in records(gpu="T4", source="published") if held_out(report) == unseen]
     return [r for r in reports if isinstance(r.run, Training) and r.peak_allocated is not None]
 
@@ -64,17 +66,17 @@ def summarise(errors: list[float]) -> dict[str, Any]:
 
 
 def predictions(tool: Tool, reports: list[Report]) -> list[int | None] | str:
-    """Return a tool's bytes for each row (None: cannot be asked), or, as text, why it has none at all."""
+    """Return a tool's bytes for each row (None: it cannot be asked), or a text that says why it has none at all."""
     if installed(tool.package) is None:
         return "not installed"
     try:
         return [tool.predict(lab.model(report.model), report.run) for report in reports]
-    except ImportError as error:  # installed, but not what it needs itself
+    except ImportError as error:  # it is installed, but not what it needs
         return f"cannot be imported: {error}"
 
 
 def as_row(report: Report) -> dict[str, Any]:
-    """Return what the tables show of a measured training step, predicted by nothing yet."""
+    """Return what the tables show of a measured training step, without predictions yet."""
     return {
         "model": report.model,
         "quantization": report.run.quantization or "none",
@@ -91,7 +93,7 @@ def as_row(report: Report) -> dict[str, Any]:
 
 
 def run_all(reports: list[Report]) -> dict[str, Any]:
-    """Return everything the table shows: a row a measurement, a summary a tool, medians by group, versions, date."""
+    """Return all that the tables show: a row per measurement, a summary per tool, medians by group, versions, date."""
     rows = [as_row(report) for report in reports]
     tools = []
     for tool in TOOLS:
@@ -127,7 +129,7 @@ def run_all(reports: list[Report]) -> dict[str, Any]:
 
 
 def component_gaps(reports: list[Report]) -> list[dict[str, Any]]:
-    """Return where llmlab's estimate and the measurement part: a summary a component and a phase that was published."""
+    """Return the errors of llmlab's estimate: a summary per component and per phase that was published."""
     errors: dict[str, list[float]] = {}
     for report in reports:
         guess = lab.estimate(report.model, report.run, report.gpu)
@@ -160,16 +162,18 @@ def by_group(name: str, truth: str, rows: list[dict[str, Any]], key: str) -> dic
 
 
 def least_worst_error(measured: list[int]) -> float:
-    """Return the relative error that any one number has at least from the farther of `measured`: at their harmonic
-    mean, (largest − smallest) / (largest + smallest)."""
+    """Return the largest relative error over `measured` of the best single number, their extremes' harmonic mean.
+
+    It is (largest − smallest) / (largest + smallest).
+    """
     return (max(measured) - min(measured)) / (max(measured) + min(measured))
 
 
 def loads(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Return a text row a model and base that several rows loaded: each figure found, and how far one number must be.
+    """Return a text row per model and base that several rows loaded: each figure, and the error of any one number.
 
-    A row is a process of its own, which loads the model before it makes a batch (fitcheck-llm 0.3.1,
-    scripts/calibration_sweep.py): rows of a model and base loaded it alike, whatever they did with it.
+    Each row is a process of its own, which loads the model before it makes a batch (fitcheck-llm 0.3.1,
+    scripts/calibration_sweep.py), so rows of the same model and base loaded it alike, whatever they did afterwards.
     """
     groups: dict[tuple[str, str], list[int]] = {}
     for row in rows:
@@ -242,7 +246,7 @@ def tables(results: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]
 
 
 def footnotes(results: dict[str, Any]) -> list[str]:
-    """Return the notes under the tables: one a tool, what repeats say, whose rows they are and whom they favour."""
+    """Return the notes under the tables: one per tool, on repeats, on whose rows they are and whom they favour."""
     notes = [f"[{number}] {tool['note']}" for number, tool in enumerate(results["tools"], 1)]
     notes += configurations.notes(results["rows"])
     notes += floors(results["rows"])
@@ -267,7 +271,7 @@ def print_all(results: dict[str, Any]) -> None:
 @click.command()
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Write peers.json and peers.md here.")
 def main(out: Path | None) -> None:
-    """Hold llmlab's estimate and its peers' to the published T4 rows."""
+    """Compare llmlab's estimate and its peers' with the published T4 rows."""
     reports = published_rows()
     if not reports:
         raise click.ClickException("no published T4 record was found; is llmlab/archive complete?")

@@ -8,7 +8,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from llmlab.archive.store import write_whole
-from llmlab.base.tables import Table
 from llmlab.hardware.this_machine import host
 
 LONG = 25  # rows
@@ -20,7 +19,7 @@ def provenance(*packages: str) -> str:
     for package in packages:
         try:
             versions.append(f"{package} {version(package)}")
-        except PackageNotFoundError:  # nothing of it was in the measurement either
+        except PackageNotFoundError:  # then the measurement did not use it either
             continue
     here = host()
     made = ", ".join([*versions, f"Python {platform.python_version()}"])
@@ -28,12 +27,14 @@ def provenance(*packages: str) -> str:
 
 
 def table(header: list[str], rows: list[list[str]]) -> list[str]:
-    """Return the lines of a Markdown table, its first column to the left."""
-    return Table(header, rows).markdown().split("\n")
+    """Return the lines of a Markdown table, its first column to the left; a cell may hold a bar, as |error| does."""
+    sides = ["---", *["---:"] * (len(header) - 1)]
+    first, *others = ([cell.replace("|", r"\|") for cell in row] for row in (header, *rows))
+    return [f"| {' | '.join(row)} |" for row in (first, sides, *others)]
 
 
 def titled_table(title: str, header: list[str], rows: list[list[str]]) -> list[str]:
-    """Return the lines of a table below its title; a long one is folded, and opens where its title is clicked."""
+    """Return the lines of a table below its title; a long one is folded, and a click on its title opens it."""
     lines = table(header, rows)
     if len(rows) <= LONG:
         return [f"**{title}**", "", *lines, ""]
@@ -41,6 +42,6 @@ def titled_table(title: str, header: list[str], rows: list[list[str]]) -> list[s
 
 
 def write(path: Path, text: str) -> None:
-    """Write the results file whole, or leave the one that is there."""
+    """Write the whole results file, or, if that fails, keep the old one."""
     write_whole(path, text + "\n")
     print(f"written: {path}")

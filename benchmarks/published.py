@@ -1,14 +1,14 @@
-"""lab.simulator against memory that others read on other cards, with other models, and published with the code.
+"""lab.simulator against memory that others measured, on other cards with other models, and published with the code.
 
     python benchmarks/published.py                              # prints
     python benchmarks/published.py --out benchmarks/results     # and writes published.md
 
 Each row is run as its script ran (lora_script, gpt_scripts, and the operators below). PyTorch was older, and did two
-things otherwise:
+things differently:
 
-- cuBLASLt's workspace, for a product with a bias, was taken in each product and given back at its end (1.13 to 2.6:
+- cuBLASLt's workspace, for a product with a bias, was allocated in each product and freed at its end (1.13 to 2.6:
   aten/src/ATen/cuda/CUDABlas.cpp, gemm_and_bias); today each handle keeps one. Liger's rows have no such product.
-- before 2.0 optimizers and clipping took one parameter at a time.
+- before 2.0 optimizers and clipping worked on one parameter at a time.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ HEADER = ["what", "card", "of", "measured", "simulated", "error"]
 OPERATORS_HEADER = ["operator", "card", "rows", "from", "to", "largest error"]
 LOOPS = {"litgpt-lora-memory": "Lit-GPT, LoRA", "mingpt-memory": "minGPT", "llms-from-scratch-memory": "GPT-2 124M"}
 OPERATOR_FIGURE = "liger-operators-memory"
-REPEATS = 3  # of ten calls: from the second on leaves have their gradients
+REPEATS = 3  # of ten calls: from the second on the leaves have gradients
 
 
 class Row(NamedTuple):
-    """A published value, in a figure of the records, and what to run for it; `older`: as before PyTorch 2.7."""
+    """A published value, in a figure of the records, and what to run for it; `older`: PyTorch was older than 2.7."""
 
     figure: str
     label: str
@@ -54,7 +54,7 @@ class Row(NamedTuple):
 
 
 def given_back(function: Workspace) -> Workspace:
-    """Return the workspace function of a kernel that gives cuBLASLt's workspace back when it ends."""
+    """Return the workspace function of a kernel that frees cuBLASLt's workspace when it ends."""
 
     def steps(op: Operator, gpu: GPU) -> Iterator[Step]:
         for step in function(op, gpu):
@@ -91,7 +91,7 @@ def repeat(forward: Callable[[], Tensor], gradient: Tensor | None = None) -> Non
 
 
 def group_norm(C: int) -> None:
-    norms = [nn.GroupNorm(C // 4, C, eps=1e-6).cuda() for _ in range(2)]  # Liger's lies there too
+    norms = [nn.GroupNorm(C // 4, C, eps=1e-6).cuda() for _ in range(2)]  # Liger's is on the card too
     x = torch.randn(128, C, 512, device="cuda")
     gradient = torch.randn_like(x)
     x.requires_grad_(True)
@@ -111,7 +111,7 @@ def rms_norm(H: int) -> None:
 
 
 def divergence(kind: str, rows: int, V: int) -> None:
-    """kl_div, jsd and tvd of two distributions over V: their own backward ends at the input's softmax."""
+    """kl_div, jsd and tvd of two distributions over V; backward goes on through the input's softmax to the logits."""
     to_log = kind != "tvd"
     logits = torch.randn(rows, V, requires_grad=True, device="cuda")
     given = logits.log_softmax(-1) if to_log else logits.softmax(-1)
@@ -192,14 +192,14 @@ def rows() -> list[Row]:
 
 
 def sizes_of(group: list[tuple[Row, int]]) -> list[str]:
-    """Return how many rows of one operator there are, from what to what they reach, and the largest error of one."""
+    """Return the number of rows of one operator, their least and largest bytes, and the largest error."""
     measured = [row.measured for row, _ in group]
     worst = max((size / row.measured - 1 for row, size in group), key=abs)
     return [str(len(group)), f"{min(measured):,}", f"{max(measured):,}", f"{worst:+.4%}"]
 
 
 def to_markdown(found: dict[Row, int], made: str) -> str:
-    """Return the tables of what was simulated for each row, where rows stand, and the line that says what made it."""
+    """Return the tables of the simulated bytes, the sources of the rows, and the line that says what made it."""
     body, operators = [], {}
     for row, size in found.items():
         if row.figure == OPERATOR_FIGURE:
@@ -219,7 +219,7 @@ def to_markdown(found: dict[Row, int], made: str) -> str:
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder to write published.md to.")
 def main(out: Path | None) -> None:
-    """Hold the simulated cards to what others published."""
+    """Compare the simulated cards with what others published."""
     text = to_markdown({row: simulated(row) for row in rows()}, provenance("llmlab", "torch"))
     print(text)
     if out:

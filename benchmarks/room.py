@@ -1,11 +1,11 @@
-"""How much more room a step needs than the sum of its tensors: what lab.estimate's verdict leaves for it.
+"""How much more room a step needs than the sum of its tensors: the margin in lab.estimate's verdict.
 
     python benchmarks/room.py                              # prints
     python benchmarks/room.py --out benchmarks/results     # and writes room.md
 
-A step is simulated once. What it asked of the allocator is then asked again in less and less room, until it runs out:
-that is less than what is reserved where there is room for all, since cached segments go back. NF4 bases are loaded in
-order and as transformers 5.0 to 5.3 did, by threads.
+A step is simulated once. Its requests are then sent to allocators with less and less room, until one runs out. A step
+runs in less room than it reserves on a large card, since an allocator that is short of memory frees its cached
+segments. NF4 bases are loaded in order, and by threads as transformers 5.0 to 5.3 did.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from llmlab.formulas.verdict import HOLES
 from llmlab.specs.run import Run
 from llmlab.step.quantized import one_at_a_time
 
-NEAR = 0.005  # of the room: where the search ends
+NEAR = 0.005  # the search ends when its bounds differ by this share of the room
 HEADER = ["step", "card", "lab.estimate", "reserved with room for all", "least room", "least room / estimate"]
 FOUR = lab.LoRA(rank=16, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
 ADAPTERS = {"lora": FOUR, "precision": "fp16"}
@@ -57,7 +57,7 @@ STEPS: list[tuple[str, str, Run]] = [
 
 
 def least_room(asked: Requests, order: list[tuple[int, bool]]) -> tuple[int, int]:
-    """Return the bytes reserved where there is room for all, and the least room in which the step runs."""
+    """Return the bytes reserved without a limit, and the least room in which the step runs."""
     free = asked._replace(room=None).in_order(order)
     assert free is not None  # nothing is refused without a limit
     too_small, enough = free.allocated - 1, free.reserved
@@ -71,7 +71,7 @@ def least_room(asked: Requests, order: list[tuple[int, bool]]) -> tuple[int, int
 
 
 def rows(name: str, card: str, run: Run) -> Iterable[tuple[list[str], float]]:
-    """Yield the text of a step's row, for each way of loading it, and how much its room is of the estimate."""
+    """Yield the text of a step's row for each way of loading it, and the ratio of its room to the estimate."""
     estimated = lab.estimate(name, run, card).peak_allocated
     assert estimated is not None
     asked = requests_of(name, run, card)

@@ -1,9 +1,9 @@
-"""How long an estimate, `import llmlab` and a simulation take on this machine, beside the bars they are held to.
+"""How long an estimate, `import llmlab` and a simulation take on this machine, beside the bars for them.
 
     python benchmarks/speed.py                              # prints
     python benchmarks/speed.py --out benchmarks/results     # and writes speed.md, which the book includes
 
-Exits with 1 where a bar is missed. Timings are of this machine at this moment: no test asserts them.
+The exit code is 1 if a bar is missed. Timings depend on the machine and the moment: no test asserts them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from llmlab.specs.run import Inference, LoRA, Training
 ROOT = Path(__file__).parent.parent
 ESTIMATES = 10_000
 ESTIMATES_BAR = 2.0  # seconds for all of them, in one process
-PASSES = 5  # of which the median counts
-IMPORT_BAR = 0.15  # seconds more than a bare interpreter
+PASSES = 5  # the median of them counts
+IMPORT_BAR = 0.15  # seconds more than a bare interpreter takes
 # Seconds of one thread, after imports, to simulate a training step: at 2048 tokens, bf16 and AdamW.
 SIMULATE_BARS = {"meta-llama/Llama-3.1-8B": 4.0, "meta-llama/Llama-3.1-70B": 12.0, "meta-llama/Llama-3.1-405B": 25.0}
 SIMULATE_MEMORY_BAR = 1.5  # GB (10^9 bytes) of the process, torch and transformers included
@@ -51,7 +51,7 @@ peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform =
 print(json.dumps([time.process_time() - cpu, time.perf_counter() - wall, peak]))
 """
 REPEATS = 15
-# Of what pace the machine is now: shared cores swing by a factor of three, and every row with them.
+# How fast the machine is at the moment: on shared cores that varies by a factor of three, as do all rows.
 YARDSTICK = """
 import time
 start, total = time.process_time(), 0
@@ -73,7 +73,7 @@ RUNS = (
 
 
 def cases(count: int) -> list[tuple[ModelSpec, Training | Inference, GPU]]:
-    """Return `count` mixes of preset, run and card, cycled; what cannot be (a layer that is not there) is out."""
+    """Return `count` mixes of preset, run and card, repeated in a cycle, without those that `check` refuses."""
     specs = [model(name) for name in models()]
     mixes = []
     for spec, run, card in itertools.product(specs, RUNS, gpus()):
@@ -98,7 +98,7 @@ def estimate_seconds(count: int, by_name: bool = False, repeats: int = PASSES) -
 
 
 def interpreter_seconds(statements: list[str], repeats: int = REPEATS) -> list[float]:
-    """Return the median wall seconds of a fresh interpreter for each statement, taken in turns."""
+    """Return the median wall seconds of a new interpreter for each statement; the statements take turns."""
     times: dict[str, list[float]] = {statement: [] for statement in statements}
     for turn in range(repeats + 1):
         for statement in statements:
@@ -110,7 +110,7 @@ def interpreter_seconds(statements: list[str], repeats: int = REPEATS) -> list[f
 
 
 def pace(repeats: int = 5) -> float:
-    """Return the median CPU seconds of a fresh interpreter for ten million additions."""
+    """Return the median CPU seconds of a new interpreter for ten million additions."""
     command = [sys.executable, "-c", YARDSTICK]
     return median(
         float(subprocess.run(command, check=True, capture_output=True, text=True).stdout) for _ in range(repeats)
@@ -126,12 +126,12 @@ def import_breakdown(statement: str, largest: int = 5) -> list[tuple[str, float]
         own, _, name = line.removeprefix("import time:").split("|") if line.count("|") == 2 else ("", "", "")
         if own.strip().isdigit():
             found.append((name.strip(), int(own) / 1e3))
-    start = [name for name, _ in found].index("site") + 1  # before it: what a bare interpreter imports, too
+    start = [name for name, _ in found].index("site") + 1  # before it: what a bare interpreter imports
     return sorted(found[start:], key=lambda item: -item[1])[:largest]
 
 
 def torch_is_imported(statement: str) -> bool:
-    """Return whether `statement`, in a fresh interpreter, brings torch into sys.modules."""
+    """Return whether `statement`, in a new interpreter, imports torch."""
     code = f"{statement}\nimport sys\nprint('torch' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
     return ran.stdout.strip() == "True"
@@ -146,7 +146,7 @@ def simulate_cost(name: str) -> tuple[float, float, int]:
 
 
 def simulate_rows() -> list[Row]:
-    """Return the rows of the simulations; the bar is for CPU seconds: one thread works, and others may be at work."""
+    """Return the rows of the simulations; the bar is for CPU seconds, since other programs may use the machine."""
     rows = []
     for name, bar in SIMULATE_BARS.items():
         cpu, wall, peak = simulate_cost(name)
@@ -159,7 +159,7 @@ def simulate_rows() -> list[Row]:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: what, as measured, the bar, and whether it was met (None: there is none)."""
+    """A line of the table: what was measured, the figure, the bar, and whether it was met (None: there is no bar)."""
 
     what: str
     measured: str

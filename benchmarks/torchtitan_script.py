@@ -1,15 +1,16 @@
 """TorchTitan's eager FSDP2 runs whose memory was published, as scripts for the simulator: its model, its recomputation.
 
-The model is TorchTitan's Llama as to what memory depends on (at commits 83c879f, torchtrain/models/llama/model.py, and
-9dec370, torchtitan/models/llama/model.py): norms and turned queries and keys in fp32, the cross entropy of fp32 logits.
-"op" recomputes all but attention and every other matrix product (parallelize_llama.py); parameters of the last block
-stay from forward to backward. What was read is PyTorch's peak of active and of reserved bytes (metrics.py).
+The model is TorchTitan's Llama in all that memory depends on (at commits 83c879f, torchtrain/models/llama/model.py, and
+9dec370, torchtitan/models/llama/model.py): norms are computed and queries and keys are rotated in fp32, and the cross
+entropy is of fp32 logits. "op" recomputes all but attention and every second matrix product (parallelize_llama.py);
+parameters of the last block stay in memory from forward to backward. Published are PyTorch's peaks of active and of
+reserved bytes (metrics.py).
 
 What changed from run to run, with the source of each:
-- until June 12, 2024, the model made the logits fp32 and the loop kept them through backward; since October the loss
-  does, and the loop lets them go (TorchTitan's pull/391 and commit e10cb94);
-- until June 27, 2024, FSDP2 allocated what it reduces on the stream it reduces on, where other operators cannot use
-  that memory again; since then on the stream of backward (github.com/pytorch/pytorch/pull/129721);
+- until June 12, 2024, the model cast the logits to fp32 and the loop kept them through backward; since October the
+  loss casts them, and the loop deletes them (TorchTitan's pull/391 and commit e10cb94);
+- until June 27, 2024, FSDP2 allocated the tensors to reduce on the stream of the reduction, where other operators
+  cannot reuse their memory; since then on the stream of backward (github.com/pytorch/pytorch/pull/129721);
 - run_llama_train.sh has asked for expandable segments since October 2024. It starts the ranks of one machine, so the
   table of December 2024, up to 128 GPUs, was not made with it.
 
@@ -38,7 +39,7 @@ from llmlab.archive import figure
 from llmlab.base.units import GiB
 from llmlab.hardware.gpu import GPU
 
-CARD = replace(lab.gpu("H100-80GB"), memory=round(95.0396 * GiB))  # the H100 with 96 GB of these runs, as they give it
+CARD = replace(lab.gpu("H100-80GB"), memory=round(95.0396 * GiB))  # these runs' H100 with 96 GB, as they report it
 aten = torch.ops.aten
 KINDS = ("active", "reserved", "reserved in the first step")
 SAVED = (aten.mm.default, aten._scaled_dot_product_flash_attention.default)
@@ -63,7 +64,7 @@ class Run:
     early: bool = False
     expandable: bool = False
     resharded: str = "default"
-    loss_chunks: int = 1  # of the sequence, which the loss takes one by one
+    loss_chunks: int = 1  # parts of the sequence whose losses are computed one by one
     card: GPU = CARD
     layers: int = 32
     width: int = 4096
@@ -71,7 +72,7 @@ class Run:
 
 
 LLAMA_3 = {"kv_heads": 8, "inner": 14336, "vocabulary": 128256}
-ONE = {**LLAMA_3, "expandable": True}  # a sequence a GPU, as configured, and run_llama_train.sh
+ONE = {**LLAMA_3, "expandable": True}  # one sequence per GPU, as configured, and run_llama_train.sh
 RUNS = (
     Run("7B, 8 GPUs, full recomputation", 8, 8, 2048, "full", early=True),
     Run("7B, 8 GPUs, selective", 8, 8, 2048, "op", early=True),
@@ -86,7 +87,7 @@ RUNS = (
 
 
 def published(run: Run) -> dict[str, int]:
-    """Return the peaks that were read, in bytes, by what was read."""
+    """Return the published peaks in bytes, by kind."""
     found = figure("torchtitan-fsdp2-memory").values
     return {what: value for what in KINDS if (value := found.get(f"{run.name}: {what}")) is not None}
 
@@ -153,7 +154,7 @@ class Llama(nn.Module):
 
 
 def recomputed(block: nn.Module, kind: str) -> None:
-    """Let the block's forward be recomputed in backward."""
+    """Make backward recompute the block's forward."""
 
     def contexts() -> tuple[Any, Any]:
         products: dict[bool, int] = defaultdict(int)
@@ -172,7 +173,7 @@ def recomputed(block: nn.Module, kind: str) -> None:
 
 
 def loss_of(logits_BTV: Tensor, labels_BT: Tensor, chunks: int) -> Tensor:
-    """Return the cross entropy in fp32, the mean of those of so many chunks of the sequence."""
+    """Return the cross entropy in fp32, as the mean over `chunks` parts of the sequence."""
     pairs = zip(logits_BTV.chunk(chunks, 1), labels_BT.chunk(chunks, 1), strict=True)
     return sum(F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1)) for logits, labels in pairs) / chunks
 
@@ -210,7 +211,7 @@ def train(run: Run, steps: int = 2) -> Iterator[None]:
 
 @contextmanager
 def reduced_from_its_own_stream() -> Iterator[None]:
-    """Let FSDP2 allocate what it reduces on the stream it reduces on, and free it at once, as until June 27, 2024."""
+    """Make FSDP2 allocate on the stream of the reduction, and free at once, as until June 27, 2024."""
     group = import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
     real = group.foreach_reduce
     names = list(signature(real).parameters)
@@ -225,7 +226,7 @@ def reduced_from_its_own_stream() -> Iterator[None]:
 
 
 def simulated(run: Run) -> dict[str, int]:
-    """Return the peaks of rank 0 in bytes, by what was read."""
+    """Return the peaks of rank 0 in bytes, by kind."""
     settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if run.expandable else {}
     fsdp = reduced_from_its_own_stream() if run.early else nullcontext()
     with mock.patch.dict(os.environ, settings), lab.simulator(run.card, world_size=run.ranks) as sim, fsdp:

@@ -1,10 +1,10 @@
-"""The T4 rows by the code that they ran: what releases of the libraries do to reserved bytes.
+"""The T4 rows with the code that they ran: how releases of the libraries change the reserved bytes.
 
     python benchmarks/versions.py                              # prints
     python benchmarks/versions.py --out benchmarks/results     # and writes versions.md, which the book includes
 
-Where the rows' transformers and peft compute or load otherwise than what is installed, `past_releases` does as they
-did; `loading` tells which sessions loaded by threads.
+Where the rows' releases of transformers and peft compute or load differently from the installed ones, `past_releases`
+does as they did; `loading` tells which sessions loaded by threads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HEADER = ["model, base, attention, batch × tokens", "measured", "as installed",
 
 
 class Line(NamedTuple):
-    """A configuration: its rows, the bytes it reserves with what is installed, and as the rows' libraries load it."""
+    """A configuration: its rows, the bytes it reserves with the installed libraries, and with the rows' libraries."""
 
     rows: list[Report]
     installed: int
@@ -36,7 +36,7 @@ class Line(NamedTuple):
 
 
 def lines(rows: list[Report]) -> list[Line]:
-    """Return a line a configuration, in the order of the rows."""
+    """Return a line per configuration, in the order of the rows."""
     groups: dict[tuple, list[Report]] = {}
     for row in rows:
         groups.setdefault((row.model, row.run), []).append(row)
@@ -44,14 +44,14 @@ def lines(rows: list[Report]) -> list[Line]:
 
 
 def reserved(row: Report) -> int:
-    """Return the bytes that a step reserves at most with the libraries that are installed."""
+    """Return the most bytes that a step reserves with the installed libraries."""
     size = lab.simulate(row.model, row.run, "T4").peak_reserved
     assert size is not None
     return size
 
 
 def body(found: list[Line], threaded: set[str]) -> list[list[str]]:
-    """Return the text of each line; of figures that are the same in one session, one."""
+    """Return the text of each line; equal figures of one session are shown once."""
     said = []
     for line in found:
         kinds = {(row.peak_reserved, loading.session(row)): loading.error(row, threaded) for row in line.rows}
@@ -84,7 +84,7 @@ def to_markdown(rows: list[Report], found: list[Line], made: str) -> str:
 @click.command()
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Write versions.md here.")
 def main(out: Path | None) -> None:
-    """Hold the simulated bytes to the T4 rows by the code that these ran."""
+    """Compare the simulated bytes with the T4 rows, with the code that these ran."""
     rows = published_rows()
     made = provenance("llmlab", "torch", "transformers", "peft", "bitsandbytes")
     text = to_markdown(rows, lines(rows), made)

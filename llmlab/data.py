@@ -124,17 +124,12 @@ def tokenizer(vocab: int = MAX_VOCAB, source: str | Path = PYTHON_DOCS) -> Token
     return _tokenizer(vocab, corpus(source))
 
 
-def token_ids(vocab: int = MAX_VOCAB, source: str | Path = PYTHON_DOCS) -> list[int]:
-    """Return the whole text as token ids below `vocab`, without torch; the tokenizer has at most 8192 entries."""
-    _check_vocab(vocab)
-    return list(_encode(min(vocab, MAX_VOCAB), corpus(source)))
-
-
 def tokens(vocab: int = MAX_VOCAB, source: str | Path = PYTHON_DOCS) -> torch.Tensor:
-    """Return `token_ids` as an int64 tensor on the CPU, shape (tokens,)."""
+    """Return the whole text as token ids below `vocab`, int64 on the CPU, (tokens,); the tokenizer has at most 8192."""
     import torch
 
-    return torch.tensor(token_ids(vocab, source), dtype=torch.long)
+    _check_vocab(vocab)
+    return torch.tensor(_encode(min(vocab, MAX_VOCAB), corpus(source)))
 
 
 def split(
@@ -177,15 +172,6 @@ def batch(vocab: int, micro_batch: int, seq_len: int, seed: int = 0, source: str
 # ---- the tokenizer and its cache
 
 
-def cache_folder() -> Path:
-    """Return where trained tokenizers are kept: LLMLAB_CACHE, or the user's cache folder."""
-    if folder := os.environ.get("LLMLAB_CACHE"):
-        return Path(folder)
-    from platformdirs import user_cache_dir
-
-    return Path(user_cache_dir("llmlab"))
-
-
 def _check_vocab(vocab: int) -> None:
     if isinstance(vocab, bool) or not isinstance(vocab, int) or vocab < MIN_VOCAB:
         raise SpecError(f"vocab={vocab!r} is not a whole number >= {MIN_VOCAB} (256 bytes and {END_OF_TEXT})")
@@ -193,9 +179,11 @@ def _check_vocab(vocab: int) -> None:
 
 def _cache_file(vocab: int, text: str) -> Path:
     import tokenizers
+    from platformdirs import user_cache_dir
 
+    folder = Path(os.environ.get("LLMLAB_CACHE") or user_cache_dir("llmlab"))
     what = f"{RECIPE}\n{tokenizers.__version__}\n{vocab}\n".encode() + text.encode()
-    return cache_folder() / f"tokenizer-{vocab}-{hashlib.sha256(what).hexdigest()[:16]}.json"
+    return folder / f"tokenizer-{vocab}-{hashlib.sha256(what).hexdigest()[:16]}.json"
 
 
 @lru_cache(maxsize=8)
@@ -212,13 +200,9 @@ def _tokenizer(vocab: int, text: str) -> Tokenizer:
     path = _cache_file(vocab, text)
     if path.is_file():
         try:
-            cached = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+            return Tokenizer.from_str(path.read_text(encoding="utf-8"))
         except Exception as error:  # tokenizers raises a bare Exception for a file it cannot read
             warnings.warn(f"cached tokenizer {path.name} is corrupt ({error}); trained again", stacklevel=3)
-        else:
-            if MIN_VOCAB <= cached.get_vocab_size() <= vocab:
-                return cached
-            warnings.warn(f"cached tokenizer {path.name} is not of vocab {vocab}; trained again", stacklevel=3)
     trained = _train(vocab, text)
     try:
         write_whole(path, trained.to_str())

@@ -19,6 +19,20 @@ from .specs.run import Inference, Run, Training, run_from_dict
 if TYPE_CHECKING:
     from .plots.canvas import Picture
 
+# Of the printed tables: the label of a figure, the field it is in, how it is shown.
+PEAKS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("peak allocated", "peak_allocated", show_bytes),
+    ("peak reserved", "peak_reserved", show_bytes),
+    ("process", "process", show_bytes),
+    ("it would have taken", "needed", show_bytes),
+    ("device memory", "capacity", show_bytes),
+)
+SPEED: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("FLOP a step", "flops", "{:.4g}".format),
+    ("time a step", "step_seconds", show_seconds),
+    ("tokens a second", "tokens_per_second", "{:,.0f}".format),
+    ("MFU", "mfu", "{:.1%}".format),
+)
 SCHEMA = 1  # of to_json(); a reader of records refuses any other by name
 
 
@@ -61,10 +75,9 @@ class Report(Tabular):
     timeline: tuple[TimelinePoint, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.source not in SOURCES:
-            raise SpecError(f"source={self.source!r} is not one of {', '.join(SOURCES)}")
-        if self.outcome not in OUTCOMES:
-            raise SpecError(f"outcome={self.outcome!r} is not one of {', '.join(OUTCOMES)}")
+        for name, allowed in (("source", SOURCES), ("outcome", OUTCOMES)):
+            if (given := getattr(self, name)) not in allowed:
+                raise SpecError(f"{name}={given!r} is not one of {', '.join(allowed)}")
         if unknown := sorted(set(self.parts) - set(PARTS)):
             raise SpecError(f"parts {', '.join(unknown)} are not among {', '.join(PARTS)}")
         if self.source in ("measured", "published") and not (self.environment or self.citation):
@@ -133,24 +146,12 @@ class Report(Tabular):
             elif kinds:  # freed before the peak, or allocated after it
                 rows.append((f"({part}, at another moment)", show_bytes(sum(kinds.values()))))
             rows += [(f"  {name}", show_bytes(size)) for name, size in kinds.items()]
-        rows.append(("peak allocated", show_bytes(self.peak_allocated)))
-        for label, size in (("peak reserved", self.peak_reserved), ("process", self.process)):
-            if size is not None:
-                rows.append((label, show_bytes(size)))
-        if self.needed is not None:
-            at_least = " at least" if self.peak_reserved is None else ""
-            rows.append((f"it would have taken{at_least}", show_bytes(self.needed)))
-        if self.capacity is not None:
-            rows.append(("device memory", show_bytes(self.capacity)))
+        for label, name, shown in PEAKS:
+            if (size := getattr(self, name)) is not None or name == "peak_allocated":
+                at_least = " at least" if name == "needed" and self.peak_reserved is None else ""
+                rows.append((label + at_least, shown(size)))
         rows += [(f"peak in {phase}", show_bytes(size)) for phase, size in self.phases.items()]
-        if self.flops is not None:
-            rows.append(("FLOP a step", f"{self.flops:.4g}"))
-        if self.step_seconds is not None:
-            rows.append(("time a step", show_seconds(self.step_seconds)))
-        if self.tokens_per_second is not None:
-            rows.append(("tokens a second", f"{self.tokens_per_second:,.0f}"))
-        if self.mfu is not None:
-            rows.append(("MFU", f"{self.mfu:.1%}"))
+        rows += [(label, shown(value)) for label, name, shown in SPEED if (value := getattr(self, name)) is not None]
         rows.append(("outcome", self.outcome + (f" ({self.where})" if self.where else "")))
         return rows
 
@@ -202,22 +203,16 @@ class Comparison(Tabular):
     @property
     def truth(self) -> Report | None:
         """The report that the others are compared with: the first measured one, else the first published, else None."""
-        for source in ("measured", "published"):
-            for report in self.reports:
-                if report.source == source and report.peak_allocated is not None:
-                    return report
-        return None
+        known = [report for report in self.reports if report.peak_allocated is not None]
+        return next((r for source in ("measured", "published") for r in known if r.source == source), None)
 
     def relative_errors(self) -> dict[str, float]:
         """Return, for each predicted report's source, (predicted − true) / true of peak_allocated."""
-        truth = self.truth
-        if truth is None or not truth.peak_allocated:
+        true = self.truth.peak_allocated if self.truth else None
+        if not true:
             return {}
-        return {
-            report.source: (report.peak_allocated - truth.peak_allocated) / truth.peak_allocated
-            for report in self.reports
-            if report.source in ("estimated", "simulated") and report.peak_allocated is not None
-        }
+        predictions = [report for report in self.reports if report.source in ("estimated", "simulated")]
+        return {r.source: (r.peak_allocated - true) / true for r in predictions if r.peak_allocated is not None}
 
     def explain(self) -> list[str]:
         """Return one sentence per prediction: its error, and which part or phase makes most of the difference."""
@@ -251,20 +246,16 @@ class Comparison(Tabular):
 
         for part in PARTS:
             add(part, [r.parts.get(part) for r in self.reports], show_bytes)
-        add("peak allocated", [r.peak_allocated for r in self.reports], show_bytes)
-        add("peak reserved", [r.peak_reserved for r in self.reports], show_bytes)
-        add("process", [r.process for r in self.reports], show_bytes)
-        add("it would have taken", [r.needed for r in self.reports], show_bytes)
+        for label, name, shown in PEAKS[:-1]:  # the device is in the title
+            add(label, [getattr(r, name) for r in self.reports], shown)
         phases = INFERENCE_PHASES if isinstance(self.reports[0].run, Inference) else TRAINING_PHASES
         for phase in phases:
             add(f"peak in {phase}", [r.phases.get(phase) for r in self.reports], show_bytes)
-        add("time a step", [r.step_seconds for r in self.reports], show_seconds)
-        add("tokens a second", [r.tokens_per_second for r in self.reports], lambda v: f"{v:,.0f}")
-        add("MFU", [r.mfu for r in self.reports], lambda v: f"{v:.1%}")
-        errors = self.relative_errors()
-        if errors:
-            shown = (f"{errors[r.source]:+.1%}" if r.source in errors else "" for r in self.reports)
-            rows.append(("error of peak", *shown))
+        for label, name, shown in SPEED[1:]:
+            add(label, [getattr(r, name) for r in self.reports], shown)
+        if errors := self.relative_errors():
+            cells = (f"{errors[r.source]:+.1%}" if r.source in errors else "" for r in self.reports)
+            rows.append(("error of peak", *cells))
         rows.append(("outcome", *(r.outcome for r in self.reports)))
         return header, rows
 

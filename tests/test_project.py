@@ -63,7 +63,9 @@ def test_the_readmes_commands_are_the_ones_that_workflows_run():
     assert read(".ci/run").rstrip().splitlines()[-1] == "make test"
     assert run_lines(ROOT / ".github/workflows/ci.yml") == ["make test"]
     weekly = run_lines(ROOT / ".github/workflows/weekly.yml")
-    assert {"make book", "make notebooks", "make test", "make instruction-sets", "make colab-drift"} == set(weekly)
+    stages = "make unit nbval site browser durations"  # make test, but lint, which stumbles over anybody's types
+    alone = {"make book", "make library-names", "make notebooks", "make lint", "make instruction-sets", "make colab-drift"}
+    assert set(weekly) == alone | {stages}
 
 
 def test_make_test_runs_every_check():

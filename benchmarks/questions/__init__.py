@@ -1,7 +1,7 @@
-"""Ask each peer for a run's memory the way its documentation says, offline.
+"""Ask each peer for a run's memory in the way that its documentation describes, offline.
 
-A peer is imported inside the function that asks it, so that one that is not installed costs only its own column. Each
-function takes a model and a training step and returns bytes, or None where the peer has no way to ask.
+A peer is imported inside the function that asks it, so that one that is not installed only leaves its own column empty.
+Each function takes a model and a training step and returns bytes, or None if the peer cannot be asked.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def llmlab_estimate(spec: ModelSpec, run: Training) -> int | None:
 
 @cache
 def simulated(spec: ModelSpec, run: Training) -> lab.Report:
-    """Return what llmlab simulates, on a T4, once a run."""
+    """Return llmlab's simulation on a T4, once per run."""
     return lab.simulate(spec, run, "T4")
 
 
@@ -109,7 +109,7 @@ def accelerate_loading(spec: ModelSpec, run: Training) -> int:
 
 def deepspeed_zero2(spec: ModelSpec, run: Training) -> int:
     """Return the line offload_optimizer=none of estimate_zero2_model_states_mem_needs_all_cold, one GPU."""
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else importing it looks for a device
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise its import looks for a device
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 
     return estimate_zero2_model_states_mem_needs(spec.parameters, num_gpus_per_node=1, cpu_offload=False)[1]
@@ -128,7 +128,7 @@ def deepspeed_zero3(spec: ModelSpec, run: Training) -> int:
 
 @dataclass(frozen=True)
 class Tool:
-    """One column: what is asked of which package, and the measured quantity (a field of Report) it is held to."""
+    """One column: a package, what it is asked, and the measured quantity (a field of Report) to compare with."""
 
     name: str
     package: str

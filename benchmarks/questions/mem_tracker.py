@@ -1,7 +1,7 @@
-"""Ask torch.distributed._tools' MemTracker: the real step on fake tensors, and the peak of what its tensors hold.
+"""Ask torch.distributed._tools' MemTracker: the real step on fake tensors, and the peak of the tensors' bytes.
 
-It has no card: its documentation runs it under FakeTensorMode, here on CPU tensors, as a PyTorch without CUDA has no
-other. It has no allocator, so nothing is rounded or reserved.
+It needs no card: its documentation runs it under FakeTensorMode, here with CPU tensors, since a PyTorch without CUDA
+has no others. It has no allocator, so nothing is rounded or reserved.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def frozen_allowed() -> Iterator[None]:
 
 
 def whole_model_only(tracker: Any) -> Any:
-    """Return `tracker` without its peaks by module, which it copies at every operator: minutes a step with LoRA."""
+    """Return `tracker` without its peaks by module: it copies those at every operator, minutes per step with LoRA."""
 
     def update(peak_state: Any) -> None:
         for device, held in tracker._curr_mem_snap.items():

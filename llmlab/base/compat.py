@@ -1,45 +1,182 @@
-"""Private names of torch that llmlab uses by their path, so that a release that moves one fails in one place.
+"""What llmlab uses of other libraries that they do not promise: the names that a new release moves are all here.
 
-Public names of torch (torch.utils.checkpoint, DeviceMesh) and its operators (torch.ops.aten._x) need no entry. A name
-that is expensive to import, or that somebody may patch before it is called, is looked up by `symbol` where it is used.
+Names of torch that are needed from the start are imported below. What the simulator replaces, and what a library that
+is imported late must have, is in `NAMES`: `check` looks for it where the patches of that library are installed, once.
+A name that is expensive to import, or that somebody may patch before it is called, is looked up by `symbol` where it is
+used. Public names of torch (torch.utils.checkpoint, DeviceMesh), its operators (torch.ops.aten._x) and names that a
+library exports from its top (peft.LoraConfig) need no entry.
 """
 
 from __future__ import annotations
 
+import re
+from functools import cache
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
 from .errors import NotAvailable
 
-TESTED = {"torch": "2.13.0"}  # as in constraints.txt, which is not in the wheel
+# By library: the oldest release, tried (torch and transformers) or a floor, and the tested one, as in constraints.txt.
+KNOWN = {
+    "accelerate": ("1.1.0", "1.15.0"),
+    "bitsandbytes": ("0.50.0", "0.50.2"),
+    "deepspeed": ("0.16.0", "0.19.8"),
+    "liger_kernel": ("0.5.0", "0.8.5"),
+    "safetensors": ("0.4.5", "0.8.0"),
+    "torch": ("2.9.0", "2.13.0"),
+    "transformers": ("4.46.3", "5.23.0"),
+    "triton": ("3.2.0", "3.9.0"),
+}
+
+FSDP = "torch.distributed.fsdp._fully_shard."
+# By what is installed at once: by module or class, the names in it that are replaced or called.
+NAMES: dict[str, dict[str, str]] = {
+    "torch": {
+        "torch": "Generator compile get_default_device get_rng_state load save tensor to_dlpack "
+        "get_autocast_dtype get_autocast_gpu_dtype is_autocast_enabled",
+        "torch.Tensor": "_make_subclass _make_wrapper_subclass _use_count record_stream",
+        "torch.UntypedStorage": "_cdata data_ptr resize_",
+        "torch._C._functions.AccumulateGrad": "_sequence_nr",
+        "torch._VF": "gru lstm rnn_relu rnn_tanh",
+        "torch._subclasses.fake_tensor.FakeTensor": "device tolist",
+        "torch.amp.autocast_mode": "autocast",
+        "torch.autograd": "_engine_run_backward",
+        "torch.autograd.graph": "save_on_cpu",
+        "torch.library.Library": "_destroy",
+        "torch.nn.Module": "_apply compile",
+        "torch.ops.aten.linear.default": "_op_dk _opname _overloadpacket _schema",
+        "torch.optim.optimizer": "_foreach_supported_types _get_capturable_supported_devices "
+        "_get_foreach_kernels_supported_devices",
+        "torch.profiler.profile": "__init__",
+        "torch.serialization": "load save",
+        "torch.utils._device": "_device_constructors",
+        "torch.utils._foreach_utils": "_foreach_supported_types",
+        "torch.utils.data.DataLoader": "_get_iterator",
+        "torch.utils.data.dataloader": "_SingleProcessDataLoaderIter",
+        "torch.utils.dlpack": "to_dlpack",
+        "torch.version": "cuda",
+    },
+    "torch.distributed": {
+        "torch._C": "_clear_DTensor_sharding_propagator_cache _get_accelerator",
+        "torch.distributed": "init_process_group is_nccl_available",
+        "torch.distributed.distributed_c10d": "all_gather_object broadcast_object_list gather_object new_group "
+        "scatter_object_list",
+        FSDP + "_fsdp_init": "_get_device_from_mesh _get_device_handle _get_managed_states",
+        FSDP + "_fsdp_param": "_chunk_with_empty",
+        FSDP + "_fsdp_param_group": "foreach_all_gather foreach_all_gather_copy_out foreach_reduce",
+        "torch.distributed.fsdp": "FullyShardedDataParallel",
+        "torch.distributed.tensor.DTensor": "_local_tensor",
+        "torch.distributed.tensor._sharding_prop.ShardingPropagator": "_propagate_tensor_meta_non_cached",
+        "torch.nn.parallel.distributed": "_verify_param_shape_across_processes",
+        "torch.nn.parallel.distributed.DistributedDataParallel": "_pre_forward",
+        "torch.testing._internal.distributed.fake_pg": "FakeStore",
+    },
+    "torch.utils.cpp_extension": {"torch.utils.cpp_extension": "load load_inline"},
+    "accelerate.hooks": {"accelerate.hooks": "set_module_tensor_to_device"},
+    "accelerate.state": {"accelerate.state.AcceleratorState": "_shared_state",
+                         "accelerate.state.PartialState": "_shared_state"},
+    "bitsandbytes": {
+        "bitsandbytes": "matmul",
+        "bitsandbytes.autograd._functions": "MatMul8bitLt",
+        "bitsandbytes.functional": "fill get_paged name2qmap optimizer_update_32bit prefetch_tensor",
+        "bitsandbytes.nn.modules": "has_avx512bf16",
+        "bitsandbytes.nn.modules.Int8Params": "__new__ _quantize",
+        "bitsandbytes.nn.modules.Params4bit": "__new__ _quantize",
+    },
+    "deepspeed": {"deepspeed": "initialize", "deepspeed.ops": "__compatible_ops__"},
+    "liger_kernel": {"liger_kernel.transformers": "_apply_liger_kernel_to_instance"},
+    "safetensors.torch": {"safetensors.torch": "_flatten_as_ptr safe_open serialize_file"},
+    "transformers.generation.stopping_criteria": {"transformers.generation.stopping_criteria": "EosTokenCriteria"},
+    "transformers.generation.utils": {
+        "transformers.generation.utils.GenerationMixin": "_beam_search_has_unfinished_sequences _update_finished_beams"
+    },
+    "transformers.integrations.bitsandbytes": {
+        "transformers.core_model_loading": "dot_natural_key",
+        "transformers.integrations.bitsandbytes": "Bnb4bitQuantize Bnb8bitQuantize replace_with_bnb_linear",
+    },
+    "transformers.integrations.sdpa_attention": {"transformers.integrations.sdpa_attention": "use_gqa_in_sdpa"},
+    "transformers.masking_utils": {"transformers.masking_utils": "is_tracing"},
+    "transformers.modeling_flash_attention_utils": {"transformers.modeling_flash_attention_utils": "_lazy_imports"},
+    "transformers flash-attn": {  # where _lazy_imports is there
+        "transformers.modeling_flash_attention_utils": "FLASH_ATTENTION_COMPATIBILITY_MATRIX _pad_input _unpad_input",
+    },
+    "transformers.modeling_utils": {"transformers.modeling_utils.PreTrainedModel": "_no_split_modules"},
+    "triton.runtime.interpreter": {"triton.runtime.interpreter": "GridExecutor interpreter_builder"},
+    "triton.runtime.jit": {"triton.runtime.jit.KernelInterface": "__getitem__"},
+}  # fmt: skip
+
+# What some releases in `KNOWN` lack, and what is done there without it.
+OPTIONAL = frozenset((
+    "safetensors.torch._flatten_as_ptr",  # older: _flatten
+    "torch.accelerator.get_memory_info",  # since torch 2.10; nothing of torch's own asks for it before
+    # Older beam search has no such methods. It branches on the card's values, which the simulator refuses by itself.
+    "transformers.generation.utils.GenerationMixin._beam_search_has_unfinished_sequences",
+    "transformers.generation.utils.GenerationMixin._update_finished_beams",
+    "transformers.modeling_flash_attention_utils._lazy_imports",  # without it flash-attn is not simulated
+))  # fmt: skip
+
+# Private attributes that only instances have, or that llmlab sets for a library to read: no path leads to them.
+OF_INSTANCES = frozenset((
+    "_allow_unsafe_data_ptr_access",  # FakeTensorMode
+    "_attn_implementation",  # a config of transformers
+    "_buffers", "_modules", "_parameters",  # nn.Module
+    "_is_hf_initialized", "_is_quantized",  # transformers reads them of a tensor or module, and of a config
+    "_is_param",  # torch.nn.Parameter's type reads it of a tensor subclass
+))  # fmt: skip
 
 
-def lacks(library: str, version: str, name: str) -> NotAvailable:
-    """Return the error for `name`, which `library` of this `version` does not have."""
-    tested = TESTED[library]
+def lacks(library: str, name: str) -> NotAvailable:
+    """Return the error for `name`, which the installed release of `library` does not have."""
+    oldest, newest = KNOWN[library]
+    project = library.replace("_", "-")
+    try:
+        installed = torch.__version__ if library == "torch" else version(project)
+    except PackageNotFoundError:  # a copy that pip knows nothing of
+        installed = "of an unknown version"
     return NotAvailable(
-        f"{library} {version} lacks {name}, which llmlab needs; it was tested with {library} {tested}: "
-        f"pip install {library}=={tested}"
+        f"{library} {installed} has no {name}, which llmlab uses; it is there in {library} {newest}, and llmlab knows "
+        f"{oldest} to {newest}: pip install {project}=={newest}, or take a newer llmlab"
     )
 
 
 def symbol(path: str) -> Any:
-    """Return what a dotted name of torch stands for, as it is at the moment of the call.
+    """Return what a dotted name of a library in `KNOWN` stands for, as it is at the moment of the call.
 
-    Raises NotAvailable, with torch's version and the missing name.
+    Raises NotAvailable, with the library's version and the missing name.
     """
     names = path.split(".")
     value: Any = import_module(names[0])
     for index, name in enumerate(names[1:], 2):
+        here = ".".join(names[:index])
         try:
-            if not hasattr(value, name):
-                import_module(".".join(names[:index]))
-            value = getattr(value, name)
-        except (ImportError, AttributeError) as error:
-            raise lacks(names[0], torch.__version__, ".".join(names[:index])) from error
+            # A package may hide its module, as torch.optim does with torch.optim.optimizer.
+            value = getattr(value, name) if hasattr(value, name) else import_module(here)
+        except ImportError as error:
+            raise lacks(names[0], here) from error
     return value
+
+
+def has(path: str) -> bool:
+    """Return whether `path` is there; a path that is not in `OPTIONAL` must be. Raises as `symbol` does."""
+    try:
+        symbol(path)
+    except NotAvailable:
+        if path in OPTIONAL:
+            return False
+        raise
+    return True
+
+
+@cache
+def check(part: str) -> None:
+    """Raise NotAvailable if one of the `NAMES` of `part` is missing, a library or a module of it: called before it is
+    patched. A part that is not listed needs nothing."""
+    for place, names in NAMES.get(part, {}).items():
+        for name in names.split():
+            has(f"{place}.{name}")
 
 
 try:
@@ -75,19 +212,20 @@ try:
     set_throw_on_mutable_data_ptr = C._set_throw_on_mutable_data_ptr
     set_warn_deprecated_on_mutable_data_ptr = C._set_warn_deprecated_on_mutable_data_ptr
     storage_use_count = C._storage_Use_Count
-except ImportError as error:
-    raise lacks("torch", torch.__version__, f"a name ({error})") from error
+except ImportError as error:  # of `from MODULE import NAME`, or of a module that is gone
+    found = re.match(r"cannot import name '(\w+)'", str(error))
+    raise lacks("torch", f"{error.name}.{found[1]}" if found else str(error.name)) from error
 except AttributeError as error:
-    raise lacks("torch", torch.__version__, f"{getattr(error.obj, '__name__', 'torch')}.{error.name}") from error
+    raise lacks("torch", f"{getattr(error.obj, '__name__', 'torch')}.{error.name}") from error
 
 __all__ = [
     "AutoDispatchBelowAutograd", "C", "DataDependentOutputException", "DisableTorchDispatch", "DisableTorchFunction",
     "DispatchKey", "DispatchKeySet", "DynamicOutputShapeException", "ELEMENTWISE_TYPE_PROMOTION_KIND",
     "ExcludeDispatchKeyGuard", "FakeTensor", "FakeTensorMode", "GLOBAL_DEVICE_CONTEXT", "HigherOrderOperator",
     "OpOverload", "OpOverloadPacket", "TorchDispatchMode", "UnsupportedOperatorException", "VF", "arg_tree_leaves",
-    "current_autograd_node", "current_graph_task_id", "disable_current_modes",
+    "check", "current_autograd_node", "current_graph_task_id", "disable_current_modes",
     "dispatch_get_registrations_for_dispatch_key", "dispatch_has_kernel_for_dispatch_key", "elementwise_dtypes",
-    "get_sequence_nr", "get_unwrapped", "in_kernel_invocation_manager", "is_functorch_wrapped_tensor", "lacks",
+    "get_sequence_nr", "get_unwrapped", "has", "in_kernel_invocation_manager", "is_functorch_wrapped_tensor", "lacks",
     "len_torch_dispatch_stack", "parse_to", "set_throw_on_mutable_data_ptr",
     "set_warn_deprecated_on_mutable_data_ptr", "storage_use_count", "symbol", "tree_flatten", "tree_leaves",
     "tree_map_only", "tree_unflatten",

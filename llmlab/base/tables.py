@@ -1,4 +1,4 @@
-"""The one renderer of tables: plain text for pages and pipes, colours on a terminal, HTML and Markdown.
+"""The one renderer of tables: plain text for pages and pipes, colours on a terminal, and HTML.
 
 rich lays the columns out, and is imported by the first table that is printed, not with llmlab.
 """
@@ -94,12 +94,6 @@ class Table:
             f'<div style="overflow-x:auto"><table class="llmlab">{caption}{head}'
             f"<tbody>{body}</tbody></table></div><small>{notes}</small>"
         )
-
-    def markdown(self) -> str:
-        """Return the header and the rows as Markdown; a cell may hold a bar, as |error| does."""
-        sides = ["---" if place in self.words else "---:" for place in range(len(self.header))]
-        header, *rows = ([cell.replace("|", r"\|") for cell in row] for row in (self.header, *self.rows))
-        return "\n".join(f"| {' | '.join(row)} |" for row in (header, sides, *rows))
 
 
 class Tabular(ABC):

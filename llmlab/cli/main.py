@@ -146,7 +146,7 @@ def best_outcome(reports: Sequence[Report]) -> str:
 # ---- the lists
 
 
-def _list(entries: Sequence[dict[str, Any]], table: Table, as_json: bool) -> int:
+def _list(entries: Any, table: Table | Tabular, as_json: bool) -> int:
     _print(_dump(entries) if as_json else table)
     return 0
 
@@ -203,14 +203,11 @@ def records(model: str | None, gpu: str | None, source: str | None, as_json: boo
 def doctor(as_json: bool) -> int:
     """Say what this machine has, and which chapters run on it."""
     found = check_machine()
-    _print(_dump(found.to_dict()) if as_json else found)
-    return 0
+    return _list(found.to_dict(), found, as_json)
 
 
 @cli.command()
-@click.option(
-    "--budget", type=float, default=540, show_default=True, help="Seconds; the next call continues."
-)
+@click.option("--budget", type=float, default=540, show_default=True, help="Seconds; the next call continues.")
 @click.option("--only", multiple=True, metavar="CHAPTER", help="Measure for this chapter only; may be repeated.")
 @click.option("--out", metavar="DIR", help="Folder of records. Without it the book's in a checkout, else yours.")
 @click.option("--allow-cpu", is_flag=True, help="Try it without a GPU; needs --out.")

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import Field, fields
-from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from dataclasses import fields
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import click
 from click.core import ParameterSource
 
 from ..base.errors import SpecError
 from ..hardware.links import GPUS_PER_NODE, Cluster, cluster
-from ..specs import run as runs
 from ..specs.run import Inference, LoRA, Run, Training
 
-# What --help shows. The dataclasses decide what is allowed; a test holds the two equal.
-ALLOWED: dict[str, tuple] = {
-    "precision": runs.PRECISIONS, "optimizer": runs.OPTIMIZERS, "checkpointing": runs.CHECKPOINTING,
-    "attention": runs.ATTENTIONS, "quantization": runs.QUANTIZATIONS, "zero": (0, 1, 2, 3), "offload": runs.OFFLOADS,
-    "kernels": runs.KERNELS, "weights": runs.WEIGHTS, "kv": runs.KV_DTYPES,
-}  # fmt: skip
 HELP = {
     "micro_batch": "Sequences that go through the model at once on each rank.",
     "seq_len": "Tokens per sequence.",
@@ -30,7 +23,7 @@ HELP = {
     "attention": "Which attention runs.",
     "accumulation": "Micro-batches in one optimizer step.",
     "quantization": "Dtype of the frozen base weights; needs --lora.",
-    "zero": "ZeRO stage over the --dp ranks.",
+    "zero": "ZeRO stage over the --dp ranks. One of 0, 1, 2, 3.",
     "dp": "Data-parallel ranks.",
     "tp": "Tensor-parallel ranks.",
     "pp": "Pipeline stages.",
@@ -52,39 +45,6 @@ HELP = {
 }
 
 
-def option_of(field: Field, owner: type) -> click.Option:
-    """Return the command-line option that stands for one field of a spec."""
-    name = option_name(field.name, owner)
-    kind, optional = _kind(get_type_hints(owner)[field.name])
-    words = HELP[name]
-    if name in ALLOWED:
-        words += f" One of {', '.join('none' if choice is None else str(choice) for choice in ALLOWED[name])}."
-    if owner is Inference and field.name not in {f.name for f in fields(Training)}:
-        words = f"With --inference: {words[0].lower()}{words[1:]}"
-    if name == "lora":
-        return click.Option(["--lora", name], type=int, metavar="RANK", help=words)
-    flag = "--" + name.replace("_", "-")
-    if kind is bool:
-        return click.Option([flag, name], is_flag=True, default=field.default, help=words)
-    if isinstance(field.default, tuple):
-        return click.Option([flag, name], default=",".join(field.default), show_default=True, help=words)
-    default = "none" if field.default is None and name in ALLOWED else field.default
-    return click.Option(
-        [flag, name],
-        type=_or_none(kind) if optional else kind,
-        default=default,
-        show_default=default is not None,
-        help=words,
-    )
-
-
-def option_name(field: str, owner: type) -> str:
-    """Return the parameter name of a spec's field: LoRA's own carry its name in front."""
-    if owner is LoRA:
-        return "lora" if field == "rank" else f"lora_{field}"
-    return field
-
-
 def spec_options() -> list[click.Option]:
     """Return the options of every field of Training, LoRA and Inference, each once."""
     options: dict[str, click.Option] = {}
@@ -92,22 +52,37 @@ def spec_options() -> list[click.Option]:
         if owner is Inference:
             words = "Ask for a generation, not a training step."
             options["inference"] = click.Option(["--inference"], is_flag=True, help=words)
-        for field in fields(owner):
-            name = option_name(field.name, owner)
-            if name not in options and not (owner is Training and name == "lora"):
-                options[name] = option_of(field, owner)
+        for field, hint in get_type_hints(owner).items():
+            name = field if owner is not LoRA else "lora" if field == "rank" else f"lora_{field}"
+            if name in HELP and name not in options and hint != LoRA | None:
+                words = HELP[name]
+                if owner is Inference:
+                    words = f"With --inference: {words[0].lower()}{words[1:]}"
+                options[name] = _option(name, hint, getattr(owner, field), words)
     return list(options.values())
 
 
-def _kind(hint: Any) -> tuple[type, bool]:
-    """Return the type an option has, and whether its field may be None."""
-    optional = False
-    if get_origin(hint) in (Union, UnionType):
-        rest = [arg for arg in get_args(hint) if arg is not type(None)]
-        optional, hint = len(rest) < len(get_args(hint)), rest[0]
-    if get_origin(hint) is tuple:
-        return tuple, optional
-    return (hint if hint in (int, float, bool) else str), optional
+def _option(name: str, hint: Any, default: Any, words: str) -> click.Option:
+    """Return the option that stands for one field of a spec."""
+    flag, optional = "--" + name.replace("_", "-"), NoneType in get_args(hint)
+    kind = get_args(hint)[0] if optional else hint
+    if name == "lora":
+        return click.Option([flag, name], type=int, metavar="RANK", help=words)
+    if kind is bool:
+        return click.Option([flag, name], is_flag=True, default=default, help=words)
+    if get_origin(kind) is Literal:
+        words += f" One of {', '.join((*(['none'] if optional else []), *get_args(kind)))}."
+        default = default or "none"
+    elif isinstance(default, tuple):
+        default = ",".join(default)
+    kind = kind if kind in (int, float) else str
+    return click.Option(
+        [flag, name],
+        type=_or_none(kind) if optional else kind,
+        default=default,
+        show_default=default is not None,
+        help=words,
+    )
 
 
 def _or_none(kind: type) -> Callable[[str], Any]:
@@ -121,9 +96,9 @@ def _or_none(kind: type) -> Callable[[str], Any]:
 def run_from(context: click.Context) -> Run:
     """Return the Training or Inference that the options given on this command line ask for."""
     given = {
-        option.name: context.params[option.name]
-        for option in spec_options()
-        if context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE
+        name: context.params[name]
+        for name in ("inference", *HELP)
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
     }
     owner = Inference if given.pop("inference", False) else Training
     adapter = {name: given.pop(name) for name in list(given) if name == "lora" or name.startswith("lora_")}

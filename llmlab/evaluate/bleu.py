@@ -15,8 +15,6 @@ from typing import Any
 
 from ..base.errors import SpecError
 
-__all__ = ["Bleu", "bleu", "words"]
-
 MAX_ORDER = 4
 
 # mteval-v13a.pl, the script of the NIST machine-translation evaluations: first entities, then where words are split.
@@ -86,10 +84,9 @@ def bleu(hypotheses: Sequence[str] | str, references: Sequence[Any] | str) -> Bl
     """
     if isinstance(hypotheses, str):
         hypotheses, references = [hypotheses], [references]
-    corpus = list(zip(hypotheses, _reference_lists(hypotheses, references), strict=True))
     matches, totals = [0] * MAX_ORDER, [0] * MAX_ORDER
     length = reference_length = 0
-    for hypothesis, texts in corpus:
+    for hypothesis, texts in zip(hypotheses, _reference_lists(hypotheses, references), strict=True):
         written = words(hypothesis)
         allowed = [words(text) for text in texts]
         length += len(written)
@@ -105,17 +102,13 @@ def bleu(hypotheses: Sequence[str] | str, references: Sequence[Any] | str) -> Bl
 
 
 def _reference_lists(hypotheses: Sequence[str], references: Sequence[Any] | str) -> list[list[str]]:
-    if not hypotheses:
-        raise SpecError("no hypotheses: give at least one text")
-    if isinstance(references, str) or len(references) != len(hypotheses):
-        given = "one text" if isinstance(references, str) else f"{len(references)} references"
+    entries = [] if isinstance(references, str) else references
+    lists = [[entry] if isinstance(entry, str) else list(entry) for entry in entries]
+    if not hypotheses or len(lists) != len(hypotheses) or not all(lists):
         raise SpecError(
-            f"{len(hypotheses)} hypotheses but {given}: give one reference (a text, or a list of texts) per hypothesis"
+            f"{len(hypotheses)} hypotheses and {len(lists)} references, {lists.count([])} of them empty: give at least "
+            "one hypothesis, and one reference (a text, or a list of texts) per hypothesis"
         )
-    lists = [[entry] if isinstance(entry, str) else list(entry) for entry in references]
-    for i, texts in enumerate(lists):
-        if not texts:
-            raise SpecError(f"hypothesis {i} has no reference: give a text, or a list of at least one")
     return lists
 
 
@@ -125,16 +118,13 @@ def _score(matches: list[int], totals: list[int], length: int, reference_length:
         brevity = math.exp(1 - reference_length / length) if length else 0.0
     precisions, smoothing = [0.0] * MAX_ORDER, 1
     for n, (match, total) in enumerate(zip(matches, totals, strict=True)):
-        if total == 0:
-            break  # no hypothesis has n words
+        if total == 0 or not any(matches):
+            break  # no hypothesis has n words, or nothing matches
         if match == 0:
             smoothing *= 2  # method 3 of Chen and Cherry 2014: a half, a quarter, ... of one match
         precisions[n] = 100 * match / total if match else 100 / (smoothing * total)
-    value = 0.0
-    if any(matches) and min(precisions) > 0:
-        value = brevity * math.exp(sum(math.log(p) for p in precisions) / MAX_ORDER)
-    score = Bleu(value)
-    score.matches, score.totals, score.length = tuple(matches), tuple(totals), length
-    score.precisions = tuple(precisions) if any(matches) else (0.0,) * MAX_ORDER
-    score.reference_length, score.brevity_penalty = reference_length, brevity
+    complete = min(precisions) > 0
+    score = Bleu(brevity * math.exp(sum(math.log(p) for p in precisions) / MAX_ORDER) if complete else 0.0)
+    score.matches, score.totals, score.precisions = tuple(matches), tuple(totals), tuple(precisions)
+    score.length, score.reference_length, score.brevity_penalty = length, reference_length, brevity
     return score

@@ -30,8 +30,6 @@ except ModuleNotFoundError:
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["HarnessModel", "choice_task", "evaluate", "text_task"]
-
 
 class HarnessModel(TemplateLM):
     """A model and its tokenizer behind the harness's interface. `end_of_text` is the token put before every text."""

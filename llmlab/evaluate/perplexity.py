@@ -20,8 +20,6 @@ from ..base.errors import SpecError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Perplexity", "perplexity", "windows"]
-
 
 class Perplexity(float):
     """A perplexity; `nll` is the negative log likelihood in nats of all scored tokens, `tokens` their number."""
@@ -76,11 +74,13 @@ def perplexity(
     import torch
     from torch.nn.functional import cross_entropy
 
+    from ..inference.forward import limits
+
     if ids.dim() == 2 and ids.shape[0] == 1:
         ids = ids[0]
     if ids.dim() != 1 or len(ids) < 2:
         raise SpecError(f"ids of shape {tuple(ids.shape)}: give one text of at least 2 tokens, (T,) or (1, T)")
-    limit, vocab = _limits(model)
+    vocab, limit = limits(model)
     if vocab:
         _check_ids(ids, vocab)  # else the embedding raises an IndexError, and on a GPU a device-side assert
     window = window or min(limit or len(ids), len(ids))
@@ -102,14 +102,6 @@ def perplexity(
     result = Perplexity(math.exp(nll / tokens))
     result.nll, result.tokens = nll, tokens
     return result
-
-
-def _limits(model: Callable[..., Any]) -> tuple[int | None, int | None]:
-    """Return the most tokens the model can read and its vocabulary size, each None if the model does not tell."""
-    if (spec := getattr(model, "spec", None)) is not None:
-        return spec.max_positions, spec.vocab
-    config = getattr(model, "config", None)
-    return getattr(config, "max_position_embeddings", None), getattr(config, "vocab_size", None)
 
 
 def _check_ids(ids: Tensor, vocab: int) -> None:

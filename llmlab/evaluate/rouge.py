@@ -15,8 +15,6 @@ from typing import NamedTuple
 from ..base.errors import SpecError
 from .bleu import ngrams
 
-__all__ = ["Score", "rouge"]
-
 KINDS = ("rouge1", "rouge2", "rougeL")
 
 
@@ -91,17 +89,12 @@ def _lines(prediction: str, target: str) -> Score:
     """Return ROUGE-Lsum (section 3.2): a target line's word counts if it is in the LCS with any prediction line."""
     written = [words(line) for line in prediction.split("\n") if line]
     wanted = [words(line) for line in target.split("\n") if line]
-    left_written, left_wanted = (Counter(word for line in lines for word in line) for lines in (written, wanted))
-    total_written, total_wanted = left_written.total(), left_wanted.total()
-    matches = 0
+    hits: Counter[str] = Counter()
     for line in wanted:
-        for place in sorted({place for other in written for place in common_subsequence(line, other)}):
-            word = line[place]
-            if left_written[word] > 0 and left_wanted[word] > 0:  # ROUGE-1.5.5 counts no word twice
-                matches += 1
-                left_written[word] -= 1
-                left_wanted[word] -= 1
-    return _score(matches, total_written, total_wanted)
+        hits.update(line[i] for i in {i for other in written for i in common_subsequence(line, other)})
+    all_written, all_wanted = (Counter(word for line in lines for word in line) for lines in (written, wanted))
+    matches = hits & all_written & all_wanted  # ROUGE-1.5.5 counts no word more often than either text has it
+    return _score(matches.total(), all_written.total(), all_wanted.total())
 
 
 def _score(shared: int, written: int, wanted: int) -> Score:

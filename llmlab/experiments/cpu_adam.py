@@ -21,8 +21,7 @@ def cpu_adam() -> type:
     if (lock := _compiled_to() / "lock").exists():  # torch.utils.file_baton: others would wait for it, for ever
         raise NotAvailable(f"DeepSpeedCPUAdam is being compiled, or a process that did was killed: then delete {lock}")
     quiet_deepspeed()
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
+    DeepSpeedCPUAdam = symbol("deepspeed.ops.adam.DeepSpeedCPUAdam")
     os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])  # pip's ninja
     try:
         DeepSpeedCPUAdam([nn.Parameter(torch.zeros(1, device="cpu"))])

@@ -61,7 +61,7 @@ def every_method(sequences: int) -> dict[str, dict]:
     """Run in each rank: average the gradients of its share of a batch in every way.
 
     Returns for each method: `whole`, its distance from one process's gradient on the whole batch; `ddp`, whether its
-    bits are torch DDP's; `spread`, the largest difference between ranks; `messages` and `under_way` when backward
+    bits are torch DDP's; `spread`, the largest difference between ranks; `messages` and `pending` when backward
     ended; `sent`, bytes over the gradient's; and what else there is to say.
     """
     mine = my_share(sequences)
@@ -83,9 +83,9 @@ def every_method(sequences: int) -> dict[str, dict]:
         model = new_gpt()
         averaged = Overlapped(model, bucket_bytes)
         backward_on(model, mine)
-        under_way = len(averaged.under_way)
+        pending = len(averaged.pending)
         averaged.wait()
-        note(name, model, messages=averaged.messages, under_way=under_way)
+        note(name, model, messages=averaged.messages, pending=pending)
     model, averaged, spread_before = two_micro_batches(mine)
     note("no_sync", model, messages=averaged.messages, spread_before=spread_before)
     model = new_gpt()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..architectures.gpt import GPT
+from ..base import compat
 from ..base.errors import NotAvailable, SpecError
 from ..engines.configs import DEEPSPEED_COMMON
 from ..step.ranks import shard_units
@@ -166,6 +167,7 @@ def fsdp(model: GPT) -> Engine:
 def quiet_deepspeed() -> None:
     """Make DeepSpeed use the CPU, through gloo, whatever else this machine has."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    compat.check("deepspeed")
     import deepspeed as library
 
     # Its own collectives for a CPU would be compiled at first use, in minutes; gloo's do the same.

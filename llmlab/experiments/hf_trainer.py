@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import tempfile
 
+from ..base.errors import NotAvailable
 from ..engines.configs import DEEPSPEED_COMMON
 from .command import command
 from .job import TINY_GPT
@@ -87,12 +88,21 @@ def of_all_ranks(mine: dict) -> list[dict] | None:
 
 def main(arguments: list[str] | None = None, name: str = "hf_trainer") -> None:
     """The command line, which every launcher starts in each rank."""
+
+    def run(stage: int, steps: int, local_rank: int | None) -> list[dict] | None:
+        if "WORLD_SIZE" not in os.environ:
+            raise NotAvailable(
+                f"stage={stage} without a launcher: WORLD_SIZE, which says how many ranks train, is not set; give the "
+                f"number to one, as in torchrun --nproc-per-node 2 -m {__package__}.hf_trainer --stage {stage}"
+            )
+        return of_all_ranks(train(stage, steps))
+
     options = {
         "--stage": (2, None, {"choices": range(4)}),
         "--steps": (3, None),
         "--local_rank": (int, "older launchers give it; RANK says the same"),
     }
-    command(name, None, options, lambda stage, steps, local_rank: of_all_ranks(train(stage, steps)), arguments)
+    command(name, None, options, run, arguments)
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def offloaded(job: Job, folder: Path) -> dict[str, Any]:
     kind = cpu_adam() if job.engine == "cpu-adam" else torch.optim.AdamW
     optimizer = Offloaded(gpt.parameters(), kind, BUCKET_BYTES, files if job.engine == "files" else in_ram, **ADAMW)
     losses = train(job, gpt, optimizer.step)
-    host: dict[str, Iterable[Tensor]] = {"border": [bucket.border for bucket in optimizer.buckets]}
+    host: dict[str, Iterable[Tensor]] = {"staging": [bucket.staging for bucket in optimizer.buckets]}
     in_files = {}
     if job.engine == "files":
         in_files = {"states": sum(path.stat().st_size for path in files.paths)}

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..base.compat import symbol
 from ..techniques.training_loop import next_token_loss
 from ..techniques.zero import Zero
 from .data_parallel import batch, new_gpt
@@ -56,8 +57,7 @@ def persistence(threshold: int) -> int:
 
 def knobs() -> dict[str, float]:
     """Return DeepSpeed's own defaults of what stage 3 may hold at once, in elements."""
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
+    DeepSpeedZeroConfig = symbol("deepspeed.runtime.zero.config.DeepSpeedZeroConfig")
     names = {field.alias or name: field.default for name, field in DeepSpeedZeroConfig.model_fields.items()}
     return {name: float(names[name]) for name in KNOBS}
 

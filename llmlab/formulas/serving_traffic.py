@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -32,7 +32,8 @@ class Served:
     """One request's times, in seconds of the replay's clock: of its arrival and of each token it was given."""
 
     arrival: Arrival
-    tokens: list[float]
+    tokens: list[float] = field(default_factory=list)
+    cached: int = 0  # tokens in the cache so far
 
     @property
     def first_token(self) -> float:
@@ -102,8 +103,8 @@ def replay(
         raise SpecError(f"max_batch={max_batch}, chunk={chunk}: give 1 or more (chunk: or None for whole prompts)")
     if capacity is not None and (most := max(r.prompt + r.new for r in requests)) > capacity:
         raise SpecError(f"a request of {most} tokens: the cache has {capacity}; give a larger capacity")
-    served = [Served(one, []) for one in sorted(requests, key=lambda one: one.at)]
-    waiting, running, clock = list(served), list[_Running](), 0.0
+    served = [Served(one) for one in sorted(requests, key=lambda one: one.at)]
+    waiting, running, clock = list(served), list[Served](), 0.0
     while waiting or running:
         if not running:
             clock = max(clock, waiting[0].arrival.at)
@@ -112,33 +113,27 @@ def replay(
         writing, reading = _next_reads(running, chunk)
         clock += seconds(_pass(writing, reading))
         for one, tokens in [*((one, 1) for one in writing), *reading]:
-            one.read += tokens
-            if one.read >= one.served.arrival.prompt:
-                one.served.tokens.append(clock)
-        running = [one for one in running if len(one.served.tokens) < one.served.arrival.new]
+            one.cached += tokens
+            if one.cached >= one.arrival.prompt:
+                one.tokens.append(clock)
+        running = [one for one in running if len(one.tokens) < one.arrival.new]
     return served
 
 
-@dataclass
-class _Running:
-    served: Served
-    read: int = 0  # tokens in the cache
-
-
-def _admit(waiting: list[Served], running: list[_Running], clock: float, max_batch: int, capacity: int | None) -> None:
+def _admit(waiting: list[Served], running: list[Served], clock: float, max_batch: int, capacity: int | None) -> None:
     while waiting and len(running) < max_batch and waiting[0].arrival.at <= clock:
         if capacity is not None:
-            entering = [waiting[0].arrival, *(one.served.arrival for one in running)]
+            entering = [waiting[0].arrival, *(one.arrival for one in running)]
             if sum(one.prompt + one.new for one in entering) > capacity:
                 return
-        running.append(_Running(waiting.pop(0)))
+        running.append(waiting.pop(0))
 
 
-def _next_reads(running: list[_Running], chunk: int | None) -> tuple[list[_Running], list[tuple[_Running, int]]]:
+def _next_reads(running: list[Served], chunk: int | None) -> tuple[list[Served], list[tuple[Served, int]]]:
     """Return who writes a token, and of whose prompt how much is read."""
     writing, reading, budget = [], [], chunk
     for one in running:
-        left = one.served.arrival.prompt - one.read
+        left = one.arrival.prompt - one.cached
         if left <= 1:  # a prompt's last token is read with the others' one
             writing.append(one)
         elif budget != 0:
@@ -148,14 +143,14 @@ def _next_reads(running: list[_Running], chunk: int | None) -> tuple[list[_Runni
     return writing, reading
 
 
-def _pass(writing: list[_Running], reading: list[tuple[_Running, int]]) -> Pass:
-    cached = sum(one.read + 1 for one in writing)
-    pairs = cached + sum(n * one.read + n * (n + 1) // 2 for one, n in reading)
+def _pass(writing: list[Served], reading: list[tuple[Served, int]]) -> Pass:
+    cached = sum(one.cached + 1 for one in writing)
+    pairs = cached + sum(n * one.cached + n * (n + 1) // 2 for one, n in reading)
     return Pass(
         tokens=len(writing) + sum(n for _, n in reading),
         sequences=len(writing) + len(reading),
         pairs=pairs,
-        cached=cached + sum(one.read for one, _ in reading),
+        cached=cached + sum(one.cached for one, _ in reading),
     )
 
 

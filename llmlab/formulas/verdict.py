@@ -46,5 +46,4 @@ def verdict(peak: int, card: GPU, ranks: int = 1) -> Verdict:
 @cache
 def _largest_known() -> tuple[int, int]:
     """Return the largest CUDA context and the largest buffers of NCCL that are known of any card, in bytes."""
-    contexts = (card.context for card in gpus() if card.context is not None)
-    return max(contexts), max(card.nccl for card in gpus() if card.nccl is not None)
+    return max(card.context or 0 for card in gpus()), max(card.nccl or 0 for card in gpus())

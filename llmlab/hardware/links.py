@@ -119,29 +119,14 @@ def cluster(
     `adapters` there is one for each GPU; without `inside`, what connects the GPUs of a node, it is the card's own.
     Raises UnknownName for a card or link that is not in the tables, NotAvailable for a card whose link is not.
 
-    >>> cluster("T4", "Ethernet-25", gpus=4).inside.name
-    'PCIe-3'
+    >>> cluster("T4", "Ethernet-25", gpus=4).inside.name, cluster("H100").across.name
+    ('PCIe-3', 'InfiniBand-NDR')
     """
     adapters = gpus if adapters is None else adapters
     check_counts(gpus=gpus, adapters=adapters)
     between = _usual_network(card) if network is None else _of_kind(network, "network", across=True)
     within = node_link(card) if inside is None else _of_kind(inside, "link", across=False)
     return Cluster(within, between, gpus, adapters)
-
-
-def usual_cluster(card: GPU | str) -> Cluster:
-    """Return nodes of eight such cards as their maker sells them: NVLink inside, one InfiniBand adapter per card.
-
-    Raises NotAvailable for cards that no such node has: GeForce, PCIe boards, T4.
-
-    >>> usual_cluster("H100").across.name
-    'InfiniBand-NDR'
-    """
-    found = cluster(card)
-    if found.across is None:
-        name = gpu(card).name
-        raise NotAvailable(f"no usual network between nodes of {name}; name one: cluster({name!r}, network)")
-    return found
 
 
 def _usual_network(card: GPU | str) -> Link | None:
@@ -191,7 +176,6 @@ def link(name: str) -> Link:
     return named("link", name, links())
 
 
-@cache
 def base_seconds() -> float:
     """Return the seconds that a collective takes before its first step."""
     return read_table("links.toml")["base_us"] * 1e-6

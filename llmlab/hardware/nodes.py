@@ -63,13 +63,11 @@ def host_of(card: GPU | str) -> Host:
     raise NotAvailable(f"no host in the table for {found.name}; build a Host with its figures")
 
 
-@cache
 def nvme() -> Drive:
     """Return the drives of the table."""
     return Drive(**values_of(read_table("nodes.toml")["nvme"], {"documents": {}}))
 
 
-@cache
 def adam_share() -> float:
     """Return the share of a host's bandwidth that Adam reaches on its CPUs."""
     return read_table("nodes.toml")["adam_share"]

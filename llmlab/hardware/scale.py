@@ -66,18 +66,14 @@ def choose(here: Host, asked: str | None = None) -> Scale:
     if here.device == "mps":
         return _scale("cpu", "mps", "fp32", f"{here.name} is no CUDA GPU")
     if here.device == "cpu":
-        return _scale("cpu", "cpu", "fp32", _why_cpu(here))
+        torch = here.versions.get("torch")
+        why = f"torch {torch} finds no GPU" if torch else "torch is not installed (pip install torch transformers)"
+        return _scale("cpu", "cpu", "fp32", why)
     memory = here.memory or 0
     fitting = "big" if memory >= BIG_FROM else "t4" if memory >= T4_FROM else "cpu"
     precision: Precision = "autocast-bf16" if here.supports_bf16 else "autocast-fp16"
     why = f"{here.name} has {show_bytes(here.memory)} and {'bf16' if here.supports_bf16 else 'no bf16'}"
     return _scale(asked or fitting, "cuda", precision, f"{VARIABLE}={asked} asks for it, and {why}" if asked else why)
-
-
-def _why_cpu(here: Host) -> str:
-    if "torch" not in here.versions:
-        return "torch is not installed (pip install torch transformers)"
-    return f"torch {here.versions['torch']} finds no GPU"
 
 
 def _scale(name: str, device: str, precision: Precision, reason: str) -> Scale:

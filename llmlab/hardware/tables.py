@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,8 +25,9 @@ UNITS: dict[str, Callable[[float], float]] = {  # the ends of keys, longest firs
 Entry = TypeVar("Entry")
 
 
+@cache
 def read_table(name: str) -> dict[str, Any]:
-    """Return the TOML file `name` that lies beside this module."""
+    """Return the TOML file `name` that lies beside this module; read once, so change nothing in it."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:

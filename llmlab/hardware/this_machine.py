@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,8 +67,9 @@ def host() -> Host:
     """
     import platform
 
-    versions = _versions()
-    device, name, memory, capability, count = ("cpu", _cpu(), _ram(), None, 1)
+    versions = {package: found for package in PACKAGES if (found := installed(package))}
+    cpu, driver = _cpu(), None
+    device, name, memory, capability, count = ("cpu", cpu, _ram(), None, 1)
     if "torch" in versions:
         import torch
 
@@ -75,8 +77,10 @@ def host() -> Host:
             properties = torch.cuda.get_device_properties(torch.cuda.current_device())
             device, name, memory = "cuda", properties.name, properties.total_memory
             capability, count = (properties.major, properties.minor), torch.cuda.device_count()
+            # torch only knows the CUDA version of its own libraries.
+            driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
         elif torch.backends.mps.is_available():
-            device, name, memory = "mps", f"{_cpu()} GPU", torch.mps.recommended_max_memory()
+            device, name, memory = "mps", f"{cpu} GPU", torch.mps.recommended_max_memory()
     card = match(name, memory) if device == "cuda" and memory else None
     if wanted := pretend.pretended():
         pretend.cap(wanted, memory if device == "cuda" else None, capability)
@@ -87,12 +91,13 @@ def host() -> Host:
         name=name,
         gpu=card,
         memory=memory,
-        cpu=_cpu(),
-        cores=_cores(),
+        cpu=cpu,
+        # A container or taskset can leave this process fewer cores than the machine has.
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         python=platform.python_version(),
         versions=versions,
         count=count,
-        driver=_driver() if device == "cuda" else None,
+        driver=driver or None,
         compute_capability=capability,
     )
 
@@ -123,32 +128,17 @@ def installed(package: str) -> str | None:
         return None
 
 
-def _versions() -> dict[str, str]:
-    return {package: found for package in PACKAGES if (found := installed(package))}
-
-
 def _commit() -> str:
     root = Path(__file__).resolve().parents[2]
-    if (root / ".git").exists():  # not somebody else's repository, in whose environment we are installed
-        commit = _output("git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*")
-        if commit:
-            return commit
-    return __version__
-
-
-def _driver() -> str | None:
-    """Return the driver's version; torch only knows the CUDA version of its own libraries."""
-    lines = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
-    return lines[0].strip() if lines else None
+    if not (root / ".git").exists():  # else it is somebody else's repository, in whose environment we are installed
+        return __version__
+    return _output("git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*") or __version__
 
 
 def _output(*command: str) -> str:
     """Return what `command` prints, or "" where it is missing, fails or hangs: these facts are not worth an error."""
-    import shutil
     import subprocess
 
-    if shutil.which(command[0]) is None:
-        return ""
     try:
         done = subprocess.run(list(command), capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -159,20 +149,13 @@ def _output(*command: str) -> str:
 def _cpu() -> str:
     import platform
 
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name" and value.strip():
-                return value.strip()
-    if platform.system() == "Darwin" and (brand := _output("sysctl", "-n", "machdep.cpu.brand_string")):
-        return brand
-    return platform.processor() or platform.machine() or "CPU"
-
-
-def _cores() -> int:
-    """Return the cores this process may use, which a container or taskset can make fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    brand = ""
+    if (info := Path("/proc/cpuinfo")).exists():
+        found = re.search(r"^model name\s*: *(\S.*)", info.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+        brand = found[1].strip() if found else ""
+    elif platform.system() == "Darwin":
+        brand = _output("sysctl", "-n", "machdep.cpu.brand_string")
+    return brand or platform.processor() or platform.machine() or "CPU"
 
 
 def container_memory() -> list[tuple[int, int | None]]:

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 
 from ..base.errors import SpecError
 
-__all__ = ["BlockPool", "CacheFull", "Table"]
-
 Prefix = tuple[int, ...]
 
 

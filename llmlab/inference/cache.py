@@ -1,16 +1,12 @@
 """Three KV caches: one that grows by concatenation, one allocated in full at the start, and a paged one.
 
-All have what `architectures.gpt.Cache` asks for (`length`, `update`) and three methods more. `expect(ids)` is called
-with the tokens about to be read, before the model runs: it raises if they do not fit, with nothing changed.
-`crop(length)` drops the last tokens, as speculative decoding needs. `release()` frees all memory.
-
     B  batch     T  tokens being read     S  tokens in the cache, then the T being read
     H  key-value heads     D  size of a head
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,19 +14,17 @@ from torch import Tensor
 from ..architectures.gpt import Cache
 from .blocks import BlockPool, CacheFull, Table
 
-__all__ = ["GrowingCache", "KVCache", "PagedCache", "StaticCache"]
-
 Layer = tuple[Tensor, Tensor]
 
 
 class KVCache(Cache, Protocol):
-    """What generation asks of a cache; `inference.QuantizedCache` fits it too."""
+    """What generation asks of a cache, besides `length` and `update`; `inference.QuantizedCache` fits it too."""
 
     def expect(self, ids_BT: Tensor) -> None:
-        """Make room for the tokens about to be read, or raise CacheFull with nothing changed."""
+        """Called before the model reads the tokens: make room, or raise CacheFull with nothing changed."""
 
     def crop(self, length: int) -> None:
-        """Keep the first `length` tokens."""
+        """Keep the first `length` tokens; speculative decoding drops those that were rejected."""
 
     def release(self) -> None:
         """Free all memory."""
@@ -40,7 +34,7 @@ class GrowingCache:
     """A cache that grows by concatenation: each new token copies the whole layer, with old and new copy in memory."""
 
     def __init__(self) -> None:
-        self.layers: list[Layer] = []
+        self.layers: list[Any] = []  # a Layer of each block; QuantizedCache has its codes here
 
     @property
     def length(self) -> int:
@@ -65,7 +59,6 @@ class GrowingCache:
         self.layers = [(k_BHSD[:, :, :length], v_BHSD[:, :, :length]) for k_BHSD, v_BHSD in self.layers]
 
     def release(self) -> None:
-        """Free all memory."""
         self.layers = []
 
 
@@ -100,7 +93,6 @@ class StaticCache:
         self.length = length
 
     def release(self) -> None:
-        """Free all memory."""
         self.layers, self.length = [], 0
 
 

@@ -16,8 +16,6 @@ from ..base.errors import SpecError
 from ..specs.model import ModelSpec
 from ..specs.model import model as find_model
 
-__all__ = ["Bigram", "first_blocks"]
-
 
 class Bigram(nn.Module):
     """Predicts the next token from the last one alone, by how often the pair occurs in a text: a pass is one look-up.

@@ -1,52 +1,38 @@
 """One forward pass: llmlab's models or transformers', with one of llmlab's KV caches or none.
 
+llmlab's models (the Llama and GPT of `llmlab.architectures`, and the drafts of `drafts`) have `spec`, `lm_head`, and
+`hidden(ids_BT, cache, mask, positions_BT)`, which returns what the head reads, (B, T, C).
+
     B  batch     T  tokens being read     C  hidden size     V  vocabulary
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeGuard
+from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
-from ..architectures.gpt import Cache
 from ..base.errors import SpecError
-from ..specs.model import ModelSpec
 from .cache import KVCache, PagedCache
 
-__all__ = ["check_prompt", "logits"]
 
-
-class Ours(Protocol):
-    """What llmlab's models have: the Llama and GPT of `llmlab.architectures`, and the drafts of `drafts`."""
-
-    spec: ModelSpec
-    lm_head: nn.Module
-
-    def hidden(self, ids_BT: Tensor, cache: Cache | None, mask: Tensor | None, positions_BT: Tensor | None) -> Tensor:
-        """Return what the head reads, (B, T, C)."""
-
-
-def _is_ours(model: nn.Module) -> TypeGuard[Ours]:
-    return hasattr(model, "spec")
-
-
-def logits(model: nn.Module, ids_BT: Tensor, cache: KVCache | None = None, last: int = 1) -> Tensor:
+def logits(model: Any, ids_BT: Tensor, cache: KVCache | None = None, last: int = 1) -> Tensor:
     """Return the logits after each of the last `last` tokens of `ids_BT`, (B, last, V): the head reads only those."""
     positions = mask = None
     if cache is not None:
         cache.expect(ids_BT)
         if isinstance(cache, PagedCache) and len(set(cache.begins)) > 1:  # the rows begin at different positions
             positions, mask = cache.positions(), cache.mask()
-    if _is_ours(model):
+    if hasattr(model, "spec"):
         return model.lm_head(model.hidden(ids_BT, cache, mask, positions)[:, -last:])
-    from .transformers_cache import AsTransformers, additive
+    from .transformers_cache import AsTransformers
 
-    theirs: Any = model  # a model of transformers, or a wrapper of one: mypy does not know its attributes
-    if mask is not None and theirs.config._attn_implementation == "eager":
-        mask = additive(mask, theirs.dtype)
-    return theirs(
+    if mask is not None and model.config._attn_implementation == "eager":
+        # eager attention adds the mask to the scores: 0 where True
+        mask = torch.zeros_like(mask, dtype=model.dtype).masked_fill(~mask, torch.finfo(model.dtype).min)
+    return model(
         input_ids=ids_BT,
         past_key_values=None if cache is None else AsTransformers(cache),
         use_cache=cache is not None,
@@ -56,15 +42,15 @@ def logits(model: nn.Module, ids_BT: Tensor, cache: KVCache | None = None, last:
     ).logits
 
 
-def limits(model: nn.Module) -> tuple[int, int]:
-    """Return the size of the model's vocabulary and the most tokens it can read."""
-    if _is_ours(model):
+def limits(model: Any) -> tuple[Any, Any]:
+    """Return the size of the model's vocabulary and the most tokens it can read, each None if unknown."""
+    if hasattr(model, "spec"):
         return model.spec.vocab, model.spec.max_positions
-    config: Any = model.config
-    return config.vocab_size, config.max_position_embeddings
+    config = getattr(model, "config", None)
+    return getattr(config, "vocab_size", None), getattr(config, "max_position_embeddings", None)
 
 
-def check_prompt(model: nn.Module, tokens: Sequence[int], max_new_tokens: int) -> None:
+def check_prompt(model: Any, tokens: Sequence[int], max_new_tokens: int) -> None:
     """Raise SpecError for a prompt that is empty, too long with its answer, or has a token outside the vocabulary."""
     vocab, context = limits(model)
     if not tokens:

@@ -15,8 +15,6 @@ from .forward import check_prompt, logits
 from .sampling import Filters, next_token, probabilities, random_source
 from .speculative import speculate
 
-__all__ = ["generate"]
-
 CACHES = ("none", "grow", "static", "paged")
 
 

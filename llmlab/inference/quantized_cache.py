@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ..base.errors import SpecError
 from ..formulas.inference import KV_GROUP
-
-__all__ = ["QuantizedCache", "narrow", "widen"]
+from .cache import GrowingCache
 
 Rounded = tuple[Tensor, Tensor, Tensor]  # codes, scale, minimum
 
@@ -42,32 +41,23 @@ def widen(rounded: Rounded, bits: int, heads: int, dtype: torch.dtype) -> Tensor
     return values.flatten(2).unflatten(2, (heads, -1)).transpose(1, 2).to(dtype)
 
 
-def _joined(old: Rounded, new: Rounded) -> Rounded:
-    codes, scale, low = (torch.cat(pair, dim=1) for pair in zip(old, new, strict=True))
-    return codes, scale, low
+def _joined(old: Rounded, new: Rounded) -> tuple[Tensor, ...]:
+    return tuple(torch.cat(parts, dim=1) for parts in zip(old, new, strict=True))
 
 
-def _first(rounded: Rounded, tokens: int) -> Rounded:
-    codes, scale, low = (part[:, :tokens] for part in rounded)
-    return codes, scale, low
-
-
-class QuantizedCache:
+class QuantizedCache(GrowingCache):
     """Grows as GrowingCache does, in `bits` bits. Raises SpecError if a layer's H · D is not a multiple of 64."""
 
     def __init__(self, bits: int = 4) -> None:
         if bits not in (4, 8):
             raise SpecError(f"bits={bits}: give 8 or 4")
+        super().__init__()
         self.bits = bits
-        self.layers: list[tuple[Rounded, Rounded]] = []
 
     @property
     def length(self) -> int:
         """The number of tokens in the cache, per sequence."""
         return self.layers[0][0][0].shape[1] if self.layers else 0
-
-    def expect(self, ids_BT: Tensor) -> None:
-        """Accept any number of tokens."""
 
     def update(self, layer: int, k_BHTD: Tensor, v_BHTD: Tensor) -> tuple[Tensor, Tensor]:
         """Append the new tokens rounded; return all, (B, H, S, D) each: old ones dequantized, new ones exact."""
@@ -75,20 +65,16 @@ class QuantizedCache:
         for new in both:
             if new.shape[1] * new.shape[3] % KV_GROUP:
                 raise SpecError(f"{new.shape[1]} heads of {new.shape[3]} do not fall into groups of {KV_GROUP}")
-        rounded = [narrow(new, self.bits) for new in both]
+        k_new, v_new = (narrow(new, self.bits) for new in both)
         if layer == len(self.layers):
-            self.layers.append((rounded[0], rounded[1]))
+            self.layers.append((k_new, v_new))
             return both
         k_old, v_old = self.layers[layer]
-        old = [widen(codes, self.bits, k_BHTD.shape[1], k_BHTD.dtype) for codes in (k_old, v_old)]
-        self.layers[layer] = _joined(k_old, rounded[0]), _joined(v_old, rounded[1])
+        old = [widen(rounded, self.bits, k_BHTD.shape[1], k_BHTD.dtype) for rounded in (k_old, v_old)]
+        self.layers[layer] = _joined(k_old, k_new), _joined(v_old, v_new)
         k_BHSD, v_BHSD = (torch.cat(pair, dim=2) for pair in zip(old, both, strict=True))
         return k_BHSD, v_BHSD
 
     def crop(self, length: int) -> None:
         """Keep the first `length` tokens."""
-        self.layers = [(_first(k, length), _first(v, length)) for k, v in self.layers]
-
-    def release(self) -> None:
-        """Free all memory."""
-        self.layers = []
+        self.layers = [[tuple(part[:, :length] for part in rounded) for rounded in layer] for layer in self.layers]

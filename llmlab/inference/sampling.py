@@ -12,8 +12,6 @@ from torch import Tensor
 
 from ..base.errors import SpecError
 
-__all__ = ["Filters", "next_token", "probabilities", "random_source"]
-
 
 class Filters(TypedDict, total=False):
     """The arguments of `probabilities` besides the logits."""

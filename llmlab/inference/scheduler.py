@@ -21,8 +21,6 @@ from .cache import PagedCache
 from .forward import check_prompt, logits
 from .sampling import Filters, next_token, probabilities, random_source
 
-__all__ = ["Request", "Scheduler"]
-
 BATCHING = ("static", "continuous")
 
 
@@ -128,7 +126,7 @@ class Scheduler:
         if self.batching == "continuous" or not self.running:
             self._admit()
         self.steps += 1
-        finished = self._decode([r for r in self.running if len(r.unread) == 1])
+        finished = self._read([r for r in self.running if len(r.unread) == 1])
         return finished + self._prefill([r for r in self.running if len(r.unread) > 1])
 
     def run(self) -> list[Request]:
@@ -150,31 +148,36 @@ class Scheduler:
     def _prefill(self, requests: list[Request]) -> list[Request]:
         budget, finished = self.chunk, []
         for request in requests:
-            if request.state != "running" or budget == 0:
-                continue
-            tokens = request.unread[:budget]
-            budget = None if budget is None else budget - len(tokens)
-            finished += self._read([request], [tokens])
+            if request.state == "running" and budget != 0:
+                read = len(request.unread[:budget])
+                finished += self._read([request], budget)
+                budget = None if budget is None else budget - read
         return finished
 
-    def _decode(self, requests: list[Request]) -> list[Request]:
-        return self._read(requests, [r.unread for r in requests]) if requests else []
+    @torch.no_grad()
+    def _read(self, batch: list[Request], most: int | None = None) -> list[Request]:
+        """Read `most` tokens of each request (None: all); one whose prompt has been read gets its next token.
 
-    def _read(self, requests: list[Request], tokens: list[list[int]]) -> list[Request]:
-        """Read the same number of tokens of each request; one whose prompt has been read gets its next token."""
-        batch = list(zip(requests, tokens, strict=True))
+        All requests of a batch have equally many to read.
+        """
         while batch:
-            self.cache.rows = [request.held for request, _ in batch]
+            self.cache.rows = [request.held for request in batch]
+            unread_BT = torch.tensor([request.unread[:most] for request in batch], device=self._device())
+            self.passes += 1
             try:
-                logits_B1V = self._logits([tokens for _, tokens in batch])
+                logits_B1V = logits(self.model, unread_BT, self.cache)
                 break
             except CacheFull:
                 self._preempt(self.running[-1])
-                batch = [(request, tokens) for request, tokens in batch if request.state == "running"]
+                batch = [request for request in batch if request.state == "running"]
+            except RuntimeError:
+                self.cache.undo()  # the model failed: not all keys and values were written
+                raise
         else:
             return []
+        self.cache.written()
         now, finished = perf_counter(), []
-        for (request, _), row in zip(batch, logits_B1V, strict=True):
+        for request, row in zip(batch, logits_B1V, strict=True):
             if request.unread:
                 continue  # the next step reads more of its prompt
             request.output.append(int(next_token(probabilities(row, **request.filters), request.generator)))
@@ -183,17 +186,6 @@ class Scheduler:
                 self._end(request, "finished")
                 finished.append(request)
         return finished
-
-    @torch.no_grad()
-    def _logits(self, tokens: list[list[int]]) -> torch.Tensor:
-        try:
-            self.passes += 1
-            logits_B1V = logits(self.model, torch.tensor(tokens, device=self._device()), self.cache)
-        except RuntimeError:
-            self.cache.undo()  # the model failed: not all keys and values were written
-            raise
-        self.cache.written()
-        return logits_B1V
 
     def _preempt(self, request: Request) -> None:
         self.pool.release(request.held)

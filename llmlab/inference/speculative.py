@@ -23,8 +23,6 @@ from .sampling import Filters, next_token, probabilities
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing's own from Python 3.11 on
 
-__all__ = ["Speculation", "speculate", "speedup", "tokens_a_pass"]
-
 
 @dataclass(frozen=True)
 class Speculation:
@@ -45,12 +43,12 @@ class Speculation:
         return self.accepted / max(self.accepted + self.refused, 1)
 
 
-def tokens_a_pass(acceptance: float, guesses: int) -> float:
+def tokens_per_pass(acceptance: float, guesses: int) -> float:
     """Return the mean number of tokens per pass of the large model (Leviathan et al. 2023, equation 1).
 
     Each of `guesses` is accepted with probability `acceptance` if all before it are; one token is the model's own.
 
-    >>> tokens_a_pass(0.0, 4), tokens_a_pass(1.0, 4), tokens_a_pass(0.5, 1)
+    >>> tokens_per_pass(0.0, 4), tokens_per_pass(1.0, 4), tokens_per_pass(0.5, 1)
     (1.0, 5.0, 1.5)
     """
     return sum(acceptance**i for i in range(guesses + 1))
@@ -62,7 +60,7 @@ def speedup(acceptance: float, guesses: int, cost: float) -> float:
     A pass over all guesses is taken to last as long as one over a single token: true while decoding is bound by
     reading the weights.
     """
-    return tokens_a_pass(acceptance, guesses) / (guesses * cost + 1)
+    return tokens_per_pass(acceptance, guesses) / (guesses * cost + 1)
 
 
 @torch.no_grad()

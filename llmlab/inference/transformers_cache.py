@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import Cache
 
 from ..architectures.gpt import Cache as Ours
-
-__all__ = ["AsTransformers", "additive"]
 
 
 class AsTransformers(Cache):
@@ -37,8 +34,3 @@ class AsTransformers(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Return how many tokens `update` will return, and the position of the first of them."""
         return self.cache.length + query_length, 0
-
-
-def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Turn a bool mask into one that eager attention adds to the scores: 0 where True, else `dtype`'s minimum."""
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)

@@ -12,7 +12,7 @@
 
 The code is in `kernels/ladder`, one file per kernel. Rungs 3 and 4 also run on a CPU, slowly, in a process that was
 started with TRITON_INTERPRET=1: that is how they are tested. `python -m llmlab.kernels.ptx` compiles them for GPUs that
-this machine lacks. `rms_norm.cu` and `cuda` are one kernel in CUDA C++; `limits` has the roofline of a kernel.
+this machine lacks. `rms_norm.cu` and `cuda` are one kernel in CUDA C++.
 """
 
 from importlib import import_module

@@ -16,12 +16,13 @@ import tempfile
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 from rich.console import Console
 from rich.progress import track
 
+from ..base.compat import symbol
 from ..base.tables import Table, show
 from .ladder.attention import tiles_for
 from .rungs import INTERPRETED, triton, warps
@@ -29,17 +30,6 @@ from .rungs import INTERPRETED, triton, warps
 ARCHITECTURES = (75, 80, 90)
 FP32 = ("DELTA", "INVERSE_RMS", "LOSSES", "LSE", "PARTIAL", "SCALE")  # pointers to fp32, whatever the tensors' dtype
 FLOATS = ("back", "eps", "scale")  # arguments that are neither pointers nor integers
-
-
-class Compiled(NamedTuple):
-    """A kernel compiled for one architecture: registers per thread; spills and shared memory in bytes."""
-
-    kernel: str
-    dtype: str
-    arch: int
-    registers: int
-    spills: int
-    shared: int
 
 
 def kernels(arch: int) -> Iterator[tuple[str, str, str, dict[str, Any], dict[str, int]]]:
@@ -68,10 +58,15 @@ def kernels(arch: int) -> Iterator[tuple[str, str, str, dict[str, Any], dict[str
                 yield "attention", kernel, dtype, {"CAUSAL": True, "D": head, "WIDTH": width, **settings}, options
 
 
-def compile_kernel(file: str, name: str, dtype: str, constants: dict[str, Any], options: dict, arch: int) -> Compiled:
-    """Compile one kernel for sm_`arch`. Pointers are assumed to be aligned to 16 bytes, as PyTorch's are."""
-    from triton.backends.compiler import GPUTarget
-    from triton.backends.nvidia.compiler import get_ptxas
+def compile_kernel(
+    file: str, name: str, dtype: str, constants: dict[str, Any], options: dict, arch: int
+) -> tuple[str, ...]:
+    """Compile one kernel for sm_`arch`; return kernel, dtype, arch, registers per thread, bytes spilled and shared.
+
+    Pointers are assumed to be aligned to 16 bytes, as PyTorch's are.
+    """
+    GPUTarget = symbol("triton.backends.compiler.GPUTarget")
+    get_ptxas = symbol("triton.backends.nvidia.compiler.get_ptxas")
 
     kernel = getattr(import_module(f".ladder.{file}", __package__), name)
     signature = {}
@@ -97,13 +92,9 @@ def compile_kernel(file: str, name: str, dtype: str, constants: dict[str, Any], 
         assemble = [get_ptxas(arch).path, "-v", f"--gpu-name={target}", str(path), "-o", str(path) + ".cubin"]
         ptxas = subprocess.run(assemble, capture_output=True, text=True, check=True)
     label = f"{file}.{name}" + "".join(f" {key}={value}" for key, value in constants.items())
-    return Compiled(label, dtype, arch, *registers_and_spills(ptxas.stderr), compiled.metadata.shared)
-
-
-def registers_and_spills(output: str) -> tuple[int, int]:
-    """Return registers per thread and bytes spilled, from the output of `ptxas -v` for one kernel."""
-    registers, *_ = re.findall(r"Used (\d+) registers", output)
-    return int(registers), sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", output)))
+    registers, *_ = re.findall(r"Used (\d+) registers", ptxas.stderr)
+    spills = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", ptxas.stderr)))
+    return label, dtype, str(arch), registers, str(spills), str(compiled.metadata.shared)
 
 
 @click.command()
@@ -125,8 +116,7 @@ def main(arch: tuple[str, ...], wanted: str, wanted_dtype: str | None, head: int
     ]  # fmt: skip
     rows = [compile_kernel(*each) for each in track(asked, "kernels", console=Console(stderr=True))]
     header = ("kernel", "dtype", "sm", "registers", "spills", "shared")
-    cells = [tuple(map(str, (r.kernel, r.dtype, r.arch, r.registers, r.spills, r.shared))) for r in rows]
-    show(Table(header, cells, words=(0, 1)))
+    show(Table(header, rows, words=(0, 1)))
 
 
 if __name__ == "__main__":

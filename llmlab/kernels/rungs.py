@@ -89,11 +89,26 @@ def choose(rung: int | None, *tensors: Tensor) -> int:
     return rung
 
 
-def only_fused(inplace: bool, rung: int) -> bool:
-    """Return `inplace`; SpecError if it is True for another rung than 4, the only one that can overwrite its inputs."""
+def run(
+    rung: int,
+    naive: Callable[..., Any],
+    better: Callable[..., Any],
+    fused: type[torch.autograd.Function],
+    *inputs: Any,
+    inplace: bool | None = None,
+) -> Any:
+    """Run a kernel's `rung`: `naive` is 0 and, compiled, 2; `better` is 1; `fused` is 3 and 4.
+
+    After the inputs, `fused` takes whether its backward is in Triton too, and `inplace` unless that is None. Raises
+    SpecError for inplace=True on another rung than 4, the only one that can overwrite its inputs.
+    """
     if inplace and rung != 4:
         raise SpecError(f"inplace=True is for rung 4 (this is rung {rung}); leave it out")
-    return inplace
+    if rung >= 3:
+        return fused.apply(*inputs, rung == 4, *(() if inplace is None else (inplace,)))
+    if rung == 2:
+        return compiled(naive)(*inputs)
+    return (naive, better)[rung](*inputs)
 
 
 def missing(tensors: tuple[Tensor, ...]) -> str | None:

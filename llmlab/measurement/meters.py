@@ -21,6 +21,7 @@ from .devices import Counters, counters, pick_device, reset_peaks
 class _Meter(ABC):
     """The attributes of all meters, which stay after `close`."""
 
+    _source: CPUEvents | CUDAEvents | None = None
     _final: Counters | None = None
     _sizes: tuple[int, ...] = ()  # the final timeline
 
@@ -53,6 +54,8 @@ class _Meter(ABC):
     def close(self) -> None:
         """Stop counting; the figures stay."""
         self._final, self._sizes = self._read(), self._read_timeline()
+        if self._source:
+            self._source.stop()
 
 
 class CPUMeter(_Meter):
@@ -66,17 +69,12 @@ class CPUMeter(_Meter):
         self._live: dict[int, int] = {}
         self._allocated = self._peak = 0
         self._timeline: list[int] = []
-        self._source = CPUEvents()
+        self._source: CPUEvents = CPUEvents()
         self._source.start()
 
     def reset_peak(self) -> None:
         """Let the peak start again from what is allocated now."""
         self._peak = self.allocated
-
-    def close(self) -> None:
-        """Stop counting; the figures stay."""
-        super().close()
-        self._source.stop()
 
     def _read(self) -> Counters:
         for _, address, size in self._source.stop():
@@ -104,7 +102,7 @@ class CUDAMeter(_Meter):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._source = CUDAEvents(device)
+        self._source: CUDAEvents = CUDAEvents(device)
         self._before = torch.cuda.memory_allocated(device)
         reset_peaks(device)
         self._source.start()
@@ -112,11 +110,6 @@ class CUDAMeter(_Meter):
     def reset_peak(self) -> None:
         """Let the peaks start again from what is allocated and reserved now."""
         reset_peaks(self._device)
-
-    def close(self) -> None:
-        """Stop counting; the figures stay."""
-        super().close()
-        self._source.stop()
 
     def _read(self) -> Counters:
         return counters(self._device)

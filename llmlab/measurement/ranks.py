@@ -22,7 +22,7 @@ from ..report import Report
 from ..specs.check import check
 from ..specs.model import ModelLike, ModelSpec
 from ..specs.model import model as find_model
-from ..specs.run import Training, run_from_dict
+from ..specs.run import Training
 from ..step.ranks import around_steps, check_ranks, join
 from ..step.step import build_step, texts
 from .report import CPU_NOTE
@@ -46,7 +46,7 @@ def measure_ranks(*cases: tuple[ModelLike, Training], limit: float | None = None
     sizes = {run.world_size for _, run in checked}
     if len(sizes) != 1:
         raise SpecError(f"cases with {', '.join(map(str, sorted(sizes)))} ranks cannot be one launch; give them apart")
-    by_rank = launch(_rank, sizes.pop(), [(spec.config, run.to_dict()) for spec, run in checked], limit=limit)
+    by_rank = launch(_rank, sizes.pop(), [(spec.config, run) for spec, run in checked], limit=limit)
     return [[Report.from_json(report) for report in reports] for reports in zip(*by_rank, strict=True)]
 
 
@@ -63,32 +63,26 @@ def _settled_collectives(spans: list[Span]) -> Iterator[None]:
     functional = symbol("torch.distributed._functional_collectives")
     fsdp = symbol("torch.distributed.fsdp._fully_shard._fsdp_collectives")
 
-    def settled(tensors: list[Tensor], collective: Callable[[], Any]) -> Any:
-        users, since = sum(map(_users, tensors)), time.time_ns()
-        out = collective()
-        if isinstance(out, functional.AsyncCollectiveTensor):
-            out = out.wait()
-        end = time.monotonic() + SETTLED
-        while sum(map(_users, tensors)) > users and time.monotonic() < end:
-            time.sleep(1e-4)
-        spans.append((since, time.time_ns()))
-        return out
-
-    def between(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: Any, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **named: Any) -> Any:
-            tensors = [output_tensor, input_tensor]
-            return settled(tensors, lambda: real(self, output_tensor, input_tensor, *args, **named))
+    def settled(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **named: Any) -> Any:
+            tensors = [each for each in (*args, *named.values()) if isinstance(each, Tensor)]
+            users, since = sum(map(_users, tensors)), time.time_ns()
+            out = collective(*args, **named)
+            if isinstance(out, functional.AsyncCollectiveTensor):
+                out = out.wait()
+            end = time.monotonic() + SETTLED
+            while sum(map(_users, tensors)) > users and time.monotonic() < end:
+                time.sleep(1e-4)
+            spans.append((since, time.time_ns()))
+            return out
 
         return call
 
-    def of(real: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda tensor, *args, **named: settled([tensor], lambda: real(tensor, *args, **named))
-
+    owners = [(comm, "__call__") for comm in (fsdp.DefaultAllGather, fsdp.DefaultReduceScatter)]
+    owners += [(functional, name) for name in ("all_gather_tensor", "reduce_scatter_tensor", "all_reduce")]
     with ExitStack() as stack:
-        for comm in (fsdp.DefaultAllGather, fsdp.DefaultReduceScatter):
-            stack.enter_context(mock.patch.object(comm, "__call__", between(comm.__call__)))
-        for name in ("all_gather_tensor", "reduce_scatter_tensor", "all_reduce"):
-            stack.enter_context(mock.patch.object(functional, name, of(getattr(functional, name))))
+        for owner, name in owners:
+            stack.enter_context(mock.patch.object(owner, name, settled(getattr(owner, name))))
         yield
 
 
@@ -114,14 +108,9 @@ def _users(tensor: Tensor) -> int:
     return storage_use_count(tensor.untyped_storage()._cdata)
 
 
-def _rank(cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[str]:
+def _rank(cases: list[tuple[dict[str, Any], Training]]) -> list[str]:
     """Run in each rank: take the steps of each case and return its report as JSON."""
-    reports = []
-    for config, fields in cases:
-        run = run_from_dict("training", fields)
-        assert isinstance(run, Training)
-        reports.append(_report(find_model(config), run).to_json())
-    return reports
+    return [_report(find_model(config), run).to_json() for config, run in cases]
 
 
 def _report(spec: ModelSpec, run: Training) -> Report:

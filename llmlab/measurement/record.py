@@ -73,7 +73,10 @@ def record(
     gpu = gpu_of(here)
     folder = Path(out) if out is not None else store.output_folder()
     path = folder / store.slug(gpu) / "measured.json"
-    console = console or _console()
+    if console is None:
+        from rich.console import Console
+
+        console = Console(soft_wrap=True, highlight=False)
     console.print(f"{gpu}, torch {here.versions.get('torch')}, into {path}")
 
     budget = _Budget(budget_seconds)
@@ -193,7 +196,7 @@ def _measure(model: str, run: Run) -> Report:
 
 
 def _write(path: Path, report: Report) -> None:
-    # What was alive at each moment is kilobytes a record; the phases and the parts at the peak stay.
+    # What was alive at each moment is kilobytes per record; the phases and the parts at the peak stay.
     data = {key: value for key, value in report.to_dict().items() if key != "timeline"}
     store.merge(path, "reports", [data], key=_key)
 
@@ -207,9 +210,3 @@ def _result(report: Report) -> str:
     if report.outcome == "out of memory":
         return f"out of memory in {report.where}" if report.where else "out of memory"
     return f"{show_bytes(report.peak_allocated)} allocated, {show_seconds(report.step_seconds)}"
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(soft_wrap=True, highlight=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from ..specs.model import ModelLike, ModelSpec
 from ..specs.model import model as find_model
 from ..specs.run import Inference, Run, Training
 from ..step.model import pinned_attention
-from ..step.offload import check_offload
+from ..step.optimizer import check_offload
 from ..step.ranks import check_one_device
 from ..step.step import Step, build_step, texts
 from .devices import Peaks, cuda_context_bytes, pick_device
@@ -82,16 +82,16 @@ def _take(spec: ModelSpec, run: Run, device: torch.device, repeats: int) -> Figu
         pretend.apply()
         symbol("torch._C._cuda_clearCublasWorkspaces")()  # of earlier code: this run takes, and shows, its own
     _free(device)
-    peaks = None if device.type == "cpu" else Peaks(device)  # a CPU's events tell all
-    source: CUDAEvents | CPUEvents | None = CUDAEvents(device) if device.type == "cuda" else None
-    if device.type == "cpu":
-        source = CPUEvents()
-    figures = Figures(Recorder(source, peaks), peaks)
-    if device.type == "cuda":
+    cuda, cpu = device.type == "cuda", device.type == "cpu"
+    peaks = None if cpu else Peaks(device)  # a CPU's events tell all
+    figures = Figures(Recorder(CUDAEvents(device) if cuda else CPUEvents() if cpu else None, peaks), peaks)
+    if cuda:
         figures.baseline = torch.cuda.memory_allocated(device)
-    random_state = torch.random.fork_rng([device] if device.type == "cuda" else [])
-    limit = limited_to_available() if device.type == "cpu" else nullcontext()
-    with random_state, limit, _sdpa_of_pretended_card(), pinned_attention(run):
+    random_state = torch.random.fork_rng([device] if cuda else [])
+    limit = limited_to_available() if cpu else nullcontext()
+    backends = pretend.sdpa_backends()
+    sdpa = torch.nn.attention.sdpa_kernel(backends) if backends else nullcontext()
+    with random_state, limit, sdpa, pinned_attention(run):
         torch.manual_seed(0)
         try:
             _steps(spec, run, device, repeats, figures)
@@ -126,11 +126,6 @@ def _warm_up(step: Step, recorder: Recorder) -> int | None:
         step(recorder.enter)
         return None
     return count_flops(lambda: step(recorder.enter))
-
-
-def _sdpa_of_pretended_card() -> AbstractContextManager:
-    backends = pretend.sdpa_backends()
-    return torch.nn.attention.sdpa_kernel(backends) if backends else nullcontext()
 
 
 def _free(device: torch.device) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from io import BytesIO
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -16,9 +16,6 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter
 
 from ..base.terms import PARTS
-
-Arguments = ParamSpec("Arguments")
-Drawn = TypeVar("Drawn")
 
 PANEL, INK, MUTED = "#FBFBF8", "#1F2328", "#57606A"
 WHITE, FAINT = "#FFFFFF", "#D0D0CC"  # FAINT: lines of a grid, and around what is empty
@@ -58,15 +55,11 @@ class Picture(Figure):
         return {"image/png": b64encode(out.getvalue()).decode(), "text/plain": repr(self)}, {"image/png": png}
 
 
-def styled(draw: Callable[Arguments, Drawn]) -> Callable[Arguments, Drawn]:
-    """Run `draw` under this module's style, whatever style the reader has set."""
-
-    @wraps(draw)
-    def inner(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Drawn:
-        with rc_context(STYLE):
-            return draw(*args, **kwargs)
-
-    return inner
+@contextmanager
+def styled() -> Iterator[None]:
+    """Draw in this module's style, whatever the reader has set: `with styled():`, or `@styled()` on a function."""
+    with rc_context(STYLE):
+        yield
 
 
 def contrast(one: Any, other: Any) -> float:
@@ -103,11 +96,11 @@ def name_rows(ax: Axes, names: Sequence[str], axis: bool = True) -> None:
     ax.spines["left"].set_visible(axis)
 
 
-def number_axes(ax: Axes, xlabel: str, ylabel: str, which: Literal["major", "both"] = "major") -> None:
+def number_axes(ax: Axes, xlabel: str, ylabel: str) -> None:
     """Name both axes, write their numbers in full, also logarithmic ones, and draw faint lines at the ticks of y."""
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
-    ax.grid(axis="y", which=which, color=FAINT, linewidth=0.6)
+    ax.grid(axis="y", color=FAINT, linewidth=0.6)
     ax.set(xlabel=xlabel, ylabel=ylabel, axisbelow=True)
 
 

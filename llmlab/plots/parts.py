@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -18,23 +17,11 @@ from .reads import Report
 RESERVED = "////"  # the hatch of what the allocator reserved beyond the peak
 
 
-class Scale(NamedTuple):
-    """The horizontal axis: bytes per unit, the unit's name, and the right end in units."""
-
-    unit: int
-    unit_name: str
-    right: float
+# One piece of a bar, the part it stands for, and the text that is written into it where it fits.
+Segment = tuple[Rectangle, str, str]
 
 
-class Segment(NamedTuple):
-    """One piece of a bar, the part it stands for, and the text that is written into it where it fits."""
-
-    patch: Rectangle
-    part: str
-    text: str
-
-
-@styled
+@styled()
 def plot_parts(reports: Sequence[Report], names: Sequence[str] | None = None) -> Picture:
     """Return one stacked bar of parts per report, with the peak at its end and the device's memory as a line.
 
@@ -44,15 +31,24 @@ def plot_parts(reports: Sequence[Report], names: Sequence[str] | None = None) ->
     """
     if not reports:
         raise SpecError("plot_parts got no reports; give at least one, for example [lab.estimate('gpt2', run, 'T4')]")
-    scale = _scale(reports)
+    largest = max(map(_extent, reports))
+    unit, unit_name = unit_of(largest)
+    # A device many times larger than the run would flatten the bars: it is named at the edge instead.
+    near = [r.capacity for r in reports if r.capacity is not None and r.capacity <= 4 * max(largest, 1)]
+    right = 1.25 * max([largest, *near, 1]) / unit
     picture, (ax,) = new_picture(1.5 + 0.62 * len(reports))
-    ax.set(xlim=(0, scale.right), ylim=(len(reports) - 0.45, -0.65), xlabel=f"memory ({scale.unit_name})")
+    ax.set(xlim=(0, right), ylim=(len(reports) - 0.45, -0.65), xlabel=f"memory ({unit_name})")
     segments: list[Segment] = []
     for row, report in enumerate(reports):
-        segments += _draw_bar(ax, row, report, scale.unit)
-        _write_peak(ax, row, report, scale)
-        new_capacity = row == 0 or report.capacity != reports[row - 1].capacity
-        _mark_capacity(ax, row, report, scale, named=new_capacity)
+        segments += _draw_bar(ax, row, report, unit)
+        box = {"facecolor": PANEL, "edgecolor": "none", "pad": 1}
+        words = _peak_in_words(report, unit, unit_name)
+        x = _extent(report) / unit + right * 0.012
+        ax.text(x, row, words, va="center", weight="bold", size=SMALL, bbox=box, zorder=4)
+        if report.capacity is not None:
+            new_capacity = row == 0 or report.capacity != reports[row - 1].capacity
+            name = f"{report.gpu or 'device'} has {show_bytes(report.capacity)}" if new_capacity else ""
+            _mark_capacity(ax, row, report.capacity / unit, name)
     name_rows(ax, _row_names(reports) if names is None else names)
     ax.set_title(_title(reports), loc="left", weight="bold")
     _draw_legend(picture, reports)
@@ -66,57 +62,43 @@ def _extent(report: Report) -> int:
     return max(sum(report.parts.values()), report.peak_allocated or 0, report.peak_reserved or 0)
 
 
-def _scale(reports: Sequence[Report]) -> Scale:
-    """Return an axis that holds every bar and the lines of the devices that are near."""
-    largest = max(map(_extent, reports))
-    unit, unit_name = unit_of(largest)
-    # A device many times larger than the run would flatten the bars: it is named at the edge instead.
-    near = [r.capacity for r in reports if r.capacity is not None and r.capacity <= 4 * max(largest, 1)]
-    return Scale(unit, unit_name, 1.25 * max([largest, *near, 1]) / unit)
-
-
 def _draw_bar(ax: Axes, row: int, report: Report, unit: int) -> list[Segment]:
     """Draw the parts, what is not divided, and what is reserved beyond the peak; return those that have a name."""
-    segments = []
+    segments: list[Segment] = []
     left = 0.0
     for part in PARTS:
         if size := report.parts.get(part, 0) / unit:
-            segments.append(Segment(bar(ax, row, left, size, COLORS[part]), part, f"{part}\n{size:,.2f}"))
+            segments.append((bar(ax, row, left, size, COLORS[part]), part, f"{part}\n{size:,.2f}"))
             left += size
     if (rest := (report.peak_allocated or 0) / unit - left) > 1e-9:  # a record may know some parts, or none
-        segments.append(Segment(bar(ax, row, left, rest, PANEL), "not divided", "parts not known"))
+        segments.append((bar(ax, row, left, rest, PANEL), "not divided", "parts not known"))
         left += rest
     if (reserved := (report.peak_reserved or 0) / unit) > left:
         bar(ax, row, left, reserved - left, PANEL, hatch=RESERVED)
     return segments
 
 
-def _write_peak(ax: Axes, row: int, report: Report, scale: Scale) -> None:
-    """Write the peak, what is reserved, and that memory ran out, right of the bar."""
+def _peak_in_words(report: Report, unit: int, unit_name: str) -> str:
+    """Return the peak, what is reserved, and that memory ran out, a line each."""
     peak = report.peak_allocated
-    text = "peak not known" if peak is None else f"{peak / scale.unit:,.2f} {scale.unit_name}"
+    lines = ["peak not known" if peak is None else f"{peak / unit:,.2f} {unit_name}"]
     if report.peak_reserved is not None:
-        text += f"\nreserved {report.peak_reserved / scale.unit:,.2f}"
+        lines.append(f"reserved {report.peak_reserved / unit:,.2f}")
     if report.outcome == "out of memory":
-        text += "\nout of memory"
-    box = {"facecolor": PANEL, "edgecolor": "none", "pad": 1}
-    x = _extent(report) / scale.unit + scale.right * 0.012
-    ax.text(x, row, text, va="center", weight="bold", size=SMALL, bbox=box, zorder=4)
+        lines.append("out of memory")
+    return "\n".join(lines)
 
 
-def _mark_capacity(ax: Axes, row: int, report: Report, scale: Scale, named: bool) -> None:
-    """Draw the device's memory as a line across the row; `named` writes it too, with an arrow where it is outside."""
-    if report.capacity is None:
-        return
-    x = report.capacity / scale.unit
-    inside = x <= scale.right
+def _mark_capacity(ax: Axes, row: int, x: float, name: str) -> None:
+    """Draw the device's memory, at x, as a line across the row, with its name, and an arrow where it is outside."""
+    right = ax.get_xlim()[1]
+    inside = x <= right
     if inside:
         ax.plot([x, x], [row - 0.48, row + 0.48], color=INK, linestyle="--", linewidth=1.6, zorder=3)
-    if named:
-        name = f"{report.gpu or 'device'} has {show_bytes(report.capacity)}{'' if inside else ' →'}"
-        side = "right" if not inside or x > 0.6 * scale.right else "left"
-        at = x + (0.006 if side == "left" else -0.006) * scale.right if inside else scale.right
-        ax.text(at, row - 0.42, name, ha=side, va="bottom", size=SMALL, zorder=4)
+    if name:
+        side = "right" if not inside or x > 0.6 * right else "left"
+        at = x + (0.006 if side == "left" else -0.006) * right if inside else right
+        ax.text(at, row - 0.42, name + ("" if inside else " →"), ha=side, va="bottom", size=SMALL, zorder=4)
 
 
 def _title(reports: Sequence[Report]) -> str:

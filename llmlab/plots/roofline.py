@@ -27,7 +27,7 @@ KINDS = {  # of kernels: what they are called here, and their colour
 }
 
 
-@styled
+@styled()
 def plot_roofline(steps: Sequence[Operators], dtype: Mapping[str, str]) -> Picture:
     """Return one roofline per card, with a step's operators as dots, each as large as its share of the time.
 
@@ -55,12 +55,12 @@ def plot_roofline(steps: Sequence[Operators], dtype: Mapping[str, str]) -> Pictu
                     [flop / moved for flop, moved, _ in rows], [flop / spent for flop, _, spent in rows],
                     [6 + 500 * spent / total for *_, spent in rows], color=color, alpha=0.6, lw=0.5, edgecolor="black",
                 )  # fmt: skip
-        ax.set(xscale="log", yscale="log", xlim=(1e-2, 3e4), ylim=(1e9, 2e15), xlabel="FLOP a byte")
+        ax.set(xscale="log", yscale="log", xlim=(1e-2, 3e4), ylim=(1e9, 2e15), xlabel="FLOP per byte")
         apart = ": " if len(steps) < 3 else "\n"  # one line of each title would touch the next
         ax.set_title(f"{card.name}, {which}{apart}{show_seconds(total)} of kernels")
         ridge = rates.matmul[which] / rates.bandwidth
         shares = ", ".join(f"{KINDS[kind][0]} {spent / total:.0%}" for kind, spent in by_kind.items())
-        said.append(f"{card.name}: ridge at {ridge:.0f} FLOP a byte; of the time {shares}")
+        said.append(f"{card.name}: ridge at {ridge:.0f} FLOP per byte; of the time {shares}")
     axes[0].set_ylabel("FLOP/s")
     handles = [axes[0].scatter([], [], 40, color=color, label=name) for name, color in KINDS.values()]
     picture.legend(handles=[*axes[0].lines, *handles], loc="outside lower center", ncols=3, columnspacing=1.2)

@@ -10,7 +10,7 @@ from ..base.units import show_bytes, unit_of
 from .canvas import COLORS, PANEL, Picture, bar, name_rows, new_picture, styled
 
 
-@styled
+@styled()
 def plot_segments(moments: Mapping[str, Sequence[Mapping[str, Any]]]) -> Picture:
     """Return an allocator's segments as bars, cut into blocks: blocks in use filled, free ones white.
 

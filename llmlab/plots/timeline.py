@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Any, Literal
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -20,7 +19,7 @@ from .reads import Report
 POINTS = 3000  # of a timeline that are drawn; more than twice the pixels across
 
 
-@styled
+@styled()
 def plot_timeline(report: Report) -> Picture:
     """Return the live bytes over the step, stacked by part, with the phases' boundaries and the peak marked.
 
@@ -34,7 +33,7 @@ def plot_timeline(report: Report) -> Picture:
     return plot_live_bytes(report.timeline, report.title, report.capacity, report.peak_at)
 
 
-@styled
+@styled()
 def plot_live_bytes(
     timeline: Sequence[TimelinePoint], title: str, capacity: int | None = None, peak_at: str | None = None
 ) -> Picture:
@@ -64,7 +63,11 @@ def plot_live_bytes(
         ax.axhline(capacity / unit, color=INK, linestyle="--", linewidth=1.4)
         ax.text(len(points), capacity / unit, f"device {show_bytes(capacity)}", ha="right", va="bottom", size=SMALL)
     said = f"peak {show_bytes(peak)} in {points[at][0]}" + (f"\n{peak_at}" if peak_at else "")
-    _mark_peak(ax, at + 0.5, peak / unit, said, "left" if at < 0.5 * len(points) else "right")
+    ax.plot([at + 0.5], [peak / unit], marker="v", color=INK, markersize=8, linestyle="none", zorder=5)
+    box = {"facecolor": PANEL, "edgecolor": "none", "pad": 1}
+    side = "left" if at < 0.5 * len(points) else "right"
+    ax.annotate(said, (at + 0.5, peak / unit), (0, 9), textcoords="offset points", ha=side, va="bottom", weight="bold",
+                bbox=box, zorder=5)  # fmt: skip
     ax.set(xlabel="moment in the step (order of events)", ylabel=f"live tensors ({unit_name})")
     ax.set_title(title, loc="left", weight="bold", pad=22)
     if len(points) < len(timeline):
@@ -80,13 +83,6 @@ def plot_live_bytes(
         f"The peak, {show_bytes(peak)}, is in {points[at][0]}{f', at {peak_at}' if peak_at else ''}: {parts}."
     )
     return picture
-
-
-def _mark_peak(ax: Axes, x: float, y: float, text: str, side: Literal["left", "right"]) -> None:
-    ax.plot([x], [y], marker="v", color=INK, markersize=8, linestyle="none", zorder=5)
-    box = {"facecolor": PANEL, "edgecolor": "none", "pad": 1}
-    how: Any = {"ha": side, "va": "bottom", "weight": "bold", "bbox": box, "zorder": 5}
-    ax.annotate(text, (x, y), (0, 9), textcoords="offset points", **how)
 
 
 def _name_phases(picture: Figure, ax: Axes, phases: Sequence[str]) -> None:

@@ -13,12 +13,12 @@ Sizes      bits_per_weight, file_bytes
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .algorithms.awq import awq
-from .algorithms.gptq import gptq
 from .formats.sizes import bits_per_weight, file_bytes
 
 if TYPE_CHECKING:
     from .algorithms import hqq, qat, rtn, smoothquant
+    from .algorithms.awq import awq
+    from .algorithms.gptq import gptq
     from .formats import affine, fp8, gguf, gguf_file, int8, kv, mxfp4, nf4
 
 __all__ = [
@@ -26,12 +26,12 @@ __all__ = [
     "nf4", "qat", "rtn", "smoothquant",
 ]  # fmt: skip
 
-
-ALGORITHMS = ("hqq", "qat", "rtn", "smoothquant")
+ALGORITHMS = ("awq", "gptq", "hqq", "qat", "rtn", "smoothquant")
 
 if not TYPE_CHECKING:  # type checkers use the imports above instead, so they find a misspelt name
 
     def __getattr__(name: str) -> Any:
-        if name in __all__:  # a module that imports numpy or torch; the functions are imported above
-            return import_module(f".{'algorithms' if name in ALGORITHMS else 'formats'}.{name}", __name__)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = import_module(f".{'algorithms' if name in ALGORITHMS else 'formats'}.{name}", __name__)
+        return getattr(module, name) if name in ("awq", "gptq") else module

@@ -2,45 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import torch
 
 from ..base.errors import SpecError, check_counts
 
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
 
-
-def as_array(array: Any, what: str = "array") -> np.ndarray:
-    """Return `array` (numpy, or a torch tensor) as a contiguous float32 array; the input is not changed.
+def as_floats(array: Any, what: str = "array") -> torch.Tensor:
+    """Return `array` (numpy, or a torch tensor) as a contiguous float32 tensor on the CPU; the input is not changed.
 
     Raises SpecError for a dtype that is not a float, an empty array, infinities and NaNs.
     """
-    import numpy as np
-
-    if hasattr(array, "detach"):  # a torch tensor; numpy has no bfloat16, so torch casts
-        floats = array.is_floating_point()
-        given, array = array.dtype, (array.detach().cpu().float().numpy() if floats else array)
-    else:
-        array = np.asarray(array)
-        given, floats = array.dtype, array.dtype.kind == "f"
-    if not floats:
-        raise SpecError(f"{what} of {given} is not an array of floats; give float16, bfloat16 or float32")
-    if 0 in array.shape or not array.shape:
-        raise SpecError(f"{what} of shape {tuple(array.shape)} holds no row of weights; give at least one")
-    with np.errstate(over="ignore"):  # a float64 beyond float32 becomes inf, and the next check raises
-        array = np.ascontiguousarray(array, dtype=np.float32)
-    if not np.isfinite(array).all():
-        raise SpecError(f"{what} holds {_bad(array)}; their blocks have no scale: find out where they came from first")
-    return array
-
-
-def _bad(array: np.ndarray) -> str:
-    import numpy as np
-
-    nans, first = int(np.isnan(array).sum()), np.argwhere(~np.isfinite(array))[0]
-    infinities = int(np.isinf(array).sum())
-    return f"{nans} nan and {infinities} inf, the first at {tuple(int(i) for i in first)}"
+    tensor = _float_tensor(array, what)
+    if not tensor.numel() or not tensor.ndim:
+        raise SpecError(f"{what} of shape {tuple(tensor.shape)} holds no row of weights; give at least one")
+    return _finite(tensor.cpu().float(), what).contiguous()  # a float64 beyond float32 is inf by now
 
 
 def as_matrix(tensor: Any, what: str = "weight") -> torch.Tensor:
@@ -48,19 +26,31 @@ def as_matrix(tensor: Any, what: str = "weight") -> torch.Tensor:
 
     Raises SpecError unless it has two dimensions and a float dtype, for an empty one, for infinities and NaNs.
     """
-    import torch
-
-    tensor = torch.as_tensor(tensor).detach()
-    if not tensor.is_floating_point():
-        raise SpecError(f"{what} of {tensor.dtype} is not a matrix of floats; give float32, float16 or bfloat16")
+    tensor = _float_tensor(tensor, what)
     if tensor.ndim != 2 or not tensor.numel():
         raise SpecError(
             f"{what} of shape {tuple(tensor.shape)} is not a matrix; give (rows, columns), neither of them 0"
         )
-    matrix = tensor if tensor.dtype == torch.float64 else tensor.float()
-    if not torch.isfinite(matrix).all():
-        raise SpecError(f"{what} holds {_bad(matrix.cpu().numpy())}; find out where they came from first")
-    return matrix
+    return _finite(tensor if tensor.dtype == torch.float64 else tensor.float(), what)
+
+
+def _float_tensor(array: Any, what: str) -> torch.Tensor:
+    # np.array copies: torch takes no array with negative strides, and warns of one that cannot be written to.
+    tensor = array.detach() if isinstance(array, torch.Tensor) else torch.from_numpy(np.array(array))
+    if not tensor.is_floating_point():
+        raise SpecError(f"{what} of {tensor.dtype} does not hold floats; give float32, float16 or bfloat16")
+    return tensor
+
+
+def _finite(tensor: torch.Tensor, what: str) -> torch.Tensor:
+    finite = tensor.isfinite()
+    if not finite.all():
+        first = tuple((~finite).nonzero()[0].tolist())
+        raise SpecError(
+            f"{what} holds {int(tensor.isnan().sum())} nan and {int(tensor.isinf().sum())} inf, the first at {first}; "
+            "find out where they came from first"
+        )
+    return tensor
 
 
 def layer(weight: Any, inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,8 +58,6 @@ def layer(weight: Any, inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
     `inputs` may have several leading dimensions, as in (batch, seq_len, in); all count as tokens.
     """
-    import torch
-
     weight = as_matrix(weight)
     inputs = torch.as_tensor(inputs)
     inputs = as_matrix(inputs.reshape(-1, inputs.shape[-1]) if inputs.ndim > 2 else inputs, "inputs").to(weight)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import groupby
 from typing import TypeVar
 
 import torch
@@ -21,21 +23,19 @@ Method = Callable[[Tensor, "Tensor | None"], "Quantized | Tensor"]
 
 def linears(model: nn.Module) -> dict[str, nn.Linear]:
     """Return the linear layers by name, without the head (a tied one is the embedding), in the order they run."""
-    modules = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    return {name: linear for name, linear in modules.items() if name.split(".")[-1] != "lm_head"}
+    modules = model.named_modules()
+    return {name: layer for name, layer in modules if isinstance(layer, nn.Linear) and not name.endswith("lm_head")}
 
 
 @torch.no_grad()
 def inputs_of(model: nn.Module, ids_BT: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
     """Return the inputs (T, I) of the layers called `names` when `model` reads `ids_BT`; the model is not changed."""
     kept: dict[str, Tensor] = {}
-    hooks = []
-    for name in names:
 
-        def keep(module: nn.Module, args: tuple[Tensor, ...], name: str = name) -> None:
-            kept[name] = args[0].detach().reshape(-1, args[0].shape[-1])
+    def keep(name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        kept[name] = args[0].detach().reshape(-1, args[0].shape[-1])
 
-        hooks.append(model.get_submodule(name).register_forward_pre_hook(keep))
+    hooks = [model.get_submodule(name).register_forward_pre_hook(partial(keep, name)) for name in names]
     try:
         model(ids_BT)
     finally:
@@ -53,12 +53,10 @@ def quantize_model(model: Model, method: Method, ids_BT: Tensor | None = None) -
     """
     copied = copy.deepcopy(model)
     layers = linears(copied)
-    blocks: dict[str, list[str]] = {}
-    for name in layers:
-        blocks.setdefault(".".join(name.split(".")[:2]), []).append(name)
-    if not blocks:
+    if not layers:
         raise SpecError(f"{type(model).__name__} has no linear layer besides a head: nothing to quantize")
-    for names in blocks.values():
+    for _, block in groupby(layers, key=lambda name: name.split(".")[:2]):
+        names = list(block)
         inputs = inputs_of(copied, ids_BT, names) if ids_BT is not None else {}
         for name in names:
             weight = layers[name].weight

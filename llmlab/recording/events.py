@@ -54,7 +54,7 @@ class CPUEvents:
         profiler = symbol("torch._C._profiler")
         cpu = {profiler.ProfilerActivity.CPU}
         if symbol("torch._C._autograd._profiler_enabled")():
-            raise NotAvailable("a torch profiler is on in this thread, and there is one a thread; end it first")
+            raise NotAvailable("a torch profiler is on in this thread, which can have only one; end it first")
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it writes two lines to stderr every time
         # state, shapes, memory, stack, flops, modules: memory and nothing else
         options = symbol("torch._C._profiler._ExperimentalConfig")()

@@ -69,14 +69,17 @@ class Marks:
         return self.phase if self.counting else None
 
     def _alive(self, named: dict[str, Any]) -> dict[int, str]:
-        held = self.step.tensors() if self.step else {}
         # Later entries win: a gradient that is also an input of the step does not exist, a tied weight is one storage.
         return {
             address: part
-            for part, tensors in [*named.items(), *held.items()]
+            for part, tensors in [*named.items(), *self._tensors().items()]
             for tensor in ([tensors] if isinstance(tensors, Tensor) else tensors or [])
             if (address := self.address(tensor)) is not None
         }
+
+    def _tensors(self) -> dict[str, list[Tensor]]:
+        """Return the tensors that live across phases, by part."""
+        return self.step.tensors() if self.step else {}
 
 
 class Recorder(Marks):

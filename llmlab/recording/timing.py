@@ -5,10 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+# The FLOP of the CPU's attention, from shapes; PyTorch's table has the CUDA kernels alone.
+CPU_ATTENTION_FLOPS: dict[str, Callable[..., int]] = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (
+        lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)
+    ),
+}
 
 
 def median_seconds(step: Callable[[], object], device: torch.device, repeats: int) -> float:
@@ -31,29 +38,13 @@ def median_seconds(step: Callable[[], object], device: torch.device, repeats: in
     return median(seconds)
 
 
-def cpu_attention_flops(query: list[int], key: list[int], value: list[int], *_: Any, **__: Any) -> int:
-    """Return the FLOP of the CPU's attention, of which PyTorch's table has the CUDA kernels alone; from shapes."""
-    return sdpa_flop_count(query, key, value)
-
-
-def cpu_attention_backward_flops(
-    grad: list[int], query: list[int], key: list[int], value: list[int], *_: Any, **__: Any
-) -> int:
-    """Return the FLOP of its backward."""
-    return sdpa_backward_flop_count(grad, query, key, value)
-
-
 def count_flops(step: Callable[[], object]) -> int:
     """Return the FLOP of matrix products, convolutions and attention that one call of `step` runs.
 
     PyTorch's FlopCounterMode, with the CPU's attention, which it lacks. It counts what runs: with checkpointing the
     recomputation too, and a causal attention whole, as if nothing were masked.
     """
-    aten = torch.ops.aten
-    mapping = {
-        aten._scaled_dot_product_flash_attention_for_cpu: cpu_attention_flops,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: cpu_attention_backward_flops,
-    }
+    mapping = {getattr(torch.ops.aten, name.split("::")[1]): count for name, count in CPU_ATTENTION_FLOPS.items()}
     with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
         step()
     return counter.get_total_flops()

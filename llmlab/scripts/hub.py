@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 from ..base.errors import NotAvailable, SpecError
-from ..simulation.patching.import_hooks import on_import
+from ..simulation.patching.imports import on_import
 from ..specs.model import model as find_model
 from ..specs.model import models
 

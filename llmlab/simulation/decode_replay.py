@@ -12,8 +12,7 @@ of the last step that ran, and only their addresses are right; before a step run
 
 from __future__ import annotations
 
-from functools import cached_property
-from itertools import takewhile
+from itertools import count, takewhile
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -24,7 +23,8 @@ from ..base.compat import disable_current_modes, tree_flatten, tree_unflatten
 from ..specs.run import Inference
 from .engine.engine import Engine
 from .engine.scratch import Scratch
-from .profile.operator_log import Kernel, Operators
+from .profile.operator_log import Operators
+from .profile.roofline import Kernel
 from .workspaces.registry import Operator, Outputs
 
 FEW = 24  # steps: a generation of as many runs them all
@@ -40,9 +40,9 @@ class Mispredicted(Exception):
 
 
 class Request(NamedTuple):
-    """One event of a step: "malloc" of `size` bytes; "free" of malloc `number`, or "free old", of the memory that held
-    tensor `number` of the cache before the step; "scratch" of operator `func` before its outputs, "more scratch" after
-    them, and "free scratch", of the operator with this `number`."""
+    """One event of a step: "malloc" of `size` bytes; "free" of malloc `number`, or of tensor -1 - `number` of the cache
+    before the step; "scratch" of operator `func` before its outputs, "more scratch" after them, and "free scratch", of
+    the operator with this `number`."""
 
     kind: str
     number: int
@@ -60,24 +60,24 @@ class Argument(NamedTuple):
     dtype: torch.dtype
 
 
-class Layout(NamedTuple):
-    """A tensor that lives on; `size`: bytes of its storage."""
+class Living(NamedTuple):
+    """A tensor that lives on, in the memory of malloc `number`; `size`: bytes of its storage."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     size: int
     dtype: torch.dtype
+    number: int
 
 
 class DecodeStep(NamedTuple):
-    """The record of a step: its requests and operators, the tensors that live on (the cache's, then the logits), the
-    number of the malloc of each, and the counters of the cache's layers."""
+    """The record of a step: its requests and operators, the tensors that live on (the cache's, then the logits), and
+    the counters of the cache's layers."""
 
     requests: tuple[Request, ...]
     kernels: tuple[Kernel, ...]
-    layouts: tuple[Layout, ...]
-    held: tuple[int, ...]
+    living: tuple[Living, ...]
     counters: tuple[tuple[tuple[str, int], ...], ...]
 
 
@@ -101,7 +101,7 @@ class Decoder:
         self.model, self.engine, self.operators, self.runs = model, engine, operators, runs
         self.calls = self.last_run = 0
         self.before: DecodeStep | None = None  # the last step that ran
-        self.line: Line | None = None
+        self.line: tuple[int, DecodeStep, DecodeStep] | None = None  # the number of a step, that step, and the next one
         self._sizes: dict[tuple, list[int]] = {}
 
     def __call__(self, input_ids: Tensor, past_key_values: Any, **options: Any) -> Any:
@@ -109,9 +109,9 @@ class Decoder:
         replayed = number - self.last_run > 1
         try:
             if self.line is not None and number not in self.runs:
-                return self._replay(self.line.at(number), past_key_values)
+                return self._replay(_predicted(*self.line, number), past_key_values)
             if replayed and self.line is not None:
-                self._give_shape(self.line.at(number - 1), past_key_values)
+                self._give_shape(_predicted(*self.line, number - 1), past_key_values)
             output, step = self._run(input_ids, past_key_values, options)
         except (RuntimeError, MemoryError) as error:  # no room; or a cache that is not as the code made it
             if self.last_run == number - 1 and number in self.runs:
@@ -119,8 +119,8 @@ class Decoder:
             raise Mispredicted(self.last_run, number) from error
         if not replayed:
             one = self.before
-            self.line = Line(number - 1, one, step) if one and step and _alike(one, step) else None
-        elif self.line is None or self.line.at(number) != step:
+            self.line = (number - 1, one, step) if one and step and _alike(one, step) else None
+        elif self.line is None or _predicted(*self.line, number) != step:
             raise Mispredicted(self.last_run, number)
         self.before, self.last_run = step, number
         return output
@@ -128,23 +128,24 @@ class Decoder:
     def _run(self, input_ids: Tensor, cache: Any, options: dict[str, Any]) -> tuple[Any, DecodeStep | None]:
         """Return the model's output, and the record of the step; None where it cannot be replayed."""
         record, first, others = _Recorder(self.engine, _cached(cache)), len(self.operators), _others(cache)
-        with record:
+        self.engine.observer = record
+        try:
             output = self.model(input_ids=input_ids, past_key_values=cache, **options)
-        living = [*_cached(cache), output.logits]
-        addresses = [self.engine.address(each) for each in living]
-        held = [record.alive[address] for address in addresses if address in record.alive]
-        lives_on = len(living) == len(held) == len(record.alive) and set(held) == set(record.alive.values())
-        if not (record.complete and lives_on) or _others(cache) != others:
+        finally:
+            self.engine.observer = None
+        living = tuple(map(record.living, [*_cached(cache), output.logits]))
+        made = [number for number in record.alive.values() if number > 0]
+        if not record.complete or sorted(each.number for each in living) != sorted(made) or _others(cache) != others:
             return output, None
         counters = tuple(_counters(layer) for layer in cache.layers)
         requests, kernels = tuple(record.requests), tuple(self.operators[first:])
-        return output, DecodeStep(requests, kernels, tuple(map(_layout, living)), tuple(held), counters)
+        return output, DecodeStep(requests, kernels, living, counters)
 
     def _replay(self, step: DecodeStep, cache: Any) -> SimpleNamespace:
         """Make all requests of `step`; return an output with its logits."""
         engine, place = self.engine, self.engine.place
         cached = [engine.held(each) for each in _cached(cache)]
-        mallocs: dict[int, int] = {}
+        addresses = {-1 - number: each.address for number, each in enumerate(cached)}
         scratch: dict[int, Scratch] = {}
         here = None
         if place is not None:
@@ -153,25 +154,22 @@ class Decoder:
             for request in step.requests:
                 kind, number, here = request.kind, request.number, request.place
                 if kind == "malloc":
-                    mallocs[number] = engine.malloc(request.size)
+                    addresses[number] = engine.malloc(request.size)
                 elif kind == "free":
-                    engine.free(mallocs[number])
-                elif kind == "free old":
-                    engine.free(cached[number].address)
+                    engine.free(addresses[number])
                 elif kind == "free scratch":
-                    if number in scratch:
-                        scratch.pop(number).free()
-                elif sizes := self._sizes_of(request):
-                    if number not in scratch:
-                        scratch[number] = Scratch(engine, Operator(request.func, (), {}))
-                    scratch[number].take(sizes)
+                    scratch.pop(number).free()
+                else:
+                    own = scratch.setdefault(number, Scratch(engine, Operator(request.func, (), {})))
+                    own.take(self._sizes_of(request))
         finally:
             engine.place = place
-        for tensor, number in zip(cached, step.held, strict=False):  # the logits' comes last
-            tensor.address = mallocs[number]
+        *others, logits = step.living
+        for tensor, living in zip(cached, others, strict=True):
+            tensor.address = addresses[living.number]
         if engine.watch is self.operators:
             self.operators.extend(step.kernels)
-        return SimpleNamespace(logits=self._made(step.layouts[-1], mallocs[step.held[-1]]))
+        return SimpleNamespace(logits=self._made(logits, addresses[logits.number]))
 
     def _sizes_of(self, request: Request) -> list[int]:
         """Return what the workspace function yields for the shapes of `request`, before its outputs or after them."""
@@ -191,42 +189,26 @@ class Decoder:
 
     def _give_shape(self, step: DecodeStep, cache: Any) -> None:
         """Let the cache be as it is after `step`."""
-        layouts = iter(step.layouts)
+        living = iter(step.living)
         for layer, counters in zip(cache.layers, step.counters, strict=True):
             for name in ("keys", "values"):
                 address = self.engine.forget(getattr(layer, name))
-                setattr(layer, name, self._made(next(layouts), address))
+                setattr(layer, name, self._made(next(living), address))
             vars(layer).update(counters)
 
-    def _made(self, layout: Layout, address: int) -> Tensor:
+    def _made(self, living: Living, address: int) -> Tensor:
         """Return a fake tensor of this layout for memory that is allocated at `address`."""
-        elements = layout.size // layout.dtype.itemsize
+        elements = living.size // living.dtype.itemsize
         with disable_current_modes(), self.engine.fake:
-            made = torch.empty(elements, dtype=layout.dtype, device=self.engine.device)
-            made = made.as_strided(layout.shape, layout.stride, layout.offset)
+            made = torch.empty(elements, dtype=living.dtype, device=self.engine.device)
+            made = made.as_strided(living.shape, living.stride, living.offset)
         self.engine.hold_at(made, address)
         return made
 
 
-class Line:
-    """Two steps in a row, `number` and the next one, and what any other step does, which differs by its number."""
-
-    def __init__(self, number: int, one: DecodeStep, other: DecodeStep) -> None:
-        self.number, self.one, self.other = number, one, other
-
-    @cached_property
-    def _changing(self) -> list[tuple[int, list[int]]]:
-        """Of each field of a `DecodeStep`, its place and the places in it of what is not the same in each step."""
-        pairs = enumerate(zip(self.one, self.other, strict=True))
-        return [(f, [i for i, (a, b) in enumerate(zip(*both, strict=True)) if a != b]) for f, both in pairs]
-
-    def at(self, number: int) -> DecodeStep:
-        """Return what step `number` does."""
-        fields = list(map(list, self.one))
-        for field, places in self._changing:
-            for i in places:
-                fields[field][i] = _on_line(self.one[field][i], self.other[field][i], number - self.number)
-        return DecodeStep._make(map(tuple, fields))
+def _predicted(first: int, one: DecodeStep, other: DecodeStep, number: int) -> DecodeStep:
+    """Return what step `number` does where step `first` did `one` and the next one `other`."""
+    return _on_line(one, other, number - first)
 
 
 def _on_line(one: Any, other: Any, steps: int) -> Any:
@@ -253,26 +235,21 @@ class _Recorder:
     def __init__(self, engine: Engine, cached: list[Tensor]) -> None:
         self.engine = engine
         self.requests: list[Request] = []
-        self.alive: dict[int, int] = {}  # by address: the number of a malloc that was not freed
+        # By address: the number of a malloc that was not freed, or of what the cache held before.
+        self.alive = {engine.address(each) or 0: -1 - number for number, each in enumerate(cached)}
         self.complete = True  # nothing was freed that is not known
-        self._old = {engine.address(each): number for number, each in enumerate(cached)}
+        self._new = count(1)
         self._numbers: dict[int, int] = {}  # of operators that have scratch, by id
-        self._count = 0
         self._in_scratch = False
 
-    def __enter__(self) -> None:
-        self.engine.observer = self
-
-    def __exit__(self, *raised: Any) -> None:
-        self.engine.observer = None
-
-    def _number(self) -> int:
-        self._count += 1
-        return self._count
+    def living(self, tensor: Tensor) -> Living:
+        """Return what is known of a tensor after the step; `number` is 0 where its memory is not known."""
+        number, size = self.alive.get(self.engine.address(tensor) or 0, 0), tensor.untyped_storage().nbytes()
+        return Living(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), size, tensor.dtype, number)
 
     def allocated(self, address: int, size: int) -> None:
         if not self._in_scratch:
-            number = self.alive[address] = self._number()
+            number = self.alive[address] = next(self._new)
             self.requests.append(Request("malloc", number, size, self.engine.asked))
 
     def freed(self, address: int) -> None:
@@ -280,8 +257,6 @@ class _Recorder:
             return
         if address in self.alive:
             self.requests.append(Request("free", self.alive.pop(address)))
-        elif address in self._old:
-            self.requests.append(Request("free old", self._old.pop(address)))
         else:
             self.complete = False
 
@@ -291,7 +266,7 @@ class _Recorder:
             self.requests.append(Request("free scratch", self._numbers.pop(id(op))))
             return
         kind = "more scratch" if id(op) in self._numbers else "scratch"
-        number = self._numbers.setdefault(id(op), self._number())
+        number = self._numbers.setdefault(id(op), next(self._new))
         leaves, form = tree_flatten((op.args, op.kwargs, op.out))
         shapes = tuple(Argument(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in leaves)
         place = self.engine.place() if self.engine.place else None
@@ -314,8 +289,3 @@ def _others(cache: Any) -> list[int]:
 
 def _counters(layer: Any) -> tuple[tuple[str, int], ...]:
     return tuple((name, value) for name, value in sorted(vars(layer).items()) if type(value) is int)
-
-
-def _layout(tensor: Tensor) -> Layout:
-    size = tensor.untyped_storage().nbytes()
-    return Layout(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), size, tensor.dtype)

@@ -1,33 +1,47 @@
 """Memory traffic of the rungs of `llmlab.kernels`, forward and backward, counted kernel by kernel.
 
-Rungs 0 and 1 are counted in the simulator, on the operators that the card has; rungs 3 and 4 in Triton's interpreter.
-Rung 2 is Inductor's own count of the code it writes for this machine's CPU; for a card it may fuse more.
+Rungs 0 and 1 are counted in the simulator, on the operators that the card has: they move what `Operators` says, each
+argument and each result once. Rung 2 is Inductor's own count of the code it writes for this machine's CPU; for a card
+it may fuse more. Rungs 3 and 4 move what their Triton programs load and store, seen in Triton's interpreter on a CPU:
+twice what they load twice (`asked`), of which a cache may spare the second time (`bytes`).
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .. import kernels
-from ..base.compat import symbol
+from ..base.compat import TorchDispatchMode, check, symbol
+from ..base.errors import NotAvailable
 from ..hardware.gpu import GPU
-from ..kernels.rungs import INTERPRETED
-from .profile.kernel_traffic import Moved, count_moved, interpreted, moved
-from .simulator import simulator
+from ..kernels import rungs
+from .profile.operator_log import Operators
+from .simulator import Simulator, simulator
 
 # FLOP of the forward formula per value of the input; an exponential or a division counts as one.
 FLOPS = {"softmax": 5, "rms_norm": 4, "swiglu": 5, "rope": 3, "cross_entropy": 4}
 ROWS, COLUMNS, HEADS, KV_HEADS, HEAD = 32, 512, 4, 1, 64  # of a count: nothing in it depends on the sizes
 REAL_ROWS = 8192  # tokens that a count stands for, where the number of programs matters
+
+
+class Moved(NamedTuple):
+    """What kernels moved: how many were launched; distinct bytes read and written, counted per launch; bytes of every
+    load and store, those of repeated reads too."""
+
+    launches: int
+    bytes: int
+    asked: int
 
 
 class Counted(NamedTuple):
@@ -44,31 +58,34 @@ class Counted(NamedTuple):
         return self.forward.bytes / self.unit, self.backward.bytes / self.unit
 
 
-def inputs(kernel: str, device: str, dtype: torch.dtype, rows: int = ROWS, columns: int = COLUMNS) -> tuple:
-    """Return arguments for a kernel, (rows, columns) in `dtype`, those that get a gradient asking for it."""
-
-    def leaf(*shape: int) -> Tensor:
-        return torch.randn(*shape).to(device, dtype).requires_grad_()
-
-    if kernel == "rope":
-        angles = torch.randn(rows, HEAD)
-        turns = (angles.cos().to(device, dtype), angles.sin().to(device, dtype))
-        return leaf(1, HEADS, rows, HEAD), leaf(1, KV_HEADS, rows, HEAD), *turns
-    if kernel == "cross_entropy":
-        return leaf(rows, columns), torch.zeros(rows, dtype=torch.int64).to(device)
-    if kernel == "rms_norm":
-        return leaf(rows, columns), leaf(columns)
-    return tuple(leaf(rows, columns) for _ in range(2 if kernel == "swiglu" else 1))
-
-
 def count_ladder(kernel: str, card: GPU | str, dtype: torch.dtype = torch.bfloat16) -> list[Counted]:
     """Return what rungs 0 and 1 move on `card`; rung 2, where a C++ compiler is; 3 and 4, where Triton interprets."""
-    found = [_count(kernel, rung, card, dtype) for rung in (0, 1)]
+    found = []
+    for rung in (0, 1):
+        with simulator(card) as sim:
+            found.append(_count(kernel, rung, dtype, "cuda", partial(_count_simulated, sim)))
     if shutil.which(os.environ.get("CXX", "g++")):
         found.append(_count_compiled(kernel, dtype))
-    if INTERPRETED:
-        found += [_count(kernel, rung, None, dtype) for rung in (3, 4)]
+    if rungs.INTERPRETED:
+        # A program of RMSNorm's backward sums over as many rows as it would of REAL_ROWS.
+        norm = import_module("llmlab.kernels.ladder.rms_norm")
+        with mock.patch.object(norm, "PROGRAMS", norm.PROGRAMS * ROWS // REAL_ROWS):
+            found += [_count(kernel, rung, dtype, "cpu", count_moved) for rung in (3, 4)]
     return found
+
+
+def _count(
+    kernel: str, rung: int, dtype: torch.dtype, device: str, count: Callable[[Callable[[], object]], Moved]
+) -> Counted:
+    """Return what `count` says of forward and backward of a rung."""
+    arguments = _inputs(kernel, device, dtype)
+    results: list[Any] = []
+    forward = count(lambda: results.append(getattr(kernels, kernel)(*arguments, rung=rung)))
+    results = [*results[0]] if isinstance(results[0], tuple) else results
+    gradients = [torch.ones_like(one) for one in results]
+    backward = count(lambda: torch.autograd.backward(results, gradients))
+    unit = arguments[0].nbytes + (arguments[1].nbytes if kernel == "rope" else 0)
+    return Counted(rung, forward, backward, unit)
 
 
 def _count_compiled(kernel: str, dtype: torch.dtype) -> Counted:
@@ -81,8 +98,11 @@ def _count_compiled(kernel: str, dtype: torch.dtype) -> Counted:
         graphs.append(Moved(len(graph.scheduler.nodes), found[0], found[0]))
         return found
 
+    def uncounted(step: Callable[[], object]) -> Moved:
+        step()
+        return Moved(0, 0, 0)
+
     symbol("torch._dynamo.reset")()  # a shape seen before would make this one symbolic, of no known size
-    arguments = inputs(kernel, "cpu", dtype)
     with (
         # Inductor counts where somebody listens.
         mock.patch.object(symbol("torch._inductor.compile_fx"), "inductor_metrics_log"),
@@ -90,77 +110,107 @@ def _count_compiled(kernel: str, dtype: torch.dtype) -> Counted:
         symbol("torch._inductor.config.patch")(fx_graph_cache=False),
         symbol("torch._functorch.config.patch")(enable_autograd_cache=False),
     ):
-        results = getattr(kernels, kernel)(*arguments, rung=2)
-        results = [*results] if isinstance(results, tuple) else [results]
-        torch.autograd.backward(results, [torch.ones_like(one) for one in results])
+        done = _count(kernel, 2, dtype, "cpu", uncounted)
     forward, backward = graphs
-    return Counted(2, forward, backward, _unit(kernel, arguments))
+    return done._replace(forward=forward, backward=backward)
 
 
-def _unit(kernel: str, arguments: tuple) -> int:
-    return arguments[0].nbytes + (arguments[1].nbytes if kernel == "rope" else 0)
+def _inputs(kernel: str, device: str, dtype: torch.dtype) -> tuple:
+    """Return small arguments for a kernel in `dtype`, those that get a gradient asking for it."""
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(*shape).to(device, dtype).requires_grad_()
+
+    if kernel == "rope":
+        angles = torch.randn(ROWS, HEAD)
+        turns = (angles.cos().to(device, dtype), angles.sin().to(device, dtype))
+        return leaf(1, HEADS, ROWS, HEAD), leaf(1, KV_HEADS, ROWS, HEAD), *turns
+    if kernel == "cross_entropy":
+        return leaf(ROWS, COLUMNS), torch.zeros(ROWS, dtype=torch.int64).to(device)
+    if kernel == "rms_norm":
+        return leaf(ROWS, COLUMNS), leaf(COLUMNS)
+    return tuple(leaf(ROWS, COLUMNS) for _ in range(2 if kernel == "swiglu" else 1))
 
 
-def _count(kernel: str, rung: int, card: GPU | str | None, dtype: torch.dtype) -> Counted:
-    with ExitStack() as stack:
-        if card is None:
-            # A program of RMSNorm's backward sums over as many rows as it would of REAL_ROWS.
-            module = import_module("llmlab.kernels.ladder.rms_norm")
-            stack.enter_context(mock.patch.object(module, "PROGRAMS", module.PROGRAMS * ROWS // REAL_ROWS))
-            count: Callable[[Callable[[], object]], Moved] = count_moved
-        else:
-            sim = stack.enter_context(simulator(card))
-
-            def count(step: Callable[[], object]) -> Moved:
-                with sim.operators() as operators:
-                    step()
-                return moved(operators)
-
-        arguments = inputs(kernel, "cpu" if card is None else "cuda", dtype)
-        results: list[Any] = []
-        forward = count(lambda: results.append(getattr(kernels, kernel)(*arguments, rung=rung)))
-        results = [*results[0]] if isinstance(results[0], tuple) else results
-        gradients = [torch.ones_like(one) for one in results]
-        backward = count(lambda: torch.autograd.backward(results, gradients))
-        return Counted(rung, forward, backward, _unit(kernel, arguments))
+def _count_simulated(sim: Simulator, step: Callable[[], object]) -> Moved:
+    with sim.operators() as operators:
+        step()
+    return moved(operators)
 
 
-class CountedLoss(NamedTuple):
-    """Forward and backward of one rung of the fused loss: bytes moved, those of matrix products, and their FLOP."""
-
-    rung: int
-    bytes: int
-    by_products: int
-    flops: int
+def moved(operators: Operators) -> Moved:
+    """Return what PyTorch's operators moved; views move nothing."""
+    total = sum(kernel.bytes for kernel in operators)
+    return Moved(sum(kernel.launches for kernel in operators), total, total)
 
 
-def count_loss(card: GPU | str, tokens: int, hidden: int, vocab: int) -> list[CountedLoss]:
-    """Return what `linear_cross_entropy` in bf16 moves: rungs 0 and 1 on `card`, and 4 where Triton interprets.
+# ---- Triton's interpreter
 
-    Rung 4 has rung 1's products. What its Triton kernels move is a multiple of the logits, counted on a few rows.
+
+def count_moved(step: Callable[[], object]) -> Moved:
+    """Run `step` once, on real CPU tensors, and return what its operators and its Triton kernels moved.
+
+    Raises NotAvailable where Triton compiles: compiled kernels cannot be watched.
     """
-    sizes = {"tokens": tokens, "hidden": hidden, "vocab": vocab}
-    found = []
-    for rung in (0, 1):
-        with simulator(card) as sim:
-            step = _loss_step("cuda", rung, **sizes)
-            with sim.operators() as operators:
-                step()
-        products = sum(kernel.bytes for kernel in operators if kernel.kind == "matmul")
-        found.append(CountedLoss(rung, moved(operators).bytes, products, sum(kernel.flops for kernel in operators)))
-    if INTERPRETED:
-        few = {"tokens": ROWS, "hidden": HEAD, "vocab": 8 * COLUMNS}
-        with interpreted() as launches:
-            _loss_step("cpu", 4, **few)()
-        again = sum(launch.moved().bytes for launch in launches) / (2 * few["tokens"] * few["vocab"])
-        products = found[1].by_products
-        found.append(CountedLoss(4, products + round(again * 2 * tokens * vocab), products, found[1].flops))
-    return found
+    operators = Operators()
+    with interpreted() as launches, _Watched(operators, launches):
+        step()
+    counts = [moved(operators), *(launch.moved() for launch in launches)]
+    return Moved(*map(sum, zip(*counts, strict=True)))
 
 
-def _loss_step(device: str, rung: int, tokens: int, hidden: int, vocab: int) -> Callable[[], None]:
-    states, weight = (
-        torch.randn(n, hidden, dtype=torch.bfloat16, device=device, requires_grad=True) for n in (tokens, vocab)
-    )
-    targets = torch.zeros(tokens, dtype=torch.int64, device=device)
-    return lambda: kernels.linear_cross_entropy(states, weight, targets, rung=rung).backward()
+class _Launch(dict[tuple[str, int], list[np.ndarray]]):
+    """The addresses of one launch's accesses, by what it did there ("read", "wrote") and the size of the values."""
+
+    running = True
+
+    def add(self, did: str, pointers: Any, mask: Any) -> None:
+        size = pointers.get_element_ty().primitive_bitwidth // 8
+        self.setdefault((did, size), []).append(pointers.data[mask.data])
+
+    def moved(self) -> Moved:
+        accesses = [(size, np.concatenate(addresses)) for (_, size), addresses in self.items()]
+        distinct = sum(size * np.unique(addresses).size for size, addresses in accesses)
+        return Moved(1, distinct, sum(size * addresses.size for size, addresses in accesses))
+
+
+@contextmanager
+def interpreted() -> Iterator[list[_Launch]]:
+    """Give the list of the launches of Triton kernels inside the block; NotAvailable where Triton compiles."""
+    if not rungs.INTERPRETED:
+        raise NotAvailable("counting loads and stores needs Triton's interpreter: set TRITON_INTERPRET=1 before Python")
+    check("triton.runtime.interpreter")
+    from triton.runtime.interpreter import GridExecutor
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    launches: list[_Launch] = []
+    load, store, run = builder.create_masked_load, builder.create_masked_store, GridExecutor.__call__
+
+    def launched(executor: Any, *args: Any, **kwargs: Any) -> None:
+        launches.append(_Launch())
+        run(executor, *args, **kwargs)
+        launches[-1].running = False
+
+    def loaded(pointers: Any, mask: Any, *rest: Any) -> Any:
+        launches[-1].add("read", pointers, mask)
+        return load(pointers, mask, *rest)
+
+    def stored(pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        launches[-1].add("wrote", pointers, mask)
+        return store(pointers, value, mask, *rest)
+
+    accesses = mock.patch.multiple(builder, create_masked_load=loaded, create_masked_store=stored)
+    with accesses, mock.patch.object(GridExecutor, "__call__", launched):
+        yield launches
+
+
+class _Watched(TorchDispatchMode):
+    def __init__(self, operators: Operators, launches: list[_Launch]) -> None:
+        super().__init__()
+        self.operators, self.launches = operators, launches
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not (self.launches and self.launches[-1].running):  # the interpreter copies arguments: a GPU does not
+            self.operators(func, args, kwargs or {}, out)
+        return out

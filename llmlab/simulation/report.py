@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -23,13 +23,13 @@ from ..specs.model import ModelLike, ModelSpec
 from ..specs.model import model as find_model
 from ..specs.run import Inference, Run, Training
 from ..step.model import pinned_attention, quantization_of
-from ..step.offload import check_offload
+from ..step.optimizer import check_offload
 from ..step.quantized import LoadOrder, one_at_a_time
 from ..step.ranks import Ranks, around_steps
 from ..step.step import build_step
 from .allocator.caching import Allocator
-from .allocator.host import HostMemory
-from .allocator.rounding import blocks_of
+from .allocator.config import blocks_of
+from .allocator.memory import HostMemory
 from .capability import capability_of
 from .card import Card
 from .decode_replay import Decoder, Mispredicted, steps_that_run
@@ -38,7 +38,7 @@ from .distributed.notes import notes as rank_notes
 from .distributed.torch_engines import checked, fake_ranks
 from .engine.engine import Engine, notes_of
 from .patching.bitsandbytes import fake_bitsandbytes
-from .patching.import_sweep import swept
+from .patching.imports import swept
 from .patching.install import installed
 from .patching.patches import fake_parameters, held_random_states
 from .profile.recording import StepRecording
@@ -62,11 +62,11 @@ def simulated(model: ModelLike, run: Run, gpu: GPU | str, load_order: LoadOrder 
     """Return the report of `llmlab.simulate`; `load_order` is that of quantized weights."""
     spec = find_model(model)
     card = None if isinstance(gpu, str) and gpu.lower() == "cpu" else find_gpu(gpu)
-    taken = recorded(spec, run, card, load_order=load_order)
-    if card is None or taken.failed is None:
-        return _reported(spec, run, card, taken)
-    error, place = taken.failed
-    where = f"{taken.phase}, {place}: {show_bytes(error.segment - (error.capacity - error.reserved))} short"
+    recording = recorded(spec, run, card, load_order=load_order)
+    if card is None or recording.failed is None:
+        return _reported(spec, run, card, recording)
+    error, place = recording.failed
+    where = f"{recording.phase}, {place}: {show_bytes(error.segment - (error.capacity - error.reserved))} short"
     roomy = recorded(spec, run, replace(card, memory=ROOMY), load_order=load_order)
     report = _reported(spec, run, card, roomy)
     needed = max(roomy.peak_reserved or 0, roomy.reserved_before) + card.memory - card.room(run.world_size)
@@ -120,7 +120,9 @@ def _take(
             stack.enter_context(installed(simulated_card))
             engine = simulated_card.engine
         else:
-            engine = stack.enter_context(_host())
+            engine = Engine(HOST, HostMemory())  # this machine's own libraries run on fake tensors
+            for patch in (fake_parameters(), held_random_states(engine), fake_bitsandbytes(on_card=False)):
+                stack.enter_context(patch)
         recording = StepRecording(engine, card, on_phase)
         ranks = None
         if isinstance(run, Training) and run.world_size > 1:
@@ -141,14 +143,6 @@ def _take(
         if isinstance(engine.memory, Allocator) and not recording.failed:
             recording.peak_reserved = engine.memory.peak_reserved
     return recording
-
-
-@contextmanager
-def _host() -> Iterator[Engine]:
-    """Let this machine's own libraries run on fake tensors, whose memory is the host's."""
-    engine = Engine(HOST, HostMemory())
-    with fake_parameters(), held_random_states(engine), fake_bitsandbytes(on_card=False):
-        yield engine
 
 
 def _steps(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
@@ -17,9 +17,6 @@ from torch.autograd import profiler
 
 from ..base.errors import NotAvailable
 from .values.placeholders import PLACEHOLDER, Unknown, located
-
-if TYPE_CHECKING:
-    from .engine.engine import Engine
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
@@ -92,21 +89,3 @@ def profiled_as_host() -> AbstractContextManager:
         real(self, enabled, **options)
 
     return mock.patch.object(profiler.profile, "__init__", init)
-
-
-class Streams:
-    """The streams of one card, of which one is current."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.streams = {0: DEFAULT_STREAM}
-
-    def set(self, stream: Any) -> None:
-        """torch.cuda.set_stream."""
-        if stream is not None:
-            self.streams[stream.stream_id] = stream
-            self.engine.stream = stream.stream_id
-
-    def current(self, device: Any = None) -> Stream:
-        """torch.cuda.current_stream."""
-        return self.streams[self.engine.stream]

@@ -25,9 +25,14 @@ def check(spec: ModelSpec, run: Run, gpu: GPU | None = None) -> None:
     if run.seq_len > spec.max_positions:
         what = "seq_len" if isinstance(run, Training) else "prompt_len + new_tokens"
         raise SpecError(f"{what}={run.seq_len} is beyond {spec.name}'s {spec.max_positions} positions")
-    for degree, name, size in _splits(spec, run):
-        if size % degree[1]:
-            raise SpecError(f"{degree[0]}={degree[1]} does not divide {spec.name}'s {size} {name}")
+    divided = [("tp", "heads", spec.heads)]
+    if isinstance(run, Training):
+        if run.ep > 1 and not spec.experts:
+            raise SpecError(f"ep={run.ep} with {spec.name}, which has no experts; use ep=1")
+        divided += [("cp", "tokens of seq_len", run.seq_len), ("ep", "experts", spec.experts or run.ep)]
+    for field, what, size in divided:
+        if size % getattr(run, field):
+            raise SpecError(f"{field}={getattr(run, field)} does not divide {spec.name}'s {size} {what}")
     if isinstance(run, Training):
         stage_layers(spec.layers, run.pp, spec.name)
         _check_training(spec, run)
@@ -43,16 +48,6 @@ def check(spec: ModelSpec, run: Run, gpu: GPU | None = None) -> None:
             f"attention='flash' needs compute capability {'.'.join(map(str, least))}; {gpu.name} has "
             f"{'.'.join(map(str, capability))}: use attention='sdpa'"
         )
-
-
-def _splits(spec: ModelSpec, run: Run) -> list[tuple[tuple[str, int], str, int]]:
-    splits = [(("tp", run.tp), "heads", spec.heads)]
-    if isinstance(run, Training):
-        splits.append((("cp", run.cp), "tokens of seq_len", run.seq_len))
-        if run.ep > 1 and not spec.experts:
-            raise SpecError(f"ep={run.ep} with {spec.name}, which has no experts; use ep=1")
-        splits.append((("ep", run.ep), "experts", spec.experts or run.ep))
-    return splits
 
 
 def _check_training(spec: ModelSpec, run: Training) -> None:

@@ -18,7 +18,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..base.errors import SpecError, UnknownName, unknown_name
+from ..base.errors import SpecError, unknown_name
 from ..base.units import show_count
 from .parameters import Linear, components, linears
 from .shape import FAMILIES, MLA, shape_of
@@ -111,7 +111,7 @@ class ModelSpec(Sizes):
             active = show_count(self.active_parameters)
             shared = f" + {self.shared_experts} shared" if self.shared_experts else ""
             parts.append(f"{self.experts} experts{shared} × {self.moe_intermediate}")
-            parts.append(f"{self.experts_per_token} a token ({active} active)")
+            parts.append(f"{self.experts_per_token} per token ({active} active)")
         return ", ".join([*parts, f"vocabulary {self.vocab}"])
 
 
@@ -165,13 +165,9 @@ def _from_text(source: str | os.PathLike[str]) -> ModelSpec:
     if meant or path.suffix == ".json" or os.path.exists(path):
         return _from_file(path / "config.json" if os.path.isdir(path) else path)
     known = [*_presets(), *(alias for preset in _presets().values() for alias in preset["aliases"])]
-    raise _unknown(text, known)
-
-
-def _unknown(text: str, known: list[str]) -> UnknownName:
-    # People leave out the organisation; the nearest name is then found by what comes after the slash.
-    nearest = known if "/" in text else [*known, *(name.rpartition("/")[2] for name in known)]
-    return unknown_name("model", text, nearest, "See `llmlab models`, or give a config.json.")
+    if "/" not in text:  # people leave out the organisation: the nearest name is found by what comes after the slash
+        known += [name.rpartition("/")[2] for name in known]
+    raise unknown_name("model", text, known, "See `llmlab models`, or give a config.json.")
 
 
 def _from_file(path: Path) -> ModelSpec:

@@ -53,7 +53,7 @@ def gpt2_closed_form(hidden: int, layers: int, vocab: int, positions: int = 0) -
 
 
 def linears(spec: Sizes) -> tuple[Linear, ...]:
-    """Return every linear layer, in the order a block runs them. Routed experts are none: see expert_parameters."""
+    """Return every linear layer, in the order a block runs them. Routed experts are none: see `components`."""
     attention = _latent_attention(spec) if spec.mla else _attention(spec)
     return (*attention, *_mlp(spec), Linear("lm_head", spec.hidden, spec.vocab, False, 1, "head"))
 
@@ -109,26 +109,6 @@ def _gated(h: int, f: int) -> list[tuple[str, int, int]]:
     return [("gate_proj", h, f), ("up_proj", h, f), ("down_proj", f, h)]
 
 
-def embedding_parameters(spec: Sizes) -> int:
-    """hv: one row of h per token of the vocabulary."""
-    return spec.vocab * spec.hidden
-
-
-def position_parameters(spec: Sizes) -> int:
-    """One row of h per position where positions are learned; rotary positions have no parameters."""
-    return spec.max_positions * spec.hidden if spec.learned_positions else 0
-
-
-def expert_parameters(spec: Sizes) -> int:
-    """3hf of every routed expert; transformers 5 keeps a layer's as two 3-D tensors (gate_up_proj, down_proj)."""
-    return spec.moe_layers * spec.experts * 3 * spec.hidden * spec.moe_intermediate
-
-
-def router_parameters(spec: Sizes) -> int:
-    """One row of h per expert, in each layer that has experts."""
-    return spec.moe_layers * spec.experts * spec.hidden
-
-
 def norm_parameters(spec: Sizes) -> int:
     """h per norm, and the last one; LayerNorm has a bias too. Query-key norms are as wide as a head or a latent."""
     one = spec.hidden * (2 if spec.norm == "layernorm" else 1)
@@ -145,13 +125,15 @@ def components(spec: Sizes, linears: tuple[Linear, ...]) -> dict[str, int]:
     by_part = dict.fromkeys(("attention", "mlp", "head"), 0)
     for linear in linears:
         by_part[linear.part] += linear.parameters
+    routed = spec.moe_layers * spec.experts
     return {
-        "embedding": embedding_parameters(spec),
-        "positions": position_parameters(spec),
+        "embedding": spec.vocab * spec.hidden,
+        "positions": spec.max_positions * spec.hidden if spec.learned_positions else 0,  # rotary ones have none
         "attention": by_part["attention"],
         "mlp": by_part["mlp"],
-        "experts": expert_parameters(spec),
-        "router": router_parameters(spec),
+        # transformers 5 keeps a layer's experts as two three-dimensional tensors (gate_up_proj, down_proj).
+        "experts": routed * 3 * spec.hidden * spec.moe_intermediate,
+        "router": routed * spec.hidden,
         "norms": norm_parameters(spec),
         "head": 0 if spec.tied else by_part["head"],
     }

@@ -43,28 +43,6 @@ def _shown(value: Any) -> str:
     return f"<a number of {value.bit_length()} bits>" if huge else repr(value)
 
 
-def _one_of(owner: Any, field: str, allowed: tuple[object, ...]) -> None:
-    value = getattr(owner, field)
-    if not any(value is choice or (value == choice and type(value) is type(choice)) for choice in allowed):
-        raise SpecError(f"{field}={_shown(value)} is not one of {', '.join(map(str, allowed))}")
-
-
-def _at_least(owner: Any, field: str, least: int) -> None:
-    value = getattr(owner, field)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise SpecError(f"{field}={value!r} is a {type(value).__name__}; give a whole number >= {least}")
-    if value < least:
-        raise SpecError(f"{field}={_shown(value)} is too small; give a whole number >= {least}")
-    if value > MOST:
-        raise SpecError(f"{field}={_shown(value)} is too large; give a whole number <= {MOST}")
-
-
-def _is_bool(owner: Any, field: str) -> None:
-    value = getattr(owner, field)
-    if not isinstance(value, bool):
-        raise SpecError(f"{field}={value!r} is not True or False")
-
-
 class _Spec:
     """Printing and JSON shared by the three specs: only what differs from the defaults is shown."""
 
@@ -82,6 +60,21 @@ class _Spec:
         """Return the fields as JSON-ready values."""
         return asdict(self)
 
+    def _check_counts(self, *fields: str) -> None:
+        for field in fields:
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise SpecError(f"{field}={value!r} is a {type(value).__name__}; give a whole number >= 1")
+            if not 1 <= value <= MOST:
+                wrong, give = ("small", ">= 1") if value < 1 else ("large", f"<= {MOST}")
+                raise SpecError(f"{field}={_shown(value)} is too {wrong}; give a whole number {give}")
+
+    def _check_choices(self, **allowed: tuple[object, ...]) -> None:
+        for field, choices in allowed.items():
+            value = getattr(self, field)
+            if not any(value is choice or (value == choice and type(value) is type(choice)) for choice in choices):
+                raise SpecError(f"{field}={_shown(value)} is not one of {', '.join(map(str, choices))}")
+
 
 @dataclass(frozen=True, repr=False)
 class LoRA(_Spec):
@@ -97,14 +90,14 @@ class LoRA(_Spec):
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        _at_least(self, "rank", 1)
+        self._check_counts("rank")
         targets = self.targets
         listed = isinstance(targets, (tuple, list)) and targets
         if not listed or not all(isinstance(name, str) and name for name in targets):
             raise SpecError(f"targets={targets!r} is not a tuple of layer names; for example ('q_proj', 'v_proj')")
         object.__setattr__(self, "targets", tuple(targets))
         if self.alpha is not None:
-            _at_least(self, "alpha", 1)
+            self._check_counts("alpha")
         if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
             raise SpecError(f"dropout={self.dropout!r} is no number or outside 0 <= dropout < 1")
 
@@ -139,18 +132,19 @@ class Training(_Spec):
     kernels: Kernels | None = None
 
     def __post_init__(self) -> None:
-        for field in ("micro_batch", "seq_len", "accumulation", "dp", "tp", "pp", "cp", "ep"):
-            _at_least(self, field, 1)
-        _one_of(self, "precision", PRECISIONS)
-        _one_of(self, "optimizer", OPTIMIZERS)
-        _one_of(self, "checkpointing", CHECKPOINTING)
-        _one_of(self, "attention", ATTENTIONS)
-        _one_of(self, "quantization", QUANTIZATIONS)
-        _one_of(self, "zero", (0, 1, 2, 3))
-        _one_of(self, "offload", OFFLOADS)
-        _one_of(self, "kernels", KERNELS)
-        _is_bool(self, "sequence_parallel")
-        _is_bool(self, "compile")
+        self._check_counts("micro_batch", "seq_len", "accumulation", "dp", "tp", "pp", "cp", "ep")
+        self._check_choices(
+            precision=PRECISIONS,
+            optimizer=OPTIMIZERS,
+            checkpointing=CHECKPOINTING,
+            attention=ATTENTIONS,
+            quantization=QUANTIZATIONS,
+            zero=(0, 1, 2, 3),
+            offload=OFFLOADS,
+            kernels=KERNELS,
+            sequence_parallel=(True, False),
+            compile=(True, False),
+        )
         if self.lora is not None and not isinstance(self.lora, LoRA):
             example = "lora=lab.LoRA(rank=16, targets=('q_proj', 'v_proj'))"
             raise SpecError(f"lora={self.lora!r} is not a LoRA; write {example}")
@@ -225,11 +219,8 @@ class Inference(_Spec):
     tp: int = 1
 
     def __post_init__(self) -> None:
-        for field in ("batch", "prompt_len", "new_tokens", "tp"):
-            _at_least(self, field, 1)
-        _one_of(self, "weights", WEIGHTS)
-        _one_of(self, "kv", KV_DTYPES)
-        _one_of(self, "attention", ATTENTIONS)
+        self._check_counts("batch", "prompt_len", "new_tokens", "tp")
+        self._check_choices(weights=WEIGHTS, kv=KV_DTYPES, attention=ATTENTIONS)
 
     @property
     def seq_len(self) -> int:

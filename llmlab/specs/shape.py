@@ -6,14 +6,14 @@ somebody else's model. Everything else that is missing takes the default of tran
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..base.errors import SpecError
 
-LLAMA_LIKE = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "phi3", "deepseek_v3")
-FAMILIES = ("gpt2", *LLAMA_LIKE)  # transformers' model_type
+# transformers' model_type; all but the first have a Llama's keys in their configs.
+FAMILIES = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "phi3", "deepseek_v3")
 
 # Where transformers' class has a number for a key that may be missing: its default.
 HEAD_DIM = {"qwen3": 128, "gemma2": 256}
@@ -75,33 +75,34 @@ class _Reader:
 
     def rate(self, key: str, default: float) -> float:
         """Return a dropout probability."""
-        value = self.config.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
-            raise SpecError(f"{self.where}: {key}={value!r} is outside 0 <= {key} < 1")
-        return float(value)
+        return float(self._checked(key, default, lambda x: _is_number(x) and 0 <= x < 1, f"outside 0 <= {key} < 1"))
 
     def cap(self, key: str, default: float) -> float | None:
         """Return the positive number that tanh caps scores or logits at, or None for no cap."""
-        value = self.config.get(key, default)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0):
-            raise SpecError(f"{self.where}: {key}={value!r} is neither null nor a number > 0")
+        wrong = "neither null nor a number > 0"
+        value = self._checked(key, default, lambda x: x is None or (_is_number(x) and x > 0), wrong)
         return None if value is None else float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        value = self.config.get(key, default)
-        if not isinstance(value, bool):
-            raise SpecError(f"{self.where}: {key}={value!r} is not true or false")
-        return value
+        return self._checked(key, default, lambda x: isinstance(x, bool), "not true or false")
 
     def text(self, key: str, default: str) -> str:
+        return self._checked(key, default, lambda x: isinstance(x, str), "not a name")
+
+    def _checked(self, key: str, default: Any, fine: Callable[[Any], bool], wrong: str) -> Any:
+        """Return the value, or the default where the key is missing; SpecError says what is `wrong` with others."""
         value = self.config.get(key, default)
-        if not isinstance(value, str):
-            raise SpecError(f"{self.where}: {key}={value!r} is not a name")
+        if not fine(value):
+            raise SpecError(f"{self.where}: {key}={value!r} is {wrong}")
         return value
 
     def divides(self, key: str, part: int, size_key: str, size: int, advice: str) -> None:
         if size % part:
             raise SpecError(f"{self.where}: {size_key}={size} is not divisible by {key}={part}; {advice}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _gpt2(read: _Reader) -> dict[str, Any]:
@@ -135,10 +136,15 @@ def _gpt2(read: _Reader) -> dict[str, Any]:
 
 def _llama_like(read: _Reader, family: str) -> dict[str, Any]:
     hidden, heads, layers = read.size("hidden_size"), read.size("num_attention_heads"), read.size("num_hidden_layers")
-    kv_heads = read.size("num_key_value_heads", default=heads if _kv_optional(read, family) else None)
+    # null is "as many as heads" for every family that allows it; a missing key only for some.
+    optional = family in KV_HEADS_OPTIONAL or "num_key_value_heads" in read.config
+    kv_heads = read.size("num_key_value_heads", default=heads if optional else None)
     read.divides("num_key_value_heads", kv_heads, "num_attention_heads", heads, "heads share keys in equal groups")
     intermediate = read.size("intermediate_size")
-    mla = _mla(read) if family == "deepseek_v3" else None
+    mla = None
+    if family == "deepseek_v3":
+        widths = (read.size(key) for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+        mla = MLA(read.optional_size("q_lora_rank", 1536), *widths)
     window, window_layers = _window(read, family, layers)
     attention_bias = family not in ("mistral", "mixtral", "phi3", "qwen2") and read.flag("attention_bias")
     gemma = family == "gemma2"
@@ -172,11 +178,6 @@ def _llama_like(read: _Reader, family: str) -> dict[str, Any]:
     )
 
 
-def _kv_optional(read: _Reader, family: str) -> bool:
-    # null is "as many as heads" for every family that allows it; a missing key only for some.
-    return family in KV_HEADS_OPTIONAL or "num_key_value_heads" in read.config
-
-
 def _head_dim(read: _Reader, family: str, hidden: int, heads: int) -> int:
     given = read.config.get("head_dim", HEAD_DIM.get(family))
     if given is None or family in ("llama", "gemma2"):  # these two want it divisible even where head_dim is given
@@ -185,21 +186,9 @@ def _head_dim(read: _Reader, family: str, hidden: int, heads: int) -> int:
     return read.size("head_dim", default=HEAD_DIM.get(family, hidden // heads))
 
 
-def _mla(read: _Reader) -> MLA:
-    return MLA(
-        q_lora_rank=read.optional_size("q_lora_rank", 1536),
-        kv_lora_rank=read.size("kv_lora_rank"),
-        qk_nope_head_dim=read.size("qk_nope_head_dim"),
-        qk_rope_head_dim=read.size("qk_rope_head_dim"),
-        v_head_dim=read.size("v_head_dim"),
-    )
-
-
 def _window(read: _Reader, family: str, layers: int) -> tuple[int | None, int]:
     """Return the sliding window in tokens, None where there is none, and the number of layers that have it."""
-    if family in ("llama", "deepseek_v3"):
-        return None, 0
-    if family.startswith("qwen") and not read.flag("use_sliding_window"):
+    if family in ("llama", "deepseek_v3") or (family.startswith("qwen") and not read.flag("use_sliding_window")):
         return None, 0
     window = read.optional_size("sliding_window", SLIDING_WINDOW.get(family))
     if window is None:

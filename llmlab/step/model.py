@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 from torch import nn
 
+from ..base.compat import check, symbol
 from ..base.errors import NotAvailable, SpecError
 from ..specs.model import ModelSpec
 from ..specs.run import Inference, LoRA, Run, Training
@@ -121,6 +122,7 @@ def _prepare_for_training(model: Any, run: Training, recomputing: Around) -> Mod
     if run.checkpointing:
         _checkpoint_blocks(model, run.checkpointing, recomputing)
     if run.kernels == "liger":
+        check("liger_kernel")
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
         _apply_liger_kernel_to_instance(model=model)
@@ -162,6 +164,7 @@ def pinned_attention(run: Run) -> Iterator[None]:
         yield
         return
     from torch.nn.attention import SDPBackend, sdpa_kernel
+    check("transformers.integrations.sdpa_attention")
     from transformers.integrations import sdpa_attention
 
     repeats = mock.patch.object(sdpa_attention, "use_gqa_in_sdpa", lambda *args: False)
@@ -208,8 +211,8 @@ def _both(outer: AbstractContextManager, inner: AbstractContextManager) -> Itera
 def _add_adapters(model: PreTrainedModel, lora: LoRA) -> PeftModel | PeftMixedModel:
     """Return the peft model: adapters on `lora.targets`, in fp32 whatever the frozen weights are in."""
     from peft import LoraConfig, get_peft_model
-    from transformers.pytorch_utils import Conv1D
 
+    Conv1D = symbol("transformers.pytorch_utils.Conv1D")
     names = {name.rsplit(".", 1)[-1]: module for name, module in model.named_modules()}
     linears = sorted(name for name, module in names.items() if isinstance(module, (nn.Linear, Conv1D)))
     if unknown := [target for target in lora.targets if target not in linears]:

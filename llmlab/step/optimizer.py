@@ -14,10 +14,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..base.errors import NotAvailable
+from ..specs.run import Training
 
 LEARNING_RATE = 1e-4
 TORCH_OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW, "adafactor": torch.optim.Adafactor}
 HALF = (torch.float16, torch.bfloat16)
+# Of a step whose optimizer is offloaded, as techniques/offload.py does it.
+OFFLOAD_PRECISIONS = ("fp32", "autocast-bf16", "mixed-bf16")  # a scaler would have to look into the host's gradients
+OFFLOAD_OPTIMIZERS = ("sgd", "adamw")  # they treat every element alike, so a flat bucket is as good
 
 
 def build_optimizer(name: str, parameters: Iterable[nn.Parameter], fused: bool | None = None) -> Optimizer:
@@ -38,6 +42,18 @@ def build_optimizer(name: str, parameters: Iterable[nn.Parameter], fused: bool |
     from bitsandbytes import optim
 
     return {"adamw-8bit": optim.AdamW8bit, "lion": optim.Lion}[name](parameters, lr=LEARNING_RATE)
+
+
+def check_offload(run: Training, on_gpu: bool, verb: str) -> None:
+    """Raise NotAvailable for an offloaded step that does not run; `verb` is who asks, `on_gpu` whether for a GPU."""
+    given = f"{verb} has no offload={run.offload!r}"
+    if not on_gpu:
+        raise NotAvailable(f"{given} on the CPU, whose memory the host's is; name a GPU")
+    if run.offload != "optimizer":
+        raise NotAvailable(f"{given}, only 'optimizer'; see lab.estimate")
+    for name, allowed in (("precision", OFFLOAD_PRECISIONS), ("optimizer", OFFLOAD_OPTIMIZERS)):
+        if getattr(run, name) not in allowed:
+            raise NotAvailable(f"{given} with {name}={getattr(run, name)!r}; give {', '.join(allowed)}")
 
 
 class MasterWeights:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from ..base.compat import check
 from ..base.errors import NotAvailable
 from ..formulas.memory.precision import NF4_BLOCK
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def _says_else(words: str, record: logging.LogRecord) -> bool:
-    return words not in str(record.msg)
+def _other_than(words: str) -> Callable[[logging.LogRecord], bool]:
+    return lambda record: words not in str(record.msg)
 
 
 # Said at import, and at each product: that an optional CPU kernel is not installed, that int8 products are in fp16.
 for _module, _words in (("backends.cpu.ops", "kernels-community"), ("autograd._functions", "inputs will be cast")):
-    logging.getLogger(f"bitsandbytes.{_module}").addFilter(partial(_says_else, _words))
+    logging.getLogger(f"bitsandbytes.{_module}").addFilter(_other_than(_words))
 
 
 QUANTIZED_BYTES = {"nf4": 0.5, "int8": 1.0}  # of a weight, without its scales
@@ -53,6 +53,7 @@ def quantize_linears(
     `load_order` says when a tensor is read and when it is taken into the model, as `one_at_a_time` does.
     Raises NotAvailable for layers that bitsandbytes has no NF4 products for on a CPU.
     """
+    check("transformers.integrations.bitsandbytes")
     import bitsandbytes as bnb
     from transformers import BitsAndBytesConfig
     from transformers.integrations import bitsandbytes as integration
@@ -66,8 +67,12 @@ def quantize_linears(
     model = integration.replace_with_bnb_linear(model, modules_to_not_convert=head, quantization_config=wanted)
     kinds = (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)
     linears = {f"{name}.weight": each for name, each in model.named_modules() if isinstance(each, kinds)}
-    if quantization == "nf4" and device == HOST:
-        _check_blocks(linears.values())
+    odd = [each.in_features for each in linears.values() if each.in_features % NF4_BLOCK]
+    if quantization == "nf4" and device == HOST and odd:
+        raise NotAvailable(
+            f"nf4 on a CPU multiplies whole blocks of {NF4_BLOCK} weights (bitsandbytes); here a layer has "
+            f"{odd[0]} inputs: use a GPU, or sizes divisible by {NF4_BLOCK}"
+        )
     tied = {f"{name}.weight" for name in head} if getattr(model.config, "tie_word_embeddings", False) else set()
     stored = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     if device != HOST:
@@ -112,15 +117,6 @@ def _load(
             del read[index]  # before the next one is read
             for made in (owner, owner.weight):
                 made._is_hf_initialized = True  # or initialize_weights would draw into the quantized bytes
-
-
-def _check_blocks(linears: Iterable[nn.Linear]) -> None:
-    for linear in linears:
-        if linear.in_features % NF4_BLOCK:
-            raise NotAvailable(
-                f"nf4 on a CPU multiplies whole blocks of {NF4_BLOCK} weights (bitsandbytes); here a layer has "
-                f"{linear.in_features} inputs: use a GPU, or sizes divisible by {NF4_BLOCK}"
-            )
 
 
 def _warm_up(size: float, device: torch.device) -> None:

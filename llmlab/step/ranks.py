@@ -19,13 +19,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
+from ..base.compat import check
 from ..base.errors import NotAvailable, SpecError
 from ..specs.model import ModelSpec
 from ..specs.run import Run, Training
 from ..techniques.tensor_parallel import COLUMNS, ROWS
-from .optimizer import LEARNING_RATE, TORCH_OPTIMIZERS
+from .optimizer import TORCH_OPTIMIZERS
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -139,6 +139,7 @@ def shard_units(model: nn.Module, blocks: Iterable[nn.Module], **arguments: Any)
 
 def blocks(model: PreTrainedModel) -> list[nn.Module]:
     """Return the model's blocks: the modules of the class that transformers says may not be split."""
+    check("transformers.modeling_utils")
     names = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 
@@ -153,14 +154,6 @@ def data_parallel(model: nn.Module, run: Training, ranks: Ranks) -> nn.Module:
 def unsynced(model: nn.Module) -> AbstractContextManager:
     """Return the context of a micro-batch after which gradients are not yet sent."""
     return model.no_sync() if isinstance(model, nn.parallel.DistributedDataParallel) else nullcontext()
-
-
-def zero_optimizer(name: str, parameters: list[nn.Parameter], ranks: Ranks) -> Optimizer:
-    """Return torch's optimizer `name` in ZeroRedundancyOptimizer: each rank steps some of the parameters."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    group = ranks.mesh["dp"].get_group()
-    return ZeroRedundancyOptimizer(parameters, TORCH_OPTIMIZERS[name], process_group=group, lr=LEARNING_RATE)
 
 
 def steps_locally(run: Training, ranks: Ranks) -> bool:

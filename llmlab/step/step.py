@@ -24,8 +24,7 @@ from ..specs.model import ModelSpec
 from ..specs.run import Inference, Run, Training
 from ..techniques.offload import Offloaded
 from .model import DTYPES, Around, build_model, compute_dtype, weight_dtype
-from .offload import offloaded
-from .optimizer import MasterWeights, build_optimizer
+from .optimizer import LEARNING_RATE, TORCH_OPTIMIZERS, MasterWeights, build_optimizer
 from .quantized import LoadOrder, one_at_a_time
 from .ranks import (
     LocalShards,
@@ -38,10 +37,7 @@ from .ranks import (
     shard,
     steps_locally,
     unsynced,
-    zero_optimizer,
 )
-
-__all__ = ["Step", "build_step", "generate", "texts", "training_step"]
 
 Enter = Callable[..., None]
 NARROW = ("fp8", "int8", "int4")  # of a KV cache beside wider weights
@@ -151,7 +147,8 @@ def build_step(
         _add_optimizer(step, run, ranks)
     step.inputs = [ids.to(device, copy=True) for ids in inputs]
     if run.offload:
-        step.offload = offloaded(run, [parameter for parameter in model.parameters() if parameter.requires_grad])
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        step.offload = Offloaded(trained, TORCH_OPTIMIZERS[run.optimizer], lr=LEARNING_RATE)
     return step
 
 
@@ -176,7 +173,10 @@ def _add_optimizer(step: Step, run: Training, ranks: Ranks | None) -> None:
         step.masters = MasterWeights(stepped)
         stepped = step.masters.parameters
     if ranks and run.zero == 1:
-        step.optimizer = zero_optimizer(run.optimizer, stepped, ranks)
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        group, kind = ranks.mesh["dp"].get_group(), TORCH_OPTIMIZERS[run.optimizer]
+        step.optimizer = ZeroRedundancyOptimizer(stepped, kind, process_group=group, lr=LEARNING_RATE)
     else:
         # Master copies are stepped by a fused kernel, as in DeepSpeed and Megatron-LM.
         step.optimizer = build_optimizer(run.optimizer, stepped, fused=True if step.masters else None)

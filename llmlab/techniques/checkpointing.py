@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ..architectures.gpt import in_order
 from ..base.compat import TorchDispatchMode, tree_map_only
 from ..base.errors import SpecError, check_counts
 
@@ -148,9 +149,7 @@ class Segment(nn.ModuleList):
     """Blocks in sequence; `rest` are the arguments that each takes besides x."""
 
     def forward(self, x: Tensor, *rest: Any) -> Tensor:
-        for block in self:
-            x = block(x, *rest)
-        return x
+        return in_order(self, x, *rest)
 
 
 def every(k: int, how: Callable[..., Tensor] = checkpoint) -> Callable[..., Tensor]:

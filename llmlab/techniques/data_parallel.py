@@ -10,7 +10,7 @@ parameter during backward (`Overlapped` with bucket_bytes=0), and in buckets (`O
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -33,12 +33,21 @@ def pass_on(outgoing: Tensor, arriving: Tensor) -> list[dist.Work]:
     return [request for request in requests if request is not None]  # it is None on ranks outside the group
 
 
-def _exchange(chunks: tuple[Tensor, ...], send: int, receive: int) -> tuple[Tensor, int]:
-    """Send one chunk to the next rank and receive another from the previous; return the latter, and the bytes sent."""
-    outgoing, arrived = chunks[send % len(chunks)], torch.empty_like(chunks[receive % len(chunks)])
-    for request in pass_on(outgoing, arrived):
-        request.wait()
-    return arrived, outgoing.nbytes
+def _around(flat: Tensor, first: int, arrive: Callable[[Tensor, Tensor], Tensor]) -> int:
+    """Send chunk `first` of `flat`, (P,), then each time the chunk that arrived last, N - 1 in all; return the bytes.
+
+    `arrive` puts what arrives into this rank's own chunk, in place.
+    """
+    ranks = dist.get_world_size()
+    chunks, sent = flat.tensor_split(ranks), 0
+    for number in range(first, first - ranks + 1, -1):
+        outgoing, own = chunks[number % ranks], chunks[(number - 1) % ranks]
+        arriving = torch.empty_like(own)
+        for request in pass_on(outgoing, arriving):
+            request.wait()
+        arrive(own, arriving)
+        sent += outgoing.nbytes
+    return sent
 
 
 def ring_reduce_scatter(flat: Tensor) -> int:
@@ -46,25 +55,12 @@ def ring_reduce_scatter(flat: Tensor) -> int:
 
     Returns the bytes that this rank sent: N - 1 chunks, so (N - 1) / N of the tensor's bytes.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    chunks, sent = flat.tensor_split(ranks), 0
-    for step in range(ranks - 1):
-        send, receive = rank - step - 1, rank - step - 2  # sends the chunk that arrived last, plus its own part
-        arrived, size = _exchange(chunks, send, receive)
-        chunks[receive % ranks].add_(arrived)
-        sent += size
-    return sent
+    return _around(flat, dist.get_rank() - 1, Tensor.add_)
 
 
 def ring_all_gather(flat: Tensor) -> int:
     """Fill `flat`, (P,), in place with the chunks of all ranks. Returns the bytes sent: (N - 1) / N of the tensor's."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    chunks, sent = flat.tensor_split(ranks), 0
-    for step in range(ranks - 1):
-        arrived, size = _exchange(chunks, rank - step, rank - step - 1)
-        chunks[(rank - step - 1) % ranks].copy_(arrived)
-        sent += size
-    return sent
+    return _around(flat, dist.get_rank(), Tensor.copy_)
 
 
 def ring_all_reduce(flat: Tensor) -> int:
@@ -126,7 +122,7 @@ class Overlapped:
         self.buckets = [bucket[::-1] for bucket in buckets(list(self.names)[::-1], bucket_bytes)]
         self.missing = [set(bucket) for bucket in self.buckets]  # parameters without a gradient so far
         self.sync, self.messages = True, 0
-        self.under_way: list[tuple[int, Tensor, dist.Work]] = []
+        self.pending: list[tuple[int, Tensor, dist.Work]] = []
         for index, bucket in enumerate(self.buckets):
             for parameter in bucket:
                 # This hook runs once .grad has the whole gradient; one on the tensor itself would run before the sum.
@@ -141,21 +137,21 @@ class Overlapped:
             # average would raise no error and change nothing.
             flat = flat_gradients(self.buckets[index])  # (elements of the bucket,)
             flat.mul_(1 / dist.get_world_size())  # before the sum, as DDP does: the sum could overflow in fp16
-            self.under_way.append((index, flat, dist.all_reduce(flat, async_op=True)))
+            self.pending.append((index, flat, dist.all_reduce(flat, async_op=True)))
             self.messages += 1
 
     def wait(self) -> None:
         """Write the averages into .grad; raise RuntimeError for parameters that backward did not reach."""
         if absent := [self.names[p] for missing in self.missing for p in missing]:
             raise RuntimeError(f"no gradient for {', '.join(sorted(absent))}: is it used in the loss?")
-        for index, flat, request in self.under_way:
+        for index, flat, request in self.pending:
             request.wait()
             bucket = self.buckets[index]
             for parameter, mean in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
                 assert parameter.grad is not None  # it was sent
                 parameter.grad.copy_(mean.view_as(parameter))
             self.missing[index] = set(bucket)
-        self.under_way.clear()
+        self.pending.clear()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

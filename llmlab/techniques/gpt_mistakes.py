@@ -13,9 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-from ..architectures.gpt import GPT, Attention
 from ..data import windows
-from .training_loop import next_token_loss
 
 # ---- probes
 
@@ -33,12 +31,6 @@ def influence(model: nn.Module, ids_T: Tensor) -> Tensor:
     return ((after_TTV - before_TV).abs().amax(-1) > 1e-9).T
 
 
-def first_loss(model: nn.Module, ids_BT: Tensor) -> float:
-    """Return the loss in eval mode before any training, in nats: ln V if the model starts with a uniform guess."""
-    with torch.no_grad():
-        return next_token_loss(model.eval()(ids_BT), ids_BT).item()
-
-
 # ---- wrong attention
 
 
@@ -51,14 +43,6 @@ def attend_over_heads(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, *_: object
     """WRONG: tokens and heads are exchanged, so a token's heads attend to each other and no token sees another."""
     q_BTHD, k_BTHD, v_BTHD = (t.transpose(1, 2) for t in (q_BHTD, k_BHTD, v_BHTD))
     return F.scaled_dot_product_attention(q_BTHD, k_BTHD, v_BTHD).transpose(1, 2)  # the shape is right again
-
-
-def with_attention(model: GPT, attend: Callable[..., Tensor]) -> GPT:
-    """Put `attend` in all blocks of the GPT, and return it."""
-    for module in model.modules():
-        if isinstance(module, Attention):
-            module.attend = attend
-    return model
 
 
 # ---- another norm

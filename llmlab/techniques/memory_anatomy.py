@@ -36,14 +36,6 @@ def train(
     return losses
 
 
-@torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[Tensor]) -> float:
-    """Return the mean loss. eval() turns dropout off; it is no_grad() that saves nothing for backward."""
-    model.eval()
-    losses = [model(input_ids=ids, labels=ids).loss.item() for ids in batches]
-    return sum(losses) / len(losses)
-
-
 def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
     """Return the bytes of the tensors' storages, each storage once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}

@@ -54,8 +54,8 @@ class Bucket:
         self.device = parameters[0].device
         on_gpu = self.device.type == "cuda"
         # A pinned buffer, so that copies run beside the CPU: gradients arrive in it, and new weights leave from it.
-        self.border = torch.empty(sum(sizes), dtype=parameters[0].dtype, device="cpu", pin_memory=on_gpu)  # (n,)
-        self.views = dict(zip(parameters, self.border.split(sizes), strict=True))
+        self.staging = torch.empty(sum(sizes), dtype=parameters[0].dtype, device="cpu", pin_memory=on_gpu)  # (n,)
+        self.views = dict(zip(parameters, self.staging.split(sizes), strict=True))
         self.master = nn.Parameter(memory(sum(sizes)))  # (n,)
         for p, view in zip(parameters, self.master.detach().split(sizes), strict=True):
             view.copy_(p.detach().flatten())
@@ -86,7 +86,7 @@ class Bucket:
             self.copied.synchronize()
         for parameter in set(self.parameters) - self.arrived:  # backward did not reach it
             self.views[parameter].zero_()
-        gradient = self.border.to(torch.float32, copy=True)  # (n,)
+        gradient = self.staging.to(torch.float32, copy=True)  # (n,)
         self.master.grad = gradient if self.master.grad is None else self.master.grad.add_(gradient)
         self.arrived = set()
 
@@ -96,7 +96,7 @@ class Bucket:
             self.sum_up()
         self.optimizer.step()
         self.master.grad = None
-        self.border.copy_(self.master.detach())
+        self.staging.copy_(self.master.detach())
 
     @torch.no_grad()
     def give_back(self, stream: Any) -> None:
@@ -141,7 +141,7 @@ class Offloaded:
         for bucket in self.buckets:
             bucket.step()
             bucket.give_back(self.stream)
-            self.moved["from host"] += bucket.border.nbytes
+            self.moved["from host"] += bucket.staging.nbytes
         if self.stream:
             torch.cuda.current_stream().wait_stream(self.stream)
 

@@ -6,6 +6,7 @@ torch has torch.autograd.graph.save_on_cpu; these are the same hooks, which also
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,13 @@ class Elsewhere(saved_tensors_hooks):
             if tensor.untyped_storage().data_ptr() in staying:
                 return tensor
             self.moved["left"] += tensor.nbytes
-            return (keep(tensor),)
+            return tensor.device, keep(tensor)
 
         def unpack(packed: Any) -> Tensor:
             if isinstance(packed, Tensor):
                 return packed
-            tensor = restore(packed[0])
+            device, kept = packed
+            tensor = restore(kept).to(device)
             self.moved["came back"] += tensor.nbytes
             return tensor
 
@@ -42,20 +44,16 @@ class Elsewhere(saved_tensors_hooks):
 
 def on_host(weights: Iterable[Tensor]) -> Elsewhere:
     """Keep saved tensors in the host's memory. save_on_cpu(pin_memory=True) copies without making the CPU wait."""
-
-    def keep(tensor: Tensor) -> tuple[torch.device, Tensor]:
-        return tensor.device, tensor.to("cpu", copy=True)
-
-    return Elsewhere(keep, lambda kept: kept[1].to(kept[0]), weights)
+    return Elsewhere(lambda tensor: tensor.to("cpu", copy=True), lambda kept: kept, weights)
 
 
 def in_files(folder: Path, weights: Iterable[Tensor]) -> Elsewhere:
     """Keep saved tensors in files, one per tensor."""
-    paths: list[Path] = []
+    numbers = count()
 
-    def keep(tensor: Tensor) -> tuple[torch.device, Path]:
-        paths.append(folder / f"{len(paths)}.pt")
-        torch.save(tensor.detach().cpu().clone(), paths[-1])
-        return tensor.device, paths[-1]
+    def keep(tensor: Tensor) -> Path:
+        path = folder / f"{next(numbers)}.pt"
+        torch.save(tensor.detach().cpu().clone(), path)
+        return path
 
-    return Elsewhere(keep, lambda kept: torch.load(kept[1], map_location=kept[0], weights_only=True), weights)
+    return Elsewhere(keep, lambda path: torch.load(path, weights_only=True), weights)

@@ -31,11 +31,6 @@ def dynamic_code(signed: bool = True) -> Tensor:
     return torch.tensor(sorted(values))
 
 
-def linear_code(signed: bool = True) -> Tensor:
-    """Return 256 equally spaced values, as int8 has, for comparison."""
-    return torch.linspace(-1 if signed else 0, 1, 256)
-
-
 def quantize(x: Tensor, code: Tensor, block: int = BLOCK, bins: int | None = None) -> tuple[Tensor, Tensor]:
     """Return the index of the nearest value, uint8, shape of `x`, and absmax, fp32, one per block of `block` numbers.
 

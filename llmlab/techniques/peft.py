@@ -10,17 +10,20 @@ that computes them (2103.10385); prefix tuning n keys and values in every layer 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ..base.errors import NotAvailable, SpecError, unknown_name
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..base.errors import NotAvailable, SpecError, check_counts, unknown_name
 from ..specs.model import ModelSpec
 
 if TYPE_CHECKING:
-    from torch import nn
     from transformers import PreTrainedModel
 
 METHODS = ("full", "lora", "dora", "adapter", "ia3", "bitfit", "prompt", "p-tuning", "prefix")
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+AFTER = ("o_proj", "down_proj")  # the last linears of attention and of the MLP: adapters follow them
 
 
 def trained(method: str, spec: ModelSpec, rank: int = 16, tokens: int = 20) -> int:
@@ -57,31 +60,66 @@ def apply(method: str, model: PreTrainedModel, rank: int = 16, tokens: int = 20)
             parameter.requires_grad_(method == "full" or name.endswith(".bias"))
         return model
     if method == "adapter":
-        from .adapters import insert
-
         return insert(model, rank)
     try:
         import peft
     except ImportError:
         raise NotAvailable(f"{method} needs the peft package: pip install peft") from None
-    task, config = peft.TaskType.CAUSAL_LM, peft.PeftConfig()
-    if method in ("lora", "dora"):
-        config = peft.LoraConfig(
-            r=rank, lora_alpha=2 * rank, target_modules=list(TARGETS), use_dora=method == "dora", task_type=task
-        )
-    elif method == "ia3":
-        names = ["k_proj", "v_proj", "down_proj"]
-        config = peft.IA3Config(target_modules=names, feedforward_modules=["down_proj"], task_type=task)
-    elif method == "prompt":
-        config = peft.PromptTuningConfig(num_virtual_tokens=tokens, task_type=task)
-    elif method == "p-tuning":
-        width = model.config.hidden_size
-        config = peft.PromptEncoderConfig(num_virtual_tokens=tokens, encoder_hidden_size=width, task_type=task)
-    else:
-        config = peft.PrefixTuningConfig(num_virtual_tokens=tokens, task_type=task)
-    return peft.get_peft_model(model, config)
+    task = peft.TaskType.CAUSAL_LM
+    lora: dict[str, Any] = {"r": rank, "lora_alpha": 2 * rank, "target_modules": list(TARGETS), "task_type": task}
+    virtual: dict[str, Any] = {"num_virtual_tokens": tokens, "task_type": task}
+    factors = ["k_proj", "v_proj", "down_proj"]
+    configs = {
+        "lora": peft.LoraConfig(**lora),
+        "dora": peft.LoraConfig(**lora, use_dora=True),
+        "ia3": peft.IA3Config(target_modules=factors, feedforward_modules=["down_proj"], task_type=task),
+        "prompt": peft.PromptTuningConfig(**virtual),
+        "p-tuning": peft.PromptEncoderConfig(**virtual, encoder_hidden_size=model.config.hidden_size),
+        "prefix": peft.PrefixTuningConfig(**virtual),
+    }
+    return peft.get_peft_model(model, configs[method])
 
 
 def _check(method: str) -> None:
     if method not in METHODS:
         raise unknown_name("method", str(method), list(METHODS), f"It is one of {', '.join(METHODS)}.")
+
+
+class Adapter(nn.Module):
+    """The frozen linear layer `base`, and y + up(GELU(down(y))) on its output y (arXiv 1902.00751, section 2.1).
+
+    It cannot be merged into the weights: forward keeps two more matrix products, one after the other.
+    """
+
+    def __init__(self, base: nn.Linear, width: int) -> None:
+        """`width` is the size of the bottleneck; `up` starts at zero, so training starts from the unchanged model."""
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        like: dict[str, Any] = {"device": base.weight.device, "dtype": base.weight.dtype}
+        self.down = nn.Linear(base.out_features, width, **like)
+        self.up = nn.Linear(width, base.out_features, **like)
+        nn.init.zeros_(self.up.weight)
+        nn.init.zeros_(self.up.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.base(x)
+        return y + self.up(F.gelu(self.down(y)))
+
+
+def insert(model: nn.Module, width: int) -> nn.Module:
+    """Freeze `model`, wrap every linear layer named in `AFTER` in an Adapter of `width`, and return the model.
+
+    Raises SpecError, and changes nothing, if the model has no such layer or `width` is below 1.
+    """
+    check_counts(width=width)
+    linears = {
+        name: module
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] in AFTER and isinstance(module, nn.Linear)
+    }
+    if not linears:
+        raise SpecError(f"this model has no linear named {' or '.join(AFTER)}; adapters here are for Llama-like models")
+    model.requires_grad_(False)
+    for name, linear in linears.items():
+        model.set_submodule(name, Adapter(linear, width))
+    return model

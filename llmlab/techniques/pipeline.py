@@ -22,7 +22,7 @@ from ..architectures.llama import Llama, turn
 from ..base.errors import SpecError
 from ..specs.model import ModelSpec
 from ..specs.stages import stage_layers
-from .pipeline_schedules import Schedule, Span
+from .pipeline_schedules import Op, Schedule, Span
 
 
 def check(spec: ModelSpec, stages: int) -> None:
@@ -120,23 +120,23 @@ def run(
         kind, number, micro_batch = op
         start = time.perf_counter()
         if kind == "F":
-            x = None if number == 0 else _receive(shape, ranks, number - 1, number, micro_batch, last).requires_grad_()
+            x = None if number == 0 else _receive(shape, number - 1, op, ranks, last + 1).requires_grad_()
             start = time.perf_counter()
             out = stages[number](micro_batches[micro_batch] if x is None else x)
             if number == last:
                 out = loss(out, micro_batches[micro_batch]) / len(micro_batches)
                 losses.append(out.item())
             else:
-                under_way.append(_send(out.detach(), ranks, number, number + 1, micro_batch, last))
+                under_way.append(_send(out.detach(), op._replace(stage=number + 1), ranks, last + 1))
             passed[number, micro_batch] = x, out
         elif kind == "B":
             x, out = passed.pop((number, micro_batch))
-            grad = None if number == last else _receive(shape, ranks, number + 1, number, micro_batch, last)
+            grad = None if number == last else _receive(shape, number + 1, op, ranks, last + 1)
             start = time.perf_counter()
             out.backward(grad)
             if x is not None:
                 assert x.grad is not None  # `out` depends on it
-                under_way.append(_send(x.grad, ranks, number, number - 1, micro_batch, last))
+                under_way.append(_send(x.grad, op._replace(stage=number - 1), ranks, last + 1))
             if puts_off:
                 put_off[number, micro_batch] = later[number].copy()
                 later[number].clear()
@@ -150,23 +150,19 @@ def run(
     return sum(losses) if losses else None
 
 
-def _tag(sender: int, receiver: int, micro_batch: int, last: int) -> int:
-    """Return a number that no other message has: two ranks may be neighbours in several pairs of stages."""
-    return 2 * (micro_batch * (last + 1) + min(sender, receiver)) + (sender > receiver)
+def _tag(receiver: Op, stages: int) -> int:
+    """Return a number that only this message has: two ranks may be neighbours in several pairs of stages."""
+    return 2 * (receiver.micro_batch * stages + receiver.stage) + (receiver.kind == "B")
 
 
-def _send(
-    x: Tensor, ranks: list[int], sender: int, receiver: int, micro_batch: int, last: int
-) -> tuple[dist.Work, Tensor]:
+def _send(x: Tensor, receiver: Op, ranks: list[int], stages: int) -> tuple[dist.Work, Tensor]:
     x = x.contiguous()
-    work = dist.isend(x, ranks[receiver % len(ranks)], tag=_tag(sender, receiver, micro_batch, last))
+    work = dist.isend(x, ranks[receiver.stage % len(ranks)], tag=_tag(receiver, stages))
     assert work is not None  # it is None only on ranks outside the group
     return work, x
 
 
-def _receive(
-    shape: tuple[int, ...], ranks: list[int], sender: int, receiver: int, micro_batch: int, last: int
-) -> Tensor:
+def _receive(shape: tuple[int, ...], sender: int, receiver: Op, ranks: list[int], stages: int) -> Tensor:
     x = torch.empty(shape)
-    dist.recv(x, ranks[sender % len(ranks)], tag=_tag(sender, receiver, micro_batch, last))
+    dist.recv(x, ranks[sender % len(ranks)], tag=_tag(receiver, stages))
     return x

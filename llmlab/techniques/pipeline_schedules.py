@@ -10,6 +10,7 @@ p  ranks    m  micro-batches of a step    v  virtual stages per rank; the c-th, 
 
 from __future__ import annotations
 
+from collections import deque
 from typing import NamedTuple
 
 from ..base.errors import SpecError, check_counts
@@ -41,48 +42,29 @@ def schedule(name: str, ranks: int, micro_batches: int, virtual_stages: int = 1)
         raise SpecError(f"{given}: interleaved takes 2 or more stages per rank, the others one")
     if name == "interleaved" and micro_batches % ranks:
         raise SpecError(f"{micro_batches} micro-batches are not a multiple of {ranks} ranks; interleaved needs that")
-    if name == "gpipe":
-        return [
-            [Op("F", rank, i) for i in range(micro_batches)] + [Op("B", rank, i) for i in range(micro_batches)]
-            for rank in range(ranks)
-        ]
-    if name == "interleaved":
-        return [_interleaved(rank, ranks, micro_batches, virtual_stages) for rank in range(ranks)]
-    return [_one_forward_one_backward(rank, ranks, micro_batches, name == "zero-bubble") for rank in range(ranks)]
+    return [_ops(name, rank, ranks, micro_batches, virtual_stages) for rank in range(ranks)]
 
 
-def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int, split: bool) -> list[Op]:
-    """Return this rank's ops: a warm-up of one forward per later rank, then forward and backward in turn."""
-    warmup = min(ranks - rank - 1, micro_batches)
-    ops = [Op("F", rank, i) for i in range(warmup)]
-    for i in range(micro_batches):
-        if warmup + i < micro_batches:
-            ops.append(Op("F", rank, warmup + i))
-        ops.append(Op("B", rank, i))
-        # Rank r defers its weight gradients by r backwards; the last ones fill the gap at the end.
-        if split and i >= rank:
-            ops.append(Op("W", rank, i - rank))
-    if split:
-        ops += [Op("W", rank, i) for i in range(max(0, micro_batches - rank), micro_batches)]
-    return ops
+def _ops(name: str, rank: int, ranks: int, micro_batches: int, virtual_stages: int) -> list[Op]:
+    """Return a rank's ops: some forwards ahead, then forward and backward in turn. Schedules differ in how many.
 
-
-def _interleaved(rank: int, ranks: int, micro_batches: int, virtual_stages: int) -> list[Op]:
-    """Return this rank's ops: 1F1B with p micro-batches through one of its virtual stages, then through the next."""
-
-    def nth(kind: str, n: int) -> Op:
+    With virtual stages, p micro-batches pass through one of the rank's stages, then the same through the next.
+    """
+    forwards, backwards = [], []
+    for n in range(micro_batches * virtual_stages):
         group, place = divmod(n, ranks * virtual_stages)
         nth_stage, micro_batch = divmod(place, ranks)
-        nth_stage = nth_stage if kind == "F" else virtual_stages - 1 - nth_stage
-        return Op(kind, nth_stage * ranks + rank, group * ranks + micro_batch)
-
-    total = micro_batches * virtual_stages
-    warmup = min(2 * (ranks - rank - 1) + (virtual_stages - 1) * ranks, total)
-    ops = [nth("F", n) for n in range(warmup)]
-    for n in range(total):
-        if warmup + n < total:
-            ops.append(nth("F", warmup + n))
-        ops.append(nth("B", n))
+        forwards.append(Op("F", nth_stage * ranks + rank, group * ranks + micro_batch))
+        backwards.append(Op("B", (virtual_stages - 1 - nth_stage) * ranks + rank, group * ranks + micro_batch))
+    later = ranks - rank - 1  # ranks that each micro-batch passes after this one
+    ahead = {"gpipe": micro_batches, "interleaved": 2 * later + (virtual_stages - 1) * ranks}.get(name, later)
+    ops = forwards[:ahead]
+    for n, backward in enumerate(backwards):
+        ops += [*forwards[ahead + n :][:1], backward]
+        if name == "zero-bubble" and n >= rank:  # rank r defers its weight gradients by r backwards
+            ops.append(Op("W", rank, n - rank))
+    if name == "zero-bubble":  # the last ones fill the gap at the end
+        ops += [Op("W", rank, n) for n in range(max(0, micro_batches - rank), micro_batches)]
     return ops
 
 
@@ -114,23 +96,18 @@ def times(
     duration = {"F": forward * share, "B": (inputs if split else inputs + weights) * share, "W": weights * share}
     ends: dict[Op, float] = {}
     spans: list[Span] = []
-    clocks, next_op = [0.0] * ranks, [0] * ranks
-    while any(next_op[rank] < len(plan[rank]) for rank in range(ranks)):
-        moved = False
-        for rank in range(ranks):
-            while next_op[rank] < len(plan[rank]):
-                op = plan[rank][next_op[rank]]
-                needed = needs(op, stages)
-                if any(other not in ends for other in needed):
-                    break
-                ready = (ends[other] + (send if other.stage != op.stage else 0.0) for other in needed)
+    clocks, queues = [0.0] * ranks, [deque(ops) for ops in plan]
+    while any(queues):
+        done = len(spans)
+        for rank, queue in enumerate(queues):
+            while queue and all(other in ends for other in needs(queue[0], stages)):
+                op = queue.popleft()
+                ready = (ends[other] + (send if other.stage != op.stage else 0.0) for other in needs(op, stages))
                 start = max([clocks[rank], *ready])
                 ends[op] = clocks[rank] = start + duration[op.kind]
                 spans.append(Span(op, rank, start, clocks[rank]))
-                next_op[rank] += 1
-                moved = True
-        if not moved:
-            waiting = {rank: plan[rank][n] for rank, n in enumerate(next_op) if n < len(plan[rank])}
+        if len(spans) == done:
+            waiting = {rank: queue[0] for rank, queue in enumerate(queues) if queue}
             raise SpecError(f"this schedule deadlocks: each rank waits for another, {waiting}")
     return spans
 

@@ -1,4 +1,4 @@
-"""Low precision from scratch: number formats bit by bit, loss scaling, stochastic rounding, and dtypes in a step.
+"""Low precision from scratch: number formats bit by bit, loss scaling and stochastic rounding.
 
 The fp32 master copy that half weights need is `llmlab.step.optimizer.MasterWeights`.
 """
@@ -6,15 +6,11 @@ The fp32 master copy that half weights need is `llmlab.step.optimizer.MasterWeig
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..base.compat import TorchDispatchMode
 from ..base.errors import SpecError
 
 
@@ -173,84 +169,3 @@ def stochastic_round(values: Tensor, generator: torch.Generator | None = None) -
     noise = torch.randint(1 << 16, values.shape, generator=generator, device=values.device, dtype=torch.int32)
     rounded = ((values.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32)
     return torch.where(values.isfinite(), rounded, values).bfloat16()
-
-
-# ---- looking at a training step
-
-
-def names(tensors: Iterator[Tensor] | list[Tensor]) -> str:
-    """Return the floating-point dtypes of `tensors` as the book writes them, for example "fp32" or "bf16, fp32"."""
-    short = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-    dtypes = {short.get(t.dtype, str(t.dtype)) for t in tensors if t.is_floating_point()}
-    return ", ".join(sorted(dtypes)) or "none"
-
-
-def state_dtypes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Return the dtypes of weights, gradients and AdamW's moments, as the tensors have them now."""
-    moments = [value for state in optimizer.state.values() for key, value in state.items() if key.startswith("exp_avg")]
-    return {
-        "weights": names(list(model.parameters())),
-        "gradients": names([p.grad for p in model.parameters() if p.grad is not None]),
-        "moments": names(moments),
-    }
-
-
-@contextmanager
-def outputs_seen(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
-    """Yield a dict that collects the output tensors of leaf modules, by the module's class, as the model runs."""
-    seen: dict[str, list[Tensor]] = {}
-
-    def note(module: nn.Module, inputs: object, output: object) -> None:
-        if isinstance(output, Tensor):
-            seen.setdefault(type(module).__name__, []).append(output)
-
-    hooks = [m.register_forward_hook(note) for m in model.modules() if not list(m.children())]
-    try:
-        yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def tensors_of_a_step(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
-    """Return all activations and gradients of one step of a causal language model, by kind, each as a flat tensor.
-
-    `ids`: token ids (B, T), which are the labels too. Adam's second moment averages the last entry.
-    """
-    model.zero_grad()
-    with outputs_seen(model) as seen:
-        loss = model(input_ids=ids, labels=ids).loss
-    outputs = [tensor for tensors in seen.values() for tensor in tensors if tensor.requires_grad]
-    by_output = torch.autograd.grad(loss, outputs, retain_graph=True, allow_unused=True)
-    loss.backward()
-    by_weight = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    return {
-        "activations": torch.cat([tensor.detach().flatten() for tensor in outputs]),
-        "gradients of activations": torch.cat([g.flatten() for g in by_output if g is not None]),
-        "gradients of weights": by_weight,
-        "their squares": by_weight.square(),
-    }
-
-
-class Casts(TorchDispatchMode):
-    """Dispatch mode that counts the copies of tensors into another floating-point dtype, and their bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and args[0].is_floating_point() and result.dtype != args[0].dtype:
-            self.count += 1
-            self.bytes += result.nbytes
-        return result
-
-
-def lost(values: Tensor, dtype: torch.dtype) -> tuple[float, float]:
-    """Return the fractions of the non-zero finite `values` that `dtype` turns into zero, and into infinity or NaN."""
-    values = values[values.isfinite() & (values != 0)].float()
-    if not values.numel():
-        return 0.0, 0.0
-    kept = values.to(dtype).float()
-    return (kept == 0).float().mean().item(), (~kept.isfinite()).float().mean().item()

@@ -8,9 +8,9 @@ from __future__ import annotations
 import copy
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..architectures.llama import Block, Llama, RMSNorm
+from ..architectures.llama import Block, Llama
 from ..base.errors import SpecError
 
 
@@ -28,16 +28,14 @@ def with_outliers(model: Llama, channels: tuple[int, ...] = (7, 77), factor: int
     for block in copied.layers:
         assert isinstance(block, Block)
         attention, mlp = block.self_attn, block.mlp
-        scale_norm(block.input_layernorm, [attention.q_proj, attention.k_proj, attention.v_proj], index, factor)
-        scale_norm(block.post_attention_layernorm, [mlp.gate_proj, mlp.up_proj], index, factor)
+        for norm, readers in (
+            (block.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
+            (block.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
+        ):
+            norm.weight[index] *= factor
+            for linear in readers:
+                linear.weight[:, index] /= factor
     return copied
-
-
-def scale_norm(norm: RMSNorm, readers: list[nn.Linear], channels: list[int], factor: int) -> None:
-    """Multiply a norm's `channels` by `factor`, and divide the columns that read them, in place."""
-    norm.weight[channels] *= factor
-    for linear in readers:
-        linear.weight[:, channels] /= factor
 
 
 def relative_error(restored: Tensor, exact: Tensor) -> float:

@@ -19,6 +19,7 @@ An all-reduce is a reduce-scatter and an all-gather, so both send the same bytes
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,29 +31,36 @@ from ..architectures.llama import Llama
 from ..base.errors import SpecError
 from ..specs.model import ModelSpec
 
-# ---- communication: Copied and Summed, Gathered and Scattered, are each other's backward. `group` None: all ranks.
-
-Ranks = dist.ProcessGroup | None
+Ranks = dist.ProcessGroup | None  # None: all ranks
+Collective = Callable[[Tensor, Ranks], Tensor]
 
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # split by output
 ROWS = ("o_proj", "down_proj")  # split by input: their outputs are sums over ranks
 
 
-def _summed(x: Tensor, group: Ranks) -> Tensor:
+# ---- communication: copied and summed, gathered and scattered, are each other's backward
+
+
+def identity(x: Tensor, group: Ranks) -> Tensor:
+    return x.view_as(x)
+
+
+def all_reduce(x: Tensor, group: Ranks) -> Tensor:
+    """Return the sum over ranks."""
     x = x.contiguous().clone()
     dist.all_reduce(x, group=group)
     return x
 
 
-def _gathered(x_BtC: Tensor, group: Ranks) -> Tensor:
-    """All-gather dimension 1: (B, T / N, C) of every rank -> (B, T, C)."""
+def all_gather(x_BtC: Tensor, group: Ranks) -> Tensor:
+    """Join the tokens of all ranks, dimension 1: (B, T / N, C) -> (B, T, C)."""
     pieces = [torch.empty_like(x_BtC, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
     dist.all_gather(pieces, x_BtC.contiguous(), group=group)
     return torch.cat(pieces, dim=1)
 
 
-def _scattered(x_BTC: Tensor, group: Ranks) -> Tensor:
-    """Reduce-scatter dimension 1: (B, T, C) -> (B, T / N, C), this rank's share of the sum over ranks."""
+def reduce_scatter(x_BTC: Tensor, group: Ranks) -> Tensor:
+    """Return this rank's tokens, dimension 1, of the sum over ranks: (B, T, C) -> (B, T / N, C)."""
     ranks = dist.get_world_size(group)
     pieces_NBtC = torch.stack(x_BTC.tensor_split(ranks, dim=1))  # one contiguous piece per rank
     mine_BtC = torch.empty_like(pieces_NBtC[0])
@@ -60,55 +68,37 @@ def _scattered(x_BTC: Tensor, group: Ranks) -> Tensor:
     return mine_BtC
 
 
-class Copied(torch.autograd.Function):
+class Exchange(torch.autograd.Function):
+    """Returns forward(x, group); the gradient is backward(grad, group)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Collective, backward: Collective, group: Ranks) -> Tensor:
+        ctx.exchange, ctx.group = backward, group
+        return forward(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.exchange(grad, ctx.group), None, None, None
+
+
+def copied(x: Tensor, group: Ranks) -> Tensor:
     """Into a pair, where all ranks have x. Each rank's gradient comes from its share of the outputs: sum them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Ranks) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _summed(grad, ctx.group), None
+    return Exchange.apply(x, identity, all_reduce, group)
 
 
-class Summed(torch.autograd.Function):
+def summed(x: Tensor, group: Ranks) -> Tensor:
     """Out of a pair: adds the partial sums of all ranks. The gradient of a sum is the gradient of each part."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Ranks) -> Tensor:
-        return _summed(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    return Exchange.apply(x, all_reduce, identity, group)
 
 
-class Gathered(torch.autograd.Function):
+def gathered(x_BtC: Tensor, group: Ranks) -> Tensor:
     """Into a pair, where each rank has T / N tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, x_BtC: Tensor, group: Ranks) -> Tensor:
-        ctx.group = group
-        return _gathered(x_BtC, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad_BTC: Tensor) -> tuple[Tensor, None]:
-        return _scattered(grad_BTC, ctx.group), None
+    return Exchange.apply(x_BtC, all_gather, reduce_scatter, group)
 
 
-class Scattered(torch.autograd.Function):
+def scattered(x_BTC: Tensor, group: Ranks) -> Tensor:
     """Out of a pair, where each rank keeps T / N tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, x_BTC: Tensor, group: Ranks) -> Tensor:
-        ctx.group = group
-        return _scattered(x_BTC, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad_BtC: Tensor) -> tuple[Tensor, None]:
-        return _gathered(grad_BtC, ctx.group), None
+    return Exchange.apply(x_BTC, reduce_scatter, all_gather, group)
 
 
 # ---- the vocabulary, split by rows: V / N words per rank
@@ -117,7 +107,7 @@ class Scattered(torch.autograd.Function):
 class VocabularyEmbedding(nn.Module):
     """Embedding of this rank's words; other ranks' words give zeros here, so the sum over ranks is the embedding."""
 
-    def __init__(self, weight: nn.Parameter, leave: type[torch.autograd.Function], group: Ranks) -> None:
+    def __init__(self, weight: nn.Parameter, leave: Collective, group: Ranks) -> None:
         super().__init__()
         self.weight, self.leave, self.group = weight, leave, group  # (V / N, C)
 
@@ -125,7 +115,7 @@ class VocabularyEmbedding(nn.Module):
         ids_BT = ids_BT - dist.get_rank(self.group) * len(self.weight)
         elsewhere = (ids_BT < 0) | (ids_BT >= len(self.weight))
         x_BTC = F.embedding(ids_BT.masked_fill(elsewhere, 0), self.weight)
-        return self.leave.apply(x_BTC.masked_fill(elsewhere[..., None], 0.0), self.group)
+        return self.leave(x_BTC.masked_fill(elsewhere[..., None], 0.0), self.group)
 
 
 class VocabularyCrossEntropy(torch.autograd.Function):
@@ -180,25 +170,25 @@ def shard(model: Llama, sequence_parallel: bool = False, group: Ranks = None) ->
     have T / N tokens: call `sum_norm_gradients` after backward. Raises SpecError if N does not divide a size.
     """
     check(model.spec, dist.get_world_size(group))
-    enter, leave = (Gathered, Scattered) if sequence_parallel else (Copied, Summed)
+    enter, leave = (gathered, scattered) if sequence_parallel else (copied, summed)
     for name, linear in list(model.named_modules()):
         last = name.rpartition(".")[2]
         if last in COLUMNS:
             _keep(linear, 0, group)
         elif last in ROWS:
             _keep(linear, 1, group)
-            linear.register_forward_hook(lambda _module, _inputs, x: leave.apply(x, group))
+            linear.register_forward_hook(lambda _module, _inputs, x: leave(x, group))
     for block in model.layers:
         for name in ("self_attn", "mlp"):  # x is gathered once for q, k and v, not three times
             pair = block.get_submodule(name)
-            pair.register_forward_pre_hook(lambda _module, inputs: (enter.apply(inputs[0], group), *inputs[1:]))
+            pair.register_forward_pre_hook(lambda _module, inputs: (enter(inputs[0], group), *inputs[1:]))
     words = _keep(model.embed_tokens, 0, group)
     model.set_submodule("embed_tokens", VocabularyEmbedding(words, leave, group))
     if model.spec.tied:
         model.lm_head.weight = words
     else:
         _keep(model.lm_head, 0, group)
-    model.lm_head.register_forward_pre_hook(lambda _module, inputs: enter.apply(*inputs, group))
+    model.lm_head.register_forward_pre_hook(lambda _module, inputs: enter(inputs[0], group))
     return model
 
 

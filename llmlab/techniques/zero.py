@@ -43,8 +43,9 @@ class Unit:
         self.waiting = len(parameters)  # number of gradients that backward has not computed yet
 
     def separate(self) -> None:
-        """Copy the chunk into memory of its own, so that the flat tensor can be freed."""
+        """Copy the chunk into memory of its own, and free the flat tensor."""
         self.shard = nn.Parameter(self.mine.detach().clone())
+        self.free()
 
     def gather(self) -> int:
         """All-gather the flat tensor in place, unless it is in memory already; return the bytes sent."""
@@ -95,7 +96,6 @@ class Zero:
                     parameter.register_post_accumulate_grad_hook(lambda _, unit=unit: self._arrived(unit))
             if stage == 3:
                 unit.separate()
-                unit.free()
                 module.register_forward_pre_hook(lambda *_, unit=unit: self._gather(unit))
                 module.register_forward_hook(lambda *_, unit=unit: unit.free())
                 module.register_full_backward_pre_hook(lambda *_, unit=unit: self._gather(unit))

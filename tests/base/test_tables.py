@@ -64,13 +64,6 @@ def test_html_takes_the_pages_colours_escapes_and_indents():
     assert '<td style="text-align:left;padding-left:1.5em;">&lt;mlp&gt;</td><td style="text-align:right">2</td>' in html
 
 
-def test_markdown_escapes_the_bar_that_would_end_a_cell():
-    assert Table(("|error|",), [("1",)]).markdown() == "| \\|error\\| |\n| --- |\n| 1 |"
-    assert LIST.markdown().splitlines()[:3] == [
-        "| name | GiB | outcome |", "| --- | ---: | --- |", r"| a \| b | 1.50 | fits |",
-    ]  # fmt: skip
-
-
 def test_every_answer_is_a_table_by_the_same_renderer(monkeypatch):
     report = lab.estimate("gpt2", lab.Training(seq_len=16), "T4")
     for answer in (report, lab.Comparison((report,)), lab.doctor()):

@@ -372,6 +372,11 @@ def test_the_books_table_is_made_from_these_results(results):
 # ---- the files of speed and overhead
 
 
+def test_a_markdown_table_escapes_the_bar_that_would_end_a_cell():
+    lines = provenance.table(["name", "|error|"], [["a | b", "1.50"]])
+    assert lines == [r"| name | \|error\| |", "| --- | ---: |", r"| a \| b | 1.50 |"]
+
+
 def test_a_results_file_says_what_made_it_where_and_when():
     said = provenance.provenance("llmlab", "no-such-package-of-llmlab")
     assert f"llmlab {lab.__version__}" in said and "no-such-package-of-llmlab" not in said

@@ -76,26 +76,25 @@ def test_the_default_an_option_shows_is_the_fields(owner):
     for field in fields(owner):
         assert field.default is not MISSING
         if field.name != "lora":  # a rank or nothing: what it makes is tested below
-            nothing = field.default is None and field.name in cli_options.ALLOWED
+            nothing = field.default is None and "One of none" in options[field.name].help
             assert options[field.name].default == ("none" if nothing else field.default), field.name
 
 
-@pytest.mark.parametrize("name", cli_options.ALLOWED)
-def test_the_values_an_option_names_are_those_the_field_allows(name):
-    owner = Training if name in {f.name for f in fields(Training)} else Inference
-    with pytest.raises(SpecError) as error:
-        owner(**{name: "nothing of the kind"})
-    allowed = ", ".join(map(str, cli_options.ALLOWED[name]))
-    assert str(error.value).endswith(f"is not one of {allowed}")
-    option = next(option for option in cli_options.spec_options() if option.name == name)
-    assert all("none" if value is None else str(value) in option.help for value in cli_options.ALLOWED[name])
+def allowed(name):
+    """Return the values that an option names in its help, as text; of a number, nothing."""
+    (option,) = (option for option in cli_options.spec_options() if option.name == name)
+    return option.help.partition("One of ")[2].rstrip(".").split(", ") if "One of " in option.help else []
 
 
-def test_every_text_field_names_its_values():
-    for owner in (Training, Inference):
-        for field in fields(owner):
-            if "str" in str(field.type) or "Literal" in str(field.type):
-                assert field.name in cli_options.ALLOWED, field.name
+@pytest.mark.parametrize("owner", [Training, Inference])
+def test_the_values_an_option_names_are_those_the_field_allows(owner):
+    named = [field.name for field in fields(owner) if allowed(field.name)]
+    assert {"attention", "zero", "kv", "weights", "precision"} & {field.name for field in fields(owner)} <= {*named}
+    for name in named:
+        with pytest.raises(SpecError) as error:
+            owner(**{name: "nothing of the kind"})
+        words = ", ".join(allowed(name)).replace("none", "None")
+        assert str(error.value).endswith(f"is not one of {words}")
 
 
 @pytest.mark.parametrize("name", sorted({f.name for f in (*fields(Training), *fields(Inference))} - {"lora"}))
@@ -110,7 +109,7 @@ def test_an_option_sets_its_field_and_nothing_else(name):
     if isinstance(default, bool):
         words, value = [flag], True
     else:
-        other = [choice for choice in cli_options.ALLOWED.get(name, (2,)) if choice != default][-1]
+        other = [choice for choice in allowed(name) or [2] if choice != default][-1]
         value = values.get(name, other)
         words = [flag, str(value)]
     kind = [] if owner is Training else ["--inference"]
@@ -211,7 +210,7 @@ def test_the_options_of_a_cluster_make_one():
     words = ("--network", "ethernet-100", "--gpus-per-node", 4, "--adapters", 2, "--link", "PCIe-5")
     report = Report.from_json(call("estimate", *MANY, *words, "--json").stdout)
     assert report == estimate(MANY[0], run, "H100-80GB", nodes) != estimate(MANY[0], run, "H100-80GB")
-    assert "4 GPUs a node on PCIe-5, 2 × Ethernet-100 a node" in " ".join(report.notes)
+    assert "4 GPUs per node on PCIe-5, 2 × Ethernet-100 per node" in " ".join(report.notes)
     one_node = call("estimate", *MANY[:3], *MANY[-2:], "--dp", 2, "--gpus-per-node", 2, "--json")
     assert json.loads(one_node.stdout)["step_seconds"] > 0
 

@@ -24,6 +24,16 @@ def test_an_unknown_name_is_refused_with_those_that_are_known(capsys):
     assert "hf_trainer" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("stage", ["0", "3"])
+def test_a_script_for_launchers_says_so_without_one(stage, capsys, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(SystemExit) as done:
+        main(["hf_trainer", "--stage", stage])
+    said = capsys.readouterr().err
+    assert done.value.code == 2 and said.count("\n") == 1
+    assert f"stage={stage} without a launcher" in said and "torchrun --nproc-per-node 2 -m" in said
+
+
 @pytest.mark.parametrize("experiment", FIELDS)
 def test_what_an_experiment_would_not_heed_is_refused(experiment):
     with pytest.raises(SpecError, match=f"{experiment} reads micro_batch, seq_len, .*; drop checkpointing='full'"):

@@ -42,6 +42,15 @@ def test_what_recomputation_costs_is_what_they_saved():
         assert rows[f"{size} full"] / rows[f"{size} selective"] == pytest.approx(full / selective, rel=0.05)
 
 
+def test_a_quantized_run_sends_its_linears_fp32():
+    """bitsandbytes/nn/modules.py, Linear4bit.forward ends with `.to(inp_dtype)`; peft leaves the stream in fp32."""
+    half = Training(micro_batch=64, seq_len=1024, precision="fp16", tp=2, cp=2, lora=lab.LoRA())
+    runs = half, replace(half, quantization="nf4")
+    half, fp32 = (step("meta-llama/Llama-3.1-8B", run, "T4", cluster("H100", "InfiniBand-NDR")) for run in runs)
+    assert fp32.tensor == pytest.approx(2 * half.tensor, rel=0.1)
+    assert fp32.context == pytest.approx(2 * half.context, rel=0.1)
+
+
 @pytest.mark.parametrize("row", foundry_scaling(), ids=lambda row: row.name)
 def test_fsdp_steps_on_many_gpus(row):
     """With all hidden that can be, on 512 GPUs the model promises up to 17 % more. What it lacks grows with what is

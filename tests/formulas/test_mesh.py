@@ -8,7 +8,7 @@ import llmlab as lab
 from llmlab.base.errors import SpecError
 from llmlab.formulas.time import mesh
 from llmlab.formulas.time.distributed import step
-from llmlab.hardware.links import cluster, usual_cluster
+from llmlab.hardware.links import cluster
 from llmlab.specs import mesh as places
 
 degrees = st.fixed_dictionaries({axis: st.integers(1, 4) for axis in places.AXES})
@@ -42,7 +42,7 @@ def test_the_order_is_that_of_torchs_device_mesh(tp, dp, pp):
 
 def test_tensor_parallel_ranks_share_a_node_and_pipelines_do_not():
     run = lab.Training(tp=8, dp=2, pp=4)
-    found = mesh.links_of(run, usual_cluster("H100"))
+    found = {axis: cluster("H100").group(getattr(run, axis), places.stride(run, axis)) for axis in ("tp", "dp", "pp")}
     assert found["tp"].nodes == 1 and found["dp"].nodes == 2 and found["pp"].nodes == 4
     assert found["tp"].bandwidth > 5 * found["pp"].bandwidth
     with pytest.raises(SpecError, match="rank=64"):
@@ -58,7 +58,7 @@ def test_every_mesh_trains_the_batch_on_all_devices(choices):
     for choice in choices:
         run = choice.run
         assert run.world_size == 16 and run.global_batch == 64
-        assert choice.seconds == step("meta-llama/Llama-3.1-8B", run, "H100", usual_cluster("H100")).seconds
+        assert choice.seconds == step("meta-llama/Llama-3.1-8B", run, "H100", cluster("H100")).seconds
     fits = [choice.fits for choice in choices]
     assert fits == sorted(fits, reverse=True)
     assert [c.seconds for c in choices if c.fits] == sorted(c.seconds for c in choices if c.fits)

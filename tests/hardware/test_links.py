@@ -4,7 +4,7 @@ import pytest
 
 import llmlab as lab
 from llmlab.base.errors import NotAvailable, SpecError, UnknownName
-from llmlab.hardware.links import cluster, link, links, node_link, usual_cluster
+from llmlab.hardware.links import cluster, link, links, node_link
 
 
 @pytest.mark.parametrize("name", sorted(links()))
@@ -42,18 +42,17 @@ def test_who_shares_a_node_and_its_adapters():
 def test_the_usual_nodes_of_a_card():
     """DGX A100: eight adapters of 200 Gbit/s; DGX H100 and B200: of 400."""
     for card, network, inside in (("A100", 25e9, 300e9), ("H100", 50e9, 450e9), ("B200", 50e9, 900e9)):
-        found = usual_cluster(card)
+        found = cluster(card)
         assert (found.across.bandwidth, found.inside.bandwidth) == (network, inside)
         assert found.gpus == found.adapters == 8
     for card in ("T4", "RTX-4090", "H100-80GB-PCIe"):
         with pytest.raises(NotAvailable, match="no usual network"):
-            usual_cluster(card)
+            cluster(card).group(16)
 
 
 def test_a_node_without_a_network_is_one_node():
     alone = cluster("T4", gpus=4)
     assert alone.across is None and alone.group(4).bandwidth == alone.inside.reached
-    assert cluster("H100") == usual_cluster("H100")
     assert cluster("H100", inside="PCIe-5").inside.name == "PCIe-5"
 
 

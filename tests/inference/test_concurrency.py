@@ -1,10 +1,11 @@
-"""Threads, processes and batches write what one request after the other writes."""
+"""Processes write what one process writes, and share its memory."""
 
 import pytest
 import torch
 
 from llmlab.architectures.llama import Llama
-from llmlab.inference.concurrency import in_batch, in_processes, in_threads, in_turn, processes
+from llmlab.inference import generate
+from llmlab.inference.concurrency import in_processes, processes
 
 CONFIG = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
           "num_attention_heads": 2, "vocab_size": 32, "max_position_embeddings": 64,
@@ -17,12 +18,10 @@ def model() -> Llama:
     return Llama.from_spec(CONFIG).eval()
 
 
-def test_all_four_ways_write_the_same_tokens(model: Llama) -> None:
+def test_processes_write_the_same_tokens_from_the_same_memory(model: Llama) -> None:
     prompts = torch.randint(32, (4, 7), generator=torch.Generator().manual_seed(0))
-    expected = in_turn(model, prompts, 12)
+    expected = generate(model, prompts, 12)
     assert expected.shape == (4, 19) and torch.equal(expected[:, :7], prompts)
-    assert torch.equal(in_threads(model, prompts, 12), expected)
-    assert torch.equal(in_batch(model, prompts, 12), expected)
     with processes(model, 1) as pool:
         assert torch.equal(in_processes(pool, prompts, 12), expected)
         # the same memory, not a copy: what is changed here changes what the process writes
@@ -30,4 +29,4 @@ def test_all_four_ways_write_the_same_tokens(model: Llama) -> None:
             model.lm_head.weight.mul_(-1)
         changed = in_processes(pool, prompts, 12)
     assert not torch.equal(changed, expected)
-    assert torch.equal(changed, in_turn(model, prompts, 12))
+    assert torch.equal(changed, generate(model, prompts, 12))

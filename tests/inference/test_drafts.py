@@ -7,7 +7,7 @@ from llmlab.architectures.llama import Llama
 from llmlab.base.errors import SpecError
 from llmlab.inference import generate, probabilities, speculate
 from llmlab.inference.drafts import Bigram, first_blocks
-from llmlab.inference.speculative import speedup, tokens_a_pass
+from llmlab.inference.speculative import speedup, tokens_per_pass
 
 CONFIG = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
           "num_attention_heads": 2, "vocab_size": 32, "max_position_embeddings": 128,
@@ -70,7 +70,7 @@ def test_the_first_blocks_are_the_models_own(model: Llama) -> None:
 
 def test_a_pass_gives_the_sum_of_the_chances_that_all_guesses_so_far_stand() -> None:
     """Leviathan et al. 2023: equation 1, and the table's case of alpha 0.8, 5 guesses, a draft of 5 % of the cost."""
-    assert tokens_a_pass(0.8, 5) == pytest.approx((1 - 0.8**6) / (1 - 0.8))
+    assert tokens_per_pass(0.8, 5) == pytest.approx((1 - 0.8**6) / (1 - 0.8))
     assert speedup(0.8, 5, 0.05) == pytest.approx(3.69 / 1.25, rel=1e-3)
     assert speedup(0.0, 4, 0.1) < 1
 
@@ -93,4 +93,4 @@ def test_counting_passes_agrees_with_equation_1(model: Llama) -> None:
     accepted, refused, passes = (sum(getattr(f, name) for f in found) for name in ("accepted", "refused", "passes"))
     chance = accepted / (accepted + refused)
     assert 0.6 < chance < 0.8
-    assert 6 * 120 / passes == pytest.approx(tokens_a_pass(chance, 3), rel=0.05)
+    assert 6 * 120 / passes == pytest.approx(tokens_per_pass(chance, 3), rel=0.05)

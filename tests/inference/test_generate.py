@@ -62,7 +62,7 @@ def window() -> MistralForCausalLM:
 
 
 def latent() -> DeepseekV3ForCausalLM:
-    """DeepSeek-V3, which caches one latent and one rotary key a token."""
+    """DeepSeek-V3, which caches one latent and one rotary key per token."""
     torch.manual_seed(0)
     config = DeepseekV3Config(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,

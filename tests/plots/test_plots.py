@@ -18,7 +18,6 @@ from nbclient import NotebookClient
 from llmlab import plots
 from llmlab.base.errors import SpecError
 from llmlab.base.units import GiB, MiB
-from llmlab.plots.gantt import Task, Work
 from llmlab.report import PARTS, Report
 from llmlab.specs.run import Training
 
@@ -52,40 +51,13 @@ def all_pictures():
     stray = report("published", peak_allocated=9 * GiB, peak_reserved=10 * GiB)
     lost = report("measured", outcome="out of memory", where="backward")
     return {
-        "collectives": plots.plot_collectives(collectives()),
         "parts": plots.plot_parts([with_parts(), stray, lost]),
         "every part": plots.plot_parts([with_parts(dict.fromkeys(PARTS, GiB))]),
         "timeline": plots.plot_timeline(timeline),
-        "gantt": plots.plot_gantt({"one": gantt(), "two": gantt()}),
-        "mesh": plots.plot_mesh({"two by four": Training(tp=2, dp=2, pp=2)}, gpus=4),
-        "fit": plots.plot_fit([with_parts(), with_parts(model="b", outcome="out of memory")]),
-        "lanes": plots.plot_lanes(lanes(), "a step"),
         "curve": plots.plot_curve(
             [1, 2, 4], {"eager": [1, 4, 16], "workspace": [1, None, 1]}, "tokens", "GiB", log=True
         ),
     }
-
-
-def gantt():
-    """Two ranks and four tasks: 1 + 2 + 1 + 2 units of work in 2 × 5."""
-    return [Task(0, 0, 1, "forward", "0"), Task(1, 1, 3, "backward", "0"), Task(0, 3, 4, "forward"), Task(1, 3, 5, "W")]
-
-
-def lanes():
-    """A GPU that works for 2 s, and a CPU that works for 3 s in two goes after it."""
-    return [Work("GPU", 0, 2, "passes"), Work("CPU", 2, 3, "Adam"), Work("CPU", 3, 5, "Adam")]
-
-
-def collectives():
-    """Two of them, of two ranks, as techniques.collectives.run_all gives them."""
-    return {
-        "all-reduce": ([[1.0, 2.0], [10.0, 20.0]], [[11.0, 22.0]] * 2),
-        "broadcast": ([[1.0, 2.0], None], [[1.0, 2.0]] * 2),
-    }
-
-
-def legend_of(picture):
-    return zip(picture.legends[0].get_patches(), picture.legends[0].get_texts(), strict=True)
 
 
 def bars(picture):
@@ -111,35 +83,6 @@ def test_the_segments_of_a_bar_are_the_parts_in_order_and_end_at_the_peak():
     assert [patch.get_width() * GiB for patch in segments] == list(SIZES.values())
     assert [patch.get_x() for patch in segments] == [0, 0.5, 1, 2, 8]
     assert "10.00 GiB" in words(plots.plot_parts([with_parts()]))
-
-
-def test_a_number_has_the_colour_of_the_rank_that_gave_it():
-    picture = plots.plot_collectives(collectives())
-    reduced, spread = picture.axes[:2]
-    colours = {text.get_text(): patch.get_facecolor() for text, patch in zip(
-        [text for text in reduced.texts if text.get_text() and text.get_ha() == "center"],
-        [patch for patch in reduced.patches if patch.get_edgecolor() == matplotlib.colors.to_rgba(plots.canvas.INK)],
-        strict=False,
-    )}  # fmt: skip
-    assert len({colours["2"], colours["10"], colours["11"]}) == 3
-    assert colours["10"] == colours["20"] and colours["11"] == colours["22"]
-    assert "broadcast: rank 0 [1 2] -> [1 2]; rank 1 nothing -> [1 2]." in picture.alt
-    empty = [p for p in spread.patches if p.get_edgecolor() != matplotlib.colors.to_rgba(plots.canvas.INK)]
-    assert len(empty) == 2  # what rank 1 has not yet
-    with pytest.raises(SpecError, match="1 to 4 ranks"):
-        plots.plot_collectives({"all-reduce": ([[1.0]] * 5, [[1.0]] * 5)})
-
-
-def test_a_rank_has_the_colour_of_its_stage_and_rank_0s_neighbours_their_letters():
-    picture = plots.plot_mesh({"mesh": Training(tp=2, dp=2, pp=2)}, gpus=4)
-    cells = picture.axes[0].patches
-    assert [cell.get_facecolor() for cell in cells[:4]] == [cells[0].get_facecolor()] * 4
-    assert cells[4].get_facecolor() == cells[7].get_facecolor() != cells[0].get_facecolor()
-    assert [text for text in words(picture) if text[0].isdigit()] == ["0", "1 T", "2 D", "3", "4 P", "5", "6", "7"]
-    assert "2 nodes; rank 0 is with tensor 0 1; data 0 2; pipeline 0 4" in picture.alt
-    for run in (Training(dp=256), Training(pp=9), Training(dp=12)):
-        with pytest.raises(SpecError, match="give whole nodes of at most 128 ranks"):
-            plots.plot_mesh({"mesh": run})
 
 
 @given(st.dictionaries(st.sampled_from(PARTS), st.integers(1, 200 * GiB), min_size=1))
@@ -180,8 +123,6 @@ def test_a_run_that_did_not_fit_is_drawn_beyond_the_line_of_the_device():
     picture = plots.plot_parts([with_parts(large, source="simulated", outcome="out of memory", needed=19 * GiB)])
     assert sum(patch.get_width() for patch in bars(picture)) == 18 > T4 / GiB
     assert any("out of memory" in text for text in words(picture))
-    lost = report("simulated", outcome="out of memory", peak_allocated=18 * GiB, needed=19 * GiB)
-    assert "19.0 no" in words(plots.plot_fit([lost]))
 
 
 def test_what_is_not_known_is_said_and_not_drawn():
@@ -222,34 +163,6 @@ def test_a_report_without_timeline_says_which_verb_has_one():
         plots.plot_timeline(with_parts())
 
 
-def test_the_fit_table_says_for_each_pair_how_much_and_whether():
-    cards = {"T4": 14, "A100-40GB": 40, "H200": 140}
-    needs = {"gpt2": 4, "meta-llama/Llama-3.1-8B": 131}
-    reports = [
-        report(model=m, gpu=g, peak_allocated=n * GiB, outcome="fits" if n < c else "out of memory")
-        for (m, n), (g, c) in itertools.product(needs.items(), cards.items())
-    ]
-    picture = plots.plot_fit(reports)
-    assert [text.get_text() for text in picture.axes[0].texts] == [
-        "4.0 fits", "131.0 no", "4.0 fits", "131.0 no", "4.0 fits", "131.0 fits",
-    ]  # fmt: skip
-    assert [label.get_text() for label in picture.axes[0].get_xticklabels()] == ["gpt2", "Llama-3.1-8B"]
-    assert "T4 fits gpt2; A100-40GB fits gpt2; H200 fits gpt2, Llama-3.1-8B" in picture.alt
-
-
-@pytest.mark.parametrize(
-    ("reports", "message"),
-    [
-        ([], "no reports"),
-        ([with_parts(), with_parts()], "two reports for gpt2 on T4"),
-        ([with_parts(gpu=None)], "no GPU"),
-    ],
-)
-def test_a_fit_table_of_what_cannot_be_is_refused(reports, message):
-    with pytest.raises(SpecError, match=message):
-        plots.plot_fit(reports)
-
-
 @pytest.mark.parametrize(
     ("x", "series", "ylabel", "log", "message"),
     [
@@ -279,9 +192,7 @@ def test_names_at_the_ends_of_curves_do_not_overlap(ends):
 
 def test_every_axis_with_numbers_has_a_unit():
     for name, picture in all_pictures().items():
-        ax = picture.axes[-1]  # charts one under the other share the last one's axis
-        if not ax.axison:
-            continue  # no axis, no numbers on it
+        (ax,) = picture.axes
         assert any(unit in ax.get_xlabel() + ax.get_ylabel() for unit in ("GiB", "MiB", "time (")), name
 
 
@@ -301,11 +212,6 @@ def test_text_on_a_segment_is_legible_on_that_colour():
     assert len(written) == len(PARTS)  # eight equal parts: each has room for its size
     for text in written:
         assert plots.canvas.contrast(text.get_color(), plots.canvas.COLORS[text.get_gid()]) >= 4.5, text.get_gid()
-
-
-def test_cells_of_the_fit_table_are_legible():
-    for color, word in plots.fit.FITS.values():
-        assert plots.canvas.contrast(plots.canvas.INK, color) >= 4.5, word
 
 
 def test_the_palette_is_okabe_and_itos():
@@ -390,64 +296,3 @@ def test_segments_say_what_is_allocated_and_what_reserved():
     assert kept and picture.alt == "Segments of an allocator. one: 3.00 MiB allocated in 1 segments of 20.00 MiB."
     with pytest.raises(SpecError, match="no segments"):
         plots.plot_segments({})
-
-
-def test_influence_counts_what_is_read_before_and_after():
-    picture = plots.plot_influence({"causal": [[True, False], [True, True]], "none": [[1, 1], [1, 1]]})
-    assert "causal: 1 earlier, 2 own, 0 later. none: 1 earlier, 2 own, 1 later." in picture.alt
-    for wrong in ({}, {"m": [[True], [True, False]]}):
-        with pytest.raises(SpecError, match="T rows of T"):
-            plots.plot_influence(wrong)
-
-
-def test_online_softmax_shows_the_steps_it_was_given():
-    picture = plots.plot_online_softmax([0, 2, 1, 5, -1], [(2, 1.5), (5, 1.1), (5, 1.2)], 2)
-    ends = "after each tile: 2.00 and 1.500, 5.00 and 1.100, 5.00 and 1.200."
-    assert picture.alt == f"Online softmax over 5 scores in tiles of 2. Maximum and sum so far {ends}"
-    assert "m = 5.0\nl = 1.10" in words(picture)
-    for steps, tile in (([(2, 1.5)], 2), ([], 0), ([(1, 1)] * 33, 1)):
-        with pytest.raises(SpecError, match="a step for each"):
-            plots.plot_online_softmax([0.0] * (33 if len(steps) == 33 else 5), steps, tile)
-
-
-def test_a_causal_mask_skips_the_tiles_above_the_diagonal():
-    picture = plots.plot_score_tiles(500, 64)
-    assert "28 computed, 8 computed, half masked, 28 skipped" in picture.alt
-    colors = [matplotlib.colors.to_hex(patch.get_facecolor()) for patch in picture.axes[0].patches]
-    assert len(set(colors[:64:9])) == 1 and colors.count(colors[0]) == 8  # the diagonal
-    assert ": 4 computed. A program" in plots.plot_score_tiles(100, 64, causal=False).alt
-    for tile in (0, 1):
-        with pytest.raises(SpecError, match="1 to 32 tiles a row"):
-            plots.plot_score_tiles(500, tile)
-
-
-def test_tiles_are_legible():
-    steps = [(1.0, 2.0), (3.0, 1.5)]
-    for picture in (plots.plot_online_softmax([1, 0, 3, 2], steps, 2), plots.plot_score_tiles(256, 64)):
-        assert all(text.get_fontsize() >= 9 for text in picture.findobj(Text) if text.get_text())
-        assert repr(picture) == picture.alt
-
-
-def test_lanes_say_how_long_each_works():
-    picture = plots.plot_lanes(lanes(), "a step")
-    assert picture.alt == "a step: passes in GPU from 0 to 2 s; Adam in CPU from 2 to 5 s."
-    assert {"2 s", "3 s", "GPU", "CPU"} <= set(words(picture))
-    assert sorted(patch.get_width() for patch in picture.axes[0].patches) == [1, 2, 2]
-    for wrong in ([], [Work("GPU", 2, 1, "passes")], [Work("GPU", 0, 1, str(i)) for i in range(9)]):
-        with pytest.raises(SpecError, match="plot_lanes got"):
-            plots.plot_lanes(wrong, "a step")
-
-
-def test_a_gantt_chart_says_what_share_of_the_time_is_waiting():
-    picture = plots.plot_gantt({"one": gantt()})
-    assert picture.alt == "What each rank does when. one: done at 5, 40.0% of the time waiting."
-    widths = sorted(patch.get_width() for patch in picture.axes[0].patches)
-    assert widths == [1, 1, 2, 2] and "one: 40% waiting" in words(picture)
-    colors = {label.get_text(): key.get_facecolor() for key, label in legend_of(picture)}
-    for text in picture.axes[0].texts:
-        assert plots.canvas.contrast(text.get_color(), colors[text.get_gid()]) >= 4.5
-    crowded = [Task(0, i, i + 1, "forward", "100") for i in range(60)]
-    assert "100" not in words(plots.plot_gantt({"crowded": crowded}))  # a label wider than its bar is left out
-    for wrong in ({}, {"one": []}, {"one": [Task(0, i, i + 1, str(i)) for i in range(9)]}):
-        with pytest.raises(SpecError, match="of at most 8 kinds"):
-            plots.plot_gantt(wrong)

@@ -9,7 +9,7 @@ from torch import nn
 from llmlab import quantize
 from llmlab.base.errors import SpecError
 from llmlab.quantize.algorithms.awq import column_scale
-from llmlab.quantize.algorithms.gptq import damped_hessian, gptq_direct, inverse_factor
+from llmlab.quantize.algorithms.gptq import damped_hessian, inverse_factor
 from llmlab.quantize.algorithms.hqq import hqq
 from llmlab.quantize.algorithms.qat import FakeQuantize, QATLinear, fake_quantize
 from llmlab.quantize.algorithms.rtn import layer_error, rtn
@@ -35,7 +35,7 @@ def error(method, weight, inputs, *args, **kwargs):
 @settings(max_examples=12)
 @given(seed=st.integers(0, 2**31), bits=st.sampled_from([2, 3, 4, 8]), group=st.sampled_from([None, 8, 16]),
        symmetric=st.booleans(), tokens=st.sampled_from([10, 200]))  # fmt: skip
-def test_gptq_is_the_direct_solution(seed, bits, group, symmetric, tokens):
+def test_gptq_is_the_direct_solution(gptq_direct, seed, bits, group, symmetric, tokens):
     """The Cholesky factor and the blocks change nothing: solving for the free columns anew each time gives the same."""
     weight, inputs = layer(rows=8, columns=32, seed=seed, tokens=tokens)
     ours = quantize.gptq(weight.double(), inputs.double(), bits, group, symmetric=symmetric)

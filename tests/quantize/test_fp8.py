@@ -1,4 +1,4 @@
-"""FP8 bit for bit as torch's own dtypes; scales a tensor, a row, a tile; MXFP4's clipping; the quantized KV cache."""
+"""FP8 bit for bit as torch's own dtypes; scales per tensor, row and tile; MXFP4's clipping; the quantized KV cache."""
 
 import numpy as np
 import pytest
@@ -15,13 +15,6 @@ DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 def normal(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.mark.parametrize("kind", DTYPES)
-def test_all_256_codes_mean_what_torch_says(kind):
-    codes = torch.arange(256, dtype=torch.uint8)
-    theirs = codes.view(DTYPES[kind]).float()
-    torch.testing.assert_close(fp8.decode(kind, codes), theirs, equal_nan=True, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", DTYPES)

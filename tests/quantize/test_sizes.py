@@ -1,9 +1,9 @@
-"""Bits a weight as the gguf package counts them; files of published size; .gguf files whole, truncated, corrupt."""
+"""Bits per weight as the gguf package counts them; files of published size; .gguf files whole, truncated, corrupt."""
 
 import gguf as package
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import llmlab as lab
@@ -142,6 +142,7 @@ def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path):
 
 
 @settings(max_examples=200)
+@example(at=78, byte=9)  # "k" becomes an array of 2^58 numbers: the package's reader alone would never end
 @given(at=st.integers(0, 200), byte=st.integers(0, 255))
 def test_a_corrupt_header_is_read_or_refused_in_one_line(tmp_path_factory, at, byte):
     folder = tmp_path_factory.getbasetemp()

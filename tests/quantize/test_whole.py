@@ -11,11 +11,11 @@ from llmlab.architectures.small import small_ids, small_model
 from llmlab.base.errors import NotAvailable, SpecError
 from llmlab.evaluate.perplexity import perplexity
 from llmlab.formulas.time.quantized_linear import linear_seconds
-from llmlab.quantize.algorithms.gptq import gptq_direct
 from llmlab.quantize.algorithms.qat import QATLinear
 from llmlab.quantize.algorithms.rtn import layer_error, rtn
+from llmlab.quantize.algorithms.smoothquant import SmoothLinear
 from llmlab.quantize.formats import affine, kv, nf4
-from llmlab.quantize.modules import Int8Linear, SmoothLinear
+from llmlab.quantize.formats.int8 import Int8Linear
 from llmlab.quantize.whole import inputs_of, linears, quantize_model, replace_linears
 from llmlab.techniques.quantization import relative_error, with_outliers
 
@@ -63,7 +63,7 @@ def test_gptq_and_awq_lose_less_than_rounding_on_every_layer(model, inputs, bits
             assert best <= 1.0001 * plain, name
 
 
-def test_gptq_on_a_real_layer_is_the_direct_solution(model, inputs):
+def test_gptq_on_a_real_layer_is_the_direct_solution(gptq_direct, model, inputs):
     """Real inputs are correlated, and their Hessian is nearly singular: the factor must hold there too."""
     for name in ("layers.0.self_attn.k_proj", "layers.1.self_attn.v_proj", "layers.2.self_attn.q_proj"):
         weight = weights(model)[name][:32]
@@ -83,7 +83,7 @@ def test_fewer_bits_cost_more_and_gptq_costs_less_than_rounding(model, held_out)
     assert rounded[2] > 1.02 * exact
     many = data.windows(small_ids()[0], micro_batch=16, seq_len=256, seed=1)
     text = small_ids()[1][-4096:]
-    plain = ppl(quantize_model(model, lambda w, _: rtn(w, 2, None)), text)  # a scale a row: more to make up for
+    plain = ppl(quantize_model(model, lambda w, _: rtn(w, 2, None)), text)  # one scale per row: more to correct
     solved = ppl(quantize_model(model, lambda w, x: quantize.gptq(w, x, 2, None), many), text)
     assert solved - ppl(model, text) < 0.75 * (plain - ppl(model, text))
 

@@ -14,8 +14,7 @@ from torch.cuda import _memory_viz
 from llmlab.base.errors import SpecError
 from llmlab.base.units import KiB, MiB
 from llmlab.simulation.allocator.caching import Allocator, AllocatorOutOfMemory
-from llmlab.simulation.allocator.config import AllocatorConfig
-from llmlab.simulation.allocator.rounding import MIN_BLOCK, SMALL_SIZE, round_size, segment_size
+from llmlab.simulation.allocator.config import MIN_BLOCK, SMALL_SIZE, AllocatorConfig, round_size, segment_size
 
 EXPANDABLE = AllocatorConfig(expandable_segments=True)
 CONFIGS = (
@@ -67,6 +66,10 @@ def play(allocator, requests, after_each=lambda live: None):
     return live
 
 
+def requested(allocator):
+    return allocator.stats()["requested_bytes.all.current"]
+
+
 def consistent(allocator, live):
     """Assert what holds at every moment, from the snapshot alone."""
     segments = allocator.segments()
@@ -90,9 +93,9 @@ def consistent(allocator, live):
     assert all(block["size"] >= live[address] for address, block in used.items())
     assert sum(segment["total_size"] for segment in segments) == allocator.reserved
     assert sum(block["size"] for block in used.values()) == allocator.allocated
-    assert sum(live.values()) == allocator.requested <= allocator.allocated <= allocator.reserved
+    assert sum(live.values()) == requested(allocator) <= allocator.allocated <= allocator.reserved
     assert allocator.peak_allocated >= allocator.allocated and allocator.peak_reserved >= allocator.reserved
-    assert allocator.reserved <= allocator.capacity
+    assert allocator.reserved <= allocator.driver.capacity
     counted_right(allocator, segments)
 
 
@@ -125,7 +128,7 @@ def test_freeing_everything_leaves_one_block_a_segment_and_empty_cache_nothing(r
     allocator = Allocator(capacity, config)
     for address in play(allocator, requests):
         allocator.free(address)
-    assert allocator.allocated == allocator.requested == 0
+    assert allocator.allocated == requested(allocator) == 0
     assert [len(segment["blocks"]) for segment in allocator.segments()] == [1] * len(allocator.segments())
     allocator.empty_cache()
     assert allocator.segments() == []
@@ -174,19 +177,19 @@ def test_out_of_memory_means_that_not_even_an_emptied_cache_leaves_room(requests
         if not isinstance(request, tuple):
             play(allocator, [request])
             continue
-        ooms, retries = allocator.num_ooms, allocator.num_alloc_retries
+        ooms, retries = allocator.statistics.num_ooms, allocator.statistics.num_alloc_retries
         try:
             allocator.malloc(*request)
         except AllocatorOutOfMemory as error:
             assert error.requested == request[0]
             assert (error.allocated, error.reserved) == (allocator.allocated, allocator.reserved)
             assert error.segment == segment_size(round_size(request[0], allocator.config), allocator.config)
-            assert (allocator.num_ooms, allocator.num_alloc_retries) == (ooms + 1, retries + 1)
+            assert (allocator.statistics.num_ooms, allocator.statistics.num_alloc_retries) == (ooms + 1, retries + 1)
             if not config.expandable_segments:
                 assert error.reserved + error.segment > error.capacity
                 assert all(s["allocated_size"] > 0 for s in allocator.segments()), "a free segment was kept"
         else:
-            assert allocator.num_ooms == ooms
+            assert allocator.statistics.num_ooms == ooms
 
 
 @given(REQUESTS, st.sampled_from(CONFIGS), CAPACITIES)
@@ -220,7 +223,7 @@ def test_the_events_add_up_to_the_state(requests, config, capacity):
 def test_what_one_request_takes(asked, allocated, reserved):
     allocator = Allocator()
     allocator.malloc(asked)
-    assert (allocator.allocated, allocator.reserved, allocator.requested) == (allocated, reserved, asked)
+    assert (allocator.allocated, allocator.reserved, requested(allocator)) == (allocated, reserved, asked)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +312,7 @@ def test_a_failed_request_releases_the_cached_segments_and_asks_again():
     for address in freed:
         allocator.free(address)
     allocator.malloc(60 * MiB)  # no block of 60 MiB is free, and the driver has none left
-    assert (allocator.num_alloc_retries, allocator.num_ooms) == (1, 0)
+    assert (allocator.statistics.num_alloc_retries, allocator.statistics.num_ooms) == (1, 0)
     assert allocator.reserved == 80 * MiB
     assert allocator.stats()["num_device_free"] == 3
     allocator.free(kept)
@@ -334,13 +337,13 @@ def test_fragmentation_fails_a_request_that_the_free_memory_would_hold():
         allocator.malloc(40 * MiB)
     error = caught.value
     assert error.reserved - error.allocated == error.segment == error.requested == 40 * MiB
-    assert (error.capacity, allocator.num_ooms) == (80 * MiB, 1)
+    assert (error.capacity, allocator.statistics.num_ooms) == (80 * MiB, 1)
 
 
 def test_expandable_segments_cure_that_fragmentation():
     allocator = fragmented(EXPANDABLE)
     allocator.malloc(40 * MiB)
-    assert (allocator.allocated, allocator.reserved, allocator.num_ooms) == (80 * MiB, 80 * MiB, 0)
+    assert (allocator.allocated, allocator.reserved, allocator.statistics.num_ooms) == (80 * MiB, 80 * MiB, 0)
 
 
 def test_an_expandable_segment_lets_a_longer_batch_grow_where_segments_pile_up():
@@ -429,7 +432,7 @@ def test_max_split_size_releases_just_enough_oversize_blocks_before_the_whole_ca
         allocator.free(address)
     allocator.malloc(120 * MiB)  # needs 120 of 20 free: 100 and 80 go, from the largest down
     assert sorted(segment["total_size"] // MiB for segment in allocator.segments()) == [30, 70, 120]
-    assert (allocator.num_alloc_retries, allocator.stats()["num_sync_all_streams"]) == (0, 0)
+    assert (allocator.statistics.num_alloc_retries, allocator.stats()["num_sync_all_streams"]) == (0, 0)
 
 
 def test_a_memory_fraction_is_a_limit_of_its_own():
@@ -514,7 +517,7 @@ def test_torch_reads_the_segments_as_a_snapshot():
     text = _memory_viz.segsum({"segments": allocator.segments()})
     assert "segments: 3" in text
     assert "total_reserved: 86.0MiB" in text
-    assert f"total_allocated: {_memory_viz.Bytes(allocator.requested)}" in text
+    assert f"total_allocated: {_memory_viz.Bytes(requested(allocator))}" in text
     assert _memory_viz.segments({"segments": allocator.segments()}, format_flamegraph=str).count("\n") >= 6
 
 

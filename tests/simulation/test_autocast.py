@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 if torch.cuda.is_available():
     pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)
 
-from llmlab.simulation.engine.decompose import decomposed
+from llmlab.simulation.engine.operators import decomposed
 from llmlab.simulation.patching import autocast
 from llmlab.simulation.simulator import simulator
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import llmlab as lab
-from llmlab.simulation.allocator.host import HostMemory
+from llmlab.simulation.allocator.memory import HostMemory
 from llmlab.simulation.engine.engine import HOST, Engine
 
 N = 256

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import llmlab as lab
-from llmlab.simulation.allocator.host import HostMemory
+from llmlab.simulation.allocator.memory import HostMemory
 from llmlab.simulation.engine.engine import HOST, Engine
-from llmlab.simulation.engine.foreach import changes_values_alone
+from llmlab.simulation.engine.operators import changes_values_alone
 from llmlab.simulation.simulator import simulator
 
 N = 256

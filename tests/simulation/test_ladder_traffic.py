@@ -12,7 +12,7 @@ import llmlab.kernels as kernels
 from llmlab.base.errors import NotAvailable
 from llmlab.kernels import rungs
 from llmlab.simulation import ladder_traffic as ladder
-from llmlab.simulation.profile.kernel_traffic import count_moved
+from llmlab.simulation.simulator import simulator
 
 if torch.cuda.is_available():
     pytest.skip("with a GPU Triton compiles, and compiled kernels cannot be watched", allow_module_level=True)
@@ -75,37 +75,57 @@ def test_inductor_makes_one_pass_of_what_it_can_fuse_into_one_loop():
 @TRITON
 def test_a_wide_row_is_asked_for_twice_and_written_once():
     x = torch.randn(2, 70000)
-    counted = count_moved(lambda: kernels.softmax(x, rung=4))
+    counted = ladder.count_moved(lambda: kernels.softmax(x, rung=4))
     assert counted.launches == 1 and counted.asked == 3 * x.nbytes and counted.bytes == 2 * x.nbytes
 
 
 @TRITON
 def test_pytorchs_operators_around_a_kernel_are_counted_too_and_the_interpreters_copies_are_not():
     x = torch.randn(4, 64)
-    alone = count_moved(lambda: kernels.softmax(x, rung=4))
-    both = count_moved(lambda: kernels.softmax(x + 1, rung=4))
+    alone = ladder.count_moved(lambda: kernels.softmax(x, rung=4))
+    both = ladder.count_moved(lambda: kernels.softmax(x + 1, rung=4))
     assert alone == (1, 2 * x.nbytes, 2 * x.nbytes)
     assert (both.launches, both.bytes) == (2, 4 * x.nbytes)
+
+
+def loss_step(device, rung, tokens, hidden, vocab):
+    states, weight = (
+        torch.randn(n, hidden, dtype=torch.bfloat16, device=device, requires_grad=True) for n in (tokens, vocab)
+    )
+    targets = torch.zeros(tokens, dtype=torch.int64, device=device)
+    return lambda: kernels.linear_cross_entropy(states, weight, targets, rung=rung).backward()
+
+
+def simulated_loss(rung, *sizes):
+    """Return the bytes of the products, the bytes of the rest, and the FLOP."""
+    with simulator("A100-80GB") as sim:
+        step = loss_step("cuda", rung, *sizes)
+        with sim.operators() as operators:
+            step()
+    products = sum(kernel.bytes for kernel in operators if kernel.kind == "matmul")
+    return products, ladder.moved(operators).bytes - products, operators.flops
 
 
 @TRITON
 def test_the_fused_loss_reads_the_weight_for_every_chunk_and_does_the_same_products():
     tokens, hidden, vocab = 1024, 256, 4096
-    whole, chunks, fused = ladder.count_loss("A100-80GB", tokens, hidden, vocab)
-    assert whole.flops == chunks.flops == fused.flops == 3 * 2 * tokens * hidden * vocab
+    whole, rest_of_whole, flops = simulated_loss(0, tokens, hidden, vocab)
+    chunks, _, flops_of_chunks = simulated_loss(1, tokens, hidden, vocab)
+    assert flops == flops_of_chunks == 3 * 2 * tokens * hidden * vocab
     logits, weight, states = 2 * tokens * vocab, 2 * vocab * hidden, 2 * tokens * hidden
     # Three products: each reads two of logits, weight and hidden, and writes the third.
-    assert whole.by_products == 3 * (logits + weight + states)
+    assert whole == 3 * (logits + weight + states)
     many = tokens // max(128, tokens * hidden // vocab)
     # dweight is read once more, as each chunk is added to it.
-    assert chunks.by_products == 3 * (logits + states) + many * (1 + 1 + 2) * weight
-    assert fused.by_products == chunks.by_products
+    assert chunks == 3 * (logits + states) + many * (1 + 1 + 2) * weight
+    with ladder.interpreted() as launches:
+        loss_step("cpu", 4, 32, 64, vocab)()
+    fused = sum(launch.moved().bytes for launch in launches) / (2 * 32 * vocab)
     # The gradient overwrites the logits: one pass for the loss, one back and forth for its gradient.
-    assert 3 * logits < fused.bytes - fused.by_products < 3.1 * logits
-    assert fused.bytes - fused.by_products < (whole.bytes - whole.by_products) / 10
+    assert 3 < fused < 3.1 < rest_of_whole / logits / 10
 
 
 def test_where_triton_compiles_nothing_can_be_watched(monkeypatch):
     monkeypatch.setattr(rungs, "INTERPRETED", False)
     with pytest.raises(NotAvailable, match="set TRITON_INTERPRET=1 before Python"):
-        count_moved(lambda: None)
+        ladder.count_moved(lambda: None)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import llmlab as lab
-from llmlab.simulation.allocator.host import HostMemory
+from llmlab.simulation.allocator.memory import HostMemory
 from llmlab.simulation.engine.engine import HOST, Engine
 from llmlab.simulation.workspaces import onednn
 

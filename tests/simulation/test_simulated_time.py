@@ -14,10 +14,9 @@ from llmlab import LoRA, Training
 from llmlab.archive import operator_records, records
 from llmlab.formulas.time.efficiency import Efficiency, efficiency
 from llmlab.formulas.time.flops import flops
-from llmlab.formulas.time.step import traffic
-from llmlab.simulation.profile.kernel import Kernel
+from llmlab.formulas.time.step import moved
 from llmlab.simulation.profile.operator_log import Operators
-from llmlab.simulation.profile.roofline import host_seconds, kernel_seconds, timing
+from llmlab.simulation.profile.roofline import Kernel, host_seconds, kernel_seconds, timing
 from llmlab.simulation.report import recorded
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -172,15 +171,15 @@ def test_the_formula_moves_the_bytes_that_the_operators_do(name, run):
     layers = "n_layer" if name == "gpt2" else "num_hidden_layers"
     card = "T4" if run.precision == "fp16" else "A100-80GB"
 
-    def moved(config):
+    def both(config):
         simulated = sum(
             kernel.bytes
             for kernel in recorded(config, run, card).operators
             if not kernel.flops and kernel.phase != "optimizer"
         )
-        return simulated, traffic(lab.model(config), run, lab.gpu(card))
+        return simulated, sum(moved(lab.model(config), run, lab.gpu(card)))
 
-    one, two = (moved({**config, layers: n}) for n in (1, 2))  # a layer more: neither logits nor weights
+    one, two = (both({**config, layers: n}) for n in (1, 2))  # a layer more: neither logits nor weights
     assert two[1] - one[1] == pytest.approx(two[0] - one[0], rel=0.25)
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import llmlab as lab
+from llmlab.base.compat import symbol
 from llmlab.base.errors import NotAvailable, SpecError, UnknownName
 from llmlab.simulation.simulator import simulator
 from llmlab.simulation.values.placeholders import PLACEHOLDER
@@ -453,6 +454,17 @@ def test_nothing_stays_patched(raises):
         torch.ones(1, device="cuda")
     with simulator("T4"):
         pass
+
+
+def test_what_torch_first_looks_up_inside_is_its_own():
+    """torch keeps the list of functions that torch.device("meta") redirects: with ours in it, a model that is built
+    later on the meta device would keep uninitialised weights."""
+    listed = symbol("torch.utils._device._device_constructors")
+    listed.cache_clear()
+    tiny = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 8}
+    lab.simulate(tiny, lab.Training(seq_len=8), "T4")
+    with torch.device("meta"):
+        assert torch.tensor([]).is_meta
 
 
 def test_nesting_is_refused():

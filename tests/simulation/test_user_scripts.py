@@ -16,7 +16,7 @@ from torch import nn
 
 import llmlab as lab
 from llmlab.base.errors import NotAvailable
-from llmlab.simulation.allocator.host import HostMemory
+from llmlab.simulation.allocator.memory import HostMemory
 from llmlab.simulation.engine.engine import HOST, Engine
 from llmlab.simulation.simulator import simulator
 from llmlab.simulation.workspaces.registry import OUTPUTS

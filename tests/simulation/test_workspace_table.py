@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from llmlab.hardware.gpu import gpu as find_gpu
-from llmlab.simulation.allocator.host import HostMemory
+from llmlab.simulation.allocator.memory import HostMemory
 from llmlab.simulation.devices import GPU_DEVICE, HOST
 from llmlab.simulation.engine.engine import Engine
 from llmlab.simulation.values.known import know

@@ -195,5 +195,5 @@ def test_one_line_says_what_the_model_is():
         "meta-llama/Llama-3.1-8B: 8.03B parameters, 32 layers × 4096, 32 heads (8 kv) × 128, MLP 14336, "
         "vocabulary 128256"
     )
-    assert "8 experts × 14336, 2 a token (12.9B active)" in str(model("Mixtral-8x7B"))
+    assert "8 experts × 14336, 2 per token (12.9B active)" in str(model("Mixtral-8x7B"))
     assert all("\n" not in str(model(name)) for name in models())

@@ -152,7 +152,7 @@ def test_buckets_are_sent_during_backward_and_make_fewer_messages(two):
     assert found["hooks"]["messages"] == parameters
     assert found["one bucket"]["messages"] == 1 < found["buckets"]["messages"] < parameters
     for method in ("hooks", "buckets", "one bucket"):
-        assert found[method]["under_way"] == found[method]["messages"], "none waits for wait()"
+        assert found[method]["pending"] == found[method]["messages"], "none waits for wait()"
 
 
 def test_no_sync_sends_once_what_two_micro_batches_added_up(two):

@@ -13,7 +13,6 @@ from llmlab.techniques.gpt_mistakes import (
     attend_over_heads,
     attend_without_mask,
     influence,
-    with_attention,
     with_norm,
 )
 from llmlab.techniques.training_loop import SMALL_GPT
@@ -21,9 +20,12 @@ from llmlab.techniques.training_loop import SMALL_GPT
 TINY = {**SMALL_GPT, "vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}
 
 
-def tiny():
+def tiny(attend=None):
     torch.manual_seed(0)
-    return GPT.from_spec(TINY).eval()
+    model = GPT.from_spec(TINY).eval()
+    for block in model.h if attend else []:
+        block.attn.attend = attend
+    return model
 
 
 @pytest.fixture
@@ -34,8 +36,8 @@ def ids():
 def test_influence_shows_who_reads_whom(ids):
     lower = torch.ones(12, 12, dtype=torch.bool).tril()
     assert torch.equal(influence(tiny(), ids), lower)
-    assert influence(with_attention(tiny(), attend_without_mask), ids).all()
-    assert torch.equal(influence(with_attention(tiny(), attend_over_heads), ids), torch.eye(12, dtype=torch.bool))
+    assert influence(tiny(attend_without_mask), ids).all()
+    assert torch.equal(influence(tiny(attend_over_heads), ids), torch.eye(12, dtype=torch.bool))
 
 
 def test_without_positions_the_last_token_reads_a_bag_of_words(ids):

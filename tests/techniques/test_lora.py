@@ -8,9 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import llmlab as lab
 from llmlab.base.errors import SpecError, UnknownName
-from llmlab.techniques.adapters import insert
 from llmlab.techniques.lora import LoRALinear, adapters, inject, load, merge, save, trained_parameters, unmerge
-from llmlab.techniques.peft import METHODS, apply, trained
+from llmlab.techniques.peft import METHODS, apply, insert, trained
 
 CONFIG = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 2,
           "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 64,

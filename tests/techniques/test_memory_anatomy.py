@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import llmlab as lab
-from llmlab.techniques.memory_anatomy import evaluate, model_states, saved_for_backward, storage_bytes, train
+from llmlab.techniques.memory_anatomy import model_states, saved_for_backward, storage_bytes, train
 
 CONFIG = {"model_type": "gpt2", "n_embd": 32, "n_head": 2, "n_layer": 2, "n_positions": 64, "vocab_size": 300,
           "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}  # fmt: skip
@@ -42,9 +42,7 @@ def test_adamw_holds_two_numbers_a_parameter_from_the_first_step_on(model, batch
 
 
 def test_the_loop_learns_the_batch(model, batches):
-    before = evaluate(model, batches[:1])
     losses = train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), batches * 5)
-    assert losses[0] == pytest.approx(before, rel=1e-4), "no dropout here: train() and eval() agree"
     assert losses[-1] < 0.7 * losses[0]
 
 

@@ -12,7 +12,7 @@ from llmlab.formulas.memory.precision import bytes_per_parameter, state_bytes
 from llmlab.techniques import optimizers as scratch
 from llmlab.techniques.learning_rate import clip_gradients, warmup_cosine, warmup_stable_decay
 from llmlab.techniques.memory_anatomy import model_states
-from llmlab.techniques.optimizers_8bit import CPU_BINS, AdamW8bit, dequantize, dynamic_code, linear_code, quantize
+from llmlab.techniques.optimizers_8bit import CPU_BINS, AdamW8bit, dequantize, dynamic_code, quantize
 
 bnb = pytest.importorskip("bitsandbytes", reason="the 8-bit oracle is bitsandbytes: pip install 'llmlab[quant]'")
 transformers = pytest.importorskip("transformers")
@@ -29,6 +29,11 @@ PAIRS = {
     "adafactor": (scratch.Adafactor, torch.optim.Adafactor, {}, 1e-5),
     "lion": (scratch.Lion, bnb.optim.Lion, {"weight_decay": 0.1}, 0),
 }
+
+
+def linear_code(signed=True):
+    """256 equally spaced values, as int8 has."""
+    return torch.linspace(-1 if signed else 0, 1, 256)
 
 
 def network(dtype=torch.float32):

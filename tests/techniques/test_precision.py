@@ -16,14 +16,8 @@ from llmlab.notebook.precision_widget import EXAMPLES, FloatWidget, fields
 from llmlab.step.optimizer import MasterWeights
 from llmlab.techniques.precision import (
     FORMATS,
-    Casts,
     LossScaler,
-    lost,
-    names,
-    outputs_seen,
-    state_dtypes,
     stochastic_round,
-    tensors_of_a_step,
 )
 
 DTYPES = {
@@ -222,66 +216,6 @@ def test_fp16_adamw_divides_by_an_epsilon_that_is_zero():
 
 
 # ---- looking at a step
-
-
-def test_lost_counts_what_becomes_zero_or_infinite():
-    values = torch.tensor([0.0, math.inf, 1.0, 2.0**-24, 2.0**-26, 65519.0, 7e4, -1e38])
-    assert lost(values, torch.float16) == pytest.approx((1 / 6, 2 / 6))
-    assert lost(values, torch.bfloat16) == (0.0, 0.0)
-    assert lost(torch.zeros(3), torch.float16) == (0.0, 0.0)
-
-
-def test_dtypes_are_read_off_the_live_tensors():
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
-    optimizer = torch.optim.AdamW(model.parameters())
-    with outputs_seen(model) as seen, torch.autocast("cpu", torch.bfloat16):
-        loss = model(torch.ones(2, 4)).sum()
-    assert names(seen["Linear"]) == "bf16" and list(seen) == ["Linear", "LayerNorm"]
-    assert state_dtypes(model, optimizer) == {"weights": "fp32", "gradients": "none", "moments": "none"}
-    loss.backward()
-    optimizer.step()
-    assert state_dtypes(model, optimizer) == {"weights": "fp32", "gradients": "fp32", "moments": "fp32"}
-    model(torch.ones(2, 4))
-    assert len(seen["Linear"]) == 1  # the hooks are removed
-    assert names([torch.zeros(1).half(), torch.zeros(1), torch.zeros(1).long()]) == "fp16, fp32"
-
-
-def test_casts_are_counted_with_their_bytes():
-    linear = torch.nn.Linear(8, 4, bias=False)
-    with Casts() as casts, torch.autocast("cpu", torch.bfloat16):
-        for _ in range(2):
-            linear(torch.ones(2, 8))  # casts the input both times, the fp32 weight once, because it is cached
-    assert (casts.count, casts.bytes) == (3, 2 * (8 * 4 + 2 * (2 * 8)))
-    half, rows = linear.half(), torch.ones(2, 8, dtype=torch.bfloat16)
-    with Casts() as casts, torch.autocast("cpu", torch.bfloat16):
-        for _ in range(2):
-            half(rows)
-    assert casts.count == 2  # an fp16 weight is cast at each use
-
-
-def test_the_tensors_of_a_step_are_those_autograd_leaves():
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    config = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
-              "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 32}  # fmt: skip
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-    ids = torch.arange(24).view(2, 12)
-    stages = tensors_of_a_step(model, ids)
-    model.zero_grad()
-    out = model(input_ids=ids, labels=ids)
-    out.logits.retain_grad()
-    out.loss.backward()
-    by_weight = torch.cat([p.grad.flatten() for p in model.parameters()])
-    assert torch.allclose(stages["gradients of weights"], by_weight)
-    assert torch.equal(stages["their squares"], stages["gradients of weights"] ** 2)
-    sizes = {stage: values.numel() for stage, values in stages.items()}
-    assert sizes["activations"] == sizes["gradients of activations"]
-    # the head is the last Linear that ran, and its output's gradient is softmax minus target over 22 tokens
-    assert torch.isin(out.logits.grad[0, 0], stages["gradients of activations"]).all()
-
-
-# ---- the picture
 
 
 def test_the_picture_without_scripts_holds_the_bits():

@@ -78,8 +78,8 @@ def states(spec: ModelSpec, run: Training, stage: int = 0) -> States:
     """Return the weights, gradients and optimizer states of one device of pipeline stage `stage`.
 
     ZeRO (arXiv 1910.02054, section 5): stage 1 divides the optimizer states (and the master copy) by dp, stage 2 also
-    the gradients, stage 3 also the weights. What is offloaded is not on the device; of gradients one at a time is, for
-    each leaves as backward makes it (ZeRO-Offload, arXiv 2101.06840, section 4.1).
+    the gradients, stage 3 also the weights. Offloaded states are not on the device, and of the gradients only one at a
+    time is, because each leaves as backward makes it (ZeRO-Offload, arXiv 2101.06840, section 4.1).
     """
     b = PRECISION[run.precision]
     counts = device_parameters(spec, run.pp, stage, run.tp, run.ep)

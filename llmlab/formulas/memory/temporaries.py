@@ -1,4 +1,4 @@
-"""What comes and goes in a training step beside what blocks keep: logits, casts, and operators' temporaries."""
+"""What comes and goes in a training step beside what blocks keep: logits, and operators' temporaries."""
 
 from __future__ import annotations
 
@@ -42,13 +42,6 @@ def outer_activations(share: Share) -> int:
             width += b.residual * spec.hidden if spec.norm == "rmsnorm" else 0
             head_input = share.tokens * b.compute * spec.hidden  # gathered whole, as `activations.per_device` says
     return share.tokens * width // share.sequence_ranks + head_input
-
-
-def cast_weights(share: Share) -> int:
-    """Return the half copies of a block's linear weights that autocast makes in forward, and backward still needs."""
-    if not share.autocast:
-        return 0
-    return share.bytes.compute * share.spec.block_linear_elements // (share.run.tp * share.spec.layers)
 
 
 def loss_bytes(share: Share) -> LossBytes:

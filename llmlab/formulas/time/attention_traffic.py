@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...base.errors import SpecError
+from ...base.errors import check_counts
 
 STATISTIC = 4  # bytes of a logsumexp, and of backward's row sum: fp32
 
@@ -31,13 +31,13 @@ def standard_traffic(T: int, D: int, b: int = 2) -> Traffic:
     Forward writes the scores, reads them, writes the probabilities and reads these: 4·T². Backward reads the
     probabilities twice, writes dP, reads it, writes dS and reads that twice: 7·T².
     """
-    _check(T, D, b)
+    check_counts(T=T, D=D, b=b)
     return Traffic(4 * T * D * b + 4 * T * T * b, 8 * T * D * b + 7 * T * T * b)
 
 
 def least_traffic(T: int, D: int, b: int = 2) -> Traffic:
     """Return the bytes of q, k, v and the output, of their gradients and of logsumexp, each moved once."""
-    _check(T, D, b)
+    check_counts(T=T, D=D, b=b)
     return Traffic(4 * T * D * b + STATISTIC * T, 8 * T * D * b + STATISTIC * T)
 
 
@@ -47,9 +47,7 @@ def flash_traffic(T: int, D: int, b: int = 2, M: int = 64, causal: bool = False)
     Forward: T/M tiles of queries, each of which reads k and v. Backward: the row sums; dk and dv, T/M tiles of keys
     that read q, dout and both statistics; dq, T/M tiles of queries that read k and v.
     """
-    _check(T, D, b)
-    if M < 1:
-        raise SpecError(f"M={M} rows of a tile; allowed: 1 or more")
+    check_counts(T=T, D=D, b=b, M=M)
     # Rows read by all tiles together; a causal tile of queries reads up to its last key, one of keys from its first
     # query on.
     whole = range(0, T, M)
@@ -61,22 +59,3 @@ def flash_traffic(T: int, D: int, b: int = 2, M: int = 64, causal: bool = False)
     backward_keys = 4 * own + (2 * D * b + 2 * STATISTIC) * queries
     backward_queries = 3 * own + 2 * STATISTIC * T + 2 * D * b * keys
     return Traffic(forward, sums + backward_keys + backward_queries)
-
-
-def flash_accesses(T: int, D: int, sram: int) -> float:
-    """Return T²·D²/sram, the order of FlashAttention's memory accesses in elements, where `sram` elements fit on chip.
-
-    Theorem 2 of arXiv 2205.14135, for D <= sram <= T·D; standard attention's order is T·D + T².
-
-    >>> round(flash_accesses(8192, 64, 100 * 1024 // 2) / (8192 * 64 + 8192**2), 3)
-    0.079
-    """
-    _check(T, D, 1)
-    if not D <= sram <= T * D:
-        raise SpecError(f"sram={sram} elements; the theorem is for D={D} to T·D={T * D}")
-    return T * T * D * D / sram
-
-
-def _check(T: int, D: int, b: int) -> None:
-    if T < 1 or D < 1 or b < 1:
-        raise SpecError(f"T={T} tokens, D={D} channels, b={b} bytes; each must be 1 or more")

@@ -29,7 +29,7 @@ from ...specs.model import ModelLike, ModelSpec
 from ...specs.model import model as find_model
 from ...specs.run import Training
 from ...specs.stages import stage_layers
-from ..memory.precision import PRECISION
+from ..memory.share import bytes_of
 from ..memory.states import device_parameters, states
 from . import step as time
 from .communication import finished, seconds
@@ -139,7 +139,7 @@ def _check(layers: int, run: Training, virtual_stages: int, overlap: tuple[str, 
 
 def _stream_bytes(spec: ModelSpec, run: Training) -> float:
     """Return the bytes of a micro-batch's activations between two layers: bsh."""
-    return run.tokens / run.cp * spec.hidden * PRECISION[run.precision].compute
+    return run.tokens / run.cp * spec.hidden * bytes_of(run).compute
 
 
 def _tensor(spec: ModelSpec, run: Training, cluster: Cluster, hidden: bool) -> float:
@@ -160,7 +160,7 @@ def _context(spec: ModelSpec, run: Training, cluster: Cluster) -> float:
     """Return the seconds per layer and micro-batch that keys and values take round the ring."""
     if run.cp == 1:
         return 0.0
-    width = 2 * spec.key_width / run.tp * PRECISION[run.precision].compute  # keys and values of a token
+    width = 2 * spec.key_width / run.tp * bytes_of(run).compute  # keys and values of a token
     group = cluster.group(run.cp, run.tp)
     passes = 3 + (1 if run.checkpointing == "full" else 0)  # forward 1; backward 2, with the gradients
     return passes * (run.cp - 1) * seconds("send", run.tokens / run.cp * width, group)

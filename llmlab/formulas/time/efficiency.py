@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 from ...hardware.gpu import GPU
 from ...hardware.gpu import gpu as find_gpu
@@ -46,7 +45,8 @@ class Efficiency:
 @cache
 def efficiencies() -> dict[str, Efficiency]:
     """Return every card's efficiency by the card's name."""
-    return {entry["gpu"]: _efficiency(entry) for entry in read_table("efficiencies.toml")["efficiency"]}
+    entries = read_table("efficiencies.toml")["efficiency"]
+    return {entry["gpu"]: Efficiency(sms=find_gpu(entry["gpu"]).sms, **entry) for entry in entries}
 
 
 def efficiency(card: GPU | str) -> Efficiency | None:
@@ -56,7 +56,3 @@ def efficiency(card: GPU | str) -> Efficiency | None:
     True
     """
     return efficiencies().get(find_gpu(card).name)
-
-
-def _efficiency(entry: Mapping[str, Any]) -> Efficiency:
-    return Efficiency(sms=find_gpu(entry["gpu"]).sms, **entry)

@@ -16,20 +16,29 @@ from ...hardware.gpu import GPU
 from ...specs.model import ModelSpec
 from ...specs.parameters import Linear
 from ...specs.run import Inference, Run, Training
-from ..memory.share import adapted, attention_kernel
+from ..memory.share import attention_kernel
+from ..memory.states import adapter_parameters
 
 
-@dataclass(frozen=True)
+@dataclass
 class Flops:
     """FLOP of a step by where they go. `recomputed` is what checkpointing computes a second time; `by_part` divides
     forward, backward and recomputation alike by "attention" (its linears), "scores" (products without weights), "mlp",
     "experts", "router", "head", "adapters"."""
 
-    forward: int
-    backward: int
+    forward: int = 0
+    backward: int = 0
     recomputed: int = 0
     optimizer: int = 0  # Adafactor multiplies its factors out
     by_part: dict[str, int] = field(default_factory=dict)
+
+    def add(self, part: str, forward: int, backward: int = 0, recomputed: int = 0) -> None:
+        """Add the products of a part."""
+        self.forward += forward
+        self.backward += backward
+        self.recomputed += recomputed
+        if total := forward + backward + recomputed:
+            self.by_part[part] = self.by_part.get(part, 0) + total
 
     @property
     def total(self) -> int:
@@ -51,22 +60,19 @@ def flops(spec: ModelSpec, run: Run, gpu: GPU | None = None, cpu: bool = False) 
     """
     if isinstance(run, Inference):
         return _generation(spec, run)
-    kernel = attention_kernel(spec, run, gpu, cpu)
-    sums = _Sums()
-    tokens = run.tokens * run.dp * run.accumulation
-    sequences = run.global_batch
+    sums = Flops(optimizer=2 * _factored(spec, run) if run.optimizer == "adafactor" else 0)
+    tokens = run.global_batch * run.seq_len
     first = _first_block(spec, run)
     for linear in spec.linears:
         _linear(sums, spec, run, linear, tokens, first)
     _experts(sums, spec, run, tokens)
-    _scores(sums, spec, run, sequences, kernel, first)
-    optimizer = 2 * _factored(spec, run) if run.optimizer == "adafactor" else 0
-    return Flops(sums.forward, sums.backward, sums.recomputed, optimizer, sums.parts)
+    _scores(sums, spec, run, run.global_batch, attention_kernel(spec, run, gpu, cpu), first)
+    return sums
 
 
 def approximate(parameters: int, tokens: int, recomputation: bool = False) -> int:
-    """Return 6ND, or 8ND with full recomputation: 2 FLOP a weight and token forward, 4 backward (2 for the gradient of
-    the input, 2 for that of the weight), 2 more to compute forward again (Kaplan et al., arXiv
+    """Return 6ND, or 8ND with full recomputation: per weight and token, 2 FLOP forward, 4 backward (2 for the gradient
+    of the input, 2 for that of the weight), 2 more to compute forward again (Kaplan et al., 2020, arXiv
     2001.08361, section 2.1).
 
     >>> f"{approximate(82 * 10**9, 150 * 10**9):.3g}"
@@ -80,22 +86,7 @@ def chinchilla_tokens(parameters: int) -> int:
     return 20 * parameters
 
 
-class _Sums:
-    """Sums of products, by pass and by part of the model."""
-
-    def __init__(self) -> None:
-        self.forward = self.backward = self.recomputed = 0
-        self.parts: dict[str, int] = {}
-
-    def add(self, part: str, forward: int, backward: int = 0, recomputed: int = 0) -> None:
-        self.forward += forward
-        self.backward += backward
-        self.recomputed += recomputed
-        if total := forward + backward + recomputed:
-            self.parts[part] = self.parts.get(part, 0) + total
-
-
-def _linear(sums: _Sums, spec: ModelSpec, run: Training, linear: Linear, tokens: int, first: dict[str, bool]) -> None:
+def _linear(sums: Flops, spec: ModelSpec, run: Training, linear: Linear, tokens: int, first: dict[str, bool]) -> None:
     """Add a linear layer's products: forward; in backward the gradient of its input, where something before it is
     trained, and that of its weight, where it is trained."""
     once = 2 * tokens * linear.inputs * linear.outputs  # of one of the `count` layers
@@ -155,18 +146,13 @@ def _is_last(spec: ModelSpec, linear: Linear) -> bool:
 
 def _recomputed(spec: ModelSpec, run: Training, linear: Linear, once: int) -> int:
     """Return what checkpointing computes again of a linear layer's products."""
-    if linear.part == "head":
-        return 0
-    quantized = run.quantization is not None and linear.part != "router"
-    if run.checkpointing == "selective" and not quantized:
+    if linear.part == "head" or (run.checkpointing == "selective" and run.quantization is None):
         return 0
     adapted = run.lora is not None and linear.name in run.lora.targets
-    if _is_last(spec, linear) and not adapted:
-        return 0
-    return once * linear.count
+    return 0 if _is_last(spec, linear) and not adapted else once * linear.count
 
 
-def _experts(sums: _Sums, spec: ModelSpec, run: Training, tokens: int) -> None:
+def _experts(sums: Flops, spec: ModelSpec, run: Training, tokens: int) -> None:
     """Add the routed experts: every token goes through experts_per_token of them, and the router."""
     if not spec.experts:
         return
@@ -178,7 +164,7 @@ def _experts(sums: _Sums, spec: ModelSpec, run: Training, tokens: int) -> None:
     sums.add("experts", routed, trained * routed, routed if full else 0)
 
 
-def _scores(sums: _Sums, spec: ModelSpec, run: Training, sequences: int, kernel: str, first: dict[str, bool]) -> None:
+def _scores(sums: Flops, spec: ModelSpec, run: Training, sequences: int, kernel: str, first: dict[str, bool]) -> None:
     """Add q·kᵀ and scores·v. Fused kernels keep no scores, and compute q·kᵀ again in backward."""
     qk, v = head_sizes(spec)
     one = 2 * sequences * spec.heads * run.seq_len * run.seq_len
@@ -205,8 +191,7 @@ def head_sizes(spec: ModelSpec, absorbed: bool = False) -> tuple[int, int]:
 def _factored(spec: ModelSpec, run: Training) -> int:
     """Return the elements of every matrix whose second moments Adafactor multiplies out of a row and a column."""
     if run.lora:
-        rank = run.lora.rank
-        return sum(linear.count * rank * (linear.inputs + linear.outputs) for linear in adapted(spec, run))
+        return adapter_parameters(spec, run)
     by = spec.parameters_by_component
     vectors = by["norms"] + sum(each.count * each.outputs for each in spec.linears if each.bias)
     return spec.parameters - vectors
@@ -214,10 +199,10 @@ def _factored(spec: ModelSpec, run: Training) -> int:
 
 def _generation(spec: ModelSpec, run: Inference) -> Flops:
     """Add the prompt's pass and one of each new token but the last; the head sees one position of each sequence."""
-    sums = _Sums()
+    sums = Flops()
     _passes(sums, spec, run.batch, run.prompt_len, range(run.prompt_len, run.prompt_len + 1))
     _passes(sums, spec, run.batch, 1, range(run.prompt_len + 1, run.prompt_len + run.new_tokens))
-    return Flops(sums.forward, 0, 0, 0, sums.parts)
+    return sums
 
 
 def token_pass(spec: ModelSpec, batch: int, context: int, absorbed: bool = True) -> dict[str, int]:
@@ -228,12 +213,12 @@ def token_pass(spec: ModelSpec, batch: int, context: int, absorbed: bool = True)
     with kv_b_proj's weights, and every head's scores and sums are over latents. `absorbed` False, transformers' way,
     makes keys and values of all heads again, from every latent in the cache.
     """
-    sums = _Sums()
+    sums = Flops()
     _passes(sums, spec, batch, 1, range(context, context + 1), absorbed)
-    return sums.parts
+    return sums.by_part
 
 
-def _passes(sums: _Sums, spec: ModelSpec, batch: int, new: int, seen: range, absorbed: bool = False) -> None:
+def _passes(sums: Flops, spec: ModelSpec, batch: int, new: int, seen: range, absorbed: bool = False) -> None:
     """Add a forward pass of `new` tokens per sequence for each of `seen`: how many they see, themselves among them."""
     for linear in spec.linears:
         tokens = batch * len(seen) * (1 if linear.part == "head" else new)

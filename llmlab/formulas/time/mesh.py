@@ -9,20 +9,15 @@ from typing import Any
 from ...base.errors import SpecError
 from ...hardware.gpu import GPU
 from ...hardware.gpu import gpu as find_gpu
-from ...hardware.links import Cluster, Group, usual_cluster
+from ...hardware.links import Cluster
+from ...hardware.links import cluster as cluster_of
 from ...specs.check import check
-from ...specs.mesh import AXES, stride
 from ...specs.model import ModelLike, ModelSpec
 from ...specs.model import model as find_model
 from ...specs.run import Training
 from ..memory.moments import training_moments
 from ..verdict import verdict
 from .distributed import Step, step
-
-
-def links_of(run: Training, cluster: Cluster) -> dict[str, Group]:
-    """Return the group of ranks of every axis that has more than one, with the links it communicates over."""
-    return {axis: cluster.group(size, stride(run, axis)) for axis in (*AXES, "ep") if (size := getattr(run, axis)) > 1}
 
 
 @dataclass(frozen=True)
@@ -66,7 +61,7 @@ def search(
     Raises SpecError where nothing can be tried.
     """
     spec, gpu = find_model(model), find_gpu(card)
-    nodes = cluster or usual_cluster(gpu)
+    nodes = cluster or cluster_of(gpu)
     found = []
     for run in _runs(spec, gpu, devices, batch, settings):
         peak = peak_of(spec, run, gpu)
@@ -86,7 +81,7 @@ def _runs(spec: ModelSpec, gpu: GPU, devices: int, batch: int, settings: dict[st
                 continue
             each = batch // dp
             for micro_batch in (2**n for n in range(each.bit_length()) if each % 2**n == 0):
-                for zero in _stages(dp, pp):
+                for zero in (0,) if dp == 1 else (1,) if pp > 1 else (1, 3):
                     for checkpointing in (None, "full"):
                         degrees = {"tp": tp, "pp": pp, "dp": dp, "zero": zero, "sequence_parallel": tp > 1}
                         degrees |= {"micro_batch": micro_batch, "accumulation": each // micro_batch}
@@ -96,12 +91,6 @@ def _runs(spec: ModelSpec, gpu: GPU, devices: int, batch: int, settings: dict[st
                         except SpecError:  # a stage without a layer, experts that are not divided
                             continue
                         yield run
-
-
-def _stages(dp: int, pp: int) -> tuple[int, ...]:
-    if dp == 1:
-        return (0,)
-    return (1,) if pp > 1 else (1, 3)
 
 
 def _divisors(number: int) -> list[int]:

@@ -9,6 +9,7 @@ smaller than the weights.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from ...specs.model import ModelSpec
@@ -92,10 +93,6 @@ def flip_batch(spec: ModelSpec, run: Inference, rate: float, bandwidth: float) -
         one = decode_pass(spec, replace(run, batch=batch), context=2)
         return one.products * bandwidth >= one.weights * rate
 
-    if not bound_by_flop(LARGEST_BATCH):
-        return None
-    low, high = 0, LARGEST_BATCH  # bound by bytes at `low`, by FLOP at `high`
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if bound_by_flop(middle) else (middle, high)
-    return high
+    batches = range(1, LARGEST_BATCH + 1)
+    first = bisect_left(batches, True, key=bound_by_flop)
+    return batches[first] if first < len(batches) else None

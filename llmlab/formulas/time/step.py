@@ -50,7 +50,8 @@ def step_seconds(spec: ModelSpec, run: Run, card: GPU | None) -> float | None:
 def seconds_at(spec: ModelSpec, run: Run, card: GPU, rates: Efficiency) -> float | None:
     """Return what `step_seconds` does, at these rates."""
     if isinstance(run, Inference):
-        return _generation_seconds(spec, run, rates)
+        found = token_seconds(spec, run, rates)
+        return None if found is None else found[0] + (run.new_tokens - 1) * found[1]
     computed = passes_seconds(spec, run, card, rates)
     if computed is None:
         return None
@@ -67,7 +68,7 @@ def passes_seconds(spec: ModelSpec, run: Training, card: GPU, rates: Efficiency)
     products = None if run.compile or run.kernels else product_seconds(spec, run, card, rates)
     if products is None:
         return None
-    computed = sum(products.values()) + traffic(spec, run, card) / rates.bandwidth
+    computed = sum(products.values()) + sum(moved(spec, run, card)) / rates.bandwidth
     return max(computed, host_seconds(spec, run, rates))
 
 
@@ -152,11 +153,6 @@ def product_seconds(spec: ModelSpec, run: Training, card: GPU, rates: Efficiency
     return seconds
 
 
-def traffic(spec: ModelSpec, run: Training, card: GPU | None = None) -> float:
-    """Return the bytes that everything but products and the update moves on one device in a step."""
-    return sum(moved(spec, run, card))
-
-
 AUTOCAST: dict[str, Precision] = {"fp16": "autocast-fp16", "bf16": "autocast-bf16"}
 
 
@@ -168,7 +164,7 @@ class Moved(NamedTuple):
 
 
 def moved(spec: ModelSpec, run: Training, card: GPU | None = None) -> Moved:
-    """Return the bytes of `traffic` by where they are moved.
+    """Return the bytes that everything but products and the update moves on one device in a step, by where.
 
     Norms and dropout between tensor-parallel products are divided by sequence parallelism only (arXiv 2205.05198,
     section 4.2).
@@ -196,11 +192,6 @@ def moved(spec: ModelSpec, run: Training, card: GPU | None = None) -> Moved:
     logits = LOGITS_MOVES * 4 * share.tokens * spec.vocab / run.tp
     blocks = spec.layers / run.pp * (block + casts * block_parameters(spec) / run.tp)
     return Moved(run.accumulation * blocks, run.accumulation * logits)
-
-
-def _generation_seconds(spec: ModelSpec, run: Inference, rates: Efficiency) -> float | None:
-    found = token_seconds(spec, run, rates)
-    return None if found is None else found[0] + (run.new_tokens - 1) * found[1]
 
 
 def token_seconds(spec: ModelSpec, run: Inference, rates: Efficiency, eager: bool = True) -> tuple[float, float] | None:

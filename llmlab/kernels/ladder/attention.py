@@ -7,9 +7,10 @@ Bytes moved by the forward pass of a head (q, k, v and out are 4·T·D·b), if n
 
     0  scores, scale, mask, softmax, product: 4·T·D·b + 10·T²·b     saves T² probabilities per head, and the mask
     1  4·T·D·b at least: SDPA takes the best of its backends        saves q, k, v, out, logsumexp ("math": more)
-    2  rung 0 with scale, mask and softmax in one kernel: 4·T·D·b + 4·T²·b     T² still passes between the matmuls
+    2  rung 0 with scale, mask and softmax in one kernel: 4·T·D·b + 4·T²·b     T² still passes between the matmuls,
+       unless Inductor recognizes the pattern and calls SDPA
     3  T/M tiles of queries read k and v: 2·T·D·b·(1 + T/M), half of T/M if causal     saves q, k, v, out, logsumexp
-    4  the same; backward is three kernels that recompute the probabilities: no T² in memory in either pass
+    4  the same; backward is three kernels without atomics that recompute the probabilities: no T² in memory
 
 All rungs do O(T²) FLOPs. While k and v of a head fit in the L2 cache, most of the T/M reads come from there.
 `llmlab.formulas.time.attention_traffic` counts these bytes, backward too. Rung 4's backward does 7 products, because it
@@ -28,7 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from ...base.errors import SpecError
 from ...techniques.flash_attention import check_attention, flash_backward, standard_attention
-from ..rungs import as_autocast, choose, compiled, dot, jit, tl, triton
+from ..rungs import as_autocast, choose, dot, jit, run, tl, triton
 
 LOG2_E = 1.4426950408889634  # exp(x) = 2^(x·log2 e): the GPU has an instruction for powers of 2
 MAX_HEAD = 128
@@ -45,12 +46,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, *, rung: int
     old = q.is_cuda and torch.cuda.get_device_capability(q.device) < (8, 0)  # Triton does not use its tensor cores
     if rung is None and (old or q.shape[-1] > MAX_HEAD):
         rung = 1
-    return LADDER[choose(rung, q, k, v)](q, k, v, causal)
-
-
-def attention0(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Rung 0: the formula, one operator per line; T² scores per head go through memory several times."""
-    return standard_attention(q, k, v, causal)
+    return run(choose(rung, q, k, v), standard_attention, attention1, Attention, q, k, v, causal)
 
 
 def attention1(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -58,24 +54,6 @@ def attention1(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     group = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(group, dim=1) if group > 1 else t for t in (k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-
-def attention2(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Rung 2: rung 0 unchanged. Inductor may recognize the pattern and call SDPA; otherwise the scores remain."""
-    return compiled(standard_attention)(q, k, v, causal)
-
-
-def attention3(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Rung 3: one program per tile of queries, which loops over the keys; backward is the tiled one in PyTorch."""
-    return Attention.apply(q, k, v, causal, False)
-
-
-def attention4(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Rung 4: backward in Triton, without atomics: a kernel for dk and dv, one program per tile of keys, one for dq."""
-    return Attention.apply(q, k, v, causal, True)
-
-
-LADDER = (attention0, attention1, attention2, attention3, attention4)
 
 
 class Attention(torch.autograd.Function):

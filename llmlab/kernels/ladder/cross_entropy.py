@@ -6,8 +6,8 @@ Bytes moved by the forward pass, if nothing stays in a cache, and the extra memo
 
     0  cast, max, subtract, exp, sum, subtract the log: (b + 4 + 4 + 8 + 8 + 4 + 8)·R·V     saves log-softmax, 4·R·V
     1  cast, log_softmax: (b + 4 + 4 + 4)·R·V                                               saves log-softmax, 4·R·V
-    2  b·R·V: one kernel with the cast in it (it reads very long rows again)
-    3  b·R·V: reads each row once, writes its loss and logsumexp, 8 bytes per row     saves only the logits
+    2  b·R·V: rung 0 as one kernel with the cast in it, so no fp32 copy (it reads very long rows again)
+    3  b·R·V: one program reads a row once, tile by tile, and writes its loss and logsumexp     saves only the logits
     4  the same; backward is one kernel, 2·b·R·V, and with inplace=True its result overwrites the logits: no new memory
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...base.errors import SpecError
-from ..rungs import absorb, check_columns, choose, compiled, jit, launch, tl, triton, warps
+from ..rungs import absorb, check_columns, choose, jit, launch, run, tl, triton, warps
 
 IGNORE = -100  # the target that PyTorch and Hugging Face leave out
 TILE = 8192  # columns that a program has in registers at a time
@@ -41,12 +41,10 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, rung: int | None = None, i
     if targets.device != logits.device:
         raise SpecError(f"targets are on {targets.device}, logits on {logits.device}; put them on one device")
     rung = choose(rung, logits)
-    if inplace and (rung != 4 or not logits.is_contiguous()):
-        raise SpecError(f"inplace=True is for rung 4 (this is rung {rung}) and contiguous logits; leave it out")
+    if inplace and not logits.is_contiguous():
+        raise SpecError("inplace=True is for contiguous logits; leave it out")
     logits_RV, targets_R = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
-    if inplace:
-        return CrossEntropy.apply(logits_RV, targets_R, True, True)
-    return LADDER[rung](logits_RV, targets_R)
+    return run(rung, cross_entropy0, cross_entropy1, CrossEntropy, logits_RV, targets_R, inplace=inplace)
 
 
 def cross_entropy0(logits_RV: Tensor, targets_R: Tensor) -> Tensor:
@@ -63,24 +61,6 @@ def cross_entropy1(logits_RV: Tensor, targets_R: Tensor) -> Tensor:
     """Rung 1: PyTorch's two operators (log_softmax, nll_loss); the fp32 copy of half-precision logits remains."""
     half = logits_RV.dtype in (torch.float16, torch.bfloat16)
     return F.cross_entropy(logits_RV.float() if half else logits_RV, targets_R, ignore_index=IGNORE)
-
-
-def cross_entropy2(logits_RV: Tensor, targets_R: Tensor) -> Tensor:
-    """Rung 2: rung 0 unchanged; there is no fp32 copy, because the kernel that reads the logits casts them."""
-    return compiled(cross_entropy0)(logits_RV, targets_R)
-
-
-def cross_entropy3(logits_RV: Tensor, targets_R: Tensor) -> Tensor:
-    """Rung 3: one program per row; maximum and sum in one pass, tile by tile (online softmax)."""
-    return CrossEntropy.apply(logits_RV, targets_R, False, False)
-
-
-def cross_entropy4(logits_RV: Tensor, targets_R: Tensor) -> Tensor:
-    """Rung 4: backward reads the logits and writes (softmax − one-hot) · scale, in one kernel."""
-    return CrossEntropy.apply(logits_RV, targets_R, True, False)
-
-
-LADDER = (cross_entropy0, cross_entropy1, cross_entropy2, cross_entropy3, cross_entropy4)
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -105,11 +85,16 @@ class CrossEntropy(torch.autograd.Function):
             if ctx.inplace:  # tells autograd, which cannot see what a kernel writes, to refuse a second backward
                 torch.autograd.graph.increment_version(logits_RV)
             return gradient_rows(logits_RV, targets_R, lse_R, scale, out), None, None, None
-        counted = targets_R != IGNORE
-        d_RV = torch.exp(logits_RV.float() - lse_R[:, None])
-        d_RV.scatter_add_(1, targets_R.where(counted, 0)[:, None], torch.full_like(lse_R, -1.0)[:, None])
-        scale_R = scale.where(counted, 0)  # not scale · counted: with no row counted, scale is inf
-        return (d_RV * scale_R[:, None]).to(logits_RV.dtype), None, None, None
+        return gradient_in_pytorch(logits_RV, targets_R, lse_R, scale), None, None, None
+
+
+def gradient_in_pytorch(logits_RV: Tensor, targets_R: Tensor, lse_R: Tensor, scale: Tensor) -> Tensor:
+    """Return (softmax − one-hot) · scale in the logits' dtype, by way of one fp32 tensor of their size."""
+    counted = targets_R != IGNORE
+    d_RV = logits_RV.to(torch.float32, copy=True).sub_(lse_R[:, None]).exp_()
+    d_RV.scatter_add_(1, targets_R.where(counted, 0)[:, None], torch.full_like(lse_R, -1.0)[:, None])
+    scale_R = scale.where(counted, 0)  # not scale · counted: with no row counted, scale is inf
+    return d_RV.mul_(scale_R[:, None]).to(logits_RV.dtype)
 
 
 def loss_rows(logits_RV: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:

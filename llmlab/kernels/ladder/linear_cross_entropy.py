@@ -5,7 +5,8 @@
 Memory besides hidden, weight and their gradients, and the number of matmuls of a step (2·R·C·V FLOP each):
 
     0  logits and their gradient in b, and four to five copies in fp32: about (2·b + 16)·R·V     3
-    1  a chunk of those, (2·b + 12)·r·V; forward computes the gradients with the loss            3
+    1  a chunk of those, (2·b + 12)·r·V: a row's loss and gradient need only that row, so forward
+       computes both and frees the chunk                                                         3
     2  the logits and their gradient, 2·b·R·V: Inductor fuses the loss, not the matmuls          3
     3  a chunk, b·r·V, in backward (2·b + 4)·r·V: saves only logsumexp, recomputes the logits    4
     4  a chunk, b·r·V, which its gradient overwrites                                             3
@@ -25,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from ...base.errors import SpecError, check_counts
 from ..rungs import as_autocast, check_columns, choose, compiled
-from .cross_entropy import IGNORE, cross_entropy0, gradient_rows, loss_rows
+from .cross_entropy import IGNORE, cross_entropy0, gradient_in_pytorch, gradient_rows, loss_rows
 
 
 def linear_cross_entropy(
@@ -48,41 +49,18 @@ def linear_cross_entropy(
     hidden_RC, targets_R = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     chunk = max(128, hidden_RC.numel() // weight.shape[0]) if chunk is None else chunk
     check_counts(chunk=chunk)
-    return LADDER[choose(rung, hidden, weight)](hidden_RC, weight, targets_R, chunk)
+    rung = choose(rung, hidden, weight)
+    if rung in (1, 4):
+        return Gradients.apply(hidden_RC, weight, targets_R, chunk, rung == 4, torch.is_grad_enabled())
+    if rung == 3:
+        return Again.apply(hidden_RC, weight, targets_R, chunk)
+    whole = linear_cross_entropy0 if rung == 0 else compiled(linear_cross_entropy0)
+    return whole(hidden_RC, weight, targets_R, chunk)
 
 
 def linear_cross_entropy0(hidden_RC: Tensor, weight_VC: Tensor, targets_R: Tensor, chunk: int) -> Tensor:
     """Rung 0: all the logits, and one operator per line."""
     return cross_entropy0(F.linear(hidden_RC, weight_VC), targets_R)
-
-
-def linear_cross_entropy1(hidden_RC: Tensor, weight_VC: Tensor, targets_R: Tensor, chunk: int) -> Tensor:
-    """Rung 1: chunks of rows. A row's loss and gradient need only that row, so each chunk can be freed."""
-    return Gradients.apply(hidden_RC, weight_VC, targets_R, chunk, False, torch.is_grad_enabled())
-
-
-def linear_cross_entropy2(hidden_RC: Tensor, weight_VC: Tensor, targets_R: Tensor, chunk: int) -> Tensor:
-    """Rung 2: rung 0 unchanged. The matmul remains a kernel of its own, so its result, the logits, remains too."""
-    return compiled(linear_cross_entropy0)(hidden_RC, weight_VC, targets_R, chunk)
-
-
-def linear_cross_entropy3(hidden_RC: Tensor, weight_VC: Tensor, targets_R: Tensor, chunk: int) -> Tensor:
-    """Rung 3: a chunk's loss is a Triton kernel; backward recomputes its logits, with one more matmul."""
-    return Again.apply(hidden_RC, weight_VC, targets_R, chunk)
-
-
-def linear_cross_entropy4(hidden_RC: Tensor, weight_VC: Tensor, targets_R: Tensor, chunk: int) -> Tensor:
-    """Rung 4: rung 1 in Triton: the loss reads the chunk once, its gradient overwrites it."""
-    return Gradients.apply(hidden_RC, weight_VC, targets_R, chunk, True, torch.is_grad_enabled())
-
-
-LADDER = (
-    linear_cross_entropy0,
-    linear_cross_entropy1,
-    linear_cross_entropy2,
-    linear_cross_entropy3,
-    linear_cross_entropy4,
-)
 
 
 class Gradients(torch.autograd.Function):
@@ -167,10 +145,7 @@ class Again(torch.autograd.Function):
         dhidden, dweight = torch.empty_like(hidden_RC), torch.zeros_like(weight_VC)
         split = (t.split(ctx.chunk) for t in (hidden_RC, targets_R, lse_R, dhidden))
         for hidden, targets, lse, out in zip(*split, strict=True):
-            dlogits = F.linear(hidden, weight_VC).float().sub_(lse[:, None]).exp_()
-            counted = targets != IGNORE
-            dlogits.scatter_add_(1, targets.where(counted, 0)[:, None], torch.full_like(lse, -1.0)[:, None])
-            dlogits = dlogits.mul_(scale.where(counted, 0)[:, None]).to(hidden.dtype)
+            dlogits = gradient_in_pytorch(F.linear(hidden, weight_VC), targets, lse, scale)
             torch.mm(dlogits, weight_VC, out=out)
             dweight.addmm_(dlogits.t(), hidden)
         return dhidden, dweight, None, None

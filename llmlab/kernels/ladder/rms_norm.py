@@ -6,10 +6,10 @@ Bytes moved by the forward pass, if nothing stays in a cache; the weight's N·b 
 
     0  7·R·N·4: square 2, mean 1, normalize 2, scale 2, in fp32; casts from half precision and back 2·(b + 4)·R·N more
     1  2·R·N·b              one kernel: reads x, writes y
-    2  2·R·N·b              the same kernel, written by Inductor
-    3  2·R·N·b + 4·R        and 1/rms, one number per row, for backward
+    2  2·R·N·b              the same kernel, made of rung 0 by Inductor
+    3  2·R·N·b + 4·R        one program per row; 1/rms, one number per row, is for backward
     4  2·R·N·b + 4·R        backward is one kernel: 3·R·N·b, it reads x and dy and writes dx; and P partial sums of
-                            dweight, 8·P·N, written and added up
+                            dweight, 8·P·N, written and added up: no two programs write one element
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...base.errors import SpecError
-from ..rungs import MAX_ROW, as_rows, check_columns, choose, compiled, jit, launch, only_fused, tl, triton, warps
+from ..rungs import MAX_ROW, as_rows, check_columns, choose, jit, launch, run, tl, triton, warps
 
 PROGRAMS = 256  # the most partial sums of dweight: one per multiprocessor, and no GPU has more
 
@@ -40,10 +40,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, rung: int | None =
         raise SpecError(f"weight has shape {tuple(weight.shape)}; x of shape {tuple(x.shape)} needs ({x.shape[-1]},)")
     if not isinstance(eps, (int, float)) or not 0 <= eps < math.inf:  # None means "the dtype's epsilon" in PyTorch
         raise SpecError(f"eps={eps!r}; give a number >= 0, as a model's config names it (rms_norm_eps)")
-    rung = choose(rung, x, weight)
-    if only_fused(inplace, rung):
-        return RMSNorm.apply(x, weight, eps, True, True)
-    return LADDER[rung](x, weight, eps)
+    return run(choose(rung, x, weight), rms_norm0, rms_norm1, RMSNorm, x, weight, eps, inplace=inplace)
 
 
 def rms_norm0(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -57,24 +54,6 @@ def rms_norm0(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rms_norm1(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Rung 1: PyTorch's operator: one kernel in recent versions, rung 0 in C++ in older ones."""
     return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
-
-
-def rms_norm2(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Rung 2: rung 0 unchanged; Inductor makes it one kernel."""
-    return compiled(rms_norm0)(x, weight, eps)
-
-
-def rms_norm3(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Rung 3: one program per row, which reads it once."""
-    return RMSNorm.apply(x, weight, eps, False, False)
-
-
-def rms_norm4(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Rung 4: backward is one kernel too. Each program sums dweight over its own rows, so no two write one element."""
-    return RMSNorm.apply(x, weight, eps, True, False)
-
-
-LADDER = (rms_norm0, rms_norm1, rms_norm2, rms_norm3, rms_norm4)
 
 
 class RMSNorm(torch.autograd.Function):

@@ -7,7 +7,7 @@ if nothing stays in a cache (cos and sin, B·T·D each, are read by each head of
 
     0  negate 1, concatenate 2, two products 4, sum 3: 10·n·b     saves cos and sin
     1  four products of halves 4, two sums 3, concatenate 2: 9·n·b
-    2  2·n·b: one kernel for q, one for k
+    2  2·n·b: rung 0 as one kernel for q, one for k
     3  2·n·b: one kernel for all heads of q and k of a token, which share cos and sin
     4  the same; backward is the same kernel with the opposite angle
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...base.errors import SpecError
-from ..rungs import choose, compiled, jit, launch, only_fused, tl, triton
+from ..rungs import choose, jit, launch, run, tl, triton
 
 
 def rope(
@@ -41,10 +41,7 @@ def rope(
         raise SpecError(f"{given} do not fit q {tuple(q.shape)}; give ({T}, {D}), (1, {T}, {D}) or ({B}, {T}, {D})")
     shape = (B, T, D)
     cos_BTD, sin_BTD = cos.detach().expand(shape), sin.detach().expand(shape)
-    rung = choose(rung, q, k, cos, sin)
-    if only_fused(inplace, rung):
-        return Rope.apply(q, k, cos_BTD, sin_BTD, True, True)
-    return LADDER[rung](q, k, cos_BTD, sin_BTD)
+    return run(choose(rung, q, k, cos, sin), rope0, rope1, Rope, q, k, cos_BTD, sin_BTD, inplace=inplace)
 
 
 def rope0(q: Tensor, k: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,24 +65,6 @@ def rope1(q: Tensor, k: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> tuple[Tenso
         return torch.cat(halves, dim=-1).to(x_BHTD.dtype)
 
     return turn(q), turn(k)
-
-
-def rope2(q: Tensor, k: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> tuple[Tensor, Tensor]:
-    """Rung 2: rung 0 unchanged."""
-    return compiled(rope0)(q, k, cos_BTD, sin_BTD)
-
-
-def rope3(q: Tensor, k: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> tuple[Tensor, Tensor]:
-    """Rung 3: one program per token rotates all its heads, q's and k's."""
-    return Rope.apply(q, k, cos_BTD, sin_BTD, False, False)
-
-
-def rope4(q: Tensor, k: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> tuple[Tensor, Tensor]:
-    """Rung 4: backward is the same kernel with the opposite angle: a rotation's gradient is rotated back."""
-    return Rope.apply(q, k, cos_BTD, sin_BTD, True, False)
-
-
-LADDER = (rope0, rope1, rope2, rope3, rope4)
 
 
 class Rope(torch.autograd.Function):

@@ -7,7 +7,7 @@ Bytes moved by the forward pass, if nothing stays in a cache (backward reads y a
     0  8·R·N·4: max 1, subtract 2, exp 2, sum 1, divide 2, each a kernel through memory; with half precision
        2·(b + 4)·R·N more, for the casts to fp32 and back
     1  2·R·N·b                          one kernel: reads x, writes y
-    2  2·R·N·b                          the same kernel, written by Inductor (it reads very long rows again)
+    2  2·R·N·b                          rung 0, which Inductor fuses to one kernel (it reads very long rows again)
     3  2·R·N·b                          a row stays in the registers of one program
     4  2·R·N·b, wide rows 3·R·N·b       any width: maximum and sum in one pass (online), then a second to write
 """
@@ -21,15 +21,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...base.errors import SpecError
-from ..rungs import MAX_ROW, absorb, as_rows, check_columns, choose, compiled, jit, launch, tl, triton, warps
+from ..rungs import MAX_ROW, absorb, as_rows, check_columns, choose, jit, launch, run, tl, triton, warps
 
 TILE = 8192  # columns of a wide row that a program has in registers at a time
 
 
 def softmax(x: Tensor, *, rung: int | None = None) -> Tensor:
-    """Return exp(x) / Σ exp(x) along the last dimension, in x's dtype, computed in fp32. x: (..., N), N >= 1."""
+    """Return exp(x) / Σ exp(x) along the last dimension, in x's dtype, computed in fp32. x: (..., N), N >= 1.
+
+    Raises SpecError in rung 3 for rows over 65,536 columns.
+    """
     check_columns(x)
-    return LADDER[choose(rung, x)](x)
+    rung = choose(rung, x)
+    if rung == 3 and x.shape[-1] > MAX_ROW:
+        raise SpecError(f"a row of {x.shape[-1]} columns does not fit in registers ({MAX_ROW} do); take rung 4 or 1")
+    return run(rung, softmax0, softmax1, Softmax, x)
 
 
 def softmax0(x: Tensor) -> Tensor:
@@ -43,26 +49,6 @@ def softmax0(x: Tensor) -> Tensor:
 def softmax1(x: Tensor) -> Tensor:
     """Rung 1: PyTorch's own kernel, which keeps the temporaries in registers."""
     return torch.softmax(x, dim=-1)
-
-
-def softmax2(x: Tensor) -> Tensor:
-    """Rung 2: rung 0 unchanged; Inductor fuses its five kernels."""
-    return compiled(softmax0)(x)
-
-
-def softmax3(x: Tensor) -> Tensor:
-    """Rung 3: one program per row. SpecError for rows over 65,536 columns, which do not fit in registers."""
-    if x.shape[-1] > MAX_ROW:
-        raise SpecError(f"a row of {x.shape[-1]} columns does not fit in registers ({MAX_ROW} do); take rung 4 or 1")
-    return Softmax.apply(x, False)
-
-
-def softmax4(x: Tensor) -> Tensor:
-    """Rung 4: rows of any width, and the backward pass is one kernel too."""
-    return Softmax.apply(x, True)
-
-
-LADDER = (softmax0, softmax1, softmax2, softmax3, softmax4)
 
 
 class Softmax(torch.autograd.Function):

@@ -6,7 +6,7 @@ Bytes moved by the forward pass, if nothing stays in a cache, and the tensors sa
 
     0  8·n·b: sigmoid 2, multiply 3, multiply 3                                saves gate, sigmoid, silu and up: 4·n·b
     1  5·n·b: silu 2, multiply 3                                               saves gate, silu and up: 3·n·b
-    2  3·n·b: one kernel                                                       saves gate and up: 2·n·b
+    2  3·n·b: rung 0 in one kernel, as Inductor fuses such chains best         saves gate and up: 2·n·b
     3  3·n·b                                                                   saves gate and up; backward: 11 kernels
     4  3·n·b; backward 5·n·b in one kernel, which computes the sigmoid again   saves gate and up
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...base.errors import SpecError
-from ..rungs import choose, compiled, jit, launch, only_fused, tl, triton
+from ..rungs import choose, jit, launch, run, tl, triton
 
 BLOCK = 1024  # values per program; each value is computed alone, so any number will do
 
@@ -35,10 +35,7 @@ def swiglu(gate: Tensor, up: Tensor, *, rung: int | None = None, inplace: bool =
     if gate.shape != up.shape or gate.dtype != up.dtype:
         given = f"gate is {gate.dtype} {tuple(gate.shape)}, up is {up.dtype} {tuple(up.shape)}"
         raise SpecError(f"{given}; give both one shape and one dtype")
-    rung = choose(rung, gate, up)
-    if only_fused(inplace, rung):
-        return SwiGLU.apply(gate, up, True, True)
-    return LADDER[rung](gate, up)
+    return run(choose(rung, gate, up), swiglu0, swiglu1, SwiGLU, gate, up, inplace=inplace)
 
 
 def swiglu0(gate: Tensor, up: Tensor) -> Tensor:
@@ -51,24 +48,6 @@ def swiglu0(gate: Tensor, up: Tensor) -> Tensor:
 def swiglu1(gate: Tensor, up: Tensor) -> Tensor:
     """Rung 1: silu is one operator, which saves only its input for backward."""
     return F.silu(gate) * up
-
-
-def swiglu2(gate: Tensor, up: Tensor) -> Tensor:
-    """Rung 2: rung 0 unchanged; elementwise chains are what Inductor fuses best."""
-    return compiled(swiglu0)(gate, up)
-
-
-def swiglu3(gate: Tensor, up: Tensor) -> Tensor:
-    """Rung 3: one kernel: reads gate and up, writes the product."""
-    return SwiGLU.apply(gate, up, False, False)
-
-
-def swiglu4(gate: Tensor, up: Tensor) -> Tensor:
-    """Rung 4: backward is one kernel too: reads dy, gate and up, recomputes the sigmoid, writes both gradients."""
-    return SwiGLU.apply(gate, up, True, False)
-
-
-LADDER = (swiglu0, swiglu1, swiglu2, swiglu3, swiglu4)
 
 
 class SwiGLU(torch.autograd.Function):

@@ -7,15 +7,14 @@ weights, say which columns matter; how strongly to scale is found by a search.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+
+from torch import Tensor
 
 from ...base.errors import SpecError, check_counts
 from ..checks import layer
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..formats.affine import Quantized
+from ..formats.affine import Quantized
+from .rtn import rtn
 
 
 def awq(
@@ -28,25 +27,19 @@ def awq(
     so it costs nothing. Raises SpecError for sizes that do not match, a group that does not divide I, and values that
     are not finite.
     """
-    from dataclasses import replace
-
-    from .rtn import rtn
-
     check_counts(grid=grid)
     weight, inputs = layer(weight, inputs)
     if not inputs.any():
         raise SpecError("inputs are all 0: no column matters more than another; give the layer's real inputs")
     hessian = inputs.double().T @ inputs.double()  # |X Dᵀ|² = sum(D H * D): one sum over tokens for all trials
-    best, least = None, float("inf")
-    for step in range(grid):
-        scale = column_scale(inputs, step / grid)
-        trial = replace(rtn(weight * scale, bits, group, symmetric=symmetric), input_scale=scale)
+
+    def error(trial: Quantized) -> float:
         difference = (trial.dequantize() - weight).double()
-        error = ((difference @ hessian) * difference).sum().item()
-        if best is None or error < least:
-            best, least = trial, error
-    assert best is not None
-    return best
+        return ((difference @ hessian) * difference).sum().item()
+
+    scales = (column_scale(inputs, step / grid) for step in range(grid))
+    trials = (replace(rtn(weight * s, bits, group, symmetric=symmetric), input_scale=s) for s in scales)
+    return min(trials, key=error)
 
 
 def column_scale(inputs: Tensor, alpha: float) -> Tensor:

@@ -8,15 +8,12 @@ W (O, I) weight; X (tokens, I) inputs; H (I, I); U (I, I) upper triangular.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
+from torch import Tensor
 
 from ...base.errors import SpecError
 from ..checks import check_bits, check_group, layer
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..formats.affine import Quantized
+from ..formats.affine import Quantized, scale_and_zero, to_codes
 
 
 def gptq(
@@ -37,10 +34,6 @@ def gptq(
     share of its mean. Raises SpecError for sizes that do not match, values that are not finite, and a Hessian that has
     no inverse.
     """
-    import torch
-
-    from ..formats.affine import Quantized, scale_and_zero, to_codes
-
     weight, inputs = layer(weight, inputs)
     rows, columns = weight.shape
     group = check_group(group, columns)
@@ -92,8 +85,6 @@ def inverse_factor(hessian: Tensor) -> Tensor:
     Row i of U is the first row of the inverse of H without columns 0 … i - 1, divided by the root of that row's first
     element: so one factorization replaces an inverse for each column (section 3.3, step 3).
     """
-    import torch
-
     try:
         lower = torch.linalg.cholesky(hessian)
         return torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
@@ -102,35 +93,3 @@ def inverse_factor(hessian: Tensor) -> Tensor:
             f"the Hessian of {len(hessian)} features has no inverse: inputs are all 0, or too few for so small a "
             "damping; give more tokens, or damping=0.01 or more"
         ) from None
-
-
-def gptq_direct(
-    weight: Tensor, inputs: Tensor, bits: int = 4, group: int | None = 128, *, symmetric: bool = False,
-    damping: float = 0.01,
-) -> Quantized:  # fmt: skip
-    """Return the result of `gptq` by a direct method: solve for the free columns after each rounding. O(I⁴), for tests.
-
-    With d the change of the rounded columns F, the loss is least when the remaining columns R change by
-    -d H_FR H_RR⁻¹: the normal equations (Optimal Brain Quantization, arXiv 2208.11580, section 4).
-    """
-    import torch
-
-    from ..formats.affine import Quantized, scale_and_zero, to_codes
-
-    weight, inputs = layer(weight, inputs)
-    rows, columns = weight.shape
-    group = check_group(group, columns)
-    hessian = damped_hessian(inputs.double(), damping)
-    W = weight.double()
-    free, codes = W.clone(), torch.empty_like(W)
-    scale, zero = W.new_empty(rows, columns // group), W.new_empty(rows, columns // group)
-    for i in range(columns):
-        g = i // group
-        if i % group == 0:
-            scale[:, g : g + 1], zero[:, g : g + 1] = scale_and_zero(free[:, i : i + group], bits, symmetric)
-        codes[:, i] = to_codes(free[:, i], scale[:, g], zero[:, g], bits)
-        free[:, i] = (codes[:, i] - zero[:, g]) * scale[:, g]
-        F, R = slice(0, i + 1), slice(i + 1, columns)
-        if i + 1 < columns:
-            free[:, R] = W[:, R] - torch.linalg.solve(hessian[R, R], hessian[R, F] @ (free[:, F] - W[:, F]).T).T
-    return Quantized(codes.to(torch.uint8), scale, zero, check_bits(bits))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...base.errors import SpecError
 from ..checks import as_matrix, layer
@@ -52,3 +52,16 @@ def activation_range(inputs: Tensor, s: Tensor | None = None) -> Tensor:
     """Return max|x| (I,) of each feature, before smoothing or, given `s`, after it."""
     inputs = as_matrix(inputs, "inputs")
     return (inputs if s is None else inputs / s).abs().amax(dim=0).to(torch.float32)
+
+
+class SmoothLinear(nn.Module):
+    """SmoothQuant: W8A8 after outliers moved from activations to weights, by calibration `inputs` (tokens, I)."""
+
+    def __init__(self, linear: nn.Linear, inputs: Tensor, alpha: float = 0.5) -> None:
+        super().__init__()
+        self.quantized = smoothquant(linear.weight.detach(), inputs, alpha)
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = linear_w8a8(x.reshape(-1, x.shape[-1]), self.quantized).reshape(*x.shape[:-1], -1)
+        return y if self.bias is None else y + self.bias

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from ...base.errors import SpecError, unknown_name
-from ..checks import as_array
+from ..checks import as_floats
 from . import gguf_k, gguf_legacy, mxfp4
 from .sizes import BLOCKS
 
@@ -36,10 +37,10 @@ class Format(NamedTuple):
 
 FORMATS = {
     "Q8_0": Format(gguf_legacy.encode_q8_0, gguf_legacy.decode_q8_0),
-    "Q4_0": Format(gguf_legacy.encode_q4_0, gguf_legacy.decode_q4_0),
-    "Q4_1": Format(gguf_legacy.encode_q4_1, gguf_legacy.decode_q4_1),
-    "Q5_0": Format(gguf_legacy.encode_q5_0, gguf_legacy.decode_q5_0),
-    "Q5_1": Format(gguf_legacy.encode_q5_1, gguf_legacy.decode_q5_1),
+    "Q4_0": Format(partial(gguf_legacy.encode_symmetric, bits=4), partial(gguf_legacy.decode_symmetric, bits=4)),
+    "Q4_1": Format(partial(gguf_legacy.encode_with_minimum, bits=4), partial(gguf_legacy.decode_with_minimum, bits=4)),
+    "Q5_0": Format(partial(gguf_legacy.encode_symmetric, bits=5), partial(gguf_legacy.decode_symmetric, bits=5)),
+    "Q5_1": Format(partial(gguf_legacy.encode_with_minimum, bits=5), partial(gguf_legacy.decode_with_minimum, bits=5)),
     "Q4_K": Format(gguf_k.encode_q4_k, gguf_k.decode_q4_k),
     "Q6_K": Format(gguf_k.encode_q6_k, gguf_k.decode_q6_k),
     "MXFP4": Format(mxfp4.encode_blocks, mxfp4.decode_blocks),
@@ -53,7 +54,7 @@ def encode(kind: str, array: np.ndarray | torch.Tensor) -> bytes:
     are not floats, infinities, NaNs, and weights whose scale is too large for fp16.
     """
     known, (weights, _) = _format(kind)
-    floats = as_array(array)
+    floats = as_floats(array).numpy()
     _whole_blocks(kind, floats.shape, weights)
     # An overflow makes the scale infinite, and `gguf_legacy.half` raises for that.
     with np.errstate(over="ignore", invalid="ignore"):

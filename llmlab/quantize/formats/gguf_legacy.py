@@ -45,23 +45,21 @@ def over(top: float, scale: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(steps), steps, np.float32(0))
 
 
-def pack_nibbles(codes: np.ndarray) -> np.ndarray:
-    """Return (blocks, 16) bytes from (blocks, 32) codes: first half in low nibbles, second half in high nibbles."""
-    low, high = codes[:, :16] & 15, codes[:, 16:] & 15
-    return low | high << 4
+def pack(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Return (blocks, 4 · bits) bytes of 32 codes of 4 or 5 bits, in the order of the table above.
+
+    The fifth bits come first, as a little-endian 32-bit number whose bit j is bit 4 of code j.
+    """
+    nibbles = codes[:, :16] & 15 | (codes[:, 16:] & 15) << 4
+    if bits == 4:
+        return nibbles
+    return np.concatenate([np.packbits(codes >> 4, axis=1, bitorder="little"), nibbles], axis=1)
 
 
-def unpack_nibbles(raw: np.ndarray) -> np.ndarray:
-    return np.concatenate([raw & 15, raw >> 4], axis=1)
-
-
-def pack_fifth(codes: np.ndarray) -> np.ndarray:
-    """Return (blocks, 4) bytes, a little-endian 32-bit number whose bit j is bit 4 of code j."""
-    return np.packbits(codes >> 4, axis=1, bitorder="little")
-
-
-def unpack_fifth(raw: np.ndarray) -> np.ndarray:
-    return np.unpackbits(raw, axis=1, bitorder="little") << 4
+def unpack(raw: np.ndarray, bits: int) -> np.ndarray:
+    nibbles = raw[:, -16:]
+    codes = np.concatenate([nibbles & 15, nibbles >> 4], axis=1)
+    return codes if bits == 4 else codes | np.unpackbits(raw[:, :4], axis=1, bitorder="little") << 4
 
 
 def encode_q8_0(x: np.ndarray) -> np.ndarray:
@@ -77,60 +75,31 @@ def decode_q8_0(raw: np.ndarray) -> np.ndarray:
     return raw[:, 2:].view(np.int8).astype(np.float32) * unhalf(raw[:, :2])
 
 
-def _signed(x: np.ndarray, levels: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the scale and codes 0 … levels - 1; levels / 2 means 0, and the weight largest in magnitude is code 0.
+def encode_symmetric(x: np.ndarray, bits: int) -> np.ndarray:
+    """Q4_0 and Q5_0: code 2^bits / 2 means 0, and the weight that is largest in magnitude gets code 0.
 
-    Two's complement has one more negative number than positive ones, so the largest magnitude becomes -levels / 2, and
+    Two's complement has one more negative number than positive ones, so the largest magnitude becomes -2^bits / 2, and
     the scale has the sign that this needs.
     """
+    middle = 2 ** (bits - 1)
     at = np.abs(x).argmax(axis=1)[:, None]
-    scale = np.take_along_axis(x, at, axis=1) / np.float32(-levels // 2)
+    scale = np.take_along_axis(x, at, axis=1) / np.float32(-middle)
     # + 0.5 and truncation, not rint, so that halves are rounded up
-    codes = np.minimum(np.trunc(x * over(1, scale) + np.float32(levels // 2 + 0.5)), levels - 1)
-    return scale, codes.astype(np.uint8)
+    codes = np.minimum(np.trunc(x * over(1, scale) + np.float32(middle + 0.5)), 2**bits - 1)
+    return np.concatenate([half(scale), pack(codes.astype(np.uint8), bits)], axis=1)
 
 
-def _offset(x: np.ndarray, levels: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the scale, the minimum, and codes 0 … levels - 1 that cover the range from minimum to maximum."""
+def decode_symmetric(raw: np.ndarray, bits: int) -> np.ndarray:
+    return unhalf(raw[:, :2]) * (unpack(raw[:, 2:], bits).astype(np.float32) - 2 ** (bits - 1))
+
+
+def encode_with_minimum(x: np.ndarray, bits: int) -> np.ndarray:
+    """Q4_1 and Q5_1: the codes cover the range from the block's minimum to its maximum."""
     low = x.min(axis=1, keepdims=True)
-    scale = (x.max(axis=1, keepdims=True) - low) / np.float32(levels - 1)
-    codes = np.minimum(np.trunc((x - low) * over(1, scale) + np.float32(0.5)), levels - 1)
-    return scale, low, codes.astype(np.uint8)
+    scale = (x.max(axis=1, keepdims=True) - low) / np.float32(2**bits - 1)
+    codes = np.minimum(np.trunc((x - low) * over(1, scale) + np.float32(0.5)), 2**bits - 1)
+    return np.concatenate([half(scale), half(low), pack(codes.astype(np.uint8), bits)], axis=1)
 
 
-def encode_q4_0(x: np.ndarray) -> np.ndarray:
-    scale, codes = _signed(x, 16)
-    return np.concatenate([half(scale), pack_nibbles(codes)], axis=1)
-
-
-def decode_q4_0(raw: np.ndarray) -> np.ndarray:
-    return unhalf(raw[:, :2]) * (unpack_nibbles(raw[:, 2:]).astype(np.float32) - 8)
-
-
-def encode_q4_1(x: np.ndarray) -> np.ndarray:
-    scale, low, codes = _offset(x, 16)
-    return np.concatenate([half(scale), half(low), pack_nibbles(codes)], axis=1)
-
-
-def decode_q4_1(raw: np.ndarray) -> np.ndarray:
-    return unhalf(raw[:, :2]) * unpack_nibbles(raw[:, 4:]).astype(np.float32) + unhalf(raw[:, 2:4])
-
-
-def encode_q5_0(x: np.ndarray) -> np.ndarray:
-    scale, codes = _signed(x, 32)
-    return np.concatenate([half(scale), pack_fifth(codes), pack_nibbles(codes)], axis=1)
-
-
-def decode_q5_0(raw: np.ndarray) -> np.ndarray:
-    codes = unpack_nibbles(raw[:, 6:]) | unpack_fifth(raw[:, 2:6])
-    return unhalf(raw[:, :2]) * (codes.astype(np.float32) - 16)
-
-
-def encode_q5_1(x: np.ndarray) -> np.ndarray:
-    scale, low, codes = _offset(x, 32)
-    return np.concatenate([half(scale), half(low), pack_fifth(codes), pack_nibbles(codes)], axis=1)
-
-
-def decode_q5_1(raw: np.ndarray) -> np.ndarray:
-    codes = unpack_nibbles(raw[:, 8:]) | unpack_fifth(raw[:, 4:8])
-    return unhalf(raw[:, :2]) * codes.astype(np.float32) + unhalf(raw[:, 2:4])
+def decode_with_minimum(raw: np.ndarray, bits: int) -> np.ndarray:
+    return unhalf(raw[:, :2]) * unpack(raw[:, 4:], bits).astype(np.float32) + unhalf(raw[:, 2:4])

@@ -16,6 +16,7 @@ import numpy as np
 from ...base.errors import SpecError
 from ...specs.model import ModelSpec
 from . import gguf_file
+from .gguf_file import package
 from .sizes import MIXES, stored
 
 if TYPE_CHECKING:
@@ -23,15 +24,18 @@ if TYPE_CHECKING:
 
     from ...architectures.llama import Llama
 
-NAMES = {
-    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-}  # fmt: skip
-OUTSIDE = {"embed_tokens.weight": "token_embd.weight", "norm.weight": "output_norm.weight",
-           "lm_head.weight": "output.weight"}  # fmt: skip
 # llama.cpp include/llama.h, llama_ftype: the number of a mix in `general.file_type`
 FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q4_K_M": 15, "Q6_K": 18}
+# llama.cpp's key, config.json's, and the attribute of ModelSpec
+SIZES = (
+    ("vocab_size", "vocab_size", "vocab"),
+    ("context_length", "max_position_embeddings", "max_positions"),
+    ("embedding_length", "hidden_size", "hidden"),
+    ("block_count", "num_hidden_layers", "layers"),
+    ("feed_forward_length", "intermediate_size", "intermediate"),
+    ("attention.head_count", "num_attention_heads", "heads"),
+    ("attention.head_count_kv", "num_key_value_heads", "kv_heads"),
+)
 NORMAL, CONTROL, UNUSED = 1, 3, 5  # types of tokens, llama_token_type
 
 
@@ -46,18 +50,14 @@ def write_llama(path: str | os.PathLike, model: Llama, tokenizer: Tokenizer, mix
         raise SpecError(f"mix={mix!r} is not written here; give one of {', '.join(FILE_TYPES)}")
     if model.rope["rope_type"] != "default":
         raise SpecError(f"{spec.name} scales its RoPE ({model.rope['rope_type']}); only plain RoPE is written here")
-    kinds = {tensor.name: tensor.kind for tensor in stored(spec, mix)}
-    state = {name: weight.detach().cpu().float().numpy() for name, weight in model.state_dict().items()}
-    if spec.tied:
-        del state["lm_head.weight"]
-        kinds["token_embd"] = kinds["output"] if "token_embd" not in kinds else kinds["token_embd"]
-    tensors, kind_of = {}, {}
-    for name, weight in state.items():
-        theirs = gguf_name(name)
-        tensors[theirs] = to_neighbours(weight, heads_of(name, spec)) if heads_of(name, spec) else weight
-        kind_of[theirs] = kinds.get(theirs.removesuffix(".weight").replace("ffn_gate", "ffn_up"), "F32")
+    kinds = {f"{tensor.name}.weight": tensor.kind for tensor in stored(spec, mix)}
+    kinds.setdefault("token_embd.weight", kinds["output.weight"])  # a tied head
+    names, tensors = gguf_names(model), {}
+    for name, parameter in model.state_dict().items():
+        weight, heads = parameter.cpu().float().numpy(), heads_of(name, spec)
+        tensors[names[name]] = to_neighbours(weight, heads) if heads else weight
     metadata = {**hyperparameters(spec, mix), **vocabulary(tokenizer, spec.vocab)}
-    gguf_file.write(path, tensors, kind_of, "llama", metadata)
+    gguf_file.write(path, tensors, kinds, "llama", metadata)
 
 
 def read_llama(path: str | os.PathLike) -> Llama:
@@ -77,10 +77,7 @@ def read_llama(path: str | os.PathLike) -> Llama:
     except KeyError as missing:
         raise SpecError(f"{path} lacks {missing}; it is not a whole model") from None
     state = {}
-    for name in model.state_dict():
-        theirs = gguf_name(name)
-        if theirs == "output.weight" and model.spec.tied:
-            theirs = "token_embd.weight"
+    for name, theirs in gguf_names(model).items():
         if theirs not in file.tensors:
             raise SpecError(f"{path} lacks tensor {theirs!r}; it is not a whole model")
         weight, heads = file.tensors[theirs].decode(), heads_of(name, model.spec)
@@ -89,12 +86,14 @@ def read_llama(path: str | os.PathLike) -> Llama:
     return model.eval()
 
 
-def gguf_name(name: str) -> str:
-    """Return GGUF's name of a tensor of `Llama`: layers.0.self_attn.q_proj.weight -> blk.0.attn_q.weight."""
-    if name in OUTSIDE:
-        return OUTSIDE[name]
-    _, layer, rest = name.split(".", 2)
-    return f"blk.{layer}.{NAMES[rest.removesuffix('.weight')]}.weight"
+def gguf_names(model: Llama) -> dict[str, str]:
+    """Return GGUF's name of each tensor of `model`: layers.0.self_attn.q_proj.weight -> blk.0.attn_q.weight."""
+    names = package.get_tensor_name_map(package.MODEL_ARCH.LLAMA, model.spec.layers)
+    stems = [name.removesuffix(".weight") for name in model.state_dict()]  # transformers' names, without "model."
+    theirs = {f"{stem}.weight": names[stem if stem == "lm_head" else f"model.{stem}"] + ".weight" for stem in stems}
+    if model.spec.tied:
+        theirs["lm_head.weight"] = theirs["embed_tokens.weight"]
+    return theirs
 
 
 def heads_of(name: str, spec: ModelSpec) -> int:
@@ -119,13 +118,7 @@ def hyperparameters(spec: ModelSpec, mix: str) -> dict[str, Any]:
     metadata = {
         "general.name": spec.name,
         "general.file_type": FILE_TYPES[mix],
-        "llama.vocab_size": spec.vocab,
-        "llama.context_length": spec.max_positions,
-        "llama.embedding_length": spec.hidden,
-        "llama.block_count": spec.layers,
-        "llama.feed_forward_length": spec.intermediate,
-        "llama.attention.head_count": spec.heads,
-        "llama.attention.head_count_kv": spec.kv_heads,
+        **{f"llama.{key}": getattr(spec, attribute) for key, _, attribute in SIZES},
         "llama.attention.layer_norm_rms_epsilon": float(spec.config.get("rms_norm_eps", 1e-6)),
         "llama.rope.dimension_count": spec.head_dim,
         "llama.rope.freq_base": float(spec.config.get("rope_theta") or 10000.0),
@@ -169,13 +162,7 @@ def _config(file: gguf_file.File) -> dict[str, Any]:
     llama = {key.removeprefix("llama."): value for key, value in file.metadata.items() if key.startswith("llama.")}
     return {
         "model_type": "llama",
-        "vocab_size": llama["vocab_size"],
-        "hidden_size": llama["embedding_length"],
-        "intermediate_size": llama["feed_forward_length"],
-        "num_hidden_layers": llama["block_count"],
-        "num_attention_heads": llama["attention.head_count"],
-        "num_key_value_heads": llama["attention.head_count_kv"],
-        "max_position_embeddings": llama["context_length"],
+        **{ours: llama[key] for key, ours, _ in SIZES},
         "rms_norm_eps": float(f"{llama['attention.layer_norm_rms_epsilon']:.6g}"),
         "rope_theta": float(f"{llama['rope.freq_base']:.6g}"),
         "tie_word_embeddings": "output.weight" not in file.tensors,

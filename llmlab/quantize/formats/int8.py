@@ -10,7 +10,7 @@ x (T, I) inputs; weight (O, I); T tokens.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...base.errors import SpecError
 from ..checks import as_matrix
@@ -53,3 +53,17 @@ def linear_int8(x: Tensor, codes: Tensor, absmax: Tensor, threshold: float = 6.0
     regular_part = sums * (x_absmax.double().unsqueeze(1) * absmax.double()) / 127**2
     outlier_weight = codes[:, outliers].double() * absmax.double().unsqueeze(1) / 127
     return (regular_part + matrix[:, outliers].double() @ outlier_weight.T).to(x.dtype)
+
+
+class Int8Linear(nn.Module):
+    """LLM.int8(): int8 products, but features that reach `threshold` in the input's precision; 0: all in int8."""
+
+    def __init__(self, linear: nn.Linear, threshold: float = 6.0) -> None:
+        super().__init__()
+        self.codes, self.absmax = quantize_rows(linear.weight.detach())
+        self.bias, self.threshold = linear.bias, threshold
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = linear_int8(x.reshape(-1, x.shape[-1]), self.codes, self.absmax, self.threshold)
+        y = y.reshape(*x.shape[:-1], -1)
+        return y if self.bias is None else y + self.bias

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .gguf_legacy import unpack_nibbles
+from .gguf_legacy import pack, unpack
 
 # Each code's value, doubled to be an integer: two exponent bits, one mantissa bit; bit 3 is the sign, code 8 is -0.
 VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=np.float32)
@@ -28,9 +28,9 @@ def encode_blocks(x: np.ndarray) -> np.ndarray:
     e = np.maximum(exponent, 0).astype(np.uint8)  # 0 for a block of zeros, and for one below 2^-125
     errors = np.abs(half_scale(e)[:, :, None] * VALUES - x[:, :, None])  # (blocks, 32, 16)
     codes = errors.argmin(axis=2).astype(np.uint8)  # the first of equal errors: the smaller magnitude, and +0, not -0
-    return np.concatenate([e, codes[:, :16] | codes[:, 16:] << 4], axis=1)
+    return np.concatenate([e, pack(codes, 4)], axis=1)
 
 
 def decode_blocks(raw: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):  # e = 255 means NaN in the standard; ggml multiplies anyway, and so does this
-        return half_scale(raw[:, :1]) * VALUES[unpack_nibbles(raw[:, 1:])]
+        return half_scale(raw[:, :1]) * VALUES[unpack(raw[:, 1:], 4)]

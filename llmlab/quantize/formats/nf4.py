@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from ...base.errors import SpecError
-from ..checks import as_array
+from ..checks import as_floats
 
 # The probability of the outermost quantiles: halfway between 1 - 1/30 and 1 - 1/32, those of 15 and of 16 equally
 # likely values (QLoRA, appendix E; bitsandbytes has this rounded number).
@@ -54,7 +54,7 @@ def encode(array: Array, block: int = 64) -> tuple[Array, Array]:
     for dtypes that are not floats, infinities and NaNs. (bitsandbytes accepts a shorter last block.)
     """
     _check_block(block)
-    flat = torch.from_numpy(as_array(array)).reshape(-1)
+    flat = as_floats(array).reshape(-1)
     if flat.numel() % block:
         raise SpecError(
             f"{flat.numel()} weights (shape {tuple(np.shape(array))}) are not a whole number of blocks of {block}; "

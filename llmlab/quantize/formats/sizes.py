@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,16 +35,24 @@ OTHERS = {
     "int8": 8.0,
 }
 
-# The types of `llama-quantize` are mixes of kinds; here is the kind that most tensors of each get.
+# The types of `llama-quantize` are mixes of kinds; most tensors get the kind in the mix's name.
 MIXES = {
-    "F32": "F32", "F16": "F16", "BF16": "BF16",
-    "Q8_0": "Q8_0", "Q4_0": "Q4_0", "Q4_1": "Q4_1", "Q5_0": "Q5_0", "Q5_1": "Q5_1",
-    "Q2_K": "Q2_K", "Q3_K_S": "Q3_K", "Q3_K_M": "Q3_K", "Q3_K_L": "Q3_K", "Q4_K_S": "Q4_K", "Q4_K_M": "Q4_K",
-    "Q5_K_S": "Q5_K", "Q5_K_M": "Q5_K", "Q6_K": "Q6_K",
+    mix: mix[:4] if "_K_" in mix else mix
+    for mix in (
+        "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K_S", "Q3_K_M", "Q3_K_L",
+        "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M", "Q6_K",
+    )
 }  # fmt: skip
 
 # The kind to use instead if a row is not a whole number of superblocks: llama-quant.cpp, tensor_type_fallback.
 SMALLER_BLOCKS = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+
+# GGUF's names of the linear layers; GPT-2's c_proj is attn_output in its attention
+NAMES = {
+    "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output", "c_attn": "attn_qkv",
+    "qkv_proj": "attn_qkv", "gate_proj": "ffn_gate", "up_proj": "ffn_up", "gate_up_proj": "ffn_up", "c_fc": "ffn_up",
+    "down_proj": "ffn_down", "c_proj": "ffn_down",
+}  # fmt: skip
 
 ALIGNMENT = 32  # bytes: every tensor of a .gguf file starts at a multiple of it (general.alignment's default)
 # Bytes of the file's header per entry of the vocabulary: the tokens' texts, types and merges. Computed from one
@@ -91,8 +98,8 @@ def file_bytes(spec: ModelSpec, mix: str, header: int | None = None) -> int:
     return header + sum(tensor.bytes for tensor in stored(spec, mix))
 
 
-def stored(spec: ModelSpec, mix: str) -> Iterator[Stored]:
-    """Yield the tensors of a dense model with the kinds that `llama-quantize` gives them, without an imatrix.
+def stored(spec: ModelSpec, mix: str) -> list[Stored]:
+    """Return the tensors of a dense model with the kinds that `llama-quantize` gives them, without an imatrix.
 
     Source: llama.cpp src/llama-quant.cpp, llama_tensor_get_type_impl. Vectors and learned positions stay F32.
     """
@@ -100,69 +107,51 @@ def stored(spec: ModelSpec, mix: str) -> Iterator[Stored]:
         raise unknown_name("GGUF mix", str(mix), list(MIXES), f"It is one of {', '.join(MIXES)}.")
     if spec.experts or spec.mla:
         raise SpecError(f"{spec.name} has experts or latent attention; the rules here are those of dense models")
-    matrices = 0
-    if not spec.tied:
-        yield _matrix(spec, mix, "output", 0, spec.vocab, spec.hidden)
-    yield _matrix(spec, mix, "output" if spec.tied else "token_embd", 0, spec.vocab, spec.hidden)
+    tensors = []
+    for name in ("output",) if spec.tied else ("output", "token_embd"):
+        kind = fitting(_kind(spec, mix, name, 0), spec.hidden)
+        tensors.append(Stored(name, kind, spec.vocab, spec.hidden))
     for linear in spec.linears:
-        matrices += linear.inputs * linear.outputs * (linear.count if linear.part != "head" else not spec.tied)
         if linear.part != "head":
+            name = "attn_output" if (linear.name, linear.part) == ("c_proj", "attention") else NAMES[linear.name]
             for i in range(linear.count):
-                yield _matrix(spec, mix, _gguf_name(linear.name, linear.part), i, linear.outputs, linear.inputs)
-    vectors = spec.parameters - matrices - spec.vocab * spec.hidden
-    yield Stored("norms, biases and positions", "F32", 1, vectors)
+                kind = fitting(_kind(spec, mix, name, i), linear.inputs)
+                tensors.append(Stored(f"blk.{i}.{name}", kind, linear.outputs, linear.inputs))
+    vectors = spec.parameters - sum(tensor.rows * tensor.columns for tensor in tensors)
+    tensors.append(Stored("norms, biases and positions", "F32", 1, vectors))
     if spec.family == "llama" and spec.config.get("rope_scaling"):
-        yield Stored("rope_freqs", "F32", 1, spec.head_dim // 2)  # Llama 3.1's long-context factors
+        tensors.append(Stored("rope_freqs", "F32", 1, spec.head_dim // 2))  # Llama 3.1's long-context factors
+    return tensors
 
 
-def _gguf_name(name: str, part: str) -> str:
-    if name == "c_proj":
-        return "attn_output" if part == "attention" else "ffn_down"
-    names = {
-        "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "c_attn": "attn_qkv", "qkv_proj": "attn_qkv",
-        "o_proj": "attn_output", "down_proj": "ffn_down",
-    }  # fmt: skip
-    return names.get(name, "ffn_up")
-
-
-def _matrix(spec: ModelSpec, mix: str, name: str, layer: int, rows: int, columns: int) -> Stored:
-    kind = _kind(spec, mix, name, layer)
-    if columns % BLOCKS[kind][0]:
-        kind = SMALLER_BLOCKS.get(kind, kind)
-    if columns % BLOCKS[kind][0]:
-        kind = "F16"
-    return Stored(name if name in ("output", "token_embd") else f"blk.{layer}.{name}", kind, rows, columns)
+def fitting(kind: str, columns: int) -> str:
+    """Return `kind`, or what llama.cpp stores instead if `columns` are not a whole number of its blocks."""
+    while kind in BLOCKS and columns % BLOCKS[kind][0]:
+        kind = SMALLER_BLOCKS.get(kind, "F16")
+    return kind
 
 
 def _kind(spec: ModelSpec, mix: str, name: str, i: int) -> str:
     """llama-quant.cpp's rules: more bits where errors hurt most: value projections, down projections and head."""
     base, layers = MIXES[mix], spec.layers
-    more = i < layers // 8 or i >= 7 * layers // 8 or (i - layers // 8) % 3 == 2  # its use_more_bits
     if base in ("F32", "F16", "BF16"):
         return base
     if name == "output":
         return "Q8_0" if base == "Q8_0" or spec.hidden % BLOCKS[base][0] else "Q6_K"
-    if name in ("attn_v", "attn_qkv"):
-        kind = {
-            "Q2_K": "Q4_K" if spec.heads >= 4 * spec.kv_heads else "Q3_K",
-            "Q3_K_M": "Q5_K" if i < 2 else "Q4_K",
-            "Q3_K_L": "Q5_K",
-            "Q4_K_S": "Q5_K" if i < 4 else base,
-            "Q4_K_M": "Q6_K" if more else base,
-            "Q5_K_M": "Q6_K" if more else base,
-        }.get(mix, base)
-        # llama.cpp's rule for "70B", a Llama of 80 layers: eight query heads share each value head
-        wide = layers == 80 and spec.heads == 8 * spec.kv_heads
-        return "Q5_K" if wide and kind in ("Q3_K", "Q4_K") else kind
-    if name == "ffn_down":
-        return {
-            "Q2_K": "Q3_K",
-            "Q3_K_M": "Q5_K" if i < layers // 16 else "Q4_K",
-            "Q3_K_L": "Q5_K",
-            "Q4_K_S": "Q5_K" if i < layers // 8 else base,
-            "Q4_K_M": "Q6_K" if more else base,
-            "Q5_K_M": "Q6_K" if more else base,
-        }.get(mix, base)
     if name == "attn_output":
         return {"Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K"}.get(mix, base)
-    return base
+    value = name in ("attn_v", "attn_qkv")
+    if not value and name != "ffn_down":
+        return base
+    more = i < layers // 8 or i >= 7 * layers // 8 or (i - layers // 8) % 3 == 2  # its use_more_bits
+    kind = {
+        "Q2_K": "Q4_K" if value and spec.heads >= 4 * spec.kv_heads else "Q3_K",
+        "Q3_K_M": "Q5_K" if i < (2 if value else layers // 16) else "Q4_K",
+        "Q3_K_L": "Q5_K",
+        "Q4_K_S": "Q5_K" if i < (4 if value else layers // 8) else base,
+        "Q4_K_M": "Q6_K" if more else base,
+        "Q5_K_M": "Q6_K" if more else base,
+    }.get(mix, base)
+    # llama.cpp's rule for "70B", a Llama of 80 layers: eight query heads share each value head
+    wide = value and layers == 80 and spec.heads == 8 * spec.kv_heads
+    return "Q5_K" if wide and kind in ("Q3_K", "Q4_K") else kind

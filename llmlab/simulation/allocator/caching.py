@@ -13,12 +13,10 @@ from bisect import bisect_left
 
 from ...base.errors import SpecError
 from .blocks import ADDRESS, Block, Pool, describe_segment, mapped_from
-from .config import AllocatorConfig
+from .config import MIN_BLOCK, ROUND_LARGE, SMALL_SEGMENT, SMALL_SIZE, AllocatorConfig, round_size, segment_size
 from .driver import UNLIMITED, Driver
-from .expandable import can_grow_to, grow
-from .out_of_memory import AllocatorOutOfMemory
-from .release import collect_garbage, release_available, release_blocks
-from .rounding import MIN_BLOCK, ROUND_LARGE, SMALL_SEGMENT, SMALL_SIZE, round_size, segment_size
+from .memory import AllocatorOutOfMemory
+from .segments import can_grow_to, collect_garbage, grow, release_available, release_blocks
 
 
 class Allocator:
@@ -63,12 +61,7 @@ class Allocator:
             self._count_inactive(pool, split - was_split, -block.size if was_split else rest)
         block.allocated, block.requested = True, size
         self._live[block.address] = block
-        for stats in pool.stats:
-            stats.allocation.change(1)
-            stats.allocated_bytes.change(block.size)
-            stats.requested_bytes.change(size)
-        if block.size >= self._max_split:
-            self.statistics.oversize_allocations.change(1)
+        self._count_allocation(pool, 1, block.size, size)
         self.driver.tell("alloc", block.address, size, pool)
         return block.address
 
@@ -92,12 +85,7 @@ class Allocator:
         if is_split or before or after:
             count = is_split - (before > 0) - (after > 0)
             self._count_inactive(pool, count, (block.size if is_split else 0) - before - after)
-        for stats in pool.stats:
-            stats.allocation.change(-1)
-            stats.allocated_bytes.change(-size)
-            stats.requested_bytes.change(-requested)
-        if size >= self._max_split:
-            self.statistics.oversize_allocations.change(-1)
+        self._count_allocation(pool, -1, size, requested)
 
     def empty_cache(self) -> None:
         """Give back the segments, or pages of expandable ones, that no block uses (release_cached_blocks)."""
@@ -133,11 +121,6 @@ class Allocator:
         return [describe_segment(mapped_from(head), self._expandable) for head in sorted(heads, key=ADDRESS)]
 
     @property
-    def capacity(self) -> int | None:
-        """Bytes that the driver can give; None: no limit."""
-        return self.driver.capacity
-
-    @property
     def allocated(self) -> int:
         """Bytes of the blocks in use: torch.cuda.memory_allocated."""
         return self.statistics.all.allocated_bytes.current
@@ -156,21 +139,6 @@ class Allocator:
     def peak_reserved(self) -> int:
         """The most bytes reserved since reset_peak: torch.cuda.max_memory_reserved."""
         return self.statistics.all.reserved_bytes.peak
-
-    @property
-    def requested(self) -> int:
-        """Bytes asked for of the blocks in use, before rounding."""
-        return self.statistics.all.requested_bytes.current
-
-    @property
-    def num_alloc_retries(self) -> int:
-        """How often the cache was emptied to ask the driver again."""
-        return self.statistics.num_alloc_retries
-
-    @property
-    def num_ooms(self) -> int:
-        """How often AllocatorOutOfMemory was raised."""
-        return self.statistics.num_ooms
 
     # ---- where a block comes from
 
@@ -238,6 +206,14 @@ class Allocator:
         small = Pool(True, stream, SMALL_SEGMENT, (both, self.statistics.small_pool))
         self._pools[stream] = large, small
         return large, small
+
+    def _count_allocation(self, pool: Pool, sign: int, size: int, requested: int) -> None:
+        for stats in pool.stats:
+            stats.allocation.change(sign)
+            stats.allocated_bytes.change(sign * size)
+            stats.requested_bytes.change(sign * requested)
+        if size >= self._max_split:
+            self.statistics.oversize_allocations.change(sign)
 
     def _count_inactive(self, pool: Pool, count: int, size: int) -> None:
         if not self._expandable:  # whose free pages can always go back

@@ -7,18 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-# torch's metric: the attribute of Stats. "active" adds blocks that another stream still uses, which we don't simulate.
-METRICS = {
-    "allocation": "allocation",
-    "active": "allocation",
-    "allocated_bytes": "allocated_bytes",
-    "active_bytes": "allocated_bytes",
-    "requested_bytes": "requested_bytes",
-    "segment": "segment",
-    "reserved_bytes": "reserved_bytes",
-    "inactive_split": "inactive_split",
-    "inactive_split_bytes": "inactive_split_bytes",
-}
+# torch counts as active the blocks that another stream still uses too, which are not simulated.
+ACTIVE = {"active": "allocation", "active_bytes": "allocated_bytes"}
 
 
 class Stat:
@@ -43,19 +33,11 @@ class Stat:
 class Stats:
     """The counts for one size class, or for both; `clock` counts its searches (get_free_blocks_call_count)."""
 
-    __slots__ = ("clock", *dict.fromkeys(METRICS.values()))
-    allocation: Stat
-    allocated_bytes: Stat
-    requested_bytes: Stat
-    segment: Stat
-    reserved_bytes: Stat
-    inactive_split: Stat
-    inactive_split_bytes: Stat
-
     def __init__(self) -> None:
         self.clock = 0
-        for attribute in METRICS.values():
-            setattr(self, attribute, Stat())
+        self.allocation, self.segment, self.inactive_split = Stat(), Stat(), Stat()
+        self.allocated_bytes, self.requested_bytes = Stat(), Stat()
+        self.reserved_bytes, self.inactive_split_bytes = Stat(), Stat()
 
 
 class Statistics:
@@ -89,7 +71,8 @@ class Statistics:
         return dict(sorted(stats.items()))
 
     def _named(self) -> Iterator[tuple[str, Stat]]:
-        for metric, attribute in METRICS.items():
-            for pool in ("all", "large_pool", "small_pool"):
-                yield f"{metric}.{pool}", getattr(getattr(self, pool), attribute)
+        for pool in ("all", "large_pool", "small_pool"):
+            stats = {name: stat for name, stat in vars(getattr(self, pool)).items() if name != "clock"}
+            stats |= {metric: stats[name] for metric, name in ACTIVE.items()}
+            yield from ((f"{metric}.{pool}", stat) for metric, stat in stats.items())
         yield from ((name, getattr(self, name)) for name in ("oversize_allocations", "oversize_segments"))

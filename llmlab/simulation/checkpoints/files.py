@@ -20,11 +20,11 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from ...base.compat import disable_current_modes
+from ...base.compat import FakeTensor, disable_current_modes, has
 from ..devices import GPU_DEVICE
 from ..engine.engine import Engine
 from ..values.known import is_followed, know
-from .saved_tensors import Pickler, Saved, Unpickler, is_fake, place_of, plainly, record, with_tensors
+from .saved_tensors import Pickler, Saved, Unpickler, place_of, plainly, record, with_tensors
 from .virtual_files import VirtualFiles
 
 MAGIC = b"llmlab: checkpoint without values, kept in the memory of a simulation: "
@@ -73,11 +73,12 @@ class Checkpoints:
         """Let safetensors.torch, which must be imported, save and load simulated tensors."""
         import safetensors.torch as library
 
-        flatten = next(name for name in ("_flatten_as_ptr", "_flatten") if hasattr(library, name))
+        flatten = "_flatten_as_ptr" if has("safetensors.torch._flatten_as_ptr") else "_flatten"
         real_flatten, real_write = getattr(library, flatten), library.serialize_file
 
         def flattened(tensors: dict[str, Tensor], *args: Any) -> Any:
-            return tensors if any(map(is_fake, tensors.values())) else real_flatten(tensors, *args)
+            fake = any(isinstance(each, FakeTensor) for each in tensors.values())
+            return tensors if fake else real_flatten(tensors, *args)
 
         def write(tensors: dict[str, Any], filename: Any, *args: Any, **kwargs: Any) -> None:
             if not self._keep(tensors, filename):

@@ -55,7 +55,7 @@ class Pickler(pickle.Pickler):
     def persistent_id(self, each: Any) -> int | None:
         if not isinstance(each, Tensor):
             return None
-        self.simulated |= is_fake(each)
+        self.simulated |= isinstance(each, FakeTensor)
         self.records.append(record(each))
         return len(self.records) - 1
 
@@ -74,10 +74,6 @@ def plainly() -> Iterator[None]:
     """Run what is inside as outside of the block."""
     with DisableTorchFunction(), disable_current_modes():
         yield
-
-
-def is_fake(value: Any) -> bool:
-    return isinstance(value, FakeTensor)
 
 
 def record(tensor: Tensor) -> Saved:

@@ -7,7 +7,7 @@ would have, and this rank's own values. DDP, FSDP2 and DTensor run as they are.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from importlib import import_module
@@ -88,7 +88,12 @@ def _init_process_group(card: Card, parameters: HostParameters, stack: ExitStack
         rank: int = -1,
         **unused: Any,
     ) -> None:
-        size = world_size if world_size > 0 else _given(os.environ, "WORLD_SIZE", backend)
+        if world_size <= 0 and "WORLD_SIZE" not in os.environ:
+            raise located(NotAvailable(
+                f"torch.distributed.init_process_group({backend!r}): how many ranks there are was not said; open the "
+                "block with lab.simulator(gpu, world_size=8)"
+            ))  # fmt: skip
+        size = world_size if world_size > 0 else int(os.environ["WORLD_SIZE"])
         rank = rank if rank >= 0 else int(os.environ.get("RANK", 0))
         if rank >= size:
             raise SpecError(f"rank={rank} with world_size={size}: ranks are 0 to {size - 1}")
@@ -100,15 +105,6 @@ def _init_process_group(card: Card, parameters: HostParameters, stack: ExitStack
         stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
 
     return init_process_group
-
-
-def _given(environment: Mapping[str, str], name: str, backend: str | None) -> int:
-    if name not in environment:
-        raise located(NotAvailable(
-            f"torch.distributed.init_process_group({backend!r}): how many ranks there are was not said; open the block "
-            "with lab.simulator(gpu, world_size=8)"
-        ))  # fmt: skip
-    return int(environment[name])
 
 
 def _new_group(real: Callable) -> Callable:

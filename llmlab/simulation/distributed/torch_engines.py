@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...base.compat import C, FakeTensor, TorchDispatchMode, arg_tree_leaves, disable_current_modes, symbol
+from ...base.compat import C, FakeTensor, TorchDispatchMode, arg_tree_leaves, check, disable_current_modes, symbol
 from ...base.errors import NotAvailable
 from ...recording.phases import COMMUNICATION, GATHERED
 from ...specs.model import ModelSpec
@@ -78,6 +78,7 @@ def torch_engines(engine: Engine, labelled: Labelled = lambda function, part: fu
 
     Nothing of a process group stays behind.
     """
+    check("torch.distributed")
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
 

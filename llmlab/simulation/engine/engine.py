@@ -34,19 +34,15 @@ from ...base.compat import (
 )
 from ...hardware.gpu import GPU
 from ...recording.events import Event
-from ..allocator.host import Memory
-from ..allocator.out_of_memory import AllocatorOutOfMemory
+from ..allocator.memory import AllocatorOutOfMemory, Memory
 from ..devices import GPU_DEVICE, HOST
 from ..values.collectives import exchange
-from ..values.data_dependent import sized_by_value
-from ..values.known import SMALL, VALUES_LIMIT, follow, known
+from ..values.known import SMALL, VALUES_LIMIT, follow, known, sized_by_value
 from ..values.placeholders import needs_values
 from ..workspaces.none import is_stated
 from ..workspaces.registry import CPU_WORKSPACES, WORKSPACES, Operator, Workspace
-from .cpu_casts import cast_copies
-from .decompose import decomposed, is_composite
-from .foreach import changes_values_alone, mixed_devices
 from .inplace_autograd import CANDIDATES, counts_alone, plain_form
+from .operators import cast_copies, changes_values_alone, decomposed, is_composite, mixed_devices
 from .real_host import RealHost
 from .scratch import Observer, Scratch
 from .shape_cache import Repeats

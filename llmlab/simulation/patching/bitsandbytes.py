@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from ...base.compat import FakeTensor, parse_to
+from ...base.compat import FakeTensor, check, parse_to
 
 
 @contextmanager
@@ -22,14 +22,19 @@ def fake_bitsandbytes(on_card: bool) -> Iterator[None]:
     if find_spec("bitsandbytes") is None:
         yield
         return
+    check("bitsandbytes")
     import bitsandbytes
     from bitsandbytes.nn import modules
 
     update = _with_unread_norm(bitsandbytes.functional.optimizer_update_32bit)
     with ExitStack() as stack:
         patch = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
-        patch(modules.Params4bit, "__new__", _params4bit(modules.Params4bit))
-        patch(modules.Int8Params, "__new__", _int8params(modules.Int8Params))
+        kinds: dict[Any, tuple[Callable[[Any], bool], Callable[[Any], torch.device]]] = {
+            modules.Params4bit: (lambda self: self.bnb_quantized, lambda self: self.quant_state.absmax.fake_device),
+            modules.Int8Params: (lambda self: self.dtype == torch.int8, lambda self: self.CB.device),
+        }
+        for owner, (is_quantized, place) in kinds.items():
+            patch(owner, "__new__", _fake_parameters(owner, is_quantized, place))
         patch(bitsandbytes.functional, "optimizer_update_32bit", update)
         # The map of 8-bit values, which is made once per process and kept on its card.
         stack.enter_context(mock.patch.dict(bitsandbytes.functional.name2qmap, clear=True))
@@ -39,65 +44,40 @@ def fake_bitsandbytes(on_card: bool) -> Iterator[None]:
         yield
 
 
-def _params4bit(owner: Any) -> Any:
-    real_new, quantize = owner.__new__, owner._quantize
+def _fake_parameters(
+    owner: Any, is_quantized: Callable[[Any], bool], place: Callable[[Any], torch.device]
+) -> Callable[..., Tensor]:
+    """Return the __new__ of `owner`, Params4bit or Int8Params, for fake tensors too.
 
-    class Params4bit(FakeTensor):
-        """bitsandbytes' Params4bit: a Parameter cannot wrap a fake tensor, so a fake tensor takes its place."""
+    A Parameter cannot wrap one, so a fake tensor takes its place. `place` is where quantizing put its scales or values.
+    """
+    real_new, quantize, parameters = owner.__new__, owner._quantize, signature(owner.__new__)
 
-        bnb_quantized: bool
+    def to(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        device = parse_to(*args, **kwargs)[0]
+        if device is None or device.type == "meta" or is_quantized(self):
+            return FakeTensor.to(self, *args, **kwargs)
+        quantized = quantize(self, device)
+        quantized.fake_device = place(quantized)  # `.data =` leaves it; transformers quantizes from the host
+        return quantized
 
-        def to(self, *args: Any, **kwargs: Any) -> Tensor:
-            device = parse_to(*args, **kwargs)[0]
-            if device is not None and device.type != "meta" and not self.bnb_quantized:
-                quantized = quantize(self, device)
-                quantized.fake_device = quantized.quant_state.absmax.fake_device  # `.data =` leaves it
-                return quantized
-            return super().to(*args, **kwargs)
+    kind = type(owner.__name__, (FakeTensor,), {"to": to})
 
-    def new(
-        cls: type, data: Tensor | None = None, requires_grad: bool = False, quant_state: Any = None,
-        blocksize: int | None = None, compress_statistics: bool = True, quant_type: str = "fp4",
-        quant_storage: torch.dtype = torch.uint8, module: Any = None, bnb_quantized: bool = False, **kwargs: Any,
-    ) -> Tensor:  # fmt: skip
-        values = {
-            "quant_state": quant_state,
-            "blocksize": 64 if blocksize is None else blocksize,
-            "compress_statistics": compress_statistics,
-            "quant_type": quant_type,
-            "quant_storage": quant_storage,
-            "module": module,
-            "bnb_quantized": bnb_quantized,
-        }
+    def new(cls: type, data: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
         if not isinstance(data, FakeTensor):
-            return real_new(cls, data, requires_grad, **values, **kwargs)
-        return _as_parameter(Params4bit, data, requires_grad, values)
-
-    return new
-
-
-def _int8params(owner: Any) -> Any:
-    real_new, quantize = owner.__new__, owner._quantize
-
-    class Int8Params(FakeTensor):
-        """bitsandbytes' Int8Params, as Params4bit above."""
-
-        def to(self, *args: Any, **kwargs: Any) -> Tensor:
-            device = parse_to(*args, **kwargs)[0]
-            if device is not None and device.type != "meta" and self.dtype != torch.int8:
-                quantized = quantize(self, device)
-                quantized.fake_device = quantized.CB.device  # `.data =` leaves it; transformers quantizes from the host
-                return quantized
-            return super().to(*args, **kwargs)
-
-    def new(
-        cls: type, data: Tensor | None = None, requires_grad: bool = True, has_fp16_weights: bool = False,
-        CB: Tensor | None = None, SCB: Tensor | None = None, **kwargs: Any,
-    ) -> Tensor:  # fmt: skip
-        values = {"has_fp16_weights": has_fp16_weights, "CB": CB, "SCB": SCB}
-        if not isinstance(data, FakeTensor):
-            return real_new(cls, data, requires_grad, **values, **kwargs)
-        return _as_parameter(Int8Params, data, requires_grad, values)
+            return real_new(cls, data, *args, **kwargs)
+        given = parameters.bind(cls, data, *args, **kwargs)
+        given.apply_defaults()
+        _, _, requires_grad, *names = parameters.parameters
+        made: Any = data.detach()
+        made.__class__ = kind
+        made._is_param = True
+        made.requires_grad = given.arguments[requires_grad]
+        for name in names[:-1]:  # the last are other versions' arguments
+            setattr(made, name, given.arguments[name])
+        if getattr(made, "blocksize", 64) is None:  # Params4bit.__new__
+            made.blocksize = 64
+        return made
 
     return new
 
@@ -117,16 +97,6 @@ def _with_unread_norm(update: Callable[..., None]) -> Callable[..., None]:
         del norm
 
     return updated
-
-
-def _as_parameter(kind: type, data: Tensor, requires_grad: bool, values: dict[str, Any]) -> Tensor:
-    self = data.detach()
-    self.__class__ = kind
-    self._is_param = True
-    self.requires_grad = requires_grad
-    for name, value in values.items():
-        setattr(self, name, value)
-    return self
 
 
 def _matmul(

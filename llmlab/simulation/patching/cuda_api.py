@@ -23,13 +23,13 @@ from torch.amp import autocast_mode
 from torch.autograd.graph import save_on_cpu
 from torch.utils.data import DataLoader, dataloader
 
-from ...base.compat import FakeTensor, tree_map_only
+from ...base.compat import FakeTensor, has, tree_map_only
 from ...base.errors import NotAvailable, SpecError
 from ...hardware.gpu import BF16_CAPABILITY, GPU
 from ..capability import capability_of
 from ..card import Card
 from ..profile.snapshot import write_snapshot
-from ..streams import DEFAULT_STREAM, CUDAGraph, Event, Stream, Streams, nothing
+from ..streams import DEFAULT_STREAM, CUDAGraph, Event, Stream, nothing
 from ..values.placeholders import PLACEHOLDER, Unknown, located
 from .tensor_types import LEGACY_TYPES
 
@@ -60,7 +60,7 @@ def cuda_api(card: Card) -> Iterator[None]:
 
         def put(module: Any, names: dict[str, Any]) -> None:
             for name, value in names.items():
-                if not hasattr(module, name):  # an older torch
+                if not hasattr(module, name) and not has(f"{module.__name__}.{name}"):  # an older torch
                     continue
                 value = guarded(f"{module.__name__}.{name}", value) if not isinstance(value, type) else value
                 stack.enter_context(mock.patch.object(module, name, value))
@@ -108,15 +108,13 @@ def device_name(gpu: GPU) -> str:
     return next((alias for alias in gpu.aliases if alias.startswith(("NVIDIA ", "Tesla "))), gpu.name)
 
 
-class _Properties(SimpleNamespace):
-    def __repr__(self) -> str:
-        named = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
-        return f"_CudaDeviceProperties({named})"
+class _CudaDeviceProperties(SimpleNamespace):
+    """What torch.cuda.get_device_properties gives, printed by the name of torch's own class."""
 
 
-def _properties(gpu: GPU) -> _Properties:
+def _properties(gpu: GPU) -> _CudaDeviceProperties:
     major, minor = capability_of(gpu)
-    return _Properties(
+    return _CudaDeviceProperties(
         name=device_name(gpu),
         major=major,
         minor=minor,
@@ -186,17 +184,23 @@ def _refused(name: str) -> Callable:
 
 
 def _streams(card: Card) -> dict[str, Any]:
-    streams, host = Streams(card.engine), card.engine.host
+    engine, streams, host = card.engine, {0: DEFAULT_STREAM}, card.engine.host
     assumed = host is not None and host.assume is not None
+
+    def set_stream(stream: Any) -> None:
+        if stream is not None:
+            streams[stream.stream_id] = stream
+            engine.stream = stream.stream_id
+
     return {
         "Event": type("Event", (Event,), {"between": float(host.assume)}) if assumed else Event,
         "Stream": Stream,
         "CUDAGraph": CUDAGraph,
         "graph": CUDAGraph,
         "make_graphed_callables": CUDAGraph,
-        "current_stream": streams.current,
+        "current_stream": lambda device=None: streams[engine.stream],
         "default_stream": lambda device=None: DEFAULT_STREAM,
-        "set_stream": streams.set,
+        "set_stream": set_stream,
     }
 
 

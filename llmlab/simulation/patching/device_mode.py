@@ -33,7 +33,6 @@ from .patches import made_on_card, on_card, set_data
 from .tensor_types import legacy_type
 
 CARD = torch.device("cuda", 0)
-PARSE_TO = parse_to
 FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
 TORCH = os.path.dirname(torch.__file__)
 WITHOUT_FRAMES = (FOLDER, os.path.join(TORCH, "_dynamo"), os.path.join(TORCH, "_compile.py"))
@@ -69,7 +68,7 @@ class Redirect(TorchFunctionMode):
             Tensor.__format__: self._format,
             Tensor.data_ptr: self._address,
             Tensor.__deepcopy__: _deepcopy,
-            of.data.__set__: _set_data,
+            of.data.__set__: set_data,
             Tensor.__dlpack__: _handed_out("Tensor.__dlpack__"),
             of.__cuda_array_interface__.__get__: _handed_out("Tensor.__cuda_array_interface__"),
         }
@@ -101,7 +100,7 @@ class Redirect(TorchFunctionMode):
         if func is Tensor.to and len(args) > 1 and type(args[1]) is int:
             check_index(args[1])
             args = (args[0], GPU_DEVICE, *args[2:])
-        if func is PARSE_TO and args and type(args[0]) is int:  # Module.to(0)
+        if func is parse_to and args and type(args[0]) is int:  # Module.to(0)
             check_index(args[0])
             args = (GPU_DEVICE, *args[1:])
         if func is torch.tensor and kwargs.get("device") is None and _default_is_cuda():
@@ -266,14 +265,6 @@ class Redirect(TorchFunctionMode):
         if sys._getframe(2).f_globals.get("__name__", "").startswith("bitsandbytes"):
             raise refuse("Tensor.data_ptr", "is what a compiled kernel asks for")
         return tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.element_size()
-
-
-def _set_data(tensor: Tensor, data: Tensor) -> None:
-    """`tensor.data = data`, which may be on the other device."""
-    if isinstance(data, FakeTensor):
-        set_data(tensor, data)
-    else:
-        tensor.data = data
 
 
 def _deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...base.compat import check, has
 from ...base.errors import NotAvailable
 from ...hardware.gpu import FLASH_ATTENTION_2_CAPABILITY
 from ..capability import Capability
@@ -99,6 +100,10 @@ def _flash_attn_varlen_func(
 @contextmanager
 def fake_flash_attn(card: Capability) -> Iterator[None]:
     """Let transformers find flash-attn, simulated on a card of capability `card`, whether it is installed or not."""
+    if not has("transformers.modeling_flash_attention_utils._lazy_imports"):
+        yield
+        return
+    check("transformers flash-attn")
     from transformers import modeling_flash_attention_utils as utils
 
     def functions(implementation: str | None, *rest: Any, **named: Any) -> tuple:

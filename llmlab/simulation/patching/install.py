@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from ...base.compat import disable_current_modes
+from ...base.compat import check, disable_current_modes
 from ...base.errors import SpecError
 from ...recording.events import exclusive
 from ..capability import capability_of
@@ -31,9 +31,7 @@ from .bitsandbytes import fake_bitsandbytes
 from .cuda_api import cuda_api, cuda_autocast
 from .device_mode import Redirect
 from .flash_attn import fake_flash_attn
-from .import_hooks import on_import
-from .import_sweep import swept
-from .library_caches import default_device, devices_found
+from .imports import default_device, devices_found, on_import, swept
 from .patches import (
     cuda_operators,
     fake_parameters,
@@ -51,6 +49,7 @@ _open: list[str] = []  # the name of the card in use
 def installed(card: Card) -> Iterator[None]:
     """Let torch and its libraries find `card`, as their only one; operators run on it while its engine is entered."""
     capability = capability_of(card.gpu)
+    check("torch")
     with ExitStack() as stack:
 
         def put(module: str, name: str, function: Callable) -> None:
@@ -81,7 +80,8 @@ def installed(card: Card) -> Iterator[None]:
         stack.enter_context(default_device())
         stack.enter_context(mock.patch.dict(os.environ, ENVIRONMENT))
         stack.enter_context(devices_found())
-        stack.enter_context(on_import(libraries, lambda: _hidden(card)))
+        # The card is hidden from a library that looks for one as it is imported.
+        stack.enter_context(on_import(libraries, lambda: mock.patch.object(card, "hidden", True)))
         yield
 
 
@@ -138,13 +138,3 @@ def _paged(engine: Engine) -> Callable[..., Tensor]:
         return made
 
     return get_paged
-
-
-@contextmanager
-def _hidden(card: Card) -> Iterator[None]:
-    """Hide the card from a library that looks for one as it is imported."""
-    before, card.hidden = card.hidden, True
-    try:
-        yield
-    finally:
-        card.hidden = before

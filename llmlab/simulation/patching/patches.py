@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from ...base.compat import VF, AutoDispatchBelowAutograd, DispatchKey, FakeTensor, disable_current_modes, symbol
+from ...base.compat import VF, AutoDispatchBelowAutograd, DispatchKey, FakeTensor, check, disable_current_modes, symbol
 from ..capability import Capability
 from ..devices import GPU_DEVICE, HOST
 from ..engine.engine import Engine
@@ -42,6 +42,7 @@ def fake_parameters() -> Iterator[None]:
         except ImportError:
             pass
         else:
+            check("transformers.masking_utils")
             real = masking_utils.is_tracing
             # Fake inputs are no tracing here: positions have values, see values/known.py.
             not_fake = lambda tensor=None: real()  # noqa: E731
@@ -157,6 +158,7 @@ def made_on_card(
 
 def tensors_on_card() -> AbstractContextManager:
     """Let torch.tensor make tensors on the card; for "cpu:0" torch itself makes them on the host."""
+    symbol("torch.utils._device._device_constructors")()  # cached at its first call: with torch's own, not with ours
     real = torch.tensor
 
     def tensor(data: Any, **kwargs: Any) -> Tensor:
@@ -280,6 +282,7 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
 
 
 def set_data(tensor: Any, data: Tensor) -> None:
-    """`tensor.data = data` for fake tensors, whose device is an attribute of its own."""
+    """`tensor.data = data` for a fake tensor, whose device is an attribute of its own and may change with it."""
     tensor.data = data
-    tensor.fake_device = data.device
+    if isinstance(data, FakeTensor):
+        tensor.fake_device = data.device

@@ -7,7 +7,6 @@ read and write once: each argument and each output, a repeated (expanded) dimens
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -19,11 +18,11 @@ from ...base.compat import arg_tree_leaves, current_graph_task_id
 from ...base.errors import NotAvailable
 from ...formulas.time.efficiency import Efficiency, efficiency
 from ...hardware.gpu import GPU
-from ...recording.timing import cpu_attention_backward_flops, cpu_attention_flops
+from ...recording.timing import CPU_ATTENTION_FLOPS
 from ..workspaces.bitsandbytes import multiplies_packed
 from ..workspaces.none import is_view
-from .kernel import Kernel
-from .roofline import kernel_seconds, timing
+from ..workspaces.registry import Operator
+from .roofline import Kernel, kernel_seconds, timing
 
 aten = torch.ops.aten
 
@@ -45,20 +44,11 @@ SOFTMAX_AGAIN = {
 }  # fmt: skip
 
 
-def _grouped(a: Any, b: Any, *rest: Any, **named: Any) -> int:
-    return 2 * prod(a) * b[-1]
-
-
-def _bitsandbytes(a: Any, b: Any, shape: Any, *rest: Any, **named: Any) -> int:
-    return 2 * prod(a) * shape[0]  # (rows..., in) times a packed (out, in)
-
-
 # By name, because some are of libraries that are not here. The values take shapes in the place of tensors.
-MORE_FLOPS: dict[str, Callable[..., int]] = {
-    "aten::_grouped_mm": _grouped,
-    "aten::_scaled_dot_product_flash_attention_for_cpu": cpu_attention_flops,
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": cpu_attention_backward_flops,
-    "bitsandbytes::gemm_4bit": _bitsandbytes,
+MORE_FLOPS = {
+    **CPU_ATTENTION_FLOPS,
+    "aten::_grouped_mm": lambda a, b, *rest, **named: 2 * prod(a) * b[-1],
+    "bitsandbytes::gemm_4bit": lambda a, b, shape, *rest, **named: 2 * prod(a) * shape[0],  # b: packed (out, in)
     "bitsandbytes::int8_scaled_mm": lambda a, b, *rest, **named: 2 * prod(a) * b[0],
     "bitsandbytes::int8_linear_matmul": lambda a, b, *rest, **named: 2 * prod(a) * b[0],
 }
@@ -71,9 +61,8 @@ def _extent(tensor: Tensor) -> int:
 
 def flops_of(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
     """Return the FLOP that FlopCounterMode counts for one operator, and for the products it does not know."""
-    if (more := MORE_FLOPS.get(func._schema.name)) is not None:
-        shapes = [each.shape if isinstance(each, Tensor) else each for each in args]
-        return more(*shapes, **kwargs)
+    if more := MORE_FLOPS.get(func._schema.name):
+        return more(*(each.shape if isinstance(each, Tensor) else each for each in args), **kwargs)
     count = flop_registry.get(OUT_OF_PLACE.get(func._schema.name, func._overloadpacket))
     return count(*args, **kwargs, out_val=out) if count else 0
 
@@ -87,6 +76,7 @@ class Operators(list):
     def __init__(self, gpu: GPU | None = None) -> None:
         super().__init__()
         self.gpu = gpu
+        self._rates = efficiency(gpu) if gpu else None
 
     @property
     def flops(self) -> int:
@@ -96,18 +86,17 @@ class Operators(list):
     @property
     def seconds(self) -> float | None:
         """Seconds that these operators take on the card, in this order; None where its rates were never measured."""
-        rates = efficiency(self.gpu) if self.gpu else None
+        rates = self._rates
         found = timing(self, rates) if rates and rates.dispatch else None  # without it small steps would look free
         return found.step if found else None
 
     @property
     def rates(self) -> Efficiency:
         """The card's measured rates; raises NotAvailable for a card that has none."""
-        rates = efficiency(self.gpu) if self.gpu else None
-        if rates is None:
+        if self._rates is None:
             name = self.gpu.name if self.gpu else "no card"
             raise NotAvailable(f"{name} has no measured rates; take one of the table in hardware/efficiencies.toml")
-        return rates
+        return self._rates
 
     def by_operator(self) -> dict[tuple[str, str], tuple[float, float, float]]:
         """Return FLOP, bytes and seconds by (kind, operator). An element-wise operator does one FLOP per element.
@@ -151,19 +140,13 @@ class Operators(list):
         launches = LAUNCHES.get(name, 1)
         if "_foreach" in name:
             launches = -(-sum(each.numel() for each in outputs) // FOREACH_ELEMENTS)
-        if name == "bitsandbytes::gemm_4bit" and not self._multiplies_packed(args, shape):
-            # One kernel unpacks the weight, another multiplies it.
-            unpacked = shape[2] * shape[3] * args[0].itemsize
-            self.append(
-                Kernel(name, "memory", dtype, 0, _extent(args[1]) + unpacked, shape[2:], 1, backward, self.phase)
-            )
-            name, moved = "aten::mm", moved - _extent(args[1]) + unpacked
+        if name == "bitsandbytes::gemm_4bit" and not (
+            self.gpu and multiplies_packed(self.gpu, args[0].dtype, shape[1], tuple(args[2]), args[4])
+        ):  # one kernel unpacks the weight, another multiplies it
+            packed, unpacked = _extent(args[1]), shape[2] * shape[3] * args[0].itemsize
+            self.append(Kernel(name, "memory", dtype, 0, packed + unpacked, shape[2:], 1, backward, self.phase))
+            name, moved = "aten::mm", moved - packed + unpacked
         self.append(Kernel(name, kind, dtype, flops, moved, shape, launches, backward, self.phase, again, row))
-
-    def _multiplies_packed(self, args: tuple, shape: tuple[int, ...]) -> bool:
-        if self.gpu is None:
-            return False
-        return multiplies_packed(self.gpu, args[0].dtype, shape[1], tuple(args[2]), args[4])
 
 
 def _moved(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> tuple[int, int, int]:
@@ -195,11 +178,6 @@ LAUNCHES = {"aten::embedding_dense_backward": 20, "aten::slice_backward": 2}
 FOREACH_ELEMENTS = 320 * 65536
 
 
-def _causal(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-    position = [each.name for each in func._schema.arguments].index("is_causal")
-    return bool(args[position] if position < len(args) else kwargs.get("is_causal", False))
-
-
 def _classify(
     func: Any, flops: int, args: tuple, kwargs: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]
 ) -> tuple[str, tuple[int, ...], str]:
@@ -214,13 +192,9 @@ def _classify(
     if "attention" in name:
         first = 1 if "backward" in name else 0
         query, key = args[first], args[first + 1]
-        kind = "attention backward" if first else "attention"
-        heads = query.shape[0] * query.shape[1]
-        return (
-            kind,
-            (heads, query.shape[2], key.shape[2], query.shape[3], int(_causal(func, args, kwargs))),
-            _dtype(query),
-        )
+        batch, heads, queries, size = query.shape
+        shape = (batch * heads, queries, key.shape[2], size, int(Operator(func, args, kwargs).is_causal))
+        return "attention backward" if first else "attention", shape, _dtype(query)
     if name in PRODUCTS:
         a, b = (args[1], args[2]) if name in ADDING else (args[0], args[1])
         batch = a.shape[0] if a.dim() == 3 else 1

@@ -1,37 +1,153 @@
-"""Recording of a simulated step: the engine's events, where each belongs, and marks that say what was alive and why."""
+"""Recording of a simulated step: the engine's events, the module that each belongs to, and what was alive and why.
+
+A request for memory belongs to the module that runs, or in backward to the one whose forward it undoes. Hooks on every
+module call keep a stack of paths. Autograd numbers its nodes in the order forward makes them
+(torch/csrc/autograd/function.h, sequence_nr), so the numbers at which modules begin and end say of a node that runs in
+backward which module made it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
 
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks
+from torch.optim import Optimizer
+
+from ...base.compat import current_autograd_node, get_sequence_nr
 from ...hardware.gpu import GPU
 from ...recording.phases import Mark, Marks
-from ..allocator.out_of_memory import AllocatorOutOfMemory
+from ..allocator.memory import AllocatorOutOfMemory
 from ..engine.engine import Engine
-from .attribution import Place, Places
 from .operator_log import Operators
 
 Labelled = Callable[[Callable[..., Any], str], Callable[..., Any]]
+OUTSIDE = "(outside of modules)"
+Referent = TypeVar("Referent")
 
 
-class Recording(Places, Marks):
-    """Marks on the events of `engine`, which knows the module that each belongs to."""
+class Place(NamedTuple):
+    """What asked for memory: the operator, and the path of the module in its model ("" outside of any)."""
+
+    operator: str
+    module: str
+
+    def __str__(self) -> str:
+        """Say it as a person would: "mm in lm_head" for aten.mm.default."""
+        operator = self.operator.removeprefix("aten.").removesuffix(".default")
+        return f"{operator} in {self.module}" if self.module else operator
+
+
+def collapsed(path: str) -> str:
+    """Return `path` with its layers' numbers as *, and cut below the layers' own modules.
+
+    >>> collapsed("model.layers.31.mlp.down_proj"), collapsed("lm_head")
+    ('model.layers.*.mlp', 'lm_head')
+    """
+    names = ["*" if name.isdigit() else name for name in path.split(".")]
+    return ".".join(names[: names.index("*") + 2] if "*" in names else names[:3])
+
+
+def living(references: Iterable[weakref.ref[Referent]]) -> list[Referent]:
+    """Return the objects that are still there."""
+    return [each for reference in references if (each := reference()) is not None]
+
+
+class Recording(Marks):
+    """Marks on the events of `engine`, and the module that each event belongs to, which the engine asks for."""
 
     def __init__(self, engine: Engine) -> None:
-        Places.__init__(self, engine)
-        Marks.__init__(self, engine.now, engine.address)
+        super().__init__(engine.now, engine.address)
+        self.engine = engine
+        self.roots: list[weakref.ref[nn.Module]] = []  # modules that were called from no other one
+        self._names: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
+        self._stack: list[str] = []
+        self._numbers: list[int] = []  # of autograd nodes, ascending; with _paths, the module that runs from there on
+        self._paths: list[str] = []
 
-    def _workspaces(self) -> dict[int, str]:
-        return dict.fromkeys(self.engine.handles.values(), "workspace")
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Follow module calls until the block ends."""
+        handles = [
+            hooks.register_module_forward_pre_hook(self._enter),
+            hooks.register_module_forward_hook(self._leave, always_call=True),
+        ]
+        self.engine.place = self.place
+        try:
+            yield
+        finally:
+            self.engine.place = None
+            for handle in handles:
+                handle.remove()
+
+    def place(self) -> Place:
+        """Return where the operator that runs belongs."""
+        return Place(str(self.engine.operator), self.path())
+
+    def path(self) -> str:
+        """Return the path of the module that runs, or whose backward does; "" outside of any."""
+        if self._stack:
+            return self._stack[-1]
+        node = current_autograd_node()
+        if node is None or not self._paths:
+            return ""
+        number = node._sequence_nr()
+        if number > self._numbers[-1]:  # AccumulateGrad's, which no forward numbered
+            return self._owner(getattr(node, "variable", None))
+        found = bisect_right(self._numbers, number) - 1
+        return self._paths[found] if found >= 0 else ""
+
+    def own(self, model: nn.Module, *optimizers: Optimizer) -> None:
+        """Let the parameters of `model`, their gradients and states belong to the modules that hold them."""
+        for path, module in model.named_modules():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    states = [state for each in optimizers for state in each.state.get(parameter, {}).values()]
+                    for tensor in (parameter, parameter.grad, *states):
+                        if isinstance(tensor, Tensor):
+                            self.engine.belongs(tensor, path or type(model).__name__)
+
+    def _alive(self, named: dict[str, Any]) -> dict[int, str]:
+        return dict.fromkeys(self.engine.handles.values(), "workspace") | super()._alive(named)
+
+    def _owner(self, parameter: Tensor | None) -> str:
+        if parameter is None:
+            return ""
+        modules = (item for root in living(self.roots) for item in root.named_modules())
+        owners = (path for path, module in modules if any(each is parameter for each in module._parameters.values()))
+        return next(owners, "")
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._stack.append(self._name(module))
+        self._begin(self._stack[-1])
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._stack.pop()
+        self._begin(self._stack[-1] if self._stack else "")
+
+    def _begin(self, path: str) -> None:
+        self._numbers.append(get_sequence_nr())
+        self._paths.append(path)
+
+    def _name(self, module: nn.Module) -> str:
+        known = self._names.get(id(module))
+        if known is None or known[0]() is not module:
+            if not self._stack:
+                self.roots.append(weakref.ref(module))
+            for path, child in module.named_modules():
+                self._names[id(child)] = weakref.ref(child), path or type(module).__name__
+            known = self._names[id(module)]
+        return known[1]
 
 
 class StepRecording(Recording):
     """The recording of `lab.simulate`'s step, which says itself when its phases begin."""
 
-    def __init__(
-        self, engine: Engine, gpu: GPU | None, on_phase: Callable[[str | None], None] | None = None
-    ) -> None:
+    def __init__(self, engine: Engine, gpu: GPU | None, on_phase: Callable[[str | None], None] | None = None) -> None:
         super().__init__(engine)
         self.on_phase = on_phase  # called as a phase begins; None is what does not count
         self.operators = Operators(gpu)  # of the step that counts
@@ -67,5 +183,5 @@ class StepRecording(Recording):
 
     def _alive(self, named: dict[str, Any]) -> dict[int, str]:
         if self.step:
-            self.own(self.step.model, self.step.optimizer)
-        return self._workspaces() | super()._alive(named)
+            self.own(self.step.model, *([self.step.optimizer] if self.step.optimizer else []))
+        return super()._alive(named)

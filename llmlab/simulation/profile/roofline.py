@@ -1,4 +1,4 @@
-"""Roofline of a step: the seconds of each kernel, at the rates that the card was measured to reach.
+"""Roofline of a step: its kernels as the card sees them, and the seconds of each at measured rates.
 
 A kernel takes as long as its FLOP or its bytes do, whichever is longer (Williams et al., Roofline, 2009), at the rates
 that the card was measured to reach, which are not the data sheet's. The CPU starts the kernels one after another and
@@ -11,10 +11,32 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...formulas.time.efficiency import Efficiency
-from .kernel import Kernel
 
 TILE = 64  # rows and columns of a block of a product small enough that libraries still choose it
 SPLIT = 256  # of a sum's elements, so many are worth a multiprocessor of their own
+
+
+class Kernel(NamedTuple):
+    """One operator: `kind` is "matmul", "attention", "attention backward", "gather", "strided", "serial", "memory" or
+    "none" (a view, no kernel): what its time depends on.
+
+    `shape` is (batch, M, N, K) of a product, (batch · heads, T, S, head size, causal) of attention, else (elements of
+    the largest tensor,). `launches` is how many kernels it starts, `backward` whether autograd's engine calls it,
+    `phase` the phase of the step it runs in. `again` bytes more are moved where rows of `row` bytes do not fit in the
+    cache.
+    """
+
+    name: str
+    kind: str
+    dtype: str
+    flops: int
+    bytes: int
+    shape: tuple[int, ...]
+    launches: int
+    backward: bool
+    phase: str
+    again: int = 0
+    row: int = 0
 
 
 class Timing(NamedTuple):

@@ -9,14 +9,15 @@ import os
 import pickle
 import sys
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
-from types import FrameType
+from traceback import walk_stack
 from typing import Any, NamedTuple
 
 from ...base.files import write_whole
 from .. import FOLDER
 from ..allocator.caching import Allocator
-from .attribution import OUTSIDE, Place
+from .recording import OUTSIDE, Place
 
 FRAMES = 64  # of a stack that are kept, innermost first
 
@@ -57,14 +58,9 @@ class History:
 
 def stack() -> tuple[Frame, ...]:
     """Return the Python stack, innermost first, without the simulator's own frames."""
-    frames: list[Frame] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and len(frames) < FRAMES:
-        code = frame.f_code
-        if not code.co_filename.startswith(FOLDER):
-            frames.append(Frame(code.co_filename, frame.f_lineno, code.co_name))
-        frame = frame.f_back
-    return tuple(frames)
+    running = ((frame.f_code, line) for frame, line in walk_stack(sys._getframe(1)))
+    frames = (Frame(code.co_filename, line, code.co_name) for code, line in running)
+    return tuple(islice((frame for frame in frames if not frame.filename.startswith(FOLDER)), FRAMES))
 
 
 def snapshot(memory: Allocator, history: History) -> dict[str, Any]:
@@ -75,19 +71,17 @@ def snapshot(memory: Allocator, history: History) -> dict[str, Any]:
         for block in segment["blocks"]:
             if block["state"] == "active_allocated":
                 block["frames"] = _frames(born.get(block["address"], ()))
-    trace = []
-    for time, entry in enumerate(history.entries):
-        place = "device_free" if entry.action == "oom" else "addr"
-        trace.append(
-            {
-                "action": entry.action,
-                place: entry.address,
-                "size": entry.size,
-                "stream": entry.stream,
-                "time_us": time,
-                "frames": _frames(entry.frames),
-            }
-        )
+    trace = [
+        {
+            "action": entry.action,
+            "device_free" if entry.action == "oom" else "addr": entry.address,
+            "size": entry.size,
+            "stream": entry.stream,
+            "time_us": time,
+            "frames": _frames(entry.frames),
+        }
+        for time, entry in enumerate(history.entries)
+    ]
     config = memory.config
     settings = {
         "expandable_segments": config.expandable_segments,

@@ -2,7 +2,7 @@
 
 A script of one's own has no phases, so they are inferred: "backward" while autograd runs, "optimizer" while one
 steps, "forward" from a module's call on, "load" before the first. What the tensors are for is asked of the modules that
-were called and of the optimizers that stepped, whenever a phase begins; the rest follows as in `measure.parts`.
+were called and of the optimizers that stepped, whenever a phase begins; the rest follows as in recording/parts.py.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ...base.compat import DisableTorchFunction, current_graph_task_id
 from ...recording.parts import Block, Division, divide
 from ...recording.phases import BUFFERS, Mark
-from ..allocator.rounding import blocks_of
+from ..allocator.config import blocks_of
 from ..engine.engine import Engine
-from .attribution import OUTSIDE, Place, collapsed
-from .recording import Recording
+from .recording import OUTSIDE, Place, Recording, collapsed, living
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -105,12 +104,10 @@ class Phases(Recording):
 
     def place(self) -> Place:
         """Return where the operator that runs belongs; a request for memory is where a phase begins."""
-        if current_graph_task_id() != -1:
-            self._infer("backward")
-        elif self._stepping:
-            self._infer("optimizer")
-        elif self._stack:
-            self._infer("forward")
+        backward = current_graph_task_id() != -1
+        now = "backward" if backward else "optimizer" if self._stepping else "forward" if self._stack else self.phase
+        if now != self.phase:
+            self.enter(now)
         return super().place()
 
     def timeline(self, title: str, capacity: int | None) -> Timeline:
@@ -118,40 +115,30 @@ class Phases(Recording):
         marks = [*self.marks, Mark(self.now(), self.phase, self._alive({}))]
         return Timeline(divide(self.engine.events, marks, blocks_of(self.logits)), self.engine, title, capacity)
 
-    def _infer(self, phase: str) -> None:
-        if phase != self.phase:
-            self.enter(phase)
-
     def _alive(self, named: dict[str, Any]) -> dict[int, str]:
         with DisableTorchFunction():  # reading attributes is no code of the user's
-            return self._parts()
+            for root in living(self.roots):
+                self.own(root, *living(self._optimizers))
+            return super()._alive(named)
 
-    def _parts(self) -> dict[int, str]:
-        optimizers = [optimizer for each in self._optimizers if (optimizer := each()) is not None]
-        found = self._workspaces()
-        roots = [root for each in self.roots if (root := each()) is not None]
-        tensors: list[tuple[str, Any]] = [(BUFFERS, buffer) for root in roots for buffer in root.buffers()]
-        parameters = [parameter for root in roots for parameter in root.parameters()]
-        for optimizer in optimizers:
-            tensors += [("optimizer", value) for state in optimizer.state.values() for value in state.values()]
-            parameters += [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        tensors += [("gradients", parameter.grad) for parameter in parameters]
-        tensors += [("weights", parameter) for parameter in parameters]
-        for part, tensor in tensors:
-            if isinstance(tensor, Tensor) and (address := self.engine.address(tensor)):
-                found[address] = part
-        for root in roots:
-            for owner in optimizers:
-                self.own(root, owner)
-            if not optimizers:
-                self.own(root, None)
-        return found
+    def _tensors(self) -> dict[str, list[Tensor]]:
+        roots, optimizers = living(self.roots), living(self._optimizers)
+        parameters: list[Tensor] = [parameter for root in roots for parameter in root.parameters()]
+        parameters += [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
+        states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
+        return {
+            BUFFERS: [buffer for root in roots for buffer in root.buffers()],
+            "optimizer": [value for value in states if isinstance(value, Tensor)],
+            "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
+            "weights": parameters,
+        }
 
     def _step_begins(self, optimizer: Optimizer, *_: Any) -> None:
-        if all(each() is not optimizer for each in self._optimizers):
+        if all(each is not optimizer for each in living(self._optimizers)):
             self._optimizers.append(weakref.ref(optimizer))
         self._stepping = True
-        self._infer("optimizer")
+        if self.phase != "optimizer":
+            self.enter("optimizer")
 
     def _step_ends(self, *_: Any) -> None:
         self._stepping = False

@@ -1,12 +1,13 @@
 """Known values of fake tensors, because code asks for them: positions, masks, lengths, single numbers.
 
 A fake tensor has no bytes. Where all that an operator takes is known it runs a second time, for real and out of sight
-of the engine, and the fake tensor keeps what that gave. What the card computes from unknown values is not known.
+of the engine, and the fake tensor keeps what that gave. What the card computes from unknown values is not known. Masks
+made on the host, padding masks and vectors of lengths are, so operators whose output they size can run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -70,15 +71,12 @@ def _follow_value(func: Any, args: tuple, kwargs: dict[str, Any], out: Tensor | 
     outputs = [out] if isinstance(out, Tensor) else out
     if outputs[0].numel() > VALUES_LIMIT or func._schema.is_mutable or func.namespace != "aten":
         return
-    tensors = [each for each in arg_tree_leaves(*args, **kwargs) if isinstance(each, Tensor)]
-    if (not tensors and func not in FACTORIES) or any(known(each) is None for each in tensors):
+    tensors = _tensors(args, kwargs)
+    if not tensors and func not in FACTORIES:
         return
-    args, kwargs = tree_map_only(Tensor, known, (args, {**kwargs}))
-    for name in ("device", "pin_memory"):
-        kwargs.pop(name, None)
-    with disable_current_modes():
-        # A view's value shares its base's, so that both change together.
-        values = func(*args, **kwargs)
+    values = _for_real(func, args, kwargs, tensors)  # a view's value shares its base's, so that both change together
+    if values is NotImplemented:
+        return
     for tensor, value in zip(outputs, [values] if isinstance(out, Tensor) else values, strict=True):
         if isinstance(tensor, Tensor):
             know(tensor, value)
@@ -88,13 +86,60 @@ def _follow_change(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     """Change the values of known tensors as the in-place `func` does; forget them where it takes unknown ones."""
     written = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
     changed = [each for each in written if isinstance(each, Tensor) and known(each) is not None]
-    if not changed or func in KEEPS_VALUES:
-        return
-    tensors = [each for each in arg_tree_leaves(*args, **kwargs) if isinstance(each, Tensor)]
-    if any(known(each) is None for each in tensors):
+    if changed and func not in KEEPS_VALUES and _for_real(func, args, kwargs, _tensors(args, kwargs)) is NotImplemented:
         for each in changed:
             forget(each)
-        return
+
+
+def sized_by_value(run: Callable[..., Any], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Return what operator `func` returns where the values that size it are known, else NotImplemented.
+
+    `run` runs an operator as the engine does, so that what it makes takes memory.
+    """
+    if func is aten.masked_select.default:
+        x, mask = args
+        shape = torch.broadcast_shapes(x.shape, mask.shape)
+        args = run(aten.expand.default, x, shape), [run(aten.expand.default, mask, shape)]
+        func = aten.index.Tensor
+    if func is aten.index.Tensor:
+        return _masked(run, *args)
+    tensors = _tensors(args, kwargs)
+    values = _for_real(func, args, kwargs, tensors) if tensors else NotImplemented
+
+    def made(value: Tensor) -> Tensor:
+        fake = run(
+            aten.empty_strided.default, value.size(), value.stride(), dtype=value.dtype, device=tensors[0].device
+        )
+        know(fake, value)
+        return fake
+
+    return tree_map_only(Tensor, made, values)
+
+
+def _masked(run: Callable[..., Any], x: Tensor, indices: list[Tensor | None]) -> Any:
+    """native/TensorAdvancedIndexingUtils.h, expandTensors: x[mask] is x at nonzero(mask), one column per dimension."""
+    found: list[Tensor | None] = []
+    for index in indices:
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            found.append(index)
+            continue
+        if known(index) is None:
+            return NotImplemented
+        places = run(aten.nonzero.default, index)
+        found += [run(aten.select.int, places, 1, each) for each in range(index.dim())]
+    return run(aten.index.Tensor, x, found)
+
+
+def _tensors(args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+    return [each for each in arg_tree_leaves(*args, **kwargs) if isinstance(each, Tensor)]
+
+
+def _for_real(func: Any, args: tuple, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+    """Return what `func` gives of the values of its `tensors`, NotImplemented where one of them is not known."""
+    if any(known(each) is None for each in tensors):
+        return NotImplemented
     args, kwargs = tree_map_only(Tensor, known, (args, {**kwargs}))
+    for name in ("device", "pin_memory"):
+        kwargs.pop(name, None)
     with disable_current_modes():
-        func(*args, **kwargs)
+        return func(*args, **kwargs)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...hardware.gpu import GPU
 from ..devices import HOST
-from .layout import contiguous_copies, is_dense, nbytes
+from .layout import casts, contiguous_copies, is_dense, nbytes
 from .registry import OUTPUTS, Operator, Outputs, Step, workspace
 
 aten = torch.ops.aten
@@ -32,18 +32,12 @@ def _crossing(to: Tensor, x: Tensor, non_blocking: bool) -> Iterator[int]:
         yield from contiguous_copies(x)
 
 
-@workspace(aten._to_copy, source="cuda/Copy.cu")
-def to_copy(op: Operator, gpu: GPU) -> Iterator[Step]:
-    """copy_kernel_cuda, into a new tensor."""
+@workspace(aten._to_copy, aten.copy_, source="cuda/Copy.cu")
+def copy(op: Operator, gpu: GPU) -> Iterator[Step]:
+    """copy_kernel_cuda, into a new tensor or into one that is there."""
     yield OUTPUTS
-    yield from _crossing(op.out, op.self, op.non_blocking)
-
-
-@workspace(aten.copy_, source="cuda/Copy.cu")
-def copy_(op: Operator, gpu: GPU) -> Iterator[Step]:
-    """copy_kernel_cuda."""
-    yield OUTPUTS
-    yield from _crossing(op.self, op.src, op.non_blocking)
+    to, x = (op.self, op.src) if op.has("src") else (op.out, op.self)
+    yield from _crossing(to, x, op.non_blocking)
 
 
 @workspace(aten.where.self, source="TensorCompare.cpp")
@@ -67,27 +61,14 @@ def isin(op: Operator, gpu: GPU) -> Iterator[Step]:
         yield from (elements * tests, elements)
 
 
-def _trimmed(x: Tensor, ordered: Tensor) -> Iterator[int]:
-    """searchsorted_maybe_trim_input_tensors: both contiguous, and then of one dtype."""
-    wide = torch.result_type(ordered, x)
-    yield from contiguous_copies(x, ordered)
-    for each in (x, ordered):
-        if each.dtype != wide:
-            yield each.numel() * wide.itemsize
-
-
-@workspace(aten.searchsorted.Tensor, source="BucketizationUtils.h")
+@workspace(aten.searchsorted.Tensor, aten.bucketize.Tensor, source="BucketizationUtils.h")
 def searchsorted(op: Operator, gpu: GPU) -> Iterator[Step]:
-    """searchsorted_out_cuda: the sequence and what is looked for."""
+    """searchsorted_maybe_trim_input_tensors: the sequence and what is looked for in it, or the boundaries and what is
+    put between them, both contiguous, and then of one dtype."""
     yield OUTPUTS
-    yield from _trimmed(op.self, op.sorted_sequence)
-
-
-@workspace(aten.bucketize.Tensor, source="BucketizationUtils.h")
-def bucketize(op: Operator, gpu: GPU) -> Iterator[Step]:
-    """bucketize_out_cuda: the boundaries and what is put between them."""
-    yield OUTPUTS
-    yield from _trimmed(op.boundaries, op.self)
+    x, ordered = (op.boundaries, op.self) if op.has("boundaries") else (op.self, op.sorted_sequence)
+    yield from contiguous_copies(x, ordered)
+    yield from casts(torch.result_type(ordered, x), x, ordered)
 
 
 @workspace(aten.isinf, source="TensorCompare.cpp")

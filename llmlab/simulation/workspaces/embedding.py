@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...hardware.gpu import GPU
 from .cub import sort_scratch
-from .layout import contiguous_copies
+from .layout import casts, contiguous_copies
 from .registry import FREE, OUTPUTS, Operator, Outputs, Step, workspace
 
 aten = torch.ops.aten
@@ -56,10 +56,7 @@ MAX = 2  # EmbeddingBagMode
 
 def _promoted(op: Operator) -> Iterator[int]:
     """promoteIndicesAndOffsets: indices and offsets in one dtype."""
-    wide = torch.promote_types(op.indices.dtype, op.offsets.dtype)
-    for each in (op.indices, op.offsets):
-        if each.dtype != wide:
-            yield each.numel() * wide.itemsize
+    return casts(torch.promote_types(op.indices.dtype, op.offsets.dtype), op.indices, op.offsets)
 
 
 def _bags(op: Operator) -> tuple[Tensor, ...]:

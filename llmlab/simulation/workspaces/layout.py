@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 
@@ -17,6 +18,13 @@ def contiguous_copies(*tensors: Tensor | None) -> Iterator[int]:
     for each in tensors:
         if each is not None and not each.is_contiguous():
             yield nbytes(each)
+
+
+def casts(dtype: torch.dtype, *tensors: Tensor) -> Iterator[int]:
+    """Yield the bytes of the copy in `dtype` of each tensor that has another."""
+    for each in tensors:
+        if each.dtype != dtype:
+            yield each.numel() * dtype.itemsize
 
 
 def is_dense(tensor: Tensor) -> bool:

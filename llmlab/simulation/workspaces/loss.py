@@ -16,18 +16,11 @@ aten = torch.ops.aten
 SCALAR = 4  # bytes of a single number
 
 
-@workspace(aten._softmax, aten._log_softmax, source="cuda/SoftMax.cu")
+@workspace(aten._softmax, aten._log_softmax, aten._log_softmax_backward_data, source="cuda/SoftMax.cu")
 def softmax(op: Operator, gpu: GPU) -> Iterator[Step]:
-    """host_softmax: input.contiguous()."""
+    """host_softmax: input.contiguous(). host_softmax_backward: grad.contiguous(), output.contiguous()."""
     yield OUTPUTS
-    yield from contiguous_copies(op.self)
-
-
-@workspace(aten._log_softmax_backward_data, source="cuda/SoftMax.cu")
-def log_softmax_backward(op: Operator, gpu: GPU) -> Iterator[Step]:
-    """host_softmax_backward: grad.contiguous(), output.contiguous()."""
-    yield OUTPUTS
-    yield from contiguous_copies(op.grad_output, op.output)
+    yield from contiguous_copies(*((op.grad_output, op.output) if op.has("grad_output") else (op.self,)))
 
 
 @workspace(aten._softmax_backward_data, source="cuda/SoftMax.cu")
@@ -74,17 +67,13 @@ def log_sigmoid(op: Operator, gpu: GPU) -> Iterator[Step]:
     yield Outputs(fake=lambda op: (torch.empty_like(op.self), op.self.new_empty(0)))
 
 
-@workspace(aten.nll_loss_forward, source="cuda/Loss.cu")
+@workspace(aten.nll_loss_forward, aten.nll_loss_backward, source="cuda/Loss.cu")
 def nll_loss(op: Operator, gpu: GPU) -> Iterator[Step]:
-    """nll_loss_forward_out_cuda_template: contiguous copies of input, target and weight."""
+    """nll_loss_forward_out_cuda_template: contiguous copies of input, target and weight;
+    nll_loss_backward_out_cuda_template: of target and weight."""
     yield OUTPUTS
-    yield from contiguous_copies(op.self, op.target, op.weight)
-
-
-@workspace(aten.nll_loss_backward, source="cuda/Loss.cu")
-def nll_loss_backward(op: Operator, gpu: GPU) -> Iterator[Step]:
-    """nll_loss_backward_out_cuda_template: contiguous copies of target and weight."""
-    yield OUTPUTS
+    if not op.has("grad_output"):
+        yield from contiguous_copies(op.self)
     yield from contiguous_copies(op.target, op.weight)
 
 

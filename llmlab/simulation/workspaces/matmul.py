@@ -25,23 +25,15 @@ def cublas(gpu: GPU) -> Handle:
     return Handle("cublas", gpu.cublas_workspace or 0)
 
 
-def _copies(*matrices: Tensor) -> Iterator[int]:
+def _copies(*operands: Tensor) -> Iterator[int]:
     """prepare_matrix_for_cublas: what is not dense and has no dimension of stride 1 beside a long enough one, as an
-    expanded gradient, is copied."""
-    for matrix in matrices:
-        (rows, columns), (down, along) = matrix.shape, matrix.stride()
+    expanded gradient, is copied. prepare_batch_matrix_for_cublas copies what is dense but not contiguous, too."""
+    for each in operands:
+        (rows, columns), (down, along) = each.shape[-2:], each.stride()[-2:]
         strided = (down == 1 and along >= max(1, rows)) or (along == 1 and down >= max(1, columns))
-        if not strided and not is_dense(matrix):
-            yield nbytes(matrix)
-
-
-def _batched_copies(*batches: Tensor) -> Iterator[int]:
-    """prepare_batch_matrix_for_cublas."""
-    for matrices in batches:
-        (_, rows, columns), (_, down, along) = matrices.shape, matrices.stride()
-        strided = (down == 1 and along >= max(1, rows)) or (along == 1 and down >= max(1, columns))
-        if not strided and not (matrices.is_contiguous() and down and along):
-            yield nbytes(matrices)
+        dense = is_dense(each) if each.dim() == 2 else each.is_contiguous() and down and along
+        if not strided and not dense:
+            yield nbytes(each)
 
 
 @workspace(aten.mm, aten.mm.dtype, source=BLAS)
@@ -66,19 +58,12 @@ def addmm(op: Operator, gpu: GPU) -> Iterator[Step]:
         yield CUBLASLT
 
 
-@workspace(aten.bmm, aten.bmm.dtype, source=BLAS)
+@workspace(aten.bmm, aten.bmm.dtype, aten.baddbmm, aten.baddbmm_, source=BLAS)
 def bmm(op: Operator, gpu: GPU) -> Iterator[Step]:
     """bmm_out_cuda_impl: with a result in rows, the second operand is copied first."""
     yield OUTPUTS
-    yield from _batched_copies(op.mat2, op.self)
-    yield cublas(gpu)
-
-
-@workspace(aten.baddbmm, aten.baddbmm_, source=BLAS)
-def baddbmm(op: Operator, gpu: GPU) -> Iterator[Step]:
-    """bmm_out_cuda_impl, as bmm."""
-    yield OUTPUTS
-    yield from _batched_copies(op.batch2, op.batch1)
+    first, second = (op.batch1, op.batch2) if op.has("batch1") else (op.self, op.mat2)
+    yield from _copies(second, first)
     yield cublas(gpu)
 
 

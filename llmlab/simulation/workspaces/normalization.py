@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,18 +17,19 @@ LAYER_NORM, GROUP_NORM = "cuda/layer_norm_kernel.cu", "cuda/group_norm_kernel.cu
 WIDE_ROWS, PARTIAL_GRIDS, WARP = 64 * 1024, 32 * 1024, 32  # layer_norm_kernel.cu, LaunchGammaBetaBackwardCUDAKernel
 
 
-def _wide_statistics(op: Operator) -> tuple[Tensor, ...]:
-    """layer_norm_cuda: mean and 1/std in fp32 also for half inputs."""
+def _with_statistics(op: Operator, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Return the outputs, mean and 1/std in `dtype`: in fp32 also for half inputs of a LayerNorm (layer_norm_cuda), in
+    that of the weight of a GroupNorm (native/group_norm.cpp)."""
     out, *statistics = op.run()
-    wide = torch.promote_types(op.input.dtype, torch.float32)
-    return out, *(each.new_empty(each.shape, dtype=wide) for each in statistics)
+    return out, *(each.new_empty(each.shape, dtype=dtype) for each in statistics)
 
 
 @workspace(aten.native_layer_norm, source=LAYER_NORM)
 def layer_norm(op: Operator, gpu: GPU) -> Iterator[Step]:
     """layer_norm_cuda: `input.expect_contiguous()`, before the outputs."""
     yield from contiguous_copies(op.input)
-    yield Outputs(fake=_wide_statistics)
+    wide = torch.promote_types(op.input.dtype, torch.float32)
+    yield Outputs(fake=lambda op: _with_statistics(op, wide))
 
 
 def partial_gradients(op: Operator, gpu: GPU) -> int:
@@ -81,17 +81,11 @@ def rms_norm_backward(op: Operator, gpu: GPU) -> Iterator[Step]:
     yield partial_gradients(op, gpu)
 
 
-def _group_norm_outputs(op: Operator) -> tuple[Any, ...]:
-    """native/group_norm.cpp: mean and 1/std in the dtype of the weight."""
-    out, *statistics = op.run()
-    dtype = op.input.dtype if op.weight is None else op.weight.dtype
-    return out, *(each.new_empty(each.shape, dtype=dtype) for each in statistics)
-
-
 @workspace(aten.native_group_norm, source=GROUP_NORM)
 def group_norm(op: Operator, gpu: GPU) -> Iterator[Step]:
     """GroupNormKernelImplInternal: scale and shift of each channel in fp32."""
-    yield Outputs(fake=_group_norm_outputs)
+    dtype = op.input.dtype if op.weight is None else op.weight.dtype
+    yield Outputs(fake=lambda op: _with_statistics(op, dtype))
     yield from (4 * op.N * op.C, 4 * op.N * op.C)
 
 

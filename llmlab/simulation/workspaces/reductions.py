@@ -45,8 +45,7 @@ def _wide(item: int) -> int:
 
 
 SUM = Kind(_wide, lambda item: 8 if item == 2 else 4)  # ReduceSumProdKernel.cu, ReduceMomentKernel.cu (mean)
-PROD = Kind(_wide)
-NORM = Kind(_wide)  # ReduceNormKernel.cu
+WIDE = Kind(_wide)  # ReduceSumProdKernel.cu (prod), ReduceNormKernel.cu
 SAME = Kind(lambda item: item, casts=False)  # ReduceMaxValuesKernel.cu, ReduceLogicKernel.cu
 WHOLE = Kind(lambda item: item, casts=False, whole=True)
 PAIR = Kind(lambda item: 16, casts=False)  # a value and its int64 index: ReduceArgMaxKernel.cu, TensorCompare.cu
@@ -54,8 +53,8 @@ WELFORD = Kind(lambda item: 16, lambda item: 2)  # mean, sum of squares and two 
 
 KINDS = {
     aten.sum.default: SUM, aten.sum.dim_IntList: SUM, aten.mean.default: SUM, aten.mean.dim: SUM,
-    aten.prod.default: PROD, aten.prod.dim_int: PROD,
-    aten.linalg_vector_norm.default: NORM, aten.norm.ScalarOpt_dim: NORM,
+    aten.prod.default: WIDE, aten.prod.dim_int: WIDE,
+    aten.linalg_vector_norm.default: WIDE, aten.norm.ScalarOpt_dim: WIDE,
     aten.max.default: WHOLE, aten.min.default: WHOLE, aten.amax.default: SAME, aten.amin.default: SAME,
     aten.any.default: SAME, aten.any.dim: SAME, aten.all.default: SAME, aten.all.dim: SAME,
     aten.argmax.default: PAIR, aten.argmin.default: PAIR, aten.max.dim: PAIR, aten.min.dim: PAIR,

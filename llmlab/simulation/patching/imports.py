@@ -1,0 +1,200 @@
+"""Libraries and a simulated card: none finds it as it is imported, and none remembers it when it is gone.
+
+Modules that were first imported inside the block may have kept patches: `swept` puts torch's own functions in their
+place, so that `from torch.cuda import is_available` leaves nothing of ours behind. What is ours, and in whose place,
+nobody has to list: it is what the end of the block changes in a module.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import FunctionType, ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+
+from ...base.compat import GLOBAL_DEVICE_CONTEXT, check
+
+# They load a CUDA library, or ask for its version, when they are imported with a card there.
+LOOK_FOR_DRIVERS = frozenset((
+    "apex", "bitsandbytes", "deepspeed", "flash_attn", "kernels", "liger_kernel", "torchao", "transformer_engine",
+    "triton", "xformers",
+))  # fmt: skip
+
+
+# It compiles torch's optimizers by TorchScript when it is imported, which would meet functions of ours.
+COMPILES_OPTIMIZERS = "torch.distributed.optim"
+
+
+class _Finder(MetaPathFinder):
+    def __init__(
+        self, then: Mapping[str, Callable[[], Any]], hidden: Callable[[], AbstractContextManager] | None
+    ) -> None:
+        self.then, self.hidden = then, hidden
+
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        around: Callable[[], AbstractContextManager] | None = self.hidden if name in LOOK_FOR_DRIVERS else None
+        if name == COMPILES_OPTIMIZERS:
+            around = _not_compiled
+        if around is None and name not in self.then:
+            return None
+        # The other finders too: each block that is open inside another has one, and a module may concern several.
+        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        found = (finder.find_spec(name, path, target) for finder in others if hasattr(finder, "find_spec"))
+        spec = next((each for each in found if each is not None), None)
+        if spec is None or spec.loader is None:
+            return spec
+        loader, run = spec.loader, spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            vars(loader).pop("exec_module", None)  # the class has it
+            with around() if around else nullcontext():
+                run(module)
+            if name in self.then:
+                check(name)
+                self.then[name]()
+
+        loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _not_compiled() -> AbstractContextManager:
+    return mock.patch.object(torch.jit, "script", lambda compiled, *args, **kwargs: compiled)
+
+
+@contextmanager
+def on_import(
+    then: Mapping[str, Callable[[], Any]], hidden: Callable[[], AbstractContextManager] | None = None
+) -> Iterator[None]:
+    """Call `then[name]` when module `name` has been imported, now where it is already; `hidden` hides the card from
+    those that would load a driver."""
+    for name, call in then.items():
+        if name in sys.modules:
+            check(name)
+            call()
+    finder = _Finder(then, hidden)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+# ---- caches of torch, accelerate and transformers that remember devices
+
+
+@contextmanager
+def default_device() -> Iterator[None]:
+    """Undo torch.set_default_device."""
+    context = getattr(GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    try:
+        yield
+    finally:
+        if getattr(GLOBAL_DEVICE_CONTEXT, "device_context", None) is not context:
+            torch.set_default_device(context.device if context else None)
+
+
+@contextmanager
+def devices_found() -> Iterator[None]:
+    """Let accelerate and transformers look for their devices anew, here and after the block."""
+    kept = [dict(state) for state in _accelerate_states()]
+    _forget()
+    try:
+        yield
+    finally:
+        _forget()
+        for state, before in zip(_accelerate_states(), kept, strict=False):  # there was none before the first import
+            state.update(before)
+
+
+def _accelerate_states() -> list[dict[str, Any]]:
+    """Return the dictionaries that all instances of accelerate's states share; none where it is not imported."""
+    module = sys.modules.get("accelerate.state")
+    check("accelerate.state" if module else "")
+    return [module.PartialState._shared_state, module.AcceleratorState._shared_state] if module else []
+
+
+def _forget() -> None:
+    for state in _accelerate_states():
+        state.clear()
+    checks = sys.modules.get("transformers.utils.import_utils")
+    for name, each in vars(checks).items() if checks else ():
+        if name.startswith("is_") and hasattr(each, "cache_clear"):
+            each.cache_clear()
+
+
+# ---- patches that modules keep
+
+
+OURS = "llmlab.simulation"
+ASK = ("is_", "has_", "_is_", "_has_")  # so begin the names of functions that answer yes or no, and may keep the answer
+
+
+@contextmanager
+def swept(*also: str) -> Iterator[Callable[[], None]]:
+    """Enter it before all patches; what it gives is to be called when the block has ended, before they go.
+
+    The modules named `also` are swept too, though they were there before.
+    """
+    before = sys.modules.keys() - set(also)
+    patched: dict[str, dict[str, Any]] = {}
+
+    def look() -> None:
+        if sys.modules.keys() - before:
+            patched.update(_names())
+
+    try:
+        yield look
+    finally:
+        originals: dict[int, dict[str, Any]] = {}  # by ours, which `patched` keeps alive, and the name it stood for
+        now = _names() if patched else {}
+        for module, names in patched.items():
+            for name, value in names.items():
+                original = now.get(module, {}).get(name, value)
+                if original is not value and (callable(value) or isinstance(value, str)):
+                    originals.setdefault(id(value), {}).setdefault(name, original)
+        for name in sys.modules.keys() - before if originals else ():
+            if not name.startswith(OURS) and isinstance(found := sys.modules[name], ModuleType):
+                _put_back(found, originals)
+
+
+def _names() -> dict[str, dict[str, Any]]:
+    modules = [(name, module) for name, module in sys.modules.items() if isinstance(module, ModuleType)]
+    return {name: dict(vars(module)) for name, module in modules}
+
+
+def _put_back(module: ModuleType, originals: dict[int, dict[str, Any]]) -> None:
+    """Put the originals in the place of ours: in the module, its dictionaries, its classes, its functions' defaults."""
+
+    def original(name: str, value: Any) -> Any:
+        places = originals.get(id(value))
+        return value if places is None else places.get(name, next(iter(places.values())))
+
+    def defaults(function: Any) -> None:
+        if isinstance(function, FunctionType) and function.__module__ == module.__name__:
+            if function.__defaults__:
+                function.__defaults__ = tuple(original("", each) for each in function.__defaults__)
+            if function.__kwdefaults__:
+                function.__kwdefaults__ = {name: original(name, each) for name, each in function.__kwdefaults__.items()}
+
+    for name, value in list(vars(module).items()):
+        if id(value) in originals:
+            vars(module)[name] = original(name, value)
+        elif type(value) is dict and not name.startswith("__"):
+            value.update({key: original(name, each) for key, each in value.items() if id(each) in originals})
+        elif isinstance(value, functools._lru_cache_wrapper) and name.startswith(ASK):
+            value.cache_clear()
+        elif isinstance(value, type) and value.__module__ == module.__name__:
+            for own, each in list(vars(value).items()):
+                function = each.__func__ if isinstance(each, (staticmethod, classmethod)) else each
+                if id(function) in originals:
+                    put = original(own, function)
+                    setattr(value, own, put if function is each else type(each)(put))
+                defaults(function)
+        defaults(value)
