@@ -156,7 +156,8 @@ def _save(cls: Any, folder: Path, config: Any) -> None:
 
 def refused(error: BaseException) -> NotAvailable | None:
     """Return what to say of an error that means a model, a tokenizer or a data set is not here; None for another."""
-    first, each = " ".join(str(error).split()), error
+    first = " ".join(str(error).split())
+    each: BaseException | None = error
     while each is not None:
         missing = type(each).__name__ in NOT_HERE or "Can't load tokenizer for" in str(each)
         if missing or (isinstance(each, ConnectionError) and "on the Hub" in str(each)):

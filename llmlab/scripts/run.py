@@ -52,8 +52,7 @@ def run_script(
                 raise ScriptFailed(f"{script.target} ended itself: sys.exit({exit.code!r})") from None
         except Exception as error:
             if not is_out_of_memory(error):
-                said = error if isinstance(error, NotAvailable) else refused(error)
-                raise said or _failure(error) from None
+                raise _said(error) or _failure(error) from None
             watch.ended = RAN_OUT_OF_MEMORY
         on_end(watch)
         return watch.report(str(script))
@@ -70,6 +69,18 @@ def _execute(script: Command) -> None:
             runpy.run_module(script.target, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(script.target, run_name="__main__")
+
+
+def _said(error: Exception) -> NotAvailable | None:
+    """Return what the simulator says of an error that is its own, or of a file that is not here."""
+    from ..simulation.values.placeholders import WAY_ROUND, Unknown
+
+    if isinstance(error, NotAvailable):
+        return error
+    if isinstance(error, TypeError) and Unknown.__name__ in str(error):  # torch's, of a size
+        line = traceback.extract_tb(error.__traceback__)[-1]
+        return NotAvailable(f"{error}: {WAY_ROUND} ({os.path.basename(line.filename)}, line {line.lineno})")
+    return refused(error)
 
 
 def _failure(error: Exception) -> ScriptFailed:

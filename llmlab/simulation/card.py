@@ -24,11 +24,23 @@ class Card:
         self.gpu, self.memory, self.hidden = gpu, memory, False
         self.engine = Engine(GPU_DEVICE, memory, gpu, host=host)
         self.history = History()
+        self.peaks_before = 0, 0  # bytes allocated and reserved at most before the peaks were last reset
 
     @property
     def free(self) -> int:
         """Bytes that the driver has left: what mem_get_info shows."""
         return self.memory.driver.left
+
+    @property
+    def peaks(self) -> tuple[int, int]:
+        """Bytes allocated and reserved at most, also before a script reset torch's peaks."""
+        allocated, reserved = self.peaks_before
+        return max(allocated, self.memory.peak_allocated), max(reserved, self.memory.peak_reserved)
+
+    def reset_peak(self) -> None:
+        """torch.cuda.reset_peak_memory_stats."""
+        self.peaks_before = self.peaks
+        self.memory.reset_peak()
 
     def snapshot(self) -> dict[str, Any]:
         """Return what torch.cuda.memory._snapshot returns."""

@@ -11,7 +11,6 @@ says all of it. Light to import: torch comes with the first call.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -53,13 +52,13 @@ class Simulator:
 
     @property
     def peak_allocated(self) -> int:
-        """The most that was allocated: torch.cuda.max_memory_allocated."""
-        return self._card.memory.peak_allocated
+        """The most that was allocated, whatever torch.cuda.reset_peak_memory_stats the code inside calls."""
+        return self._card.peaks[0]
 
     @property
     def peak_reserved(self) -> int:
-        """The most that was reserved: torch.cuda.max_memory_reserved."""
-        return self._card.memory.peak_reserved
+        """The most that was reserved, likewise."""
+        return self._card.peaks[1]
 
     @property
     def timeline(self) -> Timeline:
@@ -84,8 +83,9 @@ class Simulator:
         return f"{place}: {show_bytes(error.segment - (error.capacity - error.reserved))} short"
 
     def reset_peak(self) -> None:
-        """Let the peaks start again from what is allocated and reserved now: torch.cuda.reset_peak_memory_stats."""
+        """Let the peaks start again from what is allocated and reserved now."""
         self._card.memory.reset_peak()
+        self._card.peaks_before = 0, 0
 
     @contextmanager
     def operators(self) -> Iterator[Operators]:
@@ -126,8 +126,8 @@ class Simulator:
 def simulator(gpu: GPU | str, *, assume: float | None = None, world_size: int | None = None) -> Iterator[Simulator]:
     """Simulate `gpu` as this thread's only CUDA device until the block ends; nothing stays patched, whatever happens.
 
-    PYTORCH_CUDA_ALLOC_CONF is read when the block begins. Above the card's memory torch.cuda.OutOfMemoryError is
-    raised, as by torch, and code that catches it can go on.
+    PYTORCH_CUDA_ALLOC_CONF is read when the block begins, and again at its first request for memory. Above the card's
+    memory torch.cuda.OutOfMemoryError is raised, as by torch, and code that catches it can go on.
 
     Values. Tensors on the card have none. What a healthy run shows is taken for granted: everything is finite, the
     GradScaler never skips a step, and generate() draws no end-of-sequence token. `.item()` and `.tolist()` of floats
@@ -150,9 +150,9 @@ def simulator(gpu: GPU | str, *, assume: float | None = None, world_size: int | 
     make of those what they would.
 
     Not simulated: what torch.compile fuses (it runs eager, with a warning), CUDA graphs, kernels compiled for the card,
-    DeepSpeed's engine, the first FSDP (all are refused), cuDNN's
-    workspaces, which belong to the algorithm it picks, LSTM and GRU as one cuDNN kernel (a note says so), packed
-    sequences, and time: events give "?", and so do the card's sensors.
+    DeepSpeed's engine, the first FSDP (all are refused), cuDNN's workspaces, which belong to the algorithm it picks,
+    LSTM and GRU as one cuDNN kernel (a note says so), packed sequences, and time: events give "?", and so do the card's
+    sensors. Triton's kernels are launched and do nothing: they write into tensors that they are given.
     A DataLoader's workers run in this thread. Streams have blocks of their own, but backward runs on the stream that is
     current when it is called. Parameters on the host have no values either. Names bound before the block, as by `from
     torch.cuda import is_available`, stay what they were. Names that a module first imported inside it took are torch's
@@ -171,8 +171,9 @@ def simulator(gpu: GPU | str, *, assume: float | None = None, world_size: int | 
     from .engine.real_host import RealHost
     from .patching.install import script_on
 
-    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     host = RealHost(assume)
-    card = Card(found, Allocator(found.room(), AllocatorConfig.parse(settings), found.memory), host)
+    memory = Allocator(found.room(), AllocatorConfig.from_environment(), found.memory)
+    memory.late_config = AllocatorConfig.from_environment  # a script may set it in its first lines
+    card = Card(found, memory, host)
     with script_on(card, host, world_size) as phases:
         yield Simulator(card, phases)

@@ -145,6 +145,8 @@ def test_collectives_give_shapes_and_this_rank_s_own_values():
         on_host, on_card = torch.ones(4), torch.ones(4, device="cuda")
         dist.all_reduce(on_host)
         assert on_host.tolist() == [RANKS] * 4
+        dist.all_reduce(on_host, op=dist.ReduceOp.AVG)
+        assert on_host.tolist() == [RANKS] * 4
         gathered = [torch.empty_like(on_card) for _ in range(RANKS)]
         dist.all_gather(gathered, on_card)
         objects, one = [None] * RANKS, [None]

@@ -368,7 +368,6 @@ def test_a_number_compared_with_itself_is_no_decision():
     lambda loss: range(int(loss.item())),
     lambda loss: range(loss.argmax().item()),
     lambda loss: [1, 2, 3][: loss.argmax().item()],
-    lambda loss: torch.zeros(loss.argmax().item()),
     lambda loss: torch.arange(loss, device="cuda"),
     lambda loss: torch.zeros(4)[loss.long()],
 ])  # fmt: skip
@@ -379,6 +378,11 @@ def test_what_would_size_something_is_refused_with_the_line_and_a_way_that_works
             sizes(loss)
     with simulator("T4", assume=1.0):
         sizes(torch.rand(2000, device="cuda").mean())
+
+
+def test_torch_itself_refuses_a_size_that_is_not_known():
+    with simulator("T4"), pytest.raises(TypeError, match="a value that the simulated card does not have"):
+        torch.zeros(torch.rand(2000, device="cuda").argmax().item())
 
 
 def test_assume_is_the_value_of_whole_numbers_flags_and_times_too():

@@ -10,6 +10,7 @@ bytes of the published T4 records come out to the byte, with the opposite one up
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 
 from ...base.errors import SpecError
 from .blocks import ADDRESS, Block, Pool, describe_segment, mapped_from
@@ -29,14 +30,20 @@ class Allocator:
     def __init__(
         self, capacity: int | None = None, config: AllocatorConfig | None = None, total: int | None = None
     ) -> None:
-        self.config = config or AllocatorConfig()
-        self.driver = Driver(capacity, capacity if total is None else total, self.config.max_split_size)
+        self.driver = Driver(capacity, capacity if total is None else total)
         self.statistics = self.driver.statistics
-        self._max_split = self.config.max_split_size or UNLIMITED
-        self._expandable = self.config.expandable_segments
+        self.late_config: Callable[[], AllocatorConfig] | None = None  # asked at the first request
         self._live: dict[int, Block] = {}  # blocks in use, by address
         self._pools: dict[int, tuple[Pool, Pool]] = {}  # by stream: the large pool, the small pool
-        self.set_memory_fraction(self.config.per_process_memory_fraction)
+        self.configure(config or AllocatorConfig())
+
+    def configure(self, config: AllocatorConfig) -> None:
+        """Let `config` hold from the next request on."""
+        self.config = config
+        self.driver.oversize = self._max_split = config.max_split_size or UNLIMITED
+        self.statistics.max_split_size = -1 if config.max_split_size is None else config.max_split_size
+        self._expandable = config.expandable_segments
+        self.set_memory_fraction(config.per_process_memory_fraction)
 
     # ---- the interface: bytes in, addresses out
 
@@ -49,8 +56,9 @@ class Allocator:
             if size < 0:
                 raise SpecError(f"cannot allocate {size} bytes; a size is 0 or more.")
             return 0
+        pools = self._pools.get(stream) or self._open_stream(stream)
         rounded = round_size(size, self.config)
-        pool = (self._pools.get(stream) or self._open_stream(stream))[rounded <= SMALL_SIZE]
+        pool = pools[rounded <= SMALL_SIZE]
         block = self._get_free_block(pool, rounded) or self._get_new_block(pool, rounded, size)
         rest = block.size - rounded
         was_split = block.prev is not None or block.next is not None
@@ -201,6 +209,8 @@ class Allocator:
         return block
 
     def _open_stream(self, stream: int) -> tuple[Pool, Pool]:
+        if self.late_config is not None and not self._pools:
+            self.configure(self.late_config())
         both = self.statistics.all
         large = Pool(False, stream, self.config.large_segment_size, (both, self.statistics.large_pool))
         small = Pool(True, stream, SMALL_SEGMENT, (both, self.statistics.small_pool))

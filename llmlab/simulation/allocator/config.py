@@ -6,6 +6,7 @@ roundup_power2_next_division and get_allocation_size in c10/cuda/CUDACachingAllo
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -69,6 +70,11 @@ class AllocatorConfig:
             raise SpecError(f"roundup_power2_divisions is {divisions}; it must be a power of two.")
         if isinstance(divisions, tuple) and (len(divisions) != INTERVALS or not all(map(is_power_of_two, divisions))):
             raise SpecError(f"roundup_power2_divisions is {divisions}; it must be {INTERVALS} powers of two or zeros.")
+
+    @classmethod
+    def from_environment(cls) -> AllocatorConfig:
+        """Return the settings of PYTORCH_ALLOC_CONF, or of its older name; raises what `parse` raises."""
+        return cls.parse(os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
 
     @classmethod
     def parse(cls, text: str) -> AllocatorConfig:

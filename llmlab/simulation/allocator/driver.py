@@ -17,11 +17,11 @@ class Driver:
     `total` is the card's memory. `on_event`, where set, gets torch's memory history: (action, address, size, stream).
     """
 
-    def __init__(self, capacity: int | None, total: int | None, max_split_size: int | None) -> None:
+    def __init__(self, capacity: int | None, total: int | None) -> None:
         self.capacity, self.total = capacity, total
+        self.oversize = UNLIMITED  # bytes from which on a segment is never split
         self.on_event: Callable[[str, int, int, int], None] | None = None
-        self.statistics = Statistics(max_split_size)
-        self._oversize = max_split_size or UNLIMITED
+        self.statistics = Statistics()
         self._lowest_address = ADDRESSES_END
 
     @property
@@ -48,7 +48,7 @@ class Driver:
         """Count a segment of `size` bytes that the driver gave; one less, and bytes below 0, that it took back."""
         for stats in pool.stats:
             stats.segment.change(count)
-        if abs(size) >= self._oversize:
+        if abs(size) >= self.oversize:
             self.statistics.oversize_segments.change(count)
         self.count_reserved(pool, size)
 

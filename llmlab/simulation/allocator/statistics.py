@@ -45,8 +45,8 @@ class Statistics:
 
     COUNTERS = ("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free")
 
-    def __init__(self, max_split_size: int | None) -> None:
-        self.max_split_size = -1 if max_split_size is None else max_split_size
+    def __init__(self) -> None:
+        self.max_split_size = -1
         self.all, self.large_pool, self.small_pool = Stats(), Stats(), Stats()
         self.oversize_allocations, self.oversize_segments = Stat(), Stat()
         self.reset_accumulated()

@@ -127,10 +127,17 @@ def no_deepspeed(*args: Any, **kwargs: Any) -> None:
 def _all_reduce(real: Callable) -> Callable:
     """torch.distributed.all_reduce. Operators do not tell sums from averages: their argument is a closed box."""
 
+    running = False  # torch's own calls itself once more where a function mode is on
+
     @wraps(real)
     def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
-        work = real(tensor, op, group, async_op)
-        if op == dist.ReduceOp.SUM:
+        nonlocal running
+        outer, running = not running, True
+        try:
+            work = real(tensor, op, group, async_op)
+        finally:
+            running = not outer
+        if outer and op == dist.ReduceOp.SUM:
             summed(tensor, dist.get_world_size(group))
         return work
 

@@ -41,7 +41,8 @@ def counted_triton(launches: Counter[str]) -> AbstractContextManager:
     from triton.runtime import jit
 
     def launcher(kernel: Any, grid: Any) -> Callable[..., None]:
-        name = getattr(kernel, "__name__", None) or getattr(getattr(kernel, "fn", None), "__name__", "without a name")
+        function = kernel if hasattr(kernel, "__name__") else getattr(kernel, "fn", None)  # an autotuner's
+        name = getattr(function, "__name__", "without a name")
 
         def launch(*args: Any, **kwargs: Any) -> None:
             launches[name] += 1

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, dataloader
 from ...base.compat import FakeTensor, has, tree_map_only
 from ...base.errors import NotAvailable, SpecError
 from ...hardware.gpu import BF16_CAPABILITY, GPU
+from ..allocator.config import AllocatorConfig
 from ..capability import capability_of
 from ..card import Card
 from ..profile.snapshot import write_snapshot
@@ -185,15 +186,17 @@ def _refused(name: str) -> Callable:
 
 def _streams(card: Card) -> dict[str, Any]:
     engine, streams, host = card.engine, {0: DEFAULT_STREAM}, card.engine.host
-    assumed = host is not None and host.assume is not None
 
     def set_stream(stream: Any) -> None:
         if stream is not None:
             streams[stream.stream_id] = stream
             engine.stream = stream.stream_id
 
+    event = Event
+    if host is not None and host.assume is not None:
+        event = type("Event", (Event,), {"between": float(host.assume)})
     return {
-        "Event": type("Event", (Event,), {"between": float(host.assume)}) if assumed else Event,
+        "Event": event,
         "Stream": Stream,
         "CUDAGraph": CUDAGraph,
         "graph": CUDAGraph,
@@ -224,9 +227,9 @@ def _memory(card: Card) -> dict[str, Any]:
     return {
         "memory_stats": on_card(memory.stats),
         "memory_stats_as_nested_dict": on_card(lambda: _nested(memory.stats())),
-        "reset_peak_memory_stats": on_card(memory.reset_peak),
-        "reset_max_memory_allocated": on_card(memory.reset_peak),
-        "reset_max_memory_cached": on_card(memory.reset_peak),
+        "reset_peak_memory_stats": on_card(card.reset_peak),
+        "reset_max_memory_allocated": on_card(card.reset_peak),
+        "reset_max_memory_cached": on_card(card.reset_peak),
         "reset_accumulated_memory_stats": on_card(memory.statistics.reset_accumulated),
         "mem_get_info": on_card(lambda: (card.free, card.gpu.memory)),
         "set_per_process_memory_fraction": set_fraction,
@@ -254,6 +257,7 @@ def _nested(stats: dict[str, int]) -> dict[str, Any]:
 
 def _history(card: Card) -> dict[str, Any]:
     return {
+        "_set_allocator_settings": lambda text: card.memory.configure(AllocatorConfig.parse(text)),
         "_record_memory_history": nothing,  # it is always on
         "_snapshot": lambda *args, **kwargs: card.snapshot(),
         "_dump_snapshot": lambda filename="dump_snapshot.pickle", **kwargs: write_snapshot(filename, card.snapshot()),

@@ -117,10 +117,6 @@ class Redirect(TorchFunctionMode):
                 return made
         try:
             return func(*args, **kwargs)
-        except TypeError as error:
-            if Unknown.__name__ not in str(error):
-                raise
-            raise refuse(f"an argument of {getattr(func, '__name__', func)}", "sizes something by a value") from None
         except torch.OutOfMemoryError as error:
             del args, kwargs
             _forget_frames(error)
