@@ -245,3 +245,71 @@ def test_tensor_parallel_linears_under_fsdp_leave_a_rank_an_eighth():
         forward_and_backward = 2 * lab.gpu(CARD).cublas_workspace
         assert 0 <= sim.allocated - 3 * 4 * 2 * WIDTH * 512 // RANKS - forward_and_backward <= 8 * BLOCK
     assert len(kept.state) == 2
+
+
+def test_a_node_has_its_cards_and_this_process_the_first():
+    with lab.simulator(CARD, world_size=16):
+        assert torch.cuda.device_count() == torch.accelerator.device_count() == 8
+        assert torch.cuda.get_device_properties(7).name == torch.cuda.get_device_properties(0).name
+        with pytest.raises(torch.AcceleratorError, match="invalid device ordinal 8"):
+            torch.cuda.get_device_properties(8)
+        with pytest.raises(torch.AcceleratorError, match="invalid device ordinal 1"):
+            torch.zeros(2, device="cuda:1")
+    with lab.simulator(CARD):
+        assert torch.cuda.device_count() == 1
+
+
+def test_a_mesh_before_the_group_makes_one():
+    from torch.distributed.device_mesh import init_device_mesh
+
+    with lab.simulator(CARD, world_size=RANKS):
+        assert init_device_mesh("cuda", (RANKS,)).size() == RANKS == dist.get_world_size()
+
+
+def test_barriers_of_gloo_have_nobody_to_wait_for():
+    with lab.simulator(CARD, world_size=RANKS):
+        dist.init_process_group("nccl")
+        dist.new_group(backend="gloo").monitored_barrier()
+        dist.monitored_barrier()
+
+
+def test_sizes_that_ranks_exchange_are_known():
+    with lab.simulator(CARD, world_size=RANKS):
+        dist.init_process_group("nccl")
+        for device in ("cuda", "cpu"):
+            mine = torch.tensor([5], device=device)
+            gathered = [torch.zeros_like(mine) for _ in range(RANKS)]
+            dist.all_gather(gathered, mine)
+            assert [each.item() for each in gathered] == [5] * RANKS
+            exchanged = torch.empty(RANKS, dtype=torch.long, device=device)
+            dist.all_to_all_single(exchanged, torch.arange(RANKS, device=device))
+            assert exchanged.tolist() == [0] * RANKS
+            ragged = torch.empty(2 * RANKS, dtype=torch.long, device=device)
+            sent = torch.arange(RANKS + 1, device=device)
+            dist.all_to_all_single(ragged, sent, [2] * RANKS, [2, *[1] * (RANKS - 1)])
+            assert ragged.tolist() == [0, 1] * RANKS
+            for op, times in ((dist.ReduceOp.SUM, RANKS), (dist.ReduceOp.MAX, 1), (dist.ReduceOp.AVG, 1)):
+                total = mine.clone()
+                dist.all_reduce(total, op=op)
+                assert total.tolist() == [5 * times]
+            assert torch.zeros(int(total), device=device).shape == (5,)
+
+
+def test_what_a_rank_does_not_know_is_unknown_after_a_collective():
+    with lab.simulator(CARD, world_size=RANKS):
+        dist.init_process_group("nccl")
+        chosen = torch.rand(4, 5000, device="cuda").argmax(-1)[:1]
+        gathered = [torch.zeros_like(chosen) for _ in range(RANKS)]
+        dist.all_gather(gathered, chosen)
+        assert str(gathered[3].item()) == "?"
+
+
+def test_ddp_moves_its_inputs_and_batch_norms_are_synchronized():
+    with lab.simulator(CARD, world_size=RANKS):
+        dist.init_process_group("nccl")
+        model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8).to(0), device_ids=[0])
+        assert model(torch.randn(2, 8)).device.type == "cuda"
+        norm = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))).cuda()
+        model = nn.parallel.DistributedDataParallel(norm, device_ids=[0])
+        model(torch.randn(2, 3, 8, 8)).sum().backward()
+        assert all(parameter.grad.shape == parameter.shape for parameter in model.parameters())

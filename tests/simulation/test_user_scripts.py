@@ -7,6 +7,8 @@ import io
 import math
 import os
 import shutil
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -530,3 +532,58 @@ def test_compiled_models_run_eager_and_say_so(card):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert each(torch.ones(1, 3, device="cuda")).is_cuda
+
+
+def test_triton_s_launches_are_counted_and_take_nothing(card):
+    triton = pytest.importorskip("triton")
+
+    @triton.jit
+    def doubled(x, y, n):
+        pass
+
+    @triton.autotune([triton.Config({"N": 1}), triton.Config({"N": 2})], key=[])
+    @triton.jit
+    def tuned(x, N):
+        pass
+
+    x = torch.zeros(1024, device="cuda")
+    before = card.allocated
+    for _ in range(2):
+        doubled[(8,)](x, x, 1024)
+    tuned[lambda meta: (1,)](x)
+    assert card.allocated == before
+    assert any("doubled 2 times, tuned 1 times" in note for note in card.notes), card.notes
+
+
+def test_data_parallel_runs_on_the_one_card(card):
+    model = nn.DataParallel(nn.Linear(4, 4)).cuda()
+    assert model(torch.randn(2, 4)).device.type == "cuda"
+
+
+def test_peaks_outlast_a_script_s_reset(card):
+    torch.empty(1 << 30, device="cuda", dtype=torch.uint8)
+    torch.cuda.reset_peak_memory_stats()
+    assert torch.cuda.max_memory_allocated() == 0
+    assert card.peak_allocated == card.peak_reserved == card.timeline.peak == 1 << 30
+    card.reset_peak()
+    assert card.peak_allocated == 0
+
+
+@pytest.mark.parametrize("how", ["environment", "call"])
+def test_a_script_s_own_allocator_settings_hold(how, monkeypatch):
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    with simulator("T4") as sim:
+        if how == "environment":
+            monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+        else:
+            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        for size in range(20, 60):
+            torch.empty(size << 20, device="cuda", dtype=torch.uint8)
+        assert sim.reserved == 60 << 20
+
+
+def test_torch_distributed_optim_is_imported_inside():
+    """In a process of its own: TorchScript compiles torch's optimizers at the first import."""
+    script = "    from torch.distributed.optim import ZeroRedundancyOptimizer"
+    program = f"import llmlab as lab\nwith lab.simulator('T4'):\n{script}"
+    subprocess.run([sys.executable, "-c", program], check=True)

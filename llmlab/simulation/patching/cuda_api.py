@@ -256,8 +256,12 @@ def _nested(stats: dict[str, int]) -> dict[str, Any]:
 
 
 def _history(card: Card) -> dict[str, Any]:
+    def set_allocator_settings(text: str) -> None:
+        card.memory.late_config = None  # or the environment's would take their place
+        card.memory.configure(AllocatorConfig.parse(text))
+
     return {
-        "_set_allocator_settings": lambda text: card.memory.configure(AllocatorConfig.parse(text)),
+        "_set_allocator_settings": set_allocator_settings,
         "_record_memory_history": nothing,  # it is always on
         "_snapshot": lambda *args, **kwargs: card.snapshot(),
         "_dump_snapshot": lambda filename="dump_snapshot.pickle", **kwargs: write_snapshot(filename, card.snapshot()),

@@ -1,0 +1,101 @@
+"""Models that scripts load by name: a config stands in for the weights, and what is not here is refused by name."""
+
+import json
+import os
+
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from llmlab.base.errors import SpecError
+from llmlab.cli import main as cli
+from llmlab.scripts.hub import read_configs, refused
+from llmlab.specs.model import model as find_model
+
+TINY = {
+    "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 128, "dtype": "bfloat16",
+}  # fmt: skip
+LOAD = """
+import sys, torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], device_map="cuda")
+print(type(model).__name__, sum(p.numel() for p in model.parameters()), model.dtype, torch.cuda.memory_allocated())
+"""
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """An empty cache, and as working directory a folder with a script and a config."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "load.py").write_text(LOAD)
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    return tmp_path
+
+
+def run(*words):
+    return CliRunner().invoke(cli.cli, ["run", "--gpu", "A100-40GB", *words])
+
+
+def test_a_preset_loads_by_its_name_without_weights(home):
+    result = run("load.py", "HuggingFaceTB/SmolLM2-135M")
+    assert result.exit_code == 0, result.stderr
+    line = next(line for line in result.stdout.splitlines() if line.startswith("LlamaForCausalLM"))
+    name, parameters, dtype, allocated = line.split()
+    spec = find_model("HuggingFaceTB/SmolLM2-135M")
+    assert (name, int(parameters)) == ("LlamaForCausalLM", spec.parameters)
+    assert int(allocated) >= spec.parameters * (2 if dtype == "torch.bfloat16" else 4)
+
+
+def test_a_config_of_the_user_s_stands_in_for_any_name(home):
+    result = run("--config", "me/mine=config.json", "load.py", "me/mine")
+    assert result.exit_code == 0, result.stderr
+    assert f"LlamaForCausalLM {find_model(TINY).parameters} torch.bfloat16 " in result.stdout
+    assert sorted(os.listdir(home)) == ["config.json", "load.py"]
+
+
+def test_a_folder_with_a_config_alone_loads(home):
+    (home / "model").mkdir()
+    (home / "config.json").rename(home / "model" / "config.json")
+    assert "LlamaForCausalLM " in run("load.py", "model").stdout
+    assert os.listdir(home / "model") == ["config.json"]
+
+
+def test_an_entry_of_the_cache_without_weights_stands_in_too(home):
+    snapshot = home / "cache" / "models--me--cached" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (home / "config.json").rename(snapshot / "config.json")
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    assert "LlamaForCausalLM " in run("load.py", "me/cached").stdout
+    assert os.listdir(snapshot) == ["config.json"]
+
+
+def test_a_name_that_is_nowhere_is_refused_with_what_to_give(home):
+    result = run("load.py", "nobody/nothing")
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.stderr
+    assert "downloads nothing" in result.stderr and "--config NAME=config.json" in result.stderr
+
+
+def test_other_errors_are_the_script_s():
+    class LocalEntryNotFoundError(Exception):
+        pass
+
+    assert refused(ValueError("x")) is None
+    wrapped = OSError("gone")
+    wrapped.__cause__ = LocalEntryNotFoundError("models/x")
+    said = refused(wrapped)
+    assert said is not None and str(said).startswith("gone; llmlab run downloads nothing")
+    assert refused(ConnectionError("Couldn't reach 'imdb' on the Hub (OfflineModeIsEnabled)")) is not None
+    assert refused(ConnectionError("refused by host")) is None
+
+
+@pytest.mark.parametrize("given", ["config.json", "=config.json", "name=", "name=text.json", "name=list.json"])
+def test_bad_configs_are_refused(home, given):
+    (home / "text.json").write_text("no json")
+    (home / "list.json").write_text("[1]")
+    with pytest.raises(SpecError):
+        read_configs((given,))
