@@ -135,6 +135,12 @@ def test_one_that_fails_by_itself_shows_its_own_lines_only(script):
     assert [line for line in lines if "File" in line and "train.py" not in line] == []
 
 
+def test_a_compiled_script_s_sizes_are_called_upper_ones(script):
+    for line in ("model = torch.compile(model)", "model.compile()"):
+        found = answer("--gpu", "A100-40GB", script(f"{line}; step()"))
+        assert any("torch.compile was run eager" in note for note in found["notes"])
+
+
 def test_exit_codes_of_its_own(script):
     assert answer("--gpu", "T4", script("step(); sys.exit(0)"))["ended"] == "ran to its end"
     result = run("--gpu", "T4", script("step(); sys.exit(3)"))

@@ -313,3 +313,36 @@ def test_ddp_moves_its_inputs_and_batch_norms_are_synchronized():
         model = nn.parallel.DistributedDataParallel(norm, device_ids=[0])
         model(torch.randn(2, 3, 8, 8)).sum().backward()
         assert all(parameter.grad.shape == parameter.shape for parameter in model.parameters())
+
+
+def test_spawned_ranks_are_this_process():
+    ranks = []
+
+    def worker(rank, size):
+        dist.init_process_group("nccl", rank=rank, world_size=size)
+        ranks.append((rank, dist.get_world_size()))
+
+    with lab.simulator(CARD, world_size=4):
+        size = torch.cuda.device_count()
+        torch.multiprocessing.spawn(worker, args=(size,), nprocs=size)
+    assert ranks == [(0, 4)]
+
+
+def test_sharded_weights_are_initialized_on_the_card():
+    from torch.distributed.fsdp import fully_shard
+
+    with lab.simulator(CARD, world_size=4) as sim:
+        dist.init_process_group("nccl")
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        model.to_empty(device="cuda")
+        held = sim.allocated
+        nn.init.kaiming_uniform_(model[0].weight)
+        nn.init.uniform_(model[0].bias)
+        nn.init.trunc_normal_(model[1].weight)
+        assert sim.allocated == held
+        model(torch.randn(2, 256, device="cuda")).sum().backward()
+        assert model[1].weight.grad.to_local().shape == (64, 256)

@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
@@ -61,6 +62,7 @@ def without_peers(card: Card, world_size: int | None, parameters: HostParameters
         for module in (dist, symbol("torch.distributed.device_mesh")):
             patch(module, "init_process_group", _init_process_group(card, parameters, stack))
         patch(dist.ProcessGroup, "monitored_barrier", nothing)
+        patch(torch.multiprocessing, "spawn", _first_rank)
         replaced = {
             "new_group": _new_group(distributed_c10d.new_group),
             "all_gather_object": _all_gather_object,
@@ -122,6 +124,11 @@ def no_deepspeed(*args: Any, **kwargs: Any) -> None:
         "deepspeed.initialize: DeepSpeed's own memory is not simulated; give the block fully_shard (FSDP2) or "
         "DistributedDataParallel, or see lab.estimate"
     ))  # fmt: skip
+
+
+def _first_rank(fn: Callable[..., Any], args: tuple = (), *processes: Any, **options: Any) -> None:
+    """torch.multiprocessing.spawn: process 0 runs here, the others are not there."""
+    fn(0, *args)
 
 
 def _all_reduce(real: Callable) -> Callable:

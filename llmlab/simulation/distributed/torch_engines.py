@@ -23,7 +23,7 @@ from ...recording.phases import COMMUNICATION, GATHERED
 from ...specs.model import ModelSpec
 from ...specs.run import Run, Training
 from ...step.ranks import Ranks, check_ranks, join
-from ..devices import GPU_DEVICE
+from ..devices import GPU_DEVICE, HOST
 from ..engine.engine import Engine
 from ..profile.recording import Labelled
 from ..streams import nothing
@@ -125,10 +125,14 @@ def _shapes_of_dtensors() -> AbstractContextManager:
     """Let DTensor find the shapes of whole tensors where no engine sees it: nothing is allocated for that."""
     propagator = symbol("torch.distributed.tensor._sharding_prop.ShardingPropagator")
     name = "_propagate_tensor_meta_non_cached"
-    real = getattr(propagator, name)
+    real, empty_strided = getattr(propagator, name), torch.empty_strided
+
+    def on_host(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+        return empty_strided(*args, device=HOST if device == "cuda" else device, **kwargs)
 
     def unseen(self: Any, schema: Any) -> Any:
-        with disable_current_modes():
+        # For operators that draw numbers it makes fake arguments on the mesh's device, which this torch may not have.
+        with disable_current_modes(), mock.patch.object(torch, "empty_strided", on_host):
             return real(self, schema)
 
     return mock.patch.object(propagator, name, unseen)

@@ -38,7 +38,7 @@ from ..allocator.memory import AllocatorOutOfMemory, Memory
 from ..devices import GPU_DEVICE, HOST
 from ..values.collectives import exchange
 from ..values.known import SMALL, VALUES_LIMIT, follow, known, sized_by_value
-from ..values.placeholders import needs_values
+from ..values.placeholders import initializing, needs_values
 from ..workspaces.none import is_stated
 from ..workspaces.registry import CPU_WORKSPACES, WORKSPACES, Operator, Workspace
 from .inplace_autograd import CANDIDATES, counts_alone, plain_form
@@ -93,6 +93,7 @@ class Engine(TorchDispatchMode):
         self.handles: dict[tuple[str, bool, int], int] = {}
         self.casts = device == HOST  # operands of more than one dtype are copied
         self.operator = None  # the one that runs
+        self.compiles = False  # whether torch.compile was asked for
         self.launches: Counter[str] = Counter()  # of Triton's kernels
         self.uncounted: dict[str, str] = {}  # by library: the first operator whose workspace is not counted
         self.met: set[Any] = set()  # operators of which the output alone is counted
@@ -336,6 +337,8 @@ class Engine(TorchDispatchMode):
         """
         value = known(tensor)
         if value is None:
+            if tensor.dtype == torch.bool and initializing():  # by way of DTensor
+                return False
             if self.placeholder is None or not tensor.is_floating_point():
                 raise needs_values(VALUE_OF)
             return self.placeholder
@@ -349,6 +352,7 @@ def notes_of(engine: Engine) -> tuple[str, ...]:
     unknown = sorted(str(func) for func in met if not is_stated(func, engine.workspaces))
     launched = ", ".join(f"{name} {count} times" for name, count in engine.launches.most_common(3))
     return (
+        *(["torch.compile was run eager: what it fuses away is counted, so all sizes are upper ones."] * engine.compiles),
         *([f"Triton's kernels were launched, of which neither time nor FLOP count: {launched}."] if launched else ()),
         *(
             f"{library}'s workspace is not counted: {library} says how much it takes when it runs; here for {operator}."

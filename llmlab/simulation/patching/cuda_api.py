@@ -86,7 +86,7 @@ def cuda_api(card: Card) -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch, "Generator", Generator))
         stack.enter_context(mock.patch.object(Tensor, "record_stream", nothing))
         stack.enter_context(mock.patch.object(nn.DataParallel, "forward", _data_parallel))
-        stack.enter_context(mock.patch.object(nn.Module, "compile", _eager_in_place))
+        stack.enter_context(mock.patch.object(nn.Module, "compile", _eager_in_place(card)))
         stack.enter_context(mock.patch.object(save_on_cpu, "__init__", _save_unpinned(save_on_cpu.__init__)))
         yield
 
@@ -414,11 +414,16 @@ def _eager(card: Card, real: Callable[..., Any]) -> Callable[..., Any]:
         if model is None:
             return lambda decorated: compile(decorated)
         warnings.warn(COMPILES_NOT, stacklevel=2)
+        card.engine.compiles = True
         return model
 
     return compile
 
 
-def _eager_in_place(module: nn.Module, *args: Any, **options: Any) -> None:
-    """nn.Module.compile."""
-    warnings.warn(COMPILES_NOT, stacklevel=2)
+def _eager_in_place(card: Card) -> Callable[..., None]:
+    def compile(module: nn.Module, *args: Any, **options: Any) -> None:
+        """nn.Module.compile."""
+        warnings.warn(COMPILES_NOT, stacklevel=2)
+        card.engine.compiles = True
+
+    return compile

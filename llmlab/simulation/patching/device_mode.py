@@ -27,7 +27,16 @@ from ..devices import GPU_DEVICE, HOST
 from ..engine.engine import VALUE_OF, Engine
 from ..engine.real_host import RealHost
 from ..values.known import VALUES_LIMIT, forget, know, known
-from ..values.placeholders import PLACEHOLDER, UNKNOWN, Unknown, asked_by_torch, refuse, value_for, warn_of
+from ..values.placeholders import (
+    PLACEHOLDER,
+    UNKNOWN,
+    Unknown,
+    asked_by_torch,
+    initializing,
+    refuse,
+    value_for,
+    warn_of,
+)
 from .cuda_api import check_index
 from .patches import made_on_card, on_card, set_data
 from .tensor_types import legacy_type
@@ -224,7 +233,7 @@ class Redirect(TorchFunctionMode):
                 return function(torch.tensor(self.engine.read(tensor)))
             if self.assume is not None and tensor.numel() == 1:
                 return function(torch.tensor(value_for(tensor.dtype, self.assume)))
-            if asked_by_torch() == "torch.nn.init":  # trunc_normal_ draws again what is out of bounds: nothing is
+            if initializing():
                 return function(torch.tensor(False))
             raise refuse(f"{what} of a tensor ({VALUE_OF})", "is control flow on a value")
 

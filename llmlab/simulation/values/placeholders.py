@@ -94,6 +94,14 @@ def asked_by_torch() -> str:
     return name if name.startswith("torch.") else ""
 
 
+def initializing() -> bool:
+    """Return whether torch.nn.init asks: trunc_normal_ draws again what is out of bounds, and nothing is."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != "torch.nn.init":
+        frame = frame.f_back
+    return frame is not None
+
+
 def warn_of(what: str) -> None:
     """Say once, at the line of the user's code, that `what` gives placeholders as plain numbers."""
     frames = _outside(sys._getframe(1))
