@@ -352,7 +352,7 @@ def notes_of(engine: Engine) -> tuple[str, ...]:
     unknown = sorted(str(func) for func in met if not is_stated(func, engine.workspaces))
     launched = ", ".join(f"{name} {count} times" for name, count in engine.launches.most_common(3))
     return (
-        *(["torch.compile was run eager: what it fuses away is counted, so all sizes are upper ones."] * engine.compiles),
+        *(["torch.compile was run eager: what it fuses is counted, so all sizes are upper ones."] * engine.compiles),
         *([f"Triton's kernels were launched, of which neither time nor FLOP count: {launched}."] if launched else ()),
         *(
             f"{library}'s workspace is not counted: {library} says how much it takes when it runs; here for {operator}."

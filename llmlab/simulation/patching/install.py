@@ -41,10 +41,7 @@ from .patches import (
     told_recurrent,
 )
 
-ENVIRONMENT = {
-    "HF_DEACTIVATE_ASYNC_LOAD": "1",  # transformers loads weights in this thread
-    "DS_ACCELERATOR": "cuda",  # or DeepSpeed compiles an extension for the CPU when it is imported
-}
+ENVIRONMENT = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}  # transformers loads weights in this thread
 _open: list[str] = []  # the name of the card in use
 
 
