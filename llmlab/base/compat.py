@@ -86,7 +86,8 @@ NAMES: dict[str, dict[str, str]] = {
         "bitsandbytes.nn.modules.Int8Params": "__new__ _quantize",
         "bitsandbytes.nn.modules.Params4bit": "__new__ _quantize",
     },
-    "deepspeed": {"deepspeed": "initialize", "deepspeed.ops": "__compatible_ops__"},
+    "deepspeed": {"deepspeed": "initialize"},
+    "deepspeed.ops": {"deepspeed.ops": "__compatible_ops__"},  # by itself: its import looks for compilers
     "liger_kernel": {"liger_kernel.transformers": "_apply_liger_kernel_to_instance"},
     "safetensors.torch": {"safetensors.torch": "_flatten_as_ptr safe_open serialize_file"},
     "transformers.generation.stopping_criteria": {"transformers.generation.stopping_criteria": "EosTokenCriteria"},
