@@ -75,7 +75,6 @@ NAMES: dict[str, dict[str, str]] = {
         "torch.testing._internal.distributed.fake_pg": "FakeStore",
     },
     "torch.utils.cpp_extension": {"torch.utils.cpp_extension": "load load_inline"},
-    "accelerate.hooks": {"accelerate.hooks": "set_module_tensor_to_device"},
     "accelerate.state": {"accelerate.state.AcceleratorState": "_shared_state",
                          "accelerate.state.PartialState": "_shared_state"},
     "bitsandbytes": {
@@ -86,7 +85,12 @@ NAMES: dict[str, dict[str, str]] = {
         "bitsandbytes.nn.modules.Int8Params": "__new__ _quantize",
         "bitsandbytes.nn.modules.Params4bit": "__new__ _quantize",
     },
+    "accelerate.commands.launch": {
+        "accelerate.commands.launch": "_validate_launch_command launch_command_parser",
+        "accelerate.utils.launch": "prepare_multi_gpu_env prepare_simple_launcher_cmd_env",
+    },
     "deepspeed": {"deepspeed": "initialize"},
+    "deepspeed.launcher.runner": {"deepspeed.launcher.runner": "parse_args"},
     "deepspeed.ops": {"deepspeed.ops": "__compatible_ops__"},  # by itself: its import looks for compilers
     "liger_kernel": {"liger_kernel.transformers": "_apply_liger_kernel_to_instance"},
     "safetensors.torch": {"safetensors.torch": "_flatten_as_ptr safe_open serialize_file"},

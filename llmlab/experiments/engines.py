@@ -168,6 +168,7 @@ def quiet_deepspeed() -> None:
     """Make DeepSpeed use the CPU, through gloo, whatever else this machine has."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     compat.check("deepspeed")
+    compat.check("deepspeed.ops")
     import deepspeed as library
 
     # Its own collectives for a CPU would be compiled at first use, in minutes; gloo's do the same.

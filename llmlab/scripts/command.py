@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import os
 import re
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 
+from ..base.compat import check
 from ..base.errors import NotAvailable, SpecError
 
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
@@ -97,34 +100,37 @@ def _torchrun(words: Sequence[str]) -> Command:
 
 
 def _accelerate(words: Sequence[str]) -> Command:
-    try:
-        from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-        from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
-    except ImportError:
-        raise NotAvailable("accelerate is not installed; pip install accelerate, or give the script itself") from None
-    parser: ArgumentParser = launch_command_parser()
+    _need("accelerate")
+    check("accelerate.commands.launch")
+    launch, environments = import_module("accelerate.commands.launch"), import_module("accelerate.utils.launch")
 
     def parse(words: Sequence[str]) -> Namespace:
-        args, _, _ = _validate_launch_command(parser.parse_args(words))
+        args, _, _ = launch._validate_launch_command(launch.launch_command_parser().parse_args(words))
         return args
 
     args = _parsed("accelerate launch", parse, words)
     total, nodes = args.num_processes or 1, args.num_machines or 1
     before = dict(os.environ)
-    environment = prepare_multi_gpu_env(args) if total > 1 else prepare_simple_launcher_cmd_env(args)[1]
+    if total > 1:
+        environment = environments.prepare_multi_gpu_env(args)
+    else:
+        _, environment = environments.prepare_simple_launcher_cmd_env(args)
     changed = {name: value for name, value in environment.items() if before.get(name) != value}
     return _launched(args, args.module, nodes, max(1, total // nodes), changed)
 
 
 def _deepspeed(words: Sequence[str]) -> Command:
-    try:
-        from deepspeed.launcher.runner import parse_args
-    except ImportError:
-        raise NotAvailable("deepspeed is not installed; pip install deepspeed, or give the script itself") from None
-    args = _parsed("deepspeed", parse_args, words)
+    _need("deepspeed")
+    check("deepspeed.launcher.runner")
+    args = _parsed("deepspeed", import_module("deepspeed.launcher.runner").parse_args, words)
     args.training_script, args.training_script_args = args.user_script, args.user_args
     per_node = args.num_gpus if args.num_gpus > 0 else None
     return _launched(args, args.module, args.num_nodes if args.num_nodes > 0 else None, per_node, {})
+
+
+def _need(library: str) -> None:
+    if find_spec(library) is None:
+        raise NotAvailable(f"{library} is not installed; pip install {library}, or give the script itself")
 
 
 def _launched(

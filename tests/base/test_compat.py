@@ -177,10 +177,10 @@ def test_a_missing_symbol_is_named_with_the_version(path):
 
 
 def test_a_name_that_another_library_lost_is_named_with_its_version(monkeypatch):
-    hooks = pytest.importorskip("accelerate.hooks")
-    monkeypatch.delattr(hooks, "set_module_tensor_to_device")
+    library = pytest.importorskip("safetensors.torch")
+    monkeypatch.delattr(library, "safe_open")
     compat.check.cache_clear()
-    said = r"accelerate 1\.\S+ has no accelerate\.hooks\.set_module_tensor_to_device"
+    said = r"safetensors 0\.\S+ has no safetensors\.torch\.safe_open"
     with pytest.raises(NotAvailable, match=said), llmlab.simulator("T4"):
         pass
     compat.check.cache_clear()
