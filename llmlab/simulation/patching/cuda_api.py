@@ -192,7 +192,7 @@ def _streams(card: Card) -> dict[str, Any]:
             streams[stream.stream_id] = stream
             engine.stream = stream.stream_id
 
-    event = Event
+    event: type = Event
     if host is not None and host.assume is not None:
         event = type("Event", (Event,), {"between": float(host.assume)})
     return {
