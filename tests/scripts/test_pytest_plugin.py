@@ -23,7 +23,7 @@ def test_fits(simulated_gpu):
 def run(pytester):
     def run(*options, **sizes):
         pytester.makepyfile(test_memory=TEST.format(**sizes))
-        return pytester.runpytest_subprocess("-p", "no:cacheprovider", "-p", "llmlab.scripts.pytest_plugin", *options)
+        return pytester.runpytest_subprocess("-p", "no:cacheprovider", *options)
 
     return run
 
@@ -53,4 +53,4 @@ def test_a_card_that_is_full_fails_it_too(run):
 
 def test_torch_is_not_imported_before_a_test_asks(pytester):
     pytester.makepyfile("import sys\ndef test_light():\n    assert 'torch' not in sys.modules")
-    pytester.runpytest_subprocess("-p", "llmlab.scripts.pytest_plugin").assert_outcomes(passed=1)
+    pytester.runpytest_subprocess().assert_outcomes(passed=1)
