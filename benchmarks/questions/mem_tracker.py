@@ -10,6 +10,7 @@ import gc
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -65,6 +66,8 @@ def mem_tracker_peak(spec: ModelSpec, run: Training) -> int | None:
     from llmlab.simulation.patching.patches import fake_parameters
     from llmlab.step.step import build_step
 
+    if run.attention == "efficient":  # a kernel of CUDA's; the tracker runs the step on fake tensors of the CPU
+        run = replace(run, attention="sdpa")
     with frozen_allowed(), FakeTensorMode(allow_non_fake_inputs=True):
         ids = [torch.zeros(run.micro_batch, run.seq_len, dtype=torch.int64)] * run.accumulation
         with fake_parameters():
