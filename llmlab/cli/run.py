@@ -147,4 +147,7 @@ def _needed(
     options += [word for each in configs for word in ("--config", each)]
     line = [sys.executable, "-m", "llmlab.cli.main", "run", "--json", "--roomy", *options, *(["-m"] if module else [])]
     done = subprocess.run([*line, *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False)
-    return loads(done.stdout)["process"] if done.returncode in (0, 1) else None
+    if done.returncode not in (0, 1):
+        return None
+    again = loads(done.stdout)  # one that fits now was short of room between its blocks
+    return again["needed"] or again["peak_reserved"]

@@ -48,7 +48,9 @@ def run_script(
         except KeyboardInterrupt:
             watch.ended = INTERRUPTED
         except SystemExit as exit:
-            if exit.code not in (None, 0):
+            if exit.code not in (None, 0) and watch.sim.out_of_memory:
+                watch.ended = RAN_OUT_OF_MEMORY  # the script, or what runs it, caught the error to say so
+            elif exit.code not in (None, 0):
                 raise ScriptFailed(f"{script.target} ended itself: sys.exit({exit.code!r})") from None
         except Exception as error:
             if not is_out_of_memory(error):

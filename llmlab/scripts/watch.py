@@ -86,7 +86,7 @@ class Watch:
             self._seconds.append(seconds)
         self._operators.clear()
         self.on_step(self)
-        if self.steps == self.where.steps:
+        if self.where.steps is not None and self.steps >= self.where.steps:  # again where a script caught the end
             self.ended = f"was ended after {self.steps} optimizer step{'s' if self.steps > 1 else ''}"
             raise Enough
 
@@ -98,7 +98,8 @@ class Watch:
         outcome: Outcome = "unknown" if self.ended == INTERRUPTED else "fits"
         if self.ended == RAN_OUT_OF_MEMORY or taken > (where.limit or where.gpu.memory):
             outcome = "out of memory"
-        seconds = median(self._seconds[1:] or self._seconds) if self._seconds else None
+        known = self._seconds and sim.counts_all_kernels
+        seconds = median(self._seconds[1:] or self._seconds) if known else None
         notes = [*sim.notes]
         if seconds and where.world_size > 1:
             notes.append(NO_NETWORK)

@@ -82,6 +82,12 @@ class Simulator:
             return None
         return f"{place}: {show_bytes(error.segment - (error.capacity - error.reserved))} short"
 
+    @property
+    def counts_all_kernels(self) -> bool:
+        """Whether `operators` are all that a card would run: no kernel of Triton's, and nothing to be fused."""
+        engine = self._card.engine
+        return not (engine.launches or engine.compiles)
+
     def reset_peak(self) -> None:
         """Let the peaks start again from what is allocated and reserved now."""
         self._card.memory.reset_peak()

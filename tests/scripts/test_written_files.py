@@ -95,7 +95,7 @@ def test_errors_are_those_of_the_system(home, kept):
         assert not os.access("nowhere", os.R_OK)
 
 
-def test_everything_is_torchs_own_again_after_the_block(home, kept):
+def test_the_functions_of_os_are_its_own_again_after_the_block(home, kept):
     names = ("open", "mkdir", "listdir", "stat", "remove", "rename", "scandir")
     before = [getattr(os, name) for name in names]
     with pytest.raises(KeyError), WrittenFiles(str(kept)).patched():
