@@ -93,6 +93,12 @@ def test_its_output_makes_room_for_json(script):
     assert json.loads(result.stdout)["steps"] == 1 and "loss ?" in result.stderr
 
 
+def test_its_output_stays_on_stdout_whatever_colours_are_asked_for(script, monkeypatch):
+    """Jupyter sets FORCE_COLOR, and rich then takes a pipe for a terminal, whose output a progress line redirects."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "hello" in run("--gpu", "T4", script("print('hello')")).stdout
+
+
 def test_files_are_thrown_away_or_kept(script, tmp_path):
     body = "step(); os.makedirs('out'); open('out/log', 'w').write('x'); torch.save(model.state_dict(), 'out/model.pt')"
     name = script(body + "; assert os.path.exists('out/model.pt'); model.load_state_dict(torch.load('out/model.pt'))")
