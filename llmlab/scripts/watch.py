@@ -67,20 +67,30 @@ class Watch:
         self.sim, self.where, self.on_step = sim, where, on_step
         self.steps, self.ended = 0, RAN_TO_ITS_END
         self._seconds: list[float] = []
+        self._stepping: list[Any] = []  # optimizers, each inside the one before it
 
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count the steps of every optimizer until the block ends, and time what runs from one to the next."""
-        from torch.optim.optimizer import register_optimizer_step_post_hook
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-        handle = register_optimizer_step_post_hook(self._step)
+        handles = register_optimizer_step_pre_hook(self._begin), register_optimizer_step_post_hook(self._step)
         try:
             with self.sim.operators() as self._operators:
                 yield
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
 
-    def _step(self, *_: Any) -> None:
+    def _begin(self, optimizer: Any, *_: Any) -> None:
+        if optimizer in self._stepping:  # its last step raised an error
+            del self._stepping[self._stepping.index(optimizer) :]
+        self._stepping.append(optimizer)
+
+    def _step(self, optimizer: Any, *_: Any) -> None:
+        del self._stepping[self._stepping.index(optimizer) :]
+        if self._stepping:  # one of several that another optimizer holds and steps
+            return
         self.steps += 1
         if (seconds := self._operators.seconds) is not None:
             self._seconds.append(seconds)

@@ -203,3 +203,18 @@ def test_bad_input_is_one_line(script, words, said):
     result = run("--gpu", "T4", *words)
     assert result.exit_code == 2 and result.stdout == "" and said in result.stderr, result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_an_optimizer_that_steps_others_takes_one_step(script):
+    both = """
+class Both(torch.optim.Optimizer):
+    def __init__(self):
+        super().__init__(model.parameters(), {})
+        self.held = [torch.optim.SGD([each]) for each in model.parameters()]
+    def step(self):
+        for each in self.held: each.step()
+optimizer = Both()
+for i in range(5): step()
+"""
+    found = answer("--gpu", "A100-40GB", "--steps", 2, script(both))
+    assert (found["steps"], found["ended"]) == (2, "was ended after 2 optimizer steps")
