@@ -25,9 +25,11 @@ from ...hardware.links import GPUS_PER_NODE
 from ..card import Card
 from ..devices import GPU_DEVICE
 from ..host_parameters import HostParameters
+from ..patching.imports import on_import
 from ..streams import nothing
 from ..values.collectives import summed
 from ..values.placeholders import located
+from .pipelining import stages_alone
 from .torch_engines import FSDP, FSDP_MODULES, start_group, torch_engines
 
 
@@ -69,12 +71,16 @@ def without_peers(card: Card, world_size: int | None, parameters: HostParameters
             "gather_object": _gather_object,
             "scatter_object_list": _scatter_object_list,
             "broadcast_object_list": nothing,
+            "send_object_list": nothing,
+            "recv_object_list": _recv_object_list,
             "monitored_barrier": nothing,
             "all_reduce": _all_reduce(distributed_c10d.all_reduce),
         }
         for name, function in replaced.items():
             for module in (dist, distributed_c10d):
                 patch(module, name, function)
+        alone = {"torch.distributed.pipelining.stage": lambda: stack.enter_context(stages_alone(card.engine.notes))}
+        stack.enter_context(on_import(alone))
         yield
 
 
@@ -166,6 +172,13 @@ def _gather_object(obj: Any, object_gather_list: list[Any] | None = None, *args:
 def _scatter_object_list(output: list[Any], objects: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
     if objects is not None:
         output[0] = objects[dist.get_rank()]
+
+
+def _recv_object_list(*args: Any, **kwargs: Any) -> None:
+    raise located(NotAvailable(
+        "torch.distributed.recv_object_list: what another rank would send is not known here; let this rank make the "
+        "objects, or lab.measure it"
+    ))  # fmt: skip
 
 
 @contextmanager

@@ -182,8 +182,8 @@ def held_random_states(engine: Engine) -> AbstractContextManager:
 
 def on_card(tensor: Tensor) -> bool:
     """Return whether `tensor` is fake and on the simulated card; a DTensor is where this rank's part is."""
-    tensor = getattr(tensor, "_local_tensor", None) if not isinstance(tensor, FakeTensor) else tensor
-    return isinstance(tensor, FakeTensor) and tensor.device == GPU_DEVICE
+    part = tensor if isinstance(tensor, FakeTensor) else getattr(tensor, "_local_tensor", None)
+    return isinstance(part, FakeTensor) and part.device == GPU_DEVICE
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
