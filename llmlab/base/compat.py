@@ -74,6 +74,14 @@ NAMES: dict[str, dict[str, str]] = {
         "torch.nn.parallel.distributed.DistributedDataParallel": "_pre_forward",
         "torch.testing._internal.distributed.fake_pg": "FakeStore",
     },
+    "torch.distributed.checkpoint": {
+        "torch.distributed.checkpoint": "async_save",
+        "torch.distributed.checkpoint.default_planner": "_validate_global_plan dedup_save_plans",
+        "torch.distributed.checkpoint.filesystem": "_FileSystemWriter",
+        "torch.distributed.checkpoint.filesystem.FileSystem": "create_stream ls rename rm_file",
+        "torch.distributed.checkpoint.hf_storage": "HuggingFaceStorageWriter",
+        "torch.distributed.checkpoint.state_dict_saver": "AsyncSaveResponse async_save save",
+    },
     "torch.distributed.pipelining.stage": {
         "torch.distributed.pipelining.stage": "InferenceMode _StageBackwardMeta _StageForwardMeta",
         "torch.distributed.pipelining.stage.PipelineStage": "_recv_meta _send_meta _warmup_backward_result "

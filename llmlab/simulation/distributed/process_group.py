@@ -25,11 +25,9 @@ from ...hardware.links import GPUS_PER_NODE
 from ..card import Card
 from ..devices import GPU_DEVICE
 from ..host_parameters import HostParameters
-from ..patching.imports import on_import
 from ..streams import nothing
 from ..values.collectives import summed
 from ..values.placeholders import located
-from .pipelining import stages_alone
 from .torch_engines import FSDP, FSDP_MODULES, start_group, torch_engines
 
 
@@ -79,8 +77,6 @@ def without_peers(card: Card, world_size: int | None, parameters: HostParameters
         for name, function in replaced.items():
             for module in (dist, distributed_c10d):
                 patch(module, name, function)
-        alone = {"torch.distributed.pipelining.stage": lambda: stack.enter_context(stages_alone(card.engine.notes))}
-        stack.enter_context(on_import(alone))
         yield
 
 
@@ -169,9 +165,16 @@ def _gather_object(obj: Any, object_gather_list: list[Any] | None = None, *args:
         _all_gather_object(object_gather_list, obj)
 
 
-def _scatter_object_list(output: list[Any], objects: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
-    if objects is not None:
-        output[0] = objects[dist.get_rank()]
+def _scatter_object_list(
+    scatter_object_output_list: list[Any],
+    scatter_object_input_list: list[Any] | None = None,
+    src: int | None = None,
+    group: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    if scatter_object_input_list is not None:
+        scatter_object_output_list[0] = scatter_object_input_list[dist.get_rank(group)]
 
 
 def _recv_object_list(*args: Any, **kwargs: Any) -> None:
