@@ -63,7 +63,7 @@ NAMES: dict[str, dict[str, str]] = {
         "torch._C": "_clear_DTensor_sharding_propagator_cache _get_accelerator",
         "torch.distributed": "init_process_group is_nccl_available",
         "torch.distributed.distributed_c10d": "all_gather_object broadcast_object_list gather_object new_group "
-        "scatter_object_list",
+        "recv_object_list scatter_object_list send_object_list",
         FSDP + "_fsdp_init": "_get_device_from_mesh _get_device_handle _get_managed_states",
         FSDP + "_fsdp_param": "_chunk_with_empty",
         FSDP + "_fsdp_param_group": "foreach_all_gather foreach_all_gather_copy_out foreach_reduce",
@@ -73,6 +73,19 @@ NAMES: dict[str, dict[str, str]] = {
         "torch.nn.parallel.distributed": "_verify_param_shape_across_processes",
         "torch.nn.parallel.distributed.DistributedDataParallel": "_pre_forward",
         "torch.testing._internal.distributed.fake_pg": "FakeStore",
+    },
+    "torch.distributed.checkpoint": {
+        "torch.distributed.checkpoint": "async_save",
+        "torch.distributed.checkpoint.default_planner": "_validate_global_plan dedup_save_plans",
+        "torch.distributed.checkpoint.filesystem": "_FileSystemWriter",
+        "torch.distributed.checkpoint.filesystem.FileSystem": "create_stream ls rename rm_file",
+        "torch.distributed.checkpoint.hf_storage": "HuggingFaceStorageWriter",
+        "torch.distributed.checkpoint.state_dict_saver": "AsyncSaveResponse async_save save",
+    },
+    "torch.distributed.pipelining.stage": {
+        "torch.distributed.pipelining.stage": "InferenceMode _StageBackwardMeta _StageForwardMeta",
+        "torch.distributed.pipelining.stage.PipelineStage": "_recv_meta _send_meta _warmup_backward_result "
+        "_warmup_forward_vote",
     },
     "torch.utils.cpp_extension": {"torch.utils.cpp_extension": "load load_inline"},
     "accelerate.state": {"accelerate.state.AcceleratorState": "_shared_state",

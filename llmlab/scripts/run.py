@@ -41,7 +41,7 @@ def run_script(
     """
     with mock.patch.dict(os.environ, script.environment), watched(where, on_step) as watch:
         try:
-            with models_by_name(configs), WrittenFiles(folder).patched():
+            with models_by_name(configs), WrittenFiles(folder).patched(), watch.sim.kept_files():
                 _execute(script)
         except Enough:
             pass

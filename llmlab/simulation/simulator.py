@@ -65,6 +65,14 @@ class Simulator:
         """Bytes allocated after each allocation and each free, in order; `timeline.plot()` says what for."""
         return self._phases.timeline(f"{self.gpu.name}, simulated", self.gpu.memory)
 
+    @contextmanager
+    def kept_files(self) -> Iterator[None]:
+        """Let functions of os and shutil, as they are now, find the checkpoints that were not written."""
+        from .checkpoints.virtual_files import VirtualFiles
+
+        with VirtualFiles(self._card.kept_files).patched():
+            yield
+
     @property
     def notes(self) -> tuple[str, ...]:
         """What ran and is not counted, one sentence for each."""

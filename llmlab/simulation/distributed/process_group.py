@@ -69,6 +69,8 @@ def without_peers(card: Card, world_size: int | None, parameters: HostParameters
             "gather_object": _gather_object,
             "scatter_object_list": _scatter_object_list,
             "broadcast_object_list": nothing,
+            "send_object_list": nothing,
+            "recv_object_list": _recv_object_list,
             "monitored_barrier": nothing,
             "all_reduce": _all_reduce(distributed_c10d.all_reduce),
         }
@@ -163,9 +165,23 @@ def _gather_object(obj: Any, object_gather_list: list[Any] | None = None, *args:
         _all_gather_object(object_gather_list, obj)
 
 
-def _scatter_object_list(output: list[Any], objects: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
-    if objects is not None:
-        output[0] = objects[dist.get_rank()]
+def _scatter_object_list(
+    scatter_object_output_list: list[Any],
+    scatter_object_input_list: list[Any] | None = None,
+    src: int | None = None,
+    group: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    if scatter_object_input_list is not None:
+        scatter_object_output_list[0] = scatter_object_input_list[dist.get_rank(group)]
+
+
+def _recv_object_list(*args: Any, **kwargs: Any) -> None:
+    raise located(NotAvailable(
+        "torch.distributed.recv_object_list: what another rank would send is not known here; let this rank make the "
+        "objects, or lab.measure it"
+    ))  # fmt: skip
 
 
 @contextmanager

@@ -96,6 +96,7 @@ class Engine(TorchDispatchMode):
         self.compiles = False  # whether torch.compile was asked for
         self.launches: Counter[str] = Counter()  # of Triton's kernels
         self.uncounted: dict[str, str] = {}  # by library: the first operator whose workspace is not counted
+        self.notes: dict[str, None] = {}  # what was assumed, a sentence each
         self.met: set[Any] = set()  # operators of which the output alone is counted
         self.placeholder: float | None = None  # what reading an unknown float gives; None raises NotAvailable
         self.watch: Callable[[Any, tuple, dict[str, Any], Any], None] | None = None  # sees each operator
@@ -355,6 +356,7 @@ def notes_of(engine: Engine) -> tuple[str, ...]:
     unknown = sorted(str(func) for func in met if not is_stated(func, engine.workspaces))
     launched = ", ".join(f"{name} {count} times" for name, count in engine.launches.most_common(3))
     return (
+        *engine.notes,
         *(["torch.compile was run eager: what it fuses is counted, so all sizes are upper ones."] * engine.compiles),
         *([f"Triton's kernels were launched, of which neither time nor FLOP count: {launched}."] if launched else ()),
         *(

@@ -181,8 +181,9 @@ def held_random_states(engine: Engine) -> AbstractContextManager:
 
 
 def on_card(tensor: Tensor) -> bool:
-    """Return whether `tensor` is fake and on the simulated card."""
-    return isinstance(tensor, FakeTensor) and tensor.device == GPU_DEVICE
+    """Return whether `tensor` is fake and on the simulated card; a DTensor is where this rank's part is."""
+    part = tensor if isinstance(tensor, FakeTensor) else getattr(tensor, "_local_tensor", None)
+    return isinstance(part, FakeTensor) and part.device == GPU_DEVICE
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
