@@ -72,7 +72,7 @@ class RealHost:
     ) -> Any:
         """Run an operator for the card; what cannot be simulated raises NotAvailable with the user's line."""
         try:
-            args, kwargs = tree_map_only(Tensor, lambda tensor: _as_fake(fake, tensor), (args, kwargs))
+            args, kwargs = tree_map_only(Tensor, lambda tensor: as_fake(fake, tensor), (args, kwargs))
             self.inside = True
             out = simulate(func, args, kwargs)
             return self._drawn(func, args, out) if func in DRAWS else out
@@ -97,7 +97,7 @@ class RealHost:
         return out
 
 
-def _as_fake(fake: FakeTensorMode, tensor: Tensor) -> Tensor:
+def as_fake(fake: FakeTensorMode, tensor: Tensor) -> Tensor:
     """Return the fake tensor for one on the host, which keeps its values where the engine follows them."""
     if isinstance(tensor, FakeTensor):
         return tensor
