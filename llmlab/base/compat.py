@@ -62,12 +62,14 @@ NAMES: dict[str, dict[str, str]] = {
     "torch.distributed": {
         "torch._C": "_clear_DTensor_sharding_propagator_cache _get_accelerator",
         "torch.distributed": "init_process_group is_nccl_available",
-        "torch.distributed.distributed_c10d": "all_gather_object broadcast_object_list gather_object new_group "
-        "recv_object_list scatter_object_list send_object_list",
+        "torch.distributed.distributed_c10d": "_get_pg_default_device all_gather_object broadcast_object_list "
+        "gather_object new_group recv_object_list scatter_object_list send_object_list",
         FSDP + "_fsdp_init": "_get_device_from_mesh _get_device_handle _get_managed_states",
         FSDP + "_fsdp_param": "_chunk_with_empty",
         FSDP + "_fsdp_param_group": "foreach_all_gather foreach_all_gather_copy_out foreach_reduce",
-        "torch.distributed.fsdp": "FullyShardedDataParallel",
+        "torch.distributed.fsdp._optim_utils": "_get_pg_default_device",
+        "torch.distributed.fsdp._state_dict_utils": "_local_post_state_dict_hook",
+        "torch.distributed.fsdp.FullyShardedDataParallel": "__init__",
         "torch.distributed.tensor.DTensor": "_local_tensor",
         "torch.distributed.tensor._sharding_prop.ShardingPropagator": "_propagate_tensor_meta_non_cached",
         "torch.nn.parallel.distributed": "_verify_param_shape_across_processes",

@@ -50,6 +50,10 @@ from .unsupported import no_compiled_kernel
 
 DEVICE_OF = torch.ops.prim.device.default
 VALUE_OF = torch.ops.aten._local_scalar_dense.default
+LENT = (  # c10/cuda/CUDACachingAllocator.cpp, insert_events
+    "Tensor.record_stream: a card that is behind its script keeps blocks that were freed until it has come so far, so "
+    "`reserved` is a lower one; `allocated` is right."
+)
 DEVICES_DIFFER = "Expected all tensors to be on the same device, but found at least two devices, {} and {}!"  # torch's
 
 
@@ -93,6 +97,7 @@ class Engine(TorchDispatchMode):
         self.handles: dict[tuple[str, bool, int], int] = {}
         self.casts = device == HOST  # operands of more than one dtype are copied
         self.operator = None  # the one that runs
+        self.lends = False  # whether a stream was given a block of another's (record_stream)
         self.compiles = False  # whether torch.compile was asked for
         self.launches: Counter[str] = Counter()  # of Triton's kernels
         self.uncounted: dict[str, str] = {}  # by library: the first operator whose workspace is not counted
@@ -358,6 +363,7 @@ def notes_of(engine: Engine) -> tuple[str, ...]:
     return (
         *engine.notes,
         *(["torch.compile was run eager: what it fuses is counted, so all sizes are upper ones."] * engine.compiles),
+        *([LENT] * engine.lends),
         *([f"Triton's kernels were launched, of which neither time nor FLOP count: {launched}."] if launched else ()),
         *(
             f"{library}'s workspace is not counted: {library} says how much it takes when it runs; here for {operator}."

@@ -80,7 +80,7 @@ class RealHost:
         """Run an operator for the card; what cannot be simulated raises NotAvailable with the user's line."""
         try:
             if any(not isinstance(each, FakeTensor) for each in tensors):
-                args, kwargs = tree_map_only(Tensor, lambda tensor: _as_fake(fake, tensor), (args, kwargs))
+                args, kwargs = tree_map_only(Tensor, lambda tensor: as_fake(fake, tensor), (args, kwargs))
             self.inside = True
             out = simulate(func, args, kwargs)
             return self._drawn(func, args, out) if func in DRAWS else out
@@ -114,7 +114,7 @@ def _collect(values: Iterable[Any], into: list[Tensor]) -> None:
             _collect(each, into)
 
 
-def _as_fake(fake: FakeTensorMode, tensor: Tensor) -> Tensor:
+def as_fake(fake: FakeTensorMode, tensor: Tensor) -> Tensor:
     """Return the fake tensor for one on the host, which keeps its values where the engine follows them."""
     if isinstance(tensor, FakeTensor):
         return tensor

@@ -84,7 +84,7 @@ def cuda_api(card: Card) -> Iterator[None]:
         stack.enter_context(mock.patch.object(DataLoader, "_get_iterator", _one_process))
         stack.enter_context(mock.patch.object(torch, "compile", _eager(card, torch.compile)))
         stack.enter_context(mock.patch.object(torch, "Generator", Generator))
-        stack.enter_context(mock.patch.object(Tensor, "record_stream", nothing))
+        stack.enter_context(mock.patch.object(Tensor, "record_stream", _record_stream(card)))
         stack.enter_context(mock.patch.object(nn.DataParallel, "forward", _data_parallel))
         stack.enter_context(mock.patch.object(nn.Module, "compile", _eager_in_place(card)))
         stack.enter_context(mock.patch.object(save_on_cpu, "__init__", _save_unpinned(save_on_cpu.__init__)))
@@ -334,6 +334,15 @@ def _accelerator(memory: dict[str, Any]) -> dict[str, Any]:
         "current_stream": lambda device=None: DEFAULT_STREAM,
         "synchronize": nothing,
     }
+
+
+def _record_stream(card: Card) -> Callable[..., None]:
+    def record_stream(tensor: Tensor, stream: Any) -> None:
+        """Tensor.record_stream: what a stream was asked to do is done at once, so a block is free when it is freed."""
+        own = card.memory.stream_of(card.engine.address(tensor) or 0)
+        card.engine.lends |= own not in (None, stream.stream_id)
+
+    return record_stream
 
 
 @contextmanager

@@ -47,7 +47,17 @@ FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
 TORCH = os.path.dirname(torch.__file__)
 WITHOUT_FRAMES = (FOLDER, os.path.join(TORCH, "_dynamo"), os.path.join(TORCH, "_compile.py"))
 # torch's own code that asks for the type of a device and means CUDA.
-SEES_CARD = ("torch.amp.autocast_mode", "torch.nn.parallel.data_parallel", "torch.nn.modules.batchnorm")
+SEES_CARD = (
+    "torch.amp.autocast_mode", "torch.nn.parallel.data_parallel", "torch.nn.modules.batchnorm",
+    # The first FSDP compares devices of tensors with those it was told.
+    *(
+        f"torch.distributed.fsdp.{name}"
+        for name in (
+            "_common_utils", "_flat_param", "_init_utils", "_limiter_utils", "_optim_utils", "_runtime_utils",
+            "_state_dict_utils", "_unshard_param_utils", "fully_sharded_data_parallel", "sharded_grad_scaler",
+        )
+    ),
+)  # fmt: skip
 
 
 class Redirect(TorchFunctionMode):
