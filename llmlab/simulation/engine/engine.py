@@ -122,6 +122,10 @@ class Engine(TorchDispatchMode):
         """
         return False
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
     def __enter__(self) -> Engine:
         self.fake.__enter__()
         return super().__enter__()

@@ -82,11 +82,11 @@ def cuda_api(card: Card) -> Iterator[None]:
         put(torch.jit, {"trace": _unchecked(torch.jit.trace)})
         stack.enter_context(mock.patch.object(torch.version, "cuda", CUDA_VERSION))
         stack.enter_context(mock.patch.object(DataLoader, "_get_iterator", _one_process))
-        stack.enter_context(mock.patch.object(torch, "compile", _eager(card, torch.compile)))
+        from ..compiled.tracing import compiled_on
+        stack.enter_context(compiled_on(card))
         stack.enter_context(mock.patch.object(torch, "Generator", Generator))
         stack.enter_context(mock.patch.object(Tensor, "record_stream", nothing))
         stack.enter_context(mock.patch.object(nn.DataParallel, "forward", _data_parallel))
-        stack.enter_context(mock.patch.object(nn.Module, "compile", _eager_in_place(card)))
         stack.enter_context(mock.patch.object(save_on_cpu, "__init__", _save_unpinned(save_on_cpu.__init__)))
         yield
 
@@ -234,7 +234,7 @@ def _memory(card: Card) -> dict[str, Any]:
         "mem_get_info": on_card(lambda: (card.free, card.gpu.memory)),
         "set_per_process_memory_fraction": set_fraction,
         "get_per_process_memory_fraction": on_card(lambda: fractions[-1]),
-        "host_memory_stats": dict,
+        "host_memory_stats": lambda: {},
         "reset_peak_host_memory_stats": nothing,
         "reset_accumulated_host_memory_stats": nothing,
         "memory_snapshot": lambda *args, **kwargs: memory.segments(),

@@ -21,6 +21,7 @@ from ..capability import Capability
 from ..devices import GPU_DEVICE, HOST
 from ..engine.engine import Engine
 from ..values.known import know, known
+from torch._subclasses.functional_tensor import FunctionalTensor
 from .autocast import CAST_ONLY, impl_cuda_autocast
 from .sdpa import attention
 from .sync_batch_norm import FAKE_KERNELS
@@ -182,7 +183,7 @@ def held_random_states(engine: Engine) -> AbstractContextManager:
 
 def on_card(tensor: Tensor) -> bool:
     """Return whether `tensor` is fake and on the simulated card."""
-    return isinstance(tensor, FakeTensor) and tensor.device == GPU_DEVICE
+    return isinstance(tensor, (FakeTensor, FunctionalTensor)) and tensor.device == GPU_DEVICE
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
