@@ -1,16 +1,18 @@
 """torch.compile on the simulated card."""
 from __future__ import annotations
+import sys
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 import torch
+from ...base.compat import FakeTensor, FakeTensorMode
 from ..card import Card
 from ..devices import GPU_DEVICE
-from .inductor import inner, moved
+from .inductor import inner, CARD
 
-def swap(value):
-    if isinstance(value, torch.device) and value.type == "cuda": return GPU_DEVICE
-    if type(value) is str and (value == "cuda" or value.startswith("cuda:")): return GPU_DEVICE
-    return value
+SEES = ("torch._inductor.", "torch._dynamo.variables.", "torch._functorch.partitioners")
+
+def _engines(value):
+    return GPU_DEVICE if isinstance(value, torch.device) and value.type == "cuda" else value
 
 @contextmanager
 def compiled_on(card: Card):
@@ -18,16 +20,45 @@ def compiled_on(card: Card):
     import torch._dynamo as dynamo
     from torch._dynamo import device_interface
     from torch._dynamo.variables import torch_function
+    from torch._dynamo.convert_frame import CatchErrorsWrapper
     from torch.utils import _triton
-    from torch._inductor.runtime.hints import DeviceProperties
+    import torch.nn.modules.module as mm
+
+    @contextmanager
+    def tracing():
+        real_device = FakeTensor.device
+        dispatch = FakeTensorMode.dispatch
+        def device(tensor):
+            found = real_device.fget(tensor)
+            if found == GPU_DEVICE and sys._getframe(1).f_globals.get("__name__", "").startswith(SEES):
+                return CARD
+            return found
+        def mapped(self, func, types, args=(), kwargs=None):
+            args = tuple(_engines(each) for each in args)
+            kwargs = {name: _engines(each) for name, each in (kwargs or {}).items()}
+            return dispatch(self, func, types, args, kwargs)
+        with ExitStack() as stack:
+            for each in (mm._global_forward_pre_hooks, mm._global_forward_hooks, mm._global_forward_hooks_always_called):
+                stack.enter_context(mock.patch.dict(each, clear=True))
+            stack.enter_context(mock.patch.object(FakeTensorMode, "dispatch", mapped))
+            stack.enter_context(mock.patch.object(FakeTensor, "device", property(device, real_device.fset)))
+            yield
+
     real, real_inner = cf.compile_fx, cf.compile_fx_inner
     def compile_fx(gm, inputs, inner_compile=real_inner, **options):
-        return real(gm, inputs, inner_compile=inner(inner_compile), **options)
+        return real(gm, inputs, inner_compile=inner(inner_compile, tracing), **options)
     state = torch_function.SymbolicTorchFunctionState
     init = state.__init__
     interface = device_interface.CudaInterface
     p = torch.cuda.get_device_properties(0)
     p.regs_per_multiprocessor=65536;p.max_threads_per_multi_processor=2048;p.max_threads_per_block=1024
+    convert = CatchErrorsWrapper.__call__
+    def call(self, *args):
+        with tracing():
+            return convert(self, *args)
+    def reset():
+        with mock.patch.object(card, "hidden", True):
+            dynamo.reset()
     with ExitStack() as stack:
         put = lambda *a: stack.enter_context(mock.patch.object(*a))
         put(cf, "compile_fx", compile_fx)
@@ -40,23 +71,7 @@ def compiled_on(card: Card):
         put(interface, "current_device", staticmethod(lambda: 0))
         put(interface, "is_available", staticmethod(lambda: True))
         dynamo.trace_rules.add("llmlab.simulation")
-        from torch._dynamo.convert_frame import CatchErrorsWrapper
-        from torch._dynamo.output_graph import SubgraphTracer
-        create = SubgraphTracer.create_proxy
-        def create_proxy(self, kind, target, args, kwargs, *rest, **named):
-            if getattr(target, "__name__", "") not in ("_enter_autocast",):
-                args, kwargs = torch.fx.node.map_aggregate(args, swap), torch.fx.node.map_aggregate(kwargs, swap)
-            return create(self, kind, target, args, kwargs, *rest, **named)
-        put(SubgraphTracer, "create_proxy", create_proxy)
-        convert = CatchErrorsWrapper.__call__
-        def call(self, *args):
-            import torch.nn.modules.module as mm
-            with mock.patch.dict(mm._global_forward_pre_hooks, clear=True), mock.patch.dict(mm._global_forward_hooks, clear=True), mock.patch.dict(mm._global_forward_hooks_always_called, clear=True):
-                return convert(self, *args)
         put(CatchErrorsWrapper, "__call__", call)
-        put(torch.nn.modules.module, "_has_any_global_hook", lambda: False)
-        def reset():
-            with mock.patch.object(card, "hidden", True):
-                dynamo.reset()
+        put(mm, "_has_any_global_hook", lambda: False)
         stack.callback(reset)
         yield

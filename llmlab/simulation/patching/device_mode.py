@@ -144,7 +144,7 @@ class Redirect(TorchFunctionMode):
                 return found
             asking = sys._getframe(1).f_globals.get("__name__", "")
             inside = asking.startswith(("torch.", "llmlab.simulation.")) or asking == "torch"
-            return found if inside and asking not in SEES_CARD and not asking.startswith("torch._dynamo.variables.") else CARD
+            return found if inside and asking not in SEES_CARD else CARD
 
         def backward(*args: Any, **kwargs: Any) -> Any:
             with self:  # checkpointing recomputes code that says "cuda"
