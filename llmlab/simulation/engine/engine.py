@@ -93,7 +93,7 @@ class Engine(TorchDispatchMode):
         self.handles: dict[tuple[str, bool, int], int] = {}
         self.casts = device == HOST  # operands of more than one dtype are copied
         self.operator = None  # the one that runs
-        self.compiles = False  # whether torch.compile was asked for
+        self.remarks: dict[str, None] = {}  # sentences for the notes, in their order
         self.launches: Counter[str] = Counter()  # of Triton's kernels
         self.uncounted: dict[str, str] = {}  # by library: the first operator whose workspace is not counted
         self.met: set[Any] = set()  # operators of which the output alone is counted
@@ -117,13 +117,14 @@ class Engine(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         """Leave `__torch_dispatch__` as it is (utils/_python_dispatch.py).
 
-        torch wraps it for torch.compile, which is not simulated. Two calls of three ask for a tensor's device, and
-        there the wrapper is most of the cost.
+        torch wraps it for torch.compile, which is told to pass over our frames (compiled/dynamo.py). Two calls of three
+        ask for a tensor's device, and there the wrapper is most of the cost.
         """
         return False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile compile inside this mode: what it makes runs on the engine."""
         return True
 
     def __enter__(self) -> Engine:
@@ -327,6 +328,18 @@ class Engine(TorchDispatchMode):
         """Leave the figures as they are when tensors die later."""
         self._live.clear()
 
+    def remark(self, sentence: str) -> None:
+        """Put `sentence` into the notes, once."""
+        self.remarks[sentence] = None
+
+    def ran_eager(self, place: str, error: Exception) -> None:
+        """Note that torch.compile could not compile what is at `place`."""
+        reason = (str(error).strip().splitlines() or [""])[0][:200]
+        self.remark(
+            f"torch.compile ran eager: {place}, so what it would fuse is counted and sizes are upper ones "
+            f"({type(error).__name__}: {reason})."
+        )
+
     def now(self) -> int:
         """Return a moment after all events so far."""
         self._time += 1
@@ -356,7 +369,7 @@ def notes_of(engine: Engine) -> tuple[str, ...]:
     unknown = sorted(str(func) for func in met if not is_stated(func, engine.workspaces))
     launched = ", ".join(f"{name} {count} times" for name, count in engine.launches.most_common(3))
     return (
-        *(["torch.compile was run eager: what it fuses is counted, so all sizes are upper ones."] * engine.compiles),
+        *engine.remarks,
         *([f"Triton's kernels were launched, of which neither time nor FLOP count: {launched}."] if launched else ()),
         *(
             f"{library}'s workspace is not counted: {library} says how much it takes when it runs; here for {operator}."

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
@@ -40,7 +39,6 @@ NEED_DRIVER = (
     "MemPool", "use_mem_pool", "CUDAPluggableAllocator", "change_current_allocator", "caching_allocator_alloc",
     "caching_allocator_delete", "current_blas_handle", "list_gpu_processes",
 )  # fmt: skip
-COMPILES_NOT = "torch.compile is simulated eager: what a compiled step would fuse away is counted"
 
 
 @contextmanager
@@ -82,8 +80,6 @@ def cuda_api(card: Card) -> Iterator[None]:
         put(torch.jit, {"trace": _unchecked(torch.jit.trace)})
         stack.enter_context(mock.patch.object(torch.version, "cuda", CUDA_VERSION))
         stack.enter_context(mock.patch.object(DataLoader, "_get_iterator", _one_process))
-        from ..compiled.tracing import compiled_on
-        stack.enter_context(compiled_on(card))
         stack.enter_context(mock.patch.object(torch, "Generator", Generator))
         stack.enter_context(mock.patch.object(Tensor, "record_stream", nothing))
         stack.enter_context(mock.patch.object(nn.DataParallel, "forward", _data_parallel))
@@ -402,28 +398,3 @@ def _unchecked(trace: Callable) -> Callable:
         return trace(*args, **{**kwargs, "check_trace": False})
 
     return call
-
-
-def _eager(card: Card, real: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile, as a call and as a decorator. A library that is imported meanwhile, bitsandbytes say, keeps what
-    its decorators return when the block has ended: it gets the `real` one."""
-
-    def compile(model: Any = None, **options: Any) -> Any:
-        if card.hidden:
-            return real(model, **options)
-        if model is None:
-            return lambda decorated: compile(decorated)
-        warnings.warn(COMPILES_NOT, stacklevel=2)
-        card.engine.compiles = True
-        return model
-
-    return compile
-
-
-def _eager_in_place(card: Card) -> Callable[..., None]:
-    def compile(module: nn.Module, *args: Any, **options: Any) -> None:
-        """nn.Module.compile."""
-        warnings.warn(COMPILES_NOT, stacklevel=2)
-        card.engine.compiles = True
-
-    return compile

@@ -19,6 +19,8 @@ from ...recording.events import exclusive
 from ..capability import capability_of
 from ..card import Card
 from ..checkpoints.files import Checkpoints
+from ..compiled.dynamo import dynamo_on
+from ..compiled.inductor import inductor_on
 from ..devices import GPU_DEVICE
 from ..distributed.process_group import no_deepspeed, without_peers
 from ..engine.engine import Engine
@@ -64,6 +66,8 @@ def installed(card: Card) -> Iterator[None]:
         libraries: dict[str, Callable[[], Any]] = {
             "bitsandbytes": bitsandbytes,
             "deepspeed": lambda: put("deepspeed", "initialize", no_deepspeed),
+            "torch._dynamo.convert_frame": lambda: stack.enter_context(dynamo_on(card)),
+            "torch._inductor.compile_fx": lambda: stack.enter_context(inductor_on(card)),
             "triton.runtime.jit": lambda: stack.enter_context(counted_triton(card.engine.launches)),
             "torch.utils.cpp_extension": lambda: stack.enter_context(no_extensions()),
             "transformers.generation.stopping_criteria": lambda: stack.enter_context(no_end_of_sequence()),

@@ -16,12 +16,11 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from ...base.compat import VF, AutoDispatchBelowAutograd, DispatchKey, FakeTensor, check, disable_current_modes, symbol
+from ...base.compat import VF, AutoDispatchBelowAutograd, DispatchKey, FakeTensor, FunctionalTensor, check, disable_current_modes, symbol
 from ..capability import Capability
 from ..devices import GPU_DEVICE, HOST
 from ..engine.engine import Engine
 from ..values.known import know, known
-from torch._subclasses.functional_tensor import FunctionalTensor
 from .autocast import CAST_ONLY, impl_cuda_autocast
 from .sdpa import attention
 from .sync_batch_norm import FAKE_KERNELS
@@ -182,7 +181,7 @@ def held_random_states(engine: Engine) -> AbstractContextManager:
 
 
 def on_card(tensor: Tensor) -> bool:
-    """Return whether `tensor` is fake and on the simulated card."""
+    """Return whether `tensor` is fake and on the simulated card, also as AOTAutograd traces it."""
     return isinstance(tensor, (FakeTensor, FunctionalTensor)) and tensor.device == GPU_DEVICE
 
 
