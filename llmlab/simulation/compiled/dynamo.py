@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -21,11 +22,16 @@ from torch.nn.modules import module as modules
 from ...base.compat import FakeTensor, FakeTensorMode, check, symbol
 from ..card import Card
 from ..devices import GPU_DEVICE
+from ..streams import nothing
 
 CARD = torch.device("cuda", 0)
 OURS = "llmlab.simulation"
 # They choose by the device: of a traced tensor (what `x.device` gives), of a saved one, of a kernel.
 SEES_CARD = ("torch._dynamo.variables.", "torch._functorch.partitioners", "torch._inductor.")
+ENTERS_AUTOCAST = "_enter_autocast"  # it takes the name of a kind of device
+# CUDA graphs' pools, which a torch without CUDA cannot import.
+CUDA_GRAPHS = ModuleType("torch._inductor.cudagraph_trees")
+vars(CUDA_GRAPHS).update(dict.fromkeys(("get_manager", "mark_step_begin", "reset_cudagraph_trees"), nothing))
 HOOKS = (modules._global_forward_pre_hooks, modules._global_forward_hooks)
 
 
@@ -35,7 +41,8 @@ def dynamo_on(card: Card) -> Iterator[None]:
     check("torch._dynamo.convert_frame")
     frames = symbol("torch._dynamo.convert_frame")
     function_state = symbol("torch._dynamo.variables.torch_function.SymbolicTorchFunctionState")
-    convert, init = frames.CatchErrorsWrapper.__call__, function_state.__init__
+    tracer = symbol("torch._dynamo.output_graph.SubgraphTracer")
+    convert, init, create = frames.CatchErrorsWrapper.__call__, function_state.__init__, tracer.create_proxy
     symbol("torch._dynamo.trace_rules.add")(OURS)  # the engine's own frames are none of the script's
 
     def converted(self: Any, frame: Any, *args: Any) -> Any:
@@ -47,21 +54,25 @@ def dynamo_on(card: Card) -> Iterator[None]:
             card.engine.ran_eager(f"{frame.f_code.co_name} ({place})", error)
             return frames.ConvertFrameReturn()
 
+    def create_proxy(self: Any, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> Any:
+        if getattr(target, "__name__", "") != ENTERS_AUTOCAST:
+            args, kwargs = (torch.fx.node.map_aggregate(each, _of_engine) for each in (args, kwargs))
+        return create(self, kind, target, args, kwargs, *rest, **named)
+
     # Our mode over functions is no code of the script's: it is not traced into.
     def without_modes(self: Any, modes: Any, *args: Any, **kwargs: Any) -> None:
         init(self, (), *args, **kwargs)
 
     with ExitStack() as stack:
-        stack.callback(_forget, card)
+        if CUDA_GRAPHS.__name__ not in sys.modules:
+            sys.modules[CUDA_GRAPHS.__name__] = CUDA_GRAPHS
+            stack.callback(sys.modules.pop, CUDA_GRAPHS.__name__)
+        stack.callback(symbol("torch._dynamo.reset"))
+        stack.enter_context(mock.patch.object(tracer, "create_proxy", create_proxy))
         stack.enter_context(mock.patch.object(frames.CatchErrorsWrapper, "__call__", converted))
         stack.enter_context(mock.patch.object(function_state, "__init__", without_modes))
         stack.enter_context(mock.patch.object(modules, "_has_any_global_hook", lambda: False))  # it warns of ours
         yield
-
-
-def _forget(card: Card) -> None:
-    with mock.patch.object(card, "hidden", True):  # or reset would look for CUDA graphs' pools
-        symbol("torch._dynamo.reset")()
 
 
 @contextmanager
@@ -100,23 +111,21 @@ def _is_ours(hook: Any) -> bool:
 
 
 def _of_engine(value: Any) -> Any:
-    return GPU_DEVICE if isinstance(value, torch.device) and value.type == "cuda" else value
+    if isinstance(value, torch.device):
+        return GPU_DEVICE if value.type == "cuda" else value
+    return GPU_DEVICE if type(value) is str and value.partition(":")[0] == "cuda" else value
 
 
 def on_device(graph: GraphModule, device: torch.device) -> None:
-    """Let the nodes of `graph` make on `device` what they make on the card, by whichever of its names."""
+    """Let the nodes of `graph` make on `device` what they make on the card, by whichever of its two names."""
 
     def renamed(value: Any) -> Any:
-        if isinstance(value, torch.device):
-            return device if value.type == "cuda" or value == GPU_DEVICE else value
-        return device if type(value) is str and value.partition(":")[0] == "cuda" else value
+        return device if isinstance(value, torch.device) and value in (CARD, GPU_DEVICE) else value
 
     for module in graph.modules():
-        if not isinstance(module, GraphModule):
-            continue
-        for node in module.graph.nodes:
-            if getattr(node.target, "__name__", "") != "_enter_autocast":  # it wants the name of a kind of device
+        if isinstance(module, GraphModule):
+            for node in module.graph.nodes:
                 node.args = torch.fx.node.map_aggregate(node.args, renamed)
                 node.kwargs = torch.fx.node.map_aggregate(node.kwargs, renamed)
-        module.recompile()
+            module.recompile()
 

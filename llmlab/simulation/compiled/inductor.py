@@ -45,6 +45,7 @@ def inductor_on(card: Card) -> Iterator[None]:
     check("torch._inductor.compile_fx")
     entry, config = symbol("torch._inductor.compile_fx"), symbol("torch._inductor.config")
     folder = symbol("torch._inductor.fx_passes.joint_graph.UniformValueConstantFolder")
+    utils = symbol("torch._inductor.utils")
     padding = symbol("torch._inductor.fx_passes.pad_mm")
     interface = symbol("torch._dynamo.device_interface.CudaInterface")
     real, inner, fold, remark = entry.compile_fx, entry.compile_fx_inner, folder.run, card.engine.remark
@@ -58,7 +59,6 @@ def inductor_on(card: Card) -> Iterator[None]:
         try:
             if find_spec("triton") is None:
                 raise NotAvailable("Inductor writes Triton's kernels, and Triton is not here: pip install triton")
-            on_device(graph, GPU_DEVICE)
             with config.patch(CONFIG):
                 return real(graph, inputs, inner_compile=_compiler(card, inner_compile), **options)
         except torch.OutOfMemoryError:
@@ -92,6 +92,8 @@ def inductor_on(card: Card) -> Iterator[None]:
         put(entry, "compile_fx", compile_fx)
         put(folder, "run", folded)
         put(padding, "should_pad", should_pad)
+        put(utils, "get_device_tflops", lambda dtype: (card.gpu.peak(DTYPES.get(dtype, "")) or 0) / 1e12)
+        put(utils, "get_gpu_dram_gbps", lambda: card.gpu.bandwidth / 1e9)
         put(symbol("torch.utils._triton"), "triton_hash_with_backend", lambda: "")  # it asks the driver
         for each in (interface, interface.Worker):
             put(each, "get_device_properties", staticmethod(lambda device=None: properties))

@@ -353,8 +353,19 @@ def cuda_autocast() -> Iterator[None]:
         inside = device_type == "cuda" and real_enabled("cpu")
         return real_dtype("cpu" if inside else device_type)
 
+    real_set_enabled, real_set_dtype = torch.set_autocast_enabled, torch.set_autocast_dtype
+
+    def set_autocast_enabled(device_type: str, *enabled: bool) -> None:
+        real_set_enabled("cpu" if device_type == "cuda" else device_type, *enabled)
+
+    def set_autocast_dtype(device_type: str, dtype: torch.dtype) -> None:
+        inside = device_type == "cuda" and real_enabled("cpu")
+        real_set_dtype("cpu" if inside else device_type, dtype)
+
     with (
         mock.patch.object(autocast_mode.autocast, "__init__", init),
+        mock.patch.object(torch, "set_autocast_enabled", set_autocast_enabled),
+        mock.patch.object(torch, "set_autocast_dtype", set_autocast_dtype),
         mock.patch.object(torch, "is_autocast_enabled", is_autocast_enabled),
         mock.patch.object(torch, "get_autocast_dtype", get_autocast_dtype),
         mock.patch.object(torch, "get_autocast_gpu_dtype", lambda: get_autocast_dtype("cuda")),
