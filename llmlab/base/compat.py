@@ -36,7 +36,7 @@ FSDP = "torch.distributed.fsdp._fully_shard."
 NAMES: dict[str, dict[str, str]] = {
     "torch": {
         "torch": "Generator compile get_default_device get_rng_state load save tensor to_dlpack "
-        "get_autocast_dtype get_autocast_gpu_dtype is_autocast_enabled",
+        "get_autocast_dtype get_autocast_gpu_dtype is_autocast_enabled set_autocast_dtype set_autocast_enabled",
         "torch.Tensor": "_make_subclass _make_wrapper_subclass _use_count record_stream",
         "torch.UntypedStorage": "_cdata data_ptr resize_",
         "torch._C._functions.AccumulateGrad": "_sequence_nr",
@@ -64,7 +64,10 @@ NAMES: dict[str, dict[str, str]] = {
         "torch._dynamo.convert_frame": "ConvertFrameReturn",
         "torch._dynamo.convert_frame.CatchErrorsWrapper": "__call__",
         "torch._dynamo.exc": "InternalTorchDynamoError",
-        "torch._dynamo.trace_rules": "add",
+        "torch._dynamo.output_graph.SubgraphTracer": "create_proxy",
+        "torch._dynamo.trace_rules": "add get_torch_obj_rule_map",
+        "torch._dynamo.variables.functions": "UserFunctionVariable",
+        "torch._dynamo.variables.torch": "TorchInGraphFunctionVariable constant_fold_functions",
         "torch._dynamo.variables.torch_function.SymbolicTorchFunctionState": "__init__",
         "torch._subclasses.fake_tensor.FakeTensorMode": "dispatch",
         "torch.nn.modules.module": "_global_forward_hooks _global_forward_pre_hooks _has_any_global_hook",

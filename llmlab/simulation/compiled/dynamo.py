@@ -28,6 +28,13 @@ CARD = torch.device("cuda", 0)
 OURS = "llmlab.simulation"
 # They choose by the device: of a traced tensor (what `x.device` gives), of a saved one, of a kernel.
 SEES_CARD = ("torch._dynamo.variables.", "torch._functorch.partitioners", "torch._inductor.")
+# Functions that answer for the card: Dynamo takes what they say for constants, as it does with torch's.
+ANSWERS = (
+    "torch.accelerator.current_device_index", "torch.accelerator.is_available", "torch.cuda.current_device",
+    "torch.cuda.device_count", "torch.cuda.get_device_capability", "torch.cuda.get_device_name",
+    "torch.cuda.is_available", "torch.cuda.is_bf16_supported", "torch.cuda.is_initialized",
+    "torch.get_autocast_dtype", "torch.get_autocast_gpu_dtype", "torch.is_autocast_enabled",
+)  # fmt: skip
 ENTERS_AUTOCAST = "_enter_autocast"  # it takes the name of a kind of device
 # CUDA graphs' pools, which a torch without CUDA cannot import.
 CUDA_GRAPHS = ModuleType("torch._inductor.cudagraph_trees")
@@ -68,6 +75,14 @@ def dynamo_on(card: Card) -> Iterator[None]:
             sys.modules[CUDA_GRAPHS.__name__] = CUDA_GRAPHS
             stack.callback(sys.modules.pop, CUDA_GRAPHS.__name__)
         stack.callback(symbol("torch._dynamo.reset"))
+        answers = [symbol(name) for name in ANSWERS]
+        variables = symbol("torch._dynamo.variables.torch")
+        rules = symbol("torch._dynamo.trace_rules.get_torch_obj_rule_map")()
+        stack.enter_context(mock.patch.dict(variables.constant_fold_functions, dict.fromkeys(answers)))
+        stack.enter_context(mock.patch.dict(rules, dict.fromkeys(answers, variables.TorchInGraphFunctionVariable)))
+        if masks := sys.modules.get("transformers.masking_utils"):  # where patching/patches.py puts a function of ours
+            inlined = symbol("torch._dynamo.variables.functions.UserFunctionVariable")
+            stack.enter_context(mock.patch.dict(rules, {masks.is_tracing: inlined}))
         stack.enter_context(mock.patch.object(tracer, "create_proxy", create_proxy))
         stack.enter_context(mock.patch.object(frames.CatchErrorsWrapper, "__call__", converted))
         stack.enter_context(mock.patch.object(function_state, "__init__", without_modes))
@@ -101,6 +116,7 @@ def tracing() -> Iterator[None]:
             theirs = {key: hook for key, hook in hooks.items() if not _is_ours(hook)}
             stack.enter_context(mock.patch.dict(hooks, theirs, clear=True))
         stack.enter_context(mock.patch.object(FakeTensorMode, "dispatch", dispatched))
+        stack.enter_context(mock.patch.object(torch.cuda, "get_rng_state", _random_state))
         stack.enter_context(mock.patch.object(FakeTensor, "device", property(device, real.fset)))
         stack.enter_context(mock.patch.object(FakeTensor, "is_cuda", property(is_cuda), create=True))
         yield
@@ -108,6 +124,10 @@ def tracing() -> Iterator[None]:
 
 def _is_ours(hook: Any) -> bool:
     return getattr(hook, "__module__", "").startswith(OURS)
+
+
+def _random_state(device: Any = None) -> torch.Tensor:
+    return torch.zeros(len(torch.get_rng_state()), dtype=torch.uint8)  # fake where it is asked for in a graph
 
 
 def _of_engine(value: Any) -> Any:

@@ -44,6 +44,7 @@ def inductor_on(card: Card) -> Iterator[None]:
     """Let Inductor compile for `card`, until the block ends. A graph that it cannot compile here runs eager."""
     check("torch._inductor.compile_fx")
     entry, config = symbol("torch._inductor.compile_fx"), symbol("torch._inductor.config")
+    autograd = symbol("torch._functorch.config")
     folder = symbol("torch._inductor.fx_passes.joint_graph.UniformValueConstantFolder")
     utils = symbol("torch._inductor.utils")
     padding = symbol("torch._inductor.fx_passes.pad_mm")
@@ -59,7 +60,7 @@ def inductor_on(card: Card) -> Iterator[None]:
         try:
             if find_spec("triton") is None:
                 raise NotAvailable("Inductor writes Triton's kernels, and Triton is not here: pip install triton")
-            with config.patch(CONFIG):
+            with config.patch(CONFIG), autograd.patch(graphsafe_rng_functionalization=False):  # that asks the driver
                 return real(graph, inputs, inner_compile=_compiler(card, inner_compile), **options)
         except torch.OutOfMemoryError:
             raise

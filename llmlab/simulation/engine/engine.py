@@ -46,7 +46,7 @@ from .operators import cast_copies, changes_values_alone, decomposed, is_composi
 from .real_host import RealHost
 from .scratch import Observer, Scratch
 from .shape_cache import Repeats
-from .unsupported import no_compiled_kernel
+from .unsupported import random_again
 
 DEVICE_OF = torch.ops.prim.device.default
 VALUE_OF = torch.ops.aten._local_scalar_dense.default
@@ -139,7 +139,7 @@ class Engine(TorchDispatchMode):
         if func is DEVICE_OF:
             return args[0].fake_device
         if isinstance(func, HigherOrderOperator):
-            raise no_compiled_kernel(func)
+            return random_again(func, args, kwargs or {})
         if self.defers and not self.defers.isdisjoint(types):
             return NotImplemented
         if self.host is not None:
