@@ -92,9 +92,8 @@ class Simulator:
 
     @property
     def counts_all_kernels(self) -> bool:
-        """Whether `operators` are all that a card would run: no kernel of Triton's, and nothing to be fused."""
-        engine = self._card.engine
-        return not (engine.launches or engine.compiles)
+        """Whether `operators` are all that a card would run: no kernel of Triton's."""
+        return not self._card.engine.launches
 
     def reset_peak(self) -> None:
         """Let the peaks start again from what is allocated and reserved now."""
@@ -163,8 +162,10 @@ def simulator(gpu: GPU | str, *, assume: float | None = None, world_size: int | 
     buffers, which are not the allocator's. All ranks have this rank's values, and collectives
     make of those what they would.
 
-    Not simulated: what torch.compile fuses (it runs eager, with a warning), CUDA graphs, kernels compiled for the card,
-    DeepSpeed's engine (all are refused), cuDNN's workspaces, which belong to the algorithm it picks,
+    torch.compile compiles up to the kernels: Inductor says what is fused, saved and made again, and its buffers are
+    taken from the card, for which it needs Triton and some seconds for each graph. What cannot be compiled here runs
+    eager, and a note names it. Not simulated: CUDA graphs, max-autotune, kernels compiled for the card, DeepSpeed's
+    engine (all are refused), cuDNN's workspaces, which belong to the algorithm it picks,
     LSTM and GRU as one cuDNN kernel (a note says so), packed sequences, and time: events give "?", and so do the card's
     sensors. Triton's kernels are launched and do nothing: they write into tensors that they are given.
     A DataLoader's workers run in this thread. Streams have blocks of their own, but backward runs on the stream that is

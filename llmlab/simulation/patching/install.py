@@ -21,6 +21,8 @@ from ..capability import capability_of
 from ..card import Card
 from ..checkpoints.distributed import distributed_checkpoints
 from ..checkpoints.files import Checkpoints
+from ..compiled.dynamo import dynamo_on
+from ..compiled.inductor import inductor_on
 from ..devices import GPU_DEVICE
 from ..distributed.pipelining import stages_alone
 from ..distributed.process_group import no_deepspeed, without_peers
@@ -67,6 +69,8 @@ def installed(card: Card) -> Iterator[None]:
         libraries: dict[str, Callable[[], Any]] = {
             "bitsandbytes": bitsandbytes,
             "deepspeed": lambda: put("deepspeed", "initialize", no_deepspeed),
+            "torch._dynamo.convert_frame": lambda: stack.enter_context(dynamo_on(card)),
+            "torch._inductor.compile_fx": lambda: stack.enter_context(inductor_on(card)),
             "triton.runtime.jit": lambda: stack.enter_context(counted_triton(card.engine.launches)),
             "torch.utils.cpp_extension": lambda: stack.enter_context(no_extensions()),
             "transformers.generation.stopping_criteria": lambda: stack.enter_context(no_end_of_sequence()),
