@@ -41,6 +41,8 @@ OPTIONS = (
     click.option("--assume", type=float, metavar="X", help="The value of every number that is read from the card."),
     click.option("--config", "configs", multiple=True, metavar="NAME=FILE",
                  help="The config.json of a model that the script loads by NAME; may be repeated."),
+    click.option("--data", multiple=True, metavar="NAME=FILE",
+                 help="Rows (.jsonl, .csv, .parquet, .txt) of a data set that the script loads by NAME; repeatable."),
     click.option("--out", metavar="DIR", help="Keep the files that the script writes here; else they are thrown away."),
     click.option("--snapshot", metavar="FILE", help="Write a memory snapshot for https://pytorch.org/memory_viz."),
     click.option("--timeline", metavar="FILE", help="Write a picture of the memory over time: .png, .svg or .pdf."),
@@ -77,6 +79,7 @@ def answer(
     max_gib: float | None,
     assume: float | None,
     configs: tuple[str, ...],
+    data: tuple[str, ...],
     out: str | None,
     snapshot: str | None,
     timeline: str | None,
@@ -84,6 +87,7 @@ def answer(
 ) -> ScriptReport:
     """Return what the script takes, with what it would have taken where it did not fit."""
     from ..scripts.command import command
+    from ..scripts.data import read_data
     from ..scripts.hub import read_configs
     from ..scripts.run import run_script
     from ..scripts.watch import RAN_OUT_OF_MEMORY, Conditions
@@ -103,9 +107,9 @@ def answer(
         redirect_stdout(sys.stderr) if as_json else nullcontext(),
         _progress() as on_step,
     ):
-        report = run_script(script, where, out or thrown_away, read_configs(configs), on_step, keep)
+        report = run_script(script, where, out or thrown_away, read_configs(configs), read_data(data), on_step, keep)
     if report.ended == RAN_OUT_OF_MEMORY:
-        return replace(report, needed=_needed(report, words, module, assume, configs))
+        return replace(report, needed=_needed(report, words, module, assume, configs, data))
     return report
 
 
@@ -139,12 +143,18 @@ def _progress() -> Iterator[Callable[[Watch], None]]:
 
 
 def _needed(
-    report: ScriptReport, words: tuple[str, ...], module: bool, assume: float | None, configs: tuple[str, ...]
+    report: ScriptReport,
+    words: tuple[str, ...],
+    module: bool,
+    assume: float | None,
+    configs: tuple[str, ...],
+    data: tuple[str, ...],
 ) -> int | None:
     """Run the script again, in a process of its own, on a card with room for one more step than it came to."""
     options = ["--gpu", report.gpu, "--world-size", str(report.world_size), "--steps", str(report.steps + 1)]
     options += ["--assume", str(assume)] if assume is not None else []
     options += [word for each in configs for word in ("--config", each)]
+    options += [word for each in data for word in ("--data", each)]
     line = [sys.executable, "-m", "llmlab.cli.main", "run", "--json", "--roomy", *options, *(["-m"] if module else [])]
     done = subprocess.run([*line, *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False)
     if done.returncode not in (0, 1):

@@ -86,9 +86,14 @@ class Watch:
             self._seconds.append(seconds)
         self._operators.clear()
         self.on_step(self)
-        if self.where.steps is not None and self.steps >= self.where.steps:  # again where a script caught the end
+        if self.is_done:  # again where a script caught the end
             self.ended = f"was ended after {self.steps} optimizer step{'s' if self.steps > 1 else ''}"
             raise Enough
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps that were asked for were taken."""
+        return self.where.steps is not None and self.steps >= self.where.steps
 
     def report(self, name: str) -> ScriptReport:
         """Return what the code, called `name`, took until now."""

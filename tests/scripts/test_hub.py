@@ -11,7 +11,8 @@ pytest.importorskip("transformers")
 
 from llmlab.base.errors import SpecError
 from llmlab.cli import main as cli
-from llmlab.scripts.hub import read_configs, refused
+from llmlab.scripts.hub import read_configs
+from llmlab.scripts.missing import refused
 from llmlab.specs.model import model as find_model
 
 TINY = {
