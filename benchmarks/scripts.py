@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from provenance import provenance, write
+from provenance import provenance, titled_table, write
 
 from llmlab.archive.store import write_whole
 from llmlab.base.units import show_bytes
@@ -34,7 +34,7 @@ else:
 
 HERE = Path(__file__).parent
 OURS = HERE.parent  # the package that runs here, also where another one is installed
-LIMIT = 240  # seconds for one script
+LIMIT = 300  # seconds for one script
 IDLE = 20  # seconds: one that took no CPU time for so long hangs
 RAN, ENDED, NO_ROOM = "ran", "ran to its end", "out of memory"
 REFUSED, OWN, TOO_LONG, RAW, HANG, MISSING = (
@@ -42,6 +42,7 @@ REFUSED, OWN, TOO_LONG, RAW, HANG, MISSING = (
 )  # fmt: skip
 OUTCOMES = (RAN, ENDED, NO_ROOM, REFUSED, OWN, TOO_LONG, RAW, HANG, MISSING)
 ANSWERED = (RAN, ENDED, NO_ROOM)
+SHOWN = 70  # characters of a command line; scripts.json has all
 UPPER = "upper"  # how the notes of a run label sizes that are above the real ones
 
 
@@ -49,9 +50,9 @@ UPPER = "upper"  # how the notes of a run label sizes that are above the real on
 class Case:
     """A script of others: `run` is its command line, started in the folder `place` of the clones.
 
-    `data` has the files that stand in for data sets, by their names. `path` is a folder of the clones that PYTHONPATH gets, `libraries` one of --work with other versions than those
-    installed. `own` is a part of the error with which the script ends on a real GPU too. `published`: GiB, of the
-    quantity that `published_is` names, from `source`.
+    `data` has the files that stand in for data sets, by their names. `path` is a folder of the clones that PYTHONPATH
+    gets, `libraries` one of --work with other versions than those installed. `own` is a part of the error with which
+    the script ends on a real GPU too. `published`: GiB, of the quantity that `published_is` names, from `source`.
     """
 
     name: str
@@ -230,38 +231,67 @@ def _environment(case: Case, clones: Path, work: Path, filled: dict[str, str]) -
     }
 
 
-def report(results: list[Result]) -> str:
-    """Return the page's table and what stopped the others, as Markdown."""
-    count = {outcome: sum(r.outcome == outcome for r in results) for outcome in OUTCOMES}
-    told = ", ".join(f"{number} {outcome}" for outcome, number in count.items() if number)
-    return f"{len(results)} scripts: {told}.\n"
+def report(results: list[Result], made: str) -> str:
+    """Return what the page of the book shows, as Markdown: a count, what ran, and what the others said."""
+    counted = {outcome: sum(result.outcome == outcome for result in results) for outcome in OUTCOMES}
+    told = ", ".join(f"{number} {outcome}" for outcome, number in counted.items() if number)
+    repositories = len({result.repository for result in results})
+    answered = [result for result in results if result.outcome in ANSWERED]
+    others = [result for result in results if result.outcome not in ANSWERED]
+    minutes = sum(result.seconds for result in results) / 60
+    lines = [f"{len(results)} command lines of {repositories} repositories: {told}. All in {minutes:.0f} minutes.", ""]
+    header = ["script", "card", "outcome", "peak allocated", "peak reserved", "published", "seconds"]
+    lines += titled_table("What ran", header, [_ran(result) for result in answered])
+    if others:
+        header = ["script", "outcome", "what it said"]
+        lines += titled_table("What did not", header, [[_named(r), r.outcome, _short(r.said, 300)] for r in others])
+    return "\n".join([*lines, made])
+
+
+def _ran(result: Result) -> list[str]:
+    upper = f", {UPPER}" if result.upper else ""
+    card = result.gpu if result.ranks == 1 else f"{result.ranks} × {result.gpu}"
+    steps = f", {result.steps} step{'s' if result.steps != 1 else ''}"
+    published = "" if result.published is None else f"{result.published:.2f} GiB {result.published_is}"
+    return [
+        _named(result), card, result.outcome + steps, show_bytes(result.peak_allocated) + upper,
+        show_bytes(result.peak_reserved) + upper, published, f"{result.seconds:.0f}",
+    ]  # fmt: skip
+
+
+def _named(result: Result) -> str:
+    return f"{result.repository}: `{_short(result.command, SHOWN)}`"
+
+
+def _short(text: str, most: int) -> str:
+    text = text.replace("`", "'").replace("\n", " ")
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 @click.command()
-@click.option("--clones", type=click.Path(path_type=Path, exists=True, file_okay=False), required=True)
-@click.option("--work", type=click.Path(path_type=Path, exists=True, file_okay=False), required=True)
+@click.option("--clones", envvar="CLONES", type=click.Path(path_type=Path, exists=True, file_okay=False), required=True)
+@click.option("--work", envvar="WORK", type=click.Path(path_type=Path, exists=True, file_okay=False), required=True)
 @click.option("--cases", type=click.Path(path_type=Path, exists=True), default=HERE / "scripts.toml")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=HERE / "results")
-@click.option("--steps", type=int, help="Fewer optimizer steps than the table's.")
 @click.argument("names", nargs=-1)
-def main(clones: Path, work: Path, cases: Path, out: Path, steps: int | None, names: tuple[str, ...]) -> None:
+def main(clones: Path, work: Path, cases: Path, out: Path, names: tuple[str, ...]) -> None:
     """Run the cases, all of them or NAMES, one after the other."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also in a shell's background, where scripts inherit it
     clones, work = clones.resolve(), work.resolve()
     (work / "logs").mkdir(exist_ok=True)
     table = read_cases(cases)
     stored = out / "scripts.json"
-    before = (
-        {row["name"]: Result(**row) for row in json.loads(stored.read_text())["scripts"]} if stored.exists() else {}
-    )
+    rows = json.loads(stored.read_text("utf-8"))["scripts"] if stored.exists() else []
+    known = {row["name"]: Result(**row) for row in rows}
+    made = provenance("llmlab", "torch", "transformers", "accelerate", "peft", "trl", "datasets")
     for name in names or table:
         done = run_case(table[name], clones, work)
-        before[name] = done
+        known[name] = done
         print(f"{name}: {done.outcome}, {done.steps} steps, {show_bytes(done.peak_allocated)} / "
               f"{show_bytes(done.peak_reserved)}, {done.seconds} s {done.said[:300]}", flush=True)  # fmt: skip
-        results = [before[each] for each in table if each in before]
-        made = provenance("torch", "transformers", "trl", "accelerate")
+        results = [known[each] for each in table if each in known]
         write_whole(stored, json.dumps({"made": made, "scripts": [asdict(each) for each in results]}, indent=1) + "\n")
-    write(out / "scripts.md", report(results))
+    write(out / "scripts.md", report(results, made))
 
 
 if __name__ == "__main__":

@@ -45,9 +45,9 @@ ROBERTA = {
     "num_attention_heads": 16, "intermediate_size": 4096, "max_position_embeddings": 514, "type_vocab_size": 1,
 }  # fmt: skip
 LLAMA_7B = {
-    "model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 2048, "dtype": "float16",
-    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 2048,
+    "dtype": "float16", "architectures": ["LlamaForCausalLM"],
 }  # fmt: skip
 OPT_350M = {
     "model_type": "opt", "hidden_size": 1024, "ffn_dim": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
@@ -99,7 +99,8 @@ class StandIns:
         self.rows()
         self.pictures()
         self.stable_diffusion()
-        for part in (self.karpathy, self.raschka, self.pytorch, self.lightning, self.litgpt, self.nanochat, self.tune):
+        beside = (self.karpathy, self.raschka, self.pytorch, self.lightning)
+        for part in (*beside, self.litgpt, self.nanochat, self.tune, self.nanovlm):
             try:
                 part()
             except (FileNotFoundError, ImportError) as missing:
@@ -184,13 +185,14 @@ class StandIns:
         (self.data / "txt").mkdir(exist_ok=True)
         for name in ("a", "b"):
             (self.data / "txt" / f"{name}.txt").write_text(self.text)
-        zero = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": "auto"},
-                "gradient_accumulation_steps": "auto"}  # fmt: skip
+        automatic = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+        zero = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}, **automatic}
         (self.data / "zero2.json").write_text(json.dumps(zero))
 
     def pictures(self) -> None:
         """Write pictures of noise: two classes in two splits, the same with captions, and MNIST's files."""
-        from PIL import Image
+        from datasets import Dataset, Features, Image, List, Value
+        from PIL import Image as Picture
 
         noise = np.random.default_rng(0)
         captions = []
@@ -199,16 +201,20 @@ class StandIns:
                 folder = self.data / "pictures" / split / kind
                 folder.mkdir(parents=True, exist_ok=True)
                 for i in range(ROWS // 2):
-                    Image.fromarray(noise.integers(0, 255, (72, 72, 3), dtype=np.uint8)).save(folder / f"{i}.png")
+                    Picture.fromarray(noise.integers(0, 255, (72, 72, 3), dtype=np.uint8)).save(folder / f"{i}.png")
         captioned = self.data / "captioned"
         captioned.mkdir(exist_ok=True)
         for i in range(ROWS // 4):
-            Image.fromarray(noise.integers(0, 255, (512, 512, 3), dtype=np.uint8)).save(captioned / f"{i}.png")
+            Picture.fromarray(noise.integers(0, 255, (512, 512, 3), dtype=np.uint8)).save(captioned / f"{i}.png")
             captions.append({"file_name": f"{i}.png", "text": self.paragraph(i)[:60]})
         (captioned / "metadata.jsonl").write_text("\n".join(map(json.dumps, captions)))
-        for place in ("examples/data", "pl/examples/fabric/image_classifier/data"):
-            if (self.clones / place.split("/")[0]).is_dir():
-                self._mnist(self.clones / place / "MNIST" / "raw", noise)
+        self._mnist(self.data / "MNIST" / "raw", noise)
+        asked = [{"images": [str(self.data / f"pictures/train/cat/{i}.png")],
+                  "texts": [{"user": self.paragraph(i)[:60], "assistant": self.paragraph(i + 1)[:200]}]}
+                 for i in range(ROWS // 2)]  # fmt: skip
+        turn = {"user": Value("string"), "assistant": Value("string")}
+        features = Features({"images": List(Image()), "texts": List(turn)})
+        Dataset.from_list(asked, features=features).to_parquet(str(self.data / "questions.parquet"))
 
     def _mnist(self, folder: Path, noise: np.random.Generator) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -268,11 +274,15 @@ class StandIns:
             (chapters / place / "middlemarch.txt").write_text((self.text * 4)[:1_800_000])
 
     def pytorch(self) -> None:
-        """WikiText for the word-level model."""
+        """WikiText for the word-level model, MNIST, the web's text for torchtitan."""
         folder = self.clones / "examples/word_language_model/data/wikitext-2"
         folder.mkdir(parents=True, exist_ok=True)
         for split, characters in (("train", 60_000), ("valid", 20_000), ("test", 20_000)):
             (folder / f"{split}.txt").write_text(self.text[:characters])
+        shutil.copytree(self.data / "MNIST", self.clones / "examples/data/MNIST", dirs_exist_ok=True)
+        crawled = self.clones / "torchtitan-v0.2.2/tests/assets/c4_test"
+        crawled.mkdir(parents=True, exist_ok=True)
+        (crawled / "data.json").write_text("\n".join(json.dumps({"text": each}) for each in self.paragraphs))
 
     def lightning(self) -> None:
         """WikiText for the two language models."""
@@ -332,6 +342,21 @@ class StandIns:
             model = Qwen2ForCausalLM(Qwen2Config(**{k: v for k, v in QWEN2.items() if k != "dtype"}))
         without_values({k: v for k, v in model.to(torch.bfloat16).state_dict().items() if k != "lm_head.weight"},
                        folder / "model.safetensors")  # fmt: skip
+
+    def nanovlm(self) -> None:
+        """The two models of nanoVLM, which it reads by itself."""
+        from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, SiglipVisionModel
+
+        looks = SiglipVisionConfig(image_size=512, patch_size=16)
+        speaks = LlamaConfig(**{k: v for k, v in SMOLLM2_360M.items() if k != "dtype"})
+        with torch.device("meta"):
+            models = {
+                "google/siglip2-base-patch16-512": SiglipVisionModel(looks),
+                "HuggingFaceTB/SmolLM2-360M-Instruct": LlamaForCausalLM(speaks).to(torch.bfloat16),
+            }
+        for name, model in models.items():
+            folder = self.model(name, model.config.to_dict())
+            without_values(model.state_dict(), folder / "model.safetensors")
 
     def stable_diffusion(self) -> None:
         """Stable Diffusion 1's folder, and its decoder under a name of the hub."""

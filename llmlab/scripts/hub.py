@@ -26,6 +26,7 @@ from .missing import GIVE
 REVISION = "0" * 40
 # The names that these models had on the hub, and have now.
 MOVED = {name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
+FEW_TOKENS = 256  # a tokenizer with fewer cannot write every byte: it has its special tokens alone
 WEIGHTS = (".safetensors", ".bin", ".index.json")
 
 
@@ -62,9 +63,13 @@ def models_by_name(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
         constants = sys.modules.get("huggingface_hub.constants")
         if constants is not None:  # it has read the environment
             stack.enter_context(mock.patch.multiple(constants, HF_HUB_CACHE=folder, HF_HUB_OFFLINE=True))
+        old = sys.modules.get("transformers.utils.hub")  # of transformers 4, which has read the environment too
+        if hasattr(old, "TRANSFORMERS_CACHE"):
+            stack.enter_context(mock.patch.object(old, "TRANSFORMERS_CACHE", folder))
         hooks: dict[str, Callable[[], Any]] = {
             "transformers.modeling_utils": lambda: stack.enter_context(_weights_made(Path(folder))),
             "transformers.tokenization_utils_base": lambda: stack.enter_context(_tokenizers_with_files()),
+            "kernels": lambda: stack.enter_context(_no_kernels()),
         }
         stack.enter_context(on_import(hooks))
         yield
@@ -136,11 +141,25 @@ def _tokenizers_with_files() -> Iterator[None]:
     def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
         tokenizer = real(cls, name, *args, **kwargs)
         files = tokenizer.vocab_files_names
-        if files and all(tokenizer.init_kwargs.get(each) is None for each in files):
+        read = [each for each in files if tokenizer.init_kwargs.get(each) is not None]  # some classes forget it
+        if files and not read and len(tokenizer) < FEW_TOKENS:
             raise NotAvailable(f"the tokenizer of {name}: {' or '.join(files.values())} is not here; {GIVE}")
         return tokenizer
 
     with mock.patch.object(PreTrainedTokenizerBase, "from_pretrained", classmethod(from_pretrained)):
+        yield
+
+
+@contextmanager
+def _no_kernels() -> Iterator[None]:
+    """Refuse the compiled kernels of the hub."""
+    import kernels
+
+    def get_kernel(name: str, *args: Any, **kwargs: Any) -> Any:
+        why = "a kernel that the hub has compiled runs on a GPU alone; give the script PyTorch's own operators"
+        raise NotAvailable(f"kernels.get_kernel({name!r}): {why}")
+
+    with mock.patch.object(kernels, "get_kernel", get_kernel):
         yield
 
 

@@ -48,9 +48,9 @@ def refused(error: BaseException) -> NotAvailable | None:
     errors = list(chain(error))
     said = " ".join(str(error).split())
     if any(type(each).__name__ in NOT_ON_HUB or any(words in str(each) for words in SAID_OF_HUB) for each in errors):
-        return NotAvailable(f"{said}; {GIVE}{_line(error)}")
+        return NotAvailable(f"{said}; {GIVE}{script_line(error)}")
     if any(_is_network(each) for each in errors):
-        return NotAvailable(f"{_address(errors) or said}: {FETCH}{_line(error)}")
+        return NotAvailable(f"{_address(errors) or said}: {FETCH}{script_line(error)}")
     return None
 
 
@@ -76,7 +76,7 @@ def _address(errors: list[BaseException]) -> str | None:
     return next(filter(URL.fullmatch, texts), None) or next(hosts, None)
 
 
-def _line(error: BaseException) -> str:
+def script_line(error: BaseException) -> str:
     """Return the line of the script that asked, in parentheses; nothing where no file of the user's is on the way."""
     frames = [summary for each in chain(error) for summary in traceback.extract_tb(each.__traceback__)]
     for frame in reversed(frames):

@@ -20,8 +20,9 @@ from ..base.errors import NotAvailable, ScriptFailed
 from .command import Command
 from .data import data_by_name
 from .hub import models_by_name
-from .missing import chain, refused
+from .missing import chain, refused, script_line
 from .nvidia_smi import nvidia_smi
+from .processes import Processes
 from .report import ScriptReport
 from .watch import INTERRUPTED, RAN_OUT_OF_MEMORY, Conditions, Enough, Watch, is_out_of_memory, watched
 from .written_files import WrittenFiles
@@ -45,9 +46,11 @@ def run_script(
     simulated, or asks for what is not here, and ScriptFailed where it fails by itself.
     """
     with mock.patch.dict(os.environ, script.environment), watched(where, on_step) as watch:
+        processes = Processes(watch.sim)
         try:
             with (
-                models_by_name(configs), data_by_name(data), nvidia_smi(where.gpu), WrittenFiles(folder).patched(),
+                models_by_name(configs), data_by_name(data), nvidia_smi(where.gpu),
+                WrittenFiles(folder).patched(), processes.followed(),
             ):  # fmt: skip
                 _execute(script)
         except Enough:
@@ -60,6 +63,7 @@ def run_script(
                 if not is_out_of_memory(error) and not (isinstance(error, SystemExit) and watch.sim.out_of_memory):
                     raise _verdict(script, error) from None
                 watch.ended = RAN_OUT_OF_MEMORY  # also where the script, or what runs it, caught the error to say so
+        watch.elsewhere = processes.taken
         on_end(watch)
         return watch.report(str(script))
 
@@ -95,7 +99,7 @@ def _said(error: BaseException) -> NotAvailable | None:
 
     for each in chain(error):
         if isinstance(each, NotAvailable):
-            return each
+            return each if ", line " in str(each) else NotAvailable(f"{each}{script_line(each)}")
         if isinstance(each, TypeError) and Unknown.__name__ in str(each):  # torch's, of a size
             line = traceback.extract_tb(each.__traceback__)[-1]
             return NotAvailable(f"{each}: {WAY_ROUND} ({os.path.basename(line.filename)}, line {line.lineno})")
