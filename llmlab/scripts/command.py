@@ -116,6 +116,8 @@ def _accelerate(words: Sequence[str]) -> Command:
     else:
         _, environment = environments.prepare_simple_launcher_cmd_env(args)
     changed = {name: value for name, value in environment.items() if before.get(name) != value}
+    if total == 1:  # it starts no ranks
+        return _launched(args, args.module, None, None, changed)
     return _launched(args, args.module, nodes, max(1, total // nodes), changed)
 
 

@@ -11,7 +11,8 @@ pytest.importorskip("transformers")
 
 from llmlab.base.errors import SpecError
 from llmlab.cli import main as cli
-from llmlab.scripts.hub import read_configs, refused
+from llmlab.scripts.hub import read_configs
+from llmlab.scripts.missing import refused
 from llmlab.specs.model import model as find_model
 
 TINY = {
@@ -78,6 +79,14 @@ def test_a_name_that_is_nowhere_is_refused_with_what_to_give(home):
     result = run("load.py", "nobody/nothing")
     assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.stderr
     assert "downloads nothing" in result.stderr and "--config NAME=config.json" in result.stderr
+
+
+def test_a_tokenizer_without_its_files_is_refused(home):
+    asked = "AutoTokenizer.from_pretrained('Qwen/Qwen3-0.6B')"
+    (home / "load.py").write_text(f"from transformers import AutoTokenizer\n{asked}")
+    result = run("load.py")
+    assert result.exit_code == 2 and "the tokenizer of Qwen/Qwen3-0.6B: " in result.stderr, result.stderr
+    assert "load.py, line 2)" in result.stderr
 
 
 def test_other_errors_are_the_script_s():

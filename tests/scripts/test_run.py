@@ -164,6 +164,84 @@ def test_exit_codes_of_its_own(script):
     assert result.exit_code == 2 and "sys.exit(3)" in result.stderr
 
 
+def test_what_the_script_caught_before_it_ended_itself_is_what_ended_it(script):
+    """Hydra and their like show an error and exit."""
+    body = "try: torch.randn(4, device='cuda').nonzero()\nexcept Exception: sys.exit(1)"
+    result = run("--gpu", "T4", script(body))
+    assert result.exit_code == 2 and "nonzero" in result.stderr and "(train.py, line 11)" in result.stderr
+    result = run("--gpu", "T4", script("try: 1 / 0\nexcept Exception: sys.exit(1)"))
+    assert result.exit_code == 2 and "ZeroDivisionError" in result.stderr
+
+
+def test_a_refusal_that_the_script_caught_is_told(script):
+    body = "try: torch.randn(4, device='cuda').nonzero()\nexcept Exception: pass\n"
+    found = answer("--gpu", "A100-40GB", script(body + "step()"))
+    assert found["outcome"] == "fits" and any("caught what is not simulated" in note for note in found["notes"])
+    result = run("--gpu", "T4", "--json", script(body))
+    assert result.exit_code == 2 and json.loads(result.stdout)["outcome"] == "unknown"  # nothing was trained
+
+
+def test_what_comes_after_the_last_step_is_no_longer_the_run_s(script):
+    body = "try:\n    while True: step()\nfinally: 1 / 0"
+    assert answer("--gpu", "A100-40GB", "--steps", 1, script(body))["steps"] == 1
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_processes_of_the_script_s_own_have_the_card_and_are_told(script, method):
+    body = f"""
+import multiprocessing
+def work(queue): queue.put(torch.ones(1 << 20, device="cuda").numel())
+if __name__ == "__main__":
+    context = multiprocessing.get_context("{method}")
+    queue = context.Queue()
+    process = context.Process(target=work, args=(queue,))
+    process.start(); print(queue.get()); process.join()
+"""
+    result = run("--gpu", "A100-40GB", "--json", script(body))
+    found = json.loads(result.stdout)
+    assert (result.exit_code, found["outcome"]) == (2, "unknown")  # all of the work was elsewhere
+    assert any("Processes that the script started" in note for note in found["notes"]) and "1048576" in result.stderr
+
+
+def test_nvidia_smi_names_the_card_and_has_no_driver(script):
+    body = """
+import subprocess
+print(subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=True).stdout)
+assert subprocess.run(["nvidia-smi", "--query-gpu=memory.used"], capture_output=True).returncode == 9
+step()
+"""
+    result = run("--gpu", "T4", script(body))
+    assert result.exit_code == 0 and result.stdout.startswith("NVIDIA-SMI T4, "), result.stderr
+
+
+def test_one_rank_of_a_launcher_is_a_group(script):
+    body = "import torch.distributed as dist\ndist.init_process_group('nccl')\nprint(dist.get_world_size())\nstep()"
+    name = script(body)
+    result = run("--gpu", "A100-40GB", "torchrun", "--nproc_per_node", 1, name)
+    assert result.exit_code == 0 and result.stdout.startswith("1\n"), result.stderr
+    result = run("--gpu", "A100-40GB", name)
+    assert result.exit_code == 2 and "--world-size" in result.stderr
+
+
+def alone(*words):
+    """Run in a process of its own."""
+    line = [sys.executable, "-m", "llmlab.cli.main", "run", "--json", "--gpu", "A100-40GB", *words]
+    return subprocess.run(line, capture_output=True, text=True, check=False)
+
+
+def test_only_the_answer_is_on_stdout(script):
+    body = "import atexit\natexit.register(print, 'last words')\nos.system('echo a process')\nstep()"
+    name = script(body)
+    done = alone(name)
+    assert json.loads(done.stdout)["steps"] == 1
+    assert all(words in done.stderr for words in ("last words", "a process"))
+
+
+def test_a_script_that_catches_everything_is_ended(script):
+    done = alone("--steps", "1", script("while True:\n    try: step()\n    except: pass"))
+    assert done.returncode == 0 and json.loads(done.stdout)["steps"] == 21
+
+
 def test_an_interrupt_shows_the_peak_so_far(script):
     result = run("--gpu", "A100-40GB", "--json", script("step(); raise KeyboardInterrupt"))
     found = json.loads(result.stdout)

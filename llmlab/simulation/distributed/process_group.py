@@ -94,7 +94,7 @@ def _init_process_group(card: Card, parameters: HostParameters, stack: ExitStack
         if world_size <= 0 and "WORLD_SIZE" not in os.environ:
             raise located(NotAvailable(
                 f"torch.distributed.init_process_group({backend!r}): how many ranks there are was not said; open the "
-                "block with lab.simulator(gpu, world_size=8)"
+                "block with lab.simulator(gpu, world_size=8), or llmlab run with --world-size 8"
             ))  # fmt: skip
         size = world_size if world_size > 0 else int(os.environ["WORLD_SIZE"])
         rank = rank if rank >= 0 else int(os.environ.get("RANK", 0))
