@@ -56,7 +56,11 @@ def follow(func: Any, args: tuple, kwargs: dict[str, Any], out: Any, limit: int)
     `limit`: elements of a floating-point tensor that is followed; of several outputs it is SMALL.
     """
     if type(out) is FakeTensor:
-        if args and out is args[0]:
+        if func is aten.isnan.default and known(args[0]) is None and out.numel() <= VALUES_LIMIT:
+            # What the card computes is finite.
+            with disable_current_modes():
+                know(out, torch.zeros(tuple(out.shape), dtype=torch.bool))
+        elif args and out is args[0]:
             _follow_change(func, args, kwargs)
         elif is_followed(out, limit):
             _follow_value(func, args, kwargs, out)
