@@ -156,3 +156,40 @@ def test_anomaly_detection_finds_none(tokens):
     x = torch.randn(4, device="cuda", requires_grad=True)
     with torch.autograd.detect_anomaly(check_nan=True):
         (x * 2).sum().backward()
+
+
+def table(rows=4096):
+    return torch.outer(torch.arange(rows).float(), torch.rand(32)).cos()
+
+
+def test_a_large_tensor_of_the_host_is_known_on_the_card_and_not_copied():
+    with simulator("T4"):
+        host = table()
+        module = nn.Module()
+        module.register_buffer("angles", host)
+        module.cuda()
+        assert module.angles[0, 0] != 0 and module.angles[0, 0].item() == 1.0
+        assert module.angles[100:200].cpu()[3, 3].item() == host[103, 3].item()
+        assert module.angles.max().item() == host.max().item()
+
+
+@pytest.mark.parametrize("write", [
+    lambda host, card: host.zero_(), lambda host, card: card.zero_(), lambda host, card: card[0].add_(1),
+])  # fmt: skip
+def test_it_is_unknown_once_either_side_was_written_to(write):
+    with simulator("T4"):
+        host = table()
+        card = host.cuda()
+        row = card[0]
+        write(host, card)
+        assert str(card[0, 0].item()) == "?" and str(row[0].item()) == "?"
+
+
+def test_a_write_on_the_card_leaves_the_host_as_it_is():
+    with simulator("T4"):
+        host = table()
+        before = host.clone()
+        card = host.cuda()
+        card[0, :4].fill_(7.0)
+        card.mul_(2)
+        assert torch.equal(host, before)
