@@ -133,7 +133,8 @@ def _progress() -> Iterator[Callable[[Watch], None]]:
         def on_step(watch: Watch) -> None:
             if status:
                 allocated, reserved = show_bytes(watch.sim.peak_allocated), show_bytes(watch.sim.peak_reserved)
-                status.update(f"{watch.steps} optimizer steps, peak {allocated} allocated, {reserved} reserved")
+                done = f"{watch.steps} optimizer steps, {watch.passes} backward passes"
+                status.update(f"{done}, peak {allocated} allocated, {reserved} reserved")
 
         yield on_step
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import wraps
 from statistics import median
 from typing import Any
+from unittest import mock
 
 from ..base.errors import SpecError, check_counts
 from ..base.terms import PARTS, Outcome
@@ -30,8 +33,8 @@ class Conditions:
     """The machine that is simulated, and when to end.
 
     `world_size`: the ranks, of which this is rank 0. `steps`: the optimizer steps after which the code ends, None for
-    its own end. `limit`: the bytes that the process may take of the card, None for all. `assume` is that of
-    `lab.simulator`. `roomy` gives the card more memory than any code takes.
+    its own end; of code without an optimizer, backward passes. `limit`: the bytes that the process may take of the
+    card, None for all. `assume` is that of `lab.simulator`. `roomy` gives the card more memory than any code takes.
 
     Raises SpecError for numbers that cannot be.
     """
@@ -52,7 +55,7 @@ class Conditions:
 
 @contextmanager
 def watched(where: Conditions, on_step: Callable[[Watch], None] = lambda watch: None) -> Iterator[Watch]:
-    """Simulate the card of `where` until the block ends; `on_step` is called after each optimizer step."""
+    """Simulate the card of `where` until the block ends; `on_step` is called after each step and backward pass."""
     card = replace(where.gpu, memory=ROOMY) if where.roomy else where.gpu
     with simulator(card, assume=where.assume, world_size=where.world_size if where.world_size > 1 else None) as sim:
         watch = Watch(sim, where, on_step)
@@ -66,19 +69,40 @@ class Watch:
     def __init__(self, sim: Simulator, where: Conditions, on_step: Callable[[Watch], None]) -> None:
         self.sim, self.where, self.on_step = sim, where, on_step
         self.steps, self.ended = 0, RAN_TO_ITS_END
+        self.passes = 0  # backward, of which a step has as many as micro-batches
         self._seconds: list[float] = []
+        self._has_optimizer = False
 
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count the steps of every optimizer until the block ends, and time what runs from one to the next."""
+        import torch
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         handle = register_optimizer_step_post_hook(self._step)
         try:
-            with self.sim.operators() as self._operators:
+            passed = mock.patch.object(torch.autograd, "backward", self._passed(torch.autograd.backward))
+            with passed, self.sim.operators() as self._operators:
                 yield
         finally:
             handle.remove()
+
+    def _passed(self, real: Callable[..., None]) -> Callable[..., None]:
+        """torch.autograd.backward, counted: a script without an optimizer has no other steps."""
+
+        @wraps(real)
+        def backward(*args: Any, **kwargs: Any) -> None:
+            real(*args, **kwargs)
+            self.passes += 1
+            self.on_step(self)
+            if self.steps or self.where.steps is None or self.passes < self.where.steps:
+                return
+            self._has_optimizer = self._has_optimizer or _an_optimizer_exists()
+            if not self._has_optimizer:
+                self.ended = f"was ended after {self.passes} backward passes: it has no optimizer to count steps of"
+                raise Enough
+
+        return backward
 
     def _step(self, *_: Any) -> None:
         self.steps += 1
@@ -124,6 +148,12 @@ class Watch:
             by_module=timeline.modules,
             notes=tuple(notes),
         )
+
+
+def _an_optimizer_exists() -> bool:
+    from torch.optim import Optimizer
+
+    return any(issubclass(type(each), Optimizer) for each in gc.get_objects())
 
 
 def _by_category(modules: Mapping[str, Mapping[str, int]]) -> dict[str, int]:

@@ -193,3 +193,18 @@ def test_a_write_on_the_card_leaves_the_host_as_it_is():
         card[0, :4].fill_(7.0)
         card.mul_(2)
         assert torch.equal(host, before)
+
+
+def test_what_scripts_ask_of_cuda_besides_memory_has_an_answer():
+    with simulator("A100-80GB"):
+        found = torch.cuda.get_device_properties(0)
+        assert found.shared_memory_per_multiprocessor == 164 * 1024 and found.max_threads_per_multi_processor == 2048
+        assert str(found.L2_cache_size) == "?" and len(torch.cuda.nccl.version()) == 3
+        torch.backends.cuda.preferred_linalg_library("cusolver")
+        torch.backends.cuda.preferred_blas_library("cublas")
+        with torch.autograd.profiler.emit_nvtx():
+            assert torch.cuda.Stream(priority=torch.cuda.Stream.priority_range()[1]).query()
+        with pytest.raises(NotAvailable, match="cublaslt"):
+            torch.backends.cuda.preferred_blas_library("cublaslt")
+        with pytest.raises(NotAvailable, match="graphs are not simulated"):
+            torch.cuda.graph_pool_handle()

@@ -1,8 +1,9 @@
 """Placeholders for values read from the simulated card, and the errors where a placeholder will not do.
 
 Tensors on the card have no values. What a script only shows, stores or compares with a bound is a placeholder, 1.0 for
-floats and 0 for whole numbers, or what the user assumes; a comparison says so once at its line. What would decide a
-shape raises NotAvailable, with the line of the script.
+floats, 0 for whole numbers and False for flags, or what the user assumes; a comparison says so once at its line, and
+assertions hold. What would decide a shape raises NotAvailable, with the line of the script: of a plain `int(x)` the
+source says what becomes of it (uses.py).
 """
 
 from __future__ import annotations
