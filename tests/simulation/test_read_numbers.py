@@ -208,3 +208,9 @@ def test_what_scripts_ask_of_cuda_besides_memory_has_an_answer():
             torch.backends.cuda.preferred_blas_library("cublaslt")
         with pytest.raises(NotAvailable, match="graphs are not simulated"):
             torch.cuda.graph_pool_handle()
+
+
+def test_what_the_host_has_no_kernel_for_is_not_followed():
+    with simulator("A100-80GB"):
+        x = torch.ones(4, 4, device="cuda", dtype=torch.bfloat16)
+        assert str(torch.mm(x, x, out_dtype=torch.float32)[0, 0].item()) == "?"
