@@ -188,7 +188,8 @@ def _progress() -> Iterator[Callable[[Watch], None]]:
 
         def on_step(watch: Watch) -> None:
             allocated, reserved = show_bytes(watch.sim.peak_allocated), show_bytes(watch.sim.peak_reserved)
-            shown.update(text=f"{watch.steps} optimizer steps, peak {allocated} allocated, {reserved} reserved")
+            done = f"{watch.steps} optimizer steps, {watch.passes} backward passes"
+            shown.update(text=f"{done}, peak {allocated} allocated, {reserved} reserved")
 
         yield on_step
 

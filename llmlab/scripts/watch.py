@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import wraps
 from statistics import median
 from typing import Any
 from unittest import mock
@@ -33,8 +35,9 @@ class Conditions:
     """The machine that is simulated, and when to end.
 
     `world_size`: the ranks that a launcher starts, of which this is rank 0; None without one. `steps`: the optimizer
-    steps after which the code ends, None for its own end. `limit`: the bytes that the process may take of the card,
-    None for all. `assume` is that of `lab.simulator`. `roomy` gives the card more memory than any code takes.
+    steps after which the code ends, None for its own end; of code without an optimizer, backward passes. `limit`: the
+    bytes that the process may take of the card, None for all. `assume` is that of `lab.simulator`. `roomy` gives the
+    card more memory than any code takes.
 
     Raises SpecError for numbers that cannot be.
     """
@@ -59,7 +62,7 @@ class Conditions:
 
 @contextmanager
 def watched(where: Conditions, on_step: Callable[[Watch], None] = lambda watch: None) -> Iterator[Watch]:
-    """Simulate the card of `where` until the block ends; `on_step` is called after each optimizer step."""
+    """Simulate the card of `where` until the block ends; `on_step` is called after each step and backward pass."""
     card = replace(where.gpu, memory=ROOMY) if where.roomy else where.gpu
     with simulator(card, assume=where.assume, world_size=where.world_size) as sim:
         watch = Watch(sim, where, on_step)
@@ -73,19 +76,23 @@ class Watch:
     def __init__(self, sim: Simulator, where: Conditions, on_step: Callable[[Watch], None]) -> None:
         self.sim, self.where, self.on_step = sim, where, on_step
         self.steps, self.ended = 0, RAN_TO_ITS_END
+        self.passes = 0  # backward, of which a step has as many as micro-batches
         self.refused: str | None = None  # what was not simulated, if the script asked for some
         self.elsewhere: list[int] = []  # bytes that processes of the script's own took of the card
         self._seconds: list[float] = []
         self._stepping: list[Any] = []  # optimizers, each inside the one before it
+        self._has_optimizer = False
 
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count the steps of every optimizer until the block ends, and time what runs from one to the next."""
+        import torch
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
         handles = register_optimizer_step_pre_hook(self._begin), register_optimizer_step_post_hook(self._step)
         try:
-            with self.sim.operators() as self._operators, self._refusals():
+            passed = mock.patch.object(torch.autograd, "backward", self._passed(torch.autograd.backward))
+            with passed, self.sim.operators() as self._operators, self._refusals():
                 yield
         finally:
             for handle in handles:
@@ -103,6 +110,23 @@ class Watch:
 
         with mock.patch.object(NotAvailable, "__init__", noting):
             yield
+
+    def _passed(self, real: Callable[..., None]) -> Callable[..., None]:
+        """torch.autograd.backward, counted: a script without an optimizer has no other steps."""
+
+        @wraps(real)
+        def backward(*args: Any, **kwargs: Any) -> None:
+            real(*args, **kwargs)
+            self.passes += 1
+            self.on_step(self)
+            if self.steps or self.where.steps is None or self.passes < self.where.steps:
+                return
+            self._has_optimizer = self._has_optimizer or _an_optimizer_exists()
+            if not self._has_optimizer:
+                self.ended = f"was ended after {self.passes} backward passes: it has no optimizer to count steps of"
+                raise Enough
+
+        return backward
 
     def _begin(self, optimizer: Any, *_: Any) -> None:
         if optimizer in self._stepping:  # its last step raised an error
@@ -170,6 +194,12 @@ class Watch:
             by_module=timeline.modules,
             notes=tuple(notes),
         )
+
+
+def _an_optimizer_exists() -> bool:
+    from torch.optim import Optimizer
+
+    return any(issubclass(type(each), Optimizer) for each in gc.get_objects())
 
 
 def _makes_states() -> bool:

@@ -148,7 +148,7 @@ def simulator(gpu: GPU | str, *, assume: float | None = None, world_size: int | 
     and tensors on the host that such values are written to, it is 1.0, or 0 for integers, with a warning once for each
     line. `assume=2.5` makes every single number that is read 2.5 (2, True) and every time between two events, without
     a word. Known, and followed: integers and masks that come from the host or from torch.arange and its like, token ids
-    that torch.randint draws on the card, up to 1024 floats, and what collectives make of them. What these size
+    that torch.randint draws on the card, floats of the host, and what collectives make of them. What these size
     (x[mask], nonzero, repeat_interleave) is right; what the card's own results would size raises NotAvailable, with the
     operator and the line.
 

@@ -325,3 +325,23 @@ assert get_optimizer_state_dict(model, optimizer)["state"]
 step()
 """
     assert answer("--gpu", "A100-40GB", script(rest))["steps"] == 1
+
+
+BY_HAND = """
+for i in range(50):
+    (model(torch.randn(64, 256, device="cuda")).square().mean()).backward()
+    for p in model.parameters():
+        p.data.add_(p.grad, alpha=-0.1)
+        p.grad = None
+"""
+
+
+def test_a_script_without_an_optimizer_ends_after_as_many_backward_passes(script):
+    found = answer("--gpu", "T4", "--steps", "3", script(BY_HAND, MODEL.replace("optimizer = ", "# ")))
+    assert "after 3 backward passes" in found["ended"] and found["outcome"] == "fits"
+
+
+def test_backward_passes_are_no_steps_where_an_optimizer_is(script):
+    name = script("for i in range(4): model(torch.randn(4, 256).cuda()).sum().backward()\nstep()")
+    found = answer("--gpu", "T4", "--steps", "1", name)
+    assert found["ended"] == "was ended after 1 optimizer step"

@@ -58,7 +58,7 @@ def test_integers_read_as_zero_with_a_warning_and_size_nothing(card):
     with pytest.raises(NotAvailable, match=r"test_user_scripts\.py, line"):
         range(token[0].item())
     with pytest.raises(NotAvailable, match=r"assume=1\.0"):
-        int(token[0])
+        range(int(token[0]))
 
 
 def test_a_script_keeps_the_best_loss(card):

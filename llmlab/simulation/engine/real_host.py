@@ -22,7 +22,7 @@ from ...base.compat import (
 from ...base.errors import NotAvailable
 from ..devices import GPU_DEVICE
 from ..values.collectives import exchange
-from ..values.known import SMALL, VALUES_LIMIT, is_followed, know, known
+from ..values.known import SMALL, VALUES_LIMIT, Loan, is_followed, know, known
 from ..values.placeholders import located, value_for, warn_of
 
 aten = torch.ops.aten
@@ -124,6 +124,8 @@ def as_fake(fake: FakeTensorMode, tensor: Tensor) -> Tensor:
         made = fake.from_tensor(tensor.detach())
     if not tensor.is_meta and (is_followed(tensor) or _is_mask(tensor)):
         know(made, tensor)
+    elif not (tensor.is_meta or tensor.is_inference()):  # of which nobody counts the changes
+        know(made, tensor, Loan(tensor))
     return made
 
 

@@ -15,6 +15,7 @@ from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+from uuid import UUID
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +31,21 @@ from ..capability import capability_of
 from ..card import Card
 from ..profile.snapshot import write_snapshot
 from ..streams import DEFAULT_STREAM, CUDAGraph, Event, Stream, nothing
-from ..values.placeholders import PLACEHOLDER, Unknown, located
+from ..values.placeholders import PLACEHOLDER, Unknown, Whole, located
 from .tensor_types import LEGACY_TYPES
 
 CUDA_VERSION = "13.0"  # of the wheels of torch 2.13
+NCCL_VERSION = (2, 29, 3)  # likewise: .ci/docker/ci_commit_pins/nccl.txt
+# By compute capability: KiB of shared memory of a multiprocessor and, at most, of a block; threads of a multiprocessor.
+# CUDA C++ Programming Guide, technical specifications per compute capability.
+LIMITS = {
+    (7, 0): (96, 96, 2048), (7, 5): (64, 64, 1024), (8, 0): (164, 163, 2048), (8, 6): (100, 99, 1536),
+    (8, 9): (100, 99, 1536), (9, 0): (228, 227, 2048), (10, 0): (228, 227, 2048), (12, 0): (100, 99, 1536),
+}  # fmt: skip
+UNTOLD = (  # properties that torch gives and no table here has
+    "L2_cache_size", "clock_rate", "memory_bus_width", "memory_clock_rate", "pci_bus_id", "pci_device_id",
+    "pci_domain_id",
+)  # fmt: skip
 SENSORS = ("utilization", "memory_usage", "temperature", "power_draw", "clock_rate")  # what NVML reads
 NEED_DRIVER = (
     "MemPool", "use_mem_pool", "CUDAPluggableAllocator", "change_current_allocator", "caching_allocator_alloc",
@@ -74,9 +86,11 @@ def cuda_api(card: Card) -> Iterator[None]:
         real_state = torch.set_rng_state
         for module in (torch, torch.random):
             put(module, {"set_rng_state": lambda state: None if isinstance(state, FakeTensor) else real_state(state)})
+        put(torch.cuda.nccl, {"version": lambda: NCCL_VERSION, "is_available": lambda tensors: True})
         put(torch.cuda.profiler, {"start": nothing, "stop": nothing})
         put(torch.accelerator, _accelerator(memory))
-        put(torch.backends.cuda, {"is_built": lambda: True, "is_flash_attention_available": lambda: True})
+        put(torch.backends.cuda, {"is_built": lambda: True, "is_flash_attention_available": lambda: True,
+                                  "preferred_linalg_library": nothing, "preferred_blas_library": _blas})  # fmt: skip
         put(torch.jit, {"trace": _unchecked(torch.jit.trace)})
         stack.enter_context(mock.patch.object(torch.version, "cuda", CUDA_VERSION))
         stack.enter_context(mock.patch.object(DataLoader, "_get_iterator", _one_process))
@@ -111,6 +125,7 @@ class _CudaDeviceProperties(SimpleNamespace):
 
 def _properties(gpu: GPU) -> _CudaDeviceProperties:
     major, minor = capability_of(gpu)
+    shared, of_a_block, threads = LIMITS[max(each for each in LIMITS if each <= (major, minor))]
     return _CudaDeviceProperties(
         name=device_name(gpu),
         major=major,
@@ -120,6 +135,13 @@ def _properties(gpu: GPU) -> _CudaDeviceProperties:
         warp_size=32,
         is_integrated=0,
         is_multi_gpu_board=0,
+        max_threads_per_multi_processor=threads,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_block=48 * 1024,
+        shared_memory_per_block_optin=of_a_block * 1024,
+        shared_memory_per_multiprocessor=shared * 1024,
+        uuid=str(UUID(int=0)),
+        **dict.fromkeys(UNTOLD, Whole(0)),
     )
 
 
@@ -165,6 +187,15 @@ def _device(card: Card) -> dict[str, Any]:
     }
 
 
+def _blas(backend: Any = None) -> None:
+    """torch.backends.cuda.preferred_blas_library; the workspaces are those of cuBLAS, torch's default."""
+    if backend is not None and str(backend).lower().rpartition(".")[2] not in ("default", "cublas"):
+        raise located(NotAvailable(
+            f"torch.backends.cuda.preferred_blas_library({backend!r}): products are simulated with cuBLAS, torch's "
+            "default on NVIDIA cards; go on without it, or lab.measure it"
+        ))  # fmt: skip
+
+
 def _is_capturing() -> bool:
     # SyncBatchNorm leaves ranks without a batch out by their counts, which a graph cannot read, and we neither.
     return sys._getframe(2).f_globals.get("__name__") == "torch.nn.modules._functions"
@@ -197,6 +228,8 @@ def _streams(card: Card) -> dict[str, Any]:
         "CUDAGraph": CUDAGraph,
         "graph": CUDAGraph,
         "make_graphed_callables": CUDAGraph,
+        "graph_pool_handle": CUDAGraph,
+        "ExternalStream": lambda stream_ptr, device=None, **known: Stream(device, stream_id=stream_ptr),
         "current_stream": lambda device=None: streams[engine.stream],
         "default_stream": lambda device=None: DEFAULT_STREAM,
         "set_stream": set_stream,
