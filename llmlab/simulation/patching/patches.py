@@ -16,7 +16,16 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from ...base.compat import VF, AutoDispatchBelowAutograd, DispatchKey, FakeTensor, FunctionalTensor, check, disable_current_modes, symbol
+from ...base.compat import (
+    VF,
+    AutoDispatchBelowAutograd,
+    DispatchKey,
+    FakeTensor,
+    FunctionalTensor,
+    check,
+    disable_current_modes,
+    symbol,
+)
 from ..capability import Capability
 from ..devices import GPU_DEVICE, HOST
 from ..engine.engine import Engine
