@@ -154,7 +154,7 @@ def simulator(gpu: GPU | str, *, assume: float | None = None, world_size: int | 
     buffers, which are not the allocator's. All ranks have this rank's values, and collectives
     make of those what they would.
 
-    torch.compile compiles, up to the kernels: what Inductor fuses, saves and makes again is its own choice for the card,
+    torch.compile compiles, up to the kernels: what Inductor fuses, saves and makes again is its choice for the card,
     and its buffers are the card's. That takes seconds for each graph, and Triton. A graph that cannot be compiled here
     runs eager, and a note names it; its autotuning and its CUDA graphs are left out, with a note.
 

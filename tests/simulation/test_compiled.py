@@ -51,57 +51,35 @@ def test_backward_of_a_pointwise_chain_needs_its_input_alone():
     assert taken(torch.compile(chain), x)[1] == 16 * MiB  # all is computed again from x
 
 
-class Block(nn.Module):
-    def __init__(self, width=64):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, x):
-        q = self.norm(x)
-        x = x + self.drop(F.scaled_dot_product_attention(q, q, q, is_causal=True))
-        return x + self.down(F.gelu(self.up(x)))
-
-
 class Model(nn.Module):
     def __init__(self, checkpointed=False):
         super().__init__()
-        self.embed, self.block, self.head = nn.Embedding(512, 64), Block(), nn.Linear(64, 512)
+        self.up, self.drop, self.down = nn.Linear(64, 256), nn.Dropout(0.1), nn.Linear(256, 64)
         self.checkpointed = checkpointed
 
-    def forward(self, tokens):
-        x = self.embed(tokens)[:, None]
-        if self.checkpointed:
-            x = torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=False)
-        else:
-            x = self.block(x)
-        return F.cross_entropy(self.head(x).flatten(0, -2).float(), tokens.flatten())
+    def layer(self, x):
+        return x + self.down(self.drop(F.gelu(self.up(x))))
+
+    def forward(self, x):
+        checkpoint = torch.utils.checkpoint.checkpoint
+        return (checkpoint(self.layer, x, use_reentrant=False) if self.checkpointed else self.layer(x)).square().mean()
 
 
-def trained(prepare, rows=(16, 16), **model):
-    """The simulator after a step under autocast for each of `rows`."""
+def trained(prepare, **model):
+    """The simulator after a step under autocast."""
     with simulator("A100-40GB") as sim, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = Model(**model).cuda()
         step = prepare(model)
-        optimizer = torch.optim.AdamW(model.parameters())
-        for count in rows:
-            with torch.autocast("cuda", torch.bfloat16):
-                loss = step(torch.randint(512, (count, 256)).cuda())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = step(torch.randn(64, 128, 64).cuda())
+        loss.backward()
     return sim
 
 
-def by_blocks(model):
-    model.block.compile()
-    return model
-
-
 def with_a_break(model):
-    def step(tokens):
-        loss = model(tokens)
+    def step(x):
+        loss = model(x)
         print(f"{loss.item():.3f}")  # Dynamo breaks the graph here
         return loss * 2
 
@@ -109,14 +87,14 @@ def with_a_break(model):
 
 
 def on_a_named_device(model):
-    def step(tokens):
-        assert tokens.is_cuda and tokens.device.type == "cuda" and torch.cuda.is_available()
-        return model(tokens + torch.zeros(tokens.shape, dtype=torch.int64, device="cuda").to("cuda:0"))
+    def step(x):
+        assert x.is_cuda and x.device.type == "cuda" and torch.cuda.is_available()
+        return model(x + torch.zeros(x.shape, device="cuda").to("cuda:0"))
 
     return torch.compile(step, fullgraph=True)
 
 
-@pytest.mark.parametrize("prepare", [torch.compile, by_blocks, with_a_break, on_a_named_device])
+@pytest.mark.parametrize("prepare", [with_a_break, on_a_named_device])
 def test_a_compiled_step_takes_less(prepare):
     sim = trained(prepare)
     assert not [note for note in sim.notes if "eager" in note]
@@ -127,11 +105,12 @@ def test_a_compiled_step_takes_less(prepare):
 def test_checkpointing_inside_draws_the_same_again():
     sim = trained(torch.compile, checkpointed=True)
     assert not [note for note in sim.notes if "eager" in note]
-    assert sim.peak_allocated <= trained(torch.compile).peak_allocated
+    assert sim.peak_allocated < trained(lambda model: model, checkpointed=True).peak_allocated
 
 
 def test_another_shape_is_compiled_anew():
-    assert trained(torch.compile, rows=(8, 16)).peak_allocated > trained(torch.compile, rows=(8, 8)).peak_allocated
+    function = torch.compile(chain)
+    assert taken(lambda x, y: [function(x), function(y)], torch.zeros(2, MiB), torch.zeros(3, MiB))[1] == 5 * 4 * MiB
 
 
 def test_what_inductor_cannot_compile_runs_eager_and_is_named(monkeypatch):
@@ -143,7 +122,7 @@ def test_what_inductor_cannot_compile_runs_eager_and_is_named(monkeypatch):
     monkeypatch.setattr(GraphLowering, "run", fails)
     sim, eager = trained(torch.compile), trained(lambda model: model)
     note = next(note for note in sim.notes if "ran eager" in note)
-    assert re.search(r"test_compiled\.py\", line \d+, in forward.*upper.*no lowering", note)
+    assert re.search(r"test_compiled\.py\", line \d+, in layer.*upper.*no lowering", note)
     assert sim.peak_allocated == eager.peak_allocated
 
 
@@ -171,7 +150,7 @@ def test_the_buffers_are_those_of_inductor_on_a_cpu():
 
 
 def test_lab_simulate_compiles():
-    config = {**lab.model("gpt2").config, "n_layer": 2, "vocab_size": 1024}
+    config = {**lab.model("gpt2").config, "n_layer": 1, "vocab_size": 1024}
     eager, compiled = (
         lab.simulate(config, Training(micro_batch=4, seq_len=256, precision="autocast-bf16", compile=choice), "A100")
         for choice in (False, True)
@@ -182,7 +161,7 @@ def test_lab_simulate_compiles():
 
 
 def test_nothing_of_it_stays():
-    trained(torch.compile, rows=(4,))
+    taken(torch.compile(chain), torch.zeros(2))
     from torch._dynamo.convert_frame import CatchErrorsWrapper
     from torch._inductor import compile_fx
 
