@@ -35,7 +35,7 @@ FSDP = "torch.distributed.fsdp._fully_shard."
 # By what is installed at once: by module or class, the names in it that are replaced or called.
 NAMES: dict[str, dict[str, str]] = {
     "torch": {
-        "torch": "Generator compile get_default_device get_rng_state load save tensor to_dlpack "
+        "torch": "Generator get_default_device get_rng_state load save tensor to_dlpack "
         "get_autocast_dtype get_autocast_gpu_dtype is_autocast_enabled set_autocast_dtype set_autocast_enabled",
         "torch.Tensor": "_make_subclass _make_wrapper_subclass _use_count _version record_stream",
         "torch.UntypedStorage": "_cdata data_ptr resize_",
@@ -46,7 +46,7 @@ NAMES: dict[str, dict[str, str]] = {
         "torch.autograd": "_engine_run_backward",
         "torch.autograd.graph": "save_on_cpu",
         "torch.library.Library": "_destroy",
-        "torch.nn.Module": "_apply compile",
+        "torch.nn.Module": "_apply",
         "torch.ops.aten.linear.default": "_op_dk _opname _overloadpacket _schema",
         "torch.optim.optimizer": "_foreach_supported_types _get_capturable_supported_devices "
         "_get_foreach_kernels_supported_devices",
@@ -81,7 +81,8 @@ NAMES: dict[str, dict[str, str]] = {
         "torch._inductor.fx_passes.joint_graph.UniformValueConstantFolder": "run",
         "torch._inductor.fx_passes.pad_mm": "can_pad hint_symbols is_mm_compute_bound should_pad",
         "torch._inductor.runtime.hints.DeviceProperties": "create",
-        "torch._inductor.utils": "is_big_gpu",
+        "torch._inductor.utils": "get_device_tflops get_gpu_dram_gbps",
+        "torch._functorch.config": "patch",
         "torch.utils._triton": "triton_hash_with_backend",
     },
     "torch.distributed": {
@@ -268,7 +269,8 @@ except AttributeError as error:
 __all__ = [
     "AutoDispatchBelowAutograd", "C", "DataDependentOutputException", "DisableTorchDispatch", "DisableTorchFunction",
     "DispatchKey", "DispatchKeySet", "DynamicOutputShapeException", "ELEMENTWISE_TYPE_PROMOTION_KIND",
-    "ExcludeDispatchKeyGuard", "FakeTensor", "FakeTensorMode", "FunctionalTensor", "GLOBAL_DEVICE_CONTEXT", "HigherOrderOperator",
+    "ExcludeDispatchKeyGuard", "FakeTensor", "FakeTensorMode", "FunctionalTensor", "GLOBAL_DEVICE_CONTEXT",
+    "HigherOrderOperator",
     "OpOverload", "OpOverloadPacket", "TorchDispatchMode", "UnsupportedOperatorException", "VF", "arg_tree_leaves",
     "check", "current_autograd_node", "current_graph_task_id", "disable_current_modes",
     "dispatch_get_registrations_for_dispatch_key", "dispatch_has_kernel_for_dispatch_key", "elementwise_dtypes",

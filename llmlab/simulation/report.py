@@ -44,6 +44,8 @@ from .patching.patches import fake_parameters, held_random_states
 from .profile.recording import StepRecording
 from .profile.timeline import by_module, peak_place
 
+EAGER_ON_CPU = "compile=True is simulated eager on a CPU: what a compiled step fuses away is counted."
+
 ROOMY = 2**50  # bytes: of a card on which nothing runs out
 
 # bitsandbytes computes the columns of outliers apart, in 16 bit; how many there are only values say.
@@ -150,6 +152,9 @@ def _steps(
     if isinstance(run, Inference):
         shapes = [(run.batch, run.prompt_len)]
     else:
+        if run.compile and engine.gpu is None:
+            run = replace(run, compile=False)
+            engine.remark(EAGER_ON_CPU)
         shapes = [(run.micro_batch, run.seq_len)] * run.accumulation
     inputs = [torch.empty(shape, dtype=torch.int64, device="meta") for shape in shapes]
     recording.enter("load")

@@ -162,12 +162,14 @@ def simulator(gpu: GPU | str, *, assume: float | None = None, world_size: int | 
     buffers, which are not the allocator's. All ranks have this rank's values, and collectives
     make of those what they would.
 
-    torch.compile compiles up to the kernels: Inductor says what is fused, saved and made again, and its buffers are
-    taken from the card, for which it needs Triton and some seconds for each graph. What cannot be compiled here runs
-    eager, and a note names it. Not simulated: CUDA graphs, max-autotune, kernels compiled for the card, DeepSpeed's
-    engine (all are refused), cuDNN's workspaces, which belong to the algorithm it picks,
-    LSTM and GRU as one cuDNN kernel (a note says so), packed sequences, and time: events give "?", and so do the card's
-    sensors. Triton's kernels are launched and do nothing: they write into tensors that they are given.
+    torch.compile compiles, up to the kernels: what Inductor fuses, saves and makes again is its choice for the card,
+    and its buffers are the card's. That takes seconds for each graph, and Triton. A graph that cannot be compiled here
+    runs eager, and a note names it; its autotuning and its CUDA graphs are left out, with a note.
+
+    Not simulated: CUDA graphs, kernels compiled for the card, DeepSpeed's engine (all are refused), cuDNN's workspaces,
+    which belong to the algorithm it picks, LSTM and GRU as one cuDNN kernel (a note says so), packed sequences, and
+    time: events give "?", and so do the card's sensors. Triton's kernels are launched and do nothing: they write into
+    tensors that they are given.
     A DataLoader's workers run in this thread. Streams have blocks of their own, but backward runs on the stream that is
     current when it is called. Parameters on the host have no values either. Names bound before the block, as by `from
     torch.cuda import is_available`, stay what they were. Names that a module first imported inside it took are torch's

@@ -45,7 +45,7 @@ REFUSED: dict[str, Callable[[], Any]] = {  # by what the error names
 }
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention", "ignore:torch.compile is simulated eager")
+@pytest.mark.filterwarnings("ignore:flex_attention")
 @pytest.mark.parametrize("named", REFUSED)
 def test_what_needs_a_gpu_is_refused_with_its_name_the_line_and_the_way_round(card, named):
     with pytest.raises(NotAvailable, match=named) as raised:

@@ -19,7 +19,7 @@ import torch
 from torch.fx import GraphModule
 from torch.nn.modules import module as modules
 
-from ...base.compat import FakeTensor, FakeTensorMode, check, symbol
+from ...base.compat import FakeTensor, FakeTensorMode, check, disable_current_modes, symbol
 from ..card import Card
 from ..devices import GPU_DEVICE
 from ..streams import nothing
@@ -54,7 +54,7 @@ def dynamo_on(card: Card) -> Iterator[None]:
 
     def converted(self: Any, frame: Any, *args: Any) -> Any:
         try:
-            with tracing():
+            with disable_current_modes(), tracing():  # with DDP's buckets Dynamo leaves them on
                 return convert(self, frame, *args)
         except symbol("torch._dynamo.exc.InternalTorchDynamoError") as error:
             place = f"{frame.f_code.co_filename}:{frame.f_code.co_firstlineno}"

@@ -36,6 +36,8 @@ MEASURES = {"max_autotune": "max-autotune", "max_autotune_gemm": "max-autotune",
 # CUDA C++ Programming Guide, technical specifications per compute capability: the same from 7.0 on, but for threads.
 REGISTERS, THREADS_PER_BLOCK = 65536, 1024
 THREADS_PER_MULTIPROCESSOR = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
+PADDED = "Inductor measures whether to pad products with rows of no whole 16 B: here those that compute bounds are."
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 ALIGNMENT = 16  # bytes; torch/_inductor/utils.py
 
 
@@ -77,10 +79,10 @@ def inductor_on(card: Card) -> Iterator[None]:
         """pad_mm.should_pad, which measures whether rows of whole 16 B are faster: in 16 bit they are taken to be."""
         if not padding.can_pad(first, second, op, input) or first.itemsize != 2:
             return False
-        rows, inside, columns = padding.hint_symbols((first.shape[-2], first.shape[-1], second.shape[-1]))
-        padded = padding.is_mm_compute_bound(rows, inside, columns, first.dtype)
+        sizes = padding.hint_symbols((first.shape[-2], first.shape[-1], second.shape[-1]))
+        padded = padding.is_mm_compute_bound(*sizes, first.dtype)
         if padded:
-            remark(f"Inductor measures whether to pad a product of {rows} x {inside} x {columns}; it is padded here.")
+            remark(PADDED)
         return padded
 
     with ExitStack() as stack:

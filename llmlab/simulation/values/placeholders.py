@@ -73,7 +73,7 @@ def _outside(frame: FrameType | None) -> list[FrameType]:
     """Return `frame` and its callers that are neither torch's nor of this package."""
     found = []
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(OURS):
+        if not frame.f_code.co_filename.startswith((*OURS, "<eval_with_key>")):  # of torch.fx
             found.append(frame)
         frame = frame.f_back
     return found
