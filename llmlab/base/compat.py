@@ -62,8 +62,8 @@ NAMES: dict[str, dict[str, str]] = {
     "torch.distributed": {
         "torch._C": "_clear_DTensor_sharding_propagator_cache _get_accelerator",
         "torch.distributed": "init_process_group is_nccl_available",
-        "torch.distributed.distributed_c10d": "all_gather_object broadcast_object_list gather_object new_group "
-        "recv_object_list scatter_object_list send_object_list",
+        "torch.distributed.distributed_c10d": "_resolve_process_group all_gather_object broadcast_object_list "
+        "gather_object new_group recv_object_list scatter_object_list send_object_list",
         FSDP + "_fsdp_init": "_get_device_from_mesh _get_device_handle _get_managed_states",
         FSDP + "_fsdp_param": "_chunk_with_empty",
         FSDP + "_fsdp_param_group": "foreach_all_gather foreach_all_gather_copy_out foreach_reduce",
@@ -86,6 +86,9 @@ NAMES: dict[str, dict[str, str]] = {
         "torch.distributed.pipelining.stage": "InferenceMode _StageBackwardMeta _StageForwardMeta",
         "torch.distributed.pipelining.stage.PipelineStage": "_recv_meta _send_meta _warmup_backward_result "
         "_warmup_forward_vote",
+    },
+    "torch.nn.attention.flex_attention": {
+        "torch.nn.attention.flex_attention": "flex_attention_hop",
     },
     "torch.utils.cpp_extension": {"torch.utils.cpp_extension": "load load_inline"},
     "accelerate.state": {"accelerate.state.AcceleratorState": "_shared_state",

@@ -83,7 +83,9 @@ def _of_first(plans: list[Any], *options: Any) -> list[Any]:
 
 
 def _saved_now(saver: Any) -> Callable:
-    def async_save(state_dict: Any, *, async_checkpointer_type: Any = None, async_stager: Any = None, **where: Any) -> Any:
+    def async_save(
+        state_dict: Any, *, async_checkpointer_type: Any = None, async_stager: Any = None, **where: Any
+    ) -> Any:
         """torch.distributed.checkpoint.async_save, done when it returns."""
         done: Future = Future()
         done.set_result(saver.save(state_dict, **where))
@@ -96,6 +98,6 @@ def _saved_now(saver: Any) -> Callable:
 
 def _refused(self: Any, *args: Any, **kwargs: Any) -> None:
     raise located(NotAvailable(
-        "torch.distributed.checkpoint.HuggingFaceStorageWriter writes bytes of tensors, and those of the simulated card "
-        "have none; give the block FileSystemWriter"
+        "torch.distributed.checkpoint.HuggingFaceStorageWriter writes bytes of tensors, and those of the simulated "
+        "card have none; give the block FileSystemWriter"
     ))  # fmt: skip

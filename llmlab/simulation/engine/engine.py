@@ -36,7 +36,8 @@ from ...hardware.gpu import GPU
 from ...recording.events import Event
 from ..allocator.memory import AllocatorOutOfMemory, Memory
 from ..devices import GPU_DEVICE, HOST
-from ..values.collectives import exchange
+from ..values.collectives import COLLECTIVES, exchange
+from ..values.counts import BALANCED, BINS, balance, counts_of
 from ..values.known import SMALL, VALUES_LIMIT, follow, known, sized_by_value
 from ..values.placeholders import initializing, needs_values
 from ..workspaces.none import is_stated
@@ -94,6 +95,7 @@ class Engine(TorchDispatchMode):
         self.casts = device == HOST  # operands of more than one dtype are copied
         self.operator = None  # the one that runs
         self.compiles = False  # whether torch.compile was asked for
+        self.kernels: dict[Any, Callable[..., Any]] = {}  # by higher-order operator: its outputs, made by operators
         self.launches: Counter[str] = Counter()  # of Triton's kernels
         self.uncounted: dict[str, str] = {}  # by library: the first operator whose workspace is not counted
         self.notes: dict[str, None] = {}  # what was assumed, a sentence each
@@ -135,6 +137,9 @@ class Engine(TorchDispatchMode):
         if func is DEVICE_OF:
             return args[0].fake_device
         if isinstance(func, HigherOrderOperator):
+            if func in self.kernels:
+                with self:
+                    return self.kernels[func](*args, **(kwargs or {}))
             raise no_compiled_kernel(func)
         if self.defers and not self.defers.isdisjoint(types):
             return NotImplemented
@@ -176,8 +181,11 @@ class Engine(TorchDispatchMode):
             if "two" not in str(error) or str(GPU_DEVICE) not in str(error):
                 raise
             raise RuntimeError(str(error).replace(str(GPU_DEVICE), "cuda:0")) from None  # two devices do not mix
-        if func.namespace == "c10d":
-            exchange(func, args)
+        if func.namespace in COLLECTIVES:
+            exchange(func, args, op.out)
+        elif self._assumes and func in BINS and known(args[0]) is None:
+            balance(op.out, args[0].numel())
+            self.notes[BALANCED] = None
         elif not faked:
             follow(func, args, kwargs, op.out, self.follows)
         if workspace is None:
@@ -193,9 +201,15 @@ class Engine(TorchDispatchMode):
             return self.repeats.run(op.func, op.args, op.kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             out = sized_by_value(self._run, op.func, op.args, op.kwargs)
+            if out is NotImplemented and self._assumes and op.func in BINS:
+                return counts_of(self._run, op.func, op.args, op.kwargs)
             if out is NotImplemented:
                 raise needs_values(op.func) from error
             return out
+
+    @property
+    def _assumes(self) -> bool:
+        return self.host is not None and self.host.assume is not None
 
     def _run(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Run `func` as part of another operator."""

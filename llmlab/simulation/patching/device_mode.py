@@ -47,7 +47,10 @@ FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
 TORCH = os.path.dirname(torch.__file__)
 WITHOUT_FRAMES = (FOLDER, os.path.join(TORCH, "_dynamo"), os.path.join(TORCH, "_compile.py"))
 # torch's own code that asks for the type of a device and means CUDA.
-SEES_CARD = ("torch.amp.autocast_mode", "torch.nn.parallel.data_parallel", "torch.nn.modules.batchnorm")
+SEES_CARD = (
+    "torch.amp.autocast_mode", "torch.nn.attention.flex_attention", "torch.nn.modules.batchnorm",
+    "torch.nn.parallel.data_parallel",
+)  # fmt: skip
 
 
 class Redirect(TorchFunctionMode):
@@ -240,10 +243,10 @@ class Redirect(TorchFunctionMode):
         def read(tensor: Tensor) -> Any:
             if known(tensor) is not None:
                 return function(torch.tensor(self.engine.read(tensor)))
+            if initializing():  # also where values are assumed: it would draw again for ever
+                return function(torch.tensor(False))
             if self.assume is not None and tensor.numel() == 1:
                 return function(torch.tensor(value_for(tensor.dtype, self.assume)))
-            if initializing():
-                return function(torch.tensor(False))
             raise refuse(f"{what} of a tensor ({VALUE_OF})", "is control flow on a value")
 
         return read

@@ -34,6 +34,7 @@ from .bitsandbytes import fake_bitsandbytes
 from .cuda_api import cuda_api, cuda_autocast
 from .device_mode import Redirect
 from .flash_attn import fake_flash_attn
+from .flex_attention import flex_attention_as_compiled
 from .imports import default_device, devices_found, on_import, swept
 from .patches import (
     cuda_operators,
@@ -67,6 +68,7 @@ def installed(card: Card) -> Iterator[None]:
         libraries: dict[str, Callable[[], Any]] = {
             "bitsandbytes": bitsandbytes,
             "deepspeed": lambda: put("deepspeed", "initialize", no_deepspeed),
+            "torch.nn.attention.flex_attention": lambda: stack.enter_context(flex_attention_as_compiled(card.engine)),
             "triton.runtime.jit": lambda: stack.enter_context(counted_triton(card.engine.launches)),
             "torch.utils.cpp_extension": lambda: stack.enter_context(no_extensions()),
             "transformers.generation.stopping_criteria": lambda: stack.enter_context(no_end_of_sequence()),
