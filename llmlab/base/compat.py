@@ -74,6 +74,9 @@ NAMES: dict[str, dict[str, str]] = {
         "torch.nn.parallel.distributed.DistributedDataParallel": "_pre_forward",
         "torch.testing._internal.distributed.fake_pg": "FakeStore",
     },
+    "torch.distributed._symmetric_memory": {
+        "torch.distributed._symmetric_memory": "empty enable_symm_mem_for_group rendezvous",
+    },
     "torch.distributed.checkpoint": {
         "torch.distributed.checkpoint": "async_save",
         "torch.distributed.checkpoint.default_planner": "_validate_global_plan dedup_save_plans",
@@ -144,6 +147,7 @@ OF_INSTANCES = frozenset((
     "_allow_unsafe_data_ptr_access",  # FakeTensorMode
     "_attn_implementation",  # a config of transformers
     "_buffers", "_modules", "_parameters",  # nn.Module
+    "_config",  # a stager of torch.distributed.checkpoint
     "_is_hf_initialized", "_is_quantized",  # transformers reads them of a tensor or module, and of a config
     "_is_param",  # torch.nn.Parameter's type reads it of a tensor subclass
 ))  # fmt: skip

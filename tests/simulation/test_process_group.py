@@ -402,3 +402,13 @@ def test_weights_are_drawn_once_where_values_are_assumed():
     with lab.simulator(CARD, assume=1.0):
         weight = torch.empty(8, 8, device="cuda")
         assert nn.init.trunc_normal_(weight, std=0.02) is weight
+
+
+def test_what_is_between_ranks_alone_is_refused():
+    from torch.distributed import _symmetric_memory, rpc
+
+    with lab.simulator(CARD, world_size=RANKS):
+        dist.init_process_group("nccl")
+        for call in (lambda: rpc.init_rpc("first"), lambda: _symmetric_memory.empty(4, device="cuda")):
+            with pytest.raises(NotAvailable, match=r"needs other ranks.*test_process_group.py"):
+                call()

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -26,7 +27,7 @@ from ..distributed.pipelining import stages_alone
 from ..distributed.process_group import no_deepspeed, without_peers
 from ..engine.engine import Engine
 from ..engine.real_host import RealHost
-from ..engine.unsupported import counted_triton, no_extensions
+from ..engine.unsupported import counted_triton, no_extensions, no_other_ranks
 from ..host_parameters import HostParameters
 from ..profile.timeline import Phases
 from ..streams import nothing, profiled_as_host
@@ -125,7 +126,13 @@ def script_on(card: Card, host: RealHost, world_size: int | None) -> Iterator[Ph
             "torch.distributed.checkpoint": lambda: stack.enter_context(distributed_checkpoints(checkpoints.kept)),
         }
         if not dist.is_initialized():
+            alone: dict[str, tuple[str, ...]] = {
+                "torch.distributed.rpc": ("init_rpc",),
+                "torch.distributed._symmetric_memory": ("empty", "enable_symm_mem_for_group", "rendezvous"),
+            }
             loaders["torch.distributed.pipelining.stage"] = lambda: stack.enter_context(stages_alone(engine.notes))
+            for module, names in alone.items():
+                loaders[module] = partial(lambda *what: stack.enter_context(no_other_ranks(*what)), module, *names)
         stack.enter_context(on_import(loaders))
         stack.enter_context(without_peers(card, world_size, parameters))
         stack.enter_context(phases.watched())

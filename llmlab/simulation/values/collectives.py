@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...base.compat import FakeTensor, disable_current_modes
+from ...base.compat import FakeTensor, disable_current_modes, symbol
 from ...base.errors import NotAvailable
 from .known import forget, know, known
 from .placeholders import located
@@ -92,10 +92,8 @@ def summed(tensor: Tensor, ranks: int) -> None:
             _put(tensor, value * ranks)
 
 
-def _by_name(name: str) -> Any:
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
-    return _resolve_process_group(name)
+def _by_name(name: Any) -> Any:
+    return symbol("torch.distributed.distributed_c10d._resolve_process_group")(name)
 
 
 def _reduced(value: Tensor, operation: str, group: str) -> Tensor:
