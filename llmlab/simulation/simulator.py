@@ -154,14 +154,14 @@ def simulator(gpu: GPU | str, *, assume: float | None = None, world_size: int | 
     operator and the line.
 
     Checkpoints. torch.save and safetensors write no file that would hold simulated tensors: it is kept in memory until
-    the block ends, where torch.load and load_file find it, and os and shutil rename, copy and remove it. Files that are
-    there load for real.
+    the block ends, where torch.load and load_file find it, and os and shutil rename, copy and remove it. So do
+    torch.distributed.checkpoint's save, async_save and load, of this rank's files. Files that are there load for real.
 
     Several cards. With `world_size` this process is rank 0 of as many: RANK, LOCAL_RANK and WORLD_SIZE are set as
     torchrun sets them, and init_process_group makes a group whose other ranks are not there. DDP, FSDP2 (fully_shard),
-    DTensor, accelerate and the Trainer run as they are, and the card holds what rank 0's would, but for NCCL's own
-    buffers, which are not the allocator's. All ranks have this rank's values, and collectives
-    make of those what they would.
+    DTensor, pipeline stages, context parallelism, accelerate and the Trainer run as they are, and the card holds what
+    rank 0's would, but for NCCL's own buffers, which are not the allocator's. All ranks have this rank's values, and
+    collectives make of those what they would. With `assume` a router's tokens are counted as even among its experts.
 
     Not simulated: what torch.compile fuses (it runs eager, with a warning), CUDA graphs, kernels compiled for the card,
     DeepSpeed's engine, the first FSDP (all are refused), cuDNN's workspaces, which belong to the algorithm it picks,
