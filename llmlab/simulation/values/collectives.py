@@ -85,6 +85,10 @@ def _received(tensors: list[Tensor], *_: Any) -> None:
         _put(each, None)
 
 
+def _scatter(outputs: list[Tensor], inputs: list[list[Tensor]], group: Any, *_: Any) -> None:
+    _put(outputs[0], known(inputs[0][_group(group).rank()]) if inputs and inputs[0] else None)
+
+
 def summed(tensor: Tensor, ranks: int) -> None:
     """Give `tensor` what a sum over `ranks` that all have its values makes of them, where they are known."""
     with disable_current_modes():
@@ -124,6 +128,7 @@ RULES: dict[str, Callable[..., None]] = {
     "_allgather_base_": _all_gather_into,
     "alltoall_base_": _all_to_all_single,
     "alltoall_": _all_to_all,
+    "scatter_": _scatter,
     "recv_": _received,
     "recv_any_source_": _received,
 }
