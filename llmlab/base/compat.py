@@ -88,7 +88,8 @@ NAMES: dict[str, dict[str, str]] = {
     "torch.distributed": {
         "torch._C": "_clear_DTensor_sharding_propagator_cache _get_accelerator",
         "torch.distributed": "init_process_group is_nccl_available",
-        "torch.distributed.distributed_c10d": "_get_pg_default_device all_gather_object broadcast_object_list "
+        "torch.distributed.distributed_c10d": "_get_pg_default_device _resolve_process_group all_gather_object "
+        "broadcast_object_list "
         "gather_object new_group recv_object_list scatter_object_list send_object_list",
         FSDP + "_fsdp_init": "_get_device_from_mesh _get_device_handle _get_managed_states",
         FSDP + "_fsdp_param": "_chunk_with_empty",
@@ -102,6 +103,9 @@ NAMES: dict[str, dict[str, str]] = {
         "torch.nn.parallel.distributed.DistributedDataParallel": "_pre_forward",
         "torch.testing._internal.distributed.fake_pg": "FakeStore",
     },
+    "torch.distributed._symmetric_memory": {
+        "torch.distributed._symmetric_memory": "empty enable_symm_mem_for_group rendezvous",
+    },
     "torch.distributed.checkpoint": {
         "torch.distributed.checkpoint": "async_save",
         "torch.distributed.checkpoint.default_planner": "_validate_global_plan dedup_save_plans",
@@ -114,6 +118,9 @@ NAMES: dict[str, dict[str, str]] = {
         "torch.distributed.pipelining.stage": "InferenceMode _StageBackwardMeta _StageForwardMeta",
         "torch.distributed.pipelining.stage.PipelineStage": "_recv_meta _send_meta _warmup_backward_result "
         "_warmup_forward_vote",
+    },
+    "torch.nn.attention.flex_attention": {
+        "torch.nn.attention.flex_attention": "flex_attention_hop",
     },
     "torch.utils.cpp_extension": {"torch.utils.cpp_extension": "load load_inline"},
     "accelerate.state": {"accelerate.state.AcceleratorState": "_shared_state",
@@ -170,6 +177,7 @@ OF_INSTANCES = frozenset((
     "_attn_implementation",  # a config of transformers
     "_buffers", "_modules", "_parameters",  # nn.Module
     "_cuda_getCurrentRawStream",  # torch._C of a build with CUDA has it
+    "_config",  # a stager of torch.distributed.checkpoint
     "_is_hf_initialized", "_is_quantized",  # transformers reads them of a tensor or module, and of a config
     "_is_param",  # torch.nn.Parameter's type reads it of a tensor subclass
 ))  # fmt: skip

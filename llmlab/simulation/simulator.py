@@ -153,14 +153,15 @@ def simulator(gpu: GPU | str, *, assume: float | None = None, world_size: int | 
     operator and the line.
 
     Checkpoints. torch.save and safetensors write no file that would hold simulated tensors: it is kept in memory until
-    the block ends, where torch.load and load_file find it, and os and shutil rename, copy and remove it. Files that are
-    there load for real.
+    the block ends, where torch.load and load_file find it, and os and shutil rename, copy and remove it. So do
+    torch.distributed.checkpoint's save, async_save and load, of this rank's files. Files that are there load for real.
 
     Several cards. With `world_size` this process is rank 0 of as many: RANK, LOCAL_RANK and WORLD_SIZE are set as
     torchrun sets them, and init_process_group makes a group whose other ranks are not there. DDP, FSDP (both),
-    DTensor, accelerate and the Trainer run as they are, and the card holds what rank 0's would, but for NCCL's own
-    buffers, which are not the allocator's. All ranks have this rank's values, and collectives
-    make of those what they would.
+    DeepSpeed's ZeRO, DTensor, pipeline stages, context parallelism, accelerate and the Trainer run as they are, and the
+    card holds what rank 0's would, but for NCCL's own buffers, which are not the allocator's. All ranks have this
+    rank's values, and collectives make of those what they would. With `assume` a router's tokens are counted as even
+    among its experts.
 
     torch.compile compiles, up to the kernels: what Inductor fuses, saves and makes again is its choice for the card,
     and its buffers are the card's. That takes seconds for each graph, and Triton. A graph that cannot be compiled here

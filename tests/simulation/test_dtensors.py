@@ -68,8 +68,32 @@ def test_numbers_are_read_of_the_whole():
         x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
         assert (x.device, x.is_cuda, x.get_device()) == (torch.device("cuda:0"), True, 0)
         assert x.full_tensor().device.type == "cuda" and x.redistribute(mesh, [Replicate()]).to_local().shape == (4, 4)
-        norm = torch.nn.utils.get_total_norm([x])
+        assert torch.nn.utils.get_total_norm([x]).item() == 4.0  # small numbers of the host are followed
+        norm = torch.nn.utils.get_total_norm([distribute_tensor(torch.ones(64, 64), mesh, [Shard(0)])])
         assert (str(norm.item()), f"{norm:.2f}") == ("?", "?")
         assert not torch.isnan(norm) and torch.isfinite(norm)
         with pytest.warns(UserWarning, match="a comparison"):
             assert not norm > 10
+
+
+def test_a_ring_of_queries_keys_and_values():
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    ranks, tokens = 4, 4096
+    with lab.simulator(CARD, world_size=ranks) as sim:
+        mesh = init_device_mesh("cuda", (ranks,))
+        x = torch.empty(1, HEADS, tokens, HEAD, dtype=torch.bfloat16, device="cuda")
+        with context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            assert x.shape[2] == tokens // ranks
+            q, k, v = (x.clone().requires_grad_() for _ in range(3))
+            sim.reset_peak()
+            before = sim.allocated
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            part = out.numel() * 2
+            # Kept: the output, and its logsumexp in fp32. On the way: keys and values of all ranks, gathered at once.
+            assert part + HEADS * out.shape[2] * 4 <= sim.allocated - before < 1.2 * part
+            assert sim.peak_allocated - before > 2 * ranks * part
+            out.sum().backward()
+            assert q.grad.shape == k.grad.shape == out.shape
+        assert x.shape[2] == tokens

@@ -397,7 +397,7 @@ def test_a_checkpoint_is_renamed_copied_found_and_removed_where_it_is_kept(card,
         torch.save(model, step / "model.pt")
     step.rename(tmp_path / "step-final")
     assert torch.load(tmp_path / "step-final" / "model.pt", weights_only=False).weight.is_cuda
-    assert not list((tmp_path / "step-final").iterdir())
+    assert os.listdir(tmp_path / "step-final") == ["model.pt"] and not list(os.scandir(tmp_path / "step-final"))
 
 
 def test_the_hosts_generator_survives_a_state_that_went_over_the_card(card, tmp_path):

@@ -44,8 +44,8 @@ def stages_alone(notes: dict[str, None]) -> Iterator[None]:
         if not sent:
             raise located(NotAvailable(
                 f"pipeline stage {self.stage_index} takes what stage {src_stage} sends, which is another rank's and "
-                "not known here: give PipelineStage its input_args, tensors of the shapes it takes, or simulate the rank "
-                "of stage 0"
+                "not known here: give PipelineStage its input_args, tensors of the shapes it takes, or simulate the "
+                "rank of stage 0"
             ))  # fmt: skip
         notes[ALIKE] = None
         return sent[min(sent)]

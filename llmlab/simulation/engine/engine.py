@@ -36,7 +36,8 @@ from ...hardware.gpu import GPU
 from ...recording.events import Event
 from ..allocator.memory import AllocatorOutOfMemory, Memory
 from ..devices import GPU_DEVICE, HOST
-from ..values.collectives import exchange
+from ..values.collectives import COLLECTIVES, exchange
+from ..values.counts import BALANCED, BINS, balance, counts_of
 from ..values.known import SMALL, VALUES_LIMIT, follow, known, sized_by_value
 from ..values.placeholders import initializing, needs_values
 from ..workspaces.none import is_stated
@@ -185,8 +186,11 @@ class Engine(TorchDispatchMode):
             if "two" not in str(error) or str(GPU_DEVICE) not in str(error):
                 raise
             raise RuntimeError(str(error).replace(str(GPU_DEVICE), "cuda:0")) from None  # two devices do not mix
-        if func.namespace == "c10d":
-            exchange(func, args)
+        if func.namespace in COLLECTIVES:
+            exchange(func, args, op.out)
+        elif self._assumes and func in BINS and known(args[0]) is None:
+            balance(op.out, args[0].numel())
+            self.notes[BALANCED] = None
         elif not faked:
             follow(func, args, kwargs, op.out, self.follows)
         if workspace is None:
@@ -202,9 +206,15 @@ class Engine(TorchDispatchMode):
             return self.repeats.run(op.func, op.args, op.kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             out = sized_by_value(self._run, op.func, op.args, op.kwargs)
+            if out is NotImplemented and self._assumes and op.func in BINS:
+                return counts_of(self._run, op.func, op.args, op.kwargs)
             if out is NotImplemented:
                 raise needs_values(op.func) from error
             return out
+
+    @property
+    def _assumes(self) -> bool:
+        return self.host is not None and self.host.assume is not None
 
     def _run(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Run `func` as part of another operator."""

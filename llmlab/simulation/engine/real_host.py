@@ -21,9 +21,9 @@ from ...base.compat import (
 )
 from ...base.errors import NotAvailable
 from ..devices import GPU_DEVICE
-from ..values.collectives import exchange
+from ..values.collectives import COLLECTIVES, exchange
 from ..values.known import SMALL, VALUES_LIMIT, Loan, is_followed, know, known
-from ..values.placeholders import located, value_for, warn_of
+from ..values.placeholders import initializing, located, value_for, warn_of
 
 aten = torch.ops.aten
 # Draws that code looks at, and their form with a generator.
@@ -59,10 +59,10 @@ class RealHost:
         if not on_card and kwargs.get("device") != GPU_DEVICE:
             with disable_current_modes():
                 done = func(*args, **kwargs)
-            if func.namespace == "c10d":
-                exchange(func, args)
+            if func.namespace in COLLECTIVES:
+                exchange(func, args, done)
             return done
-        if self.assume is not None:
+        if self.assume is not None and not initializing():
             _assume(tensors, self.assume)
         if on_card and func._schema.is_mutable and tensors[0] is args[0] and not isinstance(args[0], FakeTensor):
             return _overwrite(func, args[0], self.assume)

@@ -61,3 +61,19 @@ def counted_triton(launches: Counter[str]) -> AbstractContextManager:
         return launch
 
     return mock.patch.object(jit.KernelInterface, "__getitem__", launcher)
+
+
+def no_other_ranks(module: str, *names: str) -> AbstractContextManager:
+    """Refuse functions of a module that need the memory or the answers of ranks that are not there."""
+
+    def refused(name: str) -> Callable[..., None]:
+        def call(*args: Any, **kwargs: Any) -> None:
+            raise located(NotAvailable(
+                f"{module}.{name} needs other ranks, which a simulated card does not have; give the block "
+                "torch.distributed's collectives, or lab.measure it"
+            ))  # fmt: skip
+
+        return call
+
+    replaced: dict[str, Any] = {name: refused(name) for name in names}
+    return mock.patch.multiple(module, **replaced)

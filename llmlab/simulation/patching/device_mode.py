@@ -58,7 +58,8 @@ TORCH = os.path.dirname(torch.__file__)
 WITHOUT_FRAMES = (FOLDER, os.path.join(TORCH, "_dynamo"), os.path.join(TORCH, "_compile.py"))
 # torch's own code that asks for the type of a device and means CUDA.
 SEES_CARD = (
-    "torch.amp.autocast_mode", "torch.nn.parallel.data_parallel", "torch.nn.modules.batchnorm",
+    "torch.amp.autocast_mode", "torch.nn.attention.flex_attention", "torch.nn.modules.batchnorm",
+    "torch.nn.parallel.data_parallel",
     # The first FSDP compares devices of tensors with those it was told.
     *(
         f"torch.distributed.fsdp.{name}"
@@ -270,8 +271,10 @@ class Redirect(TorchFunctionMode):
         def read(tensor: Tensor) -> Any:
             if known(tensor) is not None:
                 return function(torch.tensor(self.engine.read(tensor)))
+            if initializing():  # before what is assumed: it would draw again for ever
+                return function(torch.full(tuple(tensor.shape), False))
             number = value_for(tensor.dtype, self.assume)
-            if tensor.numel() != 1 or self.assume is not None or initializing():
+            if tensor.numel() != 1 or self.assume is not None:
                 return function(torch.full(tuple(tensor.shape), number))  # more than one raises torch's error
             return stand_in(number)
 
