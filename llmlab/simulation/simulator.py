@@ -97,9 +97,9 @@ class Simulator:
     def operators(self) -> Iterator[Operators]:
         """Give a list of the operators that run on the card inside the block, with their FLOP, bytes and `seconds`.
 
-        with sim.operators() as operators:
-            step()
-        print(operators.flops, operators.seconds)
+            with sim.operators() as operators:
+                step()
+            print(operators.flops, operators.seconds)
         """
         from .profile.operator_log import Operators
 
@@ -151,12 +151,12 @@ def simulator(gpu: GPU | str, *, assume: float | None = None, world_size: int | 
 
     Several cards. With `world_size` this process is rank 0 of as many: RANK, LOCAL_RANK and WORLD_SIZE are set as
     torchrun sets them, and init_process_group makes a group whose other ranks are not there. DDP, FSDP (both),
-    DTensor, accelerate and the Trainer run as they are, and the card holds what rank 0's would, but for NCCL's own
-    buffers, which are not the allocator's. All ranks have this rank's values, and collectives
-    make of those what they would.
+    DeepSpeed's ZeRO, DTensor, accelerate and the Trainer run as they are, and the card holds what rank 0's would, but
+    for NCCL's own buffers, which are not the allocator's. All ranks have this rank's values, and collectives make of
+    those what they would.
 
     Not simulated: what torch.compile fuses (it runs eager, with a warning), CUDA graphs, kernels compiled for the card,
-    DeepSpeed's engine (all are refused), cuDNN's workspaces, which belong to the algorithm it picks,
+    DeepSpeed's pipelines and compiled operators (all are refused), cuDNN's workspaces, which belong to the algorithm it picks,
     LSTM and GRU as one cuDNN kernel (a note says so), packed sequences, and time: events give "?", and so do the card's
     sensors. Triton's kernels are launched and do nothing: they write into tensors that they are given.
     A DataLoader's workers run in this thread. Streams have blocks of their own, but backward runs on the stream that is

@@ -20,7 +20,8 @@ from ..capability import capability_of
 from ..card import Card
 from ..checkpoints.files import Checkpoints
 from ..devices import GPU_DEVICE
-from ..distributed.process_group import no_deepspeed, without_peers
+from ..distributed.deepspeed import deepspeed_engine, no_accelerator
+from ..distributed.process_group import without_peers
 from ..engine.engine import Engine
 from ..engine.real_host import RealHost
 from ..engine.unsupported import counted_triton, no_extensions
@@ -63,7 +64,8 @@ def installed(card: Card) -> Iterator[None]:
 
         libraries: dict[str, Callable[[], Any]] = {
             "bitsandbytes": bitsandbytes,
-            "deepspeed": lambda: put("deepspeed", "initialize", no_deepspeed),
+            "deepspeed.accelerator.real_accelerator": lambda: stack.enter_context(no_accelerator()),
+            "deepspeed": lambda: stack.enter_context(deepspeed_engine()),
             "triton.runtime.jit": lambda: stack.enter_context(counted_triton(card.engine.launches)),
             "torch.utils.cpp_extension": lambda: stack.enter_context(no_extensions()),
             "transformers.generation.stopping_criteria": lambda: stack.enter_context(no_end_of_sequence()),
