@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,8 +14,8 @@ from ..values.placeholders import located
 
 # Modules that keep the process group, or what was made of it, in their globals.
 KEEPING = ("comm.comm", "utils.groups", "runtime.activation_checkpointing.checkpointing")
-# By module: the builder of kernels that change the tensors they are given and allocate nothing, as states are made in
-# Python: csrc/adam/multi_tensor_apply.cuh hands their addresses over by value, csrc/adam/cpu_adam.cpp computes in place.
+# By module: the builder of kernels that change the tensors they are given and allocate nothing: states are made in
+# Python, csrc/adam/multi_tensor_apply.cuh hands addresses over by value, and csrc/adam/cpu_adam.cpp is the host's.
 IN_PLACE = {
     "adam.fused_adam": "FusedAdamBuilder", "adam.cpu_adam": "CPUAdamBuilder", "lion.fused_lion": "FusedLionBuilder",
     "lion.cpu_lion": "CPULionBuilder", "adagrad.cpu_adagrad": "CPUAdagradBuilder",
@@ -76,9 +75,9 @@ def _no_engine(name: str) -> Callable[..., None]:
     return init
 
 
-def _not_compiled(builder: Any, *args: Any, **kwargs: Any) -> None:
+def _not_compiled(*args: Any, **kwargs: Any) -> None:
     """OpBuilder.load, which compiles."""
-    raise _refused(f"the compiled operator {builder.name!r}", "give it PyTorch's in its place, as torch.optim.AdamW")
+    raise _refused("a compiled operator", "give it PyTorch's in its place, as torch.optim.AdamW")
 
 
 def _without_muon(real: Callable[..., Any]) -> Callable[..., Any]:
