@@ -67,7 +67,7 @@ NAMES: dict[str, dict[str, str]] = {
         FSDP + "_fsdp_init": "_get_device_from_mesh _get_device_handle _get_managed_states",
         FSDP + "_fsdp_param": "_chunk_with_empty",
         FSDP + "_fsdp_param_group": "foreach_all_gather foreach_all_gather_copy_out foreach_reduce",
-        "torch.distributed.fsdp._optim_utils": "_get_pg_default_device",
+        "torch.distributed.fsdp._optim_utils": "_convert_state_with_orig_params _get_pg_default_device",
         "torch.distributed.fsdp._state_dict_utils": "_local_post_state_dict_hook",
         "torch.distributed.fsdp.FullyShardedDataParallel": "__init__",
         "torch.distributed.tensor.DTensor": "_local_tensor",
