@@ -45,7 +45,7 @@ def _own_states(real: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             raise located(NotAvailable(
                 "FullyShardedDataParallel.optim_state_dict with use_orig_params=True asks other ranks for their "
-                "parameters' states; save the model alone (the Trainer's save_only_model), or give use_orig_params=False"
+                "parameters' states; save the model alone (save_only_model of the Trainer), or use_orig_params=False"
             )) from None  # fmt: skip
 
     return convert
