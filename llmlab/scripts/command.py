@@ -133,7 +133,8 @@ def _deepspeed(words: Sequence[str]) -> Command:
     with mock.patch.dict(os.environ, {"DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu")}):  # it warns of none
         check("deepspeed.launcher.runner")
     args = _parsed("deepspeed", import_module("deepspeed.launcher.runner").parse_args, words)
-    args.training_script, args.training_script_args = args.user_script, args.user_args
+    said = [] if args.no_local_rank else ["--local_rank=0"]  # deepspeed/launcher/launch.py
+    args.training_script, args.training_script_args = args.user_script, [*said, *args.user_args]
     per_node = args.num_gpus if args.num_gpus > 0 else None
     nodes = args.num_nodes if args.num_nodes > 0 else None
     return _launched(args, args.module, nodes, per_node, _alone() if per_node == 1 and nodes in (None, 1) else {})
