@@ -104,9 +104,9 @@ class Simulator:
     def operators(self) -> Iterator[Operators]:
         """Give a list of the operators that run on the card inside the block, with their FLOP, bytes and `seconds`.
 
-        with sim.operators() as operators:
-            step()
-        print(operators.flops, operators.seconds)
+            with sim.operators() as operators:
+                step()
+            print(operators.flops, operators.seconds)
         """
         from .profile.operator_log import Operators
 
@@ -167,10 +167,10 @@ def simulator(gpu: GPU | str, *, assume: float | None = None, world_size: int | 
     and its buffers are the card's. That takes seconds for each graph, and Triton. A graph that cannot be compiled here
     runs eager, and a note names it; its autotuning and its CUDA graphs are left out, with a note.
 
-    Not simulated: CUDA graphs, kernels compiled for the card, DeepSpeed's engine (all are refused), cuDNN's workspaces,
-    which belong to the algorithm it picks, LSTM and GRU as one cuDNN kernel (a note says so), packed sequences, and
-    time: events give "?", and so do the card's sensors. Triton's kernels are launched and do nothing: they write into
-    tensors that they are given.
+    Not simulated: CUDA graphs, kernels compiled for the card, DeepSpeed's pipelines and compiled operators (all are
+    refused), cuDNN's workspaces, which belong to the algorithm it picks, LSTM and GRU as one cuDNN kernel (a note says
+    so), packed sequences, and time: events give "?", and so do the card's sensors. Triton's kernels are launched and do
+    nothing: they write into tensors that they are given.
     A DataLoader's workers run in this thread. Streams have blocks of their own, but backward runs on the stream that is
     current when it is called. Parameters on the host have no values either. Names bound before the block, as by `from
     torch.cuda import is_available`, stay what they were. Names that a module first imported inside it took are torch's

@@ -159,6 +159,17 @@ def test_states_are_whole_or_a_share():
             model.state_dict()
 
 
+def test_states_of_other_ranks_parameters_are_refused():
+    with lab.simulator(CARD, world_size=RANKS), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dist.init_process_group("nccl")
+        model = wrapped(layers(), device_id=0, use_orig_params=True)
+        optimizer = torch.optim.AdamW(model.parameters())
+        step(model, optimizer)
+        with pytest.raises(NotAvailable, match=r"save_only_model.*use_orig_params=False.*test_fsdp1\.py"):
+            FullyShardedDataParallel.optim_state_dict(model, optimizer)
+
+
 def test_a_note_says_that_a_slow_card_reserves_more():
     with lab.simulator(CARD, world_size=RANKS) as sim:
         dist.init_process_group("nccl")

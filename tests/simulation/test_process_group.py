@@ -220,12 +220,6 @@ def test_the_number_of_ranks_must_be_said():
         assert dist.get_rank() == 1
 
 
-def test_engines_that_are_not_simulated_are_refused():
-    deepspeed = pytest.importorskip("deepspeed")
-    with lab.simulator(CARD, world_size=RANKS), pytest.raises(NotAvailable, match="fully_shard"):
-        deepspeed.initialize(model=layers(), config={})
-
-
 def test_tensor_parallel_linears_under_fsdp_leave_a_rank_an_eighth():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module

@@ -583,3 +583,11 @@ def test_torch_distributed_optim_is_imported_inside():
     script = "    from torch.distributed.optim import ZeroRedundancyOptimizer"
     program = f"import llmlab as lab\nwith lab.simulator('T4'):\n{script}"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_values_go_with_data(card):
+    parameter = torch.nn.Parameter(torch.zeros(384, device="cuda"))
+    parameter.data = torch.empty(0, device="cuda")
+    assert parameter.view_as(parameter).shape == (0,)
+    parameter.data = torch.arange(3.0, device="cuda")
+    assert parameter.tolist() == [0, 1, 2]

@@ -34,6 +34,23 @@ def _no_local_state(*args: Any, **kwargs: Any) -> None:
     ))  # fmt: skip
 
 
+def _own_states(real: Callable[..., Any]) -> Callable[..., Any]:
+    """What gathers the optimizer's states of each parameter from the ranks that have a part of it."""
+
+    def convert(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return real(*args, **kwargs)
+        except RuntimeError as error:
+            if "not in the optimizer state" not in str(error):
+                raise
+            raise located(NotAvailable(
+                "FullyShardedDataParallel.optim_state_dict with use_orig_params=True asks other ranks for their "
+                "parameters' states; save the model alone (save_only_model of the Trainer), or use_orig_params=False"
+            )) from None  # fmt: skip
+
+    return convert
+
+
 @contextmanager
 def moved(parameters: HostParameters) -> Iterator[None]:
     """Let FSDP2 and FSDP1 move what `parameters` made fake, and what they did not yet."""
@@ -44,9 +61,11 @@ def moved(parameters: HostParameters) -> Iterator[None]:
                 stack.enter_context(mock.patch.object(module, "_get_managed_states", managed))
         init = _init(parameters, FullyShardedDataParallel.__init__)
         stack.enter_context(mock.patch.object(FullyShardedDataParallel, "__init__", init))
+        optim = import_module(FSDP1 + "_optim_utils")
         for module, name, function in (
             (distributed_c10d, "_get_pg_default_device", _on_nccl),
-            (import_module(FSDP1 + "_optim_utils"), "_get_pg_default_device", _on_nccl),
+            (optim, "_get_pg_default_device", _on_nccl),
+            (optim, "_convert_state_with_orig_params", _own_states(optim._convert_state_with_orig_params)),
             (import_module(FSDP1 + "_state_dict_utils"), "_local_post_state_dict_hook", _no_local_state),
         ):
             stack.enter_context(mock.patch.object(module, name, function))

@@ -119,14 +119,6 @@ def _new_group(real: Callable) -> Callable:
     return new_group
 
 
-def no_deepspeed(*args: Any, **kwargs: Any) -> None:
-    """deepspeed.initialize, which would run on the CPU that it found when it was imported."""
-    raise located(NotAvailable(
-        "deepspeed.initialize: DeepSpeed's own memory is not simulated; give the block fully_shard (FSDP2) or "
-        "DistributedDataParallel, or see lab.estimate"
-    ))  # fmt: skip
-
-
 def _first_rank(fn: Callable[..., Any], args: tuple = (), *processes: Any, **options: Any) -> None:
     """torch.multiprocessing.spawn: process 0 runs here, the others are not there."""
     fn(0, *args)

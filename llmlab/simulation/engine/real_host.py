@@ -23,12 +23,15 @@ from ...base.errors import NotAvailable
 from ..devices import GPU_DEVICE
 from ..values.collectives import COLLECTIVES, exchange
 from ..values.known import SMALL, VALUES_LIMIT, Loan, is_followed, know, known
-from ..values.placeholders import initializing, located, value_for, warn_of
+from ..values.placeholders import asked_by, initializing, located, value_for, warn_of
 
 aten = torch.ops.aten
 # Draws that code looks at, and their form with a generator.
 DRAWS = {aten.randint.default: aten.randint.generator, aten.randint.low: aten.randint.low_generator,
          aten.randperm.default: aten.randperm.generator}  # fmt: skip
+
+# They make buffers on the host as large as the model: those are fake, as parameters on the host are.
+OFFLOADING = "deepspeed.runtime.zero."
 
 Simulate = Callable[[Any, tuple, dict[str, Any]], Any]
 
@@ -56,7 +59,7 @@ class RealHost:
         _collect(args, tensors)
         _collect(kwargs.values(), tensors)
         on_card = any(isinstance(each, FakeTensor) for each in tensors)
-        if not on_card and kwargs.get("device") != GPU_DEVICE:
+        if not on_card and kwargs.get("device") != GPU_DEVICE and (tensors or not asked_by(OFFLOADING)):
             with disable_current_modes():
                 done = func(*args, **kwargs)
             if func.namespace in COLLECTIVES:

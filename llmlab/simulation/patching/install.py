@@ -25,8 +25,9 @@ from ..checkpoints.files import Checkpoints
 from ..compiled.dynamo import dynamo_on
 from ..compiled.inductor import inductor_on
 from ..devices import GPU_DEVICE
+from ..distributed.deepspeed import deepspeed_engine, no_accelerator
 from ..distributed.pipelining import stages_alone
-from ..distributed.process_group import no_deepspeed, without_peers
+from ..distributed.process_group import without_peers
 from ..engine.engine import Engine
 from ..engine.real_host import RealHost
 from ..engine.unsupported import counted_triton, no_extensions, no_other_ranks
@@ -70,7 +71,8 @@ def installed(card: Card) -> Iterator[None]:
 
         libraries: dict[str, Callable[[], Any]] = {
             "bitsandbytes": bitsandbytes,
-            "deepspeed": lambda: put("deepspeed", "initialize", no_deepspeed),
+            "deepspeed.accelerator.real_accelerator": lambda: stack.enter_context(no_accelerator()),
+            "deepspeed": lambda: stack.enter_context(deepspeed_engine()),
             "torch._dynamo.convert_frame": lambda: stack.enter_context(dynamo_on(card)),
             "torch._inductor.compile_fx": lambda: stack.enter_context(inductor_on(card)),
             "torch.nn.attention.flex_attention": lambda: stack.enter_context(flex_attention_unfused(card.engine)),

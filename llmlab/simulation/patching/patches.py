@@ -29,7 +29,7 @@ from ...base.compat import (
 from ..capability import Capability
 from ..devices import GPU_DEVICE, HOST
 from ..engine.engine import Engine
-from ..values.known import know, known
+from ..values.known import forget, know, known
 from .autocast import CAST_ONLY, impl_cuda_autocast
 from .sdpa import attention
 from .sync_batch_norm import FAKE_KERNELS
@@ -293,7 +293,11 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
 
 
 def set_data(tensor: Any, data: Tensor) -> None:
-    """`tensor.data = data` for a fake tensor, whose device is an attribute of its own and may change with it."""
+    """`tensor.data = data` for a fake tensor, whose device and values are attributes of its own and change with it."""
     tensor.data = data
     if isinstance(data, FakeTensor):
         tensor.fake_device = data.device
+    if (value := known(data)) is not None:
+        know(tensor, value)
+    elif known(tensor) is not None:
+        forget(tensor)

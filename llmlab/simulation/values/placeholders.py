@@ -32,6 +32,7 @@ WAY_ROUND = (
     "lab.simulator(..., assume=1.0) or llmlab run --assume 1, or lab.measure it"
 )
 _loops: Counter[tuple[str, int]] = Counter()  # by line: how often a loop went on by a placeholder
+CHECKED = "deepspeed.runtime."  # it compares norms with what they are where a gradient is not finite
 # By operator: what asks for the values, and what else would do.
 READERS = {
     "nonzero": ("nonzero(), x[mask] or torch.where(mask)", "torch.where(mask, a, b) and x * mask keep the shape"),
@@ -104,6 +105,14 @@ def asked_by_torch() -> str:
     return name if name.startswith("torch.") else ""
 
 
+def asked_by(package: str) -> bool:
+    """Return whether code of `package`, a name that ends with a dot, called torch or what stands in its place."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(OURS):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__", "").startswith(package)
+
+
 def initializing() -> bool:
     """Return whether torch.nn.init asks: trunc_normal_ draws again what is out of bounds, and nothing is."""
     frame: FrameType | None = sys._getframe(1)
@@ -143,6 +152,8 @@ def whole(what: str, number: float) -> int:
 
 def warn_of(what: str) -> None:
     """Say once, at the line of the user's code, that `what` gives placeholders as plain numbers."""
+    if asked_by(CHECKED):
+        return
     frames = _outside(sys._getframe(1))
     frame = next((each for each in frames if not _is_library(each.f_code.co_filename)), frames[0] if frames else None)
     if frame is not None:
