@@ -40,6 +40,7 @@ QWEN2 = {
     "num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 32768, "rope_theta": 1e6,
     "tie_word_embeddings": True, "dtype": "bfloat16", "architectures": ["Qwen2ForCausalLM"],
 }  # fmt: skip
+QWEN2_1B = {**QWEN2, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
 ROBERTA = {
     "model_type": "roberta", "vocab_size": 50265, "hidden_size": 1024, "num_hidden_layers": 24,
     "num_attention_heads": 16, "intermediate_size": 4096, "max_position_embeddings": 514, "type_vocab_size": 1,
@@ -74,6 +75,7 @@ MODELS = {
     "openai-community/gpt2": GPT2, "gpt2": GPT2, "gpt2-xl": GPT2_XL,
     "facebook/opt-350m": OPT_350M, "facebook/opt-6.7b": OPT_6B,
     "Qwen/Qwen2-0.5B": QWEN2, "Qwen/Qwen2-0.5B-Instruct": QWEN2, "Qwen/Qwen2.5-0.5B": QWEN2,
+    "Qwen/Qwen2.5-1.5B-Instruct": QWEN2_1B,
     "google-bert/bert-base-cased": BERT, "bert-base-cased": BERT,
     "FacebookAI/roberta-large": ROBERTA, "roberta-large": ROBERTA,
     "answerdotai/ModernBERT-base": MODERNBERT, "distilbert-base-uncased": {"model_type": "distilbert"},
