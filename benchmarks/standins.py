@@ -177,7 +177,6 @@ class StandIns:
         for name, rows in sets.items():
             (self.data / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
         (self.data / "alpaca.json").write_text(json.dumps(sets["alpaca"]))
-        Dataset.from_list(sets["alpaca"]).save_to_disk(str(self.data / "alpaca_folder"))
         names = ClassLabel(names=["not_equivalent", "equivalent"])
         features = Features(
             {"sentence1": Value("string"), "sentence2": Value("string"), "label": names, "idx": Value("int32")}
