@@ -216,7 +216,7 @@ def row(name: str, simulated: int) -> list[str]:
 
 def to_markdown(simulated: dict[str, int], made: str) -> str:
     """Return the table of each line's simulated bytes, its notes, and the line that says what made it."""
-    title = f"**Simulated against measured, BERT-large trained on a {GPU}, 512 tokens a sequence**"
+    title = f"**Simulated against measured, BERT-large trained on a {GPU}, 512 tokens per sequence**"
     rows = [row(name, size) for name, size in simulated.items()]
     notes = [
         "- The simulated run is of a PyTorch before 1.10: its softmax kept its input too, and its autocast computed "

@@ -24,7 +24,7 @@ from llmlab.inference import generate
 from llmlab.inference.generate import CACHES
 
 LENGTH, BAR = 512, 3.0
-HEADER = ["cache", "seconds for the text", "ms a token", "times as fast as none"]
+HEADER = ["cache", "seconds for the text", "ms per token", "times as fast as none"]
 
 
 def timed(model: torch.nn.Module, prompt: torch.Tensor, new: int, kind: str) -> tuple[float, list[int]]:

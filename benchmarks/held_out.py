@@ -115,7 +115,7 @@ def by_phase(found: list[Line]) -> list[list[str]]:
 def quantities(report: Report) -> dict[str, float]:
     """Return, by name, the peak of each phase of a step, and its time."""
     peaks: dict[str, float] = {f"the peak in {phase}": size for phase, size in report.phases.items()}
-    return peaks | ({"seconds a step": report.step_seconds} if report.step_seconds else {})
+    return peaks | ({"seconds per step": report.step_seconds} if report.step_seconds else {})
 
 
 def median_and_worst(errors: list[float]) -> list[str]:

@@ -28,9 +28,9 @@ PEAKS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("device memory", "capacity", show_bytes),
 )
 SPEED: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
-    ("FLOP a step", "flops", "{:.4g}".format),
-    ("time a step", "step_seconds", show_seconds),
-    ("tokens a second", "tokens_per_second", "{:,.0f}".format),
+    ("FLOP per step", "flops", "{:.4g}".format),
+    ("time per step", "step_seconds", show_seconds),
+    ("tokens per second", "tokens_per_second", "{:,.0f}".format),
     ("MFU", "mfu", "{:.1%}".format),
 )
 SCHEMA = 1  # of to_json(); a reader of records refuses any other by name

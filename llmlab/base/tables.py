@@ -26,9 +26,10 @@ STYLES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Table:
-    """Rows of text under a `header`; one of empty names is not shown. `words` are the columns that are aligned left.
+    """Rows of text under a `header`; one of empty names is not shown. `words` are the columns that are aligned left,
+    and on a page all of them but the first wrap.
 
     With a `title` the rows stand between blank lines, and a rule is under the header.
     """
@@ -48,6 +49,8 @@ class Table:
         console.print(self._columns())
         lines = [line.rstrip() for line in out.getvalue().strip("\n").splitlines()]
         return "\n".join([*filter(None, [self.title]), *lines, *filter(None, [self.footer])])
+
+    __repr__ = __str__
 
     def __rich_console__(self, *_: Any) -> Iterator[Text | rich.table.Table]:
         from rich.text import Text
@@ -86,7 +89,8 @@ class Table:
             for place, cell in enumerate(row):
                 indent = "padding-left:1.5em;" if cell.startswith("  ") else ""
                 style = f"text-align:left;{indent}" if place in self.words else "text-align:right"
-                cells += f'<td style="{style}">{escape(cell.strip())}</td>'
+                kind = ' class="prose"' if place and place in self.words else ""
+                cells += f'<td{kind} style="{style}">{escape(cell.strip())}</td>'
             body += f"<tr>{cells}</tr>"
         caption = f"<caption>{escape(self.title)}</caption>" if self.title else ""
         notes = "<br>".join(escape(line) for line in self.footer.splitlines())

@@ -176,14 +176,19 @@ def _ranks(script: Command, world_size: int | None, nodes: int | None, gpus_per_
 def _progress() -> Iterator[Callable[[Watch], None]]:
     """Show the steps done on a terminal, under what the script prints."""
     from rich.console import Console
+    from rich.live import Live
+    from rich.spinner import Spinner
 
-    console = Console(stderr=True)
-    with console.status("running, no optimizer step yet") if console.is_terminal else nullcontext() as status:
+    if not sys.stderr.isatty():  # not rich's is_terminal: FORCE_COLOR, which Jupyter sets, makes that true for a pipe
+        yield lambda watch: None
+        return
+    shown = Spinner("dots", "running, no optimizer step yet")
+    # What the script prints goes through rich, to stderr, only where both are the terminal.
+    with Live(shown, console=Console(stderr=True), transient=True, redirect_stdout=sys.stdout.isatty()):
 
         def on_step(watch: Watch) -> None:
-            if status:
-                allocated, reserved = show_bytes(watch.sim.peak_allocated), show_bytes(watch.sim.peak_reserved)
-                status.update(f"{watch.steps} optimizer steps, peak {allocated} allocated, {reserved} reserved")
+            allocated, reserved = show_bytes(watch.sim.peak_allocated), show_bytes(watch.sim.peak_reserved)
+            shown.update(text=f"{watch.steps} optimizer steps, peak {allocated} allocated, {reserved} reserved")
 
         yield on_step
 

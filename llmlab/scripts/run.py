@@ -50,7 +50,7 @@ def run_script(
         try:
             with (
                 models_by_name(configs), data_by_name(data), nvidia_smi(where.gpu),
-                WrittenFiles(folder).patched(), processes.followed(),
+                WrittenFiles(folder).patched(), processes.followed(), watch.sim.kept_files(),
             ):  # fmt: skip
                 _execute(script)
         except Enough:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -75,18 +76,20 @@ class Watch:
         self.refused: str | None = None  # what was not simulated, if the script asked for some
         self.elsewhere: list[int] = []  # bytes that processes of the script's own took of the card
         self._seconds: list[float] = []
+        self._stepping: list[Any] = []  # optimizers, each inside the one before it
 
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count the steps of every optimizer until the block ends, and time what runs from one to the next."""
-        from torch.optim.optimizer import register_optimizer_step_post_hook
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-        handle = register_optimizer_step_post_hook(self._step)
+        handles = register_optimizer_step_pre_hook(self._begin), register_optimizer_step_post_hook(self._step)
         try:
             with self.sim.operators() as self._operators, self._refusals():
                 yield
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:
@@ -101,7 +104,15 @@ class Watch:
         with mock.patch.object(NotAvailable, "__init__", noting):
             yield
 
-    def _step(self, *_: Any) -> None:
+    def _begin(self, optimizer: Any, *_: Any) -> None:
+        if optimizer in self._stepping:  # its last step raised an error
+            del self._stepping[self._stepping.index(optimizer) :]
+        self._stepping.append(optimizer)
+
+    def _step(self, optimizer: Any, *_: Any) -> None:
+        del self._stepping[self._stepping.index(optimizer) :]
+        if self._stepping or _makes_states():  # one of several that another optimizer holds and steps
+            return
         self.steps += 1
         if (seconds := self._operators.seconds) is not None:
             self._seconds.append(seconds)
@@ -159,6 +170,14 @@ class Watch:
             by_module=timeline.modules,
             notes=tuple(notes),
         )
+
+
+def _makes_states() -> bool:
+    """Whether torch.distributed.checkpoint takes the step, without a learning rate, to have states to load into."""
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith(("torch.optim.", "torch.utils.", __name__)):
+        frame = frame.f_back
+    return frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
 
 
 def _by_category(modules: Mapping[str, Mapping[str, int]]) -> dict[str, int]:

@@ -65,6 +65,14 @@ class Simulator:
         """Bytes allocated after each allocation and each free, in order; `timeline.plot()` says what for."""
         return self._phases.timeline(f"{self.gpu.name}, simulated", self.gpu.memory)
 
+    @contextmanager
+    def kept_files(self) -> Iterator[None]:
+        """Let functions of os and shutil, as they are now, find the checkpoints that were not written."""
+        from .checkpoints.virtual_files import VirtualFiles
+
+        with VirtualFiles(self._card.kept_files).patched():
+            yield
+
     @property
     def notes(self) -> tuple[str, ...]:
         """What ran and is not counted, one sentence for each."""
@@ -84,9 +92,8 @@ class Simulator:
 
     @property
     def counts_all_kernels(self) -> bool:
-        """Whether `operators` are all that a card would run: no kernel of Triton's, and nothing to be fused."""
-        engine = self._card.engine
-        return not (engine.launches or engine.compiles)
+        """Whether `operators` are all that a card would run: no kernel of Triton's."""
+        return not self._card.engine.launches
 
     def reset_peak(self) -> None:
         """Let the peaks start again from what is allocated and reserved now."""
@@ -97,9 +104,9 @@ class Simulator:
     def operators(self) -> Iterator[Operators]:
         """Give a list of the operators that run on the card inside the block, with their FLOP, bytes and `seconds`.
 
-            with sim.operators() as operators:
-                step()
-            print(operators.flops, operators.seconds)
+        with sim.operators() as operators:
+            step()
+        print(operators.flops, operators.seconds)
         """
         from .profile.operator_log import Operators
 
@@ -150,13 +157,15 @@ def simulator(gpu: GPU | str, *, assume: float | None = None, world_size: int | 
     there load for real.
 
     Several cards. With `world_size` this process is rank 0 of as many: RANK, LOCAL_RANK and WORLD_SIZE are set as
-    torchrun sets them, and init_process_group makes a group whose other ranks are not there. DDP, FSDP2 (fully_shard),
+    torchrun sets them, and init_process_group makes a group whose other ranks are not there. DDP, FSDP (both),
     DTensor, accelerate and the Trainer run as they are, and the card holds what rank 0's would, but for NCCL's own
     buffers, which are not the allocator's. All ranks have this rank's values, and collectives
     make of those what they would.
 
-    Not simulated: what torch.compile fuses (it runs eager, with a warning), CUDA graphs, kernels compiled for the card,
-    DeepSpeed's engine, the first FSDP (all are refused), cuDNN's workspaces, which belong to the algorithm it picks,
+    torch.compile compiles up to the kernels: Inductor says what is fused, saved and made again, and its buffers are
+    taken from the card, for which it needs Triton and some seconds for each graph. What cannot be compiled here runs
+    eager, and a note names it. Not simulated: CUDA graphs, max-autotune, kernels compiled for the card, DeepSpeed's
+    engine (all are refused), cuDNN's workspaces, which belong to the algorithm it picks,
     LSTM and GRU as one cuDNN kernel (a note says so), packed sequences, and time: events give "?", and so do the card's
     sensors. Triton's kernels are launched and do nothing: they write into tensors that they are given.
     A DataLoader's workers run in this thread. Streams have blocks of their own, but backward runs on the stream that is

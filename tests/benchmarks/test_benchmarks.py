@@ -306,7 +306,7 @@ def test_phases_and_time_are_held_to_each_row_of_a_configuration():
         found = {what: cells for what, *cells in held_out.by_phase([line])}
         notes = held_out.notes([line], [], [row(200, 440), row(200, 440)])
     assert found["the peak in forward"] == ["4.77%", "+5.00%", "4.55%", "-9.09%"]
-    assert found["seconds a step"] == ["–", "–", "50.00%", "-50.00%"]
+    assert found["seconds per step"] == ["–", "–", "50.00%", "-50.00%"]
     assert "within 1% in 1 of 2 rows" in notes[0]
 
 

@@ -112,7 +112,7 @@ def test_a_bar_that_is_missed_is_said_with_its_numbers():
     assert bench.missed([row(ours=1.2)], bench.BARS) == [
         "rms_norm, full, R=8: 1.20 times the time of Liger; the bar is 1.10"
     ]
-    assert bench.missed([row(memory=1 << 20, theirs=1 << 15)], bench.BARS) == []  # a few numbers a row
+    assert bench.missed([row(memory=1 << 20, theirs=1 << 15)], bench.BARS) == []  # a few numbers per row
     more = bench.missed([row(memory=3 << 29, theirs=1 << 30)], bench.BARS)
     assert more == ["rms_norm, full, R=8: 1.500 GiB; the bar is Liger's 1.000 GiB"]
     fast = row("attention", "forward", 1.4, against=bench.SDPA, sizes={"D": 64, "T": 8})

@@ -78,7 +78,7 @@ def test_eager_attention_is_quadratic_in_the_sequence_and_sdpa_linear():
 
 
 def test_the_8b_model_needs_128_gb_of_states_not_96():
-    """2 + 2 + 8 leaves out the fp32 master copy, 4 bytes a parameter."""
+    """2 + 2 + 8 leaves out the fp32 master copy, 4 bytes per parameter."""
     spec = lab.model("meta-llama/Llama-3.1-8B")
     held = states(spec, lab.Training(precision="mixed-bf16"))
     total = held.weights + held.gradients + held.optimizer

@@ -124,7 +124,7 @@ def test_break_even_is_where_both_sides_take_as_long():
 
 
 def test_zero_infinitys_bandwidth():
-    """8 FLOP and 8 bytes a parameter and token, arXiv 2104.07857, section 4: 1024 tokens at 70 TFLOP/s."""
+    """8 FLOP and 8 bytes per parameter and token, arXiv 2104.07857, section 4: 1024 tokens at 70 TFLOP/s."""
     assert pytest.approx(figure("zero-infinity-bandwidth").value, rel=0.03) == 70e12 / 1024
 
 

@@ -1,4 +1,4 @@
-"""Bytes a parameter: the numbers every talk on training memory begins with."""
+"""Bytes per parameter: the numbers every talk on training memory begins with."""
 
 import pytest
 

@@ -41,7 +41,7 @@ def test_a_passes_flop_are_pytorchs_count_on_the_real_model() -> None:
 
 
 def test_decode_flips_where_the_batch_is_the_cards_ridge() -> None:
-    """2 FLOP and 2 bytes a weight: a batch of B does B FLOP a byte. 4 bits flip at a quarter, and experts later."""
+    """2 FLOP and 2 bytes per weight: a batch of B does B FLOP per byte. 4 bits flip at a quarter, and experts later."""
     spec = lab.model(LLAMA)
     ridge = 312e12 / 2.039e12
     assert flip_batch(spec, lab.Inference(), 312e12, 2.039e12) == pytest.approx(ridge, abs=1)
@@ -61,7 +61,7 @@ def test_the_flip_is_also_the_number_of_prompt_tokens_from_which_prefill_is_boun
 
 
 def test_attention_is_bound_by_bytes_at_every_batch() -> None:
-    """Each kv head's numbers are used by heads / kv_heads queries: FLOP a byte of a bf16 cache."""
+    """Each kv head's numbers are used by heads / kv_heads queries: FLOP per byte of a bf16 cache."""
     spec = lab.model("meta-llama/Llama-3.1-8B")
     for batch in (1, 64):
         one = decode_pass(spec, lab.Inference(batch=batch), 8192)
@@ -73,7 +73,7 @@ DEEPSEEK = "deepseek-ai/DeepSeek-V3"
 
 def test_latent_attention_decodes_on_the_latents_themselves() -> None:
     """DeepSeek-V2, arXiv 2405.04434, section 2.1: W_UK goes into the query, W_UV into the output, and each of 128 heads
-    reads the same 512 + 64 numbers a token: 2 · 128 · (576 + 512) FLOP for 2 · 576 bytes. Nothing is projected up."""
+    reads the same 512 + 64 numbers per token: 2 · 128 · (576 + 512) FLOP for 2 · 576 bytes. Nothing is projected up."""
     spec = lab.model(DEEPSEEK)
     for batch, context in ((1, 8192), (64, 1024)):
         one = decode_pass(spec, lab.Inference(batch=batch), context)

@@ -22,7 +22,7 @@ def test_the_budget_is_what_vllm_divides() -> None:
     assert found.budget == int(0.9 * card.memory)
     assert found.weights == 2 * lab.model(LLAMA).parameters
     assert found.weights + found.activations + found.other + found.kv_cache == found.budget
-    assert found.blocks == found.kv_cache // (16 * 131072)  # Llama-3.1-8B: 128 KiB a token in bf16
+    assert found.blocks == found.kv_cache // (16 * 131072)  # Llama-3.1-8B: 128 KiB per token in bf16
     assert found.requests == found.kv_cache // (1280 * 131072)
     assert found.tokens == 16 * found.blocks == pytest.approx(found.kv_cache / 131072, abs=16)
 
@@ -133,7 +133,7 @@ def test_without_a_price_a_service_has_times_and_no_costs() -> None:
     card = replace(lab.gpu("A100-80GB"), usd_per_hour=None)
     found = serving(LLAMA, RUN, card)
     assert found.tokens_per_second and found.usd_per_million_tokens is None
-    priced = serving(LLAMA, RUN, "A100-80GB")  # 2.5 dollars an hour in the table
+    priced = serving(LLAMA, RUN, "A100-80GB")  # 2.5 dollars per hour in the table
     assert priced.usd_per_million_tokens == pytest.approx(2.5e6 / 3600 / priced.tokens_per_second)
 
 

@@ -129,7 +129,7 @@ def test_bandwidth_and_links_are_of_the_right_order(card):
 
 @CARDS
 def test_the_machine_balance_lies_where_machines_do(card):
-    """fp16 FLOPs a byte of memory: why decoding is bound by bytes. T4 203, A100-80GB 153, H100 295."""
+    """fp16 FLOPs per byte of memory: why decoding is bound by bytes. T4 203, A100-80GB 153, H100 295."""
     assert 70 < card.peak("fp16") / card.bandwidth < 450
 
 

@@ -109,7 +109,7 @@ def at_end_of_forward(report):
 
 def test_full_checkpointing_runs_the_blocks_forward_again_and_selective_attentions_products_alone(measured):
     none, selective, full = (measured("gpt2", checkpointing=kind).flops for kind in (None, "selective", "full"))
-    blocks = 2 * 2 * 96 * 3 * (12 * 64 * 64)  # 2 FLOP a weight, token and layer
+    blocks = 2 * 2 * 96 * 3 * (12 * 64 * 64)  # 2 FLOP per weight, token and layer
     attention = 3 * 4 * 2 * 4 * 96 * 96 * 16  # two products of B·H·T²·d, 2 FLOP each, in each layer
     assert selective == none + attention  # the CPU's SDPA with dropout is plain products
     # The last product of a block is what nothing in backward asks for: recomputation stops before it.

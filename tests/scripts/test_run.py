@@ -93,6 +93,12 @@ def test_its_output_makes_room_for_json(script):
     assert json.loads(result.stdout)["steps"] == 1 and "loss ?" in result.stderr
 
 
+def test_its_output_stays_on_stdout_whatever_colours_are_asked_for(script, monkeypatch):
+    """Jupyter sets FORCE_COLOR, and rich then takes a pipe for a terminal, whose output a progress line redirects."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "hello" in run("--gpu", "T4", script("print('hello')")).stdout
+
+
 def test_files_are_thrown_away_or_kept(script, tmp_path):
     body = "step(); os.makedirs('out'); open('out/log', 'w').write('x'); torch.save(model.state_dict(), 'out/model.pt')"
     name = script(body + "; assert os.path.exists('out/model.pt'); model.load_state_dict(torch.load('out/model.pt'))")
@@ -281,3 +287,41 @@ def test_bad_input_is_one_line(script, words, said):
     result = run("--gpu", "T4", *words)
     assert result.exit_code == 2 and result.stdout == "" and said in result.stderr, result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_an_optimizer_that_steps_others_takes_one_step(script):
+    both = """
+class Both(torch.optim.Optimizer):
+    def __init__(self):
+        super().__init__(model.parameters(), {})
+        self.held = [torch.optim.SGD([each]) for each in model.parameters()]
+    def step(self):
+        for each in self.held: each.step()
+optimizer = Both()
+for i in range(5): step()
+"""
+    found = answer("--gpu", "A100-40GB", "--steps", 2, script(both))
+    assert (found["steps"], found["ended"]) == (2, "was ended after 2 optimizer steps")
+
+
+def test_a_checkpoint_that_is_not_written_is_found_renamed_and_removed(script):
+    rest = """
+import os
+step()
+torch.save(model.state_dict(), "new.tmp")
+os.replace("new.tmp", "new.pt")
+model.load_state_dict(torch.load("new.pt"))
+os.remove("new.pt")
+assert not os.path.exists("new.pt")
+"""
+    assert answer("--gpu", "A100-40GB", script(rest))["ended"] == "ran to its end"
+    assert sorted(os.listdir()) == ["train.py"]
+
+
+def test_states_that_a_checkpoint_is_loaded_into_are_no_step(script):
+    rest = """
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+assert get_optimizer_state_dict(model, optimizer)["state"]
+step()
+"""
+    assert answer("--gpu", "A100-40GB", script(rest))["steps"] == 1

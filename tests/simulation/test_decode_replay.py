@@ -73,7 +73,7 @@ def test_a_step_that_was_not_foretold_makes_those_before_it_run(monkeypatch):
 
 
 def test_running_out_of_memory_far_on_is_the_same_outcome(monkeypatch):
-    """A cache that grows by 352 MiB a token, on 15 GiB."""
+    """A cache that grows by 352 MiB per token, on 15 GiB."""
     wide = {**GPT, "n_embd": 512, "n_head": 8, "vocab_size": 64}
     run = lab.Inference(90_000, 4, NEW, "fp16", kv="fp16")
     played = lab.simulate(wide, run, "T4")

@@ -19,7 +19,7 @@ if torch.cuda.is_available():
 
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 TRITON = pytest.mark.skipif(sys.platform != "linux", reason="Triton has wheels for Linux alone")
-# Bytes a value of the input, forward and backward, as the docstrings of kernels/ladder derive them, for b = 2.
+# Bytes per value of the input, forward and backward, as the docstrings of kernels/ladder derive them, for b = 2.
 BYTES = {
     "softmax": {0: (8 * 4 + 2 * (2 + 4), None), 1: (2 * 2, None), 3: (2 * 2, None), 4: (2 * 2, 3 * 2)},
     "rms_norm": {0: (7 * 4 + 2 * (2 + 4), None), 1: (2 * 2, 3 * 2), 3: (2 * 2, None), 4: (2 * 2, 3 * 2 + 8 / 32)},
@@ -27,7 +27,7 @@ BYTES = {
     "rope": {0: (10 * 2, None), 1: (9 * 2, None), 3: (2 * 2, None), 4: (2 * 2, 2 * 2)},
     "cross_entropy": {0: (2 + 4 + 4 + 8 + 8 + 4 + 8, None), 1: (2 + 4 + 4 + 4, None), 3: (2, None), 4: (2, 2 * 2)},
 }
-# What the docstrings leave out: RMSNorm's weight and its gradient, 12 bytes a column, and 4 bytes a row; cos and sin,
+# What the docstrings leave out: RMSNorm's weight and its gradient, 12 bytes a column, and 4 bytes per row; cos and sin,
 # as much as 2 of the 5 heads, which q's operators and k's read one after the other.
 LEFT_OUT = {"rms_norm": 12 / 2 / ladder.ROWS + 0.01, "rope": 2 * 2 / 5 + 1e-9}
 

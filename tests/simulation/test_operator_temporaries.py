@@ -211,7 +211,7 @@ def test_an_embeddings_indices_are_sorted_before_its_gradient_is_made(card):
 
 
 def test_the_cpu_composes_safe_softmax_of_the_same_parts():
-    """The same code as on a GPU, measured: a byte an element and a row beside the output, and numbers."""
+    """The same code as on a GPU, measured: a byte per element and a row beside the output, and numbers."""
     x = torch.randn(64, 4096)
     n = x.numel()
     torch.ops.aten._safe_softmax(x, -1)

@@ -195,7 +195,7 @@ def elements(shape: tuple[int, ...]) -> int:
 
 
 def adam_8bit(shape: tuple[int, ...]) -> int:
-    """Two bytes a parameter and two fp32 scales a block of 256; below 4096 elements both moments in fp32."""
+    """Two bytes per parameter and two fp32 scales a block of 256; below 4096 elements both moments in fp32."""
     n = elements(shape)
     return 2 * block(4 * n) if n < 4096 else 2 * (block(n) + block(4 * ceil(n / 256)))
 

@@ -1,4 +1,4 @@
-"""Scripts as strangers write them for "cuda", inside `lab.simulator`: they run, and show the bytes a GPU would."""
+"""Scripts as strangers write them for "cuda", inside `lab.simulator`: they run, and show the bytes per GPU would."""
 
 from __future__ import annotations
 
@@ -458,8 +458,8 @@ def test_a_batch_size_finder_halves_to_what_fits_and_leaves_no_memory_behind(car
             batch //= 2
         torch.cuda.empty_cache()
         assert card.allocated <= held + 2 * card.gpu.cublas_workspace + MiB
-    # x and y are 16 KiB a row each. The gradient of y is one number, expanded, and copied for the product with x; what
-    # y left has no room for that copy, as the gradient of the weight is cut from it first.
+    # x and y are 16 KiB per row each. The gradient of y is one number, expanded, and copied for the product with x;
+    # what y left has no room for that copy, as the gradient of the weight is cut from it first.
     room = card.gpu.memory - held
     assert tried == [1 << 22, 1 << 21, 1 << 20, 1 << 19] and 3 * 16384 * batch < room < 6 * 16384 * batch
     model.zero_grad()

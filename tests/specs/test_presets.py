@@ -90,7 +90,7 @@ def test_deepseek_activates_37_billion_of_671():
 def test_kv_cache_elements():
     assert model("Llama-2-7b").kv_elements_per_token == 2 * 4096 * 32  # every head has its own keys and values
     assert model("Llama-3.1-8B").kv_elements_per_token == 2 * 1024 * 32  # 8 of 32 heads
-    assert model("Llama-2-70b").kv_elements_per_token * 2 == 327_680  # 320 KiB a token in bf16
+    assert model("Llama-2-70b").kv_elements_per_token * 2 == 327_680  # 320 KiB per token in bf16
     assert model("DeepSeek-V3").kv_elements_per_token == (512 + 64) * 61
 
 

@@ -6,7 +6,7 @@ tensor is among its arguments, or where it makes a tensor on the card.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from ...base.compat import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
-    arg_tree_leaves,
     disable_current_modes,
     tree_map_only,
 )
@@ -53,7 +52,9 @@ class RealHost:
             kwargs = {**kwargs, "device": GPU_DEVICE}
         if kwargs.get("pin_memory"):  # torch's own code: there is no driver to pin by
             kwargs = {**kwargs, "pin_memory": False}
-        tensors = [each for each in arg_tree_leaves(*args, **kwargs) if isinstance(each, Tensor)]
+        tensors: list[Tensor] = []
+        _collect(args, tensors)
+        _collect(kwargs.values(), tensors)
         on_card = any(isinstance(each, FakeTensor) for each in tensors)
         if not on_card and kwargs.get("device") != GPU_DEVICE:
             with disable_current_modes():
@@ -65,14 +66,21 @@ class RealHost:
             _assume(tensors, self.assume)
         if on_card and func._schema.is_mutable and tensors[0] is args[0] and not isinstance(args[0], FakeTensor):
             return _overwrite(func, args[0], self.assume)
-        return self._simulate(simulate, fake, func, args, kwargs)
+        return self._simulate(simulate, fake, func, args, kwargs, tensors)
 
     def _simulate(
-        self, simulate: Simulate, fake: FakeTensorMode, func: Any, args: tuple, kwargs: dict[str, Any]
+        self,
+        simulate: Simulate,
+        fake: FakeTensorMode,
+        func: Any,
+        args: tuple,
+        kwargs: dict[str, Any],
+        tensors: list[Tensor],
     ) -> Any:
         """Run an operator for the card; what cannot be simulated raises NotAvailable with the user's line."""
         try:
-            args, kwargs = tree_map_only(Tensor, lambda tensor: _as_fake(fake, tensor), (args, kwargs))
+            if any(not isinstance(each, FakeTensor) for each in tensors):
+                args, kwargs = tree_map_only(Tensor, lambda tensor: as_fake(fake, tensor), (args, kwargs))
             self.inside = True
             out = simulate(func, args, kwargs)
             return self._drawn(func, args, out) if func in DRAWS else out
@@ -97,7 +105,16 @@ class RealHost:
         return out
 
 
-def _as_fake(fake: FakeTensorMode, tensor: Tensor) -> Tensor:
+def _collect(values: Iterable[Any], into: list[Tensor]) -> None:
+    """Add the tensors among an operator's arguments, also those in lists."""
+    for each in values:
+        if isinstance(each, Tensor):
+            into.append(each)
+        elif isinstance(each, (list, tuple)):
+            _collect(each, into)
+
+
+def as_fake(fake: FakeTensorMode, tensor: Tensor) -> Tensor:
     """Return the fake tensor for one on the host, which keeps its values where the engine follows them."""
     if isinstance(tensor, FakeTensor):
         return tensor

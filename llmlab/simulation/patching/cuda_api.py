@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
@@ -40,7 +39,6 @@ NEED_DRIVER = (
     "MemPool", "use_mem_pool", "CUDAPluggableAllocator", "change_current_allocator", "caching_allocator_alloc",
     "caching_allocator_delete", "current_blas_handle", "list_gpu_processes",
 )  # fmt: skip
-COMPILES_NOT = "torch.compile is simulated eager: what a compiled step would fuse away is counted"
 
 
 @contextmanager
@@ -82,11 +80,9 @@ def cuda_api(card: Card) -> Iterator[None]:
         put(torch.jit, {"trace": _unchecked(torch.jit.trace)})
         stack.enter_context(mock.patch.object(torch.version, "cuda", CUDA_VERSION))
         stack.enter_context(mock.patch.object(DataLoader, "_get_iterator", _one_process))
-        stack.enter_context(mock.patch.object(torch, "compile", _eager(card, torch.compile)))
         stack.enter_context(mock.patch.object(torch, "Generator", Generator))
-        stack.enter_context(mock.patch.object(Tensor, "record_stream", nothing))
+        stack.enter_context(mock.patch.object(Tensor, "record_stream", _record_stream(card)))
         stack.enter_context(mock.patch.object(nn.DataParallel, "forward", _data_parallel))
-        stack.enter_context(mock.patch.object(nn.Module, "compile", _eager_in_place(card)))
         stack.enter_context(mock.patch.object(save_on_cpu, "__init__", _save_unpinned(save_on_cpu.__init__)))
         yield
 
@@ -234,7 +230,7 @@ def _memory(card: Card) -> dict[str, Any]:
         "mem_get_info": on_card(lambda: (card.free, card.gpu.memory)),
         "set_per_process_memory_fraction": set_fraction,
         "get_per_process_memory_fraction": on_card(lambda: fractions[-1]),
-        "host_memory_stats": dict,
+        "host_memory_stats": lambda: {},
         "reset_peak_host_memory_stats": nothing,
         "reset_accumulated_host_memory_stats": nothing,
         "memory_snapshot": lambda *args, **kwargs: memory.segments(),
@@ -336,6 +332,15 @@ def _accelerator(memory: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _record_stream(card: Card) -> Callable[..., None]:
+    def record_stream(tensor: Tensor, stream: Any) -> None:
+        """Tensor.record_stream: what a stream was asked to do is done at once, so a block is free when it is freed."""
+        own = card.memory.stream_of(card.engine.address(tensor) or 0)
+        card.engine.lends |= own not in (None, stream.stream_id)
+
+    return record_stream
+
+
 @contextmanager
 def cuda_autocast() -> Iterator[None]:
     """Let autocast for "cuda" be autocast for the simulated card, whose tensors are CPU tensors to torch."""
@@ -357,8 +362,19 @@ def cuda_autocast() -> Iterator[None]:
         inside = device_type == "cuda" and real_enabled("cpu")
         return real_dtype("cpu" if inside else device_type)
 
+    real_set_enabled, real_set_dtype = torch.set_autocast_enabled, torch.set_autocast_dtype
+
+    def set_autocast_enabled(device_type: str, *enabled: bool) -> None:
+        real_set_enabled("cpu" if device_type == "cuda" else device_type, *enabled)
+
+    def set_autocast_dtype(device_type: str, dtype: torch.dtype) -> None:
+        inside = device_type == "cuda" and real_enabled("cpu")
+        real_set_dtype("cpu" if inside else device_type, dtype)
+
     with (
         mock.patch.object(autocast_mode.autocast, "__init__", init),
+        mock.patch.object(torch, "set_autocast_enabled", set_autocast_enabled),
+        mock.patch.object(torch, "set_autocast_dtype", set_autocast_dtype),
         mock.patch.object(torch, "is_autocast_enabled", is_autocast_enabled),
         mock.patch.object(torch, "get_autocast_dtype", get_autocast_dtype),
         mock.patch.object(torch, "get_autocast_gpu_dtype", lambda: get_autocast_dtype("cuda")),
@@ -402,28 +418,3 @@ def _unchecked(trace: Callable) -> Callable:
         return trace(*args, **{**kwargs, "check_trace": False})
 
     return call
-
-
-def _eager(card: Card, real: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile, as a call and as a decorator. A library that is imported meanwhile, bitsandbytes say, keeps what
-    its decorators return when the block has ended: it gets the `real` one."""
-
-    def compile(model: Any = None, **options: Any) -> Any:
-        if card.hidden:
-            return real(model, **options)
-        if model is None:
-            return lambda decorated: compile(decorated)
-        warnings.warn(COMPILES_NOT, stacklevel=2)
-        card.engine.compiles = True
-        return model
-
-    return compile
-
-
-def _eager_in_place(card: Card) -> Callable[..., None]:
-    def compile(module: nn.Module, *args: Any, **options: Any) -> None:
-        """nn.Module.compile."""
-        warnings.warn(COMPILES_NOT, stacklevel=2)
-        card.engine.compiles = True
-
-    return compile

@@ -38,6 +38,7 @@ from ..values.placeholders import (
     warn_of,
 )
 from .cuda_api import check_index
+from .dtensors import of_dtensors
 from .patches import made_on_card, on_card, set_data
 from .tensor_types import legacy_type
 
@@ -46,7 +47,17 @@ FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
 TORCH = os.path.dirname(torch.__file__)
 WITHOUT_FRAMES = (FOLDER, os.path.join(TORCH, "_dynamo"), os.path.join(TORCH, "_compile.py"))
 # torch's own code that asks for the type of a device and means CUDA.
-SEES_CARD = ("torch.amp.autocast_mode", "torch.nn.parallel.data_parallel", "torch.nn.modules.batchnorm")
+SEES_CARD = (
+    "torch.amp.autocast_mode", "torch.nn.parallel.data_parallel", "torch.nn.modules.batchnorm",
+    # The first FSDP compares devices of tensors with those it was told.
+    *(
+        f"torch.distributed.fsdp.{name}"
+        for name in (
+            "_common_utils", "_flat_param", "_init_utils", "_limiter_utils", "_optim_utils", "_runtime_utils",
+            "_state_dict_utils", "_unshard_param_utils", "fully_sharded_data_parallel", "sharded_grad_scaler",
+        )
+    ),
+)  # fmt: skip
 
 
 class Redirect(TorchFunctionMode):
@@ -87,6 +98,7 @@ class Redirect(TorchFunctionMode):
         for name in ("gt", "lt", "ge", "le", "eq", "ne"):
             for compared in (getattr(torch, name), getattr(Tensor, name), getattr(Tensor, f"__{name}__")):
                 self.special[compared] = self._bounded(compared)
+        self.of_dtensors = {**of_dtensors(self.special), of.device.__get__: self._device}
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -95,6 +107,8 @@ class Redirect(TorchFunctionMode):
         special = self.special.get(func)
         if special is not None and (func in UNIVERSAL or isinstance(args[0], FakeTensor)):
             return special(*args, **kwargs)
+        if args and type(args[0]) in self.engine.defers and (of_dtensor := self.of_dtensors.get(func)) is not None:
+            return of_dtensor(*args, **kwargs)
         args = tuple(_redirected(each) for each in args)
         if kwargs:
             pinned = kwargs.get("pin_memory")
@@ -139,12 +153,7 @@ class Redirect(TorchFunctionMode):
         real_default, real_pointer = torch.get_default_device, torch.UntypedStorage.data_ptr
 
         def device(tensor: FakeTensor) -> torch.device:
-            found = real_device.fget(tensor)
-            if found != GPU_DEVICE or self.host.inside:
-                return found
-            asking = sys._getframe(1).f_globals.get("__name__", "")
-            inside = asking.startswith(("torch.", "llmlab.simulation.")) or asking == "torch"
-            return found if inside and asking not in SEES_CARD else CARD
+            return self._shown(real_device.fget(tensor), sys._getframe(1).f_globals.get("__name__", ""))
 
         def backward(*args: Any, **kwargs: Any) -> Any:
             with self:  # checkpointing recomputes code that says "cuda"
@@ -172,6 +181,16 @@ class Redirect(TorchFunctionMode):
             stack.enter_context(mock.patch.object(torch, "get_default_device", default_device))
             stack.enter_context(mock.patch.object(torch.UntypedStorage, "data_ptr", pointer))
             yield
+
+    def _shown(self, found: torch.device, asking: str) -> torch.device:
+        """Return the device that code of the module `asking` sees where a tensor is on `found`."""
+        if found != GPU_DEVICE or self.host.inside:
+            return found
+        inside = asking.startswith(("torch.", "llmlab.simulation.")) or asking == "torch"
+        return found if inside and asking not in SEES_CARD else CARD
+
+    def _device(self, dtensor: Tensor) -> torch.device:
+        return self._shown(dtensor.device, sys._getframe(2).f_globals.get("__name__", ""))
 
     def _cuda(self, tensor: Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Tensor:
         check_index(device)

@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...base.compat import check, disable_current_modes
@@ -18,8 +19,12 @@ from ...base.errors import SpecError
 from ...recording.events import exclusive
 from ..capability import capability_of
 from ..card import Card
+from ..checkpoints.distributed import distributed_checkpoints
 from ..checkpoints.files import Checkpoints
+from ..compiled.dynamo import dynamo_on
+from ..compiled.inductor import inductor_on
 from ..devices import GPU_DEVICE
+from ..distributed.pipelining import stages_alone
 from ..distributed.process_group import no_deepspeed, without_peers
 from ..engine.engine import Engine
 from ..engine.real_host import RealHost
@@ -64,6 +69,8 @@ def installed(card: Card) -> Iterator[None]:
         libraries: dict[str, Callable[[], Any]] = {
             "bitsandbytes": bitsandbytes,
             "deepspeed": lambda: put("deepspeed", "initialize", no_deepspeed),
+            "torch._dynamo.convert_frame": lambda: stack.enter_context(dynamo_on(card)),
+            "torch._inductor.compile_fx": lambda: stack.enter_context(inductor_on(card)),
             "triton.runtime.jit": lambda: stack.enter_context(counted_triton(card.engine.launches)),
             "torch.utils.cpp_extension": lambda: stack.enter_context(no_extensions()),
             "transformers.generation.stopping_criteria": lambda: stack.enter_context(no_end_of_sequence()),
@@ -96,7 +103,7 @@ def script_on(card: Card, host: RealHost, world_size: int | None) -> Iterator[Ph
     if _open:
         raise SpecError(f"a simulator of {_open[0]} is open; one at a time, in one thread: end its block first")
     engine = card.engine
-    checkpoints, redirect, phases = Checkpoints(engine), Redirect(engine, host), Phases(engine)
+    checkpoints, redirect, phases = Checkpoints(engine, card.kept_files), Redirect(engine, host), Phases(engine)
     parameters = HostParameters(engine, checkpoints)
     card.history.place = phases.place
     card.memory.driver.on_event = card.history.record
@@ -117,7 +124,10 @@ def script_on(card: Card, host: RealHost, world_size: int | None) -> Iterator[Ph
             "transformers.modeling_utils": lambda: stack.enter_context(
                 checkpoints.safe_open("transformers.modeling_utils")
             ),
+            "torch.distributed.checkpoint": lambda: stack.enter_context(distributed_checkpoints(checkpoints.kept)),
         }
+        if not dist.is_initialized():
+            loaders["torch.distributed.pipelining.stage"] = lambda: stack.enter_context(stages_alone(engine.notes))
         stack.enter_context(on_import(loaders))
         stack.enter_context(without_peers(card, world_size, parameters))
         stack.enter_context(phases.watched())

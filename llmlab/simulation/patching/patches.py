@@ -16,7 +16,16 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from ...base.compat import VF, AutoDispatchBelowAutograd, DispatchKey, FakeTensor, check, disable_current_modes, symbol
+from ...base.compat import (
+    VF,
+    AutoDispatchBelowAutograd,
+    DispatchKey,
+    FakeTensor,
+    FunctionalTensor,
+    check,
+    disable_current_modes,
+    symbol,
+)
 from ..capability import Capability
 from ..devices import GPU_DEVICE, HOST
 from ..engine.engine import Engine
@@ -181,8 +190,10 @@ def held_random_states(engine: Engine) -> AbstractContextManager:
 
 
 def on_card(tensor: Tensor) -> bool:
-    """Return whether `tensor` is fake and on the simulated card."""
-    return isinstance(tensor, FakeTensor) and tensor.device == GPU_DEVICE
+    """Return whether `tensor` is fake and on the simulated card, also as AOTAutograd traces it; a DTensor is where this
+    rank's part is."""
+    part = tensor if isinstance(tensor, (FakeTensor, FunctionalTensor)) else getattr(tensor, "_local_tensor", None)
+    return isinstance(part, (FakeTensor, FunctionalTensor)) and part.device == GPU_DEVICE
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

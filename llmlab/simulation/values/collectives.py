@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from ...base.compat import FakeTensor, disable_current_modes
+from ...base.errors import NotAvailable
 from .known import forget, know, known
+from .placeholders import located
 
 
 def exchange(func: Any, args: tuple) -> None:
@@ -70,6 +72,16 @@ def _all_to_all(outputs: list[Tensor], inputs: list[Tensor], group: Any, *_: Any
         _put(target, value if value is not None and value.numel() == target.numel() else None)
 
 
+def _received(tensors: list[Tensor], *_: Any) -> None:
+    for each in tensors:
+        if not isinstance(each, FakeTensor) and not each.is_floating_point():
+            raise located(NotAvailable(
+                "torch.distributed.recv of whole numbers, which another rank would send and nobody here knows: let "
+                "this rank compute them, or lab.measure it"
+            ))  # fmt: skip
+        _put(each, None)
+
+
 def summed(tensor: Tensor, ranks: int) -> None:
     """Give `tensor` what a sum over `ranks` that all have its values makes of them, where they are known."""
     with disable_current_modes():
@@ -82,4 +94,6 @@ RULES: dict[str, Callable[..., None]] = {
     "_allgather_base_": _all_gather_into,
     "alltoall_base_": _all_to_all_single,
     "alltoall_": _all_to_all,
+    "recv_": _received,
+    "recv_any_source_": _received,
 }

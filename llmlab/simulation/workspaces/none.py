@@ -26,7 +26,7 @@ NOTHING_BESIDES = {
     "cuda/Fill.cu": "fill_.Scalar fill_.Tensor zero_",
     "TensorFactories.cpp": (
         "arange arange.start arange.start_step full full_like new_full new_ones new_zeros ones ones_like scalar_tensor "
-        "zeros zeros_like rand rand_like randn randn_like randint randint.low randint_like randint_like.low_dtype eye "
+        "zeros zeros_like rand rand_like randn randn_like randint randint.low randint.low_out randint_like randint_like.low_dtype eye "
         "linspace polar"
     ),
     "TensorShape.cpp": (

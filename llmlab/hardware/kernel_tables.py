@@ -1,0 +1,178 @@
+"""How long single kernels take on a card, as measured by others: matrix products, attention, NCCL's collectives.
+
+One file per card lies in kernels/, distilled by tools/import_kernels.py from the tables in NVIDIA's aiconfigurator-core
+(Apache-2.0). A figure between measured points is interpolated; one beyond them is not measured, and the answer says so.
+
+    >>> table = kernel_table("A100-80GB")
+    >>> found = table.matmul(8192, 8192, 8192, "bf16")
+    >>> 200e12 < 2 * 8192**3 / found.seconds < 312e12, found.inside
+    (True, True)
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from itertools import product
+from math import ceil, log2, prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..base.errors import SpecError
+
+FOLDER = Path(__file__).with_name("kernels")
+UNIT = 64  # a stored value is round(64 · log2(nanoseconds)): within 0.55 % of the figure
+SCHEMA = 1
+# The power of each axis with which a kernel's work grows: of (m, n, k), (head size, length, heads), (ranks, bytes).
+WORK = {"matmuls": (1, 1, 1), "attentions": (1, 2, 1), "collectives": (0, 1)}
+
+
+class KernelTime(NamedTuple):
+    """Seconds of one kernel; `inside` says whether all measured points around it exist."""
+
+    seconds: float
+    inside: bool
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Measured times on a grid: ascending `axes`, and `values` in row-major order, round(UNIT · log2(nanoseconds))."""
+
+    axes: tuple[tuple[int, ...], ...]
+    values: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if any(list(axis) != sorted(set(axis)) or axis[0] < 1 for axis in self.axes):
+            raise SpecError("the axes of a grid of kernel times must ascend from 1 or more")
+        if len(self.values) != prod(map(len, self.axes)):
+            raise SpecError(
+                f"a grid of {'×'.join(str(len(a)) for a in self.axes)} points has {len(self.values)} values"
+            )
+
+    @cached_property
+    def _logs(self) -> tuple[tuple[float, ...], ...]:
+        return tuple(tuple(map(log2, axis)) for axis in self.axes)
+
+    def contains(self, point: Sequence[float]) -> bool:
+        """Return whether `point` lies between measured ones."""
+        return all(axis[0] <= x <= axis[-1] for axis, x in zip(self.axes, point, strict=True))
+
+    def nanoseconds(self, point: Sequence[float]) -> float:
+        """Return the time at `point`, linear in the logarithms; beyond an axis that of its end."""
+        corners = []
+        for axis, logs, x in zip(self.axes, self._logs, point, strict=True):
+            x = min(max(x, axis[0]), axis[-1])
+            low = min(bisect_right(axis, x), len(axis) - 1) - 1 if len(axis) > 1 else 0
+            weight = (log2(x) - logs[low]) / (logs[low + 1] - logs[low]) if len(axis) > 1 else 0.0
+            corners.append(((low, 1 - weight), (low + 1, weight)) if weight else ((low, 1.0),))
+        total = 0.0
+        for corner in product(*corners):
+            place, share = 0, 1.0
+            for axis, (index, weight) in zip(self.axes, corner, strict=True):
+                place, share = place * len(axis) + index, share * weight
+            total += share * self.values[place]
+        return float(2 ** (total / UNIT))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A grid of kernel times. `measured_by`: frameworks and versions; `kernel`: its name, where there are several.
+
+    `tile`: (rows, columns) of a product's blocks, where its time follows whole waves of them; the grid is then of the
+    time per wave. `left_out`: what interpolation was off by on `points` measured points that the grid leaves out, as
+    fractions of the time, the `median` and the 90th percentile, `p90`.
+    """
+
+    grid: Grid
+    measured_by: tuple[str, ...]
+    kernel: str = ""
+    tile: tuple[int, int] | None = None
+    left_out: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class KernelTable:
+    """The measured kernels of one card: products by dtype, causal attention in bf16, collectives by operation."""
+
+    gpu: str
+    device: str
+    source: str
+    sms: int
+    matmuls: Mapping[str, Measured]
+    attentions: Mapping[str, Measured]
+    collectives: Mapping[str, Measured]
+
+    def matmul(self, m: int, n: int, k: int, dtype: str = "bf16") -> KernelTime | None:
+        """Return the time of (m, k) · (k, n); None where `dtype` was not measured. fp16 takes bf16's time."""
+        measured = self.matmuls.get("bf16" if dtype == "fp16" else dtype)
+        if measured is None:
+            return None
+        found = _time(measured.grid, (m, n, k), WORK["matmuls"])
+        return found._replace(seconds=found.seconds * padding((m, n, k), measured.tile, self.sms))
+
+    def attention(self, batch: int, heads: int, length: int, head_size: int) -> KernelTime | None:
+        """Return the time of the forward pass of causal attention in bf16; None where none was measured."""
+        if (measured := self.attentions.get("bf16")) is None:
+            return None
+        return _time(measured.grid, (head_size, length, batch * heads), WORK["attentions"])
+
+    def collective(self, operation: str, size: int, ranks: int) -> KernelTime | None:
+        """Return the time of "all-reduce", "all-gather", "reduce-scatter" or "all-to-all" inside a node.
+
+        `size` is the bytes of the whole buffer: for all-gather the gathered one. None where the operation or so many
+        ranks were not measured.
+        """
+        measured = self.collectives.get(operation)
+        if measured is None or ranks > measured.grid.axes[0][-1]:
+            return None
+        return _time(measured.grid, (ranks, size), WORK["collectives"])
+
+
+def padding(point: Sequence[float], tile: Sequence[int] | None, sms: int) -> float:
+    """Return by how much a product's tiles, in whole waves over the multiprocessors, exceed its size; 1 without tiles.
+
+    A kernel with one block per tile needs as many waves as there are blocks over multiprocessors, rounded up.
+    """
+    if tile is None:
+        return 1.0
+    blocks = ceil(point[0] / tile[0]) * ceil(point[1] / tile[1])
+    return ceil(blocks / sms) * sms * tile[0] * tile[1] / (point[0] * point[1])
+
+
+def _time(grid: Grid, point: tuple[int, ...], powers: tuple[int, ...]) -> KernelTime:
+    """Return the time at `point`: beyond an axis' end it grows as the work does, by that power of the axis."""
+    sides = zip(point, grid.axes, powers, strict=True)
+    grown = prod(max(1.0, x / axis[-1]) ** power for x, axis, power in sides)
+    return KernelTime(1e-9 * grid.nanoseconds(point) * grown, grid.contains(point))
+
+
+@cache
+def kernel_table(gpu: str) -> KernelTable | None:
+    """Return the measured kernels of the card that the GPU table calls `gpu`; None where nobody measured it.
+
+    Raises SpecError for a file that is not what `tools/import_kernels.py` writes.
+    """
+    path = FOLDER / f"{gpu}.json"
+    if not path.is_file():
+        return None
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["schema"] != SCHEMA:
+            raise SpecError(f"this version of llmlab reads schema {SCHEMA}")
+        families = ({key: _measured(entry) for key, entry in data[family].items()} for family in WORK)
+        return KernelTable(data["gpu"], data["device"], data["source"], data["sms"], *families)
+    except (ValueError, KeyError, TypeError, SpecError) as error:
+        raise SpecError(f"{path} is no table of kernel times ({error}); tools/import_kernels.py writes them") from None
+
+
+def _measured(entry: dict[str, Any]) -> Measured:
+    return Measured(
+        Grid(tuple(map(tuple, entry["axes"])), tuple(entry["values"])),
+        tuple(entry["measured_by"]),
+        entry.get("kernel", ""),
+        tuple(entry["tile"]) if "tile" in entry else None,
+        entry.get("left_out", {}),
+    )
