@@ -210,9 +210,9 @@ class StandIns:
             captions.append({"file_name": f"{i}.png", "text": self.paragraph(i)[:60]})
         (captioned / "metadata.jsonl").write_text("\n".join(map(json.dumps, captions)))
         self._mnist(self.data / "MNIST" / "raw", noise)
-        asked = [{"images": [str(self.data / f"pictures/train/cat/{i}.png")],
+        asked = [{"images": [str(self.data / f"pictures/train/cat/{i % (ROWS // 2)}.png")],
                   "texts": [{"user": self.paragraph(i)[:60], "assistant": self.paragraph(i + 1)[:200]}]}
-                 for i in range(ROWS // 2)]  # fmt: skip
+                 for i in range(8 * ROWS)]  # fmt: skip
         turn = {"user": Value("string"), "assistant": Value("string")}
         features = Features({"images": List(Image()), "texts": List(turn)})
         Dataset.from_list(asked, features=features).to_parquet(str(self.data / "questions.parquet"))
@@ -286,7 +286,8 @@ class StandIns:
         (crawled / "data.json").write_text("\n".join(json.dumps({"text": each}) for each in self.paragraphs))
 
     def lightning(self) -> None:
-        """WikiText for the two language models."""
+        """MNIST, and WikiText for the two language models."""
+        shutil.copytree(self.data / "MNIST", self.clones / "pl/Datasets/MNIST", dirs_exist_ok=True)
         for place in ("fabric/language_model", "pytorch/basics"):
             folder = self.clones / "pl/examples" / place / "data"
             folder.mkdir(parents=True, exist_ok=True)
