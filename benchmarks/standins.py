@@ -38,7 +38,7 @@ DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", to
 QWEN2 = {
     "model_type": "qwen2", "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
     "num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 32768, "rope_theta": 1e6,
-    "tie_word_embeddings": True, "dtype": "bfloat16", "architectures": ["Qwen2ForCausalLM"],
+    "tie_word_embeddings": True, "torch_dtype": "bfloat16", "architectures": ["Qwen2ForCausalLM"],
 }  # fmt: skip
 QWEN2_1B = {**QWEN2, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
 ROBERTA = {
@@ -48,15 +48,16 @@ ROBERTA = {
 LLAMA_7B = {
     "model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 2048,
-    "dtype": "float16", "architectures": ["LlamaForCausalLM"],
+    "torch_dtype": "float16", "architectures": ["LlamaForCausalLM"],
 }  # fmt: skip
 OPT_350M = {
     "model_type": "opt", "hidden_size": 1024, "ffn_dim": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
-    "word_embed_proj_dim": 512, "do_layer_norm_before": False, "dtype": "float16", "architectures": ["OPTForCausalLM"],
+    "word_embed_proj_dim": 512, "do_layer_norm_before": False, "torch_dtype": "float16",
+    "architectures": ["OPTForCausalLM"],
 }  # fmt: skip
 OPT_6B = {
     "model_type": "opt", "hidden_size": 4096, "ffn_dim": 16384, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "word_embed_proj_dim": 4096, "dtype": "float16", "architectures": ["OPTForCausalLM"],
+    "word_embed_proj_dim": 4096, "torch_dtype": "float16", "architectures": ["OPTForCausalLM"],
 }  # fmt: skip
 BERT = {"model_type": "bert", "vocab_size": 50257, "architectures": ["BertForMaskedLM"]}
 MODERNBERT = {"model_type": "modernbert", "architectures": ["ModernBertForMaskedLM"]}
@@ -65,7 +66,7 @@ GPT2_XL = {**GPT2, "n_embd": 1600, "n_layer": 48, "n_head": 25}
 SMOLLM2_360M = {
     "model_type": "llama", "vocab_size": 49152, "hidden_size": 960, "intermediate_size": 2560, "num_hidden_layers": 32,
     "num_attention_heads": 15, "num_key_value_heads": 5, "max_position_embeddings": 8192, "rope_theta": 1e5,
-    "tie_word_embeddings": True, "dtype": "bfloat16", "architectures": ["LlamaForCausalLM"],
+    "tie_word_embeddings": True, "torch_dtype": "bfloat16", "architectures": ["LlamaForCausalLM"],
 }  # fmt: skip
 T5_BASE = {
     "model_type": "t5", "vocab_size": 50300, "d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12,
@@ -341,7 +342,7 @@ class StandIns:
         folder = self.data / "Qwen2-0.5B"
         shutil.copytree(self.model("Qwen/Qwen2-0.5B", QWEN2), folder, dirs_exist_ok=True)
         with torch.device("meta"):
-            model = Qwen2ForCausalLM(Qwen2Config(**{k: v for k, v in QWEN2.items() if k != "dtype"}))
+            model = Qwen2ForCausalLM(Qwen2Config(**{k: v for k, v in QWEN2.items() if k != "torch_dtype"}))
         without_values({k: v for k, v in model.to(torch.bfloat16).state_dict().items() if k != "lm_head.weight"},
                        folder / "model.safetensors")  # fmt: skip
 
@@ -350,7 +351,7 @@ class StandIns:
         from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, SiglipVisionModel
 
         looks = SiglipVisionConfig(image_size=512, patch_size=16)
-        speaks = LlamaConfig(**{k: v for k, v in SMOLLM2_360M.items() if k != "dtype"})
+        speaks = LlamaConfig(**{k: v for k, v in SMOLLM2_360M.items() if k != "torch_dtype"})
         with torch.device("meta"):
             models = {
                 "google/siglip2-base-patch16-512": SiglipVisionModel(looks),
