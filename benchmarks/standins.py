@@ -126,7 +126,7 @@ class StandIns:
             shutil.copy(source / name, folder / there)
             shutil.copy(source / name, cache / hashlib.sha1((GPT2_FILES + name).encode()).hexdigest())
         made = GPT2TokenizerFast.from_pretrained(folder)
-        made.add_special_tokens({"pad_token": END, "mask_token": "<mask>", "sep_token": END, "cls_token": END})
+        made.add_special_tokens({"pad_token": END, "mask_token": END, "sep_token": END, "cls_token": END})
         made.chat_template = CHAT
         made.save_pretrained(folder)
         for name, there in (("encoder.json", "vocab.json"), ("vocab.bpe", "merges.txt")):  # for those who read these
