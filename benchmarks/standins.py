@@ -38,8 +38,9 @@ DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", to
 QWEN2 = {
     "model_type": "qwen2", "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
     "num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 32768, "rope_theta": 1e6,
-    "tie_word_embeddings": True, "dtype": "bfloat16", "architectures": ["Qwen2ForCausalLM"],
+    "tie_word_embeddings": True, "torch_dtype": "bfloat16", "architectures": ["Qwen2ForCausalLM"],
 }  # fmt: skip
+QWEN2_1B = {**QWEN2, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
 ROBERTA = {
     "model_type": "roberta", "vocab_size": 50265, "hidden_size": 1024, "num_hidden_layers": 24,
     "num_attention_heads": 16, "intermediate_size": 4096, "max_position_embeddings": 514, "type_vocab_size": 1,
@@ -47,15 +48,16 @@ ROBERTA = {
 LLAMA_7B = {
     "model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 2048,
-    "dtype": "float16", "architectures": ["LlamaForCausalLM"],
+    "torch_dtype": "float16", "architectures": ["LlamaForCausalLM"],
 }  # fmt: skip
 OPT_350M = {
     "model_type": "opt", "hidden_size": 1024, "ffn_dim": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
-    "word_embed_proj_dim": 512, "do_layer_norm_before": False, "dtype": "float16", "architectures": ["OPTForCausalLM"],
+    "word_embed_proj_dim": 512, "do_layer_norm_before": False, "torch_dtype": "float16",
+    "architectures": ["OPTForCausalLM"],
 }  # fmt: skip
 OPT_6B = {
     "model_type": "opt", "hidden_size": 4096, "ffn_dim": 16384, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "word_embed_proj_dim": 4096, "dtype": "float16", "architectures": ["OPTForCausalLM"],
+    "word_embed_proj_dim": 4096, "torch_dtype": "float16", "architectures": ["OPTForCausalLM"],
 }  # fmt: skip
 BERT = {"model_type": "bert", "vocab_size": 50257, "architectures": ["BertForMaskedLM"]}
 MODERNBERT = {"model_type": "modernbert", "architectures": ["ModernBertForMaskedLM"]}
@@ -64,7 +66,7 @@ GPT2_XL = {**GPT2, "n_embd": 1600, "n_layer": 48, "n_head": 25}
 SMOLLM2_360M = {
     "model_type": "llama", "vocab_size": 49152, "hidden_size": 960, "intermediate_size": 2560, "num_hidden_layers": 32,
     "num_attention_heads": 15, "num_key_value_heads": 5, "max_position_embeddings": 8192, "rope_theta": 1e5,
-    "tie_word_embeddings": True, "dtype": "bfloat16", "architectures": ["LlamaForCausalLM"],
+    "tie_word_embeddings": True, "torch_dtype": "bfloat16", "architectures": ["LlamaForCausalLM"],
 }  # fmt: skip
 T5_BASE = {
     "model_type": "t5", "vocab_size": 50300, "d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12,
@@ -74,6 +76,7 @@ MODELS = {
     "openai-community/gpt2": GPT2, "gpt2": GPT2, "gpt2-xl": GPT2_XL,
     "facebook/opt-350m": OPT_350M, "facebook/opt-6.7b": OPT_6B,
     "Qwen/Qwen2-0.5B": QWEN2, "Qwen/Qwen2-0.5B-Instruct": QWEN2, "Qwen/Qwen2.5-0.5B": QWEN2,
+    "Qwen/Qwen2.5-1.5B-Instruct": QWEN2_1B,
     "google-bert/bert-base-cased": BERT, "bert-base-cased": BERT,
     "FacebookAI/roberta-large": ROBERTA, "roberta-large": ROBERTA,
     "answerdotai/ModernBERT-base": MODERNBERT, "distilbert-base-uncased": {"model_type": "distilbert"},
@@ -123,7 +126,7 @@ class StandIns:
             shutil.copy(source / name, folder / there)
             shutil.copy(source / name, cache / hashlib.sha1((GPT2_FILES + name).encode()).hexdigest())
         made = GPT2TokenizerFast.from_pretrained(folder)
-        made.add_special_tokens({"pad_token": END, "mask_token": "<mask>", "sep_token": END, "cls_token": END})
+        made.add_special_tokens({"pad_token": END, "mask_token": END, "sep_token": END, "cls_token": END})
         made.chat_template = CHAT
         made.save_pretrained(folder)
         for name, there in (("encoder.json", "vocab.json"), ("vocab.bpe", "merges.txt")):  # for those who read these
@@ -175,7 +178,6 @@ class StandIns:
         for name, rows in sets.items():
             (self.data / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
         (self.data / "alpaca.json").write_text(json.dumps(sets["alpaca"]))
-        Dataset.from_list(sets["alpaca"]).save_to_disk(str(self.data / "alpaca_folder"))
         names = ClassLabel(names=["not_equivalent", "equivalent"])
         features = Features(
             {"sentence1": Value("string"), "sentence2": Value("string"), "label": names, "idx": Value("int32")}
@@ -209,9 +211,9 @@ class StandIns:
             captions.append({"file_name": f"{i}.png", "text": self.paragraph(i)[:60]})
         (captioned / "metadata.jsonl").write_text("\n".join(map(json.dumps, captions)))
         self._mnist(self.data / "MNIST" / "raw", noise)
-        asked = [{"images": [str(self.data / f"pictures/train/cat/{i}.png")],
+        asked = [{"images": [str(self.data / f"pictures/train/cat/{i % (ROWS // 2)}.png")],
                   "texts": [{"user": self.paragraph(i)[:60], "assistant": self.paragraph(i + 1)[:200]}]}
-                 for i in range(ROWS // 2)]  # fmt: skip
+                 for i in range(8 * ROWS)]  # fmt: skip
         turn = {"user": Value("string"), "assistant": Value("string")}
         features = Features({"images": List(Image()), "texts": List(turn)})
         Dataset.from_list(asked, features=features).to_parquet(str(self.data / "questions.parquet"))
@@ -285,7 +287,8 @@ class StandIns:
         (crawled / "data.json").write_text("\n".join(json.dumps({"text": each}) for each in self.paragraphs))
 
     def lightning(self) -> None:
-        """WikiText for the two language models."""
+        """MNIST, and WikiText for the two language models."""
+        shutil.copytree(self.data / "MNIST", self.clones / "pl/Datasets/MNIST", dirs_exist_ok=True)
         for place in ("fabric/language_model", "pytorch/basics"):
             folder = self.clones / "pl/examples" / place / "data"
             folder.mkdir(parents=True, exist_ok=True)
@@ -339,7 +342,7 @@ class StandIns:
         folder = self.data / "Qwen2-0.5B"
         shutil.copytree(self.model("Qwen/Qwen2-0.5B", QWEN2), folder, dirs_exist_ok=True)
         with torch.device("meta"):
-            model = Qwen2ForCausalLM(Qwen2Config(**{k: v for k, v in QWEN2.items() if k != "dtype"}))
+            model = Qwen2ForCausalLM(Qwen2Config(**{k: v for k, v in QWEN2.items() if k != "torch_dtype"}))
         without_values({k: v for k, v in model.to(torch.bfloat16).state_dict().items() if k != "lm_head.weight"},
                        folder / "model.safetensors")  # fmt: skip
 
@@ -348,7 +351,7 @@ class StandIns:
         from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, SiglipVisionModel
 
         looks = SiglipVisionConfig(image_size=512, patch_size=16)
-        speaks = LlamaConfig(**{k: v for k, v in SMOLLM2_360M.items() if k != "dtype"})
+        speaks = LlamaConfig(**{k: v for k, v in SMOLLM2_360M.items() if k != "torch_dtype"})
         with torch.device("meta"):
             models = {
                 "google/siglip2-base-patch16-512": SiglipVisionModel(looks),

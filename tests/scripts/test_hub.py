@@ -58,6 +58,14 @@ def test_a_config_of_the_user_s_stands_in_for_any_name(home):
     assert sorted(os.listdir(home)) == ["config.json", "load.py"]
 
 
+def test_experts_load_too(home):
+    several = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
+    experts = TINY | {"model_type": "mixtral"} | several
+    (home / "config.json").write_text(json.dumps(experts))
+    result = run("--config", "me/mine=config.json", "load.py", "me/mine")
+    assert f"MixtralForCausalLM {find_model(experts).parameters} torch.bfloat16 " in result.stdout, result.stderr
+
+
 def test_a_folder_with_a_config_alone_loads(home):
     (home / "model").mkdir()
     (home / "config.json").rename(home / "model" / "config.json")

@@ -204,6 +204,16 @@ if __name__ == "__main__":
     assert any("Processes that the script started" in note for note in found["notes"]) and "1048576" in result.stderr
 
 
+def test_products_may_name_the_dtype_of_their_result(script):
+    body = """
+half, total = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16), torch.randn(64, 64, device="cuda")
+torch.addmm(total, half, half, out_dtype=torch.float32, out=total)
+assert torch.mm(half, half, out_dtype=torch.float32).dtype == torch.float32
+step()
+"""
+    assert answer("--gpu", "A100-40GB", script(body))["steps"] == 1
+
+
 def test_nvidia_smi_names_the_card_and_has_no_driver(script):
     body = """
 import subprocess
