@@ -120,7 +120,7 @@ NAMES: dict[str, dict[str, str]] = {
         "_warmup_forward_vote",
     },
     "torch.nn.attention.flex_attention": {
-        "torch.nn.attention.flex_attention": "flex_attention_hop",
+        "torch.nn.attention.flex_attention": "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG flex_attention_hop",
     },
     "torch.utils.cpp_extension": {"torch.utils.cpp_extension": "load load_inline"},
     "accelerate.state": {"accelerate.state.AcceleratorState": "_shared_state",

@@ -34,8 +34,7 @@ CONFIG = {
 }  # fmt: skip
 MEASURES = {"max_autotune": "max-autotune", "max_autotune_gemm": "max-autotune", "triton.cudagraphs": "CUDA graphs"}
 # CUDA C++ Programming Guide, technical specifications per compute capability: the same from 7.0 on, but for threads.
-REGISTERS, THREADS_PER_BLOCK = 65536, 1024
-THREADS_PER_MULTIPROCESSOR = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
+THREADS_PER_BLOCK = 1024
 PADDED = "Inductor measures whether to pad products with rows of no whole 16 B: here those that compute bounds are."
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 ALIGNMENT = 16  # bytes; torch/_inductor/utils.py
@@ -52,7 +51,7 @@ def inductor_on(card: Card) -> Iterator[None]:
     padding = symbol("torch._inductor.fx_passes.pad_mm")
     interface = symbol("torch._dynamo.device_interface.CudaInterface")
     real, inner, fold, remark = entry.compile_fx, entry.compile_fx_inner, folder.run, card.engine.remark
-    properties = _properties(card)
+    properties = SimpleNamespace(**vars(torch.cuda.get_device_properties(0)), max_threads_per_block=THREADS_PER_BLOCK)
 
     def compile_fx(graph: GraphModule, inputs: Any, inner_compile: Any = inner, **options: Any) -> Any:
         if options.get("config_patches"):  # torch's applies them and calls this again
@@ -111,13 +110,6 @@ def _forget() -> None:
             if hasattr(value, "cache_clear"):
                 value.cache_clear()
     symbol("torch._inductor.runtime.hints.DeviceProperties.create").cache_clear()
-
-
-def _properties(card: Card) -> SimpleNamespace:
-    found = torch.cuda.get_device_properties(0)
-    threads = THREADS_PER_MULTIPROCESSOR.get((found.major, found.minor), 2048)
-    return SimpleNamespace(**vars(found), regs_per_multiprocessor=REGISTERS, max_threads_per_multi_processor=threads,
-                           max_threads_per_block=THREADS_PER_BLOCK)  # fmt: skip
 
 
 def _line(graph: GraphModule) -> str:
