@@ -180,8 +180,25 @@ def _save(cls: Any, folder: Path, config: Any) -> None:
     import torch
 
     config = cls.config_class.from_pretrained(folder) if config is None else config
-    dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or torch.float32
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "is not written": it is not the script's
+    with _silent():
+        dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or torch.float32
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         cls(config).to(dtype).save_pretrained(folder)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Say nothing of a checkpoint that is made, not even that its files are not written: it is not the script's."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -42,7 +42,7 @@ def test_compiled_it_keeps_its_output_and_a_number_a_row(sim):
     # With the gradient: the sums of output x gradient, then the gradients of queries, keys and values.
     assert sim.peak_allocated - before == OUT + ROWS + OUT + ROWS + OUT + 2 * KEYS
     assert [each.grad.shape for each in (q, k, v)] == [each.shape for each in (q, k, v)]
-    assert any("flex_attention 1 times" in note for note in sim.notes)
+    assert any("flex_attention" in note and "launched" in note for note in sim.notes)
 
 
 def test_its_statistics_have_a_gradient_too(sim):
@@ -72,10 +72,10 @@ def test_without_compile_it_writes_the_scores(sim):
     out.sum().backward()
     assert forward > 3 * scores and sim.peak_allocated - before > 5 * scores
     assert sim.allocated - before < scores and q.grad.shape == q.shape
-    assert not any("torch.compile" in note for note in sim.notes)
+    assert any("writes out all scores" in note for note in sim.notes)
 
 
 def test_a_bias_that_learns_is_refused(sim):
     bias = torch.zeros(T, device="cuda", requires_grad=True)
     with pytest.raises(NotAvailable, match=r"score_mod takes from outside.*test_flex_attention.py"):
-        torch.compile(flex_attention)(*inputs(), score_mod=lambda score, b, h, q, k: score + bias[k], enable_gqa=True)
+        flex_attention(*inputs(), score_mod=lambda score, b, h, q, k: score + bias[k], enable_gqa=True)
