@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -124,7 +125,15 @@ def run_case(case: Case, clones: Path, work: Path) -> Result:
     seconds = round(time.monotonic() - began, 1)
     said = (work / "logs" / f"{case.name}.err").read_text("utf-8", "replace")
     (work / "logs" / f"{case.name}.out").write_text(ran.output)
-    return Result(**row, seconds=seconds, **classified(case, ran.code, ran.stopped, ran.output, said))
+    found = classified(case, ran.code, ran.stopped, ran.output, said)
+    return Result(**row, seconds=seconds, **found | {"said": anywhere(found["said"], clones, work)})
+
+
+def anywhere(said: str, *folders: Path) -> str:
+    """Return `said` with paths from the library's or the repository's folder on, as they are on any machine."""
+    for folder in folders:
+        said = said.replace(f"{folder}/", "")
+    return re.sub(r"/[^\s'\"]*/(site-packages|dist-packages)/", "", said)
 
 
 def classified(case: Case, code: int, stopped: str, output: str, said: str) -> dict[str, Any]:

@@ -31,6 +31,9 @@ class Processes:
         with TemporaryDirectory(prefix="llmlab-processes-") as folder:
 
             def run(process: BaseProcess) -> None:
+                import torch
+
+                torch.set_num_threads(1)  # the threads of the process it was forked from are not here to wait for
                 before = self.sim.peak_allocated
                 try:
                     with suppress(Enough):

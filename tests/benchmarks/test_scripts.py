@@ -102,6 +102,11 @@ def test_scripts_are_run_as_they_stand(folders, monkeypatch):
     assert sorted(path.name for path in (folders[0] / "mine").iterdir()) == sorted(WRITTEN)
 
 
+def test_what_a_script_said_has_no_path_of_a_machine(tmp_path):
+    said = f"a ({tmp_path}/trl/sft.py, line 3) b (/opt/python/lib/site-packages/torch/nn/init.py, line 4)"
+    assert scripts.anywhere(said, tmp_path) == "a (trl/sft.py, line 3) b (torch/nn/init.py, line 4)"
+
+
 def test_the_tables():
     ran = {"repository": "r", "gpu": "T4", "seconds": 9.6, "peak_allocated": 1 << 30, "peak_reserved": 2 << 30}
     one = scripts.Result("a", command="a.py " + "x" * 99, outcome="ran", steps=2, ranks=8, upper=True, **ran)

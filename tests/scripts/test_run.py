@@ -198,9 +198,11 @@ if __name__ == "__main__":
     process = context.Process(target=work, args=(queue,))
     process.start(); print(queue.get()); process.join()
 """
-    result = run("--gpu", "A100-40GB", "--json", script(body))
+    # In a process of its own: what other tests left running would not be forked.
+    line = [sys.executable, "-m", "llmlab.cli.main", "run", "--gpu", "A100-40GB", "--json", script(body)]
+    result = subprocess.run(line, capture_output=True, text=True, timeout=240)
     found = json.loads(result.stdout)
-    assert (result.exit_code, found["outcome"]) == (2, "unknown")  # all of the work was elsewhere
+    assert (result.returncode, found["outcome"]) == (2, "unknown")  # all of the work was elsewhere
     assert any("Processes that the script started" in note for note in found["notes"]) and "1048576" in result.stderr
 
 

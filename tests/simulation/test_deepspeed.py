@@ -139,6 +139,18 @@ def test_nothing_is_left_of_the_card_or_the_group():
     assert now == before and not torch.distributed.is_initialized()
 
 
+def test_a_later_simulation_knows_nothing_of_zero_3():
+    llama = {"model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 172,
+             "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}  # fmt: skip
+    run = lab.Training(micro_batch=2, seq_len=64, precision="fp16", lora=lab.LoRA(rank=8))
+    before, linear = lab.simulate(llama, run, CARD), nn.functional.linear
+    with lab.simulator(CARD, world_size=RANKS):
+        step(started(3))
+    after = lab.simulate(llama, run, CARD)
+    assert nn.functional.linear is linear
+    assert (after.peak_allocated, after.flops) == (before.peak_allocated, before.flops)
+
+
 def test_its_first_import_in_a_block_says_nothing():
     code = (
         "import llmlab as lab\n"

@@ -7,13 +7,17 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+from torch.nn import functional
+
 from ...base.compat import check, symbol
 from ...base.errors import NotAvailable
 from ..streams import nothing
 from ..values.placeholders import located
 
-# Modules that keep the process group, or what was made of it, in their globals.
-KEEPING = ("comm.comm", "utils.groups", "runtime.activation_checkpointing.checkpointing")
+# Modules that keep the process group, or what was made of it or under zero.Init, in their globals.
+KEEPING = (
+    "comm.comm", "utils.groups", "runtime.activation_checkpointing.checkpointing", "runtime.zero.partition_parameters",
+)  # fmt: skip
 # By module: the builder of kernels that change the tensors they are given and allocate nothing: states are made in
 # Python, csrc/adam/multi_tensor_apply.cuh hands addresses over by value, and csrc/adam/cpu_adam.cpp is the host's.
 IN_PLACE = {
@@ -57,6 +61,8 @@ def deepspeed_engine() -> Iterator[None]:
         stack.enter_context(mock.patch.dict(vars(symbol("deepspeed.ops")), __compatible_ops__={}))
         for name in KEEPING:
             stack.enter_context(mock.patch.dict(vars(symbol(f"deepspeed.{name}"))))
+        # zero.Init (ZeRO-3) leaves another function here, whose backward keeps more tensors.
+        patch(functional, "linear", functional.linear)
         for module, builder in IN_PLACE.items():
             patch(symbol(f"deepspeed.ops.{module}"), builder, _InPlace)
         for builder in ("builder.OpBuilder", "cpu.no_impl.NotImplementedBuilder"):
