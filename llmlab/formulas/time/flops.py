@@ -11,6 +11,7 @@ PyTorch's operators or are new ones, count like any other: bitsandbytes' with pa
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from ...hardware.gpu import GPU
 from ...specs.model import ModelSpec
@@ -58,13 +59,18 @@ def flops(spec: ModelSpec, run: Run, gpu: GPU | None = None, cpu: bool = False) 
     through no model. `gpu` (or `cpu`) decides the attention kernel, and with it whether backward computes the scores
     again: 5 products instead of 4.
     """
+    return _counted(spec, run, "" if isinstance(run, Inference) else attention_kernel(spec, run, gpu, cpu))
+
+
+@lru_cache(maxsize=1024)
+def _counted(spec: ModelSpec, run: Run, kernel: str) -> Flops:
     if isinstance(run, Inference):
         return _generation(spec, run)
     sums = Flops(optimizer=2 * _factored(spec, run) if run.optimizer == "adafactor" else 0)
     tokens = run.global_batch * run.seq_len
     for product in products(spec, run):
         sums.add(product.part, *product.flops(tokens))
-    _scores(sums, spec, run, run.global_batch, attention_kernel(spec, run, gpu, cpu))
+    _scores(sums, spec, run, run.global_batch, kernel)
     return sums
 
 

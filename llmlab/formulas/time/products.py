@@ -15,7 +15,8 @@ from ...specs.model import ModelSpec
 from ...specs.parameters import Linear
 from ...specs.run import Training
 
-ROW_PARALLEL = ("o_proj", "c_proj", "down_proj")  # tensor parallelism divides their inputs (arXiv 1909.08053, section 3)
+# Tensor parallelism divides their inputs (arXiv 1909.08053, section 3).
+ROW_PARALLEL = ("o_proj", "c_proj", "down_proj")
 
 
 class Product(NamedTuple):
