@@ -86,7 +86,7 @@ class Kernels:
                 attention += f", × {self.shares['flash_attention_2']:.2f} for FlashAttention 2"
             if "all-reduce" in self.table.collectives:
                 nccl = ", ".join(self.table.collectives["all-reduce"].measured_by)
-                links = f"inside a node with NVLink {self.origin} ({nccl}), else links.toml"
+                links = f"inside a node {self.origin} ({nccl}), else links.toml" if self._joined else links
         elif self.rates is None:
             attention = f"{self.shares['attention']:.0%} of the data sheet"
         reached = "fitted to records" if self.rates else f"{self.shares['bandwidth']:.0%} of the data sheet"
@@ -166,14 +166,19 @@ class Kernels:
         return LAUNCH + slower * flop / (self.shares["attention"] * peak) / self.sustained
 
     def collective(self, operation: str, size: float, group: Group) -> float:
-        """Return the seconds of a collective of `size` bytes: measured inside a node with NVLink, else by the links."""
-        measured = self.table and group.across is None and group.inside.kind == "nvlink"
-        same = self.base is self.card or self.base.nvlink == self.card.nvlink
-        if measured and same and self.table and size and group.ranks > 1:
+        """Return the seconds of a collective of `size` bytes: measured inside a node, where the ranks are joined as
+        those were, else by the links."""
+        if self.table and group.across is None and group.ranks > 1 and group.inside.bandwidth == self._joined:
             found = self.table.collective(operation, int(size) or 1, group.ranks)
             if found:
                 return found.seconds
         return communication.seconds(operation, size, group)
+
+    @cached_property
+    def _joined(self) -> float | None:
+        """Bytes/s of the links with which collectives were measured for this card: its own, or the same NVLink."""
+        own = self.card.nvlink or (self.card.pcie if self.base is self.card else None)
+        return own if self.base.nvlink == self.card.nvlink else None
 
 
 @lru_cache(maxsize=1 << 17)

@@ -13,7 +13,7 @@ from ...hardware.links import cluster as cluster_of
 from ...specs.model import ModelSpec
 from ...specs.run import Run, Training
 from .distributed import Step, step
-from .kernels import Kernels, kernels
+from .kernels import Kernels, kernels, training_rates
 from .step import passes, step_seconds, whole_seconds
 
 # What a step's seconds are divided into, in the order in which they are shown.
@@ -41,20 +41,22 @@ def timing(spec: ModelSpec, run: Run, card: GPU | None, cluster: Cluster | None 
         return Timing()
     if not isinstance(run, Training):
         return Timing(step_seconds(spec, run, card))
-    found = kernels(card)
+    found, nodes = kernels(card), cluster
     if run.world_size == 1:
         parts, note = _alone(spec, run, card), ""
         if not parts:
             return Timing()
     else:
         try:
-            nodes = cluster or cluster_of(card)
+            nodes = nodes or cluster_of(card)
             terms = step(spec, run, card, nodes)
         except NotAvailable as error:
             return Timing(note=f"Time is not known: {error}.")
         parts, note = _of(terms), _connected(run, nodes)
     seconds = sum(parts.values())
-    factor = exp(found.spread)
+    # How fast ranks talk through PCIe depends on the host, which no table knows.
+    through_host = run.world_size > 1 and nodes is not None and nodes.inside.kind == "pcie"
+    factor = exp(max(found.spread, training_rates()["spread"]["data sheet"]) if through_host else found.spread)
     return Timing(seconds, seconds / factor, seconds * factor, parts, _sources(found, parts), note)
 
 
