@@ -39,3 +39,8 @@ def test_errors_count_what_is_unknown_and_what_the_interval_holds():
     got = throughput.errors(found)
     assert (got.rows, got.known, got.inside) == (4, 3, 0.5)
     assert got.median == pytest.approx(0.2) and got.worst == pytest.approx(0.4)
+
+
+def test_the_rule_of_thumb_is_6nd_at_two_fifths_of_the_peak():
+    row = next(row for row in throughput.rows() if row.id == "smt-091")
+    assert throughput.rule(row) == pytest.approx(0.4 * 989.4e12 / (6 * lab.model(row.model).parameters))
