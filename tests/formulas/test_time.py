@@ -76,13 +76,13 @@ def test_where_a_rate_is_from_and_how_wide_that_makes_the_interval():
     run = Training(seq_len=512, precision="fp16")
     said = {"H100": "measured on H100-80GB (sglang", "A100-40GB": "transferred from A100-80GB by the large products'",
             "RTX-6000-Ada": "transferred from L40S by the data sheets'", "T4": "fitted to 32 LoRA",
-            "V100": "large products at 89", "MI300X": "70% of the data sheet"}  # fmt: skip
+            "V100": "large products at 89", "MI350X": "70% of the data sheet"}  # fmt: skip
     wide = {}
     for card, words in said.items():
         report = lab.estimate("gpt2", run, card)
         assert words in report.time_sources["products"]
         wide[card] = report.step_seconds_high / report.step_seconds_low
-    assert wide["A100-40GB"] == pytest.approx(wide["RTX-6000-Ada"]) and wide["V100"] == pytest.approx(wide["MI300X"])
+    assert wide["A100-40GB"] == pytest.approx(wide["RTX-6000-Ada"]) and wide["V100"] == pytest.approx(wide["MI350X"])
     assert wide["T4"] < wide["H100"] < wide["A100-40GB"] < wide["V100"]
     assert "1.41 for FlashAttention 2" in lab.estimate("gpt2", run, "H100").time_sources["attention"]
 

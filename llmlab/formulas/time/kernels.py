@@ -163,6 +163,8 @@ class Kernels:
             moved = 8.0 * heads * length * head_size
             return slower * self._scaled(found.seconds, flop, moved, "bf16") / self.sustained
         peak = self.card.peak(dtype) or self.card.peak("fp16") or self.card.peak_flops["fp32"]
+        if self.reached and dtype != "fp32":
+            peak = self.reached / self.shares["products"]
         return LAUNCH + slower * flop / (self.shares["attention"] * peak) / self.sustained
 
     def collective(self, operation: str, size: float, group: Group) -> float:
@@ -190,9 +192,9 @@ def _matmul(gpu: str, m: int, n: int, k: int, dtype: str) -> float | None:
 
 
 def _reached(card: GPU) -> float | None:
-    """Return the FLOP/s that others measured of large products in bf16, else in fp16, on `card`."""
+    """Return the FLOP/s that others measured of large products in half precision on `card`."""
     table = read_table("products.toml")
-    found = table["bf16"].get(card.name) or table["fp16"].get(card.name)
+    found = table["zzc0721"].get(card.name) or table["stas00"].get(card.name)
     return 1e12 * found if found else None
 
 
