@@ -118,9 +118,11 @@ def spreads(rows: list[throughput.Row]) -> dict[str, float]:
     """Return how far off a prediction is that 80 % of rows are nearer than, as a logarithm, by where rates are from.
 
     Cards differ in the share of their data sheet that they reach: a rate that is transferred may be off by that too,
-    one from the data sheet, of another architecture, by twice that.
+    one from the data sheet, of another architecture, by twice that. How engines cut a model, by tensor or pipeline
+    parallelism, differs more than how they share its states.
     """
-    measured, middle = _held(off(rows)), median(product_shares().values())
+    whole, cut = ([row for row in rows if (row.run.tp * row.run.pp > 1) is cut] for cut in (False, True))
+    measured, middle = _held(off(whole)), median(product_shares().values())
     differ = _held([log(share / middle) for share in product_shares().values()])
     fitted = [log(lab.estimate(r.model, r.run, "T4").step_seconds / r.step_seconds) for r in records(gpu="T4")
               if r.source == "published" and r.step_seconds and not held_out(r)]  # fmt: skip
@@ -129,6 +131,7 @@ def spreads(rows: list[throughput.Row]) -> dict[str, float]:
         "fitted": _held(fitted),
         "transferred": sqrt(measured**2 + differ**2),
         '"data sheet"': sqrt(measured**2 + (2 * differ) ** 2),
+        "cut": _held(off(cut)),
     }
 
 
@@ -149,7 +152,8 @@ HEAD = """\
 # sustained  clocks that last over those of bursts, by architecture; other: the mean
 # scale      contention: the share of hidden communication that a step loses all the same, of the time that it takes
 #            inside a node; per_doubling: the share of a step that each doubling of the nodes costs
-# spread     logarithm by which 80 % of predictions are off at most, by where the rates are from
+# spread     logarithm by which 80 % of predictions are off at most, by where the rates are from; cut: at least, with
+#            tensor or pipeline parallelism
 #
 # sustained and scale are fitted to {rows} published throughputs ({after}).
 # spread is that of {other} others ({left_out}).

@@ -76,6 +76,19 @@ def test_collectives_are_measured_where_ranks_are_joined_as_they_were():
     assert pcie == kernel_table("L40S").collective("all-gather", size, 8).seconds
 
 
+def test_intervals_widen_where_engines_and_hosts_differ():
+    run = Training(micro_batch=1, seq_len=2048, precision="mixed-bf16", dp=8, zero=1)
+
+    def width(run, card):
+        report = lab.estimate("Llama-3.2-1B", run, card)
+        return report.step_seconds_high / report.step_seconds_low
+
+    alone = replace(run, dp=1, zero=0)
+    assert width(run, "A100") == pytest.approx(width(alone, "A100"))
+    assert width(replace(run, dp=4, tp=2), "A100") > 1.2 * width(alone, "A100")
+    assert width(run, "RTX-4090") > 1.1 * width(alone, "RTX-4090")  # through PCIe
+
+
 def test_one_enumeration_of_products_for_flop_and_for_time():
     spec, run = lab.model("Qwen3-30B-A3B"), Training(micro_batch=2, seq_len=512, checkpointing="full", dp=2)
     counted = flops(spec, run)

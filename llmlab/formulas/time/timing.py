@@ -54,10 +54,21 @@ def timing(spec: ModelSpec, run: Run, card: GPU | None, cluster: Cluster | None 
             return Timing(note=f"Time is not known: {error}.")
         parts, note = _of(terms), _connected(run, nodes)
     seconds = sum(parts.values())
-    # How fast ranks talk through PCIe depends on the host, which no table knows.
-    through_host = run.world_size > 1 and nodes is not None and nodes.inside.kind == "pcie"
-    factor = exp(max(found.spread, training_rates()["spread"]["data sheet"]) if through_host else found.spread)
+    factor = exp(_spread(run, found, nodes))
     return Timing(seconds, seconds / factor, seconds * factor, parts, _sources(found, parts), note)
+
+
+def _spread(run: Training, found: Kernels, nodes: Cluster | None) -> float:
+    """Return the logarithm by which 8 in 10 predictions of such a run are off at most."""
+    spread = training_rates()["spread"]
+    widest = [found.spread]
+    if run.tp * run.pp > 1:
+        widest.append(spread["cut"])
+    if run.world_size > 1 and nodes and nodes.inside.kind == "pcie":
+        widest.append(
+            spread["data sheet"]
+        )  # how fast ranks talk through PCIe depends on the host, which no table knows
+    return max(widest)
 
 
 def _alone(spec: ModelSpec, run: Training, card: GPU) -> dict[str, float]:
