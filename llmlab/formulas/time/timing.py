@@ -65,9 +65,7 @@ def _spread(run: Training, found: Kernels, nodes: Cluster | None) -> float:
     if run.tp * run.pp > 1:
         widest.append(spread["cut"])
     if run.world_size > 1 and nodes and nodes.inside.kind == "pcie":
-        widest.append(
-            spread["data sheet"]
-        )  # how fast ranks talk through PCIe depends on the host, which no table knows
+        widest.append(spread["data sheet"])  # how fast ranks talk through PCIe depends on a host that no table knows
     return max(widest)
 
 
