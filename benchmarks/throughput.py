@@ -76,8 +76,6 @@ def errors(found: list[tuple[Row, Predicted]]) -> Errors:
 
 def text(found: list[tuple[Row, Predicted]]) -> Iterator[str]:
     """Return the lines of the results file."""
-    yield "# Training throughput that others published, predicted"
-    yield ""
     names = ["llmlab", f"6ND at {RULE:.0%} of the peak", f"llm-analysis 0.2.2 at {EFFICIENCY:.0%}"]
     lines = []
     for group in GROUPS:
@@ -90,9 +88,13 @@ def text(found: list[tuple[Row, Predicted]]) -> Iterator[str]:
     for group in GROUPS:
         lines = [_line(row, it) for row, it in found if row.group == group]
         yield from titled_table(f"Tokens per second and GPU, {group}", header, lines)
-    yield from ("Sources", "", *(f"* {citation}" for citation in dict.fromkeys(row.citation for row, _ in found)), "")
-    yield from (f"* {row.id}: {row.assumed}" for row, _ in found if row.assumed)
-    yield from ("", provenance("llmlab"))
+    yield from ("Sources:", "", *(f"- {citation}" for citation in dict.fromkeys(row.citation for row, _ in found)), "")
+    assumed: dict[str, list[str]] = {}
+    for row, _ in found:
+        assumed.setdefault(row.assumed, []).append(row.id)
+    yield from ("Assumed, where a source does not say it, or differs:", "")
+    yield from (f"- {text}: {', '.join(ids)}" for text, ids in assumed.items() if text)
+    yield from ("", provenance("llmlab", "llm-analysis"))
 
 
 def _line(row: Row, it: Predicted) -> list[str]:
