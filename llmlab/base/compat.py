@@ -35,9 +35,9 @@ FSDP = "torch.distributed.fsdp._fully_shard."
 # By what is installed at once: by module or class, the names in it that are replaced or called.
 NAMES: dict[str, dict[str, str]] = {
     "torch": {
-        "torch": "Generator compile get_default_device get_rng_state load save tensor to_dlpack "
-        "get_autocast_dtype get_autocast_gpu_dtype is_autocast_enabled",
-        "torch.Tensor": "_make_subclass _make_wrapper_subclass _use_count record_stream",
+        "torch": "Generator get_default_device get_rng_state load save tensor to_dlpack "
+        "get_autocast_dtype get_autocast_gpu_dtype is_autocast_enabled set_autocast_dtype set_autocast_enabled",
+        "torch.Tensor": "_make_subclass _make_wrapper_subclass _use_count _version record_stream",
         "torch.UntypedStorage": "_cdata data_ptr resize_",
         "torch._C._functions.AccumulateGrad": "_sequence_nr",
         "torch._VF": "gru lstm rnn_relu rnn_tanh",
@@ -46,7 +46,7 @@ NAMES: dict[str, dict[str, str]] = {
         "torch.autograd": "_engine_run_backward",
         "torch.autograd.graph": "save_on_cpu",
         "torch.library.Library": "_destroy",
-        "torch.nn.Module": "_apply compile",
+        "torch.nn.Module": "_apply",
         "torch.ops.aten.linear.default": "_op_dk _opname _overloadpacket _schema",
         "torch.optim.optimizer": "_foreach_supported_types _get_capturable_supported_devices "
         "_get_foreach_kernels_supported_devices",
@@ -59,20 +59,68 @@ NAMES: dict[str, dict[str, str]] = {
         "torch.utils.dlpack": "to_dlpack",
         "torch.version": "cuda",
     },
+    "torch._dynamo.convert_frame": {
+        "torch._dynamo": "reset",
+        "torch._dynamo.convert_frame": "ConvertFrameReturn",
+        "torch._dynamo.convert_frame.CatchErrorsWrapper": "__call__",
+        "torch._dynamo.exc": "InternalTorchDynamoError",
+        "torch._dynamo.output_graph.SubgraphTracer": "create_proxy",
+        "torch._dynamo.trace_rules": "add get_torch_obj_rule_map",
+        "torch._dynamo.variables.functions": "UserFunctionVariable",
+        "torch._dynamo.variables.torch": "TorchInGraphFunctionVariable constant_fold_functions",
+        "torch._dynamo.variables.torch_function.SymbolicTorchFunctionState": "__init__",
+        "torch._subclasses.fake_tensor.FakeTensorMode": "dispatch",
+        "torch.nn.modules.module": "_global_forward_hooks _global_forward_pre_hooks _has_any_global_hook",
+    },
+    "torch._inductor.compile_fx": {
+        "torch._dynamo.device_interface.CudaInterface": "Worker current_device get_device_properties",
+        "torch._inductor.async_compile.AsyncCompile": "triton",
+        "torch._inductor.codecache.PyCodeCache": "load_by_key_path",
+        "torch._inductor.compile_fx": "compile_fx compile_fx_inner",
+        "torch._inductor.config": "get_config_copy patch",
+        "torch._inductor.fx_passes.joint_graph.UniformValueConstantFolder": "run",
+        "torch._inductor.fx_passes.pad_mm": "can_pad hint_symbols is_mm_compute_bound should_pad",
+        "torch._inductor.runtime.hints.DeviceProperties": "create",
+        "torch._inductor.utils": "get_device_tflops get_gpu_dram_gbps",
+        "torch._functorch.config": "patch",
+        "torch.utils._triton": "triton_hash_with_backend",
+    },
     "torch.distributed": {
         "torch._C": "_clear_DTensor_sharding_propagator_cache _get_accelerator",
         "torch.distributed": "init_process_group is_nccl_available",
-        "torch.distributed.distributed_c10d": "all_gather_object broadcast_object_list gather_object new_group "
-        "scatter_object_list",
+        "torch.distributed.distributed_c10d": "_get_pg_default_device _resolve_process_group all_gather_object "
+        "broadcast_object_list "
+        "gather_object new_group recv_object_list scatter_object_list send_object_list",
         FSDP + "_fsdp_init": "_get_device_from_mesh _get_device_handle _get_managed_states",
         FSDP + "_fsdp_param": "_chunk_with_empty",
         FSDP + "_fsdp_param_group": "foreach_all_gather foreach_all_gather_copy_out foreach_reduce",
-        "torch.distributed.fsdp": "FullyShardedDataParallel",
+        "torch.distributed.fsdp._optim_utils": "_convert_state_with_orig_params _get_pg_default_device",
+        "torch.distributed.fsdp._state_dict_utils": "_local_post_state_dict_hook",
+        "torch.distributed.fsdp.FullyShardedDataParallel": "__init__",
         "torch.distributed.tensor.DTensor": "_local_tensor",
         "torch.distributed.tensor._sharding_prop.ShardingPropagator": "_propagate_tensor_meta_non_cached",
         "torch.nn.parallel.distributed": "_verify_param_shape_across_processes",
         "torch.nn.parallel.distributed.DistributedDataParallel": "_pre_forward",
         "torch.testing._internal.distributed.fake_pg": "FakeStore",
+    },
+    "torch.distributed._symmetric_memory": {
+        "torch.distributed._symmetric_memory": "empty enable_symm_mem_for_group rendezvous",
+    },
+    "torch.distributed.checkpoint": {
+        "torch.distributed.checkpoint": "async_save",
+        "torch.distributed.checkpoint.default_planner": "_validate_global_plan dedup_save_plans",
+        "torch.distributed.checkpoint.filesystem": "_FileSystemWriter",
+        "torch.distributed.checkpoint.filesystem.FileSystem": "create_stream ls rename rm_file",
+        "torch.distributed.checkpoint.hf_storage": "HuggingFaceStorageWriter",
+        "torch.distributed.checkpoint.state_dict_saver": "AsyncSaveResponse async_save save",
+    },
+    "torch.distributed.pipelining.stage": {
+        "torch.distributed.pipelining.stage": "InferenceMode _StageBackwardMeta _StageForwardMeta",
+        "torch.distributed.pipelining.stage.PipelineStage": "_recv_meta _send_meta _warmup_backward_result "
+        "_warmup_forward_vote",
+    },
+    "torch.nn.attention.flex_attention": {
+        "torch.nn.attention.flex_attention": "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG flex_attention_hop",
     },
     "torch.utils.cpp_extension": {"torch.utils.cpp_extension": "load load_inline"},
     "accelerate.state": {"accelerate.state.AcceleratorState": "_shared_state",
@@ -89,7 +137,22 @@ NAMES: dict[str, dict[str, str]] = {
         "accelerate.commands.launch": "_validate_launch_command launch_command_parser",
         "accelerate.utils.launch": "prepare_multi_gpu_env prepare_simple_launcher_cmd_env",
     },
-    "deepspeed": {"deepspeed": "initialize"},
+    "deepspeed.engine": {
+        "deepspeed.accelerator.cpu_accelerator": "CPU_Accelerator",
+        "deepspeed.accelerator.cuda_accelerator": "CUDA_Accelerator",
+        "deepspeed.accelerator.real_accelerator": "ds_accelerator",
+        "deepspeed.ops.adagrad.cpu_adagrad": "CPUAdagradBuilder",
+        "deepspeed.ops.adam.cpu_adam": "CPUAdamBuilder",
+        "deepspeed.ops.adam.fused_adam": "FusedAdamBuilder",
+        "deepspeed.ops.lion.cpu_lion": "CPULionBuilder",
+        "deepspeed.ops.lion.fused_lion": "FusedLionBuilder",
+        "deepspeed.ops.op_builder.builder.OpBuilder": "load",
+        "deepspeed.ops.op_builder.cpu.no_impl.NotImplementedBuilder": "load",
+        "deepspeed.runtime.engine.DeepSpeedEngine": "_configure_basic_optimizer",
+        "deepspeed.runtime.hybrid_engine.DeepSpeedHybridEngine": "__init__",
+        "deepspeed.runtime.pipe.dualpipev.DualPipeVEngine": "__init__",
+        "deepspeed.runtime.pipe.engine.PipelineEngine": "__init__",
+    },
     "deepspeed.launcher.runner": {"deepspeed.launcher.runner": "parse_args"},
     "deepspeed.ops": {"deepspeed.ops": "__compatible_ops__"},  # by itself: its import looks for compilers
     "liger_kernel": {"liger_kernel.transformers": "_apply_liger_kernel_to_instance"},
@@ -128,6 +191,8 @@ OF_INSTANCES = frozenset((
     "_allow_unsafe_data_ptr_access",  # FakeTensorMode
     "_attn_implementation",  # a config of transformers
     "_buffers", "_modules", "_parameters",  # nn.Module
+    "_cuda_getCurrentRawStream",  # torch._C of a build with CUDA has it
+    "_config",  # a stager of torch.distributed.checkpoint
     "_is_hf_initialized", "_is_quantized",  # transformers reads them of a tensor or module, and of a config
     "_is_param",  # torch.nn.Parameter's type reads it of a tensor subclass
 ))  # fmt: skip
@@ -203,6 +268,7 @@ try:
         UnsupportedOperatorException,
         in_kernel_invocation_manager,
     )
+    from torch._subclasses.functional_tensor import FunctionalTensor
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
     from torch.utils._pytree import arg_tree_leaves, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
@@ -226,7 +292,8 @@ except AttributeError as error:
 __all__ = [
     "AutoDispatchBelowAutograd", "C", "DataDependentOutputException", "DisableTorchDispatch", "DisableTorchFunction",
     "DispatchKey", "DispatchKeySet", "DynamicOutputShapeException", "ELEMENTWISE_TYPE_PROMOTION_KIND",
-    "ExcludeDispatchKeyGuard", "FakeTensor", "FakeTensorMode", "GLOBAL_DEVICE_CONTEXT", "HigherOrderOperator",
+    "ExcludeDispatchKeyGuard", "FakeTensor", "FakeTensorMode", "FunctionalTensor", "GLOBAL_DEVICE_CONTEXT",
+    "HigherOrderOperator",
     "OpOverload", "OpOverloadPacket", "TorchDispatchMode", "UnsupportedOperatorException", "VF", "arg_tree_leaves",
     "check", "current_autograd_node", "current_graph_task_id", "disable_current_modes",
     "dispatch_get_registrations_for_dispatch_key", "dispatch_has_kernel_for_dispatch_key", "elementwise_dtypes",

@@ -28,8 +28,8 @@ STYLES = {
 
 @dataclass(frozen=True, repr=False)
 class Table:
-    """Rows of text under a `header`; one of empty names is not shown. `words` are the columns that are aligned left; on a
-    page all of these but the first wrap.
+    """Rows of text under a `header`; one of empty names is not shown. `words` are the columns that are aligned left,
+    and on a page all of them but the first wrap.
 
     With a `title` the rows stand between blank lines, and a rule is under the header.
     """

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from json import loads
 from typing import TYPE_CHECKING, Any
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 
     from ..scripts.command import Command
     from ..scripts.report import ScriptReport
-    from ..scripts.watch import Watch
+    from ..scripts.watch import Conditions, Watch
 
 EPILOG = """The script may stand behind its launcher: torchrun, accelerate launch and deepspeed are read for
 their ranks.
@@ -41,6 +44,8 @@ OPTIONS = (
     click.option("--assume", type=float, metavar="X", help="The value of every number that is read from the card."),
     click.option("--config", "configs", multiple=True, metavar="NAME=FILE",
                  help="The config.json of a model that the script loads by NAME; may be repeated."),
+    click.option("--data", multiple=True, metavar="NAME=FILE",
+                 help="Rows (.jsonl, .csv, .parquet, .txt) of a data set that the script loads by NAME; repeatable."),
     click.option("--out", metavar="DIR", help="Keep the files that the script writes here; else they are thrown away."),
     click.option("--snapshot", metavar="FILE", help="Write a memory snapshot for https://pytorch.org/memory_viz."),
     click.option("--timeline", metavar="FILE", help="Write a picture of the memory over time: .png, .svg or .pdf."),
@@ -49,13 +54,23 @@ OPTIONS = (
 )  # fmt: skip
 
 
+# Steps after the last one, then a script that catches every error is ended with its process.
+GRACE = 20
+
+
 def add_run(cli: click.Group, show: Callable[[Any], None]) -> None:
     """Give `cli` the command; `show` prints its answer."""
 
     def run(as_json: bool, **given: Any) -> int:
-        report = answer(as_json, **given)
-        show(report.to_json() if as_json else report)
-        return {"fits": 0, "out of memory": 1, "unknown": 2}[report.outcome]
+        with _aside() if as_json else nullcontext() as back:
+
+            def say(report: ScriptReport) -> int:
+                if back:
+                    back()
+                show(report.to_json() if as_json else report)
+                return {"fits": 0, "out of memory": 1, "unknown": 2}[report.outcome]
+
+            return say(answer(say, **given))
 
     run.__doc__ = "Run a training SCRIPT, as it stands, on a simulated card, and say what it takes."
     for option in reversed(OPTIONS):
@@ -65,8 +80,30 @@ def add_run(cli: click.Group, show: Callable[[Any], None]) -> None:
     cli.command("run", context_settings=settings, epilog=EPILOG)(run)
 
 
+@contextmanager
+def _aside() -> Iterator[Callable[[], None]]:
+    """Send what the script and its processes print to stderr, until what it gives is called."""
+    sys.stdout.flush()
+    real, kept = sys.stdout, os.dup(1)
+    sys.stdout = sys.stderr
+    os.dup2(2, 1)
+
+    def back() -> None:
+        sys.stdout = real
+        os.dup2(kept, 1)
+
+    try:
+        yield back
+    finally:
+        sys.stdout.flush()
+        back()
+        os.close(kept)
+        if real is sys.__stdout__:
+            atexit.register(os.dup2, 2, 1)  # the last words of the script's libraries come after the answer
+
+
 def answer(
-    as_json: bool,
+    say: Callable[[ScriptReport], int],
     words: tuple[str, ...],
     name: str,
     module: bool,
@@ -77,13 +114,18 @@ def answer(
     max_gib: float | None,
     assume: float | None,
     configs: tuple[str, ...],
+    data: tuple[str, ...],
     out: str | None,
     snapshot: str | None,
     timeline: str | None,
     roomy: bool,
 ) -> ScriptReport:
-    """Return what the script takes, with what it would have taken where it did not fit."""
+    """Return what the script takes, with what it would have taken where it did not fit.
+
+    A script that catches every error, the end too, gets its answer by `say`, and the process ends there.
+    """
     from ..scripts.command import command
+    from ..scripts.data import read_data
     from ..scripts.hub import read_configs
     from ..scripts.run import run_script
     from ..scripts.watch import RAN_OUT_OF_MEMORY, Conditions
@@ -100,24 +142,32 @@ def answer(
 
     with (
         tempfile.TemporaryDirectory(prefix="llmlab-run-") as thrown_away,
-        redirect_stdout(sys.stderr) if as_json else nullcontext(),
-        _progress() as on_step,
+        _progress() as progress,
     ):
-        report = run_script(script, where, out or thrown_away, read_configs(configs), on_step, keep)
+
+        def on_step(watch: Watch) -> None:
+            progress(watch)
+            if steps is not None and watch.steps >= steps + GRACE:
+                code = say(watch.report(str(script)))
+                sys.stdout.flush()
+                shutil.rmtree(thrown_away)
+                os._exit(code)
+
+        report = run_script(script, where, out or thrown_away, read_configs(configs), read_data(data), on_step, keep)
     if report.ended == RAN_OUT_OF_MEMORY:
-        return replace(report, needed=_needed(report, words, module, assume, configs))
+        return replace(report, needed=_needed(report, where, words, module, configs, data))
     return report
 
 
-def _ranks(script: Command, world_size: int | None, nodes: int | None, gpus_per_node: int | None) -> int:
-    """Return the ranks that the options ask for, else those of the script's launcher."""
+def _ranks(script: Command, world_size: int | None, nodes: int | None, gpus_per_node: int | None) -> int | None:
+    """Return the ranks that the options ask for, else those of the script's launcher; None without one."""
     if world_size is not None and (nodes or gpus_per_node) is not None:
         raise SpecError("--world-size beside --nodes or --gpus-per-node; give the ranks, or the nodes and their GPUs")
     if world_size is not None:
         return world_size
     nodes, gpus_per_node = nodes or script.nodes, gpus_per_node or script.gpus_per_node
     if nodes is None and gpus_per_node is None:
-        return 1
+        return None
     # A launcher that takes all GPUs of a machine names no number of them.
     return (nodes or 1) * (gpus_per_node or GPUS_PER_NODE)
 
@@ -138,20 +188,32 @@ def _progress() -> Iterator[Callable[[Watch], None]]:
 
         def on_step(watch: Watch) -> None:
             allocated, reserved = show_bytes(watch.sim.peak_allocated), show_bytes(watch.sim.peak_reserved)
-            shown.update(text=f"{watch.steps} optimizer steps, peak {allocated} allocated, {reserved} reserved")
+            done = f"{watch.steps} optimizer steps, {watch.passes} backward passes"
+            shown.update(text=f"{done}, peak {allocated} allocated, {reserved} reserved")
 
         yield on_step
 
 
 def _needed(
-    report: ScriptReport, words: tuple[str, ...], module: bool, assume: float | None, configs: tuple[str, ...]
+    report: ScriptReport,
+    where: Conditions,
+    words: tuple[str, ...],
+    module: bool,
+    configs: tuple[str, ...],
+    data: tuple[str, ...],
 ) -> int | None:
     """Run the script again, in a process of its own, on a card with room for one more step than it came to."""
-    options = ["--gpu", report.gpu, "--world-size", str(report.world_size), "--steps", str(report.steps + 1)]
-    options += ["--assume", str(assume)] if assume is not None else []
+    options = ["--gpu", report.gpu, "--steps", str(report.steps + 1)]
+    options += ["--world-size", str(where.world_size)] if where.world_size is not None else []
+    options += ["--assume", str(where.assume)] if where.assume is not None else []
     options += [word for each in configs for word in ("--config", each)]
+    options += [word for each in data for word in ("--data", each)]
     line = [sys.executable, "-m", "llmlab.cli.main", "run", "--json", "--roomy", *options, *(["-m"] if module else [])]
-    done = subprocess.run([*line, *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False)
+    # The folder that a script stands in may hold a package of a library's name.
+    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+    done = subprocess.run(
+        [*line, *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, check=False
+    )
     if done.returncode not in (0, 1):
         return None
     again = loads(done.stdout)  # one that fits now was short of room between its blocks

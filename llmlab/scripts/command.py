@@ -16,6 +16,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
+from unittest import mock
 
 from ..base.compat import check
 from ..base.errors import NotAvailable, SpecError
@@ -91,12 +92,20 @@ def _parsed(launcher: str, parse: Callable[[Sequence[str]], Namespace], words: S
         raise SpecError(f"{launcher} {' '.join(words)}: {last[0].split('error: ')[-1]}") from None
 
 
+def _alone() -> dict[str, str]:
+    """Return what a launcher sets for one rank, as for many: a simulator of many sets it by itself."""
+    from ..simulation.distributed.process_group import launched
+
+    return launched(1)
+
+
 def _torchrun(words: Sequence[str]) -> Command:
     from torch.distributed.run import get_args_parser
 
     args = _parsed("torchrun", get_args_parser().parse_args, words)
     per_node = int(args.nproc_per_node) if args.nproc_per_node.isdigit() else None  # "gpu", "auto"
-    return _launched(args, args.module, int(args.nnodes.split(":")[-1]), per_node, {})
+    nodes = int(args.nnodes.split(":")[-1])
+    return _launched(args, args.module, nodes, per_node, _alone() if nodes == per_node == 1 else {})
 
 
 def _accelerate(words: Sequence[str]) -> Command:
@@ -116,16 +125,21 @@ def _accelerate(words: Sequence[str]) -> Command:
     else:
         _, environment = environments.prepare_simple_launcher_cmd_env(args)
     changed = {name: value for name, value in environment.items() if before.get(name) != value}
+    if total == 1:  # it starts no ranks
+        return _launched(args, args.module, None, None, changed)
     return _launched(args, args.module, nodes, max(1, total // nodes), changed)
 
 
 def _deepspeed(words: Sequence[str]) -> Command:
     _need("deepspeed")
-    check("deepspeed.launcher.runner")
+    with mock.patch.dict(os.environ, {"DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu")}):  # it warns of none
+        check("deepspeed.launcher.runner")
     args = _parsed("deepspeed", import_module("deepspeed.launcher.runner").parse_args, words)
-    args.training_script, args.training_script_args = args.user_script, args.user_args
+    said = [] if args.no_local_rank else ["--local_rank=0"]  # deepspeed/launcher/launch.py
+    args.training_script, args.training_script_args = args.user_script, [*said, *args.user_args]
     per_node = args.num_gpus if args.num_gpus > 0 else None
-    return _launched(args, args.module, args.num_nodes if args.num_nodes > 0 else None, per_node, {})
+    nodes = args.num_nodes if args.num_nodes > 0 else None
+    return _launched(args, args.module, nodes, per_node, _alone() if per_node == 1 and nodes in (None, 1) else {})
 
 
 def _need(library: str) -> None:

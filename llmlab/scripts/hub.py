@@ -21,19 +21,13 @@ from ..base.errors import NotAvailable, SpecError
 from ..simulation.patching.imports import on_import
 from ..specs.model import model as find_model
 from ..specs.model import models
+from .missing import GIVE
 
 REVISION = "0" * 40
 # The names that these models had on the hub, and have now.
 MOVED = {name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
+FEW_TOKENS = 256  # a tokenizer with fewer cannot write every byte: it has its special tokens alone
 WEIGHTS = (".safetensors", ".bin", ".index.json")
-NOT_HERE = (
-    "LocalEntryNotFoundError", "OfflineModeIsEnabled", "RepositoryNotFoundError", "DatasetNotFoundError",
-    "EntryNotFoundError",
-)  # fmt: skip
-GIVE = (
-    "llmlab run downloads nothing: put it into Hugging Face's cache (`hf download NAME`; of a model config.json and "
-    "the tokenizer's files are enough), give the script a local folder, or for a model --config NAME=config.json"
-)
 
 
 def read_configs(given: tuple[str, ...]) -> dict[str, dict[str, Any]]:
@@ -69,8 +63,15 @@ def models_by_name(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
         constants = sys.modules.get("huggingface_hub.constants")
         if constants is not None:  # it has read the environment
             stack.enter_context(mock.patch.multiple(constants, HF_HUB_CACHE=folder, HF_HUB_OFFLINE=True))
-        hook: Callable[[], Any] = lambda: stack.enter_context(_weights_made(Path(folder)))  # noqa: E731
-        stack.enter_context(on_import({"transformers.modeling_utils": hook}))
+        old = sys.modules.get("transformers.utils.hub")  # of transformers 4, which has read the environment too
+        if hasattr(old, "TRANSFORMERS_CACHE"):
+            stack.enter_context(mock.patch.object(old, "TRANSFORMERS_CACHE", folder))
+        hooks: dict[str, Callable[[], Any]] = {
+            "transformers.modeling_utils": lambda: stack.enter_context(_weights_made(Path(folder))),
+            "transformers.tokenization_utils_base": lambda: stack.enter_context(_tokenizers_with_files()),
+            "kernels": lambda: stack.enter_context(_no_kernels()),
+        }
+        stack.enter_context(on_import(hooks))
         yield
 
 
@@ -130,6 +131,38 @@ def _weights_made(cache: Path) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _tokenizers_with_files() -> Iterator[None]:
+    """Refuse a tokenizer whose files are not here: transformers 5 makes one with no tokens, and says nothing."""
+    from transformers import PreTrainedTokenizerBase
+
+    real = PreTrainedTokenizerBase.from_pretrained.__func__  # type: ignore[attr-defined]
+
+    def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+        tokenizer = real(cls, name, *args, **kwargs)
+        files = tokenizer.vocab_files_names
+        read = [each for each in files if tokenizer.init_kwargs.get(each) is not None]  # some classes forget it
+        if files and not read and len(tokenizer) < FEW_TOKENS:
+            raise NotAvailable(f"the tokenizer of {name}: {' or '.join(files.values())} is not here; {GIVE}")
+        return tokenizer
+
+    with mock.patch.object(PreTrainedTokenizerBase, "from_pretrained", classmethod(from_pretrained)):
+        yield
+
+
+@contextmanager
+def _no_kernels() -> Iterator[None]:
+    """Refuse the compiled kernels of the hub."""
+    import kernels
+
+    def get_kernel(name: str, *args: Any, **kwargs: Any) -> Any:
+        why = "a kernel that the hub has compiled runs on a GPU alone; give the script PyTorch's own operators"
+        raise NotAvailable(f"kernels.get_kernel({name!r}): {why}")
+
+    with mock.patch.object(kernels, "get_kernel", get_kernel):
+        yield
+
+
 def _snapshot(cache: Path, name: str) -> Path | None:
     """Return the folder that transformers loads `name` from, if it has a config."""
     if os.path.isdir(name):
@@ -147,20 +180,25 @@ def _save(cls: Any, folder: Path, config: Any) -> None:
     import torch
 
     config = cls.config_class.from_pretrained(folder) if config is None else config
-    dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or torch.float32
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "is not written": it is not the script's
+    with _silent():
+        dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or torch.float32
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         cls(config).to(dtype).save_pretrained(folder)
 
 
-def refused(error: BaseException) -> NotAvailable | None:
-    """Return what to say of an error that means a model, a tokenizer or a data set is not here; None for another."""
-    first = " ".join(str(error).split())
-    each: BaseException | None = error
-    while each is not None:
-        missing = type(each).__name__ in NOT_HERE or "Can't load tokenizer for" in str(each)
-        if missing or (isinstance(each, ConnectionError) and "on the Hub" in str(each)):
-            return NotAvailable(f"{first}; {GIVE}")
-        each = each.__cause__ or each.__context__
-    return None
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Say nothing of a checkpoint that is made, not even that its files are not written: it is not the script's."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

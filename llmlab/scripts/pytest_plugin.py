@@ -38,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def simulated_gpu(request: pytest.FixtureRequest) -> Callable[..., AbstractContextManager[Simulator]]:
-    """Return `simulated_gpu(gpu, max_gib=None, world_size=1, assume=None)`: a block in which that card is simulated.
+    """Return `simulated_gpu(gpu, max_gib=None, world_size=None, assume=None)`: a block in which that card is simulated.
 
     The test fails where the code inside runs out of the card's memory, or where the process would take more than
     `max_gib` (2^30 bytes, the CUDA context included).
@@ -49,7 +49,7 @@ def simulated_gpu(request: pytest.FixtureRequest) -> Callable[..., AbstractConte
 
     @contextmanager
     def simulated(
-        gpu: GPU | str, max_gib: float | None = None, world_size: int = 1, assume: float | None = None
+        gpu: GPU | str, max_gib: float | None = None, world_size: int | None = None, assume: float | None = None
     ) -> Iterator[Simulator]:
         limit = None if max_gib is None else round(max_gib * GiB)
         with watched(Conditions(find_gpu(gpu), world_size, limit=limit, assume=assume)) as watch:

@@ -63,10 +63,11 @@ class ScriptReport(Tabular):
         if self.step_seconds is not None:
             rows.append(("time per step", show_seconds(self.step_seconds)))
         rows.append(("optimizer steps", str(self.steps)))
-        rows.append(("outcome", self.outcome + (f" ({self.where})" if self.where else "")))
+        rows.append(("outcome", self.outcome))
         ranks = f", rank 0 of {self.world_size}" if self.world_size > 1 else ""
+        at = f": {self.where}" if self.where else ""
         title = f"{self.command} on {self.gpu}{ranks}, simulated"
-        return Table(("", ""), rows, title, "\n".join([f"The script {self.ended}.", *self.notes]))
+        return Table(("", ""), rows, title, "\n".join([f"The script {self.ended}{at}.", *self.notes]))
 
     def __repr__(self) -> str:
         return f"<{self.command} on {self.gpu}: peak {show_bytes(self.peak_allocated)}, {self.outcome}>"

@@ -18,7 +18,11 @@ from unittest import mock
 
 from ..base.errors import NotAvailable, ScriptFailed
 from .command import Command
-from .hub import models_by_name, refused
+from .data import data_by_name
+from .hub import models_by_name
+from .missing import chain, refused, script_line
+from .nvidia_smi import nvidia_smi
+from .processes import Processes
 from .report import ScriptReport
 from .watch import INTERRUPTED, RAN_OUT_OF_MEMORY, Conditions, Enough, Watch, is_out_of_memory, watched
 from .written_files import WrittenFiles
@@ -31,31 +35,35 @@ def run_script(
     where: Conditions,
     folder: str,
     configs: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    data: Mapping[str, str] = MappingProxyType({}),
     on_step: Callable[[Watch], None] = lambda watch: None,
     on_end: Callable[[Watch], None] = lambda watch: None,
 ) -> ScriptReport:
-    """Return what `script` takes; the files it writes go to `folder`, `configs` are of models that it loads by name.
+    """Return what `script` takes; the files it writes go to `folder`.
 
-    `on_step` is called after each optimizer step, `on_end` before the simulator closes. Raises NotAvailable where the
-    script does what is not simulated, and ScriptFailed where it fails by itself.
+    `configs` are of models that it loads by name, `data` the files of data sets. `on_step` is called after each
+    optimizer step, `on_end` before the simulator closes. Raises NotAvailable where the script does what is not
+    simulated, or asks for what is not here, and ScriptFailed where it fails by itself.
     """
     with mock.patch.dict(os.environ, script.environment), watched(where, on_step) as watch:
+        processes = Processes(watch.sim)
         try:
-            with models_by_name(configs), WrittenFiles(folder).patched():
+            with (
+                models_by_name(configs), data_by_name(data), nvidia_smi(where.gpu),
+                WrittenFiles(folder).patched(), processes.followed(), watch.sim.kept_files(),
+            ):  # fmt: skip
                 _execute(script)
         except Enough:
             pass
         except KeyboardInterrupt:
             watch.ended = INTERRUPTED
-        except SystemExit as exit:
-            if exit.code not in (None, 0) and watch.sim.out_of_memory:
-                watch.ended = RAN_OUT_OF_MEMORY  # the script, or what runs it, caught the error to say so
-            elif exit.code not in (None, 0):
-                raise ScriptFailed(f"{script.target} ended itself: sys.exit({exit.code!r})") from None
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise _said(error) or _failure(error) from None
-            watch.ended = RAN_OUT_OF_MEMORY
+        except (Exception, SystemExit) as error:
+            # What came after the last step is no longer the run's; a script may have turned its end into an error.
+            if not watch.is_done and not (isinstance(error, SystemExit) and error.code in (None, 0)):
+                if not is_out_of_memory(error) and not (isinstance(error, SystemExit) and watch.sim.out_of_memory):
+                    raise _verdict(script, error) from None
+                watch.ended = RAN_OUT_OF_MEMORY  # also where the script, or what runs it, caught the error to say so
+        watch.elsewhere = processes.taken
         on_end(watch)
         return watch.report(str(script))
 
@@ -73,19 +81,32 @@ def _execute(script: Command) -> None:
             runpy.run_path(script.target, run_name="__main__")
 
 
-def _said(error: Exception) -> NotAvailable | None:
-    """Return what the simulator says of an error that is its own, or of a file that is not here."""
+def _verdict(script: Command, error: BaseException) -> NotAvailable | ScriptFailed:
+    """Return what to say of the error that ended the script.
+
+    Hydra and their like show an error and call sys.exit(1): what counts is the error that they caught.
+    """
+    caught = error.__context__ if isinstance(error, SystemExit) else error
+    if isinstance(caught, Exception):
+        return _said(caught) or _failure(caught)
+    assert isinstance(error, SystemExit)
+    return ScriptFailed(f"{script.target} ended itself: sys.exit({error.code!r})")
+
+
+def _said(error: BaseException) -> NotAvailable | None:
+    """Return what the simulator says of an error that comes from its own, or from what is not here."""
     from ..simulation.values.placeholders import WAY_ROUND, Unknown
 
-    if isinstance(error, NotAvailable):
-        return error
-    if isinstance(error, TypeError) and Unknown.__name__ in str(error):  # torch's, of a size
-        line = traceback.extract_tb(error.__traceback__)[-1]
-        return NotAvailable(f"{error}: {WAY_ROUND} ({os.path.basename(line.filename)}, line {line.lineno})")
+    for each in chain(error):
+        if isinstance(each, NotAvailable):
+            return each if ", line " in str(each) else NotAvailable(f"{each}{script_line(each)}")
+        if isinstance(each, TypeError) and Unknown.__name__ in str(each):  # torch's, of a size
+            line = traceback.extract_tb(each.__traceback__)[-1]
+            return NotAvailable(f"{each}: {WAY_ROUND} ({os.path.basename(line.filename)}, line {line.lineno})")
     return refused(error)
 
 
-def _failure(error: Exception) -> ScriptFailed:
+def _failure(error: BaseException) -> ScriptFailed:
     """Return the script's own traceback, without the lines of what ran it."""
     told = traceback.TracebackException.from_exception(error)
     frames = [frame for frame in told.stack if not frame.filename.startswith(OURS)]

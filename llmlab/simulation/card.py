@@ -24,6 +24,7 @@ class Card:
         self.gpu, self.memory, self.hidden = gpu, memory, False
         self.engine = Engine(GPU_DEVICE, memory, gpu, host=host)
         self.history = History()
+        self.kept_files: dict[str, Any] = {}  # checkpoints that were not written, by path
         self.peaks_before = 0, 0  # bytes allocated and reserved at most before the peaks were last reset
 
     @property

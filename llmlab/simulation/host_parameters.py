@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..base.compat import FakeTensor, disable_current_modes
 from .checkpoints.files import Checkpoints
 from .engine.engine import Engine
+from .engine.real_host import as_fake
 
 
 class HostParameters:
@@ -43,7 +44,7 @@ class HostParameters:
 
         def apply_to_fake(module: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
             if recurse:
-                self._replace(module)
+                self.replace(module)
             return apply(module, fn, recurse)
 
         with (
@@ -59,7 +60,7 @@ class HostParameters:
 
     def move(self, module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply `fn` to the module's own parameters and buffers, as Module.to does to those of all modules in it."""
-        self._replace(module)
+        self.replace(module)
         module._apply(fn, False)
 
     def _simulates(self) -> bool:
@@ -70,8 +71,9 @@ class HostParameters:
         with disable_current_modes(), self.engine.fake:
             return torch.empty_strided(data.size(), data.stride(), dtype=data.dtype, device="cpu")
 
-    def _replace(self, module: nn.Module) -> None:
-        """Put one fake parameter in the place of each real one, in all modules that share it."""
+    def replace(self, module: nn.Module, buffers: bool = False) -> None:
+        """Put one fake parameter in the place of each real one, in all modules that share it, and of `buffers`."""
+        made: dict[int, Tensor] = {}
         for each in module.modules():
             for name, parameter in each._parameters.items():
                 if type(parameter) is not nn.Parameter or parameter.is_meta:
@@ -81,3 +83,6 @@ class HostParameters:
                     self._real[id(parameter)] = parameter, fake
                 each._parameters[name] = self._real[id(parameter)][1]
                 self._replaced.append((each, name, parameter))
+            for name, buffer in each._buffers.items() if buffers else ():
+                if type(buffer) is Tensor and not buffer.is_meta:
+                    each._buffers[name] = made.setdefault(id(buffer), as_fake(self.engine.fake, buffer))

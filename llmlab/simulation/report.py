@@ -44,7 +44,7 @@ from .patching.patches import fake_parameters, held_random_states
 from .profile.recording import StepRecording
 from .profile.timeline import by_module, peak_place
 
-COMPILE_NOTE = "compile=True is simulated eager: what a compiled step fuses away is counted."
+EAGER_ON_CPU = "compile=True is simulated eager on a CPU: what a compiled step fuses away is counted."
 
 ROOMY = 2**50  # bytes: of a card on which nothing runs out
 
@@ -152,7 +152,9 @@ def _steps(
     if isinstance(run, Inference):
         shapes = [(run.batch, run.prompt_len)]
     else:
-        run = replace(run, compile=False)
+        if run.compile and engine.gpu is None:
+            run = replace(run, compile=False)
+            engine.remark(EAGER_ON_CPU)
         shapes = [(run.micro_batch, run.seq_len)] * run.accumulation
     inputs = [torch.empty(shape, dtype=torch.int64, device="meta") for shape in shapes]
     recording.enter("load")
@@ -202,7 +204,7 @@ def _reported(spec: ModelSpec, run: Run, card: GPU | None, recording: StepRecord
 
 
 def _notes(spec: ModelSpec, run: Run, card: GPU | None, recording: StepRecording) -> tuple[str, ...]:
-    notes = [COMPILE_NOTE] if isinstance(run, Training) and run.compile else []
+    notes = []
     if quantization_of(run) == "int8":
         notes.append(INT8_NOTE)
     if card and quantization_of(run) == "nf4":

@@ -65,6 +65,14 @@ class Simulator:
         """Bytes allocated after each allocation and each free, in order; `timeline.plot()` says what for."""
         return self._phases.timeline(f"{self.gpu.name}, simulated", self.gpu.memory)
 
+    @contextmanager
+    def kept_files(self) -> Iterator[None]:
+        """Let functions of os and shutil, as they are now, find the checkpoints that were not written."""
+        from .checkpoints.virtual_files import VirtualFiles
+
+        with VirtualFiles(self._card.kept_files).patched():
+            yield
+
     @property
     def notes(self) -> tuple[str, ...]:
         """What ran and is not counted, one sentence for each."""
@@ -84,9 +92,8 @@ class Simulator:
 
     @property
     def counts_all_kernels(self) -> bool:
-        """Whether `operators` are all that a card would run: no kernel of Triton's, and nothing to be fused."""
-        engine = self._card.engine
-        return not (engine.launches or engine.compiles)
+        """Whether `operators` are all that a card would run: no kernel of Triton's."""
+        return not self._card.engine.launches
 
     def reset_peak(self) -> None:
         """Let the peaks start again from what is allocated and reserved now."""
@@ -141,24 +148,29 @@ def simulator(gpu: GPU | str, *, assume: float | None = None, world_size: int | 
     and tensors on the host that such values are written to, it is 1.0, or 0 for integers, with a warning once for each
     line. `assume=2.5` makes every single number that is read 2.5 (2, True) and every time between two events, without
     a word. Known, and followed: integers and masks that come from the host or from torch.arange and its like, token ids
-    that torch.randint draws on the card, up to 1024 floats, and what collectives make of them. What these size
+    that torch.randint draws on the card, floats of the host, and what collectives make of them. What these size
     (x[mask], nonzero, repeat_interleave) is right; what the card's own results would size raises NotAvailable, with the
     operator and the line.
 
     Checkpoints. torch.save and safetensors write no file that would hold simulated tensors: it is kept in memory until
-    the block ends, where torch.load and load_file find it, and os and shutil rename, copy and remove it. Files that are
-    there load for real.
+    the block ends, where torch.load and load_file find it, and os and shutil rename, copy and remove it. So do
+    torch.distributed.checkpoint's save, async_save and load, of this rank's files. Files that are there load for real.
 
     Several cards. With `world_size` this process is rank 0 of as many: RANK, LOCAL_RANK and WORLD_SIZE are set as
-    torchrun sets them, and init_process_group makes a group whose other ranks are not there. DDP, FSDP2 (fully_shard),
-    DTensor, accelerate and the Trainer run as they are, and the card holds what rank 0's would, but for NCCL's own
-    buffers, which are not the allocator's. All ranks have this rank's values, and collectives
-    make of those what they would.
+    torchrun sets them, and init_process_group makes a group whose other ranks are not there. DDP, FSDP (both),
+    DeepSpeed's ZeRO, DTensor, pipeline stages, context parallelism, accelerate and the Trainer run as they are, and the
+    card holds what rank 0's would, but for NCCL's own buffers, which are not the allocator's. All ranks have this
+    rank's values, and collectives make of those what they would. With `assume` a router's tokens are counted as even
+    among its experts.
 
-    Not simulated: what torch.compile fuses (it runs eager, with a warning), CUDA graphs, kernels compiled for the card,
-    DeepSpeed's engine, the first FSDP (all are refused), cuDNN's workspaces, which belong to the algorithm it picks,
-    LSTM and GRU as one cuDNN kernel (a note says so), packed sequences, and time: events give "?", and so do the card's
-    sensors. Triton's kernels are launched and do nothing: they write into tensors that they are given.
+    torch.compile compiles, up to the kernels: what Inductor fuses, saves and makes again is its choice for the card,
+    and its buffers are the card's. That takes seconds for each graph, and Triton. A graph that cannot be compiled here
+    runs eager, and a note names it; its autotuning and its CUDA graphs are left out, with a note.
+
+    Not simulated: CUDA graphs, kernels compiled for the card, DeepSpeed's pipelines and compiled operators (all are
+    refused), cuDNN's workspaces, which belong to the algorithm it picks, LSTM and GRU as one cuDNN kernel (a note says
+    so), packed sequences, and time: events give "?", and so do the card's sensors. Triton's kernels are launched and do
+    nothing: they write into tensors that they are given.
     A DataLoader's workers run in this thread. Streams have blocks of their own, but backward runs on the stream that is
     current when it is called. Parameters on the host have no values either. Names bound before the block, as by `from
     torch.cuda import is_available`, stay what they were. Names that a module first imported inside it took are torch's

@@ -7,7 +7,8 @@ stream that is current when it is called, and not on those of forward.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 from unittest import mock
@@ -51,6 +52,11 @@ class Stream:
 
     synchronize = wait_stream = wait_event = nothing
 
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        """Return the least and the greatest priority (cudaDeviceGetStreamPriorityRange, from Volta on)."""
+        return 0, -5
+
     def query(self) -> bool:
         return True
 
@@ -80,12 +86,16 @@ class CUDAGraph:
         raise located(NotAvailable("torch.cuda.CUDAGraph: graphs are not simulated; run the step without one"))
 
 
-def profiled_as_host() -> AbstractContextManager:
-    """Let torch.profiler record the host where it is told to record CUDA too, whose events a CPU build cannot make."""
+@contextmanager
+def profiled_as_host() -> Iterator[None]:
+    """Let torch.profiler record the host where it is told to record CUDA too, whose events a CPU build cannot make, and
+    emit_nvtx emit nothing."""
     real = profiler.profile.__init__
 
     def init(self: Any, enabled: bool = True, **options: Any) -> None:
         options = {name: value for name, value in options.items() if name not in ("use_device", "use_cuda")}
         real(self, enabled, **options)
 
-    return mock.patch.object(profiler.profile, "__init__", init)
+    without_nvtx = mock.patch.multiple(profiler.emit_nvtx, __enter__=lambda self: self, __exit__=nothing)
+    with mock.patch.object(profiler.profile, "__init__", init), without_nvtx:
+        yield

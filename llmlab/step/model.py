@@ -120,7 +120,7 @@ def _prepare_for_training(model: Any, run: Training, recomputing: Around) -> Mod
 
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     if run.checkpointing:
-        _checkpoint_blocks(model, run.checkpointing, recomputing)
+        _checkpoint_blocks(model, run.checkpointing, recomputing, run.compile)
     if run.kernels == "liger":
         check("liger_kernel")
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
@@ -183,8 +183,11 @@ def _materialize(model: Model, device: torch.device) -> None:
     model.tie_weights()
 
 
-def _checkpoint_blocks(model: Model, kind: str, recomputing: Around) -> None:
-    """Recompute every block in backward (arXiv 1604.06174); "selective" keeps what `KEPT_OPERATORS` returned."""
+def _checkpoint_blocks(model: Model, kind: str, recomputing: Around, compiled: bool) -> None:
+    """Recompute every block in backward (arXiv 1604.06174); "selective" keeps what `KEPT_OPERATORS` returned.
+
+    In a compiled step that is part of the graph, and takes no context but selective checkpointing's.
+    """
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
     aten = torch.ops.aten
@@ -196,10 +199,13 @@ def _checkpoint_blocks(model: Model, kind: str, recomputing: Around) -> None:
         if kind == "full":
             return nullcontext(), recomputing()
         saving, replaying = create_selective_checkpoint_contexts(kept)
+        if compiled:
+            return saving, replaying
         return saving, _both(replaying, recomputing())
 
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False, "context_fn": contexts})
+    marked = {} if compiled and kind == "full" else {"context_fn": contexts}
+    enable({"use_reentrant": False, **marked})
 
 
 @contextmanager

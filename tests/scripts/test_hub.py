@@ -11,7 +11,8 @@ pytest.importorskip("transformers")
 
 from llmlab.base.errors import SpecError
 from llmlab.cli import main as cli
-from llmlab.scripts.hub import read_configs, refused
+from llmlab.scripts.hub import read_configs
+from llmlab.scripts.missing import refused
 from llmlab.specs.model import model as find_model
 
 TINY = {
@@ -57,6 +58,14 @@ def test_a_config_of_the_user_s_stands_in_for_any_name(home):
     assert sorted(os.listdir(home)) == ["config.json", "load.py"]
 
 
+def test_experts_load_too(home):
+    several = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
+    experts = TINY | {"model_type": "mixtral"} | several
+    (home / "config.json").write_text(json.dumps(experts))
+    result = run("--config", "me/mine=config.json", "load.py", "me/mine")
+    assert f"MixtralForCausalLM {find_model(experts).parameters} torch.bfloat16 " in result.stdout, result.stderr
+
+
 def test_a_folder_with_a_config_alone_loads(home):
     (home / "model").mkdir()
     (home / "config.json").rename(home / "model" / "config.json")
@@ -78,6 +87,14 @@ def test_a_name_that_is_nowhere_is_refused_with_what_to_give(home):
     result = run("load.py", "nobody/nothing")
     assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.stderr
     assert "downloads nothing" in result.stderr and "--config NAME=config.json" in result.stderr
+
+
+def test_a_tokenizer_without_its_files_is_refused(home):
+    asked = "AutoTokenizer.from_pretrained('Qwen/Qwen3-0.6B')"
+    (home / "load.py").write_text(f"from transformers import AutoTokenizer\n{asked}")
+    result = run("load.py")
+    assert result.exit_code == 2 and "the tokenizer of Qwen/Qwen3-0.6B: " in result.stderr, result.stderr
+    assert "load.py, line 2)" in result.stderr
 
 
 def test_other_errors_are_the_script_s():

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import llmlab as lab
@@ -220,16 +220,6 @@ def test_the_number_of_ranks_must_be_said():
         assert dist.get_rank() == 1
 
 
-def test_engines_that_are_not_simulated_are_refused():
-    with lab.simulator(CARD, world_size=RANKS):
-        dist.init_process_group("nccl")
-        with pytest.raises(NotAvailable, match="fully_shard"):
-            FullyShardedDataParallel(layers())
-    deepspeed = pytest.importorskip("deepspeed")
-    with lab.simulator(CARD, world_size=RANKS), pytest.raises(NotAvailable, match="fully_shard"):
-        deepspeed.initialize(model=layers(), config={})
-
-
 def test_tensor_parallel_linears_under_fsdp_leave_a_rank_an_eighth():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -346,3 +336,69 @@ def test_sharded_weights_are_initialized_on_the_card():
         assert sim.allocated == held
         model(torch.randn(2, 256, device="cuda")).sum().backward()
         assert model[1].weight.grad.to_local().shape == (64, 256)
+
+
+EXPERTS, TOKENS = 8, 1001
+
+
+def routed(count):
+    """Count tokens by expert, exchange the counts and then the tokens, as torchtitan does."""
+    from torch.distributed._functional_collectives import all_to_all_single
+
+    scores = torch.empty(TOKENS, EXPERTS, device="cuda").softmax(-1)
+    counts = count(scores.topk(2).indices.view(-1))
+    theirs = all_to_all_single(counts, None, None, dist.group.WORLD)
+    sizes = [each.view(RANKS, -1).sum(1).cpu().tolist() for each in (counts, theirs)]
+    tokens = torch.empty(2 * TOKENS, 4, device="cuda")
+    return sizes[0], all_to_all_single(tokens, sizes[1], sizes[0], dist.group.WORLD)
+
+
+@pytest.mark.parametrize("count", [
+    lambda chosen: torch.histc(chosen, bins=EXPERTS, min=0, max=EXPERTS),
+    lambda chosen: torch.bincount(chosen, minlength=EXPERTS),
+])  # fmt: skip
+def test_experts_get_as_many_tokens_each_where_values_are_assumed(count):
+    with lab.simulator(CARD, world_size=RANKS, assume=1.0) as sim:
+        dist.init_process_group("nccl")
+        sent, received = routed(count)
+        # 2,002 choices: 251 for each of the first two of eight experts, 250 for the others, one expert a rank.
+        assert sent == [251, 251, *[250] * 6] and received.shape == (RANKS * 251, 4)
+        assert any("as many" in note for note in sim.notes)
+
+
+def test_experts_tokens_that_nobody_counted_are_refused():
+    with lab.simulator(CARD, world_size=RANKS):
+        dist.init_process_group("nccl")
+        with pytest.raises(NotAvailable, match=r"bincount.*minlength.*assume=1.0"):
+            routed(lambda chosen: torch.bincount(chosen, minlength=EXPERTS))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_functional_collectives_of_known_values_too():
+    from torch.distributed import _functional_collectives as functional
+
+    with lab.simulator(CARD, world_size=RANKS):
+        dist.init_process_group("nccl")
+        sizes = torch.tensor([3, 5], device="cuda")
+        assert functional.all_reduce(sizes, "sum", dist.group.WORLD).tolist() == [3 * RANKS, 5 * RANKS]
+        assert functional.all_reduce(sizes, "max", dist.group.WORLD).tolist() == [3, 5]
+        assert functional.all_gather_tensor(sizes, 0, dist.group.WORLD).tolist() == [3, 5] * RANKS
+        each = torch.arange(RANKS, device="cuda") + 7
+        assert functional.reduce_scatter_tensor(each, "avg", 0, dist.group.WORLD).tolist() == [7]
+        assert functional.all_to_all_single(each, None, None, dist.group.WORLD).tolist() == [7] * RANKS
+
+
+def test_weights_are_drawn_once_where_values_are_assumed():
+    with lab.simulator(CARD, assume=1.0):
+        weight = torch.empty(8, 8, device="cuda")
+        assert nn.init.trunc_normal_(weight, std=0.02) is weight
+
+
+def test_what_is_between_ranks_alone_is_refused():
+    from torch.distributed import _symmetric_memory, rpc
+
+    with lab.simulator(CARD, world_size=RANKS):
+        dist.init_process_group("nccl")
+        for call in (lambda: rpc.init_rpc("first"), lambda: _symmetric_memory.empty(4, device="cuda")):
+            with pytest.raises(NotAvailable, match=r"needs other ranks.*test_process_group.py"):
+                call()

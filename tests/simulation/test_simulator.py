@@ -369,7 +369,7 @@ def test_a_number_compared_with_itself_is_no_decision():
     lambda loss: range(loss.argmax().item()),
     lambda loss: [1, 2, 3][: loss.argmax().item()],
     lambda loss: torch.arange(loss, device="cuda"),
-    lambda loss: torch.zeros(4)[loss.long()],
+    lambda loss: torch.zeros(4)[: loss.long()],
 ])  # fmt: skip
 def test_what_would_size_something_is_refused_with_the_line_and_a_way_that_works(sizes):
     with simulator("T4"):

@@ -250,17 +250,21 @@ grouped = (t(256, 64, dtype=bf16), t(64, 64, 128, dtype=bf16), t(64, dtype=i32))
 MATMUL = [
     Row(aten.mm, (a, b), [4 * M * M, CUBLAS]),
     Row(aten.mm, (spread, b), [4 * M * M, X, CUBLAS]),
+    Row(aten.mm.out, (a, b), [CUBLAS], named={"out": t(M, M)}),
     Row(aten.mm.dtype, (t(M, M, dtype=bf16), t(M, M, dtype=bf16), f32), [4 * M * M, CUBLAS]),
     Row(aten.mm, (a, b), [4 * M * M, 8 * 4096 * 1024], "H100-80GB"),  # 4096 × 8 KiB on sm_90
     Row(aten.addmm, (t(M), a, b), [4 * M * M, CUBLAS, CUBLASLT]),
     Row(aten.addmm, (t(M, M), a, b), [4 * M * M, CUBLAS]),
     Row(aten.addmm, (t(1), a, t(N, 1)), [4 * M, CUBLAS]),  # isInputCompliesAddmmCudaLt: more than one column
     Row(aten.addmm_, (t(M, M), a, b), [CUBLAS]),
+    Row(aten.addmm.out, (t(M), a, b), [CUBLAS, CUBLASLT], named={"out": t(M, M)}),
     Row(aten.bmm, (batch, slices), [4 * 8 * 128 * 128, 4 * 8 * 128 * 128, CUBLAS]),
     Row(aten.bmm, (batch, batch.transpose(1, 2)), [4 * 8 * 128 * 128, CUBLAS]),
     Row(aten.bmm.dtype, (t(2, 8, 8, dtype=bf16), t(2, 8, 8, dtype=bf16), f32), [4 * 2 * 64, CUBLAS]),
     Row(aten.baddbmm, (batch, slices, batch), [4 * 8 * 128 * 128, 4 * 8 * 128 * 128, CUBLAS]),
     Row(aten.baddbmm_, (batch, batch, batch), [CUBLAS]),
+    Row(aten.bmm.out, (batch, slices), [4 * 8 * 128 * 128, CUBLAS], named={"out": t(8, 128, 128)}),
+    Row(aten.baddbmm.out, (batch, batch, batch), [CUBLAS], named={"out": t(8, 128, 128)}),
     Row(aten.addmv, (t(M), a, t(N)), [4 * M, CUBLAS]),
     Row(aten.mv, (a, t(N)), [4 * M, CUBLAS]),
     Row(aten.dot, (t(N), t(N)), [4, CUBLAS]),

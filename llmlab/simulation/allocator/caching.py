@@ -73,6 +73,11 @@ class Allocator:
         self.driver.tell("alloc", block.address, size, pool)
         return block.address
 
+    def stream_of(self, address: int) -> int | None:
+        """Return the stream whose block is in use at `address`, None where none is."""
+        block = self._live.get(address)
+        return block.pool.stream if block is not None else None
+
     def free(self, address: int) -> None:
         """Take back what malloc gave; free neighbours become one block with it (free, free_block).
 

@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import count
 from typing import Any
 from unittest import mock
 
@@ -25,7 +26,7 @@ from ..devices import GPU_DEVICE
 from ..engine.engine import Engine
 from ..values.known import is_followed, know
 from .saved_tensors import Pickler, Saved, Unpickler, place_of, plainly, record, with_tensors
-from .virtual_files import VirtualFiles
+from .virtual_files import KeptFile, VirtualFiles
 
 MAGIC = b"llmlab: checkpoint without values, kept in the memory of a simulation: "
 SAFETENSORS_DTYPES = {
@@ -39,9 +40,10 @@ NOT_WRITTEN = "tensors on the simulated card have no values, so {} is not writte
 class Checkpoints:
     """What was saved in the block, and the functions that save and load."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, kept: dict[str, Any]) -> None:
         self.engine = engine
-        self.kept: dict[str, tuple[bytes, list[Saved]]] = {}
+        self.kept = kept  # by path, or number of a file object: pickled content and its tensors, or bytes
+        self._numbers = count()
         self.plain = False  # whether parameters that are made stay real
         self.real_load = torch.load
 
@@ -119,9 +121,11 @@ class Checkpoints:
         if isinstance(f, (str, os.PathLike)):
             self.kept[os.path.abspath(f)] = buffer.getvalue(), pickler.records
         else:
-            self.kept[str(len(self.kept))] = buffer.getvalue(), pickler.records
-            f.write(MAGIC + str(len(self.kept) - 1).encode())
-        warnings.warn(NOT_WRITTEN.format(f if isinstance(f, (str, os.PathLike)) else "a checkpoint"), stacklevel=4)
+            number = str(next(self._numbers))
+            self.kept[number] = buffer.getvalue(), pickler.records
+            f.write(MAGIC + number.encode())
+        if not isinstance(getattr(f, "raw", f), KeptFile):  # of which its writer tells
+            warnings.warn(NOT_WRITTEN.format(f if isinstance(f, (str, os.PathLike)) else "a checkpoint"), stacklevel=4)
         return True
 
     def _kept(self, f: Any) -> tuple[bytes, list[Saved]] | None:

@@ -5,6 +5,7 @@ Scripts write to a temporary name and os.replace() it, copy the best one, delete
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -14,6 +15,19 @@ from typing import Any
 from unittest import mock
 
 from ..values.placeholders import PLACEHOLDER, Unknown
+
+
+class KeptFile(io.BytesIO):
+    """A file in memory; `keep` takes what is in it when it is closed."""
+
+    def __init__(self, keep: Callable[[bytes], None]) -> None:
+        super().__init__()
+        self.keep = keep
+
+    def close(self) -> None:
+        if not self.closed:
+            self.keep(self.getvalue())
+        super().close()
 
 
 class VirtualFiles:
@@ -31,6 +45,8 @@ class VirtualFiles:
             self._removing: ((os, "remove"), (os, "unlink")),
             self._looking: ((os.path, "exists"), (os.path, "isfile"), (Path, "exists"), (Path, "is_file")),
             self._measuring: ((os.path, "getsize"),),
+            self._listing: ((os, "listdir"),),
+            self._clearing: ((shutil, "rmtree"),),
         }
         with ExitStack() as stack:
             for wrap, places in wrapped.items():
@@ -42,6 +58,31 @@ class VirtualFiles:
         name = os.path.abspath(path) if isinstance(path, (str, os.PathLike)) else None
         return name if name in self.kept else None
 
+    def _inside(self, folder: Any) -> list[str]:
+        start = os.path.join(os.path.abspath(folder), "")
+        return [name for name in self.kept if name.startswith(start)]
+
+    def _listing(self, real: Callable) -> Callable:
+        def listdir(path: Any = ".") -> list[Any]:
+            inside = self._inside(path) if isinstance(path, (str, os.PathLike)) else []
+            if not inside:
+                return real(path)
+            parts = len(Path(os.path.abspath(path)).parts)
+            found = real(path) if os.path.isdir(path) else []
+            return list(dict.fromkeys([*found, *(Path(name).parts[parts] for name in inside)]))
+
+        return listdir
+
+    def _clearing(self, real: Callable) -> Callable:
+        def rmtree(path: Any, *args: Any, **kwargs: Any) -> None:
+            inside = self._inside(path)
+            for name in inside:
+                del self.kept[name]
+            if not inside or os.path.isdir(path):
+                real(path, *args, **kwargs)
+
+        return rmtree
+
     def _renaming(self, real: Callable) -> Callable:
         def rename(source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
             name, to = self._found(source), os.path.abspath(target)
@@ -49,9 +90,8 @@ class VirtualFiles:
                 self.kept[to] = self.kept.pop(name)
                 return None
             done = real(source, target, *args, **kwargs)
-            inside = os.path.abspath(source) + os.sep  # of a folder that is renamed
-            for each in [each for each in self.kept if each.startswith(inside)]:
-                self.kept[os.path.join(to, each[len(inside) :])] = self.kept.pop(each)
+            for each in self._inside(source):  # of a folder that is renamed
+                self.kept[os.path.join(to, os.path.relpath(each, source))] = self.kept.pop(each)
             return done
 
         return rename

@@ -10,25 +10,24 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from importlib import import_module
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from ...base.compat import symbol
 from ...base.errors import NotAvailable, SpecError, check_counts
 from ...hardware.links import GPUS_PER_NODE
 from ..card import Card
-from ..devices import GPU_DEVICE
 from ..host_parameters import HostParameters
 from ..streams import nothing
 from ..values.collectives import summed
 from ..values.placeholders import located
-from .torch_engines import FSDP, FSDP_MODULES, start_group, torch_engines
+from .moving import moved
+from .torch_engines import start_group, torch_engines
 
 
 def launched(world_size: int) -> dict[str, str]:
@@ -69,6 +68,8 @@ def without_peers(card: Card, world_size: int | None, parameters: HostParameters
             "gather_object": _gather_object,
             "scatter_object_list": _scatter_object_list,
             "broadcast_object_list": nothing,
+            "send_object_list": nothing,
+            "recv_object_list": _recv_object_list,
             "monitored_barrier": nothing,
             "all_reduce": _all_reduce(distributed_c10d.all_reduce),
         }
@@ -93,7 +94,7 @@ def _init_process_group(card: Card, parameters: HostParameters, stack: ExitStack
         if world_size <= 0 and "WORLD_SIZE" not in os.environ:
             raise located(NotAvailable(
                 f"torch.distributed.init_process_group({backend!r}): how many ranks there are was not said; open the "
-                "block with lab.simulator(gpu, world_size=8)"
+                "block with lab.simulator(gpu, world_size=8), or llmlab run with --world-size 8"
             ))  # fmt: skip
         size = world_size if world_size > 0 else int(os.environ["WORLD_SIZE"])
         rank = rank if rank >= 0 else int(os.environ.get("RANK", 0))
@@ -101,7 +102,7 @@ def _init_process_group(card: Card, parameters: HostParameters, stack: ExitStack
             raise SpecError(f"rank={rank} with world_size={size}: ranks are 0 to {size - 1}")
         if not card.engine.defers:  # they stay when the group is destroyed, and another can be made
             stack.enter_context(torch_engines(card.engine))
-            stack.enter_context(_moving(parameters))
+            stack.enter_context(moved(parameters))
         start_group(real, size, rank)
         card.memory.driver.capacity = card.gpu.room(size)  # NCCL's bytes stay when the group is destroyed
         stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
@@ -116,14 +117,6 @@ def _new_group(real: Callable) -> Callable:
         return real(*args[:2], **kwargs)
 
     return new_group
-
-
-def no_deepspeed(*args: Any, **kwargs: Any) -> None:
-    """deepspeed.initialize, which would run on the CPU that it found when it was imported."""
-    raise located(NotAvailable(
-        "deepspeed.initialize: DeepSpeed's own memory is not simulated; give the block fully_shard (FSDP2) or "
-        "DistributedDataParallel, or see lab.estimate"
-    ))  # fmt: skip
 
 
 def _first_rank(fn: Callable[..., Any], args: tuple = (), *processes: Any, **options: Any) -> None:
@@ -163,27 +156,20 @@ def _gather_object(obj: Any, object_gather_list: list[Any] | None = None, *args:
         _all_gather_object(object_gather_list, obj)
 
 
-def _scatter_object_list(output: list[Any], objects: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
-    if objects is not None:
-        output[0] = objects[dist.get_rank()]
+def _scatter_object_list(
+    scatter_object_output_list: list[Any],
+    scatter_object_input_list: list[Any] | None = None,
+    src: int | None = None,
+    group: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    if scatter_object_input_list is not None:
+        scatter_object_output_list[0] = scatter_object_input_list[dist.get_rank(group)]
 
 
-@contextmanager
-def _moving(parameters: HostParameters) -> Iterator[None]:
-    """After FSDP2's _get_managed_states it moves what that found to the card by `.data =`, and fake tensors cannot."""
-    init = import_module(FSDP + "_fsdp_init")
-    real = init._get_managed_states
-
-    def to_card(tensor: Tensor) -> Tensor:
-        return tensor if tensor.is_meta else tensor.to(GPU_DEVICE)
-
-    def managed(modules: list[nn.Module], *args: Any, **kwargs: Any) -> Any:
-        for module in modules:
-            parameters.move(module, to_card)
-        return real(modules, *args, **kwargs)
-
-    with ExitStack() as stack:
-        for module in [import_module(FSDP + name) for name in FSDP_MODULES]:
-            if hasattr(module, "_get_managed_states"):
-                stack.enter_context(mock.patch.object(module, "_get_managed_states", managed))
-        yield
+def _recv_object_list(*args: Any, **kwargs: Any) -> None:
+    raise located(NotAvailable(
+        "torch.distributed.recv_object_list: what another rank would send is not known here; let this rank make the "
+        "objects, or lab.measure it"
+    ))  # fmt: skip

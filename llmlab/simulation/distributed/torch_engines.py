@@ -1,7 +1,7 @@
 """PyTorch's own distributed engines on fake tensors: one rank of many, whose process group sends nothing.
 
-FSDP2, DDP and DTensor run as they are. What they do beside operators is followed here: storages that are resized (FSDP2
-frees gathered parameters so), and the streams FSDP2 gathers and reduces on, whose blocks the allocator keeps apart.
+FSDP, FSDP2, DDP and DTensor run as they are. What they do beside operators is followed here: storages that are resized
+(gathered parameters are freed so), and the streams they gather and reduce on, whose blocks the allocator keeps apart.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from ..devices import GPU_DEVICE, HOST
 from ..engine.engine import Engine
 from ..profile.recording import Labelled
 from ..streams import nothing
-from ..values.placeholders import located
 
 FSDP = "torch.distributed.fsdp._fully_shard."
 FAKE_STORE = "torch.testing._internal.distributed.fake_pg.FakeStore"
@@ -79,7 +78,6 @@ def torch_engines(engine: Engine, labelled: Labelled = lambda function, part: fu
     Nothing of a process group stays behind.
     """
     check("torch.distributed")
-    from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
 
     with ExitStack() as stack:
@@ -92,7 +90,6 @@ def torch_engines(engine: Engine, labelled: Labelled = lambda function, part: fu
         stack.enter_context(_reducer(engine, labelled))
         patch(engine, "defers", frozenset((DTensor,)))
         patch(symbol(FSDP + "_fsdp_param"), "_chunk_with_empty", _Chunks)
-        patch(FullyShardedDataParallel, "__init__", _no_fsdp1)
         if engine.device == GPU_DEVICE:
             patch(C, "_get_accelerator", lambda: torch.device("cuda"))
             # FSDP2 compares the device it was told with those of tensors, which to torch are the engine's.
@@ -101,12 +98,6 @@ def torch_engines(engine: Engine, labelled: Labelled = lambda function, part: fu
                 for name in answers.keys() & vars(module).keys():
                     patch(module, name, answers[name])
         yield
-
-
-def _no_fsdp1(*args: Any, **kwargs: Any) -> None:
-    raise located(NotAvailable(
-        "FullyShardedDataParallel, PyTorch's first FSDP, is not simulated; give the block its second, fully_shard"
-    ))  # fmt: skip
 
 
 def _resized_storages(engine: Engine) -> AbstractContextManager:
@@ -195,7 +186,8 @@ def _reducer(engine: Engine, labelled: Labelled) -> Iterator[None]:
     # It compares shapes between ranks, by their values.
     unverified = mock.patch.object(distributed, "_verify_param_shape_across_processes", nothing)
     handle = nothing  # SyncBatchNorm is refused on a CPU, which the card is to DDP
-    with unverified, mock.patch.multiple(
-        cls, __init__=init, _pre_forward=pre_forward, _passing_sync_batchnorm_handle=handle
+    with (
+        unverified,
+        mock.patch.multiple(cls, __init__=init, _pre_forward=pre_forward, _passing_sync_batchnorm_handle=handle),
     ):
         yield

@@ -36,7 +36,8 @@ from ...hardware.gpu import GPU
 from ...recording.events import Event
 from ..allocator.memory import AllocatorOutOfMemory, Memory
 from ..devices import GPU_DEVICE, HOST
-from ..values.collectives import exchange
+from ..values.collectives import COLLECTIVES, exchange
+from ..values.counts import BALANCED, BINS, balance, counts_of
 from ..values.known import SMALL, VALUES_LIMIT, follow, known, sized_by_value
 from ..values.placeholders import initializing, needs_values
 from ..workspaces.none import is_stated
@@ -46,10 +47,14 @@ from .operators import cast_copies, changes_values_alone, decomposed, is_composi
 from .real_host import RealHost
 from .scratch import Observer, Scratch
 from .shape_cache import Repeats
-from .unsupported import no_compiled_kernel
+from .unsupported import random_again
 
 DEVICE_OF = torch.ops.prim.device.default
 VALUE_OF = torch.ops.aten._local_scalar_dense.default
+LENT = (  # c10/cuda/CUDACachingAllocator.cpp, insert_events
+    "Tensor.record_stream: a card that is behind its script keeps blocks that were freed until it has come so far, so "
+    "`reserved` is a lower one; `allocated` is right."
+)
 DEVICES_DIFFER = "Expected all tensors to be on the same device, but found at least two devices, {} and {}!"  # torch's
 
 
@@ -93,9 +98,10 @@ class Engine(TorchDispatchMode):
         self.handles: dict[tuple[str, bool, int], int] = {}
         self.casts = device == HOST  # operands of more than one dtype are copied
         self.operator = None  # the one that runs
-        self.compiles = False  # whether torch.compile was asked for
+        self.lends = False  # whether a stream was given a block of another's (record_stream)
         self.launches: Counter[str] = Counter()  # of Triton's kernels
         self.uncounted: dict[str, str] = {}  # by library: the first operator whose workspace is not counted
+        self.notes: dict[str, None] = {}  # what was assumed, a sentence each
         self.met: set[Any] = set()  # operators of which the output alone is counted
         self.placeholder: float | None = None  # what reading an unknown float gives; None raises NotAvailable
         self.watch: Callable[[Any, tuple, dict[str, Any], Any], None] | None = None  # sees each operator
@@ -117,10 +123,15 @@ class Engine(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         """Leave `__torch_dispatch__` as it is (utils/_python_dispatch.py).
 
-        torch wraps it for torch.compile, which is not simulated. Two calls of three ask for a tensor's device, and
-        there the wrapper is most of the cost.
+        torch wraps it for torch.compile, which is told to pass over our frames (compiled/dynamo.py). Two calls of three
+        ask for a tensor's device, and there the wrapper is most of the cost.
         """
         return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile compile inside this mode: what it makes runs on the engine."""
+        return True
 
     def __enter__(self) -> Engine:
         self.fake.__enter__()
@@ -134,7 +145,7 @@ class Engine(TorchDispatchMode):
         if func is DEVICE_OF:
             return args[0].fake_device
         if isinstance(func, HigherOrderOperator):
-            raise no_compiled_kernel(func)
+            return random_again(func, args, kwargs or {})
         if self.defers and not self.defers.isdisjoint(types):
             return NotImplemented
         if self.host is not None:
@@ -175,8 +186,11 @@ class Engine(TorchDispatchMode):
             if "two" not in str(error) or str(GPU_DEVICE) not in str(error):
                 raise
             raise RuntimeError(str(error).replace(str(GPU_DEVICE), "cuda:0")) from None  # two devices do not mix
-        if func.namespace == "c10d":
-            exchange(func, args)
+        if func.namespace in COLLECTIVES:
+            exchange(func, args, op.out)
+        elif self._assumes and func in BINS and known(args[0]) is None:
+            balance(op.out, args[0].numel())
+            self.notes[BALANCED] = None
         elif not faked:
             follow(func, args, kwargs, op.out, self.follows)
         if workspace is None:
@@ -192,9 +206,15 @@ class Engine(TorchDispatchMode):
             return self.repeats.run(op.func, op.args, op.kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             out = sized_by_value(self._run, op.func, op.args, op.kwargs)
+            if out is NotImplemented and self._assumes and op.func in BINS:
+                return counts_of(self._run, op.func, op.args, op.kwargs)
             if out is NotImplemented:
                 raise needs_values(op.func) from error
             return out
+
+    @property
+    def _assumes(self) -> bool:
+        return self.host is not None and self.host.assume is not None
 
     def _run(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Run `func` as part of another operator."""
@@ -206,7 +226,10 @@ class Engine(TorchDispatchMode):
         try:
             outputs = scratch.take(steps)
             assert outputs is not None, f"the workspace function of {op.func} yields no OUTPUTS"
-            out = op.out = outputs.fake(op) if outputs.fake else self._computed(op)
+            if (fake := outputs.fake) is not None:
+                out = op.out = self.repeats.run(op.func, op.args, op.kwargs, lambda: fake(op))
+            else:
+                out = op.out = self._computed(op)
             self.hold([out[position] for position in outputs.order] if outputs.order else out)
             scratch.take(steps)
         finally:  # also where there is no room: code may catch that and go on
@@ -323,6 +346,18 @@ class Engine(TorchDispatchMode):
         """Leave the figures as they are when tensors die later."""
         self._live.clear()
 
+    def remark(self, sentence: str) -> None:
+        """Put `sentence` into the notes, once."""
+        self.notes[sentence] = None
+
+    def ran_eager(self, place: str, error: Exception) -> None:
+        """Note that torch.compile could not compile what is at `place`."""
+        reason = (str(error).strip().splitlines() or [""])[0][:200]
+        self.remark(
+            f"torch.compile ran eager: {place}, so what it would fuse is counted and sizes are upper ones "
+            f"({type(error).__name__}: {reason})."
+        )
+
     def now(self) -> int:
         """Return a moment after all events so far."""
         self._time += 1
@@ -352,7 +387,8 @@ def notes_of(engine: Engine) -> tuple[str, ...]:
     unknown = sorted(str(func) for func in met if not is_stated(func, engine.workspaces))
     launched = ", ".join(f"{name} {count} times" for name, count in engine.launches.most_common(3))
     return (
-        *(["torch.compile was run eager: what it fuses is counted, so all sizes are upper ones."] * engine.compiles),
+        *engine.notes,
+        *([LENT] * engine.lends),
         *([f"Triton's kernels were launched, of which neither time nor FLOP count: {launched}."] if launched else ()),
         *(
             f"{library}'s workspace is not counted: {library} says how much it takes when it runs; here for {operator}."

@@ -6,7 +6,7 @@ tensor is among its arguments, or where it makes a tensor on the card.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,20 +16,22 @@ from ...base.compat import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
-    arg_tree_leaves,
     disable_current_modes,
     tree_map_only,
 )
 from ...base.errors import NotAvailable
 from ..devices import GPU_DEVICE
-from ..values.collectives import exchange
-from ..values.known import SMALL, VALUES_LIMIT, is_followed, know, known
-from ..values.placeholders import located, value_for, warn_of
+from ..values.collectives import COLLECTIVES, exchange
+from ..values.known import SMALL, VALUES_LIMIT, Loan, is_followed, know, known
+from ..values.placeholders import asked_by, initializing, located, value_for, warn_of
 
 aten = torch.ops.aten
 # Draws that code looks at, and their form with a generator.
 DRAWS = {aten.randint.default: aten.randint.generator, aten.randint.low: aten.randint.low_generator,
          aten.randperm.default: aten.randperm.generator}  # fmt: skip
+
+# They make buffers on the host as large as the model: those are fake, as parameters on the host are.
+OFFLOADING = "deepspeed.runtime.zero."
 
 Simulate = Callable[[Any, tuple, dict[str, Any]], Any]
 
@@ -53,26 +55,35 @@ class RealHost:
             kwargs = {**kwargs, "device": GPU_DEVICE}
         if kwargs.get("pin_memory"):  # torch's own code: there is no driver to pin by
             kwargs = {**kwargs, "pin_memory": False}
-        tensors = [each for each in arg_tree_leaves(*args, **kwargs) if isinstance(each, Tensor)]
+        tensors: list[Tensor] = []
+        _collect(args, tensors)
+        _collect(kwargs.values(), tensors)
         on_card = any(isinstance(each, FakeTensor) for each in tensors)
-        if not on_card and kwargs.get("device") != GPU_DEVICE:
+        if not on_card and kwargs.get("device") != GPU_DEVICE and (tensors or not asked_by(OFFLOADING)):
             with disable_current_modes():
                 done = func(*args, **kwargs)
-            if func.namespace == "c10d":
-                exchange(func, args)
+            if func.namespace in COLLECTIVES:
+                exchange(func, args, done)
             return done
-        if self.assume is not None:
+        if self.assume is not None and not initializing():
             _assume(tensors, self.assume)
         if on_card and func._schema.is_mutable and tensors[0] is args[0] and not isinstance(args[0], FakeTensor):
             return _overwrite(func, args[0], self.assume)
-        return self._simulate(simulate, fake, func, args, kwargs)
+        return self._simulate(simulate, fake, func, args, kwargs, tensors)
 
     def _simulate(
-        self, simulate: Simulate, fake: FakeTensorMode, func: Any, args: tuple, kwargs: dict[str, Any]
+        self,
+        simulate: Simulate,
+        fake: FakeTensorMode,
+        func: Any,
+        args: tuple,
+        kwargs: dict[str, Any],
+        tensors: list[Tensor],
     ) -> Any:
         """Run an operator for the card; what cannot be simulated raises NotAvailable with the user's line."""
         try:
-            args, kwargs = tree_map_only(Tensor, lambda tensor: _as_fake(fake, tensor), (args, kwargs))
+            if any(not isinstance(each, FakeTensor) for each in tensors):
+                args, kwargs = tree_map_only(Tensor, lambda tensor: as_fake(fake, tensor), (args, kwargs))
             self.inside = True
             out = simulate(func, args, kwargs)
             return self._drawn(func, args, out) if func in DRAWS else out
@@ -97,7 +108,16 @@ class RealHost:
         return out
 
 
-def _as_fake(fake: FakeTensorMode, tensor: Tensor) -> Tensor:
+def _collect(values: Iterable[Any], into: list[Tensor]) -> None:
+    """Add the tensors among an operator's arguments, also those in lists."""
+    for each in values:
+        if isinstance(each, Tensor):
+            into.append(each)
+        elif isinstance(each, (list, tuple)):
+            _collect(each, into)
+
+
+def as_fake(fake: FakeTensorMode, tensor: Tensor) -> Tensor:
     """Return the fake tensor for one on the host, which keeps its values where the engine follows them."""
     if isinstance(tensor, FakeTensor):
         return tensor
@@ -107,6 +127,8 @@ def _as_fake(fake: FakeTensorMode, tensor: Tensor) -> Tensor:
         made = fake.from_tensor(tensor.detach())
     if not tensor.is_meta and (is_followed(tensor) or _is_mask(tensor)):
         know(made, tensor)
+    elif not (tensor.is_meta or tensor.is_inference()):  # of which nobody counts the changes
+        know(made, tensor, Loan(tensor))
     return made
 
 

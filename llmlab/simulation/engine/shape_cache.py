@@ -8,6 +8,7 @@ What it has not seen, and whatever else there is, goes to torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -49,35 +50,36 @@ class Repeats:
 
     def __init__(self, fake: FakeTensorMode) -> None:
         self.fake = fake
-        # By operator and inputs: the forms of the outputs and the type they come in, None for a change in place; False
-        # where torch is to be asked each time.
-        self._given: dict[tuple, tuple[tuple[Form, ...], type] | Literal[False] | None] = {}
+        # By operator and inputs: the forms of the outputs (numbers, None: as they are) and their type, None
+        # for a change in place; False where torch is to be asked each time.
+        self._given: dict[tuple, tuple[tuple[Any, ...], type] | Literal[False] | None] = {}
         self._attributes: dict[torch.device, dict[str, Any]] = {}  # of the first fake tensor on a device
         guards = set_throw_on_mutable_data_ptr, set_warn_deprecated_on_mutable_data_ptr
         self._guard = guards[fake._allow_unsafe_data_ptr_access]
 
-    def run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Return what `func` gives, as `func(*args, **kwargs)` does; to be called from inside a dispatch mode."""
+    def run(self, func: Any, args: tuple, kwargs: dict[str, Any], fake: Callable[[], Any] | None = None) -> Any:
+        """Return what `func` gives, as `func(*args, **kwargs)` does; to be called from inside a dispatch mode.
+
+        `fake` makes the outputs in its place, of the same arguments.
+        """
         gives = _gives(func)
         # Another mode under the engine's, as FlopCounterMode around a simulation, is to see each operator.
-        if gives is None or len_torch_dispatch_stack() != 1:
-            return func(*args, **kwargs)
+        if gives is None or len_torch_dispatch_stack() != 1 or (fake and gives is not NEW):
+            return fake() if fake else func(*args, **kwargs)
         if gives is VIEW:
             return self._view(func, args, kwargs) if self._is_plain(args[0]) else func(*args, **kwargs)
         inputs = [func, torch.get_default_dtype()]
         if not (self._describe(args, inputs) and self._describe(tuple(kwargs.items()), inputs)):
-            return func(*args, **kwargs)
+            return fake() if fake else func(*args, **kwargs)
         key = tuple(inputs)
         given = self._given.get(key, False)
         if given is None:
             return args[0]
         if given:
             forms, kind = given
-            with DisableTorchDispatch():
-                made = [torch.empty_strided(each.shape, each.stride, dtype=each.dtype, device="meta") for each in forms]
-            out = [self._faked(meta, each.device) for meta, each in zip(made, forms, strict=True)]
+            out = [self._made(each) if type(each) is Form else each for each in forms]
             return out if kind is list else tuple(out) if kind is tuple else out[0]
-        out = func(*args, **kwargs)
+        out = fake() if fake else func(*args, **kwargs)
         if key not in self._given:
             self._given[key] = self._seen(gives, args, kwargs, out)
         return out
@@ -90,6 +92,11 @@ class Repeats:
         if isinstance(out, Tensor):
             return self._faked(out, device)
         return type(out)(self._faked(each, device) for each in out)
+
+    def _made(self, form: Form) -> FakeTensor:
+        with DisableTorchDispatch():
+            meta = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="meta")
+        return self._faked(meta, form.device)
 
     def _faked(self, meta: Tensor, device: torch.device) -> FakeTensor:
         """Return FakeTensor(self.fake, meta, device), which past the first on a device has the attributes of that one.
@@ -137,14 +144,15 @@ class Repeats:
         if gives is CHANGE:
             return None if out is args[0] else False
         outputs: Any = [out] if isinstance(out, Tensor) else out
-        if type(out) not in (FakeTensor, list, tuple) or not all(self._is_plain(each) for each in outputs):
+        if type(out) not in (FakeTensor, list, tuple):
             return False
-        forms = tuple(_form(each) for each in outputs)
-        if None in forms:
+        tensors = [each for each in outputs if not isinstance(each, (int, type(None)))]
+        if not all(self._is_plain(each) and _form(each) for each in tensors):
             return False
-        own = {each.untyped_storage()._cdata for each in outputs}
+        forms = tuple(_form(each) if isinstance(each, FakeTensor) else each for each in outputs)
+        own = {each.untyped_storage()._cdata for each in tensors}
         taken = {each.untyped_storage()._cdata for each in arg_tree_leaves(*args, **kwargs) if isinstance(each, Tensor)}
-        return (forms, type(out)) if len(own) == len(forms) and own.isdisjoint(taken) else False
+        return (forms, type(out)) if len(own) == len(tensors) and own.isdisjoint(taken) else False
 
 
 @cache

@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
+import torch
+
 from ...base.errors import NotAvailable
 from ..values.placeholders import located
 
@@ -18,6 +20,15 @@ def no_compiled_kernel(func: Any) -> NotAvailable:
         f"{func.name()} is a kernel that torch.compile makes, which is not simulated; give the block an eager form of "
         "it, as scaled_dot_product_attention, or lab.measure it"
     ))  # fmt: skip
+
+
+def random_again(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run an operator that draws, as a compiled graph does which draws the same in backward; others are refused."""
+    if func.name() == "run_and_save_rng_state":
+        return torch.get_rng_state(), args[0](*args[1:], **kwargs)
+    if func.name() == "run_with_rng_state":
+        return args[1](*args[2:], **kwargs)
+    raise no_compiled_kernel(func)
 
 
 def no_extensions() -> AbstractContextManager:
@@ -50,3 +61,19 @@ def counted_triton(launches: Counter[str]) -> AbstractContextManager:
         return launch
 
     return mock.patch.object(jit.KernelInterface, "__getitem__", launcher)
+
+
+def no_other_ranks(module: str, *names: str) -> AbstractContextManager:
+    """Refuse functions of a module that need the memory or the answers of ranks that are not there."""
+
+    def refused(name: str) -> Callable[..., None]:
+        def call(*args: Any, **kwargs: Any) -> None:
+            raise located(NotAvailable(
+                f"{module}.{name} needs other ranks, which a simulated card does not have; give the block "
+                "torch.distributed's collectives, or lab.measure it"
+            ))  # fmt: skip
+
+        return call
+
+    replaced: dict[str, Any] = {name: refused(name) for name in names}
+    return mock.patch.multiple(module, **replaced)

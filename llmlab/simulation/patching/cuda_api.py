@@ -9,13 +9,13 @@ from __future__ import annotations
 import copy
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+from uuid import UUID
 
 import torch
 from torch import Tensor, nn
@@ -31,16 +31,26 @@ from ..capability import capability_of
 from ..card import Card
 from ..profile.snapshot import write_snapshot
 from ..streams import DEFAULT_STREAM, CUDAGraph, Event, Stream, nothing
-from ..values.placeholders import PLACEHOLDER, Unknown, located
+from ..values.placeholders import PLACEHOLDER, Unknown, Whole, located
 from .tensor_types import LEGACY_TYPES
 
 CUDA_VERSION = "13.0"  # of the wheels of torch 2.13
+NCCL_VERSION = (2, 29, 3)  # likewise: .ci/docker/ci_commit_pins/nccl.txt
+# By compute capability: KiB of shared memory of a multiprocessor and, at most, of a block; threads of a multiprocessor.
+# CUDA C++ Programming Guide, technical specifications per compute capability.
+LIMITS = {
+    (7, 0): (96, 96, 2048), (7, 5): (64, 64, 1024), (8, 0): (164, 163, 2048), (8, 6): (100, 99, 1536),
+    (8, 9): (100, 99, 1536), (9, 0): (228, 227, 2048), (10, 0): (228, 227, 2048), (12, 0): (100, 99, 1536),
+}  # fmt: skip
+UNTOLD = (  # properties that torch gives and no table here has
+    "L2_cache_size", "clock_rate", "memory_bus_width", "memory_clock_rate", "pci_bus_id", "pci_device_id",
+    "pci_domain_id",
+)  # fmt: skip
 SENSORS = ("utilization", "memory_usage", "temperature", "power_draw", "clock_rate")  # what NVML reads
 NEED_DRIVER = (
     "MemPool", "use_mem_pool", "CUDAPluggableAllocator", "change_current_allocator", "caching_allocator_alloc",
     "caching_allocator_delete", "current_blas_handle", "list_gpu_processes",
 )  # fmt: skip
-COMPILES_NOT = "torch.compile is simulated eager: what a compiled step would fuse away is counted"
 
 
 @contextmanager
@@ -76,17 +86,17 @@ def cuda_api(card: Card) -> Iterator[None]:
         real_state = torch.set_rng_state
         for module in (torch, torch.random):
             put(module, {"set_rng_state": lambda state: None if isinstance(state, FakeTensor) else real_state(state)})
+        put(torch.cuda.nccl, {"version": lambda: NCCL_VERSION, "is_available": lambda tensors: True})
         put(torch.cuda.profiler, {"start": nothing, "stop": nothing})
         put(torch.accelerator, _accelerator(memory))
-        put(torch.backends.cuda, {"is_built": lambda: True, "is_flash_attention_available": lambda: True})
+        put(torch.backends.cuda, {"is_built": lambda: True, "is_flash_attention_available": lambda: True,
+                                  "preferred_linalg_library": nothing, "preferred_blas_library": _blas})  # fmt: skip
         put(torch.jit, {"trace": _unchecked(torch.jit.trace)})
         stack.enter_context(mock.patch.object(torch.version, "cuda", CUDA_VERSION))
         stack.enter_context(mock.patch.object(DataLoader, "_get_iterator", _one_process))
-        stack.enter_context(mock.patch.object(torch, "compile", _eager(card, torch.compile)))
         stack.enter_context(mock.patch.object(torch, "Generator", Generator))
-        stack.enter_context(mock.patch.object(Tensor, "record_stream", nothing))
+        stack.enter_context(mock.patch.object(Tensor, "record_stream", _record_stream(card)))
         stack.enter_context(mock.patch.object(nn.DataParallel, "forward", _data_parallel))
-        stack.enter_context(mock.patch.object(nn.Module, "compile", _eager_in_place(card)))
         stack.enter_context(mock.patch.object(save_on_cpu, "__init__", _save_unpinned(save_on_cpu.__init__)))
         yield
 
@@ -115,6 +125,7 @@ class _CudaDeviceProperties(SimpleNamespace):
 
 def _properties(gpu: GPU) -> _CudaDeviceProperties:
     major, minor = capability_of(gpu)
+    shared, of_a_block, threads = LIMITS[max(each for each in LIMITS if each <= (major, minor))]
     return _CudaDeviceProperties(
         name=device_name(gpu),
         major=major,
@@ -124,6 +135,13 @@ def _properties(gpu: GPU) -> _CudaDeviceProperties:
         warp_size=32,
         is_integrated=0,
         is_multi_gpu_board=0,
+        max_threads_per_multi_processor=threads,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_block=48 * 1024,
+        shared_memory_per_block_optin=of_a_block * 1024,
+        shared_memory_per_multiprocessor=shared * 1024,
+        uuid=str(UUID(int=0)),
+        **dict.fromkeys(UNTOLD, Whole(0)),
     )
 
 
@@ -169,6 +187,15 @@ def _device(card: Card) -> dict[str, Any]:
     }
 
 
+def _blas(backend: Any = None) -> None:
+    """torch.backends.cuda.preferred_blas_library; the workspaces are those of cuBLAS, torch's default."""
+    if backend is not None and str(backend).lower().rpartition(".")[2] not in ("default", "cublas"):
+        raise located(NotAvailable(
+            f"torch.backends.cuda.preferred_blas_library({backend!r}): products are simulated with cuBLAS, torch's "
+            "default on NVIDIA cards; go on without it, or lab.measure it"
+        ))  # fmt: skip
+
+
 def _is_capturing() -> bool:
     # SyncBatchNorm leaves ranks without a batch out by their counts, which a graph cannot read, and we neither.
     return sys._getframe(2).f_globals.get("__name__") == "torch.nn.modules._functions"
@@ -201,6 +228,8 @@ def _streams(card: Card) -> dict[str, Any]:
         "CUDAGraph": CUDAGraph,
         "graph": CUDAGraph,
         "make_graphed_callables": CUDAGraph,
+        "graph_pool_handle": CUDAGraph,
+        "ExternalStream": lambda stream_ptr, device=None, **known: Stream(device, stream_id=stream_ptr),
         "current_stream": lambda device=None: streams[engine.stream],
         "default_stream": lambda device=None: DEFAULT_STREAM,
         "set_stream": set_stream,
@@ -234,7 +263,7 @@ def _memory(card: Card) -> dict[str, Any]:
         "mem_get_info": on_card(lambda: (card.free, card.gpu.memory)),
         "set_per_process_memory_fraction": set_fraction,
         "get_per_process_memory_fraction": on_card(lambda: fractions[-1]),
-        "host_memory_stats": dict,
+        "host_memory_stats": lambda: {},
         "reset_peak_host_memory_stats": nothing,
         "reset_accumulated_host_memory_stats": nothing,
         "memory_snapshot": lambda *args, **kwargs: memory.segments(),
@@ -336,6 +365,15 @@ def _accelerator(memory: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _record_stream(card: Card) -> Callable[..., None]:
+    def record_stream(tensor: Tensor, stream: Any) -> None:
+        """Tensor.record_stream: what a stream was asked to do is done at once, so a block is free when it is freed."""
+        own = card.memory.stream_of(card.engine.address(tensor) or 0)
+        card.engine.lends |= own not in (None, stream.stream_id)
+
+    return record_stream
+
+
 @contextmanager
 def cuda_autocast() -> Iterator[None]:
     """Let autocast for "cuda" be autocast for the simulated card, whose tensors are CPU tensors to torch."""
@@ -357,8 +395,19 @@ def cuda_autocast() -> Iterator[None]:
         inside = device_type == "cuda" and real_enabled("cpu")
         return real_dtype("cpu" if inside else device_type)
 
+    real_set_enabled, real_set_dtype = torch.set_autocast_enabled, torch.set_autocast_dtype
+
+    def set_autocast_enabled(device_type: str, *enabled: bool) -> None:
+        real_set_enabled("cpu" if device_type == "cuda" else device_type, *enabled)
+
+    def set_autocast_dtype(device_type: str, dtype: torch.dtype) -> None:
+        inside = device_type == "cuda" and real_enabled("cpu")
+        real_set_dtype("cpu" if inside else device_type, dtype)
+
     with (
         mock.patch.object(autocast_mode.autocast, "__init__", init),
+        mock.patch.object(torch, "set_autocast_enabled", set_autocast_enabled),
+        mock.patch.object(torch, "set_autocast_dtype", set_autocast_dtype),
         mock.patch.object(torch, "is_autocast_enabled", is_autocast_enabled),
         mock.patch.object(torch, "get_autocast_dtype", get_autocast_dtype),
         mock.patch.object(torch, "get_autocast_gpu_dtype", lambda: get_autocast_dtype("cuda")),
@@ -402,28 +451,3 @@ def _unchecked(trace: Callable) -> Callable:
         return trace(*args, **{**kwargs, "check_trace": False})
 
     return call
-
-
-def _eager(card: Card, real: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile, as a call and as a decorator. A library that is imported meanwhile, bitsandbytes say, keeps what
-    its decorators return when the block has ended: it gets the `real` one."""
-
-    def compile(model: Any = None, **options: Any) -> Any:
-        if card.hidden:
-            return real(model, **options)
-        if model is None:
-            return lambda decorated: compile(decorated)
-        warnings.warn(COMPILES_NOT, stacklevel=2)
-        card.engine.compiles = True
-        return model
-
-    return compile
-
-
-def _eager_in_place(card: Card) -> Callable[..., None]:
-    def compile(module: nn.Module, *args: Any, **options: Any) -> None:
-        """nn.Module.compile."""
-        warnings.warn(COMPILES_NOT, stacklevel=2)
-        card.engine.compiles = True
-
-    return compile

@@ -24,29 +24,51 @@ from ...base.compat import (
 )
 from .. import FOLDER
 from ..devices import GPU_DEVICE, HOST
-from ..engine.engine import VALUE_OF, Engine
+from ..engine.engine import Engine
 from ..engine.real_host import RealHost
 from ..values.known import VALUES_LIMIT, forget, know, known
 from ..values.placeholders import (
     PLACEHOLDER,
     UNKNOWN,
     Unknown,
+    Whole,
     asked_by_torch,
+    decided,
     initializing,
     refuse,
     value_for,
     warn_of,
+    whole,
 )
 from .cuda_api import check_index
+from .dtensors import of_dtensors
 from .patches import made_on_card, on_card, set_data
 from .tensor_types import legacy_type
 
 CARD = torch.device("cuda", 0)
 FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
+# Functions to which a whole number is an operand, not a size.
+TAKE_NUMBERS = frozenset((
+    "add", "and", "clamp", "div", "eq", "fill", "floor_divide", "floordiv", "full", "full_like", "ge", "get", "gt",
+    "iadd", "idiv", "imul", "isub", "itruediv", "le", "lt", "manual_seed", "masked_fill", "mod", "mul", "ne", "or",
+    "pow", "radd", "rdiv", "remainder", "rfloordiv", "rmul", "rpow", "rsub", "rtruediv", "sub", "truediv", "where",
+))  # fmt: skip
+WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8)  # dtypes of single numbers that index
 TORCH = os.path.dirname(torch.__file__)
 WITHOUT_FRAMES = (FOLDER, os.path.join(TORCH, "_dynamo"), os.path.join(TORCH, "_compile.py"))
 # torch's own code that asks for the type of a device and means CUDA.
-SEES_CARD = ("torch.amp.autocast_mode", "torch.nn.parallel.data_parallel", "torch.nn.modules.batchnorm")
+SEES_CARD = (
+    "torch.amp.autocast_mode", "torch.nn.attention.flex_attention", "torch.nn.modules.batchnorm",
+    "torch.nn.parallel.data_parallel",
+    # The first FSDP compares devices of tensors with those it was told.
+    *(
+        f"torch.distributed.fsdp.{name}"
+        for name in (
+            "_common_utils", "_flat_param", "_init_utils", "_limiter_utils", "_optim_utils", "_runtime_utils",
+            "_state_dict_utils", "_unshard_param_utils", "fully_sharded_data_parallel", "sharded_grad_scaler",
+        )
+    ),
+)  # fmt: skip
 
 
 class Redirect(TorchFunctionMode):
@@ -66,9 +88,9 @@ class Redirect(TorchFunctionMode):
             Tensor.new_tensor: _new_tensor,
             Tensor.type: _type,
             Tensor.item: self._item,
-            Tensor.__bool__: self._known(Tensor.__bool__, "bool()"),
-            Tensor.__int__: self._known(Tensor.__int__, "int()"),
-            Tensor.__index__: self._known(Tensor.__index__, "an index"),
+            Tensor.__bool__: self._read(Tensor.__bool__, lambda number: decided("bool()", bool(number))),
+            Tensor.__int__: self._read(Tensor.__int__, lambda number: whole("int()", number)),
+            Tensor.__index__: self._read(Tensor.__index__, lambda number: whole("an index", number)),
             Tensor.__float__: self._float,
             Tensor.numpy: self._numpy,
             Tensor.__array__: lambda tensor, dtype=None: self._numpy(tensor),
@@ -81,12 +103,15 @@ class Redirect(TorchFunctionMode):
             Tensor.__dlpack__: _handed_out("Tensor.__dlpack__"),
             of.__cuda_array_interface__.__get__: _handed_out("Tensor.__cuda_array_interface__"),
         }
-        for function in (torch.isnan, torch.isinf, torch.isposinf, torch.isneginf, torch.isfinite):
+        for function in (torch.isnan, torch.isinf, torch.isposinf, torch.isneginf, torch.isfinite, torch.isclose):
             for each in (function, getattr(Tensor, function.__name__)):
-                self.special[each] = _finite(each, function is torch.isfinite)
+                self.special[each] = _finite(each, function in (torch.isfinite, torch.isclose))
+        for compared in (torch.equal, torch.allclose, Tensor.equal, Tensor.allclose):
+            self.special[compared] = _the_same(compared)
         for name in ("gt", "lt", "ge", "le", "eq", "ne"):
             for compared in (getattr(torch, name), getattr(Tensor, name), getattr(Tensor, f"__{name}__")):
                 self.special[compared] = self._bounded(compared)
+        self.of_dtensors = {**of_dtensors(self.special), of.device.__get__: self._device}
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -95,6 +120,8 @@ class Redirect(TorchFunctionMode):
         special = self.special.get(func)
         if special is not None and (func in UNIVERSAL or isinstance(args[0], FakeTensor)):
             return special(*args, **kwargs)
+        if args and type(args[0]) in self.engine.defers and (of_dtensor := self.of_dtensors.get(func)) is not None:
+            return of_dtensor(*args, **kwargs)
         args = tuple(_redirected(each) for each in args)
         if kwargs:
             pinned = kwargs.get("pin_memory")
@@ -124,11 +151,19 @@ class Redirect(TorchFunctionMode):
                 if _holds_unknown(args[0]):
                     forget(made)
                 return made
+        elif func in (Tensor.__getitem__, Tensor.__setitem__):
+            args = (args[0], _picked(args[1]), *args[2:])
+        elif _sized_by_unknown(func, args, kwargs):
+            raise refuse(f"{func.__name__}()", "takes a whole number from a value, which may become a size")
         try:
             return func(*args, **kwargs)
         except torch.OutOfMemoryError as error:
             del args, kwargs
             _forget_frames(error)
+            raise
+        except TypeError as error:
+            if Unknown.__name__ in str(error):  # torch's, of a size
+                raise refuse(f"{func.__name__}()", "takes a size from a value") from None
             raise
 
     @contextmanager
@@ -139,12 +174,7 @@ class Redirect(TorchFunctionMode):
         real_default, real_pointer = torch.get_default_device, torch.UntypedStorage.data_ptr
 
         def device(tensor: FakeTensor) -> torch.device:
-            found = real_device.fget(tensor)
-            if found != GPU_DEVICE or self.host.inside:
-                return found
-            asking = sys._getframe(1).f_globals.get("__name__", "")
-            inside = asking.startswith(("torch.", "llmlab.simulation.")) or asking == "torch"
-            return found if inside and asking not in SEES_CARD else CARD
+            return self._shown(real_device.fget(tensor), sys._getframe(1).f_globals.get("__name__", ""))
 
         def backward(*args: Any, **kwargs: Any) -> Any:
             with self:  # checkpointing recomputes code that says "cuda"
@@ -172,6 +202,16 @@ class Redirect(TorchFunctionMode):
             stack.enter_context(mock.patch.object(torch, "get_default_device", default_device))
             stack.enter_context(mock.patch.object(torch.UntypedStorage, "data_ptr", pointer))
             yield
+
+    def _shown(self, found: torch.device, asking: str) -> torch.device:
+        """Return the device that code of the module `asking` sees where a tensor is on `found`."""
+        if found != GPU_DEVICE or self.host.inside:
+            return found
+        inside = asking.startswith(("torch.", "llmlab.simulation.")) or asking == "torch"
+        return found if inside and asking not in SEES_CARD else CARD
+
+    def _device(self, dtensor: Tensor) -> torch.device:
+        return self._shown(dtensor.device, sys._getframe(2).f_globals.get("__name__", ""))
 
     def _cuda(self, tensor: Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Tensor:
         check_index(device)
@@ -227,15 +267,16 @@ class Redirect(TorchFunctionMode):
     def _format(self, tensor: Tensor, spec: str) -> str:
         return format(_repr(tensor), spec) if tensor.dim() else format(self._item(tensor), spec)
 
-    def _known(self, function: Callable, what: str) -> Callable:
+    def _read(self, function: Callable, stand_in: Callable[[Any], Any]) -> Callable:
         def read(tensor: Tensor) -> Any:
             if known(tensor) is not None:
                 return function(torch.tensor(self.engine.read(tensor)))
-            if self.assume is not None and tensor.numel() == 1:
-                return function(torch.tensor(value_for(tensor.dtype, self.assume)))
-            if initializing():
-                return function(torch.tensor(False))
-            raise refuse(f"{what} of a tensor ({VALUE_OF})", "is control flow on a value")
+            if initializing():  # before what is assumed: it would draw again for ever
+                return function(torch.full(tuple(tensor.shape), False))
+            number = value_for(tensor.dtype, self.assume)
+            if tensor.numel() != 1 or self.assume is not None:
+                return function(torch.full(tuple(tensor.shape), number))  # more than one raises torch's error
+            return stand_in(number)
 
         return read
 
@@ -249,10 +290,11 @@ class Redirect(TorchFunctionMode):
         return torch.full(tuple(tensor.shape), value_for(tensor.dtype, self.assume), dtype=tensor.dtype, device="cpu")
 
     def _list(self, tensor: Tensor) -> Any:
-        value = known(tensor)
-        if value is None and tensor.is_floating_point() and self.assume is None:
-            unknown = Unknown(PLACEHOLDER)
-            return _nested(tuple(tensor.shape), unknown)
+        if known(tensor) is None and self.assume is None and tensor.dtype != torch.bool and not tensor.is_complex():
+            if tensor.is_floating_point():
+                return _nested(tuple(tensor.shape), Unknown(PLACEHOLDER))
+            warn_of("Tensor.tolist")
+            return _nested(tuple(tensor.shape), Whole(0))
         return self._values(tensor, "Tensor.tolist").tolist()
 
     def _numpy(self, tensor: Tensor, *, force: bool = False) -> Any:
@@ -290,14 +332,26 @@ def _nested(shape: tuple[int, ...], value: Any) -> Any:
 
 
 def _finite(function: Callable, finite: bool) -> Callable:
-    """isnan and its like: what the card computes is finite."""
+    """isnan and its like: what the card computes is finite, and isclose: what it computes twice is the same."""
 
-    def answer(tensor: Tensor, **kwargs: Any) -> Tensor:
-        out = function(tensor, **kwargs)
+    def answer(*args: Any, **kwargs: Any) -> Tensor:
+        out = function(*args, **kwargs)
         if known(out) is None and out.numel() <= VALUES_LIMIT:
             with disable_current_modes():
                 know(out, torch.full(tuple(out.shape), finite))
         return out
+
+    return answer
+
+
+def _the_same(function: Callable) -> Callable:
+    """torch.equal and allclose, which ask whether code that should compute the same does: it does."""
+
+    def answer(one: Tensor, other: Tensor, *args: Any, **kwargs: Any) -> bool:
+        if known(one) is not None and known(other) is not None:
+            return function(one, other, *args, **kwargs)
+        warn_of(f"torch.{function.__name__}()")
+        return one.shape == other.shape
 
     return answer
 
@@ -312,6 +366,27 @@ def _redirected(value: Any) -> Any:
         check_index(value)
         return GPU_DEVICE
     return value
+
+
+def _picked(index: Any) -> Any:
+    """Return an index with 0 for single whole numbers that the card computed: the shape is the same for each."""
+    if isinstance(index, tuple):
+        return tuple(map(_picked, index))
+    if isinstance(index, slice):
+        if any(type(each) in (Unknown, Whole) for each in (index.start, index.stop, index.step)):
+            raise refuse("a slice", "takes a size from a value")
+    elif isinstance(index, FakeTensor) and index.dtype in WHOLE and not index.dim() and known(index) is None:
+        warn_of("an index")
+        return 0
+    return index
+
+
+def _sized_by_unknown(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a whole number of the card is where `func` may take a size from."""
+    given = [*args, *kwargs.values()]
+    if any(type(each) is Whole for each in given) and getattr(func, "__name__", "").strip("_") not in TAKE_NUMBERS:
+        return True
+    return any(type(item) is Whole for each in given if type(each) in (list, tuple) for item in each)
 
 
 def _forget_frames(error: torch.OutOfMemoryError) -> None:

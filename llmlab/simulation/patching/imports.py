@@ -21,9 +21,10 @@ import torch
 
 from ...base.compat import GLOBAL_DEVICE_CONTEXT, check
 
+MUON = "deepspeed.runtime.zero.muon.original_muon"  # it compiles its functions, and every step imports it
 # They load a CUDA library, or ask for its version, when they are imported with a card there.
 LOOK_FOR_DRIVERS = frozenset((
-    "apex", "bitsandbytes", "deepspeed", "flash_attn", "kernels", "liger_kernel", "torchao", "transformer_engine",
+    "apex", "bitsandbytes", "deepspeed", MUON, "flash_attn", "kernels", "liger_kernel", "torchao", "transformer_engine",
     "triton", "xformers",
 ))  # fmt: skip
 

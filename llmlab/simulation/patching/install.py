@@ -7,10 +7,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...base.compat import check, disable_current_modes
@@ -18,12 +20,17 @@ from ...base.errors import SpecError
 from ...recording.events import exclusive
 from ..capability import capability_of
 from ..card import Card
+from ..checkpoints.distributed import distributed_checkpoints
 from ..checkpoints.files import Checkpoints
+from ..compiled.dynamo import dynamo_on
+from ..compiled.inductor import inductor_on
 from ..devices import GPU_DEVICE
-from ..distributed.process_group import no_deepspeed, without_peers
+from ..distributed.deepspeed import deepspeed_engine, no_accelerator
+from ..distributed.pipelining import stages_alone
+from ..distributed.process_group import without_peers
 from ..engine.engine import Engine
 from ..engine.real_host import RealHost
-from ..engine.unsupported import counted_triton, no_extensions
+from ..engine.unsupported import counted_triton, no_extensions, no_other_ranks
 from ..host_parameters import HostParameters
 from ..profile.timeline import Phases
 from ..streams import nothing, profiled_as_host
@@ -31,6 +38,7 @@ from .bitsandbytes import fake_bitsandbytes
 from .cuda_api import cuda_api, cuda_autocast
 from .device_mode import Redirect
 from .flash_attn import fake_flash_attn
+from .flex_attention import flex_attention_unfused
 from .imports import default_device, devices_found, on_import, swept
 from .patches import (
     cuda_operators,
@@ -63,7 +71,11 @@ def installed(card: Card) -> Iterator[None]:
 
         libraries: dict[str, Callable[[], Any]] = {
             "bitsandbytes": bitsandbytes,
-            "deepspeed": lambda: put("deepspeed", "initialize", no_deepspeed),
+            "deepspeed.accelerator.real_accelerator": lambda: stack.enter_context(no_accelerator()),
+            "deepspeed": lambda: stack.enter_context(deepspeed_engine()),
+            "torch._dynamo.convert_frame": lambda: stack.enter_context(dynamo_on(card)),
+            "torch._inductor.compile_fx": lambda: stack.enter_context(inductor_on(card)),
+            "torch.nn.attention.flex_attention": lambda: stack.enter_context(flex_attention_unfused(card.engine)),
             "triton.runtime.jit": lambda: stack.enter_context(counted_triton(card.engine.launches)),
             "torch.utils.cpp_extension": lambda: stack.enter_context(no_extensions()),
             "transformers.generation.stopping_criteria": lambda: stack.enter_context(no_end_of_sequence()),
@@ -96,7 +108,7 @@ def script_on(card: Card, host: RealHost, world_size: int | None) -> Iterator[Ph
     if _open:
         raise SpecError(f"a simulator of {_open[0]} is open; one at a time, in one thread: end its block first")
     engine = card.engine
-    checkpoints, redirect, phases = Checkpoints(engine), Redirect(engine, host), Phases(engine)
+    checkpoints, redirect, phases = Checkpoints(engine, card.kept_files), Redirect(engine, host), Phases(engine)
     parameters = HostParameters(engine, checkpoints)
     card.history.place = phases.place
     card.memory.driver.on_event = card.history.record
@@ -117,7 +129,16 @@ def script_on(card: Card, host: RealHost, world_size: int | None) -> Iterator[Ph
             "transformers.modeling_utils": lambda: stack.enter_context(
                 checkpoints.safe_open("transformers.modeling_utils")
             ),
+            "torch.distributed.checkpoint": lambda: stack.enter_context(distributed_checkpoints(checkpoints.kept)),
         }
+        if not dist.is_initialized():
+            alone: dict[str, tuple[str, ...]] = {
+                "torch.distributed.rpc": ("init_rpc",),
+                "torch.distributed._symmetric_memory": ("empty", "enable_symm_mem_for_group", "rendezvous"),
+            }
+            loaders["torch.distributed.pipelining.stage"] = lambda: stack.enter_context(stages_alone(engine.notes))
+            for module, names in alone.items():
+                loaders[module] = partial(lambda *what: stack.enter_context(no_other_ranks(*what)), module, *names)
         stack.enter_context(on_import(loaders))
         stack.enter_context(without_peers(card, world_size, parameters))
         stack.enter_context(phases.watched())

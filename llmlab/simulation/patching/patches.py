@@ -16,11 +16,20 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from ...base.compat import VF, AutoDispatchBelowAutograd, DispatchKey, FakeTensor, check, disable_current_modes, symbol
+from ...base.compat import (
+    VF,
+    AutoDispatchBelowAutograd,
+    DispatchKey,
+    FakeTensor,
+    FunctionalTensor,
+    check,
+    disable_current_modes,
+    symbol,
+)
 from ..capability import Capability
 from ..devices import GPU_DEVICE, HOST
 from ..engine.engine import Engine
-from ..values.known import know, known
+from ..values.known import forget, know, known
 from .autocast import CAST_ONLY, impl_cuda_autocast
 from .sdpa import attention
 from .sync_batch_norm import FAKE_KERNELS
@@ -181,8 +190,10 @@ def held_random_states(engine: Engine) -> AbstractContextManager:
 
 
 def on_card(tensor: Tensor) -> bool:
-    """Return whether `tensor` is fake and on the simulated card."""
-    return isinstance(tensor, FakeTensor) and tensor.device == GPU_DEVICE
+    """Return whether `tensor` is fake and on the simulated card, also as AOTAutograd traces it; a DTensor is where this
+    rank's part is."""
+    part = tensor if isinstance(tensor, (FakeTensor, FunctionalTensor)) else getattr(tensor, "_local_tensor", None)
+    return isinstance(part, (FakeTensor, FunctionalTensor)) and part.device == GPU_DEVICE
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -282,7 +293,11 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
 
 
 def set_data(tensor: Any, data: Tensor) -> None:
-    """`tensor.data = data` for a fake tensor, whose device is an attribute of its own and may change with it."""
+    """`tensor.data = data` for a fake tensor, whose device and values are attributes of its own and change with it."""
     tensor.data = data
     if isinstance(data, FakeTensor):
         tensor.fake_device = data.device
+    if (value := known(data)) is not None:
+        know(tensor, value)
+    elif known(tensor) is not None:
+        forget(tensor)

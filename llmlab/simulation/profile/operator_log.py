@@ -64,7 +64,9 @@ def flops_of(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
     if more := MORE_FLOPS.get(func._schema.name):
         return more(*(each.shape if isinstance(each, Tensor) else each for each in args), **kwargs)
     count = flop_registry.get(OUT_OF_PLACE.get(func._schema.name, func._overloadpacket))
-    return count(*args, **kwargs, out_val=out) if count else 0
+    # torch's formulas know no out_dtype, which aten.addmm.dtype and its like have among their arguments.
+    known = [each for each in args if not isinstance(each, torch.dtype)]
+    return count(*known, **kwargs, out_val=out) if count else 0
 
 
 class Operators(list):

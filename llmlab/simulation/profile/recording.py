@@ -107,7 +107,8 @@ class Recording(Marks):
             for parameter in module._parameters.values():
                 if parameter is not None:
                     states = [state for each in optimizers for state in each.state.get(parameter, {}).values()]
-                    for tensor in (parameter, parameter.grad, *states):
+                    gradient = parameter.grad if parameter.is_leaf else None  # FSDP1 puts views in their place
+                    for tensor in (parameter, gradient, *states):
                         if isinstance(tensor, Tensor):
                             self.engine.belongs(tensor, path or type(model).__name__)
 

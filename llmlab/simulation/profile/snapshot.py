@@ -9,9 +9,9 @@ import os
 import pickle
 import sys
 from collections.abc import Callable
-from itertools import islice
+from functools import cache
 from pathlib import Path
-from traceback import walk_stack
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from ...base.files import write_whole
@@ -23,11 +23,14 @@ FRAMES = 64  # of a stack that are kept, innermost first
 
 
 class Frame(NamedTuple):
-    """One Python function on the stack."""
+    """One Python function on the stack: its file, its line, its name."""
 
     filename: str
     line: int
     name: str
+
+
+Stack = tuple[tuple[CodeType, int], ...]  # code and the instruction in it: the line is only looked up for a snapshot
 
 
 class Entry(NamedTuple):
@@ -37,7 +40,8 @@ class Entry(NamedTuple):
     address: int
     size: int
     stream: int
-    frames: tuple[Frame, ...]
+    asks: Place | None
+    stack: Stack
 
 
 class History:
@@ -49,28 +53,43 @@ class History:
 
     def record(self, action: str, address: int, size: int, stream: int) -> None:
         """Take an event: Allocator.on_event."""
-        frames: tuple[Frame, ...] = ()
         if action in ("alloc", "segment_alloc", "oom"):
-            asks = self.place() if self.place else None
-            frames = (*((Frame(asks.module or OUTSIDE, 0, asks.operator),) if asks else ()), *stack())
-        self.entries.append(Entry(action, address, size, stream, frames))
+            entry = Entry(action, address, size, stream, self.place() if self.place else None, stack())
+        else:
+            entry = Entry(action, address, size, stream, None, ())
+        self.entries.append(entry)
 
 
-def stack() -> tuple[Frame, ...]:
+def stack() -> Stack:
     """Return the Python stack, innermost first, without the simulator's own frames."""
-    running = ((frame.f_code, line) for frame, line in walk_stack(sys._getframe(1)))
-    frames = (Frame(code.co_filename, line, code.co_name) for code, line in running)
-    return tuple(islice((frame for frame in frames if not frame.filename.startswith(FOLDER)), FRAMES))
+    found: list[tuple[CodeType, int]] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and len(found) < FRAMES:
+        if not _is_own(frame.f_code.co_filename):
+            found.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return tuple(found)
+
+
+@cache
+def _is_own(file: str) -> bool:
+    return file.startswith(FOLDER)
+
+
+@cache
+def _line(code: CodeType, instruction: int) -> int:
+    lines = (line for begin, end, line in code.co_lines() if begin <= instruction < end)
+    return next(lines, None) or code.co_firstlineno
 
 
 def snapshot(memory: Allocator, history: History) -> dict[str, Any]:
     """Return what torch.cuda.memory._snapshot returns. `time_us` counts events: simulated code takes no time."""
-    born = {entry.address: entry.frames for entry in history.entries if entry.action == "alloc"}
+    born = {entry.address: entry for entry in history.entries if entry.action == "alloc"}
     segments = memory.segments()
     for segment in segments:
         for block in segment["blocks"]:
             if block["state"] == "active_allocated":
-                block["frames"] = _frames(born.get(block["address"], ()))
+                block["frames"] = _frames(born.get(block["address"]))
     trace = [
         {
             "action": entry.action,
@@ -78,7 +97,7 @@ def snapshot(memory: Allocator, history: History) -> dict[str, Any]:
             "size": entry.size,
             "stream": entry.stream,
             "time_us": time,
-            "frames": _frames(entry.frames),
+            "frames": _frames(entry),
         }
         for time, entry in enumerate(history.entries)
     ]
@@ -91,7 +110,13 @@ def snapshot(memory: Allocator, history: History) -> dict[str, Any]:
     return {"segments": segments, "device_traces": [trace], "allocator_settings": settings, "external_annotations": []}
 
 
-def _frames(frames: tuple[Frame, ...]) -> list[dict[str, Any]]:
+def _frames(entry: Entry | None) -> list[dict[str, Any]]:
+    """Return the frames of an allocation, innermost first: the operator in its module, then Python's."""
+    if entry is None:
+        return []
+    frames = [Frame(code.co_filename, _line(code, instruction), code.co_name) for code, instruction in entry.stack]
+    if entry.asks is not None:
+        frames.insert(0, Frame(entry.asks.module or OUTSIDE, 0, entry.asks.operator))
     return [frame._asdict() for frame in frames]
 
 

@@ -129,7 +129,7 @@ class Phases(Recording):
         return {
             BUFFERS: [buffer for root in roots for buffer in root.buffers()],
             "optimizer": [value for value in states if isinstance(value, Tensor)],
-            "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
+            "gradients": [each.grad for each in parameters if each.is_leaf and each.grad is not None],
             "weights": parameters,
         }
 

@@ -13,17 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...base.compat import FakeTensor, disable_current_modes
+from ...base.compat import FakeTensor, disable_current_modes, symbol
+from ...base.errors import NotAvailable
 from .known import forget, know, known
+from .placeholders import located
+
+COLLECTIVES = frozenset(("c10d", "_c10d_functional"))  # namespaces of torch.ops
 
 
-def exchange(func: Any, args: tuple) -> None:
-    """Give the tensors that collective `func` of torch.ops.c10d writes what they would hold; forget unknown ones."""
-    name = func._schema.name.removeprefix("c10d::")
-    rule = RULES.get(name)
+def exchange(func: Any, args: tuple, out: Any) -> None:
+    """Give the tensors that collective `func` writes (torch.ops.c10d) or returns (_c10d_functional) what they would
+    hold; forget unknown ones."""
+    space, _, name = func._schema.name.partition("::")
+    rule = (RULES if space == "c10d" else FUNCTIONAL).get(name)
     if rule is not None:
         with disable_current_modes():
-            rule(*args)
+            rule(*(args if space == "c10d" else (out, *args)))
 
 
 def _put(target: Tensor, value: Tensor | None) -> None:
@@ -70,6 +75,20 @@ def _all_to_all(outputs: list[Tensor], inputs: list[Tensor], group: Any, *_: Any
         _put(target, value if value is not None and value.numel() == target.numel() else None)
 
 
+def _received(tensors: list[Tensor], *_: Any) -> None:
+    for each in tensors:
+        if not isinstance(each, FakeTensor) and not each.is_floating_point():
+            raise located(NotAvailable(
+                "torch.distributed.recv of whole numbers, which another rank would send and nobody here knows: let "
+                "this rank compute them, or lab.measure it"
+            ))  # fmt: skip
+        _put(each, None)
+
+
+def _scatter(outputs: list[Tensor], inputs: list[list[Tensor]], group: Any, *_: Any) -> None:
+    _put(outputs[0], known(inputs[0][_group(group).rank()]) if inputs and inputs[0] else None)
+
+
 def summed(tensor: Tensor, ranks: int) -> None:
     """Give `tensor` what a sum over `ranks` that all have its values makes of them, where they are known."""
     with disable_current_modes():
@@ -77,9 +96,39 @@ def summed(tensor: Tensor, ranks: int) -> None:
             _put(tensor, value * ranks)
 
 
+def _by_name(name: Any) -> Any:
+    return symbol("torch.distributed.distributed_c10d._resolve_process_group")(name)
+
+
+def _reduced(value: Tensor, operation: str, group: str) -> Tensor:
+    return value * _by_name(group).size() if operation == "sum" else value
+
+
+def _all_reduce(out: Tensor, mine: Tensor, operation: str, group: str) -> None:
+    value = known(mine)
+    _put(out, None if value is None else _reduced(value, operation, group))
+
+
+def _reduce_scatter(out: Tensor, mine: Tensor, operation: str, ranks: int, group: str) -> None:
+    value = known(mine)
+    _put(out, None if value is None else _reduced(value, operation, group).chunk(ranks)[_by_name(group).rank()])
+
+
+FUNCTIONAL: dict[str, Callable[..., None]] = {
+    "wait_tensor": lambda out, mine: _put(out, known(mine)),
+    "all_reduce": _all_reduce,
+    "all_gather_into_tensor": _all_gather_into,
+    "reduce_scatter_tensor": _reduce_scatter,
+    "all_to_all_single": lambda out, mine, outputs, inputs, group: _all_to_all_single(
+        out, mine, _by_name(group), outputs, inputs
+    ),
+}
 RULES: dict[str, Callable[..., None]] = {
     "allgather_": _all_gather,
     "_allgather_base_": _all_gather_into,
     "alltoall_base_": _all_to_all_single,
     "alltoall_": _all_to_all,
+    "scatter_": _scatter,
+    "recv_": _received,
+    "recv_any_source_": _received,
 }

@@ -17,6 +17,7 @@ from ...base.compat import FakeTensor, arg_tree_leaves, disable_current_modes, t
 
 aten = torch.ops.aten
 VALUE = "simulated_value"  # the attribute of a fake tensor that holds the real one
+LOAN = "simulated_loan"  # the attribute that says whose values they are, where they are not its own
 VALUES_LIMIT = 1 << 22  # elements of an integer tensor whose values are followed
 SMALL = 1024  # elements of any other
 INTEGERS = (torch.int64, torch.bool, torch.int32)
@@ -28,21 +29,39 @@ FACTORIES = frozenset((
 KEEPS_VALUES = frozenset((aten._amp_foreach_non_finite_check_and_unscale_.default,))
 
 
+class Loan:
+    """The values of a large tensor on the host, which copies on the card and their views look at and nobody copied;
+    `ended` once either side was written to."""
+
+    def __init__(self, lender: Tensor) -> None:
+        self.lender, self.version, self.ended = lender, lender._version, False
+
+    @property
+    def holds(self) -> bool:
+        return not self.ended and self.lender._version == self.version
+
+
 def known(tensor: Any) -> Tensor | None:
     """Return the real tensor behind a fake one, where it is known, and a real tensor as it is."""
     if isinstance(tensor, FakeTensor):
+        loan = getattr(tensor, LOAN, None)
+        if loan is not None and not loan.holds:
+            forget(tensor)
         return getattr(tensor, VALUE, None)
     return None if tensor.is_meta else tensor
 
 
-def know(tensor: Tensor, value: Tensor) -> None:
-    """Let a fake tensor have the values of a real one, which it shares."""
+def know(tensor: Tensor, value: Tensor, loan: Loan | None = None) -> None:
+    """Let a fake tensor have the values of a real one, which it shares; those of a `loan` are not its own."""
     setattr(tensor, VALUE, value)
+    if loan is not None:
+        setattr(tensor, LOAN, loan)
 
 
 def forget(tensor: Tensor) -> None:
     """Let the values of a fake tensor be unknown."""
     vars(tensor).pop(VALUE, None)
+    vars(tensor).pop(LOAN, None)
 
 
 def is_followed(tensor: Tensor, limit: int = SMALL) -> bool:
@@ -56,14 +75,37 @@ def follow(func: Any, args: tuple, kwargs: dict[str, Any], out: Any, limit: int)
     `limit`: elements of a floating-point tensor that is followed; of several outputs it is SMALL.
     """
     if type(out) is FakeTensor:
-        if args and out is args[0]:
+        if func is aten.isnan.default and known(args[0]) is None and out.numel() <= VALUES_LIMIT:
+            # What the card computes is finite.
+            with disable_current_modes():
+                know(out, torch.zeros(tuple(out.shape), dtype=torch.bool))
+        elif args and out is args[0]:
             _follow_change(func, args, kwargs)
+        elif (loan := _loan_among(args)) is not None and (func.is_view or out.numel() > SMALL):
+            _lend(func, args, kwargs, out, loan)
         elif is_followed(out, limit):
             _follow_value(func, args, kwargs, out)
     elif out is None:
         _follow_change(func, args, kwargs)
     elif type(out) in (tuple, list) and out and type(out[0]) is FakeTensor and is_followed(out[0]):
         _follow_value(func, args, kwargs, out)
+
+
+def _loan_among(args: tuple) -> Loan | None:
+    return next((vars(each)[LOAN] for each in args if isinstance(each, FakeTensor) and LOAN in vars(each)), None)
+
+
+def _lend(func: Any, args: tuple, kwargs: dict[str, Any], out: Tensor, loan: Loan) -> None:
+    """Let a copy or a view of lent values look at them too; what else would be made of so many is not followed."""
+    if func.is_view:
+        value = _for_real(func, args, kwargs, _tensors(args, kwargs))
+        if value is not NotImplemented:
+            know(out, value, loan)
+    elif func is aten._to_copy.default and (lent := known(args[0])) is not None:
+        if out.dtype == lent.dtype:
+            know(out, lent, loan)
+        elif out.numel() <= VALUES_LIMIT:
+            know(out, lent.to(out.dtype))
 
 
 def _follow_value(func: Any, args: tuple, kwargs: dict[str, Any], out: Tensor | Sequence[Tensor]) -> None:
@@ -86,6 +128,10 @@ def _follow_change(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     """Change the values of known tensors as the in-place `func` does; forget them where it takes unknown ones."""
     written = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
     changed = [each for each in written if isinstance(each, Tensor) and known(each) is not None]
+    for each in changed:
+        if LOAN in vars(each):  # the host's own values stay what they are
+            vars(each)[LOAN].ended = True
+    changed = [each for each in changed if known(each) is not None]
     if changed and func not in KEEPS_VALUES and _for_real(func, args, kwargs, _tensors(args, kwargs)) is NotImplemented:
         for each in changed:
             forget(each)
@@ -142,4 +188,7 @@ def _for_real(func: Any, args: tuple, kwargs: dict[str, Any], tensors: list[Tens
     for name in ("device", "pin_memory"):
         kwargs.pop(name, None)
     with disable_current_modes():
-        return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except NotImplementedError:  # the host has no kernel for it: mm.dtype
+            return NotImplemented

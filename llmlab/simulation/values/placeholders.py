@@ -1,8 +1,9 @@
 """Placeholders for values read from the simulated card, and the errors where a placeholder will not do.
 
 Tensors on the card have no values. What a script only shows, stores or compares with a bound is a placeholder, 1.0 for
-floats and 0 for whole numbers, or what the user assumes; a comparison says so once at its line. What would decide a
-shape raises NotAvailable, with the line of the script.
+floats, 0 for whole numbers and False for flags, or what the user assumes; a comparison says so once at its line, and
+assertions hold. What would decide a shape raises NotAvailable, with the line of the script: of a plain `int(x)` the
+source says what becomes of it (uses.py).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import re
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, SupportsIndex
@@ -19,25 +21,34 @@ import torch
 
 from ...base.errors import NotAvailable
 from .. import FOLDER
+from .uses import asserted, decides_loop, is_only_a_value
 
 PLACEHOLDER = 1.0  # what float(), numpy() and C code get of a float that was computed on the card
 UNKNOWN = "?"  # what printing it shows
+ENDLESS = 1000  # times that a loop goes on by a placeholder before it is refused
 OURS = (FOLDER, os.path.dirname(torch.__file__))
 WAY_ROUND = (
     "compute it from Python numbers, shapes or tensors on the host, give all numbers that are read a value, "
     "lab.simulator(..., assume=1.0) or llmlab run --assume 1, or lab.measure it"
 )
+_loops: Counter[tuple[str, int]] = Counter()  # by line: how often a loop went on by a placeholder
+CHECKED = "deepspeed.runtime."  # it compares norms with what they are where a gradient is not finite
 # By operator: what asks for the values, and what else would do.
 READERS = {
     "nonzero": ("nonzero(), x[mask] or torch.where(mask)", "torch.where(mask, a, b) and x * mask keep the shape"),
     "index": ("x[mask]", "torch.where(mask, a, b) and x * mask keep the shape"),
     "masked_select": ("masked_select()", "torch.where(mask, a, b) and x * mask keep the shape"),
+    "bincount": ("bincount()", "give it minlength, and all numbers that are read a value (assume=1.0)"),
     "repeat_interleave": ("repeat_interleave() by a tensor", ""),
     "_unique2": ("unique()", ""),
     "unique_dim": ("unique()", ""),
     "unique_consecutive": ("unique_consecutive()", ""),
     "_pack_padded_sequence": ("pack_padded_sequence()", "packed sequences are not simulated: pass padded ones"),
-    "_local_scalar_dense": ("an operator that takes a number from a tensor", "give it a Python number"),
+    "_local_scalar_dense": (
+        "an operator that takes a number from a tensor",
+        "give it a Python number, or all numbers that are read a value (lab.simulator(..., assume=1.0) or llmlab run "
+        "--assume 1)",
+    ),
 }
 
 
@@ -64,7 +75,7 @@ def _outside(frame: FrameType | None) -> list[FrameType]:
     """Return `frame` and its callers that are neither torch's nor of this package."""
     found = []
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(OURS):
+        if not frame.f_code.co_filename.startswith((*OURS, "<eval_with_key>")):  # of torch.fx
             found.append(frame)
         frame = frame.f_back
     return found
@@ -94,6 +105,14 @@ def asked_by_torch() -> str:
     return name if name.startswith("torch.") else ""
 
 
+def asked_by(package: str) -> bool:
+    """Return whether code of `package`, a name that ends with a dot, called torch or what stands in its place."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(OURS):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__", "").startswith(package)
+
+
 def initializing() -> bool:
     """Return whether torch.nn.init asks: trunc_normal_ draws again what is out of bounds, and nothing is."""
     frame: FrameType | None = sys._getframe(1)
@@ -102,8 +121,39 @@ def initializing() -> bool:
     return frame is not None
 
 
+def decided(what: str, placeholder: bool) -> bool:
+    """Return what `what`, on which code may branch, stands for: `placeholder`, or what an assertion wants of it.
+
+    Raises NotAvailable where a loop has gone on by it ENDLESS times.
+    """
+    warn_of(what)
+    frame = next(iter(_outside(sys._getframe(1))), None)
+    if frame is None:
+        return placeholder
+    if decides_loop(frame):
+        line = frame.f_code.co_filename, frame.f_lineno
+        _loops[line] += 1
+        if _loops[line] > ENDLESS:
+            del _loops[line]
+            raise refuse(what, f"has kept a loop going {ENDLESS} times")
+    wanted = asserted(frame)
+    return placeholder if wanted is None else wanted
+
+
+def whole(what: str, number: float) -> int:
+    """Return the whole number that stands for one that code reads by `what`; raises NotAvailable where it may become a
+    size."""
+    frame = next(iter(_outside(sys._getframe(1))), None)
+    if frame is None or not is_only_a_value(frame):
+        raise refuse(what, "takes a whole number from a value, which may become a size")
+    warn_of(what)
+    return int(number)
+
+
 def warn_of(what: str) -> None:
     """Say once, at the line of the user's code, that `what` gives placeholders as plain numbers."""
+    if asked_by(CHECKED):
+        return
     frames = _outside(sys._getframe(1))
     frame = next((each for each in frames if not _is_library(each.f_code.co_filename)), frames[0] if frames else None)
     if frame is not None:
@@ -127,9 +177,9 @@ class Unknown(float):
     """A number that was read from the card: it can be computed with, printed, stored and compared; it sizes nothing."""
 
     def __int__(self) -> int:
-        raise refuse("int() of .item()", "takes a whole number from a value")
+        return whole("int()", float.__add__(self, 0.0))
 
-    __index__ = __trunc__ = __int__
+    __index__ = __trunc__ = __floor__ = __ceil__ = __int__
 
     def __float__(self) -> float:
         warn_of("float()")
@@ -150,6 +200,21 @@ class Unknown(float):
         return float, (float.__add__(self, 0.0),)
 
 
+class Whole(int):
+    """A whole number of a list that was read from the card: it is shown, stored and compared; it sizes no tensor."""
+
+    def __repr__(self) -> str:
+        return UNKNOWN
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return format_unknown(spec)
+
+    def __reduce__(self) -> tuple:
+        return int, (int.__add__(self, 0),)
+
+
 # torch's own errors name the type: "argument 'size' must be tuple of ints, not ..."
 Unknown.__name__ = "a value that the simulated card does not have"
 
@@ -160,28 +225,28 @@ def _compared(name: str) -> Callable:
     def compare(self: Unknown, *others: Any) -> Any:
         # `x != x` asks whether it is NaN, and so does a comparison with what is not finite.
         asks_if_finite = others and (others[0] is self or (isinstance(others[0], float) and others[0] - others[0] != 0))
-        if not asks_if_finite:
-            warn_of("a comparison")
-        return operation(self, *others)
+        result = operation(self, *others)
+        return result if asks_if_finite or result is NotImplemented else decided("a comparison", result)
 
     return compare
 
 
-def _computed(name: str) -> Callable:
-    operation = getattr(float, name)
+def _computed(kind: type, name: str) -> Callable:
+    operation = getattr(kind, name)
 
-    def compute(self: Unknown, *others: Any) -> Any:
+    def compute(self: Any, *others: Any) -> Any:
         result = operation(self, *others)
-        return result if result is NotImplemented else Unknown(result)
+        return Whole(result) if type(result) is int else Unknown(result) if type(result) is float else result
 
     return compute
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
-    for _side in (f"__{_name}__", f"__r{_name}__"):
-        setattr(Unknown, _side, _computed(_side))
-for _name in ("__neg__", "__pos__", "__abs__"):
-    setattr(Unknown, _name, _computed(_name))
+for _kind, _plain in ((Unknown, float), (Whole, int)):
+    for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+        for _side in (f"__{_name}__", f"__r{_name}__"):
+            setattr(_kind, _side, _computed(_plain, _side))
+    for _name in ("__neg__", "__pos__", "__abs__"):
+        setattr(_kind, _name, _computed(_plain, _name))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne", "bool"):
     setattr(Unknown, f"__{_name}__", _compared(f"__{_name}__"))
 

@@ -36,7 +36,7 @@ def _copies(*operands: Tensor) -> Iterator[int]:
             yield nbytes(each)
 
 
-@workspace(aten.mm, aten.mm.dtype, source=BLAS)
+@workspace(aten.mm, aten.mm.out, aten.mm.dtype, source=BLAS)
 def mm(op: Operator, gpu: GPU) -> Iterator[Step]:
     """mm_out_cuda, addmm_out_cuda_impl."""
     yield OUTPUTS
@@ -44,7 +44,7 @@ def mm(op: Operator, gpu: GPU) -> Iterator[Step]:
     yield cublas(gpu)
 
 
-@workspace(aten.addmm, aten.addmm_, source=BLAS)
+@workspace(aten.addmm, aten.addmm.out, aten.addmm_, source=BLAS)
 def addmm(op: Operator, gpu: GPU) -> Iterator[Step]:
     """isInputCompliesAddmmCudaLt: a bias of one dimension is added by cuBLASLt's epilogue.
 
@@ -58,7 +58,7 @@ def addmm(op: Operator, gpu: GPU) -> Iterator[Step]:
         yield CUBLASLT
 
 
-@workspace(aten.bmm, aten.bmm.dtype, aten.baddbmm, aten.baddbmm_, source=BLAS)
+@workspace(aten.bmm, aten.bmm.out, aten.bmm.dtype, aten.baddbmm, aten.baddbmm.out, aten.baddbmm_, source=BLAS)
 def bmm(op: Operator, gpu: GPU) -> Iterator[Step]:
     """bmm_out_cuda_impl: with a result in rows, the second operand is copied first."""
     yield OUTPUTS

@@ -26,13 +26,13 @@ NOTHING_BESIDES = {
     "cuda/Fill.cu": "fill_.Scalar fill_.Tensor zero_",
     "TensorFactories.cpp": (
         "arange arange.start arange.start_step full full_like new_full new_ones new_zeros ones ones_like scalar_tensor "
-        "zeros zeros_like rand rand_like randn randn_like randint randint.low randint_like randint_like.low_dtype eye "
-        "linspace polar"
+        "zeros zeros_like rand rand_like randn randn_like randint randint.low randint.low_out randint_like "
+        "randint_like.low_dtype eye linspace polar"
     ),
     "TensorShape.cpp": (
         "repeat stack slice_backward select_backward diagonal_backward diagonal_copy t_ transpose_ unsafe_split.Tensor"
     ),
-    "cuda/Shape.cu": "cat",
+    "cuda/Shape.cu": "cat cat.out",
     "PadNd.cpp": "constant_pad_nd",
     "cuda/TensorTransformations.cu": "flip",
     "cuda/TriangularOps.cu": "tril triu tril_ triu_",

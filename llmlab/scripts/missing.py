@@ -1,0 +1,85 @@
+"""What a script asks for and is not here, said by its name: models, data sets, metrics, files of the network."""
+
+from __future__ import annotations
+
+import errno
+import re
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..base.errors import NotAvailable
+
+NOT_THE_USERS = (str(Path(__file__).parents[1]), sys.base_prefix, "<frozen")
+# Errors of huggingface_hub and datasets, by name: neither need be imported.
+NOT_ON_HUB = (
+    "LocalEntryNotFoundError", "OfflineModeIsEnabled", "RepositoryNotFoundError", "DatasetNotFoundError",
+    "EntryNotFoundError",
+)  # fmt: skip
+# What the libraries say where the error has no type of its own.
+SAID_OF_HUB = (
+    "Can't load tokenizer for", "Couldn't instantiate the backend tokenizer", "Couldn't find cache for",
+    "Couldn't find a module script", "on the Hub (",
+)  # fmt: skip
+NETWORK_LIBRARIES = ("socket", "urllib", "requests", "urllib3", "httpx", "httpcore", "aiohttp", "ssl")
+NETWORK = (
+    "gaierror", "URLError", "ConnectionError", "ConnectError", "ConnectTimeout", "ConnectTimeoutError", "MaxRetryError",
+    "NameResolutionError", "NewConnectionError", "ProxyError", "ReadTimeout", "ClientConnectorError",
+    "ClientConnectorDNSError", "SSLError",
+)  # fmt: skip
+NO_ANSWER = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT)
+# What libraries say of an error that they then drop: torchvision's MNIST, torch.hub.
+SAID_OF_NETWORK = ("<urlopen error", "no internet connection")
+URL = re.compile(r"(https?|ftp)://\S+")
+GIVE = (
+    "llmlab run downloads nothing: put it into Hugging Face's cache (`hf download NAME`; of a model config.json and "
+    "the tokenizer's files are enough), give the script a local folder, or for a model --config NAME=config.json, "
+    "for a data set --data NAME=rows.jsonl"
+)
+FETCH = (
+    "the network did not answer: put the file where the script keeps what it downloads (rows of your own will do), so "
+    "that it finds it there, or give the script a local one"
+)
+
+
+def refused(error: BaseException) -> NotAvailable | None:
+    """Return what to say of an error that means that something is not here; None for another."""
+    errors = list(chain(error))
+    said = " ".join(str(error).split())
+    if any(type(each).__name__ in NOT_ON_HUB or any(words in str(each) for words in SAID_OF_HUB) for each in errors):
+        return NotAvailable(f"{said}; {GIVE}{script_line(error)}")
+    if any(_is_network(each) for each in errors):
+        return NotAvailable(f"{_address(errors) or said}: {FETCH}{script_line(error)}")
+    return None
+
+
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Give the error, and those that led to it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _is_network(error: BaseException) -> bool:
+    kind = type(error)
+    if kind.__module__.split(".")[0] in NETWORK_LIBRARIES and kind.__name__ in NETWORK:
+        return True
+    return getattr(error, "errno", None) in NO_ANSWER or any(words in str(error) for words in SAID_OF_NETWORK)
+
+
+def _address(errors: list[BaseException]) -> str | None:
+    """Return the URL that was asked for, else the host: a variable of those who asked, the innermost first."""
+    frames = [frame for error in errors for frame, _ in traceback.walk_tb(error.__traceback__)]
+    texts = (value for frame in reversed(frames) for value in frame.f_locals.values() if isinstance(value, str))
+    hosts = (frame.f_locals["host"] for frame in frames if isinstance(frame.f_locals.get("host"), str))
+    return next(filter(URL.fullmatch, texts), None) or next(hosts, None)
+
+
+def script_line(error: BaseException) -> str:
+    """Return the line of the script that asked, in parentheses; nothing where no file of the user's is on the way."""
+    frames = [summary for each in chain(error) for summary in traceback.extract_tb(each.__traceback__)]
+    for frame in reversed(frames):
+        if not frame.filename.startswith(NOT_THE_USERS) and "-packages" not in frame.filename:
+            return f" ({frame.filename}, line {frame.lineno})"
+    return ""

@@ -1,0 +1,61 @@
+"""Processes that a script starts by multiprocessing: they share the simulated card, and what they take is told."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import context
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest import mock
+
+from ..simulation.simulator import Simulator
+from .watch import Enough
+
+FORKS = hasattr(os, "fork")
+
+
+class Processes:
+    """The processes of one run: `taken` has the peak of each that used the card, in bytes."""
+
+    def __init__(self, sim: Simulator) -> None:
+        self.sim = sim
+        self.taken: list[int] = []
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Fork each process, also where the script asks for "spawn", so that it has the simulated card."""
+        real = BaseProcess.run
+        with TemporaryDirectory(prefix="llmlab-processes-") as folder:
+
+            def run(process: BaseProcess) -> None:
+                import torch
+
+                torch.set_num_threads(1)  # the threads of the process it was forked from are not here to wait for
+                before = self.sim.peak_allocated
+                try:
+                    with suppress(Enough):
+                        real(process)
+                finally:
+                    if self.sim.peak_allocated > before:
+                        Path(folder, str(os.getpid())).write_text(str(self.sim.peak_allocated))
+
+            with mock.patch.object(BaseProcess, "run", run), _forked():
+                try:
+                    yield
+                finally:
+                    self.taken = [int(each.read_text()) for each in Path(folder).iterdir()]
+
+
+@contextmanager
+def _forked() -> Iterator[None]:
+    if not FORKS:
+        yield
+        return
+    with (
+        mock.patch.object(context.SpawnContext, "Process", context.ForkProcess),
+        mock.patch.object(context.ForkServerContext, "Process", context.ForkProcess),
+    ):
+        yield

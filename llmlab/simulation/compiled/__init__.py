@@ -1,0 +1,1 @@
+"""torch.compile on the simulated card: torch's own compiler runs up to the kernels, which are not made."""

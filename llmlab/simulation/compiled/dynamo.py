@@ -1,0 +1,151 @@
+"""Dynamo on the simulated card: it traces the card's tensors, and what it calls sees a CUDA card.
+
+torch.compile is torch's own. Dynamo traces a frame, AOTAutograd makes the joint graph and cuts it, Inductor lowers and
+schedules the parts (inductor.py). Autograd of a torch without CUDA cannot take tensors on "cuda", not even fake ones,
+so all fake tensors stay where the engine has them, on GPU_DEVICE: `tracing` lets code that decides by the device read
+"cuda:0" of them, and makes there what is asked for on "cuda".
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.fx import GraphModule
+from torch.nn.modules import module as modules
+
+from ...base.compat import FakeTensor, FakeTensorMode, check, disable_current_modes, symbol
+from ..card import Card
+from ..devices import GPU_DEVICE
+from ..streams import nothing
+
+CARD = torch.device("cuda", 0)
+OURS = "llmlab.simulation"
+# They choose by the device: of a traced tensor (what `x.device` gives), of a saved one, of a kernel.
+SEES_CARD = ("torch._dynamo.variables.", "torch._functorch.partitioners", "torch._inductor.")
+# Functions that answer for the card: Dynamo takes what they say for constants, as it does with torch's.
+ANSWERS = (
+    "torch.accelerator.current_device_index", "torch.accelerator.is_available", "torch.cuda.current_device",
+    "torch.cuda.device_count", "torch.cuda.get_device_capability", "torch.cuda.get_device_name",
+    "torch.cuda.is_available", "torch.cuda.is_bf16_supported", "torch.cuda.is_initialized",
+    "torch.get_autocast_dtype", "torch.get_autocast_gpu_dtype", "torch.is_autocast_enabled",
+)  # fmt: skip
+ENTERS_AUTOCAST = "_enter_autocast"  # it takes the name of a kind of device
+# CUDA graphs' pools, which a torch without CUDA cannot import.
+CUDA_GRAPHS = ModuleType("torch._inductor.cudagraph_trees")
+vars(CUDA_GRAPHS).update(dict.fromkeys(("get_manager", "mark_step_begin", "reset_cudagraph_trees"), nothing))
+HOOKS = (modules._global_forward_pre_hooks, modules._global_forward_hooks)
+
+
+@contextmanager
+def dynamo_on(card: Card) -> Iterator[None]:
+    """Let Dynamo trace what runs on `card`, until the block ends; then it forgets what it compiled."""
+    check("torch._dynamo.convert_frame")
+    frames = symbol("torch._dynamo.convert_frame")
+    function_state = symbol("torch._dynamo.variables.torch_function.SymbolicTorchFunctionState")
+    tracer = symbol("torch._dynamo.output_graph.SubgraphTracer")
+    convert, init, create = frames.CatchErrorsWrapper.__call__, function_state.__init__, tracer.create_proxy
+    symbol("torch._dynamo.trace_rules.add")(OURS)  # the engine's own frames are none of the script's
+
+    def converted(self: Any, frame: Any, *args: Any) -> Any:
+        try:
+            with disable_current_modes(), tracing():  # with DDP's buckets Dynamo leaves them on
+                return convert(self, frame, *args)
+        except symbol("torch._dynamo.exc.InternalTorchDynamoError") as error:
+            place = f"{frame.f_code.co_filename}:{frame.f_code.co_firstlineno}"
+            card.engine.ran_eager(f"{frame.f_code.co_name} ({place})", error)
+            return frames.ConvertFrameReturn()
+
+    def create_proxy(self: Any, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> Any:
+        if getattr(target, "__name__", "") != ENTERS_AUTOCAST:
+            args, kwargs = (torch.fx.node.map_aggregate(each, _of_engine) for each in (args, kwargs))
+        return create(self, kind, target, args, kwargs, *rest, **named)
+
+    # Our mode over functions is no code of the script's: it is not traced into.
+    def without_modes(self: Any, modes: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, (), *args, **kwargs)
+
+    with ExitStack() as stack:
+        if CUDA_GRAPHS.__name__ not in sys.modules:
+            sys.modules[CUDA_GRAPHS.__name__] = CUDA_GRAPHS
+            stack.callback(sys.modules.pop, CUDA_GRAPHS.__name__)
+        stack.callback(symbol("torch._dynamo.reset"))
+        answers = [symbol(name) for name in ANSWERS]
+        variables = symbol("torch._dynamo.variables.torch")
+        rules = symbol("torch._dynamo.trace_rules.get_torch_obj_rule_map")()
+        stack.enter_context(mock.patch.dict(variables.constant_fold_functions, dict.fromkeys(answers)))
+        stack.enter_context(mock.patch.dict(rules, dict.fromkeys(answers, variables.TorchInGraphFunctionVariable)))
+        if masks := sys.modules.get("transformers.masking_utils"):  # where patching/patches.py puts a function of ours
+            inlined = symbol("torch._dynamo.variables.functions.UserFunctionVariable")
+            stack.enter_context(mock.patch.dict(rules, {masks.is_tracing: inlined}))
+        stack.enter_context(mock.patch.object(tracer, "create_proxy", create_proxy))
+        stack.enter_context(mock.patch.object(frames.CatchErrorsWrapper, "__call__", converted))
+        stack.enter_context(mock.patch.object(function_state, "__init__", without_modes))
+        stack.enter_context(mock.patch.object(modules, "_has_any_global_hook", lambda: False))  # it warns of ours
+        yield
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """Show fake tensors of the card as on "cuda:0" to what chooses by it, and leave out hooks that follow modules."""
+    real: Any = FakeTensor.device  # a property
+    dispatch = FakeTensorMode.dispatch
+
+    def seen(asking: str) -> bool:
+        return asking.startswith(SEES_CARD)
+
+    def device(tensor: FakeTensor) -> torch.device:
+        found = real.fget(tensor)
+        return CARD if found == GPU_DEVICE and seen(sys._getframe(1).f_globals.get("__name__", "")) else found
+
+    def is_cuda(tensor: FakeTensor) -> bool:
+        return tensor.fake_device == GPU_DEVICE and seen(sys._getframe(1).f_globals.get("__name__", ""))
+
+    def dispatched(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args = tuple(_of_engine(each) for each in args)
+        kwargs = {name: _of_engine(each) for name, each in (kwargs or {}).items()}
+        return dispatch(self, func, types, args, kwargs)
+
+    with ExitStack() as stack:
+        for hooks in HOOKS:
+            theirs = {key: hook for key, hook in hooks.items() if not _is_ours(hook)}
+            stack.enter_context(mock.patch.dict(hooks, theirs, clear=True))
+        stack.enter_context(mock.patch.object(FakeTensorMode, "dispatch", dispatched))
+        stack.enter_context(mock.patch.object(torch.cuda, "get_rng_state", _random_state))
+        stack.enter_context(mock.patch.object(FakeTensor, "device", property(device, real.fset)))
+        stack.enter_context(mock.patch.object(FakeTensor, "is_cuda", property(is_cuda), create=True))
+        yield
+
+
+def _is_ours(hook: Any) -> bool:
+    return getattr(hook, "__module__", "").startswith(OURS)
+
+
+def _random_state(device: Any = None) -> torch.Tensor:
+    return torch.zeros(len(torch.get_rng_state()), dtype=torch.uint8)  # fake where it is asked for in a graph
+
+
+def _of_engine(value: Any) -> Any:
+    if isinstance(value, torch.device):
+        return GPU_DEVICE if value.type == "cuda" else value
+    return GPU_DEVICE if type(value) is str and value.partition(":")[0] == "cuda" else value
+
+
+def on_device(graph: GraphModule, device: torch.device) -> None:
+    """Let the nodes of `graph` make on `device` what they make on the card, by whichever of its two names."""
+
+    def renamed(value: Any) -> Any:
+        return device if isinstance(value, torch.device) and value in (CARD, GPU_DEVICE) else value
+
+    for module in graph.modules():
+        if isinstance(module, GraphModule):
+            for node in module.graph.nodes:
+                node.args = torch.fx.node.map_aggregate(node.args, renamed)
+                node.kwargs = torch.fx.node.map_aggregate(node.kwargs, renamed)
+            module.recompile()
+

@@ -1,0 +1,191 @@
+"""Inductor on the simulated card: it writes its wrapper, which runs here with kernels that do nothing.
+
+Inductor turns a graph into a Python module: `call` takes the inputs, makes each buffer, launches fused Triton kernels,
+calls cuBLAS and what else it does not write itself, and deletes each buffer after its last use. Which buffers there are
+(what is fused, what is done in place, what is saved for backward) is decided by then. Here the text is Inductor's own,
+for the simulated card's properties; Triton compiles nothing, a launch is a count, and `call` takes its buffers from the
+engine, which runs the operators that are left.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from ...base.compat import DisableTorchFunction, check, symbol
+from ...base.errors import NotAvailable
+from ..card import Card
+from ..devices import GPU_DEVICE
+from .dynamo import CARD, on_device, tracing
+
+# A cache would give what other cards compiled. What is chosen by measuring is not.
+CONFIG = {
+    "force_disable_caches": True, "compile_threads": 1, "max_autotune": False, "max_autotune_gemm": False,
+    "max_autotune_pointwise": False, "coordinate_descent_tuning": False, "triton.cudagraphs": False,
+}  # fmt: skip
+MEASURES = {"max_autotune": "max-autotune", "max_autotune_gemm": "max-autotune", "triton.cudagraphs": "CUDA graphs"}
+# CUDA C++ Programming Guide, technical specifications per compute capability: the same from 7.0 on, but for threads.
+THREADS_PER_BLOCK = 1024
+PADDED = "Inductor measures whether to pad products with rows of no whole 16 B: here those that compute bounds are."
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+ALIGNMENT = 16  # bytes; torch/_inductor/utils.py
+
+
+@contextmanager
+def inductor_on(card: Card) -> Iterator[None]:
+    """Let Inductor compile for `card`, until the block ends. A graph that it cannot compile here runs eager."""
+    check("torch._inductor.compile_fx")
+    entry, config = symbol("torch._inductor.compile_fx"), symbol("torch._inductor.config")
+    autograd = symbol("torch._functorch.config")
+    folder = symbol("torch._inductor.fx_passes.joint_graph.UniformValueConstantFolder")
+    utils = symbol("torch._inductor.utils")
+    padding = symbol("torch._inductor.fx_passes.pad_mm")
+    interface = symbol("torch._dynamo.device_interface.CudaInterface")
+    real, inner, fold, remark = entry.compile_fx, entry.compile_fx_inner, folder.run, card.engine.remark
+    properties = SimpleNamespace(**vars(torch.cuda.get_device_properties(0)), max_threads_per_block=THREADS_PER_BLOCK)
+
+    def compile_fx(graph: GraphModule, inputs: Any, inner_compile: Any = inner, **options: Any) -> Any:
+        if options.get("config_patches"):  # torch's applies them and calls this again
+            return real(graph, inputs, inner_compile=inner_compile, **options)
+        for name in {named for key, named in MEASURES.items() if config.get_config_copy().get(key)}:
+            remark(f"torch.compile's {name}: not simulated, and what that takes of its own is not counted.")
+        try:
+            if find_spec("triton") is None:
+                raise NotAvailable("Inductor writes Triton's kernels, and Triton is not here: pip install triton")
+            with config.patch(CONFIG), autograd.patch(graphsafe_rng_functionalization=False):  # that asks the driver
+                return real(graph, inputs, inner_compile=_compiler(card, inner_compile), **options)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            card.engine.ran_eager(_line(graph), error)
+            return graph.forward
+
+    # It computes constants for real: on the card there is nobody to.
+    def folded(self: Any) -> Any:
+        on_device(self.module, GPU_DEVICE)
+        return fold(self)
+
+    def should_pad(match: Any, first: Tensor, second: Tensor, op: Any, input: Any = None) -> bool:
+        """pad_mm.should_pad, which measures whether rows of whole 16 B are faster: in 16 bit they are taken to be."""
+        if not padding.can_pad(first, second, op, input) or first.itemsize != 2:
+            return False
+        sizes = padding.hint_symbols((first.shape[-2], first.shape[-1], second.shape[-1]))
+        padded = padding.is_mm_compute_bound(*sizes, first.dtype)
+        if padded:
+            remark(PADDED)
+        return padded
+
+    with ExitStack() as stack:
+
+        def put(owner: Any, name: str, value: Any) -> None:
+            stack.enter_context(mock.patch.object(owner, name, value))
+
+        _forget()
+        stack.callback(_forget)
+        put(entry, "compile_fx", compile_fx)
+        put(folder, "run", folded)
+        put(padding, "should_pad", should_pad)
+        put(utils, "get_device_tflops", lambda dtype: (card.gpu.peak(DTYPES.get(dtype, "")) or 0) / 1e12)
+        put(utils, "get_gpu_dram_gbps", lambda: card.gpu.bandwidth / 1e9)
+        put(symbol("torch.utils._triton"), "triton_hash_with_backend", lambda: "")  # it asks the driver
+        for each in (interface, interface.Worker):
+            put(each, "get_device_properties", staticmethod(lambda device=None: properties))
+        put(interface, "current_device", staticmethod(lambda: 0))
+        yield
+
+
+def _forget() -> None:
+    """Clear the caches of what is known of the card."""
+    for place in ("torch._inductor.utils", "torch.utils._triton"):
+        for value in vars(symbol(place)).values():
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()
+    symbol("torch._inductor.runtime.hints.DeviceProperties.create").cache_clear()
+
+
+def _line(graph: GraphModule) -> str:
+    """Return the line of the script that the first operator of `graph` stands in."""
+    traces = [node.stack_trace for node in graph.graph.nodes if node.stack_trace]
+    lines = [line.strip() for line in traces[0].splitlines() if line.strip().startswith("File ")] if traces else []
+    return lines[-1] if lines else "a graph without operators"
+
+
+# ---- the wrapper
+
+
+class _Kernel:
+    """A Triton kernel of Inductor's: it writes into buffers that it is given."""
+
+    def __init__(self, name: str, launches: Counter[str]) -> None:
+        self.name, self.launches = name, launches
+
+    def run(self, *args: Any, **kwargs: Any) -> None:
+        """Launch it."""
+        self.launches[self.name] += 1
+
+
+def _compiler(card: Card, real: Callable[..., Any]) -> Callable[..., Any]:
+    """Return compile_fx_inner, which compiles the forward or the backward graph, for `card`."""
+
+    def compile(graph: GraphModule, inputs: Any, **options: Any) -> Any:
+        on_device(graph, CARD)
+        config = symbol("torch._inductor.config")
+        # Backward's may be called in the middle of backward, where our mode over functions is on.
+        with config.patch(CONFIG), tracing(), DisableTorchFunction(), _wrapper_on(card):
+            return real(graph, inputs, **options)
+
+    return compile
+
+
+@contextmanager
+def _wrapper_on(card: Card) -> Iterator[None]:
+    """Let the module that Inductor writes run on the engine."""
+    launches = card.engine.launches
+    modules = symbol("torch._inductor.codecache.PyCodeCache")
+    load = modules.load_by_key_path
+    on_card = {
+        "empty_strided_cuda": _empty_strided, "reinterpret_tensor": _reinterpreted, "assert_alignment": _nothing,
+        "copy_if_misaligned": _copy_if_misaligned,
+    }  # fmt: skip
+
+    def loaded(*args: Any, **kwargs: Any) -> Any:
+        module = load(*args, **kwargs)
+        vars(module).update(on_card)
+        return module
+
+    def triton(self: Any, name: str, *args: Any, **kwargs: Any) -> _Kernel:
+        return _Kernel(name, launches)
+
+    stream = mock.patch.object(symbol("torch._C"), "_cuda_getCurrentRawStream", _nothing, create=True)
+    with (
+        mock.patch.object(symbol("torch._inductor.async_compile.AsyncCompile"), "triton", triton),
+        mock.patch.object(modules, "load_by_key_path", loaded),
+        stream,
+    ):
+        yield
+
+
+def _nothing(*args: Any, **kwargs: Any) -> int:
+    return 0
+
+
+def _empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=GPU_DEVICE)
+
+
+def _reinterpreted(tensor: Tensor, size: Any, stride: Any, offset: int = 0) -> Tensor:
+    return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
+
+
+def _copy_if_misaligned(tensor: Tensor) -> Tensor:
+    """Inductor's kernels read 16 B at once: an input that begins elsewhere is copied."""
+    return tensor.clone() if tensor.storage_offset() * tensor.itemsize % ALIGNMENT else tensor

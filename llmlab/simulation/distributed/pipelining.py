@@ -1,0 +1,72 @@
+"""torch.distributed.pipelining on one rank: what its stages learn from the stages of other ranks, which are not there.
+
+A stage makes its buffers itself, of shapes that the stages tell each other in the first step
+(torch/distributed/pipelining/stage.py, PipelineStage). Gradients of what a stage sends have its shape, so the first
+stage needs nothing of the others. The inputs of a later one are what the script says they are (input_args), or, where
+this rank has an earlier stage too, like what that one sends; else nobody here knows them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+
+from ...base.compat import symbol
+from ...base.errors import NotAvailable
+from ..values.placeholders import located
+
+STAGE = "torch.distributed.pipelining.stage"
+ALIKE = "Pipeline stages of other ranks are taken to send tensors of the shapes that this rank's first stage sends."
+
+
+@contextmanager
+def stages_alone(notes: dict[str, None]) -> Iterator[None]:
+    """Answer PipelineStage for the stages of other ranks until the block ends; `notes` get what is assumed."""
+    stage = symbol(f"{STAGE}.PipelineStage")
+    sent: dict[int, Any] = {}  # by stage of this rank: what it told the next one
+
+    def send_meta(self: Any, meta: Any, dst_stage: int) -> None:
+        if dst_stage > self.stage_index:
+            sent[self.stage_index] = meta
+
+    def recv_meta(self: Any, src_stage: int) -> Any:
+        if src_stage > self.stage_index:
+            metas = tuple(replace(each, requires_grad=False) if each.requires_grad else None
+                          for each in self._stage_meta.outputs)  # fmt: skip
+            return symbol(f"{STAGE}._StageBackwardMeta")(backward_metas=metas)
+        if self._user_meta.inputs is not None:
+            return symbol(f"{STAGE}._StageForwardMeta")(forward_metas=self._user_meta.inputs)
+        if not sent:
+            raise located(NotAvailable(
+                f"pipeline stage {self.stage_index} takes what stage {src_stage} sends, which is another rank's and "
+                "not known here: give PipelineStage its input_args, tensors of the shapes it takes, or simulate the "
+                "rank of stage 0"
+            ))  # fmt: skip
+        notes[ALIKE] = None
+        return sent[min(sent)]
+
+    patched = mock.patch.multiple(
+        stage,
+        _warmup_forward_vote=_agreed(stage._warmup_forward_vote),
+        _warmup_backward_result=_agreed(stage._warmup_backward_result),
+        _send_meta=send_meta,
+        _recv_meta=recv_meta,
+    )
+    with patched:
+        yield
+
+
+def _agreed(real: Callable) -> Callable:
+    """Let the stages of other ranks vote as this one does, on whether to ask for shapes in the first step."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        asks = symbol(f"{STAGE}.InferenceMode").needs_dynamic(self._user_meta, self.has_backward)
+        with mock.patch.object(dist, "recv", lambda tensor, **_: tensor.fill_(int(not asks))):
+            return real(self, *args, **kwargs)
+
+    return call

@@ -1,0 +1,40 @@
+"""Counts of values that are not known: where the user assumes values, each bin has as many as any other.
+
+A router's tokens are counted for each expert, ranks tell each other the counts, and buffers are sized by them. Balanced
+is what a router is trained to be; a real one is not, so memory is that of an even split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...base.compat import disable_current_modes
+from .known import know
+from .placeholders import needs_values
+
+aten = torch.ops.aten
+BINS = frozenset((aten.histc.default, aten.bincount.default))
+BALANCED = "Values that the card computed are counted as if each bin (each expert, its tokens) had as many."
+
+
+def balance(counts: Tensor, total: int) -> None:
+    """Let `counts` be even, with the sum `total`."""
+    bins = max(1, counts.numel())
+    with disable_current_modes():
+        even = torch.tensor([total // bins + (each < total % bins) for each in range(bins)])
+        know(counts, even.to(counts.dtype))
+
+
+def counts_of(run: Callable[..., Any], func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """Return what bincount gives of unknown values: its `minlength` bins, made by `run`, which runs an operator.
+
+    Raises NotAvailable where there is none.
+    """
+    bins = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
+    if not bins:
+        raise needs_values(func)
+    return run(aten.empty.memory_format, [bins], dtype=torch.int64, device=args[0].device)

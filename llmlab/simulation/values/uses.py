@@ -1,0 +1,151 @@
+"""What code makes of a whole number that it reads from the card: a value, for which a placeholder will do, or a size.
+
+`int(x)` gives Python a plain number, of which nobody can tell later where it came from. So the source says: the
+expression that reads the number is followed to where it ends, and by name through the function around it. What is
+shown, stored, compared or looked up is a value; what comes to a slice, a call that is not known or the function's
+caller may be a size.
+"""
+
+from __future__ import annotations
+
+import ast
+import dis
+import linecache
+from functools import cache
+from itertools import islice
+from types import FrameType
+from typing import Any
+
+# Calls that keep or show what they are given, and those that give it on.
+KEEPS = frozenset((
+    "add", "add_scalar", "append", "array", "as_tensor", "bool", "chr", "convert_ids_to_tokens", "critical", "debug",
+    "decode", "dumps", "error", "exception", "format", "get", "hash", "id_to_token", "info", "isfinite", "isinf",
+    "isinstance", "isnan", "join", "log", "log_metric", "log_metrics", "print", "put", "repr", "set_description",
+    "set_postfix", "set_postfix_str", "setdefault", "str", "tensor", "update", "warning", "write", "writerow",
+))  # fmt: skip
+GIVES_ON = frozenset((
+    "abs", "ceil", "dict", "divmod", "float", "floor", "int", "len", "list", "max", "min", "round", "set", "sorted",
+    "sum", "trunc", "tuple",
+))  # fmt: skip
+CONTAINERS = (ast.Tuple, ast.List, ast.Set, ast.Starred, ast.ListComp, ast.SetComp, ast.GeneratorExp)
+SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.Module)
+
+
+def is_only_a_value(frame: FrameType) -> bool:
+    """Return whether the number that the running instruction of `frame` reads is, as far as can be seen, no size."""
+    found = _node(frame)
+    if found is None:
+        return False
+    node, source = found
+    if isinstance(node, ast.Subscript):  # names[number]; a slice's end is a size
+        return not any(isinstance(each, ast.Slice) for each in ast.walk(node.slice))
+    if isinstance(node, ast.BinOp):  # "%d" % number
+        return isinstance(node.op, ast.Mod) and _is_text(node.left)
+    if not isinstance(node, ast.Call) or _name(node) not in KEEPS | GIVES_ON:
+        return isinstance(node, (ast.FormattedValue, ast.JoinedStr))
+    return _name(node) in KEEPS or source.ends_as_value(node, set())
+
+
+def asserted(frame: FrameType) -> bool | None:
+    """Return what an assertion wants of the truth that `frame` asks for: assertions hold. None where there is none."""
+    code = [each for each in dis.get_instructions(frame.f_code) if each.opname != "TO_BOOL"]
+    here = max(place for place, each in enumerate(code) if each.offset <= frame.f_lasti)
+    for place, jump in enumerate(code[here : here + 2], here):
+        if "JUMP" in jump.opname and "_IF_" in jump.opname:
+            raises = {each.offset for each in code if each.opname == "LOAD_ASSERTION_ERROR"}
+            if jump.argval in raises or code[place + 1].offset in raises:
+                return ("TRUE" in jump.opname) is not (jump.argval in raises)
+    return None
+
+
+def decides_loop(frame: FrameType) -> bool:
+    """Return whether a `while` goes on by the running expression."""
+    found = _node(frame)
+    if found is None:
+        return False
+    node, source = found
+    while isinstance(node, ast.expr):  # a jump back has the place of the whole statement
+        node = source.around[node]
+    return isinstance(node, ast.While)
+
+
+class _Source:
+    """A file's nodes, each with the one around it."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.around = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+        self.at = {
+            (node.lineno, node.end_lineno, node.col_offset, node.end_col_offset): node
+            for node in self.around
+            if isinstance(node, (ast.expr, ast.While))
+        }
+
+    def ends_as_value(self, node: ast.AST, seen: set[tuple[ast.AST, str]]) -> bool:
+        """Follow what `node` gives outwards; `seen`: the names that are being followed."""
+        outer = self.around[node]
+        if isinstance(outer, (ast.FormattedValue, ast.Compare, ast.Assert, ast.Expr, ast.Dict)):
+            return True
+        if isinstance(outer, (ast.If, ast.While, ast.IfExp)) and node is outer.test:
+            return True
+        if isinstance(outer, ast.comprehension):
+            return node is not outer.iter
+        if isinstance(outer, ast.Subscript):
+            return node is outer.slice or self.ends_as_value(outer, seen)
+        if isinstance(outer, ast.BinOp):
+            if isinstance(outer.op, ast.Div) or (isinstance(outer.op, ast.Mod) and _is_text(outer.left)):
+                return True
+            if any(isinstance(each, (ast.List, ast.Tuple)) for each in (outer.left, outer.right)):
+                return False
+        elif isinstance(outer, ast.keyword):
+            outer = self.around[outer]
+        if isinstance(outer, ast.Call):
+            name = _name(outer)
+            return name in KEEPS or (name in GIVES_ON and self.ends_as_value(outer, seen))
+        if isinstance(outer, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)):
+            targets = outer.targets if isinstance(outer, ast.Assign) else [outer.target]
+            parts = (each for target in targets for each in ast.walk(target))
+            names = {each.id for each in parts if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+            kept = all(self._name_is_value(outer, name, seen) for name in names)
+            return kept and (not isinstance(outer, ast.NamedExpr) or self.ends_as_value(outer, seen))
+        return isinstance(outer, (ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.IfExp, *CONTAINERS)) and self.ends_as_value(
+            outer, seen
+        )
+
+    def _name_is_value(self, node: ast.AST, name: str, seen: set[tuple[ast.AST, str]]) -> bool:
+        scope = node
+        while not isinstance(scope, SCOPES):
+            scope = self.around[scope]
+        if (scope, name) in seen:
+            return True
+        seen.add((scope, name))
+        uses = (each for each in ast.walk(scope) if isinstance(each, ast.Name) and each.id == name)
+        return all(self.ends_as_value(use, seen) for use in uses if isinstance(use.ctx, ast.Load))
+
+
+def _node(frame: FrameType) -> tuple[ast.AST, _Source] | None:
+    """Return the expression, or the `while`, that runs in `frame`; None where Python before 3.11 does not say, or no
+    source is there."""
+    code = frame.f_code
+    positions: Any = getattr(code, "co_positions", None)
+    source = _source(code.co_filename) if positions else None
+    if source is None:
+        return None
+    begin, end, first, last = next(islice(positions(), frame.f_lasti // 2, None))
+    node = source.at.get((begin, end, first, last))
+    return None if node is None else (node, source)
+
+
+@cache
+def _source(file: str) -> _Source | None:
+    try:
+        return _Source(ast.parse("".join(linecache.getlines(file))))
+    except (SyntaxError, ValueError):
+        return None
+
+
+def _name(call: ast.Call) -> str:
+    return str(getattr(call.func, "attr", None) or getattr(call.func, "id", ""))
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))

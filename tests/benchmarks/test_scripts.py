@@ -1,0 +1,128 @@
+"""The benchmark over other people's scripts: what it makes of what `llmlab run` says, and its tables."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(FOLDER))  # scripts, not a package
+
+import scripts  # noqa: E402
+
+MODEL = """
+import torch
+model = torch.nn.Linear(256, 256).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def step():
+    model(torch.randn(8, 256, device="cuda")).sum().backward(); optimizer.step()
+"""
+WRITTEN = {
+    "trains.py": MODEL + "while True: step()",
+    "fails.py": "import package_that_is_gone",
+    "waits.py": "import threading\nthreading.Event().wait()",
+}
+ANSWER = {
+    "command": "x", "steps": 2, "world_size": 8, "outcome": "fits", "ended": "was ended after 2 optimizer steps",
+    "where": None, "peak_allocated": 3 << 30, "peak_reserved": 4 << 30, "notes": [],
+}  # fmt: skip
+CASE = scripts.Case("name", "repository", "train.py", own="No module named 'gone'")
+
+
+def classified(code, output="", said="", stopped=""):
+    return scripts.classified(CASE, code, stopped, output, said)
+
+
+def said_by_the_script(error):
+    return f"Traceback (most recent call last):\n{error}\nllmlab: the script failed by itself\n"
+
+
+@pytest.mark.parametrize(
+    ("changes", "outcome"),
+    [
+        ({}, "ran"),
+        ({"ended": "ran to its end"}, "ran to its end"),
+        ({"outcome": "out of memory", "where": "mm: 3 GiB"}, "out of memory"),
+        ({"outcome": "unknown", "ended": "was interrupted"}, "too long"),
+    ],
+)
+def test_an_answer(changes, outcome):
+    text = "printed by a process\n" + json.dumps({**ANSWER, **changes}, indent=1)
+    found = classified(0, text)
+    assert (found["outcome"], found["ranks"], found["peak_reserved"]) == (outcome, 8, 4 << 30)
+
+
+def test_an_upper_figure_is_called_one():
+    assert not classified(0, json.dumps(ANSWER, indent=1))["upper"]
+    assert classified(0, json.dumps({**ANSWER, "notes": ["... an upper figure"]}, indent=1))["upper"]
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "stopped", "outcome"),
+    [
+        (2, "llmlab: rows.txt is not here (train.py, line 3)\n", "", "refused by name"),
+        (2, said_by_the_script("ImportError: No module named 'gone'"), "", "fails by itself"),
+        (2, said_by_the_script("AttributeError: _scatter"), "", "raw traceback"),  # nobody has said that it is its own
+        (1, "Traceback (most recent call last):\nTypeError: x\n", "", "raw traceback"),
+        (-9, "", "hang", "hang"),
+        (2, "", "too long", "too long"),
+    ],
+)
+def test_no_answer(code, said, stopped, outcome):
+    assert classified(code, "", said, stopped)["outcome"] == outcome
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """A folder of clones with one repository, and one to work in."""
+    clones, work = tmp_path / "clones", tmp_path / "work"
+    (work / "logs").mkdir(parents=True)
+    (clones / "mine").mkdir(parents=True)
+    for name, body in WRITTEN.items():
+        (clones / "mine" / name).write_text(body)
+    return clones, work
+
+
+def test_scripts_are_run_as_they_stand(folders, monkeypatch):
+    monkeypatch.setattr(scripts, "IDLE", 2)
+
+    def run(name, **how):
+        return scripts.run_case(scripts.Case(name, "mine", name, gpu="T4", **how), *folders)
+
+    done = run("trains.py")
+    assert (done.outcome, done.steps, done.repository) == ("ran", 2, "mine")
+    assert done.peak_reserved >= done.peak_allocated > 0
+    done = run("fails.py", own="package_that_is_gone")
+    assert done.outcome == "fails by itself" and "package_that_is_gone" in done.said
+    assert run("waits.py", limit=8).outcome in ("hang", "too long")  # on a busy machine it may still be importing
+    assert scripts.run_case(scripts.Case("x", "nowhere", "train.py"), *folders).outcome == "not there"
+    assert sorted(path.name for path in (folders[0] / "mine").iterdir()) == sorted(WRITTEN)
+
+
+def test_what_a_script_said_has_no_path_of_a_machine(tmp_path):
+    said = f"a ({tmp_path}/trl/sft.py, line 3) b (/opt/python/lib/site-packages/torch/nn/init.py, line 4)"
+    assert scripts.anywhere(said, tmp_path) == "a (trl/sft.py, line 3) b (torch/nn/init.py, line 4)"
+
+
+def test_the_tables():
+    ran = {"repository": "r", "gpu": "T4", "seconds": 9.6, "peak_allocated": 1 << 30, "peak_reserved": 2 << 30}
+    one = scripts.Result("a", command="a.py " + "x" * 99, outcome="ran", steps=2, ranks=8, upper=True, **ran)
+    known = {"published": 2.5, "published_is": "reserved"}
+    two = scripts.Result("b", command="b.py", outcome="ran to its end", steps=1, **known, **ran)
+    three = scripts.Result("c", "q", "c.py", "T4", "refused by name", 3.0, said="no `x`\nthere")
+    text = scripts.report([one, two, three], "made today.")
+    assert text.startswith("3 command lines of 2 repositories: 1 ran, 1 ran to its end, 1 refused by name.")
+    assert "| 8 × T4 | ran, 2 steps | 1.00 GiB, upper | 2.00 GiB, upper |  | 10 |" in text and "x…`" in text
+    assert "| ran to its end, 1 step | 1.00 GiB | 2.00 GiB | 2.50 GiB reserved | 10 |" in text
+    assert "| r: `b.py` | T4 |" in text and "| q: `c.py` | refused by name | no 'x' there |" in text
+    assert text.endswith("made today.")
+
+
+def test_the_table_of_scripts_can_be_read():
+    cases = scripts.read_cases(FOLDER / "scripts.toml")
+    assert len(cases) > 80
+    for case in cases.values():
+        assert (case.published is None) == (not case.source) and case.place and case.run

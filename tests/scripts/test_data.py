@@ -1,0 +1,66 @@
+"""Data sets and metrics that scripts load by name."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("torch")
+
+from llmlab.base.errors import SpecError
+from llmlab.cli import main as cli
+from llmlab.scripts.data import read_data
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A working directory with ten rows."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": str(i)}) for i in range(10)))
+    return tmp_path
+
+
+def run(home, body, *options):
+    (home / "train.py").write_text(body)
+    return CliRunner().invoke(cli.cli, ["run", "--gpu", "T4", *options, "train.py"])
+
+
+def test_rows_stand_in_for_a_data_set_in_every_split(home):
+    pytest.importorskip("datasets")
+    body = """
+from datasets import load_dataset
+print(sorted(load_dataset("nobody/rows", "a-config")), end=" ")
+print(len(load_dataset("nobody/rows", split="train[:50%]")), end=" ")
+print(len(load_dataset("nobody/rows", split="test_prefs")), end=" ")
+print(next(iter(load_dataset("nobody/rows", split="train", streaming=True))))
+"""
+    result = run(home, body, "--data", "nobody/rows=rows.jsonl")
+    assert result.exit_code == 0, result.stderr
+    assert "['test', 'train', 'validation'] 5 10 {'text': '0'}" in result.stdout
+
+
+def test_a_data_set_that_is_nowhere_is_refused_with_the_option(home):
+    pytest.importorskip("datasets")
+    result = run(home, "from datasets import load_dataset\nload_dataset('nobody/rows')")
+    assert result.exit_code == 2 and "--data NAME=rows.jsonl" in result.stderr and "train.py, line 2)" in result.stderr
+
+
+def test_a_metric_that_is_not_here_has_scores(home):
+    pytest.importorskip("evaluate")
+    body = """
+import evaluate
+metric = evaluate.load("accuracy-of-nobody")
+metric.add_batch(predictions=[1], references=[0])
+print(metric.compute()["accuracy"])
+"""
+    result = run(home, body)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith("1.0\n") and "the metric accuracy-of-nobody is not here" in result.stderr
+
+
+@pytest.mark.parametrize("given", ["rows.jsonl", "=rows.jsonl", "name=", "name=nowhere.jsonl", "name=rows.xyz"])
+def test_bad_data_are_refused(home, given):
+    (home / "rows.xyz").write_text("")
+    with pytest.raises(SpecError):
+        read_data((given,))

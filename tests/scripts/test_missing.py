@@ -1,0 +1,77 @@
+"""What a script asks for and is not here: refused by its name, with the script's line and what to do."""
+
+import urllib.error
+from urllib.parse import urljoin
+
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("torch")
+
+from llmlab.cli import main as cli
+from llmlab.scripts.missing import refused
+
+ADDRESS = "https://example.org/data/train.txt"
+
+
+def fetch(url):
+    raise urllib.error.URLError("[Errno -2] Name or service not known")
+
+
+def raised(function, *args):
+    try:
+        function(*args)
+    except Exception as error:
+        return error
+
+
+def run(tmp_path, monkeypatch, *words, **files):
+    monkeypatch.chdir(tmp_path)
+    for name, text in files.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    return CliRunner().invoke(cli.cli, ["run", "--gpu", "T4", *words])
+
+
+def test_a_file_of_the_network_is_named_with_the_line_that_asked():
+    said = str(refused(raised(fetch, ADDRESS)))
+    assert said.startswith(f"{ADDRESS}: the network did not answer") and "test_missing.py, line 18)" in said
+
+
+def test_the_innermost_address_counts():
+    def download(url):
+        fetch(urljoin(url, "labels.txt"))
+
+    assert str(refused(raised(download, ADDRESS))).startswith("https://example.org/data/labels.txt: ")
+
+
+def test_an_error_that_the_script_made_of_it_counts_too():
+    def download(url):
+        try:
+            fetch(url)
+        except urllib.error.URLError as error:
+            raise RuntimeError("no data") from error
+
+    def all_mirrors(url):
+        raise RuntimeError(f"Error downloading train:\nTried {url}, got:\n<urlopen error timed out>")
+
+    assert str(refused(raised(download, ADDRESS))).startswith(ADDRESS)
+    assert str(refused(raised(all_mirrors, ADDRESS))).startswith(ADDRESS)
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), BrokenPipeError(32, "gone"), FileNotFoundError(2, "no file")])
+def test_other_errors_are_the_script_s(error):
+    assert refused(error) is None
+
+
+def test_a_socket_that_nobody_answers(tmp_path, monkeypatch):
+    body = "import socket\nhost = 'localhost'\nsocket.create_connection((host, 9), timeout=5)"
+    result = run(tmp_path, monkeypatch, "train.py", train=body)
+    assert result.exit_code == 2 and result.stderr.startswith("llmlab: localhost: the network did not answer")
+    assert "train.py, line 3)" in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_kernels_of_the_hub(tmp_path, monkeypatch):
+    body = "from kernels import get_kernel\nget_kernel('owner/attention')"
+    result = run(tmp_path, monkeypatch, "train.py", train=body, kernels="def get_kernel(name): return 1 / 0")
+    assert result.exit_code == 2 and "kernels.get_kernel('owner/attention')" in result.stderr
+    assert "train.py, line 2)" in result.stderr

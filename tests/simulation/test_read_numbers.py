@@ -1,0 +1,216 @@
+"""Whole numbers and flags read from the simulated card: a value goes through, a size is refused by its line."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import warnings
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from llmlab.base.errors import NotAvailable
+from llmlab.simulation.simulator import simulator
+
+pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="instructions have no positions")
+WORDS = [chr(65 + number) for number in range(8)]
+
+
+@pytest.fixture
+def tokens():
+    """Token ids that the card computed, (4,)."""
+    with simulator("T4"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield nn.Linear(16, 8).cuda()(torch.randn(4, 16, device="cuda")).argmax(-1)
+
+
+def decoded(tokens):
+    return "".join(WORDS[int(each)] for each in tokens)
+
+
+def looked_up(tokens):
+    return WORDS[tokens[0]] + WORDS[tokens[1].item()] + {0: "b"}[int(tokens[2])]
+
+
+def told(tokens):
+    return "%d of %d" % (tokens[0].item(), 3) + f" {int(tokens.sum().item() / 2)} {chr(65 + tokens[0].item())}"  # noqa: UP031
+
+
+def counted(tokens):
+    right, seen = 0, []
+    for each in tokens:
+        judged = int(each == 3)
+        right += judged
+        seen.append(judged)
+        if not judged:
+            print("wrong")
+    return f"{right / len(seen):.2f}"
+
+
+def matrix(tokens):
+    found = torch.zeros(8, 8, dtype=torch.long)
+    for each in tokens.cpu():
+        found[each, each] += 1
+    return int(found[0, 0])
+
+
+def accuracy(tokens):
+    return int((tokens == 3).sum()) / 4
+
+
+@pytest.mark.parametrize(("read", "gives"), [
+    (decoded, "AAAA"), (looked_up, "AAb"), (told, "0 of 3 0 A"), (counted, "0.00"), (matrix, 4), (accuracy, 0.0),
+])  # fmt: skip
+def test_what_is_shown_stored_looked_up_or_compared_goes_through(tokens, read, gives):
+    assert read(tokens) == gives
+
+
+def cut(tokens):
+    return torch.randn(4, 16, device="cuda")[:, : int(tokens.max())]
+
+
+def cut_later(tokens):
+    longest = int(tokens.max())
+    print(longest)
+    return torch.randn(4, 16, device="cuda")[:, :longest]
+
+
+def padded(tokens):
+    longest = int(tokens.max()) + 1
+    return torch.zeros(4, longest)
+
+
+def counted_to(tokens):
+    return [each for each in range(int(tokens.max()))]
+
+
+def given_away(tokens):
+    return int(tokens.max())
+
+
+def split(tokens):
+    return torch.randn(4, 16, device="cuda").split(tokens.tolist())
+
+
+def longest_of(tokens):
+    return torch.empty(4, max(tokens.tolist()) + 1, device="cuda")
+
+
+def repeated(tokens):
+    return [0] * int(tokens.max())
+
+
+@pytest.mark.parametrize("size", [cut, cut_later, padded, counted_to, given_away, split, longest_of, repeated])
+def test_what_may_become_a_size_is_refused_and_assume_helps(tokens, size):
+    with pytest.raises(NotAvailable, match=r"assume=1\.0.*test_read_numbers\.py, line"):
+        size(tokens)
+
+
+@pytest.mark.parametrize("size", [cut, cut_later, padded, counted_to, given_away, longest_of, repeated])
+def test_assume_gives_sizes(size):
+    with simulator("T4", assume=1.0):
+        size(torch.randn(4, 8, device="cuda").argmax(-1))
+
+
+def test_a_flag_is_false(tokens):
+    with pytest.warns(UserWarning, match=r"bool\(\)"):
+        assert (1 if (tokens == 3).all() else 2) == 2
+
+
+ASSERTIONS = """
+same = tokens == tokens.flip(0)
+assert same.all()
+assert not same.any()
+assert same.all() and not (same.any() or bool(same[0])), "these are alike"
+assert tokens.float().mean().item() > 99
+"""
+
+
+def test_assertions_hold(tokens, tmp_path):
+    script = tmp_path / "script.py"  # pytest rewrites its own files' assertions
+    script.write_text(ASSERTIONS)
+    runpy.run_path(str(script), {"tokens": tokens})
+
+
+def test_the_same_computed_twice_is_the_same(tokens):
+    assert torch.equal(tokens, tokens.clone()) and not torch.equal(tokens, tokens[:2])
+    torch.testing.assert_close(tokens.float(), tokens.float())
+
+
+def test_a_loop_that_a_placeholder_keeps_going_is_refused(tokens):
+    with pytest.raises(NotAvailable, match="kept a loop going 1000 times"):
+        while not (tokens == 3).all():
+            pass
+
+
+def test_a_list_of_whole_numbers_is_shown_as_unknown_and_counts_as_zero(tokens):
+    numbers = tokens.tolist()
+    assert str(numbers) == "[?, ?, ?, ?]" and Counter(numbers) == {0: 4} and np.array(numbers).sum() == 0
+    assert torch.tensor(numbers).shape == (4,) and f"{sum(numbers) / 4:.1f}" == "?"
+
+
+def test_anomaly_detection_finds_none(tokens):
+    x = torch.randn(4, device="cuda", requires_grad=True)
+    with torch.autograd.detect_anomaly(check_nan=True):
+        (x * 2).sum().backward()
+
+
+def table(rows=4096):
+    return torch.outer(torch.arange(rows).float(), torch.rand(32)).cos()
+
+
+def test_a_large_tensor_of_the_host_is_known_on_the_card_and_not_copied():
+    with simulator("T4"):
+        host = table()
+        module = nn.Module()
+        module.register_buffer("angles", host)
+        module.cuda()
+        assert module.angles[0, 0] != 0 and module.angles[0, 0].item() == 1.0
+        assert module.angles[100:200].cpu()[3, 3].item() == host[103, 3].item()
+        assert module.angles.max().item() == host.max().item()
+
+
+@pytest.mark.parametrize("write", [
+    lambda host, card: host.zero_(), lambda host, card: card.zero_(), lambda host, card: card[0].add_(1),
+])  # fmt: skip
+def test_it_is_unknown_once_either_side_was_written_to(write):
+    with simulator("T4"):
+        host = table()
+        card = host.cuda()
+        row = card[0]
+        write(host, card)
+        assert str(card[0, 0].item()) == "?" and str(row[0].item()) == "?"
+
+
+def test_a_write_on_the_card_leaves_the_host_as_it_is():
+    with simulator("T4"):
+        host = table()
+        before = host.clone()
+        card = host.cuda()
+        card[0, :4].fill_(7.0)
+        card.mul_(2)
+        assert torch.equal(host, before)
+
+
+def test_what_scripts_ask_of_cuda_besides_memory_has_an_answer():
+    with simulator("A100-80GB"):
+        found = torch.cuda.get_device_properties(0)
+        assert found.shared_memory_per_multiprocessor == 164 * 1024 and found.max_threads_per_multi_processor == 2048
+        assert str(found.L2_cache_size) == "?" and len(torch.cuda.nccl.version()) == 3
+        torch.backends.cuda.preferred_linalg_library("cusolver")
+        torch.backends.cuda.preferred_blas_library("cublas")
+        with torch.autograd.profiler.emit_nvtx():
+            assert torch.cuda.Stream(priority=torch.cuda.Stream.priority_range()[1]).query()
+        with pytest.raises(NotAvailable, match="cublaslt"):
+            torch.backends.cuda.preferred_blas_library("cublaslt")
+        with pytest.raises(NotAvailable, match="graphs are not simulated"):
+            torch.cuda.graph_pool_handle()
+
+
+def test_what_the_host_has_no_kernel_for_is_not_followed():
+    with simulator("A100-80GB"):
+        x = torch.ones(4, 4, device="cuda", dtype=torch.bfloat16)
+        assert str(torch.mm(x, x, out_dtype=torch.float32)[0, 0].item()) == "?"
