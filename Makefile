@@ -129,6 +129,7 @@ benchmarks: env ## llmlab beside its peers, its speed, its overhead, on a GPU it
 	$(BIN)/python benchmarks/cpu_grid.py --out benchmarks/results
 	$(BIN)/python benchmarks/formulas.py --out benchmarks/results
 	$(BIN)/python benchmarks/decoding.py --out benchmarks/results
+	$(BIN)/python benchmarks/throughput.py --out benchmarks/results
 	$(BIN)/python benchmarks/speed.py --out benchmarks/results
 	$(BIN)/python benchmarks/many_gpus.py --out benchmarks/results
 	$(BIN)/python benchmarks/measure_overhead.py --out benchmarks/results

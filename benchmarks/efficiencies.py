@@ -5,8 +5,8 @@
 
 Each record is a time. The simulator says which kernels ran in it; the rates are those with which the sums of the
 kernels' times (`llmlab.simulation.profile.roofline`) fit the records best: least squares of logarithms, where large
-errors count linearly, because single runs were disturbed. The H100's rates are from whole training runs, by the
-formulas of `llmlab.formulas.time.step`.
+errors count linearly, because single runs were disturbed. The H100's rates, and attention's, are those of kernels that
+NVIDIA measured.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ import llmlab as lab
 from llmlab import Training
 from llmlab.archive import OperatorRecord, figure, held_out, operator_records, records
 from llmlab.archive.published_steps import gpt
-from llmlab.formulas.time import step as formulas
 from llmlab.formulas.time.efficiency import Efficiency
+from llmlab.formulas.time.kernels import kernels, training_rates
 from llmlab.hardware.gpu import gpu
 from llmlab.simulation.profile.operator_log import Operators
 from llmlab.simulation.profile.roofline import Kernel, host_seconds, kernel_seconds
@@ -58,7 +58,6 @@ START = {
     "A100-80GB": {
         "bandwidth": 1.4e12, "strided": 1e12, "gather": 6e11, "matmul.bf16": 2.6e14, "serial": 2e-8, "dispatch": 2.5e-5,
     },
-    "H100-80GB": {"bandwidth": 2.4e12, "matmul.bf16": 6e14},
 }  # fmt: skip
 CACHE = {"T4": 4 * MiB, "A100-80GB": 20 * MiB, "H100-80GB": 25 * MiB}
 
@@ -149,7 +148,8 @@ def throughputs() -> list[Throughput]:
     """Return the published training throughputs whose set-up is known.
 
     llm-foundry's micro-batches and gradient accumulation are those of its table, FULL_SHARD on 8 GPUs under amp_bf16.
-    FlashAttention-2's rates count 6ND + 12·L·h·T² FLOP; its micro-batch is not published.
+    FlashAttention-2's rates count 6ND + 12·L·h·T² FLOP; its micro-batch is not published. llm.c's kernels are fused,
+    as a compiler's are.
     """
     foundry, mixed = figure("llm-foundry-throughput"), figure("flash-attention-training")
     shard: dict[str, Any] = {"seq_len": 2048, "precision": "autocast-bf16", "dp": 8, "zero": 3}
@@ -166,7 +166,7 @@ def throughputs() -> list[Throughput]:
     rate = 100 * 1024 / figure("gpt2-step-time-nanogpt").value
     found.append(Throughput("nanoGPT 124M", "A100-80GB", short, nano, rate))
     steps, tokens = figure("gpt2-step-time-llmc"), figure("gpt2-tokens-a-step-llmc")
-    half: dict[str, Any] = {"seq_len": 1024, "precision": "mixed-bf16", "dp": 8}
+    half: dict[str, Any] = {"seq_len": 1024, "precision": "mixed-bf16", "dp": 8, "compile": True}
     rate = tokens["124M"] / 8 / steps["124M, 8 × A100"]
     found.append(Throughput("llm.c 124M", "A100-80GB", short, Training(micro_batch=64, **half), rate))
     rate = tokens["1558M"] / 8 / steps["1558M, 8 × H100"]
@@ -181,11 +181,11 @@ def throughputs() -> list[Throughput]:
     return found
 
 
-def estimated_rate(row: Throughput, rates: Efficiency) -> float:
-    """Return the tokens per second and GPU that `llmlab.estimate` gives with these rates."""
-    seconds = formulas.seconds_at(model(row.config), row.run, gpu(row.card), rates)
-    assert seconds is not None
-    return formulas.tokens_of(row.run) / seconds / row.run.world_size
+def estimated_rate(row: Throughput) -> float:
+    """Return the tokens per second and GPU that `llmlab.estimate` gives, from kernels that were measured."""
+    tokens = lab.estimate(row.config, row.run, row.card).tokens_per_second
+    assert tokens
+    return tokens / row.run.world_size
 
 
 # ---- the fit
@@ -265,29 +265,23 @@ def cross_validated(card: str, rows: Sequence[Row]) -> np.ndarray:
     return np.concatenate(errors)
 
 
-def derive_attention(values: dict[str, float]) -> dict[str, float]:
-    """Return the A100's values with attention's rate, which is fitted to whole runs: no operator's record has it."""
-    runs = [row for row in throughputs() if row.card == "A100-80GB"]
-
-    def errors(found: dict[str, float]) -> np.ndarray:
-        rates = rates_of("A100-80GB", {**values, **found})
-        return np.array([np.log(row.tokens_per_second / estimated_rate(row, rates)) for row in runs])
-
-    return {**values, **fit({"attention.bf16": 1.5e14}, errors)}
+def measured_attention(card: str) -> float:
+    """Return FlashAttention 2's FLOP/s, forward and backward, in steps that last: 8 sequences of 2048, 32 heads of 128,
+    of which the half that is not masked counts."""
+    found = kernels(card)
+    forward = found.attention(8, 32, 2048, 128, "flash", "bf16")
+    return 3.5 * 2 * 8 * 32 * 2048**2 * 128 / (forward * (1 + found.backward))
 
 
 def derive_h100() -> dict[str, float]:
-    """Return the H100's values: attention's rate is published; products and bandwidth are what whole runs reached."""
-    runs = [row for row in throughputs() if row.card == "H100-80GB"]
+    """Return the H100's values: products as measured, at the clocks that last (training.toml), attention as published;
+    bandwidth is the share of the data sheet that the other cards reach."""
     published = figure("flash-attention-3-forward").values
-    rate = float(np.mean([value for name, value in published.items() if name.startswith("FlashAttention-2")]))
-
-    def errors(found: dict[str, float]) -> np.ndarray:
-        rates = rates_of("H100-80GB", {**found, "attention.bf16": rate})
-        away = [PRIOR * np.log(value / START["H100-80GB"][name]) for name, value in found.items()]
-        return np.array([np.log(row.tokens_per_second / estimated_rate(row, rates)) for row in runs] + away)
-
-    return {**fit(START["H100-80GB"], errors), "attention.bf16": rate}
+    attention = float(np.mean([value for name, value in published.items() if name.startswith("FlashAttention-2")]))
+    product = kernels("H100-80GB").product(8192, 8192, 8192, "bf16")
+    assert product
+    bandwidth = training_rates()["share"]["bandwidth"] * gpu("H100-80GB").bandwidth
+    return {"bandwidth": bandwidth, "matmul.bf16": 2 * 8192**3 / product, "attention.bf16": attention}
 
 
 # ---- the table
@@ -339,17 +333,16 @@ def main(written: bool) -> None:
     torch.set_num_threads(1)
     rows = {"T4": finetuning_rows(), "A100-80GB": operator_rows()}
     values = {card: derive(card, found) for card, found in rows.items()}
-    values["A100-80GB"] = derive_attention(values["A100-80GB"])
+    values["A100-80GB"]["attention.bf16"] = measured_attention("A100-80GB")
     values["H100-80GB"] = derive_h100()
     runs = throughputs()
-    off = {card: np.array([estimated_rate(row, rates_of(card, values[card])) / row.tokens_per_second - 1
-                           for row in runs if row.card == card]) for card in ("A100-80GB", "H100-80GB")}  # fmt: skip
+    off = {card: np.array([estimated_rate(row) / row.tokens_per_second - 1 for row in runs if row.card == card])
+           for card in ("A100-80GB", "H100-80GB")}  # fmt: skip
     sources = {
         "T4": f"{len(rows['T4'])} LoRA and QLoRA steps, llmlab/archive/t4/published-finetuning.json",
         "A100-80GB": f"{len(rows['A100-80GB'])} operators of plain PyTorch, "
-        "llmlab/archive/a100-80gb/published-operators.json; attention: published training throughputs, "
-        "llmlab/archive/published-figures.json",
-        "H100-80GB": "published training throughputs and FlashAttention-2's forward rate, "
+        "llmlab/archive/a100-80gb/published-operators.json; attention: llmlab/hardware/kernels",
+        "H100-80GB": "products: llmlab/hardware/kernels; FlashAttention-2's forward rate, "
         "llmlab/archive/published-figures.json; nothing says what its host takes, so the simulator gives no time",
     }
     held = {}
@@ -357,13 +350,13 @@ def main(written: bool) -> None:
         fitted = summary(relative_errors(found, rates_of(card, values[card])))
         held[card] = f"fitted: {fitted}; rows left out, {FOLDS} folds: {summary(cross_validated(card, found))}"
     held["A100-80GB"] += f"; {len(off['A100-80GB'])} training runs: {summary(off['A100-80GB'])}"
-    held["H100-80GB"] = f"{len(off['H100-80GB'])} training runs, all of them fitted: {summary(off['H100-80GB'])}"
+    held["H100-80GB"] = f"{len(off['H100-80GB'])} training runs: {summary(off['H100-80GB'])}"
     text = (
         "\n\n".join([HEAD.rstrip(), *(entry(card, values[card], sources[card], held[card]) for card in values)]) + "\n"
     )
     print(text)
     for row in runs:
-        rate = estimated_rate(row, rates_of(row.card, values[row.card]))
+        rate = estimated_rate(row)
         print(f"{row.name} on {row.card}: {rate:,.0f} tokens/s and GPU, published {row.tokens_per_second:,.0f}: "
               f"{rate / row.tokens_per_second - 1:+.1%}")  # fmt: skip
     if written:

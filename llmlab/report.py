@@ -46,7 +46,9 @@ class Report(Tabular):
     `needed` is the memory of a larger device that a run which did not fit needs: reserved bytes (allocated ones where
     those are not known) and the known bytes outside the allocator. A prediction's other sizes are then those of the
     run with enough room, and `process` is None.
-    `step_seconds` is one optimizer step (training) or the whole generation (inference).
+    `step_seconds` is one optimizer step (training) or the whole generation (inference). An estimate of training has the
+    interval that holds 8 in 10 such predictions (`step_seconds_low`, `step_seconds_high`), and divides the seconds by
+    what takes them (`time`) with the origin of each rate (`time_sources`).
     """
 
     source: Source
@@ -67,6 +69,10 @@ class Report(Tabular):
     modules: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # the peak by module path, and by part
     flops: int | None = None
     step_seconds: float | None = None
+    step_seconds_low: float | None = None
+    step_seconds_high: float | None = None
+    time: Mapping[str, float] = field(default_factory=dict)
+    time_sources: Mapping[str, str] = field(default_factory=dict)
     tokens_per_second: float | None = None
     mfu: float | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -151,7 +157,12 @@ class Report(Tabular):
                 at_least = " at least" if name == "needed" and self.peak_reserved is None else ""
                 rows.append((label + at_least, shown(size)))
         rows += [(f"peak in {phase}", show_bytes(size)) for phase, size in self.phases.items()]
-        rows += [(label, shown(value)) for label, name, shown in SPEED if (value := getattr(self, name)) is not None]
+        for label, name, shown in SPEED:
+            if (value := getattr(self, name)) is not None:
+                rows.append((label, shown(value)))
+            if name == "step_seconds" and self.step_seconds_low and self.step_seconds_high:
+                between = f"{show_seconds(self.step_seconds_low)} to {show_seconds(self.step_seconds_high)}"
+                rows.append(("  in 8 cases of 10", between))
         rows.append(("outcome", self.outcome + (f" ({self.where})" if self.where else "")))
         return rows
 
@@ -166,6 +177,13 @@ class Report(Tabular):
             for path, sizes in self.modules.items()
         ]
         return str(Table(("", *parts, "all"), rows, f"{self.title}, the peak by module, MiB"))
+
+    def time_table(self) -> str:
+        """Return what the time of a step is made of, and where each rate is from, as a printed table."""
+        if not self.time:
+            return f"{self.title}: the time is not divided; lab.estimate(model, run, gpu) does that"
+        rows = [(part, show_seconds(value), self.time_sources.get(part, "")) for part, value in self.time.items()]
+        return str(Table(("", "seconds", "from"), rows, f"{self.title}, {show_seconds(self.step_seconds)} per step"))
 
     def __repr__(self) -> str:
         return f"<Report: {self.title}: peak {show_bytes(self.peak_allocated)}, {self.outcome}>"

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..base.errors import NotAvailable
-from ..base.units import show_bytes, show_seconds
+from ..base.units import show_bytes
 from ..hardware.gpu import GPU
 from ..hardware.gpu import gpu as find_gpu
 from ..hardware.links import Cluster
-from ..hardware.links import cluster as cluster_of
 from ..report import Report
 from ..specs.check import check
 from ..specs.model import ModelLike, ModelSpec
@@ -19,9 +17,9 @@ from .inference import inference_moments
 from .memory.moments import Moment, StepMemory
 from .memory.share import share_of
 from .serving import FRACTION, serving
-from .time.distributed import Step, step
 from .time.flops import flops
-from .time.step import mfu, step_seconds, tokens_of
+from .time.step import mfu, tokens_of
+from .time.timing import timing
 from .verdict import Verdict, verdict
 
 
@@ -40,7 +38,8 @@ def estimated(model: ModelLike, run: Run, gpu: GPU | str | None, cluster: Cluste
     fit = verdict(max(peaks), card, run.world_size) if card else Verdict("unknown", 0, 0)
     compiled = isinstance(run, Training) and run.compile  # what is counted is eager mode: less may be enough
     over = fit.outcome == "out of memory" and not compiled
-    seconds, time_note = _seconds(spec, run, card, cluster)
+    time = timing(spec, run, card, cluster)
+    seconds = time.seconds
     return Report(
         source="estimated",
         model=spec.name,
@@ -56,9 +55,13 @@ def estimated(model: ModelLike, run: Run, gpu: GPU | str | None, cluster: Cluste
         detail=detail,
         flops=flops(spec, run, card, cpu).total // run.world_size,
         step_seconds=seconds,
+        step_seconds_low=time.low,
+        step_seconds_high=time.high,
+        time=time.parts,
+        time_sources=time.sources,
         tokens_per_second=tokens_of(run) / seconds if seconds else None,
         mfu=mfu(spec, run, card, seconds) if seconds and card else None,
-        notes=(f"The peak is in {peak.phase}: {peak.name}.", *_notes(spec, run, card, peaks, fit, time_note)),
+        notes=(f"The peak is in {peak.phase}: {peak.name}.", *_notes(spec, run, card, peaks, fit, time.note)),
     )
 
 
@@ -72,35 +75,14 @@ def _stages(
     return [stage.moments() for stage in stages], {"activations": stages[0].activations_by_kind}
 
 
-def _seconds(
-    spec: ModelSpec, run: Run, card: GPU | None, cluster: Cluster | None
-) -> tuple[float | None, tuple[str, ...]]:
-    """Return the seconds of a step, and, on several devices, a note of what they consist of."""
-    if card is None or not isinstance(run, Training) or run.world_size == 1:
-        return step_seconds(spec, run, card), ()
-    try:
-        nodes = cluster or cluster_of(card)
-        terms = step(spec, run, card, nodes)
-    except NotAvailable as error:
-        return None, (f"Time is not known: {error}.",)
-    between = ""
-    if nodes.across and run.world_size > nodes.gpus:
-        between = f", {nodes.adapters} × {nodes.across.name} per node"
-    return terms.seconds, (f"Time: {_shown(terms)}; {nodes.gpus} GPUs per node on {nodes.inside.name}{between}.",)
-
-
-def _shown(step: Step) -> str:
-    terms = ("compute", "tensor", "context", "experts", "pipeline", "bubble", "data", "update")
-    return ", ".join(f"{term} {show_seconds(value)}" for term in terms if (value := getattr(step, term)))
-
-
 def _notes(
-    spec: ModelSpec, run: Run, card: GPU | None, peaks: list[int], fit: Verdict, time_note: tuple[str, ...]
+    spec: ModelSpec, run: Run, card: GPU | None, peaks: list[int], fit: Verdict, time_note: str
 ) -> Iterator[str]:
     """Say what the figures alone do not: of a pipeline's stages, of what is not known, and of serving."""
     if most := peaks.index(max(peaks)):
         yield f"Stage {most} of the pipeline (from 0) holds more than the first: {show_bytes(peaks[most])}."
-    yield from time_note
+    if time_note:
+        yield time_note
     if card is None:
         return
     if card.context is None:

@@ -18,7 +18,7 @@ from ..base.errors import SpecError, unknown_name
 from ..base.units import show_bytes
 from .tables import cited, read_table, values_of
 
-DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp8", "int8")
+DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp8", "int8", "fp4")
 
 BF16_CAPABILITY = (8, 0)  # Ampere. torch.cuda.is_bf16_supported() is True on a T4 (7.5) too: it counts emulation.
 FLASH_ATTENTION_2_CAPABILITY = (8, 0)  # Dao-AILab/flash-attention README: Ampere, Ada, Hopper
@@ -32,10 +32,10 @@ class GPU:
     """One accelerator. Rates are dense (no 2:4 sparsity) and theoretical; None: the chip lacks it, or it is not known.
 
     `memory`: bytes that a program sees (the driver's total). `bandwidth`: bytes/s of device memory. `peak_flops`:
-    FLOP/s (int8: op/s) by dtype. `sms`: multiprocessors (AMD: compute units). `nvlink` (AMD: Infinity Fabric), `pcie`:
-    bytes/s in one direction. `context`, `nccl`: bytes that the CUDA context and, with several ranks, NCCL take outside
-    the allocator. `cublas_workspace`: bytes each cuBLAS handle takes from the allocator. `usd_per_hour`, `usd`: a
-    rental and a launch price, which age: see `checked` (ISO date) and `sources` (by field).
+    FLOP/s (int8: op/s) by dtype, one of `DTYPES`. `sms`: multiprocessors (AMD: compute units). `nvlink` (AMD: Infinity
+    Fabric), `pcie`: bytes/s in one direction. `context`, `nccl`: bytes that the CUDA context and, with several ranks,
+    NCCL take outside the allocator. `cublas_workspace`: bytes each cuBLAS handle takes from the allocator.
+    `usd_per_hour`, `usd`: a rental and a launch price, which age: see `checked` (ISO date) and `sources` (by field).
     """
 
     name: str

@@ -16,7 +16,6 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from itertools import product
 from math import ceil, log2, prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,18 +61,15 @@ class Grid:
 
     def nanoseconds(self, point: Sequence[float]) -> float:
         """Return the time at `point`, linear in the logarithms; beyond an axis that of its end."""
-        corners = []
+        spots = [(0, 1.0)]  # places in `values`, and their weights
         for axis, logs, x in zip(self.axes, self._logs, point, strict=True):
-            x = min(max(x, axis[0]), axis[-1])
-            low = min(bisect_right(axis, x), len(axis) - 1) - 1 if len(axis) > 1 else 0
-            weight = (log2(x) - logs[low]) / (logs[low + 1] - logs[low]) if len(axis) > 1 else 0.0
-            corners.append(((low, 1 - weight), (low + 1, weight)) if weight else ((low, 1.0),))
-        total = 0.0
-        for corner in product(*corners):
-            place, share = 0, 1.0
-            for axis, (index, weight) in zip(self.axes, corner, strict=True):
-                place, share = place * len(axis) + index, share * weight
-            total += share * self.values[place]
+            count, x = len(axis), min(max(x, axis[0]), axis[-1])
+            low = max(0, min(bisect_right(axis, x), count - 1) - 1)
+            upper = (log2(x) - logs[low]) / (logs[low + 1] - logs[low]) if count > 1 else 0.0
+            below = [(place * count + low, weight * (1 - upper)) for place, weight in spots]
+            above = [(place * count + low + 1, weight * upper) for place, weight in spots] if upper else []
+            spots = below + above
+        total = sum(weight * self.values[place] for place, weight in spots)
         return float(2 ** (total / UNIT))
 
 

@@ -150,10 +150,10 @@ def _of_kind(given: Link | str, what: str, across: bool) -> Link:
 def node_link(card: GPU | str) -> Link:
     """Return what connects such cards inside a node: NVLink with the card's bandwidth, else its PCIe.
 
-    NVLink on a GeForce card or a PCIe board is a bridge between two; a ring of more goes through PCIe.
+    NVLink on a GeForce card, a PCIe board or an NVL is a bridge between two; a ring of more goes through PCIe.
     """
     found = gpu(card)
-    bridge = found.name.endswith("PCIe") or found.name.startswith("RTX")
+    bridge = found.name.endswith(("PCIe", "NVL")) or found.name.startswith("RTX")
     for each in links().values():
         if found.nvlink and not bridge and found.architecture in each.architectures:
             share = found.nvlink / each.bandwidth  # an H800 has 8 of an H100's 18 links

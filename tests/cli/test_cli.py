@@ -239,7 +239,7 @@ def test_gpus_lists_every_card_with_its_dense_peaks():
     lines = call("gpus").stdout.splitlines()
     assert [line.split()[0] for line in lines[1:-1]] == [card.name for card in gpus()]
     t4 = lines[1 + [card.name for card in gpus()].index("T4")].split()
-    assert t4[3:] == ["8.1", "–", "65", "–", "–", "130", "7.5"]  # fp16 65 TFLOP/s, no bf16, int8 130 TOP/s, sm_75
+    assert t4[3:] == ["8.1", "–", "65", "–", "–", "130", "–", "7.5"]  # fp16 65 TFLOP/s, no bf16, int8 130 TOP/s, sm_75
     cards = json.loads(call("gpus", "--json").stdout)
     assert {card["name"]: card["memory"] for card in cards} == {card.name: card.memory for card in gpus()}
     assert next(card for card in cards if card["name"] == "T4")["peak_flops"]["fp16"] == 65e12

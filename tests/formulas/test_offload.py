@@ -20,7 +20,7 @@ from llmlab.formulas.time.offload import (
     tokens_to_hide,
     tokens_to_hide_update,
 )
-from llmlab.formulas.time.step import passes_seconds
+from llmlab.formulas.time.step import passes
 from llmlab.hardware.nodes import adam_share, host, host_of, hosts, nvme, to_host
 from llmlab.ranks.launch import launch
 
@@ -83,7 +83,7 @@ def test_the_formula_is_within_half_a_percent_of_the_simulator(precision, accumu
 
 
 def step(run=RUN, card=A100, **where):
-    computed = passes_seconds(LLAMA, run, card, efficiency(card))
+    computed = passes(LLAMA, run, card).seconds
     return offloaded_step(LLAMA, run, card, computed, **where)
 
 

@@ -16,9 +16,10 @@ from llmlab.hardware.gpu import DTYPES, GPU, gpu, gpus, match
 CARDS = pytest.mark.parametrize("card", gpus(), ids=lambda card: card.name)
 
 CARD_NAMES = [
-    "T4", "V100-16GB", "V100-32GB", "A10G", "L4", "RTX-3060", "RTX-3090", "RTX-4060-Ti", "RTX-4090", "RTX-5090",
-    "A100-40GB", "A100-40GB-PCIe", "A100-80GB", "A100-80GB-PCIe", "A800-80GB", "H100-80GB", "H100-80GB-PCIe",
-    "H800-80GB", "H200", "B200", "MI300X",
+    "T4", "V100-16GB", "V100-32GB", "A10G", "A10", "RTX-A6000", "L4", "L40S", "RTX-6000-Ada", "RTX-3060", "RTX-3090",
+    "RTX-4060-Ti", "RTX-4090", "RTX-5090", "RTX-PRO-6000", "A100-40GB", "A100-40GB-PCIe", "A100-80GB", "A100-80GB-PCIe",
+    "A800-80GB", "H100-80GB", "H100-80GB-PCIe", "H800-80GB", "H200", "H100-NVL", "H20", "GH200", "B200", "B300",
+    "GB200", "GB300", "MI300X", "MI325X", "MI350X", "MI355X",
 ]  # fmt: skip
 
 
@@ -51,7 +52,7 @@ def test_rates_are_of_known_dtypes_and_ordered_by_width(card):
     peaks = card.peak_flops
     assert set(peaks) <= set(DTYPES)
     assert all(rate > 0 for rate in peaks.values())
-    order = [peaks[dtype] for dtype in ("fp32", "tf32", "fp16", "fp8") if dtype in peaks]
+    order = [peaks[dtype] for dtype in ("fp32", "tf32", "fp16", "fp8", "fp4") if dtype in peaks]
     assert order == sorted(order), "narrower is never slower"
     if "int8" in peaks:
         assert peaks["int8"] >= 1.9 * peaks["fp16"]
@@ -69,7 +70,9 @@ def test_dtypes_follow_the_generation(card):
     assert card.supports_bf16 == (card.compute_capability >= (8, 0))
     assert ("tf32" in card.peak_flops) == (card.compute_capability >= (8, 0))
     assert ("fp8" in card.peak_flops) == (card.compute_capability >= (8, 9))
-    assert ("int8" in card.peak_flops) == (card.compute_capability >= (7, 5))
+    blackwell_ultra = card.compute_capability == (10, 3)  # its int8 units are nearly gone
+    assert ("int8" in card.peak_flops) == (card.compute_capability >= (7, 5) and not blackwell_ultra)
+    assert ("fp4" in card.peak_flops) == (card.compute_capability >= (10, 0))
 
 
 @pytest.mark.parametrize("name", ["T4", "V100-16GB", "V100-32GB"])
@@ -91,8 +94,11 @@ SPARSE = [("A100-80GB", "bf16", 624), ("A100-40GB", "bf16", 624), ("A100-80GB", 
           ("H100-80GB-PCIe", "bf16", 1513), ("H800-80GB", "bf16", 1979), ("H200", "bf16", 1979), ("H200", "fp8", 3958),
           ("L4", "bf16", 242), ("L4", "fp8", 485), ("L4", "tf32", 120), ("A10G", "bf16", 140),
           ("RTX-3090", "fp16", 142), ("RTX-4090", "bf16", 330.3), ("RTX-4090", "fp8", 660.6), ("RTX-5090", "bf16", 419),
-          ("B200", "bf16", 4500),
-          ("B200", "fp8", 9000), ("MI300X", "bf16", 2614.9), ("MI300X", "fp8", 5229.8)]  # fmt: skip
+          ("A10", "bf16", 250), ("RTX-A6000", "bf16", 309.7), ("L40S", "bf16", 724), ("L40S", "fp8", 1466),
+          ("RTX-6000-Ada", "fp8", 1457), ("H100-NVL", "bf16", 1671), ("GH200", "bf16", 1979), ("B200", "bf16", 4500),
+          ("B200", "fp8", 9000), ("B200", "fp4", 18000), ("B300", "bf16", 4500), ("GB200", "bf16", 5000),
+          ("GB200", "fp4", 20000), ("GB300", "fp8", 10000), ("MI355X", "fp8", 10066.3),
+          ("MI300X", "bf16", 2614.9), ("MI300X", "fp8", 5229.8)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "dtype", "sparse"), SPARSE)
@@ -113,7 +119,9 @@ def test_fp32_is_what_the_cores_can_do(card):
 @CARDS
 def test_memory_is_below_the_sticker_and_not_by_much(card):
     sticker = {"T4": 16, "A10G": 24, "L4": 24, "RTX-3060": 12, "RTX-3090": 24, "RTX-4060-Ti": 16, "RTX-4090": 24,
-               "RTX-5090": 32, "H200": 141, "B200": 180, "MI300X": 192}.get(card.name)  # fmt: skip
+               "RTX-5090": 32, "H200": 141, "B200": 180, "MI300X": 192, "A10": 24, "RTX-A6000": 48, "L40S": 48,
+               "RTX-6000-Ada": 48, "RTX-PRO-6000": 96, "H20": 96, "GH200": 96, "H100-NVL": 94, "B300": 288,
+               "GB200": 192, "GB300": 288, "MI325X": 256, "MI350X": 288, "MI355X": 288}.get(card.name)  # fmt: skip
     sticker = sticker or int(card.name.split("-")[1].removesuffix("GB"))
     assert 0.9 * sticker * GiB < card.memory < sticker * GiB
 
@@ -121,7 +129,7 @@ def test_memory_is_below_the_sticker_and_not_by_much(card):
 @CARDS
 def test_bandwidth_and_links_are_of_the_right_order(card):
     """Device memory is faster than NVLink, which is faster than PCIe; a swap of units or of directions breaks it."""
-    assert 250e9 < card.bandwidth < 8e12
+    assert 250e9 < card.bandwidth <= 8e12
     assert card.nvlink is None or card.nvlink < card.bandwidth / 2
     assert card.pcie is None or 15e9 < card.pcie < 64e9
     assert card.pcie is None or card.nvlink is None or card.nvlink > card.pcie
@@ -130,7 +138,8 @@ def test_bandwidth_and_links_are_of_the_right_order(card):
 @CARDS
 def test_the_machine_balance_lies_where_machines_do(card):
     """fp16 FLOPs per byte of memory: why decoding is bound by bytes. T4 203, A100-80GB 153, H100 295."""
-    assert 70 < card.peak("fp16") / card.bandwidth < 450
+    least = 35 if card.name == "H20" else 70  # sold with a seventh of the H100's matrix units, and more bandwidth
+    assert least < card.peak("fp16") / card.bandwidth < 450
 
 
 def test_the_export_versions_differ_from_their_models_in_nvlink_alone():
@@ -145,7 +154,7 @@ def test_cublas_workspaces_are_those_of_torch():
     small = (4096 * 2 + 16 * 8) * 1024
     for card in gpus():
         capability = card.compute_capability
-        large = 128 * MiB if capability is None else 32 * MiB
+        large = {"CDNA 3": 128 * MiB, "CDNA 4": None}.get(card.architecture, 32 * MiB)  # nobody looked up gfx950's
         assert card.cublas_workspace == (large if capability is None or capability >= (9, 0) else small)
 
 
@@ -191,8 +200,8 @@ def test_a_card_passes_through():
 
 @pytest.mark.parametrize(
     "other",
-    ["NVIDIA H100 NVL", "RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "Tesla V100-PCIE-32GB", "NVIDIA A10",
-     "GB200", "NVIDIA H800 PCIe", "", "gpu"],
+    ["NVIDIA H200 NVL", "RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "Tesla V100-PCIE-32GB", "NVIDIA A30",
+     "B100", "NVIDIA H800 PCIe", "", "gpu"],
 )  # fmt: skip
 def test_a_similar_card_is_unknown_rather_than_somebody_elses_figures(other):
     with pytest.raises(UnknownName):
@@ -239,7 +248,8 @@ def test_match_accepts_what_drivers_have_shown_for_a_t4(mib):
 
 
 def test_match_does_not_know_other_cards():
-    assert match("NVIDIA GH200 480GB", 97_280 * MiB) is None
+    assert match("NVIDIA L20", 45_000 * MiB) is None
+    assert match("NVIDIA GH200 144G HBM3e", 146_000 * MiB) is None
 
 
 def test_the_table_needs_no_torch():

@@ -10,7 +10,7 @@ from llmlab.hardware.links import cluster, link, links, node_link
 @pytest.mark.parametrize("name", sorted(links()))
 def test_no_link_reaches_more_than_its_data_sheet(name):
     found = link(name.lower())
-    assert 0.75 < found.reached / found.bandwidth < 1
+    assert 0.75 <= found.reached / found.bandwidth < 1
     assert 0 < found.step < 20e-6 and 0 < found.tree_step < 20e-6
     assert found.source and "[" not in found.source and found.checked
     # A switch that adds is sent every byte once, where a ring over 8 sends it 7/4 times: that much faster at best.
@@ -22,8 +22,8 @@ def test_a_card_has_the_link_of_its_data_sheet():
     assert node_link("A800").reached == pytest.approx(8 * 20e9, rel=0.03)  # 8 links of the A100's 12
     assert node_link("T4").name == "PCIe-3"
     assert node_link("RTX-4090").name == node_link("A100-40GB-PCIe").name == "PCIe-4"  # no switch joins all
-    with pytest.raises(NotAvailable, match="MI300X"):
-        node_link("MI300X")
+    assert node_link("MI300X").reached == 7 * 48e9 and node_link("MI355X").bandwidth == 537.6e9
+    assert node_link("H100-NVL").name == "PCIe-5"  # its NVLink is a bridge between two
 
 
 def test_who_shares_a_node_and_its_adapters():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from ...specs.model import ModelSpec
@@ -74,6 +75,7 @@ def _shard(spec: ModelSpec, run: Training, whole: Parts) -> int:
     return int(whole.experts * sharded_experts(spec, run)) + whole.dense // (run.dp * run.cp)
 
 
+@lru_cache(maxsize=1024)
 def states(spec: ModelSpec, run: Training, stage: int = 0) -> States:
     """Return the weights, gradients and optimizer states of one device of pipeline stage `stage`.
 

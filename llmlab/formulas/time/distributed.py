@@ -17,24 +17,23 @@ The vocabulary-parallel loss and embedding send a little too, which is left out.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import ceil
+from math import log2
 from typing import NamedTuple
 
 from ...base.errors import NotAvailable, SpecError
 from ...hardware.gpu import GPU
 from ...hardware.gpu import gpu as find_gpu
-from ...hardware.links import Cluster, Group
+from ...hardware.links import Cluster
 from ...specs.check import check
 from ...specs.model import ModelLike, ModelSpec
 from ...specs.model import model as find_model
 from ...specs.run import Training
 from ...specs.stages import stage_layers
 from ..memory.share import bytes_of
-from ..memory.states import device_parameters, states
 from . import step as time
-from .communication import finished, seconds
-from .efficiency import efficiency
+from .data_parallel import data_parallel
 from .flops import flops
+from .kernels import Kernels, kernels, training_rates
 
 BUCKET_BYTES = 25 * 2**20  # torch DDP's bucket_cap_mb, of gradients that are all-reduced
 OVERLAPS = ("data", "gradients", "tensor")
@@ -44,10 +43,14 @@ OVERLAPS = ("data", "gradients", "tensor")
 class Step:
     """Seconds of a step by what the slowest GPU does; communication counts where computation does not hide it.
 
-    `data` is exposed, `data_sent` all that data parallelism communicates, hidden or not.
+    `launches` is what the card waits for its host, to start kernels. `data` is exposed, `data_sent` all that data
+    parallelism communicates, hidden or not. `scale` is what many nodes lose to the slowest of them.
     """
 
-    compute: float
+    products: float
+    attention: float
+    elementwise: float
+    launches: float
     tensor: float
     context: float
     experts: float
@@ -56,12 +59,17 @@ class Step:
     data: float
     update: float
     data_sent: float
+    scale: float = 0.0
     mfu: float | None = None
+
+    @property
+    def compute(self) -> float:
+        return self.products + self.attention + self.elementwise + self.launches
 
     @property
     def seconds(self) -> float:
         sent = self.tensor + self.context + self.experts + self.pipeline + self.data
-        return self.compute + sent + self.bubble + self.update
+        return self.compute + sent + self.bubble + self.update + self.scale
 
 
 def step(
@@ -80,47 +88,77 @@ def step(
     computation: "data", gradients behind backward and ZeRO-3's parameters behind the unit before, as DDP and FSDP do;
     "gradients", the same in backward only: forward waits for each unit's parameters; "tensor", backward's
     communication behind the weight gradients' products, as Megatron-LM does. Raises SpecError for settings
-    that contradict each other, NotAvailable for a card whose rates were never measured.
+    that contradict each other, NotAvailable for a dtype that the card has no units for, and where no link is known.
     """
     spec, gpu = find_model(model), find_gpu(card)
     check(spec, run, gpu)
     _check(spec.layers, run, virtual_stages, overlap, bucket_bytes)
-    rates = efficiency(gpu)
-    products = time.product_seconds(spec, run, gpu, rates) if rates else None
-    if rates is None or products is None:
-        raise NotAvailable(f"what {gpu.name} reaches in {time.peak_dtype(run)} was not measured: no time follows")
+    found, passed = kernels(gpu), time.passes(spec, run, gpu)
+    if passed is None:
+        raise NotAvailable(f"{gpu.name} has no units for {time.peak_dtype(run)}: no time follows")
     m = run.accumulation
-    moved = time.moved(spec, run, gpu)
     # The last stage has all of the head and the loss.
-    head = products.get("head", 0.0) * run.pp / m + moved.loss / rates.bandwidth / m
-    mean = spec.layers / run.pp  # the layers that products, traffic and the host's time are counted for
-    blocks = sum(seconds for part, seconds in products.items() if part != "head") / m
-    block = (blocks + moved.blocks / rates.bandwidth / m) / mean
-    host = time.host_seconds(spec, run, rates) / m / mean
-    tensor = _tensor(spec, run, cluster, "tensor" in overlap)
-    context = _context(spec, run, cluster)
-    experts = spec.moe_layers / spec.layers * _experts(spec, run, cluster) if run.ep > 1 else 0.0
-    pipeline = _sends(spec, run, cluster, virtual_stages)
+    head = _Layer(passed.products.get("head", 0.0) * run.pp, 0.0, passed.loss, 0.0)
+    blocks = sum(seconds for part, seconds in passed.products.items() if part != "head")
+    # A layer of the mean stage: what products, traffic and the host's time are counted for.
+    block = _Layer(blocks, passed.attention, passed.elementwise, passed.host).times(run.pp / spec.layers)
+    tensor = _tensor(spec, run, cluster, found, "tensor" in overlap)
+    context = _context(spec, run, cluster, found)
+    experts = spec.moe_layers / spec.layers * _experts(spec, run, cluster, found) if run.ep > 1 else 0.0
+    pipeline = _sends(spec, run, cluster, virtual_stages, found)
 
     layers = stage_layers(spec.layers, run.pp, spec.name)
-    computed = [max(n * block + (head if stage == run.pp - 1 else 0.0), n * host) for stage, n in enumerate(layers)]
-    stages = [compute + n * (tensor + context + experts) for compute, n in zip(computed, layers, strict=True)]
+    computed = [_stage(n, block, head if stage == run.pp - 1 else _Layer()).times(1 / m)
+                for stage, n in enumerate(layers)]  # fmt: skip
+    stages = [each.seconds + n * (tensor + context + experts) for each, n in zip(computed, layers, strict=True)]
     slowest = max(range(run.pp), key=lambda stage: stages[stage])
     n, compute = layers[slowest], computed[slowest]
     counted = flops(spec, run, gpu)
-    data = _data(spec, run, cluster, compute, counted.forward / counted.total, overlap, bucket_bytes)
-    found = Step(
-        compute=m * compute,
+    forward = counted.forward / counted.total
+    data = data_parallel(spec, run, cluster, found, compute.seconds, forward, overlap, bucket_bytes)
+    scale = training_rates()["scale"]
+    step = Step(
+        products=m * compute.products,
+        attention=m * compute.attention,
+        elementwise=m * compute.elementwise,
+        launches=m * (compute.seconds - compute.card),
         tensor=m * n * tensor,
         context=m * n * context,
         experts=m * n * experts,
         pipeline=m * pipeline,
         bubble=(sum(stages) - stages[slowest] + (run.pp - 1) * pipeline) / virtual_stages,
-        data=data.exposed,
-        update=time.update_seconds(spec, run, rates),
+        data=data.exposed + scale["contention"] * data.contended(cluster.group(run.dp * run.cp, run.tp)),
+        update=time.update_seconds(spec, run, found),
         data_sent=data.sent,
     )
-    return replace(found, mfu=time.mfu(spec, run, gpu, found.seconds))
+    nodes = -(-run.world_size // cluster.gpus)
+    step = replace(step, scale=scale["per_doubling"] * log2(nodes) * step.seconds)
+    return replace(step, mfu=time.mfu(spec, run, gpu, step.seconds))
+
+
+class _Layer(NamedTuple):
+    """Seconds of some layers' passes on the card, by kind, and of the host that starts their kernels."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    host: float = 0.0
+
+    @property
+    def card(self) -> float:
+        return self.products + self.attention + self.elementwise
+
+    @property
+    def seconds(self) -> float:
+        return max(self.card, self.host)
+
+    def times(self, factor: float) -> _Layer:
+        return _Layer(*(factor * each for each in self))
+
+
+def _stage(layers: int, block: _Layer, head: _Layer) -> _Layer:
+    """Return a pipeline stage of so many layers and, on the last one, the head and the loss."""
+    return _Layer(*(layers * one + last for one, last in zip(block, head, strict=True)))
 
 
 def _check(layers: int, run: Training, virtual_stages: int, overlap: tuple[str, ...], bucket_bytes: int) -> None:
@@ -133,8 +171,8 @@ def _check(layers: int, run: Training, virtual_stages: int, overlap: tuple[str, 
         raise SpecError(f"overlap={unknown[0]!r} is not one of {', '.join(OVERLAPS)}")
     if bucket_bytes < 1:
         raise SpecError(f"bucket_bytes={bucket_bytes} is not a size >= 1")
-    if run.offload or run.compile or run.kernels:
-        raise NotAvailable("no time for offloaded, compiled or Liger's steps on many GPUs")
+    if run.offload:
+        raise NotAvailable("no time for offloaded steps on many GPUs")
 
 
 def _stream_bytes(spec: ModelSpec, run: Training) -> float:
@@ -142,7 +180,7 @@ def _stream_bytes(spec: ModelSpec, run: Training) -> float:
     return run.tokens / run.cp * spec.hidden * bytes_of(run).compute
 
 
-def _tensor(spec: ModelSpec, run: Training, cluster: Cluster, hidden: bool) -> float:
+def _tensor(spec: ModelSpec, run: Training, cluster: Cluster, found: Kernels, hidden: bool) -> float:
     """Return the exposed seconds per layer and micro-batch.
 
     Megatron-LM hides, backward, what a column-parallel layer sends: the all-reduce of its input's gradient, or, with
@@ -152,132 +190,39 @@ def _tensor(spec: ModelSpec, run: Training, cluster: Cluster, hidden: bool) -> f
     again = 2 if run.checkpointing == "full" else 0
     if run.sequence_parallel:
         gathers, scatters = 2 + (2 if hidden else 4) + again, 2 + (0 if hidden else 2) + again
-        return gathers * seconds("all-gather", size, group) + scatters * seconds("reduce-scatter", size, group)
-    return (2 + (0 if hidden else 2) + again) * seconds("all-reduce", size, group)
+        gather, scatter = (found.collective(each, size, group) for each in ("all-gather", "reduce-scatter"))
+        if run.zero == 3:
+            # FSDP2 with DTensor: what is gathered or scattered along dimension 1 is copied, to or from dimension 0
+            # (torch/distributed/_functional_collectives.py, all_gather_tensor, reduce_scatter_tensor).
+            gather, scatter = (each + 2 * size / found.bandwidth for each in (gather, scatter))
+        return gathers * gather + scatters * scatter
+    return (2 + (0 if hidden else 2) + again) * found.collective("all-reduce", size, group)
 
 
-def _context(spec: ModelSpec, run: Training, cluster: Cluster) -> float:
+def _context(spec: ModelSpec, run: Training, cluster: Cluster, found: Kernels) -> float:
     """Return the seconds per layer and micro-batch that keys and values take round the ring."""
     if run.cp == 1:
         return 0.0
     width = 2 * spec.key_width / run.tp * bytes_of(run).compute  # keys and values of a token
     group = cluster.group(run.cp, run.tp)
     passes = 3 + (1 if run.checkpointing == "full" else 0)  # forward 1; backward 2, with the gradients
-    return passes * (run.cp - 1) * seconds("send", run.tokens / run.cp * width, group)
+    return passes * (run.cp - 1) * found.collective("send", run.tokens / run.cp * width, group)
 
 
-def _experts(spec: ModelSpec, run: Training, cluster: Cluster) -> float:
+def _experts(spec: ModelSpec, run: Training, cluster: Cluster, found: Kernels) -> float:
     """Return the seconds per layer with experts and micro-batch that tokens take to their experts and back."""
     group = cluster.group(run.ep, run.tp * run.cp)
     passes = 4 + (2 if run.checkpointing == "full" else 0)
-    return passes * seconds("all-to-all", spec.experts_per_token * _stream_bytes(spec, run) / run.tp, group)
+    return passes * found.collective("all-to-all", spec.experts_per_token * _stream_bytes(spec, run) / run.tp, group)
 
 
-def _sends(spec: ModelSpec, run: Training, cluster: Cluster, virtual_stages: int) -> float:
+def _sends(spec: ModelSpec, run: Training, cluster: Cluster, virtual_stages: int, found: Kernels) -> float:
     """Return the seconds that a stage sends per micro-batch: each tensor-parallel rank its part, gathered where it
     arrives (arXiv 2104.04473, section 4.1), unless sequence parallelism wants it in parts."""
     if run.pp == 1:
         return 0.0
     group = cluster.group(run.pp, run.tp * run.cp * run.dp)
-    once = seconds("send", _stream_bytes(spec, run) / run.tp, group)
+    once = found.collective("send", _stream_bytes(spec, run) / run.tp, group)
     if run.tp > 1 and not run.sequence_parallel:
-        once += seconds("all-gather", _stream_bytes(spec, run), cluster.group(run.tp))
+        once += found.collective("all-gather", _stream_bytes(spec, run), cluster.group(run.tp))
     return 2 * virtual_stages * once
-
-
-class Communicated(NamedTuple):
-    """Seconds of a step's data-parallel communication: what computation does not hide, and all of it."""
-
-    exposed: float
-    sent: float
-
-
-@dataclass(frozen=True)
-class _Replica:
-    """What the ranks of `group` have alike: a stage of the model, its bytes, and the seconds of a micro-batch's passes.
-
-    `in_blocks` is the share of its bytes that is in its `layers` blocks.
-    """
-
-    group: Group
-    weights: int
-    gradients: int
-    layers: int
-    in_blocks: float
-    forward: float
-    backward: float
-
-    def seconds(self, collective: str, size: int) -> tuple[float, float]:
-        """Return the seconds of `collective` for a block's part of `size` bytes, and for the part outside of blocks."""
-        parts = self.in_blocks / self.layers, 1 - self.in_blocks
-        block, outside = (seconds(collective, part * size, self.group) for part in parts)
-        return block, outside
-
-
-def _data(
-    spec: ModelSpec,
-    run: Training,
-    cluster: Cluster,
-    compute: float,
-    forward: float,
-    overlap: tuple[str, ...],
-    bucket: int,
-) -> Communicated:
-    """Return the seconds of a step's gradients and parameters, over the ranks that have the same part of the model.
-
-    `compute`: s of a micro-batch, of which `forward` is forward's share."""
-    group = cluster.group(run.dp * run.cp, run.tp)
-    if group.ranks == 1:
-        return Communicated(0.0, 0.0)
-    unsharded = replace(run, zero=0)
-    stage = max(range(run.pp), key=lambda stage: states(spec, unsharded, stage).trained)
-    whole, layers = states(spec, unsharded, stage), stage_layers(spec.layers, run.pp)[stage]
-    counts = device_parameters(spec, run.pp, stage, run.tp, run.ep)
-    in_blocks = 1 - sum(counts[part] for part in ("embedding", "positions", "head")) / sum(counts.values())
-    times = forward * compute, (1 - forward) * compute
-    replica = _Replica(group, whole.weights, whole.gradients, layers, in_blocks, *times)
-    hide_forward, hide_backward = "data" in overlap, "data" in overlap or "gradients" in overlap
-    if run.zero == 3:
-        return _sharded(replica, run.accumulation, hide_forward, hide_backward)
-    reduced = _reduced(replica, run, hide_backward, bucket)
-    if run.zero == 0:
-        return reduced
-    updated = whole.gradients if run.lora else whole.weights  # adapters are as wide as their gradients
-    block, outside = replica.seconds("all-gather", updated)
-    sent = sum([outside] + [block] * layers)
-    # Forward's first unit waits for its own parameters; the others' come behind the computation before them.
-    exposed = outside + max(0.0, sum([block] * layers) - replica.forward) if hide_forward else sent
-    return Communicated(reduced.exposed + exposed, reduced.sent + sent)
-
-
-def _reduced(replica: _Replica, run: Training, hidden: bool, bucket: int) -> Communicated:
-    """Return the seconds in which gradients are summed: in DDP's buckets or, with ZeRO, what a block has at once, as
-    FSDP does; DeepSpeed's buckets are larger still."""
-    layers, backward = replica.layers, replica.backward
-    if run.zero:
-        block, outside = replica.seconds("reduce-scatter", replica.gradients)
-        costs = [block] * layers + [outside]
-        ready = [backward * (i + 1) / layers for i in range(layers)] + [backward]
-    else:
-        messages = ceil(replica.gradients / bucket) or 1
-        costs = [seconds("all-reduce", replica.gradients / messages, replica.group)] * messages
-        ready = [backward * min(1, (i + 1) / messages / replica.in_blocks) for i in range(messages)]
-    times = run.accumulation if run.zero == 2 else 1  # sharded gradients cannot wait for the last micro-batch
-    sent = times * sum(costs)
-    return Communicated(times * (finished(ready, costs) - backward) if hidden else sent, sent)
-
-
-def _sharded(replica: _Replica, micro_batches: int, hide_forward: bool, hide_backward: bool) -> Communicated:
-    """Return ZeRO-3's seconds: each unit is gathered before forward and again before backward, behind the unit before
-    it; its gradient is sent behind the next unit's backward. What is outside of blocks is whole from forward to
-    backward."""
-    layers = replica.layers
-    gather, outside_gather = replica.seconds("all-gather", replica.weights)
-    scatter, outside_scatter = replica.seconds("reduce-scatter", replica.gradients)
-    forward, backward = layers * gather, layers * (gather + scatter)
-    sent = micro_batches * (forward + backward + outside_gather + outside_scatter)
-    if hide_forward:
-        forward = gather + (layers - 1) * max(0.0, gather - replica.forward / layers)
-    if hide_backward:
-        backward = scatter + (layers - 1) * max(0.0, gather + scatter - replica.backward / layers)
-    return Communicated(micro_batches * (forward + backward + outside_gather + outside_scatter), sent)

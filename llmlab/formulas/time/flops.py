@@ -11,13 +11,14 @@ PyTorch's operators or are new ones, count like any other: bitsandbytes' with pa
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from ...hardware.gpu import GPU
 from ...specs.model import ModelSpec
-from ...specs.parameters import Linear
 from ...specs.run import Inference, Run, Training
 from ..memory.share import attention_kernel
 from ..memory.states import adapter_parameters
+from .products import gradients_of_first_block, products
 
 
 @dataclass
@@ -58,15 +59,18 @@ def flops(spec: ModelSpec, run: Run, gpu: GPU | None = None, cpu: bool = False) 
     through no model. `gpu` (or `cpu`) decides the attention kernel, and with it whether backward computes the scores
     again: 5 products instead of 4.
     """
+    return _counted(spec, run, "" if isinstance(run, Inference) else attention_kernel(spec, run, gpu, cpu))
+
+
+@lru_cache(maxsize=1024)
+def _counted(spec: ModelSpec, run: Run, kernel: str) -> Flops:
     if isinstance(run, Inference):
         return _generation(spec, run)
     sums = Flops(optimizer=2 * _factored(spec, run) if run.optimizer == "adafactor" else 0)
     tokens = run.global_batch * run.seq_len
-    first = _first_block(spec, run)
-    for linear in spec.linears:
-        _linear(sums, spec, run, linear, tokens, first)
-    _experts(sums, spec, run, tokens)
-    _scores(sums, spec, run, run.global_batch, attention_kernel(spec, run, gpu, cpu), first)
+    for product in products(spec, run):
+        sums.add(product.part, *product.flops(tokens))
+    _scores(sums, spec, run, run.global_batch, kernel)
     return sums
 
 
@@ -86,90 +90,13 @@ def chinchilla_tokens(parameters: int) -> int:
     return 20 * parameters
 
 
-def _linear(sums: Flops, spec: ModelSpec, run: Training, linear: Linear, tokens: int, first: dict[str, bool]) -> None:
-    """Add a linear layer's products: forward; in backward the gradient of its input, where something before it is
-    trained, and that of its weight, where it is trained."""
-    once = 2 * tokens * linear.inputs * linear.outputs  # of one of the `count` layers
-    with_input_gradient = linear.count
-    if first and not first.get(f"{linear.part} {linear.name}", True):
-        with_input_gradient -= 1
-    backward = once * (with_input_gradient + (linear.count if run.lora is None else 0))
-    again = _recomputed(spec, run, linear, once) if run.checkpointing else 0
-    sums.add(linear.part, once * linear.count, backward, again)
-    if run.lora is not None and linear.name in run.lora.targets:
-        down = 2 * tokens * linear.inputs * run.lora.rank
-        up = 2 * tokens * run.lora.rank * linear.outputs
-        twice = down * (linear.count + with_input_gradient) + 2 * up * linear.count
-        # Of the block's last product only the input is needed again; with an adapter that is the adapter's upper half.
-        again = (down + up) * linear.count if run.checkpointing == "full" else 0
-        if again and _is_last(spec, linear):
-            again -= up * linear.count
-        sums.add("adapters", (down + up) * linear.count, twice, again)
-
-
-def _first_block(spec: ModelSpec, run: Training) -> dict[str, bool]:
-    """Return, for each layer of the first block, whether its input has a gradient: frozen embeddings have none, and
-    before the first adapter nothing needs one. Empty where all do. "scores" says which of q, k and v have one."""
-    if run.lora is None or run.checkpointing is not None:
-        return {}
-    targets, found = run.lora.targets, {}
-    through = {"attention": False, "mlp": False}  # whether a gradient reaches what the part has made so far
-    residual = False
-    order = [each for each in spec.linears if each.part in through]
-    outs = ("o_proj", "c_proj", "down_proj")
-    later = {"q_b_proj": "q_a_proj", "kv_b_proj": "kv_a_proj_with_mqa"}
-    has: dict[str, bool] = {}
-    for linear in order:
-        before = residual
-        if linear.name in outs:
-            before = residual or through[linear.part]
-        elif linear.name in later:
-            before = has[later[linear.name]]
-        found[f"{linear.part} {linear.name}"] = before
-        has[linear.name] = before or linear.name in targets
-        through[linear.part] |= has[linear.name]
-        if linear.name in outs:
-            residual |= has[linear.name]
-    q = has.get("q_proj", has.get("q_b_proj", has.get("c_attn" if spec.family == "gpt2" else "qkv_proj", False)))
-    found["scores q"] = q
-    found["scores k"] = has.get("k_proj", has.get("kv_b_proj", q))
-    found["scores v"] = has.get("v_proj", has.get("kv_b_proj", q))
-    return found
-
-
-def _is_last(spec: ModelSpec, linear: Linear) -> bool:
-    """Whether the layer's output is the block's: nothing saves it, so checkpointing stops before it (early stop)."""
-    ends = spec.norms_per_layer == 2 and not spec.dropout
-    mlp_end = linear.name == "down_proj" or (linear.name == "c_proj" and linear.part == "mlp")
-    return ends and mlp_end and not (spec.experts and spec.dense_layers == 0)
-
-
-def _recomputed(spec: ModelSpec, run: Training, linear: Linear, once: int) -> int:
-    """Return what checkpointing computes again of a linear layer's products."""
-    if linear.part == "head" or (run.checkpointing == "selective" and run.quantization is None):
-        return 0
-    adapted = run.lora is not None and linear.name in run.lora.targets
-    return 0 if _is_last(spec, linear) and not adapted else once * linear.count
-
-
-def _experts(sums: Flops, spec: ModelSpec, run: Training, tokens: int) -> None:
-    """Add the routed experts: every token goes through experts_per_token of them, and the router."""
-    if not spec.experts:
-        return
-    router = 2 * tokens * spec.hidden * spec.experts * spec.moe_layers
-    routed = 2 * tokens * spec.experts_per_token * 3 * spec.hidden * spec.moe_intermediate * spec.moe_layers
-    trained = 2 if run.lora is None else 1
-    full = run.checkpointing == "full"
-    sums.add("router", router, trained * router, router if full else 0)
-    sums.add("experts", routed, trained * routed, routed if full else 0)
-
-
-def _scores(sums: Flops, spec: ModelSpec, run: Training, sequences: int, kernel: str, first: dict[str, bool]) -> None:
+def _scores(sums: Flops, spec: ModelSpec, run: Training, sequences: int, kernel: str) -> None:
     """Add q·kᵀ and scores·v. Fused kernels keep no scores, and compute q·kᵀ again in backward."""
     qk, v = head_sizes(spec)
     one = 2 * sequences * spec.heads * run.seq_len * run.seq_len
     forward = spec.layers * one * (qk + v)
     backward = 2 * forward
+    first = gradients_of_first_block(spec, run)
     q_, k_, v_ = (first.get(f"scores {name}", True) for name in "qkv") if first else (True, True, True)
     if kernel in ("flash", "efficient"):
         backward += spec.layers * one * qk

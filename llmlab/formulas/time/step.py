@@ -1,84 +1,107 @@
-"""Seconds of a step from its FLOP and its bytes, at the rates that the card was measured to reach; and its price.
+"""Seconds of a step from its kernels' times and its bytes, on one device; and its price.
 
-    time = products / their rate + attention / its rate + bytes of everything else / bandwidth
+    time = products + attention + bytes of everything else / bandwidth
 
-or, where that is less than what the CPU takes to start the kernels, the CPU's time. Communication is assumed to
-hide behind computation, as it does inside a node; across slow links it does not.
+or, where that is less than what the CPU takes to start the kernels, the CPU's time; then the update. `kernels` says how
+long a product and attention take on a card. A compiled step starts no kernel late and fuses what lies between products.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 from ...base.errors import NotAvailable
 from ...hardware.gpu import GPU
 from ...specs.model import ModelSpec
-from ...specs.run import Inference, Precision, Run, Training
-from ..memory.activations import FUSED, block_saved
-from ..memory.share import adapted, share_of
-from ..memory.states import block_parameters, states
+from ...specs.run import Inference, Run, Training
+from ..memory.precision import PRECISION
+from ..memory.share import adapted, attention_kernel, bytes_of
+from ..memory.states import states
 from .efficiency import Efficiency, efficiency
-from .flops import flops
+from .elementwise import RECOMPUTED, moved
+from .flops import flops, head_sizes
+from .kernels import Kernels, kernels
 from .offload import offloaded_step
+from .products import gradients_of_first_block, products
 from .roofline import decode_pass, prefill_pass
 
-# How often element-wise operators move each byte that a block keeps for backward, forward and backward together:
-# counted by the simulator on transformers' classes, one operator at a time (a test repeats the count).
-# Llama-like blocks write their norms and rotations out in many operators; a LayerNorm is one.
-MOVES = {"rmsnorm": 17.3, "layernorm": 5.2}
-MOVES_SAME_DTYPE = {"rmsnorm": 17.3, "layernorm": 3.6}  # without autocast's copies
-# A gated MLP keeps 4 tensors: SiLU and the product move 5 forward, and 9 backward.
-GATED_MOVES, GATED_RECOMPUTED = 3.5, {None: 1.0, "selective": 1.2, "full": 1.36}
-SCORE_MOVES = 11.0  # of eager attention's scores
-RECOMPUTED = {None: 1.0, "selective": 1.3, "full": 1.6}
-LORA_MOVES, QUANTIZED_MOVES = 1.1, 1.27  # casts to the adapters' fp32, and to and from the products' half precision
-LOGITS_MOVES = 10.0  # of the logits in fp32, by the loss
 OPERATORS = {"rmsnorm": 110, "layernorm": 50}  # kernels per block, forward and backward; adapters add theirs
 OPERATORS_ADAPTER = 10
-STATE_MOVES = 7  # AdamW reads weight, gradient and two moments, and writes three of them
+UNPACKED = 2.5  # bytes moved per packed weight, 4 bits read and 16 written, each time that it is multiplied
+
+
+class Passes(NamedTuple):
+    """Seconds of all forward and backward passes of a step on one device; `host` is what the CPU takes to start their
+    kernels. Products are by part (as `Flops.by_part`, without "scores", which is `attention`)."""
+
+    products: dict[str, float]
+    attention: float
+    elementwise: float
+    loss: float
+    host: float
+
+    @property
+    def card(self) -> float:
+        """Seconds of the card, if it never waits."""
+        return sum(self.products.values()) + self.attention + self.elementwise + self.loss
+
+    @property
+    def seconds(self) -> float:
+        """The slower of card and host."""
+        return max(self.card, self.host)
 
 
 def step_seconds(spec: ModelSpec, run: Run, card: GPU | None) -> float | None:
-    """Return the seconds of one device's optimizer step, or of a whole generation; None where the card's rates, or one
-    that this run needs, were never measured, and for compiled and Liger's steps, of which there is no record. An
-    offloaded step's seconds are those on the host the card is sold with (`offload.offloaded_step`)."""
-    rates = efficiency(card) if card else None
-    return seconds_at(spec, run, card, rates) if rates and card else None
-
-
-def seconds_at(spec: ModelSpec, run: Run, card: GPU, rates: Efficiency) -> float | None:
-    """Return what `step_seconds` does, at these rates."""
+    """Return the seconds of one device's optimizer step, or of a whole generation; None where no rate is known that the
+    run needs: of a generation, on cards that were never measured. An offloaded step's seconds are those on the host the
+    card is sold with (`offload.offloaded_step`)."""
+    if card is None:
+        return None
     if isinstance(run, Inference):
-        found = token_seconds(spec, run, rates)
+        rates = efficiency(card)
+        found = token_seconds(spec, run, rates) if rates else None
         return None if found is None else found[0] + (run.new_tokens - 1) * found[1]
-    computed = passes_seconds(spec, run, card, rates)
-    if computed is None:
+    computed = passes(spec, run, card)
+    return None if computed is None else whole_seconds(spec, run, card, computed)
+
+
+def whole_seconds(spec: ModelSpec, run: Training, card: GPU, computed: Passes) -> float | None:
+    """Return the seconds of a step with these passes, and with the update, on the card or on its host; None where no
+    host in the table has the card."""
+    if not run.offload:
+        return computed.seconds + update_seconds(spec, run, kernels(card))
+    try:
+        return offloaded_step(spec, run, card, computed.seconds).seconds
+    except NotAvailable:
         return None
-    if run.offload:
-        try:
-            return offloaded_step(spec, run, card, computed).seconds
-        except NotAvailable:  # a card that no host in the table has
-            return None
-    return computed + update_seconds(spec, run, rates)
 
 
-def passes_seconds(spec: ModelSpec, run: Training, card: GPU, rates: Efficiency) -> float | None:
-    """Return the seconds of all forward and backward passes of a step on one device; None as `step_seconds`."""
-    products = None if run.compile or run.kernels else product_seconds(spec, run, card, rates)
-    if products is None:
+def passes(spec: ModelSpec, run: Training, card: GPU) -> Passes | None:
+    """Return the seconds of a step's passes by what takes them; None for a dtype that the card has no units for."""
+    found = kernels(card)
+    multiplied = product_seconds(spec, run, found)
+    attention = attention_seconds(spec, run, found)
+    if multiplied is None or attention is None:
         return None
-    computed = sum(products.values()) + sum(moved(spec, run, card)) / rates.bandwidth
-    return max(computed, host_seconds(spec, run, rates))
+    blocks, loss = (size / found.bandwidth for size in moved(spec, run, card))
+    return Passes(multiplied, attention, blocks, loss, host_seconds(spec, run, found.host))
 
 
-def update_seconds(spec: ModelSpec, run: Training, rates: Efficiency) -> float:
-    """Return the seconds of the optimizer's update on one device."""
-    return states(spec, run).trained * STATE_MOVES * 4 / rates.bandwidth
+def update_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float:
+    """Return the seconds of the optimizer's update on one device: it reads weight (or its fp32 copy), gradient and
+    states, and writes all but the gradient."""
+    b, held = PRECISION[run.precision], states(spec, run)
+    weight, gradient, state = (4, 4, 4) if run.lora else (b.master or b.weights, b.gradients, b.states)
+    moments = {"adamw": 2 * state, "adamw-8bit": 2, "lion": state}.get(run.optimizer, 0)
+    half = b.weights if b.master and not run.lora else 0
+    return held.trained * (2 * weight + half + gradient + 2 * moments) / found.bandwidth
 
 
 def host_seconds(spec: ModelSpec, run: Training, rates: Efficiency) -> float:
-    """Return the seconds the CPU takes to start the kernels of one device's forward and backward passes."""
+    """Return the seconds the CPU takes to start the kernels of one device's forward and backward passes; none where a
+    compiler has made few of them."""
+    if run.compile:
+        return 0.0
     adapters = sum(linear.count for linear in adapted(spec, run))
     operators = (OPERATORS[spec.norm] * spec.layers + OPERATORS_ADAPTER * adapters) / run.pp
     # About one view comes with each operator; the half of them in backward is called without Python.
@@ -133,65 +156,57 @@ def price(card: GPU, card_hours: float, usd_per_hour: float | None = None) -> fl
     return None if rate is None else card_hours * rate
 
 
-def product_seconds(spec: ModelSpec, run: Training, card: GPU, rates: Efficiency) -> dict[str, float] | None:
-    """Return the seconds of products and attention by part (as `Flops.by_part`), on a device with an equal share of
-    all; None where a rate they need was never measured."""
-    share, dtype = share_of(spec, run, card), peak_dtype(run)
-    in_fp32 = {"adapters"} if not run.precision.startswith("autocast") else set()
-    if share.bytes.compute == 4:  # peft leaves what is not quantized in fp32
-        in_fp32 |= {"head", "scores"}
-    elif share.kernel == "math":
-        in_fp32 |= {"scores"}
-    seconds = {}
-    for part, count in flops(spec, run, card).by_part.items():
-        fused = part == "scores" and share.fused
-        rate = (rates.attention if fused else rates.matmul).get("fp32" if part in in_fp32 else dtype)
-        if rate is None:
+def product_seconds(spec: ModelSpec, run: Training, found: Kernels) -> dict[str, float] | None:
+    """Return the seconds of products with weights by part, on a device with an equal share of all layers; None for a
+    dtype that the card has no units for."""
+    dtype, rows = peak_dtype(run), run.tokens // run.cp
+    # peft keeps adapters in fp32; autocast, and the engines that hold an fp32 copy of all, multiply them in half.
+    in_fp32 = {"adapters"} if run.precision in ("fp32", "fp16", "bf16") else set()
+    if bytes_of(run).compute == 4:  # peft leaves what is not quantized in fp32
+        in_fp32 |= {"head"}
+    seconds: dict[str, float] = {}
+    for each in products(spec, run):
+        m, n, k = rows * each.copies, each.outputs, each.inputs
+        if each.cut == "outputs":
+            n = n // run.tp or 1
+        elif each.cut == "inputs":
+            k = k // run.tp or 1
+        kind = "fp32" if each.part in in_fp32 else dtype
+        forward, back = found.product(m, n, k, kind), found.product(m, k, n, kind)
+        weight = found.product(n, k, m, kind) if each.weight_gradient else 0.0
+        if forward is None or back is None or weight is None:
             return None
-        # A fused kernel leaves out the half that is masked.
-        seconds[part] = count / (2 if fused else 1) / rate / run.world_size
+        total = (each.forward + each.again) * forward + each.input_gradient * back + each.weight_gradient * weight
+        if each.part == "experts":  # one grouped product, which reads all experts' weights
+            passes = each.forward + each.again + each.input_gradient + each.weight_gradient
+            total = max(total, passes * 2 * n * k * spec.experts / run.ep / found.bandwidth)
+        if run.quantization and each.part in ("attention", "mlp"):
+            total += (each.forward + each.again + each.input_gradient) * UNPACKED * n * k / found.bandwidth
+        seconds[each.part] = seconds.get(each.part, 0.0) + total * run.accumulation / run.pp
     return seconds
 
 
-AUTOCAST: dict[str, Precision] = {"fp16": "autocast-fp16", "bf16": "autocast-bf16"}
-
-
-class Moved(NamedTuple):
-    """Bytes of a step's element-wise operators: in blocks, and in the loss, which only the last pipeline stage has."""
-
-    blocks: float
-    loss: float
-
-
-def moved(spec: ModelSpec, run: Training, card: GPU | None = None) -> Moved:
-    """Return the bytes that everything but products and the update moves on one device in a step, by where.
-
-    Norms and dropout between tensor-parallel products are divided by sequence parallelism only (arXiv 2205.05198,
-    section 4.2).
-    """
-    precision = run.precision
-    if run.quantization:  # an fp32 stream between products in half precision
-        precision = AUTOCAST.get(run.compute_dtype, precision)
-    share = share_of(spec, replace(run, lora=None, quantization=None, checkpointing=None, precision=precision), card)
-    b = share.bytes
-    kept = {"scores": 0.0, "mlp": 0.0, "rest": 0.0}
-    for one in block_saved(share):
-        divided = run.tp if one.split or run.sequence_parallel else 1
-        kept[one.kind if one.kind in kept and (spec.gated or one.kind != "mlp") else "rest"] += one.bytes / divided
-    moves = (MOVES if share.autocast else MOVES_SAME_DTYPE)[spec.norm]
-    if spec.norm == "layernorm" and spec.activation not in FUSED:
-        moves *= 1.2  # GELU's formula written out
-    wider = QUANTIZED_MOVES if run.quantization else 1.0
-    # Autocast casts each weight down for every pass (6 bytes moved), and its gradient up.
-    casts = 0 if run.quantization or b.weights == b.compute else 6 if run.lora else 12
-    block = (
-        kept["rest"] * moves * RECOMPUTED[run.checkpointing] * (LORA_MOVES if run.lora else 1.0) * wider
-        + kept["mlp"] * GATED_MOVES * GATED_RECOMPUTED[run.checkpointing] * wider
-        + kept["scores"] * SCORE_MOVES * wider
-    )
-    logits = LOGITS_MOVES * 4 * share.tokens * spec.vocab / run.tp
-    blocks = spec.layers / run.pp * (block + casts * block_parameters(spec) / run.tp)
-    return Moved(run.accumulation * blocks, run.accumulation * logits)
+def attention_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float | None:
+    """Return the seconds of attention's kernels, on a device with an equal share of all layers; of eager attention
+    those of its products. None for a dtype that the card has no units for."""
+    kernel = attention_kernel(spec, run, found.card)
+    qk, v = head_sizes(spec)
+    heads, length = max(1, spec.heads // run.tp), run.seq_len
+    first = gradients_of_first_block(spec, run)
+    without = 1 if first and not any(first[f"scores {name}"] for name in "qkv") else 0
+    fused = kernel in ("flash", "efficient")
+    again = 0 if run.checkpointing is None or (run.checkpointing == "selective" and fused) else spec.layers
+    dtype = "fp32" if bytes_of(run).compute == 4 or kernel == "math" else peak_dtype(run)
+    if fused:
+        forward = found.attention(run.micro_batch, heads, length, (qk + v) // 2, kernel, dtype)
+        total = forward * (spec.layers + again + (spec.layers - without) * found.backward)
+    else:
+        rows = run.micro_batch * heads * length
+        scores, values = found.product(rows, length, qk, dtype), found.product(rows, v, length, dtype)
+        if scores is None or values is None:
+            return None
+        total = (scores + values) * (spec.layers + again + 2 * (spec.layers - without))
+    return total * run.accumulation / run.pp / run.cp
 
 
 def token_seconds(spec: ModelSpec, run: Inference, rates: Efficiency, eager: bool = True) -> tuple[float, float] | None:

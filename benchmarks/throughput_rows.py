@@ -1,0 +1,64 @@
+"""Published training throughputs, as throughputs.toml has them."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import llmlab as lab
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROWS = Path(__file__).with_name("throughputs.toml")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published throughput: `measured` tokens/s per GPU of `run`, of a source in `group`."""
+
+    id: str
+    group: str
+    citation: str
+    model: str | dict[str, Any]
+    label: str
+    run: lab.Training
+    card: str
+    nodes: dict[str, Any]
+    measured: float
+    assumed: str = ""
+
+    @property
+    def shown(self) -> str:
+        run, many = self.run, self.run.world_size
+        degrees = " ".join(f"{d}{getattr(run, d)}" for d in ("dp", "tp", "pp", "cp") if getattr(run, d) > 1)
+        adapters = "QLoRA" if run.quantization else "LoRA" if run.lora else ""
+        what = (adapters, "FSDP" if run.zero == 3 else "", degrees, f"{run.micro_batch}×{run.seq_len}",
+                run.checkpointing, "compiled" if run.compile else "")  # fmt: skip
+        return f"{self.label}, {many} × {self.card}: {', '.join(filter(None, what))}"
+
+
+def rows() -> list[Row]:
+    """Return the published throughputs."""
+    table = tomllib.loads(ROWS.read_text(encoding="utf-8"))
+    return [_row(source, entry, table["models"]) for source in table["source"] for entry in source["row"]]
+
+
+def _row(source: dict[str, Any], entry: dict[str, Any], models: dict[str, Any]) -> Row:
+    adapters = lab.LoRA(**entry["lora"]) if "lora" in entry else None
+    run = lab.Training(**entry["run"], lora=adapters)
+    rate = entry.get("tokens_per_second")
+    if rate is None:
+        rate = run.global_batch * run.seq_len / run.world_size / entry["seconds"]
+    name = entry["model"]
+    nodes = {"network": entry.get("network"), "adapters": entry.get("adapters")}
+    if "gpus_per_node" in entry:
+        nodes["gpus"] = entry["gpus_per_node"]
+    citation = f"{source['citation']}, {source['date']}"
+    label = name.rpartition("/")[2]
+    return Row(entry["id"], source["group"], citation, models.get(name, name), label, run, entry["card"], nodes, rate,
+               entry.get("assumed", ""))  # fmt: skip

@@ -1,0 +1,196 @@
+"""Derive llmlab/hardware/training.toml: what training steps reach, beside what single kernels do.
+
+    python benchmarks/training_rates.py            # derives and prints
+    python benchmarks/training_rates.py --write    # and writes the table
+
+Shares are those of measured kernels and published figures. The clocks that last, what communication costs that
+computation hides, and what many nodes lose, are fitted to the throughputs of throughputs.toml that are "in sample";
+the spread, from which intervals follow, is that of the sources that are "left out".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import date
+from math import log, sqrt
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import click
+import throughput
+
+import llmlab as lab
+from llmlab.archive import figure, held_out, records
+from llmlab.formulas.time import kernels as times
+from llmlab.formulas.time.efficiency import efficiencies
+from llmlab.hardware.kernel_tables import FOLDER, kernel_table
+
+TABLE = Path(lab.__file__).parent / "hardware" / "training.toml"
+TOLERATED = 0.1  # logarithm of a ratio up to which it counts as a square, beyond linearly
+FIRST = {"Ampere": 0.9, "Hopper": 0.8, "contention": 0.5, "per_doubling": 0.01}
+STEPS = {"Ampere": 0.04, "Hopper": 0.04, "contention": 0.2, "per_doubling": 0.005}
+MOST = {"contention": 1.0}  # what is hidden cannot cost more than what is not
+FINEST = 1 / 16  # of the first steps
+HELD = 0.8  # the share of rows that an interval is to hold
+
+
+def measured_cards() -> list[str]:
+    """Return the cards that have grids of kernel times, in the GPU table's order."""
+    return [card.name for card in lab.gpus() if (FOLDER / f"{card.name}.json").is_file()]
+
+
+def product_shares() -> dict[str, float]:
+    """Return, by card, the share of its bf16 peak that a product of two 8192 × 8192 matrices reaches."""
+    return {name: 2 * 8192**3 / _table(name).matmul(8192, 8192, 8192).seconds / lab.gpu(name).peak("bf16")
+            for name in measured_cards()}  # fmt: skip
+
+
+def _table(name: str) -> Any:
+    found = kernel_table(name)
+    assert found
+    return found
+
+
+def shares() -> dict[str, float]:
+    """Return the shares of data sheets, and how much longer one attention kernel takes than another."""
+    attention = [2 * 8 * 32 * 4096**2 * 128 / _table(name).attention(8, 32, 4096, 128).seconds
+                 / lab.gpu(name).peak("bf16") for name in measured_cards()]  # fmt: skip
+    forward, step = figure("flash-attention-3-forward").values, figure("flash-attention-2-step").values
+    # Of cards whose kernels, and hosts, records of single operators or whole steps gave.
+    return {
+        "products": median(product_shares().values()),
+        "attention": median(attention),
+        "bandwidth": fmean(each.bandwidth / lab.gpu(name).bandwidth for name, each in efficiencies().items()
+                           if each.dispatch),
+        "flash_attention_2": _ratio(forward, "FlashAttention-3", "FlashAttention-2"),
+        "efficient": _ratio(step, "FlashAttention-2", "FlashAttention"),
+    }  # fmt: skip
+
+
+def _ratio(rates: dict[str, float], fast: str, slow: str) -> float:
+    """Return the mean ratio of two kernels' rates over the lengths that both have."""
+    lengths = [name.split(", ")[1] for name in rates if name.startswith(f"{fast}, ")]
+    return fmean(rates[f"{fast}, {n}"] / rates[f"{slow}, {n}"] for n in lengths if f"{slow}, {n}" in rates)
+
+
+def use(values: dict[str, float]) -> None:
+    """Let all estimates reckon with these fitted values."""
+    shared = times.training_rates()
+    for name, value in values.items():
+        shared["scale" if name in shared["scale"] else "sustained"][name] = value
+    shared["sustained"]["other"] = fmean(values[name] for name in ("Ampere", "Hopper"))
+    times.kernels.cache_clear()
+
+
+def off(rows: Iterable[throughput.Row]) -> list[float]:
+    """Return the logarithms of predicted over measured rates."""
+    return [log(found.rate / row.measured) for row in rows if (found := throughput.predict(row)).rate]
+
+
+def cost(errors: list[float]) -> float:
+    squares = (e * e / 2 if abs(e) < TOLERATED else TOLERATED * (abs(e) - TOLERATED / 2) for e in errors)
+    return sum(squares)
+
+
+def fit(rows: list[throughput.Row]) -> dict[str, float]:
+    """Return the values with which the rows are off least: one at a time, in ever smaller steps."""
+
+    def at(values: dict[str, float]) -> float:
+        use(values)
+        return cost(off(rows))
+
+    best, least, scale = dict(FIRST), at(FIRST), 1.0
+    while scale >= FINEST:
+        before = least
+        for name, step in STEPS.items():
+            for move in (step * scale, -step * scale):
+                tried = {**best, name: min(MOST.get(name, 2.0), max(0.0, best[name] + move))}
+                if (found := at(tried)) < least:
+                    best, least = tried, found
+        if least == before:
+            scale /= 2
+    use(best)
+    return best
+
+
+def spreads(rows: list[throughput.Row]) -> dict[str, float]:
+    """Return how far off a prediction is that 80 % of rows are nearer than, as a logarithm, by where rates are from.
+
+    Cards differ in the share of their data sheet that they reach: a rate that is transferred may be off by that too,
+    one from the data sheet, of another architecture, by twice that. How engines cut a model, by tensor or pipeline
+    parallelism, differs more than how they share its states.
+    """
+    whole, cut = ([row for row in rows if (row.run.tp * row.run.pp > 1) is cut] for cut in (False, True))
+    measured, middle = _held(off(whole)), median(product_shares().values())
+    differ = _held([log(share / middle) for share in product_shares().values()])
+    fitted = [log(lab.estimate(r.model, r.run, "T4").step_seconds / r.step_seconds) for r in records(gpu="T4")
+              if r.source == "published" and r.step_seconds and not held_out(r)]  # fmt: skip
+    return {
+        "measured": measured,
+        "fitted": _held(fitted),
+        "transferred": sqrt(measured**2 + differ**2),
+        '"data sheet"': sqrt(measured**2 + (2 * differ) ** 2),
+        "cut": _held(off(cut)),
+    }
+
+
+def _held(errors: list[float]) -> float:
+    return sorted(map(abs, errors))[int(HELD * len(errors))]
+
+
+HEAD = """\
+# What training steps reach, beside what single kernels do (hardware/kernels); derived on {date} by
+# benchmarks/training_rates.py, don't edit by hand.
+#
+# measured   the cards with kernels that were measured
+# share      of the data sheet, medians over those cards: of the peak by a product of 8192 x 8192 matrices, and by
+#            causal attention (batch 8, 32 heads of 128, 4096 tokens); of the bandwidth by element-wise operators, the
+#            mean of the cards in efficiencies.toml whose operators were measured. How much longer FlashAttention 2
+#            takes than 3 (arXiv 2407.08608, figure 5 a), and the memory-efficient kernel, taken for FlashAttention's
+#            first version, than 2 (arXiv 2307.08691, figure 4 c)
+# sustained  clocks that last over those of bursts, by architecture; other: the mean
+# scale      contention: the share of hidden communication that a step loses all the same, of the time that it takes
+#            inside a node; per_doubling: the share of a step that each doubling of the nodes costs
+# spread     logarithm by which 80 % of predictions are off at most, by where the rates are from; cut: at least, with
+#            tensor or pipeline parallelism
+#
+# sustained and scale are fitted to {rows} published throughputs ({after}).
+# spread is that of {other} others ({left_out}).
+"""
+
+
+@click.command()
+@click.option("--write", "written", is_flag=True, help="Write the table.")
+def main(written: bool) -> None:
+    """Derive the table and say how well it holds."""
+    rows = throughput.rows()
+    chosen, others = ([row for row in rows if row.group == group] for group in ("in sample", "left out"))
+    times.training_rates()["share"].update(shares())
+    found = fit(chosen)
+    after, left_out = (throughput.errors([(row, throughput.predict(row)) for row in some]) for some in (chosen, others))
+    head = HEAD.format(
+        date=date.today(), rows=len(chosen), other=len(others), after=_said(after), left_out=_said(left_out)
+    )
+    lasting = {name: found[name] for name in ("Ampere", "Hopper")}
+    parts = {
+        "share": shares(),
+        "sustained": {**lasting, "other": fmean(lasting.values())},
+        "scale": {name: found[name] for name in ("contention", "per_doubling")},
+        "spread": spreads(others),
+    }  # fmt: skip
+    names = ", ".join(f'"{name}"' for name in measured_cards())
+    text = head + f"measured = [{names}]\n"
+    for part, values in parts.items():
+        text += f"\n[{part}]\n" + "".join(f"{name} = {value:.3g}\n" for name, value in values.items())
+    print(text)
+    if written:
+        TABLE.write_text(text, encoding="utf-8")
+
+
+def _said(errors: throughput.Errors) -> str:
+    return f"median {errors.median:.1%}, worst {errors.worst:.0%}"
+
+
+if __name__ == "__main__":
+    main()

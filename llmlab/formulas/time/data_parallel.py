@@ -1,0 +1,139 @@
+"""Seconds of data-parallel communication in a training step: how much there is, and how much computation hides of it.
+
+DDP reduces gradients in buckets while backward runs; ZeRO 1 and 2 scatter them and gather updated parameters; ZeRO 3
+gathers each unit's parameters before it is needed, twice, and scatters its gradients (arXiv 1910.02054, section 7).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import NamedTuple
+
+from ...hardware.links import Cluster, Group
+from ...specs.model import ModelSpec
+from ...specs.run import Training
+from ...specs.stages import stage_layers
+from ..memory.states import States, device_parameters, states
+from .communication import finished
+from .kernels import Kernels
+
+
+class Communicated(NamedTuple):
+    """Seconds of a step's data-parallel communication: what computation does not hide, and all of it; and the `bytes`
+    of the tensors that are sent (an all-reduce's twice)."""
+
+    exposed: float
+    sent: float
+    bytes: float = 0.0
+
+    def contended(self, group: Group) -> float:
+        """Return the seconds of the hidden part in which it takes memory and multiprocessors from computation: as long
+        as the bytes take inside a node, however long the network needs."""
+        if not self.sent:
+            return 0.0
+        inside = self.bytes * (group.ranks - 1) / group.ranks / group.inside.reached
+        return (self.sent - self.exposed) * min(1.0, inside / self.sent)
+
+
+@dataclass(frozen=True)
+class _Replica:
+    """What the ranks of `group` have alike: a stage of the model, its bytes, and the seconds of a micro-batch's passes.
+
+    `in_blocks` is the share of its bytes that is in its `layers` blocks.
+    """
+
+    kernels: Kernels
+    group: Group
+    weights: int
+    gradients: int
+    layers: int
+    in_blocks: float
+    forward: float
+    backward: float
+
+    def seconds(self, collective: str, size: int) -> tuple[float, float]:
+        """Return the seconds of `collective` for a block's part of `size` bytes, and for the part outside of blocks."""
+        parts = self.in_blocks / self.layers, 1 - self.in_blocks
+        block, outside = (self.kernels.collective(collective, part * size, self.group) for part in parts)
+        return block, outside
+
+
+def data_parallel(
+    spec: ModelSpec,
+    run: Training,
+    cluster: Cluster,
+    found: Kernels,
+    compute: float,
+    forward: float,
+    overlap: tuple[str, ...],
+    bucket: int,
+) -> Communicated:
+    """Return the seconds of a step's gradients and parameters, over the ranks that have the same part of the model.
+
+    `compute`: s of a micro-batch, of which `forward` is forward's share."""
+    group = cluster.group(run.dp * run.cp, run.tp)
+    if group.ranks == 1:
+        return Communicated(0.0, 0.0)
+    unsharded = replace(run, zero=0)
+    stage = max(range(run.pp), key=lambda stage: states(spec, unsharded, stage).trained)
+    whole, layers = states(spec, unsharded, stage), stage_layers(spec.layers, run.pp)[stage]
+    counts = device_parameters(spec, run.pp, stage, run.tp, run.ep)
+    in_blocks = 1 - sum(counts[part] for part in ("embedding", "positions", "head")) / sum(counts.values())
+    times = forward * compute, (1 - forward) * compute
+    replica = _Replica(found, group, whole.weights, whole.gradients, layers, in_blocks, *times)
+    hide_forward, hide_backward = "data" in overlap, "data" in overlap or "gradients" in overlap
+    return _communicated(run, replica, whole, hide_forward, hide_backward, bucket)
+
+
+def _communicated(
+    run: Training, replica: _Replica, whole: States, hide_forward: bool, hide_backward: bool, bucket: int
+) -> Communicated:
+    """Return what the replicas send: gradients, and with ZeRO the parameters."""
+    if run.zero == 3:
+        return _sharded(replica, run.accumulation, hide_forward, hide_backward)
+    reduced = _reduced(replica, run, hide_backward, bucket)
+    if run.zero == 0:
+        return reduced
+    updated = whole.gradients if run.lora else whole.weights  # adapters are as wide as their gradients
+    block, outside = replica.seconds("all-gather", updated)
+    sent = sum([outside] + [block] * replica.layers)
+    # Forward's first unit waits for its own parameters; the others' come behind the computation before them.
+    hidden = outside + max(0.0, sum([block] * replica.layers) - replica.forward)
+    exposed = reduced.exposed + (hidden if hide_forward else sent)
+    return Communicated(exposed, reduced.sent + sent, reduced.bytes + updated)
+
+
+def _reduced(replica: _Replica, run: Training, hidden: bool, bucket: int) -> Communicated:
+    """Return the seconds in which gradients are summed: in DDP's buckets or, with ZeRO, what a block has at once, as
+    FSDP does; DeepSpeed's buckets are larger still."""
+    layers, backward = replica.layers, replica.backward
+    if run.zero:
+        block, outside = replica.seconds("reduce-scatter", replica.gradients)
+        costs = [block] * layers + [outside]
+        ready = [backward * (i + 1) / layers for i in range(layers)] + [backward]
+    else:
+        messages = ceil(replica.gradients / bucket) or 1
+        costs = [replica.kernels.collective("all-reduce", replica.gradients / messages, replica.group)] * messages
+        ready = [backward * min(1, (i + 1) / messages / replica.in_blocks) for i in range(messages)]
+    times = run.accumulation if run.zero == 2 else 1  # sharded gradients cannot wait for the last micro-batch
+    sent = times * sum(costs)
+    size = times * replica.gradients * (1 if run.zero else 2)
+    return Communicated(times * (finished(ready, costs) - backward) if hidden else sent, sent, size)
+
+
+def _sharded(replica: _Replica, micro_batches: int, hide_forward: bool, hide_backward: bool) -> Communicated:
+    """Return ZeRO-3's seconds: each unit is gathered before forward and again before backward, behind the unit before
+    it; its gradient is sent behind the next unit's backward. What is outside of blocks is whole from forward to
+    backward."""
+    layers = replica.layers
+    gather, outside_gather = replica.seconds("all-gather", replica.weights)
+    scatter, outside_scatter = replica.seconds("reduce-scatter", replica.gradients)
+    forward, backward = layers * gather, layers * (gather + scatter)
+    sent = micro_batches * (forward + backward + outside_gather + outside_scatter)
+    if hide_forward:
+        forward = gather + (layers - 1) * max(0.0, gather - replica.forward / layers)
+    if hide_backward:
+        backward = scatter + (layers - 1) * max(0.0, gather + scatter - replica.backward / layers)
+    size = micro_batches * (2 * replica.weights + replica.gradients)
+    return Communicated(micro_batches * (forward + backward + outside_gather + outside_scatter), sent, size)

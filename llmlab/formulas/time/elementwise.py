@@ -1,0 +1,111 @@
+"""Bytes that a training step moves outside of its products and its update: norms, activations, rotations, the loss.
+
+Eager PyTorch writes each operator's result to memory; a compiler, and Liger's kernels, fuse those that follow one
+another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from ...hardware.gpu import GPU
+from ...hardware.gpu import gpu as find_gpu
+from ...specs.model import ModelSpec
+from ...specs.run import Precision, Training
+from ..memory.activations import FUSED, block_saved
+from ..memory.share import Share, share_of
+from ..memory.states import block_parameters
+
+# How often element-wise operators move each byte that a block keeps for backward, forward and backward together:
+# counted by the simulator on transformers' classes, one operator at a time (a test repeats the count).
+# Llama-like blocks write their norms and rotations out in many operators; a LayerNorm is one.
+MOVES = {"rmsnorm": 17.3, "layernorm": 5.2}
+MOVES_SAME_DTYPE = {"rmsnorm": 17.3, "layernorm": 3.6}  # without autocast's copies
+# A gated MLP keeps 4 tensors: SiLU and the product move 5 forward, and 9 backward.
+GATED_MOVES, GATED_RECOMPUTED = 3.5, {None: 1.0, "selective": 1.2, "full": 1.36}
+SCORE_MOVES = 11.0  # of eager attention's scores
+RECOMPUTED = {None: 1.0, "selective": 1.3, "full": 1.6}
+LORA_MOVES, QUANTIZED_MOVES = 1.1, 1.27  # casts to the adapters' fp32, and to and from the products' half precision
+LOGITS_MOVES = 10.0  # of the logits in fp32, by the loss
+# Fused, the loss reads the logits in half precision, for their maximum and sum and for the gradient, and writes that.
+FUSED_LOGITS = 4 * 2
+
+WITHOUT_FLASH = "T4"
+AUTOCAST: dict[str, Precision] = {"fp16": "autocast-fp16", "bf16": "autocast-bf16"}
+
+
+class Moved(NamedTuple):
+    """Bytes of a step's element-wise operators: in blocks, and in the loss, which only the last pipeline stage has."""
+
+    blocks: float
+    loss: float
+
+
+def moved(spec: ModelSpec, run: Training, card: GPU | None = None) -> Moved:
+    """Return the bytes that everything but products and the update moves on one device in a step, by where.
+
+    Norms and dropout between tensor-parallel products are divided by sequence parallelism only (arXiv 2205.05198,
+    section 4.2). Of the card only counts whether it has FlashAttention.
+    """
+    return _moved(spec, run, card is None or card.supports_flash_attention_2)
+
+
+@lru_cache(maxsize=1024)
+def _moved(spec: ModelSpec, run: Training, flash: bool) -> Moved:
+    card = None if flash else find_gpu(WITHOUT_FLASH)
+    precision = run.precision
+    if run.quantization:  # an fp32 stream between products in half precision
+        precision = AUTOCAST.get(run.compute_dtype, precision)
+    share = share_of(spec, replace(run, lora=None, quantization=None, checkpointing=None, precision=precision), card)
+    b = share.bytes
+    # Autocast casts each weight down for every pass (6 bytes moved), and its gradient up.
+    casts = 0 if run.quantization or b.weights == b.compute else 6 if run.lora else 12
+    cast = casts * block_parameters(spec) / run.tp
+    if run.compile or run.kernels:
+        loss = FUSED_LOGITS * share.tokens * spec.vocab / run.tp
+        block = fused_block(share, run) + cast
+        return Moved(run.accumulation * spec.layers / run.pp * block, run.accumulation * loss)
+    kept = {"scores": 0.0, "mlp": 0.0, "rest": 0.0}
+    for one in block_saved(share):
+        divided = run.tp if one.split or run.sequence_parallel else 1
+        kept[one.kind if one.kind in kept and (spec.gated or one.kind != "mlp") else "rest"] += one.bytes / divided
+    moves = (MOVES if share.autocast else MOVES_SAME_DTYPE)[spec.norm]
+    if spec.norm == "layernorm" and spec.activation not in FUSED:
+        moves *= 1.2  # GELU's formula written out
+    wider = QUANTIZED_MOVES if run.quantization else 1.0
+    block = (
+        kept["rest"] * moves * RECOMPUTED[run.checkpointing] * (LORA_MOVES if run.lora else 1.0) * wider
+        + kept["mlp"] * GATED_MOVES * GATED_RECOMPUTED[run.checkpointing] * wider
+        + kept["scores"] * SCORE_MOVES * wider
+    )
+    logits = LOGITS_MOVES * 4 * share.tokens * spec.vocab / run.tp
+    blocks = spec.layers / run.pp * (block + cast)
+    return Moved(run.accumulation * blocks, run.accumulation * logits)
+
+
+def fused_block(share: Share, run: Training) -> float:
+    """Return the bytes that a block's fused kernels move for a micro-batch, forward and backward, by the tensors that
+    each reads and writes. `r`, `c`: bytes of the residual stream's elements, and of the products'.
+
+        norm, with the sum before it    reads the stream and a branch's output, writes the stream and its own output;
+                                        backward: reads the gradient of each linear layer's input, the stream and its
+                                        gradient, writes that
+        rotation                        reads and writes queries and keys, backward too
+        activation                      gated: reads 2 f, writes f; backward: reads 3 f, writes 2 f, and f once more for
+                                        the weight's gradient. Else 2 f, and 3 f
+        eager attention's scores        as without a compiler
+    """
+    spec, T, r, c = share.spec, share.tokens, share.bytes.residual, share.bytes.compute
+    linears = (1 if spec.fused_qkv else 3, 2 if spec.gated else 1)
+    divided = run.tp if run.sequence_parallel else 1
+    norms = [spec.hidden * (2 * (r + c)) / divided for _ in linears]
+    norms_back = [spec.hidden * (3 * r + n * c) / divided for n in linears]
+    rotated = 0 if spec.learned_positions else 2 * c * (spec.query_width + spec.key_width) / run.tp
+    width = spec.token_mlp_width * c / run.tp
+    forward = sum(norms) + rotated + (3 if spec.gated else 2) * width
+    backward = sum(norms_back) + rotated + (6 if spec.gated else 3) * width
+    again = {None: 0.0, "selective": 1.0, "full": 1.0}[run.checkpointing]
+    scores = sum(one.bytes for one in block_saved(share) if one.kind == "scores") / run.tp
+    return T * (forward * (1 + again) + backward) + SCORE_MOVES * scores

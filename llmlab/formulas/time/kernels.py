@@ -1,0 +1,254 @@
+"""How long a card's kernels take in a training step, and where that is known from.
+
+Four origins, the best that there is for a card:
+
+    measured      its own grids (hardware/kernel_tables.py)
+    fitted        rates that records of whole steps gave: the T4's (hardware/efficiencies.toml)
+    transferred   the grids of a card with the same units, each time scaled: where FLOP take longer by the ratio of what
+                  large products reach (hardware/products.toml), or of peaks, where bytes do by that of bandwidths
+    data sheet    its peaks and bandwidth, times the share that measured cards reach of theirs
+
+Kernels are measured one at a time, in bursts; in a step that lasts, clocks fall with the power that is drawn, by one
+factor per architecture (`sustained`). It, the shares and the spreads are in hardware/training.toml.
+
+    >>> kernels("A100-40GB").origin
+    "transferred from A100-80GB by the large products' rates"
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache, cached_property, lru_cache
+from math import prod
+from typing import Any
+
+from ...hardware.gpu import GPU
+from ...hardware.gpu import gpu as find_gpu
+from ...hardware.kernel_tables import KernelTable, kernel_table
+from ...hardware.links import Group
+from ...hardware.tables import read_table
+from . import communication
+from .efficiency import Efficiency, efficiency
+
+LAUNCH = 2e-6  # s of an empty kernel
+LARGE = (8192, 8192, 8192)  # a product that is bound by FLOP on every card
+# FlashAttention's backward pass is five products to forward's two, and reaches up to 63 % of an A100's peak where
+# forward reaches up to 73 % (arXiv 2307.08691, section 1).
+BACKWARD = 2.5 * 0.73 / 0.63
+FASTER_ATTENTION = ("vllm_flash_attn_fa3",)  # kernels that are FlashAttention 3, which SDPA does not have
+HOST = "A100-80GB"  # whose host's times stand for those that nobody measured
+
+
+@dataclass(frozen=True, eq=False)
+class Kernels:
+    """Seconds of kernels on `card`. `table` is measured on `base`, the card itself or one like it; `rates` are fitted,
+    and win where they have the dtype and there is no table. `kind` is one of the origins above."""
+
+    card: GPU
+    kind: str
+    table: KernelTable | None
+    base: GPU
+    rates: Efficiency | None
+    host: Efficiency
+    bandwidth: float
+    shares: dict[str, float]
+    sustained: float
+    spread: float
+    reached: float | None  # FLOP/s that others measured of large products in half precision
+    scale: float  # what a FLOP takes on `card` over what it takes on `base`
+    _products: dict[tuple[int, int, int, str], float | None] = field(default_factory=dict)
+    _attentions: dict[tuple[int, int, int, int, str], float] = field(default_factory=dict)
+
+    @property
+    def origin(self) -> str:
+        """Where the times of products and attention are from, in words."""
+        if self.kind == "transferred":
+            how = "large products'" if self.reached else "data sheets'"
+            return f"transferred from {self.base.name} by the {how} rates"
+        if self.table:
+            return f"measured on {self.card.name}"
+        if self.rates:
+            return f"fitted to {self.rates.derived_from}"
+        if self.reached:
+            return f"large products at {self.reached / 1e12:.0f} TFLOP/s (products.toml)"
+        return f"{self.shares['products']:.0%} of the data sheet"
+
+    @cached_property
+    def sources(self) -> dict[str, str]:
+        """Where the rates are from that each part of a step's time follows from (`timing.PARTS`), in words."""
+        lasting = f", at {self.sustained:.0%} of their clocks" if self.table else ""
+        products, attention, links = self.origin, self.origin, "links.toml"
+        if self.table:
+            one = self.table.attentions["bf16"]
+            products += f" ({', '.join(self.table.matmuls['bf16'].measured_by)}){lasting}"
+            attention += f" ({one.kernel}, {', '.join(one.measured_by)}){lasting}"
+            if one.kernel in FASTER_ATTENTION:
+                attention += f", × {self.shares['flash_attention_2']:.2f} for FlashAttention 2"
+            if "all-reduce" in self.table.collectives:
+                nccl = ", ".join(self.table.collectives["all-reduce"].measured_by)
+                links = f"inside a node {self.origin} ({nccl}), else links.toml" if self._joined else links
+        elif self.rates is None:
+            attention = f"{self.shares['attention']:.0%} of the data sheet"
+        reached = "fitted to records" if self.rates else f"{self.shares['bandwidth']:.0%} of the data sheet"
+        moved = f"bytes at {self.bandwidth / 1e9:,.0f} GB/s, {reached}"
+        sent = dict.fromkeys(("tensor", "context", "experts", "pipeline", "data"), links)
+        return {
+            "products": products,
+            "attention": attention,
+            "elementwise": moved,
+            "launches": f"the host of a {self.host.gpu}",
+            "optimizer": moved,
+            "offload": "nodes.toml",
+            "bubble": "stages that wait for others",
+            "scale": "published weak scaling",
+            **sent,
+        }
+
+    @property
+    def backward(self) -> float:
+        """Seconds of fused attention's backward pass over those of its forward pass."""
+        return 2.5 if self._fitted("attention") else BACKWARD
+
+    def _fitted(self, what: str) -> bool:
+        return self.table is None and self.rates is not None and bool(getattr(self.rates, what))
+
+    def product(self, m: int, n: int, k: int, dtype: str) -> float | None:
+        """Return the seconds of (m, k) · (k, n) in `dtype`; None for one that the card has no units for."""
+        key = m, n, k, dtype
+        if key not in self._products:
+            self._products[key] = self._product(m, n, k, dtype)
+        return self._products[key]
+
+    def _product(self, m: int, n: int, k: int, dtype: str) -> float | None:
+        flop = 2.0 * m * n * k
+        if self._fitted("matmul") and self.rates and dtype in self.rates.matmul:
+            return flop / self.rates.matmul[dtype]
+        peak = self.card.peak(dtype)
+        if peak is None:
+            return None
+        width = 4 if dtype == "fp32" else 2
+        moved = float(width * (m * k + k * n + m * n))
+        found = _matmul(self.base.name, m, n, k, dtype) if self.table else None
+        if found:
+            return self._scaled(found, flop, moved, dtype) / self.sustained
+        rate = self.reached if self.reached and width == 2 else self.shares["products"] * peak
+        return LAUNCH + max(flop / rate / self.sustained, moved / self.bandwidth)
+
+    def _scaled(self, seconds: float, flop: float, moved: float, dtype: str) -> float:
+        """Return the time on this card of a kernel that took `seconds` on the card that the table is of."""
+        if self.base is self.card:
+            return seconds
+        theirs = self.base.peak(dtype)
+        assert theirs
+        computed, read = flop / theirs, moved / self.base.bandwidth
+        return seconds * max(computed * self.scale, moved / self.card.bandwidth) / max(computed, read)
+
+    def attention(self, batch: int, heads: int, length: int, head_size: int, kernel: str, dtype: str) -> float:
+        """Return the seconds of fused causal attention's forward pass: SDPA's FlashAttention 2 ("flash"), or the
+        memory-efficient kernel ("efficient"), which takes as much longer as FlashAttention's first version did."""
+        key = batch * heads, length, head_size, 0, kernel + dtype
+        if key not in self._attentions:
+            self._attentions[key] = self._attention(batch * heads, length, head_size, kernel, dtype)
+        return self._attentions[key]
+
+    def _attention(self, heads: int, length: int, head_size: int, kernel: str, dtype: str) -> float:
+        flop = 2.0 * heads * length * length * head_size  # of two products, the half that is not masked
+        if self._fitted("attention") and self.rates and dtype in self.rates.attention:
+            return flop / self.rates.attention[dtype]
+        slower = self.shares["efficient"] if kernel == "efficient" else 1.0
+        found = self.table and self.table.attention(1, heads, length, head_size)
+        if found and self.table:
+            if self.table.attentions["bf16"].kernel in FASTER_ATTENTION:
+                slower *= self.shares["flash_attention_2"]
+            moved = 8.0 * heads * length * head_size
+            return slower * self._scaled(found.seconds, flop, moved, "bf16") / self.sustained
+        peak = self.card.peak(dtype) or self.card.peak("fp16") or self.card.peak_flops["fp32"]
+        if self.reached and dtype != "fp32":
+            peak = self.reached / self.shares["products"]
+        return LAUNCH + slower * flop / (self.shares["attention"] * peak) / self.sustained
+
+    def collective(self, operation: str, size: float, group: Group) -> float:
+        """Return the seconds of a collective of `size` bytes: measured inside a node, where the ranks are joined as
+        those were, else by the links."""
+        if self.table and group.across is None and group.ranks > 1 and group.inside.bandwidth == self._joined:
+            found = self.table.collective(operation, int(size) or 1, group.ranks)
+            if found:
+                return found.seconds
+        return communication.seconds(operation, size, group)
+
+    @cached_property
+    def _joined(self) -> float | None:
+        """Bytes/s of the links with which collectives were measured for this card: its own, or the same NVLink."""
+        own = self.card.nvlink or (self.card.pcie if self.base is self.card else None)
+        return own if self.base.nvlink == self.card.nvlink else None
+
+
+@lru_cache(maxsize=1 << 17)
+def _matmul(gpu: str, m: int, n: int, k: int, dtype: str) -> float | None:
+    """Return the measured seconds of a product; one lookup for all cards that it is transferred to."""
+    table = kernel_table(gpu)
+    found = table and table.matmul(m, n, k, dtype)
+    return found.seconds if found else None
+
+
+def _reached(card: GPU) -> float | None:
+    """Return the FLOP/s that others measured of large products in half precision on `card`."""
+    table = read_table("products.toml")
+    found = table["zzc0721"].get(card.name) or table["stas00"].get(card.name)
+    return 1e12 * found if found else None
+
+
+def _scale(card: GPU, base: GPU, reached: float | None) -> float:
+    """Return how much longer a FLOP takes on `card` than on `base`, both in half precision: by what large products
+    reach, else by the peaks."""
+    large = _matmul(base.name, *LARGE, "bf16")
+    if reached and large:
+        return 2 * prod(LARGE) / large / reached
+    theirs, mine = base.peak("bf16"), card.peak("bf16")
+    return theirs / mine if theirs and mine else 1.0
+
+
+@cache
+def training_rates() -> dict[str, Any]:
+    """Return the table of what steps that last reach: shares, factors and spreads."""
+    return read_table("training.toml")
+
+
+@cache
+def kernels(card: GPU | str) -> Kernels:
+    """Return how long kernels take on a card of the table."""
+    found, shared = find_gpu(card), training_rates()
+    rates, base = efficiency(found), _base(found)
+    table = kernel_table(base.name) if base else None
+    kind = "data sheet" if not (table or rates) else "fitted" if not table else "measured"
+    if base and base is not found:
+        kind = "transferred"
+    host, reached = efficiency(HOST), _reached(found)
+    assert host
+    return Kernels(
+        card=found,
+        kind=kind,
+        table=table,
+        base=base or found,
+        rates=rates,
+        host=rates if rates and rates.dispatch else host,
+        bandwidth=rates.bandwidth if rates else shared["share"]["bandwidth"] * found.bandwidth,
+        shares=shared["share"],
+        sustained=shared["sustained"].get(found.architecture, shared["sustained"]["other"]),
+        spread=shared["spread"][kind],
+        reached=reached,
+        scale=_scale(found, base, reached) if base and base is not found else 1.0,
+    )
+
+
+def _base(card: GPU) -> GPU | None:
+    """Return the card whose grids stand for `card`: its own, else those of one of the same compute capability, else of
+    the same architecture, the nearest in bandwidth; None where there is none, or where its own steps were fitted."""
+    if kernel_table(card.name):
+        return card
+    if card.vendor != "NVIDIA" or efficiency(card):
+        return None
+    names = training_rates()["measured"]
+    like = [each for each in map(find_gpu, names) if each.architecture == card.architecture]
+    same = [each for each in like if each.compute_capability == card.compute_capability]
+    return min(same or like, key=lambda each: abs(each.bandwidth - card.bandwidth), default=None)

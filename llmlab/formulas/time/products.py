@@ -1,0 +1,122 @@
+"""The products of a training step: which matrices are multiplied, and how often, forward and backward.
+
+One enumeration for two uses: `flops` counts their FLOP, `step` looks up how long each takes. A linear layer from k to n
+features, with m rows of input, multiplies three times: forward (m, k) · (k, n); backward the input's gradient,
+(m, n) · (n, k), and the weight's, (n, m) · (m, k).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from ...specs.model import ModelSpec
+from ...specs.parameters import Linear
+from ...specs.run import Training
+
+# Tensor parallelism divides their inputs (arXiv 1909.08053, section 3).
+ROW_PARALLEL = ("o_proj", "c_proj", "down_proj")
+
+
+class Product(NamedTuple):
+    """A linear layer's products per micro-batch, of the whole model: how often each of the three is computed.
+
+    `copies`: rows of input per token: a token goes to several experts. `again`: what checkpointing computes a second
+    time. `cut`: what tensor parallelism divides.
+    """
+
+    part: str
+    inputs: int
+    outputs: int
+    forward: int
+    input_gradient: int
+    weight_gradient: int
+    again: int
+    copies: int = 1
+    cut: Literal["inputs", "outputs", ""] = ""
+
+    def flops(self, tokens: int) -> tuple[int, int, int]:
+        """Return the FLOP for `tokens` tokens: forward, backward, and computed again."""
+        once = 2 * tokens * self.copies * self.inputs * self.outputs
+        return once * self.forward, once * (self.input_gradient + self.weight_gradient), once * self.again
+
+
+@lru_cache(maxsize=256)
+def products(spec: ModelSpec, run: Training) -> tuple[Product, ...]:
+    """Return every product with weights: linear layers, adapters, router and experts."""
+    first = gradients_of_first_block(spec, run)
+    found = [each for linear in spec.linears for each in _linear(spec, run, linear, first)]
+    return (*found, *_experts(spec, run))
+
+
+def _linear(spec: ModelSpec, run: Training, linear: Linear, first: dict[str, bool]) -> Iterator[Product]:
+    """Yield a linear layer's products: in backward the gradient of its input, where something before it is trained, and
+    that of its weight, where it is trained; and those of its adapter."""
+    count, lora = linear.count, run.lora
+    reached = count - (not first.get(f"{linear.part} {linear.name}", True))
+    again = _recomputed(spec, run, linear) if run.checkpointing else 0
+    cut: Literal["inputs", "outputs"] = "inputs" if linear.name in ROW_PARALLEL else "outputs"
+    yield Product(linear.part, linear.inputs, linear.outputs, count, reached, 0 if lora else count, again, cut=cut)
+    if lora is not None and linear.name in lora.targets:
+        # Of the block's last product only the input is needed again; with an adapter that is the adapter's upper half.
+        down = count if run.checkpointing == "full" else 0
+        up = 0 if _is_last(spec, linear) else down
+        yield Product("adapters", linear.inputs, lora.rank, count, reached, count, down)
+        yield Product("adapters", lora.rank, linear.outputs, count, count, count, up)
+
+
+def _experts(spec: ModelSpec, run: Training) -> Iterator[Product]:
+    """Yield the routed experts' products: every token goes through experts_per_token of them, and the router."""
+    if not spec.experts:
+        return
+    layers, trained = spec.moe_layers, 0 if run.lora else spec.moe_layers
+    again = layers if run.checkpointing == "full" else 0
+    hidden, width, copies = spec.hidden, spec.moe_intermediate, spec.experts_per_token
+    yield Product("router", hidden, spec.experts, layers, layers, trained, again)
+    yield Product("experts", hidden, width, 2 * layers, 2 * layers, 2 * trained, 2 * again, copies, "outputs")
+    yield Product("experts", width, hidden, layers, layers, trained, again, copies, "inputs")
+
+
+def gradients_of_first_block(spec: ModelSpec, run: Training) -> dict[str, bool]:
+    """Return, for each layer of the first block, whether its input has a gradient: frozen embeddings have none, and
+    before the first adapter nothing needs one. Empty where all do. "scores" says which of q, k and v have one."""
+    if run.lora is None or run.checkpointing is not None:
+        return {}
+    targets, found = run.lora.targets, {}
+    through = {"attention": False, "mlp": False}  # whether a gradient reaches what the part has made so far
+    residual = False
+    order = [each for each in spec.linears if each.part in through]
+    later = {"q_b_proj": "q_a_proj", "kv_b_proj": "kv_a_proj_with_mqa"}
+    has: dict[str, bool] = {}
+    for linear in order:
+        before = residual
+        if linear.name in ROW_PARALLEL:
+            before = residual or through[linear.part]
+        elif linear.name in later:
+            before = has[later[linear.name]]
+        found[f"{linear.part} {linear.name}"] = before
+        has[linear.name] = before or linear.name in targets
+        through[linear.part] |= has[linear.name]
+        if linear.name in ROW_PARALLEL:
+            residual |= has[linear.name]
+    q = has.get("q_proj", has.get("q_b_proj", has.get("c_attn" if spec.family == "gpt2" else "qkv_proj", False)))
+    found["scores q"] = q
+    found["scores k"] = has.get("k_proj", has.get("kv_b_proj", q))
+    found["scores v"] = has.get("v_proj", has.get("kv_b_proj", q))
+    return found
+
+
+def _is_last(spec: ModelSpec, linear: Linear) -> bool:
+    """Whether the layer's output is the block's: nothing saves it, so checkpointing stops before it (early stop)."""
+    ends = spec.norms_per_layer == 2 and not spec.dropout
+    mlp_end = linear.name == "down_proj" or (linear.name == "c_proj" and linear.part == "mlp")
+    return ends and mlp_end and not (spec.experts and spec.dense_layers == 0)
+
+
+def _recomputed(spec: ModelSpec, run: Training, linear: Linear) -> int:
+    """Return how many of a linear layer's products checkpointing computes again."""
+    if linear.part == "head" or (run.checkpointing == "selective" and run.quantization is None):
+        return 0
+    adapted = run.lora is not None and linear.name in run.lora.targets
+    return 0 if _is_last(spec, linear) and not adapted else linear.count

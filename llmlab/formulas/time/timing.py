@@ -1,0 +1,102 @@
+"""How long a run takes, what that is made of, where each rate is from, and between what it lies in 8 cases of 10."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import exp
+
+from ...base.errors import NotAvailable
+from ...hardware.gpu import GPU
+from ...hardware.links import Cluster
+from ...hardware.links import cluster as cluster_of
+from ...specs.model import ModelSpec
+from ...specs.run import Run, Training
+from .distributed import Step, step
+from .kernels import Kernels, kernels, training_rates
+from .step import passes, step_seconds, whole_seconds
+
+# What a step's seconds are divided into, in the order in which they are shown.
+PARTS = ("products", "attention", "elementwise", "launches", "tensor", "context", "experts", "pipeline", "bubble",
+         "data", "optimizer", "offload", "scale")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of a step, None where they are not known; `low` and `high` hold 80 % of such predictions. `parts` are
+    `PARTS` and add up to the seconds; `sources` say where each is from. `note` says how ranks are connected, or why no
+    time is known."""
+
+    seconds: float | None = None
+    low: float | None = None
+    high: float | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
+    note: str = ""
+
+
+def timing(spec: ModelSpec, run: Run, card: GPU | None, cluster: Cluster | None = None) -> Timing:
+    """Return how long a step of `run` takes on `card`, or a generation, of which the seconds alone are known."""
+    if card is None:
+        return Timing()
+    if not isinstance(run, Training):
+        return Timing(step_seconds(spec, run, card))
+    found, nodes = kernels(card), cluster
+    if run.world_size == 1:
+        parts, note = _alone(spec, run, card), ""
+        if not parts:
+            return Timing()
+    else:
+        try:
+            nodes = nodes or cluster_of(card)
+            terms = step(spec, run, card, nodes)
+        except NotAvailable as error:
+            return Timing(note=f"Time is not known: {error}.")
+        parts, note = _of(terms), _connected(run, nodes)
+    seconds = sum(parts.values())
+    factor = exp(_spread(run, found, nodes))
+    return Timing(seconds, seconds / factor, seconds * factor, parts, _sources(found, parts), note)
+
+
+def _spread(run: Training, found: Kernels, nodes: Cluster | None) -> float:
+    """Return the logarithm by which 8 in 10 predictions of such a run are off at most."""
+    spread = training_rates()["spread"]
+    widest = [found.spread]
+    if run.tp * run.pp > 1:
+        widest.append(spread["cut"])
+    if run.world_size > 1 and nodes and nodes.inside.kind == "pcie":
+        widest.append(spread["data sheet"])  # how fast ranks talk through PCIe depends on a host that no table knows
+    return max(widest)
+
+
+def _alone(spec: ModelSpec, run: Training, card: GPU) -> dict[str, float]:
+    """Return the parts of one device's step; none where no time is known."""
+    passed = passes(spec, run, card)
+    seconds = whole_seconds(spec, run, card, passed) if passed else None
+    if passed is None or seconds is None:
+        return {}
+    parts = {
+        "products": sum(passed.products.values()),
+        "attention": passed.attention,
+        "elementwise": passed.elementwise + passed.loss,
+        "launches": passed.seconds - passed.card,
+    }
+    parts["offload" if run.offload else "optimizer"] = seconds - passed.seconds
+    return {name: value for name, value in parts.items() if value}
+
+
+def _of(terms: Step) -> dict[str, float]:
+    values = {"optimizer": terms.update, **vars(terms)}
+    return {name: values[name] for name in PARTS if values.get(name)}
+
+
+def _connected(run: Training, nodes: Cluster) -> str:
+    between = ""
+    if nodes.across and run.world_size > nodes.gpus:
+        between = f", {nodes.adapters} × {nodes.across.name} per node"
+    return f"Time: {nodes.gpus} GPUs per node on {nodes.inside.name}{between}."
+
+
+def _sources(found: Kernels, parts: Mapping[str, float]) -> dict[str, str]:
+    """Return where the rates of these parts are from."""
+    return {name: found.sources[name] for name in parts}

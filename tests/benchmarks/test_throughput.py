@@ -1,0 +1,46 @@
+"""The published throughputs and what is said about them."""
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import llmlab as lab
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import throughput
+
+
+def test_every_row_is_a_run_that_can_be_asked_for():
+    rows = throughput.rows()
+    assert len({row.id for row in rows}) == len(rows) == 104
+    assert Counter(row.group for row in rows) == {"in sample": 42, "left out": 29, "never seen": 33}
+    for row in rows:
+        assert row.measured > 0 and lab.model(row.model).parameters > 1e7
+
+
+def test_seconds_and_tokens_are_the_same_throughput():
+    """The 176B model on 384 GPUs: 2048 sequences of 2048 tokens in 102.27 s (train/tr11-176B-ml)."""
+    row = next(row for row in throughput.rows() if row.id == "smt-122")
+    assert row.run.world_size == 384 and row.run.global_batch == 2048
+    assert row.measured == pytest.approx(2048 * 2048 / 384 / 102.27)
+
+
+def test_errors_count_what_is_unknown_and_what_the_interval_holds():
+    row = throughput.rows()[0]
+    rate = row.measured
+    found = [
+        (row, throughput.Predicted(None)),
+        (row, throughput.Predicted(1.1 * rate, 0.9 * rate, 1.2 * rate)),
+        (row, throughput.Predicted(0.6 * rate, 0.5 * rate, 0.7 * rate)),
+        (row, throughput.Predicted(1.2 * rate)),
+    ]
+    got = throughput.errors(found)
+    assert (got.rows, got.known, got.inside) == (4, 3, 0.5)
+    assert got.median == pytest.approx(0.2) and got.worst == pytest.approx(0.4)
+
+
+def test_the_rule_of_thumb_is_6nd_at_two_fifths_of_the_peak():
+    row = next(row for row in throughput.rows() if row.id == "smt-091")
+    assert throughput.rule(row) == pytest.approx(0.4 * 989.4e12 / (6 * lab.model(row.model).parameters))

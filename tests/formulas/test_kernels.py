@@ -1,0 +1,119 @@
+"""What a card's kernels take in a step, and where that is from."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import llmlab as lab
+from llmlab import LoRA, Training
+from llmlab.formulas.memory.share import share_of
+from llmlab.formulas.time.elementwise import fused_block, moved
+from llmlab.formulas.time.flops import flops
+from llmlab.formulas.time.kernels import BACKWARD, kernels, training_rates
+from llmlab.formulas.time.products import products
+from llmlab.hardware.kernel_tables import kernel_table
+from llmlab.hardware.links import cluster
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import training_rates as derivation
+
+SQUARE = (8192, 8192, 8192, "bf16")
+
+
+def test_shares_are_those_of_the_tables_and_records():
+    again, kept = derivation.shares(), training_rates()["share"]
+    assert again == pytest.approx(kept, rel=0.005)
+    assert derivation.measured_cards() == training_rates()["measured"]
+    assert all(0 < share < 1 for share in derivation.product_shares().values())
+
+
+def test_clocks_that_last_are_below_those_of_bursts():
+    burst = kernel_table("H100-80GB").matmul(*SQUARE).seconds
+    assert kernels("H100").product(*SQUARE) == pytest.approx(burst / training_rates()["sustained"]["Hopper"])
+    assert all(0.5 < clocks < 1 for clocks in training_rates()["sustained"].values())
+
+
+@pytest.mark.parametrize(
+    ("card", "base"),
+    [("A100-40GB", "A100-80GB"), ("RTX-3090", "A100-80GB"), ("RTX-4090", "L40S"), ("L4", "L40S"), ("H20", "H100-80GB"),
+     ("H800-80GB", "H100-80GB"), ("RTX-5090", "RTX-PRO-6000"), ("B200", "B200"), ("H200", "H200")],
+)  # fmt: skip
+def test_grids_are_transferred_from_the_card_that_is_most_like_it(card, base):
+    found = kernels(card)
+    assert (found.base.name, found.kind) == (base, "measured" if card == base else "transferred")
+
+
+def test_a_transferred_product_is_scaled_by_what_binds_it():
+    """By FLOP: the RTX 4090 reaches 163 TFLOP/s (products.toml). By bytes: an H20 reads as fast as its bandwidth."""
+    assert 2 * 8192**3 / kernels("RTX-4090").product(*SQUARE) == pytest.approx(163.09e12 * 0.901, rel=0.005)
+    few_rows = (1, 16384, 16384, "bf16")
+    h20, base = kernels("H20"), kernels("H100")
+    ratio = h20.product(*few_rows) / base.product(*few_rows)
+    assert ratio == pytest.approx(base.card.bandwidth / h20.card.bandwidth, rel=0.01)
+
+
+def test_attention_is_flash_attention_2s_on_hopper():
+    table, found = kernel_table("H100-80GB"), kernels("H100")
+    assert table.attentions["bf16"].kernel.endswith("fa3")
+    slower = found.attention(8, 32, 4096, 128, "flash", "bf16") / table.attention(8, 32, 4096, 128).seconds
+    assert slower == pytest.approx(1.41 / training_rates()["sustained"]["Hopper"], rel=0.01)
+    efficient = found.attention(8, 32, 4096, 128, "efficient", "bf16")
+    assert efficient == pytest.approx(1.73 * found.attention(8, 32, 4096, 128, "flash", "bf16"))
+    assert pytest.approx(2.9, abs=0.01) == BACKWARD
+
+
+def test_collectives_are_measured_where_ranks_are_joined_as_they_were():
+    size = 2**28
+    own = kernel_table("A100-80GB").collective("all-gather", size, 8).seconds
+    node = cluster("A100")
+    assert kernels("A100-40GB").collective("all-gather", size, node.group(8)) == own
+    by_links = kernels("A800").collective("all-gather", size, cluster("A800").group(8))  # with 8 of 12 links
+    assert by_links > 1.2 * own
+    assert kernels("A100").collective("all-gather", size, node.group(16)) > 1.1 * own
+    pcie = kernels("L40S").collective("all-gather", size, cluster("L40S").group(8))
+    assert pcie == kernel_table("L40S").collective("all-gather", size, 8).seconds
+
+
+def test_intervals_widen_where_engines_and_hosts_differ():
+    run = Training(micro_batch=1, seq_len=2048, precision="mixed-bf16", dp=8, zero=1)
+
+    def width(run, card):
+        report = lab.estimate("Llama-3.2-1B", run, card)
+        return report.step_seconds_high / report.step_seconds_low
+
+    alone = replace(run, dp=1, zero=0)
+    assert width(run, "A100") == pytest.approx(width(alone, "A100"))
+    assert width(replace(run, dp=4, tp=2), "A100") > 1.2 * width(alone, "A100")
+    assert width(run, "RTX-4090") > 1.1 * width(alone, "RTX-4090")  # through PCIe
+
+
+def test_one_enumeration_of_products_for_flop_and_for_time():
+    spec, run = lab.model("Qwen3-30B-A3B"), Training(micro_batch=2, seq_len=512, checkpointing="full", dp=2)
+    counted = flops(spec, run)
+    sums = [sum(part) for part in zip(*(each.flops(2048) for each in products(spec, run)), strict=True)]
+    scores = counted.by_part["scores"]
+    assert sum(sums) == counted.total - scores
+    frozen = products(spec, replace(run, lora=LoRA(rank=8)))
+    assert not any(each.weight_gradient for each in frozen if each.part != "adapters")
+    assert sum(each.part == "adapters" for each in frozen) == 4  # down and up, of q_proj and v_proj
+
+
+def test_fused_kernels_move_each_tensor_once():
+    """A Llama block in bf16, per token: norms 2 · 8 h, (3 · 2 + 3 · 2) h and (3 · 2 + 2 · 2) h, rotations 8 (q + k),
+    MLP (3 + 6) · 2 f."""
+    spec, run = lab.model("Llama-3.1-8B"), Training(seq_len=1, precision="bf16", compile=True)
+    h, q, k, f = spec.hidden, spec.query_width, spec.key_width, spec.intermediate
+    assert fused_block(share_of(spec, run), run) == 2 * 8 * h + 22 * h + 8 * (q + k) + 18 * f
+    assert moved(spec, run).loss == 8 * spec.vocab
+
+
+def test_the_table_of_a_steps_time_says_where_each_rate_is_from():
+    run = Training(micro_batch=1, seq_len=2048, precision="mixed-bf16", dp=8, zero=3)
+    report = lab.estimate("Llama-3.1-8B", run, "H100")
+    text = report.time_table()
+    assert all(part in text for part in report.time) and "nccl 2.29.2" in text
+    assert "in 8 cases of 10" in str(report) and report.title in text
+    assert "not divided" in replace(report, time={}).time_table()
+    assert lab.Report.from_json(report.to_json()) == report
