@@ -23,7 +23,9 @@ LISTED = {f"{place}.{name}" for part in compat.NAMES.values() for place in part 
 PUBLIC = re.compile(r"torch\.ops\.|\w+(\.\w+)*\.__\w+__$")
 PYTHONS = {"_asdict", "_exit", "_fields", "_getframe", "_lru_cache_wrapper", "_make", "_replace"}
 # Modules below the top of a library that it documents.
-DOCUMENTED = {"safetensors.torch.load_file", "safetensors.torch.save_file", "transformers.utils.logging", "triton.language"}
+DOCUMENTED = {
+    "safetensors.torch.load_file", "safetensors.torch.save_file", "transformers.utils.logging", "triton.language",
+}  # fmt: skip
 PATCHING = re.compile(r"(mock\.)?(patch|patch\.object|patch\.multiple)|put|getattr|setattr|delattr|hasattr")
 
 
