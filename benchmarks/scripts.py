@@ -131,9 +131,10 @@ def run_case(case: Case, clones: Path, work: Path) -> Result:
 
 def anywhere(said: str, *folders: Path) -> str:
     """Return `said` with paths from the library's or the repository's folder on, as they are on any machine."""
+    said = re.sub(r"/[^\s'\"]*/(site-packages|dist-packages)/", "", said)
     for folder in folders:
         said = said.replace(f"{folder}/", "")
-    return re.sub(r"/[^\s'\"]*/(site-packages|dist-packages)/", "", said)
+    return said
 
 
 def classified(case: Case, code: int, stopped: str, output: str, said: str) -> dict[str, Any]:

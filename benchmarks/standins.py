@@ -155,7 +155,7 @@ class StandIns:
         p, numbers = self.paragraph, range(ROWS)
         sets: dict[str, list[dict[str, Any]]] = {
             "text": [{"text": p(i) + "\n"} for i in range(5 * ROWS)],
-            "messages": [{"messages": [say("user", i), say("assistant", i + 1, 3)], "prompt": p(i)} for i in numbers],
+            "messages": [{"messages": [say("user", i), say("assistant", i + 1, 3)]} for i in numbers],
             "preferences": [
                 {"chosen": [say("user", i), say("assistant", i + 1, 2)],
                  "rejected": [say("user", i), say("assistant", i + 2)]} for i in numbers
