@@ -9,6 +9,7 @@ checkpoint by itself. Data that a script looks for beside itself goes there, int
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import os
@@ -213,7 +214,7 @@ class StandIns:
         self._mnist(self.data / "MNIST" / "raw", noise)
         asked = [{"images": [str(self.data / f"pictures/train/cat/{i % (ROWS // 2)}.png")],
                   "texts": [{"user": self.paragraph(i)[:60], "assistant": self.paragraph(i + 1)[:200]}]}
-                 for i in range(8 * ROWS)]  # fmt: skip
+                 for i in range(50_000 + 8 * ROWS)]  # fmt: skip  # nanoVLM keeps 50,000 for itself
         turn = {"user": Value("string"), "assistant": Value("string")}
         features = Features({"images": List(Image()), "texts": List(turn)})
         Dataset.from_list(asked, features=features).to_parquet(str(self.data / "questions.parquet"))
@@ -274,6 +275,11 @@ class StandIns:
         for place in ("ch05/01_main-chapter-code", "ch05/10_llm-training-speed"):
             shutil.copy(chapters / "ch02/01_main-chapter-code/the-verdict.txt", chapters / place)
             (chapters / place / "middlemarch.txt").write_text((self.text * 4)[:1_800_000])
+        for split in ("train", "validation", "test"):
+            with (chapters / f"ch06/03_bonus_imdb-classification/{split}.csv").open("w", newline="") as file:
+                rows = csv.writer(file)
+                rows.writerow(("text", "label"))
+                rows.writerows((self.paragraph(i), i % 2) for i in range(ROWS))
 
     def pytorch(self) -> None:
         """WikiText for the word-level model, MNIST, the web's text for torchtitan."""

@@ -55,7 +55,7 @@ NAMES: dict[str, dict[str, str]] = {
         "torch.utils._device": "_device_constructors",
         "torch.utils._foreach_utils": "_foreach_supported_types",
         "torch.utils.data.DataLoader": "_get_iterator",
-        "torch.utils.data.dataloader": "_SingleProcessDataLoaderIter",
+        "torch.utils.data.dataloader": "_MultiProcessingDataLoaderIter _SingleProcessDataLoaderIter",
         "torch.utils.dlpack": "to_dlpack",
         "torch.version": "cuda",
     },

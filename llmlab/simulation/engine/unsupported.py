@@ -63,6 +63,19 @@ def counted_triton(launches: Counter[str]) -> AbstractContextManager:
     return mock.patch.object(jit.KernelInterface, "__getitem__", launcher)
 
 
+class CountedKernel:
+    """A kernel that NVRTC would compile of CUDA's source: each call is a launch, and allocates nothing."""
+
+    def __init__(self, name: str, launches: Counter[str]) -> None:
+        self._name, self._launches = name, launches
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._launches[self._name] += 1
+
+    def set_shared_memory_config(self, size: int) -> None:
+        pass
+
+
 def no_other_ranks(module: str, *names: str) -> AbstractContextManager:
     """Refuse functions of a module that need the memory or the answers of ranks that are not there."""
 

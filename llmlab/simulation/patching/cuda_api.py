@@ -29,6 +29,7 @@ from ...hardware.gpu import BF16_CAPABILITY, GPU
 from ..allocator.config import AllocatorConfig
 from ..capability import capability_of
 from ..card import Card
+from ..engine.unsupported import CountedKernel
 from ..profile.snapshot import write_snapshot
 from ..streams import DEFAULT_STREAM, CUDAGraph, Event, Stream, nothing
 from ..values.placeholders import PLACEHOLDER, Unknown, Whole, located
@@ -47,6 +48,7 @@ UNTOLD = (  # properties that torch gives and no table here has
     "pci_domain_id",
 )  # fmt: skip
 SENSORS = ("utilization", "memory_usage", "temperature", "power_draw", "clock_rate")  # what NVML reads
+NOT_PINNED: dict[str, Any] = {"pin_memory": False, "pin_memory_device": ""}
 NEED_DRIVER = (
     "MemPool", "use_mem_pool", "CUDAPluggableAllocator", "change_current_allocator", "caching_allocator_alloc",
     "caching_allocator_delete", "current_blas_handle", "list_gpu_processes",
@@ -77,7 +79,8 @@ def cuda_api(card: Card) -> Iterator[None]:
                 stack.enter_context(mock.patch.object(module, name, value))
 
         memory = _memory(card)
-        put(torch.cuda, {**_device(card), **memory, **_random(), **_streams(card), **LEGACY_TYPES})
+        compiled = {"_compile_kernel": lambda source, name, *args, **kwargs: CountedKernel(name, card.engine.launches)}
+        put(torch.cuda, {**_device(card), **memory, **_random(), **_streams(card), **LEGACY_TYPES, **compiled})
         put(torch.cuda.memory, {**{name: each for name, each in memory.items() if hasattr(torch.cuda.memory, name)},
                                 **_history(card), "is_initialized": lambda: True, "_lazy_init": nothing})  # fmt: skip
         put(torch.cuda.nvtx, {**dict.fromkeys(("range_push", "range_start"), lambda message: 0), "range_end": nothing,
@@ -94,6 +97,8 @@ def cuda_api(card: Card) -> Iterator[None]:
         put(torch.jit, {"trace": _unchecked(torch.jit.trace)})
         stack.enter_context(mock.patch.object(torch.version, "cuda", CUDA_VERSION))
         stack.enter_context(mock.patch.object(DataLoader, "_get_iterator", _one_process))
+        workers = dataloader._MultiProcessingDataLoaderIter  # which a library's own loader may make
+        stack.enter_context(mock.patch.object(workers, "__init__", _not_pinned(workers.__init__)))
         stack.enter_context(mock.patch.object(torch, "Generator", Generator))
         stack.enter_context(mock.patch.object(Tensor, "record_stream", _record_stream(card)))
         stack.enter_context(mock.patch.object(nn.DataParallel, "forward", _data_parallel))
@@ -428,9 +433,24 @@ def _data_parallel(self: nn.DataParallel, *inputs: Any, **kwargs: Any) -> Any:
 
 def _one_process(self: DataLoader) -> Any:
     """DataLoader._get_iterator in this thread: workers and the thread that pins would not see the card."""
-    loader = copy.copy(self)
-    vars(loader).update(num_workers=0, timeout=0, pin_memory=False, pin_memory_device="")
-    return dataloader._SingleProcessDataLoaderIter(loader)
+    return dataloader._SingleProcessDataLoaderIter(_with(self, num_workers=0, timeout=0, **NOT_PINNED))
+
+
+def _not_pinned(init: Callable) -> Callable:
+    """_MultiProcessingDataLoaderIter.__init__ without the thread that pins, which would not see the card."""
+
+    @wraps(init)
+    def call(self: Any, loader: DataLoader) -> None:
+        init(self, _with(loader, **NOT_PINNED))
+
+    return call
+
+
+def _with(loader: DataLoader, **options: Any) -> DataLoader:
+    """Return the loader with other options, which it does not let anybody set."""
+    loader = copy.copy(loader)
+    vars(loader).update(options)
+    return loader
 
 
 def _save_unpinned(init: Callable) -> Callable:

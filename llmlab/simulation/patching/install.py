@@ -42,6 +42,7 @@ from .flex_attention import flex_attention_unfused
 from .imports import default_device, devices_found, on_import, swept
 from .patches import (
     cuda_operators,
+    drawn_tokens,
     fake_parameters,
     full_beams,
     no_end_of_sequence,
@@ -69,6 +70,10 @@ def installed(card: Card) -> Iterator[None]:
             for name in ("fill", "prefetch_tensor"):
                 put("bitsandbytes.functional", name, nothing)
 
+        def generation() -> None:
+            stack.enter_context(full_beams())
+            stack.enter_context(drawn_tokens())
+
         libraries: dict[str, Callable[[], Any]] = {
             "bitsandbytes": bitsandbytes,
             "deepspeed.accelerator.real_accelerator": lambda: stack.enter_context(no_accelerator()),
@@ -79,7 +84,7 @@ def installed(card: Card) -> Iterator[None]:
             "triton.runtime.jit": lambda: stack.enter_context(counted_triton(card.engine.launches)),
             "torch.utils.cpp_extension": lambda: stack.enter_context(no_extensions()),
             "transformers.generation.stopping_criteria": lambda: stack.enter_context(no_end_of_sequence()),
-            "transformers.generation.utils": lambda: stack.enter_context(full_beams()),
+            "transformers.generation.utils": generation,
             "transformers.modeling_flash_attention_utils": lambda: stack.enter_context(fake_flash_attn(capability)),
         }
         stack.enter_context(fake_parameters())

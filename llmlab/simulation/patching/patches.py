@@ -9,7 +9,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import wraps
 from importlib import import_module
+from itertools import count
 from typing import Any
 from unittest import mock
 
@@ -30,6 +32,7 @@ from ..capability import Capability
 from ..devices import GPU_DEVICE, HOST
 from ..engine.engine import Engine
 from ..values.known import forget, know, known
+from ..values.placeholders import warn_of
 from .autocast import CAST_ONLY, impl_cuda_autocast
 from .sdpa import attention
 from .sync_batch_norm import FAKE_KERNELS
@@ -96,10 +99,33 @@ def full_beams() -> AbstractContextManager:
     return mock.patch.multiple(mixin, **replaced)
 
 
-def _zeros_where_unknown(tensor: Tensor) -> Tensor:
+def drawn_tokens() -> AbstractContextManager:
+    """Let what generate() of transformers gives be read: each token is 0, or the first that is no special one."""
+    from transformers.generation.utils import GenerationMixin as mixin
+
+    real = mixin.generate
+
+    @wraps(real)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = real(self, *args, **kwargs)
+        sequences = getattr(found, "sequences", found)
+        if not isinstance(sequences, FakeTensor) or known(sequences) is not None:
+            return found
+        config = kwargs.get("generation_config") or self.generation_config
+        special: set[int | None] = set()
+        for each in (config.bos_token_id, config.eos_token_id, config.pad_token_id):
+            special.update(each if isinstance(each, (list, tuple)) else [each])
+        warn_of("generate()")
+        _zeros_where_unknown(sequences, next(each for each in count() if each not in special))
+        return found
+
+    return mock.patch.object(mixin, "generate", generate)
+
+
+def _zeros_where_unknown(tensor: Tensor, zero: int = 0) -> Tensor:
     if isinstance(tensor, FakeTensor) and known(tensor) is None:
         with disable_current_modes():
-            know(tensor, torch.zeros(tuple(tensor.shape), dtype=tensor.dtype))
+            know(tensor, torch.full(tuple(tensor.shape), zero, dtype=tensor.dtype))
     return tensor
 
 
