@@ -38,10 +38,10 @@ OURS = HERE.parent  # the package that runs here, also where another one is inst
 LIMIT = 300  # seconds for one script
 IDLE = 20  # seconds: one that took no CPU time for so long hangs
 RAN, ENDED, NO_ROOM = "ran", "ran to its end", "out of memory"
-REFUSED, OWN, TOO_LONG, RAW, HANG, MISSING = (
-    "refused by name", "fails by itself", "too long", "raw traceback", "hang", "not there",
+REFUSED, OWN, NO_HOST, TOO_LONG, RAW, HANG, MISSING = (
+    "refused by name", "fails by itself", "host out of memory", "too long", "raw traceback", "hang", "not there",
 )  # fmt: skip
-OUTCOMES = (RAN, ENDED, NO_ROOM, REFUSED, OWN, TOO_LONG, RAW, HANG, MISSING)
+OUTCOMES = (RAN, ENDED, NO_ROOM, REFUSED, OWN, NO_HOST, TOO_LONG, RAW, HANG, MISSING)
 ANSWERED = (RAN, ENDED, NO_ROOM)
 SHOWN = 70  # characters of a command line; scripts.json has all
 UPPER = "upper"  # how the notes of a run label sizes that are above the real ones
@@ -148,6 +148,8 @@ def classified(case: Case, code: int, stopped: str, output: str, said: str) -> d
     answer = _answer(output)
     if answer is None and stopped:
         return {"outcome": stopped, "said": last if last.startswith("llmlab: ") else ""}
+    if answer is None and code == -signal.SIGKILL:  # nobody here sent it: Linux ends what asks for too much
+        return {"outcome": NO_HOST, "said": "what the script itself loads is more than this machine's memory"}
     if answer is None:
         if last == "llmlab: the script failed by itself":
             at = max(position for position, line in enumerate(lines) if line == last)

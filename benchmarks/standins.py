@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import io
 import json
 import os
 import pickle
@@ -99,7 +100,9 @@ class StandIns:
         """Make all; parts of repositories that are not there are passed over."""
         self.tokenizer()
         for name, config in MODELS.items():
-            self.model(name, config)
+            folder = self.model(name, config)
+            if config is LLAMA_7B:
+                self.sentencepiece(folder / "tokenizer.model")
         self.rows()
         self.pictures()
         self.stable_diffusion()
@@ -132,6 +135,20 @@ class StandIns:
         made.save_pretrained(folder)
         for name, there in (("encoder.json", "vocab.json"), ("vocab.bpe", "merges.txt")):  # for those who read these
             shutil.copy(source / name, folder / there)
+
+    def sentencepiece(self, path: Path) -> None:
+        """Make a tokenizer of the kind that Llama 1 and 2 had."""
+        try:
+            import sentencepiece
+        except ImportError:
+            print("tokenizer.model: passed over, sentencepiece is not installed")
+            return
+        made = io.BytesIO()
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(self.paragraphs), model_writer=made, vocab_size=4000, model_type="bpe",
+            byte_fallback=True, minloglevel=2,
+        )  # fmt: skip
+        path.write_bytes(made.getvalue())
 
     def model(self, name: str, config: Mapping[str, Any]) -> Path:
         """Put a config and the tokenizer into Hugging Face's cache; return the folder."""
@@ -365,7 +382,9 @@ class StandIns:
             }
         for name, model in models.items():
             folder = self.model(name, model.config.to_dict())
-            without_values(model.state_dict(), folder / "model.safetensors")
+            before = "vision_model." if "siglip" in name else ""  # on the hub, as in transformers before 5
+            state = {before + key.removeprefix(before): value for key, value in model.state_dict().items()}
+            without_values(state, folder / "model.safetensors")
 
     def stable_diffusion(self) -> None:
         """Stable Diffusion 1's folder, and its decoder under a name of the hub."""

@@ -167,9 +167,11 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "transformers.integrations.sdpa_attention": {"transformers.integrations.sdpa_attention": "use_gqa_in_sdpa"},
     "transformers.masking_utils": {"transformers.masking_utils": "is_tracing"},
-    "transformers.modeling_flash_attention_utils": {"transformers.modeling_flash_attention_utils": "_lazy_imports"},
-    "transformers flash-attn": {  # where _lazy_imports is there
-        "transformers.modeling_flash_attention_utils": "FLASH_ATTENTION_COMPATIBILITY_MATRIX _pad_input _unpad_input",
+    "transformers.modeling_flash_attention_utils": {
+        "transformers.modeling_flash_attention_utils": "FLASH_ATTENTION_COMPATIBILITY_MATRIX"
+    },
+    "transformers flash-attn": {  # where that is there
+        "transformers.modeling_flash_attention_utils": "_lazy_imports _pad_input _unpad_input",
     },
     "transformers.modeling_utils": {"transformers.modeling_utils.PreTrainedModel": "_no_split_modules"},
     "triton.runtime.interpreter": {"triton.runtime.interpreter": "GridExecutor interpreter_builder"},
@@ -183,7 +185,9 @@ OPTIONAL = frozenset((
     # Older beam search has no such methods. It branches on the card's values, which the simulator refuses by itself.
     "transformers.generation.utils.GenerationMixin._beam_search_has_unfinished_sequences",
     "transformers.generation.utils.GenerationMixin._update_finished_beams",
-    "transformers.modeling_flash_attention_utils._lazy_imports",  # without it flash-attn is not simulated
+    "transformers.masking_utils.is_tracing",  # before transformers 5 no fake tensor counts as traced
+    "transformers.modeling_flash_attention_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX",  # transformers 5; before it
+    # flash-attn is not simulated
 ))  # fmt: skip
 
 # Private attributes that only instances have, or that llmlab sets for a library to read: no path leads to them.

@@ -68,6 +68,7 @@ def test_an_upper_figure_is_called_one():
         (2, said_by_the_script("AttributeError: _scatter"), "", "raw traceback"),  # nobody has said that it is its own
         (1, "Traceback (most recent call last):\nTypeError: x\n", "", "raw traceback"),
         (-9, "", "hang", "hang"),
+        (-9, "", "", "host out of memory"),
         (2, "", "too long", "too long"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -217,10 +218,35 @@ def test_generate_comes_to_its_greatest_length_and_decodes(saved):
         model = transformers.AutoModelForCausalLM.from_pretrained(saved).to("cuda").eval()
         prompt = torch.arange(1, 17)[None].expand(2, 16).cuda()
         for options in ({"do_sample": False}, {"do_sample": True, "top_p": 0.9}, {"cache_implementation": "static"}):
-            out = model.generate(prompt, max_new_tokens=5, eos_token_id=2, pad_token_id=0, **options)
-            assert out.shape == (2, 21)
-        with pytest.warns(UserWarning, match="Tensor.tolist"):
-            assert len(out[0].tolist()) == 21
+            with warnings.catch_warnings(record=True) as said:
+                out = model.generate(prompt, max_new_tokens=5, eos_token_id=2, pad_token_id=0, **options)
+            assert out.shape == (2, 21) and len(out[0].tolist()) == 21
+            assert len([each for each in said if "generate()" in str(each.message)]) == 1
+
+
+def test_generated_tokens_size_what_a_reward_reads(saved):
+    """As TRL's GRPO: mask what follows the first end of sequence, and take the tokens before it to the host."""
+    with simulator("A100-40GB"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(saved).cuda()
+        prompt = torch.arange(3, 15).view(2, 6).cuda()
+        with warnings.catch_warnings(record=True):
+            drawn = model.generate(prompt, max_new_tokens=5, do_sample=True, eos_token_id=0, pad_token_id=1)[:, 6:]
+        ends = torch.isin(drawn, torch.tensor([0], device="cuda"))
+        first = torch.full((2,), 5, device="cuda")
+        first[ends.any(dim=1)] = ends.int().argmax(dim=1)[ends.any(dim=1)]
+        mask = torch.arange(5, device="cuda").expand(2, -1) <= first[:, None]
+        kept = [tokens[each].tolist() for tokens, each in zip(drawn.cpu(), mask.cpu(), strict=True)]
+    assert [len(each) for each in kept] == [5, 5] and not {0, 1} & {*kept[0], *kept[1]}
+
+
+def test_8_bit_layers_are_made_without_memory_as_accelerate_makes_them():
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    from accelerate import init_empty_weights
+
+    with simulator("A100-40GB"), init_empty_weights():
+        layers = bitsandbytes.nn.Linear8bitLt(8, 8, has_fp16_weights=False), bitsandbytes.nn.Linear4bit(8, 8)
+    assert all(each.weight.is_meta for each in layers)
+    assert not layers[0].weight.has_fp16_weights and layers[1].weight.quant_type == "fp4"
 
 
 @pytest.mark.parametrize("options", [

@@ -97,6 +97,8 @@ def test_known_masks_and_lengths_size_what_they_select(card):
     assert x[mask.nonzero(as_tuple=True)[0]].shape == (4, 3) and torch.where(mask)[0].shape == (4,)
     assert torch.masked_select(x, mask[:, None]).shape == (12,)
     assert x.repeat_interleave(torch.tensor([2] * 10).cuda(), dim=0).shape == (20, 3)
+    on_host = mask.cpu()  # a copy of what the card has
+    assert on_host.nonzero().tolist() == [[0], [1], [2], [3]] and torch.arange(10)[on_host].tolist() == [0, 1, 2, 3]
     labels = torch.tensor([1, -100, 3]).cuda()
     assert labels[labels != -100].unique().tolist() == [1, 3] and labels.sort().values.tolist() == [-100, 1, 3]
 
@@ -549,6 +551,28 @@ def test_triton_s_launches_are_counted_and_take_nothing(card):
     tuned[lambda meta: (1,)](x)
     assert card.allocated == before
     assert any("doubled 2 times, tuned 1 times" in note for note in card.notes), card.notes
+
+
+@pytest.mark.skipif(not hasattr(torch.cuda, "_compile_kernel"), reason="torch before 2.9")
+def test_a_kernel_of_nvrtc_is_counted_and_takes_nothing(card):
+    kernel = torch.cuda._compile_kernel("__global__ void twice(float* x) {}", "twice", compute_capability="90")
+    kernel.set_shared_memory_config(1 << 16)
+    x = torch.zeros(1024, device="cuda")
+    before = card.allocated
+    kernel(grid=(1, 1, 1), block=(256, 1, 1), args=[x])
+    assert card.allocated == before and any("twice 1 times" in note for note in card.notes), card.notes
+
+
+class WithWorkers(torch.utils.data.DataLoader):
+    """As litdata's, which makes its iterator by itself."""
+
+    def _get_iterator(self):
+        return torch.utils.data.dataloader._MultiProcessingDataLoaderIter(self)
+
+
+def test_a_loader_that_makes_its_own_workers_does_not_pin(card):
+    loader = WithWorkers(torch.arange(8), batch_size=4, num_workers=1, pin_memory=True)
+    assert [batch.cuda().tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_data_parallel_runs_on_the_one_card(card):

@@ -80,9 +80,10 @@ def dynamo_on(card: Card) -> Iterator[None]:
         rules = symbol("torch._dynamo.trace_rules.get_torch_obj_rule_map")()
         stack.enter_context(mock.patch.dict(variables.constant_fold_functions, dict.fromkeys(answers)))
         stack.enter_context(mock.patch.dict(rules, dict.fromkeys(answers, variables.TorchInGraphFunctionVariable)))
-        if masks := sys.modules.get("transformers.masking_utils"):  # where patching/patches.py puts a function of ours
+        # Where there is one, patching/patches.py puts a function of ours in its place.
+        if is_tracing := getattr(sys.modules.get("transformers.masking_utils"), "is_tracing", None):
             inlined = symbol("torch._dynamo.variables.functions.UserFunctionVariable")
-            stack.enter_context(mock.patch.dict(rules, {masks.is_tracing: inlined}))
+            stack.enter_context(mock.patch.dict(rules, {is_tracing: inlined}))
         stack.enter_context(mock.patch.object(tracer, "create_proxy", create_proxy))
         stack.enter_context(mock.patch.object(frames.CatchErrorsWrapper, "__call__", converted))
         stack.enter_context(mock.patch.object(function_state, "__init__", without_modes))

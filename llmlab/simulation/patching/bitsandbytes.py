@@ -61,7 +61,11 @@ def _fake_parameters(
         quantized.fake_device = place(quantized)  # `.data =` leaves it; transformers quantizes from the host
         return quantized
 
-    kind = type(owner.__name__, (FakeTensor,), {"to": to})
+    def again(cls: type, data: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        # `type(parameter)(data, **vars(parameter))`, as accelerate makes one on "meta".
+        return new(owner, data, *args, **{name: kwargs[name] for name in parameters.parameters if name in kwargs})
+
+    kind = type(owner.__name__, (FakeTensor,), {"to": to, "__new__": again})
 
     def new(cls: type, data: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
         if not isinstance(data, FakeTensor):

@@ -100,7 +100,7 @@ def _flash_attn_varlen_func(
 @contextmanager
 def fake_flash_attn(card: Capability) -> Iterator[None]:
     """Let transformers find flash-attn, simulated on a card of capability `card`, whether it is installed or not."""
-    if not has("transformers.modeling_flash_attention_utils._lazy_imports"):
+    if not has("transformers.modeling_flash_attention_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX"):
         yield
         return
     check("transformers flash-attn")

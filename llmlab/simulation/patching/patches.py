@@ -24,8 +24,8 @@ from ...base.compat import (
     DispatchKey,
     FakeTensor,
     FunctionalTensor,
-    check,
     disable_current_modes,
+    has,
     symbol,
 )
 from ..capability import Capability
@@ -54,11 +54,11 @@ def fake_parameters() -> Iterator[None]:
         except ImportError:
             pass
         else:
-            check("transformers.masking_utils")
-            real = masking_utils.is_tracing
-            # Fake inputs are no tracing here: positions have values, see values/known.py.
-            not_fake = lambda tensor=None: real()  # noqa: E731
-            stack.enter_context(mock.patch.object(masking_utils, "is_tracing", not_fake))
+            if has("transformers.masking_utils.is_tracing"):
+                real = masking_utils.is_tracing
+                # Fake inputs are no tracing here: positions have values, see values/known.py.
+                not_fake = lambda tensor=None: real()  # noqa: E731
+                stack.enter_context(mock.patch.object(masking_utils, "is_tracing", not_fake))
         yield
 
 
@@ -113,7 +113,8 @@ def drawn_tokens() -> AbstractContextManager:
             return found
         config = kwargs.get("generation_config") or self.generation_config
         special: set[int | None] = set()
-        for each in (config.bos_token_id, config.eos_token_id, config.pad_token_id):
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            each = kwargs.get(name, getattr(config, name))
             special.update(each if isinstance(each, (list, tuple)) else [each])
         warn_of("generate()")
         _zeros_where_unknown(sequences, next(each for each in count() if each not in special))
