@@ -317,8 +317,8 @@ def entry(card: str, values: dict[str, float], derived_from: str, validated: str
 
 HEAD = """\
 # What cards reach, derived from published records by benchmarks/efficiencies.py; don't edit by hand. A card that is not
-# here has no record from which its rates follow, and no time is given for it. Units: bytes/s, FLOP/s, s, bytes; the
-# fields are those of llmlab.formulas.time.efficiency.Efficiency.
+# here has no record from which its rates follow: hardware/training.toml has what stands for them. Units: bytes/s,
+# FLOP/s, s, bytes; the fields are those of llmlab.formulas.time.efficiency.Efficiency.
 """
 
 

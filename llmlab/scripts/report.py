@@ -21,7 +21,8 @@ class ScriptReport(Tabular):
     known. The script fits where it is within `capacity`, the card's memory, and within `limit` if one was given.
     `needed` is what a run that did not fit would have taken with enough room. `steps` counts calls of an optimizer's
     step(). `step_seconds` is the median over the steps after the first, without what ranks send to each other; None
-    where the card was never measured.
+    where a kernel's time is not known. 8 in 10 such times lie between `step_seconds_low` and `step_seconds_high`, None
+    with several ranks.
     """
 
     command: str
@@ -38,6 +39,8 @@ class ScriptReport(Tabular):
     limit: int | None = None
     needed: int | None = None
     step_seconds: float | None = None
+    step_seconds_low: float | None = None
+    step_seconds_high: float | None = None
     by_category: Mapping[str, int] = field(default_factory=dict)
     by_module: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -62,6 +65,9 @@ class ScriptReport(Tabular):
         rows += [(f"at the peak in {module}", show_bytes(sum(sizes.values()))) for module, sizes in largest]
         if self.step_seconds is not None:
             rows.append(("time per step", show_seconds(self.step_seconds)))
+        if self.step_seconds_low is not None and self.step_seconds_high is not None:
+            between = f"{show_seconds(self.step_seconds_low)} to {show_seconds(self.step_seconds_high)}"
+            rows.append(("  in 8 cases of 10", between))
         rows.append(("optimizer steps", str(self.steps)))
         rows.append(("outcome", self.outcome))
         ranks = f", rank 0 of {self.world_size}" if self.world_size > 1 else ""

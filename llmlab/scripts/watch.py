@@ -163,6 +163,7 @@ class Watch:
             outcome = "out of memory"
         known = self._seconds and sim.counts_all_kernels
         seconds = median(self._seconds[1:] or self._seconds) if known else None
+        interval = self._operators.interval if seconds and where.ranks == 1 else None
         notes = [*sim.notes]
         if seconds and where.ranks > 1:
             notes.append(NO_NETWORK)
@@ -190,6 +191,8 @@ class Watch:
             limit=where.limit,
             needed=taken if outcome == "out of memory" and self.ended != RAN_OUT_OF_MEMORY else None,
             step_seconds=seconds,
+            step_seconds_low=seconds / interval if seconds and interval else None,
+            step_seconds_high=seconds * interval if seconds and interval else None,
             by_category=_by_category(timeline.modules),
             by_module=timeline.modules,
             notes=tuple(notes),

@@ -72,7 +72,7 @@ def simulated(model: ModelLike, run: Run, gpu: GPU | str, load_order: LoadOrder 
     needed = max(roomy.peak_reserved or 0, roomy.reserved_before) + card.memory - card.room(run.world_size)
     return replace(
         report, outcome="out of memory", where=where, needed=needed, process=None, notes=(str(error), *report.notes),
-        step_seconds=None, tokens_per_second=None, mfu=None,
+        step_seconds=None, step_seconds_low=None, step_seconds_high=None, tokens_per_second=None, mfu=None,
     )  # fmt: skip
 
 
@@ -221,9 +221,12 @@ def _rates(spec: ModelSpec, run: Run, card: GPU | None, recording: StepRecording
     seconds = None if fused or elsewhere else recording.operators.seconds
     if card is None or seconds is None:
         return {"flops": counted}
+    interval = recording.operators.interval
     return {
         "flops": counted,
         "step_seconds": seconds,
+        "step_seconds_low": seconds / interval,
+        "step_seconds_high": seconds * interval,
         "tokens_per_second": tokens_of(run) / seconds,
         "mfu": mfu(spec, run, card, seconds),
     }

@@ -17,9 +17,9 @@ factor per architecture (`sustained`). It, the shares and the spreads are in har
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
-from math import prod
+from math import exp, prod
 from typing import Any
 
 from ...hardware.gpu import GPU
@@ -104,6 +104,24 @@ class Kernels:
             **sent,
         }
 
+    @cached_property
+    def operators(self) -> Efficiency:
+        """Rates of single operators and what the CPU takes to start them: the card's own, else those of `HOST` with the
+        bytes at this card's bandwidth."""
+        if self.rates and self.rates.dispatch:
+            return self.rates
+        like = self.host
+        faster = self.bandwidth / like.bandwidth
+        return replace(
+            like, gpu=self.card.name, sms=self.card.sms or like.sms, bandwidth=self.bandwidth,
+            strided=faster * like.strided, gather=faster * like.gather,
+        )  # fmt: skip
+
+    @property
+    def interval(self) -> float:
+        """What 8 in 10 times of a step on one device are off at most, as a factor."""
+        return exp(self.spread)
+
     @property
     def backward(self) -> float:
         """Seconds of fused attention's backward pass over those of its forward pass."""
@@ -156,7 +174,7 @@ class Kernels:
         if self._fitted("attention") and self.rates and dtype in self.rates.attention:
             return flop / self.rates.attention[dtype]
         slower = self.shares["efficient"] if kernel == "efficient" else 1.0
-        found = self.table and self.table.attention(1, heads, length, head_size)
+        found = self.table and dtype != "fp32" and self.table.attention(1, heads, length, head_size)
         if found and self.table:
             if self.table.attentions["bf16"].kernel in FASTER_ATTENTION:
                 slower *= self.shares["flash_attention_2"]

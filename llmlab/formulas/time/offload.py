@@ -104,7 +104,7 @@ def offloaded_step(
     drive: Drive | None = None,
     pinned: bool = True,
 ) -> OffloadedStep:
-    """Return the step of a run with offload, whose passes alone take `computed` s (`time.passes_seconds`).
+    """Return the step of a run with offload, whose passes alone take `computed` s (`step.passes`).
 
     `host` None is the one the card is sold with; `gpus` GPUs share it (None: all it has). With a `drive` the states are
     there, read and written one after the other, as DeepSpeed does by default (pipeline_read and pipeline_write off).

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ...base.compat import arg_tree_leaves, current_graph_task_id
 from ...base.errors import NotAvailable
-from ...formulas.time.efficiency import Efficiency, efficiency
+from ...formulas.time.kernels import Kernels, kernels
 from ...hardware.gpu import GPU
 from ...recording.timing import CPU_ATTENTION_FLOPS
 from ..workspaces.bitsandbytes import multiplies_packed
@@ -78,7 +78,7 @@ class Operators(list):
     def __init__(self, gpu: GPU | None = None) -> None:
         super().__init__()
         self.gpu = gpu
-        self._rates = efficiency(gpu) if gpu else None
+        self._kernels = kernels(gpu) if gpu else None
 
     @property
     def flops(self) -> int:
@@ -87,32 +87,38 @@ class Operators(list):
 
     @property
     def seconds(self) -> float | None:
-        """Seconds that these operators take on the card, in this order; None where its rates were never measured."""
-        rates = self._rates
-        found = timing(self, rates) if rates and rates.dispatch else None  # without it small steps would look free
+        """Seconds that these operators take on the card, in this order; None without a card, and where it has no units
+        for a dtype."""
+        if self._kernels is None:
+            return None
+        found = timing(self, self._kernels.operators, self._grids)
         return found.step if found else None
 
     @property
-    def rates(self) -> Efficiency:
-        """The card's measured rates; raises NotAvailable for a card that has none."""
-        if self._rates is None:
-            name = self.gpu.name if self.gpu else "no card"
-            raise NotAvailable(f"{name} has no measured rates; take one of the table in hardware/efficiencies.toml")
-        return self._rates
+    def interval(self) -> float:
+        """What 8 in 10 times of a step are off at most, as a factor."""
+        return self._kernels.interval if self._kernels else 1.0
+
+    @property
+    def _grids(self) -> Kernels | None:
+        """The kernels that products and attention take, unless this card's rates were fitted to whole steps."""
+        return None if self._kernels is None or self._kernels.kind == "fitted" else self._kernels
 
     def by_operator(self) -> dict[tuple[str, str], tuple[float, float, float]]:
         """Return FLOP, bytes and seconds by (kind, operator). An element-wise operator does one FLOP per element.
 
-        Raises NotAvailable for a card whose rates were never measured.
+        Raises NotAvailable without a card, and for a dtype that it has no units for.
         """
+        if self._kernels is None:
+            raise NotAvailable("operators on no card take no time that is known; name one: Operators(gpu)")
         found: dict[tuple[str, str], tuple[float, float, float]] = {}
         for kernel in self:
             if kernel.kind == "none":
                 continue
             kind = "attention" if "attention" in kernel.kind else kernel.kind if kernel.kind == "matmul" else "memory"
-            seconds = kernel_seconds(kernel, self.rates)
+            seconds = kernel_seconds(kernel, self._kernels.operators, self._grids)
             if seconds is None:
-                raise NotAvailable(f"{self.rates.gpu} has no measured rate of {kernel.kind} in {kernel.dtype}")
+                raise NotAvailable(f"{self._kernels.card.name} has no units for {kernel.kind} in {kernel.dtype}")
             name = kernel.name.split("::")[-1] + (f" {kernel.shape}" if kind == "matmul" else "")
             flop, moved, spent = found.get((kind, name), (0.0, 0.0, 0.0))
             done = kernel.flops or (kernel.shape[0] if kernel.shape else 1)

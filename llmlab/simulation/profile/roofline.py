@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...formulas.time.efficiency import Efficiency
+from ...formulas.time.kernels import Kernels
 
 TILE = 64  # rows and columns of a block of a product small enough that libraries still choose it
 SPLIT = 256  # of a sum's elements, so many are worth a multiprocessor of their own
@@ -47,8 +48,9 @@ class Timing(NamedTuple):
     host: float
 
 
-def kernel_seconds(kernel: Kernel, rates: Efficiency) -> float | None:
-    """Return the seconds a kernel takes on the card; None where its rate was never measured."""
+def kernel_seconds(kernel: Kernel, rates: Efficiency, measured: Kernels | None = None) -> float | None:
+    """Return the seconds a kernel takes on the card; None where its rate was never measured. Products and attention
+    take what `measured` says, where it is given, else they run at one of the `rates`."""
     if kernel.kind == "none":
         return 0.0
     moved = kernel.bytes
@@ -58,12 +60,29 @@ def kernel_seconds(kernel: Kernel, rates: Efficiency) -> float | None:
     seconds = moved / {"gather": rates.gather, "strided": rates.strided}.get(kernel.kind, rates.bandwidth)
     if kernel.kind == "serial":
         seconds += kernel.shape[0] * rates.serial
+    elif kernel.kind in ("matmul", "attention", "attention backward") and measured:
+        found = _measured(kernel, measured)
+        return None if found is None else max(found, kernel.launches * rates.launch + seconds)
     elif kernel.kind in ("matmul", "attention", "attention backward"):
         rate = _rate(kernel, rates)
         if rate is None:
             return None
         seconds = max(seconds, _work(kernel, rates) / rate)
     return kernel.launches * rates.launch + seconds
+
+
+def _measured(kernel: Kernel, measured: Kernels) -> float | None:
+    """Return the seconds of a product, or of fused attention, by the card's own kernels or those of one like it."""
+    if kernel.kind == "matmul":
+        batch, rows, columns, inner = kernel.shape
+        return measured.product(batch * rows, columns, inner, kernel.dtype)
+    if measured.card.peak(kernel.dtype) is None:
+        return None
+    heads, queries, keys, size, causal = kernel.shape
+    length = max(queries, keys)
+    name = "efficient" if "efficient" in kernel.name else "flash"
+    seconds = measured.attention(1, heads, length, size, name, kernel.dtype) * queries * keys / length**2
+    return seconds * (1 if causal else 2) * (measured.backward if kernel.kind == "attention backward" else 1)
 
 
 def _rate(kernel: Kernel, rates: Efficiency) -> float | None:
@@ -93,7 +112,7 @@ def host_seconds(kernel: Kernel, rates: Efficiency) -> float:
     return seconds
 
 
-def timing(kernels: Sequence[Kernel], rates: Efficiency) -> Timing | None:
+def timing(kernels: Sequence[Kernel], rates: Efficiency, measured: Kernels | None = None) -> Timing | None:
     """Return the time of kernels that run in this order on an otherwise idle card; None where a rate is not known.
 
     A kernel begins when it has been started and the one before it has ended.
@@ -102,7 +121,7 @@ def timing(kernels: Sequence[Kernel], rates: Efficiency) -> Timing | None:
     known: dict[int, tuple[float | None, float]] = {}  # by identity: a long generation repeats the same ones
     for kernel in kernels:
         if id(kernel) not in known:
-            known[id(kernel)] = kernel_seconds(kernel, rates), host_seconds(kernel, rates)
+            known[id(kernel)] = kernel_seconds(kernel, rates, measured), host_seconds(kernel, rates)
         seconds, starting = known[id(kernel)]
         if seconds is None:
             return None
