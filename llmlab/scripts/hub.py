@@ -27,6 +27,7 @@ REVISION = "0" * 40
 # The names that these models had on the hub, and have now.
 MOVED = {name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
 FEW_TOKENS = 256  # a tokenizer with fewer cannot write every byte: it has its special tokens alone
+WEIGHTS_FILE = "model.safetensors"
 WEIGHTS = (".safetensors", ".bin", ".index.json")
 
 
@@ -176,14 +177,17 @@ def _snapshot(cache: Path, name: str) -> Path | None:
 
 
 def _save(cls: Any, folder: Path, config: Any) -> None:
-    """Save a model of class `cls`, as its config says it, without values."""
+    """Put the weights of a model of class `cls`, as its config says it, without values into `folder`; nothing else,
+    which is the user's, or links to what is."""
     import torch
 
     config = cls.config_class.from_pretrained(folder) if config is None else config
     with _silent():
         dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or torch.float32
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        cls(config).to(dtype).save_pretrained(folder)
+        with tempfile.TemporaryDirectory() as own:
+            cls(config).to(dtype).save_pretrained(own, max_shard_size="1000TB")
+            os.replace(os.path.join(own, WEIGHTS_FILE), folder / WEIGHTS_FILE)  # in memory
 
 
 @contextmanager

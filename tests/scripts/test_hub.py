@@ -71,6 +71,7 @@ def test_a_folder_with_a_config_alone_loads(home):
     (home / "config.json").rename(home / "model" / "config.json")
     assert "LlamaForCausalLM " in run("load.py", "model").stdout
     assert os.listdir(home / "model") == ["config.json"]
+    assert json.loads((home / "model" / "config.json").read_text()) == TINY
 
 
 def test_an_entry_of_the_cache_without_weights_stands_in_too(home):
@@ -81,6 +82,7 @@ def test_an_entry_of_the_cache_without_weights_stands_in_too(home):
     (snapshot.parents[1] / "refs" / "main").write_text("abc")
     assert "LlamaForCausalLM " in run("load.py", "me/cached").stdout
     assert os.listdir(snapshot) == ["config.json"]
+    assert json.loads((snapshot / "config.json").read_text()) == TINY  # not by way of a link either
 
 
 def test_a_name_that_is_nowhere_is_refused_with_what_to_give(home):
