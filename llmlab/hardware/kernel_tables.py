@@ -89,6 +89,10 @@ class Measured:
     left_out: Mapping[str, float] = field(default_factory=dict)
 
 
+# A card whose FlashAttention 2 was measured at several head sizes: others are as much faster or slower at them.
+SIZED = "L40S"
+
+
 @dataclass(frozen=True)
 class KernelTable:
     """The measured kernels of one card: products by dtype, causal attention in bf16, collectives by operation."""
@@ -113,7 +117,13 @@ class KernelTable:
         """Return the time of the forward pass of causal attention in bf16; None where none was measured."""
         if (measured := self.attentions.get("bf16")) is None:
             return None
-        return _time(measured.grid, (head_size, length, batch * heads), WORK["attentions"])
+        sizes, rest = measured.grid.axes[0], (length, batch * heads)
+        if len(sizes) == 1 and head_size != sizes[0] and (other := kernel_table(SIZED)):
+            at, like = (other.attention(batch, heads, length, size) for size in (head_size, sizes[0]))
+            assert at and like
+            there = _time(measured.grid, (sizes[0], *rest), WORK["attentions"])
+            return KernelTime(there.seconds * at.seconds / like.seconds, False)
+        return _time(measured.grid, (head_size, *rest), WORK["attentions"])
 
     def collective(self, operation: str, size: int, ranks: int) -> KernelTime | None:
         """Return the time of "all-reduce", "all-gather", "reduce-scatter" or "all-to-all" inside a node.

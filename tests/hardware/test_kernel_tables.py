@@ -104,3 +104,13 @@ def test_a_corrupt_table_is_refused_by_name(tmp_path, monkeypatch, spoil):
     with pytest.raises(SpecError, match=r"A100-80GB\.json"):
         kernel_table("A100-80GB")
     kernel_table.cache_clear()
+
+
+def test_a_card_measured_at_one_head_size_is_at_others_as_much_slower_as_another_that_was_measured_there():
+    a100, l40s = kernel_table("A100-80GB"), kernel_table("L40S")
+    assert a100.attentions["bf16"].grid.axes[0] == (128,)
+    measured, smaller = (a100.attention(8, 32, 2048, size) for size in (128, 64))
+    there, as_much = (l40s.attention(8, 32, 2048, size) for size in (128, 64))
+    assert smaller.seconds / measured.seconds == pytest.approx(as_much.seconds / there.seconds)
+    assert measured.inside and not smaller.inside
+    assert 0.5 < smaller.seconds / measured.seconds < 0.75  # half the FLOP, at a lower rate

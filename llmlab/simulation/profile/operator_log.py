@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ...base.compat import arg_tree_leaves, current_graph_task_id
 from ...base.errors import NotAvailable
+from ...formulas.time.efficiency import Efficiency, efficiency
 from ...formulas.time.kernels import Kernels, kernels
 from ...hardware.gpu import GPU
 from ...recording.timing import CPU_ATTENTION_FLOPS
@@ -98,6 +99,15 @@ class Operators(list):
     def interval(self) -> float:
         """What 8 in 10 times of a step are off at most, as a factor."""
         return self._kernels.interval if self._kernels else 1.0
+
+    @property
+    def rates(self) -> Efficiency:
+        """The card's measured rates; raises NotAvailable for a card that has none."""
+        found = efficiency(self.gpu) if self.gpu else None
+        if found is None:
+            name = self.gpu.name if self.gpu else "no card"
+            raise NotAvailable(f"{name} has no measured rates; take one of the table in hardware/efficiencies.toml")
+        return found
 
     @property
     def _grids(self) -> Kernels | None:
