@@ -407,7 +407,8 @@ class StandIns:
         for model, place in ((unet, folder / "unet"), (decoder, folder / "vae"), (decoder, by_name)):
             model.save_config(place)
             without_values(model.state_dict(), place / "diffusion_pytorch_model.safetensors")
-        CLIPTextConfig(vocab_size=49408, architectures=["CLIPTextModel"]).save_pretrained(folder / "text_encoder")
+        wide = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "vocab_size": 49408}
+        CLIPTextConfig(**wide, architectures=["CLIPTextModel"]).save_pretrained(folder / "text_encoder")
         DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear").save_config(
             folder / "scheduler"
         )
@@ -422,7 +423,7 @@ class StandIns:
     def _clip_tokenizer(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
         letters = [chr(number) for number in range(33, 127)]
-        words = [*letters, *(letter + "</w>" for letter in letters)]
+        words = [*letters, *(letter + "</w>" for letter in letters), "ab"]
         vocabulary = {word: number for number, word in enumerate(words)}
         vocabulary |= {"<|startoftext|>": 49406, END: 49407}
         (folder / "vocab.json").write_text(json.dumps(vocabulary))

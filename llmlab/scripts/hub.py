@@ -122,7 +122,7 @@ def _weights_made(cache: Path) -> Iterator[None]:
     made: set[Path] = set()
 
     def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
-        folder = _snapshot(cache, str(name))
+        folder = _snapshot(cache, str(name), kwargs.get("subfolder") or "")
         if folder is not None and folder not in made and not _has_weights(folder):
             made.add(folder)
             _save(cls, folder, kwargs.get("config"))
@@ -164,7 +164,7 @@ def _no_kernels() -> Iterator[None]:
         yield
 
 
-def _snapshot(cache: Path, name: str) -> Path | None:
+def _snapshot(cache: Path, name: str, subfolder: str) -> Path | None:
     """Return the folder that transformers loads `name` from, if it has a config."""
     if os.path.isdir(name):
         folder = Path(name)
@@ -173,7 +173,7 @@ def _snapshot(cache: Path, name: str) -> Path | None:
         if not (entry / "refs" / "main").is_file():
             return None
         folder = entry / "snapshots" / (entry / "refs" / "main").read_text().strip()
-    return folder if (folder / "config.json").is_file() else None
+    return folder / subfolder if (folder / subfolder / "config.json").is_file() else None
 
 
 def _save(cls: Any, folder: Path, config: Any) -> None:

@@ -74,6 +74,13 @@ def test_a_folder_with_a_config_alone_loads(home):
     assert json.loads((home / "model" / "config.json").read_text()) == TINY
 
 
+def test_a_part_of_a_pipeline_loads_from_its_subfolder(home):
+    (home / "pipeline" / "text").mkdir(parents=True)
+    (home / "config.json").rename(home / "pipeline" / "text" / "config.json")
+    (home / "load.py").write_text(LOAD.replace("sys.argv[1],", "'pipeline', subfolder='text',"))
+    assert "LlamaForCausalLM " in run("load.py").stdout
+
+
 def test_an_entry_of_the_cache_without_weights_stands_in_too(home):
     snapshot = home / "cache" / "models--me--cached" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
