@@ -26,16 +26,17 @@ def provenance(*packages: str) -> str:
     return f"{made}; {here.cpu}, {here.cores} cores; {date.today().isoformat()}."
 
 
-def table(header: list[str], rows: list[list[str]]) -> list[str]:
-    """Return the lines of a Markdown table, its first column to the left; a cell may hold a bar, as |error| does."""
-    sides = ["---", *["---:"] * (len(header) - 1)]
+def table(header: list[str], rows: list[list[str]], words: bool = False) -> list[str]:
+    """Return the lines of a Markdown table, its first column to the left, all of them where they are `words`; a cell may
+    hold a bar, as |error| does."""
+    sides = ["---", *["---" if words else "---:"] * (len(header) - 1)]
     first, *others = ([cell.replace("|", r"\|") for cell in row] for row in (header, *rows))
     return [f"| {' | '.join(row)} |" for row in (first, sides, *others)]
 
 
-def titled_table(title: str, header: list[str], rows: list[list[str]]) -> list[str]:
+def titled_table(title: str, header: list[str], rows: list[list[str]], words: bool = False) -> list[str]:
     """Return the lines of a table below its title; a long one is folded, and a click on its title opens it."""
-    lines = table(header, rows)
+    lines = table(header, rows, words)
     if len(rows) <= LONG:
         return [f"**{title}**", "", *lines, ""]
     return ["<details>", f"<summary>{title}</summary>", "", *lines, "", "</details>", ""]

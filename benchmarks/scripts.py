@@ -246,7 +246,11 @@ def _environment(case: Case, clones: Path, work: Path, filled: dict[str, str]) -
 def report(results: list[Result], made: str) -> str:
     """Return what the page of the book shows, as Markdown: a count, what ran, and what the others said."""
     counted = {outcome: sum(result.outcome == outcome for result in results) for outcome in OUTCOMES}
-    told = ", ".join(f"{number} {outcome}" for outcome, number in counted.items() if number)
+    several = {ENDED: "ran to their end", OWN: "fail by themselves", NO_HOST: "take more than this host's memory"}
+    told = ", ".join(
+        f"{number} {several.get(outcome, outcome) if number > 1 else outcome}"
+        for outcome, number in counted.items() if number
+    )  # fmt: skip
     repositories = len({result.repository for result in results})
     answered = [result for result in results if result.outcome in ANSWERED]
     others = [result for result in results if result.outcome not in ANSWERED]
@@ -256,7 +260,8 @@ def report(results: list[Result], made: str) -> str:
     lines += titled_table("What ran", header, [_ran(result) for result in answered])
     if others:
         header = ["script", "outcome", "what it said"]
-        lines += titled_table("What did not", header, [[_named(r), r.outcome, _short(r.said, 300)] for r in others])
+        lines += titled_table("What did not", header, [[_named(r), r.outcome, _short(r.said, 300)] for r in others],
+                              words=True)  # fmt: skip
     return "\n".join([*lines, made])
 
 
