@@ -27,8 +27,8 @@ def provenance(*packages: str) -> str:
 
 
 def table(header: list[str], rows: list[list[str]], words: bool = False) -> list[str]:
-    """Return the lines of a Markdown table, its first column to the left, all of them where they are `words`; a cell may
-    hold a bar, as |error| does."""
+    """Return the lines of a Markdown table, its first column to the left, all where they are `words`; a cell may hold a
+    bar, as |error| does."""
     sides = ["---", *["---" if words else "---:"] * (len(header) - 1)]
     first, *others = ([cell.replace("|", r"\|") for cell in row] for row in (header, *rows))
     return [f"| {' | '.join(row)} |" for row in (first, sides, *others)]
