@@ -81,6 +81,7 @@ outputs: env ## for authors: execute the chapters whose text or code has changed
 site: $(VENV)/.rendering ## render the site from the notebooks as they are
 	@$(STAGE) $@ -- $(BIN)/python tools/stamp.py _build/stamps/site book benchmarks/results _config.yml _toc.yml \
 	    constraints.txt -- $(BIN)/jupyter-book build . -W -n --keep-going --all -q
+	@$(BIN)/python tools/calculator.py $(HTML)
 
 lint: env schema ## ruff, the order of the imports, mypy over the package, and the schemas of workflows and CITATION.cff
 	@$(STAGE) $@ -- sh -c '$(BIN)/ruff check . && $(BIN)/lint-imports --no-cache --no-logo && $(BIN)/mypy'

@@ -12,37 +12,8 @@ from click.core import ParameterSource
 
 from ..base.errors import SpecError
 from ..hardware.links import GPUS_PER_NODE, Cluster, cluster
+from ..specs.fields import HELP
 from ..specs.run import Inference, LoRA, Run, Training
-
-HELP = {
-    "micro_batch": "Sequences that go through the model at once on each rank.",
-    "seq_len": "Tokens per sequence.",
-    "precision": "Dtype of weights and arithmetic.",
-    "optimizer": "The optimizer.",
-    "checkpointing": "What is recomputed in backward.",
-    "attention": "Which attention runs.",
-    "accumulation": "Micro-batches in one optimizer step.",
-    "quantization": "Dtype of the frozen base weights; needs --lora.",
-    "zero": "ZeRO stage over the --dp ranks. One of 0, 1, 2, 3.",
-    "dp": "Data-parallel ranks.",
-    "tp": "Tensor-parallel ranks.",
-    "pp": "Pipeline stages.",
-    "cp": "Context-parallel ranks.",
-    "ep": "Expert-parallel ranks, of the --dp ranks.",
-    "sequence_parallel": "Divide norms and dropout among the --tp ranks too.",
-    "offload": "What is kept in the host's memory instead.",
-    "compile": "Run under torch.compile.",
-    "kernels": "Fused kernels.",
-    "lora": "Train adapters of this rank, freeze the rest.",
-    "lora_targets": "Linear layers that get an adapter, separated by commas.",
-    "lora_alpha": "Numerator of the adapters' scale alpha / rank; without it 2 * rank.",
-    "lora_dropout": "Dropout before the adapters.",
-    "batch": "Prompts answered at once.",
-    "prompt_len": "Tokens per prompt.",
-    "new_tokens": "Tokens generated after each prompt.",
-    "weights": "Dtype of the weights.",
-    "kv": "Dtype of the KV cache.",
-}
 
 
 def spec_options() -> list[click.Option]:

@@ -25,6 +25,13 @@ from .verdict import Verdict, verdict
 
 def estimated(model: ModelLike, run: Run, gpu: GPU | str | None, cluster: Cluster | None = None) -> Report:
     """Return the report of `llmlab.estimate`."""
+    return assessed(model, run, gpu, cluster)[0]
+
+
+def assessed(
+    model: ModelLike, run: Run, gpu: GPU | str | None, cluster: Cluster | None = None
+) -> tuple[Report, Verdict]:
+    """Return the report of `llmlab.estimate`, and between what the process takes in the fullest stage."""
     spec = find_model(model)
     cpu = isinstance(gpu, str) and gpu.lower() == "cpu"
     card = None if gpu is None or cpu else find_gpu(gpu)
@@ -40,7 +47,7 @@ def estimated(model: ModelLike, run: Run, gpu: GPU | str | None, cluster: Cluste
     over = fit.outcome == "out of memory" and not compiled
     time = timing(spec, run, card, cluster)
     seconds = time.seconds
-    return Report(
+    report = Report(
         source="estimated",
         model=spec.name,
         run=run,
@@ -63,6 +70,7 @@ def estimated(model: ModelLike, run: Run, gpu: GPU | str | None, cluster: Cluste
         mfu=mfu(spec, run, card, seconds) if seconds and card else None,
         notes=(f"The peak is in {peak.phase}: {peak.name}.", *_notes(spec, run, card, peaks, fit, time.note)),
     )
+    return report, fit
 
 
 def _stages(

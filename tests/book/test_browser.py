@@ -5,7 +5,9 @@ did not run; with LLMLAB_REQUIRE_BROWSER=1, as in continuous integration, that i
 Screenshots of each page, light and wide, and dark on a phone, go to _build/screenshots.
 """
 
+import json
 import os
+import random
 import re
 import shutil
 import threading
@@ -13,10 +15,12 @@ from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urldefrag, urljoin
+from urllib.parse import unquote, urldefrag, urlencode, urljoin
 
 import pytest
 import yaml
+
+from llmlab.notebook.calculator import answer, form
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "_build" / "html"
@@ -238,6 +242,13 @@ def test_tables_are_legible_in_the_dark(wide):
     assert poor == []
 
 
+def test_a_screen_reader_finds_nothing_serious_wrong(wide):
+    from axe_playwright_python.sync_playwright import Axe
+
+    found = Axe().run(wide, options={"resultTypes": ["violations"]}).response["violations"]
+    assert [(rule["id"], rule["nodes"][0]["html"]) for rule in found if rule["impact"] in ("serious", "critical")] == []
+
+
 def test_search_finds_a_term(page, site):
     page.goto(site + "search.html?q=activations", wait_until="networkidle")
     page.wait_for_selector("#search-results li a")
@@ -258,3 +269,105 @@ def test_a_notebook_page_opens_in_colab_and_is_edited_as_text(page, site):
     repository = "how-to-train-your-llm/how-to-train-your-llm"
     assert page.locator(f"a[href='https://colab.research.google.com/github/{repository}/blob/main/book/gpu-table.ipynb']").count()
     assert page.locator(f"a[href='https://github.com/{repository}/edit/main/book/gpu-table.md']").count()
+
+
+# ---- the calculator
+
+CALCULATOR = "book/will-it-fit.html"
+WITH_PYTHON = (SITE / "_static" / "pyodide" / "pyodide.asm.wasm").exists()
+in_browser = pytest.mark.skipif(not WITH_PYTHON, reason="the site was built without Pyodide, which was not to be had")
+NONSENSE = [{"gpu": "<b>T5</b>"}, {"model": '{"a": 1}'}, {"kind": "dreaming"}]
+
+
+def calculator_at(page, site, **state):
+    """Open the calculator with `state` in its address, and wait for its answer."""
+    page.goto("about:blank")
+    address = "#" + urlencode(state) if state else ""
+    page.goto(site + CALCULATOR + address)
+    page.wait_for_selector(f"#calculator[data-answers='{address}']")
+
+
+def shown(page):
+    """The report that the page offers to download."""
+    link = page.locator("#calculator a[download='report.json']").get_attribute("href")
+    return numbers(unquote(link.partition(",")[2]))
+
+
+def numbers(text):
+    """JSON with ten digits of each float: the last ones are the C library's, and Pyodide has another."""
+    return json.loads(text, parse_float=lambda digits: float(f"{float(digits):.10g}"))
+
+
+def random_state(pick):
+    fields = form()
+    kind = pick.choice(["training", "serving"])
+    state = {"kind": kind, "gpus": pick.choice(["1", "8"])}
+    state |= {name: pick.choice(fields[name + "s"])["name"] for name in ("model", "gpu")}
+    for field in pick.sample(fields[kind], 4):
+        state[field["name"]] = pick.choice(field.get("options") or {"flag": ["yes"]}.get(field["kind"], ["2", "4"]))
+    return state
+
+
+@in_browser
+def test_the_calculator_answers_as_the_command_line_does(page, site):
+    calculator_at(page, site)
+    pick = random.Random(25)
+    for state in [random_state(pick) for _ in range(50)]:
+        expected = answer({**form()["defaults"], **state})
+        address = "#" + urlencode(state)
+        page.evaluate("address => { location.hash = address }", address)
+        page.wait_for_selector(f"#calculator[data-answers='{address}']")
+        if "error" in expected:
+            assert page.locator("#calculator .problem").inner_text() == expected["error"]
+        else:
+            assert shown(page) == numbers(json.dumps(expected["report"]))
+            assert page.locator("#calculator .headline").inner_text() == expected["headline"]
+    assert page.problems == [] and page.outside == []
+
+
+@in_browser
+def test_the_calculator_works_by_keyboard_and_marks_what_changed(page, site):
+    calculator_at(page, site)
+    before = shown(page)["peak_allocated"]
+    page.focus("#llmlab-gpus")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Control+A")
+    page.keyboard.type("4")
+    page.wait_for_function("[...document.querySelectorAll('#calculator .delta')].some(cell => cell.textContent)")
+    assert shown(page)["run"]["micro_batch"] == 4
+    assert shown(page)["peak_allocated"] > before
+    assert page.url.endswith("#micro_batch=4")
+
+
+@in_browser
+def test_nonsense_leaves_the_last_good_answer(page, site):
+    calculator_at(page, site, gpu="T4", model="gpt2", seq_len="512", precision="fp32")
+    good = shown(page)
+    page.fill("#llmlab-gpus", "minus one")
+    page.wait_for_selector("#calculator .problem")
+    assert "not a whole number" in page.locator("#calculator .problem").inner_text()
+    assert shown(page) == good
+
+
+@in_browser
+def test_an_address_with_nonsense_in_it_is_a_sentence_or_ignored(page, site):
+    calculator_at(page, site, nonsense="1")
+    assert shown(page)
+    for state in NONSENSE:
+        page.evaluate("address => { location.hash = address }", "#" + urlencode(state))
+        page.wait_for_selector(f"#calculator[data-answers='#{urlencode(state)}']")
+        assert page.locator("#calculator .problem").inner_text()
+    assert page.problems == []
+
+
+@pytest.mark.parametrize("without", ["WebAssembly", "Python"])
+def test_without_what_the_calculator_needs_the_page_shows_the_command(page, site, without):
+    if without == "WebAssembly":
+        page.add_init_script("delete globalThis.WebAssembly")
+    else:
+        page.route("**/built.json", lambda route: route.fulfill(json={"python": False}))
+    page.goto(site + CALCULATOR)
+    page.wait_for_selector("#calculator-instead", state="visible")
+    said = page.locator("#calculator-instead").inner_text()
+    assert "llmlab estimate meta-llama/Llama-3.1-8B --gpu H100-80GB" in said
+    assert ("WebAssembly" if without == "WebAssembly" else "Pyodide") in said

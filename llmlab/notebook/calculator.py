@@ -1,0 +1,262 @@
+"""Will it fit? The form and its answers, as plain data, for the page in the browser and for the widget in a notebook.
+
+Both show `calculator.mjs`, which computes nothing: it sends the form's state, text by field name, and draws what
+`answer` returns. In the browser this module runs in Pyodide, so it needs the standard library and `llmlab` alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from importlib.resources import files
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from ..base.errors import NotAvailable, SpecError, UnknownName
+from ..base.terms import PARTS
+from ..base.units import show_bytes, show_count, show_seconds
+from ..formulas.report import assessed
+from ..formulas.verdict import Verdict
+from ..hardware.gpu import GPU, gpus
+from ..hardware.gpu import gpu as find_gpu
+from ..report import Report
+from ..specs.fields import HELP
+from ..specs.model import model as find_model
+from ..specs.model import models
+from ..specs.run import Inference, LoRA, Run, Training
+
+DEFAULTS = {"kind": "training", "model": "meta-llama/Llama-3.1-8B", "gpu": "H100-80GB", "gpus": "1"}
+# The state in which the page opens: a full fine-tune as most people start one.
+FIRST = {"precision": "bf16", "seq_len": "2048", "checkpointing": "full"}
+DERIVED = {"dp", "lora_alpha", "lora_dropout"}  # of the number of GPUs; the adapters' memory does not depend on them
+LABELS = {
+    "gpu": "GPU", "gpus": "GPUs", "seq_len": "sequence length", "lora": "LoRA rank", "lora_targets": "LoRA targets",
+    "zero": "ZeRO stage", "tp": "tensor parallel", "pp": "pipeline stages", "cp": "context parallel",
+    "ep": "expert parallel", "prompt_len": "prompt length", "kv": "KV cache", "compile": "torch.compile",
+}  # fmt: skip
+CONFIG = "config.json"  # what a pasted config is called in the lines to copy
+HUB = re.compile(r"https?://(?:www\.)?huggingface\.co/([\w.-]+/[\w.-]+)")
+
+
+def form() -> dict[str, Any]:
+    """Return the form: the models, the cards, and for training and serving each field with its kind and default."""
+    return {
+        "defaults": {**DEFAULTS, **FIRST},
+        "models": [{"name": name, "says": f"{show_count(find_model(name).parameters)} params"} for name in models()],
+        "gpus": [{"name": card.name, "says": show_bytes(card.memory)} for card in gpus()],
+        "parts": list(PARTS),
+        "labels": LABELS,
+        "training": _fields(Training),
+        "serving": _fields(Inference),
+    }
+
+
+def _fields(owner: type[Training | Inference]) -> list[dict[str, Any]]:
+    """Return the fields of a spec as controls: a choice, a number, a flag or a text."""
+    made = []
+    for name, hint in get_type_hints(owner).items():
+        if name == "lora":
+            made.append({"name": "lora", "kind": "number", "default": "none", "help": HELP["lora"]})
+            targets = ",".join(LoRA.targets)
+            made.append({"name": "lora_targets", "kind": "text", "default": targets, "help": HELP["lora_targets"]})
+        elif name in HELP and name not in DERIVED:
+            made.append({"name": name, "help": HELP[name], **_control(hint, getattr(owner, name))})
+    return made
+
+
+def _control(hint: Any, default: Any) -> dict[str, Any]:
+    kinds = [kind for kind in get_args(hint) if kind is not NoneType]
+    literal = hint if get_origin(hint) is Literal else next((k for k in kinds if get_origin(k) is Literal), None)
+    if hint is bool:
+        return {"kind": "flag", "default": "no"}
+    if literal is None:
+        return {"kind": "number", "default": str(default)}
+    optional = ["none"] if NoneType in get_args(hint) else []
+    return {"kind": "choice", "default": default or "none", "options": [*optional, *get_args(literal)]}
+
+
+def answer(state: Mapping[str, str]) -> dict[str, Any]:
+    """Return what the page shows for `state`, the form's values by name; what is missing has its default.
+
+    A state that makes no run is {"error": a sentence}.
+    """
+    try:
+        known = {**DEFAULTS, **state}
+        source, called = _model(known["model"])
+        card, run = find_gpu(known["gpu"]), run_of(known)
+        report, fit = assessed(source, run, card)
+        return {
+            **_figures(report, fit, card),
+            "python": python_line(called, run, card),
+            "cli": command_line(called, run, card),
+            "configs": _configs(run),
+            "report": report.to_dict(),
+        }
+    except (SpecError, UnknownName, NotAvailable) as error:
+        return {"error": str(error)}
+
+
+def run_of(state: Mapping[str, str]) -> Run:
+    """Return the run that the form's values describe. Data-parallel ranks are the GPUs that tp, pp and cp leave."""
+    serving = state.get("kind") == "serving"
+    if state.get("kind") not in ("training", "serving"):
+        raise SpecError(f"kind={state.get('kind')!r} is not one of training, serving")
+    owner = Inference if serving else Training
+    values = {
+        name: _value(name, state[name], hint, getattr(owner, name))
+        for name, hint in get_type_hints(owner).items()
+        if name in state and name in HELP and name not in DERIVED
+    }
+    if (ranks := _whole("gpus", state["gpus"])) < 1:
+        raise SpecError(f"gpus={ranks} is too small; give a whole number >= 1")
+    if serving:
+        return Inference(**{**values, "tp": ranks})
+    if (rank := state.get("lora", "none")) != "none":
+        targets = state.get("lora_targets", ",".join(LoRA.targets))
+        values["lora"] = LoRA(_whole("lora", rank), tuple(name.strip() for name in targets.split(",") if name.strip()))
+    sharded = 1
+    for name in ("tp", "pp", "cp"):
+        sharded *= values.get(name, 1)
+    if sharded < 1 or ranks % sharded:
+        raise SpecError(f"{ranks} GPUs cannot be divided into groups of tp × pp × cp = {sharded}; change one of them")
+    return Training(**values, dp=ranks // sharded)
+
+
+def _value(name: str, text: str, hint: Any, default: Any) -> Any:
+    if hint is bool:
+        return text == "yes"
+    if isinstance(default, int):
+        return _whole(name, text)
+    return None if text == "none" else text
+
+
+def _whole(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise SpecError(f"{name}={text[:40]!r} is not a whole number") from None
+
+
+def _model(text: str) -> tuple[Any, str]:
+    """Return the model that a preset's name or a pasted config.json names, and what the lines to copy call it."""
+    text = text.strip()
+    if text.startswith("{"):
+        try:
+            config = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise SpecError(f"the pasted config.json is not JSON: {error}") from None
+        return config, CONFIG
+    if hub := HUB.match(text):
+        address = f"https://huggingface.co/{hub[1]}/resolve/main/config.json"
+        if hub[1] not in models():
+            raise SpecError(f"this page fetches nothing: open {address} and paste what it says here")
+        text = hub[1]
+    if text not in models():
+        find_model(text if "/" not in text else text.rpartition("/")[2])  # a name without its organisation
+    return text, text
+
+
+def _figures(report: Report, fit: Verdict, card: GPU) -> dict[str, Any]:
+    between = (report.step_seconds_low, report.step_seconds_high)
+    return {
+        "outcome": report.outcome,
+        "headline": _headline(report, fit, card),
+        "peak": report.peak_allocated,
+        "capacity": card.memory,
+        "least": fit.least,
+        "most": fit.most,
+        "parts": [[part, report.parts[part], show_bytes(report.parts[part])] for part in PARTS if part in report.parts],
+        "peak_shown": show_bytes(report.peak_allocated),
+        "seconds": report.step_seconds,
+        "figures": [
+            ["time per step", show_seconds(report.step_seconds) if isinstance(report.run, Training) else "–",
+             f"{show_seconds(between[0])} to {show_seconds(between[1])} in 8 cases of 10" if all(between) else ""],
+            ["tokens per second", f"{report.tokens_per_second:,.0f}" if report.tokens_per_second else "–", ""],
+            ["MFU", f"{report.mfu:.1%}" if report.mfu else "–", ""],
+            ["cost of a billion tokens", *_cost(report, card)],
+        ] if isinstance(report.run, Training) else [],
+        "notes": list(report.notes),
+    }  # fmt: skip
+
+
+def _headline(report: Report, fit: Verdict, card: GPU) -> str:
+    room = show_bytes(card.memory)
+    if report.outcome == "fits":
+        return f"Fits: at most {show_bytes(fit.most)} of the {room} of each {card.name}."
+    if report.outcome == "out of memory":
+        return f"Does not fit: it takes at least {show_bytes(report.needed)}, {card.name} has {room}."
+    return f"Too near to tell: {show_bytes(fit.least)} to {show_bytes(fit.most)} of {room}. llmlab simulate decides."
+
+
+def _cost(report: Report, card: GPU) -> tuple[str, str]:
+    if not report.tokens_per_second or card.usd_per_hour is None:
+        return "–", "" if report.tokens_per_second is None else f"no rental price of {card.name} is in the table"
+    dollars = card.usd_per_hour * report.run.world_size / 3600 / report.tokens_per_second * 1e9
+    return f"${dollars:,.0f}", f"at ${card.usd_per_hour:.2f} per GPU and hour ({card.checked})"
+
+
+def python_line(called: str, run: Run, card: GPU) -> str:
+    """Return the Python that gives this estimate; `called` is the model's name, or a config.json's."""
+    words = re.sub(r"\b(Training|Inference|LoRA)\(", r"lab.\1(", repr(run))
+    return f'import llmlab as lab\n\nrun = {words}\nprint(lab.estimate("{called}", run, "{card.name}"))'
+
+
+def command_line(called: str, run: Run, card: GPU) -> str:
+    """Return the command that gives this estimate."""
+    words = ["llmlab estimate", called, f"--gpu {card.name}"]
+    if isinstance(run, Inference):
+        words.append("--inference")
+    for f in fields(run):
+        value = getattr(run, f.name)
+        if value == f.default:
+            continue
+        flag = "--" + f.name.replace("_", "-")
+        if isinstance(value, LoRA):
+            words.append(f"--lora {value.rank} --lora-targets {','.join(value.targets)}")
+        else:
+            words.append(flag if value is True else f"{flag} {'none' if value is None else value}")
+    return " ".join(words)
+
+
+def _configs(run: Run) -> dict[str, str]:
+    """Return the files of engines that can say this run, by name: those that cannot are left out."""
+    if isinstance(run, Inference):
+        return {}
+    files = {}
+    for name, made in (("ds_config.json", run.to_deepspeed), ("accelerate.json", run.to_accelerate)):
+        try:
+            files[name] = json.dumps(made(), indent=2) + "\n"
+        except SpecError:
+            continue
+    return files
+
+
+def calculator(**state: Any) -> Any:
+    """Return the calculator as a widget: the book's page "Will it fit?" in a notebook, with this kernel's llmlab.
+
+    `state` are fields to begin with, named as in the form: model, gpu, gpus, kind ("training" or "serving"), and those
+    of Training or Inference. Raises NotAvailable without anywidget, SpecError for an unknown field.
+    """
+    try:
+        import anywidget
+        import traitlets
+    except ModuleNotFoundError as error:
+        raise NotAvailable(f"the calculator needs {error.name}: pip install anywidget") from None
+    shown = form()
+    known = {*shown["defaults"], *(field["name"] for kind in ("training", "serving") for field in shown[kind])}
+    if unknown := sorted(set(state) - known):
+        raise SpecError(f"{', '.join(unknown)} is no field of the calculator; it has {', '.join(sorted(known))}")
+    start = {name: {True: "yes", False: "no", None: "none"}.get(value, str(value)) for name, value in state.items()}
+    here = files(__package__)
+
+    class Calculator(anywidget.AnyWidget):
+        _esm = here.joinpath("calculator.mjs").read_text(encoding="utf-8")
+        style = traitlets.Unicode(here.joinpath("calculator.css").read_text(encoding="utf-8")).tag(sync=True)
+        form = traitlets.Dict(shown).tag(sync=True)
+        state = traitlets.Dict(start).tag(sync=True)
+
+    widget = Calculator()
+    widget.on_msg(lambda _, message, buffers: widget.send({"id": message["id"], "got": answer(message["state"])}))
+    return widget

@@ -1,0 +1,131 @@
+"""The calculator's answers are the command line's, for every state of its form; what makes no run is a sentence."""
+
+import json
+import shlex
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import llmlab as lab
+from llmlab.cli.main import cli
+from llmlab.notebook.calculator import answer, calculator, form
+
+FORM = form()
+NUMBERS = {
+    "micro_batch": (1, 64), "accumulation": (1, 8), "seq_len": (1, 8192), "tp": (1, 8), "pp": (1, 4), "cp": (1, 2),
+    "ep": (1, 2), "batch": (1, 64), "prompt_len": (1, 4096), "new_tokens": (1, 512), "zero": (0, 3),
+}  # fmt: skip
+
+
+def values(field):
+    if field["kind"] == "choice":
+        return st.sampled_from(field["options"])
+    if field["kind"] == "flag":
+        return st.sampled_from(["no", "yes"])
+    if field["name"] == "lora":
+        return st.sampled_from(["none", "8", "64"])
+    if field["name"] == "lora_targets":
+        return st.sampled_from(["q_proj,v_proj", "q_proj, k_proj, v_proj, o_proj"])
+    low, high = NUMBERS[field["name"]]
+    return st.integers(low, high).map(str)
+
+
+def states(kind):
+    """States of the form as a reader leaves it: a few of its fields are not as they were."""
+    return st.fixed_dictionaries(
+        {
+            "kind": st.just(kind),
+            "model": st.sampled_from([model["name"] for model in FORM["models"]]),
+            "gpu": st.sampled_from([card["name"] for card in FORM["gpus"]]),
+            "gpus": st.sampled_from(["1", "2", "8", "64"]),
+        },
+        optional={field["name"]: values(field) for field in FORM[kind]},
+    )
+
+
+@pytest.mark.parametrize("kind", ["training", "serving"])
+def test_the_form_opens_with_an_answer(kind):
+    got = answer({**FORM["defaults"], "kind": kind})
+    assert "error" not in got
+    assert got["report"]["run"]["kind"] == ("training" if kind == "training" else "inference")
+
+
+@settings(max_examples=120)
+@given(st.one_of(states("training"), states("serving")))
+def test_the_lines_to_copy_give_the_same_report(state):
+    got = answer(state)
+    if "error" in got:
+        assert got["error"] and "\n" not in got["error"]
+        return
+    words = shlex.split(got["cli"])
+    assert words[0] == "llmlab"
+    done = CliRunner().invoke(cli, [*words[1:], "--json"])
+    assert json.loads(done.stdout) == json.loads(json.dumps(got["report"]))
+    assert done.exit_code == {"fits": 0, "out of memory": 1, "unknown": 2}[got["outcome"]]
+    names: dict = {}
+    exec(got["python"].replace("print(", "report = (").replace("import llmlab as lab", ""), {"lab": lab}, names)
+    assert names["report"] == lab.Report.from_dict(got["report"])
+
+
+def test_parts_add_up_to_the_peak_and_the_files_are_json():
+    got = answer({"model": "gpt2", "gpu": "T4", "gpus": "4", "precision": "mixed-fp16", "zero": "2"})
+    assert sum(size for _, size, _ in got["parts"]) == got["peak"]
+    assert json.loads(got["configs"]["ds_config.json"])["zero_optimization"]["stage"] == 2
+
+
+def test_a_pasted_config_is_the_model():
+    config = json.dumps(lab.model("gpt2").config)
+    assert answer({"model": config, "gpu": "T4"})["peak"] == answer({"model": "gpt2", "gpu": "T4"})["peak"]
+
+
+def test_a_pipelines_headline_is_of_its_fullest_stage():
+    state = {"model": "gpt2", "gpu": "T4", "gpus": "2", "pp": "2", "micro_batch": "8", "accumulation": "2"}
+    got = answer(state)
+    assert got["least"] > got["peak"]  # the last stage has the logits
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        ({"model": "{"}, "not JSON"),
+        ({"model": '{"model_type": "resnet"}'}, "resnet"),
+        ({"model": "no/such-model"}, "unknown model"),
+        ({"model": "https://huggingface.co/some/model"}, "https://huggingface.co/some/model/resolve/main/config.json"),
+        ({"gpu": "T5"}, "Nearest: T4"),
+        ({"gpus": "0"}, "gpus=0 is too small"),
+        ({"gpus": "-3"}, "gpus=-3 is too small"),
+        ({"gpus": "many"}, "gpus='many' is not a whole number"),
+        ({"gpus": "4", "tp": "3"}, "4 GPUs cannot be divided"),
+        ({"tp": "0"}, "cannot be divided"),
+        ({"seq_len": "9" * 5000}, "seq_len"),
+        ({"precision": "fp17"}, "fp17"),
+        ({"kind": "dreaming"}, "dreaming"),
+        ({"quantization": "nf4"}, "without lora"),
+    ],
+)
+def test_what_makes_no_run_is_a_sentence(state, says):
+    assert says in answer({**FORM["defaults"], **state})["error"]
+
+
+def test_a_billion_gpus_have_an_answer():
+    assert answer({**FORM["defaults"], "gpus": "1000000000"})["outcome"] in ("fits", "out of memory", "unknown")
+
+
+def test_a_hub_address_of_a_known_model_is_that_model():
+    known = answer({"model": "https://huggingface.co/openai-community/gpt2", "gpu": "T4"})
+    assert "error" in known or known["report"]["model"] == "gpt2"
+
+
+def test_the_widget_answers_what_its_page_asks():
+    widget = calculator(model="gpt2", gpu="T4", compile=False)
+    sent = []
+    widget.send = sent.append
+    widget._msg_callbacks(widget, {"id": 7, "state": widget.state}, [])
+    assert sent == [{"id": 7, "got": answer({"model": "gpt2", "gpu": "T4", "compile": "no"})}]
+
+
+def test_the_widget_refuses_a_field_it_does_not_have():
+    with pytest.raises(lab.SpecError, match="micro_batches is no field of the calculator"):
+        calculator(micro_batches=3)
