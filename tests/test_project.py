@@ -1,9 +1,14 @@
 """The files around the package say the same: two commands, one set of dependencies, one Colab line, one address."""
 
+import json
+import os
 import re
+import shutil
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from statistics import median
 
 import pytest
 import yaml
@@ -20,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))  # scripts, not a package
 
 import colab_drift  # noqa: E402
+import figures  # noqa: E402
 import stamp  # noqa: E402
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -57,8 +63,8 @@ def text_files():
 
 
 def test_the_readmes_commands_are_the_ones_that_workflows_run():
-    first_block = re.search(r"```bash\n(.*?)```", read("README.md"), re.DOTALL)[1]
-    commands = [line.split("#")[0].strip() for line in first_block.splitlines()]
+    block = re.search(r"## Read it, check it.*?```bash\n(.*?)```", read("README.md"), re.DOTALL)[1]
+    commands = [line.split("#")[0].strip() for line in block.splitlines()]
     assert commands == ["make book", "make read", "make test", "make notebooks"]
     assert read(".ci/run").rstrip().splitlines()[-1] == "make test"
     assert run_lines(ROOT / ".github/workflows/ci.yml") == ["make test"]
@@ -245,11 +251,63 @@ def test_a_folder_can_be_surveyed():
     assert max(folders.values()) <= 16, folders
 
 
-def test_the_first_page_links_every_chapter():
+def chapters():
     parts = yaml.safe_load(read("_toc.yml"))["parts"]
-    chapters = [Path(entry["file"]).name for part in parts[:-1] for entry in part["chapters"]]
-    assert len(chapters) >= 23
-    assert re.findall(r"\]\((\d\d-[a-z0-9-]+)\.ipynb\)", read("book/intro.md")) == chapters
+    return [Path(entry["file"]).name for part in parts[1:-1] for entry in part["chapters"]]
+
+
+def test_the_first_page_has_every_chapter_in_order_and_three_paths_of_five():
+    assert len(chapters()) >= 23
+    *_, paths, in_order = read("book/intro.md").split("## Three paths of five chapters")[1].split("## In reading order")
+    linked = re.compile(r"\]\((\d\d-[a-z0-9-]+)\.ipynb\)")
+    assert linked.findall(in_order) == chapters()
+    path = linked.findall(paths)
+    assert len(path) == 15 and set(path) <= set(chapters())
+
+
+def test_the_first_pages_map_is_what_the_package_estimates():
+    """Within a hundredth: the last digit of a time depends on the C library."""
+
+    def parts(text):
+        return re.split(r"\d+\.\d\d|\d+%", text), [float(n) for n in re.findall(r"\d+\.\d\d", text)]
+
+    words, numbers = parts(read("book/_map.html"))
+    assert parts(figures.technique_map()) == (words, pytest.approx(numbers, abs=0.011))
+    pages = set(re.findall(r'href="([\w-]+)\.html"', read("book/_map.html")))
+    assert pages <= {*chapters(), "gpu-table"}
+
+
+def test_the_readmes_claims_are_those_of_its_tables():
+    steps = figures.held_out()
+    errors = [abs(step.error) for step in steps]
+    said = " ".join(read("README.md").split())
+    assert f"The peak memory of {len(steps)} training steps" in said
+    assert f"median error is {median(errors):.2%}, the worst {max(errors):.2%}".replace("%", " %") in said
+    ran = json.loads(read("benchmarks/results/scripts.json"))["scripts"]
+    repositories = {script["repository"] for script in ran}
+    through = sum(script["outcome"] in ("ran", "ran to its end") for script in ran)
+    assert f"of {len(ran)} command lines of {len(repositories)} repositories {through} run" in said
+
+
+def test_the_wheel_works_where_it_is_installed(tmp_path):
+    """Built from this tree and unpacked elsewhere: the command answers from there, with all of its tables."""
+    for name in ("pyproject.toml", "README.md", "LICENSE", "LICENSE-TEXT"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "llmlab", tmp_path / "llmlab", ignore=shutil.ignore_patterns("__pycache__"))
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", "wheel", "."], cwd=tmp_path, check=True)
+    (wheel,) = (tmp_path / "wheel").iterdir()
+    subprocess.run([*pip, "install", "--no-deps", "--target", "site", str(wheel)], cwd=tmp_path, check=True)
+    (tmp_path / "away").mkdir()
+    command = [sys.executable, "-m", "llmlab.cli.main", "estimate", "gpt2", "--gpu", "T4", "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    done = subprocess.run(command, cwd=tmp_path / "away", env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["outcome"] == "fits" and report["step_seconds"] > 0
+    where = [sys.executable, "-c", "import llmlab; print(llmlab.__file__)"]
+    used = subprocess.run(where, cwd=tmp_path / "away", env=environment, capture_output=True, text=True, check=True)
+    assert Path(used.stdout.strip()).is_relative_to(tmp_path / "site")
 
 
 def test_package_data_reaches_an_installation():
