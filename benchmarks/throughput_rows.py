@@ -36,8 +36,9 @@ class Row:
     def shown(self) -> str:
         run, many = self.run, self.run.world_size
         degrees = " ".join(f"{d}{getattr(run, d)}" for d in ("dp", "tp", "pp", "cp") if getattr(run, d) > 1)
+        copies = f"{run.dp_replicate} copies" if run.dp_replicate > 1 else ""
         adapters = "QLoRA" if run.quantization else "LoRA" if run.lora else ""
-        what = (adapters, "FSDP" if run.zero == 3 else "", degrees, f"{run.micro_batch}×{run.seq_len}",
+        what = (adapters, "FSDP" if run.zero == 3 else "", degrees, copies, f"{run.micro_batch}×{run.seq_len}",
                 run.checkpointing, "compiled" if run.compile else "")  # fmt: skip
         return f"{self.label}, {many} × {self.card}: {', '.join(filter(None, what))}"
 

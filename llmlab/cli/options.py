@@ -29,6 +29,7 @@ HELP = {
     "pp": "Pipeline stages.",
     "cp": "Context-parallel ranks.",
     "ep": "Expert-parallel ranks, of the --dp ranks.",
+    "dp_replicate": "Copies of each ZeRO shard among the --dp ranks (HSDP).",
     "sequence_parallel": "Divide norms and dropout among the --tp ranks too.",
     "offload": "What is kept in the host's memory instead.",
     "compile": "Run under torch.compile.",

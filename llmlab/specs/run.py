@@ -109,6 +109,7 @@ class Training(_Spec):
     `micro_batch` sequences of `seq_len` tokens go through the model at once on each data-parallel rank;
     `accumulation` such micro-batches make one optimizer step. `dp`, `tp`, `pp`, `cp`, `ep` are the degrees of data,
     tensor, pipeline, context and expert parallelism; `zero` is the ZeRO stage over the data-parallel ranks.
+    `dp_replicate` of them hold copies of each shard (HSDP; torchtitan's word): states are shared by `dp_shard` ranks.
     """
 
     micro_batch: int = 1
@@ -126,13 +127,14 @@ class Training(_Spec):
     pp: int = 1
     cp: int = 1
     ep: int = 1
+    dp_replicate: int = 1
     sequence_parallel: bool = False
     offload: Offload | None = None
     compile: bool = False
     kernels: Kernels | None = None
 
     def __post_init__(self) -> None:
-        self._check_counts("micro_batch", "seq_len", "accumulation", "dp", "tp", "pp", "cp", "ep")
+        self._check_counts("micro_batch", "seq_len", "accumulation", "dp", "tp", "pp", "cp", "ep", "dp_replicate")
         self._check_choices(
             precision=PRECISIONS,
             optimizer=OPTIMIZERS,
@@ -157,6 +159,8 @@ class Training(_Spec):
             raise SpecError(f"zero={self.zero} with dp=1 has nothing to share; give dp >= 2 or zero=0")
         if self.dp % self.ep:
             raise SpecError(f"ep={self.ep} does not divide dp={self.dp}; experts are shared over data-parallel ranks")
+        if self.dp_replicate > 1:
+            self._check_replicas()
         if self.zero >= 2 and self.pp > 1:
             raise SpecError(
                 f"zero={self.zero} with pp={self.pp}: a pipeline accumulates gradients over its micro-batches, so "
@@ -166,6 +170,22 @@ class Training(_Spec):
             raise SpecError("sequence_parallel=True with tp=1 has nothing to share; give tp >= 2")
         if self.offload == "optimizer+parameters" and self.zero != 3:
             raise SpecError(f"offload='optimizer+parameters' needs zero=3; zero={self.zero} was given")
+
+    def _check_replicas(self) -> None:
+        given = f"dp_replicate={self.dp_replicate} with dp={self.dp}"
+        if self.dp % self.dp_replicate or self.dp == self.dp_replicate:
+            raise SpecError(f"{given}: give a divisor of dp that leaves at least 2 ranks to share each copy")
+        if not self.zero:
+            raise SpecError(f"{given} and zero=0: nothing is shared, all ranks are copies; give zero >= 1, or drop it")
+        if self.dp_shard % self.ep:
+            raise SpecError(f"{given}: ep={self.ep} does not divide the {self.dp_shard} ranks that share a copy")
+        if self.offload:
+            raise SpecError(f"{given}: engines that offload share states over all ranks; drop offload or dp_replicate")
+
+    @property
+    def dp_shard(self) -> int:
+        """Data-parallel ranks that share one copy of what ZeRO divides: all, unless `dp_replicate` makes copies."""
+        return self.dp // self.dp_replicate
 
     @property
     def compute_dtype(self) -> str:

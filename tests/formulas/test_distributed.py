@@ -153,6 +153,27 @@ def test_volume_of_the_stages(zero, sent):
     assert found.data_sent == pytest.approx(sum(collective(each, size, a100.group(8)) for each in sent), rel=0.02)
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_copies_sum_one_shard_over_nodes(zero):
+    """HSDP: what shards send stays in the node; an all-reduce of a shard's gradients goes between nodes, once."""
+    run = replace(SMALL, dp=16, dp_replicate=2, zero=zero, precision="fp32")
+    found, inside = (step("Llama-2-7b-hf", each, "H100", H100, overlap=())
+                     for each in (run, replace(run, dp=8, dp_replicate=1)))  # fmt: skip
+    shard = 4 * model("Llama-2-7b-hf").parameters / 8
+    reduced = kernels("H100").collective("all-reduce", shard, H100.group(2, 8))
+    assert found.data_sent - inside.data_sent == pytest.approx(reduced, rel=0.1)
+
+
+def test_copies_pay_where_nodes_are_slowly_joined():
+    run = Training(micro_batch=1, seq_len=4096, precision="mixed-bf16", zero=3, dp=32)
+    slow = cluster("H100", "Ethernet-100", adapters=1)
+    sharded, hybrid = (step("Llama-2-7b-hf", each, "H100", slow) for each in (run, replace(run, dp_replicate=4)))
+    assert hybrid.data_sent < 0.6 * sharded.data_sent and hybrid.seconds < 0.65 * sharded.seconds
+    hidden = replace(run, micro_batch=8, dp_replicate=4)
+    fast = step("Llama-2-7b-hf", hidden, "H100", H100)
+    assert fast.data < 0.7 * fast.data_sent  # copies are summed while backward runs
+
+
 def test_hidden_communication_costs_what_it_takes_inside_a_node():
     """Slower links, whose time computation hides, take no more memory and multiprocessors from it."""
     run = Training(micro_batch=8, seq_len=4096, precision="mixed-bf16", zero=3, dp=16, checkpointing="full")

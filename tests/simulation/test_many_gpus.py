@@ -27,6 +27,7 @@ TWO_RANKS = [
 FOUR_RANKS = [
     (GPT, replace(SMALL, zero=3, dp=4, precision="autocast-bf16")),
     (LLAMA, replace(SMALL, zero=3, dp=2, tp=2, sequence_parallel=True)),
+    (LLAMA, replace(SMALL, zero=3, dp=4, dp_replicate=2, precision="mixed-bf16", accumulation=2)),
 ]
 
 

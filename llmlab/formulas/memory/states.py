@@ -72,7 +72,7 @@ def _shard(spec: ModelSpec, run: Training, whole: Parts) -> int:
     """
     if not run.zero:
         return whole.total
-    return int(whole.experts * sharded_experts(spec, run)) + whole.dense // (run.dp * run.cp)
+    return int(whole.experts * sharded_experts(spec, run)) + whole.dense // (run.dp_shard * run.cp)
 
 
 @lru_cache(maxsize=1024)

@@ -2,6 +2,8 @@
 
 DDP reduces gradients in buckets while backward runs; ZeRO 1 and 2 scatter them and gather updated parameters; ZeRO 3
 gathers each unit's parameters before it is needed, twice, and scatters its gradients (arXiv 1910.02054, section 7).
+HSDP does so among the ranks that share a copy, and sums each shard's gradients over the copies by an all-reduce, on a
+stream of its own (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_reduce).
 """
 
 from __future__ import annotations
@@ -40,11 +42,12 @@ class Communicated(NamedTuple):
 class _Replica:
     """What the ranks of `group` have alike: a stage of the model, its bytes, and the seconds of a micro-batch's passes.
 
-    `in_blocks` is the share of its bytes that is in its `layers` blocks.
+    `copies` are the ranks with the same shard. `in_blocks` is the share of the bytes that is in the `layers` blocks.
     """
 
     kernels: Kernels
     group: Group
+    copies: Group
     weights: int
     gradients: int
     layers: int
@@ -57,6 +60,24 @@ class _Replica:
         parts = self.in_blocks / self.layers, 1 - self.in_blocks
         block, outside = (self.kernels.collective(collective, part * size, self.group) for part in parts)
         return block, outside
+
+    def summed(self) -> tuple[float, float]:
+        """Return the seconds in which copies sum the gradients of a shard: of a block's, and of the part outside."""
+        parts = self.in_blocks / self.layers, 1 - self.in_blocks
+        shard = self.gradients / self.group.ranks
+        block, outside = (self.kernels.collective("all-reduce", part * shard, self.copies) for part in parts)
+        return block, outside
+
+    def busy(self, inside: float, across: float) -> float:
+        """Return the seconds that links are busy with what shards and copies send: at once, where copies alone are on
+        other nodes."""
+        apart = self.copies.across is not None and self.group.across is None
+        return max(inside, across) if apart else inside + across
+
+
+def shard_group(run: Training, cluster: Cluster) -> Group:
+    """Return the ranks that share one copy of the parameters, or of the states; without ZeRO those that hold them."""
+    return cluster.group(run.dp_shard * run.cp, run.tp)
 
 
 def data_parallel(
@@ -72,16 +93,17 @@ def data_parallel(
     """Return the seconds of a step's gradients and parameters, over the ranks that have the same part of the model.
 
     `compute`: s of a micro-batch, of which `forward` is forward's share."""
-    group = cluster.group(run.dp * run.cp, run.tp)
+    group = shard_group(run, cluster)
     if group.ranks == 1:
         return Communicated(0.0, 0.0)
-    unsharded = replace(run, zero=0)
+    copies = cluster.group(run.dp_replicate, run.tp * group.ranks)
+    unsharded = replace(run, zero=0, dp_replicate=1)
     stage = max(range(run.pp), key=lambda stage: states(spec, unsharded, stage).trained)
     whole, layers = states(spec, unsharded, stage), stage_layers(spec.layers, run.pp)[stage]
     counts = device_parameters(spec, run.pp, stage, run.tp, run.ep)
     in_blocks = 1 - sum(counts[part] for part in ("embedding", "positions", "head")) / sum(counts.values())
     times = forward * compute, (1 - forward) * compute
-    replica = _Replica(found, group, whole.weights, whole.gradients, layers, in_blocks, *times)
+    replica = _Replica(found, group, copies, whole.weights, whole.gradients, layers, in_blocks, *times)
     hide_forward, hide_backward = "data" in overlap, "data" in overlap or "gradients" in overlap
     return _communicated(run, replica, whole, hide_forward, hide_backward, bucket)
 
@@ -109,7 +131,8 @@ def _reduced(replica: _Replica, run: Training, hidden: bool, bucket: int) -> Com
     FSDP does; DeepSpeed's buckets are larger still."""
     layers, backward = replica.layers, replica.backward
     if run.zero:
-        block, outside = replica.seconds("reduce-scatter", replica.gradients)
+        scattered, summed = replica.seconds("reduce-scatter", replica.gradients), replica.summed()
+        block, outside = scattered[0] + summed[0], scattered[1] + summed[1]
         costs = [block] * layers + [outside]
         ready = [backward * (i + 1) / layers for i in range(layers)] + [backward]
     else:
@@ -118,7 +141,7 @@ def _reduced(replica: _Replica, run: Training, hidden: bool, bucket: int) -> Com
         ready = [backward * min(1, (i + 1) / messages / replica.in_blocks) for i in range(messages)]
     times = run.accumulation if run.zero == 2 else 1  # sharded gradients cannot wait for the last micro-batch
     sent = times * sum(costs)
-    size = times * replica.gradients * (1 if run.zero else 2)
+    size = times * replica.gradients * (1 + 2 * _copied(replica) if run.zero else 2)
     return Communicated(times * (finished(ready, costs) - backward) if hidden else sent, sent, size)
 
 
@@ -129,11 +152,19 @@ def _sharded(replica: _Replica, micro_batches: int, hide_forward: bool, hide_bac
     layers = replica.layers
     gather, outside_gather = replica.seconds("all-gather", replica.weights)
     scatter, outside_scatter = replica.seconds("reduce-scatter", replica.gradients)
-    forward, backward = layers * gather, layers * (gather + scatter)
-    sent = micro_batches * (forward + backward + outside_gather + outside_scatter)
+    reduce, outside_reduce = replica.summed()
+    outside = outside_gather + outside_scatter + outside_reduce
+    forward, backward = layers * gather, layers * (gather + scatter + reduce)
+    sent = micro_batches * (forward + backward + outside)
     if hide_forward:
         forward = gather + (layers - 1) * max(0.0, gather - replica.forward / layers)
     if hide_backward:
-        backward = scatter + (layers - 1) * max(0.0, gather + scatter - replica.backward / layers)
-    size = micro_batches * (2 * replica.weights + replica.gradients)
-    return Communicated(micro_batches * (forward + backward + outside_gather + outside_scatter), sent, size)
+        busy = replica.busy(gather + scatter, reduce)
+        backward = scatter + reduce + (layers - 1) * max(0.0, busy - replica.backward / layers)
+    size = micro_batches * (2 * replica.weights + (1 + 2 * _copied(replica)) * replica.gradients)
+    return Communicated(micro_batches * (forward + backward + outside), sent, size)
+
+
+def _copied(replica: _Replica) -> float:
+    """Return the share of the gradients that copies sum: one shard, where there are copies."""
+    return 1 / replica.group.ranks if replica.copies.ranks > 1 else 0.0

@@ -9,7 +9,8 @@ What each kind of parallelism sends in a step, on one GPU (b micro_batch, s seq_
     pipeline    per micro-batch and virtual stage: bsh forward, bsh backward, divided over the tensor-parallel ranks
     context     per layer: keys and values once round the ring forward, they and their gradients backward
     experts     per layer: 2 all-to-alls of the tokens' copies forward, 2 backward
-    data        ZeRO 0 to 2: gradients and parameters, 2P; ZeRO 3: 3P (arXiv 1910.02054, section 7)
+    data        ZeRO 0 to 2: gradients and parameters, 2P; ZeRO 3: 3P (arXiv 1910.02054, section 7); with copies of the
+                shards, 2P / shards more
 
 The vocabulary-parallel loss and embedding send a little too, which is left out.
 """
@@ -31,7 +32,7 @@ from ...specs.run import Training
 from ...specs.stages import stage_layers
 from ..memory.share import bytes_of
 from . import step as time
-from .data_parallel import data_parallel
+from .data_parallel import data_parallel, shard_group
 from .flops import flops
 from .kernels import Kernels, kernels, training_rates
 
@@ -127,7 +128,7 @@ def step(
         experts=m * n * experts,
         pipeline=m * pipeline,
         bubble=(sum(stages) - stages[slowest] + (run.pp - 1) * pipeline) / virtual_stages,
-        data=data.exposed + scale["contention"] * data.contended(cluster.group(run.dp * run.cp, run.tp)),
+        data=data.exposed + scale["contention"] * data.contended(shard_group(run, cluster)),
         update=time.update_seconds(spec, run, found),
         data_sent=data.sent,
     )
