@@ -34,6 +34,7 @@ HELP = {
     "offload": "What is kept in the host's memory instead.",
     "compile": "Run under torch.compile.",
     "kernels": "Fused kernels.",
+    "fp8": "Recipe of fp8 products; needs --compile and bf16.",
     "lora": "Train adapters of this rank, freeze the rest.",
     "lora_targets": "Linear layers that get an adapter, separated by commas.",
     "lora_alpha": "Numerator of the adapters' scale alpha / rank; without it 2 * rank.",

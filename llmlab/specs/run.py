@@ -16,6 +16,8 @@ from ..base.errors import SpecError
 from ..base.terms import (
     ATTENTIONS,
     CHECKPOINTING,
+    FP8,
+    FP8_RECIPES,
     KERNELS,
     KV_DTYPES,
     OFFLOADS,
@@ -110,6 +112,7 @@ class Training(_Spec):
     `accumulation` such micro-batches make one optimizer step. `dp`, `tp`, `pp`, `cp`, `ep` are the degrees of data,
     tensor, pipeline, context and expert parallelism; `zero` is the ZeRO stage over the data-parallel ranks.
     `dp_replicate` of them hold copies of each shard (HSDP; torchtitan's word): states are shared by `dp_shard` ranks.
+    `fp8` is the recipe by which torchao multiplies blocks' linear layers in fp8 (formulas/memory/float8.py).
     """
 
     micro_batch: int = 1
@@ -132,6 +135,7 @@ class Training(_Spec):
     offload: Offload | None = None
     compile: bool = False
     kernels: Kernels | None = None
+    fp8: FP8 | None = None
 
     def __post_init__(self) -> None:
         self._check_counts("micro_batch", "seq_len", "accumulation", "dp", "tp", "pp", "cp", "ep", "dp_replicate")
@@ -144,6 +148,7 @@ class Training(_Spec):
             zero=(0, 1, 2, 3),
             offload=OFFLOADS,
             kernels=KERNELS,
+            fp8=FP8_RECIPES,
             sequence_parallel=(True, False),
             compile=(True, False),
         )
@@ -168,8 +173,22 @@ class Training(_Spec):
             )
         if self.sequence_parallel and self.tp == 1:
             raise SpecError("sequence_parallel=True with tp=1 has nothing to share; give tp >= 2")
+        if self.fp8:
+            self._check_fp8()
         if self.offload == "optimizer+parameters" and self.zero != 3:
             raise SpecError(f"offload='optimizer+parameters' needs zero=3; zero={self.zero} was given")
+
+    def _check_fp8(self) -> None:
+        given = f"fp8={self.fp8!r}"
+        if self.precision not in ("bf16", "mixed-bf16"):
+            raise SpecError(f"{given} with precision={self.precision!r}: it casts bf16; give bf16 or mixed-bf16")
+        if not self.compile:
+            raise SpecError(f"{given} with compile=False: casts that are not fused cost more than fp8 saves; "
+                            "give compile=True")  # fmt: skip
+        if self.lora:
+            raise SpecError(f"{given} with lora: torchao converts layers that are trained whole; drop one of the two")
+        if (rows := self.tokens // self.cp) % 16:
+            raise SpecError(f"{given}: fp8 units take 16 rows at a time; micro_batch × seq_len / cp is {rows}")
 
     def _check_replicas(self) -> None:
         given = f"dp_replicate={self.dp_replicate} with dp={self.dp}"

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from ...specs.model import ModelSpec
 from ...specs.run import Training
+from .float8 import gathered_less
 from .precision import Bytes
 
 
@@ -65,7 +66,8 @@ def units(spec: ModelSpec, run: Training, b: Bytes, weights: Parts, counts: dict
     padding = sharded_experts(spec, run) * (run.dp_shard * run.cp // run.ep)
     around = counts["embedding"] + counts["positions"] + counts["head"]
     outside = weights.dense * around // max(1, sum(counts.values()) - counts["experts"])
-    block = int((weights.experts * padding + weights.dense - outside) / spec.layers)
+    dense = weights.dense - outside - gathered_less(spec, run, b.weights)
+    block = int((weights.experts * padding + dense) / spec.layers)
     gradient, reduced = b.gradients, 4 if b.master else b.gradients
     if run.lora:
         around, gradient, reduced = 0, 4, 4

@@ -16,6 +16,8 @@ from ...hardware.links import Cluster, Group
 from ...specs.model import ModelSpec
 from ...specs.run import Training
 from ...specs.stages import stage_layers
+from ..memory.float8 import gathered_less
+from ..memory.precision import PRECISION
 from ..memory.states import States, device_parameters, states
 from .communication import finished
 from .kernels import Kernels
@@ -42,23 +44,26 @@ class Communicated(NamedTuple):
 class _Replica:
     """What the ranks of `group` have alike: a stage of the model, its bytes, and the seconds of a micro-batch's passes.
 
-    `copies` are the ranks with the same shard. `in_blocks` is the share of the bytes that is in the `layers` blocks.
+    `copies` are the ranks with the same shard. `in_blocks` is the share of the bytes that is in the `layers` blocks,
+    whose weights, gathered, are `narrower` bytes fewer.
     """
 
     kernels: Kernels
     group: Group
     copies: Group
     weights: int
+    narrower: int
     gradients: int
     layers: int
     in_blocks: float
     forward: float
     backward: float
 
-    def seconds(self, collective: str, size: int) -> tuple[float, float]:
-        """Return the seconds of `collective` for a block's part of `size` bytes, and for the part outside of blocks."""
-        parts = self.in_blocks / self.layers, 1 - self.in_blocks
-        block, outside = (self.kernels.collective(collective, part * size, self.group) for part in parts)
+    def seconds(self, collective: str, size: int, less: int = 0) -> tuple[float, float]:
+        """Return the seconds of `collective` for a block's part of `size` bytes, of which blocks have `less` fewer, and
+        for the part outside of blocks."""
+        parts = (self.in_blocks * size - less) / self.layers, (1 - self.in_blocks) * size
+        block, outside = (self.kernels.collective(collective, part, self.group) for part in parts)
         return block, outside
 
     def summed(self) -> tuple[float, float]:
@@ -102,8 +107,9 @@ def data_parallel(
     whole, layers = states(spec, unsharded, stage), stage_layers(spec.layers, run.pp)[stage]
     counts = device_parameters(spec, run.pp, stage, run.tp, run.ep)
     in_blocks = 1 - sum(counts[part] for part in ("embedding", "positions", "head")) / sum(counts.values())
+    less = gathered_less(spec, run, PRECISION[run.precision].weights)
     times = forward * compute, (1 - forward) * compute
-    replica = _Replica(found, group, copies, whole.weights, whole.gradients, layers, in_blocks, *times)
+    replica = _Replica(found, group, copies, whole.weights, less, whole.gradients, layers, in_blocks, *times)
     hide_forward, hide_backward = "data" in overlap, "data" in overlap or "gradients" in overlap
     return _communicated(run, replica, whole, hide_forward, hide_backward, bucket)
 
@@ -150,7 +156,7 @@ def _sharded(replica: _Replica, micro_batches: int, hide_forward: bool, hide_bac
     it; its gradient is sent behind the next unit's backward. What is outside of blocks is whole from forward to
     backward."""
     layers = replica.layers
-    gather, outside_gather = replica.seconds("all-gather", replica.weights)
+    gather, outside_gather = replica.seconds("all-gather", replica.weights, replica.narrower)
     scatter, outside_scatter = replica.seconds("reduce-scatter", replica.gradients)
     reduce, outside_reduce = replica.summed()
     outside = outside_gather + outside_scatter + outside_reduce
@@ -161,7 +167,7 @@ def _sharded(replica: _Replica, micro_batches: int, hide_forward: bool, hide_bac
     if hide_backward:
         busy = replica.busy(gather + scatter, reduce)
         backward = scatter + reduce + (layers - 1) * max(0.0, busy - replica.backward / layers)
-    size = micro_batches * (2 * replica.weights + (1 + 2 * _copied(replica)) * replica.gradients)
+    size = micro_batches * (2 * (replica.weights - replica.narrower) + (1 + 2 * _copied(replica)) * replica.gradients)
     return Communicated(micro_batches * (forward + backward + outside), sent, size)
 
 

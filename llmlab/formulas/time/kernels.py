@@ -144,12 +144,14 @@ class Kernels:
         peak = self.card.peak(dtype)
         if peak is None:
             return None
-        width = 4 if dtype == "fp32" else 2
-        moved = float(width * (m * k + k * n + m * n))
+        width = {"fp32": 4, "fp8": 1}.get(dtype, 2)
+        moved = float(width * (m * k + k * n) + max(width, 2) * m * n)
         found = _matmul(self.base.name, m, n, k, dtype) if self.table else None
         if found:
             return self._scaled(found, flop, moved, dtype) / self.sustained
-        rate = self.reached if self.reached and width == 2 else self.shares["products"] * peak
+        rate = self.shares["products"] * peak
+        if self.reached and dtype != "fp32":  # fp8 of the same share as halves
+            rate = self.reached * peak / (self.card.peak("bf16") or peak)
         return LAUNCH + max(flop / rate / self.sustained, moved / self.bandwidth)
 
     def _scaled(self, seconds: float, flop: float, moved: float, dtype: str) -> float:
