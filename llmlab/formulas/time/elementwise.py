@@ -113,13 +113,13 @@ def fp8_casts(spec: ModelSpec, run: Training) -> float:
     rows = [linear for linear in layers if linear.name in ROW_PARALLEL]
     columns = [linear for linear in layers if linear.name not in ROW_PARALLEL]
     shared = {(linear.part, linear.inputs): linear.count for linear in columns}
-    inputs = sum(width * count for (_, width), count in shared.items())
+    inputs = float(sum(width * count for (_, width), count in shared.items()))
     inputs += sum(linear.inputs * linear.count for linear in rows) / run.tp
     outputs = sum(linear.outputs * linear.count for linear in columns) / run.tp
     outputs += sum(linear.outputs * linear.count for linear in rows)
     activations = each.activation * (inputs + outputs) + again * each.activation_again * inputs
     gathered = run.fp8 == "tensorwise" and uses_fsdp(run)
-    elements = 0 if gathered else sum(linear.elements for linear in layers) / run.tp
+    elements = 0.0 if gathered else sum(linear.elements for linear in layers) / run.tp
     return run.tokens / run.cp * activations + (each.weight + again * each.weight_again) * elements
 
 
