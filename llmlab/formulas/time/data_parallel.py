@@ -24,12 +24,15 @@ from .kernels import Kernels
 
 
 class Communicated(NamedTuple):
-    """Seconds of a step's data-parallel communication: what computation does not hide, and all of it; and the `bytes`
-    of the tensors that are sent (an all-reduce's twice)."""
+    """Seconds of a step's data-parallel communication: what computation does not hide, and all of it; the `bytes` of
+    the tensors that are sent (an all-reduce's twice); and for each layer the seconds of a gather of its weights, and of
+    summing its gradients, once."""
 
     exposed: float
     sent: float
     bytes: float = 0.0
+    gather: float = 0.0
+    reduce: float = 0.0
 
     def contended(self, group: Group) -> float:
         """Return the seconds of the hidden part in which it takes memory and multiprocessors from computation: as long
@@ -129,7 +132,7 @@ def _communicated(
     # Forward's first unit waits for its own parameters; the others' come behind the computation before them.
     hidden = outside + max(0.0, sum([block] * replica.layers) - replica.forward)
     exposed = reduced.exposed + (hidden if hide_forward else sent)
-    return Communicated(exposed, reduced.sent + sent, reduced.bytes + updated)
+    return Communicated(exposed, reduced.sent + sent, reduced.bytes + updated, 0.0, reduced.reduce)
 
 
 def _reduced(replica: _Replica, run: Training, hidden: bool, bucket: int) -> Communicated:
@@ -148,7 +151,8 @@ def _reduced(replica: _Replica, run: Training, hidden: bool, bucket: int) -> Com
     times = run.accumulation if run.zero == 2 else 1  # sharded gradients cannot wait for the last micro-batch
     sent = times * sum(costs)
     size = times * replica.gradients * (1 + 2 * _copied(replica) if run.zero else 2)
-    return Communicated(times * (finished(ready, costs) - backward) if hidden else sent, sent, size)
+    exposed = times * (finished(ready, costs) - backward) if hidden else sent
+    return Communicated(exposed, sent, size, 0.0, sum(costs) * replica.in_blocks / layers)
 
 
 def _sharded(replica: _Replica, micro_batches: int, hide_forward: bool, hide_backward: bool) -> Communicated:
@@ -168,7 +172,7 @@ def _sharded(replica: _Replica, micro_batches: int, hide_forward: bool, hide_bac
         busy = replica.busy(gather + scatter, reduce)
         backward = scatter + reduce + (layers - 1) * max(0.0, busy - replica.backward / layers)
     size = micro_batches * (2 * (replica.weights - replica.narrower) + (1 + 2 * _copied(replica)) * replica.gradients)
-    return Communicated(micro_batches * (forward + backward + outside), sent, size)
+    return Communicated(micro_batches * (forward + backward + outside), sent, size, gather, scatter + reduce)
 
 
 def _copied(replica: _Replica) -> float:

@@ -17,7 +17,8 @@ The vocabulary-parallel loss and embedding send a little too, which is left out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from math import log2
 from typing import NamedTuple
 
@@ -44,8 +45,10 @@ OVERLAPS = ("data", "gradients", "tensor")
 class Step:
     """Seconds of a step by what the slowest GPU does; communication counts where computation does not hide it.
 
-    `launches` is what the card waits for its host, to start kernels. `data` is exposed, `data_sent` all that data
-    parallelism communicates, hidden or not. `scale` is what many nodes lose to the slowest of them.
+    `launches` is what the card waits for its host, to start kernels. `data_sent` is all that data
+    parallelism communicates, hidden or not, and `data_exposed` what computation does not hide; `data` is that and what
+    the hidden part costs. `scale` is what many nodes lose to the slowest of them. `layer` has the seconds of one layer
+    in a micro-batch: what is computed forward and backward, what is gathered and reduced for it, and sent within it.
     """
 
     products: float
@@ -60,6 +63,8 @@ class Step:
     data: float
     update: float
     data_sent: float
+    data_exposed: float = 0.0
+    layer: Mapping[str, float] = field(default_factory=dict)
     scale: float = 0.0
     mfu: float | None = None
 
@@ -116,6 +121,7 @@ def step(
     n, compute = layers[slowest], computed[slowest]
     counted = flops(spec, run, gpu)
     forward = counted.forward / counted.total
+    one = block.seconds / m
     data = data_parallel(spec, run, cluster, found, compute.seconds, forward, overlap, bucket_bytes)
     scale = training_rates()["scale"]
     step = Step(
@@ -131,7 +137,10 @@ def step(
         data=data.exposed + scale["contention"] * data.contended(shard_group(run, cluster)),
         update=time.update_seconds(spec, run, found),
         data_sent=data.sent,
-    )
+        data_exposed=data.exposed,
+        layer={"forward": forward * one, "backward": (1 - forward) * one, "gather": data.gather,
+               "reduce": data.reduce, "tensor": tensor, "context": context, "experts": experts},
+    )  # fmt: skip
     nodes = -(-run.world_size // cluster.gpus)
     step = replace(step, scale=scale["per_doubling"] * log2(nodes) * step.seconds)
     return replace(step, mfu=time.mfu(spec, run, gpu, step.seconds))

@@ -13,25 +13,30 @@ from ...hardware.links import cluster as cluster_of
 from ...specs.model import ModelSpec
 from ...specs.run import Run, Training
 from .distributed import Step, step
+from .flops import flops
 from .kernels import Kernels, kernels, training_rates
 from .step import passes, step_seconds, whole_seconds
 
 # What a step's seconds are divided into, in the order in which they are shown.
 PARTS = ("products", "attention", "elementwise", "launches", "tensor", "context", "experts", "pipeline", "bubble",
          "data", "optimizer", "offload", "scale")  # fmt: skip
+COMPUTED = PARTS[:4]
 
 
 @dataclass(frozen=True)
 class Timing:
     """Seconds of a step, None where they are not known; `low` and `high` hold 80 % of such predictions. `parts` are
     `PARTS` and add up to the seconds; `sources` say where each is from. `note` says how ranks are connected, or why no
-    time is known."""
+    time is known. `hidden` has the seconds of communication that computation hides, which are in no part, and `layer`
+    those of one layer in a micro-batch (`distributed.Step`)."""
 
     seconds: float | None = None
     low: float | None = None
     high: float | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
+    hidden: Mapping[str, float] = field(default_factory=dict)
+    layer: Mapping[str, float] = field(default_factory=dict)
     note: str = ""
 
 
@@ -43,19 +48,24 @@ def timing(spec: ModelSpec, run: Run, card: GPU | None, cluster: Cluster | None 
         return Timing(step_seconds(spec, run, card))
     found, nodes = kernels(card), cluster
     if run.world_size == 1:
-        parts, note = _alone(spec, run, card), ""
+        parts, note, hidden = _alone(spec, run, card), "", 0.0
         if not parts:
             return Timing()
+        layer = _layer(spec, run, card, parts)
     else:
         try:
             nodes = nodes or cluster_of(card)
             terms = step(spec, run, card, nodes)
         except NotAvailable as error:
             return Timing(note=f"Time is not known: {error}.")
-        parts, note = _of(terms), _connected(run, nodes)
+        parts, note, hidden = _of(terms), _connected(run, nodes), terms.data_sent - terms.data_exposed
+        layer = {name: value for name, value in terms.layer.items() if value}
     seconds = sum(parts.values())
     factor = exp(_spread(run, found, nodes))
-    return Timing(seconds, seconds / factor, seconds * factor, parts, _sources(found, parts), note)
+    return Timing(
+        seconds, seconds / factor, seconds * factor, parts, _sources(found, parts),
+        {"data": hidden} if hidden else {}, layer, note,
+    )  # fmt: skip
 
 
 def _spread(run: Training, found: Kernels, nodes: Cluster | None) -> float:
@@ -83,6 +93,14 @@ def _alone(spec: ModelSpec, run: Training, card: GPU) -> dict[str, float]:
     }
     parts["offload" if run.offload else "optimizer"] = seconds - passed.seconds
     return {name: value for name, value in parts.items() if value}
+
+
+def _layer(spec: ModelSpec, run: Training, card: GPU, parts: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of a layer's computation in a micro-batch on one device, an equal share of the blocks'."""
+    counted = flops(spec, run, card)
+    computed = sum(parts.get(name, 0.0) for name in COMPUTED) / run.accumulation / spec.layers
+    forward = counted.forward / counted.total
+    return {"forward": forward * computed, "backward": (1 - forward) * computed}
 
 
 def _of(terms: Step) -> dict[str, float]:
