@@ -158,8 +158,8 @@ def test_decoding_reads_every_weight():
 
 def test_price_is_hours_times_the_rate_and_unknown_without_one():
     assert price(lab.gpu("T4"), 10) == pytest.approx(10 * lab.gpu("T4").usd_per_hour)
-    assert price(lab.gpu("V100"), 10) is None
-    assert price(lab.gpu("V100"), 10, usd_per_hour=0.5) == 5
+    assert price(lab.gpu("H20"), 10) is None
+    assert price(lab.gpu("H20"), 10, usd_per_hour=0.5) == 5
 
 
 TRAININGS = st.builds(

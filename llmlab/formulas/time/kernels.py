@@ -25,7 +25,7 @@ from typing import Any
 from ...hardware.gpu import GPU
 from ...hardware.gpu import gpu as find_gpu
 from ...hardware.kernel_tables import KernelTable, kernel_table
-from ...hardware.links import Group
+from ...hardware.links import Group, node_link
 from ...hardware.tables import read_table
 from . import communication
 from .efficiency import Efficiency, efficiency
@@ -190,11 +190,19 @@ class Kernels:
     def collective(self, operation: str, size: float, group: Group) -> float:
         """Return the seconds of a collective of `size` bytes: measured inside a node, where the ranks are joined as
         those were, else by the links."""
-        if self.table and group.across is None and group.ranks > 1 and group.inside.bandwidth == self._joined:
+        joined = group.across is None and group.ranks > 1 and group.inside.bandwidth == self._joined
+        # Measured was with the switches' help, where there are some.
+        alike = operation != "all-reduce" or bool(group.inside.switched) == self._adding
+        if self.table and joined and alike:
             found = self.table.collective(operation, int(size) or 1, group.ranks)
             if found:
                 return found.seconds
         return communication.seconds(operation, size, group)
+
+    @cached_property
+    def _adding(self) -> bool:
+        """Whether the switches of the base's nodes add, in an all-reduce (NVLink SHARP)."""
+        return bool(node_link(self.base).switched)
 
     @cached_property
     def _joined(self) -> float | None:
