@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import llmlab as lab
+from llmlab.archive.published_steps import PublishedStep, foundry_scaling
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -45,9 +46,22 @@ class Row:
 
 
 def rows() -> list[Row]:
-    """Return the published throughputs."""
+    """Return the published throughputs: llm-foundry's weak scaling after its other rows, then other sources."""
     table = tomllib.loads(ROWS.read_text(encoding="utf-8"))
-    return [_row(source, entry, table["models"]) for source in table["source"] for entry in source["row"]]
+    first, *others = table["source"]
+    found = [_row(first, entry, table["models"]) for entry in first["row"]]
+    found += [_scaled(step, first) for step in foundry_scaling()]
+    return found + [_row(source, entry, table["models"]) for source in others for entry in source["row"]]
+
+
+def _scaled(step: PublishedStep, source: dict[str, Any]) -> Row:
+    size, _ = step.name.split()
+    return Row(
+        id=f"foundry-{step.name.replace(' ', '-')}", group=source["group"],
+        citation=f"{source['citation']}, {source['date']}", model=step.config, label=f"MPT-{size}-{step.run.seq_len}",
+        run=step.run, card=step.card, nodes={"network": step.network}, measured=step.run.tokens / step.seconds,
+        assumed=source["row"][0]["assumed"],
+    )  # fmt: skip
 
 
 def _row(source: dict[str, Any], entry: dict[str, Any], models: dict[str, Any]) -> Row:

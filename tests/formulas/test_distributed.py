@@ -54,8 +54,7 @@ def test_a_quantized_run_sends_its_linears_fp32():
 @pytest.mark.parametrize("row", foundry_scaling(), ids=lambda row: row.name)
 def test_fsdp_steps_on_many_gpus(row):
     """Their script gathers parameters in half precision, behind computation: what that hides costs nearly as much."""
-    run = replace(row.run, precision="mixed-bf16", attention="efficient")
-    assert predicted(row._replace(run=run), ("data",)).seconds == pytest.approx(row.seconds, rel=0.10)
+    assert predicted(row, ("data",)).seconds == pytest.approx(row.seconds, rel=0.10)
 
 
 @pytest.mark.parametrize("row", llama_405b()[:2], ids=lambda row: row.name)
@@ -93,7 +92,7 @@ def test_unequal_stages_wait_for_the_slowest():
 def test_estimate_says_the_seconds_of_many_devices():
     run = replace(SMALL, dp=16, zero=1)
     report, found = lab.estimate("gpt2", run, "H100"), step("gpt2", run, "H100", H100)
-    assert report.step_seconds == found.seconds and report.mfu == found.mfu
+    assert report.step_seconds == found.seconds and report.mfu == pytest.approx(found.mfu)
     assert report.tokens_per_second == pytest.approx(16 * 8 * 1024 / found.seconds)
     assert any("InfiniBand-NDR" in note for note in report.notes)
     slow = lab.estimate("gpt2", run, "H100", cluster("H100", "Ethernet-25", adapters=1))

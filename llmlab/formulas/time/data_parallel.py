@@ -8,7 +8,8 @@ stream of its own (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, for
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
@@ -105,16 +106,25 @@ def data_parallel(
     if group.ranks == 1:
         return Communicated(0.0, 0.0)
     copies = cluster.group(run.dp_replicate, run.tp * group.ranks)
-    unsharded = replace(run, zero=0, dp_replicate=1)
-    stage = max(range(run.pp), key=lambda stage: states(spec, unsharded, stage).trained)
-    whole, layers = states(spec, unsharded, stage), stage_layers(spec.layers, run.pp)[stage]
-    counts = device_parameters(spec, run.pp, stage, run.tp, run.ep)
+    stage, counts = _largest_stage(spec, run.pp, run.tp, run.ep)
+    whole, layers = states(spec, run, stage, sharded=False), stage_layers(spec.layers, run.pp)[stage]
     in_blocks = 1 - sum(counts[part] for part in ("embedding", "positions", "head")) / sum(counts.values())
     less = gathered_less(spec, run, PRECISION[run.precision].weights)
     times = forward * compute, (1 - forward) * compute
     replica = _Replica(found, group, copies, whole.weights, less, whole.gradients, layers, in_blocks, *times)
     hide_forward, hide_backward = "data" in overlap, "data" in overlap or "gradients" in overlap
     return _communicated(run, replica, whole, hide_forward, hide_backward, bucket)
+
+
+@lru_cache(maxsize=1024)
+def _largest_stage(spec: ModelSpec, pp: int, tp: int, ep: int) -> tuple[int, dict[str, int]]:
+    """Return the pipeline stage with the most parameters on a rank, and these: the first, the last or, of those
+    between, one with most layers."""
+    layers = stage_layers(spec.layers, pp)
+    between = max(range(1, pp - 1), key=lambda stage: layers[stage], default=0)
+    counts = {stage: device_parameters(spec, pp, stage, tp, ep) for stage in sorted({0, between, pp - 1})}
+    largest = max(counts, key=lambda stage: sum(counts[stage].values()))
+    return largest, counts[largest]
 
 
 def _communicated(

@@ -113,11 +113,14 @@ def step(
     experts = spec.moe_layers / spec.layers * _experts(spec, run, cluster, found) if run.ep > 1 else 0.0
     pipeline = _sends(spec, run, cluster, virtual_stages, found)
 
-    layers = stage_layers(spec.layers, run.pp, spec.name)
-    computed = [_stage(n, block, head if stage == run.pp - 1 else _Layer()).times(1 / m)
-                for stage, n in enumerate(layers)]  # fmt: skip
-    stages = [each.seconds + n * (tensor + context + experts) for each, n in zip(computed, layers, strict=True)]
-    slowest = max(range(run.pp), key=lambda stage: stages[stage])
+    layers, within = stage_layers(spec.layers, run.pp, spec.name), tensor + context + experts
+    # Stages with as many layers take as long, but for the last one, which has the head too.
+    alike = {n: _stage(n, block, _Layer()).times(1 / m) for n in dict.fromkeys(layers[:-1])}
+    last = _stage(layers[-1], block, head).times(1 / m)
+    computed = [*(alike[n] for n in layers[:-1]), last]
+    seconds = {n: each.seconds + n * within for n, each in alike.items()}
+    stages = [*(seconds[n] for n in layers[:-1]), last.seconds + layers[-1] * within]
+    slowest = stages.index(max(stages))
     n, compute = layers[slowest], computed[slowest]
     counted = flops(spec, run, gpu)
     forward = counted.forward / counted.total
@@ -142,8 +145,8 @@ def step(
                "reduce": data.reduce, "tensor": tensor, "context": context, "experts": experts},
     )  # fmt: skip
     nodes = -(-run.world_size // cluster.gpus)
-    step = replace(step, scale=scale["per_doubling"] * log2(nodes) * step.seconds)
-    return replace(step, mfu=time.mfu(spec, run, gpu, step.seconds))
+    lost = scale["per_doubling"] * log2(nodes)
+    return replace(step, scale=lost * step.seconds, mfu=time.mfu(spec, run, gpu, (1 + lost) * step.seconds))
 
 
 class _Layer(NamedTuple):

@@ -61,7 +61,10 @@ def _moved(spec: ModelSpec, run: Training, flash: bool) -> Moved:
     precision = run.precision
     if run.quantization:  # an fp32 stream between products in half precision
         precision = AUTOCAST.get(run.compute_dtype, precision)
-    share = share_of(spec, replace(run, lora=None, quantization=None, checkpointing=None, precision=precision), card)
+    plain = run
+    if run.lora or run.checkpointing or precision != run.precision:  # a copy costs more than what follows
+        plain = replace(run, lora=None, quantization=None, checkpointing=None, precision=precision)
+    share = share_of(spec, plain, card)
     b = share.bytes
     # Autocast casts each weight down for every pass (6 bytes moved), and its gradient up.
     casts = 0 if run.quantization or b.weights == b.compute else 6 if run.lora else 12
