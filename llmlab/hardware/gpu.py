@@ -49,9 +49,9 @@ class GPU:
     FLOP/s (int8: op/s) by dtype, one of `DTYPES`. `sms`: multiprocessors (AMD: compute units). `nvlink` (AMD: Infinity
     Fabric), `pcie`: bytes/s in one direction. `context`, `nccl`: bytes that the CUDA context and, with several ranks,
     NCCL take outside the allocator. `cublas_workspace`: bytes each cuBLAS handle takes from the allocator.
-    `announced`: the year and month, "2022-03". `node_gpus`: GPUs of the node it is usually sold in. `prices` age, each
-    has its date; `usd_per_hour` and `usd` are the first of an hour and of a card. `checked` (ISO date) is of the other
-    figures, `sources` are by field.
+    `announced`: the year and month, "2022-03". `node_gpus`: GPUs of the node it is usually sold in. `peer_access`:
+    through PCIe. `prices` age, each has its date; `usd_per_hour` and `usd` are the first of an hour and of a card.
+    `checked` (ISO date) is of the other figures, `sources` are by field.
     """
 
     name: str
@@ -72,6 +72,7 @@ class GPU:
     prices: tuple[Price, ...] = ()
     announced: str | None = None
     node_gpus: int = 8
+    peer_access: bool = True
     aliases: tuple[str, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
     checked: str = ""

@@ -263,7 +263,7 @@ def kernels(card: GPU | str) -> Kernels:
         bandwidth=rates.bandwidth if rates else shared["share"]["bandwidth"] * found.bandwidth,
         shares=shared["share"],
         sustained=shared["sustained"].get(found.architecture, shared["sustained"]["other"]),
-        spread=shared["spread"][kind],
+        spread=shared["spread"]["AMD" if found.vendor == "AMD" else kind],
         reached=reached,
         scale=_scale(found, base, reached) if base and base is not found else 1.0,
     )
