@@ -18,8 +18,8 @@ The vocabulary-parallel loss and embedding send a little too, which is left out.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from math import log2
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ...base.errors import NotAvailable, SpecError
@@ -41,8 +41,7 @@ BUCKET_BYTES = 25 * 2**20  # torch DDP's bucket_cap_mb, of gradients that are al
 OVERLAPS = ("data", "gradients", "tensor")
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """Seconds of a step by what the slowest GPU does; communication counts where computation does not hide it.
 
     `launches` is what the card waits for its host, to start kernels. `data_sent` is all that data
@@ -64,7 +63,7 @@ class Step:
     update: float
     data_sent: float
     data_exposed: float = 0.0
-    layer: Mapping[str, float] = field(default_factory=dict)
+    layer: Mapping[str, float] = MappingProxyType({})
     scale: float = 0.0
     mfu: float | None = None
 
@@ -146,7 +145,7 @@ def step(
     )  # fmt: skip
     nodes = -(-run.world_size // cluster.gpus)
     lost = scale["per_doubling"] * log2(nodes)
-    return replace(step, scale=lost * step.seconds, mfu=time.mfu(spec, run, gpu, (1 + lost) * step.seconds))
+    return step._replace(scale=lost * step.seconds, mfu=time.mfu(spec, run, gpu, (1 + lost) * step.seconds))
 
 
 class _Layer(NamedTuple):

@@ -118,7 +118,7 @@ def _layer(spec: ModelSpec, run: Training, card: GPU, parts: Mapping[str, float]
 
 
 def _of(terms: Step) -> dict[str, float]:
-    values = {"optimizer": terms.update, **vars(terms)}
+    values = {"optimizer": terms.update, **terms._asdict()}
     return {name: values[name] for name in PARTS if values.get(name)}
 
 
