@@ -30,6 +30,7 @@ MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_hidden_layers": 3, "num_local_
         (LLAMA, {"zero": 2, "precision": "bf16", "dp": 8, "dp_replicate": 2}),
         (LLAMA, {"zero": 3, "precision": "mixed-bf16", "dp": 16, "dp_replicate": 4, "accumulation": 2,
                  "checkpointing": "full"}),
+        (LLAMA, {"zero": 3, "precision": "bf16", "dp": 8, "dp_replicate": 2, "tp": 4}),
         (LLAMA, {"precision": "bf16", **SEQUENCE}),
         (LLAMA, {"precision": "bf16", "checkpointing": "selective", **SEQUENCE}),
         (TIED, {"precision": "autocast-bf16", **SEQUENCE}),
@@ -41,7 +42,7 @@ MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_hidden_layers": 3, "num_local_
         (MIXTRAL, {"zero": 2, "precision": "fp32", "dp": 16}),  # more ranks than experts
     ],
     ids=["zero 2", "zero 2, tied", "zero 3, mixed", "zero 3, tp, tied", "zero 3, sequence", "zero 2, sequence",
-         "hsdp", "hsdp, accumulated", "sequence", "sequence, selective", "sequence, tied", "tp",
+         "hsdp", "hsdp, accumulated", "hsdp, tp", "sequence", "sequence, selective", "sequence, tied", "tp",
          "ddp", "zero 1", "zero 1, tied", "offload", "zero 2, experts"],
 )
 def test_rank_0_holds_in_each_phase_what_the_simulator_finds(config, settings):
