@@ -87,14 +87,14 @@ def cases(count: int) -> list[tuple[ModelSpec, Training | Inference, GPU]]:
 
 
 def estimate_seconds(count: int, by_name: bool = False, repeats: int = PASSES) -> float:
-    """Return the median wall seconds that `count` mixed estimates take in this process, given specs or names."""
+    """Return the median CPU seconds that `count` mixed estimates take in this process, given specs or names."""
     asked = [(spec.name, run, card.name) if by_name else (spec, run, card) for spec, run, card in cases(count)]
     times = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = time.process_time()
         for spec, run, card in asked:
             estimate(spec, run, card)
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     return median(times)
 
 

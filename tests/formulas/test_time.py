@@ -87,6 +87,18 @@ def test_where_a_rate_is_from_and_how_wide_that_makes_the_interval():
     assert "1.41 for FlashAttention 2" in lab.estimate("gpt2", run, "H100").time_sources["attention"]
 
 
+def test_what_was_not_measured_is_said_and_widens_the_interval():
+    run = Training(seq_len=1024, precision="bf16")
+    long = lab.estimate("Llama-3.1-8B", replace(run, seq_len=32768), "H100")
+    known, single = (lab.estimate("gpt2", replace(run, precision=p), "H100") for p in ("bf16", "fp32"))
+    assert "70% of the data sheet: fp32 was not measured" in single.time_sources["products"]
+    assert "beyond 16,384 tokens" in long.time_sources["attention"]
+    assert "beyond" not in known.time_sources["attention"]
+    width = {name: each.step_seconds_high / each.step_seconds for name, each in
+             (("known", known), ("long", long), ("single", single))}  # fmt: skip
+    assert 1.05 * width["known"] < width["long"] and 1.05 * width["long"] < width["single"]
+
+
 def test_a_compiler_fuses_what_lies_between_products_and_starts_no_kernel_late():
     run = Training(micro_batch=1, seq_len=512, precision="bf16")
     eager, compiled = (lab.estimate("gpt2", replace(run, compile=c), "A100").time for c in (False, True))

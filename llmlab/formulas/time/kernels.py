@@ -130,6 +130,15 @@ class Kernels:
     def _fitted(self, what: str) -> bool:
         return self.table is None and self.rates is not None and bool(getattr(self.rates, what))
 
+    def measured(self, dtype: str) -> bool:
+        """Return whether products in `dtype` were measured, on the card or the one that it is transferred from."""
+        return self.table is not None and ("bf16" if dtype == "fp16" else dtype) in self.table.matmuls
+
+    @property
+    def longest(self) -> int | None:
+        """The longest sequence whose attention was measured, in tokens; None where none was."""
+        return self.table.attentions["bf16"].grid.axes[1][-1] if self.table else None
+
     def product(self, m: int, n: int, k: int, dtype: str) -> float | None:
         """Return the seconds of (m, k) · (k, n) in `dtype`; None for one that the card has no units for."""
         key = m, n, k, dtype

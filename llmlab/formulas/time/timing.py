@@ -15,7 +15,7 @@ from ...specs.run import Run, Training
 from .distributed import Step, step
 from .flops import flops
 from .kernels import Kernels, kernels, training_rates
-from .step import passes, step_seconds, whole_seconds
+from .step import passes, peak_dtype, step_seconds, whole_seconds
 
 # What a step's seconds are divided into, in the order in which they are shown.
 PARTS = ("products", "attention", "elementwise", "launches", "tensor", "context", "experts", "pipeline", "bubble",
@@ -63,9 +63,10 @@ def timing(spec: ModelSpec, run: Run, card: GPU | None, cluster: Cluster | None 
         layer = {name: value for name, value in terms.layer.items() if value}
     seconds = sum(parts.values())
     factor = exp(_spread(run, found, nodes))
+    longest = _longest(spec, run, card, nodes, seconds, factor)
     return Timing(
-        seconds, seconds / factor, _longest(spec, run, card, nodes, seconds, factor), parts, _sources(found, parts),
-        {"data": hidden} if hidden else {}, layer, note,
+        seconds, seconds / factor, longest, parts, _sources(run, found, parts), {"data": hidden} if hidden else {},
+        layer, note,
     )  # fmt: skip
 
 
@@ -73,6 +74,10 @@ def _spread(run: Training, found: Kernels, nodes: Cluster | None) -> float:
     """Return the logarithm by which 8 in 10 predictions of such a run are off at most."""
     spread = training_rates()["spread"]
     widest = [found.spread]
+    if found.table and not found.measured(peak_dtype(run)):
+        widest.append(spread["data sheet"])
+    if found.longest and run.seq_len > found.longest:
+        widest.append(spread["transferred"])
     if run.tp * run.pp > 1:
         widest.append(spread["cut"])
     if run.world_size > 1 and nodes and nodes.inside.kind == "pcie":
@@ -129,6 +134,12 @@ def _connected(run: Training, nodes: Cluster) -> str:
     return f"Time: {nodes.gpus} GPUs per node on {nodes.inside.name}{between}."
 
 
-def _sources(found: Kernels, parts: Mapping[str, float]) -> dict[str, str]:
-    """Return where the rates of these parts are from."""
-    return {name: found.sources[name] for name in parts}
+def _sources(run: Training, found: Kernels, parts: Mapping[str, float]) -> dict[str, str]:
+    """Return where the rates of these parts are from, and what of the run is outside of what was measured."""
+    said = {name: found.sources[name] for name in parts}
+    dtype = peak_dtype(run)
+    if found.table and not found.measured(dtype):
+        said["products"] = f"{found.shares['products']:.0%} of the data sheet: {dtype} was not measured"
+    if found.longest and run.seq_len > found.longest:
+        said["attention"] += f"; beyond {found.longest:,} tokens, as the work grows"
+    return said
