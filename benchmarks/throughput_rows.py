@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import llmlab as lab
+from llmlab.archive.published_steps import PublishedStep, foundry_scaling
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -36,16 +37,31 @@ class Row:
     def shown(self) -> str:
         run, many = self.run, self.run.world_size
         degrees = " ".join(f"{d}{getattr(run, d)}" for d in ("dp", "tp", "pp", "cp") if getattr(run, d) > 1)
+        copies = f"{run.dp_replicate} copies" if run.dp_replicate > 1 else ""
         adapters = "QLoRA" if run.quantization else "LoRA" if run.lora else ""
-        what = (adapters, "FSDP" if run.zero == 3 else "", degrees, f"{run.micro_batch}×{run.seq_len}",
-                run.checkpointing, "compiled" if run.compile else "")  # fmt: skip
+        what = (adapters, "FSDP" if run.zero == 3 else "", degrees, copies, f"{run.micro_batch}×{run.seq_len}",
+                run.checkpointing, "compiled" if run.compile else "",
+                f"fp8 {run.fp8}" if run.fp8 else "")  # fmt: skip
         return f"{self.label}, {many} × {self.card}: {', '.join(filter(None, what))}"
 
 
 def rows() -> list[Row]:
-    """Return the published throughputs."""
+    """Return the published throughputs: llm-foundry's weak scaling after its other rows, then other sources."""
     table = tomllib.loads(ROWS.read_text(encoding="utf-8"))
-    return [_row(source, entry, table["models"]) for source in table["source"] for entry in source["row"]]
+    first, *others = table["source"]
+    found = [_row(first, entry, table["models"]) for entry in first["row"]]
+    found += [_scaled(step, first) for step in foundry_scaling()]
+    return found + [_row(source, entry, table["models"]) for source in others for entry in source["row"]]
+
+
+def _scaled(step: PublishedStep, source: dict[str, Any]) -> Row:
+    size, _ = step.name.split()
+    return Row(
+        id=f"foundry-{step.name.replace(' ', '-')}", group=source["group"],
+        citation=f"{source['citation']}, {source['date']}", model=step.config, label=f"MPT-{size}-{step.run.seq_len}",
+        run=step.run, card=step.card, nodes={"network": step.network}, measured=step.run.tokens / step.seconds,
+        assumed=source["row"][0]["assumed"],
+    )  # fmt: skip
 
 
 def _row(source: dict[str, Any], entry: dict[str, Any], models: dict[str, Any]) -> Row:

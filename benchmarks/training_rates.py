@@ -33,6 +33,7 @@ STEPS = {"Ampere": 0.04, "Hopper": 0.04, "contention": 0.2, "per_doubling": 0.00
 MOST = {"contention": 1.0}  # what is hidden cannot cost more than what is not
 FINEST = 1 / 16  # of the first steps
 HELD = 0.8  # the share of rows that an interval is to hold
+SHORT = 0.1  # seconds of a step that engines may take longer with themselves than with the model
 
 
 def measured_cards() -> list[str]:
@@ -118,10 +119,13 @@ def spreads(rows: list[throughput.Row]) -> dict[str, float]:
     """Return how far off a prediction is that 80 % of rows are nearer than, as a logarithm, by where rates are from.
 
     Cards differ in the share of their data sheet that they reach: a rate that is transferred may be off by that too,
-    one from the data sheet, of another architecture, by twice that. How engines cut a model, by tensor or pipeline
+    one from the data sheet, of another architecture, by twice that; of another vendor, by what its own rows are. Steps
+    that are short are left to `engine`. How engines cut a model, by tensor or pipeline
     parallelism, differs more than how they share its states.
     """
-    whole, cut = ([row for row in rows if (row.run.tp * row.run.pp > 1) is cut] for cut in (False, True))
+    amd, nvidia = ([row for row in rows if (lab.gpu(row.card).vendor == "AMD") is amd] for amd in (True, False))
+    long = [row for row in nvidia if seconds(row)[0] >= SHORT]
+    whole, cut = ([row for row in long if (row.run.tp * row.run.pp > 1) is cut] for cut in (False, True))
     measured, middle = _held(off(whole)), median(product_shares().values())
     differ = _held([log(share / middle) for share in product_shares().values()])
     fitted = [log(lab.estimate(r.model, r.run, "T4").step_seconds / r.step_seconds) for r in records(gpu="T4")
@@ -131,8 +135,23 @@ def spreads(rows: list[throughput.Row]) -> dict[str, float]:
         "fitted": _held(fitted),
         "transferred": sqrt(measured**2 + differ**2),
         '"data sheet"': sqrt(measured**2 + (2 * differ) ** 2),
+        "AMD": _held(off(amd)),
         "cut": _held(off(cut)),
     }
+
+
+def seconds(row: throughput.Row) -> tuple[float, float]:
+    """Return a row's seconds of a step, predicted and measured."""
+    tokens, found = row.run.global_batch * row.run.seq_len / row.run.world_size, throughput.predict(row)
+    assert found.rate
+    return tokens / found.rate, tokens / row.measured
+
+
+def engine(rows: list[throughput.Row]) -> float:
+    """Return the seconds that short steps on several GPUs took longer than predicted, at most: what engines do in each
+    step beside computing."""
+    short = [found for row in rows if row.run.world_size > 1 and (found := seconds(row))[0] < SHORT]
+    return max(measured - predicted for predicted, measured in short)
 
 
 def _held(errors: list[float]) -> float:
@@ -152,8 +171,10 @@ HEAD = """\
 # sustained  clocks that last over those of bursts, by architecture; other: the mean
 # scale      contention: the share of hidden communication that a step loses all the same, of the time that it takes
 #            inside a node; per_doubling: the share of a step that each doubling of the nodes costs
-# spread     logarithm by which 80 % of predictions are off at most, by where the rates are from; cut: at least, with
-#            tensor or pipeline parallelism
+# spread     logarithm by which 80 % of predictions are off at most, by where the rates are from; AMD: of its cards;
+#            cut: at least, with tensor or pipeline parallelism
+# engine     seconds that a step on several GPUs may take longer, whatever the model: logging, clipping, norms, and
+#            other things of an engine that wait for the GPU. Megatron-LM's functional tests of tiny models took so much
 #
 # sustained and scale are fitted to {rows} published throughputs ({after}).
 # spread is that of {other} others ({left_out}).
@@ -178,6 +199,7 @@ def main(written: bool) -> None:
         "sustained": {**lasting, "other": fmean(lasting.values())},
         "scale": {name: found[name] for name in ("contention", "per_doubling")},
         "spread": spreads(others),
+        "engine": {"seconds": engine(others)},
     }  # fmt: skip
     names = ", ".join(f'"{name}"' for name in measured_cards())
     text = head + f"measured = [{names}]\n"

@@ -48,7 +48,8 @@ class Report(Tabular):
     run with enough room, and `process` is None.
     `step_seconds` is one optimizer step (training) or the whole generation (inference). An estimate of training has the
     interval that holds 8 in 10 such predictions (`step_seconds_low`, `step_seconds_high`), and divides the seconds by
-    what takes them (`time`) with the origin of each rate (`time_sources`).
+    what takes them (`time`) with the origin of each rate (`time_sources`). `time_hidden` has the seconds of
+    communication that computation hides, and `layer_time` what one layer takes in a micro-batch.
     """
 
     source: Source
@@ -73,6 +74,8 @@ class Report(Tabular):
     step_seconds_high: float | None = None
     time: Mapping[str, float] = field(default_factory=dict)
     time_sources: Mapping[str, str] = field(default_factory=dict)
+    time_hidden: Mapping[str, float] = field(default_factory=dict)
+    layer_time: Mapping[str, float] = field(default_factory=dict)
     tokens_per_second: float | None = None
     mfu: float | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -201,6 +204,15 @@ class Report(Tabular):
         from .plots import plot_parts
 
         return plot_parts([self])
+
+    def plot_time(self) -> Picture:
+        """Return a picture of the time of one layer and of the step: what computes, and what is sent meanwhile.
+
+        Raises SpecError for a report whose time is not divided.
+        """
+        from .plots import plot_time
+
+        return plot_time(self)
 
     def plot_timeline(self) -> Picture:
         """Return a picture of the live bytes over the step, stacked by part, with the peak marked.

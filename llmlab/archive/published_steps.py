@@ -83,14 +83,20 @@ def megatron_run(of: dict[str, int], kind: Checkpointing, dp: int = 1) -> Traini
 
 
 def foundry_scaling() -> list[PublishedStep]:
-    """Return llm-foundry's FSDP steps on 8 to 512 H100s. Its network is not named; NDR is what such nodes have."""
+    """Return llm-foundry's FSDP steps on 8 to 512 H100s. Its network is not named; NDR is what such nodes have.
+
+    Attention is taken for Triton's kernel of the first FlashAttention, with which its rows of all lengths agree best;
+    the source says Triton or flash. Half weights are gathered from fp32 shards.
+    """
     sizes = {"7B": (4096, 32, 32, 6, 3), "3B": (2560, 32, 20, 8, 2), "1B": (2048, 24, 16, 12, 2)}
     found = []
     for label, rate in figure("llm-foundry-scaling").values.items():
         size, cards = label.split(", ")
         hidden, layers, heads, micro_batch, zero = sizes[size]
         dp = int(cards.split()[0])
-        run = Training(micro_batch=micro_batch, seq_len=2048, precision="autocast-bf16", zero=zero, dp=dp)
+        run = Training(
+            micro_batch=micro_batch, seq_len=2048, precision="mixed-bf16", attention="efficient", zero=zero, dp=dp
+        )
         config = gpt(hidden, layers, heads)
         found.append(
             PublishedStep(f"{size} {dp}", config, run, "H100-80GB", "InfiniBand-NDR", 1, micro_batch * 2048 / rate)

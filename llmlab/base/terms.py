@@ -17,6 +17,7 @@ Attention = Literal["eager", "sdpa", "flash", "efficient"]
 Quantization = Literal["nf4", "int8"]
 Offload = Literal["optimizer", "optimizer+parameters"]
 Kernels = Literal["liger"]
+FP8 = Literal["tensorwise", "rowwise"]  # torchao's recipes: one scale per tensor, or per row
 Weights = Literal["fp32", "fp16", "bf16", "int8", "nf4"]
 KVDtype = Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4"]
 
@@ -27,6 +28,7 @@ ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
 QUANTIZATIONS: tuple[Quantization | None, ...] = (None, *get_args(Quantization))
 OFFLOADS: tuple[Offload | None, ...] = (None, *get_args(Offload))
 KERNELS: tuple[Kernels | None, ...] = (None, *get_args(Kernels))
+FP8_RECIPES: tuple[FP8 | None, ...] = (None, *get_args(FP8))
 WEIGHTS: tuple[Weights, ...] = get_args(Weights)
 KV_DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)
 

@@ -11,7 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -164,7 +164,7 @@ def gpus(as_json: bool) -> int:
     header = ("name", "GiB", "GB/s", *DTYPES, "capability")
     units = "Memory in GiB (2^30 bytes), bandwidth in 10^9 bytes/s, dense peaks in 10^12 FLOP/s; "
     table = Table(header, rows, footer=units + "– is none, or not known.")
-    return _list([{f.name: getattr(card, f.name) for f in fields(card)} for card in cards], table, as_json)
+    return _list([asdict(card) for card in cards], table, as_json)
 
 
 @cli.command()

@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from ..base.errors import SpecError
-from ..hardware.links import GPUS_PER_NODE, Cluster, cluster
+from ..hardware.links import Cluster, cluster
 from ..specs.fields import HELP
 from ..specs.run import Inference, LoRA, Run, Training
 
@@ -95,8 +95,9 @@ def run_from(context: click.Context) -> Run:
 CLUSTER = (
     click.option("--network", metavar="NAME", help="What connects nodes, such as InfiniBand-NDR."),
     click.option("--link", metavar="NAME", help="What connects the GPUs of a node, such as NVLink-4."),
-    click.option("--gpus-per-node", type=int, metavar="N", help="GPUs in each node; 8 without it."),
+    click.option("--gpus-per-node", type=int, metavar="N", help="GPUs in each node; without it the maker's, mostly 8."),
     click.option("--adapters", type=int, metavar="N", help="Network adapters in each node; without it one per GPU."),
+    click.option("--no-nvls", is_flag=True, default=None, help="Let GPUs add in an all-reduce, not the switches."),
 )
 
 
@@ -109,7 +110,7 @@ def cluster_options(command: Callable[..., int]) -> Callable[..., int]:
 
 def cluster_from(context: click.Context) -> Cluster | None:
     """Return the cluster that the options of this command line describe; None, the card's usual nodes, without them."""
-    names = ("network", "link", "gpus_per_node", "adapters")
+    names = ("network", "link", "gpus_per_node", "adapters", "no_nvls")
     given = {name: value for name in names if (value := context.params[name]) is not None}
     if not given:
         return None
@@ -117,5 +118,6 @@ def cluster_from(context: click.Context) -> Cluster | None:
         flag = next(iter(given)).replace("_", "-")
         raise SpecError(f"--{flag} without --gpu; name the card whose nodes it describes")
     return cluster(
-        card, given.get("network"), given.get("gpus_per_node", GPUS_PER_NODE), given.get("adapters"), given.get("link")
-    )
+        card, given.get("network"), given.get("gpus_per_node"), given.get("adapters"), given.get("link"),
+        nvls=not given.get("no_nvls"),
+    )  # fmt: skip

@@ -30,6 +30,8 @@ class Settings(Protocol):
     @property
     def dp(self) -> int: ...
     @property
+    def dp_replicate(self) -> int: ...
+    @property
     def offload(self) -> str | None: ...
     @property
     def compile(self) -> bool: ...
@@ -53,6 +55,7 @@ DEEPSPEED_PRECISION: dict[str, dict[str, Any]] = {
 def deepspeed_config(run: Settings) -> dict[str, Any]:
     """Return the config that `deepspeed.initialize` takes; raises SpecError for what DeepSpeed's ZeRO cannot do."""
     _data_parallel_alone("DeepSpeed", run)
+    _one_copy("DeepSpeed", run)
     if run.precision not in DEEPSPEED_PRECISION:
         raise SpecError(
             f"precision={run.precision!r} with DeepSpeed: its states are fp32; give {', '.join(DEEPSPEED_PRECISION)}"
@@ -82,6 +85,7 @@ def accelerate_config(run: Settings) -> dict[str, Any]:
     Accelerate's FSDP2 reduces gradients in half precision too, where `fsdp_arguments` asks for fp32.
     """
     _data_parallel_alone("Accelerate", run)
+    _one_copy("Accelerate", run)
     # DDP runs under autocast. DeepSpeed, and FSDP2's policy, keep fp32 copies or shards and compute in half precision.
     half = "mixed" if run.zero else "autocast"
     own = {"fp32": "no", f"{half}-fp16": "fp16", f"{half}-bf16": "bf16"}
@@ -131,8 +135,9 @@ def accelerate_config(run: Settings) -> dict[str, Any]:
 def fsdp_arguments(run: Settings) -> dict[str, Any]:
     """Return the keyword arguments of torch's `fully_shard`: call it for each block, then for the model.
 
-    zero=3 frees a block's parameters after its forward; zero=2 keeps them until its backward is done. Raises SpecError
-    for other stages, and for precisions that FSDP2 does not have.
+    zero=3 frees a block's parameters after its forward; zero=2 keeps them until its backward is done. With dp_replicate
+    give it the mesh too: mesh["dp_replicate", "dp_shard"]. Raises SpecError for other stages, and for precisions that
+    FSDP2 does not have.
     """
     from torch import bfloat16, float16, float32
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -151,6 +156,12 @@ def fsdp_arguments(run: Settings) -> dict[str, Any]:
         "mp_policy": MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half and float32),
         "offload_policy": CPUOffloadPolicy() if run.offload else OffloadPolicy(),
     }
+
+
+def _one_copy(engine: str, run: Settings) -> None:
+    if run.dp_replicate > 1:
+        raise SpecError(f"dp_replicate={run.dp_replicate} with {engine}: this config divides states over all ranks; "
+                        "FSDP2 makes copies, by a mesh of two dimensions")  # fmt: skip
 
 
 def _data_parallel_alone(engine: str, run: Settings) -> None:

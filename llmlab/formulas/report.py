@@ -66,6 +66,8 @@ def assessed(
         step_seconds_high=time.high,
         time=time.parts,
         time_sources=time.sources,
+        time_hidden=time.hidden,
+        layer_time=time.layer,
         tokens_per_second=tokens_of(run) / seconds if seconds else None,
         mfu=mfu(spec, run, card, seconds) if seconds and card else None,
         notes=(f"The peak is in {peak.phase}: {peak.name}.", *_notes(spec, run, card, peaks, fit, time.note)),

@@ -27,6 +27,20 @@ FLASH_ATTENTION_2_CAPABILITY = (8, 0)  # Dao-AILab/flash-attention README: Amper
 MEMORY_TOLERANCE = 0.05
 
 
+PRICES = ("serverless", "rental", "purchase")
+
+
+@dataclass(frozen=True)
+class Price:
+    """What one GPU costs, in US dollars: an hour of it ("serverless", "rental") or the card ("purchase"); see
+    prices.toml. `date` is ISO; None of a source without one."""
+
+    kind: str
+    usd: float
+    source: str
+    date: str | None = None
+
+
 @dataclass(frozen=True)
 class GPU:
     """One accelerator. Rates are dense (no 2:4 sparsity) and theoretical; None: the chip lacks it, or it is not known.
@@ -35,7 +49,9 @@ class GPU:
     FLOP/s (int8: op/s) by dtype, one of `DTYPES`. `sms`: multiprocessors (AMD: compute units). `nvlink` (AMD: Infinity
     Fabric), `pcie`: bytes/s in one direction. `context`, `nccl`: bytes that the CUDA context and, with several ranks,
     NCCL take outside the allocator. `cublas_workspace`: bytes each cuBLAS handle takes from the allocator.
-    `usd_per_hour`, `usd`: a rental and a launch price, which age: see `checked` (ISO date) and `sources` (by field).
+    `announced`: the year and month, "2022-03". `node_gpus`: GPUs of the node it is usually sold in. `peer_access`:
+    through PCIe. `prices` age, each has its date; `usd_per_hour` and `usd` are the first of an hour and of a card.
+    `checked` (ISO date) is of the other figures, `sources` are by field.
     """
 
     name: str
@@ -53,6 +69,10 @@ class GPU:
     cublas_workspace: int | None = None
     usd_per_hour: float | None = None
     usd: float | None = None
+    prices: tuple[Price, ...] = ()
+    announced: str | None = None
+    node_gpus: int = 8
+    peer_access: bool = True
     aliases: tuple[str, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
     checked: str = ""
@@ -146,4 +166,21 @@ def _card(entry: Mapping[str, Any], documents: Mapping[str, str]) -> GPU:
     values = values_of(entry, {"documents": documents})
     values["peak_flops"] = {dtype: rate * 1e12 for dtype, rate in values.pop("tflops").items()}
     sources = {name: cited(text, documents) for names, text in entry["sources"].items() for name in names.split()}
-    return GPU(**{**values, "sources": sources})
+    prices = _prices().get(values["name"], ())
+    for field_name, kinds in (("usd_per_hour", PRICES[:2]), ("usd", PRICES[2:])):
+        if first := next((price for price in prices if price.kind in kinds), None):
+            values[field_name], sources[field_name] = first.usd, first.source
+    if "announced" in values:
+        sources["announced"] = f"{values['vendor']}'s announcement, as generally known"
+    return GPU(**{**values, "prices": prices, "sources": sources})
+
+
+@cache
+def _prices() -> dict[str, tuple[Price, ...]]:
+    """Return every card's prices, in the order of prices.toml."""
+    found: dict[str, tuple[Price, ...]] = {}
+    for entry in read_table("prices.toml")["list"]:
+        for name, usd in entry["usd"].items():
+            price = Price(entry["kind"], usd, entry["source"], entry.get("date"))
+            found[name] = (*found.get(name, ()), price)
+    return found

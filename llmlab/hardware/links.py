@@ -16,6 +16,7 @@ from .gpu import GPU, gpu
 from .tables import named, read_table, values_of
 
 GPUS_PER_NODE = 8  # NVIDIA's DGX and HGX, with one InfiniBand adapter for each GPU; the caller describes other nodes
+SWITCHED = (GPUS_PER_NODE, 72)  # GPUs of nodes whose switches join all: HGX, and the racks called NVL72
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Group:
 
         Ranks do where the switches cannot, between nodes, and among fewer than all GPUs of a node: no gain there.
         """
-        return self.inside.switched if self.across is None and self.ranks == GPUS_PER_NODE else None
+        return self.inside.switched if self.across is None and self.ranks in SWITCHED else None
 
 
 @dataclass(frozen=True)
@@ -109,23 +110,29 @@ class Cluster:
 def cluster(
     card: GPU | str,
     network: Link | str | None = None,
-    gpus: int = GPUS_PER_NODE,
+    gpus: int | None = None,
     adapters: int | None = None,
     inside: Link | str | None = None,
+    nvls: bool = True,
 ) -> Cluster:
     """Return nodes of `gpus` such cards, connected by `network`, with `adapters` network adapters in each node.
 
-    Without a network it is the card's usual one, or none where there is no usual one: then there is one node. Without
-    `adapters` there is one for each GPU; without `inside`, what connects the GPUs of a node, it is the card's own.
+    Without `gpus` a node has as many as the maker's has: 72 of a GB200 or GB300, else 8. Without a network it is the
+    card's usual one, or none where there is no usual one: then there is one node. Without `adapters` there is one for
+    each GPU; without `inside`, what connects the GPUs of a node, it is the card's own. `nvls` False lets ranks add
+    where switches could (NCCL_NVLS_ENABLE=0).
     Raises UnknownName for a card or link that is not in the tables, NotAvailable for a card whose link is not.
 
     >>> cluster("T4", "Ethernet-25", gpus=4).inside.name, cluster("H100").across.name
     ('PCIe-3', 'InfiniBand-NDR')
     """
+    gpus = gpu(card).node_gpus if gpus is None else gpus
     adapters = gpus if adapters is None else adapters
     check_counts(gpus=gpus, adapters=adapters)
     between = _usual_network(card) if network is None else _of_kind(network, "network", across=True)
     within = node_link(card) if inside is None else _of_kind(inside, "link", across=False)
+    if not nvls:
+        within = replace(within, switched=None)
     return Cluster(within, between, gpus, adapters)
 
 

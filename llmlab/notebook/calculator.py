@@ -34,7 +34,8 @@ DERIVED = {"dp", "lora_alpha", "lora_dropout"}  # of the number of GPUs; the ada
 LABELS = {
     "gpu": "GPU", "gpus": "GPUs", "seq_len": "sequence length", "lora": "LoRA rank", "lora_targets": "LoRA targets",
     "zero": "ZeRO stage", "tp": "tensor parallel", "pp": "pipeline stages", "cp": "context parallel",
-    "ep": "expert parallel", "prompt_len": "prompt length", "kv": "KV cache", "compile": "torch.compile",
+    "ep": "expert parallel", "dp_replicate": "HSDP copies", "prompt_len": "prompt length", "kv": "KV cache",
+    "compile": "torch.compile",
 }  # fmt: skip
 CONFIG = "config.json"  # what a pasted config is called in the lines to copy
 HUB = re.compile(r"https?://(?:www\.)?huggingface\.co/([\w.-]+/[\w.-]+)")
@@ -194,7 +195,8 @@ def _cost(report: Report, card: GPU) -> tuple[str, str]:
     if not report.tokens_per_second or card.usd_per_hour is None:
         return "–", "" if report.tokens_per_second is None else f"no rental price of {card.name} is in the table"
     dollars = card.usd_per_hour * report.run.world_size / 3600 / report.tokens_per_second * 1e9
-    return f"${dollars:,.0f}", f"at ${card.usd_per_hour:.2f} per GPU and hour ({card.checked})"
+    price = next(price for price in card.prices if price.usd == card.usd_per_hour)
+    return f"${dollars:,.0f}", f"at ${price.usd:.2f} per GPU and hour ({price.kind}, {price.date})"
 
 
 def python_line(called: str, run: Run, card: GPU) -> str:

@@ -19,6 +19,7 @@ except ModuleNotFoundError:
 from .curve import plot_curve
 from .parts import plot_parts
 from .segments import plot_segments
+from .time import plot_time
 from .timeline import plot_live_bytes, plot_timeline
 
-__all__ = ["plot_curve", "plot_live_bytes", "plot_parts", "plot_segments", "plot_timeline"]
+__all__ = ["plot_curve", "plot_live_bytes", "plot_parts", "plot_segments", "plot_time", "plot_timeline"]

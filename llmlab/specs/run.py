@@ -16,6 +16,8 @@ from ..base.errors import SpecError
 from ..base.terms import (
     ATTENTIONS,
     CHECKPOINTING,
+    FP8,
+    FP8_RECIPES,
     KERNELS,
     KV_DTYPES,
     OFFLOADS,
@@ -109,6 +111,8 @@ class Training(_Spec):
     `micro_batch` sequences of `seq_len` tokens go through the model at once on each data-parallel rank;
     `accumulation` such micro-batches make one optimizer step. `dp`, `tp`, `pp`, `cp`, `ep` are the degrees of data,
     tensor, pipeline, context and expert parallelism; `zero` is the ZeRO stage over the data-parallel ranks.
+    `dp_replicate` of them hold copies of each shard (HSDP; torchtitan's word): states are shared by `dp_shard` ranks.
+    `fp8` is the recipe by which torchao multiplies blocks' linear layers in fp8 (formulas/memory/float8.py).
     """
 
     micro_batch: int = 1
@@ -126,13 +130,15 @@ class Training(_Spec):
     pp: int = 1
     cp: int = 1
     ep: int = 1
+    dp_replicate: int = 1
     sequence_parallel: bool = False
     offload: Offload | None = None
     compile: bool = False
     kernels: Kernels | None = None
+    fp8: FP8 | None = None
 
     def __post_init__(self) -> None:
-        self._check_counts("micro_batch", "seq_len", "accumulation", "dp", "tp", "pp", "cp", "ep")
+        self._check_counts("micro_batch", "seq_len", "accumulation", "dp", "tp", "pp", "cp", "ep", "dp_replicate")
         self._check_choices(
             precision=PRECISIONS,
             optimizer=OPTIMIZERS,
@@ -142,6 +148,7 @@ class Training(_Spec):
             zero=(0, 1, 2, 3),
             offload=OFFLOADS,
             kernels=KERNELS,
+            fp8=FP8_RECIPES,
             sequence_parallel=(True, False),
             compile=(True, False),
         )
@@ -157,6 +164,8 @@ class Training(_Spec):
             raise SpecError(f"zero={self.zero} with dp=1 has nothing to share; give dp >= 2 or zero=0")
         if self.dp % self.ep:
             raise SpecError(f"ep={self.ep} does not divide dp={self.dp}; experts are shared over data-parallel ranks")
+        if self.dp_replicate > 1:
+            self._check_replicas()
         if self.zero >= 2 and self.pp > 1:
             raise SpecError(
                 f"zero={self.zero} with pp={self.pp}: a pipeline accumulates gradients over its micro-batches, so "
@@ -164,8 +173,38 @@ class Training(_Spec):
             )
         if self.sequence_parallel and self.tp == 1:
             raise SpecError("sequence_parallel=True with tp=1 has nothing to share; give tp >= 2")
+        if self.fp8:
+            self._check_fp8()
         if self.offload == "optimizer+parameters" and self.zero != 3:
             raise SpecError(f"offload='optimizer+parameters' needs zero=3; zero={self.zero} was given")
+
+    def _check_fp8(self) -> None:
+        given = f"fp8={self.fp8!r}"
+        if self.precision not in ("bf16", "mixed-bf16"):
+            raise SpecError(f"{given} with precision={self.precision!r}: it casts bf16; give bf16 or mixed-bf16")
+        if not self.compile:
+            raise SpecError(f"{given} with compile=False: casts that are not fused cost more than fp8 saves; "
+                            "give compile=True")  # fmt: skip
+        if self.lora:
+            raise SpecError(f"{given} with lora: torchao converts layers that are trained whole; drop one of the two")
+        if (rows := self.tokens // self.cp) % 16:
+            raise SpecError(f"{given}: fp8 units take 16 rows at a time; micro_batch × seq_len / cp is {rows}")
+
+    def _check_replicas(self) -> None:
+        given = f"dp_replicate={self.dp_replicate} with dp={self.dp}"
+        if self.dp % self.dp_replicate or self.dp == self.dp_replicate:
+            raise SpecError(f"{given}: give a divisor of dp that leaves at least 2 ranks to share each copy")
+        if not self.zero:
+            raise SpecError(f"{given} and zero=0: nothing is shared, all ranks are copies; give zero >= 1, or drop it")
+        if self.dp_shard % self.ep:
+            raise SpecError(f"{given}: ep={self.ep} does not divide the {self.dp_shard} ranks that share a copy")
+        if self.offload:
+            raise SpecError(f"{given}: engines that offload share states over all ranks; drop offload or dp_replicate")
+
+    @property
+    def dp_shard(self) -> int:
+        """Data-parallel ranks that share one copy of what ZeRO divides: all, unless `dp_replicate` makes copies."""
+        return self.dp // self.dp_replicate
 
     @property
     def compute_dtype(self) -> str:

@@ -4,6 +4,7 @@
     zero=1   the same, and ZeroRedundancyOptimizer
     zero=2   fully_shard (FSDP2) with reshard_after_forward=False: gathered parameters stay from forward to backward
     zero=3   fully_shard
+    dp_replicate   fully_shard over a mesh of two dimensions: HSDP, which sums a shard's gradients over its copies
     tp       parallelize_module: linears by columns and rows, embedding, logits and loss by vocabulary
 
 FSDP2's units are the blocks, and what is outside of them: what Accelerate's TRANSFORMER_BASED_WRAP makes. Under it
@@ -36,7 +37,8 @@ SPLIT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose linears have th
 
 @dataclass(frozen=True)
 class Ranks:
-    """The devices of a run, as a mesh with the axes "dp" and "tp"; this process is one of them.
+    """The devices of a run, as a mesh with the axes "dp" and "tp"; this process is one of them. With dp_replicate, "dp"
+    is two axes, "dp_replicate" and "dp_shard".
 
     `fake`: there are no others, and operators that follow from shapes alone may be skipped.
     """
@@ -49,7 +51,11 @@ def join(run: Training, fake: bool = False) -> Ranks:
     """Return the ranks of `run`, whose process group is there already; neighbours are tensor-parallel."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    return Ranks(init_device_mesh("cpu", (run.dp, run.tp), mesh_dim_names=("dp", "tp")), fake)
+    if run.dp_replicate > 1:
+        degrees = {"dp_replicate": run.dp_replicate, "dp_shard": run.dp_shard, "tp": run.tp}
+    else:
+        degrees = {"dp": run.dp, "tp": run.tp}
+    return Ranks(init_device_mesh("cpu", tuple(degrees.values()), mesh_dim_names=tuple(degrees)), fake)
 
 
 def check_one_device(run: Run) -> None:
@@ -78,6 +84,9 @@ def check_ranks(spec: ModelSpec, run: Run, verb: str) -> None:
     if run.zero and run.optimizer not in TORCH_OPTIMIZERS:
         given = f"optimizer={run.optimizer!r} with zero={run.zero}"
         raise NotAvailable(f"{see} {given}: bitsandbytes' know no shards; give {', '.join(TORCH_OPTIMIZERS)}")
+    if run.zero == 1 and run.dp_replicate > 1:
+        given = f"dp_replicate={run.dp_replicate} with zero=1"
+        raise NotAvailable(f"{see} {given}: FSDP2 alone makes copies of shards; give zero=2 or 3, or see lab.estimate")
     if run.zero == 1 and run.precision.startswith("mixed"):
         given = f"precision={run.precision!r} with zero=1"
         raise NotAvailable(f"{see} {given}: torch shards no master copy; give zero=2 or 3, or see lab.estimate")
@@ -125,7 +134,8 @@ def shard(model: PreTrainedModel, run: Training, ranks: Ranks) -> None:
 
     policy = run.precision if run.precision.startswith("mixed") else "fp32"
     arguments = fsdp_arguments(replace(run, tp=1, sequence_parallel=False, precision=policy))
-    shard_units(model, blocks(model), mesh=ranks.mesh["dp"], **arguments)
+    mesh = ranks.mesh["dp_replicate", "dp_shard"] if run.dp_replicate > 1 else ranks.mesh["dp"]
+    shard_units(model, blocks(model), mesh=mesh, **arguments)
 
 
 def shard_units(model: nn.Module, blocks: Iterable[nn.Module], **arguments: Any) -> None:

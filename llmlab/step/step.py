@@ -136,6 +136,9 @@ def build_step(
     if ranks is None:
         check_one_device(run)
     device = torch.device(device)
+    if isinstance(run, Training) and run.fp8:
+        raise NotAvailable(f"fp8={run.fp8!r} is neither simulated nor measured; see lab.estimate, or run a script of "
+                           "yours with torchao: llmlab run")  # fmt: skip
     if isinstance(run, Inference):
         _check_cache(spec, run)
         model = build_model(spec, run, device, load_order=load_order)

@@ -102,7 +102,8 @@ def test_an_option_sets_its_field_and_nothing_else(name):
     owner = Training if name in {f.name for f in fields(Training)} else Inference
     default = getattr(owner(), name)
     two_ranks, two_shards = ["--dp", "2"], ["--tp", "2"]
-    needs = {"zero": two_ranks, "ep": two_ranks, "quantization": ["--lora", "16"], "sequence_parallel": two_shards}
+    needs = {"zero": two_ranks, "ep": two_ranks, "quantization": ["--lora", "16"], "sequence_parallel": two_shards,
+             "dp_replicate": ["--dp", "4", "--zero", "3"], "fp8": ["--compile", "--precision", "bf16"]}  # fmt: skip
     others = needs.get(name, [])
     values = {"zero": 2, "offload": "optimizer"}
     flag = "--" + name.replace("_", "-")

@@ -165,6 +165,8 @@ def test_accelerates_fsdp_is_what_the_run_says(checkpointing, offload, tmp_path,
     ("run", "method", "words"),
     [
         (lab.Training(tp=2), "to_deepspeed", "tp=2 with DeepSpeed"),
+        (lab.Training(zero=3, dp=4, dp_replicate=2), "to_deepspeed", "dp_replicate=2 with DeepSpeed"),
+        (lab.Training(zero=3, dp=4, dp_replicate=2), "to_accelerate", "dp_replicate=2 with Accelerate"),
         (lab.Training(precision="bf16"), "to_deepspeed", "precision='bf16'"),
         (lab.Training(offload="optimizer"), "to_deepspeed", "give zero >= 1"),
         (lab.Training(precision="mixed-bf16"), "to_accelerate", "zero=0: give fp32, autocast-fp16"),

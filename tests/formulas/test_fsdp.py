@@ -27,6 +27,10 @@ MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_hidden_layers": 3, "num_local_
         (TIED, {"zero": 3, "precision": "bf16", "dp": 8, "tp": 4}),
         (LLAMA, {"zero": 3, "precision": "bf16", "dp": 8, **SEQUENCE}),
         (LLAMA, {"zero": 2, "precision": "mixed-bf16", "dp": 4, "checkpointing": "selective", **SEQUENCE}),
+        (LLAMA, {"zero": 2, "precision": "bf16", "dp": 8, "dp_replicate": 2}),
+        (LLAMA, {"zero": 3, "precision": "mixed-bf16", "dp": 16, "dp_replicate": 4, "accumulation": 2,
+                 "checkpointing": "full"}),
+        (LLAMA, {"zero": 3, "precision": "bf16", "dp": 8, "dp_replicate": 2, "tp": 4}),
         (LLAMA, {"precision": "bf16", **SEQUENCE}),
         (LLAMA, {"precision": "bf16", "checkpointing": "selective", **SEQUENCE}),
         (TIED, {"precision": "autocast-bf16", **SEQUENCE}),
@@ -38,8 +42,8 @@ MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_hidden_layers": 3, "num_local_
         (MIXTRAL, {"zero": 2, "precision": "fp32", "dp": 16}),  # more ranks than experts
     ],
     ids=["zero 2", "zero 2, tied", "zero 3, mixed", "zero 3, tp, tied", "zero 3, sequence", "zero 2, sequence",
-         "sequence", "sequence, selective", "sequence, tied", "tp", "ddp", "zero 1", "zero 1, tied", "offload",
-         "zero 2, experts"],
+         "hsdp", "hsdp, accumulated", "hsdp, tp", "sequence", "sequence, selective", "sequence, tied", "tp",
+         "ddp", "zero 1", "zero 1, tied", "offload", "zero 2, experts"],
 )
 def test_rank_0_holds_in_each_phase_what_the_simulator_finds(config, settings):
     """Some with few tokens, so that what is gathered and reduced is most of it; some with more, for what is kept."""
@@ -58,6 +62,12 @@ def test_blocks_that_stay_whole_lie_beside_the_shard():
     whole, block = 2 * spec.parameters, 2 * (spec.parameters - 2 * spec.vocab * spec.hidden) / spec.layers
     assert loss.parts["weights"] == whole // 8
     assert loss.parts["other"] == pytest.approx(whole + block, rel=1e-3)
+
+
+def test_copies_of_a_shard_leave_each_rank_the_share_of_the_ranks_that_make_one():
+    spec = lab.model(LLAMA)
+    hybrid, sharded = (lab.Training(precision="bf16", zero=3, dp=dp, dp_replicate=dp // 4) for dp in (16, 4))
+    assert states(spec, hybrid) == states(spec, sharded)
 
 
 def test_mixed_precision_gathers_half_weights_of_the_master_copy():

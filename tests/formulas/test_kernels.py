@@ -83,10 +83,15 @@ def test_intervals_widen_where_engines_and_hosts_differ():
         report = lab.estimate("Llama-3.2-1B", run, card)
         return report.step_seconds_high / report.step_seconds_low
 
-    alone = replace(run, dp=1, zero=0)
-    assert width(run, "A100") == pytest.approx(width(alone, "A100"))
-    assert width(replace(run, dp=4, tp=2), "A100") > 1.2 * width(alone, "A100")
-    assert width(run, "RTX-4090") > 1.1 * width(alone, "RTX-4090")  # through PCIe
+    alone, long = replace(run, dp=1, zero=0), replace(run, accumulation=64)
+    assert width(long, "A100") == pytest.approx(width(alone, "A100"), rel=0.02)
+    assert width(run, "A100") > 1.2 * width(long, "A100")  # an engine's own time, beside a short step
+    assert width(replace(long, dp=4, tp=2), "A100") > 1.2 * width(alone, "A100")
+    assert width(long, "RTX-4090") > 1.1 * width(alone, "RTX-4090")  # through PCIe
+    # A GeForce card has no peer access, and may be in a slot with 4 lanes: what is sent may take 8 times as long.
+    sharded = replace(run, zero=3, dp=2)
+    assert width(sharded, "RTX-4090") > 1.5 * width(sharded, "RTX-6000-Ada")
+    assert width(alone, "MI300X") > 2 * width(alone, "RTX-4090")  # other libraries too
 
 
 def test_one_enumeration_of_products_for_flop_and_for_time():

@@ -82,9 +82,21 @@ def test_where_a_rate_is_from_and_how_wide_that_makes_the_interval():
         report = lab.estimate("gpt2", run, card)
         assert words in report.time_sources["products"]
         wide[card] = report.step_seconds_high / report.step_seconds_low
-    assert wide["A100-40GB"] == pytest.approx(wide["RTX-6000-Ada"]) and wide["V100"] == pytest.approx(wide["MI350X"])
+    assert wide["A100-40GB"] == pytest.approx(wide["RTX-6000-Ada"]) and wide["V100"] < wide["MI350X"]
     assert wide["T4"] < wide["H100"] < wide["A100-40GB"] < wide["V100"]
     assert "1.41 for FlashAttention 2" in lab.estimate("gpt2", run, "H100").time_sources["attention"]
+
+
+def test_what_was_not_measured_is_said_and_widens_the_interval():
+    run = Training(seq_len=1024, precision="bf16")
+    long = lab.estimate("Llama-3.1-8B", replace(run, seq_len=32768), "H100")
+    known, single = (lab.estimate("gpt2", replace(run, precision=p), "H100") for p in ("bf16", "fp32"))
+    assert "70% of the data sheet: fp32 was not measured" in single.time_sources["products"]
+    assert "beyond 16,384 tokens" in long.time_sources["attention"]
+    assert "beyond" not in known.time_sources["attention"]
+    width = {name: each.step_seconds_high / each.step_seconds for name, each in
+             (("known", known), ("long", long), ("single", single))}  # fmt: skip
+    assert 1.05 * width["known"] < width["long"] and 1.05 * width["long"] < width["single"]
 
 
 def test_a_compiler_fuses_what_lies_between_products_and_starts_no_kernel_late():
@@ -158,8 +170,8 @@ def test_decoding_reads_every_weight():
 
 def test_price_is_hours_times_the_rate_and_unknown_without_one():
     assert price(lab.gpu("T4"), 10) == pytest.approx(10 * lab.gpu("T4").usd_per_hour)
-    assert price(lab.gpu("V100"), 10) is None
-    assert price(lab.gpu("V100"), 10, usd_per_hour=0.5) == 5
+    assert price(lab.gpu("H20"), 10) is None
+    assert price(lab.gpu("H20"), 10, usd_per_hour=0.5) == 5
 
 
 TRAININGS = st.builds(

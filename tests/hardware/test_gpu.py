@@ -11,15 +11,16 @@ from hypothesis import strategies as st
 
 from llmlab.base.errors import SpecError, UnknownName
 from llmlab.base.units import GiB, MiB
-from llmlab.hardware.gpu import DTYPES, GPU, gpu, gpus, match
+from llmlab.hardware.gpu import DTYPES, GPU, PRICES, gpu, gpus, match
+from llmlab.hardware.tables import read_table
 
 CARDS = pytest.mark.parametrize("card", gpus(), ids=lambda card: card.name)
 
 CARD_NAMES = [
     "T4", "V100-16GB", "V100-32GB", "A10G", "A10", "RTX-A6000", "L4", "L40S", "RTX-6000-Ada", "RTX-3060", "RTX-3090",
     "RTX-4060-Ti", "RTX-4090", "RTX-5090", "RTX-PRO-6000", "A100-40GB", "A100-40GB-PCIe", "A100-80GB", "A100-80GB-PCIe",
-    "A800-80GB", "H100-80GB", "H100-80GB-PCIe", "H800-80GB", "H200", "H100-NVL", "H20", "GH200", "B200", "B300",
-    "GB200", "GB300", "MI300X", "MI325X", "MI350X", "MI355X",
+    "A800-80GB", "H100-80GB", "H100-96GB", "H100-80GB-PCIe", "H800-80GB", "H200", "H100-NVL", "H20", "GH200", "B200",
+    "B300", "GB200", "GB300", "MI300X", "MI325X", "MI350X", "MI355X",
 ]  # fmt: skip
 
 
@@ -32,11 +33,41 @@ def test_the_table_has_every_card_the_book_speaks_of_once():
 
 @CARDS
 def test_every_figure_has_a_source_and_every_source_a_figure(card):
-    figures = {f.name for f in fields(GPU)} - {"name", "vendor", "architecture", "aliases", "sources", "checked"}
+    words = {"name", "vendor", "architecture", "aliases", "sources", "checked", "prices"}
+    figures = {f.name for f in fields(GPU)} - words
     given_figures = {name for name in figures if getattr(card, name) is not None}
+    if card.node_gpus == 8:  # of any card that nothing else is said of
+        given_figures.remove("node_gpus")
+    if card.peer_access:
+        given_figures.remove("peer_access")
     assert set(card.sources) == given_figures
     assert all("http" in text or len(text) > 20 for text in card.sources.values())
     assert not any("[" in text for text in card.sources.values()), "a document's name was not replaced by the document"
+
+
+@CARDS
+def test_each_price_has_its_kind_its_date_and_its_source(card):
+    for price in card.prices:
+        assert price.kind in PRICES and price.usd > 0 and len(price.source) > 20
+        assert price.date is None or date(2020, 1, 1) <= date.fromisoformat(price.date) <= date.today()
+        # An hour costs less than a hundredth of the card, a card no less than 100 dollars.
+        assert (price.usd > 100) == (price.kind == "purchase")
+    hourly = [price.usd for price in card.prices if price.kind != "purchase"]
+    assert card.usd_per_hour == (hourly[0] if hourly else None)
+
+
+def test_prices_are_of_cards_in_the_table():
+    named = {name for entry in read_table("prices.toml")["list"] for name in entry["usd"]}
+    assert named <= {card.name for card in gpus()}
+    kinds = {price.kind for price in gpu("H100").prices}
+    assert kinds == {"serverless", "rental", "purchase"} and gpu("H20").prices == ()
+
+
+def test_years_are_the_architectures():
+    years = {"Volta": 2017, "Turing": 2018, "Ampere": 2020, "Hopper": 2022, "Ada": 2022, "Blackwell": 2024}
+    for card in gpus():
+        if card.announced and card.architecture in years:
+            assert years[card.architecture] <= int(card.announced[:4]) <= years[card.architecture] + 3, card.name
 
 
 @CARDS

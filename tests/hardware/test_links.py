@@ -4,6 +4,8 @@ import pytest
 
 import llmlab as lab
 from llmlab.base.errors import NotAvailable, SpecError, UnknownName
+from llmlab.formulas.time.communication import seconds as collective_seconds
+from llmlab.formulas.time.kernels import kernels
 from llmlab.hardware.links import cluster, link, links, node_link
 
 
@@ -48,6 +50,32 @@ def test_the_usual_nodes_of_a_card():
     for card in ("T4", "RTX-4090", "H100-80GB-PCIe"):
         with pytest.raises(NotAvailable, match="no usual network"):
             cluster(card).group(16)
+
+
+def test_a_rack_of_72_is_one_node():
+    """GB200 NVL72: NVLink joins 72 GPUs, and the switches add for all of them."""
+    rack = cluster("GB200")
+    assert rack.gpus == 72 and rack.group(64).across is None
+    assert rack.group(72).switched == rack.inside.switched == link("NVLink-5").switched
+    assert rack.group(64).switched is None and cluster("B200").group(64).nodes == 8
+    assert cluster("GB300", gpus=4).group(8).nodes == 2
+
+
+def test_switches_add_unless_they_are_told_not_to():
+    """NCCL_NVLS_ENABLE=0: an all-reduce then goes round the ring, other collectives as before."""
+    found, size = kernels("H100"), 2**29
+    with_switches, without = (cluster("H100", nvls=nvls).group(8) for nvls in (True, False))
+    assert without.switched is None
+    assert found.collective("all-reduce", size, without) > 1.15 * found.collective("all-reduce", size, with_switches)
+    for other in ("all-gather", "reduce-scatter"):
+        assert found.collective(other, size, without) == found.collective(other, size, with_switches)
+
+
+def test_efa_reaches_what_was_measured():
+    """All-reduce of 8 GiB over 16 p5.48xlarge: 179.5 GB/s of the tensor; over 4: 184.3."""
+    for nodes, rate in ((16, 179.5e9), (4, 184.3e9)):
+        seconds = collective_seconds("all-reduce", 2**33, cluster("H100", "EFA-400").group(8 * nodes))
+        assert 2**33 / seconds == pytest.approx(rate, rel=0.1)
 
 
 def test_a_node_without_a_network_is_one_node():

@@ -28,7 +28,7 @@ def values(field):
         return st.sampled_from(["none", "8", "64"])
     if field["name"] == "lora_targets":
         return st.sampled_from(["q_proj,v_proj", "q_proj, k_proj, v_proj, o_proj"])
-    low, high = NUMBERS[field["name"]]
+    low, high = NUMBERS.get(field["name"], (1, 4))
     return st.integers(low, high).map(str)
 
 

@@ -26,6 +26,13 @@ T4 = 15_637_086_208
 SIZES = {"weights": GiB // 2, "gradients": GiB // 2, "optimizer": GiB, "activations": 6 * GiB, "logits": 2 * GiB}
 
 
+STEP_TIME = {
+    "step_seconds": 2.0, "time_hidden": {"data": 0.25},
+    "time": {"products": 0.9, "attention": 0.3, "tensor": 0.3, "data": 0.25, "optimizer": 0.25},
+    "layer_time": {"forward": 0.01, "backward": 0.02, "gather": 0.015, "reduce": 0.002, "tensor": 0.003},
+}  # fmt: skip
+
+
 def report(source="estimated", **values):
     default = {"model": "gpt2", "run": RUN, "gpu": "T4", "capacity": T4, "outcome": "fits"}
     provenance = {"citation": "a paper"} if source in ("measured", "published") else {}
@@ -54,6 +61,7 @@ def all_pictures():
         "parts": plots.plot_parts([with_parts(), stray, lost]),
         "every part": plots.plot_parts([with_parts(dict.fromkeys(PARTS, GiB))]),
         "timeline": plots.plot_timeline(timeline),
+        "time": plots.plot_time(report(**STEP_TIME)),
         "curve": plots.plot_curve(
             [1, 2, 4], {"eager": [1, 4, 16], "workspace": [1, None, 1]}, "tokens", "GiB", log=True
         ),
@@ -76,6 +84,24 @@ def rgba(picture):
 
 
 # ---- what they show
+
+
+def test_the_time_of_a_step_is_drawn_in_two_lanes_that_add_up():
+    picture = plots.plot_time(report(**STEP_TIME))
+    layer, whole = ([(p.get_x(), p.get_width(), round(p.get_y() + 0.36)) for p in ax.patches] for ax in picture.axes)
+    assert max(x + width for x, width, _ in whole) == pytest.approx(2.0)
+    assert sum(width for _, width, lane in whole if lane == 0) == pytest.approx(0.9 + 0.3 + 0.25)
+    # Forward's gather, 15 ms, is longer than the 10 ms computed meanwhile; tensor parallelism waits for both.
+    sent = sorted(each for each in layer if each[2] == 1)
+    assert sent[0] == (0, pytest.approx(15), 1) and sent[1][:2] == (pytest.approx(15), pytest.approx(1))
+    assert "sent: tensor 300 ms, data, hidden 250 ms, data 250 ms" in picture.alt
+    assert {"optimizer", "data, hidden", "gather"} < set(words(picture)) and "experts" not in words(picture)
+    assert picture.get_size_inches()[0] <= 4  # 400 pixels: not made smaller on a phone
+
+
+def test_a_time_that_is_not_divided_is_not_drawn():
+    with pytest.raises(SpecError, match=r"not divided; lab\.estimate"):
+        report("simulated").plot_time()
 
 
 def test_the_segments_of_a_bar_are_the_parts_in_order_and_end_at_the_peak():
@@ -192,8 +218,8 @@ def test_names_at_the_ends_of_curves_do_not_overlap(ends):
 
 def test_every_axis_with_numbers_has_a_unit():
     for name, picture in all_pictures().items():
-        (ax,) = picture.axes
-        assert any(unit in ax.get_xlabel() + ax.get_ylabel() for unit in ("GiB", "MiB", "time (")), name
+        for ax in picture.axes:
+            assert any(unit in ax.get_xlabel() + ax.get_ylabel() for unit in ("GiB", "MiB", "time (", "(ms)")), name
 
 
 def test_text_is_legible_on_its_ground_and_the_ground_is_opaque():
@@ -250,7 +276,7 @@ def test_the_alternative_text_says_what_the_picture_shows():
         assert len(picture.alt) > 40 and repr(picture) == picture.alt, name
         data, metadata = picture._repr_mimebundle_()
         assert data["text/plain"] == picture.alt and metadata["image/png"]["alt"] == picture.alt
-        assert metadata["image/png"]["width"] == 700  # as wide as a phone held sideways, at 1.5 pixels each
+        assert metadata["image/png"]["width"] == (400 if name == "time" else 700)  # a phone, or held sideways
 
 
 def test_the_same_report_gives_the_same_bytes():

@@ -27,6 +27,7 @@ TWO_RANKS = [
 FOUR_RANKS = [
     (GPT, replace(SMALL, zero=3, dp=4, precision="autocast-bf16")),
     (LLAMA, replace(SMALL, zero=3, dp=2, tp=2, sequence_parallel=True)),
+    (LLAMA, replace(SMALL, zero=3, dp=4, dp_replicate=2, precision="mixed-bf16", accumulation=2)),
 ]
 
 
@@ -89,9 +90,11 @@ def test_gathering_and_reducing_have_streams_and_so_segments_of_their_own():
 
 
 def test_the_report_says_which_engine_ran_and_what_it_does_not_know():
-    report = lab.simulate(GPT, replace(SMALL, dp=2, zero=3, precision="mixed-bf16", accumulation=2), "A100-80GB")
+    run = replace(SMALL, dp=4, dp_replicate=2, zero=3, precision="mixed-bf16", accumulation=2)
+    report = lab.simulate(GPT, run, "A100-80GB")
     said = "\n".join(report.notes)
-    for word in ("fully_shard", "MixedPrecisionPolicy", "each of the 2 micro-batches", "NCCL"):
+    hybrid = "HSDP: 2 ranks share each of 2 copies"
+    for word in ("fully_shard", hybrid, "MixedPrecisionPolicy", "each of the 2 micro-batches", "NCCL"):
         assert word in said, word
     assert report.step_seconds is report.mfu is None and report.flops
 
@@ -125,6 +128,7 @@ def test_nccl_is_in_the_process_where_somebody_read_it_and_said_to_be_missing_el
         ({"dp": 2, "cp": 2}, lab.NotAvailable, "cp=2"),
         ({"pp": 2}, lab.NotAvailable, "pp=2"),
         ({"dp": 2, "zero": 1, "precision": "mixed-bf16"}, lab.NotAvailable, "zero=1"),
+        ({"dp": 4, "zero": 1, "dp_replicate": 2}, lab.NotAvailable, "dp_replicate=2 with zero=1"),
         ({"dp": 2, "zero": 3, "optimizer": "lion"}, lab.NotAvailable, "optimizer='lion' with zero=3"),
         ({"dp": 2, "compile": True}, lab.NotAvailable, "compile=True"),
         ({"dp": 2, "zero": 2, "optimizer": "adafactor"}, lab.NotAvailable, "optimizer='adafactor' with zero=2"),

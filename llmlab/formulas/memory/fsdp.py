@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from ...specs.model import ModelSpec
 from ...specs.run import Training
+from .float8 import gathered_less
 from .precision import Bytes
 
 
@@ -51,7 +52,7 @@ def sharded_experts(spec: ModelSpec, run: Training) -> float:
     """Return the part of the experts on rank 0. FSDP2 cuts a layer's along their first dimension, the experts: where
     there are more ranks than experts, some have one each and the others none, and padding is gathered for those. With
     expert parallelism, engines cut another dimension (torch's shard_placement_fn)."""
-    same = run.dp * run.cp // run.ep
+    same = run.dp_shard * run.cp // run.ep
     if run.ep > 1 or not spec.experts or not uses_fsdp(run):
         return 1 / same
     return -(-spec.experts // same) / spec.experts
@@ -62,10 +63,11 @@ def units(spec: ModelSpec, run: Training, b: Bytes, weights: Parts, counts: dict
     trained. A pipeline's stages cannot be sharded so: all blocks are here."""
     if run.offload and run.zero < 3:
         return NONE
-    padding = sharded_experts(spec, run) * (run.dp * run.cp // run.ep)
+    padding = sharded_experts(spec, run) * (run.dp_shard * run.cp // run.ep)
     around = counts["embedding"] + counts["positions"] + counts["head"]
     outside = weights.dense * around // max(1, sum(counts.values()) - counts["experts"])
-    block = int((weights.experts * padding + weights.dense - outside) / spec.layers)
+    dense = weights.dense - outside - gathered_less(spec, run, b.weights)
+    block = int((weights.experts * padding + dense) / spec.layers)
     gradient, reduced = b.gradients, 4 if b.master else b.gradients
     if run.lora:
         around, gradient, reduced = 0, 4, 4

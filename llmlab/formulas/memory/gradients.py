@@ -44,7 +44,12 @@ def gradients(share: Share, states: States) -> Gradients:
     # Those of earlier micro-batches exist all the time; those of a single one only from backward on.
     accumulates = run.accumulation > 1 and not run.offload
     accumulated = every if accumulates else 0
-    stored = Stored(every, every, every) if accumulates or run.offload else _stored(share, every)
+    once = _stored(share, every)
+    stored = Stored(every, every, every) if accumulates or run.offload else once
+    if sharded and accumulates and run.dp_replicate > 1:
+        # What copies have summed is added to earlier gradients, and kept beside them until backward is over
+        # (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, _all_reduce_state).
+        stored = Stored(*(before + now for before, now in zip(stored, once, strict=True)))
     # Autograd sums the gradients of a tied weight's two uses before it stores them: two terms and a sum, or, where the
     # first was cast from half, two terms (torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace).
     terms = 2 if share.autocast and run.tp == 1 else 3

@@ -24,8 +24,9 @@ class States(NamedTuple):
     units: Units
 
 
+@lru_cache(maxsize=1 << 14)
 def device_parameters(spec: ModelSpec, pp: int, stage: int, tp: int = 1, ep: int = 1) -> dict[str, int]:
-    """Return parameters by component on one rank of stage `stage` of `pp`, before ZeRO."""
+    """Return parameters by component on one rank of stage `stage` of `pp`, before ZeRO; change nothing in it."""
     first, last = stage == 0, stage == pp - 1
     layers = stage_layers(spec.layers, pp)[stage]
     counts = {}
@@ -64,49 +65,50 @@ def _weights(spec: ModelSpec, run: Training, counts: dict[str, int], b: Bytes) -
     return Parts(4 * experts, stored_bytes(spec, run.quantization, whole, 4) * dense // whole)
 
 
-def _shard(spec: ModelSpec, run: Training, whole: Parts) -> int:
-    """Return what one rank keeps of an amount that ZeRO shards; all of it where zero=0.
+def _shard(spec: ModelSpec, run: Training, whole: Parts, zero: int) -> int:
+    """Return what one rank keeps of an amount that ZeRO shards; all of it where it is off, `zero` 0.
 
     Context-parallel ranks have the same parameters, and share them too (TorchTitan's mesh dp_shard_cp; Megatron-Core's
     data-parallel group with context parallel). Experts are already spread over ep ranks: only the others have the same.
     """
-    if not run.zero:
+    if not zero:
         return whole.total
-    return int(whole.experts * sharded_experts(spec, run)) + whole.dense // (run.dp * run.cp)
+    return int(whole.experts * sharded_experts(spec, run)) + whole.dense // (run.dp_shard * run.cp)
 
 
 @lru_cache(maxsize=1024)
-def states(spec: ModelSpec, run: Training, stage: int = 0) -> States:
-    """Return the weights, gradients and optimizer states of one device of pipeline stage `stage`.
+def states(spec: ModelSpec, run: Training, stage: int = 0, sharded: bool = True) -> States:
+    """Return the weights, gradients and optimizer states of one device of pipeline stage `stage`; with `sharded` False
+    those that all ranks of ZeRO have together.
 
     ZeRO (arXiv 1910.02054, section 5): stage 1 divides the optimizer states (and the master copy) by dp, stage 2 also
     the gradients, stage 3 also the weights. Offloaded states are not on the device, and of the gradients only one at a
     time is, because each leaves as backward makes it (ZeRO-Offload, arXiv 2101.06840, section 4.1).
     """
-    b = PRECISION[run.precision]
+    b, zero = PRECISION[run.precision], run.zero if sharded else 0
     counts = device_parameters(spec, run.pp, stage, run.tp, run.ep)
     parameters = sum(counts.values())
     weights = _weights(spec, run, counts, b)
     # FSDP2's MixedPrecisionPolicy: fp32 shards, from which half weights are gathered.
-    widening = 2 if run.lora and b.master and uses_fsdp(run) else 1
-    shard = _shard(spec, run, Parts(widening * weights.experts, widening * weights.dense))
+    widening = 2 if run.lora and b.master and zero >= 2 and uses_fsdp(run) else 1
+    shard = _shard(spec, run, Parts(widening * weights.experts, widening * weights.dense), zero)
     if run.lora:
         trained = Parts(0, int(adapter_parameters(spec, run) * parameters / spec.parameters))
         gradient, master, state = 4, 0, 4  # peft keeps half adapters in fp32
         adapters = Parts(0, 4 * trained.dense)
         weights = Parts(weights.experts, weights.dense + adapters.dense)
-        shard += _shard(spec, run, adapters)
+        shard += _shard(spec, run, adapters, zero)
     else:
         trained = Parts(counts["experts"], parameters - counts["experts"])
         gradient, master, state = b.gradients, b.master, b.states
-    stepped = _shard(spec, run, trained)
-    if run.zero == 1 and not b.master and not run.lora:
+    stepped = _shard(spec, run, trained, zero)
+    if zero == 1 and not b.master and not run.lora:
         # torch's ZeroRedundancyOptimizer deals out whole tensors (_partition_parameters), to rank 0 the largest.
         stepped = max(stepped, largest_tensor(spec, run, counts))
     if run.offload:  # the largest gradient that waits for its way to the host
         with_gradients = trained.total // spec.layers if run.lora else largest_tensor(spec, run, counts)
     else:
-        with_gradients = stepped if run.zero >= 2 else trained.total
+        with_gradients = stepped if zero >= 2 else trained.total
     optimizer = 0
     if not run.offload:
         factored = 0
@@ -114,14 +116,14 @@ def states(spec: ModelSpec, run: Training, stage: int = 0) -> States:
             part = stepped / max(1, trained.total) * parameters / spec.parameters
             factored = int(factored_elements(spec, run) * part)
         optimizer = master * stepped + state_bytes(run.optimizer, state, stepped, factored)
-    resident = _shard(spec, run, weights) if run.zero == 3 else weights.total
+    resident = _shard(spec, run, weights, zero) if zero == 3 else weights.total
     return States(
         weights=0 if run.offload == "optimizer+parameters" else resident,
         gradients=gradient * with_gradients,
         optimizer=optimizer,
         trained=stepped,
         shard=shard,
-        units=units(spec, run, b, weights, counts, trained.total) if run.zero >= 2 else NONE,
+        units=units(spec, run, b, weights, counts, trained.total) if zero >= 2 else NONE,
     )
 
 

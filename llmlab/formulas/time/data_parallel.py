@@ -2,11 +2,14 @@
 
 DDP reduces gradients in buckets while backward runs; ZeRO 1 and 2 scatter them and gather updated parameters; ZeRO 3
 gathers each unit's parameters before it is needed, twice, and scatters its gradients (arXiv 1910.02054, section 7).
+HSDP does so among the ranks that share a copy, and sums each shard's gradients over the copies by an all-reduce, on a
+stream of its own (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_reduce).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
@@ -14,18 +17,23 @@ from ...hardware.links import Cluster, Group
 from ...specs.model import ModelSpec
 from ...specs.run import Training
 from ...specs.stages import stage_layers
+from ..memory.float8 import gathered_less
+from ..memory.precision import PRECISION
 from ..memory.states import States, device_parameters, states
 from .communication import finished
 from .kernels import Kernels
 
 
 class Communicated(NamedTuple):
-    """Seconds of a step's data-parallel communication: what computation does not hide, and all of it; and the `bytes`
-    of the tensors that are sent (an all-reduce's twice)."""
+    """Seconds of a step's data-parallel communication: what computation does not hide, and all of it; the `bytes` of
+    the tensors that are sent (an all-reduce's twice); and for each layer the seconds of a gather of its weights, and of
+    summing its gradients, once."""
 
     exposed: float
     sent: float
     bytes: float = 0.0
+    gather: float = 0.0
+    reduce: float = 0.0
 
     def contended(self, group: Group) -> float:
         """Return the seconds of the hidden part in which it takes memory and multiprocessors from computation: as long
@@ -40,23 +48,45 @@ class Communicated(NamedTuple):
 class _Replica:
     """What the ranks of `group` have alike: a stage of the model, its bytes, and the seconds of a micro-batch's passes.
 
-    `in_blocks` is the share of its bytes that is in its `layers` blocks.
+    `copies` are the ranks with the same shard. `in_blocks` is the share of the bytes that is in the `layers` blocks,
+    whose weights, gathered, are `narrower` bytes fewer.
     """
 
     kernels: Kernels
     group: Group
+    copies: Group
     weights: int
+    narrower: int
     gradients: int
     layers: int
     in_blocks: float
     forward: float
     backward: float
 
-    def seconds(self, collective: str, size: int) -> tuple[float, float]:
-        """Return the seconds of `collective` for a block's part of `size` bytes, and for the part outside of blocks."""
-        parts = self.in_blocks / self.layers, 1 - self.in_blocks
-        block, outside = (self.kernels.collective(collective, part * size, self.group) for part in parts)
+    def seconds(self, collective: str, size: int, less: int = 0) -> tuple[float, float]:
+        """Return the seconds of `collective` for a block's part of `size` bytes, of which blocks have `less` fewer, and
+        for the part outside of blocks."""
+        parts = (self.in_blocks * size - less) / self.layers, (1 - self.in_blocks) * size
+        block, outside = (self.kernels.collective(collective, part, self.group) for part in parts)
         return block, outside
+
+    def summed(self) -> tuple[float, float]:
+        """Return the seconds in which copies sum the gradients of a shard: of a block's, and of the part outside."""
+        parts = self.in_blocks / self.layers, 1 - self.in_blocks
+        shard = self.gradients / self.group.ranks
+        block, outside = (self.kernels.collective("all-reduce", part * shard, self.copies) for part in parts)
+        return block, outside
+
+    def busy(self, inside: float, across: float) -> float:
+        """Return the seconds that links are busy with what shards and copies send: at once, where copies alone are on
+        other nodes."""
+        apart = self.copies.across is not None and self.group.across is None
+        return max(inside, across) if apart else inside + across
+
+
+def shard_group(run: Training, cluster: Cluster) -> Group:
+    """Return the ranks that share one copy of the parameters, or of the states; without ZeRO those that hold them."""
+    return cluster.group(run.dp_shard * run.cp, run.tp)
 
 
 def data_parallel(
@@ -72,18 +102,29 @@ def data_parallel(
     """Return the seconds of a step's gradients and parameters, over the ranks that have the same part of the model.
 
     `compute`: s of a micro-batch, of which `forward` is forward's share."""
-    group = cluster.group(run.dp * run.cp, run.tp)
+    group = shard_group(run, cluster)
     if group.ranks == 1:
         return Communicated(0.0, 0.0)
-    unsharded = replace(run, zero=0)
-    stage = max(range(run.pp), key=lambda stage: states(spec, unsharded, stage).trained)
-    whole, layers = states(spec, unsharded, stage), stage_layers(spec.layers, run.pp)[stage]
-    counts = device_parameters(spec, run.pp, stage, run.tp, run.ep)
+    copies = cluster.group(run.dp_replicate, run.tp * group.ranks)
+    stage, counts = _largest_stage(spec, run.pp, run.tp, run.ep)
+    whole, layers = states(spec, run, stage, sharded=False), stage_layers(spec.layers, run.pp)[stage]
     in_blocks = 1 - sum(counts[part] for part in ("embedding", "positions", "head")) / sum(counts.values())
+    less = gathered_less(spec, run, PRECISION[run.precision].weights)
     times = forward * compute, (1 - forward) * compute
-    replica = _Replica(found, group, whole.weights, whole.gradients, layers, in_blocks, *times)
+    replica = _Replica(found, group, copies, whole.weights, less, whole.gradients, layers, in_blocks, *times)
     hide_forward, hide_backward = "data" in overlap, "data" in overlap or "gradients" in overlap
     return _communicated(run, replica, whole, hide_forward, hide_backward, bucket)
+
+
+@lru_cache(maxsize=1024)
+def _largest_stage(spec: ModelSpec, pp: int, tp: int, ep: int) -> tuple[int, dict[str, int]]:
+    """Return the pipeline stage with the most parameters on a rank, and these: the first, the last or, of those
+    between, one with most layers."""
+    layers = stage_layers(spec.layers, pp)
+    between = max(range(1, pp - 1), key=lambda stage: layers[stage], default=0)
+    counts = {stage: device_parameters(spec, pp, stage, tp, ep) for stage in sorted({0, between, pp - 1})}
+    largest = max(counts, key=lambda stage: sum(counts[stage].values()))
+    return largest, counts[largest]
 
 
 def _communicated(
@@ -101,7 +142,7 @@ def _communicated(
     # Forward's first unit waits for its own parameters; the others' come behind the computation before them.
     hidden = outside + max(0.0, sum([block] * replica.layers) - replica.forward)
     exposed = reduced.exposed + (hidden if hide_forward else sent)
-    return Communicated(exposed, reduced.sent + sent, reduced.bytes + updated)
+    return Communicated(exposed, reduced.sent + sent, reduced.bytes + updated, 0.0, reduced.reduce)
 
 
 def _reduced(replica: _Replica, run: Training, hidden: bool, bucket: int) -> Communicated:
@@ -109,7 +150,8 @@ def _reduced(replica: _Replica, run: Training, hidden: bool, bucket: int) -> Com
     FSDP does; DeepSpeed's buckets are larger still."""
     layers, backward = replica.layers, replica.backward
     if run.zero:
-        block, outside = replica.seconds("reduce-scatter", replica.gradients)
+        scattered, summed = replica.seconds("reduce-scatter", replica.gradients), replica.summed()
+        block, outside = scattered[0] + summed[0], scattered[1] + summed[1]
         costs = [block] * layers + [outside]
         ready = [backward * (i + 1) / layers for i in range(layers)] + [backward]
     else:
@@ -118,8 +160,9 @@ def _reduced(replica: _Replica, run: Training, hidden: bool, bucket: int) -> Com
         ready = [backward * min(1, (i + 1) / messages / replica.in_blocks) for i in range(messages)]
     times = run.accumulation if run.zero == 2 else 1  # sharded gradients cannot wait for the last micro-batch
     sent = times * sum(costs)
-    size = times * replica.gradients * (1 if run.zero else 2)
-    return Communicated(times * (finished(ready, costs) - backward) if hidden else sent, sent, size)
+    size = times * replica.gradients * (1 + 2 * _copied(replica) if run.zero else 2)
+    exposed = times * (finished(ready, costs) - backward) if hidden else sent
+    return Communicated(exposed, sent, size, 0.0, sum(costs) * replica.in_blocks / layers)
 
 
 def _sharded(replica: _Replica, micro_batches: int, hide_forward: bool, hide_backward: bool) -> Communicated:
@@ -127,13 +170,21 @@ def _sharded(replica: _Replica, micro_batches: int, hide_forward: bool, hide_bac
     it; its gradient is sent behind the next unit's backward. What is outside of blocks is whole from forward to
     backward."""
     layers = replica.layers
-    gather, outside_gather = replica.seconds("all-gather", replica.weights)
+    gather, outside_gather = replica.seconds("all-gather", replica.weights, replica.narrower)
     scatter, outside_scatter = replica.seconds("reduce-scatter", replica.gradients)
-    forward, backward = layers * gather, layers * (gather + scatter)
-    sent = micro_batches * (forward + backward + outside_gather + outside_scatter)
+    reduce, outside_reduce = replica.summed()
+    outside = outside_gather + outside_scatter + outside_reduce
+    forward, backward = layers * gather, layers * (gather + scatter + reduce)
+    sent = micro_batches * (forward + backward + outside)
     if hide_forward:
         forward = gather + (layers - 1) * max(0.0, gather - replica.forward / layers)
     if hide_backward:
-        backward = scatter + (layers - 1) * max(0.0, gather + scatter - replica.backward / layers)
-    size = micro_batches * (2 * replica.weights + replica.gradients)
-    return Communicated(micro_batches * (forward + backward + outside_gather + outside_scatter), sent, size)
+        busy = replica.busy(gather + scatter, reduce)
+        backward = scatter + reduce + (layers - 1) * max(0.0, busy - replica.backward / layers)
+    size = micro_batches * (2 * (replica.weights - replica.narrower) + (1 + 2 * _copied(replica)) * replica.gradients)
+    return Communicated(micro_batches * (forward + backward + outside), sent, size, gather, scatter + reduce)
+
+
+def _copied(replica: _Replica) -> float:
+    """Return the share of the gradients that copies sum: one shard, where there are copies."""
+    return 1 / replica.group.ranks if replica.copies.ranks > 1 else 0.0

@@ -9,15 +9,17 @@ What each kind of parallelism sends in a step, on one GPU (b micro_batch, s seq_
     pipeline    per micro-batch and virtual stage: bsh forward, bsh backward, divided over the tensor-parallel ranks
     context     per layer: keys and values once round the ring forward, they and their gradients backward
     experts     per layer: 2 all-to-alls of the tokens' copies forward, 2 backward
-    data        ZeRO 0 to 2: gradients and parameters, 2P; ZeRO 3: 3P (arXiv 1910.02054, section 7)
+    data        ZeRO 0 to 2: gradients and parameters, 2P; ZeRO 3: 3P (arXiv 1910.02054, section 7); with copies of the
+                shards, 2P / shards more
 
 The vocabulary-parallel loss and embedding send a little too, which is left out.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 from math import log2
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ...base.errors import NotAvailable, SpecError
@@ -31,7 +33,7 @@ from ...specs.run import Training
 from ...specs.stages import stage_layers
 from ..memory.share import bytes_of
 from . import step as time
-from .data_parallel import data_parallel
+from .data_parallel import data_parallel, shard_group
 from .flops import flops
 from .kernels import Kernels, kernels, training_rates
 
@@ -39,12 +41,13 @@ BUCKET_BYTES = 25 * 2**20  # torch DDP's bucket_cap_mb, of gradients that are al
 OVERLAPS = ("data", "gradients", "tensor")
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """Seconds of a step by what the slowest GPU does; communication counts where computation does not hide it.
 
-    `launches` is what the card waits for its host, to start kernels. `data` is exposed, `data_sent` all that data
-    parallelism communicates, hidden or not. `scale` is what many nodes lose to the slowest of them.
+    `launches` is what the card waits for its host, to start kernels. `data_sent` is all that data
+    parallelism communicates, hidden or not, and `data_exposed` what computation does not hide; `data` is that and what
+    the hidden part costs. `scale` is what many nodes lose to the slowest of them. `layer` has the seconds of one layer
+    in a micro-batch: what is computed forward and backward, what is gathered and reduced for it, and sent within it.
     """
 
     products: float
@@ -59,6 +62,8 @@ class Step:
     data: float
     update: float
     data_sent: float
+    data_exposed: float = 0.0
+    layer: Mapping[str, float] = MappingProxyType({})
     scale: float = 0.0
     mfu: float | None = None
 
@@ -107,14 +112,18 @@ def step(
     experts = spec.moe_layers / spec.layers * _experts(spec, run, cluster, found) if run.ep > 1 else 0.0
     pipeline = _sends(spec, run, cluster, virtual_stages, found)
 
-    layers = stage_layers(spec.layers, run.pp, spec.name)
-    computed = [_stage(n, block, head if stage == run.pp - 1 else _Layer()).times(1 / m)
-                for stage, n in enumerate(layers)]  # fmt: skip
-    stages = [each.seconds + n * (tensor + context + experts) for each, n in zip(computed, layers, strict=True)]
-    slowest = max(range(run.pp), key=lambda stage: stages[stage])
+    layers, within = stage_layers(spec.layers, run.pp, spec.name), tensor + context + experts
+    # Stages with as many layers take as long, but for the last one, which has the head too.
+    alike = {n: _stage(n, block, _Layer()).times(1 / m) for n in dict.fromkeys(layers[:-1])}
+    last = _stage(layers[-1], block, head).times(1 / m)
+    computed = [*(alike[n] for n in layers[:-1]), last]
+    seconds = {n: each.seconds + n * within for n, each in alike.items()}
+    stages = [*(seconds[n] for n in layers[:-1]), last.seconds + layers[-1] * within]
+    slowest = stages.index(max(stages))
     n, compute = layers[slowest], computed[slowest]
     counted = flops(spec, run, gpu)
     forward = counted.forward / counted.total
+    one = block.seconds / m
     data = data_parallel(spec, run, cluster, found, compute.seconds, forward, overlap, bucket_bytes)
     scale = training_rates()["scale"]
     step = Step(
@@ -127,13 +136,16 @@ def step(
         experts=m * n * experts,
         pipeline=m * pipeline,
         bubble=(sum(stages) - stages[slowest] + (run.pp - 1) * pipeline) / virtual_stages,
-        data=data.exposed + scale["contention"] * data.contended(cluster.group(run.dp * run.cp, run.tp)),
+        data=data.exposed + scale["contention"] * data.contended(shard_group(run, cluster)),
         update=time.update_seconds(spec, run, found),
         data_sent=data.sent,
-    )
+        data_exposed=data.exposed,
+        layer={"forward": forward * one, "backward": (1 - forward) * one, "gather": data.gather,
+               "reduce": data.reduce, "tensor": tensor, "context": context, "experts": experts},
+    )  # fmt: skip
     nodes = -(-run.world_size // cluster.gpus)
-    step = replace(step, scale=scale["per_doubling"] * log2(nodes) * step.seconds)
-    return replace(step, mfu=time.mfu(spec, run, gpu, step.seconds))
+    lost = scale["per_doubling"] * log2(nodes)
+    return step._replace(scale=lost * step.seconds, mfu=time.mfu(spec, run, gpu, (1 + lost) * step.seconds))
 
 
 class _Layer(NamedTuple):

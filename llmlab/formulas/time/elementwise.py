@@ -15,8 +15,11 @@ from ...hardware.gpu import gpu as find_gpu
 from ...specs.model import ModelSpec
 from ...specs.run import Precision, Training
 from ..memory.activations import FUSED, block_saved
+from ..memory.float8 import converted
+from ..memory.fsdp import uses_fsdp
 from ..memory.share import Share, share_of
 from ..memory.states import block_parameters
+from .products import ROW_PARALLEL
 
 # How often element-wise operators move each byte that a block keeps for backward, forward and backward together:
 # counted by the simulator on transformers' classes, one operator at a time (a test repeats the count).
@@ -58,14 +61,17 @@ def _moved(spec: ModelSpec, run: Training, flash: bool) -> Moved:
     precision = run.precision
     if run.quantization:  # an fp32 stream between products in half precision
         precision = AUTOCAST.get(run.compute_dtype, precision)
-    share = share_of(spec, replace(run, lora=None, quantization=None, checkpointing=None, precision=precision), card)
+    plain = run
+    if run.lora or run.checkpointing or precision != run.precision:  # a copy costs more than what follows
+        plain = replace(run, lora=None, quantization=None, checkpointing=None, precision=precision)
+    share = share_of(spec, plain, card)
     b = share.bytes
     # Autocast casts each weight down for every pass (6 bytes moved), and its gradient up.
     casts = 0 if run.quantization or b.weights == b.compute else 6 if run.lora else 12
     cast = casts * block_parameters(spec) / run.tp
     if run.compile or run.kernels:
         loss = FUSED_LOGITS * share.tokens * spec.vocab / run.tp
-        block = fused_block(share, run) + cast
+        block = fused_block(share, run) + cast + fp8_casts(spec, run) / spec.layers
         return Moved(run.accumulation * spec.layers / run.pp * block, run.accumulation * loss)
     kept = {"scores": 0.0, "mlp": 0.0, "rest": 0.0}
     for one in block_saved(share):
@@ -83,6 +89,41 @@ def _moved(spec: ModelSpec, run: Training, flash: bool) -> Moved:
     logits = LOGITS_MOVES * 4 * share.tokens * spec.vocab / run.tp
     blocks = spec.layers / run.pp * (block + cast)
     return Moved(run.accumulation * blocks, run.accumulation * logits)
+
+
+class Casts(NamedTuple):
+    """Bytes moved per element of a converted layer's operands, forward and backward; and when forward is run again."""
+
+    activation: int  # of its input, and of its output's gradient
+    weight: int
+    activation_again: int
+    weight_again: int
+
+
+# torchao's own account (torchao/testing/training/roofline_utils.py), no cast fused with what comes before: tensorwise
+# reads for the maximum, reads again, and writes fp8 in both layouts that products want, of weights once per pass;
+# rowwise reads for one layout and writes that and a transposed bf16 copy, from which it makes the other.
+FP8_CASTS = {"tensorwise": Casts(2 + 2 + 2, 2 + 3 + 3, 2 + 3, 3), "rowwise": Casts(5 + 3, 3 + 4 + 3, 3, 3)}
+
+
+def fp8_casts(spec: ModelSpec, run: Training) -> float:
+    """Return the bytes of all casts to fp8 in a micro-batch; layers with the same input share its cast. Weights that
+    FSDP2 gathers in fp8 were cast as shards, which is little."""
+    if run.fp8 is None:
+        return 0.0
+    each, again = FP8_CASTS[run.fp8], run.checkpointing == "full"
+    layers = converted(spec, run)
+    rows = [linear for linear in layers if linear.name in ROW_PARALLEL]
+    columns = [linear for linear in layers if linear.name not in ROW_PARALLEL]
+    shared = {(linear.part, linear.inputs): linear.count for linear in columns}
+    inputs = float(sum(width * count for (_, width), count in shared.items()))
+    inputs += sum(linear.inputs * linear.count for linear in rows) / run.tp
+    outputs = sum(linear.outputs * linear.count for linear in columns) / run.tp
+    outputs += sum(linear.outputs * linear.count for linear in rows)
+    activations = each.activation * (inputs + outputs) + again * each.activation_again * inputs
+    gathered = run.fp8 == "tensorwise" and uses_fsdp(run)
+    elements = 0.0 if gathered else sum(linear.elements for linear in layers) / run.tp
+    return run.tokens / run.cp * activations + (each.weight + again * each.weight_again) * elements
 
 
 def fused_block(share: Share, run: Training) -> float:

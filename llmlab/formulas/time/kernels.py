@@ -25,7 +25,7 @@ from typing import Any
 from ...hardware.gpu import GPU
 from ...hardware.gpu import gpu as find_gpu
 from ...hardware.kernel_tables import KernelTable, kernel_table
-from ...hardware.links import Group
+from ...hardware.links import Group, node_link
 from ...hardware.tables import read_table
 from . import communication
 from .efficiency import Efficiency, efficiency
@@ -130,6 +130,15 @@ class Kernels:
     def _fitted(self, what: str) -> bool:
         return self.table is None and self.rates is not None and bool(getattr(self.rates, what))
 
+    def measured(self, dtype: str) -> bool:
+        """Return whether products in `dtype` were measured, on the card or the one that it is transferred from."""
+        return self.table is not None and ("bf16" if dtype == "fp16" else dtype) in self.table.matmuls
+
+    @property
+    def longest(self) -> int | None:
+        """The longest sequence whose attention was measured, in tokens; None where none was."""
+        return self.table.attentions["bf16"].grid.axes[1][-1] if self.table else None
+
     def product(self, m: int, n: int, k: int, dtype: str) -> float | None:
         """Return the seconds of (m, k) · (k, n) in `dtype`; None for one that the card has no units for."""
         key = m, n, k, dtype
@@ -144,12 +153,14 @@ class Kernels:
         peak = self.card.peak(dtype)
         if peak is None:
             return None
-        width = 4 if dtype == "fp32" else 2
-        moved = float(width * (m * k + k * n + m * n))
+        width = {"fp32": 4, "fp8": 1}.get(dtype, 2)
+        moved = float(width * (m * k + k * n) + max(width, 2) * m * n)
         found = _matmul(self.base.name, m, n, k, dtype) if self.table else None
         if found:
             return self._scaled(found, flop, moved, dtype) / self.sustained
-        rate = self.reached if self.reached and width == 2 else self.shares["products"] * peak
+        rate = self.shares["products"] * peak
+        if self.reached and dtype != "fp32":  # fp8 of the same share as halves
+            rate = self.reached * peak / (self.card.peak("bf16") or peak)
         return LAUNCH + max(flop / rate / self.sustained, moved / self.bandwidth)
 
     def _scaled(self, seconds: float, flop: float, moved: float, dtype: str) -> float:
@@ -188,11 +199,19 @@ class Kernels:
     def collective(self, operation: str, size: float, group: Group) -> float:
         """Return the seconds of a collective of `size` bytes: measured inside a node, where the ranks are joined as
         those were, else by the links."""
-        if self.table and group.across is None and group.ranks > 1 and group.inside.bandwidth == self._joined:
+        joined = group.across is None and group.ranks > 1 and group.inside.bandwidth == self._joined
+        # Measured was with the switches' help, where there are some.
+        alike = operation != "all-reduce" or bool(group.inside.switched) == self._adding
+        if self.table and joined and alike:
             found = self.table.collective(operation, int(size) or 1, group.ranks)
             if found:
                 return found.seconds
         return communication.seconds(operation, size, group)
+
+    @cached_property
+    def _adding(self) -> bool:
+        """Whether the switches of the base's nodes add, in an all-reduce (NVLink SHARP)."""
+        return bool(node_link(self.base).switched)
 
     @cached_property
     def _joined(self) -> float | None:
@@ -253,7 +272,7 @@ def kernels(card: GPU | str) -> Kernels:
         bandwidth=rates.bandwidth if rates else shared["share"]["bandwidth"] * found.bandwidth,
         shares=shared["share"],
         sustained=shared["sustained"].get(found.architecture, shared["sustained"]["other"]),
-        spread=shared["spread"][kind],
+        spread=shared["spread"]["AMD" if found.vendor == "AMD" else kind],
         reached=reached,
         scale=_scale(found, base, reached) if base and base is not found else 1.0,
     )

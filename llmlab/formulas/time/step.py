@@ -14,6 +14,7 @@ from ...base.errors import NotAvailable
 from ...hardware.gpu import GPU
 from ...specs.model import ModelSpec
 from ...specs.run import Inference, Run, Training
+from ..memory.float8 import CONVERTED
 from ..memory.precision import PRECISION
 from ..memory.share import adapted, attention_kernel, bytes_of
 from ..memory.states import states
@@ -171,7 +172,7 @@ def product_seconds(spec: ModelSpec, run: Training, found: Kernels) -> dict[str,
             n = n // run.tp or 1
         elif each.cut == "inputs":
             k = k // run.tp or 1
-        kind = "fp32" if each.part in in_fp32 else dtype
+        kind = "fp32" if each.part in in_fp32 else "fp8" if run.fp8 and each.part in CONVERTED else dtype
         forward, back = found.product(m, n, k, kind), found.product(m, k, n, kind)
         weight = found.product(n, k, m, kind) if each.weight_gradient else 0.0
         if forward is None or back is None or weight is None:

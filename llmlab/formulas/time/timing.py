@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import exp
 
 from ...base.errors import NotAvailable
@@ -13,25 +13,31 @@ from ...hardware.links import cluster as cluster_of
 from ...specs.model import ModelSpec
 from ...specs.run import Run, Training
 from .distributed import Step, step
+from .flops import flops
 from .kernels import Kernels, kernels, training_rates
-from .step import passes, step_seconds, whole_seconds
+from .step import passes, peak_dtype, step_seconds, whole_seconds
 
 # What a step's seconds are divided into, in the order in which they are shown.
 PARTS = ("products", "attention", "elementwise", "launches", "tensor", "context", "experts", "pipeline", "bubble",
          "data", "optimizer", "offload", "scale")  # fmt: skip
+COMPUTED = PARTS[:4]
+SLOWEST_SLOT = 8  # times slower than PCIe in full: a desktop's second slot has 4 lanes of 16, and bytes go twice
 
 
 @dataclass(frozen=True)
 class Timing:
     """Seconds of a step, None where they are not known; `low` and `high` hold 80 % of such predictions. `parts` are
     `PARTS` and add up to the seconds; `sources` say where each is from. `note` says how ranks are connected, or why no
-    time is known."""
+    time is known. `hidden` has the seconds of communication that computation hides, which are in no part, and `layer`
+    those of one layer in a micro-batch (`distributed.Step`)."""
 
     seconds: float | None = None
     low: float | None = None
     high: float | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
+    hidden: Mapping[str, float] = field(default_factory=dict)
+    layer: Mapping[str, float] = field(default_factory=dict)
     note: str = ""
 
 
@@ -43,30 +49,53 @@ def timing(spec: ModelSpec, run: Run, card: GPU | None, cluster: Cluster | None 
         return Timing(step_seconds(spec, run, card))
     found, nodes = kernels(card), cluster
     if run.world_size == 1:
-        parts, note = _alone(spec, run, card), ""
+        parts, note, hidden = _alone(spec, run, card), "", 0.0
         if not parts:
             return Timing()
+        layer = _layer(spec, run, card, parts)
     else:
         try:
             nodes = nodes or cluster_of(card)
             terms = step(spec, run, card, nodes)
         except NotAvailable as error:
             return Timing(note=f"Time is not known: {error}.")
-        parts, note = _of(terms), _connected(run, nodes)
+        parts, note, hidden = _of(terms), _connected(run, nodes), terms.data_sent - terms.data_exposed
+        layer = {name: value for name, value in terms.layer.items() if value}
     seconds = sum(parts.values())
     factor = exp(_spread(run, found, nodes))
-    return Timing(seconds, seconds / factor, seconds * factor, parts, _sources(found, parts), note)
+    longest = _longest(spec, run, card, nodes, seconds, factor)
+    return Timing(
+        seconds, seconds / factor, longest, parts, _sources(run, found, parts), {"data": hidden} if hidden else {},
+        layer, note,
+    )  # fmt: skip
 
 
 def _spread(run: Training, found: Kernels, nodes: Cluster | None) -> float:
     """Return the logarithm by which 8 in 10 predictions of such a run are off at most."""
     spread = training_rates()["spread"]
     widest = [found.spread]
+    if found.table and not found.measured(peak_dtype(run)):
+        widest.append(spread["data sheet"])
+    if found.longest and run.seq_len > found.longest:
+        widest.append(spread["transferred"])
     if run.tp * run.pp > 1:
         widest.append(spread["cut"])
     if run.world_size > 1 and nodes and nodes.inside.kind == "pcie":
         widest.append(spread["data sheet"])  # how fast ranks talk through PCIe depends on a host that no table knows
     return max(widest)
+
+
+def _longest(
+    spec: ModelSpec, run: Training, card: GPU, nodes: Cluster | None, seconds: float, factor: float
+) -> float:
+    """Return the seconds that 9 in 10 such steps are below. Several GPUs have an engine, which takes its own time in
+    each step; without peer access their bytes go through the host, maybe from a slot with few lanes."""
+    if run.world_size == 1 or nodes is None:
+        return factor * seconds
+    if nodes.inside.kind == "pcie" and not card.peer_access:
+        slot = replace(nodes.inside, reached=nodes.inside.reached / SLOWEST_SLOT)
+        seconds = step(spec, run, card, replace(nodes, inside=slot)).seconds
+    return factor * seconds + float(training_rates()["engine"]["seconds"])
 
 
 def _alone(spec: ModelSpec, run: Training, card: GPU) -> dict[str, float]:
@@ -85,8 +114,16 @@ def _alone(spec: ModelSpec, run: Training, card: GPU) -> dict[str, float]:
     return {name: value for name, value in parts.items() if value}
 
 
+def _layer(spec: ModelSpec, run: Training, card: GPU, parts: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of a layer's computation in a micro-batch on one device, an equal share of the blocks'."""
+    counted = flops(spec, run, card)
+    computed = sum(parts.get(name, 0.0) for name in COMPUTED) / run.accumulation / spec.layers
+    forward = counted.forward / counted.total
+    return {"forward": forward * computed, "backward": (1 - forward) * computed}
+
+
 def _of(terms: Step) -> dict[str, float]:
-    values = {"optimizer": terms.update, **vars(terms)}
+    values = {"optimizer": terms.update, **terms._asdict()}
     return {name: values[name] for name in PARTS if values.get(name)}
 
 
@@ -97,6 +134,12 @@ def _connected(run: Training, nodes: Cluster) -> str:
     return f"Time: {nodes.gpus} GPUs per node on {nodes.inside.name}{between}."
 
 
-def _sources(found: Kernels, parts: Mapping[str, float]) -> dict[str, str]:
-    """Return where the rates of these parts are from."""
-    return {name: found.sources[name] for name in parts}
+def _sources(run: Training, found: Kernels, parts: Mapping[str, float]) -> dict[str, str]:
+    """Return where the rates of these parts are from, and what of the run is outside of what was measured."""
+    said = {name: found.sources[name] for name in parts}
+    dtype = peak_dtype(run)
+    if found.table and not found.measured(dtype):
+        said["products"] = f"{found.shares['products']:.0%} of the data sheet: {dtype} was not measured"
+    if found.longest and run.seq_len > found.longest:
+        said["attention"] += f"; beyond {found.longest:,} tokens, as the work grows"
+    return said

@@ -22,6 +22,7 @@ EXPERTS_NOTE = (
     "FSDP2 cuts a layer's {0} experts along the first dimension, by default: of {1} ranks, {0} hold one each, the rest "
     "none, and it is gathered with padding. A shard_placement_fn that cuts another dimension divides them by {1}."
 )
+COPIES_NOTE = "HSDP: {} ranks share each of {} copies; FSDP2 sums a shard's gradients over them by an all-reduce."
 EACH_NOTE = "FSDP2 reduces gradients after each of the {} micro-batches."
 NO_NCCL_NOTE = "What NCCL takes outside of PyTorch's allocator is not in it, so `process` is not known."
 NCCL_NOTE = "`process` has {} for NCCL, read on one {}: it depends on NCCL's version, channels and groups."
@@ -32,10 +33,12 @@ def notes(spec: ModelSpec, run: Run, card: GPU | None) -> tuple[str, ...]:
     if not isinstance(run, Training) or run.world_size == 1:
         return ()
     engine: tuple[str, ...] = (NOTES[run.zero],) if run.dp > 1 else ()
+    if run.dp_replicate > 1:
+        engine += (COPIES_NOTE.format(run.dp_shard, run.dp_replicate),)
     if is_sharded(run) and run.precision.startswith("mixed"):
         engine += (POLICY_NOTE.format(run.precision),)
-    if is_sharded(run) and 0 < spec.experts < run.dp:
-        engine += (EXPERTS_NOTE.format(spec.experts, run.dp),)
+    if is_sharded(run) and 0 < spec.experts < run.dp_shard:
+        engine += (EXPERTS_NOTE.format(spec.experts, run.dp_shard),)
     if is_sharded(run) and run.accumulation > 1:
         engine += (EACH_NOTE.format(run.accumulation),)
     split = "parallelize_module cuts linears, embedding, logits and loss"

@@ -1,0 +1,95 @@
+"""Training in fp8: which products are, what casts cost, what is gathered, and what is refused."""
+
+from dataclasses import replace
+
+import pytest
+
+import llmlab as lab
+from llmlab.base.errors import NotAvailable
+from llmlab.formulas.memory.moments import training_moments
+from llmlab.formulas.time.distributed import step
+from llmlab.formulas.time.elementwise import FP8_CASTS, fp8_casts, moved
+from llmlab.formulas.time.kernels import kernels
+from llmlab.formulas.time.step import product_seconds
+from llmlab.hardware.links import cluster
+
+LLAMA = "meta-llama/Llama-3.1-8B"
+BF16 = lab.Training(seq_len=8192, precision="bf16", compile=True)
+SHARDED = replace(BF16, precision="mixed-bf16", zero=3, dp=8)
+RECIPES = ("tensorwise", "rowwise")
+
+
+def test_linear_layers_of_blocks_multiply_in_fp8_and_the_head_does_not():
+    spec, found = lab.model(LLAMA), kernels("H100-80GB")
+    half, eight = (product_seconds(spec, run, found) for run in (BF16, replace(BF16, fp8="rowwise")))
+    assert half["head"] == eight["head"]
+    assert 1.3 < half["mlp"] / eight["mlp"] < 2 and 1.1 < half["attention"] / eight["attention"] < 2
+    ups = spec.layers * 2 * found.product(8192, 14336, 4096, "fp8")
+    assert ups < eight["mlp"]
+
+
+def test_casts_of_one_layer_counted_by_hand():
+    """Inputs are those of q, k, v together, of o, of gate and up together, of down; all outputs' gradients are cast."""
+    spec = lab.model({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+                      "num_hidden_layers": 3, "intermediate_size": 160, "vocab_size": 512,
+                      "max_position_embeddings": 64})  # fmt: skip
+    run = lab.Training(micro_batch=2, seq_len=32, precision="bf16", compile=True, fp8="tensorwise")
+    inputs, outputs = 64 + 64 + 64 + 160, 64 + 32 + 32 + 64 + 160 + 160 + 64
+    weights = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 160
+    assert fp8_casts(spec, run) == 3 * (64 * 6 * (inputs + outputs) + 8 * weights)
+    assert moved(spec, run).blocks - moved(spec, replace(run, fp8=None)).blocks == fp8_casts(spec, run)
+    again = replace(run, checkpointing="full")
+    assert fp8_casts(spec, again) - fp8_casts(spec, run) == 3 * (64 * 5 * inputs + 3 * weights)
+    assert FP8_CASTS["rowwise"].activation > FP8_CASTS["tensorwise"].activation
+    assert fp8_casts(spec, replace(run, fp8=None)) == 0
+
+
+def test_tensorwise_gathers_a_byte_per_weight():
+    spec = lab.model(LLAMA)
+    moments = {fp8: {m.name: m.parts for m in training_moments(spec, replace(SHARDED, fp8=fp8), lab.gpu("H100"))}
+               for fp8 in (None, *RECIPES)}  # fmt: skip
+    block = spec.block_linear_elements // spec.layers
+    sizes = {fp8: of["the last block of backward"] for fp8, of in moments.items()}
+    assert sum(sizes[None].values()) - sum(sizes["tensorwise"].values()) == block
+    assert sizes["rowwise"] == sizes[None]
+    nodes = cluster("H100")
+    sent = {fp8: step(spec, replace(SHARDED, fp8=fp8), "H100", nodes, overlap=()).data_sent for fp8 in moments}
+    assert sent["rowwise"] == sent[None]
+    gather = kernels("H100").collective
+    half, eight = (gather("all-gather", width * block, nodes.group(8)) for width in (2, 1))
+    assert sent[None] - sent["tensorwise"] == pytest.approx(2 * spec.layers * (half - eight), rel=0.02)
+
+
+@pytest.mark.parametrize(("fp8", "gain"), [("tensorwise", 1.25), ("rowwise", 1.10)])
+def test_what_fp8_gains_is_about_what_torchao_published(fp8, gain):
+    """pytorch/ao, docs/source/workflows/training.md: Llama 3 8B on 8 H100s, FSDP2, compiled, one sequence of 8192."""
+    run = replace(SHARDED, checkpointing="selective")
+    half, eight = (lab.estimate(LLAMA, each, "H100").step_seconds for each in (run, replace(run, fp8=fp8)))
+    assert half / eight == pytest.approx(gain, abs=0.08)
+
+
+@pytest.mark.parametrize(("model", "fields", "card", "words"), [
+    (LLAMA, {"precision": "fp32"}, "H100", "bf16 or mixed-bf16"),
+    (LLAMA, {"compile": False}, "H100", "compile=True"),
+    (LLAMA, {"lora": lab.LoRA()}, "H100", "lora"),
+    (LLAMA, {"seq_len": 1000}, "H100", "16 rows"),
+    (LLAMA, {}, "A100", "A100-80GB has no fp8 units"),
+    (LLAMA, {"fp8": "delayed"}, "H100", "tensorwise, rowwise"),
+    ("gpt2", {"seq_len": 1024}, "H100", "Conv1D"),
+    ("Qwen/Qwen2.5-0.5B", {"seq_len": 1024, "tp": 14}, "H100", "no multiples of 224"),
+])  # fmt: skip
+def test_what_cannot_be_in_fp8_is_refused(model, fields, card, words):
+    with pytest.raises(lab.SpecError, match=words):
+        lab.estimate(model, lab.Training(**{**vars(BF16), "fp8": "rowwise", **fields}), card)
+
+
+def test_no_verb_but_estimate_knows_the_casts():
+    with pytest.raises(NotAvailable, match=r"fp8='rowwise'.*lab\.estimate"):
+        lab.simulate("HuggingFaceTB/SmolLM2-135M", replace(BF16, seq_len=64, fp8="rowwise"), "H100")
+
+
+@pytest.mark.parametrize("card", ["L4", "RTX-4090", "H100", "B200", "MI300X"])
+@pytest.mark.parametrize("fp8", RECIPES)
+def test_every_card_with_fp8_units_has_a_time(card, fp8):
+    report = lab.estimate(LLAMA, replace(BF16, fp8=fp8), card)
+    assert report.step_seconds_low < report.step_seconds < report.step_seconds_high
