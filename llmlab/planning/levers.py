@@ -1,0 +1,201 @@
+"""What would make a run fit: each change of one thing, with the bytes it saves and the time it costs.
+
+All by closed formulas, so that a page in the browser can ask. The changes are the book's techniques.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..base.errors import SpecError
+from ..base.tables import Table, Tabular
+from ..base.units import GiB, show_bytes, show_seconds
+from ..formulas.report import assessed
+from ..formulas.time.step import tokens_of
+from ..formulas.verdict import Verdict
+from ..hardware.gpu import GPU
+from ..hardware.gpu import gpu as find_gpu
+from ..hardware.links import Cluster
+from ..report import Report
+from ..specs.model import ModelLike, ModelSpec
+from ..specs.model import model as find_model
+from ..specs.run import Inference, LoRA, Run, Training
+
+DATA_PARALLEL = 8  # GPUs that a lever adds where there is one
+
+
+@dataclass(frozen=True)
+class Lever:
+    """One change of a run: `run` is the changed one, `report` its estimate, `chapter` the page of the book about it.
+
+    `saves`: bytes per GPU; `seconds`: how much longer as many tokens per GPU take as one step has (shorter: negative),
+    None where a time is not known.
+    `same_result`: whether the model that comes out is the same but for rounding.
+    """
+
+    name: str
+    chapter: str
+    run: Run
+    report: Report
+    saves: int
+    seconds: float | None
+    same_result: bool
+
+    @property
+    def price(self) -> float:
+        """Seconds of a step per GiB saved; what costs no time is free."""
+        return float("inf") if self.seconds is None else max(self.seconds, 0.0) / (self.saves / GiB)
+
+
+@dataclass(frozen=True, repr=False)
+class Fix(Tabular):
+    """The levers of one run, the cheapest GiB first; `report` is the estimate of the run as it is."""
+
+    report: Report
+    levers: tuple[Lever, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready values: the run's report, and each lever with its run and what it saves and costs."""
+        levers = [
+            {
+                "name": lever.name, "chapter": lever.chapter, "outcome": lever.report.outcome, "saves": lever.saves,
+                "seconds": lever.seconds, "same_result": lever.same_result, "report": lever.report.to_dict(),
+            }
+            for lever in self.levers
+        ]  # fmt: skip
+        return {"report": self.report.to_dict(), "levers": levers}
+
+    def _table(self) -> Table:
+        rows = [
+            (
+                lever.name, show_bytes(lever.saves), cost(lever, self.report), lever.report.outcome,
+                "" if lever.same_result else "another result", lever.chapter,
+            )
+            for lever in self.levers
+        ]  # fmt: skip
+        title = f"{self.report.title}: {self.report.outcome}, {show_bytes(self.report.peak_allocated)} of tensors"
+        footer = "Each line changes one thing, by estimate; the cheapest GiB first. " + repr(self.report.run)
+        return Table(("change", "saves per GPU", "time for the tokens of a step", "then", "", "chapter"), rows, title, footer, (0, 3, 4, 5))
+
+    def __repr__(self) -> str:
+        return f"<Fix: {self.report.title}: {len(self.levers)} levers>"
+
+
+def cost(lever: Lever, before: Report) -> str:
+    """Return what a lever does to the time of a step, in words."""
+    if lever.seconds is None or before.step_seconds is None:
+        return "not known"
+    share = lever.seconds / before.step_seconds
+    return f"{'+' if lever.seconds >= 0 else '−'}{show_seconds(abs(lever.seconds))} ({share:+.0%})".replace("-", "−")
+
+
+def fix(model: ModelLike, run: Run, gpu: GPU | str, cluster: Cluster | None = None) -> Fix:
+    """Return what would make `run` of `model` smaller on `gpu`: see `lab.fix`."""
+    spec, card = find_model(model), find_gpu(gpu)
+    report, fit = assessed(spec, run, card, cluster)
+    found = [lever for change in changes(spec, run, card) if (lever := _tried(spec, card, cluster, report, fit, *change))]
+    return Fix(report, tuple(sorted(found, key=lambda lever: (lever.price, not lever.same_result, -lever.saves))))
+
+
+def _tried(
+    spec: ModelSpec,
+    card: GPU,
+    cluster: Cluster | None,
+    before: Report,
+    fit: Verdict,
+    name: str,
+    chapter: str,
+    fields: dict[str, Any],
+    same_result: bool,
+) -> Lever | None:
+    """Return the lever that sets `fields`; None for what the model or the card does not have, and what saves nothing."""
+    try:
+        run = replace(before.run, **fields)
+        report, after = assessed(spec, run, card, cluster)
+    except SpecError:
+        return None
+    saves = fit.least - after.least  # of the fullest stage of a pipeline
+    if saves <= 0:
+        return None
+    seconds = None
+    if report.step_seconds and before.step_seconds:
+        share = _tokens_per_gpu(before.run) / _tokens_per_gpu(run)
+        seconds = report.step_seconds * share - before.step_seconds
+    return Lever(name, chapter, run, report, saves, seconds, same_result)
+
+
+def _tokens_per_gpu(run: Run) -> float:
+    return tokens_of(run) / run.world_size
+
+
+def changes(spec: ModelSpec, run: Run, card: GPU) -> Iterator[tuple[str, str, dict[str, Any], bool]]:
+    """Yield each change of `run`: its name, its chapter, the fields it sets, and whether the result stays the same."""
+    if isinstance(run, Inference):
+        yield from _serving(run)
+        return
+    if run.attention == "eager":
+        yield "fused attention", "10-flash-attention", {"attention": "sdpa"}, True
+    if run.kernels is None:
+        yield "fused kernels (Liger)", "09-kernels", {"kernels": "liger"}, True
+    if run.checkpointing is None:
+        yield "selective checkpointing", "08-checkpointing", {"checkpointing": "selective"}, True
+    if run.checkpointing != "full":
+        yield "full checkpointing", "08-checkpointing", {"checkpointing": "full"}, True
+    if run.micro_batch > 1:
+        half = {"micro_batch": run.micro_batch // 2, "accumulation": run.accumulation * 2}
+        if run.micro_batch % 2 == 0:
+            yield "half the micro-batch, twice accumulated", "06-accumulation", half, True
+        one = {"micro_batch": 1, "accumulation": run.accumulation * run.micro_batch}
+        if run.micro_batch > 2:
+            yield "micro-batches of 1, accumulated", "06-accumulation", one, True
+    yield from _many_gpus(run)
+    if run.offload is None:
+        yield "optimizer in the host's memory", "13-offload", {"offload": "optimizer", "zero": max(run.zero, 1)}, True
+    yield from _other_results(run, card)
+
+
+def _many_gpus(run: Training) -> Iterator[tuple[str, str, dict[str, Any], bool]]:
+    if run.dp == 1 and run.tp == run.pp == run.cp == 1:
+        yield f"ZeRO-3 over {DATA_PARALLEL} GPUs", "12-zero", {"dp": DATA_PARALLEL, "zero": 3}, False
+    for stage in range(run.zero + 1, 4):
+        if run.dp > 1:
+            yield f"ZeRO-{stage}", "12-zero", {"zero": stage}, True
+    if run.tp > 1 and not run.sequence_parallel:
+        yield "sequence parallelism", "14-tensor-and-sequence-parallel", {"sequence_parallel": True}, True
+    if run.dp % 2 == 0 and run.dp > 1 and run.ep == 1:
+        split = {"dp": run.dp // 2, "tp": run.tp * 2, "micro_batch": run.micro_batch * 2}
+        if run.zero and run.dp == 2:
+            split["zero"] = 0
+        yield "half the data-parallel ranks tensor-parallel", "14-tensor-and-sequence-parallel", split, True
+
+
+def _other_results(run: Training, card: GPU) -> Iterator[tuple[str, str, dict[str, Any], bool]]:
+    half = "bf16" if card.supports_bf16 else "fp16"
+    if run.precision == "fp32":
+        yield f"autocast to {half}", "04-precision", {"precision": f"autocast-{half}"}, False
+    if run.precision.startswith(("autocast", "mixed")) and run.lora is None:
+        yield f"all in {half}, no fp32 copy", "04-precision", {"precision": half}, False
+    if run.optimizer == "adamw":
+        yield "8-bit AdamW", "07-optimizers", {"optimizer": "adamw-8bit"}, False
+        yield "Adafactor", "07-optimizers", {"optimizer": "adafactor"}, False
+    if run.lora is None:
+        yield "LoRA of rank 16", "18-peft", {"lora": LoRA()}, False
+    if run.quantization is None:
+        nf4 = {"lora": run.lora or LoRA(), "quantization": "nf4"}
+        yield "QLoRA: the base in NF4", "18-peft", nf4, False
+    if run.seq_len > 256:
+        yield "half the sequence length", "02-memory-anatomy", {"seq_len": run.seq_len // 2}, False
+
+
+def _serving(run: Inference) -> Iterator[tuple[str, str, dict[str, Any], bool]]:
+    for weights in ("int8", "nf4"):
+        if run.weights not in ("int8", "nf4"):
+            yield f"weights in {weights}", "19-quantization", {"weights": weights}, False
+    for kv in ("fp8", "int8", "int4"):
+        if run.kv not in ("fp8", "int8", "int4"):
+            yield f"KV cache in {kv}", "21-kv-cache", {"kv": kv}, False
+    if run.batch > 1:
+        yield "half the prompts at once", "22-serving", {"batch": run.batch // 2}, True
+    yield "tensor parallelism over twice the GPUs", "14-tensor-and-sequence-parallel", {"tp": run.tp * 2}, True
