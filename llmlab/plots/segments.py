@@ -39,7 +39,7 @@ def plot_segments(moments: Mapping[str, Sequence[Mapping[str, Any]]]) -> Picture
             left += block["size"] / unit
     name_rows(ax, [title for title, _ in rows])
     partly = any("written" in block for _, segment in rows for block in segment["blocks"])
-    blue = "dark blue is written, light blue only reserved" if partly else "blue is allocated"
+    blue = "dark is written, light reserved" if partly else "blue is allocated"
     ax.set_xlabel(f"address in the segment ({unit_name}); {blue}, white is free")
 
     def said(segments: Sequence[Mapping[str, Any]]) -> str:
