@@ -121,7 +121,7 @@ def states(spec: ModelSpec, run: Training, stage: int = 0) -> States:
         optimizer=optimizer,
         trained=stepped,
         shard=shard,
-        units=units(spec, run, b, weights, counts, trained.total) if run.zero >= 2 else NONE,
+        units=units(spec, run, b, weights, counts, trained.total, stage) if run.zero >= 2 else NONE,
     )
 
 

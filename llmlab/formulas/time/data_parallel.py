@@ -1,7 +1,8 @@
 """Seconds of data-parallel communication in a training step: how much there is, and how much computation hides of it.
 
 DDP reduces gradients in buckets while backward runs; ZeRO 1 and 2 scatter them and gather updated parameters; ZeRO 3
-gathers each unit's parameters before it is needed, twice, and scatters its gradients (arXiv 1910.02054, section 7).
+gathers each unit's parameters before it is needed, twice, and scatters its gradients (arXiv 1910.02054, section 7). In a
+pipeline gradients are scattered once, after the last micro-batch (torch/distributed/pipelining/stage.py).
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def _communicated(
 ) -> Communicated:
     """Return what the replicas send: gradients, and with ZeRO the parameters."""
     if run.zero == 3:
-        return _sharded(replica, run.accumulation, hide_forward, hide_backward)
+        return _sharded(replica, run, hide_forward, hide_backward)
     reduced = _reduced(replica, run, hide_backward, bucket)
     if run.zero == 0:
         return reduced
@@ -116,24 +117,34 @@ def _reduced(replica: _Replica, run: Training, hidden: bool, bucket: int) -> Com
         messages = ceil(replica.gradients / bucket) or 1
         costs = [replica.kernels.collective("all-reduce", replica.gradients / messages, replica.group)] * messages
         ready = [backward * min(1, (i + 1) / messages / replica.in_blocks) for i in range(messages)]
-    times = run.accumulation if run.zero == 2 else 1  # sharded gradients cannot wait for the last micro-batch
+    # Sharded gradients cannot wait for the last micro-batch; in a pipeline they are whole until then.
+    times = run.accumulation if run.zero == 2 and run.pp == 1 else 1
     sent = times * sum(costs)
     size = times * replica.gradients * (1 if run.zero else 2)
     return Communicated(times * (finished(ready, costs) - backward) if hidden else sent, sent, size)
 
 
-def _sharded(replica: _Replica, micro_batches: int, hide_forward: bool, hide_backward: bool) -> Communicated:
+def _sharded(replica: _Replica, run: Training, hide_forward: bool, hide_backward: bool) -> Communicated:
     """Return ZeRO-3's seconds: each unit is gathered before forward and again before backward, behind the unit before
     it; its gradient is sent behind the next unit's backward. What is outside of blocks is whole from forward to
-    backward."""
-    layers = replica.layers
+    backward.
+
+    In a pipeline torch frees nothing after a backward but the last, so that a forward after it finds all blocks whole,
+    and frees them: m micro-batches of 1F1B gather a block m + 1 times (tests/formulas/test_fsdp_pipeline.py)."""
+    layers, m = replica.layers, run.accumulation
+    forwards, reduced = (1, 1) if run.pp > 1 else (m, m)  # passes that gather, and that end in a reduce-scatter
     gather, outside_gather = replica.seconds("all-gather", replica.weights)
     scatter, outside_scatter = replica.seconds("reduce-scatter", replica.gradients)
-    forward, backward = layers * gather, layers * (gather + scatter)
-    sent = micro_batches * (forward + backward + outside_gather + outside_scatter)
+    forward, outside = layers * gather, reduced * (outside_gather + outside_scatter)
     if hide_forward:
         forward = gather + (layers - 1) * max(0.0, gather - replica.forward / layers)
-    if hide_backward:
-        backward = scatter + (layers - 1) * max(0.0, gather + scatter - replica.backward / layers)
-    size = micro_batches * (2 * replica.weights + replica.gradients)
-    return Communicated(micro_batches * (forward + backward + outside_gather + outside_scatter), sent, size)
+
+    def backward(scatter: float) -> float:
+        if not hide_backward:
+            return layers * (gather + scatter)
+        return scatter + (layers - 1) * max(0.0, gather + scatter - replica.backward / layers)
+
+    exposed = forwards * forward + reduced * backward(scatter) + (m - reduced) * backward(0.0)
+    sent = (forwards + m) * layers * gather + reduced * layers * scatter
+    size = (forwards + m) * replica.weights + reduced * replica.gradients
+    return Communicated(exposed + outside, sent + outside, size)
