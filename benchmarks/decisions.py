@@ -3,9 +3,8 @@
     python benchmarks/decisions.py                              # prints
     python benchmarks/decisions.py --out benchmarks/results     # and writes decisions.md, which the book includes
 
-A decision is a tool's own verdict where it gives one, and else its bytes held to the card's memory. What a tool says of
-rows that were in view is counted apart from what it says of the later sessions. Tools that are asked for something else
-than the run have no decision here.
+A decision is a tool's own verdict. What a tool says of
+rows that were in view is counted apart from what it says of the later sessions. Tools without a verdict are not here.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from pathlib import Path
 
 import click
 from provenance import provenance, titled_table, write
-from questions import fitcheck_verdict, installed, llmlab_verdict, mem_tracker_peak, simulated
+from questions import fitcheck_verdict, installed, llmlab_verdict, simulated
 
 import llmlab as lab
 from llmlab import ModelSpec, Report, Training
 from llmlab.archive import held_out, records
 
 FITS, OVER, UNSURE = "fits", "out of memory", "cannot tell"
-HEADER = ["tool", "ran: says it fits", "does not", "cannot tell", "ran out: says it does not fit", "fits", "cannot tell"]
+HEADER = ["tool", "ran: says it fits", "does not", UNSURE, "ran out: says it does not fit", "fits", UNSURE]
 KINDS = {False: "in view while formulas and simulator were written", True: "of two later sessions"}
 Decide = Callable[[ModelSpec, Training], str | None]
 
@@ -36,18 +35,10 @@ def decision(said: str) -> str:
     return {"unknown": UNSURE, "uncertain": UNSURE, "does not fit": OVER}.get(said, said)
 
 
-def by_bytes(size: int | None) -> str | None:
-    """Return whether `size` bytes are within a T4's memory; None where there is no size."""
-    if size is None:
-        return None
-    return FITS if size <= lab.gpu("T4").memory else OVER
-
-
 TOOLS: dict[str, tuple[str, Decide]] = {
     "llmlab estimate": ("llmlab", llmlab_verdict),
     "llmlab simulate": ("torch", lambda spec, run: simulated(spec, run).outcome),
     "fitcheck": ("fitcheck-llm", fitcheck_verdict),
-    "MemTracker, its bytes": ("torch", lambda spec, run: by_bytes(mem_tracker_peak(spec, run))),
 }
 
 
@@ -90,10 +81,9 @@ def to_markdown(made: str) -> str:
         reports = steps(later)
         text += titled_table(f"Decisions about {len(reports)} published steps on a T4, {kind}", HEADER, rows(reports))
     notes = [
-        "llmlab's and fitcheck's decisions are their own verdicts. Both leave a margin, and say where a step is within "
-        "it; MemTracker adds up tensors, and its bytes are held to the card's memory.",
-        "MemTracker cannot be asked for steps with an NF4 base. The simulator takes the installed libraries, loading in "
-        "order; what it says of a session's own way of loading was told afterwards, and is not counted here.",
+        "A decision is a tool's own verdict. lab.estimate and fitcheck leave a margin, and may say that they cannot "
+        "tell. Tools that give bytes of tensors or of weights alone have no verdict.",
+        "The simulator takes the installed libraries, loading in order; what it says of a session's own way of loading was told afterwards, and is not counted here.",
     ]
     return "\n".join([*text, *(f"- {note}" for note in notes), "", made])
 

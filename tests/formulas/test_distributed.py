@@ -190,7 +190,7 @@ def test_tensor_parallel_belongs_inside_a_node():
 
 
 def test_sequence_parallelism_gathers_again_only_what_was_not_kept():
-    """Four gathers and four scatters per layer; with selective checkpointing six gathers (2205.05198, section 4.2.2)."""
+    """Four gathers and four scatters per layer; with selective checkpointing six gathers (arXiv 2205.05198)."""
     run = Training(seq_len=4096, precision="bf16", tp=8, sequence_parallel=True)
     spec, collective, group = model("meta-llama/Llama-3.1-8B"), kernels("H100").collective, H100.group(8)
     gather, scatter = (collective(each, 2 * 4096 * spec.hidden, group) for each in ("all-gather", "reduce-scatter"))

@@ -1,8 +1,8 @@
 """Seconds of data-parallel communication in a training step: how much there is, and how much computation hides of it.
 
 DDP reduces gradients in buckets while backward runs; ZeRO 1 and 2 scatter them and gather updated parameters; ZeRO 3
-gathers each unit's parameters before it is needed, twice, and scatters its gradients (arXiv 1910.02054, section 7). In a
-pipeline gradients are scattered once, after the last micro-batch (torch/distributed/pipelining/stage.py).
+gathers each unit's parameters before it is needed, twice, and scatters its gradients (arXiv 1910.02054, section 7).
+In a pipeline gradients are scattered once, after the last micro-batch (torch/distributed/pipelining/stage.py).
 """
 
 from __future__ import annotations
@@ -131,11 +131,13 @@ def _sharded(replica: _Replica, run: Training, hide_forward: bool, hide_backward
 
     In a pipeline torch frees nothing after a backward but the last, so that a forward after it finds all blocks whole,
     and frees them: m micro-batches of 1F1B gather a block m + 1 times (tests/formulas/test_fsdp_pipeline.py)."""
-    layers, m = replica.layers, run.accumulation
-    forwards, reduced = (1, 1) if run.pp > 1 else (m, m)  # passes that gather, and that end in a reduce-scatter
+    layers = replica.layers
+    whole = 1 if run.pp > 1 else run.accumulation  # micro-batches with both gathers and a reduce-scatter
+    gathers_only = run.accumulation - whole
     gather, outside_gather = replica.seconds("all-gather", replica.weights)
     scatter, outside_scatter = replica.seconds("reduce-scatter", replica.gradients)
-    forward, outside = layers * gather, reduced * (outside_gather + outside_scatter)
+    forward = layers * gather
+    sent = whole * (forward + layers * (gather + scatter) + outside_gather + outside_scatter) + gathers_only * forward
     if hide_forward:
         forward = gather + (layers - 1) * max(0.0, gather - replica.forward / layers)
 
@@ -144,7 +146,6 @@ def _sharded(replica: _Replica, run: Training, hide_forward: bool, hide_backward
             return layers * (gather + scatter)
         return scatter + (layers - 1) * max(0.0, gather + scatter - replica.backward / layers)
 
-    exposed = forwards * forward + reduced * backward(scatter) + (m - reduced) * backward(0.0)
-    sent = (forwards + m) * layers * gather + reduced * layers * scatter
-    size = (forwards + m) * replica.weights + reduced * replica.gradients
-    return Communicated(exposed + outside, sent + outside, size)
+    exposed = whole * (forward + backward(scatter) + outside_gather + outside_scatter) + gathers_only * backward(0.0)
+    size = whole * (2 * replica.weights + replica.gradients) + gathers_only * replica.weights
+    return Communicated(exposed, sent, size)
