@@ -83,7 +83,8 @@ def to_markdown(made: str) -> str:
     notes = [
         "A decision is a tool's own verdict. lab.estimate and fitcheck leave a margin, and may say that they cannot "
         "tell. Tools that give bytes of tensors or of weights alone have no verdict.",
-        "The simulator takes the installed libraries, loading in order; what it says of a session's own way of loading was told afterwards, and is not counted here.",
+        "The simulator takes the installed libraries, loading in order; what it says of a session's own way of loading "
+        "was told afterwards, and is not counted here.",
     ]
     return "\n".join([*text, *(f"- {note}" for note in notes), "", made])
 
