@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 from provenance import provenance, titled_table, write
-from questions import fitcheck_verdict, installed, llmlab_verdict, simulated
+from questions import fitcheck_verdict, installed, llmlab_verdict
 
 import llmlab as lab
 from llmlab import ModelSpec, Report, Training
@@ -29,15 +29,15 @@ Decide = Callable[[ModelSpec, Training], str | None]
 def decision(said: str) -> str:
     """Return a verdict in the three words of the tables.
 
-    >>> decision("unknown"), decision("does not fit")
-    ('cannot tell', 'out of memory')
+    >>> decision("unknown"), decision("does_not_fit"), decision("safe")
+    ('cannot tell', 'out of memory', 'fits')
     """
-    return {"unknown": UNSURE, "uncertain": UNSURE, "does not fit": OVER}.get(said, said)
+    words = {"unknown": UNSURE, "uncertain": UNSURE, "does_not_fit": OVER, OVER: OVER, "safe": FITS, FITS: FITS}
+    return words[said]  # an unknown word is an error, not a fourth column
 
 
 TOOLS: dict[str, tuple[str, Decide]] = {
     "llmlab estimate": ("llmlab", llmlab_verdict),
-    "llmlab simulate": ("torch", lambda spec, run: simulated(spec, run).outcome),
     "fitcheck": ("fitcheck-llm", fitcheck_verdict),
 }
 
@@ -83,8 +83,8 @@ def to_markdown(made: str) -> str:
     notes = [
         "A decision is a tool's own verdict. lab.estimate and fitcheck leave a margin, and may say that they cannot "
         "tell. Tools that give bytes of tensors or of weights alone have no verdict.",
-        "The simulator takes the installed libraries, loading in order; what it says of a session's own way of loading "
-        "was told afterwards, and is not counted here.",
+        "What the simulator says of the later steps stands in their own tables (held_out.py): it is right about 3 of "
+        "the 4 that ran out of memory and about all 37 that ran.",
     ]
     return "\n".join([*text, *(f"- {note}" for note in notes), "", made])
 
