@@ -121,6 +121,7 @@ benchmarks: EXTRAS := $(EXTRAS),benchmarks
 benchmarks: env ## llmlab beside its peers, its speed, its overhead, on a GPU its kernels; renews benchmarks/results
 	$(PIP) $(PIP_FLAGS) -e '.[$(EXTRAS)]'
 	$(BIN)/python benchmarks/peers.py --out benchmarks/results
+	$(BIN)/python benchmarks/decisions.py --out benchmarks/results
 	$(BIN)/python benchmarks/versions.py --out benchmarks/results
 	$(BIN)/python benchmarks/held_out.py --out benchmarks/results
 	$(BIN)/python benchmarks/room.py --out benchmarks/results

@@ -166,11 +166,6 @@ class Training(_Spec):
             raise SpecError(f"ep={self.ep} does not divide dp={self.dp}; experts are shared over data-parallel ranks")
         if self.dp_replicate > 1:
             self._check_replicas()
-        if self.zero >= 2 and self.pp > 1:
-            raise SpecError(
-                f"zero={self.zero} with pp={self.pp}: a pipeline accumulates gradients over its micro-batches, so "
-                "they cannot be sharded after each; use zero <= 1 with pp, or pp=1"
-            )
         if self.sequence_parallel and self.tp == 1:
             raise SpecError("sequence_parallel=True with tp=1 has nothing to share; give tp >= 2")
         if self.fp8:

@@ -4,6 +4,11 @@ Each block is a unit, and what is outside of blocks another, whole from its forw
 the output of a block's all-gather stays until the next block's weights have been copied out of theirs; in backward the
 next block is gathered ahead, and the input of a reduce-scatter stays until the next unit has its gradients
 (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py: wait_for_unshard, pre_backward, post_backward).
+
+In a pipeline torch reduces a stage's gradients once, after its last micro-batch, and frees no parameters in backward
+before that (torch/distributed/pipelining/stage.py, backward_maybe_with_nosync): gradients are whole until then, in the
+dtype in which they are reduced. TorchTitan then frees none after forward either (reshard_after_forward_policy), which
+is zero=2.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from typing import NamedTuple
 
 from ...specs.model import ModelSpec
 from ...specs.run import Training
+from ...specs.stages import stage_layers
 from .float8 import gathered_less
 from .precision import Bytes
 
@@ -58,29 +64,32 @@ def sharded_experts(spec: ModelSpec, run: Training) -> float:
     return -(-spec.experts // same) / spec.experts
 
 
-def units(spec: ModelSpec, run: Training, b: Bytes, weights: Parts, counts: dict[str, int], trained: int) -> Units:
-    """Return the units of a device with `counts` parameters by component, in `weights` bytes, of which `trained` are
-    trained. A pipeline's stages cannot be sharded so: all blocks are here."""
+def units(
+    spec: ModelSpec, run: Training, b: Bytes, weights: Parts, counts: dict[str, int], trained: int, stage: int = 0
+) -> Units:
+    """Return the units of a device of pipeline stage `stage` with `counts` parameters by component, in `weights` bytes,
+    of which `trained` are trained."""
     if run.offload and run.zero < 3:
         return NONE
+    layers = stage_layers(spec.layers, run.pp)[stage]
     padding = sharded_experts(spec, run) * (run.dp_shard * run.cp // run.ep)
     around = counts["embedding"] + counts["positions"] + counts["head"]
     outside = weights.dense * around // max(1, sum(counts.values()) - counts["experts"])
-    dense = weights.dense - outside - gathered_less(spec, run, b.weights)
-    block = int((weights.experts * padding + dense) / spec.layers)
+    dense = weights.dense - outside - gathered_less(spec, run, b.weights) * layers // spec.layers
+    block = int((weights.experts * padding + dense) / layers)
     gradient, reduced = b.gradients, 4 if b.master else b.gradients
     if run.lora:
         around, gradient, reduced = 0, 4, 4
     if run.offload:  # gradients leave as they are made
         gradient = reduced = 0
-    own = padded = (trained - around) / spec.layers  # trained parameters of one block
+    own = padded = (trained - around) / layers  # trained parameters of one block
     if not run.lora:
-        padded += counts["experts"] / spec.layers * (padding - 1)
+        padded += counts["experts"] / layers * (padding - 1)
     stays = run.zero == 2
     return Units(
         block=block,
         outside=outside,
-        resident=outside + (spec.layers * block if stays else 0),
+        resident=outside + (layers * block if stays else 0),
         prefetched=0 if stays else block,
         block_gradients=int(gradient * own),
         outside_gradients=gradient * around,

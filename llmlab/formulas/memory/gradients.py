@@ -40,12 +40,14 @@ def gradients(share: Share, states: States) -> Gradients:
     whole_table = elements * b.gradients if run.tp > 1 and share.first else 0
     uncut = 0 if sharded or tied else whole_table
     every = 4 * states.trained if sharded and b.master else states.gradients
+    if whole := sharded and run.pp > 1:  # reduced once, after the last micro-batch
+        every = share.layers * states.units.block_reduction + states.units.outside_reduction
     every += max(0, uncut - table)
     # Those of earlier micro-batches exist all the time; those of a single one only from backward on.
     accumulates = run.accumulation > 1 and not run.offload
     accumulated = every if accumulates else 0
     once = _stored(share, every)
-    stored = Stored(every, every, every) if accumulates or run.offload else once
+    stored = Stored(every, every, every) if accumulates or whole or run.offload else once
     if sharded and accumulates and run.dp_replicate > 1:
         # What copies have summed is added to earlier gradients, and kept beside them until backward is over
         # (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, _all_reduce_state).
@@ -54,8 +56,9 @@ def gradients(share: Share, states: States) -> Gradients:
     # first was cast from half, two terms (torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace).
     terms = 2 if share.autocast and run.tp == 1 else 3
     if sharded:  # and FSDP2 has no shard of them yet
-        stored = Stored(stored.before_last_two + table, stored.before_last + table, stored.after_blocks)
-        embedding = whole_table + (terms * table if spec.tied else states.units.outside_gradients)
+        head = table if share.last else 0
+        stored = Stored(stored.before_last_two + head, stored.before_last + head, stored.after_blocks)
+        embedding = whole_table + (terms * table if tied else states.units.outside_gradients)
     elif tied:
         embedding = whole_table + (terms if accumulates else terms - 1) * table
     else:

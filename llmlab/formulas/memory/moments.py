@@ -72,6 +72,9 @@ class StepMemory:
             "workspace": 2 * (gpu.cublas_workspace or 0) if gpu else 0,
             "other": bucket_bytes(share, self.states),
         }
+        # What is whole still when backward ends: in a pipeline all blocks, but for one that the moments add.
+        units = self.states.units
+        self.left = units.outside + (units.block * (self.layers - 1) if run.pp > 1 else 0)
         whole = per_device(block_saved(share), run)
         kept = checkpointed(share) if run.checkpointing else whole
         in_flight = micro_batches_in_flight(run, share.stage)
@@ -152,10 +155,10 @@ class StepMemory:
             in_blocks("the first block of backward", gathered + units.prefetched, working,
                       gradients=grads.after_head + own_gradients,
                       activations=self.activations + self.recomputed + (self.kept_casts or self.block_cast)),
-            in_blocks("the last block of backward", units.outside + units.block, units.block_reduction + working,
+            in_blocks("the last block of backward", self.left + units.block, units.block_reduction + working,
                       gradients=grads.stored.before_last + own_gradients,
                       activations=self.last_block + self.recomputed + self.block_cast),
-            in_blocks("the embedding's gradient", units.outside, units.block_reduction + grads.embedding,
+            in_blocks("the embedding's gradient", self.left, units.block_reduction + grads.embedding,
                       gradients=grads.stored.after_blocks),
         ]  # fmt: skip
 
@@ -170,7 +173,7 @@ class StepMemory:
         found = [
             moment("the first block's gradients reduced", gathered, self.between + reducing,
                    gradients=grads.after_head, activations=activations),
-            moment("the last block's gradients reduced", units.outside, reducing, gradients=grads.stored.before_last),
+            moment("the last block's gradients reduced", self.left, reducing, gradients=grads.stored.before_last),
             moment("the other gradients reduced", 0, units.outside_gradients + units.outside_reduction,
                    gradients=grads.stored.after_blocks),
         ]  # fmt: skip
@@ -183,7 +186,7 @@ class StepMemory:
                        activations=activations + self.recomputed + (0 if self.kept_casts else self.block_cast)),
                 moment("the second block's gradients", gathered, self.between + reducing, gradients=grads.after_head,
                        activations=activations - self.block),
-                moment("the last but one block's gradients", units.outside + 2 * units.block, self.between + reducing,
+                moment("the last but one block's gradients", self.left + 2 * units.block, self.between + reducing,
                        gradients=grads.stored.before_last_two, activations=self.last_block),
             ]  # fmt: skip
         return found
