@@ -10,7 +10,7 @@ llmlab.base.errors.SpecError: precision='fp17' is not one of fp32, fp16, bf16, a
 from __future__ import annotations
 
 from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..base.errors import SpecError
 from ..base.terms import (
@@ -35,6 +35,9 @@ from ..base.terms import (
     Quantization,
     Weights,
 )
+
+if TYPE_CHECKING:
+    from ..engines.readers import Settings
 
 MOST = 2**53  # sizes are multiplied and divided as floats; up to here a float holds every whole number
 
@@ -220,6 +223,30 @@ class Training(_Spec):
     def world_size(self) -> int:
         """Devices: dp × tp × pp × cp (experts live on the data-parallel ranks)."""
         return self.dp * self.tp * self.pp * self.cp
+
+    @classmethod
+    def from_deepspeed(cls, config: Settings, **given: Any) -> Training:
+        """Return the Training that DeepSpeed's config says: a dict, JSON text or a file.
+
+        `given` are fields that it leaves open, such as seq_len, and dp where the batch sizes do not tell it. Raises
+        SpecError for keys that are unknown, for another engine's, and for "auto" where `given` does not resolve it.
+        """
+        from ..engines.readers import deepspeed_fields
+
+        return cls(**deepspeed_fields(config, cls._named(given)))
+
+    @classmethod
+    def from_accelerate(cls, config: Settings, **given: Any) -> Training:
+        """Return the Training that Accelerate's config says: a dict, YAML text or a file; else as `from_deepspeed`."""
+        from ..engines.readers import accelerate_fields
+
+        return cls(**accelerate_fields(config, cls._named(given)))
+
+    @classmethod
+    def _named(cls, given: dict[str, Any]) -> dict[str, Any]:
+        if unknown := sorted(set(given) - {f.name for f in fields(cls)}):
+            raise SpecError(f"Training has no field {', '.join(unknown)}")
+        return given
 
     def to_deepspeed(self) -> dict[str, Any]:
         """Return the config that `deepspeed.initialize` takes: `engines.configs.deepspeed_config`."""
