@@ -58,11 +58,12 @@ def _qkv(share: Share, options: Megatron) -> int:
     spec = share.spec
     Q, K, grouped = spec.query_width, spec.key_width, spec.kv_heads != spec.heads
     rotated = not spec.learned_positions
-    if options.transformer_engine and share.run.attention != "eager":
-        return share.tokens * HALF * (Q + 2 * K)
-    width = Q + 2 * K + (Q + K if rotated else Q if grouped else 0)
     if grouped and share.run.attention == "eager":
         width = 3 * Q
+    elif options.transformer_engine:
+        width = Q + 2 * K
+    else:
+        width = Q + 2 * K + (Q + K if rotated else Q if grouped else 0)
     return share.tokens * HALF * width
 
 
