@@ -4,13 +4,13 @@
 
 needs `pip install --no-deps megatron-core` (0.16) in an environment of its own, beside torch. Model, layers, schedules,
 gradient buffers and distributed optimizer are megatron-core's. Kernels that need a card are replaced by what they
-allocate: Apex's fused softmax, which writes its backward in place, Apex's and Transformer Engine's fused Adam, which has
-no temporaries, and FlashAttention by PyTorch's. Transformer Engine's layers keep what Megatron's own keep, but that they
+allocate: Apex's fused softmax, which writes its backward in place, the fused Adam of Apex and Transformer Engine, which
+has no temporaries, and FlashAttention by PyTorch's. Transformer Engine's layers keep what Megatron's own keep, but they
 take queries, keys and values as contiguous copies (dot_product_attention/utils.py, get_qkv_layout), and have a
 workspace of their own (module/base.py).
 
-Published are `mem-allocated-bytes`, after a step, and `mem-max-allocated-bytes`, both of the last rank, from Megatron-LM's
-golden values (tests/functional_tests/test_cases/gpt).
+Published are `mem-allocated-bytes`, after a step, and `mem-max-allocated-bytes`, both of the last rank, from the golden
+values of Megatron-LM (tests/functional_tests/test_cases/gpt).
 
     s  sequence    b  batch    h  hidden
 """
@@ -290,8 +290,8 @@ def simulated(run: Run, card: Any, rank: int, ranks: int, cublas: str = DETERMIN
     """Return the bytes that rank `rank` holds after a step, and its peak, on `card`."""
     import llmlab as lab
 
-    place = {"RANK": rank, "LOCAL_RANK": rank % 8, "WORLD_SIZE": ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
-    environment = {name: str(value) for name, value in place.items()}
+    place = {"RANK": rank, "LOCAL_RANK": rank % 8, "WORLD_SIZE": ranks, "MASTER_PORT": 29500}
+    environment = {"MASTER_ADDR": "localhost", **{name: str(value) for name, value in place.items()}}
     with mock.patch.dict(os.environ, {**environment, "CUBLAS_WORKSPACE_CONFIG": cublas}), lab.simulator(card) as sim:
         kernels = _softmax_kernels() if run.fused_softmax else {}
         with mock.patch.dict(sys.modules, kernels):

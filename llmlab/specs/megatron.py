@@ -55,6 +55,6 @@ class Megatron(_Spec):
         )
         if self.recompute_method and self.recompute == "selective":
             raise SpecError(
-                f"recompute_method={self.recompute_method!r} is for recompute='full'; 'selective' recomputes modules of "
-                "every layer"
+                f"recompute_method={self.recompute_method!r} is for recompute='full'; 'selective' recomputes the core "
+                "attention of every layer"
             )

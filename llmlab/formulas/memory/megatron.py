@@ -93,7 +93,7 @@ def _mlp_product(share: Share, options: Megatron) -> int:
 BLOCK = (
     Kept("input_layernorm", "input", _hidden, SEQUENCE, "transformer_layer.py; TE module/layernorm_linear.py"),
     Kept("input_layernorm", "statistics", _norm_statistics, SEQUENCE, "TE module/layernorm_linear.py: mu, rsigma"),
-    # With sequence parallelism the shard is kept, and gathered again in backward (layers.py, LinearWithGradAccumulation).
+    # With sequence parallelism the shard is kept, and gathered again in backward (LinearWithGradAccumulation...).
     Kept("linear_qkv", "input", _hidden, SEQUENCE, "tensor_parallel/layers.py; TE module/layernorm_linear.py: ln_out"),
     Kept("core_attention", "queries, keys, values", _qkv, TENSOR,
          "transformer/attention.py, get_query_key_value_tensors; TE dot_product_attention/utils.py, get_qkv_layout"),
@@ -117,7 +117,7 @@ def block_bytes(share: Share, options: Megatron, core: bool = True) -> int:
 
 
 def layers_in_flight(run: Training, stage: int, layers: int, chunks: int = 1) -> int:
-    """Return of how many layers a stage keeps activations at most, counting each micro-batch: in 1F1B pp - stage of them;
+    """Return of how many layers a stage keeps activations at most, of all its micro-batches: in 1F1B of pp - stage;
     interleaved, warm-up runs 2 (pp - stage - 1) + (chunks - 1) · pp chunks ahead (pipeline_parallel/schedules.py,
     get_pp_rank_microbatches), and one more before the first backward.
 
@@ -183,9 +183,12 @@ class MegatronMemory:
         whole = block_bytes(share, options)
         if options.recompute == "selective":
             return whole - block_bytes(share, options, core=False)
-        if options.recompute != "full":
+        number, of_chunk = options.recompute_num_layers, share.layers // options.virtual_pipeline
+        # Backward begins with the last layers, which "block" recomputes only where it recomputes all.
+        if options.recompute != "full" or (options.recompute_method == "block" and number < of_chunk):
             return 0
-        return whole * (1 if options.recompute_method == "block" else min(options.recompute_num_layers, share.layers))
+        again = 1 if options.recompute_method == "block" else min(number, of_chunk)
+        return again * whole - self.hidden  # whose input was kept
 
     @property
     def outside(self) -> int:
@@ -230,14 +233,16 @@ class MegatronMemory:
     def _scores_backward(self) -> int:
         """Unfused: the gradients of what multiplied the values and of dropout's input, in half; softmax's is written in
         place of the latter by the fused kernel. PyTorch's in fp32 takes three, when what multiplied the values is gone.
+        What the MLP kept is free by then.
         """
-        share = self.share
+        share, options = self.share, self.options
         if share.run.attention != "eager":
             return 0
         element = HALF
-        if not (self.options.masked_softmax_fusion or self.options.transformer_engine):
+        if not (options.masked_softmax_fusion or options.transformer_engine):
             element = 3 * FP32 - HALF - (share.spec.attention_dropout > 0)
-        return score_elements(share) * element // share.run.tp
+        freed = _mlp_product(share, options) + _mlp_inner(share, options)
+        return (score_elements(share) * element - freed) // share.run.tp
 
     def _moment(self, phase: str, name: str, **given: int) -> Moment:
         parts = {

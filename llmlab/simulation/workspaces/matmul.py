@@ -28,8 +28,8 @@ def cublas(gpu: GPU) -> Handle:
 
 
 def _chosen_workspace() -> int:
-    """Return the bytes that CUBLAS_WORKSPACE_CONFIG asks for, 0 where it says nothing: ":4096:8" is 8 buffers of 4096 KiB
-    (cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize). Deterministic runs set it."""
+    """Return the bytes that CUBLAS_WORKSPACE_CONFIG asks for, 0 where it says nothing: ":4096:8" is 8 buffers of
+    4096 KiB (cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize). Deterministic runs set it."""
     pairs = findall(r":([0-9]+):([0-9]+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
     return sum(int(size) * int(count) for size, count in pairs) * 1024
 
