@@ -31,7 +31,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import llmlab as lab
 from llmlab.archive import figure
+from llmlab.formulas.memory.megatron import MegatronMemory
+from llmlab.formulas.memory.share import share_of
+from llmlab.specs.megatron import Megatron
+from llmlab.specs.model import ModelSpec, model
+from llmlab.specs.run import Training
 
 MiB = 1 << 20
 DETERMINISTIC = ":4096:8"  # CUBLAS_WORKSPACE_CONFIG of most of the tests
@@ -64,7 +70,7 @@ class Run:
     fp16: bool = False
     distributed_optimizer: bool = False
     attention: str = "unfused"  # or "flash"
-    fused_softmax: bool = True
+    fused_kernels: bool = True  # Apex's softmax and Adam
     transformer_engine: bool = False
     recompute: str | None = None
     method: str | None = None
@@ -107,7 +113,7 @@ RUNS = {
     "local, pp 2": replace(LOCAL, pp=2),
     "local, pp 4": replace(LOCAL, pp=4),
     "local, tp 4": replace(LOCAL, tp=4),
-    "local without Apex, tp 2, pp 2": replace(LOCAL, tp=2, pp=2, fp16=True, fused_softmax=False),
+    "local without Apex, tp 2, pp 2": replace(LOCAL, tp=2, pp=2, fp16=True, fused_kernels=False),
     "7B, tp 4, A100": replace(LARGE, tp=4, micro_batch=2),
     "7B, tp 4, H100": replace(LARGE, tp=4, micro_batch=2),
     "7B, pp 4, 8 virtual stages, A100": replace(LARGE, pp=4, chunks=8, micro_batch=1),
@@ -126,6 +132,48 @@ def published(name: str) -> tuple[int, int]:
     """Return the bytes that the last rank held after a step, and its peak, as published."""
     found = figure("megatron-golden-memory")
     return int(found[f"{name}: held"]), int(found[f"{name}: peak"])
+
+
+def spec_of(run: Run) -> ModelSpec:
+    """Return the run's model; GPT-2's class has neither groups of heads, gated MLPs nor rotary positions, Megatron's
+    has all."""
+    spec = model({
+        "model_type": "gpt2", "vocab_size": run.vocab, "n_positions": run.seq, "n_embd": run.hidden,
+        "n_layer": run.layers, "n_head": run.heads, "n_inner": run.inner, "resid_pdrop": run.dropout,
+        "embd_pdrop": run.dropout, "attn_pdrop": run.dropout, "tie_word_embeddings": not run.untied,
+    })  # fmt: skip
+    biases = dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), run.bias)
+    other = {"kv_heads": run.groups or run.heads, "gated": run.swiglu, "learned_positions": not run.rotary, **biases}
+    for field, value in {**other, "norm": "rmsnorm" if run.rmsnorm else "layernorm"}.items():
+        object.__setattr__(spec, field, value)
+    return spec
+
+
+def training_of(run: Run, ranks: int = RANKS) -> Training:
+    """Return the run as llmlab's."""
+    dp = ranks // (run.tp * run.pp * run.cp)
+    return Training(
+        micro_batch=run.micro_batch, seq_len=run.seq, accumulation=run.global_batch // (run.micro_batch * dp), dp=dp,
+        tp=run.tp, pp=run.pp, cp=run.cp, zero=int(run.distributed_optimizer), sequence_parallel=run.sequence_parallel,
+        precision="mixed-fp16" if run.fp16 else "mixed-bf16",
+        attention="flash" if run.attention == "flash" else "eager",
+    )  # fmt: skip
+
+
+def estimated(name: str) -> tuple[int, int]:
+    """Return the bytes that the last rank of a published run holds after a step, and its peak, by formulas."""
+    run, (card, cublas) = RUNS[name], conditions(name)
+    options = Megatron(
+        recompute=run.recompute, recompute_method=run.method, recompute_num_layers=run.number or 1,
+        transformer_engine=run.transformer_engine, masked_softmax_fusion=run.fused_kernels,
+        virtual_pipeline=run.chunks,
+    )  # fmt: skip
+    gpu = lab.gpu(card)
+    if cublas:
+        gpu = replace(gpu, cublas_workspace=32 * MiB)
+    share = share_of(spec_of(run), training_of(run), gpu, stage=run.pp - 1)
+    totals = [moment.total for moment in MegatronMemory(share, options).moments()]
+    return totals[-1], max(totals)
 
 
 class _Flash(nn.Module):
@@ -161,6 +209,10 @@ class _Norm:
         return norm
 
 
+def _fused_adam(params: Any, adam_w_mode: bool = True, **settings: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(params, fused=True, **settings)
+
+
 def _softmax_kernels() -> dict[str, types.ModuleType]:
     """Return modules in place of Apex's fused softmax."""
     causal, masked = (types.ModuleType(f"scaled_{name}masked_softmax_cuda") for name in ("upper_triang_", ""))
@@ -178,7 +230,7 @@ def _config(run: Run) -> Any:
         num_layers=run.layers, hidden_size=run.hidden, num_attention_heads=run.heads, num_query_groups=run.groups,
         ffn_hidden_size=run.inner, gated_linear_unit=run.swiglu, activation_func=F.silu if run.swiglu else F.gelu,
         add_bias_linear=run.bias, normalization="RMSNorm" if run.rmsnorm else "LayerNorm", hidden_dropout=run.dropout,
-        attention_dropout=run.dropout, attention_softmax_in_fp32=True, masked_softmax_fusion=run.fused_softmax,
+        attention_dropout=run.dropout, attention_softmax_in_fp32=True, masked_softmax_fusion=run.fused_kernels,
         bias_activation_fusion=run.bias or run.swiglu, bias_dropout_fusion=True, fp16=run.fp16, bf16=not run.fp16,
         params_dtype=run.dtype, pipeline_dtype=run.dtype, autocast_dtype=run.dtype, tensor_model_parallel_size=run.tp,
         pipeline_model_parallel_size=run.pp, context_parallel_size=run.cp, sequence_parallel=run.sequence_parallel,
@@ -205,13 +257,13 @@ def _models(run: Run, config: Any) -> list[Any]:
     made = []
     for chunk in range(run.chunks):
         where = dict(ignore_virtual=False, vp_stage=chunk if run.chunks > 1 else None)
-        model = GPTModel(
+        gpt = GPTModel(
             config, layer, run.padded, run.seq, share_embeddings_and_output_weights=not run.untied,
             pre_process=parallel_state.is_pipeline_first_stage(**where),
             post_process=parallel_state.is_pipeline_last_stage(**where),
             position_embedding_type="rope" if run.rotary else "learned_absolute", vp_stage=where["vp_stage"],
         )  # fmt: skip
-        made.append(Float16Module(config, model.cuda()))
+        made.append(Float16Module(config, gpt.cuda()))
     buffers = DistributedDataParallelConfig(
         grad_reduce_in_fp32=not run.fp16, use_distributed_optimizer=run.distributed_optimizer
     )
@@ -224,9 +276,9 @@ def _loss(mask_bs: Tensor, losses_bs: Tensor) -> tuple[Tensor, dict[str, Tensor]
     return loss, {"lm loss": loss.detach()}
 
 
-def _forward(batches: Iterator[tuple], model: Any) -> tuple[Tensor, Callable]:
+def _forward(batches: Iterator[tuple], chunk: Any) -> tuple[Tensor, Callable]:
     ids_bs, positions_bs, mask_bs, causal = next(batches)
-    return model(ids_bs, positions_bs, causal, labels=ids_bs), partial(_loss, mask_bs)
+    return chunk(ids_bs, positions_bs, causal, labels=ids_bs), partial(_loss, mask_bs)
 
 
 def _causal(run: Run) -> Tensor | None:
@@ -254,7 +306,8 @@ def train(run: Run, steps: int = 2) -> Iterator[None]:
         create_gloo_process_groups=False,
     )  # fmt: skip
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    optimizer.Adam = partial(torch.optim.AdamW, fused=True)
+    if run.fused_kernels:
+        optimizer.USING_PYTORCH_OPTIMIZER, optimizer.Adam = False, _fused_adam
     config = _config(run)
     models = _models(run, config)
     settings = optimizer.OptimizerConfig(
@@ -273,8 +326,8 @@ def train(run: Run, steps: int = 2) -> Iterator[None]:
     batches = [_batches(run) for _ in models]
     several = len(models) > 1
     for _ in range(steps):
-        for model in models:
-            model.zero_grad_buffer()
+        for each in models:
+            each.zero_grad_buffer()
         adam.zero_grad()
         get_forward_backward_func()(
             forward_step_func=_forward, data_iterator=batches if several else batches[0],
@@ -288,12 +341,10 @@ def train(run: Run, steps: int = 2) -> Iterator[None]:
 
 def simulated(run: Run, card: Any, rank: int, ranks: int, cublas: str = DETERMINISTIC) -> tuple[int, int]:
     """Return the bytes that rank `rank` holds after a step, and its peak, on `card`."""
-    import llmlab as lab
-
     place = {"RANK": rank, "LOCAL_RANK": rank % 8, "WORLD_SIZE": ranks, "MASTER_PORT": 29500}
     environment = {"MASTER_ADDR": "localhost", **{name: str(value) for name, value in place.items()}}
     with mock.patch.dict(os.environ, {**environment, "CUBLAS_WORKSPACE_CONFIG": cublas}), lab.simulator(card) as sim:
-        kernels = _softmax_kernels() if run.fused_softmax else {}
+        kernels = _softmax_kernels() if run.fused_kernels else {}
         with mock.patch.dict(sys.modules, kernels):
             *_, held = [sim.allocated for _ in train(run)]
         return held, sim.peak_allocated
@@ -301,6 +352,6 @@ def simulated(run: Run, card: Any, rank: int, ranks: int, cublas: str = DETERMIN
 
 if __name__ == "__main__":
     given = replace(Run(), **json.loads(sys.argv[1] if len(sys.argv) > 1 else "{}"))
-    sys.modules.update(_softmax_kernels() if given.fused_softmax else {})
+    sys.modules.update(_softmax_kernels() if given.fused_kernels else {})
     for _ in train(given):
         pass
