@@ -23,8 +23,8 @@ Method = Literal["uniform", "block"]
 class Megatron(_Spec):
     """Megatron-LM with its GPT model: `Training(stack=lab.Megatron(...))`, or "megatron" for the defaults.
 
-    `recompute` is --recompute-granularity: "selective" computes core attention again (--recompute-modules core_attn,
-    its default); "full" keeps the input of every `recompute_num_layers` layers ("uniform"), or of so many layers of
+    `recompute` is --recompute-granularity: "selective" computes `recompute_modules` again, of "core_attn" and "mlp"; "full"
+    keeps the input of every `recompute_num_layers` layers ("uniform"), or of so many layers of
     each virtual stage and the others whole ("block"). None is Training's `checkpointing`.
 
     `transformer_engine`: layers of Transformer Engine, or Megatron's own with Apex (--transformer-impl local).
@@ -38,6 +38,7 @@ class Megatron(_Spec):
     recompute: Recompute | None = None
     recompute_method: Method | None = None
     recompute_num_layers: int = 1
+    recompute_modules: tuple[str, ...] = ("core_attn",)
     transformer_engine: bool = True
     masked_softmax_fusion: bool = True
     accumulate_allreduce_grads_in_fp32: bool | None = None

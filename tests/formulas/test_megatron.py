@@ -45,7 +45,7 @@ def test_recomputing_core_attention_leaves_34sbh():
     run = replace(RUN, tp=2, sequence_parallel=True)
     share = memory(run).share
     statistics = 2 * 8 * run.seq * run.micro_batch // 2
-    assert block_bytes(share, DEFAULT, core=False) == 34 * run.seq * run.micro_batch * run.hidden / 2 + statistics
+    assert block_bytes(share, DEFAULT, ("core_attn",)) == 34 * run.seq * run.micro_batch * run.hidden / 2 + statistics
 
 
 def test_every_tensor_of_the_block_names_its_file():

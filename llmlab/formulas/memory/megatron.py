@@ -26,16 +26,16 @@ HALF, FP32, STATISTICS = 2, 4, 4  # bytes
 
 
 class Kept(NamedTuple):
-    """A tensor that an operator of a block keeps for backward: its bytes on one rank before `cut` divides them.
+    """A tensor that an operator of a block keeps for backward: its bytes before `cut` divides them among ranks.
 
-    `core` marks what selective recomputation makes again: the inside of core attention."""
+    `module` is the one of --recompute-modules that makes it again instead."""
 
     operator: str
     tensor: str
     bytes: Callable[[Share, Megatron], int]
     cut: str
     source: str
-    core: bool = False
+    module: str | None = None
 
 
 def _hidden(share: Share, _: Megatron) -> int:
@@ -98,22 +98,23 @@ BLOCK = (
     Kept("core_attention", "queries, keys, values", _qkv, TENSOR,
          "transformer/attention.py, get_query_key_value_tensors; TE dot_product_attention/utils.py, get_qkv_layout"),
     Kept("core_attention", "scores or log-sum-exp", _core_attention, TENSOR,
-         "transformer/dot_product_attention.py; fusions/fused_softmax.py", core=True),
+         "transformer/dot_product_attention.py; fusions/fused_softmax.py", "core_attn"),
     Kept("linear_proj", "input", _attention_output, TENSOR, "tensor_parallel/layers.py"),
     Kept("self_attn_bda", "dropout mask", _dropout_mask, SEQUENCE, "fusions/fused_bias_dropout.py"),
     Kept("pre_mlp_layernorm", "input", _hidden, SEQUENCE, "transformer_layer.py; TE module/layernorm_linear.py"),
     Kept("pre_mlp_layernorm", "statistics", _norm_statistics, SEQUENCE, "TE module/layernorm_linear.py: mu, rsigma"),
     Kept("linear_fc1", "input", _hidden, SEQUENCE, "tensor_parallel/layers.py; TE module/layernorm_linear.py: ln_out"),
-    Kept("activation", "input", _mlp_product, TENSOR, "fusions/fused_bias_gelu.py, fused_bias_swiglu.py"),
-    Kept("linear_fc2", "input", _mlp_inner, TENSOR, "tensor_parallel/layers.py"),
+    Kept("activation", "input", _mlp_product, TENSOR, "fusions/fused_bias_gelu.py, fused_bias_swiglu.py",
+         "mlp"),
+    Kept("linear_fc2", "input", _mlp_inner, TENSOR, "tensor_parallel/layers.py", "mlp"),
     Kept("mlp_bda", "dropout mask", _dropout_mask, SEQUENCE, "fusions/fused_bias_dropout.py"),
 )  # fmt: skip
 
 
-def block_bytes(share: Share, options: Megatron, core: bool = True) -> int:
-    """Return what one block keeps on one rank of one micro-batch; `core`: with the inside of core attention."""
+def block_bytes(share: Share, options: Megatron, without: tuple[str, ...] = ()) -> int:
+    """Return what one block keeps on one rank of one micro-batch, `without` what these modules make again."""
     cuts = {SEQUENCE: share.sequence_ranks, TENSOR: share.run.tp}
-    return sum(kept.bytes(share, options) // cuts[kept.cut] for kept in BLOCK if core or not kept.core)
+    return sum(kept.bytes(share, options) // cuts[kept.cut] for kept in BLOCK if kept.module not in without)
 
 
 def layers_in_flight(run: Training, stage: int, layers: int, chunks: int = 1) -> int:
@@ -156,6 +157,7 @@ class MegatronMemory:
         self.workspace = handles + (_engine_workspace(share) if options.transformer_engine else _buffer(share))
         # The input of a chunk, and its gradient, stay in the module after the step (TransformerBlock.set_input_tensor):
         # of every chunk that receives one, and so of all but the first stage's first.
+        self.selected = options.recompute_modules if options.recompute == "selective" else ()
         received = options.virtual_pipeline - share.first if run.pp > 1 else 0
         self.hidden = _hidden(share, options) // share.sequence_ranks
         self.held = 2 * received * self.hidden
@@ -167,7 +169,7 @@ class MegatronMemory:
         chunks = options.virtual_pipeline
         layers = layers_in_flight(share.run, share.stage, share.layers, chunks)
         if not full:
-            return layers * block_bytes(share, options, core=options.recompute is None)
+            return layers * block_bytes(share, options, self.selected)
         of_chunk = share.layers // chunks
         number = min(options.recompute_num_layers, of_chunk)
         passes = layers // of_chunk
@@ -182,7 +184,8 @@ class MegatronMemory:
         share, options = self.share, self.options
         whole = block_bytes(share, options)
         if options.recompute == "selective":
-            return whole - block_bytes(share, options, core=False)
+            # One module at a time; with it comes its output, which backward begins at.
+            return max(whole - block_bytes(share, options, (module,)) for module in self.selected) + self.hidden
         number, of_chunk = options.recompute_num_layers, share.layers // options.virtual_pipeline
         # Backward begins with the last layers, which "block" recomputes only where it recomputes all.
         if options.recompute != "full" or (options.recompute_method == "block" and number < of_chunk):
