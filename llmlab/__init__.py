@@ -22,6 +22,7 @@ from .report import Comparison, Report
 from .simulation.simulator import simulator
 from .specs.model import ModelSpec, model, models
 from .specs.run import Inference, LoRA, Training
+from .specs.stacks import Torchtitan
 from .verbs import compare, estimate, measure, meter, records, simulate
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "NotAvailable",
     "Report",
     "SpecError",
+    "Torchtitan",
     "Training",
     "UnknownName",
     "compare",

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..base.errors import NotAvailable
 from ..base.units import show_bytes
 from ..formulas.time.step import mfu, tokens_of
 from ..hardware.gpu import GPU
@@ -22,6 +23,7 @@ from ..specs.check import check
 from ..specs.model import ModelLike, ModelSpec
 from ..specs.model import model as find_model
 from ..specs.run import Inference, Run, Training
+from ..specs.stacks import StackOptions
 from ..step.model import pinned_attention, quantization_of
 from ..step.optimizer import check_offload
 from ..step.quantized import LoadOrder, one_at_a_time
@@ -91,6 +93,8 @@ def recorded(
     """
     spec, card = find_model(model), find_gpu(gpu) if gpu else None
     check(spec, run, card)
+    if isinstance(run, Training) and isinstance(run.stack, StackOptions):
+        raise NotAvailable(f"simulate runs transformers' classes, not {run.stack.name}'s yet; see lab.estimate")
     if run.world_size > 1:
         checked(spec, run)
     elif isinstance(run, Training) and run.offload:
