@@ -33,9 +33,8 @@ from torch import Tensor, nn
 
 import llmlab as lab
 from llmlab.archive import figure
-from llmlab.formulas.memory.megatron import MegatronMemory
+from llmlab.formulas.memory.megatron_step import MegatronMemory
 from llmlab.formulas.memory.share import share_of
-from llmlab.specs.megatron import Megatron
 from llmlab.specs.model import ModelSpec, model
 from llmlab.specs.run import Training
 
@@ -152,27 +151,31 @@ def spec_of(run: Run) -> ModelSpec:
 def training_of(run: Run, ranks: int = RANKS) -> Training:
     """Return the run as llmlab's."""
     dp = ranks // (run.tp * run.pp * run.cp)
+    stack = lab.Megatron(
+        recompute=run.recompute, recompute_method=run.method, recompute_num_layers=run.number or 1,
+        transformer_engine=run.transformer_engine, masked_softmax_fusion=run.fused_kernels,
+        virtual_pipeline=run.chunks,
+    )  # fmt: skip
     return Training(
         micro_batch=run.micro_batch, seq_len=run.seq, accumulation=run.global_batch // (run.micro_batch * dp), dp=dp,
         tp=run.tp, pp=run.pp, cp=run.cp, zero=int(run.distributed_optimizer), sequence_parallel=run.sequence_parallel,
-        precision="mixed-fp16" if run.fp16 else "mixed-bf16",
+        precision="mixed-fp16" if run.fp16 else "mixed-bf16", stack=stack,
         attention="flash" if run.attention == "flash" else "eager",
     )  # fmt: skip
+
+
+def memory(run: Run, card: str, stage: int = 0, cublas: str = "") -> MegatronMemory:
+    """Return what formulas say of a rank of a run."""
+    gpu = lab.gpu(card)
+    if cublas == DETERMINISTIC:
+        gpu = replace(gpu, cublas_workspace=32 * MiB)
+    return MegatronMemory(share_of(spec_of(run), training_of(run), gpu, stage=stage))
 
 
 def estimated(name: str) -> tuple[int, int]:
     """Return the bytes that the last rank of a published run holds after a step, and its peak, by formulas."""
     run, (card, cublas) = RUNS[name], conditions(name)
-    options = Megatron(
-        recompute=run.recompute, recompute_method=run.method, recompute_num_layers=run.number or 1,
-        transformer_engine=run.transformer_engine, masked_softmax_fusion=run.fused_kernels,
-        virtual_pipeline=run.chunks,
-    )  # fmt: skip
-    gpu = lab.gpu(card)
-    if cublas:
-        gpu = replace(gpu, cublas_workspace=32 * MiB)
-    share = share_of(spec_of(run), training_of(run), gpu, stage=run.pp - 1)
-    totals = [moment.total for moment in MegatronMemory(share, options).moments()]
+    totals = [moment.total for moment in memory(run, card, run.pp - 1, cublas).moments()]
     return totals[-1], max(totals)
 
 

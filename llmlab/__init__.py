@@ -22,7 +22,7 @@ from .report import Comparison, Report
 from .simulation.simulator import simulator
 from .specs.model import ModelSpec, model, models
 from .specs.run import Inference, LoRA, Training
-from .specs.stacks import Torchtitan
+from .specs.stacks import Megatron, Torchtitan
 from .verbs import compare, estimate, measure, meter, records, simulate
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "Comparison",
     "Inference",
     "LoRA",
+    "Megatron",
     "ModelSpec",
     "NotAvailable",
     "Report",

@@ -33,7 +33,7 @@ HELP = {
     "offload": "What is kept in the host's memory instead.",
     "compile": "Run under torch.compile.",
     "kernels": "Fused kernels.",
-    "stack": "Whose code trains: transformers, torchtitan, or with options as in torchtitan:ac=full,every=2.",
+    "stack": "Whose code trains: transformers, torchtitan, megatron, or with options as in torchtitan:ac=full,every=2.",
     "lora": "Train adapters of this rank, freeze the rest.",
     "lora_targets": "Linear layers that get an adapter, separated by commas.",
     "lora_alpha": "Numerator of the adapters' scale alpha / rank; without it 2 * rank.",

@@ -6,23 +6,23 @@ import megatron_script
 import pytest
 
 import llmlab as lab
-from llmlab.base.errors import SpecError
 from llmlab.formulas.memory.activations import korthikanti_block
-from llmlab.formulas.memory.megatron import BLOCK, MegatronMemory, block_bytes, layers_in_flight
-from llmlab.formulas.memory.share import share_of
-from llmlab.specs.megatron import Megatron
+from llmlab.formulas.memory.megatron_step import layers_in_flight
 
-DEFAULT = Megatron()
 RUN = megatron_script.TE
+TENSOR = 2 * RUN.seq * RUN.micro_batch * RUN.hidden
 PP4 = lab.Training(pp=4, accumulation=8)
 
 
-def memory(run: megatron_script.Run, stage: int = 0, **options: object) -> MegatronMemory:
-    share = share_of(megatron_script.spec_of(run), megatron_script.training_of(run), lab.gpu("A100-80GB"), stage=stage)
-    return MegatronMemory(share, Megatron(**{"virtual_pipeline": run.chunks, **options}))
+def memory(run, stage=0):
+    return megatron_script.memory(run, "A100-80GB", stage)
 
 
-def at(memory: MegatronMemory, name: str) -> dict[str, int]:
+def kept(run):
+    return sum(memory(run).whole.values())
+
+
+def at(memory, name):
     return next(moment.parts for moment in memory.moments() if moment.name == name)
 
 
@@ -33,30 +33,22 @@ def at(memory: MegatronMemory, name: str) -> dict[str, int]:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_the_block_is_the_papers(tp, sequence_parallel):
     run = replace(RUN, tp=tp, sequence_parallel=sequence_parallel and tp > 1)
-    share = memory(run).share
     s, b, h, a = run.seq, run.micro_batch, run.hidden, run.heads
-    paper = korthikanti_block(s, b, h, a, tp, run.sequence_parallel)
     # The paper leaves out what norms keep of a row: its mean and 1/std in fp32.
-    statistics = 2 * 8 * s * b // share.sequence_ranks
-    assert block_bytes(share, DEFAULT) == paper + statistics
+    statistics = 2 * 8 * s * b // (tp if run.sequence_parallel else 1)
+    assert kept(run) == korthikanti_block(s, b, h, a, tp, run.sequence_parallel) + statistics
 
 
 def test_recomputing_core_attention_leaves_34sbh():
-    run = replace(RUN, tp=2, sequence_parallel=True)
-    share = memory(run).share
-    statistics = 2 * 8 * run.seq * run.micro_batch // 2
-    assert block_bytes(share, DEFAULT, ("core_attn",)) == 34 * run.seq * run.micro_batch * run.hidden / 2 + statistics
-
-
-def test_every_tensor_of_the_block_names_its_file():
-    assert all(".py" in kept.source for kept in BLOCK)
+    run = replace(RUN, tp=2, sequence_parallel=True, recompute="selective")
+    s, b, h = run.seq, run.micro_batch, run.hidden
+    assert sum(memory(run).activations_by_kind.values()) == run.layers * (34 * s * b * h + 2 * 8 * s * b) // 2
 
 
 def test_own_attention_keeps_the_product_beside_copied_queries():
     run = replace(RUN, groups=2, attention="flash")
-    share = memory(run).share
-    own = block_bytes(share, Megatron(transformer_engine=False)) - block_bytes(share, DEFAULT)
-    assert own == 2 * share.tokens * run.hidden  # the queries, which Transformer Engine's copies replace
+    # the queries, which Transformer Engine's copies replace
+    assert kept(replace(run, transformer_engine=False)) - kept(run) == TENSOR
 
 
 # ---- schedules
@@ -78,7 +70,7 @@ def test_a_stage_holds_the_inputs_of_its_chunks_and_their_gradients_after_the_st
     """What the last stage holds beside its share: of 8 chunks, 2 × 8 tensors of sequence × hidden; the first stage's
     first chunk receives nothing."""
     run = megatron_script.RUNS["7B, pp 4, 8 virtual stages, H100"]
-    tensor = 2 * run.seq * run.hidden
+    tensor = 2 * run.seq * run.micro_batch * run.hidden
     assert [at(memory(run, stage), "the update")["other"] // tensor for stage in (0, 3)] == [14, 16]
 
 
@@ -103,26 +95,59 @@ def test_the_vocabulary_is_padded_for_each_rank():
 
 
 def test_full_recomputation_keeps_an_input_of_every_group_of_layers():
-    found = memory(RUN, recompute="full", recompute_num_layers=5)
-    tensor = 2 * RUN.seq * RUN.micro_batch * RUN.hidden
-    assert found.activations == 3 * tensor  # of 5, 5 and 2 layers
-    assert found.recomputed == 5 * block_bytes(found.share, DEFAULT) - tensor
+    found = memory(replace(RUN, recompute="full", number=5))
+    assert found.activations_by_kind == {"block inputs": 3 * TENSOR}  # of 5, 5 and 2 layers
+    assert found.recomputed() == 5 * kept(RUN) - TENSOR
 
 
 def test_block_recomputation_keeps_the_other_layers_whole():
-    found = memory(RUN, recompute="full", recompute_method="block", recompute_num_layers=5)
-    tensor = 2 * RUN.seq * RUN.micro_batch * RUN.hidden
-    assert found.activations == 5 * tensor + 7 * block_bytes(found.share, DEFAULT)
+    found = memory(replace(RUN, recompute="full", method="block", number=5))
+    assert sum(found.activations_by_kind.values()) == 5 * TENSOR + 7 * kept(RUN)
 
 
-def test_a_method_is_for_full_recomputation():
-    with pytest.raises(SpecError, match="recompute_method='block' is for recompute='full'"):
-        Megatron(recompute="selective", recompute_method="block")
+# ---- what is asked for
 
 
-def test_an_unknown_option_names_what_there_is():
-    with pytest.raises(SpecError, match="recompute='some' is not one of None, selective, full"):
-        Megatron(recompute="some")
+def test_the_name_alone_is_megatron_in_bf16():
+    assert lab.Training(stack="megatron").precision == "mixed-bf16"
+    assert lab.Training(checkpointing="selective", stack="megatron").checkpointing == "selective"
+    assert lab.Training(stack="megatron:recompute=full,recompute_num_layers=2").checkpointing == "full"
+    given = "megatron:recompute=selective,recompute_modules=core_attn mlp"
+    assert lab.Training(stack=given).stack.recompute_modules == ("core_attn", "mlp")
+
+
+def test_the_fullest_stage_is_told():
+    run = lab.Training(stack=lab.Megatron(recompute="full"), pp=4, tp=2, accumulation=8, seq_len=8192)
+    report = lab.estimate("meta-llama/Meta-Llama-3-8B", run, "H100-80GB")
+    assert report.outcome == "fits"
+    assert sum(report.parts.values()) == report.peak_allocated
+    assert any("Stage 3 of the pipeline (from 0) holds more than the first" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ({"recompute": "selective", "recompute_method": "block"}, "recompute_method='block' is for recompute='full'"),
+    ({"recompute": "some"}, "recompute='some' is not one of None, selective, full"),
+    ({"recompute_modules": "moe"}, "recompute_modules=('moe',) is not of core_attn, mlp"),
+    ({"ac": "full"}, "megatron has no option ac: it is torchtitan's"),
+])  # fmt: skip
+def test_bad_options_are_named(given, message):
+    with pytest.raises(lab.SpecError) as error:
+        lab.Megatron(**given)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ({"zero": 3, "dp": 2}, "megatron has no zero=3"),
+    ({"precision": "autocast-bf16"}, "megatron has no precision='autocast-bf16'"),
+    ({"checkpointing": "selective", "stack": "megatron:recompute=full"}, "give one of them"),
+    ({"stack": "megatron:virtual_pipeline=2"}, "virtual_pipeline=2 with pp=1"),
+    ({"stack": "megatron:virtual_pipeline=3", "pp": 4, "accumulation": 4}, "does not divide the layers"),
+    ({"stack": "megatron:virtual_pipeline=2", "pp": 4, "accumulation": 6}, "whole pp=4 micro-batches, not 6"),
+])  # fmt: skip
+def test_what_megatron_has_not_is_refused(given, message):
+    with pytest.raises(lab.SpecError) as error:
+        lab.estimate("meta-llama/Meta-Llama-3-8B", lab.Training(**{"stack": "megatron", **given}), "H100-80GB")
+    assert message in str(error.value)
 
 
 # ---- golden values

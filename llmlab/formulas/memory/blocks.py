@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ...specs.stacks import StackOptions
-from . import torchtitan
+from . import megatron, torchtitan
 from .described import Block
 from .share import Share
 
-DESCRIPTIONS = {"torchtitan": torchtitan.block}
+DESCRIPTIONS = {"megatron": megatron.block, "torchtitan": torchtitan.block}
 
 
 def block_of(share: Share) -> Block | None:

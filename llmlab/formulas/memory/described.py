@@ -1,6 +1,7 @@
 """A stack's block as data: one line for each tensor that an operator of it keeps, to lay beside the stack's source.
 
     h  hidden    f  MLP width    Q  heads × head_dim    K  kv_heads × head_dim    H  heads    V  vocabulary    1  one
+    S  scores: heads × seq_len
 
 The description of Hugging Face's classes, which come in many families, is code: activations.py.
 """
@@ -34,7 +35,7 @@ class Kept(NamedTuple):
     operator: str
     kind: str
     width: str
-    dtype: Literal["stream", "product", "fp32"]
+    dtype: Literal["stream", "product", "fp32", "byte"]
     cut: Cut
     times: float = 1
 
@@ -63,18 +64,18 @@ class Block(NamedTuple):
 
 def saved(rows: tuple[Kept, ...], share: Share) -> list[Saved]:
     """Return the bytes of each line for this rank's tokens."""
-    element = {"stream": share.bytes.residual, "product": share.bytes.compute, "fp32": 4}
-    width = widths(share.spec)
+    element = {"stream": share.bytes.residual, "product": share.bytes.compute, "fp32": 4, "byte": 1}
+    width = widths(share.spec, share.run.seq_len)
     return [
         Saved(row.kind, int(share.tokens * row.times * width[row.width]) * element[row.dtype], row.cut) for row in rows
     ]
 
 
-def widths(spec: ModelSpec) -> dict[str, int]:
+def widths(spec: ModelSpec, seq_len: int) -> dict[str, int]:
     """Return the elements per token that the letters of a description stand for."""
     return {
         "h": spec.hidden, "f": spec.intermediate, "Q": spec.query_width, "K": spec.key_width, "H": spec.heads,
-        "V": spec.vocab, "1": 1,
+        "V": spec.vocab, "S": spec.heads * seq_len, "1": 1,
     }  # fmt: skip
 
 
