@@ -118,7 +118,7 @@ class Megatron(StackOptions):
     """Megatron-LM's options that change memory, by the names of its arguments (megatron/training/arguments.py).
 
     `recompute` is --recompute-granularity, None the run's `checkpointing`. "selective" computes `recompute_modules`
-    again, of "core_attn" and "mlp". "full" keeps the input of every `recompute_num_layers` layers ("uniform", as None), or
+    again, of "core_attn" and "mlp". "full" keeps the input of every `recompute_num_layers` layers ("uniform", or None), or
     the inputs of so many layers of each virtual stage, and the others whole ("block").
 
     `transformer_engine`: layers of Transformer Engine, or Megatron's own with Apex (--transformer-impl local).
