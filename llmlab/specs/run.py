@@ -216,6 +216,11 @@ class Inference(Spec):
 Run = Training | Inference
 
 
+def stack_of(run: Run) -> StackOptions | None:
+    """Return the options of the stack that trains; None for transformers, and for a generation."""
+    return run.stack if isinstance(run, Training) and isinstance(run.stack, StackOptions) else None
+
+
 def run_from_dict(kind: str, data: dict[str, Any]) -> Run:
     """Return the Training or Inference that `kind` and `to_dict()`'s `data` describe; unknown fields are refused."""
     owner = {"training": Training, "inference": Inference}.get(kind)

@@ -32,6 +32,7 @@ class StackOptions(Spec):
     name: ClassVar[str]
     package: ClassVar[str]  # what simulating it imports
     expandable_segments: ClassVar[bool] = False  # whether its launcher sets them for the allocator
+    own_head: ClassVar[bool] = False  # whether its final norm and head are a unit of FSDP2, and its embedding another
     allowed: ClassVar[Mapping[str, tuple[Any, ...]]]
     families: ClassVar[tuple[str, ...]]  # of models that are described; of ModelSpec.family
 
@@ -72,6 +73,7 @@ class Torchtitan(StackOptions):
     package = "torchtitan"
     families = ("llama",)
     expandable_segments = True  # run_train.sh
+    own_head = True  # models/llama3/infra/parallelize.py, apply_fsdp
     allowed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "precision": ("mixed-bf16", "autocast-bf16", "fp32"),
         "optimizer": ("adamw",),

@@ -59,7 +59,6 @@ class Block(NamedTuple):
     mlp_backward: tuple[Kept, ...]  # alive at most as the MLP's backward runs, beside what was saved
     attention_backward: tuple[Kept, ...]
     loss: Loss
-    own_head: bool  # whether FSDP2's units are the embedding, the blocks, and the norm with the head
 
 
 def saved(rows: tuple[Kept, ...], share: Share) -> list[Saved]:

@@ -53,7 +53,6 @@ LLAMA = Block(
     mlp_backward=(Kept("gradients of w2's input, silu and w3", "temporaries", "f", "product", "heads", 3),),
     attention_backward=(Kept("gradients of q, k, v and the output", "temporaries", "Q", "product", "heads", 4),),
     loss=LOSS,
-    own_head=True,  # models/llama3/infra/parallelize.py, apply_fsdp
 )
 
 
