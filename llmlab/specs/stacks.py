@@ -118,7 +118,7 @@ class Torchtitan(StackOptions):
 @dataclass(frozen=True, repr=False)
 class Megatron(StackOptions):
     """Megatron-LM's options that change memory, by the names of its arguments (megatron/training/arguments.py).
-
+    again, of "core_attn" and "mlp". "full" keeps the input of every `recompute_num_layers` layers ("uniform"), or
     `recompute` is --recompute-granularity, None the run's `checkpointing`. "selective" computes `recompute_modules`
     again, of "core_attn" and "mlp". "full" keeps the input of every `recompute_num_layers` layers ("uniform", or None), or
     the inputs of so many layers of each virtual stage, and the others whole ("block").
