@@ -118,9 +118,9 @@ class Torchtitan(StackOptions):
 @dataclass(frozen=True, repr=False)
 class Megatron(StackOptions):
     """Megatron-LM's options that change memory, by the names of its arguments (megatron/training/arguments.py).
-    again, of "core_attn" and "mlp". "full" keeps the input of every `recompute_num_layers` layers ("uniform"), or
+
     `recompute` is --recompute-granularity, None the run's `checkpointing`. "selective" computes `recompute_modules`
-    again, of "core_attn" and "mlp". "full" keeps the input of every `recompute_num_layers` layers ("uniform", or None), or
+    again, of "core_attn" and "mlp". "full" keeps the input of every `recompute_num_layers` layers ("uniform"), or
     the inputs of so many layers of each virtual stage, and the others whole ("block").
 
     `transformer_engine`: layers of Transformer Engine, or Megatron's own with Apex (--transformer-impl local).
@@ -132,7 +132,7 @@ class Megatron(StackOptions):
     """
 
     name = "megatron"
-    package = "megatron-core"
+    package = "megatron"
     families = ("gpt2", "llama", "mistral", "qwen2", "phi3")
     allowed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "precision": ("mixed-bf16", "mixed-fp16"),

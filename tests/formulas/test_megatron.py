@@ -124,6 +124,11 @@ def test_the_fullest_stage_is_told():
     assert any("Stage 3 of the pipeline (from 0) holds more than the first" in note for note in report.notes)
 
 
+def test_simulate_says_what_runs_megatron():
+    with pytest.raises(lab.NotAvailable, match="a script of megatron's under llmlab run"):
+        lab.simulate("gpt2", lab.Training(stack="megatron"), "A100-80GB")
+
+
 @pytest.mark.parametrize(("given", "message"), [
     ({"recompute": "selective", "recompute_method": "block"}, "recompute_method='block' is for recompute='full'"),
     ({"recompute": "some"}, "recompute='some' is not one of None, selective, full"),

@@ -41,7 +41,6 @@ def block(share: Share) -> Block:
         ),
         attention_backward=(),
         loss=LOSS,
-        own_head=False,
     )
 
 

@@ -29,7 +29,8 @@ def builder(spec: ModelSpec, run: Training) -> Build:
     stack = run.stack
     assert isinstance(stack, StackOptions)
     if stack.name not in BUILDERS:
-        raise NotAvailable(f"simulate has no stack={stack.name!r}; see lab.estimate")
+        why = f"simulate has no stack={stack.name!r}"
+        raise NotAvailable(f"{why}; see lab.estimate, or run a script of {stack.name}'s under llmlab run")
     module, version = BUILDERS[stack.name]
     how = f"in a checkout of llmlab `make stacks`, then PYTHONPATH=_build/stacks; or pip install {module}=={version}"
     if find_spec(stack.package) is None:
