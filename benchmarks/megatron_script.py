@@ -354,7 +354,7 @@ def simulated(run: Run, card: Any, rank: int, ranks: int, cublas: str = DETERMIN
 
 
 if __name__ == "__main__":
-    given = replace(Run(), **json.loads(sys.argv[1] if len(sys.argv) > 1 else "{}"))
-    sys.modules.update(_softmax_kernels() if given.fused_kernels else {})
-    for _ in train(given):
+    asked = Run(**json.loads(sys.argv[1] if len(sys.argv) > 1 else "{}"))
+    sys.modules.update(_softmax_kernels() if asked.fused_kernels else {})
+    for _ in train(asked):
         pass
