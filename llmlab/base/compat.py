@@ -88,8 +88,8 @@ NAMES: dict[str, dict[str, str]] = {
     "torch.distributed": {
         "torch._C": "_clear_DTensor_sharding_propagator_cache _get_accelerator",
         "torch.distributed": "init_process_group is_nccl_available",
-        "torch.distributed.distributed_c10d": "_get_pg_default_device _resolve_process_group all_gather_object "
-        "broadcast_object_list "
+        "torch.distributed.distributed_c10d": "_CoalescingManager _coalescing_manager _get_pg_default_device "
+        "_resolve_process_group all_gather_object broadcast_object_list "
         "gather_object new_group recv_object_list scatter_object_list send_object_list",
         FSDP + "_fsdp_init": "_get_device_from_mesh _get_device_handle _get_managed_states",
         FSDP + "_fsdp_param": "_chunk_with_empty",

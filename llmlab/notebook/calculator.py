@@ -22,7 +22,7 @@ from ..formulas.verdict import Verdict
 from ..hardware.gpu import GPU, gpus
 from ..hardware.gpu import gpu as find_gpu
 from ..report import Report
-from ..specs.fields import HELP
+from ..specs.help import HELP
 from ..specs.model import model as find_model
 from ..specs.model import models
 from ..specs.run import Inference, LoRA, Run, Training

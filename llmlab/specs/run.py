@@ -9,8 +9,8 @@ llmlab.base.errors.SpecError: precision='fp17' is not one of fp32, fp16, bf16, a
 
 from __future__ import annotations
 
-from dataclasses import MISSING, asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 from ..base.errors import SpecError
 from ..base.terms import (
@@ -35,54 +35,15 @@ from ..base.terms import (
     Quantization,
     Weights,
 )
+from .fields import Spec
+from .stacks import TRANSFORMERS, StackOptions, check_stack, resolved, stack_from_dict
 
 if TYPE_CHECKING:
     from ..engines.readers import Settings
 
-MOST = 2**53  # sizes are multiplied and divided as floats; up to here a float holds every whole number
-
-
-def _shown(value: Any) -> str:
-    # Python refuses to print a number of more than 4300 digits, and nobody reads one of 20.
-    huge = isinstance(value, int) and value.bit_length() > 64
-    return f"<a number of {value.bit_length()} bits>" if huge else repr(value)
-
-
-class _Spec:
-    """Printing and JSON shared by the three specs: only what differs from the defaults is shown."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]  # each of them is a dataclass
-
-    def __repr__(self) -> str:
-        shown = []
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.default is MISSING or value != f.default:
-                shown.append(f"{f.name}={value!r}")
-        return f"{type(self).__name__}({', '.join(shown)})"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON-ready values."""
-        return asdict(self)
-
-    def _check_counts(self, *fields: str) -> None:
-        for field in fields:
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise SpecError(f"{field}={value!r} is a {type(value).__name__}; give a whole number >= 1")
-            if not 1 <= value <= MOST:
-                wrong, give = ("small", ">= 1") if value < 1 else ("large", f"<= {MOST}")
-                raise SpecError(f"{field}={_shown(value)} is too {wrong}; give a whole number {give}")
-
-    def _check_choices(self, **allowed: tuple[object, ...]) -> None:
-        for field, choices in allowed.items():
-            value = getattr(self, field)
-            if not any(value is choice or (value == choice and type(value) is type(choice)) for choice in choices):
-                raise SpecError(f"{field}={_shown(value)} is not one of {', '.join(map(str, choices))}")
-
 
 @dataclass(frozen=True, repr=False)
-class LoRA(_Spec):
+class LoRA(Spec):
     """Low-rank adapters on the named linear layers (Hu et al., arXiv 2106.09685).
 
     `rank` r adds r · (inputs + outputs) trainable parameters to each targeted linear; everything else is frozen.
@@ -108,7 +69,7 @@ class LoRA(_Spec):
 
 
 @dataclass(frozen=True, repr=False)
-class Training(_Spec):
+class Training(Spec):
     """One training step: the work of each device, its precision, and how many devices share the model and the data.
 
     `micro_batch` sequences of `seq_len` tokens go through the model at once on each data-parallel rank;
@@ -116,6 +77,10 @@ class Training(_Spec):
     tensor, pipeline, context and expert parallelism; `zero` is the ZeRO stage over the data-parallel ranks.
     `dp_replicate` of them hold copies of each shard (HSDP; torchtitan's word): states are shared by `dp_shard` ranks.
     `fp8` is the recipe by which torchao multiplies blocks' linear layers in fp8 (formulas/memory/float8.py).
+
+    `stack` is whose code trains: "transformers", another stack's name, or that stack's options, as
+    `lab.Torchtitan(ac="full")`. A name becomes the options with that stack's defaults, and fields that are left at
+    their own default become what the stack sets them to: the printed run shows them.
     """
 
     micro_batch: int = 1
@@ -139,6 +104,7 @@ class Training(_Spec):
     compile: bool = False
     kernels: Kernels | None = None
     fp8: FP8 | None = None
+    stack: StackOptions | str = TRANSFORMERS
 
     def __post_init__(self) -> None:
         self._check_counts("micro_batch", "seq_len", "accumulation", "dp", "tp", "pp", "cp", "ep", "dp_replicate")
@@ -155,6 +121,14 @@ class Training(_Spec):
             sequence_parallel=(True, False),
             compile=(True, False),
         )
+        object.__setattr__(self, "stack", resolved(self.stack))
+        if isinstance(self.stack, StackOptions):
+            given = {f.name: getattr(self, f.name) for f in fields(self)}
+            unset = {f.name for f in fields(self) if given[f.name] == f.default}
+            for field, value in self.stack.sets(given).items():
+                if field in unset:
+                    object.__setattr__(self, field, value)
+        check_stack(self.stack, {f.name: getattr(self, f.name) for f in fields(self)})
         if self.lora is not None and not isinstance(self.lora, LoRA):
             example = "lora=lab.LoRA(rank=16, targets=('q_proj', 'v_proj'))"
             raise SpecError(f"lora={self.lora!r} is not a LoRA; write {example}")
@@ -203,6 +177,11 @@ class Training(_Spec):
     def dp_shard(self) -> int:
         """Data-parallel ranks that share one copy of what ZeRO divides: all, unless `dp_replicate` makes copies."""
         return self.dp // self.dp_replicate
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON-ready values; without `stack` where that is transformers."""
+        data = super().to_dict()
+        del data["stack"]
+        return {**data, "stack": self.stack.to_dict()} if isinstance(self.stack, StackOptions) else data
 
     @property
     def compute_dtype(self) -> str:
@@ -268,7 +247,7 @@ class Training(_Spec):
 
 
 @dataclass(frozen=True, repr=False)
-class Inference(_Spec):
+class Inference(Spec):
     """One generation: `batch` prompts of `prompt_len` tokens, each continued by `new_tokens`."""
 
     batch: int = 1
@@ -297,6 +276,11 @@ class Inference(_Spec):
 Run = Training | Inference
 
 
+def stack_of(run: Run) -> StackOptions | None:
+    """Return the options of the stack that trains; None for transformers, and for a generation."""
+    return run.stack if isinstance(run, Training) and isinstance(run.stack, StackOptions) else None
+
+
 def run_from_dict(kind: str, data: dict[str, Any]) -> Run:
     """Return the Training or Inference that `kind` and `to_dict()`'s `data` describe; unknown fields are refused."""
     owner = {"training": Training, "inference": Inference}.get(kind)
@@ -311,4 +295,6 @@ def run_from_dict(kind: str, data: dict[str, Any]) -> Run:
             values["lora"] = LoRA(**{**values["lora"], "targets": tuple(values["lora"].get("targets", ()))})
         except TypeError as error:
             raise SpecError(f"lora={data['lora']!r}: {error}") from None
+    if isinstance(values.get("stack"), dict):
+        values["stack"] = stack_from_dict(values["stack"])
     return owner(**values)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...specs.model import ModelSpec
-from ...specs.run import Training
+from ...specs.run import Training, stack_of
 from ...specs.stages import stage_layers
 from .float8 import gathered_less
 from .precision import Bytes
@@ -37,13 +37,16 @@ class Units(NamedTuple):
     """Bytes of FSDP2's units: of one block, and of what is outside of blocks."""
 
     block: int = 0  # a block's gathered weights
-    outside: int = 0  # those of what is outside of blocks
+    outside: int = 0  # those of what is outside of blocks; where the head is a unit of its own, the embedding's
+    head: int = 0  # the final norm's and the head's, where they are a unit of their own
     resident: int = 0  # what stays gathered from forward to backward: what is outside, with zero=2 all blocks too
     prefetched: int = 0  # the block that backward gathers before it is needed, with zero=3
     block_gradients: int = 0  # before they are reduced
     outside_gradients: int = 0
     block_reduction: int = 0  # the input of the reduce-scatter, in its dtype
     outside_reduction: int = 0
+    head_gradients: int = 0
+    head_reduction: int = 0
 
 
 NONE = Units()
@@ -86,10 +89,18 @@ def units(
     if not run.lora:
         padded += counts["experts"] / layers * (padding - 1)
     stays = run.zero == 2
+    stack = stack_of(run)
+    own_head = stack is not None and stack.own_head
+    head = outside * counts["head"] // (counts["embedding"] + counts["head"]) if own_head else 0
+    of_head = counts["head"] if own_head else 0
+    outside, around = outside - head, around - of_head
     return Units(
         block=block,
         outside=outside,
-        resident=outside + (layers * block if stays else 0),
+        head=head,
+        head_gradients=gradient * of_head,
+        head_reduction=reduced * of_head,
+        resident=(0 if own_head and not stays else outside) + (layers * block if stays else 0),
         prefetched=0 if stays else block,
         block_gradients=int(gradient * own),
         outside_gradients=gradient * around,

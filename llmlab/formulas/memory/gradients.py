@@ -55,9 +55,11 @@ def gradients(share: Share, states: States) -> Gradients:
     # Autograd sums the gradients of a tied weight's two uses before it stores them: two terms and a sum, or, where the
     # first was cast from half, two terms (torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace).
     terms = 2 if share.autocast and run.tp == 1 else 3
-    if sharded:  # and FSDP2 has no shard of them yet
-        head = table if share.last else 0
-        stored = Stored(stored.before_last_two + head, stored.before_last + head, stored.after_blocks)
+    of_head = table if share.last else 0
+    if states.units.head:  # a unit of its own, whose gradients are reduced before those of blocks
+        of_head = 0 if accumulates else every * elements // sum(_stage_parameters(share).values())
+    if sharded:  # else FSDP2 has no shard of them yet
+        stored = Stored(stored.before_last_two + of_head, stored.before_last + of_head, stored.after_blocks)
         embedding = whole_table + (terms * table if tied else states.units.outside_gradients)
     elif tied:
         embedding = whole_table + (terms if accumulates else terms - 1) * table
@@ -69,7 +71,7 @@ def gradients(share: Share, states: States) -> Gradients:
     return Gradients(
         accumulated=accumulated,
         head=table + half_head if share.last else 0,
-        after_head=accumulated + (table if head_stays else 0),
+        after_head=accumulated + (of_head if head_stays else 0),
         stored=stored,
         embedding=embedding,
         update=_update(share, states),
@@ -87,7 +89,7 @@ def _stored(share: Share, every: int) -> Stored:
     if run.lora:
         block = every // share.layers
         return Stored(max(0, every - 2 * block), every - block, every)
-    stage = sum(device_parameters(spec, run.pp, share.stage).values())  # of all tensor- and expert-parallel ranks
+    stage = sum(_stage_parameters(share).values())
     table = spec.vocab * spec.hidden
     outside = (table if spec.tied else 2 * table) if uses_fsdp(run) else 0
     embedding = 0 if outside or spec.tied or not share.first else table
@@ -95,6 +97,11 @@ def _stored(share: Share, every: int) -> Stored:
     block = every * block_parameters(spec) // stage
     before_last = after_blocks - block - every * embedding // stage
     return Stored(max(0, before_last - block), before_last, after_blocks)
+
+
+def _stage_parameters(share: Share) -> dict[str, int]:
+    """Return the parameters of the stage by component, of all tensor- and expert-parallel ranks."""
+    return device_parameters(share.spec, share.run.pp, share.stage)
 
 
 def _update(share: Share, states: States) -> int:
