@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from ..base.compat import symbol
-from ..base.errors import check_counts
-from ..base.errors import NotAvailable
+from ..base.errors import NotAvailable, check_counts
 from ..base.units import show_bytes
 from ..formulas.time.step import peak_dtype, tokens_of
 from ..hardware import pretend

@@ -56,7 +56,8 @@ def _check_training(spec: ModelSpec, run: Training) -> None:
         known = ", ".join(stack.families)
         raise SpecError(f"{stack.name} trains {known}, not {spec.family}, as far as it is described; use another stack")
     if stack and spec.tied:
-        raise SpecError(f"{stack.name} with {spec.name}, whose head is its embedding, is not described; use another stack")
+        tied = f"{spec.name}, whose head is its embedding,"
+        raise SpecError(f"{stack.name} with {tied} is not described; use another stack")
     if run.lora:
         names = {linear.name for linear in spec.linears}
         if missing := [target for target in run.lora.targets if target not in names]:

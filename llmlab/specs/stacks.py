@@ -67,9 +67,9 @@ class Torchtitan(StackOptions):
     `ac` is what backward recomputes: None follows the run's `checkpointing`, and where that is None too is what
     torchtitan's Llama configurations have, "selective_op": all but attention and every second matrix product.
     "selective_layers" recomputes one of `every` blocks in full. `keeps_attention=False` is "selective_op" up to release
-    0.2.0: its list of what is kept lacks cuDNN's attention, which an H100 takes. `reshard_after_forward` is FSDP2's policy: "default"
-    keeps the final norm and the head gathered until backward, "never" keeps everything. `optimizer` is the
-    implementation of AdamW.
+    0.2.0, whose list of what is kept lacks cuDNN's attention, which an H100 takes. `reshard_after_forward` is FSDP2's
+    policy: "default" keeps the final norm and the head gathered until backward, "never" keeps everything. `optimizer`
+    is the implementation of AdamW.
     """
 
     name = "torchtitan"

@@ -126,7 +126,8 @@ class StepMemory:
         return [
             moment("attention in the last block", gathered + units.prefetched, self.between + self.forward_scores,
                    activations=self.activations - self.outside + casts),
-            moment("the loss", around_loss, self.between, activations=self.activations + casts, logits=self.loss.forward),
+            moment("the loss", around_loss, self.between, activations=self.activations + casts,
+                   logits=self.loss.forward),
         ]  # fmt: skip
 
     def _gathering(self) -> list[Moment]:
@@ -176,7 +177,9 @@ class StepMemory:
         ranks = self.share.run.dp * self.share.run.cp
         last_but_one = 2 * units.block + (0 if units.head else units.outside)
         # Of a unit with one large tensor, its gradient is still there as the reduced one is made.
-        head_shard, outside_shard = units.head_reduction // ranks, units.outside_reduction // ranks if units.head else 0
+        head_shard, outside_shard = units.head_reduction // ranks, 0
+        if units.head:
+            outside_shard = units.outside_reduction // ranks
         found = []
         if units.head:
             whole = units.head_gradients + units.head_reduction

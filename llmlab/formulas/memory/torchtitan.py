@@ -27,8 +27,8 @@ SAVED = (
 )
 
 # torchtitan/distributed/activation_checkpoint.py, _apply_op_sac: "all compute ops, except every second mm". In order:
-# wq (kept), wk, wv (kept), wo, w1 (kept), w3, w2 (kept), and attention. "made again" is what autograd does not take as it
-# is: backward makes the tensor that it needs from it, or needs none.
+# wq (kept), wk, wv (kept), wo, w1 (kept), w3, w2 (kept), and attention. "made again" is what autograd does not take
+# as it is: backward makes the tensor that it needs from it, or needs none.
 SELECTIVE = (
     Kept("mm 1: wq", "made again", "Q", "product", "heads"),
     Kept("mm 3: wv", "matmul outputs", "K", "product", "heads"),
@@ -71,7 +71,8 @@ QK_NORM = (
 
 def block(share: Share) -> Block:
     """Return the description of the block that torchtitan trains."""
-    selective, stack = SELECTIVE, share.run.stack
+    selective: tuple[Kept, ...] = SELECTIVE
+    stack = share.run.stack
     if isinstance(stack, Torchtitan) and not stack.keeps_attention:
         selective = tuple(row for row in selective if not row.operator.startswith("inner_attention"))
     if share.run.tp > 1:

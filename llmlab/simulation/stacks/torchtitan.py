@@ -130,7 +130,7 @@ def _kept_operators(spec: ModelSpec, run: Training) -> AbstractContextManager:
 
 
 def model_arguments(spec: ModelSpec, kind: type) -> Any:
-    """Return torchtitan's arguments of the model; its Llama computes the MLP's width, which `_set_width` makes exact."""
+    """Return torchtitan's arguments of the model; its Llama computes the MLP's width, `_set_width` corrects it."""
     sizes = dict(
         dim=spec.hidden, n_layers=spec.layers, n_heads=spec.heads, n_kv_heads=spec.kv_heads, vocab_size=spec.vocab
     )
@@ -141,7 +141,7 @@ def model_arguments(spec: ModelSpec, kind: type) -> Any:
 
 def _set_width(model: nn.Module, spec: ModelSpec) -> None:
     """Give every MLP, still on the meta device, the width that the model's configuration names."""
-    for block in model.layers.values():  # type: ignore[union-attr,operator]
+    for block in model.layers.values():  # type: ignore[operator]
         mlp = block.feed_forward
         if mlp.w1.out_features != spec.intermediate:
             with torch.device("meta"):
