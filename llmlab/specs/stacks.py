@@ -49,6 +49,11 @@ class StackOptions(Spec):
         """Whether AdamW updates in place, without temporaries."""
         return False
 
+    @property
+    def keeps_head(self) -> bool:
+        """Whether FSDP2 leaves a head of `own_head` gathered from forward to backward."""
+        return False
+
     def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the stack sets fields of Training to that are left at their default; `given` are all fields."""
         raise NotImplementedError
@@ -64,14 +69,15 @@ class Torchtitan(StackOptions):
 
     `ac` is what backward recomputes: None follows the run's `checkpointing`, and where that is None too is what
     torchtitan's Llama configurations have, "selective_op": all but attention and every second matrix product.
-    "selective_layers" recomputes one of `every` blocks in full. `reshard_after_forward` is FSDP2's policy: "default"
-    keeps the final norm and the head gathered until backward, "never" keeps everything. `optimizer` is the
-    implementation of AdamW.
+    "selective_layers" recomputes one of `every` blocks in full. `keeps_attention=False` is "selective_op" up to release
+    0.2.0, whose list of what is kept lacks cuDNN's attention, which an H100 takes. `reshard_after_forward` is FSDP2's
+    policy: "default" keeps the final norm and the head gathered until backward, "never" keeps everything. `optimizer`
+    is the implementation of AdamW.
     """
 
     name = "torchtitan"
     package = "torchtitan"
-    families = ("llama",)
+    families = ("llama", "qwen3")
     expandable_segments = True  # run_train.sh
     own_head = True  # models/llama3/infra/parallelize.py, apply_fsdp
     allowed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -86,6 +92,7 @@ class Torchtitan(StackOptions):
 
     ac: TitanAC | None = None
     every: int = 2
+    keeps_attention: bool = True
     reshard_after_forward: Reshard = "default"
     optimizer: TitanOptimizer = "fused"
 
@@ -94,10 +101,16 @@ class Torchtitan(StackOptions):
         """Whether AdamW updates in place, without temporaries."""
         return self.optimizer == "fused"
 
+    @property
+    def keeps_head(self) -> bool:
+        """Whether FSDP2 leaves the head gathered from forward to backward."""
+        return self.reshard_after_forward != "always"
+
     def __post_init__(self) -> None:
         self._check_counts("every")
         self._check_choices(
             ac=(None, *get_args(TitanAC)),
+            keeps_attention=(True, False),
             reshard_after_forward=get_args(Reshard),
             optimizer=get_args(TitanOptimizer),
         )

@@ -65,5 +65,25 @@ def test_an_option_that_no_stack_has():
 
 
 def test_a_model_that_the_stack_has_no_code_for():
-    with pytest.raises(lab.SpecError, match="torchtitan trains llama, not gpt2"):
+    with pytest.raises(lab.SpecError, match="torchtitan trains llama, qwen3, not gpt2"):
         lab.estimate("gpt2", lab.Training(stack="torchtitan"), "H100-80GB")
+
+
+def test_stacks_side_by_side():
+    run = lab.Training(seq_len=2048, dp=8, zero=3, precision="mixed-bf16", checkpointing="full")
+    both = lab.Comparison(
+        tuple(
+            lab.estimate("meta-llama/Meta-Llama-3-8B", dataclasses.replace(run, stack=stack), "H100-80GB")
+            for stack in ("transformers", "torchtitan")
+        )
+    )
+    assert both.stacks == ["transformers", "torchtitan"]
+    assert both.table()[0] == ("", "estimated, transformers", "estimated, torchtitan")
+    first, second = (report.peak_allocated for report in both.reports)
+    assert second < first
+    assert both.explain()[0].startswith("torchtitan takes −")
+
+
+def test_stacks_are_compared_by_predictions_alone():
+    with pytest.raises(lab.SpecError, match="training step"):
+        lab.compare("gpt2", lab.Inference(), "H100-80GB", stacks=("transformers", "torchtitan"))

@@ -13,6 +13,7 @@ GPT-2 GELU are written as several operators, each of which keeps tensors of its 
 from __future__ import annotations
 
 from ...specs.run import Training
+from ...specs.stacks import Torchtitan
 from .blocks import block_of
 from .described import Saved, by_kind, saved
 from .scores import kept_scores
@@ -185,7 +186,11 @@ def checkpointed(share: Share) -> dict[str, int]:
     spec, run, T, c = share.spec, share.run, share.tokens, share.bytes.compute
     kept = {"block inputs": T * share.bytes.residual * spec.hidden // share.sequence_ranks}
     if block := block_of(share):
-        return kept | (per_device(saved(block.selective, share), run) if run.checkpointing == "selective" else {})
+        if run.checkpointing == "full":
+            return kept
+        if isinstance(run.stack, Torchtitan) and run.stack.ac == "selective_layers":
+            return _some_layers(share, kept, run.stack.every)
+        return kept | per_device(saved(block.selective, share), run)
     if inputs := _int8_inputs(share, checkpointed=True):
         kept["int8 inputs"] = inputs
     if run.checkpointing != "selective":
@@ -204,3 +209,11 @@ def checkpointed(share: Share) -> dict[str, int]:
         # The last product of a pair returns a part of the sum, for all tokens, that is scattered only then.
         kept["matmul outputs"] = split // run.tp + T * c * 2 * spec.hidden
     return kept
+
+
+def _some_layers(share: Share, kept: dict[str, int], every: int) -> dict[str, int]:
+    """Return what a block keeps on average where one of `every` is recomputed, and keeps no more than `kept`."""
+    recomputed = share.layers // every
+    whole = per_device(block_saved(share), share.run)
+    of_others = {kind: size * (share.layers - recomputed) // share.layers for kind, size in whole.items()}
+    return of_others | {kind: size * recomputed // share.layers for kind, size in kept.items()}

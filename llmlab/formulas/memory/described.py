@@ -1,7 +1,7 @@
 """A stack's block as data: one line for each tensor that an operator of it keeps, to lay beside the stack's source.
 
-    h  hidden    f  MLP width    Q  heads × head_dim    K  kv_heads × head_dim    H  heads    V  vocabulary    1  one
-    S  scores: heads × seq_len
+    h  hidden    f  MLP width    Q  heads × head_dim    K  kv_heads × head_dim    H  heads    G  kv_heads
+    V  vocabulary    S  scores: heads × seq_len    1  one
 
 The description of Hugging Face's classes, which come in many families, is code: activations.py.
 """
@@ -74,7 +74,7 @@ def widths(spec: ModelSpec, seq_len: int) -> dict[str, int]:
     """Return the elements per token that the letters of a description stand for."""
     return {
         "h": spec.hidden, "f": spec.intermediate, "Q": spec.query_width, "K": spec.key_width, "H": spec.heads,
-        "V": spec.vocab, "S": spec.heads * seq_len, "1": 1,
+        "G": spec.kv_heads, "V": spec.vocab, "S": spec.heads * seq_len, "1": 1,
     }  # fmt: skip
 
 

@@ -39,6 +39,7 @@ class Units(NamedTuple):
     block: int = 0  # a block's gathered weights
     outside: int = 0  # those of what is outside of blocks; where the head is a unit of its own, the embedding's
     head: int = 0  # the final norm's and the head's, where they are a unit of their own
+    head_at_loss: int = 0  # what of those is gathered between forward and backward
     resident: int = 0  # what stays gathered from forward to backward: what is outside, with zero=2 all blocks too
     prefetched: int = 0  # the block that backward gathers before it is needed, with zero=3
     block_gradients: int = 0  # before they are reduced
@@ -98,6 +99,7 @@ def units(
         block=block,
         outside=outside,
         head=head,
+        head_at_loss=head if stack and stack.keeps_head else 0,
         head_gradients=gradient * of_head,
         head_reduction=reduced * of_head,
         resident=(0 if own_head and not stays else outside) + (layers * block if stays else 0),

@@ -46,7 +46,7 @@ def gradients(share: Share, states: States) -> Gradients:
     # Those of earlier micro-batches exist all the time; those of a single one only from backward on.
     accumulates = run.accumulation > 1 and not run.offload
     accumulated = every if accumulates else 0
-    once = _stored(share, every)
+    once = _stored(share, states, every)
     stored = Stored(every, every, every) if accumulates or whole or run.offload else once
     if sharded and accumulates and run.dp_replicate > 1:
         # What copies have summed is added to earlier gradients, and kept beside them until backward is over
@@ -58,8 +58,9 @@ def gradients(share: Share, states: States) -> Gradients:
     of_head = table if share.last else 0
     if states.units.head:  # a unit of its own, whose gradients are reduced before those of blocks
         of_head = 0 if accumulates else every * elements // sum(_stage_parameters(share).values())
-    if sharded:  # else FSDP2 has no shard of them yet
+    elif sharded:  # and FSDP2 has no shard of them yet
         stored = Stored(stored.before_last_two + of_head, stored.before_last + of_head, stored.after_blocks)
+    if sharded:
         embedding = whole_table + (terms * table if tied else states.units.outside_gradients)
     elif tied:
         embedding = whole_table + (terms if accumulates else terms - 1) * table
@@ -79,7 +80,7 @@ def gradients(share: Share, states: States) -> Gradients:
     )
 
 
-def _stored(share: Share, every: int) -> Stored:
+def _stored(share: Share, states: States, every: int) -> Stored:
     """Return what is stored of a single micro-batch's gradients, which take `every` bytes in the end.
 
     Still to come are the last blocks' own, and the embedding's, which a tied head has begun. FSDP2 reduces what is
@@ -91,7 +92,7 @@ def _stored(share: Share, every: int) -> Stored:
         return Stored(max(0, every - 2 * block), every - block, every)
     stage = sum(_stage_parameters(share).values())
     table = spec.vocab * spec.hidden
-    outside = (table if spec.tied else 2 * table) if uses_fsdp(run) else 0
+    outside = (table if spec.tied or states.units.head else 2 * table) if uses_fsdp(run) else 0
     embedding = 0 if outside or spec.tied or not share.first else table
     after_blocks = every * (stage - outside) // stage
     block = every * block_parameters(spec) // stage

@@ -55,7 +55,7 @@ class StepMemory:
 
     def __init__(self, share: Share) -> None:
         spec, run, gpu = share.spec, share.run, share.gpu
-        self.layers, self.sharded = share.layers, uses_fsdp(run)
+        self.share, self.layers, self.sharded = share, share.layers, uses_fsdp(run)
         self.states = states(spec, run, share.stage)
         self.gradients = gradients(share, self.states)
         self.loss = loss_bytes(share)
@@ -125,11 +125,12 @@ class StepMemory:
     def _forward(self) -> list[Moment]:
         units, moment = self.states.units, partial(self._moment, "forward", gradients=self.gradients.accumulated)
         gathered, casts = units.resident + units.block, self.casts + self.head_cast
-        around_loss = units.resident + units.head if units.head else gathered
+        around_loss = units.resident + units.head_at_loss if units.head else gathered
         return [
             moment("attention in the last block", gathered + units.prefetched, self.between + self.forward_scores,
                    activations=self.activations - self.outside + casts),
-            moment("the loss", around_loss, self.between, activations=self.activations + casts, logits=self.loss.forward),
+            moment("the loss", around_loss, self.between, activations=self.activations + casts,
+                   logits=self.loss.forward),
         ]  # fmt: skip
 
     def _gathering(self) -> list[Moment]:
@@ -151,7 +152,7 @@ class StepMemory:
         units, grads, moment = self.states.units, self.gradients, partial(self._moment, "backward")
         in_blocks = partial(moment, logits=self.loss.after)
         gathered, activations = units.resident + units.prefetched, self.activations + self.kept_casts
-        around_loss = units.resident + units.head if units.head else gathered
+        around_loss = units.resident + units.head_at_loss if units.head else gathered
         working, own_gradients = self.between + self.backward.temporaries, self.backward.gradients
         return [
             moment("the loss's gradient", around_loss, self.between, gradients=grads.accumulated,
@@ -176,18 +177,23 @@ class StepMemory:
         activations = self.activations - self.block + max(0, self.kept_casts - self.block_cast)
         gathered = units.resident + (units.prefetched or -units.block)
         reducing = units.block_gradients + units.block_reduction
+        ranks = self.share.run.dp_shard * self.share.run.cp
         last_but_one = 2 * units.block + self.left - (units.outside if units.head else 0)
-        found = [] if not units.head else [
-            moment("the head's gradients reduced", units.resident + units.prefetched,
-                   self.between + units.head_gradients + units.head_reduction, gradients=grads.accumulated,
-                   activations=self.activations),
-        ]  # fmt: skip
+        # Of a unit with one large tensor, its gradient is still there as the reduced one is made.
+        head_shard, outside_shard = units.head_reduction // ranks, 0
+        if units.head:
+            outside_shard = units.outside_reduction // ranks
+        found = []
+        if units.head:
+            whole = units.head_gradients + units.head_reduction
+            found.append(moment("the head's gradients reduced", units.resident + units.prefetched, self.between + whole,
+                                gradients=grads.accumulated + head_shard, activations=self.activations))  # fmt: skip
         found += [
             moment("the first block's gradients reduced", gathered, self.between + reducing,
                    gradients=grads.after_head, activations=activations),
             moment("the last block's gradients reduced", self.left, reducing, gradients=grads.stored.before_last),
             moment("the other gradients reduced", 0, units.outside_gradients + units.outside_reduction,
-                   gradients=grads.stored.after_blocks),
+                   gradients=grads.stored.after_blocks + outside_shard),
         ]  # fmt: skip
         if self.layers > 2:  # one with a reduction behind it and a block gathered, or still whole, before it
             gathered += units.prefetched

@@ -1,7 +1,8 @@
-"""torchtitan's Llama 3 block, tensor by tensor, as its release 0.2.2 has it."""
+"""torchtitan's Llama 3 and Qwen 3 block, tensor by tensor, as its release 0.2.2 has it."""
 
 from __future__ import annotations
 
+from ...specs.stacks import Torchtitan
 from .described import Block, Kept, Loss
 from .share import Share
 
@@ -26,8 +27,8 @@ SAVED = (
 )
 
 # torchtitan/distributed/activation_checkpoint.py, _apply_op_sac: "all compute ops, except every second mm". In order:
-# wq (kept), wk, wv (kept), wo, w1 (kept), w3, w2 (kept), and attention; with tensor parallelism what reduce_scatter
-# returned (models/llama3/infra/parallelize.py, _op_sac_save_list). "made again" is what autograd needs in another form.
+# wq (kept), wk, wv (kept), wo, w1 (kept), w3, w2 (kept), and attention. "made again" is what autograd does not take
+# as it is: backward makes the tensor that it needs from it, or needs none.
 SELECTIVE = (
     Kept("mm 1: wq", "made again", "Q", "product", "heads"),
     Kept("mm 3: wv", "matmul outputs", "K", "product", "heads"),
@@ -36,6 +37,9 @@ SELECTIVE = (
     Kept("mm 5: w1", "matmul outputs", "f", "product", "heads"),
     Kept("mm 7: w2", "made again", "h", "product", "whole"),
 )
+
+# models/llama3/infra/parallelize.py, _op_sac_save_list: what reduce_scatter returned is kept too.
+REDUCED = tuple(Kept(f"reduce_scatter: {name}", "made again", "h", "product", "tokens") for name in ("wo", "w2"))
 
 # torchtitan/train.py, forward_backward_step: the logits are deleted before backward; components/loss.py casts them to
 # fp32, and log_softmax keeps its result.
@@ -56,6 +60,21 @@ LLAMA = Block(
 )
 
 
+# models/qwen3/model/model.py: queries and keys of each head are normalized before they are rotated.
+QK_NORM = (
+    Kept("q_norm: its input", "norms", "Q", "product", "heads"),
+    Kept("q_norm: 1/rms", "norms", "H", "fp32", "heads"),
+    Kept("k_norm: its input", "norms", "K", "product", "heads"),
+    Kept("k_norm: 1/rms", "norms", "G", "fp32", "heads"),
+)
+
+
 def block(share: Share) -> Block:
     """Return the description of the block that torchtitan trains."""
-    return LLAMA
+    selective: tuple[Kept, ...] = SELECTIVE
+    stack = share.run.stack
+    if isinstance(stack, Torchtitan) and not stack.keeps_attention:
+        selective = tuple(row for row in selective if not row.operator.startswith("inner_attention"))
+    if share.run.tp > 1:
+        selective += REDUCED
+    return LLAMA._replace(saved=SAVED + (QK_NORM if share.spec.qk_norm else ()), selective=selective)

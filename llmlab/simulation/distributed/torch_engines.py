@@ -47,8 +47,8 @@ def checked(spec: ModelSpec, run: Run) -> None:
 
 @contextmanager
 def fake_ranks(run: Training, engine: Engine, labelled: Labelled) -> Iterator[Ranks | None]:
-    """Make this process rank 0 of the world of `run`, whose others are not there; `labelled` is the recording's. Another
-    stack makes meshes of its own: None.
+    """Make this process rank 0 of the world of `run`, whose others are not there; `labelled` is the recording's.
+    Another stack makes meshes of its own: None.
 
     Raises NotAvailable where a process group is running: there is one per process.
     """

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from ...base.compat import KNOWN, check
 from ...base.errors import NotAvailable
 from ...specs.model import ModelSpec
 from ...specs.run import Training
@@ -16,8 +17,7 @@ from ...specs.stacks import StackOptions
 from ...step.model import Around
 from ...step.step import Step
 
-# By stack: the module that builds its step, and the version whose code that module calls.
-BUILDERS = {"torchtitan": ("torchtitan", "0.2.2")}
+BUILDERS = ("torchtitan",)  # stacks whose step is built by the module of that name here
 Build = Callable[[ModelSpec, Training, torch.device, list[Tensor], Around], Step]
 
 
@@ -31,13 +31,15 @@ def builder(spec: ModelSpec, run: Training) -> Build:
     if stack.name not in BUILDERS:
         why = f"simulate has no stack={stack.name!r}"
         raise NotAvailable(f"{why}; see lab.estimate, or run a script of {stack.name}'s under llmlab run")
-    module, version = BUILDERS[stack.name]
-    how = f"in a checkout of llmlab `make stacks`, then PYTHONPATH=_build/stacks; or pip install {module}=={version}"
+    version = KNOWN[stack.package][1]
+    project = f"{stack.package}=={version}"
+    how = f"pip install {project}, or in a checkout of llmlab `make stacks` and PYTHONPATH=_build/stacks"
     if find_spec(stack.package) is None:
         raise NotAvailable(f"simulating stack={stack.name!r} needs {stack.package} {version}: {how}")
     found = metadata.version(stack.package)
     if found != version:
         raise NotAvailable(f"simulating stack={stack.name!r} is known of {version}, and {found} is installed: {how}")
-    own = import_module(f"{__name__}.{module}")
+    check(stack.package)
+    own = import_module(f"{__name__}.{stack.name}")
     own.check(spec, run)
     return own.build

@@ -1,4 +1,4 @@
-"""A step of torchtitan on fake tensors: its Llama 3, its parallelize_llama, its loss, its optimizer.
+"""A step of torchtitan on fake tensors: its Llama 3 and Qwen 3, what cuts them up, its loss, its optimizer.
 
 What is ours is the configuration and the loop, which follows torchtitan/train.py (0.2.2): logits are deleted before
 backward, gradients are clipped by their norm, and are set to None before the next step.
@@ -24,14 +24,21 @@ from ...specs.stacks import Torchtitan
 from ...step.model import Around
 from ...step.step import Enter, Step, ignore
 
+MODELS = {"llama": "llama3", "qwen3": "qwen3"}  # its packages
+
 
 def check(spec: ModelSpec, run: Training) -> None:
     """Raise NotAvailable for what is not simulated of torchtitan; import what the step calls."""
     for asked, what in ((run.pp > 1, f"pp={run.pp}"), (run.cp > 1, f"cp={run.cp}"), (run.compile, "compile=True")):
         if asked:
             raise NotAvailable(f"simulate has no {what} with stack='torchtitan'; see lab.estimate")
-    logging.getLogger().setLevel(logging.WARNING)
-    symbol("torchtitan.models.llama3.get_train_spec")
+    logging.getLogger().setLevel(logging.WARNING)  # of torchtitan, which logs to the root
+    training_spec(spec)
+
+
+def training_spec(spec: ModelSpec) -> Any:
+    """Return torchtitan's TrainSpec of the family: its classes and functions."""
+    return symbol(f"torchtitan.models.{MODELS[spec.family]}.get_train_spec")()
 
 
 @dataclass
@@ -69,27 +76,27 @@ def build(
     spec: ModelSpec, run: Training, device: torch.device, inputs: list[Tensor], recomputing: Around
 ) -> TitanStep:
     """Return the step of `run` on `device`, with torchtitan's own model; the process group is there already."""
-    spec_of_training = symbol("torchtitan.models.llama3.get_train_spec")()
+    own = training_spec(spec)
     job, dims = job_config(run), parallel_dims(run)
-    arguments = model_arguments(spec, type(next(iter(spec_of_training.model_args.values()))))
+    arguments = model_arguments(spec, type(next(iter(own.model_args.values()))))
     arguments.update_from_config(job)
     with torch.device("meta"):
-        model = spec_of_training.model_cls(arguments)
+        model = own.model_cls(arguments)
     _set_width(model, spec)
-    with mock.patch("torchtitan.distributed.parallel_dims.device_type", "cpu"):
+    with mock.patch("torchtitan.distributed.parallel_dims.device_type", "cpu"), _kept_operators(spec, run):
         dims.build_mesh()
-        model = spec_of_training.parallelize_fn(model, dims, job)
+        model = own.parallelize_fn(model, dims, job)
     model.to_empty(device=device)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "DTensor random operators")
         model.init_weights(buffer_device=device)
     model.train()
-    optimizers = spec_of_training.build_optimizers_fn([model], job.optimizer, dims)
+    optimizers = own.build_optimizers_fn([model], job.optimizer, dims)
     step = TitanStep(
         run, device, model, [ids.to(device, copy=True) for ids in inputs], parameters=list(model.parameters())
     )
     step.optimizers, step.optimizer = optimizers, optimizers.optimizers[0]
-    step.loss_function = spec_of_training.build_loss_fn(job)
+    step.loss_function = own.build_loss_fn(job)
     step.context = symbol("torchtitan.distributed.utils.get_train_context")(run.tp > 1)
     return step
 
@@ -114,17 +121,27 @@ def parallel_dims(run: Training) -> Any:
     return symbol("torchtitan.distributed.ParallelDims")(**degrees, world_size=run.world_size)
 
 
+def _kept_operators(spec: ModelSpec, run: Training) -> AbstractContextManager:
+    """Take attention off the list of what selective checkpointing keeps, where the stack's option says so."""
+    assert isinstance(run.stack, Torchtitan)
+    path = f"torchtitan.models.{MODELS[spec.family]}.infra.parallelize._op_sac_save_list"
+    less = {each for each in symbol(path) if run.stack.keeps_attention or "attention" not in str(each)}
+    return mock.patch(path, less)
+
+
 def model_arguments(spec: ModelSpec, kind: type) -> Any:
-    """Return torchtitan's arguments of a Llama; it computes the MLP's width itself, which `_set_width` makes exact."""
-    return kind(
-        dim=spec.hidden, n_layers=spec.layers, n_heads=spec.heads, n_kv_heads=spec.kv_heads, vocab_size=spec.vocab,
-        multiple_of=1, ffn_dim_multiplier=1.5 * spec.intermediate / (4 * spec.hidden),
-    )  # fmt: skip
+    """Return torchtitan's arguments of the model; its Llama computes the MLP's width, `_set_width` corrects it."""
+    sizes = dict(
+        dim=spec.hidden, n_layers=spec.layers, n_heads=spec.heads, n_kv_heads=spec.kv_heads, vocab_size=spec.vocab
+    )
+    if spec.family == "qwen3":
+        return kind(**sizes, head_dim=spec.head_dim, hidden_dim=spec.intermediate, qk_norm=True)
+    return kind(**sizes, multiple_of=1, ffn_dim_multiplier=1.5 * spec.intermediate / (4 * spec.hidden))
 
 
 def _set_width(model: nn.Module, spec: ModelSpec) -> None:
     """Give every MLP, still on the meta device, the width that the model's configuration names."""
-    for block in model.layers.values():  # type: ignore[union-attr,operator]
+    for block in model.layers.values():  # type: ignore[operator]
         mlp = block.feed_forward
         if mlp.w1.out_features != spec.intermediate:
             with torch.device("meta"):
