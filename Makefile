@@ -25,7 +25,7 @@ TIMES = --junit-xml=_build/durations/$@.xml -o junit_duration_report=total
 NBVAL := $(PYTEST) --maxprocesses 2 -p no:cacheprovider --nbval-current-env --nbval-cell-timeout=600
 
 .PHONY: help book read test env notebooks outputs site lint unit nbval browser durations instruction-sets schema \
-        figures benchmarks scripts records gpu-notebooks colab-drift library-names lock clean
+        figures benchmarks stacks scripts records gpu-notebooks colab-drift library-names lock clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := book
 
@@ -121,6 +121,7 @@ benchmarks: EXTRAS := $(EXTRAS),benchmarks
 benchmarks: env ## llmlab beside its peers, its speed, its overhead, on a GPU its kernels; renews benchmarks/results
 	$(PIP) $(PIP_FLAGS) -e '.[$(EXTRAS)]'
 	$(BIN)/python benchmarks/peers.py --out benchmarks/results
+	$(BIN)/python benchmarks/decisions.py --out benchmarks/results
 	$(BIN)/python benchmarks/versions.py --out benchmarks/results
 	$(BIN)/python benchmarks/held_out.py --out benchmarks/results
 	$(BIN)/python benchmarks/room.py --out benchmarks/results
@@ -135,6 +136,10 @@ benchmarks: env ## llmlab beside its peers, its speed, its overhead, on a GPU it
 	$(BIN)/python benchmarks/many_gpus.py --out benchmarks/results
 	$(BIN)/python benchmarks/measure_overhead.py --out benchmarks/results
 	test ! -e /proc/driver/nvidia/version || $(BIN)/python benchmarks/kernel_times.py --out benchmarks/results
+
+stacks: env ## other stacks' own packages into _build/stacks, for `lab.simulate(..., stack=...)`: PYTHONPATH=_build/stacks
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target _build/stacks torchtitan==0.2.2 tyro \
+		docstring_parser shtab typeguard torchdata einops tomli tensorboard protobuf
 
 scripts: env ## other people's scripts under `llmlab run`: CLONES=their repositories WORK=a folder for stand-ins
 	$(BIN)/python benchmarks/standins.py --clones $(CLONES) --work $(WORK)

@@ -216,19 +216,19 @@ def floors(rows: list[dict[str, Any]]) -> list[str]:
 def tables(results: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
     """Return the tables as title, header and text rows: all, medians by group, gap by component, configurations."""
     tools, total = results["tools"], len(results["rows"])
-    summary = []
+    summary: dict[bool, list[list[str]]] = {True: [], False: []}  # of tools that are asked for the run, and of others
     for number, tool in enumerate(tools, 1):
         rows = f"{tool['rows']}" + (f" of {total}" if tool["rows"] < total else "")
         what = [f"{tool['name']} [{number}]", tool["missing"] or tool["version"], tool["asked"]]
         figures = ["–", "–", "–"]
         if tool["rows"]:
             figures = [f"{tool['median_abs_error']:.1%}", f"{tool['worst_error']:+.1%}", f"{tool['too_low']}"]
-        summary.append([*what, tool["held_to"].replace("_", " "), rows, *figures])
+        summary[_asked_for_the_run(tool)].append([*what, tool["held_to"].replace("_", " "), rows, *figures])
     header = ["tool", "version", "asked for", "held to", "rows", "median |error|", "worst error", "rows too low"]
     groups = []
     for key in GROUPS:
         for value in tools[0]["by"][key]:
-            medians = [tool["by"][key][value] for tool in tools]
+            medians = [tool["by"][key][value] for tool in tools if _asked_for_the_run(tool)]
             groups.append([value.rpartition("/")[2], *("–" if m is None else f"{m:.1%}" for m in medians)])
     components = [
         [one["name"], str(one["rows"]), f"{one['median_abs_error']:.2%}", f"{one['worst_error']:+.2%}"]
@@ -236,13 +236,22 @@ def tables(results: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]
     ]
     title = f"Predicted against measured, {total} fine-tuning steps on a {results['gpu']}"
     found = [
-        (title, header, summary),
-        ("Median |error| by model, attention and quantization", ["", *(tool["name"] for tool in tools)], groups),
+        (title, header, summary[True]),
+        ("Tools that answer another question, held to the same steps", header, summary[False]),
+        (
+            "Median |error| by model, attention and quantization",
+            ["", *(tool["name"] for tool in tools if _asked_for_the_run(tool))],
+            groups,
+        ),
         ("llmlab's gap by component and phase", ["", "rows", "median |error|", "worst error"], components),
         (configurations.TITLE, configurations.HEADER, configurations.body(results["rows"])),
         (LOADS, LOADS_HEADER, loads(results["rows"])),
     ]
     return [one for one in found if one[2]]
+
+
+def _asked_for_the_run(tool: dict[str, Any]) -> bool:
+    return tool["asked"].startswith("the run")
 
 
 def footnotes(results: dict[str, Any]) -> list[str]:

@@ -23,6 +23,7 @@ from .report import Comparison, Report
 from .simulation.simulator import simulator
 from .specs.model import ModelSpec, model, models
 from .specs.run import Inference, LoRA, Training
+from .specs.stacks import Megatron, Torchtitan
 from .verbs import compare, estimate, measure, meter, records, simulate
 
 __all__ = [
@@ -30,10 +31,12 @@ __all__ = [
     "Comparison",
     "Inference",
     "LoRA",
+    "Megatron",
     "ModelSpec",
     "NotAvailable",
     "Report",
     "SpecError",
+    "Torchtitan",
     "Training",
     "UnknownName",
     "calculator",

@@ -236,6 +236,25 @@ class Comparison(Tabular):
         known = [report for report in self.reports if report.peak_allocated is not None]
         return next((r for source in ("measured", "published") for r in known if r.source == source), None)
 
+    @property
+    def stacks(self) -> list[str]:
+        """The names of the stacks whose runs are compared, each once, in order."""
+        return list(dict.fromkeys(map(_stack_name, self.reports)))
+
+    def _between_stacks(self) -> list[str]:
+        """Return one sentence for each stack after the first: how its estimate differs, and by which parts most."""
+        estimates = [report for report in self.reports if report.source == "estimated"]
+        first, *others = [report for report in estimates if report.peak_allocated is not None]
+        sentences = []
+        for report in others:
+            apart = (report.peak_allocated or 0) - (first.peak_allocated or 0)
+            parts = {part: report.parts.get(part, 0) - first.parts.get(part, 0) for part in PARTS}
+            most = sorted((part for part in PARTS if parts[part]), key=lambda part: -abs(parts[part]))[:3]
+            by = ", ".join(f"{part} {_signed(parts[part])}" for part in most)
+            beside = f"{_stack_name(report)} takes {_signed(apart)} beside {_stack_name(first)}"
+            sentences.append(f"{beside}: {by or 'the same'}.")
+        return sentences
+
     def relative_errors(self) -> dict[str, float]:
         """Return, for each predicted report's source, (predicted − true) / true of peak_allocated."""
         true = self.truth.peak_allocated if self.truth else None
@@ -247,6 +266,8 @@ class Comparison(Tabular):
     def explain(self) -> list[str]:
         """Return one sentence per prediction: its error, and which part or phase makes most of the difference."""
         truth = self.truth
+        if len(self.stacks) > 1:
+            return self._between_stacks()
         if truth is None:
             return ["Not measured yet: nothing to hold the prediction to."]
         sentences = []
@@ -261,13 +282,14 @@ class Comparison(Tabular):
             if shared:
                 worst = max(shared, key=lambda name: abs(mine[name] - real[name]))
                 gap = mine[worst] - real[worst]
-                sentence += f"; the largest gap is the {kind} {worst}: {'+' if gap >= 0 else '−'}{show_bytes(abs(gap))}"
+                sentence += f"; the largest gap is the {kind} {worst}: {_signed(gap)}"
             sentences.append(sentence + ".")
         return sentences
 
     def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         """Return the header and the rows of the printed comparison."""
-        header = ("", *(report.source for report in self.reports))
+        several = len(self.stacks) > 1
+        header = ("", *(f"{r.source}, {_stack_name(r)}" if several else r.source for r in self.reports))
         rows: list[tuple[str, ...]] = []
 
         def add(label: str, values: Sequence[Any], show: Callable[[Any], str]) -> None:
@@ -320,3 +342,12 @@ class Comparison(Tabular):
         from .plots import plot_parts
 
         return plot_parts(list(self.reports))
+
+
+def _stack_name(report: Report) -> str:
+    stack = getattr(report.run, "stack", "")
+    return getattr(stack, "name", stack)
+
+
+def _signed(size: int) -> str:
+    return f"{'+' if size >= 0 else '−'}{show_bytes(abs(size))}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -14,7 +15,8 @@ from .hardware.links import Cluster
 from .hardware.this_machine import host
 from .report import Comparison, Report
 from .specs.model import ModelLike
-from .specs.run import Run
+from .specs.run import Inference, Run, Training
+from .specs.stacks import StackOptions
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -104,6 +106,7 @@ def compare(
     *,
     measure: bool = False,
     cluster: Cluster | None = None,
+    stacks: Sequence[StackOptions | str] = (),
 ) -> Comparison:
     """Return estimate, simulation and records of one run, side by side; with `measure` it runs, here and now.
 
@@ -111,7 +114,14 @@ def compare(
     run on that card, ours and published, each with its provenance; with `measure`, which is for this machine only and
     takes no `gpu`, the new measurement instead. `cluster` is that of `estimate`. What cannot be simulated (or where
     torch is missing) is left out, and the estimate's notes say why. Raises SpecError for both `gpu` and `measure`.
+
+    With `stacks` there are predictions of the same run under each of them instead: its fields stay as they are, and
+    those at their default become what each stack sets.
     """
+    if stacks:
+        if measure or isinstance(run, Inference):
+            raise SpecError("stacks= compares predictions of a training step; give a lab.Training, without measure")
+        return _across(model, run, gpu or host().gpu or "cpu", cluster, stacks)
     card = (host().gpu or "cpu") if gpu is None else gpu
     if measure:
         if gpu is not None:
@@ -119,6 +129,14 @@ def compare(
         return Comparison((*_predicted(model, run, card, cluster), _measured(model, run)))
     newest = {report.source: report for report in reversed(records(model, run, card))}
     return Comparison((*_predicted(model, run, card, cluster), *newest.values()))
+
+
+def _across(
+    model: ModelLike, run: Training, card: GPU | str, cluster: Cluster | None, stacks: Sequence[StackOptions | str]
+) -> Comparison:
+    """Return the predictions of `run` under each of `stacks`."""
+    runs = [replace(run, stack=stack) for stack in stacks]
+    return Comparison(tuple(report for each in runs for report in _predicted(model, each, card, cluster)))
 
 
 def _predicted(model: ModelLike, run: Run, card: GPU | str, cluster: Cluster | None) -> tuple[Report, ...]:

@@ -29,6 +29,10 @@ def simulated(spec: ModelSpec, run: Training) -> lab.Report:
     return lab.simulate(spec, run, "T4")
 
 
+def llmlab_verdict(spec: ModelSpec, run: Training) -> str:
+    return estimate(spec, run, "T4").outcome
+
+
 def simulated_allocated(spec: ModelSpec, run: Training) -> int | None:
     return simulated(spec, run).peak_allocated
 
@@ -80,6 +84,11 @@ def fitcheck_tensors(spec: ModelSpec, run: Training) -> int | None:
 def fitcheck_total(spec: ModelSpec, run: Training) -> int | None:
     report = _fitcheck(spec, run)
     return None if report is None else round(report.total_mib * MiB)
+
+
+def fitcheck_verdict(spec: ModelSpec, run: Training) -> str | None:
+    report = _fitcheck(spec, run)
+    return None if report is None else report.verdict
 
 
 @cache

@@ -27,6 +27,7 @@ KNOWN = {
     "liger_kernel": ("0.5.0", "0.8.5"),
     "safetensors": ("0.4.5", "0.8.0"),
     "torch": ("2.9.0", "2.13.0"),
+    "torchtitan": ("0.2.2", "0.2.2"),  # not among the constraints: `make stacks`
     "transformers": ("4.46.3", "5.23.0"),
     "triton": ("3.2.0", "3.9.0"),
 }
@@ -88,8 +89,8 @@ NAMES: dict[str, dict[str, str]] = {
     "torch.distributed": {
         "torch._C": "_clear_DTensor_sharding_propagator_cache _get_accelerator",
         "torch.distributed": "init_process_group is_nccl_available",
-        "torch.distributed.distributed_c10d": "_get_pg_default_device _resolve_process_group all_gather_object "
-        "broadcast_object_list "
+        "torch.distributed.distributed_c10d": "_CoalescingManager _coalescing_manager _get_pg_default_device "
+        "_resolve_process_group all_gather_object broadcast_object_list "
         "gather_object new_group recv_object_list scatter_object_list send_object_list",
         FSDP + "_fsdp_init": "_get_device_from_mesh _get_device_handle _get_managed_states",
         FSDP + "_fsdp_param": "_chunk_with_empty",
@@ -157,6 +158,16 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.ops": {"deepspeed.ops": "__compatible_ops__"},  # by itself: its import looks for compilers
     "liger_kernel": {"liger_kernel.transformers": "_apply_liger_kernel_to_instance"},
     "safetensors.torch": {"safetensors.torch": "_flatten_as_ptr safe_open serialize_file"},
+    "torchtitan": {
+        "torchtitan.config": "JobConfig",
+        "torchtitan.distributed": "ParallelDims",
+        "torchtitan.distributed.parallel_dims": "device_type",
+        "torchtitan.distributed.utils": "clip_grad_norm_ get_train_context",
+        "torchtitan.models.llama3": "get_train_spec",
+        "torchtitan.models.llama3.infra.parallelize": "_op_sac_save_list",
+        "torchtitan.models.qwen3": "get_train_spec",
+        "torchtitan.models.qwen3.infra.parallelize": "_op_sac_save_list",
+    },
     "transformers.generation.stopping_criteria": {"transformers.generation.stopping_criteria": "EosTokenCriteria"},
     "transformers.generation.utils": {
         "transformers.generation.utils.GenerationMixin": "_beam_search_has_unfinished_sequences _update_finished_beams"

@@ -12,7 +12,7 @@ from click.core import ParameterSource
 
 from ..base.errors import SpecError
 from ..hardware.links import Cluster, cluster
-from ..specs.fields import HELP
+from ..specs.help import HELP
 from ..specs.run import Inference, LoRA, Run, Training
 
 

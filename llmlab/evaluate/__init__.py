@@ -5,7 +5,7 @@ Each is written from its paper, and tests hold its numbers to those of the usual
 """
 
 from .bleu import Bleu, bleu
-from .perplexity import Perplexity, perplexity
+from .perplexity import Perplexity, perplexity, small_perplexity
 from .rouge import Score, rouge
 
-__all__ = ["Bleu", "Perplexity", "Score", "bleu", "perplexity", "rouge"]
+__all__ = ["Bleu", "Perplexity", "Score", "bleu", "perplexity", "rouge", "small_perplexity"]

@@ -8,6 +8,7 @@ write until this stop text ("generate_until"). The two tasks need no download: t
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -100,26 +101,32 @@ def text_task(name: str, texts: Sequence[str]) -> ConfigurableTask:
 def choice_task(
     name: str, text: str, questions: int = 40, context: int = 40, ending: int = 10, seed: int = 0
 ) -> ConfigurableTask:
-    """Return a multiple-choice task: which of four endings follows? Three are the right one with its words shuffled.
+    """Return a multiple-choice task: which of four endings follows? Three follow the same word elsewhere in the text.
 
-    All four endings have the same words, so only their order tells them apart. `context` and `ending` are in words.
-    Raises SpecError for a text that is too short, or whose words are all the same.
+    All four are written well and begin with the same word, so the last word of the context does not tell them apart.
+    `context` and `ending` are in words. "acc_mutual_info" asks by how much the context makes an ending likelier, which
+    leaves out that a short ending, or one of frequent words, is likely anywhere. Raises SpecError for a text that is
+    too short, or that has no word four times.
     """
-    words, chance = text.split(), random.Random(seed)
+    words, chance = re.findall(r"\s*\S+", text), random.Random(seed)
+    if len(words) < 2 * (context + ending):
+        raise SpecError(f"a text of {len(words)} words; give at least {2 * (context + ending)}")
+    places: dict[str, list[int]] = {}
+    for place in range(context, len(words) - ending):
+        places.setdefault(words[place].strip(), []).append(place)
+    begins = [place for same in places.values() if len(same) > 3 for place in same]
+    if not begins:
+        raise SpecError(f"a text of {len(words)} words, none of which is there four times: give a longer one")
     rows: list[dict[str, Any]] = []
-    if len(words) < 2 * (context + ending) or len(set(words)) < 2:
-        raise SpecError(f"a text of {len(words)} words; give at least {2 * (context + ending)}, not all the same")
-    while len(rows) < questions:
-        begin = chance.randrange(len(words) - context - ending)
-        right = words[begin + context : begin + context + ending]
-        if len(set(right)) < ending / 2:
-            continue  # with few distinct words, a shuffled ending may equal the right one
-        endings = [right, *(chance.sample(right, ending) for _ in range(3))]
-        place = chance.randrange(4)
-        endings[0], endings[place] = endings[place], endings[0]
-        row = {"context": " ".join(words[begin : begin + context]), "endings": [" ".join(e) for e in endings]}
-        rows.append(row | {"right": place})
-    metrics = [{"metric": m, "aggregation": "mean", "higher_is_better": True} for m in ("acc", "acc_norm")]
+    for right in chance.choices(begins, k=questions):
+        others = chance.sample([place for place in places[words[right].strip()] if place != right], 3)
+        endings = [right, *others]
+        chance.shuffle(endings)
+        texts = ["".join(words[place : place + ending]).strip() for place in endings]
+        before = "".join(words[right - context : right])
+        rows.append({"context": before, "endings": texts, "right": endings.index(right)})
+    names = ("acc", "acc_norm", "acc_mutual_info")
+    metrics = [{"metric": metric, "aggregation": "mean", "higher_is_better": True} for metric in names]
     return _task(
         name, Dataset.from_list(rows), "multiple_choice", doc_to_text="{{context}}", doc_to_choice="endings",
         doc_to_target="right", metric_list=metrics,
@@ -136,8 +143,18 @@ def _task(name: str, rows: Dataset, kind: str, **config: Any) -> ConfigurableTas
 def evaluate(model: HarnessModel, tasks: Sequence[ConfigurableTask]) -> dict[str, dict[str, float]]:
     """Return each task's metrics by its name, as the harness computes them."""
     named = {task.config.task: task for task in tasks}
-    results = evaluator.evaluate(model, named, bootstrap_iters=0, log_samples=False)
+    results = _evaluated(model, named, log_samples=False)
     return {
         name: {key.partition(",")[0]: value for key, value in metrics.items() if isinstance(value, float)}
         for name, metrics in results["results"].items()
     }
+
+
+def answers(model: HarnessModel, task: ConfigurableTask, metric: str = "acc") -> list[float]:
+    """Return `metric` for each question of one task, in their order: 1 is right. For paired comparisons of models."""
+    samples = _evaluated(model, {task.config.task: task}, log_samples=True)["samples"][task.config.task]
+    return [float(sample[metric]) for sample in sorted(samples, key=lambda sample: sample["doc_id"])]
+
+
+def _evaluated(model: HarnessModel, tasks: dict[str, ConfigurableTask], log_samples: bool) -> dict[str, Any]:
+    return evaluator.evaluate(model, tasks, bootstrap_iters=0, log_samples=log_samples)

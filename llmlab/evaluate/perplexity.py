@@ -104,6 +104,16 @@ def perplexity(
     return result
 
 
+def small_perplexity(model: Callable[..., Any]) -> Perplexity:
+    """Return the Perplexity of the book's small model, or of a changed copy: one text, window and stride for all.
+
+    `model` reads the small model's tokens (llmlab.architectures.small); its own is 38.2.
+    """
+    from ..architectures.small import STRIDE, WINDOW, small_sample
+
+    return perplexity(model, small_sample(), WINDOW, STRIDE)
+
+
 def _check_ids(ids: Tensor, vocab: int) -> None:
     wrong = ids[(ids < 0) | (ids >= vocab)]
     if len(wrong):

@@ -14,8 +14,9 @@ from ..specs.model import ModelLike, ModelSpec
 from ..specs.model import model as find_model
 from ..specs.run import Inference, Run, Training
 from .inference import inference_moments
-from .memory.moments import Moment, StepMemory
+from .memory.moments import Moment
 from .memory.share import share_of
+from .memory.step import step_memory
 from .serving import FRACTION, serving
 from .time.flops import flops
 from .time.step import mfu, tokens_of
@@ -81,7 +82,7 @@ def _stages(
     """Return the moments of every pipeline stage, and what the first one's blocks keep at the end of forward."""
     if not isinstance(run, Training):
         return [inference_moments(spec, run, card)], {}
-    stages = [StepMemory(share_of(spec, run, card, cpu, stage)) for stage in range(run.pp)]
+    stages = [step_memory(share_of(spec, run, card, cpu, stage)) for stage in range(run.pp)]
     return [stage.moments() for stage in stages], {"activations": stages[0].activations_by_kind}
 
 

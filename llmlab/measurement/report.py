@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..base.compat import symbol
-from ..base.errors import check_counts
+from ..base.errors import NotAvailable, check_counts
 from ..base.units import show_bytes
 from ..formulas.time.step import peak_dtype, tokens_of
 from ..hardware import pretend
@@ -24,7 +24,7 @@ from ..report import Report
 from ..specs.check import check
 from ..specs.model import ModelLike, ModelSpec
 from ..specs.model import model as find_model
-from ..specs.run import Inference, Run, Training
+from ..specs.run import Inference, Run, Training, stack_of
 from ..step.model import pinned_attention
 from ..step.optimizer import check_offload
 from ..step.ranks import check_one_device
@@ -61,6 +61,8 @@ def measured(
     """Return the report of `llmlab.measure`."""
     spec = find_model(model)
     check(spec, run)
+    if stack := stack_of(run):
+        raise NotAvailable(f"measure runs transformers' classes, not {stack.name}'s; see lab.simulate")
     check_one_device(run)
     check_counts(repeats=repeats)
     picked = pick_device(device)

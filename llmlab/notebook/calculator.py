@@ -22,10 +22,11 @@ from ..formulas.verdict import Verdict
 from ..hardware.gpu import GPU, gpus
 from ..hardware.gpu import gpu as find_gpu
 from ..report import Report
-from ..specs.fields import HELP
+from ..specs.help import HELP
 from ..specs.model import model as find_model
 from ..specs.model import models
 from ..specs.run import Inference, LoRA, Run, Training
+from ..specs.stacks import STACKS, TRANSFORMERS, StackOptions
 
 DEFAULTS = {"kind": "training", "model": "meta-llama/Llama-3.1-8B", "gpu": "H100-80GB", "gpus": "1"}
 # The state in which the page opens: a full fine-tune as most people start one.
@@ -62,6 +63,9 @@ def _fields(owner: type[Training | Inference]) -> list[dict[str, Any]]:
             made.append({"name": "lora", "kind": "number", "default": "none", "help": HELP["lora"]})
             targets = ",".join(LoRA.targets)
             made.append({"name": "lora_targets", "kind": "text", "default": targets, "help": HELP["lora_targets"]})
+        elif name == "stack":
+            names = [TRANSFORMERS, *STACKS]
+            made.append({"name": name, "kind": "choice", "default": TRANSFORMERS, "options": names, "help": HELP[name]})
         elif name in HELP and name not in DERIVED:
             made.append({"name": name, "help": HELP[name], **_control(hint, getattr(owner, name))})
     return made
@@ -201,7 +205,8 @@ def _cost(report: Report, card: GPU) -> tuple[str, str]:
 
 def python_line(called: str, run: Run, card: GPU) -> str:
     """Return the Python that gives this estimate; `called` is the model's name, or a config.json's."""
-    words = re.sub(r"\b(Training|Inference|LoRA)\(", r"lab.\1(", repr(run))
+    ours = "|".join(kind.__name__ for kind in (Training, Inference, LoRA, *STACKS.values()))
+    words = re.sub(rf"\b({ours})\(", r"lab.\1(", repr(run))
     return f'import llmlab as lab\n\nrun = {words}\nprint(lab.estimate("{called}", run, "{card.name}"))'
 
 
@@ -217,6 +222,8 @@ def command_line(called: str, run: Run, card: GPU) -> str:
         flag = "--" + f.name.replace("_", "-")
         if isinstance(value, LoRA):
             words.append(f"--lora {value.rank} --lora-targets {','.join(value.targets)}")
+        elif isinstance(value, StackOptions):  # the form has names alone: all options are the stack's own
+            words.append(f"{flag} {value.name}")
         else:
             words.append(flag if value is True else f"{flag} {'none' if value is None else value}")
     return " ".join(words)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..base.errors import NotAvailable
 from ..base.units import show_bytes
 from ..formulas.time.step import mfu, tokens_of
 from ..hardware.gpu import GPU
@@ -21,7 +22,7 @@ from ..report import Report
 from ..specs.check import check
 from ..specs.model import ModelLike, ModelSpec
 from ..specs.model import model as find_model
-from ..specs.run import Inference, Run, Training
+from ..specs.run import Inference, Run, Training, stack_of
 from ..step.model import pinned_attention, quantization_of
 from ..step.optimizer import check_offload
 from ..step.quantized import LoadOrder, one_at_a_time
@@ -43,6 +44,7 @@ from .patching.install import installed
 from .patching.patches import fake_parameters, held_random_states
 from .profile.recording import StepRecording
 from .profile.timeline import by_module, peak_place
+from .stacks import builder
 
 EAGER_ON_CPU = "compile=True is simulated eager on a CPU: what a compiled step fuses away is counted."
 
@@ -91,7 +93,11 @@ def recorded(
     """
     spec, card = find_model(model), find_gpu(gpu) if gpu else None
     check(spec, run, card)
-    if run.world_size > 1:
+    if isinstance(run, Training) and (own := stack_of(run)):
+        if card is None:
+            raise NotAvailable(f"simulate has stack={own.name!r} on GPUs only; name one")
+        builder(spec, run)
+    elif run.world_size > 1:
         checked(spec, run)
     elif isinstance(run, Training) and run.offload:
         check_offload(run, card is not None, "simulate")
@@ -116,7 +122,10 @@ def _take(
     with swept() as look, ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([]))
         if card:
-            simulated_card = Card(card, allocator(card.room(run.world_size)))
+            memory = allocator(card.room(run.world_size))
+            if (own := stack_of(run)) and own.expandable_segments:
+                memory.configure(replace(memory.config, expandable_segments=True))
+            simulated_card = Card(card, memory)
             stack.enter_context(installed(simulated_card))
             engine = simulated_card.engine
         else:
@@ -125,7 +134,7 @@ def _take(
                 stack.enter_context(patch)
         recording = StepRecording(engine, card, on_phase)
         ranks = None
-        if isinstance(run, Training) and run.world_size > 1:
+        if isinstance(run, Training) and (stack_of(run) or run.world_size > 1):
             ranks = stack.enter_context(fake_ranks(run, engine, recording.labelled))
         stack.enter_context(around_steps(run))
         stack.enter_context(pinned_attention(run))
@@ -158,7 +167,11 @@ def _steps(
         shapes = [(run.micro_batch, run.seq_len)] * run.accumulation
     inputs = [torch.empty(shape, dtype=torch.int64, device="meta") for shape in shapes]
     recording.enter("load")
-    step = recording.step = build_step(spec, run, engine.device, inputs, recording.recomputing, ranks, load_order)
+    if isinstance(run, Training) and stack_of(run):
+        step = builder(spec, run)(spec, run, engine.device, inputs, recording.recomputing)
+    else:
+        step = build_step(spec, run, engine.device, inputs, recording.recomputing, ranks, load_order)
+    recording.step = step
     recording.loaded = engine.memory.allocated
     recording.counting = False
     warm_up = replace(step, run=replace(run, new_tokens=min(2, run.new_tokens))) if isinstance(run, Inference) else step

@@ -7,7 +7,8 @@ import reprlib
 from ..base.errors import SpecError
 from ..hardware.gpu import FLASH_ATTENTION_2_CAPABILITY, GPU
 from .model import ModelSpec
-from .run import Inference, Run, Training
+from .run import Inference, Run, Training, stack_of
+from .stacks import Megatron
 from .stages import stage_layers
 
 HALF = {"fp16", "bf16"}
@@ -54,6 +55,15 @@ def check(spec: ModelSpec, run: Run, gpu: GPU | None = None) -> None:
 
 
 def _check_training(spec: ModelSpec, run: Training) -> None:
+    stack = stack_of(run)
+    if stack and spec.family not in stack.families:
+        known = ", ".join(stack.families)
+        raise SpecError(f"{stack.name} trains {known}, not {spec.family}, as far as it is described; use another stack")
+    if isinstance(stack, Megatron):
+        stack.check_stages(stage_layers(spec.layers, run.pp, spec.name), run.accumulation)
+    elif stack and spec.tied:
+        tied = f"{spec.name}, whose head is its embedding,"
+        raise SpecError(f"{stack.name} with {tied} is not described; use another stack")
     if run.lora:
         names = {linear.name for linear in spec.linears}
         if missing := [target for target in run.lora.targets if target not in names]:

@@ -1,33 +1,49 @@
-"""What the fields of a run mean, in words: the help of the command line and of the calculator."""
+"""What all specs of a run share: checks that name the field, and how they are printed and written as JSON."""
 
-HELP = {
-    "micro_batch": "Sequences that go through the model at once on each rank.",
-    "seq_len": "Tokens per sequence.",
-    "precision": "Dtype of weights and arithmetic.",
-    "optimizer": "The optimizer.",
-    "checkpointing": "What is recomputed in backward.",
-    "attention": "Which attention runs.",
-    "accumulation": "Micro-batches in one optimizer step.",
-    "quantization": "Dtype of the frozen base weights; needs --lora.",
-    "zero": "ZeRO stage over the --dp ranks. One of 0, 1, 2, 3.",
-    "dp": "Data-parallel ranks.",
-    "tp": "Tensor-parallel ranks.",
-    "pp": "Pipeline stages.",
-    "cp": "Context-parallel ranks.",
-    "ep": "Expert-parallel ranks, of the --dp ranks.",
-    "dp_replicate": "Copies of each ZeRO shard among the --dp ranks (HSDP).",
-    "sequence_parallel": "Divide norms and dropout among the --tp ranks too.",
-    "offload": "What is kept in the host's memory instead.",
-    "compile": "Run under torch.compile.",
-    "kernels": "Fused kernels.",
-    "fp8": "Recipe of fp8 products; needs --compile and bf16.",
-    "lora": "Train adapters of this rank, freeze the rest.",
-    "lora_targets": "Linear layers that get an adapter, separated by commas.",
-    "lora_alpha": "Numerator of the adapters' scale alpha / rank; without it 2 * rank.",
-    "lora_dropout": "Dropout before the adapters.",
-    "batch": "Prompts answered at once.",
-    "prompt_len": "Tokens per prompt.",
-    "new_tokens": "Tokens generated after each prompt.",
-    "weights": "Dtype of the weights.",
-    "kv": "Dtype of the KV cache.",
-}
+from __future__ import annotations
+
+from dataclasses import MISSING, asdict, fields
+from typing import Any, ClassVar
+
+from ..base.errors import SpecError
+
+MOST = 2**53  # sizes are multiplied and divided as floats; up to here a float holds every whole number
+
+
+def _shown(value: Any) -> str:
+    # Python refuses to print a number of more than 4300 digits, and nobody reads one of 20.
+    huge = isinstance(value, int) and value.bit_length() > 64
+    return f"<a number of {value.bit_length()} bits>" if huge else repr(value)
+
+
+class Spec:
+    """Printing and JSON shared by the specs of runs and stacks: only what differs from the defaults is shown."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]  # each of them is a dataclass
+
+    def __repr__(self) -> str:
+        shown = []
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.default is MISSING or value != f.default:
+                shown.append(f"{f.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON-ready values."""
+        return asdict(self)
+
+    def _check_counts(self, *fields: str) -> None:
+        for field in fields:
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise SpecError(f"{field}={value!r} is a {type(value).__name__}; give a whole number >= 1")
+            if not 1 <= value <= MOST:
+                wrong, give = ("small", ">= 1") if value < 1 else ("large", f"<= {MOST}")
+                raise SpecError(f"{field}={_shown(value)} is too {wrong}; give a whole number {give}")
+
+    def _check_choices(self, **allowed: tuple[object, ...]) -> None:
+        for field, choices in allowed.items():
+            value = getattr(self, field)
+            if not any(value is choice or (value == choice and type(value) is type(choice)) for choice in choices):
+                raise SpecError(f"{field}={_shown(value)} is not one of {', '.join(map(str, choices))}")

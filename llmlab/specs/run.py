@@ -9,8 +9,8 @@ llmlab.base.errors.SpecError: precision='fp17' is not one of fp32, fp16, bf16, a
 
 from __future__ import annotations
 
-from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any, ClassVar
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 from ..base.errors import SpecError
 from ..base.terms import (
@@ -35,51 +35,15 @@ from ..base.terms import (
     Quantization,
     Weights,
 )
+from .fields import Spec
+from .stacks import TRANSFORMERS, StackOptions, check_stack, resolved, stack_from_dict
 
-MOST = 2**53  # sizes are multiplied and divided as floats; up to here a float holds every whole number
-
-
-def _shown(value: Any) -> str:
-    # Python refuses to print a number of more than 4300 digits, and nobody reads one of 20.
-    huge = isinstance(value, int) and value.bit_length() > 64
-    return f"<a number of {value.bit_length()} bits>" if huge else repr(value)
-
-
-class _Spec:
-    """Printing and JSON shared by the three specs: only what differs from the defaults is shown."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]  # each of them is a dataclass
-
-    def __repr__(self) -> str:
-        shown = []
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.default is MISSING or value != f.default:
-                shown.append(f"{f.name}={value!r}")
-        return f"{type(self).__name__}({', '.join(shown)})"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON-ready values."""
-        return asdict(self)
-
-    def _check_counts(self, *fields: str) -> None:
-        for field in fields:
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise SpecError(f"{field}={value!r} is a {type(value).__name__}; give a whole number >= 1")
-            if not 1 <= value <= MOST:
-                wrong, give = ("small", ">= 1") if value < 1 else ("large", f"<= {MOST}")
-                raise SpecError(f"{field}={_shown(value)} is too {wrong}; give a whole number {give}")
-
-    def _check_choices(self, **allowed: tuple[object, ...]) -> None:
-        for field, choices in allowed.items():
-            value = getattr(self, field)
-            if not any(value is choice or (value == choice and type(value) is type(choice)) for choice in choices):
-                raise SpecError(f"{field}={_shown(value)} is not one of {', '.join(map(str, choices))}")
+if TYPE_CHECKING:
+    from ..engines.readers import Settings
 
 
 @dataclass(frozen=True, repr=False)
-class LoRA(_Spec):
+class LoRA(Spec):
     """Low-rank adapters on the named linear layers (Hu et al., arXiv 2106.09685).
 
     `rank` r adds r · (inputs + outputs) trainable parameters to each targeted linear; everything else is frozen.
@@ -105,7 +69,7 @@ class LoRA(_Spec):
 
 
 @dataclass(frozen=True, repr=False)
-class Training(_Spec):
+class Training(Spec):
     """One training step: the work of each device, its precision, and how many devices share the model and the data.
 
     `micro_batch` sequences of `seq_len` tokens go through the model at once on each data-parallel rank;
@@ -113,6 +77,10 @@ class Training(_Spec):
     tensor, pipeline, context and expert parallelism; `zero` is the ZeRO stage over the data-parallel ranks.
     `dp_replicate` of them hold copies of each shard (HSDP; torchtitan's word): states are shared by `dp_shard` ranks.
     `fp8` is the recipe by which torchao multiplies blocks' linear layers in fp8 (formulas/memory/float8.py).
+
+    `stack` is whose code trains: "transformers", another stack's name, or that stack's options, as
+    `lab.Torchtitan(ac="full")`. A name becomes the options with that stack's defaults, and fields that are left at
+    their own default become what the stack sets them to: the printed run shows them.
     """
 
     micro_batch: int = 1
@@ -136,6 +104,7 @@ class Training(_Spec):
     compile: bool = False
     kernels: Kernels | None = None
     fp8: FP8 | None = None
+    stack: StackOptions | str = TRANSFORMERS
 
     def __post_init__(self) -> None:
         self._check_counts("micro_batch", "seq_len", "accumulation", "dp", "tp", "pp", "cp", "ep", "dp_replicate")
@@ -152,6 +121,14 @@ class Training(_Spec):
             sequence_parallel=(True, False),
             compile=(True, False),
         )
+        object.__setattr__(self, "stack", resolved(self.stack))
+        if isinstance(self.stack, StackOptions):
+            given = {f.name: getattr(self, f.name) for f in fields(self)}
+            unset = {f.name for f in fields(self) if given[f.name] == f.default}
+            for field, value in self.stack.sets(given).items():
+                if field in unset:
+                    object.__setattr__(self, field, value)
+        check_stack(self.stack, {f.name: getattr(self, f.name) for f in fields(self)})
         if self.lora is not None and not isinstance(self.lora, LoRA):
             example = "lora=lab.LoRA(rank=16, targets=('q_proj', 'v_proj'))"
             raise SpecError(f"lora={self.lora!r} is not a LoRA; write {example}")
@@ -166,11 +143,6 @@ class Training(_Spec):
             raise SpecError(f"ep={self.ep} does not divide dp={self.dp}; experts are shared over data-parallel ranks")
         if self.dp_replicate > 1:
             self._check_replicas()
-        if self.zero >= 2 and self.pp > 1:
-            raise SpecError(
-                f"zero={self.zero} with pp={self.pp}: a pipeline accumulates gradients over its micro-batches, so "
-                "they cannot be sharded after each; use zero <= 1 with pp, or pp=1"
-            )
         if self.sequence_parallel and self.tp == 1:
             raise SpecError("sequence_parallel=True with tp=1 has nothing to share; give tp >= 2")
         if self.fp8:
@@ -205,6 +177,11 @@ class Training(_Spec):
     def dp_shard(self) -> int:
         """Data-parallel ranks that share one copy of what ZeRO divides: all, unless `dp_replicate` makes copies."""
         return self.dp // self.dp_replicate
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON-ready values; without `stack` where that is transformers."""
+        data = super().to_dict()
+        del data["stack"]
+        return {**data, "stack": self.stack.to_dict()} if isinstance(self.stack, StackOptions) else data
 
     @property
     def compute_dtype(self) -> str:
@@ -226,6 +203,30 @@ class Training(_Spec):
         """Devices: dp × tp × pp × cp (experts live on the data-parallel ranks)."""
         return self.dp * self.tp * self.pp * self.cp
 
+    @classmethod
+    def from_deepspeed(cls, config: Settings, **given: Any) -> Training:
+        """Return the Training that DeepSpeed's config says: a dict, JSON text or a file.
+
+        `given` are fields that it leaves open, such as seq_len, and dp where the batch sizes do not tell it. Raises
+        SpecError for keys that are unknown, for another engine's, and for "auto" where `given` does not resolve it.
+        """
+        from ..engines.readers import deepspeed_fields
+
+        return cls(**deepspeed_fields(config, cls._named(given)))
+
+    @classmethod
+    def from_accelerate(cls, config: Settings, **given: Any) -> Training:
+        """Return the Training that Accelerate's config says: a dict, YAML text or a file; else as `from_deepspeed`."""
+        from ..engines.readers import accelerate_fields
+
+        return cls(**accelerate_fields(config, cls._named(given)))
+
+    @classmethod
+    def _named(cls, given: dict[str, Any]) -> dict[str, Any]:
+        if unknown := sorted(set(given) - {f.name for f in fields(cls)}):
+            raise SpecError(f"Training has no field {', '.join(unknown)}")
+        return given
+
     def to_deepspeed(self) -> dict[str, Any]:
         """Return the config that `deepspeed.initialize` takes: `engines.configs.deepspeed_config`."""
         from ..engines.configs import deepspeed_config
@@ -246,7 +247,7 @@ class Training(_Spec):
 
 
 @dataclass(frozen=True, repr=False)
-class Inference(_Spec):
+class Inference(Spec):
     """One generation: `batch` prompts of `prompt_len` tokens, each continued by `new_tokens`."""
 
     batch: int = 1
@@ -275,6 +276,11 @@ class Inference(_Spec):
 Run = Training | Inference
 
 
+def stack_of(run: Run) -> StackOptions | None:
+    """Return the options of the stack that trains; None for transformers, and for a generation."""
+    return run.stack if isinstance(run, Training) and isinstance(run.stack, StackOptions) else None
+
+
 def run_from_dict(kind: str, data: dict[str, Any]) -> Run:
     """Return the Training or Inference that `kind` and `to_dict()`'s `data` describe; unknown fields are refused."""
     owner = {"training": Training, "inference": Inference}.get(kind)
@@ -289,4 +295,6 @@ def run_from_dict(kind: str, data: dict[str, Any]) -> Run:
             values["lora"] = LoRA(**{**values["lora"], "targets": tuple(values["lora"].get("targets", ()))})
         except TypeError as error:
             raise SpecError(f"lora={data['lora']!r}: {error}") from None
+    if isinstance(values.get("stack"), dict):
+        values["stack"] = stack_from_dict(values["stack"])
     return owner(**values)

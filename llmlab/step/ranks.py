@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ..base.compat import check
 from ..base.errors import NotAvailable, SpecError
 from ..specs.model import ModelSpec
-from ..specs.run import Run, Training
+from ..specs.run import Run, Training, stack_of
 from ..techniques.tensor_parallel import COLUMNS, ROWS
 from .optimizer import TORCH_OPTIMIZERS
 
@@ -207,8 +207,9 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def around_steps(run: Run) -> AbstractContextManager:
-    """Return the context in which steps run: with tp, the loss of logits that are cut by vocabulary."""
-    if getattr(run, "tp", 1) == 1:
+    """Return the context in which steps run: with tp, the loss of logits that are cut by vocabulary. Another stack has
+    its own."""
+    if getattr(run, "tp", 1) == 1 or stack_of(run):
         return nullcontext()
     from torch.distributed.tensor.parallel import loss_parallel
 

@@ -12,7 +12,8 @@ rows, so the activations between them (heads, or the MLP's width) need no commun
     sequence parallel     forward: all-gather of tokens      forward: reduce-scatter of tokens
                           backward: reduce-scatter           backward: all-gather
 
-An all-reduce is a reduce-scatter and an all-gather, so both send the same bytes.
+An all-reduce is a reduce-scatter and an all-gather, so both send the same bytes, as long as a rank keeps what it
+gathered: here autograd saves it whole. Megatron-LM keeps a share, and gathers it again in backward.
 
     B  batch    T  tokens    C  hidden size    V  vocabulary    N  ranks of the group    … / N  a rank's share
 """

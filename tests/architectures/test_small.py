@@ -12,7 +12,7 @@ from llmlab.architectures import small
 from llmlab.architectures.small import FOLDER, STRIDE, TEXT, WINDOW, small_ids, small_model, small_tokenizer, stated
 from llmlab.base.errors import NotAvailable, SpecError
 from llmlab.data import split, tokenizer
-from llmlab.evaluate import perplexity
+from llmlab.evaluate import perplexity, small_perplexity
 from llmlab.techniques.training_loop import SMALL, SMALL_LLAMA, main
 
 
@@ -21,6 +21,13 @@ def test_it_has_its_stated_perplexity():
     assert not model.training and {p.dtype for p in model.parameters()} == {torch.float32}
     measured = perplexity(model, small_ids()[1], WINDOW, STRIDE)
     assert measured == pytest.approx(stated()["perplexity"], rel=1e-3)
+
+
+def test_the_sample_of_all_chapters_is_about_as_hard_as_the_held_out_text():
+    found = small_perplexity(small_model())
+    assert found.tokens == 2047
+    assert found == pytest.approx(38.19, abs=0.05)  # as its docstring says
+    assert found == pytest.approx(stated()["perplexity"], rel=0.03)
 
 
 def test_it_has_learned_more_than_how_often_each_token_comes():

@@ -21,6 +21,7 @@ from llmlab.hardware.links import cluster
 from llmlab.report import Report
 from llmlab.specs.model import model, models
 from llmlab.specs.run import Inference, LoRA, Training
+from llmlab.specs.stacks import Torchtitan
 
 TINY = {
     "model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 512, "n_positions": 128,
@@ -97,7 +98,12 @@ def test_the_values_an_option_names_are_those_the_field_allows(owner):
         assert str(error.value).endswith(f"is not one of {words}")
 
 
-@pytest.mark.parametrize("name", sorted({f.name for f in (*fields(Training), *fields(Inference))} - {"lora"}))
+def test_a_stack_is_named_with_its_options():
+    assert parsed("--stack", "torchtitan:ac=full").stack == Torchtitan(ac="full")
+    assert parsed("--stack", "transformers") == parsed()
+
+
+@pytest.mark.parametrize("name", sorted({f.name for f in (*fields(Training), *fields(Inference))} - {"lora", "stack"}))
 def test_an_option_sets_its_field_and_nothing_else(name):
     owner = Training if name in {f.name for f in fields(Training)} else Inference
     default = getattr(owner(), name)

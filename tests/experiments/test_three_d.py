@@ -41,6 +41,15 @@ def test_losses_are_those_of_one_process(meshes, alone):
     assert all(rank["losses"] == pytest.approx(alone["losses"], abs=2e-5) for rank in meshes[2, 1])
 
 
+def test_eight_ranks_two_along_each_axis_train_what_one_process_trains(alone):
+    found = run_job(make_job("three_d", 8, 8, tp=2, pp=2, micro_batches=2, steps=STEPS))
+    assert found["mesh"] == {"pp": 2, "dp": 2, "tp": 2}
+    assert sorted(map(tuple, found["places"])) == [(p, d, t) for p in (0, 1) for d in (0, 1) for t in (0, 1)]
+    assert found["losses"] == pytest.approx(alone["losses"], abs=2e-5)
+    held = [rank["parameters"] for rank in found["bytes"]]
+    assert held[0] == held[1] == held[2] == held[3] and sum(held) < 2 * 1.1 * found["whole"]["parameters"]
+
+
 def test_places_are_megatrons(meshes):
     from llmlab.specs.mesh import coordinates
 

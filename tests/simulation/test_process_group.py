@@ -402,3 +402,22 @@ def test_what_is_between_ranks_alone_is_refused():
         for call in (lambda: rpc.init_rpc("first"), lambda: _symmetric_memory.empty(4, device="cuda")):
             with pytest.raises(NotAvailable, match=r"needs other ranks.*test_process_group.py"):
                 call()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_collectives_in_one_call_run_one_by_one():
+    """Megatron-LM's gradient buffers reduce and gather their buckets so."""
+    with lab.simulator(CARD, world_size=RANKS) as sim:
+        from torch.distributed import _coalescing_manager
+
+        dist.init_process_group("nccl")
+        whole, own = torch.arange(RANKS, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
+        floats, part = torch.ones(RANKS * 1024, device="cuda"), torch.empty(1024, device="cuda")
+        held = sim.peak_allocated
+        with _coalescing_manager(async_ops=True) as manager:
+            dist.reduce_scatter_tensor(part, floats, async_op=True)
+        manager.wait()
+        with _coalescing_manager() as manager:
+            dist.all_gather_into_tensor(whole, own, async_op=True)
+        assert whole.tolist() == [0] * RANKS
+        assert sim.peak_allocated == held

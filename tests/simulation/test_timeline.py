@@ -191,3 +191,15 @@ def test_a_replayed_trace_ends_at_what_is_allocated(sim, snapshot):
         elif entry["action"] == "free_completed":
             del live[entry["addr"]]
     assert len(live) == sum(b["state"] == "active_allocated" for s in snapshot["segments"] for b in s["blocks"])
+
+
+def test_a_module_may_have_an_attribute_called_buffers():
+    """Megatron-LM's DistributedDataParallel has: its gradient buffers."""
+
+    class Buffered(nn.Linear):
+        buffers = ()
+
+    with lab.simulator("A100-40GB") as sim:
+        model = Buffered(D, D, bias=False).cuda()
+        model(torch.randn(B, D, device="cuda")).sum().backward()
+        assert sim.timeline.points[-1][1]["weights"] == 4 * D * D

@@ -240,6 +240,13 @@ def test_each_threads_cublas_handle_takes_a_workspace_and_keeps_it(gpu, workspac
         del gradients
 
 
+def test_the_cublas_workspace_is_what_the_environment_asks_for(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8:16:8")
+    with simulator("A100-40GB"):
+        x, weight = on_card(M, N), on_card(N, N)
+        assert held_and_peak(lambda: x @ weight)[0] == FULL + (4096 * 8 + 16 * 8) * 1024
+
+
 # ---- optimizers, clipping, scaling
 
 

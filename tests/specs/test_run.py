@@ -24,7 +24,6 @@ from llmlab.specs.run import PRECISIONS, run_from_dict
         ({"zero": 4, "dp": 8}, ["zero=4", "0, 1, 2, 3"]),
         ({"zero": True, "dp": 8}, ["zero=True"]),
         ({"zero": 3}, ["zero=3", "dp=1"]),
-        ({"zero": 2, "dp": 2, "pp": 2}, ["zero=2", "pp=2"]),
         ({"dp": 8, "ep": 3}, ["ep=3", "dp=8"]),
         ({"zero": 3, "dp": 8, "dp_replicate": 3}, ["dp_replicate=3", "dp=8", "divisor"]),
         ({"zero": 3, "dp": 8, "dp_replicate": 8}, ["dp_replicate=8", "at least 2"]),

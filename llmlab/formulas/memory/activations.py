@@ -12,21 +12,14 @@ GPT-2 GELU are written as several operators, each of which keeps tensors of its 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from ...specs.run import Training
+from ...specs.stacks import Torchtitan
+from .blocks import block_of
+from .described import Saved, by_kind, saved
 from .scores import kept_scores
 from .share import Share, adapted
 
 FUSED = ("gelu", "gelu_pytorch_tanh", "relu", "silu")  # activation functions that are one operator of PyTorch
-
-
-class Saved(NamedTuple):
-    """Bytes of one kind that one block keeps; `split`: tensor parallelism alone divides them."""
-
-    kind: str
-    bytes: int
-    split: bool = True
 
 
 def korthikanti_block(s: int, b: int, h: int, a: int, t: int = 1, sequence_parallel: bool = False) -> float:
@@ -41,20 +34,22 @@ def korthikanti_block(s: int, b: int, h: int, a: int, t: int = 1, sequence_paral
 
 def block_saved(share: Share) -> list[Saved]:
     """Return what one block keeps for backward, without checkpointing and before tensor parallelism."""
+    if block := block_of(share):
+        return saved(block.saved, share)
     spec, run, T = share.spec, share.run, share.tokens
-    saved = [_norms(share), *_attention(share)]
+    kept = [_norms(share), *_attention(share)]
     if run.lora is None:
         # Autocast casts the input of every linear anew: q, k and v each keep a copy of the same tensor.
         copies = 3 if share.autocast and not spec.fused_qkv else 1
-        saved.append(Saved("linear inputs", T * share.bytes.compute * spec.hidden * copies, split=False))
-    saved += _mlp(share)
+        kept.append(Saved("linear inputs", T * share.bytes.compute * spec.hidden * copies, "whole"))
+    kept += _mlp(share)
     if run.lora:
-        saved.append(Saved("adapters", _adapters(share), split=False))
+        kept.append(Saved("adapters", _adapters(share), "tokens"))
     if run.quantization:
-        saved.append(Saved("int8 inputs", _int8_inputs(share, checkpointed=False), split=False))
+        kept.append(Saved("int8 inputs", _int8_inputs(share, checkpointed=False), "tokens"))
     if spec.dropout:
-        saved.append(Saved("dropout masks", 2 * T * spec.hidden * share.mask_bytes, split=False))
-    return saved
+        kept.append(Saved("dropout masks", 2 * T * spec.hidden * share.mask_bytes, "tokens"))
+    return kept
 
 
 def _norms(share: Share) -> Saved:
@@ -65,25 +60,25 @@ def _norms(share: Share) -> Saved:
         # Written in Python: the fp32 input (a copy where the stream is half), 1/rms, and, for the weight's gradient,
         # the normalised tensor.
         token = 4 * spec.hidden + 4 + (r * spec.hidden if share.run.lora is None else 0)
-    return Saved("norms", spec.norms_per_layer * share.tokens * token, split=False)
+    return Saved("norms", spec.norms_per_layer * share.tokens * token, "tokens")
 
 
 def _attention(share: Share) -> list[Saved]:
     spec, T, c = share.spec, share.tokens, share.attention_bytes
     Q, trained = spec.query_width, share.run.lora is None
-    saved = [Saved("q, k, v", T * c * _qkv_width(share))]
+    kept = [Saved("q, k, v", T * c * _qkv_width(share))]
     if spec.mla and trained:
         latent = 2 * (spec.mla.q_lora_rank or 0) + 2 * spec.mla.kv_lora_rank + spec.mla.qk_rope_head_dim
-        saved.append(Saved("linear inputs", T * c * latent, split=False))
+        kept.append(Saved("linear inputs", T * c * latent, "whole"))
     if spec.qk_norm:
-        saved.append(Saved("norms", T * (4 + (c if trained else 0)) * (Q + spec.key_width)))
+        kept.append(Saved("norms", T * (4 + (c if trained else 0)) * (Q + spec.key_width)))
     if share.fused:
         # FlashAttention, arXiv 2205.14135, section 3.1: the output and one log-sum-exp per row and head.
-        return [*saved, Saved("attention output", T * (c * Q + 4 * spec.heads))]
-    saved.append(Saved("scores", kept_scores(share)))
+        return [*kept, Saved("attention output", T * (c * Q + 4 * spec.heads))]
+    kept.append(Saved("scores", kept_scores(share)))
     if trained:
-        saved.append(Saved("attention output", T * share.bytes.compute * Q))  # the output projection's input
-    return saved
+        kept.append(Saved("attention output", T * share.bytes.compute * Q))  # the output projection's input
+    return kept
 
 
 def _qkv_width(share: Share) -> int:
@@ -111,13 +106,13 @@ def _mlp(share: Share) -> list[Saved]:
     inputs = T * c * spec.hidden if trained else 0
     if not spec.gated:
         width = _activation_bytes(share) + (c if trained else 0)
-        return [Saved("linear inputs", inputs, split=False), Saved("mlp", T * spec.intermediate * width)]
+        return [Saved("linear inputs", inputs, "whole"), Saved("mlp", T * spec.intermediate * width)]
     # A gated MLP keeps act's input, act's output, the other branch, and, for down_proj's gradient, their product.
     tensors = 4 if trained else 3
     dense = T * c * tensors * spec.intermediate
     if not spec.experts:
         copies = 2 if share.autocast and not spec.fused_qkv else 1
-        return [Saved("linear inputs", inputs * copies, split=False), Saved("mlp", dense)]
+        return [Saved("linear inputs", inputs * copies, "whole"), Saved("mlp", dense)]
     # Each token is copied to its experts, and their outputs kept for the router's gradient. Averaged over the layers,
     # because the first ones can be dense.
     e = 4 if share.autocast else c  # transformers runs the experts' grouped products outside autocast
@@ -170,7 +165,7 @@ def _int8_inputs(share: Share, checkpointed: bool) -> int:
     return share.tokens * share.bytes.residual * width
 
 
-def per_device(saved: list[Saved], run: Training) -> dict[str, int]:
+def per_device(rows: list[Saved], run: Training) -> dict[str, int]:
     """Return bytes by kind on one tensor-parallel rank (arXiv 2205.05198, section 4.2).
 
     Sequence parallelism gathers the input of a pair of linears, and each rank's share of the weight's gradient is a
@@ -178,11 +173,7 @@ def per_device(saved: list[Saved], run: Training) -> dict[str, int]:
     T · c · h per pair, on however many ranks. (Megatron-LM keeps its T / tp and gathers again in backward: the paper's
     equation 4, `korthikanti_block`, and one more all-gather per pair.)
     """
-    kinds: dict[str, int] = {}
-    for kind, size, split in saved:
-        divided = split or (run.sequence_parallel and kind != "linear inputs")
-        kinds[kind] = kinds.get(kind, 0) + size // (run.tp if divided else 1)
-    return kinds
+    return by_kind(rows, run.tp, run.sequence_parallel)
 
 
 def checkpointed(share: Share) -> dict[str, int]:
@@ -194,6 +185,12 @@ def checkpointed(share: Share) -> dict[str, int]:
     products returned."""
     spec, run, T, c = share.spec, share.run, share.tokens, share.bytes.compute
     kept = {"block inputs": T * share.bytes.residual * spec.hidden // share.sequence_ranks}
+    if block := block_of(share):
+        if run.checkpointing == "full":
+            return kept
+        if isinstance(run.stack, Torchtitan) and run.stack.ac == "selective_layers":
+            return _some_layers(share, kept, run.stack.every)
+        return kept | per_device(saved(block.selective, share), run)
     if inputs := _int8_inputs(share, checkpointed=True):
         kept["int8 inputs"] = inputs
     if run.checkpointing != "selective":
@@ -212,3 +209,11 @@ def checkpointed(share: Share) -> dict[str, int]:
         # The last product of a pair returns a part of the sum, for all tokens, that is scattered only then.
         kept["matmul outputs"] = split // run.tp + T * c * 2 * spec.hidden
     return kept
+
+
+def _some_layers(share: Share, kept: dict[str, int], every: int) -> dict[str, int]:
+    """Return what a block keeps on average where one of `every` is recomputed, and keeps no more than `kept`."""
+    recomputed = share.layers // every
+    whole = per_device(block_saved(share), share.run)
+    of_others = {kind: size * (share.layers - recomputed) // share.layers for kind, size in whole.items()}
+    return of_others | {kind: size * recomputed // share.layers for kind, size in kept.items()}

@@ -4,6 +4,11 @@ Each block is a unit, and what is outside of blocks another, whole from its forw
 the output of a block's all-gather stays until the next block's weights have been copied out of theirs; in backward the
 next block is gathered ahead, and the input of a reduce-scatter stays until the next unit has its gradients
 (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py: wait_for_unshard, pre_backward, post_backward).
+
+In a pipeline torch reduces a stage's gradients once, after its last micro-batch, and frees no parameters in backward
+before that (torch/distributed/pipelining/stage.py, backward_maybe_with_nosync): gradients are whole until then, in the
+dtype in which they are reduced. TorchTitan then frees none after forward either (reshard_after_forward_policy), which
+is zero=2.
 """
 
 from __future__ import annotations
@@ -11,7 +16,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...specs.model import ModelSpec
-from ...specs.run import Training
+from ...specs.run import Training, stack_of
+from ...specs.stages import stage_layers
 from .float8 import gathered_less
 from .precision import Bytes
 
@@ -31,13 +37,17 @@ class Units(NamedTuple):
     """Bytes of FSDP2's units: of one block, and of what is outside of blocks."""
 
     block: int = 0  # a block's gathered weights
-    outside: int = 0  # those of what is outside of blocks
+    outside: int = 0  # those of what is outside of blocks; where the head is a unit of its own, the embedding's
+    head: int = 0  # the final norm's and the head's, where they are a unit of their own
+    head_at_loss: int = 0  # what of those is gathered between forward and backward
     resident: int = 0  # what stays gathered from forward to backward: what is outside, with zero=2 all blocks too
     prefetched: int = 0  # the block that backward gathers before it is needed, with zero=3
     block_gradients: int = 0  # before they are reduced
     outside_gradients: int = 0
     block_reduction: int = 0  # the input of the reduce-scatter, in its dtype
     outside_reduction: int = 0
+    head_gradients: int = 0
+    head_reduction: int = 0
 
 
 NONE = Units()
@@ -58,29 +68,41 @@ def sharded_experts(spec: ModelSpec, run: Training) -> float:
     return -(-spec.experts // same) / spec.experts
 
 
-def units(spec: ModelSpec, run: Training, b: Bytes, weights: Parts, counts: dict[str, int], trained: int) -> Units:
-    """Return the units of a device with `counts` parameters by component, in `weights` bytes, of which `trained` are
-    trained. A pipeline's stages cannot be sharded so: all blocks are here."""
+def units(
+    spec: ModelSpec, run: Training, b: Bytes, weights: Parts, counts: dict[str, int], trained: int, stage: int = 0
+) -> Units:
+    """Return the units of a device of pipeline stage `stage` with `counts` parameters by component, in `weights` bytes,
+    of which `trained` are trained."""
     if run.offload and run.zero < 3:
         return NONE
+    layers = stage_layers(spec.layers, run.pp)[stage]
     padding = sharded_experts(spec, run) * (run.dp_shard * run.cp // run.ep)
     around = counts["embedding"] + counts["positions"] + counts["head"]
     outside = weights.dense * around // max(1, sum(counts.values()) - counts["experts"])
-    dense = weights.dense - outside - gathered_less(spec, run, b.weights)
-    block = int((weights.experts * padding + dense) / spec.layers)
+    dense = weights.dense - outside - gathered_less(spec, run, b.weights) * layers // spec.layers
+    block = int((weights.experts * padding + dense) / layers)
     gradient, reduced = b.gradients, 4 if b.master else b.gradients
     if run.lora:
         around, gradient, reduced = 0, 4, 4
     if run.offload:  # gradients leave as they are made
         gradient = reduced = 0
-    own = padded = (trained - around) / spec.layers  # trained parameters of one block
+    own = padded = (trained - around) / layers  # trained parameters of one block
     if not run.lora:
-        padded += counts["experts"] / spec.layers * (padding - 1)
+        padded += counts["experts"] / layers * (padding - 1)
     stays = run.zero == 2
+    stack = stack_of(run)
+    own_head = stack is not None and stack.own_head
+    head = outside * counts["head"] // (counts["embedding"] + counts["head"]) if own_head else 0
+    of_head = counts["head"] if own_head else 0
+    outside, around = outside - head, around - of_head
     return Units(
         block=block,
         outside=outside,
-        resident=outside + (spec.layers * block if stays else 0),
+        head=head,
+        head_at_loss=head if stack and stack.keeps_head else 0,
+        head_gradients=gradient * of_head,
+        head_reduction=reduced * of_head,
+        resident=(0 if own_head and not stays else outside) + (layers * block if stays else 0),
         prefetched=0 if stays else block,
         block_gradients=int(gradient * own),
         outside_gradients=gradient * around,

@@ -40,12 +40,14 @@ def gradients(share: Share, states: States) -> Gradients:
     whole_table = elements * b.gradients if run.tp > 1 and share.first else 0
     uncut = 0 if sharded or tied else whole_table
     every = 4 * states.trained if sharded and b.master else states.gradients
+    if whole := sharded and run.pp > 1:  # reduced once, after the last micro-batch
+        every = share.layers * states.units.block_reduction + states.units.outside_reduction
     every += max(0, uncut - table)
     # Those of earlier micro-batches exist all the time; those of a single one only from backward on.
     accumulates = run.accumulation > 1 and not run.offload
     accumulated = every if accumulates else 0
-    once = _stored(share, every)
-    stored = Stored(every, every, every) if accumulates or run.offload else once
+    once = _stored(share, states, every)
+    stored = Stored(every, every, every) if accumulates or whole or run.offload else once
     if sharded and accumulates and run.dp_replicate > 1:
         # What copies have summed is added to earlier gradients, and kept beside them until backward is over
         # (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, _all_reduce_state).
@@ -53,9 +55,13 @@ def gradients(share: Share, states: States) -> Gradients:
     # Autograd sums the gradients of a tied weight's two uses before it stores them: two terms and a sum, or, where the
     # first was cast from half, two terms (torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace).
     terms = 2 if share.autocast and run.tp == 1 else 3
-    if sharded:  # and FSDP2 has no shard of them yet
-        stored = Stored(stored.before_last_two + table, stored.before_last + table, stored.after_blocks)
-        embedding = whole_table + (terms * table if spec.tied else states.units.outside_gradients)
+    of_head = table if share.last else 0
+    if states.units.head:  # a unit of its own, whose gradients are reduced before those of blocks
+        of_head = 0 if accumulates else every * elements // sum(_stage_parameters(share).values())
+    elif sharded:  # and FSDP2 has no shard of them yet
+        stored = Stored(stored.before_last_two + of_head, stored.before_last + of_head, stored.after_blocks)
+    if sharded:
+        embedding = whole_table + (terms * table if tied else states.units.outside_gradients)
     elif tied:
         embedding = whole_table + (terms if accumulates else terms - 1) * table
     else:
@@ -66,7 +72,7 @@ def gradients(share: Share, states: States) -> Gradients:
     return Gradients(
         accumulated=accumulated,
         head=table + half_head if share.last else 0,
-        after_head=accumulated + (table if head_stays else 0),
+        after_head=accumulated + (of_head if head_stays else 0),
         stored=stored,
         embedding=embedding,
         update=_update(share, states),
@@ -74,7 +80,7 @@ def gradients(share: Share, states: States) -> Gradients:
     )
 
 
-def _stored(share: Share, every: int) -> Stored:
+def _stored(share: Share, states: States, every: int) -> Stored:
     """Return what is stored of a single micro-batch's gradients, which take `every` bytes in the end.
 
     Still to come are the last blocks' own, and the embedding's, which a tied head has begun. FSDP2 reduces what is
@@ -84,14 +90,19 @@ def _stored(share: Share, every: int) -> Stored:
     if run.lora:
         block = every // share.layers
         return Stored(max(0, every - 2 * block), every - block, every)
-    stage = sum(device_parameters(spec, run.pp, share.stage).values())  # of all tensor- and expert-parallel ranks
+    stage = sum(_stage_parameters(share).values())
     table = spec.vocab * spec.hidden
-    outside = (table if spec.tied else 2 * table) if uses_fsdp(run) else 0
+    outside = (table if spec.tied or states.units.head else 2 * table) if uses_fsdp(run) else 0
     embedding = 0 if outside or spec.tied or not share.first else table
     after_blocks = every * (stage - outside) // stage
     block = every * block_parameters(spec) // stage
     before_last = after_blocks - block - every * embedding // stage
     return Stored(max(0, before_last - block), before_last, after_blocks)
+
+
+def _stage_parameters(share: Share) -> dict[str, int]:
+    """Return the parameters of the stage by component, of all tensor- and expert-parallel ranks."""
+    return device_parameters(share.spec, share.run.pp, share.stage)
 
 
 def _update(share: Share, states: States) -> int:

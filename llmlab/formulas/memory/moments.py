@@ -55,7 +55,7 @@ class StepMemory:
 
     def __init__(self, share: Share) -> None:
         spec, run, gpu = share.spec, share.run, share.gpu
-        self.layers, self.sharded = share.layers, uses_fsdp(run)
+        self.share, self.layers, self.sharded = share, share.layers, uses_fsdp(run)
         self.states = states(spec, run, share.stage)
         self.gradients = gradients(share, self.states)
         self.loss = loss_bytes(share)
@@ -72,6 +72,9 @@ class StepMemory:
             "workspace": 2 * (gpu.cublas_workspace or 0) if gpu else 0,
             "other": bucket_bytes(share, self.states),
         }
+        # What is whole still when backward ends: in a pipeline all blocks, but for one that the moments add.
+        units = self.states.units
+        self.left = units.outside + (units.block * (self.layers - 1) if run.pp > 1 else 0)
         whole = per_device(block_saved(share), run)
         kept = checkpointed(share) if run.checkpointing else whole
         in_flight = micro_batches_in_flight(run, share.stage)
@@ -122,10 +125,12 @@ class StepMemory:
     def _forward(self) -> list[Moment]:
         units, moment = self.states.units, partial(self._moment, "forward", gradients=self.gradients.accumulated)
         gathered, casts = units.resident + units.block, self.casts + self.head_cast
+        around_loss = units.resident + units.head_at_loss if units.head else gathered
         return [
             moment("attention in the last block", gathered + units.prefetched, self.between + self.forward_scores,
                    activations=self.activations - self.outside + casts),
-            moment("the loss", gathered, self.between, activations=self.activations + casts, logits=self.loss.forward),
+            moment("the loss", around_loss, self.between, activations=self.activations + casts,
+                   logits=self.loss.forward),
         ]  # fmt: skip
 
     def _gathering(self) -> list[Moment]:
@@ -134,28 +139,33 @@ class StepMemory:
         units, moment = self.states.units, partial(self._moment, "forward", gradients=self.gradients.accumulated)
         activations = self.activations - self.outside - self.block + self.casts - self.block_cast
         last = units.resident + units.prefetched + 2 * units.block
-        return [
-            moment("the first block gathered", 2 * (units.outside + units.block)),
+        found = [
+            moment("the first block gathered", (1 if units.head else 2) * units.outside + 2 * units.block),
             moment("the last block gathered", last, self.between, activations=activations),
         ]
+        if units.head:
+            gathered = units.resident + units.prefetched + 2 * units.head
+            found.append(moment("the head gathered", gathered, activations=self.activations))
+        return found
 
     def _backward(self) -> list[Moment]:
         units, grads, moment = self.states.units, self.gradients, partial(self._moment, "backward")
         in_blocks = partial(moment, logits=self.loss.after)
         gathered, activations = units.resident + units.prefetched, self.activations + self.kept_casts
+        around_loss = units.resident + units.head_at_loss if units.head else gathered
         working, own_gradients = self.between + self.backward.temporaries, self.backward.gradients
         return [
-            moment("the loss's gradient", gathered, self.between, gradients=grads.accumulated,
+            moment("the loss's gradient", around_loss, self.between, gradients=grads.accumulated,
                    activations=activations + self.head_cast, logits=self.loss.gradient),
-            moment("the head's gradient", gathered, self.between, gradients=grads.accumulated + grads.head,
+            moment("the head's gradient", gathered + units.head, self.between, gradients=grads.accumulated + grads.head,
                    activations=activations, logits=self.loss.head),
-            in_blocks("the first block of backward", gathered + units.prefetched, working,
+            in_blocks("the first block of backward", gathered + units.prefetched, units.head_reduction + working,
                       gradients=grads.after_head + own_gradients,
                       activations=self.activations + self.recomputed + (self.kept_casts or self.block_cast)),
-            in_blocks("the last block of backward", units.outside + units.block, units.block_reduction + working,
+            in_blocks("the last block of backward", self.left + units.block, units.block_reduction + working,
                       gradients=grads.stored.before_last + own_gradients,
                       activations=self.last_block + self.recomputed + self.block_cast),
-            in_blocks("the embedding's gradient", units.outside, units.block_reduction + grads.embedding,
+            in_blocks("the embedding's gradient", self.left, units.block_reduction + grads.embedding,
                       gradients=grads.stored.after_blocks),
         ]  # fmt: skip
 
@@ -167,12 +177,23 @@ class StepMemory:
         activations = self.activations - self.block + max(0, self.kept_casts - self.block_cast)
         gathered = units.resident + (units.prefetched or -units.block)
         reducing = units.block_gradients + units.block_reduction
-        found = [
+        ranks = self.share.run.dp_shard * self.share.run.cp
+        last_but_one = 2 * units.block + self.left - (units.outside if units.head else 0)
+        # Of a unit with one large tensor, its gradient is still there as the reduced one is made.
+        head_shard, outside_shard = units.head_reduction // ranks, 0
+        if units.head:
+            outside_shard = units.outside_reduction // ranks
+        found = []
+        if units.head:
+            whole = units.head_gradients + units.head_reduction
+            found.append(moment("the head's gradients reduced", units.resident + units.prefetched, self.between + whole,
+                                gradients=grads.accumulated + head_shard, activations=self.activations))  # fmt: skip
+        found += [
             moment("the first block's gradients reduced", gathered, self.between + reducing,
                    gradients=grads.after_head, activations=activations),
-            moment("the last block's gradients reduced", units.outside, reducing, gradients=grads.stored.before_last),
+            moment("the last block's gradients reduced", self.left, reducing, gradients=grads.stored.before_last),
             moment("the other gradients reduced", 0, units.outside_gradients + units.outside_reduction,
-                   gradients=grads.stored.after_blocks),
+                   gradients=grads.stored.after_blocks + outside_shard),
         ]  # fmt: skip
         if self.layers > 2:  # one with a reduction behind it and a block gathered, or still whole, before it
             gathered += units.prefetched
@@ -183,7 +204,7 @@ class StepMemory:
                        activations=activations + self.recomputed + (0 if self.kept_casts else self.block_cast)),
                 moment("the second block's gradients", gathered, self.between + reducing, gradients=grads.after_head,
                        activations=activations - self.block),
-                moment("the last but one block's gradients", units.outside + 2 * units.block, self.between + reducing,
+                moment("the last but one block's gradients", last_but_one, self.between + reducing,
                        gradients=grads.stored.before_last_two, activations=self.last_block),
             ]  # fmt: skip
         return found

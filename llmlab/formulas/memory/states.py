@@ -123,7 +123,7 @@ def states(spec: ModelSpec, run: Training, stage: int = 0, sharded: bool = True)
         optimizer=optimizer,
         trained=stepped,
         shard=shard,
-        units=units(spec, run, b, weights, counts, trained.total) if zero >= 2 else NONE,
+        units=units(spec, run, b, weights, counts, trained.total, stage) if zero >= 2 else NONE,
     )
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ...specs.stacks import StackOptions
+from .blocks import block_of
+from .described import Kept, by_kind, saved
 from .fsdp import uses_fsdp
 from .scores import backward_scores
 from .share import Share
@@ -30,6 +33,8 @@ def outer_activations(share: Share) -> int:
     """Return the bytes kept outside the blocks: the final norm, the head's input, the embedding's dropout mask, and
     what a pipeline's stage received and sent, which its backward starts from and ends at."""
     spec, run, b = share.spec, share.run, share.bytes
+    if block := block_of(share):
+        return described_bytes(block.outside, share) if share.last else 0
     width = share.mask_bytes * spec.hidden if spec.dropout and share.first else 0
     if not share.last:
         width += b.residual * spec.hidden
@@ -42,6 +47,11 @@ def outer_activations(share: Share) -> int:
             width += b.residual * spec.hidden if spec.norm == "rmsnorm" else 0
             head_input = share.tokens * b.compute * spec.hidden  # gathered whole, as `activations.per_device` says
     return share.tokens * width // share.sequence_ranks + head_input
+
+
+def described_bytes(rows: tuple[Kept, ...], share: Share) -> int:
+    """Return the bytes of lines of a stack's description on this rank."""
+    return sum(by_kind(saved(rows, share), share.run.tp, share.run.sequence_parallel).values())
 
 
 def loss_bytes(share: Share) -> LossBytes:
@@ -61,6 +71,11 @@ def loss_bytes(share: Share) -> LossBytes:
         weight_gradient = 0 if run.lora else spec.vocab * spec.hidden * share.bytes.gradients // run.tp
         return LossBytes(chunk + weight_gradient, weight_gradient)  # from then on it is the head's gradient
     logits = share.tokens * spec.vocab // run.tp
+    if block := block_of(share):
+        # torch's loss_parallel writes log_softmax out in operators, and has one more temporary both ways.
+        extra = 4 if run.tp > 1 else 0
+        forward, gradient, head, after = (logits * (c * own + 4 * fp32) for own, fp32 in block.loss)
+        return LossBytes(forward + logits * extra, gradient + logits * extra, head, after)
     upcast = 0 if c == 4 else 4
     # torch's loss_parallel writes log_softmax out in operators, and has one more temporary both ways.
     extra = (4 if run.tp > 1 else 0) + (c if spec.logit_softcap else 0)
@@ -87,8 +102,14 @@ def block_backward(share: Share, mlp_kept: int) -> BlockBackward:
     several micro-batches they are added to the earlier ones, except where FSDP2 has only shards of those.)
     """
     spec, run, c = share.spec, share.run, share.bytes.compute
-    mlp = share.tokens * c * spec.token_mlp_width * (3 if spec.gated else 2) // run.tp
-    if share.writes_scores:
+    block = block_of(share)
+    if block:
+        mlp = described_bytes(block.mlp_backward, share)
+    else:
+        mlp = share.tokens * c * spec.token_mlp_width * (3 if spec.gated else 2) // run.tp
+    if block:
+        attention = described_bytes(block.attention_backward, share) - mlp_kept
+    elif share.writes_scores:
         attention = backward_scores(share) - mlp_kept
     else:
         attention = share.tokens * c * 4 * spec.query_width // run.tp - mlp_kept
@@ -111,6 +132,8 @@ def optimizer_temporaries(share: Share, states: States) -> int:
     """
     spec, run = share.spec, share.run
     if run.offload or run.optimizer not in ("adamw", "adafactor"):
+        return 0
+    if isinstance(run.stack, StackOptions) and run.stack.fused_adamw:
         return 0
     element = 4 if run.lora else share.bytes.states
     experts = expert_tensor(spec, run)

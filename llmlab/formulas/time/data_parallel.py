@@ -4,6 +4,7 @@ DDP reduces gradients in buckets while backward runs; ZeRO 1 and 2 scatter them 
 gathers each unit's parameters before it is needed, twice, and scatters its gradients (arXiv 1910.02054, section 7).
 HSDP does so among the ranks that share a copy, and sums each shard's gradients over the copies by an all-reduce, on a
 stream of its own (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_reduce).
+In a pipeline gradients are scattered once, after the last micro-batch (torch/distributed/pipelining/stage.py).
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ def _communicated(
 ) -> Communicated:
     """Return what the replicas send: gradients, and with ZeRO the parameters."""
     if run.zero == 3:
-        return _sharded(replica, run.accumulation, hide_forward, hide_backward)
+        return _sharded(replica, run, hide_forward, hide_backward)
     reduced = _reduced(replica, run, hide_backward, bucket)
     if run.zero == 0:
         return reduced
@@ -158,31 +159,43 @@ def _reduced(replica: _Replica, run: Training, hidden: bool, bucket: int) -> Com
         messages = ceil(replica.gradients / bucket) or 1
         costs = [replica.kernels.collective("all-reduce", replica.gradients / messages, replica.group)] * messages
         ready = [backward * min(1, (i + 1) / messages / replica.in_blocks) for i in range(messages)]
-    times = run.accumulation if run.zero == 2 else 1  # sharded gradients cannot wait for the last micro-batch
+    # Sharded gradients cannot wait for the last micro-batch; in a pipeline they are whole until then.
+    times = run.accumulation if run.zero == 2 and run.pp == 1 else 1
     sent = times * sum(costs)
     size = times * replica.gradients * (1 + 2 * _copied(replica) if run.zero else 2)
     exposed = times * (finished(ready, costs) - backward) if hidden else sent
     return Communicated(exposed, sent, size, 0.0, sum(costs) * replica.in_blocks / layers)
 
 
-def _sharded(replica: _Replica, micro_batches: int, hide_forward: bool, hide_backward: bool) -> Communicated:
+def _sharded(replica: _Replica, run: Training, hide_forward: bool, hide_backward: bool) -> Communicated:
     """Return ZeRO-3's seconds: each unit is gathered before forward and again before backward, behind the unit before
     it; its gradient is sent behind the next unit's backward. What is outside of blocks is whole from forward to
-    backward."""
+    backward.
+
+    In a pipeline torch frees nothing after a backward but the last, so that a forward after it finds all blocks whole,
+    and frees them: m micro-batches of 1F1B gather a block m + 1 times (tests/formulas/test_fsdp_pipeline.py)."""
     layers = replica.layers
+    whole = 1 if run.pp > 1 else run.accumulation  # micro-batches with both gathers and a reduce-scatter
+    gathers_only = run.accumulation - whole
     gather, outside_gather = replica.seconds("all-gather", replica.weights, replica.narrower)
     scatter, outside_scatter = replica.seconds("reduce-scatter", replica.gradients)
     reduce, outside_reduce = replica.summed()
     outside = outside_gather + outside_scatter + outside_reduce
-    forward, backward = layers * gather, layers * (gather + scatter + reduce)
-    sent = micro_batches * (forward + backward + outside)
+    forward = layers * gather
+    sent = whole * (forward + layers * (gather + scatter + reduce) + outside) + gathers_only * forward
     if hide_forward:
         forward = gather + (layers - 1) * max(0.0, gather - replica.forward / layers)
-    if hide_backward:
+
+    def backward(scatter: float, reduce: float) -> float:
+        if not hide_backward:
+            return layers * (gather + scatter + reduce)
         busy = replica.busy(gather + scatter, reduce)
-        backward = scatter + reduce + (layers - 1) * max(0.0, busy - replica.backward / layers)
-    size = micro_batches * (2 * (replica.weights - replica.narrower) + (1 + 2 * _copied(replica)) * replica.gradients)
-    return Communicated(micro_batches * (forward + backward + outside), sent, size, gather, scatter + reduce)
+        return scatter + reduce + (layers - 1) * max(0.0, busy - replica.backward / layers)
+
+    exposed = whole * (forward + backward(scatter, reduce) + outside) + gathers_only * backward(0.0, 0.0)
+    weights = replica.weights - replica.narrower
+    size = whole * (2 * weights + (1 + 2 * _copied(replica)) * replica.gradients) + gathers_only * weights
+    return Communicated(exposed, sent, size, gather, scatter + reduce)
 
 
 def _copied(replica: _Replica) -> float:

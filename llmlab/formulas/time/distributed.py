@@ -6,6 +6,7 @@ What each kind of parallelism sends in a step, on one GPU (b micro_batch, s seq_
 
     tensor      per layer: 2 all-reduces of bsh forward, 2 backward, 2 to recompute (arXiv 1909.08053, section 3); with
                 sequence parallelism an all-gather and a reduce-scatter instead of each, and 2 more all-gathers backward
+                where a pair's input was not kept whole (selective checkpointing; Megatron-LM: arXiv 2205.05198, 4.2.2)
     pipeline    per micro-batch and virtual stage: bsh forward, bsh backward, divided over the tensor-parallel ranks
     context     per layer: keys and values once round the ring forward, they and their gradients backward
     experts     per layer: 2 all-to-alls of the tokens' copies forward, 2 backward
@@ -196,12 +197,14 @@ def _tensor(spec: ModelSpec, run: Training, cluster: Cluster, found: Kernels, hi
     """Return the exposed seconds per layer and micro-batch.
 
     Megatron-LM hides, backward, what a column-parallel layer sends: the all-reduce of its input's gradient, or, with
-    sequence parallelism, the all-gather of its input and the reduce-scatter of its gradient.
+    sequence parallelism, the all-gather of its input and the reduce-scatter of its gradient. Torch keeps what it
+    gathered, as the memory's formula counts it (`per_device`), unless checkpointing is to make it again.
     """
     group, size = cluster.group(run.tp), _stream_bytes(spec, run)
     again = 2 if run.checkpointing == "full" else 0
     if run.sequence_parallel:
-        gathers, scatters = 2 + (2 if hidden else 4) + again, 2 + (0 if hidden else 2) + again
+        regathers = 2 if run.checkpointing == "selective" and not hidden else 0
+        gathers, scatters = 4 + regathers + again, 2 + (0 if hidden else 2) + again
         gather, scatter = (found.collective(each, size, group) for each in ("all-gather", "reduce-scatter"))
         if run.zero == 3:
             # FSDP2 with DTensor: what is gathered or scattered along dimension 1 is copied, to or from dimension 0

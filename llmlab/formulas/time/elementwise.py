@@ -75,7 +75,7 @@ def _moved(spec: ModelSpec, run: Training, flash: bool) -> Moved:
         return Moved(run.accumulation * spec.layers / run.pp * block, run.accumulation * loss)
     kept = {"scores": 0.0, "mlp": 0.0, "rest": 0.0}
     for one in block_saved(share):
-        divided = run.tp if one.split or run.sequence_parallel else 1
+        divided = run.tp if one.cut == "heads" or run.sequence_parallel else 1
         kept[one.kind if one.kind in kept and (spec.gated or one.kind != "mlp") else "rest"] += one.bytes / divided
     moves = (MOVES if share.autocast else MOVES_SAME_DTYPE)[spec.norm]
     if spec.norm == "layernorm" and spec.activation not in FUSED:

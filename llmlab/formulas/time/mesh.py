@@ -15,7 +15,8 @@ from ...specs.check import check
 from ...specs.model import ModelLike, ModelSpec
 from ...specs.model import model as find_model
 from ...specs.run import Training
-from ..memory.moments import training_moments
+from ..memory.share import share_of
+from ..memory.step import step_memory
 from ..verdict import verdict
 from .distributed import Step, step
 
@@ -41,7 +42,8 @@ def peak_of(spec: ModelSpec, run: Training, card: GPU | None) -> int:
     Stages after the second have fewer micro-batches in flight than it, and no more layers.
     """
     stages = sorted({0, min(1, run.pp - 1), run.pp - 1})
-    return max(moment.total for stage in stages for moment in training_moments(spec, run, card, False, stage))
+    shares = [share_of(spec, run, card, stage=stage) for stage in stages]
+    return max(moment.total for share in shares for moment in step_memory(share).moments())
 
 
 def search(

@@ -1,4 +1,4 @@
-"""Round to nearest (RTN), the baseline that every other algorithm must beat, and the error they are compared by."""
+"""Round to nearest (RTN), the baseline that every other algorithm must beat, and the errors they are compared by."""
 
 from __future__ import annotations
 
@@ -29,3 +29,8 @@ def layer_error(weight: Tensor, quantized: Quantized | Tensor, inputs: Tensor) -
     if not size:  # the weight or the inputs are all 0
         return float("inf") if error else 0.0
     return error / size
+
+
+def relative_error(restored: Tensor, exact: Tensor) -> float:
+    """Return |restored - exact| / |exact|, over all numbers: 0 if nothing is lost, 1 if as wrong as zeros."""
+    return ((restored - exact).norm() / exact.norm()).item()

@@ -72,6 +72,7 @@ def without_peers(card: Card, world_size: int | None, parameters: HostParameters
             "recv_object_list": _recv_object_list,
             "monitored_barrier": nothing,
             "all_reduce": _all_reduce(distributed_c10d.all_reduce),
+            "_coalescing_manager": _one_by_one(distributed_c10d._coalescing_manager),
         }
         for name, function in replaced.items():
             for module in (dist, distributed_c10d):
@@ -142,6 +143,21 @@ def _all_reduce(real: Callable) -> Callable:
         return work
 
     return all_reduce
+
+
+def _one_by_one(real: Callable) -> Callable:
+    """torch.distributed._coalescing_manager: the operators of several collectives in one have no fake kernels, so each
+    runs by itself, as it is called. Sends and receives, which come with a device, are several calls already."""
+
+    @contextmanager
+    def coalescing(group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[Any]:
+        if device is None:
+            yield distributed_c10d._CoalescingManager()
+        else:
+            with real(group, device, async_ops) as manager:
+                yield manager
+
+    return coalescing
 
 
 # Python objects travel pickled, and those of other ranks would be unpickled from nothing.

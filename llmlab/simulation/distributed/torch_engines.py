@@ -21,7 +21,7 @@ from ...base.compat import C, FakeTensor, TorchDispatchMode, arg_tree_leaves, ch
 from ...base.errors import NotAvailable
 from ...recording.phases import COMMUNICATION, GATHERED
 from ...specs.model import ModelSpec
-from ...specs.run import Run, Training
+from ...specs.run import Run, Training, stack_of
 from ...step.ranks import Ranks, check_ranks, join
 from ..devices import GPU_DEVICE, HOST
 from ..engine.engine import Engine
@@ -46,8 +46,9 @@ def checked(spec: ModelSpec, run: Run) -> None:
 
 
 @contextmanager
-def fake_ranks(run: Training, engine: Engine, labelled: Labelled) -> Iterator[Ranks]:
+def fake_ranks(run: Training, engine: Engine, labelled: Labelled) -> Iterator[Ranks | None]:
     """Make this process rank 0 of the world of `run`, whose others are not there; `labelled` is the recording's.
+    Another stack makes meshes of its own: None.
 
     Raises NotAvailable where a process group is running: there is one per process.
     """
@@ -61,7 +62,7 @@ def fake_ranks(run: Training, engine: Engine, labelled: Labelled) -> Iterator[Ra
     with torch_engines(engine, labelled), mock.patch.multiple(group, **functions):
         start_group(dist.init_process_group, run.world_size)
         try:
-            yield join(run, fake=True)
+            yield None if stack_of(run) else join(run, fake=True)
         finally:
             dist.destroy_process_group()
 

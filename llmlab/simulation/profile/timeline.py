@@ -127,7 +127,8 @@ class Phases(Recording):
         parameters += [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
         states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
         return {
-            BUFFERS: [buffer for root in roots for buffer in root.buffers()],
+            # Megatron-LM's DistributedDataParallel has an attribute `buffers` of its own.
+            BUFFERS: [buffer for root in roots for buffer in nn.Module.buffers(root)],
             "optimizer": [value for value in states if isinstance(value, Tensor)],
             "gradients": [each.grad for each in parameters if each.is_leaf and each.grad is not None],
             "weights": parameters,

@@ -5,7 +5,9 @@ Source: aten/src/ATen/native/cuda/Blas.cpp and cuBlasCommonArgs.h (torch 2.13).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from re import findall
 
 import torch
 from torch import Tensor
@@ -22,7 +24,14 @@ CUBLASLT = Handle("cublasLt", 1 << 20)
 
 def cublas(gpu: GPU) -> Handle:
     """Return the handle of cuBLAS on `gpu`."""
-    return Handle("cublas", gpu.cublas_workspace or 0)
+    return Handle("cublas", _chosen_workspace() or gpu.cublas_workspace or 0)
+
+
+def _chosen_workspace() -> int:
+    """Return the bytes that CUBLAS_WORKSPACE_CONFIG asks for, 0 where it says nothing: ":4096:8" is 8 buffers of
+    4096 KiB (cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize). Deterministic runs set it."""
+    pairs = findall(r":([0-9]+):([0-9]+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    return sum(int(size) * int(count) for size, count in pairs) * 1024
 
 
 def _copies(*operands: Tensor) -> Iterator[int]:

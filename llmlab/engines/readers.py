@@ -1,0 +1,249 @@
+"""Settings of DeepSpeed and Accelerate as fields of a Training: the way back of `configs`.
+
+A key that is not the engine's is refused by name, and so is one that a Training has no field for. What changes neither
+memory nor work per step (the schedule of the learning rate, logging) is passed over, and so are the sizes of buckets.
+`given` are fields that the settings leave open; where both speak they have to agree.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..base.errors import NotAvailable, SpecError
+
+Settings = Mapping[str, Any] | str | Path
+
+
+def _keys(names: str) -> set[str]:
+    return set(names.split())
+
+
+# Keys that are passed over: deepspeed/runtime/constants.py and runtime/zero/config.py of DeepSpeed 0.19.8.
+DEEPSPEED_PASSED = _keys(
+    "scheduler gradient_clipping steps_per_print wall_clock_breakdown dump_state memory_breakdown prescale_gradients "
+    "gradient_predivide_factor communication_data_type zero_allow_untested_optimizer zero_force_ds_cpu_optimizer "
+    "flops_profiler comms_logger tensorboard wandb csv_monitor checkpoint"
+)
+DEEPSPEED_READ = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer",
+                  "zero_optimization", "fp16", "bf16", "torch_autocast"}  # fmt: skip
+ZERO_PASSED = _keys(
+    "overlap_comm contiguous_gradients reduce_scatter reduce_bucket_size allgather_partitions allgather_bucket_size "
+    "round_robin_gradients sub_group_size stage3_prefetch_bucket_size stage3_param_persistence_threshold "
+    "stage3_max_live_parameters stage3_max_reuse_distance stage3_gather_16bit_weights_on_model_save "
+    "ignore_unused_parameters"
+)
+ZERO_READ = {"stage", "offload_optimizer", "offload_param"}
+DEEPSPEED_OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "lion": "lion", "sgd": "sgd"}
+
+# accelerate/commands/config/config_args.py and utils/launch.py of Accelerate 1.15.0.
+ACCELERATE_PASSED = _keys(
+    "compute_environment debug machine_rank main_process_ip main_process_port main_training_function num_machines "
+    "rdzv_backend same_network downcast_bf16 tpu_env tpu_name tpu_use_cluster tpu_use_sudo tpu_zone "
+    "enable_cpu_affinity gpu_ids use_cpu"
+)
+ACCELERATE_READ = {"distributed_type", "mixed_precision", "num_processes", "deepspeed_config", "fsdp_config"}
+PLUGIN_PASSED = {"gradient_clipping", "zero3_init_flag", "zero3_save_16bit_model", "deepspeed_multinode_launcher"}
+PLUGIN_READ = {"zero_stage", "gradient_accumulation_steps", "offload_optimizer_device", "offload_param_device"}
+FSDP_PASSED = _keys(
+    "fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_state_dict_type fsdp_cpu_ram_efficient_loading "
+    "fsdp_sync_module_states fsdp_use_orig_params fsdp_backward_prefetch fsdp_backward_prefetch_policy "
+    "fsdp_forward_prefetch fsdp_min_num_params"
+)
+FSDP_READ = {"fsdp_version", "fsdp_reshard_after_forward", "fsdp_sharding_strategy", "fsdp_offload_params",
+             "fsdp_activation_checkpointing"}  # fmt: skip
+FSDP_STAGES = {"FULL_SHARD": 3, "1": 3, "SHARD_GRAD_OP": 2, "2": 2, "NO_SHARD": 0, "3": 0}  # FSDP1's word and number
+
+
+def deepspeed_fields(settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a Training that DeepSpeed's config (a dict, JSON text or a file) and `given` say.
+
+    Raises SpecError for an unknown key, a key of another engine, "auto" that `given` does not resolve, and a conflict.
+    """
+    config = _mapping("DeepSpeed", settings, json.loads)
+    _known("DeepSpeed", config, DEEPSPEED_READ | DEEPSPEED_PASSED)
+    zero = _section(config, "zero_optimization")
+    _known("DeepSpeed's zero_optimization", zero, ZERO_READ | ZERO_PASSED)
+    said: dict[str, tuple[str, Any]] = {"zero": ("zero_optimization.stage", zero.get("stage", 0))}
+    said["precision"] = _deepspeed_precision(config, given)
+    devices = [_section(zero, key).get("device", "none") for key in ("offload_optimizer", "offload_param")]
+    said["offload"] = ("zero_optimization.offload_*", _offload("DeepSpeed", *devices))
+    if name := _section(config, "optimizer").get("type"):
+        if str(name).lower() not in DEEPSPEED_OPTIMIZERS:
+            raise SpecError(f"optimizer.type={name!r}: a Training has {', '.join(sorted(DEEPSPEED_OPTIMIZERS))} of it")
+        said["optimizer"] = ("optimizer.type", DEEPSPEED_OPTIMIZERS[str(name).lower()])
+    for field, key in (("micro_batch", "train_micro_batch_size_per_gpu"),
+                       ("accumulation", "gradient_accumulation_steps")):  # fmt: skip
+        if key in config:
+            said[field] = (key, config[key])
+    fields = _agreed(said, given)
+    return _batches(fields, config.get("train_batch_size"))
+
+
+def accelerate_fields(settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a Training that Accelerate's config (a dict, YAML text or a file) and `given` say.
+
+    Raises SpecError as `deepspeed_fields`, and NotAvailable where text is given and PyYAML is missing.
+    """
+    config = _mapping("Accelerate", settings, _yaml)
+    _known("Accelerate", config, ACCELERATE_READ | ACCELERATE_PASSED)
+    kind = str(config.get("distributed_type", "NO"))
+    kinds = {"NO": None, "MULTI_GPU": None, "DEEPSPEED": "deepspeed_config", "FSDP": "fsdp_config"}
+    if kind not in kinds:
+        raise SpecError(f"distributed_type={kind!r} is not one of {', '.join(kinds)}")
+    for section in ("deepspeed_config", "fsdp_config"):
+        if config.get(section) and kinds[kind] != section:
+            raise SpecError(f"{section} with distributed_type={kind!r}: two engines' settings; keep those of one")
+    half = str(config.get("mixed_precision", "no"))
+    if half not in ("no", "fp16", "bf16"):
+        raise SpecError(f"mixed_precision={half!r} is not one of no, fp16, bf16")
+    prefix = "autocast" if kinds[kind] is None else "mixed"
+    said: dict[str, tuple[str, Any]] = {
+        "dp": ("num_processes", config.get("num_processes", 1)),
+        "precision": ("mixed_precision", "fp32" if half == "no" else f"{prefix}-{half}"),
+    }
+    if kind == "DEEPSPEED":
+        said |= _plugin(_section(config, "deepspeed_config"))
+    elif kind == "FSDP":
+        said |= _fsdp(_section(config, "fsdp_config"))
+    return _agreed(said, given)
+
+
+def _plugin(section: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    if "deepspeed_config_file" in section:
+        raise SpecError("deepspeed_config_file: the settings are in that file; give it to Training.from_deepspeed")
+    _known("Accelerate's deepspeed_config", section, PLUGIN_READ | PLUGIN_PASSED)
+    devices = [section.get(key, "none") for key in ("offload_optimizer_device", "offload_param_device")]
+    said = {"zero": ("zero_stage", section.get("zero_stage", 2)),
+            "offload": ("offload_*_device", _offload("Accelerate", *devices))}  # fmt: skip
+    if "gradient_accumulation_steps" in section:
+        said["accumulation"] = ("gradient_accumulation_steps", section["gradient_accumulation_steps"])
+    return said
+
+
+def _fsdp(section: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    _known("Accelerate's fsdp_config", section, FSDP_READ | FSDP_PASSED)
+    key = "fsdp_reshard_after_forward" if section.get("fsdp_version", 1) == 2 else "fsdp_sharding_strategy"
+    value = section.get(key, True if key == "fsdp_reshard_after_forward" else "FULL_SHARD")
+    stage = (3 if value else 2) if isinstance(value, bool) else FSDP_STAGES.get(str(value))
+    if stage is None:
+        raise SpecError(f"{key}={value!r}: a Training's ZeRO has {', '.join(FSDP_STAGES)}")
+    offload = "optimizer+parameters" if section.get("fsdp_offload_params") else None
+    return {"zero": (key, stage), "offload": ("fsdp_offload_params", offload),
+            "checkpointing": ("fsdp_activation_checkpointing",
+                              "full" if section.get("fsdp_activation_checkpointing") else None)}  # fmt: skip
+
+
+def _deepspeed_precision(config: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[str, Any]:
+    on = {key: _section(config, key).get("enabled", False) for key in ("fp16", "bf16", "torch_autocast")}
+    if "auto" in on.values():  # what the Trainer decides
+        return "fp16 / bf16.enabled", "auto"
+    chosen = [key for key, enabled in on.items() if enabled]
+    if len(chosen) > 1:
+        raise SpecError(f"{' and '.join(chosen)} are both enabled: DeepSpeed takes one")
+    if chosen == ["torch_autocast"]:
+        dtype = _section(config, "torch_autocast").get("dtype", "bfloat16")
+        short = {"bfloat16": "bf16", "float16": "fp16"}.get(str(dtype).removeprefix("torch."))
+        if short is None:
+            raise SpecError(f"torch_autocast.dtype={dtype!r} is not one of bfloat16, float16")
+        return "torch_autocast", f"autocast-{short}"
+    return (f"{chosen[0]}.enabled", f"mixed-{chosen[0]}") if chosen else ("no fp16, bf16", "fp32")
+
+
+def _offload(engine: str, optimizer: str, parameters: str) -> str | None:
+    for device in (optimizer, parameters):
+        if device not in ("cpu", "none"):
+            raise SpecError(f"{engine} offloads to {device!r}: a Training has cpu or none")
+    if parameters == "cpu":
+        if optimizer != "cpu":
+            raise SpecError(f"{engine} offloads parameters alone: a Training offloads states with them; offload both")
+        return "optimizer+parameters"
+    return "optimizer" if optimizer == "cpu" else None
+
+
+def _batches(fields: dict[str, Any], total: Any) -> dict[str, Any]:
+    """Complete micro_batch, accumulation and dp from train_batch_size = their product, as DeepSpeed does."""
+    if total is None or (total == "auto"):
+        return fields
+    names = ("micro_batch", "accumulation", "dp")
+    missing = [name for name in names if name not in fields]
+    if len(missing) > 1 and "dp" in missing:
+        raise SpecError(f"train_batch_size={total} is shared by ranks that the config does not count: give dp=")
+    if missing == ["micro_batch", "accumulation"]:
+        fields["accumulation"] = 1  # DeepSpeed's default
+        missing = ["micro_batch"]
+    product = 1
+    for name in names:
+        product *= fields.get(name, 1)
+    if not isinstance(total, int) or total < 1 or (total % product if missing else total != product):
+        shown = " × ".join(f"{name}={fields[name]}" for name in names if name in fields)
+        raise SpecError(f"train_batch_size={total!r} does not agree with {shown}")
+    return fields | {name: total // product for name in missing}
+
+
+def _agreed(said: Mapping[str, tuple[str, Any]], given: Mapping[str, Any]) -> dict[str, Any]:
+    fields = dict(given)
+    for field, (key, value) in said.items():
+        if value == "auto":
+            if field not in given:
+                raise SpecError(f'{key} is "auto", which the Trainer fills in: give {field}=')
+        elif field in given and given[field] != value:
+            raise SpecError(f"{field}={given[field]!r} with {key}, which says {value!r}: give one of them")
+        else:
+            fields[field] = value
+    return fields
+
+
+def _known(engine: str, config: Mapping[str, Any], known: set[str]) -> None:
+    if unknown := sorted(str(key) for key in config if key not in known):
+        whose = next((name for name, keys in OWN_KEYS.items() if keys & set(unknown) and name != engine), None)
+        if whose:
+            raise SpecError(f"{', '.join(unknown)} in settings of {engine}: they are {whose}'s; give one engine's")
+        raise SpecError(f"{engine} settings that a Training cannot follow: {', '.join(unknown)}; drop them, or check "
+                        "how they are spelled")  # fmt: skip
+
+
+OWN_KEYS = {
+    "DeepSpeed": {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"},
+    "Accelerate": {"distributed_type", "fsdp_config", "deepspeed_config", "mixed_precision"},
+    "torchtitan": {"parallelism", "activation_checkpoint", "job", "lr_scheduler"},
+    "the Trainer": {"per_device_train_batch_size", "gradient_checkpointing", "optim"},
+}
+
+
+def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    section = config.get(key) or {}
+    if not isinstance(section, Mapping):
+        raise SpecError(f"{key}={section!r} is a {type(section).__name__}; it holds settings by name")
+    return section
+
+
+def _mapping(engine: str, settings: Settings, parse: Any) -> Mapping[str, Any]:
+    config: Any = settings
+    if not isinstance(settings, Mapping):
+        text = str(settings)
+        if isinstance(settings, Path) or ("\n" not in text and not text.lstrip().startswith("{") and ":" not in text):
+            try:
+                text = Path(settings).read_text()
+            except (OSError, UnicodeDecodeError) as error:
+                raise SpecError(f"{settings} cannot be read as {engine}'s settings: {error}") from None
+        try:
+            config = parse(text)
+        except (ValueError, RecursionError) as error:
+            raise SpecError(f"not a config of {engine}: {error}") from None
+    if not isinstance(config, Mapping):
+        raise SpecError(f"a config of {engine} holds settings by name; this is a {type(config).__name__}")
+    return config
+
+
+def _yaml(text: str) -> Any:
+    try:
+        import yaml
+    except ImportError:
+        raise NotAvailable("reading YAML needs PyYAML: pip install pyyaml, or give the settings as a dict") from None
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(error) from None

@@ -1,0 +1,16 @@
+"""Which description is that of a run's block."""
+
+from __future__ import annotations
+
+from ...specs.stacks import StackOptions
+from . import megatron, torchtitan
+from .described import Block
+from .share import Share
+
+DESCRIPTIONS = {"megatron": megatron.block, "torchtitan": torchtitan.block}
+
+
+def block_of(share: Share) -> Block | None:
+    """Return the description of the run's stack; None for Hugging Face's classes, whose description is code."""
+    stack = share.run.stack
+    return DESCRIPTIONS[stack.name](share) if isinstance(stack, StackOptions) else None

@@ -1,0 +1,87 @@
+"""A stack's block as data: one line for each tensor that an operator of it keeps, to lay beside the stack's source.
+
+    h  hidden    f  MLP width    Q  heads × head_dim    K  kv_heads × head_dim    H  heads    G  kv_heads
+    V  vocabulary    S  scores: heads × seq_len    1  one
+
+The description of Hugging Face's classes, which come in many families, is code: activations.py.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from ...specs.model import ModelSpec
+from .share import Share
+
+Cut = Literal["heads", "tokens", "whole"]
+
+
+class Saved(NamedTuple):
+    """Bytes of one kind that one block keeps, before tensor parallelism.
+
+    `cut` is what divides them: "heads" tensor parallelism; "tokens" only with sequence parallelism; "whole" nothing,
+    because each rank has gathered them.
+    """
+
+    kind: str
+    bytes: int
+    cut: Cut = "heads"
+
+
+class Kept(NamedTuple):
+    """A tensor that stays from forward to backward: which operator keeps it, under which kind it is reported, its
+    `times` × `width` elements for each token, their dtype, and what divides them (see `Saved`)."""
+
+    operator: str
+    kind: str
+    width: str
+    dtype: Literal["stream", "product", "fp32", "byte"]
+    cut: Cut
+    times: float = 1
+
+
+class Loss(NamedTuple):
+    """Copies of the logits at four moments: in the products' dtype, and in fp32."""
+
+    forward: tuple[int, int]  # as the loss is computed
+    gradient: tuple[int, int]  # as the logits' gradient is made
+    head: tuple[int, int]  # as the gradient of the head's weight is made
+    after: tuple[int, int]  # from then on
+
+
+class Block(NamedTuple):
+    """A stack's block and what is around it, with the file that the lines were read from."""
+
+    source: str
+    saved: tuple[Kept, ...]  # by autograd, where nothing is recomputed
+    selective: tuple[Kept, ...]  # by selective checkpointing, which also keeps the block's input
+    outside: tuple[Kept, ...]  # of blocks, on the stage with the head
+    mlp_backward: tuple[Kept, ...]  # alive at most as the MLP's backward runs, beside what was saved
+    attention_backward: tuple[Kept, ...]
+    loss: Loss
+
+
+def saved(rows: tuple[Kept, ...], share: Share) -> list[Saved]:
+    """Return the bytes of each line for this rank's tokens."""
+    element = {"stream": share.bytes.residual, "product": share.bytes.compute, "fp32": 4, "byte": 1}
+    width = widths(share.spec, share.run.seq_len)
+    return [
+        Saved(row.kind, int(share.tokens * row.times * width[row.width]) * element[row.dtype], row.cut) for row in rows
+    ]
+
+
+def widths(spec: ModelSpec, seq_len: int) -> dict[str, int]:
+    """Return the elements per token that the letters of a description stand for."""
+    return {
+        "h": spec.hidden, "f": spec.intermediate, "Q": spec.query_width, "K": spec.key_width, "H": spec.heads,
+        "G": spec.kv_heads, "V": spec.vocab, "S": spec.heads * seq_len, "1": 1,
+    }  # fmt: skip
+
+
+def by_kind(rows: list[Saved], tp: int, sequence_parallel: bool) -> dict[str, int]:
+    """Return bytes by kind on one tensor-parallel rank."""
+    kinds: dict[str, int] = {}
+    for kind, size, cut in rows:
+        divided = cut == "heads" or (cut == "tokens" and sequence_parallel)
+        kinds[kind] = kinds.get(kind, 0) + size // (tp if divided else 1)
+    return kinds

@@ -1,0 +1,98 @@
+"""Megatron-LM's GPT block, tensor by tensor, as megatron-core 0.16 has it, with Transformer Engine's layers or its own.
+
+The lines lie beside megatron/core/transformer/transformer_layer.py as the layer runs; comments name the other files, of
+megatron/core or of Transformer Engine (TE). With biases and dropout they add up to Korthikanti et al.'s 34sbh + 5as²b
+(arXiv 2205.05198).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ...specs.stacks import Megatron
+from .described import Block, Kept, Loss
+from .share import Share
+
+# By module of --recompute-modules: the kind of what it makes again.
+MODULES = {"core_attn": "scores", "mlp": "mlp"}
+
+# tensor_parallel/cross_entropy.py: softmax is computed in the place of the logits' fp32 copy, and from that their
+# gradient, which autograd casts to half; nobody keeps the logits.
+LOSS = Loss(forward=(1, 1), gradient=(1, 1), head=(1, 0), after=(0, 0))
+
+
+def block(share: Share) -> Block:
+    """Return the description of the block that Megatron-LM trains."""
+    rows = _saved(share)
+    stack = share.run.stack
+    assert isinstance(stack, Megatron)
+    made_again = {MODULES[module] for module in stack.recompute_modules}
+    return Block(
+        source="https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/transformer/transformer_layer.py",
+        saved=rows,
+        # The block's input is among them.
+        selective=tuple(row for row in rows if row.kind not in made_again),
+        outside=(
+            Kept("final_layernorm: its input", "norms", "h", "product", "tokens"),
+            Kept("output_layer: its input", "linear inputs", "h", "product", "tokens"),
+        ),
+        mlp_backward=(
+            Kept("activation: its gradient", "temporaries", "f", "product", "heads", 2 if share.spec.gated else 1),
+        ),
+        attention_backward=(),
+        loss=LOSS,
+    )
+
+
+def _saved(share: Share) -> tuple[Kept, ...]:
+    """Return the tensors that one block keeps for backward, in the order of its operators."""
+    spec = share.spec
+    statistics = 2 if spec.norm == "layernorm" else 1  # mean and 1/std, or 1/rms: TE module/layernorm_linear.py
+    masks = 1 if spec.dropout else 0  # fusions/fused_bias_dropout.py
+    # linear_qkv and linear_fc1 keep their rank's part of what sequence parallelism gathers, and backward gathers it
+    # again: tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication; TE module/layernorm_linear.py.
+    return (
+        Kept("input_layernorm: its input", "norms", "h", "product", "tokens"),
+        Kept("input_layernorm: statistics", "norms", "1", "fp32", "tokens", statistics),
+        Kept("linear_qkv: its input", "linear inputs", "h", "product", "tokens"),
+        *_attention(share),
+        Kept("linear_proj: its input", "attention output", "Q", "product", "heads"),
+        Kept("self_attn_bda: mask of dropout", "dropout masks", "h", "byte", "tokens", masks),
+        Kept("pre_mlp_layernorm: its input", "norms", "h", "product", "tokens"),
+        Kept("pre_mlp_layernorm: statistics", "norms", "1", "fp32", "tokens", statistics),
+        Kept("linear_fc1: its input", "linear inputs", "h", "product", "tokens"),
+        # fusions/fused_bias_gelu.py, fused_bias_swiglu.py
+        Kept("activation: its input", "mlp", "f", "product", "heads", 2 if spec.gated else 1),
+        Kept("linear_fc2: its input", "mlp", "f", "product", "heads"),
+        Kept("mlp_bda: mask of dropout", "dropout masks", "h", "byte", "tokens", masks),
+    )
+
+
+def _attention(share: Share) -> tuple[Kept, ...]:
+    spec, run, stack = share.spec, share.run, share.run.stack
+    assert isinstance(stack, Megatron)
+    grouped, rotated = spec.kv_heads != spec.heads, not spec.learned_positions
+    unfused, own = run.attention == "eager", not stack.transformer_engine
+    # TE wants q, k and v as views of the product, or copies of all three (dot_product_attention/utils.py,
+    # get_qkv_layout). Megatron's own attention takes views: of keys and values where queries are copied, because
+    # several share a key, or rotated, so that the product stays beside them (transformer/attention.py,
+    # get_query_key_value_tensors); the products over scores copy keys and values to all heads.
+    kept = [
+        Kept("core_attention: queries", "q, k, v", "Q", "product", "heads"),
+        Kept("core_attention: keys, values", "q, k, v", "Q" if grouped and unfused else "K", "product", "heads", 2),
+    ]
+    if own and not (grouped and unfused):
+        if rotated or grouped:
+            kept.append(Kept("core_attention: queries, copied", "q, k, v", "Q", "product", "heads"))
+        if rotated:
+            kept.append(Kept("core_attention: keys, rotated", "q, k, v", "K", "product", "heads"))
+    if not unfused:  # FlashAttention, cuDNN
+        return (*kept, Kept("core_attention: log-sum-exp", "attention output", "H", "fp32", "heads"))
+    # transformer/dot_product_attention.py; fusions/fused_softmax.py in half, PyTorch's in fp32
+    softmax: Literal["product", "fp32"] = "product" if stack.masked_softmax_fusion or not own else "fp32"
+    kept.append(Kept("core_attention: softmax", "scores", "S", softmax, "heads"))
+    if spec.attention_dropout:
+        kept.append(Kept("core_attention: mask of dropout", "scores", "S", "byte", "heads"))
+    if spec.attention_dropout or softmax == "fp32":
+        kept.append(Kept("core_attention: what multiplies values", "scores", "S", "product", "heads"))
+    return tuple(kept)

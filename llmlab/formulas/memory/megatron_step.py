@@ -1,0 +1,181 @@
+"""The moments of Megatron-LM's step: its buffers, its schedule with virtual stages, and what it recomputes.
+
+Sources are files of megatron/core (megatron-core 0.16), or of Transformer Engine (TE).
+"""
+
+from __future__ import annotations
+
+from ...specs.run import Training
+from ...specs.stacks import Megatron
+from .described import Kept, by_kind, saved
+from .megatron import MODULES, block
+from .moments import Moment, micro_batches_in_flight
+from .scores import score_elements
+from .share import Share
+from .states import device_parameters
+
+MiB = 1 << 20
+HALF, FP32 = 2, 4  # bytes
+
+
+def layers_in_flight(run: Training, stage: int, layers: int, chunks: int = 1) -> int:
+    """Return of how many layers a stage keeps activations at most, of all its micro-batches: in 1F1B of pp - stage;
+    interleaved, warm-up runs 2 (pp - stage - 1) + (chunks - 1) · pp chunks ahead (pipeline_parallel/schedules.py,
+    get_pp_rank_microbatches), and one more before the first backward.
+
+    >>> layers_in_flight(Training(pp=4, accumulation=4), 3, 8, chunks=8)
+    29
+    """
+    if chunks == 1:
+        return micro_batches_in_flight(run, stage) * layers
+    ahead = 2 * (run.pp - stage - 1) + (chunks - 1) * run.pp + 1
+    return min(ahead, run.accumulation * chunks) * layers // chunks
+
+
+class MegatronMemory:
+    """The bytes on one rank that the moments of Megatron-LM's step are sums of."""
+
+    def __init__(self, share: Share) -> None:
+        spec, run, gpu = share.spec, share.run, share.gpu
+        self.share, self.stack = share, _options(run)
+        stack = self.stack
+        padding = stack.make_vocab_size_divisible_by * run.tp
+        self.vocab = -(-spec.vocab // padding) * padding // run.tp  # of one rank
+        table = self.vocab * spec.hidden
+        counts = device_parameters(spec, run.pp, share.stage, run.tp)
+        self.parameters = sum(
+            table * (count > 0) if part in ("embedding", "head") else count for part, count in counts.items()
+        )
+        self.wide = stack.accumulates_in_fp32(run.compute_dtype)
+        self.shards = run.dp * run.cp if run.zero else 1  # the distributed optimizer's
+        self.hidden = share.tokens * spec.hidden * HALF // share.sequence_ranks  # bytes of a tensor between blocks
+        self.block = block(share)
+        self.whole = by_kind(saved(self.block.saved, share), run.tp, run.sequence_parallel)
+        self.in_flight = layers_in_flight(run, share.stage, share.layers, stack.virtual_pipeline)
+        # The input of a chunk, and its gradient, stay in the module after the step (TransformerBlock.set_input_tensor):
+        # of every chunk that receives one, and so of all but the first stage's first.
+        self.received = stack.virtual_pipeline - share.first if run.pp > 1 else 0
+        handles = 2 * (gpu.cublas_workspace or 0) if gpu else 0
+        self.resident = {
+            "weights": HALF * self.parameters,
+            "gradients": (FP32 if self.wide else HALF) * self.parameters,
+            "optimizer": 3 * FP32 * self.parameters // self.shards,  # main weights and two moments
+            "workspace": handles + (_engine_workspace(share) if stack.transformer_engine else _buffer(share)),
+        }
+
+    def moments(self) -> list[Moment]:
+        """Return the moments of one steady step, in order."""
+        share, spec, loss = self.share, self.share.spec, self.block.loss
+        elements = share.tokens * self.vocab if share.last else 0
+        logits = lambda copies: elements * (HALF * copies[0] + FP32 * copies[1])  # noqa: E731
+        of_head = HALF * self.vocab * spec.hidden if share.last else 0
+        kept = sum(self.activations_by_kind.values()) + self._outside()
+        # Of the micro-batch before: what was received, and its gradient, as both are exchanged in one call.
+        exchanged = 2 * self.hidden if share.run.pp > 1 and not share.first else 0
+        of_last = self._bytes(self.block.outside) if share.last else 0
+        # Halves that were accumulated are cast for the update, and stay until the next step's zero_grad.
+        main_gradients = 0 if self.wide else FP32 * self.parameters // self.shards
+        made = {"optimizer": FP32 * self.parameters // self.shards, "workspace": 0}
+        return [
+            Moment("load", "model and optimizer made", {**self.resident, **made}),
+            self._moment("forward", "the loss", kept, logits=logits(loss.forward), other=exchanged),
+            self._moment("backward", "the loss's gradient", kept, logits=logits(loss.gradient), other=exchanged),
+            self._moment("backward", "the head's gradient", kept, logits=logits(loss.head),
+                         other=of_head + self.hidden),
+            self._moment("backward", "the first block of backward", kept - of_last,
+                         other=self.recomputed() + self._block_backward()),
+            self._moment("optimizer", "the update", other=2 * self.received * self.hidden,
+                         gradients=self.resident["gradients"] + main_gradients),
+        ]  # fmt: skip
+
+    def _moment(self, phase: str, name: str, activations: int = 0, **parts: int) -> Moment:
+        return Moment(phase, name, {**self.resident, "activations": activations, **parts})
+
+    @property
+    def activations_by_kind(self) -> dict[str, int]:
+        """Bytes that blocks keep of all micro-batches in flight, recomputation counted in."""
+        kept = {kind: size for kind, size in self.whole.items() if kind not in self._selected()}
+        if self.share.run.checkpointing != "full":
+            return {kind: size * self.in_flight for kind, size in kept.items()}
+        of_chunk, number = self._chunk()
+        passes = self.in_flight // of_chunk
+        if self.stack.recompute_method == "block":
+            left = {kind: size * passes * (of_chunk - number) for kind, size in kept.items()}
+            return {**left, "block inputs": passes * number * self.hidden}
+        return {"block inputs": passes * -(-of_chunk // number) * self.hidden}
+
+    def _selected(self) -> tuple[str, ...]:
+        modules = self.stack.recompute_modules if self.share.run.checkpointing == "selective" else ()
+        return tuple(MODULES[module] for module in modules)
+
+    def _chunk(self) -> tuple[int, int]:
+        """Return the layers of a chunk, and how many of them are recomputed together, or, by "block", one by one."""
+        layers = self.share.layers // self.stack.virtual_pipeline
+        return layers, min(self.stack.recompute_num_layers, layers)
+
+    def recomputed(self) -> int:
+        """Return the bytes that backward makes again of what it works on."""
+        if selected := self._selected():  # one at a time; with it comes its output, which backward begins at
+            return max(self.whole.get(kind, 0) for kind in selected) + self.hidden
+        if self.share.run.checkpointing != "full":
+            return 0
+        of_chunk, number = self._chunk()
+        if self.stack.recompute_method == "block":
+            if number < of_chunk:
+                return 0  # backward begins with the last layers, which are whole
+            number = 1
+        return number * sum(self.whole.values()) - self.hidden  # whose input was kept
+
+    def _outside(self) -> int:
+        """Return the bytes kept outside of blocks: the embedding's dropout mask of each micro-batch in flight, and what
+        the last norm and the head keep."""
+        share = self.share
+        mask = self.hidden // HALF if share.first and share.spec.dropout else 0
+        return mask * self.in_flight // share.layers + (self._bytes(self.block.outside) if share.last else 0)
+
+    def _bytes(self, rows: tuple[Kept, ...]) -> int:
+        run = self.share.run
+        return sum(by_kind(saved(rows, self.share), run.tp, run.sequence_parallel).values())
+
+    def _block_backward(self) -> int:
+        """Return the most that a block's backward holds beside what forward kept: as it computes the activation's
+        gradient, as it sums that over all tokens for a bias (torch's parts of that sum, cuda/Reduce.cuh), or as it
+        computes that of the scores, when what the MLP kept is free."""
+        share, spec = self.share, self.share.spec
+        inner = share.tokens * HALF * spec.intermediate // share.run.tp
+        multiprocessors = share.gpu.sms if share.gpu else 0
+        bias = min(4 * inner, multiprocessors * MiB) if spec.mlp_bias else 0
+        scores = self._scores_backward() - self.whole["mlp"]
+        return max(self._bytes(self.block.mlp_backward), bias, scores) + 2 * self.hidden
+
+    def _scores_backward(self) -> int:
+        """Unfused: the gradients of what multiplied the values and of dropout's input, in half; softmax's is written in
+        place of the latter by the fused kernel. PyTorch's in fp32 takes three, when what multiplied the values is gone.
+        """
+        share, stack = self.share, self.stack
+        if share.run.attention != "eager":
+            return 0
+        element = HALF
+        if not (stack.masked_softmax_fusion or stack.transformer_engine):
+            element = 3 * FP32 - HALF - (share.spec.attention_dropout > 0)
+        return score_elements(share) * element // share.run.tp
+
+
+def _options(run: Training) -> Megatron:
+    assert isinstance(run.stack, Megatron)
+    return run.stack
+
+
+def _engine_workspace(share: Share) -> int:
+    """TE's own for cuBLASLt: 32 MiB from Hopper on, else 4 (module/base.py, get_cublas_workspace_size_bytes)."""
+    capability = share.gpu.compute_capability if share.gpu else None
+    return 32 * MiB if capability and capability >= (9, 0) else 4 * MiB
+
+
+def _buffer(share: Share) -> int:
+    """Megatron's global memory buffer, which stays: the scores' product (transformer/dot_product_attention.py), or what
+    sequence parallelism gathers (tensor_parallel/layers.py)."""
+    run = share.run
+    scores = score_elements(share) * HALF // run.tp if run.attention == "eager" else 0
+    gathered = share.tokens * HALF * share.spec.hidden if run.sequence_parallel else 0
+    return max(scores, gathered)

@@ -1,0 +1,80 @@
+"""torchtitan's Llama 3 and Qwen 3 block, tensor by tensor, as its release 0.2.2 has it."""
+
+from __future__ import annotations
+
+from ...specs.stacks import Torchtitan
+from .described import Block, Kept, Loss
+from .share import Share
+
+# torchtitan/models/llama3/model/model.py. RMSNorm is one operator of torch; rotation (apply_rotary_emb) is a product
+# with a constant, in fp32, and keeps nothing; scaled_dot_product_attention takes grouped heads as they are.
+SAVED = (
+    Kept("attention_norm: its input", "norms", "h", "stream", "tokens"),
+    Kept("attention_norm: 1/rms", "norms", "1", "fp32", "tokens"),
+    Kept("wq, wk, wv: their input", "linear inputs", "h", "product", "whole"),
+    Kept("inner_attention: q, rotated", "q, k, v", "Q", "product", "heads"),
+    Kept("inner_attention: k, rotated", "q, k, v", "K", "product", "heads"),
+    Kept("inner_attention: v", "q, k, v", "K", "product", "heads"),
+    Kept("inner_attention: output, wo's input", "attention output", "Q", "product", "heads"),
+    Kept("inner_attention: log-sum-exp", "attention output", "H", "fp32", "heads"),
+    Kept("ffn_norm: its input", "norms", "h", "stream", "tokens"),
+    Kept("ffn_norm: 1/rms", "norms", "1", "fp32", "tokens"),
+    Kept("w1, w3: their input", "linear inputs", "h", "product", "whole"),
+    Kept("silu: w1's output", "mlp", "f", "product", "heads"),
+    Kept("mul: silu's output", "mlp", "f", "product", "heads"),
+    Kept("mul: w3's output", "mlp", "f", "product", "heads"),
+    Kept("w2: its input", "mlp", "f", "product", "heads"),
+)
+
+# torchtitan/distributed/activation_checkpoint.py, _apply_op_sac: "all compute ops, except every second mm". In order:
+# wq (kept), wk, wv (kept), wo, w1 (kept), w3, w2 (kept), and attention. "made again" is what autograd does not take
+# as it is: backward makes the tensor that it needs from it, or needs none.
+SELECTIVE = (
+    Kept("mm 1: wq", "made again", "Q", "product", "heads"),
+    Kept("mm 3: wv", "matmul outputs", "K", "product", "heads"),
+    Kept("inner_attention: output", "matmul outputs", "Q", "product", "heads"),
+    Kept("inner_attention: log-sum-exp", "matmul outputs", "H", "fp32", "heads"),
+    Kept("mm 5: w1", "matmul outputs", "f", "product", "heads"),
+    Kept("mm 7: w2", "made again", "h", "product", "whole"),
+)
+
+# models/llama3/infra/parallelize.py, _op_sac_save_list: what reduce_scatter returned is kept too.
+REDUCED = tuple(Kept(f"reduce_scatter: {name}", "made again", "h", "product", "tokens") for name in ("wo", "w2"))
+
+# torchtitan/train.py, forward_backward_step: the logits are deleted before backward; components/loss.py casts them to
+# fp32, and log_softmax keeps its result.
+LOSS = Loss(forward=(1, 2), gradient=(0, 3), head=(1, 0), after=(0, 0))
+
+LLAMA = Block(
+    source="https://github.com/pytorch/torchtitan/blob/v0.2.2/torchtitan/models/llama3/model/model.py",
+    saved=SAVED,
+    selective=SELECTIVE,
+    outside=(
+        Kept("norm: its input", "norms", "h", "stream", "tokens"),
+        Kept("norm: 1/rms", "norms", "1", "fp32", "tokens"),
+        Kept("output: its input", "linear inputs", "h", "product", "whole"),
+    ),
+    mlp_backward=(Kept("gradients of w2's input, silu and w3", "temporaries", "f", "product", "heads", 3),),
+    attention_backward=(Kept("gradients of q, k, v and the output", "temporaries", "Q", "product", "heads", 4),),
+    loss=LOSS,
+)
+
+
+# models/qwen3/model/model.py: queries and keys of each head are normalized before they are rotated.
+QK_NORM = (
+    Kept("q_norm: its input", "norms", "Q", "product", "heads"),
+    Kept("q_norm: 1/rms", "norms", "H", "fp32", "heads"),
+    Kept("k_norm: its input", "norms", "K", "product", "heads"),
+    Kept("k_norm: 1/rms", "norms", "G", "fp32", "heads"),
+)
+
+
+def block(share: Share) -> Block:
+    """Return the description of the block that torchtitan trains."""
+    selective: tuple[Kept, ...] = SELECTIVE
+    stack = share.run.stack
+    if isinstance(stack, Torchtitan) and not stack.keeps_attention:
+        selective = tuple(row for row in selective if not row.operator.startswith("inner_attention"))
+    if share.run.tp > 1:
+        selective += REDUCED
+    return LLAMA._replace(saved=SAVED + (QK_NORM if share.spec.qk_norm else ()), selective=selective)

@@ -1,0 +1,45 @@
+"""Other stacks' own code on fake tensors: their models, what cuts them up, their loss and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module, metadata
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from ...base.compat import KNOWN, check
+from ...base.errors import NotAvailable
+from ...specs.model import ModelSpec
+from ...specs.run import Training
+from ...specs.stacks import StackOptions
+from ...step.model import Around
+from ...step.step import Step
+
+BUILDERS = ("torchtitan",)  # stacks whose step is built by the module of that name here
+Build = Callable[[ModelSpec, Training, torch.device, list[Tensor], Around], Step]
+
+
+def builder(spec: ModelSpec, run: Training) -> Build:
+    """Return what builds the step of `run` with its stack's own code, whose package is imported here, for real.
+
+    Raises NotAvailable for a stack or an option that is not simulated, and without the package.
+    """
+    stack = run.stack
+    assert isinstance(stack, StackOptions)
+    if stack.name not in BUILDERS:
+        why = f"simulate has no stack={stack.name!r}"
+        raise NotAvailable(f"{why}; see lab.estimate, or run a script of {stack.name}'s under llmlab run")
+    version = KNOWN[stack.package][1]
+    project = f"{stack.package}=={version}"
+    how = f"pip install {project}, or in a checkout of llmlab `make stacks` and PYTHONPATH=_build/stacks"
+    if find_spec(stack.package) is None:
+        raise NotAvailable(f"simulating stack={stack.name!r} needs {stack.package} {version}: {how}")
+    found = metadata.version(stack.package)
+    if found != version:
+        raise NotAvailable(f"simulating stack={stack.name!r} is known of {version}, and {found} is installed: {how}")
+    check(stack.package)
+    own = import_module(f"{__name__}.{stack.name}")
+    own.check(spec, run)
+    return own.build

@@ -1,0 +1,136 @@
+"""Settings of engines as a Training: what they say comes back, and what is not theirs is refused by name."""
+
+import json
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+import llmlab as lab
+from llmlab.base.errors import SpecError
+from llmlab.engines import readers
+
+HALVES = ("fp16", "bf16")
+COUNTS = st.integers(1, 64)
+
+
+@st.composite
+def runs(draw, ways):
+    zero = draw(st.sampled_from([0, 1, 2, 3]))
+    offloads = [None] + ["optimizer"] * (zero > 0) + ["optimizer+parameters"] * (zero == 3)
+    return {
+        "micro_batch": draw(COUNTS), "accumulation": draw(COUNTS), "dp": draw(st.integers(2, 64)), "zero": zero,
+        "precision": draw(st.sampled_from(["fp32", *(f"{way}-{half}" for way in ways(zero) for half in HALVES)])),
+        "offload": draw(st.sampled_from(offloads)),
+    }  # fmt: skip
+
+
+@given(runs(lambda zero: ("mixed", "autocast")), st.booleans())
+def test_deepspeeds_config_of_a_training_is_read_back(fields, as_text):
+    run = lab.Training(**fields, seq_len=2048)
+    config = run.to_deepspeed()
+    assert lab.Training.from_deepspeed(json.dumps(config) if as_text else config, seq_len=2048) == run
+
+
+@given(runs(lambda zero: ("mixed",) if zero else ("autocast",)), st.booleans())
+def test_accelerates_config_of_a_training_is_read_back(fields, as_text):
+    if fields["zero"] == 3 and fields["offload"] == "optimizer":
+        fields["offload"] = "optimizer+parameters"
+    if fields["zero"] in (1, 2) and fields["offload"]:
+        fields["offload"] = "optimizer"
+    run = lab.Training(**fields)
+    config = run.to_accelerate()
+    read = lab.Training.from_accelerate(
+        yaml.safe_dump(config) if as_text else config, micro_batch=run.micro_batch, accumulation=run.accumulation
+    )
+    assert read == run
+
+
+def test_a_pasted_config_of_the_trainers_resolves_auto_by_what_is_given():
+    config = {
+        "bf16": {"enabled": "auto"}, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "none"}, "overlap_comm": True,
+                              "stage3_prefetch_bucket_size": "auto"},
+        "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+    }  # fmt: skip
+    told = {"precision": "mixed-bf16", "micro_batch": 2, "accumulation": 4, "dp": 8}
+    assert lab.Training.from_deepspeed(config, **told) == lab.Training(**told, zero=3)
+    for field in ("precision", "micro_batch", "accumulation"):
+        with pytest.raises(SpecError, match=f'"auto".*give {field}='):
+            lab.Training.from_deepspeed(config, **{k: v for k, v in told.items() if k != field})
+
+
+def test_the_batch_sizes_tell_the_ranks_or_are_asked_for():
+    both = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}
+    assert lab.Training.from_deepspeed(both, dp=8).accumulation == 2
+    assert lab.Training.from_deepspeed({**both, "gradient_accumulation_steps": 2}).dp == 8
+    with pytest.raises(SpecError, match="give dp="):
+        lab.Training.from_deepspeed(both)
+    with pytest.raises(SpecError, match="train_batch_size=64 does not agree with micro_batch=4 × dp=3"):
+        lab.Training.from_deepspeed(both, dp=3)
+
+
+def test_fsdp1_of_accelerate_is_read_by_its_strategy():
+    config = {"distributed_type": "FSDP", "num_processes": 8, "mixed_precision": "bf16",
+              "fsdp_config": {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}}  # fmt: skip
+    assert lab.Training.from_accelerate(config) == lab.Training(dp=8, zero=2, precision="mixed-bf16")
+
+
+def test_the_engines_know_every_key_that_is_read_or_passed_over():
+    pytest.importorskip("deepspeed", reason="the distributed extra")
+    from accelerate.commands.config.config_args import ClusterConfig
+    from accelerate.commands.launch import launch_command_parser
+    from deepspeed.runtime import constants
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    zero = {field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()}
+    words = {value for value in vars(constants).values() if isinstance(value, str)}
+    options = {action.dest for action in launch_command_parser()._actions}
+    unknown = {
+        "zero": (readers.ZERO_READ | readers.ZERO_PASSED) - zero,
+        "deepspeed": (readers.DEEPSPEED_READ | readers.DEEPSPEED_PASSED) - words,
+        "accelerate": (readers.ACCELERATE_READ | readers.ACCELERATE_PASSED) - set(ClusterConfig.__dataclass_fields__),
+        "fsdp": (readers.FSDP_READ | readers.FSDP_PASSED) - options,
+        "plugin": (readers.PLUGIN_READ | readers.PLUGIN_PASSED) - options,
+    }
+    assert unknown == ELSEWHERE
+
+
+# In other files of DeepSpeed than its constants; and a name that old files of Accelerate have.
+ELSEWHERE: dict[str, set[str]] = {
+    "zero": set(),
+    "deepspeed": {"comms_logger", "csv_monitor", "flops_profiler", "tensorboard", "wandb", "zero_optimization"},
+    "accelerate": set(),
+    "fsdp": {"fsdp_backward_prefetch_policy"},
+    "plugin": set(),
+}
+DEEPSPEED, ACCELERATE = lab.Training.from_deepspeed, lab.Training.from_accelerate
+
+
+@pytest.mark.parametrize(
+    ("read", "config", "told", "says"),
+    [
+        (DEEPSPEED, {"zero_optimisation": {"stage": 3}}, {}, "zero_optimisation"),
+        (DEEPSPEED, {"zero_optimization": {"stge": 3}}, {}, "zero_optimization.*stge"),
+        (DEEPSPEED, {"zero_optimization": {"stage": 1}, "fsdp_config": {}}, {}, "fsdp_config.*Accelerate"),
+        (DEEPSPEED, {"per_device_train_batch_size": 4}, {}, "per_device_train_batch_size.*the Trainer"),
+        (DEEPSPEED, {"fp16": {"enabled": True}, "bf16": {"enabled": True}}, {}, "fp16 and bf16"),
+        (DEEPSPEED, {"zero_optimization": {"stage": 2}}, {"dp": 2, "zero": 3}, "zero=3 with zero_optimization.stage"),
+        (DEEPSPEED, {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, {}, "nvme"),
+        (DEEPSPEED, {"zero_optimization": 3}, {}, "is a int"),
+        (DEEPSPEED, {"optimizer": {"type": "OneBitAdam"}}, {}, "OneBitAdam"),
+        (DEEPSPEED, {}, {"sequence": 4}, "no field sequence"),
+        (DEEPSPEED, "{", {}, "not a config of DeepSpeed"),
+        (DEEPSPEED, "[1]", {}, "cannot be read|holds settings by name"),
+        (DEEPSPEED, "no-such-file.json", {}, "cannot be read"),
+        (ACCELERATE, {"zero_optimization": {}}, {}, "zero_optimization.*DeepSpeed"),
+        (ACCELERATE, {"distributed_type": "FSDP", "deepspeed_config": {"zero_stage": 2}}, {}, "two engines"),
+        (ACCELERATE, {"distributed_type": "MEGATRON_LM"}, {}, "MEGATRON_LM"),
+        (ACCELERATE, "a: [", {}, "not a config of Accelerate"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(read, config, told, says):
+    with pytest.raises(SpecError, match=says):
+        read(config, **told)

@@ -1,0 +1,166 @@
+"""Megatron-LM's block and step, held to the paper's formula, to its schedules and to its own golden values."""
+
+from dataclasses import replace
+
+import megatron_script
+import pytest
+
+import llmlab as lab
+from llmlab.formulas.memory.activations import korthikanti_block
+from llmlab.formulas.memory.megatron_step import layers_in_flight
+
+RUN = megatron_script.TE
+TENSOR = 2 * RUN.seq * RUN.micro_batch * RUN.hidden
+PP4 = lab.Training(pp=4, accumulation=8)
+
+
+def memory(run, stage=0):
+    return megatron_script.memory(run, "A100-80GB", stage)
+
+
+def kept(run):
+    return sum(memory(run).whole.values())
+
+
+def at(memory, name):
+    return next(moment.parts for moment in memory.moments() if moment.name == name)
+
+
+# ---- the block
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_the_block_is_the_papers(tp, sequence_parallel):
+    run = replace(RUN, tp=tp, sequence_parallel=sequence_parallel and tp > 1)
+    s, b, h, a = run.seq, run.micro_batch, run.hidden, run.heads
+    # The paper leaves out what norms keep of a row: its mean and 1/std in fp32.
+    statistics = 2 * 8 * s * b // (tp if run.sequence_parallel else 1)
+    assert kept(run) == korthikanti_block(s, b, h, a, tp, run.sequence_parallel) + statistics
+
+
+def test_recomputing_core_attention_leaves_34sbh():
+    run = replace(RUN, tp=2, sequence_parallel=True, recompute="selective")
+    s, b, h = run.seq, run.micro_batch, run.hidden
+    assert sum(memory(run).activations_by_kind.values()) == run.layers * (34 * s * b * h + 2 * 8 * s * b) // 2
+
+
+def test_own_attention_keeps_the_product_beside_copied_queries():
+    run = replace(RUN, groups=2, attention="flash")
+    # the queries, which Transformer Engine's copies replace
+    assert kept(replace(run, transformer_engine=False)) - kept(run) == TENSOR
+
+
+# ---- schedules
+
+
+def test_one_f_one_b_keeps_a_micro_batch_for_each_stage_to_come():
+    assert [layers_in_flight(PP4, stage, 8) for stage in range(4)] == [32, 24, 16, 8]
+
+
+def test_interleaved_stages_keep_more_and_the_last_nearly_as_much_as_the_first():
+    assert [layers_in_flight(PP4, stage, 8, chunks=8) for stage in range(4)] == [35, 33, 31, 29]
+
+
+def test_no_more_micro_batches_than_there_are():
+    assert layers_in_flight(lab.Training(pp=4, accumulation=1), 0, 8, chunks=8) == 8
+
+
+def test_a_stage_holds_the_inputs_of_its_chunks_and_their_gradients_after_the_step():
+    """What the last stage holds beside its share: of 8 chunks, 2 × 8 tensors of sequence × hidden; the first stage's
+    first chunk receives nothing."""
+    run = megatron_script.RUNS["7B, pp 4, 8 virtual stages, H100"]
+    tensor = 2 * run.seq * run.micro_batch * run.hidden
+    assert [at(memory(run, stage), "the update")["other"] // tensor for stage in (0, 3)] == [14, 16]
+
+
+# ---- states
+
+
+@pytest.mark.parametrize(("given", "bytes_"), [
+    ({}, 18), ({"fp16": True}, 20), ({"distributed_optimizer": True}, 6 + 12 / 8),
+])  # fmt: skip
+def test_bytes_of_a_parameter_in_the_update(given, bytes_):
+    found = memory(replace(RUN, **given))
+    parts = at(found, "the update")
+    states = parts["weights"] + parts["gradients"] + parts["optimizer"]
+    assert states == pytest.approx(bytes_ * found.parameters, abs=16)
+
+
+def test_the_vocabulary_is_padded_for_each_rank():
+    assert memory(replace(RUN, tp=4)).vocab == 50688 // 4
+
+
+# ---- recomputation
+
+
+def test_full_recomputation_keeps_an_input_of_every_group_of_layers():
+    found = memory(replace(RUN, recompute="full", number=5))
+    assert found.activations_by_kind == {"block inputs": 3 * TENSOR}  # of 5, 5 and 2 layers
+    assert found.recomputed() == 5 * kept(RUN) - TENSOR
+
+
+def test_block_recomputation_keeps_the_other_layers_whole():
+    found = memory(replace(RUN, recompute="full", method="block", number=5))
+    assert sum(found.activations_by_kind.values()) == 5 * TENSOR + 7 * kept(RUN)
+
+
+# ---- what is asked for
+
+
+def test_the_name_alone_is_megatron_in_bf16():
+    assert lab.Training(stack="megatron").precision == "mixed-bf16"
+    assert lab.Training(checkpointing="selective", stack="megatron").checkpointing == "selective"
+    assert lab.Training(stack="megatron:recompute=full,recompute_num_layers=2").checkpointing == "full"
+    given = "megatron:recompute=selective,recompute_modules=core_attn mlp"
+    assert lab.Training(stack=given).stack.recompute_modules == ("core_attn", "mlp")
+
+
+def test_the_fullest_stage_is_told():
+    run = lab.Training(stack=lab.Megatron(recompute="full"), pp=4, tp=2, accumulation=8, seq_len=8192)
+    report = lab.estimate("meta-llama/Meta-Llama-3-8B", run, "H100-80GB")
+    assert report.outcome == "fits"
+    assert sum(report.parts.values()) == report.peak_allocated
+    assert any("Stage 3 of the pipeline (from 0) holds more than the first" in note for note in report.notes)
+
+
+def test_simulate_says_what_runs_megatron():
+    with pytest.raises(lab.NotAvailable, match="a script of megatron's under llmlab run"):
+        lab.simulate("gpt2", lab.Training(stack="megatron"), "A100-80GB")
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ({"recompute": "selective", "recompute_method": "block"}, "recompute_method='block' is for recompute='full'"),
+    ({"recompute": "some"}, "recompute='some' is not one of None, selective, full"),
+    ({"recompute_modules": "moe"}, "recompute_modules=('moe',) is not of core_attn, mlp"),
+    ({"ac": "full"}, "megatron has no option ac: it is torchtitan's"),
+])  # fmt: skip
+def test_bad_options_are_named(given, message):
+    with pytest.raises(lab.SpecError) as error:
+        lab.Megatron(**given)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ({"zero": 3, "dp": 2}, "megatron has no zero=3"),
+    ({"precision": "autocast-bf16"}, "megatron has no precision='autocast-bf16'"),
+    ({"checkpointing": "selective", "stack": "megatron:recompute=full"}, "give one of them"),
+    ({"stack": "megatron:virtual_pipeline=2"}, "virtual_pipeline=2 with pp=1"),
+    ({"stack": "megatron:virtual_pipeline=3", "pp": 4, "accumulation": 4}, "does not divide the layers"),
+    ({"stack": "megatron:virtual_pipeline=2", "pp": 4, "accumulation": 6}, "whole pp=4 micro-batches, not 6"),
+])  # fmt: skip
+def test_what_megatron_has_not_is_refused(given, message):
+    with pytest.raises(lab.SpecError) as error:
+        lab.estimate("meta-llama/Meta-Llama-3-8B", lab.Training(**{"stack": "megatron", **given}), "H100-80GB")
+    assert message in str(error.value)
+
+
+# ---- golden values
+
+
+@pytest.mark.parametrize("name", megatron_script.RUNS)
+def test_estimates_are_the_golden_values(name):
+    held, peak = megatron_script.estimated(name)
+    real_held, real_peak = megatron_script.published(name)
+    assert peak == pytest.approx(real_peak, rel=0.03)
+    assert held == pytest.approx(real_held, rel=0.02)

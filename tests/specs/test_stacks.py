@@ -1,0 +1,89 @@
+"""A run's stack: what its name sets, and what it refuses by name."""
+
+import dataclasses
+import pickle
+
+import pytest
+
+import llmlab as lab
+from llmlab.specs.run import run_from_dict
+
+TITAN = lab.Training(dp=8, stack="torchtitan")
+
+
+def test_a_name_sets_what_the_stack_does_by_default():
+    assert (TITAN.precision, TITAN.zero, TITAN.checkpointing) == ("mixed-bf16", 3, "selective")
+    assert lab.Training(dp=8, stack=lab.Torchtitan()) == TITAN
+    assert lab.Training(tp=2, dp=4, stack="torchtitan").sequence_parallel
+
+
+def test_what_the_run_says_stays():
+    assert lab.Training(dp=8, checkpointing="full", stack="torchtitan").checkpointing == "full"
+
+
+def test_options_as_text_are_those_of_the_class():
+    assert lab.Training(dp=8, stack="torchtitan:ac=selective_layers,every=3").stack == lab.Torchtitan(
+        ac="selective_layers", every=3
+    )
+
+
+def test_transformers_is_the_default_and_changes_nothing():
+    assert lab.Training(stack="transformers") == lab.Training()
+    assert "stack" not in lab.Training().to_dict()
+
+
+@pytest.mark.parametrize("run", [TITAN, lab.Training(dp=8, stack=lab.Torchtitan(ac="none"))])
+def test_a_run_survives_json_pickle_and_replace(run):
+    assert run_from_dict("training", run.to_dict()) == run
+    assert pickle.loads(pickle.dumps(run)) == run
+    assert dataclasses.replace(run) == run
+    report = lab.estimate("meta-llama/Meta-Llama-3-8B", run, "H100-80GB")
+    assert lab.Report.from_json(report.to_json()) == report
+
+
+@pytest.mark.parametrize(
+    "given, names",
+    [
+        ({"kernels": "liger"}, ("torchtitan has no kernels='liger'", "'transformers' has")),
+        ({"optimizer": "lion"}, ("torchtitan has no optimizer='lion'", "give optimizer='adamw'")),
+        ({"zero": 2}, ("zero=2", "reshard_after_forward='default'")),
+        ({"stack": "torchtitan:ac=ful"}, ("ac='ful'", "selective_op")),
+        ({"stack": "torchtitan:ac"}, ("torchtitan:ac=full",)),
+        ({"stack": "torchtune2"}, ("torchtune2", "transformers")),
+        ({"stack": 3}, ("stack=3", "int")),
+    ],
+)
+def test_what_a_stack_has_not_is_refused_by_name(given, names):
+    with pytest.raises((lab.SpecError, lab.UnknownName)) as error:
+        lab.Training(**{"dp": 8, "stack": "torchtitan", **given})
+    assert all(name in str(error.value) for name in names)
+
+
+def test_an_option_that_no_stack_has():
+    with pytest.raises(lab.SpecError, match=r"torchtitan has no option acc: no stack has it; torchtitan has ac"):
+        lab.Torchtitan(acc="full")
+
+
+def test_a_model_that_the_stack_has_no_code_for():
+    with pytest.raises(lab.SpecError, match="torchtitan trains llama, qwen3, not gpt2"):
+        lab.estimate("gpt2", lab.Training(stack="torchtitan"), "H100-80GB")
+
+
+def test_stacks_side_by_side():
+    run = lab.Training(seq_len=2048, dp=8, zero=3, precision="mixed-bf16", checkpointing="full")
+    both = lab.Comparison(
+        tuple(
+            lab.estimate("meta-llama/Meta-Llama-3-8B", dataclasses.replace(run, stack=stack), "H100-80GB")
+            for stack in ("transformers", "torchtitan")
+        )
+    )
+    assert both.stacks == ["transformers", "torchtitan"]
+    assert both.table()[0] == ("", "estimated, transformers", "estimated, torchtitan")
+    first, second = (report.peak_allocated for report in both.reports)
+    assert second < first
+    assert both.explain()[0].startswith("torchtitan takes −")
+
+
+def test_stacks_are_compared_by_predictions_alone():
+    with pytest.raises(lab.SpecError, match="training step"):
+        lab.compare("gpt2", lab.Inference(), "H100-80GB", stacks=("transformers", "torchtitan"))
