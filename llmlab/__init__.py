@@ -24,7 +24,7 @@ from .simulation.simulator import simulator
 from .specs.model import ModelSpec, model, models
 from .specs.run import Inference, LoRA, Training
 from .specs.stacks import Megatron, Torchtitan
-from .verbs import compare, estimate, measure, meter, records, simulate
+from .verbs import compare, estimate, fix, measure, meter, plan, records, simulate
 
 __all__ = [
     "GPU",
@@ -43,6 +43,7 @@ __all__ = [
     "compare",
     "doctor",
     "estimate",
+    "fix",
     "gpu",
     "gpus",
     "host",
@@ -50,6 +51,7 @@ __all__ = [
     "meter",
     "model",
     "models",
+    "plan",
     "records",
     "scale",
     "simulate",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, overload
 
 from .archive.lookup import records
 from .base.errors import NotAvailable, SpecError
@@ -19,13 +19,18 @@ from .specs.run import Inference, Run, Training
 from .specs.stacks import StackOptions
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from concurrent.futures import Executor
     from contextlib import AbstractContextManager
 
     import torch
 
     from .measurement.meters import CPUMeter, CUDAMeter, MPSMeter
+    from .planning.levers import Fix
+    from .planning.out_of_memory import OutOfMemory
+    from .planning.search import Plan
 
-__all__ = ["compare", "estimate", "measure", "meter", "records", "simulate"]
+__all__ = ["compare", "estimate", "fix", "measure", "meter", "plan", "records", "simulate"]
 
 
 def estimate(model: ModelLike, run: Run, gpu: GPU | str | None = None, cluster: Cluster | None = None) -> Report:
@@ -137,6 +142,60 @@ def _across(
     """Return the predictions of `run` under each of `stacks`."""
     runs = [replace(run, stack=stack) for stack in stacks]
     return Comparison(tuple(report for each in runs for report in _predicted(model, each, card, cluster)))
+
+
+def plan(
+    model: ModelLike,
+    gpus: str,
+    global_batch: int,
+    *,
+    method: str = "full",
+    allow: Sequence[str] = (),
+    tokens: int | None = None,
+    goal: str = "fastest",
+    fixed: Mapping[str, Any] | None = None,
+    within: float | None = None,
+    executor: Executor | None = None,
+) -> Plan:
+    """Return the runs that train `model` on `gpus`, the best first: searched by estimate, confirmed by simulation.
+
+    `gpus`: "T4", "8xH100-80GB", "2x8xA100-80GB" (nodes, GPUs per node). `global_batch`: sequences per update, over all
+    ranks and accumulated ones, which stays as it is. `method`: "full", "lora" or "qlora". Varied are mixed precision,
+    micro-batch and accumulation, checkpointing, ZeRO, tensor and pipeline parallelism; `allow` lists what may be varied
+    besides: "optimizer", "precision" (all in bf16) change the model that comes out, "kernels" needs Liger. `fixed`:
+    fields of Training that are as given, {"seq_len": 4096}. `goal`: "fastest" or "smallest". `tokens`: how many are to
+    be trained on, and `within` how many days they may take. Simulations run in processes of `executor`, by default two
+    here; a run that its simulation refutes is replaced by the next. What cannot be simulated is shown where its
+    estimate is sure to fit, and says so. Nothing fits: the plan is empty, and `nearest` says what would.
+
+    Raises SpecError for what contradicts itself, UnknownName for a model or a card, NotAvailable without torch.
+    """
+    _need("planning", "torch", "transformers")
+    from .planning.search import plan as planned
+
+    return planned(model, gpus, global_batch, method, allow, tokens, goal, fixed, within, executor)
+
+
+@overload
+def fix(model: ModelLike, run: Run, gpu: GPU | str, cluster: Cluster | None = None) -> Fix: ...
+@overload
+def fix(model: str) -> OutOfMemory: ...
+def fix(
+    model: ModelLike, run: Run | None = None, gpu: GPU | str | None = None, cluster: Cluster | None = None
+) -> Fix | OutOfMemory:
+    """Return what would make `run` of `model` smaller on `gpu`: each change, the bytes it saves and the time it costs.
+
+    Given torch's out-of-memory message alone, return its numbers one by one, and whether expandable_segments would
+    have helped. All by closed formulas. Raises SpecError for a text that is no such message, and as `estimate` does.
+    """
+    from .planning.levers import fix as fixed
+    from .planning.out_of_memory import explained
+
+    if run is None and gpu is None and isinstance(model, str):
+        return explained(model)
+    if run is None or gpu is None:
+        raise SpecError("fix wants a model, a run and a card, or torch's out-of-memory message alone")
+    return fixed(model, run, gpu, cluster)
 
 
 def _predicted(model: ModelLike, run: Run, card: GPU | str, cluster: Cluster | None) -> tuple[Report, ...]:

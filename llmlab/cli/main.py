@@ -27,6 +27,7 @@ from ..hardware.gpu import DTYPES
 from ..specs.model import model as find_model
 from ..specs.model import models as presets
 from .options import cluster_from, cluster_options, run_from, spec_options
+from .plan import add_plan
 from .run import add_run
 
 if TYPE_CHECKING:
@@ -254,6 +255,7 @@ def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 add_run(cli, _print)
+add_plan(cli, _print)
 
 
 def main() -> None:

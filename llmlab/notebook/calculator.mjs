@@ -173,7 +173,7 @@ export function calculator(root, form, ask, { start = {}, changed = () => {} } =
     if (!got.levers?.length) return null;
     return h("table", { class: "levers" }, h("caption", {}, "What would change it, the cheapest GiB first"),
       h("tbody", {}, ...got.levers.map((lever) => h("tr", {},
-        h("th", { scope: "row" }, h("button", { type: "button", onclick: () => { set(lever.set); draw(); } }, lever.name)),
+        h("th", { scope: "row" }, h("button", { type: "button", onclick: () => { set(lever.set); draw(); update(); } }, lever.name)),
         h("td", {}, lever.saves), h("td", { class: "aside" }, lever.costs)))));
   }
 

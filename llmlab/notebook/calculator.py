@@ -21,6 +21,7 @@ from ..formulas.report import assessed
 from ..formulas.verdict import Verdict
 from ..hardware.gpu import GPU, gpus
 from ..hardware.gpu import gpu as find_gpu
+from ..planning.levers import cost, fix
 from ..report import Report
 from ..specs.help import HELP
 from ..specs.model import model as find_model
@@ -57,7 +58,7 @@ def form() -> dict[str, Any]:
 
 def _fields(owner: type[Training | Inference]) -> list[dict[str, Any]]:
     """Return the fields of a spec as controls: a choice, a number, a flag or a text."""
-    made = []
+    made: list[dict[str, Any]] = []
     for name, hint in get_type_hints(owner).items():
         if name == "lora":
             made.append({"name": "lora", "kind": "number", "default": "none", "help": HELP["lora"]})
@@ -97,6 +98,7 @@ def answer(state: Mapping[str, str]) -> dict[str, Any]:
             "python": python_line(called, run, card),
             "cli": command_line(called, run, card),
             "configs": _configs(run),
+            "levers": _levers(source, run, card),
             "report": report.to_dict(),
         }
     except (SpecError, UnknownName, NotAvailable) as error:
@@ -186,6 +188,43 @@ def _figures(report: Report, fit: Verdict, card: GPU) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _levers(source: Any, run: Run, card: GPU) -> list[dict[str, Any]]:
+    """Return what would make the run smaller, and the form's fields that say it."""
+    found = fix(source, run, card)
+    return [
+        {
+            "name": lever.name + ("" if lever.same_result else " (another result)"), "chapter": lever.chapter,
+            "saves": show_bytes(lever.saves), "costs": f"{cost(lever, found.report)}; then: {lever.report.outcome}",
+            "set": state_of(lever.run),
+        }
+        for lever in found.levers
+    ]  # fmt: skip
+
+
+def state_of(run: Run) -> dict[str, str]:
+    """Return the form's values that describe `run`: `run_of` gives it back."""
+    state = {"gpus": str(run.world_size)}
+    for f in fields(run):
+        value = getattr(run, f.name)
+        if f.name in DERIVED or (isinstance(run, Inference) and f.name == "tp"):
+            continue
+        if f.name == "lora":
+            state["lora"] = str(value.rank) if value else "none"
+            if value:
+                state["lora_targets"] = ",".join(value.targets)
+        else:
+            said = value.name if isinstance(value, StackOptions) else value
+            state[f.name] = _text(said)
+    return state
+
+
+def _text(value: Any) -> str:
+    """Return a field's value as the form writes it."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "none" if value is None else str(value)
+
+
 def _headline(report: Report, fit: Verdict, card: GPU) -> str:
     room = show_bytes(card.memory)
     if report.outcome == "fits":
@@ -257,7 +296,7 @@ def calculator(**state: Any) -> Any:
     known = {*shown["defaults"], *(field["name"] for kind in ("training", "serving") for field in shown[kind])}
     if unknown := sorted(set(state) - known):
         raise SpecError(f"{', '.join(unknown)} is no field of the calculator; it has {', '.join(sorted(known))}")
-    start = {name: {True: "yes", False: "no", None: "none"}.get(value, str(value)) for name, value in state.items()}
+    start = {name: _text(value) for name, value in state.items()}
     here = files(__package__)
 
     class Calculator(anywidget.AnyWidget):

@@ -77,7 +77,8 @@ class Fix(Tabular):
         ]  # fmt: skip
         title = f"{self.report.title}: {self.report.outcome}, {show_bytes(self.report.peak_allocated)} of tensors"
         footer = "Each line changes one thing, by estimate; the cheapest GiB first. " + repr(self.report.run)
-        return Table(("change", "saves per GPU", "time for the tokens of a step", "then", "", "chapter"), rows, title, footer, (0, 3, 4, 5))
+        header = ("change", "saves per GPU", "time for the tokens of a step", "then", "", "chapter")
+        return Table(header, rows, title, footer, (0, 3, 4, 5))
 
     def __repr__(self) -> str:
         return f"<Fix: {self.report.title}: {len(self.levers)} levers>"
@@ -95,7 +96,8 @@ def fix(model: ModelLike, run: Run, gpu: GPU | str, cluster: Cluster | None = No
     """Return what would make `run` of `model` smaller on `gpu`: see `lab.fix`."""
     spec, card = find_model(model), find_gpu(gpu)
     report, fit = assessed(spec, run, card, cluster)
-    found = [lever for change in changes(spec, run, card) if (lever := _tried(spec, card, cluster, report, fit, *change))]
+    tried = [_tried(spec, card, cluster, report, fit, *change) for change in changes(spec, run, card)]
+    found = [lever for lever in tried if lever]
     return Fix(report, tuple(sorted(found, key=lambda lever: (lever.price, not lever.same_result, -lever.saves))))
 
 
@@ -110,7 +112,7 @@ def _tried(
     fields: dict[str, Any],
     same_result: bool,
 ) -> Lever | None:
-    """Return the lever that sets `fields`; None for what the model or the card does not have, and what saves nothing."""
+    """Return the lever that sets `fields`; None for what model or card do not have, and for what saves nothing."""
     try:
         run = replace(before.run, **fields)
         report, after = assessed(spec, run, card, cluster)

@@ -7,7 +7,7 @@ before.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from ..base.errors import SpecError
 from ..base.tables import Table, Tabular
@@ -60,10 +60,14 @@ class OutOfMemory(Tabular):
                 "PYTORCH_ALLOC_CONF=expandable_segments:True joins such holes, and would probably have let it through."
             )
         return (
-            f"Too little, whatever the allocator does: with every hole joined {show_bytes(self.short)} are still missing "
-            f"for this request, and later ones may be larger. expandable_segments would not have saved the run; "
+            f"Too little, whatever the allocator does: with every hole joined {show_bytes(self.short)} are missing for "
+            f"this request, and later ones may be larger. expandable_segments would not have saved the run; "
             "`llmlab fix MODEL` lists what would."
         )
+
+    def to_dict(self) -> dict[str, object]:
+        """Return JSON-ready values, sizes in bytes."""
+        return {**asdict(self), "others": self.others, "short": self.short, "advice": self.advice}
 
     def _table(self) -> Table:
         rows = [

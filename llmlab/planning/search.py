@@ -32,7 +32,9 @@ GOALS = ("fastest", "smallest")
 CONFIRMED = 3  # candidates that a plan shows at least, each simulated where it can be
 SHOWN = 10
 # What is varied only where `allow` lists it: it changes the model that comes out, or needs a package.
-ALLOWED = {"optimizer": ("adamw", "adamw-8bit", "adafactor"), "precision": ("bf16",), "kernels": ("liger", None)}
+ALLOWED: dict[str, tuple[Any, ...]] = {
+    "optimizer": ("adamw", "adamw-8bit", "adafactor"), "precision": ("bf16",), "kernels": ("liger", None),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,10 @@ class Machines:
 
 
 def machines(text: str) -> Machines:
-    """Return the GPUs that "T4", "8xH100-80GB" or "2x8xA100-80GB" (nodes, GPUs per node) name; over 8 are nodes of 8."""
+    """Return the GPUs that "T4", "8xH100-80GB" or "2x8xA100-80GB" (nodes, GPUs per node) name; over 8 in eights."""
     counts = re.match(r"(?:(\d+)x)?(?:(\d+)x)?(?=[A-Za-z])", text)
     if not counts:
-        raise SpecError(f"gpus={text!r} is not a card with its number; for example '8xH100-80GB', '2x8xA100-80GB', 'T4'")
+        raise SpecError(f"gpus={text!r} is no card with its number; give 'T4', '8xH100-80GB' or '2x8xA100-80GB'")
     numbers = [int(number) for number in counts.groups() if number]
     card = find_gpu(text[counts.end() :])
     if any(number < 1 for number in numbers):
@@ -89,7 +91,7 @@ class Candidate:
 
     @property
     def process(self) -> int | None:
-        """Bytes of the card that the simulated process takes; None where it was not simulated, or the context is not known."""
+        """Bytes of the card that the simulated process takes; None without a simulation, or a known context."""
         return self.simulation.process if self.simulation else None
 
     @property
@@ -399,7 +401,7 @@ def confirmed(
         if own:
             pool.shutdown(cancel_futures=True)
     kept = candidates[:SHOWN]
-    return tuple(replace(each, lost=lost(each, kept[0])) if each is not kept[0] else each for each in kept), tuple(refuted)
+    return (*kept[:1], *(replace(each, lost=lost(each, kept[0])) for each in kept[1:])), tuple(refuted)
 
 
 def lost(candidate: Candidate, best: Candidate) -> str:

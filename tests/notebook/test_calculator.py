@@ -69,6 +69,16 @@ def test_the_lines_to_copy_give_the_same_report(state):
     assert names["report"] == lab.Report.from_dict(got["report"])
 
 
+@settings(max_examples=40)
+@given(st.one_of(states("training"), states("serving")))
+def test_a_lever_is_a_click_the_form_gives_its_run(state):
+    got = answer(state)
+    for lever in got.get("levers", []):
+        after = answer({**state, **lever["set"]})
+        assert "error" not in after, after
+        assert after["least"] < got["least"]
+
+
 def test_parts_add_up_to_the_peak_and_the_files_are_json():
     got = answer({"model": "gpt2", "gpu": "T4", "gpus": "4", "precision": "mixed-fp16", "zero": "2"})
     assert sum(size for _, size, _ in got["parts"]) == got["peak"]

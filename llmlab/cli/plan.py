@@ -1,0 +1,76 @@
+"""`llmlab plan` and `llmlab fix`: a decision, and what would make a run fit."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from .. import verbs
+from ..base.errors import SpecError
+from ..base.tables import Tabular
+from .options import cluster_from, cluster_options, run_from, spec_options
+
+
+def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
+    """Add both commands to `group`; `show` prints an answer."""
+
+    @group.command()
+    @click.argument("model")
+    @click.option("--gpus", required=True, metavar="N", help="What there is: T4, 8xH100-80GB, 2x8xA100-80GB.")
+    @click.option("--global-batch", required=True, type=int, help="Sequences per update, over all GPUs.")
+    @click.option("--method", default="full", show_default=True, help="One of full, lora, qlora.")
+    @click.option("--allow", multiple=True, metavar="NAME", help="Vary this too: optimizer, precision, kernels.")
+    @click.option("--fixed", multiple=True, metavar="FIELD=VALUE", help="Keep a field of the run, as seq_len=4096.")
+    @click.option("--tokens", type=int, help="How many are to be trained on.")
+    @click.option("--within", type=float, metavar="DAYS", help="How long that may take; needs --tokens.")
+    @click.option("--goal", default="fastest", show_default=True, help="One of fastest, smallest.")
+    @click.option("--json", "as_json", is_flag=True, help="Print JSON, sizes in bytes.")
+    def plan(model: str, gpus: str, global_batch: int, fixed: tuple[str, ...], as_json: bool, **asked: Any) -> int:
+        """Search for the configuration of MODEL that runs best on the GPUs there are; each shown is simulated.
+
+        Exit codes: 0 something fits, 1 nothing does.
+        """
+        found = verbs.plan(model, gpus, global_batch, fixed=dict(map(_field, fixed)), **asked)
+        show(json.dumps(found.to_dict(), indent=1, default=dict) if as_json else found)
+        return 0 if found else 1
+
+    def fix(context: click.Context, model: str | None, gpu: str | None, as_json: bool, **_: Any) -> int:
+        """List what would make a run smaller, the cheapest GiB first; without MODEL explain torch's message on stdin.
+
+        Exit codes: 0 a change makes it fit (or the message was explained), 1 none of them alone does.
+        """
+        if model is None:
+            message = verbs.fix(sys.stdin.read())
+            show(json.dumps(message.to_dict(), indent=1) if as_json else message)
+            return 0
+        if gpu is None:
+            raise SpecError("--gpu is missing; name the card, as `llmlab gpus` does")
+        found = verbs.fix(model, run_from(context), gpu, cluster_from(context))
+        show(json.dumps(found.to_dict(), indent=1, default=dict) if as_json else found)
+        return 0 if any(each.report.outcome == "fits" for each in found.levers) else 1
+
+    made = group.command()(
+        click.pass_context(
+            click.argument("model", required=False)(
+                click.option("--gpu", metavar="NAME", help="The card, as `llmlab gpus` names it.")(
+                    cluster_options(click.option("--json", "as_json", is_flag=True, help="Print JSON.")(fix))
+                )
+            )
+        )
+    )
+    made.params += spec_options()
+
+
+def _field(text: str) -> tuple[str, Any]:
+    """Return a field of a run and its value, which is checked as that of a file is."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise SpecError(f"--fixed {text!r} is no FIELD=VALUE; for example --fixed seq_len=4096")
+    read: Any = {"none": None, "true": True, "false": False}.get(value.lower(), value)
+    if isinstance(read, str) and read.isdigit():
+        read = int(read)
+    return name, read

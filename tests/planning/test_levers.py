@@ -1,0 +1,75 @@
+"""What makes a run fit: each lever is an estimate of a changed run, the cheapest first; and torch's message."""
+
+import pytest
+
+import llmlab as lab
+from llmlab.planning.levers import cost
+
+MIB, GIB = 2**20, 2**30
+NEW = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 14.56 GiB "
+    "of which 13.81 MiB is free. Including non-PyTorch memory, this process has 14.54 GiB memory in use. Of the allocated "
+    "memory 13.71 GiB is allocated by PyTorch, and 720.35 MiB is reserved by PyTorch but unallocated."
+)
+OLD = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; 14.76 GiB total capacity; 13.10 GiB already allocated; "
+    "21.75 MiB free; 13.36 GiB reserved in total by PyTorch)"
+)
+
+
+def test_levers_are_sorted_by_price_and_each_is_its_estimate():
+    run = lab.Training(micro_batch=8, seq_len=1024)
+    found = lab.fix("gpt2", run, "T4")
+    assert found.report == lab.estimate("gpt2", run, "T4")
+    assert [lever.price for lever in found.levers] == sorted(lever.price for lever in found.levers)
+    for lever in found.levers:
+        assert lever.report == lab.estimate("gpt2", lever.run, "T4")
+        assert lever.saves == found.report.peak_allocated - lever.report.peak_allocated > 0
+
+
+def test_full_checkpointing_costs_the_forward_pass_again():
+    run = lab.Training(micro_batch=4, seq_len=2048, precision="mixed-bf16")
+    found = lab.fix("meta-llama/Llama-3.1-8B", run, "H100-80GB")
+    (lever,) = (each for each in found.levers if each.name == "full checkpointing")
+    assert lever.chapter == "08-checkpointing" and lever.same_result
+    assert lever.seconds == pytest.approx(lever.report.step_seconds - found.report.step_seconds)
+    assert lever.seconds > 0.2 * found.report.step_seconds
+
+
+def test_fewer_tokens_are_no_gain_in_time():
+    run = lab.Training(micro_batch=1, seq_len=2048, precision="bf16")
+    found = lab.fix("meta-llama/Llama-3.1-8B", run, "H100-80GB")
+    (half,) = (each for each in found.levers if each.name == "half the sequence length")
+    assert half.seconds == pytest.approx(2 * half.report.step_seconds - found.report.step_seconds)
+    assert cost(half, found.report).startswith(("+", "−"))
+
+
+def test_serving_has_levers_too():
+    run = lab.Inference(batch=8, prompt_len=512, weights="fp16", kv="fp16")
+    names = {lever.name for lever in lab.fix("gpt2", run, "T4").levers}
+    assert {"weights in nf4", "KV cache in int8", "half the prompts at once"} <= names
+
+
+def test_a_message_of_torch_is_read_number_by_number():
+    found = lab.fix(NEW)
+    assert (found.requested, found.free, found.unallocated) == (20 * MIB, round(13.81 * MIB), round(720.35 * MIB))
+    assert found.others == found.capacity - found.free - found.allocated - found.unallocated > 100 * MIB
+    assert found.short == 0 and "expandable_segments:True" in found.advice
+
+
+def test_a_message_of_an_older_torch_is_read_too():
+    found = lab.fix(OLD)
+    assert found.unallocated == round(13.36 * GIB) - round(13.10 * GIB)
+    assert found.short == found.requested - found.free - found.unallocated > GIB
+    assert "would not have saved" in found.advice
+
+
+@pytest.mark.parametrize("text", ["", "segmentation fault", "CUDA out of memory. Tried to allocate 20.00 MiB."])
+def test_what_is_no_message_is_refused(text):
+    with pytest.raises(lab.SpecError, match="no message of torch"):
+        lab.fix(text)
+
+
+def test_a_run_without_a_card_is_refused():
+    with pytest.raises(lab.SpecError, match="a model, a run and a card"):
+        lab.fix("gpt2", lab.Training())
