@@ -8,8 +8,8 @@ from llmlab.planning.levers import cost
 MIB, GIB = 2**20, 2**30
 NEW = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 14.56 GiB "
-    "of which 13.81 MiB is free. Including non-PyTorch memory, this process has 14.54 GiB memory in use. Of the allocated "
-    "memory 13.71 GiB is allocated by PyTorch, and 720.35 MiB is reserved by PyTorch but unallocated."
+    "of which 13.81 MiB is free. Including non-PyTorch memory, this process has 14.54 GiB memory in use. Of the "
+    "allocated memory 13.71 GiB is allocated by PyTorch, and 720.35 MiB is reserved by PyTorch but unallocated."
 )
 OLD = (
     "CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; 14.76 GiB total capacity; 13.10 GiB already allocated; "
