@@ -125,7 +125,7 @@ def main(out: Path | None) -> None:
         *(f"{name}: {source}." for name, source in SOURCES.items()),
     ]
     lines = titled_table("torchtitan", HEADER, [each.cells for each in results])
-    text = "\n".join([*lines, "", *said, "", provenance("torch", "torchtitan"), ""])
+    text = "\n".join([*lines, "", *said, "", provenance("llmlab", "torch", "torchtitan"), ""])
     print(text)
     if out:
         write(out / "stacks.md", text)
