@@ -21,16 +21,14 @@ class PublishedStep(NamedTuple):
     run: Training
     card: str
     network: str
-    virtual_stages: int
     seconds: float
 
 
 class PublishedMFU(NamedTuple):
-    """One published utilisation `mfu` of `run`, whose pipeline ranks have `virtual_stages` each."""
+    """One published utilisation `mfu` of `run`."""
 
     name: str
     run: Training
-    virtual_stages: int
     mfu: float
 
 
@@ -57,12 +55,12 @@ def megatron_iterations() -> list[PublishedStep]:
             run = megatron_run(of, kind)
             seconds = timed[f"{size}: {label}"]
             found.append(
-                PublishedStep(f"{size} {kind}", config, run, "A100-80GB", "InfiniBand-HDR", of["interleave"], seconds)
+                PublishedStep(f"{size} {kind}", config, run, "A100-80GB", "InfiniBand-HDR", seconds)
             )
             if size == "530B" and kind == "selective":
                 more = figure("recomputation-data-parallel-time")["2240 GPUs"]
                 run = megatron_run(of, kind, dp=8)
-                found.append(PublishedStep("530B dp 8", config, run, "A100-80GB", "InfiniBand-HDR", 3, more))
+                found.append(PublishedStep("530B dp 8", config, run, "A100-80GB", "InfiniBand-HDR", more))
     return found
 
 
@@ -77,6 +75,7 @@ def megatron_run(of: dict[str, int], kind: Checkpointing, dp: int = 1) -> Traini
         accumulation=of["global batch"] // of["micro batch"],
         tp=of["tensor parallel"],
         pp=of["pipeline parallel"],
+        virtual_stages=of["interleave"],
         dp=dp,
         sequence_parallel=kind == "selective",
     )
@@ -99,7 +98,7 @@ def foundry_scaling() -> list[PublishedStep]:
         )
         config = gpt(hidden, layers, heads)
         found.append(
-            PublishedStep(f"{size} {dp}", config, run, "H100-80GB", "InfiniBand-NDR", 1, micro_batch * 2048 / rate)
+            PublishedStep(f"{size} {dp}", config, run, "H100-80GB", "InfiniBand-NDR", micro_batch * 2048 / rate)
         )
     return found
 
@@ -122,11 +121,11 @@ def llama_405b() -> list[PublishedMFU]:
                 tp=int(of[f"{name}: TP"]),
                 cp=int(of[f"{name}: CP"]),
                 pp=int(of[f"{name}: PP"]),
+                virtual_stages=8,
                 dp=int(of[f"{name}: DP"]),
                 zero=1,
                 sequence_parallel=True,
             ),
-            8,
             mfu,
         )
         for name, mfu in reached.values.items()

@@ -17,6 +17,9 @@ Attention = Literal["eager", "sdpa", "flash", "efficient"]
 Quantization = Literal["nf4", "int8"]
 Offload = Literal["optimizer", "optimizer+parameters"]
 Kernels = Literal["liger"]
+# Of a pipeline (techniques/pipeline_schedules.py); 1f1b is interleaved with virtual_stages > 1. A zero-bubble one keeps
+# what its deferred weight gradients need, which is not described.
+Schedule = Literal["1f1b", "gpipe"]
 FP8 = Literal["tensorwise", "rowwise"]  # torchao's recipes: one scale per tensor, or per row
 Weights = Literal["fp32", "fp16", "bf16", "int8", "nf4"]
 KVDtype = Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4"]
@@ -28,6 +31,7 @@ ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
 QUANTIZATIONS: tuple[Quantization | None, ...] = (None, *get_args(Quantization))
 OFFLOADS: tuple[Offload | None, ...] = (None, *get_args(Offload))
 KERNELS: tuple[Kernels | None, ...] = (None, *get_args(Kernels))
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 FP8_RECIPES: tuple[FP8 | None, ...] = (None, *get_args(FP8))
 WEIGHTS: tuple[Weights, ...] = get_args(Weights)
 KV_DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)

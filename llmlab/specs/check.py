@@ -36,6 +36,9 @@ def check(spec: ModelSpec, run: Run, gpu: GPU | None = None) -> None:
             raise SpecError(f"{field}={getattr(run, field)} does not divide {spec.name}'s {size} {what}")
     if isinstance(run, Training):
         stage_layers(spec.layers, run.pp, spec.name)
+        if run.pp * run.virtual_stages > spec.layers + 2:  # each has a layer, the embedding or the head
+            given = f"virtual_stages={run.virtual_stages} with pp={run.pp}"
+            raise SpecError(f"{given} makes more of them than {spec.name}'s {spec.layers} layers")
         _check_training(spec, run)
     if gpu is None:
         return
@@ -60,7 +63,7 @@ def _check_training(spec: ModelSpec, run: Training) -> None:
         known = ", ".join(stack.families)
         raise SpecError(f"{stack.name} trains {known}, not {spec.family}, as far as it is described; use another stack")
     if isinstance(stack, Megatron):
-        stack.check_stages(stage_layers(spec.layers, run.pp, spec.name), run.accumulation)
+        stack.check_stages(stage_layers(spec.layers, run.pp, spec.name))
     elif stack and spec.tied:
         tied = f"{spec.name}, whose head is its embedding,"
         raise SpecError(f"{stack.name} with {tied} is not described; use another stack")

@@ -13,6 +13,8 @@ HELP = {
     "dp": "Data-parallel ranks.",
     "tp": "Tensor-parallel ranks.",
     "pp": "Pipeline stages.",
+    "schedule": "Order of a pipeline's micro-batches.",
+    "virtual_stages": "Stages of each of the --pp ranks; more than 1 interleaves 1F1B.",
     "cp": "Context-parallel ranks.",
     "ep": "Expert-parallel ranks, of the --dp ranks.",
     "dp_replicate": "Copies of each ZeRO shard among the --dp ranks (HSDP).",

@@ -24,6 +24,7 @@ from ..base.terms import (
     OPTIMIZERS,
     PRECISIONS,
     QUANTIZATIONS,
+    SCHEDULES,
     WEIGHTS,
     Attention,
     Checkpointing,
@@ -33,6 +34,7 @@ from ..base.terms import (
     OptimizerName,
     Precision,
     Quantization,
+    Schedule,
     Weights,
 )
 from .fields import Spec
@@ -75,6 +77,7 @@ class Training(Spec):
     `micro_batch` sequences of `seq_len` tokens go through the model at once on each data-parallel rank;
     `accumulation` such micro-batches make one optimizer step. `dp`, `tp`, `pp`, `cp`, `ep` are the degrees of data,
     tensor, pipeline, context and expert parallelism; `zero` is the ZeRO stage over the data-parallel ranks.
+    `schedule` is the order of a pipeline's micro-batches; `virtual_stages` of each of the pp ranks interleave it.
     `dp_replicate` of them hold copies of each shard (HSDP; torchtitan's word): states are shared by `dp_shard` ranks.
     `fp8` is the recipe by which torchao multiplies blocks' linear layers in fp8 (formulas/memory/float8.py).
 
@@ -98,6 +101,8 @@ class Training(Spec):
     pp: int = 1
     cp: int = 1
     ep: int = 1
+    schedule: Schedule = "1f1b"
+    virtual_stages: int = 1
     dp_replicate: int = 1
     sequence_parallel: bool = False
     offload: Offload | None = None
@@ -107,7 +112,8 @@ class Training(Spec):
     stack: StackOptions | str = TRANSFORMERS
 
     def __post_init__(self) -> None:
-        self._check_counts("micro_batch", "seq_len", "accumulation", "dp", "tp", "pp", "cp", "ep", "dp_replicate")
+        self._check_counts("micro_batch", "seq_len", "accumulation", "dp", "tp", "pp", "cp", "ep", "dp_replicate",
+                           "virtual_stages")  # fmt: skip
         self._check_choices(
             precision=PRECISIONS,
             optimizer=OPTIMIZERS,
@@ -118,6 +124,7 @@ class Training(Spec):
             offload=OFFLOADS,
             kernels=KERNELS,
             fp8=FP8_RECIPES,
+            schedule=SCHEDULES,
             sequence_parallel=(True, False),
             compile=(True, False),
         )
@@ -143,12 +150,26 @@ class Training(Spec):
             raise SpecError(f"ep={self.ep} does not divide dp={self.dp}; experts are shared over data-parallel ranks")
         if self.dp_replicate > 1:
             self._check_replicas()
+        self._check_schedule()
         if self.sequence_parallel and self.tp == 1:
             raise SpecError("sequence_parallel=True with tp=1 has nothing to share; give tp >= 2")
         if self.fp8:
             self._check_fp8()
         if self.offload == "optimizer+parameters" and self.zero != 3:
             raise SpecError(f"offload='optimizer+parameters' needs zero=3; zero={self.zero} was given")
+
+    def _check_schedule(self) -> None:
+        if self.pp == 1 and (self.schedule != "1f1b" or self.virtual_stages > 1):
+            given = f"schedule={self.schedule!r}, virtual_stages={self.virtual_stages}"
+            raise SpecError(f"{given} with pp=1: there are no stages to order; give pp >= 2")
+        if self.virtual_stages == 1:
+            return
+        given = f"virtual_stages={self.virtual_stages} with"
+        if self.schedule != "1f1b":
+            raise SpecError(f"{given} schedule={self.schedule!r}: it is 1F1B that is interleaved; drop one of the two")
+        if self.accumulation % self.pp:
+            raise SpecError(f"{given} accumulation={self.accumulation}: it takes pp={self.pp} micro-batches at a time; "
+                            "give a multiple")  # fmt: skip
 
     def _check_fp8(self) -> None:
         given = f"fp8={self.fp8!r}"

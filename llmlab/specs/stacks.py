@@ -88,6 +88,8 @@ class Torchtitan(StackOptions):
         "quantization": (None,),
         "offload": (None,),
         "kernels": (None,),
+        "schedule": ("1f1b",),
+        "virtual_stages": (1,),
     }
 
     ac: TitanAC | None = None
@@ -158,6 +160,7 @@ class Megatron(StackOptions):
         "offload": (None,),
         "compile": (False,),
         "kernels": (None,),
+        "schedule": ("1f1b",),
     }
 
     recompute: Recompute | None = None
@@ -189,23 +192,23 @@ class Megatron(StackOptions):
 
     def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Half weights and products with fp32 main weights; nothing is recomputed or sharded unless somebody asks."""
-        return {"precision": "mixed-bf16", "checkpointing": self.recompute or given["checkpointing"]}
+        return {
+            "precision": "mixed-bf16",
+            "checkpointing": self.recompute or given["checkpointing"],
+            "virtual_stages": self.virtual_pipeline,
+        }
 
     def accumulates_in_fp32(self, dtype: str) -> bool:
         """Whether gradients of a run in `dtype` are summed in fp32."""
         asked = self.accumulate_allreduce_grads_in_fp32
         return dtype == "bf16" if asked is None else asked
 
-    def check_stages(self, stages: tuple[int, ...], accumulation: int) -> None:
+    def check_stages(self, stages: tuple[int, ...]) -> None:
         """Raise SpecError where stages of these numbers of layers cannot be cut into the virtual ones."""
         chunks = self.virtual_pipeline
         given = f"virtual_pipeline={chunks}"
-        if chunks > 1 and len(stages) == 1:
-            raise SpecError(f"{given} with pp=1 has nothing to interleave; give pp >= 2")
         if any(layers % chunks for layers in stages):
             raise SpecError(f"{given} does not divide the layers of each stage, {', '.join(map(str, stages))}")
-        if chunks > 1 and accumulation % len(stages):
-            raise SpecError(f"{given} wants accumulation in whole pp={len(stages)} micro-batches, not {accumulation}")
 
 
 STACKS: dict[str, type[StackOptions]] = {stack.name: stack for stack in (Torchtitan, Megatron)}
@@ -257,14 +260,15 @@ def check_stack(stack: StackOptions | str, given: Mapping[str, Any]) -> None:
                 f"with stack={stack.name!r} give {field}={own}"
             )
     for field, value in stack.sets(given).items():
-        if field in ("checkpointing", "zero") and value != given[field]:
+        if field in ("checkpointing", "zero", "virtual_stages") and value != given[field]:
             _check_agrees(stack, field, given[field], value)
 
 
 def _check_agrees(stack: StackOptions, field: str, given: Any, value: Any) -> None:
     """Refuse a field that says one thing where the stack's own option says another."""
     if isinstance(stack, Megatron):
-        said = f"Megatron(recompute={stack.recompute!r})"
+        option = "recompute" if field == "checkpointing" else "virtual_pipeline"
+        said = f"Megatron({option}={getattr(stack, option)!r})"
         raise SpecError(f"{field}={given!r} with stack={said}; give one of them, or both alike")
     if isinstance(stack, Torchtitan):
         if field == "checkpointing" and stack.ac is None:

@@ -109,9 +109,10 @@ def test_an_option_sets_its_field_and_nothing_else(name):
     default = getattr(owner(), name)
     two_ranks, two_shards = ["--dp", "2"], ["--tp", "2"]
     needs = {"zero": two_ranks, "ep": two_ranks, "quantization": ["--lora", "16"], "sequence_parallel": two_shards,
-             "dp_replicate": ["--dp", "4", "--zero", "3"], "fp8": ["--compile", "--precision", "bf16"]}  # fmt: skip
+             "dp_replicate": ["--dp", "4", "--zero", "3"], "fp8": ["--compile", "--precision", "bf16"],
+             "schedule": ["--pp", "2"], "virtual_stages": ["--pp", "2", "--accumulation", "2"]}  # fmt: skip
     others = needs.get(name, [])
-    values = {"zero": 2, "offload": "optimizer"}
+    values = {"zero": 2, "offload": "optimizer", "schedule": "gpipe"}
     flag = "--" + name.replace("_", "-")
     if isinstance(default, bool):
         words, value = [flag], True

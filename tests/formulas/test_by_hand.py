@@ -15,6 +15,7 @@ from llmlab.formulas.memory.moments import training_moments
 from llmlab.formulas.memory.share import share_of
 from llmlab.techniques import tensor_parallel
 from llmlab.techniques.context_parallel import ring_attention
+from llmlab.techniques.pipeline_schedules import schedule
 
 CARD = "H100-80GB"
 LLAMA = {"model_type": "llama", "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8,
@@ -52,7 +53,8 @@ def test_chapter_14s_own_parallelism_keeps_what_the_formula_says_to_the_byte(cut
 
 
 def stage_peak(run: lab.Training, stage: int) -> int:
-    """The peak of one stage of transformers' Llama that is trained in 1F1B, the other stages not being there."""
+    """The peak of one rank of transformers' Llama that is trained by a schedule of chapter 15, the other ranks not
+    being there."""
     first, last = stage == 0, stage == run.pp - 1
     shape = {**LLAMA, "num_hidden_layers": LLAMA["num_hidden_layers"] // run.pp}
     with lab.simulator(CARD) as sim:
@@ -69,39 +71,49 @@ def stage_peak(run: lab.Training, stage: int) -> int:
         ids = torch.randint(LLAMA["vocab_size"], (run.micro_batch, run.seq_len), device="cuda")
         positions = torch.arange(run.seq_len, device="cuda")[None]
         passing = {"device": "cuda", "dtype": torch.bfloat16}
+        per_stage = shape["num_hidden_layers"] // run.virtual_stages
 
-        def forward():
-            received = None if first else torch.randn(*ids.shape, LLAMA["hidden_size"], requires_grad=True, **passing)
+        def forward(number):
+            begins, ends = number == 0, number == run.pp * run.virtual_stages - 1
+            received = None if begins else torch.randn(*ids.shape, LLAMA["hidden_size"], requires_grad=True, **passing)
             x = body.embed_tokens(ids) if received is None else received
             turned = body.rotary_emb(x, positions)
-            for layer in body.layers:
+            own = number // run.pp * per_stage
+            for layer in body.layers[own : own + per_stage]:
                 x = layer(x, position_embeddings=turned)
-            if not last:
+            if not ends:
                 return received, x
             logits = model.lm_head(body.norm(x))  # the usual loop's output object keeps them
             return logits, model.loss_function(logits, ids, LLAMA["vocab_size"])
 
-        def backward(under_way):
-            out = under_way[1]
-            out.backward(None if last else torch.randn_like(out))
+        def backward(pair):
+            out = pair[1]
+            out.backward(torch.randn_like(out) if out.dim() else None)
 
-        ahead = min(run.pp - stage, run.accumulation)
+        name = run.schedule if run.virtual_stages == 1 else "interleaved"
+        plan = schedule(name, run.pp, run.accumulation, run.virtual_stages)[stage]
         for _ in range(2):
             sim.reset_peak()
-            under_way = [forward() for _ in range(ahead)]
-            for _ in range(run.accumulation - ahead):
-                backward(under_way.pop(0))
-                under_way.append(forward())
-            while under_way:
-                backward(under_way.pop(0))
+            under_way = {}
+            for op in plan:
+                if op.kind == "F":
+                    under_way[op.stage, op.micro_batch] = forward(op.stage)
+                else:
+                    backward(under_way.pop((op.stage, op.micro_batch)))
             optimizer.step()
             optimizer.zero_grad()
         return sim.peak_allocated
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_pipelines_stage_holds_what_1f1b_has_in_flight(stage):
-    run = replace(RUN, pp=4, accumulation=6)
+INTERLEAVED = {"pp": 2, "accumulation": 6, "virtual_stages": 2}
+
+
+@pytest.mark.parametrize(("stage", "cut"), [
+    (0, {}), (1, {}), (3, {}), (0, {"schedule": "gpipe"}), (3, {"schedule": "gpipe"}), (0, INTERLEAVED),
+    (1, INTERLEAVED),
+])  # fmt: skip
+def test_a_pipelines_stage_holds_what_its_schedule_has_in_flight(stage, cut):
+    run = replace(RUN, **{"pp": 4, "accumulation": 6, **cut})
     moments = training_moments(lab.model(LLAMA), run, lab.gpu(CARD), stage=stage)
     assert max(moment.total for moment in moments) == pytest.approx(stage_peak(run, stage), rel=0.03)
 

@@ -1,14 +1,17 @@
 """How layers are divided over pipeline stages."""
 
+from itertools import takewhile
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import llmlab as lab
 from llmlab.base.errors import SpecError
-from llmlab.formulas.memory.moments import micro_batches_in_flight, training_moments
+from llmlab.formulas.memory.moments import layers_in_flight, micro_batches_in_flight, training_moments
 from llmlab.formulas.memory.states import states
 from llmlab.specs.stages import stage_layers
+from llmlab.techniques.pipeline_schedules import held, schedule
 
 LLAMA = "meta-llama/Llama-3.1-405B"
 
@@ -67,3 +70,19 @@ def test_a_report_is_of_rank_0_and_whether_it_fits_of_every_stage():
     assert report.peak_allocated == peaks[0] < lab.gpu("A100-40GB").memory < peaks[1]
     assert report.outcome == "out of memory" and "stage 1" in report.where
     assert any("Stage 1" in note for note in report.notes)
+
+
+@given(st.integers(2, 6), st.integers(1, 4), st.integers(2, 4), st.sampled_from(["1f1b", "gpipe", "interleaved"]))
+def test_what_is_in_flight_is_what_the_schedule_of_chapter_15_holds(pp, count, virtual_stages, name):
+    """At the first backward, where it is the most: all of a rank's stages together, its first, and its last."""
+    interleaved = name == "interleaved"
+    accumulation, virtual_stages = (count * pp, virtual_stages) if interleaved else (count, 1)
+    run = lab.Training(pp=pp, accumulation=accumulation, virtual_stages=virtual_stages,
+                       schedule="gpipe" if name == "gpipe" else "1f1b")  # fmt: skip
+    layers = 2 * virtual_stages
+    plan = schedule(name, pp, accumulation, virtual_stages)
+    for stage, (ops, micro_batches) in enumerate(zip(plan, held(plan), strict=True)):
+        assert layers_in_flight(run, stage, layers) == pytest.approx(micro_batches * layers)
+        begun = [op.stage for op in takewhile(lambda op: op.kind == "F", ops)]
+        assert micro_batches_in_flight(run, stage) == begun.count(stage)
+        assert micro_batches_in_flight(run, stage, last=True) == begun.count(stage + (virtual_stages - 1) * pp)

@@ -9,27 +9,13 @@ from ...specs.run import Training
 from ...specs.stacks import Megatron
 from .described import Kept, by_kind, saved
 from .megatron import MODULES, block
-from .moments import Moment, micro_batches_in_flight
+from .moments import Moment, layers_in_flight, micro_batches_in_flight
 from .scores import score_elements
 from .share import Share
 from .states import device_parameters
 
 MiB = 1 << 20
 HALF, FP32 = 2, 4  # bytes
-
-
-def layers_in_flight(run: Training, stage: int, layers: int, chunks: int = 1) -> int:
-    """Return of how many layers a stage keeps activations at most, of all its micro-batches: in 1F1B of pp - stage;
-    interleaved, warm-up runs 2 (pp - stage - 1) + (chunks - 1) · pp chunks ahead (pipeline_parallel/schedules.py,
-    get_pp_rank_microbatches), and one more before the first backward.
-
-    >>> layers_in_flight(Training(pp=4, accumulation=4), 3, 8, chunks=8)
-    29
-    """
-    if chunks == 1:
-        return micro_batches_in_flight(run, stage) * layers
-    ahead = 2 * (run.pp - stage - 1) + (chunks - 1) * run.pp + 1
-    return min(ahead, run.accumulation * chunks) * layers // chunks
 
 
 class MegatronMemory:
@@ -51,7 +37,7 @@ class MegatronMemory:
         self.hidden = share.tokens * spec.hidden * HALF // share.sequence_ranks  # bytes of a tensor between blocks
         self.block = block(share)
         self.whole = by_kind(saved(self.block.saved, share), run.tp, run.sequence_parallel)
-        self.in_flight = layers_in_flight(run, share.stage, share.layers, stack.virtual_pipeline)
+        self.in_flight = layers_in_flight(run, share.stage, share.layers)
         # The input of a chunk, and its gradient, stay in the module after the step (TransformerBlock.set_input_tensor):
         # of every chunk that receives one, and so of all but the first stage's first.
         self.received = stack.virtual_pipeline - share.first if run.pp > 1 else 0
@@ -131,7 +117,8 @@ class MegatronMemory:
         the last norm and the head keep."""
         share = self.share
         mask = self.hidden // HALF if share.first and share.spec.dropout else 0
-        return mask * self.in_flight // share.layers + (self._bytes(self.block.outside) if share.last else 0)
+        masks = mask * micro_batches_in_flight(share.run, share.stage)
+        return masks + (self._bytes(self.block.outside) if share.last else 0)
 
     def _bytes(self, rows: tuple[Kept, ...]) -> int:
         run = self.share.run

@@ -11,6 +11,7 @@ and buffers.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -77,12 +78,13 @@ class StepMemory:
         self.left = units.outside + (units.block * (self.layers - 1) if run.pp > 1 else 0)
         whole = per_device(block_saved(share), run)
         kept = checkpointed(share) if run.checkpointing else whole
-        in_flight = micro_batches_in_flight(run, share.stage)
-        self.activations_by_kind = {kind: each * share.layers * in_flight for kind, each in kept.items() if each}
+        blocks = layers_in_flight(run, share.stage, share.layers)  # of all micro-batches
+        self.activations_by_kind = {kind: each * blocks for kind, each in kept.items() if each}
         self.block = sum(kept.values())  # what one block keeps of one micro-batch
-        self.outside = outer_activations(share) * in_flight  # of blocks
-        self.activations = self.block * share.layers * in_flight + self.outside
-        self.last_block = self.block * (share.layers * (in_flight - 1) + 1)  # left when its backward begins
+        self.outside = _outside_in_flight(share, self.loss.waiting)  # of blocks
+        self.activations = self.block * blocks + self.outside
+        # Left when the last block's backward begins.
+        self.last_block = self.block * (blocks - share.layers // run.virtual_stages + 1)
         # A checkpointed block is whole again in its backward; what selective checkpointing kept is not made twice.
         self.recomputed = sum(whole.values()) - kept.get("matmul outputs", 0) if run.checkpointing else 0
         # The half copies that autocast makes of weights; those of blocks are alive until forward is over, and backward
@@ -210,10 +212,61 @@ class StepMemory:
         return found
 
 
-def micro_batches_in_flight(run: Training, stage: int = 0) -> int:
-    """Return how many micro-batches' activations a stage keeps at most, in 1F1B: pp - stage, if there are as many.
+def passes_in_flight(run: Training, stage: int) -> int:
+    """Return how many forward passes through its stages a rank is ahead of its backward passes at most.
 
-    >>> [micro_batches_in_flight(Training(pp=4, accumulation=8), stage) for stage in range(4)]
+    1F1B: pp - stage, if there are as many micro-batches. GPipe: all of them. Interleaved: warm-up runs
+    2 (pp - stage - 1) + (virtual_stages - 1) pp passes ahead (Megatron-LM, core/pipeline_parallel/schedules.py,
+    get_pp_rank_microbatches; torch, distributed/pipelining/schedules.py, ScheduleInterleaved1F1B), and one more before
+    the first backward.
+
+    >>> [passes_in_flight(Training(pp=4, accumulation=8), stage) for stage in range(4)]
     [4, 3, 2, 1]
+    >>> passes_in_flight(Training(pp=4, accumulation=8, schedule="gpipe"), 3)
+    8
     """
-    return min(run.pp - stage, run.accumulation) if run.pp > 1 else 1
+    if run.pp == 1:
+        return 1
+    if run.schedule == "gpipe":
+        return run.accumulation
+    later = run.pp - stage - 1
+    ahead = later + 1 if run.virtual_stages == 1 else 2 * later + (run.virtual_stages - 1) * run.pp + 1
+    return min(ahead, run.accumulation * run.virtual_stages)
+
+
+def layers_in_flight(run: Training, stage: int, layers: int) -> int:
+    """Return of how many layers a rank with so many keeps activations at most, of all its micro-batches.
+
+    >>> layers_in_flight(Training(pp=4, accumulation=4, virtual_stages=8), 3, 8)
+    29
+    """
+    return -(-passes_in_flight(run, stage) * layers // run.virtual_stages)
+
+
+def micro_batches_in_flight(run: Training, stage: int = 0, last: bool = False) -> int:
+    """Return of how many micro-batches a rank keeps what its first stage does at most; with `last`, its last stage.
+
+    Warm-up takes pp micro-batches through a rank's first stage, then as many through its second, and so on.
+
+    >>> micro_batches_in_flight(Training(pp=4, accumulation=8, virtual_stages=2))
+    7
+    """
+    passes, of_group = passes_in_flight(run, stage), run.pp * run.virtual_stages
+    if run.virtual_stages == 1:
+        return passes
+    groups, more = divmod(passes, of_group)
+    begun = max(0, more - (of_group - run.pp)) if last else min(more, run.pp)
+    return min(groups * run.pp + begun, run.accumulation)
+
+
+def _outside_in_flight(share: Share, waiting: int) -> int:
+    """Return the bytes kept outside blocks by all passes in flight, of which a rank's first stage has the embedding and
+    the last one the head; `waiting` is what the loss of one keeps until its backward begins."""
+    run, stage = share.run, share.stage
+    ending = micro_batches_in_flight(run, stage, last=True)
+    waits = waiting * (ending - 1) if share.last else 0
+    if run.virtual_stages == 1:
+        return outer_activations(share) * ending + waits
+    middle, passes = replace(share, first=False, last=False), passes_in_flight(run, stage)
+    ends = micro_batches_in_flight(run, stage) if share.first else ending if share.last else 0
+    return outer_activations(share) * ends + outer_activations(middle) * (passes - ends) + waits

@@ -20,6 +20,7 @@ class LossBytes(NamedTuple):
     gradient: int = 0  # while the gradient of the logits is made
     head: int = 0  # while the gradient of the head's weight is made
     after: int = 0  # from then on until the step is over
+    waiting: int = 0  # of a micro-batch whose backward has not begun, while others' runs
 
 
 class BlockBackward(NamedTuple):
@@ -69,7 +70,8 @@ def loss_bytes(share: Share) -> LossBytes:
         # Never whole: Liger's fused linear cross entropy works through chunks of about T · h / V tokens.
         chunk = max(1, share.tokens * spec.hidden // spec.vocab) * spec.vocab * (c + 4) // run.tp
         weight_gradient = 0 if run.lora else spec.vocab * spec.hidden * share.bytes.gradients // run.tp
-        return LossBytes(chunk + weight_gradient, weight_gradient)  # from then on it is the head's gradient
+        # From then on it is the head's gradient.
+        return LossBytes(chunk + weight_gradient, weight_gradient, waiting=weight_gradient)
     logits = share.tokens * spec.vocab // run.tp
     if block := block_of(share):
         # torch's loss_parallel writes log_softmax out in operators, and has one more temporary both ways.
@@ -85,6 +87,7 @@ def loss_bytes(share: Share) -> LossBytes:
         # The logits' gradient exists while the head's is made; with autocast that moment is highest after the cast.
         head=logits * c * (1 if share.autocast else 2),
         after=logits * c,
+        waiting=logits * (c + 4),
     )
 
 

@@ -83,14 +83,13 @@ def step(
     run: Training,
     card: GPU | str,
     cluster: Cluster,
-    virtual_stages: int = 1,
     overlap: tuple[str, ...] = ("data",),
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Step:
     """Return how long one optimizer step of `run` takes on `cluster`, and each part of it.
 
     Ranks are laid out tensor, context, data, pipeline parallel, neighbours first (see mesh.py); expert-parallel
-    ranks are data-parallel ones. `virtual_stages`: of each of the pp ranks. `overlap` names what hides behind
+    ranks are data-parallel ones. `overlap` names what hides behind
     computation: "data", gradients behind backward and ZeRO-3's parameters behind the unit before, as DDP and FSDP do;
     "gradients", the same in backward only: forward waits for each unit's parameters; "tensor", backward's
     communication behind the weight gradients' products, as Megatron-LM does. Raises SpecError for settings
@@ -98,7 +97,7 @@ def step(
     """
     spec, gpu = find_model(model), find_gpu(card)
     check(spec, run, gpu)
-    _check(spec.layers, run, virtual_stages, overlap, bucket_bytes)
+    _check(run, overlap, bucket_bytes)
     found, passed = kernels(gpu), time.passes(spec, run, gpu)
     if passed is None:
         raise NotAvailable(f"{gpu.name} has no units for {time.peak_dtype(run)}: no time follows")
@@ -111,7 +110,7 @@ def step(
     tensor = _tensor(spec, run, cluster, found, "tensor" in overlap)
     context = _context(spec, run, cluster, found)
     experts = spec.moe_layers / spec.layers * _experts(spec, run, cluster, found) if run.ep > 1 else 0.0
-    pipeline = _sends(spec, run, cluster, virtual_stages, found)
+    pipeline = _sends(spec, run, cluster, found)
 
     layers, within = stage_layers(spec.layers, run.pp, spec.name), tensor + context + experts
     # Stages with as many layers take as long, but for the last one, which has the head too.
@@ -136,7 +135,7 @@ def step(
         context=m * n * context,
         experts=m * n * experts,
         pipeline=m * pipeline,
-        bubble=(sum(stages) - stages[slowest] + (run.pp - 1) * pipeline) / virtual_stages,
+        bubble=(sum(stages) - stages[slowest] + (run.pp - 1) * pipeline) / run.virtual_stages,
         data=data.exposed + scale["contention"] * data.contended(shard_group(run, cluster)),
         update=time.update_seconds(spec, run, found),
         data_sent=data.sent,
@@ -174,12 +173,7 @@ def _stage(layers: int, block: _Layer, head: _Layer) -> _Layer:
     return _Layer(*(layers * one + last for one, last in zip(block, head, strict=True)))
 
 
-def _check(layers: int, run: Training, virtual_stages: int, overlap: tuple[str, ...], bucket_bytes: int) -> None:
-    given = f"virtual_stages={virtual_stages} with pp={run.pp}"
-    if virtual_stages < 1 or (virtual_stages > 1 and run.pp == 1):
-        raise SpecError(f"{given}: give 1, or a pipeline (pp > 1) whose ranks have more")
-    if virtual_stages > 1 and run.pp * virtual_stages > layers + 2:  # each has a layer, the embedding or the head
-        raise SpecError(f"{given} makes more of them than the model's {layers} layers")
+def _check(run: Training, overlap: tuple[str, ...], bucket_bytes: int) -> None:
     if unknown := [each for each in overlap if each not in OVERLAPS]:
         raise SpecError(f"overlap={unknown[0]!r} is not one of {', '.join(OVERLAPS)}")
     if bucket_bytes < 1:
@@ -231,7 +225,7 @@ def _experts(spec: ModelSpec, run: Training, cluster: Cluster, found: Kernels) -
     return passes * found.collective("all-to-all", spec.experts_per_token * _stream_bytes(spec, run) / run.tp, group)
 
 
-def _sends(spec: ModelSpec, run: Training, cluster: Cluster, virtual_stages: int, found: Kernels) -> float:
+def _sends(spec: ModelSpec, run: Training, cluster: Cluster, found: Kernels) -> float:
     """Return the seconds that a stage sends per micro-batch: each tensor-parallel rank its part, gathered where it
     arrives (arXiv 2104.04473, section 4.1), unless sequence parallelism wants it in parts."""
     if run.pp == 1:
@@ -240,4 +234,4 @@ def _sends(spec: ModelSpec, run: Training, cluster: Cluster, virtual_stages: int
     once = found.collective("send", _stream_bytes(spec, run) / run.tp, group)
     if run.tp > 1 and not run.sequence_parallel:
         once += found.collective("all-gather", _stream_bytes(spec, run), cluster.group(run.tp))
-    return 2 * virtual_stages * once
+    return 2 * run.virtual_stages * once
