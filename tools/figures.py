@@ -66,7 +66,7 @@ def held_out() -> list[Prediction]:
     found = []
     for row in text.splitlines():
         cells = [cell.strip().replace(",", "") for cell in row.split("|")[1:-1]]
-        if len(cells) == 9 and " × " in cells[0] and re.match(r"[\d.]", cells[1]):
+        if len(cells) == 7 and " × " in cells[0] and re.match(r"[\d.]", cells[1]):
             found += [Prediction(float(cells[2]) * MiB, float(size) * MiB) for size in cells[1].split(" / ")]
     return found
 

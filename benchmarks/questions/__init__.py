@@ -33,6 +33,10 @@ def llmlab_verdict(spec: ModelSpec, run: Training) -> str:
     return estimate(spec, run, "T4").outcome
 
 
+def simulated_verdict(spec: ModelSpec, run: Training) -> str:
+    return simulated(spec, run).outcome
+
+
 def simulated_allocated(spec: ModelSpec, run: Training) -> int | None:
     return simulated(spec, run).peak_allocated
 

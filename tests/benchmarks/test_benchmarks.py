@@ -322,8 +322,8 @@ def test_a_step_that_ran_out_of_memory_shows_what_was_asked_for_beside_what_is_s
         ((name, *cells),) = held_out.verdicts([line])
         said = held_out.notes([], [line], [])[-1]
     assert name == "m, nf4, sdpa, 2 × 512"
-    assert cells == ["backward, 1.20 GiB on top of 11.80 GiB", "backward, 1.16 GiB on top of 11.90 GiB",
-                     "out of memory in 1 of 2 draws", "fits"]  # fmt: skip
+    assert cells == ["backward, 1.20 GiB on top of 11.80 GiB", "backward, 1.16 GiB on top of 11.90 GiB", "fits"]
+    assert held_out.by_threads(line) == "out of memory in 1 of 2 draws"
     assert "Of the 1 steps that ran out of memory 1 are simulated to" in said
     assert "of those that ran out it says so of 0" in said
 
