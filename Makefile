@@ -128,6 +128,7 @@ benchmarks: env ## llmlab beside its peers, its speed, its overhead, on a GPU it
 	$(BIN)/python benchmarks/operators.py --out benchmarks/results
 	$(BIN)/python benchmarks/bert.py --out benchmarks/results
 	$(BIN)/python benchmarks/published.py --out benchmarks/results
+	$(BIN)/python benchmarks/sdpa_loops.py --out benchmarks/results
 	$(BIN)/python benchmarks/cpu_grid.py --out benchmarks/results
 	$(BIN)/python benchmarks/formulas.py --out benchmarks/results
 	$(BIN)/python benchmarks/decoding.py --out benchmarks/results

@@ -14,7 +14,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import click
+import tomllib
 from provenance import provenance, titled_table, write
 
 HERE = Path(__file__).resolve()
@@ -77,7 +77,7 @@ def simulate(group: dict[str, Any]) -> list[float | str]:
     owner = getattr(transformers, group["class"])
     found: list[float | str] = []
     for batch, tokens, way, _ in asked(group):
-        with lab.simulator(card) as sim:
+        with lab.simulator(card):
             try:
                 model = owner.from_config(config, attn_implementation=way, torch_dtype=torch.float16).to("cuda")
                 model.train()
