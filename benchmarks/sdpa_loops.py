@@ -21,8 +21,12 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import click
-import tomllib
 from provenance import provenance, titled_table, write
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib
 
 HERE = Path(__file__).resolve()
 ROWS = HERE.with_suffix(".toml")
