@@ -88,13 +88,13 @@ lint: env schema ## ruff, the order of the imports, mypy over the package, and t
 
 unit: env ## unit tests, doctests, and that texts and notebooks agree
 	@$(STAGE) $@ -- $(PYTEST) --maxprocesses 4 $(TIMES) \
-	    tests llmlab --doctest-modules --ignore tests/book/test_browser.py
+	    tests llmlab --doctest-modules --ignore tests/book/test_browser.py --ignore tests/book/test_site.py
 
 nbval: env ## run every notebook again and compare every output with the one that is there
 	@$(STAGE) $@ -- $(NBVAL) $(TIMES) --nbval book
 
-browser: env ## open every built page in headless Chromium
-	@$(STAGE) $@ -- $(BIN)/python -m pytest -q $(TIMES) tests/book/test_browser.py
+browser: env ## read every built page, and open it in headless Chromium
+	@$(STAGE) $@ -- $(BIN)/python -m pytest -q $(TIMES) tests/book/test_site.py tests/book/test_browser.py
 
 durations: env ## print what the last run of each stage took, and its slowest tests
 	@$(STAGE)
