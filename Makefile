@@ -24,7 +24,7 @@ PYTEST := $(BIN)/python -m pytest -q -n logical --dist loadfile
 TIMES = --junit-xml=_build/durations/$@.xml -o junit_duration_report=total
 NBVAL := $(PYTEST) --maxprocesses 2 -p no:cacheprovider --nbval-current-env --nbval-cell-timeout=600
 
-.PHONY: help book read test env notebooks outputs site lint unit nbval browser durations instruction-sets schema \
+.PHONY: help book read test env notebooks outputs site pdf lint unit nbval browser durations instruction-sets schema \
         figures benchmarks stacks scripts records gpu-notebooks colab-drift library-names lock clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := book
@@ -82,6 +82,9 @@ site: $(VENV)/.rendering ## render the site from the notebooks as they are
 	@$(STAGE) $@ -- $(BIN)/python tools/stamp.py _build/stamps/site book benchmarks/results _config.yml _toc.yml \
 	    constraints.txt -- $(BIN)/jupyter-book build . -W -n --keep-going --all -q
 	@$(BIN)/python tools/calculator.py $(HTML)
+
+pdf: $(VENV)/.rendering ## the whole book as one file to print, _build/book.pdf: over a minute, needs Chromium
+	@$(BIN)/python tools/pdf.py _build/book.pdf
 
 lint: env schema ## ruff, the order of the imports, mypy over the package, and the schemas of workflows and CITATION.cff
 	@$(STAGE) $@ -- sh -c '$(BIN)/ruff check . && $(BIN)/lint-imports --no-cache --no-logo && $(BIN)/mypy'
