@@ -24,7 +24,7 @@ def main(out: str) -> int:
         return 2
     book = Path(sys.executable).with_name("jupyter-book")
     build = [book, "build", ROOT, "--builder", "singlehtml", "--path-output", FOLDER, "-W", "-n", "--keep-going", "-q"]
-    subprocess.run(list(map(str, build)), check=True)
+    subprocess.run(list(map(str, build)), cwd=ROOT, check=True)
     made = FOLDER / "_build" / "singlehtml"
     page = made / "print.html"  # the builder writes the first page's links as if it were in the site's root
     shutil.copy(made / "book" / "intro.html", page)

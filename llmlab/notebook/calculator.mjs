@@ -113,6 +113,7 @@ export function calculator(root, form, ask, { start = {}, changed = () => {} } =
   }
 
   function draw() {
+    root.classList.toggle("planning", planning());
     const cards = form.gpus.map((card) => ({ value: card.name, text: `${card.name} (${card.says})` }));
     const fields = fieldsOf(state.kind);
     const rest = fields.filter((f) => !OPEN.includes(f.name));
