@@ -24,7 +24,7 @@ PYTEST := $(BIN)/python -m pytest -q -n logical --dist loadfile
 TIMES = --junit-xml=_build/durations/$@.xml -o junit_duration_report=total
 NBVAL := $(PYTEST) --maxprocesses 2 -p no:cacheprovider --nbval-current-env --nbval-cell-timeout=600
 
-.PHONY: help book read test env notebooks outputs site lint unit nbval browser durations instruction-sets schema \
+.PHONY: help book read test env notebooks outputs site pdf lint unit nbval browser durations instruction-sets schema \
         figures benchmarks stacks scripts records gpu-notebooks colab-drift library-names lock clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := book
@@ -83,18 +83,21 @@ site: $(VENV)/.rendering ## render the site from the notebooks as they are
 	    constraints.txt -- $(BIN)/jupyter-book build . -W -n --keep-going --all -q
 	@$(BIN)/python tools/calculator.py $(HTML)
 
+pdf: $(VENV)/.rendering ## the whole book as one file to print, _build/book.pdf: over a minute, needs Chromium
+	@$(BIN)/python tools/pdf.py _build/book.pdf
+
 lint: env schema ## ruff, the order of the imports, mypy over the package, and the schemas of workflows and CITATION.cff
 	@$(STAGE) $@ -- sh -c '$(BIN)/ruff check . && $(BIN)/lint-imports --no-cache --no-logo && $(BIN)/mypy'
 
 unit: env ## unit tests, doctests, and that texts and notebooks agree
 	@$(STAGE) $@ -- $(PYTEST) --maxprocesses 4 $(TIMES) \
-	    tests llmlab --doctest-modules --ignore tests/book/test_browser.py
+	    tests llmlab --doctest-modules --ignore tests/book/test_browser.py --ignore tests/book/test_site.py
 
 nbval: env ## run every notebook again and compare every output with the one that is there
 	@$(STAGE) $@ -- $(NBVAL) $(TIMES) --nbval book
 
-browser: env ## open every built page in headless Chromium
-	@$(STAGE) $@ -- $(BIN)/python -m pytest -q $(TIMES) tests/book/test_browser.py
+browser: env ## read every built page, and open it in headless Chromium
+	@$(STAGE) $@ -- $(BIN)/python -m pytest -q $(TIMES) tests/book/test_site.py tests/book/test_browser.py
 
 durations: env ## print what the last run of each stage took, and its slowest tests
 	@$(STAGE)
@@ -118,7 +121,7 @@ figures: env ## make the pictures of the README
 	$(BIN)/python tools/figures.py
 
 benchmarks: EXTRAS := $(EXTRAS),benchmarks
-benchmarks: env ## llmlab beside its peers, its speed, its overhead, on a GPU its kernels; renews benchmarks/results
+benchmarks: env site ## llmlab beside its peers, its speed, its overhead, on a GPU its kernels; renews benchmarks/results
 	$(PIP) $(PIP_FLAGS) -e '.[$(EXTRAS)]'
 	$(BIN)/python benchmarks/peers.py --out benchmarks/results
 	$(BIN)/python benchmarks/decisions.py --out benchmarks/results
@@ -134,6 +137,7 @@ benchmarks: env ## llmlab beside its peers, its speed, its overhead, on a GPU it
 	$(BIN)/python benchmarks/decoding.py --out benchmarks/results
 	$(BIN)/python benchmarks/throughput.py --out benchmarks/results
 	$(BIN)/python benchmarks/speed.py --out benchmarks/results
+	$(BIN)/python benchmarks/calculator.py --out benchmarks/results
 	$(BIN)/python benchmarks/many_gpus.py --out benchmarks/results
 	$(BIN)/python benchmarks/measure_overhead.py --out benchmarks/results
 	test ! -e /proc/driver/nvidia/version || $(BIN)/python benchmarks/kernel_times.py --out benchmarks/results

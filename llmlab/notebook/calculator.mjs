@@ -4,7 +4,7 @@
 const COLORS = ["#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#CCCCCC"];
 // The fields that most people change stand open; the others are folded.
 const OPEN = ["micro_batch", "seq_len", "precision", "optimizer", "checkpointing", "lora", "quantization", "zero",
-  "batch", "prompt_len", "new_tokens", "weights", "kv"];
+  "batch", "prompt_len", "new_tokens", "weights", "kv", "global_batch", "method", "goal", "tokens"];
 const WAIT = 30; // ms without a key before the form asks
 
 const h = (tag, attributes = {}, ...children) => {
@@ -22,7 +22,7 @@ export function calculator(root, form, ask, { start = {}, changed = () => {} } =
   let state = { ...form.defaults, ...start };
   let asked = 0, timer = 0, last = null;
   const result = h("div", { class: "result" });
-  const controls = h("form", { class: "controls", onsubmit: (event) => event.preventDefault() });
+  const controls = h("form", { class: "controls", onsubmit: (event) => { event.preventDefault(); update(); } });
   root.classList.add("llmlab-calculator");
   root.replaceChildren(controls, result);
 
@@ -33,11 +33,15 @@ export function calculator(root, form, ask, { start = {}, changed = () => {} } =
   function set(values) {
     state = { ...state, ...values };
     clearTimeout(timer);
-    timer = setTimeout(update, WAIT);
+    if (planning()) result.classList.add("stale"); // a search takes seconds: it waits for its button
+    else timer = setTimeout(update, WAIT);
   }
+
+  const planning = () => state.kind === "planning";
 
   async function update() {
     const mine = ++asked, sent = sendable();
+    if (planning()) result.prepend(h("p", { class: "searching", role: "status" }, "Searching …"));
     const got = await ask(sent);
     if (mine !== asked) return; // a newer question is on its way
     changed(changes());
@@ -109,17 +113,18 @@ export function calculator(root, form, ask, { start = {}, changed = () => {} } =
   }
 
   function draw() {
+    root.classList.toggle("planning", planning());
     const cards = form.gpus.map((card) => ({ value: card.name, text: `${card.name} (${card.says})` }));
     const fields = fieldsOf(state.kind);
     const rest = fields.filter((f) => !OPEN.includes(f.name));
     const folded = rest.some((f) => valueOf(f.name) !== f.default);
-    const kinds = ["training", "serving"].map((kind) => {
+    const kinds = ["training", "serving", "planning"].map((kind) => {
       const radio = h("input", { type: "radio", name: "llmlab-kind", value: kind, id: `llmlab-kind-${kind}`,
-        onchange: () => { set({ kind }); draw(); controls.querySelector(`#llmlab-kind-${kind}`).focus(); } });
+        onchange: () => { set({ kind }); draw(); if (planning()) update(); controls.querySelector(`#llmlab-kind-${kind}`).focus(); } });
       radio.checked = state.kind === kind;
       return h("span", {}, radio, h("label", { for: radio.id }, kind));
     });
-    controls.replaceChildren(
+    controls.replaceChildren(...[
       h("fieldset", { class: "kind" }, h("legend", {}, "What for"), ...kinds),
       modelField(),
       choice("gpu", cards, "The card. Its memory is what a program sees of it."),
@@ -127,8 +132,9 @@ export function calculator(root, form, ask, { start = {}, changed = () => {} } =
       ...OPEN.map((name) => fields.find((f) => f.name === name)).filter(Boolean).map(control),
       h("details", { class: "wide", open: folded }, h("summary", {}, "more"),
         h("div", { class: "more" }, ...rest.filter((f) => f.name !== "tp" || state.kind === "training").map(control))),
+      planning() ? h("button", { type: "submit" }, "search") : null,
       h("button", { type: "button", onclick: () => { state = { ...form.defaults }; draw(); update(); } }, "start again"),
-    );
+    ].filter(Boolean));
   }
 
   function bar(got) {
@@ -177,6 +183,17 @@ export function calculator(root, form, ask, { start = {}, changed = () => {} } =
         h("td", {}, lever.saves), h("td", { class: "aside" }, lever.costs)))));
   }
 
+  // A plan's own table; its first column is a button that shows that run.
+  function planTable({ caption, header, rows, footer }) {
+    const cell = ({ cells, set: run }, place) => (place === 0 && run
+      ? h("th", { scope: "row" }, h("button", { type: "button", onclick: () => { set(run); draw(); update(); } }, cells[0]))
+      : h("td", { "data-name": header[place] }, cells[place]));
+    return h("div", { class: "plan" }, h("table", {}, h("caption", {}, caption),
+      h("thead", {}, h("tr", {}, ...header.map((name) => h("th", { scope: "col" }, name)))),
+      h("tbody", {}, ...rows.map((row) => h("tr", {}, ...row.cells.map((_, place) => cell(row, place)))))),
+    h("p", {}, footer));
+  }
+
   function copier(words, text) {
     const button = h("button", { type: "button", onclick: async () => {
       try {
@@ -197,6 +214,7 @@ export function calculator(root, form, ask, { start = {}, changed = () => {} } =
 
   function show(got) {
     const problem = h("p", { class: "problem", role: "alert" }, got.error ?? "");
+    result.querySelector(".searching")?.remove();
     if (got.error) { // the last good answer stays where it is
       result.querySelector(".problem")?.remove();
       result.classList.add("stale");
@@ -207,15 +225,16 @@ export function calculator(root, form, ask, { start = {}, changed = () => {} } =
     const fold = result.querySelector("details.lines")?.open;
     result.replaceChildren(
       h("p", { class: `headline ${got.outcome.replaceAll(" ", "-")}`, role: "status" }, got.headline),
-      bar(got), partsTable(got), ...[figuresTable(got), leversTable(got)].filter(Boolean),
+      ...(got.plan ? [got.plan.rows.length ? planTable(got.plan) : h("p", {}, got.plan.footer)]
+        : [bar(got), partsTable(got), figuresTable(got), leversTable(got)].filter(Boolean)),
       h("div", { class: "buttons" }, copier("copy as Python", got.python), copier("copy as CLI", got.cli),
-        ...Object.entries({ ...got.configs, "report.json": JSON.stringify(got.report, null, 1) })
+        ...Object.entries({ ...got.configs, [got.plan ? "plan.json" : "report.json"]: JSON.stringify(got.report, null, 1) })
           .map(([name, text]) => download(name, text))),
       h("details", { class: "lines", open: fold }, h("summary", {}, "the same, as lines to run"),
         h("pre", { tabindex: "0" }, h("code", {}, got.python)), h("pre", { tabindex: "0" }, h("code", {}, got.cli))),
       h("ul", { class: "notes" }, ...got.notes.map((note) => h("li", {}, note))),
     );
-    last = got;
+    if (!got.plan) last = got;
   }
 
   draw();

@@ -11,8 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import fields
 from importlib.resources import files
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
 from ..base.errors import NotAvailable, SpecError, UnknownName
 from ..base.terms import PARTS
@@ -23,64 +22,37 @@ from ..hardware.gpu import GPU, gpus
 from ..hardware.gpu import gpu as find_gpu
 from ..planning.levers import cost, fix
 from ..report import Report
-from ..specs.help import HELP
 from ..specs.model import model as find_model
 from ..specs.model import models
 from ..specs.run import Inference, LoRA, Run, Training
-from ..specs.stacks import STACKS, TRANSFORMERS, StackOptions
+from ..specs.stacks import STACKS, StackOptions
+from .fields import fields_of, model_of, run_of, state_of, text_of
+from .plan_tab import plan_fields, planned
 
+KINDS = ("training", "serving", "planning")
 DEFAULTS = {"kind": "training", "model": "meta-llama/Llama-3.1-8B", "gpu": "H100-80GB", "gpus": "1"}
 # The state in which the page opens: a full fine-tune as most people start one.
 FIRST = {"precision": "bf16", "seq_len": "2048", "checkpointing": "full"}
-DERIVED = {"dp", "lora_alpha", "lora_dropout"}  # of the number of GPUs; the adapters' memory does not depend on them
 LABELS = {
     "gpu": "GPU", "gpus": "GPUs", "seq_len": "sequence length", "lora": "LoRA rank", "lora_targets": "LoRA targets",
     "zero": "ZeRO stage", "tp": "tensor parallel", "pp": "pipeline stages", "cp": "context parallel",
     "ep": "expert parallel", "dp_replicate": "HSDP copies", "prompt_len": "prompt length", "kv": "KV cache",
     "compile": "torch.compile",
 }  # fmt: skip
-CONFIG = "config.json"  # what a pasted config is called in the lines to copy
-HUB = re.compile(r"https?://(?:www\.)?huggingface\.co/([\w.-]+/[\w.-]+)")
 
 
 def form() -> dict[str, Any]:
-    """Return the form: the models, the cards, and for training and serving each field with its kind and default."""
+    """Return the form: the models, the cards, and for training, serving and planning each field."""
     return {
         "defaults": {**DEFAULTS, **FIRST},
         "models": [{"name": name, "says": f"{show_count(find_model(name).parameters)} params"} for name in models()],
         "gpus": [{"name": card.name, "says": show_bytes(card.memory)} for card in gpus()],
         "parts": list(PARTS),
         "labels": LABELS,
-        "training": _fields(Training),
-        "serving": _fields(Inference),
+        "training": fields_of(Training),
+        "serving": fields_of(Inference),
+        "planning": plan_fields(),
     }
-
-
-def _fields(owner: type[Training | Inference]) -> list[dict[str, Any]]:
-    """Return the fields of a spec as controls: a choice, a number, a flag or a text."""
-    made: list[dict[str, Any]] = []
-    for name, hint in get_type_hints(owner).items():
-        if name == "lora":
-            made.append({"name": "lora", "kind": "number", "default": "none", "help": HELP["lora"]})
-            targets = ",".join(LoRA.targets)
-            made.append({"name": "lora_targets", "kind": "text", "default": targets, "help": HELP["lora_targets"]})
-        elif name == "stack":
-            names = [TRANSFORMERS, *STACKS]
-            made.append({"name": name, "kind": "choice", "default": TRANSFORMERS, "options": names, "help": HELP[name]})
-        elif name in HELP and name not in DERIVED:
-            made.append({"name": name, "help": HELP[name], **_control(hint, getattr(owner, name))})
-    return made
-
-
-def _control(hint: Any, default: Any) -> dict[str, Any]:
-    kinds = [kind for kind in get_args(hint) if kind is not NoneType]
-    literal = hint if get_origin(hint) is Literal else next((k for k in kinds if get_origin(k) is Literal), None)
-    if hint is bool:
-        return {"kind": "flag", "default": "no"}
-    if literal is None:
-        return {"kind": "number", "default": str(default)}
-    optional = ["none"] if NoneType in get_args(hint) else []
-    return {"kind": "choice", "default": default or "none", "options": [*optional, *get_args(literal)]}
 
 
 def answer(state: Mapping[str, str]) -> dict[str, Any]:
@@ -90,7 +62,9 @@ def answer(state: Mapping[str, str]) -> dict[str, Any]:
     """
     try:
         known = {**DEFAULTS, **state}
-        source, called = _model(known["model"])
+        if known["kind"] == "planning":
+            return planned(known)
+        source, called = model_of(known["model"])
         card, run = find_gpu(known["gpu"]), run_of(known)
         report, fit = assessed(source, run, card)
         return {
@@ -103,66 +77,6 @@ def answer(state: Mapping[str, str]) -> dict[str, Any]:
         }
     except (SpecError, UnknownName, NotAvailable) as error:
         return {"error": str(error)}
-
-
-def run_of(state: Mapping[str, str]) -> Run:
-    """Return the run that the form's values describe. Data-parallel ranks are the GPUs that tp, pp and cp leave."""
-    serving = state.get("kind") == "serving"
-    if state.get("kind") not in ("training", "serving"):
-        raise SpecError(f"kind={state.get('kind')!r} is not one of training, serving")
-    owner = Inference if serving else Training
-    values = {
-        name: _value(name, state[name], hint, getattr(owner, name))
-        for name, hint in get_type_hints(owner).items()
-        if name in state and name in HELP and name not in DERIVED
-    }
-    if (ranks := _whole("gpus", state["gpus"])) < 1:
-        raise SpecError(f"gpus={ranks} is too small; give a whole number >= 1")
-    if serving:
-        return Inference(**{**values, "tp": ranks})
-    if (rank := state.get("lora", "none")) != "none":
-        targets = state.get("lora_targets", ",".join(LoRA.targets))
-        values["lora"] = LoRA(_whole("lora", rank), tuple(name.strip() for name in targets.split(",") if name.strip()))
-    sharded = 1
-    for name in ("tp", "pp", "cp"):
-        sharded *= values.get(name, 1)
-    if sharded < 1 or ranks % sharded:
-        raise SpecError(f"{ranks} GPUs cannot be divided into groups of tp × pp × cp = {sharded}; change one of them")
-    return Training(**values, dp=ranks // sharded)
-
-
-def _value(name: str, text: str, hint: Any, default: Any) -> Any:
-    if hint is bool:
-        return text == "yes"
-    if isinstance(default, int):
-        return _whole(name, text)
-    return None if text == "none" else text
-
-
-def _whole(name: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise SpecError(f"{name}={text[:40]!r} is not a whole number") from None
-
-
-def _model(text: str) -> tuple[Any, str]:
-    """Return the model that a preset's name or a pasted config.json names, and what the lines to copy call it."""
-    text = text.strip()
-    if text.startswith("{"):
-        try:
-            config = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise SpecError(f"the pasted config.json is not JSON: {error}") from None
-        return config, CONFIG
-    if hub := HUB.match(text):
-        address = f"https://huggingface.co/{hub[1]}/resolve/main/config.json"
-        if hub[1] not in models():
-            raise SpecError(f"this page fetches nothing: open {address} and paste what it says here")
-        text = hub[1]
-    if text not in models():
-        find_model(text if "/" not in text else text.rpartition("/")[2])  # a name without its organisation
-    return text, text
 
 
 def _figures(report: Report, fit: Verdict, card: GPU) -> dict[str, Any]:
@@ -199,30 +113,6 @@ def _levers(source: Any, run: Run, card: GPU) -> list[dict[str, Any]]:
         }
         for lever in found.levers
     ]  # fmt: skip
-
-
-def state_of(run: Run) -> dict[str, str]:
-    """Return the form's values that describe `run`: `run_of` gives it back."""
-    state = {"gpus": str(run.world_size)}
-    for f in fields(run):
-        value = getattr(run, f.name)
-        if f.name in DERIVED or (isinstance(run, Inference) and f.name == "tp"):
-            continue
-        if f.name == "lora":
-            state["lora"] = str(value.rank) if value else "none"
-            if value:
-                state["lora_targets"] = ",".join(value.targets)
-        else:
-            said = value.name if isinstance(value, StackOptions) else value
-            state[f.name] = _text(said)
-    return state
-
-
-def _text(value: Any) -> str:
-    """Return a field's value as the form writes it."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return "none" if value is None else str(value)
 
 
 def _headline(report: Report, fit: Verdict, card: GPU) -> str:
@@ -284,8 +174,9 @@ def _configs(run: Run) -> dict[str, str]:
 def calculator(**state: Any) -> Any:
     """Return the calculator as a widget: the book's page "Will it fit?" in a notebook, with this kernel's llmlab.
 
-    `state` are fields to begin with, named as in the form: model, gpu, gpus, kind ("training" or "serving"), and those
-    of Training or Inference. Raises NotAvailable without anywidget, SpecError for an unknown field.
+    `state` are fields to begin with, named as in the form: model, gpu, gpus, kind ("training", "serving"
+    or "planning"), and those of Training, Inference or a plan. Raises NotAvailable without anywidget, SpecError for an
+    unknown field.
     """
     try:
         import anywidget
@@ -293,10 +184,10 @@ def calculator(**state: Any) -> Any:
     except ModuleNotFoundError as error:
         raise NotAvailable(f"the calculator needs {error.name}: pip install anywidget") from None
     shown = form()
-    known = {*shown["defaults"], *(field["name"] for kind in ("training", "serving") for field in shown[kind])}
+    known = {*shown["defaults"], *(field["name"] for kind in KINDS for field in shown[kind])}
     if unknown := sorted(set(state) - known):
         raise SpecError(f"{', '.join(unknown)} is no field of the calculator; it has {', '.join(sorted(known))}")
-    start = {name: _text(value) for name, value in state.items()}
+    start = {name: text_of(value) for name, value in state.items()}
     here = files(__package__)
 
     class Calculator(anywidget.AnyWidget):

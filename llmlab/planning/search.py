@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from itertools import product
-from multiprocessing import get_context
 from typing import Any, overload
 
 from ..base.errors import NotAvailable, SpecError
@@ -367,6 +366,14 @@ def _simulated(model: dict[str, Any], run: Training, card: str) -> Report | str:
     return replace(report, timeline=(), modules={})
 
 
+def _processes() -> Executor:
+    """Return two processes, each new: a forked one has threads of torch that do not exist."""
+    from concurrent.futures import ProcessPoolExecutor  # imported here: Python in a browser has no processes
+    from multiprocessing import get_context
+
+    return ProcessPoolExecutor(2, mp_context=get_context("spawn"))
+
+
 def confirmed(
     spec: ModelSpec, where: Machines, reports: Iterator[Report], executor: Executor | None
 ) -> tuple[tuple[Candidate, ...], tuple[Training, ...]]:
@@ -375,8 +382,7 @@ def confirmed(
     Where no simulation is to be had, an estimate that is sure to fit stands for itself.
     """
     own = executor is None
-    # A new process each: a forked one has threads of torch that do not exist.
-    pool = executor or ProcessPoolExecutor(2, mp_context=get_context("spawn"))
+    pool = executor or _processes()
     candidates: list[Candidate] = []
     refuted: list[Training] = []
     try:

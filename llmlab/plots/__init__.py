@@ -5,6 +5,7 @@ a dark page: an opaque light panel, dark text (contrast >= 4.5:1, WCAG 2.1 SC 1.
 palette (https://jfly.uni-koeln.de/color/), and one colour per part, everywhere. Each figure says in words what it shows
 (`alt`); that text is its repr, so a notebook's stored output keeps the numbers of the picture.
 
+`schematic` has the pieces of drawings: blocks, tensors, ranks, links.
 `roofline.plot_roofline` draws simulated operators, which need torch, so it is imported from its own file. A picture
 that one chapter alone draws is in that chapter: a few lines of matplotlib and `canvas`, which holds the looks.
 """

@@ -23,6 +23,7 @@ PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F
 COLORS = dict(zip(PARTS, PALETTE, strict=True))
 
 WIDTH = 7.0  # inches: half the pixels of a laptop page, all of a phone held sideways
+PHONE = 4.0  # inches, 400 pixels: drawn as wide as the narrowest page, so that its words are never smaller
 FONT = 10.0  # points; nothing on a figure is smaller than 9
 SMALL = 9.0
 DPI = 150  # of the PNG, which is shown at 100 pixels an inch: sharp on a phone, and small in a committed notebook

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 
 from ..base.errors import SpecError
 from ..base.units import show_seconds
-from .canvas import FAINT, PALETTE, WHITE, Picture, bar, legend, name_rows, new_picture, styled
+from .canvas import FAINT, PALETTE, PHONE, WHITE, Picture, bar, legend, name_rows, new_picture, styled
 from .reads import Report
 
 COMPUTED = ("products", "attention", "elementwise", "launches")
@@ -25,7 +25,6 @@ HATCHES = {
     "bubble": "xx", "offload": "//",
 }  # fmt: skip
 COMPUTE, COMMUNICATION = 0, 1
-PHONE = 4.0  # inches, 400 pixels: drawn as wide as the narrowest page, so that its words are never smaller
 
 
 class Span(NamedTuple):

@@ -271,6 +271,14 @@ def test_a_notebook_page_opens_in_colab_and_is_edited_as_text(page, site):
     assert page.locator(f"a[href='https://github.com/{repository}/edit/main/book/gpu-table.md']").count()
 
 
+def test_the_cheat_sheet_is_one_sheet_of_paper(page, site):
+    visit(page, site, "book/cheat-sheet.html")
+    printed = page.pdf(prefer_css_page_size=True)
+    assert len(re.findall(rb"/Type\s*/Page\b", printed)) == 1
+    box = re.search(rb"/MediaBox \[0 0 ([\d.]+) ([\d.]+)", printed)
+    assert [round(float(side) * 25.4 / 72) for side in box.groups()] == [210, 297]  # mm: A4
+
+
 # ---- the calculator
 
 CALCULATOR = "book/will-it-fit.html"
@@ -287,9 +295,9 @@ def calculator_at(page, site, **state):
     page.wait_for_selector(f"#calculator[data-answers='{address}']")
 
 
-def shown(page):
-    """The report that the page offers to download."""
-    link = page.locator("#calculator a[download='report.json']").get_attribute("href")
+def shown(page, name="report.json"):
+    """The report, or the plan, that the page offers to download."""
+    link = page.locator(f"#calculator a[download='{name}']").get_attribute("href")
     return numbers(unquote(link.partition(",")[2]))
 
 
@@ -337,6 +345,42 @@ def test_the_calculator_works_by_keyboard_and_marks_what_changed(page, site):
     assert shown(page)["run"]["micro_batch"] == 4
     assert shown(page)["peak_allocated"] > before
     assert page.url.endswith("#micro_batch=4")
+
+
+@in_browser
+def test_the_calculator_plans_as_the_command_line_does_by_keyboard(page, site):
+    state = {"kind": "planning", "model": "meta-llama/Llama-3.2-1B", "gpu": "A100-40GB", "gpus": "4", "seq_len": "1024"}
+    calculator_at(page, site, **state)
+    assert shown(page, "plan.json") == numbers(json.dumps(answer(state)["report"]))
+    page.focus("#llmlab-global_batch")
+    page.keyboard.press("Control+A")
+    page.keyboard.type("16")
+    page.keyboard.press("Enter")  # a search takes seconds: typing alone starts none
+    page.wait_for_function("document.querySelector('#calculator caption').textContent.includes(' 16 sequences')")
+    expected = answer({**state, "global_batch": "16"})
+    assert shown(page, "plan.json") == numbers(json.dumps(expected["report"]))
+    assert page.locator("#calculator .headline").inner_text() == expected["headline"]
+    assert "no simulation confirmed them" in page.locator("#calculator .plan p").inner_text()
+    assert "global_batch=16" in page.url
+    page.locator("#calculator .plan th button").first.focus()
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#calculator .bar")
+    best = expected["report"]["candidates"][0]
+    assert shown(page)["run"] == {"kind": "training", **best["run"]}
+    assert page.locator("#llmlab-kind-training").is_checked()
+    assert page.problems == [] and page.outside == []
+
+
+@in_browser
+def test_a_plan_fits_a_phone_and_a_screen_reader_finds_nothing_serious_wrong(page, site):
+    from axe_playwright_python.sync_playwright import Axe
+
+    page.set_viewport_size({"width": PHONE, "height": 900})
+    calculator_at(page, site, kind="planning", model="gpt2", gpu="A100-40GB", gpus="2", seq_len="512")
+    for scheme in ("light", "dark"):
+        fits(page, scheme)
+        found = Axe().run(page, options={"resultTypes": ["violations"]}).response["violations"]
+        assert [rule["id"] for rule in found if rule["impact"] in ("serious", "critical")] == []
 
 
 @in_browser

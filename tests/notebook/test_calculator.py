@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from functools import partial
 
 import pytest
 from click.testing import CliRunner
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 import llmlab as lab
 from llmlab.cli.main import cli
 from llmlab.notebook.calculator import answer, calculator, form
+from llmlab.notebook.plan_tab import NotSimulated
 
 FORM = form()
 NUMBERS = {
@@ -139,3 +141,48 @@ def test_the_widget_answers_what_its_page_asks():
 def test_the_widget_refuses_a_field_it_does_not_have():
     with pytest.raises(lab.SpecError, match="micro_batches is no field of the calculator"):
         calculator(micro_batches=3)
+
+
+# ---- planning
+
+
+def test_a_plan_is_that_of_the_command_line_but_for_the_simulations(monkeypatch):
+    state = {"kind": "planning", "model": "meta-llama/Llama-3.2-1B", "gpu": "A100-40GB", "gpus": "4",
+             "global_batch": "32", "method": "lora", "goal": "smallest", "vary_optimizer": "yes",
+             "tokens": "1000000"}  # fmt: skip
+    got = answer(state)
+    monkeypatch.setattr(lab.verbs, "plan", partial(lab.plan, executor=NotSimulated()))
+    done = CliRunner().invoke(cli, [*shlex.split(got["cli"])[1:], "--json"])
+    assert json.loads(done.stdout) == json.loads(json.dumps(got))["report"]
+    assert done.exit_code == 0 and len(got["plan"]["rows"]) == len(got["report"]["candidates"]) > 1
+
+
+def test_a_planned_run_is_a_click_that_shows_the_same_estimate():
+    got = answer({"kind": "planning", "gpus": "8"})
+    for row, candidate in zip(got["plan"]["rows"], got["report"]["candidates"], strict=True):
+        shown = answer({**FORM["defaults"], "gpu": "H100-80GB", **row["set"]})
+        assert shown["report"]["run"] == {"kind": "training", **candidate["run"]}
+        assert shown["peak"] == candidate["report"]["peak_allocated"] and shown["outcome"] == "fits"
+    assert "no simulation confirmed them" in got["plan"]["footer"]
+
+
+def test_where_no_plan_is_sure_to_fit_the_page_says_what_would():
+    got = answer({"kind": "planning", "gpu": "T4", "gpus": "1"})
+    assert got["headline"].startswith("No run on 1xT4 is sure to fit") and not got["report"]["candidates"]
+    assert any("A larger card" in note for note in got["notes"])
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        ({"gpus": "12"}, "give a multiple of 8"),
+        ({"gpus": "0"}, "gpus=0 is too small"),
+        ({"global_batch": "all"}, "global_batch='all' is not a whole number"),
+        ({"global_batch": "0"}, "global_batch=0 is too small"),
+        ({"seq_len": "0"}, "seq_len"),
+        ({"method": "half"}, "method='half' is not one of"),
+        ({"tokens": "-1"}, "tokens=-1 is too small"),
+    ],
+)
+def test_what_makes_no_plan_is_a_sentence(state, says):
+    assert says in answer({**FORM["defaults"], "kind": "planning", **state})["error"]
