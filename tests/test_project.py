@@ -24,6 +24,7 @@ else:
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))  # scripts, not a package
 
+import address  # noqa: E402
 import colab_drift  # noqa: E402
 import figures  # noqa: E402
 import stamp  # noqa: E402
@@ -246,9 +247,22 @@ def test_one_address_everywhere():
     home = yaml.safe_load(read("_config.yml"))["repository"]["url"]
     assert project()["urls"]["Homepage"] == home
     assert yaml.safe_load(read("CITATION.cff"))["repository-code"] == home
-    for name in ("_config.yml", "README.md", "book/_setup.ipy", "tests/book/test_browser.py"):
-        path = home.removeprefix("https://github.com/")
-        assert set(re.findall(r"[\w-]*how-to-train-your-llm/[\w-]+", read(name))) == {path}, name
+    said = {
+        "book/_setup.ipy": r"git\+https://github.com/([^\"]+)",
+        "README.md": r"colab.research.google.com/github/([\w-]+/[\w-]+)/",
+        "tests/book/test_browser.py": r'repository = "(.*)"',
+    }
+    for name, pattern in said.items():
+        assert set(re.findall(pattern, read(name))) == {home.removeprefix("https://github.com/")}, name
+
+
+def test_a_move_changes_the_address_and_nothing_like_it():
+    old, new = address.home(), "https://github.com/someone/course"
+    text = f"{old}.git, {old}/blob, {old}-old, https://github.com/another/{old.rpartition('/')[2]}"
+    rest = text.partition(f"{old}-old")[2]
+    assert address.moved(text, old, new) == f"{new}.git, {new}/blob, {old}-old{rest}"
+    with pytest.raises(ValueError, match="is not https://github.com/OWNER/NAME"):
+        address.parts("example.org/a")
 
 
 def test_versions_agree():

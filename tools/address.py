@@ -1,7 +1,7 @@
 """Move the project to another address: `python tools/address.py https://github.com/OWNER/NAME`
 
-pyproject.toml says where the project lives. What repeats it in other files (the Colab lines of chapters, badges, the site's
-address, CITATION.cff) is rewritten with it.
+pyproject.toml says where the project lives. What repeats it in other files (the Colab lines of chapters, badges, the
+site's address, CITATION.cff) is rewritten with it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ def moved(text: str, old: str, new: str) -> str:
     'https://c.github.io/d/ and /github/c/d/blob'
     """
     (owner, name), (new_owner, new_name) = parts(old), parts(new)
-    ends = r"(?![\w-])"
-    text = re.sub(rf"(?<![\w-]){re.escape(f'{owner}.github.io/{name}')}{ends}", f"{new_owner}.github.io/{new_name}", text)
-    return re.sub(rf"(?<![\w-]){re.escape(f'{owner}/{name}')}{ends}", f"{new_owner}/{new_name}", text)
+    for of, its in ((f"{owner}.github.io/{name}", f"{new_owner}.github.io/{new_name}"),
+                    (f"{owner}/{name}", f"{new_owner}/{new_name}")):  # fmt: skip
+        text = re.sub(rf"(?<![\w-]){re.escape(of)}(?![\w-])", its, text)
+    return text
 
 
 def main(words: list[str]) -> int:
