@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...specs.stacks import StackOptions
-from .blocks import block_of
-from .described import Kept, by_kind, saved
 from .fsdp import uses_fsdp
 from .scores import backward_scores
 from .share import Share
+from .stacks.blocks import block_of
+from .stacks.described import Kept, by_kind, saved
 from .states import States, expert_tensor
 
 

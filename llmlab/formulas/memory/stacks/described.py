@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from ...specs.model import ModelSpec
-from .share import Share
+from ....specs.model import ModelSpec
+from ..share import Share
 
 Cut = Literal["heads", "tokens", "whole"]
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ...specs.stacks import StackOptions
+from ....specs.stacks import StackOptions
+from ..share import Share
 from . import megatron, torchtitan
 from .described import Block
-from .share import Share
 
 DESCRIPTIONS = {"megatron": megatron.block, "torchtitan": torchtitan.block}
 
