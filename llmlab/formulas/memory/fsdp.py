@@ -20,6 +20,7 @@ from ...specs.run import Training, stack_of
 from ...specs.stages import stage_layers
 from .float8 import gathered_less
 from .precision import Bytes
+from .share import adapter_bytes
 
 
 class Parts(NamedTuple):
@@ -83,7 +84,7 @@ def units(
     block = int((weights.experts * padding + dense) / layers)
     gradient, reduced = b.gradients, 4 if b.master else b.gradients
     if run.lora:
-        around, gradient, reduced = 0, 4, 4
+        around, gradient, reduced = 0, adapter_bytes(run), adapter_bytes(run)
     if run.offload:  # gradients leave as they are made
         gradient = reduced = 0
     own = padded = (trained - around) / layers  # trained parameters of one block

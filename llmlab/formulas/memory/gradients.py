@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ...specs.stacks import StackOptions
 from .fsdp import uses_fsdp
 from .share import Share
 from .states import States, block_parameters, device_parameters
@@ -40,6 +41,8 @@ def gradients(share: Share, states: States) -> Gradients:
     whole_table = elements * b.gradients if run.tp > 1 and share.first else 0
     uncut = 0 if sharded or tied else whole_table
     every = 4 * states.trained if sharded and b.master else states.gradients
+    if in_backward := isinstance(run.stack, StackOptions) and run.stack.steps_in_backward(run):
+        every = 0
     if whole := sharded and run.pp > 1:  # reduced once, after the last micro-batch
         every = share.layers * states.units.block_reduction + states.units.outside_reduction
     every += max(0, uncut - table)
@@ -62,6 +65,8 @@ def gradients(share: Share, states: States) -> Gradients:
         stored = Stored(stored.before_last_two + of_head, stored.before_last + of_head, stored.after_blocks)
     if sharded:
         embedding = whole_table + (terms * table if tied else states.units.outside_gradients)
+    elif in_backward and not tied:
+        embedding = table
     elif tied:
         embedding = whole_table + (terms if accumulates else terms - 1) * table
     else:
@@ -72,10 +77,10 @@ def gradients(share: Share, states: States) -> Gradients:
     return Gradients(
         accumulated=accumulated,
         head=table + half_head if share.last else 0,
-        after_head=accumulated + (of_head if head_stays else 0),
+        after_head=accumulated + (of_head if head_stays and (tied or not in_backward) else 0),
         stored=stored,
         embedding=embedding,
-        update=_update(share, states),
+        update=0 if in_backward else _update(share, states),
         update_casts=max(uncut, _last_half(share)),
     )
 

@@ -17,11 +17,13 @@ from typing import NamedTuple
 from ...hardware.gpu import GPU
 from ...specs.model import ModelSpec
 from ...specs.run import Training
+from ...specs.stacks import Torchtune
 from .activations import block_saved, checkpointed, per_device
 from .fsdp import uses_fsdp
 from .gradients import bucket_bytes, gradients
 from .scores import causal_mask, forward_scores
 from .share import Share, share_of
+from .stacks.torchtune import position_table
 from .states import states
 from .temporaries import block_backward, dequantized, loss_bytes, optimizer_temporaries, outer_activations
 
@@ -62,6 +64,7 @@ class StepMemory:
         # FSDP2's fp32 shards are the master copy; the half weights are what is gathered of them.
         master_shards = self.sharded and share.bytes.master and not run.lora
         self.gathered_part = "weights" if master_shards else "other"
+        table = position_table(share) if isinstance(run.stack, Torchtune) else 0
         self.resident = {  # what stays from step to step, by part
             "weights": 0 if master_shards else self.states.shard if self.sharded else self.states.weights,
             "optimizer": self.states.optimizer,
@@ -70,7 +73,7 @@ class StepMemory:
             "logits": 0,
             # cuBLAS takes one workspace per handle, and the autograd thread has a handle of its own; both stay.
             "workspace": 2 * (gpu.cublas_workspace or 0) if gpu else 0,
-            "other": bucket_bytes(share, self.states),
+            "other": bucket_bytes(share, self.states) + table,
         }
         # What is whole still when backward ends: in a pipeline all blocks, but for one that the moments add.
         units = self.states.units
@@ -78,11 +81,14 @@ class StepMemory:
         whole = per_device(block_saved(share), run)
         kept = checkpointed(share) if run.checkpointing else whole
         in_flight = micro_batches_in_flight(run, share.stage)
-        self.activations_by_kind = {kind: each * share.layers * in_flight for kind, each in kept.items() if each}
+        # What torchtune offloads is on the card while the block computes that made or takes it.
+        host = isinstance(run.stack, Torchtune) and run.stack.enable_activation_offloading
+        held = 1 if host else share.layers
+        self.activations_by_kind = {kind: each * held * in_flight for kind, each in kept.items() if each}
         self.block = sum(kept.values())  # what one block keeps of one micro-batch
         self.outside = outer_activations(share) * in_flight  # of blocks
-        self.activations = self.block * share.layers * in_flight + self.outside
-        self.last_block = self.block * (share.layers * (in_flight - 1) + 1)  # left when its backward begins
+        self.activations = self.block * held * in_flight + self.outside
+        self.last_block = self.block * (held * (in_flight - 1) + 1)  # left when its backward begins
         # A checkpointed block is whole again in its backward; what selective checkpointing kept is not made twice.
         self.recomputed = sum(whole.values()) - kept.get("matmul outputs", 0) if run.checkpointing else 0
         # The half copies that autocast makes of weights; those of blocks are alive until forward is over, and backward
@@ -97,7 +103,8 @@ class StepMemory:
         self.between = dequantized(share) + causal_mask(share)  # temporaries anywhere between first and last block
         # With adapters and checkpointing peft makes the embedding's output a leaf, so that checkpointing has something
         # to differentiate; it and its gradient outlive backward.
-        leaf = 2 * run.tokens * spec.hidden * share.bytes.residual if run.lora and run.checkpointing else 0
+        through_peft = run.lora and run.checkpointing and not isinstance(run.stack, Torchtune)
+        leaf = 2 * run.tokens * spec.hidden * share.bytes.residual if through_peft else 0
         self.update = max(self.gradients.update_casts, leaf + optimizer_temporaries(share, self.states))
 
     def moments(self) -> list[Moment]:
