@@ -175,8 +175,9 @@ NAMES: dict[str, dict[str, str]] = {
         "torchtune.modules": "TransformerSelfAttentionLayer",
         "torchtune.modules.loss": "CEWithChunkedOutputLoss",
         "torchtune.modules.peft": "get_adapter_params set_trainable_params",
-        "torchtune.training": "get_shard_conditions register_optim_in_bwd_hooks scale_grads "
-        "set_activation_checkpointing set_default_dtype shard_model",
+        "torchtune.training": "compile_loss compile_model get_act_offloading_ctx_manager get_shard_conditions "
+        "register_optim_in_bwd_hooks scale_grads set_activation_checkpointing set_default_dtype shard_model",
+        "torchtune.training._activation_offloading": "torch",
     },
     "transformers.generation.stopping_criteria": {"transformers.generation.stopping_criteria": "EosTokenCriteria"},
     "transformers.generation.utils": {

@@ -52,9 +52,8 @@ class StackOptions(Spec):
         """Whether AdamW updates in place, without temporaries."""
         return False
 
-    @property
-    def own_head(self) -> bool:
-        """Whether the head is a unit of FSDP2, and the embedding another."""
+    def own_head(self, run: Any) -> bool:
+        """Whether the head of `run` is a unit of FSDP2, and the embedding another; tied ones are none."""
         return False
 
     @property
@@ -65,6 +64,9 @@ class StackOptions(Spec):
     def steps_in_backward(self, run: Any) -> bool:
         """Whether each parameter of `run` is updated as soon as it has its gradient."""
         return False
+
+    def check_run(self, given: Mapping[str, Any]) -> None:
+        """Raise SpecError where an option cannot go with the run's fields `given`."""
 
     def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the stack sets fields of Training to that are left at their default; `given` are all fields."""
@@ -113,8 +115,7 @@ class Torchtitan(StackOptions):
         """Whether AdamW updates in place, without temporaries."""
         return self.optimizer == "fused"
 
-    @property
-    def own_head(self) -> bool:
+    def own_head(self, run: Any) -> bool:
         """The final norm and the head are a unit, the embedding is another (infra/parallelize.py, apply_fsdp)."""
         return True
 
@@ -238,7 +239,8 @@ class Torchtune(StackOptions):
     optimizer also steps in backward (`optimizer_in_bwd`), unless micro-batches are accumulated.
     `num_output_chunks` are those of CEWithChunkedOutputLoss, 0 stands for torch's CrossEntropyLoss of logits that were
     cast to fp32. `packed`: several samples share a sequence, and each token brings its position.
-    `fsdp_reshard_after_forward` and `custom_sharded_layers` are FSDP2's, of the recipes for several devices.
+    `fsdp_reshard_after_forward` and `custom_sharded_layers` are FSDP2's, of the recipes for several devices: units of
+    their own beside blocks, () or ("tok_embeddings", "output"), which None takes for a full fine-tune.
     """
 
     name = "torchtune"
@@ -274,7 +276,7 @@ class Torchtune(StackOptions):
     num_output_chunks: int = 8
     packed: bool = False
     fsdp_reshard_after_forward: bool = True
-    custom_sharded_layers: tuple[str, ...] = ("tok_embeddings", "output")
+    custom_sharded_layers: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.num_output_chunks:
@@ -288,6 +290,8 @@ class Torchtune(StackOptions):
             fsdp_reshard_after_forward=(True, False),
         )
         layers = self.custom_sharded_layers
+        if layers is None:
+            return
         layers = tuple(layers.split() if isinstance(layers, str) else layers)
         if layers and set(layers) != SHARDED_ALONE:
             raise SpecError(f"custom_sharded_layers={layers!r} is neither () nor ('tok_embeddings', 'output')")
@@ -298,10 +302,9 @@ class Torchtune(StackOptions):
         """Whether AdamW updates in place, without temporaries."""
         return True
 
-    @property
-    def own_head(self) -> bool:
-        """Whether the head is a unit of FSDP2, and the embedding another."""
-        return set(self.custom_sharded_layers) == SHARDED_ALONE
+    def own_head(self, run: Any) -> bool:
+        """Whether the head of `run` is a unit of FSDP2, and the embedding another; tied ones are none."""
+        return run.lora is None if self.custom_sharded_layers is None else bool(self.custom_sharded_layers)
 
     @property
     def keeps_head(self) -> bool:
@@ -321,6 +324,17 @@ class Torchtune(StackOptions):
             "optimizer": "adamw-8bit" if narrow else "adamw",
             "zero": (3 if self.fsdp_reshard_after_forward else 2) if sharded else 0,
         }
+
+    def check_run(self, given: Mapping[str, Any]) -> None:
+        """Raise SpecError where an option cannot go with the run's fields `given`."""
+        if self.optimizer_in_bwd and given["accumulation"] > 1:
+            told = f"accumulation={given['accumulation']} with Torchtune(optimizer_in_bwd=True)"
+            raise SpecError(f"{told}: nothing is left of a gradient to add to; give accumulation=1 or leave it out")
+        if self.optimizer_in_bwd and given["lora"]:
+            raise SpecError("lora with Torchtune(optimizer_in_bwd=True): the LoRA recipes have no such option; drop it")
+        if self.enable_activation_offloading and given["checkpointing"] is None:
+            raise SpecError("enable_activation_offloading=True without checkpointing: torchtune offloads what a "
+                            "recomputed block keeps; give enable_activation_checkpointing=True")  # fmt: skip
 
     def paged(self, run: Any) -> bool:
         """Whether the states of `run` lie in memory that the driver pages."""
@@ -382,6 +396,7 @@ def check_stack(stack: StackOptions | str, given: Mapping[str, Any]) -> None:
                 f"{stack.name} has no {field}={given[field]!r}: stack={' or '.join(map(repr, others))} has; "
                 f"with stack={stack.name!r} give {field}={own}"
             )
+    stack.check_run(given)
     for field, value in stack.sets(given).items():
         option = stack.own_names.get(field)
         if option is None or value == given[field]:

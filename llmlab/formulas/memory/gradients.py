@@ -7,6 +7,7 @@ from typing import NamedTuple
 from ...specs.stacks import StackOptions
 from .fsdp import uses_fsdp
 from .share import Share
+from .stacks.torchtune import in_chunks
 from .states import States, block_parameters, device_parameters
 
 
@@ -22,7 +23,7 @@ class Gradients(NamedTuple):
     """Bytes of gradients at the moments of a step."""
 
     accumulated: int  # of earlier micro-batches, from the step's start on
-    head: int  # of the head's weight as it is made, and the half one it is cast from
+    head: int  # of the head's weight as it is made, and the half one it is cast from; in chunks two, and their sum
     after_head: int  # all that exist once the head's is made
     stored: Stored
     embedding: int  # while the embedding's is made, besides `stored.after_blocks`
@@ -57,7 +58,7 @@ def gradients(share: Share, states: States) -> Gradients:
         stored = Stored(*(before + now for before, now in zip(stored, once, strict=True)))
     # Autograd sums the gradients of a tied weight's two uses before it stores them: two terms and a sum, or, where the
     # first was cast from half, two terms (torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace).
-    terms = 2 if share.autocast and run.tp == 1 else 3
+    terms = 2 if (share.autocast and run.tp == 1) or in_chunks(run) else 3
     of_head = table if share.last else 0
     if states.units.head:  # a unit of its own, whose gradients are reduced before those of blocks
         of_head = 0 if accumulates else every * elements // sum(_stage_parameters(share).values())
@@ -76,7 +77,7 @@ def gradients(share: Share, states: States) -> Gradients:
     half_head = elements * b.compute // run.tp if share.autocast else 0
     return Gradients(
         accumulated=accumulated,
-        head=table + half_head if share.last else 0,
+        head=(3 if in_chunks(run) else 1) * table + half_head if share.last else 0,
         after_head=accumulated + (of_head if head_stays and (tied or not in_backward) else 0),
         stored=stored,
         embedding=embedding,

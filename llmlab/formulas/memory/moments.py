@@ -23,7 +23,7 @@ from .fsdp import uses_fsdp
 from .gradients import bucket_bytes, gradients
 from .scores import causal_mask, forward_scores
 from .share import Share, share_of
-from .stacks.torchtune import position_table
+from .stacks.torchtune import in_chunks, position_table
 from .states import states
 from .temporaries import block_backward, dequantized, loss_bytes, optimizer_temporaries, outer_activations
 
@@ -132,7 +132,7 @@ class StepMemory:
     def _forward(self) -> list[Moment]:
         units, moment = self.states.units, partial(self._moment, "forward", gradients=self.gradients.accumulated)
         gathered, casts = units.resident + units.block, self.casts + self.head_cast
-        around_loss = units.resident + units.head_at_loss if units.head else gathered
+        around_loss = gathered if units.at_loss is None else units.at_loss
         return [
             moment("attention in the last block", gathered + units.prefetched, self.between + self.forward_scores,
                    activations=self.activations - self.outside + casts),
@@ -159,12 +159,14 @@ class StepMemory:
         units, grads, moment = self.states.units, self.gradients, partial(self._moment, "backward")
         in_blocks = partial(moment, logits=self.loss.after)
         gathered, activations = units.resident + units.prefetched, self.activations + self.kept_casts
-        around_loss = units.resident + units.head_at_loss if units.head else gathered
+        around_loss = gathered if units.at_loss is None else units.at_loss
+        # FSDP2 gathers ahead what ran before: in chunks, the head itself.
+        at_head = gathered - (units.prefetched if units.head and in_chunks(self.share.run) else 0)
         working, own_gradients = self.between + self.backward.temporaries, self.backward.gradients
         return [
             moment("the loss's gradient", around_loss, self.between, gradients=grads.accumulated,
                    activations=activations + self.head_cast, logits=self.loss.gradient),
-            moment("the head's gradient", gathered + units.head, self.between, gradients=grads.accumulated + grads.head,
+            moment("the head's gradient", at_head + units.head, self.between, gradients=grads.accumulated + grads.head,
                    activations=activations, logits=self.loss.head),
             in_blocks("the first block of backward", gathered + units.prefetched, units.head_reduction + working,
                       gradients=grads.after_head + own_gradients,
@@ -195,6 +197,9 @@ class StepMemory:
             whole = units.head_gradients + units.head_reduction
             found.append(moment("the head's gradients reduced", units.resident + units.prefetched, self.between + whole,
                                 gradients=grads.accumulated + head_shard, activations=self.activations))  # fmt: skip
+        elif units.at_loss is not None:
+            found.append(moment("what is outside of blocks gathered again", 2 * units.outside,
+                                gradients=grads.accumulated, activations=self.activations, logits=self.loss.head))
         found += [
             moment("the first block's gradients reduced", gathered, self.between + reducing,
                    gradients=grads.after_head, activations=activations),

@@ -114,13 +114,14 @@ def states(spec: ModelSpec, run: Training, stage: int = 0, sharded: bool = True)
     else:
         with_gradients = stepped if zero >= 2 else trained.total
     optimizer = 0
-    paged = isinstance(run.stack, Torchtune) and run.stack.paged(run)  # outside of PyTorch's allocator
-    if not run.offload and not paged:
+    if not run.offload:
         factored = 0
         if run.optimizer == "adafactor":
             part = stepped / max(1, trained.total) * parameters / spec.parameters
             factored = int(factored_elements(spec, run) * part)
         optimizer = master * stepped + state_bytes(run.optimizer, state, stepped, factored)
+        if isinstance(run.stack, Torchtune) and run.stack.paged(run):
+            optimizer -= 2 * stepped  # all but the scales lies outside of PyTorch's allocator
     resident = _shard(spec, run, weights, zero) if zero == 3 else weights.total
     return States(
         weights=0 if run.offload == "optimizer+parameters" else resident,

@@ -89,9 +89,10 @@ def loss_bytes(share: Share) -> LossBytes:
 
 
 def dequantized(share: Share) -> int:
-    """Return the bytes of the largest quantized linear, dequantized to half for its product. torchao's NF4Tensor does it
-    in operators: indices of eight bytes, their values, those times their scales, and both halves of these in one
-    (dtypes/nf4tensor.py, get_original_weight)."""
+    """Return the bytes of the largest quantized linear, dequantized to half for its product.
+
+    torchao's NF4Tensor does it in operators: indices of eight bytes, their values, those times their scales, and both
+    halves of these in one (dtypes/nf4tensor.py, get_original_weight)."""
     if share.run.quantization is None:
         return 0
     element = 8 + 2 + 2 + 2 if isinstance(share.run.stack, Torchtune) else 2

@@ -8,6 +8,8 @@ updated, and its gradient dropped, as soon as it is there.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -35,10 +37,8 @@ def check(spec: ModelSpec, run: Training) -> None:
     stack = run.stack
     assert isinstance(stack, Torchtune)
     asked = {
-        "compile=True": run.compile,
         "quantization='nf4'": run.quantization,
         "packed=True": stack.packed,
-        "enable_activation_offloading=True": stack.enable_activation_offloading,
     }
     for what, given in asked.items():
         if given:
@@ -51,6 +51,7 @@ class TuneStep(Step):
     """A step as torchtune's recipes take it."""
 
     loss_function: Any = None
+    around_model: Callable[[], AbstractContextManager] = field(default=nullcontext, repr=False)
     in_backward: list[torch.optim.Optimizer] = field(default_factory=list)  # one of each parameter
 
     def __call__(self, enter: Enter = ignore) -> None:
@@ -60,7 +61,8 @@ class TuneStep(Step):
             enter("forward")
             valid = (ids != self.loss_function.ignore_index).sum()
             tokens += valid
-            logits = self.model(tokens=ids)
+            with self.around_model():
+                logits = self.model(tokens=ids)
             labels = torch.hstack((ids[..., 1:], torch.full_like(ids[..., :1], self.loss_function.ignore_index)))
             if not isinstance(logits, list):
                 labels, logits = labels.reshape(-1), logits.reshape(-1, logits.size(-1))
@@ -95,11 +97,14 @@ def build(
     if run.lora:
         adapters = symbol("torchtune.modules.peft.get_adapter_params")(model)
         symbol("torchtune.modules.peft.set_trainable_params")(model, adapters)
+    if run.compile:
+        symbol("torchtune.training.compile_model")(model, verbose=False)
     if run.checkpointing:
         layer = symbol("torchtune.modules.TransformerSelfAttentionLayer")
         symbol("torchtune.training.set_activation_checkpointing")(model, auto_wrap_policy={layer})
     if sharded:
-        _shard(model, run)
+        alone = ["tok_embeddings", "output"] if stack.own_head(run) and not spec.tied else []
+        _shard(model, run, alone)
     nn.Module.to_empty(model, device=device)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -109,12 +114,16 @@ def build(
             module.rope_init()  # the table of positions is no part of a checkpoint; how it is scaled changes no memory
     loss = symbol("torchtune.modules.loss.CEWithChunkedOutputLoss")
     function = loss(stack.num_output_chunks) if stack.num_output_chunks else nn.CrossEntropyLoss()
+    if run.compile:
+        symbol("torchtune.training.compile_loss")(function, verbose=False)
     if stack.num_output_chunks:
         model.set_num_output_chunks(stack.num_output_chunks)
     step = TuneStep(
         run, device, model.train(), [ids.to(device, copy=True) for ids in inputs], parameters=list(model.parameters())
     )
     step.loss_function = function
+    if stack.enable_activation_offloading:
+        step.around_model = _offloading(model, device)
     _add_optimizer(step, stack)
     return step
 
@@ -140,19 +149,55 @@ def model_of(spec: ModelSpec, run: Training) -> Any:
     )
 
 
-def _shard(model: nn.Module, run: Training) -> None:
-    """Cut the model up as the distributed recipes do, over all data-parallel ranks."""
-    stack = run.stack
-    assert isinstance(stack, Torchtune)
+def _shard(model: nn.Module, run: Training, alone: list[str]) -> None:
+    """Cut the model up as the distributed recipes do, over all data-parallel ranks; `alone` are units beside blocks."""
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (run.dp,), mesh_dim_names=("dp",))
     conditions = symbol("torchtune.training.get_shard_conditions")
     symbol("torchtune.training.shard_model")(
         model=model,
-        shard_conditions=[partial(conditions, names_to_match=list(stack.custom_sharded_layers))],
+        shard_conditions=[partial(conditions, names_to_match=alone)],
         cpu_offload=False,
         reshard_after_forward=run.zero == 3,
         dp_mesh=mesh,
     )
+
+
+def _offloading(model: nn.Module, device: torch.device) -> Callable[[], AbstractContextManager]:
+    """Return what makes torchtune's context in which kept tensors go to the host, and come back to "cuda" by name."""
+    manager = symbol("torchtune.training.get_act_offloading_ctx_manager")(model, True)
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        with mock.patch("torchtune.training._activation_offloading.torch", _Torch(device)), manager:
+            yield
+
+    return around
+
+
+class _Torch:
+    """torch, whose tensors on the host take no memory of the card."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def empty_like(self, tensor: Tensor, **where: Any) -> _OnHost:
+        return _OnHost(tensor, self.device)
+
+
+class _OnHost:
+    """A tensor that went to the host, and comes back."""
+
+    def __init__(self, tensor: Tensor, device: torch.device) -> None:
+        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, device
+
+    def copy_(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: no bytes depend on values."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
 def _add_optimizer(step: TuneStep, stack: Torchtune) -> None:

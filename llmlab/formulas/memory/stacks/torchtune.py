@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ....specs.run import Training
 from ....specs.stacks import Torchtune
 from ..share import Share, adapted
 from .described import Block, Kept, Loss
@@ -43,10 +44,15 @@ def block(share: Share) -> Block:
             *_norm("norm", trained),
             Kept("output: its input", "linear inputs", "h", "product", "whole"),
         ),
-        mlp_backward=(Kept("gradients of w2's input, the activation and w3", "temporaries", "f", "product", "heads", 3),),
+        mlp_backward=(Kept("gradients of w2's input, activation and w3", "temporaries", "f", "product", "heads", 3),),
         attention_backward=(Kept("gradients of q, k, v and the output", "temporaries", "Q", "product", "heads", 4),),
-        loss=_loss(stack.num_output_chunks),
+        loss=_loss(stack.num_output_chunks, run.compile),
     )
+
+
+def in_chunks(run: Training) -> bool:
+    """Whether the head is called once for each of several chunks of its input."""
+    return isinstance(run.stack, Torchtune) and run.stack.num_output_chunks > 1
 
 
 def position_table(share: Share) -> int:
@@ -65,9 +71,13 @@ def _norm(name: str, trained: bool) -> tuple[Kept, ...]:
     )
 
 
-def _loss(chunks: int) -> Loss:
+def _loss(chunks: int, compiled: bool) -> Loss:
     """modules/loss/ce_chunked_output_loss.py casts one chunk of the logits at a time, and log_softmax keeps its result;
-    the recipes drop the logits before backward. Without chunks the model returns them in fp32."""
+    the recipes drop the logits before backward. Compiled it casts as it reads, and keeps the logits. Without chunks the
+    model returns them in fp32, and the recipes drop the loss that they compile (training/_compile.py, compile_loss)."""
     if not chunks:
         return Loss(forward=(0, 2), gradient=(0, 3), head=(1, 0), after=(0, 0))
-    return Loss(forward=(1, 1 + 1 / chunks), gradient=(0, 1 + 2 / chunks), head=(1, 0), after=(0, 0))
+    head = (max(0, 1 - 2 / chunks), 0)  # as the second chunk's gradient of the weight is added to the first's
+    if compiled:  # and backward writes gradients over them
+        return Loss(forward=(1, 0), gradient=(1, 0), head=head, after=(0, 0))
+    return Loss(forward=(1, 1 + 1 / chunks), gradient=(0, 1 + 2 / chunks), head=head, after=(0, 0))
