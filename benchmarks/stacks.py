@@ -86,7 +86,8 @@ def tune(options: str = "", lora: int = 0, **given: Any) -> lab.Training:
     """Return a run of torchtune's README: batches of 2."""
     stack = f"torchtune:{options}" if options else "torchtune"
     adapters = lab.LoRA(rank=lora, targets=LINEARS) if lora else None
-    return lab.Training(**{"seq_len": 4096, "micro_batch": 2, "stack": stack, "lora": adapters, "compile": True, **given})
+    own = {"seq_len": 4096, "micro_batch": 2, "stack": stack, "lora": adapters, "compile": True}
+    return lab.Training(**{**own, **given})
 
 
 ADAMW, OFFLOADED = "optimizer=AdamW", "enable_activation_offloading=True"
@@ -100,7 +101,8 @@ LADDER = (
     Row("#2003", "+ activation offloading", LLAMA_3B, tune(f"{ADAMW},{OFFLOADED}"), 21.8, card=A100),
     Row("#2003", "+ 8-bit AdamW", LLAMA_3B, tune(NARROW), 17.6, card=A100),
     Row("#2003", "as above, LoRA of rank 64", LLAMA_3B, tune(OFFLOADED, lora=64), 8.5, False, A100),
-    Row("#2003", "as above, QLoRA of rank 64", LLAMA_3B, tune(OFFLOADED, lora=64, quantization="nf4"), 4.6, False, A100),
+    Row("#2003", "as above, QLoRA of rank 64", LLAMA_3B, tune(OFFLOADED, lora=64, quantization="nf4"), 4.6, False,
+        A100),
     Row("#1664", "Llama 3.1 8B, batch 2 of 2048", LLAMA_31, tune(seq_len=2048), 18.9, False, RTX_4090),
     Row("#1664", "Llama 3.1 8B, LoRA of rank 8", LLAMA_31, tune(lora=8, seq_len=2048), 16.2, False, RTX_4090),
     Row("#1664", "Llama 3.1 8B, QLoRA of rank 8", LLAMA_31, tune(lora=8, seq_len=2048, quantization="nf4"), 7.4, False,
@@ -141,7 +143,8 @@ def result(stack: str, row: Row) -> Result:
         apart = estimate.peak_allocated / simulation.peak_allocated - 1
         size = simulation.peak_reserved if stack == "torchtitan" else simulation.peak_allocated
         outcome = simulation.outcome
-        allocated, reserved = (f"{each / GiB:.2f} GiB" for each in (simulation.peak_allocated, simulation.peak_reserved))
+        both = simulation.peak_allocated, simulation.peak_reserved
+        allocated, reserved = (f"{each / GiB:.2f} GiB" for each in both)
     if row.published:
         error = size / GiB / row.published - 1
     beside = f" ({error:+.1%})" if error is not None else ""
