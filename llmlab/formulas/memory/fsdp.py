@@ -94,7 +94,7 @@ def units(
     stays = run.zero == 2
     stack = stack_of(run)
     own_head = stack is not None and stack.own_head(run) and not spec.tied
-    head = outside * counts["head"] // (counts["embedding"] + counts["head"]) if own_head else 0
+    head = outside * counts["head"] // max(1, counts["embedding"] + counts["head"]) if own_head else 0
     of_head = counts["head"] if own_head else 0
     outside, around = outside - head, around - of_head
     resident = (0 if own_head and not stays else outside) + (layers * block if stays else 0)
