@@ -23,7 +23,7 @@ from .report import Comparison, Report
 from .simulation.simulator import simulator
 from .specs.model import ModelSpec, model, models
 from .specs.run import Inference, LoRA, Training
-from .specs.stacks import Megatron, Torchtitan
+from .specs.stacks import Megatron, Torchtitan, Torchtune
 from .verbs import compare, estimate, fix, measure, meter, plan, records, simulate
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "Report",
     "SpecError",
     "Torchtitan",
+    "Torchtune",
     "Training",
     "UnknownName",
     "calculator",

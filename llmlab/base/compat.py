@@ -28,6 +28,7 @@ KNOWN = {
     "safetensors": ("0.4.5", "0.8.0"),
     "torch": ("2.9.0", "2.13.0"),
     "torchtitan": ("0.2.2", "0.2.2"),  # not among the constraints: `make stacks`
+    "torchtune": ("0.6.1", "0.6.1"),  # likewise
     "transformers": ("4.46.3", "5.23.0"),
     "triton": ("3.2.0", "3.9.0"),
 }
@@ -167,6 +168,16 @@ NAMES: dict[str, dict[str, str]] = {
         "torchtitan.models.llama3.infra.parallelize": "_op_sac_save_list",
         "torchtitan.models.qwen3": "get_train_spec",
         "torchtitan.models.qwen3.infra.parallelize": "_op_sac_save_list",
+    },
+    "torchtune": {
+        "torchtune.models.llama3_1": "llama3_1 lora_llama3_1",
+        "torchtune.models.llama3_2": "llama3_2 lora_llama3_2",
+        "torchtune.modules": "TransformerSelfAttentionLayer",
+        "torchtune.modules.loss": "CEWithChunkedOutputLoss",
+        "torchtune.modules.peft": "get_adapter_params set_trainable_params",
+        "torchtune.training": "compile_loss compile_model get_act_offloading_ctx_manager get_shard_conditions "
+        "register_optim_in_bwd_hooks scale_grads set_activation_checkpointing set_default_dtype shard_model",
+        "torchtune.training._activation_offloading": "torch",
     },
     "transformers.generation.stopping_criteria": {"transformers.generation.stopping_criteria": "EosTokenCriteria"},
     "transformers.generation.utils": {

@@ -55,3 +55,8 @@ def test_peaks_of_its_own_code(given, simulated):
     run = lab.Training(**{"seq_len": TOKENS, "stack": "torchtitan", **given})
     estimate = lab.estimate(LLAMA, run, "H100-80GB")
     assert estimate.peak_allocated / 2**30 == pytest.approx(simulated, rel=0.005)
+
+
+def test_a_middle_stage_of_a_pipeline_has_neither_embedding_nor_head():
+    run = lab.Training(seq_len=4096, dp=16, pp=4, accumulation=8, stack="torchtitan")
+    assert "logits" not in lab.estimate(LLAMA, run, "H100-80GB").parts

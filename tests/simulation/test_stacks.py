@@ -34,6 +34,42 @@ def test_the_estimate_is_what_torchtitans_own_code_takes(name, model):
     assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.02)
 
 
+TIED = {**SMALL, "tie_word_embeddings": True}
+MLP = lab.LoRA(rank=8, targets=("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
+TUNES = {
+    "by name": {},
+    "on eight": {"dp": 8},
+    "on eight, never resharded": {"dp": 8, "stack": "torchtune:fsdp_reshard_after_forward=False"},
+    "on eight, in backward": {"dp": 8, "stack": "torchtune:optimizer_in_bwd=True"},
+    "AdamW after backward": {"stack": "torchtune:optimizer=AdamW,optimizer_in_bwd=False"},
+    "8-bit": {"stack": "torchtune:optimizer=AdamW8bit"},
+    "accumulated": {"accumulation": 2},
+    "nothing recomputed": {"stack": "torchtune:enable_activation_checkpointing=False"},
+    "whole logits": {"stack": "torchtune:num_output_chunks=0"},
+    "offloaded": {"stack": "torchtune:enable_activation_offloading=True"},
+    "LoRA": {"lora": MLP},
+    "LoRA on eight": {"dp": 8, "lora": MLP},
+}
+
+
+@pytest.mark.skipif(find_spec("torchtune") is None, reason="needs `make stacks`")
+@pytest.mark.parametrize("model", [SMALL, TIED], ids=["llama", "tied"])
+@pytest.mark.parametrize("name", TUNES)
+def test_the_estimate_is_what_torchtunes_own_code_takes(name, model):
+    run = lab.Training(**{"seq_len": 4096, "micro_batch": 2, "stack": "torchtune", **TUNES[name]})
+    estimate, simulation = lab.estimate(model, run, "A100-80GB"), lab.simulate(model, run, "A100-80GB")
+    assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.02)
+
+
+@pytest.mark.skipif(find_spec("torchtune") is None, reason="needs `make stacks`")
+@pytest.mark.parametrize("given", [{"lora": MLP, "quantization": "nf4"}, {"stack": "torchtune:packed=True"}])
+def test_what_of_torchtune_is_only_estimated(given):
+    run = lab.Training(**{"stack": "torchtune", **given})
+    with pytest.raises(lab.NotAvailable, match=r"see lab\.estimate"):
+        lab.simulate(SMALL, run, "A100-80GB")
+    assert lab.estimate(SMALL, run, "A100-80GB").peak_allocated
+
+
 def test_without_the_package_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(stacks, "find_spec", lambda name: None)
     with pytest.raises(lab.NotAvailable, match=r"needs torchtitan 0\.2\.2: pip install torchtitan==0"):

@@ -59,6 +59,41 @@ def test_what_a_stack_has_not_is_refused_by_name(given, names):
     assert all(name in str(error.value) for name in names)
 
 
+def test_torchtunes_recipe_follows_the_run():
+    full = lab.Training(stack="torchtune")
+    assert (full.precision, full.optimizer, full.checkpointing) == ("bf16", "adamw-8bit", "full")
+    assert full.stack.paged(full) and full.stack.steps_in_backward(full)
+    several = lab.Training(dp=8, stack="torchtune")
+    assert (several.optimizer, several.zero) == ("adamw", 3)
+    assert not several.stack.steps_in_backward(several)
+    accumulated = lab.Training(accumulation=2, stack="torchtune")
+    assert not accumulated.stack.steps_in_backward(accumulated)
+    lora = lab.LoRA(rank=8, targets=("q_proj",))
+    assert lab.Training(lora=lora, stack="torchtune").checkpointing == "full"
+    assert lab.Training(lora=lora, dp=8, stack="torchtune").checkpointing is None
+
+
+@pytest.mark.parametrize(
+    "given, names",
+    [
+        ({"tp": 2}, ("torchtune has no tp=2", "'torchtitan'")),
+        ({"checkpointing": "selective"}, ("torchtune has no checkpointing='selective'", "'megatron'")),
+        ({"optimizer": "adamw-8bit", "stack": "torchtune:optimizer=AdamW"}, ("optimizer='adamw-8bit'", "'AdamW'")),
+        ({"accumulation": 2, "stack": "torchtune:optimizer_in_bwd=True"}, ("optimizer_in_bwd=True", "accumulation=2")),
+        ({"stack": "torchtune:ac=full"}, ("torchtune has no option ac", "it is torchtitan's")),
+        (
+            {"stack": lab.Torchtune(enable_activation_checkpointing=False, enable_activation_offloading=True)},
+            ("enable_activation_offloading=True", "enable_activation_checkpointing"),
+        ),
+        ({"stack": "torchtune:custom_sharded_layers=output"}, ("custom_sharded_layers", "tok_embeddings")),
+    ],
+)
+def test_what_torchtune_has_not_is_refused_by_name(given, names):
+    with pytest.raises(lab.SpecError) as error:
+        lab.Training(**{"stack": "torchtune", **given})
+    assert all(name in str(error.value) for name in names)
+
+
 def test_an_option_that_no_stack_has():
     with pytest.raises(lab.SpecError, match=r"torchtitan has no option acc: no stack has it; torchtitan has ac"):
         lab.Torchtitan(acc="full")

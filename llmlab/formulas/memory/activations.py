@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from ...specs.run import Training
 from ...specs.stacks import Torchtitan
-from .blocks import block_of
-from .described import Saved, by_kind, saved
 from .scores import kept_scores
 from .share import Share, adapted
+from .stacks.blocks import block_of
+from .stacks.described import Saved, by_kind, saved
 
 FUSED = ("gelu", "gelu_pytorch_tanh", "relu", "silu")  # activation functions that are one operator of PyTorch
 

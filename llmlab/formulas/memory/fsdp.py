@@ -17,9 +17,11 @@ from typing import NamedTuple
 
 from ...specs.model import ModelSpec
 from ...specs.run import Training, stack_of
+from ...specs.stacks import Torchtune
 from ...specs.stages import stage_layers
 from .float8 import gathered_less
 from .precision import Bytes
+from .share import adapter_bytes
 
 
 class Parts(NamedTuple):
@@ -39,7 +41,7 @@ class Units(NamedTuple):
     block: int = 0  # a block's gathered weights
     outside: int = 0  # those of what is outside of blocks; where the head is a unit of its own, the embedding's
     head: int = 0  # the final norm's and the head's, where they are a unit of their own
-    head_at_loss: int = 0  # what of those is gathered between forward and backward
+    at_loss: int | None = None  # what is gathered between forward and backward, where that is less than before
     resident: int = 0  # what stays gathered from forward to backward: what is outside, with zero=2 all blocks too
     prefetched: int = 0  # the block that backward gathers before it is needed, with zero=3
     block_gradients: int = 0  # before they are reduced
@@ -83,7 +85,7 @@ def units(
     block = int((weights.experts * padding + dense) / layers)
     gradient, reduced = b.gradients, 4 if b.master else b.gradients
     if run.lora:
-        around, gradient, reduced = 0, 4, 4
+        around, gradient, reduced = 0, adapter_bytes(run), adapter_bytes(run)
     if run.offload:  # gradients leave as they are made
         gradient = reduced = 0
     own = padded = (trained - around) / layers  # trained parameters of one block
@@ -91,18 +93,24 @@ def units(
         padded += counts["experts"] / layers * (padding - 1)
     stays = run.zero == 2
     stack = stack_of(run)
-    own_head = stack is not None and stack.own_head
-    head = outside * counts["head"] // (counts["embedding"] + counts["head"]) if own_head else 0
+    own_head = stack is not None and stack.own_head(run) and not spec.tied
+    head = outside * counts["head"] // max(1, counts["embedding"] + counts["head"]) if own_head else 0
     of_head = counts["head"] if own_head else 0
     outside, around = outside - head, around - of_head
+    resident = (0 if own_head and not stays else outside) + (layers * block if stays else 0)
+    at_loss = None
+    if stack and head:
+        at_loss = resident + (head if stack.keeps_head else 0)
+    elif isinstance(stack, Torchtune) and not stays:
+        at_loss = 0  # fully_shard of the whole model is told to reshard it too (training/_distributed.py, shard_model)
     return Units(
         block=block,
         outside=outside,
         head=head,
-        head_at_loss=head if stack and stack.keeps_head else 0,
+        at_loss=at_loss,
         head_gradients=gradient * of_head,
         head_reduction=reduced * of_head,
-        resident=(0 if own_head and not stays else outside) + (layers * block if stays else 0),
+        resident=resident,
         prefetched=0 if stays else block,
         block_gradients=int(gradient * own),
         outside_gradients=gradient * around,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ...specs.stacks import StackOptions
 from .fsdp import uses_fsdp
 from .share import Share
+from .stacks.torchtune import in_chunks
 from .states import States, block_parameters, device_parameters
 
 
@@ -21,7 +23,7 @@ class Gradients(NamedTuple):
     """Bytes of gradients at the moments of a step."""
 
     accumulated: int  # of earlier micro-batches, from the step's start on
-    head: int  # of the head's weight as it is made, and the half one it is cast from
+    head: int  # of the head's weight as it is made, and the half one it is cast from; in chunks two, and their sum
     after_head: int  # all that exist once the head's is made
     stored: Stored
     embedding: int  # while the embedding's is made, besides `stored.after_blocks`
@@ -40,6 +42,8 @@ def gradients(share: Share, states: States) -> Gradients:
     whole_table = elements * b.gradients if run.tp > 1 and share.first else 0
     uncut = 0 if sharded or tied else whole_table
     every = 4 * states.trained if sharded and b.master else states.gradients
+    if in_backward := isinstance(run.stack, StackOptions) and run.stack.steps_in_backward(run):
+        every = 0
     if whole := sharded and run.pp > 1:  # reduced once, after the last micro-batch
         every = share.layers * states.units.block_reduction + states.units.outside_reduction
     every += max(0, uncut - table)
@@ -54,7 +58,7 @@ def gradients(share: Share, states: States) -> Gradients:
         stored = Stored(*(before + now for before, now in zip(stored, once, strict=True)))
     # Autograd sums the gradients of a tied weight's two uses before it stores them: two terms and a sum, or, where the
     # first was cast from half, two terms (torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace).
-    terms = 2 if share.autocast and run.tp == 1 else 3
+    terms = 2 if (share.autocast and run.tp == 1) or in_chunks(run) else 3
     of_head = table if share.last else 0
     if states.units.head:  # a unit of its own, whose gradients are reduced before those of blocks
         of_head = 0 if accumulates else every * elements // sum(_stage_parameters(share).values())
@@ -62,6 +66,8 @@ def gradients(share: Share, states: States) -> Gradients:
         stored = Stored(stored.before_last_two + of_head, stored.before_last + of_head, stored.after_blocks)
     if sharded:
         embedding = whole_table + (terms * table if tied else states.units.outside_gradients)
+    elif in_backward and not tied:
+        embedding = table
     elif tied:
         embedding = whole_table + (terms if accumulates else terms - 1) * table
     else:
@@ -71,11 +77,11 @@ def gradients(share: Share, states: States) -> Gradients:
     half_head = elements * b.compute // run.tp if share.autocast else 0
     return Gradients(
         accumulated=accumulated,
-        head=table + half_head if share.last else 0,
-        after_head=accumulated + (of_head if head_stays else 0),
+        head=(3 if in_chunks(run) else 1) * table + half_head if share.last else 0,
+        after_head=accumulated + (of_head if head_stays and (tied or not in_backward) else 0),
         stored=stored,
         embedding=embedding,
-        update=_update(share, states),
+        update=0 if in_backward else _update(share, states),
         update_casts=max(uncut, _last_half(share)),
     )
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from ...specs.run import Training
 from ...specs.stacks import Megatron
-from .described import Kept, by_kind, saved
-from .megatron import MODULES, block
 from .moments import Moment, layers_in_flight, micro_batches_in_flight
 from .scores import score_elements
 from .share import Share
+from .stacks.described import Kept, by_kind, saved
+from .stacks.megatron import MODULES, block
 from .states import device_parameters
 
 MiB = 1 << 20

@@ -18,11 +18,13 @@ from typing import NamedTuple
 from ...hardware.gpu import GPU
 from ...specs.model import ModelSpec
 from ...specs.run import Training
+from ...specs.stacks import Torchtune
 from .activations import block_saved, checkpointed, per_device
 from .fsdp import uses_fsdp
 from .gradients import bucket_bytes, gradients
 from .scores import causal_mask, forward_scores
 from .share import Share, share_of
+from .stacks.torchtune import in_chunks, position_table
 from .states import states
 from .temporaries import block_backward, dequantized, loss_bytes, optimizer_temporaries, outer_activations
 
@@ -63,6 +65,7 @@ class StepMemory:
         # FSDP2's fp32 shards are the master copy; the half weights are what is gathered of them.
         master_shards = self.sharded and share.bytes.master and not run.lora
         self.gathered_part = "weights" if master_shards else "other"
+        table = position_table(share) if isinstance(run.stack, Torchtune) else 0
         self.resident = {  # what stays from step to step, by part
             "weights": 0 if master_shards else self.states.shard if self.sharded else self.states.weights,
             "optimizer": self.states.optimizer,
@@ -71,20 +74,23 @@ class StepMemory:
             "logits": 0,
             # cuBLAS takes one workspace per handle, and the autograd thread has a handle of its own; both stay.
             "workspace": 2 * (gpu.cublas_workspace or 0) if gpu else 0,
-            "other": bucket_bytes(share, self.states),
+            "other": bucket_bytes(share, self.states) + table,
         }
         # What is whole still when backward ends: in a pipeline all blocks, but for one that the moments add.
         units = self.states.units
         self.left = units.outside + (units.block * (self.layers - 1) if run.pp > 1 else 0)
         whole = per_device(block_saved(share), run)
         kept = checkpointed(share) if run.checkpointing else whole
-        blocks = layers_in_flight(run, share.stage, share.layers)  # of all micro-batches
+        # What torchtune offloads is on the card while the block computes that made or takes it.
+        host = isinstance(run.stack, Torchtune) and run.stack.enable_activation_offloading
+        held = 1 if host else share.layers
+        blocks = layers_in_flight(run, share.stage, held)  # of all micro-batches
         self.activations_by_kind = {kind: each * blocks for kind, each in kept.items() if each}
         self.block = sum(kept.values())  # what one block keeps of one micro-batch
         self.outside = _outside_in_flight(share, self.loss.waiting)  # of blocks
         self.activations = self.block * blocks + self.outside
         # Left when the last block's backward begins.
-        self.last_block = self.block * (blocks - share.layers // run.virtual_stages + 1)
+        self.last_block = self.block * (blocks - held // run.virtual_stages + 1)
         # A checkpointed block is whole again in its backward; what selective checkpointing kept is not made twice.
         self.recomputed = sum(whole.values()) - kept.get("matmul outputs", 0) if run.checkpointing else 0
         # The half copies that autocast makes of weights; those of blocks are alive until forward is over, and backward
@@ -99,7 +105,8 @@ class StepMemory:
         self.between = dequantized(share) + causal_mask(share)  # temporaries anywhere between first and last block
         # With adapters and checkpointing peft makes the embedding's output a leaf, so that checkpointing has something
         # to differentiate; it and its gradient outlive backward.
-        leaf = 2 * run.tokens * spec.hidden * share.bytes.residual if run.lora and run.checkpointing else 0
+        through_peft = run.lora and run.checkpointing and not isinstance(run.stack, Torchtune)
+        leaf = 2 * run.tokens * spec.hidden * share.bytes.residual if through_peft else 0
         self.update = max(self.gradients.update_casts, leaf + optimizer_temporaries(share, self.states))
 
     def moments(self) -> list[Moment]:
@@ -127,7 +134,7 @@ class StepMemory:
     def _forward(self) -> list[Moment]:
         units, moment = self.states.units, partial(self._moment, "forward", gradients=self.gradients.accumulated)
         gathered, casts = units.resident + units.block, self.casts + self.head_cast
-        around_loss = units.resident + units.head_at_loss if units.head else gathered
+        around_loss = gathered if units.at_loss is None else units.at_loss
         return [
             moment("attention in the last block", gathered + units.prefetched, self.between + self.forward_scores,
                    activations=self.activations - self.outside + casts),
@@ -154,12 +161,14 @@ class StepMemory:
         units, grads, moment = self.states.units, self.gradients, partial(self._moment, "backward")
         in_blocks = partial(moment, logits=self.loss.after)
         gathered, activations = units.resident + units.prefetched, self.activations + self.kept_casts
-        around_loss = units.resident + units.head_at_loss if units.head else gathered
+        around_loss = gathered if units.at_loss is None else units.at_loss
+        # FSDP2 gathers ahead what ran before: in chunks, the head itself.
+        at_head = gathered - (units.prefetched if units.head and in_chunks(self.share.run) else 0)
         working, own_gradients = self.between + self.backward.temporaries, self.backward.gradients
         return [
             moment("the loss's gradient", around_loss, self.between, gradients=grads.accumulated,
                    activations=activations + self.head_cast, logits=self.loss.gradient),
-            moment("the head's gradient", gathered + units.head, self.between, gradients=grads.accumulated + grads.head,
+            moment("the head's gradient", at_head + units.head, self.between, gradients=grads.accumulated + grads.head,
                    activations=activations, logits=self.loss.head),
             in_blocks("the first block of backward", gathered + units.prefetched, units.head_reduction + working,
                       gradients=grads.after_head + own_gradients,
@@ -190,6 +199,9 @@ class StepMemory:
             whole = units.head_gradients + units.head_reduction
             found.append(moment("the head's gradients reduced", units.resident + units.prefetched, self.between + whole,
                                 gradients=grads.accumulated + head_shard, activations=self.activations))  # fmt: skip
+        elif units.at_loss is not None:
+            found.append(moment("what is outside of blocks gathered again", 2 * units.outside,
+                                gradients=grads.accumulated, activations=self.activations, logits=self.loss.head))
         found += [
             moment("the first block's gradients reduced", gathered, self.between + reducing,
                    gradients=grads.after_head, activations=activations),

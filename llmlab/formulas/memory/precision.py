@@ -34,13 +34,18 @@ PRECISION = {
 }
 
 NF4_BLOCK = 64  # weights that share one fp32 scale (QLoRA, arXiv 2305.14314, section 3)
+DOUBLE_BLOCK = 256  # scales of one byte that share one of fp32: double quantization (the same)
 STATE8_BLOCK = 256  # elements that share one fp32 scale (bitsandbytes optim/optimizer.py, blockwise)
 
 
 def weight_bytes(dtype: str, elements: int, rows: int) -> int:
-    """Return the bytes of `elements` weights stored in `dtype`; int8 keeps one fp32 scale per row, of `rows` rows."""
+    """Return the bytes of `elements` weights stored in `dtype`; int8 keeps one fp32 scale per row, of `rows` rows;
+    "nf4-double" is nf4 whose scales are quantized too."""
     if dtype == "nf4":
         return -(-elements // 2) + 4 * -(-elements // NF4_BLOCK)
+    if dtype == "nf4-double":
+        scales = -(-elements // NF4_BLOCK)
+        return -(-elements // 2) + scales + 4 * -(-scales // DOUBLE_BLOCK)
     if dtype == "int8":
         return elements + 4 * rows
     return elements * {"fp32": 4, "fp16": 2, "bf16": 2}[dtype]

@@ -8,6 +8,7 @@ from ...hardware.gpu import GPU
 from ...specs.model import ModelSpec
 from ...specs.parameters import Linear
 from ...specs.run import Inference, Run, Training
+from ...specs.stacks import Torchtune
 from ...specs.stages import stage_layers
 from .precision import PRECISION, Bytes
 
@@ -73,7 +74,18 @@ def share_of(spec: ModelSpec, run: Training, gpu: GPU | None = None, cpu: bool =
 
 def bytes_of(run: Training) -> Bytes:
     """Return the bytes of one element of each kind of tensor of `run`."""
-    return (AROUND_QUANTIZED if run.quantization else PRECISION)[run.precision]
+    in_fp32 = run.quantization and not _half_adapters(run)
+    return (AROUND_QUANTIZED if in_fp32 else PRECISION)[run.precision]
+
+
+def adapter_bytes(run: Training) -> int:
+    """Return the bytes of an element of LoRA's weights, their gradients and their states: peft keeps half ones in fp32,
+    torchtune trains them in the run's dtype."""
+    return PRECISION[run.precision].weights if _half_adapters(run) else 4
+
+
+def _half_adapters(run: Training) -> bool:
+    return isinstance(run.stack, Torchtune)
 
 
 def adapted(spec: ModelSpec, run: Training) -> list[Linear]:

@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 from ...specs.model import ModelSpec
 from ...specs.run import Training
+from ...specs.stacks import Torchtune
 from ...specs.stages import stage_layers
 from .fsdp import NONE, Parts, Units, sharded_experts, units, uses_fsdp
 from .precision import PRECISION, Bytes, state_bytes, weight_bytes
-from .share import adapted
+from .share import adapted, adapter_bytes
 
 
 class States(NamedTuple):
@@ -62,7 +63,9 @@ def _weights(spec: ModelSpec, run: Training, counts: dict[str, int], b: Bytes) -
     if run.quantization is None:
         return Parts(experts * b.weights, dense * b.weights)
     whole = spec.parameters - spec.parameters_by_component["experts"]
-    return Parts(4 * experts, stored_bytes(spec, run.quantization, whole, 4) * dense // whole)
+    # torchao's NF4Tensor quantizes its scales too.
+    dtype = "nf4-double" if isinstance(run.stack, Torchtune) else run.quantization
+    return Parts(4 * experts, stored_bytes(spec, dtype, whole, adapter_bytes(run)) * dense // whole)
 
 
 def _shard(spec: ModelSpec, run: Training, whole: Parts, zero: int) -> int:
@@ -94,8 +97,9 @@ def states(spec: ModelSpec, run: Training, stage: int = 0, sharded: bool = True)
     shard = _shard(spec, run, Parts(widening * weights.experts, widening * weights.dense), zero)
     if run.lora:
         trained = Parts(0, int(adapter_parameters(spec, run) * parameters / spec.parameters))
-        gradient, master, state = 4, 0, 4  # peft keeps half adapters in fp32
-        adapters = Parts(0, 4 * trained.dense)
+        gradient = state = adapter_bytes(run)
+        master = 0
+        adapters = Parts(0, gradient * trained.dense)
         weights = Parts(weights.experts, weights.dense + adapters.dense)
         shard += _shard(spec, run, adapters, zero)
     else:
@@ -116,6 +120,8 @@ def states(spec: ModelSpec, run: Training, stage: int = 0, sharded: bool = True)
             part = stepped / max(1, trained.total) * parameters / spec.parameters
             factored = int(factored_elements(spec, run) * part)
         optimizer = master * stepped + state_bytes(run.optimizer, state, stepped, factored)
+        if isinstance(run.stack, Torchtune) and run.stack.paged(run):
+            optimizer -= 2 * stepped  # all but the scales lies outside of PyTorch's allocator
     resident = _shard(spec, run, weights, zero) if zero == 3 else weights.total
     return States(
         weights=0 if run.offload == "optimizer+parameters" else resident,

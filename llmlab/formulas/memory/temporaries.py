@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...specs.stacks import StackOptions
-from .blocks import block_of
-from .described import Kept, by_kind, saved
+from ...specs.stacks import StackOptions, Torchtune
 from .fsdp import uses_fsdp
 from .scores import backward_scores
 from .share import Share
+from .stacks.blocks import block_of
+from .stacks.described import Kept, by_kind, saved
 from .states import States, expert_tensor
 
 
@@ -76,7 +76,7 @@ def loss_bytes(share: Share) -> LossBytes:
     if block := block_of(share):
         # torch's loss_parallel writes log_softmax out in operators, and has one more temporary both ways.
         extra = 4 if run.tp > 1 else 0
-        forward, gradient, head, after = (logits * (c * own + 4 * fp32) for own, fp32 in block.loss)
+        forward, gradient, head, after = (int(logits * (c * own + 4 * fp32)) for own, fp32 in block.loss)
         return LossBytes(forward + logits * extra, gradient + logits * extra, head, after)
     upcast = 0 if c == 4 else 4
     # torch's loss_parallel writes log_softmax out in operators, and has one more temporary both ways.
@@ -92,10 +92,14 @@ def loss_bytes(share: Share) -> LossBytes:
 
 
 def dequantized(share: Share) -> int:
-    """Return the bytes of the largest quantized linear, dequantized to half for its product."""
+    """Return the bytes of the largest quantized linear, dequantized to half for its product.
+
+    torchao's NF4Tensor does it in operators: indices of eight bytes, their values, those times their scales, and both
+    halves of these in one (dtypes/nf4tensor.py, get_original_weight)."""
     if share.run.quantization is None:
         return 0
-    return 2 * max(linear.inputs * linear.outputs for linear in share.spec.block_linears)
+    element = 8 + 2 + 2 + 2 if isinstance(share.run.stack, Torchtune) else 2
+    return element * max(linear.inputs * linear.outputs for linear in share.spec.block_linears)
 
 
 def block_backward(share: Share, mlp_kept: int) -> BlockBackward:
@@ -117,7 +121,8 @@ def block_backward(share: Share, mlp_kept: int) -> BlockBackward:
     else:
         attention = share.tokens * c * 4 * spec.query_width // run.tp - mlp_kept
     gradients = 0
-    if not run.lora and not run.offload and (run.accumulation == 1 or uses_fsdp(run)):
+    in_backward = isinstance(run.stack, StackOptions) and run.stack.steps_in_backward(run)  # and gone at once
+    if not run.lora and not run.offload and not in_backward and (run.accumulation == 1 or uses_fsdp(run)):
         counts = spec.parameters_by_component
         gradients = share.bytes.gradients * (counts["mlp"] + counts["experts"] // run.ep) // (run.tp * spec.layers)
     if attention + gradients <= mlp:

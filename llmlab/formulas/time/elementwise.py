@@ -17,7 +17,7 @@ from ...specs.run import Precision, Training
 from ..memory.activations import FUSED, block_saved
 from ..memory.float8 import converted
 from ..memory.fsdp import uses_fsdp
-from ..memory.share import Share, share_of
+from ..memory.share import Share, adapter_bytes, share_of
 from ..memory.states import block_parameters
 from .products import ROW_PARALLEL
 
@@ -59,7 +59,7 @@ def moved(spec: ModelSpec, run: Training, card: GPU | None = None) -> Moved:
 def _moved(spec: ModelSpec, run: Training, flash: bool) -> Moved:
     card = None if flash else find_gpu(WITHOUT_FLASH)
     precision = run.precision
-    if run.quantization:  # an fp32 stream between products in half precision
+    if run.quantization and adapter_bytes(run) == 4:  # an fp32 stream between products in half precision
         precision = AUTOCAST.get(run.compute_dtype, precision)
     plain = run
     if run.lora or run.checkpointing or precision != run.precision:  # a copy costs more than what follows

@@ -16,7 +16,7 @@ from ...specs.model import ModelSpec
 from ...specs.run import Inference, Run, Training
 from ..memory.float8 import CONVERTED
 from ..memory.precision import PRECISION
-from ..memory.share import adapted, attention_kernel, bytes_of
+from ..memory.share import adapted, adapter_bytes, attention_kernel, bytes_of
 from ..memory.states import states
 from .efficiency import Efficiency, efficiency
 from .elementwise import RECOMPUTED, moved
@@ -92,7 +92,7 @@ def update_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float:
     """Return the seconds of the optimizer's update on one device: it reads weight (or its fp32 copy), gradient and
     states, and writes all but the gradient."""
     b, held = PRECISION[run.precision], states(spec, run)
-    weight, gradient, state = (4, 4, 4) if run.lora else (b.master or b.weights, b.gradients, b.states)
+    weight, gradient, state = 3 * (adapter_bytes(run),) if run.lora else (b.master or b.weights, b.gradients, b.states)
     moments = {"adamw": 2 * state, "adamw-8bit": 2, "lion": state}.get(run.optimizer, 0)
     half = b.weights if b.master and not run.lora else 0
     return held.trained * (2 * weight + half + gradient + 2 * moments) / found.bandwidth
@@ -162,7 +162,8 @@ def product_seconds(spec: ModelSpec, run: Training, found: Kernels) -> dict[str,
     dtype that the card has no units for."""
     dtype, rows = peak_dtype(run), run.tokens // run.cp
     # peft keeps adapters in fp32; autocast, and the engines that hold an fp32 copy of all, multiply them in half.
-    in_fp32 = {"adapters"} if run.precision in ("fp32", "fp16", "bf16") else set()
+    wide = run.precision in ("fp32", "fp16", "bf16") and adapter_bytes(run) == 4
+    in_fp32 = {"adapters"} if wide else set()
     if bytes_of(run).compute == 4:  # peft leaves what is not quantized in fp32
         in_fp32 |= {"head"}
     seconds: dict[str, float] = {}

@@ -17,7 +17,7 @@ from ...specs.stacks import StackOptions
 from ...step.model import Around
 from ...step.step import Step
 
-BUILDERS = ("torchtitan",)  # stacks whose step is built by the module of that name here
+BUILDERS = ("torchtitan", "torchtune")  # stacks whose step is built by the module of that name here
 Build = Callable[[ModelSpec, Training, torch.device, list[Tensor], Around], Step]
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ...specs.stacks import Megatron
+from ....specs.stacks import Megatron
+from ..share import Share
 from .described import Block, Kept, Loss
-from .share import Share
 
 # By module of --recompute-modules: the kind of what it makes again.
 MODULES = {"core_attn": "scores", "mlp": "mlp"}

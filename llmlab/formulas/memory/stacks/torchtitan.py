@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ...specs.stacks import Torchtitan
+from ....specs.stacks import Torchtitan
+from ..share import Share
 from .described import Block, Kept, Loss
-from .share import Share
 
 # torchtitan/models/llama3/model/model.py. RMSNorm is one operator of torch; rotation (apply_rotary_emb) is a product
 # with a constant, in fp32, and keeps nothing; scaled_dot_product_attention takes grouped heads as they are.

@@ -1,7 +1,7 @@
 """A stack's block as data: one line for each tensor that an operator of it keeps, to lay beside the stack's source.
 
     h  hidden    f  MLP width    Q  heads × head_dim    K  kv_heads × head_dim    H  heads    G  kv_heads
-    V  vocabulary    S  scores: heads × seq_len    1  one
+    D  head_dim    V  vocabulary    S  scores: heads × seq_len    1  one
 
 The description of Hugging Face's classes, which come in many families, is code: activations.py.
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from ...specs.model import ModelSpec
-from .share import Share
+from ....specs.model import ModelSpec
+from ..share import Share
 
 Cut = Literal["heads", "tokens", "whole"]
 
@@ -43,10 +43,10 @@ class Kept(NamedTuple):
 class Loss(NamedTuple):
     """Copies of the logits at four moments: in the products' dtype, and in fp32."""
 
-    forward: tuple[int, int]  # as the loss is computed
-    gradient: tuple[int, int]  # as the logits' gradient is made
-    head: tuple[int, int]  # as the gradient of the head's weight is made
-    after: tuple[int, int]  # from then on
+    forward: tuple[float, float]  # as the loss is computed
+    gradient: tuple[float, float]  # as the logits' gradient is made
+    head: tuple[float, float]  # as the gradient of the head's weight is made
+    after: tuple[float, float]  # from then on
 
 
 class Block(NamedTuple):
@@ -74,7 +74,7 @@ def widths(spec: ModelSpec, seq_len: int) -> dict[str, int]:
     """Return the elements per token that the letters of a description stand for."""
     return {
         "h": spec.hidden, "f": spec.intermediate, "Q": spec.query_width, "K": spec.key_width, "H": spec.heads,
-        "G": spec.kv_heads, "V": spec.vocab, "S": spec.heads * seq_len, "1": 1,
+        "G": spec.kv_heads, "D": spec.head_dim, "V": spec.vocab, "S": spec.heads * seq_len, "1": 1,
     }  # fmt: skip
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ...specs.stacks import StackOptions
-from . import megatron, torchtitan
+from ....specs.stacks import StackOptions
+from ..share import Share
+from . import megatron, torchtitan, torchtune
 from .described import Block
-from .share import Share
 
-DESCRIPTIONS = {"megatron": megatron.block, "torchtitan": torchtitan.block}
+DESCRIPTIONS = {"megatron": megatron.block, "torchtitan": torchtitan.block, "torchtune": torchtune.block}
 
 
 def block_of(share: Share) -> Block | None:

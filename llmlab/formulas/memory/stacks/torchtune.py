@@ -1,0 +1,83 @@
+"""torchtune's Llama block, tensor by tensor, as its release 0.6.1 has it, trained whole or by LoRA."""
+
+from __future__ import annotations
+
+from ....specs.run import Training
+from ....specs.stacks import Torchtune
+from ..share import Share, adapted
+from .described import Block, Kept, Loss
+
+
+def block(share: Share) -> Block:
+    """Return the description of the block that torchtune trains."""
+    spec, run = share.spec, share.run
+    stack = run.stack
+    assert isinstance(stack, Torchtune)
+    trained = run.lora is None
+    names = {linear.name for linear in adapted(spec, run)}
+    reads = lambda *linears: trained or any(name in names for name in linears)  # noqa: E731  # their input is kept
+    rank = 0 if trained or run.lora is None else run.lora.rank * len(names)
+    saved = (
+        *_norm("sa_norm", trained),
+        Kept("q_proj, k_proj, v_proj: their input", "linear inputs", "h", "product", "whole",
+             reads("q_proj", "k_proj", "v_proj")),
+        Kept("pos_embeddings: the table at the packed positions", "q, k, v", "D", "fp32", "heads", 2 * stack.packed),
+        # modules/attention.py: keys and values are copied to all heads.
+        Kept("attention: q, rotated", "q, k, v", "Q", "product", "heads"),
+        Kept("attention: k and v of all heads", "q, k, v", "Q" if spec.kv_heads != spec.heads else "K", "product",
+             "heads", 2),
+        Kept("attention: output, output_proj's input", "attention output", "Q", "product", "heads"),
+        Kept("attention: log-sum-exp", "attention output", "H", "fp32", "heads"),
+        *_norm("mlp_norm", trained),
+        Kept("w1, w3: their input", "linear inputs", "h", "product", "whole", reads("gate_proj", "up_proj")),
+        Kept("activation: w1's output", "mlp", "f", "product", "heads"),
+        Kept("mul: the activation's output", "mlp", "f", "product", "heads"),
+        Kept("mul: w3's output", "mlp", "f", "product", "heads"),
+        Kept("w2: its input", "mlp", "f", "product", "heads", reads("down_proj")),
+        Kept("lora_b: its input", "adapters", "1", "product", "heads", rank),  # modules/peft/lora.py
+    )  # fmt: skip
+    return Block(
+        source="https://github.com/pytorch/torchtune/blob/v0.6.1/torchtune/modules/transformer.py",
+        saved=saved,
+        selective=(),
+        outside=(
+            *_norm("norm", trained),
+            Kept("output: its input", "linear inputs", "h", "product", "whole"),
+        ),
+        mlp_backward=(Kept("gradients of w2's input, activation and w3", "temporaries", "f", "product", "heads", 3),),
+        attention_backward=(Kept("gradients of q, k, v and the output", "temporaries", "Q", "product", "heads", 4),),
+        loss=_loss(stack.num_output_chunks, run.compile),
+    )
+
+
+def in_chunks(run: Training) -> bool:
+    """Whether the head is called once for each of several chunks of its input."""
+    return isinstance(run.stack, Torchtune) and run.stack.num_output_chunks > 1
+
+
+def position_table(share: Share) -> int:
+    """Return the bytes of the table by which positions rotate, one for all layers: a cosine and a sine in fp32 for each
+    position and pair of a head's elements (models/llama3_1/_position_embeddings.py)."""
+    positions = max(share.run.seq_len, share.spec.config.get("max_position_embeddings", 0))
+    return 4 * positions * share.spec.head_dim
+
+
+def _norm(name: str, trained: bool) -> tuple[Kept, ...]:
+    """torchtune/modules/rms_norm.py casts to fp32 and back; a half weight makes torch write the norm as operators."""
+    return (
+        Kept(f"{name}: its input, cast", "norms", "h", "fp32", "tokens"),
+        Kept(f"{name}: 1/rms", "norms", "1", "fp32", "tokens"),
+        Kept(f"{name}: before its weight", "norms", "h", "fp32", "tokens", trained),
+    )
+
+
+def _loss(chunks: int, compiled: bool) -> Loss:
+    """modules/loss/ce_chunked_output_loss.py casts one chunk of the logits at a time, and log_softmax keeps its result;
+    the recipes drop the logits before backward. Compiled it casts as it reads, and keeps the logits. Without chunks the
+    model returns them in fp32, and the recipes drop the loss that they compile (training/_compile.py, compile_loss)."""
+    if not chunks:
+        return Loss(forward=(0, 2), gradient=(0, 3), head=(1, 0), after=(0, 0))
+    head = (max(0, 1 - 2 / chunks), 0)  # as the second chunk's gradient of the weight is added to the first's
+    if compiled:  # and backward writes gradients over them
+        return Loss(forward=(1, 0), gradient=(1, 0), head=head, after=(0, 0))
+    return Loss(forward=(1, 1 + 1 / chunks), gradient=(0, 1 + 2 / chunks), head=head, after=(0, 0))

@@ -1,0 +1,81 @@
+"""torchtune's block, its bytes written out by hand, and the peaks that its own code took."""
+
+import pytest
+
+import llmlab as lab
+from llmlab.formulas.memory.activations import block_saved, per_device
+from llmlab.formulas.memory.share import share_of
+
+LLAMA, TIED = lab.model("meta-llama/Meta-Llama-3-8B"), lab.model("meta-llama/Llama-3.2-3B")
+H, F, Q, HEADS = 4096, 14336, 4096, 32
+TOKENS = 8192
+ALL = lab.LoRA(rank=8, targets=("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
+
+
+def run(**given):
+    return lab.Training(**{"seq_len": 4096, "micro_batch": 2, "stack": "torchtune", **given})
+
+
+def kept(**given):
+    share = share_of(LLAMA, run(**given))
+    return sum(per_device(block_saved(share), share.run).values())
+
+
+def test_nothing_recomputed():
+    norms = 2 * (4 * H + 4 + 4 * H)  # in fp32, before and after 1/rms
+    attention = 2 * H + 3 * 2 * Q + 2 * Q + 4 * HEADS  # keys and values of all heads
+    assert kept() == TOKENS * (norms + attention + 2 * H + 4 * 2 * F)
+
+
+def test_frozen_weights_need_no_normalized_tensor():
+    assert kept() - kept(lora=ALL) == TOKENS * (2 * 4 * H - 2 * 8 * 6)
+
+
+def test_packed_tokens_bring_their_rotation():
+    assert kept(stack="torchtune:packed=True") - kept() == TOKENS * 2 * 4 * LLAMA.head_dim
+
+
+def peak(**given):
+    return lab.estimate(TIED, run(**given), "A100-80GB").peak_allocated
+
+
+def test_chunks_keep_one_cast_of_the_logits_instead_of_three():
+    plain = "torchtune:optimizer=AdamW,optimizer_in_bwd=False"
+    logits = 4 * TOKENS * TIED.vocab
+    whole, chunked = peak(stack=plain + ",num_output_chunks=0"), peak(stack=plain)
+    assert whole - chunked == 3 * logits - (logits // 2 + logits + logits // 8)
+
+
+def test_states_that_are_paged_leave_their_scales():
+    paged, narrow = (lab.estimate(TIED, run(stack=f"torchtune:optimizer={name}"), "A100-80GB")
+                     for name in ("PagedAdamW8bit", "AdamW8bit"))  # fmt: skip
+    assert narrow.parts["optimizer"] - paged.parts["optimizer"] == 2 * TIED.parameters
+
+
+def test_nf4_quantizes_its_scales_too():
+    weights = lab.estimate(LLAMA, run(lora=ALL, quantization="nf4"), "A100-80GB").parts["weights"]
+    blocks = LLAMA.block_linear_elements
+    adapters = 2 * 8 * 32 * (2 * (H + Q) + (H + 1024) + 3 * (H + F))
+    rest = 2 * (LLAMA.parameters - blocks)
+    assert weights == blocks // 2 + blocks // 64 + 4 * (blocks // 64 // 256) + rest + adapters
+
+
+@pytest.mark.parametrize(
+    "model, given, simulated",  # GiB, lab.simulate with torchtune 0.6.1 and torch 2.13
+    [
+        (LLAMA, {}, 23.895),
+        (LLAMA, {"stack": "torchtune:optimizer=AdamW,optimizer_in_bwd=False"}, 60.888),
+        (LLAMA, {"seq_len": 512}, 18.625),
+        (LLAMA, {"lora": ALL}, 23.582),
+        (LLAMA, {"dp": 8}, 14.306),
+        (LLAMA, {"dp": 8, "seq_len": 512}, 10.017),
+        (LLAMA, {"dp": 8, "seq_len": 512, "stack": "torchtune:fsdp_reshard_after_forward=False"}, 23.996),
+        (LLAMA, {"dp": 8, "seq_len": 512, "lora": ALL}, 12.072),
+        (TIED, {"stack": "torchtune:optimizer=AdamW,enable_activation_offloading=True"}, 24.637),
+        (TIED, {"seq_len": 512, "stack": "torchtune:optimizer=AdamW,optimizer_in_bwd=False"}, 24.758),
+        (TIED, {"compile": True, "stack": "torchtune:optimizer=AdamW"}, 23.251),
+    ],
+)
+def test_peaks_of_its_own_code(model, given, simulated):
+    estimate = lab.estimate(model, run(**given), "A100-80GB")
+    assert estimate.peak_allocated / 2**30 == pytest.approx(simulated, rel=0.006)
