@@ -22,7 +22,7 @@ from .fsdp import uses_fsdp
 from .gradients import bucket_bytes, gradients
 from .scores import causal_mask, forward_scores
 from .share import Share, share_of
-from .states import states
+from .states import kept_weights, states
 from .temporaries import block_backward, dequantized, loss_bytes, optimizer_temporaries, outer_activations
 
 
@@ -63,7 +63,7 @@ class StepMemory:
         master_shards = self.sharded and share.bytes.master and not run.lora
         self.gathered_part = "weights" if master_shards else "other"
         self.resident = {  # what stays from step to step, by part
-            "weights": 0 if master_shards else self.states.shard if self.sharded else self.states.weights,
+            "weights": kept_weights(run, self.states),
             "optimizer": self.states.optimizer,
             "gradients": 0,  # these three come and go
             "activations": 0,

@@ -12,6 +12,7 @@ from ...hardware.links import Cluster
 from ...hardware.links import cluster as cluster_of
 from ...specs.model import ModelSpec
 from ...specs.run import Run, Training
+from ...specs.stacks import Megatron
 from .distributed import Step, step
 from .flops import flops
 from .kernels import Kernels, kernels, training_rates
@@ -56,7 +57,7 @@ def timing(spec: ModelSpec, run: Run, card: GPU | None, cluster: Cluster | None 
     else:
         try:
             nodes = nodes or cluster_of(card)
-            terms = step(spec, run, card, nodes)
+            terms = step(spec, run, card, nodes, virtual_stages(run))
         except NotAvailable as error:
             return Timing(note=f"Time is not known: {error}.")
         parts, note, hidden = _of(terms), _connected(run, nodes), terms.data_sent - terms.data_exposed
@@ -68,6 +69,11 @@ def timing(spec: ModelSpec, run: Run, card: GPU | None, cluster: Cluster | None 
         seconds, seconds / factor, longest, parts, _sources(run, found, parts), {"data": hidden} if hidden else {},
         layer, note,
     )  # fmt: skip
+
+
+def virtual_stages(run: Training) -> int:
+    """Return the model chunks of each pipeline rank, which Megatron-LM's schedule interleaves."""
+    return run.stack.virtual_pipeline if isinstance(run.stack, Megatron) else 1
 
 
 def _spread(run: Training, found: Kernels, nodes: Cluster | None) -> float:
@@ -94,7 +100,7 @@ def _longest(
         return factor * seconds
     if nodes.inside.kind == "pcie" and not card.peer_access:
         slot = replace(nodes.inside, reached=nodes.inside.reached / SLOWEST_SLOT)
-        seconds = step(spec, run, card, replace(nodes, inside=slot)).seconds
+        seconds = step(spec, run, card, replace(nodes, inside=slot), virtual_stages(run)).seconds
     return factor * seconds + float(training_rates()["engine"]["seconds"])
 
 
