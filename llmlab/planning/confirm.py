@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -75,20 +76,30 @@ class Confirmation:
 def simulated_run(model: dict[str, Any], run: Training, card: str) -> Report | str:
     """Simulate in a process of its own, with MARGIN of the card left free; a sentence where that cannot be done.
 
-    Of a compiled step on several GPUs the eager one is simulated, which takes more.
+    `shortened` is what is simulated in place of `run`; the report is of `run`.
     """
     from ..hardware.gpu import gpu
     from ..simulation.report import simulated
 
     whole = gpu(card)
-    eager = run.compile and run.world_size > 1
     smaller = replace(whole, memory=round(whole.memory * (1 - MARGIN)))
     try:
-        report = simulated(model, replace(run, compile=False, fp8=None) if eager else run, smaller)
+        report = simulated(model, shortened(run), smaller)
     except NotAvailable as error:
         return str(error)
-    notes = ("Simulated eager: what a compiled step fuses away is counted.", *report.notes) if eager else report.notes
-    return replace(report, run=run, capacity=whole.memory, timeline=(), modules={}, notes=notes)
+    fused = ("Simulated eager: what a compiled step fuses away is counted.",) if run.compile else ()
+    return replace(
+        report, run=run, capacity=whole.memory, timeline=(), modules={}, notes=(*fused, *report.notes), flops=None,
+        step_seconds=None, step_seconds_low=None, step_seconds_high=None, tokens_per_second=None, mfu=None,
+    )  # fmt: skip
+
+
+def shortened(run: Training) -> Training:
+    """Return the run that is simulated in place of `run`, in less time: of a compiled step the eager one (so without
+    fp8), which takes more memory, and of many micro-batches two, as the third takes what the second did, but for ids.
+    """
+    short = replace(run, accumulation=min(run.accumulation, 2))
+    return replace(short, compile=False, fp8=None) if run.compile else short
 
 
 def confirm(search: Search, executor: Executor | None) -> Confirmation:
@@ -134,11 +145,9 @@ def _decidable(search: Search) -> Iterator[Found]:
     from ..simulation.report import check_simulated
 
     for found in islice(search, LOOKED_AT):
-        run = found.run
         try:
             if not found.certain:
-                eager = replace(run, compile=False, fp8=None) if run.world_size > 1 else run
-                check_simulated(search.question.spec, eager, found.machines.card)
+                check_simulated(search.question.spec, shortened(found.run), found.machines.card)
         except NotAvailable:
             search.cuts[UNDECIDED] += 1
             continue
@@ -183,12 +192,18 @@ def _pool(executor: Executor | None, workers: int) -> Iterator[Executor]:
     if executor is not None:
         yield executor
         return
-    # A new process each: a forked one has threads of torch that do not exist. Ctrl-C is for this process alone.
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN))
+    # A new process each: a forked one has threads of torch that do not exist.
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _quiet)
     try:
         yield pool
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _quiet() -> None:
+    """Leave Ctrl-C to the process that asks, and libraries' warnings about a card that is not here unsaid."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.disable(logging.WARNING)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import pytest
 
 import llmlab as lab
 from llmlab.planning import confirm as confirming
-from llmlab.planning.confirm import MARGIN, confirm, simulated_run
+from llmlab.planning.confirm import MARGIN, confirm, shortened, simulated_run
 from llmlab.planning.machines import machines
 from llmlab.planning.search import Search
 from llmlab.planning.space import Question
@@ -123,12 +123,21 @@ def test_the_margin_is_left_free(monkeypatch):
     assert rooms == [round(lab.gpu("T4").memory * (1 - MARGIN))] and report.capacity == lab.gpu("T4").memory
 
 
-def test_a_compiled_step_on_many_gpus_is_simulated_eager():
+def test_a_compiled_step_is_simulated_eager():
     run = lab.Training(seq_len=64, dp=2, compile=True, precision="autocast-fp16")
     report = simulated_run(TINY, run, "T4")
     assert report.run == run and report.notes[0].startswith("Simulated eager")
     eager = lab.simulate(TINY, replace(run, compile=False), "T4")
     assert report.peak_allocated == eager.peak_allocated
+
+
+def test_two_of_many_micro_batches_take_what_all_take():
+    run = lab.Training(micro_batch=2, seq_len=64, precision="autocast-fp16", accumulation=5)
+    short = simulated_run(TINY, run, "T4")
+    whole = lab.simulate(TINY, run, "T4")
+    assert short.run == run and shortened(run).accumulation == 2
+    ids = 3 * 8 * run.tokens  # bytes of three more micro-batches
+    assert short.peak_allocated == whole.peak_allocated - ids and short.peak_reserved == whole.peak_reserved
 
 
 def test_two_workers_of_dask_one_of_them_killed_lose_nothing(monkeypatch):
