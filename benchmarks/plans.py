@@ -2,14 +2,15 @@
 
     python benchmarks/plans.py                              # prints; about a quarter of an hour on two cores
     python benchmarks/plans.py --out benchmarks/results     # and writes plans.md
+    python benchmarks/plans.py --estimates                  # without simulations: seconds
 
 Fits: published steps that ran (throughputs.toml, and the archive's on a T4) and steps that ran out of memory (`OVER`,
 and the archive's). A plan says "fits" where the estimate leaves room for all that may come on top, or where the
 simulation fits with MARGIN of the card left free (llmlab/planning/confirm.py); what neither decides it does not show.
 
 Choice: where a source measured the same model in several ways on the same GPUs, what the estimate says is the fastest,
-beside what was. A step's tokens count, not its sequences. Margin: what measured steps on a T4 reserved more than their
-simulation, over the card. Search: how long it takes here; no bar is asserted anywhere else.
+beside what was. A step's tokens count, not its sequences. Margin: what the steps of held_out.md, on a T4, reserved more
+than their simulation, over the card. Search: how long it takes here; no test asserts it.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ from throughput_rows import ROWS, Row, rows, tomllib
 
 import llmlab as lab
 from llmlab.archive import held_out, records
+from llmlab.base.units import MiB
 from llmlab.formulas.report import assessed
 from llmlab.planning.confirm import MARGIN, simulated_run
 from llmlab.planning.machines import machines, priced
 from llmlab.planning.search import Search
 from llmlab.planning.space import Question
 
+HELD_OUT = Path(__file__).with_name("results") / "held_out.md"
 FITS, NOT, UNSURE = "fits", "does not fit", "cannot tell"
 NEAR = 1.10  # how much slower than the best measured the first choice may be
 CANDIDATES, SECONDS_BAR = 100_000, 10.0  # on two cores; the search takes one
@@ -52,7 +55,6 @@ class Case:
     run: lab.Training
     card: str
     ran: bool
-    reserved: int | None = None  # bytes that were measured
 
 
 QWEN = {"seq_len": 4096, "precision": "mixed-bf16", "zero": 3, "checkpointing": "full"}
@@ -82,52 +84,58 @@ def cases() -> list[Case]:
     for number, each in enumerate(steps):
         kind = "held out" if held_out(each) else "in view"
         what = f"{each.model.rpartition('/')[2]}, {each.run.micro_batch} × {each.run.seq_len}, {kind}"
-        found.append(Case(f"t4-{number:03}", what, each.model, each.run, "T4", each.outcome == "fits",
-                          each.peak_reserved))  # fmt: skip
+        found.append(Case(f"t4-{number:03}", what, each.model, each.run, "T4", each.outcome == "fits"))
     return found
 
 
-def decided(case: Case) -> tuple[str, str, int | None]:
-    """Return what a plan says of a step, by which of its answers, and the bytes that the simulation reserved."""
+def decided(case: Case, simulate: bool = True) -> tuple[str, str]:
+    """Return what a plan says of a step, and by which of its answers."""
     spec = lab.model(case.model)
     _, fit = assessed(spec, case.run, case.card, None)
-    over = fit.outcome == "out of memory"  # of a compiled step too, which a plan counts as an eager one
-    if (over or fit.outcome == "fits") and case.reserved is None:
-        return NOT if over else FITS, "estimate", None
-    answer = simulated_run(spec.config, case.run, case.card)
+    if fit.outcome != "unknown":  # out of memory also where the step is compiled: a plan counts it as an eager one
+        return FITS if fit.outcome == "fits" else NOT, "estimate"
+    answer = simulated_run(spec.config, case.run, case.card) if simulate else ""
     if isinstance(answer, str):
-        return {"fits": FITS, "out of memory": NOT}.get(fit.outcome, UNSURE), "estimate", None
-    return FITS if answer.outcome == "fits" else NOT, "simulation", answer.peak_reserved
+        return UNSURE, "estimate"
+    return FITS if answer.outcome == "fits" else NOT, "simulation"
 
 
-def verdicts(found: Sequence[tuple[Case, tuple[str, str, int | None]]]) -> Iterator[str]:
+def verdicts(found: Sequence[tuple[Case, tuple[str, str]]], simulate: bool) -> Iterator[str]:
     """Return the tables of what fits, the misses by name."""
+    how = "" if simulate else ", by estimates alone"
     lines = []
     for where, of in (("on a T4", True), ("elsewhere", False)):
         for ran in (True, False):
-            some = [said for case, (said, *_) in found if (case.card == "T4") == of and case.ran == ran]
+            some = [said for case, (said, _) in found if (case.card == "T4") == of and case.ran == ran]
             if some:
                 counts = [f"{some.count(word)} ({some.count(word) / len(some):.0%})" for word in (FITS, NOT, UNSURE)]
                 lines.append([f"{'ran' if ran else 'ran out of memory'}, {where}", str(len(some)), *counts])
-    yield from titled_table("What fits", ["published steps", "", f"said: {FITS}", NOT, UNSURE], lines)
-    missed = [[case.id, case.what, "ran" if case.ran else "ran out", said, by] for case, (said, by, _) in found
+    yield from titled_table(f"What fits{how}", ["published steps", "", f"said: {FITS}", NOT, UNSURE], lines)
+    missed = [[case.id, case.what, "ran" if case.ran else "ran out", said, by] for case, (said, by) in found
               if said != (FITS if case.ran else NOT)]  # fmt: skip
-    yield from titled_table("Where a plan does not say what happened", ["", "step", "it", "said", "by"], missed, True)
+    title = f"Where a plan does not say what happened{how}"
+    yield from titled_table(title, ["", "step", "it", "said", "by"], missed, True)
 
 
-def margin(found: Sequence[tuple[Case, tuple[str, str, int | None]]]) -> Iterator[str]:
-    """Return the derivation of MARGIN."""
-    card = lab.gpu("T4").memory
-    more = sorted((case.reserved - size) / card for case, (_, _, size) in found if case.reserved and size)
-    if not more:
-        return
-    at = {share: more[min(len(more) - 1, int(share * len(more)))] for share in (0.5, 0.8, 0.9, 0.95)}
-    cells = [f"{value:+.2%}" for value in (*at.values(), more[-1])]
-    header = ["steps", *(f"{share:.0%} are below" for share in at), "the most", "MARGIN"]
-    yield from titled_table(
-        "Reserved bytes, measured less simulated, over the T4's memory", header,
-        [[str(len(more)), *cells, f"{MARGIN:.0%}"]],
-    )  # fmt: skip
+def excess() -> list[float]:
+    """Return what each step of held_out.md reserved more than its simulation, over the T4's memory, in order."""
+    card, found = lab.gpu("T4").memory / MiB, []
+    for line in HELD_OUT.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if len(cells) > 9 and "×" in cells[1] and cells[5][:1].isdigit():
+            simulated = float(cells[6].replace(",", ""))
+            found += [(float(each.replace(",", "")) - simulated) / card for each in cells[5].split("/")]
+    return sorted(found)
+
+
+def margin() -> Iterator[str]:
+    """Return the derivation of MARGIN: what 9 in 10 steps are below, in whole percents."""
+    more = excess()
+    shares = (0.5, 0.8, 0.9, 0.95)
+    cells = [f"{more[int(share * len(more))]:+.2%}" for share in shares]
+    header = ["steps", *(f"{share:.0%} are below" for share in shares), "the most", "MARGIN"]
+    title = "Reserved bytes of fine-tuning steps, measured less simulated, over the T4's memory"
+    yield from titled_table(title, header, [[str(len(more)), *cells, f"{more[-1]:+.2%}", f"{MARGIN:.0%}"]])
 
 
 def alternatives() -> dict[tuple[Any, ...], list[Row]]:
@@ -194,23 +202,21 @@ def speed() -> Iterator[str]:
 
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Write plans.md there.")
-@click.option("--only", type=click.Choice(["fits", "choices", "speed"]), help="This part alone.")
-def main(out: Path | None, only: str | None) -> None:
+@click.option("--estimates", is_flag=True, help="Do not simulate what estimates leave open.")
+def main(out: Path | None, estimates: bool) -> None:
     """Ask a plan's two questions about published runs."""
-    lines: list[str] = []
-    if only in (None, "fits"):
-        asked = cases()
+    asked = cases()
+    if estimates:
+        said = [decided(case, simulate=False) for case in asked]
+    else:
         with ProcessPoolExecutor(2, get_context("spawn")) as pool:
-            found = list(zip(asked, pool.map(decided, asked), strict=True))
-        lines += [*verdicts(found), *margin(found)]
-    if only in (None, "choices"):
-        lines += choices()
-    if only in (None, "speed"):
-        lines += speed()
+            said = list(pool.map(decided, asked))
+    found = list(zip(asked, said, strict=True))
+    lines = [*choices(), *verdicts(found, not estimates), *margin(), *speed()]
     lines.append(provenance("llmlab", "torch", "transformers"))
     text = "\n".join(lines)
     print(text)
-    if out and not only:
+    if out:
         write(out / "plans.md", text)
 
 

@@ -171,7 +171,7 @@ def plan(
     `gpus`, by the rent of an update. `tokens`: how many are to be trained on, and `within` how many days they may take.
 
     Simulations run in `executor`, by default in two processes here; a run that its simulation refutes is replaced by
-    the next, and one counts as fitting with 2 % of the card left free. What cannot be simulated is shown where its
+    the next, and one counts as fitting with 4 % of the card left free. What cannot be simulated is shown where its
     estimate is sure to fit, and says so. Ctrl-C returns the best so far. Nothing fits: the plan is empty, and `nearest`
     says what would, with its price.
 
