@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .measurement.meters import CPUMeter, CUDAMeter, MPSMeter
     from .planning.levers import Fix
     from .planning.out_of_memory import OutOfMemory
-    from .planning.search import Plan
+    from .planning.result import Plan
 
 __all__ = ["compare", "estimate", "fix", "measure", "meter", "plan", "records", "simulate"]
 
@@ -155,25 +155,32 @@ def plan(
     goal: str = "fastest",
     fixed: Mapping[str, Any] | None = None,
     within: float | None = None,
+    stack: StackOptions | str = "transformers",
     executor: Executor | None = None,
 ) -> Plan:
     """Return the runs that train `model` on `gpus`, the best first: searched by estimate, confirmed by simulation.
 
     `gpus`: "T4", "8xH100-80GB", "2x8xA100-80GB" (nodes, GPUs per node). `global_batch`: sequences per update, over all
     ranks and accumulated ones, which stays as it is. `method`: "full", "lora" or "qlora". Varied are mixed precision,
-    micro-batch and accumulation, checkpointing, ZeRO, tensor and pipeline parallelism; `allow` lists what may be varied
-    besides: "optimizer", "precision" (all in bf16) change the model that comes out, "kernels" needs Liger. `fixed`:
-    fields of Training that are as given, {"seq_len": 4096}. `goal`: "fastest" or "smallest". `tokens`: how many are to
-    be trained on, and `within` how many days they may take. Simulations run in processes of `executor`, by default two
-    here; a run that its simulation refutes is replaced by the next. What cannot be simulated is shown where its
-    estimate is sure to fit, and says so. Nothing fits: the plan is empty, and `nearest` says what would.
+    micro-batch and accumulation, checkpointing, compile, ZeRO and its copies (HSDP), offload, tensor, pipeline, context
+    and expert parallelism, and the pipeline's schedule where `stack` has several. `allow` lists what may be varied
+    besides: "optimizer", "precision" (all in bf16), "fp8", "lora" and "seq_len" (shorter ones, as many tokens) change
+    the model that comes out, "kernels" needs Liger. `fixed`: fields of Training that are as given, {"seq_len": 4096}.
+
+    `goal`: "fastest", "smallest" (in memory), or "cheapest": of every card with a price, in each number up to that of
+    `gpus`, by the rent of an update. `tokens`: how many are to be trained on, and `within` how many days they may take.
+
+    Simulations run in `executor`, by default in two processes here; a run that its simulation refutes is replaced by
+    the next, and one counts as fitting with 4 % of the card left free. What cannot be simulated is shown where its
+    estimate is sure to fit, and says so. Ctrl-C returns the best so far. Nothing fits: the plan is empty, and `nearest`
+    says what would, with its price.
 
     Raises SpecError for what contradicts itself, UnknownName for a model or a card, NotAvailable without torch.
     """
     _need("planning", "torch", "transformers")
-    from .planning.search import plan as planned
+    from .planning.plan import plan as planned
 
-    return planned(model, gpus, global_batch, method, allow, tokens, goal, fixed, within, executor)
+    return planned(model, gpus, global_batch, method, allow, tokens, goal, fixed, within, stack, executor)
 
 
 @overload

@@ -23,14 +23,19 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
     @click.option("--gpus", required=True, metavar="N", help="What there is: T4, 8xH100-80GB, 2x8xA100-80GB.")
     @click.option("--global-batch", required=True, type=int, help="Sequences per update, over all GPUs.")
     @click.option("--method", default="full", show_default=True, help="One of full, lora, qlora.")
-    @click.option("--allow", multiple=True, metavar="NAME", help="Vary this too: optimizer, precision, kernels.")
+    @click.option("--allow", multiple=True, metavar="NAME",
+                  help="Vary optimizer, precision, kernels, fp8, lora or seq_len.")  # fmt: skip
     @click.option("--fixed", multiple=True, metavar="FIELD=VALUE", help="Keep a field of the run, as seq_len=4096.")
     @click.option("--tokens", type=int, help="How many are to be trained on.")
     @click.option("--within", type=float, metavar="DAYS", help="How long that may take; needs --tokens.")
-    @click.option("--goal", default="fastest", show_default=True, help="One of fastest, smallest.")
+    @click.option("--goal", default="fastest", show_default=True, help="One of fastest, cheapest, smallest.")
+    @click.option("--stack", default="transformers", show_default=True, help="Whose code trains.")
     @click.option("--json", "as_json", is_flag=True, help="Print JSON, sizes in bytes.")
     def plan(model: str, gpus: str, global_batch: int, fixed: tuple[str, ...], as_json: bool, **asked: Any) -> int:
         """Search for the configuration of MODEL that runs best on the GPUs there are; each shown is simulated.
+
+        With --goal cheapest every card with a price is asked, in each number up to that of --gpus. Ctrl-C prints the
+        best so far.
 
         Exit codes: 0 something fits, 1 nothing does.
         """

@@ -76,6 +76,16 @@ def assessed(
     return report, fit
 
 
+def fullest(spec: ModelSpec, run: Training, card: GPU) -> Verdict:
+    """Return the verdict of `assessed` alone, of a run that was checked: what a search asks of many.
+
+    Behind the second stage of a pipeline none but the last, which has the head, holds more than the second.
+    """
+    stages = sorted({0, min(1, run.pp - 1), run.pp - 1})
+    moments = (moment for stage in stages for moment in step_memory(share_of(spec, run, card, False, stage)).moments())
+    return verdict(max(moment.total for moment in moments), card, run.world_size)
+
+
 def _stages(
     spec: ModelSpec, run: Run, card: GPU | None, cpu: bool
 ) -> tuple[list[list[Moment]], dict[str, dict[str, int]]]:

@@ -10,7 +10,9 @@ from concurrent.futures import Executor, Future
 from typing import Any
 
 from ..base.errors import SpecError
-from ..planning.search import ALLOWED, GOALS, METHODS, Plan, plan
+from ..planning.plan import plan
+from ..planning.result import Plan
+from ..planning.space import ALLOWED, GOALS, METHODS
 from ..specs.help import HELP
 from ..specs.run import Training
 from .fields import model_of, state_of, whole

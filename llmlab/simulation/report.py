@@ -93,14 +93,7 @@ def recorded(
     """
     spec, card = find_model(model), find_gpu(gpu) if gpu else None
     check(spec, run, card)
-    if isinstance(run, Training) and (own := stack_of(run)):
-        if card is None:
-            raise NotAvailable(f"simulate has stack={own.name!r} on GPUs only; name one")
-        builder(spec, run)
-    elif run.world_size > 1:
-        checked(spec, run)
-    elif isinstance(run, Training) and run.offload:
-        check_offload(run, card is not None, "simulate")
+    check_simulated(spec, run, card)
     if card:
         capability_of(card)
     window = spec.config.get("sliding_window")
@@ -111,6 +104,18 @@ def recorded(
                 return _take(spec, run, card, runs, allocator, on_phase, load_order)
             except Mispredicted as gap:
                 runs |= set(range(gap.since, gap.at + 1))
+
+
+def check_simulated(spec: ModelSpec, run: Run, card: GPU | None) -> None:
+    """Raise NotAvailable for a run that is not simulated, without starting it."""
+    if isinstance(run, Training) and (own := stack_of(run)):
+        if card is None:
+            raise NotAvailable(f"simulate has stack={own.name!r} on GPUs only; name one")
+        builder(spec, run)
+    elif run.world_size > 1:
+        checked(spec, run)
+    elif isinstance(run, Training) and run.offload:
+        check_offload(run, card is not None, "simulate")
 
 
 def _take(

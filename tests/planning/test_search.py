@@ -1,115 +1,128 @@
-"""A plan: every candidate holds the global batch, fits by its simulation, and says why it lost."""
+"""The search yields what fits in exact order, and what its bounds cut would not have come first, or not have fitted."""
 
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import islice
 
 import pytest
-from click.testing import CliRunner
 
 import llmlab as lab
-from llmlab.cli.main import cli
-from llmlab.planning.search import Search, layouts, machines
+from llmlab.base.errors import SpecError
+from llmlab.formulas.report import assessed
+from llmlab.hardware.nodes import host_of
+from llmlab.planning.machines import machines, priced
+from llmlab.planning.search import HOST, LARGER, STATES, Search
+from llmlab.planning.space import Question, shapes, shares
 
-TINY = {
-    "model_type": "llama", "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 256, "tie_word_embeddings": False,
+HEADS = {
+    "model_type": "llama", "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 8,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 4096,
+}  # fmt: skip
+EXPERTS = {
+    "model_type": "mixtral", "vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 2048,
+    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 4096,
+    "num_local_experts": 8, "num_experts_per_tok": 2,
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def tiny():
-    with ThreadPoolExecutor(1) as one:
-        return lab.plan(TINY, "4xA100-80GB", 16, fixed={"seq_len": 128, "pp": 1}, tokens=10**9, executor=one)
+def everything(question, where):
+    """Estimate every candidate of a question, with no bound at all."""
+    found = {}
+    for shape in shapes(question, where):
+        for share in shares(question, where, shape["dp"]):
+            try:
+                run = lab.Training(**{**shape, **share})
+                report, fit = assessed(question.spec, run, where.card, where.cluster)
+            except SpecError:
+                continue
+            if fit.outcome != "out of memory":
+                found[run] = report, fit
+    return found
 
 
-def test_a_plan_holds_the_batch_and_is_confirmed(tiny):
-    assert len(tiny) >= 3 and tiny.best is tiny[0]
-    for candidate in tiny:
-        assert candidate.run.global_batch == 16 and candidate.run.world_size == 4
-        assert candidate.simulation is not None or candidate.unconfirmed
-        assert candidate.simulation is None or candidate.simulation.outcome != "out of memory"
-    assert any(candidate.simulation for candidate in tiny)
-
-
-def test_the_fastest_is_first_and_the_others_say_why_not(tiny):
-    seconds = [candidate.report.step_seconds for candidate in tiny]
-    assert seconds == sorted(seconds)
-    assert tiny.best.lost == "" and all(candidate.lost for candidate in tiny[1:])
-    assert tiny.best.days(10**9) == pytest.approx(10**9 / tiny.best.report.tokens_per_second / 86_400)
-
-
-def test_nothing_that_was_cut_would_have_fitted():
-    """Memory grows with the micro-batch: what is beyond the first that does not fit is cut, and does not fit."""
-    spec, where = lab.model("gpt2-xl"), machines("T4")
-    search = Search(spec, where, 16)
-    for kept in layouts(spec, where, "full", (), {}):
-        search.layout(kept)
-    assert search.cut > 0
-    found = {report.run for report in search.found}
-    for precision in ("autocast-fp16", "mixed-fp16"):
-        for checkpointing in (None, "selective", "full"):
-            for micro_batch in (1, 2, 4, 8, 16):
-                run = lab.Training(micro_batch=micro_batch, accumulation=16 // micro_batch, precision=precision,
-                                   checkpointing=checkpointing)  # fmt: skip
-                if run not in found:
-                    assert lab.estimate("gpt2-xl", run, "T4").outcome == "out of memory"
-
-
-def test_where_nothing_fits_the_nearest_that_does_is_named():
-    plan = lab.plan("meta-llama/Llama-3.1-8B", "T4", 8)
-    assert not plan and plan.best is None
-    assert any(line.startswith("Another method: qlora") for line in plan.nearest)
-    assert any(line.startswith("A larger card") for line in plan.nearest)
-
-
-@pytest.mark.parametrize(("text", "counts"), [("T4", (1, 1)), ("8xT4", (1, 8)), ("2x4xT4", (2, 4)), ("16xT4", (2, 8))])
-def test_machines_are_read(text, counts):
-    found = machines(text)
-    assert (found.nodes, found.per_node) == counts and found.card.name == "T4"
+def value(question, where, report, fit):
+    seconds = report.step_seconds or float("inf")
+    if question.goal == "smallest":
+        return fit.least
+    return seconds if question.goal == "fastest" else seconds * where.usd_per_hour / 3600
 
 
 @pytest.mark.parametrize(
-    ("asked", "says"),
+    ("model", "gpus", "asked"),
     [
-        ({"gpus": "8xT5"}, "unknown GPU 'T5'"),
-        ({"gpus": "12xT4"}, "nodes have 8 GPUs"),
-        ({"gpus": "0xT4"}, "at least one GPU"),
-        ({"global_batch": 0}, "global_batch=0 is too small"),
-        ({"tokens": 0}, "tokens=0 is too small"),
-        ({"within": 3.0}, "needs tokens="),
-        ({"method": "half"}, "method='half' is not one of"),
-        ({"goal": "best"}, "goal='best' is not one of"),
-        ({"allow": ("magic",)}, "allow='magic' is not one of"),
-        ({"fixed": {"sequence": 1}}, "fixed='sequence' is no field"),
-        ({"fixed": {"optimizer": "sgd"}, "allow": ("optimizer",)}, "drop one of the two"),
-        ({"fixed": {"lora": lab.LoRA()}}, "contradict each other"),
+        (HEADS, "2x2xA100-40GB", {"fixed": {"seq_len": 2048}}),
+        (HEADS, "4xT4", {"fixed": {"seq_len": 1024, "compile": False}, "goal": "smallest"}),
+        (HEADS, "4xT4", {"fixed": {"seq_len": 2048, "pp": 1}, "allow": frozenset({"optimizer", "kernels"})}),
+        (EXPERTS, "4xH100-80GB", {"fixed": {"seq_len": 2048, "tp": 1}, "goal": "cheapest"}),
+        (HEADS, "T4", {"fixed": {"seq_len": 4096}, "allow": frozenset({"seq_len"}), "method": "qlora"}),
+        (HEADS, "4xH100-80GB", {"fixed": {"seq_len": 2048}, "stack": lab.Megatron()}),
+        (HEADS, "4xH100-80GB", {"fixed": {"seq_len": 2048}, "stack": lab.Torchtitan()}),
     ],
 )
-def test_bad_input_is_a_sentence(asked, says):
-    question = {"gpus": "T4", "global_batch": 8, **asked}
-    with pytest.raises((lab.SpecError, lab.UnknownName), match=says):
-        lab.plan("gpt2", question.pop("gpus"), question.pop("global_batch"), **question)
+def test_the_search_yields_what_a_search_of_everything_sorts(model, gpus, asked):
+    where = machines(gpus)
+    question = Question(lab.model(model), 8, **asked)
+    search = Search(question, [where])
+    found = list(islice(search, 60))
+    known = everything(question, where)
+    values = sorted(value(question, where, *each) for each in known.values())
+    mine = [value(question, where, *known[each.run]) for each in found]
+    assert mine == pytest.approx(values[: len(mine)])
+    assert len(found) == 60 or len(found) + search.cuts[HOST] >= len(known)
+    assert search.tried < len(known) or len(found) < 60
 
 
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [
-        (["plan", "gpt2", "--gpus", "T5", "--global-batch", "8"], 2),
-        (["plan", "gpt2", "--gpus", "T4", "--global-batch", "8", "--fixed", "seq_len"], 2),
-        (["plan", "meta-llama/Llama-3.1-8B", "--gpus", "T4", "--global-batch", "8", "--json"], 1),
-        (["fix", "gpt2"], 2),
-        (["fix", "gpt2", "--gpu", "T4", "--micro-batch", "8"], 0),
-    ],
-)
-def test_the_commands_exit_codes(words, code):
-    done = CliRunner().invoke(cli, words)
-    assert done.exit_code == code
-    assert "Traceback" not in done.output
+def test_what_memory_cut_would_not_have_fitted():
+    where, question = machines("T4"), Question(lab.model("gpt2-medium"), 32, fixed={"offload": None})
+    search = Search(question, [where])
+    yielded = {found.run for found in search}
+    assert search.cuts[LARGER] > 0 and not search.worse()
+    assert yielded == set(everything(question, where))
 
 
-def test_fix_reads_torchs_message_from_stdin():
-    message = (
-        "CUDA out of memory. Tried to allocate 1.00 GiB (GPU 0; 14.00 GiB total capacity; 12.00 GiB already allocated; "
-        "0.50 GiB free; 13.00 GiB reserved in total by PyTorch)"
-    )
-    done = CliRunner().invoke(cli, ["fix"], input=message)
-    assert done.exit_code == 0 and "expandable_segments" in done.output
+def test_states_alone_cut_what_no_micro_batch_makes_fit():
+    where, question = machines("T4"), Question(lab.model("meta-llama/Llama-3.1-8B"), 16)
+    search = Search(question, [where])
+    assert list(search) == [] and search.tried == 0
+    assert search.cuts[STATES] > 0 and search.cuts[HOST] > 0
+    assert not everything(replace(question, fixed={"offload": None}), where)
+    host = host_of(where.card)
+    assert 12 * question.spec.parameters > host.memory / host.gpus  # bytes of fp32 copies and two moments
+
+
+def test_every_dimension_is_searched():
+    spec = lab.model(EXPERTS)
+    allow = frozenset({"optimizer", "precision", "kernels", "fp8", "lora", "seq_len"})
+    where, question = machines("2x2xH100-80GB"), Question(spec, 4, allow=allow, fixed={"seq_len": 4096})
+    candidates = [{**shape, **share} for shape in shapes(question, where)
+                  for share in shares(question, where, shape["dp"])]  # fmt: skip
+    varied = {name for name in lab.Training().to_dict() if len({repr(each.get(name)) for each in candidates}) > 1}
+    assert varied == {
+        "micro_batch", "seq_len", "precision", "optimizer", "checkpointing", "accumulation", "lora", "quantization",
+        "zero", "dp", "tp", "pp", "cp", "ep", "dp_replicate", "sequence_parallel", "offload", "compile", "kernels",
+        "fp8",
+    }  # fmt: skip
+    megatron = Question(lab.model(HEADS), 16, fixed={"seq_len": 2048}, stack=lab.Megatron())
+    chunks = {shape["stack"].virtual_pipeline for shape in shapes(megatron, where)}
+    assert chunks == {1, 2, 4}  # of 8 layers in 2 or 4 stages
+
+
+def test_the_tokens_of_an_update_stay_as_they_are():
+    question = Question(lab.model(HEADS), 16, allow=frozenset({"seq_len"}), fixed={"seq_len": 4096})
+    for shape in shapes(question, machines("8xH100-80GB")):
+        assert shape["micro_batch"] * shape["accumulation"] * shape["dp"] * shape["seq_len"] == 16 * 4096
+
+
+def test_the_cheapest_is_asked_of_every_card_with_a_price():
+    asked = list(priced(machines("2x8xT4")))
+    cards = {there.card.name for there in asked}
+    assert {"T4", "L4", "A100-40GB", "H100-80GB", "B200"} <= cards
+    assert all(there.usd_per_hour for there in asked)
+    assert {there.total for there in asked if there.card.name == "H100-80GB"} == {1, 2, 4, 8, 16}
+    question = Question(lab.model(HEADS), 16, goal="cheapest", fixed={"seq_len": 2048, "pp": 1, "cp": 1})
+    best = next(iter(Search(question, asked)))
+    dollars = best.seconds * best.machines.usd_per_hour
+    for there in asked:
+        if there.card.name not in ("T4", "RTX-4090", "H100-80GB", best.machines.card.name):
+            continue
+        alone = next((found for found in Search(question, [there])), None)
+        assert alone is None or alone.seconds is None or alone.seconds * there.usd_per_hour >= dollars * (1 - 1e-12)

@@ -25,7 +25,7 @@ from .gradients import bucket_bytes, gradients
 from .scores import causal_mask, forward_scores
 from .share import Share, share_of
 from .stacks.torchtune import in_chunks, position_table
-from .states import states
+from .states import kept_weights, states
 from .temporaries import block_backward, dequantized, loss_bytes, optimizer_temporaries, outer_activations
 
 
@@ -67,7 +67,7 @@ class StepMemory:
         self.gathered_part = "weights" if master_shards else "other"
         table = position_table(share) if isinstance(run.stack, Torchtune) else 0
         self.resident = {  # what stays from step to step, by part
-            "weights": 0 if master_shards else self.states.shard if self.sharded else self.states.weights,
+            "weights": kept_weights(run, self.states),
             "optimizer": self.states.optimizer,
             "gradients": 0,  # these three come and go
             "activations": 0,

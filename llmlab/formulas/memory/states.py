@@ -133,6 +133,14 @@ def states(spec: ModelSpec, run: Training, stage: int = 0, sharded: bool = True)
     )
 
 
+def kept_weights(run: Training, held: States) -> int:
+    """Return the bytes of weights that stay from step to step: with FSDP2 a shard, which in mixed precision is the
+    optimizer's fp32 copy."""
+    if not uses_fsdp(run):
+        return held.weights
+    return 0 if PRECISION[run.precision].master and not run.lora else held.shard
+
+
 def expert_tensor(spec: ModelSpec, run: Training) -> int:
     """Return the elements of all experts' first projections of a layer, which transformers keeps in one tensor."""
     return spec.experts * 2 * spec.moe_intermediate * spec.hidden // run.ep

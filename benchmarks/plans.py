@@ -1,0 +1,224 @@
+"""How good a plan's two answers are on published runs: what fits, and which of several ways is the fastest.
+
+    python benchmarks/plans.py                              # prints; about a quarter of an hour on two cores
+    python benchmarks/plans.py --out benchmarks/results     # and writes plans.md
+    python benchmarks/plans.py --estimates                  # without simulations: seconds
+
+Fits: published steps that ran (throughputs.toml, and the archive's on a T4) and steps that ran out of memory (`OVER`,
+and the archive's). A plan says "fits" where the estimate leaves room for all that may come on top, or where the
+simulation fits with MARGIN of the card left free (llmlab/planning/confirm.py); what neither decides it does not show.
+
+Choice: where a source measured the same model in several ways on the same GPUs, what the estimate says is the fastest,
+beside what was. A step's tokens count, not its sequences. Margin: what the steps of held_out.md, on a T4, reserved more
+than their simulation, over the card. Search: how long it takes here; no test asserts it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import click
+from provenance import provenance, titled_table, write
+from throughput import predict
+from throughput_rows import ROWS, Row, rows, tomllib
+
+import llmlab as lab
+from llmlab.archive import held_out, records
+from llmlab.base.units import MiB
+from llmlab.formulas.report import assessed
+from llmlab.planning.confirm import MARGIN, simulated_run
+from llmlab.planning.machines import machines, priced
+from llmlab.planning.search import Search
+from llmlab.planning.space import Question
+
+HELD_OUT = Path(__file__).with_name("results") / "held_out.md"
+FITS, NOT, UNSURE = "fits", "does not fit", "cannot tell"
+NEAR = 1.10  # how much slower than the best measured the first choice may be
+CANDIDATES, SECONDS_BAR = 100_000, 10.0  # on two cores; the search takes one
+SHOWN = 60  # candidates that are taken of a search: what a plan takes of them
+
+
+@dataclass(frozen=True)
+class Case:
+    """A published step on a card, and whether it ran."""
+
+    id: str
+    what: str
+    model: str | dict[str, Any]
+    run: lab.Training
+    card: str
+    ran: bool
+
+
+QWEN = {"seq_len": 4096, "precision": "mixed-bf16", "zero": 3, "checkpointing": "full"}
+# Runs on other cards that ran out of memory, where the source says all that decides. Lit-GPT: Alpaca's longest sample
+# has 1304 tokens. BLOOM's prequel: 181B parameters, as the model of 72 layers in throughputs.toml.
+OVER = (
+    ("oom-006", "Lit-GPT, resource-tables.md: LoRA, 4 × 1304", "meta-llama/Llama-2-7b-hf", "A100-40GB",
+     lab.Training(micro_batch=4, seq_len=1304, precision="bf16", lora=lab.LoRA(8))),
+    ("oom-007", "Lit-GPT, resource-tables.md: LoRA, 2 × 1304", "meta-llama/Llama-2-13b-hf", "A100-40GB",
+     lab.Training(micro_batch=2, seq_len=1304, precision="bf16", lora=lab.LoRA(8))),
+    ("oom-009", "torchtitan #1690: FSDP16, 8 × 4096", "Qwen/Qwen3-32B", "H100-96GB",
+     lab.Training(micro_batch=8, dp=16, **QWEN)),
+    ("oom-010", "torchtitan #1690: FSDP8 × TP4, 32 × 4096", "Qwen/Qwen3-32B", "H100-96GB",
+     lab.Training(micro_batch=32, dp=8, tp=4, sequence_parallel=True, **QWEN)),
+    ("oom-011", "BLOOM's prequel: DP48 TP8, 1 × 2048", "GPT-72x14336", "A100-80GB",
+     lab.Training(micro_batch=1, seq_len=2048, accumulation=42, precision="mixed-fp16", checkpointing="full", zero=1,
+                  dp=48, tp=8, attention="eager")),
+)  # fmt: skip
+
+
+def cases() -> list[Case]:
+    """Return the published steps, those on many GPUs and other cards first, then the archive's on a T4."""
+    models = tomllib.loads(ROWS.read_text(encoding="utf-8"))["models"]
+    found = [Case(row.id, row.shown, row.model, row.run, row.card, True) for row in rows()]
+    found += [Case(id_, what, models.get(name, name), run, card, False) for id_, what, name, card, run in OVER]
+    steps = [each for each in records(gpu="T4", source="published") if isinstance(each.run, lab.Training)]
+    for number, each in enumerate(steps):
+        kind = "held out" if held_out(each) else "in view"
+        what = f"{each.model.rpartition('/')[2]}, {each.run.micro_batch} × {each.run.seq_len}, {kind}"
+        found.append(Case(f"t4-{number:03}", what, each.model, each.run, "T4", each.outcome == "fits"))
+    return found
+
+
+def decided(case: Case, simulate: bool = True) -> tuple[str, str]:
+    """Return what a plan says of a step, and by which of its answers."""
+    spec = lab.model(case.model)
+    _, fit = assessed(spec, case.run, case.card, None)
+    if fit.outcome != "unknown":  # out of memory also where the step is compiled: a plan counts it as an eager one
+        return FITS if fit.outcome == "fits" else NOT, "estimate"
+    answer = simulated_run(spec.config, case.run, case.card) if simulate else ""
+    if isinstance(answer, str):
+        return UNSURE, "estimate"
+    return FITS if answer.outcome == "fits" else NOT, "simulation"
+
+
+def verdicts(found: Sequence[tuple[Case, tuple[str, str]]], simulate: bool) -> Iterator[str]:
+    """Return the tables of what fits, the misses by name."""
+    how = "" if simulate else ", by estimates alone"
+    lines = []
+    for where, of in (("on a T4", True), ("elsewhere", False)):
+        for ran in (True, False):
+            some = [said for case, (said, _) in found if (case.card == "T4") == of and case.ran == ran]
+            if some:
+                counts = [f"{some.count(word)} ({some.count(word) / len(some):.0%})" for word in (FITS, NOT, UNSURE)]
+                lines.append([f"{'ran' if ran else 'ran out of memory'}, {where}", str(len(some)), *counts])
+    yield from titled_table(f"What fits{how}", ["published steps", "", f"said: {FITS}", NOT, UNSURE], lines)
+    missed = [[case.id, case.what, "ran" if case.ran else "ran out", said, by] for case, (said, by) in found
+              if said != (FITS if case.ran else NOT)]  # fmt: skip
+    title = f"Where a plan does not say what happened{how}"
+    yield from titled_table(title, ["", "step", "it", "said", "by"], missed, True)
+
+
+def excess() -> list[float]:
+    """Return what each step of held_out.md reserved more than its simulation, over the T4's memory, in order."""
+    card, found = lab.gpu("T4").memory / MiB, []
+    for line in HELD_OUT.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if len(cells) > 9 and "×" in cells[1] and cells[5][:1].isdigit():
+            simulated = float(cells[6].replace(",", ""))
+            found += [(float(each.replace(",", "")) - simulated) / card for each in cells[5].split("/")]
+    return sorted(found)
+
+
+def margin() -> Iterator[str]:
+    """Return the derivation of MARGIN: what 9 in 10 steps are below, in whole percents."""
+    more = excess()
+    shares = (0.5, 0.8, 0.9, 0.95)
+    cells = [f"{more[int(share * len(more))]:+.2%}" for share in shares]
+    header = ["steps", *(f"{share:.0%} are below" for share in shares), "the most", "MARGIN"]
+    title = "Reserved bytes of fine-tuning steps, measured less simulated, over the T4's memory"
+    yield from titled_table(title, header, [[str(len(more)), *cells, f"{more[-1]:+.2%}", f"{MARGIN:.0%}"]])
+
+
+def alternatives() -> dict[tuple[Any, ...], list[Row]]:
+    """Return the rows that measure the same model on the same GPUs at one length, in more than one way."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows():
+        key = row.citation, row.label, row.card, row.run.world_size, row.run.seq_len
+        groups.setdefault(key, []).append(row)
+    return {key: of for key, of in groups.items() if len({row.run for row in of}) > 1}
+
+
+def choices() -> Iterator[str]:
+    """Return the table of first choices: predicted rates put the rows in order, measured ones say what it cost."""
+    lines, near, known = [], 0, 0
+    for (citation, label, card, many, length), of in alternatives().items():
+        predicted = {row.id: predict(row).rate for row in of}
+        best = max(of, key=lambda row: row.measured)
+        asked = [row for row in of if predicted[row.id]]
+        if not asked:
+            continue
+        top = max(predicted[row.id] or 0 for row in asked)
+        # Rows that no field tells apart have one prediction: which of them ran as described is not known.
+        chosen = min((row for row in asked if predicted[row.id] == top), key=lambda row: row.measured)
+        slower = best.measured / chosen.measured
+        known, near = known + 1, near + (slower <= NEAR)
+        what = f"{label}, {many} × {card}, {length:,} tokens ({citation.split(',')[0]})"
+        miss = "" if slower <= NEAR else "MISSED"
+        lines.append([what, str(len(of)), chosen.id, best.id, f"{slower - 1:.1%}", miss])
+    title = f"First choice within {NEAR - 1:.0%} of the fastest measured: {near} of {known} ({near / known:.0%})"
+    header = ["the same model on the same GPUs", "ways", "chosen", "fastest", "slower", ""]
+    yield from titled_table(title, header, lines)
+
+
+QUESTIONS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
+    "Llama 3.1 8B on 64 H100": ("meta-llama/Llama-3.1-8B", "64xH100-80GB", 1024, {}),
+    "the same, optimizer, kernels and precision allowed": (
+        "meta-llama/Llama-3.1-8B", "64xH100-80GB", 1024, {"allow": frozenset({"optimizer", "kernels", "precision"})}),
+    "Llama 3.1 70B on 512 H100": ("meta-llama/Llama-3.1-70B", "512xH100-80GB", 2048, {}),
+    "Mixtral 8x7B on 64 H100": ("mistralai/Mixtral-8x7B-v0.1", "64xH100-80GB", 512, {}),
+    "Llama 3.1 8B, the cheapest of all cards, up to 8": (
+        "meta-llama/Llama-3.1-8B", "8xH100-80GB", 64, {"goal": "cheapest"}),
+}  # fmt: skip
+
+
+def speed() -> Iterator[str]:
+    """Return the table of how long searches take."""
+    lines = []
+    for what, (name, gpus, batch, asked) in QUESTIONS.items():
+        question = Question(lab.model(name), batch, fixed={"seq_len": 4096}, **asked)
+        where = machines(gpus)
+        start = time.process_time()
+        search = Search(question, list(priced(where)) if question.goal == "cheapest" else [where])
+        taken = len(list(islice(search, SHOWN)))
+        seconds = time.process_time() - start
+        cut = sum(search.cuts.values()) + search.worse()
+        many = search.tried + cut
+        rate = seconds / many * CANDIDATES
+        within = "met" if rate < SECONDS_BAR else "MISSED"
+        lines.append([what, f"{many:,}", f"{search.tried:,}", f"{seconds:.1f} s", f"{rate:.1f} s", within])
+        assert taken
+    header = ["question", "candidates", "estimated", "CPU time", f"for {CANDIDATES:,}", f"< {SECONDS_BAR:g} s"]
+    yield from titled_table("Search, in one process", header, lines)
+
+
+@click.command()
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Write plans.md there.")
+@click.option("--estimates", is_flag=True, help="Do not simulate what estimates leave open.")
+def main(out: Path | None, estimates: bool) -> None:
+    """Ask a plan's two questions about published runs."""
+    asked = cases()
+    if estimates:
+        said = [decided(case, simulate=False) for case in asked]
+    else:
+        with ProcessPoolExecutor(2, get_context("spawn")) as pool:
+            said = list(pool.map(decided, asked))
+    found = list(zip(asked, said, strict=True))
+    lines = [*choices(), *verdicts(found, not estimates), *margin(), *speed()]
+    lines.append(provenance("llmlab", "torch", "transformers"))
+    text = "\n".join(lines)
+    print(text)
+    if out:
+        write(out / "plans.md", text)
+
+
+if __name__ == "__main__":
+    main()

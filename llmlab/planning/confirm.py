@@ -1,0 +1,228 @@
+"""The best candidates simulated, in processes of an executor; what its simulation refutes is replaced by the next."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import BrokenExecutor, Executor, Future, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from itertools import chain, islice
+from typing import Any
+
+from ..base.errors import NotAvailable
+from ..formulas.report import estimated
+from ..report import Report
+from ..specs.model import ModelSpec
+from ..specs.run import Training
+from .result import Candidate
+from .search import Found, Search
+
+SHOWN = 10  # candidates of a plan, each simulated where it can be
+SIMULATED = 4 * SHOWN  # at most, and what was asked for with the last of them
+LOOKED_AT = 1_000  # candidates, of which some are passed over: other micro-batches, and what nothing can decide
+# Of the card, what a plan leaves free: a step's reserved memory is not the same from run to run. 9 in 10 of 37 held-out
+# steps on a T4 reserved less than so much of the card more than their simulation; benchmarks/plans.py derives it.
+MARGIN = 0.04
+UNDECIDED = "not simulated, and too near to tell"
+
+
+@dataclass
+class Confirmation:
+    """What is confirmed so far: of each layout one micro-batch, or, of the cheapest, of each number of a card one run.
+    Others that were found wait, in case that one is refuted."""
+
+    found: Iterator[Found]
+    by_machines: bool
+    candidates: list[Candidate] = field(default_factory=list)
+    refuted: list[Training] = field(default_factory=list)
+    waiting: list[Found] = field(default_factory=list)
+    interrupted: bool = False
+
+    def key(self, of: Candidate | Found) -> Any:
+        run = of.run if not self.by_machines else None
+        return str(of.machines), run and replace(run, micro_batch=1, accumulation=run.pp)  # what interleaving takes
+
+    def batch(self) -> list[Found]:
+        """Return what to simulate next, as many as are missing."""
+        confirmed = set(map(self.key, self.candidates))
+        batch: dict[Any, Found] = {}
+        waiting, self.waiting = self.waiting, []
+        for each in chain(waiting, self.found):
+            key = self.key(each)
+            if key in batch:
+                self.waiting.append(each)
+            elif key not in confirmed:
+                batch[key] = each
+            if len(batch) + len(confirmed) == SHOWN:
+                break
+        return list(batch.values())
+
+    def judge(self, found: Found, report: Report, answer: Report | str) -> None:
+        """Take a run that its simulation, or an estimate that needs none, confirms."""
+        if isinstance(answer, str):
+            if found.certain:
+                self.candidates.append(Candidate(found.run, found.machines, report, None, answer))
+        elif answer.outcome == "out of memory":
+            self.refuted.append(found.run)
+        else:
+            self.candidates.append(Candidate(found.run, found.machines, report, answer))
+
+
+def simulated_run(model: dict[str, Any], run: Training, card: str) -> Report | str:
+    """Simulate in a process of its own, with MARGIN of the card left free; a sentence where that cannot be done.
+
+    `shortened` is what is simulated in place of `run`; the report is of `run`.
+    """
+    from ..hardware.gpu import gpu
+    from ..simulation.report import simulated
+
+    whole = gpu(card)
+    smaller = replace(whole, memory=round(whole.memory * (1 - MARGIN)))
+    try:
+        report = simulated(model, shortened(run), smaller)
+    except NotAvailable as error:
+        return str(error)
+    fused = ("Simulated eager: what a compiled step fuses away is counted.",) if run.compile else ()
+    return replace(
+        report, run=run, capacity=whole.memory, timeline=(), modules={}, notes=(*fused, *report.notes), flops=None,
+        step_seconds=None, step_seconds_low=None, step_seconds_high=None, tokens_per_second=None, mfu=None,
+    )  # fmt: skip
+
+
+def shortened(run: Training) -> Training:
+    """Return the run that is simulated in place of `run`, in less time: of a compiled step the eager one (so without
+    fp8), which takes more memory, and of many micro-batches two, as the third takes what the second did, but for ids.
+    """
+    short = replace(run, accumulation=min(run.accumulation, 2)) if run.pp == 1 else run
+    return replace(short, compile=False, fp8=None) if run.compile else short
+
+
+def confirm(search: Search, executor: Executor | None) -> Confirmation:
+    """Return the first candidates of `search` that their simulation does not refute, the best first.
+
+    Where no simulation is to be had, an estimate that is sure to fit stands for itself. Ctrl-C ends it: what is
+    confirmed so far is returned, and what is sure to fit by its estimate.
+    """
+    question = search.question
+    by_machines = question.goal == "cheapest"
+    done = Confirmation(_decidable(search), by_machines)
+    asked, batch, answers = 0, list[Found](), dict[int, Report | str]()
+
+    def judge() -> None:
+        for place in sorted(answers):
+            done.judge(batch[place], _report(question.spec, batch[place]), answers[place])
+        answers.clear()
+
+    try:
+        with _progress() as told:
+            while asked < SIMULATED and len(done.candidates) < SHOWN and (batch := done.batch()):
+                asked += len(batch)
+                _ask(question.spec, batch, executor, answers, told)
+                judge()
+    except KeyboardInterrupt:
+        done.interrupted = True
+        judge()
+        left = (each for each in search.seen if each.certain and each.run not in done.refuted)
+        done.found = iter(sorted(left, key=search.order))
+        done.waiting = []
+        for found in done.batch():
+            done.judge(found, _report(question.spec, found), "Interrupted before its simulation.")
+    done.candidates.sort(key=lambda each: search.order(search.found(each.run, each.machines)))
+    return done
+
+
+def _report(spec: ModelSpec, found: Found) -> Report:
+    return estimated(spec, found.run, found.machines.card, found.machines.cluster)
+
+
+def _decidable(search: Search) -> Iterator[Found]:
+    """Yield what a simulation can decide, or what needs none."""
+    for found in islice(search, LOOKED_AT):
+        try:
+            if not found.certain:
+                _check_simulated(search.question.spec, found)
+        except NotAvailable:
+            search.cuts[UNDECIDED] += 1
+            continue
+        yield found
+
+
+def _check_simulated(spec: ModelSpec, found: Found) -> None:
+    if not find_spec("torch"):
+        raise NotAvailable("without torch, as in a browser, nothing is simulated")
+    from ..simulation.report import check_simulated
+
+    check_simulated(spec, shortened(found.run), found.machines.card)
+
+
+def _ask(
+    spec: ModelSpec, batch: list[Found], executor: Executor | None, answers: dict[int, Report | str],
+    told: Callable[[int, int], None],
+) -> None:  # fmt: skip
+    """Put the simulations of `batch` into `answers`, by their places. One that its process did not survive is asked for
+    again, alone; of a second time there is a sentence."""
+    for workers in (2, 1):
+        with _pool(executor, workers) as pool:
+            asked: dict[Future[Report | str], int] = {}
+            try:
+                for place, found in enumerate(batch):
+                    if place not in answers:
+                        asked[pool.submit(simulated_run, spec.config, found.run, found.machines.card.name)] = place
+            except BrokenExecutor:  # between two of them
+                pass
+            for future in as_completed(asked):
+                if not _lost(future):
+                    answers[asked[future]] = future.result()
+                told(len(answers), len(batch))
+        if len(answers) == len(batch):
+            return
+    for place in range(len(batch)):
+        answers.setdefault(place, "Not simulated: the process that simulated it ended, twice.")
+
+
+def _lost(future: Future[Report | str]) -> bool:
+    """Whether a process ended without an answer; dask says so after several of them did."""
+    if future.cancelled():
+        return True
+    error = future.exception()
+    return isinstance(error, BrokenExecutor) or type(error).__name__ == "KilledWorker"
+
+
+@contextmanager
+def _pool(executor: Executor | None, workers: int) -> Iterator[Executor]:
+    if executor is not None:
+        yield executor
+        return
+    from concurrent.futures import ProcessPoolExecutor  # imported here: Python in a browser has no processes
+    from multiprocessing import get_context
+
+    # A new process each: a forked one has threads of torch that do not exist.
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _quiet)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _quiet() -> None:
+    """Leave Ctrl-C to the process that asks, and libraries' warnings about a card that is not here unsaid."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.disable(logging.WARNING)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """Show how many of the candidates are simulated, where somebody looks at a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda done, of: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("searching", total=None)
+        yield lambda done, of: bar.update(task, description="simulating", completed=done, total=of)

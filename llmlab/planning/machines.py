@@ -1,0 +1,90 @@
+"""The GPUs that a plan is for, read from "2x8xA100-80GB", and those that are asked about in their place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..base.errors import NotAvailable, SpecError
+from ..hardware.gpu import GPU, gpus
+from ..hardware.gpu import gpu as find_gpu
+from ..hardware.links import GPUS_PER_NODE, Cluster, cluster
+
+
+@dataclass(frozen=True)
+class Machines:
+    """GPUs of one kind: `nodes` nodes with `per_node` of them each."""
+
+    card: GPU
+    nodes: int
+    per_node: int
+
+    @property
+    def total(self) -> int:
+        return self.nodes * self.per_node
+
+    @cached_property
+    def cluster(self) -> Cluster | None:
+        return cluster(self.card, gpus=self.per_node) if self.total > 1 else None
+
+    @property
+    def usd_per_hour(self) -> float | None:
+        """Rent of all of them; None for a card without a price."""
+        return None if self.card.usd_per_hour is None else self.card.usd_per_hour * self.total
+
+    def __str__(self) -> str:
+        nodes = f"{self.nodes}x" if self.nodes > 1 else ""
+        return f"{nodes}{self.per_node}x{self.card.name}"
+
+
+def machines(text: str) -> Machines:
+    """Return the GPUs that "T4", "8xH100-80GB" or "2x8xA100-80GB" (nodes, GPUs per node) name; over 8 in eights."""
+    if not isinstance(text, str):
+        raise SpecError(f"gpus={text!r} is a {type(text).__name__}; give 'T4', '8xH100-80GB' or '2x8xA100-80GB'")
+    counts = re.match(r"(?:(\d+)x)?(?:(\d+)x)?(?=[A-Za-z])", text)
+    if not counts:
+        raise SpecError(f"gpus={text!r} is no card with its number; give 'T4', '8xH100-80GB' or '2x8xA100-80GB'")
+    numbers = [int(number) for number in counts.groups() if number]
+    card = find_gpu(text[counts.end() :])
+    if any(number < 1 for number in numbers):
+        raise SpecError(f"gpus={text!r}: give at least one GPU")
+    if len(numbers) == 2:
+        return Machines(card, *numbers)
+    total = numbers[0] if numbers else 1
+    if total > GPUS_PER_NODE and total % GPUS_PER_NODE:
+        raise SpecError(f"gpus={text!r}: nodes have 8 GPUs; give a multiple of 8, or nodes and GPUs: '3x4x{card.name}'")
+    return of_total(card, total)
+
+
+def of_total(card: GPU, total: int) -> Machines:
+    """Return `total` cards, eight to a node."""
+    return Machines(card, -(-total // GPUS_PER_NODE), min(total, GPUS_PER_NODE))
+
+
+def priced(most: Machines) -> Iterator[Machines]:
+    """Yield every card with a price of an hour, in each number up to that of `most`: 1, 2, 4, 8, then whole nodes.
+
+    Cards that the table joins by no link are alone.
+    """
+    inside = [n for n in (1, 2, 4, 8) if n < most.per_node]
+    shapes = [(1, n) for n in inside] + [(2**i, most.per_node) for i in range(most.nodes.bit_length())]
+    if shapes[-1] != (most.nodes, most.per_node):
+        shapes.append((most.nodes, most.per_node))
+    for card in gpus():
+        for nodes, per_node in shapes if card.usd_per_hour is not None else ():
+            there = Machines(card, nodes, per_node)
+            if joined(there):
+                yield there
+
+
+def joined(there: Machines) -> bool:
+    """Whether the tables know what connects them."""
+    if there.total == 1:
+        return True
+    try:
+        nodes = there.cluster
+    except NotAvailable:
+        return False
+    return nodes is not None and (there.nodes == 1 or nodes.across is not None)

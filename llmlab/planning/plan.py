@@ -1,0 +1,146 @@
+"""The best configuration for a model, some GPUs and a batch: searched by estimate, confirmed by simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import replace
+from typing import Any
+
+from ..base.errors import SpecError
+from ..base.units import show_seconds
+from ..specs.model import ModelLike
+from ..specs.model import model as find_model
+from ..specs.run import Training
+from ..specs.stacks import TRANSFORMERS, StackOptions, resolved
+from .confirm import confirm
+from .machines import Machines, machines, priced
+from .nearest import fitting, nearest
+from .result import Plan, lost
+from .search import WORSE, Search
+from .space import ALLOWED, GOALS, METHODS, Question
+
+
+def plan(
+    model: ModelLike,
+    gpus: str,
+    global_batch: int,
+    method: str = "full",
+    allow: Sequence[str] = (),
+    tokens: int | None = None,
+    goal: str = "fastest",
+    fixed: Mapping[str, Any] | None = None,
+    within: float | None = None,
+    stack: StackOptions | str = TRANSFORMERS,
+    executor: Executor | None = None,
+) -> Plan:
+    """Return the plan of `lab.plan`, which says what the arguments are."""
+    allow = (allow,) if isinstance(allow, str) else tuple(allow)
+    fixed = dict(fixed or {})
+    check_question(global_batch, method, allow, tokens, goal, fixed, within)
+    where, stack = machines(gpus), resolved(fixed.pop("stack", stack))
+    check_degrees(fixed, where if goal != "cheapest" else None, global_batch)
+    if isinstance(stack, StackOptions) and method != "full":
+        raise SpecError(f"method={method!r} and stack={stack.name!r} contradict each other: {stack.name} has no lora")
+    spec = find_model(model)
+    question = Question(spec, global_batch, method, frozenset(allow), fixed, stack, goal, tokens, within)
+    asked = list(priced(where)) if goal == "cheapest" else [where]
+    search = Search(question, asked)
+    confirmed = confirm(search, executor)
+    search.cuts[WORSE] = search.worse()
+    if not search.tried and not search.cut and not confirmed.interrupted:
+        raise search.refused or SpecError(f"global_batch={global_batch} sequences and gpus={gpus!r}: no number of "
+                                          "data-parallel ranks divides both; give another batch")  # fmt: skip
+    found, counted = confirmed.candidates, (search.tried, dict(search.cuts))
+    if found:
+        candidates = (found[0], *(replace(each, lost=lost(each, found[0], goal)) for each in found[1:]))
+        search.around(search.found(found[0].run, found[0].machines))
+    else:
+        candidates = ()
+    none = not candidates and not confirmed.interrupted
+    return Plan(
+        model=spec.name,
+        gpus=f"any card with a price, up to {where.total}" if goal == "cheapest" else str(where),
+        goal=goal,
+        global_batch=global_batch,
+        candidates=candidates,
+        tried=counted[0],
+        cuts=counted[1],
+        refuted=tuple(confirmed.refuted),
+        tokens=tokens,
+        nearest=nearest(question, where) if none else (),
+        problem=_problem(question, asked) if none else "",
+        interrupted=confirmed.interrupted,
+        seen=tuple(search.seen),
+    )
+
+
+def _problem(question: Question, asked: Sequence[Machines]) -> str:
+    """Return what is wrong with a question that has no answer: memory, or the deadline, and by how much."""
+    if question.within is None:
+        return "Nothing fits."
+    patient = replace(question, within=None, goal="fastest")
+    times = [(found.seconds or 0.0) / (found.run.global_batch * found.run.seq_len) * (question.tokens or 0)
+             for where in asked if (found := fitting(patient, where))]  # fmt: skip
+    if not times:
+        return "Nothing fits."
+    return f"Nothing is done within {question.within:g} days: the fastest takes {show_seconds(min(times))}."
+
+
+def check_question(
+    global_batch: int,
+    method: str,
+    allow: Sequence[str],
+    tokens: int | None,
+    goal: str,
+    fixed: Mapping[str, Any],
+    within: float | None,
+) -> None:
+    """Raise SpecError for what is no question, or contradicts itself: both sides are named."""
+    if method not in METHODS:
+        raise SpecError(f"method={method!r} is not one of {', '.join(METHODS)}")
+    if goal not in GOALS:
+        raise SpecError(f"goal={goal!r} is not one of {', '.join(GOALS)}")
+    if unknown := sorted(set(allow) - set(ALLOWED)):
+        raise SpecError(f"allow={unknown[0]!r} is not one of {', '.join(ALLOWED)}")
+    for name, value in (("global_batch", global_batch), ("tokens", tokens), ("within", within)):
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int if name != "within" else (int, float)):
+            raise SpecError(f"{name}={value!r} is a {type(value).__name__}; give a number")
+        if value <= 0:
+            raise SpecError(f"{name}={value!r} is too small; give more than 0")
+    if within is not None and tokens is None:
+        raise SpecError(f"within={within!r} days needs tokens=: how many are to be trained on")
+    names = [*Training().to_dict(), "stack"]
+    if unknown := sorted(set(fixed) - set(names)):
+        raise SpecError(f"fixed={unknown[0]!r} is no field of Training; it has {', '.join(names)}")
+    if fixed.get("lora") and method == "full":
+        raise SpecError("fixed lora and method='full' contradict each other; give method='lora'")
+    if fixed.get("quantization") and method != "qlora":
+        raise SpecError(f"fixed quantization={fixed['quantization']!r} and method={method!r} contradict each other; "
+                        "give method='qlora'")  # fmt: skip
+    if both := sorted((set(fixed) & set(allow)) - {"seq_len"}):  # from the given length on shorter ones are tried
+        raise SpecError(f"{both[0]} is fixed to {fixed[both[0]]!r} and allowed to vary; drop one of the two")
+
+
+def check_degrees(fixed: Mapping[str, Any], where: Machines | None, global_batch: int) -> None:
+    """Raise SpecError for fixed fields that the GPUs (None: not given) or the global batch contradict."""
+    degrees = {name: fixed[name] for name in ("dp", "tp", "pp", "cp", "micro_batch", "accumulation") if name in fixed}
+    Training(**{**degrees, "seq_len": fixed.get("seq_len", 1024)})  # each is a whole number from 1 on
+    cut = {name: value for name, value in degrees.items() if name in ("dp", "tp", "pp", "cp")}
+    size = 1
+    for value in cut.values():
+        size *= value
+    said = ", ".join(f"{name}={value}" for name, value in cut.items())
+    if where and (where.total % size or (len(cut) == 4 and size != where.total)):
+        raise SpecError(f"fixed {said} and gpus={str(where)!r} contradict each other: {size} ranks "
+                        f"{'are not' if len(cut) == 4 else 'do not divide'} {where.total} GPUs")  # fmt: skip
+    of_batch = {name: value for name, value in degrees.items() if name in ("dp", "micro_batch", "accumulation")}
+    size = 1
+    for value in of_batch.values():
+        size *= value
+    if global_batch % size or (len(of_batch) == 3 and size != global_batch):
+        said = ", ".join(f"{name}={value}" for name, value in of_batch.items())
+        raise SpecError(f"fixed {said} and global_batch={global_batch} contradict each other: "
+                        f"{size} {'is not' if len(of_batch) == 3 else 'does not divide'} {global_batch}")  # fmt: skip

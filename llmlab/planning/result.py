@@ -1,0 +1,218 @@
+"""A plan: candidates, the best first, each with its reasons; and what would fit where nothing does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, overload
+
+from ..base.tables import Table, Tabular
+from ..base.units import show_bytes, show_seconds
+from ..report import Report
+from ..specs.run import Training
+from .machines import Machines
+from .search import Found
+
+if TYPE_CHECKING:
+    from ..plots.canvas import Picture
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A run that fits: its estimate, and the simulation that confirmed it, or why there is none.
+
+    `lost`: why it is not the best, in one reason; "" of the best itself.
+    """
+
+    run: Training
+    machines: Machines
+    report: Report
+    simulation: Report | None
+    unconfirmed: str = ""
+    lost: str = ""
+
+    @property
+    def process(self) -> int | None:
+        """Bytes of the card that the simulated process takes; None without a simulation, or a known context."""
+        return self.simulation.process if self.simulation else None
+
+    @property
+    def usd_per_billion_tokens(self) -> float | None:
+        """Rent of all GPUs while 10^9 tokens are trained; None for a card without a price."""
+        return rent(self.machines, self.report)
+
+    def days(self, tokens: int) -> float | None:
+        """Days that training on `tokens` takes without an interruption."""
+        return days(self.report, tokens)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready values."""
+        return {
+            "gpus": str(self.machines), "run": self.run.to_dict(), "report": self.report.to_dict(),
+            "simulation": self.simulation.to_dict() if self.simulation else None, "unconfirmed": self.unconfirmed,
+            "usd_per_billion_tokens": self.usd_per_billion_tokens, "lost": self.lost,
+        }  # fmt: skip
+
+
+def rent(machines: Machines, report: Report) -> float | None:
+    """Return US dollars of the GPUs while 10^9 tokens are trained; None without a price or a time."""
+    hourly, speed = machines.usd_per_hour, report.tokens_per_second
+    return None if hourly is None or not speed else hourly / 3600 / speed * 1e9
+
+
+def days(report: Report, tokens: int) -> float | None:
+    """Return the days that as many tokens take; None without a time."""
+    return tokens / report.tokens_per_second / 86_400 if report.tokens_per_second else None
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """What would fit, by estimate with room to spare, if one thing were different: `direction` says which."""
+
+    direction: str
+    what: str
+    model: str
+    machines: Machines
+    run: Training
+    report: Report
+    tokens: int | None = None
+
+    def __str__(self) -> str:
+        hourly, billion = self.machines.usd_per_hour, rent(self.machines, self.report)
+        price = [f"${hourly:,.2f} an hour"] if hourly else ["no price in the table"]
+        price += [f"${billion:,.0f} per 10^9 tokens"] if billion else []
+        if self.tokens and (needed := days(self.report, self.tokens)):
+            price.append(f"{show_seconds(needed * 86_400)} for all tokens")
+        return f"{self.direction}: {self.what} ({', '.join(price)})."
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready values."""
+        return {
+            "direction": self.direction, "what": self.what, "model": self.model, "gpus": str(self.machines),
+            "run": self.run.to_dict(), "usd_per_hour": self.machines.usd_per_hour,
+            "usd_per_billion_tokens": rent(self.machines, self.report),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, repr=False)
+class Plan(Tabular, Sequence["Candidate"]):
+    """Candidates, the best first; empty where nothing fits. `tried`: configurations whose estimate was computed;
+    `cuts`: how many were not, by what cut them; `refuted`: what an estimate held for possible and its simulation did
+    not; `seen`: all whose memory and time are known. `interrupted`: by Ctrl-C, so it is the best so far."""
+
+    model: str
+    gpus: str
+    goal: str
+    global_batch: int
+    candidates: tuple[Candidate, ...]
+    tried: int
+    cuts: Mapping[str, int]
+    refuted: tuple[Training, ...] = ()
+    tokens: int | None = None
+    nearest: tuple[Nearest, ...] = ()
+    problem: str = ""
+    interrupted: bool = False
+    seen: tuple[Found, ...] = field(default=(), compare=False)
+
+    @property
+    def best(self) -> Candidate | None:
+        return self.candidates[0] if self.candidates else None
+
+    @property
+    def cut(self) -> int:
+        """How many configurations were not computed."""
+        return sum(self.cuts.values())
+
+    @overload
+    def __getitem__(self, place: int) -> Candidate: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Candidate]: ...
+    def __getitem__(self, place: int | slice) -> Candidate | Sequence[Candidate]:
+        return self.candidates[place]
+
+    def __len__(self) -> int:
+        return len(self.candidates)
+
+    def plot(self) -> Picture:
+        """Return a picture of what was estimated, memory against time, with the best marked.
+
+        Raises SpecError where nothing was.
+        """
+        from ..plots.pareto import plot_pareto
+
+        return plot_pareto(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready values."""
+        return {
+            "model": self.model, "gpus": self.gpus, "goal": self.goal, "global_batch": self.global_batch,
+            "tokens": self.tokens, "tried": self.tried, "cut": self.cut, "cuts": dict(self.cuts),
+            "problem": self.problem, "nearest": [each.to_dict() for each in self.nearest],
+            "interrupted": self.interrupted, "refuted": [run.to_dict() for run in self.refuted],
+            "candidates": [candidate.to_dict() for candidate in self.candidates],
+        }  # fmt: skip
+
+    def _table(self) -> Table:
+        title = f"{self.model} on {self.gpus}, {self.global_batch} sequences per update, the {self.goal} first"
+        if self.interrupted:
+            title = f"Interrupted, the best so far: {title}"
+        cuts = "; ".join(f"{number:,} {why}" for why, number in self.cuts.items() if number)
+        counts = f"{self.tried:,} configurations were estimated, {len(self.refuted)} refuted, {self.cut:,} cut unseen"
+        counts += f" ({cuts})." if cuts else "."
+        if not self.candidates:
+            return Table(("", ""), [], title, "\n".join([self.problem, *map(str, self.nearest), counts]))
+        rows = [self._row(candidate) for candidate in self.candidates]
+        header = ["configuration", "memory", "update", "8 in 10", "MFU", "10^9 tokens", "why not"]
+        if self.tokens:
+            header.insert(-1, "all tokens")
+        if self.goal == "cheapest":
+            header.insert(0, "GPUs")
+        notes = dict.fromkeys(each.unconfirmed for each in self.candidates if each.unconfirmed)
+        words = (0, 1, len(header) - 1) if self.goal == "cheapest" else (0, len(header) - 1)
+        return Table(header, rows, title, "\n".join([counts, *notes]), words)
+
+    def _row(self, c: Candidate) -> list[str]:
+        r = c.report
+        size, of = c.process or (c.simulation.peak_reserved if c.simulation else r.peak_allocated), r.capacity
+        price = c.usd_per_billion_tokens
+        row = [
+            words(c.run), f"{show_bytes(size)} of {show_bytes(of)}" + ("" if c.simulation else " (estimate)"),
+            show_seconds(r.step_seconds),
+            f"{show_seconds(r.step_seconds_low)} to {show_seconds(r.step_seconds_high)}" if r.step_seconds else "–",
+            f"{r.mfu:.0%}" if r.mfu else "–", f"${price:,.0f}" if price else "–", c.lost or "the best",
+        ]  # fmt: skip
+        if self.tokens:
+            needed = c.days(self.tokens)
+            row.insert(-1, show_seconds(86_400 * needed) if needed else "–")
+        return [str(c.machines), *row] if self.goal == "cheapest" else row
+
+    def __repr__(self) -> str:
+        return f"<Plan: {self.model} on {self.gpus}: {len(self)} candidates>"
+
+
+def words(run: Training) -> str:
+    """Return what a reader sets: the fields that are not the default, those of the question left out."""
+    told = {"seq_len", "lora", "quantization", "stack"}
+    fields = {name: value for name, value in run.to_dict().items() if name not in told}
+    default = Training().to_dict()
+    said = [f"{name} {value}" for name, value in fields.items() if value != default[name]]
+    return ", ".join([*said, *([repr(run.stack)] if not isinstance(run.stack, str) else [])]) or "as it is"
+
+
+def lost(candidate: Candidate, best: Candidate, goal: str) -> str:
+    """Return the one reason why `candidate` is not the best: its price, what of its time grew most, or its memory."""
+    mine, its = candidate.report, best.report
+    more = (mine.peak_allocated or 0) - (its.peak_allocated or 0)
+    if goal == "smallest" and more > 0:
+        return f"{show_bytes(more)} more memory"
+    price, least = candidate.usd_per_billion_tokens, best.usd_per_billion_tokens
+    if goal == "cheapest" and candidate.machines != best.machines and price and least:
+        return f"{price / least - 1:.1%} dearer"
+    if not mine.step_seconds:
+        return "its time is not known"
+    if not its.step_seconds or mine.step_seconds <= its.step_seconds * (1 + 1e-9):
+        return f"{show_bytes(more)} more memory" if more > 0 else "as good: a simpler one stands above"
+    parts = {part: seconds - its.time.get(part, 0.0) for part, seconds in mine.time.items()}
+    part = max(parts, key=lambda name: parts[name]) if parts else "time"
+    slower = mine.step_seconds / its.step_seconds - 1
+    return f"{slower:.1%} slower: {part} +{show_seconds(parts.get(part))}"

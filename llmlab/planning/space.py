@@ -1,0 +1,171 @@
+"""What a plan may vary, and in which combinations: fields of a Training, without any of their costs.
+
+A *shape* is what computes: precision, micro-batch, checkpointing, kernels, compile, tp, pp, cp, the pipeline's
+schedule. A *share* is who holds what: optimizer, ZeRO stage, HSDP's copies, offload, ep. A candidate is one of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+from ..specs.model import ModelSpec
+from ..specs.run import LoRA, Training
+from ..specs.stacks import TRANSFORMERS, Megatron, StackOptions, Torchtitan
+from .machines import Machines
+
+SHARED = ("optimizer", "ep", "offload", "zero", "dp_replicate")  # fields of a share
+METHODS = ("full", "lora", "qlora")
+GOALS = ("fastest", "cheapest", "smallest")
+# What is varied only where `allow` lists it: it changes the model that comes out, or needs a package.
+ALLOWED: dict[str, tuple[Any, ...]] = {
+    "optimizer": ("adamw", "adamw-8bit", "adafactor", "lion"), "precision": ("bf16",), "kernels": ("liger", None),
+    "fp8": ("tensorwise", "rowwise", None), "lora": ("lora", "qlora"), "seq_len": (512,),
+}  # fmt: skip
+LEAST_TOKENS = 1024  # of a sequence on each context-parallel rank: below, a ring sends more than it computes
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked for: `global_batch` sequences of `seq_len` tokens per update, which stay as they are."""
+
+    spec: ModelSpec
+    global_batch: int
+    method: str = "full"
+    allow: frozenset[str] = frozenset()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    stack: StackOptions | str = TRANSFORMERS
+    goal: str = "fastest"
+    tokens: int | None = None
+    within: float | None = None  # days
+
+    @property
+    def seq_len(self) -> int:
+        return int(self.fixed.get("seq_len", Training.seq_len))
+
+    def options(self, name: str, values: Sequence[Any]) -> Sequence[Any]:
+        """Return the values that `name` may have: those of `fixed`, else those of `values` that the stack has. Where it
+        has none of them all are returned, and what is made of them says so."""
+        if name in self.fixed:
+            return (self.fixed[name],)
+        if isinstance(self.stack, StackOptions) and name in self.stack.allowed:
+            return [value for value in values if value in self.stack.allowed[name]] or values
+        return values
+
+    def late(self, seconds: float, run: Training) -> bool:
+        """Whether steps of these seconds are not done in time."""
+        if self.within is None or not self.tokens:
+            return False
+        return seconds * self.tokens / (run.global_batch * run.seq_len) > self.within * 86_400
+
+
+@lru_cache(1 << 12)
+def divisors(number: int) -> tuple[int, ...]:
+    return tuple(each for each in range(1, number + 1) if number % each == 0)
+
+
+def shapes(q: Question, where: Machines) -> Iterator[dict[str, Any]]:
+    """Yield the fields of each shape; with tp there is sequence parallelism, which saves memory and costs no time."""
+    methods = (q.method, *ALLOWED["lora"]) if "lora" in q.allow else (q.method,)
+    for method, (seq_len, batch) in product(dict.fromkeys(methods), lengths(q)):
+        kinds = list(_kinds(q, where, method))
+        for tp, pp, cp in _degrees(q, where, seq_len):
+            dp = where.total // (tp * pp * cp)
+            cut = {"tp": tp, "pp": pp, "cp": cp, "dp": dp, "sequence_parallel": tp > 1, "seq_len": seq_len}
+            if "sequence_parallel" in q.fixed:
+                cut["sequence_parallel"] = q.fixed["sequence_parallel"]
+            for micro_batch, accumulation in _micro_batches(q, batch, dp):
+                sizes = {**cut, "micro_batch": micro_batch, "accumulation": accumulation}
+                for kind, stack in product(kinds, _schedules(q, pp, accumulation)):
+                    yield {**q.fixed, **stack, **kind, **sizes}
+
+
+def lengths(q: Question) -> Iterator[tuple[int, int]]:
+    """Yield sequence lengths and how many of them make as many tokens per update."""
+    length, batch = q.seq_len, q.global_batch
+    yield length, batch
+    while "seq_len" in q.allow and (length := length // 2) >= ALLOWED["seq_len"][0]:
+        batch *= 2
+        yield length, batch
+
+
+def _kinds(q: Question, where: Machines, method: str) -> Iterator[dict[str, Any]]:
+    half = "bf16" if where.card.supports_bf16 else "fp16"
+    precisions: tuple[str, ...] = (f"autocast-{half}", f"mixed-{half}") if method == "full" else (half,)
+    if method == "full" and "precision" in q.allow and half == "bf16":
+        precisions += ALLOWED["precision"]
+    base: dict[str, Any] = {"attention": "eager" if q.spec.family == "gemma2" else "sdpa"}
+    if method != "full":
+        base["lora"] = LoRA()
+    if method == "qlora":
+        base["quantization"] = "nf4"
+    fp8 = ALLOWED["fp8"] if "fp8" in q.allow and where.card.peak("fp8") else (None,)
+    for precision, compiled, eighth, checkpointing, kernels in product(
+        q.options("precision", precisions), q.options("compile", (True, False)), q.options("fp8", fp8),
+        q.options("checkpointing", (None, "selective", "full")),
+        q.options("kernels", ALLOWED["kernels"] if "kernels" in q.allow else (None,)),
+    ):  # fmt: skip
+        if eighth and not (compiled and precision in ("bf16", "mixed-bf16")):
+            continue
+        own = {"stack": Torchtitan(**{**_options(q.stack), "ac": "none"})} if _keeps_all(q.stack, checkpointing) else {}
+        yield {**base, "precision": precision, "compile": compiled, "fp8": eighth, "checkpointing": checkpointing,
+               "kernels": kernels, **own, **{name: q.fixed[name] for name in base if name in q.fixed}}  # fmt: skip
+
+
+def _degrees(q: Question, where: Machines, seq_len: int) -> Iterator[tuple[int, int, int]]:
+    sides, heads, layers = divisors(where.total), q.spec.heads, q.spec.layers
+    for tp in q.options("tp", [n for n in sides if n <= where.per_node and heads % n == 0]):
+        for pp in q.options("pp", [n for n in sides if n <= layers]):
+            short = [n for n in sides if seq_len % n == 0 and (n == 1 or seq_len // n >= LEAST_TOKENS)]
+            for cp in q.options("cp", short):
+                if where.total % (tp * pp * cp) == 0 and q.fixed.get("dp", dp := where.total // (tp * pp * cp)) == dp:
+                    yield tp, pp, cp
+
+
+def _micro_batches(q: Question, batch: int, dp: int) -> Iterator[tuple[int, int]]:
+    if batch % dp:
+        return
+    for micro_batch in q.options("micro_batch", divisors(batch // dp)):
+        accumulation, rest = divmod(batch // dp, micro_batch)
+        if not rest and q.fixed.get("accumulation", accumulation) == accumulation:
+            yield micro_batch, accumulation
+
+
+def _schedules(q: Question, pp: int, accumulation: int) -> Iterator[dict[str, Any]]:
+    """Yield the stack, and of Megatron-LM's pipelines its interleaved schedules, too."""
+    if q.stack == TRANSFORMERS:
+        yield {}
+        return
+    yield {"stack": q.stack}
+    if isinstance(q.stack, Megatron) and q.stack.virtual_pipeline == 1 and pp > 1 and accumulation % pp == 0:
+        for chunks in divisors(q.spec.layers // pp)[1:] if q.spec.layers % pp == 0 else ():
+            yield {"stack": Megatron(**{**_options(q.stack), "virtual_pipeline": chunks})}
+
+
+def _keeps_all(stack: StackOptions | str, checkpointing: str | None) -> bool:
+    """Whether the stack must be told that nothing is recomputed: torchtitan's own default is "selective"."""
+    return isinstance(stack, Torchtitan) and stack.ac is None and checkpointing is None
+
+
+def _options(stack: StackOptions | str) -> dict[str, Any]:
+    assert isinstance(stack, StackOptions)
+    return {name: value for name, value in stack.to_dict().items() if name != "name"}
+
+
+def shares(q: Question, where: Machines, dp: int) -> Iterator[dict[str, Any]]:
+    """Yield who holds what, of `dp` data-parallel ranks."""
+    optimizers = ALLOWED["optimizer"] if "optimizer" in q.allow else ("adamw",)
+    experts = q.spec.experts
+    eps = q.options("ep", [n for n in divisors(dp) if experts and experts % n == 0] or (1,))
+    stages = (3,) if isinstance(q.stack, Torchtitan) and dp > 1 else (0, 1, 2, 3) if dp > 1 else (0,)
+    offloads = q.options("offload", (None, "optimizer", "optimizer+parameters"))
+    for optimizer, ep, offload in product(q.options("optimizer", optimizers), eps, offloads):
+        # Engines offload what ZeRO holds, on one GPU too.
+        held = stages if not offload else (3,) if offload == "optimizer+parameters" else (2,)
+        for zero in q.options("zero", held):
+            copies = [n for n in divisors(dp) if zero >= 2 and not offload and n < dp and dp // n % ep == 0] or (1,)
+            for dp_replicate in q.options("dp_replicate", copies):
+                yield {"optimizer": optimizer, "ep": ep, "offload": offload, "zero": zero, "dp_replicate": dp_replicate}

@@ -1,0 +1,186 @@
+"""Candidates are confirmed by an executor: none is lost with a worker, and Ctrl-C returns the best so far."""
+
+import os
+import signal
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+
+import pytest
+
+import llmlab as lab
+from llmlab.planning import confirm as confirming
+from llmlab.planning.confirm import MARGIN, confirm, shortened, simulated_run
+from llmlab.planning.machines import machines
+from llmlab.planning.search import Search
+from llmlab.planning.space import Question
+
+TINY = {
+    "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 256, "tie_word_embeddings": False,
+}  # fmt: skip
+FIXED = {"seq_len": 64, "offload": None, "compile": False}
+
+
+def search(gpus="T4", model=TINY, batch=16, **fixed):
+    return Search(Question(lab.model(model), batch, fixed={**FIXED, **fixed}), [machines(gpus)])
+
+
+class Here(Executor):
+    """Answers at once: what `answer` returns of a run."""
+
+    def __init__(self, answer):
+        self.answer = answer
+
+    def submit(self, function, model, run, card):
+        future = Future()
+        try:
+            future.set_result(self.answer(run, card))
+        except BaseException as error:
+            future.set_exception(error)
+        return future
+
+
+def fits(run, card):
+    return lab.Report(source="simulated", model="tiny", run=run, gpu=card, outcome="fits")
+
+
+def test_what_its_simulation_refutes_is_replaced():
+    refuted = []
+
+    def answer(run, card):
+        if run.checkpointing is None:
+            refuted.append(run)
+            return lab.Report(source="simulated", model="tiny", run=run, gpu=card, outcome="out of memory")
+        return fits(run, card)
+
+    done = confirm(search(), Here(answer))
+    assert len(refuted) >= 2 and done.refuted == refuted
+    assert {each.run.checkpointing for each in done.candidates} == {"selective", "full"}
+    assert not {each.run for each in done.candidates} & set(refuted)
+
+
+def test_one_micro_batch_of_a_layout_is_shown_and_the_next_stands_in():
+    done = confirm(search(), Here(fits))
+    layouts = [done.key(each) for each in done.candidates]
+    assert len(set(layouts)) == len(layouts)
+    first = done.candidates[0].run
+    refuted = Here(lambda run, card: replace(fits(run, card), outcome="out of memory" if run == first else "fits"))
+    again = confirm(search(), refuted)
+    stands_in = next(each.run for each in again.candidates if again.key(each) == layouts[0])
+    assert stands_in.micro_batch != first.micro_batch
+
+
+class Impatient(Here):
+    """Somebody presses Ctrl-C in the second round: of the first round all but one are refuted."""
+
+    def __init__(self):
+        super().__init__(self.first_alone)
+        self.asked = []
+
+    def submit(self, function, model, run, card):
+        self.asked.append(run)
+        if len(self.asked) > 10:
+            raise KeyboardInterrupt
+        return super().submit(function, model, run, card)
+
+    def first_alone(self, run, card):
+        return replace(fits(run, card), outcome="fits" if run == self.asked[0] else "out of memory")
+
+
+def test_ctrl_c_returns_the_best_so_far():
+    plan = lab.plan(TINY, "4xA100-80GB", 16, fixed=FIXED, executor=Impatient())
+    assert plan.interrupted and str(plan).startswith("Interrupted, the best so far")
+    assert [bool(each.simulation) for each in plan] == [True] + [False] * (len(plan) - 1) and len(plan) > 1
+    assert plan[1].unconfirmed == "Interrupted before its simulation."
+    assert not {each.run for each in plan} & set(plan.refuted)
+
+
+def test_a_process_that_dies_is_asked_again_and_then_said():
+    deaths = []
+
+    def answer(run, card):
+        if run.precision.startswith("autocast") or not deaths:
+            deaths.append(run)
+            raise BrokenProcessPool("killed")
+        return fits(run, card)
+
+    done = confirm(search("4xA100-80GB"), Here(answer))
+    ends = {each.run.precision: each.unconfirmed for each in done.candidates}
+    assert ends["autocast-bf16"].startswith("Not simulated: the process that simulated it ended, twice")
+    assert ends["mixed-bf16"] == ""  # its first was asked again
+
+
+def test_the_margin_is_left_free(monkeypatch):
+    rooms = []
+
+    def simulated(model, run, gpu):
+        rooms.append(gpu.memory)
+        return lab.Report(source="simulated", model="tiny", run=run, gpu=gpu.name, outcome="fits", capacity=gpu.memory)
+
+    monkeypatch.setattr("llmlab.simulation.report.simulated", simulated)
+    report = simulated_run(TINY, lab.Training(), "T4")
+    assert rooms == [round(lab.gpu("T4").memory * (1 - MARGIN))] and report.capacity == lab.gpu("T4").memory
+
+
+def test_a_compiled_step_is_simulated_eager():
+    run = lab.Training(seq_len=64, dp=2, compile=True, precision="autocast-fp16")
+    report = simulated_run(TINY, run, "T4")
+    assert report.run == run and report.notes[0].startswith("Simulated eager")
+    eager = lab.simulate(TINY, replace(run, compile=False), "T4")
+    assert report.peak_allocated == eager.peak_allocated
+
+
+def test_two_of_many_micro_batches_take_what_all_take():
+    run = lab.Training(micro_batch=2, seq_len=64, precision="autocast-fp16", accumulation=5)
+    short = simulated_run(TINY, run, "T4")
+    whole = lab.simulate(TINY, run, "T4")
+    assert short.run == run and shortened(run).accumulation == 2
+    ids = 3 * 8 * run.tokens  # bytes of three more micro-batches
+    assert short.peak_allocated == whole.peak_allocated - ids and short.peak_reserved == whole.peak_reserved
+
+
+def test_two_workers_of_dask_one_of_them_killed_lose_nothing(monkeypatch):
+    """A real cluster on this machine: a worker is killed in the middle of its work, and others do that."""
+    distributed = pytest.importorskip("distributed", reason="dask is not installed")
+    options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None, "silence_logs": 50}
+    with distributed.LocalCluster(**options) as cluster, distributed.Client(cluster) as client:
+        victim, pid = next(iter(client.run(os.getpid).items()))
+
+        def work(model, run, card):  # quick, and without torch, but endless in the process that is to be killed
+            import os
+            from dataclasses import replace
+
+            import llmlab
+
+            while os.getpid() == pid:
+                pass
+            return replace(llmlab.estimate(model, run, card), source="simulated", outcome="fits")
+
+        monkeypatch.setattr(confirming, "simulated_run", work)
+
+        def kill():
+            while not client.processing().get(victim):
+                pass
+            os.kill(pid, signal.SIGKILL)
+
+        with ThreadPoolExecutor(1) as watching:
+            killed = watching.submit(kill)
+            done = confirm(search("2xT4"), client.get_executor())
+            assert killed.result() is None
+        alone = confirm(search("2xT4"), Here(lambda run, card: work(TINY, run, card)))
+    assert [each.run for each in done.candidates] == [each.run for each in alone.candidates]
+    assert len(done.candidates) == 10 and all(each.simulation for each in done.candidates)
+
+
+def test_processes_are_the_default(monkeypatch):
+    pools = []
+    real = confirming._pool
+
+    def counted(executor, workers):
+        pools.append((executor, workers))
+        return real(ThreadPoolExecutor(1), workers)
+
+    monkeypatch.setattr(confirming, "_pool", counted)
+    assert confirm(search(precision="autocast-fp16", checkpointing=None), None).candidates
+    assert pools[0] == (None, 2)

@@ -1,0 +1,165 @@
+"""A plan: every candidate holds the global batch, fits by its simulation, and says why it lost."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from click.testing import CliRunner
+
+import llmlab as lab
+from llmlab.cli.main import cli
+from llmlab.planning.machines import machines
+from llmlab.planning.nearest import fitting
+from llmlab.planning.space import Question
+from llmlab.plots.pareto import CHOSEN
+
+TINY = {
+    "model_type": "llama", "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 256, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    with ThreadPoolExecutor(1) as one:
+        return lab.plan(TINY, "4xA100-80GB", 16, fixed={"seq_len": 128, "pp": 1}, tokens=10**9, executor=one)
+
+
+def test_a_plan_holds_the_batch_and_is_confirmed(tiny):
+    assert len(tiny) >= 3 and tiny.best is tiny[0]
+    for candidate in tiny:
+        assert candidate.run.global_batch == 16 and candidate.run.world_size == 4
+        assert candidate.simulation is not None or candidate.unconfirmed
+        assert candidate.simulation is None or candidate.simulation.outcome != "out of memory"
+    assert any(candidate.simulation for candidate in tiny)
+
+
+def test_the_fastest_is_first_and_the_others_say_why_not(tiny):
+    seconds = [candidate.report.step_seconds for candidate in tiny]
+    assert seconds == sorted(seconds)
+    assert tiny.best.lost == "" and all(candidate.lost for candidate in tiny[1:])
+    assert tiny.best.days(10**9) == pytest.approx(10**9 / tiny.best.report.tokens_per_second / 86_400)
+
+
+def test_the_cheapest_plan_has_one_run_of_each_number_of_a_card():
+    with ThreadPoolExecutor(1) as one:
+        plan = lab.plan(TINY, "2xT4", 16, goal="cheapest", fixed={"seq_len": 128, "compile": False}, executor=one)
+    assert plan.gpus == "any card with a price, up to 2"
+    machines_ = [str(each.machines) for each in plan]
+    assert len(set(machines_)) == len(machines_) and len({each.machines.card.name for each in plan}) > 1
+    prices = [each.usd_per_billion_tokens for each in plan]
+    assert prices == sorted(prices) and "dearer" in plan[1].lost
+    assert "GPUs" in str(plan)
+
+
+def test_the_picture_marks_the_chosen_one(tiny):
+    picture = tiny.plot()
+    assert f"{len([each for each in tiny.seen if each.seconds])} configurations" in picture.alt
+    (ax,) = picture.axes
+    labels = [text.get_text() for text in picture.legends[0].get_texts()]
+    assert {"no ZeRO", "ZeRO-3", "full checkpointing", "chosen"} <= set(labels)
+    chosen = [points for points in ax.collections if points.get_sizes()[0] == CHOSEN]
+    (place,) = chosen[0].get_offsets().tolist()
+    assert place[0] == pytest.approx(tiny.best.report.step_seconds)
+    empty = lab.plan("meta-llama/Llama-3.1-8B", "T4", 8)
+    with pytest.raises(lab.SpecError, match="nothing fits"):
+        empty.plot()
+
+
+def test_where_nothing_fits_the_nearest_that_does_is_named():
+    plan = lab.plan("meta-llama/Llama-3.1-8B", "T4", 8)
+    assert not plan and plan.best is None
+    directions = {each.direction: each for each in plan.nearest}
+    assert set(directions) == {"A larger card", "A smaller model", "Another method"}  # not even eight T4s hold it
+    assert directions["Another method"].run.lora and str(directions["A larger card"]).endswith("per 10^9 tokens).")
+    for each in plan.nearest:
+        assert each.report.outcome == "fits" and each.machines.usd_per_hour
+    assert directions["A larger card"].machines.card.memory > lab.gpu("T4").memory
+    assert lab.model(directions["A smaller model"].model).parameters < lab.model("meta-llama/Llama-3.1-8B").parameters
+
+
+def test_more_gpus_and_shorter_sequences_are_named_too():
+    plan = lab.plan("meta-llama/Llama-3.1-8B", "H100-80GB", 8, fixed={"seq_len": 32768, "offload": None})
+    directions = {each.direction: each for each in plan.nearest}
+    more = directions["More GPUs"].machines
+    question = Question(lab.model("meta-llama/Llama-3.1-8B"), 8, fixed={"seq_len": 32768, "offload": None})
+    assert more.total > 1 and fitting(question, more)
+    assert not fitting(question, machines(f"{more.total // 2}xH100-80GB"))
+    adapters = lab.plan("meta-llama/Llama-3.1-8B", "T4", 8, method="qlora", fixed={"seq_len": 131072})
+    shorter = next(each for each in adapters.nearest if each.direction == "Shorter sequences")
+    assert shorter.run.seq_len < 131072 and shorter.run.seq_len * shorter.run.global_batch == 8 * 131072
+
+
+def test_a_deadline_that_nobody_meets_is_said_with_the_fastest():
+    plan = lab.plan("gpt2", "T4", 8, tokens=10**10, within=1.0)
+    assert not plan and plan.problem.startswith("Nothing is done within 1 days: the fastest takes")
+    more = next(each for each in plan.nearest if each.direction == "Another card")
+    assert 10**10 / more.report.tokens_per_second <= 86_400 and plan.cuts["too late"] > 0
+
+
+@pytest.mark.parametrize(("text", "counts"), [("T4", (1, 1)), ("8xT4", (1, 8)), ("2x4xT4", (2, 4)), ("16xT4", (2, 8))])
+def test_machines_are_read(text, counts):
+    found = machines(text)
+    assert (found.nodes, found.per_node) == counts and found.card.name == "T4"
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"gpus": "8xT5"}, "unknown GPU 'T5'"),
+        ({"gpus": "12xT4"}, "nodes have 8 GPUs"),
+        ({"gpus": "0xT4"}, "at least one GPU"),
+        ({"global_batch": 0}, "global_batch=0 is too small"),
+        ({"tokens": 0}, "tokens=0 is too small"),
+        ({"within": 3.0}, "needs tokens="),
+        ({"method": "half"}, "method='half' is not one of"),
+        ({"goal": "best"}, "goal='best' is not one of"),
+        ({"allow": ("magic",)}, "allow='magic' is not one of"),
+        ({"fixed": {"sequence": 1}}, "fixed='sequence' is no field"),
+        ({"fixed": {"optimizer": "sgd"}, "allow": ("optimizer",)}, "drop one of the two"),
+        ({"fixed": {"lora": lab.LoRA()}}, "contradict each other"),
+        ({"fixed": {"quantization": "nf4"}}, "quantization='nf4' and method='full' contradict each other"),
+        ({"gpus": "8xT4", "fixed": {"dp": 3}}, "dp=3 and gpus='8xT4' contradict each other"),
+        ({"gpus": "8xT4", "fixed": {"dp": 2, "tp": 2, "pp": 1, "cp": 1}}, "4 ranks are not 8 GPUs"),
+        ({"fixed": {"micro_batch": 3}}, "micro_batch=3 and global_batch=8 contradict each other"),
+        ({"fixed": {"zero": 3, "offload": None}}, "zero=3 with dp=1"),
+        ({"gpus": "8xT4", "global_batch": 7, "fixed": {"tp": 1, "pp": 1, "cp": 1}}, "no number of data-parallel ranks"),
+        ({"fixed": {"seq_len": 4096}}, "seq_len=4096 is beyond"),
+        ({"fixed": {"precision": "bf16"}}, "T4 has no bf16 units"),
+        ({"stack": "nemo"}, "unknown stack 'nemo'"),
+        ({"stack": "megatron", "method": "lora"}, "contradict each other: megatron has no lora"),
+        ({"tokens": "many"}, "tokens='many' is a str"),
+        ({"gpus": 8}, "gpus=8 is a int"),
+    ],
+)
+def test_bad_input_is_a_sentence(asked, says):
+    question = {"gpus": "T4", "global_batch": 8, **asked}
+    with pytest.raises((lab.SpecError, lab.UnknownName), match=says):
+        lab.plan("gpt2", question.pop("gpus"), question.pop("global_batch"), **question)
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["plan", "gpt2", "--gpus", "T5", "--global-batch", "8"], 2),
+        (["plan", "gpt2", "--gpus", "T4", "--global-batch", "8", "--fixed", "seq_len"], 2),
+        (["plan", "meta-llama/Llama-3.1-8B", "--gpus", "T4", "--global-batch", "8", "--json"], 1),
+        (["plan", "gpt2", "--gpus", "T4", "--global-batch", "8", "--tokens", "0"], 2),
+        (["plan", "gpt2", "--gpus", "T4", "--global-batch", "8", "--tokens", "10000000000", "--within", "1"], 1),
+        (["plan", "gpt2", "--gpus", "8xT4", "--global-batch", "8", "--fixed", "dp=3"], 2),
+        (["fix", "gpt2"], 2),
+        (["fix", "gpt2", "--gpu", "T4", "--micro-batch", "8"], 0),
+    ],
+)
+def test_the_commands_exit_codes(words, code):
+    done = CliRunner().invoke(cli, words)
+    assert done.exit_code == code
+    assert "Traceback" not in done.output
+
+
+def test_fix_reads_torchs_message_from_stdin():
+    message = (
+        "CUDA out of memory. Tried to allocate 1.00 GiB (GPU 0; 14.00 GiB total capacity; 12.00 GiB already allocated; "
+        "0.50 GiB free; 13.00 GiB reserved in total by PyTorch)"
+    )
+    done = CliRunner().invoke(cli, ["fix"], input=message)
+    assert done.exit_code == 0 and "expandable_segments" in done.output
