@@ -7,6 +7,7 @@ checkpointing is not tried without it.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
@@ -26,6 +27,7 @@ from ..report import Report
 from ..specs.model import ModelLike, ModelSpec
 from ..specs.model import model as find_model
 from ..specs.run import LoRA, Training
+from .files.write import Written, write_files
 
 METHODS = ("full", "lora", "qlora")
 GOALS = ("fastest", "smallest")
@@ -104,6 +106,12 @@ class Candidate:
         """Days that training on `tokens` takes without an interruption."""
         speed = self.report.tokens_per_second
         return tokens / speed / 86_400 if speed else None
+
+    def write(self, folder: str | os.PathLike[str], force: bool = False, model: ModelLike | None = None) -> Written:
+        """Write the files that run it into `folder`; see `lab.write`. `model` is the one planned, where no preset."""
+        where = self.machines
+        spec = find_model(self.report.model if model is None else model)
+        return write_files(spec, self.run, where.card.name, where.nodes, where.per_node, folder, force)
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready values."""
