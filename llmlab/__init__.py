@@ -24,7 +24,7 @@ from .simulation.simulator import simulator
 from .specs.model import ModelSpec, model, models
 from .specs.run import Inference, LoRA, Training
 from .specs.stacks import Megatron, Torchtitan
-from .verbs import compare, estimate, fix, measure, meter, plan, records, simulate
+from .verbs import compare, estimate, fix, measure, meter, plan, records, simulate, write
 
 __all__ = [
     "GPU",
@@ -56,6 +56,7 @@ __all__ = [
     "scale",
     "simulate",
     "simulator",
+    "write",
 ]
 
 

@@ -78,7 +78,7 @@ def trainer_fields(arguments: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         "compile": ("torch_compile", bool(values.get("torch_compile"))),
         "kernels": ("use_liger_kernel", "liger" if values.get("use_liger_kernel") else None),
     }
-    if values.get("gradient_checkpointing"):
+    if values.get("gradient_checkpointing") or values.get("activation_checkpointing"):
         said["checkpointing"] = ("gradient_checkpointing", "full")
     if values.get("max_length"):  # SFTConfig's
         said["seq_len"] = ("max_length", values["max_length"])

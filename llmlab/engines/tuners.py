@@ -1,7 +1,8 @@
 """A Training as the settings of Axolotl and LLaMA-Factory, and as Megatron-LM's arguments.
 
 Names of Axolotl's config schema (src/axolotl/utils/schemas), LLaMA-Factory's arguments (src/llamafactory/hparams) and
-Megatron-LM's (megatron/training/arguments.py), as of August 2026. Each function raises SpecError for what it cannot say.
+Megatron-LM's (megatron/training/arguments.py), as of August 2026. Each function raises SpecError for what
+it cannot say.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def llama_factory_config(run: Any, model: str) -> dict[str, Any]:
 
 
 def megatron_arguments(run: Any, spec: Any) -> list[str]:
-    """Return the arguments of Megatron-LM's pretrain_gpt.py, one option each; without learning rate, data, tokenizer."""
+    """Return the arguments of Megatron-LM's pretrain_gpt.py, an option each; no learning rate, data, tokenizer."""
     wanted = {"precision": ("mixed-bf16", "mixed-fp16"), "optimizer": ("adamw",), "zero": (0, 1), "lora": (None,),
               "quantization": (None,), "offload": (None,), "kernels": (None,), "compile": (False,), "fp8": (None,),
               "attention": ("sdpa", "flash", "eager"), "ep": (1,)}  # fmt: skip
@@ -126,4 +127,5 @@ def _recompute(kind: str, options: Any) -> list[str]:
     if kind == "selective":
         return [*lines, f"--recompute-modules {' '.join(getattr(options, 'recompute_modules', ('core_attn',)))}"]
     method = getattr(options, "recompute_method", None) or "uniform"
-    return [*lines, f"--recompute-method {method}", f"--recompute-num-layers {getattr(options, 'recompute_num_layers', 1)}"]
+    layers = getattr(options, "recompute_num_layers", 1)
+    return [*lines, f"--recompute-method {method}", f"--recompute-num-layers {layers}"]

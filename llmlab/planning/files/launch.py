@@ -17,7 +17,8 @@ def launch_script(title: str, program: str, nodes: int, per_node: int) -> str:
     """Return launch.sh: torchrun's line on one node of `nodes`; `program` is the script and its arguments."""
     lines = [
         "#!/bin/bash", f"# {title}.", "#     LR=... ./launch.sh --data train.txt", "set -euo pipefail",
-        'cd "$(dirname "${BASH_SOURCE[0]}")"', ': "${LR:?set the learning rate, which no plan knows: LR=... ./launch.sh}"',
+        'cd "$(dirname "${BASH_SOURCE[0]}")"',
+        ': "${LR:?set the learning rate, which no plan knows: LR=... ./launch.sh}"',
     ]  # fmt: skip
     ranks = f"--nproc-per-node {per_node}"
     if nodes > 1:

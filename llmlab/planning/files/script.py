@@ -66,7 +66,7 @@ def _check_adapters(run: Training) -> None:
     if run.zero or run.offload:
         run.to_deepspeed()
     elif run.precision.startswith("mixed"):
-        raise SpecError(f"precision={run.precision!r} with lora: adapters have no half copy; give bf16 or autocast-bf16")
+        raise SpecError(f"precision={run.precision!r} with lora: adapters have no half copy; give bf16")
 
 
 def training_script(spec: ModelSpec, run: Training, model: str, from_scratch: bool, title: str) -> str:
@@ -77,7 +77,7 @@ def training_script(spec: ModelSpec, run: Training, model: str, from_scratch: bo
     needs += ["bitsandbytes"] if run.quantization or run.optimizer in ("adamw-8bit", "lion") else []
     needs += ["liger-kernel"] if run.kernels == "liger" else []
     words = (
-        f'"""{title}, with {WHAT[chosen]}.\n\n    ./launch.sh --data train.txt        with LR=... in the environment\n\n'
+        f'"""{title}, with {WHAT[chosen]}.\n\n    ./launch.sh --data train.txt        with LR=... set\n\n'
         f"It needs {', '.join(needs)}. What a plan does not say stays with you: the learning rate and its schedule,\n"
         'clipping, the data and how long to train.\n"""\n'
     )

@@ -75,9 +75,13 @@ def texts(spec: ModelSpec, run: Training, card: str, nodes: int, per_node: int) 
         lambda: note("pretrain_gpt.py $(grep -v '^#' megatron_args.txt) --lr ..., and its data and tokenizer.")
         + "\n".join(megatron_arguments(run, spec)) + "\n")  # fmt: skip
     add("axolotl.yaml", "Axolotl's settings",
-        lambda: note("Yours to add, both required: learning_rate, datasets.") + yaml_text(axolotl_config(run, model)))  # fmt: skip
+        lambda: note("Yours to add, both required: learning_rate, datasets.")
+        + yaml_text(axolotl_config(run, model))
+    )
     add("llama_factory.yaml", "LLaMA-Factory's settings",
-        lambda: note("Yours to add: learning_rate, dataset, template.") + yaml_text(llama_factory_config(run, model)))  # fmt: skip
+        lambda: note("Yours to add: learning_rate, dataset, template.")
+        + yaml_text(llama_factory_config(run, model))
+    )
     if not published:
         found["model/config.json"] = json.dumps(spec.config, indent=2) + "\n", "the model, whose weights start random"
     program, packages = _program(run, found, left_out)
@@ -117,10 +121,9 @@ def write_files(
     """
     found, left_out = texts(spec, run, card, nodes, per_node)
     target = Path(folder)
-    if there := sorted(name for name in found if os.path.lexists(target / name)):
-        if not force:
-            raise SpecError(f"{target} has {', '.join(there)} already: give force=True (--force) to replace them, or "
-                            "another folder")  # fmt: skip
+    if (there := sorted(name for name in found if os.path.lexists(target / name))) and not force:
+        raise SpecError(f"{target} has {', '.join(there)} already: give force=True (--force) to replace them, or "
+                        "another folder")  # fmt: skip
     try:
         _write_all(target, {name: text for name, (text, _) in found.items()})
     except OSError as error:
