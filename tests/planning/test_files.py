@@ -119,7 +119,8 @@ def test_axolotl_and_llama_factory_have_what_is_set(tmp_path, run):
 
 
 def test_torchtitans_job_config_comes_back(tmp_path):
-    run = lab.Training(dp=4, tp=2, micro_batch=2, accumulation=2, seq_len=4096, compile=True, stack="torchtitan:ac=full")
+    run = lab.Training(dp=4, tp=2, micro_batch=2, accumulation=2, seq_len=4096, compile=True,
+                       stack="torchtitan:ac=full")  # fmt: skip
     written(tmp_path / "out", run, "8xH100-80GB", "meta-llama/Llama-3.1-8B")
     assert lab.Training.from_torchtitan(tmp_path / "out" / "torchtitan.toml") == run
     assert "-m torchtitan.train" in (tmp_path / "out" / "launch.sh").read_text()

@@ -64,4 +64,5 @@ def sky_task(title: str, card: str, nodes: int, per_node: int, packages: list[st
         "run": 'export NODE_RANK=$SKYPILOT_NODE_RANK HEAD=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)\n'
                f'bash launch.sh{data_word}\n',
     }  # fmt: skip
-    return f"# {title}.\n#     sky launch sky.yaml --env LR=...{' --env DATA=train.txt' if data else ''}\n" + yaml_text(task)
+    env = " --env DATA=train.txt" if data else ""
+    return f"# {title}.\n#     sky launch sky.yaml --env LR=...{env}\n" + yaml_text(task)
