@@ -100,12 +100,14 @@ def _check(run: Any, name: str) -> None:
         raise SpecError(f"torchtitan has no flavor of {name}, only of {', '.join(FLAVORS)}")
     if not isinstance(run.stack, str) and run.stack.name != "torchtitan":
         raise SpecError(f"stack={run.stack.name!r} is not torchtitan")
-    wanted = {"lora": (None,), "quantization": (None,), "offload": (None,), "kernels": (None,),
-              "optimizer": ("adamw",), "attention": ("sdpa",)}  # fmt: skip
+    wanted: dict[str, tuple[str | None, ...]] = {
+        "lora": (None,), "quantization": (None,), "offload": (None,), "kernels": (None,), "optimizer": ("adamw",),
+        "attention": ("sdpa",),
+    }  # fmt: skip
     wanted["precision"] = ("mixed-bf16", "fp32") if run.zero else ("autocast-bf16", "fp32")
     for field, values in wanted.items():
         if getattr(run, field) not in values:
-            only = ", ".join("none" if value is None else value for value in values)
+            only = ", ".join(value or "none" for value in values)
             raise SpecError(f"torchtitan has no {field}={getattr(run, field)!r}, only {only}")
     if run.zero == 1:
         raise SpecError("torchtitan has no zero=1, only 0 (copies), 2 and 3 (FSDP2)")
