@@ -24,7 +24,7 @@ from .simulation.simulator import simulator
 from .specs.model import ModelSpec, model, models
 from .specs.run import Inference, LoRA, Training
 from .specs.stacks import Megatron, Torchtitan, Torchtune
-from .verbs import compare, estimate, fix, measure, meter, plan, records, simulate
+from .verbs import compare, estimate, fix, measure, meter, plan, records, simulate, write
 
 __all__ = [
     "GPU",
@@ -57,6 +57,7 @@ __all__ = [
     "scale",
     "simulate",
     "simulator",
+    "write",
 ]
 
 

@@ -15,10 +15,12 @@ from .hardware.links import Cluster
 from .hardware.this_machine import host
 from .report import Comparison, Report
 from .specs.model import ModelLike
+from .specs.model import model as find_model
 from .specs.run import Inference, Run, Training
 from .specs.stacks import StackOptions
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping
     from concurrent.futures import Executor
     from contextlib import AbstractContextManager
@@ -26,11 +28,12 @@ if TYPE_CHECKING:
     import torch
 
     from .measurement.meters import CPUMeter, CUDAMeter, MPSMeter
+    from .planning.files.write import Written
     from .planning.levers import Fix
     from .planning.out_of_memory import OutOfMemory
     from .planning.result import Plan
 
-__all__ = ["compare", "estimate", "fix", "measure", "meter", "plan", "records", "simulate"]
+__all__ = ["compare", "estimate", "fix", "measure", "meter", "plan", "records", "simulate", "write"]
 
 
 def estimate(model: ModelLike, run: Run, gpu: GPU | str | None = None, cluster: Cluster | None = None) -> Report:
@@ -181,6 +184,21 @@ def plan(
     from .planning.plan import plan as planned
 
     return planned(model, gpus, global_batch, method, allow, tokens, goal, fixed, within, stack, executor)
+
+
+def write(model: ModelLike, run: Training, gpus: str, folder: str | os.PathLike[str], force: bool = False) -> Written:
+    """Write the files that train `model` as `run` says on `gpus` ("8xH100-80GB") into `folder`, all or none.
+
+    They are train.py, ds_config.json, accelerate.yaml, torchtitan.toml, megatron_args.txt, axolotl.yaml,
+    llama_factory.yaml, launch.sh, job.sbatch, sky.yaml; what cannot say the run is left out, and the answer says why.
+    The learning rate is yours. Raises SpecError where a file is there already and not `force`, where nothing here runs
+    it, and where the run is for another number of GPUs.
+    """
+    from .planning.files.write import write_files
+    from .planning.machines import machines
+
+    where = machines(gpus)
+    return write_files(find_model(model), run, where.card.name, where.nodes, where.per_node, folder, force)
 
 
 @overload

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -11,6 +13,7 @@ import click
 from click.core import ParameterSource
 
 from ..base.errors import SpecError
+from ..engines.readers import read_mapping
 from ..hardware.links import Cluster, cluster
 from ..specs.help import HELP
 from ..specs.run import Inference, LoRA, Run, Training
@@ -30,6 +33,8 @@ def spec_options() -> list[click.Option]:
                 if owner is Inference:
                     words = f"With --inference: {words[0].lower()}{words[1:]}"
                 options[name] = _option(name, hint, getattr(owner, field), words)
+    words = "Read the run from DeepSpeed's .json, Accelerate's .yaml, torchtitan's .toml or TrainingArguments' .json."
+    options["config"] = click.Option(["--from", "config"], metavar="FILE", help=words)
     return list(options.values())
 
 
@@ -89,7 +94,26 @@ def run_from(context: click.Context) -> Run:
         if "targets" in values:
             values["targets"] = tuple(name.strip() for name in values["targets"].split(",") if name.strip())
         given["lora"] = LoRA(rank=adapter["lora"], **values)
-    return owner(**given)
+    if (config := context.params.get("config")) is None:
+        return owner(**given)
+    if owner is Inference:
+        raise SpecError(f"--from {config} says a training; drop --inference")
+    return _from_config(config, given)
+
+
+def _from_config(config: str, given: dict[str, Any]) -> Training:
+    """Return the run that a file of an engine says, with the fields that the command line gives."""
+    ending = Path(config).suffix.lower()
+    if ending in (".yaml", ".yml"):
+        return Training.from_accelerate(Path(config), **given)
+    if ending == ".toml":
+        return Training.from_torchtitan(Path(config), **given)
+    if ending != ".json":
+        raise SpecError(f"--from {config}: give a .json, .yaml or .toml")
+    settings = read_mapping("DeepSpeed", Path(config), json.loads)
+    if "per_device_train_batch_size" in settings:
+        return Training.from_trainer(settings, **given)
+    return Training.from_deepspeed(settings, **given)
 
 
 CLUSTER = (

@@ -30,8 +30,13 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
     @click.option("--within", type=float, metavar="DAYS", help="How long that may take; needs --tokens.")
     @click.option("--goal", default="fastest", show_default=True, help="One of fastest, cheapest, smallest.")
     @click.option("--stack", default="transformers", show_default=True, help="Whose code trains.")
+    @click.option("--write", "folder", metavar="DIR", help="Write the files that run the best into this folder.")
+    @click.option("--force", is_flag=True, help="Replace files that --write finds there.")
     @click.option("--json", "as_json", is_flag=True, help="Print JSON, sizes in bytes.")
-    def plan(model: str, gpus: str, global_batch: int, fixed: tuple[str, ...], as_json: bool, **asked: Any) -> int:
+    def plan(
+        model: str, gpus: str, global_batch: int, fixed: tuple[str, ...], folder: str | None, force: bool,
+        as_json: bool, **asked: Any,
+    ) -> int:  # fmt: skip
         """Search for the configuration of MODEL that runs best on the GPUs there are; each shown is simulated.
 
         With --goal cheapest every card with a price is asked, in each number up to that of --gpus. Ctrl-C prints the
@@ -41,6 +46,10 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
         """
         found = verbs.plan(model, gpus, global_batch, fixed=dict(map(_field, fixed)), **asked)
         show(json.dumps(found.to_dict(), indent=1, default=dict) if as_json else found)
+        if folder is not None and found.best:
+            written = found.best.write(folder, force, model)
+            if not as_json:
+                show(written)
         return 0 if found else 1
 
     def fix(context: click.Context, model: str | None, gpu: str | None, as_json: bool, **_: Any) -> int:

@@ -62,15 +62,15 @@ def deepspeed_fields(settings: Settings, given: Mapping[str, Any]) -> dict[str, 
 
     Raises SpecError for an unknown key, a key of another engine, "auto" that `given` does not resolve, and a conflict.
     """
-    config = _mapping("DeepSpeed", settings, json.loads)
-    _known("DeepSpeed", config, DEEPSPEED_READ | DEEPSPEED_PASSED)
-    zero = _section(config, "zero_optimization")
-    _known("DeepSpeed's zero_optimization", zero, ZERO_READ | ZERO_PASSED)
+    config = read_mapping("DeepSpeed", settings, json.loads)
+    check_keys("DeepSpeed", config, DEEPSPEED_READ | DEEPSPEED_PASSED)
+    zero = part_of(config, "zero_optimization")
+    check_keys("DeepSpeed's zero_optimization", zero, ZERO_READ | ZERO_PASSED)
     said: dict[str, tuple[str, Any]] = {"zero": ("zero_optimization.stage", zero.get("stage", 0))}
     said["precision"] = _deepspeed_precision(config, given)
-    devices = [_section(zero, key).get("device", "none") for key in ("offload_optimizer", "offload_param")]
+    devices = [part_of(zero, key).get("device", "none") for key in ("offload_optimizer", "offload_param")]
     said["offload"] = ("zero_optimization.offload_*", _offload("DeepSpeed", *devices))
-    if name := _section(config, "optimizer").get("type"):
+    if name := part_of(config, "optimizer").get("type"):
         if str(name).lower() not in DEEPSPEED_OPTIMIZERS:
             raise SpecError(f"optimizer.type={name!r}: a Training has {', '.join(sorted(DEEPSPEED_OPTIMIZERS))} of it")
         said["optimizer"] = ("optimizer.type", DEEPSPEED_OPTIMIZERS[str(name).lower()])
@@ -78,7 +78,7 @@ def deepspeed_fields(settings: Settings, given: Mapping[str, Any]) -> dict[str, 
                        ("accumulation", "gradient_accumulation_steps")):  # fmt: skip
         if key in config:
             said[field] = (key, config[key])
-    fields = _agreed(said, given)
+    fields = agreed(said, given)
     return _batches(fields, config.get("train_batch_size"))
 
 
@@ -87,8 +87,8 @@ def accelerate_fields(settings: Settings, given: Mapping[str, Any]) -> dict[str,
 
     Raises SpecError as `deepspeed_fields`, and NotAvailable where text is given and PyYAML is missing.
     """
-    config = _mapping("Accelerate", settings, _yaml)
-    _known("Accelerate", config, ACCELERATE_READ | ACCELERATE_PASSED)
+    config = read_mapping("Accelerate", settings, _yaml)
+    check_keys("Accelerate", config, ACCELERATE_READ | ACCELERATE_PASSED)
     kind = str(config.get("distributed_type", "NO"))
     kinds = {"NO": None, "MULTI_GPU": None, "DEEPSPEED": "deepspeed_config", "FSDP": "fsdp_config"}
     if kind not in kinds:
@@ -105,16 +105,16 @@ def accelerate_fields(settings: Settings, given: Mapping[str, Any]) -> dict[str,
         "precision": ("mixed_precision", "fp32" if half == "no" else f"{prefix}-{half}"),
     }
     if kind == "DEEPSPEED":
-        said |= _plugin(_section(config, "deepspeed_config"))
+        said |= _plugin(part_of(config, "deepspeed_config"))
     elif kind == "FSDP":
-        said |= _fsdp(_section(config, "fsdp_config"))
-    return _agreed(said, given)
+        said |= _fsdp(part_of(config, "fsdp_config"))
+    return agreed(said, given)
 
 
 def _plugin(section: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     if "deepspeed_config_file" in section:
         raise SpecError("deepspeed_config_file: the settings are in that file; give it to Training.from_deepspeed")
-    _known("Accelerate's deepspeed_config", section, PLUGIN_READ | PLUGIN_PASSED)
+    check_keys("Accelerate's deepspeed_config", section, PLUGIN_READ | PLUGIN_PASSED)
     devices = [section.get(key, "none") for key in ("offload_optimizer_device", "offload_param_device")]
     said = {"zero": ("zero_stage", section.get("zero_stage", 2)),
             "offload": ("offload_*_device", _offload("Accelerate", *devices))}  # fmt: skip
@@ -124,7 +124,7 @@ def _plugin(section: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
 
 
 def _fsdp(section: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    _known("Accelerate's fsdp_config", section, FSDP_READ | FSDP_PASSED)
+    check_keys("Accelerate's fsdp_config", section, FSDP_READ | FSDP_PASSED)
     key = "fsdp_reshard_after_forward" if section.get("fsdp_version", 1) == 2 else "fsdp_sharding_strategy"
     value = section.get(key, True if key == "fsdp_reshard_after_forward" else "FULL_SHARD")
     stage = (3 if value else 2) if isinstance(value, bool) else FSDP_STAGES.get(str(value))
@@ -137,14 +137,14 @@ def _fsdp(section: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
 
 
 def _deepspeed_precision(config: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[str, Any]:
-    on = {key: _section(config, key).get("enabled", False) for key in ("fp16", "bf16", "torch_autocast")}
+    on = {key: part_of(config, key).get("enabled", False) for key in ("fp16", "bf16", "torch_autocast")}
     if "auto" in on.values():  # what the Trainer decides
         return "fp16 / bf16.enabled", "auto"
     chosen = [key for key, enabled in on.items() if enabled]
     if len(chosen) > 1:
         raise SpecError(f"{' and '.join(chosen)} are both enabled: DeepSpeed takes one")
     if chosen == ["torch_autocast"]:
-        dtype = _section(config, "torch_autocast").get("dtype", "bfloat16")
+        dtype = part_of(config, "torch_autocast").get("dtype", "bfloat16")
         short = {"bfloat16": "bf16", "float16": "fp16"}.get(str(dtype).removeprefix("torch."))
         if short is None:
             raise SpecError(f"torch_autocast.dtype={dtype!r} is not one of bfloat16, float16")
@@ -183,7 +183,7 @@ def _batches(fields: dict[str, Any], total: Any) -> dict[str, Any]:
     return fields | {name: total // product for name in missing}
 
 
-def _agreed(said: Mapping[str, tuple[str, Any]], given: Mapping[str, Any]) -> dict[str, Any]:
+def agreed(said: Mapping[str, tuple[str, Any]], given: Mapping[str, Any]) -> dict[str, Any]:
     fields = dict(given)
     for field, (key, value) in said.items():
         if value == "auto":
@@ -196,7 +196,7 @@ def _agreed(said: Mapping[str, tuple[str, Any]], given: Mapping[str, Any]) -> di
     return fields
 
 
-def _known(engine: str, config: Mapping[str, Any], known: set[str]) -> None:
+def check_keys(engine: str, config: Mapping[str, Any], known: set[str]) -> None:
     if unknown := sorted(str(key) for key in config if key not in known):
         whose = next((name for name, keys in OWN_KEYS.items() if keys & set(unknown) and name != engine), None)
         if whose:
@@ -213,14 +213,14 @@ OWN_KEYS = {
 }
 
 
-def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def part_of(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     section = config.get(key) or {}
     if not isinstance(section, Mapping):
         raise SpecError(f"{key}={section!r} is a {type(section).__name__}; it holds settings by name")
     return section
 
 
-def _mapping(engine: str, settings: Settings, parse: Any) -> Mapping[str, Any]:
+def read_mapping(engine: str, settings: Settings, parse: Any) -> Mapping[str, Any]:
     config: Any = settings
     if not isinstance(settings, Mapping):
         text = str(settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
@@ -9,7 +10,10 @@ from typing import TYPE_CHECKING, Any, overload
 from ..base.tables import Table, Tabular
 from ..base.units import show_bytes, show_seconds
 from ..report import Report
+from ..specs.model import ModelLike
+from ..specs.model import model as find_model
 from ..specs.run import Training
+from .files.write import Written, write_files
 from .machines import Machines
 from .search import Found
 
@@ -44,6 +48,12 @@ class Candidate:
     def days(self, tokens: int) -> float | None:
         """Days that training on `tokens` takes without an interruption."""
         return days(self.report, tokens)
+
+    def write(self, folder: str | os.PathLike[str], force: bool = False, model: ModelLike | None = None) -> Written:
+        """Write the files that run it into `folder`; see `lab.write`. `model` is the one planned, where no preset."""
+        where = self.machines
+        spec = find_model(self.report.model if model is None else model)
+        return write_files(spec, self.run, where.card.name, where.nodes, where.per_node, folder, force)
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready values."""

@@ -243,6 +243,24 @@ class Training(Spec):
         return cls(**accelerate_fields(config, cls._named(given)))
 
     @classmethod
+    def from_trainer(cls, arguments: Any, **given: Any) -> Training:
+        """Return the Training that transformers' TrainingArguments (or its to_dict(), JSON, a file) say; `given` are
+        what they leave open: seq_len, dp, attention, adapters. Else as `from_deepspeed`."""
+        from ..engines.trainer import trainer_fields
+
+        return cls(**trainer_fields(arguments, cls._named(given)))
+
+    @classmethod
+    def from_torchtitan(cls, config: Settings, **given: Any) -> Training:
+        """Return the Training that torchtitan's job config says: a dict, TOML text or a file; else as `from_deepspeed`.
+
+        `given` is dp, where the shard degree is -1: all ranks that are left.
+        """
+        from ..engines.torchtitan import torchtitan_fields
+
+        return cls(**torchtitan_fields(config, cls._named(given)))
+
+    @classmethod
     def _named(cls, given: dict[str, Any]) -> dict[str, Any]:
         if unknown := sorted(set(given) - {f.name for f in fields(cls)}):
             raise SpecError(f"Training has no field {', '.join(unknown)}")

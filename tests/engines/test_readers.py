@@ -134,3 +134,44 @@ DEEPSPEED, ACCELERATE = lab.Training.from_deepspeed, lab.Training.from_accelerat
 def test_bad_settings_are_refused_by_name(read, config, told, says):
     with pytest.raises(SpecError, match=says):
         read(config, **told)
+
+
+def test_the_trainers_arguments_are_read():
+    from transformers import TrainingArguments
+
+    from llmlab.engines.trainer import trainer_arguments
+
+    run = lab.Training(micro_batch=4, accumulation=2, precision="autocast-bf16", optimizer="adafactor", seq_len=512)
+    assert lab.Training.from_trainer(trainer_arguments(run), seq_len=512) == run
+    arguments = TrainingArguments("out", per_device_train_batch_size=4, bf16=True, use_cpu=True,
+                                  gradient_checkpointing=True, optim="adamw_torch")  # fmt: skip
+    expected = lab.Training(micro_batch=4, precision="autocast-bf16", checkpointing="full")
+    assert lab.Training.from_trainer(arguments) == expected
+    auto = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}, "train_micro_batch_size_per_gpu": "auto"}
+    read = lab.Training.from_trainer({"bf16": True, "deepspeed": auto, "per_device_train_batch_size": 2}, dp=4)
+    assert read == lab.Training(micro_batch=2, precision="mixed-bf16", zero=2, dp=4)
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    ({"per_device_batch": 2}, "no per_device_batch"),
+    ({"deepspeed": {"zero_optimization": {}}, "fsdp": "full_shard"}, "two engines' settings"),
+    ({"bf16": True, "fp16": True}, "bf16 and fp16 are both set"),
+    ({"optim": "galore_adamw"}, "optim='galore_adamw'"),
+    ({"zero_optimization": {"stage": 2}}, "no zero_optimization"),
+    (3, "a int is no TrainingArguments"),
+])  # fmt: skip
+def test_the_trainers_arguments_that_are_wrong_are_named(arguments, said):
+    with pytest.raises(SpecError, match=said):
+        lab.Training.from_trainer(arguments)
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("[training]\nbatch = 2", "torchtitan's training settings that a Training cannot follow: batch"),
+    ("[zero_optimization]\nstage = 2", "they are DeepSpeed's"),
+    ("[optimizer]\nname = 'Muon'", "optimizer.name='Muon'"),
+    ("[training]\nseq_len = 64", "give dp="),
+    ("[training\n", "not a config of torchtitan"),
+])  # fmt: skip
+def test_torchtitans_settings_that_are_wrong_are_named(text, said):
+    with pytest.raises(SpecError, match=said):
+        lab.Training.from_torchtitan(text)

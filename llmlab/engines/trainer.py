@@ -1,0 +1,152 @@
+"""A Training as arguments of transformers' Trainer, and those arguments as fields of a Training.
+
+Names of transformers 5 (transformers/training_args.py). What the arguments do not say is the model's: its attention,
+the dtype it was loaded in, adapters and quantization.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields as fields_of
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..base.errors import NotAvailable, SpecError
+from .readers import agreed, deepspeed_fields, read_mapping
+
+
+class Settings(Protocol):
+    """The fields of a Training that become the Trainer's arguments."""
+
+    @property
+    def micro_batch(self) -> int: ...
+    @property
+    def accumulation(self) -> int: ...
+    @property
+    def precision(self) -> str: ...
+    @property
+    def optimizer(self) -> str: ...
+    @property
+    def compile(self) -> bool: ...
+    @property
+    def kernels(self) -> str | None: ...
+
+
+# The name of each optimizer; the first is written, all are read (transformers/training_args.py, OptimizerNames).
+OPTIMIZERS: dict[str, tuple[str, ...]] = {
+    "adamw": ("adamw_torch", "adamw_torch_fused"),
+    "adamw-8bit": ("adamw_bnb_8bit", "adamw_8bit"),
+    "adafactor": ("adafactor",),
+    "sgd": ("sgd",),
+    "lion": ("lion_32bit",),
+}
+
+
+def trainer_arguments(run: Settings) -> dict[str, Any]:
+    """Return the keyword arguments of TrainingArguments that `run` decides: not those of ZeRO, and not the model's."""
+    half = run.precision.rpartition("-")[2] if "-" in run.precision else ""
+    return {
+        "per_device_train_batch_size": run.micro_batch,
+        "gradient_accumulation_steps": run.accumulation,
+        "bf16": half == "bf16",
+        "fp16": half == "fp16",
+        "optim": OPTIMIZERS[run.optimizer][0],
+        "max_grad_norm": 0.0,  # no clipping: 1.0 is the default
+        "torch_compile": run.compile,
+        "use_liger_kernel": run.kernels == "liger",
+    }
+
+
+def trainer_fields(arguments: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a Training that a TrainingArguments, its to_dict(), JSON text or a file, and `given` say.
+
+    Raises SpecError for names that TrainingArguments has not, for two engines' settings mixed, and for a conflict with
+    `given`; NotAvailable where names are to be checked and transformers is missing.
+    """
+    values = _values(arguments)
+    deepspeed, fsdp = values.get("deepspeed"), values.get("fsdp")
+    if deepspeed and fsdp:
+        raise SpecError("deepspeed and fsdp are both set: two engines' settings; keep those of one")
+    halves = [half for half in ("bf16", "fp16") if values.get(half)]
+    if len(halves) > 1:
+        raise SpecError("bf16 and fp16 are both set: the Trainer takes one")
+    said: dict[str, tuple[str, Any]] = {
+        "micro_batch": ("per_device_train_batch_size", values.get("per_device_train_batch_size", 8)),
+        "accumulation": ("gradient_accumulation_steps", values.get("gradient_accumulation_steps", 1)),
+        "optimizer": ("optim", _optimizer(values.get("optim", "adamw_torch_fused"))),
+        "compile": ("torch_compile", bool(values.get("torch_compile"))),
+        "kernels": ("use_liger_kernel", "liger" if values.get("use_liger_kernel") else None),
+    }
+    if values.get("gradient_checkpointing") or values.get("activation_checkpointing"):
+        said["checkpointing"] = ("gradient_checkpointing", "full")
+    if values.get("max_length"):  # SFTConfig's
+        said["seq_len"] = ("max_length", values["max_length"])
+    if deepspeed:
+        return _with_deepspeed(deepspeed, halves, said, given)
+    if fsdp:
+        said |= _fsdp(fsdp, values.get("fsdp_config"))
+    if halves:
+        said["precision"] = (halves[0], f"{'mixed' if fsdp else 'autocast'}-{halves[0]}")
+    elif "precision" not in given:
+        said["precision"] = ("no bf16, fp16", "fp32")
+    return agreed(said, given)
+
+
+def _values(arguments: Any) -> Mapping[str, Any]:
+    if not isinstance(arguments, (Mapping, str, Path)):
+        known = getattr(type(arguments), "__dataclass_fields__", {})
+        if "per_device_train_batch_size" not in known:
+            raise SpecError(f"a {type(arguments).__name__} is no TrainingArguments; give one, its to_dict(), or a file")
+        return {name: getattr(arguments, name, None) for name in known}
+    values = read_mapping("the Trainer", arguments, json.loads)
+    try:
+        from transformers import TrainingArguments
+    except ImportError:
+        raise NotAvailable("checking the Trainer's arguments needs transformers: pip install 'llmlab[torch]'") from None
+    names = {f.name for f in fields_of(TrainingArguments)}
+    if unknown := sorted(str(name) for name in values if name not in names and name != "max_length"):
+        raise SpecError(f"TrainingArguments has no {', '.join(unknown)}; check how they are spelled, or whose they are")
+    return values
+
+
+def _optimizer(name: Any) -> str:
+    word = str(getattr(name, "value", name))
+    for ours, theirs in OPTIMIZERS.items():
+        if word in theirs:
+            return ours
+    known = ", ".join(name for theirs in OPTIMIZERS.values() for name in theirs)
+    raise SpecError(f"optim={word!r}: a Training has {known} of the Trainer's")
+
+
+def _with_deepspeed(
+    config: Any, halves: list[str], said: dict[str, tuple[str, Any]], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the fields where DeepSpeed runs: "auto" in its settings is what the arguments say."""
+    told = agreed(said, given)
+    if "precision" not in told:
+        told["precision"] = f"mixed-{halves[0]}" if halves else "fp32"
+    settings = read_mapping("DeepSpeed", config, json.loads)
+    if "precision" not in given and "auto" not in json.dumps([settings.get("fp16"), settings.get("bf16")]):
+        del told["precision"]  # DeepSpeed's own settings say it
+    if not settings.get("optimizer"):
+        return deepspeed_fields(settings, told)
+    del told["optimizer"]
+    return deepspeed_fields(settings, told | {key: given[key] for key in ("optimizer",) if key in given})
+
+
+def _fsdp(fsdp: Any, config: Any) -> dict[str, tuple[str, Any]]:
+    words = " ".join(str(getattr(word, "value", word)) for word in fsdp) if isinstance(fsdp, list) else str(fsdp)
+    stages = {"full_shard": 3, "shard_grad_op": 2, "no_shard": 0, "True": 3}
+    chosen = [stages[word] for word in words.split() if word in stages]
+    if len(chosen) != 1:
+        raise SpecError(f"fsdp={words!r}: a Training's ZeRO has one of {', '.join(stages)}")
+    options = config if isinstance(config, Mapping) else {}
+    stage = 2 if options.get("reshard_after_forward") is False else chosen[0]
+    offload = "offload" in words.split() or bool(options.get("cpu_offload"))
+    said: dict[str, tuple[str, Any]] = {
+        "zero": ("fsdp", stage), "offload": ("fsdp", "optimizer+parameters" if offload else None)
+    }  # fmt: skip
+    if options.get("activation_checkpointing"):
+        said["checkpointing"] = ("fsdp_config.activation_checkpointing", "full")
+    return said

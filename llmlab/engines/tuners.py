@@ -1,0 +1,131 @@
+"""A Training as the settings of Axolotl and LLaMA-Factory, and as Megatron-LM's arguments.
+
+Names of Axolotl's config schema (src/axolotl/utils/schemas), LLaMA-Factory's arguments (src/llamafactory/hparams) and
+Megatron-LM's (megatron/training/arguments.py), as of August 2026. Each function raises SpecError for what
+it cannot say.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..base.errors import SpecError
+from .trainer import trainer_arguments
+
+
+def _data_parallel(tool: str, run: Any) -> None:
+    if not isinstance(run.stack, str):
+        raise SpecError(f"stack={run.stack.name!r} brings its own trainer, not {tool}'s")
+    for axis in ("tp", "pp", "cp", "ep", "dp_replicate"):
+        if getattr(run, axis) > 1:
+            raise SpecError(f"{axis}={getattr(run, axis)}: {tool} is written for data parallelism alone here")
+    if run.checkpointing == "selective":
+        raise SpecError(f"checkpointing='selective': {tool} recomputes all or nothing; give full")
+    if run.fp8 or run.attention == "efficient":
+        raise SpecError(f"fp8={run.fp8!r}, attention={run.attention!r}: not among {tool}'s settings that are written")
+    if run.zero or run.offload:
+        run.to_deepspeed()  # both take ds_config.json
+    elif run.precision.startswith("mixed"):
+        raise SpecError(f"precision={run.precision!r} with zero={run.zero}: {tool} has no fp32 copy of half weights")
+
+
+def axolotl_config(run: Any, model: str) -> dict[str, Any]:
+    """Return Axolotl's settings; the learning rate and the data sets are left out, both are required."""
+    _data_parallel("Axolotl", run)
+    said = trainer_arguments(run)
+    settings: dict[str, Any] = {
+        "base_model": model, "sequence_len": run.seq_len, "micro_batch_size": run.micro_batch,
+        "gradient_accumulation_steps": run.accumulation, "optimizer": said["optim"],
+        # Axolotl makes weights and adapters half where bf16 is set, and casts with it.
+        "bf16": run.compute_dtype == "bf16", "fp16": said["fp16"], "max_grad_norm": 0.0,
+        "gradient_checkpointing": run.checkpointing == "full",
+        "attn_implementation": {"flash": "flash_attention_2"}.get(run.attention, run.attention),
+        "torch_compile": run.compile, "output_dir": "trained",
+    }  # fmt: skip
+    if run.lora:
+        settings |= {
+            "adapter": "qlora" if run.quantization == "nf4" else "lora", "load_in_4bit": run.quantization == "nf4",
+            "load_in_8bit": run.quantization == "int8", "lora_r": run.lora.rank,
+            "lora_alpha": run.lora.alpha if run.lora.alpha is not None else 2 * run.lora.rank,
+            "lora_dropout": run.lora.dropout, "lora_target_modules": list(run.lora.targets),
+        }  # fmt: skip
+    if run.kernels == "liger":
+        settings |= {"plugins": ["axolotl.integrations.liger.LigerPlugin"], "liger_fused_linear_cross_entropy": True}
+    if run.zero:
+        settings["deepspeed"] = "ds_config.json"
+    return settings
+
+
+def llama_factory_config(run: Any, model: str) -> dict[str, Any]:
+    """Return LLaMA-Factory's settings; the learning rate, data set and template are left out."""
+    _data_parallel("LLaMA-Factory", run)
+    settings: dict[str, Any] = {
+        "model_name_or_path": model, "stage": "sft", "do_train": True,
+        "finetuning_type": "lora" if run.lora else "full", "cutoff_len": run.seq_len, **trainer_arguments(run),
+        "flash_attn": {"sdpa": "sdpa", "flash": "fa2", "eager": "disabled"}[run.attention],
+        "disable_gradient_checkpointing": run.checkpointing is None, "output_dir": "trained",
+    }  # fmt: skip
+    settings["enable_liger_kernel"] = settings.pop("use_liger_kernel")
+    if run.precision == "bf16":
+        settings["pure_bf16"] = True
+    if run.lora:
+        settings |= {
+            "lora_rank": run.lora.rank, "lora_dropout": run.lora.dropout, "lora_target": ",".join(run.lora.targets),
+            "lora_alpha": run.lora.alpha if run.lora.alpha is not None else 2 * run.lora.rank,
+        }  # fmt: skip
+    if run.quantization:
+        settings["quantization_bit"] = {"nf4": 4, "int8": 8}[run.quantization]
+        settings["double_quantization"] = False
+    if run.zero:
+        settings["deepspeed"] = "ds_config.json"
+    return settings
+
+
+def megatron_arguments(run: Any, spec: Any) -> list[str]:
+    """Return the arguments of Megatron-LM's pretrain_gpt.py, an option each; no learning rate, data, tokenizer."""
+    wanted = {"precision": ("mixed-bf16", "mixed-fp16"), "optimizer": ("adamw",), "zero": (0, 1), "lora": (None,),
+              "quantization": (None,), "offload": (None,), "kernels": (None,), "compile": (False,), "fp8": (None,),
+              "attention": ("sdpa", "flash", "eager"), "ep": (1,)}  # fmt: skip
+    for field, values in wanted.items():
+        if getattr(run, field) not in values:
+            raise SpecError(f"Megatron-LM is not described with {field}={getattr(run, field)!r}")
+    if not isinstance(run.stack, str) and run.stack.name != "megatron":
+        raise SpecError(f"stack={run.stack.name!r} is not megatron")
+    if spec.family not in ("gpt2", "llama", "mistral"):
+        raise SpecError(f"a model of {spec.family} has no arguments here, only gpt2, llama and mistral")
+    options = run.stack if not isinstance(run.stack, str) else None
+    recompute = getattr(options, "recompute", None) or run.checkpointing
+    config = spec.config
+    lines = [
+        f"--num-layers {spec.layers}", f"--hidden-size {spec.hidden}", f"--ffn-hidden-size {spec.intermediate}",
+        f"--num-attention-heads {spec.heads}", f"--seq-length {run.seq_len}",
+        f"--max-position-embeddings {max(run.seq_len, spec.max_positions)}",
+        f"--micro-batch-size {run.micro_batch}", f"--global-batch-size {run.global_batch}",
+        f"--tensor-model-parallel-size {run.tp}", f"--pipeline-model-parallel-size {run.pp}",
+        f"--context-parallel-size {run.cp}", f"--{run.compute_dtype}", "--optimizer adam", "--clip-grad 0.0",
+        f"--attention-backend {'unfused' if run.attention == 'eager' else 'auto'}",
+    ]  # fmt: skip
+    lines += ["--use-distributed-optimizer"] if run.zero else []
+    lines += ["--sequence-parallel"] if run.sequence_parallel else []
+    lines += _recompute(recompute, options) if recompute else []
+    if options is not None:
+        lines.append(f"--make-vocab-size-divisible-by {options.make_vocab_size_divisible_by}")
+        lines += ["--transformer-impl local"] if not options.transformer_engine else []
+        lines += [f"--num-virtual-stages-per-pipeline-rank {options.virtual_pipeline}"] * (options.virtual_pipeline > 1)
+    lines += [] if spec.tied else ["--untie-embeddings-and-output-weights"]
+    if spec.family == "gpt2":
+        return [*lines, "--position-embedding-type learned_absolute"]
+    lines += [f"--group-query-attention --num-query-groups {spec.kv_heads}"] if spec.kv_heads != spec.heads else []
+    theta = config.get("rope_theta") or config.get("rope_parameters", {}).get("rope_theta", 10000)
+    return [*lines, "--swiglu", "--normalization RMSNorm", f"--norm-epsilon {config.get('rms_norm_eps', 1e-5)}",
+            "--disable-bias-linear", "--position-embedding-type rope", f"--rotary-base {int(theta)}",
+            "--attention-dropout 0.0", "--hidden-dropout 0.0"]  # fmt: skip
+
+
+def _recompute(kind: str, options: Any) -> list[str]:
+    lines = [f"--recompute-granularity {kind}"]
+    if kind == "selective":
+        return [*lines, f"--recompute-modules {' '.join(getattr(options, 'recompute_modules', ('core_attn',)))}"]
+    method = getattr(options, "recompute_method", None) or "uniform"
+    layers = getattr(options, "recompute_num_layers", 1)
+    return [*lines, f"--recompute-method {method}", f"--recompute-num-layers {layers}"]

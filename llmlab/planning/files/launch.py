@@ -1,0 +1,68 @@
+"""What starts a run: launch.sh on each node, and the Slurm and SkyPilot jobs that call it."""
+
+from __future__ import annotations
+
+from ...engines.texts import yaml_text
+
+# SkyPilot's names of cards (`sky show-gpus`), by ours.
+SKY_CARDS = {
+    "T4": "T4", "L4": "L4", "A10G": "A10G", "L40S": "L40S", "V100-16GB": "V100", "V100-32GB": "V100-32GB",
+    "A100-40GB": "A100", "A100-80GB": "A100-80GB", "H100-80GB": "H100", "H200": "H200", "B200": "B200",
+    "RTX-3090": "RTX3090", "RTX-4090": "RTX4090",
+}  # fmt: skip
+PORT = 29500  # torchrun's own default
+
+
+def launch_script(title: str, program: str, nodes: int, per_node: int) -> str:
+    """Return launch.sh: torchrun's line on one node of `nodes`; `program` is the script and its arguments."""
+    lines = [
+        "#!/bin/bash", f"# {title}.", "#     LR=... ./launch.sh --data train.txt", "set -euo pipefail",
+        'cd "$(dirname "${BASH_SOURCE[0]}")"',
+        ': "${LR:?set the learning rate, which no plan knows: LR=... ./launch.sh}"',
+    ]  # fmt: skip
+    ranks = f"--nproc-per-node {per_node}"
+    if nodes > 1:
+        lines += ["# On each node: NODE_RANK is its number from 0, HEAD the address of the first."]
+        ranks = (f'--nnodes {nodes} --node-rank "${{NODE_RANK:?0 to {nodes - 1}}}" '
+                 f'--master-addr "${{HEAD:?the address of node 0}}" --master-port {PORT} {ranks}')  # fmt: skip
+    starts = "python" if nodes * per_node == 1 and program.startswith("train.py") else f"torchrun {ranks}"
+    return "\n".join([*lines, f'exec {starts} {program} "$@"', ""])
+
+
+def slurm_job(title: str, nodes: int, per_node: int) -> str:
+    """Return job.sbatch, which runs launch.sh once on each node; time, account and partition are the site's."""
+    return f"""#!/bin/bash
+# {title}.
+#     LR=... sbatch job.sbatch --data train.txt
+#SBATCH --job-name=train
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node=1   # one torchrun per node, which starts a process per GPU
+#SBATCH --gpus-per-node={per_node}
+#SBATCH --time=24:00:00       # yours to set, as are partition and account
+#SBATCH --requeue
+#SBATCH --open-mode=append
+
+set -euo pipefail
+HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export HEAD
+srun --kill-on-bad-exit=1 bash -c 'NODE_RANK=$SLURM_NODEID exec bash "$0" "$@"' "$SLURM_SUBMIT_DIR/launch.sh" "$@"
+"""
+
+
+def sky_task(title: str, card: str, nodes: int, per_node: int, packages: list[str], data: bool) -> str | None:
+    """Return sky.yaml for `sky launch`; None for a card that SkyPilot has no name for."""
+    if card not in SKY_CARDS:
+        return None
+    data_word = ' ${DATA:+--data "$DATA"}' if data else ""
+    task = {
+        "name": "train",
+        "num_nodes": nodes,
+        "resources": {"accelerators": f"{SKY_CARDS[card]}:{per_node}"},
+        "workdir": ".",
+        "envs": {"LR": "", **({"DATA": ""} if data else {})},
+        "setup": f"pip install {' '.join(packages)}\n",
+        "run": 'export NODE_RANK=$SKYPILOT_NODE_RANK HEAD=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)\n'
+               f'bash launch.sh{data_word}\n',
+    }  # fmt: skip
+    env = " --env DATA=train.txt" if data else ""
+    return f"# {title}.\n#     sky launch sky.yaml --env LR=...{env}\n" + yaml_text(task)

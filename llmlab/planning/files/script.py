@@ -1,0 +1,125 @@
+"""train.py of a run: plain PyTorch (FSDP2, DDP, or one GPU), transformers' Trainer, or TRL's SFTTrainer for adapters.
+
+The script's constants are written from the run; the rest is a file beside this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.resources import files
+from pprint import pformat
+from typing import Any
+
+from ...base.errors import SpecError
+from ...engines.trainer import trainer_arguments
+from ...specs.model import ModelSpec
+from ...specs.run import Training, stack_of
+
+DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+WHAT = {
+    "pytorch": "plain PyTorch",
+    "trainer": "transformers' Trainer",
+    "sft": "TRL's SFTTrainer, adapters on a frozen model",
+}
+NEEDS = {
+    "pytorch": ("torch", "transformers"), "trainer": ("torch", "transformers", "accelerate"),
+    "sft": ("torch", "transformers", "accelerate", "peft", "trl", "datasets"),
+}  # fmt: skip
+IMPORTS = {
+    "pytorch": "import argparse\nimport os\nimport sys\nfrom contextlib import nullcontext\nfrom pathlib import Path\n",
+    "trainer": "import argparse\nimport os\nimport sys\nfrom pathlib import Path\n",
+}
+
+
+def kind(run: Training) -> str:
+    """Return which script trains `run`: "pytorch", "trainer" or "sft"; raises SpecError where none of them does."""
+    if stack := stack_of(run):
+        raise SpecError(f"stack={stack.name!r} brings its own")
+    for axis in ("tp", "pp", "cp", "ep"):
+        if getattr(run, axis) > 1:
+            raise SpecError(f"{axis}={getattr(run, axis)}: the script divides data and states only")
+    if run.fp8:
+        raise SpecError(f"fp8={run.fp8!r}: the script does not convert layers")
+    if run.attention == "efficient":
+        raise SpecError("attention='efficient' is no word of transformers; attention='sdpa' lets torch choose")
+    if run.lora:
+        _check_adapters(run)
+        return "sft"
+    if uses_deepspeed(run):
+        run.to_deepspeed()  # refuses what it cannot do
+        return "trainer"
+    if run.zero and run.optimizer not in ("sgd", "adamw"):
+        raise SpecError(f"optimizer={run.optimizer!r} with zero={run.zero}: it knows no shards; give adamw or sgd")
+    if run.zero and run.compile:
+        raise SpecError("compile=True with FSDP2: the script shards blocks that are not compiled")
+    return "pytorch" if run.zero or run.precision.startswith("mixed") else "trainer"
+
+
+def uses_deepspeed(run: Training) -> bool:
+    """Whether the script hands ds_config.json to the Trainer: ZeRO-1 and what is offloaded; FSDP2 shards the rest."""
+    return bool(run.zero == 1 or run.offload or (run.zero and run.lora))
+
+
+def _check_adapters(run: Training) -> None:
+    if run.quantization and run.zero:
+        raise SpecError(f"quantization={run.quantization!r} with zero={run.zero}: its weights are not sharded")
+    if run.zero or run.offload:
+        run.to_deepspeed()
+    elif run.precision.startswith("mixed"):
+        raise SpecError(f"precision={run.precision!r} with lora: adapters have no half copy; give bf16")
+
+
+def training_script(spec: ModelSpec, run: Training, model: str, from_scratch: bool, title: str) -> str:
+    """Return train.py for `run`; `model` is what it loads, a name on the hub or a folder."""
+    chosen = kind(run)
+    here = files(__package__)
+    needs = [*NEEDS[chosen], *(["deepspeed"] if uses_deepspeed(run) and chosen != "pytorch" else [])]
+    needs += ["bitsandbytes"] if run.quantization or run.optimizer in ("adamw-8bit", "lion") else []
+    needs += ["liger-kernel"] if run.kernels == "liger" else []
+    words = (
+        f'"""{title}, with {WHAT[chosen]}.\n\n    ./launch.sh --data train.txt        with LR=... set\n\n'
+        f"It needs {', '.join(needs)}. What a plan does not say stays with you: the learning rate and its schedule,\n"
+        'clipping, the data and how long to train.\n"""\n'
+    )
+    shown = "\n".join(f"{name} = {pformat(value, width=110, sort_dicts=False)}" for name, value in
+                      _constants(spec, run, chosen, model, from_scratch).items())  # fmt: skip
+    bodies = [here.joinpath(f"train_{part}.txt").read_text(encoding="utf-8") for part in ("common", chosen)]
+    head = IMPORTS.get(chosen, IMPORTS["trainer"])
+    return f"{words}\n{head}\nimport torch\n\n{shown}\n\n\n" + "\n\n".join(bodies)
+
+
+def _constants(spec: ModelSpec, run: Training, chosen: str, model: str, from_scratch: bool) -> dict[str, Any]:
+    """Return the script's constants by name."""
+    sharded = bool(run.zero) and chosen == "pytorch"
+    weights = "fp32" if run.precision.startswith("autocast") or sharded else run.compute_dtype
+    if sharded and run.precision in ("fp16", "bf16"):
+        weights = run.compute_dtype
+    if uses_deepspeed(run) and not run.lora:
+        weights = "fp32"  # DeepSpeed makes the half copies
+    values: dict[str, Any] = {
+        "MODEL": model, "FROM_SCRATCH": from_scratch, "DTYPE": DTYPES[weights], "ATTENTION": _attention(run),
+        "SEQ_LEN": run.seq_len, "MICRO_BATCH": run.micro_batch, "ACCUMULATION": run.accumulation, "DP": run.dp,
+        "CHECKPOINTING": run.checkpointing, "KEPT": (),
+    }  # fmt: skip
+    if run.checkpointing == "selective":
+        from ...techniques.checkpointing import KEPT_OPERATORS
+
+        values["KEPT"] = KEPT_OPERATORS
+    if chosen == "pytorch":
+        more: Mapping[str, Any] = {
+            "PRECISION": run.precision, "COMPUTE": DTYPES[run.compute_dtype], "OPTIMIZER": run.optimizer,
+            "ZERO": run.zero, "DP_REPLICATE": run.dp_replicate, "KERNELS": run.kernels, "COMPILE": run.compile,
+        }  # fmt: skip
+    else:
+        more = {"DEEPSPEED": uses_deepspeed(run), "TRAINER": trainer_arguments(run)}
+    if run.lora:
+        more = {**more, "COMPUTE": DTYPES[run.compute_dtype], "QUANTIZATION": run.quantization, "LORA": {
+            "r": run.lora.rank, "lora_alpha": run.lora.alpha if run.lora.alpha is not None else 2 * run.lora.rank,
+            "lora_dropout": run.lora.dropout, "target_modules": list(run.lora.targets),
+            "fan_in_fan_out": spec.family == "gpt2",
+        }}  # fmt: skip
+    return {**values, **more}
+
+
+def _attention(run: Training) -> str:
+    return {"flash": "flash_attention_2"}.get(run.attention, run.attention)

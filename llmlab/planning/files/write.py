@@ -1,0 +1,153 @@
+"""The files of a run, written into a folder whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...base.errors import SpecError
+from ...base.tables import Table, Tabular
+from ...engines.texts import toml_text, yaml_text
+from ...engines.torchtitan import torchtitan_config
+from ...engines.tuners import axolotl_config, llama_factory_config, megatron_arguments
+from ...specs.check import check
+from ...specs.model import ModelSpec, models
+from ...specs.run import Training
+from .launch import launch_script, sky_task, slurm_job
+from .script import NEEDS, kind, training_script
+
+
+@dataclass(frozen=True, repr=False)
+class Written(Tabular):
+    """What was written into `folder`: `files`, by name what each is for; `left_out`, by name why it is not there."""
+
+    folder: Path
+    files: dict[str, str]
+    left_out: dict[str, str]
+
+    def _table(self) -> Table:
+        rows = [*self.files.items(), *((name, f"left out: {why}") for name, why in self.left_out.items())]
+        return Table(("file", "what it is"), rows, f"Written into {self.folder}", words=(0, 1))
+
+    def __repr__(self) -> str:
+        return f"<Written: {', '.join(self.files)} in {self.folder}>"
+
+
+Texts = dict[str, tuple[str, str]]  # by file: its text, and what it is for
+
+
+def texts(spec: ModelSpec, run: Training, card: str, nodes: int, per_node: int) -> tuple[Texts, dict[str, str]]:
+    """Return the files' texts, and by name why one is left out. Raises SpecError where nothing here starts the run."""
+    check(spec, run)
+    if run.world_size != nodes * per_node:
+        raise SpecError(f"the run is for {run.world_size} GPUs, and {nodes} x {per_node} are given")
+    published = spec.name in models()
+    model = spec.name if published else "model"
+    name = re.sub(r"[^\w./ ()@:+-]", "?", spec.name)  # whatever a config claims, it is a comment
+    title = f"{name} on {nodes} x {per_node} {card}: {run!r}"
+    found: Texts = {}
+    left_out: dict[str, str] = {}
+
+    def add(name: str, what: str, text: Callable[[], str]) -> None:
+        try:
+            found[name] = text(), what
+        except SpecError as error:
+            left_out[name] = str(error)
+
+    def note(words: str) -> str:
+        return f"# {title}.\n# {words}\n"
+
+    add("train.py", "the training script", lambda: training_script(spec, run, model, not published, title))
+    add("ds_config.json", "DeepSpeed's settings", lambda: json.dumps(run.to_deepspeed(), indent=2) + "\n")
+    add("accelerate.yaml", "accelerate launch --config_file",
+        lambda: note(f"accelerate launch --config_file accelerate.yaml; model, {_unsaid(run)} are the script's.")
+        + yaml_text(run.to_accelerate() | {"num_machines": nodes}))  # fmt: skip
+    add("torchtitan.toml", "torchtitan's job config",
+        lambda: note("The learning rate is yours: --optimizer.lr, whose default is 8e-4.")
+        + toml_text(torchtitan_config(run, spec.name)))  # fmt: skip
+    add("megatron_args.txt", "Megatron-LM's arguments",
+        lambda: note("pretrain_gpt.py $(grep -v '^#' megatron_args.txt) --lr ..., and its data and tokenizer.")
+        + "\n".join(megatron_arguments(run, spec)) + "\n")  # fmt: skip
+    add("axolotl.yaml", "Axolotl's settings",
+        lambda: note("Yours to add, both required: learning_rate, datasets.")
+        + yaml_text(axolotl_config(run, model))
+    )
+    add("llama_factory.yaml", "LLaMA-Factory's settings",
+        lambda: note("Yours to add: learning_rate, dataset, template.")
+        + yaml_text(llama_factory_config(run, model))
+    )
+    if not published:
+        found["model/config.json"] = json.dumps(spec.config, indent=2) + "\n", "the model, whose weights start random"
+    program, packages = _program(run, found, left_out)
+    found["launch.sh"] = launch_script(title, program, nodes, per_node), "starts it on one node: LR=... ./launch.sh"
+    found["job.sbatch"] = slurm_job(title, nodes, per_node), "Slurm: LR=... sbatch job.sbatch"
+    if task := sky_task(title, card, nodes, per_node, packages, "train.py" in found):
+        found["sky.yaml"] = task, "SkyPilot: sky launch sky.yaml"
+    else:
+        left_out["sky.yaml"] = f"SkyPilot's name of {card} is not known here"
+    return found, left_out
+
+
+def _unsaid(run: Training) -> str:
+    return "its optimizer, attention" + (", adapters" if run.lora else "") + " and the micro-batch"
+
+
+def _program(run: Training, found: Texts, left_out: dict[str, str]) -> tuple[str, list[str]]:
+    """Return what launch.sh starts, with its arguments, and the packages that it needs."""
+    if "train.py" in found:
+        extra = (["deepspeed"] if run.zero == 1 or run.offload else []) + (["bitsandbytes"] if run.quantization else [])
+        return 'train.py --lr "$LR"', [*NEEDS[kind(run)], *extra]
+    if "torchtitan.toml" in found:
+        return '-m torchtitan.train --job.config_file torchtitan.toml --optimizer.lr "$LR"', ["torchtitan"]
+    if "megatron_args.txt" in found:
+        script = '"${MEGATRON:?the folder of Megatron-LM}/pretrain_gpt.py" $(grep -v "^#" megatron_args.txt) --lr "$LR"'
+        return script, ["megatron-core", "transformer-engine[pytorch]"]
+    reasons = "; ".join(f"{name}: {left_out[name]}" for name in ("train.py", "torchtitan.toml", "megatron_args.txt"))
+    raise SpecError(f"nothing here runs {run!r}: {reasons}")
+
+
+def write_files(
+    spec: ModelSpec, run: Training, card: str, nodes: int, per_node: int, folder: str | os.PathLike[str], force: bool
+) -> Written:
+    """Write the files into `folder`, all or none; see `texts`.
+
+    Raises SpecError where a file of theirs is there already and not `force`, or the folder cannot be written.
+    """
+    found, left_out = texts(spec, run, card, nodes, per_node)
+    target = Path(folder)
+    if (there := sorted(name for name in found if os.path.lexists(target / name))) and not force:
+        raise SpecError(f"{target} has {', '.join(there)} already: give force=True (--force) to replace them, or "
+                        "another folder")  # fmt: skip
+    try:
+        _write_all(target, {name: text for name, (text, _) in found.items()})
+    except OSError as error:
+        raise SpecError(f"{target} cannot be written: {error.strerror or error}; give another folder") from None
+    return Written(target, {name: what for name, (_, what) in found.items()}, left_out)
+
+
+def _write_all(target: Path, content: dict[str, str]) -> None:
+    """Write everything beside `target`, then move it there: a full disk or a crash leaves no half of a file."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        for name, text in content.items():
+            path = unfinished / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            if name.endswith(".sh"):
+                path.chmod(0o755)
+        if not target.exists():
+            unfinished.chmod(0o755)  # mkdtemp's own is the user's alone
+            os.rename(unfinished, target)
+            return
+        for name in content:
+            (target / name).parent.mkdir(exist_ok=True)
+            os.replace(unfinished / name, target / name)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)

@@ -1,0 +1,212 @@
+"""The files of a run: whole or not at all, read by the tools that they are for, and true to the plan."""
+
+import argparse
+import json
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+import llmlab as lab
+from llmlab.base.errors import SpecError
+from llmlab.cli.main import cli
+
+TINY = {
+    "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+ADAPTERS = lab.LoRA(rank=4)
+# Options of each tool that the files use, as its parser or schema has them: Megatron-LM's
+# megatron/training/arguments.py, Axolotl's src/axolotl/utils/schemas, LLaMA-Factory's src/llamafactory/hparams,
+# SkyPilot's sky/utils/schemas.py.
+MEGATRON = {
+    "num-layers": int, "hidden-size": int, "ffn-hidden-size": int, "num-attention-heads": int, "seq-length": int,
+    "max-position-embeddings": int, "micro-batch-size": int, "global-batch-size": int, "norm-epsilon": float,
+    "tensor-model-parallel-size": int, "pipeline-model-parallel-size": int, "context-parallel-size": int,
+    "optimizer": str, "clip-grad": float, "attention-backend": str, "recompute-granularity": str,
+    "recompute-modules": str, "recompute-method": str, "recompute-num-layers": int, "num-query-groups": int,
+    "normalization": str, "position-embedding-type": str, "rotary-base": int, "attention-dropout": float,
+    "hidden-dropout": float, "make-vocab-size-divisible-by": int, "transformer-impl": str,
+    "num-virtual-stages-per-pipeline-rank": int,
+}  # fmt: skip
+MEGATRON_FLAGS = ("bf16", "fp16", "use-distributed-optimizer", "sequence-parallel", "swiglu", "disable-bias-linear",
+                  "untie-embeddings-and-output-weights", "group-query-attention")  # fmt: skip
+AXOLOTL = set(
+    [
+        "base_model", "sequence_len", "micro_batch_size", "gradient_accumulation_steps", "optimizer", "bf16",
+        "fp16", "max_grad_norm", "gradient_checkpointing", "attn_implementation", "torch_compile", "output_dir",
+        "adapter", "load_in_4bit", "load_in_8bit", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules",
+        "plugins", "liger_fused_linear_cross_entropy", "deepspeed",
+    ]
+)
+LLAMA_FACTORY = set(
+    [
+        "model_name_or_path", "stage", "finetuning_type", "cutoff_len", "flash_attn",
+        "disable_gradient_checkpointing", "enable_liger_kernel", "pure_bf16", "lora_rank", "lora_dropout",
+        "lora_target", "lora_alpha", "quantization_bit", "double_quantization",
+    ]
+)  # besides those of TrainingArguments
+SKY = {"name", "num_nodes", "resources", "workdir", "envs", "setup", "run"}
+
+
+def written(folder, run, gpus="A100-80GB", model=TINY):
+    return lab.write(model, run, gpus, folder)
+
+
+def settings(folder, name):
+    return yaml.safe_load((folder / name).read_text())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_deepspeed_reads_its_settings_and_they_come_back(tmp_path, monkeypatch, stage):
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    run = lab.Training(micro_batch=2, accumulation=4, zero=stage, dp=2, precision="mixed-bf16", seq_len=64)
+    written(tmp_path / "out", run, "2xA100-80GB")
+    path = tmp_path / "out" / "ds_config.json"
+    monkeypatch.setattr("deepspeed.comm.get_world_size", lambda *_: 2)  # of a group that no test needs to start
+    monkeypatch.setattr("deepspeed.comm.get_rank", lambda *_: 0)
+    read = DeepSpeedConfig(json.loads(path.read_text()))
+    assert (read.train_batch_size, read.train_micro_batch_size_per_gpu, read.zero_config.stage) == (16, 2, stage)
+    assert lab.Training.from_deepspeed(path, seq_len=64) == run
+
+
+def test_accelerate_reads_its_settings_and_they_come_back(tmp_path):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    for zero in (0, 1, 3):
+        run = lab.Training(zero=zero, dp=2, precision="mixed-bf16" if zero else "autocast-bf16", seq_len=64)
+        written(tmp_path / str(zero), run, "2xA100-80GB")
+        path = tmp_path / str(zero) / "accelerate.yaml"
+        assert load_config_from_file(str(path)).num_processes == 2
+        assert lab.Training.from_accelerate(path, seq_len=64) == run
+
+
+def test_megatrons_parser_takes_its_arguments(tmp_path):
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    for name, kind in MEGATRON.items():
+        parser.add_argument(f"--{name}", type=kind, nargs="+" if name == "recompute-modules" else None)
+    for name in MEGATRON_FLAGS:
+        parser.add_argument(f"--{name}", action="store_true")
+    run = lab.Training(dp=2, tp=2, pp=2, zero=1, accumulation=4, precision="mixed-bf16", sequence_parallel=True,
+                       stack=lab.Megatron(recompute="selective"))  # fmt: skip
+    done = written(tmp_path / "out", run, "8xH100-80GB", "meta-llama/Llama-3.1-8B")
+    lines = (tmp_path / "out" / "megatron_args.txt").read_text().splitlines()
+    read = parser.parse_args(" ".join(line for line in lines if not line.startswith("#")).split())
+    assert (read.global_batch_size, read.tensor_model_parallel_size, read.num_query_groups) == (8, 2, 8)
+    assert read.use_distributed_optimizer and read.sequence_parallel and read.bf16
+    assert "train.py" in done.left_out and "megatron_args.txt" in (tmp_path / "out" / "launch.sh").read_text()
+
+
+@pytest.mark.parametrize("run", [
+    lab.Training(precision="bf16", seq_len=64, lora=ADAPTERS, quantization="nf4", checkpointing="full"),
+    lab.Training(precision="autocast-bf16", seq_len=64, optimizer="adafactor"),
+])  # fmt: skip
+def test_axolotl_and_llama_factory_have_what_is_set(tmp_path, run):
+    from dataclasses import fields
+
+    from transformers import TrainingArguments
+
+    written(tmp_path / "out", run)
+    assert set(settings(tmp_path / "out", "axolotl.yaml")) <= AXOLOTL
+    others = {f.name for f in fields(TrainingArguments)} | {"do_train"}
+    assert set(settings(tmp_path / "out", "llama_factory.yaml")) - others <= LLAMA_FACTORY
+
+
+def test_torchtitans_job_config_comes_back(tmp_path):
+    run = lab.Training(dp=4, tp=2, micro_batch=2, accumulation=2, seq_len=4096, compile=True,
+                       stack="torchtitan:ac=full")  # fmt: skip
+    written(tmp_path / "out", run, "8xH100-80GB", "meta-llama/Llama-3.1-8B")
+    assert lab.Training.from_torchtitan(tmp_path / "out" / "torchtitan.toml") == run
+    assert "-m torchtitan.train" in (tmp_path / "out" / "launch.sh").read_text()
+
+
+def test_shells_and_skypilot_read_what_starts_it(tmp_path):
+    written(tmp_path / "out", lab.Training(dp=16, zero=3, precision="mixed-bf16", seq_len=64), "2x8xA100-80GB")
+    for name in ("launch.sh", "job.sbatch"):
+        subprocess.run(["bash", "-n", tmp_path / "out" / name], check=True)
+    task = settings(tmp_path / "out", "sky.yaml")
+    assert set(task) <= SKY and task["resources"] == {"accelerators": "A100-80GB:8"} and task["num_nodes"] == 2
+    assert os.stat(tmp_path / "out" / "launch.sh").st_mode & stat.S_IXUSR
+    stopped = subprocess.run(["bash", tmp_path / "out" / "launch.sh"], capture_output=True, text=True,
+                             env={"PATH": os.environ["PATH"]})  # fmt: skip
+    assert stopped.returncode and "set the learning rate" in stopped.stderr
+
+
+def test_nothing_is_replaced_or_half_written(tmp_path):
+    run = lab.Training(precision="mixed-bf16", seq_len=64)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "train.py").write_text("mine")
+    with pytest.raises(SpecError, match=r"train\.py already"):
+        written(out, run)
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "train.py"]
+    assert (out / "train.py").read_text() == "mine"
+    lab.write(TINY, run, "A100-80GB", out, force=True)
+    assert (out / "train.py").read_text() != "mine" and [path.name for path in tmp_path.iterdir()] == ["out"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SpecError, match="cannot be written"):
+        written(tmp_path / "file" / "out", run)
+
+
+def test_what_nothing_runs_is_refused_with_each_tools_reason(tmp_path):
+    run = lab.Training(dp=2, tp=2, lora=lab.LoRA(), precision="bf16", seq_len=64)
+    with pytest.raises(SpecError, match=r"nothing here runs .*train.py: tp=2.*torchtitan.toml.*megatron_args.txt"):
+        written(tmp_path / "out", run, "4xA100-80GB")
+    with pytest.raises(SpecError, match="for 1 GPUs"):
+        written(tmp_path / "out", lab.Training(seq_len=64), "2xA100-80GB")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_claimed_name_is_a_comment_whatever_it_is(tmp_path):
+    name = 'x"""\nimport os\n"""'
+    written(tmp_path / "out", lab.Training(seq_len=64), model=TINY | {"_name_or_path": name})
+    for path in ("train.py", "launch.sh", "job.sbatch"):
+        assert "\nimport os\n\"" not in (tmp_path / "out" / path).read_text()
+    compile((tmp_path / "out" / "train.py").read_text(), "train.py", "exec")
+
+
+def test_plain_pytorch_shards_over_two_ranks(tmp_path):
+    run = lab.Training(dp=2, zero=3, precision="mixed-bf16", seq_len=32, accumulation=2, checkpointing="full")
+    written(tmp_path / "out", run, "2xA100-80GB")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    done = subprocess.run([*command, "--lr", "1e-3", "--steps", "2"], cwd=tmp_path / "out", capture_output=True,
+                          text=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})  # fmt: skip
+    assert "step 2: loss 6." in done.stdout, done.stderr
+    assert (tmp_path / "out" / "trained" / "model.safetensors").exists()
+
+
+def test_the_trainer_runs_it(tmp_path):
+    written(tmp_path / "out", lab.Training(precision="autocast-bf16", seq_len=32, checkpointing="selective"))
+    done = subprocess.run([sys.executable, "train.py", "--lr", "1e-3", "--steps", "2"], cwd=tmp_path / "out",
+                          capture_output=True, text=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})  # fmt: skip
+    assert "train_loss" in done.stdout, done.stderr
+    assert (tmp_path / "out" / "trained" / "model.safetensors").exists()
+
+
+def test_a_written_script_takes_the_memory_that_was_predicted(tmp_path, monkeypatch):
+    run = lab.Training(precision="mixed-bf16", seq_len=256, micro_batch=2, accumulation=2)
+    written(tmp_path / "out", run, "A100-40GB", "gpt2")
+    monkeypatch.chdir(tmp_path / "out")
+    command = [sys.executable, "-c", "from llmlab.cli.main import main; main()", "run", "--gpu", "A100-40GB", "--json",
+               "--steps", "2", "train.py", "--lr", "1e-4"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    found = json.loads(done.stdout)
+    assert found["peak_allocated"] == pytest.approx(lab.simulate("gpt2", run, "A100-40GB").peak_allocated, rel=0.05)
+
+
+def test_the_command_line_reads_the_four_files(tmp_path):
+    run = lab.Training(dp=2, zero=3, precision="mixed-bf16", seq_len=64)
+    written(tmp_path / "out", run, "2xA100-80GB")
+    for name in ("ds_config.json", "accelerate.yaml"):
+        words = ["estimate", "gpt2", "--from", str(tmp_path / "out" / name), "--seq-len", "64", "--json"]
+        result = CliRunner().invoke(cli, words)
+        assert json.loads(result.stdout)["run"]["zero"] == 3, result.output
+    (tmp_path / "arguments.json").write_text(json.dumps({"per_device_train_batch_size": 2, "bf16": True}))
+    result = CliRunner().invoke(cli, ["estimate", "gpt2", "--from", str(tmp_path / "arguments.json"), "--json"])
+    assert json.loads(result.stdout)["run"]["precision"] == "autocast-bf16"
