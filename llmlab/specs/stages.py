@@ -22,8 +22,7 @@ def stage_layers(layers: int, stages: int, name: str = "the model") -> tuple[int
     >>> stage_layers(126, 8)     # 128 with embedding and head
     (15, 16, 16, 16, 16, 16, 16, 15)
     """
-    counts = _counts(layers, stages)
-    if min(counts) < 1:
+    if stages > layers or min(counts := _counts(layers, stages)) < 1:  # a huge number is not listed first
         given = f"pp={stages} leaves a stage without any of {name}'s {layers} layers"
         raise SpecError(f"{given}; give pp={(layers + 2) // 2} at most, or pp={layers}")
     return counts

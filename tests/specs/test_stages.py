@@ -10,6 +10,7 @@ import llmlab as lab
 from llmlab.base.errors import SpecError
 from llmlab.formulas.memory.moments import layers_in_flight, micro_batches_in_flight, training_moments
 from llmlab.formulas.memory.states import states
+from llmlab.specs import stages
 from llmlab.specs.stages import stage_layers
 from llmlab.techniques.pipeline_schedules import held, schedule
 
@@ -59,6 +60,12 @@ def test_the_first_stage_holds_what_1f1b_keeps_in_flight():
         assert kept(piped, stage) == pytest.approx(block * layers * (16 - stage), rel=1e-6)
     few = lab.Training(**shape, pp=16, accumulation=3)
     assert micro_batches_in_flight(few) == 3
+
+
+def test_more_stages_than_layers_are_refused_without_a_list_of_them(monkeypatch):
+    monkeypatch.setattr(stages, "_counts", lambda *_: pytest.fail("lists the stages"))
+    with pytest.raises(SpecError, match="pp=1000000000 leaves a stage without any of gpt2's 12 layers"):
+        lab.estimate("gpt2", lab.Training(pp=10**9), "T4")
 
 
 def test_a_report_is_of_rank_0_and_whether_it_fits_of_every_stage():
