@@ -38,6 +38,8 @@ def kind(run: Training) -> str:
     for axis in ("tp", "pp", "cp", "ep"):
         if getattr(run, axis) > 1:
             raise SpecError(f"{axis}={getattr(run, axis)}: the script divides data and states only")
+    if run.offload:
+        raise SpecError(f"offload={run.offload!r}: no script of ours has run with it; ds_config.json is for your own")
     if run.fp8:
         raise SpecError(f"fp8={run.fp8!r}: the script does not convert layers")
     if run.attention == "efficient":
@@ -56,14 +58,14 @@ def kind(run: Training) -> str:
 
 
 def uses_deepspeed(run: Training) -> bool:
-    """Whether the script hands ds_config.json to the Trainer: ZeRO-1 and what is offloaded; FSDP2 shards the rest."""
-    return bool(run.zero == 1 or run.offload or (run.zero and run.lora))
+    """Whether the script hands ds_config.json to the Trainer: ZeRO-1 and adapters; FSDP2 shards the rest."""
+    return bool(run.zero == 1 or (run.zero and run.lora))
 
 
 def _check_adapters(run: Training) -> None:
     if run.quantization and run.zero:
         raise SpecError(f"quantization={run.quantization!r} with zero={run.zero}: its weights are not sharded")
-    if run.zero or run.offload:
+    if run.zero:
         run.to_deepspeed()
     elif run.precision.startswith("mixed"):
         raise SpecError(f"precision={run.precision!r} with lora: adapters have no half copy; give bf16")

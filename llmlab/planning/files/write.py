@@ -101,7 +101,7 @@ def _unsaid(run: Training) -> str:
 def _program(run: Training, found: Texts, left_out: dict[str, str]) -> tuple[str, list[str]]:
     """Return what launch.sh starts, with its arguments, and the packages that it needs."""
     if "train.py" in found:
-        extra = (["deepspeed"] if run.zero == 1 or run.offload else []) + (["bitsandbytes"] if run.quantization else [])
+        extra = (["deepspeed"] if run.zero == 1 else []) + (["bitsandbytes"] if run.quantization else [])
         return 'train.py --lr "$LR"', [*NEEDS[kind(run)], *extra]
     if "torchtitan.toml" in found:
         return '-m torchtitan.train --job.config_file torchtitan.toml --optimizer.lr "$LR"', ["torchtitan"]
