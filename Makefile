@@ -121,10 +121,11 @@ figures: env ## make the pictures of the README
 	$(BIN)/python tools/figures.py
 
 benchmarks: EXTRAS := $(EXTRAS),benchmarks
-benchmarks: env site ## llmlab beside its peers, its speed, its overhead, on a GPU its kernels; renews benchmarks/results
+benchmarks: env stacks site ## llmlab beside its peers, its speed, its overhead, on a GPU its kernels; renews benchmarks/results
 	$(PIP) $(PIP_FLAGS) -e '.[$(EXTRAS)]'
 	$(BIN)/python benchmarks/peers.py --out benchmarks/results
 	$(BIN)/python benchmarks/decisions.py --out benchmarks/results
+	$(BIN)/python benchmarks/plans.py --out benchmarks/results
 	$(BIN)/python benchmarks/versions.py --out benchmarks/results
 	$(BIN)/python benchmarks/held_out.py --out benchmarks/results
 	$(BIN)/python benchmarks/room.py --out benchmarks/results
@@ -132,6 +133,7 @@ benchmarks: env site ## llmlab beside its peers, its speed, its overhead, on a G
 	$(BIN)/python benchmarks/bert.py --out benchmarks/results
 	$(BIN)/python benchmarks/published.py --out benchmarks/results
 	$(BIN)/python benchmarks/sdpa_loops.py --out benchmarks/results
+	PYTHONPATH=_build/stacks $(BIN)/python benchmarks/stacks.py --out benchmarks/results
 	$(BIN)/python benchmarks/cpu_grid.py --out benchmarks/results
 	$(BIN)/python benchmarks/formulas.py --out benchmarks/results
 	$(BIN)/python benchmarks/decoding.py --out benchmarks/results

@@ -122,7 +122,7 @@ def excess() -> list[float]:
     card, found = lab.gpu("T4").memory / MiB, []
     for line in HELD_OUT.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.split("|")]
-        if len(cells) > 9 and "×" in cells[1] and cells[5][:1].isdigit():
+        if len(cells) == 9 and "×" in cells[1] and cells[5][:1].isdigit():
             simulated = float(cells[6].replace(",", ""))
             found += [(float(each.replace(",", "")) - simulated) / card for each in cells[5].split("/")]
     return sorted(found)

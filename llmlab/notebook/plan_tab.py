@@ -83,7 +83,7 @@ def _headline(found: Plan) -> str:
 
 def _rows(found: Plan) -> dict[str, Any]:
     """Return the plan's own table, each row with the state of the form that shows that run."""
-    table = found._table()
+    table = found.table()
     sets = [{"kind": "training", **state_of(candidate.run)} for candidate in found]
     rows = [{"cells": list(cells), "set": state} for cells, state in zip(table.rows, sets, strict=bool(sets))]
     return {"caption": table.title, "header": list(table.header), "rows": rows, "footer": table.footer}

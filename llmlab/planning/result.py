@@ -163,6 +163,10 @@ class Plan(Tabular, Sequence["Candidate"]):
         }  # fmt: skip
 
     def _table(self) -> Table:
+        return self.table()
+
+    def table(self) -> Table:
+        """Return what is printed: a row of each candidate, or what is nearest."""
         title = f"{self.model} on {self.gpus}, {self.global_batch} sequences per update, the {self.goal} first"
         if self.interrupted:
             title = f"Interrupted, the best so far: {title}"

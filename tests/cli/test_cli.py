@@ -61,8 +61,8 @@ def parsed(*words):
 def test_every_field_is_an_option_and_every_option_of_a_run_is_a_field():
     names = {option.name for option in cli_options.spec_options()}
     of_lora = {"lora" if f.name == "rank" else f"lora_{f.name}" for f in fields(LoRA)}
-    assert names == {f.name for f in (*fields(Training), *fields(Inference))} | of_lora | {"inference"}
-    assert set(cli_options.HELP) == names - {"inference"}
+    assert names == {f.name for f in (*fields(Training), *fields(Inference))} | of_lora | {"inference", "config"}
+    assert set(cli_options.HELP) == names - {"inference", "config"}
 
 
 def test_no_options_are_the_dataclasses_defaults():

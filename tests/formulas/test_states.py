@@ -219,4 +219,4 @@ def test_bytes_are_whole_numbers(name: str, settings: dict[str, object]) -> None
         settings = {**settings, "lora": lab.LoRA(rank=3, targets=("c_attn",))}
     run = lab.Training(**{"precision": "mixed-bf16", "seq_len": 16} | settings)
     held = states(lab.model({**MODELS[name], "vocab_size": 1001}), run)
-    assert all(type(value) is int for value in (*held[:-1], *held.units)), held
+    assert all(type(value) is int for value in (*held[:-1], *held.units) if value is not None), held
