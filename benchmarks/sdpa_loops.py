@@ -52,9 +52,8 @@ class Row(NamedTuple):
 
 
 def groups() -> dict[str, dict[str, Any]]:
-    """Return the groups of rows by name; one that is the same as another but for its release has its rows too."""
-    found = tomllib.loads(ROWS.read_text(encoding="utf-8"))
-    return {name: {**found.get(group.get("same_as", name), {}), **group} for name, group in found.items()}
+    """Return the groups of rows by name."""
+    return tomllib.loads(ROWS.read_text(encoding="utf-8"))
 
 
 def asked(group: dict[str, Any]) -> Iterator[tuple[int, int, str, float | str]]:
