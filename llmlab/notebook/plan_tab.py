@@ -5,11 +5,11 @@ torch; a browser has none, so the page shows what the estimates find, and the li
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from concurrent.futures import Executor, Future
+from collections.abc import Mapping
 from typing import Any
 
 from ..base.errors import SpecError
+from ..planning.confirm import NotSimulated
 from ..planning.plan import plan
 from ..planning.result import Plan
 from ..planning.space import ALLOWED, GOALS, METHODS
@@ -20,15 +20,6 @@ from .fields import model_of, state_of, whole
 UNCONFIRMED = "Estimates that are sure to fit; no simulation confirmed them: `llmlab plan` simulates each."
 METHOD_HELP = "What is trained: all weights, or LoRA adapters, on half-precision weights or (qlora) on NF4 ones."
 DEFAULTS = {"global_batch": "64", "seq_len": "2048", "method": METHODS[0], "goal": GOALS[0], "tokens": "none"}
-
-
-class NotSimulated(Executor):
-    """Answers every simulation with a sentence, at once."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        answer: Future[Any] = Future()
-        answer.set_result(UNCONFIRMED)
-        return answer
 
 
 def plan_fields() -> list[dict[str, Any]]:
@@ -61,7 +52,7 @@ def planned(state: Mapping[str, str]) -> dict[str, Any]:
         given["allow"] = allowed
     if asked["tokens"] != "none":
         given["tokens"] = whole("tokens", asked["tokens"])
-    found = plan(source, gpus, batch, **given, executor=NotSimulated())
+    found = plan(source, gpus, batch, **given, executor=NotSimulated(UNCONFIRMED))
     return {
         "outcome": "fits" if found else "unknown",
         "headline": _headline(found),

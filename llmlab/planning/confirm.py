@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from itertools import chain, islice
 from typing import Any
 
@@ -28,6 +27,18 @@ LOOKED_AT = 1_000  # candidates, of which some are passed over: other micro-batc
 # steps on a T4 reserved less than so much of the card more than their simulation; benchmarks/plans.py derives it.
 MARGIN = 0.04
 UNDECIDED = "not simulated, and too near to tell"
+
+
+class NotSimulated(Executor):
+    """Answers every simulation with a sentence, at once: for a search by estimates alone, as in a browser."""
+
+    def __init__(self, said: str) -> None:
+        self.said = said
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        answer: Future[Any] = Future()
+        answer.set_result(self.said)
+        return answer
 
 
 @dataclass
@@ -109,7 +120,7 @@ def confirm(search: Search, executor: Executor | None) -> Confirmation:
     """
     question = search.question
     by_machines = question.goal == "cheapest"
-    done = Confirmation(_decidable(search), by_machines)
+    done = Confirmation(_decidable(search, not isinstance(executor, NotSimulated)), by_machines)
     asked, batch, answers = 0, list[Found](), dict[int, Report | str]()
 
     def judge() -> None:
@@ -139,21 +150,21 @@ def _report(spec: ModelSpec, found: Found) -> Report:
     return estimated(spec, found.run, found.machines.card, found.machines.cluster)
 
 
-def _decidable(search: Search) -> Iterator[Found]:
+def _decidable(search: Search, simulates: bool) -> Iterator[Found]:
     """Yield what a simulation can decide, or what needs none."""
     for found in islice(search, LOOKED_AT):
         try:
             if not found.certain:
-                _check_simulated(search.question.spec, found)
+                _check_simulated(search.question.spec, found, simulates)
         except NotAvailable:
             search.cuts[UNDECIDED] += 1
             continue
         yield found
 
 
-def _check_simulated(spec: ModelSpec, found: Found) -> None:
-    if not find_spec("torch"):
-        raise NotAvailable("without torch, as in a browser, nothing is simulated")
+def _check_simulated(spec: ModelSpec, found: Found, simulates: bool) -> None:
+    if not simulates:
+        raise NotAvailable("nothing is simulated")
     from ..simulation.report import check_simulated
 
     check_simulated(spec, shortened(found.run), found.machines.card)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 import llmlab as lab
 from llmlab.cli.main import cli
 from llmlab.notebook.calculator import answer, calculator, form
-from llmlab.notebook.plan_tab import NotSimulated
+from llmlab.notebook.plan_tab import UNCONFIRMED
+from llmlab.planning.confirm import NotSimulated
 
 FORM = form()
 NUMBERS = {
@@ -151,7 +152,7 @@ def test_a_plan_is_that_of_the_command_line_but_for_the_simulations(monkeypatch)
              "global_batch": "32", "method": "lora", "goal": "smallest", "vary_optimizer": "yes",
              "tokens": "1000000"}  # fmt: skip
     got = answer(state)
-    monkeypatch.setattr(lab.verbs, "plan", partial(lab.plan, executor=NotSimulated()))
+    monkeypatch.setattr(lab.verbs, "plan", partial(lab.plan, executor=NotSimulated(UNCONFIRMED)))
     done = CliRunner().invoke(cli, [*shlex.split(got["cli"])[1:], "--json"])
     assert json.loads(done.stdout) == json.loads(json.dumps(got))["report"]
     assert done.exit_code == 0 and len(got["plan"]["rows"]) == len(got["report"]["candidates"]) > 1
