@@ -106,7 +106,7 @@ class StandIns:
         self.rows()
         self.pictures()
         self.stable_diffusion()
-        beside = (self.karpathy, self.raschka, self.pytorch, self.lightning)
+        beside = (self.karpathy, self.raschka, self.pytorch, self.lightning, self.deepspeed)
         for part in (*beside, self.litgpt, self.nanochat, self.tune, self.nanovlm):
             try:
                 part()
@@ -193,6 +193,12 @@ class StandIns:
                 for i in numbers
             ],
         }  # fmt: skip
+        test = 4096  # rows of MMLU that Liger's example keeps to test by
+        sets["mmlu"] = [
+            {"train": {"question": p(i)[:200], "choices": [p(i + each)[:40] for each in range(4)], "answer": i % 4,
+                       "subject": ""}}
+            for i in range(test + 5 * ROWS)
+        ]  # fmt: skip
         for name, rows in sets.items():
             (self.data / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
         (self.data / "alpaca.json").write_text(json.dumps(sets["alpaca"]))
@@ -316,6 +322,16 @@ class StandIns:
             folder = self.clones / "pl/examples" / place / "data"
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "wikitext-2.txt").write_text(self.text)
+
+    def deepspeed(self) -> None:
+        """CIFAR-10's six files of pictures, and the names of what is on them."""
+        folder = self.clones / "DeepSpeedExamples/training/cifar/data/cifar-10-batches-py"
+        folder.mkdir(parents=True, exist_ok=True)
+        noise = np.random.default_rng(0)
+        for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
+            pixels = noise.integers(0, 255, (ROWS, 3 * 32 * 32), dtype=np.uint8)
+            (folder / name).write_bytes(pickle.dumps({"data": pixels, "labels": [i % 10 for i in range(ROWS)]}))
+        (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [str(number) for number in range(10)]}))
 
     def litgpt(self) -> None:
         """A checkpoint folder of litgpt, whose tensors are one number each, spread out."""

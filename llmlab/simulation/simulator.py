@@ -160,8 +160,8 @@ def simulator(gpu: GPU | str, *, assume: float | None = None, world_size: int | 
     torchrun sets them, and init_process_group makes a group whose other ranks are not there. DDP, FSDP (both),
     DeepSpeed's ZeRO, DTensor, pipeline stages, context parallelism, accelerate and the Trainer run as they are, and the
     card holds what rank 0's would, but for NCCL's own buffers, which are not the allocator's. All ranks have this
-    rank's values, and collectives make of those what they would. With `assume` a router's tokens are counted as even
-    among its experts.
+    rank's values, and collectives make of those what they would. A router's tokens are counted as even among its
+    experts, and a note says so.
 
     torch.compile compiles, up to the kernels: what Inductor fuses, saves and makes again is its choice for the card,
     and its buffers are the card's. That takes seconds for each graph, and Triton. A graph that cannot be compiled here

@@ -59,6 +59,27 @@ print(metric.compute()["accuracy"])
     assert result.stdout.startswith("1.0\n") and "the metric accuracy-of-nobody is not here" in result.stderr
 
 
+def test_torchvision_takes_files_that_stand_in_for_its_own(home, monkeypatch):
+    """Held to a package of its name: what it does with a file is these two functions of it."""
+    utils = home / "torchvision" / "datasets" / "utils.py"
+    utils.parent.mkdir(parents=True)
+    for each in (utils, utils.parent / "__init__.py", utils.parents[1] / "__init__.py"):
+        each.write_text("")
+    utils.write_text("""
+import os
+def check_md5(fpath, md5): return False
+def check_integrity(fpath, md5=None): return os.path.isfile(fpath) and (md5 is None or check_md5(fpath, md5))
+""")
+    monkeypatch.syspath_prepend(str(home))
+    (home / "pictures").write_text("of the user's own")
+    result = run(home, """
+from torchvision.datasets.utils import check_integrity
+print(check_integrity("pictures", "0"), check_integrity("nowhere", "0"))
+""")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith("True False\n") and "not the published files" in result.stderr
+
+
 @pytest.mark.parametrize("given", ["rows.jsonl", "=rows.jsonl", "name=", "name=nowhere.jsonl", "name=rows.xyz"])
 def test_bad_data_are_refused(home, given):
     (home / "rows.xyz").write_text("")

@@ -53,7 +53,8 @@ class Checkpoints:
         real_save = torch.save
 
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-            if not self._keep(obj, f):
+            # Of a storage pickle asks torch.save, which would ask pickle again.
+            if isinstance(obj, (torch.TypedStorage, torch.UntypedStorage)) or not self._keep(obj, f):
                 with plainly():
                     real_save(obj, f, *args, **kwargs)
 
@@ -63,7 +64,13 @@ class Checkpoints:
                 return self._load_real(f, map_location, args, kwargs)
             return self._restore(*kept, map_location)
 
+        def pickled(tensor: Tensor, protocol: Any) -> tuple[Any, ...]:
+            buffer = io.BytesIO()
+            self._store(tensor, buffer)
+            return _loaded, (buffer.getvalue(),)
+
         with ExitStack() as stack:
+            stack.enter_context(mock.patch.object(FakeTensor, "__reduce_ex__", pickled))
             for module in (torch, torch.serialization):
                 stack.enter_context(mock.patch.object(module, "save", save))
                 stack.enter_context(mock.patch.object(module, "load", load))
@@ -107,7 +114,13 @@ class Checkpoints:
     # ---- simulated
 
     def _keep(self, content: Any, f: Any) -> bool:
-        """Keep `content` if simulated tensors are in it; return whether they are."""
+        """Keep `content` if simulated tensors are in it, and say so; return whether they are."""
+        kept = self._store(content, f)
+        if kept and not isinstance(getattr(f, "raw", f), KeptFile):  # of which its writer tells
+            warnings.warn(NOT_WRITTEN.format(f if isinstance(f, (str, os.PathLike)) else "a checkpoint"), stacklevel=4)
+        return kept
+
+    def _store(self, content: Any, f: Any) -> bool:
         buffer = io.BytesIO()
         pickler = Pickler(buffer)
         try:
@@ -124,8 +137,6 @@ class Checkpoints:
             number = str(next(self._numbers))
             self.kept[number] = buffer.getvalue(), pickler.records
             f.write(MAGIC + number.encode())
-        if not isinstance(getattr(f, "raw", f), KeptFile):  # of which its writer tells
-            warnings.warn(NOT_WRITTEN.format(f if isinstance(f, (str, os.PathLike)) else "a checkpoint"), stacklevel=4)
         return True
 
     def _kept(self, f: Any) -> tuple[bytes, list[Saved]] | None:
@@ -191,6 +202,11 @@ class Checkpoints:
             return tensor
 
         return with_tensors(content, moved) if on_card else content
+
+
+def _loaded(content: bytes) -> Any:
+    """Give back what pickle made of a simulated tensor, while the block is open."""
+    return torch.load(io.BytesIO(content), weights_only=True)
 
 
 class _Opened:

@@ -188,7 +188,7 @@ class Engine(TorchDispatchMode):
             raise RuntimeError(str(error).replace(str(GPU_DEVICE), "cuda:0")) from None  # two devices do not mix
         if func.namespace in COLLECTIVES:
             exchange(func, args, op.out)
-        elif self._assumes and func in BINS and known(args[0]) is None:
+        elif func in BINS and known(args[0]) is None:
             balance(op.out, args[0].numel())
             self.notes[BALANCED] = None
         elif not faked:
@@ -206,15 +206,11 @@ class Engine(TorchDispatchMode):
             return self.repeats.run(op.func, op.args, op.kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             out = sized_by_value(self._run, op.func, op.args, op.kwargs)
-            if out is NotImplemented and self._assumes and op.func in BINS:
+            if out is NotImplemented and op.func in BINS:
                 return counts_of(self._run, op.func, op.args, op.kwargs)
             if out is NotImplemented:
                 raise needs_values(op.func) from error
             return out
-
-    @property
-    def _assumes(self) -> bool:
-        return self.host is not None and self.host.assume is not None
 
     def _run(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Run `func` as part of another operator."""

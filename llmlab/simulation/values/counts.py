@@ -1,4 +1,4 @@
-"""Counts of values that are not known: where the user assumes values, each bin has as many as any other.
+"""Counts of values that are not known: each bin has as many as any other.
 
 A router's tokens are counted for each expert, ranks tell each other the counts, and buffers are sized by them. Balanced
 is what a router is trained to be; a real one is not, so memory is that of an even split.

@@ -38,7 +38,7 @@ READERS = {
     "nonzero": ("nonzero(), x[mask] or torch.where(mask)", "torch.where(mask, a, b) and x * mask keep the shape"),
     "index": ("x[mask]", "torch.where(mask, a, b) and x * mask keep the shape"),
     "masked_select": ("masked_select()", "torch.where(mask, a, b) and x * mask keep the shape"),
-    "bincount": ("bincount()", "give it minlength, and all numbers that are read a value (assume=1.0)"),
+    "bincount": ("bincount()", "give it minlength: the bins are then counted as even"),
     "repeat_interleave": ("repeat_interleave() by a tensor", ""),
     "_unique2": ("unique()", ""),
     "unique_dim": ("unique()", ""),
