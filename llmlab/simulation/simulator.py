@@ -169,7 +169,7 @@ def simulator(gpu: GPU | str, *, assume: float | None = None, world_size: int | 
 
     Not simulated: CUDA graphs, kernels compiled for the card, DeepSpeed's pipelines and compiled operators (all are
     refused), cuDNN's workspaces, which belong to the algorithm it picks, LSTM and GRU as one cuDNN kernel (a note says
-    so), packed sequences, and time: events give "?", and so do the card's sensors. Triton's kernels are launched and do
+    so), sparse tensors, and time: events give "?", and so do the card's sensors. Triton's kernels are launched and do
     nothing: they write into tensors that they are given.
     A DataLoader's workers run in this thread. Streams have blocks of their own, but backward runs on the stream that is
     current when it is called. Parameters on the host have no values either. Names bound before the block, as by `from

@@ -426,9 +426,59 @@ def test_pickle_takes_tensors_of_the_host_and_of_the_card(card):
     assert torch.cuda.memory_allocated() == before + 512
 
 
-def test_packed_sequences_are_refused_with_the_way_round(card):
-    with pytest.raises(NotAvailable, match=r"pack_padded_sequence.*pass padded ones"):
-        nn.utils.rnn.pack_padded_sequence(torch.randn(2, 4, 3, device="cuda"), torch.tensor([4, 2]), batch_first=True)
+def test_packed_sequences_hold_what_their_lengths_say(card):
+    layer = nn.LSTM(256, 320, batch_first=True).cuda()
+    x, lengths = torch.randn(3, 40, 256, device="cuda"), torch.tensor([7, 40, 20])
+    before = torch.cuda.memory_allocated()
+    packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    assert packed.data.shape == (67, 256) and packed.batch_sizes.tolist() == [3] * 7 + [2] * 13 + [1] * 20
+    assert 0 <= torch.cuda.memory_allocated() - before - 4 * 67 * 256 <= 3 * 512  # and the order, and its reverse
+    out, (hidden, _) = layer(packed)
+    padded, back = nn.utils.rnn.pad_packed_sequence(out, batch_first=True)
+    assert padded.shape == (3, 40, 320) and back.tolist() == [7, 40, 20] and hidden.shape == (1, 3, 320)
+    padded.sum().backward()
+    assert layer.weight_hh_l0.grad.shape == (4 * 320, 320)
+
+
+def test_packed_sequences_of_lengths_that_the_card_computed_are_refused(card):
+    with pytest.raises(NotAvailable, match=r"pack_padded_sequence.*lengths on the host"):
+        torch._VF._pack_padded_sequence(
+            torch.randn(2, 1040, 3, device="cuda"), torch.rand(2, device="cuda").mul(9).long(), True
+        )
+
+
+def test_distributions_find_their_parameters_valid(card):
+    scores = nn.Linear(4, 3, device="cuda")(torch.randn(8, 4, device="cuda"))
+    policy = torch.distributions.Categorical(logits=scores)
+    actions = policy.sample()
+    assert policy.log_prob(actions).shape == policy.entropy().shape == (8,)
+    normal = torch.distributions.Normal(scores, scores.exp())
+    assert torch.distributions.kl_divergence(normal, normal).shape == (8, 3)
+
+
+def test_lbfgs_steps(card):
+    model, x = nn.Linear(256, 8).cuda(), torch.randn(16, 256, device="cuda")
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    before = torch.cuda.memory_allocated()
+    optimizer.step(closure)
+    optimizer.step(closure)
+    state = optimizer.state[model.weight]
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    assert state["n_iter"] > 0 and state["d"].shape == (numbers,)
+    assert torch.cuda.memory_allocated() - before >= 2 * 4 * numbers  # direction, and the gradient before
+
+
+def test_sparse_tensors_are_refused_with_the_way_round(card):
+    edges = torch.sparse_coo_tensor(torch.tensor([[0, 1], [1, 0]]), torch.ones(2), (2, 2), check_invariants=True)
+    with pytest.raises(NotAvailable, match=r"sparse tensor, which is not simulated; to_dense\(\) it on the host"):
+        edges.cuda()
 
 
 def test_a_real_checkpoint_goes_where_map_location_says(tmp_path):

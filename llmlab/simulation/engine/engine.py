@@ -39,7 +39,7 @@ from ..devices import GPU_DEVICE, HOST
 from ..values.collectives import COLLECTIVES, exchange
 from ..values.counts import BALANCED, BINS, balance, counts_of
 from ..values.known import SMALL, VALUES_LIMIT, follow, known, sized_by_value
-from ..values.placeholders import initializing, needs_values
+from ..values.placeholders import asked_by_torch, initializing, needs_values, value_for
 from ..workspaces.none import is_stated
 from ..workspaces.registry import CPU_WORKSPACES, WORKSPACES, Operator, Workspace
 from .inplace_autograd import CANDIDATES, counts_alone, plain_form
@@ -364,15 +364,18 @@ class Engine(TorchDispatchMode):
     def read(self, tensor: Tensor) -> Any:
         """Return the number in a tensor of one element, as `.item()` does.
 
-        Where it is not known that is `placeholder` for a float; without one, and for others, raises NotAvailable.
+        Where it is not known that is `placeholder` for a float, and what stands for it where an optimizer of torch
+        asks; for others raises NotAvailable.
         """
         value = known(tensor)
         if value is None:
             if tensor.dtype == torch.bool and initializing():  # by way of DTensor
                 return False
-            if self.placeholder is None or not tensor.is_floating_point():
-                raise needs_values(VALUE_OF)
-            return self.placeholder
+            if self.placeholder is not None and tensor.is_floating_point():
+                return self.placeholder
+            if asked_by_torch().startswith("torch.optim."):  # LBFGS scales by products of its directions
+                return value_for(tensor.dtype, None)
+            raise needs_values(VALUE_OF)
         with disable_current_modes():
             return value.item()
 

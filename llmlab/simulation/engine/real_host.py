@@ -90,7 +90,8 @@ class RealHost:
         except NotAvailable as error:
             raise located(error) from None
         except RuntimeError as error:
-            if "SparseTensorImpl" in str(error) or "SparseCsrTensorImpl" in str(error):
+            sparse = any(each.layout is not torch.strided for each in tensors)
+            if sparse or "SparseTensorImpl" in str(error) or "SparseCsrTensorImpl" in str(error):
                 message = f"{func} makes or takes a sparse tensor, which is not simulated"
                 raise located(NotAvailable(f"{message}; to_dense() it on the host, or lab.measure it")) from None
             if not isinstance(error, UnsupportedOperatorException) and "fake impl" not in str(error):

@@ -149,6 +149,8 @@ def sized_by_value(run: Callable[..., Any], func: Any, args: tuple, kwargs: dict
         func = aten.index.Tensor
     if func is aten.index.Tensor:
         return _masked(run, *args)
+    if func is aten._pack_padded_sequence.default:
+        return _packed(run, *args)
     tensors = _tensors(args, kwargs)
     values = _for_real(func, args, kwargs, tensors) if tensors else NotImplemented
 
@@ -162,6 +164,29 @@ def sized_by_value(run: Callable[..., Any], func: Any, args: tuple, kwargs: dict
         return fake
 
     return tree_map_only(Tensor, made, values)
+
+
+def _packed(run: Callable[..., Any], x: Tensor, lengths: Tensor, batch_first: bool) -> Any:
+    """native/PackedSequence.cpp, _pack_padded_sequence: a copy for each number of sequences that go on, and one of all.
+
+    Lengths and batch sizes are on the host, where tensors are real.
+    """
+    length = known(lengths)
+    if length is None:
+        return NotImplemented
+    x = run(aten.transpose.int, x, 0, 1) if batch_first else x
+    with disable_current_modes():
+        sizes = aten._pack_padded_sequence(torch.zeros(x.shape[:2]), length, False)[1]
+        groups = torch.stack(sizes.unique_consecutive(return_counts=True), 1).tolist()
+    steps: list[Tensor] = []
+    begin = 0
+    for batch, times in groups:
+        step = run(aten.slice.Tensor, run(aten.slice.Tensor, x, 0, begin, begin + times), 1, 0, batch)
+        if not step.is_contiguous():
+            step = run(aten.clone.default, step, memory_format=torch.contiguous_format)
+        steps.append(run(aten.view.default, step, [batch * times, *x.shape[2:]]))
+        begin += times
+    return run(aten.cat.default, steps), sizes
 
 
 def _masked(run: Callable[..., Any], x: Tensor, indices: list[Tensor | None]) -> Any:

@@ -43,7 +43,7 @@ READERS = {
     "_unique2": ("unique()", ""),
     "unique_dim": ("unique()", ""),
     "unique_consecutive": ("unique_consecutive()", ""),
-    "_pack_padded_sequence": ("pack_padded_sequence()", "packed sequences are not simulated: pass padded ones"),
+    "_pack_padded_sequence": ("pack_padded_sequence()", "keep the lengths on the host"),
     "_local_scalar_dense": (
         "an operator that takes a number from a tensor",
         "give it a Python number, or all numbers that are read a value (lab.simulator(..., assume=1.0) or llmlab run "
@@ -126,6 +126,8 @@ def decided(what: str, placeholder: bool) -> bool:
 
     Raises NotAvailable where a loop has gone on by it ENDLESS times.
     """
+    if asked_by_torch().startswith("torch.distributions."):  # whether parameters are valid, and draws accepted
+        return True
     warn_of(what)
     frame = next(iter(_outside(sys._getframe(1))), None)
     if frame is None:
