@@ -18,6 +18,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+from ..simulation.checkpoints.virtual_files import Entries
+
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 CACHES = (
     "HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TORCH_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR",
@@ -150,7 +152,7 @@ class WrittenFiles:
 
     def _scandir(self, path: Any = ".") -> Any:
         name = self._path(path)
-        return real_scandir(path) if name is None else _Entries(self._entries(name))
+        return real_scandir(path) if name is None else Entries(self._entries(name))
 
     def _entries(self, path: str) -> list[os.DirEntry]:
         written, found = self._written(path), {}
@@ -250,26 +252,6 @@ class WrittenFiles:
             real(source, target if name is None else self._to_write(name, keep=False), *args, **kwargs)
 
         return link
-
-
-class _Entries:
-    """What os.scandir returns, of several folders."""
-
-    def __init__(self, entries: list[os.DirEntry]) -> None:
-        self._left = iter(entries)
-
-    def __iter__(self) -> _Entries:
-        return self
-
-    def __next__(self) -> os.DirEntry:
-        return next(self._left)
-
-    def __enter__(self) -> _Entries:
-        return self
-
-    def __exit__(self, *raised: Any) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def _exists(path: str) -> bool:

@@ -331,6 +331,23 @@ assert not os.path.exists("new.pt")
     assert sorted(os.listdir()) == ["train.py"]
 
 
+def test_what_is_written_of_the_host_goes_with_the_other_files(script, tmp_path):
+    """torch and safetensors write by C++ and Rust, which would not ask where."""
+    body = """
+from safetensors.torch import load_file, save_file
+os.makedirs("state")
+torch.save({"epoch": 3}, "state/epoch.pt")
+save_file({"mean": torch.arange(3.0)}, "state/mean.safetensors")
+print(torch.load("state/epoch.pt"), load_file("state/mean.safetensors"))
+step()
+"""
+    result = run("--gpu", "T4", "--out", tmp_path / "out", script(body))
+    assert result.exit_code == 0, result.stderr
+    assert "{'epoch': 3} {'mean': tensor([0., 1., 2.])}" in result.stdout
+    assert not Path("state").exists()
+    assert {each.name for each in (tmp_path / "out").rglob("*.*")} == {"epoch.pt", "mean.safetensors"}
+
+
 def test_states_that_a_checkpoint_is_loaded_into_are_no_step(script):
     rest = """
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict

@@ -56,7 +56,11 @@ class Checkpoints:
             # Of a storage pickle asks torch.save, which would ask pickle again.
             if isinstance(obj, (torch.TypedStorage, torch.UntypedStorage)) or not self._keep(obj, f):
                 with plainly():
-                    real_save(obj, f, *args, **kwargs)
+                    if not isinstance(f, (str, os.PathLike)):
+                        real_save(obj, f, *args, **kwargs)
+                        return
+                    with open(f, "wb") as file:  # torch's writer is C++, which does not ask where `llmlab run` writes
+                        real_save(obj, file, *args, **kwargs)
 
         def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
             kept = self._kept(f)
@@ -83,7 +87,7 @@ class Checkpoints:
         import safetensors.torch as library
 
         flatten = "_flatten_as_ptr" if has("safetensors.torch._flatten_as_ptr") else "_flatten"
-        real_flatten, real_write = getattr(library, flatten), library.serialize_file
+        real_flatten = getattr(library, flatten)
 
         def flattened(tensors: dict[str, Tensor], *args: Any) -> Any:
             fake = any(isinstance(each, FakeTensor) for each in tensors.values())
@@ -91,7 +95,8 @@ class Checkpoints:
 
         def write(tensors: dict[str, Any], filename: Any, *args: Any, **kwargs: Any) -> None:
             if not self._keep(tensors, filename):
-                real_write(tensors, filename, *args, **kwargs)
+                with open(filename, "wb") as file:  # see `save`
+                    file.write(library.serialize(tensors, *args, **kwargs))
 
         with (
             mock.patch.object(library, flatten, flattened),
@@ -106,7 +111,8 @@ class Checkpoints:
 
         def opened(filename: Any, framework: str, device: Any = "cpu", **options: Any) -> Any:
             if (kept := self._kept(filename)) is None:
-                return real(filename, framework, device=device, **options)
+                with open(filename, "rb") as file:
+                    return real(file.name, framework, device=device, **options)
             return _Opened(self._restore(*kept, device))
 
         return mock.patch.object(sys.modules[module], "safe_open", opened)
@@ -132,6 +138,7 @@ class Checkpoints:
         if not pickler.simulated:
             return False
         if isinstance(f, (str, os.PathLike)):
+            self.kept.pop(os.path.abspath(f), None)  # the latest is the last
             self.kept[os.path.abspath(f)] = buffer.getvalue(), pickler.records
         else:
             number = str(next(self._numbers))

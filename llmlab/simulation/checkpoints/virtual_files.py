@@ -8,8 +8,10 @@ from __future__ import annotations
 import io
 import os
 import shutil
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,11 +32,50 @@ class KeptFile(io.BytesIO):
         super().close()
 
 
+@dataclass(frozen=True)
+class _Entry:
+    """What os.scandir gives of a file in memory, or of a folder that only such files are in."""
+
+    name: str
+    path: str
+    is_folder: bool
+
+    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
+        return self.is_folder
+
+    def is_file(self, *, follow_symlinks: bool = True) -> bool:
+        return not self.is_folder
+
+    def is_symlink(self) -> bool:
+        return False
+
+
+class Entries:
+    """What os.scandir returns, of several places."""
+
+    def __init__(self, entries: Iterable[Any]) -> None:
+        self._left = iter(entries)
+
+    def __iter__(self) -> Entries:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._left)
+
+    def __enter__(self) -> Entries:
+        return self
+
+    def __exit__(self, *raised: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class VirtualFiles:
     """Functions of os, os.path, pathlib and shutil that find what is in `kept`, by absolute path, besides the disk."""
 
     def __init__(self, kept: dict[str, Any]) -> None:
         self.kept = kept
+        self.began = time.time()
 
     @contextmanager
     def patched(self) -> Iterator[None]:
@@ -43,11 +84,15 @@ class VirtualFiles:
             self._renaming: ((os, "replace"), (os, "rename"), (shutil, "move")),
             self._copying: ((shutil, "copy"), (shutil, "copy2"), (shutil, "copyfile")),
             self._removing: ((os, "remove"), (os, "unlink")),
-            self._looking: ((os.path, "exists"), (os.path, "isfile"), (Path, "exists"), (Path, "is_file")),
+            self._looking: (
+                (os.path, "exists"), (os.path, "lexists"), (os.path, "isfile"), (Path, "exists"), (Path, "is_file"),
+            ),
             self._measuring: ((os.path, "getsize"),),
+            self._dating: ((os.path, "getmtime"), (os.path, "getctime")),
             self._listing: ((os, "listdir"),),
+            self._scanning: ((os, "scandir"),),
             self._clearing: ((shutil, "rmtree"),),
-        }
+        }  # fmt: skip
         with ExitStack() as stack:
             for wrap, places in wrapped.items():
                 for module, name in places:
@@ -72,6 +117,25 @@ class VirtualFiles:
             return list(dict.fromkeys([*found, *(Path(name).parts[parts] for name in inside)]))
 
         return listdir
+
+    def _scanning(self, real: Callable) -> Callable:
+        """For glob, os.walk and pathlib."""
+
+        def scandir(path: Any = ".") -> Any:
+            inside = self._inside(path) if isinstance(path, (str, os.PathLike)) else []
+            if not inside:
+                return real(path)
+            parts = len(Path(os.path.abspath(path)).parts)
+            found: dict[str, Any] = {}
+            if os.path.isdir(path):
+                with real(path) as entries:
+                    found = {each.name: each for each in entries}
+            for name in inside:
+                below = Path(name).parts[parts:]
+                found.setdefault(below[0], _Entry(below[0], os.path.join(path, below[0]), is_folder=len(below) > 1))
+            return Entries(found.values())
+
+        return scandir
 
     def _clearing(self, real: Callable) -> Callable:
         def rmtree(path: Any, *args: Any, **kwargs: Any) -> None:
@@ -120,6 +184,13 @@ class VirtualFiles:
 
     def _looking(self, real: Callable) -> Callable:
         return lambda path, *args, **kwargs: self._found(path) is not None or real(path, *args, **kwargs)
+
+    def _dating(self, real: Callable) -> Callable:
+        def date(path: Any) -> float:
+            name = self._found(path)
+            return real(path) if name is None else self.began + list(self.kept).index(name)  # the latest is the last
+
+        return date
 
     def _measuring(self, real: Callable) -> Callable:
         return lambda path: Unknown(PLACEHOLDER) if self._found(path) is not None else real(path)
