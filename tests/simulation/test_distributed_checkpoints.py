@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -53,8 +54,10 @@ class Trained:
 
 
 def on_disk():
-    found = subprocess.run(["find", ".", "-type", "f", "-printf", "%P\\n"], capture_output=True, text=True, check=True)
-    return [Path(line) for line in found.stdout.splitlines()]
+    """What another process sees."""
+    look = "import pathlib; print(*(each for each in pathlib.Path().rglob('*') if each.is_file()), sep='\\n')"
+    found = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
+    return [Path(line) for line in found.stdout.splitlines() if line]
 
 
 def test_a_checkpoint_loads_and_takes_nothing_of_the_card(sim):
