@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 from ...base.compat import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     HigherOrderOperator,
     TorchDispatchMode,
@@ -146,7 +148,7 @@ class Engine(TorchDispatchMode):
             return args[0].fake_device
         if isinstance(func, HigherOrderOperator):
             return random_again(func, args, kwargs or {})
-        if self.defers and not self.defers.isdisjoint(types):
+        if _of_others(types):
             return NotImplemented
         if self.host is not None:
             return self.host.run(self.simulate, self.fake, func, args, kwargs or {})
@@ -378,6 +380,13 @@ class Engine(TorchDispatchMode):
             raise needs_values(VALUE_OF)
         with disable_current_modes():
             return value.item()
+
+
+@cache
+def _of_others(types: tuple[type, ...]) -> bool:
+    """Whether among the types of an operator's tensors is one made of others (DTensor, torchao's): it runs what the
+    operator means on those, where the engine sees it."""
+    return any(each is not FakeTensor and hasattr(each, "__tensor_flatten__") for each in types)
 
 
 def notes_of(engine: Engine) -> tuple[str, ...]:

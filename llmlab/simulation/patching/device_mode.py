@@ -190,6 +190,14 @@ class Redirect(TorchFunctionMode):
                 return address
             return storage._cdata if storage.device.type == "meta" else real_pointer(storage)
 
+        real_wrapper = Tensor._make_wrapper_subclass
+
+        def wrapper(*args: Any, **kwargs: Any) -> Tensor:
+            """Of a class like torchao's, which asks the tensor inside where it is."""
+            if "device" in kwargs:
+                kwargs["device"] = _redirected(kwargs["device"])
+            return real_wrapper(*args, **kwargs)
+
         real_dlpack, refused = torch.to_dlpack, _handed_out("torch.to_dlpack")
         dlpack = lambda tensor: (refused if isinstance(tensor, FakeTensor) else real_dlpack)(tensor)  # noqa: E731
 
@@ -198,6 +206,7 @@ class Redirect(TorchFunctionMode):
                 stack.enter_context(mock.patch.object(module, "to_dlpack", dlpack))
             stack.enter_context(mock.patch.object(FakeTensor, "device", property(device, real_device.fset)))
             stack.enter_context(mock.patch.object(FakeTensor, "tolist", lambda tensor: self._list(tensor)))
+            stack.enter_context(mock.patch.object(Tensor, "_make_wrapper_subclass", staticmethod(wrapper)))
             stack.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", backward))
             stack.enter_context(mock.patch.object(torch, "get_default_device", default_device))
             stack.enter_context(mock.patch.object(torch.UntypedStorage, "data_ptr", pointer))

@@ -121,8 +121,8 @@ def script_on(card: Card, host: RealHost, world_size: int | None) -> Iterator[Ph
     with exclusive("simulator()"), swept("__main__") as look, ExitStack() as stack:
         _open.append(card.gpu.name)
         stack.callback(_open.clear)
+        stack.enter_context(cuda_autocast())  # before Dynamo, which is told of what answers for the card
         stack.enter_context(installed(card))
-        stack.enter_context(cuda_autocast())
         stack.enter_context(parameters.patched())
         stack.enter_context(redirect.patched())
         stack.enter_context(checkpoints.patched())
