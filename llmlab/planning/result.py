@@ -106,9 +106,10 @@ class Nearest:
 
 @dataclass(frozen=True, repr=False)
 class Plan(Tabular, Sequence["Candidate"]):
-    """Candidates, the best first; empty where nothing fits. `tried`: configurations whose estimate was computed;
-    `cuts`: how many were not, by what cut them; `refuted`: what an estimate held for possible and its simulation did
-    not; `seen`: all whose memory and time are known. `interrupted`: by Ctrl-C, so it is the best so far."""
+    """Candidates, the best first; empty where nothing fits. `tried`: configurations that were estimated and left to
+    choose from; `cuts`: how many were not, by what cut them; `refuted`: what an estimate held for possible and its
+    simulation did not; `seen`: all whose memory and time are known. `interrupted`: by Ctrl-C, so it is the best so far.
+    """
 
     model: str
     gpus: str
@@ -130,7 +131,7 @@ class Plan(Tabular, Sequence["Candidate"]):
 
     @property
     def cut(self) -> int:
-        """How many configurations were not computed."""
+        """How many configurations were cut before that."""
         return sum(self.cuts.values())
 
     @overload
@@ -171,7 +172,7 @@ class Plan(Tabular, Sequence["Candidate"]):
         if self.interrupted:
             title = f"Interrupted, the best so far: {title}"
         cuts = "; ".join(f"{number:,} {why}" for why, number in self.cuts.items() if number)
-        counts = f"{self.tried:,} configurations were estimated, {len(self.refuted)} refuted, {self.cut:,} cut unseen"
+        counts = f"{self.tried:,} configurations were estimated, {len(self.refuted)} refuted, {self.cut:,} cut"
         counts += f" ({cuts})." if cuts else "."
         if not self.candidates:
             return Table(("", ""), [], title, "\n".join([self.problem, *map(str, self.nearest), counts]))
