@@ -77,8 +77,8 @@ def plot_pareto(plan: Plan) -> Picture:
     if capacity:
         ax.axhline(capacity / GiB, color=FAINT, lw=1.2, ls="--")
         ax.set_ylim(0, 1.1 * capacity / GiB)
-        ax.annotate("the card", (1, capacity / GiB), (-4, 3), ("axes fraction", "data"), "offset points", color=INK, fontsize="small",
-                    ha="right", va="bottom")  # fmt: skip
+        at = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right", "va": "bottom"}
+        ax.annotate("the card", (1, capacity / GiB), (-4, 3), color=INK, fontsize="small", **at)
     slowest, last = edge[-1][0], max(each.seconds for each in seen)
     left, right = 0.97 * min(each.seconds for each in seen), 1.05 * min(last, max(slowest, 1.5 * edge[0][0]))
     ax.set_xlim(left, right)
