@@ -77,8 +77,8 @@ def plot_pareto(plan: Plan) -> Picture:
     if capacity:
         ax.axhline(capacity / GiB, color=FAINT, lw=1.2, ls="--")
         ax.set_ylim(0, 1.1 * capacity / GiB)
-        at = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right", "va": "bottom"}
-        ax.annotate("the card", (1, capacity / GiB), (-4, 3), color=INK, fontsize="small", **at)
+        place = (1, 1.01 * capacity / GiB)  # the right edge, above the line
+        ax.text(*place, "the card ", transform=ax.get_yaxis_transform(), color=INK, size="small", ha="right", va="bottom")
     slowest, last = edge[-1][0], max(each.seconds for each in seen)
     left, right = 0.97 * min(each.seconds for each in seen), 1.05 * min(last, max(slowest, 1.5 * edge[0][0]))
     ax.set_xlim(left, right)
