@@ -176,17 +176,15 @@ class Plan(Tabular, Sequence["Candidate"]):
         counts += f" ({cuts})." if cuts else "."
         if not self.candidates:
             return Table(("", ""), [], title, "\n".join([self.problem, *map(str, self.nearest), counts]))
-        rows = [self._row(candidate) for candidate in self.candidates]
+        rows = [self._row(candidate, place) for place, candidate in enumerate(self.candidates, 1)]
         header = ["configuration", "memory", "update", "8 in 10", "MFU", "10^9 tokens", "why not"]
         if self.tokens:
             header.insert(-1, "all tokens")
-        if self.goal == "cheapest":
-            header.insert(0, "GPUs")
+        header.insert(0, "GPUs" if self.goal == "cheapest" else "")
         notes = dict.fromkeys(each.unconfirmed for each in self.candidates if each.unconfirmed)
-        words = (0, 1, len(header) - 1) if self.goal == "cheapest" else (0, len(header) - 1)
-        return Table(header, rows, title, "\n".join([counts, *notes]), words)
+        return Table(header, rows, title, "\n".join([counts, *notes]), words=(0, 1, len(header) - 1))
 
-    def _row(self, c: Candidate) -> list[str]:
+    def _row(self, c: Candidate, place: int) -> list[str]:
         r = c.report
         size, of = c.process or (c.simulation.peak_reserved if c.simulation else r.peak_allocated), r.capacity
         price = c.usd_per_billion_tokens
@@ -199,7 +197,7 @@ class Plan(Tabular, Sequence["Candidate"]):
         if self.tokens:
             needed = c.days(self.tokens)
             row.insert(-1, show_seconds(86_400 * needed) if needed else "–")
-        return [str(c.machines), *row] if self.goal == "cheapest" else row
+        return [str(c.machines) if self.goal == "cheapest" else str(place), *row]
 
     def __repr__(self) -> str:
         return f"<Plan: {self.model} on {self.gpus}: {len(self)} candidates>"
