@@ -181,7 +181,7 @@ class Plan(Tabular, Sequence["Candidate"]):
         if self.tokens:
             header.insert(-1, "all tokens")
         header.insert(0, "GPUs" if self.goal == "cheapest" else "")
-        notes = dict.fromkeys(each.unconfirmed for each in self.candidates if each.unconfirmed)
+        notes = dict.fromkeys(f"* {each.unconfirmed}" for each in self.candidates if not each.simulation)
         return Table(header, rows, title, "\n".join([counts, *notes]), words=(0, 1, len(header) - 1))
 
     def _row(self, c: Candidate, place: int) -> list[str]:
@@ -189,7 +189,7 @@ class Plan(Tabular, Sequence["Candidate"]):
         size, of = c.process or (c.simulation.peak_reserved if c.simulation else r.peak_allocated), r.capacity
         price = c.usd_per_billion_tokens
         row = [
-            words(c.run), f"{show_bytes(size)} of {show_bytes(of)}" + ("" if c.simulation else " (estimate)"),
+            words(c.run), f"{show_bytes(size)}{'' if c.simulation else '*'} of {show_bytes(of)}",
             show_seconds(r.step_seconds),
             f"{show_seconds(r.step_seconds_low)} to {show_seconds(r.step_seconds_high)}" if r.step_seconds else "–",
             f"{r.mfu:.0%}" if r.mfu else "–", f"${price:,.0f}" if price else "–", c.lost or "the best",
