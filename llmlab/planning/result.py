@@ -177,30 +177,41 @@ class Plan(Tabular, Sequence["Candidate"]):
         if not self.candidates:
             return Table(("", ""), [], title, "\n".join([self.problem, *map(str, self.nearest), counts]))
         rows = [self._row(candidate, place) for place, candidate in enumerate(self.candidates, 1)]
-        header = ["configuration", "memory", "update", "8 in 10", "MFU", "10^9 tokens", "why not"]
+        any_card = self.goal == "cheapest"
+        of = "" if any_card else f", of {show_bytes(self.candidates[0].report.capacity)}"
+        header = ["configuration", f"memory{of}", "update", "8 in 10", "MFU", "10^9 tokens", "why not"]
         if self.tokens:
             header.insert(-1, "all tokens")
-        header.insert(0, "GPUs" if self.goal == "cheapest" else "")
+        header.insert(0, "GPUs" if any_card else "")
         notes = dict.fromkeys(f"* {each.unconfirmed}" for each in self.candidates if not each.simulation)
         return Table(header, rows, title, "\n".join([counts, *notes]), words=(0, 1, len(header) - 1))
 
     def _row(self, c: Candidate, place: int) -> list[str]:
-        r = c.report
+        r, any_card = c.report, self.goal == "cheapest"
         size, of = c.process or (c.simulation.peak_reserved if c.simulation else r.peak_allocated), r.capacity
-        price = c.usd_per_billion_tokens
+        price, star = c.usd_per_billion_tokens, "" if c.simulation else "*"
         row = [
-            words(c.run), f"{show_bytes(size)}{'' if c.simulation else '*'} of {show_bytes(of)}",
+            words(c.run), f"{show_bytes(size)}{star}" + (f" of {show_bytes(of)}" if any_card else ""),
             show_seconds(r.step_seconds),
-            f"{show_seconds(r.step_seconds_low)} to {show_seconds(r.step_seconds_high)}" if r.step_seconds else "–",
+            between(show_seconds(r.step_seconds_low), show_seconds(r.step_seconds_high)) if r.step_seconds else "–",
             f"{r.mfu:.0%}" if r.mfu else "–", f"${price:,.0f}" if price else "–", c.lost or "the best",
         ]  # fmt: skip
         if self.tokens:
             needed = c.days(self.tokens)
             row.insert(-1, show_seconds(86_400 * needed) if needed else "–")
-        return [str(c.machines) if self.goal == "cheapest" else str(place), *row]
+        return [str(c.machines) if any_card else str(place), *row]
 
     def __repr__(self) -> str:
         return f"<Plan: {self.model} on {self.gpus}: {len(self)} candidates>"
+
+
+def between(low: str, high: str) -> str:
+    """Return both ends of an interval, with one unit where they have the same.
+
+    >>> between("1.95 s", "2.68 s"), between("102 s", "2.25 min")
+    ('1.95 to 2.68 s', '102 s to 2.25 min')
+    """
+    return f"{low.removesuffix(' ' + high.split()[-1])} to {high}"
 
 
 def words(run: Training) -> str:
@@ -208,7 +219,7 @@ def words(run: Training) -> str:
     told = {"seq_len", "lora", "quantization", "stack"}
     fields = {name: value for name, value in run.to_dict().items() if name not in told}
     default = Training().to_dict()
-    said = [f"{name} {value}" for name, value in fields.items() if value != default[name]]
+    said = [name if value is True else f"{name} {value}" for name, value in fields.items() if value != default[name]]
     return ", ".join([*said, *([repr(run.stack)] if not isinstance(run.stack, str) else [])]) or "as it is"
 
 
