@@ -14,6 +14,7 @@ import yaml
 from click.testing import CliRunner
 
 import llmlab as lab
+from llmlab.base.compat import KNOWN
 from llmlab.base.errors import SpecError
 from llmlab.cli.main import cli
 
@@ -155,6 +156,19 @@ def test_torchtitans_job_config_comes_back(tmp_path):
     written(tmp_path / "out", run, "8xH100-80GB", "meta-llama/Llama-3.1-8B")
     assert lab.Training.from_torchtitan(tmp_path / "out" / "torchtitan.toml") == run
     assert "-m torchtitan.train" in (tmp_path / "out" / "launch.sh").read_text()
+    assert settings(tmp_path / "out", "sky.yaml")["setup"] == f"pip install torchtitan=={KNOWN['torchtitan'][1]}\n"
+
+
+def test_torchtitans_own_parser_takes_its_job_config(tmp_path):
+    config = pytest.importorskip("torchtitan.config", reason="torchtitan is not installed (make stacks)")
+    run = lab.Training(dp=4, tp=2, micro_batch=2, accumulation=2, seq_len=4096, compile=True,
+                       stack="torchtitan:ac=full")  # fmt: skip
+    written(tmp_path / "out", run, "8xH100-80GB", "meta-llama/Llama-3.1-8B")
+    read = config.ConfigManager().parse_args(["--job.config_file", str(tmp_path / "out" / "torchtitan.toml")])
+    assert (read.training.local_batch_size, read.training.global_batch_size, read.training.seq_len) == (2, 16, 4096)
+    degrees = read.parallelism
+    assert (degrees.data_parallel_shard_degree, degrees.tensor_parallel_degree) == (4, 2)
+    assert (read.activation_checkpoint.mode, read.compile.enable) == ("full", True)
 
 
 def test_shells_and_skypilot_read_what_starts_it(tmp_path):

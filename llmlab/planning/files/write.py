@@ -14,7 +14,7 @@ from pathlib import Path
 from ...base.errors import SpecError
 from ...base.tables import Table, Tabular
 from ...engines.texts import toml_text, yaml_text
-from ...engines.torchtitan import torchtitan_config
+from ...engines.torchtitan import RELEASE, torchtitan_config
 from ...engines.tuners import axolotl_config, llama_factory_config, megatron_arguments
 from ...specs.check import check
 from ...specs.model import ModelSpec, models
@@ -69,7 +69,7 @@ def texts(spec: ModelSpec, run: Training, card: str, nodes: int, per_node: int) 
         lambda: note(f"accelerate launch --config_file accelerate.yaml; model, {_unsaid(run)} are the script's.")
         + yaml_text(run.to_accelerate() | {"num_machines": nodes}))  # fmt: skip
     add("torchtitan.toml", "torchtitan's job config",
-        lambda: note("The learning rate is yours: --optimizer.lr, whose default is 8e-4.")
+        lambda: note(f"For torchtitan {RELEASE}. The learning rate is yours: --optimizer.lr, whose default is 8e-4.")
         + toml_text(torchtitan_config(run, spec.name)))  # fmt: skip
     add("megatron_args.txt", "Megatron-LM's arguments",
         lambda: note("pretrain_gpt.py $(grep -v '^#' megatron_args.txt) --lr ..., and its data and tokenizer.")
@@ -108,7 +108,8 @@ def _program(run: Training, found: Texts, left_out: dict[str, str]) -> tuple[str
         extra = (["deepspeed"] if uses_deepspeed(run) else []) + (["bitsandbytes"] if run.quantization else [])
         return 'train.py --lr "$LR"', [*NEEDS[kind(run)], *extra]
     if "torchtitan.toml" in found:
-        return '-m torchtitan.train --job.config_file torchtitan.toml --optimizer.lr "$LR"', ["torchtitan"]
+        program = '-m torchtitan.train --job.config_file torchtitan.toml --optimizer.lr "$LR"'
+        return program, [f"torchtitan=={RELEASE}"]
     if "megatron_args.txt" in found:
         script = '"${MEGATRON:?the folder of Megatron-LM}/pretrain_gpt.py" $(grep -v "^#" megatron_args.txt) --lr "$LR"'
         return script, ["megatron-core", "transformer-engine[pytorch]"]
