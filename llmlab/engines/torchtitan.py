@@ -1,6 +1,6 @@
 """A Training as torchtitan's TOML, and the TOML as fields of a Training.
 
-Names and defaults of torchtitan 0.2.2 (torchtitan/config/job_config.py).
+Names and defaults of RELEASE (torchtitan/config/job_config.py); 0.3 has configurations in Python in place of TOML.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 from ..base.errors import SpecError
 from .readers import agreed, check_keys, part_of, read_mapping
 
+RELEASE = "0.2.2"
 # Presets that torchtitan has under a name and a flavor (torchtitan/models/*/__init__.py).
 FLAVORS = {
     "meta-llama/Llama-3.1-8B": ("llama3", "8B"), "meta-llama/Llama-3.1-70B": ("llama3", "70B"),

@@ -158,6 +158,7 @@ def _decidable(search: Search, simulates: bool) -> Iterator[Found]:
                 _check_simulated(search.question.spec, found, simulates)
         except NotAvailable:
             search.cuts[UNDECIDED] += 1
+            search.tried -= 1
             continue
         yield found
 

@@ -88,6 +88,7 @@ class OutOfMemory(Tabular):
 def explained(message: str) -> OutOfMemory:
     """Return the numbers of torch's message; SpecError for a text that is none."""
     found: dict[str, int] = {}
+    message = " ".join(message.split())  # as a terminal wraps it
     for name, patterns in NUMBERS.items():
         for pattern in patterns:
             if match := re.search(pattern, message):

@@ -106,9 +106,10 @@ class Nearest:
 
 @dataclass(frozen=True, repr=False)
 class Plan(Tabular, Sequence["Candidate"]):
-    """Candidates, the best first; empty where nothing fits. `tried`: configurations whose estimate was computed;
-    `cuts`: how many were not, by what cut them; `refuted`: what an estimate held for possible and its simulation did
-    not; `seen`: all whose memory and time are known. `interrupted`: by Ctrl-C, so it is the best so far."""
+    """Candidates, the best first; empty where nothing fits. `tried`: configurations that were estimated and left to
+    choose from; `cuts`: how many were not, by what cut them; `refuted`: what an estimate held for possible and its
+    simulation did not; `seen`: all whose memory and time are known. `interrupted`: by Ctrl-C, so it is the best so far.
+    """
 
     model: str
     gpus: str
@@ -130,7 +131,7 @@ class Plan(Tabular, Sequence["Candidate"]):
 
     @property
     def cut(self) -> int:
-        """How many configurations were not computed."""
+        """How many configurations were cut before that."""
         return sum(self.cuts.values())
 
     @overload
@@ -171,37 +172,46 @@ class Plan(Tabular, Sequence["Candidate"]):
         if self.interrupted:
             title = f"Interrupted, the best so far: {title}"
         cuts = "; ".join(f"{number:,} {why}" for why, number in self.cuts.items() if number)
-        counts = f"{self.tried:,} configurations were estimated, {len(self.refuted)} refuted, {self.cut:,} cut unseen"
+        counts = f"{self.tried:,} configurations were estimated, {len(self.refuted)} refuted, {self.cut:,} cut"
         counts += f" ({cuts})." if cuts else "."
         if not self.candidates:
             return Table(("", ""), [], title, "\n".join([self.problem, *map(str, self.nearest), counts]))
-        rows = [self._row(candidate) for candidate in self.candidates]
-        header = ["configuration", "memory", "update", "8 in 10", "MFU", "10^9 tokens", "why not"]
+        rows = [self._row(candidate, place) for place, candidate in enumerate(self.candidates, 1)]
+        any_card = self.goal == "cheapest"
+        of = "" if any_card else f", of {show_bytes(self.candidates[0].report.capacity)}"
+        header = ["configuration", f"memory{of}", "update", "8 in 10", "MFU", "10^9 tokens", "why not"]
         if self.tokens:
             header.insert(-1, "all tokens")
-        if self.goal == "cheapest":
-            header.insert(0, "GPUs")
-        notes = dict.fromkeys(each.unconfirmed for each in self.candidates if each.unconfirmed)
-        words = (0, 1, len(header) - 1) if self.goal == "cheapest" else (0, len(header) - 1)
-        return Table(header, rows, title, "\n".join([counts, *notes]), words)
+        header.insert(0, "GPUs" if any_card else "")
+        notes = dict.fromkeys(f"* {each.unconfirmed}" for each in self.candidates if not each.simulation)
+        return Table(header, rows, title, "\n".join([counts, *notes]), words=(0, 1, len(header) - 1))
 
-    def _row(self, c: Candidate) -> list[str]:
-        r = c.report
+    def _row(self, c: Candidate, place: int) -> list[str]:
+        r, any_card = c.report, self.goal == "cheapest"
         size, of = c.process or (c.simulation.peak_reserved if c.simulation else r.peak_allocated), r.capacity
-        price = c.usd_per_billion_tokens
+        price, star = c.usd_per_billion_tokens, "" if c.simulation else "*"
         row = [
-            words(c.run), f"{show_bytes(size)} of {show_bytes(of)}" + ("" if c.simulation else " (estimate)"),
+            words(c.run), f"{show_bytes(size)}{star}" + (f" of {show_bytes(of)}" if any_card else ""),
             show_seconds(r.step_seconds),
-            f"{show_seconds(r.step_seconds_low)} to {show_seconds(r.step_seconds_high)}" if r.step_seconds else "–",
+            between(show_seconds(r.step_seconds_low), show_seconds(r.step_seconds_high)) if r.step_seconds else "–",
             f"{r.mfu:.0%}" if r.mfu else "–", f"${price:,.0f}" if price else "–", c.lost or "the best",
         ]  # fmt: skip
         if self.tokens:
             needed = c.days(self.tokens)
             row.insert(-1, show_seconds(86_400 * needed) if needed else "–")
-        return [str(c.machines), *row] if self.goal == "cheapest" else row
+        return [str(c.machines) if any_card else str(place), *row]
 
     def __repr__(self) -> str:
         return f"<Plan: {self.model} on {self.gpus}: {len(self)} candidates>"
+
+
+def between(low: str, high: str) -> str:
+    """Return both ends of an interval, with one unit where they have the same.
+
+    >>> between("1.95 s", "2.68 s"), between("102 s", "2.25 min")
+    ('1.95 to 2.68 s', '102 s to 2.25 min')
+    """
+    return f"{low.removesuffix(' ' + high.split()[-1])} to {high}"
 
 
 def words(run: Training) -> str:
@@ -209,7 +219,7 @@ def words(run: Training) -> str:
     told = {"seq_len", "lora", "quantization", "stack"}
     fields = {name: value for name, value in run.to_dict().items() if name not in told}
     default = Training().to_dict()
-    said = [f"{name} {value}" for name, value in fields.items() if value != default[name]]
+    said = [name if value is True else f"{name} {value}" for name, value in fields.items() if value != default[name]]
     return ", ".join([*said, *([repr(run.stack)] if not isinstance(run.stack, str) else [])]) or "as it is"
 
 

@@ -64,8 +64,8 @@ class Shape(NamedTuple):
 
 @dataclass
 class Search:
-    """The queue of one question. `tried` counts candidates whose time was computed, `cuts` those that were not, by
-    what cut them; `seen` are all whose memory and time are known."""
+    """The queue of one question. `tried` counts candidates whose memory and time leave them to choose from, `cuts` the
+    others, by what cut them: each candidate is counted once; `seen` are all whose memory and time are known."""
 
     question: Question
     machines: Iterable[Machines]
@@ -212,11 +212,11 @@ class Search:
         if memory is None:
             return
         bytes_, certain = memory
-        self.tried += 1
         seconds = timing(self.question.spec, run, where.card, where.cluster).seconds
         if seconds is not None and self.question.late(seconds, run):
             self.cuts[LATE] += 1
             return
+        self.tried += 1
         found = Found(run, where, bytes_, seconds, certain)
         self.seen.append(found)
         self._push(self.order(found)[0], found, bytes_)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
+from math import isqrt
 from typing import Any
 
 from ..specs.model import ModelSpec
@@ -64,7 +65,8 @@ class Question:
 
 @lru_cache(1 << 12)
 def divisors(number: int) -> tuple[int, ...]:
-    return tuple(each for each in range(1, number + 1) if number % each == 0)
+    small = [each for each in range(1, isqrt(number) + 1) if number % each == 0]
+    return (*small, *(number // each for each in reversed(small) if each * each < number))
 
 
 def shapes(q: Question, where: Machines) -> Iterator[dict[str, Any]]:

@@ -10,6 +10,7 @@ from ..base.units import GiB, show_bytes, show_seconds
 from .canvas import FAINT, INK, PALETTE, Picture, new_picture, number_axes, styled
 
 CHOSEN = 170  # points², of the ring around the best
+REFUTED = 40  # points², of the cross over what its simulation did not confirm
 MARKS = {None: ("o", "nothing recomputed"), "selective": ("s", "selective checkpointing"),
          "full": ("^", "full checkpointing")}  # fmt: skip
 
@@ -25,6 +26,8 @@ class Plan(Protocol):
     def best(self) -> Any: ...
     @property
     def seen(self) -> Sequence[Any]: ...
+    @property
+    def refuted(self) -> Sequence[Any]: ...
 
 
 def technique(run: Any) -> str:
@@ -61,7 +64,11 @@ def plot_pareto(plan: Plan) -> Picture:
             of = [each for each in seen if each.run.checkpointing == checkpointing and technique(each.run) == name]
             xs, ys = [each.seconds for each in of], [each.memory / GiB for each in of]
             ax.scatter(xs, ys, 16, color=color, marker=mark, alpha=0.6, lw=0)
-    edge = front([(each.seconds, each.memory) for each in seen])
+    refuted = [each for each in seen if each.run in plan.refuted]
+    if refuted:
+        xs, ys = [each.seconds for each in refuted], [each.memory / GiB for each in refuted]
+        ax.scatter(xs, ys, REFUTED, color=INK, marker="x", lw=1.2)
+    edge = front([(each.seconds, each.memory) for each in seen if each not in refuted])
     ax.step([time for time, _ in edge], [memory / GiB for _, memory in edge], where="post", color=INK, lw=1)
     chosen = next((each for each in seen if each.run == best.run), None)
     if chosen:
@@ -69,16 +76,25 @@ def plot_pareto(plan: Plan) -> Picture:
     capacity = best.report.capacity
     if capacity:
         ax.axhline(capacity / GiB, color=FAINT, lw=1.2, ls="--")
-    slowest = max(time for time, _ in edge)
-    ax.set_xlim(0.95 * edge[0][0], 1.08 * max(slowest, 1.5 * edge[0][0]))
+        ax.set_ylim(0, 1.1 * capacity / GiB)
+        place = (1, 1.01 * capacity / GiB)  # the right edge, above the line
+        ax.text(
+            *place, "the card ", transform=ax.get_yaxis_transform(), color=INK, size="small", ha="right", va="bottom"
+        )
+    slowest, last = edge[-1][0], max(each.seconds for each in seen)
+    left, right = 0.97 * min(each.seconds for each in seen), 1.05 * min(last, max(slowest, 1.5 * edge[0][0]))
+    ax.set_xlim(left, right)
     number_axes(ax, "seconds of an update", "GiB of the fullest GPU, at least")
     handles = [ax.scatter([], [], 30, color=color, label=name) for name, color in colors.items()
                if any(technique(each.run) == name for each in seen)]  # fmt: skip
     handles += [ax.scatter([], [], 30, color=INK, marker=mark, label=name) for mark, name in MARKS.values()]
     handles.append(ax.scatter([], [], 90, facecolor="none", edgecolor=INK, lw=1.5, label="chosen"))
+    if refuted:
+        handles.append(ax.scatter([], [], 30, color=INK, marker="x", label="refuted by simulation"))
     picture.legend(handles=handles, loc="outside lower center", ncols=3)
     ends = f"from {show_seconds(edge[0][0])} with {show_bytes(round(edge[0][1]))}"
     ends += f" to {show_seconds(edge[-1][0])} with {show_bytes(round(edge[-1][1]))}"
     picture.alt = f"{plan.model} on {plan.gpus}: {len(seen)} configurations, memory against time; the front goes {ends}"
-    picture.alt += f"; chosen is {show_seconds(chosen.seconds)} with {show_bytes(chosen.memory)}." if chosen else "."
+    picture.alt += f"; chosen is {show_seconds(chosen.seconds)} with {show_bytes(chosen.memory)}" if chosen else ""
+    picture.alt += f"; {len(refuted)} are crossed out, refuted by their simulation." if refuted else "."
     return picture

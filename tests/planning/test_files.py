@@ -3,15 +3,18 @@
 import argparse
 import json
 import os
+import runpy
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import yaml
 from click.testing import CliRunner
 
 import llmlab as lab
+from llmlab.base.compat import KNOWN
 from llmlab.base.errors import SpecError
 from llmlab.cli.main import cli
 
@@ -38,17 +41,46 @@ MEGATRON_FLAGS = ("bf16", "fp16", "use-distributed-optimizer", "sequence-paralle
                   "untie-embeddings-and-output-weights", "group-query-attention")  # fmt: skip
 AXOLOTL = set(
     [
-        "base_model", "sequence_len", "micro_batch_size", "gradient_accumulation_steps", "optimizer", "bf16",
-        "fp16", "max_grad_norm", "gradient_checkpointing", "attn_implementation", "torch_compile", "output_dir",
-        "adapter", "load_in_4bit", "load_in_8bit", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules",
-        "plugins", "liger_fused_linear_cross_entropy", "deepspeed",
+        "base_model",
+        "sequence_len",
+        "micro_batch_size",
+        "gradient_accumulation_steps",
+        "optimizer",
+        "bf16",
+        "fp16",
+        "max_grad_norm",
+        "gradient_checkpointing",
+        "attn_implementation",
+        "torch_compile",
+        "output_dir",
+        "adapter",
+        "load_in_4bit",
+        "load_in_8bit",
+        "lora_r",
+        "lora_alpha",
+        "lora_dropout",
+        "lora_target_modules",
+        "plugins",
+        "liger_fused_linear_cross_entropy",
+        "deepspeed",
     ]
 )
 LLAMA_FACTORY = set(
     [
-        "model_name_or_path", "stage", "finetuning_type", "cutoff_len", "flash_attn",
-        "disable_gradient_checkpointing", "enable_liger_kernel", "pure_bf16", "lora_rank", "lora_dropout",
-        "lora_target", "lora_alpha", "quantization_bit", "double_quantization",
+        "model_name_or_path",
+        "stage",
+        "finetuning_type",
+        "cutoff_len",
+        "flash_attn",
+        "disable_gradient_checkpointing",
+        "enable_liger_kernel",
+        "pure_bf16",
+        "lora_rank",
+        "lora_dropout",
+        "lora_target",
+        "lora_alpha",
+        "quantization_bit",
+        "double_quantization",
     ]
 )  # besides those of TrainingArguments
 SKY = {"name", "num_nodes", "resources", "workdir", "envs", "setup", "run"}
@@ -124,6 +156,19 @@ def test_torchtitans_job_config_comes_back(tmp_path):
     written(tmp_path / "out", run, "8xH100-80GB", "meta-llama/Llama-3.1-8B")
     assert lab.Training.from_torchtitan(tmp_path / "out" / "torchtitan.toml") == run
     assert "-m torchtitan.train" in (tmp_path / "out" / "launch.sh").read_text()
+    assert settings(tmp_path / "out", "sky.yaml")["setup"] == f"pip install torchtitan=={KNOWN['torchtitan'][1]}\n"
+
+
+def test_torchtitans_own_parser_takes_its_job_config(tmp_path):
+    config = pytest.importorskip("torchtitan.config", reason="torchtitan is not installed (make stacks)")
+    run = lab.Training(dp=4, tp=2, micro_batch=2, accumulation=2, seq_len=4096, compile=True,
+                       stack="torchtitan:ac=full")  # fmt: skip
+    written(tmp_path / "out", run, "8xH100-80GB", "meta-llama/Llama-3.1-8B")
+    read = config.ConfigManager().parse_args(["--job.config_file", str(tmp_path / "out" / "torchtitan.toml")])
+    assert (read.training.local_batch_size, read.training.global_batch_size, read.training.seq_len) == (2, 16, 4096)
+    degrees = read.parallelism
+    assert (degrees.data_parallel_shard_degree, degrees.tensor_parallel_degree) == (4, 2)
+    assert (read.activation_checkpoint.mode, read.compile.enable) == ("full", True)
 
 
 def test_shells_and_skypilot_read_what_starts_it(tmp_path):
@@ -167,18 +212,50 @@ def test_a_claimed_name_is_a_comment_whatever_it_is(tmp_path):
     name = 'x"""\nimport os\n"""'
     written(tmp_path / "out", lab.Training(seq_len=64), model=TINY | {"_name_or_path": name})
     for path in ("train.py", "launch.sh", "job.sbatch"):
-        assert "\nimport os\n\"" not in (tmp_path / "out" / path).read_text()
+        assert '\nimport os\n"' not in (tmp_path / "out" / path).read_text()
     compile((tmp_path / "out" / "train.py").read_text(), "train.py", "exec")
 
 
-def test_plain_pytorch_shards_over_two_ranks(tmp_path):
-    run = lab.Training(dp=2, zero=3, precision="mixed-bf16", seq_len=32, accumulation=2, checkpointing="full")
-    written(tmp_path / "out", run, "2xA100-80GB")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
-    done = subprocess.run([*command, "--lr", "1e-3", "--steps", "2"], cwd=tmp_path / "out", capture_output=True,
+def started(folder, run):
+    """Write the files of `run`, start train.py on its ranks for two steps, and return what it printed."""
+    written(folder, run, f"{run.dp}xA100-80GB")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.dp)]
+    done = subprocess.run([*command, "train.py", "--lr", "1e-3", "--steps", "2"], cwd=folder, capture_output=True,
                           text=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})  # fmt: skip
-    assert "step 2: loss 6." in done.stdout, done.stderr
-    assert (tmp_path / "out" / "trained" / "model.safetensors").exists()
+    assert done.returncode == 0, done.stderr
+    assert (folder / "trained" / "model.safetensors").exists()
+    return done.stdout
+
+
+BOTH = "optimizer+parameters"
+
+
+def losses(said):
+    return [float(line.split()[-1]) for line in said.splitlines() if line.startswith("step")]
+
+
+def test_plain_pytorch_shards_and_offloads_over_two_ranks(tmp_path):
+    run = lab.Training(dp=2, zero=3, precision="mixed-bf16", seq_len=32, accumulation=2, checkpointing="full")
+    sharded = losses(started(tmp_path / "sharded", run))
+    assert len(sharded) == 2 and losses(started(tmp_path / "offloaded", replace(run, offload=BOTH))) == sharded
+
+
+def test_one_gpus_offloaded_states_have_ranks_of_their_own_and_compiled_blocks(tmp_path):
+    run = lab.Training(zero=3, precision="mixed-fp16", seq_len=32, checkpointing="selective", offload=BOTH)
+    eager = losses(started(tmp_path / "eager", run))
+    compiled = losses(started(tmp_path / "compiled", replace(run, compile=True)))
+    assert len(eager) == 2 and compiled == pytest.approx(eager, abs=1e-3)
+    assert "torchrun --nproc-per-node 1 train.py" in (tmp_path / "eager" / "launch.sh").read_text()
+
+
+@pytest.mark.parametrize("fields", [
+    {"zero": 2, "offload": "optimizer", "precision": "autocast-bf16", "checkpointing": "selective"},
+    {"zero": 1, "dp": 2, "precision": "mixed-bf16", "compile": True},
+])  # fmt: skip
+def test_deepspeed_offloads_and_compiles_what_the_trainer_starts(tmp_path, fields):
+    assert "'train_loss': '6." in started(tmp_path / "out", lab.Training(seq_len=32, **fields))
+    settings = json.loads((tmp_path / "out" / "ds_config.json").read_text())["zero_optimization"]
+    assert ("offload_optimizer" in settings) == ("offload" in fields)
 
 
 def test_the_trainer_runs_it(tmp_path):
@@ -210,3 +287,30 @@ def test_the_command_line_reads_the_four_files(tmp_path):
     (tmp_path / "arguments.json").write_text(json.dumps({"per_device_train_batch_size": 2, "bf16": True}))
     result = CliRunner().invoke(cli, ["estimate", "gpt2", "--from", str(tmp_path / "arguments.json"), "--json"])
     assert json.loads(result.stdout)["run"]["precision"] == "autocast-bf16"
+
+
+def test_a_folder_of_ones_own_has_weights_and_a_written_config_has_none(tmp_path, monkeypatch):
+    written(tmp_path / "out", lab.Training(precision="autocast-bf16", seq_len=32))
+    script = runpy.run_path(str(tmp_path / "out" / "train.py"))
+    for words, drawn in (([], True), (["--model", "mine"], False), (["--model", "mine", "--from-scratch"], True)):
+        monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "1e-3", *words])
+        assert script["arguments"]().from_scratch is drawn
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+def test_trl_trains_adapters_on_quantized_weights(tmp_path, quantization):
+    pytest.importorskip("trl", reason="TRL is not installed")
+    from tokenizers import Tokenizer
+    from tokenizers.models import BPE
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    LlamaForCausalLM(LlamaConfig(**TINY)).save_pretrained(tmp_path / "base")
+    words = Tokenizer(BPE({f"t{number}": number for number in range(TINY["vocab_size"])}, []))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t0", pad_token="t1").save_pretrained(tmp_path / "base")
+    run = lab.Training(precision="bf16", seq_len=32, lora=ADAPTERS, quantization=quantization, checkpointing="full")
+    written(tmp_path / "out", run)
+    done = subprocess.run([sys.executable, "train.py", "--lr", "1e-3", "--steps", "2", "--model", tmp_path / "base"],
+                          cwd=tmp_path / "out", capture_output=True, text=True,
+                          env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})  # fmt: skip
+    assert "'train_loss': '6." in done.stdout, done.stderr
+    assert (tmp_path / "out" / "trained" / "adapter_model.safetensors").exists()

@@ -1,5 +1,7 @@
 """What makes a run fit: each lever is an estimate of a changed run, the cheapest first; and torch's message."""
 
+import textwrap
+
 import pytest
 
 import llmlab as lab
@@ -73,3 +75,7 @@ def test_what_is_no_message_is_refused(text):
 def test_a_run_without_a_card_is_refused():
     with pytest.raises(lab.SpecError, match="a model, a run and a card"):
         lab.fix("gpt2", lab.Training())
+
+
+def test_a_message_may_be_wrapped_as_a_terminal_does():
+    assert lab.fix("[rank0]: " + "\n".join(textwrap.wrap(NEW, 40))) == lab.fix(NEW)

@@ -1,16 +1,18 @@
 """A plan: every candidate holds the global batch, fits by its simulation, and says why it lost."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
 
 import llmlab as lab
 from llmlab.cli.main import cli
+from llmlab.planning.confirm import NotSimulated
 from llmlab.planning.machines import machines
 from llmlab.planning.nearest import fitting
-from llmlab.planning.space import Question
-from llmlab.plots.pareto import CHOSEN
+from llmlab.planning.space import Question, shapes, shares
+from llmlab.plots.pareto import CHOSEN, REFUTED
 
 TINY = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
@@ -63,6 +65,27 @@ def test_the_picture_marks_the_chosen_one(tiny):
     empty = lab.plan("meta-llama/Llama-3.1-8B", "T4", 8)
     with pytest.raises(lab.SpecError, match="nothing fits"):
         empty.plot()
+
+
+def test_the_picture_crosses_out_what_was_refuted_and_draws_no_front_through_it(tiny):
+    first = min((each for each in tiny.seen if each.seconds), key=lambda each: each.seconds)
+    picture = replace(tiny, refuted=(first.run,)).plot()
+    assert "1 are crossed out" in picture.alt and "crossed out" not in tiny.plot().alt
+    assert "refuted by simulation" in [text.get_text() for text in picture.legends[0].get_texts()]
+    (crosses,) = (points for points in picture.axes[0].collections if points.get_sizes()[0] == REFUTED)
+    assert crosses.get_offsets().tolist()[0][0] == first.seconds
+    times = picture.axes[0].lines[0].get_xdata()
+    assert min(times) > first.seconds
+
+
+@pytest.mark.parametrize(("gpus", "within"), [("T4", None), ("H100-80GB", None), ("H100-80GB", 25)])
+def test_every_candidate_is_counted_once(gpus, within):
+    model, fixed = lab.model("meta-llama/Llama-3.2-1B"), {"seq_len": 2048}
+    question, where = Question(model, 64, fixed=fixed), machines(gpus)
+    every = sum(len(list(shares(question, where, shape["dp"]))) for shape in shapes(question, where))
+    plan = lab.plan(model, gpus, 64, fixed=fixed, tokens=10**11, within=within, executor=NotSimulated("Not here."))
+    assert plan.tried + plan.cut == every == 252
+    assert bool(plan.cuts.get("too late")) == bool(within)
 
 
 def test_where_nothing_fits_the_nearest_that_does_is_named():

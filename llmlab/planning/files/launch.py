@@ -13,8 +13,9 @@ SKY_CARDS = {
 PORT = 29500  # torchrun's own default
 
 
-def launch_script(title: str, program: str, nodes: int, per_node: int) -> str:
-    """Return launch.sh: torchrun's line on one node of `nodes`; `program` is the script and its arguments."""
+def launch_script(title: str, program: str, nodes: int, per_node: int, alone: bool) -> str:
+    """Return launch.sh: torchrun's line on one node of `nodes`, or python's for a process that is `alone`; `program` is
+    the script and its arguments."""
     lines = [
         "#!/bin/bash", f"# {title}.", "#     LR=... ./launch.sh --data train.txt", "set -euo pipefail",
         'cd "$(dirname "${BASH_SOURCE[0]}")"',
@@ -25,8 +26,7 @@ def launch_script(title: str, program: str, nodes: int, per_node: int) -> str:
         lines += ["# On each node: NODE_RANK is its number from 0, HEAD the address of the first."]
         ranks = (f'--nnodes {nodes} --node-rank "${{NODE_RANK:?0 to {nodes - 1}}}" '
                  f'--master-addr "${{HEAD:?the address of node 0}}" --master-port {PORT} {ranks}')  # fmt: skip
-    starts = "python" if nodes * per_node == 1 and program.startswith("train.py") else f"torchrun {ranks}"
-    return "\n".join([*lines, f'exec {starts} {program} "$@"', ""])
+    return "\n".join([*lines, f'exec {"python" if alone else f"torchrun {ranks}"} {program} "$@"', ""])
 
 
 def slurm_job(title: str, nodes: int, per_node: int) -> str:

@@ -6,6 +6,7 @@ The script's constants are written from the run; the rest is a file beside this 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.resources import files
 from pprint import pformat
 from typing import Any
@@ -26,8 +27,8 @@ NEEDS = {
     "sft": ("torch", "transformers", "accelerate", "peft", "trl", "datasets"),
 }  # fmt: skip
 IMPORTS = {
-    "pytorch": "import argparse\nimport os\nimport sys\nfrom contextlib import nullcontext\nfrom pathlib import Path\n",
-    "trainer": "import argparse\nimport os\nimport sys\nfrom pathlib import Path\n",
+    "pytorch": "import argparse\nimport os\nimport sys\nfrom contextlib import nullcontext\n",
+    "trainer": "import argparse\nimport os\nimport sys\n",
 }
 
 
@@ -38,8 +39,6 @@ def kind(run: Training) -> str:
     for axis in ("tp", "pp", "cp", "ep"):
         if getattr(run, axis) > 1:
             raise SpecError(f"{axis}={getattr(run, axis)}: the script divides data and states only")
-    if run.offload:
-        raise SpecError(f"offload={run.offload!r}: no script of ours has run with it; ds_config.json is for your own")
     if run.fp8:
         raise SpecError(f"fp8={run.fp8!r}: the script does not convert layers")
     if run.attention == "efficient":
@@ -48,25 +47,29 @@ def kind(run: Training) -> str:
         _check_adapters(run)
         return "sft"
     if uses_deepspeed(run):
-        run.to_deepspeed()  # refuses what it cannot do
+        deepspeed_settings(run)  # refuses what it cannot do
         return "trainer"
     if run.zero and run.optimizer not in ("sgd", "adamw"):
         raise SpecError(f"optimizer={run.optimizer!r} with zero={run.zero}: it knows no shards; give adamw or sgd")
-    if run.zero and run.compile:
-        raise SpecError("compile=True with FSDP2: the script shards blocks that are not compiled")
     return "pytorch" if run.zero or run.precision.startswith("mixed") else "trainer"
 
 
 def uses_deepspeed(run: Training) -> bool:
-    """Whether the script hands ds_config.json to the Trainer: ZeRO-1 and adapters; FSDP2 shards the rest."""
-    return bool(run.zero == 1 or (run.zero and run.lora))
+    """Whether the script hands ds_config.json to the Trainer: ZeRO-1, adapters, and states alone in the host's memory;
+    FSDP2, which offloads weights with them, shards the rest."""
+    return bool(run.zero == 1 or (run.zero and run.lora) or run.offload == "optimizer")
+
+
+def deepspeed_settings(run: Training) -> dict[str, Any]:
+    """Return ds_config.json; the script compiles, which DeepSpeed's settings do not say."""
+    return replace(run, compile=False).to_deepspeed()
 
 
 def _check_adapters(run: Training) -> None:
     if run.quantization and run.zero:
         raise SpecError(f"quantization={run.quantization!r} with zero={run.zero}: its weights are not sharded")
     if run.zero:
-        run.to_deepspeed()
+        deepspeed_settings(run)
     elif run.precision.startswith("mixed"):
         raise SpecError(f"precision={run.precision!r} with lora: adapters have no half copy; give bf16")
 
@@ -80,14 +83,18 @@ def training_script(spec: ModelSpec, run: Training, model: str, from_scratch: bo
     needs += ["liger-kernel"] if run.kernels == "liger" else []
     words = (
         f'"""{title}, with {WHAT[chosen]}.\n\n    ./launch.sh --data train.txt        with LR=... set\n\n'
-        f"It needs {', '.join(needs)}. What a plan does not say stays with you: the learning rate and its schedule,\n"
-        'clipping, the data and how long to train.\n"""\n'
+        f"It needs {', '.join(needs)}.\n"
+        "What a plan does not say stays with you: the learning rate and its schedule, clipping, the data and how\n"
+        'long to train.\n"""\n'
     )
     shown = "\n".join(f"{name} = {pformat(value, width=110, sort_dicts=False)}" for name, value in
                       _constants(spec, run, chosen, model, from_scratch).items())  # fmt: skip
     bodies = [here.joinpath(f"train_{part}.txt").read_text(encoding="utf-8") for part in ("common", chosen)]
     head = IMPORTS.get(chosen, IMPORTS["trainer"])
-    return f"{words}\n{head}\nimport torch\n\n{shown}\n\n\n" + "\n\n".join(bodies)
+    return (
+        f"{words}\n{head}from functools import partial\nfrom pathlib import Path\n\nimport torch\n\n{shown}\n\n\n"
+        + "\n\n".join(bodies)
+    )
 
 
 def _constants(spec: ModelSpec, run: Training, chosen: str, model: str, from_scratch: bool) -> dict[str, Any]:
@@ -110,7 +117,8 @@ def _constants(spec: ModelSpec, run: Training, chosen: str, model: str, from_scr
     if chosen == "pytorch":
         more: Mapping[str, Any] = {
             "PRECISION": run.precision, "COMPUTE": DTYPES[run.compute_dtype], "OPTIMIZER": run.optimizer,
-            "ZERO": run.zero, "DP_REPLICATE": run.dp_replicate, "KERNELS": run.kernels, "COMPILE": run.compile,
+            "ZERO": run.zero, "OFFLOAD": bool(run.offload), "DP_REPLICATE": run.dp_replicate, "KERNELS": run.kernels,
+            "COMPILE": run.compile,
         }  # fmt: skip
     else:
         more = {"DEEPSPEED": uses_deepspeed(run), "TRAINER": trainer_arguments(run)}

@@ -14,13 +14,13 @@ from pathlib import Path
 from ...base.errors import SpecError
 from ...base.tables import Table, Tabular
 from ...engines.texts import toml_text, yaml_text
-from ...engines.torchtitan import torchtitan_config
+from ...engines.torchtitan import RELEASE, torchtitan_config
 from ...engines.tuners import axolotl_config, llama_factory_config, megatron_arguments
 from ...specs.check import check
 from ...specs.model import ModelSpec, models
 from ...specs.run import Training
 from .launch import launch_script, sky_task, slurm_job
-from .script import NEEDS, kind, training_script
+from .script import NEEDS, deepspeed_settings, kind, training_script, uses_deepspeed
 
 
 @dataclass(frozen=True, repr=False)
@@ -64,28 +64,32 @@ def texts(spec: ModelSpec, run: Training, card: str, nodes: int, per_node: int) 
         return f"# {title}.\n# {words}\n"
 
     add("train.py", "the training script", lambda: training_script(spec, run, model, not published, title))
-    add("ds_config.json", "DeepSpeed's settings", lambda: json.dumps(run.to_deepspeed(), indent=2) + "\n")
+    add("ds_config.json", "DeepSpeed's settings", lambda: json.dumps(deepspeed_settings(run), indent=2) + "\n")
     add("accelerate.yaml", "accelerate launch --config_file",
         lambda: note(f"accelerate launch --config_file accelerate.yaml; model, {_unsaid(run)} are the script's.")
         + yaml_text(run.to_accelerate() | {"num_machines": nodes}))  # fmt: skip
     add("torchtitan.toml", "torchtitan's job config",
-        lambda: note("The learning rate is yours: --optimizer.lr, whose default is 8e-4.")
+        lambda: note(f"For torchtitan {RELEASE}. The learning rate is yours: --optimizer.lr, whose default is 8e-4.")
         + toml_text(torchtitan_config(run, spec.name)))  # fmt: skip
     add("megatron_args.txt", "Megatron-LM's arguments",
         lambda: note("pretrain_gpt.py $(grep -v '^#' megatron_args.txt) --lr ..., and its data and tokenizer.")
         + "\n".join(megatron_arguments(run, spec)) + "\n")  # fmt: skip
-    add("axolotl.yaml", "Axolotl's settings",
-        lambda: note("Yours to add, both required: learning_rate, datasets.")
-        + yaml_text(axolotl_config(run, model))
+    add(
+        "axolotl.yaml",
+        "Axolotl's settings",
+        lambda: note("Yours to add, both required: learning_rate, datasets.") + yaml_text(axolotl_config(run, model)),
     )
-    add("llama_factory.yaml", "LLaMA-Factory's settings",
-        lambda: note("Yours to add: learning_rate, dataset, template.")
-        + yaml_text(llama_factory_config(run, model))
+    add(
+        "llama_factory.yaml",
+        "LLaMA-Factory's settings",
+        lambda: note("Yours to add: learning_rate, dataset, template.") + yaml_text(llama_factory_config(run, model)),
     )
     if not published:
         found["model/config.json"] = json.dumps(spec.config, indent=2) + "\n", "the model, whose weights start random"
     program, packages = _program(run, found, left_out)
-    found["launch.sh"] = launch_script(title, program, nodes, per_node), "starts it on one node: LR=... ./launch.sh"
+    alone = run.world_size == 1 and not run.zero and "train.py" in found  # an engine's rank is torchrun's
+    started = launch_script(title, program, nodes, per_node, alone)
+    found["launch.sh"] = started, "starts it on one node: LR=... ./launch.sh"
     found["job.sbatch"] = slurm_job(title, nodes, per_node), "Slurm: LR=... sbatch job.sbatch"
     if task := sky_task(title, card, nodes, per_node, packages, "train.py" in found):
         found["sky.yaml"] = task, "SkyPilot: sky launch sky.yaml"
@@ -101,10 +105,11 @@ def _unsaid(run: Training) -> str:
 def _program(run: Training, found: Texts, left_out: dict[str, str]) -> tuple[str, list[str]]:
     """Return what launch.sh starts, with its arguments, and the packages that it needs."""
     if "train.py" in found:
-        extra = (["deepspeed"] if run.zero == 1 else []) + (["bitsandbytes"] if run.quantization else [])
+        extra = (["deepspeed"] if uses_deepspeed(run) else []) + (["bitsandbytes"] if run.quantization else [])
         return 'train.py --lr "$LR"', [*NEEDS[kind(run)], *extra]
     if "torchtitan.toml" in found:
-        return '-m torchtitan.train --job.config_file torchtitan.toml --optimizer.lr "$LR"', ["torchtitan"]
+        program = '-m torchtitan.train --job.config_file torchtitan.toml --optimizer.lr "$LR"'
+        return program, [f"torchtitan=={RELEASE}"]
     if "megatron_args.txt" in found:
         script = '"${MEGATRON:?the folder of Megatron-LM}/pretrain_gpt.py" $(grep -v "^#" megatron_args.txt) --lr "$LR"'
         return script, ["megatron-core", "transformer-engine[pytorch]"]
