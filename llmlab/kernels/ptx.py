@@ -47,6 +47,7 @@ def kernels(arch: int) -> Iterator[tuple[str, str, str, dict[str, Any], dict[str
             yield "rope", "rope_kernel", dtype, {"BACK": back, "BLOCK_H": 32, "BLOCK_K": 8, "BLOCK_D": 64}, {}
         for kernel in ("loss_kernel", "gradient_kernel"):
             yield "cross_entropy", kernel, dtype, {"IGNORED": -100, "BLOCK": tile}, {"num_warps": warps(tile)}
+        yield "matmul", "matmul_kernel", dtype, {"TILE": 32}, {}
         for head in (32, 64, 96, 128):
             width = triton.next_power_of_2(head)
             yield "attention", "delta_kernel", dtype, {"D": head, "WIDTH": width, "M": 64}, {}
@@ -75,7 +76,7 @@ def compile_kernel(
             signature[argument] = "constexpr"
         elif argument.isupper() and len(argument) > 1 and argument not in ("HEADS", "KV_HEADS", "HALF", "GROUP"):
             signature[argument] = "*i64" if argument == "TARGETS" else "*fp32" if argument in FP32 else f"*{dtype}"
-        elif argument in ("X", "Y", "W", "Q", "K", "V") and not (argument == "V" and file == "cross_entropy"):
+        elif argument in tuple("XYWQKVABC") and not (argument == "V" and file == "cross_entropy"):
             signature[argument] = f"*{dtype}"
         else:
             signature[argument] = "fp32" if argument in FLOATS else "i32"

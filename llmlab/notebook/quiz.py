@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,28 @@ def check_answer(answer: float | None, truth: float, unit: str, tolerance: float
         size = "large" if answer > truth else "small"
         print(f"Not yet: {answer:,.4g} {unit} is too {size}. {hint}".rstrip())
     return right
+
+
+def check_function(function: Callable[..., object], facts: Mapping[str, Callable[..., object]]) -> bool:
+    """Print which `facts` hold of a reader's `function`, and return whether all do; it never raises.
+
+    A fact's key says what must hold; its value takes the function and returns whether it does. A stub that raises
+    NotImplementedError is asked for.
+    """
+    held = {}
+    for fact, holds in facts.items():
+        try:
+            held[fact] = "" if holds(function) else "does not hold"
+        except NotImplementedError:
+            print(f"Your turn: write {function.__name__}, and run its cell and this one again.")
+            return False
+        except Exception as error:  # the reader's code may raise anything
+            held[fact] = f"{type(error).__name__}: {error}"
+    if not any(held.values()):
+        print(f"Right: {', '.join(held)}.")
+    else:
+        print("Not yet:", *(f"- {fact}: {why or 'holds'}" for fact, why in held.items()), sep="\n")
+    return not any(held.values())
 
 
 def show_prediction(prediction: float | None, result: float, unit: str) -> None:
