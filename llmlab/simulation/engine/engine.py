@@ -385,8 +385,9 @@ class Engine(TorchDispatchMode):
 @cache
 def _of_others(types: tuple[type, ...]) -> bool:
     """Whether among the types of an operator's tensors is one made of others (DTensor, torchao's): it runs what the
-    operator means on those, where the engine sees it."""
-    return any(each is not FakeTensor and hasattr(each, "__tensor_flatten__") for each in types)
+    operator means on those, where the engine sees it. Nested tensors, which are refused, are none."""
+    others = (each for each in types if each is not FakeTensor and not each.__module__.startswith("torch.nested"))
+    return any(hasattr(each, "__tensor_flatten__") for each in others)
 
 
 def notes_of(engine: Engine) -> tuple[str, ...]:
