@@ -100,6 +100,7 @@ NAMES: dict[str, dict[str, str]] = {
         "torch.distributed.fsdp._state_dict_utils": "_local_post_state_dict_hook",
         "torch.distributed.fsdp.FullyShardedDataParallel": "__init__",
         "torch.distributed.tensor.DTensor": "_local_tensor",
+        "torch.distributed.tensor._random": "_rng_tracker",
         "torch.distributed.tensor._sharding_prop.ShardingPropagator": "_propagate_tensor_meta_non_cached",
         "torch.nn.parallel.distributed": "_verify_param_shape_across_processes",
         "torch.nn.parallel.distributed.DistributedDataParallel": "_pre_forward",

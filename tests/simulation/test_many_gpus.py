@@ -200,3 +200,15 @@ def test_the_same_run_twice_and_another_mesh_between_give_the_same():
     lab.simulate(LLAMA, replace(run, dp=4), "A100-80GB")
     again = lab.simulate(LLAMA, run, "A100-80GB")
     assert (first.peak_allocated, first.peak_reserved) == (again.peak_allocated, again.peak_reserved)
+
+
+def test_who_draws_for_a_dtensor_is_the_simulators_own():
+    """torch makes it once, for the device of the first mesh: left behind, a later mesh of the CPU asks CUDA."""
+    from torch.distributed.tensor import DeviceMesh, Shard, _random, distribute_tensor
+
+    before = _random._rng_tracker
+    with lab.simulator("A100-80GB", world_size=2):
+        dist.init_process_group("nccl")
+        distribute_tensor(torch.empty(4, device="cuda"), DeviceMesh("cuda", [0, 1]), [Shard(0)]).normal_()
+        assert _random._rng_tracker
+    assert _random._rng_tracker is before

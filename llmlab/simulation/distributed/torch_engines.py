@@ -86,6 +86,8 @@ def torch_engines(engine: Engine, labelled: Labelled = lambda function, part: fu
         patch(sys, "excepthook", sys.excepthook)  # init_process_group puts in its own
         # It remembers meshes of groups that are gone.
         stack.callback(symbol("torch._C._clear_DTensor_sharding_propagator_cache"))
+        # The first random DTensor makes it, for the device of its mesh; whoever comes after draws from that device.
+        patch(symbol("torch.distributed.tensor._random"), "_rng_tracker", None)
         stack.enter_context(_resized_storages(engine))
         stack.enter_context(_shapes_of_dtensors())
         stack.enter_context(_reducer(engine, labelled))
