@@ -20,6 +20,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import click
@@ -54,6 +55,7 @@ class Case:
     `data` has the files that stand in for data sets, by their names. `path` is a folder of the clones that PYTHONPATH
     gets, `libraries` one of --work with other versions than those installed. `own` is a part of the error with which
     the script ends on a real GPU too. `published`: GiB, of the quantity that `published_is` names, from `source`.
+    `about` stands in the table in place of a command line that is too long to tell from others.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Case:
     published: float | None = None
     published_is: str = ""
     source: str = ""
+    about: str = ""
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ class Result:
     published: float | None = None
     published_is: str = ""
     source: str = ""
+    about: str = ""
     said: str = ""  # the last line of what it said, where it did not run
 
 
@@ -115,6 +119,7 @@ def run_case(case: Case, clones: Path, work: Path) -> Result:
         "published": case.published,
         "published_is": case.published_is,
         "source": case.source,
+        "about": case.about,
     }
     if not folder.is_dir():
         return Result(**row, outcome=MISSING, seconds=0, said=f"{case.place} is not among the clones")
@@ -256,6 +261,10 @@ def report(results: list[Result], made: str) -> str:
     others = [result for result in results if result.outcome not in ANSWERED]
     minutes = sum(result.seconds for result in results) / 60
     lines = [f"{len(results)} command lines of {repositories} repositories: {told}. All in {minutes:.0f} minutes.", ""]
+    off = [abs(each) for result in answered if (each := _off(result)) is not None]
+    if off:
+        lines += [f"For {len(off)} of them their authors printed the memory: simulated, it is {median(off):.1%} off at the "
+                  f"median and {max(off):.1%} at most.", ""]  # fmt: skip
     header = ["script", "card", "outcome", "peak allocated", "peak reserved", "published", "seconds"]
     lines += titled_table("What ran", header, [_ran(result) for result in answered])
     if others:
@@ -269,15 +278,22 @@ def _ran(result: Result) -> list[str]:
     upper = f", {UPPER}" if result.upper else ""
     card = result.gpu if result.ranks == 1 else f"{result.ranks} × {result.gpu}"
     steps = f", {result.steps} step{'s' if result.steps != 1 else ''}"
-    published = "" if result.published is None else f"{result.published:.2f} GiB {result.published_is}"
+    off = _off(result)
+    published = "" if off is None else f"{result.published:.2f} GiB {result.published_is} ({off:+.1%})"
     return [
         _named(result), card, result.outcome + steps, show_bytes(result.peak_allocated) + upper,
         show_bytes(result.peak_reserved) + upper, published, f"{result.seconds:.0f}",
     ]  # fmt: skip
 
 
+def _off(result: Result) -> float | None:
+    """By what part of the published figure the simulated one is off."""
+    size = result.peak_reserved if result.published_is == "reserved" else result.peak_allocated
+    return None if result.published is None or size is None else size / 2**30 / result.published - 1
+
+
 def _named(result: Result) -> str:
-    return f"{result.repository}: `{_short(result.command, SHOWN)}`"
+    return f"{result.repository}: " + (result.about or f"`{_short(result.command, SHOWN)}`")
 
 
 def _short(text: str, most: int) -> str:

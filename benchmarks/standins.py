@@ -9,6 +9,7 @@ checkpoint by itself. Data that a script looks for beside itself goes there, int
 
 from __future__ import annotations
 
+import base64
 import csv
 import hashlib
 import io
@@ -18,6 +19,7 @@ import pickle
 import shutil
 import struct
 from collections.abc import Mapping
+from itertools import chain, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +108,7 @@ class StandIns:
         self.rows()
         self.pictures()
         self.stable_diffusion()
-        beside = (self.karpathy, self.raschka, self.pytorch, self.lightning, self.deepspeed)
+        beside = (self.karpathy, self.raschka, self.pytorch, self.titan, self.lightning, self.deepspeed)
         for part in (*beside, self.litgpt, self.nanochat, self.tune, self.nanovlm):
             try:
                 part()
@@ -305,15 +307,23 @@ class StandIns:
                 rows.writerows((self.paragraph(i), i % 2) for i in range(ROWS))
 
     def pytorch(self) -> None:
-        """WikiText for the word-level model, MNIST, the web's text for torchtitan."""
+        """WikiText for the word-level model, and MNIST."""
         folder = self.clones / "examples/word_language_model/data/wikitext-2"
         folder.mkdir(parents=True, exist_ok=True)
         for split, characters in (("train", 60_000), ("valid", 20_000), ("test", 20_000)):
             (folder / f"{split}.txt").write_text(self.text[:characters])
         shutil.copytree(self.data / "MNIST", self.clones / "examples/data/MNIST", dirs_exist_ok=True)
-        crawled = self.clones / "torchtitan-v0.2.2/tests/assets/c4_test"
-        crawled.mkdir(parents=True, exist_ok=True)
-        (crawled / "data.json").write_text("\n".join(json.dumps({"text": each}) for each in self.paragraphs))
+
+    def titan(self) -> None:
+        """The web's text for each torchtitan, and a tokenizer as large as Llama 3's, from which one takes its model's
+        size: single bytes, pairs, and as many triples as are missing."""
+        for clone in self.clones.glob("torchtitan-*"):
+            crawled = clone / "tests/assets/c4_test"
+            crawled.mkdir(parents=True, exist_ok=True)
+            (crawled / "data.json").write_text("\n".join(json.dumps({"text": each}) for each in self.paragraphs))
+        words = chain.from_iterable(product(range(256), repeat=length) for length in (1, 2, 3))
+        tokens = (base64.b64encode(bytes(word)).decode() for word in islice(words, 128_000))
+        (self.data / "llama3.model").write_text("\n".join(f"{token} {rank}" for rank, token in enumerate(tokens)))
 
     def lightning(self) -> None:
         """MNIST, and WikiText for the two language models."""

@@ -113,12 +113,13 @@ def test_the_tables():
     one = scripts.Result("a", command="a.py " + "x" * 99, outcome="ran", steps=2, ranks=8, upper=True, **ran)
     known = {"published": 2.5, "published_is": "reserved"}
     two = scripts.Result("b", command="b.py", outcome="ran to its end", steps=1, **known, **ran)
-    three = scripts.Result("c", "q", "c.py", "T4", "refused by name", 3.0, said="no `x`\nthere")
+    three = scripts.Result("c", "q", "c.py", "T4", "refused by name", 3.0, said="no `x`\nthere", about="the third")
     text = scripts.report([one, two, three], "made today.")
     assert text.startswith("3 command lines of 2 repositories: 1 ran, 1 ran to its end, 1 refused by name.")
     assert "| 8 × T4 | ran, 2 steps | 1.00 GiB, upper | 2.00 GiB, upper |  | 10 |" in text and "x…`" in text
-    assert "| ran to its end, 1 step | 1.00 GiB | 2.00 GiB | 2.50 GiB reserved | 10 |" in text
-    assert "| r: `b.py` | T4 |" in text and "| q: `c.py` | refused by name | no 'x' there |" in text
+    assert "| ran to its end, 1 step | 1.00 GiB | 2.00 GiB | 2.50 GiB reserved (-20.0%) | 10 |" in text
+    assert "For 1 of them their authors printed the memory: simulated, it is 20.0% off at the median and 20.0%" in text
+    assert "| r: `b.py` | T4 |" in text and "| q: the third | refused by name | no 'x' there |" in text
     assert text.endswith("made today.")
 
 

@@ -159,6 +159,32 @@ def test_a_compiled_script_has_no_time(script):
     assert found["step_seconds"] is found["step_seconds_low"] is None
 
 
+def test_compiled_code_may_ask_for_autocast_after_the_ranks_have_met(script):
+    """init_process_group lets Dynamo forget its rules, those of what answers for the card too."""
+    pytest.importorskip("triton")
+    body = """
+from torch.utils.checkpoint import checkpoint
+torch.distributed.init_process_group("nccl")
+def scaled(x):
+    return x * 2 if torch.is_autocast_enabled() else x + 1
+run = torch.compile(lambda x: checkpoint(scaled, x, use_reentrant=False).sum(), fullgraph=True)
+run(torch.ones(4, 4, device="cuda", requires_grad=True)).backward()
+step()
+"""
+    found = answer("--gpu", "H100", "torchrun", "--nproc_per_node=2", script(body))
+    assert found["outcome"] == "fits" and not any("eager" in note for note in found["notes"]), found["notes"]
+
+
+def test_products_of_dtypes_that_no_card_was_measured_with_run(script):
+    body = """
+weight = torch.ones(64, 64, device="cuda", dtype=torch.float64, requires_grad=True)
+for optimizer in [torch.optim.SGD([weight])] * 2:
+    (weight @ weight).sum().backward(); optimizer.step()
+"""
+    found = answer("--gpu", "H100", script(body))
+    assert (found["outcome"], found["steps"], found["step_seconds"]) == ("fits", 2, None)
+
+
 def test_exit_codes_of_its_own(script):
     assert answer("--gpu", "T4", script("step(); sys.exit(0)"))["ended"] == "ran to its end"
     result = run("--gpu", "T4", script("step(); sys.exit(3)"))

@@ -108,6 +108,23 @@ def test_checkpointing_inside_draws_the_same_again():
     assert sim.peak_allocated < trained(lambda model: model, checkpointed=True).peak_allocated
 
 
+def test_a_compiled_product_of_float8_takes_its_result_and_cublaslts_workspace():
+    """Inductor calls _scaled_mm.out, of which torch has no fake kernel: it ran a real product on the host."""
+
+    def product(a, b, scale):
+        return torch._scaled_mm(a, b.t(), scale, scale, out_dtype=torch.bfloat16)
+
+    a, b = (torch.zeros(rows, 8192, dtype=torch.float8_e4m3fn) for rows in (16384, 4096))
+    scale = torch.ones(())
+    for function in (product, torch.compile(product)):
+        with simulator("H100") as sim:
+            held = [each.cuda() for each in (a, b, scale)]
+            before = sim.allocated
+            out = function(*held)
+            assert out.shape == (16384, 4096)
+            assert sim.allocated - before == 2 * 16384 * 4096 + MiB and not [n for n in sim.notes if "eager" in n]
+
+
 def test_another_shape_is_compiled_anew():
     function = torch.compile(chain)
     assert taken(lambda x, y: [function(x), function(y)], torch.zeros(2, MiB), torch.zeros(3, MiB))[1] == 5 * 4 * MiB

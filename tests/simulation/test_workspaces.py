@@ -155,6 +155,15 @@ CHOICES = [  # card, dtype, head size, with a mask, and sdp_utils.cpp's choice
 ]  # fmt: skip
 
 
+def _nodes(out):
+    """The names of what autograd runs, one after the other."""
+    names, node = "", out.grad_fn
+    while node is not None:
+        names += node.name().lower()
+        node = node.next_functions[0][0] if node.next_functions else None
+    return names
+
+
 @pytest.mark.parametrize(("gpu", "dtype", "D", "masked", "choice"), CHOICES, ids=str)
 def test_the_kernel_of_attention_and_what_it_saves(gpu, dtype, D, masked, choice):
     """transformers/cuda/sdp_utils.cpp chooses. attention.cu and flash_api.cpp save beside the output: log-sum-exps in
@@ -164,11 +173,7 @@ def test_the_kernel_of_attention_and_what_it_saves(gpu, dtype, D, masked, choice
         q, k, v = (on_card(B, H, T, D, dtype=dtype) for _ in range(3))
         mask = torch.zeros(T, T, device="cuda", dtype=dtype) if masked else None
         held, _, out = held_and_peak(lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
-    names, node = [], out.grad_fn
-    while node is not None:
-        names.append(node.name())
-        node = node.next_functions[0][0] if node.next_functions else None
-    taken = [name for name in (EFFICIENT, FLASH, CUDNN) if any(name in each.lower() for each in names)]
+    taken = [name for name in (EFFICIENT, FLASH, CUDNN) if name in _nodes(out)]
     assert taken == ([] if choice == MATH else [choice])
     output = block(B * H * T * D * dtype.itemsize)
     if choice == EFFICIENT:
@@ -178,6 +183,14 @@ def test_the_kernel_of_attention_and_what_it_saves(gpu, dtype, D, masked, choice
         assert held == output + block(4 * B * H * T) + 2 * 512
     else:
         assert held >= output + B * H * T * T * dtype.itemsize  # the probabilities are written out
+
+
+@pytest.mark.parametrize(("said", "name"), [("1", FLASH), ("0", CUDNN)])
+def test_cudnns_attention_is_left_out_where_the_environment_says_so(monkeypatch, said, name):
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", said)
+    with simulator("H100-80GB"):
+        q = on_card(B, H, T, 64, dtype=bf16)
+        assert name in _nodes(F.scaled_dot_product_attention(q, q, q))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ so all fake tensors stay where the engine has them, on GPU_DEVICE: `tracing` let
 from __future__ import annotations
 
 import sys
+from collections import ChainMap
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
@@ -19,7 +20,7 @@ import torch
 from torch.fx import GraphModule
 from torch.nn.modules import module as modules
 
-from ...base.compat import FakeTensor, FakeTensorMode, check, disable_current_modes, symbol
+from ...base.compat import FakeTensor, FakeTensorMode, FunctionalTensor, check, disable_current_modes, symbol
 from ..card import Card
 from ..devices import GPU_DEVICE
 from ..streams import nothing
@@ -27,7 +28,7 @@ from ..streams import nothing
 CARD = torch.device("cuda", 0)
 OURS = "llmlab.simulation"
 # They choose by the device: of a traced tensor (what `x.device` gives), of a saved one, of a kernel.
-SEES_CARD = ("torch._dynamo.variables.", "torch._functorch.partitioners", "torch._inductor.")
+SEES_CARD = ("torch._dynamo.variables.", "torch.distributed.tensor.", "torch._functorch.partitioners", "torch._inductor.")
 # Functions that answer for the card: Dynamo takes what they say for constants, as it does with torch's.
 ANSWERS = (
     "torch.accelerator.current_device_index", "torch.accelerator.is_available", "torch.cuda.current_device",
@@ -77,13 +78,18 @@ def dynamo_on(card: Card) -> Iterator[None]:
         stack.callback(symbol("torch._dynamo.reset"))
         answers = [symbol(name) for name in ANSWERS]
         variables = symbol("torch._dynamo.variables.torch")
-        rules = symbol("torch._dynamo.trace_rules.get_torch_obj_rule_map")()
         stack.enter_context(mock.patch.dict(variables.constant_fold_functions, dict.fromkeys(answers)))
-        stack.enter_context(mock.patch.dict(rules, dict.fromkeys(answers, variables.TorchInGraphFunctionVariable)))
+        rules = dict.fromkeys(answers, variables.TorchInGraphFunctionVariable)
         # Where there is one, patching/patches.py puts a function of ours in its place.
         if is_tracing := getattr(sys.modules.get("transformers.masking_utils"), "is_tracing", None):
-            inlined = symbol("torch._dynamo.variables.functions.UserFunctionVariable")
-            stack.enter_context(mock.patch.dict(rules, {is_tracing: inlined}))
+            rules[is_tracing] = symbol("torch._dynamo.variables.functions.UserFunctionVariable")
+        theirs = symbol("torch._dynamo.trace_rules.get_torch_obj_rule_map")
+
+        def rule_map() -> ChainMap[Any, Any]:
+            return ChainMap(rules, theirs())
+
+        rule_map.cache_clear = theirs.cache_clear  # type: ignore[attr-defined]  # init_process_group does
+        stack.enter_context(mock.patch.object(symbol("torch._dynamo.trace_rules"), "get_torch_obj_rule_map", rule_map))
         stack.enter_context(mock.patch.object(tracer, "create_proxy", create_proxy))
         stack.enter_context(mock.patch.object(frames.CatchErrorsWrapper, "__call__", converted))
         stack.enter_context(mock.patch.object(function_state, "__init__", without_modes))
@@ -112,7 +118,15 @@ def tracing() -> Iterator[None]:
         kwargs = {name: _of_engine(each) for name, each in (kwargs or {}).items()}
         return dispatch(self, func, types, args, kwargs)
 
+    real_to = FunctionalTensor.to
+
+    def to(tensor: FunctionalTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As DTensor.from_local calls it, with its mesh's kind of device."""
+        named = {name: _of_engine(value) for name, value in kwargs.items()}
+        return real_to(tensor, *map(_of_engine, args), **named)
+
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(FunctionalTensor, "to", to))
         for hooks in HOOKS:
             theirs = {key: hook for key, hook in hooks.items() if not _is_ours(hook)}
             stack.enter_context(mock.patch.dict(hooks, theirs, clear=True))

@@ -8,6 +8,8 @@ attention.cpp (torch 2.13). What each kernel saves for backward is what its oper
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -50,8 +52,10 @@ def prefers_cudnn(card: Capability) -> bool:
     """check_prefer_cudnn_attention: Hopper and data-centre Blackwell, with the cuDNN of CUDA 13 wheels (> 9.15).
 
     Its workspace is not counted: cuDNN picks an algorithm at run time, and says only then how much that takes.
+    TORCH_CUDNN_SDPA_DEPRIORITIZED=1 puts flash attention first, as torch did from 2.5.1 (pull request 138522) until its
+    wheels brought that cuDNN.
     """
-    return card[0] in (9, 10)
+    return card[0] in (9, 10) and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
 
 
 def _cudnn(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, card: Capability) -> bool:

@@ -224,4 +224,5 @@ def _classify(
 
 def _dtype(tensor: Tensor) -> str:
     short = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-    return short.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+    name = str(tensor.dtype).removeprefix("torch.")
+    return "fp8" if name.startswith("float8") else short.get(tensor.dtype, name)

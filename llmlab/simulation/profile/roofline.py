@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from ...formulas.time.efficiency import Efficiency
 from ...formulas.time.kernels import Kernels
+from ...hardware.gpu import DTYPES
 
 TILE = 64  # rows and columns of a block of a product small enough that libraries still choose it
 SPLIT = 256  # of a sum's elements, so many are worth a multiprocessor of their own
@@ -72,7 +73,10 @@ def kernel_seconds(kernel: Kernel, rates: Efficiency, measured: Kernels | None =
 
 
 def _measured(kernel: Kernel, measured: Kernels) -> float | None:
-    """Return the seconds of a product, or of fused attention, by the card's own kernels or those of one like it."""
+    """Return the seconds of a product, or of fused attention, by the card's own kernels or those of one like it; None
+    for a dtype of neither, as float64."""
+    if kernel.dtype not in DTYPES:
+        return None
     if kernel.kind == "matmul":
         batch, rows, columns, inner = kernel.shape
         return measured.product(batch * rows, columns, inner, kernel.dtype)

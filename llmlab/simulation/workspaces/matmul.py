@@ -86,6 +86,27 @@ def handle_alone(op: Operator, gpu: GPU) -> Iterator[Step]:
     yield cublas(gpu)
 
 
+def _into_out(op: Operator) -> Tensor:
+    """torch has no fake kernel of _scaled_mm.out, which Inductor calls, and would run a real product on the host."""
+    out: Tensor = op.kwargs["out"]
+    aten._scaled_mm.default(*op.args, **{name: value for name, value in op.kwargs.items() if name != "out"})
+    return out
+
+
+@workspace(aten._scaled_mm, source="cuda/ScaledBlas.cpp")
+def scaled_mm(op: Operator, gpu: GPU) -> Iterator[Step]:
+    """_scaled_mm_cuda: scales for whole tensors are cuBLASLt's; scales by row are CUTLASS's where it is faster."""
+    yield OUTPUTS
+    yield CUBLASLT
+
+
+@workspace(aten._scaled_mm.out, source="cuda/ScaledBlas.cpp")
+def scaled_mm_out(op: Operator, gpu: GPU) -> Iterator[Step]:
+    """The same, as compiled code calls it."""
+    yield Outputs(fake=_into_out)
+    yield CUBLASLT
+
+
 # ---- mixtures of experts
 
 
