@@ -24,8 +24,8 @@ PYTEST := $(BIN)/python -m pytest -q -n logical --dist loadfile
 TIMES = --junit-xml=_build/durations/$@.xml -o junit_duration_report=total
 NBVAL := $(PYTEST) --maxprocesses 2 -p no:cacheprovider --nbval-current-env --nbval-cell-timeout=600
 
-.PHONY: help book read test env notebooks outputs site pdf lint unit nbval browser durations instruction-sets schema \
-        figures benchmarks stacks scripts records gpu-notebooks colab-drift library-names lock clean
+.PHONY: help book read test env notebooks outputs site pdf lint dist unit nbval browser durations release \
+        instruction-sets schema figures benchmarks stacks scripts records gpu-notebooks colab-drift library-names lock clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := book
 
@@ -35,7 +35,7 @@ book: site ## install what rendering needs (no torch), render the book as it was
 read: book ## serve the book on this machine
 	@$(BIN)/python tools/serve.py $(PORT) $(HTML)
 
-test: lint unit nbval site browser durations ## everything that continuous integration runs
+test: lint dist unit nbval site browser durations ## everything that continuous integration runs
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | awk -F'\t' '{ printf "make %-17s %s\n", $$1, $$2 }'
@@ -88,6 +88,14 @@ pdf: $(VENV)/.rendering ## the whole book as one file to print, _build/book.pdf:
 
 lint: env schema ## ruff, the order of the imports, mypy over the package, and the schemas of workflows and CITATION.cff
 	@$(STAGE) $@ -- sh -c '$(BIN)/ruff check . && $(BIN)/lint-imports --no-cache --no-logo && $(BIN)/mypy'
+
+dist: env ## the wheel and the source archive, as PyPI would take them, into _build/dist
+	@rm -rf _build/dist
+	@$(STAGE) $@ -- sh -c '$(BIN)/python -m build --no-isolation --outdir _build/dist . >_build/dist.log 2>&1 \
+	    || { cat _build/dist.log; exit 1; }; $(BIN)/python -m twine check --strict _build/dist/*'
+
+release: dist ## the same, of a tree that is the release TAG=vX.Y.Z
+	@$(BIN)/python tools/release.py "$$TAG"
 
 unit: env ## unit tests, doctests, and that texts and notebooks agree
 	@$(STAGE) $@ -- $(PYTEST) --maxprocesses 4 $(TIMES) \

@@ -263,8 +263,8 @@ def report(results: list[Result], made: str) -> str:
     lines = [f"{len(results)} command lines of {repositories} repositories: {told}. All in {minutes:.0f} minutes.", ""]
     off = [abs(each) for result in answered if (each := _off(result)) is not None]
     if off:
-        lines += [f"For {len(off)} of them their authors printed the memory: simulated, it is {median(off):.1%} off at the "
-                  f"median and {max(off):.1%} at most.", ""]  # fmt: skip
+        lines += [f"For {len(off)} of them their authors printed the memory: simulated, it is {median(off):.1%} off at "
+                  f"the median and {max(off):.1%} at most.", ""]  # fmt: skip
     header = ["script", "card", "outcome", "peak allocated", "peak reserved", "published", "seconds"]
     lines += titled_table("What ran", header, [_ran(result) for result in answered])
     if others:

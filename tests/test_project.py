@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT / "tools"))  # scripts, not a package
 import address  # noqa: E402
 import colab_drift  # noqa: E402
 import figures  # noqa: E402
+import release  # noqa: E402
 import stamp  # noqa: E402
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -77,7 +78,7 @@ def test_the_readmes_commands_are_the_ones_that_workflows_run():
 
 def test_make_test_runs_every_check():
     needs = re.search(r"^test: ([a-z ]+) ##", read("Makefile"), re.MULTILINE)[1].split()
-    assert needs == ["lint", "unit", "nbval", "site", "browser", "durations"]
+    assert needs == ["lint", "dist", "unit", "nbval", "site", "browser", "durations"]
 
 
 def test_ci_covers_every_python_that_the_package_promises():
@@ -315,7 +316,25 @@ def test_the_readmes_claims_are_those_of_its_tables():
     ran = json.loads(read("benchmarks/results/scripts.json"))["scripts"]
     repositories = {script["repository"] for script in ran}
     through = sum(script["outcome"] in ("ran", "ran to its end") for script in ran)
+    printed = [script for script in ran if script["published"] and script["peak_reserved"]]
+    off = [abs(script["peak_reserved"] / 2**30 / script["published"] - 1) for script in printed]
+    ranks = [script["ranks"] for script in printed]
+    assert f"For {len(off)} their authors printed the memory, on {min(ranks)} to {max(ranks)} GPUs" in said
+    assert f"the median error is {median(off):.1%}, the worst {max(off):.1%}".replace("%", " %") in said
     assert f"of {len(ran)} command lines of {len(repositories)} repositories {through} run" in said
+
+
+@pytest.mark.parametrize(("tag", "heading", "words"), [
+    ("v1.2.3", "## 1.2.3, 2026-11-24", []),
+    ("v1.2", "## 1.2.3, 2026-11-24", ["tag it v1.2.3"]),
+    ("", "## 1.2.3, 2026-11-24", ["the tag is not given"]),
+    ("v1.2.3", "## 1.2.3, unreleased", ["dates no release"]),
+    ("v1.2.3", "## 1.2.30, 2026-11-24", ["has no section of 1.2.3"]),
+    ("v1", "", ["tag it v1.2.3", "no section"]),
+])  # fmt: skip
+def test_a_tree_is_the_release_that_its_tag_names(tag, heading, words):
+    found = release.problems(tag, "1.2.3", f"# Changelog\n\n{heading}\n")
+    assert len(found) == len(words) and all(word in each for word, each in zip(words, found, strict=True)), found
 
 
 def test_the_wheel_works_where_it_is_installed(tmp_path):

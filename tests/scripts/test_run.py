@@ -175,6 +175,30 @@ step()
     assert found["outcome"] == "fits" and not any("eager" in note for note in found["notes"]), found["notes"]
 
 
+def test_a_compiled_block_under_context_parallelism_stays_compiled(script):
+    pytest.importorskip("triton")
+    body = """
+from torch.distributed.tensor.experimental import context_parallel
+torch.distributed.init_process_group("nccl")
+mesh = torch.distributed.device_mesh.init_device_mesh("cuda", (2,), mesh_dim_names=("cp",))
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q = nn.Linear(64, 64)
+    def forward(self, x):
+        q = self.q(x)[:, None]
+        return x + nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)[:, 0]
+block = Block().cuda().bfloat16()
+block.compile(fullgraph=True)
+x = torch.ones(1, 256, 64, device="cuda", dtype=torch.bfloat16)
+with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1], no_restore_buffers={x}):
+    block(x).sum().backward()
+step()
+"""
+    found = answer("--gpu", "H100", "torchrun", "--nproc_per_node=2", script(body))
+    assert found["outcome"] == "fits" and not any("eager" in note for note in found["notes"]), found["notes"]
+
+
 def test_products_of_dtypes_that_no_card_was_measured_with_run(script):
     body = """
 weight = torch.ones(64, 64, device="cuda", dtype=torch.float64, requires_grad=True)

@@ -27,8 +27,11 @@ from ..streams import nothing
 
 CARD = torch.device("cuda", 0)
 OURS = "llmlab.simulation"
-# They choose by the device: of a traced tensor (what `x.device` gives), of a saved one, of a kernel.
-SEES_CARD = ("torch._dynamo.variables.", "torch.distributed.tensor.", "torch._functorch.partitioners", "torch._inductor.")
+# They choose by the device: of a traced tensor (what `x.device` gives), of a saved one, of a kernel, of
+# a DTensor's part.
+SEES_CARD = (
+    "torch._dynamo.variables.", "torch._functorch.partitioners", "torch._inductor.", "torch.distributed.tensor.",
+)  # fmt: skip
 # Functions that answer for the card: Dynamo takes what they say for constants, as it does with torch's.
 ANSWERS = (
     "torch.accelerator.current_device_index", "torch.accelerator.is_available", "torch.cuda.current_device",
