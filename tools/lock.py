@@ -19,17 +19,17 @@ HEADER = "# Exact versions for `make`; the floors are in pyproject.toml. Made by
 
 
 def main() -> int:
-    (torch,) = re.findall(r"^torch==[\w.]+$", CONSTRAINTS.read_text(), re.MULTILINE)
-    (extras,) = re.findall(r"^EXTRAS \?= (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    (torch,) = re.findall(r"^torch==[\w.]+$", CONSTRAINTS.read_text("utf-8"), re.MULTILINE)
+    (extras,) = re.findall(r"^EXTRAS \?= (\S+)$", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
     with tempfile.TemporaryDirectory() as folder:
         pin = Path(folder, "pin.txt")
-        pin.write_text(torch + "\n")
+        pin.write_text(torch + "\n", "utf-8")
         command = [sys.executable, "-m", "uv", "pip", "compile", "pyproject.toml", "--universal"]
         command += ["--python-version", "3.10", "--no-header", "--no-annotate", "--upgrade", "--quiet", "-c", str(pin)]
         command += [flag for extra in extras.split(",") for flag in ("--extra", extra)]
         result = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
     lines = [line for line in result.stdout.splitlines() if line and not CUDA.match(line)]
-    CONSTRAINTS.write_text(HEADER + "\n".join(lines) + "\n")
+    CONSTRAINTS.write_text(HEADER + "\n".join(lines) + "\n", "utf-8")
     print(f"{CONSTRAINTS.name}: {len(lines)} versions")
     return 0
 

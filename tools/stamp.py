@@ -30,13 +30,13 @@ def content_hash(paths: list[Path], extra: str = "") -> str:
 
 def is_current(stamp: Path, digest: str) -> bool:
     """Return whether `stamp` was written for `digest`."""
-    return stamp.exists() and stamp.read_text().strip() == digest
+    return stamp.exists() and stamp.read_text("utf-8").strip() == digest
 
 
 def write(stamp: Path, digest: str) -> None:
     """Record in the file `stamp` that its command has succeeded for the inputs with `digest`."""
     stamp.parent.mkdir(parents=True, exist_ok=True)
-    stamp.write_text(digest + "\n")
+    stamp.write_text(digest + "\n", "utf-8")
 
 
 def main(arguments: list[str]) -> int:

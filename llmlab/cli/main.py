@@ -24,6 +24,7 @@ from ..base.units import GB, GiB, show_bytes, show_count
 from ..base.version import __version__
 from ..hardware.doctor import doctor as check_machine
 from ..hardware.gpu import DTYPES
+from ..specs.hub_cache import download_config
 from ..specs.model import model as find_model
 from ..specs.model import models as presets
 from .options import cluster_from, cluster_options, run_from, spec_options
@@ -169,11 +170,15 @@ def gpus(as_json: bool) -> int:
 
 
 @cli.command()
+@click.option("--download", multiple=True, metavar="NAME", help="Fetch this model's config.json from Hugging Face's "
+              "hub into its cache, where every verb then finds it by its name; may be repeated.")  # fmt: skip
 @_json
-def models(as_json: bool) -> int:
-    """List the models known by name, their shape."""
+def models(download: tuple[str, ...], as_json: bool) -> int:
+    """List the models known by name, their shape; after --download those alone."""
     keys = ("name", "parameters", "layers", "hidden", "heads", "kv_heads", "max_positions")
-    entries = [{key: getattr(spec, key) for key in keys} for spec in map(find_model, presets())]
+    for name in download:
+        download_config(name)
+    entries = [{key: getattr(spec, key) for key in keys} for spec in map(find_model, download or presets())]
     rows = []
     for name, parameters, layers, hidden, heads, kv_heads, positions in (entry.values() for entry in entries):
         rows.append((name, show_count(parameters), str(layers), str(hidden), f"{heads}/{kv_heads}", f"{positions:,}"))

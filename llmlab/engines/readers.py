@@ -226,7 +226,7 @@ def read_mapping(engine: str, settings: Settings, parse: Any) -> Mapping[str, An
         text = str(settings)
         if isinstance(settings, Path) or ("\n" not in text and not text.lstrip().startswith("{") and ":" not in text):
             try:
-                text = Path(settings).read_text()
+                text = Path(settings).read_text("utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise SpecError(f"{settings} cannot be read as {engine}'s settings: {error}") from None
         try:

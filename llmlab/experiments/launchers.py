@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO
@@ -70,9 +71,10 @@ def run(launcher: str, *arguments: str, restarts: int = 0, limit: float = 240.0)
     Raises NotAvailable where the launcher is not installed, RuntimeError, with what was said, where a node's launcher
     failed or took longer than `limit` seconds. Nothing that was started is left running.
     """
-    with TemporaryDirectory() as folder, TemporaryFile("w+") as out, TemporaryFile("w+") as errors:
+    text = partial(TemporaryFile, "w+", encoding="utf-8")
+    with TemporaryDirectory() as folder, text() as out, text() as errors:
         config = Path(folder) / "accelerate.json"
-        config.write_text(json.dumps({**Training(dp=2).to_accelerate(), "use_cpu": True}))
+        config.write_text(json.dumps({**Training(dp=2).to_accelerate(), "use_cpu": True}), "utf-8")
         nodes: list[subprocess.Popen] = []
         try:
             for command in commands(launcher, free_port(), str(config), restarts):

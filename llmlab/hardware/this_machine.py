@@ -165,8 +165,8 @@ def container_memory() -> list[tuple[int, int | None]]:
     """
     found = []
     for limit, used in CONTAINER_LIMITS:
-        if Path(limit).exists() and (text := Path(limit).read_text().strip()).isdigit():  # "max" is none
-            found.append((int(text), int(Path(used).read_text()) if Path(used).exists() else None))
+        if Path(limit).exists() and (text := Path(limit).read_text("utf-8").strip()).isdigit():  # "max" is none
+            found.append((int(text), int(Path(used).read_text("utf-8")) if Path(used).exists() else None))
     return found
 
 

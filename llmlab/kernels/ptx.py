@@ -89,7 +89,7 @@ def compile_kernel(
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     target, *_ = re.findall(r"\.target (\w+)", compiled.asm["ptx"])  # sm_90a if it uses Hopper's matrix instructions
     with tempfile.TemporaryDirectory() as folder:
-        (path := Path(folder, "kernel.ptx")).write_text(compiled.asm["ptx"])
+        (path := Path(folder, "kernel.ptx")).write_text(compiled.asm["ptx"], "utf-8")
         assemble = [get_ptxas(arch).path, "-v", f"--gpu-name={target}", str(path), "-o", str(path) + ".cubin"]
         ptxas = subprocess.run(assemble, capture_output=True, text=True, check=True)
     label = f"{file}.{name}" + "".join(f" {key}={value}" for key, value in constants.items())

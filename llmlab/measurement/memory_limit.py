@@ -39,7 +39,7 @@ def available_memory() -> int | None:
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():
         return None
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text("utf-8"), re.MULTILINE)
     sizes = [int(found[1]) * 1024] if found else []
     sizes += [max(0, limit - used) for limit, used in container_memory() if used is not None]
     return min(sizes, default=None)
@@ -62,7 +62,7 @@ def limited_to_available() -> Iterator[None]:
         return
     import resource
 
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    pages = int(Path("/proc/self/statm").read_text("utf-8").split()[0])
     limit = pages * resource.getpagesize() + available
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     nearest = [limit, *(value for value in (soft, hard) if value != resource.RLIM_INFINITY)]

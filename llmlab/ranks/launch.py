@@ -73,7 +73,7 @@ def launch(
             for process in processes:
                 process.start()
             _wait(processes, folder, patience, limit)
-            return [json.loads(_file(folder, rank, "result").read_text()) for rank in range(ranks)]
+            return [json.loads(_file(folder, rank, "result").read_text("utf-8")) for rank in range(ranks)]
         finally:
             _end(processes)
 
@@ -141,7 +141,7 @@ def _rank(work: bytes, rank: int, ranks: int, folder: str, patience: float) -> N
     log = os.open(_file(folder, rank, "log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)  # what ranks print would mix with the caller's output
     os.dup2(log, 2)
-    stack = open(_file(folder, rank, "stack"), "w")  # noqa: SIM115 - open until the process ends
+    stack = open(_file(folder, rank, "stack"), "w", encoding="utf-8")  # noqa: SIM115 - open until the process ends
     faulthandler.register(signal.SIGUSR1, file=stack)  # also answers from within C
     faulthandler.enable()  # to the log: gloo aborts the process where ranks send different sizes
     code = 0
@@ -203,7 +203,7 @@ def _leave() -> None:
 
 def _write(path: Path, text: str) -> None:
     unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(text)
+    unfinished.write_text(text, "utf-8")
     os.replace(unfinished, path)
 
 
@@ -245,7 +245,7 @@ def _raise_first(processes: Sequence[BaseProcess], folder: Path) -> None:
             log = _file(folder, rank, "log")
             said = _end_of(log, 4000) if log.exists() else ""
             raise RankFailed(rank, f"rank {rank} {how} and left no result\n{said}".rstrip())
-        errors[rank] = json.loads(_file(folder, rank, "error").read_text())
+        errors[rank] = json.loads(_file(folder, rank, "error").read_text("utf-8"))
     first = min(errors, key=lambda rank: errors[rank][0])
     message = errors[first][1]
     late = [rank for rank, process in enumerate(processes) if process in alive]
@@ -274,7 +274,7 @@ def _hanging(late: list[int], processes: Sequence[BaseProcess], folder: Path) ->
         os.kill(processes[rank].pid, signal.SIGUSR1)  # type: ignore[arg-type]
     said: dict[int, str] = {}
     for _ in range(20):
-        said = {rank: paths[rank].read_text() for rank in asked}
+        said = {rank: paths[rank].read_text("utf-8") for rank in asked}
         silent = [processes[rank].sentinel for rank in asked if "Current thread" not in said[rank]]
         if not silent:
             break

@@ -19,6 +19,7 @@ from unittest import mock
 
 from ..base.errors import NotAvailable, SpecError
 from ..simulation.patching.imports import on_import
+from ..specs import hub_cache
 from ..specs.model import model as find_model
 from ..specs.model import models
 from .missing import GIVE
@@ -76,29 +77,23 @@ def models_by_name(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
         yield
 
 
-def _cache() -> Path:
-    """Return Hugging Face's cache: huggingface_hub/constants.py."""
-    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    return Path(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
-
-
 def _fill(folder: Path, configs: Mapping[str, Mapping[str, Any]], given: set[str]) -> None:
     """Make a cache of links to the real one, in which each of `configs` has an entry; `given` ones hide a real one."""
-    real = _cache()
+    real = hub_cache.folder()
     entries = {path.name: path for path in real.iterdir()} if real.is_dir() else {}
     for name, config in configs.items():
-        entry = "models--" + name.replace("/", "--")
+        entry = hub_cache.entry_of(name)
         if entry in entries and name not in given:
             continue
         entries.pop(entry, None)
         (folder / entry / "refs").mkdir(parents=True)
-        (folder / entry / "refs" / "main").write_text(REVISION)
+        (folder / entry / "refs" / "main").write_text(REVISION, "utf-8")
         snapshot = folder / entry / "snapshots" / REVISION
         snapshot.mkdir(parents=True)
-        (snapshot / "config.json").write_text(json.dumps(dict(config), default=dict))
+        (snapshot / "config.json").write_text(json.dumps(dict(config), default=dict), "utf-8")
     for entry, path in entries.items():
         main = path / "refs" / "main"
-        snapshot = path / "snapshots" / main.read_text().strip() if main.is_file() else path
+        snapshot = path / "snapshots" / main.read_text("utf-8").strip() if main.is_file() else path
         if entry.startswith("models--") and (snapshot / "config.json").is_file() and not _has_weights(snapshot):
             here = folder / entry / "snapshots" / snapshot.name  # a folder of our own, for the weights
             here.mkdir(parents=True)
@@ -169,10 +164,10 @@ def _snapshot(cache: Path, name: str, subfolder: str) -> Path | None:
     if os.path.isdir(name):
         folder = Path(name)
     else:
-        entry = cache / ("models--" + name.replace("/", "--"))
-        if not (entry / "refs" / "main").is_file():
+        found = hub_cache.snapshot(name, cache)
+        if found is None:
             return None
-        folder = entry / "snapshots" / (entry / "refs" / "main").read_text().strip()
+        folder = found
     return folder / subfolder if (folder / subfolder / "config.json").is_file() else None
 
 

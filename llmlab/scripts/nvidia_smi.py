@@ -21,7 +21,7 @@ def nvidia_smi(gpu: GPU) -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="llmlab-bin-") as folder:
         command = Path(folder, "nvidia-smi")
         lines = ["#!/bin/sh", f"[ $# -eq 0 ] && echo 'NVIDIA-SMI {said}' && exit", f"echo '{said}' >&2"]
-        command.write_text("\n".join([*lines, f"exit {NO_DRIVER}", ""]))
+        command.write_text("\n".join([*lines, f"exit {NO_DRIVER}", ""]), "utf-8")
         command.chmod(0o755)
         path = os.pathsep.join([folder, os.environ.get("PATH", os.defpath)])
         with mock.patch.dict(os.environ, {"PATH": path}):

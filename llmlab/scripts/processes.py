@@ -40,13 +40,13 @@ class Processes:
                         real(process)
                 finally:
                     if self.sim.peak_allocated > before:
-                        Path(folder, str(os.getpid())).write_text(str(self.sim.peak_allocated))
+                        Path(folder, str(os.getpid())).write_text(str(self.sim.peak_allocated), "utf-8")
 
             with mock.patch.object(BaseProcess, "run", run), _forked():
                 try:
                     yield
                 finally:
-                    self.taken = [int(each.read_text()) for each in Path(folder).iterdir()]
+                    self.taken = [int(each.read_text("utf-8")) for each in Path(folder).iterdir()]
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from ..base.errors import SpecError, unknown_name
 from ..base.units import show_count
+from .hub_cache import cached_config
 from .parameters import Linear, components, linears
 from .shape import FAMILIES, MLA, shape_of
 from .sizes import Sizes
@@ -128,8 +129,10 @@ ModelLike = ModelSpec | str | os.PathLike[str] | Mapping[str, Any] | Config  # w
 def model(source: ModelLike) -> ModelSpec:
     """Return the spec of a preset's name, a config.json or its folder, a config dict, or a transformers config.
 
-    Names are read without regard to case, with or without the organisation: "gpt2", "llama-3.1-8b". Raises UnknownName
-    for a name that is neither preset nor path, SpecError for a config that cannot be.
+    Names are read without regard to case, with or without the organisation: "gpt2", "llama-3.1-8b". Another
+    "organisation/model" is read from Hugging Face's cache, where `llmlab models --download` or a library of theirs put
+    it; nothing is fetched here. Raises UnknownName for a name that is none of these, SpecError for a config that
+    cannot be.
     """
     if isinstance(source, ModelSpec):
         return source
@@ -164,13 +167,24 @@ def _from_text(source: str | os.PathLike[str]) -> ModelSpec:
     meant = not isinstance(source, str) or text.startswith((".", "/", "~"))
     if meant or path.suffix == ".json" or os.path.exists(path):
         return _from_file(path / "config.json" if os.path.isdir(path) else path)
+    if "/" in text and (cached := cached_config(text)) is not None:
+        return _from_config(_read(cached), text, text)
     known = [*_presets(), *(alias for preset in _presets().values() for alias in preset["aliases"])]
     if "/" not in text:  # people leave out the organisation: the nearest name is found by what comes after the slash
         known += [name.rpartition("/")[2] for name in known]
-    raise unknown_name("model", text, known, "See `llmlab models`, or give a config.json.")
+    where = "See `llmlab models`, or give a config.json."
+    if text.count("/") == 1:
+        where = f"See `llmlab models`, fetch its config by `llmlab models --download {text}`, or give a config.json."
+    raise unknown_name("model", text, known, where)
 
 
 def _from_file(path: Path) -> ModelSpec:
+    config = _read(path)
+    folder_or_stem = path.absolute().parent.name if path.name == "config.json" else path.stem
+    return _from_config(config, str(config.get("_name_or_path") or folder_or_stem), str(path))
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -181,8 +195,7 @@ def _from_file(path: Path) -> ModelSpec:
         raise SpecError(f"{str(path)!r} cannot be a path: {error}; give a preset's name or a config.json") from None
     if not isinstance(config, dict):
         raise SpecError(f"{path} holds a {type(config).__name__}; a config.json is a JSON object")
-    folder_or_stem = path.absolute().parent.name if path.name == "config.json" else path.stem
-    return _from_config(config, str(config.get("_name_or_path") or folder_or_stem), str(path))
+    return config
 
 
 def _from_config(config: Mapping[str, Any], claimed: str, where: str) -> ModelSpec:
