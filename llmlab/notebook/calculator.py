@@ -15,7 +15,7 @@ from typing import Any
 
 from ..base.errors import NotAvailable, SpecError, UnknownName
 from ..base.terms import PARTS
-from ..base.units import show_bytes, show_count, show_seconds
+from ..base.units import GiB, show_bytes, show_count, show_seconds
 from ..formulas.report import assessed
 from ..formulas.verdict import Verdict
 from ..hardware.gpu import GPU, gpus
@@ -30,9 +30,11 @@ from .fields import fields_of, model_of, run_of, state_of, text_of
 from .plan_tab import plan_fields, planned
 
 KINDS = ("training", "serving", "planning")
-DEFAULTS = {"kind": "training", "model": "meta-llama/Llama-3.1-8B", "gpu": "H100-80GB", "gpus": "1"}
-# The state in which the page opens: a full fine-tune as most people start one.
+DEFAULTS = {"kind": "training", "model": "meta-llama/Llama-3.1-8B", "gpu": "RTX-4090", "gpus": "1"}
+# The state in which the page opens: a full fine-tune as most people start one, on the largest card that many have. It
+# does not fit, and the levers say what would.
 FIRST = {"precision": "bf16", "seq_len": "2048", "checkpointing": "full"}
+OUTCOMES = {"fits": "fits", "out of memory": "out of memory", "unknown": "too near to tell"}
 LABELS = {
     "gpu": "GPU", "gpus": "GPUs", "seq_len": "sequence length", "lora": "LoRA rank", "lora_targets": "LoRA targets",
     "zero": "ZeRO stage", "tp": "tensor parallel", "pp": "pipeline stages", "cp": "context parallel",
@@ -46,7 +48,7 @@ def form() -> dict[str, Any]:
     return {
         "defaults": {**DEFAULTS, **FIRST},
         "models": [{"name": name, "says": f"{show_count(find_model(name).parameters)} params"} for name in models()],
-        "gpus": [{"name": card.name, "says": show_bytes(card.memory)} for card in gpus()],
+        "gpus": [{"name": card.name, "says": f"{card.memory / GiB:.0f} GiB"} for card in gpus()],
         "parts": list(PARTS),
         "labels": LABELS,
         "training": fields_of(Training),
@@ -108,7 +110,8 @@ def _levers(source: Any, run: Run, card: GPU) -> list[dict[str, Any]]:
     return [
         {
             "name": lever.name + ("" if lever.same_result else " (another result)"), "chapter": lever.chapter,
-            "saves": show_bytes(lever.saves), "costs": f"{cost(lever, found.report)}; then: {lever.report.outcome}",
+            "saves": show_bytes(lever.saves),
+            "costs": f"{cost(lever, found.report)}; then: {OUTCOMES[lever.report.outcome]}",
             "set": state_of(lever.run),
         }
         for lever in found.levers

@@ -415,5 +415,5 @@ def test_without_what_the_calculator_needs_the_page_shows_the_command(page, site
     page.goto(site + CALCULATOR)
     page.wait_for_selector("#calculator-instead", state="visible")
     said = page.locator("#calculator-instead").inner_text()
-    assert "llmlab estimate meta-llama/Llama-3.1-8B --gpu H100-80GB" in said
+    assert "llmlab estimate meta-llama/Llama-3.1-8B --gpu RTX-4090" in said
     assert ("WebAssembly" if without == "WebAssembly" else "Pyodide") in said

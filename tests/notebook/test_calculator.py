@@ -159,7 +159,7 @@ def test_a_plan_is_that_of_the_command_line_but_for_the_simulations(monkeypatch)
 
 
 def test_a_planned_run_is_a_click_that_shows_the_same_estimate():
-    got = answer({"kind": "planning", "gpus": "8"})
+    got = answer({"kind": "planning", "gpus": "8", "gpu": "H100-80GB"})
     for row, candidate in zip(got["plan"]["rows"], got["report"]["candidates"], strict=True):
         shown = answer({**FORM["defaults"], "gpu": "H100-80GB", **row["set"]})
         assert shown["report"]["run"] == {"kind": "training", **candidate["run"]}
