@@ -353,6 +353,10 @@ def test_the_wheel_works_where_it_is_installed(tmp_path):
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["outcome"] == "fits" and report["step_seconds"] > 0
+    promised = re.search(r'uvx --from "llmlab @ git\+\S+" \\\n +llmlab ((?:.*\\\n)*.*)', read("README.md"))[1]
+    command = [sys.executable, "-m", "llmlab.cli.main", *promised.replace("\\\n", " ").split()]
+    done = subprocess.run(command, cwd=tmp_path / "away", env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and re.search(r"outcome +fits", done.stdout), done.stderr
     where = [sys.executable, "-c", "import llmlab; print(llmlab.__file__)"]
     used = subprocess.run(where, cwd=tmp_path / "away", env=environment, capture_output=True, text=True, check=True)
     assert Path(used.stdout.strip()).is_relative_to(tmp_path / "site")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -164,7 +165,7 @@ def _from_text(source: str | os.PathLike[str]) -> ModelSpec:
         raise SpecError("an empty text is not a model; give a preset's name, a config.json or its folder")
     # os.path answers where pathlib raises: for a user that is not there, a name too long, a null byte.
     path = Path(os.path.expanduser(text))
-    meant = not isinstance(source, str) or text.startswith((".", "/", "~"))
+    meant = not isinstance(source, str) or text.startswith((".", "/", "~")) or "\\" in text  # of Windows
     if meant or path.suffix == ".json" or os.path.exists(path):
         return _from_file(path / "config.json" if os.path.isdir(path) else path)
     if "/" in text and (cached := cached_config(text)) is not None:
@@ -173,7 +174,7 @@ def _from_text(source: str | os.PathLike[str]) -> ModelSpec:
     if "/" not in text:  # people leave out the organisation: the nearest name is found by what comes after the slash
         known += [name.rpartition("/")[2] for name in known]
     where = "See `llmlab models`, or give a config.json."
-    if text.count("/") == 1:
+    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text):
         where = f"See `llmlab models`, fetch its config by `llmlab models --download {text}`, or give a config.json."
     raise unknown_name("model", text, known, where)
 
