@@ -86,7 +86,7 @@ def predicted(steps: list[Prediction], others: list[Prediction]) -> Picture:
         axes.plot((0, most), (0, most), color=FAINT, zorder=0)
         labelled = (
             (steps, PALETTE[0], "o", f"{len(steps)} training steps on a T4, allocated"),
-            (others, PALETTE[3], "D", f"{len(others)} scripts of other people on A100 and H100, reserved"),
+            (others, PALETTE[3], "D", f"{len(others)} scripts of other people on A100, H100 and H200, reserved"),
         )
         for group, color, mark, words in labelled:
             errors = [abs(each.error) for each in group]

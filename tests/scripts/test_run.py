@@ -175,6 +175,23 @@ step()
     assert found["outcome"] == "fits" and not any("eager" in note for note in found["notes"]), found["notes"]
 
 
+def test_a_library_that_is_imported_later_does_not_hide_triton(script, tmp_path):
+    """The card is hidden from it while it is imported, and torch keeps the first answer to has_triton()."""
+    pytest.importorskip("triton")
+    (tmp_path / "home" / "apex.py").write_text("from torch.utils._triton import has_triton\nFOUND = has_triton()")
+    body = """
+x = torch.ones(8, device="cuda")
+torch.compile(lambda x: x.exp() + 1)(x)
+torch.utils._triton.has_triton.cache_clear()
+import apex
+torch.compile(lambda x: x.sin() + 1)(x)
+assert not apex.FOUND
+step()
+"""
+    found = answer("--gpu", "H100", script(body))
+    assert not any("eager" in note for note in found["notes"]), found["notes"]
+
+
 def test_a_compiled_block_under_context_parallelism_stays_compiled(script):
     pytest.importorskip("triton")
     body = """

@@ -9,6 +9,7 @@ engine, which runs the operators that are left.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -103,12 +104,17 @@ def inductor_on(card: Card) -> Iterator[None]:
         yield
 
 
-def _forget() -> None:
-    """Clear the caches of what is known of the card."""
-    for place in ("torch._inductor.utils", "torch.utils._triton"):
-        for value in vars(symbol(place)).values():
+def forget_answers(*names: str) -> None:
+    """Clear the caches of functions in torch's modules `names`, those that are imported."""
+    for name in names:
+        for value in vars(sys.modules.get(name, object)).values():
             if hasattr(value, "cache_clear"):
                 value.cache_clear()
+
+
+def _forget() -> None:
+    """Clear the caches of what is known of the card."""
+    forget_answers("torch._inductor.utils", "torch.utils._triton")
     symbol("torch._inductor.runtime.hints.DeviceProperties.create").cache_clear()
 
 

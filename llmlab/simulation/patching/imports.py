@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 
 from ...base.compat import GLOBAL_DEVICE_CONTEXT, check
+from ..compiled.inductor import forget_answers
 
 MUON = "deepspeed.runtime.zero.muon.original_muon"  # it compiles its functions, and every step imports it
 # They load a CUDA library, or ask for its version, when they are imported with a card there.
@@ -57,6 +58,8 @@ class _Finder(MetaPathFinder):
             vars(loader).pop("exec_module", None)  # the class has it
             with around() if around else nullcontext():
                 run(module)
+            if around is self.hidden:  # torch remembers the first answer to has_triton(), which torchao asks
+                forget_answers("torch.utils._triton")
             if name in self.then:
                 check(name)
                 self.then[name]()
