@@ -30,6 +30,8 @@ import figures  # noqa: E402
 import release  # noqa: E402
 import stamp  # noqa: E402
 
+from llmlab.base.version import BOOK  # noqa: E402
+
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 
@@ -245,7 +247,9 @@ def test_a_failed_command_is_never_up_to_date(tmp_path, monkeypatch):
 
 
 def test_one_address_everywhere():
-    home = yaml.safe_load(read("_config.yml"))["repository"]["url"]
+    config = yaml.safe_load(read("_config.yml"))
+    home = config["repository"]["url"]
+    assert f"{BOOK}/" == config["html"]["baseurl"] + "book/"
     assert project()["urls"]["Homepage"] == home
     assert yaml.safe_load(read("CITATION.cff"))["repository-code"] == home
     said = {

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
 from io import StringIO
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,8 @@ class Table:
     """Rows of text under a `header`; one of empty names is not shown. `words` are the columns that are aligned left,
     and on a page all of them but the first wrap.
 
-    With a `title` the rows stand between blank lines, and a rule is under the header.
+    With a `title` the rows stand between blank lines, and a rule is under the header. `links` are the addresses of
+    cells, by their text.
     """
 
     header: Row
@@ -39,6 +40,7 @@ class Table:
     title: str = ""
     footer: str = ""
     words: Sequence[int] = (0,)
+    links: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -75,8 +77,13 @@ class Table:
                 widest = max(len(row[place]) for row in (self.header, *self.rows))
                 table.add_column(Text(name), justify="right", min_width=widest)
         for row in self.rows:
-            table.add_row(*(Text(cell, style=_style(cell)) for cell in row))
+            table.add_row(*(Text(cell, style=self._style(cell)) for cell in row))
         return table
+
+    def _style(self, cell: str) -> str:
+        if cell in self.links:
+            return f"link {self.links[cell]}"
+        return next((style for words, style in STYLES.items() if cell.startswith(words)), "")
 
     def _repr_html_(self) -> str:
         # No colours of its own: the table takes the page's, light or dark. Two spaces before a label indent it.
@@ -90,7 +97,10 @@ class Table:
                 indent = "padding-left:1.5em;" if cell.startswith("  ") else ""
                 style = f"text-align:left;{indent}" if place in self.words else "text-align:right"
                 kind = ' class="prose"' if place and place in self.words else ""
-                cells += f'<td{kind} style="{style}">{escape(cell.strip())}</td>'
+                text = escape(cell.strip())
+                if cell in self.links:
+                    text = f'<a href="{escape(self.links[cell])}">{text}</a>'
+                cells += f'<td{kind} style="{style}">{text}</td>'
             body += f"<tr>{cells}</tr>"
         caption = f"<caption>{escape(self.title)}</caption>" if self.title else ""
         notes = "<br>".join(escape(line) for line in self.footer.splitlines())
@@ -126,7 +136,3 @@ def show(answer: Table | Tabular | str) -> None:
     least = console.measure(table._columns(), options=any_width).minimum
     console.width = max(console.width, least)  # in less rich cuts numbers off
     console.print(table)
-
-
-def _style(cell: str) -> str:
-    return next((style for words, style in STYLES.items() if cell.startswith(words)), "")

@@ -18,7 +18,7 @@ const h = (tag, attributes = {}, ...children) => {
 };
 const spaced = (name) => name.replaceAll("_", " ");
 
-export function calculator(root, form, ask, { start = {}, changed = () => {} } = {}) {
+export function calculator(root, form, ask, { start = {}, changed = () => {}, book = form.book } = {}) {
   let state = { ...form.defaults, ...start };
   let asked = 0, timer = 0, last = null;
   const result = h("div", { class: "result" });
@@ -180,7 +180,8 @@ export function calculator(root, form, ask, { start = {}, changed = () => {} } =
     return h("table", { class: "levers" }, h("caption", {}, "What would change it, the cheapest GiB first"),
       h("tbody", {}, ...got.levers.map((lever) => h("tr", {},
         h("th", { scope: "row" }, h("button", { type: "button", onclick: () => { set(lever.set); draw(); update(); } }, lever.name)),
-        h("td", {}, lever.saves), h("td", { class: "aside" }, lever.costs)))));
+        h("td", {}, lever.saves), h("td", { class: "aside" }, `${lever.costs} `,
+          h("a", { href: `${book}/${lever.chapter}.html`, "aria-label": `the chapter on ${lever.name}` }, "why"))))));
   }
 
   // A plan's own table; its first column is a button that shows that run.

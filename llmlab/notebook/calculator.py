@@ -16,6 +16,7 @@ from typing import Any
 from ..base.errors import NotAvailable, SpecError, UnknownName
 from ..base.terms import PARTS
 from ..base.units import GiB, show_bytes, show_count, show_seconds
+from ..base.version import BOOK
 from ..formulas.report import assessed
 from ..formulas.verdict import Verdict
 from ..hardware.gpu import GPU, gpus
@@ -50,6 +51,7 @@ def form() -> dict[str, Any]:
         "models": [{"name": name, "says": f"{show_count(find_model(name).parameters)} params"} for name in models()],
         "gpus": [{"name": card.name, "says": f"{card.memory / GiB:.0f} GiB"} for card in gpus()],
         "parts": list(PARTS),
+        "book": BOOK,
         "labels": LABELS,
         "training": fields_of(Training),
         "serving": fields_of(Inference),

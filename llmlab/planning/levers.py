@@ -12,6 +12,7 @@ from typing import Any
 from ..base.errors import SpecError
 from ..base.tables import Table, Tabular
 from ..base.units import GiB, show_bytes, show_seconds
+from ..base.version import BOOK
 from ..formulas.report import assessed
 from ..formulas.time.step import tokens_of
 from ..formulas.verdict import Verdict
@@ -78,7 +79,8 @@ class Fix(Tabular):
         title = f"{self.report.title}: {self.report.outcome}, {show_bytes(self.report.peak_allocated)} of tensors"
         footer = "Each line changes one thing, by estimate; the cheapest GiB first. " + repr(self.report.run)
         header = ("change", "saves per GPU", "time for the tokens of a step", "then", "", "chapter")
-        return Table(header, rows, title, footer, (0, 3, 4, 5))
+        links = {lever.chapter: f"{BOOK}/{lever.chapter}.html" for lever in self.levers}
+        return Table(header, rows, title, footer, (0, 3, 4, 5), links)
 
     def __repr__(self) -> str:
         return f"<Fix: {self.report.title}: {len(self.levers)} levers>"

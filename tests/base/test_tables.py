@@ -44,6 +44,13 @@ def test_a_terminal_gets_colour_and_what_is_no_terminal_the_plain_text(monkeypat
     assert pipe.getvalue() == f"{LIST}\n"
 
 
+def test_a_cell_may_lead_somewhere(monkeypatch):
+    linked = Table(("name", "page"), [("a", "one"), ("b", "none")], words=(0, 1), links={"one": "https://x.org/?a&b"})
+    assert '<a href="https://x.org/?a&amp;b">one</a>' in linked._repr_html_() and ">none<" in linked._repr_html_()
+    assert str(linked) == str(Table(linked.header, linked.rows, words=(0, 1)))
+    assert "https://x.org/?a&b" in shown(monkeypatch, linked)
+
+
 @pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
 def test_who_wants_no_colour_gets_none(monkeypatch, environment):
     answer = shown(monkeypatch, LIST, **environment)

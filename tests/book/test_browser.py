@@ -347,6 +347,8 @@ def test_the_calculator_works_by_keyboard_and_marks_what_changed(page, site):
     assert shown(page)["run"]["micro_batch"] == 4
     assert shown(page)["peak_allocated"] > before
     assert page.url.endswith("#micro_batch=4")
+    chapters = [link.get_attribute("href") for link in page.locator("#calculator .levers a").all()]
+    assert chapters and {f"book/{chapter.removeprefix('./')}" for chapter in chapters} <= BUILT
 
 
 @in_browser

@@ -1,6 +1,7 @@
 """What makes a run fit: each lever is an estimate of a changed run, the cheapest first; and torch's message."""
 
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +9,7 @@ import llmlab as lab
 from llmlab.planning.levers import cost
 
 MIB, GIB = 2**20, 2**30
+BOOK_SOURCES = Path(__file__).resolve().parents[2] / "book"
 NEW = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 14.56 GiB "
     "of which 13.81 MiB is free. Including non-PyTorch memory, this process has 14.54 GiB memory in use. Of the "
@@ -27,6 +29,14 @@ def test_levers_are_sorted_by_price_and_each_is_its_estimate():
     for lever in found.levers:
         assert lever.report == lab.estimate("gpt2", lever.run, "T4")
         assert lever.saves == found.report.peak_allocated - lever.report.peak_allocated > 0
+
+
+def test_each_lever_leads_to_its_chapter():
+    found = lab.fix("gpt2", lab.Training(micro_batch=8, seq_len=1024), "T4")
+    page = found._repr_html_()
+    for lever in found.levers:
+        assert (BOOK_SOURCES / f"{lever.chapter}.md").exists()
+        assert f"/book/{lever.chapter}.html" in page
 
 
 def test_full_checkpointing_costs_the_forward_pass_again():

@@ -34,7 +34,7 @@ async function main() {
   const changed = (state) => history.replaceState(null, "", `#${new URLSearchParams(state)}`);
   const open = async () => {
     const address = location.hash;
-    await calculator(root, form, ask, { start: stated(), changed });
+    await calculator(root, form, ask, { start: stated(), changed, book: "." });
     root.dataset.answers = address;
   };
   window.addEventListener("hashchange", open);
