@@ -244,6 +244,8 @@ COPIES = [
 ]  # fmt: skip
 
 a, b, batch = t(M, N), t(N, M), t(8, 128, 128)
+float8 = torch.float8_e4m3fn
+EIGHT = (t(M, N, dtype=float8), t(M, N, dtype=float8).t(), t(), t())  # a weight as a linear layer has it, two scales
 spread = t(1).expand(M, N)  # an expanded gradient: strides that are none of cuBLAS
 slices = t(8, 128, 256)[:, :, ::2]
 grouped = (t(256, 64, dtype=bf16), t(64, 64, 128, dtype=bf16), t(64, dtype=i32))
@@ -258,6 +260,8 @@ MATMUL = [
     Row(aten.addmm, (t(1), a, t(N, 1)), [4 * M, CUBLAS]),  # isInputCompliesAddmmCudaLt: more than one column
     Row(aten.addmm_, (t(M, M), a, b), [CUBLAS]),
     Row(aten.addmm.out, (t(M), a, b), [CUBLAS, CUBLASLT], named={"out": t(M, M)}),
+    Row(aten._scaled_mm, EIGHT, [2 * M * M, CUBLASLT], named={"out_dtype": bf16}),
+    Row(aten._scaled_mm.out, EIGHT, [CUBLASLT], named={"out_dtype": bf16, "out": t(M, M, dtype=bf16)}),
     Row(aten.bmm, (batch, slices), [4 * 8 * 128 * 128, 4 * 8 * 128 * 128, CUBLAS]),
     Row(aten.bmm, (batch, batch.transpose(1, 2)), [4 * 8 * 128 * 128, CUBLAS]),
     Row(aten.bmm.dtype, (t(2, 8, 8, dtype=bf16), t(2, 8, 8, dtype=bf16), f32), [4 * 2 * 64, CUBLAS]),
