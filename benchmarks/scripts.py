@@ -269,7 +269,7 @@ def report(results: list[Result], made: str) -> str:
     lines += titled_table("What ran", header, [_ran(result) for result in answered])
     if others:
         header = ["script", "outcome", "what it said"]
-        lines += titled_table("What did not", header, [[_named(r), r.outcome, _short(r.said, 300)] for r in others],
+        lines += titled_table("What did not", header, [[_named(r), r.outcome, _plain(r.said)] for r in others],
                               words=True)  # fmt: skip
     return "\n".join([*lines, made])
 
@@ -294,6 +294,11 @@ def _off(result: Result) -> float | None:
 
 def _named(result: Result) -> str:
     return f"{result.repository}: " + (result.about or f"`{_short(result.command, SHOWN)}`")
+
+
+def _plain(said: str) -> str:
+    """What was said, as Markdown: __init__ is no bold word."""
+    return _short(said, 300).replace("__", r"\_\_")
 
 
 def _short(text: str, most: int) -> str:

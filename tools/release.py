@@ -26,7 +26,8 @@ def problems(tag: str, version: str, changelog: str) -> list[str]:
 
 
 def main(tag: str) -> int:
-    (version,) = re.findall(r'"(.+)"', (ROOT / "llmlab" / "base" / "version.py").read_text("utf-8").split("=")[1])
+    source = (ROOT / "llmlab" / "base" / "version.py").read_text("utf-8")
+    (version,) = re.findall(r'^__version__ = "(.+)"$', source, re.MULTILINE)
     found = problems(tag, version, (ROOT / "CHANGELOG.md").read_text("utf-8"))
     for each in found:
         print(f"Not released: {each}", file=sys.stderr)
