@@ -351,14 +351,14 @@ def test_the_wheel_works_where_it_is_installed(tmp_path):
     (wheel,) = (tmp_path / "wheel").iterdir()
     subprocess.run([*pip, "install", "--no-deps", "--target", "site", str(wheel)], cwd=tmp_path, check=True)
     (tmp_path / "away").mkdir()
-    command = [sys.executable, "-m", "llmlab.cli.main", "estimate", "gpt2", "--gpu", "T4", "--json"]
+    command = [sys.executable, "-m", "llmlab", "estimate", "gpt2", "--gpu", "T4", "--json"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     done = subprocess.run(command, cwd=tmp_path / "away", env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["outcome"] == "fits" and report["step_seconds"] > 0
     promised = re.search(r'uvx --from "llmlab @ git\+\S+" \\\n +llmlab ((?:.*\\\n)*.*)', read("README.md"))[1]
-    command = [sys.executable, "-m", "llmlab.cli.main", *promised.replace("\\\n", " ").split()]
+    command = [sys.executable, "-m", "llmlab", *promised.replace("\\\n", " ").split()]
     done = subprocess.run(command, cwd=tmp_path / "away", env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and re.search(r"outcome +fits", done.stdout), done.stderr
     where = [sys.executable, "-c", "import llmlab; print(llmlab.__file__)"]

@@ -266,7 +266,3 @@ add_plan(cli, _print)
 def main() -> None:
     """Run the command line; never returns."""
     cli(prog_name="llmlab")
-
-
-if __name__ == "__main__":
-    main()

@@ -417,7 +417,7 @@ def test_a_bare_call_shows_help_and_the_version_can_be_asked():
 
 
 def program(*words, **options):
-    return subprocess.run([sys.executable, "-m", "llmlab.cli.main", *words], capture_output=True, text=True, **options)
+    return subprocess.run([sys.executable, "-m", "llmlab", *words], capture_output=True, text=True, **options)
 
 
 def test_as_a_program_an_estimate_is_printed_whole_and_imports_no_torch():
@@ -461,7 +461,7 @@ def test_a_reader_that_has_gone_is_no_error():
     os.close(read)
     with os.fdopen(write, "w") as gone:
         done = subprocess.run(
-            [sys.executable, "-m", "llmlab.cli.main", "models"], stdout=gone, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-m", "llmlab", "models"], stdout=gone, stderr=subprocess.PIPE, text=True
         )
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -266,7 +266,7 @@ if __name__ == "__main__":
     process.start(); print(queue.get()); process.join()
 """
     # In a process of its own: what other tests left running would not be forked.
-    line = [sys.executable, "-m", "llmlab.cli.main", "run", "--gpu", "A100-40GB", "--json", script(body)]
+    line = [sys.executable, "-m", "llmlab", "run", "--gpu", "A100-40GB", "--json", script(body)]
     result = subprocess.run(line, capture_output=True, text=True, timeout=240)
     found = json.loads(result.stdout)
     assert (result.returncode, found["outcome"]) == (2, "unknown")  # all of the work was elsewhere
@@ -305,7 +305,7 @@ def test_one_rank_of_a_launcher_is_a_group(script):
 
 def alone(*words):
     """Run in a process of its own."""
-    line = [sys.executable, "-m", "llmlab.cli.main", "run", "--json", "--gpu", "A100-40GB", *words]
+    line = [sys.executable, "-m", "llmlab", "run", "--json", "--gpu", "A100-40GB", *words]
     return subprocess.run(line, capture_output=True, text=True, check=False)
 
 

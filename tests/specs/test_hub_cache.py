@@ -88,7 +88,7 @@ def asked(cache, endpoint, *words):
     environment = {**os.environ, "HF_HUB_CACHE": str(cache), "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1",
                    "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1",
                    "no_proxy": "127.0.0.1"}  # fmt: skip
-    command = [sys.executable, "-m", "llmlab.cli.main", *words]
+    command = [sys.executable, "-m", "llmlab", *words]
     return subprocess.run(command, env=environment, capture_output=True, text=True, encoding="utf-8")
 
 
