@@ -108,7 +108,7 @@ def run_case(case: Case, clones: Path, work: Path) -> Result:
     filled = {"clones": str(clones), "data": str(work / "data"), "tokenizer": str(work / "tokenizer")}
     words = [word.format(**filled) if "{" in word else word for word in shlex.split(case.run)]
     folder = clones / case.place
-    line = [sys.executable, "-m", "llmlab.cli.main", "run", "--json", "--gpu", case.gpu, "--steps", str(case.steps)]
+    line = [sys.executable, "-m", "llmlab", "run", "--json", "--gpu", case.gpu, "--steps", str(case.steps)]
     line += [word for name, file in case.data.items() for word in ("--data", f"{name}={work / 'data' / file}")]
     line += words
     row: dict[str, Any] = {

@@ -108,7 +108,7 @@ class StandIns:
         self.rows()
         self.pictures()
         self.stable_diffusion()
-        beside = (self.karpathy, self.raschka, self.pytorch, self.titan, self.lightning, self.deepspeed)
+        beside = (self.karpathy, self.raschka, self.pytorch, self.titan, self.torchao, self.lightning, self.deepspeed)
         for part in (*beside, self.litgpt, self.nanochat, self.tune, self.nanovlm):
             try:
                 part()
@@ -324,6 +324,13 @@ class StandIns:
         words = chain.from_iterable(product(range(256), repeat=length) for length in (1, 2, 3))
         tokens = (base64.b64encode(bytes(word)).decode() for word in islice(words, 128_000))
         (self.data / "llama3.model").write_text("\n".join(f"{token} {rank}" for rank, token in enumerate(tokens)))
+
+    def torchao(self) -> None:
+        """TinyStories' tokens, which the script holds on the card, as zeros: the file of stories has 2,228 MB, of which
+        a vocabulary of 32,000 makes a token of about 4.1 bytes."""
+        for folder in self.clones.glob("ao/benchmarks/quantized_training"):
+            with (folder / "tinystories.bin").open("wb") as tokens:
+                tokens.truncate(2 * 543_000_000)  # uint16
 
     def lightning(self) -> None:
         """MNIST, and WikiText for the two language models."""

@@ -104,7 +104,7 @@ def terminal() -> str:
     """Run the command on a script of its own and return what a terminal shows, as SVG."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "train.py").write_text(SCRIPT, encoding="utf-8")
-        command = [sys.executable, "-m", "llmlab.cli.main", *COMMAND.split()[1:]]
+        command = [sys.executable, "-m", "llmlab", *COMMAND.split()[1:]]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode == 2:
         raise SystemExit(done.stderr)

@@ -208,7 +208,7 @@ def _needed(
     options += ["--assume", str(where.assume)] if where.assume is not None else []
     options += [word for each in configs for word in ("--config", each)]
     options += [word for each in data for word in ("--data", each)]
-    line = [sys.executable, "-m", "llmlab.cli.main", "run", "--json", "--roomy", *options, *(["-m"] if module else [])]
+    line = [sys.executable, "-m", "llmlab", "run", "--json", "--roomy", *options, *(["-m"] if module else [])]
     # The folder that a script stands in may hold a package of a library's name.
     environment = {**os.environ, "PYTHONSAFEPATH": "1"}
     done = subprocess.run(
