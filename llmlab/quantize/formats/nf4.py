@@ -1,7 +1,8 @@
 """NF4: 4-bit codes for 16 quantiles of a normal distribution, with one absmax per block (QLoRA, arXiv 2305.14314).
 
-Weights are roughly normal around zero, so with quantiles as values all codes are used about equally often. Equal to
-bitsandbytes byte for byte: the code book, the codes (two per byte), absmax, and double quantization.
+Weights are roughly normal around zero, and the values are that distribution's quantiles. Not all codes are used equally
+often for that: each block is divided by its own absmax (arXiv 2306.06965). Equal to bitsandbytes byte for byte: the
+code book, the codes (two per byte), absmax, and double quantization.
 
 All functions take numpy arrays or torch tensors, and return the kind that they were given.
 
