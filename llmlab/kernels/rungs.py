@@ -49,10 +49,10 @@ LOWEST = None if triton is None else tl.constexpr(-3.4028234663852886e38)  # fin
 
 @jit
 def absorb(highest, total, x):
-    """Add a tile x of a row, lane by lane (arXiv 1805.02867, algorithm 3): each keeps the maximum of its own columns, and
-    Σ exp(x − maximum) so far. Begin with LOWEST and 0; `reduced` makes one pair of all lanes' at the end of the row.
+    """Add a tile x of a row: each lane keeps the maximum of its own columns, and Σ exp(x − maximum) so far.
 
-    No lane waits for another here. One exponential per value does: of the old sum or of the new value, the other is 1.
+    Begin with LOWEST and 0; `reduced` makes one pair of all lanes' at the end of the row, and until then no lane waits
+    for another. It is algorithm 3 of arXiv 1805.02867, with one exponential: the other of its two is exp(0).
     """
     beyond = x - highest
     e = tl.exp(-tl.abs(beyond))

@@ -87,7 +87,7 @@ for file, name in (("cross_entropy", "loss_kernel"), ("softmax", "softmax_wide")
 
 
 def test_threads_of_a_row_meet_at_its_end_and_backwards_next_row_is_on_its_way():
-    """Counted in the loops of what Triton compiles for an A100: barriers, exchanges between threads, asynchronous copies."""
+    """In the loops that Triton compiles for an A100: barriers, exchanges between threads, asynchronous copies."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", "-c", LOOPS]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)

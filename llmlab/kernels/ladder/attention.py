@@ -254,8 +254,9 @@ def keys_kernel(Q, K, V, DOUT, LSE, DELTA, DK, DV, q_b, q_h, q_t, k_b, k_h, k_t,
             dout = load_tile(DOUT + b * do_b + h * do_h, start, do_t, T, D, WIDTH, M)
             lse, delta = statistics(LSE + head, DELTA + head, rows, T)
             p = tl.exp2(dot(k, tl.trans(q)) * scale - lse[None, :])
-            if CAUSAL:
-                if start < first + N:  # the diagonal; keys past the last one are zeros, and their sums are not stored
+            # Masked is the diagonal alone: keys past the last one are zeros, and their sums are not stored.
+            if CAUSAL:  # noqa: SIM102 - known when it is compiled, unlike the next
+                if start < first + N:
                     p = tl.where(columns <= rows[None, :], p, 0.0)
             dv += dot(p.to(dout.dtype), dout)  # before ds: with p and ds at once, sm_75 would spill
             ds = p * (dot(v, tl.trans(dout)) - delta[None, :])
