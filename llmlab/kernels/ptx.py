@@ -25,11 +25,13 @@ from rich.progress import track
 from ..base.compat import symbol
 from ..base.tables import Table, show
 from .ladder.attention import tiles_for
+from .ladder.rms_norm import stages
 from .rungs import INTERPRETED, triton, warps
 
 ARCHITECTURES = (75, 80, 90)
 FP32 = ("DELTA", "INVERSE_RMS", "LOSSES", "LSE", "PARTIAL", "SCALE")  # pointers to fp32, whatever the tensors' dtype
 FLOATS = ("back", "eps", "scale")  # arguments that are neither pointers nor integers
+MULTIPLES = ("N", "V", "stride", "stride_dx", "stride_dy", "stride_x")  # of 16, at the sizes of Llama 3 8B
 
 
 def kernels(arch: int) -> Iterator[tuple[str, str, str, dict[str, Any], dict[str, int]]]:
@@ -40,8 +42,10 @@ def kernels(arch: int) -> Iterator[tuple[str, str, str, dict[str, Any], dict[str
         for kernel in ("softmax_wide", "softmax_backward"):
             yield "softmax", kernel, dtype, {"BLOCK": tile}, {"num_warps": warps(tile)}
         for kernel in ("forward_kernel", "backward_kernel"):
-            values = hidden if kernel == "forward_kernel" else 2 * hidden  # backward has the sums of dweight too
-            yield "rms_norm", kernel, dtype, {"BLOCK": hidden}, {"num_warps": warps(values)}
+            values, constants = hidden, {"BLOCK": hidden}
+            if kernel == "backward_kernel":  # it has the sums of dweight too
+                values, constants["STAGES"] = 2 * hidden, stages(hidden, 4 if dtype == "fp32" else 2)
+            yield "rms_norm", kernel, dtype, constants, {"num_warps": warps(values)}
             yield "swiglu", kernel, dtype, {"BLOCK": 1024}, {}
         for back in (False, True):
             yield "rope", "rope_kernel", dtype, {"BACK": back, "BLOCK_H": 32, "BLOCK_K": 8, "BLOCK_D": 64}, {}
@@ -59,16 +63,12 @@ def kernels(arch: int) -> Iterator[tuple[str, str, str, dict[str, Any], dict[str
                 yield "attention", kernel, dtype, {"CAUSAL": True, "D": head, "WIDTH": width, **settings}, options
 
 
-def compile_kernel(
-    file: str, name: str, dtype: str, constants: dict[str, Any], options: dict, arch: int
-) -> tuple[str, ...]:
-    """Compile one kernel for sm_`arch`; return kernel, dtype, arch, registers per thread, bytes spilled and shared.
+def compiled(file: str, name: str, dtype: str, constants: dict[str, Any], options: dict, arch: int) -> Any:
+    """Return what Triton compiled of one kernel for sm_`arch`; its PTX is `.asm["ptx"]`.
 
-    Pointers are assumed to be aligned to 16 bytes, as PyTorch's are.
+    Pointers are assumed to be aligned to 16 bytes, as PyTorch's are, columns and strides to be multiples of 16.
     """
     GPUTarget = symbol("triton.backends.compiler.GPUTarget")
-    get_ptxas = symbol("triton.backends.nvidia.compiler.get_ptxas")
-
     kernel = getattr(import_module(f".ladder.{file}", __package__), name)
     signature = {}
     for argument in kernel.arg_names:
@@ -83,19 +83,27 @@ def compile_kernel(
     aligned = {
         (at,): [["tt.divisibility", 16]]
         for at, (argument, kind) in enumerate(signature.items())
-        if kind.startswith("*") or (kind == "i32" and argument[-2:] in ("_b", "_h", "_t"))
+        if kind.startswith("*") or (kind == "i32" and (argument in MULTIPLES or argument[-2:] in ("_b", "_h", "_t")))
     }
     source = triton.compiler.ASTSource(kernel, signature, constants, aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    target, *_ = re.findall(r"\.target (\w+)", compiled.asm["ptx"])  # sm_90a if it uses Hopper's matrix instructions
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def compile_kernel(
+    file: str, name: str, dtype: str, constants: dict[str, Any], options: dict, arch: int
+) -> tuple[str, ...]:
+    """Compile one kernel for sm_`arch`; return kernel, dtype, arch, registers per thread, bytes spilled and shared."""
+    get_ptxas = symbol("triton.backends.nvidia.compiler.get_ptxas")
+    made = compiled(file, name, dtype, constants, options, arch)
+    target, *_ = re.findall(r"\.target (\w+)", made.asm["ptx"])  # sm_90a if it uses Hopper's matrix instructions
     with tempfile.TemporaryDirectory() as folder:
-        (path := Path(folder, "kernel.ptx")).write_text(compiled.asm["ptx"], "utf-8")
+        (path := Path(folder, "kernel.ptx")).write_text(made.asm["ptx"], "utf-8")
         assemble = [get_ptxas(arch).path, "-v", f"--gpu-name={target}", str(path), "-o", str(path) + ".cubin"]
         ptxas = subprocess.run(assemble, capture_output=True, text=True, check=True)
     label = f"{file}.{name}" + "".join(f" {key}={value}" for key, value in constants.items())
     registers, *_ = re.findall(r"Used (\d+) registers", ptxas.stderr)
     spills = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", ptxas.stderr)))
-    return label, dtype, str(arch), registers, str(spills), str(compiled.metadata.shared)
+    return label, dtype, str(arch), registers, str(spills), str(made.metadata.shared)
 
 
 @click.command()

@@ -44,14 +44,26 @@ def dot(a, b):
     return tl.dot(a, b, input_precision="ieee")
 
 
+LOWEST = None if triton is None else tl.constexpr(-3.4028234663852886e38)  # finite: -inf would give inf - inf
+
+
 @jit
 def absorb(highest, total, x):
-    """Add a tile x of a row: return the new maximum, and Σ exp(x − maximum) so far (arXiv 1805.02867, algorithm 3).
+    """Add a tile x of a row: each lane keeps the maximum of its own columns, and Σ exp(x − maximum) so far.
 
-    Begin with -inf and 0. The maximum is kept finite: a first tile of nothing but -inf would give inf - inf.
+    Begin with LOWEST and 0; `reduced` makes one pair of all lanes' at the end of the row, and until then no lane waits
+    for another. It is algorithm 3 of arXiv 1805.02867, with one exponential: the other of its two is exp(0).
     """
-    higher = tl.maximum(tl.maximum(highest, tl.max(x, 0)), -3.4028234663852886e38)
-    return higher, total * tl.exp(highest - higher) + tl.sum(tl.exp(x - higher), 0)
+    beyond = x - highest
+    e = tl.exp(-tl.abs(beyond))
+    return tl.maximum(highest, x), tl.where(beyond > 0, total * e + 1, total + e)
+
+
+@jit
+def reduced(highest, total):
+    """Return a row's maximum, and Σ exp(x − maximum), from those of its lanes."""
+    top = tl.max(highest, 0)
+    return top, tl.sum(total * tl.exp(highest - top), 0)
 
 
 def launch(kernel: Any, programs: int, x: Tensor, *arguments: Any, **options: Any) -> None:

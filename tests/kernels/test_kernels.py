@@ -292,6 +292,19 @@ def test_inplace_turns_one_tensor_that_is_both_once():
         assert torch.equal(plain, over)
 
 
+@pytest.mark.parametrize(
+    ("vocab", "chunks"), [(200, [256, 256, 256, 232]), (64, [896, 104]), (2000, [128] * 7 + [104])]
+)
+def test_a_chunk_of_logits_fills_the_tiles_of_a_product(monkeypatch, vocab, chunks):
+    """Of 1000 rows of 64 channels: 320, 1000 and 32 rows of logits would take the memory of all hidden states."""
+    seen, linear = [], torch.nn.functional.linear
+    monkeypatch.setattr(
+        torch.nn.functional, "linear", lambda hidden, weight: seen.append(len(hidden)) or linear(hidden, weight)
+    )
+    kernels.linear_cross_entropy(torch.randn(1000, 64), torch.randn(vocab, 64), torch.zeros(1000).long(), rung=1)
+    assert seen == chunks
+
+
 @pytest.mark.parametrize("rung", [1, pytest.param(3, marks=TRITON), pytest.param(4, marks=TRITON)])
 def test_linear_cross_entropy_never_holds_the_logits(rung):
     """No tensor in forward or backward has more rows of logits than a chunk."""

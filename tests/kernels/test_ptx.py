@@ -71,6 +71,32 @@ def test_attentions_tiles_fit_in_registers_and_shared_memory(compiled, arch, dty
         assert shared <= {75: 64, 80: 163, 90: 227}[arch] * 1024, kernel
 
 
+LOOPS = """
+import re
+from llmlab.kernels import ptx
+
+for file, name in (("cross_entropy", "loss_kernel"), ("softmax", "softmax_wide"), ("rms_norm", "backward_kernel")):
+    (asked,) = [each for each in ptx.kernels(80) if each[:3] == (file, name, "bf16")]
+    code = ptx.compiled(*asked, 80).asm["ptx"]
+    labels = {found[1]: found.start() for found in re.finditer(r"^([$]L\\w+):", code, re.MULTILINE)}
+    back = [(labels[found[1]], found.start()) for found in re.finditer(r"bra[.\\w]*\\s+([$]L\\w+);", code)
+            if labels.get(found[1], len(code)) < found.start()]
+    loops = "".join(code[start:end] for start, end in back)
+    print(name, len(back), *(len(re.findall(what, loops)) for what in ("bar.sync", "shfl", "cp.async.c[ag]")))
+"""
+
+
+def test_threads_of_a_row_meet_at_its_end_and_backwards_next_row_is_on_its_way():
+    """In the loops that Triton compiles for an A100: barriers, exchanges between threads, asynchronous copies."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", "-c", LOOPS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    found = {name: list(map(int, counts)) for name, *counts in map(str.split, done.stdout.splitlines())}
+    assert found["loss_kernel"] == [1, 0, 0, 0] and found["softmax_wide"] == [2, 0, 0, 0]
+    loops, barriers, _exchanges, copies = found["backward_kernel"]
+    assert loops == 1 and barriers and copies == 3  # 1/rms, x and dy
+
+
 def test_the_interpreter_compiles_nothing_and_says_so():
     command = [sys.executable, "-m", "llmlab.kernels.ptx"]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)

@@ -131,8 +131,11 @@ def tiles_for(head: int, itemsize: int, capability: tuple[int, int], backward: b
         rows = 16 if wide else 32
         return {"M": rows, "N": rows, "num_warps": 8, "num_stages": 1}
     warps = 8 if wide else 4
-    if backward:
-        return {"M": 32, "N": 64, "num_warps": warps, "num_stages": 1 if wide else 2}
+    if backward:  # a program has N rows of its own: the more, the less often it reads the M rows of each other tile
+        hopper = capability[0] == 9  # its products take operands from shared memory, others from registers
+        columns = 64 if wide and not hopper else 128
+        rows = 64 if hopper and not wide else 32  # twice as many would spill
+        return {"M": rows, "N": columns, "num_warps": 8, "num_stages": 1 if wide else 2}
     columns = 32 if wide and capability < (9, 0) else 64  # 64 would spill
     return {"M": 128, "N": columns, "num_warps": warps, "num_stages": 3}  # loads tiles while one is multiplied
 
@@ -222,21 +225,6 @@ def delta_kernel(OUT, DOUT, DELTA, do_b, do_h, do_t, T, H, D: tl.constexpr, WIDT
 
 
 @jit
-def again(x, y, lse, rows, columns, T, scale, CAUSAL: tl.constexpr, EDGE: tl.constexpr):
-    """Recompute the tile of p: x and y are q and k, or k and q for its transpose.
-
-    lse and rows run along the queries' side of the tile, columns along the keys'. EDGE as in `forward_tile`.
-    """
-    p = tl.exp2(dot(x, tl.trans(y)) * scale - lse)
-    if EDGE:
-        seen = columns < T
-        if CAUSAL:
-            seen = seen & (columns <= rows)
-        p = tl.where(seen, p, 0.0)  # where, because a masked score may overflow
-    return p
-
-
-@jit
 def statistics(LSE, DELTA, rows, T):
     """Return lse, in powers of 2, and delta of these rows; inf past the last one, so that p is 0 there."""
     lse = tl.load(LSE + rows, mask=rows < T, other=float("inf")) * 1.4426950408889634
@@ -252,7 +240,7 @@ def keys_kernel(Q, K, V, DOUT, LSE, DELTA, DK, DV, q_b, q_h, q_t, k_b, k_h, k_t,
     first = (tl.cdiv(T, N) - 1) * N - first  # if causal, the first keys are seen by most queries
     k = load_tile(K + b * k_b + kv_head * k_h, first, k_t, T, D, WIDTH, N)
     v = load_tile(V + b * v_b + kv_head * v_h, first, v_t, T, D, WIDTH, N)
-    columns = first + tl.arange(0, N)
+    columns = first + tl.arange(0, N)[:, None]
     dk = tl.zeros((N, WIDTH), tl.float32)
     dv = tl.zeros((N, WIDTH), tl.float32)
     begin = first * 0
@@ -265,7 +253,11 @@ def keys_kernel(Q, K, V, DOUT, LSE, DELTA, DK, DV, q_b, q_h, q_t, k_b, k_h, k_t,
             q = load_tile(Q + b * q_b + h * q_h, start, q_t, T, D, WIDTH, M)
             dout = load_tile(DOUT + b * do_b + h * do_h, start, do_t, T, D, WIDTH, M)
             lse, delta = statistics(LSE + head, DELTA + head, rows, T)
-            p = again(k, q, lse[None, :], rows[None, :], columns[:, None], T, scale, CAUSAL, True)
+            p = tl.exp2(dot(k, tl.trans(q)) * scale - lse[None, :])
+            # Masked is the diagonal alone: keys past the last one are zeros, and their sums are not stored.
+            if CAUSAL:  # noqa: SIM102 - known when it is compiled, unlike the next
+                if start < first + N:
+                    p = tl.where(columns <= rows[None, :], p, 0.0)
             dv += dot(p.to(dout.dtype), dout)  # before ds: with p and ds at once, sm_75 would spill
             ds = p * (dot(v, tl.trans(dout)) - delta[None, :])
             dk += dot(ds.to(q.dtype), q)
@@ -277,11 +269,16 @@ def keys_kernel(Q, K, V, DOUT, LSE, DELTA, DK, DV, q_b, q_h, q_t, k_b, k_h, k_t,
 @jit
 def queries_tile(dq, q, dout, lse, delta, rows, K, V, start, k_t, v_t, T, scale, CAUSAL: tl.constexpr,
                  D: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, EDGE: tl.constexpr):  # fmt: skip
-    """Add the keys start … start + N to dq."""
-    columns = start + tl.arange(0, N)
+    """Add the keys start … start + N to dq. EDGE as in `forward_tile`."""
     k = load_tile(K, start, k_t, T, D, WIDTH, N)
     v = load_tile(V, start, v_t, T, D, WIDTH, N)
-    p = again(q, k, lse[:, None], rows[:, None], columns[None, :], T, scale, CAUSAL, EDGE)
+    p = tl.exp2(dot(q, tl.trans(k)) * scale - lse[:, None])
+    if EDGE:
+        columns = start + tl.arange(0, N)[None, :]
+        seen = columns < T
+        if CAUSAL:
+            seen = seen & (columns <= rows[:, None])
+        p = tl.where(seen, p, 0.0)  # where, because a masked score may overflow
     ds = p * (dot(dout, tl.trans(v)) - delta[:, None])
     return dq + dot(ds.to(k.dtype), k)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...base.errors import SpecError
-from ..rungs import absorb, check_columns, choose, jit, launch, run, tl, triton, warps
+from ..rungs import LOWEST, absorb, check_columns, choose, jit, launch, reduced, run, tl, triton, warps
 
 IGNORE = -100  # the target that PyTorch and Hugging Face leave out
 TILE = 8192  # columns that a program has in registers at a time
@@ -121,11 +121,12 @@ def gradient_rows(logits_RV: Tensor, targets_R: Tensor, lse_R: Tensor, scale: Te
 @jit
 def loss_kernel(X, TARGETS, LOSSES, LSE, stride_x, stride_t, V, IGNORED: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)  # int64: R·V passes 2^31 at 16,744 rows of Llama 3's vocabulary
-    highest, total = -float("inf"), 0.0
+    highest, total = tl.full((BLOCK,), LOWEST, tl.float32), tl.zeros((BLOCK,), tl.float32)
     for start in range(0, V, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         x = tl.load(X + row * stride_x + columns, mask=columns < V, other=-float("inf")).to(tl.float32)
         highest, total = absorb(highest, total, x)
+    highest, total = reduced(highest, total)
     lse = highest + tl.log(total)
     target = tl.load(TARGETS + row * stride_t)
     known = (target >= 0) & (target < V)  # a wrong target must not read another row's memory

@@ -28,6 +28,8 @@ from ...base.errors import SpecError, check_counts
 from ..rungs import as_autocast, check_columns, choose, compiled
 from .cross_entropy import IGNORE, cross_entropy0, gradient_in_pytorch, gradient_rows, loss_rows
 
+ROWS = 128  # of a tile of a matrix product: a chunk of 261 rows would compute 384
+
 
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, rung: int | None = None, chunk: int | None = None
@@ -35,8 +37,8 @@ def linear_cross_entropy(
     """Return the mean loss in nats, an fp32 scalar. hidden: (..., C), weight: (V, C), targets: (...), int64.
 
     A target of −100 is left out; others outside 0 … V − 1 are as in `cross_entropy`. `chunk`: rows whose logits are in
-    memory at once (rungs 1, 3, 4); by default as many as take the memory of hidden, but at least 128. Raises SpecError
-    if shapes or dtypes do not fit.
+    memory at once (rungs 1, 3, 4); by default as many as take the memory of hidden, in whole tiles of a product. Raises
+    SpecError if shapes or dtypes do not fit.
     """
     check_columns(hidden)
     hidden, weight = as_autocast(hidden, weight)
@@ -47,7 +49,7 @@ def linear_cross_entropy(
         given = f"targets are {targets.dtype} {tuple(targets.shape)} on {targets.device}"
         raise SpecError(f"{given}; they must be torch.int64 {tuple(hidden.shape[:-1])} on {hidden.device}")
     hidden_RC, targets_R = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    chunk = max(128, hidden_RC.numel() // weight.shape[0]) if chunk is None else chunk
+    chunk = max(1, hidden_RC.numel() // weight.shape[0] // ROWS) * ROWS if chunk is None else chunk
     check_counts(chunk=chunk)
     rung = choose(rung, hidden, weight)
     if rung in (1, 4):

@@ -89,7 +89,8 @@ class RMSNorm(torch.autograd.Function):
         dx = dy if over else torch.empty(x.shape, dtype=x.dtype, device=x.device)
         partial_PN = torch.empty(min(rows, programs(x)), columns, dtype=torch.float32, device=x.device)
         block, strides = triton.next_power_of_2(columns), (dy_RN.stride(0), x_RN.stride(0))
-        arguments = dy_RN, x_RN, weight, inverse_rms, dx, partial_PN, *strides, rows, columns, block
+        sizes = rows, columns, block, stages(block, x.element_size())
+        arguments = dy_RN, x_RN, weight, inverse_rms, dx, partial_PN, *strides, *sizes
         launch(backward_kernel, len(partial_PN), x, *arguments, num_warps=warps(2 * block))
         return dx, partial_PN.sum(0).to(weight.dtype), None, None, None
 
@@ -97,6 +98,15 @@ class RMSNorm(torch.autograd.Function):
 def programs(x: Tensor) -> int:
     """Return how many programs share the rows of backward: one per multiprocessor, as in Liger."""
     return min(PROGRAMS, torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else PROGRAMS)
+
+
+def stages(block: int, itemsize: int) -> int:
+    """Return the pipeline's stages in backward: with 2 a program fetches its next row while it computes this one.
+
+    One program has a multiprocessor to itself, so nothing else is fetched while its threads wait for each other's sums.
+    The rows of x and dy that wait take shared memory, of which a T4 has 64 KiB.
+    """
+    return 2 if 2 * block * itemsize <= 64 * 1024 else 1
 
 
 @jit
@@ -112,13 +122,14 @@ def forward_kernel(X, W, Y, INVERSE_RMS, stride, N, eps, BLOCK: tl.constexpr):
 
 
 @jit
-def backward_kernel(DY, X, W, INVERSE_RMS, DX, PARTIAL, stride_dy, stride_x, R, N, BLOCK: tl.constexpr):
+def backward_kernel(DY, X, W, INVERSE_RMS, DX, PARTIAL, stride_dy, stride_x, R, N, BLOCK: tl.constexpr,
+                    STAGES: tl.constexpr):  # fmt: skip
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < N
     weight = tl.load(W + columns, mask=inside, other=0.0).to(tl.float32)
     dweight = tl.zeros((BLOCK,), tl.float32)
-    for index in range(program, R, tl.num_programs(0)):
+    for index in tl.range(program, R, tl.num_programs(0), num_stages=STAGES):
         row = tl.cast(index, tl.int64)
         inverse_rms = tl.load(INVERSE_RMS + row)
         normalized = tl.load(X + row * stride_x + columns, mask=inside, other=0.0).to(tl.float32) * inverse_rms

@@ -21,7 +21,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...base.errors import SpecError
-from ..rungs import MAX_ROW, absorb, as_rows, check_columns, choose, jit, launch, run, tl, triton, warps
+from ..rungs import (
+    LOWEST,
+    MAX_ROW,
+    absorb,
+    as_rows,
+    check_columns,
+    choose,
+    jit,
+    launch,
+    reduced,
+    run,
+    tl,
+    triton,
+    warps,
+)
 
 TILE = 8192  # columns of a wide row that a program has in registers at a time
 
@@ -93,11 +107,12 @@ def softmax_row(X, Y, stride, N, BLOCK: tl.constexpr):
 @jit
 def softmax_wide(X, Y, stride, N, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    highest, total = -float("inf"), 0.0
+    highest, total = tl.full((BLOCK,), LOWEST, tl.float32), tl.zeros((BLOCK,), tl.float32)
     for start in range(0, N, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         x = tl.load(X + row * stride + columns, mask=columns < N, other=-float("inf")).to(tl.float32)
         highest, total = absorb(highest, total, x)
+    highest, total = reduced(highest, total)
     for start in range(0, N, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         x = tl.load(X + row * stride + columns, mask=columns < N, other=-float("inf")).to(tl.float32)
