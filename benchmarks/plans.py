@@ -59,7 +59,8 @@ class Case:
 
 QWEN = {"seq_len": 4096, "precision": "mixed-bf16", "zero": 3, "checkpointing": "full"}
 # Runs on other cards that ran out of memory, where the source says all that decides. Lit-GPT: Alpaca's longest sample
-# has 1304 tokens. BLOOM's prequel: 181B parameters, as the model of 72 layers in throughputs.toml.
+# has 1304 tokens. BLOOM's prequel: 181B parameters, as the model of 72 layers in throughputs.toml. BigScience's 1.3B: as
+# the rows of that source there.
 OVER = (
     ("oom-006", "Lit-GPT, resource-tables.md: LoRA, 4 × 1304", "meta-llama/Llama-2-7b-hf", "A100-40GB",
      lab.Training(micro_batch=4, seq_len=1304, precision="bf16", lora=lab.LoRA(8))),
@@ -72,6 +73,10 @@ OVER = (
     ("oom-011", "BLOOM's prequel: DP48 TP8, 1 × 2048", "GPT-72x14336", "A100-80GB",
      lab.Training(micro_batch=1, seq_len=2048, accumulation=42, precision="mixed-fp16", checkpointing="full", zero=1,
                   dp=48, tp=8, attention="eager")),
+    *((f"oom-1b3-{card[5:]}-pp{pp}", f"BigScience's 1.3B (tr3m-1B3.md): DP{8 // pp} PP{pp}, {size} × 2048", "GPT-24x2048",
+       card, lab.Training(micro_batch=size, seq_len=2048, accumulation=512 * pp // (8 * size), zero=1 if pp < 8 else 0,
+                          pp=pp, dp=8 // pp, precision="mixed-fp16", checkpointing="full", attention="eager"))
+      for card, pp, size in (("V100-32GB", 2, 16), ("V100-16GB", 2, 8), ("V100-16GB", 4, 8), ("V100-16GB", 8, 8))),
 )  # fmt: skip
 
 
