@@ -23,7 +23,7 @@ METHODS = ("full", "lora", "qlora")
 GOALS = ("fastest", "cheapest", "smallest")
 # What is varied only where `allow` lists it: it changes the model that comes out, or needs a package.
 ALLOWED: dict[str, tuple[Any, ...]] = {
-    "optimizer": ("adamw", "adamw-8bit", "adafactor", "lion"), "precision": ("bf16",), "kernels": ("liger", None),
+    "optimizer": ("adamw", "adamw-8bit", "adafactor", "lion", "muon"), "precision": ("bf16",), "kernels": ("liger", None),
     "fp8": ("tensorwise", "rowwise", None), "lora": ("lora", "qlora"), "seq_len": (512,),
 }  # fmt: skip
 LEAST_TOKENS = 1024  # of a sequence on each context-parallel rank: below, a ring sends more than it computes
@@ -165,9 +165,11 @@ def shares(q: Question, where: Machines, dp: int) -> Iterator[dict[str, Any]]:
     stages = (3,) if isinstance(q.stack, Torchtitan) and dp > 1 else (0, 1, 2, 3) if dp > 1 else (0,)
     offloads = q.options("offload", (None, "optimizer", "optimizer+parameters"))
     for optimizer, ep, offload in product(q.options("optimizer", optimizers), eps, offloads):
+        if optimizer == "muon" and (offload or ep > 1):  # torch's takes whole matrices, on the card
+            continue
         # Engines offload what ZeRO holds, on one GPU too.
         held = stages if not offload else (3,) if offload == "optimizer+parameters" else (2,)
-        for zero in q.options("zero", held):
+        for zero in q.options("zero", held if optimizer != "muon" else (0,)):
             copies = [n for n in divisors(dp) if zero >= 2 and not offload and n < dp and dp // n % ep == 0] or (1,)
             for dp_replicate in q.options("dp_replicate", copies):
                 yield {"optimizer": optimizer, "ep": ep, "offload": offload, "zero": zero, "dp_replicate": dp_replicate}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...specs.stacks import StackOptions, Torchtune
+from .. import newton_schulz
 from .fsdp import uses_fsdp
 from .scores import backward_scores
 from .share import Share
@@ -144,7 +145,7 @@ def optimizer_temporaries(share: Share, states: States) -> int:
     makes none; the fp32 shards of FSDP2's policy are stepped like any others.
     """
     spec, run = share.spec, share.run
-    if run.offload or run.optimizer not in ("adamw", "adafactor"):
+    if run.offload or run.optimizer not in ("adamw", "adafactor", "muon"):
         return 0
     if isinstance(run.stack, StackOptions) and run.stack.fused_adamw:
         return 0
@@ -154,6 +155,18 @@ def optimizer_temporaries(share: Share, states: States) -> int:
     if run.optimizer == "adafactor":
         # As the experts' down is updated, the loop's variable still holds gate's and up's (torch/optim/_adafactor.py).
         return element * min(max(largest, experts * 3 // 2 // run.tp), states.trained)
+    stepped = states.trained
+    if run.optimizer == "muon":  # which is stepped before AdamW
+        stepped -= newton_schulz.elements(spec, share.layers)
+        largest = min(spec.vocab * spec.hidden, stepped)
+        gradient = 4 if share.bytes.master else share.bytes.gradients
+        return max(newton_schulz.temporaries(spec, gradient), _adamw_roots(share, stepped, largest))
+    return _adamw_roots(share, stepped, largest)
+
+
+def _adamw_roots(share: Share, stepped: int, largest: int) -> int:
+    """Return the roots of second moments that AdamW makes of `stepped` parameters, the largest tensor `largest`."""
+    run, element = share.run, 4 if share.run.lora else share.bytes.states
     if share.bytes.master and not run.lora and not uses_fsdp(run):
         return 0
-    return element * (2 * largest if share.cpu else states.trained)
+    return element * (2 * largest if share.cpu else stepped)

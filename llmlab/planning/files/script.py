@@ -53,7 +53,8 @@ def kind(run: Training) -> str:
         return "trainer"
     if run.zero and run.optimizer not in ("sgd", "adamw"):
         raise SpecError(f"optimizer={run.optimizer!r} with zero={run.zero}: it knows no shards; give adamw or sgd")
-    return "pytorch" if run.zero or run.precision.startswith("mixed") else "trainer"
+    plain = run.zero or run.precision.startswith("mixed") or run.optimizer == "muon"
+    return "pytorch" if plain else "trainer"
 
 
 def uses_deepspeed(run: Training) -> bool:
