@@ -18,13 +18,17 @@ from ..specs.run import LoRA, Training
 from ..specs.stacks import TRANSFORMERS, Megatron, StackOptions, Torchtitan
 from .machines import Machines
 
+# Fields, and degrees that are 1 or more, on which depends whether a program of files/ runs a candidate.
+OF_PROGRAM = ("precision", "checkpointing", "attention", "lora", "quantization", "compile", "kernels", "fp8", "stack",
+              "sequence_parallel")  # fmt: skip
+DEGREES = ("dp", "tp", "pp", "cp")
 SHARED = ("optimizer", "ep", "offload", "zero", "dp_replicate")  # fields of a share
 METHODS = ("full", "lora", "qlora")
 GOALS = ("fastest", "cheapest", "smallest")
 # What is varied only where `allow` lists it: it changes the model that comes out, or needs a package.
 ALLOWED: dict[str, tuple[Any, ...]] = {
-    "optimizer": ("adamw", "adamw-8bit", "adafactor", "lion", "muon"), "precision": ("bf16",), "kernels": ("liger", None),
-    "fp8": ("tensorwise", "rowwise", None), "lora": ("lora", "qlora"), "seq_len": (512,),
+    "optimizer": ("adamw", "adamw-8bit", "adafactor", "lion", "muon"), "precision": ("bf16",),
+    "kernels": ("liger", None), "fp8": ("tensorwise", "rowwise", None), "lora": ("lora", "qlora"), "seq_len": (512,),
 }  # fmt: skip
 LEAST_TOKENS = 1024  # of a sequence on each context-parallel rank: below, a ring sends more than it computes
 

@@ -28,7 +28,6 @@ from .optimizer import (
     LEARNING_RATE,
     TORCH_OPTIMIZERS,
     MasterWeights,
-    MuonWithAdamW,
     build_muon,
     build_optimizer,
     in_blocks,
@@ -63,7 +62,7 @@ class Step:
     device: torch.device
     model: nn.Module
     inputs: list[Tensor]
-    optimizer: Optimizer | MuonWithAdamW | None = None
+    optimizer: Optimizer | None = None
     masters: MasterWeights | None = None
     shards: LocalShards | None = None
     parameters: list[nn.Parameter] | None = None  # what lasts, where FSDP2 puts gathered ones in the model for a while

@@ -138,8 +138,8 @@ def _adapters(share: Share) -> int:
     spec, run = share.spec, share.run
     assert run.lora is not None
     if share.autocast:
-        kept = sum((linear.count // spec.layers or 1) * (run.lora.rank + linear.inputs) for linear in adapted(spec, run))
-        return share.tokens * share.bytes.compute * kept
+        counts = ((linear.count // spec.layers or 1, linear.inputs) for linear in adapted(spec, run))
+        return share.tokens * share.bytes.compute * sum(many * (run.lora.rank + inputs) for many, inputs in counts)
     width, shared = 0, set()
     for linear in adapted(spec, run):
         per_layer = linear.count // spec.layers or 1

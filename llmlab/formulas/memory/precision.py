@@ -76,4 +76,9 @@ def bytes_per_parameter(precision: str, optimizer: str = "adamw") -> float:
     Muon of a matrix in a block."""
     b = PRECISION[precision]
     many = 1 << 20  # so many parameters that all blocks are full, and each scale is shared by a whole one
-    return b.weights + b.gradients + b.master + state_bytes(optimizer, b.states, many, many if optimizer == "muon" else 0) / many
+    return (
+        b.weights
+        + b.gradients
+        + b.master
+        + state_bytes(optimizer, b.states, many, many if optimizer == "muon" else 0) / many
+    )

@@ -67,7 +67,10 @@ def flops(spec: ModelSpec, run: Run, gpu: GPU | None = None, cpu: bool = False) 
 def _counted(spec: ModelSpec, run: Run, kernel: str) -> Flops:
     if isinstance(run, Inference):
         return _generation(spec, run)
-    updates = {"adafactor": lambda: 2 * _factored(spec, run), "muon": lambda: run.dp * run.cp * newton_schulz.flop(spec)}
+    updates = {
+        "adafactor": lambda: 2 * _factored(spec, run),
+        "muon": lambda: run.dp * run.cp * newton_schulz.flop(spec),
+    }
     sums = Flops(optimizer=updates[run.optimizer]() if run.optimizer in updates else 0)
     tokens = run.global_batch * run.seq_len
     for product in products(spec, run):
