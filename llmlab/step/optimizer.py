@@ -7,9 +7,9 @@ torch.optim.Muon for the matrices of blocks, one after the other, and AdamW for 
 
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import Iterable
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,7 +34,11 @@ class MuonWithAdamW(Optimizer):
         muon = torch.optim.Muon(matrices, lr=LEARNING_RATE, adjust_lr_fn="match_rms_adamw")
         self.both: list[Optimizer] = [muon, torch.optim.AdamW(others, lr=LEARNING_RATE, fused=fused)]
         self.param_groups = [group for optimizer in self.both for group in optimizer.param_groups]
-        self.state = ChainMap(*(optimizer.state for optimizer in self.both))  # type: ignore[assignment]
+
+    @property
+    def state(self) -> dict[nn.Parameter, Any]:  # type: ignore[override]
+        """The states of both, by parameter."""
+        return {parameter: state for optimizer in self.both for parameter, state in optimizer.state.items()}
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all parameters."""
