@@ -34,7 +34,7 @@ def flop(spec: ModelSpec) -> int:
 
     >>> from llmlab.specs.model import model
     >>> f"{flop(model('gpt2')):.3g}"
-    '1.22e+12'
+    '1.52e+12'
     """
     return sum(2 * ITERATIONS * count * m * n * k
                for rows, columns, count in matrices(spec) for m, n, k in products(rows, columns))  # fmt: skip

@@ -105,7 +105,7 @@ def _kinds(q: Question, where: Machines, method: str) -> Iterator[dict[str, Any]
         precisions += ALLOWED["precision"]
     base: dict[str, Any] = {"attention": "eager" if q.spec.family == "gemma2" else "sdpa"}
     if method != "full":
-        base["lora"] = LoRA()
+        base["lora"] = adapters(q.spec)
     if method == "qlora":
         base["quantization"] = "nf4"
     fp8 = ALLOWED["fp8"] if "fp8" in q.allow and where.card.peak("fp8") else (None,)
@@ -119,6 +119,19 @@ def _kinds(q: Question, where: Machines, method: str) -> Iterator[dict[str, Any]
         own = {"stack": Torchtitan(**{**_options(q.stack), "ac": "none"})} if _keeps_all(q.stack, checkpointing) else {}
         yield {**base, "precision": precision, "compile": compiled, "fp8": eighth, "checkpointing": checkpointing,
                "kernels": kernels, **own, **{name: q.fixed[name] for name in base if name in q.fixed}}  # fmt: skip
+
+
+def adapters(spec: ModelSpec) -> LoRA:
+    """Return adapters on queries and values; where those are projected with others, or by other names, on whatever
+    reads a block's input for attention.
+
+    >>> from llmlab.specs.model import model
+    >>> adapters(model("gpt2"))
+    LoRA(targets=('c_attn',))
+    """
+    names = [linear.name for linear in spec.block_linears if linear.part == "attention"]
+    own = tuple(dict.fromkeys(name for name in names if name not in ("o_proj", "c_proj")))
+    return LoRA() if set(LoRA.targets) <= set(own) else LoRA(targets=own)
 
 
 def _degrees(q: Question, where: Machines, seq_len: int) -> Iterator[tuple[int, int, int]]:

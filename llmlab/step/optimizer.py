@@ -36,7 +36,7 @@ class MuonWithAdamW(Optimizer):
         self.param_groups = [group for optimizer in self.both for group in optimizer.param_groups]
 
     @property
-    def state(self) -> dict[nn.Parameter, Any]:  # type: ignore[override]
+    def state(self) -> dict[Any, Any]:  # type: ignore[override]
         """The states of both, by parameter."""
         return {parameter: state for optimizer in self.both for parameter, state in optimizer.state.items()}
 

@@ -106,6 +106,20 @@ def test_where_no_program_runs_what_is_fixed_it_says_why():
         lab.plan("gpt2", "2xA100-80GB", 8, method="lora", fixed={"tp": 2}, executor=NotSimulated("Not here."))
 
 
+def test_adapters_are_on_layers_that_the_model_has():
+    plan = lab.plan("gpt2", "T4", 8, method="lora", fixed={"seq_len": 256}, executor=NotSimulated("Not here."))
+    assert plan.best.run.lora.targets == ("c_attn",)
+    names = {lever.name for lever in lab.fix("gpt2", lab.Training(micro_batch=64), "T4").levers}
+    assert "LoRA of rank 16" in names
+
+
+def test_a_field_typed_as_an_option_is_told_where_it_goes():
+    done = CliRunner().invoke(cli, ["plan", "gpt2", "--gpus", "T4", "--global-batch", "8", "--seq-len", "512"])
+    assert done.exit_code == 2 and "kept by --fixed seq_len=VALUE" in done.output
+    done = CliRunner().invoke(cli, ["plan", "gpt2", "--gpus", "T4", "--global-batch", "8", "--sequence", "512"])
+    assert done.exit_code == 2 and "--fixed" not in done.output
+
+
 def test_an_interleaved_pipelines_picture_leaves_out_what_cannot_be():
     plan = lab.plan("meta-llama/Llama-3.1-70B", "512xH100-80GB", 1024, stack="megatron", fixed={"seq_len": 4096},
                     executor=NotSimulated("Not here."))  # fmt: skip
