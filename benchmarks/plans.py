@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
@@ -33,7 +34,8 @@ import llmlab as lab
 from llmlab.archive import held_out, records
 from llmlab.base.units import MiB
 from llmlab.formulas.report import assessed
-from llmlab.planning.confirm import MARGIN, simulated_run
+from llmlab.planning.confirm import MARGIN, NotSimulated, simulated_run
+from llmlab.planning.files.write import program
 from llmlab.planning.machines import machines, priced
 from llmlab.planning.search import Search
 from llmlab.planning.space import Question
@@ -59,7 +61,8 @@ class Case:
 
 QWEN = {"seq_len": 4096, "precision": "mixed-bf16", "zero": 3, "checkpointing": "full"}
 # Runs on other cards that ran out of memory, where the source says all that decides. Lit-GPT: Alpaca's longest sample
-# has 1304 tokens. BLOOM's prequel: 181B parameters, as the model of 72 layers in throughputs.toml.
+# has 1304 tokens. BLOOM's prequel: 181B parameters, as the model of 72 layers in throughputs.toml. BigScience's
+# 1.3B (experiments/tr3m-1B3.md): as the rows of that source there.
 OVER = (
     ("oom-006", "Lit-GPT, resource-tables.md: LoRA, 4 × 1304", "meta-llama/Llama-2-7b-hf", "A100-40GB",
      lab.Training(micro_batch=4, seq_len=1304, precision="bf16", lora=lab.LoRA(8))),
@@ -72,6 +75,11 @@ OVER = (
     ("oom-011", "BLOOM's prequel: DP48 TP8, 1 × 2048", "GPT-72x14336", "A100-80GB",
      lab.Training(micro_batch=1, seq_len=2048, accumulation=42, precision="mixed-fp16", checkpointing="full", zero=1,
                   dp=48, tp=8, attention="eager")),
+    *((f"oom-{number:03}", f"BigScience's 1.3B: DP{8 // pp} PP{pp}, {size} × 2048", "GPT-24x2048", card,
+       lab.Training(micro_batch=size, seq_len=2048, accumulation=512 * pp // (8 * size), zero=1 if pp < 8 else 0, pp=pp,
+                    dp=8 // pp, precision="mixed-fp16", checkpointing="full", attention="eager"))
+      for number, card, pp, size in ((12, "V100-32GB", 2, 16), (13, "V100-16GB", 2, 8), (14, "V100-16GB", 4, 8),
+                                     (15, "V100-16GB", 8, 8))),
 )  # fmt: skip
 
 
@@ -169,6 +177,49 @@ def choices() -> Iterator[str]:
     yield from titled_table(title, header, lines)
 
 
+# What people ask, as files are written for its answer: model, GPUs, sequences per update, tokens of one, and more.
+ASKED: tuple[tuple[str, str, int, int, dict[str, Any]], ...] = (
+    ("gpt2", "T4", 32, 1024, {}),
+    ("HuggingFaceTB/SmolLM2-360M", "T4", 32, 1024, {}),
+    ("HuggingFaceTB/SmolLM2-1.7B", "T4", 32, 1024, {"method": "lora"}),
+    ("meta-llama/Llama-3.1-8B", "T4", 16, 1024, {"method": "qlora", "allow": ("kernels",)}),
+    ("meta-llama/Llama-3.1-8B", "RTX-4090", 16, 2048, {"method": "qlora"}),
+    ("meta-llama/Llama-3.1-8B", "RTX-4090", 16, 4096, {"method": "lora"}),
+    ("meta-llama/Llama-3.1-8B", "2xRTX-4090", 32, 4096, {"method": "lora"}),
+    ("meta-llama/Llama-3.1-8B", "H100-80GB", 64, 4096, {}),
+    ("meta-llama/Llama-3.1-8B", "8xA100-40GB", 64, 4096, {}),
+    ("meta-llama/Llama-3.1-8B", "8xH100-80GB", 64, 4096, {"allow": ("optimizer",)}),
+    ("meta-llama/Llama-3.1-8B", "64xH100-80GB", 1024, 4096, {"stack": "torchtitan"}),
+    ("meta-llama/Llama-3.1-8B", "64xH100-80GB", 64, 32768, {}),
+    ("meta-llama/Llama-3.1-70B", "8xH100-80GB", 64, 4096, {"method": "lora"}),
+    ("meta-llama/Llama-3.1-70B", "512xH100-80GB", 1024, 4096, {}),
+    ("meta-llama/Llama-3.1-70B", "512xH100-80GB", 1024, 4096, {"stack": "megatron"}),
+    ("mistralai/Mixtral-8x7B-v0.1", "64xH100-80GB", 512, 4096, {}),
+)
+
+
+def _said(value: Any) -> str:
+    return value if isinstance(value, str) else ", ".join(value)
+
+
+def files() -> Iterator[str]:
+    """Return the table of the files that are written for the first choice of each question, by estimates."""
+    lines, some = [], 0
+    for name, gpus, batch, length, more in ASKED:
+        plan = lab.plan(name, gpus, batch, fixed={"seq_len": length}, executor=NotSimulated("Not here."), **more)
+        how = [f"{word} {_said(value)}" for word, value in more.items()]
+        what = ", ".join([name.rpartition("/")[2], gpus, f"{batch} × {length:,}", *how])
+        if plan.best is None:
+            lines.append([what, "nothing fits", ""])
+            continue
+        with TemporaryDirectory() as folder:
+            written = plan.best.write(f"{folder}/out")
+        some += 1
+        lines.append([what, program(lab.model(name), plan.best.run), ", ".join(written.files)])
+    title = f"Files of the first choice: {some} of {len(ASKED)} questions"
+    yield from titled_table(title, ["question", "what runs", "files"], lines, True)
+
+
 QUESTIONS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "Llama 3.1 8B on 64 H100": ("meta-llama/Llama-3.1-8B", "64xH100-80GB", 1024, {}),
     "the same, optimizer, kernels and precision allowed": (
@@ -212,7 +263,7 @@ def main(out: Path | None, estimates: bool) -> None:
         with ProcessPoolExecutor(2, get_context("spawn")) as pool:
             said = list(pool.map(decided, asked))
     found = list(zip(asked, said, strict=True))
-    lines = [*choices(), *verdicts(found, not estimates), *margin(), *speed()]
+    lines = [*choices(), *verdicts(found, not estimates), *margin(), *files(), *speed()]
     lines.append(provenance("llmlab", "torch", "transformers"))
     text = "\n".join(lines)
     print(text)

@@ -167,11 +167,15 @@ def plan(
     ranks and accumulated ones, which stays as it is. `method`: "full", "lora" or "qlora". Varied are mixed precision,
     micro-batch and accumulation, checkpointing, compile, ZeRO and its copies (HSDP), offload, tensor, pipeline, context
     and expert parallelism, and the pipeline's schedule where `stack` has several. `allow` lists what may be varied
-    besides: "optimizer", "precision" (all in bf16), "fp8", "lora" and "seq_len" (shorter ones, as many tokens) change
-    the model that comes out, "kernels" needs Liger. `fixed`: fields of Training that are as given, {"seq_len": 4096}.
+    besides: "optimizer" (8-bit AdamW, Adafactor, Lion, Muon), "precision" (all in bf16), "fp8", "lora" and "seq_len"
+    (shorter ones, as many tokens) change the model that comes out, "kernels" needs Liger. `fixed`: fields of Training
+    that are as given, {"seq_len": 4096}.
 
     `goal`: "fastest", "smallest" (in memory), or "cheapest": of every card with a price, in each number up to that of
     `gpus`, by the rent of an update. `tokens`: how many are to be trained on, and `within` how many days they may take.
+
+    With "transformers", `stack`'s default, a run is offered only where one of the files that `write` makes starts it:
+    the training script, torchtitan's job config, or Megatron-LM's arguments. Another stack brings its own program.
 
     Simulations run in `executor`, by default in two processes here; a run that its simulation refutes is replaced by
     the next, and one counts as fitting with 4 % of the card left free. What cannot be simulated is shown where its

@@ -9,14 +9,15 @@ from typing import Literal, get_args
 # operators cast as torch.autocast decides. mixed-*: half weights and gradients, fp32 master copy and states, as
 # DeepSpeed and Megatron-LM do.
 Precision = Literal["fp32", "fp16", "bf16", "autocast-fp16", "autocast-bf16", "mixed-fp16", "mixed-bf16"]
-OptimizerName = Literal["sgd", "adamw", "adamw-8bit", "adafactor", "lion"]
+OptimizerName = Literal["sgd", "adamw", "adamw-8bit", "adafactor", "lion", "muon"]
 Checkpointing = Literal["selective", "full"]
 # eager: the formula, in transformers' Python. sdpa: the kernel that torch takes. flash: the package flash-attn.
 # efficient: torch's SDPA pinned to its memory-efficient kernel, keys and values repeated to all heads before.
 Attention = Literal["eager", "sdpa", "flash", "efficient"]
 Quantization = Literal["nf4", "int8"]
 Offload = Literal["optimizer", "optimizer+parameters"]
-Kernels = Literal["liger"]
+# liger: Liger's, the loss in chunks among them. fused-loss: flash-attn's cross entropy alone, of logits as they are.
+Kernels = Literal["liger", "fused-loss"]
 # Of a pipeline (techniques/pipeline_schedules.py); 1f1b is interleaved with virtual_stages > 1. A zero-bubble one keeps
 # what its deferred weight gradients need, which is not described.
 Schedule = Literal["1f1b", "gpipe"]

@@ -27,6 +27,7 @@ from ..hardware.gpu import DTYPES
 from ..specs.hub_cache import download_config
 from ..specs.model import model as find_model
 from ..specs.model import models as presets
+from ..specs.run import Training
 from .options import cluster_from, cluster_options, run_from, spec_options
 from .plan import add_plan
 from .run import add_run
@@ -47,6 +48,8 @@ class OneLineErrors(click.Group):
             with warnings.catch_warnings():
                 warnings.showwarning = _warn
                 code = super().main(args, prog_name or "llmlab", standalone_mode=False, **extra)
+        except click.NoSuchOption as error:
+            code = _fail(error.format_message() + _field_of_a_plan(error))
         except click.ClickException as error:
             code = _fail(error.format_message())
         except (SpecError, UnknownName, NotAvailable) as error:
@@ -248,6 +251,13 @@ def _print(answer: Table | Tabular | str) -> None:
     except BrokenPipeError:
         # Python flushes stdout once more on exit: give it somewhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _field_of_a_plan(error: click.NoSuchOption) -> str:
+    """Return how `llmlab plan`, which varies the run's fields, is told one that other commands have as an option."""
+    field = error.option_name.lstrip("-").replace("-", "_")
+    asked = error.ctx is not None and error.ctx.info_name == "plan" and field in Training().to_dict()
+    return f" A field of the run is kept by --fixed {field}=VALUE." if asked else ""
 
 
 def _fail(message: str, code: int = 2) -> int:

@@ -37,7 +37,8 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
         model: str, gpus: str, global_batch: int, fixed: tuple[str, ...], folder: str | None, force: bool,
         as_json: bool, **asked: Any,
     ) -> int:  # fmt: skip
-        """Search for the configuration of MODEL that runs best on the GPUs there are; each shown is simulated.
+        """Search for the configuration of MODEL that runs best on the GPUs there are; each shown is simulated, and one
+        of the files that --write makes starts it.
 
         With --goal cheapest every card with a price is asked, in each number up to that of --gpus. Ctrl-C prints the
         best so far.

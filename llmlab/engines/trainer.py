@@ -45,6 +45,8 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {
 
 def trainer_arguments(run: Settings) -> dict[str, Any]:
     """Return the keyword arguments of TrainingArguments that `run` decides: not those of ZeRO, and not the model's."""
+    if run.optimizer not in OPTIMIZERS:
+        raise SpecError(f"optimizer={run.optimizer!r}: TrainingArguments has {', '.join(OPTIMIZERS)}")
     half = run.precision.rpartition("-")[2] if "-" in run.precision else ""
     return {
         "per_device_train_batch_size": run.micro_batch,

@@ -23,6 +23,8 @@ def _data_parallel(tool: str, run: Any) -> None:
         raise SpecError(f"checkpointing='selective': {tool} recomputes all or nothing; give full")
     if run.fp8 or run.attention == "efficient":
         raise SpecError(f"fp8={run.fp8!r}, attention={run.attention!r}: not among {tool}'s settings that are written")
+    if run.kernels == "fused-loss":
+        raise SpecError(f"kernels={run.kernels!r}: {tool} has Liger's; give kernels='liger', or none")
     if run.zero or run.offload:
         run.to_deepspeed()  # both take ds_config.json
     elif run.precision.startswith("mixed"):
@@ -81,18 +83,24 @@ def llama_factory_config(run: Any, model: str) -> dict[str, Any]:
     return settings
 
 
+MEGATRON_FAMILIES = ("gpt2", "llama", "mistral", "mixtral")
+
+
 def megatron_arguments(run: Any, spec: Any) -> list[str]:
     """Return the arguments of Megatron-LM's pretrain_gpt.py, an option each; no learning rate, data, tokenizer."""
     wanted = {"precision": ("mixed-bf16", "mixed-fp16"), "optimizer": ("adamw",), "zero": (0, 1), "lora": (None,),
               "quantization": (None,), "offload": (None,), "kernels": (None,), "compile": (False,), "fp8": (None,),
-              "attention": ("sdpa", "flash", "eager"), "ep": (1,)}  # fmt: skip
+              "attention": ("sdpa", "flash", "eager")}  # fmt: skip
     for field, values in wanted.items():
         if getattr(run, field) not in values:
             raise SpecError(f"Megatron-LM is not described with {field}={getattr(run, field)!r}")
     if not isinstance(run.stack, str) and run.stack.name != "megatron":
         raise SpecError(f"stack={run.stack.name!r} is not megatron")
-    if spec.family not in ("gpt2", "llama", "mistral"):
-        raise SpecError(f"a model of {spec.family} has no arguments here, only gpt2, llama and mistral")
+    if spec.family not in MEGATRON_FAMILIES:
+        raise SpecError(f"a model of {spec.family} has no arguments here, only {', '.join(MEGATRON_FAMILIES)}")
+    if isinstance(run.stack, str) and run.checkpointing == "selective":
+        raise SpecError("checkpointing='selective' of Megatron-LM recomputes less, attention's core alone: give "
+                        "stack='megatron', or 'full'")  # fmt: skip
     options = run.stack if not isinstance(run.stack, str) else None
     recompute = getattr(options, "recompute", None) or run.checkpointing
     config = spec.config
@@ -116,6 +124,10 @@ def megatron_arguments(run: Any, spec: Any) -> list[str]:
     if spec.family == "gpt2":
         return [*lines, "--position-embedding-type learned_absolute"]
     lines += [f"--group-query-attention --num-query-groups {spec.kv_heads}"] if spec.kv_heads != spec.heads else []
+    if spec.experts:  # no auxiliary loss, as transformers trains them
+        lines += [f"--num-experts {spec.experts}", f"--moe-router-topk {spec.experts_per_token}",
+                  "--moe-router-load-balancing-type none", "--moe-grouped-gemm",
+                  f"--expert-model-parallel-size {run.ep}"]  # fmt: skip
     theta = config.get("rope_theta") or config.get("rope_parameters", {}).get("rope_theta", 10000)
     return [*lines, "--swiglu", "--normalization RMSNorm", f"--norm-epsilon {config.get('rms_norm_eps', 1e-5)}",
             "--disable-bias-linear", "--position-embedding-type rope", f"--rotary-base {int(theta)}",

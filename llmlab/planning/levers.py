@@ -22,7 +22,8 @@ from ..hardware.links import Cluster
 from ..report import Report
 from ..specs.model import ModelLike, ModelSpec
 from ..specs.model import model as find_model
-from ..specs.run import Inference, LoRA, Run, Training
+from ..specs.run import Inference, Run, Training
+from .space import adapters
 
 DATA_PARALLEL = 8  # GPUs that a lever adds where there is one
 
@@ -157,7 +158,7 @@ def changes(spec: ModelSpec, run: Run, card: GPU) -> Iterator[tuple[str, str, di
     yield from _many_gpus(run)
     if run.offload is None:
         yield "optimizer in the host's memory", "13-offload", {"offload": "optimizer", "zero": max(run.zero, 1)}, True
-    yield from _other_results(run, card)
+    yield from _other_results(spec, run, card)
 
 
 def _many_gpus(run: Training) -> Iterator[tuple[str, str, dict[str, Any], bool]]:
@@ -175,7 +176,7 @@ def _many_gpus(run: Training) -> Iterator[tuple[str, str, dict[str, Any], bool]]
         yield "half the data-parallel ranks tensor-parallel", "14-tensor-and-sequence-parallel", split, True
 
 
-def _other_results(run: Training, card: GPU) -> Iterator[tuple[str, str, dict[str, Any], bool]]:
+def _other_results(spec: ModelSpec, run: Training, card: GPU) -> Iterator[tuple[str, str, dict[str, Any], bool]]:
     half = "bf16" if card.supports_bf16 else "fp16"
     if run.precision == "fp32":
         yield f"autocast to {half}", "04-precision", {"precision": f"autocast-{half}"}, False
@@ -185,9 +186,9 @@ def _other_results(run: Training, card: GPU) -> Iterator[tuple[str, str, dict[st
         yield "8-bit AdamW", "07-optimizers", {"optimizer": "adamw-8bit"}, False
         yield "Adafactor", "07-optimizers", {"optimizer": "adafactor"}, False
     if run.lora is None:
-        yield "LoRA of rank 16", "18-peft", {"lora": LoRA()}, False
+        yield "LoRA of rank 16", "18-peft", {"lora": adapters(spec)}, False
     if run.quantization is None:
-        nf4 = {"lora": run.lora or LoRA(), "quantization": "nf4"}
+        nf4 = {"lora": run.lora or adapters(spec), "quantization": "nf4"}
         yield "QLoRA: the base in NF4", "18-peft", nf4, False
     if run.seq_len > 256:
         yield "half the sequence length", "02-memory-anatomy", {"seq_len": run.seq_len // 2}, False

@@ -17,7 +17,7 @@ from .confirm import confirm
 from .machines import Machines, machines, priced
 from .nearest import fitting, nearest
 from .result import Plan, lost
-from .search import WORSE, Search
+from .search import NO_PROGRAM, WORSE, Search
 from .space import ALLOWED, GOALS, METHODS, Question
 
 
@@ -48,7 +48,7 @@ def plan(
     search = Search(question, asked)
     confirmed = confirm(search, executor)
     search.cuts[WORSE] = search.worse()
-    if not search.tried and not search.cut and not confirmed.interrupted:
+    if not search.tried and search.cut == search.cuts[NO_PROGRAM] and not confirmed.interrupted:
         raise search.refused or SpecError(f"global_batch={global_batch} sequences and gpus={gpus!r}: no number of "
                                           "data-parallel ranks divides both; give another batch")  # fmt: skip
     found, counted = confirmed.candidates, (search.tried, dict(search.cuts))

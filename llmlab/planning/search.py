@@ -30,8 +30,10 @@ from ..formulas.time.timing import timing
 from ..hardware.nodes import host_of
 from ..specs.check import check
 from ..specs.run import Training
+from ..specs.stacks import TRANSFORMERS
+from .files.write import program
 from .machines import Machines
-from .space import SHARED, Question, divisors, lengths, shapes, shares
+from .space import DEGREES, OF_PROGRAM, SHARED, Question, divisors, lengths, shapes, shares
 
 SIZES = ("micro_batch", "accumulation", "compile")  # fields that the edge of what fits is not asked of
 # Fields that weights and states depend on.
@@ -40,6 +42,7 @@ OF_STATES = ("precision", "lora", "quantization", "optimizer", "zero", "tp", "pp
 # What cuts candidates before their time is computed, in the words of the table.
 STATES, HOST = "weights and states exceed the card", "offloaded states exceed the host"
 LARGER, OVER, LATE, WORSE = "a smaller micro-batch does not fit", "exceed the card", "too late", "cannot be better"
+NO_PROGRAM = "no program runs it"  # of those that `plan.write` knows
 
 
 class Found(NamedTuple):
@@ -79,6 +82,7 @@ class Search:
         self._queue: list[tuple[float, float, int, Any]] = []
         self._least: dict[tuple[Any, ...], int] = {}
         self._shares: dict[tuple[Machines, int], tuple[dict[str, Any], ...]] = {}
+        self._programs: dict[tuple[Any, ...], bool] = {}
         self._edges: dict[tuple[Any, ...], int] = {}
         for where in self.machines:
             self._push(self._floor(where), where)
@@ -134,7 +138,7 @@ class Search:
 
     def _shapes(self, where: Machines) -> None:
         for fields in shapes(self.question, where):
-            rest = self._shares_of(where, fields["dp"])
+            rest = self._run_by_programs(fields, where, self._shares_of(where, fields["dp"]))
             try:
                 seconds = self._compute(fields, where, len(rest))
             except SpecError as error:
@@ -147,6 +151,38 @@ class Search:
         if (where, dp) not in self._shares:
             self._shares[where, dp] = tuple(shares(self.question, where, dp))
         return self._shares[where, dp]
+
+    def _run_by_programs(
+        self, fields: Mapping[str, Any], where: Machines, rest: tuple[Mapping[str, Any], ...]
+    ) -> tuple[Mapping[str, Any], ...]:
+        """Return the shares with which a program runs the shape; a stack that is named brings its own program."""
+        if self.question.stack != TRANSFORMERS:
+            return rest
+        of_shape = (where.card.name, *map(fields.get, OF_PROGRAM), *(fields[degree] > 1 for degree in DEGREES))
+        left = []
+        for share in rest:
+            key = (*of_shape, share["optimizer"], share["offload"], share["zero"], share["ep"] > 1,
+                   share["dp_replicate"] > 1)  # fmt: skip
+            if key not in self._programs:
+                self._programs[key] = self._has_program({**fields, **share}, where)
+            if self._programs[key]:
+                left.append(share)
+            else:
+                self.cuts[NO_PROGRAM] += 1
+        return tuple(left)
+
+    def _has_program(self, fields: Mapping[str, Any], where: Machines) -> bool:
+        try:
+            run = Training(**fields)
+            check(self.question.spec, run, where.card)
+        except SpecError:  # what cannot be at all is no program's fault
+            return True
+        try:
+            program(self.question.spec, run)
+        except SpecError as error:
+            self.refused = self.refused or error
+            return False
+        return True
 
     def _compute(self, fields: Mapping[str, Any], where: Machines, candidates: int) -> float | None:
         """Return the seconds of computation alone with the pipeline's bubble; None for a dtype without units, and where
@@ -261,8 +297,17 @@ class Search:
         for micro_batch, checkpointing in product(divisors(per_rank), (None, "selective", "full")):
             fields.update(micro_batch=micro_batch, accumulation=per_rank // micro_batch, checkpointing=checkpointing)
             for share in self._shares_of(best.machines, best.run.dp):
-                if share["dp_replicate"] == 1 and self._hosted({**fields, **share}, best.machines):
-                    self._estimate({**fields, **share}, best.machines, known)
+                changed = {**fields, **share}
+                if share["dp_replicate"] == 1 and self._can_be(changed) and self._hosted(changed, best.machines):
+                    self._estimate(changed, best.machines, known)
+
+    def _can_be(self, fields: Mapping[str, Any]) -> bool:
+        """Whether there is such a run: an interleaved pipeline takes as many micro-batches as it has stages at once."""
+        try:
+            Training(**fields)
+        except SpecError:
+            return False
+        return True
 
 
 def least_memory(question: Question, run: Training, stage: int) -> int:

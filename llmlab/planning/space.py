@@ -18,13 +18,17 @@ from ..specs.run import LoRA, Training
 from ..specs.stacks import TRANSFORMERS, Megatron, StackOptions, Torchtitan
 from .machines import Machines
 
+# Fields, and degrees that are 1 or more, on which depends whether a program of files/ runs a candidate.
+OF_PROGRAM = ("precision", "checkpointing", "attention", "lora", "quantization", "compile", "kernels", "fp8", "stack",
+              "sequence_parallel")  # fmt: skip
+DEGREES = ("dp", "tp", "pp", "cp")
 SHARED = ("optimizer", "ep", "offload", "zero", "dp_replicate")  # fields of a share
 METHODS = ("full", "lora", "qlora")
 GOALS = ("fastest", "cheapest", "smallest")
 # What is varied only where `allow` lists it: it changes the model that comes out, or needs a package.
 ALLOWED: dict[str, tuple[Any, ...]] = {
-    "optimizer": ("adamw", "adamw-8bit", "adafactor", "lion"), "precision": ("bf16",), "kernels": ("liger", None),
-    "fp8": ("tensorwise", "rowwise", None), "lora": ("lora", "qlora"), "seq_len": (512,),
+    "optimizer": ("adamw", "adamw-8bit", "adafactor", "lion", "muon"), "precision": ("bf16",),
+    "kernels": ("liger", None), "fp8": ("tensorwise", "rowwise", None), "lora": ("lora", "qlora"), "seq_len": (512,),
 }  # fmt: skip
 LEAST_TOKENS = 1024  # of a sequence on each context-parallel rank: below, a ring sends more than it computes
 
@@ -101,7 +105,7 @@ def _kinds(q: Question, where: Machines, method: str) -> Iterator[dict[str, Any]
         precisions += ALLOWED["precision"]
     base: dict[str, Any] = {"attention": "eager" if q.spec.family == "gemma2" else "sdpa"}
     if method != "full":
-        base["lora"] = LoRA()
+        base["lora"] = adapters(q.spec)
     if method == "qlora":
         base["quantization"] = "nf4"
     fp8 = ALLOWED["fp8"] if "fp8" in q.allow and where.card.peak("fp8") else (None,)
@@ -115,6 +119,19 @@ def _kinds(q: Question, where: Machines, method: str) -> Iterator[dict[str, Any]
         own = {"stack": Torchtitan(**{**_options(q.stack), "ac": "none"})} if _keeps_all(q.stack, checkpointing) else {}
         yield {**base, "precision": precision, "compile": compiled, "fp8": eighth, "checkpointing": checkpointing,
                "kernels": kernels, **own, **{name: q.fixed[name] for name in base if name in q.fixed}}  # fmt: skip
+
+
+def adapters(spec: ModelSpec) -> LoRA:
+    """Return adapters on queries and values; where those are projected with others, or by other names, on whatever
+    reads a block's input for attention.
+
+    >>> from llmlab.specs.model import model
+    >>> adapters(model("gpt2"))
+    LoRA(targets=('c_attn',))
+    """
+    names = [linear.name for linear in spec.block_linears if linear.part == "attention"]
+    own = tuple(dict.fromkeys(name for name in names if name not in ("o_proj", "c_proj")))
+    return LoRA() if set(LoRA.targets) <= set(own) else LoRA(targets=own)
 
 
 def _degrees(q: Question, where: Machines, seq_len: int) -> Iterator[tuple[int, int, int]]:
@@ -165,9 +182,11 @@ def shares(q: Question, where: Machines, dp: int) -> Iterator[dict[str, Any]]:
     stages = (3,) if isinstance(q.stack, Torchtitan) and dp > 1 else (0, 1, 2, 3) if dp > 1 else (0,)
     offloads = q.options("offload", (None, "optimizer", "optimizer+parameters"))
     for optimizer, ep, offload in product(q.options("optimizer", optimizers), eps, offloads):
+        if optimizer == "muon" and (offload or ep > 1):  # torch's takes whole matrices, on the card
+            continue
         # Engines offload what ZeRO holds, on one GPU too.
         held = stages if not offload else (3,) if offload == "optimizer+parameters" else (2,)
-        for zero in q.options("zero", held):
+        for zero in q.options("zero", held if optimizer != "muon" else (0,)):
             copies = [n for n in divisors(dp) if zero >= 2 and not offload and n < dp and dp // n % ep == 0] or (1,)
             for dp_replicate in q.options("dp_replicate", copies):
                 yield {"optimizer": optimizer, "ep": ep, "offload": offload, "zero": zero, "dp_replicate": dp_replicate}

@@ -21,7 +21,7 @@ HELP = {
     "sequence_parallel": "Divide norms and dropout among the --tp ranks too.",
     "offload": "What is kept in the host's memory instead.",
     "compile": "Run under torch.compile.",
-    "kernels": "Fused kernels.",
+    "kernels": "Fused kernels: Liger's, or flash-attn's loss alone.",
     "stack": "Whose code trains: transformers, torchtitan, megatron, torchtune, or with options as in "
     "torchtitan:ac=full,every=2.",
     "fp8": "Recipe of fp8 products; needs --compile and bf16.",

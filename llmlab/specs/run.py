@@ -79,6 +79,8 @@ class Training(Spec):
     tensor, pipeline, context and expert parallelism; `zero` is the ZeRO stage over the data-parallel ranks.
     `schedule` is the order of a pipeline's micro-batches; `virtual_stages` of each of the pp ranks interleave it.
     `dp_replicate` of them hold copies of each shard (HSDP; torchtitan's word): states are shared by `dp_shard` ranks.
+    `optimizer`: "muon" is torch's for the matrices of blocks, and its AdamW for all else.
+    `kernels`: "liger" are Liger's, "fused-loss" is the cross entropy of the package flash-attn, which copies no logits.
     `fp8` is the recipe by which torchao multiplies blocks' linear layers in fp8 (formulas/memory/float8.py).
 
     `stack` is whose code trains: "transformers", another stack's name, or that stack's options, as
@@ -155,6 +157,8 @@ class Training(Spec):
             raise SpecError("sequence_parallel=True with tp=1 has nothing to share; give tp >= 2")
         if self.fp8:
             self._check_fp8()
+        if self.optimizer == "muon":
+            self._check_muon()
         if self.offload == "optimizer+parameters" and self.zero != 3:
             raise SpecError(f"offload='optimizer+parameters' needs zero=3; zero={self.zero} was given")
 
@@ -183,6 +187,13 @@ class Training(Spec):
         if (rows := self.tokens // self.cp) % 16:
             raise SpecError(f"{given}: fp8 units take 16 rows at a time; micro_batch × seq_len / cp is {rows}")
 
+    def _check_muon(self) -> None:
+        cut = [f"{name}={getattr(self, name)!r}" for name in ("zero", "tp", "ep", "offload", "lora")
+               if getattr(self, name) != getattr(type(self), name)]  # fmt: skip
+        if cut:
+            raise SpecError(f"optimizer='muon' with {', '.join(cut)}: torch's Muon makes whole matrices on the card "
+                            "orthogonal; drop it, or give adamw")  # fmt: skip
+
     def _check_replicas(self) -> None:
         given = f"dp_replicate={self.dp_replicate} with dp={self.dp}"
         if self.dp % self.dp_replicate or self.dp == self.dp_replicate:
@@ -198,6 +209,7 @@ class Training(Spec):
     def dp_shard(self) -> int:
         """Data-parallel ranks that share one copy of what ZeRO divides: all, unless `dp_replicate` makes copies."""
         return self.dp // self.dp_replicate
+
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON-ready values; without `stack` where that is transformers."""
         data = super().to_dict()

@@ -21,6 +21,7 @@ from ..base.errors import NotAvailable, SpecError
 from ..specs.model import ModelSpec
 from ..specs.run import Inference, LoRA, Run, Training
 from ..techniques.checkpointing import KEPT_OPERATORS
+from .fused_loss import causal_loss
 from .quantized import QUANTIZED_BYTES, LoadOrder, one_at_a_time, quantize_linears
 
 if TYPE_CHECKING:
@@ -126,6 +127,8 @@ def _prepare_for_training(model: Any, run: Training, recomputing: Around) -> Mod
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
         _apply_liger_kernel_to_instance(model=model)
+    elif run.kernels == "fused-loss":
+        model.loss_function = causal_loss
     return _add_adapters(model, run.lora) if run.lora else model
 
 
@@ -140,6 +143,7 @@ def _check_libraries(run: Run, device: torch.device) -> None:
         (lora, "peft", "lora", "llmlab[quant]"),
         (quantization, "bitsandbytes", f"{quantization} weights", "llmlab[quant]"),
         (kernels == "liger", "liger_kernel", "kernels='liger'", "llmlab[gpu]"),
+        (kernels == "fused-loss", "flash_attn", "kernels='fused-loss'", "flash-attn"),
         (run.attention == "flash", "flash_attn", "attention='flash'", "flash-attn"),
     ]
     simulated = device.type != "cuda" and device.index is not None  # the card is "cpu:0"
@@ -164,6 +168,7 @@ def pinned_attention(run: Run) -> Iterator[None]:
         yield
         return
     from torch.nn.attention import SDPBackend, sdpa_kernel
+
     check("transformers.integrations.sdpa_attention")
     from transformers.integrations import sdpa_attention
 

@@ -1,13 +1,15 @@
 """The optimizer a run names, from the library its users take it from, and the fp32 copy of half weights.
 
 sgd, adamw and adafactor are PyTorch's (torch.optim.SGD without momentum, AdamW, Adafactor), with their defaults: on a
-GPU that means foreach, on a CPU one parameter at a time. adamw-8bit and lion are bitsandbytes'.
+GPU that means foreach, on a CPU one parameter at a time. adamw-8bit and lion are bitsandbytes'. muon is
+torch.optim.Muon for the matrices of blocks, one after the other, and AdamW for all other parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +24,50 @@ HALF = (torch.float16, torch.bfloat16)
 # Of a step whose optimizer is offloaded, as techniques/offload.py does it.
 OFFLOAD_PRECISIONS = ("fp32", "autocast-bf16", "mixed-bf16")  # a scaler would have to look into the host's gradients
 OFFLOAD_OPTIMIZERS = ("sgd", "adamw")  # they treat every element alike, so a flat bucket is as good
+
+
+class MuonWithAdamW(Optimizer):
+    """Muon steps `matrices`, then AdamW `others`; to what steps, scales and counts it looks like one optimizer."""
+
+    def __init__(self, matrices: list[nn.Parameter], others: list[nn.Parameter], fused: bool | None) -> None:
+        # The rate of AdamW serves both: each matrix's update is as large as AdamW's is (arXiv 2502.16982, section 2.2).
+        muon = torch.optim.Muon(matrices, lr=LEARNING_RATE, adjust_lr_fn="match_rms_adamw")
+        self.both: list[Optimizer] = [muon, torch.optim.AdamW(others, lr=LEARNING_RATE, fused=fused)]
+        self.param_groups = [group for optimizer in self.both for group in optimizer.param_groups]
+
+    @property
+    def state(self) -> dict[Any, Any]:  # type: ignore[override]
+        """The states of both, by parameter."""
+        return {parameter: state for optimizer in self.both for parameter, state in optimizer.state.items()}
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all parameters."""
+        for optimizer in self.both:
+            optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients."""
+        for optimizer in self.both:
+            optimizer.zero_grad(set_to_none)
+
+
+def in_blocks(model: nn.Module) -> list[bool]:
+    """Return of each parameter that is trained whether Muon steps it: a matrix, of no embedding and not of the head."""
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
+    tables = {id(parameter) for module in (*embeddings, head) for parameter in module.parameters()}
+    return [each.ndim == 2 and id(each) not in tables for each in model.parameters() if each.requires_grad]
+
+
+def build_muon(parameters: list[nn.Parameter], matrices: list[bool], fused: bool | None) -> MuonWithAdamW:
+    """Return the optimizer of `parameters`, of which `matrices` says what Muon steps.
+
+    Raises NotAvailable where torch has no Muon: before 2.9."""
+    if not hasattr(torch.optim, "Muon"):
+        raise NotAvailable(f"optimizer='muon' needs torch 2.9 or newer, and this is {torch.__version__}; give adamw")
+    chosen = [parameter for parameter, muon in zip(parameters, matrices, strict=True) if muon]
+    others = [parameter for parameter, muon in zip(parameters, matrices, strict=True) if not muon]
+    return MuonWithAdamW(chosen, others, fused)
 
 
 def build_optimizer(name: str, parameters: Iterable[nn.Parameter], fused: bool | None = None) -> Optimizer:

@@ -24,7 +24,14 @@ from ..specs.model import ModelSpec
 from ..specs.run import Inference, Run, Training
 from ..techniques.offload import Offloaded
 from .model import DTYPES, Around, build_model, compute_dtype, weight_dtype
-from .optimizer import LEARNING_RATE, TORCH_OPTIMIZERS, MasterWeights, build_optimizer
+from .optimizer import (
+    LEARNING_RATE,
+    TORCH_OPTIMIZERS,
+    MasterWeights,
+    build_muon,
+    build_optimizer,
+    in_blocks,
+)
 from .quantized import LoadOrder, one_at_a_time
 from .ranks import (
     LocalShards,
@@ -180,6 +187,8 @@ def _add_optimizer(step: Step, run: Training, ranks: Ranks | None) -> None:
 
         group, kind = ranks.mesh["dp"].get_group(), TORCH_OPTIMIZERS[run.optimizer]
         step.optimizer = ZeroRedundancyOptimizer(stepped, kind, process_group=group, lr=LEARNING_RATE)
+    elif run.optimizer == "muon":
+        step.optimizer = build_muon(stepped, in_blocks(step.model), True if step.masters else None)
     else:
         # Master copies are stepped by a fused kernel, as in DeepSpeed and Megatron-LM.
         step.optimizer = build_optimizer(run.optimizer, stepped, fused=True if step.masters else None)

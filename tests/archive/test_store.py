@@ -62,7 +62,7 @@ trainings = st.builds(
     micro_batch=st.integers(1, 512),
     seq_len=st.integers(1, 2**20),
     precision=st.sampled_from(PRECISIONS),
-    optimizer=st.sampled_from(OPTIMIZERS),
+    optimizer=st.sampled_from([name for name in OPTIMIZERS if name != "muon"]),  # which takes no adapters
     checkpointing=st.sampled_from(CHECKPOINTING),
     attention=st.sampled_from(ATTENTIONS),
     lora=loras,

@@ -16,7 +16,7 @@ from load_orders import Peaks
 
 import llmlab as lab
 from llmlab.base.units import MiB
-from llmlab.specs.run import CHECKPOINTING, OPTIMIZERS
+from llmlab.specs.run import CHECKPOINTING
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(FOLDER))  # scripts, not a package: they import each other as `python benchmarks/peers.py` does
@@ -453,5 +453,5 @@ def test_steps_on_the_cpu_are_counted_by_line_and_those_outside_are_named():
 
 def test_the_grid_has_every_combination_of_a_training_step_once():
     runs = [(name, run) for what, name, run in cpu_grid.grid() if what.startswith("training")]
-    ways = (cpu_grid.SHAPES, cpu_grid.PRECISIONS, OPTIMIZERS, CHECKPOINTING, cpu_grid.ATTENTIONS, (1, 2))
+    ways = (cpu_grid.SHAPES, cpu_grid.PRECISIONS, cpu_grid.STEPPED, CHECKPOINTING, cpu_grid.ATTENTIONS, (1, 2))
     assert len(runs) == len(set(runs)) == prod(map(len, ways))

@@ -1,4 +1,4 @@
-"""What quantized linears keep for backward, formula beside simulation: bitsandbytes' int8 keeps its inputs."""
+"""What quantized and frozen linears keep for backward, formula beside simulation."""
 
 from __future__ import annotations
 
@@ -36,3 +36,15 @@ def test_checkpointing_does_not_free_the_inputs_of_int8_linears():
     held = {each: lab.estimate(LLAMA, run(each, "full"), "T4").parts["activations"] for each in ("int8", "nf4")}
     layers, h, Q, i = 3, 256, 256, 1024
     assert held["int8"] - held["nf4"] == 4 * layers * B * T * (2 * h + Q + i)
+
+
+@pytest.mark.parametrize("checkpointing", ["full", None])
+@pytest.mark.parametrize("quantization", ["nf4", None])
+def test_autocast_copies_frozen_weights_for_as_long_as_autograd_keeps_them(quantization, checkpointing):
+    """aten/src/ATen/autocast_mode.cpp, cached_cast, keeps copies of leaves that require gradients alone; a quantized
+    linear dequantizes instead, and returns its input's fp32 (bitsandbytes, nn/modules.py, Linear4bit.forward)."""
+    adapters = lab.LoRA(rank=8, targets=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
+    deep = LLAMA | {"num_hidden_layers": 6, "hidden_size": 512, "vocab_size": 4000}
+    run = lab.Training(1, T, "autocast-bf16", lora=adapters, quantization=quantization, checkpointing=checkpointing)
+    estimated, simulated = (verb(deep, run, "A100-40GB").peak_allocated for verb in (lab.estimate, lab.simulate))
+    assert estimated == pytest.approx(simulated, rel=0.08)  # with a copy of every weight twice as much

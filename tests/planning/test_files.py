@@ -150,6 +150,17 @@ def test_axolotl_and_llama_factory_have_what_is_set(tmp_path, run):
     assert set(settings(tmp_path / "out", "llama_factory.yaml")) - others <= LLAMA_FACTORY
 
 
+def test_megatrons_arguments_name_the_experts(tmp_path):
+    """As examples/mixtral/train_mixtral_8x7b_distributed.sh has them."""
+    run = lab.Training(dp=8, ep=8, pp=2, zero=1, accumulation=4, precision="mixed-bf16", checkpointing="full")
+    written(tmp_path / "out", run, "2x8xH100-80GB", "mistralai/Mixtral-8x7B-v0.1")
+    said = (tmp_path / "out" / "megatron_args.txt").read_text()
+    assert {"--num-experts 8", "--moe-router-topk 2", "--expert-model-parallel-size 8"} <= set(said.splitlines())
+    selective = replace(run, checkpointing="selective")
+    with pytest.raises(SpecError, match="recomputes less, attention's core alone"):
+        written(tmp_path / "selective", selective, "2x8xH100-80GB", "mistralai/Mixtral-8x7B-v0.1")
+
+
 def test_torchtitans_job_config_comes_back(tmp_path):
     run = lab.Training(dp=4, tp=2, micro_batch=2, accumulation=2, seq_len=4096, compile=True,
                        stack="torchtitan:ac=full")  # fmt: skip
@@ -216,14 +227,14 @@ def test_a_claimed_name_is_a_comment_whatever_it_is(tmp_path):
     compile((tmp_path / "out" / "train.py").read_text(), "train.py", "exec")
 
 
-def started(folder, run):
+def started(folder, run, trained="model.safetensors"):
     """Write the files of `run`, start train.py on its ranks for two steps, and return what it printed."""
     written(folder, run, f"{run.dp}xA100-80GB")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.dp)]
     done = subprocess.run([*command, "train.py", "--lr", "1e-3", "--steps", "2"], cwd=folder, capture_output=True,
                           text=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert (folder / "trained" / "model.safetensors").exists()
+    assert (folder / "trained" / trained).exists()
     return done.stdout
 
 
@@ -238,6 +249,22 @@ def test_plain_pytorch_shards_and_offloads_over_two_ranks(tmp_path):
     run = lab.Training(dp=2, zero=3, precision="mixed-bf16", seq_len=32, accumulation=2, checkpointing="full")
     sharded = losses(started(tmp_path / "sharded", run))
     assert len(sharded) == 2 and losses(started(tmp_path / "offloaded", replace(run, offload=BOTH))) == sharded
+
+
+def test_plain_pytorch_shards_a_frozen_model_and_its_adapters_over_two_ranks(tmp_path):
+    pytest.importorskip("peft")
+    run = lab.Training(dp=2, zero=3, precision="bf16", seq_len=32, lora=ADAPTERS, checkpointing="full")
+    sharded = losses(started(tmp_path / "sharded", run, "adapter_model.safetensors"))
+    offloaded = losses(started(tmp_path / "offloaded", replace(run, offload=BOTH), "adapter_model.safetensors"))
+    assert len(sharded) == 2 and offloaded == pytest.approx(sharded, abs=0.05)  # bf16
+
+
+def test_muon_steps_blocks_in_plain_pytorch(tmp_path):
+    run = lab.Training(dp=2, precision="mixed-bf16", seq_len=32, optimizer="muon")
+    first, second = losses(started(tmp_path / "out", run))
+    assert first != second
+    left_out = lab.write(TINY, run, "2xA100-80GB", tmp_path / "again").left_out
+    assert {"axolotl.yaml", "llama_factory.yaml", "torchtitan.toml", "megatron_args.txt"} <= set(left_out)
 
 
 def test_one_gpus_offloaded_states_have_ranks_of_their_own_and_compiled_blocks(tmp_path):

@@ -9,8 +9,10 @@ from click.testing import CliRunner
 import llmlab as lab
 from llmlab.cli.main import cli
 from llmlab.planning.confirm import NotSimulated
+from llmlab.planning.files.write import program
 from llmlab.planning.machines import machines
 from llmlab.planning.nearest import fitting
+from llmlab.planning.search import NO_PROGRAM
 from llmlab.planning.space import Question, shapes, shares
 from llmlab.plots.pareto import CHOSEN, REFUTED
 
@@ -86,6 +88,42 @@ def test_every_candidate_is_counted_once(gpus, within):
     plan = lab.plan(model, gpus, 64, fixed=fixed, tokens=10**11, within=within, executor=NotSimulated("Not here."))
     assert plan.tried + plan.cut == every == 252
     assert bool(plan.cuts.get("too late")) == bool(within)
+
+
+@pytest.mark.parametrize(("model", "gpus", "method"), [
+    ("meta-llama/Llama-3.1-8B", "8xH100-80GB", "full"), ("meta-llama/Llama-3.1-70B", "8xH100-80GB", "lora"),
+    ("mistralai/Mixtral-8x7B-v0.1", "64xH100-80GB", "full"),
+])  # fmt: skip
+def test_a_plan_is_of_what_a_program_runs(model, gpus, method):
+    plan = lab.plan(model, gpus, 64, method=method, fixed={"seq_len": 4096}, executor=NotSimulated("Not here."))
+    assert len(plan) > 3 and plan.cuts[NO_PROGRAM] > 0
+    for candidate in plan:
+        assert program(lab.model(model), candidate.run)
+
+
+def test_where_no_program_runs_what_is_fixed_it_says_why():
+    with pytest.raises(lab.SpecError, match=r"nothing here runs .*lora=.*tp=2"):
+        lab.plan("gpt2", "2xA100-80GB", 8, method="lora", fixed={"tp": 2}, executor=NotSimulated("Not here."))
+
+
+def test_adapters_are_on_layers_that_the_model_has():
+    plan = lab.plan("gpt2", "T4", 8, method="lora", fixed={"seq_len": 256}, executor=NotSimulated("Not here."))
+    assert plan.best.run.lora.targets == ("c_attn",)
+    names = {lever.name for lever in lab.fix("gpt2", lab.Training(micro_batch=64), "T4").levers}
+    assert "LoRA of rank 16" in names
+
+
+def test_a_field_typed_as_an_option_is_told_where_it_goes():
+    done = CliRunner().invoke(cli, ["plan", "gpt2", "--gpus", "T4", "--global-batch", "8", "--seq-len", "512"])
+    assert done.exit_code == 2 and "kept by --fixed seq_len=VALUE" in done.output
+    done = CliRunner().invoke(cli, ["plan", "gpt2", "--gpus", "T4", "--global-batch", "8", "--sequence", "512"])
+    assert done.exit_code == 2 and "--fixed" not in done.output
+
+
+def test_an_interleaved_pipelines_picture_leaves_out_what_cannot_be():
+    plan = lab.plan("meta-llama/Llama-3.1-70B", "512xH100-80GB", 1024, stack="megatron", fixed={"seq_len": 4096},
+                    executor=NotSimulated("Not here."))  # fmt: skip
+    assert plan.best.run.virtual_stages > 1
 
 
 def test_where_nothing_fits_the_nearest_that_does_is_named():

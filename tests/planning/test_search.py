@@ -9,6 +9,7 @@ import llmlab as lab
 from llmlab.base.errors import SpecError
 from llmlab.formulas.report import assessed
 from llmlab.hardware.nodes import host_of
+from llmlab.planning.files.write import program
 from llmlab.planning.machines import machines, priced
 from llmlab.planning.search import HOST, LARGER, STATES, Search
 from llmlab.planning.space import Question, shapes, shares
@@ -25,12 +26,14 @@ EXPERTS = {
 
 
 def everything(question, where):
-    """Estimate every candidate of a question, with no bound at all."""
+    """Estimate every candidate of a question that a program runs, with no bound at all."""
     found = {}
     for shape in shapes(question, where):
         for share in shares(question, where, shape["dp"]):
             try:
                 run = lab.Training(**{**shape, **share})
+                if question.stack == "transformers":
+                    program(question.spec, run)
                 report, fit = assessed(question.spec, run, where.card, where.cluster)
             except SpecError:
                 continue

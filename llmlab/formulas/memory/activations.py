@@ -102,7 +102,7 @@ def _qkv_width(share: Share) -> int:
 
 
 def _mlp(share: Share) -> list[Saved]:
-    spec, T, c, trained = share.spec, share.tokens, share.bytes.compute, share.run.lora is None
+    spec, T, c, trained = share.spec, share.tokens, share.linear_bytes, share.run.lora is None
     inputs = T * c * spec.hidden if trained else 0
     if not spec.gated:
         width = _activation_bytes(share) + (c if trained else 0)
@@ -133,9 +133,13 @@ def _activation_bytes(share: Share) -> int:
 
 def _adapters(share: Share) -> int:
     """peft casts each adapter's input to its fp32: one copy per target where the stream is half; where it is fp32, the
-    q, k and v adapters share one tensor, and SDPA already keeps the output projection's."""
+    q, k and v adapters share one tensor, and SDPA already keeps the output projection's. Autocast makes a half copy of
+    each for its product, and that is what is kept."""
     spec, run = share.spec, share.run
     assert run.lora is not None
+    if share.autocast:
+        counts = ((linear.count // spec.layers or 1, linear.inputs) for linear in adapted(spec, run))
+        return share.tokens * share.bytes.compute * sum(many * (run.lora.rank + inputs) for many, inputs in counts)
     width, shared = 0, set()
     for linear in adapted(spec, run):
         per_layer = linear.count // spec.layers or 1

@@ -94,10 +94,15 @@ class StepMemory:
         # A checkpointed block is whole again in its backward; what selective checkpointing kept is not made twice.
         self.recomputed = sum(whole.values()) - kept.get("matmul outputs", 0) if run.checkpointing else 0
         # The half copies that autocast makes of weights; those of blocks are alive until forward is over, and backward
-        # still has them, unless it makes them again.
+        # still has them, unless it makes them again. Only weights that are trained have one copy for all micro-batches
+        # (aten/src/ATen/autocast_mode.cpp, cached_cast): a frozen one lives as long as autograd keeps it, which is not
+        # at all in a block that is recomputed. Quantized ones are dequantized instead.
         element = share.bytes.compute if share.autocast else 0
-        self.block_cast = element * spec.block_linear_elements // (run.tp * spec.layers)
-        self.casts = self.block_cast * share.layers
+        linears = 0 if run.quantization else spec.block_linear_elements // spec.layers
+        self.block_cast = element * linears // run.tp
+        adapters = element * self.states.trained if run.lora else 0
+        freed = run.lora and run.checkpointing
+        self.casts = adapters + (0 if freed else self.block_cast * share.layers)
         self.kept_casts = 0 if run.checkpointing else self.casts
         self.head_cast = element * spec.vocab * spec.hidden // run.tp if share.last else 0
         self.backward = block_backward(share, whole.get("mlp", 0))
@@ -200,8 +205,15 @@ class StepMemory:
             found.append(moment("the head's gradients reduced", units.resident + units.prefetched, self.between + whole,
                                 gradients=grads.accumulated + head_shard, activations=self.activations))  # fmt: skip
         elif units.at_loss is not None:
-            found.append(moment("what is outside of blocks gathered again", 2 * units.outside,
-                                gradients=grads.accumulated, activations=self.activations, logits=self.loss.head))
+            found.append(
+                moment(
+                    "what is outside of blocks gathered again",
+                    2 * units.outside,
+                    gradients=grads.accumulated,
+                    activations=self.activations,
+                    logits=self.loss.head,
+                )
+            )
         found += [
             moment("the first block's gradients reduced", gathered, self.between + reducing,
                    gradients=grads.after_head, activations=activations),

@@ -55,7 +55,8 @@ def state_bytes(optimizer: str, state: int, parameters: int, factored: int) -> i
     """Return the bytes of an optimizer's states for `parameters` trained parameters.
 
     `state` is the bytes of one state element; `factored` the rows + columns of every matrix (plus every vector), which
-    is all that Adafactor keeps (arXiv 1804.04235, section 3). adamw keeps two moments (1711.05101); lion one
+    is all that Adafactor keeps (arXiv 1804.04235, section 3), or the elements of Muon's matrices, which have a momentum
+    alone where AdamW's have two moments (torch/optim/_muon.py). adamw keeps two moments (1711.05101); lion one
     (2302.06675); adamw-8bit two of one byte with an fp32 scale per block (2110.02861, section 2.1); sgd, without
     momentum, none.
     """
@@ -65,11 +66,19 @@ def state_bytes(optimizer: str, state: int, parameters: int, factored: int) -> i
         return 2 * (parameters + 4 * -(-parameters // STATE8_BLOCK))
     if optimizer == "lion":
         return state * parameters
+    if optimizer == "muon":
+        return state * (2 * parameters - factored)
     return state * factored if optimizer == "adafactor" else 0
 
 
 def bytes_per_parameter(precision: str, optimizer: str = "adamw") -> float:
-    """Return weights + gradient + states + master copy in bytes per parameter, before activations."""
+    """Return weights + gradient + states + master copy in bytes per parameter, before activations; with
+    Muon of a matrix in a block."""
     b = PRECISION[precision]
     many = 1 << 20  # so many parameters that all blocks are full, and each scale is shared by a whole one
-    return b.weights + b.gradients + b.master + state_bytes(optimizer, b.states, many, factored=0) / many
+    return (
+        b.weights
+        + b.gradients
+        + b.master
+        + state_bytes(optimizer, b.states, many, many if optimizer == "muon" else 0) / many
+    )

@@ -41,6 +41,13 @@ class Share:
     softmax_bytes: int  # per element of softmax's output
     mask_bytes: int  # per element of a dropout mask
 
+    @property
+    def linear_bytes(self) -> int:
+        """Bytes per element of what a block's linear returns: bitsandbytes' quantized ones return their input's dtype,
+        under autocast too (nn/modules.py, Linear4bit.forward)."""
+        quantized = self.run.quantization and not _half_adapters(self.run)
+        return self.bytes.residual if quantized else self.bytes.compute
+
 
 def share_of(spec: ModelSpec, run: Training, gpu: GPU | None = None, cpu: bool = False, stage: int = 0) -> Share:
     """Return the share of a rank of pipeline stage `stage`; where tensors are cut unevenly, of rank 0."""

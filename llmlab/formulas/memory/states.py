@@ -9,6 +9,7 @@ from ...specs.model import ModelSpec
 from ...specs.run import Training
 from ...specs.stacks import Torchtune
 from ...specs.stages import stage_layers
+from .. import newton_schulz
 from .fsdp import NONE, Parts, Units, sharded_experts, units, uses_fsdp
 from .precision import PRECISION, Bytes, state_bytes, weight_bytes
 from .share import adapted, adapter_bytes
@@ -119,6 +120,8 @@ def states(spec: ModelSpec, run: Training, stage: int = 0, sharded: bool = True)
         if run.optimizer == "adafactor":
             part = stepped / max(1, trained.total) * parameters / spec.parameters
             factored = int(factored_elements(spec, run) * part)
+        elif run.optimizer == "muon":
+            factored = newton_schulz.elements(spec, stage_layers(spec.layers, run.pp)[stage])
         optimizer = master * stepped + state_bytes(run.optimizer, state, stepped, factored)
         if isinstance(run.stack, Torchtune) and run.stack.paged(run):
             optimizer -= 2 * stepped  # all but the scales lies outside of PyTorch's allocator

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...specs.stacks import StackOptions, Torchtune
+from .. import newton_schulz
 from .fsdp import uses_fsdp
 from .scores import backward_scores
 from .share import Share
@@ -61,7 +62,7 @@ def loss_bytes(share: Share) -> LossBytes:
     transformers upcasts half logits to fp32, then torch's cross_entropy keeps log_softmax's output; backward makes
     the gradient of the negative log-likelihood and of log_softmax, both fp32. The logits themselves stay for as long
     as the output object does, in the usual loop (`outputs = model(...)`) until the step is over; backward does not
-    need them, and `loss = model(...).loss` frees them at once.
+    need them, and `loss = model(...).loss` frees them at once. flash-attn's loss keeps the logits instead.
     """
     spec, run, c = share.spec, share.run, share.bytes.compute
     if not share.last:
@@ -78,6 +79,11 @@ def loss_bytes(share: Share) -> LossBytes:
         extra = 4 if run.tp > 1 else 0
         forward, gradient, head, after = (int(logits * (c * own + 4 * fp32)) for own, fp32 in block.loss)
         return LossBytes(forward + logits * extra, gradient + logits * extra, head, after)
+    if run.kernels == "fused-loss":  # the logits as they are, and the gradient that backward writes beside them
+        # Under autocast the head's weight has a half gradient before it has its own.
+        half_head = c * spec.vocab * spec.hidden // run.tp if share.autocast and not run.lora else 0
+        return LossBytes(logits * c, logits * 2 * c + half_head, logits * c * (1 if share.autocast else 2), logits * c,
+                         logits * c)  # fmt: skip
     upcast = 0 if c == 4 else 4
     # torch's loss_parallel writes log_softmax out in operators, and has one more temporary both ways.
     extra = (4 if run.tp > 1 else 0) + (c if spec.logit_softcap else 0)
@@ -113,7 +119,7 @@ def block_backward(share: Share, mlp_kept: int) -> BlockBackward:
     if block:
         mlp = described_bytes(block.mlp_backward, share)
     else:
-        mlp = share.tokens * c * spec.token_mlp_width * (3 if spec.gated else 2) // run.tp
+        mlp = share.tokens * share.linear_bytes * spec.token_mlp_width * (3 if spec.gated else 2) // run.tp
     if block:
         attention = described_bytes(block.attention_backward, share) - mlp_kept
     elif share.writes_scores:
@@ -139,7 +145,7 @@ def optimizer_temporaries(share: Share, states: States) -> int:
     makes none; the fp32 shards of FSDP2's policy are stepped like any others.
     """
     spec, run = share.spec, share.run
-    if run.offload or run.optimizer not in ("adamw", "adafactor"):
+    if run.offload or run.optimizer not in ("adamw", "adafactor", "muon"):
         return 0
     if isinstance(run.stack, StackOptions) and run.stack.fused_adamw:
         return 0
@@ -149,6 +155,18 @@ def optimizer_temporaries(share: Share, states: States) -> int:
     if run.optimizer == "adafactor":
         # As the experts' down is updated, the loop's variable still holds gate's and up's (torch/optim/_adafactor.py).
         return element * min(max(largest, experts * 3 // 2 // run.tp), states.trained)
+    stepped = states.trained
+    if run.optimizer == "muon":  # which is stepped before AdamW
+        stepped -= newton_schulz.elements(spec, share.layers)
+        largest = min(spec.vocab * spec.hidden, stepped)
+        gradient = 4 if share.bytes.master else share.bytes.gradients
+        return max(newton_schulz.temporaries(spec, gradient), _adamw_roots(share, stepped, largest))
+    return _adamw_roots(share, stepped, largest)
+
+
+def _adamw_roots(share: Share, stepped: int, largest: int) -> int:
+    """Return the roots of second moments that AdamW makes of `stepped` parameters, the largest tensor `largest`."""
+    run, element = share.run, 4 if share.run.lora else share.bytes.states
     if share.bytes.master and not run.lora and not uses_fsdp(run):
         return 0
-    return element * (2 * largest if share.cpu else states.trained)
+    return element * (2 * largest if share.cpu else stepped)

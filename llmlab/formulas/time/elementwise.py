@@ -69,7 +69,7 @@ def _moved(spec: ModelSpec, run: Training, flash: bool) -> Moved:
     # Autocast casts each weight down for every pass (6 bytes moved), and its gradient up.
     casts = 0 if run.quantization or b.weights == b.compute else 6 if run.lora else 12
     cast = casts * block_parameters(spec) / run.tp
-    if run.compile or run.kernels:
+    if run.compile or run.kernels == "liger":
         loss = FUSED_LOGITS * share.tokens * spec.vocab / run.tp
         block = fused_block(share, run) + cast + fp8_casts(spec, run) / spec.layers
         return Moved(run.accumulation * spec.layers / run.pp * block, run.accumulation * loss)

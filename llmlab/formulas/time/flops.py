@@ -16,6 +16,7 @@ from functools import lru_cache
 from ...hardware.gpu import GPU
 from ...specs.model import ModelSpec
 from ...specs.run import Inference, Run, Training
+from .. import newton_schulz
 from ..memory.share import attention_kernel
 from ..memory.states import adapter_parameters
 from .products import gradients_of_first_block, products
@@ -66,7 +67,11 @@ def flops(spec: ModelSpec, run: Run, gpu: GPU | None = None, cpu: bool = False) 
 def _counted(spec: ModelSpec, run: Run, kernel: str) -> Flops:
     if isinstance(run, Inference):
         return _generation(spec, run)
-    sums = Flops(optimizer=2 * _factored(spec, run) if run.optimizer == "adafactor" else 0)
+    updates = {
+        "adafactor": lambda: 2 * _factored(spec, run),
+        "muon": lambda: run.dp * run.cp * newton_schulz.flop(spec),
+    }
+    sums = Flops(optimizer=updates[run.optimizer]() if run.optimizer in updates else 0)
     tokens = run.global_batch * run.seq_len
     for product in products(spec, run):
         sums.add(product.part, *product.flops(tokens))

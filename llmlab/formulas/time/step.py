@@ -14,6 +14,7 @@ from ...base.errors import NotAvailable
 from ...hardware.gpu import GPU
 from ...specs.model import ModelSpec
 from ...specs.run import Inference, Run, Training
+from .. import newton_schulz
 from ..memory.float8 import CONVERTED
 from ..memory.precision import PRECISION
 from ..memory.share import adapted, adapter_bytes, attention_kernel, bytes_of
@@ -93,9 +94,19 @@ def update_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float:
     states, and writes all but the gradient."""
     b, held = PRECISION[run.precision], states(spec, run)
     weight, gradient, state = 3 * (adapter_bytes(run),) if run.lora else (b.master or b.weights, b.gradients, b.states)
-    moments = {"adamw": 2 * state, "adamw-8bit": 2, "lion": state}.get(run.optimizer, 0)
+    moments = {"adamw": 2 * state, "adamw-8bit": 2, "lion": state, "muon": state}.get(run.optimizer, 0)
     half = b.weights if b.master and not run.lora else 0
-    return held.trained * (2 * weight + half + gradient + 2 * moments) / found.bandwidth
+    orthogonal = _orthogonal_seconds(spec, run, found) if run.optimizer == "muon" else 0.0
+    return held.trained * (2 * weight + half + gradient + 2 * moments) / found.bandwidth + orthogonal
+
+
+def _orthogonal_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float:
+    """Return the seconds of Muon's products, on a device with an equal share of all layers; every copy makes them."""
+    total = 0.0
+    for rows, columns, count in newton_schulz.matrices(spec):
+        for m, n, k in newton_schulz.products(rows, columns):
+            total += count * (found.product(m, n, k, "bf16") or found.product(m, n, k, "fp32") or 0.0)
+    return newton_schulz.ITERATIONS * total / run.pp
 
 
 def host_seconds(spec: ModelSpec, run: Training, rates: Efficiency) -> float:

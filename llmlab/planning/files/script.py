@@ -41,23 +41,26 @@ def kind(run: Training) -> str:
             raise SpecError(f"{axis}={getattr(run, axis)}: the script divides data and states only")
     if run.fp8:
         raise SpecError(f"fp8={run.fp8!r}: the script does not convert layers")
+    if run.kernels == "fused-loss":
+        raise SpecError("kernels='fused-loss': the script keeps transformers' loss; give kernels='liger', or none")
     if run.attention == "efficient":
         raise SpecError("attention='efficient' is no word of transformers; attention='sdpa' lets torch choose")
     if run.lora:
-        _check_adapters(run)
-        return "sft"
+        return _adapters_script(run)
     if uses_deepspeed(run):
         deepspeed_settings(run)  # refuses what it cannot do
         return "trainer"
-    if run.zero and run.optimizer not in ("sgd", "adamw"):
-        raise SpecError(f"optimizer={run.optimizer!r} with zero={run.zero}: it knows no shards; give adamw or sgd")
-    return "pytorch" if run.zero or run.precision.startswith("mixed") else "trainer"
+    if run.zero:
+        _check_shards(run)
+    plain = run.zero or run.precision.startswith("mixed") or run.optimizer == "muon"
+    return "pytorch" if plain else "trainer"
 
 
 def uses_deepspeed(run: Training) -> bool:
-    """Whether the script hands ds_config.json to the Trainer: ZeRO-1, adapters, and states alone in the host's memory;
-    FSDP2, which offloads weights with them, shards the rest."""
-    return bool(run.zero == 1 or (run.zero and run.lora) or run.offload == "optimizer")
+    """Whether the script hands ds_config.json to the Trainer: ZeRO-1, states alone in the host's memory, and adapters
+    of which fp32 copies are stepped; FSDP2, which offloads weights with states, shards the rest."""
+    copied = run.lora is not None and run.precision.startswith("mixed")
+    return bool(run.zero == 1 or (run.zero and copied) or run.offload == "optimizer")
 
 
 def deepspeed_settings(run: Training) -> dict[str, Any]:
@@ -65,22 +68,39 @@ def deepspeed_settings(run: Training) -> dict[str, Any]:
     return replace(run, compile=False).to_deepspeed()
 
 
-def _check_adapters(run: Training) -> None:
+def _adapters_script(run: Training) -> str:
+    """Return which script trains adapters: FSDP2 shards frozen half weights; what keeps fp32 copies is DeepSpeed's."""
     if run.quantization and run.zero:
         raise SpecError(f"quantization={run.quantization!r} with zero={run.zero}: its weights are not sharded")
-    if run.zero:
+    if uses_deepspeed(run):
         deepspeed_settings(run)
+    elif run.zero:
+        _check_shards(run)
+        return "pytorch"
     elif run.precision.startswith("mixed"):
         raise SpecError(f"precision={run.precision!r} with lora: adapters have no half copy; give bf16")
+    return "sft"
+
+
+def _check_shards(run: Training) -> None:
+    if run.optimizer not in ("sgd", "adamw"):
+        raise SpecError(f"optimizer={run.optimizer!r} with zero={run.zero}: it knows no shards; give adamw or sgd")
+
+
+def packages(run: Training) -> list[str]:
+    """Return what the script of `run` needs to be installed."""
+    chosen = kind(run)
+    needs = [*NEEDS[chosen], *(["deepspeed"] if uses_deepspeed(run) else [])]
+    needs += ["bitsandbytes"] if run.quantization or run.optimizer in ("adamw-8bit", "lion") else []
+    needs += ["peft"] if run.lora and chosen == "pytorch" else []
+    return [*needs, *(["liger-kernel"] if run.kernels == "liger" else [])]
 
 
 def training_script(spec: ModelSpec, run: Training, model: str, from_scratch: bool, title: str) -> str:
     """Return train.py for `run`; `model` is what it loads, a name on the hub or a folder."""
     chosen = kind(run)
     here = files(__package__)
-    needs = [*NEEDS[chosen], *(["deepspeed"] if uses_deepspeed(run) and chosen != "pytorch" else [])]
-    needs += ["bitsandbytes"] if run.quantization or run.optimizer in ("adamw-8bit", "lion") else []
-    needs += ["liger-kernel"] if run.kernels == "liger" else []
+    needs = packages(run)
     words = (
         f'"""{title}, with {WHAT[chosen]}.\n\n    ./launch.sh --data train.txt        with LR=... set\n\n'
         f"It needs {', '.join(needs)}.\n"
@@ -118,12 +138,13 @@ def _constants(spec: ModelSpec, run: Training, chosen: str, model: str, from_scr
         more: Mapping[str, Any] = {
             "PRECISION": run.precision, "COMPUTE": DTYPES[run.compute_dtype], "OPTIMIZER": run.optimizer,
             "ZERO": run.zero, "OFFLOAD": bool(run.offload), "DP_REPLICATE": run.dp_replicate, "KERNELS": run.kernels,
-            "COMPILE": run.compile,
+            "COMPILE": run.compile, "LORA": None,
         }  # fmt: skip
     else:
         more = {"DEEPSPEED": uses_deepspeed(run), "TRAINER": trainer_arguments(run)}
     if run.lora:
-        more = {**more, "COMPUTE": DTYPES[run.compute_dtype], "QUANTIZATION": run.quantization, "LORA": {
+        own = {"QUANTIZATION": run.quantization} if chosen == "sft" else {}
+        more = {**more, "COMPUTE": DTYPES[run.compute_dtype], **own, "LORA": {
             "r": run.lora.rank, "lora_alpha": run.lora.alpha if run.lora.alpha is not None else 2 * run.lora.rank,
             "lora_dropout": run.lora.dropout, "target_modules": list(run.lora.targets),
             "fan_in_fan_out": spec.family == "gpt2",

@@ -20,7 +20,7 @@ from ...specs.check import check
 from ...specs.model import ModelSpec, models
 from ...specs.run import Training
 from .launch import launch_script, sky_task, slurm_job
-from .script import NEEDS, deepspeed_settings, kind, training_script, uses_deepspeed
+from .script import deepspeed_settings, kind, packages, training_script
 
 
 @dataclass(frozen=True, repr=False)
@@ -86,35 +86,48 @@ def texts(spec: ModelSpec, run: Training, card: str, nodes: int, per_node: int) 
     )
     if not published:
         found["model/config.json"] = json.dumps(spec.config, indent=2) + "\n", "the model, whose weights start random"
-    program, packages = _program(run, found, left_out)
+    start, needed = _started(run, program(spec, run))
     alone = run.world_size == 1 and not run.zero and "train.py" in found  # an engine's rank is torchrun's
-    started = launch_script(title, program, nodes, per_node, alone)
+    started = launch_script(title, start, nodes, per_node, alone)
     found["launch.sh"] = started, "starts it on one node: LR=... ./launch.sh"
     found["job.sbatch"] = slurm_job(title, nodes, per_node), "Slurm: LR=... sbatch job.sbatch"
-    if task := sky_task(title, card, nodes, per_node, packages, "train.py" in found):
+    if task := sky_task(title, card, nodes, per_node, needed, "train.py" in found):
         found["sky.yaml"] = task, "SkyPilot: sky launch sky.yaml"
     else:
         left_out["sky.yaml"] = f"SkyPilot's name of {card} is not known here"
     return found, left_out
 
 
+def program(spec: ModelSpec, run: Training) -> str:
+    """Return the file that starts `run`: train.py, torchtitan.toml or megatron_args.txt. Raises SpecError, with the
+    reason of each, where none of them can."""
+    able: dict[str, Callable[[], object]] = {
+        "train.py": lambda: kind(run), "torchtitan.toml": lambda: torchtitan_config(run, spec.name),
+        "megatron_args.txt": lambda: megatron_arguments(run, spec),
+    }  # fmt: skip
+    reasons = []
+    for name, ask in able.items():
+        try:
+            ask()
+            return name
+        except SpecError as error:
+            reasons.append(f"{name}: {error}")
+    raise SpecError(f"nothing here runs {run!r}: {'; '.join(reasons)}")
+
+
 def _unsaid(run: Training) -> str:
     return "its optimizer, attention" + (", adapters" if run.lora else "") + " and the micro-batch"
 
 
-def _program(run: Training, found: Texts, left_out: dict[str, str]) -> tuple[str, list[str]]:
-    """Return what launch.sh starts, with its arguments, and the packages that it needs."""
-    if "train.py" in found:
-        extra = (["deepspeed"] if uses_deepspeed(run) else []) + (["bitsandbytes"] if run.quantization else [])
-        return 'train.py --lr "$LR"', [*NEEDS[kind(run)], *extra]
-    if "torchtitan.toml" in found:
-        program = '-m torchtitan.train --job.config_file torchtitan.toml --optimizer.lr "$LR"'
-        return program, [f"torchtitan=={RELEASE}"]
-    if "megatron_args.txt" in found:
-        script = '"${MEGATRON:?the folder of Megatron-LM}/pretrain_gpt.py" $(grep -v "^#" megatron_args.txt) --lr "$LR"'
-        return script, ["megatron-core", "transformer-engine[pytorch]"]
-    reasons = "; ".join(f"{name}: {left_out[name]}" for name in ("train.py", "torchtitan.toml", "megatron_args.txt"))
-    raise SpecError(f"nothing here runs {run!r}: {reasons}")
+def _started(run: Training, by: str) -> tuple[str, list[str]]:
+    """Return what launch.sh starts, with its arguments, and the packages that it needs; `by` is the run's `program`."""
+    if by == "train.py":
+        return 'train.py --lr "$LR"', packages(run)
+    if by == "torchtitan.toml":
+        start = '-m torchtitan.train --job.config_file torchtitan.toml --optimizer.lr "$LR"'
+        return start, [f"torchtitan=={RELEASE}"]
+    script = '"${MEGATRON:?the folder of Megatron-LM}/pretrain_gpt.py" $(grep -v "^#" megatron_args.txt) --lr "$LR"'
+    return script, ["megatron-core", "transformer-engine[pytorch]"]
 
 
 def write_files(

@@ -1,4 +1,4 @@
-"""The package flash-attn on fake tensors, for transformers' attn_implementation="flash_attention_2".
+"""The package flash-attn on fake tensors: for transformers' attn_implementation="flash_attention_2", and its loss.
 
 It is compiled for a GPU, so functions stand in for it in transformers' hands. Its kernels are those of torch's own
 FlashAttention (Dao-AILab/flash-attention, csrc/flash_attn/flash_api.cpp, mha_fwd and mha_bwd: output, log-sum-exp and
@@ -10,7 +10,7 @@ random state; then the gradients, the softmax's row sums and dQ in fp32), whose 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from ...base.compat import check, has
 from ...base.errors import NotAvailable
 from ...hardware.gpu import FLASH_ATTENTION_2_CAPABILITY
+from ...step import fused_loss
 from ..capability import Capability
 from .sdpa import HALF
 
@@ -95,6 +96,33 @@ def _flash_attn_varlen_func(
         "flash_attn_varlen_func, of padded or packed sequences, is not simulated; give sequences of one length without "
         "an attention mask, or attn_implementation='sdpa'"
     )
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """ops/triton/cross_entropy.py, CrossEntropyLoss, for logits (rows, V)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        rows = logits.shape[0]
+        losses, lse, _z_losses = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3))
+        ctx.save_for_backward(logits, lse, labels)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        logits, *_ = ctx.saved_tensors
+        return torch.empty_like(logits), None
+
+
+def _mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """losses/cross_entropy.py, CrossEntropyLoss.forward"""
+    total: Tensor = _CrossEntropy.apply(logits, labels).sum()
+    return total / (labels != fused_loss.IGNORED).sum()
+
+
+def fake_fused_loss() -> AbstractContextManager[Any]:
+    """Let kernels="fused-loss" take a loss of the same tensors, whether flash-attn is installed or not."""
+    return mock.patch.object(fused_loss, "cross_entropy", lambda: _mean_cross_entropy)
 
 
 @contextmanager

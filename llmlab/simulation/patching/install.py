@@ -37,7 +37,7 @@ from ..streams import nothing, profiled_as_host
 from .bitsandbytes import fake_bitsandbytes
 from .cuda_api import cuda_api, cuda_autocast
 from .device_mode import Redirect
-from .flash_attn import fake_flash_attn
+from .flash_attn import fake_flash_attn, fake_fused_loss
 from .flex_attention import flex_attention_unfused
 from .imports import default_device, devices_found, on_import, swept
 from .patches import (
@@ -87,6 +87,7 @@ def installed(card: Card) -> Iterator[None]:
             "transformers.generation.utils": generation,
             "transformers.modeling_flash_attention_utils": lambda: stack.enter_context(fake_flash_attn(capability)),
         }
+        stack.enter_context(fake_fused_loss())
         stack.enter_context(fake_parameters())
         stack.enter_context(cuda_operators(capability))
         stack.enter_context(told_recurrent(card.engine))

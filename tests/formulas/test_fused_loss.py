@@ -1,0 +1,53 @@
+"""kernels="fused-loss": logits stay in half precision, and backward writes one gradient beside them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import llmlab as lab
+from llmlab.formulas.memory.share import share_of
+from llmlab.formulas.memory.temporaries import loss_bytes
+from llmlab.simulation.patching.flash_attn import fake_fused_loss
+from llmlab.step.fused_loss import causal_loss
+
+GPT = {"model_type": "gpt2", "n_embd": 256, "n_layer": 2, "n_head": 4, "vocab_size": 50000, "n_positions": 512,
+       "activation_function": "gelu", "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}  # fmt: skip
+B, T, V = 2, 512, 50000
+
+
+@pytest.mark.parametrize("settings", [
+    {"precision": "bf16"}, {"precision": "autocast-bf16"}, {"precision": "mixed-bf16", "dp": 8, "zero": 3},
+    {"precision": "mixed-bf16", "accumulation": 2, "checkpointing": "full"},
+])  # fmt: skip
+def test_the_formula_is_the_simulation_within_two_percent(settings):
+    run = lab.Training(B, T, kernels="fused-loss", **settings)
+    estimated, simulated = (verb(GPT, run, "A100-40GB").peak_allocated for verb in (lab.estimate, lab.simulate))
+    assert estimated == pytest.approx(simulated, rel=0.02)
+
+
+def test_it_saves_the_copies_that_the_usual_loss_makes():
+    """Two bytes of each logit and two of its gradient, where transformers' loss has 2 + 4 + 4 + 4."""
+    run = lab.Training(B, T, "bf16")
+    usual, fused = (loss_bytes(share_of(lab.model(GPT), each)) for each in (run, replace(run, kernels="fused-loss")))
+    assert (usual.gradient, fused.gradient) == (14 * B * T * V, 4 * B * T * V)
+    assert (usual.after, fused.after) == (2 * B * T * V, 2 * B * T * V)
+
+
+def test_what_stands_for_flash_attns_loss_keeps_the_logits_and_returns_their_gradient():
+    with fake_fused_loss():
+        logits = torch.zeros(2, 8, 16, dtype=torch.bfloat16, requires_grad=True)
+        loss = causal_loss(logits, torch.zeros(2, 8, dtype=torch.long), 16)
+        assert loss.shape == () and loss.dtype == torch.float32
+        loss.backward()
+    assert logits.grad.dtype == torch.bfloat16 and logits.grad.shape == logits.shape
+
+
+def test_a_script_of_ours_does_not_claim_it(tmp_path):
+    run = lab.Training(seq_len=64, precision="mixed-bf16", kernels="fused-loss")
+    with pytest.raises(lab.SpecError, match="keeps transformers' loss"):
+        lab.write(GPT, run, "A100-40GB", tmp_path / "out")
+    with pytest.raises(lab.NotAvailable, match="kernels='fused-loss' runs on a CUDA GPU only"):
+        lab.measure(GPT, replace(run, precision="fp32"))
