@@ -86,7 +86,7 @@ class Torchtitan(StackOptions):
     "selective_layers" recomputes one of `every` blocks in full. `keeps_attention=False` is "selective_op" up to release
     0.2.0, whose list of what is kept lacks cuDNN's attention, which an H100 takes. `reshard_after_forward` is FSDP2's
     policy: "default" keeps the final norm and the head gathered until backward, "never" keeps everything. `optimizer`
-    is the implementation of AdamW.
+    is the implementation of AdamW. Releases before 0.2.0 take FlashAttention 2 first: the run's attention="flash".
     """
 
     name = "torchtitan"
@@ -97,7 +97,7 @@ class Torchtitan(StackOptions):
     allowed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "precision": ("mixed-bf16", "autocast-bf16", "fp32"),
         "optimizer": ("adamw",),
-        "attention": ("sdpa",),
+        "attention": ("sdpa", "flash"),
         "lora": (None,),
         "quantization": (None,),
         "offload": (None,),

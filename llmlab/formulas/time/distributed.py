@@ -46,8 +46,8 @@ class Step(NamedTuple):
     """Seconds of a step by what the slowest GPU does; communication counts where computation does not hide it.
 
     `launches` is what the card waits for its host, to start kernels. `data_sent` is all that data
-    parallelism communicates, hidden or not, and `data_exposed` what computation does not hide; `data` is that and what
-    the hidden part costs. `scale` is what many nodes lose to the slowest of them. `layer` has the seconds of one layer
+    parallelism communicates, hidden or not, and `data_exposed` what computation does not hide; `data` is that, what
+    the hidden part costs and what FSDP2 copies. `scale` is what many nodes lose to the slowest of them. `layer` has the seconds of one layer
     in a micro-batch: what is computed forward and backward, what is gathered and reduced for it, and sent within it.
     """
 
@@ -136,7 +136,7 @@ def step(
         experts=m * n * experts,
         pipeline=m * pipeline,
         bubble=(sum(stages) - stages[slowest] + (run.pp - 1) * pipeline) / run.virtual_stages,
-        data=data.exposed + scale["contention"] * data.contended(shard_group(run, cluster)),
+        data=data.exposed + data.copied + scale["contention"] * data.contended(shard_group(run, cluster)),
         update=time.update_seconds(spec, run, found),
         data_sent=data.sent,
         data_exposed=data.exposed,

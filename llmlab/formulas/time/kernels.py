@@ -8,8 +8,9 @@ Four origins, the best that there is for a card:
                   large products reach (hardware/products.toml), or of peaks, where bytes do by that of bandwidths
     data sheet    its peaks and bandwidth, times the share that measured cards reach of theirs
 
-Kernels are measured one at a time, in bursts; in a step that lasts, clocks fall with the power that is drawn, by one
-factor per architecture (`sustained`). It, the shares and the spreads are in hardware/training.toml.
+Kernels are measured one at a time, in bursts; in a step that lasts, the card's power limit holds its clocks back: no
+kernel multiplies faster than a share of the peak, one per architecture (`sustained`), where steps that last were
+published. It, the other shares and the spreads are in hardware/training.toml.
 
     >>> kernels("A100-40GB").origin
     "transferred from A100-80GB by the large products' rates"
@@ -32,10 +33,12 @@ from .efficiency import Efficiency, efficiency
 
 LAUNCH = 2e-6  # s of an empty kernel
 LARGE = (8192, 8192, 8192)  # a product that is bound by FLOP on every card
+BURSTS = (4096, 8192)  # rows of square products, of which the fastest is at the clocks of a burst
 # FlashAttention's backward pass is five products to forward's two, and reaches up to 63 % of an A100's peak where
 # forward reaches up to 73 % (arXiv 2307.08691, section 1).
 BACKWARD = 2.5 * 0.73 / 0.63
 FASTER_ATTENTION = ("vllm_flash_attn_fa3",)  # kernels that are FlashAttention 3, which SDPA does not have
+OLDEST = "A100-80GB"  # the first card whose kernels were measured
 HOST = "A100-80GB"  # whose host's times stand for those that nobody measured
 
 
@@ -76,7 +79,7 @@ class Kernels:
     @cached_property
     def sources(self) -> dict[str, str]:
         """Where the rates are from that each part of a step's time follows from (`timing.PARTS`), in words."""
-        lasting = f", at {self.sustained:.0%} of their clocks" if self.table else ""
+        lasting = f", at most {self.sustained:.0%} of the peak" if self.sustained < 1 else ""
         products, attention, links = self.origin, self.origin, "links.toml"
         if self.table:
             one = self.table.attentions["bf16"]
@@ -130,6 +133,18 @@ class Kernels:
     def _fitted(self, what: str) -> bool:
         return self.table is None and self.rates is not None and bool(getattr(self.rates, what))
 
+    @cached_property
+    def clocks(self) -> float:
+        """Clocks that last over those of bursts, at which attention was measured: what products reach in steps that
+        last over the most that they reach alone; 1 where nothing says that power limits the card."""
+        if self.sustained == 1 or not self.table:
+            return 1.0
+        bursts = [_matmul(self.base.name, m, m, m, "bf16") for m in BURSTS]
+        fastest = max(2.0 * m**3 / seconds for m, seconds in zip(BURSTS, bursts, strict=True) if seconds)
+        peak = self.card.peak("bf16")
+        assert peak
+        return min(1.0, self.sustained * peak * self.scale / fastest)
+
     def measured(self, dtype: str) -> bool:
         """Return whether products in `dtype` were measured, on the card or the one that it is transferred from."""
         return self.table is not None and ("bf16" if dtype == "fp16" else dtype) in self.table.matmuls
@@ -153,15 +168,16 @@ class Kernels:
         peak = self.card.peak(dtype)
         if peak is None:
             return None
+        least = flop / peak / self.sustained
         width = {"fp32": 4, "fp8": 1}.get(dtype, 2)
         moved = float(width * (m * k + k * n) + max(width, 2) * m * n)
         found = _matmul(self.base.name, m, n, k, dtype) if self.table else None
         if found:
-            return self._scaled(found, flop, moved, dtype) / self.sustained
+            return max(least, self._scaled(found, flop, moved, dtype))
         rate = self.shares["products"] * peak
         if self.reached and dtype != "fp32":  # fp8 of the same share as halves
             rate = self.reached * peak / (self.card.peak("bf16") or peak)
-        return LAUNCH + max(flop / rate / self.sustained, moved / self.bandwidth)
+        return LAUNCH + max(least, flop / rate, moved / self.bandwidth)
 
     def _scaled(self, seconds: float, flop: float, moved: float, dtype: str) -> float:
         """Return the time on this card of a kernel that took `seconds` on the card that the table is of."""
@@ -173,8 +189,9 @@ class Kernels:
         return seconds * max(computed * self.scale, moved / self.card.bandwidth) / max(computed, read)
 
     def attention(self, batch: int, heads: int, length: int, head_size: int, kernel: str, dtype: str) -> float:
-        """Return the seconds of fused causal attention's forward pass: SDPA's FlashAttention 2 ("flash"), or the
-        memory-efficient kernel ("efficient"), which takes as much longer as FlashAttention's first version did."""
+        """Return the seconds of fused causal attention's forward pass: SDPA's FlashAttention 2 ("flash"), cuDNN's
+        ("cudnn"), as fast as FlashAttention 3 (arXiv 2407.08608, figure 5), or the memory-efficient kernel
+        ("efficient"), which takes as much longer as FlashAttention's first version did."""
         key = batch * heads, length, head_size, 0, kernel + dtype
         if key not in self._attentions:
             self._attentions[key] = self._attention(batch * heads, length, head_size, kernel, dtype)
@@ -187,14 +204,14 @@ class Kernels:
         slower = self.shares["efficient"] if kernel == "efficient" else 1.0
         found = self.table and dtype != "fp32" and self.table.attention(1, heads, length, head_size)
         if found and self.table:
-            if self.table.attentions["bf16"].kernel in FASTER_ATTENTION:
+            if kernel != "cudnn" and self.table.attentions["bf16"].kernel in FASTER_ATTENTION:
                 slower *= self.shares["flash_attention_2"]
             moved = 8.0 * heads * length * head_size
-            return slower * self._scaled(found.seconds, flop, moved, "bf16") / self.sustained
+            return slower * self._scaled(found.seconds, flop, moved, "bf16") / self.clocks
         peak = self.card.peak(dtype) or self.card.peak("fp16") or self.card.peak_flops["fp32"]
         if self.reached and dtype != "fp32":
             peak = self.reached / self.shares["products"]
-        return LAUNCH + slower * flop / (self.shares["attention"] * peak) / self.sustained
+        return LAUNCH + slower * flop / (self.shares["attention"] * peak)
 
     def collective(self, operation: str, size: float, group: Group) -> float:
         """Return the seconds of a collective of `size` bytes: measured inside a node, where the ranks are joined as
@@ -260,6 +277,7 @@ def kernels(card: GPU | str) -> Kernels:
     kind = "data sheet" if not (table or rates) else "fitted" if not table else "measured"
     if base and base is not found:
         kind = "transferred"
+    alike = base is not None and base.compute_capability == found.compute_capability
     host, reached = efficiency(HOST), _reached(found)
     assert host
     return Kernels(
@@ -271,16 +289,25 @@ def kernels(card: GPU | str) -> Kernels:
         host=rates if rates and rates.dispatch else host,
         bandwidth=rates.bandwidth if rates else shared["share"]["bandwidth"] * found.bandwidth,
         shares=shared["share"],
-        sustained=shared["sustained"].get(found.architecture, shared["sustained"]["other"]),
-        spread=shared["spread"]["AMD" if found.vendor == "AMD" else kind],
+        # A6000s have another chip than A100s, and other limits.
+        sustained=shared["sustained"].get(found.architecture, 1.0) if alike else 1.0,
+        spread=shared["spread"][_nearness(found, base, kind)],
         reached=reached,
         scale=_scale(found, base, reached) if base and base is not found else 1.0,
     )
 
 
+def _nearness(card: GPU, base: GPU | None, kind: str) -> str:
+    """Return the name of the spread: of a maker, of the kind, or, of grids of another architecture, of data sheets."""
+    if card.vendor == "AMD":
+        return "AMD"
+    return "data sheet" if base and base.architecture != card.architecture else kind
+
+
 def _base(card: GPU) -> GPU | None:
     """Return the card whose grids stand for `card`: its own, else those of one of the same compute capability, else of
-    the same architecture, the nearest in bandwidth; None where there is none, or where its own steps were fitted."""
+    the same architecture, the nearest in bandwidth, else `OLDEST`, of the architecture that follows; None for those of
+    other makers, and where its own steps were fitted."""
     if kernel_table(card.name):
         return card
     if card.vendor != "NVIDIA" or efficiency(card):
@@ -288,4 +315,5 @@ def _base(card: GPU) -> GPU | None:
     names = training_rates()["measured"]
     like = [each for each in map(find_gpu, names) if each.architecture == card.architecture]
     same = [each for each in like if each.compute_capability == card.compute_capability]
-    return min(same or like, key=lambda each: abs(each.bandwidth - card.bandwidth), default=None)
+    oldest = find_gpu(OLDEST)
+    return min(same or like, key=lambda each: abs(each.bandwidth - card.bandwidth), default=oldest)
