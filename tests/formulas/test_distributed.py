@@ -24,11 +24,11 @@ def predicted(row, overlap):
     return step(row.config, row.run, row.card, cluster(row.card, row.network), overlap)
 
 
-@pytest.mark.parametrize("overlap", [(), ("tensor",)], ids=["nothing hidden", "as they hide it"])
 @pytest.mark.parametrize("row", megatron_iterations(), ids=lambda row: row.name)
-def test_korthikanti_iterations_within_15_percent(row, overlap):
-    found = predicted(row, overlap)
+def test_korthikanti_iterations_within_15_percent(row):
+    found = predicted(row, ("tensor",))
     assert found.seconds == pytest.approx(row.seconds, rel=0.15)
+    assert found.seconds < predicted(row, ()).seconds < 1.1 * found.seconds  # with nothing hidden
     if row.run.checkpointing == "selective" and row.run.dp == 1:
         published = figure("recomputation-iteration-mfu")[row.name.split()[0]]
         assert found.mfu == pytest.approx(published, rel=0.15)

@@ -76,7 +76,7 @@ def test_where_a_rate_is_from_and_how_wide_that_makes_the_interval():
     run = Training(seq_len=512, precision="fp16")
     said = {"H100": "measured on H100-80GB (sglang", "A100-40GB": "transferred from A100-80GB by the large products'",
             "RTX-6000-Ada": "transferred from L40S by the data sheets'", "T4": "fitted to 32 LoRA",
-            "V100": "large products at 89", "MI350X": "70% of the data sheet"}  # fmt: skip
+            "V100": "transferred from A100-80GB by the large products'", "MI350X": "70% of the data sheet"}  # fmt: skip
     wide = {}
     for card, words in said.items():
         report = lab.estimate("gpt2", run, card)
@@ -126,7 +126,8 @@ def test_products_are_looked_up_by_their_shapes():
     assert square == pytest.approx(2 * 8192**3 / efficiency("H100").matmul["bf16"], rel=0.01)
     one_row = found.product(1, 8192, 8192, "bf16")
     assert one_row > 2 * 8192**2 / lab.gpu("H100").bandwidth > 20 * 2 * 8192**2 / efficiency("H100").matmul["bf16"]
-    slower = kernels("A100-40GB").product(8192, 8192, 8192, "bf16") / kernels("A100").product(8192, 8192, 8192, "bf16")
+    narrow = (1024, 1024, 8192, "bf16")  # below what power leaves
+    slower = kernels("A100-40GB").product(*narrow) / kernels("A100").product(*narrow)
     assert slower == pytest.approx(270 / 246.33, rel=0.01)  # as large products of torch are
     assert found.product(64, 64, 64, "fp8") is not None and kernels("T4").product(64, 64, 64, "bf16") is None
 

@@ -31,6 +31,7 @@ from ...specs.check import check
 from ...specs.model import ModelLike, ModelSpec
 from ...specs.model import model as find_model
 from ...specs.run import Training
+from ...specs.stacks import Megatron
 from ...specs.stages import stage_layers
 from ..memory.share import bytes_of
 from . import step as time
@@ -47,8 +48,9 @@ class Step(NamedTuple):
 
     `launches` is what the card waits for its host, to start kernels. `data_sent` is all that data
     parallelism communicates, hidden or not, and `data_exposed` what computation does not hide; `data` is that, what
-    the hidden part costs and what FSDP2 copies. `scale` is what many nodes lose to the slowest of them. `layer` has the seconds of one layer
-    in a micro-batch: what is computed forward and backward, what is gathered and reduced for it, and sent within it.
+    the hidden part costs and what FSDP2 copies. `scale` is what many nodes lose to the slowest of them. `layer` has the
+    seconds of one layer in a micro-batch: what is computed forward and backward, what is gathered and reduced for it,
+    and sent within it.
     """
 
     products: float
@@ -83,7 +85,7 @@ def step(
     run: Training,
     card: GPU | str,
     cluster: Cluster,
-    overlap: tuple[str, ...] = ("data",),
+    overlap: tuple[str, ...] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Step:
     """Return how long one optimizer step of `run` takes on `cluster`, and each part of it.
@@ -92,11 +94,14 @@ def step(
     ranks are data-parallel ones. `overlap` names what hides behind
     computation: "data", gradients behind backward and ZeRO-3's parameters behind the unit before, as DDP and FSDP do;
     "gradients", the same in backward only: forward waits for each unit's parameters; "tensor", backward's
-    communication behind the weight gradients' products, as Megatron-LM does. Raises SpecError for settings
+    communication behind the weight gradients' products, as Megatron-LM does; None is what the run's stack hides:
+    "data", and "tensor" of Megatron-LM. Raises SpecError for settings
     that contradict each other, NotAvailable for a dtype that the card has no units for, and where no link is known.
     """
     spec, gpu = find_model(model), find_gpu(card)
     check(spec, run, gpu)
+    if overlap is None:
+        overlap = ("data", "tensor") if isinstance(run.stack, Megatron) else ("data",)
     _check(run, overlap, bucket_bytes)
     found, passed = kernels(gpu), time.passes(spec, run, gpu)
     if passed is None:

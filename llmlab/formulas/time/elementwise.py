@@ -187,6 +187,6 @@ def titan_block(share: Share, run: Training) -> float:
     return T * (forward * (1 if run.checkpointing is None else 2) + backward)
 
 
-# What blocks of other stacks move where nothing is compiled: Megatron-LM's kernels, its own and Transformer Engine's, are
-# fused ones.
+# What blocks of other stacks move where nothing is compiled. Megatron-LM's kernels are fused, its own and Transformer
+# Engine's.
 STACKS = {Torchtitan: titan_block, Megatron: fused_block}

@@ -38,7 +38,6 @@ BURSTS = (4096, 8192)  # rows of square products, of which the fastest is at the
 # forward reaches up to 73 % (arXiv 2307.08691, section 1).
 BACKWARD = 2.5 * 0.73 / 0.63
 FASTER_ATTENTION = ("vllm_flash_attn_fa3",)  # kernels that are FlashAttention 3, which SDPA does not have
-OLDEST = "A100-80GB"  # the first card whose kernels were measured
 HOST = "A100-80GB"  # whose host's times stand for those that nobody measured
 
 
@@ -168,7 +167,7 @@ class Kernels:
         peak = self.card.peak(dtype)
         if peak is None:
             return None
-        least = flop / peak / self.sustained
+        least = flop / peak / self.sustained if self.sustained < 1 else 0.0
         width = {"fp32": 4, "fp8": 1}.get(dtype, 2)
         moved = float(width * (m * k + k * n) + max(width, 2) * m * n)
         found = _matmul(self.base.name, m, n, k, dtype) if self.table else None
@@ -277,7 +276,6 @@ def kernels(card: GPU | str) -> Kernels:
     kind = "data sheet" if not (table or rates) else "fitted" if not table else "measured"
     if base and base is not found:
         kind = "transferred"
-    alike = base is not None and base.compute_capability == found.compute_capability
     host, reached = efficiency(HOST), _reached(found)
     assert host
     return Kernels(
@@ -289,12 +287,21 @@ def kernels(card: GPU | str) -> Kernels:
         host=rates if rates and rates.dispatch else host,
         bandwidth=rates.bandwidth if rates else shared["share"]["bandwidth"] * found.bandwidth,
         shares=shared["share"],
-        # A6000s have another chip than A100s, and other limits.
-        sustained=shared["sustained"].get(found.architecture, 1.0) if alike else 1.0,
+        sustained=_sustained(found, base),
         spread=shared["spread"][_nearness(found, base, kind)],
         reached=reached,
         scale=_scale(found, base, reached) if base and base is not found else 1.0,
     )
+
+
+def _sustained(card: GPU, base: GPU | None) -> float:
+    """Return the share of the peak that power leaves in a step that lasts; 1 of another chip than those whose steps
+    were published, and where the card's units (an H20's) are the narrower limit."""
+    share: float = training_rates()["sustained"].get(card.architecture, 1.0)
+    if base is None or base.compute_capability != card.compute_capability:
+        return 1.0
+    theirs, mine = base.peak("bf16"), card.peak("bf16")
+    return 1.0 if theirs and mine and mine < share * theirs else share
 
 
 def _nearness(card: GPU, base: GPU | None, kind: str) -> str:
@@ -306,14 +313,20 @@ def _nearness(card: GPU, base: GPU | None, kind: str) -> str:
 
 def _base(card: GPU) -> GPU | None:
     """Return the card whose grids stand for `card`: its own, else those of one of the same compute capability, else of
-    the same architecture, the nearest in bandwidth, else `OLDEST`, of the architecture that follows; None for those of
-    other makers, and where its own steps were fitted."""
+    the same architecture, else of the nearest capability, and of several the nearest in bandwidth; None for other
+    makers' cards, and where the card's own steps were fitted."""
     if kernel_table(card.name):
         return card
     if card.vendor != "NVIDIA" or efficiency(card):
         return None
-    names = training_rates()["measured"]
-    like = [each for each in map(find_gpu, names) if each.architecture == card.architecture]
-    same = [each for each in like if each.compute_capability == card.compute_capability]
-    oldest = find_gpu(OLDEST)
-    return min(same or like, key=lambda each: abs(each.bandwidth - card.bandwidth), default=oldest)
+
+    def distance(other: GPU) -> tuple[bool, bool, float, float]:
+        apart = abs(_capability(other) - _capability(card))
+        return apart > 0, other.architecture != card.architecture, apart, abs(other.bandwidth - card.bandwidth)
+
+    return min(map(find_gpu, training_rates()["measured"]), key=distance)
+
+
+def _capability(card: GPU) -> float:
+    major, minor = card.compute_capability or (0, 0)
+    return major + minor / 10

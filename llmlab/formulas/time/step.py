@@ -29,7 +29,7 @@ from .roofline import decode_pass, prefill_pass
 
 OPERATORS = {"rmsnorm": 110, "layernorm": 50}  # kernels per block, forward and backward; adapters add theirs
 OPERATORS_ADAPTER = 10
-# Stacks that take cuDNN's attention first, where the card has it: torchtitan/models/attention.py, and Transformer Engine.
+# Stacks that take cuDNN's attention first: torchtitan (torchtitan/models/attention.py), and Transformer Engine.
 CUDNN = (Torchtitan, Megatron)
 UNPACKED = 2.5  # bytes moved per packed weight, 4 bits read and 16 written, each time that it is multiplied
 

@@ -85,9 +85,7 @@ def _spread(run: Training, found: Kernels, nodes: Cluster | None) -> float:
     return max(widest)
 
 
-def _longest(
-    spec: ModelSpec, run: Training, card: GPU, nodes: Cluster | None, seconds: float, factor: float
-) -> float:
+def _longest(spec: ModelSpec, run: Training, card: GPU, nodes: Cluster | None, seconds: float, factor: float) -> float:
     """Return the seconds that 9 in 10 such steps are below. Several GPUs have an engine, which takes its own time in
     each step; without peer access their bytes go through the host, maybe from a slot with few lanes."""
     if run.world_size == 1 or nodes is None:
