@@ -28,8 +28,10 @@ from llmlab.hardware.kernel_tables import FOLDER, kernel_table
 
 TABLE = Path(lab.__file__).parent / "hardware" / "training.toml"
 TOLERATED = 0.1  # logarithm of a ratio up to which it counts as a square, beyond linearly
-FIRST = {"Ampere": 0.85, "Hopper": 0.65, "contention": 0.5, "per_doubling": 0.01}
-STEPS = {"Ampere": 0.04, "Hopper": 0.04, "contention": 0.2, "per_doubling": 0.005}
+FIRST = {"Ampere": 0.85, "Hopper": 0.65, "contention": 0.5, "share_per_doubling": 0.01,
+         "seconds_per_doubling": 0.01}  # fmt: skip
+STEPS = {"Ampere": 0.04, "Hopper": 0.04, "contention": 0.2, "share_per_doubling": 0.005,
+         "seconds_per_doubling": 0.005}  # fmt: skip
 MOST = {"contention": 1.0}  # what is hidden cannot cost more than what is not
 FINEST = 1 / 16  # of the first steps
 HELD = 0.8  # the share of rows that an interval is to hold
@@ -170,7 +172,8 @@ HEAD = """\
 # sustained  share of the peak that no kernel exceeds in a step that lasts, where the power limit holds clocks back, by
 #            architecture; of others nobody published enough to tell it
 # scale      contention: the share of hidden communication that a step loses all the same, of the time that it takes
-#            inside a node; per_doubling: the share of a step that each doubling of the nodes costs
+#            inside a node; what each doubling of the nodes costs: a share of the step where ranks wait for one another
+#            in each layer, for sharded parameters, else seconds
 # spread     logarithm by which 80 % of predictions are off at most, by where the rates are from; AMD: of its cards;
 #            cut: at least, with tensor or pipeline parallelism
 # engine     seconds that a step on several GPUs may take longer, whatever the model: logging, clipping, norms, and
@@ -197,7 +200,7 @@ def main(written: bool) -> None:
     parts = {
         "share": shares(),
         "sustained": lasting,
-        "scale": {name: found[name] for name in ("contention", "per_doubling")},
+        "scale": {name: found[name] for name in ("contention", "share_per_doubling", "seconds_per_doubling")},
         "spread": spreads(others),
         "engine": {"seconds": engine(others)},
     }  # fmt: skip

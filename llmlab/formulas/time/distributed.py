@@ -33,6 +33,7 @@ from ...specs.model import model as find_model
 from ...specs.run import Training
 from ...specs.stacks import Megatron
 from ...specs.stages import stage_layers
+from ..memory.fsdp import uses_fsdp
 from ..memory.share import bytes_of
 from . import step as time
 from .data_parallel import data_parallel, shard_group
@@ -113,9 +114,12 @@ def step(
     # A layer of the mean stage: what products, traffic and the host's time are counted for.
     block = _Layer(blocks, passed.attention, passed.elementwise, passed.host).times(run.pp / spec.layers)
     tensor = _tensor(spec, run, cluster, found, "tensor" in overlap)
+    if isinstance(run.stack, Megatron) and run.stack.tp_comm_overlap:
+        tensor /= run.tp  # sent in as many pieces, each behind the product of another: the first waits
     context = _context(spec, run, cluster, found)
     experts = spec.moe_layers / spec.layers * _experts(spec, run, cluster, found) if run.ep > 1 else 0.0
     pipeline = _sends(spec, run, cluster, found)
+    hidden_sends = isinstance(run.stack, Megatron) and run.virtual_stages > 1
 
     layers, within = stage_layers(spec.layers, run.pp, spec.name), tensor + context + experts
     # Stages with as many layers take as long, but for the last one, which has the head too.
@@ -139,7 +143,8 @@ def step(
         tensor=m * n * tensor,
         context=m * n * context,
         experts=m * n * experts,
-        pipeline=m * pipeline,
+        # Interleaved, Megatron-LM sends behind another virtual stage (--no-overlap-p2p-communication is off).
+        pipeline=0.0 if hidden_sends else m * pipeline,
         bubble=(sum(stages) - stages[slowest] + (run.pp - 1) * pipeline) / run.virtual_stages,
         data=data.exposed + data.copied + scale["contention"] * data.contended(shard_group(run, cluster)),
         update=time.update_seconds(spec, run, found),
@@ -148,9 +153,10 @@ def step(
         layer={"forward": forward * one, "backward": (1 - forward) * one, "gather": data.gather,
                "reduce": data.reduce, "tensor": tensor, "context": context, "experts": experts},
     )  # fmt: skip
-    nodes = -(-run.world_size // cluster.gpus)
-    lost = scale["per_doubling"] * log2(nodes)
-    return step._replace(scale=lost * step.seconds, mfu=time.mfu(spec, run, gpu, (1 + lost) * step.seconds))
+    # Sharded parameters make all ranks wait for the slowest in each layer, others once per step.
+    each = scale["share_per_doubling"] * step.seconds if uses_fsdp(run) else scale["seconds_per_doubling"]
+    lost = each * log2(-(-run.world_size // cluster.gpus))
+    return step._replace(scale=lost, mfu=time.mfu(spec, run, gpu, step.seconds + lost))
 
 
 class _Layer(NamedTuple):

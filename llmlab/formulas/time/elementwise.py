@@ -97,13 +97,12 @@ def _moved(spec: ModelSpec, run: Training, flash: bool) -> Moved:
 
 def accumulated(spec: ModelSpec, run: Training) -> float:
     """Return the bytes in which gradients of later micro-batches are added to those of the first: read both, write the
-    sum, which Megatron-LM has in fp32. Shards of gradients, which ZeRO 2 and 3 add, are little."""
-    if run.accumulation == 1 or run.zero >= 2:
+    sum. Shards of gradients, which ZeRO 2 and 3 add, are little, and Megatron-LM's products add their results to the
+    gradient themselves, while they multiply (--no-gradient-accumulation-fusion is off)."""
+    if run.accumulation == 1 or run.zero >= 2 or isinstance(run.stack, Megatron):
         return 0.0
     gradient = adapter_bytes(run) if run.lora else PRECISION[run.precision].gradients
-    fp32 = isinstance(run.stack, Megatron) and run.stack.accumulates_in_fp32(run.compute_dtype)
-    trained = states(spec, run, sharded=False).trained
-    return (run.accumulation - 1) * trained * (gradient + 2 * (4 if fp32 else gradient))
+    return 3.0 * gradient * (run.accumulation - 1) * states(spec, run, sharded=False).trained
 
 
 class Casts(NamedTuple):

@@ -79,13 +79,12 @@ class Kernels:
     def sources(self) -> dict[str, str]:
         """Where the rates are from that each part of a step's time follows from (`timing.PARTS`), in words."""
         lasting = f", at most {self.sustained:.0%} of the peak" if self.sustained < 1 else ""
+        slower = f", at {self.clocks:.0%} of their clocks" if self.clocks < 1 else ""
         products, attention, links = self.origin, self.origin, "links.toml"
         if self.table:
             one = self.table.attentions["bf16"]
             products += f" ({', '.join(self.table.matmuls['bf16'].measured_by)}){lasting}"
-            attention += f" ({one.kernel}, {', '.join(one.measured_by)}){lasting}"
-            if one.kernel in FASTER_ATTENTION:
-                attention += f", × {self.shares['flash_attention_2']:.2f} for FlashAttention 2"
+            attention += f" ({one.kernel}, {', '.join(one.measured_by)}){slower}"
             if "all-reduce" in self.table.collectives:
                 nccl = ", ".join(self.table.collectives["all-reduce"].measured_by)
                 links = f"inside a node {self.origin} ({nccl}), else links.toml" if self._joined else links
@@ -118,6 +117,13 @@ class Kernels:
             like, gpu=self.card.name, sms=self.card.sms or like.sms, bandwidth=self.bandwidth,
             strided=faster * like.strided, gather=faster * like.gather,
         )  # fmt: skip
+
+    def slower(self, kernel: str) -> float:
+        """Return how much longer `kernel` takes than the measured attention, which SDPA may not have."""
+        times = self.shares["efficient"] if kernel == "efficient" else 1.0
+        if kernel != "cudnn" and self.table and self.table.attentions["bf16"].kernel in FASTER_ATTENTION:
+            times *= self.shares["flash_attention_2"]
+        return times
 
     @property
     def interval(self) -> float:
@@ -200,11 +206,9 @@ class Kernels:
         flop = 2.0 * heads * length * length * head_size  # of two products, the half that is not masked
         if self._fitted("attention") and self.rates and dtype in self.rates.attention:
             return flop / self.rates.attention[dtype]
-        slower = self.shares["efficient"] if kernel == "efficient" else 1.0
+        slower = self.slower(kernel)
         found = self.table and dtype != "fp32" and self.table.attention(1, heads, length, head_size)
         if found and self.table:
-            if kernel != "cudnn" and self.table.attentions["bf16"].kernel in FASTER_ATTENTION:
-                slower *= self.shares["flash_attention_2"]
             moved = 8.0 * heads * length * head_size
             return slower * self._scaled(found.seconds, flop, moved, "bf16") / self.clocks
         peak = self.card.peak(dtype) or self.card.peak("fp16") or self.card.peak_flops["fp32"]

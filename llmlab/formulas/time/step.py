@@ -202,10 +202,9 @@ def attention_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float |
     fused = kernel in ("flash", "efficient")
     kept = run.checkpointing == "selective" and fused and getattr(run.stack, "keeps_attention", True)
     again = 0 if run.checkpointing is None or kept else spec.layers
-    newest = run.attention == "sdpa" and isinstance(run.stack, CUDNN)
     dtype = "fp32" if bytes_of(run).compute == 4 or kernel == "math" else peak_dtype(run)
     if fused:
-        forward = found.attention(run.micro_batch, heads, length, (qk + v) // 2, "cudnn" if newest else kernel, dtype)
+        forward = found.attention(run.micro_batch, heads, length, (qk + v) // 2, fastest_kernel(run, kernel), dtype)
         total = forward * (spec.layers + again + (spec.layers - without) * found.backward)
     else:
         rows = run.micro_batch * heads * length
@@ -214,6 +213,12 @@ def attention_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float |
             return None
         total = (scores + values) * (spec.layers + again + 2 * (spec.layers - without))
     return total * run.accumulation / run.pp / run.cp
+
+
+def fastest_kernel(run: Run, kernel: str) -> str:
+    """Return `kernel`, or "cudnn" where the stack lets SDPA take cuDNN's attention first."""
+    newest = run.attention == "sdpa" and isinstance(getattr(run, "stack", None), CUDNN)
+    return "cudnn" if newest and kernel == "flash" else kernel
 
 
 def token_seconds(spec: ModelSpec, run: Inference, rates: Efficiency, eager: bool = True) -> tuple[float, float] | None:
