@@ -28,9 +28,9 @@ from llmlab.hardware.kernel_tables import FOLDER, kernel_table
 
 TABLE = Path(lab.__file__).parent / "hardware" / "training.toml"
 TOLERATED = 0.1  # logarithm of a ratio up to which it counts as a square, beyond linearly
-FIRST = {"Ampere": 0.85, "Hopper": 0.65, "contention": 0.5, "share_per_doubling": 0.01,
+FIRST = {"8.0": 0.85, "9.0": 0.65, "10": 0.65, "contention": 0.5, "share_per_doubling": 0.01,
          "seconds_per_doubling": 0.01}  # fmt: skip
-STEPS = {"Ampere": 0.04, "Hopper": 0.04, "contention": 0.2, "share_per_doubling": 0.005,
+STEPS = {"8.0": 0.04, "9.0": 0.04, "10": 0.04, "contention": 0.2, "share_per_doubling": 0.005,
          "seconds_per_doubling": 0.005}  # fmt: skip
 MOST = {"contention": 1.0}  # what is hidden cannot cost more than what is not
 FINEST = 1 / 16  # of the first steps
@@ -170,7 +170,7 @@ HEAD = """\
 #            takes than 3 (arXiv 2407.08608, figure 5 a), and the memory-efficient kernel, taken for FlashAttention's
 #            first version, than 2 (arXiv 2307.08691, figure 4 c)
 # sustained  share of the peak that no kernel exceeds in a step that lasts, where the power limit holds clocks back, by
-#            architecture; of others nobody published enough to tell it
+#            compute capability: A100, H100, B200 and their like; of other chips nobody published enough to tell it
 # scale      contention: the share of hidden communication that a step loses all the same, of the time that it takes
 #            inside a node; what each doubling of the nodes costs: a share of the step where ranks wait for one another
 #            in each layer, for sharded parameters, else seconds
@@ -196,7 +196,7 @@ def main(written: bool) -> None:
     head = HEAD.format(
         date=date.today(), rows=len(chosen), other=len(others), after=_said(after), left_out=_said(left_out)
     )
-    lasting = {name: found[name] for name in ("Ampere", "Hopper")}
+    lasting = {f'"{chip}"': found[chip] for chip in times.training_rates()["sustained"]}
     parts = {
         "share": shares(),
         "sustained": lasting,

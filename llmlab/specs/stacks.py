@@ -230,7 +230,8 @@ class Megatron(StackOptions):
         """Raise SpecError where stages of these numbers of layers cannot be cut into the virtual ones."""
         chunks = self.virtual_pipeline
         given = f"virtual_pipeline={chunks}"
-        if any(layers % chunks for layers in stages):
+        ends = {0, len(stages) - 1} if min(stages) < max(stages) else set()  # there embedding and head are layers too
+        if any((layers + (stage in ends)) % chunks for stage, layers in enumerate(stages)):
             raise SpecError(f"{given} does not divide the layers of each stage, {', '.join(map(str, stages))}")
 
 

@@ -31,7 +31,7 @@ def test_shares_are_those_of_the_tables_and_records():
 
 def test_power_holds_back_what_multiplies_fastest():
     """No product passes the share of the peak that lasts; one that is slower anyway takes its measured time."""
-    burst, lasting = kernel_table("H100-80GB").matmul, training_rates()["sustained"]["Hopper"]
+    burst, lasting = kernel_table("H100-80GB").matmul, training_rates()["sustained"]["9.0"]
     limit = lasting * lab.gpu("H100").peak("bf16")
     square, narrow = SQUARE, (64, 8192, 8192, "bf16")
     assert 2 * 8192**3 / burst(*square).seconds > 1.05 * limit
