@@ -9,7 +9,8 @@ Four origins, the best that there is for a card:
     data sheet    its peaks and bandwidth, times the share that measured cards reach of theirs
 
 Kernels are measured one at a time, in bursts; in a step that lasts, the card's power limit holds its clocks back: no
-kernel multiplies faster than a share of the peak, one per chip (`sustained`), where steps that last were published. It, the other shares and the spreads are in hardware/training.toml.
+kernel multiplies faster than a share of the peak, one per chip (`sustained`), where steps that last were published. It,
+the other shares and the spreads are in hardware/training.toml.
 
     >>> kernels("A100-40GB").origin
     "transferred from A100-80GB by the large products' rates"
@@ -298,8 +299,8 @@ def kernels(card: GPU | str) -> Kernels:
 
 
 def _sustained(card: GPU, base: GPU | None) -> float:
-    """Return the share of the peak that power leaves in a step that lasts, by compute capability, whole or the major
-    part of it; 1 of chips whose steps nobody published, and where the card's units (an H20's) are the narrower limit."""
+    """Return the share of the peak that power leaves in a step that lasts, by compute capability, whole or its major
+    part; 1 of chips whose steps nobody published, and where the card's units (an H20's) are the narrower limit."""
     shares, capability = training_rates()["sustained"], card.compute_capability or (0, 0)
     share: float = shares.get("{}.{}".format(*capability), shares.get(str(capability[0]), 1.0))
     if base is None:
