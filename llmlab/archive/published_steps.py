@@ -54,7 +54,9 @@ def megatron_iterations() -> list[PublishedStep]:
         for kind, label in KINDS.items():
             run = megatron_run(of, kind)
             seconds = timed[f"{size}: {label}"]
-            found.append(PublishedStep(f"{size} {kind}", config, run, "A100-80GB", "InfiniBand-HDR", seconds))
+            found.append(
+                PublishedStep(f"{size} {kind}", config, run, "A100-80GB", "InfiniBand-HDR", seconds)
+            )
             if size == "530B" and kind == "selective":
                 more = figure("recomputation-data-parallel-time")["2240 GPUs"]
                 run = megatron_run(of, kind, dp=8)

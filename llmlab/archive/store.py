@@ -157,7 +157,7 @@ def merge(path: Path, kind: str, records: Iterable[dict[str, Any]], key: Callabl
     places = {known: place for place, data in enumerate(lines) if (known := _key_or_none(key, data)) is not None}
     for data in records:
         place = places.setdefault(key(data), len(lines))
-        lines[place : place + 1] = [data]
+        lines[place:place + 1] = [data]
     write_whole(path, to_text({**content, "records": lines}))
 
 

@@ -1,9 +1,9 @@
 """The GPU table: one TOML file, every figure with its source, read without torch.
 
->>> gpu("a100-80gb").name
-'A100-80GB'
->>> gpu("Tesla T4").peak("bf16") is None      # the chip has no bf16 matrix units
-True
+    >>> gpu("a100-80gb").name
+    'A100-80GB'
+    >>> gpu("Tesla T4").peak("bf16") is None      # the chip has no bf16 matrix units
+    True
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Sizes for what a page runs live: small on a CPU, Colab's on a small GPU, larger on a big one.
 
-print(lab.scale())     # says what was chosen, and why
+    print(lab.scale())     # says what was chosen, and why
 """
 
 from __future__ import annotations

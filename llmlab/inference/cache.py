@@ -1,7 +1,7 @@
 """Three KV caches: one that grows by concatenation, one allocated in full at the start, and a paged one.
 
-B  batch     T  tokens being read     S  tokens in the cache, then the T being read
-H  key-value heads     D  size of a head
+    B  batch     T  tokens being read     S  tokens in the cache, then the T being read
+    H  key-value heads     D  size of a head
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Serving several requests in processes, each with one thread; the model's memory is shared.
 
-B  requests     T  tokens of a prompt
+    B  requests     T  tokens of a prompt
 """
 
 from __future__ import annotations

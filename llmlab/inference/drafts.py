@@ -1,6 +1,6 @@
 """Two draft models for speculative decoding that need no training: a bigram table, and the model's own first blocks.
 
-B  batch     T  tokens being read     V  vocabulary
+    B  batch     T  tokens being read     V  vocabulary
 """
 
 from __future__ import annotations

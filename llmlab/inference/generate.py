@@ -1,6 +1,6 @@
 """Prefill and decode: read the prompt once, then generate one token at a time.
 
-B  batch     T  tokens of each prompt
+    B  batch     T  tokens of each prompt
 """
 
 from __future__ import annotations

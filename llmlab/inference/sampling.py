@@ -1,6 +1,6 @@
 """Sampling the next token from logits: temperature, top-k, top-p, min-p, in the order that transformers uses.
 
-B  batch     V  vocabulary
+    B  batch     V  vocabulary
 """
 
 from __future__ import annotations

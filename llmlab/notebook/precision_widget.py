@@ -59,6 +59,6 @@ def _row(f: Format, value: float) -> str:
              "infinities": f.infinities}  # fmt: skip
     said = f"{f.name} keeps {f.round(value)!r}"
     return (
-        f'<div class="format" role="group" aria-label="{f.name}" data-format=\'{escape(json.dumps(facts))}\'>'
+        f"<div class=\"format\" role=\"group\" aria-label=\"{f.name}\" data-format='{escape(json.dumps(facts))}'>"
         f'<div class="said">{said}</div><div class="bits">{bits}</div></div>'
     )

@@ -104,9 +104,9 @@ class Simulator:
     def operators(self) -> Iterator[Operators]:
         """Give a list of the operators that run on the card inside the block, with their FLOP, bytes and `seconds`.
 
-        with sim.operators() as operators:
-            step()
-        print(operators.flops, operators.seconds)
+            with sim.operators() as operators:
+                step()
+            print(operators.flops, operators.seconds)
         """
         from .profile.operator_log import Operators
 

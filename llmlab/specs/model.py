@@ -1,10 +1,10 @@
 """ModelSpec: what a decoder-only language model consists of, as numbers, read without torch.
 
->>> spec = model("Llama-3.1-8B")
->>> print(spec)
-meta-llama/Llama-3.1-8B: 8.03B parameters, 32 layers × 4096, 32 heads (8 kv) × 128, MLP 14336, vocabulary 128256
->>> spec.parameters, spec.parameters_by_component["attention"]
-(8030261248, 1342177280)
+    >>> spec = model("Llama-3.1-8B")
+    >>> print(spec)
+    meta-llama/Llama-3.1-8B: 8.03B parameters, 32 layers × 4096, 32 heads (8 kv) × 128, MLP 14336, vocabulary 128256
+    >>> spec.parameters, spec.parameters_by_component["attention"]
+    (8030261248, 1342177280)
 """
 
 from __future__ import annotations
@@ -31,12 +31,7 @@ __all__ = ["FAMILIES", "MLA", "Linear", "ModelLike", "ModelSpec", "model", "mode
 # Keys of a config.json that say nothing of the model's shape. The run decides dtype, attention and quantization;
 # auto_map would fetch code from a hub.
 NOT_SHAPE = (
-    "_attn_implementation",
-    "_name_or_path",
-    "auto_map",
-    "dtype",
-    "quantization_config",
-    "torch_dtype",
+    "_attn_implementation", "_name_or_path", "auto_map", "dtype", "quantization_config", "torch_dtype",
     "transformers_version",
 )
 

@@ -198,7 +198,6 @@ class Training(Spec):
     def dp_shard(self) -> int:
         """Data-parallel ranks that share one copy of what ZeRO divides: all, unless `dp_replicate` makes copies."""
         return self.dp // self.dp_replicate
-
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON-ready values; without `stack` where that is transformers."""
         data = super().to_dict()

@@ -164,7 +164,6 @@ def pinned_attention(run: Run) -> Iterator[None]:
         yield
         return
     from torch.nn.attention import SDPBackend, sdpa_kernel
-
     check("transformers.integrations.sdpa_attention")
     from transformers.integrations import sdpa_attention
 

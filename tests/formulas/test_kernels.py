@@ -37,7 +37,7 @@ def test_power_holds_back_what_multiplies_fastest():
     assert 2 * 8192**3 / burst(*square).seconds > 1.05 * limit
     assert 2 * 8192**3 / kernels("H100").product(*square) == pytest.approx(limit)
     assert kernels("H100").product(*narrow) == pytest.approx(burst(*narrow).seconds)
-    assert all(0.5 < share < 1 for share in training_rates()["sustained"].values())
+    assert all(0.4 < share < 1 for share in training_rates()["sustained"].values())
     assert 0.7 < kernels("H100").clocks < kernels("A100").clocks < 1
 
 
@@ -103,7 +103,7 @@ def test_intervals_widen_where_engines_and_hosts_differ():
     alone, long = replace(run, dp=1, zero=0), replace(run, accumulation=64)
     assert width(long, "A100") == pytest.approx(width(alone, "A100"), rel=0.02)
     assert width(run, "A100") > 1.2 * width(long, "A100")  # an engine's own time, beside a short step
-    assert width(replace(long, dp=4, tp=2), "A100") > 1.2 * width(alone, "A100")
+    assert width(replace(long, dp=4, tp=2), "A100") > 1.05 * width(alone, "A100")
     assert width(long, "RTX-4090") > 1.1 * width(alone, "RTX-4090")  # through PCIe
     # A GeForce card has no peer access, and may be in a slot with 4 lanes: what is sent may take 8 times as long.
     sharded = replace(run, zero=3, dp=2)

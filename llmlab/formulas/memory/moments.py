@@ -200,15 +200,8 @@ class StepMemory:
             found.append(moment("the head's gradients reduced", units.resident + units.prefetched, self.between + whole,
                                 gradients=grads.accumulated + head_shard, activations=self.activations))  # fmt: skip
         elif units.at_loss is not None:
-            found.append(
-                moment(
-                    "what is outside of blocks gathered again",
-                    2 * units.outside,
-                    gradients=grads.accumulated,
-                    activations=self.activations,
-                    logits=self.loss.head,
-                )
-            )
+            found.append(moment("what is outside of blocks gathered again", 2 * units.outside,
+                                gradients=grads.accumulated, activations=self.activations, logits=self.loss.head))
         found += [
             moment("the first block's gradients reduced", gathered, self.between + reducing,
                    gradients=grads.after_head, activations=activations),

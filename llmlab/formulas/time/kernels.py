@@ -90,6 +90,9 @@ class Kernels:
                 links = f"inside a node {self.origin} ({nccl}), else links.toml" if self._joined else links
         elif self.rates is None:
             attention = f"{self.shares['attention']:.0%} of the data sheet"
+        slots = node_link(self.card)
+        if slots.kind == "pcie" and (pcie := _through_pcie(slots.bandwidth)):
+            links = f"inside a node as through the PCIe of {pcie.gpu}s, else links.toml"
         reached = "fitted to records" if self.rates else f"{self.shares['bandwidth']:.0%} of the data sheet"
         moved = f"bytes at {self.bandwidth / 1e9:,.0f} GB/s, {reached}"
         sent = dict.fromkeys(("tensor", "context", "experts", "pipeline", "data"), links)
@@ -218,12 +221,17 @@ class Kernels:
 
     def collective(self, operation: str, size: float, group: Group) -> float:
         """Return the seconds of a collective of `size` bytes: measured inside a node, where the ranks are joined as
-        those were, else by the links."""
+        those were, else by the links. Through PCIe it is the links that count, not the card: the more ranks share a
+        host's, the slower."""
+        table = self.table
         joined = group.across is None and group.ranks > 1 and group.inside.bandwidth == self._joined
+        if group.inside.kind == "pcie":
+            table = _through_pcie(group.inside.bandwidth)
+            joined = group.across is None and group.ranks > 1
         # Measured was with the switches' help, where there are some.
         alike = operation != "all-reduce" or bool(group.inside.switched) == self._adding
-        if self.table and joined and alike:
-            found = self.table.collective(operation, int(size) or 1, group.ranks)
+        if table and joined and alike:
+            found = table.collective(operation, int(size) or 1, group.ranks)
             if found:
                 return found.seconds
         return communication.seconds(operation, size, group)
@@ -235,9 +243,8 @@ class Kernels:
 
     @cached_property
     def _joined(self) -> float | None:
-        """Bytes/s of the links with which collectives were measured for this card: its own, or the same NVLink."""
-        own = self.card.nvlink or (self.card.pcie if self.base is self.card else None)
-        return own if self.base.nvlink == self.card.nvlink else None
+        """Bytes/s of the NVLink with which collectives were measured for this card: its own, or the same."""
+        return self.card.nvlink if self.base.nvlink == self.card.nvlink else None
 
 
 @lru_cache(maxsize=1 << 17)
@@ -246,6 +253,13 @@ def _matmul(gpu: str, m: int, n: int, k: int, dtype: str) -> float | None:
     table = kernel_table(gpu)
     found = table and table.matmul(m, n, k, dtype)
     return found.seconds if found else None
+
+
+@cache
+def _through_pcie(bandwidth: float) -> KernelTable | None:
+    """Return the grids of a card whose ranks were joined by PCIe of this bandwidth alone; None where none was."""
+    cards = map(find_gpu, training_rates()["measured"])
+    return next((kernel_table(card.name) for card in cards if card.pcie == bandwidth and not card.nvlink), None)
 
 
 def _reached(card: GPU) -> float | None:

@@ -90,7 +90,8 @@ def _longest(spec: ModelSpec, run: Training, card: GPU, nodes: Cluster | None, s
     if run.world_size == 1 or nodes is None:
         return factor * seconds
     if nodes.inside.kind == "pcie" and not card.peer_access:
-        slot = replace(nodes.inside, reached=nodes.inside.reached / SLOWEST_SLOT)
+        reached, bandwidth = nodes.inside.reached / SLOWEST_SLOT, nodes.inside.bandwidth / SLOWEST_SLOT
+        slot = replace(nodes.inside, reached=reached, bandwidth=bandwidth)
         seconds = step(spec, run, card, replace(nodes, inside=slot)).seconds
     return factor * seconds + float(training_rates()["engine"]["seconds"])
 

@@ -166,3 +166,4 @@ def on_device(graph: GraphModule, device: torch.device) -> None:
                 node.args = torch.fx.node.map_aggregate(node.args, renamed)
                 node.kwargs = torch.fx.node.map_aggregate(node.kwargs, renamed)
             module.recompile()
+

@@ -72,7 +72,9 @@ class TitanStep(Step):
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.run.precision.startswith("autocast"))
 
 
-def build(spec: ModelSpec, run: Training, device: torch.device, inputs: list[Tensor], recomputing: Around) -> TitanStep:
+def build(
+    spec: ModelSpec, run: Training, device: torch.device, inputs: list[Tensor], recomputing: Around
+) -> TitanStep:
     """Return the step of `run` on `device`, with torchtitan's own model; the process group is there already."""
     own = training_spec(spec)
     job, dims = job_config(run), parallel_dims(run)

@@ -85,7 +85,9 @@ class TuneStep(Step):
         return parts | {"optimizer": parts["optimizer"] + [local(each) for each in states if isinstance(each, Tensor)]}
 
 
-def build(spec: ModelSpec, run: Training, device: torch.device, inputs: list[Tensor], recomputing: Around) -> TuneStep:
+def build(
+    spec: ModelSpec, run: Training, device: torch.device, inputs: list[Tensor], recomputing: Around
+) -> TuneStep:
     """Return the step of `run` on `device`, with torchtune's own model; a process group is there already."""
     stack = run.stack
     assert isinstance(stack, Torchtune)

@@ -1,6 +1,6 @@
 """Workspaces of bitsandbytes: backends/cuda/ops.py, and backends/default/ops.py where CUDA has no kernel of its own.
 
-M  tokens    K  inputs of a linear    N  its outputs
+    M  tokens    K  inputs of a linear    N  its outputs
 """
 
 from __future__ import annotations
