@@ -269,7 +269,7 @@ def test_megatron_hides_what_its_options_say():
 
 
 def test_fsdp2_copies_what_it_gathers_and_scatters():
-    """Twice per micro-batch what was gathered is read and written, once the gradients, which torchtitan sums in fp32."""
+    """What was gathered is read and written, twice; the gradients once, which torchtitan sums in fp32."""
     spec, run = lab.model("meta-llama/Llama-3.1-8B"), Training(seq_len=8192, precision="mixed-bf16", dp=8, zero=3)
     titan = replace(run, stack=lab.Torchtitan())
     rates = kernels("H100")
