@@ -3,16 +3,23 @@
     python benchmarks/throughput.py                              # prints
     python benchmarks/throughput.py --out benchmarks/results     # and writes throughput.md
 
-The rows are those of throughputs.toml, in three groups: sources that constants come from, sources looked at while the
-formulas were written, and sources that were not.
+The rows are those of throughputs.toml, in two groups: sources that constants come from, and sources looked at while the
+formulas were written. Many of the latter were "never seen" at first: what was predicted of them then, once, before any
+change in view of them, is in predictions.json, round by round, and stays what it was.
+
+Two more tables hold issues' bars: single GPUs, and cards whose own kernels are left out, so that those of others stand
+for them.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from unittest.mock import patch
 
 import click
 from provenance import provenance, titled_table, write
@@ -20,10 +27,18 @@ from throughput_peers import EFFICIENCY, RULE, llm_analysis, rule
 from throughput_rows import Row, rows
 
 import llmlab as lab
+from llmlab.archive import held_out, records
 from llmlab.base.errors import NotAvailable, SpecError, UnknownName
+from llmlab.formulas.time import kernels as times
+from llmlab.formulas.time.efficiency import Efficiency, efficiency
+from llmlab.hardware.kernel_tables import KernelTable, kernel_table
 from llmlab.hardware.links import cluster
 
-GROUPS = ("in sample", "left out", "never seen")
+PREDICTIONS = Path(__file__).with_name("predictions.json")
+GROUPS = ("in sample", "left out")
+NEVER_SEEN = "never seen when predicted"
+SINGLE = ("H100-80GB", "A100-80GB", "A100-40GB")  # beside the T4, whose steps are the archive's
+WORST, MEDIAN, SINGLE_BAR, TRANSFER_BAR, HELD = 0.3, 0.1, 0.1, 0.15, 0.8
 REFUSED = (NotAvailable, SpecError, UnknownName)
 
 
@@ -74,20 +89,89 @@ def errors(found: list[tuple[Row, Predicted]]) -> Errors:
     return Errors(len(found), len(off), median(off) if off else 0.0, max(off, default=0.0), inside)
 
 
+def rounds(among: list[Row]) -> Iterator[tuple[str, list[tuple[Row, Predicted]]]]:
+    """Return the rounds of predictions that were written down before anybody had compared the rows, each by name."""
+    by_id = {row.id: row for row in among}
+    for each in json.loads(PREDICTIONS.read_text(encoding="utf-8"))["rounds"]:
+        written = {id: Predicted(*values) if values else Predicted(None) for id, values in each["predicted"].items()}
+        yield f"round {each['round']}, {each['date']}", [(by_id[id], it) for id, it in written.items()]
+
+
+@contextmanager
+def without(card: str) -> Iterator[None]:
+    """Let kernels that were measured on `card` be unknown for a while: those of other cards stand for them."""
+
+    def fitted(each: lab.GPU | str) -> Efficiency | None:
+        # Its host, which is asked for by name, stays: all cards have that one's times.
+        return None if isinstance(each, lab.GPU) and each.name == card else efficiency(each)
+
+    def measured(name: str) -> KernelTable | None:
+        return None if name == card else kernel_table(name)
+
+    kept = [name for name in times.training_rates()["measured"] if name != card]
+    hidden = patch.object(times, "kernel_table", measured), patch.object(times, "efficiency", fitted)
+    caches = times.kernels, times._matmul, times._through_pcie
+    with hidden[0], hidden[1], patch.dict(times.training_rates(), measured=kept):
+        for cached in caches:
+            cached.cache_clear()
+        yield
+    for cached in caches:
+        cached.cache_clear()
+
+
+def transferred(found: list[tuple[Row, Predicted]]) -> Iterator[tuple[str, str, Errors, Errors]]:
+    """Return, for each card of the rows that has measured kernels: its name, the card that stands for it, the errors
+    with its own kernels, and those without."""
+    for card in times.training_rates()["measured"]:
+        if own := [each for each in found if each[0].card == card and errors([each]).known]:
+            with without(card):
+                base = times.kernels(card).base.name
+                other = [(row, predict(row)) for row, _ in own]
+            yield card, base, errors(own), errors(other)
+
+
+def single(found: list[tuple[Row, Predicted]]) -> Iterator[tuple[str, Errors]]:
+    """Return the errors of LoRA and full fine-tuning on one GPU, by card; the T4's of steps that no rate comes from."""
+    for card in SINGLE:
+        if own := [each for each in found if each[0].card == card and each[0].run.world_size == 1]:
+            yield card, errors(own)
+    off = [
+        abs(lab.estimate(one.model, one.run, "T4").step_seconds / one.step_seconds - 1)
+        for one in records(gpu="T4") if one.source == "published" and one.step_seconds and held_out(one)
+    ]  # fmt: skip
+    if off:
+        yield "T4, held out", Errors(len(off), len(off), median(off), max(off), None)
+
+
 def text(found: list[tuple[Row, Predicted]]) -> Iterator[str]:
     """Return the lines of the results file."""
     names = ["llmlab", f"6ND at {RULE:.0%} of the peak", f"llm-analysis 0.2.2 at {EFFICIENCY:.0%}"]
+    written = list(rounds([row for row, _ in found]))
+    first = [each for _, pairs in written for each in pairs]
+    groups = {group: [each for each in found if each[0].group == group] for group in GROUPS} | {NEVER_SEEN: first}
     lines = []
-    for group in GROUPS:
-        of = [row for row, _ in found if row.group == group]
-        others = ([(row, Predicted(asked(row))) for row in of] for asked in (rule, llm_analysis))
-        mine = [each for each in found if each[0].group == group]
+    for group, mine in groups.items():
+        others = ([(row, Predicted(asked(row))) for row, _ in mine] for asked in (rule, llm_analysis))
         lines.append([group, *(str(errors(some)) for some in (mine, *others))])
     yield from titled_table("By group", ["group", *names], lines)
+    yield f"Bars: median at most {MEDIAN:.0%}, worst at most {WORST:.0%}, none unknown, {HELD:.0%} inside.\n"
+    lines = []
+    for name, pairs in written:
+        got = errors(pairs)
+        bars = (got.median <= MEDIAN, got.worst <= WORST, got.known == got.rows, (got.inside or 0) >= HELD)
+        lines.append([name, str(got), *("yes" if held else "no" for held in bars)])
+    header = ["predicted", "as written down", "median", "worst", "known", "interval"]
+    yield from titled_table("Rows that nobody had looked at, round by round, and which bars they held", header, lines)
+    lines = [[card, str(got), "yes" if got.median <= SINGLE_BAR else "no"] for card, got in single(found)]
+    yield from titled_table("LoRA and full fine-tuning on one GPU", ["card", "llmlab", "median at most 10 %"], lines)
+    moved = list(transferred(found))
+    lines = [[card, base, str(own), str(other), "yes" if other.median <= TRANSFER_BAR else "no"]
+             for card, base, own, other in moved]  # fmt: skip
+    header = ["card", "whose kernels stand for it", "with its own kernels", "without them", "median at most 15 %"]
+    yield from titled_table("Cards without their own kernels", header, lines)
     header = ["run", "measured", "predicted", "error", "10–90 %", "inside", "6ND", "llm-analysis"]
-    for group in GROUPS:
-        lines = [_line(row, it) for row, it in found if row.group == group]
-        yield from titled_table(f"Tokens per second and GPU, {group}", header, lines)
+    for group, mine in groups.items():
+        yield from titled_table(f"Tokens per second and GPU, {group}", header, [_line(*each) for each in mine])
     yield from ("Sources:", "", *(f"- {citation}" for citation in dict.fromkeys(row.citation for row, _ in found)), "")
     assumed: dict[str, list[str]] = {}
     for row, _ in found:

@@ -71,7 +71,7 @@ def _row(source: dict[str, Any], entry: dict[str, Any], models: dict[str, Any]) 
     if rate is None:
         rate = run.global_batch * run.seq_len / run.world_size / entry["seconds"]
     name = entry["model"]
-    nodes = {"network": entry.get("network"), "adapters": entry.get("adapters")}
+    nodes = {name: entry.get(name) for name in ("network", "adapters", "inside")}
     if "gpus_per_node" in entry:
         nodes["gpus"] = entry["gpus_per_node"]
     citation = f"{source['citation']}, {source['date']}"

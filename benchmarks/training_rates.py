@@ -3,7 +3,7 @@
     python benchmarks/training_rates.py            # derives and prints
     python benchmarks/training_rates.py --write    # and writes the table
 
-Shares are those of measured kernels and published figures. The clocks that last, what communication costs that
+Shares are those of measured kernels and published figures. What power limits leave, what communication costs that
 computation hides, and what many nodes lose, are fitted to the throughputs of throughputs.toml that are "in sample";
 the spread, from which intervals follow, is that of the sources that are "left out".
 """
@@ -28,8 +28,10 @@ from llmlab.hardware.kernel_tables import FOLDER, kernel_table
 
 TABLE = Path(lab.__file__).parent / "hardware" / "training.toml"
 TOLERATED = 0.1  # logarithm of a ratio up to which it counts as a square, beyond linearly
-FIRST = {"Ampere": 0.9, "Hopper": 0.8, "contention": 0.5, "per_doubling": 0.01}
-STEPS = {"Ampere": 0.04, "Hopper": 0.04, "contention": 0.2, "per_doubling": 0.005}
+FIRST = {"8.0": 0.85, "9.0": 0.65, "10": 0.65, "contention": 0.5, "share_per_doubling": 0.01,
+         "seconds_per_doubling": 0.01}  # fmt: skip
+STEPS = {"8.0": 0.04, "9.0": 0.04, "10": 0.04, "contention": 0.2, "share_per_doubling": 0.005,
+         "seconds_per_doubling": 0.005}  # fmt: skip
 MOST = {"contention": 1.0}  # what is hidden cannot cost more than what is not
 FINEST = 1 / 16  # of the first steps
 HELD = 0.8  # the share of rows that an interval is to hold
@@ -80,7 +82,6 @@ def use(values: dict[str, float]) -> None:
     shared = times.training_rates()
     for name, value in values.items():
         shared["scale" if name in shared["scale"] else "sustained"][name] = value
-    shared["sustained"]["other"] = fmean(values[name] for name in ("Ampere", "Hopper"))
     times.kernels.cache_clear()
 
 
@@ -168,9 +169,11 @@ HEAD = """\
 #            mean of the cards in efficiencies.toml whose operators were measured. How much longer FlashAttention 2
 #            takes than 3 (arXiv 2407.08608, figure 5 a), and the memory-efficient kernel, taken for FlashAttention's
 #            first version, than 2 (arXiv 2307.08691, figure 4 c)
-# sustained  clocks that last over those of bursts, by architecture; other: the mean
+# sustained  share of the peak that no kernel exceeds in a step that lasts, where the power limit holds clocks back, by
+#            compute capability: A100, H100, B200 and their like; of other chips nobody published enough to tell it
 # scale      contention: the share of hidden communication that a step loses all the same, of the time that it takes
-#            inside a node; per_doubling: the share of a step that each doubling of the nodes costs
+#            inside a node; what each doubling of the nodes costs: a share of the step where ranks wait for one another
+#            in each layer, for sharded parameters, else seconds
 # spread     logarithm by which 80 % of predictions are off at most, by where the rates are from; AMD: of its cards;
 #            cut: at least, with tensor or pipeline parallelism
 # engine     seconds that a step on several GPUs may take longer, whatever the model: logging, clipping, norms, and
@@ -193,11 +196,11 @@ def main(written: bool) -> None:
     head = HEAD.format(
         date=date.today(), rows=len(chosen), other=len(others), after=_said(after), left_out=_said(left_out)
     )
-    lasting = {name: found[name] for name in ("Ampere", "Hopper")}
+    lasting = {f'"{chip}"': found[chip] for chip in times.training_rates()["sustained"]}
     parts = {
         "share": shares(),
-        "sustained": {**lasting, "other": fmean(lasting.values())},
-        "scale": {name: found[name] for name in ("contention", "per_doubling")},
+        "sustained": lasting,
+        "scale": {name: found[name] for name in ("contention", "share_per_doubling", "seconds_per_doubling")},
         "spread": spreads(others),
         "engine": {"seconds": engine(others)},
     }  # fmt: skip

@@ -118,6 +118,7 @@ def megatron_arguments(run: Any, spec: Any) -> list[str]:
     lines += _recompute(recompute, options) if recompute else []
     if options is not None:
         lines.append(f"--make-vocab-size-divisible-by {options.make_vocab_size_divisible_by}")
+        lines += ["--tp-comm-overlap"] if options.tp_comm_overlap else []
         lines += ["--transformer-impl local"] if not options.transformer_engine else []
         lines += [f"--num-virtual-stages-per-pipeline-rank {options.virtual_pipeline}"] * (options.virtual_pipeline > 1)
     lines += [] if spec.tied else ["--untie-embeddings-and-output-weights"]

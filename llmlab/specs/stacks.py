@@ -86,7 +86,7 @@ class Torchtitan(StackOptions):
     "selective_layers" recomputes one of `every` blocks in full. `keeps_attention=False` is "selective_op" up to release
     0.2.0, whose list of what is kept lacks cuDNN's attention, which an H100 takes. `reshard_after_forward` is FSDP2's
     policy: "default" keeps the final norm and the head gathered until backward, "never" keeps everything. `optimizer`
-    is the implementation of AdamW.
+    is the implementation of AdamW. Releases before 0.2.0 take FlashAttention 2 first: the run's attention="flash".
     """
 
     name = "torchtitan"
@@ -97,7 +97,7 @@ class Torchtitan(StackOptions):
     allowed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "precision": ("mixed-bf16", "autocast-bf16", "fp32"),
         "optimizer": ("adamw",),
-        "attention": ("sdpa",),
+        "attention": ("sdpa", "flash"),
         "lora": (None,),
         "quantization": (None,),
         "offload": (None,),
@@ -150,7 +150,7 @@ class Torchtitan(StackOptions):
 
 @dataclass(frozen=True, repr=False)
 class Megatron(StackOptions):
-    """Megatron-LM's options that change memory, by the names of its arguments (megatron/training/arguments.py).
+    """Megatron-LM's options that change memory or time, by the names of its arguments (megatron/training/arguments.py).
 
     `recompute` is --recompute-granularity, None the run's `checkpointing`. "selective" computes `recompute_modules`
     again, of "core_attn" and "mlp". "full" keeps the input of every `recompute_num_layers` layers ("uniform"), or
@@ -159,9 +159,11 @@ class Megatron(StackOptions):
     `transformer_engine`: layers of Transformer Engine, or Megatron's own with Apex (--transformer-impl local).
     `masked_softmax_fusion`: softmax of unfused attention (attention="eager") as one kernel in half precision; without
     Apex, Megatron's own layers take PyTorch's, in fp32. `accumulate_allreduce_grads_in_fp32`: None is Megatron's
-    default, True for bf16. `virtual_pipeline` is the model chunks of a rank (--num-virtual-stages-per-pipeline-rank),
-    `make_vocab_size_divisible_by` pads the vocabulary of each tensor-parallel rank. The distributed optimizer is the
-    run's zero=1, sequence parallelism its sequence_parallel, --attention-backend unfused its attention="eager".
+    default, True for bf16. `tp_comm_overlap` hides what tensor parallelism sends behind the products before and after
+    it (Transformer Engine's userbuffers). `virtual_pipeline` is the model chunks of a rank
+    (--num-virtual-stages-per-pipeline-rank), `make_vocab_size_divisible_by` pads the vocabulary of each tensor-parallel
+    rank. The distributed optimizer is the run's zero=1, sequence parallelism its sequence_parallel,
+    --attention-backend unfused its attention="eager".
     """
 
     name = "megatron"
@@ -189,6 +191,7 @@ class Megatron(StackOptions):
     transformer_engine: bool = True
     masked_softmax_fusion: bool = True
     accumulate_allreduce_grads_in_fp32: bool | None = None
+    tp_comm_overlap: bool = False
     virtual_pipeline: int = 1
     make_vocab_size_divisible_by: int = 128
 
@@ -199,6 +202,7 @@ class Megatron(StackOptions):
             recompute_method=(None, *get_args(RecomputeMethod)),
             transformer_engine=(True, False),
             masked_softmax_fusion=(True, False),
+            tp_comm_overlap=(True, False),
             accumulate_allreduce_grads_in_fp32=(None, True, False),
         )
         modules = self.recompute_modules
@@ -226,7 +230,8 @@ class Megatron(StackOptions):
         """Raise SpecError where stages of these numbers of layers cannot be cut into the virtual ones."""
         chunks = self.virtual_pipeline
         given = f"virtual_pipeline={chunks}"
-        if any(layers % chunks for layers in stages):
+        ends = {0, len(stages) - 1} if min(stages) < max(stages) else set()  # there embedding and head are layers too
+        if any((layers + (stage in ends)) % chunks for stage, layers in enumerate(stages)):
             raise SpecError(f"{given} does not divide the layers of each stage, {', '.join(map(str, stages))}")
 
 

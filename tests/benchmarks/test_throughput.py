@@ -14,10 +14,32 @@ import throughput
 
 def test_every_row_is_a_run_that_can_be_asked_for():
     rows = throughput.rows()
-    assert len({row.id for row in rows}) == len(rows) == 113
-    assert Counter(row.group for row in rows) == {"in sample": 42, "left out": 35, "never seen": 36}
+    assert len({row.id for row in rows}) == len(rows) == 231
+    assert Counter(row.group for row in rows) == {"in sample": 48, "left out": 183}
     for row in rows:
         assert row.measured > 0 and lab.model(row.model).parameters > 1e7
+
+
+def test_what_was_predicted_is_of_rows_that_no_constant_was_fitted_to():
+    """Constants are fitted to two sources that were predicted first."""
+    found = dict(throughput.rounds(throughput.rows()))
+    assert [len(pairs) for pairs in found.values()] == [32, 34, 25, 27]
+    ids = [row.id for pairs in found.values() for row, _ in pairs]
+    assert len(set(ids)) == len(ids)
+    fitted = {row.id for pairs in found.values() for row, _ in pairs if row.group == "in sample"}
+    assert {id.rpartition("-")[0] for id in fitted} == {"dgxc-15b", *(f"dgxc-gb200-340b-{n}" for n in (128, 256, 512))}
+    refused = [row.id for pairs in found.values() for row, it in pairs if it.rate is None]
+    assert len(refused) == 4 and all("405b" in id for id in refused)
+
+
+def test_a_card_without_its_own_kernels_takes_those_of_the_next():
+    row = next(row for row in throughput.rows() if row.card == "H200" and row.run.world_size > 1)
+    own = throughput.predict(row).rate
+    with throughput.without("H200"):
+        assert throughput.times.kernels("H200").base.name == "H100-80GB"
+        assert throughput.predict(row).rate == pytest.approx(own, rel=0.15)
+        assert throughput.predict(row).rate != own
+    assert throughput.predict(row).rate == own
 
 
 def test_seconds_and_tokens_are_the_same_throughput():

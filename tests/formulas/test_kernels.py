@@ -29,16 +29,30 @@ def test_shares_are_those_of_the_tables_and_records():
     assert all(0 < share < 1 for share in derivation.product_shares().values())
 
 
-def test_clocks_that_last_are_below_those_of_bursts():
-    burst = kernel_table("H100-80GB").matmul(*SQUARE).seconds
-    assert kernels("H100").product(*SQUARE) == pytest.approx(burst / training_rates()["sustained"]["Hopper"])
-    assert all(0.5 < clocks < 1 for clocks in training_rates()["sustained"].values())
+def test_power_holds_back_what_multiplies_fastest():
+    """No product passes the share of the peak that lasts; one that is slower anyway takes its measured time."""
+    burst, lasting = kernel_table("H100-80GB").matmul, training_rates()["sustained"]["9.0"]
+    limit = lasting * lab.gpu("H100").peak("bf16")
+    square, narrow = SQUARE, (64, 8192, 8192, "bf16")
+    assert 2 * 8192**3 / burst(*square).seconds > 1.05 * limit
+    assert 2 * 8192**3 / kernels("H100").product(*square) == pytest.approx(limit)
+    assert kernels("H100").product(*narrow) == pytest.approx(burst(*narrow).seconds)
+    assert all(0.4 < share < 1 for share in training_rates()["sustained"].values())
+    assert 0.7 < kernels("H100").clocks < kernels("A100").clocks < 1
+
+
+def test_cards_of_another_chip_have_another_limit():
+    """A GeForce's peak is half that of its units, an H20's a sixth of its chip's: they reach it, as was measured."""
+    for card in ("RTX-3090", "RTX-4090", "H20"):
+        found = kernels(card)
+        assert found.sustained == 1 and 2 * 8192**3 / found.product(*SQUARE) == pytest.approx(found.reached, rel=0.005)
 
 
 @pytest.mark.parametrize(
     ("card", "base"),
     [("A100-40GB", "A100-80GB"), ("RTX-3090", "A100-80GB"), ("RTX-4090", "L40S"), ("L4", "L40S"), ("H20", "H100-80GB"),
-     ("H800-80GB", "H100-80GB"), ("RTX-5090", "RTX-PRO-6000"), ("B200", "B200"), ("H200", "H200")],
+     ("H800-80GB", "H100-80GB"), ("V100-32GB", "A100-80GB"),
+     ("RTX-5090", "RTX-PRO-6000"), ("B200", "B200"), ("H200", "H200")],
 )  # fmt: skip
 def test_grids_are_transferred_from_the_card_that_is_most_like_it(card, base):
     found = kernels(card)
@@ -47,7 +61,7 @@ def test_grids_are_transferred_from_the_card_that_is_most_like_it(card, base):
 
 def test_a_transferred_product_is_scaled_by_what_binds_it():
     """By FLOP: the RTX 4090 reaches 163 TFLOP/s (products.toml). By bytes: an H20 reads as fast as its bandwidth."""
-    assert 2 * 8192**3 / kernels("RTX-4090").product(*SQUARE) == pytest.approx(163.09e12 * 0.901, rel=0.005)
+    assert 2 * 8192**3 / kernels("RTX-4090").product(*SQUARE) == pytest.approx(163.09e12, rel=0.005)
     few_rows = (1, 16384, 16384, "bf16")
     h20, base = kernels("H20"), kernels("H100")
     ratio = h20.product(*few_rows) / base.product(*few_rows)
@@ -58,7 +72,10 @@ def test_attention_is_flash_attention_2s_on_hopper():
     table, found = kernel_table("H100-80GB"), kernels("H100")
     assert table.attentions["bf16"].kernel.endswith("fa3")
     slower = found.attention(8, 32, 4096, 128, "flash", "bf16") / table.attention(8, 32, 4096, 128).seconds
-    assert slower == pytest.approx(1.41 / training_rates()["sustained"]["Hopper"], rel=0.01)
+    assert slower == pytest.approx(1.41 / found.clocks, rel=0.01)
+    assert found.attention(8, 32, 4096, 128, "cudnn", "bf16") == pytest.approx(
+        table.attention(8, 32, 4096, 128).seconds / found.clocks
+    )
     efficient = found.attention(8, 32, 4096, 128, "efficient", "bf16")
     assert efficient == pytest.approx(1.73 * found.attention(8, 32, 4096, 128, "flash", "bf16"))
     assert pytest.approx(2.9, abs=0.01) == BACKWARD
@@ -86,7 +103,7 @@ def test_intervals_widen_where_engines_and_hosts_differ():
     alone, long = replace(run, dp=1, zero=0), replace(run, accumulation=64)
     assert width(long, "A100") == pytest.approx(width(alone, "A100"), rel=0.02)
     assert width(run, "A100") > 1.2 * width(long, "A100")  # an engine's own time, beside a short step
-    assert width(replace(long, dp=4, tp=2), "A100") > 1.2 * width(alone, "A100")
+    assert width(replace(long, dp=4, tp=2), "A100") > 1.05 * width(alone, "A100")
     assert width(long, "RTX-4090") > 1.1 * width(alone, "RTX-4090")  # through PCIe
     # A GeForce card has no peer access, and may be in a slot with 4 lanes: what is sent may take 8 times as long.
     sharded = replace(run, zero=3, dp=2)

@@ -24,6 +24,8 @@ def test_a_card_has_the_link_of_its_data_sheet():
     assert node_link("A800").reached == pytest.approx(8 * 20e9, rel=0.03)  # 8 links of the A100's 12
     assert node_link("T4").name == "PCIe-3"
     assert node_link("RTX-4090").name == node_link("A100-40GB-PCIe").name == "PCIe-4"  # no switch joins all
+    assert link("PCIe-3-x4").bandwidth == pytest.approx(link("PCIe-3").bandwidth / 4, rel=0.01)
+    assert link("PCIe-3-x8").reached == link("PCIe-3").reached / 2
     assert node_link("MI300X").reached == 7 * 48e9 and node_link("MI355X").bandwidth == 537.6e9
     assert node_link("H100-NVL").name == "PCIe-5"  # its NVLink is a bridge between two
 

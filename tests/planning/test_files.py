@@ -38,7 +38,7 @@ MEGATRON = {
     "num-virtual-stages-per-pipeline-rank": int,
 }  # fmt: skip
 MEGATRON_FLAGS = ("bf16", "fp16", "use-distributed-optimizer", "sequence-parallel", "swiglu", "disable-bias-linear",
-                  "untie-embeddings-and-output-weights", "group-query-attention")  # fmt: skip
+                  "untie-embeddings-and-output-weights", "group-query-attention", "tp-comm-overlap")  # fmt: skip
 AXOLOTL = set(
     [
         "base_model",
@@ -126,12 +126,12 @@ def test_megatrons_parser_takes_its_arguments(tmp_path):
     for name in MEGATRON_FLAGS:
         parser.add_argument(f"--{name}", action="store_true")
     run = lab.Training(dp=2, tp=2, pp=2, zero=1, accumulation=4, precision="mixed-bf16", sequence_parallel=True,
-                       stack=lab.Megatron(recompute="selective"))  # fmt: skip
+                       stack=lab.Megatron(recompute="selective", tp_comm_overlap=True))  # fmt: skip
     done = written(tmp_path / "out", run, "8xH100-80GB", "meta-llama/Llama-3.1-8B")
     lines = (tmp_path / "out" / "megatron_args.txt").read_text().splitlines()
     read = parser.parse_args(" ".join(line for line in lines if not line.startswith("#")).split())
     assert (read.global_batch_size, read.tensor_model_parallel_size, read.num_query_groups) == (8, 2, 8)
-    assert read.use_distributed_optimizer and read.sequence_parallel and read.bf16
+    assert read.use_distributed_optimizer and read.sequence_parallel and read.bf16 and read.tp_comm_overlap
     assert "train.py" in done.left_out and "megatron_args.txt" in (tmp_path / "out" / "launch.sh").read_text()
 
 

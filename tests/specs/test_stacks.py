@@ -122,3 +122,17 @@ def test_stacks_side_by_side():
 def test_stacks_are_compared_by_predictions_alone():
     with pytest.raises(lab.SpecError, match="training step"):
         lab.compare("gpt2", lab.Inference(), "H100-80GB", stacks=("transformers", "torchtitan"))
+
+
+def test_embedding_and_head_count_as_layers_where_the_end_stages_are_shorter():
+    """Llama 3.1 405B has 126 layers: 16 stages of 8, but the first and the last of 7 (arXiv 2407.21783, 3.3.2)."""
+    spec = lab.model("meta-llama/Llama-3.1-405B")
+    run = lab.Training(seq_len=8192, precision="mixed-bf16", tp=8, pp=16, accumulation=16)
+    for virtual, fits in ((8, True), (4, True), (3, False)):
+        stack = lab.Megatron(virtual_pipeline=virtual)
+        if fits:
+            assert dataclasses.replace(run, stack=stack).virtual_stages == virtual
+            lab.estimate(spec, dataclasses.replace(run, stack=stack), "H100")
+        else:
+            with pytest.raises(lab.SpecError, match="virtual_pipeline=3 does not divide"):
+                lab.estimate(spec, dataclasses.replace(run, stack=stack), "H100")

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from ...hardware.links import Cluster, Group
 from ...specs.model import ModelSpec
 from ...specs.run import Training
+from ...specs.stacks import Torchtitan
 from ...specs.stages import stage_layers
 from ..memory.float8 import gathered_less
 from ..memory.precision import PRECISION
@@ -27,14 +28,16 @@ from .kernels import Kernels
 
 class Communicated(NamedTuple):
     """Seconds of a step's data-parallel communication: what computation does not hide, and all of it; the `bytes` of
-    the tensors that are sent (an all-reduce's twice); and for each layer the seconds of a gather of its weights, and of
-    summing its gradients, once."""
+    the tensors that are sent (an all-reduce's twice); for each layer the seconds of a gather of its weights, and of
+    summing its gradients, once; and the seconds of FSDP2's copies between parameters and its buffers, which run among
+    the computation's kernels and are in neither of the first two."""
 
     exposed: float
     sent: float
     bytes: float = 0.0
     gather: float = 0.0
     reduce: float = 0.0
+    copied: float = 0.0
 
     def contended(self, group: Group) -> float:
         """Return the seconds of the hidden part in which it takes memory and multiprocessors from computation: as long
@@ -50,7 +53,8 @@ class _Replica:
     """What the ranks of `group` have alike: a stage of the model, its bytes, and the seconds of a micro-batch's passes.
 
     `copies` are the ranks with the same shard. `in_blocks` is the share of the bytes that is in the `layers` blocks,
-    whose weights, gathered, are `narrower` bytes fewer.
+    whose weights, gathered, are `narrower` bytes fewer. `reduced` are the bytes of the gradients in the dtype in which
+    they are summed.
     """
 
     kernels: Kernels
@@ -59,6 +63,7 @@ class _Replica:
     weights: int
     narrower: int
     gradients: int
+    reduced: int
     layers: int
     in_blocks: float
     forward: float
@@ -74,7 +79,7 @@ class _Replica:
     def summed(self) -> tuple[float, float]:
         """Return the seconds in which copies sum the gradients of a shard: of a block's, and of the part outside."""
         parts = self.in_blocks / self.layers, 1 - self.in_blocks
-        shard = self.gradients / self.group.ranks
+        shard = self.reduced / self.group.ranks
         block, outside = (self.kernels.collective("all-reduce", part * shard, self.copies) for part in parts)
         return block, outside
 
@@ -112,7 +117,12 @@ def data_parallel(
     in_blocks = 1 - sum(counts[part] for part in ("embedding", "positions", "head")) / sum(counts.values())
     less = gathered_less(spec, run, PRECISION[run.precision].weights)
     times = forward * compute, (1 - forward) * compute
-    replica = _Replica(found, group, copies, whole.weights, less, whole.gradients, layers, in_blocks, *times)
+    b = PRECISION[run.precision]
+    # torchtitan's mixed_precision_reduce is float32; torch's own default is the gradients' dtype.
+    wider = 4 // b.gradients if isinstance(run.stack, Torchtitan) and b.master and not run.lora else 1
+    replica = _Replica(
+        found, group, copies, whole.weights, less, whole.gradients, wider * whole.gradients, layers, in_blocks, *times
+    )
     hide_forward, hide_backward = "data" in overlap, "data" in overlap or "gradients" in overlap
     return _communicated(run, replica, whole, hide_forward, hide_backward, bucket)
 
@@ -151,7 +161,7 @@ def _reduced(replica: _Replica, run: Training, hidden: bool, bucket: int) -> Com
     FSDP does; DeepSpeed's buckets are larger still."""
     layers, backward = replica.layers, replica.backward
     if run.zero:
-        scattered, summed = replica.seconds("reduce-scatter", replica.gradients), replica.summed()
+        scattered, summed = replica.seconds("reduce-scatter", replica.reduced), replica.summed()
         block, outside = scattered[0] + summed[0], scattered[1] + summed[1]
         costs = [block] * layers + [outside]
         ready = [backward * (i + 1) / layers for i in range(layers)] + [backward]
@@ -162,7 +172,7 @@ def _reduced(replica: _Replica, run: Training, hidden: bool, bucket: int) -> Com
     # Sharded gradients cannot wait for the last micro-batch; in a pipeline they are whole until then.
     times = run.accumulation if run.zero == 2 and run.pp == 1 else 1
     sent = times * sum(costs)
-    size = times * replica.gradients * (1 + 2 * _copied(replica) if run.zero else 2)
+    size = times * (replica.reduced * (1 + 2 * _copied(replica)) if run.zero else 2 * replica.gradients)
     exposed = times * (finished(ready, costs) - backward) if hidden else sent
     return Communicated(exposed, sent, size, 0.0, sum(costs) * replica.in_blocks / layers)
 
@@ -172,13 +182,16 @@ def _sharded(replica: _Replica, run: Training, hide_forward: bool, hide_backward
     it; its gradient is sent behind the next unit's backward. What is outside of blocks is whole from forward to
     backward.
 
+    FSDP2 copies what was gathered out of its buffer, and gradients into that of the reduce-scatter, on the stream that
+    computes (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_all_gather_copy_out, foreach_reduce).
+
     In a pipeline torch frees nothing after a backward but the last, so that a forward after it finds all blocks whole,
     and frees them: m micro-batches of 1F1B gather a block m + 1 times (tests/formulas/test_fsdp_pipeline.py)."""
     layers = replica.layers
     whole = 1 if run.pp > 1 else run.accumulation  # micro-batches with both gathers and a reduce-scatter
     gathers_only = run.accumulation - whole
     gather, outside_gather = replica.seconds("all-gather", replica.weights, replica.narrower)
-    scatter, outside_scatter = replica.seconds("reduce-scatter", replica.gradients)
+    scatter, outside_scatter = replica.seconds("reduce-scatter", replica.reduced)
     reduce, outside_reduce = replica.summed()
     outside = outside_gather + outside_scatter + outside_reduce
     forward = layers * gather
@@ -194,8 +207,9 @@ def _sharded(replica: _Replica, run: Training, hide_forward: bool, hide_backward
 
     exposed = whole * (forward + backward(scatter, reduce) + outside) + gathers_only * backward(0.0, 0.0)
     weights = replica.weights - replica.narrower
-    size = whole * (2 * weights + (1 + 2 * _copied(replica)) * replica.gradients) + gathers_only * weights
-    return Communicated(exposed, sent, size, gather, scatter + reduce)
+    size = whole * (2 * weights + (1 + 2 * _copied(replica)) * replica.reduced) + gathers_only * weights
+    moved = whole * (2 * 2 * weights + replica.gradients + replica.reduced) + gathers_only * 2 * weights
+    return Communicated(exposed, sent, size, gather, scatter + reduce, moved / replica.kernels.bandwidth)
 
 
 def _copied(replica: _Replica) -> float:

@@ -31,7 +31,9 @@ from ...specs.check import check
 from ...specs.model import ModelLike, ModelSpec
 from ...specs.model import model as find_model
 from ...specs.run import Training
+from ...specs.stacks import Megatron
 from ...specs.stages import stage_layers
+from ..memory.fsdp import uses_fsdp
 from ..memory.share import bytes_of
 from . import step as time
 from .data_parallel import data_parallel, shard_group
@@ -46,9 +48,10 @@ class Step(NamedTuple):
     """Seconds of a step by what the slowest GPU does; communication counts where computation does not hide it.
 
     `launches` is what the card waits for its host, to start kernels. `data_sent` is all that data
-    parallelism communicates, hidden or not, and `data_exposed` what computation does not hide; `data` is that and what
-    the hidden part costs. `scale` is what many nodes lose to the slowest of them. `layer` has the seconds of one layer
-    in a micro-batch: what is computed forward and backward, what is gathered and reduced for it, and sent within it.
+    parallelism communicates, hidden or not, and `data_exposed` what computation does not hide; `data` is that, what
+    the hidden part costs and what FSDP2 copies. `scale` is what many nodes lose to the slowest of them. `layer` has the
+    seconds of one layer in a micro-batch: what is computed forward and backward, what is gathered and reduced for it,
+    and sent within it.
     """
 
     products: float
@@ -83,7 +86,7 @@ def step(
     run: Training,
     card: GPU | str,
     cluster: Cluster,
-    overlap: tuple[str, ...] = ("data",),
+    overlap: tuple[str, ...] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Step:
     """Return how long one optimizer step of `run` takes on `cluster`, and each part of it.
@@ -92,11 +95,14 @@ def step(
     ranks are data-parallel ones. `overlap` names what hides behind
     computation: "data", gradients behind backward and ZeRO-3's parameters behind the unit before, as DDP and FSDP do;
     "gradients", the same in backward only: forward waits for each unit's parameters; "tensor", backward's
-    communication behind the weight gradients' products, as Megatron-LM does. Raises SpecError for settings
+    communication behind the weight gradients' products, as Megatron-LM does; None is what the run's stack hides:
+    "data", and "tensor" of Megatron-LM. Raises SpecError for settings
     that contradict each other, NotAvailable for a dtype that the card has no units for, and where no link is known.
     """
     spec, gpu = find_model(model), find_gpu(card)
     check(spec, run, gpu)
+    if overlap is None:
+        overlap = ("data", "tensor") if isinstance(run.stack, Megatron) else ("data",)
     _check(run, overlap, bucket_bytes)
     found, passed = kernels(gpu), time.passes(spec, run, gpu)
     if passed is None:
@@ -108,9 +114,12 @@ def step(
     # A layer of the mean stage: what products, traffic and the host's time are counted for.
     block = _Layer(blocks, passed.attention, passed.elementwise, passed.host).times(run.pp / spec.layers)
     tensor = _tensor(spec, run, cluster, found, "tensor" in overlap)
+    if isinstance(run.stack, Megatron) and run.stack.tp_comm_overlap:
+        tensor /= run.tp  # sent in as many pieces, each behind the product of another: the first waits
     context = _context(spec, run, cluster, found)
     experts = spec.moe_layers / spec.layers * _experts(spec, run, cluster, found) if run.ep > 1 else 0.0
     pipeline = _sends(spec, run, cluster, found)
+    hidden_sends = isinstance(run.stack, Megatron) and run.virtual_stages > 1
 
     layers, within = stage_layers(spec.layers, run.pp, spec.name), tensor + context + experts
     # Stages with as many layers take as long, but for the last one, which has the head too.
@@ -134,18 +143,20 @@ def step(
         tensor=m * n * tensor,
         context=m * n * context,
         experts=m * n * experts,
-        pipeline=m * pipeline,
+        # Interleaved, Megatron-LM sends behind another virtual stage (--no-overlap-p2p-communication is off).
+        pipeline=0.0 if hidden_sends else m * pipeline,
         bubble=(sum(stages) - stages[slowest] + (run.pp - 1) * pipeline) / run.virtual_stages,
-        data=data.exposed + scale["contention"] * data.contended(shard_group(run, cluster)),
+        data=data.exposed + data.copied + scale["contention"] * data.contended(shard_group(run, cluster)),
         update=time.update_seconds(spec, run, found),
         data_sent=data.sent,
         data_exposed=data.exposed,
         layer={"forward": forward * one, "backward": (1 - forward) * one, "gather": data.gather,
                "reduce": data.reduce, "tensor": tensor, "context": context, "experts": experts},
     )  # fmt: skip
-    nodes = -(-run.world_size // cluster.gpus)
-    lost = scale["per_doubling"] * log2(nodes)
-    return step._replace(scale=lost * step.seconds, mfu=time.mfu(spec, run, gpu, (1 + lost) * step.seconds))
+    # Sharded parameters make all ranks wait for the slowest in each layer, others once per step.
+    each = scale["share_per_doubling"] * step.seconds if uses_fsdp(run) else scale["seconds_per_doubling"]
+    lost = each * log2(-(-run.world_size // cluster.gpus))
+    return step._replace(scale=lost, mfu=time.mfu(spec, run, gpu, step.seconds + lost))
 
 
 class _Layer(NamedTuple):

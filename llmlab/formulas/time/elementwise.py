@@ -14,11 +14,13 @@ from ...hardware.gpu import GPU
 from ...hardware.gpu import gpu as find_gpu
 from ...specs.model import ModelSpec
 from ...specs.run import Precision, Training
+from ...specs.stacks import Megatron, Torchtitan
 from ..memory.activations import FUSED, block_saved
 from ..memory.float8 import converted
 from ..memory.fsdp import uses_fsdp
+from ..memory.precision import PRECISION
 from ..memory.share import Share, adapter_bytes, share_of
-from ..memory.states import block_parameters
+from ..memory.states import block_parameters, states
 from .products import ROW_PARALLEL
 
 # How often element-wise operators move each byte that a block keeps for backward, forward and backward together:
@@ -69,10 +71,14 @@ def _moved(spec: ModelSpec, run: Training, flash: bool) -> Moved:
     # Autocast casts each weight down for every pass (6 bytes moved), and its gradient up.
     casts = 0 if run.quantization or b.weights == b.compute else 6 if run.lora else 12
     cast = casts * block_parameters(spec) / run.tp
-    if run.compile or run.kernels == "liger":
-        loss = FUSED_LOGITS * share.tokens * spec.vocab / run.tp
-        block = fused_block(share, run) + cast + fp8_casts(spec, run) / spec.layers
-        return Moved(run.accumulation * spec.layers / run.pp * block, run.accumulation * loss)
+    logits = LOGITS_MOVES * 4 * share.tokens * spec.vocab / run.tp
+    if run.compile or run.kernels:  # Liger's norms and the like, or "fused-loss" alone
+        logits = FUSED_LOGITS * share.tokens * spec.vocab / run.tp
+    own = fused_block if run.compile or run.kernels == "liger" else STACKS.get(type(run.stack))
+    if own:
+        block = own(share, run) + cast + fp8_casts(spec, run) / spec.layers
+        blocks = run.accumulation * spec.layers / run.pp * block + accumulated(spec, run)
+        return Moved(blocks, run.accumulation * logits)
     kept = {"scores": 0.0, "mlp": 0.0, "rest": 0.0}
     for one in block_saved(share):
         divided = run.tp if one.cut == "heads" or run.sequence_parallel else 1
@@ -86,9 +92,18 @@ def _moved(spec: ModelSpec, run: Training, flash: bool) -> Moved:
         + kept["mlp"] * GATED_MOVES * GATED_RECOMPUTED[run.checkpointing] * wider
         + kept["scores"] * SCORE_MOVES * wider
     )
-    logits = LOGITS_MOVES * 4 * share.tokens * spec.vocab / run.tp
     blocks = spec.layers / run.pp * (block + cast)
-    return Moved(run.accumulation * blocks, run.accumulation * logits)
+    return Moved(run.accumulation * blocks + accumulated(spec, run), run.accumulation * logits)
+
+
+def accumulated(spec: ModelSpec, run: Training) -> float:
+    """Return the bytes in which gradients of later micro-batches are added to those of the first: read both, write the
+    sum. Shards of gradients, which ZeRO 2 and 3 add, are little, and Megatron-LM's products add their results to the
+    gradient themselves, while they multiply (--no-gradient-accumulation-fusion is off)."""
+    if run.accumulation == 1 or run.zero >= 2 or isinstance(run.stack, Megatron):
+        return 0.0
+    gradient = adapter_bytes(run) if run.lora else PRECISION[run.precision].gradients
+    return 3.0 * gradient * (run.accumulation - 1) * states(spec, run, sharded=False).trained
 
 
 class Casts(NamedTuple):
@@ -150,3 +165,28 @@ def fused_block(share: Share, run: Training) -> float:
     again = {None: 0.0, "selective": 1.0, "full": 1.0}[run.checkpointing]
     scores = sum(one.bytes for one in block_saved(share) if one.kind == "scores") / run.tp
     return T * (forward * (1 + again) + backward) + SCORE_MOVES * scores
+
+
+def titan_block(share: Share, run: Training) -> float:
+    """Return the bytes that torchtitan's operators move for a micro-batch in a block, forward and backward, where
+    nothing is compiled; `r`, `c` as in `fused_block` (torchtitan/models/llama3/model/model.py, torch from 2.8 on).
+
+        norm            one operator: reads, writes; backward reads its input and a gradient, writes one
+        sums            of a branch and the stream, and backward of the gradients of what two layers read
+        rotation        queries and keys to fp32 and back, a complex product between; backward too
+        activation      SiLU and a product: 2 f and 3 f, backward 3 f and two products of 3 f
+    """
+    spec, T, r, c = share.spec, share.tokens, share.bytes.residual, share.bytes.compute
+    heads, width = (spec.query_width + spec.key_width) / run.tp, spec.token_mlp_width * c / run.tp
+    stream = spec.hidden / (run.tp if run.sequence_parallel else 1)
+    rotated = heads * (2 * c + 16)
+    normed = heads if spec.qk_norm else 0.0
+    forward = 2 * stream * (r + c) + 2 * 3 * stream * r + rotated + 5 * width + 2 * normed * c
+    summed = 2 * 3 * stream * r + 3 * 3 * spec.hidden * c
+    backward = 2 * stream * (2 * r + c) + summed + rotated + 9 * width + 3 * normed * c
+    return T * (forward * (1 if run.checkpointing is None else 2) + backward)
+
+
+# What blocks of other stacks move where nothing is compiled. Megatron-LM's kernels are fused, its own and Transformer
+# Engine's.
+STACKS = {Torchtitan: titan_block, Megatron: fused_block}

@@ -8,8 +8,9 @@ Four origins, the best that there is for a card:
                   large products reach (hardware/products.toml), or of peaks, where bytes do by that of bandwidths
     data sheet    its peaks and bandwidth, times the share that measured cards reach of theirs
 
-Kernels are measured one at a time, in bursts; in a step that lasts, clocks fall with the power that is drawn, by one
-factor per architecture (`sustained`). It, the shares and the spreads are in hardware/training.toml.
+Kernels are measured one at a time, in bursts; in a step that lasts, the card's power limit holds its clocks back: no
+kernel multiplies faster than a share of the peak, one per chip (`sustained`), where steps that last were published. It,
+the other shares and the spreads are in hardware/training.toml.
 
     >>> kernels("A100-40GB").origin
     "transferred from A100-80GB by the large products' rates"
@@ -32,6 +33,7 @@ from .efficiency import Efficiency, efficiency
 
 LAUNCH = 2e-6  # s of an empty kernel
 LARGE = (8192, 8192, 8192)  # a product that is bound by FLOP on every card
+BURSTS = (4096, 8192)  # rows of square products, of which the fastest is at the clocks of a burst
 # FlashAttention's backward pass is five products to forward's two, and reaches up to 63 % of an A100's peak where
 # forward reaches up to 73 % (arXiv 2307.08691, section 1).
 BACKWARD = 2.5 * 0.73 / 0.63
@@ -76,19 +78,21 @@ class Kernels:
     @cached_property
     def sources(self) -> dict[str, str]:
         """Where the rates are from that each part of a step's time follows from (`timing.PARTS`), in words."""
-        lasting = f", at {self.sustained:.0%} of their clocks" if self.table else ""
+        lasting = f", at most {self.sustained:.0%} of the peak" if self.sustained < 1 else ""
+        slower = f", at {self.clocks:.0%} of their clocks" if self.clocks < 1 else ""
         products, attention, links = self.origin, self.origin, "links.toml"
         if self.table:
             one = self.table.attentions["bf16"]
             products += f" ({', '.join(self.table.matmuls['bf16'].measured_by)}){lasting}"
-            attention += f" ({one.kernel}, {', '.join(one.measured_by)}){lasting}"
-            if one.kernel in FASTER_ATTENTION:
-                attention += f", × {self.shares['flash_attention_2']:.2f} for FlashAttention 2"
+            attention += f" ({one.kernel}, {', '.join(one.measured_by)}){slower}"
             if "all-reduce" in self.table.collectives:
                 nccl = ", ".join(self.table.collectives["all-reduce"].measured_by)
                 links = f"inside a node {self.origin} ({nccl}), else links.toml" if self._joined else links
         elif self.rates is None:
             attention = f"{self.shares['attention']:.0%} of the data sheet"
+        slots = node_link(self.card)
+        if slots.kind == "pcie" and (pcie := _through_pcie(slots.bandwidth)):
+            links = f"inside a node as through the PCIe of {pcie.gpu}s, else links.toml"
         reached = "fitted to records" if self.rates else f"{self.shares['bandwidth']:.0%} of the data sheet"
         moved = f"bytes at {self.bandwidth / 1e9:,.0f} GB/s, {reached}"
         sent = dict.fromkeys(("tensor", "context", "experts", "pipeline", "data"), links)
@@ -117,6 +121,13 @@ class Kernels:
             strided=faster * like.strided, gather=faster * like.gather,
         )  # fmt: skip
 
+    def slower(self, kernel: str) -> float:
+        """Return how much longer `kernel` takes than the measured attention, which SDPA may not have."""
+        times = self.shares["efficient"] if kernel == "efficient" else 1.0
+        if kernel != "cudnn" and self.table and self.table.attentions["bf16"].kernel in FASTER_ATTENTION:
+            times *= self.shares["flash_attention_2"]
+        return times
+
     @property
     def interval(self) -> float:
         """What 8 in 10 times of a step on one device are off at most, as a factor."""
@@ -129,6 +140,18 @@ class Kernels:
 
     def _fitted(self, what: str) -> bool:
         return self.table is None and self.rates is not None and bool(getattr(self.rates, what))
+
+    @cached_property
+    def clocks(self) -> float:
+        """Clocks that last over those of bursts, at which attention was measured: what products reach in steps that
+        last over the most that they reach alone; 1 where nothing says that power limits the card."""
+        if self.sustained == 1 or not self.table:
+            return 1.0
+        bursts = [_matmul(self.base.name, m, m, m, "bf16") for m in BURSTS]
+        fastest = max(2.0 * m**3 / seconds for m, seconds in zip(BURSTS, bursts, strict=True) if seconds)
+        peak = self.card.peak("bf16")
+        assert peak
+        return min(1.0, self.sustained * peak * self.scale / fastest)
 
     def measured(self, dtype: str) -> bool:
         """Return whether products in `dtype` were measured, on the card or the one that it is transferred from."""
@@ -153,15 +176,16 @@ class Kernels:
         peak = self.card.peak(dtype)
         if peak is None:
             return None
+        least = flop / peak / self.sustained if self.sustained < 1 else 0.0
         width = {"fp32": 4, "fp8": 1}.get(dtype, 2)
         moved = float(width * (m * k + k * n) + max(width, 2) * m * n)
         found = _matmul(self.base.name, m, n, k, dtype) if self.table else None
         if found:
-            return self._scaled(found, flop, moved, dtype) / self.sustained
+            return max(least, self._scaled(found, flop, moved, dtype))
         rate = self.shares["products"] * peak
         if self.reached and dtype != "fp32":  # fp8 of the same share as halves
             rate = self.reached * peak / (self.card.peak("bf16") or peak)
-        return LAUNCH + max(flop / rate / self.sustained, moved / self.bandwidth)
+        return LAUNCH + max(least, flop / rate, moved / self.bandwidth)
 
     def _scaled(self, seconds: float, flop: float, moved: float, dtype: str) -> float:
         """Return the time on this card of a kernel that took `seconds` on the card that the table is of."""
@@ -173,8 +197,9 @@ class Kernels:
         return seconds * max(computed * self.scale, moved / self.card.bandwidth) / max(computed, read)
 
     def attention(self, batch: int, heads: int, length: int, head_size: int, kernel: str, dtype: str) -> float:
-        """Return the seconds of fused causal attention's forward pass: SDPA's FlashAttention 2 ("flash"), or the
-        memory-efficient kernel ("efficient"), which takes as much longer as FlashAttention's first version did."""
+        """Return the seconds of fused causal attention's forward pass: SDPA's FlashAttention 2 ("flash"), cuDNN's
+        ("cudnn"), as fast as FlashAttention 3 (arXiv 2407.08608, figure 5), or the memory-efficient kernel
+        ("efficient"), which takes as much longer as FlashAttention's first version did."""
         key = batch * heads, length, head_size, 0, kernel + dtype
         if key not in self._attentions:
             self._attentions[key] = self._attention(batch * heads, length, head_size, kernel, dtype)
@@ -184,26 +209,29 @@ class Kernels:
         flop = 2.0 * heads * length * length * head_size  # of two products, the half that is not masked
         if self._fitted("attention") and self.rates and dtype in self.rates.attention:
             return flop / self.rates.attention[dtype]
-        slower = self.shares["efficient"] if kernel == "efficient" else 1.0
+        slower = self.slower(kernel)
         found = self.table and dtype != "fp32" and self.table.attention(1, heads, length, head_size)
         if found and self.table:
-            if self.table.attentions["bf16"].kernel in FASTER_ATTENTION:
-                slower *= self.shares["flash_attention_2"]
             moved = 8.0 * heads * length * head_size
-            return slower * self._scaled(found.seconds, flop, moved, "bf16") / self.sustained
+            return slower * self._scaled(found.seconds, flop, moved, "bf16") / self.clocks
         peak = self.card.peak(dtype) or self.card.peak("fp16") or self.card.peak_flops["fp32"]
         if self.reached and dtype != "fp32":
             peak = self.reached / self.shares["products"]
-        return LAUNCH + slower * flop / (self.shares["attention"] * peak) / self.sustained
+        return LAUNCH + slower * flop / (self.shares["attention"] * peak)
 
     def collective(self, operation: str, size: float, group: Group) -> float:
         """Return the seconds of a collective of `size` bytes: measured inside a node, where the ranks are joined as
-        those were, else by the links."""
+        those were, else by the links. Through PCIe it is the links that count, not the card: the more ranks share a
+        host's, the slower."""
+        table = self.table
         joined = group.across is None and group.ranks > 1 and group.inside.bandwidth == self._joined
+        if group.inside.kind == "pcie":
+            table = _through_pcie(group.inside.bandwidth)
+            joined = group.across is None and group.ranks > 1
         # Measured was with the switches' help, where there are some.
         alike = operation != "all-reduce" or bool(group.inside.switched) == self._adding
-        if self.table and joined and alike:
-            found = self.table.collective(operation, int(size) or 1, group.ranks)
+        if table and joined and alike:
+            found = table.collective(operation, int(size) or 1, group.ranks)
             if found:
                 return found.seconds
         return communication.seconds(operation, size, group)
@@ -215,9 +243,8 @@ class Kernels:
 
     @cached_property
     def _joined(self) -> float | None:
-        """Bytes/s of the links with which collectives were measured for this card: its own, or the same NVLink."""
-        own = self.card.nvlink or (self.card.pcie if self.base is self.card else None)
-        return own if self.base.nvlink == self.card.nvlink else None
+        """Bytes/s of the NVLink with which collectives were measured for this card: its own, or the same."""
+        return self.card.nvlink if self.base.nvlink == self.card.nvlink else None
 
 
 @lru_cache(maxsize=1 << 17)
@@ -226,6 +253,13 @@ def _matmul(gpu: str, m: int, n: int, k: int, dtype: str) -> float | None:
     table = kernel_table(gpu)
     found = table and table.matmul(m, n, k, dtype)
     return found.seconds if found else None
+
+
+@cache
+def _through_pcie(bandwidth: float) -> KernelTable | None:
+    """Return the grids of a card whose ranks were joined by PCIe of this bandwidth alone; None where none was."""
+    cards = map(find_gpu, training_rates()["measured"])
+    return next((kernel_table(card.name) for card in cards if card.pcie == bandwidth and not card.nvlink), None)
 
 
 def _reached(card: GPU) -> float | None:
@@ -271,21 +305,47 @@ def kernels(card: GPU | str) -> Kernels:
         host=rates if rates and rates.dispatch else host,
         bandwidth=rates.bandwidth if rates else shared["share"]["bandwidth"] * found.bandwidth,
         shares=shared["share"],
-        sustained=shared["sustained"].get(found.architecture, shared["sustained"]["other"]),
-        spread=shared["spread"]["AMD" if found.vendor == "AMD" else kind],
+        sustained=_sustained(found, base),
+        spread=shared["spread"][_nearness(found, base, kind)],
         reached=reached,
         scale=_scale(found, base, reached) if base and base is not found else 1.0,
     )
 
 
+def _sustained(card: GPU, base: GPU | None) -> float:
+    """Return the share of the peak that power leaves in a step that lasts, by compute capability, whole or its major
+    part; 1 of chips whose steps nobody published, and where the card's units (an H20's) are the narrower limit."""
+    shares, capability = training_rates()["sustained"], card.compute_capability or (0, 0)
+    share: float = shares.get("{}.{}".format(*capability), shares.get(str(capability[0]), 1.0))
+    if base is None:
+        return 1.0
+    theirs, mine = base.peak("bf16"), card.peak("bf16")
+    return 1.0 if theirs and mine and mine < share * theirs else share
+
+
+def _nearness(card: GPU, base: GPU | None, kind: str) -> str:
+    """Return the name of the spread: of a maker, of the kind, or, of grids of another architecture, of data sheets."""
+    if card.vendor == "AMD":
+        return "AMD"
+    return "data sheet" if base and base.architecture != card.architecture else kind
+
+
 def _base(card: GPU) -> GPU | None:
     """Return the card whose grids stand for `card`: its own, else those of one of the same compute capability, else of
-    the same architecture, the nearest in bandwidth; None where there is none, or where its own steps were fitted."""
+    the same architecture, else of the nearest capability, and of several the nearest in bandwidth; None for other
+    makers' cards, and where the card's own steps were fitted."""
     if kernel_table(card.name):
         return card
     if card.vendor != "NVIDIA" or efficiency(card):
         return None
-    names = training_rates()["measured"]
-    like = [each for each in map(find_gpu, names) if each.architecture == card.architecture]
-    same = [each for each in like if each.compute_capability == card.compute_capability]
-    return min(same or like, key=lambda each: abs(each.bandwidth - card.bandwidth), default=None)
+
+    def distance(other: GPU) -> tuple[bool, bool, float, float]:
+        apart = abs(_capability(other) - _capability(card))
+        return apart > 0, other.architecture != card.architecture, apart, abs(other.bandwidth - card.bandwidth)
+
+    return min(map(find_gpu, training_rates()["measured"]), key=distance)
+
+
+def _capability(card: GPU) -> float:
+    major, minor = card.compute_capability or (0, 0)
+    return major + minor / 10

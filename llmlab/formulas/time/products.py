@@ -14,9 +14,13 @@ from typing import Literal, NamedTuple
 from ...specs.model import ModelSpec
 from ...specs.parameters import Linear
 from ...specs.run import Training
+from ...specs.stacks import Torchtitan
 
 # Tensor parallelism divides their inputs (arXiv 1909.08053, section 3).
 ROW_PARALLEL = ("o_proj", "c_proj", "down_proj")
+# Every second product of a block is not kept by torchtitan's "selective_op", in the order in which it runs them: wq,
+# wk, wv, wo, w1, w3, w2 (torchtitan/distributed/activation_checkpoint.py).
+SECOND = ("k_proj", "o_proj", "up_proj")
 
 
 class Product(NamedTuple):
@@ -116,7 +120,13 @@ def _is_last(spec: ModelSpec, linear: Linear) -> bool:
 
 def _recomputed(spec: ModelSpec, run: Training, linear: Linear) -> int:
     """Return how many of a linear layer's products checkpointing computes again."""
-    if linear.part == "head" or (run.checkpointing == "selective" and run.quantization is None):
+    if linear.part == "head":
+        return 0
+    if isinstance(run.stack, Torchtitan) and run.checkpointing == "selective":
+        if run.stack.ac == "selective_layers":
+            return linear.count // run.stack.every
+        return linear.count if linear.name in SECOND else 0
+    if run.checkpointing == "selective" and run.quantization is None:
         return 0
     adapted = run.lora is not None and linear.name in run.lora.targets
     return 0 if _is_last(spec, linear) and not adapted else linear.count

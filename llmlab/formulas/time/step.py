@@ -14,6 +14,7 @@ from ...base.errors import NotAvailable
 from ...hardware.gpu import GPU
 from ...specs.model import ModelSpec
 from ...specs.run import Inference, Run, Training
+from ...specs.stacks import Megatron, Torchtitan
 from .. import newton_schulz
 from ..memory.float8 import CONVERTED
 from ..memory.precision import PRECISION
@@ -29,6 +30,8 @@ from .roofline import decode_pass, prefill_pass
 
 OPERATORS = {"rmsnorm": 110, "layernorm": 50}  # kernels per block, forward and backward; adapters add theirs
 OPERATORS_ADAPTER = 10
+# Stacks that take cuDNN's attention first: torchtitan (torchtitan/models/attention.py), and Transformer Engine.
+CUDNN = (Torchtitan, Megatron)
 UNPACKED = 2.5  # bytes moved per packed weight, 4 bits read and 16 written, each time that it is multiplied
 
 
@@ -208,10 +211,11 @@ def attention_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float |
     first = gradients_of_first_block(spec, run)
     without = 1 if first and not any(first[f"scores {name}"] for name in "qkv") else 0
     fused = kernel in ("flash", "efficient")
-    again = 0 if run.checkpointing is None or (run.checkpointing == "selective" and fused) else spec.layers
+    kept = run.checkpointing == "selective" and fused and getattr(run.stack, "keeps_attention", True)
+    again = 0 if run.checkpointing is None or kept else spec.layers
     dtype = "fp32" if bytes_of(run).compute == 4 or kernel == "math" else peak_dtype(run)
     if fused:
-        forward = found.attention(run.micro_batch, heads, length, (qk + v) // 2, kernel, dtype)
+        forward = found.attention(run.micro_batch, heads, length, (qk + v) // 2, fastest_kernel(run, kernel), dtype)
         total = forward * (spec.layers + again + (spec.layers - without) * found.backward)
     else:
         rows = run.micro_batch * heads * length
@@ -220,6 +224,12 @@ def attention_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float |
             return None
         total = (scores + values) * (spec.layers + again + 2 * (spec.layers - without))
     return total * run.accumulation / run.pp / run.cp
+
+
+def fastest_kernel(run: Run, kernel: str) -> str:
+    """Return `kernel`, or "cudnn" where the stack lets SDPA take cuDNN's attention first."""
+    newest = run.attention == "sdpa" and isinstance(getattr(run, "stack", None), CUDNN)
+    return "cudnn" if newest and kernel == "flash" else kernel
 
 
 def token_seconds(spec: ModelSpec, run: Inference, rates: Efficiency, eager: bool = True) -> tuple[float, float] | None:

@@ -12,10 +12,11 @@ from ...hardware.links import Cluster
 from ...hardware.links import cluster as cluster_of
 from ...specs.model import ModelSpec
 from ...specs.run import Run, Training
+from ..memory.share import attention_kernel
 from .distributed import Step, step
 from .flops import flops
 from .kernels import Kernels, kernels, training_rates
-from .step import passes, peak_dtype, step_seconds, whole_seconds
+from .step import fastest_kernel, passes, peak_dtype, step_seconds, whole_seconds
 
 # What a step's seconds are divided into, in the order in which they are shown.
 PARTS = ("products", "attention", "elementwise", "launches", "tensor", "context", "experts", "pipeline", "bubble",
@@ -64,10 +65,8 @@ def timing(spec: ModelSpec, run: Run, card: GPU | None, cluster: Cluster | None 
     seconds = sum(parts.values())
     factor = exp(_spread(run, found, nodes))
     longest = _longest(spec, run, card, nodes, seconds, factor)
-    return Timing(
-        seconds, seconds / factor, longest, parts, _sources(run, found, parts), {"data": hidden} if hidden else {},
-        layer, note,
-    )  # fmt: skip
+    sources = _sources(spec, run, found, parts)
+    return Timing(seconds, seconds / factor, longest, parts, sources, {"data": hidden} if hidden else {}, layer, note)
 
 
 def _spread(run: Training, found: Kernels, nodes: Cluster | None) -> float:
@@ -85,15 +84,14 @@ def _spread(run: Training, found: Kernels, nodes: Cluster | None) -> float:
     return max(widest)
 
 
-def _longest(
-    spec: ModelSpec, run: Training, card: GPU, nodes: Cluster | None, seconds: float, factor: float
-) -> float:
+def _longest(spec: ModelSpec, run: Training, card: GPU, nodes: Cluster | None, seconds: float, factor: float) -> float:
     """Return the seconds that 9 in 10 such steps are below. Several GPUs have an engine, which takes its own time in
     each step; without peer access their bytes go through the host, maybe from a slot with few lanes."""
     if run.world_size == 1 or nodes is None:
         return factor * seconds
     if nodes.inside.kind == "pcie" and not card.peer_access:
-        slot = replace(nodes.inside, reached=nodes.inside.reached / SLOWEST_SLOT)
+        reached, bandwidth = nodes.inside.reached / SLOWEST_SLOT, nodes.inside.bandwidth / SLOWEST_SLOT
+        slot = replace(nodes.inside, reached=reached, bandwidth=bandwidth)
         seconds = step(spec, run, card, replace(nodes, inside=slot)).seconds
     return factor * seconds + float(training_rates()["engine"]["seconds"])
 
@@ -134,12 +132,16 @@ def _connected(run: Training, nodes: Cluster) -> str:
     return f"Time: {nodes.gpus} GPUs per node on {nodes.inside.name}{between}."
 
 
-def _sources(run: Training, found: Kernels, parts: Mapping[str, float]) -> dict[str, str]:
+def _sources(spec: ModelSpec, run: Training, found: Kernels, parts: Mapping[str, float]) -> dict[str, str]:
     """Return where the rates of these parts are from, and what of the run is outside of what was measured."""
     said = {name: found.sources[name] for name in parts}
     dtype = peak_dtype(run)
     if found.table and not found.measured(dtype):
         said["products"] = f"{found.shares['products']:.0%} of the data sheet: {dtype} was not measured"
+    kernel = fastest_kernel(run, attention_kernel(spec, run, found.card))
+    if "attention" in said and found.table and (slower := found.slower(kernel)) > 1:
+        names = {"flash": "FlashAttention 2", "efficient": "the memory-efficient kernel"}
+        said["attention"] += f", × {slower:.2f} for {names.get(kernel, kernel)}"
     if found.longest and run.seq_len > found.longest:
         said["attention"] += f"; beyond {found.longest:,} tokens, as the work grows"
     return said
