@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ...specs.model import ModelSpec
 from ...specs.run import Training
-from ...specs.stacks import Torchtune
+from ...specs.stacks import DeepSpeed, Torchtune
 from ...specs.stages import stage_layers
 from .fsdp import NONE, Parts, Units, sharded_experts, units, uses_fsdp
 from .precision import PRECISION, Bytes, state_bytes, weight_bytes
@@ -129,7 +129,7 @@ def states(spec: ModelSpec, run: Training, stage: int = 0, sharded: bool = True)
         optimizer=optimizer,
         trained=stepped,
         shard=shard,
-        units=units(spec, run, b, weights, counts, trained.total, stage) if zero >= 2 else NONE,
+        units=units(spec, run, b, weights, counts, trained.total, stage) if zero >= 2 and not isinstance(run.stack, DeepSpeed) else NONE,
     )
 
 

@@ -17,7 +17,8 @@ from ...specs.stacks import StackOptions
 from ...step.model import Around
 from ...step.step import Step
 
-BUILDERS = ("torchtitan", "torchtune")  # stacks whose step is built by the module of that name here
+BUILDERS = ("deepspeed", "torchtitan", "torchtune")  # stacks whose step is built by the module of that name here
+SCRIPTS = ("deepspeed",)  # those whose code names "cuda" itself, as users' scripts do
 Build = Callable[[ModelSpec, Training, torch.device, list[Tensor], Around], Step]
 
 
