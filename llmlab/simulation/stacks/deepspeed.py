@@ -7,25 +7,27 @@ names the model's output.
 
 from __future__ import annotations
 
+import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import redirect_stdout
+from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...base.compat import symbol
 from ...engines.configs import deepspeed_config
 from ...specs.model import ModelSpec
 from ...specs.run import Training
+from ...specs.stacks import DeepSpeed
 from ...step.model import Around, build_model, materialize
+from ...step.optimizer import LEARNING_RATE
 from ...step.step import Enter, Step, ignore
 from ..devices import HOST
 
+OPTIMIZERS = {"adamw": "AdamW", "lion": "Lion"}
 QUIET = ("DeepSpeed", "deepspeed")  # its loggers
 
 
@@ -43,6 +45,7 @@ class DeepSpeedStep(Step):
 
     def __call__(self, enter: Enter = ignore) -> None:
         """Take one step: the engine counts its micro-batches, and updates after the last."""
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         output = None
         for number, ids in enumerate(self.inputs, 1):  # (B, T)
             enter("forward")
@@ -61,9 +64,16 @@ def build(
 ) -> DeepSpeedStep:
     """Return the step of `run` on `device`; the process group is there already."""
     model = build_model(spec, run, device, recomputing, shard=lambda model: materialize(model, HOST))
-    settings = {**deepspeed_config(run), "gradient_clipping": 1.0, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
+    stack = run.stack
+    assert isinstance(stack, DeepSpeed)
+    parameters = {"lr": LEARNING_RATE, **({"torch_adam": True} if stack.torch_adam else {})}
+    settings = {
+        **deepspeed_config(run), "gradient_clipping": 1.0,
+        "optimizer": {"type": OPTIMIZERS[run.optimizer], "params": parameters},
+    }  # fmt: skip
     initialize = symbol("deepspeed.initialize")
-    engine, *_ = initialize(model=model, model_parameters=model.parameters(), config=settings)
+    with redirect_stdout(io.StringIO()):  # runtime/bf16_optimizer.py prints what memory is used
+        engine, *_ = initialize(model=model, model_parameters=model.parameters(), config=settings)
     ids = [torch.empty_like(each, device="cuda") for each in inputs]
     return DeepSpeedStep(
         run, device, model, ids, engine=engine,

@@ -28,6 +28,8 @@ def resolved(stack: Any) -> StackOptions | str:
     """Return the options that `stack` names ("torchtitan", "torchtitan:ac=full,every=2"); options stay as they are."""
     if isinstance(stack, StackOptions) or stack == TRANSFORMERS:
         return stack
+    if isinstance(stack, Mapping):  # of to_dict, or of an engine's settings
+        return stack_from_dict(stack)
     names = [TRANSFORMERS, *STACKS]
     if not isinstance(stack, str):
         raise SpecError(f"stack={stack!r} is a {type(stack).__name__}; give {', '.join(names)}, or one's options")

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, get_args
 
 from ...base.errors import SpecError
 from .options import StackOptions
 
+COUNTS = (
+    "reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_max_live_parameters",
+    "stage3_param_persistence_threshold", "sub_group_size",
+)  # fmt: skip
+ZERO = (*COUNTS, "contiguous_gradients", "overlap_comm")  # options that zero_optimization has
 AccumDtype = Literal["fp32", "bf16", "fp16"]
 
 
@@ -49,7 +54,6 @@ class DeepSpeed(StackOptions):
     reduce_bucket_size: int = 500_000_000
     stage3_prefetch_bucket_size: int = 50_000_000
     stage3_max_live_parameters: int = 1_000_000_000
-    stage3_max_reuse_distance: int = 1_000_000_000
     stage3_param_persistence_threshold: int = 100_000
     sub_group_size: int = 1_000_000_000
     grad_accum_dtype: AccumDtype | None = None
@@ -57,7 +61,11 @@ class DeepSpeed(StackOptions):
     torch_adam: bool = False
 
     def __post_init__(self) -> None:
-        self._check_counts("reduce_bucket_size", "sub_group_size")
+        for name in COUNTS:  # its JSON says 5e8
+            value = getattr(self, name)
+            if isinstance(value, float) and value.is_integer():
+                object.__setattr__(self, name, int(value))
+        self._check_counts(*COUNTS)
         self._check_choices(
             contiguous_gradients=(True, False),
             overlap_comm=(None, True, False),
@@ -65,6 +73,32 @@ class DeepSpeed(StackOptions):
             immediate_grad_update=(True, False),
             torch_adam=(True, False),
         )
+
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """Return the sections of DeepSpeed's configuration that say these options, where not as DeepSpeed's defaults."""
+        said = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
+        zero = {name: value for name, value in said.items() if name in ZERO}
+        return {
+            **({"zero_optimization": zero} if zero else {}),
+            **({"bf16": {"immediate_grad_update": True}} if self.immediate_grad_update else {}),
+            **({"data_types": {"grad_accum_dtype": self.grad_accum_dtype}} if self.grad_accum_dtype else {}),
+        }
+
+    def check_run(self, given: Mapping[str, Any]) -> None:
+        """Raise SpecError where an option cannot go with the run's fields `given`."""
+        half, zero, wide = given["precision"].rpartition("-")[2], given["zero"], self.grad_accum_dtype == "fp32"
+        if self.grad_accum_dtype not in (None, "fp32", half):
+            told = f"grad_accum_dtype={self.grad_accum_dtype!r} with precision={given['precision']!r}"
+            raise SpecError(f"{told}: DeepSpeed sums in the dtype of the weights, or in fp32")
+        if wide and (given["offload"] or zero == 0 or (zero == 1 and half == "fp16")):
+            told = f"grad_accum_dtype='fp32' with zero={zero}, offload={given['offload']!r}"
+            raise SpecError(f"{told}, precision={given['precision']!r}: not described; give zero=2 or 3, or drop it")
+        if zero == 0 and (self.torch_adam or given["optimizer"] != "adamw"):
+            told = "torch_adam=True" if self.torch_adam else f"optimizer={given['optimizer']!r}"
+            raise SpecError(f"{told} with zero=0: not described; give zero >= 1")
+        if self.immediate_grad_update and not (zero == 1 and half == "bf16" and wide):
+            raise SpecError("immediate_grad_update=True: it is read at zero=1, with bf16 and grad_accum_dtype='fp32'; "
+                            "give these, or drop it")  # fmt: skip
 
     @property
     def fused_adamw(self) -> bool:
