@@ -38,7 +38,7 @@ ZERO_PASSED = _keys(
 )
 ZERO_OPTIONS = _keys(
     "contiguous_gradients overlap_comm reduce_bucket_size sub_group_size stage3_prefetch_bucket_size "
-    "stage3_max_live_parameters stage3_param_persistence_threshold"
+    "stage3_max_live_parameters stage3_max_reuse_distance stage3_param_persistence_threshold"
 )
 DEEPSPEED_HALF = ("mixed-bf16", "mixed-fp16")
 ZERO_READ = {"stage", "offload_optimizer", "offload_param"}
@@ -94,8 +94,8 @@ def deepspeed_fields(settings: Settings, given: Mapping[str, Any]) -> dict[str, 
 def _deepspeed_options(config: Mapping[str, Any], zero: Mapping[str, Any], precision: str) -> dict[str, Any]:
     """Return the options of stack="deepspeed" by name."""
     if precision not in DEEPSPEED_HALF:
-        raise SpecError(f"precision={precision!r} with stack='deepspeed': it is described for {', '.join(DEEPSPEED_HALF)}; "
-                        "give stack='transformers', or enable bf16")  # fmt: skip
+        told = f"precision={precision!r} with stack='deepspeed': it is described for {', '.join(DEEPSPEED_HALF)}"
+        raise SpecError(f"{told}; give stack='transformers', or enable bf16")
     options = {key: value for key, value in zero.items() if key in ZERO_OPTIONS and value != "auto"}
     options |= {key: value for key, value in part_of(config, "data_types").items() if key == "grad_accum_dtype"}
     options |= {key: value for key, value in part_of(config, "bf16").items() if key == "immediate_grad_update"}

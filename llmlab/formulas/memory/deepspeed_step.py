@@ -54,9 +54,11 @@ class DeepSpeedMemory(StepMemory):
             self.widest = -(-self.largest // run.dp)
             self.held, self.bucket = 0, 0
             self.resident.update(weights=HALF * (self.part + kept), gradients=self.width * self.part, other=bucket)
-            # What prefetching finds gathered stays until it is used: weights pile up as forward ends
-            # (zero/partitioned_param_coordinator.py, __params_to_release).
-            self.live = HALF * min(self.parameters, self.stack.stage3_max_live_parameters)
+            # What prefetching finds gathered stays until it is used, and what is used again soon: weights pile up as
+            # forward ends (zero/partitioned_param_coordinator.py, __params_to_release). From the head's forward to
+            # where backward uses a block again it is twice the distance to the head.
+            most = max(self.stack.stage3_max_live_parameters, self.stack.stage3_max_reuse_distance // 2)
+            self.live = HALF * min(self.parameters, most)
         if run.offload:
             self.held = self.accumulated = self.part = self.widest = 0  # the host updates
             self.resident.update(optimizer=0, gradients=0)
@@ -71,13 +73,36 @@ class DeepSpeedMemory(StepMemory):
     def moments(self) -> list[Moment]:
         """Return the moments of one steady step, in order."""
         loaded = {**self.resident, "optimizer": FP32 * self.part, "workspace": 0}
+        summed = self._summed() - self.gradients.accumulated
+        # At stage 1 the bucket stays until gradients are reduced.
+        waiting = self.bucket if self.stage == 1 and self.share.run.accumulation > 1 else 0
         return [
             Moment("load", "weights flattened", {"weights": 2 * HALF * self.parameters if self.stage < 3 else 0}),
             Moment("load", "the engine made", loaded),
-            *(self._adding(each, weights=self.live, gradients=self.resident["gradients"]) for each in self._forward()),
+            *(
+                self._adding(each, weights=self.live, gradients=summed, other=waiting)
+                for each in self._forward()
+            ),
+            *self._gathering(),
             *self._backward(),
             *(self._flat_update() if self.stage == 0 else self._update()),
         ]
+
+    def _summed(self) -> int:
+        """Return the bytes of gradients that are there as a micro-batch begins."""
+        if self.stage >= 2 or self.flat_sums:
+            return self.resident["gradients"] + self.accumulated
+        return self.gradients.accumulated
+
+    def _gathering(self) -> list[Moment]:
+        """Return the moment at which what was gathered together, in one buffer, is copied out of it into tensors
+        (zero/partition_parameters.py, AllGatherCoalescedHandle.wait)."""
+        if not self.live:
+            return []
+        copied = HALF * min(self.parameters, self.stack.stage3_prefetch_bucket_size)
+        return [self._moment("forward", "weights gathered", activations=self.activations - self.outside,
+                             gradients=self._summed(),
+                             weights=self.resident["weights"] + self.live + copied)]  # fmt: skip
 
     def _backward(self) -> list[Moment]:
         if self.stage >= 2 or self.stack.immediate_grad_update:
@@ -89,13 +114,12 @@ class DeepSpeedMemory(StepMemory):
             copied = self.bucket + max(0, self.normed - HALF * min(self.parameters, self.stack.reduce_bucket_size))
         if self.flat_sums:
             loss, head = (
-                self._adding(each, gradients=self.resident["gradients"] - self.gradients.accumulated)
-                for each in (loss, head)
+                self._adding(each, gradients=self._summed() - self.gradients.accumulated) for each in (loss, head)
             )
             blocks = [self._adding(each, gradients=self.resident["gradients"]) for each in blocks]
             piled, copied = piled + self.resident["gradients"], HALF * self.parameters
         reduced = self._moment("backward", "gradients reduced", gradients=piled, logits=self.loss.after, other=copied)
-        if self.share.run.accumulation > 1:  # the bucket stays until gradients are reduced
+        if self.share.run.accumulation > 1:
             loss, head = (self._adding(each, other=self.bucket) for each in (loss, head))
         return [loss, head, *(self._adding(each, other=self.bucket) for each in blocks), reduced]
 
@@ -108,17 +132,18 @@ class DeepSpeedMemory(StepMemory):
         loss, head, first, _, embedding = super()._backward()
         spec, after = self.share.spec, self.loss.after
         table = HALF * self.sizes[0]
-        held = self.resident["gradients"] + self.accumulated
+        held = self._summed()
         waiting = held + (table if spec.tied else 0)  # a tied head's gradient, until the embedding's is added to it
         left = max(0, self.live - table) if self.live else 0  # when the head is over
         prefetched = HALF * self.stack.stage3_prefetch_bucket_size if self.live else 0
         gathered = min(left + prefetched, self.live)
+        added = 0 if spec.tied or not self.flat_sums else FP32 * self.sizes[0]  # the table's gradient, cast
         found = [
             self._adding(loss, weights=self.live, gradients=held - loss.parts["gradients"]),
             self._adding(head, weights=self.live, gradients=held - loss.parts["gradients"]),
             self._moment("backward", "the head's gradient in the bucket", gradients=held + table, logits=after,
                          activations=self.activations, weights=self.resident["weights"] + self.live,
-                         other=self.bucket),
+                         other=self.bucket + added),
             self._moment("backward", first.name, gradients=waiting, logits=after,
                          activations=first.parts["activations"], weights=self.resident["weights"] + gathered,
                          other=self.bucket + self.between + self.backward.temporaries),
@@ -128,10 +153,19 @@ class DeepSpeedMemory(StepMemory):
                                     other=HALF * self.parameters)]  # fmt: skip
         else:
             reduced = self._reductions(waiting, gathered)
-        return found + reduced + [
-            self._moment("backward", embedding.name, gradients=waiting + (2 if spec.tied else 1) * table, logits=after,
-                         other=self.bucket)
-        ]
+        return (
+            found
+            + reduced
+            + [
+                self._moment(
+                    "backward",
+                    embedding.name,
+                    gradients=waiting + (2 if spec.tied else 1) * table,
+                    logits=after,
+                    other=self.bucket + added,
+                )
+            ]
+        )
 
     def _reductions(self, waiting: int, gathered: int) -> list[Moment]:
         """Return the moments at which the bucket is full, or backward over: what is in it, copied."""
@@ -139,15 +173,20 @@ class DeepSpeedMemory(StepMemory):
         for each in reductions(sizes, self.stack.reduce_bucket_size, self.slice):
             to_come = len(sizes) - each.tensors
             blocks = 1 + max(0, to_come - 1) * self.layers // len(sizes)
+            # In fp32 this rank's part is there before, and what is added to it is cast.
+            wide = self.width == FP32 and each.own and self.stage == 2
+            owned, cast = each.owned or wide, FP32 * self.widest if wide else 0
+            if self.width == FP32 and self.stage == 3:
+                cast = FP32 * each.elements // self.share.run.dp
             weights = min(gathered, HALF * sum(sizes[:to_come]))
             found.append(
                 self._moment(
                     "backward", "a bucket reduced",
                     weights=self.resident["weights"] + weights,
                     activations=self.block * blocks + self.recomputed if each.next else 0,
-                    gradients=waiting + (self.held if each.owned else 0) + HALF * (each.next + each.alone),
+                    gradients=waiting + (self.held if owned else 0) + HALF * (each.next + each.alone),
                     logits=self.loss.after,
-                    other=self.bucket + max(HALF * each.copied, self.normed),
+                    other=self.bucket + max(HALF * each.copied + cast, self.normed),
                 )
             )  # fmt: skip
         return found
@@ -166,11 +205,8 @@ class DeepSpeedMemory(StepMemory):
             kept = 0 if self.stack.immediate_grad_update else HALF * self.parameters
             return [moment("the update", other=kept)]
         part = min(self.part, self.stack.sub_group_size) if self.stage == 3 else self.part
-        if self.width == HALF:
-            update = (HALF + FP32) * part
-        else:
-            update = FP32 * part if self.stage == 3 else 0
-        return [moment("the norm", other=FP64 * self.widest), moment("the update", other=update)]
+        copied = HALF + FP32 if self.width == HALF else FP32 if self.stage == 3 else 0
+        return [moment("the norm", other=FP64 * self.widest), moment("the update", other=copied * part)]
 
 
 def tensors(spec: ModelSpec) -> list[int]:
@@ -192,15 +228,17 @@ def _as_if_kept(share: Share) -> Share:
 
 
 class Reduction(NamedTuple):
-    """A reduction of gradients: after how many of them in backward, elements of what is copied for it, of the gradient
-    that waits for the bucket, and of one that is too large for it; whether a gradient of this rank's was reduced before
-    it."""
+    """A reduction of gradients: after how many of them in backward; its elements, those that are copied for it, those
+    of the gradient that waits for the bucket, and of one that is too large for it; whether a gradient of this rank's
+    was reduced before it, and whether one is among them."""
 
     tensors: int
+    elements: int
     copied: int
     next: int
     alone: int
     owned: bool
+    own: bool
 
 
 def reductions(sizes: list[int], bucket: int, part: int) -> list[Reduction]:
@@ -218,7 +256,7 @@ def reductions(sizes: list[int], bucket: int, part: int) -> list[Reduction]:
             ranks = {at // part for begin, stop in inside for at in (begin, stop - 1)} if part else set()
             alone = elements if elements > bucket else 0
             copied = len(ranks) > 1 if part else len(inside) > 1
-            found.append(Reduction(number, elements if copied else 0, size, alone, owned))
+            found.append(Reduction(number, elements, elements if copied else 0, size, alone, owned, 0 in ranks))
             owned = owned or 0 in ranks
             inside, elements = [], 0
         inside.append((end - size, end))

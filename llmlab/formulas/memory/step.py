@@ -8,7 +8,7 @@ from .megatron_step import MegatronMemory
 from .moments import StepMemory
 from .share import Share
 
-OWN = {"deepspeed": DeepSpeedMemory, "megatron": MegatronMemory}
+OWN: dict[str, type[StepMemory] | type[MegatronMemory]] = {"deepspeed": DeepSpeedMemory, "megatron": MegatronMemory}
 
 
 def step_memory(share: Share) -> StepMemory | MegatronMemory:

@@ -34,7 +34,9 @@ def builder(spec: ModelSpec, run: Training) -> Build:
         raise NotAvailable(f"{why}; see lab.estimate, or run a script of {stack.name}'s under llmlab run")
     version = KNOWN[stack.package][1]
     project = f"{stack.package}=={version}"
-    how = f"pip install {project}, or in a checkout of llmlab `make stacks` and PYTHONPATH=_build/stacks"
+    how = f"pip install {project}"
+    if stack.name not in SCRIPTS:  # DeepSpeed is among the constraints
+        how += ", or in a checkout of llmlab `make stacks` and PYTHONPATH=_build/stacks"
     if find_spec(stack.package) is None:
         raise NotAvailable(f"simulating stack={stack.name!r} needs {stack.package} {version}: {how}")
     found = metadata.version(stack.package)

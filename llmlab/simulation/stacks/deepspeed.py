@@ -37,6 +37,11 @@ def check(spec: ModelSpec, run: Training) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+def _on_host(model: Any) -> None:
+    """Give the model memory where a script has it until the engine moves it to the card."""
+    materialize(model, HOST)
+
+
 @dataclass
 class DeepSpeedStep(Step):
     """A step as DeepSpeedEngine takes it."""
@@ -63,7 +68,7 @@ def build(
     spec: ModelSpec, run: Training, device: torch.device, inputs: list[Tensor], recomputing: Around
 ) -> DeepSpeedStep:
     """Return the step of `run` on `device`; the process group is there already."""
-    model = build_model(spec, run, device, recomputing, shard=lambda model: materialize(model, HOST))
+    model = build_model(spec, run, device, recomputing, shard=_on_host)
     stack = run.stack
     assert isinstance(stack, DeepSpeed)
     parameters = {"lr": LEARNING_RATE, **({"torch_adam": True} if stack.torch_adam else {})}
@@ -76,7 +81,10 @@ def build(
         engine, *_ = initialize(model=model, model_parameters=model.parameters(), config=settings)
     ids = [torch.empty_like(each, device="cuda") for each in inputs]
     return DeepSpeedStep(
-        run, device, model, ids, engine=engine,
+        run,
+        device,
+        model,
+        ids,
+        engine=engine,
         parameters=list(model.parameters()),
     )
-

@@ -10,7 +10,7 @@ from ...base.errors import SpecError
 from .options import StackOptions
 
 COUNTS = (
-    "reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_max_live_parameters",
+    "reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance",
     "stage3_param_persistence_threshold", "sub_group_size",
 )  # fmt: skip
 ZERO = (*COUNTS, "contiguous_gradients", "overlap_comm")  # options that zero_optimization has
@@ -21,11 +21,13 @@ AccumDtype = Literal["fp32", "bf16", "fp16"]
 class DeepSpeed(StackOptions):
     """DeepSpeed's options that change memory, by the names in its configuration, of transformers' models.
 
-    Those of ZeRO are zero_optimization's (deepspeed/runtime/zero/config.py), in elements; the stage is the run's `zero`,
-    offloading its `offload`. `overlap_comm` None is DeepSpeed's default, True at stage 3 alone; it takes a second bucket
-    at stages 1 and 2. `grad_accum_dtype` is data_types', None the dtype of the weights; "fp32" sums gradients in fp32,
-    at stage 1 with bf16 in another optimizer (runtime/bf16_optimizer.py), where `immediate_grad_update` of bf16 does it
-    as each gradient is made. `torch_adam` steps by torch's AdamW instead of DeepSpeed's fused one.
+    Those of ZeRO are zero_optimization's (deepspeed/runtime/zero/config.py), in elements. The stage is the run's
+    `zero`, offloading its `offload`. `overlap_comm` None is DeepSpeed's default, True at stage 3 alone; it takes a
+    second bucket at stages 1 and 2. `grad_accum_dtype` is data_types', None the dtype of the weights. "fp32" sums
+    gradients in fp32, at stage 1 with bf16 in another optimizer (runtime/bf16_optimizer.py), where
+    `immediate_grad_update` of bf16 does it as each gradient is made. `torch_adam` steps by torch's AdamW instead of
+    DeepSpeed's fused one. round_robin_gradients is none of them: it changes which tensors are a rank's. Nor is
+    allgather_bucket_size, which is not read where torch has all_gather_into_tensor.
     """
 
     name = "deepspeed"
@@ -54,6 +56,7 @@ class DeepSpeed(StackOptions):
     reduce_bucket_size: int = 500_000_000
     stage3_prefetch_bucket_size: int = 50_000_000
     stage3_max_live_parameters: int = 1_000_000_000
+    stage3_max_reuse_distance: int = 1_000_000_000
     stage3_param_persistence_threshold: int = 100_000
     sub_group_size: int = 1_000_000_000
     grad_accum_dtype: AccumDtype | None = None
@@ -75,7 +78,7 @@ class DeepSpeed(StackOptions):
         )
 
     def settings(self) -> dict[str, dict[str, Any]]:
-        """Return the sections of DeepSpeed's configuration that say these options, where not as DeepSpeed's defaults."""
+        """Return the sections of DeepSpeed's configuration that say these options, where they are not its defaults."""
         said = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
         zero = {name: value for name, value in said.items() if name in ZERO}
         return {
