@@ -21,6 +21,9 @@ RUNS = {
     "never resharded": {"dp": 8, "stack": "torchtitan:reshard_after_forward=never"},
     "always resharded": {"dp": 8, "stack": "torchtitan:reshard_after_forward=always,optimizer=foreach"},
     "accumulated": {"dp": 8, "accumulation": 2, "micro_batch": 2},
+    "copies": {"dp": 8, "dp_replicate": 2},
+    "copies, accumulated": {"dp": 8, "dp_replicate": 2, "accumulation": 2, "checkpointing": "full"},
+    "copies, tensor parallel": {"dp": 8, "dp_replicate": 2, "tp": 2, "checkpointing": "full"},
     "as until 0.2.0": {"dp": 8, "stack": "torchtitan:keeps_attention=False"},
 }
 
