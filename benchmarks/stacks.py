@@ -159,12 +159,16 @@ def result(stack: str, row: Row) -> Result:
         assert simulation.peak_allocated and simulation.peak_reserved
         apart = estimate.peak_allocated / simulation.peak_allocated - 1
         size = simulation.peak_allocated if stack == "torchtune" else simulation.peak_reserved
+        if stack == "deepspeed" and simulation.process:
+            size = simulation.process
         outcome = simulation.outcome
         both = simulation.peak_allocated, simulation.peak_reserved
         allocated, reserved = (f"{each / GiB:.2f} GiB" for each in both)
     if row.published:
         error = size / GiB / row.published - 1
     beside = f" ({error:+.1%})" if error is not None else ""
+    if simulation and stack == "deepspeed":
+        reserved += f", process {size / GiB:.2f} GiB"
     if simulation and stack != "torchtune":
         reserved += beside
     elif simulation:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import io
 import logging
 import warnings
-from contextlib import redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,10 @@ from ...step.step import Enter, Step, ignore
 from ..devices import HOST
 
 OPTIMIZERS = {"adamw": "AdamW", "lion": "Lion"}
+# Of its optimizers: the fp32 weights that they step, at stage 0, at stage 1 with sums in fp32, at 1 and 2, and at 3.
+MASTERS = (
+    "fp32_groups_flat", "fp32_groups_flat_partition", "single_partition_of_fp32_groups", "fp32_partitioned_groups_flat",
+)  # fmt: skip
 QUIET = ("DeepSpeed", "deepspeed")  # its loggers
 
 
@@ -50,18 +55,36 @@ class DeepSpeedStep(Step):
 
     def __call__(self, enter: Enter = ignore) -> None:
         """Take one step: the engine counts its micro-batches, and updates after the last."""
-        warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         output = None
-        for number, ids in enumerate(self.inputs, 1):  # (B, T)
-            enter("forward")
-            output = None  # the last micro-batch's logits go before this one's forward
-            output = self.engine(input_ids=ids, labels=ids)
-            enter("backward", logits=output.logits)  # (B, T, V)
-            self.engine.backward(output.loss)
-            if number == len(self.inputs):
-                enter("optimizer")
-            self.engine.step()
+        with _quiet():
+            for number, ids in enumerate(self.inputs, 1):  # (B, T)
+                enter("forward")
+                output = None  # the last micro-batch's logits go before this one's forward
+                output = self.engine(input_ids=ids, labels=ids)
+                enter("backward", logits=output.logits)  # (B, T, V)
+                self.engine.backward(output.loss)
+                if number == len(self.inputs):
+                    enter("optimizer")
+                self.engine.step()
         enter("optimizer")
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """Return the tensors that live across phases, by part, ZeRO's flat ones too."""
+        parts, own = super().tensors(), self.engine.optimizer
+        for name in MASTERS:
+            parts["optimizer"] += getattr(own, name, [])
+        shards = [parameter.ds_tensor for parameter in self.parameters or () if hasattr(parameter, "ds_tensor")]
+        parts["weights"] += shards  # of stage 3, and their gradients
+        parts["gradients"] += [own.grad_partitions_flat_buffer] if shards else []
+        return parts
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Say nothing of functions that a newer torch calls by other names, nor what memory bf16_optimizer.py prints."""
+    with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
 
 
 def build(
@@ -77,14 +100,9 @@ def build(
         "optimizer": {"type": OPTIMIZERS[run.optimizer], "params": parameters},
     }  # fmt: skip
     initialize = symbol("deepspeed.initialize")
-    with redirect_stdout(io.StringIO()):  # runtime/bf16_optimizer.py prints what memory is used
+    with _quiet():
         engine, *_ = initialize(model=model, model_parameters=model.parameters(), config=settings)
     ids = [torch.empty_like(each, device="cuda") for each in inputs]
     return DeepSpeedStep(
-        run,
-        device,
-        model,
-        ids,
-        engine=engine,
-        parameters=list(model.parameters()),
+        run, device, model, ids, engine=engine, optimizer=engine.basic_optimizer, parameters=list(model.parameters())
     )
