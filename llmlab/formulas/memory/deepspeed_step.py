@@ -6,7 +6,7 @@ Blocks, logits and temporaries are transformers', as in moments.py. Sources are 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -209,8 +209,10 @@ class DeepSpeedMemory(StepMemory):
         return [moment("the norm", other=FP64 * self.widest), moment("the update", other=copied * part)]
 
 
+@lru_cache(maxsize=1024)
 def tensors(spec: ModelSpec) -> list[int]:
-    """Return the elements of each parameter of transformers' model, in the order of its parameters()."""
+    """Return the elements of each parameter of transformers' model, in the order of its parameters(); change nothing in
+    it."""
     by = spec.parameters_by_component
     block = [linear.inputs * linear.outputs for linear in spec.block_linears]
     small = sum(by[part] for part in ("attention", "mlp", "norms")) - spec.layers * sum(block)
