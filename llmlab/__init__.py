@@ -23,12 +23,13 @@ from .report import Comparison, Report
 from .simulation.simulator import simulator
 from .specs.model import ModelSpec, model, models
 from .specs.run import Inference, LoRA, Training
-from .specs.stacks import Megatron, Torchtitan, Torchtune
+from .specs.stacks import DeepSpeed, Megatron, Torchtitan, Torchtune
 from .verbs import compare, estimate, fix, measure, meter, plan, records, simulate, write
 
 __all__ = [
     "GPU",
     "Comparison",
+    "DeepSpeed",
     "Inference",
     "LoRA",
     "Megatron",

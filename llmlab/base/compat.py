@@ -156,6 +156,7 @@ NAMES: dict[str, dict[str, str]] = {
         "deepspeed.runtime.pipe.dualpipev.DualPipeVEngine": "__init__",
         "deepspeed.runtime.pipe.engine.PipelineEngine": "__init__",
     },
+    "deepspeed": {"deepspeed": "initialize"},
     "deepspeed.launcher.runner": {"deepspeed.launcher.runner": "parse_args"},
     "deepspeed.ops": {"deepspeed.ops": "__compatible_ops__"},  # by itself: its import looks for compilers
     "liger_kernel": {"liger_kernel.transformers": "_apply_liger_kernel_to_instance"},

@@ -35,6 +35,8 @@ class Settings(Protocol):
     def offload(self) -> str | None: ...
     @property
     def compile(self) -> bool: ...
+    @property
+    def stack(self) -> Any: ...
 
 
 DEEPSPEED_COMMON: dict[str, Any] = {
@@ -67,7 +69,7 @@ def deepspeed_config(run: Settings) -> dict[str, Any]:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if run.offload == "optimizer+parameters":
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
-    return {
+    config: dict[str, Any] = {
         "train_batch_size": run.global_batch,
         "train_micro_batch_size_per_gpu": run.micro_batch,
         "gradient_accumulation_steps": run.accumulation,
@@ -75,6 +77,8 @@ def deepspeed_config(run: Settings) -> dict[str, Any]:
         **DEEPSPEED_COMMON,
         **DEEPSPEED_PRECISION[run.precision],
     }
+    own = run.stack.settings() if hasattr(run.stack, "settings") else {}  # options of stack="deepspeed"
+    return config | {section: config.get(section, {}) | said for section, said in own.items()}
 
 
 def accelerate_config(run: Settings) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Settings of DeepSpeed and Accelerate as fields of a Training: the way back of `configs`.
 
 A key that is not the engine's is refused by name, and so is one that a Training has no field for. What changes neither
-memory nor work per step (the schedule of the learning rate, logging) is passed over, and so are the sizes of buckets.
+memory nor work per step (the schedule of the learning rate, logging) is passed over, and so are the sizes of buckets,
+unless `given` has stack="deepspeed", whose options they are.
 `given` are fields that the settings leave open; where both speak they have to agree.
 """
 
@@ -35,6 +36,11 @@ ZERO_PASSED = _keys(
     "stage3_max_live_parameters stage3_max_reuse_distance stage3_gather_16bit_weights_on_model_save "
     "ignore_unused_parameters"
 )
+ZERO_OPTIONS = _keys(
+    "contiguous_gradients overlap_comm reduce_bucket_size sub_group_size stage3_prefetch_bucket_size "
+    "stage3_max_live_parameters stage3_max_reuse_distance stage3_param_persistence_threshold"
+)
+DEEPSPEED_HALF = ("mixed-bf16", "mixed-fp16")
 ZERO_READ = {"stage", "offload_optimizer", "offload_param"}
 DEEPSPEED_OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "lion": "lion", "sgd": "sgd"}
 
@@ -63,7 +69,8 @@ def deepspeed_fields(settings: Settings, given: Mapping[str, Any]) -> dict[str, 
     Raises SpecError for an unknown key, a key of another engine, "auto" that `given` does not resolve, and a conflict.
     """
     config = read_mapping("DeepSpeed", settings, json.loads)
-    check_keys("DeepSpeed", config, DEEPSPEED_READ | DEEPSPEED_PASSED)
+    also = {"data_types"} if given.get("stack") == "deepspeed" else set()
+    check_keys("DeepSpeed", config, DEEPSPEED_READ | DEEPSPEED_PASSED | also)
     zero = part_of(config, "zero_optimization")
     check_keys("DeepSpeed's zero_optimization", zero, ZERO_READ | ZERO_PASSED)
     said: dict[str, tuple[str, Any]] = {"zero": ("zero_optimization.stage", zero.get("stage", 0))}
@@ -79,7 +86,22 @@ def deepspeed_fields(settings: Settings, given: Mapping[str, Any]) -> dict[str, 
         if key in config:
             said[field] = (key, config[key])
     fields = agreed(said, given)
+    if fields.get("stack") == "deepspeed":
+        fields["stack"] = _deepspeed_options(config, zero, fields["precision"])
     return _batches(fields, config.get("train_batch_size"))
+
+
+def _deepspeed_options(config: Mapping[str, Any], zero: Mapping[str, Any], precision: str) -> dict[str, Any]:
+    """Return the options of stack="deepspeed" by name."""
+    if precision not in DEEPSPEED_HALF:
+        told = f"precision={precision!r} with stack='deepspeed': it is described for {', '.join(DEEPSPEED_HALF)}"
+        raise SpecError(f"{told}; give stack='transformers', or enable bf16")
+    options = {key: value for key, value in zero.items() if key in ZERO_OPTIONS and value != "auto"}
+    options |= {key: value for key, value in part_of(config, "data_types").items() if key == "grad_accum_dtype"}
+    options |= {key: value for key, value in part_of(config, "bf16").items() if key == "immediate_grad_update"}
+    parameters = part_of(part_of(config, "optimizer"), "params")
+    options |= {key: value for key, value in parameters.items() if key == "torch_adam"}
+    return {"name": "deepspeed", **options}
 
 
 def accelerate_fields(settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -231,7 +231,10 @@ class Search:
             host = host_of(where.card)
         except NotAvailable:
             return True
-        run = Training(**fields)
+        try:
+            run = Training(**fields)
+        except SpecError:  # what the stack has not, which an estimate refuses too
+            return True
         sent = crossing(self.question.spec, run)
         # What is trained whole stays there in half precision too, where not only its states are offloaded.
         weights = 2 * sent.stepped if run.offload == "optimizer+parameters" else 0

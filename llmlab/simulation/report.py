@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -38,13 +38,14 @@ from .devices import HOST
 from .distributed.notes import notes as rank_notes
 from .distributed.torch_engines import checked, fake_ranks
 from .engine.engine import Engine, notes_of
+from .engine.real_host import RealHost
 from .patching.bitsandbytes import fake_bitsandbytes
 from .patching.imports import swept
-from .patching.install import installed
+from .patching.install import as_cuda, installed
 from .patching.patches import fake_parameters, held_random_states
 from .profile.recording import StepRecording
 from .profile.timeline import by_module, peak_place
-from .stacks import builder
+from .stacks import SCRIPTS, builder
 
 EAGER_ON_CPU = "compile=True is simulated eager on a CPU: what a compiled step fuses away is counted."
 
@@ -123,15 +124,17 @@ def _take(
     on_phase: Callable[[str | None], None] | None, load_order: LoadOrder,
 ) -> StepRecording:  # fmt: skip
     """Return the recording of a run; of a generation, the calls of the model numbered `runs` run, others may not."""
+    own, host = stack_of(run), None
     gc.collect()
     with swept() as look, ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([]))
         if card:
             memory = allocator(card.room(run.world_size))
-            if (own := stack_of(run)) and own.expandable_segments:
+            if own and own.expandable_segments:
                 memory.configure(replace(memory.config, expandable_segments=True))
-            simulated_card = Card(card, memory)
-            stack.enter_context(installed(simulated_card))
+            host = RealHost(None) if own and own.name in SCRIPTS else None
+            simulated_card = Card(card, memory, host)
+            stack.enter_context(as_cuda(simulated_card, host, run.world_size) if host else installed(simulated_card))
             engine = simulated_card.engine
         else:
             engine = Engine(HOST, HostMemory())  # this machine's own libraries run on fake tensors
@@ -139,11 +142,11 @@ def _take(
                 stack.enter_context(patch)
         recording = StepRecording(engine, card, on_phase)
         ranks = None
-        if isinstance(run, Training) and (stack_of(run) or run.world_size > 1):
+        if isinstance(run, Training) and (own or run.world_size > 1) and not host:
             ranks = stack.enter_context(fake_ranks(run, engine, recording.labelled))
         stack.enter_context(around_steps(run))
         stack.enter_context(pinned_attention(run))
-        with recording.watched(), engine:
+        with recording.watched(), nullcontext() if host else engine:
             try:
                 _steps(spec, run, recording, runs, ranks, load_order)
             except torch.OutOfMemoryError:

@@ -75,7 +75,7 @@ def build_model(
         model = quantize_linears(model, quantization, compute, device, load_order)
         vars(model.config).update(_is_quantized=True)  # as from_pretrained does: flash-attn gets config.dtype
     if shard is None:
-        _materialize(model, device)
+        materialize(model, device)
     if isinstance(run, Inference):
         return model.eval()
     model = _prepare_for_training(model.train(), run, recomputing)
@@ -83,7 +83,7 @@ def build_model(
         shard(model)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "DTensor random operators")  # which numbers are drawn does not matter
-            _materialize(model, device)
+            materialize(model, device)
     if not run.compile:
         return model
     compiled = torch.compile(model)
@@ -177,7 +177,7 @@ def pinned_attention(run: Run) -> Iterator[None]:
         yield
 
 
-def _materialize(model: Model, device: torch.device) -> None:
+def materialize(model: Model, device: torch.device) -> None:
     """Put what is on the meta device on `device`, with random values; as in from_pretrained, a tied head takes none."""
     tied = model.get_output_embeddings() if getattr(model.config, "tie_word_embeddings", False) else None
     for module in model.modules():

@@ -21,6 +21,9 @@ RUNS = {
     "never resharded": {"dp": 8, "stack": "torchtitan:reshard_after_forward=never"},
     "always resharded": {"dp": 8, "stack": "torchtitan:reshard_after_forward=always,optimizer=foreach"},
     "accumulated": {"dp": 8, "accumulation": 2, "micro_batch": 2},
+    "copies": {"dp": 8, "dp_replicate": 2},
+    "copies, accumulated": {"dp": 8, "dp_replicate": 2, "accumulation": 2, "checkpointing": "full"},
+    "copies, tensor parallel": {"dp": 8, "dp_replicate": 2, "tp": 2, "checkpointing": "full"},
     "as until 0.2.0": {"dp": 8, "stack": "torchtitan:keeps_attention=False"},
 }
 
@@ -59,6 +62,50 @@ def test_the_estimate_is_what_torchtunes_own_code_takes(name, model):
     run = lab.Training(**{"seq_len": 4096, "micro_batch": 2, "stack": "torchtune", **TUNES[name]})
     estimate, simulation = lab.estimate(model, run, "A100-80GB"), lab.simulate(model, run, "A100-80GB")
     assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.02)
+
+
+BUCKETS = "reduce_bucket_size=20000000"
+DEEPSPEED = {
+    "no ZeRO": {"zero": 0},
+    "stage 1": {"zero": 1, "checkpointing": "full"},
+    "stage 2": {"zero": 2},
+    "stage 3": {"zero": 3},
+    "stage 3, 64 ranks": {"zero": 3, "dp": 64, "checkpointing": "full"},
+    "stage 1, accumulated": {"zero": 1, "accumulation": 2},
+    "stage 2, several buckets": {"zero": 2, "checkpointing": "full", "stack": f"deepspeed:{BUCKETS}", "seq_len": 128},
+    "stage 2, overlapped": {"zero": 2, "stack": f"deepspeed:{BUCKETS},overlap_comm=True", "accumulation": 2},
+    "stage 2, no bucket": {"zero": 2, "checkpointing": "full", "stack": "deepspeed:contiguous_gradients=False"},
+    "stage 2, summed in fp32": {"zero": 2, "stack": f"deepspeed:{BUCKETS},grad_accum_dtype=fp32", "seq_len": 128},
+    "stage 1, summed in fp32": {"zero": 1, "stack": "deepspeed:grad_accum_dtype=fp32", "seq_len": 128},
+    "stage 1, summed at once": {
+        "zero": 1, "stack": "deepspeed:grad_accum_dtype=fp32,immediate_grad_update=True", "seq_len": 128,
+    },
+    "stage 3, summed in fp32": {"zero": 3, "stack": f"deepspeed:{BUCKETS},grad_accum_dtype=fp32"},
+    "stage 1, offloaded": {"zero": 1, "offload": "optimizer", "stack": f"deepspeed:{BUCKETS}"},
+    "stage 2, offloaded": {"zero": 2, "offload": "optimizer", "dp": 1, "stack": f"deepspeed:{BUCKETS}"},
+    "stage 3, all offloaded": {"zero": 3, "offload": "optimizer+parameters"},
+    "fp16, lion": {"zero": 2, "precision": "mixed-fp16", "optimizer": "lion"},
+    "torch's AdamW": {"zero": 2, "stack": f"deepspeed:{BUCKETS},torch_adam=True", "seq_len": 128},
+}  # fmt: skip
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs llmlab[distributed]")
+@pytest.mark.parametrize("model", [SMALL, TIED], ids=["llama", "tied"])
+@pytest.mark.parametrize("name", DEEPSPEED)
+def test_the_estimate_is_what_deepspeeds_own_engine_takes(name, model):
+    run = lab.Training(**{"dp": 8, "seq_len": 1024, "stack": "deepspeed", **DEEPSPEED[name]})
+    estimate, simulation = lab.estimate(model, run, "A100-80GB"), lab.simulate(model, run, "A100-80GB")
+    assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.02)
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs llmlab[distributed]")
+def test_deepspeeds_weights_pile_up_before_the_loss():
+    held = {}
+    for live in (20_000_000, 200_000_000):
+        stack = lab.DeepSpeed(stage3_max_live_parameters=live, stage3_max_reuse_distance=live)
+        held[live] = lab.simulate(SMALL, lab.Training(dp=8, zero=3, seq_len=1024, stack=stack), "A100-80GB").phases
+    whole = 2 * lab.model(SMALL).parameters
+    assert held[200_000_000]["forward"] - held[20_000_000]["forward"] > 0.3 * whole
 
 
 @pytest.mark.skipif(find_spec("torchtune") is None, reason="needs `make stacks`")

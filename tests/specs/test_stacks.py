@@ -94,6 +94,49 @@ def test_what_torchtune_has_not_is_refused_by_name(given, names):
     assert all(name in str(error.value) for name in names)
 
 
+@pytest.mark.parametrize(
+    "given, names",
+    [
+        ({"tp": 2}, ("deepspeed has no tp=2", "'megatron'")),
+        ({"lora": lab.LoRA()}, ("deepspeed has no lora", "'torchtune' has")),
+        ({"precision": "bf16"}, ("deepspeed has no precision='bf16'", "'torchtune'", "mixed-bf16")),
+        ({"stack": "deepspeed:ac=full"}, ("deepspeed has no option ac", "it is torchtitan's")),
+        ({"stack": "deepspeed:reduce_bucket_size=0"}, ("reduce_bucket_size=0", ">= 1")),
+        ({"stack": "deepspeed:grad_accum_dtype=fp16"}, ("grad_accum_dtype='fp16'", "mixed-bf16")),
+        ({"zero": 2, "stack": "deepspeed:immediate_grad_update=true"}, ("immediate_grad_update=True", "zero=1")),
+        ({"stack": "deepspeed:torch_adam=true"}, ("torch_adam=True", "zero >= 1")),
+    ],
+)
+def test_what_deepspeed_has_not_is_refused_by_name(given, names):
+    with pytest.raises(lab.SpecError) as error:
+        lab.Training(**{"dp": 8, "stack": "deepspeed", **given})
+    assert all(name in str(error.value) for name in names)
+
+
+OFFLOADED = {"zero": 3, "offload": "optimizer", "stack": lab.DeepSpeed(sub_group_size=1e8, overlap_comm=False)}
+SUMMED = {"zero": 2, "stack": lab.DeepSpeed(grad_accum_dtype="fp32")}
+AT_ONCE = {"zero": 1, "stack": lab.DeepSpeed(grad_accum_dtype="fp32", immediate_grad_update=True)}
+
+
+@pytest.mark.parametrize("given", [{"zero": 1}, OFFLOADED, SUMMED, AT_ONCE])
+def test_deepspeeds_settings_there_and_back(given):
+    run = lab.Training(**{"dp": 8, "micro_batch": 2, "stack": "deepspeed", **given})
+    settings = run.to_deepspeed()
+    assert lab.Training.from_deepspeed(settings, dp=8, stack="deepspeed") == run
+    options = settings["zero_optimization"]
+    assert ("sub_group_size" in options) == (given is OFFLOADED)
+
+
+def test_deepspeeds_buckets_are_read_for_its_stack_alone():
+    settings = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2, "reduce_bucket_size": 2e8}}
+    assert lab.Training.from_deepspeed(settings, dp=8).stack == "transformers"
+    assert lab.Training.from_deepspeed(settings, dp=8, stack="deepspeed").stack.reduce_bucket_size == 200_000_000
+    with pytest.raises(lab.SpecError, match="enable bf16"):
+        lab.Training.from_deepspeed({"zero_optimization": {"stage": 2}}, dp=8, stack="deepspeed")
+    with pytest.raises(lab.SpecError, match="data_types"):
+        lab.Training.from_deepspeed({"data_types": {"grad_accum_dtype": "fp32"}}, dp=8)
+
+
 def test_an_option_that_no_stack_has():
     with pytest.raises(lab.SpecError, match=r"torchtitan has no option acc: no stack has it; torchtitan has ac"):
         lab.Torchtitan(acc="full")

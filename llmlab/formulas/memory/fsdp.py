@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ...specs.model import ModelSpec
 from ...specs.run import Training, stack_of
-from ...specs.stacks import Torchtune
+from ...specs.stacks import DeepSpeed, Torchtune
 from ...specs.stages import stage_layers
 from .float8 import gathered_less
 from .precision import Bytes
@@ -56,8 +56,8 @@ NONE = Units()
 
 
 def uses_fsdp(run: Training) -> bool:
-    """Return whether FSDP2 is what shards: zero=2 or 3 that offloads nothing."""
-    return run.zero >= 2 and not run.offload
+    """Return whether FSDP2 is what shards: zero=2 or 3 that offloads nothing, unless DeepSpeed trains."""
+    return run.zero >= 2 and not run.offload and not isinstance(run.stack, DeepSpeed)
 
 
 def sharded_experts(spec: ModelSpec, run: Training) -> float:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ...specs.model import ModelSpec
 from ...specs.run import Training
-from ...specs.stacks import Torchtune
+from ...specs.stacks import DeepSpeed, Torchtune
 from ...specs.stages import stage_layers
 from .. import newton_schulz
 from .fsdp import NONE, Parts, Units, sharded_experts, units, uses_fsdp
@@ -126,13 +126,14 @@ def states(spec: ModelSpec, run: Training, stage: int = 0, sharded: bool = True)
         if isinstance(run.stack, Torchtune) and run.stack.paged(run):
             optimizer -= 2 * stepped  # all but the scales lies outside of PyTorch's allocator
     resident = _shard(spec, run, weights, zero) if zero == 3 else weights.total
+    gathers = zero >= 2 and not isinstance(run.stack, DeepSpeed)  # whose step counts what it gathers
     return States(
         weights=0 if run.offload == "optimizer+parameters" else resident,
         gradients=gradient * with_gradients,
         optimizer=optimizer,
         trained=stepped,
         shard=shard,
-        units=units(spec, run, b, weights, counts, trained.total, stage) if zero >= 2 else NONE,
+        units=units(spec, run, b, weights, counts, trained.total, stage) if gathers else NONE,
     )
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from ...specs.run import Training
-from ...specs.stacks import Megatron
+from ...specs.run import stack_of
+from .deepspeed_step import DeepSpeedMemory
 from .megatron_step import MegatronMemory
 from .moments import StepMemory
 from .share import Share
 
+OWN: dict[str, type[StepMemory] | type[MegatronMemory]] = {"deepspeed": DeepSpeedMemory, "megatron": MegatronMemory}
+
 
 def step_memory(share: Share) -> StepMemory | MegatronMemory:
-    """Return the bytes and moments of a rank's step: Megatron-LM has a schedule and buffers of its own."""
-    megatron = isinstance(share.run, Training) and isinstance(share.run.stack, Megatron)
-    return MegatronMemory(share) if megatron else StepMemory(share)
+    """Return the bytes and moments of a rank's step: DeepSpeed has buffers of its own, Megatron-LM a schedule too."""
+    stack = stack_of(share.run)
+    return OWN.get(stack.name, StepMemory)(share) if stack else StepMemory(share)

@@ -6,6 +6,7 @@ from ...base.units import show_bytes
 from ...hardware.gpu import GPU
 from ...specs.model import ModelSpec
 from ...specs.run import Run, Training
+from ...specs.stacks import DeepSpeed
 from ...step.ranks import is_sharded
 
 NOTES = {
@@ -14,6 +15,7 @@ NOTES = {
     2: "Rank 0 of FSDP2 with reshard_after_forward=False: blocks stay whole from forward to backward.",
     3: "Rank 0 of FSDP2 (fully_shard), a block a unit, the rest of the model another.",
 }
+DEEPSPEED_NOTE = "Rank 0 of DeepSpeed's engine, ZeRO stage {}; transformers' model was on the host before."
 POLICY_NOTE = (
     "{} is FSDP2's MixedPrecisionPolicy: fp32 shards, gathered in half precision, reduced in fp32; the optimizer steps "
     "as torch chooses, by foreach."
@@ -32,6 +34,8 @@ def notes(spec: ModelSpec, run: Run, card: GPU | None) -> tuple[str, ...]:
     """Return what a report says of a run on several ranks of `card`; None is the CPU, which has no NCCL."""
     if not isinstance(run, Training) or run.world_size == 1:
         return ()
+    if isinstance(run.stack, DeepSpeed):
+        return (DEEPSPEED_NOTE.format(run.zero), *_nccl(card))
     engine: tuple[str, ...] = (NOTES[run.zero],) if run.dp > 1 else ()
     if run.dp_replicate > 1:
         engine += (COPIES_NOTE.format(run.dp_shard, run.dp_replicate),)
@@ -43,7 +47,10 @@ def notes(spec: ModelSpec, run: Run, card: GPU | None) -> tuple[str, ...]:
         engine += (EACH_NOTE.format(run.accumulation),)
     split = "parallelize_module cuts linears, embedding, logits and loss"
     tensor = (f"Rank 0 of tp={run.tp}: torch's {split}.",) if run.tp > 1 else ()
+    return (*engine, *tensor, *_nccl(card))
+
+
+def _nccl(card: GPU | None) -> tuple[str, ...]:
     if card is None:
-        return (*engine, *tensor)
-    nccl = NO_NCCL_NOTE if card.nccl is None else NCCL_NOTE.format(show_bytes(card.nccl), card.name)
-    return (*engine, *tensor, nccl)
+        return ()
+    return (NO_NCCL_NOTE if card.nccl is None else NCCL_NOTE.format(show_bytes(card.nccl), card.name),)

@@ -113,15 +113,28 @@ def script_on(card: Card, host: RealHost, world_size: int | None) -> Iterator[Ph
     """
     if _open:
         raise SpecError(f"a simulator of {_open[0]} is open; one at a time, in one thread: end its block first")
-    engine = card.engine
-    checkpoints, redirect, phases = Checkpoints(engine, card.kept_files), Redirect(engine, host), Phases(engine)
-    parameters = HostParameters(engine, checkpoints)
+    phases = Phases(card.engine)
     card.history.place = phases.place
     card.memory.driver.on_event = card.history.record
     gc.collect()  # what dies later must not be freed at a moment that depends on earlier code
     with exclusive("simulator()"), swept("__main__") as look, ExitStack() as stack:
         _open.append(card.gpu.name)
         stack.callback(_open.clear)
+        stack.enter_context(as_cuda(card, host, world_size))
+        stack.enter_context(phases.watched())
+        try:
+            yield phases
+        finally:
+            look()
+
+
+@contextmanager
+def as_cuda(card: Card, host: RealHost, world_size: int | None) -> Iterator[None]:
+    """Install `card` for code that names "cuda", beside a host whose values are real, as one rank of `world_size`."""
+    engine = card.engine
+    checkpoints, redirect = Checkpoints(engine, card.kept_files), Redirect(engine, host)
+    parameters = HostParameters(engine, checkpoints)
+    with ExitStack() as stack:
         stack.enter_context(cuda_autocast())  # before Dynamo, which is told of what answers for the card
         stack.enter_context(installed(card))
         stack.enter_context(parameters.patched())
@@ -147,11 +160,7 @@ def script_on(card: Card, host: RealHost, world_size: int | None) -> Iterator[Ph
                 loaders[module] = partial(lambda *what: stack.enter_context(no_other_ranks(*what)), module, *names)
         stack.enter_context(on_import(loaders))
         stack.enter_context(without_peers(card, world_size, parameters))
-        stack.enter_context(phases.watched())
-        try:
-            yield phases
-        finally:
-            look()
+        yield
 
 
 def _paged(engine: Engine) -> Callable[..., Tensor]:

@@ -17,7 +17,8 @@ from ...specs.stacks import StackOptions
 from ...step.model import Around
 from ...step.step import Step
 
-BUILDERS = ("torchtitan", "torchtune")  # stacks whose step is built by the module of that name here
+BUILDERS = ("deepspeed", "torchtitan", "torchtune")  # stacks whose step is built by the module of that name here
+SCRIPTS = ("deepspeed",)  # those whose code names "cuda" itself, as users' scripts do
 Build = Callable[[ModelSpec, Training, torch.device, list[Tensor], Around], Step]
 
 
@@ -33,7 +34,9 @@ def builder(spec: ModelSpec, run: Training) -> Build:
         raise NotAvailable(f"{why}; see lab.estimate, or run a script of {stack.name}'s under llmlab run")
     version = KNOWN[stack.package][1]
     project = f"{stack.package}=={version}"
-    how = f"pip install {project}, or in a checkout of llmlab `make stacks` and PYTHONPATH=_build/stacks"
+    how = f"pip install {project}"
+    if stack.name not in SCRIPTS:  # DeepSpeed is among the constraints
+        how += ", or in a checkout of llmlab `make stacks` and PYTHONPATH=_build/stacks"
     if find_spec(stack.package) is None:
         raise NotAvailable(f"simulating stack={stack.name!r} needs {stack.package} {version}: {how}")
     found = metadata.version(stack.package)

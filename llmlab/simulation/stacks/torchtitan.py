@@ -116,8 +116,9 @@ def job_config(run: Training) -> Any:
 
 
 def parallel_dims(run: Training) -> Any:
-    """Return torchtitan's degrees of `run`: all data-parallel ranks shard."""
-    degrees = {"dp_replicate": 1, "dp_shard": run.dp, "cp": run.cp, "tp": run.tp, "pp": run.pp, "ep": 1, "etp": 1}
+    """Return torchtitan's degrees of `run`."""
+    degrees = {"dp_replicate": run.dp_replicate, "dp_shard": run.dp_shard, "cp": run.cp, "tp": run.tp, "pp": run.pp}
+    degrees |= {"ep": 1, "etp": 1}
     return symbol("torchtitan.distributed.ParallelDims")(**degrees, world_size=run.world_size)
 
 

@@ -11,6 +11,8 @@ DESCRIPTIONS = {"megatron": megatron.block, "torchtitan": torchtitan.block, "tor
 
 
 def block_of(share: Share) -> Block | None:
-    """Return the description of the run's stack; None for Hugging Face's classes, whose description is code."""
+    """Return the description of the run's stack; None for Hugging Face's classes, which DeepSpeed trains too, and whose
+    description is code."""
     stack = share.run.stack
-    return DESCRIPTIONS[stack.name](share) if isinstance(stack, StackOptions) else None
+    described = DESCRIPTIONS.get(stack.name) if isinstance(stack, StackOptions) else None
+    return described(share) if described else None

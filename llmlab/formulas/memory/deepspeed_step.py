@@ -1,0 +1,271 @@
+"""The moments of a step of DeepSpeed's engine: flat buffers, buckets that gradients are reduced in, and the update.
+
+Blocks, logits and temporaries are transformers', as in moments.py. Sources are files of deepspeed/runtime (0.19.8).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache, partial
+from itertools import accumulate
+from typing import NamedTuple
+
+from ...specs.model import ModelSpec
+from ...specs.run import Training
+from ...specs.stacks import DeepSpeed
+from .moments import Moment, StepMemory
+from .share import Share
+
+HALF, FP32, FP64 = 2, 4, 8  # bytes
+ALLREDUCE = 500_000_000  # elements that stage 0 reduces at a time: engine.py, MEMORY_OPT_ALLREDUCE_SIZE
+
+
+class DeepSpeedMemory(StepMemory):
+    """The bytes on one rank that the moments of DeepSpeed's step are sums of."""
+
+    def __init__(self, share: Share) -> None:
+        super().__init__(_as_if_kept(share))
+        spec, run = share.spec, share.run
+        self.stack, self.stage = _options(run), run.zero
+        self.sizes = sizes = tensors(spec)
+        self.parameters, self.largest = sum(sizes), max(sizes)
+        self.part = -(-self.parameters // run.dp) if self.stage else self.parameters  # elements that this rank updates
+        # Rank 0 updates the first ones. Tensors that it has a piece of it keeps whole until then.
+        self.owned = next(whole for whole in accumulate(sizes) if whole >= self.part)
+        self.widest = min(self.part, max(self._of_part(sizes)))
+        # What a norm is computed of on its way to the host (set_norm_for_param_grad_in_gpu).
+        self.normed = FP64 * self.widest if run.offload and self.stage < 3 else 0
+        self.slice = self.part if self.stage < 3 else 0
+        self.width = FP32 if self.stack.grad_accum_dtype == "fp32" else HALF  # of gradients as they are summed
+        # With bf16 runtime/bf16_optimizer.py sums all of them in a flat buffer.
+        self.flat_sums = self.stage == 1 and self.width == FP32 and run.compute_dtype == "bf16"
+        self.held = FP32 * self.part if self.width == FP32 else HALF * self.owned  # of reduced ones, at stages 1 and 2
+        self.accumulated = self.held if run.accumulation > 1 and self.stage == 2 else 0
+        self.live = 0  # gathered weights between forward and backward
+        bucket = self.stack.reduce_bucket_size if self.stage and self.stack.contiguous_gradients else 0
+        bucket *= self.width if self.stage == 1 else HALF
+        self.bucket = 0 if self.flat_sums else bucket * (1 + bool(self.stack.overlap_comm))
+        self.resident["other"] = 0
+        if self.flat_sums:
+            self.resident["gradients"], self.held = FP32 * self.parameters, 0
+        if self.stage == 3:
+            kept = sum(size for size in sizes if size <= self.stack.stage3_param_persistence_threshold)
+            self.part = sum(-(-size // run.dp) for size in sizes)  # each tensor is cut
+            self.widest = -(-self.largest // run.dp)
+            self.held, self.bucket = 0, 0
+            self.resident.update(weights=HALF * (self.part + kept), gradients=self.width * self.part, other=bucket)
+            # What prefetching finds gathered stays until it is used, and what is used again soon: weights pile up as
+            # forward ends (zero/partitioned_param_coordinator.py, __params_to_release). From the head's forward to
+            # where backward uses a block again it is twice the distance to the head.
+            most = max(self.stack.stage3_max_live_parameters, self.stack.stage3_max_reuse_distance // 2)
+            self.live = HALF * min(self.parameters, most)
+        if run.offload:
+            self.held = self.accumulated = self.part = self.widest = 0  # the host updates
+            self.resident.update(optimizer=0, gradients=0)
+            if self.stage < 3:
+                self.resident["other"] = HALF * self.largest  # by which gradients go there
+            elif run.offload == "optimizer+parameters":
+                self.resident["weights"] = 0
+
+    def _of_part(self, sizes: list[int]) -> list[int]:
+        return [size for size, whole in zip(sizes, accumulate(sizes), strict=True) if whole - size < self.part]
+
+    def moments(self) -> list[Moment]:
+        """Return the moments of one steady step, in order."""
+        loaded = {**self.resident, "optimizer": FP32 * self.part, "workspace": 0}
+        summed = self._summed() - self.gradients.accumulated
+        # At stage 1 the bucket stays until gradients are reduced.
+        waiting = self.bucket if self.stage == 1 and self.share.run.accumulation > 1 else 0
+        return [
+            Moment("load", "weights flattened", {"weights": 2 * HALF * self.parameters if self.stage < 3 else 0}),
+            Moment("load", "the engine made", loaded),
+            *(
+                self._adding(each, weights=self.live, gradients=summed, other=waiting)
+                for each in self._forward()
+            ),
+            *self._gathering(),
+            *self._backward(),
+            *(self._flat_update() if self.stage == 0 else self._update()),
+        ]
+
+    def _summed(self) -> int:
+        """Return the bytes of gradients that are there as a micro-batch begins."""
+        if self.stage >= 2 or self.flat_sums:
+            return self.resident["gradients"] + self.accumulated
+        return self.gradients.accumulated
+
+    def _gathering(self) -> list[Moment]:
+        """Return the moment at which what was gathered together, in one buffer, is copied out of it into tensors
+        (zero/partition_parameters.py, AllGatherCoalescedHandle.wait)."""
+        if not self.live:
+            return []
+        copied = HALF * min(self.parameters, self.stack.stage3_prefetch_bucket_size)
+        return [self._moment("forward", "weights gathered", activations=self.activations - self.outside,
+                             gradients=self._summed(),
+                             weights=self.resident["weights"] + self.live + copied)]  # fmt: skip
+
+    def _backward(self) -> list[Moment]:
+        if self.stage >= 2 or self.stack.immediate_grad_update:
+            return self._reduced_at_once()
+        loss, head, *blocks = super()._backward()
+        piled = HALF * self.parameters
+        copied = HALF * min(self.parameters, ALLREDUCE)
+        if self.stage:  # the bucket takes gradients in, and is copied when it is full
+            copied = self.bucket + max(0, self.normed - HALF * min(self.parameters, self.stack.reduce_bucket_size))
+        if self.flat_sums:
+            loss, head = (
+                self._adding(each, gradients=self._summed() - self.gradients.accumulated) for each in (loss, head)
+            )
+            blocks = [self._adding(each, gradients=self.resident["gradients"]) for each in blocks]
+            piled, copied = piled + self.resident["gradients"], HALF * self.parameters
+        reduced = self._moment("backward", "gradients reduced", gradients=piled, logits=self.loss.after, other=copied)
+        if self.share.run.accumulation > 1:
+            loss, head = (self._adding(each, other=self.bucket) for each in (loss, head))
+        return [loss, head, *(self._adding(each, other=self.bucket) for each in blocks), reduced]
+
+    @staticmethod
+    def _adding(moment: Moment, **parts: int) -> Moment:
+        return moment._replace(parts={name: size + parts.get(name, 0) for name, size in moment.parts.items()})
+
+    def _reduced_at_once(self) -> list[Moment]:
+        """Return the moments of backward at stages 2 and 3, whose hooks move each gradient into the bucket."""
+        loss, head, first, _, embedding = super()._backward()
+        spec, after = self.share.spec, self.loss.after
+        table = HALF * self.sizes[0]
+        held = self._summed()
+        waiting = held + (table if spec.tied else 0)  # a tied head's gradient, until the embedding's is added to it
+        left = max(0, self.live - table) if self.live else 0  # when the head is over
+        prefetched = HALF * self.stack.stage3_prefetch_bucket_size if self.live else 0
+        gathered = min(left + prefetched, self.live)
+        added = 0 if spec.tied or not self.flat_sums else FP32 * self.sizes[0]  # the table's gradient, cast
+        found = [
+            self._adding(loss, weights=self.live, gradients=held - loss.parts["gradients"]),
+            self._adding(head, weights=self.live, gradients=held - loss.parts["gradients"]),
+            self._moment("backward", "the head's gradient in the bucket", gradients=held + table, logits=after,
+                         activations=self.activations, weights=self.resident["weights"] + self.live,
+                         other=self.bucket + added),
+            self._moment("backward", first.name, gradients=waiting, logits=after,
+                         activations=first.parts["activations"], weights=self.resident["weights"] + gathered,
+                         other=self.bucket + self.between + self.backward.temporaries),
+        ]  # fmt: skip
+        if self.flat_sums:
+            reduced = [self._moment("backward", "gradients reduced", gradients=held, logits=after,
+                                    other=HALF * self.parameters)]  # fmt: skip
+        else:
+            reduced = self._reductions(waiting, gathered)
+        return (
+            found
+            + reduced
+            + [
+                self._moment(
+                    "backward",
+                    embedding.name,
+                    gradients=waiting + (2 if spec.tied else 1) * table,
+                    logits=after,
+                    other=self.bucket + added,
+                )
+            ]
+        )
+
+    def _reductions(self, waiting: int, gathered: int) -> list[Moment]:
+        """Return the moments at which the bucket is full, or backward over: what is in it, copied."""
+        found, sizes = [], self.sizes
+        for each in reductions(sizes, self.stack.reduce_bucket_size, self.slice):
+            to_come = len(sizes) - each.tensors
+            blocks = 1 + max(0, to_come - 1) * self.layers // len(sizes)
+            # In fp32 this rank's part is there before, and what is added to it is cast.
+            wide = self.width == FP32 and each.own and self.stage == 2
+            owned, cast = each.owned or wide, FP32 * self.widest if wide else 0
+            if self.width == FP32 and self.stage == 3:
+                cast = FP32 * each.elements // self.share.run.dp
+            weights = min(gathered, HALF * sum(sizes[:to_come]))
+            found.append(
+                self._moment(
+                    "backward", "a bucket reduced",
+                    weights=self.resident["weights"] + weights,
+                    activations=self.block * blocks + self.recomputed if each.next else 0,
+                    gradients=waiting + (self.held if owned else 0) + HALF * (each.next + each.alone),
+                    logits=self.loss.after,
+                    other=self.bucket + max(HALF * each.copied + cast, self.normed),
+                )
+            )  # fmt: skip
+        return found
+
+    def _flat_update(self) -> list[Moment]:
+        """fp16/fused_optimizer.py: each gradient is cast, and all casts are flattened."""
+        return [self._moment("optimizer", "the update", gradients=HALF * self.parameters, logits=self.loss.after,
+                             other=2 * FP32 * self.parameters)]  # fmt: skip
+
+    def _update(self) -> list[Moment]:
+        """zero/stage_1_and_2.py and zero/stage3.py, step: the norm is of each gradient in double precision; what this
+        rank updates is flattened, and cast."""
+        moment = partial(self._moment, "optimizer", gradients=self.resident["gradients"] + self.held,
+                         logits=self.loss.after)  # fmt: skip
+        if self.flat_sums:
+            kept = 0 if self.stack.immediate_grad_update else HALF * self.parameters
+            return [moment("the update", other=kept)]
+        part = min(self.part, self.stack.sub_group_size) if self.stage == 3 else self.part
+        copied = HALF + FP32 if self.width == HALF else FP32 if self.stage == 3 else 0
+        return [moment("the norm", other=FP64 * self.widest), moment("the update", other=copied * part)]
+
+
+@lru_cache(maxsize=1024)
+def tensors(spec: ModelSpec) -> list[int]:
+    """Return the elements of each parameter of transformers' model, in the order of its parameters(); change nothing in
+    it."""
+    by = spec.parameters_by_component
+    block = [linear.inputs * linear.outputs for linear in spec.block_linears]
+    small = sum(by[part] for part in ("attention", "mlp", "norms")) - spec.layers * sum(block)
+    block.append(small // spec.layers)
+    around = [by["embedding"], by["positions"]], [by["head"]]
+    return [size for size in (*around[0], *(block * spec.layers), *around[1]) if size]
+
+
+def _as_if_kept(share: Share) -> Share:
+    """Return the share without offloading, for what that does not change here: gradients pile up as without it."""
+    run = share.run
+    if not run.offload:
+        return share
+    return replace(share, run=replace(run, offload=None, zero=run.zero if run.dp > 1 else 0))
+
+
+class Reduction(NamedTuple):
+    """A reduction of gradients: after how many of them in backward; its elements, those that are copied for it, those
+    of the gradient that waits for the bucket, and of one that is too large for it; whether a gradient of this rank's
+    was reduced before it, and whether one is among them."""
+
+    tensors: int
+    elements: int
+    copied: int
+    next: int
+    alone: int
+    owned: bool
+    own: bool
+
+
+def reductions(sizes: list[int], bucket: int, part: int) -> list[Reduction]:
+    """Return the reductions of gradients in backward's order, of tensors of these sizes in the model's order
+    (reduce_independent_p_g_buckets_and_remove_grads of zero/stage_1_and_2.py and zero/stage3.py). At stage 2, of which
+    `part` are a rank's elements, only what belongs to several ranks is copied (average_tensor); at stage 3, where
+    `part` is 0, what is of several tensors (reduce_scatter_coalesced)."""
+    found: list[Reduction] = []
+    inside: list[tuple[int, int]] = []  # begin and end in the flat buffer of what is in the bucket
+    elements, owned = 0, False
+    ends = list(accumulate(sizes))
+    backward = list(zip(reversed(sizes), reversed(ends), strict=True))
+    for number, (size, end) in enumerate([*backward, (0, 0)]):
+        if inside and (elements + size > bucket or not size):
+            ranks = {at // part for begin, stop in inside for at in (begin, stop - 1)} if part else set()
+            alone = elements if elements > bucket else 0
+            copied = len(ranks) > 1 if part else len(inside) > 1
+            found.append(Reduction(number, elements, elements if copied else 0, size, alone, owned, 0 in ranks))
+            owned = owned or 0 in ranks
+            inside, elements = [], 0
+        inside.append((end - size, end))
+        elements += size
+    return found
+
+
+def _options(run: Training) -> DeepSpeed:
+    assert isinstance(run.stack, DeepSpeed)
+    return run.stack

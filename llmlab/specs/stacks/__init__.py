@@ -1,0 +1,82 @@
+"""Whose code trains: a stack's own options, by its own names, and what it sets where a run says nothing.
+
+>>> from llmlab.specs.run import Training
+>>> Training(dp=8, stack="torchtitan:ac=full")
+Training(precision='mixed-bf16', checkpointing='full', zero=3, dp=8, stack=Torchtitan(ac='full'))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ...base.errors import SpecError, unknown_name
+from .deepspeed import DeepSpeed
+from .megatron import Megatron
+from .options import StackOptions
+from .torchtitan import Torchtitan
+from .torchtune import Torchtune
+
+__all__ = ["STACKS", "TRANSFORMERS", "DeepSpeed", "Megatron", "StackOptions", "Torchtitan", "Torchtune",
+           "check_stack", "resolved", "stack_from_dict"]  # fmt: skip
+
+TRANSFORMERS = "transformers"
+STACKS: dict[str, type[StackOptions]] = {stack.name: stack for stack in (Torchtitan, Megatron, Torchtune, DeepSpeed)}
+
+
+def resolved(stack: Any) -> StackOptions | str:
+    """Return the options that `stack` names ("torchtitan", "torchtitan:ac=full,every=2"); options stay as they are."""
+    if isinstance(stack, StackOptions) or stack == TRANSFORMERS:
+        return stack
+    if isinstance(stack, Mapping):  # of to_dict, or of an engine's settings
+        return stack_from_dict(stack)
+    names = [TRANSFORMERS, *STACKS]
+    if not isinstance(stack, str):
+        raise SpecError(f"stack={stack!r} is a {type(stack).__name__}; give {', '.join(names)}, or one's options")
+    name, _, options = stack.partition(":")
+    if name not in STACKS:
+        raise unknown_name("stack", name, names, f"It is one of {', '.join(names)}.")
+    return STACKS[name](**_options(stack, options.split(",") if options else ()))
+
+
+def _options(stack: str, texts: Iterable[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for text in texts:
+        option, equals, value = text.strip().partition("=")
+        if not equals:
+            raise SpecError(f"stack={stack!r}: {text!r} is not an option and its value; for example torchtitan:ac=full")
+        words: dict[str, Any] = {"True": True, "true": True, "False": False, "false": False}
+        values[option] = int(value) if value.isdigit() else words.get(value, value)
+    return values
+
+
+def stack_from_dict(data: Mapping[str, Any]) -> StackOptions:
+    """Return the options that `StackOptions.to_dict` gave."""
+    name = data.get("name")
+    if name not in STACKS:
+        raise SpecError(f"stack {name!r} is not one of {', '.join(STACKS)}")
+    return STACKS[name](**{option: value for option, value in data.items() if option != "name"})
+
+
+def check_stack(stack: StackOptions | str, given: Mapping[str, Any]) -> None:
+    """Raise SpecError where the run's fields `given` ask for what `stack` has not, and name the stacks that have it."""
+    if not isinstance(stack, StackOptions):
+        return
+    for field, values in stack.allowed.items():
+        if given[field] not in values:
+            others = [TRANSFORMERS]
+            others += [s.name for s in STACKS.values() if given[field] in s.allowed.get(field, (given[field],))]
+            own = ", ".join("none" if value is None else repr(value) for value in values)
+            raise SpecError(
+                f"{stack.name} has no {field}={given[field]!r}: stack={' or '.join(map(repr, others))} has; "
+                f"with stack={stack.name!r} give {field}={own}"
+            )
+    stack.check_run(given)
+    for field, value in stack.sets(given).items():
+        option = stack.own_names.get(field)
+        if option is None or value == given[field]:
+            continue
+        said = getattr(stack, option)
+        if said is not None:  # else the run says it, and the stack nothing
+            own = f"{type(stack).__name__}({option}={said!r})"
+            raise SpecError(f"{field}={given[field]!r} with stack={own}, which is {field}={value!r}; give one of them")

@@ -1,0 +1,113 @@
+"""DeepSpeed's options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal, get_args
+
+from ...base.errors import SpecError
+from .options import StackOptions
+
+COUNTS = (
+    "reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance",
+    "stage3_param_persistence_threshold", "sub_group_size",
+)  # fmt: skip
+ZERO = (*COUNTS, "contiguous_gradients", "overlap_comm")  # options that zero_optimization has
+AccumDtype = Literal["fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True, repr=False)
+class DeepSpeed(StackOptions):
+    """DeepSpeed's options that change memory, by the names in its configuration, of transformers' models.
+
+    Those of ZeRO are zero_optimization's (deepspeed/runtime/zero/config.py), in elements. The stage is the run's
+    `zero`, offloading its `offload`. `overlap_comm` None is DeepSpeed's default, True at stage 3 alone; it takes a
+    second bucket at stages 1 and 2. `grad_accum_dtype` is data_types', None the dtype of the weights. "fp32" sums
+    gradients in fp32, at stage 1 with bf16 in another optimizer (runtime/bf16_optimizer.py), where
+    `immediate_grad_update` of bf16 does it as each gradient is made. `torch_adam` steps by torch's AdamW instead of
+    DeepSpeed's fused one. round_robin_gradients is none of them: it changes which tensors are a rank's. Nor is
+    allgather_bucket_size, which is not read where torch has all_gather_into_tensor.
+    """
+
+    name = "deepspeed"
+    package = "deepspeed"
+    families = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3")
+    ties_heads = True
+    own_names: ClassVar[Mapping[str, str]] = {}
+    allowed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "precision": ("mixed-bf16", "mixed-fp16"),
+        "optimizer": ("adamw", "lion"),
+        "checkpointing": (None, "full"),
+        "tp": (1,),
+        "pp": (1,),
+        "cp": (1,),
+        "ep": (1,),
+        "dp_replicate": (1,),
+        "lora": (None,),
+        "quantization": (None,),
+        "compile": (False,),
+        "kernels": (None,),
+        "fp8": (None,),
+    }
+
+    contiguous_gradients: bool = True
+    overlap_comm: bool | None = None
+    reduce_bucket_size: int = 500_000_000
+    stage3_prefetch_bucket_size: int = 50_000_000
+    stage3_max_live_parameters: int = 1_000_000_000
+    stage3_max_reuse_distance: int = 1_000_000_000
+    stage3_param_persistence_threshold: int = 100_000
+    sub_group_size: int = 1_000_000_000
+    grad_accum_dtype: AccumDtype | None = None
+    immediate_grad_update: bool = False
+    torch_adam: bool = False
+
+    def __post_init__(self) -> None:
+        for name in COUNTS:  # its JSON says 5e8
+            value = getattr(self, name)
+            if isinstance(value, float) and value.is_integer():
+                object.__setattr__(self, name, int(value))
+        self._check_counts(*COUNTS)
+        self._check_choices(
+            contiguous_gradients=(True, False),
+            overlap_comm=(None, True, False),
+            grad_accum_dtype=(None, *get_args(AccumDtype)),
+            immediate_grad_update=(True, False),
+            torch_adam=(True, False),
+        )
+
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """Return the sections of DeepSpeed's configuration that say these options, where they are not its defaults."""
+        said = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
+        zero = {name: value for name, value in said.items() if name in ZERO}
+        return {
+            **({"zero_optimization": zero} if zero else {}),
+            **({"bf16": {"immediate_grad_update": True}} if self.immediate_grad_update else {}),
+            **({"data_types": {"grad_accum_dtype": self.grad_accum_dtype}} if self.grad_accum_dtype else {}),
+        }
+
+    def check_run(self, given: Mapping[str, Any]) -> None:
+        """Raise SpecError where an option cannot go with the run's fields `given`."""
+        half, zero, wide = given["precision"].rpartition("-")[2], given["zero"], self.grad_accum_dtype == "fp32"
+        if self.grad_accum_dtype not in (None, "fp32", half):
+            told = f"grad_accum_dtype={self.grad_accum_dtype!r} with precision={given['precision']!r}"
+            raise SpecError(f"{told}: DeepSpeed sums in the dtype of the weights, or in fp32")
+        if wide and (given["offload"] or zero == 0 or (zero == 1 and half == "fp16")):
+            told = f"grad_accum_dtype='fp32' with zero={zero}, offload={given['offload']!r}"
+            raise SpecError(f"{told}, precision={given['precision']!r}: not described; give zero=2 or 3, or drop it")
+        if zero == 0 and (self.torch_adam or given["optimizer"] != "adamw"):
+            told = "torch_adam=True" if self.torch_adam else f"optimizer={given['optimizer']!r}"
+            raise SpecError(f"{told} with zero=0: not described; give zero >= 1")
+        if self.immediate_grad_update and not (zero == 1 and half == "bf16" and wide):
+            raise SpecError("immediate_grad_update=True: it is read at zero=1, with bf16 and grad_accum_dtype='fp32'; "
+                            "give these, or drop it")  # fmt: skip
+
+    @property
+    def fused_adamw(self) -> bool:
+        """Whether AdamW updates in place, without temporaries."""
+        return not self.torch_adam
+
+    def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """bf16 weights, and an fp32 copy that the optimizer steps."""
+        return {"precision": "mixed-bf16"}

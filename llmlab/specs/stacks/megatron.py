@@ -1,0 +1,101 @@
+"""Megatron-LM's options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args
+
+from ...base.errors import SpecError
+from .options import StackOptions
+
+Recompute = Literal["selective", "full"]
+RecomputeMethod = Literal["uniform", "block"]
+RECOMPUTED = {"core_attn", "mlp"}  # modules of Megatron's --recompute-modules that are described
+
+
+@dataclass(frozen=True, repr=False)
+class Megatron(StackOptions):
+    """Megatron-LM's options that change memory or time, by the names of its arguments (megatron/training/arguments.py).
+
+    `recompute` is --recompute-granularity, None the run's `checkpointing`. "selective" computes `recompute_modules`
+    again, of "core_attn" and "mlp". "full" keeps the input of every `recompute_num_layers` layers ("uniform"), or
+    the inputs of so many layers of each virtual stage, and the others whole ("block").
+
+    `transformer_engine`: layers of Transformer Engine, or Megatron's own with Apex (--transformer-impl local).
+    `masked_softmax_fusion`: softmax of unfused attention (attention="eager") as one kernel in half precision; without
+    Apex, Megatron's own layers take PyTorch's, in fp32. `accumulate_allreduce_grads_in_fp32`: None is Megatron's
+    default, True for bf16. `tp_comm_overlap` hides what tensor parallelism sends behind the products before and after
+    it (Transformer Engine's userbuffers). `virtual_pipeline` is the model chunks of a rank
+    (--num-virtual-stages-per-pipeline-rank), `make_vocab_size_divisible_by` pads the vocabulary of each tensor-parallel
+    rank. The distributed optimizer is the run's zero=1, sequence parallelism its sequence_parallel,
+    --attention-backend unfused its attention="eager".
+    """
+
+    name = "megatron"
+    package = "megatron"
+    families = ("gpt2", "llama", "mistral", "qwen2", "phi3")
+    own_names: ClassVar[Mapping[str, str]] = {"checkpointing": "recompute", "virtual_stages": "virtual_pipeline"}
+    allowed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "precision": ("mixed-bf16", "mixed-fp16"),
+        "optimizer": ("adamw",),
+        "attention": ("sdpa", "flash", "eager"),
+        "zero": (0, 1),
+        "ep": (1,),
+        "lora": (None,),
+        "quantization": (None,),
+        "offload": (None,),
+        "compile": (False,),
+        "kernels": (None,),
+        "schedule": ("1f1b",),
+    }
+
+    recompute: Recompute | None = None
+    recompute_method: RecomputeMethod | None = None
+    recompute_num_layers: int = 1
+    recompute_modules: tuple[str, ...] = ("core_attn",)
+    transformer_engine: bool = True
+    masked_softmax_fusion: bool = True
+    accumulate_allreduce_grads_in_fp32: bool | None = None
+    tp_comm_overlap: bool = False
+    virtual_pipeline: int = 1
+    make_vocab_size_divisible_by: int = 128
+
+    def __post_init__(self) -> None:
+        self._check_counts("recompute_num_layers", "virtual_pipeline", "make_vocab_size_divisible_by")
+        self._check_choices(
+            recompute=(None, *get_args(Recompute)),
+            recompute_method=(None, *get_args(RecomputeMethod)),
+            transformer_engine=(True, False),
+            masked_softmax_fusion=(True, False),
+            tp_comm_overlap=(True, False),
+            accumulate_allreduce_grads_in_fp32=(None, True, False),
+        )
+        modules = self.recompute_modules
+        modules = tuple(modules.split() if isinstance(modules, str) else modules)
+        if not modules or not set(modules) <= RECOMPUTED:
+            raise SpecError(f"recompute_modules={modules!r} is not of {', '.join(sorted(RECOMPUTED))}, one or both")
+        object.__setattr__(self, "recompute_modules", modules)
+        if self.recompute == "selective" and self.recompute_method:
+            raise SpecError(f"recompute_method={self.recompute_method!r} is for recompute='full', not 'selective'")
+
+    def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Half weights and products with fp32 main weights; nothing is recomputed or sharded unless somebody asks."""
+        return {
+            "precision": "mixed-bf16",
+            "checkpointing": self.recompute or given["checkpointing"],
+            "virtual_stages": self.virtual_pipeline,
+        }
+
+    def accumulates_in_fp32(self, dtype: str) -> bool:
+        """Whether gradients of a run in `dtype` are summed in fp32."""
+        asked = self.accumulate_allreduce_grads_in_fp32
+        return dtype == "bf16" if asked is None else asked
+
+    def check_stages(self, stages: tuple[int, ...]) -> None:
+        """Raise SpecError where stages of these numbers of layers cannot be cut into the virtual ones."""
+        chunks = self.virtual_pipeline
+        given = f"virtual_pipeline={chunks}"
+        ends = {0, len(stages) - 1} if min(stages) < max(stages) else set()  # there embedding and head are layers too
+        if any((layers + (stage in ends)) % chunks for stage, layers in enumerate(stages)):
+            raise SpecError(f"{given} does not divide the layers of each stage, {', '.join(map(str, stages))}")

@@ -1,0 +1,84 @@
+"""torchtitan's options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args
+
+from .options import StackOptions
+
+TitanAC = Literal["none", "full", "selective_op", "selective_layers"]
+Reshard = Literal["default", "always", "never"]
+TitanOptimizer = Literal["fused", "foreach"]
+
+
+@dataclass(frozen=True, repr=False)
+class Torchtitan(StackOptions):
+    """torchtitan's options that change memory, by the names in its torchtitan/config/job_config.py.
+
+    `ac` is what backward recomputes: None follows the run's `checkpointing`, and where that is None too is what
+    torchtitan's Llama configurations have, "selective_op": all but attention and every second matrix product.
+    "selective_layers" recomputes one of `every` blocks in full. `keeps_attention=False` is "selective_op" up to release
+    0.2.0, whose list of what is kept lacks cuDNN's attention, which an H100 takes. `reshard_after_forward` is FSDP2's
+    policy: "default" keeps the final norm and the head gathered until backward, "never" keeps everything. `optimizer`
+    is the implementation of AdamW. Releases before 0.2.0 take FlashAttention 2 first: the run's attention="flash".
+    """
+
+    name = "torchtitan"
+    package = "torchtitan"
+    families = ("llama", "qwen3")
+    expandable_segments = True  # run_train.sh
+    own_names: ClassVar[Mapping[str, str]] = {"checkpointing": "ac", "zero": "reshard_after_forward"}
+    allowed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "precision": ("mixed-bf16", "autocast-bf16", "fp32"),
+        "optimizer": ("adamw",),
+        "attention": ("sdpa", "flash"),
+        "lora": (None,),
+        "quantization": (None,),
+        "offload": (None,),
+        "kernels": (None,),
+        "schedule": ("1f1b",),
+        "virtual_stages": (1,),
+    }
+
+    ac: TitanAC | None = None
+    every: int = 2
+    keeps_attention: bool = True
+    reshard_after_forward: Reshard = "default"
+    optimizer: TitanOptimizer = "fused"
+
+    @property
+    def fused_adamw(self) -> bool:
+        """Whether AdamW updates in place, without temporaries."""
+        return self.optimizer == "fused"
+
+    def own_head(self, run: Any) -> bool:
+        """The final norm and the head are a unit, the embedding is another (infra/parallelize.py, apply_fsdp)."""
+        return True
+
+    @property
+    def keeps_head(self) -> bool:
+        """Whether FSDP2 leaves the head gathered from forward to backward."""
+        return self.reshard_after_forward != "always"
+
+    def __post_init__(self) -> None:
+        self._check_counts("every")
+        self._check_choices(
+            ac=(None, *get_args(TitanAC)),
+            keeps_attention=(True, False),
+            reshard_after_forward=get_args(Reshard),
+            optimizer=get_args(TitanOptimizer),
+        )
+
+    def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """bf16 by FSDP2's policy; by autocast on one device, where nothing is sharded (distributed/utils.py,
+        maybe_enable_amp), and not at all with tensor parallelism alone."""
+        sharded = given["dp"] > 1
+        modes = {None: "selective", "none": None, "full": "full"}
+        return {
+            "precision": "mixed-bf16" if sharded else "autocast-bf16" if given["tp"] == 1 else "fp32",
+            "checkpointing": modes.get(self.ac, "selective"),
+            "zero": (2 if self.reshard_after_forward == "never" else 3) if sharded else 0,
+            "sequence_parallel": given["tp"] > 1,
+        }

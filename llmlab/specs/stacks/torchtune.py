@@ -1,0 +1,134 @@
+"""torchtune's options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args
+
+from ...base.errors import SpecError
+from .options import StackOptions
+
+TuneOptimizer = Literal["AdamW", "AdamW8bit", "PagedAdamW8bit"]
+SHARDED_ALONE = {"tok_embeddings", "output"}  # of torchtune's model, beside blocks
+
+
+@dataclass(frozen=True, repr=False)
+class Torchtune(StackOptions):
+    """torchtune's options that change memory, by the names of its recipes' configurations.
+
+    `enable_activation_checkpointing` recomputes every block; None follows the run's `checkpointing`, and where that is
+    None too is what the configurations of Llama 3.1 8B have: True, but for LoRA on several devices.
+    `enable_activation_offloading` moves what is kept to the host. `optimizer` is "AdamW" (torch's, fused), or
+    bitsandbytes' "AdamW8bit" and "PagedAdamW8bit", whose states lie outside of PyTorch's allocator; None follows the
+    run's `optimizer`, and where that says nothing is PagedAdamW8bit for a full fine-tune on one device. There the
+    optimizer also steps in backward (`optimizer_in_bwd`), unless micro-batches are accumulated.
+    `num_output_chunks` are those of CEWithChunkedOutputLoss, 0 stands for torch's CrossEntropyLoss of logits that were
+    cast to fp32. `packed`: several samples share a sequence, and each token brings its position.
+    `fsdp_reshard_after_forward` and `custom_sharded_layers` are FSDP2's, of the recipes for several devices: units of
+    their own beside blocks, () or ("tok_embeddings", "output"), which None takes for a full fine-tune.
+    """
+
+    name = "torchtune"
+    package = "torchtune"
+    families = ("llama",)
+    ties_heads = True
+    own_names: ClassVar[Mapping[str, str]] = {
+        "checkpointing": "enable_activation_checkpointing",
+        "optimizer": "optimizer",
+        "zero": "fsdp_reshard_after_forward",
+    }
+    allowed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "precision": ("bf16", "fp32"),
+        "optimizer": ("adamw", "adamw-8bit"),
+        "checkpointing": (None, "full"),
+        "attention": ("sdpa",),
+        "quantization": (None, "nf4"),
+        "zero": (0, 2, 3),
+        "tp": (1,),
+        "pp": (1,),
+        "cp": (1,),
+        "ep": (1,),
+        "dp_replicate": (1,),
+        "offload": (None,),
+        "kernels": (None,),
+        "fp8": (None,),
+    }
+
+    enable_activation_checkpointing: bool | None = None
+    enable_activation_offloading: bool = False
+    optimizer: TuneOptimizer | None = None
+    optimizer_in_bwd: bool | None = None
+    num_output_chunks: int = 8
+    packed: bool = False
+    fsdp_reshard_after_forward: bool = True
+    custom_sharded_layers: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_output_chunks:
+            self._check_counts("num_output_chunks")
+        self._check_choices(
+            enable_activation_checkpointing=(None, True, False),
+            enable_activation_offloading=(True, False),
+            optimizer=(None, *get_args(TuneOptimizer)),
+            optimizer_in_bwd=(None, True, False),
+            packed=(True, False),
+            fsdp_reshard_after_forward=(True, False),
+        )
+        layers = self.custom_sharded_layers
+        if layers is None:
+            return
+        layers = tuple(layers.split() if isinstance(layers, str) else layers)
+        if layers and set(layers) != SHARDED_ALONE:
+            raise SpecError(f"custom_sharded_layers={layers!r} is neither () nor ('tok_embeddings', 'output')")
+        object.__setattr__(self, "custom_sharded_layers", layers)
+
+    @property
+    def fused_adamw(self) -> bool:
+        """Whether AdamW updates in place, without temporaries."""
+        return True
+
+    def own_head(self, run: Any) -> bool:
+        """Whether the head of `run` is a unit of FSDP2, and the embedding another; tied ones are none."""
+        return run.lora is None if self.custom_sharded_layers is None else bool(self.custom_sharded_layers)
+
+    @property
+    def keeps_head(self) -> bool:
+        """Whether FSDP2 leaves the head gathered from forward to backward."""
+        return not self.fsdp_reshard_after_forward
+
+    def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """bf16 throughout; on several devices FSDP2."""
+        sharded, full = given["dp"] > 1, given["lora"] is None
+        recomputes = self.enable_activation_checkpointing
+        if recomputes is None:
+            recomputes = full or not sharded
+        narrow = self.optimizer != "AdamW" and (self.optimizer is not None or (full and not sharded))
+        return {
+            "precision": "bf16",
+            "checkpointing": "full" if recomputes else None,
+            "optimizer": "adamw-8bit" if narrow else "adamw",
+            "zero": (3 if self.fsdp_reshard_after_forward else 2) if sharded else 0,
+        }
+
+    def check_run(self, given: Mapping[str, Any]) -> None:
+        """Raise SpecError where an option cannot go with the run's fields `given`."""
+        if self.optimizer_in_bwd and given["accumulation"] > 1:
+            told = f"accumulation={given['accumulation']} with Torchtune(optimizer_in_bwd=True)"
+            raise SpecError(f"{told}: nothing is left of a gradient to add to; give accumulation=1 or leave it out")
+        if self.optimizer_in_bwd and given["lora"]:
+            raise SpecError("lora with Torchtune(optimizer_in_bwd=True): the LoRA recipes have no such option; drop it")
+        if self.enable_activation_offloading and given["checkpointing"] is None:
+            raise SpecError("enable_activation_offloading=True without checkpointing: torchtune offloads what a "
+                            "recomputed block keeps; give enable_activation_checkpointing=True")  # fmt: skip
+
+    def paged(self, run: Any) -> bool:
+        """Whether the states of `run` lie in memory that the driver pages."""
+        chosen = self.optimizer is None and run.lora is None and run.dp == 1
+        return run.optimizer == "adamw-8bit" and (self.optimizer == "PagedAdamW8bit" or chosen)
+
+    def steps_in_backward(self, run: Any) -> bool:
+        """Whether each parameter of `run` is updated as soon as it has its gradient."""
+        if self.optimizer_in_bwd is None:
+            return run.lora is None and run.dp == 1 and run.accumulation == 1
+        return self.optimizer_in_bwd
