@@ -100,7 +100,7 @@ LADDER = (
     Row("#2003", "+ chunked loss, checkpointing", LLAMA_3B, tune(AFTER), 24.9, card=A100),
     Row("#2003", "+ optimizer in backward", LLAMA_3B, tune(ADAMW), 23.1, card=A100),
     Row("#2003", "+ activation offloading", LLAMA_3B, tune(f"{ADAMW},{OFFLOADED}"), 21.8, card=A100),
-    Row("#2003", "+ 8-bit AdamW", LLAMA_3B, tune(NARROW), 17.6, card=A100),
+    Row("#2003", "+ 8-bit AdamW", LLAMA_3B, tune(NARROW), 17.6, False, A100),  # whose is not said
     Row("#2003", "as above, LoRA of rank 64", LLAMA_3B, tune(OFFLOADED, lora=64), 8.5, False, A100),
     Row("#2003", "as above, QLoRA of rank 64", LLAMA_3B, tune(OFFLOADED, lora=64, quantization="nf4"), 4.6, False,
         A100),

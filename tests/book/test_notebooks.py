@@ -58,6 +58,15 @@ def test_the_first_cell_sets_up_llmlab_as_every_page_does(source):
     assert re.sub(r"(\[plot,torch,quant)[a-z,]*\]", r"\1]", first.source) == usual
 
 
+CHAPTERS = [path for path in SOURCES if re.match(r"\d\d-", path.name)]
+
+
+@pytest.mark.parametrize("source", CHAPTERS, ids=lambda path: path.stem)
+def test_a_chapter_draws_its_mechanism_in_the_books_pieces(source):
+    drawn = [cell for cell in executed(source).cells if cell.cell_type == "code" and "finished(" in cell.source]
+    assert any("image/png" in output.get("data", {}) for cell in drawn for output in cell.outputs)
+
+
 @each_page
 def test_no_cell_hides_from_nbval(source):
     for cell in executed(source).cells:
