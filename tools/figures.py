@@ -72,7 +72,7 @@ def held_out() -> list[Prediction]:
 
 
 def scripts() -> list[Prediction]:
-    """Return the reserved peaks of other people's scripts whose authors printed theirs."""
+    """Return the peaks of other people's scripts, reserved or allocated as their authors printed them."""
     ran = json.loads((RESULTS / "scripts.json").read_text(encoding="utf-8"))["scripts"]
     return [Prediction(r[f"peak_{r['published_is']}"], r["published"] * GiB) for r in ran if r.get("published")]
 
@@ -86,7 +86,7 @@ def predicted(steps: list[Prediction], others: list[Prediction]) -> Picture:
         axes.plot((0, most), (0, most), color=FAINT, zorder=0)
         labelled = (
             (steps, PALETTE[0], "o", f"{len(steps)} training steps on a T4, allocated"),
-            (others, PALETTE[3], "D", f"{len(others)} scripts of other people on A100, H100 and H200, reserved"),
+            (others, PALETTE[3], "D", f"{len(others)} scripts of other people on A100, H100 and H200, as printed"),
         )
         for group, color, mark, words in labelled:
             errors = [abs(each.error) for each in group]
