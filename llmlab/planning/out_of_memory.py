@@ -57,8 +57,8 @@ class OutOfMemory(Tabular):
         if self.short == 0:
             return (
                 f"Fragmentation: {holes}, and the request needed {show_bytes(self.requested)} in one piece. "
-                "PYTORCH_ALLOC_CONF=expandable_segments:True (PYTORCH_CUDA_ALLOC_CONF up to torch 2.9) joins such holes, "
-                "and would probably have let it through."
+                "PYTORCH_ALLOC_CONF=expandable_segments:True (PYTORCH_CUDA_ALLOC_CONF up to torch 2.9) joins such "
+                "holes, and would probably have let it through."
             )
         return (
             f"Too little, whatever the allocator does: with every hole joined {show_bytes(self.short)} are missing for "
