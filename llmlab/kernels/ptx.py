@@ -9,13 +9,17 @@ have been started with TRITON_INTERPRET=1. It shows that a kernel compiles and f
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import click
@@ -32,6 +36,13 @@ ARCHITECTURES = (75, 80, 90)
 FP32 = ("DELTA", "INVERSE_RMS", "LOSSES", "LSE", "PARTIAL", "SCALE")  # pointers to fp32, whatever the tensors' dtype
 FLOATS = ("back", "eps", "scale")  # arguments that are neither pointers nor integers
 MULTIPLES = ("N", "V", "stride", "stride_dx", "stride_dy", "stride_x")  # of 16, at the sizes of Llama 3 8B
+IN_LOOPS = {"barriers": "bar.sync", "exchanges": "shfl", "copies": "cp.async.c[ag]"}  # in PTX, for `loops`
+IN_ITS_OWN = """
+import json, sys
+from llmlab.kernels import ptx
+name, kernels = json.load(sys.stdin)
+print(json.dumps([getattr(ptx, name)(*each) for each in kernels]))
+"""
 
 
 def kernels(arch: int) -> Iterator[tuple[str, str, str, dict[str, Any], dict[str, int]]]:
@@ -63,13 +74,23 @@ def kernels(arch: int) -> Iterator[tuple[str, str, str, dict[str, Any], dict[str
                 yield "attention", kernel, dtype, {"CAUSAL": True, "D": head, "WIDTH": width, **settings}, options
 
 
+def module_of(file: str) -> ModuleType:
+    """Return a module of the ladder by its name, or the one that a path ending in .py names."""
+    if not file.endswith(".py"):
+        return import_module(f".ladder.{file}", __package__)
+    spec = spec_from_file_location(Path(file).stem, file)
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(module := module_from_spec(spec))
+    return module
+
+
 def compiled(file: str, name: str, dtype: str, constants: dict[str, Any], options: dict, arch: int) -> Any:
-    """Return what Triton compiled of one kernel for sm_`arch`; its PTX is `.asm["ptx"]`.
+    """Return what Triton compiled of one kernel for sm_`arch`; its PTX is `.asm["ptx"]`. file: as `module_of` takes it.
 
     Pointers are assumed to be aligned to 16 bytes, as PyTorch's are, columns and strides to be multiples of 16.
     """
     GPUTarget = symbol("triton.backends.compiler.GPUTarget")
-    kernel = getattr(import_module(f".ladder.{file}", __package__), name)
+    kernel = getattr(module_of(file), name)
     signature = {}
     for argument in kernel.arg_names:
         if argument in constants:
@@ -104,6 +125,32 @@ def compile_kernel(
     registers, *_ = re.findall(r"Used (\d+) registers", ptxas.stderr)
     spills = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", ptxas.stderr)))
     return label, dtype, str(arch), registers, str(spills), str(made.metadata.shared)
+
+
+def loops(file: str, name: str, dtype: str, constants: dict[str, Any], options: dict, arch: int) -> dict[str, int]:
+    """Return how many loops one kernel's PTX has for sm_`arch`, and in them: barriers, exchanges between threads
+    (shuffles), asynchronous copies."""
+    code = compiled(file, name, dtype, constants, options, arch).asm["ptx"]
+    labels = {found[1]: found.start() for found in re.finditer(r"^([$]L\w+):", code, re.MULTILINE)}
+    jumps = [(labels[found[1]], found.start()) for found in re.finditer(r"bra[.\w]*\s+([$]L\w+);", code)]
+    bodies = [code[start:end] for start, end in jumps if start < end]
+    return {"loops": len(bodies)} | {
+        what: sum(len(re.findall(instruction, body)) for body in bodies) for what, instruction in IN_LOOPS.items()
+    }
+
+
+def in_its_own_process(name: str, kernels: Sequence[Sequence[Any]]) -> list[Any]:
+    """Return what `compile_kernel` or `loops`, by `name`, gives for each list of arguments.
+
+    For callers that interpret: Triton decides once per process, so a process of its own compiles. Raises
+    subprocess.CalledProcessError, with what it said in `stderr`, if a kernel does not compile.
+    """
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", IN_ITS_OWN], env=environment, check=True,
+        input=json.dumps([name, [list(each) for each in kernels]]), capture_output=True, text=True,
+    )  # fmt: skip
+    return json.loads(done.stdout)
 
 
 @click.command()
