@@ -151,6 +151,7 @@ benchmarks: env stacks site ## llmlab beside its peers, its speed, its overhead,
 	$(BIN)/python benchmarks/many_gpus.py --out benchmarks/results
 	$(BIN)/python benchmarks/measure_overhead.py --out benchmarks/results
 	test ! -e /proc/driver/nvidia/version || $(BIN)/python benchmarks/kernel_times.py --out benchmarks/results
+	test ! -e /proc/driver/nvidia/version || $(BIN)/python benchmarks/kernel_times.py --sweep --out benchmarks/results
 
 stacks: env ## other stacks' own packages into _build/stacks, for `lab.simulate(..., stack=...)`: PYTHONPATH=_build/stacks
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target _build/stacks torchtitan==0.2.2 tyro \

@@ -3,6 +3,8 @@
     python benchmarks/kernel_times.py                             # prints
     python benchmarks/kernel_times.py --out benchmarks/results    # and writes kernel_times.md and .json; the JSON
                                                                   # also as a record of this GPU, which the book reads
+    python benchmarks/kernel_times.py --sweep [--out ...]         # our kernels alone, with other tiles, warps and
+                                                                  # stages than they choose: kernel_sweep.md and .json
 
 The implementations of a kernel ("ways") take turns, round after round, each on tensors of its own, so that clock rates
 and other work on the machine affect all alike; a time is GPU time, the median of the rounds, and a ratio is the median
@@ -21,14 +23,17 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import partial
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
+from unittest import mock
 
 import click
 import torch
@@ -41,12 +46,14 @@ from llmlab import kernels
 from llmlab.archive.store import SCHEMA, output_folder, slug, write_whole
 from llmlab.base.units import GiB, MiB
 from llmlab.hardware.this_machine import host
+from llmlab.kernels.ladder import attention, cross_entropy, rms_norm
 
 ROUNDS = 5
 TIMED_MS = 100  # per way and round
 FLUSH = {"large": 4 * GiB, "small": GiB // 2, "tiny": MiB}  # larger than any cache; 1 to 2 ms to write
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # as a share of the largest value
 OURS, LIGER, SDPA, NAIVE = "llmlab", "liger", "sdpa", "naive"
+SWEPT = "llmlab-sweep"  # the provider of a sweep's records; their options are the setting, none for what we choose
 NAMES = {
     NAIVE: "naive", "pytorch": "better", "torch_compile": "compiled", OURS: "ours", LIGER: "Liger", SDPA: "SDPA",
 }  # fmt: skip
@@ -63,6 +70,24 @@ class Case:
     sizes: dict[str, int]
     make: Callable[[], tuple]
     ways: dict[str, Way]
+    modes: tuple[str, ...] = MODES
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A way of a sweep: our kernel while names of its module, `module`, stand for `instead`. `said`: the setting."""
+
+    call: Way
+    module: str = ""
+    instead: dict[str, Any] = field(default_factory=dict)
+    said: dict[str, int] = field(default_factory=dict)
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.call(*arguments)
+
+    def held(self) -> AbstractContextManager:
+        """Return the context in which forward and backward have to run."""
+        return mock.patch.multiple(self.module, **self.instead) if self.instead else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -75,6 +100,7 @@ class Row:
     sizes: dict[str, int]
     seconds: dict[str, list[float]]
     memory: dict[str, int]
+    settings: dict[str, dict[str, int]] = field(default_factory=dict)  # by way, of a sweep
 
 
 class Bar(NamedTuple):
@@ -175,6 +201,46 @@ def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+# ---------------------------------------------------------------- a sweep of settings
+
+WARPS = (4, 8, 16)
+TRIED = {  # what does not fit on a card fails there, and is named
+    ("attention", "forward"): {"M": (64, 128), "N": (32, 64, 128), "num_warps": (4, 8), "num_stages": (2, 3, 4)},
+    ("attention", "full"): {"M": (32, 64), "N": (64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3)},
+    ("rms_norm", "forward"): {"num_warps": WARPS},
+    ("rms_norm", "full"): {"num_warps": WARPS, "num_stages": (1, 2, 3)},
+    ("cross_entropy", "forward"): {"TILE": (2048, 4096, 8192, 16384), "num_warps": WARPS},
+    ("cross_entropy", "full"): {"TILE": (2048, 4096, 8192, 16384), "num_warps": WARPS},
+}
+MODULES = {"attention": attention, "rms_norm": rms_norm, "cross_entropy": cross_entropy}
+
+
+def instead(kernel: str, mode: str, said: dict[str, int]) -> dict[str, Any]:
+    """Return what stands for names of the kernel's module under the setting `said`; of attention in one pass alone."""
+    if kernel == "attention":
+        chosen = attention.tiles
+        return {"tiles": lambda x, backward: dict(said) if backward is (mode == "full") else chosen(x, backward)}
+    names: dict[str, Any] = {"warps": lambda block: said["num_warps"]}
+    if "num_stages" in said:
+        names["stages"] = lambda block, itemsize: said["num_stages"]
+    return names | ({"TILE": said["TILE"]} if "TILE" in said else {})
+
+
+def sweep(scale: str, device: str, dtype: torch.dtype, tried: dict[tuple[str, str], dict] = TRIED) -> Iterator[Case]:
+    """Yield a case of one mode for each of `tried`: rung 0, our kernel as it is, and with every combination."""
+    checked = (case for case in cases(scale, device, dtype, liger=False) if NAIVE in case.ways)
+    for case, mode in product(checked, MODES):
+        if (case.kernel, mode) not in tried:
+            continue
+        grid, ours, module = tried[case.kernel, mode], case.ways[OURS], MODULES[case.kernel].__name__
+        ways = {NAIVE: case.ways[NAIVE], OURS: Setting(ours)}
+        for values in product(*grid.values()):
+            said = dict(zip(grid, values, strict=True))
+            name = " ".join(f"{key}={value}" for key, value in said.items())
+            ways[name] = Setting(ours, module, instead(case.kernel, mode, said), said)
+        yield replace(case, ways=ways, modes=(mode,))
+
+
 def step(way: Way, arguments: tuple, mode: str) -> Callable[[], tuple]:
     """Return the function to time: the call, in mode "full" with the gradients of all that require one.
 
@@ -182,16 +248,19 @@ def step(way: Way, arguments: tuple, mode: str) -> Callable[[], tuple]:
     """
     leaves = [t for t in arguments if t.requires_grad]
     given: list[Tensor] = []
+    held = getattr(way, "held", nullcontext)
 
     def forward() -> tuple:
-        out = way(*arguments)
+        with held():
+            out = way(*arguments)
         return out if isinstance(out, tuple) else (out,)
 
     def full() -> tuple:
         out = forward()
         if not given:  # only once: otherwise the time to make them would count
             given.extend(torch.ones_like(one) for one in out)
-        return torch.autograd.grad(out, leaves, given)
+        with held():
+            return torch.autograd.grad(out, leaves, given)
 
     return forward if mode == "forward" else full
 
@@ -205,20 +274,20 @@ def right(case: Case) -> tuple[Case, list[str]]:
     if naive is None:  # attention at twice the tokens: the same code was checked at T tokens
         return case, []
     exact = [t.detach().float().requires_grad_(t.requires_grad) if t.is_floating_point() else t for t in case.make()]
-    wanted = [step(naive, tuple(exact), mode)() for mode in MODES]
+    wanted = {mode: step(naive, tuple(exact), mode)() for mode in case.modes}
     ways, failed = dict(case.ways), []
     for name, way in case.ways.items():
         try:
             check(way, case.make, wanted)
         except Exception as error:
-            failed.append(f"{case.kernel}, {_sizes(case)}, {NAMES[name]}: {_one_line(error)}")
+            failed.append(f"{case.kernel}, {_sizes(case)}, {NAMES.get(name, name)}: {_one_line(error)}")
             del ways[name]
     return replace(case, ways=ways), failed
 
 
-def check(way: Way, make: Callable[[], tuple], wanted: list[tuple]) -> None:
+def check(way: Way, make: Callable[[], tuple], wanted: dict[str, tuple]) -> None:
     """Raise AssertionError if a way's results (in mode "full" its gradients) differ from those that are wanted."""
-    for mode, truths in zip(MODES, wanted, strict=True):
+    for mode, truths in wanted.items():
         arguments = make()
         for at, (ours, truth) in enumerate(zip(step(way, arguments, mode)(), truths, strict=True)):
             error = ((ours.float() - truth).abs().max() / truth.abs().max().clamp(min=1e-30)).item()
@@ -236,7 +305,8 @@ def _one_line(error: Exception) -> str:
 def measure(case: Case, flush: Tensor) -> list[Row]:
     """Return the rows of a case, one per mode."""
     rows = []
-    for mode in MODES:
+    chosen = {name: way.said for name, way in case.ways.items() if isinstance(way, Setting)}
+    for mode in case.modes:
         seconds: dict[str, list[float]] = {name: [] for name in case.ways}
         memory: dict[str, int] = {}
         for _ in range(ROUNDS):
@@ -247,7 +317,7 @@ def measure(case: Case, flush: Tensor) -> list[Row]:
                 memory[name] = extra_bytes(run)
                 del arguments, run
         dtype = str(case.make()[0].dtype).removeprefix("torch.").replace("float", "fp").replace("bfp", "bf")
-        rows.append(Row(case.kernel, mode, dtype, case.sizes, seconds, memory))
+        rows.append(Row(case.kernel, mode, dtype, case.sizes, seconds, memory, chosen))
     return rows
 
 
@@ -363,6 +433,35 @@ def to_markdown(rows: list[Row], failed: list[str], bars: dict[tuple[str, str], 
     return "\n".join([f"**Kernels on one {gpu}**", "", *table(HEADER, body(rows, bars)), "", *notes, "", made])
 
 
+SWEEP_HEADER = ["kernel, mode", "setting", "µs", "of the choice's time", "GiB"]
+
+
+def sweep_body(rows: Iterable[Row]) -> list[list[str]]:
+    """Return the rows of a sweep's table, the fastest setting first; the package's choice is named "chosen"."""
+    lines = []
+    for row in rows:
+        share = {
+            way: median(a / b for a, b in zip(row.seconds[way], row.seconds[OURS], strict=True)) for way in row.settings
+        }
+        for way in sorted(share, key=share.__getitem__):
+            what = f"{row.kernel}, {row.mode}, {_sizes(row)}, {row.dtype}"
+            time, memory = median(row.seconds[way]) * 1e6, row.memory[way] / GiB
+            setting = "chosen" if way == OURS else way
+            lines.append([what, setting, f"{time:,.0f}", f"{share[way]:.2f}", f"{memory:.3f}"])
+    return lines
+
+
+def sweep_page(rows: list[Row], failed: list[str], bars: dict, gpu: str, made: str) -> str:
+    """Return a sweep's table, what fits nowhere or gave wrong results, and what made it."""
+    notes = [
+        f"- Microseconds of the GPU: medians of {ROUNDS} rounds in which the settings took turns. Attention's setting "
+        "is forward's in mode forward, backward's in mode full.",
+        *(f"- Left out: {sentence}" for sentence in failed),
+    ]
+    lines = table(SWEEP_HEADER, sweep_body(rows), words=True)
+    return "\n".join([f"**Settings of our kernels on one {gpu}**", "", *lines, "", *notes, "", made])
+
+
 def to_records(rows: list[Row], gpu: str, made: str) -> dict[str, Any]:
     """Return a record file: a time and a memory for each row and way."""
     environment = {name: version(name) for name in ("llmlab", "torch", "triton", "liger-kernel")}
@@ -373,9 +472,12 @@ def to_records(rows: list[Row], gpu: str, made: str) -> dict[str, Any]:
         for way in row.seconds:
             values = {"time": ("s", median(row.seconds[way])), "memory": ("bytes", row.memory[way])}
             for metric, (unit, value) in values.items():
+                if row.settings and way not in row.settings:
+                    continue  # rung 0, there to check the others
                 records.append({
-                    "operator": row.kernel, "provider": way, "mode": row.mode, "metric": metric, "unit": unit,
-                    "dtype": row.dtype, "sizes": {name: row.sizes[name] for name in others}, "options": {},
+                    "operator": row.kernel, "provider": SWEPT if row.settings else way, "mode": row.mode,
+                    "metric": metric, "unit": unit, "dtype": row.dtype,
+                    "sizes": {name: row.sizes[name] for name in others}, "options": row.settings.get(way, {}),
                     "environment": environment, "varied": first, "at": [row.sizes[first]], "values": [value],
                 })  # fmt: skip
     citation = f"benchmarks/kernel_times.py: {made}"
@@ -384,7 +486,8 @@ def to_records(rows: list[Row], gpu: str, made: str) -> dict[str, Any]:
 
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for the JSON and the table.")
-def main(out: Path | None) -> None:
+@click.option("--sweep", "swept_too", is_flag=True, help="Our kernels alone, with other tiles, warps and stages.")
+def main(out: Path | None, swept_too: bool) -> None:
     """Measure the kernels on this machine's GPU."""
     if reason := why_not():
         click.echo(f"{reason}. Nothing was measured, and nothing is written.", err=True)
@@ -393,11 +496,21 @@ def main(out: Path | None) -> None:
     modern = here.supports_bf16
     bars = BARS if modern else OLD_BARS
     scale = "large" if (here.memory or 0) >= 40 * GiB else "small"
-    sys.exit(run(cases(scale, "cuda", torch.bfloat16 if modern else torch.float16), scale, "cuda", bars, out))
+    dtype = torch.bfloat16 if modern else torch.float16
+    if swept_too:
+        sys.exit(run(sweep(scale, "cuda", dtype), scale, "cuda", {}, out, "kernel_sweep"))
+    sys.exit(run(cases(scale, "cuda", dtype), scale, "cuda", bars, out))
 
 
-def run(found: list[Case], scale: str, device: str, bars: dict[tuple[str, str], Bar], out: Path | None) -> int:
-    """Measure the cases one after another, print and write, and return the exit code."""
+def run(
+    found: Iterable[Case], scale: str, device: str, bars: dict[tuple[str, str], Bar], out: Path | None,
+    name: str = "kernel_times",
+) -> int:  # fmt: skip
+    """Measure the cases one after another, print and write NAME.md, NAME.json and the record; return the exit code.
+
+    A setting of a sweep that does not fit on this GPU is left out, and no failure.
+    """
+    sweeping = name == "kernel_sweep"
     here = host()
     gpu = here.gpu.name if here.gpu else here.name
     made = provenance("llmlab", "torch", "triton", "liger-kernel")
@@ -415,14 +528,15 @@ def run(found: list[Case], scale: str, device: str, bars: dict[tuple[str, str], 
             new = []
         torch.cuda.empty_cache()
         rows += new
-        click.echo("\n".join("   ".join(line) for line in body(new, bars)))
-        text, whole = to_markdown(rows, failed, bars, gpu, made), json.dumps(to_records(rows, gpu, made), indent=1)
+        click.echo("\n".join("   ".join(line) for line in (sweep_body(new) if sweeping else body(new, bars))))
+        text = (sweep_page if sweeping else to_markdown)(rows, failed, bars, gpu, made)
+        whole = json.dumps(to_records(rows, gpu, made), indent=1)
         if out and rows:
-            write(out / "kernel_times.md", text)
-            write(out / "kernel_times.json", whole)
-            write_whole(output_folder() / slug(gpu) / "kernel_times.json", whole + "\n")
+            write(out / f"{name}.md", text)
+            write(out / f"{name}.json", whole)
+            write_whole(output_folder() / slug(gpu) / f"{name}.json", whole + "\n")
     click.echo(text)
-    return 1 if failed or missed(rows, bars) else 0
+    return 1 if (failed and not sweeping) or missed(rows, bars) else 0
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 import importlib.util
 import json
+import math
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from llmlab.archive import OperatorRecord
 from llmlab.archive.lookup import load
 from llmlab.archive.operators import sweep
+from llmlab.kernels.ladder import attention, cross_entropy, rms_norm
 
 if sys.platform != "linux":
     pytest.skip("Liger needs Triton, which has wheels for Linux alone", allow_module_level=True)
@@ -152,6 +155,65 @@ def test_what_it_writes_is_a_record_file_that_the_book_can_read(tmp_path):
         ("llmlab", "time", 2e-3), ("liger", "time", 4e-3), ("llmlab", "memory", 100), ("liger", "memory", 100),
     }  # fmt: skip
     assert found[0].sizes == {"R": 8, "C": 4} and "kernel_times.py: made here" in found[0].citation
+
+
+SMALL = {  # settings for 20 tokens, 6 rows, 37 columns
+    ("attention", "forward"): {"M": (32,), "N": (16,), "num_warps": (4,), "num_stages": (2,)},
+    ("attention", "full"): {"M": (16,), "N": (16, 32), "num_warps": (4,), "num_stages": (1,)},
+    ("rms_norm", "full"): {"num_warps": (4,), "num_stages": (1, 2)},
+    ("cross_entropy", "forward"): {"TILE": (16,), "num_warps": (4,)},
+}
+
+
+def test_each_setting_of_a_sweep_gives_what_rung_0_gives_and_holds_in_its_own_pass():
+    cases = list(bench.sweep("tiny", DEVICE, torch.float16, SMALL))
+    assert {(case.kernel, *case.modes): len(case.ways) - 2 for case in cases} == {
+        key: math.prod(map(len, grid.values())) for key, grid in SMALL.items()
+    }
+    for case in cases:
+        able, failed = bench.right(case)
+        assert able.ways == case.ways and failed == []
+    by_mode = {(case.kernel, *case.modes): case for case in cases}
+    x = torch.empty(1, 1, 20, 16)
+    before = [attention.tiles(x, backward=backward) for backward in (False, True)]
+    with by_mode["attention", "full"].ways["M=16 N=32 num_warps=4 num_stages=1"].held():
+        found = [attention.tiles(x, backward=backward) for backward in (False, True)]
+    assert found == [before[0], {"M": 16, "N": 32, "num_warps": 4, "num_stages": 1}] and found[1] != before[1]
+    assert [attention.tiles(x, backward=backward) for backward in (False, True)] == before
+    with by_mode["rms_norm", "full"].ways["num_warps=4 num_stages=1"].held():
+        assert rms_norm.warps(4096) == 4 and rms_norm.stages(4096, 2) == 1
+    with by_mode["cross_entropy", "forward"].ways["TILE=16 num_warps=4"].held():
+        assert cross_entropy.TILE == 16
+
+
+def test_what_the_kernels_choose_is_among_what_a_sweep_tries():
+    for capability, head, backward in product(((8, 0), (9, 0)), (64, 128), (False, True)):
+        grid = bench.TRIED["attention", "full" if backward else "forward"]
+        chosen = attention.tiles_for(head, 2, capability, backward)
+        assert set(chosen) == set(grid) and all(chosen[name] in grid[name] for name in grid)
+    assert rms_norm.warps(2 * 4096) in bench.WARPS
+    assert cross_entropy.TILE in bench.TRIED["cross_entropy", "full"]["TILE"]
+
+
+def test_a_sweep_is_recorded_with_its_settings_the_fastest_first(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "Event", Clock)
+    for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(bench, "ROUNDS", 1)
+    monkeypatch.setenv("LLMLAB_RECORDS", str(tmp_path / "records"))
+    small = {("rms_norm", "full"): {"num_warps": (4, 8), "num_stages": (1,)}}
+    found = bench.sweep("tiny", DEVICE, torch.float16, small)
+    assert bench.run(found, "tiny", DEVICE, {}, tmp_path / "results", "kernel_sweep") == 0
+    made = json.loads((tmp_path / "results" / "kernel_sweep.json").read_text(encoding="utf-8"))
+    settings = [record["options"] for record in made["records"] if record["metric"] == "time"]
+    assert settings == [{}, {"num_warps": 4, "num_stages": 1}, {"num_warps": 8, "num_stages": 1}]
+    assert {record["provider"] for record in made["records"]} == {bench.SWEPT}
+    (folder,) = (tmp_path / "records").iterdir()
+    read = [record for series in load("operators", sweep, folder) for record in series]
+    assert [dict(r.options) for r in read if r.metric == "time"] == settings
+    slow = bench.Row("rope", "full", "bf16", {}, {bench.OURS: [2e-3], "M=1": [1e-3]}, {bench.OURS: 0, "M=1": 0},
+                     {bench.OURS: {}, "M=1": {"M": 1}})  # fmt: skip
+    assert [line[1:4] for line in bench.sweep_body([slow])] == [["M=1", "1,000", "0.50"], ["chosen", "2,000", "1.00"]]
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU is here")

@@ -8,6 +8,11 @@ import sys
 
 import pytest
 
+import llmlab as lab
+from llmlab.kernels import ptx
+from llmlab.kernels.ladder.attention import tiles_for
+from llmlab.kernels.occupancy import blocks_by
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton has wheels for Linux alone")
 
 
@@ -71,30 +76,80 @@ def test_attentions_tiles_fit_in_registers_and_shared_memory(compiled, arch, dty
         assert shared <= {75: 64, 80: 163, 90: 227}[arch] * 1024, kernel
 
 
-LOOPS = """
-import re
-from llmlab.kernels import ptx
+# The obvious loop of the loss kernel, which sums up each tile, as the chapter on kernels builds it.
+BY_TILES = """
+import triton
+import triton.language as tl
 
-for file, name in (("cross_entropy", "loss_kernel"), ("softmax", "softmax_wide"), ("rms_norm", "backward_kernel")):
-    (asked,) = [each for each in ptx.kernels(80) if each[:3] == (file, name, "bf16")]
-    code = ptx.compiled(*asked, 80).asm["ptx"]
-    labels = {found[1]: found.start() for found in re.finditer(r"^([$]L\\w+):", code, re.MULTILINE)}
-    back = [(labels[found[1]], found.start()) for found in re.finditer(r"bra[.\\w]*\\s+([$]L\\w+);", code)
-            if labels.get(found[1], len(code)) < found.start()]
-    loops = "".join(code[start:end] for start, end in back)
-    print(name, len(back), *(len(re.findall(what, loops)) for what in ("bar.sync", "shfl", "cp.async.c[ag]")))
+@triton.jit
+def loss_by_tiles(X, LSE, N, BLOCK: tl.constexpr):
+    row, highest, total = tl.program_id(0), -3.4e38, 0.0
+    for start in range(0, N, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        x = tl.load(X + row * N + columns, mask=columns < N, other=-3.4e38).to(tl.float32)
+        higher = tl.maximum(highest, tl.max(x, 0))
+        total = total * tl.exp(highest - higher) + tl.sum(tl.exp(x - higher), 0)
+        highest = higher
+    tl.store(LSE + row, highest + tl.log(total))
 """
 
 
-def test_threads_of_a_row_meet_at_its_end_and_backwards_next_row_is_on_its_way():
-    """In the loops that Triton compiles for an A100: barriers, exchanges between threads, asynchronous copies."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-c", LOOPS]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    found = {name: list(map(int, counts)) for name, *counts in map(str.split, done.stdout.splitlines())}
-    assert found["loss_kernel"] == [1, 0, 0, 0] and found["softmax_wide"] == [2, 0, 0, 0]
-    loops, barriers, _exchanges, copies = found["backward_kernel"]
-    assert loops == 1 and barriers and copies == 3  # 1/rms, x and dy
+@pytest.fixture(scope="module")
+def on_an_a100(tmp_path_factory):
+    """By name, (`ptx.loops`, `ptx.compile_kernel`) of loops for bf16 at the sizes of Llama 3 8B."""
+    file = tmp_path_factory.mktemp("kernels") / "own.py"
+    file.write_text(BY_TILES)
+    known = {each[:2]: each for each in ptx.kernels(80) if each[2] == "bf16"}
+    *back, constants, options = known["rms_norm", "backward_kernel"]
+    assert constants["STAGES"] == 2
+    asked = {
+        "loss": known["cross_entropy", "loss_kernel"],
+        "loss by tiles": (str(file), "loss_by_tiles", "bf16", {"BLOCK": 8192}, {"num_warps": 16}),
+        "softmax": known["softmax", "softmax_wide"],
+        "backward": (*back, constants, options),
+        "backward, 1 stage": (*back, {**constants, "STAGES": 1}, options),
+    }
+    given = [(*each, 80) for each in asked.values()]
+    found = (ptx.in_its_own_process(name, given) for name in ("loops", "compile_kernel"))
+    return dict(zip(asked, zip(*found, strict=True), strict=True))
+
+
+def test_threads_of_a_row_meet_at_its_end(on_an_a100):
+    """The obvious loop waits four times per tile, and takes fewer registers, so that more blocks fit."""
+    (loss, takes), (by_tiles, takes_by_tiles) = (on_an_a100[name] for name in ("loss", "loss by tiles"))
+    assert loss == {"loops": 1, "barriers": 0, "exchanges": 0, "copies": 0}
+    assert by_tiles == {"loops": 1, "barriers": 4, "exchanges": 18, "copies": 0}
+    assert on_an_a100["softmax"][0] == {"loops": 2, "barriers": 0, "exchanges": 0, "copies": 0}
+    a100 = lab.gpu("A100-80GB")
+    fit = [min(blocks_by(512, int(each[3]), int(each[5]), a100).values()) for each in (takes, takes_by_tiles)]
+    assert fit == [2, 4]
+
+
+def test_backwards_next_row_is_on_its_way(on_an_a100):
+    (two, _), (one, _) = (on_an_a100[name] for name in ("backward", "backward, 1 stage"))
+    assert two["barriers"] == one["barriers"] > 0
+    assert (two["copies"], one["copies"]) == (3, 0)  # 1/rms, x and dy
+
+
+def test_backwards_tile_is_the_largest_that_spills_nothing():
+    """dk and dv at head size 64: twice the other rows spill on an A100, and are what an H100 takes."""
+    asked = [
+        ("attention", "keys_kernel", "bf16", {"CAUSAL": True, "D": 64, "WIDTH": 64, "M": rows, "N": 128},
+         {"num_warps": 8, "num_stages": stages}, arch)
+        for arch, rows, stages in ((80, 32, 2), (80, 64, 1), (80, 64, 2), (90, 64, 2))
+    ]  # fmt: skip
+    spilled = [int(each[4]) for each in ptx.in_its_own_process("compile_kernel", asked)]
+    assert [spills > 0 for spills in spilled] == [False, True, True, False]
+    for arch, rows in ((80, 32), (90, 64)):
+        taken = tiles_for(64, 2, divmod(arch, 10), backward=True)
+        assert taken == {"M": rows, "N": 128, "num_warps": 8, "num_stages": 2}
+
+
+def test_a_kernel_that_does_not_compile_is_an_error_with_what_was_said():
+    wrong = "attention", "no_such_kernel", "bf16", {}, {}, 80
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        ptx.in_its_own_process("loops", [wrong])
+    assert "no_such_kernel" in error.value.stderr
 
 
 def test_the_interpreter_compiles_nothing_and_says_so():
