@@ -132,14 +132,14 @@ def test_backwards_next_row_is_on_its_way(on_an_a100):
 
 
 def test_backwards_tile_is_the_largest_that_spills_nothing():
-    """dk and dv at head size 64: twice the other rows spill on an A100, and are what an H100 takes."""
+    """dk and dv at head size 64: twice the other rows spill on an A100, more with two stages, and an H100 takes them."""
     asked = [
         ("attention", "keys_kernel", "bf16", {"CAUSAL": True, "D": 64, "WIDTH": 64, "M": rows, "N": 128},
          {"num_warps": 8, "num_stages": stages}, arch)
         for arch, rows, stages in ((80, 32, 2), (80, 64, 1), (80, 64, 2), (90, 64, 2))
     ]  # fmt: skip
     spilled = [int(each[4]) for each in ptx.in_its_own_process("compile_kernel", asked)]
-    assert [spills > 0 for spills in spilled] == [False, True, True, False]
+    assert spilled[0] == 0 < spilled[1] < spilled[2] and spilled[3] == 0
     for arch, rows in ((80, 32), (90, 64)):
         taken = tiles_for(64, 2, divmod(arch, 10), backward=True)
         assert taken == {"M": rows, "N": 128, "num_warps": 8, "num_stages": 2}
