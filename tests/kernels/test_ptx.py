@@ -132,7 +132,7 @@ def test_backwards_next_row_is_on_its_way(on_an_a100):
 
 
 def test_backwards_tile_is_the_largest_that_spills_nothing():
-    """dk and dv at head size 64: twice the other rows spill on an A100, more with two stages, and an H100 takes them."""
+    """dk and dv at head size 64: twice the other rows spill on an A100, with two stages more; an H100 takes them."""
     asked = [
         ("attention", "keys_kernel", "bf16", {"CAUSAL": True, "D": 64, "WIDTH": 64, "M": rows, "N": 128},
          {"num_warps": 8, "num_stages": stages}, arch)
