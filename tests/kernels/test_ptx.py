@@ -85,11 +85,11 @@ import triton.language as tl
 def loss_by_tiles(X, LSE, N, BLOCK: tl.constexpr):
     row, highest, total = tl.program_id(0), -3.4e38, 0.0
     for start in range(0, N, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        x = tl.load(X + row * N + columns, mask=columns < N, other=-3.4e38).to(tl.float32)
+        column = start + tl.arange(0, BLOCK)
+        x = tl.load(X + row * N + column, mask=column < N, other=-float("inf"))
         higher = tl.maximum(highest, tl.max(x, 0))
-        total = total * tl.exp(highest - higher) + tl.sum(tl.exp(x - higher), 0)
-        highest = higher
+        new = tl.sum(tl.exp(x - higher), 0)
+        total, highest = total * tl.exp(highest - higher) + new, higher
     tl.store(LSE + row, highest + tl.log(total))
 """
 
