@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,8 @@ class OperatorRecord:
     """One operator, measured once: `value` in `unit`, seconds for metric "time", bytes for metric "memory".
 
     `provider` is whose implementation ran: "huggingface" is plain PyTorch, "torch_compile" the same compiled, "liger"
-    the Triton kernel. `mode`: "forward", "backward", or "full", both. `sizes` carries the names of the benchmark it
+    the Triton kernel, "llmlab-sweep" ours with the tiles, warps and stages in `options` (none: what it chooses itself).
+    `mode`: "forward", "backward", or "full", both. `sizes` carries the names of the benchmark it
     comes from (B or bsz, T, V, H, ...), `options` what else it stated; `dtype` is None where it stated none.
     """
 
@@ -68,6 +69,15 @@ def operator_records(
         and (name is None or record.gpu == name)
         and all(record.sizes.get(size) == value for size, value in sizes.items())
     ]
+
+
+def swept(records: Iterable[OperatorRecord]) -> list[tuple[OperatorRecord, OperatorRecord]]:
+    """Return (with what the kernel chooses, with the fastest setting) for each kernel, pass, size and card swept."""
+    found: dict[tuple, list[OperatorRecord]] = {}
+    for one in records:
+        found.setdefault((one.gpu, one.operator, one.mode, one.dtype, *sorted(one.sizes.items())), []).append(one)
+    chosen = {key: next((one for one in group if not one.options), None) for key, group in found.items()}
+    return [(own, min(found[key], key=lambda one: one.value)) for key, own in chosen.items() if own]
 
 
 def sweep(data: Mapping[str, Any]) -> tuple[OperatorRecord, ...]:

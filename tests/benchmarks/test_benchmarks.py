@@ -410,7 +410,7 @@ def test_writing_is_whole_or_not_at_all_and_asked_for(tmp_path):
     assert [(file.name, file.read_text(encoding="utf-8")) for file in folder.iterdir()] == [("speed.md", "text\n")]
 
 
-SHOWN_ELSEWHERE = ("peers", "kernel_times")  # by a test above; by the chapter, from the record
+SHOWN_ELSEWHERE = ("peers", "kernel_times", "kernel_sweep")  # by a test above; by the chapter, from the record
 
 
 @pytest.mark.parametrize("name", [p.stem for p in sorted(RESULTS.parent.glob("*.md")) if p.stem not in SHOWN_ELSEWHERE])

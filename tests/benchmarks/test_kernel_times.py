@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 
 from llmlab.archive import OperatorRecord
 from llmlab.archive.lookup import load
-from llmlab.archive.operators import sweep
+from llmlab.archive.operators import sweep, swept
 from llmlab.kernels.ladder import attention, cross_entropy, rms_norm
 
 if sys.platform != "linux":
@@ -210,7 +211,15 @@ def test_a_sweep_is_recorded_with_its_settings_the_fastest_first(monkeypatch, tm
     assert {record["provider"] for record in made["records"]} == {bench.SWEPT}
     (folder,) = (tmp_path / "records").iterdir()
     read = [record for series in load("operators", sweep, folder) for record in series]
-    assert [dict(r.options) for r in read if r.metric == "time"] == settings
+    times = [r for r in read if r.metric == "time"]
+    assert [dict(r.options) for r in times] == settings
+    ((chosen, best),) = swept(times)
+    assert chosen.options == {} and best.value == min(r.value for r in times)
+    faster = replace(times[1], value=0.5 * chosen.value)
+    assert swept([faster, chosen, replace(chosen, mode="forward")]) == [
+        (chosen, faster), (replace(chosen, mode="forward"),) * 2,
+    ]  # fmt: skip
+    assert swept([faster]) == []
     slow = bench.Row("rope", "full", "bf16", {}, {bench.OURS: [2e-3], "M=1": [1e-3]}, {bench.OURS: 0, "M=1": 0},
                      {bench.OURS: {}, "M=1": {"M": 1}})  # fmt: skip
     assert [line[1:4] for line in bench.sweep_body([slow])] == [["M=1", "1,000", "0.50"], ["chosen", "2,000", "1.00"]]
