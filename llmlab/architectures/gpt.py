@@ -80,19 +80,21 @@ class Attention(nn.Module):
         self.layer, self.kind = layer, kind
         self.attend = attend  # a later chapter puts its own kernel here
         self.heads, self.dropout = spec.heads, spec.attention_dropout
-        self.c_attn = nn.Linear(spec.hidden, 3 * spec.hidden)  # q, k and v in one matrix
+        self.c_attn = nn.Linear(spec.hidden, 3 * spec.hidden)  # q, k, v in one matrix
         self.c_proj = nn.Linear(spec.hidden, spec.hidden)
         self.resid_dropout = nn.Dropout(spec.dropout)
 
     def forward(self, x_BTC: Tensor, mask: Tensor | None, cache: Cache | None) -> Tensor:
         B, T, C = x_BTC.shape
-        split = (t.view(B, T, self.heads, -1).transpose(1, 2) for t in self.c_attn(x_BTC).split(C, dim=2))
-        q_BHTD, k_BHSD, v_BHSD = split  # each head has its own slice of the channels; attention mixes tokens, not heads
+        # Each head has its own slice of the channels; attention mixes tokens, not heads.
+        three = self.c_attn(x_BTC).split(C, dim=2)
+        split = (t.view(B, T, self.heads, -1).transpose(1, 2) for t in three)
+        q_BHTD, k_BHSD, v_BHSD = split
         if cache is not None:
             k_BHSD, v_BHSD = cache.update(self.layer, k_BHSD, v_BHSD)
         dropout = self.dropout if self.training else 0.0
         y_BHTD = self.attend(q_BHTD, k_BHSD, v_BHSD, mask, self.kind, dropout)
-        y_BTC = y_BHTD.transpose(1, 2).reshape(B, T, C)  # the heads side by side again
+        y_BTC = y_BHTD.transpose(1, 2).reshape(B, T, C)  # heads side by side again
         return self.resid_dropout(self.c_proj(y_BTC))
 
 
@@ -104,7 +106,7 @@ class MLP(nn.Module):
         self.dropout = nn.Dropout(spec.dropout)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        h_BTF = F.gelu(self.c_fc(x_BTC), approximate="tanh")  # GPT-2 was trained with this approximation
+        h_BTF = F.gelu(self.c_fc(x_BTC), approximate="tanh")  # as GPT-2 was trained
         return self.dropout(self.c_proj(h_BTF))
 
 
@@ -117,7 +119,8 @@ class Block(nn.Module):
         self.mlp = MLP(spec)
 
     def forward(self, x_BTC: Tensor, mask: Tensor | None, cache: Cache | None) -> Tensor:
-        # Pre-norm: each branch begins with a norm, and the residual path has none until the last block's end.
+        # Pre-norm: each branch begins with a norm, and the residual path has none
+        # until the last block's end.
         x_BTC = x_BTC + self.attn(self.ln_1(x_BTC), mask, cache)
         return x_BTC + self.mlp(self.ln_2(x_BTC))
 

@@ -78,7 +78,10 @@ def turn(rope: dict[str, Any], head_dim: int, positions_BT: Tensor, dtype: torch
 
 
 def rotate(x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
-    """Rotate each pair of channels (i, i + D/2) by its angle; Hugging Face orders Llama's weights in such halves."""
+    """Rotate each pair of channels (i, i + D/2) by its angle.
+
+    Hugging Face orders Llama's weights in such halves.
+    """
     left, right = x_BHTD.chunk(2, dim=-1)
     turned = torch.cat((-right, left), dim=-1)
     return x_BHTD * cos_BTD[:, None] + turned * sin_BTD[:, None]

@@ -46,18 +46,20 @@ def limits_of(card: GPU) -> Limits:
 
 
 def blocks_by(threads: int, registers: int, shared: int, card: GPU) -> dict[str, int]:
-    """Return how many blocks each limit of a multiprocessor lets in: the smallest is how many it holds.
+    """Return how many blocks each limit of a multiprocessor lets in.
 
-    threads: per block; registers: per thread; shared: bytes per block.
+    The smallest is how many it holds. threads: per block; registers: per thread;
+    shared: bytes per block.
     """
     has = limits_of(card)
     warps = ceil(threads / WARP)
     per_warp = ceil(registers * WARP / REGISTER_UNIT) * REGISTER_UNIT
     per_block = ceil((shared + has.system) / has.unit) * has.unit
+    per_scheduler = REGISTERS // SCHEDULERS // per_warp if registers else 0
     return {
         "threads": has.threads // (warps * WARP),
         "blocks": has.blocks,
-        "registers": REGISTERS // SCHEDULERS // per_warp * SCHEDULERS // warps if registers else has.blocks,
+        "registers": per_scheduler * SCHEDULERS // warps if registers else has.blocks,
         "shared memory": has.shared // per_block if per_block else has.blocks,
     }
 

@@ -49,9 +49,12 @@ def check_function(function: Callable[..., object], facts: Mapping[str, Callable
 
 
 def show_prediction(prediction: float | None, result: float, unit: str) -> None:
-    """Print the reader's prediction beside the result and their ratio."""
+    """Print the result, and beside it the prediction and their ratio if the reader made one.
+
+    On the book's own pages nobody did, and whoever only reads them is not told so.
+    """
     if prediction is None:
-        print(f"You made no prediction; the answer is {result:,.4g} {unit}.")
+        print(f"The answer is {result:,.4g} {unit}.")
     else:
         ratio = result / prediction
         print(f"You said {prediction:,.4g} {unit}; the answer is {result:,.4g} {unit}, {ratio:.2f} times as much.")

@@ -103,11 +103,13 @@ def check_offload(run: Training, on_gpu: bool, verb: str) -> None:
 
 
 class MasterWeights:
-    """fp32 copies of half-precision parameters, which the optimizer steps (Micikevicius et al., arXiv 1710.03740).
+    """fp32 copies of half-precision parameters, which the optimizer steps.
 
-    The order is Megatron-LM's (megatron/core/optimizer/optimizer.py, Float16OptimizerWithFloat16Params): each half
-    gradient is cast to fp32 and freed before the next is, the optimizer steps the copies, and they are rounded back.
-    Parameters that are not half are stepped as they are.
+    Micikevicius et al., arXiv 1710.03740. The order is Megatron-LM's
+    (megatron/core/optimizer/optimizer.py, Float16OptimizerWithFloat16Params): each half
+    gradient is cast to fp32 and freed before the next is, the optimizer steps the
+    copies, and they are rounded back. Parameters that are not half are stepped as they
+    are.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:

@@ -18,14 +18,15 @@ def train(
     batches: Iterable[Tensor],
     after: Callable[[str], None] = lambda phase: None,
 ) -> list[float]:
-    """Take one optimizer step per batch and return the losses; `after` is called at the end of each phase.
+    """Take one optimizer step per batch and return the losses.
 
-    `batches`: token ids (micro_batch, seq_len), which are the labels too: the model shifts them by one.
+    `batches`: token ids (micro_batch, seq_len), which are the labels too: the model
+    shifts them by one. `after` is called at the end of each phase.
     """
     model.train()  # dropout on
     losses = []
     for ids in batches:
-        optimizer.zero_grad()  # sets .grad to None: the gradients' memory is free until backward
+        optimizer.zero_grad()  # .grad is None: free memory until backward
         loss = model(input_ids=ids, labels=ids).loss
         after("forward")  # every tensor that backward needs is alive
         loss.backward()
@@ -54,9 +55,10 @@ def model_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
 
 @contextmanager
 def saved_for_backward(model: nn.Module):
-    """Yield a dict that collects {address: bytes} of every storage that autograd saves inside the `with` block.
+    """Yield a dict that collects {address: bytes} of every storage that autograd saves.
 
-    Autograd saves the model's parameters too, but they are left out, because they count as weights.
+    It does so inside the `with` block. Autograd saves the model's parameters too, but
+    they are left out, because they count as weights.
     """
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved: dict[int, int] = {}

@@ -138,7 +138,7 @@ class LossScaler:
             gradient.mul_(inverse.to(gradient.device))
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Take the optimizer's step, unless a gradient was infinite or NaN; return whether it was taken."""
+        """Take the step unless a gradient was infinite or NaN; return whether it was taken."""
         if self.finite is None:
             self.unscale(optimizer)
         if self.finite:
@@ -158,14 +158,17 @@ class LossScaler:
 
 
 def stochastic_round(values: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Round fp32 `values` to bf16, up or down at random, with probabilities that make the mean exact.
+    """Round fp32 `values` to bf16, up or down at random, so that the mean is exact.
 
-    A bf16 number is the upper half of an fp32 one. Adding a random lower half carries into the upper half with a
-    probability of the lower half / 2^16, which is the distance from the lower neighbour in units of the spacing (Gupta
-    et al., arXiv 1502.02551, section 3).
+    A bf16 number is the upper half of an fp32 one. Adding a random lower half carries
+    into the upper half with a probability of the lower half / 2^16, which is the
+    distance from the lower neighbour in units of the spacing (Gupta et al., arXiv
+    1502.02551, section 3).
     """
     if values.dtype != torch.float32:
-        raise SpecError(f"values are {values.dtype}; give torch.float32, whose upper half is the bf16 number")
-    noise = torch.randint(1 << 16, values.shape, generator=generator, device=values.device, dtype=torch.int32)
+        raise SpecError(f"values are {values.dtype}; give torch.float32")
+    noise = torch.randint(
+        1 << 16, values.shape, generator=generator, dtype=torch.int32, device=values.device
+    )
     rounded = ((values.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32)
     return torch.where(values.isfinite(), rounded, values).bfloat16()

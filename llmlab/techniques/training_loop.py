@@ -84,8 +84,12 @@ class History:
 
 
 def next_token_loss(logits_BTV: Tensor, ids_BT: Tensor) -> Tensor:
-    """Return the mean of −ln p(token t + 1 | tokens to t), in nats: the logits at t against the id at t + 1."""
-    return F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1).float(), ids_BT[:, 1:].flatten())
+    """Return the mean of −ln p(token t + 1 | tokens to t), in nats.
+
+    The logits at t are held against the id at t + 1.
+    """
+    predicted, answers = logits_BTV[:, :-1].flatten(0, 1), ids_BT[:, 1:].flatten()
+    return F.cross_entropy(predicted.float(), answers)
 
 
 def batch_seed(seed: int, step: int) -> int:
@@ -127,10 +131,11 @@ def train(
     optimizer: Optimizer | None = None,
     loss: Callable[[Tensor, Tensor], Tensor] = next_token_loss,
 ) -> History:
-    """Train `model` in place on windows of the ids `training`, (tokens,), and return the history of the run.
+    """Train `model` in place on windows of the ids `training`, (tokens,).
 
-    `model(ids_BT)` gives the logits, (B, T, V). `optimizer` is by default `adamw(model, recipe)`; the learning rates of
-    its groups follow the schedule. Raises SpecError if a text is shorter than a window.
+    Return the history of the run. `model(ids_BT)` gives the logits, (B, T, V).
+    `optimizer` is by default `adamw(model, recipe)`; the learning rates of its groups
+    follow the schedule. Raises SpecError if a text is shorter than a window.
     """
     device = next(model.parameters()).device
     optimizer = optimizer or adamw(model, recipe)
@@ -139,20 +144,25 @@ def train(
     model.train()
     for step in range(recipe.steps):
         if step % recipe.eval_every == 0:
-            history.evaluations.append((step, evaluate(model, validation, recipe, loss)))
+            held_out = evaluate(model, validation, recipe, loss)
+            history.evaluations.append((step, held_out))
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, recipe)
-        # A step's number determines its batch, so a run that resumes at step n needs no state of a sampler.
-        ids_BT = windows(training, recipe.micro_batch, recipe.seq_len, batch_seed(recipe.seed, step)).to(device)
+        # A step's number determines its batch, so a run that resumes at step n needs
+        # no state of a sampler.
+        seed = batch_seed(recipe.seed, step)
+        ids_BT = windows(training, recipe.micro_batch, recipe.seq_len, seed).to(device)
         step_loss = loss(model(ids_BT), ids_BT)
         optimizer.zero_grad()
         step_loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)  # after backward and before the update
+        # After backward and before the update.
+        norm = nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
         optimizer.step()
         history.losses.append(step_loss.item())
         history.grad_norms.append(norm.item())
         history.tokens += ids_BT.numel()
-    history.evaluations.append((recipe.steps, evaluate(model, validation, recipe, loss)))
+    held_out = evaluate(model, validation, recipe, loss)
+    history.evaluations.append((recipe.steps, held_out))
     history.seconds = time.perf_counter() - start
     return history
 

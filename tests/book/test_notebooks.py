@@ -67,6 +67,25 @@ def test_a_chapter_draws_its_mechanism_in_the_books_pieces(source):
     assert any("image/png" in output.get("data", {}) for cell in drawn for output in cell.outputs)
 
 
+# At most 1,400 words of prose and 150 lines of code in sight, on the chapters about one GPU and the pages beside them.
+# Drop-downs, formulas, references and blank lines are not counted; exercises, tables and headings are.
+SHORT = ["batches", "execution-model", "fp8-training", "profile", "tuning-at-scale"]
+LIMITED = [path for path in SOURCES if path.stem in SHORT or re.match(r"0\d-|10-", path.name)]
+NOT_PROSE = re.compile(r"```.*?```|<details>.*?</details>|\$\$.*?\$\$|\$[^$\n]*\$", re.DOTALL)
+
+
+@pytest.mark.parametrize("source", LIMITED, ids=lambda path: path.stem)
+def test_a_page_is_no_longer_than_a_reader_stays(source):
+    page = jupytext.read(source)
+    text = "\n\n".join(cell.source for cell in page.cells if cell.cell_type == "markdown")
+    words = [word for word in NOT_PROSE.sub(" ", text).split() if re.search(r"\w", word)]
+    code = [cell for cell in page.cells if cell.cell_type == "code"]
+    shown = [cell for cell in code if not {"hide-input", "hide-cell"} & set(cell.metadata.get("tags", []))]
+    lines = [line for cell in shown for line in cell.source.splitlines() if line.strip()]
+    assert len(words) <= 1400, f"{len(words)} words of prose"
+    assert len(lines) <= 150, f"{len(lines)} lines of code in sight"
+
+
 @each_page
 def test_no_cell_hides_from_nbval(source):
     for cell in executed(source).cells:

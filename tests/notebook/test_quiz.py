@@ -16,8 +16,12 @@ def test_a_wrong_answer_gets_the_direction_and_the_hint_but_not_the_truth(capsys
 
 def test_no_answer_asks_for_one(capsys):
     assert check_answer(None, 100, "GB") is False
-    show_prediction(None, 100, "GB")
     assert "Your turn" in capsys.readouterr().out
+
+
+def test_without_a_prediction_the_result_stands_alone(capsys):
+    show_prediction(None, 128, "GB")
+    assert capsys.readouterr().out == "The answer is 128 GB.\n"
 
 
 def test_a_prediction_stands_beside_the_result(capsys):
