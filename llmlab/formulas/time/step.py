@@ -18,18 +18,18 @@ from ...specs.stacks import Megatron, Torchtitan
 from .. import newton_schulz
 from ..memory.float8 import CONVERTED
 from ..memory.precision import PRECISION
-from ..memory.share import adapted, adapter_bytes, attention_kernel, bytes_of
+from ..memory.share import adapter_bytes, attention_kernel, bytes_of
 from ..memory.states import states
 from .efficiency import Efficiency, efficiency
-from .elementwise import RECOMPUTED, moved
+from .elementwise import moved
 from .flops import flops, head_sizes
+from .host import host_seconds
 from .kernels import Kernels, kernels
 from .offload import offloaded_step
 from .products import gradients_of_first_block, products
 from .roofline import decode_pass, prefill_pass
 
-OPERATORS = {"rmsnorm": 110, "layernorm": 50}  # kernels per block, forward and backward; adapters add theirs
-OPERATORS_ADAPTER = 10
+GENERATING = {"rmsnorm": 55, "layernorm": 25}  # operators of a block that generates, each with a view
 # Stacks that take cuDNN's attention first: torchtitan (torchtitan/models/attention.py), and Transformer Engine.
 CUDNN = (Torchtitan, Megatron)
 UNPACKED = 2.5  # bytes moved per packed weight, 4 bits read and 16 written, each time that it is multiplied
@@ -110,22 +110,6 @@ def _orthogonal_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float
         for m, n, k in newton_schulz.products(rows, columns):
             total += count * (found.product(m, n, k, "bf16") or found.product(m, n, k, "fp32") or 0.0)
     return newton_schulz.ITERATIONS * total / run.pp
-
-
-def host_seconds(spec: ModelSpec, run: Training, rates: Efficiency) -> float:
-    """Return the seconds the CPU takes to start the kernels of one device's forward and backward passes; none where a
-    compiler has made few of them."""
-    if run.compile:
-        return 0.0
-    adapters = sum(linear.count for linear in adapted(spec, run))
-    operators = (OPERATORS[spec.norm] * spec.layers + OPERATORS_ADAPTER * adapters) / run.pp
-    # About one view comes with each operator; the half of them in backward is called without Python.
-    each = (rates.dispatch + rates.view) * (1 + rates.backward_dispatch) / 2
-    host = run.accumulation * operators * RECOMPUTED[run.checkpointing] * each
-    if run.quantization:
-        quantized = sum(linear.count for linear in spec.block_linears)
-        host += run.accumulation * quantized * (3 if run.checkpointing == "full" else 2) * rates.custom
-    return host
 
 
 def tokens_of(run: Run) -> int:
@@ -242,7 +226,7 @@ def token_seconds(spec: ModelSpec, run: Inference, rates: Efficiency, eager: boo
     rate = rates.matmul.get(peak_dtype(run))
     if rate is None:
         return None
-    host = OPERATORS[spec.norm] / 2 * spec.layers * (rates.dispatch + rates.view) if eager else 0.0
+    host = GENERATING[spec.norm] * spec.layers * (rates.dispatch + rates.view) if eager else 0.0
     passes = prefill_pass(spec, run), decode_pass(spec, run, absorbed=not eager)
     first, each = (one.seconds(rate, rates.bandwidth) for one in passes)
     return max(first, host), max(each, host)
