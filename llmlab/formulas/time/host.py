@@ -37,11 +37,11 @@ class Operators(NamedTuple):
         return Operators(*(mine + theirs for mine, theirs in zip(self, more, strict=True)))
 
 
-# In mixed precision with fused attention; torchtitan's with FSDP2. What DeepSpeed's stages add are views most of all, of
-# the buffers that it gathers into and reduces from, module by module.
+# In mixed precision with fused attention; torchtitan's with FSDP2. What DeepSpeed's stages add are views most of all,
+# of the buffers that it gathers into and reduces from, module by module.
 TRANSFORMERS = {"rmsnorm": Operators(56, 40, 71, 71), "layernorm": Operators(43, 21, 31, 43)}
 TORCHTITAN = Operators(24, 55, 39, 95)
-STAGES = {0: Operators(0, 0, 0, 0), 1: Operators(15, 93, 0, 0), 2: Operators(15, 93, 0, 0), 3: Operators(18, 250, 9, 32)}
+STAGES = {1: Operators(15, 93, 0, 0), 2: Operators(15, 93, 0, 0), 3: Operators(18, 250, 9, 32)}
 # What recomputation adds; checkpoint stops at the last tensor that backward needs, before the block's end.
 AGAIN = {
     "full": {"rmsnorm": Operators(36, 33, 0, 63), "layernorm": Operators(18, 17, 0, 42)},
@@ -57,7 +57,7 @@ def operators(spec: ModelSpec, run: Training) -> Operators:
     """Return the operators of a block in a micro-batch, adapters' left out."""
     titan = isinstance(run.stack, Torchtitan)
     once = TORCHTITAN if titan else TRANSFORMERS[spec.norm]
-    if isinstance(run.stack, DeepSpeed):
+    if isinstance(run.stack, DeepSpeed) and run.zero:
         once = once.plus(STAGES[run.zero])
     if run.checkpointing is None:
         return once
