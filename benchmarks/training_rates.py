@@ -122,9 +122,8 @@ def spreads(rows: list[throughput.Row]) -> dict[str, float]:
 
     Cards differ in the share of their data sheet that they reach: a rate that is transferred may be off by that too,
     one from the data sheet, of another architecture, by twice that; of another vendor, by what its own rows are. Steps
-    that are short are left to `engine`. How engines cut a model, by tensor or pipeline
-    parallelism, differs more than how they share its states; most of all pipelines, whose engine no field names unless it
-    is Megatron-LM's.
+    that are short are left to `engine`. How engines cut a model, by tensor or pipeline parallelism, differs more than
+    how they share its states; most of all pipelines, whose engine no field names unless it is Megatron-LM's.
     """
     amd, nvidia = ([row for row in rows if (lab.gpu(row.card).vendor == "AMD") is amd] for amd in (True, False))
     long = [row for row in nvidia if seconds(row)[0] >= SHORT]

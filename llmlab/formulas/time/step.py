@@ -12,14 +12,15 @@ from typing import NamedTuple
 
 from ...base.errors import NotAvailable
 from ...hardware.gpu import GPU
+from ...hardware.nodes import to_host
 from ...specs.model import ModelSpec
 from ...specs.run import Inference, Run, Training
-from ...specs.stacks import Megatron, Torchtitan
+from ...specs.stacks import Megatron, Torchtitan, Torchtune
 from .. import newton_schulz
 from ..memory.float8 import CONVERTED
 from ..memory.precision import PRECISION
 from ..memory.share import adapter_bytes, attention_kernel, bytes_of
-from ..memory.states import states
+from ..memory.states import States, states
 from .efficiency import Efficiency, efficiency
 from .elementwise import moved
 from .flops import flops, head_sizes
@@ -100,7 +101,18 @@ def update_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float:
     moments = {"adamw": 2 * state, "adamw-8bit": 2, "lion": state, "muon": state}.get(run.optimizer, 0)
     half = b.weights if b.master and not run.lora else 0
     orthogonal = _orthogonal_seconds(spec, run, found) if run.optimizer == "muon" else 0.0
-    return held.trained * (2 * weight + half + gradient + 2 * moments) / found.bandwidth + orthogonal
+    moved = held.trained * (2 * weight + half + gradient + 2 * moments) / found.bandwidth
+    return moved + orthogonal + _paged_seconds(run, held, found.card)
+
+
+def _paged_seconds(run: Training, held: States, card: GPU) -> float:
+    """Return the seconds in which the driver pages states that a device has no room for: all of them in, and out again,
+    because the pages that were used longest ago go first, and the update goes through them in a circle."""
+    if not (isinstance(run.stack, Torchtune) and run.stack.paged(run)):
+        return 0.0
+    paged = 2 * held.trained
+    fits = held.weights + paged <= card.memory
+    return 0.0 if fits else 2 * paged / to_host(card)
 
 
 def _orthogonal_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float:
