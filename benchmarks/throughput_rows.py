@@ -32,6 +32,7 @@ class Row:
     nodes: dict[str, Any]
     measured: float
     assumed: str = ""
+    source: str = ""  # its name in throughputs.toml
 
     @property
     def shown(self) -> str:
@@ -78,4 +79,4 @@ def _row(source: dict[str, Any], entry: dict[str, Any], models: dict[str, Any]) 
     citation = f"{source['citation']}, {source['date']}"
     label = name.rpartition("/")[2]
     return Row(entry["id"], source["group"], citation, models.get(name, name), label, run, entry["card"], nodes, rate,
-               entry.get("assumed", ""))  # fmt: skip
+               entry.get("assumed", ""), source["name"])  # fmt: skip
