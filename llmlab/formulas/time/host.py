@@ -9,6 +9,7 @@ Operators are counted, not fitted: the simulator's log has those of the stacks' 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 from ...specs.model import ModelSpec
@@ -55,13 +56,17 @@ ADAPTER_AGAIN = {"full": Operators(39 / 7, 6, 0, 20 / 7), "selective": Operators
 
 def operators(spec: ModelSpec, run: Training) -> Operators:
     """Return the operators of a block in a micro-batch, adapters' left out."""
-    titan = isinstance(run.stack, Torchtitan)
-    once = TORCHTITAN if titan else TRANSFORMERS[spec.norm]
-    if isinstance(run.stack, DeepSpeed) and run.zero:
-        once = once.plus(STAGES[run.zero])
-    if run.checkpointing is None:
+    return _operators(spec.norm, type(run.stack), run.zero, run.checkpointing)
+
+
+@cache
+def _operators(norm: str, stack: type, zero: int, checkpointing: str | None) -> Operators:
+    once = TORCHTITAN if stack is Torchtitan else TRANSFORMERS[norm]
+    if stack is DeepSpeed and zero:
+        once = once.plus(STAGES[zero])
+    if checkpointing is None:
         return once
-    return once.plus(TORCHTITAN_AGAIN[run.checkpointing] if titan else AGAIN[run.checkpointing][spec.norm])
+    return once.plus(TORCHTITAN_AGAIN[checkpointing] if stack is Torchtitan else AGAIN[checkpointing][norm])
 
 
 def host_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> float:

@@ -100,6 +100,8 @@ def _other_hosts(
     Hosts are as far apart as the two whose operators were measured. DeepSpeed's stages run Python before and after each
     module, forward and backward, which no count of operators has: as long again, on a slow host.
     """
+    if run.compile:
+        return 0.0, 0.0
     host, computed = host_seconds(spec, run, found.host), sum(parts.get(name, 0.0) for name in COMPUTED)
     card, apart = computed - parts.get("launches", 0.0), _hosts_apart()
     hooks = 2.0 if isinstance(run.stack, DeepSpeed) and run.zero else apart
