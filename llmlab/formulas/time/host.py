@@ -56,17 +56,18 @@ ADAPTER_AGAIN = {"full": Operators(39 / 7, 6, 0, 20 / 7), "selective": Operators
 
 def operators(spec: ModelSpec, run: Training) -> Operators:
     """Return the operators of a block in a micro-batch, adapters' left out."""
-    return _operators(spec.norm, type(run.stack), run.zero, run.checkpointing)
+    return _operators(spec.norm, getattr(run.stack, "name", "transformers"), run.zero, run.checkpointing)
 
 
 @cache
-def _operators(norm: str, stack: type, zero: int, checkpointing: str | None) -> Operators:
-    once = TORCHTITAN if stack is Torchtitan else TRANSFORMERS[norm]
-    if stack is DeepSpeed and zero:
+def _operators(norm: str, stack: str, zero: int, checkpointing: str | None) -> Operators:
+    titan = stack == Torchtitan.name
+    once = TORCHTITAN if titan else TRANSFORMERS[norm]
+    if stack == DeepSpeed.name and zero:
         once = once.plus(STAGES[zero])
     if checkpointing is None:
         return once
-    return once.plus(TORCHTITAN_AGAIN[checkpointing] if stack is Torchtitan else AGAIN[checkpointing][norm])
+    return once.plus(TORCHTITAN_AGAIN[checkpointing] if titan else AGAIN[checkpointing][norm])
 
 
 def host_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> float:
