@@ -2,6 +2,7 @@
 
     python benchmarks/throughput.py                              # prints
     python benchmarks/throughput.py --out benchmarks/results     # and writes throughput.md
+    python benchmarks/throughput.py --once SOURCE ...            # appends what is predicted of new sources, once
 
 The rows are those of throughputs.toml, in two groups: sources that constants come from, and sources looked at while the
 formulas were written. Many of the latter were "never seen" at first: what was predicted of them then, once, before any
@@ -17,6 +18,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from statistics import median
 from unittest.mock import patch
@@ -193,10 +195,31 @@ def _line(row: Row, it: Predicted) -> list[str]:
     return [*cells, *others]
 
 
+def record(new: list[Row], today: str) -> None:
+    """Append a round to predictions.json: what is predicted of rows that no round has; ValueError for one that has."""
+    kept = json.loads(PREDICTIONS.read_text(encoding="utf-8"))["rounds"]
+    seen = {id for each in kept for id in each["predicted"]}
+    if known := [row.id for row in new if row.id in seen]:
+        raise ValueError(f"predicted before: {', '.join(known)}")
+    lines = []
+    for row in new:
+        it = predict(row)
+        values = [round(value, 1) for value in (it.rate, it.low, it.high) if value] or None
+        lines.append(f"    {json.dumps(row.id)}: {json.dumps(values)}")
+    text = PREDICTIONS.read_text(encoding="utf-8").rstrip()
+    closed = text.removesuffix("]}").rstrip()
+    head = f'  {{"round": {len(kept) + 1}, "date": "{today}", "predicted": {{\n'
+    PREDICTIONS.write_text(closed + ",\n" + head + ",\n".join(lines) + "\n  }}\n]}\n", encoding="utf-8")
+
+
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Write throughput.md there.")
-def main(out: Path | None) -> None:
+@click.option("--once", multiple=True, help="Predict the rows of this source for the first time, and keep that.")
+def main(out: Path | None, once: tuple[str, ...]) -> None:
     """Predict every row, and say how far off that is."""
+    if once:
+        record([row for row in rows() if row.source in once], str(date.today()))
+        return
     found = [(row, predict(row)) for row in rows()]
     made = "\n".join(text(found))
     print(made)

@@ -25,6 +25,7 @@ from llmlab.archive import figure, held_out, records
 from llmlab.formulas.time import kernels as times
 from llmlab.formulas.time.efficiency import efficiencies
 from llmlab.hardware.kernel_tables import FOLDER, kernel_table
+from llmlab.specs.stacks import Megatron
 
 TABLE = Path(lab.__file__).parent / "hardware" / "training.toml"
 TOLERATED = 0.1  # logarithm of a ratio up to which it counts as a square, beyond linearly
@@ -121,12 +122,14 @@ def spreads(rows: list[throughput.Row]) -> dict[str, float]:
 
     Cards differ in the share of their data sheet that they reach: a rate that is transferred may be off by that too,
     one from the data sheet, of another architecture, by twice that; of another vendor, by what its own rows are. Steps
-    that are short are left to `engine`. How engines cut a model, by tensor or pipeline
-    parallelism, differs more than how they share its states.
+    that are short are left to `engine`. How engines cut a model, by tensor or pipeline parallelism, differs more than
+    how they share its states; most of all pipelines, whose engine no field names unless it is Megatron-LM's.
     """
     amd, nvidia = ([row for row in rows if (lab.gpu(row.card).vendor == "AMD") is amd] for amd in (True, False))
     long = [row for row in nvidia if seconds(row)[0] >= SHORT]
     whole, cut = ([row for row in long if (row.run.tp * row.run.pp > 1) is cut] for cut in (False, True))
+    piped = [row for row in cut if row.run.pp > 1 and not isinstance(row.run.stack, Megatron)]
+    cut = [row for row in cut if row not in piped]
     measured, middle = _held(off(whole)), median(product_shares().values())
     differ = _held([log(share / middle) for share in product_shares().values()])
     fitted = [log(lab.estimate(r.model, r.run, "T4").step_seconds / r.step_seconds) for r in records(gpu="T4")
@@ -138,6 +141,7 @@ def spreads(rows: list[throughput.Row]) -> dict[str, float]:
         '"data sheet"': sqrt(measured**2 + (2 * differ) ** 2),
         "AMD": _held(off(amd)),
         "cut": _held(off(cut)),
+        "pipeline": _held(off(piped)),
     }
 
 
@@ -175,7 +179,7 @@ HEAD = """\
 #            inside a node; what each doubling of the nodes costs: a share of the step where ranks wait for one another
 #            in each layer, for sharded parameters, else seconds
 # spread     logarithm by which 80 % of predictions are off at most, by where the rates are from; AMD: of its cards;
-#            cut: at least, with tensor or pipeline parallelism
+#            cut: at least, with tensor or pipeline parallelism; pipeline: at least, of engines that are not named
 # engine     seconds that a step on several GPUs may take longer, whatever the model: logging, clipping, norms, and
 #            other things of an engine that wait for the GPU. Megatron-LM's functional tests of tiny models took so much
 #

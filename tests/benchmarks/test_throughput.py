@@ -1,5 +1,6 @@
 """The published throughputs and what is said about them."""
 
+import json
 import sys
 from collections import Counter
 from pathlib import Path
@@ -14,8 +15,8 @@ import throughput
 
 def test_every_row_is_a_run_that_can_be_asked_for():
     rows = throughput.rows()
-    assert len({row.id for row in rows}) == len(rows) == 231
-    assert Counter(row.group for row in rows) == {"in sample": 48, "left out": 183}
+    assert len({row.id for row in rows}) == len(rows) == 258
+    assert Counter(row.group for row in rows) == {"in sample": 48, "left out": 210}
     for row in rows:
         assert row.measured > 0 and lab.model(row.model).parameters > 1e7
 
@@ -23,13 +24,27 @@ def test_every_row_is_a_run_that_can_be_asked_for():
 def test_what_was_predicted_is_of_rows_that_no_constant_was_fitted_to():
     """Constants are fitted to two sources that were predicted first."""
     found = dict(throughput.rounds(throughput.rows()))
-    assert [len(pairs) for pairs in found.values()] == [32, 34, 25, 27]
+    assert [len(pairs) for pairs in found.values()] == [32, 34, 25, 27, 27]
     ids = [row.id for pairs in found.values() for row, _ in pairs]
     assert len(set(ids)) == len(ids)
     fitted = {row.id for pairs in found.values() for row, _ in pairs if row.group == "in sample"}
     assert {id.rpartition("-")[0] for id in fitted} == {"dgxc-15b", *(f"dgxc-gb200-340b-{n}" for n in (128, 256, 512))}
     refused = [row.id for pairs in found.values() for row, it in pairs if it.rate is None]
-    assert len(refused) == 4 and all("405b" in id for id in refused)
+    assert [id for id in refused if "405b" not in id] == ["nanogpt-eager", "nanogpt-compile"] and len(refused) == 6
+
+
+def test_a_row_is_predicted_for_the_first_time_once(tmp_path, monkeypatch):
+    kept = tmp_path / "predictions.json"
+    kept.write_text('{"rounds": [\n  {"round": 1, "date": "2026-01-01", "predicted": {\n    "a": null\n  }}\n]}\n')
+    monkeypatch.setattr(throughput, "PREDICTIONS", kept)
+    new = [row for row in throughput.rows() if row.source == "nanogpt"]
+    throughput.record(new, "2026-01-02")
+    first, second = json.loads(kept.read_text())["rounds"]
+    assert first["predicted"] == {"a": None}
+    assert second["round"] == 2 and list(second["predicted"]) == [row.id for row in new]
+    assert second["predicted"][new[0].id][0] == pytest.approx(throughput.predict(new[0]).rate, rel=0.001)
+    with pytest.raises(ValueError, match="predicted before: nanogpt-eager"):
+        throughput.record(new, "2026-01-03")
 
 
 def test_a_card_without_its_own_kernels_takes_those_of_the_next():

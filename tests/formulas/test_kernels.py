@@ -103,7 +103,8 @@ def test_intervals_widen_where_engines_and_hosts_differ():
     alone, long = replace(run, dp=1, zero=0), replace(run, accumulation=64)
     assert width(long, "A100") == pytest.approx(width(alone, "A100"), rel=0.02)
     assert width(run, "A100") > 1.2 * width(long, "A100")  # an engine's own time, beside a short step
-    assert width(replace(long, dp=4, tp=2), "A100") > 1.05 * width(alone, "A100")
+    piped = replace(long, dp=4, pp=2)  # by an engine that is not named
+    assert width(piped, "A100") > 1.05 * width(replace(piped, stack="megatron"), "A100")
     assert width(long, "RTX-4090") > 1.1 * width(alone, "RTX-4090")  # through PCIe
     # A GeForce card has no peer access, and may be in a slot with 4 lanes: what is sent may take 8 times as long.
     sharded = replace(run, zero=3, dp=2)

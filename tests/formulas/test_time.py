@@ -75,7 +75,7 @@ def test_no_units_no_time():
 
 
 def test_where_a_rate_is_from_and_how_wide_that_makes_the_interval():
-    run = Training(seq_len=512, precision="fp16")
+    run = Training(seq_len=512, precision="fp16", compile=True)  # nothing waits for the host
     said = {"H100": "measured on H100-80GB (sglang", "A100-40GB": "transferred from A100-80GB by the large products'",
             "RTX-6000-Ada": "transferred from L40S by the data sheets'", "T4": "fitted to 32 LoRA",
             "V100": "transferred from A100-80GB by the large products'", "MI350X": "70% of the data sheet"}  # fmt: skip
@@ -90,7 +90,7 @@ def test_where_a_rate_is_from_and_how_wide_that_makes_the_interval():
 
 
 def test_what_was_not_measured_is_said_and_widens_the_interval():
-    run = Training(seq_len=1024, precision="bf16")
+    run = Training(seq_len=1024, precision="bf16", compile=True)
     long = lab.estimate("Llama-3.1-8B", replace(run, seq_len=32768), "H100")
     known, single = (lab.estimate("gpt2", replace(run, precision=p), "H100") for p in ("bf16", "fp32"))
     assert "70% of the data sheet: fp32 was not measured" in single.time_sources["products"]
@@ -249,3 +249,21 @@ def test_stacks_take_the_newest_attention_first():
         for each in (run, replace(run, stack=lab.Torchtitan()), replace(run, stack=lab.Torchtitan(), attention="flash"))
     )
     assert plain == older == pytest.approx(1.41 * newest, rel=0.01)
+
+
+def test_a_step_that_waits_for_its_host_is_as_uncertain_as_the_host():
+    run = Training(seq_len=256, precision="mixed-bf16")
+    waits, computes = (lab.estimate("gpt2", replace(run, seq_len=n, micro_batch=n // 64), "H100") for n in (64, 1024))
+    assert "launches" in waits.time and "launches" not in computes.time
+    hosts = [efficiency(name).dispatch for name in ("T4", "A100")]
+    assert waits.step_seconds_high / waits.step_seconds == pytest.approx(max(hosts) / min(hosts), rel=0.1)
+    assert computes.step_seconds_high / computes.step_seconds == pytest.approx(kernels(lab.gpu("H100")).interval)
+
+
+def test_paged_states_go_through_pcie_where_they_do_not_fit():
+    run = Training(micro_batch=2, seq_len=2048, compile=True, stack="torchtune:packed=true")
+    optimizers = {card: lab.estimate("meta-llama/Llama-3.1-8B", run, card).time["optimizer"]
+                  for card in ("RTX-4090", "RTX-A6000")}  # fmt: skip
+    states = 2 * lab.model("meta-llama/Llama-3.1-8B").parameters
+    assert optimizers["RTX-4090"] > 2 * states / lab.gpu("RTX-4090").pcie
+    assert optimizers["RTX-A6000"] < states / lab.gpu("RTX-A6000").pcie

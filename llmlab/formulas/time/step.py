@@ -12,24 +12,25 @@ from typing import NamedTuple
 
 from ...base.errors import NotAvailable
 from ...hardware.gpu import GPU
+from ...hardware.nodes import to_host
 from ...specs.model import ModelSpec
 from ...specs.run import Inference, Run, Training
-from ...specs.stacks import Megatron, Torchtitan
+from ...specs.stacks import Megatron, Torchtitan, Torchtune
 from .. import newton_schulz
 from ..memory.float8 import CONVERTED
 from ..memory.precision import PRECISION
-from ..memory.share import adapted, adapter_bytes, attention_kernel, bytes_of
-from ..memory.states import states
+from ..memory.share import adapter_bytes, attention_kernel, bytes_of
+from ..memory.states import States, states
 from .efficiency import Efficiency, efficiency
-from .elementwise import RECOMPUTED, moved
+from .elementwise import moved
 from .flops import flops, head_sizes
+from .host import host_seconds
 from .kernels import Kernels, kernels
 from .offload import offloaded_step
 from .products import gradients_of_first_block, products
 from .roofline import decode_pass, prefill_pass
 
-OPERATORS = {"rmsnorm": 110, "layernorm": 50}  # kernels per block, forward and backward; adapters add theirs
-OPERATORS_ADAPTER = 10
+GENERATING = {"rmsnorm": 55, "layernorm": 25}  # operators of a block that generates, each with a view
 # Stacks that take cuDNN's attention first: torchtitan (torchtitan/models/attention.py), and Transformer Engine.
 CUDNN = (Torchtitan, Megatron)
 UNPACKED = 2.5  # bytes moved per packed weight, 4 bits read and 16 written, each time that it is multiplied
@@ -100,7 +101,18 @@ def update_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float:
     moments = {"adamw": 2 * state, "adamw-8bit": 2, "lion": state, "muon": state}.get(run.optimizer, 0)
     half = b.weights if b.master and not run.lora else 0
     orthogonal = _orthogonal_seconds(spec, run, found) if run.optimizer == "muon" else 0.0
-    return held.trained * (2 * weight + half + gradient + 2 * moments) / found.bandwidth + orthogonal
+    moved = held.trained * (2 * weight + half + gradient + 2 * moments) / found.bandwidth
+    return moved + orthogonal + _paged_seconds(run, held, found.card)
+
+
+def _paged_seconds(run: Training, held: States, card: GPU) -> float:
+    """Return the seconds in which the driver pages states that a device has no room for: all of them in, and out again,
+    because the pages that were used longest ago go first, and the update goes through them in a circle."""
+    if not (isinstance(run.stack, Torchtune) and run.stack.paged(run)):
+        return 0.0
+    paged = 2 * held.trained
+    fits = held.weights + paged <= card.memory
+    return 0.0 if fits else 2 * paged / to_host(card)
 
 
 def _orthogonal_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float:
@@ -110,22 +122,6 @@ def _orthogonal_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float
         for m, n, k in newton_schulz.products(rows, columns):
             total += count * (found.product(m, n, k, "bf16") or found.product(m, n, k, "fp32") or 0.0)
     return newton_schulz.ITERATIONS * total / run.pp
-
-
-def host_seconds(spec: ModelSpec, run: Training, rates: Efficiency) -> float:
-    """Return the seconds the CPU takes to start the kernels of one device's forward and backward passes; none where a
-    compiler has made few of them."""
-    if run.compile:
-        return 0.0
-    adapters = sum(linear.count for linear in adapted(spec, run))
-    operators = (OPERATORS[spec.norm] * spec.layers + OPERATORS_ADAPTER * adapters) / run.pp
-    # About one view comes with each operator; the half of them in backward is called without Python.
-    each = (rates.dispatch + rates.view) * (1 + rates.backward_dispatch) / 2
-    host = run.accumulation * operators * RECOMPUTED[run.checkpointing] * each
-    if run.quantization:
-        quantized = sum(linear.count for linear in spec.block_linears)
-        host += run.accumulation * quantized * (3 if run.checkpointing == "full" else 2) * rates.custom
-    return host
 
 
 def tokens_of(run: Run) -> int:
@@ -242,7 +238,7 @@ def token_seconds(spec: ModelSpec, run: Inference, rates: Efficiency, eager: boo
     rate = rates.matmul.get(peak_dtype(run))
     if rate is None:
         return None
-    host = OPERATORS[spec.norm] / 2 * spec.layers * (rates.dispatch + rates.view) if eager else 0.0
+    host = GENERATING[spec.norm] * spec.layers * (rates.dispatch + rates.view) if eager else 0.0
     passes = prefill_pass(spec, run), decode_pass(spec, run, absorbed=not eager)
     first, each = (one.seconds(rate, rates.bandwidth) for one in passes)
     return max(first, host), max(each, host)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from math import exp
 
 from ...base.errors import NotAvailable
@@ -12,9 +13,12 @@ from ...hardware.links import Cluster
 from ...hardware.links import cluster as cluster_of
 from ...specs.model import ModelSpec
 from ...specs.run import Run, Training
+from ...specs.stacks import DeepSpeed, Megatron
 from ..memory.share import attention_kernel
 from .distributed import Step, step
+from .efficiency import efficiencies
 from .flops import flops
+from .host import host_seconds
 from .kernels import Kernels, kernels, training_rates
 from .step import fastest_kernel, passes, peak_dtype, step_seconds, whole_seconds
 
@@ -66,7 +70,9 @@ def timing(spec: ModelSpec, run: Run, card: GPU | None, cluster: Cluster | None 
     factor = exp(_spread(run, found, nodes))
     longest = _longest(spec, run, card, nodes, seconds, factor)
     sources = _sources(spec, run, found, parts)
-    return Timing(seconds, seconds / factor, longest, parts, sources, {"data": hidden} if hidden else {}, layer, note)
+    sooner, later = _other_hosts(spec, run, found, parts)
+    low, high = min(seconds / factor, seconds - sooner), max(longest, seconds + later)
+    return Timing(seconds, low, high, parts, sources, {"data": hidden} if hidden else {}, layer, note)
 
 
 def _spread(run: Training, found: Kernels, nodes: Cluster | None) -> float:
@@ -79,9 +85,34 @@ def _spread(run: Training, found: Kernels, nodes: Cluster | None) -> float:
         widest.append(spread["transferred"])
     if run.tp * run.pp > 1:
         widest.append(spread["cut"])
+    if run.pp > 1 and not isinstance(run.stack, Megatron):
+        widest.append(spread["pipeline"])  # whose engine is not known: DeepSpeed's took longer than Megatron-LM's
     if run.world_size > 1 and nodes and nodes.inside.kind == "pcie":
         widest.append(spread["data sheet"])  # how fast ranks talk through PCIe depends on a host that no table knows
     return max(widest)
+
+
+def _other_hosts(
+    spec: ModelSpec, run: Training, found: Kernels, parts: Mapping[str, float]
+) -> tuple[float, float]:
+    """Return the seconds that a step takes less with a faster host, and more with a slower one.
+
+    Hosts are as far apart as the two whose operators were measured. DeepSpeed's stages run Python before and after each
+    module, forward and backward, which no count of operators has: as long again, on a slow host.
+    """
+    if run.compile:
+        return 0.0, 0.0
+    host, computed = host_seconds(spec, run, found.host), sum(parts.get(name, 0.0) for name in COMPUTED)
+    card, apart = computed - parts.get("launches", 0.0), _hosts_apart()
+    hooks = 2.0 if isinstance(run.stack, DeepSpeed) and run.zero else apart
+    return computed - max(card, host / apart), max(card, host * hooks) - computed
+
+
+@cache
+def _hosts_apart() -> float:
+    """Return how much longer the slower of the measured hosts takes to start an operator than the faster."""
+    times = [each.dispatch for each in efficiencies().values() if each.dispatch]
+    return max(times) / min(times)
 
 
 def _longest(spec: ModelSpec, run: Training, card: GPU, nodes: Cluster | None, seconds: float, factor: float) -> float:
