@@ -86,8 +86,10 @@ def recorded(
     allocator: Callable[[int], Allocator] = Allocator,
     on_phase: Callable[[str | None], None] | None = None,
     load_order: LoadOrder = one_at_a_time,
+    stage: int = 0,
 ) -> StepRecording:
-    """Return the simulated step itself, with its `operators`; `gpu` None is the CPU.
+    """Return the simulated step itself, with its `operators`; `gpu` None is the CPU. Of a pipeline it is that of the
+    first rank of `stage`.
 
     `allocator` makes the card's, given the bytes that the driver has for it. `on_phase` is called as each phase begins,
     with None for one that does not count, as in the step that warms up. Quantized weights load in `load_order`.
@@ -102,7 +104,7 @@ def recorded(
     with exclusive("simulate()"):
         while True:
             try:
-                return _take(spec, run, card, runs, allocator, on_phase, load_order)
+                return _take(spec, run, card, runs, allocator, on_phase, load_order, stage)
             except Mispredicted as gap:
                 runs |= set(range(gap.since, gap.at + 1))
 
@@ -121,7 +123,7 @@ def check_simulated(spec: ModelSpec, run: Run, card: GPU | None) -> None:
 
 def _take(
     spec: ModelSpec, run: Run, card: GPU | None, runs: set[int], allocator: Callable[[int], Allocator],
-    on_phase: Callable[[str | None], None] | None, load_order: LoadOrder,
+    on_phase: Callable[[str | None], None] | None, load_order: LoadOrder, stage: int,
 ) -> StepRecording:  # fmt: skip
     """Return the recording of a run; of a generation, the calls of the model numbered `runs` run, others may not."""
     own, host = stack_of(run), None
@@ -148,7 +150,7 @@ def _take(
         stack.enter_context(pinned_attention(run))
         with recording.watched(), nullcontext() if host else engine:
             try:
-                _steps(spec, run, recording, runs, ranks, load_order)
+                _steps(spec, run, recording, runs, ranks, load_order, stage)
             except torch.OutOfMemoryError:
                 assert engine.refused is not None
                 recording.failed = engine.refused, engine.asked
@@ -163,8 +165,9 @@ def _take(
 
 
 def _steps(
-    spec: ModelSpec, run: Run, recording: StepRecording, runs: set[int], ranks: Ranks | None, load_order: LoadOrder
-) -> None:
+    spec: ModelSpec, run: Run, recording: StepRecording, runs: set[int], ranks: Ranks | None, load_order: LoadOrder,
+    stage: int,
+) -> None:  # fmt: skip
     engine = recording.engine
     if isinstance(run, Inference):
         shapes = [(run.batch, run.prompt_len)]
@@ -176,7 +179,8 @@ def _steps(
     inputs = [torch.empty(shape, dtype=torch.int64, device="meta") for shape in shapes]
     recording.enter("load")
     if isinstance(run, Training) and stack_of(run):
-        step = builder(spec, run)(spec, run, engine.device, inputs, recording.recomputing)
+        where = (stage,) if run.pp > 1 else ()  # asked of stacks that have pipelines
+        step = builder(spec, run)(spec, run, engine.device, inputs, recording.recomputing, *where)
     else:
         step = build_step(spec, run, engine.device, inputs, recording.recomputing, ranks, load_order)
     recording.step = step

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from ...base.compat import KNOWN, check
+from ...base.compat import KNOWN, check, project_of
 from ...base.errors import NotAvailable
 from ...specs.model import ModelSpec
 from ...specs.run import Training
@@ -17,9 +17,9 @@ from ...specs.stacks import StackOptions
 from ...step.model import Around
 from ...step.step import Step
 
-BUILDERS = ("deepspeed", "torchtitan", "torchtune")  # stacks whose step is built by the module of that name here
-SCRIPTS = ("deepspeed",)  # those whose code names "cuda" itself, as users' scripts do
-Build = Callable[[ModelSpec, Training, torch.device, list[Tensor], Around], Step]
+BUILDERS = ("deepspeed", "megatron", "torchtitan", "torchtune")  # stacks whose step is built by the module of that name here
+SCRIPTS = ("deepspeed", "megatron")  # those whose code names "cuda" itself, as users' scripts do
+Build = Callable[..., Step]
 
 
 def builder(spec: ModelSpec, run: Training) -> Build:
@@ -32,14 +32,13 @@ def builder(spec: ModelSpec, run: Training) -> Build:
     if stack.name not in BUILDERS:
         why = f"simulate has no stack={stack.name!r}"
         raise NotAvailable(f"{why}; see lab.estimate, or run a script of {stack.name}'s under llmlab run")
-    version = KNOWN[stack.package][1]
-    project = f"{stack.package}=={version}"
-    how = f"pip install {project}"
-    if stack.name not in SCRIPTS:  # DeepSpeed is among the constraints
+    version, project = KNOWN[stack.package][1], project_of(stack.package)
+    how = f"pip install {project}=={version}"
+    if stack.name != "deepspeed":  # which is among the constraints
         how += ", or in a checkout of llmlab `make stacks` and PYTHONPATH=_build/stacks"
     if find_spec(stack.package) is None:
-        raise NotAvailable(f"simulating stack={stack.name!r} needs {stack.package} {version}: {how}")
-    found = metadata.version(stack.package)
+        raise NotAvailable(f"simulating stack={stack.name!r} needs {project} {version}: {how}")
+    found = metadata.version(project)
     if found != version:
         raise NotAvailable(f"simulating stack={stack.name!r} is known of {version}, and {found} is installed: {how}")
     check(stack.package)
