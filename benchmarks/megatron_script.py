@@ -153,7 +153,7 @@ def training_of(run: Run, ranks: int = RANKS) -> Training:
     dp = ranks // (run.tp * run.pp * run.cp)
     stack = lab.Megatron(
         recompute=run.recompute, recompute_method=run.method, recompute_num_layers=run.number or 1,
-        transformer_engine=run.transformer_engine, masked_softmax_fusion=run.fused_kernels,
+        transformer_engine=run.transformer_engine, masked_softmax_fusion=run.fused_kernels, apex=run.fused_kernels,
         virtual_pipeline=run.chunks,
     )  # fmt: skip
     return Training(

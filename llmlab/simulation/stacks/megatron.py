@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
@@ -33,6 +33,7 @@ from ...specs.stages import stage_layers
 from ...step.model import DTYPES, Around
 from ...step.optimizer import LEARNING_RATE
 from ...step.step import Enter, Step, ignore
+from ..streams import nothing
 
 CORE = "megatron.core."
 SCHEDULES = CORE + "pipeline_parallel.schedules"
@@ -74,14 +75,14 @@ class MegatronStep(Step):
 
     chunks: list[Any] = field(default_factory=list)
     own: Any = None
-    reads_mask: bool = False
 
     def __call__(self, enter: Enter = ignore) -> None:
         """Take one step: the schedule calls forward and backward."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.own.zero_grad()
-        parallel, backward = symbol(CORE + "parallel_state"), symbol(SCHEDULES + ".backward_step")
+        run, several, backward = self.run, len(self.chunks) > 1, symbol(SCHEDULES + ".backward_step")
+        assert isinstance(run, Training)
 
         def forward_step(batches: Iterator[dict[str, Tensor | None]], chunk: Any) -> tuple[Tensor, Callable]:
             enter("forward")
@@ -91,19 +92,16 @@ class MegatronStep(Step):
             enter("backward")
             return backward(*args, **kwargs)
 
-        several, run = len(self.chunks) > 1, self.run
-        assert isinstance(run, Training)
         data = [self._batches(chunk) for chunk in self.chunks]
-        with mock.patch(SCHEDULES + ".backward_step", backward_step), _apex_softmax():
+        with mock.patch(SCHEDULES + ".backward_step", backward_step), _apex(run):
             symbol(CORE + "pipeline_parallel.get_forward_backward_func")()(
                 forward_step_func=forward_step, data_iterator=data if several else data[0],
                 model=self.chunks if several else self.chunks[0], seq_length=run.seq_len,
                 micro_batch_size=run.micro_batch, num_microbatches=run.accumulation,
             )  # fmt: skip
+            enter("optimizer")
+            self.own.step()
         enter("optimizer")
-        self.own.step()
-        enter("optimizer")
-        del parallel
 
     def _batches(self, chunk: Any) -> Iterator[dict[str, Tensor | None]]:
         """Yield what get_batch of pretrain_gpt.py gives a chunk: nothing to those in the middle of the model."""
@@ -131,13 +129,13 @@ class MegatronStep(Step):
 def _forward(batch: dict[str, Tensor | None], chunk: Any) -> tuple[Tensor, Callable]:
     """Return a chunk's output, and what makes the loss of it: loss_func of pretrain_gpt.py."""
     out = chunk(batch["tokens"], batch["positions"], batch["mask"], labels=batch["labels"])
+    return out, partial(_loss, batch["loss_mask"])
 
-    def loss(losses_bs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        mask = batch["loss_mask"].view(-1)
-        mean = torch.sum(losses_bs.view(-1).float() * mask) / mask.sum()
-        return mean, {"lm loss": mean.detach()}
 
-    return out, loss
+def _loss(mask_bs: Any, losses_bs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    mask = mask_bs.view(-1)
+    mean = torch.sum(losses_bs.view(-1).float() * mask) / mask.sum()
+    return mean, {"lm loss": mean.detach()}
 
 
 def build(
@@ -178,7 +176,7 @@ def transformer_config(spec: ModelSpec, run: Training) -> Any:
         add_bias_linear=spec.mlp_bias, add_qkv_bias=spec.qkv_bias, 
         normalization="RMSNorm" if spec.norm == "rmsnorm" else "LayerNorm",
         hidden_dropout=spec.dropout, attention_dropout=spec.attention_dropout,
-        masked_softmax_fusion=stack.masked_softmax_fusion,
+        masked_softmax_fusion=stack.masked_softmax_fusion and stack.apex,
         bias_activation_fusion=spec.mlp_bias or spec.activation == "silu", bias_dropout_fusion=True,
         fp16=half is torch.float16, bf16=half is torch.bfloat16, params_dtype=half, pipeline_dtype=half,
         autocast_dtype=half, tensor_model_parallel_size=run.tp, pipeline_model_parallel_size=run.pp,
@@ -223,7 +221,8 @@ def _optimizer(run: Training, chunks: list[Any]) -> Any:
         optimizer="adam", lr=LEARNING_RATE, clip_grad=1.0, fp16=half is torch.float16, bf16=half is torch.bfloat16,
         params_dtype=half, use_distributed_optimizer=run.zero == 1,
     )  # fmt: skip
-    with mock.patch.multiple(CORE + "optimizer", USING_PYTORCH_OPTIMIZER=False, Adam=_fused_adam):
+    kernels = {"USING_PYTORCH_OPTIMIZER": False, "Adam": _fused_adam} if _options(run).apex else {}
+    with mock.patch.multiple(CORE + "optimizer", **kernels) if kernels else nullcontext():
         return symbol(CORE + "optimizer.get_megatron_optimizer")(settings, chunks, use_gloo_process_groups=False)
 
 
@@ -242,8 +241,12 @@ class _Norm:
 
 
 @contextmanager
-def _apex_softmax() -> Iterator[None]:
-    """Let fusions/fused_softmax.py find modules in the place of Apex's, which it imports as it calls them."""
+def _apex(run: Training) -> Iterator[None]:
+    """Let what a step of `run` calls find functions in the place of Apex's kernels: of softmax (fusions/fused_softmax.py
+    imports them as it calls them), and what scales gradients in place."""
+    if not _options(run).apex:
+        yield
+        return
     causal, masked = (ModuleType(f"scaled_{name}masked_softmax_cuda") for name in ("upper_triang_", ""))
     causal.forward = lambda scores, scale: torch.empty_like(scores)  # type: ignore[attr-defined]
     causal.backward = lambda gradient, softmax, scale: gradient  # type: ignore[attr-defined]
@@ -251,7 +254,8 @@ def _apex_softmax() -> Iterator[None]:
     made = {each.__name__: each for each in (causal, masked)}
     sys.modules.update(made)
     try:
-        yield
+        with mock.patch(CORE + "optimizer.clip_grads.multi_tensor_scale_impl", nothing):
+            yield
     finally:
         for name in made:
             del sys.modules[name]
