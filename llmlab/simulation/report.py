@@ -62,15 +62,35 @@ NF4_NOTE = (
 
 
 def simulated(model: ModelLike, run: Run, gpu: GPU | str, load_order: LoadOrder = one_at_a_time) -> Report:
-    """Return the report of `llmlab.simulate`; `load_order` is that of quantized weights."""
+    """Return the report of `llmlab.simulate`; `load_order` is that of quantized weights.
+
+    Of a pipeline the first, the second and the last stage are simulated: behind the second none but the last, which has
+    the head, holds more than the second.
+    """
     spec = find_model(model)
     card = None if isinstance(gpu, str) and gpu.lower() == "cpu" else find_gpu(gpu)
-    recording = recorded(spec, run, card, load_order=load_order)
+    stages = sorted({0, min(1, run.pp - 1), run.pp - 1}) if isinstance(run, Training) else [0]
+    first, *others = (_of_stage(spec, run, card, load_order, stage) for stage in stages)
+    if not others:
+        return first
+    peaks = [f"stage {stage} {show_bytes(report.peak_allocated)}" for stage, report in zip(stages[1:], others, strict=True)]
+    first = replace(first, notes=(f"Of the pipeline's other stages, from 0: {', '.join(peaks)}.", *first.notes))
+    over = [report for report in others if report.outcome == "out of memory"]
+    if not over:
+        return first
+    needed = max(report.needed or 0 for report in [first, *over])
+    where = first.where or over[0].where
+    return replace(first, outcome="out of memory", where=where, needed=needed, process=None)
+
+
+def _of_stage(spec: ModelSpec, run: Run, card: GPU | None, load_order: LoadOrder, stage: int) -> Report:
+    recording = recorded(spec, run, card, load_order=load_order, stage=stage)
     if card is None or recording.failed is None:
         return _reported(spec, run, card, recording)
     error, place = recording.failed
     where = f"{recording.phase}, {place}: {show_bytes(error.segment - (error.capacity - error.reserved))} short"
-    roomy = recorded(spec, run, replace(card, memory=ROOMY), load_order=load_order)
+    where += f", in stage {stage} of the pipeline" if stage else ""
+    roomy = recorded(spec, run, replace(card, memory=ROOMY), load_order=load_order, stage=stage)
     report = _reported(spec, run, card, roomy)
     needed = max(roomy.peak_reserved or 0, roomy.reserved_before) + card.memory - card.room(run.world_size)
     return replace(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ...specs.run import Training
 from ...specs.stacks import Megatron
-from .moments import Moment, layers_in_flight, micro_batches_in_flight
+from .moments import Moment, layers_in_flight, micro_batches_in_flight, passes_in_flight
 from .scores import score_elements
 from .share import Share
 from .stacks.described import Kept, by_kind, saved
@@ -60,8 +60,10 @@ class MegatronMemory:
         waiting = table if share.last and share.first and spec.tied else 0
         blocks = sum(self.activations_by_kind.values())
         kept = blocks + self._outside()
-        # Of the micro-batch before: what was received, and its gradient, as both are exchanged in one call.
-        exchanged = 2 * self.hidden if share.run.pp > 1 and not share.first else 0
+        # Of the pass before: what was received, and its gradient, as both are exchanged in one call. Another chunk than
+        # the one that runs holds them in backward too.
+        exchanged = 2 * self.hidden if self.received else 0
+        of_other = exchanged if self.stack.virtual_pipeline > 1 else 0
         of_last = self._bytes(self.block.outside) if share.last else 0
         # Halves that were accumulated are cast for the update, and stay until the next step's zero_grad.
         main_gradients = 0 if self.wide else FP32 * self.parameters // self.shards
@@ -77,7 +79,7 @@ class MegatronMemory:
             self._moment("backward", "the head's gradient", kept, logits=logits(loss.head),
                          other=of_head + self.hidden),
             self._moment("backward", "the first block of backward", kept - of_last,
-                         other=waiting + max(again, self.recomputed() + self._block_backward())),
+                         other=waiting + of_other + max(again, self.recomputed() + self._block_backward())),
             self._moment("backward", "the embedding's gradient", before_last,
                          other=waiting + (table + self.hidden if share.first else 0)),
             self._moment("optimizer", "the update", other=2 * self.received * self.hidden + self._update(),
@@ -163,13 +165,30 @@ class MegatronMemory:
         and torch's AdamW makes the roots of all second moments at once."""
         return 0 if self.stack.apex else FP32 * self.parameters // self.shards
 
+    def _masks(self) -> int:
+        """Return the bytes of causal masks that are kept, by a checkpoint of attention, or by PyTorch's softmax: of a
+        rank's passes in flight those of the model's first and last chunk, which get one from the data set. In others
+        PyTorch's softmax makes one in each layer (transformer/utils.py, get_default_causal_mask)."""
+        share, run = self.share, self.share.run
+        attends = run.checkpointing == "full" or "scores" in self._selected()
+        if self.stack.transformer_engine or not self.mask or (fused_softmax(share) and not attends):
+            return 0
+        ends = micro_batches_in_flight(run, share.stage) if share.first else 0
+        if share.last and (run.virtual_stages > 1 or not share.first):
+            ends += micro_batches_in_flight(run, share.stage, last=True)
+        middle = 0
+        if not attends:
+            layers = share.layers // run.virtual_stages
+            middle = run.seq_len**2 * layers * max(0, passes_in_flight(run, share.stage) - ends)
+        return self.mask * ends + middle
+
     def _outside(self) -> int:
-        """Return the bytes kept outside of blocks: the embedding's dropout mask of each micro-batch in flight, and what
-        the last norm and the head keep."""
+        """Return the bytes kept outside of blocks: the embedding's dropout mask of each micro-batch in flight, causal
+        masks, and what the last norm and the head keep."""
         share = self.share
         mask = self.hidden // HALF if share.first and share.spec.dropout else 0
         masks = mask * micro_batches_in_flight(share.run, share.stage)
-        return masks + (self._bytes(self.block.outside) if share.last else 0)
+        return masks + self._masks() + (self._bytes(self.block.outside) if share.last else 0)
 
     def _bytes(self, rows: tuple[Kept, ...]) -> int:
         run = self.share.run
