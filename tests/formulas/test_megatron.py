@@ -46,10 +46,10 @@ def test_recomputing_core_attention_leaves_34sbh():
     assert sum(memory(run).activations_by_kind.values()) == run.layers * (34 * s * b * h + 2 * 8 * s * b) // 2
 
 
-def test_own_attention_keeps_the_product_beside_copied_queries():
-    run = replace(RUN, groups=2, attention="flash")
-    # the queries, which Transformer Engine's copies replace
-    assert kept(replace(run, transformer_engine=False)) - kept(run) == TENSOR
+def test_own_attention_keeps_the_product_beside_what_is_rotated():
+    run = replace(RUN, rotary=True)
+    cosines = 4 * 2 * run.seq * run.hidden // run.heads  # and sines, of queries and of keys
+    assert kept(replace(run, transformer_engine=False)) - kept(run) == 2 * TENSOR + cosines
 
 
 # ---- schedules
@@ -119,11 +119,6 @@ def test_the_fullest_stage_is_told():
     assert report.outcome == "fits"
     assert sum(report.parts.values()) == report.peak_allocated
     assert any("Stage 3 of the pipeline (from 0) holds more than the first" in note for note in report.notes)
-
-
-def test_simulate_says_what_runs_megatron():
-    with pytest.raises(lab.NotAvailable, match="a script of megatron's under llmlab run"):
-        lab.simulate("gpt2", lab.Training(stack="megatron"), "A100-80GB")
 
 
 @pytest.mark.parametrize(("given", "message"), [

@@ -66,7 +66,8 @@ class MegatronMemory:
         of_other = exchanged if self.stack.virtual_pipeline > 1 else 0
         of_last = self._bytes(self.block.outside) if share.last else 0
         # Halves that were accumulated are cast for the update, and stay until the next step's zero_grad.
-        main_gradients = 0 if self.wide else FP32 * self.parameters // self.shards
+        gradients = self.resident["gradients"] + (0 if self.wide else FP32 * self.parameters // self.shards)
+        stays = 2 * self.received * self.hidden
         made = {"optimizer": FP32 * self.parameters // self.shards, "workspace": 0}
         forward, again = self._attention()
         before_last = blocks - blocks * (self.share.layers // self.stack.virtual_pipeline) // self.in_flight
@@ -82,8 +83,8 @@ class MegatronMemory:
                          other=waiting + of_other + max(again, self.recomputed() + self._block_backward())),
             self._moment("backward", "the embedding's gradient", before_last,
                          other=waiting + (table + self.hidden if share.first else 0)),
-            self._moment("optimizer", "the update", other=2 * self.received * self.hidden + self._update(),
-                         gradients=self.resident["gradients"] + main_gradients),
+            self._moment("optimizer", "the roots of second moments", other=stays + self._roots(), gradients=gradients),
+            self._moment("optimizer", "the update", other=stays, gradients=gradients),
         ]  # fmt: skip
 
     def _moment(self, phase: str, name: str, activations: int = 0, **parts: int) -> Moment:
@@ -160,9 +161,8 @@ class MegatronMemory:
             return 0, again
         return (held - later, 0) if number < of_chunk else (0, again)
 
-    def _update(self) -> int:
-        """Return what the update allocates: without Apex gradients are clipped one by one (optimizer/clip_grads.py),
-        and torch's AdamW makes the roots of all second moments at once."""
+    def _roots(self) -> int:
+        """Return what the update allocates: without Apex torch's AdamW makes the roots of all second moments at once."""
         return 0 if self.stack.apex else FP32 * self.parameters // self.shards
 
     def _masks(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -41,7 +42,9 @@ def builder(spec: ModelSpec, run: Training) -> Build:
     found = metadata.version(project)
     if found != version:
         raise NotAvailable(f"simulating stack={stack.name!r} is known of {version}, and {found} is installed: {how}")
-    check(stack.package)
     own = import_module(f"{__name__}.{stack.name}")
-    own.check(spec, run)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of packages that are not installed, as they are imported
+        check(stack.package)
+        own.check(spec, run)
     return own.build

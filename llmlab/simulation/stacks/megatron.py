@@ -11,7 +11,6 @@ writes its backward in place, its Adam has no temporaries, and its LayerNorm kee
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -57,10 +56,8 @@ def check(spec: ModelSpec, run: Training) -> None:
     if spec.layers % run.pp and (spec.layers + 2) % run.pp:
         given = f"pp={run.pp} divides neither {spec.name}'s {spec.layers} layers nor these with embedding and head"
         raise NotAvailable(f"simulate with stack='megatron': {given}; {see}")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that Apex and Transformer Engine are not installed
-        for name in MODULES:
-            symbol(CORE + name)
+    for name in MODULES:
+        symbol(CORE + name)
 
 
 def _options(run: Training) -> Megatron:

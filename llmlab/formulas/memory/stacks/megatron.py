@@ -89,19 +89,16 @@ def _attention(share: Share) -> tuple[Kept, ...]:
     grouped, rotated = spec.kv_heads != spec.heads, not spec.learned_positions
     unfused, own = run.attention == "eager", not stack.transformer_engine
     # TE wants q, k and v as views of the product, or copies of all three (dot_product_attention/utils.py,
-    # get_qkv_layout). Megatron's own attention takes views: of keys and values where queries are copied, because
-    # several share a key, or rotated, so that the product stays beside them (transformer/attention.py,
-    # get_query_key_value_tensors); the products over scores copy keys and values to all heads. Each layer rotates by
-    # cosines and sines of its own, of queries and of keys (models/common/embeddings/rope_utils.py).
+    # get_qkv_layout). Megatron's own attention, unfused, takes views: where queries and keys are rotated, beside the
+    # product, of which the values are; keys and values that several heads share are copied to all. Each layer rotates
+    # by cosines and sines of its own, of queries and of keys (models/common/embeddings/rope_utils.py).
     kept = [
         Kept("core_attention: queries", "q, k, v", "Q", "product", "heads"),
         Kept("core_attention: keys, values", "q, k, v", "Q" if grouped and unfused else "K", "product", "heads", 2),
     ]
-    if own and not (grouped and unfused):
-        if rotated or grouped:
-            kept.append(Kept("core_attention: queries, copied", "q, k, v", "Q", "product", "heads"))
-        if rotated:
-            kept.append(Kept("core_attention: keys, rotated", "q, k, v", "K", "product", "heads"))
+    if own and rotated and not grouped:
+        kept.append(Kept("core_attention: queries, rotated", "q, k, v", "Q", "product", "heads"))
+        kept.append(Kept("core_attention: keys, rotated", "q, k, v", "K", "product", "heads"))
     if own and rotated:
         kept.append(Kept("rotation: cosines, sines", "q, k, v", "D", "product", "whole", 4 / run.micro_batch))
     if not unfused:  # FlashAttention, cuDNN
