@@ -2,21 +2,21 @@
 
 from dataclasses import replace
 
-import megatron_script
+import megatron_runs
 import pytest
 
 import llmlab as lab
 from llmlab.formulas.memory.activations import korthikanti_block
 from llmlab.formulas.memory.megatron_step import layers_in_flight
 
-RUN = megatron_script.TE
+RUN = megatron_runs.TE
 TENSOR = 2 * RUN.seq * RUN.micro_batch * RUN.hidden
 PP4 = lab.Training(pp=4, accumulation=8)
 INTERLEAVED = replace(PP4, virtual_stages=8)
 
 
 def memory(run, stage=0):
-    return megatron_script.memory(run, "A100-80GB", stage)
+    return megatron_runs.memory(run, "A100-80GB", stage)
 
 
 def kept(run):
@@ -66,7 +66,7 @@ def test_interleaved_stages_keep_more_and_the_last_nearly_as_much_as_the_first()
 def test_a_stage_holds_the_inputs_of_its_chunks_and_their_gradients_after_the_step():
     """What the last stage holds beside its share: of 8 chunks, 2 × 8 tensors of sequence × hidden; the first stage's
     first chunk receives nothing."""
-    run = megatron_script.RUNS["7B, pp 4, 8 virtual stages, H100"]
+    run = megatron_runs.RUNS["7B, pp 4, 8 virtual stages, H100"]
     tensor = 2 * run.seq * run.micro_batch * run.hidden
     assert [at(memory(run, stage), "the update")["other"] // tensor for stage in (0, 3)] == [14, 16]
 
@@ -150,9 +150,9 @@ def test_what_megatron_has_not_is_refused(given, message):
 # ---- golden values
 
 
-@pytest.mark.parametrize("name", megatron_script.RUNS)
+@pytest.mark.parametrize("name", megatron_runs.RUNS)
 def test_estimates_are_the_golden_values(name):
-    held, peak = megatron_script.estimated(name)
-    real_held, real_peak = megatron_script.published(name)
+    held, peak = megatron_runs.estimated(name)
+    real_held, real_peak = megatron_runs.published(name)
     assert peak == pytest.approx(real_peak, rel=0.03)
     assert held == pytest.approx(real_held, rel=0.02)
