@@ -1,7 +1,7 @@
-"""Megatron-LM's golden values beside estimates, and, of its own layers, beside megatron-core's code on a simulated card.
+"""Megatron-LM's golden values beside estimates, and, of its own layers, megatron-core's code on a simulated card.
 
-    PYTHONPATH=_build/stacks python benchmarks/megatron_golden.py                            # prints; after `make stacks`
-    PYTHONPATH=_build/stacks python benchmarks/megatron_golden.py --out benchmarks/results   # and writes megatron_golden.md
+    PYTHONPATH=_build/stacks python benchmarks/megatron_golden.py                          # prints; after `make stacks`
+    PYTHONPATH=_build/stacks python benchmarks/megatron_golden.py --out benchmarks/results # writes megatron_golden.md
 
 Transformer Engine's kernels do not run here: of its rows there is the estimate. The exit code is 1 if a bar is missed.
 """
@@ -33,9 +33,9 @@ def main(out: Path | None) -> None:
     """Compare estimates and simulations of Megatron-LM with its golden values."""
     runs = find_spec("megatron") is not None
     rows, errors, apart = [], [], []
-    for name in megatron_runs.RUNS:
+    for name, run in megatron_runs.RUNS.items():
         (held, peak), estimates = megatron_runs.published(name), megatron_runs.estimated(name)
-        simulations = megatron_runs.simulated(name) if runs and not megatron_runs.RUNS[name].transformer_engine else None
+        simulations = megatron_runs.simulated(name) if runs and not run.transformer_engine else None
         errors.append(abs(estimates[1] / peak - 1))
         cells = [name]
         for number, size in ((1, peak), (0, held)):

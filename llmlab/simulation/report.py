@@ -73,8 +73,8 @@ def simulated(model: ModelLike, run: Run, gpu: GPU | str, load_order: LoadOrder 
     first, *others = (_of_stage(spec, run, card, load_order, stage) for stage in stages)
     if not others:
         return first
-    peaks = [f"stage {stage} {show_bytes(report.peak_allocated)}" for stage, report in zip(stages[1:], others, strict=True)]
-    first = replace(first, notes=(f"Of the pipeline's other stages, from 0: {', '.join(peaks)}.", *first.notes))
+    said = [f"stage {stage} {show_bytes(each.peak_allocated)}" for stage, each in zip(stages[1:], others, strict=True)]
+    first = replace(first, notes=(f"Of the pipeline's other stages, from 0: {', '.join(said)}.", *first.notes))
     over = [report for report in others if report.outcome == "out of memory"]
     if not over:
         return first

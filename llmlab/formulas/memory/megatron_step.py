@@ -162,7 +162,7 @@ class MegatronMemory:
         return (held - later, 0) if number < of_chunk else (0, again)
 
     def _roots(self) -> int:
-        """Return what the update allocates: without Apex torch's AdamW makes the roots of all second moments at once."""
+        """Return what the update allocates: without Apex, AdamW is torch's, which makes all second moments' roots."""
         return 0 if self.stack.apex else FP32 * self.parameters // self.shards
 
     def _masks(self) -> int:

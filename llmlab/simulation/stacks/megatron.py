@@ -11,6 +11,7 @@ writes its backward in place, its Adam has no temporaries, and its LayerNorm kee
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -28,7 +29,6 @@ from ...base.errors import NotAvailable
 from ...specs.model import ModelSpec
 from ...specs.run import Training
 from ...specs.stacks import Megatron
-from ...specs.stages import stage_layers
 from ...step.model import DTYPES, Around
 from ...step.optimizer import LEARNING_RATE
 from ...step.step import Enter, Step, ignore
@@ -46,8 +46,8 @@ def check(spec: ModelSpec, run: Training) -> None:
     stack = _options(run)
     see = "see lab.estimate"
     if stack.transformer_engine:
-        raise NotAvailable("simulate has no layers of Transformer Engine, whose kernels are compiled for a GPU: give "
-                           f"stack='megatron:transformer_engine=False', which is Megatron's own layers, or {see}")  # fmt: skip
+        own = "give stack='megatron:transformer_engine=False', which is Megatron's own"
+        raise NotAvailable(f"simulate has no layers of Transformer Engine, whose kernels are a GPU's: {own}, or {see}")
     if spec.activation not in ACTIVATIONS:
         raise NotAvailable(f"simulate has no activation {spec.activation!r} with stack='megatron'; {see}")
     if spec.kv_heads % run.tp:
@@ -75,6 +75,10 @@ class MegatronStep(Step):
 
     def __call__(self, enter: Enter = ignore) -> None:
         """Take one step: the schedule calls forward and backward."""
+        with _quiet():
+            self._step(enter)
+
+    def _step(self, enter: Enter) -> None:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.own.zero_grad()
@@ -102,7 +106,8 @@ class MegatronStep(Step):
 
     def _batches(self, chunk: Any) -> Iterator[dict[str, Tensor | None]]:
         """Yield what get_batch of pretrain_gpt.py gives a chunk: nothing to those in the middle of the model."""
-        first, last = (symbol(CORE + "utils.get_attr_wrapped_model")(chunk, end) for end in ("pre_process", "post_process"))
+        of_chunk = symbol(CORE + "utils.get_attr_wrapped_model")
+        first, last = (of_chunk(chunk, end) for end in ("pre_process", "post_process"))
         for ids in self.inputs:  # (b, s)
             b, s = ids.shape
             made = partial(torch.empty, device="cuda")
@@ -119,6 +124,7 @@ class MegatronStep(Step):
         for chunk in self.chunks:
             for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
                 parts["gradients"].append(buffer.grad_data)
+        assert self.optimizer is not None
         parts["optimizer"] += [each for group in self.optimizer.param_groups for each in group["params"]]
         return parts
 
@@ -146,9 +152,10 @@ def build(
         run.tp, run.pp, chunks_of_rank, create_gloo_process_groups=False
     )
     symbol(CORE + "tensor_parallel.model_parallel_cuda_manual_seed")(1)
-    config = transformer_config(spec, run)
-    chunks = _chunks(spec, run, config)
-    own = _optimizer(run, chunks)
+    with _quiet():
+        config = transformer_config(spec, run)
+        chunks = _chunks(spec, run, config)
+        own = _optimizer(run, chunks)
     config.grad_scale_func = own.scale_loss
     model = nn.ModuleList(chunks)
     step = MegatronStep(run, device, model, inputs, chunks=chunks, own=own, parameters=list(model.parameters()))
@@ -218,8 +225,8 @@ def _optimizer(run: Training, chunks: list[Any]) -> Any:
         optimizer="adam", lr=LEARNING_RATE, clip_grad=1.0, fp16=half is torch.float16, bf16=half is torch.bfloat16,
         params_dtype=half, use_distributed_optimizer=run.zero == 1,
     )  # fmt: skip
-    kernels = {"USING_PYTORCH_OPTIMIZER": False, "Adam": _fused_adam} if _options(run).apex else {}
-    with mock.patch.multiple(CORE + "optimizer", **kernels) if kernels else nullcontext():
+    fused = mock.patch.multiple(CORE + "optimizer", USING_PYTORCH_OPTIMIZER=False, Adam=_fused_adam)
+    with fused if _options(run).apex else nullcontext():
         return symbol(CORE + "optimizer.get_megatron_optimizer")(settings, chunks, use_gloo_process_groups=False)
 
 
@@ -227,10 +234,19 @@ def _fused_adam(params: Any, adam_w_mode: bool = True, **settings: Any) -> torch
     return torch.optim.AdamW(params, fused=True, **settings)
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Say nothing of what megatron-core calls deprecated, nor of functions that a newer torch has by other names."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"megatron\.")
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
+
+
 class _Norm:
     """PyTorch's norm in the place of Apex's, which knows sequence parallelism. Megatron's specs take classes."""
 
-    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> nn.Module:
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> nn.Module:  # type: ignore[misc]
         norm = (nn.LayerNorm if config.normalization == "LayerNorm" else nn.RMSNorm)(hidden_size, eps)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -239,8 +255,8 @@ class _Norm:
 
 @contextmanager
 def _apex(run: Training) -> Iterator[None]:
-    """Let what a step of `run` calls find functions in the place of Apex's kernels: of softmax (fusions/fused_softmax.py
-    imports them as it calls them), and what scales gradients in place."""
+    """Let a step of `run` find functions in the place of Apex's kernels: of softmax, which fusions/fused_softmax.py
+    imports as it calls them, and what scales gradients in place."""
     if not _options(run).apex:
         yield
         return

@@ -11,7 +11,6 @@ from .options import StackOptions
 
 if TYPE_CHECKING:
     from ..model import ModelSpec
-    from ..run import Training
 
 Recompute = Literal["selective", "full"]
 RecomputeMethod = Literal["uniform", "block"]
@@ -28,12 +27,12 @@ class Megatron(StackOptions):
 
     `transformer_engine`: layers of Transformer Engine, or Megatron's own (--transformer-impl local), whose attention is
     unfused, attention="eager", and knows no context parallelism. `masked_softmax_fusion`: softmax of unfused attention
-    as one kernel in half precision; of Megatron's own layers it is Apex's. `apex`: whether that or Transformer Engine is
-    installed; if not, PyTorch computes softmax, in fp32, and steps AdamW. `accumulate_allreduce_grads_in_fp32`: None is Megatron's
-    default, True for bf16. `tp_comm_overlap` hides what tensor parallelism sends behind the products before and after
-    it (Transformer Engine's userbuffers). `virtual_pipeline` is the model chunks of a rank
-    (--num-virtual-stages-per-pipeline-rank), `make_vocab_size_divisible_by` pads the vocabulary of each tensor-parallel
-    rank. The distributed optimizer is the run's zero=1, sequence parallelism its sequence_parallel,
+    as one kernel in half precision; of Megatron's own layers it is Apex's. `apex`: whether that is installed, or
+    Transformer Engine for what is outside of layers; if not, PyTorch computes softmax, in fp32, and steps AdamW.
+    `accumulate_allreduce_grads_in_fp32`: None is Megatron's default, True for bf16. `tp_comm_overlap` hides what tensor
+    parallelism sends behind the products before and after it (Transformer Engine's userbuffers). `virtual_pipeline` is
+    the model chunks of a rank (--num-virtual-stages-per-pipeline-rank), `make_vocab_size_divisible_by` pads the
+    vocabulary of each tensor-parallel rank. The distributed optimizer is the run's zero=1, sequence parallelism its sequence_parallel,
     --attention-backend unfused its attention="eager".
     """
 
@@ -99,8 +98,8 @@ class Megatron(StackOptions):
             raise SpecError(f"cp={given['cp']}: attention of {own} takes whole sequences (dot_product_attention.py); "
                             "give cp=1, or Transformer Engine's")  # fmt: skip
         if given["sequence_parallel"] and not self.apex:
-            raise SpecError(f"sequence_parallel=True with apex=False: the norm of {own} is PyTorch's then, which refuses "
-                            "it (torch_norm.py)")  # fmt: skip
+            raise SpecError(f"sequence_parallel=True with apex=False: the norm of {own} is PyTorch's then, which "
+                            "refuses it (torch_norm.py)")  # fmt: skip
 
     def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Half weights and products with fp32 main weights; nothing is recomputed or sharded unless somebody asks."""
@@ -117,8 +116,8 @@ class Megatron(StackOptions):
         asked = self.accumulate_allreduce_grads_in_fp32
         return dtype == "bf16" if asked is None else asked
 
-    def check_model(self, spec: ModelSpec, run: Training, stages: tuple[int, ...]) -> None:
-        """Raise SpecError for what megatron-core does not train of `spec`, whose stages have these numbers of layers."""
+    def check_model(self, spec: ModelSpec, run: Any, stages: tuple[int, ...]) -> None:
+        """Raise SpecError for what megatron-core does not train of `spec`; `stages` are their numbers of layers."""
         chunks = self.virtual_pipeline
         given = f"virtual_pipeline={chunks}"
         ends = {0, len(stages) - 1} if min(stages) < max(stages) else set()  # there embedding and head are layers too
@@ -126,12 +125,12 @@ class Megatron(StackOptions):
             raise SpecError(f"{given} does not divide the layers of each stage, {', '.join(map(str, stages))}")
         number, uniform = self.recompute_num_layers, self.recompute_method != "block"
         if run.checkpointing == "full" and uniform and any(layers // chunks % number for layers in stages):
-            raise SpecError(f"recompute_num_layers={number} does not divide the {stages[0] // chunks} layers of a chunk, "
-                            "whose last group would end beyond it (transformer_block.py); give a divisor")  # fmt: skip
+            raise SpecError(f"recompute_num_layers={number} does not divide the {stages[0] // chunks} layers of a "
+                            "chunk: its last group would end beyond it (transformer_block.py)")  # fmt: skip
         if run.checkpointing == "selective" and "mlp" in self.recompute_modules and spec.mlp_bias:
             raise SpecError(f"recompute_modules={' '.join(self.recompute_modules)!r} with {spec.name}, whose MLP has "
                             "biases: megatron-core's checkpoint recurses without end in backward, because the bias is "
                             "among what it returns (tensor_parallel/random.py); leave out mlp")  # fmt: skip
         if run.sequence_parallel and not self.transformer_engine and spec.norm == "rmsnorm":
-            raise SpecError(f"sequence_parallel=True with {spec.name}: the RMSNorm of Megatron's own layers is PyTorch's, "
-                            "which refuses it (torch_norm.py); give transformer_engine=True")  # fmt: skip
+            raise SpecError(f"sequence_parallel=True with {spec.name}: the RMSNorm of Megatron's own layers is "
+                            "PyTorch's, which refuses it (torch_norm.py); give transformer_engine=True")  # fmt: skip
