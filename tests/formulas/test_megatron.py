@@ -9,7 +9,7 @@ import llmlab as lab
 from llmlab.formulas.memory.activations import korthikanti_block
 from llmlab.formulas.memory.megatron_step import layers_in_flight
 
-RUN = megatron_runs.TE
+RUN, OWN = megatron_runs.TE, "megatron:transformer_engine=False"
 TENSOR = 2 * RUN.seq * RUN.micro_batch * RUN.hidden
 PP4 = lab.Training(pp=4, accumulation=8)
 INTERLEAVED = replace(PP4, virtual_stages=8)
@@ -140,11 +140,59 @@ def test_bad_options_are_named(given, message):
     ({"stack": "megatron:virtual_pipeline=2"}, "virtual_stages=2 with pp=1"),
     ({"stack": "megatron:virtual_pipeline=3", "pp": 4, "accumulation": 4}, "does not divide the layers"),
     ({"stack": "megatron:virtual_pipeline=2", "pp": 4, "accumulation": 6}, "accumulation=6: it takes pp=4"),
+    ({"stack": "megatron:recompute=full,recompute_num_layers=5"}, "recompute_num_layers=5 does not divide the 32"),
+    ({"stack": OWN, "cp": 2}, "cp=2: attention of Megatron's own layers (transformer_engine=False) takes whole"),
+    ({"stack": OWN, "attention": "flash"}, "attention='flash': Megatron's own layers"),
+    ({"stack": OWN, "tp": 2, "sequence_parallel": True}, "RMSNorm of Megatron's own layers is PyTorch's"),
+    ({"stack": f"{OWN},apex=False", "tp": 2, "sequence_parallel": True}, "the norm of Megatron's own layers"),
+    ({"stack": "megatron:apex=False"}, "apex=False with transformer_engine=True"),
 ])  # fmt: skip
 def test_what_megatron_has_not_is_refused(given, message):
     with pytest.raises(lab.SpecError) as error:
         lab.estimate("meta-llama/Meta-Llama-3-8B", lab.Training(**{"stack": "megatron", **given}), "H100-80GB")
     assert message in str(error.value)
+
+
+def test_an_mlp_with_biases_is_not_computed_again():
+    run = lab.Training(stack=lab.Megatron(recompute="selective", recompute_modules="core_attn mlp"))
+    with pytest.raises(lab.SpecError, match="checkpoint recurses without end in backward"):
+        lab.estimate("gpt2", run, "H100-80GB")
+
+
+def test_own_layers_are_unfused_where_nobody_says_otherwise():
+    assert lab.Training(stack=OWN).attention == "eager"
+
+
+def test_apexs_softmax_takes_certain_shapes():
+    run = replace(megatron_runs.LOCAL, micro_batch=1, tp=2)  # 4 heads of a rank, and 3 with 6 heads
+    fused, other = memory(run), memory(replace(run, heads=6, hidden=384))
+    scores = lambda found, heads: found.whole["scores"] / (run.seq**2 * heads)  # noqa: E731
+    assert (scores(fused, 4), scores(other, 3)) == (2 + 2 + 1, 4 + 2 + 1)  # softmax, what multiplies values, the mask
+
+
+def test_a_tied_heads_gradient_waits_for_the_embeddings():
+    table = 2 * memory(RUN).vocab * RUN.hidden
+    runs = [replace(RUN, untied=untied) for untied in (False, True)]
+    tied, untied = (at(memory(run), "the embedding's gradient")["other"] for run in runs)
+    assert tied - untied == table
+    assert at(memory(replace(RUN, pp=2)), "the embedding's gradient")["other"] == untied
+
+
+def test_without_apex_adamw_makes_roots():
+    found = memory(replace(megatron_runs.LOCAL, fused_kernels=False))
+    more = at(found, "the roots of second moments")["other"] - at(found, "the update")["other"]
+    assert more == 4 * found.parameters
+
+
+def test_what_the_last_stage_holds_more():
+    """Of the 7B's golden row: states of the head, and the logits, less two layers of the last stage but one."""
+    run = megatron_runs.RUNS["7B, pp 4, 8 virtual stages, A100"]
+    before, last = memory(run, 2), memory(run, 3)
+    vocab, tokens = 131200, run.seq * run.micro_batch
+    states = [sum(found.resident[part] for part in ("weights", "gradients", "optimizer")) for found in (before, last)]
+    assert states[1] - states[0] == (2 + 4 + 12 // 2) * vocab * run.hidden
+    assert at(last, "the loss")["logits"] == (2 + 4) * vocab * tokens
+    assert before.in_flight - last.in_flight == 2
 
 
 # ---- golden values

@@ -93,7 +93,7 @@ def test_the_last_stage_has_the_logits_twice_and_a_copy_of_the_table():
     table = vocab * 512
     # Of the optimizer's 12 bytes of a parameter one of two ranks has half.
     for part, element in {"weights": 2, "gradients": 4, "optimizer": 6}.items():
-        assert more[part] == pytest.approx(element * table, rel=0.01)
+        assert more[part] == pytest.approx(element * table, abs=3 * 2**20)  # of three tensors
 
 
 @needs_megatron

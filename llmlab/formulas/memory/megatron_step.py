@@ -1,6 +1,19 @@
 """The moments of Megatron-LM's step: its buffers, its schedule with virtual stages, and what it recomputes.
 
 Sources are files of megatron/core (megatron-core 0.16), or of Transformer Engine (TE).
+
+The last stage holds more than its share of layers. Beside the stage before it, with V the padded vocabulary and n the
+tokens of a micro-batch, it has
+
+    (6 + 12 / shards) V h / tp   bytes of weights, gradients in fp32 and optimizer states of the head; a tied one is a
+                                 copy of the first stage's embedding, with states of its own
+    (2 + 4) V n / tp             of logits at the loss: in half, as the head makes them, and in fp32, in whose place
+                                 softmax and the gradient are computed (tensor_parallel/cross_entropy.py)
+
+and activations of one micro-batch less, or, interleaved, of two passes, each through one chunk. All-reducing a tied
+head's gradient with the embedding's (distributed/finalize_model_grads.py) takes nothing: it is in place. After the step
+a stage still holds the input of each chunk and its gradient, 4 n h bytes for each, but for the model's first chunk.
+tests/simulation/test_megatron_stack.py holds this to megatron-core's own code.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ class Megatron(StackOptions):
     `accumulate_allreduce_grads_in_fp32`: None is Megatron's default, True for bf16. `tp_comm_overlap` hides what tensor
     parallelism sends behind the products before and after it (Transformer Engine's userbuffers). `virtual_pipeline` is
     the model chunks of a rank (--num-virtual-stages-per-pipeline-rank), `make_vocab_size_divisible_by` pads the
-    vocabulary of each tensor-parallel rank. The distributed optimizer is the run's zero=1, sequence parallelism its sequence_parallel,
-    --attention-backend unfused its attention="eager".
+    vocabulary of each tensor-parallel rank. The distributed optimizer is the run's zero=1, sequence parallelism its
+    sequence_parallel, --attention-backend unfused its attention="eager".
     """
 
     name = "megatron"
