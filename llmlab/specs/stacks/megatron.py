@@ -116,13 +116,18 @@ class Megatron(StackOptions):
         asked = self.accumulate_allreduce_grads_in_fp32
         return dtype == "bf16" if asked is None else asked
 
-    def check_model(self, spec: ModelSpec, run: Any, stages: tuple[int, ...]) -> None:
-        """Raise SpecError for what megatron-core does not train of `spec`; `stages` are their numbers of layers."""
+    def check_stages(self, stages: tuple[int, ...]) -> None:
+        """Raise SpecError where stages of these numbers of layers cannot be cut into the virtual ones."""
         chunks = self.virtual_pipeline
         given = f"virtual_pipeline={chunks}"
         ends = {0, len(stages) - 1} if min(stages) < max(stages) else set()  # there embedding and head are layers too
         if any((layers + (stage in ends)) % chunks for stage, layers in enumerate(stages)):
             raise SpecError(f"{given} does not divide the layers of each stage, {', '.join(map(str, stages))}")
+
+    def check_model(self, spec: ModelSpec, run: Any, stages: tuple[int, ...]) -> None:
+        """Raise SpecError for what megatron-core does not train of `spec`; `stages` are their numbers of layers."""
+        self.check_stages(stages)
+        chunks = self.virtual_pipeline
         number, uniform = self.recompute_num_layers, self.recompute_method != "block"
         if run.checkpointing == "full" and uniform and any(layers // chunks % number for layers in stages):
             raise SpecError(f"recompute_num_layers={number} does not divide the {stages[0] // chunks} layers of a "
