@@ -23,6 +23,7 @@ from ..specs.check import check
 from ..specs.model import ModelLike, ModelSpec
 from ..specs.model import model as find_model
 from ..specs.run import Inference, Run, Training, stack_of
+from ..specs.stacks import Megatron
 from ..step.model import pinned_attention, quantization_of
 from ..step.optimizer import check_offload
 from ..step.quantized import LoadOrder, one_at_a_time
@@ -260,7 +261,8 @@ def _notes(spec: ModelSpec, run: Run, card: GPU | None, recording: StepRecording
 def _rates(spec: ModelSpec, run: Run, card: GPU | None, recording: StepRecording) -> dict[str, Any]:
     """Return FLOP and, where the card's rates are known and what runs is what was simulated, the time."""
     counted = recording.operators.flops
-    fused = isinstance(run, Training) and (run.compile or run.kernels)
+    # Of Megatron-LM some functions are compiled, and of Apex's kernels there is only what they allocate.
+    fused = isinstance(run, Training) and (run.compile or run.kernels or isinstance(run.stack, Megatron))
     # What is sent, and the host's update, take no time here.
     elsewhere = run.world_size > 1 or (isinstance(run, Training) and run.offload)
     seconds = None if fused or elsewhere else recording.operators.seconds
