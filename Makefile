@@ -157,7 +157,7 @@ stacks: env ## other stacks' own packages into _build/stacks, for `lab.simulate(
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target _build/stacks torchtitan==0.2.2 tyro \
 		docstring_parser shtab typeguard torchdata einops tomli tensorboard protobuf \
 		torchtune==0.6.1 torchao==0.9.0 omegaconf antlr4-python3-runtime==4.9.3 kagglehub tiktoken sentencepiece \
-		blobfile pycryptodomex
+		blobfile pycryptodomex megatron-core==0.16.1
 
 scripts: env ## other people's scripts under `llmlab run`: CLONES=their repositories WORK=a folder for stand-ins
 	$(BIN)/python benchmarks/standins.py --clones $(CLONES) --work $(WORK)

@@ -57,8 +57,10 @@ def simulate(model: ModelLike, run: Run, gpu: GPU | str) -> Report:
     scratch memory of oneDNN's largest bf16 products (simulation/workspaces/onednn.py). As in `lab.measure`, the first
     step warms up and the second counts. Of a long generation, most steps are replayed (simulation/decode_replay.py).
     A run on several devices is simulated on rank 0 alone, with PyTorch's own engines: DDP, with
-    ZeroRedundancyOptimizer for zero=1, FSDP2 for zero=2 and 3, parallelize_module for tp. The report's notes name the
-    engine, and say that NCCL's memory and the time are not known.
+    ZeroRedundancyOptimizer for zero=1, FSDP2 for zero=2 and 3, parallelize_module for tp. Another stack's own code runs
+    from its installed package; of its pipelines the second and the last stage are simulated too, and `outcome` and
+    `where` consider all three. The report's notes name the engine, and say that NCCL's memory and the time are not
+    known.
 
     phases["load"] is the memory in use when loading is done. Too small a card gives the outcome "out of memory", with
     the phase and the operator in `where`; the step then runs again without the limit, which gives the other sizes and

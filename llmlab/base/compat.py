@@ -25,6 +25,7 @@ KNOWN = {
     "bitsandbytes": ("0.50.0", "0.50.2"),
     "deepspeed": ("0.16.0", "0.19.8"),
     "liger_kernel": ("0.5.0", "0.8.5"),
+    "megatron": ("0.16.1", "0.16.1"),  # not among the constraints: `make stacks`
     "safetensors": ("0.4.5", "0.8.0"),
     "torch": ("2.9.0", "2.13.0"),
     "torchtitan": ("0.2.2", "0.2.2"),  # not among the constraints: `make stacks`
@@ -34,6 +35,7 @@ KNOWN = {
 }
 
 FSDP = "torch.distributed.fsdp._fully_shard."
+PROJECTS = {"megatron": "megatron-core"}  # on PyPI, where it has another name than the package
 # By what is installed at once: by module or class, the names in it that are replaced or called.
 NAMES: dict[str, dict[str, str]] = {
     "torch": {
@@ -161,6 +163,22 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.ops": {"deepspeed.ops": "__compatible_ops__"},  # by itself: its import looks for compilers
     "liger_kernel": {"liger_kernel.transformers": "_apply_liger_kernel_to_instance"},
     "safetensors.torch": {"safetensors.torch": "_flatten_as_ptr safe_open serialize_file"},
+    "megatron": {
+        "megatron.core.distributed": "DistributedDataParallel DistributedDataParallelConfig finalize_model_grads",
+        "megatron.core.models.gpt": "GPTModel",
+        "megatron.core.models.gpt.gpt_layer_specs": "get_gpt_layer_local_spec",
+        "megatron.core.optimizer": "Adam OptimizerConfig USING_PYTORCH_OPTIMIZER get_megatron_optimizer",
+        "megatron.core.parallel_state": "destroy_model_parallel initialize_model_parallel is_pipeline_first_stage "
+        "is_pipeline_last_stage",
+        "megatron.core.pipeline_parallel": "get_forward_backward_func",
+        "megatron.core.pipeline_parallel.schedules": "backward_step",
+        "megatron.core.tensor_parallel": "model_parallel_cuda_manual_seed",
+        "megatron.core.transformer": "TransformerConfig",
+        "megatron.core.transformer.module": "Float16Module",
+        "megatron.core.transformer.transformer_block": "LayerNormImpl",
+        "megatron.core.transformer.utils": "get_default_causal_mask",
+        "megatron.core.utils": "get_attr_wrapped_model",
+    },
     "torchtitan": {
         "torchtitan.config": "JobConfig",
         "torchtitan.distributed": "ParallelDims",
@@ -226,10 +244,15 @@ OF_INSTANCES = frozenset((
 ))  # fmt: skip
 
 
+def project_of(library: str) -> str:
+    """Return the name by which PyPI has a library of `KNOWN`."""
+    return PROJECTS.get(library, library.replace("_", "-"))
+
+
 def lacks(library: str, name: str) -> NotAvailable:
     """Return the error for `name`, which the installed release of `library` does not have."""
     oldest, newest = KNOWN[library]
-    project = library.replace("_", "-")
+    project = project_of(library)
     try:
         installed = torch.__version__ if library == "torch" else version(project)
     except PackageNotFoundError:  # a copy that pip knows nothing of

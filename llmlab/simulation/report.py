@@ -23,6 +23,7 @@ from ..specs.check import check
 from ..specs.model import ModelLike, ModelSpec
 from ..specs.model import model as find_model
 from ..specs.run import Inference, Run, Training, stack_of
+from ..specs.stacks import Megatron
 from ..step.model import pinned_attention, quantization_of
 from ..step.optimizer import check_offload
 from ..step.quantized import LoadOrder, one_at_a_time
@@ -62,15 +63,35 @@ NF4_NOTE = (
 
 
 def simulated(model: ModelLike, run: Run, gpu: GPU | str, load_order: LoadOrder = one_at_a_time) -> Report:
-    """Return the report of `llmlab.simulate`; `load_order` is that of quantized weights."""
+    """Return the report of `llmlab.simulate`; `load_order` is that of quantized weights.
+
+    Of a pipeline the first, the second and the last stage are simulated: behind the second none but the last, which has
+    the head, holds more than the second.
+    """
     spec = find_model(model)
     card = None if isinstance(gpu, str) and gpu.lower() == "cpu" else find_gpu(gpu)
-    recording = recorded(spec, run, card, load_order=load_order)
+    stages = sorted({0, min(1, run.pp - 1), run.pp - 1}) if isinstance(run, Training) else [0]
+    first, *others = (_of_stage(spec, run, card, load_order, stage) for stage in stages)
+    if not others:
+        return first
+    said = [f"stage {stage} {show_bytes(each.peak_allocated)}" for stage, each in zip(stages[1:], others, strict=True)]
+    first = replace(first, notes=(f"Of the pipeline's other stages, from 0: {', '.join(said)}.", *first.notes))
+    over = [report for report in others if report.outcome == "out of memory"]
+    if not over:
+        return first
+    needed = max(report.needed or 0 for report in [first, *over])
+    where = first.where or over[0].where
+    return replace(first, outcome="out of memory", where=where, needed=needed, process=None)
+
+
+def _of_stage(spec: ModelSpec, run: Run, card: GPU | None, load_order: LoadOrder, stage: int) -> Report:
+    recording = recorded(spec, run, card, load_order=load_order, stage=stage)
     if card is None or recording.failed is None:
         return _reported(spec, run, card, recording)
     error, place = recording.failed
     where = f"{recording.phase}, {place}: {show_bytes(error.segment - (error.capacity - error.reserved))} short"
-    roomy = recorded(spec, run, replace(card, memory=ROOMY), load_order=load_order)
+    where += f", in stage {stage} of the pipeline" if stage else ""
+    roomy = recorded(spec, run, replace(card, memory=ROOMY), load_order=load_order, stage=stage)
     report = _reported(spec, run, card, roomy)
     needed = max(roomy.peak_reserved or 0, roomy.reserved_before) + card.memory - card.room(run.world_size)
     return replace(
@@ -86,8 +107,10 @@ def recorded(
     allocator: Callable[[int], Allocator] = Allocator,
     on_phase: Callable[[str | None], None] | None = None,
     load_order: LoadOrder = one_at_a_time,
+    stage: int = 0,
 ) -> StepRecording:
-    """Return the simulated step itself, with its `operators`; `gpu` None is the CPU.
+    """Return the simulated step itself, with its `operators`; `gpu` None is the CPU. Of a pipeline it is that of the
+    first rank of `stage`.
 
     `allocator` makes the card's, given the bytes that the driver has for it. `on_phase` is called as each phase begins,
     with None for one that does not count, as in the step that warms up. Quantized weights load in `load_order`.
@@ -102,7 +125,7 @@ def recorded(
     with exclusive("simulate()"):
         while True:
             try:
-                return _take(spec, run, card, runs, allocator, on_phase, load_order)
+                return _take(spec, run, card, runs, allocator, on_phase, load_order, stage)
             except Mispredicted as gap:
                 runs |= set(range(gap.since, gap.at + 1))
 
@@ -121,7 +144,7 @@ def check_simulated(spec: ModelSpec, run: Run, card: GPU | None) -> None:
 
 def _take(
     spec: ModelSpec, run: Run, card: GPU | None, runs: set[int], allocator: Callable[[int], Allocator],
-    on_phase: Callable[[str | None], None] | None, load_order: LoadOrder,
+    on_phase: Callable[[str | None], None] | None, load_order: LoadOrder, stage: int,
 ) -> StepRecording:  # fmt: skip
     """Return the recording of a run; of a generation, the calls of the model numbered `runs` run, others may not."""
     own, host = stack_of(run), None
@@ -148,7 +171,7 @@ def _take(
         stack.enter_context(pinned_attention(run))
         with recording.watched(), nullcontext() if host else engine:
             try:
-                _steps(spec, run, recording, runs, ranks, load_order)
+                _steps(spec, run, recording, runs, ranks, load_order, stage)
             except torch.OutOfMemoryError:
                 assert engine.refused is not None
                 recording.failed = engine.refused, engine.asked
@@ -163,8 +186,9 @@ def _take(
 
 
 def _steps(
-    spec: ModelSpec, run: Run, recording: StepRecording, runs: set[int], ranks: Ranks | None, load_order: LoadOrder
-) -> None:
+    spec: ModelSpec, run: Run, recording: StepRecording, runs: set[int], ranks: Ranks | None, load_order: LoadOrder,
+    stage: int,
+) -> None:  # fmt: skip
     engine = recording.engine
     if isinstance(run, Inference):
         shapes = [(run.batch, run.prompt_len)]
@@ -176,7 +200,8 @@ def _steps(
     inputs = [torch.empty(shape, dtype=torch.int64, device="meta") for shape in shapes]
     recording.enter("load")
     if isinstance(run, Training) and stack_of(run):
-        step = builder(spec, run)(spec, run, engine.device, inputs, recording.recomputing)
+        where = (stage,) if run.pp > 1 else ()  # asked of stacks that have pipelines
+        step = builder(spec, run)(spec, run, engine.device, inputs, recording.recomputing, *where)
     else:
         step = build_step(spec, run, engine.device, inputs, recording.recomputing, ranks, load_order)
     recording.step = step
@@ -236,7 +261,8 @@ def _notes(spec: ModelSpec, run: Run, card: GPU | None, recording: StepRecording
 def _rates(spec: ModelSpec, run: Run, card: GPU | None, recording: StepRecording) -> dict[str, Any]:
     """Return FLOP and, where the card's rates are known and what runs is what was simulated, the time."""
     counted = recording.operators.flops
-    fused = isinstance(run, Training) and (run.compile or run.kernels)
+    # Of Megatron-LM some functions are compiled, and of Apex's kernels there is only what they allocate.
+    fused = isinstance(run, Training) and (run.compile or run.kernels or isinstance(run.stack, Megatron))
     # What is sent, and the host's update, take no time here.
     elsewhere = run.world_size > 1 or (isinstance(run, Training) and run.offload)
     seconds = None if fused or elsewhere else recording.operators.seconds

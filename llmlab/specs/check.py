@@ -63,7 +63,7 @@ def _check_training(spec: ModelSpec, run: Training) -> None:
         known = ", ".join(stack.families)
         raise SpecError(f"{stack.name} trains {known}, not {spec.family}, as far as it is described; use another stack")
     if isinstance(stack, Megatron):
-        stack.check_stages(stage_layers(spec.layers, run.pp, spec.name))
+        stack.check_model(spec, run, stage_layers(spec.layers, run.pp, spec.name))
     elif stack and spec.tied and not stack.ties_heads:
         tied = f"{spec.name}, whose head is its embedding,"
         raise SpecError(f"{stack.name} with {tied} is not described; use another stack")

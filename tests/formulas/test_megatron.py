@@ -2,21 +2,21 @@
 
 from dataclasses import replace
 
-import megatron_script
+import megatron_runs
 import pytest
 
 import llmlab as lab
 from llmlab.formulas.memory.activations import korthikanti_block
 from llmlab.formulas.memory.megatron_step import layers_in_flight
 
-RUN = megatron_script.TE
+RUN, OWN = megatron_runs.TE, "megatron:transformer_engine=False"
 TENSOR = 2 * RUN.seq * RUN.micro_batch * RUN.hidden
 PP4 = lab.Training(pp=4, accumulation=8)
 INTERLEAVED = replace(PP4, virtual_stages=8)
 
 
 def memory(run, stage=0):
-    return megatron_script.memory(run, "A100-80GB", stage)
+    return megatron_runs.memory(run, "A100-80GB", stage)
 
 
 def kept(run):
@@ -46,10 +46,10 @@ def test_recomputing_core_attention_leaves_34sbh():
     assert sum(memory(run).activations_by_kind.values()) == run.layers * (34 * s * b * h + 2 * 8 * s * b) // 2
 
 
-def test_own_attention_keeps_the_product_beside_copied_queries():
-    run = replace(RUN, groups=2, attention="flash")
-    # the queries, which Transformer Engine's copies replace
-    assert kept(replace(run, transformer_engine=False)) - kept(run) == TENSOR
+def test_own_attention_keeps_the_product_beside_what_is_rotated():
+    run = replace(RUN, rotary=True)
+    cosines = 4 * 2 * run.seq * run.hidden // run.heads  # and sines, of queries and of keys
+    assert kept(replace(run, transformer_engine=False)) - kept(run) == 2 * TENSOR + cosines
 
 
 # ---- schedules
@@ -66,7 +66,7 @@ def test_interleaved_stages_keep_more_and_the_last_nearly_as_much_as_the_first()
 def test_a_stage_holds_the_inputs_of_its_chunks_and_their_gradients_after_the_step():
     """What the last stage holds beside its share: of 8 chunks, 2 × 8 tensors of sequence × hidden; the first stage's
     first chunk receives nothing."""
-    run = megatron_script.RUNS["7B, pp 4, 8 virtual stages, H100"]
+    run = megatron_runs.RUNS["7B, pp 4, 8 virtual stages, H100"]
     tensor = 2 * run.seq * run.micro_batch * run.hidden
     assert [at(memory(run, stage), "the update")["other"] // tensor for stage in (0, 3)] == [14, 16]
 
@@ -121,11 +121,6 @@ def test_the_fullest_stage_is_told():
     assert any("Stage 3 of the pipeline (from 0) holds more than the first" in note for note in report.notes)
 
 
-def test_simulate_says_what_runs_megatron():
-    with pytest.raises(lab.NotAvailable, match="a script of megatron's under llmlab run"):
-        lab.simulate("gpt2", lab.Training(stack="megatron"), "A100-80GB")
-
-
 @pytest.mark.parametrize(("given", "message"), [
     ({"recompute": "selective", "recompute_method": "block"}, "recompute_method='block' is for recompute='full'"),
     ({"recompute": "some"}, "recompute='some' is not one of None, selective, full"),
@@ -145,6 +140,12 @@ def test_bad_options_are_named(given, message):
     ({"stack": "megatron:virtual_pipeline=2"}, "virtual_stages=2 with pp=1"),
     ({"stack": "megatron:virtual_pipeline=3", "pp": 4, "accumulation": 4}, "does not divide the layers"),
     ({"stack": "megatron:virtual_pipeline=2", "pp": 4, "accumulation": 6}, "accumulation=6: it takes pp=4"),
+    ({"stack": "megatron:recompute=full,recompute_num_layers=5"}, "recompute_num_layers=5 does not divide the 32"),
+    ({"stack": OWN, "cp": 2}, "cp=2: attention of Megatron's own layers (transformer_engine=False) takes whole"),
+    ({"stack": OWN, "attention": "flash"}, "attention='flash': Megatron's own layers"),
+    ({"stack": OWN, "tp": 2, "sequence_parallel": True}, "RMSNorm of Megatron's own layers is PyTorch's"),
+    ({"stack": f"{OWN},apex=False", "tp": 2, "sequence_parallel": True}, "the norm of Megatron's own layers"),
+    ({"stack": "megatron:apex=False"}, "apex=False with transformer_engine=True"),
 ])  # fmt: skip
 def test_what_megatron_has_not_is_refused(given, message):
     with pytest.raises(lab.SpecError) as error:
@@ -152,12 +153,54 @@ def test_what_megatron_has_not_is_refused(given, message):
     assert message in str(error.value)
 
 
+def test_an_mlp_with_biases_is_not_computed_again():
+    run = lab.Training(stack=lab.Megatron(recompute="selective", recompute_modules="core_attn mlp"))
+    with pytest.raises(lab.SpecError, match="checkpoint recurses without end in backward"):
+        lab.estimate("gpt2", run, "H100-80GB")
+
+
+def test_own_layers_are_unfused_where_nobody_says_otherwise():
+    assert lab.Training(stack=OWN).attention == "eager"
+
+
+def test_apexs_softmax_takes_certain_shapes():
+    run = replace(megatron_runs.LOCAL, micro_batch=1, tp=2)  # 4 heads of a rank, and 3 with 6 heads
+    fused, other = memory(run), memory(replace(run, heads=6, hidden=384))
+    scores = lambda found, heads: found.whole["scores"] / (run.seq**2 * heads)  # noqa: E731
+    assert (scores(fused, 4), scores(other, 3)) == (2 + 2 + 1, 4 + 2 + 1)  # softmax, what multiplies values, the mask
+
+
+def test_a_tied_heads_gradient_waits_for_the_embeddings():
+    table = 2 * memory(RUN).vocab * RUN.hidden
+    runs = [replace(RUN, untied=untied) for untied in (False, True)]
+    tied, untied = (at(memory(run), "the embedding's gradient")["other"] for run in runs)
+    assert tied - untied == table
+    assert at(memory(replace(RUN, pp=2)), "the embedding's gradient")["other"] == untied
+
+
+def test_without_apex_adamw_makes_roots():
+    found = memory(replace(megatron_runs.LOCAL, fused_kernels=False))
+    more = at(found, "the roots of second moments")["other"] - at(found, "the update")["other"]
+    assert more == 4 * found.parameters
+
+
+def test_what_the_last_stage_holds_more():
+    """Of the 7B's golden row: states of the head, and the logits, less two layers of the last stage but one."""
+    run = megatron_runs.RUNS["7B, pp 4, 8 virtual stages, A100"]
+    before, last = memory(run, 2), memory(run, 3)
+    vocab, tokens = 131200, run.seq * run.micro_batch
+    states = [sum(found.resident[part] for part in ("weights", "gradients", "optimizer")) for found in (before, last)]
+    assert states[1] - states[0] == (2 + 4 + 12 // 2) * vocab * run.hidden
+    assert at(last, "the loss")["logits"] == (2 + 4) * vocab * tokens
+    assert before.in_flight - last.in_flight == 2
+
+
 # ---- golden values
 
 
-@pytest.mark.parametrize("name", megatron_script.RUNS)
+@pytest.mark.parametrize("name", megatron_runs.RUNS)
 def test_estimates_are_the_golden_values(name):
-    held, peak = megatron_script.estimated(name)
-    real_held, real_peak = megatron_script.published(name)
+    held, peak = megatron_runs.estimated(name)
+    real_held, real_peak = megatron_runs.published(name)
     assert peak == pytest.approx(real_peak, rel=0.03)
     assert held == pytest.approx(real_held, rel=0.02)

@@ -1,17 +1,30 @@
 """The moments of Megatron-LM's step: its buffers, its schedule with virtual stages, and what it recomputes.
 
 Sources are files of megatron/core (megatron-core 0.16), or of Transformer Engine (TE).
+
+The last stage holds more than its share of layers. Beside the stage before it, with V the padded vocabulary and n the
+tokens of a micro-batch, it has
+
+    (6 + 12 / shards) V h / tp   bytes of weights, gradients in fp32 and optimizer states of the head; a tied one is a
+                                 copy of the first stage's embedding, with states of its own
+    (2 + 4) V n / tp             of logits at the loss: in half, as the head makes them, and in fp32, in whose place
+                                 softmax and the gradient are computed (tensor_parallel/cross_entropy.py)
+
+and activations of one micro-batch less, or, interleaved, of two passes, each through one chunk. All-reducing a tied
+head's gradient with the embedding's (distributed/finalize_model_grads.py) takes nothing: it is in place. After the step
+a stage still holds the input of each chunk and its gradient, 4 n h bytes for each, but for the model's first chunk.
+tests/simulation/test_megatron_stack.py holds this to megatron-core's own code.
 """
 
 from __future__ import annotations
 
 from ...specs.run import Training
 from ...specs.stacks import Megatron
-from .moments import Moment, layers_in_flight, micro_batches_in_flight
+from .moments import Moment, layers_in_flight, micro_batches_in_flight, passes_in_flight
 from .scores import score_elements
 from .share import Share
 from .stacks.described import Kept, by_kind, saved
-from .stacks.megatron import MODULES, block
+from .stacks.megatron import MODULES, after_attention, block, fused_softmax
 from .states import device_parameters
 
 MiB = 1 << 20
@@ -54,28 +67,47 @@ class MegatronMemory:
         share, spec, loss = self.share, self.share.spec, self.block.loss
         elements = share.tokens * self.vocab if share.last else 0
         logits = lambda copies: elements * (HALF * copies[0] + FP32 * copies[1])  # noqa: E731
-        of_head = HALF * self.vocab * spec.hidden if share.last else 0
-        kept = sum(self.activations_by_kind.values()) + self._outside()
-        # Of the micro-batch before: what was received, and its gradient, as both are exchanged in one call.
-        exchanged = 2 * self.hidden if share.run.pp > 1 and not share.first else 0
+        table = HALF * self.vocab * spec.hidden
+        of_head = table if share.last else 0
+        # A tied head's gradient waits for the embedding's, and is summed with it, where one stage has both.
+        waiting = table if share.last and share.first and spec.tied else 0
+        blocks = sum(self.activations_by_kind.values())
+        kept = blocks + self._outside()
+        # Of the pass before: what was received, and its gradient, as both are exchanged in one call. Another chunk than
+        # the one that runs holds them in backward too.
+        exchanged = 2 * self.hidden if self.received else 0
+        of_other = exchanged if self.stack.virtual_pipeline > 1 else 0
         of_last = self._bytes(self.block.outside) if share.last else 0
         # Halves that were accumulated are cast for the update, and stay until the next step's zero_grad.
-        main_gradients = 0 if self.wide else FP32 * self.parameters // self.shards
+        gradients = self.resident["gradients"] + (0 if self.wide else FP32 * self.parameters // self.shards)
+        stays = 2 * self.received * self.hidden
         made = {"optimizer": FP32 * self.parameters // self.shards, "workspace": 0}
+        forward, again = self._attention()
+        before_last = blocks - blocks * (self.share.layers // self.stack.virtual_pipeline) // self.in_flight
+        mask = self.mask if share.last else 0
         return [
             Moment("load", "model and optimizer made", {**self.resident, **made}),
-            self._moment("forward", "the loss", kept, logits=logits(loss.forward), other=exchanged),
+            self._moment("forward", "attention in the last block", kept - of_last, other=forward + exchanged),
+            self._moment("forward", "the loss", kept, logits=logits(loss.forward), other=exchanged + mask),
             self._moment("backward", "the loss's gradient", kept, logits=logits(loss.gradient), other=exchanged),
             self._moment("backward", "the head's gradient", kept, logits=logits(loss.head),
                          other=of_head + self.hidden),
             self._moment("backward", "the first block of backward", kept - of_last,
-                         other=self.recomputed() + self._block_backward()),
-            self._moment("optimizer", "the update", other=2 * self.received * self.hidden,
-                         gradients=self.resident["gradients"] + main_gradients),
+                         other=waiting + of_other + max(again, self.recomputed() + self._block_backward())),
+            self._moment("backward", "the embedding's gradient", before_last,
+                         other=waiting + (table + self.hidden if share.first else 0)),
+            self._moment("optimizer", "the roots of second moments", other=stays + self._roots(), gradients=gradients),
+            self._moment("optimizer", "the update", other=stays, gradients=gradients),
         ]  # fmt: skip
 
     def _moment(self, phase: str, name: str, activations: int = 0, **parts: int) -> Moment:
         return Moment(phase, name, {**self.resident, "activations": activations, **parts})
+
+    @property
+    def mask(self) -> int:
+        """Bytes of the causal mask of a micro-batch, one for all heads, which the data set makes (get_batch)."""
+        run = self.share.run
+        return run.micro_batch * run.seq_len**2 if run.attention == "eager" else 0
 
     @property
     def activations_by_kind(self) -> dict[str, int]:
@@ -112,13 +144,64 @@ class MegatronMemory:
             number = 1
         return number * sum(self.whole.values()) - self.hidden  # whose input was kept
 
+    def _attention(self) -> tuple[int, int]:
+        """Return what Megatron's own unfused attention holds in the last block, in forward and as it is computed again,
+        beside what is kept of all blocks once forward is over (0: less than then).
+
+        Until it returns it holds the scores, and what it computed from the values before that is made contiguous; where
+        several queries share a key, also what was split, and queries and keys before they were copied. PyTorch's
+        softmax has its input in fp32, its output and that in half at once, and keeps the mask.
+        """
+        share, spec, run = self.share, self.share.spec, self.share.run
+        if run.attention != "eager" or self.stack.transformer_engine:
+            return 0, 0
+        scores = score_elements(share) // run.tp
+        queries, keys = (HALF * share.tokens * width // run.tp for width in (spec.query_width, spec.key_width))
+        copied = 2 * queries + 3 * keys if spec.kv_heads != spec.heads else 0
+        held = HALF * scores + queries + copied + self.mask
+        if not fused_softmax(share):
+            held = max(held, scores * (2 * HALF + 2 * FP32) - self.whole["scores"] + copied + self.mask)
+        later = self._bytes(after_attention(self.block.saved))
+        selected = sum(self.whole.get(kind, 0) for kind in self._selected())
+        if run.checkpointing != "full":
+            dropped = self.whole["mlp"] if "mlp" in self._selected() else 0  # of `later`, and not kept
+            forward = held + selected - later
+            again = self.whole["scores"] + queries + 2 * self.hidden if "scores" in self._selected() else 0
+            return forward, (held + again - later + dropped if again else 0)
+        of_chunk, number = self._chunk()
+        again = self.recomputed() + held - later + 2 * self.hidden
+        if self.stack.recompute_method != "block":
+            return 0, again
+        return (held - later, 0) if number < of_chunk else (0, again)
+
+    def _roots(self) -> int:
+        """Return what the update allocates: without Apex, AdamW is torch's, which makes all second moments' roots."""
+        return 0 if self.stack.apex else FP32 * self.parameters // self.shards
+
+    def _masks(self) -> int:
+        """Return the bytes of causal masks that are kept, by a checkpoint of attention, or by PyTorch's softmax: of a
+        rank's passes in flight those of the model's first and last chunk, which get one from the data set. In others
+        PyTorch's softmax makes one in each layer (transformer/utils.py, get_default_causal_mask)."""
+        share, run = self.share, self.share.run
+        attends = run.checkpointing == "full" or "scores" in self._selected()
+        if self.stack.transformer_engine or not self.mask or (fused_softmax(share) and not attends):
+            return 0
+        ends = micro_batches_in_flight(run, share.stage) if share.first else 0
+        if share.last and (run.virtual_stages > 1 or not share.first):
+            ends += micro_batches_in_flight(run, share.stage, last=True)
+        middle = 0
+        if not attends:
+            layers = share.layers // run.virtual_stages
+            middle = run.seq_len**2 * layers * max(0, passes_in_flight(run, share.stage) - ends)
+        return self.mask * ends + middle
+
     def _outside(self) -> int:
-        """Return the bytes kept outside of blocks: the embedding's dropout mask of each micro-batch in flight, and what
-        the last norm and the head keep."""
+        """Return the bytes kept outside of blocks: the embedding's dropout mask of each micro-batch in flight, causal
+        masks, and what the last norm and the head keep."""
         share = self.share
         mask = self.hidden // HALF if share.first and share.spec.dropout else 0
         masks = mask * micro_batches_in_flight(share.run, share.stage)
-        return masks + (self._bytes(self.block.outside) if share.last else 0)
+        return masks + self._masks() + (self._bytes(self.block.outside) if share.last else 0)
 
     def _bytes(self, rows: tuple[Kept, ...]) -> int:
         run = self.share.run
@@ -139,11 +222,11 @@ class MegatronMemory:
         """Unfused: the gradients of what multiplied the values and of dropout's input, in half; softmax's is written in
         place of the latter by the fused kernel. PyTorch's in fp32 takes three, when what multiplied the values is gone.
         """
-        share, stack = self.share, self.stack
+        share = self.share
         if share.run.attention != "eager":
             return 0
         element = HALF
-        if not (stack.masked_softmax_fusion or stack.transformer_engine):
+        if not fused_softmax(share):
             element = 3 * FP32 - HALF - (share.spec.attention_dropout > 0)
         return score_elements(share) * element // share.run.tp
 

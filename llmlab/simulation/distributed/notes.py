@@ -6,7 +6,7 @@ from ...base.units import show_bytes
 from ...hardware.gpu import GPU
 from ...specs.model import ModelSpec
 from ...specs.run import Run, Training
-from ...specs.stacks import DeepSpeed
+from ...specs.stacks import DeepSpeed, Megatron
 from ...step.ranks import is_sharded
 
 NOTES = {
@@ -16,6 +16,8 @@ NOTES = {
     3: "Rank 0 of FSDP2 (fully_shard), a block a unit, the rest of the model another.",
 }
 DEEPSPEED_NOTE = "Rank 0 of DeepSpeed's engine, ZeRO stage {}; transformers' model was on the host before."
+MEGATRON_NOTE = "megatron-core's own layers; in the place of Apex's kernels there is what they allocate."
+MEGATRON_ALONE_NOTE = "megatron-core's own layers, and PyTorch's norm, softmax and AdamW, as without Apex."
 POLICY_NOTE = (
     "{} is FSDP2's MixedPrecisionPolicy: fp32 shards, gathered in half precision, reduced in fp32; the optimizer steps "
     "as torch chooses, by foreach."
@@ -32,7 +34,12 @@ NCCL_NOTE = "`process` has {} for NCCL, read on one {}: it depends on NCCL's ver
 
 def notes(spec: ModelSpec, run: Run, card: GPU | None) -> tuple[str, ...]:
     """Return what a report says of a run on several ranks of `card`; None is the CPU, which has no NCCL."""
-    if not isinstance(run, Training) or run.world_size == 1:
+    if not isinstance(run, Training):
+        return ()
+    if isinstance(run.stack, Megatron):
+        own = MEGATRON_NOTE if run.stack.apex else MEGATRON_ALONE_NOTE
+        return (own, *(_nccl(card) if run.world_size > 1 else ()))
+    if run.world_size == 1:
         return ()
     if isinstance(run.stack, DeepSpeed):
         return (DEEPSPEED_NOTE.format(run.zero), *_nccl(card))

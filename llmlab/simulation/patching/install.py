@@ -26,6 +26,7 @@ from ..compiled.dynamo import dynamo_on
 from ..compiled.inductor import inductor_on
 from ..devices import GPU_DEVICE
 from ..distributed.deepspeed import deepspeed_engine, no_accelerator
+from ..distributed.megatron import megatron_core
 from ..distributed.pipelining import stages_alone
 from ..distributed.process_group import without_peers
 from ..engine.engine import Engine
@@ -78,6 +79,7 @@ def installed(card: Card) -> Iterator[None]:
             "bitsandbytes": bitsandbytes,
             "deepspeed.accelerator.real_accelerator": lambda: stack.enter_context(no_accelerator()),
             "deepspeed": lambda: stack.enter_context(deepspeed_engine()),
+            "megatron.core.distributed.param_and_grad_buffer": lambda: stack.enter_context(megatron_core()),
             "torch._dynamo.convert_frame": lambda: stack.enter_context(dynamo_on(card)),
             "torch._inductor.compile_fx": lambda: stack.enter_context(inductor_on(card)),
             "torch.nn.attention.flex_attention": lambda: stack.enter_context(flex_attention_unfused(card.engine)),

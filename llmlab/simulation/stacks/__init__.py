@@ -2,47 +2,42 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from importlib import import_module, metadata
 from importlib.util import find_spec
 
-import torch
-from torch import Tensor
-
-from ...base.compat import KNOWN, check
+from ...base.compat import KNOWN, check, project_of
 from ...base.errors import NotAvailable
 from ...specs.model import ModelSpec
 from ...specs.run import Training
 from ...specs.stacks import StackOptions
-from ...step.model import Around
 from ...step.step import Step
 
-BUILDERS = ("deepspeed", "torchtitan", "torchtune")  # stacks whose step is built by the module of that name here
-SCRIPTS = ("deepspeed",)  # those whose code names "cuda" itself, as users' scripts do
-Build = Callable[[ModelSpec, Training, torch.device, list[Tensor], Around], Step]
+SCRIPTS = ("deepspeed", "megatron")  # those whose code names "cuda" itself, as users' scripts do
+Build = Callable[..., Step]
 
 
 def builder(spec: ModelSpec, run: Training) -> Build:
-    """Return what builds the step of `run` with its stack's own code, whose package is imported here, for real.
+    """Return what builds the step of `run` with its stack's own code, in the module here that has the stack's name; its
+    package is imported now, for real.
 
-    Raises NotAvailable for a stack or an option that is not simulated, and without the package.
+    Raises NotAvailable for an option that is not simulated, and without the package.
     """
     stack = run.stack
     assert isinstance(stack, StackOptions)
-    if stack.name not in BUILDERS:
-        why = f"simulate has no stack={stack.name!r}"
-        raise NotAvailable(f"{why}; see lab.estimate, or run a script of {stack.name}'s under llmlab run")
-    version = KNOWN[stack.package][1]
-    project = f"{stack.package}=={version}"
-    how = f"pip install {project}"
-    if stack.name not in SCRIPTS:  # DeepSpeed is among the constraints
+    version, project = KNOWN[stack.package][1], project_of(stack.package)
+    how = f"pip install {project}=={version}"
+    if stack.name != "deepspeed":  # which is among the constraints
         how += ", or in a checkout of llmlab `make stacks` and PYTHONPATH=_build/stacks"
     if find_spec(stack.package) is None:
-        raise NotAvailable(f"simulating stack={stack.name!r} needs {stack.package} {version}: {how}")
-    found = metadata.version(stack.package)
+        raise NotAvailable(f"simulating stack={stack.name!r} needs {project} {version}: {how}")
+    found = metadata.version(project)
     if found != version:
         raise NotAvailable(f"simulating stack={stack.name!r} is known of {version}, and {found} is installed: {how}")
-    check(stack.package)
     own = import_module(f"{__name__}.{stack.name}")
-    own.check(spec, run)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of packages that are not installed, as they are imported
+        check(stack.package)
+        own.check(spec, run)
     return own.build

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from ...base.errors import SpecError
 from .options import StackOptions
+
+if TYPE_CHECKING:
+    from ..model import ModelSpec
 
 Recompute = Literal["selective", "full"]
 RecomputeMethod = Literal["uniform", "block"]
@@ -22,14 +25,15 @@ class Megatron(StackOptions):
     again, of "core_attn" and "mlp". "full" keeps the input of every `recompute_num_layers` layers ("uniform"), or
     the inputs of so many layers of each virtual stage, and the others whole ("block").
 
-    `transformer_engine`: layers of Transformer Engine, or Megatron's own with Apex (--transformer-impl local).
-    `masked_softmax_fusion`: softmax of unfused attention (attention="eager") as one kernel in half precision; without
-    Apex, Megatron's own layers take PyTorch's, in fp32. `accumulate_allreduce_grads_in_fp32`: None is Megatron's
-    default, True for bf16. `tp_comm_overlap` hides what tensor parallelism sends behind the products before and after
-    it (Transformer Engine's userbuffers). `virtual_pipeline` is the model chunks of a rank
-    (--num-virtual-stages-per-pipeline-rank), `make_vocab_size_divisible_by` pads the vocabulary of each tensor-parallel
-    rank. The distributed optimizer is the run's zero=1, sequence parallelism its sequence_parallel,
-    --attention-backend unfused its attention="eager".
+    `transformer_engine`: layers of Transformer Engine, or Megatron's own (--transformer-impl local), whose attention is
+    unfused, attention="eager", and knows no context parallelism. `masked_softmax_fusion`: softmax of unfused attention
+    as one kernel in half precision; of Megatron's own layers it is Apex's. `apex`: whether that is installed, or
+    Transformer Engine for what is outside of layers; if not, PyTorch computes softmax, in fp32, and steps AdamW.
+    `accumulate_allreduce_grads_in_fp32`: None is Megatron's default, True for bf16. `tp_comm_overlap` hides what tensor
+    parallelism sends behind the products before and after it (Transformer Engine's userbuffers). `virtual_pipeline` is
+    the model chunks of a rank (--num-virtual-stages-per-pipeline-rank), `make_vocab_size_divisible_by` pads the
+    vocabulary of each tensor-parallel rank. The distributed optimizer is the run's zero=1, sequence parallelism its
+    sequence_parallel, --attention-backend unfused its attention="eager".
     """
 
     name = "megatron"
@@ -56,6 +60,7 @@ class Megatron(StackOptions):
     recompute_modules: tuple[str, ...] = ("core_attn",)
     transformer_engine: bool = True
     masked_softmax_fusion: bool = True
+    apex: bool = True
     accumulate_allreduce_grads_in_fp32: bool | None = None
     tp_comm_overlap: bool = False
     virtual_pipeline: int = 1
@@ -68,6 +73,7 @@ class Megatron(StackOptions):
             recompute_method=(None, *get_args(RecomputeMethod)),
             transformer_engine=(True, False),
             masked_softmax_fusion=(True, False),
+            apex=(True, False),
             tp_comm_overlap=(True, False),
             accumulate_allreduce_grads_in_fp32=(None, True, False),
         )
@@ -79,9 +85,27 @@ class Megatron(StackOptions):
         if self.recompute == "selective" and self.recompute_method:
             raise SpecError(f"recompute_method={self.recompute_method!r} is for recompute='full', not 'selective'")
 
+    def check_run(self, given: Mapping[str, Any]) -> None:
+        """Raise SpecError for what Megatron's own layers have not, with the run's fields `given`."""
+        if self.transformer_engine:
+            if not self.apex:
+                raise SpecError("apex=False with transformer_engine=True, which has such kernels: give one of them")
+            return
+        own = "Megatron's own layers (transformer_engine=False)"
+        if given["attention"] != "eager":
+            raise SpecError(f"attention={given['attention']!r}: {own} have attention='eager' alone")
+        if given["cp"] > 1:
+            raise SpecError(f"cp={given['cp']}: attention of {own} takes whole sequences (dot_product_attention.py); "
+                            "give cp=1, or Transformer Engine's")  # fmt: skip
+        if given["sequence_parallel"] and not self.apex:
+            raise SpecError(f"sequence_parallel=True with apex=False: the norm of {own} is PyTorch's then, which "
+                            "refuses it (torch_norm.py)")  # fmt: skip
+
     def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Half weights and products with fp32 main weights; nothing is recomputed or sharded unless somebody asks."""
+        own = {} if self.transformer_engine else {"attention": "eager"}
         return {
+            **own,
             "precision": "mixed-bf16",
             "checkpointing": self.recompute or given["checkpointing"],
             "virtual_stages": self.virtual_pipeline,
@@ -99,3 +123,19 @@ class Megatron(StackOptions):
         ends = {0, len(stages) - 1} if min(stages) < max(stages) else set()  # there embedding and head are layers too
         if any((layers + (stage in ends)) % chunks for stage, layers in enumerate(stages)):
             raise SpecError(f"{given} does not divide the layers of each stage, {', '.join(map(str, stages))}")
+
+    def check_model(self, spec: ModelSpec, run: Any, stages: tuple[int, ...]) -> None:
+        """Raise SpecError for what megatron-core does not train of `spec`; `stages` are their numbers of layers."""
+        self.check_stages(stages)
+        chunks = self.virtual_pipeline
+        number, uniform = self.recompute_num_layers, self.recompute_method != "block"
+        if run.checkpointing == "full" and uniform and any(layers // chunks % number for layers in stages):
+            raise SpecError(f"recompute_num_layers={number} does not divide the {stages[0] // chunks} layers of a "
+                            "chunk: its last group would end beyond it (transformer_block.py)")  # fmt: skip
+        if run.checkpointing == "selective" and "mlp" in self.recompute_modules and spec.mlp_bias:
+            raise SpecError(f"recompute_modules={' '.join(self.recompute_modules)!r} with {spec.name}, whose MLP has "
+                            "biases: megatron-core's checkpoint recurses without end in backward, because the bias is "
+                            "among what it returns (tensor_parallel/random.py); leave out mlp")  # fmt: skip
+        if run.sequence_parallel and not self.transformer_engine and spec.norm == "rmsnorm":
+            raise SpecError(f"sequence_parallel=True with {spec.name}: the RMSNorm of Megatron's own layers is "
+                            "PyTorch's, which refuses it (torch_norm.py); give transformer_engine=True")  # fmt: skip

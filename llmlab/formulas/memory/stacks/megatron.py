@@ -44,6 +44,21 @@ def block(share: Share) -> Block:
     )
 
 
+def fused_softmax(share: Share) -> bool:
+    """Whether one kernel computes the softmax of unfused attention: Transformer Engine's, or Apex's, which takes
+    certain shapes (fusions/fused_softmax.py, is_kernel_available)."""
+    run, stack = share.run, share.run.stack
+    assert isinstance(stack, Megatron)
+    shapes = 16 < run.seq_len <= 4096 and run.seq_len % 4 == 0 == run.micro_batch * (share.spec.heads // run.tp) % 4
+    return stack.transformer_engine or (stack.apex and stack.masked_softmax_fusion and shapes)
+
+
+def after_attention(rows: tuple[Kept, ...]) -> tuple[Kept, ...]:
+    """Return of a block's lines those of what comes after attention's core."""
+    last = next(number for number, row in enumerate(rows) if row.operator.startswith("linear_proj"))
+    return rows[last + 1 :]
+
+
 def _saved(share: Share) -> tuple[Kept, ...]:
     """Return the tensors that one block keeps for backward, in the order of its operators."""
     spec = share.spec
@@ -74,22 +89,22 @@ def _attention(share: Share) -> tuple[Kept, ...]:
     grouped, rotated = spec.kv_heads != spec.heads, not spec.learned_positions
     unfused, own = run.attention == "eager", not stack.transformer_engine
     # TE wants q, k and v as views of the product, or copies of all three (dot_product_attention/utils.py,
-    # get_qkv_layout). Megatron's own attention takes views: of keys and values where queries are copied, because
-    # several share a key, or rotated, so that the product stays beside them (transformer/attention.py,
-    # get_query_key_value_tensors); the products over scores copy keys and values to all heads.
+    # get_qkv_layout). Megatron's own attention, unfused, takes views: where queries and keys are rotated, beside the
+    # product, of which the values are; keys and values that several heads share are copied to all. Each layer rotates
+    # by cosines and sines of its own, of queries and of keys (models/common/embeddings/rope_utils.py).
     kept = [
         Kept("core_attention: queries", "q, k, v", "Q", "product", "heads"),
         Kept("core_attention: keys, values", "q, k, v", "Q" if grouped and unfused else "K", "product", "heads", 2),
     ]
-    if own and not (grouped and unfused):
-        if rotated or grouped:
-            kept.append(Kept("core_attention: queries, copied", "q, k, v", "Q", "product", "heads"))
-        if rotated:
-            kept.append(Kept("core_attention: keys, rotated", "q, k, v", "K", "product", "heads"))
+    if own and rotated and not grouped:
+        kept.append(Kept("core_attention: queries, rotated", "q, k, v", "Q", "product", "heads"))
+        kept.append(Kept("core_attention: keys, rotated", "q, k, v", "K", "product", "heads"))
+    if own and rotated:
+        kept.append(Kept("rotation: cosines, sines", "q, k, v", "D", "product", "whole", 4 / run.micro_batch))
     if not unfused:  # FlashAttention, cuDNN
         return (*kept, Kept("core_attention: log-sum-exp", "attention output", "H", "fp32", "heads"))
     # transformer/dot_product_attention.py; fusions/fused_softmax.py in half, PyTorch's in fp32
-    softmax: Literal["product", "fp32"] = "product" if stack.masked_softmax_fusion or not own else "fp32"
+    softmax: Literal["product", "fp32"] = "product" if fused_softmax(share) else "fp32"
     kept.append(Kept("core_attention: softmax", "scores", "S", softmax, "heads"))
     if spec.attention_dropout:
         kept.append(Kept("core_attention: mask of dropout", "scores", "S", "byte", "heads"))

@@ -1,0 +1,148 @@
+"""megatron-core's own layers, buffers, optimizer and schedules on fake tensors, and the estimate beside them, rank by
+rank of a pipeline; where `make stacks` put the package."""
+
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+import llmlab as lab
+from llmlab.base.units import show_bytes
+from llmlab.formulas.memory.megatron_step import MegatronMemory
+from llmlab.formulas.memory.share import share_of
+from llmlab.recording.parts import divide
+from llmlab.simulation import stacks
+from llmlab.simulation.report import recorded
+
+CARD = "A100-80GB"
+GPT = {"model_type": "gpt2", "vocab_size": 50257, "n_positions": 1024, "n_embd": 512, "n_layer": 8, "n_head": 8}
+LLAMA = {
+    "model_type": "llama", "vocab_size": 32000, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+}  # fmt: skip
+NAME = "megatron:transformer_engine=False"
+PIPELINE = {"pp": 4, "accumulation": 4}
+INTERLEAVED = {"pp": 4, "accumulation": 8, "stack": f"{NAME},virtual_pipeline=2"}
+RUNS = {  # the model, the run, and the stage
+    "GPT": (GPT, {}, 0),
+    "GPT in fp16": (GPT, {"precision": "mixed-fp16"}, 0),
+    "GPT, short": (GPT, {"micro_batch": 1, "seq_len": 64}, 0),
+    "GPT, short, without Apex": (GPT, {"micro_batch": 1, "seq_len": 64, "stack": f"{NAME},apex=False"}, 0),
+    "GPT, tensor and sequence parallel, sharded": (GPT, {"tp": 2, "sequence_parallel": True, "dp": 2, "zero": 1}, 0),
+    "GPT, core attention again": (GPT, {"checkpointing": "selective"}, 0),
+    "GPT, all again": (GPT, {"stack": f"{NAME},recompute=full,recompute_num_layers=4"}, 0),
+    "GPT, three layers again": (GPT, {"stack": f"{NAME},recompute=full,recompute_method=block,"
+                                               "recompute_num_layers=3"}, 0),
+    "GPT, pipeline, first": (GPT, PIPELINE, 0),
+    "GPT, pipeline, third": (GPT, PIPELINE, 2),
+    "GPT, pipeline, last": (GPT, PIPELINE, 3),
+    "GPT, interleaved, first": (GPT, INTERLEAVED, 0),
+    "GPT, interleaved, second": (GPT, INTERLEAVED, 1),
+    "GPT, interleaved, last": (GPT, INTERLEAVED, 3),
+    "Llama": (LLAMA, {}, 0),
+    "Llama, sharded, accumulated": (LLAMA, {"dp": 8, "zero": 1, "accumulation": 2}, 0),
+    "Llama, tensor parallel": (LLAMA, {"tp": 2}, 0),
+    "Llama, attention and MLP again": (LLAMA, {"stack": lab.Megatron(
+        transformer_engine=False, recompute="selective", recompute_modules=("core_attn", "mlp"))}, 0),
+    "Llama without Apex": (LLAMA, {"stack": f"{NAME},apex=False"}, 0),
+    "Llama, pipeline, first": (LLAMA, PIPELINE, 0),
+    "Llama, pipeline, second": (LLAMA, PIPELINE, 1),
+    "Llama, pipeline, last": (LLAMA, PIPELINE, 3),
+    "Llama, interleaved, all again, sharded, third": (
+        LLAMA, {**INTERLEAVED, "stack": f"{NAME},virtual_pipeline=2,recompute=full", "dp": 2, "zero": 1}, 2),
+}  # fmt: skip
+needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="needs `make stacks`")
+
+
+def training(**given):
+    return lab.Training(**{"micro_batch": 2, "seq_len": 1024, "stack": NAME, **given})
+
+
+def simulated(model, run, stage=0):
+    return recorded(lab.model(model), run, CARD, stage=stage)
+
+
+def peak(step):
+    return divide(step.engine.events, step.marks)
+
+
+@needs_megatron
+@pytest.mark.parametrize("name", RUNS)
+def test_the_estimate_is_what_megatrons_own_code_takes(name):
+    model, given, stage = RUNS[name]
+    run = training(**given)
+    estimate = MegatronMemory(share_of(lab.model(model), run, lab.gpu(CARD), stage=stage)).moments()
+    simulation = peak(simulated(model, run, stage)).peak
+    assert max(moment.total for moment in estimate) == pytest.approx(simulation, rel=0.02)
+
+
+@needs_megatron
+def test_the_last_stage_has_the_logits_twice_and_a_copy_of_the_table():
+    """What it holds beside its layers: the logits in half, as the head makes them, and in fp32, in whose place softmax
+    and the gradient are computed; weights, gradients and optimizer states of the tied head, whose all-reduce with the
+    first stage's embedding is in place."""
+    run = training(**PIPELINE, dp=2, zero=1)
+    middle, last = (simulated(GPT, run, stage) for stage in (2, 3))
+    vocab = 50304  # a multiple of 128
+    states = ("weights", "gradients", "optimizer")
+    large = sorted(b.size for b in peak(last).blocks if b.size >= 2 * run.tokens * vocab and b.part not in states)
+    assert large == pytest.approx([2 * run.tokens * vocab, 4 * run.tokens * vocab], abs=2**20)  # what is split off less
+    more = {part: peak(last).parts[part] - peak(middle).parts[part] for part in states}
+    table = vocab * 512
+    # Of the optimizer's 12 bytes of a parameter one of two ranks has half.
+    for part, element in {"weights": 2, "gradients": 4, "optimizer": 6}.items():
+        assert more[part] == pytest.approx(element * table, abs=3 * 2**20)  # of three tensors
+
+
+@needs_megatron
+def test_the_report_is_of_all_stages():
+    run = training(**PIPELINE)
+    report = lab.simulate(LLAMA, run, CARD)
+    assert report.outcome == "fits" and report.step_seconds is None and "megatron-core's own layers" in report.notes[1]
+    found = {stage: show_bytes(peak(simulated(LLAMA, run, stage)).peak) for stage in (1, 3)}
+    assert report.notes[0] == f"Of the pipeline's other stages, from 0: stage 1 {found[1]}, stage 3 {found[3]}."
+
+
+@needs_megatron
+def test_a_stage_that_does_not_fit_is_named():
+    run = training(pp=2, accumulation=2, checkpointing="full")  # the last stage, with the logits, holds the most
+    card = lab.gpu(CARD)
+    first, last = (simulated(GPT, run, stage).peak_reserved for stage in (0, 1))
+    assert first < last
+    small = replace(card, memory=card.memory - card.room(2) + (first + last) // 2)
+    report = lab.simulate(GPT, run, small)
+    assert report.outcome == "out of memory" and "in stage 1 of the pipeline" in report.where
+
+
+@needs_megatron
+def test_nothing_of_megatron_stays_behind():
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import param_and_grad_buffer
+
+    kept = tensor_parallel.random._lazy_call, param_and_grad_buffer._coalescing_manager
+    first = lab.simulate(GPT, training(), CARD).peak_allocated
+    assert not parallel_state.model_parallel_is_initialized() and not torch.distributed.is_initialized()
+    assert kept == (tensor_parallel.random._lazy_call, param_and_grad_buffer._coalescing_manager)
+    assert not any(name.endswith("softmax_cuda") for name in sys.modules)
+    assert lab.simulate(GPT, training(), CARD).peak_allocated == first
+
+
+@needs_megatron
+@pytest.mark.parametrize(("given", "message"), [
+    ({"stack": "megatron"}, "no layers of Transformer Engine"),
+    ({"tp": 4}, "does not divide custom-llama's 2 key-value heads"),
+])  # fmt: skip
+def test_what_of_megatron_is_only_estimated(given, message):
+    run = training(**given)
+    with pytest.raises(lab.NotAvailable, match=message):
+        lab.simulate(LLAMA, run, CARD)
+    assert lab.estimate(LLAMA, run, CARD).peak_allocated
+
+
+def test_without_megatron_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(stacks, "find_spec", lambda name: None)
+    with pytest.raises(lab.NotAvailable, match=r"needs megatron-core 0\.16\.1: pip install megatron-core==0.*`make st"):
+        lab.simulate(GPT, training(), CARD)
+    assert lab.estimate(GPT, training(), CARD).peak_allocated
