@@ -39,7 +39,8 @@ class Row:
         degrees = " ".join(f"{d}{getattr(run, d)}" for d in ("dp", "tp", "pp", "cp") if getattr(run, d) > 1)
         copies = f"{run.dp_replicate} copies" if run.dp_replicate > 1 else ""
         adapters = "QLoRA" if run.quantization else "LoRA" if run.lora else ""
-        what = (adapters, "FSDP" if run.zero == 3 else "", degrees, copies, f"{run.micro_batch}×{run.seq_len}",
+        engine = ("FSDP" if run.stack == "transformers" else run.stack.name) if run.zero == 3 else ""
+        what = (adapters, engine, degrees, copies, f"{run.micro_batch}×{run.seq_len}",
                 run.checkpointing, "compiled" if run.compile else "",
                 f"fp8 {run.fp8}" if run.fp8 else "")  # fmt: skip
         return f"{self.label}, {many} × {self.card}: {', '.join(filter(None, what))}"

@@ -38,7 +38,7 @@ from ..base.terms import (
     Weights,
 )
 from .fields import Spec
-from .stacks import TRANSFORMERS, StackOptions, check_stack, resolved, stack_from_dict
+from .stacks import TRANSFORMERS, DeepSpeed, StackOptions, check_stack, resolved, stack_from_dict
 
 if TYPE_CHECKING:
     from ..engines.readers import Settings
@@ -146,7 +146,8 @@ class Training(Spec):
                 f"quantization={self.quantization!r} without lora: {self.quantization} weights cannot be trained; "
                 "add lora=lab.LoRA(...) or drop quantization"
             )
-        if self.zero and self.dp == 1 and not self.offload:  # engines offload what ZeRO holds, on one GPU too
+        # Engines offload what ZeRO holds, on one GPU too; DeepSpeed runs its stages on one without.
+        if self.zero and self.dp == 1 and not self.offload and not isinstance(self.stack, DeepSpeed):
             raise SpecError(f"zero={self.zero} with dp=1 has nothing to share; give dp >= 2 or zero=0")
         if self.dp % self.ep:
             raise SpecError(f"ep={self.ep} does not divide dp={self.dp}; experts are shared over data-parallel ranks")
