@@ -20,7 +20,8 @@ ROWS = Path(__file__).with_name("throughputs.toml")
 
 @dataclass(frozen=True)
 class Row:
-    """A published throughput: `measured` tokens/s per GPU of `run`, of a source in `group`."""
+    """A published throughput: `measured` tokens/s per GPU of `run`, of a source in `group`. Of memory `held` is the run,
+    where one run does not say both; `uncertain` is why nobody knows what memory it took."""
 
     id: str
     group: str
@@ -32,6 +33,8 @@ class Row:
     nodes: dict[str, Any]
     measured: float
     assumed: str = ""
+    held: lab.Training | None = None
+    uncertain: str = ""
 
     @property
     def shown(self) -> str:
@@ -77,5 +80,8 @@ def _row(source: dict[str, Any], entry: dict[str, Any], models: dict[str, Any]) 
         nodes["gpus"] = entry["gpus_per_node"]
     citation = f"{source['citation']}, {source['date']}"
     label = name.rpartition("/")[2]
+    memory = entry.get("memory", {})
+    uncertain, fields = (memory, {}) if isinstance(memory, str) else ("", memory)
+    held = lab.Training(**{**entry["run"], **fields}, lora=adapters)
     return Row(entry["id"], source["group"], citation, models.get(name, name), label, run, entry["card"], nodes, rate,
-               entry.get("assumed", ""))  # fmt: skip
+               entry.get("assumed", ""), held, uncertain)  # fmt: skip
