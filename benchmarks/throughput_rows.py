@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import llmlab as lab
-from llmlab.archive.published_steps import PublishedStep, foundry_scaling
+from llmlab.archive.published_steps import PublishedStep, foundry_scaling, megatron_iterations
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -20,8 +20,10 @@ ROWS = Path(__file__).with_name("throughputs.toml")
 
 @dataclass(frozen=True)
 class Row:
-    """A published throughput: `measured` tokens/s per GPU of `run`, of a source in `group`. Of memory `held` is the run,
-    where one run does not say both; `uncertain` is why nobody knows what memory it took."""
+    """A published throughput: `measured` tokens/s per GPU of `run`, of a source in `group`.
+
+    `held` is the run as memory has it, where one does not say both; `uncertain` why nobody can know that.
+    """
 
     id: str
     group: str
@@ -58,14 +60,28 @@ def rows() -> list[Row]:
     return found + [_row(source, entry, table["models"]) for source in others for entry in source["row"]]
 
 
+def iterations() -> list[Row]:
+    """Return Megatron-LM's iterations with selective and with full recomputation (arXiv 2205.05198, table 5).
+
+    Their times are in llmlab's own tables; here they are what two ways of the same training cost.
+    """
+    return [
+        _published(step, f"megatron-{step.name.replace(' ', '-')}", f"GPT-{step.name.split()[0]}", "in sample",
+                   "arXiv 2205.05198, table 5")
+        for step in megatron_iterations()
+    ]  # fmt: skip
+
+
 def _scaled(step: PublishedStep, source: dict[str, Any]) -> Row:
-    size, _ = step.name.split()
-    return Row(
-        id=f"foundry-{step.name.replace(' ', '-')}", group=source["group"],
-        citation=f"{source['citation']}, {source['date']}", model=step.config, label=f"MPT-{size}-{step.run.seq_len}",
-        run=step.run, card=step.card, nodes={"network": step.network}, measured=step.run.tokens / step.seconds,
-        assumed=source["row"][0]["assumed"],
-    )  # fmt: skip
+    label = f"MPT-{step.name.split()[0]}-{step.run.seq_len}"
+    row = _published(step, f"foundry-{step.name.replace(' ', '-')}", label, source["group"],
+                     f"{source['citation']}, {source['date']}")  # fmt: skip
+    return replace(row, assumed=source["row"][0]["assumed"])
+
+
+def _published(step: PublishedStep, id: str, label: str, group: str, citation: str) -> Row:
+    rate = step.run.global_batch * step.run.seq_len / step.run.world_size / step.seconds
+    return Row(id, group, citation, step.config, label, step.run, step.card, {"network": step.network}, rate)
 
 
 def _row(source: dict[str, Any], entry: dict[str, Any], models: dict[str, Any]) -> Row:
