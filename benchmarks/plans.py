@@ -109,7 +109,7 @@ def decided(case: Case, simulate: bool = True) -> tuple[str, str]:
     _, fit = assessed(spec, case.run, case.card, None)
     if fit.outcome != "unknown":  # out of memory also where the step is compiled: a plan counts it as an eager one
         return FITS if fit.outcome == "fits" else NOT, "estimate"
-    answer = simulated_run(spec.config, case.run, case.card) if simulate else ""
+    answer = simulated_run(spec.config, case.run, case.card) if simulate and not case.uncertain else ""
     if isinstance(answer, str):
         return UNSURE, "estimate"
     return FITS if answer.outcome == "fits" else NOT, "simulation"
