@@ -269,8 +269,12 @@ def speed() -> Iterator[str]:
 
 def _decided(cases: Sequence[Case], packages: list[str]) -> dict[str, tuple[str, str]]:
     """Return by id what a plan says of steps, in two processes that look into folders of `packages` last."""
-    with ProcessPoolExecutor(2, get_context("spawn"), sys.path.extend, (packages,)) as pool:
+    with ProcessPoolExecutor(2, get_context("spawn"), _look_into, (packages,)) as pool:
         return {case.id: said for case, said in zip(cases, pool.map(decided, cases), strict=True)}
+
+
+def _look_into(packages: list[str]) -> None:
+    sys.path.extend(packages)
 
 
 @click.command()
