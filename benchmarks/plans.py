@@ -4,17 +4,21 @@
     python benchmarks/plans.py --out benchmarks/results     # and writes plans.md
     python benchmarks/plans.py --estimates                  # without simulations: seconds
 
+A stack's steps are simulated with its own packages, of `make stacks`; without these they are left open.
+
 Fits: published steps that ran (throughputs.toml, and the archive's on a T4) and steps that ran out of memory (`OVER`,
 and the archive's). A plan says "fits" where the estimate leaves room for all that may come on top, or where the
 simulation fits with MARGIN of the card left free (llmlab/planning/confirm.py); what neither decides it does not show.
 
 Choice: where a source measured the same model in several ways on the same GPUs, what the estimate says is the fastest,
-beside what was. A step's tokens count, not its sequences. Margin: what the steps of held_out.md, on a T4, reserved more
+beside what was; Megatron-LM's two kinds of recomputation too, of which no memory is published. A step's tokens count,
+not its sequences. Margin: what the steps of held_out.md, on a T4, reserved more
 than their simulation, over the card. Search: how long it takes here; no test asserts it.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -28,7 +32,7 @@ from typing import Any
 import click
 from provenance import provenance, titled_table, write
 from throughput import predict
-from throughput_rows import ROWS, Row, rows, tomllib
+from throughput_rows import ROWS, Row, iterations, rows, tomllib
 
 import llmlab as lab
 from llmlab.archive import held_out, records
@@ -39,7 +43,9 @@ from llmlab.planning.files.write import program
 from llmlab.planning.machines import machines, priced
 from llmlab.planning.search import Search
 from llmlab.planning.space import Question
+from llmlab.specs.run import stack_of
 
+STACKS = Path(__file__).parents[1] / "_build" / "stacks"  # where `make stacks` puts them; peft refuses their torchao
 HELD_OUT = Path(__file__).with_name("results") / "held_out.md"
 FITS, NOT, UNSURE = "fits", "does not fit", "cannot tell"
 NEAR = 1.10  # how much slower than the best measured the first choice may be
@@ -57,6 +63,7 @@ class Case:
     run: lab.Training
     card: str
     ran: bool
+    uncertain: str = ""  # why nobody can know what memory it took
 
 
 QWEN = {"seq_len": 4096, "precision": "mixed-bf16", "zero": 3, "checkpointing": "full"}
@@ -86,7 +93,7 @@ OVER = (
 def cases() -> list[Case]:
     """Return the published steps, those on many GPUs and other cards first, then the archive's on a T4."""
     models = tomllib.loads(ROWS.read_text(encoding="utf-8"))["models"]
-    found = [Case(row.id, row.shown, row.model, row.run, row.card, True) for row in rows()]
+    found = [Case(row.id, row.shown, row.model, row.held or row.run, row.card, True, row.uncertain) for row in rows()]
     found += [Case(id_, what, models.get(name, name), run, card, False) for id_, what, name, card, run in OVER]
     steps = [each for each in records(gpu="T4", source="published") if isinstance(each.run, lab.Training)]
     for number, each in enumerate(steps):
@@ -102,27 +109,36 @@ def decided(case: Case, simulate: bool = True) -> tuple[str, str]:
     _, fit = assessed(spec, case.run, case.card, None)
     if fit.outcome != "unknown":  # out of memory also where the step is compiled: a plan counts it as an eager one
         return FITS if fit.outcome == "fits" else NOT, "estimate"
-    answer = simulated_run(spec.config, case.run, case.card) if simulate else ""
+    answer = simulated_run(spec.config, case.run, case.card) if simulate and not case.uncertain else ""
     if isinstance(answer, str):
         return UNSURE, "estimate"
     return FITS if answer.outcome == "fits" else NOT, "simulation"
 
 
 def verdicts(found: Sequence[tuple[Case, tuple[str, str]]], simulate: bool) -> Iterator[str]:
-    """Return the tables of what fits, the misses by name."""
+    """Return the tables of what fits, the misses by name, and by name those of which nobody can know."""
     how = "" if simulate else ", by estimates alone"
+    certain = [each for each in found if not each[0].uncertain]
     lines = []
-    for where, of in (("on a T4", True), ("elsewhere", False)):
+    for where, of in (("on a T4", (True,)), ("elsewhere", (False,)), ("anywhere", (True, False))):
         for ran in (True, False):
-            some = [said for case, (said, _) in found if (case.card == "T4") == of and case.ran == ran]
-            if some:
-                counts = [f"{some.count(word)} ({some.count(word) / len(some):.0%})" for word in (FITS, NOT, UNSURE)]
-                lines.append([f"{'ran' if ran else 'ran out of memory'}, {where}", str(len(some)), *counts])
+            some = [said for case, (said, _) in certain if (case.card == "T4") in of and case.ran == ran]
+            lines.append(_counted(f"{'ran' if ran else 'ran out of memory'}, {where}", some))
+    every = [said for case, (said, _) in found if case.ran]
+    lines.append(_counted("ran, with those whose memory is not certain", every))
     yield from titled_table(f"What fits{how}", ["published steps", "", f"said: {FITS}", NOT, UNSURE], lines)
-    missed = [[case.id, case.what, "ran" if case.ran else "ran out", said, by] for case, (said, by) in found
+    missed = [[case.id, case.what, "ran" if case.ran else "ran out", said, by] for case, (said, by) in certain
               if said != (FITS if case.ran else NOT)]  # fmt: skip
     title = f"Where a plan does not say what happened{how}"
     yield from titled_table(title, ["", "step", "it", "said", "by"], missed, True)
+    open_ones = [[case.id, case.what, case.uncertain, said, by] for case, (said, by) in found if case.uncertain]
+    yield from titled_table("Not certain, and not counted", ["", "step", "why", "said", "by"], open_ones, True)
+
+
+def _counted(what: str, said: Sequence[str]) -> list[str]:
+    """Return a line of the table of what fits: how many, and what was said of them."""
+    return [what, str(len(said)), *(f"{said.count(word)} ({said.count(word) / len(said):.0%})" for word in
+                                    (FITS, NOT, UNSURE))]  # fmt: skip
 
 
 def excess() -> list[float]:
@@ -149,7 +165,7 @@ def margin() -> Iterator[str]:
 def alternatives() -> dict[tuple[Any, ...], list[Row]]:
     """Return the rows that measure the same model on the same GPUs at one length, in more than one way."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows():
+    for row in [*rows(), *iterations()]:
         key = row.citation, row.label, row.card, row.run.world_size, row.run.seq_len
         groups.setdefault(key, []).append(row)
     return {key: of for key, of in groups.items() if len({row.run for row in of}) > 1}
@@ -251,6 +267,16 @@ def speed() -> Iterator[str]:
     yield from titled_table("Search, in one process", header, lines)
 
 
+def _decided(cases: Sequence[Case], packages: list[str]) -> dict[str, tuple[str, str]]:
+    """Return by id what a plan says of steps, in two processes that look into folders of `packages` last."""
+    with ProcessPoolExecutor(2, get_context("spawn"), _look_into, (packages,)) as pool:
+        return {case.id: said for case, said in zip(cases, pool.map(decided, cases), strict=True)}
+
+
+def _look_into(packages: list[str]) -> None:
+    sys.path.extend(packages)
+
+
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Write plans.md there.")
 @click.option("--estimates", is_flag=True, help="Do not simulate what estimates leave open.")
@@ -260,8 +286,10 @@ def main(out: Path | None, estimates: bool) -> None:
     if estimates:
         said = [decided(case, simulate=False) for case in asked]
     else:
-        with ProcessPoolExecutor(2, get_context("spawn")) as pool:
-            said = list(pool.map(decided, asked))
+        of_stacks = [case for case in asked if stack_of(case.run)]
+        others = [case for case in asked if not stack_of(case.run)]
+        answers = {**_decided(of_stacks, [str(STACKS)]), **_decided(others, [])}
+        said = [answers[case.id] for case in asked]
     found = list(zip(asked, said, strict=True))
     lines = [*choices(), *verdicts(found, not estimates), *margin(), *files(), *speed()]
     lines.append(provenance("llmlab", "torch", "transformers"))

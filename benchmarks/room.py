@@ -22,7 +22,7 @@ from rich.progress import track
 
 import llmlab as lab
 from llmlab.base.units import show_bytes
-from llmlab.formulas.verdict import HOLES
+from llmlab.formulas.verdict import HOLES, MEGATRON_HOLES
 from llmlab.specs.run import Run
 from llmlab.step.quantized import one_at_a_time
 
@@ -54,6 +54,26 @@ STEPS: list[tuple[str, str, Run]] = [
     ("Qwen2.5-7B", "T4", lab.Training(1, 1024, checkpointing="full", **QLORA)),
     ("Llama-3.1-8B", "A100-80GB", lab.Training(1, 256, "fp16", attention="eager", accumulation=2)),
 ]
+
+# What ranks of Megatron-LM printed of themselves, in MB: the most allocated, and the most reserved. Dense models since
+# 2024 (megatron-core with Transformer Engine), none short of memory; equal lines of a log count once.
+MEGATRON: tuple[tuple[str, float, float], ...] = (
+    ("Llama 2 7B in 4 stages, RTX 4090 of 48 GB, core 0.10, rank 0", 30_227.6, 31_086),
+    ("the same, rank 2", 25_079.3, 25_890),
+    ("the same, rank 4", 20_931.0, 21_534),
+    ("the same, rank 6", 20_115.1, 20_258),
+    ("GPT 6.4B on 8 H100, core 0.8", 75_078.4, 75_682),
+    ("the same on 16", 70_522.6, 71_202),
+    ("1.7B, 2025-03", 50_277.2, 53_386),
+    ("0.63B, of a course, 2024-07", 7_960.0, 8_266),
+    ("0.35B on 4 ranks, 2024-09", 2_589.1, 2_608),
+    ("0.05B, 2024-08", 623.6, 648),
+    ("4 ranks of a script's header", 44_819.1, 45_930),
+    ("with a multi-token head, 2025-09", 63_359.8, 66_802),
+    ("Qwen3, one H200", 69_454.8, 73_472),
+    ("a script that reads logs, its example", 85_667.8, 89_304),
+    ("NVIDIA/Megatron-LM, pull request 5662", 5_670.4, 6_406),
+)
 
 
 def least_room(asked: Requests, order: list[tuple[int, bool]]) -> tuple[int, int]:
@@ -94,7 +114,15 @@ def main(out: Path | None) -> None:
         f"{HOLES:.2f} times its sum of tensors on the card `lab.estimate` says that a run fits, with less than the "
         "sum that it does not, and between both that it cannot tell."
     )
-    text = "\n".join([*table(HEADER, [cells for cells, _ in found]), "", said, "", provenance("llmlab", "torch")])
+    lines = [[what, f"{most:,.0f}", f"{reserved:,.0f}", f"{reserved / most:.3f}"] for what, most, reserved in MEGATRON]
+    shares = [reserved / most for _, most, reserved in MEGATRON]
+    own = (
+        f"- Megatron-LM's ranks reserved {min(shares):.3f} to {max(shares):.3f} times their peak, the median "
+        f"{median(shares):.3f}: {MEGATRON_HOLES:.2f} is the bound of its steps."
+    )
+    header = ["Megatron-LM, as ranks printed it", "max allocated, MB", "max reserved, MB", "reserved / allocated"]
+    text = "\n".join([*table(HEADER, [cells for cells, _ in found]), "", said, "", *table(header, lines), "", own, "",
+                      provenance("llmlab", "torch")])  # fmt: skip
     print(text)
     if out:
         write(out / "room.md", text)

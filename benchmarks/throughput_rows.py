@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import llmlab as lab
-from llmlab.archive.published_steps import PublishedStep, foundry_scaling
+from llmlab.archive.published_steps import PublishedStep, foundry_scaling, megatron_iterations
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -20,7 +20,10 @@ ROWS = Path(__file__).with_name("throughputs.toml")
 
 @dataclass(frozen=True)
 class Row:
-    """A published throughput: `measured` tokens/s per GPU of `run`, of a source in `group`."""
+    """A published throughput: `measured` tokens/s per GPU of `run`, of a source in `group`.
+
+    `held` is the run as memory has it, where one does not say both; `uncertain` why nobody can know that.
+    """
 
     id: str
     group: str
@@ -33,6 +36,8 @@ class Row:
     measured: float
     assumed: str = ""
     source: str = ""  # its name in throughputs.toml
+    held: lab.Training | None = None
+    uncertain: str = ""
 
     @property
     def shown(self) -> str:
@@ -56,14 +61,28 @@ def rows() -> list[Row]:
     return found + [_row(source, entry, table["models"]) for source in others for entry in source["row"]]
 
 
+def iterations() -> list[Row]:
+    """Return Megatron-LM's iterations with selective and with full recomputation (arXiv 2205.05198, table 5).
+
+    Their times are in llmlab's own tables; here they are what two ways of the same training cost.
+    """
+    return [
+        _published(step, f"megatron-{step.name.replace(' ', '-')}", f"GPT-{step.name.split()[0]}", "left out",
+                   "arXiv 2205.05198, table 5")
+        for step in megatron_iterations()
+    ]  # fmt: skip
+
+
 def _scaled(step: PublishedStep, source: dict[str, Any]) -> Row:
-    size, _ = step.name.split()
-    return Row(
-        id=f"foundry-{step.name.replace(' ', '-')}", group=source["group"],
-        citation=f"{source['citation']}, {source['date']}", model=step.config, label=f"MPT-{size}-{step.run.seq_len}",
-        run=step.run, card=step.card, nodes={"network": step.network}, measured=step.run.tokens / step.seconds,
-        assumed=source["row"][0]["assumed"],
-    )  # fmt: skip
+    label = f"MPT-{step.name.split()[0]}-{step.run.seq_len}"
+    row = _published(step, f"foundry-{step.name.replace(' ', '-')}", label, source["group"],
+                     f"{source['citation']}, {source['date']}")  # fmt: skip
+    return replace(row, assumed=source["row"][0]["assumed"])
+
+
+def _published(step: PublishedStep, id: str, label: str, group: str, citation: str) -> Row:
+    rate = step.run.global_batch * step.run.seq_len / step.run.world_size / step.seconds
+    return Row(id, group, citation, step.config, label, step.run, step.card, {"network": step.network}, rate)
 
 
 def _row(source: dict[str, Any], entry: dict[str, Any], models: dict[str, Any]) -> Row:
@@ -78,5 +97,8 @@ def _row(source: dict[str, Any], entry: dict[str, Any], models: dict[str, Any]) 
         nodes["gpus"] = entry["gpus_per_node"]
     citation = f"{source['citation']}, {source['date']}"
     label = name.rpartition("/")[2]
+    memory = entry.get("memory", {})
+    uncertain, fields = (memory, {}) if isinstance(memory, str) else ("", memory)
+    held = lab.Training(**{**entry["run"], **fields}, lora=adapters)
     return Row(entry["id"], source["group"], citation, models.get(name, name), label, run, entry["card"], nodes, rate,
-               entry.get("assumed", ""), source["name"])  # fmt: skip
+               entry.get("assumed", ""), source["name"], held, uncertain)  # fmt: skip

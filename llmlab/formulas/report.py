@@ -21,7 +21,7 @@ from .serving import FRACTION, serving
 from .time.flops import flops
 from .time.step import mfu, tokens_of
 from .time.timing import timing
-from .verdict import Verdict, verdict
+from .verdict import Verdict, holes, verdict
 
 
 def estimated(model: ModelLike, run: Run, gpu: GPU | str | None, cluster: Cluster | None = None) -> Report:
@@ -43,7 +43,7 @@ def assessed(
     phases: dict[str, int] = {}
     for moment in stages[0]:
         phases[moment.phase] = max(phases.get(moment.phase, 0), moment.total)
-    fit = verdict(max(peaks), card, run.world_size) if card else Verdict("unknown", 0, 0)
+    fit = verdict(max(peaks), card, run.world_size, holes(run)) if card else Verdict("unknown", 0, 0)
     compiled = isinstance(run, Training) and run.compile  # what is counted is eager mode: less may be enough
     over = fit.outcome == "out of memory" and not compiled
     time = timing(spec, run, card, cluster)
@@ -83,7 +83,7 @@ def fullest(spec: ModelSpec, run: Training, card: GPU) -> Verdict:
     """
     stages = sorted({0, min(1, run.pp - 1), run.pp - 1})
     moments = (moment for stage in stages for moment in step_memory(share_of(spec, run, card, False, stage)).moments())
-    return verdict(max(moment.total for moment in moments), card, run.world_size)
+    return verdict(max(moment.total for moment in moments), card, run.world_size, holes(run))
 
 
 def _stages(

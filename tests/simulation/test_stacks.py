@@ -84,6 +84,10 @@ DEEPSPEED = {
     "stage 1, offloaded": {"zero": 1, "offload": "optimizer", "stack": f"deepspeed:{BUCKETS}"},
     "stage 2, offloaded": {"zero": 2, "offload": "optimizer", "dp": 1, "stack": f"deepspeed:{BUCKETS}"},
     "stage 3, all offloaded": {"zero": 3, "offload": "optimizer+parameters"},
+    "stage 3, one GPU": {"zero": 3, "dp": 1, "checkpointing": "full"},
+    "stage 3, one GPU, offloaded": {"zero": 3, "dp": 1, "offload": "optimizer"},
+    "stage 3, one GPU, all offloaded": {"zero": 3, "dp": 1, "offload": "optimizer+parameters"},
+    "stage 2, one GPU": {"zero": 2, "dp": 1},
     "fp16, lion": {"zero": 2, "precision": "mixed-fp16", "optimizer": "lion"},
     "torch's AdamW": {"zero": 2, "stack": f"deepspeed:{BUCKETS},torch_adam=True", "seq_len": 128},
 }  # fmt: skip

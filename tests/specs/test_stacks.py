@@ -137,6 +137,12 @@ def test_deepspeeds_buckets_are_read_for_its_stack_alone():
         lab.Training.from_deepspeed({"data_types": {"grad_accum_dtype": "fp32"}}, dp=8)
 
 
+def test_deepspeed_runs_a_stage_of_zero_on_one_gpu_and_no_other_stack_does():
+    assert lab.Training(zero=3, stack="deepspeed").dp == 1
+    with pytest.raises(lab.SpecError, match="zero=3 with dp=1 has nothing to share"):
+        lab.Training(zero=3)
+
+
 def test_an_option_that_no_stack_has():
     with pytest.raises(lab.SpecError, match=r"torchtitan has no option acc: no stack has it; torchtitan has ac"):
         lab.Torchtitan(acc="full")

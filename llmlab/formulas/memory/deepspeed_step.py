@@ -58,8 +58,9 @@ class DeepSpeedMemory(StepMemory):
             # forward ends (zero/partitioned_param_coordinator.py, __params_to_release). From the head's forward to
             # where backward uses a block again it is twice the distance to the head.
             most = max(self.stack.stage3_max_live_parameters, self.stack.stage3_max_reuse_distance // 2)
-            # On one GPU nothing is gathered: a weight is a view of its piece (partition_parameters.py, NoGatherHandle).
-            self.live = HALF * min(self.parameters, most) if run.dp > 1 else 0
+            # On one GPU a weight is its piece, or a copy from the host (partition_parameters.py, NoGatherHandle).
+            gathers = run.dp > 1 or run.offload == "optimizer+parameters"
+            self.live = HALF * min(self.parameters, most) if gathers else 0
         if run.offload:
             self.held = self.accumulated = self.part = self.widest = 0  # the host updates
             self.resident.update(optimizer=0, gradients=0)
