@@ -88,6 +88,7 @@ def step(
     cluster: Cluster,
     overlap: tuple[str, ...] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
+    traced: time.Traced | None = None,
 ) -> Step:
     """Return how long one optimizer step of `run` takes on `cluster`, and each part of it.
 
@@ -96,7 +97,8 @@ def step(
     computation: "data", gradients behind backward and ZeRO-3's parameters behind the unit before, as DDP and FSDP do;
     "gradients", the same in backward only: forward waits for each unit's parameters; "tensor", backward's
     communication behind the weight gradients' products, as Megatron-LM does; None is what the run's stack hides:
-    "data", and "tensor" of Megatron-LM. Raises SpecError for settings
+    "data", and "tensor" of Megatron-LM. `traced`: a simulated rank's own passes, which have FSDP2's copies and those of
+    DDP's buckets, and its update. Raises SpecError for settings
     that contradict each other, NotAvailable for a dtype that the card has no units for, and where no link is known.
     """
     spec, gpu = find_model(model), find_gpu(card)
@@ -104,7 +106,7 @@ def step(
     if overlap is None:
         overlap = ("data", "tensor") if isinstance(run.stack, Megatron) else ("data",)
     _check(run, overlap, bucket_bytes)
-    found, passed = kernels(gpu), time.passes(spec, run, gpu)
+    found, passed = kernels(gpu), traced.passes if traced else time.passes(spec, run, gpu)
     if passed is None:
         raise NotAvailable(f"{gpu.name} has no units for {time.peak_dtype(run)}: no time follows")
     m = run.accumulation
@@ -146,8 +148,8 @@ def step(
         # Interleaved, Megatron-LM sends behind another virtual stage (--no-overlap-p2p-communication is off).
         pipeline=0.0 if hidden_sends else m * pipeline,
         bubble=(sum(stages) - stages[slowest] + (run.pp - 1) * pipeline) / run.virtual_stages,
-        data=data.exposed + data.copied + scale["contention"] * data.contended(shard_group(run, cluster)),
-        update=time.update_seconds(spec, run, found),
+        data=data.exposed + (0.0 if traced else data.copied) + scale["contention"] * data.contended(shard_group(run, cluster)),
+        update=traced.update if traced else time.update_seconds(spec, run, found),
         data_sent=data.sent,
         data_exposed=data.exposed,
         layer={"forward": forward * one, "backward": (1 - forward) * one, "gather": data.gather,

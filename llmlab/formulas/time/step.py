@@ -56,6 +56,13 @@ class Passes(NamedTuple):
         return max(self.card, self.host)
 
 
+class Traced(NamedTuple):
+    """Seconds of a step whose kernels were traced one by one (`simulate`), in the place of what formulas count."""
+
+    passes: Passes
+    update: float
+
+
 def step_seconds(spec: ModelSpec, run: Run, card: GPU | None) -> float | None:
     """Return the seconds of one device's optimizer step, or of a whole generation; None where no rate is known that the
     run needs: of a generation, on cards that were never measured. An offloaded step's seconds are those on the host the
@@ -70,11 +77,13 @@ def step_seconds(spec: ModelSpec, run: Run, card: GPU | None) -> float | None:
     return None if computed is None else whole_seconds(spec, run, card, computed)
 
 
-def whole_seconds(spec: ModelSpec, run: Training, card: GPU, computed: Passes) -> float | None:
-    """Return the seconds of a step with these passes, and with the update, on the card or on its host; None where no
-    host in the table has the card."""
+def whole_seconds(
+    spec: ModelSpec, run: Training, card: GPU, computed: Passes, update: float | None = None
+) -> float | None:
+    """Return the seconds of a step with these passes, and with the update (None: as `update_seconds` has it), on the
+    card or on its host; None where no host in the table has the card."""
     if not run.offload:
-        return computed.seconds + update_seconds(spec, run, kernels(card))
+        return computed.seconds + (update_seconds(spec, run, kernels(card)) if update is None else update)
     try:
         return offloaded_step(spec, run, card, computed.seconds).seconds
     except NotAvailable:

@@ -16,7 +16,7 @@ from ..memory.share import attention_kernel
 from .distributed import Step, step
 from .flops import flops
 from .kernels import Kernels, kernels, training_rates
-from .step import fastest_kernel, passes, peak_dtype, step_seconds, whole_seconds
+from .step import Traced, fastest_kernel, passes, peak_dtype, step_seconds, whole_seconds
 
 # What a step's seconds are divided into, in the order in which they are shown.
 PARTS = ("products", "attention", "elementwise", "launches", "tensor", "context", "experts", "pipeline", "bubble",
@@ -42,29 +42,32 @@ class Timing:
     note: str = ""
 
 
-def timing(spec: ModelSpec, run: Run, card: GPU | None, cluster: Cluster | None = None) -> Timing:
-    """Return how long a step of `run` takes on `card`, or a generation, of which the seconds alone are known."""
+def timing(
+    spec: ModelSpec, run: Run, card: GPU | None, cluster: Cluster | None = None, traced: Traced | None = None
+) -> Timing:
+    """Return how long a step of `run` takes on `card`, or a generation, of which the seconds alone are known. With a
+    step that was `traced` its own passes and update count, and what ranks send is as ever."""
     if card is None:
         return Timing()
     if not isinstance(run, Training):
         return Timing(step_seconds(spec, run, card))
     found, nodes = kernels(card), cluster
     if run.world_size == 1:
-        parts, note, hidden = _alone(spec, run, card), "", 0.0
+        parts, note, hidden = _alone(spec, run, card, traced), "", 0.0
         if not parts:
             return Timing()
         layer = _layer(spec, run, card, parts)
     else:
         try:
             nodes = nodes or cluster_of(card)
-            terms = step(spec, run, card, nodes)
+            terms = step(spec, run, card, nodes, traced=traced)
         except NotAvailable as error:
             return Timing(note=f"Time is not known: {error}.")
         parts, note, hidden = _of(terms), _connected(run, nodes), terms.data_sent - terms.data_exposed
         layer = {name: value for name, value in terms.layer.items() if value}
     seconds = sum(parts.values())
     factor = exp(_spread(run, found, nodes))
-    longest = _longest(spec, run, card, nodes, seconds, factor)
+    longest = _longest(spec, run, card, nodes, seconds, factor, traced)
     sources = _sources(spec, run, found, parts)
     return Timing(seconds, seconds / factor, longest, parts, sources, {"data": hidden} if hidden else {}, layer, note)
 
@@ -84,7 +87,10 @@ def _spread(run: Training, found: Kernels, nodes: Cluster | None) -> float:
     return max(widest)
 
 
-def _longest(spec: ModelSpec, run: Training, card: GPU, nodes: Cluster | None, seconds: float, factor: float) -> float:
+def _longest(
+    spec: ModelSpec, run: Training, card: GPU, nodes: Cluster | None, seconds: float, factor: float,
+    traced: Traced | None,
+) -> float:  # fmt: skip
     """Return the seconds that 9 in 10 such steps are below. Several GPUs have an engine, which takes its own time in
     each step; without peer access their bytes go through the host, maybe from a slot with few lanes."""
     if run.world_size == 1 or nodes is None:
@@ -92,14 +98,14 @@ def _longest(spec: ModelSpec, run: Training, card: GPU, nodes: Cluster | None, s
     if nodes.inside.kind == "pcie" and not card.peer_access:
         reached, bandwidth = nodes.inside.reached / SLOWEST_SLOT, nodes.inside.bandwidth / SLOWEST_SLOT
         slot = replace(nodes.inside, reached=reached, bandwidth=bandwidth)
-        seconds = step(spec, run, card, replace(nodes, inside=slot)).seconds
+        seconds = step(spec, run, card, replace(nodes, inside=slot), traced=traced).seconds
     return factor * seconds + float(training_rates()["engine"]["seconds"])
 
 
-def _alone(spec: ModelSpec, run: Training, card: GPU) -> dict[str, float]:
+def _alone(spec: ModelSpec, run: Training, card: GPU, traced: Traced | None) -> dict[str, float]:
     """Return the parts of one device's step; none where no time is known."""
-    passed = passes(spec, run, card)
-    seconds = whole_seconds(spec, run, card, passed) if passed else None
+    passed, update = traced or (passes(spec, run, card), None)
+    seconds = whole_seconds(spec, run, card, passed, update) if passed else None
     if passed is None or seconds is None:
         return {}
     parts = {

@@ -16,7 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -50,6 +50,9 @@ from .real_host import RealHost
 from .scratch import Observer, Scratch
 from .shape_cache import Repeats
 from .unsupported import random_again
+
+if TYPE_CHECKING:
+    from ..profile.operator_log import Operators
 
 DEVICE_OF = torch.ops.prim.device.default
 VALUE_OF = torch.ops.aten._local_scalar_dense.default
@@ -101,12 +104,13 @@ class Engine(TorchDispatchMode):
         self.casts = device == HOST  # operands of more than one dtype are copied
         self.operator = None  # the one that runs
         self.lends = False  # whether a stream was given a block of another's (record_stream)
-        self.launches: Counter[str] = Counter()  # of Triton's kernels
+        self.launches: Counter[str] = Counter()  # of Triton's kernels whose time is not known
         self.uncounted: dict[str, str] = {}  # by library: the first operator whose workspace is not counted
         self.notes: dict[str, None] = {}  # what was assumed, a sentence each
         self.met: set[Any] = set()  # operators of which the output alone is counted
         self.placeholder: float | None = None  # what reading an unknown float gives; None raises NotAvailable
-        self.watch: Callable[[Any, tuple, dict[str, Any], Any], None] | None = None  # sees each operator
+        self.watch: Operators | None = None  # sees each operator
+        self.in_graph = False  # whether a graph runs that torch.compile made
         self.follows = VALUES_LIMIT if host else SMALL  # elements of a tensor of floats whose values are followed
         self.refused: AllocatorOutOfMemory | None = None  # the last request that found no room
         self.stream = 0  # the CUDA stream in use: its freed blocks are its own
@@ -199,7 +203,7 @@ class Engine(TorchDispatchMode):
             self.hold(op.out)
             self.met.add(func)
         if self.watch is not None:
-            self.watch(func, args, kwargs, op.out)
+            self.watch(func, args, kwargs, op.out, self.in_graph)
         return op.out
 
     def _computed(self, op: Operator) -> Any:
@@ -355,6 +359,13 @@ class Engine(TorchDispatchMode):
             f"torch.compile ran eager: {place}, so what it would fuse is counted and sizes are upper ones "
             f"({type(error).__name__}: {reason})."
         )
+
+    def launched(self, name: str, moved: int | None = None) -> None:
+        """Note that a kernel of Triton's is launched, which moves so many bytes; None where nobody knows how many."""
+        if moved is None:
+            self.launches[name] += 1
+        elif self.watch is not None:
+            self.watch.launched(name, moved)
 
     def now(self) -> int:
         """Return a moment after all events so far."""
