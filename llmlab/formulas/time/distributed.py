@@ -98,8 +98,8 @@ def step(
     "gradients", the same in backward only: forward waits for each unit's parameters; "tensor", backward's
     communication behind the weight gradients' products, as Megatron-LM does; None is what the run's stack hides:
     "data", and "tensor" of Megatron-LM. `traced`: a simulated rank's own passes, which have FSDP2's copies and those of
-    DDP's buckets, and its update. Raises SpecError for settings
-    that contradict each other, NotAvailable for a dtype that the card has no units for, and where no link is known.
+    DDP's buckets, and its update. Raises SpecError for settings that contradict each other, NotAvailable for a dtype
+    that the card has no units for, and where no link is known.
     """
     spec, gpu = find_model(model), find_gpu(card)
     check(spec, run, gpu)
@@ -136,6 +136,7 @@ def step(
     forward = counted.forward / counted.total
     one = block.seconds / m
     data = data_parallel(spec, run, cluster, found, compute.seconds, forward, overlap, bucket_bytes)
+    copied = 0.0 if traced else data.copied
     scale = training_rates()["scale"]
     step = Step(
         products=m * compute.products,
@@ -148,7 +149,7 @@ def step(
         # Interleaved, Megatron-LM sends behind another virtual stage (--no-overlap-p2p-communication is off).
         pipeline=0.0 if hidden_sends else m * pipeline,
         bubble=(sum(stages) - stages[slowest] + (run.pp - 1) * pipeline) / run.virtual_stages,
-        data=data.exposed + (0.0 if traced else data.copied) + scale["contention"] * data.contended(shard_group(run, cluster)),
+        data=data.exposed + copied + scale["contention"] * data.contended(shard_group(run, cluster)),
         update=traced.update if traced else time.update_seconds(spec, run, found),
         data_sent=data.sent,
         data_exposed=data.exposed,
@@ -217,6 +218,8 @@ def _tensor(spec: ModelSpec, run: Training, cluster: Cluster, found: Kernels, hi
             # FSDP2 with DTensor: what is gathered or scattered along dimension 1 is copied, to or from dimension 0
             # (torch/distributed/_functional_collectives.py, all_gather_tensor, reduce_scatter_tensor).
             gather, scatter = (each + 2 * size / found.bandwidth for each in (gather, scatter))
+        if isinstance(run.stack, Megatron) and run.fp8_recipe:  # Transformer Engine gathers what it cast
+            gather = found.collective("all-gather", size / 2, group)
         return gathers * gather + scatters * scatter
     return (2 + (0 if hidden else 2) + again) * found.collective("all-reduce", size, group)
 

@@ -196,7 +196,7 @@ def product_seconds(spec: ModelSpec, run: Training, found: Kernels) -> dict[str,
             n = n // run.tp or 1
         elif each.cut == "inputs":
             k = k // run.tp or 1
-        kind = "fp32" if each.part in in_fp32 else "fp8" if run.fp8 and each.part in CONVERTED else dtype
+        kind = "fp32" if each.part in in_fp32 else "fp8" if run.fp8_recipe and each.part in CONVERTED else dtype
         forward, back = found.product(m, n, k, kind), found.product(m, k, n, kind)
         weight = found.product(n, k, m, kind) if each.weight_gradient else 0.0
         if forward is None or back is None or weight is None:

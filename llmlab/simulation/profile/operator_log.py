@@ -7,7 +7,7 @@ read and write once: each argument and each output, a repeated (expanded) dimens
 
 from __future__ import annotations
 
-from math import prod
+from math import isclose, prod
 from typing import Any
 
 import torch
@@ -108,7 +108,8 @@ class Operators(list):
             seconds = kernel_seconds(kernel, self._kernels.operators, self._grids)
             found[_takes(kernel)] += seconds or 0.0
         # What the card waited for, the host took; it may have been the slower one in a part of the step alone.
-        passes = Passes({"all": found["products"]}, found["attention"], found["elementwise"], 0.0, passed.step)
+        host = 0.0 if isclose(passed.step, passed.card) else passed.step
+        passes = Passes({"all": found["products"]}, found["attention"], found["elementwise"], 0.0, host)
         return Traced(passes, whole.step - passed.step)
 
     def _timing(self, operators: list[Kernel]) -> Timing | None:
@@ -159,9 +160,7 @@ class Operators(list):
         backward = current_graph_task_id() != -1
         self.append(Kernel(name, "memory", "", 0, moved, (), 1, backward, self.phase, compiled=True))
 
-    def __call__(
-        self, func: Any, args: tuple, kwargs: dict[str, Any], out: Any, compiled: bool = False
-    ) -> None:
+    def __call__(self, func: Any, args: tuple, kwargs: dict[str, Any], out: Any, compiled: bool = False) -> None:
         """Add one operator."""
         name = func._schema.name
         if func.namespace == "profiler":
@@ -228,7 +227,7 @@ FOREACH_ELEMENTS = 320 * 65536
 
 def _takes(kernel: Kernel) -> str:
     """Return the part of a step's passes that a kernel counts for; batched products are those of eager attention."""
-    if "attention" in kernel.kind or kernel.kind == "matmul" and kernel.name in BATCHED:
+    if "attention" in kernel.kind or kernel.name in BATCHED:
         return "attention"
     return "products" if kernel.kind == "matmul" else "elementwise"
 
