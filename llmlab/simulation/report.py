@@ -242,7 +242,7 @@ def _rates(spec: ModelSpec, run: Run, card: GPU | None, recording: StepRecording
     if card is None or recording.engine.launches:
         return rates
     if isinstance(run, Training):
-        traced = operators.traced
+        traced = operators.traced(run.tokens // run.cp * spec.vocab // run.tp)
         timed = timing(spec, run, card, traced=traced) if traced else None
         if timed is None or timed.seconds is None:
             return rates

@@ -111,10 +111,12 @@ def step(
         raise NotAvailable(f"{gpu.name} has no units for {time.peak_dtype(run)}: no time follows")
     m = run.accumulation
     # The last stage has all of the head and the loss.
-    head = _Layer(passed.products.get("head", 0.0) * run.pp, 0.0, passed.loss, 0.0)
+    head = _Layer(passed.products.get("head", 0.0) * run.pp, 0.0, passed.loss)
+    if traced:  # what was traced has the host's time of all, head and loss among it
+        head = head._replace(host=head.card)
     blocks = sum(seconds for part, seconds in passed.products.items() if part != "head")
     # A layer of the mean stage: what products, traffic and the host's time are counted for.
-    block = _Layer(blocks, passed.attention, passed.elementwise, passed.host).times(run.pp / spec.layers)
+    block = _Layer(blocks, passed.attention, passed.elementwise, passed.host - head.host).times(run.pp / spec.layers)
     tensor = _tensor(spec, run, cluster, found, "tensor" in overlap)
     if isinstance(run.stack, Megatron) and run.stack.tp_comm_overlap:
         tensor /= run.tp  # sent in as many pieces, each behind the product of another: the first waits

@@ -57,10 +57,12 @@ class Passes(NamedTuple):
 
 
 class Traced(NamedTuple):
-    """Seconds of a step whose kernels were traced one by one (`simulate`), in the place of what formulas count."""
+    """Seconds of a step whose kernels were traced one by one (`simulate`), in the place of what formulas count, and
+    the kernel that computed attention, as `share.attention_kernel` names them."""
 
     passes: Passes
     update: float
+    attention: str
 
 
 def step_seconds(spec: ModelSpec, run: Run, card: GPU | None) -> float | None:

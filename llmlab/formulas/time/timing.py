@@ -22,6 +22,7 @@ from .step import Traced, fastest_kernel, passes, peak_dtype, step_seconds, whol
 PARTS = ("products", "attention", "elementwise", "launches", "tensor", "context", "experts", "pipeline", "bubble",
          "data", "optimizer", "offload", "scale")  # fmt: skip
 COMPUTED = PARTS[:4]
+FUSED = {"flash": "FlashAttention 2", "efficient": "the memory-efficient kernel", "cudnn": "cuDNN's"}
 SLOWEST_SLOT = 8  # times slower than PCIe in full: a desktop's second slot has 4 lanes of 16, and bytes go twice
 
 
@@ -68,7 +69,8 @@ def timing(
     seconds = sum(parts.values())
     factor = exp(_spread(run, found, nodes))
     longest = _longest(spec, run, card, nodes, seconds, factor, traced)
-    sources = _sources(spec, run, found, parts)
+    kernel = traced.attention if traced else fastest_kernel(run, attention_kernel(spec, run, card))
+    sources = _sources(run, found, parts, kernel)
     return Timing(seconds, seconds / factor, longest, parts, sources, {"data": hidden} if hidden else {}, layer, note)
 
 
@@ -104,7 +106,7 @@ def _longest(
 
 def _alone(spec: ModelSpec, run: Training, card: GPU, traced: Traced | None) -> dict[str, float]:
     """Return the parts of one device's step; none where no time is known."""
-    passed, update = traced or (passes(spec, run, card), None)
+    passed, update = traced[:2] if traced else (passes(spec, run, card), None)
     seconds = whole_seconds(spec, run, card, passed, update) if passed else None
     if passed is None or seconds is None:
         return {}
@@ -138,16 +140,24 @@ def _connected(run: Training, nodes: Cluster) -> str:
     return f"Time: {nodes.gpus} GPUs per node on {nodes.inside.name}{between}."
 
 
-def _sources(spec: ModelSpec, run: Training, found: Kernels, parts: Mapping[str, float]) -> dict[str, str]:
-    """Return where the rates of these parts are from, and what of the run is outside of what was measured."""
+def _sources(run: Training, found: Kernels, parts: Mapping[str, float], kernel: str) -> dict[str, str]:
+    """Return where the rates of these parts are from, with attention by `kernel`, and what of the run is outside of
+    what was measured."""
     said = {name: found.sources[name] for name in parts}
     dtype = peak_dtype(run)
     if found.table and not found.measured(dtype):
         said["products"] = f"{found.shares['products']:.0%} of the data sheet: {dtype} was not measured"
-    kernel = fastest_kernel(run, attention_kernel(spec, run, found.card))
-    if "attention" in said and found.table and (slower := found.slower(kernel)) > 1:
-        names = {"flash": "FlashAttention 2", "efficient": "the memory-efficient kernel"}
-        said["attention"] += f", × {slower:.2f} for {names.get(kernel, kernel)}"
-    if found.longest and run.seq_len > found.longest:
-        said["attention"] += f"; beyond {found.longest:,} tokens, as the work grows"
+    elif found.most_rows and run.tokens // run.cp > found.most_rows:
+        said["products"] += f"; beyond {found.most_rows:,} rows, as the work grows"
+    if "attention" not in said or not found.table:
+        return said
+    if kernel not in FUSED:
+        said["attention"] = f"its products: {said['products']}"
+    elif dtype == "fp32":
+        said["attention"] = f"{found.shares['attention']:.0%} of the data sheet: fp32 was not measured"
+    else:
+        if (slower := found.slower(kernel)) > 1:
+            said["attention"] += f", × {slower:.2f} for {FUSED[kernel]}"
+        if found.longest and run.seq_len > found.longest:
+            said["attention"] += f"; beyond {found.longest:,} tokens, as the work grows"
     return said

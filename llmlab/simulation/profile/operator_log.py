@@ -25,7 +25,7 @@ from ..values.collectives import COLLECTIVES
 from ..workspaces.bitsandbytes import multiplies_packed
 from ..workspaces.none import is_view
 from ..workspaces.registry import Operator
-from .roofline import Kernel, Timing, kernel_seconds, timing
+from .roofline import Kernel, Timing, fused_attention, kernel_seconds, timing
 
 aten = torch.ops.aten
 
@@ -96,21 +96,23 @@ class Operators(list):
         found = self._timing(self)
         return found.step if found else None
 
-    @property
-    def traced(self) -> Traced | None:
-        """The passes of the step, by what takes them, and its update; None where `seconds` is."""
+    def traced(self, logits: int) -> Traced | None:
+        """Return the passes of the step by what takes them, and its update; None where `seconds` is. What works on as
+        many elements as a micro-batch's `logits` have, on this rank, is outside of blocks."""
         before = [kernel for kernel in self if kernel.phase != "optimizer"]
         whole, passed = self._timing(self), self._timing(before)
         if whole is None or passed is None or self._kernels is None:
             return None
-        found = dict.fromkeys(("products", "attention", "elementwise"), 0.0)
+        found = dict.fromkeys(("products", "head", "attention", "elementwise", "loss"), 0.0)
         for kernel in before:
             seconds = kernel_seconds(kernel, self._kernels.operators, self._grids)
-            found[_takes(kernel)] += seconds or 0.0
+            found[_takes(kernel, logits)] += seconds or 0.0
         # What the card waited for, the host took; it may have been the slower one in a part of the step alone.
         host = 0.0 if isclose(passed.step, passed.card) else passed.step
-        passes = Passes({"all": found["products"]}, found["attention"], found["elementwise"], 0.0, host)
-        return Traced(passes, whole.step - passed.step)
+        products = {"blocks": found["products"], "head": found["head"]}
+        passes = Passes(products, found["attention"], found["elementwise"], found["loss"], host)
+        fused = next((fused_attention(kernel) for kernel in before if kernel.kind == "attention"), "eager")
+        return Traced(passes, whole.step - passed.step, fused)
 
     def _timing(self, operators: list[Kernel]) -> Timing | None:
         return timing(operators, self._kernels.operators, self._grids) if self._kernels else None
@@ -225,11 +227,15 @@ LAUNCHES = {"aten::embedding_dense_backward": 20, "aten::slice_backward": 2}
 FOREACH_ELEMENTS = 320 * 65536
 
 
-def _takes(kernel: Kernel) -> str:
+def _takes(kernel: Kernel, logits: int) -> str:
     """Return the part of a step's passes that a kernel counts for; batched products are those of eager attention."""
     if "attention" in kernel.kind or kernel.name in BATCHED:
         return "attention"
-    return "products" if kernel.kind == "matmul" else "elementwise"
+    if kernel.kind == "matmul":
+        _, rows, columns, inner = kernel.shape
+        return "head" if logits in (rows * columns, rows * inner, columns * inner) else "products"
+    elements = kernel.shape[0] if kernel.shape else kernel.bytes // 2  # of a compiled kernel the bytes alone are known
+    return "loss" if elements >= logits else "elementwise"
 
 
 def _classify(

@@ -86,9 +86,14 @@ def _measured(kernel: Kernel, measured: Kernels) -> float | None:
         return None
     heads, queries, keys, size, causal = kernel.shape
     length = max(queries, keys)
-    name = next((each for each in ("efficient", "cudnn") if each in kernel.name), "flash")
+    name = fused_attention(kernel)
     seconds = measured.attention(1, heads, length, size, name, kernel.dtype) * queries * keys / length**2
     return seconds * (1 if causal else 2) * (measured.backward if kernel.kind == "attention backward" else 1)
+
+
+def fused_attention(kernel: Kernel) -> str:
+    """Return which of SDPA's kernels an operator of attention is, as the formulas name them."""
+    return next((each for each in ("efficient", "cudnn") if each in kernel.name), "flash")
 
 
 def _rate(kernel: Kernel, rates: Efficiency) -> float | None:
