@@ -58,7 +58,10 @@ def simulate(model: ModelLike, run: Run, gpu: GPU | str) -> Report:
     step warms up and the second counts. Of a long generation, most steps are replayed (simulation/decode_replay.py).
     A run on several devices is simulated on rank 0 alone, with PyTorch's own engines: DDP, with
     ZeroRedundancyOptimizer for zero=1, FSDP2 for zero=2 and 3, parallelize_module for tp. The report's notes name the
-    engine, and say that NCCL's memory and the time are not known.
+    engine, and say what of NCCL's memory is not known.
+
+    The time is that of the kernels that ran, compiled ones by the bytes that Inductor says they move, and of what ranks
+    send, which `lab.estimate` has formulas for. It is None where a kernel's time is not known.
 
     phases["load"] is the memory in use when loading is done. Too small a card gives the outcome "out of memory", with
     the phase and the operator in `where`; the step then runs again without the limit, which gives the other sizes and

@@ -239,6 +239,9 @@ def _rates(spec: ModelSpec, run: Run, card: GPU | None, recording: StepRecording
     which is what `estimate` has for it."""
     operators = recording.operators
     rates: dict[str, Any] = {"flops": operators.flops}
+    seconds: float | None
+    low: float | None
+    high: float | None
     if card is None or recording.engine.launches:
         return rates
     if isinstance(run, Training):

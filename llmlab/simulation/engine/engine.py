@@ -16,7 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,9 +50,6 @@ from .real_host import RealHost
 from .scratch import Observer, Scratch
 from .shape_cache import Repeats
 from .unsupported import random_again
-
-if TYPE_CHECKING:
-    from ..profile.operator_log import Operators
 
 DEVICE_OF = torch.ops.prim.device.default
 VALUE_OF = torch.ops.aten._local_scalar_dense.default
@@ -109,7 +106,7 @@ class Engine(TorchDispatchMode):
         self.notes: dict[str, None] = {}  # what was assumed, a sentence each
         self.met: set[Any] = set()  # operators of which the output alone is counted
         self.placeholder: float | None = None  # what reading an unknown float gives; None raises NotAvailable
-        self.watch: Operators | None = None  # sees each operator
+        self.watch: Any = None  # a log that sees each operator (profile/operator_log.py)
         self.in_graph = False  # whether a graph runs that torch.compile made
         self.follows = VALUES_LIMIT if host else SMALL  # elements of a tensor of floats whose values are followed
         self.refused: AllocatorOutOfMemory | None = None  # the last request that found no room
