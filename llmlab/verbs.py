@@ -59,8 +59,10 @@ def simulate(model: ModelLike, run: Run, gpu: GPU | str) -> Report:
     A run on several devices is simulated on rank 0 alone, with PyTorch's own engines: DDP, with
     ZeroRedundancyOptimizer for zero=1, FSDP2 for zero=2 and 3, parallelize_module for tp. Another stack's own code runs
     from its installed package; of its pipelines the second and the last stage are simulated too, and `outcome` and
-    `where` consider all three. The report's notes name the engine, and say that NCCL's memory and the time are not
-    known.
+    `where` consider all three. The report's notes name the engine, and say what of NCCL's memory is not known.
+
+    The time is that of the kernels that ran, compiled ones by the bytes that Inductor says they move, and of what ranks
+    send, which `lab.estimate` has formulas for. It is None where a kernel's time is not known.
 
     phases["load"] is the memory in use when loading is done. Too small a card gives the outcome "out of memory", with
     the phase and the operator in `where`; the step then runs again without the limit, which gives the other sizes and

@@ -120,6 +120,7 @@ def megatron_arguments(run: Any, spec: Any) -> list[str]:
         lines.append(f"--make-vocab-size-divisible-by {options.make_vocab_size_divisible_by}")
         lines += ["--tp-comm-overlap"] if options.tp_comm_overlap else []
         lines += ["--transformer-impl local"] if not options.transformer_engine else []
+        lines += [f"--fp8-format hybrid --fp8-recipe {options.fp8_recipe}"] if options.fp8_recipe else []
         lines += [f"--num-virtual-stages-per-pipeline-rank {options.virtual_pipeline}"] * (options.virtual_pipeline > 1)
     lines += [] if spec.tied else ["--untie-embeddings-and-output-weights"]
     if spec.family == "gpt2":

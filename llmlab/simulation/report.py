@@ -13,6 +13,7 @@ import torch
 from ..base.errors import NotAvailable
 from ..base.units import show_bytes
 from ..formulas.time.step import mfu, tokens_of
+from ..formulas.time.timing import timing
 from ..hardware.gpu import GPU
 from ..hardware.gpu import gpu as find_gpu
 from ..hardware.this_machine import environment
@@ -259,21 +260,34 @@ def _notes(spec: ModelSpec, run: Run, card: GPU | None, recording: StepRecording
 
 
 def _rates(spec: ModelSpec, run: Run, card: GPU | None, recording: StepRecording) -> dict[str, Any]:
-    """Return FLOP and, where the card's rates are known and what runs is what was simulated, the time."""
-    counted = recording.operators.flops
-    # Of Megatron-LM some functions are compiled, and of Apex's kernels there is only what they allocate.
-    fused = isinstance(run, Training) and (run.compile or run.kernels or isinstance(run.stack, Megatron))
-    # What is sent, and the host's update, take no time here.
-    elsewhere = run.world_size > 1 or (isinstance(run, Training) and run.offload)
-    seconds = None if fused or elsewhere else recording.operators.seconds
-    if card is None or seconds is None:
-        return {"flops": counted}
-    interval = recording.operators.interval
-    return {
-        "flops": counted,
+    """Return FLOP and, where every kernel's time is known, the time: of the kernels that ran, and of what ranks send,
+    which is what `estimate` has for it."""
+    operators = recording.operators
+    rates: dict[str, Any] = {"flops": operators.flops}
+    seconds: float | None
+    low: float | None
+    high: float | None
+    if card is None or recording.engine.launches:
+        return rates
+    if isinstance(run, Training):
+        if isinstance(run.stack, Megatron):
+            return rates  # some functions are compiled, and of Apex's kernels there is only what they allocate
+        traced = operators.traced(run.tokens // run.cp * spec.vocab // run.tp)
+        timed = timing(spec, run, card, traced=traced) if traced else None
+        if timed is None or timed.seconds is None:
+            return rates
+        rates |= {"time": timed.parts, "time_sources": timed.sources, "time_hidden": timed.hidden,
+                  "layer_time": timed.layer}  # fmt: skip
+        seconds, low, high = timed.seconds, timed.low, timed.high
+    else:
+        seconds = operators.seconds
+        if seconds is None:
+            return rates
+        low, high = seconds / operators.interval, seconds * operators.interval
+    return rates | {
         "step_seconds": seconds,
-        "step_seconds_low": seconds / interval,
-        "step_seconds_high": seconds * interval,
+        "step_seconds_low": low,
+        "step_seconds_high": high,
         "tokens_per_second": tokens_of(run) / seconds,
         "mfu": mfu(spec, run, card, seconds),
     }

@@ -46,9 +46,12 @@ def check(spec: ModelSpec, run: Run, gpu: GPU | None = None) -> None:
         if gpu.peak(dtype) is None:
             other = "fp16" if dtype == "bf16" else "fp32"
             raise SpecError(f"{gpu.name} has no {dtype} units; use {other} on it (for training: autocast-fp16)")
-    if isinstance(run, Training) and run.fp8 and gpu.peak("fp8") is None:
-        raise SpecError(f"fp8={run.fp8!r}: {gpu.name} has no fp8 units (NVIDIA's have them from 8.9 on: Ada, Hopper); "
-                        "drop fp8, or take such a card")  # fmt: skip
+    if isinstance(run, Training) and run.fp8_recipe and gpu.peak("fp8") is None:
+        raise SpecError(f"fp8={run.fp8_recipe!r}: {gpu.name} has no fp8 units (NVIDIA's have them from 8.9 on: Ada, "
+                        "Hopper); drop fp8, or take such a card")  # fmt: skip
+    if isinstance(run, Training) and run.fp8_recipe == "mxfp8" and (gpu.compute_capability or (0, 0)) < (10, 0):
+        raise SpecError(f"fp8_recipe='mxfp8': {gpu.name} has no units that scale blocks of 32 (NVIDIA's have them from "
+                        "10.0 on: Blackwell); take 'delayed', 'tensorwise' or 'blockwise', or such a card")  # fmt: skip
     capability, least = gpu.compute_capability, FLASH_ATTENTION_2_CAPABILITY
     if run.attention == "flash" and capability is not None and capability < least:
         raise SpecError(
@@ -72,21 +75,22 @@ def _check_training(spec: ModelSpec, run: Training) -> None:
         if missing := [target for target in run.lora.targets if target not in names]:
             have = ", ".join(sorted(names))
             raise SpecError(f"LoRA targets {', '.join(missing)} are not in {spec.name}; it has {have}")
-    if run.fp8:
+    if run.fp8_recipe:
         _check_fp8(spec, run)
     if run.attention == "flash" and run.precision == "fp32":
         raise SpecError("attention='flash' computes in fp16 or bf16 only; with precision='fp32' use attention='sdpa'")
 
 
 def _check_fp8(spec: ModelSpec, run: Training) -> None:
-    """Raise SpecError for layers that torchao cannot convert."""
-    if spec.family == "gpt2":
+    """Raise SpecError for layers that torchao cannot convert, or whose shapes fp8 units do not take."""
+    if run.fp8 and spec.family == "gpt2":
         raise SpecError(f"fp8={run.fp8!r}: torchao converts nn.Linear, and transformers' gpt2 has Conv1D; drop fp8")
     for linear in spec.block_linears:
         sizes = linear.inputs, linear.outputs
         if any(size % (16 * run.tp) for size in sizes):
             shape = f"{linear.name} of {spec.name} is {sizes[0]} × {sizes[1]}"
-            raise SpecError(f"fp8={run.fp8!r} with tp={run.tp}: {shape}, no multiples of {16 * run.tp}; drop one")
+            no = f"no multiples of {16 * run.tp}"
+            raise SpecError(f"fp8={run.fp8_recipe!r} with tp={run.tp}: {shape}, {no}; drop one")
 
 
 def dtypes_of(run: Run) -> set[str]:

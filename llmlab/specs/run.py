@@ -176,6 +176,11 @@ class Training(Spec):
             raise SpecError(f"{given} accumulation={self.accumulation}: it takes pp={self.pp} micro-batches at a time; "
                             "give a multiple")  # fmt: skip
 
+    @property
+    def fp8_recipe(self) -> str | None:
+        """The recipe of fp8 products: torchao's, or that of Transformer Engine, an option of its stack."""
+        return self.fp8 or getattr(self.stack, "fp8_recipe", None)
+
     def _check_fp8(self) -> None:
         given = f"fp8={self.fp8!r}"
         if self.precision not in ("bf16", "mixed-bf16"):

@@ -7,8 +7,10 @@ import pytest
 import llmlab as lab
 from llmlab.base.errors import NotAvailable
 from llmlab.formulas.memory.moments import training_moments
+from llmlab.formulas.memory.share import share_of
+from llmlab.formulas.memory.step import step_memory
 from llmlab.formulas.time.distributed import step
-from llmlab.formulas.time.elementwise import FP8_CASTS, fp8_casts, moved
+from llmlab.formulas.time.elementwise import ENGINE_CASTS, FP8_CASTS, fp8_casts, moved
 from llmlab.formulas.time.kernels import kernels
 from llmlab.formulas.time.step import product_seconds
 from llmlab.hardware.links import cluster
@@ -93,3 +95,72 @@ def test_no_verb_but_estimate_knows_the_casts():
 def test_every_card_with_fp8_units_has_a_time(card, fp8):
     report = lab.estimate(LLAMA, replace(BF16, fp8=fp8), card)
     assert report.step_seconds_low < report.step_seconds < report.step_seconds_high
+
+
+# ---- Transformer Engine, in Megatron-LM
+
+
+SMALL = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "num_hidden_layers": 3, "intermediate_size": 160, "vocab_size": 512,
+         "max_position_embeddings": 64}  # fmt: skip
+
+
+def engine(recipe, **fields):
+    return lab.Training(**{"seq_len": 8192, **fields}, stack=lab.Megatron(fp8_recipe=recipe))
+
+
+@pytest.mark.parametrize("recipe", ENGINE_CASTS)
+def test_transformer_engine_s_casts_of_one_layer_counted_by_hand(recipe):
+    """Norms make the input of q, k, v and that of gate and up; weights are cast once for all micro-batches."""
+    spec, each = lab.model(SMALL), ENGINE_CASTS[recipe]
+    normed, other, outputs = 64 + 64, 64 + 160, 64 + 32 + 32 + 64 + 160 + 160 + 64
+    weights = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 160
+    tokens = 64 * (each.normed * normed + each.other * other + each.gradient * outputs)
+    run = engine(recipe, micro_batch=2, seq_len=32)
+    assert fp8_casts(spec, run) == 3 * (tokens + each.weight * weights)
+    four = replace(run, accumulation=4)
+    assert moved(spec, four).blocks - moved(spec, engine(None, micro_batch=2, seq_len=32, accumulation=4)).blocks == (
+        3 * (4 * tokens + each.weight * weights)
+    )
+
+
+def test_transformer_engine_keeps_inputs_in_a_byte_and_weights_twice_in_fp8():
+    spec, gpu = lab.model(SMALL), lab.gpu("H100")
+    shares = (share_of(spec, engine(recipe, micro_batch=2, seq_len=32), gpu) for recipe in (None, "delayed"))
+    half, eight = ({m.name: m.parts for m in step_memory(share).moments()}["the loss"] for share in shares)
+    weights = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 160
+    assert eight["weights"] - half["weights"] == 2 * 3 * weights
+    # Inputs of q, k, v and of gate and up, and that of down, in 1 byte for 2; that of o besides attention's output.
+    assert half["activations"] - eight["activations"] == 3 * 64 * (64 + 64 + 160 - 64)
+
+
+def test_transformer_engine_gathers_in_fp8_and_scatters_in_half():
+    spec, nodes = lab.model(LLAMA), cluster("H100")
+    half, eight = (
+        step(spec, engine(r, tp=4, sequence_parallel=True), "H100", nodes).tensor for r in (None, "delayed")
+    )
+    gather = kernels("H100").collective
+    size = 8192 * spec.hidden * 2
+    saved = gather("all-gather", size, nodes.group(4)) - gather("all-gather", size / 2, nodes.group(4))
+    assert half - eight == pytest.approx(4 * spec.layers * saved)
+
+
+def test_what_transformer_engine_s_fp8_gains_is_about_what_nvidia_published():
+    """NVIDIA/dgxc-benchmarking, llama3.1/README.md of 2024-12: 8B on 8 H100s, 112,388 tokens/s for 85,459 in bf16."""
+    runs = (engine(recipe, dp=4, cp=2, zero=1, accumulation=32) for recipe in (None, "delayed"))
+    half, eight = (lab.estimate(LLAMA, run, "H100") for run in runs)
+    assert half.step_seconds / eight.step_seconds == pytest.approx(112388 / 85459, abs=0.08)
+    assert half.step_seconds_low < 128 * 8192 / 85459 < half.step_seconds_high
+    assert eight.step_seconds_low < 128 * 8192 / 112388 < eight.step_seconds_high
+
+
+def test_fp8_of_transformer_engine_where_it_cannot_be():
+    with pytest.raises(lab.SpecError, match="A100-80GB has no fp8 units"):
+        lab.estimate(LLAMA, engine("delayed"), "A100")
+    with pytest.raises(lab.SpecError, match="H100-80GB has no units that scale blocks of 32"):
+        lab.estimate(LLAMA, engine("mxfp8"), "H100")
+    assert lab.estimate(LLAMA, engine("mxfp8"), "B200").step_seconds
+    with pytest.raises(lab.SpecError, match="transformer_engine=False"):
+        lab.Megatron(fp8_recipe="delayed", transformer_engine=False)
+    with pytest.raises(lab.SpecError, match="'rowwise'"):
+        lab.Megatron(fp8_recipe="rowwise")

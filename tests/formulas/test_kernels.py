@@ -140,3 +140,14 @@ def test_the_table_of_a_steps_time_says_where_each_rate_is_from():
     assert "in 8 cases of 10" in str(report) and report.title in text
     assert "not divided" in replace(report, time={}).time_table()
     assert lab.Report.from_json(report.to_json()) == report
+
+
+def test_what_is_outside_of_what_was_measured_is_said_of_the_part_that_it_is():
+    run = lab.Training(micro_batch=16, seq_len=1024, precision="bf16", attention="flash")
+    said = {rows: lab.estimate("meta-llama/Llama-3.2-1B", replace(run, micro_batch=rows // 1024), "A100").time_sources
+            for rows in (8192, 16384)}  # fmt: skip
+    assert said[16384]["products"] == said[8192]["products"] + "; beyond 8,192 rows, as the work grows"
+    eager = lab.estimate("meta-llama/Llama-3.2-1B", replace(run, attention="eager"), "A100").time_sources
+    assert eager["attention"] == f"its products: {eager['products']}"
+    wide = lab.estimate("meta-llama/Llama-3.2-1B", lab.Training(), "A100").time_sources
+    assert "fp32 was not measured" in wide["attention"] and "fp32 was not measured" in wide["products"]

@@ -151,12 +151,12 @@ def test_one_that_fails_by_itself_shows_its_own_lines_only(script):
     assert [line for line in lines if "File" in line and "train.py" not in line] == []
 
 
-def test_a_compiled_script_has_no_time(script):
+def test_a_compiled_script_has_the_time_of_its_fused_kernels(script):
     found = answer("--gpu", "A100-40GB", script(
         "torch.compile(lambda x: x.exp() + 1)(torch.ones(8, device='cuda')); model.compile(); step()"
     ))  # fmt: skip
-    assert any("Triton's kernels were launched" in note for note in found["notes"])
-    assert found["step_seconds"] is found["step_seconds_low"] is None
+    assert not any("Triton" in note for note in found["notes"])
+    assert 0 < found["step_seconds_low"] < found["step_seconds"] < found["step_seconds_high"]
 
 
 def test_compiled_code_may_ask_for_autocast_after_the_ranks_have_met(script):

@@ -1,6 +1,7 @@
 """Seconds summed over operators, held to measured steps and operators; and the table of rates derived again."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -98,11 +99,67 @@ def test_a_card_that_nobody_measured_has_a_time_and_a_wider_interval():
     assert wide[0] == wide[1] < wide[2]
 
 
-def test_a_compiled_step_has_no_time():
+def test_a_compiled_step_takes_its_fused_kernels_bytes_and_waits_for_nobody():
     config = {**lab.model("gpt2").config, "n_layer": 1}
-    report = lab.simulate(config, Training(seq_len=64, precision="bf16", compile=True), "A100")
-    assert report.step_seconds is report.step_seconds_low is report.mfu is None
-    assert report.flops
+    run = Training(micro_batch=4, seq_len=256, precision="bf16")
+    eager, compiled = (lab.simulate(config, replace(run, compile=each), "A100") for each in (False, True))
+    assert compiled.step_seconds_low < compiled.step_seconds < compiled.step_seconds_high and compiled.mfu
+    assert compiled.time["elementwise"] < 0.7 * eager.time["elementwise"]
+    assert compiled.time["products"] == pytest.approx(eager.time["products"], rel=0.02)
+    assert "launches" in eager.time and "launches" not in compiled.time
+    assert not any("Triton" in note for note in compiled.notes)
+
+
+def test_a_fused_kernel_reads_and_writes_each_tensor_once():
+    with lab.simulator("A100-80GB") as sim:
+        x, y = (torch.randn(1 << 20, device="cuda") for _ in range(2))
+        fused = torch.compile(lambda x, y: torch.relu(x * y + 1).sin())
+        fused(x, y)
+        with sim.operators() as seen:
+            fused(x, y)
+        assert sim.counts_all_kernels
+    (kernel,) = [each for each in seen if each.kind == "memory"]
+    assert kernel.name.startswith("triton_poi_fused") and kernel.bytes == 3 * 4 * (1 << 20)
+    rates = kernels("A100-80GB").operators
+    assert host_seconds(kernel, rates) == 0 < kernel_seconds(kernel, rates)
+
+
+SEVERAL = [
+    {"dp": 8, "zero": 3},
+    {"dp": 8, "zero": 3, "dp_replicate": 2},
+    {"dp": 8},
+    {"dp": 8, "zero": 2, "checkpointing": "full"},
+    {},
+]
+
+
+@pytest.mark.parametrize("fields", SEVERAL, ids=str)
+def test_simulated_passes_take_what_is_estimated_and_ranks_send_the_same(fields):
+    """All but the update, which torch makes tensor list by tensor list and the formula in one pass."""
+    config = {**lab.model("meta-llama/Llama-3.2-1B").config, "num_hidden_layers": 4}
+    run = Training(micro_batch=4, seq_len=2048, precision="mixed-bf16" if fields.get("zero") else "bf16", **fields)
+    formula, traced = (verb(config, run, "H100") for verb in (lab.estimate, lab.simulate))
+    passes = [sum(each.time.values()) - each.time["optimizer"] for each in (formula, traced)]
+    assert passes[1] == pytest.approx(passes[0], rel=0.15)
+    assert traced.time["products"] == pytest.approx(formula.time["products"], rel=1e-6)
+    assert traced.time_sources.keys() == traced.time.keys() and bool(traced.time_hidden) == (run.dp > 1)
+    # FSDP2's copies are kernels of the passes here, and in the formula part of what data parallelism takes.
+    assert (traced.time.get("data", 0) < 0.95 * formula.time.get("data", 0)) == (run.zero == 3)
+    assert sum(traced.time.values()) == pytest.approx(traced.step_seconds)
+    assert traced.tokens_per_second == run.global_batch * run.seq_len / traced.step_seconds
+
+
+def test_what_ranks_send_is_no_kernel_and_fsdp_s_copies_are():
+    config = {**lab.model("meta-llama/Llama-3.2-1B").config, "num_hidden_layers": 2}
+    run = Training(seq_len=256, precision="mixed-bf16", dp=8, zero=3)
+    operators = recorded(config, run, "H100").operators
+    sent = [each for each in operators if each.kind == "sent"]
+    assert {each.name for each in sent} >= {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_"}
+    rates = kernels("H100").operators
+    assert sum(kernel_seconds(each, rates) for each in sent) == 0
+    whole = 2 * lab.model(config).parameters
+    copied = sum(each.bytes for each in operators if each.name == "fsdp::split_with_sizes_copy")
+    assert copied == pytest.approx(2 * 2 * whole, rel=0.01)  # read and written, before forward and before backward
 
 
 def test_a_product_on_the_simulated_card_takes_what_it_was_measured_to():

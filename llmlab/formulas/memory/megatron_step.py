@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from ...specs.run import Training
 from ...specs.stacks import Megatron
+from .float8 import weight_copies
 from .moments import Moment, layers_in_flight, micro_batches_in_flight, passes_in_flight
 from .scores import score_elements
 from .share import Share
@@ -56,7 +57,7 @@ class MegatronMemory:
         self.received = stack.virtual_pipeline - share.first if run.pp > 1 else 0
         handles = 2 * (gpu.cublas_workspace or 0) if gpu else 0
         self.resident = {
-            "weights": HALF * self.parameters,
+            "weights": HALF * self.parameters + weight_copies(spec, run, share.layers),
             "gradients": (FP32 if self.wide else HALF) * self.parameters,
             "optimizer": 3 * FP32 * self.parameters // self.shards,  # main weights and two moments
             "workspace": handles + (_engine_workspace(share) if stack.transformer_engine else _buffer(share)),

@@ -88,6 +88,7 @@ def step(
     cluster: Cluster,
     overlap: tuple[str, ...] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
+    traced: time.Traced | None = None,
 ) -> Step:
     """Return how long one optimizer step of `run` takes on `cluster`, and each part of it.
 
@@ -96,23 +97,26 @@ def step(
     computation: "data", gradients behind backward and ZeRO-3's parameters behind the unit before, as DDP and FSDP do;
     "gradients", the same in backward only: forward waits for each unit's parameters; "tensor", backward's
     communication behind the weight gradients' products, as Megatron-LM does; None is what the run's stack hides:
-    "data", and "tensor" of Megatron-LM. Raises SpecError for settings
-    that contradict each other, NotAvailable for a dtype that the card has no units for, and where no link is known.
+    "data", and "tensor" of Megatron-LM. `traced`: a simulated rank's own passes, which have FSDP2's copies and those of
+    DDP's buckets, and its update. Raises SpecError for settings that contradict each other, NotAvailable for a dtype
+    that the card has no units for, and where no link is known.
     """
     spec, gpu = find_model(model), find_gpu(card)
     check(spec, run, gpu)
     if overlap is None:
         overlap = ("data", "tensor") if isinstance(run.stack, Megatron) else ("data",)
     _check(run, overlap, bucket_bytes)
-    found, passed = kernels(gpu), time.passes(spec, run, gpu)
+    found, passed = kernels(gpu), traced.passes if traced else time.passes(spec, run, gpu)
     if passed is None:
         raise NotAvailable(f"{gpu.name} has no units for {time.peak_dtype(run)}: no time follows")
     m = run.accumulation
     # The last stage has all of the head and the loss.
-    head = _Layer(passed.products.get("head", 0.0) * run.pp, 0.0, passed.loss, 0.0)
+    head = _Layer(passed.products.get("head", 0.0) * run.pp, 0.0, passed.loss)
+    if traced:  # what was traced has the host's time of all, head and loss among it
+        head = head._replace(host=head.card)
     blocks = sum(seconds for part, seconds in passed.products.items() if part != "head")
     # A layer of the mean stage: what products, traffic and the host's time are counted for.
-    block = _Layer(blocks, passed.attention, passed.elementwise, passed.host).times(run.pp / spec.layers)
+    block = _Layer(blocks, passed.attention, passed.elementwise, passed.host - head.host).times(run.pp / spec.layers)
     tensor = _tensor(spec, run, cluster, found, "tensor" in overlap)
     if isinstance(run.stack, Megatron) and run.stack.tp_comm_overlap:
         tensor /= run.tp  # sent in as many pieces, each behind the product of another: the first waits
@@ -134,6 +138,7 @@ def step(
     forward = counted.forward / counted.total
     one = block.seconds / m
     data = data_parallel(spec, run, cluster, found, compute.seconds, forward, overlap, bucket_bytes)
+    copied = 0.0 if traced else data.copied
     scale = training_rates()["scale"]
     step = Step(
         products=m * compute.products,
@@ -146,8 +151,8 @@ def step(
         # Interleaved, Megatron-LM sends behind another virtual stage (--no-overlap-p2p-communication is off).
         pipeline=0.0 if hidden_sends else m * pipeline,
         bubble=(sum(stages) - stages[slowest] + (run.pp - 1) * pipeline) / run.virtual_stages,
-        data=data.exposed + data.copied + scale["contention"] * data.contended(shard_group(run, cluster)),
-        update=time.update_seconds(spec, run, found),
+        data=data.exposed + copied + scale["contention"] * data.contended(shard_group(run, cluster)),
+        update=traced.update if traced else time.update_seconds(spec, run, found),
         data_sent=data.sent,
         data_exposed=data.exposed,
         layer={"forward": forward * one, "backward": (1 - forward) * one, "gather": data.gather,
@@ -215,6 +220,8 @@ def _tensor(spec: ModelSpec, run: Training, cluster: Cluster, found: Kernels, hi
             # FSDP2 with DTensor: what is gathered or scattered along dimension 1 is copied, to or from dimension 0
             # (torch/distributed/_functional_collectives.py, all_gather_tensor, reduce_scatter_tensor).
             gather, scatter = (each + 2 * size / found.bandwidth for each in (gather, scatter))
+        if isinstance(run.stack, Megatron) and run.fp8_recipe:  # Transformer Engine gathers what it cast
+            gather = found.collective("all-gather", size / 2, group)
         return gathers * gather + scatters * scatter
     return (2 + (0 if hidden else 2) + again) * found.collective("all-reduce", size, group)
 

@@ -121,11 +121,47 @@ class Casts(NamedTuple):
 FP8_CASTS = {"tensorwise": Casts(2 + 2 + 2, 2 + 3 + 3, 2 + 3, 3), "rowwise": Casts(5 + 3, 3 + 4 + 3, 3, 3)}
 
 
+class EngineCasts(NamedTuple):
+    """Bytes that Transformer Engine moves per element beyond those in bf16: of an input that a norm made, of another,
+    of an output's gradient, and of a weight, once per step; and when forward is run again, which wants one layout."""
+
+    normed: int
+    other: int
+    gradient: int
+    weight: int
+    normed_again: int
+    other_again: int
+
+
+# TE casts into the layouts that forward and backward multiply in one pass, 2 bytes read and 2 written; the norm's own
+# kernel casts what it makes where scales are known, or are those of few elements (pytorch/module/layernorm_linear.py).
+# "delayed" transposes that for backward (Hopper multiplies fp8 by rows alone); "tensorwise" reads for the maximum.
+ENGINE_CASTS = {
+    "delayed": EngineCasts(1, 4, 4, 4, -1, 3),
+    "tensorwise": EngineCasts(6, 6, 6, 6, 5, 5),
+    "blockwise": EngineCasts(4, 4, 4, 4, 3, 3),
+    "mxfp8": EngineCasts(0, 4, 4, 4, -1, 3),
+}
+
+
+def engine_casts(spec: ModelSpec, run: Training) -> float:
+    """Return the bytes of Transformer Engine's casts in a micro-batch; what sequence parallelism gathers is fp8."""
+    each, again = ENGINE_CASTS[str(run.fp8_recipe)], run.checkpointing == "full"
+    layers = converted(spec, run)
+    rows = sum(linear.inputs * linear.count for linear in layers if linear.name in ROW_PARALLEL) / run.tp
+    shared = {(one.part, one.inputs): one.count for one in layers if one.name not in ROW_PARALLEL}
+    normed = sum(width * count for (_, width), count in shared.items()) / (run.tp if run.sequence_parallel else 1)
+    outputs = sum(one.outputs * one.count / (1 if one.name in ROW_PARALLEL else run.tp) for one in layers)
+    activations = normed * (each.normed + again * each.normed_again) + rows * (each.other + again * each.other_again)
+    weights = each.weight * sum(linear.elements for linear in layers) / run.tp / run.accumulation
+    return run.tokens / run.cp * (activations + each.gradient * outputs) + weights
+
+
 def fp8_casts(spec: ModelSpec, run: Training) -> float:
     """Return the bytes of all casts to fp8 in a micro-batch; layers with the same input share its cast. Weights that
     FSDP2 gathers in fp8 were cast as shards, which is little."""
     if run.fp8 is None:
-        return 0.0
+        return engine_casts(spec, run) if run.fp8_recipe else 0.0
     each, again = FP8_CASTS[run.fp8], run.checkpointing == "full"
     layers = converted(spec, run)
     rows = [linear for linear in layers if linear.name in ROW_PARALLEL]

@@ -162,6 +162,11 @@ class Kernels:
         """The longest sequence whose attention was measured, in tokens; None where none was."""
         return self.table.attentions["bf16"].grid.axes[1][-1] if self.table else None
 
+    @property
+    def most_rows(self) -> int | None:
+        """The most rows of a product that was measured, which are tokens; None where none was."""
+        return self.table.matmuls["bf16"].grid.axes[0][-1] if self.table else None
+
     def product(self, m: int, n: int, k: int, dtype: str) -> float | None:
         """Return the seconds of (m, k) · (k, n) in `dtype`; None for one that the card has no units for."""
         key = m, n, k, dtype

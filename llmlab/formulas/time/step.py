@@ -57,6 +57,15 @@ class Passes(NamedTuple):
         return max(self.card, self.host)
 
 
+class Traced(NamedTuple):
+    """Seconds of a step whose kernels were traced one by one (`simulate`), in the place of what formulas count, and
+    the kernel that computed attention, as `share.attention_kernel` names them."""
+
+    passes: Passes
+    update: float
+    attention: str
+
+
 def step_seconds(spec: ModelSpec, run: Run, card: GPU | None) -> float | None:
     """Return the seconds of one device's optimizer step, or of a whole generation; None where no rate is known that the
     run needs: of a generation, on cards that were never measured. An offloaded step's seconds are those on the host the
@@ -71,11 +80,13 @@ def step_seconds(spec: ModelSpec, run: Run, card: GPU | None) -> float | None:
     return None if computed is None else whole_seconds(spec, run, card, computed)
 
 
-def whole_seconds(spec: ModelSpec, run: Training, card: GPU, computed: Passes) -> float | None:
-    """Return the seconds of a step with these passes, and with the update, on the card or on its host; None where no
-    host in the table has the card."""
+def whole_seconds(
+    spec: ModelSpec, run: Training, card: GPU, computed: Passes, update: float | None = None
+) -> float | None:
+    """Return the seconds of a step with these passes, and with the update (None: as `update_seconds` has it), on the
+    card or on its host; None where no host in the table has the card."""
     if not run.offload:
-        return computed.seconds + update_seconds(spec, run, kernels(card))
+        return computed.seconds + (update_seconds(spec, run, kernels(card)) if update is None else update)
     try:
         return offloaded_step(spec, run, card, computed.seconds).seconds
     except NotAvailable:
@@ -183,7 +194,7 @@ def product_seconds(spec: ModelSpec, run: Training, found: Kernels) -> dict[str,
             n = n // run.tp or 1
         elif each.cut == "inputs":
             k = k // run.tp or 1
-        kind = "fp32" if each.part in in_fp32 else "fp8" if run.fp8 and each.part in CONVERTED else dtype
+        kind = "fp32" if each.part in in_fp32 else "fp8" if run.fp8_recipe and each.part in CONVERTED else dtype
         forward, back = found.product(m, n, k, kind), found.product(m, k, n, kind)
         weight = found.product(n, k, m, kind) if each.weight_gradient else 0.0
         if forward is None or back is None or weight is None:

@@ -20,12 +20,13 @@ from .efficiency import efficiencies
 from .flops import flops
 from .host import host_seconds
 from .kernels import Kernels, kernels, training_rates
-from .step import fastest_kernel, passes, peak_dtype, step_seconds, whole_seconds
+from .step import Traced, fastest_kernel, passes, peak_dtype, step_seconds, whole_seconds
 
 # What a step's seconds are divided into, in the order in which they are shown.
 PARTS = ("products", "attention", "elementwise", "launches", "tensor", "context", "experts", "pipeline", "bubble",
          "data", "optimizer", "offload", "scale")  # fmt: skip
 COMPUTED = PARTS[:4]
+FUSED = {"flash": "FlashAttention 2", "efficient": "the memory-efficient kernel", "cudnn": "cuDNN's"}
 SLOWEST_SLOT = 8  # times slower than PCIe in full: a desktop's second slot has 4 lanes of 16, and bytes go twice
 
 
@@ -46,31 +47,36 @@ class Timing:
     note: str = ""
 
 
-def timing(spec: ModelSpec, run: Run, card: GPU | None, cluster: Cluster | None = None) -> Timing:
-    """Return how long a step of `run` takes on `card`, or a generation, of which the seconds alone are known."""
+def timing(
+    spec: ModelSpec, run: Run, card: GPU | None, cluster: Cluster | None = None, traced: Traced | None = None
+) -> Timing:
+    """Return how long a step of `run` takes on `card`, or a generation, of which the seconds alone are known. With a
+    step that was `traced` its own passes and update count, and what ranks send is as ever."""
     if card is None:
         return Timing()
     if not isinstance(run, Training):
         return Timing(step_seconds(spec, run, card))
     found, nodes = kernels(card), cluster
     if run.world_size == 1:
-        parts, note, hidden = _alone(spec, run, card), "", 0.0
+        parts, note, hidden = _alone(spec, run, card, traced), "", 0.0
         if not parts:
             return Timing()
         layer = _layer(spec, run, card, parts)
     else:
         try:
             nodes = nodes or cluster_of(card)
-            terms = step(spec, run, card, nodes)
+            terms = step(spec, run, card, nodes, traced=traced)
         except NotAvailable as error:
             return Timing(note=f"Time is not known: {error}.")
         parts, note, hidden = _of(terms), _connected(run, nodes), terms.data_sent - terms.data_exposed
         layer = {name: value for name, value in terms.layer.items() if value}
     seconds = sum(parts.values())
     factor = exp(_spread(run, found, nodes))
-    longest = _longest(spec, run, card, nodes, seconds, factor)
-    sources = _sources(spec, run, found, parts)
-    sooner, later = _other_hosts(spec, run, found, parts)
+    longest = _longest(spec, run, card, nodes, seconds, factor, traced)
+    kernel = traced.attention if traced else fastest_kernel(run, attention_kernel(spec, run, card))
+    sources = _sources(run, found, parts, kernel)
+    host = traced.passes.host if traced else host_seconds(spec, run, found.host)
+    sooner, later = _other_hosts(run, host, parts)
     low, high = min(seconds / factor, seconds - sooner), max(longest, seconds + later)
     return Timing(seconds, low, high, parts, sources, {"data": hidden} if hidden else {}, layer, note)
 
@@ -92,17 +98,15 @@ def _spread(run: Training, found: Kernels, nodes: Cluster | None) -> float:
     return max(widest)
 
 
-def _other_hosts(
-    spec: ModelSpec, run: Training, found: Kernels, parts: Mapping[str, float]
-) -> tuple[float, float]:
-    """Return the seconds that a step takes less with a faster host, and more with a slower one.
+def _other_hosts(run: Training, host: float, parts: Mapping[str, float]) -> tuple[float, float]:
+    """Return the seconds that a step takes less with a faster host than one that needs `host`, and more with a slower.
 
     Hosts are as far apart as the two whose operators were measured. DeepSpeed's stages run Python before and after each
     module, forward and backward, which no count of operators has: as long again, on a slow host.
     """
     if run.compile:
         return 0.0, 0.0
-    host, computed = host_seconds(spec, run, found.host), sum(parts.get(name, 0.0) for name in COMPUTED)
+    computed = sum(parts.get(name, 0.0) for name in COMPUTED)
     card, apart = computed - parts.get("launches", 0.0), _hosts_apart()
     hooks = 2.0 if isinstance(run.stack, DeepSpeed) and run.zero else apart
     return computed - max(card, host / apart), max(card, host * hooks) - computed
@@ -115,7 +119,10 @@ def _hosts_apart() -> float:
     return max(times) / min(times)
 
 
-def _longest(spec: ModelSpec, run: Training, card: GPU, nodes: Cluster | None, seconds: float, factor: float) -> float:
+def _longest(
+    spec: ModelSpec, run: Training, card: GPU, nodes: Cluster | None, seconds: float, factor: float,
+    traced: Traced | None,
+) -> float:  # fmt: skip
     """Return the seconds that 9 in 10 such steps are below. Several GPUs have an engine, which takes its own time in
     each step; without peer access their bytes go through the host, maybe from a slot with few lanes."""
     if run.world_size == 1 or nodes is None:
@@ -123,14 +130,14 @@ def _longest(spec: ModelSpec, run: Training, card: GPU, nodes: Cluster | None, s
     if nodes.inside.kind == "pcie" and not card.peer_access:
         reached, bandwidth = nodes.inside.reached / SLOWEST_SLOT, nodes.inside.bandwidth / SLOWEST_SLOT
         slot = replace(nodes.inside, reached=reached, bandwidth=bandwidth)
-        seconds = step(spec, run, card, replace(nodes, inside=slot)).seconds
+        seconds = step(spec, run, card, replace(nodes, inside=slot), traced=traced).seconds
     return factor * seconds + float(training_rates()["engine"]["seconds"])
 
 
-def _alone(spec: ModelSpec, run: Training, card: GPU) -> dict[str, float]:
+def _alone(spec: ModelSpec, run: Training, card: GPU, traced: Traced | None) -> dict[str, float]:
     """Return the parts of one device's step; none where no time is known."""
-    passed = passes(spec, run, card)
-    seconds = whole_seconds(spec, run, card, passed) if passed else None
+    passed, update = traced[:2] if traced else (passes(spec, run, card), None)
+    seconds = whole_seconds(spec, run, card, passed, update) if passed else None
     if passed is None or seconds is None:
         return {}
     parts = {
@@ -163,16 +170,24 @@ def _connected(run: Training, nodes: Cluster) -> str:
     return f"Time: {nodes.gpus} GPUs per node on {nodes.inside.name}{between}."
 
 
-def _sources(spec: ModelSpec, run: Training, found: Kernels, parts: Mapping[str, float]) -> dict[str, str]:
-    """Return where the rates of these parts are from, and what of the run is outside of what was measured."""
+def _sources(run: Training, found: Kernels, parts: Mapping[str, float], kernel: str) -> dict[str, str]:
+    """Return where the rates of these parts are from, with attention by `kernel`, and what of the run is outside of
+    what was measured."""
     said = {name: found.sources[name] for name in parts}
     dtype = peak_dtype(run)
     if found.table and not found.measured(dtype):
         said["products"] = f"{found.shares['products']:.0%} of the data sheet: {dtype} was not measured"
-    kernel = fastest_kernel(run, attention_kernel(spec, run, found.card))
-    if "attention" in said and found.table and (slower := found.slower(kernel)) > 1:
-        names = {"flash": "FlashAttention 2", "efficient": "the memory-efficient kernel"}
-        said["attention"] += f", × {slower:.2f} for {names.get(kernel, kernel)}"
-    if found.longest and run.seq_len > found.longest:
-        said["attention"] += f"; beyond {found.longest:,} tokens, as the work grows"
+    elif found.most_rows and run.tokens // run.cp > found.most_rows:
+        said["products"] += f"; beyond {found.most_rows:,} rows, as the work grows"
+    if "attention" not in said or not found.table:
+        return said
+    if kernel not in FUSED:
+        said["attention"] = f"its products: {said['products']}"
+    elif dtype == "fp32":
+        said["attention"] = f"{found.shares['attention']:.0%} of the data sheet: fp32 was not measured"
+    else:
+        if (slower := found.slower(kernel)) > 1:
+            said["attention"] += f", × {slower:.2f} for {FUSED[kernel]}"
+        if found.longest and run.seq_len > found.longest:
+            said["attention"] += f"; beyond {found.longest:,} tokens, as the work grows"
     return said

@@ -9,8 +9,8 @@ engine, which runs the operators that are left.
 
 from __future__ import annotations
 
+import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
@@ -26,13 +26,16 @@ from ...base.compat import DisableTorchFunction, check, symbol
 from ...base.errors import NotAvailable
 from ..card import Card
 from ..devices import GPU_DEVICE
+from ..engine.engine import Engine
 from .dynamo import CARD, on_device, tracing
 
 # A cache would give what other cards compiled. What is chosen by measuring is not.
 CONFIG = {
     "force_disable_caches": True, "compile_threads": 1, "max_autotune": False, "max_autotune_gemm": False,
     "max_autotune_pointwise": False, "coordinate_descent_tuning": False, "triton.cudagraphs": False,
+    "profile_bandwidth": True,  # it writes into each kernel's text how many bytes it moves, and where a graph begins
 }  # fmt: skip
+MOVED = re.compile(r"'kernel_num_gb': ([0-9.e+-]+)")  # 1e9 bytes; simd.py, estimate_kernel_num_bytes
 MEASURES = {"max_autotune": "max-autotune", "max_autotune_gemm": "max-autotune", "triton.cudagraphs": "CUDA graphs"}
 # CUDA C++ Programming Guide, technical specifications per compute capability: the same from 7.0 on, but for threads.
 THREADS_PER_BLOCK = 1024
@@ -129,14 +132,17 @@ def _line(graph: GraphModule) -> str:
 
 
 class _Kernel:
-    """A Triton kernel of Inductor's: it writes into buffers that it is given."""
+    """A Triton kernel of Inductor's: it writes into buffers that it is given. Of templates, as attention's, no bytes
+    are known."""
 
-    def __init__(self, name: str, launches: Counter[str]) -> None:
-        self.name, self.launches = name, launches
+    def __init__(self, name: str, source: str, engine: Engine) -> None:
+        found = MOVED.search(source)
+        self.name, self.engine = name, engine
+        self.moved = round(1e9 * float(found[1])) if found else None
 
     def run(self, *args: Any, **kwargs: Any) -> None:
         """Launch it."""
-        self.launches[self.name] += 1
+        self.engine.launched(self.name, self.moved)
 
 
 def _compiler(card: Card, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -155,10 +161,18 @@ def _compiler(card: Card, real: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def _wrapper_on(card: Card) -> Iterator[None]:
     """Let the module that Inductor writes run on the engine."""
-    launches = card.engine.launches
+    engine = card.engine
     modules = symbol("torch._inductor.codecache.PyCodeCache")
     load = modules.load_by_key_path
+
+    def begins() -> None:
+        engine.in_graph = True
+
+    def ends(path: Any) -> None:
+        engine.in_graph = False
+
     on_card = {
+        "start_graph": begins, "end_graph": ends,
         "empty_strided_cuda": _empty_strided, "reinterpret_tensor": _reinterpreted, "assert_alignment": _nothing,
         "copy_if_misaligned": _copy_if_misaligned,
     }  # fmt: skip
@@ -168,8 +182,8 @@ def _wrapper_on(card: Card) -> Iterator[None]:
         vars(module).update(on_card)
         return module
 
-    def triton(self: Any, name: str, *args: Any, **kwargs: Any) -> _Kernel:
-        return _Kernel(name, launches)
+    def triton(self: Any, name: str, source: str, *args: Any, **kwargs: Any) -> _Kernel:
+        return _Kernel(name, source, engine)
 
     stream = mock.patch.object(symbol("torch._C"), "_cuda_getCurrentRawStream", _nothing, create=True)
     with (

@@ -101,12 +101,13 @@ class Engine(TorchDispatchMode):
         self.casts = device == HOST  # operands of more than one dtype are copied
         self.operator = None  # the one that runs
         self.lends = False  # whether a stream was given a block of another's (record_stream)
-        self.launches: Counter[str] = Counter()  # of Triton's kernels
+        self.launches: Counter[str] = Counter()  # of Triton's kernels whose time is not known
         self.uncounted: dict[str, str] = {}  # by library: the first operator whose workspace is not counted
         self.notes: dict[str, None] = {}  # what was assumed, a sentence each
         self.met: set[Any] = set()  # operators of which the output alone is counted
         self.placeholder: float | None = None  # what reading an unknown float gives; None raises NotAvailable
-        self.watch: Callable[[Any, tuple, dict[str, Any], Any], None] | None = None  # sees each operator
+        self.watch: Any = None  # a log that sees each operator (profile/operator_log.py)
+        self.in_graph = False  # whether a graph runs that torch.compile made
         self.follows = VALUES_LIMIT if host else SMALL  # elements of a tensor of floats whose values are followed
         self.refused: AllocatorOutOfMemory | None = None  # the last request that found no room
         self.stream = 0  # the CUDA stream in use: its freed blocks are its own
@@ -199,7 +200,7 @@ class Engine(TorchDispatchMode):
             self.hold(op.out)
             self.met.add(func)
         if self.watch is not None:
-            self.watch(func, args, kwargs, op.out)
+            self.watch(func, args, kwargs, op.out, self.in_graph)
         return op.out
 
     def _computed(self, op: Operator) -> Any:
@@ -355,6 +356,13 @@ class Engine(TorchDispatchMode):
             f"torch.compile ran eager: {place}, so what it would fuse is counted and sizes are upper ones "
             f"({type(error).__name__}: {reason})."
         )
+
+    def launched(self, name: str, moved: int | None = None) -> None:
+        """Note that a kernel of Triton's is launched, which moves so many bytes; None where nobody knows how many."""
+        if moved is None:
+            self.launches[name] += 1
+        elif self.watch is not None:
+            self.watch.launched(name, moved)
 
     def now(self) -> int:
         """Return a moment after all events so far."""

@@ -89,6 +89,7 @@ def installed(card: Card) -> Iterator[None]:
             "transformers.generation.utils": generation,
             "transformers.modeling_flash_attention_utils": lambda: stack.enter_context(fake_flash_attn(capability)),
         }
+        stack.enter_context(cuda_autocast())  # before Dynamo, which is told of what answers for the card
         stack.enter_context(fake_fused_loss())
         stack.enter_context(fake_parameters())
         stack.enter_context(cuda_operators(capability))
@@ -137,7 +138,6 @@ def as_cuda(card: Card, host: RealHost, world_size: int | None) -> Iterator[None
     checkpoints, redirect = Checkpoints(engine, card.kept_files), Redirect(engine, host)
     parameters = HostParameters(engine, checkpoints)
     with ExitStack() as stack:
-        stack.enter_context(cuda_autocast())  # before Dynamo, which is told of what answers for the card
         stack.enter_context(installed(card))
         stack.enter_context(parameters.patched())
         stack.enter_context(redirect.patched())

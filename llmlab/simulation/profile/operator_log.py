@@ -7,7 +7,7 @@ read and write once: each argument and each output, a repeated (expanded) dimens
 
 from __future__ import annotations
 
-from math import prod
+from math import isclose, prod
 from typing import Any
 
 import torch
@@ -18,12 +18,14 @@ from ...base.compat import arg_tree_leaves, current_graph_task_id
 from ...base.errors import NotAvailable
 from ...formulas.time.efficiency import Efficiency, efficiency
 from ...formulas.time.kernels import Kernels, kernels
+from ...formulas.time.step import Passes, Traced
 from ...hardware.gpu import GPU
 from ...recording.timing import CPU_ATTENTION_FLOPS
+from ..values.collectives import COLLECTIVES
 from ..workspaces.bitsandbytes import multiplies_packed
 from ..workspaces.none import is_view
 from ..workspaces.registry import Operator
-from .roofline import Kernel, kernel_seconds, timing
+from .roofline import Kernel, Timing, fused_attention, kernel_seconds, timing
 
 aten = torch.ops.aten
 
@@ -34,6 +36,7 @@ WRITES_ONLY = frozenset((
     "aten::fill_", "aten::normal_", "aten::uniform_", "aten::nll_loss_backward", "aten::zeros", "aten::ones",
 ))  # fmt: skip
 ADDING = frozenset(("aten::addmm", "aten::baddbmm", "aten::addmm_", "aten::baddbmm_"))  # to their first argument
+BATCHED = frozenset(("aten::bmm", "aten::baddbmm", "aten::baddbmm_"))
 PRODUCTS = ADDING | {"aten::mm", "aten::bmm"}
 # FlopCounterMode does not know the products that add in place: they count as those that do not.
 OUT_OF_PLACE = {"aten::addmm_": aten.addmm, "aten::baddbmm_": aten.baddbmm}
@@ -90,10 +93,29 @@ class Operators(list):
     def seconds(self) -> float | None:
         """Seconds that these operators take on the card, in this order; None without a card, and where it has no units
         for a dtype."""
-        if self._kernels is None:
-            return None
-        found = timing(self, self._kernels.operators, self._grids)
+        found = self._timing(self)
         return found.step if found else None
+
+    def traced(self, logits: int) -> Traced | None:
+        """Return the passes of the step by what takes them, and its update; None where `seconds` is. What works on as
+        many elements as a micro-batch's `logits` have, on this rank, is outside of blocks."""
+        before = [kernel for kernel in self if kernel.phase != "optimizer"]
+        whole, passed = self._timing(self), self._timing(before)
+        if whole is None or passed is None or self._kernels is None:
+            return None
+        found = dict.fromkeys(("products", "head", "attention", "elementwise", "loss"), 0.0)
+        for kernel in before:
+            seconds = kernel_seconds(kernel, self._kernels.operators, self._grids)
+            found[_takes(kernel, logits)] += seconds or 0.0
+        # What the card waited for, the host took; it may have been the slower one in a part of the step alone.
+        host = 0.0 if isclose(passed.step, passed.card) else passed.step
+        products = {"blocks": found["products"], "head": found["head"]}
+        passes = Passes(products, found["attention"], found["elementwise"], found["loss"], host)
+        fused = next((fused_attention(kernel) for kernel in before if kernel.kind == "attention"), "eager")
+        return Traced(passes, whole.step - passed.step, fused)
+
+    def _timing(self, operators: list[Kernel]) -> Timing | None:
+        return timing(operators, self._kernels.operators, self._grids) if self._kernels else None
 
     @property
     def interval(self) -> float:
@@ -135,7 +157,12 @@ class Operators(list):
             found[kind, name] = (flop + done, moved + kernel.bytes, spent + seconds)
         return found
 
-    def __call__(self, func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
+    def launched(self, name: str, moved: int) -> None:
+        """Add a kernel that torch.compile wrote, which moves so many bytes."""
+        backward = current_graph_task_id() != -1
+        self.append(Kernel(name, "memory", "", 0, moved, (), 1, backward, self.phase, compiled=True))
+
+    def __call__(self, func: Any, args: tuple, kwargs: dict[str, Any], out: Any, compiled: bool = False) -> None:
         """Add one operator."""
         name = func._schema.name
         if func.namespace == "profiler":
@@ -143,7 +170,7 @@ class Operators(list):
         # Recomputation runs inside backward, but from Python and with gradients on, as forward does.
         backward = current_graph_task_id() != -1 and not torch.is_grad_enabled()
         if is_view(func):
-            self.append(Kernel(name, "none", "", 0, 0, (), 0, backward, self.phase))
+            self.append(Kernel(name, "none", "", 0, 0, (), 0, backward, self.phase, compiled=compiled))
             return
         given = {key: value for key, value in kwargs.items() if key != "out"}  # what is only written is not read
         read = args[1:] if name in ADDING and given.get("beta") == 0 else args  # 0 · c is not read, also where c is NaN
@@ -164,7 +191,9 @@ class Operators(list):
             packed, unpacked = _extent(args[1]), shape[2] * shape[3] * args[0].itemsize
             self.append(Kernel(name, "memory", dtype, 0, packed + unpacked, shape[2:], 1, backward, self.phase))
             name, moved = "aten::mm", moved - packed + unpacked
-        self.append(Kernel(name, kind, dtype, flops, moved, shape, launches, backward, self.phase, again, row))
+        self.append(
+            Kernel(name, kind, dtype, flops, moved, shape, launches, backward, self.phase, again, row, compiled)
+        )
 
 
 def _moved(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> tuple[int, int, int]:
@@ -172,6 +201,8 @@ def _moved(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> tuple[int,
     written = sum(map(_extent, outputs))
     if name in GATHERS:
         return 2 * written, 0, 0
+    if name == "fsdp::all_gather_copy_in":  # a shard into its place in the whole
+        return 2 * sum(map(_extent, inputs[:-1])), 0, 0
     if name in WRITES_ONLY:
         return written, 0, 0
     read = sum(map(_extent, inputs))
@@ -196,10 +227,23 @@ LAUNCHES = {"aten::embedding_dense_backward": 20, "aten::slice_backward": 2}
 FOREACH_ELEMENTS = 320 * 65536
 
 
+def _takes(kernel: Kernel, logits: int) -> str:
+    """Return the part of a step's passes that a kernel counts for; batched products are those of eager attention."""
+    if "attention" in kernel.kind or kernel.name in BATCHED:
+        return "attention"
+    if kernel.kind == "matmul":
+        _, rows, columns, inner = kernel.shape
+        return "head" if logits in (rows * columns, rows * inner, columns * inner) else "products"
+    elements = kernel.shape[0] if kernel.shape else kernel.bytes // 2  # of a compiled kernel the bytes alone are known
+    return "loss" if elements >= logits else "elementwise"
+
+
 def _classify(
     func: Any, flops: int, args: tuple, kwargs: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]
 ) -> tuple[str, tuple[int, ...], str]:
     name = func._schema.name
+    if func.namespace in COLLECTIVES:
+        return "sent", (), ""
     if not flops:
         largest = max((each.numel() for each in outputs), default=0)
         strided = any(each.numel() * 2 >= largest and not each.is_contiguous() for each in (*inputs, *outputs))

@@ -19,13 +19,14 @@ SPLIT = 256  # of a sum's elements, so many are worth a multiprocessor of their 
 
 
 class Kernel(NamedTuple):
-    """One operator: `kind` is "matmul", "attention", "attention backward", "gather", "strided", "serial", "memory" or
-    "none" (a view, no kernel): what its time depends on.
+    """One operator: `kind` is "matmul", "attention", "attention backward", "gather", "strided", "serial", "memory",
+    "sent" (a collective, whose time is no kernel's: formulas/time/distributed.py) or "none" (a view): what its time
+    depends on.
 
     `shape` is (batch, M, N, K) of a product, (batch · heads, T, S, head size, causal) of attention, else (elements of
     the largest tensor,). `launches` is how many kernels it starts, `backward` whether autograd's engine calls it,
     `phase` the phase of the step it runs in. `again` bytes more are moved where rows of `row` bytes do not fit in the
-    cache.
+    cache. `compiled`: a graph that torch.compile made starts it, not Python, operator by operator.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Kernel(NamedTuple):
     phase: str
     again: int = 0
     row: int = 0
+    compiled: bool = False
 
 
 class Timing(NamedTuple):
@@ -52,7 +54,7 @@ class Timing(NamedTuple):
 def kernel_seconds(kernel: Kernel, rates: Efficiency, measured: Kernels | None = None) -> float | None:
     """Return the seconds a kernel takes on the card; None where its rate was never measured. Products and attention
     take what `measured` says, where it is given, else they run at one of the `rates`."""
-    if kernel.kind == "none":
+    if kernel.kind in ("none", "sent"):
         return 0.0
     moved = kernel.bytes
     # Each multiprocessor runs two blocks of 1024 threads, and each block goes over a row.
@@ -84,9 +86,14 @@ def _measured(kernel: Kernel, measured: Kernels) -> float | None:
         return None
     heads, queries, keys, size, causal = kernel.shape
     length = max(queries, keys)
-    name = "efficient" if "efficient" in kernel.name else "flash"
+    name = fused_attention(kernel)
     seconds = measured.attention(1, heads, length, size, name, kernel.dtype) * queries * keys / length**2
     return seconds * (1 if causal else 2) * (measured.backward if kernel.kind == "attention backward" else 1)
+
+
+def fused_attention(kernel: Kernel) -> str:
+    """Return which of SDPA's kernels an operator of attention is, as the formulas name them."""
+    return next((each for each in ("efficient", "cudnn") if each in kernel.name), "flash")
 
 
 def _rate(kernel: Kernel, rates: Efficiency) -> float | None:
@@ -107,7 +114,10 @@ def _work(kernel: Kernel, rates: Efficiency) -> float:
 
 
 def host_seconds(kernel: Kernel, rates: Efficiency) -> float:
-    """Return the seconds that the CPU takes for an operator: Python, autograd, the dispatcher, the launch."""
+    """Return the seconds that the CPU takes for an operator: Python, autograd, the dispatcher, the launch. A compiled
+    graph is taken to start its kernels in time, as the formula has it (formulas/time/step.py, host_seconds)."""
+    if kernel.compiled:
+        return 0.0
     seconds = rates.view if kernel.kind == "none" else rates.dispatch
     if kernel.backward:  # autograd's engine calls it, without Python
         seconds *= rates.backward_dispatch
@@ -130,7 +140,7 @@ def timing(kernels: Sequence[Kernel], rates: Efficiency, measured: Kernels | Non
         if seconds is None:
             return None
         started += starting
-        if kernel.kind != "none":
+        if kernel.kind not in ("none", "sent"):
             free = max(free, started) + seconds
             card += seconds
     return Timing(max(free, started), card, started)

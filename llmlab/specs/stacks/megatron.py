@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 Recompute = Literal["selective", "full"]
 RecomputeMethod = Literal["uniform", "block"]
+FP8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
 RECOMPUTED = {"core_attn", "mlp"}  # modules of Megatron's --recompute-modules that are described
 
 
@@ -33,7 +34,9 @@ class Megatron(StackOptions):
     parallelism sends behind the products before and after it (Transformer Engine's userbuffers). `virtual_pipeline` is
     the model chunks of a rank (--num-virtual-stages-per-pipeline-rank), `make_vocab_size_divisible_by` pads the
     vocabulary of each tensor-parallel rank. The distributed optimizer is the run's zero=1, sequence parallelism its
-    sequence_parallel, --attention-backend unfused its attention="eager".
+    sequence_parallel, --attention-backend unfused its attention="eager". `fp8_recipe` is --fp8-recipe, with
+    --fp8-format hybrid: Transformer Engine multiplies blocks' linear layers in fp8 (formulas/memory/float8.py);
+    "tensorwise" is its current scaling.
     """
 
     name = "megatron"
@@ -65,6 +68,7 @@ class Megatron(StackOptions):
     tp_comm_overlap: bool = False
     virtual_pipeline: int = 1
     make_vocab_size_divisible_by: int = 128
+    fp8_recipe: FP8Recipe | None = None
 
     def __post_init__(self) -> None:
         self._check_counts("recompute_num_layers", "virtual_pipeline", "make_vocab_size_divisible_by")
@@ -76,7 +80,11 @@ class Megatron(StackOptions):
             apex=(True, False),
             tp_comm_overlap=(True, False),
             accumulate_allreduce_grads_in_fp32=(None, True, False),
+            fp8_recipe=(None, *get_args(FP8Recipe)),
         )
+        if self.fp8_recipe and not self.transformer_engine:
+            given = f"fp8_recipe={self.fp8_recipe!r} with transformer_engine=False"
+            raise SpecError(f"{given}: Megatron's own layers have no fp8; drop one of the two")
         modules = self.recompute_modules
         modules = tuple(modules.split() if isinstance(modules, str) else modules)
         if not modules or not set(modules) <= RECOMPUTED:
