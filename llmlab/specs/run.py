@@ -146,7 +146,7 @@ class Training(Spec):
                 f"quantization={self.quantization!r} without lora: {self.quantization} weights cannot be trained; "
                 "add lora=lab.LoRA(...) or drop quantization"
             )
-        if self.zero and self.dp == 1 and not self.offload:  # engines offload what ZeRO holds, on one GPU too
+        if self.zero and self.dp * self.cp == 1 and not self.offload:  # engines offload what ZeRO holds, on one GPU too
             raise SpecError(f"zero={self.zero} with dp=1 has nothing to share; give dp >= 2 or zero=0")
         if self.dp % self.ep:
             raise SpecError(f"ep={self.ep} does not divide dp={self.dp}; experts are shared over data-parallel ranks")

@@ -24,9 +24,12 @@ from .fsdp import uses_fsdp
 from .gradients import bucket_bytes, gradients
 from .scores import causal_mask, forward_scores
 from .share import Share, share_of
+from .stacks.blocks import block_of
 from .stacks.torchtune import in_chunks, position_table
 from .states import kept_weights, states
-from .temporaries import block_backward, dequantized, loss_bytes, optimizer_temporaries, outer_activations
+from .temporaries import (
+    block_backward, dequantized, described_bytes, loss_bytes, optimizer_temporaries, outer_activations,
+)  # fmt: skip
 
 
 class Moment(NamedTuple):
@@ -93,6 +96,8 @@ class StepMemory:
         self.last_block = self.block * (blocks - held // run.virtual_stages + 1)
         # A checkpointed block is whole again in its backward; what selective checkpointing kept is not made twice.
         self.recomputed = sum(whole.values()) - kept.get("matmul outputs", 0) if run.checkpointing else 0
+        if (block := block_of(share)) and block.made_again is not None and "matmul outputs" in kept:
+            self.recomputed = described_bytes(block.made_again, share)
         # The half copies that autocast makes of weights; those of blocks are alive until forward is over, and backward
         # still has them, unless it makes them again. Only weights that are trained have one copy for all micro-batches
         # (aten/src/ATen/autocast_mode.cpp, cached_cast): a frozen one lives as long as autograd keeps it, which is not

@@ -47,6 +47,7 @@ class Torchtitan(StackOptions):
     keeps_attention: bool = True
     reshard_after_forward: Reshard = "default"
     optimizer: TitanOptimizer = "fused"
+    enable_fsdp_float8_all_gather: bool = True
 
     @property
     def fused_adamw(self) -> bool:
@@ -74,7 +75,7 @@ class Torchtitan(StackOptions):
     def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """bf16 by FSDP2's policy; by autocast on one device, where nothing is sharded (distributed/utils.py,
         maybe_enable_amp), and not at all with tensor parallelism alone."""
-        sharded = given["dp"] > 1
+        sharded = given["dp"] * given["cp"] > 1
         modes = {None: "selective", "none": None, "full": "full"}
         return {
             "precision": "mixed-bf16" if sharded else "autocast-bf16" if given["tp"] == 1 else "fp32",

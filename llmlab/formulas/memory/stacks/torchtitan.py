@@ -69,12 +69,44 @@ QK_NORM = (
 )
 
 
+# Compiled, block by block (infra/parallelize.py, apply_compile), the partitioner of torch makes silu's output again,
+# and backward needs no result of w2 (torch/_functorch/partitioners.py). The compiled loss casts as it reads, keeps the
+# logits, and writes their gradient beside them.
+NOT_KEPT = ("mul: silu's output", "mm 7: w2")
+# Selective checkpointing then makes again what the MLP's backward needs, and what attention's needs only after that.
+MADE_AGAIN = (
+    Kept("ffn_norm: its input", "norms", "h", "stream", "tokens"),
+    Kept("mul: w3's output", "mlp", "f", "product", "heads"),
+    Kept("w2: its input", "mlp", "f", "product", "heads"),
+)
+COMPILED_LOSS = Loss(forward=(1, 0), gradient=(2, 0), head=(1, 0), after=(0, 0))
+
+
 def block(share: Share) -> Block:
     """Return the description of the block that torchtitan trains."""
     selective: tuple[Kept, ...] = SELECTIVE
-    stack = share.run.stack
+    stack, run = share.run.stack, share.run
     if isinstance(stack, Torchtitan) and not stack.keeps_attention:
         selective = tuple(row for row in selective if not row.operator.startswith("inner_attention"))
-    if share.run.tp > 1:
+    if run.tp > 1:
         selective += REDUCED
-    return LLAMA._replace(saved=SAVED + (QK_NORM if share.spec.qk_norm else ()), selective=selective)
+    saved = SAVED
+    if share.spec.qk_norm:  # Qwen 3
+        saved += QK_NORM
+        if share.bytes.master:  # FSDP2 casts what a block is given
+            table = Kept("rotation: cosines and sines", "q, k, v", "D", "product", "whole", 2 / run.micro_batch)
+            saved, selective = (*saved, table), (*selective, table)
+    found = LLAMA._replace(saved=saved, selective=selective)
+    return _compiled(found, run.checkpointing is not None) if run.compile else found
+
+
+def _compiled(eager: Block, again: bool) -> Block:
+    """Return the description of the block where it is compiled, and backward makes it `again`."""
+    times = 3 if again else 1
+    return eager._replace(
+        saved=tuple(row for row in eager.saved if row.operator not in NOT_KEPT),
+        selective=tuple(row for row in eager.selective if row.operator not in NOT_KEPT),
+        mlp_backward=tuple(row._replace(times=times) for row in eager.mlp_backward),
+        loss=COMPILED_LOSS,
+        made_again=MADE_AGAIN,
+    )
