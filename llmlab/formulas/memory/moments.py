@@ -28,7 +28,12 @@ from .stacks.blocks import block_of
 from .stacks.torchtune import in_chunks, position_table
 from .states import kept_weights, states
 from .temporaries import (
-    block_backward, dequantized, described_bytes, loss_bytes, optimizer_temporaries, outer_activations,
+    block_backward,
+    dequantized,
+    described_bytes,
+    loss_bytes,
+    optimizer_temporaries,
+    outer_activations,
 )  # fmt: skip
 
 
@@ -194,8 +199,11 @@ class StepMemory:
         """Return the moments in which FSDP2 reduces gradients: a unit's, and the copies of all ranks, side by side."""
         units, grads = self.states.units, self.gradients
         moment = partial(self._moment, "backward", logits=self.loss.after)
-        # The first block's activations are gone, and its weights.
+        # The first block's activations are gone, and its weights; a gradient has come in place of what is outside.
         activations = self.activations - self.block + max(0, self.kept_casts - self.block_cast)
+        if block_of(share := self.share) and share.run.pp == 1:
+            stream = share.tokens * share.spec.hidden * share.bytes.residual // share.sequence_ranks
+            activations -= max(0, self.outside - stream)
         gathered = units.resident + (units.prefetched or -units.block)
         reducing = units.block_gradients + units.block_reduction
         ranks = self.share.run.dp_shard * self.share.run.cp

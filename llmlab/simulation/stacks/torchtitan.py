@@ -103,6 +103,7 @@ def build(
         mock.patch("torchtitan.distributed.parallel_dims.device_type", "cpu"),
         mock.patch("torchtitan.components.quantization.float8.has_cuda_capability", lambda *least: True),
         _kept_operators(spec, run),
+        _rounding(),
         around_attention(),
     ):
         converters = symbol("torchtitan.protocols.model_converter.build_model_converters")(job, dims)
@@ -125,6 +126,12 @@ def build(
     step.around_attention = around_attention
     step.mesh = dims.get_mesh("cp") if run.cp > 1 else None
     return step
+
+
+def _rounding() -> AbstractContextManager:
+    """Restore how Inductor rounds, which torchtitan changes for good for "rowwise"; no buffer depends on it."""
+    name = "emulate_precision_casts"
+    return symbol("torch._inductor.config.patch")({name: symbol(f"torch._inductor.config.{name}")})
 
 
 @contextmanager

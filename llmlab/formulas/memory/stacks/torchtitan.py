@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ....specs.stacks import Torchtitan
+from ..float8 import converted, gathers_float8
 from ..share import Share
 from .described import Block, Kept, Loss
 
@@ -79,6 +80,12 @@ MADE_AGAIN = (
     Kept("mul: w3's output", "mlp", "f", "product", "heads"),
     Kept("w2: its input", "mlp", "f", "product", "heads"),
 )
+# In fp8 (torchao/float8/float8_linear.py) what the products of backward read is cast again, from what the norms and the
+# activation read; weights that FSDP2 gathered in fp8 are kept as they were laid out for backward.
+CAST_AGAIN = ("wq, wk, wv: their input", "w1, w3: their input", "w2: its input")
+# In an MLP's backward, in widths of half precision: the gradient of w2's input; casts to fp8 of three tensors, two of
+# them in two layouts. By rows the casts are made one after the other, from copies, one of which is in fp32.
+FP8_BACKWARD = {"tensorwise": 3.5, "rowwise": 5.0}
 COMPILED_LOSS = Loss(forward=(1, 0), gradient=(2, 0), head=(1, 0), after=(0, 0))
 
 
@@ -97,16 +104,23 @@ def block(share: Share) -> Block:
             table = Kept("rotation: cosines and sines", "q, k, v", "D", "product", "whole", 2 / run.micro_batch)
             saved, selective = (*saved, table), (*selective, table)
     found = LLAMA._replace(saved=saved, selective=selective)
-    return _compiled(found, run.checkpointing is not None) if run.compile else found
+    return _compiled(found, share) if run.compile else found
 
 
-def _compiled(eager: Block, again: bool) -> Block:
-    """Return the description of the block where it is compiled, and backward makes it `again`."""
-    times = 3 if again else 1
+def _compiled(eager: Block, share: Share) -> Block:
+    """Return the description of the block where it is compiled."""
+    run = share.run
+    gone, again, times = NOT_KEPT, MADE_AGAIN, 3.0 if run.checkpointing else 1.0
+    saved = eager.saved
+    if run.fp8:
+        gone, again, times = (*NOT_KEPT, *CAST_AGAIN), MADE_AGAIN[:2], FP8_BACKWARD[run.fp8]
+        if gathers_float8(run) and not run.checkpointing:
+            weights = sum(linear.elements for linear in converted(share.spec, run)) / share.spec.layers
+            saved += (Kept("weights, cast", "linear weights", "1", "byte", "heads", weights / share.tokens),)
     return eager._replace(
-        saved=tuple(row for row in eager.saved if row.operator not in NOT_KEPT),
-        selective=tuple(row for row in eager.selective if row.operator not in NOT_KEPT),
+        saved=tuple(row for row in saved if row.operator not in gone),
+        selective=tuple(row for row in eager.selective if row.operator not in gone),
         mlp_backward=tuple(row._replace(times=times) for row in eager.mlp_backward),
         loss=COMPILED_LOSS,
-        made_again=MADE_AGAIN,
+        made_again=again,
     )
