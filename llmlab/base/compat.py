@@ -179,6 +179,7 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "torchtune": {
         "torchtune.models.llama3_1": "llama3_1 lora_llama3_1",
+        "torchtune.models.llama3_1._position_embeddings": "Llama3ScaledRoPE",
         "torchtune.models.llama3_2": "llama3_2 lora_llama3_2",
         "torchtune.modules": "TransformerSelfAttentionLayer",
         "torchtune.modules.loss": "CEWithChunkedOutputLoss",

@@ -118,6 +118,12 @@ class StepMemory:
         self.backward = block_backward(share, whole.get("mlp", 0))
         self.forward_scores = forward_scores(share)  # attention's temporaries in forward
         self.between = dequantized(share) + causal_mask(share)  # temporaries anywhere between first and last block
+        # torchtune: a weight is dequantized before the MLP's backward makes its temporaries, or after.
+        tune = isinstance(run.stack, Torchtune)
+        self.working = (max if tune else sum)((self.between, self.backward.temporaries))
+        self.replaced = 0  # of what is outside of blocks, by one gradient, when the first block's backward begins
+        if tune and not self.sharded:
+            self.replaced = max(0, self.outside - share.tokens * spec.hidden * share.bytes.compute)
         # With adapters and checkpointing peft makes the embedding's output a leaf, so that checkpointing has something
         # to differentiate; it and its gradient outlive backward.
         through_peft = run.lora and run.checkpointing and not isinstance(run.stack, Torchtune)
@@ -179,7 +185,7 @@ class StepMemory:
         around_loss = gathered if units.at_loss is None else units.at_loss
         # FSDP2 gathers ahead what ran before: in chunks, the head itself.
         at_head = gathered - (units.prefetched if units.head and in_chunks(self.share.run) else 0)
-        working, own_gradients = self.between + self.backward.temporaries, self.backward.gradients
+        working, own_gradients = self.working, self.backward.gradients
         return [
             moment("the loss's gradient", around_loss, self.between, gradients=grads.accumulated,
                    activations=activations + self.head_cast, logits=self.loss.gradient),
@@ -187,7 +193,8 @@ class StepMemory:
                    activations=activations, logits=self.loss.head),
             in_blocks("the first block of backward", gathered + units.prefetched, units.head_reduction + working,
                       gradients=grads.after_head + own_gradients,
-                      activations=self.activations + self.recomputed + (self.kept_casts or self.block_cast)),
+                      activations=self.activations - self.replaced + self.recomputed
+                      + (self.kept_casts or self.block_cast)),
             in_blocks("the last block of backward", self.left + units.block, units.block_reduction + working,
                       gradients=grads.stored.before_last + own_gradients,
                       activations=self.last_block + self.recomputed + self.block_cast),
@@ -238,7 +245,7 @@ class StepMemory:
             gathered += units.prefetched
             found += [
                 moment("the second block of backward", gathered,
-                       units.block_reduction + self.between + self.backward.temporaries,
+                       units.block_reduction + self.working,
                        gradients=grads.after_head + self.backward.gradients,
                        activations=activations + self.recomputed + (0 if self.kept_casts else self.block_cast)),
                 moment("the second block's gradients", gathered, self.between + reducing, gradients=grads.after_head,
