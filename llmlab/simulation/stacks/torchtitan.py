@@ -31,7 +31,13 @@ FLOAT8 = "quantize.linear.float8"  # the converter of that name
 
 def check(spec: ModelSpec, run: Training) -> None:
     """Raise NotAvailable for what is not simulated of torchtitan; import what the step calls."""
-    asked = {f"pp={run.pp}": run.pp > 1, f"compile=True, tp={run.tp}": run.compile and run.tp > 1}
+    asked = {
+        f"pp={run.pp}": run.pp > 1,
+        f"compile=True, tp={run.tp}": run.compile and run.tp > 1,
+        f"compile=True, cp={run.cp}": run.compile and run.cp > 1,
+        # its queries are DTensors then, which torch's context parallelism takes none of
+        f"cp={run.cp}, tp={run.tp} of qwen3": spec.family == "qwen3" and run.cp > 1 and run.tp > 1,
+    }
     for what, given in asked.items():
         if given:
             raise NotAvailable(f"simulate has no {what} with stack='torchtitan'; see lab.estimate")

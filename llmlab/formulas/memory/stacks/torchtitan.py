@@ -89,6 +89,11 @@ FP8_BACKWARD = {"tensorwise": 3.5, "rowwise": 5.0}
 COMPILED_LOSS = Loss(forward=(1, 0), gradient=(2, 0), head=(1, 0), after=(0, 0))
 
 
+# With context parallelism each token brings its position (distributed/context_parallel.py), and each block reads the
+# table there: a complex number for each pair of a head's elements. Attention over the ring keeps what it keeps alone.
+AT_POSITIONS = (Kept("rotation: the table at the positions", "q, k, v", "D", "fp32", "whole"),)
+
+
 def block(share: Share) -> Block:
     """Return the description of the block that torchtitan trains."""
     selective: tuple[Kept, ...] = SELECTIVE
@@ -101,8 +106,12 @@ def block(share: Share) -> Block:
     if share.spec.qk_norm:  # Qwen 3
         saved += QK_NORM
         if share.bytes.master:  # FSDP2 casts what a block is given
-            table = Kept("rotation: cosines and sines", "q, k, v", "D", "product", "whole", 2 / run.micro_batch)
+            # All positions', and with context parallelism the rank's own for each of its tokens beside them.
+            times = 2 * run.cp / run.micro_batch + (2 if run.cp > 1 else 0)
+            table = Kept("rotation: cosines and sines", "q, k, v", "D", "product", "whole", times)
             saved, selective = (*saved, table), (*selective, table)
+    elif run.cp > 1:
+        saved += AT_POSITIONS
     found = LLAMA._replace(saved=saved, selective=selective)
     return _compiled(found, share) if run.compile else found
 
