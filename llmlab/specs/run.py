@@ -227,6 +227,13 @@ class Training(Spec):
         return self.micro_batch * self.seq_len
 
     @property
+    def gathers_float8(self) -> bool:
+        """Whether FSDP2 gathers weights in fp8: one scale per tensor, over data-parallel ranks, unless the stack does
+        not (torchtitan/components/quantization/float8.py)."""
+        asked = getattr(self.stack, "enable_fsdp_float8_all_gather", True)
+        return self.fp8 == "tensorwise" and self.zero >= 2 and self.dp_shard > 1 and asked
+
+    @property
     def global_batch(self) -> int:
         """Sequences in one optimizer step over all ranks: micro-batch × accumulation × data-parallel ranks."""
         return self.micro_batch * self.accumulation * self.dp

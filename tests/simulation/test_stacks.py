@@ -43,7 +43,7 @@ THIN_QWEN = {**THIN, "model_type": "qwen3", "num_attention_heads": 12, "head_dim
 COMPILED = {"dp": 8, "compile": True}
 EIGHTH, WIDE = {**COMPILED, "fp8": "tensorwise"}, "torchtitan:enable_fsdp_float8_all_gather=False"
 BLOCKS = {
-    "context parallel": (THIN, {"dp": 2, "cp": 2}),
+    "context parallel": (SMALL, {"dp": 2, "cp": 2}),
     "context parallel, alone": (THIN_QWEN, {"cp": 4}),
     "context parallel, none": (THIN, {"dp": 2, "cp": 2, "stack": "torchtitan:ac=none"}),
     "context parallel, full": (THIN, {"dp": 2, "cp": 2, "checkpointing": "full"}),

@@ -14,7 +14,6 @@ from __future__ import annotations
 from ...specs.model import ModelSpec
 from ...specs.parameters import Linear
 from ...specs.run import Training
-from ...specs.stacks import Torchtitan
 
 CONVERTED = ("attention", "mlp")  # parts
 
@@ -24,15 +23,8 @@ def converted(spec: ModelSpec, run: Training) -> tuple[Linear, ...]:
     return tuple(each for each in spec.block_linears if each.part in CONVERTED) if run.fp8 else ()
 
 
-def gathers_float8(run: Training) -> bool:
-    """Whether FSDP2 gathers the weights of converted layers in fp8."""
-    asked = run.stack.enable_fsdp_float8_all_gather if isinstance(run.stack, Torchtitan) else True
-    # torchtitan/components/quantization/float8.py: not where context parallelism alone shards.
-    return run.fp8 == "tensorwise" and asked and run.zero >= 2 and run.dp_shard > 1
-
-
 def gathered_less(spec: ModelSpec, run: Training, width: int) -> int:
     """Return by how many bytes FSDP2's gathered weights of all blocks are fewer than at `width` bytes each."""
-    if not gathers_float8(run):
+    if not run.gathers_float8:
         return 0
     return (width - 1) * sum(linear.elements for linear in converted(spec, run)) // run.tp

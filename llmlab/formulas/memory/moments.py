@@ -121,6 +121,7 @@ class StepMemory:
         # torchtune: a weight is dequantized before the MLP's backward makes its temporaries, or after.
         tune = isinstance(run.stack, Torchtune)
         self.working = (max if tune else sum)((self.between, self.backward.temporaries))
+        self.around_loss = causal_mask(share) if tune else self.between
         self.replaced = 0  # of what is outside of blocks, by one gradient, when the first block's backward begins
         if tune and not self.sharded:
             self.replaced = max(0, self.outside - share.tokens * spec.hidden * share.bytes.compute)
@@ -159,7 +160,7 @@ class StepMemory:
         return [
             moment("attention in the last block", gathered + units.prefetched, self.between + self.forward_scores,
                    activations=self.activations - self.outside + casts),
-            moment("the loss", around_loss, self.between, activations=self.activations + casts,
+            moment("the loss", around_loss, self.around_loss, activations=self.activations + casts,
                    logits=self.loss.forward),
         ]  # fmt: skip
 
@@ -187,10 +188,10 @@ class StepMemory:
         at_head = gathered - (units.prefetched if units.head and in_chunks(self.share.run) else 0)
         working, own_gradients = self.working, self.backward.gradients
         return [
-            moment("the loss's gradient", around_loss, self.between, gradients=grads.accumulated,
+            moment("the loss's gradient", around_loss, self.around_loss, gradients=grads.accumulated,
                    activations=activations + self.head_cast, logits=self.loss.gradient),
-            moment("the head's gradient", at_head + units.head, self.between, gradients=grads.accumulated + grads.head,
-                   activations=activations, logits=self.loss.head),
+            moment("the head's gradient", at_head + units.head, self.around_loss,
+                   gradients=grads.accumulated + grads.head, activations=activations, logits=self.loss.head),
             in_blocks("the first block of backward", gathered + units.prefetched, units.head_reduction + working,
                       gradients=grads.after_head + own_gradients,
                       activations=self.activations - self.replaced + self.recomputed

@@ -16,7 +16,7 @@ from ...specs.model import ModelSpec
 from ...specs.run import Precision, Training
 from ...specs.stacks import Megatron, Torchtitan
 from ..memory.activations import FUSED, block_saved
-from ..memory.float8 import converted, gathers_float8
+from ..memory.float8 import converted
 from ..memory.fsdp import uses_fsdp
 from ..memory.precision import PRECISION
 from ..memory.share import Share, adapter_bytes, share_of
@@ -136,7 +136,7 @@ def fp8_casts(spec: ModelSpec, run: Training) -> float:
     outputs = sum(linear.outputs * linear.count for linear in columns) / run.tp
     outputs += sum(linear.outputs * linear.count for linear in rows)
     activations = each.activation * (inputs + outputs) + again * each.activation_again * inputs
-    gathered = gathers_float8(run) and uses_fsdp(run)
+    gathered = run.gathers_float8 and uses_fsdp(run)
     elements = 0.0 if gathered else sum(linear.elements for linear in layers) / run.tp
     return run.tokens / run.cp * activations + (each.weight + again * each.weight_again) * elements
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ....specs.stacks import Torchtitan
-from ..float8 import converted, gathers_float8
+from ..float8 import converted
 from ..share import Share
 from .described import Block, Kept, Loss
 
@@ -123,7 +123,7 @@ def _compiled(eager: Block, share: Share) -> Block:
     saved = eager.saved
     if run.fp8:
         gone, again, times = (*NOT_KEPT, *CAST_AGAIN), MADE_AGAIN[:2], FP8_BACKWARD[run.fp8]
-        if gathers_float8(run) and not run.checkpointing:
+        if run.gathers_float8 and not run.checkpointing:
             weights = sum(linear.elements for linear in converted(share.spec, run)) / share.spec.layers
             saved += (Kept("weights, cast", "linear weights", "1", "byte", "heads", weights / share.tokens),)
     return eager._replace(
