@@ -102,7 +102,7 @@ def block(share: Share) -> Block:
         selective = tuple(row for row in selective if not row.operator.startswith("inner_attention"))
     if run.tp > 1:
         selective += REDUCED
-    saved = SAVED
+    saved: tuple[Kept, ...] = SAVED
     if share.spec.qk_norm:  # Qwen 3
         saved += QK_NORM
         if share.bytes.master:  # FSDP2 casts what a block is given
@@ -119,7 +119,9 @@ def block(share: Share) -> Block:
 def _compiled(eager: Block, share: Share) -> Block:
     """Return the description of the block where it is compiled."""
     run = share.run
-    gone, again, times = NOT_KEPT, MADE_AGAIN, 3.0 if run.checkpointing else 1.0
+    gone: tuple[str, ...] = NOT_KEPT
+    again: tuple[Kept, ...] = MADE_AGAIN
+    times = 3.0 if run.checkpointing else 1.0
     saved = eager.saved
     if run.fp8:
         gone, again, times = (*NOT_KEPT, *CAST_AGAIN), MADE_AGAIN[:2], FP8_BACKWARD[run.fp8]
