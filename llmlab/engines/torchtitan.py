@@ -26,6 +26,7 @@ DEGREES = {
     "ep": "expert_parallel_degree",
 }  # fmt: skip
 FP8 = "quantize.linear.float8"  # section, and converter
+GATHERED = ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp")
 # Keys that are read, by section; sections that are passed over whole, as they change neither memory nor work, and keys.
 READ: dict[str, set[str]] = {
     "model": {"name", "flavor", "converters"},
@@ -91,7 +92,9 @@ def torchtitan_config(run: Any, name: str) -> dict[str, dict[str, Any]]:
         "activation_checkpoint": recomputed,
         "compile": {"enable": run.compile},
     }  # fmt: skip
-    if run.fp8:
+    if run.gathers_float8:  # which its recipe "tensorwise" does not
+        sections[FP8] = dict.fromkeys(GATHERED, True)
+    elif run.fp8:
         sections[FP8] = {"recipe_name": run.fp8}
     return sections
 
@@ -155,6 +158,8 @@ def torchtitan_fields(settings: Any, given: Mapping[str, Any]) -> dict[str, Any]
         raise SpecError(f"optimizer.implementation={option!r}: described are fused, foreach")
     if "stack" not in given:
         text = f"torchtitan:{ac},optimizer={option},reshard_after_forward={reshard}"
+        if said["fp8"][1] == "tensorwise" and not _float8(parts["quantize"]).get(GATHERED[0]):
+            text += f",{GATHERED[0]}=False"
         given = {**given, "stack": text}
     return agreed(said, given)
 
@@ -198,8 +203,12 @@ def _fp8(model: Mapping[str, Any], quantize: Mapping[str, Any]) -> str | None:
     converters = model.get("converters") or []
     if unknown := [name for name in converters if name != FP8]:
         raise SpecError(f"model.converters {', '.join(map(str, unknown))}: described is {FP8}")
-    settings = part_of(part_of(quantize, "linear"), "float8")
+    settings = _float8(quantize)
     return str(settings.get("recipe_name") or "tensorwise") if converters else None
+
+
+def _float8(quantize: Mapping[str, Any]) -> Mapping[str, Any]:
+    return part_of(part_of(quantize, "linear"), "float8")
 
 
 def _toml(text: str) -> Any:

@@ -147,7 +147,8 @@ class Training(Spec):
                 "add lora=lab.LoRA(...) or drop quantization"
             )
         # Engines offload what ZeRO holds, on one GPU too; DeepSpeed runs its stages on one without.
-        if self.zero and self.dp == 1 and not self.offload and not isinstance(self.stack, DeepSpeed):
+        alone = self.dp * self.cp == 1 and not self.offload
+        if self.zero and alone and not isinstance(self.stack, DeepSpeed):
             raise SpecError(f"zero={self.zero} with dp=1 has nothing to share; give dp >= 2 or zero=0")
         if self.dp % self.ep:
             raise SpecError(f"ep={self.ep} does not divide dp={self.dp}; experts are shared over data-parallel ranks")
@@ -231,6 +232,13 @@ class Training(Spec):
     def tokens(self) -> int:
         """Tokens of one micro-batch on one data-parallel rank."""
         return self.micro_batch * self.seq_len
+
+    @property
+    def gathers_float8(self) -> bool:
+        """Whether FSDP2 gathers weights in fp8: one scale per tensor, over data-parallel ranks, unless the stack does
+        not (torchtitan/components/quantization/float8.py)."""
+        asked = getattr(self.stack, "enable_fsdp_float8_all_gather", True)
+        return self.fp8 == "tensorwise" and self.zero >= 2 and self.dp_shard > 1 and asked
 
     @property
     def global_batch(self) -> int:

@@ -37,6 +37,57 @@ def test_the_estimate_is_what_torchtitans_own_code_takes(name, model):
     assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.02)
 
 
+# Of few words, so that the peak is where a block is: what it keeps is seen.
+THIN = {**SMALL, "vocab_size": 2048, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 6}
+THIN_QWEN = {**THIN, "model_type": "qwen3", "num_attention_heads": 12, "head_dim": 128}
+COMPILED = {"dp": 8, "compile": True}
+EIGHTH, WIDE = {**COMPILED, "fp8": "tensorwise"}, "torchtitan:enable_fsdp_float8_all_gather=False"
+BLOCKS = {
+    "context parallel": (SMALL, {"dp": 2, "cp": 2}),
+    "context parallel, alone": (THIN_QWEN, {"cp": 4}),
+    "context parallel, none": (THIN, {"dp": 2, "cp": 2, "stack": "torchtitan:ac=none"}),
+    "context parallel, full": (THIN, {"dp": 2, "cp": 2, "checkpointing": "full"}),
+    "compiled": (THIN, COMPILED),
+    "compiled, qwen3": (THIN_QWEN, COMPILED),
+    "compiled, none": (THIN_QWEN, {**COMPILED, "stack": "torchtitan:ac=none"}),
+    "compiled, full": (THIN, {**COMPILED, "checkpointing": "full"}),
+    "compiled, many words": (SMALL, COMPILED),
+    "tensorwise": (THIN, EIGHTH),
+    "tensorwise, none": (THIN, {**EIGHTH, "stack": "torchtitan:ac=none"}),
+    "tensorwise, full": (THIN, {**EIGHTH, "checkpointing": "full"}),
+    "tensorwise, gathered in bf16": (THIN, {**EIGHTH, "stack": WIDE}),
+    "rowwise": (THIN, {**EIGHTH, "fp8": "rowwise"}),
+    "rowwise, none": (THIN, {**EIGHTH, "fp8": "rowwise", "stack": "torchtitan:ac=none"}),
+    "rowwise, full": (THIN, {**EIGHTH, "fp8": "rowwise", "checkpointing": "full"}),
+}
+
+
+@pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs `make stacks`")
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_estimate_is_what_torchtitans_blocks_take_compiled_in_fp8_and_cut_by_tokens(name):
+    model, given = BLOCKS[name]
+    run = lab.Training(**{"seq_len": 8192, "stack": "torchtitan", **given})
+    estimate, simulation = lab.estimate(model, run, "H100-80GB"), lab.simulate(model, run, "H100-80GB")
+    assert not [note for note in simulation.notes if "ran eager" in note]
+    assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.02)
+
+
+@pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs `make stacks`")
+@pytest.mark.parametrize(
+    "given, names",
+    [
+        ({"dp": 8, "pp": 2, "accumulation": 4}, "pp=2"),
+        ({"dp": 4, "tp": 2, "compile": True}, "compile=True, tp=2"),
+        ({"cp": 2, "compile": True}, "compile=True, cp=2"),
+    ],
+)
+def test_what_of_torchtitan_is_only_estimated(given, names):
+    run = lab.Training(stack="torchtitan", **given)
+    with pytest.raises(lab.NotAvailable, match=rf"{names} with stack='torchtitan'; see lab\.estimate"):
+        lab.simulate(SMALL, run, "H100-80GB")
+    assert lab.estimate(SMALL, run, "H100-80GB").peak_allocated
+
+
 TIED = {**SMALL, "tie_word_embeddings": True}
 MLP = lab.LoRA(rank=8, targets=("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
 TUNES = {
@@ -52,6 +103,9 @@ TUNES = {
     "offloaded": {"stack": "torchtune:enable_activation_offloading=True"},
     "LoRA": {"lora": MLP},
     "LoRA on eight": {"dp": 8, "lora": MLP},
+    "QLoRA": {"lora": MLP, "quantization": "nf4"},
+    "QLoRA, offloaded": {"lora": MLP, "quantization": "nf4", "stack": "torchtune:enable_activation_offloading=True"},
+    "QLoRA, compiled": {"lora": MLP, "quantization": "nf4", "compile": True},
 }
 
 
@@ -123,7 +177,17 @@ def test_deepspeeds_weights_pile_up_before_the_loss():
 
 
 @pytest.mark.skipif(find_spec("torchtune") is None, reason="needs `make stacks`")
-@pytest.mark.parametrize("given", [{"lora": MLP, "quantization": "nf4"}, {"stack": "torchtune:packed=True"}])
+def test_a_block_of_torchtunes_qlora_takes_what_dequantizing_takes():
+    run = lab.Training(seq_len=2048, micro_batch=2, lora=MLP, quantization="nf4", stack="torchtune")
+    estimate, simulation = lab.estimate(THIN, run, "A100-80GB"), lab.simulate(THIN, run, "A100-80GB")
+    assert simulation.phases["backward"] == simulation.peak_allocated
+    assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.02)
+
+
+@pytest.mark.skipif(find_spec("torchtune") is None, reason="needs `make stacks`")
+@pytest.mark.parametrize(
+    "given", [{"lora": MLP, "quantization": "nf4", "dp": 8}, {"stack": "torchtune:packed=True"}]
+)
 def test_what_of_torchtune_is_only_estimated(given):
     run = lab.Training(**{"stack": "torchtune", **given})
     with pytest.raises(lab.NotAvailable, match=r"see lab\.estimate"):

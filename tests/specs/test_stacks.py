@@ -7,6 +7,7 @@ import pytest
 
 import llmlab as lab
 from llmlab.specs.run import run_from_dict
+from llmlab.specs.stacks import STACKS
 
 TITAN = lab.Training(dp=8, stack="torchtitan")
 
@@ -57,6 +58,39 @@ def test_what_a_stack_has_not_is_refused_by_name(given, names):
     with pytest.raises((lab.SpecError, lab.UnknownName)) as error:
         lab.Training(**{"dp": 8, "stack": "torchtitan", **given})
     assert all(name in str(error.value) for name in names)
+
+
+@pytest.mark.parametrize("asked", STACKS.values(), ids=list(STACKS))
+@pytest.mark.parametrize("other", STACKS.values(), ids=list(STACKS))
+def test_every_option_of_another_stack_is_refused_by_name(asked, other):
+    own = {each.name for each in dataclasses.fields(asked)}
+    for option in dataclasses.fields(other):
+        if option.name in own or option.name in asked.undescribed:
+            continue
+        owners = [name for name, each in STACKS.items() if option.name in {f.name for f in dataclasses.fields(each)}]
+        with pytest.raises(lab.SpecError) as error:
+            asked(**{option.name: option.default})
+        assert f"{asked.name} has no option {option.name}: it is {' and '.join(owners)}'s" in str(error.value)
+
+
+@pytest.mark.parametrize("option", lab.Torchtitan.undescribed)
+def test_what_torchtitan_has_and_is_not_described_is_said(option):
+    with pytest.raises(lab.SpecError, match=f"torchtitan's {option} is not described: .{{20}}"):
+        lab.Torchtitan(**{option: True})
+
+
+def test_a_stack_without_stages_is_not_offered_for_their_order():
+    with pytest.raises(lab.SpecError, match="stack='transformers' has; with") as error:
+        lab.Training(dp=2, pp=2, accumulation=4, schedule="gpipe", stack="torchtitan")
+    assert "torchtune" not in str(error.value)
+
+
+def test_ranks_of_context_parallelism_share_states():
+    alone = lab.Training(cp=8, seq_len=8192, stack="torchtitan")
+    assert (alone.zero, alone.precision) == (3, "mixed-bf16")
+    runs = [lab.Training(cp=ranks, seq_len=8192, stack="torchtitan") for ranks in (2, 8)]
+    first, second = (lab.estimate("meta-llama/Meta-Llama-3-8B", run, "H100-80GB").parts["optimizer"] for run in runs)
+    assert first == pytest.approx(4 * second, rel=1e-3)
 
 
 def test_torchtunes_recipe_follows_the_run():

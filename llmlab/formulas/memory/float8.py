@@ -46,6 +46,6 @@ def weight_copies(spec: ModelSpec, run: Training, layers: int) -> int:
 
 def gathered_less(spec: ModelSpec, run: Training, width: int) -> int:
     """Return by how many bytes FSDP2's gathered weights of all blocks are fewer than at `width` bytes each."""
-    if run.fp8 != "tensorwise":
+    if not run.gathers_float8:
         return 0
     return (width - 1) * sum(linear.elements for linear in converted(spec, run)) // run.tp

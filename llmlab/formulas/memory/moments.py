@@ -24,9 +24,17 @@ from .fsdp import uses_fsdp
 from .gradients import bucket_bytes, gradients
 from .scores import causal_mask, forward_scores
 from .share import Share, share_of
+from .stacks.blocks import block_of
 from .stacks.torchtune import in_chunks, position_table
 from .states import kept_weights, states
-from .temporaries import block_backward, dequantized, loss_bytes, optimizer_temporaries, outer_activations
+from .temporaries import (
+    block_backward,
+    dequantized,
+    described_bytes,
+    loss_bytes,
+    optimizer_temporaries,
+    outer_activations,
+)  # fmt: skip
 
 
 class Moment(NamedTuple):
@@ -93,6 +101,8 @@ class StepMemory:
         self.last_block = self.block * (blocks - held // run.virtual_stages + 1)
         # A checkpointed block is whole again in its backward; what selective checkpointing kept is not made twice.
         self.recomputed = sum(whole.values()) - kept.get("matmul outputs", 0) if run.checkpointing else 0
+        if (block := block_of(share)) and block.made_again is not None and "matmul outputs" in kept:
+            self.recomputed = described_bytes(block.made_again, share)
         # The half copies that autocast makes of weights; those of blocks are alive until forward is over, and backward
         # still has them, unless it makes them again. Only weights that are trained have one copy for all micro-batches
         # (aten/src/ATen/autocast_mode.cpp, cached_cast): a frozen one lives as long as autograd keeps it, which is not
@@ -108,6 +118,13 @@ class StepMemory:
         self.backward = block_backward(share, whole.get("mlp", 0))
         self.forward_scores = forward_scores(share)  # attention's temporaries in forward
         self.between = dequantized(share) + causal_mask(share)  # temporaries anywhere between first and last block
+        # torchtune: a weight is dequantized before the MLP's backward makes its temporaries, or after.
+        tune = isinstance(run.stack, Torchtune)
+        self.working = (max if tune else sum)((self.between, self.backward.temporaries))
+        self.around_loss = causal_mask(share) if tune else self.between
+        self.replaced = 0  # of what is outside of blocks, by one gradient, when the first block's backward begins
+        if tune and not self.sharded:
+            self.replaced = max(0, self.outside - share.tokens * spec.hidden * share.bytes.compute)
         # With adapters and checkpointing peft makes the embedding's output a leaf, so that checkpointing has something
         # to differentiate; it and its gradient outlive backward.
         through_peft = run.lora and run.checkpointing and not isinstance(run.stack, Torchtune)
@@ -143,7 +160,7 @@ class StepMemory:
         return [
             moment("attention in the last block", gathered + units.prefetched, self.between + self.forward_scores,
                    activations=self.activations - self.outside + casts),
-            moment("the loss", around_loss, self.between, activations=self.activations + casts,
+            moment("the loss", around_loss, self.around_loss, activations=self.activations + casts,
                    logits=self.loss.forward),
         ]  # fmt: skip
 
@@ -169,15 +186,16 @@ class StepMemory:
         around_loss = gathered if units.at_loss is None else units.at_loss
         # FSDP2 gathers ahead what ran before: in chunks, the head itself.
         at_head = gathered - (units.prefetched if units.head and in_chunks(self.share.run) else 0)
-        working, own_gradients = self.between + self.backward.temporaries, self.backward.gradients
+        working, own_gradients = self.working, self.backward.gradients
         return [
-            moment("the loss's gradient", around_loss, self.between, gradients=grads.accumulated,
+            moment("the loss's gradient", around_loss, self.around_loss, gradients=grads.accumulated,
                    activations=activations + self.head_cast, logits=self.loss.gradient),
-            moment("the head's gradient", at_head + units.head, self.between, gradients=grads.accumulated + grads.head,
-                   activations=activations, logits=self.loss.head),
+            moment("the head's gradient", at_head + units.head, self.around_loss,
+                   gradients=grads.accumulated + grads.head, activations=activations, logits=self.loss.head),
             in_blocks("the first block of backward", gathered + units.prefetched, units.head_reduction + working,
                       gradients=grads.after_head + own_gradients,
-                      activations=self.activations + self.recomputed + (self.kept_casts or self.block_cast)),
+                      activations=self.activations - self.replaced + self.recomputed
+                      + (self.kept_casts or self.block_cast)),
             in_blocks("the last block of backward", self.left + units.block, units.block_reduction + working,
                       gradients=grads.stored.before_last + own_gradients,
                       activations=self.last_block + self.recomputed + self.block_cast),
@@ -189,8 +207,11 @@ class StepMemory:
         """Return the moments in which FSDP2 reduces gradients: a unit's, and the copies of all ranks, side by side."""
         units, grads = self.states.units, self.gradients
         moment = partial(self._moment, "backward", logits=self.loss.after)
-        # The first block's activations are gone, and its weights.
+        # The first block's activations are gone, and its weights; a gradient has come in place of what is outside.
         activations = self.activations - self.block + max(0, self.kept_casts - self.block_cast)
+        if block_of(share := self.share) and share.run.pp == 1:
+            stream = share.tokens * share.spec.hidden * share.bytes.residual // share.sequence_ranks
+            activations -= max(0, self.outside - stream)
         gathered = units.resident + (units.prefetched or -units.block)
         reducing = units.block_gradients + units.block_reduction
         ranks = self.share.run.dp_shard * self.share.run.cp
@@ -225,7 +246,7 @@ class StepMemory:
             gathered += units.prefetched
             found += [
                 moment("the second block of backward", gathered,
-                       units.block_reduction + self.between + self.backward.temporaries,
+                       units.block_reduction + self.working,
                        gradients=grads.after_head + self.backward.gradients,
                        activations=activations + self.recomputed + (0 if self.kept_casts else self.block_cast)),
                 moment("the second block's gradients", gathered, self.between + reducing, gradients=grads.after_head,

@@ -172,7 +172,7 @@ def fp8_casts(spec: ModelSpec, run: Training) -> float:
     outputs = sum(linear.outputs * linear.count for linear in columns) / run.tp
     outputs += sum(linear.outputs * linear.count for linear in rows)
     activations = each.activation * (inputs + outputs) + again * each.activation_again * inputs
-    gathered = run.fp8 == "tensorwise" and uses_fsdp(run)
+    gathered = run.gathers_float8 and uses_fsdp(run)
     elements = 0.0 if gathered else sum(linear.elements for linear in layers) / run.tp
     return run.tokens / run.cp * activations + (each.weight + again * each.weight_again) * elements
 

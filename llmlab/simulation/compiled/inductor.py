@@ -54,6 +54,7 @@ def inductor_on(card: Card) -> Iterator[None]:
     utils = symbol("torch._inductor.utils")
     padding = symbol("torch._inductor.fx_passes.pad_mm")
     interface = symbol("torch._dynamo.device_interface.CudaInterface")
+    peephole, full = folder._add_peephole_patterns, torch.full
     real, inner, fold, remark = entry.compile_fx, entry.compile_fx_inner, folder.run, card.engine.remark
     properties = SimpleNamespace(**vars(torch.cuda.get_device_properties(0)), max_threads_per_block=THREADS_PER_BLOCK)
 
@@ -78,6 +79,11 @@ def inductor_on(card: Card) -> Iterator[None]:
         on_device(self.module, GPU_DEVICE)
         return fold(self)
 
+    def find_zeros(self: Any) -> None:
+        on_engine = lambda *args, **options: full(*args, **{**options, "device": GPU_DEVICE})  # noqa: E731
+        with mock.patch.object(torch, "full", on_engine):
+            peephole(self)
+
     def should_pad(match: Any, first: Tensor, second: Tensor, op: Any, input: Any = None) -> bool:
         """pad_mm.should_pad, which measures whether rows of whole 16 B are faster: in 16 bit they are taken to be."""
         if not padding.can_pad(first, second, op, input) or first.itemsize != 2:
@@ -97,6 +103,7 @@ def inductor_on(card: Card) -> Iterator[None]:
         stack.callback(_forget)
         put(entry, "compile_fx", compile_fx)
         put(folder, "run", folded)
+        put(folder, "_add_peephole_patterns", find_zeros)
         put(padding, "should_pad", should_pad)
         put(utils, "get_device_tflops", lambda dtype: (card.gpu.peak(DTYPES.get(dtype, "")) or 0) / 1e12)
         put(utils, "get_gpu_dram_gbps", lambda: card.gpu.bandwidth / 1e9)

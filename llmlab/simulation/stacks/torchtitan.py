@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -25,12 +26,20 @@ from ...step.model import Around
 from ...step.step import Enter, Step, ignore
 
 MODELS = {"llama": "llama3", "qwen3": "qwen3"}  # its packages
+FLOAT8 = "quantize.linear.float8"  # the converter of that name
 
 
 def check(spec: ModelSpec, run: Training) -> None:
     """Raise NotAvailable for what is not simulated of torchtitan; import what the step calls."""
-    for asked, what in ((run.pp > 1, f"pp={run.pp}"), (run.cp > 1, f"cp={run.cp}"), (run.compile, "compile=True")):
-        if asked:
+    asked = {
+        f"pp={run.pp}": run.pp > 1,
+        f"compile=True, tp={run.tp}": run.compile and run.tp > 1,
+        f"compile=True, cp={run.cp}": run.compile and run.cp > 1,
+        # its queries are DTensors then, which torch's context parallelism takes none of
+        f"cp={run.cp}, tp={run.tp} of qwen3": spec.family == "qwen3" and run.cp > 1 and run.tp > 1,
+    }
+    for what, given in asked.items():
+        if given:
             raise NotAvailable(f"simulate has no {what} with stack='torchtitan'; see lab.estimate")
     logging.getLogger().setLevel(logging.WARNING)  # of torchtitan, which logs to the root
     training_spec(spec)
@@ -48,6 +57,8 @@ class TitanStep(Step):
     optimizers: Any = None
     loss_function: Any = None
     context: Any = field(default=None, repr=False)  # around forward and backward
+    around_attention: Any = nullcontext
+    mesh: Any = None  # of context parallelism
 
     def __call__(self, enter: Enter = ignore) -> None:
         """Take one step, as train_step and forward_backward_step do."""
@@ -55,10 +66,11 @@ class TitanStep(Step):
         parameters = list(self.model.parameters())
         for ids in self.inputs:  # (B, T)
             enter("forward")
-            with self.context():
+            with self.context(), self.around_attention():
                 with self._cast():
-                    logits = self.model(ids)  # (B, T, V)
-                    loss = self.loss_function(logits, ids) / ids.numel()
+                    ids, labels, beside = self._share(ids)
+                    logits = self.model(ids, **beside)  # (B, T, V)
+                    loss = self.loss_function(logits, labels) / ids.numel()
                 enter("backward", logits=getattr(logits, "_local_tensor", logits))
                 del logits
                 loss.backward()
@@ -66,6 +78,15 @@ class TitanStep(Step):
         symbol("torchtitan.distributed.utils.clip_grad_norm_")(parameters, 1.0, foreach=True)
         self.optimizers.step()
         enter("optimizer")
+
+    def _share(self, ids: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return this rank's ids and labels, and what else the model is given."""
+        if self.mesh is None:
+            return ids, ids, {}
+        path = "torchtitan.distributed.context_parallel"
+        balancer = symbol(f"{path}._HeadTailLoadBalancer")  # which would be where the mesh is, on the host
+        with mock.patch(f"{path}._HeadTailLoadBalancer", lambda length, ranks, _: balancer(length, ranks, self.device)):
+            return symbol(f"{path}.prepare_context_parallel_input")(ids, ids.clone(), {}, self.mesh, self.device)
 
     def _cast(self) -> AbstractContextManager:
         assert isinstance(self.run, Training)
@@ -83,7 +104,16 @@ def build(
     with torch.device("meta"):
         model = own.model_cls(arguments)
     _set_width(model, spec)
-    with mock.patch("torchtitan.distributed.parallel_dims.device_type", "cpu"), _kept_operators(spec, run):
+    around_attention = _ring_attention if run.cp > 1 else nullcontext
+    with (
+        mock.patch("torchtitan.distributed.parallel_dims.device_type", "cpu"),
+        mock.patch("torchtitan.components.quantization.float8.has_cuda_capability", lambda *least: True),
+        _kept_operators(spec, run),
+        _rounding(),
+        around_attention(),
+    ):
+        converters = symbol("torchtitan.protocols.model_converter.build_model_converters")(job, dims)
+        converters.convert(model)
         dims.build_mesh()
         model = own.parallelize_fn(model, dims, job)
     model.to_empty(device=device)
@@ -96,9 +126,29 @@ def build(
         run, device, model, [ids.to(device, copy=True) for ids in inputs], parameters=list(model.parameters())
     )
     step.optimizers, step.optimizer = optimizers, optimizers.optimizers[0]
+    optimizers.register_step_post_hook(lambda *args, **kwargs: converters.post_optimizer_hook([model]))
     step.loss_function = own.build_loss_fn(job)
     step.context = symbol("torchtitan.distributed.utils.get_train_context")(run.tp > 1)
+    step.around_attention = around_attention
+    step.mesh = dims.get_mesh("cp") if run.cp > 1 else None
     return step
+
+
+def _rounding() -> AbstractContextManager:
+    """Restore how Inductor rounds, which torchtitan changes for good for "rowwise"; no buffer depends on it."""
+    name = "emulate_precision_casts"
+    return symbol("torch._inductor.config.patch")({name: symbol(f"torch._inductor.config.{name}")})
+
+
+@contextmanager
+def _ring_attention() -> Iterator[None]:
+    """Let DTensor compute attention over the ranks of context parallelism; torchtitan leaves it on."""
+    path = "torch.distributed.tensor.experimental._attention"
+    symbol(f"{path}._enable_context_parallel_dispatcher")()
+    try:
+        yield
+    finally:
+        symbol(f"{path}._disable_context_parallel_dispatcher")()
 
 
 def job_config(run: Training) -> Any:
@@ -109,6 +159,16 @@ def job_config(run: Training) -> Any:
     job.parallelism.tensor_parallel_degree = run.tp
     job.parallelism.fsdp_reshard_after_forward = stack.reshard_after_forward
     job.optimizer.implementation = stack.optimizer
+    job.parallelism.context_parallel_degree = run.cp
+    job.compile.enable = run.compile
+    if run.fp8:
+        job.model.converters = [FLOAT8]
+        float8 = job.quantize.linear.float8
+        float8.filter_fqns = ["output"]  # as its configurations have it
+        if run.fp8 == "tensorwise" and stack.enable_fsdp_float8_all_gather:
+            float8.enable_fsdp_float8_all_gather = float8.precompute_float8_dynamic_scale_for_fsdp = True
+        else:
+            float8.recipe_name = run.fp8
     ac = job.activation_checkpoint
     ac.mode = run.checkpointing or "none"
     ac.selective_ac_option = str(stack.every) if stack.ac == "selective_layers" else "op"

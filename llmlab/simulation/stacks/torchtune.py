@@ -37,7 +37,7 @@ def check(spec: ModelSpec, run: Training) -> None:
     stack = run.stack
     assert isinstance(stack, Torchtune)
     asked = {
-        "quantization='nf4'": run.quantization,
+        f"quantization='nf4', dp={run.dp}": run.quantization and run.dp > 1,
         "packed=True": stack.packed,
     }
     for what, given in asked.items():
@@ -92,7 +92,9 @@ def build(
     stack = run.stack
     assert isinstance(stack, Torchtune)
     sharded = run.dp > 1
-    with symbol("torchtune.training.set_default_dtype")(DTYPES[run.precision]), torch.device("meta"):
+    # Its recipes make the model where it stays, and NF4Tensor is made of a weight that is there.
+    place = device if run.quantization else torch.device("meta")
+    with symbol("torchtune.training.set_default_dtype")(DTYPES[run.precision]), place, _unscaled():
         model = model_of(spec, run)
     if run.lora:
         adapters = symbol("torchtune.modules.peft.get_adapter_params")(model)
@@ -105,13 +107,14 @@ def build(
     if sharded:
         alone = ["tok_embeddings", "output"] if stack.own_head(run) and not spec.tied else []
         _shard(model, run, alone)
-    nn.Module.to_empty(model, device=device)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
+    if not run.quantization:
+        nn.Module.to_empty(model, device=device)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
     for module in {module for module in model.modules() if hasattr(module, "rope_init")}:
-        with device, mock.patch.object(module, "apply_scaling", lambda frequencies, *how: frequencies):
-            module.rope_init()  # the table of positions is no part of a checkpoint; how it is scaled changes no memory
+        with device, _unscaled():
+            module.rope_init()  # the table of positions is no part of a checkpoint
     loss = symbol("torchtune.modules.loss.CEWithChunkedOutputLoss")
     function = loss(stack.num_output_chunks) if stack.num_output_chunks else nn.CrossEntropyLoss()
     if run.compile:
@@ -126,6 +129,12 @@ def build(
         step.around_model = _offloading(model, device)
     _add_optimizer(step, stack)
     return step
+
+
+def _unscaled() -> AbstractContextManager:
+    """Leave out how the table of positions is scaled, number by number on the host: it changes no memory."""
+    name = "torchtune.models.llama3_1._position_embeddings.Llama3ScaledRoPE"
+    return mock.patch.object(symbol(name), "apply_scaling", lambda self, frequencies, *how: frequencies)
 
 
 def model_of(spec: ModelSpec, run: Training) -> Any:
@@ -145,6 +154,7 @@ def model_of(spec: ModelSpec, run: Training) -> Any:
         lora_rank=run.lora.rank,
         lora_alpha=run.lora.alpha or 2 * run.lora.rank,
         lora_dropout=run.lora.dropout,
+        quantize_base=run.quantization is not None,
         **sizes,
     )
 

@@ -65,7 +65,8 @@ def check_stack(stack: StackOptions | str, given: Mapping[str, Any]) -> None:
     for field, values in stack.allowed.items():
         if given[field] not in values:
             others = [TRANSFORMERS]
-            others += [s.name for s in STACKS.values() if given[field] in s.allowed.get(field, (given[field],))]
+            both = {field: given[field], "pp": given["pp"]}  # what orders stages is for those that have some
+            others += [s.name for s in STACKS.values() if all(v in s.allowed.get(f, (v,)) for f, v in both.items())]
             own = ", ".join("none" if value is None else repr(value) for value in values)
             raise SpecError(
                 f"{stack.name} has no {field}={given[field]!r}: stack={' or '.join(map(repr, others))} has; "

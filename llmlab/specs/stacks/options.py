@@ -21,12 +21,15 @@ class StackOptions(Spec):
     expandable_segments: ClassVar[bool] = False  # whether its launcher sets them for the allocator
     ties_heads: ClassVar[bool] = False  # whether models whose head is the embedding are described
     allowed: ClassVar[Mapping[str, tuple[Any, ...]]]
+    undescribed: ClassVar[Mapping[str, str]] = {}  # options that its code has and this one has not: why
     own_names: ClassVar[Mapping[str, str]]  # by field of Training: the stack's own option that says the same
     families: ClassVar[tuple[str, ...]]  # of models that are described; of ModelSpec.family
 
     def __new__(cls, *args: Any, **options: Any) -> StackOptions:
         for option in options:
             if option not in (own := [f.name for f in fields(cls)]):
+                if why := cls.undescribed.get(option):
+                    raise SpecError(f"{cls.name}'s {option} is not described: {why}")
                 stacks = StackOptions.__subclasses__()
                 others = [one.name for one in stacks if option in {f.name for f in fields(one)}]
                 whose = f"it is {' and '.join(others)}'s" if others else "no stack has it"

@@ -22,7 +22,9 @@ class Torchtitan(StackOptions):
     "selective_layers" recomputes one of `every` blocks in full. `keeps_attention=False` is "selective_op" up to release
     0.2.0, whose list of what is kept lacks cuDNN's attention, which an H100 takes. `reshard_after_forward` is FSDP2's
     policy: "default" keeps the final norm and the head gathered until backward, "never" keeps everything. `optimizer`
-    is the implementation of AdamW. Releases before 0.2.0 take FlashAttention 2 first: the run's attention="flash".
+    is the implementation of AdamW. `enable_fsdp_float8_all_gather` is read with fp8="tensorwise": its own default is
+    False, True is what its docs/float8.md starts. Releases before 0.2.0 take FlashAttention 2 first: the run's
+    attention="flash".
     """
 
     name = "torchtitan"
@@ -30,6 +32,14 @@ class Torchtitan(StackOptions):
     families = ("llama", "qwen3")
     expandable_segments = True  # run_train.sh
     own_names: ClassVar[Mapping[str, str]] = {"checkpointing": "ac", "zero": "reshard_after_forward"}
+    undescribed: ClassVar[Mapping[str, str]] = {
+        "memory_budget": "what is kept is the solution of a problem that torch's partitioner poses; give ac=",
+        "disable_loss_parallel": "with tensor parallelism the loss is computed where its part of the logits is",
+        "enable_async_tensor_parallel": "it is symmetric memory's, outside of PyTorch's allocator; drop it",
+        "enable_cpu_offload": "FSDP2's offloading is not described; stack='transformers' has offload=",
+        "pipeline_parallel_schedule": "only 1F1B is described, torchtitan's default",
+        "expert_parallel_degree": "its mixtures of experts are not described; stack='transformers' has ep=",
+    }
     allowed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "precision": ("mixed-bf16", "autocast-bf16", "fp32"),
         "optimizer": ("adamw",),
@@ -47,6 +57,7 @@ class Torchtitan(StackOptions):
     keeps_attention: bool = True
     reshard_after_forward: Reshard = "default"
     optimizer: TitanOptimizer = "fused"
+    enable_fsdp_float8_all_gather: bool = True
 
     @property
     def fused_adamw(self) -> bool:
@@ -74,7 +85,7 @@ class Torchtitan(StackOptions):
     def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """bf16 by FSDP2's policy; by autocast on one device, where nothing is sharded (distributed/utils.py,
         maybe_enable_amp), and not at all with tensor parallelism alone."""
-        sharded = given["dp"] > 1
+        sharded = given["dp"] * given["cp"] > 1
         modes = {None: "selective", "none": None, "full": "full"}
         return {
             "precision": "mixed-bf16" if sharded else "autocast-bf16" if given["tp"] == 1 else "fp32",

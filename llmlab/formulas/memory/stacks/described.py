@@ -59,6 +59,7 @@ class Block(NamedTuple):
     mlp_backward: tuple[Kept, ...]  # alive at most as the MLP's backward runs, beside what was saved
     attention_backward: tuple[Kept, ...]
     loss: Loss
+    made_again: tuple[Kept, ...] | None = None  # by selective checkpointing, as the MLP's backward runs; None: the rest
 
 
 def saved(rows: tuple[Kept, ...], share: Share) -> list[Saved]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ....specs.stacks import Torchtitan
+from ..float8 import converted
 from ..share import Share
 from .described import Block, Kept, Loss
 
@@ -69,12 +70,68 @@ QK_NORM = (
 )
 
 
+# Compiled, block by block (infra/parallelize.py, apply_compile), the partitioner of torch makes silu's output again,
+# and backward needs no result of w2 (torch/_functorch/partitioners.py). The compiled loss casts as it reads, keeps the
+# logits, and writes their gradient beside them.
+NOT_KEPT = ("mul: silu's output", "mm 7: w2")
+# Selective checkpointing then makes again what the MLP's backward needs, and what attention's needs only after that.
+MADE_AGAIN = (
+    Kept("ffn_norm: its input", "norms", "h", "stream", "tokens"),
+    Kept("mul: w3's output", "mlp", "f", "product", "heads"),
+    Kept("w2: its input", "mlp", "f", "product", "heads"),
+)
+# In fp8 (torchao/float8/float8_linear.py) what the products of backward read is cast again, from what the norms and the
+# activation read; weights that FSDP2 gathered in fp8 are kept as they were laid out for backward.
+CAST_AGAIN = ("wq, wk, wv: their input", "w1, w3: their input", "w2: its input")
+# In an MLP's backward, in widths of half precision: the gradient of w2's input; casts to fp8 of three tensors, two of
+# them in two layouts. By rows the casts are made one after the other, from copies, one of which is in fp32.
+FP8_BACKWARD = {"tensorwise": 3.5, "rowwise": 5.0}
+COMPILED_LOSS = Loss(forward=(1, 0), gradient=(2, 0), head=(1, 0), after=(0, 0))
+
+
+# With context parallelism each token brings its position (distributed/context_parallel.py), and each block reads the
+# table there: a complex number for each pair of a head's elements. Attention over the ring keeps what it keeps alone.
+AT_POSITIONS = (Kept("rotation: the table at the positions", "q, k, v", "D", "fp32", "whole"),)
+
+
 def block(share: Share) -> Block:
     """Return the description of the block that torchtitan trains."""
     selective: tuple[Kept, ...] = SELECTIVE
-    stack = share.run.stack
+    stack, run = share.run.stack, share.run
     if isinstance(stack, Torchtitan) and not stack.keeps_attention:
         selective = tuple(row for row in selective if not row.operator.startswith("inner_attention"))
-    if share.run.tp > 1:
+    if run.tp > 1:
         selective += REDUCED
-    return LLAMA._replace(saved=SAVED + (QK_NORM if share.spec.qk_norm else ()), selective=selective)
+    saved: tuple[Kept, ...] = SAVED
+    if share.spec.qk_norm:  # Qwen 3
+        saved += QK_NORM
+        if share.bytes.master:  # FSDP2 casts what a block is given
+            # All positions', and with context parallelism the rank's own for each of its tokens beside them.
+            times = 2 * run.cp / run.micro_batch + (2 if run.cp > 1 else 0)
+            table = Kept("rotation: cosines and sines", "q, k, v", "D", "product", "whole", times)
+            saved, selective = (*saved, table), (*selective, table)
+    elif run.cp > 1:
+        saved += AT_POSITIONS
+    found = LLAMA._replace(saved=saved, selective=selective)
+    return _compiled(found, share) if run.compile else found
+
+
+def _compiled(eager: Block, share: Share) -> Block:
+    """Return the description of the block where it is compiled."""
+    run = share.run
+    gone: tuple[str, ...] = NOT_KEPT
+    again: tuple[Kept, ...] = MADE_AGAIN
+    times = 3.0 if run.checkpointing else 1.0
+    saved = eager.saved
+    if run.fp8:
+        gone, again, times = (*NOT_KEPT, *CAST_AGAIN), MADE_AGAIN[:2], FP8_BACKWARD[run.fp8]
+        if run.gathers_float8 and not run.checkpointing:
+            weights = sum(linear.elements for linear in converted(share.spec, run)) / share.spec.layers
+            saved += (Kept("weights, cast", "linear weights", "1", "byte", "heads", weights / share.tokens),)
+    return eager._replace(
+        saved=tuple(row for row in saved if row.operator not in gone),
+        selective=tuple(row for row in eager.selective if row.operator not in gone),
+        mlp_backward=tuple(row._replace(times=times) for row in eager.mlp_backward),
+        loss=COMPILED_LOSS,
+        made_again=again,
+    )

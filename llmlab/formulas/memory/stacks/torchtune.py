@@ -79,5 +79,5 @@ def _loss(chunks: int, compiled: bool) -> Loss:
         return Loss(forward=(0, 2), gradient=(0, 3), head=(1, 0), after=(0, 0))
     head = (max(0, 1 - 2 / chunks), 0)  # as the second chunk's gradient of the weight is added to the first's
     if compiled:  # and backward writes gradients over them
-        return Loss(forward=(1, 0), gradient=(1, 0), head=head, after=(0, 0))
+        return Loss(forward=(1, 0), gradient=(1 + 1 / chunks, 0), head=head, after=(0, 0))
     return Loss(forward=(1, 1 + 1 / chunks), gradient=(0, 1 + 2 / chunks), head=head, after=(0, 0))
