@@ -69,7 +69,7 @@ def plan(
         refuted=tuple(confirmed.refuted),
         tokens=tokens,
         nearest=nearest(question, where) if none else (),
-        problem=_problem(question, asked) if none else "",
+        problem=_problem(question, asked) if none else "" if candidates else "Interrupted before anything was found.",
         interrupted=confirmed.interrupted,
         seen=tuple(search.seen),
     )
