@@ -204,7 +204,7 @@ print(lab.plan({TINY!r}, "2xA100-80GB", 16, fixed={FIXED!r}).best.unconfirmed)
 """
     (tmp_path / "script.py").write_text(script)
     done = subprocess.run([sys.executable, "-" if from_stdin else "script.py"], cwd=tmp_path, text=True,
-                          input=script if from_stdin else None, capture_output=True, env=importing(tmp_path))  # fmt: skip
+                          input=script, capture_output=True, env=importing(tmp_path))  # fmt: skip
     assert done.stdout == "once\nasked elsewhere\n", done.stderr
 
 
