@@ -1,6 +1,7 @@
 """The files of a run: whole or not at all, read by the tools that they are for, and true to the plan."""
 
 import argparse
+import errno
 import json
 import os
 import runpy
@@ -8,6 +9,7 @@ import stat
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -231,6 +233,28 @@ def test_nothing_is_replaced_or_half_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SpecError, match="cannot be written"):
         written(tmp_path / "file" / "out", run)
+
+
+@pytest.mark.parametrize(("fault", "seen"), [
+    (OSError(errno.ENOSPC, "No space left on device"), SpecError), (KeyboardInterrupt(), KeyboardInterrupt),
+])  # fmt: skip
+@pytest.mark.parametrize("there", [False, True])
+def test_what_stops_in_the_middle_leaves_nothing(tmp_path, monkeypatch, fault, seen, there):
+    real, done = Path.write_text, []
+
+    def stops(path, *args, **options):
+        if len(done) == 3:
+            raise fault
+        done.append(path)
+        return real(path, *args, **options)
+
+    if there:
+        (tmp_path / "out").mkdir()
+    before = list(tmp_path.rglob("*"))
+    monkeypatch.setattr(Path, "write_text", stops)
+    with pytest.raises(seen):
+        written(tmp_path / "out", lab.Training(precision="mixed-bf16", seq_len=64))
+    assert len(done) == 3 and list(tmp_path.rglob("*")) == before
 
 
 def test_what_nothing_runs_is_refused_with_each_tools_reason(tmp_path):
