@@ -70,6 +70,8 @@ def deepspeed_settings(run: Training) -> dict[str, Any]:
     With stack="deepspeed" the optimizer is DeepSpeed's own, for which the Trainer puts in its arguments ("auto").
     """
     settings = replace(run, compile=False).to_deepspeed()
+    if run.zero == 3:  # or the trained model would be left in shards
+        settings["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     if stack := stack_of(run):
         torchs = {"torch_adam": True} if getattr(stack, "torch_adam", False) else {}
         kind = {"adamw": "AdamW", "lion": "Lion"}[run.optimizer]
