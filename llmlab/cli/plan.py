@@ -43,7 +43,7 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
         With --goal cheapest every card with a price is asked, in each number up to that of --gpus. Ctrl-C prints the
         best so far.
 
-        Exit codes: 0 something fits, 1 nothing does.
+        Exit codes: 0 something fits, 1 nothing does, 130 interrupted before anything was found.
         """
         found = verbs.plan(model, gpus, global_batch, fixed=dict(map(_field, fixed)), **asked)
         show(json.dumps(found.to_dict(), indent=1, default=dict) if as_json else found)
@@ -51,6 +51,8 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
             written = found.best.write(folder, force, model)
             if not as_json:
                 show(written)
+        if found.interrupted and not found:
+            raise click.Abort
         return 0 if found else 1
 
     def fix(context: click.Context, model: str | None, gpu: str | None, as_json: bool, **_: Any) -> int:

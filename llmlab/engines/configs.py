@@ -56,6 +56,8 @@ DEEPSPEED_PRECISION: dict[str, dict[str, Any]] = {
 
 def deepspeed_config(run: Settings) -> dict[str, Any]:
     """Return the config that `deepspeed.initialize` takes; raises SpecError for what DeepSpeed's ZeRO cannot do."""
+    if not isinstance(run.stack, str) and run.stack.name != "deepspeed":
+        raise SpecError(f"stack={run.stack.name!r} is not deepspeed")
     _data_parallel_alone("DeepSpeed", run)
     _one_copy("DeepSpeed", run)
     if run.precision not in DEEPSPEED_PRECISION:
@@ -88,6 +90,8 @@ def accelerate_config(run: Settings) -> dict[str, Any]:
     make its data loader with `micro_batch` sequences, and Accelerator(gradient_accumulation_steps=accumulation).
     Accelerate's FSDP2 reduces gradients in half precision too, where `fsdp_arguments` asks for fp32.
     """
+    if not isinstance(run.stack, str):
+        raise SpecError(f"stack={run.stack.name!r}: its options are not among Accelerate's settings")
     _data_parallel_alone("Accelerate", run)
     _one_copy("Accelerate", run)
     # DDP runs under autocast. DeepSpeed, and FSDP2's policy, keep fp32 copies or shards and compute in half precision.

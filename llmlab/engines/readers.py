@@ -28,6 +28,7 @@ DEEPSPEED_PASSED = _keys(
     "gradient_predivide_factor communication_data_type zero_allow_untested_optimizer zero_force_ds_cpu_optimizer "
     "flops_profiler comms_logger tensorboard wandb csv_monitor checkpoint"
 )
+DEEPSPEED_OPTIONAL = _keys("amp activation_checkpointing autotuning")  # passed over where they are off
 DEEPSPEED_READ = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer",
                   "zero_optimization", "fp16", "bf16", "torch_autocast"}  # fmt: skip
 ZERO_PASSED = _keys(
@@ -40,6 +41,8 @@ ZERO_OPTIONS = _keys(
     "contiguous_gradients overlap_comm reduce_bucket_size sub_group_size stage3_prefetch_bucket_size "
     "stage3_max_live_parameters stage3_max_reuse_distance stage3_param_persistence_threshold"
 )
+# DeepSpeed takes both names of what stage 3 has.
+ZERO_NAMES = {name.removeprefix("stage3_"): name for name in ZERO_PASSED if name.startswith("stage3_")}
 DEEPSPEED_HALF = ("mixed-bf16", "mixed-fp16")
 ZERO_READ = {"stage", "offload_optimizer", "offload_param"}
 DEEPSPEED_OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "lion": "lion", "sgd": "sgd"}
@@ -70,8 +73,10 @@ def deepspeed_fields(settings: Settings, given: Mapping[str, Any]) -> dict[str, 
     """
     config = read_mapping("DeepSpeed", settings, json.loads)
     also = {"data_types"} if given.get("stack") == "deepspeed" else set()
-    check_keys("DeepSpeed", config, DEEPSPEED_READ | DEEPSPEED_PASSED | also)
-    zero = part_of(config, "zero_optimization")
+    known = DEEPSPEED_READ | DEEPSPEED_PASSED | also
+    known |= {key for key in DEEPSPEED_OPTIONAL if _is_off(config.get(key))}
+    check_keys("DeepSpeed", config, known)
+    zero = {ZERO_NAMES.get(key, key): value for key, value in part_of(config, "zero_optimization").items()}
     check_keys("DeepSpeed's zero_optimization", zero, ZERO_READ | ZERO_PASSED)
     said: dict[str, tuple[str, Any]] = {"zero": ("zero_optimization.stage", zero.get("stage", 0))}
     said["precision"] = _deepspeed_precision(config, given)
@@ -89,6 +94,11 @@ def deepspeed_fields(settings: Settings, given: Mapping[str, Any]) -> dict[str, 
     if fields.get("stack") == "deepspeed":
         fields["stack"] = _deepspeed_options(config, zero, fields["precision"])
     return _batches(fields, config.get("train_batch_size"))
+
+
+def _is_off(value: Any) -> bool:
+    """Whether a section says that it is not used, or sets nothing."""
+    return isinstance(value, Mapping) and (value.get("enabled") is False or not any(value.values()))
 
 
 def _deepspeed_options(config: Mapping[str, Any], zero: Mapping[str, Any], precision: str) -> dict[str, Any]:

@@ -34,7 +34,7 @@ READ: dict[str, set[str]] = {
     "training": {"local_batch_size", "global_batch_size", "seq_len", "dtype", "mixed_precision_param",
                  "enable_cpu_offload"},
     "parallelism": {"data_parallel_replicate_degree", "data_parallel_shard_degree", "fsdp_reshard_after_forward",
-                    "pipeline_parallel_microbatch_size", *DEGREES.values()},
+                    "pipeline_parallel_microbatch_size", "expert_tensor_parallel_degree", *DEGREES.values()},
     "activation_checkpoint": {"mode", "selective_ac_option"},
     "compile": {"enable"},
     "quantize": {"linear"},
@@ -132,6 +132,9 @@ def torchtitan_fields(settings: Any, given: Mapping[str, Any]) -> dict[str, Any]
     training, parallel = parts["training"], parts["parallelism"]
     if training.get("enable_cpu_offload"):
         raise SpecError("enable_cpu_offload=true: torchtitan with offload is not described; drop it")
+    if parallel.get("expert_tensor_parallel_degree", 1) != 1:
+        raise SpecError(f"expert_tensor_parallel_degree={parallel['expert_tensor_parallel_degree']!r}: a Training has "
+                        "only expert_parallel_degree")  # fmt: skip
     if (name := parts["optimizer"].get("name", "AdamW")) != "AdamW":
         raise SpecError(f"optimizer.name={name!r}: a Training has AdamW of torchtitan's")
     if training.get("dtype", "float32") != "float32":

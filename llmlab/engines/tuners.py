@@ -1,12 +1,14 @@
 """A Training as the settings of Axolotl and LLaMA-Factory, and as Megatron-LM's arguments.
 
-Names of Axolotl's config schema (src/axolotl/utils/schemas), LLaMA-Factory's arguments (src/llamafactory/hparams) and
-Megatron-LM's (megatron/training/arguments.py), as of August 2026. Each function raises SpecError for what
+Names of Axolotl's config schema (src/axolotl/utils/schemas of 0.18.0, commit 067b021c), LLaMA-Factory's arguments
+(src/llamafactory/hparams, commit ff6d4d12 of August 2026) and Megatron-LM's (megatron/training/arguments.py of 0.20.0,
+commit d98e8a64): what is written was put through the three as they are there. Each function raises SpecError for what
 it cannot say.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..base.errors import SpecError
@@ -31,15 +33,24 @@ def _data_parallel(tool: str, run: Any) -> None:
         raise SpecError(f"precision={run.precision!r} with zero={run.zero}: {tool} has no fp32 copy of half weights")
 
 
+AXOLOTL_LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
+# What the Trainer's use_liger_kernel replaces; the plugin alone replaces nothing.
+AXOLOTL_LIGER = ("liger_rope", "liger_rms_norm", "liger_glu_activation", "liger_fused_linear_cross_entropy")
+
+
 def axolotl_config(run: Any, model: str) -> dict[str, Any]:
     """Return Axolotl's settings; the learning rate and the data sets are left out, both are required."""
     _data_parallel("Axolotl", run)
+    if run.precision.startswith("autocast"):
+        raise SpecError(f"precision={run.precision!r}: Axolotl loads the weights in the dtype that it casts to; give "
+                        f"{run.compute_dtype}")  # fmt: skip
     said = trainer_arguments(run)
     settings: dict[str, Any] = {
         "base_model": model, "sequence_len": run.seq_len, "micro_batch_size": run.micro_batch,
         "gradient_accumulation_steps": run.accumulation, "optimizer": said["optim"],
-        # Axolotl makes weights and adapters half where bf16 is set, and casts with it.
-        "bf16": run.compute_dtype == "bf16", "fp16": said["fp16"], "max_grad_norm": 0.0,
+        # What is set here is the dtype of the weights, too; float16 is that without casts.
+        "bf16": run.compute_dtype == "bf16", "fp16": said["fp16"], "float16": run.precision == "fp16",
+        "max_grad_norm": 0.0,
         "gradient_checkpointing": run.checkpointing == "full",
         "attn_implementation": {"flash": "flash_attention_2"}.get(run.attention, run.attention),
         "torch_compile": run.compile, "output_dir": "trained",
@@ -50,9 +61,12 @@ def axolotl_config(run: Any, model: str) -> dict[str, Any]:
             "load_in_8bit": run.quantization == "int8", "lora_r": run.lora.rank,
             "lora_alpha": run.lora.alpha if run.lora.alpha is not None else 2 * run.lora.rank,
             "lora_dropout": run.lora.dropout, "lora_target_modules": list(run.lora.targets),
+            **dict.fromkeys(AXOLOTL_LORA_KERNELS, False),  # left out they are on
         }  # fmt: skip
+    if run.checkpointing:
+        settings["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
     if run.kernels == "liger":
-        settings |= {"plugins": ["axolotl.integrations.liger.LigerPlugin"], "liger_fused_linear_cross_entropy": True}
+        settings |= {"plugins": ["axolotl.integrations.liger.LigerPlugin"], **dict.fromkeys(AXOLOTL_LIGER, True)}
     if run.zero:
         settings["deepspeed"] = "ds_config.json"
     return settings
@@ -61,6 +75,11 @@ def axolotl_config(run: Any, model: str) -> dict[str, Any]:
 def llama_factory_config(run: Any, model: str) -> dict[str, Any]:
     """Return LLaMA-Factory's settings; the learning rate, data set and template are left out."""
     _data_parallel("LLaMA-Factory", run)
+    if run.lora and run.precision not in ("bf16", "fp16") and not run.zero:
+        raise SpecError(f"precision={run.precision!r} with lora: LLaMA-Factory loads a frozen model in half precision; "
+                        "give bf16 or fp16")  # fmt: skip
+    if run.precision == "fp16" and not run.lora:
+        raise SpecError("precision='fp16': LLaMA-Factory trains fp32 weights under autocast; give autocast-fp16")
     settings: dict[str, Any] = {
         "model_name_or_path": model, "stage": "sft", "do_train": True,
         "finetuning_type": "lora" if run.lora else "full", "cutoff_len": run.seq_len, **trainer_arguments(run),
@@ -68,8 +87,11 @@ def llama_factory_config(run: Any, model: str) -> dict[str, Any]:
         "disable_gradient_checkpointing": run.checkpointing is None, "output_dir": "trained",
     }  # fmt: skip
     settings["enable_liger_kernel"] = settings.pop("use_liger_kernel")
+    settings |= {"use_reentrant_gc": False} if run.checkpointing else {}
     if run.precision == "bf16":
         settings["pure_bf16"] = True
+    elif run.precision == "fp16":
+        settings["fp16"] = True  # the frozen weights are half, the adapters fp32
     if run.lora:
         settings |= {
             "lora_rank": run.lora.rank, "lora_dropout": run.lora.dropout, "lora_target": ",".join(run.lora.targets),
@@ -130,10 +152,27 @@ def megatron_arguments(run: Any, spec: Any) -> list[str]:
         lines += [f"--num-experts {spec.experts}", f"--moe-router-topk {spec.experts_per_token}",
                   "--moe-router-load-balancing-type none", "--moe-grouped-gemm",
                   f"--expert-model-parallel-size {run.ep}"]  # fmt: skip
-    theta = config.get("rope_theta") or config.get("rope_parameters", {}).get("rope_theta", 10000)
+    if spec.qkv_bias or spec.mlp_bias or (spec.sliding_window and run.seq_len > spec.sliding_window):
+        raise SpecError("biases, and a window shorter than the sequence, are not among the arguments that are written")
+    lines += [f"--kv-channels {spec.head_dim}"] if spec.head_dim * spec.heads != spec.hidden else []
     return [*lines, "--swiglu", "--normalization RMSNorm", f"--norm-epsilon {config.get('rms_norm_eps', 1e-5)}",
-            "--disable-bias-linear", "--position-embedding-type rope", f"--rotary-base {int(theta)}",
+            "--disable-bias-linear", "--position-embedding-type rope", *_rotary(config),
             "--attention-dropout 0.0", "--hidden-dropout 0.0"]  # fmt: skip
+
+
+def _rotary(config: Mapping[str, Any]) -> list[str]:
+    """Return the base of the rotary positions, and what stretches them."""
+    said = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    base = config.get("rope_theta") or said.get("rope_theta", 10000)
+    kind, factor = said.get("rope_type") or said.get("type") or "default", said.get("factor", 1.0)
+    stretched = {
+        "default": [],
+        "linear": [f"--rotary-seq-len-interpolation-factor {int(factor)}"],
+        "llama3": ["--use-rope-scaling", f"--rope-scaling-factor {factor}"],
+    }
+    if kind not in stretched or (kind == "linear" and factor != int(factor)):
+        raise SpecError(f"rotary positions of type {kind!r}, factor {factor}, are not among the arguments")
+    return [f"--rotary-base {int(base)}", *stretched[kind]]
 
 
 def _recompute(kind: str, options: Any) -> list[str]:

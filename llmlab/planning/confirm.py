@@ -7,9 +7,10 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
+from types import ModuleType
 from typing import Any
 
 from ..base.errors import NotAvailable
@@ -180,12 +181,11 @@ def _ask(
     for workers in (2, 1):
         with _pool(executor, workers) as pool:
             asked: dict[Future[Report | str], int] = {}
-            try:
+            with _alone() if executor is None else nullcontext(), suppress(BrokenExecutor):  # between two of them
                 for place, found in enumerate(batch):
                     if place not in answers:
                         asked[pool.submit(simulated_run, spec.config, found.run, found.machines.card.name)] = place
-            except BrokenExecutor:  # between two of them
-                pass
+            told(len(answers), len(batch))
             for future in as_completed(asked):
                 if not _lost(future):
                     answers[asked[future]] = future.result()
@@ -210,14 +210,35 @@ def _pool(executor: Executor | None, workers: int) -> Iterator[Executor]:
         yield executor
         return
     from concurrent.futures import ProcessPoolExecutor  # imported here: Python in a browser has no processes
-    from multiprocessing import get_context
+    from multiprocessing import active_children, get_context
 
     # A new process each: a forked one has threads of torch that do not exist.
+    others = set(active_children())
     pool = ProcessPoolExecutor(workers, get_context("spawn"), _quiet)
     try:
         yield pool
+    except KeyboardInterrupt:  # whoever presses Ctrl-C does not wait for what is being simulated
+        for process in set(active_children()) - others:
+            process.terminate()
+        raise
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Let processes start without the caller's script, which they would run again, up to here where it has no
+    `if __name__ == "__main__"`; and without Ctrl-C, which they would print a traceback for: one that comes now waits.
+    """
+    asking = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT]) if sys.platform != "win32" else []
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = asking
+        if sys.platform != "win32":
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def _quiet() -> None:

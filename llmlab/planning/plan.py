@@ -69,7 +69,7 @@ def plan(
         refuted=tuple(confirmed.refuted),
         tokens=tokens,
         nearest=nearest(question, where) if none else (),
-        problem=_problem(question, asked) if none else "",
+        problem=_problem(question, asked) if none else "" if candidates else "Interrupted before anything was found.",
         interrupted=confirmed.interrupted,
         seen=tuple(search.seen),
     )
@@ -84,7 +84,8 @@ def _problem(question: Question, asked: Sequence[Machines]) -> str:
              for where in asked if (found := fitting(patient, where))]  # fmt: skip
     if not times:
         return "Nothing fits."
-    return f"Nothing is done within {question.within:g} days: the fastest takes {show_seconds(min(times))}."
+    within = f"{question.within:g} day{'s' if question.within != 1 else ''}"
+    return f"Nothing is done within {within}: the fastest takes {show_seconds(min(times))}."
 
 
 def check_question(

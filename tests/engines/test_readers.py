@@ -175,3 +175,26 @@ def test_the_trainers_arguments_that_are_wrong_are_named(arguments, said):
 def test_torchtitans_settings_that_are_wrong_are_named(text, said):
     with pytest.raises(SpecError, match=said):
         lab.Training.from_torchtitan(text)
+
+
+def test_stage_3s_settings_have_two_names_and_a_section_that_is_off_says_nothing():
+    """As configs in public repositories have them."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    zero = {"stage": 3, "max_live_parameters": 0, "gather_16bit_weights_on_model_save": True}
+    assert DeepSpeedZeroConfig(**zero).max_live_parameters == 0
+    off = {"amp": {"enabled": False, "opt_level": "O1"}, "activation_checkpointing": {"partition_activations": False}}
+    config = {"bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    read = DEEPSPEED({**config, **off, "zero_optimization": zero}, dp=8)
+    assert read == lab.Training(zero=3, precision="mixed-bf16", dp=8)
+    with pytest.raises(SpecError, match="cannot follow: activation_checkpointing"):
+        DEEPSPEED({**config, "activation_checkpointing": {"partition_activations": True}}, dp=8)
+    own = DEEPSPEED({**config, "zero_optimization": {"stage": 3, "max_live_parameters": 10}}, dp=8, stack="deepspeed")
+    assert own.stack.stage3_max_live_parameters == 10
+
+
+def test_torchtitans_experts_are_not_divided_by_tensors():
+    text = "[parallelism]\ndata_parallel_shard_degree = 2\nexpert_tensor_parallel_degree = {}\n"
+    assert lab.Training.from_torchtitan(text.format(1)).dp == 2
+    with pytest.raises(SpecError, match="expert_tensor_parallel_degree=2"):
+        lab.Training.from_torchtitan(text.format(2))

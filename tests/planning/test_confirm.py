@@ -1,10 +1,15 @@
 """Candidates are confirmed by an executor: none is lost with a worker, and Ctrl-C returns the best so far."""
 
+import errno
+import json
 import os
 import signal
+import subprocess
+import sys
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -184,3 +189,56 @@ def test_processes_are_the_default(monkeypatch):
     monkeypatch.setattr(confirming, "_pool", counted)
     assert confirm(search(precision="autocast-fp16", checkpointing=None), None).candidates
     assert pools[0] == (None, 2)
+
+
+@pytest.mark.parametrize("from_stdin", [True, False])
+def test_a_script_that_asks_is_not_run_again_by_the_processes(tmp_path, from_stdin):
+    (tmp_path / "quick.py").write_text("def simulated(*_):\n    return 'asked elsewhere'\n")
+    script = f"""
+import quick
+import llmlab as lab
+from llmlab.planning import confirm
+confirm.simulated_run = quick.simulated
+print("once")
+print(lab.plan({TINY!r}, "2xA100-80GB", 16, fixed={FIXED!r}).best.unconfirmed)
+"""
+    (tmp_path / "script.py").write_text(script)
+    done = subprocess.run([sys.executable, "-" if from_stdin else "script.py"], cwd=tmp_path, text=True,
+                          input=script, capture_output=True, env=importing(tmp_path))  # fmt: skip
+    assert done.stdout == "once\nasked elsewhere\n", done.stderr
+
+
+def test_ctrl_c_in_a_terminal_ends_what_is_simulated(tmp_path):
+    """As a shell sends it, to every process of the group; these simulations never end by themselves."""
+    (tmp_path / "endless.py").write_text("import threading\ndef simulated(*_):\n    threading.Event().wait()\n")
+    (tmp_path / "tiny.json").write_text(json.dumps(TINY))
+    program = """
+import endless
+from llmlab.cli.main import main
+from llmlab.planning import confirm
+confirm.simulated_run = endless.simulated
+main()
+"""
+    words = ["plan", "tiny.json", "--gpus", "2xA100-80GB", "--global-batch", "16", "--fixed", "seq_len=64"]
+    ours, theirs = os.openpty()
+    plan = subprocess.Popen([sys.executable, "-c", program, *words], cwd=tmp_path, stdout=subprocess.PIPE,
+                            stderr=theirs, text=True, start_new_session=True, env=importing(tmp_path))  # fmt: skip
+    os.close(theirs)
+    shown = b""
+    while b"simulating" not in shown:
+        shown += os.read(ours, 1 << 12)
+    os.killpg(plan.pid, signal.SIGINT)
+    said, _ = plan.communicate(timeout=300)
+    assert plan.returncode == 0 and said.startswith("Interrupted, the best so far"), said
+    os.set_blocking(ours, False)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):  # not EAGAIN: no process has the terminal any more
+        while part := os.read(ours, 1 << 12):
+            shown += part
+    os.close(ours)
+    assert b"Traceback" not in shown
+
+
+def importing(folder):
+    """Return an environment in which `folder` and this llmlab are imported."""
+    ours = str(Path(lab.__file__).parents[1])
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), ours, os.environ.get("PYTHONPATH", "")])}

@@ -1,6 +1,7 @@
 """The files of a run: whole or not at all, read by the tools that they are for, and true to the plan."""
 
 import argparse
+import errno
 import json
 import os
 import runpy
@@ -8,6 +9,7 @@ import stat
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -24,9 +26,9 @@ TINY = {
     "tie_word_embeddings": True,
 }  # fmt: skip
 ADAPTERS = lab.LoRA(rank=4)
-# Options of each tool that the files use, as its parser or schema has them: Megatron-LM's
-# megatron/training/arguments.py, Axolotl's src/axolotl/utils/schemas, LLaMA-Factory's src/llamafactory/hparams,
-# SkyPilot's sky/utils/schemas.py.
+# Options of each tool that the files use, as its own code has them: Megatron-LM 0.20.0's parse_args and validate_args
+# (commit d98e8a64), Axolotl 0.18.0's AxolotlConfigWCapabilities with LigerArgs (067b021c), LLaMA-Factory's
+# get_train_args (ff6d4d12), SkyPilot 0.14.1's Task.from_yaml; some 1,000 written files went through these by hand.
 MEGATRON = {
     "num-layers": int, "hidden-size": int, "ffn-hidden-size": int, "num-attention-heads": int, "seq-length": int,
     "max-position-embeddings": int, "micro-batch-size": int, "global-batch-size": int, "norm-epsilon": float,
@@ -35,54 +37,25 @@ MEGATRON = {
     "recompute-modules": str, "recompute-method": str, "recompute-num-layers": int, "num-query-groups": int,
     "normalization": str, "position-embedding-type": str, "rotary-base": int, "attention-dropout": float,
     "hidden-dropout": float, "make-vocab-size-divisible-by": int, "transformer-impl": str,
-    "num-virtual-stages-per-pipeline-rank": int,
+    "num-virtual-stages-per-pipeline-rank": int, "kv-channels": int, "rope-scaling-factor": float,
+    "rotary-seq-len-interpolation-factor": int,
 }  # fmt: skip
 MEGATRON_FLAGS = ("bf16", "fp16", "use-distributed-optimizer", "sequence-parallel", "swiglu", "disable-bias-linear",
-                  "untie-embeddings-and-output-weights", "group-query-attention", "tp-comm-overlap")  # fmt: skip
-AXOLOTL = set(
-    [
-        "base_model",
-        "sequence_len",
-        "micro_batch_size",
-        "gradient_accumulation_steps",
-        "optimizer",
-        "bf16",
-        "fp16",
-        "max_grad_norm",
-        "gradient_checkpointing",
-        "attn_implementation",
-        "torch_compile",
-        "output_dir",
-        "adapter",
-        "load_in_4bit",
-        "load_in_8bit",
-        "lora_r",
-        "lora_alpha",
-        "lora_dropout",
-        "lora_target_modules",
-        "plugins",
-        "liger_fused_linear_cross_entropy",
-        "deepspeed",
-    ]
-)
-LLAMA_FACTORY = set(
-    [
-        "model_name_or_path",
-        "stage",
-        "finetuning_type",
-        "cutoff_len",
-        "flash_attn",
-        "disable_gradient_checkpointing",
-        "enable_liger_kernel",
-        "pure_bf16",
-        "lora_rank",
-        "lora_dropout",
-        "lora_target",
-        "lora_alpha",
-        "quantization_bit",
-        "double_quantization",
-    ]
-)  # besides those of TrainingArguments
+                  "untie-embeddings-and-output-weights", "group-query-attention", "tp-comm-overlap",
+                  "use-rope-scaling")  # fmt: skip
+AXOLOTL = {
+    "base_model", "sequence_len", "micro_batch_size", "gradient_accumulation_steps", "optimizer", "bf16",
+    "fp16", "float16", "max_grad_norm", "gradient_checkpointing", "gradient_checkpointing_kwargs",
+    "attn_implementation", "torch_compile", "output_dir", "adapter", "load_in_4bit", "load_in_8bit", "lora_r",
+    "lora_alpha", "lora_dropout", "lora_target_modules", "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel",
+    "lora_embedding_kernel", "plugins", "liger_rope", "liger_rms_norm", "liger_glu_activation",
+    "liger_fused_linear_cross_entropy", "deepspeed",
+}
+LLAMA_FACTORY = {
+    "model_name_or_path", "stage", "finetuning_type", "cutoff_len", "flash_attn",
+    "disable_gradient_checkpointing", "use_reentrant_gc", "enable_liger_kernel", "pure_bf16", "lora_rank",
+    "lora_dropout", "lora_target", "lora_alpha", "quantization_bit", "double_quantization",
+}  # fmt: skip; besides those of TrainingArguments
 SKY = {"name", "num_nodes", "resources", "workdir", "envs", "setup", "run"}
 
 
@@ -137,7 +110,7 @@ def test_megatrons_parser_takes_its_arguments(tmp_path):
 
 @pytest.mark.parametrize("run", [
     lab.Training(precision="bf16", seq_len=64, lora=ADAPTERS, quantization="nf4", checkpointing="full"),
-    lab.Training(precision="autocast-bf16", seq_len=64, optimizer="adafactor"),
+    lab.Training(precision="bf16", seq_len=64, optimizer="adafactor", kernels="liger"),
 ])  # fmt: skip
 def test_axolotl_and_llama_factory_have_what_is_set(tmp_path, run):
     from dataclasses import fields
@@ -145,9 +118,61 @@ def test_axolotl_and_llama_factory_have_what_is_set(tmp_path, run):
     from transformers import TrainingArguments
 
     written(tmp_path / "out", run)
-    assert set(settings(tmp_path / "out", "axolotl.yaml")) <= AXOLOTL
+    axolotl = settings(tmp_path / "out", "axolotl.yaml")
+    assert set(axolotl) <= AXOLOTL and axolotl["bf16"] is True
+    assert axolotl.get("lora_mlp_kernel") is (False if run.lora else None)  # left out they are on
+    assert bool(axolotl.get("liger_rms_norm")) == (run.kernels == "liger")  # left out they are off
     others = {f.name for f in fields(TrainingArguments)} | {"do_train"}
     assert set(settings(tmp_path / "out", "llama_factory.yaml")) - others <= LLAMA_FACTORY
+
+
+@pytest.mark.parametrize(("precision", "lora", "axolotl", "llama_factory"), [
+    ("autocast-bf16", None, "the dtype that it casts to", {"bf16": True}),
+    ("autocast-fp16", None, "the dtype that it casts to", {"fp16": True}),
+    ("bf16", None, {"bf16": True}, {"pure_bf16": True}),
+    ("fp16", None, {"float16": True, "fp16": False}, "fp32 weights under autocast"),
+    ("autocast-bf16", ADAPTERS, "the dtype that it casts to", "a frozen model in half precision"),
+    ("bf16", ADAPTERS, {"bf16": True}, {"pure_bf16": True, "bf16": False}),
+    ("fp16", ADAPTERS, {"float16": True, "bf16": False}, {"fp16": True, "bf16": False}),
+])  # fmt: skip
+def test_the_weights_have_the_dtype_that_was_planned_or_it_is_said_why_not(
+    tmp_path, precision, lora, axolotl, llama_factory
+):
+    """Axolotl's resolve_dtype loads weights in the dtype of bf16 and fp16; LLaMA-Factory's init_adapter makes trained
+    weights fp32 unless pure_bf16 is set, and frozen ones half."""
+    done = written(tmp_path / "out", lab.Training(precision=precision, seq_len=64, lora=lora))
+    for name, said in (("axolotl.yaml", axolotl), ("llama_factory.yaml", llama_factory)):
+        if isinstance(said, str):
+            assert said in done.left_out[name]
+        else:
+            assert said.items() <= settings(tmp_path / "out", name).items()
+
+
+def test_megatrons_arguments_stretch_positions_and_name_heads_of_another_width(tmp_path):
+    run = lab.Training(precision="mixed-bf16", seq_len=64)
+    stretched = {"rope_scaling": {"rope_type": "llama3", "factor": 32.0}}
+    for config, said in (
+        (stretched, {"--use-rope-scaling", "--rope-scaling-factor 32.0"}),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, {"--rotary-seq-len-interpolation-factor 4"}),
+        ({"model_type": "mistral", "head_dim": 32}, {"--kv-channels 32"}),
+    ):
+        folder = tmp_path / next(iter(said))
+        written(folder, run, model=TINY | config)
+        assert said <= set((folder / "megatron_args.txt").read_text().splitlines())
+    for config in ({"attention_bias": True}, {"model_type": "mistral", "sliding_window": 32},
+                   {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}):  # fmt: skip
+        done = lab.write(TINY | config, run, "A100-80GB", tmp_path / "none", force=True)
+        assert "not among the arguments" in done.left_out["megatron_args.txt"]
+
+
+def test_megatron_is_started_with_the_setting_that_its_parallelism_demands(tmp_path):
+    """validate_args stops without it where tensors or sequences are divided, on cards up to Hopper."""
+    run = lab.Training(dp=2, precision="mixed-bf16", seq_len=64, stack="megatron")
+    for folder, divided in (("copies", {}), ("tensors", {"tp": 2}), ("sequences", {"cp": 2})):
+        divided_run = replace(run, **divided)
+        written(tmp_path / folder, divided_run, f"{divided_run.world_size}xA100-80GB")
+        demanded = "\nexport CUDA_DEVICE_MAX_CONNECTIONS=1\n" in (tmp_path / folder / "launch.sh").read_text()
+        assert demanded == bool(divided)
 
 
 def test_megatrons_arguments_name_the_experts(tmp_path):
@@ -208,6 +233,28 @@ def test_nothing_is_replaced_or_half_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SpecError, match="cannot be written"):
         written(tmp_path / "file" / "out", run)
+
+
+@pytest.mark.parametrize(("fault", "seen"), [
+    (OSError(errno.ENOSPC, "No space left on device"), SpecError), (KeyboardInterrupt(), KeyboardInterrupt),
+])  # fmt: skip
+@pytest.mark.parametrize("there", [False, True])
+def test_what_stops_in_the_middle_leaves_nothing(tmp_path, monkeypatch, fault, seen, there):
+    real, done = Path.write_text, []
+
+    def stops(path, *args, **options):
+        if len(done) == 3:
+            raise fault
+        done.append(path)
+        return real(path, *args, **options)
+
+    if there:
+        (tmp_path / "out").mkdir()
+    before = list(tmp_path.rglob("*"))
+    monkeypatch.setattr(Path, "write_text", stops)
+    with pytest.raises(seen):
+        written(tmp_path / "out", lab.Training(precision="mixed-bf16", seq_len=64))
+    assert len(done) == 3 and list(tmp_path.rglob("*")) == before
 
 
 def test_what_nothing_runs_is_refused_with_each_tools_reason(tmp_path):
@@ -283,6 +330,15 @@ def test_deepspeed_offloads_and_compiles_what_the_trainer_starts(tmp_path, field
     assert "'train_loss': '6." in started(tmp_path / "out", lab.Training(seq_len=32, **fields))
     settings = json.loads((tmp_path / "out" / "ds_config.json").read_text())["zero_optimization"]
     assert ("offload_optimizer" in settings) == ("offload" in fields)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_deepspeeds_own_options_are_started_by_the_trainer(tmp_path, stage):
+    run = lab.Training(seq_len=32, dp=2, zero=stage, precision="mixed-bf16",
+                       stack=lab.DeepSpeed(torch_adam=True, reduce_bucket_size=100_000))  # fmt: skip
+    assert "'train_loss': '6." in started(tmp_path / "out", run)
+    assert "accelerate.yaml" not in os.listdir(tmp_path / "out")  # which would say less
+    assert lab.Training.from_deepspeed(tmp_path / "out" / "ds_config.json", seq_len=32, stack="deepspeed") == run
 
 
 def test_the_trainer_runs_it(tmp_path):

@@ -89,3 +89,52 @@ def test_a_run_without_a_card_is_refused():
 
 def test_a_message_may_be_wrapped_as_a_terminal_does():
     assert lab.fix("[rank0]: " + "\n".join(textwrap.wrap(NEW, 40))) == lab.fix(NEW)
+
+
+END = "If reserved but unallocated memory is large try setting"
+OF_RELEASES = {  # as they stand in public issues
+    "1.0": ("CUDA out of memory. Tried to allocate 32.00 MiB (GPU 0; 7.79 GiB total capacity; 6.64 GiB already "
+            "allocated; 21.00 MiB free; 150.86 MiB cached)",
+            {"free": 21 * MIB, "unallocated": 150.86 * MIB, "short": 0}, "PYTORCH_ALLOC_CONF=expandable"),
+    "2.1": ("torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.70 GiB. GPU 0 has a total capacty of "
+            "6.00 GiB of which 0 bytes is free. Of the allocated memory 2.93 GiB is allocated by PyTorch, and 2.30 GiB "
+            f"is reserved by PyTorch but unallocated. {END} max_split_size_mb to avoid fragmentation. See "
+            "documentation for Memory Management and PYTORCH_CUDA_ALLOC_CONF",
+            {"capacity": 6 * GIB, "free": 0, "unallocated": 2.3 * GIB, "short": 0}, "PYTORCH_CUDA_ALLOC_CONF=expand"),
+    "2.1, two processes": ("CUDA out of memory. Tried to allocate 138.00 MiB. GPU 0 has a total capacty of 15.90 GiB "
+            "of which 8.44 MiB is free. Process 1246069 has 577.00 MiB memory in use. Including non-PyTorch memory, "
+            "this process has 15.32 GiB memory in use. Of the allocated memory 14.12 GiB is allocated by PyTorch, and "
+            f"410.41 MiB is reserved by PyTorch but unallocated. {END} max_split_size_mb to avoid fragmentation.",
+            {"process": 15.32 * GIB, "short": 0}, "Fragmentation"),
+    "2.9, ROCm, a limit": ("torch.OutOfMemoryError: HIP out of memory. Tried to allocate 200.00 MiB. GPU 0 has a total "
+            "capacity of 255.98 GiB of which 244.65 GiB is free. 1.05 GiB allowed; Of the allocated memory 1017.01 MiB "
+            "is allocated by PyTorch, with 17.00 MiB allocated in private pools (e.g., HIP Graphs), and 54.99 MiB is "
+            f"reserved by PyTorch but unallocated. {END} PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+            {"allowed": 1.05 * GIB, "private": 17 * MIB, "room": 1.05 * GIB - 1072 * MIB}, "A limit: set_per_process"),
+    "2.4, ROCm": ("HIP out of memory. Tried to allocate 6.64 GiB. GPU 0 has a total capacity of 19.92 GiB of which "
+            "6.22 GiB is free. Of the allocated memory 5.34 GiB is allocated by PyTorch, and 7.10 GiB is reserved by "
+            f"PyTorch but unallocated. {END} PYTORCH_HIP_ALLOC_CONF=expandable_segments:True",
+            {"short": 0}, "PYTORCH_HIP_ALLOC_CONF=expandable"),
+    "a driver with enough": ("HIP out of memory. Tried to allocate 2.00 MiB. GPU 7 has a total capacity of 287.98 GiB "
+            "of which 203.49 GiB is free. Of the allocated memory 68.63 GiB is allocated by PyTorch, and 14.93 GiB is "
+            "reserved by PyTorch but unallocated.", {"short": 0}, "another process, or a limit of the driver's"),
+    "cudaMallocAsync": ("torch.cuda.OutOfMemoryError: Allocation on device 0 would exceed allowed memory. (out of "
+            "memory)\nCurrently allocated     : 3.41 GiB\nRequested               : 50.00 MiB\nDevice limit            "
+            ": 4.00 GiB\nFree (according to CUDA): 0 bytes\nPyTorch limit (set by user-supplied memory fraction)\n"
+            "                        : 17179869184.00 GiB",
+            {"capacity": 4 * GIB, "allocated": 3.41 * GIB, "unallocated": 0, "short": 50 * MIB}, "Too little"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("release", OF_RELEASES)
+def test_the_messages_of_each_release_are_read(release):
+    message, numbers, advice = OF_RELEASES[release]
+    found = lab.fix(message)
+    assert {name: getattr(found, name) for name in numbers} == {name: round(size) for name, size in numbers.items()}
+    assert advice in found.advice
+    assert not found.allowed or "allowed" in str(found)
+
+
+def test_of_a_log_the_first_message_is_read():
+    two = "\n".join(OF_RELEASES[release][0] for release in ("2.4, ROCm", "2.9, ROCm, a limit"))
+    assert lab.fix("Traceback (most recent call last):\n" + two) == lab.fix(OF_RELEASES["2.4, ROCm"][0])

@@ -152,7 +152,7 @@ def test_more_gpus_and_shorter_sequences_are_named_too():
 
 def test_a_deadline_that_nobody_meets_is_said_with_the_fastest():
     plan = lab.plan("gpt2", "T4", 8, tokens=10**10, within=1.0)
-    assert not plan and plan.problem.startswith("Nothing is done within 1 days: the fastest takes")
+    assert not plan and plan.problem.startswith("Nothing is done within 1 day: the fastest takes")
     more = next(each for each in plan.nearest if each.direction == "Another card")
     assert 10**10 / more.report.tokens_per_second <= 86_400 and plan.cuts["too late"] > 0
 

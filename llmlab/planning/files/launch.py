@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ...engines.texts import yaml_text
 
-# SkyPilot's names of cards (`sky show-gpus`), by ours.
+# SkyPilot's names of cards, by ours (catalogs/v8/common/accelerators.csv of its catalog).
 SKY_CARDS = {
     "T4": "T4", "L4": "L4", "A10G": "A10G", "L40S": "L40S", "V100-16GB": "V100", "V100-32GB": "V100-32GB",
     "A100-40GB": "A100", "A100-80GB": "A100-80GB", "H100-80GB": "H100", "H200": "H200", "B200": "B200",
-    "RTX-3090": "RTX3090", "RTX-4090": "RTX4090",
+    "RTX-3060": "RTX3060", "RTX-3090": "RTX3090", "RTX-4090": "RTX4090", "RTX-5090": "RTX5090", "A10": "A10",
+    "RTX-A6000": "RTXA6000", "RTX-6000-Ada": "RTX6000-Ada", "H100-NVL": "H100-NVL", "GH200": "GH200",
+    "MI300X": "MI300X",
 }  # fmt: skip
 PORT = 29500  # torchrun's own default
 
 
-def launch_script(title: str, program: str, nodes: int, per_node: int, alone: bool) -> str:
+def launch_script(
+    title: str, program: str, nodes: int, per_node: int, alone: bool, exports: Sequence[str] = ()
+) -> str:
     """Return launch.sh: torchrun's line on one node of `nodes`, or python's for a process that is `alone`; `program` is
-    the script and its arguments."""
+    the script and its arguments, `exports` are settings of the environment."""
     lines = [
         "#!/bin/bash", f"# {title}.", "#     LR=... ./launch.sh --data train.txt", "set -euo pipefail",
         'cd "$(dirname "${BASH_SOURCE[0]}")"',
         ': "${LR:?set the learning rate, which no plan knows: LR=... ./launch.sh}"',
+        *(f"export {setting}" for setting in exports),
     ]  # fmt: skip
     ranks = f"--nproc-per-node {per_node}"
     if nodes > 1:

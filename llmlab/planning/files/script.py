@@ -34,7 +34,7 @@ IMPORTS = {
 
 def kind(run: Training) -> str:
     """Return which script trains `run`: "pytorch", "trainer" or "sft"; raises SpecError where none of them does."""
-    if stack := stack_of(run):
+    if (stack := stack_of(run)) and stack.name != "deepspeed":
         raise SpecError(f"stack={stack.name!r} brings its own")
     for axis in ("tp", "pp", "cp", "ep"):
         if getattr(run, axis) > 1:
@@ -57,15 +57,26 @@ def kind(run: Training) -> str:
 
 
 def uses_deepspeed(run: Training) -> bool:
-    """Whether the script hands ds_config.json to the Trainer: ZeRO-1, states alone in the host's memory, and adapters
-    of which fp32 copies are stepped; FSDP2, which offloads weights with states, shards the rest."""
+    """Whether the script hands ds_config.json to the Trainer: stack="deepspeed", ZeRO-1, states alone in the host's
+    memory, and adapters of which fp32 copies are stepped; FSDP2, which offloads weights with states, shards the rest.
+    """
     copied = run.lora is not None and run.precision.startswith("mixed")
-    return bool(run.zero == 1 or (run.zero and copied) or run.offload == "optimizer")
+    return bool(stack_of(run) or run.zero == 1 or (run.zero and copied) or run.offload == "optimizer")
 
 
 def deepspeed_settings(run: Training) -> dict[str, Any]:
-    """Return ds_config.json; the script compiles, which DeepSpeed's settings do not say."""
-    return replace(run, compile=False).to_deepspeed()
+    """Return ds_config.json; the script compiles, which DeepSpeed's settings do not say.
+
+    With stack="deepspeed" the optimizer is DeepSpeed's own, for which the Trainer puts in its arguments ("auto").
+    """
+    settings = replace(run, compile=False).to_deepspeed()
+    if run.zero == 3:  # or the trained model would be left in shards
+        settings["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    if stack := stack_of(run):
+        torchs = {"torch_adam": True} if getattr(stack, "torch_adam", False) else {}
+        kind = {"adamw": "AdamW", "lion": "Lion"}[run.optimizer]
+        settings["optimizer"] = {"type": kind, "params": {"lr": "auto", "weight_decay": "auto", **torchs}}
+    return settings
 
 
 def _adapters_script(run: Training) -> str:

@@ -20,7 +20,7 @@ from ...specs.check import check
 from ...specs.model import ModelSpec, models
 from ...specs.run import Training
 from .launch import launch_script, sky_task, slurm_job
-from .script import deepspeed_settings, kind, packages, training_script
+from .script import deepspeed_settings, kind, packages, training_script, uses_deepspeed
 
 
 @dataclass(frozen=True, repr=False)
@@ -87,8 +87,11 @@ def texts(spec: ModelSpec, run: Training, card: str, nodes: int, per_node: int) 
     if not published:
         found["model/config.json"] = json.dumps(spec.config, indent=2) + "\n", "the model, whose weights start random"
     start, needed = _started(run, program(spec, run))
-    alone = run.world_size == 1 and not run.zero and "train.py" in found  # an engine's rank is torchrun's
-    started = launch_script(title, start, nodes, per_node, alone)
+    # An engine's rank is torchrun's.
+    alone = run.world_size == 1 and "train.py" in found and not (run.zero or uses_deepspeed(run))
+    # Megatron-LM refuses to start without it where it overlaps what tensor or context parallelism sends.
+    exports = ["CUDA_DEVICE_MAX_CONNECTIONS=1"] if "megatron_args.txt" in start and max(run.tp, run.cp) > 1 else []
+    started = launch_script(title, start, nodes, per_node, alone, exports)
     found["launch.sh"] = started, "starts it on one node: LR=... ./launch.sh"
     found["job.sbatch"] = slurm_job(title, nodes, per_node), "Slurm: LR=... sbatch job.sbatch"
     if task := sky_task(title, card, nodes, per_node, needed, "train.py" in found):
