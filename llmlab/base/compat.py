@@ -180,9 +180,6 @@ NAMES: dict[str, dict[str, str]] = {
         "megatron.core.utils": "get_attr_wrapped_model",
     },
     "torchtitan": {
-        "torch._inductor.config": "emulate_precision_casts patch",
-        "torch.distributed.tensor.experimental._attention": "_disable_context_parallel_dispatcher "
-        "_enable_context_parallel_dispatcher",
         "torchtitan.components.quantization.float8": "has_cuda_capability",
         "torchtitan.config": "JobConfig",
         "torchtitan.distributed": "ParallelDims",
@@ -194,6 +191,9 @@ NAMES: dict[str, dict[str, str]] = {
         "torchtitan.models.qwen3": "get_train_spec",
         "torchtitan.models.qwen3.infra.parallelize": "_op_sac_save_list",
         "torchtitan.protocols.model_converter": "build_model_converters",
+        "torch._inductor.config": "emulate_precision_casts patch",
+        "torch.distributed.tensor.experimental._attention": "_disable_context_parallel_dispatcher "
+        "_enable_context_parallel_dispatcher",
     },
     "torchtune": {
         "torchtune.models.llama3_1": "llama3_1 lora_llama3_1",

@@ -36,7 +36,7 @@ READ: dict[str, set[str]] = {
     "parallelism": {"data_parallel_replicate_degree", "data_parallel_shard_degree", "fsdp_reshard_after_forward",
                     "pipeline_parallel_microbatch_size", "expert_tensor_parallel_degree", *DEGREES.values()},
     "activation_checkpoint": {"mode", "selective_ac_option"},
-    "compile": {"enable"},
+    "compile": {"enable", "components"},
     "quantize": {"linear"},
 }  # fmt: skip
 PASSED: dict[str, set[str]] = {
@@ -48,7 +48,7 @@ PASSED: dict[str, set[str]] = {
                     "context_parallel_load_balancer", "context_parallel_rotate_method"},
     "activation_checkpoint": {"early_stop", "preserve_rng_state", "determinism_check", "debug",
                               "per_op_sac_force_recompute_mm_shapes_by_fqns"},
-    "compile": {"components", "backend"},
+    "compile": {"backend"},
     "quantize": set(),
 }  # fmt: skip
 PASSED_SECTIONS = {"job", "profiling", "metrics", "lr_scheduler", "checkpoint", "comm", "memory_estimation",
@@ -72,6 +72,7 @@ def torchtitan_config(run: Any, name: str) -> dict[str, dict[str, Any]]:
     if mode == "selective":
         recomputed["selective_ac_option"] = "op" if how == "op" else str(getattr(options, "every", 2))
     reshard = getattr(options, "reshard_after_forward", "default")
+    compiled = {} if getattr(options, "compile_loss", True) else {"components": ["model"]}
     sections: dict[str, dict[str, Any]] = {
         "job": {"dump_folder": "./outputs"},
         "model": {"name": model, "flavor": flavor, "hf_assets_path": f"./assets/hf/{name.rpartition('/')[2]}",
@@ -90,7 +91,7 @@ def torchtitan_config(run: Any, name: str) -> dict[str, dict[str, Any]]:
             **({"pipeline_parallel_microbatch_size": run.micro_batch} if staged else {}),
         },
         "activation_checkpoint": recomputed,
-        "compile": {"enable": run.compile},
+        "compile": {"enable": run.compile, **compiled},
     }  # fmt: skip
     if run.gathers_float8:  # which its recipe "tensorwise" does not
         sections[FP8] = dict.fromkeys(GATHERED, True)
@@ -163,6 +164,8 @@ def torchtitan_fields(settings: Any, given: Mapping[str, Any]) -> dict[str, Any]
         text = f"torchtitan:{ac},optimizer={option},reshard_after_forward={reshard}"
         if said["fp8"][1] == "tensorwise" and not _float8(parts["quantize"]).get(GATHERED[0]):
             text += f",{GATHERED[0]}=False"
+        if "loss" not in parts["compile"].get("components", ["model", "loss"]):
+            text += ",compile_loss=False"
         given = {**given, "stack": text}
     return agreed(said, given)
 

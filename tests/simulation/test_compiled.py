@@ -98,7 +98,7 @@ def on_a_named_device(model):
 def test_a_compiled_step_takes_less(prepare):
     sim = trained(prepare)
     assert not [note for note in sim.notes if "eager" in note]
-    assert any("launched" in note for note in sim.notes) and not sim.counts_all_kernels
+    assert sim.counts_all_kernels  # by the bytes that Inductor says its kernels move
     assert sim.peak_allocated < trained(lambda model: model).peak_allocated
 
 

@@ -89,7 +89,7 @@ def test_views_start_no_kernel_and_repeats_are_read_once():
 
 
 def test_a_card_that_nobody_measured_has_a_time_and_a_wider_interval():
-    run = Training(seq_len=64, precision="bf16")
+    run = Training(micro_batch=16, precision="bf16")  # in which no card waits for its host
     config = {**lab.model("gpt2").config, "n_layer": 1}
     wide = []
     for gpu in ("A100", "H100", "RTX-4090"):

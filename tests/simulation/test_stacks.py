@@ -52,6 +52,7 @@ BLOCKS = {
     "compiled, none": (THIN_QWEN, {**COMPILED, "stack": "torchtitan:ac=none"}),
     "compiled, full": (THIN, {**COMPILED, "checkpointing": "full"}),
     "compiled, many words": (SMALL, COMPILED),
+    "compiled but for the loss": (SMALL, {**COMPILED, "stack": "torchtitan:compile_loss=False"}),
     "tensorwise": (THIN, EIGHTH),
     "tensorwise, none": (THIN, {**EIGHTH, "stack": "torchtitan:ac=none"}),
     "tensorwise, full": (THIN, {**EIGHTH, "checkpointing": "full"}),

@@ -75,8 +75,7 @@ def timing(
     longest = _longest(spec, run, card, nodes, seconds, factor, traced)
     kernel = traced.attention if traced else fastest_kernel(run, attention_kernel(spec, run, card))
     sources = _sources(run, found, parts, kernel)
-    host = traced.passes.host if traced else host_seconds(spec, run, found.host)
-    sooner, later = _other_hosts(run, host, parts)
+    sooner, later = _other_hosts(run, host_seconds(spec, run, found.host), parts)
     low, high = min(seconds / factor, seconds - sooner), max(longest, seconds + later)
     return Timing(seconds, low, high, parts, sources, {"data": hidden} if hidden else {}, layer, note)
 

@@ -35,6 +35,7 @@ CONFIG = {
     "max_autotune_pointwise": False, "coordinate_descent_tuning": False, "triton.cudagraphs": False,
     "profile_bandwidth": True,  # it writes into each kernel's text how many bytes it moves, and where a graph begins
 }  # fmt: skip
+TEMPLATE = "@triton_heuristics.template("  # select_algorithm.py
 MOVED = re.compile(r"'kernel_num_gb': ([0-9.e+-]+)")  # 1e9 bytes; simd.py, estimate_kernel_num_bytes
 MEASURES = {"max_autotune": "max-autotune", "max_autotune_gemm": "max-autotune", "triton.cudagraphs": "CUDA graphs"}
 # CUDA C++ Programming Guide, technical specifications per compute capability: the same from 7.0 on, but for threads.
@@ -139,11 +140,11 @@ def _line(graph: GraphModule) -> str:
 
 
 class _Kernel:
-    """A Triton kernel of Inductor's: it writes into buffers that it is given. Of templates, as attention's, no bytes
-    are known."""
+    """A Triton kernel of Inductor's: it writes into buffers that it is given. Templates, as attention's, compute more
+    than their bytes say: their time is not known."""
 
     def __init__(self, name: str, source: str, engine: Engine) -> None:
-        found = MOVED.search(source)
+        found = None if TEMPLATE in source else MOVED.search(source)
         self.name, self.engine = name, engine
         self.moved = round(1e9 * float(found[1])) if found else None
 

@@ -161,6 +161,7 @@ def job_config(run: Training) -> Any:
     job.optimizer.implementation = stack.optimizer
     job.parallelism.context_parallel_degree = run.cp
     job.compile.enable = run.compile
+    job.compile.components = ["model", "loss"] if stack.compile_loss else ["model"]
     if run.fp8:
         job.model.converters = [FLOAT8]
         float8 = job.quantize.linear.float8

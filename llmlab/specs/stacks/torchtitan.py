@@ -23,8 +23,9 @@ class Torchtitan(StackOptions):
     0.2.0, whose list of what is kept lacks cuDNN's attention, which an H100 takes. `reshard_after_forward` is FSDP2's
     policy: "default" keeps the final norm and the head gathered until backward, "never" keeps everything. `optimizer`
     is the implementation of AdamW. `enable_fsdp_float8_all_gather` is read with fp8="tensorwise": its own default is
-    False, True is what its docs/float8.md starts. Releases before 0.2.0 take FlashAttention 2 first: the run's
-    attention="flash".
+    False, True is what its docs/float8.md starts. `compile_loss` is whether "loss" is among compile.components, which
+    compile=True turns on; False too for commits before its loss could be compiled (March 2025). Releases before 0.2.0
+    take FlashAttention 2 first: the run's attention="flash".
     """
 
     name = "torchtitan"
@@ -58,6 +59,7 @@ class Torchtitan(StackOptions):
     reshard_after_forward: Reshard = "default"
     optimizer: TitanOptimizer = "fused"
     enable_fsdp_float8_all_gather: bool = True
+    compile_loss: bool = True
 
     @property
     def fused_adamw(self) -> bool:
@@ -80,6 +82,7 @@ class Torchtitan(StackOptions):
             keeps_attention=(True, False),
             reshard_after_forward=get_args(Reshard),
             optimizer=get_args(TitanOptimizer),
+            compile_loss=(True, False),
         )
 
     def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -132,6 +132,6 @@ def _compiled(eager: Block, share: Share) -> Block:
         saved=tuple(row for row in saved if row.operator not in gone),
         selective=tuple(row for row in eager.selective if row.operator not in gone),
         mlp_backward=tuple(row._replace(times=times) for row in eager.mlp_backward),
-        loss=COMPILED_LOSS,
+        loss=COMPILED_LOSS if getattr(run.stack, "compile_loss", True) else eager.loss,
         made_again=again,
     )
