@@ -11,7 +11,8 @@ and the archive's). A plan says "fits" where the estimate leaves room for all th
 simulation fits with MARGIN of the card left free (llmlab/planning/confirm.py); what neither decides it does not show.
 
 Choice: where a source measured the same model in several ways on the same GPUs, what the estimate says is the fastest,
-beside what was; Megatron-LM's two kinds of recomputation too, of which no memory is published. A step's tokens count,
+beside what was. Full fine-tuning, LoRA and QLoRA are three questions, not three answers: a plan is told which, and what
+it would have said between them stands in a table of its own; Megatron-LM's two kinds of recomputation too, of which no memory is published. A step's tokens count,
 not its sequences. Margin: what the steps of held_out.md, on a T4, reserved more
 than their simulation, over the card. Search: how long it takes here; no test asserts it.
 """
@@ -162,19 +163,27 @@ def margin() -> Iterator[str]:
     yield from titled_table(title, header, [[str(len(more)), *cells, f"{more[-1]:+.2%}", f"{MARGIN:.0%}"]])
 
 
-def alternatives() -> dict[tuple[Any, ...], list[Row]]:
-    """Return the rows that measure the same model on the same GPUs at one length, in more than one way."""
+def method(row: Row) -> str:
+    """Return the method of a row's run, as a plan is told it."""
+    return "full" if not row.run.lora else "qlora" if row.run.quantization else "lora"
+
+
+def alternatives(told: bool = True) -> dict[tuple[Any, ...], list[Row]]:
+    """Return the rows that measure the same model on the same GPUs at one length, in more than one way: of one method,
+    which a plan is `told`, or of several."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in [*rows(), *iterations()]:
-        key = row.citation, row.label, row.card, row.run.world_size, row.run.seq_len
+        key = row.citation, row.label, row.card, row.run.world_size, row.run.seq_len, method(row) if told else ""
         groups.setdefault(key, []).append(row)
-    return {key: of for key, of in groups.items() if len({row.run for row in of}) > 1}
+    if told:
+        return {key: of for key, of in groups.items() if len({row.run for row in of}) > 1}
+    return {key: of for key, of in groups.items() if len({method(row) for row in of}) > 1}
 
 
-def choices() -> Iterator[str]:
+def choices(told: bool = True) -> Iterator[str]:
     """Return the table of first choices: predicted rates put the rows in order, measured ones say what it cost."""
     lines, near, known = [], 0, 0
-    for (citation, label, card, many, length), of in alternatives().items():
+    for (citation, label, card, many, length, how), of in alternatives(told).items():
         predicted = {row.id: predict(row).rate for row in of}
         best = max(of, key=lambda row: row.measured)
         asked = [row for row in of if predicted[row.id]]
@@ -185,10 +194,13 @@ def choices() -> Iterator[str]:
         chosen = min((row for row in asked if predicted[row.id] == top), key=lambda row: row.measured)
         slower = best.measured / chosen.measured
         known, near = known + 1, near + (slower <= NEAR)
-        what = f"{label}, {many} × {card}, {length:,} tokens ({citation.split(',')[0]})"
+        what = f"{label}{f', {how}' if how in ('lora', 'qlora') else ''}, {many} × {card}, {length:,} tokens"
+        what += f" ({citation.split(',')[0]})"
         miss = "" if slower <= NEAR else "MISSED"
         lines.append([what, str(len(of)), chosen.id, best.id, f"{slower - 1:.1%}", miss])
     title = f"First choice within {NEAR - 1:.0%} of the fastest measured: {near} of {known} ({near / known:.0%})"
+    if not told:
+        title = f"Between methods, of which a plan is told one, the fastest within {NEAR - 1:.0%}: {near} of {known}"
     header = ["the same model on the same GPUs", "ways", "chosen", "fastest", "slower", ""]
     yield from titled_table(title, header, lines)
 
@@ -291,7 +303,7 @@ def main(out: Path | None, estimates: bool) -> None:
         answers = {**_decided(of_stacks, [str(STACKS)]), **_decided(others, [])}
         said = [answers[case.id] for case in asked]
     found = list(zip(asked, said, strict=True))
-    lines = [*choices(), *verdicts(found, not estimates), *margin(), *files(), *speed()]
+    lines = [*choices(), *choices(told=False), *verdicts(found, not estimates), *margin(), *files(), *speed()]
     lines.append(provenance("llmlab", "torch", "transformers"))
     text = "\n".join(lines)
     print(text)

@@ -173,6 +173,7 @@ NAMES: dict[str, dict[str, str]] = {
         "megatron.core.pipeline_parallel": "get_forward_backward_func",
         "megatron.core.pipeline_parallel.schedules": "backward_step",
         "megatron.core.tensor_parallel": "model_parallel_cuda_manual_seed",
+        "megatron.core.tensor_parallel.random": "_lazy_call",
         "megatron.core.transformer": "TransformerConfig",
         "megatron.core.transformer.module": "Float16Module",
         "megatron.core.transformer.transformer_block": "LayerNormImpl",

@@ -16,10 +16,12 @@ def test_the_margin_is_what_nine_in_ten_steps_reserved_more():
 
 
 def test_alternatives_differ_in_how_they_run_alone():
-    for (_, label, card, many, length), of in plans.alternatives().items():
-        alike = {(row.label, row.card, row.run.world_size, row.run.seq_len) for row in of}
-        assert alike == {(label, card, many, length)}
+    for (_, label, card, many, length, method), of in plans.alternatives().items():
+        alike = {(row.label, row.card, row.run.world_size, row.run.seq_len, plans.method(row)) for row in of}
+        assert alike == {(label, card, many, length, method)}
         assert len({row.run for row in of}) > 1
+    for of in plans.alternatives(told=False).values():
+        assert len({plans.method(row) for row in of}) > 1
 
 
 def test_runs_that_ran_out_of_memory_elsewhere_are_never_said_to_fit():
