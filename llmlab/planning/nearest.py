@@ -50,7 +50,8 @@ def _more(question: Question, where: Machines) -> Iterator[Nearest]:
 
 
 def _larger(question: Question, where: Machines) -> Iterator[Nearest]:
-    """Try cards with more memory, the smallest first; where time is short, any other card, the least rent first."""
+    """Try cards with more memory, the smallest first, and where as many of none are enough, more of them; where time is
+    short, any other card, the least rent first."""
 
     def price(card: GPU) -> float:
         return card.usd_per_hour or float("inf")
@@ -61,10 +62,17 @@ def _larger(question: Question, where: Machines) -> Iterator[Nearest]:
     else:
         cards = sorted((card for card in gpus() if card != where.card), key=price)
         direction = "Another card"
+    cards = [card for card in cards if card.vendor == where.card.vendor]
     for card in cards:
         there = Machines(card, where.nodes, where.per_node)
-        if card.vendor == where.card.vendor and joined(there):
+        if joined(there):
             yield from _answer(direction, str(there), question, there)
+    total = where.total
+    while question.within is None and (total := 2 * total) <= MOST_GPUS:
+        for card in cards:
+            there = of_total(card, total)
+            if joined(there):
+                yield from _answer("More of a larger card", str(there), question, there)
 
 
 def _shorter(question: Question, where: Machines) -> Iterator[Nearest]:

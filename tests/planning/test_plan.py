@@ -138,6 +138,13 @@ def test_where_nothing_fits_the_nearest_that_does_is_named():
     assert lab.model(directions["A smaller model"].model).parameters < lab.model("meta-llama/Llama-3.1-8B").parameters
 
 
+def test_where_no_single_card_is_enough_more_of_a_larger_one_are():
+    plan = lab.plan("meta-llama/Llama-3.1-70B", "T4", 16, fixed={"seq_len": 2048})
+    directions = {each.direction: each.machines for each in plan.nearest}
+    found = directions["More of a larger card"]
+    assert "A larger card" not in directions and found.total > 1 and found.card.memory > lab.gpu("T4").memory
+
+
 def test_more_gpus_and_shorter_sequences_are_named_too():
     plan = lab.plan("meta-llama/Llama-3.1-8B", "H100-80GB", 8, fixed={"seq_len": 32768, "offload": None})
     directions = {each.direction: each for each in plan.nearest}
