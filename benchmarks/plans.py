@@ -12,9 +12,9 @@ simulation fits with MARGIN of the card left free (llmlab/planning/confirm.py); 
 
 Choice: where a source measured the same model in several ways on the same GPUs, what the estimate says is the fastest,
 beside what was. Full fine-tuning, LoRA and QLoRA are three questions, not three answers: a plan is told which, and what
-it would have said between them stands in a table of its own; Megatron-LM's two kinds of recomputation too, of which no memory is published. A step's tokens count,
-not its sequences. Margin: what the steps of held_out.md, on a T4, reserved more
-than their simulation, over the card. Search: how long it takes here; no test asserts it.
+it would have said between them stands in a table of its own. Megatron-LM's two kinds of recomputation count too, of
+which no memory is published. A step's tokens count, not its sequences. Margin: what the steps of held_out.md, on a T4,
+reserved more than their simulation, over the card. Search: how long it takes here; no test asserts it.
 """
 
 from __future__ import annotations

@@ -49,13 +49,15 @@ class LoRA(Spec):
     """Low-rank adapters on the named linear layers (Hu et al., arXiv 2106.09685).
 
     `rank` r adds r · (inputs + outputs) trainable parameters to each targeted linear; everything else is frozen.
-    `alpha` is the numerator of the scale alpha / r; None is 2 · rank.
+    `alpha` is the numerator of the scale alpha / r; None is 2 · rank. `autocast_adapter_dtype` is peft's: True keeps
+    adapters in fp32 where the frozen weights are half, False in the dtype of those, as torchtune and AutoModel do.
     """
 
     rank: int = 16
     targets: tuple[str, ...] = ("q_proj", "v_proj")
     alpha: int | None = None
     dropout: float = 0.0
+    autocast_adapter_dtype: bool = True
 
     def __post_init__(self) -> None:
         self._check_counts("rank")
@@ -68,6 +70,8 @@ class LoRA(Spec):
             self._check_counts("alpha")
         if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
             raise SpecError(f"dropout={self.dropout!r} is no number or outside 0 <= dropout < 1")
+        if not isinstance(self.autocast_adapter_dtype, bool):
+            raise SpecError(f"autocast_adapter_dtype={self.autocast_adapter_dtype!r} is neither True nor False")
 
 
 @dataclass(frozen=True, repr=False)

@@ -220,7 +220,7 @@ def _both(outer: AbstractContextManager, inner: AbstractContextManager) -> Itera
 
 
 def _add_adapters(model: PreTrainedModel, lora: LoRA) -> PeftModel | PeftMixedModel:
-    """Return the peft model: adapters on `lora.targets`, in fp32 whatever the frozen weights are in."""
+    """Return the peft model: adapters on `lora.targets`, in fp32 where frozen weights are half, if not told not to."""
     from peft import LoraConfig, get_peft_model
 
     Conv1D = symbol("transformers.pytorch_utils.Conv1D")
@@ -239,4 +239,4 @@ def _add_adapters(model: PreTrainedModel, lora: LoRA) -> PeftModel | PeftMixedMo
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by a name that is going away
-        return get_peft_model(model, config)
+        return get_peft_model(model, config, autocast_adapter_dtype=lora.autocast_adapter_dtype)

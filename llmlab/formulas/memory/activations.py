@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from ...specs.run import Training
 from ...specs.stacks import Torchtitan
+from .fsdp import uses_fsdp
 from .scores import kept_scores
-from .share import Share, adapted
+from .share import Share, adapted, adapter_bytes
 from .stacks.blocks import block_of
 from .stacks.described import Saved, by_kind, saved
 
@@ -132,23 +133,29 @@ def _activation_bytes(share: Share) -> int:
 
 
 def _adapters(share: Share) -> int:
-    """peft casts each adapter's input to its fp32: one copy per target where the stream is half; where it is fp32, the
-    q, k and v adapters share one tensor, and SDPA already keeps the output projection's. Autocast makes a half copy of
-    each for its product, and that is what is kept."""
+    """peft casts each adapter's input to its dtype: one copy per target where the stream has another; where it has the
+    same, the q, k and v adapters share one tensor, and SDPA already keeps the output projection's. Autocast makes a
+    half copy of each for its product, and that is what is kept."""
     spec, run = share.spec, share.run
     assert run.lora is not None
     if share.autocast:
         counts = ((linear.count // spec.layers or 1, linear.inputs) for linear in adapted(spec, run))
         return share.tokens * share.bytes.compute * sum(many * (run.lora.rank + inputs) for many, inputs in counts)
-    width, shared = 0, set()
+    element, width, shared = _adapters_stream(share), 0, set()
     for linear in adapted(spec, run):
         per_layer = linear.count // spec.layers or 1
         width += per_layer * run.lora.rank
-        if share.bytes.residual != 4:
+        if share.bytes.residual != element:
             width += per_layer * linear.inputs
         elif linear.name not in ("o_proj", "c_proj") or run.attention == "eager":
             shared.add((linear.part, linear.inputs))
-    return share.tokens * 4 * (width + sum(inputs for _, inputs in shared))
+    return share.tokens * element * (width + sum(inputs for _, inputs in shared))
+
+
+def _adapters_stream(share: Share) -> int:
+    """Return the bytes of an element of what adapters compute: autocast and FSDP2's policy have half copies of them."""
+    half = share.autocast or (share.run.precision.startswith("mixed") and uses_fsdp(share.run))
+    return share.bytes.compute if half else adapter_bytes(share.run)
 
 
 def _int8_inputs(share: Share, checkpointed: bool) -> int:
@@ -209,6 +216,10 @@ def checkpointed(share: Share) -> dict[str, int]:
         kept["matmul outputs"] = T * (attention + adapters)
     else:
         mlp = spec.token_mlp_width * (2 if spec.gated else 1)
+        adapters = sum(
+            (run.lora.rank + linear.outputs) * (linear.count // spec.layers or 1) for linear in adapted(spec, run)
+        ) if run.lora else 0
+        attention += _adapters_stream(share) * adapters
         split = T * (c * (spec.query_width + 2 * spec.key_width + mlp) + attention)
         # The last product of a pair returns a part of the sum, for all tokens, that is scattered only then.
         kept["matmul outputs"] = split // run.tp + T * c * 2 * spec.hidden

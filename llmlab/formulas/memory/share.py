@@ -86,13 +86,13 @@ def bytes_of(run: Training) -> Bytes:
 
 
 def adapter_bytes(run: Training) -> int:
-    """Return the bytes of an element of LoRA's weights, their gradients and their states: peft keeps half ones in fp32,
-    torchtune trains them in the run's dtype."""
+    """Return the bytes of an element of LoRA's weights, their gradients and their states: peft keeps half ones in fp32
+    unless told not to, torchtune trains them in the run's dtype."""
     return PRECISION[run.precision].weights if _half_adapters(run) else 4
 
 
 def _half_adapters(run: Training) -> bool:
-    return isinstance(run.stack, Torchtune)
+    return isinstance(run.stack, Torchtune) or (run.lora is not None and not run.lora.autocast_adapter_dtype)
 
 
 def adapted(spec: ModelSpec, run: Training) -> list[Linear]:

@@ -8,7 +8,7 @@ from ...specs.stacks import StackOptions, Torchtune
 from .. import newton_schulz
 from .fsdp import uses_fsdp
 from .scores import backward_scores
-from .share import Share
+from .share import Share, adapter_bytes
 from .stacks.blocks import block_of
 from .stacks.described import Kept, by_kind, saved
 from .states import States, expert_tensor
@@ -166,7 +166,7 @@ def optimizer_temporaries(share: Share, states: States) -> int:
 
 def _adamw_roots(share: Share, stepped: int, largest: int) -> int:
     """Return the roots of second moments that AdamW makes of `stepped` parameters, the largest tensor `largest`."""
-    run, element = share.run, 4 if share.run.lora else share.bytes.states
+    run, element = share.run, adapter_bytes(share.run) if share.run.lora else share.bytes.states
     if share.bytes.master and not run.lora and not uses_fsdp(run):
         return 0
     return element * (2 * largest if share.cpu else stepped)
