@@ -45,7 +45,8 @@ def _option(name: str, hint: Any, default: Any, words: str) -> click.Option:
     if name == "lora":
         return click.Option([flag, name], type=int, metavar="RANK", help=words)
     if kind is bool:
-        return click.Option([flag, name], is_flag=True, default=default, help=words)
+        both = f"{flag}/--no-{flag.removeprefix('--')}" if default else flag
+        return click.Option([both, name], is_flag=True, default=default, help=words)
     if get_origin(kind) is Literal:
         words += f" One of {', '.join((*(['none'] if optional else []), *get_args(kind)))}."
         default = default or "none"

@@ -29,6 +29,7 @@ HELP = {
     "lora_targets": "Linear layers that get an adapter, separated by commas.",
     "lora_alpha": "Numerator of the adapters' scale alpha / rank; without it 2 * rank.",
     "lora_dropout": "Dropout before the adapters.",
+    "lora_autocast_adapter_dtype": "Keep adapters in fp32 where the frozen weights are half, as peft does.",
     "batch": "Prompts answered at once.",
     "prompt_len": "Tokens per prompt.",
     "new_tokens": "Tokens generated after each prompt.",

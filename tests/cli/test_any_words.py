@@ -52,7 +52,9 @@ def words_of(command, without=frozenset()):
     return st.lists(st.one_of(found), max_size=4).map(lambda pairs: [word for pair in pairs for word in pair])
 
 
-FOR_TRAINING = {field.name for field in fields(Training)} | {"lora", "lora_alpha", "lora_dropout", "lora_targets"}
+FOR_TRAINING = {field.name for field in fields(Training)} | {
+    "lora", "lora_alpha", "lora_dropout", "lora_targets", "lora_autocast_adapter_dtype",
+}
 FOR_INFERENCE = {field.name for field in fields(Inference)} | {"inference"}
 TRAINING = words_of("estimate", without=FOR_INFERENCE - FOR_TRAINING)
 SERVING = words_of("estimate", without=FOR_TRAINING - FOR_INFERENCE)
