@@ -1,11 +1,15 @@
 """The benchmark of plans: the margin follows from measured steps; alternatives are one model on the same cards."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import plans
 
 import llmlab as lab
 from llmlab.planning.confirm import MARGIN
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_margin_is_what_nine_in_ten_steps_reserved_more():
@@ -66,3 +70,12 @@ def test_megatrons_two_kinds_of_recomputation_are_a_choice_each():
     chosen = [of for (citation, *_), of in plans.alternatives().items() if "2205.05198" in citation]
     assert [len(of) for of in chosen] == [2] * 4
     assert all({row.run.checkpointing for row in of} == {"full", "selective"} for of in chosen)
+
+
+def test_the_page_counts_the_runs_that_were_added_for_their_speed():
+    rounds = json.loads((ROOT / "benchmarks" / "predictions.json").read_text(encoding="utf-8"))["rounds"]
+    counts = [len(each["predicted"]) for each in rounds]
+    page = " ".join((ROOT / "book" / "who-predicts-best.md").read_text(encoding="utf-8").split())
+    assert f"{sum(counts)} of the runs were added for their speed" in page
+    assert f"of the first {sum(counts[:-1])}, or could not tell" in page
+    assert f"Of the {counts[-1]} that came last (round {len(counts)})" in page

@@ -158,6 +158,12 @@ def _adapters_stream(share: Share) -> int:
     return share.bytes.compute if half else adapter_bytes(share.run)
 
 
+def _adapter_results(share: Share) -> int:
+    """Return the elements, for a token, that the two products of a block's adapters return."""
+    spec, rank = share.spec, share.run.lora.rank if share.run.lora else 0
+    return sum((rank + linear.outputs) * (linear.count // spec.layers or 1) for linear in adapted(spec, share.run))
+
+
 def _int8_inputs(share: Share, checkpointed: bool) -> int:
     """Return the bytes that bitsandbytes' int8 linears keep of a block: each its input, in its context
     (autograd/_functions.py, MatMul8bitLt) and so out of checkpointing's sight. Not counted twice, where nothing is
@@ -210,16 +216,10 @@ def checkpointed(share: Share) -> dict[str, int]:
     if run.quantization and run.lora:
         if inputs and share.fused:
             attention = 4 * spec.heads  # its output is the output projection's input
-        adapters = sum(
-            c * (run.lora.rank + linear.outputs) * (linear.count // spec.layers or 1) for linear in adapted(spec, run)
-        )
-        kept["matmul outputs"] = T * (attention + adapters)
+        kept["matmul outputs"] = T * (attention + c * _adapter_results(share))
     else:
         mlp = spec.token_mlp_width * (2 if spec.gated else 1)
-        adapters = sum(
-            (run.lora.rank + linear.outputs) * (linear.count // spec.layers or 1) for linear in adapted(spec, run)
-        ) if run.lora else 0
-        attention += _adapters_stream(share) * adapters
+        attention += _adapters_stream(share) * _adapter_results(share)
         split = T * (c * (spec.query_width + 2 * spec.key_width + mlp) + attention)
         # The last product of a pair returns a part of the sum, for all tokens, that is scattered only then.
         kept["matmul outputs"] = split // run.tp + T * c * 2 * spec.hidden
