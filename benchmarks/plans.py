@@ -11,8 +11,8 @@ and the archive's). A plan says "fits" where the estimate leaves room for all th
 simulation fits with MARGIN of the card left free (llmlab/planning/confirm.py); what neither decides it does not show.
 
 Choice: where a source measured the same model in several ways on the same GPUs, what the estimate says is the fastest,
-beside what was. Full fine-tuning, LoRA and QLoRA are three questions, not three answers: a plan is told which, and what
-it would have said between them stands in a table of its own. Megatron-LM's two kinds of recomputation count too, of
+beside what was. Between full fine-tuning, LoRA and QLoRA, which give different models, a plan chooses only where allow=
+lists them: these have a table of their own. Megatron-LM's two kinds of recomputation count too, of
 which no memory is published. A step's tokens count, not its sequences. Margin: what the steps of held_out.md, on a T4,
 reserved more than their simulation, over the card. Search: how long it takes here; no test asserts it.
 """
@@ -164,13 +164,13 @@ def margin() -> Iterator[str]:
 
 
 def method(row: Row) -> str:
-    """Return the method of a row's run, as a plan is told it."""
+    """Return the method of a row's run, as a plan is asked for it."""
     return "full" if not row.run.lora else "qlora" if row.run.quantization else "lora"
 
 
 def alternatives(told: bool = True) -> dict[tuple[Any, ...], list[Row]]:
-    """Return the rows that measure the same model on the same GPUs at one length, in more than one way: of one method,
-    which a plan is `told`, or of several."""
+    """Return the rows that measure the same model on the same GPUs at one length, in more than one way: of one method
+    that was `told`, or of several."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in [*rows(), *iterations()]:
         key = row.citation, row.label, row.card, row.run.world_size, row.run.seq_len, method(row) if told else ""
@@ -200,7 +200,7 @@ def choices(told: bool = True) -> Iterator[str]:
         lines.append([what, str(len(of)), chosen.id, best.id, f"{slower - 1:.1%}", miss])
     title = f"First choice within {NEAR - 1:.0%} of the fastest measured: {near} of {known} ({near / known:.0%})"
     if not told:
-        title = f"Between methods, of which a plan is told one, the fastest within {NEAR - 1:.0%}: {near} of {known}"
+        title = f"Between methods, which a plan varies only where allow= lists them, the fastest within {NEAR - 1:.0%}: {near} of {known}"
     header = ["the same model on the same GPUs", "ways", "chosen", "fastest", "slower", ""]
     yield from titled_table(title, header, lines)
 
