@@ -200,7 +200,8 @@ def choices(told: bool = True) -> Iterator[str]:
         lines.append([what, str(len(of)), chosen.id, best.id, f"{slower - 1:.1%}", miss])
     title = f"First choice within {NEAR - 1:.0%} of the fastest measured: {near} of {known} ({near / known:.0%})"
     if not told:
-        title = f"Between methods, which a plan varies only where allow= lists them, the fastest within {NEAR - 1:.0%}: {near} of {known}"
+        title = "Between methods, which a plan varies only where allow= lists them, "
+        title += f"the fastest within {NEAR - 1:.0%}: {near} of {known}"
     header = ["the same model on the same GPUs", "ways", "chosen", "fastest", "slower", ""]
     yield from titled_table(title, header, lines)
 
