@@ -70,7 +70,8 @@ class Case:
 QWEN = {"seq_len": 4096, "precision": "mixed-bf16", "zero": 3, "checkpointing": "full"}
 # Runs on other cards that ran out of memory, where the source says all that decides. Lit-GPT: Alpaca's longest sample
 # has 1304 tokens. BLOOM's prequel: 181B parameters, as the model of 72 layers in throughputs.toml. BigScience's
-# 1.3B (experiments/tr3m-1B3.md): as the rows of that source there.
+# 1.3B (experiments/tr3m-1B3.md): as the rows of that source there; so are arXiv 2311.05610's (aleph), by the rule of
+# its rows but without tensor parallelism, whose ranks hold whole logits there, and fms-acceleration's QLoRA of 70B.
 OVER = (
     ("oom-006", "Lit-GPT, resource-tables.md: LoRA, 4 × 1304", "meta-llama/Llama-2-7b-hf", "A100-40GB",
      lab.Training(micro_batch=4, seq_len=1304, precision="bf16", lora=lab.LoRA(8))),
@@ -88,6 +89,18 @@ OVER = (
                     dp=8 // pp, precision="mixed-fp16", checkpointing="full", attention="eager"))
       for number, card, pp, size in ((12, "V100-32GB", 2, 16), (13, "V100-16GB", 2, 8), (14, "V100-16GB", 4, 8),
                                      (15, "V100-16GB", 8, 8))),
+    *((f"aleph-{size.lower()}-{length}-pp{pp}", f"arXiv 2311.05610: {gpus} GPUs, DP{gpus // pp} PP{pp}, 1 × {length}",
+       f"LLaMA-{size}-128k", "A100-80GB",
+       lab.Training(micro_batch=1, seq_len=length, accumulation=batch * pp // gpus, zero=1, dp=gpus // pp, pp=pp,
+                    precision="mixed-bf16", attention="flash"))
+      for size, gpus, length, batch, depths in (("13B", 64, 2048, 2048, (1,)), ("13B", 128, 8192, 512, (1, 2, 4)),
+                                                ("30B", 256, 2048, 2048, (1, 2, 4))) for pp in depths),
+    *((f"fms-acc-70b-qlora-{dp}-{size}", f"fms-acceleration: QLoRA on {dp}, {size} × 4096", "meta-llama/Llama-2-70b-hf",
+       "A100-80GB",
+       lab.Training(micro_batch=size, seq_len=4096, precision="autocast-bf16", quantization="nf4", attention="flash",
+                    checkpointing="full", dp=dp, zero=3 if dp > 1 else 0,
+                    lora=lab.LoRA(16, ("q_proj", "k_proj", "v_proj", "o_proj"), alpha=16, dropout=0.1)))
+      for dp, size in ((1, 4), (1, 8), (2, 4))),
 )  # fmt: skip
 
 

@@ -15,8 +15,8 @@ import throughput
 
 def test_every_row_is_a_run_that_can_be_asked_for():
     rows = throughput.rows()
-    assert len({row.id for row in rows}) == len(rows) == 258
-    assert Counter(row.group for row in rows) == {"in sample": 48, "left out": 210}
+    assert len({row.id for row in rows}) == len(rows) == 333
+    assert Counter(row.group for row in rows) == {"in sample": 48, "left out": 285}
     for row in rows:
         assert row.measured > 0 and lab.model(row.model).parameters > 1e7
 
@@ -62,6 +62,21 @@ def test_seconds_and_tokens_are_the_same_throughput():
     row = next(row for row in throughput.rows() if row.id == "smt-122")
     assert row.run.world_size == 384 and row.run.global_batch == 2048
     assert row.measured == pytest.approx(2048 * 2048 / 384 / 102.27)
+
+
+@pytest.mark.parametrize(
+    ("id", "utilisation"),
+    [("nanotron-3b-1", 0.4668), ("nanotron-80b-64", 0.1779), ("aleph-13b-tp1-pp2", 0.5553),
+     ("aleph-13b-8k-tp2-pp4", 0.4988), ("aleph-65b-tp8-pp8", 0.2884)],
+)  # fmt: skip
+def test_a_published_utilisation_is_that_of_the_row(id, utilisation):
+    """6 FLOP a weight and whole attention: nanotron's figure of linear weights, over 989.5 TFLOP/s; the sheets of
+    arXiv 2311.05610 of all weights, over 312."""
+    row = next(row for row in throughput.rows() if row.id == id)
+    model, nanotron = lab.model(row.model), id.startswith("nanotron")
+    weights = sum(linear.elements for linear in model.linears) if nanotron else model.parameters
+    flops = 6 * weights + 12 * model.layers * model.hidden * row.run.seq_len
+    assert row.measured * flops / (989.5e12 if nanotron else 312e12) == pytest.approx(utilisation, rel=0.005)
 
 
 def test_errors_count_what_is_unknown_and_what_the_interval_holds():
