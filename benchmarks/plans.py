@@ -33,7 +33,7 @@ from typing import Any
 import click
 from provenance import provenance, titled_table, write
 from throughput import predict
-from throughput_rows import ROWS, Row, iterations, rows, tomllib
+from throughput_rows import ROWS, UNSEEN, Row, iterations, rows, tomllib
 
 import llmlab as lab
 from llmlab.archive import held_out, records
@@ -185,7 +185,7 @@ def alternatives(told: bool = True) -> dict[tuple[Any, ...], list[Row]]:
     """Return the rows that measure the same model on the same GPUs at one length, in more than one way: of one method
     that was `told`, or of several."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in [*rows(), *iterations()]:
+    for row in [*(row for row in rows() if row.group != UNSEEN), *iterations()]:
         key = row.citation, row.label, row.card, row.run.world_size, row.run.seq_len, method(row) if told else ""
         groups.setdefault(key, []).append(row)
     if told:

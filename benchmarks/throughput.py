@@ -5,7 +5,7 @@
     python benchmarks/throughput.py --once SOURCE ...            # appends what is predicted of new sources, once
 
 The rows are those of throughputs.toml, in two groups: sources that constants come from, and sources looked at while the
-formulas were written. Many of the latter were "never seen" at first: what was predicted of them then, once, before any
+formulas were written; a third, never seen, is predicted by --once alone. Many of the latter were "never seen" at first: what was predicted of them then, once, before any
 change in view of them, is in predictions.json, round by round, and stays what it was.
 
 Two more tables hold issues' bars: single GPUs, and cards whose own kernels are left out, so that those of others stand
@@ -26,7 +26,7 @@ from unittest.mock import patch
 import click
 from provenance import provenance, titled_table, write
 from throughput_peers import EFFICIENCY, RULE, llm_analysis, rule
-from throughput_rows import Row, rows
+from throughput_rows import UNSEEN, Row, rows
 
 import llmlab as lab
 from llmlab.archive import held_out, records
@@ -220,7 +220,7 @@ def main(out: Path | None, once: tuple[str, ...]) -> None:
     if once:
         record([row for row in rows() if row.source in once], str(date.today()))
         return
-    found = [(row, predict(row)) for row in rows()]
+    found = [(row, predict(row)) for row in rows() if row.group != UNSEEN]
     made = "\n".join(text(found))
     print(made)
     if out:

@@ -16,6 +16,7 @@ else:
     import tomli as tomllib
 
 ROWS = Path(__file__).with_name("throughputs.toml")
+UNSEEN = "never seen"  # the group of rows that wait for their first prediction: nothing is predicted of them before
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ def test_alternatives_differ_in_how_they_run_alone():
         alike = {(row.label, row.card, row.run.world_size, row.run.seq_len, plans.method(row)) for row in of}
         assert alike == {(label, card, many, length, method)}
         assert len({row.run for row in of}) > 1
+        assert plans.UNSEEN not in {row.group for row in of}
     for of in plans.alternatives(told=False).values():
         assert len({plans.method(row) for row in of}) > 1
 

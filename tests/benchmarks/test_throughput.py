@@ -16,7 +16,7 @@ import throughput
 def test_every_row_is_a_run_that_can_be_asked_for():
     rows = throughput.rows()
     assert len({row.id for row in rows}) == len(rows) == 333
-    assert Counter(row.group for row in rows) == {"in sample": 48, "left out": 285}
+    assert Counter(row.group for row in rows) == {"in sample": 48, "left out": 210, "never seen": 75}
     for row in rows:
         assert row.measured > 0 and lab.model(row.model).parameters > 1e7
 
@@ -29,6 +29,7 @@ def test_what_was_predicted_is_of_rows_that_no_constant_was_fitted_to():
     assert len(set(ids)) == len(ids)
     fitted = {row.id for pairs in found.values() for row, _ in pairs if row.group == "in sample"}
     assert {id.rpartition("-")[0] for id in fitted} == {"dgxc-15b", *(f"dgxc-gb200-340b-{n}" for n in (128, 256, 512))}
+    assert not set(ids) & {row.id for row in throughput.rows() if row.group == throughput.UNSEEN}
     refused = [row.id for pairs in found.values() for row, it in pairs if it.rate is None]
     assert [id for id in refused if "405b" not in id] == ["nanogpt-eager", "nanogpt-compile"] and len(refused) == 6
 
