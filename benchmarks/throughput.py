@@ -5,8 +5,9 @@
     python benchmarks/throughput.py --once SOURCE ...            # appends what is predicted of new sources, once
 
 The rows are those of throughputs.toml, in two groups: sources that constants come from, and sources looked at while the
-formulas were written; a third, never seen, is predicted by --once alone. Many of the latter were "never seen" at first: what was predicted of them then, once, before any
-change in view of them, is in predictions.json, round by round, and stays what it was.
+formulas were written; a third, never seen, is predicted by --once alone. Many of the second were never seen at first:
+what was predicted of them then, once, before any change in view of them, is in predictions.json, round by round, and
+stays what it was.
 
 Two more tables hold issues' bars: single GPUs, and cards whose own kernels are left out, so that those of others stand
 for them.
