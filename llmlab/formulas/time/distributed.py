@@ -51,7 +51,7 @@ class Step(NamedTuple):
     parallelism communicates, hidden or not, and `data_exposed` what computation does not hide; `data` is that, what
     the hidden part costs and what FSDP2 copies. `scale` is what many nodes lose to the slowest of them. `layer` has the
     seconds of one layer in a micro-batch: what is computed forward and backward, what is gathered and reduced for it,
-    and sent within it.
+    and sent within it. `data_later`: what an engine that is not named may expose besides.
     """
 
     products: float
@@ -69,6 +69,7 @@ class Step(NamedTuple):
     data_exposed: float = 0.0
     layer: Mapping[str, float] = MappingProxyType({})
     scale: float = 0.0
+    data_later: float = 0.0
     mfu: float | None = None
 
     @property
@@ -155,6 +156,7 @@ def step(
         update=traced.update if traced else time.update_seconds(spec, run, found),
         data_sent=data.sent,
         data_exposed=data.exposed,
+        data_later=data.later,
         layer={"forward": forward * one, "backward": (1 - forward) * one, "gather": data.gather,
                "reduce": data.reduce, "tensor": tensor, "context": context, "experts": experts},
     )  # fmt: skip
