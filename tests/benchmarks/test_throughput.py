@@ -84,7 +84,7 @@ def test_the_rule_of_thumb_is_6nd_at_two_fifths_of_the_peak():
 
 
 def test_rows_have_the_steps_of_their_sources():
-    """InternEvo's two main tables hold tokens per GPU and step (train_performance.md), bigscience's sequences per step."""
+    """InternEvo's tables hold tokens per GPU and step (train_performance.md), bigscience's chronicle sequences."""
     smaller = {"evo-ckpt-mb4-512", "evo-ckpt-mb2-1024", "evo-tp1-one-1024"}
     for row in throughput.rows():
         run = row.run
