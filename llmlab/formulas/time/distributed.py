@@ -10,8 +10,8 @@ What each kind of parallelism sends in a step, on one GPU (b micro_batch, s seq_
     pipeline    per micro-batch and virtual stage: bsh forward, bsh backward, divided over the tensor-parallel ranks
     context     per layer: keys and values once round the ring forward, they and their gradients backward
     experts     per layer: 2 all-to-alls of the tokens' copies forward, 2 backward
-    data        ZeRO 0 to 2: gradients and parameters, 2P; ZeRO 3: 3P (arXiv 1910.02054, section 7); with copies of the
-                shards, 2P / shards more
+    data        ZeRO 0 to 2: gradients and parameters, 2P; ZeRO 3, and PyTorch's ZeRO 1: 3P (arXiv 1910.02054, section
+                7; data_parallel.py); with copies of the shards, 2P / shards more
 
 The vocabulary-parallel loss and embedding send a little too, which is left out.
 """
