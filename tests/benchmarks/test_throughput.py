@@ -97,3 +97,14 @@ def test_errors_count_what_is_unknown_and_what_the_interval_holds():
 def test_the_rule_of_thumb_is_6nd_at_two_fifths_of_the_peak():
     row = next(row for row in throughput.rows() if row.id == "smt-091")
     assert throughput.rule(row) == pytest.approx(0.4 * 989.4e12 / (6 * lab.model(row.model).parameters))
+
+
+def test_rows_have_the_steps_of_their_sources():
+    """InternEvo's tables hold tokens per GPU and step (train_performance.md), bigscience's chronicle sequences."""
+    smaller = {"evo-ckpt-mb4-512", "evo-ckpt-mb2-1024", "evo-tp1-one-1024"}
+    for row in throughput.rows():
+        run = row.run
+        if row.source.startswith("internevo") and row.id not in smaller:
+            assert run.global_batch * run.seq_len / run.world_size == 16384, row.id
+        if row.source == "bigscience-176b":
+            assert (run.global_batch, run.world_size) == (2048, 384), row.id

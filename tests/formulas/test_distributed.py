@@ -10,7 +10,7 @@ from llmlab.archive import figure
 from llmlab.archive.published_steps import foundry_scaling, llama_405b, megatron_iterations
 from llmlab.base.errors import NotAvailable, SpecError
 from llmlab.formulas.time.communication import seconds as collective_seconds
-from llmlab.formulas.time.data_parallel import data_parallel
+from llmlab.formulas.time.data_parallel import data_parallel, tensors
 from llmlab.formulas.time.distributed import step
 from llmlab.formulas.time.kernels import kernels, training_rates
 from llmlab.formulas.time.step import step_seconds
@@ -140,20 +140,66 @@ def test_data_parallel_sends_its_gradients_once():
 
 
 @pytest.mark.parametrize(
-    ("zero", "sent"),
-    [(0, ["all-reduce"]), (1, ["reduce-scatter", "all-gather"]), (2, ["reduce-scatter", "all-gather"]),
-     (3, ["all-gather", "all-gather", "reduce-scatter"])],
+    ("zero", "stack", "sent"),
+    [(0, "transformers", ["all-reduce"]), (1, "deepspeed", ["reduce-scatter", "all-gather"]),
+     (1, "transformers", ["all-reduce", "broadcast"]), (2, "transformers", ["reduce-scatter", "all-gather"]),
+     (3, "transformers", ["all-gather", "all-gather", "reduce-scatter"])],
 )  # fmt: skip
-def test_volume_of_the_stages(zero, sent):
-    """ZeRO, arXiv 1910.02054, section 7: 2P up to stage 2, 3P for stage 3; a head and embedding gathered once."""
+def test_volume_of_the_stages(zero, stack, sent):
+    """ZeRO, arXiv 1910.02054, section 7: 2P up to stage 2, 3P for stage 3; a head and embedding gathered once.
+    PyTorch's stage 1 sums all gradients on all ranks, and sends 3P."""
     large = {"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 8, "num_attention_heads": 64,
              "intermediate_size": 28672, "vocab_size": 1000,
              "max_position_embeddings": 4096, "tie_word_embeddings": True}  # fmt: skip
-    run = replace(SMALL, dp=8, zero=zero, seq_len=512)
+    precision, width = ("mixed-bf16", 2) if stack == "deepspeed" else ("autocast-bf16", 4)
+    run = replace(SMALL, dp=8, zero=zero, seq_len=512, precision=precision, stack=stack)
     a100 = cluster("A100-80GB", "InfiniBand-HDR")
     found = step(large, run, "A100-80GB", a100, overlap=(), bucket_bytes=2**30)
-    size, collective = 4 * model(large).parameters, kernels("A100-80GB").collective
+    size, collective = width * model(large).parameters, kernels("A100-80GB").collective
     assert found.data_sent == pytest.approx(sum(collective(each, size, a100.group(8)) for each in sent), rel=0.02)
+
+
+@pytest.mark.parametrize("gpus", [64, 128, 256, 512, 1024])
+def test_broadcasts_that_go_round_all_ranks(gpus):
+    """InternLM/InternEvo, doc/en/train_performance.md: what tokens/s the 7B model loses where a tensor's states are one
+    of all ranks' (zero1=-1), not one of a node's (zero1=8). Its engine broadcasts tensor after tensor, as PyTorch's:
+    hybrid_zero_optim.py, broadcast_params, at c18bec9. No constant was fitted to it."""
+    all_ranks = {64: 3690, 128: 3571, 256: 3209, 512: 2861, 1024: 2271}[gpus]
+    one_node = {64: 3944, 128: 3928, 256: 3920, 512: 3835, 1024: 3625}[gpus]
+    longer = 4 * 2 * 2048 * (1 / all_ranks - 1 / one_node)
+    spec = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+            "intermediate_size": 11008, "vocab_size": 103168, "max_position_embeddings": 2048,
+            "attention_bias": True}  # fmt: skip
+    roce = cluster("A100-80GB", "RoCE-100", adapters=4)
+    run = Training(micro_batch=2, seq_len=2048, precision="bf16", attention="flash", accumulation=4, zero=1, dp=gpus)
+    whole, nodes = (step(spec, each, "A100-80GB", roce) for each in (run, replace(run, dp_replicate=gpus // 8)))
+    assert whole.seconds - nodes.seconds == pytest.approx(longer, rel=0.35)
+    # Of an engine that is not named, and keeps a master copy, it is how much longer a step may take.
+    mixed = replace(run, precision="mixed-bf16")
+    unnamed = step(spec, mixed, "A100-80GB", roce)
+    assert unnamed.data_exposed + unnamed.data_later == pytest.approx(whole.data_exposed, rel=0.1)
+    named, either = (lab.estimate(spec, each, "A100-80GB", roce) for each in (replace(mixed, stack="deepspeed"), mixed))
+    assert named.step_seconds_high + unnamed.data_later < 1.1 * either.step_seconds_high
+
+
+@pytest.mark.parametrize("name", ["gpt2", "Llama-3.2-1B", "Qwen3-0.6B", "Qwen3-30B-A3B"])
+def test_tensors_that_are_broadcast_are_those_of_transformers(name):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    spec = lab.model(name)
+    config = transformers.AutoConfig.for_model(**spec.config)
+    with torch.device("meta"):
+        built = transformers.AutoModelForCausalLM.from_config(config)
+    assert tensors(spec, Training()) == len(list(built.parameters()))
+
+
+def test_what_hides_the_gather_of_a_stage_1():
+    """NeMo's overlap_param_gather does, in the next forward; DeepSpeed's ends its update."""
+    run = Training(micro_batch=4, seq_len=4096, precision="mixed-bf16", dp=64, zero=1, stack="deepspeed")
+    spec = "Llama-3.1-8B"
+    deepspeed, megatron = (step(spec, replace(run, stack=name), "H100", H100) for name in ("deepspeed", "megatron"))
+    gather = kernels("H100").collective("all-gather", 2 * model(spec).parameters, H100.group(64))
+    assert deepspeed.data_sent == pytest.approx(megatron.data_sent, rel=0.01)
+    assert deepspeed.data_exposed > gather > 3 * megatron.data_exposed
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])

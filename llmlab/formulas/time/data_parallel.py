@@ -2,6 +2,10 @@
 
 DDP reduces gradients in buckets while backward runs; ZeRO 1 and 2 scatter them and gather updated parameters; ZeRO 3
 gathers each unit's parameters before it is needed, twice, and scatters its gradients (arXiv 1910.02054, section 7).
+Nothing hides stage 1's gather, which ends the update (DeepSpeed, runtime/zero/stage_1_and_2.py, step), but with
+Megatron-LM's overlap_param_gather, which NeMo's recipes set. FSDP2's stage 2 gathers in the next forward.
+PyTorch's stage 1 sums as DDP does, and sends each tensor from the rank that updated it: one broadcast after the other,
+each of which goes round all ranks (torch/distributed/optim/zero_redundancy_optimizer.py, _sync_params).
 HSDP does so among the ranks that share a copy, and sums each shard's gradients over the copies by an all-reduce, on a
 stream of its own (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_reduce).
 In a pipeline gradients are scattered once, after the last micro-batch (torch/distributed/pipelining/stage.py).
@@ -17,11 +21,13 @@ from typing import NamedTuple
 from ...hardware.links import Cluster, Group
 from ...specs.model import ModelSpec
 from ...specs.run import Training
-from ...specs.stacks import Torchtitan
+from ...specs.stacks import TRANSFORMERS, Megatron, Torchtitan
 from ...specs.stages import stage_layers
 from ..memory.float8 import gathered_less
+from ..memory.fsdp import uses_fsdp
 from ..memory.precision import PRECISION
-from ..memory.states import States, device_parameters, states
+from ..memory.share import adapted
+from ..memory.states import device_parameters, states
 from .communication import finished
 from .kernels import Kernels
 
@@ -30,7 +36,8 @@ class Communicated(NamedTuple):
     """Seconds of a step's data-parallel communication: what computation does not hide, and all of it; the `bytes` of
     the tensors that are sent (an all-reduce's twice); for each layer the seconds of a gather of its weights, and of
     summing its gradients, once; and the seconds of FSDP2's copies between parameters and its buffers, which run among
-    the computation's kernels and are in neither of the first two."""
+    the computation's kernels and are in neither of the first two. `later`: seconds that are exposed too where an engine
+    that is not named sends its updated tensors one by one, as PyTorch's and InternEvo do."""
 
     exposed: float
     sent: float
@@ -38,6 +45,7 @@ class Communicated(NamedTuple):
     gather: float = 0.0
     reduce: float = 0.0
     copied: float = 0.0
+    later: float = 0.0
 
     def contended(self, group: Group) -> float:
         """Return the seconds of the hidden part in which it takes memory and multiprocessors from computation: as long
@@ -52,14 +60,15 @@ class Communicated(NamedTuple):
 class _Replica:
     """What the ranks of `group` have alike: a stage of the model, its bytes, and the seconds of a micro-batch's passes.
 
-    `copies` are the ranks with the same shard. `in_blocks` is the share of the bytes that is in the `layers` blocks,
-    whose weights, gathered, are `narrower` bytes fewer. `reduced` are the bytes of the gradients in the dtype in which
-    they are summed.
+    `copies` are the ranks with the same shard, `everyone` both. `in_blocks` is the share of the bytes that is in the
+    `layers` blocks, whose weights, gathered, are `narrower` bytes fewer. `reduced` are the bytes of the gradients in
+    the dtype in which they are summed.
     """
 
     kernels: Kernels
     group: Group
     copies: Group
+    everyone: Group
     weights: int
     narrower: int
     gradients: int
@@ -120,11 +129,31 @@ def data_parallel(
     b = PRECISION[run.precision]
     # torchtitan's mixed_precision_reduce is float32; torch's own default is the gradients' dtype.
     wider = 4 // b.gradients if isinstance(run.stack, Torchtitan) and b.master and not run.lora else 1
+    everyone = cluster.group(run.dp * run.cp, run.tp)
     replica = _Replica(
-        found, group, copies, whole.weights, less, whole.gradients, wider * whole.gradients, layers, in_blocks, *times
-    )
+        found, group, copies, everyone, whole.weights, less, whole.gradients, wider * whole.gradients, layers,
+        in_blocks, *times,
+    )  # fmt: skip
     hide_forward, hide_backward = "data" in overlap, "data" in overlap or "gradients" in overlap
-    return _communicated(run, replica, whole, hide_forward, hide_backward, bucket)
+    updated = whole.gradients if run.lora else whole.weights  # adapters are as wide as their gradients
+    flat = _communicated(run, replica, updated, hide_forward, hide_backward, bucket)
+    if run.zero != 1 or run.stack != TRANSFORMERS or run.pp > 1:
+        return flat
+    dealt = _dealt_out(replica, run, updated, tensors(spec, run), hide_backward, bucket)
+    # PyTorch's optimizer has no master copy, as `states` has it; who keeps one is not named.
+    whole_tensors = not b.master and not run.lora
+    return dealt if whole_tensors else flat._replace(later=max(0.0, dealt.exposed - flat.exposed))
+
+
+def tensors(spec: ModelSpec, run: Training) -> int:
+    """Return how many tensors are trained: matrices and biases, norms, embeddings, experts' matrices; or adapters."""
+    if run.lora:
+        return 2 * sum(linear.count for linear in adapted(spec, run))
+    norms = (2 if spec.norm == "layernorm" else 1) * (spec.layers * spec.norms_per_layer + 1)
+    norms += 2 * spec.layers if spec.qk_norm else 0
+    embeddings = (0 if spec.tied else 1) + (1 if spec.learned_positions else 0)  # tied, it is the head
+    experts = 3 * spec.moe_layers if spec.experts else 0  # two of all experts, and the router
+    return sum(linear.count * (1 + linear.bias) for linear in spec.linears) + norms + embeddings + experts
 
 
 @lru_cache(maxsize=1024)
@@ -138,41 +167,51 @@ def _largest_stage(spec: ModelSpec, pp: int, tp: int, ep: int) -> tuple[int, dic
     return largest, counts[largest]
 
 
+def _dealt_out(
+    replica: _Replica, run: Training, updated: int, tensors: int, hidden: bool, bucket: int
+) -> Communicated:
+    """Return the seconds of gradients that all ranks sum, and of `updated` bytes in so many broadcasts, which nothing
+    hides: they follow the update."""
+    reduced = _reduced(replica, run, hidden, bucket)
+    sent = tensors * replica.kernels.collective("broadcast", updated / tensors, replica.group)
+    return reduced._replace(exposed=reduced.exposed + sent, sent=reduced.sent + sent, bytes=reduced.bytes + updated)
+
+
 def _communicated(
-    run: Training, replica: _Replica, whole: States, hide_forward: bool, hide_backward: bool, bucket: int
+    run: Training, replica: _Replica, updated: int, hide_forward: bool, hide_backward: bool, bucket: int
 ) -> Communicated:
     """Return what the replicas send: gradients, and with ZeRO the parameters."""
     if run.zero == 3:
         return _sharded(replica, run, hide_forward, hide_backward)
-    reduced = _reduced(replica, run, hide_backward, bucket)
+    reduced = _reduced(replica, run, hide_backward, None if run.zero else bucket)
     if run.zero == 0:
         return reduced
-    updated = whole.gradients if run.lora else whole.weights  # adapters are as wide as their gradients
     block, outside = replica.seconds("all-gather", updated)
     sent = sum([outside] + [block] * replica.layers)
     # Forward's first unit waits for its own parameters; the others' come behind the computation before them.
     hidden = outside + max(0.0, sum([block] * replica.layers) - replica.forward)
-    exposed = reduced.exposed + (hidden if hide_forward else sent)
+    behind = isinstance(run.stack, Megatron) or uses_fsdp(run)
+    exposed = reduced.exposed + (hidden if hide_forward and behind else sent)
     return Communicated(exposed, reduced.sent + sent, reduced.bytes + updated, 0.0, reduced.reduce)
 
 
-def _reduced(replica: _Replica, run: Training, hidden: bool, bucket: int) -> Communicated:
-    """Return the seconds in which gradients are summed: in DDP's buckets or, with ZeRO, what a block has at once, as
-    FSDP does; DeepSpeed's buckets are larger still."""
+def _reduced(replica: _Replica, run: Training, hidden: bool, bucket: int | None) -> Communicated:
+    """Return the seconds in which gradients are summed: in DDP's buckets or, scattered (None), what a block has at
+    once, as FSDP does; DeepSpeed's buckets are larger still."""
     layers, backward = replica.layers, replica.backward
-    if run.zero:
+    if bucket is None:
         scattered, summed = replica.seconds("reduce-scatter", replica.reduced), replica.summed()
         block, outside = scattered[0] + summed[0], scattered[1] + summed[1]
         costs = [block] * layers + [outside]
         ready = [backward * (i + 1) / layers for i in range(layers)] + [backward]
     else:
         messages = ceil(replica.gradients / bucket) or 1
-        costs = [replica.kernels.collective("all-reduce", replica.gradients / messages, replica.group)] * messages
+        costs = [replica.kernels.collective("all-reduce", replica.gradients / messages, replica.everyone)] * messages
         ready = [backward * min(1, (i + 1) / messages / replica.in_blocks) for i in range(messages)]
     # Sharded gradients cannot wait for the last micro-batch; in a pipeline they are whole until then.
     times = run.accumulation if run.zero == 2 and run.pp == 1 else 1
     sent = times * sum(costs)
-    size = times * (replica.reduced * (1 + 2 * _copied(replica)) if run.zero else 2 * replica.gradients)
+    size = times * (2 * replica.gradients if bucket else replica.reduced * (1 + 2 * _copied(replica)))
     exposed = times * (finished(ready, costs) - backward) if hidden else sent
     return Communicated(exposed, sent, size, 0.0, sum(costs) * replica.in_blocks / layers)
 

@@ -10,8 +10,8 @@ What each kind of parallelism sends in a step, on one GPU (b micro_batch, s seq_
     pipeline    per micro-batch and virtual stage: bsh forward, bsh backward, divided over the tensor-parallel ranks
     context     per layer: keys and values once round the ring forward, they and their gradients backward
     experts     per layer: 2 all-to-alls of the tokens' copies forward, 2 backward
-    data        ZeRO 0 to 2: gradients and parameters, 2P; ZeRO 3: 3P (arXiv 1910.02054, section 7); with copies of the
-                shards, 2P / shards more
+    data        ZeRO 0 to 2: gradients and parameters, 2P; ZeRO 3, and PyTorch's ZeRO 1: 3P (arXiv 1910.02054, section
+                7; data_parallel.py); with copies of the shards, 2P / shards more
 
 The vocabulary-parallel loss and embedding send a little too, which is left out.
 """
@@ -51,7 +51,7 @@ class Step(NamedTuple):
     parallelism communicates, hidden or not, and `data_exposed` what computation does not hide; `data` is that, what
     the hidden part costs and what FSDP2 copies. `scale` is what many nodes lose to the slowest of them. `layer` has the
     seconds of one layer in a micro-batch: what is computed forward and backward, what is gathered and reduced for it,
-    and sent within it.
+    and sent within it. `data_later`: what an engine that is not named may expose besides.
     """
 
     products: float
@@ -69,6 +69,7 @@ class Step(NamedTuple):
     data_exposed: float = 0.0
     layer: Mapping[str, float] = MappingProxyType({})
     scale: float = 0.0
+    data_later: float = 0.0
     mfu: float | None = None
 
     @property
@@ -155,6 +156,7 @@ def step(
         update=traced.update if traced else time.update_seconds(spec, run, found),
         data_sent=data.sent,
         data_exposed=data.exposed,
+        data_later=data.later,
         layer={"forward": forward * one, "backward": (1 - forward) * one, "gather": data.gather,
                "reduce": data.reduce, "tensor": tensor, "context": context, "experts": experts},
     )  # fmt: skip

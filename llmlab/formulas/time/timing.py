@@ -58,7 +58,7 @@ def timing(
         return Timing(step_seconds(spec, run, card))
     found, nodes = kernels(card), cluster
     if run.world_size == 1:
-        parts, note, hidden = _alone(spec, run, card, traced), "", 0.0
+        parts, note, hidden, unnamed = _alone(spec, run, card, traced), "", 0.0, 0.0
         if not parts:
             return Timing()
         layer = _layer(spec, run, card, parts)
@@ -69,10 +69,11 @@ def timing(
         except NotAvailable as error:
             return Timing(note=f"Time is not known: {error}.")
         parts, note, hidden = _of(terms), _connected(run, nodes), terms.data_sent - terms.data_exposed
+        unnamed = terms.data_later
         layer = {name: value for name, value in terms.layer.items() if value}
     seconds = sum(parts.values())
     factor = exp(_spread(run, found, nodes))
-    longest = _longest(spec, run, card, nodes, seconds, factor, traced)
+    longest = _longest(spec, run, card, nodes, seconds + unnamed, factor, traced)
     kernel = traced.attention if traced else fastest_kernel(run, attention_kernel(spec, run, card))
     sources = _sources(run, found, parts, kernel)
     sooner, later = _other_hosts(run, host_seconds(spec, run, found.host), parts)
