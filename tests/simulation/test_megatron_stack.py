@@ -47,6 +47,7 @@ RUNS = {  # the model, the run, and the stage
     "Llama, attention and MLP again": (LLAMA, {"stack": lab.Megatron(
         transformer_engine=False, recompute="selective", recompute_modules=("core_attn", "mlp"))}, 0),
     "Llama without Apex": (LLAMA, {"stack": f"{NAME},apex=False"}, 0),
+    "Llama, loss compiled": (LLAMA, {"stack": f"{NAME},cross_entropy_fusion_impl=native"}, 0),
     "Llama, pipeline, first": (LLAMA, PIPELINE, 0),
     "Llama, pipeline, second": (LLAMA, PIPELINE, 1),
     "Llama, pipeline, last": (LLAMA, PIPELINE, 3),
@@ -132,6 +133,7 @@ def test_nothing_of_megatron_stays_behind():
 @needs_megatron
 @pytest.mark.parametrize(("given", "message"), [
     ({"stack": "megatron"}, "no layers of Transformer Engine"),
+    ({"stack": f"{NAME},cross_entropy_fusion_impl=te"}, "no loss of Transformer Engine"),
     ({"tp": 4}, "does not divide custom-llama's 2 key-value heads"),
 ])  # fmt: skip
 def test_what_of_megatron_is_only_estimated(given, message):

@@ -48,6 +48,9 @@ def check(spec: ModelSpec, run: Training) -> None:
     if stack.transformer_engine:
         own = "give stack='megatron:transformer_engine=False', which is Megatron's own"
         raise NotAvailable(f"simulate has no layers of Transformer Engine, whose kernels are a GPU's: {own}, or {see}")
+    if stack.cross_entropy_fusion_impl == "te":
+        raise NotAvailable("simulate has no loss of Transformer Engine, whose kernel is a GPU's: give "
+                           f"cross_entropy_fusion_impl=native, which is Megatron's own, or {see}")  # fmt: skip
     if spec.activation not in ACTIVATIONS:
         raise NotAvailable(f"simulate has no activation {spec.activation!r} with stack='megatron'; {see}")
     if spec.kv_heads % run.tp:
@@ -188,6 +191,7 @@ def transformer_config(spec: ModelSpec, run: Training) -> Any:
         sequence_parallel=run.sequence_parallel, deallocate_pipeline_outputs=True,
         account_for_embedding_in_pipeline_split=uneven, account_for_loss_in_pipeline_split=uneven,
         gradient_accumulation_fusion=False, **recompute,
+        cross_entropy_loss_fusion=stack.cross_entropy_fusion_impl is not None,
     )  # fmt: skip
 
 

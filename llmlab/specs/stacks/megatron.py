@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 Recompute = Literal["selective", "full"]
 RecomputeMethod = Literal["uniform", "block"]
 FP8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
+FusedLoss = Literal["native", "te"]
 RECOMPUTED = {"core_attn", "mlp"}  # modules of Megatron's --recompute-modules that are described
 
 
@@ -31,12 +32,15 @@ class Megatron(StackOptions):
     as one kernel in half precision; of Megatron's own layers it is Apex's. `apex`: whether that is installed, or
     Transformer Engine for what is outside of layers; if not, PyTorch computes softmax, in fp32, and steps AdamW.
     `accumulate_allreduce_grads_in_fp32`: None is Megatron's default, True for bf16. `tp_comm_overlap` hides what tensor
-    parallelism sends behind the products before and after it (Transformer Engine's userbuffers). `virtual_pipeline` is
-    the model chunks of a rank (--num-virtual-stages-per-pipeline-rank), `make_vocab_size_divisible_by` pads the
-    vocabulary of each tensor-parallel rank. The distributed optimizer is the run's zero=1, sequence parallelism its
-    sequence_parallel, --attention-backend unfused its attention="eager". `fp8_recipe` is --fp8-recipe, with
-    --fp8-format hybrid: Transformer Engine multiplies blocks' linear layers in fp8 (formulas/memory/float8.py);
-    "tensorwise" is its current scaling.
+    parallelism sends behind the products before and after it (Transformer Engine's userbuffers).
+    `cross_entropy_fusion_impl` fuses the loss (--cross-entropy-loss-fusion): "native" compiles its functions one by
+    one, which takes more memory than not to fuse, and "te" is Transformer Engine's kernel. NeMo 2's recipes for
+    pre-training say "native". `virtual_pipeline` is the model chunks of a rank
+    (--num-virtual-stages-per-pipeline-rank), `make_vocab_size_divisible_by` pads the vocabulary of each
+    tensor-parallel rank. The distributed optimizer is the run's zero=1, sequence parallelism its sequence_parallel,
+    --attention-backend unfused its attention="eager". `fp8_recipe` is --fp8-recipe, with --fp8-format hybrid:
+    Transformer Engine multiplies blocks' linear layers in fp8 (formulas/memory/float8.py); "tensorwise" is its current
+    scaling.
     """
 
     name = "megatron"
@@ -69,6 +73,7 @@ class Megatron(StackOptions):
     virtual_pipeline: int = 1
     make_vocab_size_divisible_by: int = 128
     fp8_recipe: FP8Recipe | None = None
+    cross_entropy_fusion_impl: FusedLoss | None = None
 
     def __post_init__(self) -> None:
         self._check_counts("recompute_num_layers", "virtual_pipeline", "make_vocab_size_divisible_by")
@@ -81,6 +86,7 @@ class Megatron(StackOptions):
             tp_comm_overlap=(True, False),
             accumulate_allreduce_grads_in_fp32=(None, True, False),
             fp8_recipe=(None, *get_args(FP8Recipe)),
+            cross_entropy_fusion_impl=(None, *get_args(FusedLoss)),
         )
         if self.fp8_recipe and not self.transformer_engine:
             given = f"fp8_recipe={self.fp8_recipe!r} with transformer_engine=False"

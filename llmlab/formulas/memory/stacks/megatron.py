@@ -16,9 +16,16 @@ from .described import Block, Kept, Loss
 # By module of --recompute-modules: the kind of what it makes again.
 MODULES = {"core_attn": "scores", "mlp": "mlp"}
 
-# tensor_parallel/cross_entropy.py: softmax is computed in the place of the logits' fp32 copy, and from that their
-# gradient, which autograd casts to half; nobody keeps the logits.
-LOSS = Loss(forward=(1, 1), gradient=(1, 1), head=(1, 0), after=(0, 0))
+# By --cross-entropy-fusion-impl. tensor_parallel/cross_entropy.py: softmax is computed in the place of the logits' fp32
+# copy, and from that their gradient, which autograd casts to half; nobody keeps the logits. Its functions compiled one
+# by one (fusions/fused_cross_entropy.py) write into what they were given only as they end: Inductor has another fp32
+# copy as it takes exp, and as it scatters into the gradient. TE (v2.8, pytorch/triton/cross_entropy.py) writes the
+# gradient over the logits.
+LOSSES: dict[str | None, Loss] = {
+    None: Loss(forward=(1, 1), gradient=(1, 1), head=(1, 0), after=(0, 0)),
+    "native": Loss(forward=(1, 2), gradient=(1, 2), head=(1, 0), after=(0, 0)),
+    "te": Loss(forward=(1, 0), gradient=(1, 0), head=(1, 0), after=(0, 0)),
+}
 
 
 def block(share: Share) -> Block:
@@ -40,7 +47,7 @@ def block(share: Share) -> Block:
             Kept("activation: its gradient", "temporaries", "f", "product", "heads", 2 if share.spec.gated else 1),
         ),
         attention_backward=(),
-        loss=LOSS,
+        loss=LOSSES[stack.cross_entropy_fusion_impl],
     )
 
 
