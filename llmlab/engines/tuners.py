@@ -154,6 +154,9 @@ def megatron_arguments(run: Any, spec: Any) -> list[str]:
         lines += [f"--num-experts {spec.experts}", f"--moe-router-topk {spec.experts_per_token}",
                   "--moe-router-load-balancing-type none", "--moe-grouped-gemm",
                   f"--expert-model-parallel-size {run.ep}"]  # fmt: skip
+        capacity = getattr(options, "moe_expert_capacity_factor", None)
+        if capacity is not None:
+            lines.append(f"--moe-expert-capacity-factor {capacity} --moe-pad-expert-input-to-capacity")
     if spec.qkv_bias or spec.mlp_bias or (spec.sliding_window and run.seq_len > spec.sliding_window):
         raise SpecError("biases, and a window shorter than the sequence, are not among the arguments that are written")
     lines += [f"--kv-channels {spec.head_dim}"] if spec.head_dim * spec.heads != spec.hidden else []

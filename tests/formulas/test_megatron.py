@@ -138,6 +138,7 @@ def test_the_fullest_stage_is_told():
     ({"recompute": "selective", "recompute_method": "block"}, "recompute_method='block' is for recompute='full'"),
     ({"recompute": "some"}, "recompute='some' is not one of None, selective, full"),
     ({"cross_entropy_fusion_impl": "apex"}, "cross_entropy_fusion_impl='apex' is not one of None, native, te"),
+    ({"moe_expert_capacity_factor": 0}, "moe_expert_capacity_factor=0 is not a number above 0"),
     ({"recompute_modules": "moe"}, "recompute_modules=('moe',) is not of core_attn, mlp"),
     ({"ac": "full"}, "megatron has no option ac: it is torchtitan's"),
 ])  # fmt: skip
@@ -165,6 +166,23 @@ def test_what_megatron_has_not_is_refused(given, message):
     with pytest.raises(lab.SpecError) as error:
         lab.estimate("meta-llama/Meta-Llama-3-8B", lab.Training(**{"stack": "megatron", **given}), "H100-80GB")
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ({"tp": 2}, "is not described with tp=2"),
+    ({"stack": "megatron:fp8_recipe=delayed"}, "is not described with fp8_recipe='delayed'"),
+    ({"stack": "megatron:recompute=selective,recompute_modules=mlp"}, "recompute_modules='mlp', which are dense"),
+])  # fmt: skip
+def test_what_is_not_described_of_experts_is_refused(given, message):
+    with pytest.raises(lab.SpecError) as error:
+        lab.estimate("mistralai/Mixtral-8x7B-v0.1", lab.Training(**{"stack": "megatron", **given}), "H100-80GB")
+    assert message in str(error.value)
+
+
+def test_a_capacity_without_experts_is_refused():
+    run = lab.Training(stack="megatron:moe_expert_capacity_factor=1")
+    with pytest.raises(lab.SpecError, match="which has no experts"):
+        lab.estimate("meta-llama/Meta-Llama-3-8B", run, "H100-80GB")
 
 
 def test_an_mlp_with_biases_is_not_computed_again():
