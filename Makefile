@@ -142,6 +142,7 @@ benchmarks: env stacks site ## llmlab beside its peers, its speed, its overhead,
 	$(BIN)/python benchmarks/published.py --out benchmarks/results
 	$(BIN)/python benchmarks/sdpa_loops.py --out benchmarks/results
 	PYTHONPATH=_build/stacks $(BIN)/python benchmarks/stacks.py --out benchmarks/results
+	PYTHONPATH=_build/stacks $(BIN)/python benchmarks/megatron_golden.py --out benchmarks/results
 	$(BIN)/python benchmarks/cpu_grid.py --out benchmarks/results
 	$(BIN)/python benchmarks/formulas.py --out benchmarks/results
 	$(BIN)/python benchmarks/decoding.py --out benchmarks/results

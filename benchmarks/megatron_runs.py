@@ -1,7 +1,8 @@
 """Megatron-LM's GPT runs whose memory was published, as llmlab's: estimated, and, of Megatron's own layers, simulated.
 
 Published are `mem-allocated-bytes`, after a step, and `mem-max-allocated-bytes`, both of the last rank, from the golden
-values of Megatron-LM (tests/functional_tests/test_cases/gpt).
+values of Megatron-LM (tests/functional_tests/test_cases/gpt). NeMo prints what rank 0 holds after backward, and the
+most that PyTorch reserved, which is more than a step's tensors.
 """
 
 from __future__ import annotations
@@ -88,6 +89,19 @@ RUNS = {
     "7B, pp 4, 8 virtual stages, H100": replace(LARGE, pp=4, chunks=8, micro_batch=1),
 }
 RANKS = 8
+# NeMo's recipes: https://github.com/NVIDIA/dgxc-benchmarking at v25.04. Nemotron's MLP, of squared ReLU, keeps as much
+# as a gated one with as many parameters.
+NEMOTRON = {
+    "model_type": "llama", "hidden_size": 6144, "num_hidden_layers": 32, "num_attention_heads": 48,
+    "num_key_value_heads": 8, "intermediate_size": 16384, "vocab_size": 256000, "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+FUSED = lab.Megatron(accumulate_allreduce_grads_in_fp32=False, cross_entropy_fusion_impl="native")
+RECIPES = {
+    "Llama 3.1 8B": ("meta-llama/Llama-3.1-8B", Training(1, 8192, dp=4, cp=2, zero=1, accumulation=32, stack=FUSED)),
+    "Nemotron-4 15B": (
+        NEMOTRON, Training(2, 4096, dp=32, tp=2, sequence_parallel=True, zero=1, accumulation=4, stack=FUSED)),
+}  # fmt: skip
 
 
 def conditions(name: str) -> tuple[str, str]:
@@ -146,6 +160,16 @@ def estimated(name: str) -> tuple[int, int]:
     run, (card, cublas) = RUNS[name], conditions(name)
     totals = [moment.total for moment in memory(run, card, run.pp - 1, cublas).moments()]
     return totals[-1], max(totals)
+
+
+def recipe(name: str) -> tuple[int, int, int, int]:
+    """Return what rank 0 of one of NeMo's recipes held after backward, and the most it reserved, as published; and what
+    it holds, and its peak, by formulas."""
+    spec, run = RECIPES[name]
+    found = MegatronMemory(share_of(model(spec), run, lab.gpu("H100-80GB")))
+    peak = max(moment.total for moment in found.moments())
+    held, reserved = (int(figure("nemo-memory")[f"{name}: {what}"]) for what in ("held", "reserved"))
+    return held, reserved, sum(found.resident.values()), peak
 
 
 def simulated(name: str) -> tuple[int, int]:

@@ -141,6 +141,8 @@ def megatron_arguments(run: Any, spec: Any) -> list[str]:
     if options is not None:
         lines.append(f"--make-vocab-size-divisible-by {options.make_vocab_size_divisible_by}")
         lines += ["--tp-comm-overlap"] if options.tp_comm_overlap else []
+        if options.cross_entropy_fusion_impl:
+            lines.append(f"--cross-entropy-loss-fusion --cross-entropy-fusion-impl {options.cross_entropy_fusion_impl}")
         lines += ["--transformer-impl local"] if not options.transformer_engine else []
         lines += [f"--fp8-format hybrid --fp8-recipe {options.fp8_recipe}"] if options.fp8_recipe else []
         lines += [f"--num-virtual-stages-per-pipeline-rank {options.virtual_pipeline}"] * (options.virtual_pipeline > 1)
@@ -152,6 +154,9 @@ def megatron_arguments(run: Any, spec: Any) -> list[str]:
         lines += [f"--num-experts {spec.experts}", f"--moe-router-topk {spec.experts_per_token}",
                   "--moe-router-load-balancing-type none", "--moe-grouped-gemm",
                   f"--expert-model-parallel-size {run.ep}"]  # fmt: skip
+        capacity = getattr(options, "moe_expert_capacity_factor", None)
+        if capacity is not None:
+            lines.append(f"--moe-expert-capacity-factor {capacity} --moe-pad-expert-input-to-capacity")
     if spec.qkv_bias or spec.mlp_bias or (spec.sliding_window and run.seq_len > spec.sliding_window):
         raise SpecError("biases, and a window shorter than the sequence, are not among the arguments that are written")
     lines += [f"--kv-channels {spec.head_dim}"] if spec.head_dim * spec.heads != spec.hidden else []

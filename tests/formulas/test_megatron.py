@@ -7,7 +7,8 @@ import pytest
 
 import llmlab as lab
 from llmlab.formulas.memory.activations import korthikanti_block
-from llmlab.formulas.memory.megatron_step import layers_in_flight
+from llmlab.formulas.memory.megatron_step import MegatronMemory, layers_in_flight
+from llmlab.formulas.memory.share import share_of
 
 RUN, OWN = megatron_runs.TE, "megatron:transformer_engine=False"
 TENSOR = 2 * RUN.seq * RUN.micro_batch * RUN.hidden
@@ -102,6 +103,18 @@ def test_block_recomputation_keeps_the_other_layers_whole():
     assert sum(found.activations_by_kind.values()) == 5 * TENSOR + 7 * kept(RUN)
 
 
+# ---- the loss
+
+
+@pytest.mark.parametrize(("fused", "bytes_"), [(None, 6), ("native", 10), ("te", 2)])
+def test_bytes_of_a_logit_by_who_fuses_the_loss(fused, bytes_):
+    stack = lab.Megatron(cross_entropy_fusion_impl=fused)
+    found = MegatronMemory(share_of(lab.model("gpt2"), lab.Training(stack=stack), lab.gpu("A100-80GB")))
+    for name in ("the loss", "the loss's gradient"):
+        assert at(found, name)["logits"] == bytes_ * found.vocab * 1024
+    assert at(found, "the head's gradient")["logits"] == 2 * found.vocab * 1024
+
+
 # ---- what is asked for
 
 
@@ -124,6 +137,8 @@ def test_the_fullest_stage_is_told():
 @pytest.mark.parametrize(("given", "message"), [
     ({"recompute": "selective", "recompute_method": "block"}, "recompute_method='block' is for recompute='full'"),
     ({"recompute": "some"}, "recompute='some' is not one of None, selective, full"),
+    ({"cross_entropy_fusion_impl": "apex"}, "cross_entropy_fusion_impl='apex' is not one of None, native, te"),
+    ({"moe_expert_capacity_factor": 0}, "moe_expert_capacity_factor=0 is not a number above 0"),
     ({"recompute_modules": "moe"}, "recompute_modules=('moe',) is not of core_attn, mlp"),
     ({"ac": "full"}, "megatron has no option ac: it is torchtitan's"),
 ])  # fmt: skip
@@ -151,6 +166,23 @@ def test_what_megatron_has_not_is_refused(given, message):
     with pytest.raises(lab.SpecError) as error:
         lab.estimate("meta-llama/Meta-Llama-3-8B", lab.Training(**{"stack": "megatron", **given}), "H100-80GB")
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ({"tp": 2}, "is not described with tp=2"),
+    ({"stack": "megatron:fp8_recipe=delayed"}, "is not described with fp8_recipe='delayed'"),
+    ({"stack": "megatron:recompute=selective,recompute_modules=mlp"}, "recompute_modules='mlp', which are dense"),
+])  # fmt: skip
+def test_what_is_not_described_of_experts_is_refused(given, message):
+    with pytest.raises(lab.SpecError) as error:
+        lab.estimate("mistralai/Mixtral-8x7B-v0.1", lab.Training(**{"stack": "megatron", **given}), "H100-80GB")
+    assert message in str(error.value)
+
+
+def test_a_capacity_without_experts_is_refused():
+    run = lab.Training(stack="megatron:moe_expert_capacity_factor=1")
+    with pytest.raises(lab.SpecError, match="which has no experts"):
+        lab.estimate("meta-llama/Meta-Llama-3-8B", run, "H100-80GB")
 
 
 def test_an_mlp_with_biases_is_not_computed_again():
@@ -204,3 +236,10 @@ def test_estimates_are_the_golden_values(name):
     real_held, real_peak = megatron_runs.published(name)
     assert peak == pytest.approx(real_peak, rel=0.03)
     assert held == pytest.approx(real_held, rel=0.02)
+
+
+@pytest.mark.parametrize("name", megatron_runs.RECIPES)
+def test_nemos_recipes_hold_their_states_and_reserve_little_more_than_the_peak(name):
+    held, reserved, stays, peak = megatron_runs.recipe(name)
+    assert stays == pytest.approx(held, rel=0.01)
+    assert 1 < reserved / peak < 1.1  # 1.14 of the second, were the loss not fused

@@ -38,11 +38,11 @@ MEGATRON = {
     "normalization": str, "position-embedding-type": str, "rotary-base": int, "attention-dropout": float,
     "hidden-dropout": float, "make-vocab-size-divisible-by": int, "transformer-impl": str,
     "num-virtual-stages-per-pipeline-rank": int, "kv-channels": int, "rope-scaling-factor": float,
-    "rotary-seq-len-interpolation-factor": int,
+    "rotary-seq-len-interpolation-factor": int, "cross-entropy-fusion-impl": str,
 }  # fmt: skip
 MEGATRON_FLAGS = ("bf16", "fp16", "use-distributed-optimizer", "sequence-parallel", "swiglu", "disable-bias-linear",
                   "untie-embeddings-and-output-weights", "group-query-attention", "tp-comm-overlap",
-                  "use-rope-scaling")  # fmt: skip
+                  "use-rope-scaling", "cross-entropy-loss-fusion")  # fmt: skip
 AXOLOTL = {
     "base_model", "sequence_len", "micro_batch_size", "gradient_accumulation_steps", "optimizer", "bf16",
     "fp16", "float16", "max_grad_norm", "gradient_checkpointing", "gradient_checkpointing_kwargs",
@@ -99,12 +99,14 @@ def test_megatrons_parser_takes_its_arguments(tmp_path):
     for name in MEGATRON_FLAGS:
         parser.add_argument(f"--{name}", action="store_true")
     run = lab.Training(dp=2, tp=2, pp=2, zero=1, accumulation=4, precision="mixed-bf16", sequence_parallel=True,
-                       stack=lab.Megatron(recompute="selective", tp_comm_overlap=True))  # fmt: skip
+                       stack=lab.Megatron(recompute="selective", tp_comm_overlap=True,
+                                          cross_entropy_fusion_impl="native"))  # fmt: skip
     done = written(tmp_path / "out", run, "8xH100-80GB", "meta-llama/Llama-3.1-8B")
     lines = (tmp_path / "out" / "megatron_args.txt").read_text().splitlines()
     read = parser.parse_args(" ".join(line for line in lines if not line.startswith("#")).split())
     assert (read.global_batch_size, read.tensor_model_parallel_size, read.num_query_groups) == (8, 2, 8)
     assert read.use_distributed_optimizer and read.sequence_parallel and read.bf16 and read.tp_comm_overlap
+    assert read.cross_entropy_loss_fusion and read.cross_entropy_fusion_impl == "native"
     assert "train.py" in done.left_out and "megatron_args.txt" in (tmp_path / "out" / "launch.sh").read_text()
 
 

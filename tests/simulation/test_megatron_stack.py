@@ -22,7 +22,11 @@ LLAMA = {
     "model_type": "llama", "vocab_size": 32000, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,
     "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 4096, "tie_word_embeddings": False,
 }  # fmt: skip
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "intermediate_size": 1024, "num_hidden_layers": 4, "num_local_experts": 8,
+           "num_experts_per_tok": 2}  # fmt: skip
+FEW_WORDS = {**MIXTRAL, "vocab_size": 1000}  # the loss is not the peak
 NAME = "megatron:transformer_engine=False"
+EXPERTS = f"{NAME},moe_expert_capacity_factor=1"
 PIPELINE = {"pp": 4, "accumulation": 4}
 INTERLEAVED = {"pp": 4, "accumulation": 8, "stack": f"{NAME},virtual_pipeline=2"}
 RUNS = {  # the model, the run, and the stage
@@ -47,11 +51,18 @@ RUNS = {  # the model, the run, and the stage
     "Llama, attention and MLP again": (LLAMA, {"stack": lab.Megatron(
         transformer_engine=False, recompute="selective", recompute_modules=("core_attn", "mlp"))}, 0),
     "Llama without Apex": (LLAMA, {"stack": f"{NAME},apex=False"}, 0),
+    "Llama, loss compiled": (LLAMA, {"stack": f"{NAME},cross_entropy_fusion_impl=native"}, 0),
     "Llama, pipeline, first": (LLAMA, PIPELINE, 0),
     "Llama, pipeline, second": (LLAMA, PIPELINE, 1),
     "Llama, pipeline, last": (LLAMA, PIPELINE, 3),
     "Llama, interleaved, all again, sharded, third": (
         LLAMA, {**INTERLEAVED, "stack": f"{NAME},virtual_pipeline=2,recompute=full", "dp": 2, "zero": 1}, 2),
+    "Mixtral": (MIXTRAL, {"stack": EXPERTS}, 0),
+    "Mixtral, experts in twos on four, sharded": (MIXTRAL, {"dp": 4, "ep": 2, "zero": 1, "stack": EXPERTS}, 0),
+    "Mixtral, room to spare": (MIXTRAL, {"dp": 4, "ep": 4, "stack": f"{NAME},moe_expert_capacity_factor=1.5"}, 0),
+    "Mixtral of few words, experts on four": (FEW_WORDS, {"dp": 4, "ep": 4, "stack": EXPERTS}, 0),
+    "Mixtral of few words, all again": (FEW_WORDS, {"dp": 4, "ep": 4, "checkpointing": "full", "stack": EXPERTS}, 0),
+    "Mixtral, pipeline, last": (MIXTRAL, {**PIPELINE, "dp": 2, "ep": 2, "stack": EXPERTS}, 3),
 }  # fmt: skip
 needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="needs `make stacks`")
 
@@ -132,6 +143,7 @@ def test_nothing_of_megatron_stays_behind():
 @needs_megatron
 @pytest.mark.parametrize(("given", "message"), [
     ({"stack": "megatron"}, "no layers of Transformer Engine"),
+    ({"stack": f"{NAME},cross_entropy_fusion_impl=te"}, "no loss of Transformer Engine"),
     ({"tp": 4}, "does not divide custom-llama's 2 key-value heads"),
 ])  # fmt: skip
 def test_what_of_megatron_is_only_estimated(given, message):
@@ -139,6 +151,25 @@ def test_what_of_megatron_is_only_estimated(given, message):
     with pytest.raises(lab.NotAvailable, match=message):
         lab.simulate(LLAMA, run, CARD)
     assert lab.estimate(LLAMA, run, CARD).peak_allocated
+
+
+@needs_megatron
+def test_who_gets_which_tokens_is_not_simulated():
+    run = training(dp=4, ep=4)
+    with pytest.raises(lab.NotAvailable, match="give moe_expert_capacity_factor=1"):
+        lab.simulate(MIXTRAL, run, CARD)
+    full = training(dp=4, ep=4, stack=EXPERTS)
+    assert lab.estimate(MIXTRAL, run, CARD).peak_allocated == lab.estimate(MIXTRAL, full, CARD).peak_allocated
+
+
+@needs_megatron
+def test_experts_on_several_ranks_are_spread_and_their_states_with_them():
+    """Of 8 experts a rank of 4 has 2; of states that are sharded only copies share, which there are not."""
+    spread = peak(simulated(MIXTRAL, training(dp=4, ep=4, zero=1, stack=EXPERTS))).parts
+    whole = peak(simulated(MIXTRAL, training(dp=4, zero=1, stack=EXPERTS))).parts
+    experts = 4 * 8 * 3 * 512 * 1024  # parameters: layers, experts, matrices
+    for part, more in {"weights": 2 * 3 / 4, "gradients": 4 * 3 / 4, "optimizer": 0}.items():
+        assert whole[part] - spread[part] == pytest.approx(more * experts, abs=0.1 * experts)
 
 
 def test_without_megatron_it_says_what_to_install(monkeypatch):

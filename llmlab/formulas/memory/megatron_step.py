@@ -42,12 +42,15 @@ class MegatronMemory:
         padding = stack.make_vocab_size_divisible_by * run.tp
         self.vocab = -(-spec.vocab // padding) * padding // run.tp  # of one rank
         table = self.vocab * spec.hidden
-        counts = device_parameters(spec, run.pp, share.stage, run.tp)
+        counts = device_parameters(spec, run.pp, share.stage, run.tp, run.ep)
         self.parameters = sum(
             table * (count > 0) if part in ("embedding", "head") else count for part, count in counts.items()
         )
         self.wide = stack.accumulates_in_fp32(run.compute_dtype)
-        self.shards = run.dp * run.cp if run.zero else 1  # the distributed optimizer's
+        # The distributed optimizer's; of an expert there are as many copies as expert groups.
+        shards, copies = (run.dp * run.cp, run.dp * run.cp // run.ep) if run.zero else (1, 1)
+        experts = counts["experts"]
+        self.stepped = (self.parameters - experts) // shards + experts // copies  # parameters of this rank's update
         self.hidden = share.tokens * spec.hidden * HALF // share.sequence_ranks  # bytes of a tensor between blocks
         self.block = block(share)
         self.whole = by_kind(saved(self.block.saved, share), run.tp, run.sequence_parallel)
@@ -59,7 +62,7 @@ class MegatronMemory:
         self.resident = {
             "weights": HALF * self.parameters + weight_copies(spec, run, share.layers),
             "gradients": (FP32 if self.wide else HALF) * self.parameters,
-            "optimizer": 3 * FP32 * self.parameters // self.shards,  # main weights and two moments
+            "optimizer": 3 * FP32 * self.stepped,  # main weights and two moments
             "workspace": handles + (_engine_workspace(share) if stack.transformer_engine else _buffer(share)),
         }
 
@@ -80,9 +83,9 @@ class MegatronMemory:
         of_other = exchanged if self.stack.virtual_pipeline > 1 else 0
         of_last = self._bytes(self.block.outside) if share.last else 0
         # Halves that were accumulated are cast for the update, and stay until the next step's zero_grad.
-        gradients = self.resident["gradients"] + (0 if self.wide else FP32 * self.parameters // self.shards)
+        gradients = self.resident["gradients"] + (0 if self.wide else FP32 * self.stepped)
         stays = 2 * self.received * self.hidden
-        made = {"optimizer": FP32 * self.parameters // self.shards, "workspace": 0}
+        made = {"optimizer": FP32 * self.stepped, "workspace": 0}
         forward, again = self._attention()
         before_last = blocks - blocks * (self.share.layers // self.stack.virtual_pipeline) // self.in_flight
         mask = self.mask if share.last else 0
@@ -177,7 +180,7 @@ class MegatronMemory:
 
     def _roots(self) -> int:
         """Return what the update allocates: without Apex, AdamW is torch's, which makes all second moments' roots."""
-        return 0 if self.stack.apex else FP32 * self.parameters // self.shards
+        return 0 if self.stack.apex else FP32 * self.stepped
 
     def _masks(self) -> int:
         """Return the bytes of causal masks that are kept, by a checkpoint of attention, or by PyTorch's softmax: of a

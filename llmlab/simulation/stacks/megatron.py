@@ -48,6 +48,12 @@ def check(spec: ModelSpec, run: Training) -> None:
     if stack.transformer_engine:
         own = "give stack='megatron:transformer_engine=False', which is Megatron's own"
         raise NotAvailable(f"simulate has no layers of Transformer Engine, whose kernels are a GPU's: {own}, or {see}")
+    if stack.cross_entropy_fusion_impl == "te":
+        raise NotAvailable("simulate has no loss of Transformer Engine, whose kernel is a GPU's: give "
+                           f"cross_entropy_fusion_impl=native, which is Megatron's own, or {see}")  # fmt: skip
+    if spec.experts and stack.moe_expert_capacity_factor is None:
+        raise NotAvailable("simulate does not know how many tokens the router sends to each expert: give "
+                           f"moe_expert_capacity_factor=1, which makes their numbers equal, or {see}")  # fmt: skip
     if spec.activation not in ACTIVATIONS:
         raise NotAvailable(f"simulate has no activation {spec.activation!r} with stack='megatron'; {see}")
     if spec.kv_heads % run.tp:
@@ -94,7 +100,9 @@ class MegatronStep(Step):
             return backward(*args, **kwargs)
 
         data = [self._batches(chunk) for chunk in self.chunks]
-        with mock.patch(SCHEDULES + ".backward_step", backward_step), _apex(run):
+        # moe_utils.py asks for this name of Transformer Engine's also where that is not installed.
+        no_te = mock.patch(CORE + "transformer.moe.moe_utils.te_general_gemm", None, create=True)
+        with mock.patch(SCHEDULES + ".backward_step", backward_step), _apex(run), no_te:
             symbol(CORE + "pipeline_parallel.get_forward_backward_func")()(
                 forward_step_func=forward_step, data_iterator=data if several else data[0],
                 model=self.chunks if several else self.chunks[0], seq_length=run.seq_len,
@@ -124,8 +132,11 @@ class MegatronStep(Step):
         for chunk in self.chunks:
             for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
                 parts["gradients"].append(buffer.grad_data)
-        assert self.optimizer is not None
-        parts["optimizer"] += [each for group in self.optimizer.param_groups for each in group["params"]]
+        first, *others = _steppers(self.own)
+        for each in (first, *others):
+            parts["optimizer"] += [master for group in each.param_groups for master in group["params"]]
+        for each in others:  # of experts
+            parts["optimizer"] += [moment for state in each.state.values() for moment in state.values()]
         return parts
 
 
@@ -149,7 +160,7 @@ def build(
     torch.distributed.init_process_group("nccl", rank=rank, world_size=run.world_size)
     chunks_of_rank = run.virtual_stages if run.virtual_stages > 1 else None
     symbol(CORE + "parallel_state.initialize_model_parallel")(
-        run.tp, run.pp, chunks_of_rank, create_gloo_process_groups=False
+        run.tp, run.pp, chunks_of_rank, expert_model_parallel_size=run.ep, create_gloo_process_groups=False
     )
     symbol(CORE + "tensor_parallel.model_parallel_cuda_manual_seed")(1)
     with _quiet():
@@ -159,7 +170,7 @@ def build(
     config.grad_scale_func = own.scale_loss
     model = nn.ModuleList(chunks)
     step = MegatronStep(run, device, model, inputs, chunks=chunks, own=own, parameters=list(model.parameters()))
-    step.optimizer = getattr(own, "chained_optimizers", [own])[0].optimizer
+    step.optimizer = _steppers(own)[0]
     return step
 
 
@@ -188,14 +199,30 @@ def transformer_config(spec: ModelSpec, run: Training) -> Any:
         sequence_parallel=run.sequence_parallel, deallocate_pipeline_outputs=True,
         account_for_embedding_in_pipeline_split=uneven, account_for_loss_in_pipeline_split=uneven,
         gradient_accumulation_fusion=False, **recompute,
+        **_experts(spec, run), cross_entropy_loss_fusion=stack.cross_entropy_fusion_impl is not None,
     )  # fmt: skip
+
+
+def _experts(spec: ModelSpec, run: Training) -> dict[str, Any]:
+    """Return what Megatron's configuration has of experts, each filled to its capacity."""
+    if not spec.experts:
+        return {}
+    return {
+        "num_moe_experts": spec.experts, "moe_router_topk": spec.experts_per_token,
+        "moe_ffn_hidden_size": spec.moe_intermediate, "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "none", "moe_pad_expert_input_to_capacity": True,
+        "moe_expert_capacity_factor": _options(run).moe_expert_capacity_factor,
+        "expert_model_parallel_size": run.ep,
+    }  # fmt: skip
 
 
 def _chunks(spec: ModelSpec, run: Training, config: Any) -> list[Any]:
     """Return the parts of the model on this rank, in half precision, each in Megatron's DistributedDataParallel."""
     stack, distributed = _options(run), symbol(CORE + "distributed")
     ends = [symbol(f"{CORE}parallel_state.is_pipeline_{end}_stage") for end in ("first", "last")]
-    layer = symbol(CORE + "models.gpt.gpt_layer_specs.get_gpt_layer_local_spec")(normalization=config.normalization)
+    layer = symbol(CORE + "models.gpt.gpt_layer_specs.get_gpt_layer_local_spec")(
+        spec.experts or None, normalization=config.normalization
+    )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = _Norm
     padding = stack.make_vocab_size_divisible_by * run.tp
     vocab = -(-spec.vocab // padding) * padding
@@ -228,6 +255,11 @@ def _optimizer(run: Training, chunks: list[Any]) -> Any:
     fused = mock.patch.multiple(CORE + "optimizer", USING_PYTORCH_OPTIMIZER=False, Adam=_fused_adam)
     with fused if _options(run).apex else nullcontext():
         return symbol(CORE + "optimizer.get_megatron_optimizer")(settings, chunks, use_gloo_process_groups=False)
+
+
+def _steppers(own: Any) -> list[Any]:
+    """Return torch's optimizers in Megatron's: experts that are spread have one of their own."""
+    return [each.optimizer for each in getattr(own, "chained_optimizers", [own])]
 
 
 def _fused_adam(params: Any, adam_w_mode: bool = True, **settings: Any) -> torch.optim.AdamW:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from ...base.errors import SpecError
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 Recompute = Literal["selective", "full"]
 RecomputeMethod = Literal["uniform", "block"]
 FP8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
+FusedLoss = Literal["native", "te"]
 RECOMPUTED = {"core_attn", "mlp"}  # modules of Megatron's --recompute-modules that are described
 
 
@@ -31,24 +33,28 @@ class Megatron(StackOptions):
     as one kernel in half precision; of Megatron's own layers it is Apex's. `apex`: whether that is installed, or
     Transformer Engine for what is outside of layers; if not, PyTorch computes softmax, in fp32, and steps AdamW.
     `accumulate_allreduce_grads_in_fp32`: None is Megatron's default, True for bf16. `tp_comm_overlap` hides what tensor
-    parallelism sends behind the products before and after it (Transformer Engine's userbuffers). `virtual_pipeline` is
-    the model chunks of a rank (--num-virtual-stages-per-pipeline-rank), `make_vocab_size_divisible_by` pads the
-    vocabulary of each tensor-parallel rank. The distributed optimizer is the run's zero=1, sequence parallelism its
-    sequence_parallel, --attention-backend unfused its attention="eager". `fp8_recipe` is --fp8-recipe, with
-    --fp8-format hybrid: Transformer Engine multiplies blocks' linear layers in fp8 (formulas/memory/float8.py);
-    "tensorwise" is its current scaling.
+    parallelism sends behind the products before and after it (Transformer Engine's userbuffers).
+    `cross_entropy_fusion_impl` fuses the loss (--cross-entropy-loss-fusion): "native" compiles its functions one by
+    one, which takes more memory than not to fuse, and "te" is Transformer Engine's kernel. NeMo 2's recipes for
+    pre-training say "native". `virtual_pipeline` is the model chunks of a rank
+    (--num-virtual-stages-per-pipeline-rank), `make_vocab_size_divisible_by` pads the vocabulary of each
+    tensor-parallel rank. The distributed optimizer is the run's zero=1, sequence parallelism its sequence_parallel,
+    --attention-backend unfused its attention="eager". `fp8_recipe` is --fp8-recipe, with --fp8-format hybrid:
+    Transformer Engine multiplies blocks' linear layers in fp8 (formulas/memory/float8.py); "tensorwise" is its current
+    scaling. `moe_expert_capacity_factor` (with --moe-pad-expert-input-to-capacity) fills each expert with that
+    multiple of an equal share of the tokens; None, Megatron's default, drops no token, and experts are estimated as
+    equally loaded.
     """
 
     name = "megatron"
     package = "megatron"
-    families = ("gpt2", "llama", "mistral", "qwen2", "phi3")
+    families = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "phi3")
     own_names: ClassVar[Mapping[str, str]] = {"checkpointing": "recompute", "virtual_stages": "virtual_pipeline"}
     allowed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "precision": ("mixed-bf16", "mixed-fp16"),
         "optimizer": ("adamw",),
         "attention": ("sdpa", "flash", "eager"),
         "zero": (0, 1),
-        "ep": (1,),
         "lora": (None,),
         "quantization": (None,),
         "offload": (None,),
@@ -69,6 +75,8 @@ class Megatron(StackOptions):
     virtual_pipeline: int = 1
     make_vocab_size_divisible_by: int = 128
     fp8_recipe: FP8Recipe | None = None
+    cross_entropy_fusion_impl: FusedLoss | None = None
+    moe_expert_capacity_factor: float | None = None
 
     def __post_init__(self) -> None:
         self._check_counts("recompute_num_layers", "virtual_pipeline", "make_vocab_size_divisible_by")
@@ -81,7 +89,16 @@ class Megatron(StackOptions):
             tp_comm_overlap=(True, False),
             accumulate_allreduce_grads_in_fp32=(None, True, False),
             fp8_recipe=(None, *get_args(FP8Recipe)),
+            cross_entropy_fusion_impl=(None, *get_args(FusedLoss)),
         )
+        if (asked := self.moe_expert_capacity_factor) is not None:
+            try:
+                capacity = float(asked)
+            except (TypeError, ValueError):
+                capacity = 0.0
+            if not 0 < capacity < inf:
+                raise SpecError(f"moe_expert_capacity_factor={asked!r} is not a number above 0, nor None")
+            object.__setattr__(self, "moe_expert_capacity_factor", capacity)  # of a text too
         if self.fp8_recipe and not self.transformer_engine:
             given = f"fp8_recipe={self.fp8_recipe!r} with transformer_engine=False"
             raise SpecError(f"{given}: Megatron's own layers have no fp8; drop one of the two")
@@ -135,6 +152,7 @@ class Megatron(StackOptions):
     def check_model(self, spec: ModelSpec, run: Any, stages: tuple[int, ...]) -> None:
         """Raise SpecError for what megatron-core does not train of `spec`; `stages` are their numbers of layers."""
         self.check_stages(stages)
+        self._check_experts(spec, run)
         chunks = self.virtual_pipeline
         number, uniform = self.recompute_num_layers, self.recompute_method != "block"
         if run.checkpointing == "full" and uniform and any(layers // chunks % number for layers in stages):
@@ -147,3 +165,17 @@ class Megatron(StackOptions):
         if run.sequence_parallel and not self.transformer_engine and spec.norm == "rmsnorm":
             raise SpecError(f"sequence_parallel=True with {spec.name}: the RMSNorm of Megatron's own layers is "
                             "PyTorch's, which refuses it (torch_norm.py); give transformer_engine=True")  # fmt: skip
+
+    def _check_experts(self, spec: ModelSpec, run: Any) -> None:
+        if not spec.experts:
+            if self.moe_expert_capacity_factor is not None:
+                given = f"moe_expert_capacity_factor={self.moe_expert_capacity_factor} with {spec.name}"
+                raise SpecError(f"{given}, which has no experts; leave it out")
+            return
+        given = f"megatron with {spec.name}, whose MLPs are experts, is not described"
+        if run.tp > 1:
+            raise SpecError(f"{given} with tp={run.tp}; give tp=1 and ep")
+        if self.fp8_recipe:
+            raise SpecError(f"{given} with fp8_recipe={self.fp8_recipe!r}; leave it out")
+        if run.checkpointing == "selective" and "mlp" in self.recompute_modules:
+            raise SpecError(f"{given} with recompute_modules='mlp', which are dense ones; leave mlp out")

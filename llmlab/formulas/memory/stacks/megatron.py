@@ -16,9 +16,16 @@ from .described import Block, Kept, Loss
 # By module of --recompute-modules: the kind of what it makes again.
 MODULES = {"core_attn": "scores", "mlp": "mlp"}
 
-# tensor_parallel/cross_entropy.py: softmax is computed in the place of the logits' fp32 copy, and from that their
-# gradient, which autograd casts to half; nobody keeps the logits.
-LOSS = Loss(forward=(1, 1), gradient=(1, 1), head=(1, 0), after=(0, 0))
+# By --cross-entropy-fusion-impl. tensor_parallel/cross_entropy.py: softmax is computed in the place of the logits' fp32
+# copy, and from that their gradient, which autograd casts to half; nobody keeps the logits. Its functions compiled one
+# by one (fusions/fused_cross_entropy.py) write into what they were given only as they end: Inductor has another fp32
+# copy as it takes exp, and as it scatters into the gradient. TE (v2.8, pytorch/triton/cross_entropy.py) writes the
+# gradient over the logits.
+LOSSES: dict[str | None, Loss] = {
+    None: Loss(forward=(1, 1), gradient=(1, 1), head=(1, 0), after=(0, 0)),
+    "native": Loss(forward=(1, 2), gradient=(1, 2), head=(1, 0), after=(0, 0)),
+    "te": Loss(forward=(1, 0), gradient=(1, 0), head=(1, 0), after=(0, 0)),
+}
 
 
 def block(share: Share) -> Block:
@@ -37,10 +44,14 @@ def block(share: Share) -> Block:
             Kept("output_layer: its input", "linear inputs", "h", "product", "tokens"),
         ),
         mlp_backward=(
+            # What each expert returned, and all that together; of experts on several ranks also what was sent and came.
+            Kept("experts: on their way", "temporaries", "h", "product", "tokens",
+                 routed(share) * (4 if share.run.ep > 1 else 2))
+            if share.spec.experts else
             Kept("activation: its gradient", "temporaries", "f", "product", "heads", 2 if share.spec.gated else 1),
         ),
         attention_backward=(),
-        loss=LOSS,
+        loss=LOSSES[stack.cross_entropy_fusion_impl],
     )
 
 
@@ -66,6 +77,7 @@ def _saved(share: Share) -> tuple[Kept, ...]:
     masks = 1 if spec.dropout else 0  # fusions/fused_bias_dropout.py
     eight = share.run.fp8_recipe is not None
     kept: Literal["product", "byte"] = "byte" if eight else "product"  # of a linear layer's input
+    sent = routed(share)
     # linear_qkv and linear_fc1 keep their rank's part of what sequence parallelism gathers, and backward gathers it
     # again: tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication; TE module/layernorm_linear.py.
     return (
@@ -79,11 +91,36 @@ def _saved(share: Share) -> tuple[Kept, ...]:
         Kept("self_attn_bda: mask of dropout", "dropout masks", "h", "byte", "tokens", masks),
         Kept("pre_mlp_layernorm: its input", "norms", "h", "product", "tokens"),
         Kept("pre_mlp_layernorm: statistics", "norms", "1", "fp32", "tokens", statistics),
-        Kept("linear_fc1: its input", "linear inputs", "h", kept, "tokens"),
+        Kept("linear_fc1: its input", "linear inputs", "h", kept, "tokens"),  # with experts, their router's
+        *_routing(share),
         # fusions/fused_bias_gelu.py, fused_bias_swiglu.py
-        Kept("activation: its input", "mlp", "f", "product", "heads", 2 if spec.gated else 1),
-        Kept("linear_fc2: its input", "mlp", "f", kept, "heads"),
+        Kept("activation: its input", "mlp", "f", "product", "heads", sent * (2 if spec.gated else 1)),
+        Kept("linear_fc2: its input", "mlp", "f", kept, "heads", sent),
         Kept("mlp_bda: mask of dropout", "dropout masks", "h", "byte", "tokens", masks),
+    )
+
+
+def routed(share: Share) -> float:
+    """Return how many experts' inputs a rank computes for each of its tokens, the experts equally loaded: with a
+    capacity (--moe-expert-capacity-factor, --moe-pad-expert-input-to-capacity), padding among them; 1 without experts.
+    """
+    stack, spec = share.run.stack, share.spec
+    assert isinstance(stack, Megatron)
+    return spec.experts_per_token * (stack.moe_expert_capacity_factor or 1) if spec.experts else 1
+
+
+def _routing(share: Share) -> tuple[Kept, ...]:
+    """Return what stands between the norm and the experts: transformer/moe/router.py, moe_utils.py, and
+    token_dispatcher.py, by all-to-all."""
+    spec, sent = share.spec, routed(share)
+    if not spec.experts:
+        return ()
+    # The top experts and their softmax in fp32; for each expert its probability and whether it is chosen; the chosen
+    # tokens' places, twice, and probabilities.
+    chosen, places = (8 + 4) * spec.experts_per_token + (2 + 1) * spec.experts, (8 + 8 + 2) * sent
+    return (
+        Kept("router: who goes where", "router", "1", "byte", "tokens", chosen + places),
+        Kept("experts: their inputs", "linear inputs", "h", "product", "tokens", sent),
     )
 
 
