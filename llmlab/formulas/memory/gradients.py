@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...specs.stacks import StackOptions
+from ...specs.stages import layers_of
 from .fsdp import uses_fsdp
 from .share import Share
 from .stacks.torchtune import in_chunks
@@ -45,7 +46,7 @@ def gradients(share: Share, states: States) -> Gradients:
     if in_backward := isinstance(run.stack, StackOptions) and run.stack.steps_in_backward(run):
         every = 0
     if whole := sharded and run.pp > 1:  # reduced once, after the last micro-batch
-        every = share.layers * states.units.block_reduction + states.units.outside_reduction
+        every = share.layers * states.units.block_reduction + states.units.outside_reduction + states.units.head_reduction
     every += max(0, uncut - table)
     # Those of earlier micro-batches exist all the time; those of a single one only from backward on.
     accumulates = run.accumulation > 1 and not run.offload
@@ -108,7 +109,7 @@ def _stored(share: Share, states: States, every: int) -> Stored:
 
 def _stage_parameters(share: Share) -> dict[str, int]:
     """Return the parameters of the stage by component, of all tensor- and expert-parallel ranks."""
-    return device_parameters(share.spec, share.run.pp, share.stage)
+    return device_parameters(share.spec, layers_of(share.spec, share.run), share.stage)
 
 
 def _update(share: Share, states: States) -> int:

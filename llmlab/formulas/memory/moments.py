@@ -34,6 +34,7 @@ from .temporaries import (
     loss_bytes,
     optimizer_temporaries,
     outer_activations,
+    receive_buffers,
 )  # fmt: skip
 
 
@@ -82,7 +83,7 @@ class StepMemory:
             "logits": 0,
             # cuBLAS takes one workspace per handle, and the autograd thread has a handle of its own; both stay.
             "workspace": 2 * (gpu.cublas_workspace or 0) if gpu else 0,
-            "other": bucket_bytes(share, self.states) + table,
+            "other": bucket_bytes(share, self.states) + table + receive_buffers(share),
         }
         # What is whole still when backward ends: in a pipeline all blocks, but for one that the moments add.
         units = self.states.units

@@ -9,7 +9,7 @@ from ...specs.model import ModelSpec
 from ...specs.parameters import Linear
 from ...specs.run import Inference, Run, Training
 from ...specs.stacks import Torchtune
-from ...specs.stages import stage_layers
+from ...specs.stages import layers_of
 from .precision import PRECISION, Bytes
 
 # With a quantized model peft keeps in fp32 what is not quantized, and each quantized linear returns fp32.
@@ -64,7 +64,7 @@ def share_of(spec: ModelSpec, run: Training, gpu: GPU | None = None, cpu: bool =
         stage=stage,
         first=stage == 0,
         last=stage == run.pp - 1,
-        layers=stage_layers(spec.layers, run.pp)[stage],
+        layers=layers_of(spec, run)[stage],
         tokens=run.tokens // run.cp,
         sequence_ranks=run.tp if run.sequence_parallel else 1,
         bytes=b,
