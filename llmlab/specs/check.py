@@ -8,7 +8,7 @@ from ..base.errors import SpecError
 from ..hardware.gpu import FLASH_ATTENTION_2_CAPABILITY, GPU
 from .model import ModelSpec
 from .run import Inference, Run, Training, stack_of
-from .stacks import Megatron
+from .stacks import Megatron, Torchtitan
 from .stages import layers_of, stage_layers
 
 HALF = {"fp16", "bf16"}
@@ -65,6 +65,9 @@ def _check_training(spec: ModelSpec, run: Training) -> None:
     if stack and spec.family not in stack.families:
         known = ", ".join(stack.families)
         raise SpecError(f"{stack.name} trains {known}, not {spec.family}, as far as it is described; use another stack")
+    if isinstance(stack, Torchtitan) and spec.family == "qwen3" and run.pp > 1:
+        raise SpecError(f"pp={run.pp} with {spec.name}: torchtitan has no pipeline of qwen3 (models/qwen3/__init__.py, "
+                        "pipelining_fn); give pp=1, or another stack")  # fmt: skip
     if isinstance(stack, Megatron):
         stack.check_model(spec, run, stage_layers(spec.layers, run.pp, spec.name))
     elif stack and spec.tied and not stack.ties_heads:

@@ -43,8 +43,9 @@ def layers_of(spec: ModelSpec, run: Training) -> tuple[int, ...]:
     stack = stack_of(run)
     if stack is None or not stack.counts_ends or run.pp == 1:
         return stage_layers(spec.layers, run.pp, spec.name)
-    virtual = stage_layers(spec.layers, run.pp * run.virtual_stages, spec.name, ends=True)
-    return tuple(sum(virtual[rank :: run.pp]) for rank in range(run.pp))
+    virtual = _counts(spec.layers, run.pp * run.virtual_stages, ends=True)
+    counts = tuple(sum(virtual[rank :: run.pp]) for rank in range(run.pp))
+    return counts if min(counts) > 0 else stage_layers(spec.layers, run.pp, spec.name, ends=True)  # which raises
 
 
 def _counts(layers: int, stages: int, ends: bool) -> tuple[int, ...]:

@@ -45,14 +45,15 @@ def gradients(share: Share, states: States) -> Gradients:
     every = 4 * states.trained if sharded and b.master else states.gradients
     if in_backward := isinstance(run.stack, StackOptions) and run.stack.steps_in_backward(run):
         every = 0
-    if whole := sharded and run.pp > 1:  # reduced once, after the last micro-batch
+    if whole := sharded and run.pp > 1:  # reduced once, after the last micro-batch; an embedding's is cut only then
         every = share.layers * states.units.block_reduction + states.units.outside_reduction + states.units.head_reduction
+        every += elements * (4 if b.master else b.gradients) * (run.tp - 1) // run.tp if share.first else 0
     every += max(0, uncut - table)
     # Those of earlier micro-batches exist all the time; those of a single one only from backward on.
-    accumulates = run.accumulation > 1 and not run.offload
+    accumulates = share.over > 0 and not run.offload
     accumulated = every if accumulates else 0
     once = _stored(share, states, every)
-    stored = Stored(every, every, every) if accumulates or whole or run.offload else once
+    stored = Stored(every, every, every) if accumulates or run.offload else once
     if sharded and accumulates and run.dp_replicate > 1:
         # What copies have summed is added to earlier gradients, and kept beside them until backward is over
         # (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, _all_reduce_state).

@@ -93,7 +93,7 @@ class StepMemory:
         # What torchtune offloads is on the card while the block computes that made or takes it.
         host = isinstance(run.stack, Torchtune) and run.stack.enable_activation_offloading
         held = 1 if host else share.layers
-        blocks = layers_in_flight(run, share.stage, held)  # of all micro-batches
+        blocks = layers_in_flight(run, share.stage, held, share.over)  # of all micro-batches
         self.activations_by_kind = {kind: each * blocks for kind, each in kept.items() if each}
         self.block = sum(kept.values())  # what one block keeps of one micro-batch
         self.outside = _outside_in_flight(share, self.loss.waiting)  # of blocks
@@ -138,9 +138,14 @@ class StepMemory:
         if self.gathered_part == "weights":
             loaded["weights"] = 4 * self.states.trained
         update = {"logits": self.loss.after, "gradients": self.gradients.update}
+        share = self.share
+        every = share.run.accumulation * share.run.virtual_stages  # where all are in flight, nothing is before them
+        alone = share.over and share.run.pp > 1 and passes_in_flight(share.run, share.stage) == every
+        before = type(self)(replace(share, over=0)) if alone else None
         return [
             Moment("load", "weights loaded", loaded),
             *(self._gathering() if self.sharded else ()),
+            *(before._forward() + before._backward() if before else ()),
             *self._forward(),
             *self._backward(),
             *(self._reducing() if self.sharded else ()),
@@ -258,8 +263,9 @@ class StepMemory:
         return found
 
 
-def passes_in_flight(run: Training, stage: int) -> int:
-    """Return how many forward passes through its stages a rank is ahead of its backward passes at most.
+def passes_in_flight(run: Training, stage: int, over: int = 0) -> int:
+    """Return how many forward passes through its stages a rank is ahead of its backward passes at most, once `over` of
+    these are over.
 
     1F1B: pp - stage, if there are as many micro-batches. GPipe: all of them. Interleaved: warm-up runs
     2 (pp - stage - 1) + (virtual_stages - 1) pp passes ahead (Megatron-LM, core/pipeline_parallel/schedules.py,
@@ -274,30 +280,32 @@ def passes_in_flight(run: Training, stage: int) -> int:
     if run.pp == 1:
         return 1
     if run.schedule == "gpipe":
-        return run.accumulation
+        return run.accumulation - over
     later = run.pp - stage - 1
     ahead = later + 1 if run.virtual_stages == 1 else 2 * later + (run.virtual_stages - 1) * run.pp + 1
-    return min(ahead, run.accumulation * run.virtual_stages)
+    return min(ahead, run.accumulation * run.virtual_stages - over)
 
 
-def layers_in_flight(run: Training, stage: int, layers: int) -> int:
-    """Return of how many layers a rank with so many keeps activations at most, of all its micro-batches.
+def layers_in_flight(run: Training, stage: int, layers: int, over: int = 0) -> int:
+    """Return of how many layers a rank with so many keeps activations at most, of all its micro-batches; `over` as in
+    `passes_in_flight`.
 
     >>> layers_in_flight(Training(pp=4, accumulation=4, virtual_stages=8), 3, 8)
     29
     """
-    return -(-passes_in_flight(run, stage) * layers // run.virtual_stages)
+    return -(-passes_in_flight(run, stage, over) * layers // run.virtual_stages)
 
 
-def micro_batches_in_flight(run: Training, stage: int = 0, last: bool = False) -> int:
-    """Return of how many micro-batches a rank keeps what its first stage does at most; with `last`, its last stage.
+def micro_batches_in_flight(run: Training, stage: int = 0, last: bool = False, over: int = 0) -> int:
+    """Return of how many micro-batches a rank keeps what its first stage does at most; with `last`, its last stage;
+    `over` as in `passes_in_flight`.
 
     Warm-up takes pp micro-batches through a rank's first stage, then as many through its second, and so on.
 
     >>> micro_batches_in_flight(Training(pp=4, accumulation=8, virtual_stages=2))
     7
     """
-    passes, of_group = passes_in_flight(run, stage), run.pp * run.virtual_stages
+    passes, of_group = passes_in_flight(run, stage, over), run.pp * run.virtual_stages
     if run.virtual_stages == 1:
         return passes
     groups, more = divmod(passes, of_group)
@@ -308,11 +316,11 @@ def micro_batches_in_flight(run: Training, stage: int = 0, last: bool = False) -
 def _outside_in_flight(share: Share, waiting: int) -> int:
     """Return the bytes kept outside blocks by all passes in flight, of which a rank's first stage has the embedding and
     the last one the head; `waiting` is what the loss of one keeps until its backward begins."""
-    run, stage = share.run, share.stage
-    ending = micro_batches_in_flight(run, stage, last=True)
+    run, stage, over = share.run, share.stage, share.over
+    ending = micro_batches_in_flight(run, stage, True, over)
     waits = waiting * (ending - 1) if share.last else 0
     if run.virtual_stages == 1:
         return outer_activations(share) * ending + waits
-    middle, passes = replace(share, first=False, last=False), passes_in_flight(run, stage)
-    ends = micro_batches_in_flight(run, stage) if share.first else ending if share.last else 0
+    middle, passes = replace(share, first=False, last=False), passes_in_flight(run, stage, over)
+    ends = micro_batches_in_flight(run, stage, over=over) if share.first else ending if share.last else 0
     return outer_activations(share) * ends + outer_activations(middle) * (passes - ends) + waits

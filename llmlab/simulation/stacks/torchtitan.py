@@ -165,7 +165,9 @@ def build(
         dims.build_mesh()
         loss_function, schedule, parts = own.build_loss_fn(job), None, []
         if run.pp > 1:
-            with mock.patch("torchtitan.distributed.pipeline_parallel.PipelineStage", _stage(spec, run)):
+            patched = mock.patch("torchtitan.distributed.pipeline_parallel.PipelineStage", _stage(spec, run))
+            with patched, warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Parallelize plan key")  # of modules that other stages have
                 schedule, parts, *_ = own.pipelining_fn(
                     model, dims, job, device, arguments, own.parallelize_fn, loss_function
                 )
