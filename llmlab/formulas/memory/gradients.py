@@ -68,6 +68,8 @@ def gradients(share: Share, states: States) -> Gradients:
         stored = Stored(stored.before_last_two + of_head, stored.before_last + of_head, stored.after_blocks)
     if sharded:
         embedding = whole_table + (terms * table if tied else states.units.outside_gradients)
+        if whole and not accumulates and b.master:  # cast to be summed with later ones
+            embedding += elements * 4 if share.first else 0
     elif in_backward and not tied:
         embedding = table
     elif tied:
@@ -98,10 +100,11 @@ def _stored(share: Share, states: States, every: int) -> Stored:
     if run.lora:
         block = every // share.layers
         return Stored(max(0, every - 2 * block), every - block, every)
-    stage = sum(_stage_parameters(share).values())
-    table = spec.vocab * spec.hidden
-    outside = (table if spec.tied or states.units.head else 2 * table) if uses_fsdp(run) else 0
-    embedding = 0 if outside or spec.tied or not share.first else table
+    counts = _stage_parameters(share)
+    stage = sum(counts.values())
+    sharded = uses_fsdp(run)
+    outside = counts["embedding"] + (0 if states.units.head else counts["head"]) if sharded else 0
+    embedding = 0 if sharded or spec.tied or not share.first else counts["embedding"]
     after_blocks = every * (stage - outside) // stage
     block = every * block_parameters(spec) // stage
     before_last = after_blocks - block - every * embedding // stage

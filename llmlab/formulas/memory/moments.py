@@ -100,6 +100,9 @@ class StepMemory:
         self.activations = self.block * blocks + self.outside
         # Left when the last block's backward begins.
         self.last_block = self.block * (blocks - held // run.virtual_stages + 1)
+        # Of the micro-batches that wait while one's backward ends.
+        passes = passes_in_flight(run, share.stage, share.over)
+        self.others = self.last_block - self.block + (self.outside - self.outside // passes if passes else 0)
         # A checkpointed block is whole again in its backward; what selective checkpointing kept is not made twice.
         self.recomputed = sum(whole.values()) - kept.get("matmul outputs", 0) if run.checkpointing else 0
         if (block := block_of(share)) and block.made_again is not None and "matmul outputs" in kept:
@@ -193,6 +196,8 @@ class StepMemory:
         # FSDP2 gathers ahead what ran before: in chunks, the head itself.
         at_head = gathered - (units.prefetched if units.head and in_chunks(self.share.run) else 0)
         working, own_gradients = self.working, self.backward.gradients
+        # In a pipeline blocks are neither freed nor reduced before all micro-batches are through.
+        freed, reduction = (units.block, units.block_reduction) if self.share.run.pp == 1 else (0, 0)
         return [
             moment("the loss's gradient", around_loss, self.around_loss, gradients=grads.accumulated,
                    activations=activations + self.head_cast, logits=self.loss.gradient),
@@ -202,11 +207,11 @@ class StepMemory:
                       gradients=grads.after_head + own_gradients,
                       activations=self.activations - self.replaced + self.recomputed
                       + (self.kept_casts or self.block_cast)),
-            in_blocks("the last block of backward", self.left + units.block, units.block_reduction + working,
+            in_blocks("the last block of backward", self.left + units.block, reduction + working,
                       gradients=grads.stored.before_last + own_gradients,
                       activations=self.last_block + self.recomputed + self.block_cast),
-            in_blocks("the embedding's gradient", self.left, units.block_reduction + grads.embedding,
-                      gradients=grads.stored.after_blocks),
+            in_blocks("the embedding's gradient", self.left + units.block - freed, reduction + grads.embedding,
+                      gradients=grads.stored.after_blocks, activations=self.others),
         ]  # fmt: skip
 
     def _reducing(self) -> list[Moment]:
