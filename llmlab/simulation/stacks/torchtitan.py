@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from ...base.compat import symbol
 from ...base.errors import NotAvailable
+from ...engines.torchtitan import schedule_name
+from ...recording.phases import COMMUNICATION
 from ...specs.model import ModelSpec
 from ...specs.run import Training
 from ...specs.stacks import Torchtitan
@@ -28,7 +30,6 @@ from ...step.step import Enter, Step, ignore
 from ..distributed.pipelining import stages_alone
 
 MODELS = {"llama": "llama3", "qwen3": "qwen3"}  # its packages
-SCHEDULES = {("1f1b", False): "1F1B", ("gpipe", False): "GPipe", ("1f1b", True): "Interleaved1F1B"}
 FLOAT8 = "quantize.linear.float8"  # the converter of that name
 
 
@@ -112,7 +113,7 @@ class TitanStep(Step):
         parts = super().tensors()
         received = [info.buffer for stage in self.stages for infos in (stage.args_recv_info, stage.grad_recv_info)
                     for of_batch in infos.values() for info in of_batch]  # fmt: skip
-        return {**parts, "activations": [each for each in received if each is not None]}
+        return {**parts, COMMUNICATION: [each for each in received if each is not None]}
 
     def _share(self, ids: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return this rank's ids and labels, and what else the model is given."""
@@ -238,7 +239,7 @@ def job_config(run: Training) -> Any:
     job.parallelism.context_parallel_degree = run.cp
     if run.pp > 1:
         job.parallelism.pipeline_parallel_degree = run.pp
-        job.parallelism.pipeline_parallel_schedule = SCHEDULES[run.schedule, run.virtual_stages > 1]
+        job.parallelism.pipeline_parallel_schedule = schedule_name(run)
         job.parallelism.pipeline_parallel_microbatch_size = run.micro_batch
         job.training.local_batch_size = run.micro_batch * run.accumulation
     job.compile.enable = run.compile
