@@ -65,7 +65,7 @@ def _check_training(spec: ModelSpec, run: Training) -> None:
     if stack and spec.family not in stack.families:
         known = ", ".join(stack.families)
         raise SpecError(f"{stack.name} trains {known}, not {spec.family}, as far as it is described; use another stack")
-    if isinstance(stack, Torchtitan) and spec.family == "qwen3" and run.pp > 1:
+    if isinstance(stack, Torchtitan) and spec.family.startswith("qwen3") and run.pp > 1:
         raise SpecError(f"pp={run.pp} with {spec.name}: torchtitan has no pipeline of qwen3 (models/qwen3/__init__.py, "
                         "pipelining_fn); give pp=1, or another stack")  # fmt: skip
     if isinstance(stack, Megatron):

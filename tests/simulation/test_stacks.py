@@ -6,6 +6,7 @@ import pytest
 
 import llmlab as lab
 from llmlab.formulas.memory.moments import training_moments
+from llmlab.formulas.memory.states import states
 from llmlab.recording.parts import divide
 from llmlab.simulation import stacks
 from llmlab.simulation.report import recorded
@@ -137,6 +138,43 @@ def test_the_report_is_of_all_stages_of_torchtitans_pipeline():
     report = lab.simulate(DEEP, lab.Training(**PIPELINE, seq_len=512), "H100-80GB")
     assert report.outcome == "fits" and report.notes[0].startswith("Of the pipeline's other stages, from 0: stage 1 ")
     assert "torch.distributed.pipelining" in report.notes[1]
+
+
+EXPERTS = {
+    **THIN_QWEN, "model_type": "qwen3_moe", "moe_intermediate_size": 256, "num_experts": 16, "num_experts_per_tok": 4,
+    "num_hidden_layers": 2,
+}  # fmt: skip
+MIXTURE = {"dp": 4, "seq_len": 2048, "stack": "torchtitan:ac=none"}
+
+
+@pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs `make stacks`")
+@pytest.mark.parametrize("given", [{}, {"ep": 2}, {"ep": 4}, {"ep": 2, "tp": 2}, {"ep": 2, "dp_replicate": 2}])
+def test_a_rank_of_torchtitans_experts_holds_its_share_of_them_and_of_the_tokens(given):
+    """12 bytes for each parameter of its shards, in fp32; balanced, what a group's ranks send to one is as much as
+    each has: its tokens, once for each of their experts, in groups padded by 8 for each expert of the rank."""
+    spec, run = lab.model(EXPERTS), lab.Training(**{**MIXTURE, **given})
+    step = recorded(spec, run, "H100-80GB")
+    found = divide(step.engine.events, step.marks)
+    held = found.parts["weights"] + found.parts["optimizer"]
+    assert held == pytest.approx(12 * states(spec, run).trained, rel=0.01)
+    rows = run.tokens * spec.experts_per_token + 8 * spec.experts // run.ep
+    permuted = [b.size for b in found.blocks if b.size == rows * spec.hidden * 2 and b.part == "activations"]
+    assert len(permuted) == spec.layers
+
+
+@pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs `make stacks`")
+@pytest.mark.parametrize(("given", "message"), [
+    ({"ep": 2, "stack": "torchtitan"}, "ep=2 and ac='selective_op' with stack='torchtitan'; give ac='full'"),
+    ({"compile": True}, "compile=True of qwen3_moe"),
+])  # fmt: skip
+def test_what_of_torchtitans_experts_is_not_simulated(given, message):
+    with pytest.raises(lab.NotAvailable, match=message):
+        lab.simulate(EXPERTS, lab.Training(**{**MIXTURE, **given}), "H100-80GB")
+
+
+def test_torchtitans_experts_are_not_estimated():
+    with pytest.raises(lab.NotAvailable, match=r"experts, as custom-qwen3_moe, are not described; lab\.sim"):
+        lab.estimate(EXPERTS, lab.Training(**MIXTURE), "H100-80GB")
 
 
 TIED = {**SMALL, "tie_word_embeddings": True}

@@ -96,7 +96,7 @@ def test_torchtitans_pipelines_keep_weights_and_compute_in_fp32_where_nothing_is
 
 
 @pytest.mark.parametrize(("model", "given", "message"), [
-    ("meta-llama/Meta-Llama-3-8B", {"accumulation": 3}, "accumulation=3 with pp=4: torch's 1F1B takes at least as many micro-batches"),
+    ("meta-llama/Meta-Llama-3-8B", {"accumulation": 3}, "accumulation=3 with pp=4: torch's 1F1B takes"),
     ("Qwen/Qwen3-8B", {"accumulation": 4}, "torchtitan has no pipeline of qwen3"),
 ])  # fmt: skip
 def test_pipelines_that_torchtitan_has_not_are_refused(model, given, message):

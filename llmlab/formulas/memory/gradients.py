@@ -46,7 +46,8 @@ def gradients(share: Share, states: States) -> Gradients:
     if in_backward := isinstance(run.stack, StackOptions) and run.stack.steps_in_backward(run):
         every = 0
     if whole := sharded and run.pp > 1:  # reduced once, after the last micro-batch; an embedding's is cut only then
-        every = share.layers * states.units.block_reduction + states.units.outside_reduction + states.units.head_reduction
+        units = states.units
+        every = share.layers * units.block_reduction + units.outside_reduction + units.head_reduction
         every += elements * (4 if b.master else b.gradients) * (run.tp - 1) // run.tp if share.first else 0
     every += max(0, uncut - table)
     # Those of earlier micro-batches exist all the time; those of a single one only from backward on.

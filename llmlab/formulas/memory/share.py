@@ -31,7 +31,7 @@ class Share:
     last: bool  # whether it is the last stage, which has the final norm, the head and the loss
     layers: int  # of the stage
     tokens: int  # T: the micro-batch's tokens after context parallelism has divided them
-    over: int  # backward passes of the step that are over at its highest moments: of one before them all gradients exist
+    over: int  # backward passes of the step before its highest moments; once one is over, all gradients exist
     sequence_ranks: int  # over how many ranks sequence parallelism divides the tokens of what lies between products
     bytes: Bytes  # per element of each kind of tensor
     autocast: bool  # whether products are computed in a narrower dtype than that of the residual stream

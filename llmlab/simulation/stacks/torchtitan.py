@@ -1,8 +1,9 @@
-"""A step of torchtitan on fake tensors: its Llama 3 and Qwen 3, what cuts them up, its loss, its optimizer, and
-torch's pipeline schedules, on one rank of many.
+"""A step of torchtitan on fake tensors: its Llama 3, its Qwen 3 with and without experts, what cuts them up, its loss,
+its optimizer, and torch's pipeline schedules, on one rank of many.
 
 What is ours is the configuration and the loop, which follows torchtitan/train.py (0.2.2): logits are deleted before
-backward, gradients are clipped by their norm, and are set to None before the next step.
+backward, gradients are clipped by their norm, and are set to None before the next step. Routers send all experts
+as many tokens (values/counts.py).
 """
 
 from __future__ import annotations
@@ -29,23 +30,32 @@ from ...step.model import Around
 from ...step.step import Enter, Step, ignore
 from ..distributed.pipelining import stages_alone
 
-MODELS = {"llama": "llama3", "qwen3": "qwen3"}  # its packages
+MODELS = {"llama": "llama3", "qwen3": "qwen3", "qwen3_moe": "qwen3"}  # its packages
 FLOAT8 = "quantize.linear.float8"  # the converter of that name
 
 
 def check(spec: ModelSpec, run: Training) -> None:
     """Raise NotAvailable for what is not simulated of torchtitan; import what the step calls."""
+    stack = run.stack
+    assert isinstance(stack, Torchtitan)
+    selective = run.checkpointing == "selective" and stack.ac != "selective_layers"
     asked = {
         f"compile=True, pp={run.pp}": run.compile and run.pp > 1,
         f"cp={run.cp}, pp={run.pp}": run.cp > 1 and run.pp > 1,
         f"compile=True, tp={run.tp}": run.compile and run.tp > 1,
         f"compile=True, cp={run.cp}": run.compile and run.cp > 1,
+        f"compile=True of {spec.family}": run.compile and spec.experts > 0,
+        f"{spec.dense_layers} dense layers of {spec.family}": spec.experts > 0 and spec.dense_layers > 0,
+        # Selective checkpointing of torch 2.13 (_CachedTorchDispatchMode) takes no operator in a block's recomputation
+        # that its forward had not, and FSDP2 gathers the experts, a unit within the block, in one of them alone.
+        f"ep={run.ep} and ac='selective_op'": run.ep > 1 and selective,
         # its queries are DTensors then, which torch's context parallelism takes none of
-        f"cp={run.cp}, tp={run.tp} of qwen3": spec.family == "qwen3" and run.cp > 1 and run.tp > 1,
+        f"cp={run.cp}, tp={run.tp} of {spec.family}": spec.family != "llama" and run.cp > 1 and run.tp > 1,
     }
     for what, given in asked.items():
         if given:
-            raise NotAvailable(f"simulate has no {what} with stack='torchtitan'; see lab.estimate")
+            see = "give ac='full' or ac='none', and no compile" if spec.experts else "see lab.estimate"
+            raise NotAvailable(f"simulate has no {what} with stack='torchtitan'; {see}")
     logging.getLogger().setLevel(logging.WARNING)  # of torchtitan, which logs to the root
     training_spec(spec)
 
@@ -70,6 +80,7 @@ class TitanStep(Step):
 
     def __call__(self, enter: Enter = ignore) -> None:
         """Take one step, as train_step and forward_backward_step do."""
+        assert isinstance(self.run, Training)
         self.optimizers.zero_grad()
         parameters = list(self.model.parameters())
         for ids in self.inputs:  # (B, T)
@@ -88,7 +99,7 @@ class TitanStep(Step):
                 loss.backward()
         enter("optimizer")
         symbol("torchtitan.distributed.utils.clip_grad_norm_")(
-            parameters, 1.0, foreach=True, pp_mesh=self.pipeline
+            parameters, 1.0, foreach=True, pp_mesh=self.pipeline, ep_enabled=self.run.ep > 1
         )
         self.optimizers.step()
         enter("optimizer")
@@ -237,6 +248,7 @@ def job_config(run: Training) -> Any:
     job.parallelism.fsdp_reshard_after_forward = stack.reshard_after_forward
     job.optimizer.implementation = stack.optimizer
     job.parallelism.context_parallel_degree = run.cp
+    job.parallelism.expert_parallel_degree = run.ep
     if run.pp > 1:
         job.parallelism.pipeline_parallel_degree = run.pp
         job.parallelism.pipeline_parallel_schedule = schedule_name(run)
@@ -261,7 +273,7 @@ def job_config(run: Training) -> Any:
 def parallel_dims(run: Training) -> Any:
     """Return torchtitan's degrees of `run`."""
     degrees = {"dp_replicate": run.dp_replicate, "dp_shard": run.dp_shard, "cp": run.cp, "tp": run.tp, "pp": run.pp}
-    degrees |= {"ep": 1, "etp": 1}
+    degrees |= {"ep": run.ep, "etp": run.tp if run.ep > 1 else 1}
     return symbol("torchtitan.distributed.ParallelDims")(**degrees, world_size=run.world_size)
 
 
@@ -278,14 +290,23 @@ def model_arguments(spec: ModelSpec, kind: type) -> Any:
     sizes = dict(
         dim=spec.hidden, n_layers=spec.layers, n_heads=spec.heads, n_kv_heads=spec.kv_heads, vocab_size=spec.vocab
     )
-    if spec.family == "qwen3":
-        return kind(**sizes, head_dim=spec.head_dim, hidden_dim=spec.intermediate, qk_norm=True)
-    return kind(**sizes, multiple_of=1, ffn_dim_multiplier=1.5 * spec.intermediate / (4 * spec.hidden))
+    if spec.family == "llama":
+        return kind(**sizes, multiple_of=1, ffn_dim_multiplier=1.5 * spec.intermediate / (4 * spec.hidden))
+    sizes |= dict(head_dim=spec.head_dim, hidden_dim=spec.intermediate, qk_norm=True)
+    if spec.experts:
+        experts = symbol("torchtitan.models.moe.MoEArgs")(
+            num_experts=spec.experts, num_shared_experts=0, top_k=spec.experts_per_token, score_func="softmax",
+            route_norm=True, score_before_experts=False,
+        )  # fmt: skip
+        sizes |= dict(moe_enabled=True, moe_inter_dim=spec.moe_intermediate, moe_args=experts)
+    return kind(**sizes)
 
 
 def _set_width(model: nn.Module, spec: ModelSpec) -> None:
     """Give every MLP, still on the meta device, the width that the model's configuration names."""
     for block in model.layers.values():  # type: ignore[operator]
+        if getattr(block, "moe_enabled", False):
+            continue
         mlp = block.feed_forward
         if mlp.w1.out_features != spec.intermediate:
             with torch.device("meta"):

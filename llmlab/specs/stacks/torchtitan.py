@@ -22,16 +22,16 @@ class Torchtitan(StackOptions):
     torchtitan's Llama configurations have, "selective_op": all but attention and every second matrix product.
     "selective_layers" recomputes one of `every` blocks in full. `keeps_attention=False` is "selective_op" up to release
     0.2.0, whose list of what is kept lacks cuDNN's attention, which an H100 takes. `reshard_after_forward` is FSDP2's
-    policy: "default" keeps the final norm and the head gathered until backward, in a pipeline all, "never" all anywhere.
-    `optimizer` is the implementation of AdamW. `enable_fsdp_float8_all_gather` is read with fp8="tensorwise": its own default is
-    False, True is what its docs/float8.md starts. `compile_loss` is whether "loss" is among compile.components, which
-    compile=True turns on; False too for commits before its loss could be compiled (March 2025). Releases before 0.2.0
-    take FlashAttention 2 first: the run's attention="flash".
+    policy: "default" keeps the final norm and the head gathered until backward, and all in a pipeline; "never" keeps
+    everything. `optimizer` is the implementation of AdamW. `enable_fsdp_float8_all_gather` is read with
+    fp8="tensorwise": its own default is False, True is what its docs/float8.md starts. `compile_loss` is whether "loss"
+    is among compile.components, which compile=True turns on; False too for commits before its loss could be compiled
+    (March 2025). Releases before 0.2.0 take FlashAttention 2 first: the run's attention="flash".
     """
 
     name = "torchtitan"
     package = "torchtitan"
-    families = ("llama", "qwen3")
+    families = ("llama", "qwen3", "qwen3_moe")
     expandable_segments = True  # run_train.sh
     counts_ends = True
     own_names: ClassVar[Mapping[str, str]] = {"checkpointing": "ac", "zero": "reshard_after_forward"}
@@ -40,8 +40,8 @@ class Torchtitan(StackOptions):
         "disable_loss_parallel": "with tensor parallelism the loss is computed where its part of the logits is",
         "enable_async_tensor_parallel": "it is symmetric memory's, outside of PyTorch's allocator; drop it",
         "enable_cpu_offload": "FSDP2's offloading is not described; stack='transformers' has offload=",
-        "pipeline_parallel_schedule": "it is the run's schedule='1f1b' or 'gpipe', and virtual_stages=2 interleaves",
-        "expert_parallel_degree": "its mixtures of experts are not described; stack='transformers' has ep=",
+        "pipeline_parallel_schedule": "as an option; give the run schedule='gpipe' or virtual_stages=2",
+        "expert_parallel_degree": "as an option; it is the run's ep=",
     }
     allowed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "precision": ("mixed-bf16", "autocast-bf16", "fp32"),
@@ -90,9 +90,9 @@ class Torchtitan(StackOptions):
         """Raise SpecError where torch's 1F1B has fewer micro-batches than stages, which it refuses
         (torch/distributed/pipelining/schedules.py, Schedule1F1B)."""
         pp, accumulation = given["pp"], given["accumulation"]
-        if pp > max(accumulation, 1) and given["schedule"] == "1f1b":
-            raise SpecError(f"accumulation={accumulation} with pp={pp}: torch's 1F1B takes at least as many micro-batches "
-                            f"as stages; give accumulation={pp} or more, or schedule='gpipe'")  # fmt: skip
+        if pp > accumulation and given["schedule"] == "1f1b":
+            raise SpecError(f"accumulation={accumulation} with pp={pp}: torch's 1F1B takes at least as many "
+                            f"micro-batches as stages; give accumulation={pp}, or schedule='gpipe'")  # fmt: skip
 
     def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """bf16 by FSDP2's policy; by autocast on one device, where nothing is sharded (distributed/utils.py,
