@@ -110,7 +110,7 @@ def test_torchtitan_counts_embedding_and_head_as_layers_where_stages_could_be_eq
     run = lab.Training(dp=2, pp=4, accumulation=8, stack="torchtitan")
     assert layers_of(spec, run) == (2, 3, 2, 1)
     assert layers_of(spec, replace(run, virtual_stages=2)) == (1 + 1, 2 + 1, 1 + 1, 1 + 0)
-    assert layers_of(spec, replace(run, stack="megatron", zero=0)) == (2, 2, 2, 2)
+    assert layers_of(spec, lab.Training(pp=4, accumulation=8, stack="megatron")) == (2, 2, 2, 2)
 
 
 def test_ranks_of_context_parallelism_share_states():
