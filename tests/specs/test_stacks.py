@@ -106,7 +106,7 @@ def test_pipelines_that_torchtitan_has_not_are_refused(model, given, message):
 
 def test_torchtitan_counts_embedding_and_head_as_layers_where_stages_could_be_equal():
     """8 layers over 4 ranks, as generate_llm_fqn_per_model_part deals them out; interleaved, over 8 virtual stages."""
-    spec = replace(lab.model("meta-llama/Meta-Llama-3-8B"), layers=8)
+    spec = lab.model({**lab.model("meta-llama/Meta-Llama-3-8B").config, "num_hidden_layers": 8})
     run = lab.Training(dp=2, pp=4, accumulation=8, stack="torchtitan")
     assert layers_of(spec, run) == (2, 3, 2, 1)
     assert layers_of(spec, replace(run, virtual_stages=2)) == (1 + 1, 2 + 1, 1 + 1, 1 + 0)
