@@ -188,6 +188,7 @@ NAMES: dict[str, dict[str, str]] = {
         "torchtitan.distributed.parallel_dims": "device_type",
         "torchtitan.distributed.utils": "clip_grad_norm_ get_train_context",
         "torchtitan.models.llama3": "get_train_spec",
+        "torchtitan.models.moe": "MoEArgs",
         "torchtitan.models.llama3.infra.parallelize": "_op_sac_save_list",
         "torchtitan.models.qwen3": "get_train_spec",
         "torchtitan.models.qwen3.infra.parallelize": "_op_sac_save_list",

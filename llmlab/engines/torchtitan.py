@@ -25,6 +25,8 @@ DEGREES = {
     "tp": "tensor_parallel_degree", "pp": "pipeline_parallel_degree", "cp": "context_parallel_degree",
     "ep": "expert_parallel_degree",
 }  # fmt: skip
+# By torch's name: the run's schedule, and its virtual stages.
+SCHEDULES = {"1F1B": ("1f1b", 1), "GPipe": ("gpipe", 1), "Interleaved1F1B": ("1f1b", 2)}
 FP8 = "quantize.linear.float8"  # section, and converter
 GATHERED = ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp")
 # Keys that are read, by section; sections that are passed over whole, as they change neither memory nor work, and keys.
@@ -34,7 +36,8 @@ READ: dict[str, set[str]] = {
     "training": {"local_batch_size", "global_batch_size", "seq_len", "dtype", "mixed_precision_param",
                  "enable_cpu_offload"},
     "parallelism": {"data_parallel_replicate_degree", "data_parallel_shard_degree", "fsdp_reshard_after_forward",
-                    "pipeline_parallel_microbatch_size", "expert_tensor_parallel_degree", *DEGREES.values()},
+                    "pipeline_parallel_microbatch_size", "pipeline_parallel_schedule", "expert_tensor_parallel_degree",
+                    *DEGREES.values()},
     "activation_checkpoint": {"mode", "selective_ac_option"},
     "compile": {"enable", "components"},
     "quantize": {"linear"},
@@ -44,7 +47,7 @@ PASSED: dict[str, set[str]] = {
     "optimizer": {"lr", "beta1", "beta2", "eps", "weight_decay"},
     "training": {"dataset", "dataset_path", "max_norm", "steps", "mixed_precision_reduce", "gc_freq", "gc_debug",
                  "dataloader", "deterministic", "seed", "debug_moe_force_load_balance"},
-    "parallelism": {"disable_loss_parallel", "enable_async_tensor_parallel", "pipeline_parallel_schedule",
+    "parallelism": {"disable_loss_parallel", "enable_async_tensor_parallel",
                     "context_parallel_load_balancer", "context_parallel_rotate_method"},
     "activation_checkpoint": {"early_stop", "preserve_rng_state", "determinism_check", "debug",
                               "per_op_sac_force_recompute_mm_shapes_by_fqns"},
@@ -72,6 +75,8 @@ def torchtitan_config(run: Any, name: str) -> dict[str, dict[str, Any]]:
     if mode == "selective":
         recomputed["selective_ac_option"] = "op" if how == "op" else str(getattr(options, "every", 2))
     reshard = getattr(options, "reshard_after_forward", "default")
+    if reshard == "default" and sharded and (run.zero == 3) == staged:  # in a pipeline it is "never", else "always"
+        reshard = "always" if staged else "never"
     compiled = {} if getattr(options, "compile_loss", True) else {"components": ["model"]}
     sections: dict[str, dict[str, Any]] = {
         "job": {"dump_folder": "./outputs"},
@@ -86,9 +91,10 @@ def torchtitan_config(run: Any, name: str) -> dict[str, dict[str, Any]]:
         "parallelism": {
             "data_parallel_replicate_degree": run.dp_replicate if sharded else run.dp,
             "data_parallel_shard_degree": run.dp_shard if sharded else 1,
-            "fsdp_reshard_after_forward": "never" if run.zero == 2 else reshard,
+            "fsdp_reshard_after_forward": reshard,
             **{key: getattr(run, field) for field, key in DEGREES.items()},
-            **({"pipeline_parallel_microbatch_size": run.micro_batch} if staged else {}),
+            **({"pipeline_parallel_microbatch_size": run.micro_batch, "pipeline_parallel_schedule": schedule_name(run)}
+               if staged else {}),
         },
         "activation_checkpoint": recomputed,
         "compile": {"enable": run.compile, **compiled},
@@ -98,6 +104,14 @@ def torchtitan_config(run: Any, name: str) -> dict[str, dict[str, Any]]:
     elif run.fp8:
         sections[FP8] = {"recipe_name": run.fp8}
     return sections
+
+
+def schedule_name(run: Any) -> str:
+    """Return torch's name of the run's schedule. Raises SpecError for one that torchtitan makes no stages for."""
+    for name, order in SCHEDULES.items():
+        if order == (run.schedule, run.virtual_stages):
+            return name
+    raise SpecError(f"virtual_stages={run.virtual_stages}: torchtitan interleaves two of each rank; give 1 or 2")
 
 
 def _check(run: Any, name: str) -> None:
@@ -141,9 +155,9 @@ def torchtitan_fields(settings: Any, given: Mapping[str, Any]) -> dict[str, Any]
     if training.get("dtype", "float32") != "float32":
         raise SpecError(f"training.dtype={training['dtype']!r}: weights of torchtitan are described in float32")
     degrees = {field: parallel.get(key, 1) for field, key in DEGREES.items()}
-    fields = _ranks(parallel, degrees["tp"], given)
+    fields = _ranks(parallel, degrees["pp"], given)
     half = training.get("mixed_precision_param", "bfloat16") == "bfloat16"
-    amp = "mixed-bf16" if fields["zero"] else "autocast-bf16" if degrees["tp"] == 1 else "fp32"
+    amp = "mixed-bf16" if fields["zero"] else "autocast-bf16" if degrees["tp"] * degrees["pp"] == 1 else "fp32"
     said: dict[str, tuple[str, Any]] = {key: (DEGREES[key], value) for key, value in degrees.items()}
     said |= {key: ("parallelism", value) for key, value in fields.items()}
     said |= {
@@ -153,6 +167,13 @@ def torchtitan_fields(settings: Any, given: Mapping[str, Any]) -> dict[str, Any]
         "compile": ("compile.enable", bool(parts["compile"].get("enable", False))),
         "fp8": (FP8, _fp8(parts["model"], parts["quantize"])),
     }
+    named = parallel.get("pipeline_parallel_schedule", "1F1B")
+    orders = {name.lower(): order for name, order in SCHEDULES.items()}  # torch takes any case
+    if degrees["pp"] > 1 and str(named).lower() not in orders:
+        raise SpecError(f"pipeline_parallel_schedule={named!r}: described are {', '.join(SCHEDULES)}")
+    order = orders[str(named).lower()] if degrees["pp"] > 1 else SCHEDULES["1F1B"]
+    said |= {field: ("pipeline_parallel_schedule", value)
+             for field, value in zip(("schedule", "virtual_stages"), order, strict=True)}  # fmt: skip
     said |= _batch(training, parallel, fields["dp"], degrees["pp"])
     ac, mode = _recomputed(parts["activation_checkpoint"])
     said["checkpointing"] = ("activation_checkpoint.mode", mode)
@@ -170,7 +191,7 @@ def torchtitan_fields(settings: Any, given: Mapping[str, Any]) -> dict[str, Any]
     return agreed(said, given)
 
 
-def _ranks(parallel: Mapping[str, Any], tp: int, given: Mapping[str, Any]) -> dict[str, Any]:
+def _ranks(parallel: Mapping[str, Any], pp: int, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return dp, dp_replicate and zero; -1, all ranks that are left, is what `given` says of dp."""
     copies, shards = (parallel.get(f"data_parallel_{what}_degree", default)
                       for what, default in (("replicate", 1), ("shard", -1)))  # fmt: skip
@@ -180,7 +201,7 @@ def _ranks(parallel: Mapping[str, Any], tp: int, given: Mapping[str, Any]) -> di
         shards = given["dp"] // copies
     if shards == 1:
         return {"dp": copies, "dp_replicate": 1, "zero": 0}
-    never = parallel.get("fsdp_reshard_after_forward", "default") == "never"
+    never = parallel.get("fsdp_reshard_after_forward", "default") in (("never", "default") if pp > 1 else ("never",))
     return {"dp": copies * shards, "dp_replicate": copies, "zero": 2 if never else 3}
 
 

@@ -167,7 +167,7 @@ def _take(
         recording = StepRecording(engine, card, on_phase)
         ranks = None
         if isinstance(run, Training) and (own or run.world_size > 1) and not host:
-            ranks = stack.enter_context(fake_ranks(run, engine, recording.labelled))
+            ranks = stack.enter_context(fake_ranks(run, engine, recording.labelled, stage))
         stack.enter_context(around_steps(run))
         stack.enter_context(pinned_attention(run))
         with recording.watched(), nullcontext() if host else engine:

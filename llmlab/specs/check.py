@@ -8,8 +8,8 @@ from ..base.errors import SpecError
 from ..hardware.gpu import FLASH_ATTENTION_2_CAPABILITY, GPU
 from .model import ModelSpec
 from .run import Inference, Run, Training, stack_of
-from .stacks import Megatron
-from .stages import stage_layers
+from .stacks import Megatron, Torchtitan
+from .stages import layers_of, stage_layers
 
 HALF = {"fp16", "bf16"}
 # What transformers' class of a family refuses: Gemma 2's softcap is not in PyTorch's SDPA.
@@ -35,7 +35,7 @@ def check(spec: ModelSpec, run: Run, gpu: GPU | None = None) -> None:
         if size % getattr(run, field):
             raise SpecError(f"{field}={getattr(run, field)} does not divide {spec.name}'s {size} {what}")
     if isinstance(run, Training):
-        stage_layers(spec.layers, run.pp, spec.name)
+        layers_of(spec, run)
         if run.pp * run.virtual_stages > spec.layers + 2:  # each has a layer, the embedding or the head
             given = f"virtual_stages={run.virtual_stages} with pp={run.pp}"
             raise SpecError(f"{given} makes more of them than {spec.name}'s {spec.layers} layers")
@@ -65,6 +65,9 @@ def _check_training(spec: ModelSpec, run: Training) -> None:
     if stack and spec.family not in stack.families:
         known = ", ".join(stack.families)
         raise SpecError(f"{stack.name} trains {known}, not {spec.family}, as far as it is described; use another stack")
+    if isinstance(stack, Torchtitan) and spec.family.startswith("qwen3") and run.pp > 1:
+        raise SpecError(f"pp={run.pp} with {spec.name}: torchtitan has no pipeline of qwen3 (models/qwen3/__init__.py, "
+                        "pipelining_fn); give pp=1, or another stack")  # fmt: skip
     if isinstance(stack, Megatron):
         stack.check_model(spec, run, stage_layers(spec.layers, run.pp, spec.name))
     elif stack and spec.tied and not stack.ties_heads:

@@ -3,7 +3,8 @@
 Equal stages where their number divides the layers, as engines do by default. Else the embedding and the head count as a
 layer each, and the first stages take what is left over: Llama 3 405B (arXiv 2407.21783, section 3.3.2) leaves one layer
 out of the first and one out of the last stage; Megatron-Core has the flags account_for_embedding_in_pipeline_split and
-account_for_loss_in_pipeline_split for it, and TorchTitan's generate_llm_fqn_per_model_part does it always.
+account_for_loss_in_pipeline_split for it. torchtitan's generate_llm_fqn_per_model_part does it always
+(distributed/pipeline_parallel.py), and deals the virtual stages of an interleaved schedule out so.
 """
 
 from __future__ import annotations
@@ -11,25 +12,44 @@ from __future__ import annotations
 from functools import lru_cache
 
 from ..base.errors import SpecError
+from .model import ModelSpec
+from .run import Training, stack_of
 
 
 @lru_cache(1024)  # an estimate asks for the same a dozen times
-def stage_layers(layers: int, stages: int, name: str = "the model") -> tuple[int, ...]:
-    """Return how many of `layers` each of `stages` has. Raises SpecError where one would have none.
+def stage_layers(layers: int, stages: int, name: str = "the model", ends: bool = False) -> tuple[int, ...]:
+    """Return how many of `layers` each of `stages` has; with `ends` embedding and head count where stages could be
+    equal, too. Raises SpecError where one would have none.
 
     >>> stage_layers(32, 4)
     (8, 8, 8, 8)
     >>> stage_layers(126, 8)     # 128 with embedding and head
     (15, 16, 16, 16, 16, 16, 16, 15)
     """
-    if stages > layers or min(counts := _counts(layers, stages)) < 1:  # a huge number is not listed first
+    if stages > layers or min(counts := _counts(layers, stages, ends)) < 1:  # a huge number is not listed first
         given = f"pp={stages} leaves a stage without any of {name}'s {layers} layers"
         raise SpecError(f"{given}; give pp={(layers + 2) // 2} at most, or pp={layers}")
     return counts
 
 
-def _counts(layers: int, stages: int) -> tuple[int, ...]:
-    if layers % stages == 0:
+def layers_of(spec: ModelSpec, run: Training) -> tuple[int, ...]:
+    """Return how many layers each rank of the pipeline of `run` has, in all its virtual stages. Errors as
+    `stage_layers`.
+
+    >>> from llmlab.specs.model import model
+    >>> layers_of(model("meta-llama/Llama-3.1-8B"), Training(pp=4, dp=2, stack="torchtitan"))
+    (8, 9, 8, 7)
+    """
+    stack = stack_of(run)
+    if stack is None or not stack.counts_ends or run.pp == 1:
+        return stage_layers(spec.layers, run.pp, spec.name)
+    virtual = _counts(spec.layers, run.pp * run.virtual_stages, ends=True)
+    counts = tuple(sum(virtual[rank :: run.pp]) for rank in range(run.pp))
+    return counts if min(counts) > 0 else stage_layers(spec.layers, run.pp, spec.name, ends=True)  # which raises
+
+
+def _counts(layers: int, stages: int, ends: bool) -> tuple[int, ...]:
+    if layers % stages == 0 and not ends:
         return (layers // stages,) * stages
     share, over = divmod(layers + 2, stages)
     counts = [share + (stage < over) for stage in range(stages)]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import llmlab as lab
 from llmlab.base.errors import SpecError
 from llmlab.engines import readers
+from llmlab.engines.torchtitan import torchtitan_config
 
 HALVES = ("fp16", "bf16")
 COUNTS = st.integers(1, 64)
@@ -198,3 +199,20 @@ def test_torchtitans_experts_are_not_divided_by_tensors():
     assert lab.Training.from_torchtitan(text.format(1)).dp == 2
     with pytest.raises(SpecError, match="expert_tensor_parallel_degree=2"):
         lab.Training.from_torchtitan(text.format(2))
+
+
+@pytest.mark.parametrize(("name", "order"), [
+    ("1F1B", ("1f1b", 1)), ("gpipe", ("gpipe", 1)), ("Interleaved1F1B", ("1f1b", 2)),
+])  # fmt: skip
+def test_torchtitans_schedule_is_read_and_written_by_torchs_name(name, order):
+    """Any case is read, as torch does; a stage of `pp` ranks keeps its weights by default, which is zero=2."""
+    config = {"parallelism": {"pipeline_parallel_degree": 4, "pipeline_parallel_schedule": name},
+              "training": {"local_batch_size": 8}}  # fmt: skip
+    run = lab.Training.from_torchtitan(config, dp=2)
+    assert (run.schedule, run.virtual_stages) == order and run.zero == 2
+    written = torchtitan_config(run, "meta-llama/Llama-3.1-8B")["parallelism"]
+    assert written["pipeline_parallel_schedule"].lower() == name.lower()
+    assert written["fsdp_reshard_after_forward"] == "default"
+    with pytest.raises(SpecError, match="pipeline_parallel_schedule='ZBVZeroBubble': described are 1F1B, GPipe"):
+        lab.Training.from_torchtitan({"parallelism": {**config["parallelism"],
+                                                  "pipeline_parallel_schedule": "ZBVZeroBubble"}}, dp=2)  # fmt: skip

@@ -51,7 +51,7 @@ def count(name: str, *parts: str) -> int:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_lone_device_holds_every_tensor(name: str) -> None:
     spec = lab.model(MODELS[name])
-    whole = device_parameters(spec, 1, 0)
+    whole = device_parameters(spec, (LAYERS,), 0)
     assert {part: size for part, size in whole.items() if size} == {
         part: count(name, part) for part, _ in tensors(name)
     }
@@ -66,8 +66,8 @@ def test_ranks_hold_the_layers_of_their_stage_and_a_share_of_each_matrix(name: s
     """Norms, router and positions are whole on every rank; a tied head is a second copy of the embedding."""
     spec = lab.model(MODELS[name])
     for stage in range(pp):
-        held = device_parameters(spec, pp, stage, tp, ep)
         layers = stage_layers(LAYERS, pp)[stage]
+        held = device_parameters(spec, stage_layers(LAYERS, pp), stage, tp, ep)
         for part, cut in {"attention": tp, "mlp": tp, "experts": tp * ep, "router": 1}.items():
             assert held.get(part, 0) == count(name, part) // LAYERS * layers // cut
         first, last = stage == 0, stage == pp - 1

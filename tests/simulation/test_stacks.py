@@ -5,7 +5,11 @@ from importlib.util import find_spec
 import pytest
 
 import llmlab as lab
+from llmlab.formulas.memory.moments import training_moments
+from llmlab.formulas.memory.states import states
+from llmlab.recording.parts import divide
 from llmlab.simulation import stacks
+from llmlab.simulation.report import recorded
 
 SMALL = {
     "model_type": "llama", "vocab_size": 32000, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4,
@@ -77,7 +81,8 @@ def test_the_estimate_is_what_torchtitans_blocks_take_compiled_in_fp8_and_cut_by
 @pytest.mark.parametrize(
     "given, names",
     [
-        ({"dp": 8, "pp": 2, "accumulation": 4}, "pp=2"),
+        ({"dp": 8, "pp": 2, "accumulation": 4, "compile": True}, "compile=True, pp=2"),
+        ({"pp": 2, "cp": 2, "accumulation": 4}, "cp=2, pp=2"),
         ({"dp": 4, "tp": 2, "compile": True}, "compile=True, tp=2"),
         ({"cp": 2, "compile": True}, "compile=True, cp=2"),
     ],
@@ -87,6 +92,89 @@ def test_what_of_torchtitan_is_only_estimated(given, names):
     with pytest.raises(lab.NotAvailable, match=rf"{names} with stack='torchtitan'; see lab\.estimate"):
         lab.simulate(SMALL, run, "H100-80GB")
     assert lab.estimate(SMALL, run, "H100-80GB").peak_allocated
+
+
+DEEP = {**SMALL, "num_hidden_layers": 8}  # over four stages: 2, 3, 2, 1
+PIPELINE = {"dp": 2, "pp": 4, "accumulation": 8, "stack": "torchtitan:ac=none"}
+STAGES = {  # the run, and the stage
+    "first": (PIPELINE, 0),
+    "second": (PIPELINE, 1),
+    "last": (PIPELINE, 3),
+    "last, selective": ({**PIPELINE, "stack": "torchtitan"}, 3),
+    "GPipe, first": ({**PIPELINE, "schedule": "gpipe"}, 0),
+    "GPipe, last": ({**PIPELINE, "schedule": "gpipe"}, 3),
+    "few tokens, as many micro-batches as stages": ({**PIPELINE, "accumulation": 4, "seq_len": 512}, 0),
+    "tensor parallel": ({**PIPELINE, "tp": 2}, 0),
+    "always resharded": ({**PIPELINE, "stack": "torchtitan:ac=none,reshard_after_forward=always"}, 1),
+    "interleaved": ({**PIPELINE, "virtual_stages": 2}, 0),
+}
+
+
+def of_stage(given, stage):
+    run = lab.Training(**{"seq_len": 4096, **given})
+    return run, recorded(lab.model(DEEP), run, "H100-80GB", stage=stage)
+
+
+@pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs `make stacks`")
+@pytest.mark.parametrize("name", STAGES)
+def test_the_estimate_is_what_a_stage_of_torchtitans_pipeline_takes(name):
+    given, stage = STAGES[name]
+    run, step = of_stage(given, stage)
+    estimate = max(m.total for m in training_moments(lab.model(DEEP), run, lab.gpu("H100-80GB"), stage=stage))
+    assert estimate == pytest.approx(divide(step.engine.events, step.marks).peak, rel=0.02)
+
+
+@pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs `make stacks`")
+def test_a_stage_receives_into_buffers_for_all_micro_batches():
+    """Inputs, and gradients of outputs, of 8 micro-batches: of a stage between others 16, of the first and last 8."""
+    found = {stage: divide(step.engine.events, step.marks, ()).detail["other"]["communication buffers"]
+             for stage in (0, 1, 3) for _, step in [of_stage({**PIPELINE, "seq_len": 1024}, stage)]}  # fmt: skip
+    buffer = 1024 * 512 * 2
+    assert found[0] == found[3] == 8 * buffer and found[1] == 16 * buffer
+
+
+@pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs `make stacks`")
+def test_the_report_is_of_all_stages_of_torchtitans_pipeline():
+    report = lab.simulate(DEEP, lab.Training(**PIPELINE, seq_len=512), "H100-80GB")
+    assert report.outcome == "fits" and report.notes[0].startswith("Of the pipeline's other stages, from 0: stage 1 ")
+    assert "torch.distributed.pipelining" in report.notes[1]
+
+
+EXPERTS = {
+    **THIN_QWEN, "model_type": "qwen3_moe", "moe_intermediate_size": 256, "num_experts": 16, "num_experts_per_tok": 4,
+    "num_hidden_layers": 2,
+}  # fmt: skip
+MIXTURE = {"dp": 4, "seq_len": 2048, "stack": "torchtitan:ac=none"}
+
+
+@pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs `make stacks`")
+@pytest.mark.parametrize("given", [{}, {"ep": 2}, {"ep": 4}, {"ep": 2, "tp": 2}, {"ep": 2, "dp_replicate": 2}])
+def test_a_rank_of_torchtitans_experts_holds_its_share_of_them_and_of_the_tokens(given):
+    """12 bytes for each parameter of its shards, in fp32; balanced, what a group's ranks send to one is as much as
+    each has: its tokens, once for each of their experts, in groups padded by 8 for each expert of the rank."""
+    spec, run = lab.model(EXPERTS), lab.Training(**{**MIXTURE, **given})
+    step = recorded(spec, run, "H100-80GB")
+    found = divide(step.engine.events, step.marks)
+    held = found.parts["weights"] + found.parts["optimizer"]
+    assert held == pytest.approx(12 * states(spec, run).trained, rel=0.01)
+    rows = run.tokens * spec.experts_per_token + 8 * spec.experts // run.ep
+    permuted = [b.size for b in found.blocks if b.size == rows * spec.hidden * 2 and b.part == "activations"]
+    assert len(permuted) == spec.layers
+
+
+@pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs `make stacks`")
+@pytest.mark.parametrize(("given", "message"), [
+    ({"ep": 2, "stack": "torchtitan"}, "ep=2 and ac='selective_op' with stack='torchtitan'; give ac='full'"),
+    ({"compile": True}, "compile=True of qwen3_moe"),
+])  # fmt: skip
+def test_what_of_torchtitans_experts_is_not_simulated(given, message):
+    with pytest.raises(lab.NotAvailable, match=message):
+        lab.simulate(EXPERTS, lab.Training(**{**MIXTURE, **given}), "H100-80GB")
+
+
+def test_torchtitans_experts_are_not_estimated():
+    with pytest.raises(lab.NotAvailable, match=r"experts, as custom-qwen3_moe, are not described; lab\.sim"):
+        lab.estimate(EXPERTS, lab.Training(**MIXTURE), "H100-80GB")
 
 
 TIED = {**SMALL, "tie_word_embeddings": True}

@@ -2,12 +2,14 @@
 
 import dataclasses
 import pickle
+from dataclasses import replace
 
 import pytest
 
 import llmlab as lab
 from llmlab.specs.run import run_from_dict
 from llmlab.specs.stacks import STACKS
+from llmlab.specs.stages import layers_of
 
 TITAN = lab.Training(dp=8, stack="torchtitan")
 
@@ -80,9 +82,35 @@ def test_what_torchtitan_has_and_is_not_described_is_said(option):
 
 
 def test_a_stack_without_stages_is_not_offered_for_their_order():
-    with pytest.raises(lab.SpecError, match="stack='transformers' has; with") as error:
-        lab.Training(dp=2, pp=2, accumulation=4, schedule="gpipe", stack="torchtitan")
+    with pytest.raises(lab.SpecError, match="stack='transformers' or 'torchtitan' has; with") as error:
+        lab.Training(dp=2, pp=2, accumulation=4, schedule="gpipe", stack="megatron")
     assert "torchtune" not in str(error.value)
+
+
+def test_torchtitans_pipelines_keep_weights_and_compute_in_fp32_where_nothing_is_sharded():
+    """reshard_after_forward's default is not to, in a pipeline (apply_fsdp), and maybe_enable_amp has no autocast."""
+    pipeline = {"pp": 4, "accumulation": 4, "stack": "torchtitan"}
+    assert lab.Training(dp=2, **pipeline).zero == 2 and lab.Training(dp=2, stack="torchtitan").zero == 3
+    assert lab.Training(dp=2, **{**pipeline, "stack": "torchtitan:reshard_after_forward=always"}).zero == 3
+    assert (lab.Training(**pipeline).precision, lab.Training(dp=2, **pipeline).precision) == ("fp32", "mixed-bf16")
+
+
+@pytest.mark.parametrize(("model", "given", "message"), [
+    ("meta-llama/Meta-Llama-3-8B", {"accumulation": 3}, "accumulation=3 with pp=4: torch's 1F1B takes"),
+    ("Qwen/Qwen3-8B", {"accumulation": 4}, "torchtitan has no pipeline of qwen3"),
+])  # fmt: skip
+def test_pipelines_that_torchtitan_has_not_are_refused(model, given, message):
+    with pytest.raises(lab.SpecError, match=message):
+        lab.estimate(model, lab.Training(dp=2, pp=4, stack="torchtitan", **given), "H100-80GB")
+
+
+def test_torchtitan_counts_embedding_and_head_as_layers_where_stages_could_be_equal():
+    """8 layers over 4 ranks, as generate_llm_fqn_per_model_part deals them out; interleaved, over 8 virtual stages."""
+    spec = lab.model({**lab.model("meta-llama/Meta-Llama-3-8B").config, "num_hidden_layers": 8})
+    run = lab.Training(dp=2, pp=4, accumulation=8, stack="torchtitan")
+    assert layers_of(spec, run) == (2, 3, 2, 1)
+    assert layers_of(spec, replace(run, virtual_stages=2)) == (1 + 1, 2 + 1, 1 + 1, 1 + 0)
+    assert layers_of(spec, lab.Training(pp=4, accumulation=8, stack="megatron")) == (2, 2, 2, 2)
 
 
 def test_ranks_of_context_parallelism_share_states():

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from ...specs.model import ModelSpec
 from ...specs.run import Training, stack_of
 from ...specs.stacks import DeepSpeed, Torchtune
-from ...specs.stages import stage_layers
+from ...specs.stages import layers_of
 from .float8 import gathered_less
 from .precision import Bytes
 from .share import adapter_bytes
@@ -77,7 +77,7 @@ def units(
     of which `trained` are trained."""
     if run.offload and run.zero < 3:
         return NONE
-    layers = stage_layers(spec.layers, run.pp)[stage]
+    layers = layers_of(spec, run)[stage]
     padding = sharded_experts(spec, run) * (run.dp_shard * run.cp // run.ep)
     around = counts["embedding"] + counts["positions"] + counts["head"]
     outside = weights.dense * around // max(1, sum(counts.values()) - counts["experts"])

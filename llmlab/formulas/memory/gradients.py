@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...specs.stacks import StackOptions
+from ...specs.stages import layers_of
 from .fsdp import uses_fsdp
 from .share import Share
 from .stacks.torchtune import in_chunks
@@ -44,14 +45,16 @@ def gradients(share: Share, states: States) -> Gradients:
     every = 4 * states.trained if sharded and b.master else states.gradients
     if in_backward := isinstance(run.stack, StackOptions) and run.stack.steps_in_backward(run):
         every = 0
-    if whole := sharded and run.pp > 1:  # reduced once, after the last micro-batch
-        every = share.layers * states.units.block_reduction + states.units.outside_reduction
+    if whole := sharded and run.pp > 1:  # reduced once, after the last micro-batch; an embedding's is cut only then
+        units = states.units
+        every = share.layers * units.block_reduction + units.outside_reduction + units.head_reduction
+        every += elements * (4 if b.master else b.gradients) * (run.tp - 1) // run.tp if share.first else 0
     every += max(0, uncut - table)
     # Those of earlier micro-batches exist all the time; those of a single one only from backward on.
-    accumulates = run.accumulation > 1 and not run.offload
+    accumulates = share.over > 0 and not run.offload
     accumulated = every if accumulates else 0
     once = _stored(share, states, every)
-    stored = Stored(every, every, every) if accumulates or whole or run.offload else once
+    stored = Stored(every, every, every) if accumulates or run.offload else once
     if sharded and accumulates and run.dp_replicate > 1:
         # What copies have summed is added to earlier gradients, and kept beside them until backward is over
         # (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, _all_reduce_state).
@@ -66,6 +69,8 @@ def gradients(share: Share, states: States) -> Gradients:
         stored = Stored(stored.before_last_two + of_head, stored.before_last + of_head, stored.after_blocks)
     if sharded:
         embedding = whole_table + (terms * table if tied else states.units.outside_gradients)
+        if whole and not accumulates and b.master:  # cast to be summed with later ones
+            embedding += elements * 4 if share.first else 0
     elif in_backward and not tied:
         embedding = table
     elif tied:
@@ -96,10 +101,11 @@ def _stored(share: Share, states: States, every: int) -> Stored:
     if run.lora:
         block = every // share.layers
         return Stored(max(0, every - 2 * block), every - block, every)
-    stage = sum(_stage_parameters(share).values())
-    table = spec.vocab * spec.hidden
-    outside = (table if spec.tied or states.units.head else 2 * table) if uses_fsdp(run) else 0
-    embedding = 0 if outside or spec.tied or not share.first else table
+    counts = _stage_parameters(share)
+    stage = sum(counts.values())
+    sharded = uses_fsdp(run)
+    outside = counts["embedding"] + (0 if states.units.head else counts["head"]) if sharded else 0
+    embedding = 0 if sharded or spec.tied or not share.first else counts["embedding"]
     after_blocks = every * (stage - outside) // stage
     block = every * block_parameters(spec) // stage
     before_last = after_blocks - block - every * embedding // stage
@@ -108,7 +114,7 @@ def _stored(share: Share, states: States, every: int) -> Stored:
 
 def _stage_parameters(share: Share) -> dict[str, int]:
     """Return the parameters of the stage by component, of all tensor- and expert-parallel ranks."""
-    return device_parameters(share.spec, share.run.pp, share.stage)
+    return device_parameters(share.spec, layers_of(share.spec, share.run), share.stage)
 
 
 def _update(share: Share, states: States) -> int:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from ...specs.run import Training
 from ...specs.stacks import Megatron
+from ...specs.stages import layers_of
 from .float8 import weight_copies
 from .moments import Moment, layers_in_flight, micro_batches_in_flight, passes_in_flight
 from .scores import score_elements
@@ -42,7 +43,7 @@ class MegatronMemory:
         padding = stack.make_vocab_size_divisible_by * run.tp
         self.vocab = -(-spec.vocab // padding) * padding // run.tp  # of one rank
         table = self.vocab * spec.hidden
-        counts = device_parameters(spec, run.pp, share.stage, run.tp, run.ep)
+        counts = device_parameters(spec, layers_of(spec, run), share.stage, run.tp, run.ep)
         self.parameters = sum(
             table * (count > 0) if part in ("embedding", "head") else count for part, count in counts.items()
         )

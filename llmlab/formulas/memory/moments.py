@@ -34,6 +34,7 @@ from .temporaries import (
     loss_bytes,
     optimizer_temporaries,
     outer_activations,
+    receive_buffers,
 )  # fmt: skip
 
 
@@ -82,7 +83,7 @@ class StepMemory:
             "logits": 0,
             # cuBLAS takes one workspace per handle, and the autograd thread has a handle of its own; both stay.
             "workspace": 2 * (gpu.cublas_workspace or 0) if gpu else 0,
-            "other": bucket_bytes(share, self.states) + table,
+            "other": bucket_bytes(share, self.states) + table + receive_buffers(share),
         }
         # What is whole still when backward ends: in a pipeline all blocks, but for one that the moments add.
         units = self.states.units
@@ -92,13 +93,16 @@ class StepMemory:
         # What torchtune offloads is on the card while the block computes that made or takes it.
         host = isinstance(run.stack, Torchtune) and run.stack.enable_activation_offloading
         held = 1 if host else share.layers
-        blocks = layers_in_flight(run, share.stage, held)  # of all micro-batches
+        blocks = layers_in_flight(run, share.stage, held, share.over)  # of all micro-batches
         self.activations_by_kind = {kind: each * blocks for kind, each in kept.items() if each}
         self.block = sum(kept.values())  # what one block keeps of one micro-batch
         self.outside = _outside_in_flight(share, self.loss.waiting)  # of blocks
         self.activations = self.block * blocks + self.outside
         # Left when the last block's backward begins.
         self.last_block = self.block * (blocks - held // run.virtual_stages + 1)
+        # Of the micro-batches that wait while one's backward ends.
+        passes = passes_in_flight(run, share.stage, share.over)
+        self.others = self.last_block - self.block + (self.outside - self.outside // passes if passes else 0)
         # A checkpointed block is whole again in its backward; what selective checkpointing kept is not made twice.
         self.recomputed = sum(whole.values()) - kept.get("matmul outputs", 0) if run.checkpointing else 0
         if (block := block_of(share)) and block.made_again is not None and "matmul outputs" in kept:
@@ -137,9 +141,14 @@ class StepMemory:
         if self.gathered_part == "weights":
             loaded["weights"] = 4 * self.states.trained
         update = {"logits": self.loss.after, "gradients": self.gradients.update}
+        share = self.share
+        every = share.run.accumulation * share.run.virtual_stages  # where all are in flight, nothing is before them
+        alone = share.over and share.run.pp > 1 and passes_in_flight(share.run, share.stage) == every
+        before = type(self)(replace(share, over=0)) if alone else None
         return [
             Moment("load", "weights loaded", loaded),
             *(self._gathering() if self.sharded else ()),
+            *(before._forward() + before._backward() if before else ()),
             *self._forward(),
             *self._backward(),
             *(self._reducing() if self.sharded else ()),
@@ -187,6 +196,8 @@ class StepMemory:
         # FSDP2 gathers ahead what ran before: in chunks, the head itself.
         at_head = gathered - (units.prefetched if units.head and in_chunks(self.share.run) else 0)
         working, own_gradients = self.working, self.backward.gradients
+        # In a pipeline blocks are neither freed nor reduced before all micro-batches are through.
+        freed, reduction = (units.block, units.block_reduction) if self.share.run.pp == 1 else (0, 0)
         return [
             moment("the loss's gradient", around_loss, self.around_loss, gradients=grads.accumulated,
                    activations=activations + self.head_cast, logits=self.loss.gradient),
@@ -196,11 +207,11 @@ class StepMemory:
                       gradients=grads.after_head + own_gradients,
                       activations=self.activations - self.replaced + self.recomputed
                       + (self.kept_casts or self.block_cast)),
-            in_blocks("the last block of backward", self.left + units.block, units.block_reduction + working,
+            in_blocks("the last block of backward", self.left + units.block, reduction + working,
                       gradients=grads.stored.before_last + own_gradients,
                       activations=self.last_block + self.recomputed + self.block_cast),
-            in_blocks("the embedding's gradient", self.left, units.block_reduction + grads.embedding,
-                      gradients=grads.stored.after_blocks),
+            in_blocks("the embedding's gradient", self.left + units.block - freed, reduction + grads.embedding,
+                      gradients=grads.stored.after_blocks, activations=self.others),
         ]  # fmt: skip
 
     def _reducing(self) -> list[Moment]:
@@ -257,8 +268,9 @@ class StepMemory:
         return found
 
 
-def passes_in_flight(run: Training, stage: int) -> int:
-    """Return how many forward passes through its stages a rank is ahead of its backward passes at most.
+def passes_in_flight(run: Training, stage: int, over: int = 0) -> int:
+    """Return how many forward passes through its stages a rank is ahead of its backward passes at most, once `over` of
+    these are over.
 
     1F1B: pp - stage, if there are as many micro-batches. GPipe: all of them. Interleaved: warm-up runs
     2 (pp - stage - 1) + (virtual_stages - 1) pp passes ahead (Megatron-LM, core/pipeline_parallel/schedules.py,
@@ -273,30 +285,32 @@ def passes_in_flight(run: Training, stage: int) -> int:
     if run.pp == 1:
         return 1
     if run.schedule == "gpipe":
-        return run.accumulation
+        return run.accumulation - over
     later = run.pp - stage - 1
     ahead = later + 1 if run.virtual_stages == 1 else 2 * later + (run.virtual_stages - 1) * run.pp + 1
-    return min(ahead, run.accumulation * run.virtual_stages)
+    return min(ahead, run.accumulation * run.virtual_stages - over)
 
 
-def layers_in_flight(run: Training, stage: int, layers: int) -> int:
-    """Return of how many layers a rank with so many keeps activations at most, of all its micro-batches.
+def layers_in_flight(run: Training, stage: int, layers: int, over: int = 0) -> int:
+    """Return of how many layers a rank with so many keeps activations at most, of all its micro-batches; `over` as in
+    `passes_in_flight`.
 
     >>> layers_in_flight(Training(pp=4, accumulation=4, virtual_stages=8), 3, 8)
     29
     """
-    return -(-passes_in_flight(run, stage) * layers // run.virtual_stages)
+    return -(-passes_in_flight(run, stage, over) * layers // run.virtual_stages)
 
 
-def micro_batches_in_flight(run: Training, stage: int = 0, last: bool = False) -> int:
-    """Return of how many micro-batches a rank keeps what its first stage does at most; with `last`, its last stage.
+def micro_batches_in_flight(run: Training, stage: int = 0, last: bool = False, over: int = 0) -> int:
+    """Return of how many micro-batches a rank keeps what its first stage does at most; with `last`, its last stage;
+    `over` as in `passes_in_flight`.
 
     Warm-up takes pp micro-batches through a rank's first stage, then as many through its second, and so on.
 
     >>> micro_batches_in_flight(Training(pp=4, accumulation=8, virtual_stages=2))
     7
     """
-    passes, of_group = passes_in_flight(run, stage), run.pp * run.virtual_stages
+    passes, of_group = passes_in_flight(run, stage, over), run.pp * run.virtual_stages
     if run.virtual_stages == 1:
         return passes
     groups, more = divmod(passes, of_group)
@@ -307,11 +321,11 @@ def micro_batches_in_flight(run: Training, stage: int = 0, last: bool = False) -
 def _outside_in_flight(share: Share, waiting: int) -> int:
     """Return the bytes kept outside blocks by all passes in flight, of which a rank's first stage has the embedding and
     the last one the head; `waiting` is what the loss of one keeps until its backward begins."""
-    run, stage = share.run, share.stage
-    ending = micro_batches_in_flight(run, stage, last=True)
+    run, stage, over = share.run, share.stage, share.over
+    ending = micro_batches_in_flight(run, stage, True, over)
     waits = waiting * (ending - 1) if share.last else 0
     if run.virtual_stages == 1:
         return outer_activations(share) * ending + waits
-    middle, passes = replace(share, first=False, last=False), passes_in_flight(run, stage)
-    ends = micro_batches_in_flight(run, stage) if share.first else ending if share.last else 0
+    middle, passes = replace(share, first=False, last=False), passes_in_flight(run, stage, over)
+    ends = micro_batches_in_flight(run, stage, over=over) if share.first else ending if share.last else 0
     return outer_activations(share) * ends + outer_activations(middle) * (passes - ends) + waits

@@ -9,7 +9,7 @@ from ...specs.model import ModelSpec
 from ...specs.parameters import Linear
 from ...specs.run import Inference, Run, Training
 from ...specs.stacks import Torchtune
-from ...specs.stages import stage_layers
+from ...specs.stages import layers_of
 from .precision import PRECISION, Bytes
 
 # With a quantized model peft keeps in fp32 what is not quantized, and each quantized linear returns fp32.
@@ -31,6 +31,7 @@ class Share:
     last: bool  # whether it is the last stage, which has the final norm, the head and the loss
     layers: int  # of the stage
     tokens: int  # T: the micro-batch's tokens after context parallelism has divided them
+    over: int  # backward passes of the step before its highest moments; once one is over, all gradients exist
     sequence_ranks: int  # over how many ranks sequence parallelism divides the tokens of what lies between products
     bytes: Bytes  # per element of each kind of tensor
     autocast: bool  # whether products are computed in a narrower dtype than that of the residual stream
@@ -64,8 +65,9 @@ def share_of(spec: ModelSpec, run: Training, gpu: GPU | None = None, cpu: bool =
         stage=stage,
         first=stage == 0,
         last=stage == run.pp - 1,
-        layers=stage_layers(spec.layers, run.pp)[stage],
+        layers=layers_of(spec, run)[stage],
         tokens=run.tokens // run.cp,
+        over=min(1, run.accumulation - 1),
         sequence_ranks=run.tp if run.sequence_parallel else 1,
         bytes=b,
         autocast=autocast,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ...specs.model import ModelSpec
 from ...specs.run import Training
 from ...specs.stacks import DeepSpeed, Torchtune
-from ...specs.stages import stage_layers
+from ...specs.stages import layers_of
 from .. import newton_schulz
 from .fsdp import NONE, Parts, Units, sharded_experts, units, uses_fsdp
 from .precision import PRECISION, Bytes, state_bytes, weight_bytes
@@ -27,10 +27,12 @@ class States(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 14)
-def device_parameters(spec: ModelSpec, pp: int, stage: int, tp: int = 1, ep: int = 1) -> dict[str, int]:
-    """Return parameters by component on one rank of stage `stage` of `pp`, before ZeRO; change nothing in it."""
-    first, last = stage == 0, stage == pp - 1
-    layers = stage_layers(spec.layers, pp)[stage]
+def device_parameters(
+    spec: ModelSpec, layers: tuple[int, ...], stage: int, tp: int = 1, ep: int = 1
+) -> dict[str, int]:
+    """Return parameters by component on one rank of stage `stage` of a pipeline, whose stages have `layers`, before
+    ZeRO; change nothing in it."""
+    first, last = stage == 0, stage == len(layers) - 1
     counts = {}
     for part, count in spec.parameters_by_component.items():
         if part == "embedding":  # a tied head is a second copy of it, on the last stage
@@ -41,7 +43,7 @@ def device_parameters(spec: ModelSpec, pp: int, stage: int, tp: int = 1, ep: int
             counts[part] = count // tp if last else 0
         else:
             split = {"attention": tp, "mlp": tp, "experts": tp * ep}.get(part, 1)
-            counts[part] = count * layers // spec.layers // split
+            counts[part] = count * layers[stage] // spec.layers // split
     return counts
 
 
@@ -90,7 +92,7 @@ def states(spec: ModelSpec, run: Training, stage: int = 0, sharded: bool = True)
     time is, because each leaves as backward makes it (ZeRO-Offload, arXiv 2101.06840, section 4.1).
     """
     b, zero = PRECISION[run.precision], run.zero if sharded else 0
-    counts = device_parameters(spec, run.pp, stage, run.tp, run.ep)
+    counts = device_parameters(spec, layers_of(spec, run), stage, run.tp, run.ep)
     parameters = sum(counts.values())
     weights = _weights(spec, run, counts, b)
     # FSDP2's MixedPrecisionPolicy: fp32 shards, from which half weights are gathered.
@@ -121,7 +123,7 @@ def states(spec: ModelSpec, run: Training, stage: int = 0, sharded: bool = True)
             part = stepped / max(1, trained.total) * parameters / spec.parameters
             factored = int(factored_elements(spec, run) * part)
         elif run.optimizer == "muon":
-            factored = newton_schulz.elements(spec, stage_layers(spec.layers, run.pp)[stage])
+            factored = newton_schulz.elements(spec, layers_of(spec, run)[stage])
         optimizer = master * stepped + state_bytes(run.optimizer, state, stepped, factored)
         if isinstance(run.stack, Torchtune) and run.stack.paged(run):
             optimizer -= 2 * stepped  # all but the scales lies outside of PyTorch's allocator

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...specs.stacks import StackOptions, Torchtune
+from ...specs.stacks import StackOptions, Torchtitan, Torchtune
 from .. import newton_schulz
 from .fsdp import uses_fsdp
 from .scores import backward_scores
@@ -36,7 +36,9 @@ def outer_activations(share: Share) -> int:
     what a pipeline's stage received and sent, which its backward starts from and ends at."""
     spec, run, b = share.spec, share.run, share.bytes
     if block := block_of(share):
-        return described_bytes(block.outside, share) if share.last else 0
+        # torch's stage keeps what it sent until its backward; what it received is a block's input, and in a buffer.
+        at_ends = (not share.last) - (not share.first) if run.pp > 1 else 0
+        return (described_bytes(block.outside, share) if share.last else 0) + at_ends * between_stages(share)
     width = share.mask_bytes * spec.hidden if spec.dropout and share.first else 0
     if not share.last:
         width += b.residual * spec.hidden
@@ -49,6 +51,23 @@ def outer_activations(share: Share) -> int:
             width += b.residual * spec.hidden if spec.norm == "rmsnorm" else 0
             head_input = share.tokens * b.compute * spec.hidden  # gathered whole, as `activations.per_device` says
     return share.tokens * width // share.sequence_ranks + head_input
+
+
+def between_stages(share: Share) -> int:
+    """Return the bytes of what a pipeline's stage sends of a micro-batch."""
+    return share.tokens * share.spec.hidden * share.bytes.residual // share.sequence_ranks
+
+
+def receive_buffers(share: Share) -> int:
+    """Return the bytes that torch's PipelineStage receives into: a buffer for each micro-batch's input and one for its
+    output's gradient, made in the first step and kept (torch/distributed/pipelining/stage.py,
+    _setup_forward_recv_info and _create_grad_recv_info); and, on its way out, the gradient of the last input."""
+    run = share.run
+    if run.pp == 1 or not isinstance(run.stack, Torchtitan):
+        return 0
+    each = 2 * run.virtual_stages - share.first - share.last
+    sent = run.virtual_stages > share.first and run.accumulation > 1
+    return (run.accumulation * each + sent) * between_stages(share)
 
 
 def described_bytes(rows: tuple[Kept, ...], share: Share) -> int:
@@ -78,7 +97,14 @@ def loss_bytes(share: Share) -> LossBytes:
         # torch's loss_parallel writes log_softmax out in operators, and has one more temporary both ways.
         extra = 4 if run.tp > 1 else 0
         forward, gradient, head, after = (int(logits * (c * own + 4 * fp32)) for own, fp32 in block.loss)
-        return LossBytes(forward + logits * extra, gradient + logits * extra, head, after)
+        if run.pp == 1:
+            return LossBytes(forward + logits * extra, gradient + logits * extra, head, after)
+        # torch's schedule has the logits in a variable until the next micro-batch's (schedules.py); what autograd keeps
+        # is log_softmax's result, or where the loss is compiled the logits again.
+        kept = logits * c
+        held = kept if block.loss.gradient[0] == 0 else 0
+        waiting = kept + (4 * logits if block.loss.forward[1] else 0)
+        return LossBytes(forward + logits * extra, gradient + held + logits * extra, head + kept, after + kept, waiting)
     if run.kernels == "fused-loss":  # the logits as they are, and the gradient that backward writes beside them
         # Under autocast the head's weight has a half gradient before it has its own.
         half_head = c * spec.vocab * spec.hidden // run.tp if share.autocast and not run.lora else 0

@@ -22,7 +22,7 @@ from ...hardware.links import Cluster, Group
 from ...specs.model import ModelSpec
 from ...specs.run import Training
 from ...specs.stacks import TRANSFORMERS, Megatron, Torchtitan
-from ...specs.stages import stage_layers
+from ...specs.stages import layers_of
 from ..memory.float8 import gathered_less
 from ..memory.fsdp import uses_fsdp
 from ..memory.precision import PRECISION
@@ -121,8 +121,9 @@ def data_parallel(
     if group.ranks == 1:
         return Communicated(0.0, 0.0)
     copies = cluster.group(run.dp_replicate, run.tp * group.ranks)
-    stage, counts = _largest_stage(spec, run.pp, run.tp, run.ep)
-    whole, layers = states(spec, run, stage, sharded=False), stage_layers(spec.layers, run.pp)[stage]
+    of_stages = layers_of(spec, run)
+    stage, counts = _largest_stage(spec, of_stages, run.tp, run.ep)
+    whole, layers = states(spec, run, stage, sharded=False), of_stages[stage]
     in_blocks = 1 - sum(counts[part] for part in ("embedding", "positions", "head")) / sum(counts.values())
     less = gathered_less(spec, run, PRECISION[run.precision].weights)
     times = forward * compute, (1 - forward) * compute
@@ -157,12 +158,12 @@ def tensors(spec: ModelSpec, run: Training) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _largest_stage(spec: ModelSpec, pp: int, tp: int, ep: int) -> tuple[int, dict[str, int]]:
+def _largest_stage(spec: ModelSpec, layers: tuple[int, ...], tp: int, ep: int) -> tuple[int, dict[str, int]]:
     """Return the pipeline stage with the most parameters on a rank, and these: the first, the last or, of those
     between, one with most layers."""
-    layers = stage_layers(spec.layers, pp)
+    pp = len(layers)
     between = max(range(1, pp - 1), key=lambda stage: layers[stage], default=0)
-    counts = {stage: device_parameters(spec, pp, stage, tp, ep) for stage in sorted({0, between, pp - 1})}
+    counts = {stage: device_parameters(spec, layers, stage, tp, ep) for stage in sorted({0, between, pp - 1})}
     largest = max(counts, key=lambda stage: sum(counts[stage].values()))
     return largest, counts[largest]
 

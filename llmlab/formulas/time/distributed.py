@@ -32,7 +32,7 @@ from ...specs.model import ModelLike, ModelSpec
 from ...specs.model import model as find_model
 from ...specs.run import Training
 from ...specs.stacks import Megatron
-from ...specs.stages import stage_layers
+from ...specs.stages import layers_of
 from ..memory.fsdp import uses_fsdp
 from ..memory.share import bytes_of
 from . import step as time
@@ -126,7 +126,7 @@ def step(
     pipeline = _sends(spec, run, cluster, found)
     hidden_sends = isinstance(run.stack, Megatron) and run.virtual_stages > 1
 
-    layers, within = stage_layers(spec.layers, run.pp, spec.name), tensor + context + experts
+    layers, within = layers_of(spec, run), tensor + context + experts
     # Stages with as many layers take as long, but for the last one, which has the head too.
     alike = {n: _stage(n, block, _Layer()).times(1 / m) for n in dict.fromkeys(layers[:-1])}
     last = _stage(layers[-1], block, head).times(1 / m)

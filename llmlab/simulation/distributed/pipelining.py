@@ -8,13 +8,14 @@ this rank has an earlier stage too, like what that one sends; else nobody here k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-import torch.distributed as dist
+import torch
+from torch import Tensor
 
 from ...base.compat import symbol
 from ...base.errors import NotAvailable
@@ -52,8 +53,8 @@ def stages_alone(notes: dict[str, None]) -> Iterator[None]:
 
     patched = mock.patch.multiple(
         stage,
-        _warmup_forward_vote=_agreed(stage._warmup_forward_vote),
-        _warmup_backward_result=_agreed(stage._warmup_backward_result),
+        _warmup_forward_vote=_agreed,
+        _warmup_backward_result=lambda self, received_result=None: _agreed(self, received_acc=received_result),
         _send_meta=send_meta,
         _recv_meta=recv_meta,
     )
@@ -61,12 +62,7 @@ def stages_alone(notes: dict[str, None]) -> Iterator[None]:
         yield
 
 
-def _agreed(real: Callable) -> Callable:
-    """Let the stages of other ranks vote as this one does, on whether to ask for shapes in the first step."""
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        asks = symbol(f"{STAGE}.InferenceMode").needs_dynamic(self._user_meta, self.has_backward)
-        with mock.patch.object(dist, "recv", lambda tensor, **_: tensor.fill_(int(not asks))):
-            return real(self, *args, **kwargs)
-
-    return call
+def _agreed(self: Any, has_backward: bool = True, received_acc: Tensor | None = None) -> Tensor:
+    """Let the stages of other ranks vote as this rank's do, on whether to ask for shapes in the first step."""
+    own = torch.tensor(int(not symbol(f"{STAGE}.InferenceMode").needs_dynamic(self._user_meta, self.has_backward)))
+    return own if received_acc is None else own * received_acc

@@ -46,9 +46,9 @@ def checked(spec: ModelSpec, run: Run) -> None:
 
 
 @contextmanager
-def fake_ranks(run: Training, engine: Engine, labelled: Labelled) -> Iterator[Ranks | None]:
-    """Make this process rank 0 of the world of `run`, whose others are not there; `labelled` is the recording's.
-    Another stack makes meshes of its own: None.
+def fake_ranks(run: Training, engine: Engine, labelled: Labelled, stage: int = 0) -> Iterator[Ranks | None]:
+    """Make this process the first rank of pipeline stage `stage` of the world of `run`, whose others are not there;
+    `labelled` is the recording's. Another stack makes meshes of its own: None.
 
     Raises NotAvailable where a process group is running: there is one per process.
     """
@@ -60,7 +60,7 @@ def fake_ranks(run: Training, engine: Engine, labelled: Labelled) -> Iterator[Ra
         name: labelled(symbol(f"{FSDP}_fsdp_param_group.{name}"), part) for name, part in FSDP_PARTS.items()
     }
     with torch_engines(engine, labelled), mock.patch.multiple(group, **functions):
-        start_group(dist.init_process_group, run.world_size)
+        start_group(dist.init_process_group, run.world_size, stage * run.world_size // run.pp)  # stages are outermost
         try:
             yield None if stack_of(run) else join(run, fake=True)
         finally:

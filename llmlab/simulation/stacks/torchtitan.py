@@ -1,15 +1,17 @@
-"""A step of torchtitan on fake tensors: its Llama 3 and Qwen 3, what cuts them up, its loss, its optimizer.
+"""A step of torchtitan on fake tensors: its Llama 3, its Qwen 3 with and without experts, what cuts them up, its loss,
+its optimizer, and torch's pipeline schedules, on one rank of many.
 
 What is ours is the configuration and the loop, which follows torchtitan/train.py (0.2.2): logits are deleted before
-backward, gradients are clipped by their norm, and are set to None before the next step.
+backward, gradients are clipped by their norm, and are set to None before the next step. Routers send all experts
+as many tokens (values/counts.py).
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -19,28 +21,41 @@ from torch import Tensor, nn
 
 from ...base.compat import symbol
 from ...base.errors import NotAvailable
+from ...engines.torchtitan import schedule_name
+from ...recording.phases import COMMUNICATION
 from ...specs.model import ModelSpec
 from ...specs.run import Training
 from ...specs.stacks import Torchtitan
 from ...step.model import Around
 from ...step.step import Enter, Step, ignore
+from ..distributed.pipelining import stages_alone
 
-MODELS = {"llama": "llama3", "qwen3": "qwen3"}  # its packages
+MODELS = {"llama": "llama3", "qwen3": "qwen3", "qwen3_moe": "qwen3"}  # its packages
 FLOAT8 = "quantize.linear.float8"  # the converter of that name
 
 
 def check(spec: ModelSpec, run: Training) -> None:
     """Raise NotAvailable for what is not simulated of torchtitan; import what the step calls."""
+    stack = run.stack
+    assert isinstance(stack, Torchtitan)
+    selective = run.checkpointing == "selective" and stack.ac != "selective_layers"
     asked = {
-        f"pp={run.pp}": run.pp > 1,
+        f"compile=True, pp={run.pp}": run.compile and run.pp > 1,
+        f"cp={run.cp}, pp={run.pp}": run.cp > 1 and run.pp > 1,
         f"compile=True, tp={run.tp}": run.compile and run.tp > 1,
         f"compile=True, cp={run.cp}": run.compile and run.cp > 1,
+        f"compile=True of {spec.family}": run.compile and spec.experts > 0,
+        f"{spec.dense_layers} dense layers of {spec.family}": spec.experts > 0 and spec.dense_layers > 0,
+        # Selective checkpointing of torch 2.13 (_CachedTorchDispatchMode) takes no operator in a block's recomputation
+        # that its forward had not, and FSDP2 gathers the experts, a unit within the block, in one of them alone.
+        f"ep={run.ep} and ac='selective_op'": run.ep > 1 and selective,
         # its queries are DTensors then, which torch's context parallelism takes none of
-        f"cp={run.cp}, tp={run.tp} of qwen3": spec.family == "qwen3" and run.cp > 1 and run.tp > 1,
+        f"cp={run.cp}, tp={run.tp} of {spec.family}": spec.family != "llama" and run.cp > 1 and run.tp > 1,
     }
     for what, given in asked.items():
         if given:
-            raise NotAvailable(f"simulate has no {what} with stack='torchtitan'; see lab.estimate")
+            see = "give ac='full' or ac='none', and no compile" if spec.experts else "see lab.estimate"
+            raise NotAvailable(f"simulate has no {what} with stack='torchtitan'; {see}")
     logging.getLogger().setLevel(logging.WARNING)  # of torchtitan, which logs to the root
     training_spec(spec)
 
@@ -59,12 +74,20 @@ class TitanStep(Step):
     context: Any = field(default=None, repr=False)  # around forward and backward
     around_attention: Any = nullcontext
     mesh: Any = None  # of context parallelism
+    schedule: Any = None  # of a pipeline: torch's, with this rank's stages
+    stages: tuple[Any, ...] = ()
+    pipeline: Any = None  # its mesh
 
     def __call__(self, enter: Enter = ignore) -> None:
         """Take one step, as train_step and forward_backward_step do."""
+        assert isinstance(self.run, Training)
         self.optimizers.zero_grad()
         parameters = list(self.model.parameters())
         for ids in self.inputs:  # (B, T)
+            if self.schedule:
+                with self.context():
+                    self._pipelined(ids, enter)
+                continue
             enter("forward")
             with self.context(), self.around_attention():
                 with self._cast():
@@ -75,9 +98,33 @@ class TitanStep(Step):
                 del logits
                 loss.backward()
         enter("optimizer")
-        symbol("torchtitan.distributed.utils.clip_grad_norm_")(parameters, 1.0, foreach=True)
+        symbol("torchtitan.distributed.utils.clip_grad_norm_")(
+            parameters, 1.0, foreach=True, pp_mesh=self.pipeline, ep_enabled=self.run.ep > 1
+        )
         self.optimizers.step()
         enter("optimizer")
+
+    def _pipelined(self, ids: Tensor, enter: Enter) -> None:
+        """Let the schedule take all micro-batches of `ids` through this rank's stages, forward and backward."""
+        last = any(stage.is_last for stage in self.stages)
+        given = [ids] if any(stage.is_first for stage in self.stages) else []
+        losses: list[Tensor] | None = [] if last else None
+        with ExitStack() as stack:
+            stack.enter_context(stages_alone({}))
+            for stage in self.stages:
+                for phase in ("forward", "backward"):
+                    name = f"{phase}_one_chunk"
+                    stack.enter_context(mock.patch.object(stage, name, _entering(enter, phase, stage)))
+            self.schedule.step(*given, target=ids if last else None, losses=losses, return_outputs=False)
+        if losses:
+            torch.sum(torch.stack(losses))
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """Return the tensors that live across phases, by part: also what stages receive into, which lasts."""
+        parts = super().tensors()
+        received = [info.buffer for stage in self.stages for infos in (stage.args_recv_info, stage.grad_recv_info)
+                    for of_batch in infos.values() for info in of_batch]  # fmt: skip
+        return {**parts, COMMUNICATION: [each for each in received if each is not None]}
 
     def _share(self, ids: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return this rank's ids and labels, and what else the model is given."""
@@ -93,10 +140,23 @@ class TitanStep(Step):
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.run.precision.startswith("autocast"))
 
 
+def _entering(enter: Enter, phase: str, stage: Any) -> Callable[..., Any]:
+    """Return what runs a micro-batch through `stage`, `phase` beginning with it."""
+    real = getattr(stage, f"{phase}_one_chunk")
+
+    def call(number: int, *args: Any, **kwargs: Any) -> Any:
+        logits = stage.fwd_cache[number][0] if stage.is_last and phase == "backward" else ()
+        enter(phase, logits=[getattr(each, "_local_tensor", each) for each in logits])
+        return real(number, *args, **kwargs)
+
+    return call
+
+
 def build(
-    spec: ModelSpec, run: Training, device: torch.device, inputs: list[Tensor], recomputing: Around
+    spec: ModelSpec, run: Training, device: torch.device, inputs: list[Tensor], recomputing: Around, stage: int = 0
 ) -> TitanStep:
-    """Return the step of `run` on `device`, with torchtitan's own model; the process group is there already."""
+    """Return the step of `run` on `device`, with torchtitan's own model; the process group is there already, in which
+    this is a rank of pipeline stage `stage`."""
     own = training_spec(spec)
     job, dims = job_config(run), parallel_dims(run)
     arguments = model_arguments(spec, type(next(iter(own.model_args.values()))))
@@ -115,23 +175,51 @@ def build(
         converters = symbol("torchtitan.protocols.model_converter.build_model_converters")(job, dims)
         converters.convert(model)
         dims.build_mesh()
-        model = own.parallelize_fn(model, dims, job)
-    model.to_empty(device=device)
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "DTensor random operators")
-        model.init_weights(buffer_device=device)
-    model.train()
-    optimizers = own.build_optimizers_fn([model], job.optimizer, dims)
+        loss_function, schedule, parts = own.build_loss_fn(job), None, []
+        if run.pp > 1:
+            patched = mock.patch("torchtitan.distributed.pipeline_parallel.PipelineStage", _stage(spec, run))
+            with patched, warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Parallelize plan key")  # of modules that other stages have
+                schedule, parts, *_ = own.pipelining_fn(
+                    model, dims, job, device, arguments, own.parallelize_fn, loss_function
+                )
+            inputs = [torch.cat(inputs)]  # the loader's batch, which the schedule cuts
+        else:
+            parts = [own.parallelize_fn(model, dims, job)]
+    for part in parts:
+        part.to_empty(device=device)
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "DTensor random operators")
+            part.init_weights(buffer_device=device)
+        part.train()
+    model = parts[0] if len(parts) == 1 else nn.ModuleList(parts)
+    optimizers = own.build_optimizers_fn(parts, job.optimizer, dims)
     step = TitanStep(
         run, device, model, [ids.to(device, copy=True) for ids in inputs], parameters=list(model.parameters())
     )
+    if schedule:
+        step.schedule, step.pipeline = schedule, dims.get_mesh("pp")
+        step.stages = tuple(getattr(schedule, "_stages", None) or [schedule._stage])
     step.optimizers, step.optimizer = optimizers, optimizers.optimizers[0]
-    optimizers.register_step_post_hook(lambda *args, **kwargs: converters.post_optimizer_hook([model]))
-    step.loss_function = own.build_loss_fn(job)
+    optimizers.register_step_post_hook(lambda *args, **kwargs: converters.post_optimizer_hook(parts))
+    step.loss_function = loss_function
     step.context = symbol("torchtitan.distributed.utils.get_train_context")(run.tp > 1)
     step.around_attention = around_attention
     step.mesh = dims.get_mesh("cp") if run.cp > 1 else None
     return step
+
+
+def _stage(spec: ModelSpec, run: Training) -> Callable[..., Any]:
+    """Return what makes a stage and tells it what it receives, which else the ranks of the stage before it say."""
+    real = symbol("torch.distributed.pipelining.PipelineStage")
+    shape = run.micro_batch, run.seq_len // run.tp, spec.hidden  # sequence parallelism's part
+    dtype = torch.float32 if run.precision == "fp32" else torch.bfloat16
+    received = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+
+    def make(model: nn.Module, index: int, *args: Any, **kwargs: Any) -> Any:
+        return real(model, index, *args, input_args=received if index else None, **kwargs)
+
+    return make
 
 
 def _rounding() -> AbstractContextManager:
@@ -160,6 +248,12 @@ def job_config(run: Training) -> Any:
     job.parallelism.fsdp_reshard_after_forward = stack.reshard_after_forward
     job.optimizer.implementation = stack.optimizer
     job.parallelism.context_parallel_degree = run.cp
+    job.parallelism.expert_parallel_degree = run.ep
+    if run.pp > 1:
+        job.parallelism.pipeline_parallel_degree = run.pp
+        job.parallelism.pipeline_parallel_schedule = schedule_name(run)
+        job.parallelism.pipeline_parallel_microbatch_size = run.micro_batch
+        job.training.local_batch_size = run.micro_batch * run.accumulation
     job.compile.enable = run.compile
     job.compile.components = ["model", "loss"] if stack.compile_loss else ["model"]
     if run.fp8:
@@ -179,7 +273,7 @@ def job_config(run: Training) -> Any:
 def parallel_dims(run: Training) -> Any:
     """Return torchtitan's degrees of `run`."""
     degrees = {"dp_replicate": run.dp_replicate, "dp_shard": run.dp_shard, "cp": run.cp, "tp": run.tp, "pp": run.pp}
-    degrees |= {"ep": 1, "etp": 1}
+    degrees |= {"ep": run.ep, "etp": run.tp if run.ep > 1 else 1}
     return symbol("torchtitan.distributed.ParallelDims")(**degrees, world_size=run.world_size)
 
 
@@ -196,14 +290,23 @@ def model_arguments(spec: ModelSpec, kind: type) -> Any:
     sizes = dict(
         dim=spec.hidden, n_layers=spec.layers, n_heads=spec.heads, n_kv_heads=spec.kv_heads, vocab_size=spec.vocab
     )
-    if spec.family == "qwen3":
-        return kind(**sizes, head_dim=spec.head_dim, hidden_dim=spec.intermediate, qk_norm=True)
-    return kind(**sizes, multiple_of=1, ffn_dim_multiplier=1.5 * spec.intermediate / (4 * spec.hidden))
+    if spec.family == "llama":
+        return kind(**sizes, multiple_of=1, ffn_dim_multiplier=1.5 * spec.intermediate / (4 * spec.hidden))
+    sizes |= dict(head_dim=spec.head_dim, hidden_dim=spec.intermediate, qk_norm=True)
+    if spec.experts:
+        experts = symbol("torchtitan.models.moe.MoEArgs")(
+            num_experts=spec.experts, num_shared_experts=0, top_k=spec.experts_per_token, score_func="softmax",
+            route_norm=True, score_before_experts=False,
+        )  # fmt: skip
+        sizes |= dict(moe_enabled=True, moe_inter_dim=spec.moe_intermediate, moe_args=experts)
+    return kind(**sizes)
 
 
 def _set_width(model: nn.Module, spec: ModelSpec) -> None:
     """Give every MLP, still on the meta device, the width that the model's configuration names."""
     for block in model.layers.values():  # type: ignore[operator]
+        if getattr(block, "moe_enabled", False):
+            continue
         mlp = block.feed_forward
         if mlp.w1.out_features != spec.intermediate:
             with torch.device("meta"):

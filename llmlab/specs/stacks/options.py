@@ -20,6 +20,7 @@ class StackOptions(Spec):
     package: ClassVar[str]  # what simulating it imports
     expandable_segments: ClassVar[bool] = False  # whether its launcher sets them for the allocator
     ties_heads: ClassVar[bool] = False  # whether models whose head is the embedding are described
+    counts_ends: ClassVar[bool] = False  # whether its pipelines count embedding and head as layers where they need not
     allowed: ClassVar[Mapping[str, tuple[Any, ...]]]
     undescribed: ClassVar[Mapping[str, str]] = {}  # options that its code has and this one has not: why
     own_names: ClassVar[Mapping[str, str]]  # by field of Training: the stack's own option that says the same

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
+from ...base.errors import SpecError
 from .options import StackOptions
 
 TitanAC = Literal["none", "full", "selective_op", "selective_layers"]
@@ -21,25 +22,26 @@ class Torchtitan(StackOptions):
     torchtitan's Llama configurations have, "selective_op": all but attention and every second matrix product.
     "selective_layers" recomputes one of `every` blocks in full. `keeps_attention=False` is "selective_op" up to release
     0.2.0, whose list of what is kept lacks cuDNN's attention, which an H100 takes. `reshard_after_forward` is FSDP2's
-    policy: "default" keeps the final norm and the head gathered until backward, "never" keeps everything. `optimizer`
-    is the implementation of AdamW. `enable_fsdp_float8_all_gather` is read with fp8="tensorwise": its own default is
-    False, True is what its docs/float8.md starts. `compile_loss` is whether "loss" is among compile.components, which
-    compile=True turns on; False too for commits before its loss could be compiled (March 2025). Releases before 0.2.0
-    take FlashAttention 2 first: the run's attention="flash".
+    policy: "default" keeps the final norm and the head gathered until backward, and all in a pipeline; "never" keeps
+    everything. `optimizer` is the implementation of AdamW. `enable_fsdp_float8_all_gather` is read with
+    fp8="tensorwise": its own default is False, True is what its docs/float8.md starts. `compile_loss` is whether "loss"
+    is among compile.components, which compile=True turns on; False too for commits before its loss could be compiled
+    (March 2025). Releases before 0.2.0 take FlashAttention 2 first: the run's attention="flash".
     """
 
     name = "torchtitan"
     package = "torchtitan"
-    families = ("llama", "qwen3")
+    families = ("llama", "qwen3", "qwen3_moe")
     expandable_segments = True  # run_train.sh
+    counts_ends = True
     own_names: ClassVar[Mapping[str, str]] = {"checkpointing": "ac", "zero": "reshard_after_forward"}
     undescribed: ClassVar[Mapping[str, str]] = {
         "memory_budget": "what is kept is the solution of a problem that torch's partitioner poses; give ac=",
         "disable_loss_parallel": "with tensor parallelism the loss is computed where its part of the logits is",
         "enable_async_tensor_parallel": "it is symmetric memory's, outside of PyTorch's allocator; drop it",
         "enable_cpu_offload": "FSDP2's offloading is not described; stack='transformers' has offload=",
-        "pipeline_parallel_schedule": "only 1F1B is described, torchtitan's default",
-        "expert_parallel_degree": "its mixtures of experts are not described; stack='transformers' has ep=",
+        "pipeline_parallel_schedule": "as an option; give the run schedule='gpipe' or virtual_stages=2",
+        "expert_parallel_degree": "as an option; it is the run's ep=",
     }
     allowed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "precision": ("mixed-bf16", "autocast-bf16", "fp32"),
@@ -49,8 +51,7 @@ class Torchtitan(StackOptions):
         "quantization": (None,),
         "offload": (None,),
         "kernels": (None,),
-        "schedule": ("1f1b",),
-        "virtual_stages": (1,),
+        "virtual_stages": (1, 2),
     }
 
     ac: TitanAC | None = None
@@ -85,14 +86,23 @@ class Torchtitan(StackOptions):
             compile_loss=(True, False),
         )
 
+    def check_run(self, given: Mapping[str, Any]) -> None:
+        """Raise SpecError where torch's 1F1B has fewer micro-batches than stages, which it refuses
+        (torch/distributed/pipelining/schedules.py, Schedule1F1B)."""
+        pp, accumulation = given["pp"], given["accumulation"]
+        if pp > accumulation and given["schedule"] == "1f1b":
+            raise SpecError(f"accumulation={accumulation} with pp={pp}: torch's 1F1B takes at least as many "
+                            f"micro-batches as stages; give accumulation={pp}, or schedule='gpipe'")  # fmt: skip
+
     def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """bf16 by FSDP2's policy; by autocast on one device, where nothing is sharded (distributed/utils.py,
-        maybe_enable_amp), and not at all with tensor parallelism alone."""
-        sharded = given["dp"] * given["cp"] > 1
+        maybe_enable_amp), and not at all with tensor or pipeline parallelism alone."""
+        sharded, alone = given["dp"] * given["cp"] > 1, given["tp"] * given["pp"] == 1
+        never = {"never": True, "default": given["pp"] > 1}.get(self.reshard_after_forward, False)
         modes = {None: "selective", "none": None, "full": "full"}
         return {
-            "precision": "mixed-bf16" if sharded else "autocast-bf16" if given["tp"] == 1 else "fp32",
+            "precision": "mixed-bf16" if sharded else "autocast-bf16" if alone else "fp32",
             "checkpointing": modes.get(self.ac, "selective"),
-            "zero": (2 if self.reshard_after_forward == "never" else 3) if sharded else 0,
+            "zero": (2 if never else 3) if sharded else 0,
             "sequence_parallel": given["tp"] > 1,
         }

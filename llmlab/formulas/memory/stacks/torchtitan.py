@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ....base.errors import NotAvailable
 from ....specs.stacks import Torchtitan
 from ..float8 import converted
 from ..share import Share
@@ -95,7 +96,10 @@ AT_POSITIONS = (Kept("rotation: the table at the positions", "q, k, v", "D", "fp
 
 
 def block(share: Share) -> Block:
-    """Return the description of the block that torchtitan trains."""
+    """Return the description of the block that torchtitan trains. Raises NotAvailable for a mixture of experts."""
+    if share.spec.experts:
+        raise NotAvailable(f"torchtitan's mixtures of experts, as {share.spec.name}, are not described; lab.simulate "
+                           "runs them, and stack='transformers' estimates another")  # fmt: skip
     selective: tuple[Kept, ...] = SELECTIVE
     stack, run = share.run.stack, share.run
     if isinstance(stack, Torchtitan) and not stack.keeps_attention:
