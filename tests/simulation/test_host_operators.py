@@ -10,7 +10,18 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import llmlab as lab
 from llmlab import LoRA, Training
 from llmlab.formulas.time.efficiency import efficiency
-from llmlab.formulas.time.host import ADAPTER, ADAPTER_AGAIN, Operators, hook_modules, hook_seconds, operators
+from llmlab.formulas.time.elementwise import moved
+from llmlab.formulas.time.host import (
+    ADAPTER,
+    ADAPTER_AGAIN,
+    ADAPTER_DROPOUT,
+    ADAPTER_DROPOUT_AGAIN,
+    Operators,
+    hook_modules,
+    hook_seconds,
+    host_seconds,
+    operators,
+)
 from llmlab.simulation.profile import operator_log
 
 LLAMA = {"model_type": "llama", "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4,
@@ -20,22 +31,26 @@ NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 RUN = Training(seq_len=64, precision="mixed-bf16")
 
 
-def counted(monkeypatch, model, run):
-    """Return the operators that two more blocks add, of one block."""
-    logs, made = [], operator_log.Operators.__init__
+def logged(monkeypatch, model, run):
+    """Return the operators of a step of two blocks, and of four."""
+    logs, made, found = [], operator_log.Operators.__init__, []
 
     def kept(self, gpu=None):
         made(self, gpu)
         logs.append(self)
 
     monkeypatch.setattr(operator_log.Operators, "__init__", kept)
-    counts = []
     for layers in (2, 4):
         logs.clear()
         name = "n_layer" if model["model_type"] == "gpt2" else "num_hidden_layers"
         lab.simulate({**model, name: layers}, run, "A100-80GB")
-        counts.append(Counter((bool(k.backward), k.kind == "none") for k in max(logs, key=len)))
-    few, many = counts
+        found.append(max(logs, key=len))
+    return found
+
+
+def counted(monkeypatch, model, run):
+    """Return the operators that two more blocks add, of one block."""
+    few, many = (Counter((bool(k.backward), k.kind == "none") for k in log) for log in logged(monkeypatch, model, run))
     return Operators(*((many[key] - few[key]) / 2 for key in
                        ((False, False), (False, True), (True, False), (True, True))))  # fmt: skip
 
@@ -48,13 +63,36 @@ def test_blocks_of_transformers(monkeypatch, model, checkpointing):
     assert counted(monkeypatch, model, run) == operators(lab.model({**model, **layers}), run)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.05])
 @pytest.mark.parametrize("checkpointing", [None, "full"])
-def test_adapters(monkeypatch, checkpointing):
-    run = replace(RUN, checkpointing=checkpointing, lora=LoRA(rank=4, targets=NAMES))
+def test_adapters(monkeypatch, checkpointing, dropout):
+    run = replace(RUN, checkpointing=checkpointing, lora=LoRA(rank=4, targets=NAMES, dropout=dropout))
     each = ADAPTER if checkpointing is None else ADAPTER.plus(ADAPTER_AGAIN[checkpointing])
-    block = operators(lab.model({**LLAMA, "num_hidden_layers": 2}), run)
+    if dropout:
+        each = each.plus(ADAPTER_DROPOUT)
+        each = each if checkpointing is None else each.plus(ADAPTER_DROPOUT_AGAIN)
+    config = {**LLAMA, "num_hidden_layers": 2}
+    block = operators(lab.model(config), run)
     found = counted(monkeypatch, LLAMA, run)
     assert found == pytest.approx([mine + len(NAMES) * more for mine, more in zip(block, each, strict=True)])
+    host = efficiency("A100")
+    assert host_seconds(lab.model(config), run, host) == pytest.approx(2 * found.seconds(host))
+
+
+@pytest.mark.parametrize("checkpointing", [None, "full"])
+@pytest.mark.parametrize("half", [False, True])
+def test_adapters_dropout_moves_what_the_operators_do(monkeypatch, checkpointing, half):
+    """Each adapter's input, in the adapter's dtype, and a byte of mask; no operator else moves more for it."""
+    lora = LoRA(rank=4, targets=("q_proj", "down_proj"), autocast_adapter_dtype=not half)
+    run = replace(RUN, precision="bf16", checkpointing=checkpointing, lora=lora)
+    both = [replace(run, lora=replace(lora, dropout=each)) for each in (0.05, 0.0)]
+    seen = []
+    for each in both:
+        few, many = (sum(k.bytes for k in log if k.phase != "optimizer") for log in logged(monkeypatch, LLAMA, each))
+        seen.append(many - few)
+    spec = lab.model({**LLAMA, "num_hidden_layers": 2})
+    formula = [moved(spec, each).blocks for each in both]
+    assert seen[0] - seen[1] == pytest.approx(formula[0] - formula[1], rel=0.01)
 
 
 @pytest.mark.parametrize("zero", [1, 2])

@@ -66,9 +66,10 @@ TORCHTITAN_AGAIN = {"full": Operators(18, 39, 2, 49), "selective": Operators(13,
 # from others is a collective's time. `HERE`: seconds of an operator on that CPU.
 FORWARD, BACKWARD = Hooks(14, 2, 6), Hooks(7, 8, 24)
 HERE = 4.1e-6
-# Each linear layer with adapters, peft's, has as many more.
+# Each linear layer with adapters, peft's, has as many more, and one more in each pass where it has dropout.
 ADAPTER = Operators(24 / 7, 6, 52 / 7, 66 / 7)
 ADAPTER_AGAIN = {"full": Operators(39 / 7, 6, 0, 20 / 7), "selective": Operators(25 / 7, 8, 0, 20 / 7)}
+ADAPTER_DROPOUT, ADAPTER_DROPOUT_AGAIN = Operators(1, 0, 1, 0), Operators(1, 0, 0, 0)
 
 
 def operators(spec: ModelSpec, run: Training) -> Operators:
@@ -95,6 +96,9 @@ def host_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> float:
     seconds = spec.layers * operators(spec, run).seconds(host)
     if adapters := sum(linear.count for linear in adapted(spec, run)):
         each = ADAPTER if run.checkpointing is None else ADAPTER.plus(ADAPTER_AGAIN[run.checkpointing])
+        if run.lora and run.lora.dropout:
+            each = each.plus(ADAPTER_DROPOUT)
+            each = each if run.checkpointing is None else each.plus(ADAPTER_DROPOUT_AGAIN)
         seconds += adapters * each.seconds(host)
     if run.quantization:
         quantized = sum(linear.count for linear in spec.block_linears)

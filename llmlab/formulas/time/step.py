@@ -110,8 +110,8 @@ def passes(spec: ModelSpec, run: Training, card: GPU) -> Passes | None:
 
 def update_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float:
     """Return the seconds of the optimizer's update on one device: it reads weight (or its fp32 copy), gradient and
-    states, and writes all but the gradient; torch's AdamW does so in `FOREACH` passes, unless it is fused. A master copy
-    takes the gradient in fp32, and is copied to the weights."""
+    states, and writes all but the gradient; torch's AdamW does so in `FOREACH` passes, unless it is fused. A master
+    copy takes the gradient in fp32, and is copied to the weights."""
     b, held = PRECISION[run.precision], states(spec, run)
     weight, gradient, state = 3 * (adapter_bytes(run),) if run.lora else (b.master or b.weights, b.gradients, b.states)
     moments = {"adamw": 2 * state, "adamw-8bit": 2, "lion": state, "muon": state}.get(run.optimizer, 0)
