@@ -4,10 +4,24 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import llmlab as lab
 from llmlab import LoRA, Training
-from llmlab.formulas.time.host import ADAPTER, ADAPTER_AGAIN, Operators, operators
+from llmlab.formulas.time.efficiency import efficiency
+from llmlab.formulas.time.elementwise import moved
+from llmlab.formulas.time.host import (
+    ADAPTER,
+    ADAPTER_AGAIN,
+    ADAPTER_DROPOUT,
+    ADAPTER_DROPOUT_AGAIN,
+    Operators,
+    hook_modules,
+    hook_seconds,
+    host_seconds,
+    operators,
+)
 from llmlab.simulation.profile import operator_log
 
 LLAMA = {"model_type": "llama", "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4,
@@ -17,22 +31,26 @@ NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 RUN = Training(seq_len=64, precision="mixed-bf16")
 
 
-def counted(monkeypatch, model, run):
-    """Return the operators that two more blocks add, of one block."""
-    logs, made = [], operator_log.Operators.__init__
+def logged(monkeypatch, model, run):
+    """Return the operators of a step of two blocks, and of four."""
+    logs, made, found = [], operator_log.Operators.__init__, []
 
     def kept(self, gpu=None):
         made(self, gpu)
         logs.append(self)
 
     monkeypatch.setattr(operator_log.Operators, "__init__", kept)
-    counts = []
     for layers in (2, 4):
         logs.clear()
         name = "n_layer" if model["model_type"] == "gpt2" else "num_hidden_layers"
         lab.simulate({**model, name: layers}, run, "A100-80GB")
-        counts.append(Counter((bool(k.backward), k.kind == "none") for k in max(logs, key=len)))
-    few, many = counts
+        found.append(max(logs, key=len))
+    return found
+
+
+def counted(monkeypatch, model, run):
+    """Return the operators that two more blocks add, of one block."""
+    few, many = (Counter((bool(k.backward), k.kind == "none") for k in log) for log in logged(monkeypatch, model, run))
     return Operators(*((many[key] - few[key]) / 2 for key in
                        ((False, False), (False, True), (True, False), (True, True))))  # fmt: skip
 
@@ -45,20 +63,89 @@ def test_blocks_of_transformers(monkeypatch, model, checkpointing):
     assert counted(monkeypatch, model, run) == operators(lab.model({**model, **layers}), run)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.05])
 @pytest.mark.parametrize("checkpointing", [None, "full"])
-def test_adapters(monkeypatch, checkpointing):
-    run = replace(RUN, checkpointing=checkpointing, lora=LoRA(rank=4, targets=NAMES))
+def test_adapters(monkeypatch, checkpointing, dropout):
+    run = replace(RUN, checkpointing=checkpointing, lora=LoRA(rank=4, targets=NAMES, dropout=dropout))
     each = ADAPTER if checkpointing is None else ADAPTER.plus(ADAPTER_AGAIN[checkpointing])
-    block = operators(lab.model({**LLAMA, "num_hidden_layers": 2}), run)
+    if dropout:
+        each = each.plus(ADAPTER_DROPOUT)
+        each = each if checkpointing is None else each.plus(ADAPTER_DROPOUT_AGAIN)
+    config = {**LLAMA, "num_hidden_layers": 2}
+    block = operators(lab.model(config), run)
     found = counted(monkeypatch, LLAMA, run)
     assert found == pytest.approx([mine + len(NAMES) * more for mine, more in zip(block, each, strict=True)])
+    host = efficiency("A100")
+    assert host_seconds(lab.model(config), run, host) == pytest.approx(2 * found.seconds(host))
 
 
-def test_deepspeed_adds_views(monkeypatch):
+@pytest.mark.parametrize("checkpointing", [None, "full"])
+@pytest.mark.parametrize("half", [False, True])
+def test_adapters_dropout_moves_what_the_operators_do(monkeypatch, checkpointing, half):
+    """Each adapter's input, in the adapter's dtype, and a byte of mask; no operator else moves more for it."""
+    lora = LoRA(rank=4, targets=("q_proj", "down_proj"), autocast_adapter_dtype=not half)
+    run = replace(RUN, precision="bf16", checkpointing=checkpointing, lora=lora)
+    both = [replace(run, lora=replace(lora, dropout=each)) for each in (0.05, 0.0)]
+    seen = []
+    for each in both:
+        few, many = (sum(k.bytes for k in log if k.phase != "optimizer") for log in logged(monkeypatch, LLAMA, each))
+        seen.append(many - few)
+    spec = lab.model({**LLAMA, "num_hidden_layers": 2})
+    formula = [moved(spec, each).blocks for each in both]
+    assert seen[0] - seen[1] == pytest.approx(formula[0] - formula[1], rel=0.01)
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_deepspeed_adds_views(monkeypatch, zero):
     pytest.importorskip("deepspeed")
-    run = replace(RUN, dp=8, zero=3, stack="deepspeed")
-    model = {**LLAMA, "hidden_size": 512, "intermediate_size": 1376}  # smaller weights would stay whole
-    assert counted(monkeypatch, model, run) == operators(lab.model({**model, "num_hidden_layers": 2}), run)
+    run = replace(RUN, dp=8, zero=zero, stack="deepspeed")
+    assert counted(monkeypatch, LLAMA, run) == operators(lab.model({**LLAMA, "num_hidden_layers": 2}), run)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["once", "again"])
+@pytest.mark.parametrize("model", [LLAMA, {**LLAMA, "model_type": "qwen2"}, GPT2], ids=lambda each: each["model_type"])
+def test_hooks_of_a_block(model, checkpointing):
+    """DeepSpeed hooks every module that is called; each parameter is a module's own, and matrices are what is large."""
+    config = {**model, "n_layer" if model is GPT2 else "num_hidden_layers": 2}
+    network = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    if checkpointing:
+        network.gradient_checkpointing_enable({"use_reentrant": False})
+    block = next(each for each in network.modules() if type(each).__name__ in ("GPT2Block", "LlamaDecoderLayer",
+                                                                             "Qwen2DecoderLayer"))  # fmt: skip
+    called = []
+    for each in block.modules():
+        each.register_forward_pre_hook(lambda module, _: called.append(module))
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    network.train()(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    counted, parameters = hook_modules(lab.model(config)), list(block.parameters())
+    # What is computed again stops at the last tensor that backward needs, a module or two before the block's end.
+    short = counted.module * (2 if checkpointing else 1) - len(called)
+    assert 0 <= short <= (2 if checkpointing else 0)
+    assert sum(p.dim() == 2 for p in parameters) == counted.gathered
+    assert sum(p.dim() == 1 for p in parameters) == counted.whole
+
+
+def test_hooks_of_zero_3_take_the_host_and_stage_2_has_none():
+    """Python around modules is no operator: a step of ZeRO-3 that its host starts takes longer for it, and nobody can
+    know by how much on another host, so its interval is wider."""
+    run = replace(RUN, seq_len=256, zero=3, stack="deepspeed")
+    steps = {stage: lab.estimate("Qwen/Qwen2.5-0.5B", replace(run, zero=stage), "A100") for stage in (2, 3)}
+    assert steps[3].time["launches"] > 2 * steps[2].time["launches"]
+    low, high = (getattr(steps[3], f"step_seconds_{end}") / steps[3].step_seconds for end in ("low", "high"))
+    assert low < 0.6 and high > 1.9
+    spec, host = lab.model("Qwen/Qwen2.5-0.5B"), efficiency("A100")
+    assert hook_seconds(spec, replace(run, zero=2), host) == hook_seconds(spec, RUN, host) == 0
+    again, once = (hook_seconds(spec, replace(run, checkpointing=each), host) for each in ("full", None))
+    assert once < again < 2 * once
+
+
+def test_a_simulated_step_has_the_hooks_time_too():
+    pytest.importorskip("deepspeed")
+    model = {**LLAMA, "num_hidden_layers": 2}
+    run = replace(RUN, zero=3, stack="deepspeed")
+    formula, traced = (verb(model, run, "A100-80GB") for verb in (lab.estimate, lab.simulate))
+    assert traced.time["launches"] >= 0.9 * hook_seconds(lab.model(model), run, efficiency("A100"))
+    assert traced.step_seconds == pytest.approx(formula.step_seconds, rel=0.25)
 
 
 def test_torchtitan(monkeypatch):

@@ -19,7 +19,7 @@ from ..memory.activations import FUSED, block_saved
 from ..memory.float8 import converted
 from ..memory.fsdp import uses_fsdp
 from ..memory.precision import PRECISION
-from ..memory.share import Share, adapter_bytes, share_of
+from ..memory.share import Share, adapted, adapter_bytes, share_of
 from ..memory.states import block_parameters, states
 from .products import ROW_PARALLEL
 
@@ -76,7 +76,7 @@ def _moved(spec: ModelSpec, run: Training, flash: bool) -> Moved:
         logits = FUSED_LOGITS * share.tokens * spec.vocab / run.tp
     own = fused_block if run.compile or run.kernels == "liger" else STACKS.get(type(run.stack))
     if own:
-        block = own(share, run) + cast + fp8_casts(spec, run) / spec.layers
+        block = own(share, run) + cast + fp8_casts(spec, run) / spec.layers + adapter_dropout(share, run)
         blocks = run.accumulation * spec.layers / run.pp * block + accumulated(spec, run)
         return Moved(blocks, run.accumulation * logits)
     kept = {"scores": 0.0, "mlp": 0.0, "rest": 0.0}
@@ -92,8 +92,17 @@ def _moved(spec: ModelSpec, run: Training, flash: bool) -> Moved:
         + kept["mlp"] * GATED_MOVES * GATED_RECOMPUTED[run.checkpointing] * wider
         + kept["scores"] * SCORE_MOVES * wider
     )
-    blocks = spec.layers / run.pp * (block + cast)
+    blocks = spec.layers / run.pp * (block + cast + adapter_dropout(share, run))
     return Moved(run.accumulation * blocks + accumulated(spec, run), run.accumulation * logits)
+
+
+def adapter_dropout(share: Share, run: Training) -> float:
+    """Return the bytes that LoRA's dropout moves in a block for a micro-batch: it reads and writes each adapter's
+    input, in the adapter's dtype, and a byte of mask; backward its gradient likewise."""
+    if not (run.lora and run.lora.dropout):
+        return 0.0
+    width = sum(linear.inputs * linear.count for linear in adapted(share.spec, run)) / share.spec.layers
+    return (2 if run.checkpointing is None else 3) * (2 * adapter_bytes(run) + 1) * share.tokens * width
 
 
 def accumulated(spec: ModelSpec, run: Training) -> float:

@@ -5,11 +5,15 @@
 Operators are counted, not fitted: the simulator's log has those of the stacks' own classes, one block more or less
 (tests/simulation/test_host_operators.py repeats the count). What starting one takes is a host's own
 (hardware/efficiencies.toml): Python, the dispatcher and the launch, less in backward, which autograd's engine calls.
+
+DeepSpeed's ZeRO-3 runs Python of its own around every module (runtime/zero/parameter_offload.py): its hooks were timed
+beside operators, on a CPU, by benchmarks/deepspeed_hooks.py.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from math import sqrt
 from typing import NamedTuple
 
 from ...specs.model import ModelSpec
@@ -38,20 +42,34 @@ class Operators(NamedTuple):
         return Operators(*(mine + theirs for mine, theirs in zip(self, more, strict=True)))
 
 
-# In mixed precision with fused attention; torchtitan's with FSDP2. What DeepSpeed's stages add are views most of all,
-# of the buffers that it gathers into and reduces from, module by module.
+class Hooks(NamedTuple):
+    """As many operators take as long as the hooks of a module, and more for each of its parameters that stays whole, or
+    that is gathered."""
+
+    module: float
+    whole: float
+    gathered: float
+
+
+# In mixed precision with fused attention; torchtitan's with FSDP2. What DeepSpeed's stages 1 and 2 add are views most
+# of all, of the buffers that it reduces from. What stage 3 adds, operators among it, is its hooks' time.
 TRANSFORMERS = {"rmsnorm": Operators(56, 40, 71, 71), "layernorm": Operators(43, 21, 31, 43)}
 TORCHTITAN = Operators(24, 55, 39, 95)
-STAGES = {1: Operators(15, 93, 0, 0), 2: Operators(15, 93, 0, 0), 3: Operators(18, 250, 9, 32)}
+STAGES = {1: Operators(7, 89, 0, 0), 2: Operators(-2, 65, 9, 36)}
 # What recomputation adds; checkpoint stops at the last tensor that backward needs, before the block's end.
 AGAIN = {
     "full": {"rmsnorm": Operators(36, 33, 0, 63), "layernorm": Operators(18, 17, 0, 42)},
     "selective": {"rmsnorm": Operators(29, 45, 0, 63), "layernorm": Operators(13, 26, 0, 42)},
 }
 TORCHTITAN_AGAIN = {"full": Operators(18, 39, 2, 49), "selective": Operators(13, 48, 2, 49)}
-# Each linear layer with adapters, peft's, has as many more.
+# benchmarks/deepspeed_hooks.py, DeepSpeed 0.19.8; 0.12.4, of 2023, gave the same within 30 %. On one process: gathering
+# from others is a collective's time. `HERE`: seconds of an operator on that CPU.
+FORWARD, BACKWARD = Hooks(14, 2, 6), Hooks(7, 8, 24)
+HERE = 4.1e-6
+# Each linear layer with adapters, peft's, has as many more, and one more in each pass where it has dropout.
 ADAPTER = Operators(24 / 7, 6, 52 / 7, 66 / 7)
 ADAPTER_AGAIN = {"full": Operators(39 / 7, 6, 0, 20 / 7), "selective": Operators(25 / 7, 8, 0, 20 / 7)}
+ADAPTER_DROPOUT, ADAPTER_DROPOUT_AGAIN = Operators(1, 0, 1, 0), Operators(1, 0, 0, 0)
 
 
 def operators(spec: ModelSpec, run: Training) -> Operators:
@@ -63,7 +81,7 @@ def operators(spec: ModelSpec, run: Training) -> Operators:
 def _operators(norm: str, stack: str, zero: int, checkpointing: str | None) -> Operators:
     titan = stack == Torchtitan.name
     once = TORCHTITAN if titan else TRANSFORMERS[norm]
-    if stack == DeepSpeed.name and zero:
+    if stack == DeepSpeed.name and zero in STAGES:
         once = once.plus(STAGES[zero])
     if checkpointing is None:
         return once
@@ -71,15 +89,50 @@ def _operators(norm: str, stack: str, zero: int, checkpointing: str | None) -> O
 
 
 def host_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> float:
-    """Return the seconds the CPU takes to start the operators of one device's forward and backward passes; none where a
-    compiler has made few kernels of them."""
+    """Return the seconds the CPU takes to start the operators of one device's forward and backward passes, and for
+    hooks between them; none where a compiler has made few kernels of them."""
     if run.compile:
         return 0.0
     seconds = spec.layers * operators(spec, run).seconds(host)
     if adapters := sum(linear.count for linear in adapted(spec, run)):
         each = ADAPTER if run.checkpointing is None else ADAPTER.plus(ADAPTER_AGAIN[run.checkpointing])
+        if run.lora and run.lora.dropout:
+            each = each.plus(ADAPTER_DROPOUT)
+            each = each if run.checkpointing is None else each.plus(ADAPTER_DROPOUT_AGAIN)
         seconds += adapters * each.seconds(host)
     if run.quantization:
         quantized = sum(linear.count for linear in spec.block_linears)
         seconds += quantized * (3 if run.checkpointing == "full" else 2) * host.custom
-    return run.accumulation * seconds / run.pp
+    return run.accumulation * seconds / run.pp + hook_seconds(spec, run, host)
+
+
+def hook_modules(spec: ModelSpec) -> Hooks:
+    """Return a block's modules that run, and how many parameters, of these, stay whole and are gathered: norms' and
+    biases, and matrices, where the threshold is DeepSpeed's (stage3_param_persistence_threshold)."""
+    blocks = [linear for linear in spec.linears if linear.part != "head"]
+    matrices = sum(linear.count for linear in blocks) / spec.layers
+    biases = sum(linear.count for linear in blocks if linear.bias) / spec.layers
+    norms = spec.norms_per_layer + 2 * spec.qk_norm
+    around = 6 if spec.family == "gpt2" else 4  # the block, attention, MLP and its activation; GPT-2's two dropouts
+    return Hooks(matrices + norms + around, norms * (2 if spec.norm == "layernorm" else 1) + biases, matrices)
+
+
+def hook_spread(host: Efficiency) -> float:
+    """Return by what factor the seconds of ZeRO-3's hooks may be less, or more, than `hook_seconds`.
+
+    Hooks start few kernels, and `host` takes longer for an operator than the CPU on which they were timed beside one,
+    because it launches a kernel, and because it is slower; nobody has said by how much it is which. It takes from as
+    many seconds as that CPU to as many operators'.
+    """
+    return sqrt(host.dispatch / HERE)
+
+
+def hook_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> float:
+    """Return the seconds of DeepSpeed's hooks in a step, which it has at ZeRO-3: the middle, in logarithms, of what
+    `hook_spread` says. Recomputation runs forward's again."""
+    if run.zero != 3 or run.compile or not isinstance(run.stack, DeepSpeed):
+        return 0.0
+    again = 2 if run.checkpointing else 1
+    each = (number * (again * forward + backward)
+            for number, forward, backward in zip(hook_modules(spec), FORWARD, BACKWARD, strict=True))  # fmt: skip
+    return run.accumulation * spec.layers * sum(each) * HERE * hook_spread(host)

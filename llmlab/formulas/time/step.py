@@ -15,9 +15,10 @@ from ...hardware.gpu import GPU
 from ...hardware.nodes import to_host
 from ...specs.model import ModelSpec
 from ...specs.run import Inference, Run, Training
-from ...specs.stacks import Megatron, Torchtitan, Torchtune
+from ...specs.stacks import Megatron, StackOptions, Torchtitan, Torchtune
 from .. import newton_schulz
 from ..memory.float8 import CONVERTED
+from ..memory.fsdp import uses_fsdp
 from ..memory.precision import PRECISION
 from ..memory.share import adapter_bytes, attention_kernel, bytes_of
 from ..memory.states import States, states
@@ -33,6 +34,9 @@ from .roofline import decode_pass, prefill_pass
 GENERATING = {"rmsnorm": 55, "layernorm": 25}  # operators of a block that generates, each with a view
 # Stacks that take cuDNN's attention first: torchtitan (torchtitan/models/attention.py), and Transformer Engine.
 CUDNN = (Torchtitan, Megatron)
+# torch/optim/adam.py, _multi_tensor_adam: 21 reads and writes of a list of tensors (mul 2, lerp 3, mul 2, addcmul 4,
+# sqrt 2, div 2, add 2, addcdiv 4), where one kernel has 7.
+FOREACH = 3
 UNPACKED = 2.5  # bytes moved per packed weight, 4 bits read and 16 written, each time that it is multiplied
 
 
@@ -106,14 +110,28 @@ def passes(spec: ModelSpec, run: Training, card: GPU) -> Passes | None:
 
 def update_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float:
     """Return the seconds of the optimizer's update on one device: it reads weight (or its fp32 copy), gradient and
-    states, and writes all but the gradient."""
+    states, and writes all but the gradient; torch's AdamW does so in `FOREACH` passes, unless it is fused. A master
+    copy takes the gradient in fp32, and is copied to the weights."""
     b, held = PRECISION[run.precision], states(spec, run)
     weight, gradient, state = 3 * (adapter_bytes(run),) if run.lora else (b.master or b.weights, b.gradients, b.states)
     moments = {"adamw": 2 * state, "adamw-8bit": 2, "lion": state, "muon": state}.get(run.optimizer, 0)
-    half = b.weights if b.master and not run.lora else 0
+    copies = 0
+    if b.master and not run.lora:
+        if not uses_fsdp(run):  # whose shards are fp32, and so are gradients that it has reduced
+            copies = b.master + b.weights + (gradient + b.master if gradient < b.master else 0)
+        gradient = b.master
     orthogonal = _orthogonal_seconds(spec, run, found) if run.optimizer == "muon" else 0.0
-    moved = held.trained * (2 * weight + half + gradient + 2 * moments) / found.bandwidth
+    times = FOREACH if foreach_adamw(run) else 1
+    moved = held.trained * (times * (2 * weight + gradient + 2 * moments) + copies) / found.bandwidth
     return moved + orthogonal + _paged_seconds(run, held, found.card)
+
+
+def foreach_adamw(run: Training) -> bool:
+    """Whether AdamW is torch's own on lists of tensors: its default, but of a stack that has another, and of master
+    copies, which engines step by a fused kernel."""
+    own = isinstance(run.stack, StackOptions) and (run.stack.fused_adamw or isinstance(run.stack, Megatron))
+    masters = PRECISION[run.precision].master and not uses_fsdp(run)
+    return run.optimizer == "adamw" and not own and not masters
 
 
 def _paged_seconds(run: Training, held: States, card: GPU) -> float:

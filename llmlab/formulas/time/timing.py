@@ -16,9 +16,9 @@ from ...specs.run import Run, Training
 from ...specs.stacks import DeepSpeed, Megatron
 from ..memory.share import attention_kernel
 from .distributed import Step, step
-from .efficiency import efficiencies
+from .efficiency import Efficiency, efficiencies
 from .flops import flops
-from .host import host_seconds
+from .host import STAGES, hook_seconds, hook_spread, host_seconds
 from .kernels import Kernels, kernels, training_rates
 from .step import Traced, fastest_kernel, passes, peak_dtype, step_seconds, whole_seconds
 
@@ -57,6 +57,9 @@ def timing(
     if not isinstance(run, Training):
         return Timing(step_seconds(spec, run, card))
     found, nodes = kernels(card), cluster
+    if traced and hook_seconds(spec, run, found.host):  # a trace has what hooks start, and none of their Python
+        host = max(traced.passes.host, host_seconds(spec, run, found.host))
+        traced = traced._replace(passes=traced.passes._replace(host=host))
     if run.world_size == 1:
         parts, note, hidden, unnamed = _alone(spec, run, card, traced), "", 0.0, 0.0
         if not parts:
@@ -76,7 +79,7 @@ def timing(
     longest = _longest(spec, run, card, nodes, seconds + unnamed, factor, traced)
     kernel = traced.attention if traced else fastest_kernel(run, attention_kernel(spec, run, card))
     sources = _sources(run, found, parts, kernel)
-    sooner, later = _other_hosts(run, host_seconds(spec, run, found.host), parts)
+    sooner, later = _other_hosts(spec, run, found.host, parts)
     low, high = min(seconds / factor, seconds - sooner), max(longest, seconds + later)
     return Timing(seconds, low, high, parts, sources, {"data": hidden} if hidden else {}, layer, note)
 
@@ -98,18 +101,24 @@ def _spread(run: Training, found: Kernels, nodes: Cluster | None) -> float:
     return max(widest)
 
 
-def _other_hosts(run: Training, host: float, parts: Mapping[str, float]) -> tuple[float, float]:
-    """Return the seconds that a step takes less with a faster host than one that needs `host`, and more with a slower.
+def _other_hosts(
+    spec: ModelSpec, run: Training, host: Efficiency, parts: Mapping[str, float]
+) -> tuple[float, float]:  # fmt: skip
+    """Return the seconds that a step takes less with a faster host than `host`, and more with a slower.
 
-    Hosts are as far apart as the two whose operators were measured. DeepSpeed's stages run Python before and after each
-    module, forward and backward, which no count of operators has: as long again, on a slow host.
+    Hosts are as far apart as the two whose operators were measured, and for hooks as `hook_spread` says. DeepSpeed's
+    stages 1 and 2 run Python after gradients, which no count of operators has: as long again, on a slow host.
     """
     if run.compile:
         return 0.0, 0.0
     computed = sum(parts.get(name, 0.0) for name in COMPUTED)
     card, apart = computed - parts.get("launches", 0.0), _hosts_apart()
-    hooks = 2.0 if isinstance(run.stack, DeepSpeed) and run.zero else apart
-    return computed - max(card, host / apart), max(card, host * hooks) - computed
+    hooks = hook_seconds(spec, run, host)
+    operators = host_seconds(spec, run, host) - hooks
+    slower = 2.0 if isinstance(run.stack, DeepSpeed) and run.zero in STAGES else apart
+    spread = hook_spread(host) if hooks else 1.0
+    fast, slow = operators / apart + hooks / spread, operators * slower + hooks * spread
+    return computed - max(card, fast), max(card, slow) - computed
 
 
 @cache
