@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from math import log
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from llmlab.formulas.time.elementwise import fused_block, moved
 from llmlab.formulas.time.flops import flops
 from llmlab.formulas.time.kernels import BACKWARD, kernels, training_rates
 from llmlab.formulas.time.products import products
+from llmlab.formulas.time.step import seconds_beyond
 from llmlab.hardware.kernel_tables import kernel_table
 from llmlab.hardware.links import cluster
 
@@ -112,6 +114,24 @@ def test_intervals_widen_where_engines_and_hosts_differ():
     assert width(alone, "MI300X") > 2 * width(alone, "RTX-4090")  # other libraries too
 
 
+def test_products_that_are_extrapolated_widen_the_interval():
+    """Cut to a quarter of their axes, the measured grids extrapolate 8 in 10 products to within `beyond`, which comes to
+    the rest as the share of the step's time that such products have."""
+    spread = training_rates()["spread"]
+    assert derivation.beyond() == pytest.approx(spread["beyond"], rel=0.005)
+    found, run = kernels("A100"), Training(micro_batch=8, seq_len=1024, precision="bf16", compile=True)
+    assert not found.beyond(8192, 8192, 8192, "bf16") and found.beyond(8193, 8192, 8192, "bf16")
+    assert found.beyond(64, 65537, 64, "fp16") and not found.beyond(8193, 64, 64, "fp32")  # not extrapolated
+    assert not kernels("T4").beyond(10**6, 64, 64, "fp16")  # fitted, to records of whole steps
+    spec = lab.model("Llama-3.1-8B")
+    for rows in (8, 64):
+        report = lab.estimate(spec, replace(run, micro_batch=rows), "A100")
+        share = seconds_beyond(spec, replace(run, micro_batch=rows), found) / report.step_seconds
+        assert (0.02 < share < 0.2) if rows == 8 else (0.5 < share < 0.95)
+        wide = (spread["measured"] ** 2 + (share * spread["beyond"]) ** 2) ** 0.5
+        assert log(report.step_seconds_high / report.step_seconds) == pytest.approx(wide)
+
+
 def test_one_enumeration_of_products_for_flop_and_for_time():
     spec, run = lab.model("Qwen3-30B-A3B"), Training(micro_batch=2, seq_len=512, checkpointing="full", dp=2)
     counted = flops(spec, run)
@@ -146,7 +166,9 @@ def test_what_is_outside_of_what_was_measured_is_said_of_the_part_that_it_is():
     run = lab.Training(micro_batch=16, seq_len=1024, precision="bf16", attention="flash")
     said = {rows: lab.estimate("meta-llama/Llama-3.2-1B", replace(run, micro_batch=rows // 1024), "A100").time_sources
             for rows in (8192, 16384)}  # fmt: skip
-    assert said[16384]["products"] == said[8192]["products"] + "; beyond 8,192 rows, as the work grows"
+    # At 8,192 rows that is the head's alone, from 2,048 to 128,256; at 16,384 all but gradients of weights.
+    (head, most), words = (said[rows]["products"].split("; ")[1] for rows in said), "% of it beyond the sizes measured"
+    assert words in head and words in most and int(head.split("%")[0]) < 30 < 60 < int(most.split("%")[0])
     eager = lab.estimate("meta-llama/Llama-3.2-1B", replace(run, attention="eager"), "A100").time_sources
     assert eager["attention"] == f"its products: {eager['products']}"
     wide = lab.estimate("meta-llama/Llama-3.2-1B", lab.Training(), "A100").time_sources

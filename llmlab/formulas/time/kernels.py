@@ -25,7 +25,7 @@ from typing import Any
 
 from ...hardware.gpu import GPU
 from ...hardware.gpu import gpu as find_gpu
-from ...hardware.kernel_tables import KernelTable, kernel_table
+from ...hardware.kernel_tables import KernelTable, KernelTime, kernel_table
 from ...hardware.links import Group, node_link
 from ...hardware.tables import read_table
 from . import communication
@@ -148,7 +148,7 @@ class Kernels:
         if self.sustained == 1 or not self.table:
             return 1.0
         bursts = [_matmul(self.base.name, m, m, m, "bf16") for m in BURSTS]
-        fastest = max(2.0 * m**3 / seconds for m, seconds in zip(BURSTS, bursts, strict=True) if seconds)
+        fastest = max(2.0 * m**3 / found.seconds for m, found in zip(BURSTS, bursts, strict=True) if found)
         peak = self.card.peak("bf16")
         assert peak
         return min(1.0, self.sustained * peak * self.scale / fastest)
@@ -162,10 +162,10 @@ class Kernels:
         """The longest sequence whose attention was measured, in tokens; None where none was."""
         return self.table.attentions["bf16"].grid.axes[1][-1] if self.table else None
 
-    @property
-    def most_rows(self) -> int | None:
-        """The most rows of a product that was measured, which are tokens; None where none was."""
-        return self.table.matmuls["bf16"].grid.axes[0][-1] if self.table else None
+    def beyond(self, m: int, n: int, k: int, dtype: str) -> bool:
+        """Return whether a product's time is extrapolated: its dtype was measured, but not at such sizes."""
+        found = _matmul(self.base.name, m, n, k, dtype) if self.table else None
+        return found is not None and not found.inside
 
     def product(self, m: int, n: int, k: int, dtype: str) -> float | None:
         """Return the seconds of (m, k) · (k, n) in `dtype`; None for one that the card has no units for."""
@@ -186,7 +186,7 @@ class Kernels:
         moved = float(width * (m * k + k * n) + max(width, 2) * m * n)
         found = _matmul(self.base.name, m, n, k, dtype) if self.table else None
         if found:
-            return max(least, self._scaled(found, flop, moved, dtype))
+            return max(least, self._scaled(found.seconds, flop, moved, dtype))
         rate = self.shares["products"] * peak
         if self.reached and dtype != "fp32":  # fp8 of the same share as halves
             rate = self.reached * peak / (self.card.peak("bf16") or peak)
@@ -253,11 +253,10 @@ class Kernels:
 
 
 @lru_cache(maxsize=1 << 17)
-def _matmul(gpu: str, m: int, n: int, k: int, dtype: str) -> float | None:
-    """Return the measured seconds of a product; one lookup for all cards that it is transferred to."""
+def _matmul(gpu: str, m: int, n: int, k: int, dtype: str) -> KernelTime | None:
+    """Return the measured time of a product; one lookup for all cards that it is transferred to."""
     table = kernel_table(gpu)
-    found = table and table.matmul(m, n, k, dtype)
-    return found.seconds if found else None
+    return table.matmul(m, n, k, dtype) if table else None
 
 
 @cache
@@ -279,7 +278,7 @@ def _scale(card: GPU, base: GPU, reached: float | None) -> float:
     reach, else by the peaks."""
     large = _matmul(base.name, *LARGE, "bf16")
     if reached and large:
-        return 2 * prod(LARGE) / large / reached
+        return 2 * prod(LARGE) / large.seconds / reached
     theirs, mine = base.peak("bf16"), card.peak("bf16")
     return theirs / mine if theirs and mine else 1.0
 

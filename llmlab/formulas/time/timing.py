@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from math import exp
+from math import exp, hypot
 
 from ...base.errors import NotAvailable
 from ...hardware.gpu import GPU
@@ -20,13 +20,14 @@ from .efficiency import efficiencies
 from .flops import flops
 from .host import host_seconds
 from .kernels import Kernels, kernels, training_rates
-from .step import Traced, fastest_kernel, passes, peak_dtype, step_seconds, whole_seconds
+from .step import Traced, fastest_kernel, passes, peak_dtype, seconds_beyond, step_seconds, whole_seconds
 
 # What a step's seconds are divided into, in the order in which they are shown.
 PARTS = ("products", "attention", "elementwise", "launches", "tensor", "context", "experts", "pipeline", "bubble",
          "data", "optimizer", "offload", "scale")  # fmt: skip
 COMPUTED = PARTS[:4]
 FUSED = {"flash": "FlashAttention 2", "efficient": "the memory-efficient kernel", "cudnn": "cuDNN's"}
+LITTLE = 0.005  # a share that prints as 0 %
 SLOWEST_SLOT = 8  # times slower than PCIe in full: a desktop's second slot has 4 lanes of 16, and bytes go twice
 
 
@@ -71,17 +72,19 @@ def timing(
         parts, note, hidden = _of(terms), _connected(run, nodes), terms.data_sent - terms.data_exposed
         layer = {name: value for name, value in terms.layer.items() if value}
     seconds = sum(parts.values())
-    factor = exp(_spread(run, found, nodes))
+    beyond = seconds_beyond(spec, run, found)
+    factor = exp(_spread(run, found, nodes, beyond / seconds))
     longest = _longest(spec, run, card, nodes, seconds, factor, traced)
     kernel = traced.attention if traced else fastest_kernel(run, attention_kernel(spec, run, card))
-    sources = _sources(run, found, parts, kernel)
+    sources = _sources(run, found, parts, kernel, beyond)
     sooner, later = _other_hosts(run, host_seconds(spec, run, found.host), parts)
     low, high = min(seconds / factor, seconds - sooner), max(longest, seconds + later)
     return Timing(seconds, low, high, parts, sources, {"data": hidden} if hidden else {}, layer, note)
 
 
-def _spread(run: Training, found: Kernels, nodes: Cluster | None) -> float:
-    """Return the logarithm by which 8 in 10 predictions of such a run are off at most."""
+def _spread(run: Training, found: Kernels, nodes: Cluster | None, beyond: float) -> float:
+    """Return the logarithm by which 8 in 10 predictions of such a run are off at most; `beyond`: the share of its time
+    that is of products larger than those that were measured, whose own error comes to it as one that is independent."""
     spread = training_rates()["spread"]
     widest = [found.spread]
     if found.table and not found.measured(peak_dtype(run)):
@@ -94,7 +97,7 @@ def _spread(run: Training, found: Kernels, nodes: Cluster | None) -> float:
         widest.append(spread["pipeline"])  # whose engine is not known: DeepSpeed's took longer than Megatron-LM's
     if run.world_size > 1 and nodes and nodes.inside.kind == "pcie":
         widest.append(spread["data sheet"])  # how fast ranks talk through PCIe depends on a host that no table knows
-    return max(widest)
+    return hypot(max(widest), min(1.0, beyond) * spread["beyond"])
 
 
 def _other_hosts(run: Training, host: float, parts: Mapping[str, float]) -> tuple[float, float]:
@@ -169,15 +172,15 @@ def _connected(run: Training, nodes: Cluster) -> str:
     return f"Time: {nodes.gpus} GPUs per node on {nodes.inside.name}{between}."
 
 
-def _sources(run: Training, found: Kernels, parts: Mapping[str, float], kernel: str) -> dict[str, str]:
+def _sources(run: Training, found: Kernels, parts: Mapping[str, float], kernel: str, beyond: float) -> dict[str, str]:
     """Return where the rates of these parts are from, with attention by `kernel`, and what of the run is outside of
-    what was measured."""
+    what was measured; `beyond`: the seconds of such products."""
     said = {name: found.sources[name] for name in parts}
     dtype = peak_dtype(run)
     if found.table and not found.measured(dtype):
         said["products"] = f"{found.shares['products']:.0%} of the data sheet: {dtype} was not measured"
-    elif found.most_rows and run.tokens // run.cp > found.most_rows:
-        said["products"] += f"; beyond {found.most_rows:,} rows, as the work grows"
+    elif (share := beyond / parts["products"]) > LITTLE:
+        said["products"] += f"; {min(1.0, share):.0%} of it beyond the sizes measured, as the work grows"
     if "attention" not in said or not found.table:
         return said
     if kernel not in FUSED:
