@@ -156,8 +156,8 @@ def seconds(row: throughput.Row) -> tuple[float, float]:
 
 
 def beyond() -> float:
-    """Return how far off an extrapolated product is that 80 % are nearer than, as a logarithm: each card's grids without
-    the last three quarters of every axis, against what was measured there, of sizes that training has."""
+    """Return how far off an extrapolated product is that 80 % are nearer than, as a logarithm: each card's grids
+    without the last three quarters of every axis, against what was measured there, of sizes that training has."""
     errors = []
     for grid in (measured.grid for name in measured_cards() for measured in _table(name).matmuls.values()):
         axes = [tuple(size for size in axis if size <= axis[-1] / QUARTER) for axis in grid.axes]
@@ -198,8 +198,8 @@ HEAD = """\
 #            in each layer, for sharded parameters, else seconds
 # spread     logarithm by which 80 % of predictions are off at most, by where the rates are from; AMD: of its cards;
 #            cut: at least, with tensor or pipeline parallelism; pipeline: at least, of engines that are not named;
-#            beyond: of products that are extrapolated, beside the rest: the measured grids cut to a quarter of each axis,
-#            against what was measured beyond it
+#            beyond: of products that are extrapolated, beside the rest: measured grids cut to a quarter of each axis,
+#            against what was measured beyond
 # engine     seconds that a step on several GPUs may take longer, whatever the model: logging, clipping, norms, and
 #            other things of an engine that wait for the GPU. Megatron-LM's functional tests of tiny models took so much
 #

@@ -115,8 +115,8 @@ def test_intervals_widen_where_engines_and_hosts_differ():
 
 
 def test_products_that_are_extrapolated_widen_the_interval():
-    """Cut to a quarter of their axes, the measured grids extrapolate 8 in 10 products to within `beyond`, which comes to
-    the rest as the share of the step's time that such products have."""
+    """Cut to a quarter of their axes, the measured grids extrapolate 8 in 10 products to within `beyond`, which comes
+    to the rest as the share of the step's time that such products have."""
     spread = training_rates()["spread"]
     assert derivation.beyond() == pytest.approx(spread["beyond"], rel=0.005)
     found, run = kernels("A100"), Training(micro_batch=8, seq_len=1024, precision="bf16", compile=True)

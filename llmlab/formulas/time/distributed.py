@@ -126,6 +126,7 @@ def step(
     hidden_sends = isinstance(run.stack, Megatron) and run.virtual_stages > 1
 
     layers, within = stage_layers(spec.layers, run.pp, spec.name), tensor + context + experts
+    block = block._replace(host=block.host - m * within)  # the host goes on while ranks send
     # Stages with as many layers take as long, but for the last one, which has the head too.
     alike = {n: _stage(n, block, _Layer()).times(1 / m) for n in dict.fromkeys(layers[:-1])}
     last = _stage(layers[-1], block, head).times(1 / m)
@@ -216,9 +217,10 @@ def _tensor(spec: ModelSpec, run: Training, cluster: Cluster, found: Kernels, hi
         regathers = 2 if run.checkpointing == "selective" and not hidden else 0
         gathers, scatters = 4 + regathers + again, 2 + (0 if hidden else 2) + again
         # torchao gathers what it cast by tensor (float8_tensor_parallel.py), Transformer Engine whatever it casts.
-        cast = isinstance(run.stack, Megatron) and run.fp8_recipe or run.fp8 == "tensorwise"
+        cast = (isinstance(run.stack, Megatron) and run.fp8_recipe) or run.fp8 == "tensorwise"
         gathered = size / 2 if cast else size
-        gather, scatter = found.collective("all-gather", gathered, group), found.collective("reduce-scatter", size, group)
+        gather = found.collective("all-gather", gathered, group)
+        scatter = found.collective("reduce-scatter", size, group)
         if run.zero == 3:
             # FSDP2 with DTensor: what is gathered or scattered along dimension 1 is copied, to or from dimension 0
             # (torch/distributed/_functional_collectives.py, all_gather_tensor, reduce_scatter_tensor).

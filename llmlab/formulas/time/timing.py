@@ -25,7 +25,7 @@ from .step import Traced, fastest_kernel, passes, peak_dtype, seconds_beyond, st
 # What a step's seconds are divided into, in the order in which they are shown.
 PARTS = ("products", "attention", "elementwise", "launches", "tensor", "context", "experts", "pipeline", "bubble",
          "data", "optimizer", "offload", "scale")  # fmt: skip
-COMPUTED = PARTS[:4]
+COMPUTED, WITHIN = PARTS[:4], PARTS[4:7]  # the latter are sent between a layer's operators
 FUSED = {"flash": "FlashAttention 2", "efficient": "the memory-efficient kernel", "cudnn": "cuDNN's"}
 LITTLE = 0.005  # a share that prints as 0 %
 SLOWEST_SLOT = 8  # times slower than PCIe in full: a desktop's second slot has 4 lanes of 16, and bytes go twice
@@ -108,10 +108,10 @@ def _other_hosts(run: Training, host: float, parts: Mapping[str, float]) -> tupl
     """
     if run.compile:
         return 0.0, 0.0
-    computed = sum(parts.get(name, 0.0) for name in COMPUTED)
-    card, apart = computed - parts.get("launches", 0.0), _hosts_apart()
-    hooks = 2.0 if isinstance(run.stack, DeepSpeed) and run.zero else apart
-    return computed - max(card, host / apart), max(card, host * hooks) - computed
+    waited = parts.get("launches", 0.0)
+    busy = sum(parts.get(name, 0.0) for name in (*COMPUTED, *WITHIN)) - waited
+    hooks = 2.0 if isinstance(run.stack, DeepSpeed) and run.zero else _hosts_apart()
+    return waited - max(0.0, host / _hosts_apart() - busy), max(0.0, host * hooks - busy) - waited
 
 
 @cache
