@@ -254,11 +254,13 @@ def test_stacks_take_the_newest_attention_first():
 
 def test_a_step_that_waits_for_its_host_is_as_uncertain_as_the_host():
     run = Training(seq_len=256, precision="mixed-bf16")
-    waits, computes = (lab.estimate("gpt2", replace(run, seq_len=n, micro_batch=n // 64), "H100") for n in (64, 1024))
+    name = "Llama-3.2-1B"
+    waits, computes = (lab.estimate(name, replace(run, seq_len=n, micro_batch=n // 64), "H100") for n in (64, 1024))
     assert "launches" in waits.time and "launches" not in computes.time
     hosts = [efficiency(name).dispatch for name in ("T4", "A100")]
     assert waits.step_seconds_high / waits.step_seconds == pytest.approx(max(hosts) / min(hosts), rel=0.1)
-    assert computes.step_seconds_high / computes.step_seconds == pytest.approx(kernels(lab.gpu("H100")).interval)
+    own = kernels(lab.gpu("H100")).interval
+    assert computes.step_seconds_high / computes.step_seconds == pytest.approx(own, rel=0.01)
 
 
 def test_dtensor_takes_the_host_longer_than_a_b200_multiplies():

@@ -34,6 +34,10 @@ from .roofline import decode_pass, prefill_pass
 GENERATING = {"rmsnorm": 55, "layernorm": 25}  # operators of a block that generates, each with a view
 # Stacks that take cuDNN's attention first: torchtitan (torchtitan/models/attention.py), and Transformer Engine.
 CUDNN = (Torchtitan, Megatron)
+# All measured matrices have rows of whole 16 bytes. With a vocabulary of 50,257 an A100's products took almost 3 times
+# as long as with 50,304 (PyTorch's blog, Accelerating Large Language Models, 2023-04: 113 ms a step, then 87); with
+# CUDA 13 it can be 1.2 times (ml-explore/mlx, issue 2712). A compiler pads (torch._inductor.config.shape_padding).
+ALIGNED, UNALIGNED = 8, 3.0
 Sized = tuple[tuple[int, int, int], int]  # (m, n, k) of a product, and how often
 UNPACKED = 2.5  # bytes moved per packed weight, 4 bits read and 16 written, each time that it is multiplied
 
@@ -57,6 +61,14 @@ class Passes(NamedTuple):
     def seconds(self) -> float:
         """The slower of card and host."""
         return max(self.card, self.host)
+
+
+class Outside(NamedTuple):
+    """Seconds of products that are larger, or smaller, than those that were measured, and of those in half precision
+    whose rows are not whole 16 bytes, which may take `UNALIGNED` times as long."""
+
+    beyond: float
+    unaligned: float
 
 
 class Traced(NamedTuple):
@@ -201,15 +213,18 @@ def product_seconds(spec: ModelSpec, run: Training, found: Kernels) -> dict[str,
     return seconds
 
 
-def seconds_beyond(spec: ModelSpec, run: Training, found: Kernels) -> float:
-    """Return the seconds of those products of `product_seconds` that are larger, or smaller, than what was measured."""
-    total = sum(
-        times * (found.product(*size, kind) or 0.0)
-        for _, kind, sizes in _multiplied(spec, run)
-        for size, times in sizes
-        if found.beyond(*size, kind)
-    )
-    return total * run.accumulation / run.pp
+def outside(spec: ModelSpec, run: Training, found: Kernels) -> Outside:
+    """Return the seconds of those products of `product_seconds` whose shapes are outside of what was measured."""
+    beyond = unaligned = 0.0
+    for _, kind, sizes in _multiplied(spec, run):
+        _, n, k = sizes[0][0]
+        slow = found.measured(kind) and kind in ("fp16", "bf16") and not run.compile and (n % ALIGNED or k % ALIGNED)
+        for size, times in sizes:
+            if slow or found.beyond(*size, kind):
+                seconds = times * (found.product(*size, kind) or 0.0) * run.accumulation / run.pp
+                beyond += seconds if found.beyond(*size, kind) else 0.0
+                unaligned += seconds if slow else 0.0
+    return Outside(beyond, unaligned)
 
 
 def _multiplied(spec: ModelSpec, run: Training) -> Iterator[tuple[Product, str, tuple[Sized, ...]]]:

@@ -20,7 +20,18 @@ from .efficiency import efficiencies
 from .flops import flops
 from .host import host_seconds
 from .kernels import Kernels, kernels, training_rates
-from .step import Traced, fastest_kernel, passes, peak_dtype, seconds_beyond, step_seconds, whole_seconds
+from .step import (
+    ALIGNED,
+    UNALIGNED,
+    Outside,
+    Traced,
+    fastest_kernel,
+    outside,
+    passes,
+    peak_dtype,
+    step_seconds,
+    whole_seconds,
+)
 
 # What a step's seconds are divided into, in the order in which they are shown.
 PARTS = ("products", "attention", "elementwise", "launches", "tensor", "context", "experts", "pipeline", "bubble",
@@ -72,13 +83,14 @@ def timing(
         parts, note, hidden = _of(terms), _connected(run, nodes), terms.data_sent - terms.data_exposed
         layer = {name: value for name, value in terms.layer.items() if value}
     seconds = sum(parts.values())
-    beyond = seconds_beyond(spec, run, found)
-    factor = exp(_spread(run, found, nodes, beyond / seconds))
+    shapes = outside(spec, run, found)
+    factor = exp(_spread(run, found, nodes, shapes.beyond / seconds))
     longest = _longest(spec, run, card, nodes, seconds, factor, traced)
     kernel = traced.attention if traced else fastest_kernel(run, attention_kernel(spec, run, card))
-    sources = _sources(run, found, parts, kernel, beyond)
+    sources = _sources(run, found, parts, kernel, shapes)
     sooner, later = _other_hosts(run, host_seconds(spec, run, found.host), parts)
     low, high = min(seconds / factor, seconds - sooner), max(longest, seconds + later)
+    high += (UNALIGNED - 1) * shapes.unaligned
     return Timing(seconds, low, high, parts, sources, {"data": hidden} if hidden else {}, layer, note)
 
 
@@ -172,15 +184,21 @@ def _connected(run: Training, nodes: Cluster) -> str:
     return f"Time: {nodes.gpus} GPUs per node on {nodes.inside.name}{between}."
 
 
-def _sources(run: Training, found: Kernels, parts: Mapping[str, float], kernel: str, beyond: float) -> dict[str, str]:
+def _sources(
+    run: Training, found: Kernels, parts: Mapping[str, float], kernel: str, shapes: Outside
+) -> dict[str, str]:
     """Return where the rates of these parts are from, with attention by `kernel`, and what of the run is outside of
-    what was measured; `beyond`: the seconds of such products."""
+    what was measured, as `shapes` of products are."""
     said = {name: found.sources[name] for name in parts}
     dtype = peak_dtype(run)
     if found.table and not found.measured(dtype):
         said["products"] = f"{found.shares['products']:.0%} of the data sheet: {dtype} was not measured"
-    elif (share := beyond / parts["products"]) > LITTLE:
-        said["products"] += f"; {min(1.0, share):.0%} of it beyond the sizes measured, as the work grows"
+    else:
+        if (share := shapes.beyond / parts["products"]) > LITTLE:
+            said["products"] += f"; {min(1.0, share):.0%} of it beyond the sizes measured, as the work grows"
+        if (share := shapes.unaligned / parts["products"]) > LITTLE:
+            rows = f"of rows that are no multiples of {ALIGNED}"
+            said["products"] += f"; {min(1.0, share):.0%} of it {rows}, which may take {UNALIGNED:.0f} times as long"
     if "attention" not in said or not found.table:
         return said
     if kernel not in FUSED:
