@@ -8,7 +8,7 @@ long a product and attention take on a card. A compiled step starts no kernel la
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from ...base.errors import NotAvailable
@@ -227,8 +227,9 @@ def outside(spec: ModelSpec, run: Training, found: Kernels) -> Outside:
     return Outside(beyond, unaligned)
 
 
-def _multiplied(spec: ModelSpec, run: Training) -> Iterator[tuple[Product, str, tuple[Sized, ...]]]:
-    """Yield each layer's products on one device: the layer, their dtype, and (m, n, k) of the forward product, which
+@lru_cache(maxsize=256)
+def _multiplied(spec: ModelSpec, run: Training) -> tuple[tuple[Product, str, tuple[Sized, ...]], ...]:
+    """Return each layer's products on one device: the layer, their dtype, and (m, n, k) of the forward product, which
     comes first, of its input's gradient and of its weight's, each with how often a micro-batch has it."""
     dtype, rows = peak_dtype(run), run.tokens // run.cp
     # peft keeps adapters in fp32; autocast, and the engines that hold an fp32 copy of all, multiply them in half.
@@ -236,6 +237,7 @@ def _multiplied(spec: ModelSpec, run: Training) -> Iterator[tuple[Product, str, 
     in_fp32 = {"adapters"} if wide else set()
     if bytes_of(run).compute == 4:  # peft leaves what is not quantized in fp32
         in_fp32 |= {"head"}
+    found = []
     for each in products(spec, run):
         m, n, k = rows * each.copies, each.outputs, each.inputs
         if each.cut == "outputs":
@@ -244,7 +246,8 @@ def _multiplied(spec: ModelSpec, run: Training) -> Iterator[tuple[Product, str, 
             k = k // run.tp or 1
         kind = "fp32" if each.part in in_fp32 else "fp8" if run.fp8_recipe and each.part in CONVERTED else dtype
         sizes = ((m, n, k), each.forward + each.again), ((m, k, n), each.input_gradient)
-        yield each, kind, (*sizes, ((n, k, m), each.weight_gradient)) if each.weight_gradient else sizes
+        found.append((each, kind, (*sizes, ((n, k, m), each.weight_gradient)) if each.weight_gradient else sizes))
+    return tuple(found)
 
 
 def attention_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float | None:
