@@ -197,7 +197,8 @@ def test_fused_kernels_move_each_tensor_once():
 def test_a_compiler_reads_and_writes_eager_attentions_scores_few_times(precision, moved):
     """Forward reads the products' 2 bytes and writes softmax's output, in fp32 and in half under autocast; backward
     reads a gradient and softmax's output, and writes. What inductor makes of GPT-2 moved 10.2 and 15.5 bytes."""
-    spec = lab.model("gpt2")
+    sizes = {"n_embd": 768, "n_layer": 2, "n_head": 12, "n_positions": 1024, "vocab_size": 50304, "attn_pdrop": 0}
+    spec = lab.model({"model_type": "gpt2", **sizes})
     run = Training(micro_batch=4, seq_len=1024, precision=precision, compile=True, attention="eager")
     eager, flash = (fused_block(share_of(spec, each), each) for each in (run, replace(run, attention="flash")))
     assert eager - flash == moved * 4 * spec.heads * 1024**2
