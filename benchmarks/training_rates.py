@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from datetime import date
-from math import log, sqrt
+from itertools import product
+from math import log, log2, sqrt
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -24,7 +25,7 @@ import llmlab as lab
 from llmlab.archive import figure, held_out, records
 from llmlab.formulas.time import kernels as times
 from llmlab.formulas.time.efficiency import efficiencies
-from llmlab.hardware.kernel_tables import FOLDER, kernel_table
+from llmlab.hardware.kernel_tables import FOLDER, UNIT, WORK, Grid, kernel_table, timed
 from llmlab.specs.stacks import Megatron
 
 TABLE = Path(lab.__file__).parent / "hardware" / "training.toml"
@@ -36,6 +37,7 @@ STEPS = {"8.0": 0.04, "9.0": 0.04, "10": 0.04, "contention": 0.2, "share_per_dou
 MOST = {"contention": 1.0}  # what is hidden cannot cost more than what is not
 FINEST = 1 / 16  # of the first steps
 HELD = 0.8  # the share of rows that an interval is to hold
+QUARTER, SMALLEST = 4, 256  # of an axis is left to extrapolate from; rows and columns of a product in training
 SHORT = 0.1  # seconds of a step that engines may take longer with themselves than with the model
 
 
@@ -142,6 +144,7 @@ def spreads(rows: list[throughput.Row]) -> dict[str, float]:
         "AMD": _held(off(amd)),
         "cut": _held(off(cut)),
         "pipeline": _held(off(piped)),
+        "beyond": beyond(),
     }
 
 
@@ -150,6 +153,21 @@ def seconds(row: throughput.Row) -> tuple[float, float]:
     tokens, found = row.run.global_batch * row.run.seq_len / row.run.world_size, throughput.predict(row)
     assert found.rate
     return tokens / found.rate, tokens / row.measured
+
+
+def beyond() -> float:
+    """Return how far off an extrapolated product is that 80 % are nearer than, as a logarithm: each card's grids
+    without the last three quarters of every axis, against what was measured there, of sizes that training has."""
+    errors = []
+    for grid in (measured.grid for name in measured_cards() for measured in _table(name).matmuls.values()):
+        axes = [tuple(size for size in axis if size <= axis[-1] / QUARTER) for axis in grid.axes]
+        kept = Grid(tuple(axes), tuple(round(UNIT * log2(grid.nanoseconds(sizes))) for sizes in product(*axes)))
+        errors += [
+            log(timed(kept, sizes, WORK["matmuls"]).seconds / timed(grid, sizes, WORK["matmuls"]).seconds)
+            for sizes in product(*grid.axes)
+            if min(sizes) >= SMALLEST and not kept.contains(sizes)
+        ]
+    return _held(errors)
 
 
 def engine(rows: list[throughput.Row]) -> float:
@@ -179,7 +197,9 @@ HEAD = """\
 #            inside a node; what each doubling of the nodes costs: a share of the step where ranks wait for one another
 #            in each layer, for sharded parameters, else seconds
 # spread     logarithm by which 80 % of predictions are off at most, by where the rates are from; AMD: of its cards;
-#            cut: at least, with tensor or pipeline parallelism; pipeline: at least, of engines that are not named
+#            cut: at least, with tensor or pipeline parallelism; pipeline: at least, of engines that are not named;
+#            beyond: of products that are extrapolated, beside the rest: measured grids cut to a quarter of each axis,
+#            against what was measured beyond
 # engine     seconds that a step on several GPUs may take longer, whatever the model: logging, clipping, norms, and
 #            other things of an engine that wait for the GPU. Megatron-LM's functional tests of tiny models took so much
 #

@@ -106,12 +106,20 @@ class KernelTable:
     collectives: Mapping[str, Measured]
 
     def matmul(self, m: int, n: int, k: int, dtype: str = "bf16") -> KernelTime | None:
-        """Return the time of (m, k) · (k, n); None where `dtype` was not measured. fp16 takes bf16's time."""
-        measured = self.matmuls.get("bf16" if dtype == "fp16" else dtype)
+        """Return the time of (m, k) · (k, n); None where `dtype` was not measured. fp16 takes bf16's time.
+
+        In bf16 what was measured only transposed, (n, k) · (k, m), takes as long: a few percent apart where both were.
+        In fp8 it does not: the first matrix is cast within the time.
+        """
+        kind = "bf16" if dtype == "fp16" else dtype
+        measured = self.matmuls.get(kind)
         if measured is None:
             return None
-        found = _time(measured.grid, (m, n, k), WORK["matmuls"])
-        return found._replace(seconds=found.seconds * padding((m, n, k), measured.tile, self.sms))
+        sizes = m, n, k
+        if kind == "bf16" and not measured.grid.contains(sizes) and measured.grid.contains((n, m, k)):
+            sizes = n, m, k
+        found = timed(measured.grid, sizes, WORK["matmuls"])
+        return found._replace(seconds=found.seconds * padding(sizes, measured.tile, self.sms))
 
     def attention(self, batch: int, heads: int, length: int, head_size: int) -> KernelTime | None:
         """Return the time of the forward pass of causal attention in bf16; None where none was measured."""
@@ -121,9 +129,9 @@ class KernelTable:
         if len(sizes) == 1 and head_size != sizes[0] and (other := kernel_table(SIZED)):
             at, like = (other.attention(batch, heads, length, size) for size in (head_size, sizes[0]))
             assert at and like
-            there = _time(measured.grid, (sizes[0], *rest), WORK["attentions"])
+            there = timed(measured.grid, (sizes[0], *rest), WORK["attentions"])
             return KernelTime(there.seconds * at.seconds / like.seconds, False)
-        return _time(measured.grid, (head_size, *rest), WORK["attentions"])
+        return timed(measured.grid, (head_size, *rest), WORK["attentions"])
 
     def collective(self, operation: str, size: int, ranks: int) -> KernelTime | None:
         """Return the time of "all-reduce", "all-gather", "reduce-scatter" or "all-to-all" inside a node.
@@ -134,7 +142,7 @@ class KernelTable:
         measured = self.collectives.get(operation)
         if measured is None or ranks > measured.grid.axes[0][-1]:
             return None
-        return _time(measured.grid, (ranks, size), WORK["collectives"])
+        return timed(measured.grid, (ranks, size), WORK["collectives"])
 
 
 def padding(point: Sequence[float], tile: Sequence[int] | None, sms: int) -> float:
@@ -148,7 +156,7 @@ def padding(point: Sequence[float], tile: Sequence[int] | None, sms: int) -> flo
     return ceil(blocks / sms) * sms * tile[0] * tile[1] / (point[0] * point[1])
 
 
-def _time(grid: Grid, point: tuple[int, ...], powers: tuple[int, ...]) -> KernelTime:
+def timed(grid: Grid, point: tuple[int, ...], powers: tuple[int, ...]) -> KernelTime:
     """Return the time at `point`: beyond an axis' end it grows as the work does, by that power of the axis."""
     sides = zip(point, grid.axes, powers, strict=True)
     grown = prod(max(1.0, x / axis[-1]) ** power for x, axis, power in sides)

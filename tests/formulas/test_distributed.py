@@ -239,6 +239,16 @@ def test_dtensor_copies_what_it_gathers_along_the_sequence():
     assert titan > 1.2 * megatron
 
 
+def test_what_is_cast_by_tensor_is_gathered_in_fp8():
+    """torchao's Float8ColwiseParallel and Float8RowwiseParallel: half the bytes of all gathers; sums stay in bf16."""
+    run = Training(micro_batch=8, seq_len=8192, precision="mixed-bf16", tp=8, dp=2, sequence_parallel=True, zero=3,
+                   compile=True, checkpointing="full")  # fmt: skip
+    run = replace(run, stack="torchtitan")
+    whole, rowwise, cast = (step("Llama-3.1-70B", replace(run, fp8=fp8), "H100", H100).tensor
+                            for fp8 in (None, "rowwise", "tensorwise"))  # fmt: skip
+    assert whole == rowwise and 0.7 * whole < cast < 0.8 * whole
+
+
 def test_accumulation_with_cut_gradients_sends_them_each_time():
     sent = {
         zero: [step("gpt2", replace(SMALL, dp=8, zero=zero, accumulation=n), "H100", H100).data_sent for n in (1, 4)]

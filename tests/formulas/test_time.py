@@ -14,6 +14,7 @@ from llmlab import Inference, LoRA, Training
 from llmlab.archive import figure, held_out, records
 from llmlab.formulas.time.efficiency import efficiencies, efficiency
 from llmlab.formulas.time.elementwise import accumulated
+from llmlab.formulas.time.host import DTENSOR, FSDP2, host_seconds, operators, python_seconds
 from llmlab.formulas.time.kernels import kernels
 from llmlab.formulas.time.products import products
 from llmlab.formulas.time.step import hfu, mfu, passes, price, step_seconds, training_days
@@ -253,11 +254,35 @@ def test_stacks_take_the_newest_attention_first():
 
 def test_a_step_that_waits_for_its_host_is_as_uncertain_as_the_host():
     run = Training(seq_len=256, precision="mixed-bf16")
-    waits, computes = (lab.estimate("gpt2", replace(run, seq_len=n, micro_batch=n // 64), "H100") for n in (64, 1024))
+    name = "Llama-3.2-1B"
+    waits, computes = (lab.estimate(name, replace(run, seq_len=n, micro_batch=n // 64), "H100") for n in (64, 1024))
     assert "launches" in waits.time and "launches" not in computes.time
     hosts = [efficiency(name).dispatch for name in ("T4", "A100")]
-    assert waits.step_seconds_high / waits.step_seconds == pytest.approx(max(hosts) / min(hosts), rel=0.1)
-    assert computes.step_seconds_high / computes.step_seconds == pytest.approx(kernels(lab.gpu("H100")).interval)
+    update = waits.time["optimizer"]  # which is the card's alone
+    slower = (waits.step_seconds_high - update) / (waits.step_seconds - update)
+    assert slower == pytest.approx(max(hosts) / min(hosts), rel=0.1)
+    own = kernels(lab.gpu("H100")).interval
+    assert computes.step_seconds_high / computes.step_seconds == pytest.approx(own, rel=0.01)
+
+
+def test_dtensor_takes_the_host_longer_than_a_b200_multiplies():
+    """Under tensor parallelism torchtitan's blocks wait for Python; what ranks send meanwhile does not come to it. A
+    compiler asks DTensor once, Megatron-LM never."""
+    run = Training(micro_batch=1, seq_len=8192, precision="mixed-bf16", zero=3, dp=2, tp=2, sequence_parallel=True)
+    run = replace(run, stack="torchtitan:ac=none")
+    spec, host = lab.model("Meta-Llama-3-8B"), kernels("B200").host
+    with_dtensor = host_seconds(spec, run, host)
+    sharded = host_seconds(spec, replace(run, tp=1, sequence_parallel=False), host)
+    assert with_dtensor - sharded == pytest.approx(32 * sum(DTENSOR))
+    assert sharded - 32 * operators(spec, run).seconds(host) == pytest.approx(32 * sum(FSDP2))
+    again = replace(run, checkpointing="full", stack="torchtitan:ac=full")
+    recomputed = host_seconds(spec, again, host) - 32 * operators(spec, again).seconds(host)
+    assert recomputed == pytest.approx(32 * (sum(FSDP2) + sum(DTENSOR) + DTENSOR[0]))
+    time = lab.estimate(spec, run, "B200").time
+    waited = time["launches"] + time["products"] + time["attention"] + time["elementwise"] + time["tensor"]
+    assert time["launches"] > 0 and waited == pytest.approx(with_dtensor, rel=0.06)  # the head runs while it waits
+    assert python_seconds(spec, replace(run, compile=True)) == 0
+    assert python_seconds(spec, replace(run, stack="megatron", zero=1)) == 0
 
 
 def test_paged_states_go_through_pcie_where_they_do_not_fit():

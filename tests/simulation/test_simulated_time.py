@@ -90,13 +90,13 @@ def test_views_start_no_kernel_and_repeats_are_read_once():
 
 def test_a_card_that_nobody_measured_has_a_time_and_a_wider_interval():
     run = Training(micro_batch=16, precision="bf16")  # in which no card waits for its host
-    config = {**lab.model("gpt2").config, "n_layer": 1}
+    config = {**lab.model("gpt2").config, "n_layer": 1, "vocab_size": 50304}
     wide = []
     for gpu in ("A100", "H100", "RTX-4090"):
         report = lab.simulate(config, run, gpu)
         assert report.step_seconds_low < report.step_seconds < report.step_seconds_high and report.mfu
         wide.append(report.step_seconds_high / report.step_seconds)
-    assert wide[0] == wide[1] < wide[2]
+    assert wide[1] <= wide[0] < 1.05 * wide[1] < wide[2]  # an A100's head is beyond the sizes measured
 
 
 def test_a_compiled_step_takes_its_fused_kernels_bytes_and_waits_for_nobody():

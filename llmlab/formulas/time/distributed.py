@@ -127,6 +127,7 @@ def step(
     hidden_sends = isinstance(run.stack, Megatron) and run.virtual_stages > 1
 
     layers, within = layers_of(spec, run), tensor + context + experts
+    block = block._replace(host=block.host - m * within)  # the host goes on while ranks send
     # Stages with as many layers take as long, but for the last one, which has the head too.
     alike = {n: _stage(n, block, _Layer()).times(1 / m) for n in dict.fromkeys(layers[:-1])}
     last = _stage(layers[-1], block, head).times(1 / m)
@@ -217,13 +218,15 @@ def _tensor(spec: ModelSpec, run: Training, cluster: Cluster, found: Kernels, hi
     if run.sequence_parallel:
         regathers = 2 if run.checkpointing == "selective" and not hidden else 0
         gathers, scatters = 4 + regathers + again, 2 + (0 if hidden else 2) + again
-        gather, scatter = (found.collective(each, size, group) for each in ("all-gather", "reduce-scatter"))
+        # torchao gathers what it cast by tensor (float8_tensor_parallel.py), Transformer Engine whatever it casts.
+        cast = (isinstance(run.stack, Megatron) and run.fp8_recipe) or run.fp8 == "tensorwise"
+        gathered = size / 2 if cast else size
+        gather = found.collective("all-gather", gathered, group)
+        scatter = found.collective("reduce-scatter", size, group)
         if run.zero == 3:
             # FSDP2 with DTensor: what is gathered or scattered along dimension 1 is copied, to or from dimension 0
             # (torch/distributed/_functional_collectives.py, all_gather_tensor, reduce_scatter_tensor).
-            gather, scatter = (each + 2 * size / found.bandwidth for each in (gather, scatter))
-        if isinstance(run.stack, Megatron) and run.fp8_recipe:  # Transformer Engine gathers what it cast
-            gather = found.collective("all-gather", size / 2, group)
+            gather, scatter = gather + 2 * gathered / found.bandwidth, scatter + 2 * size / found.bandwidth
         return gathers * gather + scatters * scatter
     return (2 + (0 if hidden else 2) + again) * found.collective("all-reduce", size, group)
 

@@ -19,6 +19,7 @@ from ..memory.activations import FUSED, block_saved
 from ..memory.float8 import converted
 from ..memory.fsdp import uses_fsdp
 from ..memory.precision import PRECISION
+from ..memory.scores import score_elements
 from ..memory.share import Share, adapted, adapter_bytes, share_of
 from ..memory.states import block_parameters, states
 from .products import ROW_PARALLEL
@@ -196,7 +197,8 @@ def fused_block(share: Share, run: Training) -> float:
         rotation                        reads and writes queries and keys, backward too
         activation                      gated: reads 2 f, writes f; backward: reads 3 f, writes 2 f, and f once more for
                                         the weight's gradient. Else 2 f, and 3 f
-        eager attention's scores        as without a compiler
+        eager attention's scores        compiled: reads them, writes what is kept; backward: reads their gradient and
+                                        softmax's output, writes a gradient. Else as operator by operator
     """
     spec, T, r, c = share.spec, share.tokens, share.bytes.residual, share.bytes.compute
     linears = (1 if spec.fused_qkv else 3, 2 if spec.gated else 1)
@@ -208,8 +210,11 @@ def fused_block(share: Share, run: Training) -> float:
     forward = sum(norms) + rotated + (3 if spec.gated else 2) * width
     backward = sum(norms_back) + rotated + (6 if spec.gated else 3) * width
     again = {None: 0.0, "selective": 1.0, "full": 1.0}[run.checkpointing]
-    scores = sum(one.bytes for one in block_saved(share) if one.kind == "scores") / run.tp
-    return T * (forward * (1 + again) + backward) + SCORE_MOVES * scores
+    kept = sum(one.bytes for one in block_saved(share) if one.kind == "scores") / run.tp
+    scores = SCORE_MOVES * kept
+    if run.compile and kept:
+        scores = kept + score_elements(share) / run.tp * (3 * share.attention_bytes + share.softmax_bytes)
+    return T * (forward * (1 + again) + backward) + scores
 
 
 def titan_block(share: Share, run: Training) -> float:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from ...specs.model import ModelSpec
 from ...specs.run import Training
-from ...specs.stacks import DeepSpeed, Torchtitan
+from ...specs.stacks import DeepSpeed, Torchtitan, Torchtune
 from ..memory.share import adapted
 from .efficiency import Efficiency
 
@@ -71,6 +71,10 @@ ADAPTER = Operators(24 / 7, 6, 52 / 7, 66 / 7)
 ADAPTER_AGAIN = {"full": Operators(39 / 7, 6, 0, 20 / 7), "selective": Operators(25 / 7, 8, 0, 20 / 7)}
 ADAPTER_DROPOUT, ADAPTER_DROPOUT_AGAIN = Operators(1, 0, 1, 0), Operators(1, 0, 0, 0)
 
+# Seconds that Python takes in a block beside its operators, forward and backward: FSDP2's hooks, which gather and free,
+# and DTensor under tensor parallelism (benchmarks/block_host.py, torch 2.13, one thread of a Xeon, 2026-11-25).
+FSDP2, DTENSOR = (0.7e-3, 1.0e-3), (3.0e-3, 4.8e-3)
+
 
 def operators(spec: ModelSpec, run: Training) -> Operators:
     """Return the operators of a block in a micro-batch, adapters' left out."""
@@ -103,7 +107,7 @@ def host_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> float:
     if run.quantization:
         quantized = sum(linear.count for linear in spec.block_linears)
         seconds += quantized * (3 if run.checkpointing == "full" else 2) * host.custom
-    return run.accumulation * seconds / run.pp + hook_seconds(spec, run, host)
+    return run.accumulation * seconds / run.pp + hook_seconds(spec, run, host) + python_seconds(spec, run)
 
 
 def hook_modules(spec: ModelSpec) -> Hooks:
@@ -136,3 +140,15 @@ def hook_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> float:
     each = (number * (again * forward + backward)
             for number, forward, backward in zip(hook_modules(spec), FORWARD, BACKWARD, strict=True))  # fmt: skip
     return run.accumulation * spec.layers * sum(each) * HERE * hook_spread(host)
+
+
+def python_seconds(spec: ModelSpec, run: Training) -> float:
+    """Return the seconds that FSDP2 and DTensor take the CPU in the passes of one device's blocks. DTensor finds out
+    for every operator how its tensors are laid out and what must be sent, a compiler once; stacks that divide layers
+    themselves, as Megatron-LM does, have none."""
+    if run.compile or not isinstance(run.stack, (Torchtitan, Torchtune)):
+        return 0.0
+    seconds = sum(FSDP2) if run.zero == 3 else 0.0
+    if run.tp > 1:
+        seconds += sum(DTENSOR) + (DTENSOR[0] if run.checkpointing else 0.0)
+    return run.accumulation * spec.layers / run.pp * seconds

@@ -21,11 +21,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from math import exp, prod
+from statistics import median
 from typing import Any
 
 from ...hardware.gpu import GPU
 from ...hardware.gpu import gpu as find_gpu
-from ...hardware.kernel_tables import KernelTable, kernel_table
+from ...hardware.kernel_tables import KernelTable, KernelTime, kernel_table
 from ...hardware.links import Group, node_link
 from ...hardware.tables import read_table
 from . import communication
@@ -33,6 +34,8 @@ from .efficiency import Efficiency, efficiency
 
 LAUNCH = 2e-6  # s of an empty kernel
 LARGE = (8192, 8192, 8192)  # a product that is bound by FLOP on every card
+# Products in fp8 that are far from square, whose times say what casting the first matrix takes.
+CASTING = tuple((m, n, k) for m in (8192, 16384, 32768) for n in (256, 512, 1024) for k in (4096, 8192))
 BURSTS = (4096, 8192)  # rows of square products, of which the fastest is at the clocks of a burst
 # FlashAttention's backward pass is five products to forward's two, and reaches up to 63 % of an A100's peak where
 # forward reaches up to 73 % (arXiv 2307.08691, section 1).
@@ -57,6 +60,7 @@ class Kernels:
     sustained: float
     spread: float
     reached: float | None  # FLOP/s that others measured of large products in half precision
+    flash: dict[str, float] | None  # 10^12 FLOP/s of FlashAttention 2, forward and backward, on chips of other makers
     scale: float  # what a FLOP takes on `card` over what it takes on `base`
     _products: dict[tuple[int, int, int, str], float | None] = field(default_factory=dict)
     _attentions: dict[tuple[int, int, int, int, str], float] = field(default_factory=dict)
@@ -88,6 +92,8 @@ class Kernels:
             if "all-reduce" in self.table.collectives:
                 nccl = ", ".join(self.table.collectives["all-reduce"].measured_by)
                 links = f"inside a node {self.origin} ({nccl}), else links.toml" if self._joined else links
+        elif self.flash:
+            attention = f"FlashAttention 2 at {self.flash['forward']:.0f} TFLOP/s (products.toml)"
         elif self.rates is None:
             attention = f"{self.shares['attention']:.0%} of the data sheet"
         slots = node_link(self.card)
@@ -136,6 +142,8 @@ class Kernels:
     @property
     def backward(self) -> float:
         """Seconds of fused attention's backward pass over those of its forward pass."""
+        if self.flash:
+            return 2.5 * self.flash["forward"] / self.flash["backward"]
         return 2.5 if self._fitted("attention") else BACKWARD
 
     def _fitted(self, what: str) -> bool:
@@ -148,7 +156,7 @@ class Kernels:
         if self.sustained == 1 or not self.table:
             return 1.0
         bursts = [_matmul(self.base.name, m, m, m, "bf16") for m in BURSTS]
-        fastest = max(2.0 * m**3 / seconds for m, seconds in zip(BURSTS, bursts, strict=True) if seconds)
+        fastest = max(2.0 * m**3 / found.seconds for m, found in zip(BURSTS, bursts, strict=True) if found)
         peak = self.card.peak("bf16")
         assert peak
         return min(1.0, self.sustained * peak * self.scale / fastest)
@@ -162,10 +170,10 @@ class Kernels:
         """The longest sequence whose attention was measured, in tokens; None where none was."""
         return self.table.attentions["bf16"].grid.axes[1][-1] if self.table else None
 
-    @property
-    def most_rows(self) -> int | None:
-        """The most rows of a product that was measured, which are tokens; None where none was."""
-        return self.table.matmuls["bf16"].grid.axes[0][-1] if self.table else None
+    def beyond(self, m: int, n: int, k: int, dtype: str) -> bool:
+        """Return whether a product's time is extrapolated: its dtype was measured, but not at such sizes."""
+        found = _matmul(self.base.name, m, n, k, dtype) if self.table else None
+        return found is not None and not found.inside
 
     def product(self, m: int, n: int, k: int, dtype: str) -> float | None:
         """Return the seconds of (m, k) · (k, n) in `dtype`; None for one that the card has no units for."""
@@ -186,7 +194,12 @@ class Kernels:
         moved = float(width * (m * k + k * n) + max(width, 2) * m * n)
         found = _matmul(self.base.name, m, n, k, dtype) if self.table else None
         if found:
-            return max(least, self._scaled(found, flop, moved, dtype))
+            seconds = found.seconds
+            if dtype == "fp8":  # casts are counted with what else moves bytes (elementwise.FP8_CASTS)
+                theirs = self.base.peak(dtype)
+                assert theirs
+                seconds = max(seconds - m * k * _cast_seconds(self.base.name), flop / theirs) / self.clocks
+            return max(least, self._scaled(seconds, flop, moved, dtype))
         rate = self.shares["products"] * peak
         if self.reached and dtype != "fp32":  # fp8 of the same share as halves
             rate = self.reached * peak / (self.card.peak("bf16") or peak)
@@ -219,6 +232,8 @@ class Kernels:
         if found and self.table:
             moved = 8.0 * heads * length * head_size
             return slower * self._scaled(found.seconds, flop, moved, "bf16") / self.clocks
+        if self.flash and dtype != "fp32":
+            return LAUNCH + slower * flop / (1e12 * self.flash["forward"])
         peak = self.card.peak(dtype) or self.card.peak("fp16") or self.card.peak_flops["fp32"]
         if self.reached and dtype != "fp32":
             peak = self.reached / self.shares["products"]
@@ -253,11 +268,19 @@ class Kernels:
 
 
 @lru_cache(maxsize=1 << 17)
-def _matmul(gpu: str, m: int, n: int, k: int, dtype: str) -> float | None:
-    """Return the measured seconds of a product; one lookup for all cards that it is transferred to."""
+def _matmul(gpu: str, m: int, n: int, k: int, dtype: str) -> KernelTime | None:
+    """Return the measured time of a product; one lookup for all cards that it is transferred to."""
     table = kernel_table(gpu)
-    found = table and table.matmul(m, n, k, dtype)
-    return found.seconds if found else None
+    return table.matmul(m, n, k, dtype) if table else None
+
+
+@cache
+def _cast_seconds(gpu: str) -> float:
+    """Return the seconds per element that the measured products in fp8 take to cast their first matrix, as serving does
+    in each step: what (m, k) · (k, n) takes longer than (n, k) · (k, m), which in bf16 takes as long."""
+    times = {sizes: _matmul(gpu, *sizes, "fp8") for m, n, k in CASTING for sizes in ((m, n, k), (n, m, k))}
+    known = {sizes: found.seconds for sizes, found in times.items() if found}
+    return median((known[m, n, k] - known[n, m, k]) / ((m - n) * k) for m, n, k in CASTING)
 
 
 @cache
@@ -270,7 +293,7 @@ def _through_pcie(bandwidth: float) -> KernelTable | None:
 def _reached(card: GPU) -> float | None:
     """Return the FLOP/s that others measured of large products in half precision on `card`."""
     table = read_table("products.toml")
-    found = table["zzc0721"].get(card.name) or table["stas00"].get(card.name)
+    found = next((table[by][card.name] for by in ("zzc0721", "ROCm", "stas00") if card.name in table[by]), None)
     return 1e12 * found if found else None
 
 
@@ -279,7 +302,7 @@ def _scale(card: GPU, base: GPU, reached: float | None) -> float:
     reach, else by the peaks."""
     large = _matmul(base.name, *LARGE, "bf16")
     if reached and large:
-        return 2 * prod(LARGE) / large / reached
+        return 2 * prod(LARGE) / large.seconds / reached
     theirs, mine = base.peak("bf16"), card.peak("bf16")
     return theirs / mine if theirs and mine else 1.0
 
@@ -313,6 +336,7 @@ def kernels(card: GPU | str) -> Kernels:
         sustained=_sustained(found, base),
         spread=shared["spread"][_nearness(found, base, kind)],
         reached=reached,
+        flash=read_table("products.toml")["attention"].get(found.architecture),
         scale=_scale(found, base, reached) if base and base is not found else 1.0,
     )
 

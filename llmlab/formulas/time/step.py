@@ -8,6 +8,7 @@ long a product and attention take on a card. A compiled step starts no kernel la
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from ...base.errors import NotAvailable
@@ -28,7 +29,7 @@ from .flops import flops, head_sizes
 from .host import host_seconds
 from .kernels import Kernels, kernels
 from .offload import offloaded_step
-from .products import gradients_of_first_block, products
+from .products import Product, gradients_of_first_block, products
 from .roofline import decode_pass, prefill_pass
 
 GENERATING = {"rmsnorm": 55, "layernorm": 25}  # operators of a block that generates, each with a view
@@ -37,6 +38,11 @@ CUDNN = (Torchtitan, Megatron)
 # torch/optim/adam.py, _multi_tensor_adam: 21 reads and writes of a list of tensors (mul 2, lerp 3, mul 2, addcmul 4,
 # sqrt 2, div 2, add 2, addcdiv 4), where one kernel has 7.
 FOREACH = 3
+# All measured matrices have rows of whole 16 bytes. With a vocabulary of 50,257 an A100's products took almost 3 times
+# as long as with 50,304 (PyTorch's blog, Accelerating Large Language Models, 2023-04: 113 ms a step, then 87); with
+# CUDA 13 it can be 1.2 times (ml-explore/mlx, issue 2712). A compiler pads (torch._inductor.config.shape_padding).
+ALIGNED, UNALIGNED = 8, 3.0
+Sized = tuple[tuple[int, int, int], int]  # (m, n, k) of a product, and how often
 UNPACKED = 2.5  # bytes moved per packed weight, 4 bits read and 16 written, each time that it is multiplied
 
 
@@ -59,6 +65,14 @@ class Passes(NamedTuple):
     def seconds(self) -> float:
         """The slower of card and host."""
         return max(self.card, self.host)
+
+
+class Outside(NamedTuple):
+    """Seconds of products that are larger, or smaller, than those that were measured, and of those in half precision
+    whose rows are not whole 16 bytes, which may take `UNALIGNED` times as long."""
+
+    beyond: float
+    unaligned: float
 
 
 class Traced(NamedTuple):
@@ -199,25 +213,15 @@ def price(card: GPU, card_hours: float, usd_per_hour: float | None = None) -> fl
 def product_seconds(spec: ModelSpec, run: Training, found: Kernels) -> dict[str, float] | None:
     """Return the seconds of products with weights by part, on a device with an equal share of all layers; None for a
     dtype that the card has no units for."""
-    dtype, rows = peak_dtype(run), run.tokens // run.cp
-    # peft keeps adapters in fp32; autocast, and the engines that hold an fp32 copy of all, multiply them in half.
-    wide = run.precision in ("fp32", "fp16", "bf16") and adapter_bytes(run) == 4
-    in_fp32 = {"adapters"} if wide else set()
-    if bytes_of(run).compute == 4:  # peft leaves what is not quantized in fp32
-        in_fp32 |= {"head"}
     seconds: dict[str, float] = {}
-    for each in products(spec, run):
-        m, n, k = rows * each.copies, each.outputs, each.inputs
-        if each.cut == "outputs":
-            n = n // run.tp or 1
-        elif each.cut == "inputs":
-            k = k // run.tp or 1
-        kind = "fp32" if each.part in in_fp32 else "fp8" if run.fp8_recipe and each.part in CONVERTED else dtype
-        forward, back = found.product(m, n, k, kind), found.product(m, k, n, kind)
-        weight = found.product(n, k, m, kind) if each.weight_gradient else 0.0
-        if forward is None or back is None or weight is None:
-            return None
-        total = (each.forward + each.again) * forward + each.input_gradient * back + each.weight_gradient * weight
+    for each, kind, sizes in _multiplied(spec, run):
+        total = 0.0
+        for size, times in sizes:
+            one = found.product(*size, kind)
+            if one is None:
+                return None
+            total += times * one
+        _, n, k = sizes[0][0]
         if each.part == "experts":  # one grouped product, which reads all experts' weights
             passes = each.forward + each.again + each.input_gradient + each.weight_gradient
             total = max(total, passes * 2 * n * k * spec.experts / run.ep / found.bandwidth)
@@ -225,6 +229,43 @@ def product_seconds(spec: ModelSpec, run: Training, found: Kernels) -> dict[str,
             total += (each.forward + each.again + each.input_gradient) * UNPACKED * n * k / found.bandwidth
         seconds[each.part] = seconds.get(each.part, 0.0) + total * run.accumulation / run.pp
     return seconds
+
+
+def outside(spec: ModelSpec, run: Training, found: Kernels) -> Outside:
+    """Return the seconds of those products of `product_seconds` whose shapes are outside of what was measured."""
+    beyond = unaligned = 0.0
+    for _, kind, sizes in _multiplied(spec, run):
+        _, n, k = sizes[0][0]
+        slow = found.measured(kind) and kind in ("fp16", "bf16") and not run.compile and (n % ALIGNED or k % ALIGNED)
+        for size, times in sizes:
+            if slow or found.beyond(*size, kind):
+                seconds = times * (found.product(*size, kind) or 0.0) * run.accumulation / run.pp
+                beyond += seconds if found.beyond(*size, kind) else 0.0
+                unaligned += seconds if slow else 0.0
+    return Outside(beyond, unaligned)
+
+
+@lru_cache(maxsize=256)
+def _multiplied(spec: ModelSpec, run: Training) -> tuple[tuple[Product, str, tuple[Sized, ...]], ...]:
+    """Return each layer's products on one device: the layer, their dtype, and (m, n, k) of the forward product, which
+    comes first, of its input's gradient and of its weight's, each with how often a micro-batch has it."""
+    dtype, rows = peak_dtype(run), run.tokens // run.cp
+    # peft keeps adapters in fp32; autocast, and the engines that hold an fp32 copy of all, multiply them in half.
+    wide = run.precision in ("fp32", "fp16", "bf16") and adapter_bytes(run) == 4
+    in_fp32 = {"adapters"} if wide else set()
+    if bytes_of(run).compute == 4:  # peft leaves what is not quantized in fp32
+        in_fp32 |= {"head"}
+    found = []
+    for each in products(spec, run):
+        m, n, k = rows * each.copies, each.outputs, each.inputs
+        if each.cut == "outputs":
+            n = n // run.tp or 1
+        elif each.cut == "inputs":
+            k = k // run.tp or 1
+        kind = "fp32" if each.part in in_fp32 else "fp8" if run.fp8_recipe and each.part in CONVERTED else dtype
+        sizes = ((m, n, k), each.forward + each.again), ((m, k, n), each.input_gradient)
+        found.append((each, kind, (*sizes, ((n, k, m), each.weight_gradient)) if each.weight_gradient else sizes))
+    return tuple(found)
 
 
 def attention_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from math import exp
+from math import exp, hypot
 
 from ...base.errors import NotAvailable
 from ...hardware.gpu import GPU
@@ -20,13 +20,25 @@ from .efficiency import Efficiency, efficiencies
 from .flops import flops
 from .host import STAGES, hook_seconds, hook_spread, host_seconds
 from .kernels import Kernels, kernels, training_rates
-from .step import Traced, fastest_kernel, passes, peak_dtype, step_seconds, whole_seconds
+from .step import (
+    ALIGNED,
+    UNALIGNED,
+    Outside,
+    Traced,
+    fastest_kernel,
+    outside,
+    passes,
+    peak_dtype,
+    step_seconds,
+    whole_seconds,
+)
 
 # What a step's seconds are divided into, in the order in which they are shown.
 PARTS = ("products", "attention", "elementwise", "launches", "tensor", "context", "experts", "pipeline", "bubble",
          "data", "optimizer", "offload", "scale")  # fmt: skip
-COMPUTED = PARTS[:4]
+COMPUTED, WITHIN = PARTS[:4], PARTS[4:7]  # the latter are sent between a layer's operators
 FUSED = {"flash": "FlashAttention 2", "efficient": "the memory-efficient kernel", "cudnn": "cuDNN's"}
+LITTLE = 0.005  # a share that prints as 0 %
 SLOWEST_SLOT = 8  # times slower than PCIe in full: a desktop's second slot has 4 lanes of 16, and bytes go twice
 
 
@@ -75,17 +87,20 @@ def timing(
         unnamed = terms.data_later
         layer = {name: value for name, value in terms.layer.items() if value}
     seconds = sum(parts.values())
-    factor = exp(_spread(run, found, nodes))
+    shapes = outside(spec, run, found)
+    factor = exp(_spread(run, found, nodes, shapes.beyond / seconds))
     longest = _longest(spec, run, card, nodes, seconds + unnamed, factor, traced)
     kernel = traced.attention if traced else fastest_kernel(run, attention_kernel(spec, run, card))
-    sources = _sources(run, found, parts, kernel)
+    sources = _sources(run, found, parts, kernel, shapes)
     sooner, later = _other_hosts(spec, run, found.host, parts)
     low, high = min(seconds / factor, seconds - sooner), max(longest, seconds + later)
+    high += (UNALIGNED - 1) * shapes.unaligned
     return Timing(seconds, low, high, parts, sources, {"data": hidden} if hidden else {}, layer, note)
 
 
-def _spread(run: Training, found: Kernels, nodes: Cluster | None) -> float:
-    """Return the logarithm by which 8 in 10 predictions of such a run are off at most."""
+def _spread(run: Training, found: Kernels, nodes: Cluster | None, beyond: float) -> float:
+    """Return the logarithm by which 8 in 10 predictions of such a run are off at most; `beyond`: the share of its time
+    that is of products larger than those that were measured, whose own error comes to it as one that is independent."""
     spread = training_rates()["spread"]
     widest = [found.spread]
     if found.table and not found.measured(peak_dtype(run)):
@@ -98,7 +113,7 @@ def _spread(run: Training, found: Kernels, nodes: Cluster | None) -> float:
         widest.append(spread["pipeline"])  # whose engine is not known: DeepSpeed's took longer than Megatron-LM's
     if run.world_size > 1 and nodes and nodes.inside.kind == "pcie":
         widest.append(spread["data sheet"])  # how fast ranks talk through PCIe depends on a host that no table knows
-    return max(widest)
+    return hypot(max(widest), min(1.0, beyond) * spread["beyond"])
 
 
 def _other_hosts(
@@ -111,14 +126,14 @@ def _other_hosts(
     """
     if run.compile:
         return 0.0, 0.0
-    computed = sum(parts.get(name, 0.0) for name in COMPUTED)
-    card, apart = computed - parts.get("launches", 0.0), _hosts_apart()
+    waited = parts.get("launches", 0.0)
+    busy, apart = sum(parts.get(name, 0.0) for name in (*COMPUTED, *WITHIN)) - waited, _hosts_apart()
     hooks = hook_seconds(spec, run, host)
     operators = host_seconds(spec, run, host) - hooks
     slower = 2.0 if isinstance(run.stack, DeepSpeed) and run.zero in STAGES else apart
     spread = hook_spread(host) if hooks else 1.0
     fast, slow = operators / apart + hooks / spread, operators * slower + hooks * spread
-    return computed - max(card, fast), max(card, slow) - computed
+    return waited - max(0.0, fast - busy), max(0.0, slow - busy) - waited
 
 
 @cache
@@ -179,15 +194,21 @@ def _connected(run: Training, nodes: Cluster) -> str:
     return f"Time: {nodes.gpus} GPUs per node on {nodes.inside.name}{between}."
 
 
-def _sources(run: Training, found: Kernels, parts: Mapping[str, float], kernel: str) -> dict[str, str]:
+def _sources(
+    run: Training, found: Kernels, parts: Mapping[str, float], kernel: str, shapes: Outside
+) -> dict[str, str]:
     """Return where the rates of these parts are from, with attention by `kernel`, and what of the run is outside of
-    what was measured."""
+    what was measured, as `shapes` of products are."""
     said = {name: found.sources[name] for name in parts}
     dtype = peak_dtype(run)
     if found.table and not found.measured(dtype):
         said["products"] = f"{found.shares['products']:.0%} of the data sheet: {dtype} was not measured"
-    elif found.most_rows and run.tokens // run.cp > found.most_rows:
-        said["products"] += f"; beyond {found.most_rows:,} rows, as the work grows"
+    else:
+        if (share := shapes.beyond / parts["products"]) > LITTLE:
+            said["products"] += f"; {min(1.0, share):.0%} of it beyond the sizes measured, as the work grows"
+        if (share := shapes.unaligned / parts["products"]) > LITTLE:
+            rows = f"of rows that are no multiples of {ALIGNED}"
+            said["products"] += f"; {min(1.0, share):.0%} of it {rows}, which may take {UNALIGNED:.0f} times as long"
     if "attention" not in said or not found.table:
         return said
     if kernel not in FUSED:
