@@ -145,15 +145,16 @@ def tokens_of(run: Run) -> int:
 def mfu(spec: ModelSpec, run: Run, card: GPU, seconds: float) -> float | None:
     """Return model FLOPs utilisation: the FLOP that the model needs (recomputation is not counted: PaLM, arXiv
     2204.02311, appendix B) over what the card could do at its data sheet's peak; None where it has none."""
-    return _utilisation(flops(spec, run, card).model, run, card, seconds)
+    return utilisation(flops(spec, run, card).model, run, card, seconds)
 
 
 def hfu(spec: ModelSpec, run: Run, card: GPU, seconds: float) -> float | None:
     """Return hardware FLOPs utilisation: like `mfu`, with all that is computed, recomputation too."""
-    return _utilisation(flops(spec, run, card).total, run, card, seconds)
+    return utilisation(flops(spec, run, card).total, run, card, seconds)
 
 
-def _utilisation(count: int, run: Run, card: GPU, seconds: float) -> float | None:
+def utilisation(count: int, run: Run, card: GPU, seconds: float) -> float | None:
+    """Return `count` FLOP over what all cards could do in `seconds`; None where the data sheet has no peak."""
     peak = card.peak(peak_dtype(run))
     return count / run.world_size / seconds / peak if peak else None
 
@@ -181,7 +182,7 @@ def price(card: GPU, card_hours: float, usd_per_hour: float | None = None) -> fl
 def product_seconds(spec: ModelSpec, run: Training, found: Kernels) -> dict[str, float] | None:
     """Return the seconds of products with weights by part, on a device with an equal share of all layers; None for a
     dtype that the card has no units for."""
-    dtype, rows = peak_dtype(run), run.tokens // run.cp
+    dtype, rows, in_fp8 = peak_dtype(run), run.tokens // run.cp, CONVERTED if run.fp8_recipe else ()
     # peft keeps adapters in fp32; autocast, and the engines that hold an fp32 copy of all, multiply them in half.
     wide = run.precision in ("fp32", "fp16", "bf16") and adapter_bytes(run) == 4
     in_fp32 = {"adapters"} if wide else set()
@@ -194,7 +195,7 @@ def product_seconds(spec: ModelSpec, run: Training, found: Kernels) -> dict[str,
             n = n // run.tp or 1
         elif each.cut == "inputs":
             k = k // run.tp or 1
-        kind = "fp32" if each.part in in_fp32 else "fp8" if run.fp8_recipe and each.part in CONVERTED else dtype
+        kind = "fp32" if each.part in in_fp32 else "fp8" if each.part in in_fp8 else dtype
         forward, back = found.product(m, n, k, kind), found.product(m, k, n, kind)
         weight = found.product(n, k, m, kind) if each.weight_gradient else 0.0
         if forward is None or back is None or weight is None:
