@@ -18,7 +18,7 @@ from .hardware.doctor import doctor
 from .hardware.gpu import GPU, gpu, gpus
 from .hardware.scale import scale
 from .hardware.this_machine import host
-from .notebook.calculator import calculator
+from .notebook.widget import calculator
 from .report import Comparison, Report
 from .simulation.simulator import simulator
 from .specs.model import ModelSpec, model, models

@@ -1,4 +1,4 @@
-"""The verbs: each checks its arguments, then calls the package that answers. torch is imported by the first call."""
+"""The verbs: each checks its arguments, then calls the package that answers, which the first call imports."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from .archive.lookup import records
 from .base.errors import NotAvailable, SpecError
-from .formulas.report import estimated
 from .hardware.gpu import GPU
-from .hardware.links import Cluster
 from .hardware.this_machine import host
 from .report import Comparison, Report
 from .specs.model import ModelLike
@@ -27,6 +25,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from .hardware.links import Cluster
     from .measurement.meters import CPUMeter, CUDAMeter, MPSMeter
     from .planning.files.write import Written
     from .planning.levers import Fix
@@ -46,6 +45,8 @@ def estimate(model: ModelLike, run: Run, gpu: GPU | str | None = None, cluster: 
     comes from `llmlab.formulas.time.distributed` with `cluster` (None: the card's usual nodes; a note says which).
     Raises SpecError for an impossible run and UnknownName for an unknown model or card.
     """
+    from .formulas.report import estimated
+
     return estimated(model, run, gpu, cluster)
 
 

@@ -19,7 +19,7 @@ from .memory.share import share_of
 from .memory.step import step_memory
 from .serving import FRACTION, serving
 from .time.flops import flops
-from .time.step import mfu, tokens_of
+from .time.step import tokens_of, utilisation
 from .time.timing import timing
 from .verdict import Verdict, holes, verdict
 
@@ -38,16 +38,18 @@ def assessed(
     card = None if gpu is None or cpu else find_gpu(gpu)
     check(spec, run, card)
     stages, detail = _stages(spec, run, card, cpu)
-    peaks = [max(moment.total for moment in stage) for stage in stages]
-    peak = next(moment for moment in stages[0] if moment.total == peaks[0])
+    totals = [[moment.total for moment in stage] for stage in stages]
+    peaks = [max(stage) for stage in totals]
+    peak = stages[0][totals[0].index(peaks[0])]
     phases: dict[str, int] = {}
-    for moment in stages[0]:
-        phases[moment.phase] = max(phases.get(moment.phase, 0), moment.total)
+    for moment, total in zip(stages[0], totals[0], strict=True):
+        if total >= phases.get(moment.phase, 0):
+            phases[moment.phase] = total
     fit = verdict(max(peaks), card, run.world_size, holes(run)) if card else Verdict("unknown", 0, 0)
     compiled = isinstance(run, Training) and run.compile  # what is counted is eager mode: less may be enough
     over = fit.outcome == "out of memory" and not compiled
     time = timing(spec, run, card, cluster)
-    seconds = time.seconds
+    seconds, counted = time.seconds, flops(spec, run, card, cpu)
     report = Report(
         source="estimated",
         model=spec.name,
@@ -61,7 +63,7 @@ def assessed(
         phases=phases,
         parts={part: size for part, size in peak.parts.items() if size},
         detail=detail,
-        flops=flops(spec, run, card, cpu).total // run.world_size,
+        flops=counted.total // run.world_size,
         step_seconds=seconds,
         step_seconds_low=time.low,
         step_seconds_high=time.high,
@@ -70,7 +72,7 @@ def assessed(
         time_hidden=time.hidden,
         layer_time=time.layer,
         tokens_per_second=tokens_of(run) / seconds if seconds else None,
-        mfu=mfu(spec, run, card, seconds) if seconds and card else None,
+        mfu=utilisation(counted.model, run, card, seconds) if seconds and card else None,
         notes=(f"The peak is in {peak.phase}: {peak.name}.", *_notes(spec, run, card, peaks, fit, time.note)),
     )
     return report, fit

@@ -57,19 +57,25 @@ class Grid:
 
     def contains(self, point: Sequence[float]) -> bool:
         """Return whether `point` lies between measured ones."""
-        return all(axis[0] <= x <= axis[-1] for axis, x in zip(self.axes, point, strict=True))
+        return all([axis[0] <= x <= axis[-1] for axis, x in zip(self.axes, point, strict=True)])
 
     def nanoseconds(self, point: Sequence[float]) -> float:
         """Return the time at `point`, linear in the logarithms; beyond an axis that of its end."""
         spots = [(0, 1.0)]  # places in `values`, and their weights
         for axis, logs, x in zip(self.axes, self._logs, point, strict=True):
-            count, x = len(axis), min(max(x, axis[0]), axis[-1])
-            low = max(0, min(bisect_right(axis, x), count - 1) - 1)
-            upper = (log2(x) - logs[low]) / (logs[low + 1] - logs[low]) if count > 1 else 0.0
-            below = [(place * count + low, weight * (1 - upper)) for place, weight in spots]
-            above = [(place * count + low + 1, weight * upper) for place, weight in spots] if upper else []
-            spots = below + above
-        total = sum(weight * self.values[place] for place, weight in spots)
+            count = len(axis)
+            if x <= axis[0]:
+                low, upper = 0, 0.0
+            elif x >= axis[-1]:
+                low, upper = count - 1, 0.0
+            else:
+                low = bisect_right(axis, x) - 1
+                upper = (log2(x) - logs[low]) / (logs[low + 1] - logs[low])
+            found = [(place * count + low, weight * (1 - upper)) for place, weight in spots]
+            if upper:
+                found += [(place * count + low + 1, weight * upper) for place, weight in spots]
+            spots = found
+        total = sum([weight * self.values[place] for place, weight in spots])
         return float(2 ** (total / UNIT))
 
 
@@ -159,7 +165,7 @@ def padding(point: Sequence[float], tile: Sequence[int] | None, sms: int) -> flo
 def timed(grid: Grid, point: tuple[int, ...], powers: tuple[int, ...]) -> KernelTime:
     """Return the time at `point`: beyond an axis' end it grows as the work does, by that power of the axis."""
     sides = zip(point, grid.axes, powers, strict=True)
-    grown = prod(max(1.0, x / axis[-1]) ** power for x, axis, power in sides)
+    grown = prod([(x / axis[-1]) ** power for x, axis, power in sides if x > axis[-1]])
     return KernelTime(1e-9 * grid.nanoseconds(point) * grown, grid.contains(point))
 
 

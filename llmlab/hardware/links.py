@@ -154,6 +154,7 @@ def _of_kind(given: Link | str, what: str, across: bool) -> Link:
     return found
 
 
+@cache
 def node_link(card: GPU | str) -> Link:
     """Return what connects such cards inside a node: NVLink with the card's bandwidth, else its PCIe.
 

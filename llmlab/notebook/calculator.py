@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import fields
-from importlib.resources import files
 from typing import Any
 
 from ..base.errors import NotAvailable, SpecError, UnknownName
@@ -27,7 +26,7 @@ from ..specs.model import model as find_model
 from ..specs.model import models
 from ..specs.run import Inference, LoRA, Run, Training
 from ..specs.stacks import STACKS, StackOptions
-from .fields import fields_of, model_of, run_of, state_of, text_of
+from .fields import fields_of, model_of, run_of, state_of
 from .plan_tab import plan_fields, planned
 
 KINDS = ("training", "serving", "planning")
@@ -174,33 +173,3 @@ def _configs(run: Run) -> dict[str, str]:
         except SpecError:
             continue
     return files
-
-
-def calculator(**state: Any) -> Any:
-    """Return the calculator as a widget: the book's page "Will it fit?" in a notebook, with this kernel's llmlab.
-
-    `state` are fields to begin with, named as in the form: model, gpu, gpus, kind ("training", "serving"
-    or "planning"), and those of Training, Inference or a plan. Raises NotAvailable without anywidget, SpecError for an
-    unknown field.
-    """
-    try:
-        import anywidget
-        import traitlets
-    except ModuleNotFoundError as error:
-        raise NotAvailable(f"the calculator needs {error.name}: pip install anywidget") from None
-    shown = form()
-    known = {*shown["defaults"], *(field["name"] for kind in KINDS for field in shown[kind])}
-    if unknown := sorted(set(state) - known):
-        raise SpecError(f"{', '.join(unknown)} is no field of the calculator; it has {', '.join(sorted(known))}")
-    start = {name: text_of(value) for name, value in state.items()}
-    here = files(__package__)
-
-    class Calculator(anywidget.AnyWidget):
-        _esm = here.joinpath("calculator.mjs").read_text(encoding="utf-8")
-        style = traitlets.Unicode(here.joinpath("calculator.css").read_text(encoding="utf-8")).tag(sync=True)
-        form = traitlets.Dict(shown).tag(sync=True)
-        state = traitlets.Dict(start).tag(sync=True)
-
-    widget = Calculator()
-    widget.on_msg(lambda _, message, buffers: widget.send({"id": message["id"], "got": answer(message["state"])}))
-    return widget

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future, as_completed
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, islice
 from types import ModuleType
 from typing import Any
@@ -178,13 +179,14 @@ def _ask(
 ) -> None:  # fmt: skip
     """Put the simulations of `batch` into `answers`, by their places. One that its process did not survive is asked for
     again, alone; of a second time there is a sentence."""
-    for workers in (2, 1):
+    # dask remembers what a function and its arguments gave, an error too: asked again, it must be another function.
+    for workers, simulate in ((2, simulated_run), (1, partial(simulated_run))):
         with _pool(executor, workers) as pool:
             asked: dict[Future[Report | str], int] = {}
             with _alone() if executor is None else nullcontext(), suppress(BrokenExecutor):  # between two of them
                 for place, found in enumerate(batch):
                     if place not in answers:
-                        asked[pool.submit(simulated_run, spec.config, found.run, found.machines.card.name)] = place
+                        asked[pool.submit(simulate, spec.config, found.run, found.machines.card.name)] = place
             told(len(answers), len(batch))
             for future in as_completed(asked):
                 if not _lost(future):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from itertools import groupby
 from typing import TypeVar
@@ -27,17 +28,26 @@ def linears(model: nn.Module) -> dict[str, nn.Linear]:
     return {name: layer for name, layer in modules if isinstance(layer, nn.Linear) and not name.endswith("lm_head")}
 
 
+class _Enough(Exception):
+    """Ends a forward pass in which nothing is left to see."""
+
+
 @torch.no_grad()
 def inputs_of(model: nn.Module, ids_BT: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return the inputs (T, I) of the layers called `names` when `model` reads `ids_BT`; the model is not changed."""
+    """Return the inputs (T, I) of the layers called `names` when `model` reads `ids_BT`, no further than to the last of
+    them; the model is not changed."""
     kept: dict[str, Tensor] = {}
+    layers = {name: model.get_submodule(name) for name in names}
 
     def keep(name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         kept[name] = args[0].detach().reshape(-1, args[0].shape[-1])
+        if len(kept) == len(layers):
+            raise _Enough
 
-    hooks = [model.get_submodule(name).register_forward_pre_hook(partial(keep, name)) for name in names]
+    hooks = [layer.register_forward_pre_hook(partial(keep, name)) for name, layer in layers.items()]
     try:
-        model(ids_BT)
+        with suppress(_Enough):
+            model(ids_BT)
     finally:
         for hook in hooks:
             hook.remove()

@@ -94,11 +94,13 @@ def test_without_matplotlib_all_but_plots_works_and_a_plot_says_what_to_install(
     assert done.stdout.splitlines() == [said, said]
 
 
-def test_llmlab_is_imported_without_rich_and_without_matplotlib():
+def test_llmlab_is_imported_without_rich_matplotlib_and_what_answers():
     code = (
-        "import sys, llmlab, llmlab.cli.main; print({'rich', 'matplotlib', 'torch', 'numpy'} & {*sys.modules});"
+        "import sys, llmlab; late = [f'llmlab.{each}' for each in ('formulas', 'planning', 'notebook.calculator')];"
+        "print({'pandas', 'pyarrow', *late} & {*sys.modules});"
+        "import llmlab.cli.main; print({'rich', 'matplotlib', 'torch', 'numpy'} & {*sys.modules});"
         "print(llmlab.estimate('gpt2', llmlab.Training(), 'T4')); print('rich' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    first, *_, last = done.stdout.splitlines()
-    assert (first, last) == ("set()", "True")
+    light, first, *_, last = done.stdout.splitlines()
+    assert (light, first, last) == ("set()", "set()", "True")

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 import llmlab as lab
 from llmlab.cli.main import cli
-from llmlab.notebook.calculator import answer, calculator, form
+from llmlab.notebook.calculator import answer, form
 from llmlab.notebook.plan_tab import UNCONFIRMED
+from llmlab.notebook.widget import calculator
 from llmlab.planning.confirm import NotSimulated
 
 FORM = form()

@@ -109,6 +109,18 @@ def test_later_blocks_see_what_the_quantized_ones_before_them_make(model, calibr
     assert len(seen) == len(names) and ppl(solved, small_ids()[1][:512]) > 1
 
 
+def test_a_layers_inputs_take_no_pass_beyond_it(model, calibration):
+    beyond = []
+    hook = model.get_submodule("layers.1.mlp.gate_proj").register_forward_pre_hook(lambda *_: beyond.append(1))
+    query = "layers.1.self_attn.q_proj"
+    try:
+        found = inputs_of(model, calibration, [query])
+        assert not beyond and torch.equal(found[query], inputs_of(model, calibration, linears(model))[query])
+        assert beyond
+    finally:
+        hook.remove()
+
+
 def test_a_short_training_through_the_rounding_wins_back_part_of_two_bits(model, held_out):
     from llmlab.techniques.training_loop import Recipe, train
 

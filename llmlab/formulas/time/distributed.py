@@ -164,7 +164,7 @@ def step(
     # Sharded parameters make all ranks wait for the slowest in each layer, others once per step.
     each = scale["share_per_doubling"] * step.seconds if uses_fsdp(run) else scale["seconds_per_doubling"]
     lost = each * log2(-(-run.world_size // cluster.gpus))
-    return step._replace(scale=lost, mfu=time.mfu(spec, run, gpu, step.seconds + lost))
+    return step._replace(scale=lost, mfu=time.utilisation(counted.model, run, gpu, step.seconds + lost))
 
 
 class _Layer(NamedTuple):

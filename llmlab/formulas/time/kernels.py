@@ -178,9 +178,10 @@ class Kernels:
     def product(self, m: int, n: int, k: int, dtype: str) -> float | None:
         """Return the seconds of (m, k) · (k, n) in `dtype`; None for one that the card has no units for."""
         key = m, n, k, dtype
-        if key not in self._products:
-            self._products[key] = self._product(m, n, k, dtype)
-        return self._products[key]
+        try:
+            return self._products[key]
+        except KeyError:
+            return self._products.setdefault(key, self._product(m, n, k, dtype))
 
     def _product(self, m: int, n: int, k: int, dtype: str) -> float | None:
         flop = 2.0 * m * n * k

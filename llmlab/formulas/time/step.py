@@ -177,15 +177,16 @@ def tokens_of(run: Run) -> int:
 def mfu(spec: ModelSpec, run: Run, card: GPU, seconds: float) -> float | None:
     """Return model FLOPs utilisation: the FLOP that the model needs (recomputation is not counted: PaLM, arXiv
     2204.02311, appendix B) over what the card could do at its data sheet's peak; None where it has none."""
-    return _utilisation(flops(spec, run, card).model, run, card, seconds)
+    return utilisation(flops(spec, run, card).model, run, card, seconds)
 
 
 def hfu(spec: ModelSpec, run: Run, card: GPU, seconds: float) -> float | None:
     """Return hardware FLOPs utilisation: like `mfu`, with all that is computed, recomputation too."""
-    return _utilisation(flops(spec, run, card).total, run, card, seconds)
+    return utilisation(flops(spec, run, card).total, run, card, seconds)
 
 
-def _utilisation(count: int, run: Run, card: GPU, seconds: float) -> float | None:
+def utilisation(count: int, run: Run, card: GPU, seconds: float) -> float | None:
+    """Return `count` FLOP over what all cards could do in `seconds`; None where the data sheet has no peak."""
     peak = card.peak(peak_dtype(run))
     return count / run.world_size / seconds / peak if peak else None
 

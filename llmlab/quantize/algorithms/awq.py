@@ -37,15 +37,16 @@ def awq(
         difference = (trial.dequantize() - weight).double()
         return ((difference @ hessian) * difference).sum().item()
 
-    scales = (column_scale(inputs, step / grid) for step in range(grid))
+    sizes = inputs.abs().mean(dim=0)
+    scales = (column_scale(sizes, step / grid) for step in range(grid))
     trials = (replace(rtn(weight * s, bits, group, symmetric=symmetric), input_scale=s) for s in scales)
     return min(trials, key=error)
 
 
-def column_scale(inputs: Tensor, alpha: float) -> Tensor:
-    """Return mean|x|^α (I,) over the tokens, divided so that the largest times the smallest is 1.
+def column_scale(sizes: Tensor, alpha: float) -> Tensor:
+    """Return size^α of each feature's `sizes` (I,), mean|x| over tokens, so that the largest times the smallest is 1.
 
     The division only keeps the scales in the range of fp16. A feature that is always 0 gets 1e-4 before it, not 0.
     """
-    scale = inputs.abs().mean(dim=0).pow(alpha).clamp(min=1e-4)
+    scale = sizes.pow(alpha).clamp(min=1e-4)
     return scale / (scale.max() * scale.min()).sqrt()
