@@ -11,7 +11,7 @@ from typing import Literal
 
 from ....specs.stacks import Megatron
 from ..share import Share
-from .described import Block, Kept, Loss
+from .described import Block, Height, Kept, Loss
 
 # By module of --recompute-modules: the kind of what it makes again.
 MODULES = {"core_attn": "scores", "mlp": "mlp"}
@@ -27,6 +27,7 @@ def block(share: Share) -> Block:
     stack = share.run.stack
     assert isinstance(stack, Megatron)
     made_again = {MODULES[module] for module in stack.recompute_modules}
+    gated = 2 if share.spec.gated else 1
     return Block(
         source="https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/transformer/transformer_layer.py",
         saved=rows,
@@ -36,10 +37,7 @@ def block(share: Share) -> Block:
             Kept("final_layernorm: its input", "norms", "h", "product", "tokens"),
             Kept("output_layer: its input", "linear inputs", "h", "product", "tokens"),
         ),
-        mlp_backward=(
-            Kept("activation: its gradient", "temporaries", "f", "product", "heads", 2 if share.spec.gated else 1),
-        ),
-        attention_backward=(),
+        backward=(Height((), (Kept("activation: its gradient", "temporaries", "f", "product", "heads", gated),)),),
         loss=LOSS,
     )
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from ....specs.run import Training
 from ....specs.stacks import Torchtune
 from ..share import Share, adapted
-from .described import Block, Kept, Loss
+from .described import Block, Height, Kept, Loss
+
+
+MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 def block(share: Share) -> Block:
@@ -36,6 +39,9 @@ def block(share: Share) -> Block:
         Kept("w2: its input", "mlp", "f", "product", "heads", reads("down_proj")),
         Kept("lora_b: its input", "adapters", "1", "product", "heads", rank),  # modules/peft/lora.py
     )  # fmt: skip
+    stream = (Kept("gradient of the block's output", "gradients", "h", "product", "tokens"),)
+    mlp = tuple(row.operator for row in saved if row.kind == "mlp")
+    norm = tuple(row.operator for row in saved if row.operator.startswith(("mlp_norm", "w1, w3")))
     return Block(
         source="https://github.com/pytorch/torchtune/blob/v0.6.1/torchtune/modules/transformer.py",
         saved=saved,
@@ -44,22 +50,22 @@ def block(share: Share) -> Block:
             *_norm("norm", trained),
             Kept("output: its input", "linear inputs", "h", "product", "whole"),
         ),
-        mlp_backward=(Kept("gradients of w2's input, activation and w3", "temporaries", "f", "product", "heads", 3),),
-        attention_backward=(Kept("gradients of q, k, v and the output", "temporaries", "Q", "product", "heads", 4),),
+        backward=(
+            Height(("w2: its input",), (*stream, Kept("gradients of w2's input, activation and w3", "temporaries", "f",
+                   "product", "heads", 3)), ("down_proj",)),
+            Height(mlp, (*stream, Kept("gradient of w1", "temporaries", "f", "product", "heads"), Kept("gradients of w1's and w3's inputs", "temporaries", "h", "product", "whole", 2)), MLP),
+            Height((*mlp, *norm), (*stream, Kept("gradients of q, k, v and the output", "temporaries", "Q", "product", "heads", 4)), (*MLP, "o_proj")),
+        ),
         loss=_loss(stack.num_output_chunks, run.compile),
+        # A cosine and a sine in fp32 for each position and pair of a head's elements
+        # (models/llama3_1/_position_embeddings.py).
+        table=4 * max(run.seq_len, spec.config.get("max_position_embeddings", 0)) * spec.head_dim,
     )
 
 
 def in_chunks(run: Training) -> bool:
     """Whether the head is called once for each of several chunks of its input."""
     return isinstance(run.stack, Torchtune) and run.stack.num_output_chunks > 1
-
-
-def position_table(share: Share) -> int:
-    """Return the bytes of the table by which positions rotate, one for all layers: a cosine and a sine in fp32 for each
-    position and pair of a head's elements (models/llama3_1/_position_embeddings.py)."""
-    positions = max(share.run.seq_len, share.spec.config.get("max_position_embeddings", 0))
-    return 4 * positions * share.spec.head_dim
 
 
 def _norm(name: str, trained: bool) -> tuple[Kept, ...]:
