@@ -115,7 +115,9 @@ def block_backward(share: Share, kept: dict[str, int], whole: dict[str, int]) ->
     where FSDP2 has only shards of those."""
     spec, run = share.spec, share.run
     in_backward = isinstance(run.stack, StackOptions) and run.stack.steps_in_backward(run)  # and gone at once
-    own = not run.lora and not run.offload and not in_backward and (run.accumulation == 1 or uses_fsdp(run))
+    # A compiled block's come together, when it is over.
+    own = not run.lora and not run.offload and (run.compile or not in_backward)
+    own = own and (run.accumulation == 1 or uses_fsdp(run))
     gradient = share.bytes.gradients if own else 0
     if block := block_of(share):
         return max((_at(height, block, share, sum(kept.values()), gradient) for height in block.backward), key=sum)

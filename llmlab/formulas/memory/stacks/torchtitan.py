@@ -111,23 +111,27 @@ QK_NORM = (
 # and backward needs no result of w2 (torch/_functorch/partitioners.py). The compiled loss casts as it reads, keeps the
 # logits, and writes their gradient beside them.
 NOT_KEPT = ("mul: silu's output", "mm 7: w2")
+# As the MLP's backward runs, selective checkpointing has not yet made again what is attention's.
+UNMADE = (
+    "wq, wk, wv: their input", "q_norm: its input", "k_norm: its input",
+    "inner_attention: q, rotated", "inner_attention: k, rotated",
+)  # fmt: skip
 # Inductor orders what backward computes so that the most is least, weights' gradients last where these are large.
 COMPILED_BACKWARD = {
     None: Height(("w2: its input",), (STREAM, _of("w1 and w3", "f", 2)), ("down_proj",)),
     "full": Height((), (STREAM, _of("w2's input, w1 and w3", "f", 3))),
-    # In the place of q, rotated, there is wq's output, which it is made again from.
-    "selective": Height(
-        ("wq, wk, wv: their input", "inner_attention: k, rotated"), (STREAM, _of("w2's input, w1 and w3", "f", 3))
-    ),
+    "selective": Height(UNMADE, (STREAM, SELECTIVE[0], _of("w2's input, w1 and w3", "f", 3))),
 }
 # In fp8 (torchao/float8/float8_linear.py) what the products of backward read is cast again, from what the norms and the
 # activation read; weights that FSDP2 gathered in fp8 are kept as they were laid out for backward.
 CAST_AGAIN = ("wq, wk, wv: their input", "w1, w3: their input", "w2: its input")
 # In an MLP's backward, in widths of half precision: the gradient of w2's input; casts to fp8 of three tensors, two of
 # them in two layouts. By rows the casts are made one after the other, from copies, one of which is in fp32.
-FP8_BACKWARD = {
-    recipe: Height((), (STREAM, _of("w2's input, w1 and w3", "f", times)), ("down_proj",))
-    for recipe, times in {"tensorwise": 3.5, "rowwise": 5.0}.items()
+FP8_BACKWARD = {"tensorwise": 3.5, "rowwise": 5.0}
+FP8_GONE = {
+    None: ("w2: its weight, cast",),
+    "full": ("inner_attention: output, wo's input",),
+    "selective": ("inner_attention: k, rotated",),  # for q, rotated, there is wq's output
 }
 COMPILED_LOSS = Loss(forward=(1, 0), gradient=(2, 0), head=(1, 0), after=(0, 0))
 
@@ -166,13 +170,13 @@ def block(share: Share) -> Block:
         saved += AT_POSITIONS
     if run.cp > 1:
         saved += (COPIED,)
-    backward = HEIGHTS
+    backward: tuple[Height, ...] = HEIGHTS
     if run.tp > 1:
         backward += (*CUT_UP, AGAIN) if run.checkpointing else CUT_UP
     if run.cp > 1:
         backward += (_ring(run.cp),)
     qwen = share.spec.family == "qwen3"
-    # A complex number for each position and pair of a head's elements; Qwen 3 has the cosine and the sine of each element.
+    # A complex number for each position and pair of a head's elements; of Qwen 3 cosine and sine of each element.
     table = (8 if qwen else 4) * run.seq_len * share.spec.head_dim
     found = LLAMA._replace(saved=saved, selective=selective, backward=backward, given=given, table=table)
     return _compiled(found, share) if run.compile else found
@@ -187,10 +191,15 @@ def _compiled(eager: Block, share: Share) -> Block:
     run = share.run
     gone: tuple[str, ...] = (*NOT_KEPT, *CAST_AGAIN) if run.fp8 else NOT_KEPT
     saved = eager.saved
-    if run.fp8 and run.gathers_float8 and not run.checkpointing:
-        weights = sum(linear.elements for linear in converted(share.spec, run)) / share.spec.layers
-        saved += (Kept("weights, cast", "linear weights", "1", "byte", "heads", weights / share.tokens),)
-    highest = FP8_BACKWARD[run.fp8] if run.fp8 else COMPILED_BACKWARD[run.checkpointing]
+    highest = COMPILED_BACKWARD[run.checkpointing]
+    if run.fp8:
+        made = _of("w2's input, w1 and w3, and their casts", "f", FP8_BACKWARD[run.fp8])
+        highest = Height(FP8_GONE[run.checkpointing], (STREAM, made))
+        if run.gathers_float8 and not run.checkpointing:
+            for linear in converted(share.spec, run):
+                name = "w2" if linear.name == "down_proj" else linear.name
+                width = linear.elements / share.spec.layers / share.tokens
+                saved += (Kept(f"{name}: its weight, cast", "linear weights", "1", "byte", "heads", width),)
     return eager._replace(
         saved=tuple(row for row in saved if row.operator not in gone),
         selective=tuple(row for row in eager.selective if row.operator not in gone),

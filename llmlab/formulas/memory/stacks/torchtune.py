@@ -7,7 +7,6 @@ from ....specs.stacks import Torchtune
 from ..share import Share, adapted
 from .described import Block, Height, Kept, Loss
 
-
 MLP = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -19,9 +18,11 @@ def block(share: Share) -> Block:
     trained = run.lora is None
     names = {linear.name for linear in adapted(spec, run)}
     reads = lambda *linears: trained or any(name in names for name in linears)  # noqa: E731  # their input is kept
+    # training/_compile.py, compile_model: block by block. Torch compiles no NF4Tensor's products.
+    fused = run.compile and not run.quantization
     rank = 0 if trained or run.lora is None else run.lora.rank * len(names)
     saved = (
-        *_norm("sa_norm", trained),
+        *_norm("sa_norm", trained, fused),
         Kept("q_proj, k_proj, v_proj: their input", "linear inputs", "h", "product", "whole",
              reads("q_proj", "k_proj", "v_proj")),
         Kept("pos_embeddings: the table at the packed positions", "q, k, v", "D", "fp32", "heads", 2 * stack.packed),
@@ -31,15 +32,15 @@ def block(share: Share) -> Block:
              "heads", 2),
         Kept("attention: output, output_proj's input", "attention output", "Q", "product", "heads"),
         Kept("attention: log-sum-exp", "attention output", "H", "fp32", "heads"),
-        *_norm("mlp_norm", trained),
+        *_norm("mlp_norm", trained, fused),
         Kept("w1, w3: their input", "linear inputs", "h", "product", "whole", reads("gate_proj", "up_proj")),
         Kept("activation: w1's output", "mlp", "f", "product", "heads"),
-        Kept("mul: the activation's output", "mlp", "f", "product", "heads"),
+        Kept("mul: the activation's output", "mlp", "f", "product", "heads", not fused),
         Kept("mul: w3's output", "mlp", "f", "product", "heads"),
         Kept("w2: its input", "mlp", "f", "product", "heads", reads("down_proj")),
         Kept("lora_b: its input", "adapters", "1", "product", "heads", rank),  # modules/peft/lora.py
     )  # fmt: skip
-    stream = (Kept("gradient of the block's output", "gradients", "h", "product", "tokens"),)
+    stream = Kept("gradient of the block's output", "gradients", "h", "product", "tokens")
     mlp = tuple(row.operator for row in saved if row.kind == "mlp")
     norm = tuple(row.operator for row in saved if row.operator.startswith(("mlp_norm", "w1, w3")))
     return Block(
@@ -48,13 +49,12 @@ def block(share: Share) -> Block:
         selective=(),
         outside=(
             *_norm("norm", trained),
-            Kept("output: its input", "linear inputs", "h", "product", "whole"),
+            Kept("output: its input", "linear inputs", "h", "product", "whole", trained),
         ),
-        backward=(
-            Height(("w2: its input",), (*stream, Kept("gradients of w2's input, activation and w3", "temporaries", "f",
-                   "product", "heads", 3)), ("down_proj",)),
-            Height(mlp, (*stream, Kept("gradient of w1", "temporaries", "f", "product", "heads"), Kept("gradients of w1's and w3's inputs", "temporaries", "h", "product", "whole", 2)), MLP),
-            Height((*mlp, *norm), (*stream, Kept("gradients of q, k, v and the output", "temporaries", "Q", "product", "heads", 4)), (*MLP, "o_proj")),
+        backward=(_compiled(stream, reads("down_proj") and not trained),) if fused else (
+            Height(("w2: its input",), (stream, _of("w2's input, the activation and w3", "f", 3)), ("down_proj",)),
+            Height(mlp, (stream, _of("w1", "f"), _of("w1's and w3's inputs", "h", 2)), MLP),
+            Height((*mlp, *norm), (stream, _of("q, k, v and the output", "Q", 4)), (*MLP, "o_proj")),
         ),
         loss=_loss(stack.num_output_chunks, run.compile),
         # A cosine and a sine in fp32 for each position and pair of a head's elements
@@ -68,11 +68,25 @@ def in_chunks(run: Training) -> bool:
     return isinstance(run.stack, Torchtune) and run.stack.num_output_chunks > 1
 
 
-def _norm(name: str, trained: bool) -> tuple[Kept, ...]:
+def _of(name: str, width: str, times: float = 1) -> Kept:
+    return Kept(f"gradients of {name}", "temporaries", width, "product", "heads", times)
+
+
+def _compiled(stream: Kept, adapted: bool) -> Height:
+    """Return the highest moment of a compiled block's backward, as its simulation counts it: an adapter's gradients are
+    summed with those of the layer beside it."""
+    made = _of("w2's input, w1 and w3, of the layers and of their adapters", "f", 6 if adapted else 2)
+    return Height(("w2: its input",), (stream, made), ("down_proj",))
+
+
+def _norm(name: str, trained: bool, compiled: bool = False) -> tuple[Kept, ...]:
     """torchtune/modules/rms_norm.py casts to fp32 and back; a half weight makes torch write the norm as operators."""
+    statistics = Kept(f"{name}: 1/rms", "norms", "1", "fp32", "tokens")
+    if compiled:  # one kernel, and what it makes of its input is made again
+        return (Kept(f"{name}: its input", "norms", "h", "product", "tokens"), statistics)
     return (
         Kept(f"{name}: its input, cast", "norms", "h", "fp32", "tokens"),
-        Kept(f"{name}: 1/rms", "norms", "1", "fp32", "tokens"),
+        statistics,
         Kept(f"{name}: before its weight", "norms", "h", "fp32", "tokens", trained),
     )
 
