@@ -30,6 +30,7 @@ from .states import kept_weights, states
 from .temporaries import (
     block_backward,
     dequantized,
+    described_bytes,
     loss_bytes,
     optimizer_temporaries,
     outer_activations,
@@ -188,11 +189,17 @@ class StepMemory:
         # FSDP2 gathers ahead what ran before: in chunks, the head itself.
         at_head = gathered - (units.prefetched if units.head and in_chunks(self.share.run) else 0)
         working, own_gradients = self.working, self.backward.gradients
+        in_norm = []
+        if (block := block_of(self.share)) and block.norm_backward and self.share.last:
+            other = units.head_reduction + described_bytes(block.norm_backward, self.share)
+            in_norm.append(in_blocks("the final norm's backward", gathered + units.prefetched, other,
+                                     gradients=grads.after_head, activations=activations))  # fmt: skip
         return [
             moment("the loss's gradient", around_loss, self.around_loss, gradients=grads.accumulated,
                    activations=activations + self.head_cast, logits=self.loss.gradient),
             moment("the head's gradient", at_head + units.head, self.around_loss,
                    gradients=grads.accumulated + grads.head, activations=activations, logits=self.loss.head),
+            *in_norm,
             in_blocks("the first block of backward", gathered + units.prefetched, units.head_reduction + working,
                       gradients=grads.after_head + own_gradients,
                       activations=self.activations - self.replaced + self.recomputed + self.uneven[0]

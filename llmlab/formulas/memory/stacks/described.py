@@ -68,6 +68,7 @@ class Block(NamedTuple):
     backward: tuple[Height, ...]  # in which a block that was recomputed has all again that is saved
     loss: Loss
     given: tuple[Kept, ...] = ()  # to the block beside its input: all checkpointing keeps it
+    norm_backward: tuple[Kept, ...] = ()  # beside what was saved, as the final norm's backward is at its highest
     table: int = 0  # bytes of the table by which positions rotate, one for all layers
 
 

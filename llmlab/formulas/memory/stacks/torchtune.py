@@ -57,6 +57,9 @@ def block(share: Share) -> Block:
             Height((*mlp, *norm), (stream, _of("q, k, v and the output", "Q", 4)), (*MLP, "o_proj")),
         ),
         loss=_loss(stack.num_output_chunks, run.compile),
+        # Three gradients in fp32; the sum over tokens is taken by many blocks of threads, which write theirs side by
+        # side (aten/src/ATen/native/cuda/Reduce.cuh, setReduceConfig).
+        norm_backward=(Kept("gradients of the final norm", "temporaries", "h", "fp32", "tokens", 5 if trained else 3),),
         # A cosine and a sine in fp32 for each position and pair of a head's elements
         # (models/llama3_1/_position_embeddings.py).
         table=4 * max(run.seq_len, spec.config.get("max_position_embeddings", 0)) * spec.head_dim,
