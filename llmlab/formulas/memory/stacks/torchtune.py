@@ -41,6 +41,9 @@ def block(share: Share) -> Block:
         Kept("lora_b: its input", "adapters", "1", "product", "heads", rank),  # modules/peft/lora.py
     )  # fmt: skip
     stream = Kept("gradient of the block's output", "gradients", "h", "product", "tokens")
+    # Checkpointing keeps what the block was given, sa_norm a cast of it.
+    again = run.checkpointing and not stack.enable_activation_offloading
+    around = (stream, Kept("the block's input", "block inputs", "h", "product", "tokens", bool(again)))
     mlp = tuple(row.operator for row in saved if row.kind == "mlp")
     norm = tuple(row.operator for row in saved if row.operator.startswith(("mlp_norm", "w1, w3")))
     return Block(
@@ -52,9 +55,9 @@ def block(share: Share) -> Block:
             Kept("output: its input", "linear inputs", "h", "product", "whole", trained),
         ),
         backward=(_compiled(stream, reads("down_proj") and not trained),) if fused else (
-            Height(("w2: its input",), (stream, _of("w2's input, the activation and w3", "f", 3)), ("down_proj",)),
-            Height(mlp, (stream, _of("w1", "f"), _of("w1's and w3's inputs", "h", 2)), MLP),
-            Height((*mlp, *norm), (stream, _of("q, k, v and the output", "Q", 4)), (*MLP, "o_proj")),
+            Height(("w2: its input",), (*around, _of("w2's input, the activation and w3", "f", 3)), ("down_proj",)),
+            Height(mlp, (*around, _of("w1", "f"), _of("w1's and w3's inputs", "h", 2)), MLP),
+            Height((*mlp, *norm), (*around, _of("q, k, v and the output", "Q", 4)), (*MLP, "o_proj")),
         ),
         loss=_loss(stack.num_output_chunks, run.compile),
         # Three gradients in fp32; the sum over tokens is taken by many blocks of threads, which write theirs side by
