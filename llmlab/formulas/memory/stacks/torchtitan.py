@@ -191,10 +191,12 @@ def _compiled(eager: Block, share: Share) -> Block:
     run = share.run
     gone: tuple[str, ...] = (*NOT_KEPT, *CAST_AGAIN) if run.fp8 else NOT_KEPT
     saved = eager.saved
-    highest = COMPILED_BACKWARD[run.checkpointing]
+    # Of blocks one of which is recomputed the last is, which backward begins with.
+    recomputes = "full" if getattr(run.stack, "ac", None) == "selective_layers" else run.checkpointing
+    highest = COMPILED_BACKWARD[recomputes]
     if run.fp8:
         made = _of("w2's input, w1 and w3, and their casts", "f", FP8_BACKWARD[run.fp8])
-        highest = Height(FP8_GONE[run.checkpointing], (STREAM, made))
+        highest = Height(FP8_GONE[recomputes], (STREAM, made))
         if run.gathers_float8 and not run.checkpointing:
             for linear in converted(share.spec, run):
                 name = "w2" if linear.name == "down_proj" else linear.name
