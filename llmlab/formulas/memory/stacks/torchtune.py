@@ -44,6 +44,8 @@ def block(share: Share) -> Block:
     # Checkpointing keeps what the block was given, sa_norm a cast of it.
     again = run.checkpointing and not stack.enable_activation_offloading
     around = (stream, Kept("the block's input", "block inputs", "h", "product", "tokens", bool(again)))
+    # With a quantized w2 dequantizing takes about as much, as its simulation counts it.
+    read = () if run.quantization else ("w2: its input",)
     mlp = tuple(row.operator for row in saved if row.kind == "mlp")
     norm = tuple(row.operator for row in saved if row.operator.startswith(("mlp_norm", "w1, w3")))
     return Block(
@@ -55,7 +57,7 @@ def block(share: Share) -> Block:
             Kept("output: its input", "linear inputs", "h", "product", "whole", trained),
         ),
         backward=(_compiled(stream, reads("down_proj") and not trained),) if fused else (
-            Height(("w2: its input",), (*around, _of("w2's input, the activation and w3", "f", 3)), ("down_proj",)),
+            Height(read, (*around, _of("w2's input, the activation and w3", "f", 3)), ("down_proj",)),
             Height(mlp, (*around, _of("w1", "f"), _of("w1's and w3's inputs", "h", 2)), MLP),
             Height((*mlp, *norm), (*around, _of("q, k, v and the output", "Q", 4)), (*MLP, "o_proj")),
         ),
