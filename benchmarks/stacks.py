@@ -6,7 +6,7 @@
 Published are peaks of what torch.cuda.memory_stats counts, reserved by torchtitan's users and active by torchtune's;
 DeepSpeed's row is of the whole process. `SOURCES` names where they are from. All rows here were in view as the
 descriptions were written. Rows of certain configuration are held to `MEDIAN_BAR` and `WORST_BAR`, "fits" to what
-happened, and each estimate of an eager step to its simulation's peak of allocated memory. Where a stack's kernels do
+happened, and each estimate to its simulation's peak of allocated memory. Where a stack's kernels do
 not run here the estimate stands alone. The exit code is 1 if a bar is missed.
 """
 
@@ -197,7 +197,7 @@ def result(stack: str, row: Row) -> Result:
         "in view" if row.certain else "in view, not certain: not held",
     ]
     said = outcome in (wanted, "unknown") and estimate.outcome in (wanted, "unknown")
-    return Result(cells, error if row.certain else None, None if row.run.compile else apart, said or not row.certain)
+    return Result(cells, error if row.certain else None, apart, said or not row.certain)
 
 
 def sentence(results: list[Result]) -> tuple[str, bool]:
@@ -209,7 +209,7 @@ def sentence(results: list[Result]) -> tuple[str, bool]:
     fits = sum(each.fits for each in results)
     said = (
         f"Predicted against published, {len(errors)} certain rows: median {median(errors):.1%} (bar {MEDIAN_BAR:.0%}), "
-        f"worst {max(errors):.1%} (bar {WORST_BAR:.0%}). Estimated against simulated, eager rows: worst {apart:.1%} "
+        f"worst {max(errors):.1%} (bar {WORST_BAR:.0%}). Estimated against simulated: worst {apart:.1%} "
         f"(bar {ESTIMATE_BAR:.0%}). Fits: {fits} of {len(results)} as it was, or unknown."
     )
     met = median(errors) <= MEDIAN_BAR and max(errors) <= WORST_BAR and apart <= ESTIMATE_BAR

@@ -44,6 +44,8 @@ def test_the_estimate_is_what_torchtitans_own_code_takes(name, model):
 # Of few words, so that the peak is where a block is: what it keeps is seen.
 THIN = {**SMALL, "vocab_size": 2048, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 6}
 THIN_QWEN = {**THIN, "model_type": "qwen3", "num_attention_heads": 12, "head_dim": 128}
+FEW, FEW_QWEN = ({**each, "vocab_size": 1024, "num_hidden_layers": 2} for each in (THIN, THIN_QWEN))
+DEEP = {**THIN, "vocab_size": 1024}
 COMPILED = {"dp": 8, "compile": True}
 EIGHTH, WIDE = {**COMPILED, "fp8": "tensorwise"}, "torchtitan:enable_fsdp_float8_all_gather=False"
 BLOCKS = {
@@ -65,6 +67,22 @@ BLOCKS = {
     "rowwise, none": (THIN, {**EIGHTH, "fp8": "rowwise", "stack": "torchtitan:ac=none"}),
     "rowwise, full": (THIN, {**EIGHTH, "fp8": "rowwise", "checkpointing": "full"}),
 }
+# Where little is asked of the head, all moments of a block's backward are seen.
+HEIGHTS = {
+    "context and tensor parallel": (FEW, {"dp": 2, "cp": 2, "tp": 2}),
+    "context parallel, few words": (FEW, {"dp": 2, "cp": 2}),
+    "context parallel, qwen3, full": (FEW_QWEN, {"cp": 2, "micro_batch": 2, "checkpointing": "full"}),
+    "the ring, few tokens": (FEW_QWEN, {"cp": 2, "dp": 4, "seq_len": 1024, "checkpointing": "full"}),
+    "tensor parallel, few words": (FEW, {"dp": 4, "tp": 2}),
+    "tensor parallel, few words, none": (FEW, {"dp": 4, "tp": 2, "stack": "torchtitan:ac=none"}),
+    "few words": (FEW, {"dp": 8, "micro_batch": 2, "seq_len": 4096}),
+    "few words, layers": (FEW, {"dp": 8, "stack": "torchtitan:ac=selective_layers"}),
+    "few tokens": (DEEP, {"dp": 8, "seq_len": 512}),
+    "few tokens, full": (DEEP, {"dp": 16, "seq_len": 512, "checkpointing": "full"}),
+    "compiled, few words": (FEW_QWEN, {**COMPILED, "micro_batch": 2, "seq_len": 2048}),
+    "compiled, few tokens": (FEW, {**COMPILED, "seq_len": 1024}),
+    "compiled, few words, full": (FEW, {**COMPILED, "checkpointing": "full"}),
+}
 
 
 @pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs `make stacks`")
@@ -75,6 +93,16 @@ def test_the_estimate_is_what_torchtitans_blocks_take_compiled_in_fp8_and_cut_by
     estimate, simulation = lab.estimate(model, run, "H100-80GB"), lab.simulate(model, run, "H100-80GB")
     assert not [note for note in simulation.notes if "ran eager" in note]
     assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.02)
+
+
+@pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs `make stacks`")
+@pytest.mark.parametrize("name", HEIGHTS)
+def test_the_estimate_of_a_torchtitan_block_is_right_to_a_percent(name):
+    model, given = HEIGHTS[name]
+    run = lab.Training(**{"seq_len": 8192, "stack": "torchtitan", **given})
+    estimate, simulation = lab.estimate(model, run, "H100-80GB"), lab.simulate(model, run, "H100-80GB")
+    assert not [note for note in simulation.notes if "ran eager" in note]
+    assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.01)
 
 
 @pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs `make stacks`")
@@ -263,6 +291,37 @@ def test_deepspeeds_weights_pile_up_before_the_loss():
         held[live] = lab.simulate(SMALL, lab.Training(dp=8, zero=3, seq_len=1024, stack=stack), "A100-80GB").phases
     whole = 2 * lab.model(SMALL).parameters
     assert held[200_000_000]["forward"] - held[20_000_000]["forward"] > 0.3 * whole
+
+
+BLOCK_HEIGHTS = {
+    "compiled": {"compile": True},
+    "compiled, nothing recomputed": {
+        "compile": True, "stack": "torchtune:enable_activation_checkpointing=False", "seq_len": 1024,
+    },
+    "compiled, AdamW after backward": {"compile": True, "stack": "torchtune:optimizer=AdamW,optimizer_in_bwd=False"},
+    "compiled, LoRA": {"compile": True, "lora": MLP},
+    "compiled, LoRA, nothing recomputed": {
+        "compile": True, "lora": MLP, "stack": "torchtune:enable_activation_checkpointing=False",
+    },
+    "on eight": {"dp": 8},
+    "LoRA": {"lora": MLP},
+}  # fmt: skip
+
+
+@pytest.mark.skipif(find_spec("torchtune") is None, reason="needs `make stacks`")
+@pytest.mark.parametrize("name", BLOCK_HEIGHTS)
+def test_the_estimate_is_what_torchtunes_blocks_take(name):
+    run = lab.Training(**{"seq_len": 4096, "micro_batch": 2, "stack": "torchtune", **BLOCK_HEIGHTS[name]})
+    estimate, simulation = lab.estimate(FEW, run, "A100-80GB"), lab.simulate(FEW, run, "A100-80GB")
+    assert not [note for note in simulation.notes if "ran eager" in note]
+    assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.02)
+
+
+@pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs `make stacks`")
+def test_which_layers_torchtitan_recomputes_is_counted_anew_for_each_model():
+    run = lab.Training(dp=8, seq_len=1024, stack="torchtitan:ac=selective_layers")
+    first, second = (lab.simulate({**FEW, "num_hidden_layers": 3}, run, "H100-80GB") for _ in range(2))
+    assert first.peak_allocated == second.peak_allocated
 
 
 @pytest.mark.skipif(find_spec("torchtune") is None, reason="needs `make stacks`")

@@ -201,7 +201,7 @@ def checkpointed(share: Share) -> dict[str, int]:
     Selective checkpointing does not know bitsandbytes' products: of a quantized block it keeps what the adapters'
     products returned."""
     spec, run, T, c = share.spec, share.run, share.tokens, share.bytes.compute
-    kept = {"block inputs": T * share.bytes.residual * spec.hidden // share.sequence_ranks}
+    kept = block_inputs(share)
     if block := block_of(share):
         if run.checkpointing == "full":
             return kept
@@ -226,9 +226,18 @@ def checkpointed(share: Share) -> dict[str, int]:
     return kept
 
 
+def block_inputs(share: Share) -> dict[str, int]:
+    """Return the bytes by kind of what a block is given, which all checkpointing keeps."""
+    stream = share.tokens * share.bytes.residual * share.spec.hidden // share.sequence_ranks
+    block = block_of(share)
+    return {"block inputs": stream} | (per_device(saved(block.given, share), share.run) if block else {})
+
+
 def _some_layers(share: Share, kept: dict[str, int], every: int) -> dict[str, int]:
     """Return what a block keeps on average where one of `every` is recomputed, and keeps no more than `kept`."""
-    recomputed = share.layers // every
+    recomputed = share.layers // every  # the last of each (distributed/activation_checkpoint.py, _apply_layer_sac)
     whole = per_device(block_saved(share), share.run)
-    of_others = {kind: size * (share.layers - recomputed) // share.layers for kind, size in whole.items()}
-    return of_others | {kind: size * recomputed // share.layers for kind, size in kept.items()}
+    others = share.layers - recomputed
+    return {
+        kind: (whole.get(kind, 0) * others + kept.get(kind, 0) * recomputed) // share.layers for kind in whole | kept
+    }

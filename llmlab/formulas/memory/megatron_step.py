@@ -221,7 +221,7 @@ class MegatronMemory:
         multiprocessors = share.gpu.sms if share.gpu else 0
         bias = min(4 * inner, multiprocessors * MiB) if spec.mlp_bias else 0
         scores = self._scores_backward() - self.whole["mlp"]
-        return max(self._bytes(self.block.mlp_backward), bias, scores) + 2 * self.hidden
+        return max(self._bytes(self.block.backward[0].beside), bias, scores) + 2 * self.hidden
 
     def _scores_backward(self) -> int:
         """Unfused: the gradients of what multiplied the values and of dropout's input, in half; softmax's is written in

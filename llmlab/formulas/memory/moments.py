@@ -18,14 +18,14 @@ from typing import NamedTuple
 from ...hardware.gpu import GPU
 from ...specs.model import ModelSpec
 from ...specs.run import Training
-from ...specs.stacks import Torchtune
-from .activations import block_saved, checkpointed, per_device
+from ...specs.stacks import Torchtitan, Torchtune
+from .activations import block_inputs, block_saved, checkpointed, per_device
 from .fsdp import uses_fsdp
 from .gradients import bucket_bytes, gradients
 from .scores import causal_mask, forward_scores
 from .share import Share, share_of
 from .stacks.blocks import block_of
-from .stacks.torchtune import in_chunks, position_table
+from .stacks.torchtune import in_chunks
 from .states import kept_weights, states
 from .temporaries import (
     block_backward,
@@ -74,7 +74,7 @@ class StepMemory:
         # FSDP2's fp32 shards are the master copy; the half weights are what is gathered of them.
         master_shards = self.sharded and share.bytes.master and not run.lora
         self.gathered_part = "weights" if master_shards else "other"
-        table = position_table(share) if isinstance(run.stack, Torchtune) else 0
+        block = block_of(share)
         self.resident = {  # what stays from step to step, by part
             "weights": kept_weights(run, self.states),
             "optimizer": self.states.optimizer,
@@ -83,7 +83,7 @@ class StepMemory:
             "logits": 0,
             # cuBLAS takes one workspace per handle, and the autograd thread has a handle of its own; both stay.
             "workspace": 2 * (gpu.cublas_workspace or 0) if gpu else 0,
-            "other": bucket_bytes(share, self.states) + table + receive_buffers(share),
+            "other": bucket_bytes(share, self.states) + (block.table if block else 0) + receive_buffers(share),
         }
         # What is whole still when backward ends: in a pipeline all blocks, but for one that the moments add.
         units = self.states.units
@@ -98,15 +98,19 @@ class StepMemory:
         self.block = sum(kept.values())  # what one block keeps of one micro-batch
         self.outside = _outside_in_flight(share, self.loss.waiting)  # of blocks
         self.activations = self.block * blocks + self.outside
+        # Where one of several blocks is recomputed: what the last one keeps less than the average, and the last two.
+        self.uneven = 0, 0
+        if run.checkpointing and isinstance(run.stack, Torchtitan) and run.stack.ac == "selective_layers":
+            every = run.stack.every
+            last = [sum((whole if (share.layers - back) % every else block_inputs(share)).values()) for back in (0, 1)]
+            self.uneven = self.block - last[0], 2 * self.block - sum(last)
         # Left when the last block's backward begins.
         self.last_block = self.block * (blocks - held // run.virtual_stages + 1)
         # Of the micro-batches that wait while one's backward ends.
         passes = passes_in_flight(run, share.stage, share.over)
         self.others = self.last_block - self.block + (self.outside - self.outside // passes if passes else 0)
-        # A checkpointed block is whole again in its backward; what selective checkpointing kept is not made twice.
-        self.recomputed = sum(whole.values()) - kept.get("matmul outputs", 0) if run.checkpointing else 0
-        if (block := block_of(share)) and block.made_again is not None and "matmul outputs" in kept:
-            self.recomputed = described_bytes(block.made_again, share)
+        self.backward = block_backward(share, kept, whole)
+        self.recomputed = self.backward.recomputed
         # The half copies that autocast makes of weights; those of blocks are alive until forward is over, and backward
         # still has them, unless it makes them again. Only weights that are trained have one copy for all micro-batches
         # (aten/src/ATen/autocast_mode.cpp, cached_cast): a frozen one lives as long as autograd keeps it, which is not
@@ -119,16 +123,14 @@ class StepMemory:
         self.casts = adapters + (0 if freed else self.block_cast * share.layers)
         self.kept_casts = 0 if run.checkpointing else self.casts
         self.head_cast = element * spec.vocab * spec.hidden // run.tp if share.last else 0
-        self.backward = block_backward(share, whole.get("mlp", 0))
         self.forward_scores = forward_scores(share)  # attention's temporaries in forward
         self.between = dequantized(share) + causal_mask(share)  # temporaries anywhere between first and last block
         # torchtune: a weight is dequantized before the MLP's backward makes its temporaries, or after.
         tune = isinstance(run.stack, Torchtune)
         self.working = (max if tune else sum)((self.between, self.backward.temporaries))
         self.around_loss = causal_mask(share) if tune else self.between
-        self.replaced = 0  # of what is outside of blocks, by one gradient, when the first block's backward begins
-        if tune and not self.sharded:
-            self.replaced = max(0, self.outside - share.tokens * spec.hidden * share.bytes.compute)
+        # Of what is outside of blocks nothing is left when their backward begins; a gradient goes through them.
+        self.replaced = outer_activations(share) if block else 0
         # With adapters and checkpointing peft makes the embedding's output a leaf, so that checkpointing has something
         # to differentiate; it and its gradient outlive backward.
         through_peft = run.lora and run.checkpointing and not isinstance(run.stack, Torchtune)
@@ -198,14 +200,20 @@ class StepMemory:
         working, own_gradients = self.working, self.backward.gradients
         # In a pipeline blocks are neither freed nor reduced before all micro-batches are through.
         freed, reduction = (units.block, units.block_reduction) if self.share.run.pp == 1 else (0, 0)
+        in_norm = []
+        if (block := block_of(self.share)) and block.norm_backward and self.share.last:
+            other = units.head_reduction + described_bytes(block.norm_backward, self.share)
+            in_norm.append(in_blocks("the final norm's backward", gathered + units.prefetched, other,
+                                     gradients=grads.after_head, activations=activations))  # fmt: skip
         return [
             moment("the loss's gradient", around_loss, self.around_loss, gradients=grads.accumulated,
                    activations=activations + self.head_cast, logits=self.loss.gradient),
             moment("the head's gradient", at_head + units.head, self.around_loss,
                    gradients=grads.accumulated + grads.head, activations=activations, logits=self.loss.head),
+            *in_norm,
             in_blocks("the first block of backward", gathered + units.prefetched, units.head_reduction + working,
                       gradients=grads.after_head + own_gradients,
-                      activations=self.activations - self.replaced + self.recomputed
+                      activations=self.activations - self.replaced + self.recomputed + self.uneven[0]
                       + (self.kept_casts or self.block_cast)),
             in_blocks("the last block of backward", self.left + units.block, reduction + working,
                       gradients=grads.stored.before_last + own_gradients,
@@ -218,17 +226,15 @@ class StepMemory:
         """Return the moments in which FSDP2 reduces gradients: a unit's, and the copies of all ranks, side by side."""
         units, grads = self.states.units, self.gradients
         moment = partial(self._moment, "backward", logits=self.loss.after)
-        # The first block's activations are gone, and its weights; a gradient has come in place of what is outside.
-        activations = self.activations - self.block + max(0, self.kept_casts - self.block_cast)
-        if block_of(share := self.share) and share.run.pp == 1:
-            stream = share.tokens * share.spec.hidden * share.bytes.residual // share.sequence_ranks
-            activations -= max(0, self.outside - stream)
+        # The first block's activations are gone, and its weights.
+        activations = self.activations - self.block - self.replaced + max(0, self.kept_casts - self.block_cast)
         gathered = units.resident + (units.prefetched or -units.block)
         reducing = units.block_gradients + units.block_reduction
         ranks = self.share.run.dp_shard * self.share.run.cp
         last_but_one = 2 * units.block + self.left - (units.outside if units.head else 0)
         # Of a unit with one large tensor, its gradient is still there as the reduced one is made.
         head_shard, outside_shard = units.head_reduction // ranks, 0
+        after_first = grads.after_head + (0 if grads.accumulated else units.block_reduction // ranks)
         if units.head:
             outside_shard = units.outside_reduction // ranks
         found = []
@@ -258,10 +264,14 @@ class StepMemory:
             found += [
                 moment("the second block of backward", gathered,
                        units.block_reduction + self.working,
-                       gradients=grads.after_head + self.backward.gradients,
-                       activations=activations + self.recomputed + (0 if self.kept_casts else self.block_cast)),
-                moment("the second block's gradients", gathered, self.between + reducing, gradients=grads.after_head,
+                       gradients=after_first + self.backward.gradients,
+                       activations=activations + self.recomputed + self.uneven[1]
+                       + (0 if self.kept_casts else self.block_cast)),
+                moment("the second block's gradients", gathered, self.between + reducing, gradients=after_first,
                        activations=activations - self.block),
+                moment("the last but one block of backward", last_but_one, units.block_reduction + self.working,
+                       gradients=grads.stored.before_last_two + self.backward.gradients,
+                       activations=self.last_block + self.block + self.recomputed + self.block_cast),
                 moment("the last but one block's gradients", last_but_one, self.between + reducing,
                        gradients=grads.stored.before_last_two, activations=self.last_block),
             ]  # fmt: skip

@@ -10,7 +10,7 @@ from .fsdp import uses_fsdp
 from .scores import backward_scores
 from .share import Share, adapter_bytes
 from .stacks.blocks import block_of
-from .stacks.described import Kept, by_kind, saved
+from .stacks.described import Block, Height, Kept, by_kind, saved
 from .states import States, expert_tensor
 
 
@@ -25,10 +25,11 @@ class LossBytes(NamedTuple):
 
 
 class BlockBackward(NamedTuple):
-    """The largest temporaries of a block's backward, and the bytes of its own gradients that exist by then."""
+    """What a block takes whose backward runs, at its highest."""
 
     temporaries: int
-    gradients: int
+    gradients: int  # of its own weights, those that exist by then
+    recomputed: int = 0  # of what is saved, beyond what checkpointing kept
 
 
 def outer_activations(share: Share) -> int:
@@ -134,32 +135,49 @@ def dequantized(share: Share) -> int:
     return element * max(linear.inputs * linear.outputs for linear in share.spec.block_linears)
 
 
-def block_backward(share: Share, mlp_kept: int) -> BlockBackward:
-    """Return what the block takes whose backward runs, at the higher of two moments: in its MLP or in its attention.
+def block_backward(share: Share, kept: dict[str, int], whole: dict[str, int]) -> BlockBackward:
+    """Return what the block takes whose backward runs, of which forward kept `kept` bytes by kind, and keeps `whole`
+    where nothing is recomputed. Its own gradients, of several micro-batches, are added to the earlier ones, except
+    where FSDP2 has only shards of those."""
+    spec, run = share.spec, share.run
+    in_backward = isinstance(run.stack, StackOptions) and run.stack.steps_in_backward(run)  # and gone at once
+    # A compiled block's come together, when it is over.
+    own = not run.lora and not run.offload and (run.compile or not in_backward)
+    own = own and (run.accumulation == 1 or uses_fsdp(run))
+    gradient = share.bytes.gradients if own else 0
+    if block := block_of(share):
+        return max((_at(height, block, share, sum(kept.values()), gradient) for height in block.backward), key=sum)
+    counts = spec.parameters_by_component
+    gradients = gradient * (counts["mlp"] + counts["experts"] // run.ep) // (run.tp * spec.layers)
+    # What selective checkpointing kept is not made twice.
+    recomputed = sum(whole.values()) - kept.get("matmul outputs", 0) if run.checkpointing else 0
+    return BlockBackward(*_in_halves(share, whole.get("mlp", 0), gradients), recomputed)
 
-    Backward reaches attention after the MLP, whose `mlp_kept` bytes are free by then, and whose gradients exist. (Of
-    several micro-batches they are added to the earlier ones, except where FSDP2 has only shards of those.)
-    """
+
+def _at(height: Height, block: Block, share: Share, kept: int, gradient: int) -> BlockBackward:
+    """Return what a described block takes at `height`, with `gradient` bytes for an element of its gradients."""
+    rows = tuple(row for row in block.saved if row.operator not in height.gone)
+    elements = sum(linear.elements for linear in share.spec.block_linears if linear.name in height.gradients)
+    return BlockBackward(
+        temporaries=described_bytes(height.beside, share),
+        gradients=gradient * elements // (share.spec.layers * share.run.tp),
+        recomputed=described_bytes(rows, share) - kept,
+    )
+
+
+def _in_halves(share: Share, mlp_kept: int, gradients: int) -> tuple[int, int]:
+    """Return the temporaries of a block's backward and its own gradients by then, at the higher of two moments: in its
+    MLP or in its attention, which comes after the MLP, whose `mlp_kept` bytes are free by then, and whose `gradients`
+    exist."""
     spec, run, c = share.spec, share.run, share.bytes.compute
-    block = block_of(share)
-    if block:
-        mlp = described_bytes(block.mlp_backward, share)
-    else:
-        mlp = share.tokens * share.linear_bytes * spec.token_mlp_width * (3 if spec.gated else 2) // run.tp
-    if block:
-        attention = described_bytes(block.attention_backward, share) - mlp_kept
-    elif share.writes_scores:
+    mlp = share.tokens * share.linear_bytes * spec.token_mlp_width * (3 if spec.gated else 2) // run.tp
+    if share.writes_scores:
         attention = backward_scores(share) - mlp_kept
     else:
         attention = share.tokens * c * 4 * spec.query_width // run.tp - mlp_kept
-    gradients = 0
-    in_backward = isinstance(run.stack, StackOptions) and run.stack.steps_in_backward(run)  # and gone at once
-    if not run.lora and not run.offload and not in_backward and (run.accumulation == 1 or uses_fsdp(run)):
-        counts = spec.parameters_by_component
-        gradients = share.bytes.gradients * (counts["mlp"] + counts["experts"] // run.ep) // (run.tp * spec.layers)
     if attention + gradients <= mlp:
-        return BlockBackward(mlp, 0)
-    return BlockBackward(max(0, attention), gradients + min(0, attention))
+        return mlp, 0
+    return max(0, attention), gradients + min(0, attention)
 
 
 def optimizer_temporaries(share: Share, states: States) -> int:

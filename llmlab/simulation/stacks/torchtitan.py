@@ -169,6 +169,7 @@ def build(
         mock.patch("torchtitan.distributed.parallel_dims.device_type", "cpu"),
         mock.patch("torchtitan.components.quantization.float8.has_cuda_capability", lambda *least: True),
         _kept_operators(spec, run),
+        mock.patch("torchtitan.distributed.activation_checkpoint._layer_sac_count", 0),  # of all models so far
         _rounding(),
         around_attention(),
     ):

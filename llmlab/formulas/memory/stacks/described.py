@@ -49,17 +49,27 @@ class Loss(NamedTuple):
     after: tuple[float, float]  # from then on
 
 
+class Height(NamedTuple):
+    """A moment of a block's backward that can be its highest: what of `Block.saved` is gone, what is there beside it,
+    and the linears whose weights have a gradient by then (`specs.parameters.Linear`)."""
+
+    gone: tuple[str, ...]  # operators
+    beside: tuple[Kept, ...]
+    gradients: tuple[str, ...] = ()
+
+
 class Block(NamedTuple):
     """A stack's block and what is around it, with the file that the lines were read from."""
 
     source: str
     saved: tuple[Kept, ...]  # by autograd, where nothing is recomputed
-    selective: tuple[Kept, ...]  # by selective checkpointing, which also keeps the block's input
+    selective: tuple[Kept, ...]  # by selective checkpointing, beside what the block is given
     outside: tuple[Kept, ...]  # of blocks, on the stage with the head
-    mlp_backward: tuple[Kept, ...]  # alive at most as the MLP's backward runs, beside what was saved
-    attention_backward: tuple[Kept, ...]
+    backward: tuple[Height, ...]  # in which a block that was recomputed has all again that is saved
     loss: Loss
-    made_again: tuple[Kept, ...] | None = None  # by selective checkpointing, as the MLP's backward runs; None: the rest
+    given: tuple[Kept, ...] = ()  # to the block beside its input: all checkpointing keeps it
+    norm_backward: tuple[Kept, ...] = ()  # beside what was saved, as the final norm's backward is at its highest
+    table: int = 0  # bytes of the table by which positions rotate, one for all layers
 
 
 def saved(rows: tuple[Kept, ...], share: Share) -> list[Saved]:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from ....specs.stacks import Megatron
 from ..share import Share
-from .described import Block, Kept, Loss
+from .described import Block, Height, Kept, Loss
 
 # By module of --recompute-modules: the kind of what it makes again.
 MODULES = {"core_attn": "scores", "mlp": "mlp"}
@@ -43,14 +43,13 @@ def block(share: Share) -> Block:
             Kept("final_layernorm: its input", "norms", "h", "product", "tokens"),
             Kept("output_layer: its input", "linear inputs", "h", "product", "tokens"),
         ),
-        mlp_backward=(
+        backward=(Height((), (
             # What each expert returned, and all that together; of experts on several ranks also what was sent and came.
             Kept("experts: on their way", "temporaries", "h", "product", "tokens",
                  routed(share) * (4 if share.run.ep > 1 else 2))
             if share.spec.experts else
             Kept("activation: its gradient", "temporaries", "f", "product", "heads", 2 if share.spec.gated else 1),
-        ),
-        attention_backward=(),
+        )),),
         loss=LOSSES[stack.cross_entropy_fusion_impl],
     )
 

@@ -6,7 +6,7 @@ from ....base.errors import NotAvailable
 from ....specs.stacks import Torchtitan
 from ..float8 import converted
 from ..share import Share
-from .described import Block, Kept, Loss
+from .described import Block, Cut, Height, Kept, Loss
 
 # torchtitan/models/llama3/model/model.py. RMSNorm is one operator of torch; rotation (apply_rotary_emb) is a product
 # with a constant, in fp32, and keeps nothing; scaled_dot_product_attention takes grouped heads as they are.
@@ -56,9 +56,46 @@ LLAMA = Block(
         Kept("norm: 1/rms", "norms", "1", "fp32", "tokens"),
         Kept("output: its input", "linear inputs", "h", "product", "whole"),
     ),
-    mlp_backward=(Kept("gradients of w2's input, silu and w3", "temporaries", "f", "product", "heads", 3),),
-    attention_backward=(Kept("gradients of q, k, v and the output", "temporaries", "Q", "product", "heads", 4),),
+    backward=(),
     loss=LOSS,
+)
+
+# Backward comes to a block with the gradient of what it returned, which the sum with its input passes on.
+STREAM = Kept("gradient of the block's output", "gradients", "h", "stream", "tokens")
+MLP_SAVED = tuple(row.operator for row in SAVED[11:])
+NORM_SAVED = tuple(row.operator for row in SAVED[8:11])
+MLP_WEIGHTS = ("gate_proj", "up_proj", "down_proj")
+
+
+def _of(name: str, width: str, times: float = 1, cut: Cut = "heads") -> Kept:
+    return Kept(f"gradients of {name}", "temporaries", width, "product", cut, times)
+
+
+# autograd frees what an operator saved when its backward is over.
+HEIGHTS = (
+    Height(("w2: its input",), (STREAM, _of("w2's input, silu and w3", "f", 3)), ("down_proj",)),
+    Height(MLP_SAVED, (STREAM, _of("w1", "f"), _of("w1's and w3's inputs", "h", 2, "whole")), MLP_WEIGHTS),
+    Height(
+        (*MLP_SAVED, *NORM_SAVED),
+        (STREAM, _of("q and inner_attention's output", "Q", 2), _of("k and v", "K", 2)),
+        (*MLP_WEIGHTS, "o_proj"),
+    ),
+)
+# With tensor parallelism w2's gradient is gathered from all ranks, of their tokens. Checkpointing makes the block again
+# after that, w2's sum over the ranks included: what is laid out for it, and what each rank gets of it.
+GATHERED = Kept("gradient of the block's output, gathered", "temporaries", "h", "product", "whole")
+CUT_UP = (
+    Height((), (STREAM, GATHERED, GATHERED)),
+    Height((), (STREAM, GATHERED, _of("w2's input", "f")), ("down_proj",)),
+)
+AGAIN = Height(
+    (),
+    (
+        STREAM,
+        GATHERED,
+        Kept("w2: its output", "made again", "h", "product", "whole", 2),
+        Kept("reduce_scatter, ffn_norm: their outputs", "made again", "h", "product", "tokens", 3),
+    ),
 )
 
 
@@ -75,24 +112,44 @@ QK_NORM = (
 # and backward needs no result of w2 (torch/_functorch/partitioners.py). The compiled loss casts as it reads, keeps the
 # logits, and writes their gradient beside them.
 NOT_KEPT = ("mul: silu's output", "mm 7: w2")
-# Selective checkpointing then makes again what the MLP's backward needs, and what attention's needs only after that.
-MADE_AGAIN = (
-    Kept("ffn_norm: its input", "norms", "h", "stream", "tokens"),
-    Kept("mul: w3's output", "mlp", "f", "product", "heads"),
-    Kept("w2: its input", "mlp", "f", "product", "heads"),
-)
+# As the MLP's backward runs, selective checkpointing has not yet made again what is attention's.
+UNMADE = (
+    "wq, wk, wv: their input", "q_norm: its input", "k_norm: its input",
+    "inner_attention: q, rotated", "inner_attention: k, rotated",
+)  # fmt: skip
+# Inductor orders what backward computes so that the most is least, weights' gradients last where these are large.
+COMPILED_BACKWARD = {
+    None: Height(("w2: its input",), (STREAM, _of("w1 and w3", "f", 2)), ("down_proj",)),
+    "full": Height((), (STREAM, _of("w2's input, w1 and w3", "f", 3))),
+    "selective": Height(UNMADE, (STREAM, SELECTIVE[0], _of("w2's input, w1 and w3", "f", 3))),
+}
 # In fp8 (torchao/float8/float8_linear.py) what the products of backward read is cast again, from what the norms and the
 # activation read; weights that FSDP2 gathered in fp8 are kept as they were laid out for backward.
 CAST_AGAIN = ("wq, wk, wv: their input", "w1, w3: their input", "w2: its input")
 # In an MLP's backward, in widths of half precision: the gradient of w2's input; casts to fp8 of three tensors, two of
 # them in two layouts. By rows the casts are made one after the other, from copies, one of which is in fp32.
 FP8_BACKWARD = {"tensorwise": 3.5, "rowwise": 5.0}
+FP8_GONE = {
+    None: ("w2: its weight, cast",),
+    "full": ("inner_attention: output, wo's input",),
+    "selective": ("inner_attention: k, rotated",),  # for q, rotated, there is wq's output
+}
 COMPILED_LOSS = Loss(forward=(1, 0), gradient=(2, 0), head=(1, 0), after=(0, 0))
 
 
 # With context parallelism each token brings its position (distributed/context_parallel.py), and each block reads the
 # table there: a complex number for each pair of a head's elements. Attention over the ring keeps what it keeps alone.
 AT_POSITIONS = (Kept("rotation: the table at the positions", "q, k, v", "D", "fp32", "whole"),)
+# What the ring returns lies as attention wants it: wo reads a copy.
+COPIED = Kept("wo: its input, copied", "attention output", "Q", "product", "heads")
+
+
+def _ring(cp: int) -> Height:
+    """Return what attention's backward takes over the ring (torch/distributed/tensor/experimental/_context_parallel/
+    _attention.py, _templated_ring_attention_backward): its gradients, and their sums in fp32; keys and values of all
+    ranks; and, before and after they are passed on, the sums of the gradients of keys and values."""
+    around = (_of("the output, and of q", "Q", 4), _of("k and v, and these of all ranks", "K", 22 + 2 * cp))
+    return Height((*MLP_SAVED, *NORM_SAVED, COPIED.operator), (STREAM, *around), (*MLP_WEIGHTS, "o_proj"))
 
 
 def block(share: Share) -> Block:
@@ -107,35 +164,51 @@ def block(share: Share) -> Block:
     if run.tp > 1:
         selective += REDUCED
     saved: tuple[Kept, ...] = SAVED
+    given: tuple[Kept, ...] = ()
     if share.spec.qk_norm:  # Qwen 3
         saved += QK_NORM
         if share.bytes.master:  # FSDP2 casts what a block is given
-            # All positions', and with context parallelism the rank's own for each of its tokens beside them.
-            times = 2 * run.cp / run.micro_batch + (2 if run.cp > 1 else 0)
-            table = Kept("rotation: cosines and sines", "q, k, v", "D", "product", "whole", times)
-            saved, selective = (*saved, table), (*selective, table)
+            given += (_table("all", 2 * run.cp / run.micro_batch),)
+            saved += (*given, _table("the rank's own", 2)) if run.cp > 1 else given
     elif run.cp > 1:
         saved += AT_POSITIONS
-    found = LLAMA._replace(saved=saved, selective=selective)
+    if run.cp > 1:
+        saved += (COPIED,)
+    backward: tuple[Height, ...] = HEIGHTS
+    if run.tp > 1:
+        backward += (*CUT_UP, AGAIN) if run.checkpointing else CUT_UP
+    if run.cp > 1:
+        backward += (_ring(run.cp),)
+    qwen = share.spec.family == "qwen3"
+    # A complex number for each position and pair of a head's elements; of Qwen 3 cosine and sine of each element.
+    table = (8 if qwen else 4) * run.seq_len * share.spec.head_dim
+    found = LLAMA._replace(saved=saved, selective=selective, backward=backward, given=given, table=table)
     return _compiled(found, share) if run.compile else found
+
+
+def _table(positions: str, times: float) -> Kept:
+    return Kept(f"rotation: cosines and sines at {positions} positions", "q, k, v", "D", "product", "whole", times)
 
 
 def _compiled(eager: Block, share: Share) -> Block:
     """Return the description of the block where it is compiled."""
     run = share.run
-    gone: tuple[str, ...] = NOT_KEPT
-    again: tuple[Kept, ...] = MADE_AGAIN
-    times = 3.0 if run.checkpointing else 1.0
+    gone: tuple[str, ...] = (*NOT_KEPT, *CAST_AGAIN) if run.fp8 else NOT_KEPT
     saved = eager.saved
+    # Of blocks one of which is recomputed the last is, which backward begins with.
+    recomputes = "full" if getattr(run.stack, "ac", None) == "selective_layers" else run.checkpointing
+    highest = COMPILED_BACKWARD[recomputes]
     if run.fp8:
-        gone, again, times = (*NOT_KEPT, *CAST_AGAIN), MADE_AGAIN[:2], FP8_BACKWARD[run.fp8]
+        made = _of("w2's input, w1 and w3, and their casts", "f", FP8_BACKWARD[run.fp8])
+        highest = Height(FP8_GONE[recomputes], (STREAM, made))
         if run.gathers_float8 and not run.checkpointing:
-            weights = sum(linear.elements for linear in converted(share.spec, run)) / share.spec.layers
-            saved += (Kept("weights, cast", "linear weights", "1", "byte", "heads", weights / share.tokens),)
+            for linear in converted(share.spec, run):
+                name = "w2" if linear.name == "down_proj" else linear.name
+                width = linear.elements / share.spec.layers / share.tokens
+                saved += (Kept(f"{name}: its weight, cast", "linear weights", "1", "byte", "heads", width),)
     return eager._replace(
         saved=tuple(row for row in saved if row.operator not in gone),
         selective=tuple(row for row in eager.selective if row.operator not in gone),
-        mlp_backward=tuple(row._replace(times=times) for row in eager.mlp_backward),
+        backward=(highest,),
         loss=COMPILED_LOSS if getattr(run.stack, "compile_loss", True) else eager.loss,
-        made_again=again,
     )

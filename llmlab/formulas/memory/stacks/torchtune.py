@@ -5,7 +5,9 @@ from __future__ import annotations
 from ....specs.run import Training
 from ....specs.stacks import Torchtune
 from ..share import Share, adapted
-from .described import Block, Kept, Loss
+from .described import Block, Height, Kept, Loss
+
+MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 def block(share: Share) -> Block:
@@ -16,9 +18,11 @@ def block(share: Share) -> Block:
     trained = run.lora is None
     names = {linear.name for linear in adapted(spec, run)}
     reads = lambda *linears: trained or any(name in names for name in linears)  # noqa: E731  # their input is kept
+    # training/_compile.py, compile_model: block by block. Torch compiles no NF4Tensor's products.
+    fused = run.compile and not run.quantization
     rank = 0 if trained or run.lora is None else run.lora.rank * len(names)
     saved = (
-        *_norm("sa_norm", trained),
+        *_norm("sa_norm", trained, fused),
         Kept("q_proj, k_proj, v_proj: their input", "linear inputs", "h", "product", "whole",
              reads("q_proj", "k_proj", "v_proj")),
         Kept("pos_embeddings: the table at the packed positions", "q, k, v", "D", "fp32", "heads", 2 * stack.packed),
@@ -28,25 +32,42 @@ def block(share: Share) -> Block:
              "heads", 2),
         Kept("attention: output, output_proj's input", "attention output", "Q", "product", "heads"),
         Kept("attention: log-sum-exp", "attention output", "H", "fp32", "heads"),
-        *_norm("mlp_norm", trained),
+        *_norm("mlp_norm", trained, fused),
         Kept("w1, w3: their input", "linear inputs", "h", "product", "whole", reads("gate_proj", "up_proj")),
         Kept("activation: w1's output", "mlp", "f", "product", "heads"),
-        Kept("mul: the activation's output", "mlp", "f", "product", "heads"),
+        Kept("mul: the activation's output", "mlp", "f", "product", "heads", not fused),
         Kept("mul: w3's output", "mlp", "f", "product", "heads"),
         Kept("w2: its input", "mlp", "f", "product", "heads", reads("down_proj")),
         Kept("lora_b: its input", "adapters", "1", "product", "heads", rank),  # modules/peft/lora.py
     )  # fmt: skip
+    stream = Kept("gradient of the block's output", "gradients", "h", "product", "tokens")
+    # Checkpointing keeps what the block was given, sa_norm a cast of it.
+    again = run.checkpointing and not stack.enable_activation_offloading
+    around = (stream, Kept("the block's input", "block inputs", "h", "product", "tokens", bool(again)))
+    # With a quantized w2 dequantizing takes about as much, as its simulation counts it.
+    read = () if run.quantization else ("w2: its input",)
+    mlp = tuple(row.operator for row in saved if row.kind == "mlp")
+    norm = tuple(row.operator for row in saved if row.operator.startswith(("mlp_norm", "w1, w3")))
     return Block(
         source="https://github.com/pytorch/torchtune/blob/v0.6.1/torchtune/modules/transformer.py",
         saved=saved,
         selective=(),
         outside=(
             *_norm("norm", trained),
-            Kept("output: its input", "linear inputs", "h", "product", "whole"),
+            Kept("output: its input", "linear inputs", "h", "product", "whole", trained),
         ),
-        mlp_backward=(Kept("gradients of w2's input, activation and w3", "temporaries", "f", "product", "heads", 3),),
-        attention_backward=(Kept("gradients of q, k, v and the output", "temporaries", "Q", "product", "heads", 4),),
+        backward=(_compiled(stream, reads("down_proj") and not trained),) if fused else (
+            Height(read, (*around, _of("w2's input, the activation and w3", "f", 3)), ("down_proj",)),
+            Height(mlp, (*around, _of("w1", "f"), _of("w1's and w3's inputs", "h", 2)), MLP),
+            Height((*mlp, *norm), (*around, _of("q, k, v and the output", "Q", 4)), (*MLP, "o_proj")),
+        ),
         loss=_loss(stack.num_output_chunks, run.compile),
+        # Three gradients in fp32; the sum over tokens is taken by many blocks of threads, which write theirs side by
+        # side (aten/src/ATen/native/cuda/Reduce.cuh, setReduceConfig).
+        norm_backward=(Kept("gradients of the final norm", "temporaries", "h", "fp32", "tokens", 5 if trained else 3),),
+        # A cosine and a sine in fp32 for each position and pair of a head's elements
+        # (models/llama3_1/_position_embeddings.py).
+        table=4 * max(run.seq_len, spec.config.get("max_position_embeddings", 0)) * spec.head_dim,
     )
 
 
@@ -55,18 +76,25 @@ def in_chunks(run: Training) -> bool:
     return isinstance(run.stack, Torchtune) and run.stack.num_output_chunks > 1
 
 
-def position_table(share: Share) -> int:
-    """Return the bytes of the table by which positions rotate, one for all layers: a cosine and a sine in fp32 for each
-    position and pair of a head's elements (models/llama3_1/_position_embeddings.py)."""
-    positions = max(share.run.seq_len, share.spec.config.get("max_position_embeddings", 0))
-    return 4 * positions * share.spec.head_dim
+def _of(name: str, width: str, times: float = 1) -> Kept:
+    return Kept(f"gradients of {name}", "temporaries", width, "product", "heads", times)
 
 
-def _norm(name: str, trained: bool) -> tuple[Kept, ...]:
+def _compiled(stream: Kept, adapted: bool) -> Height:
+    """Return the highest moment of a compiled block's backward, as its simulation counts it: an adapter's gradients are
+    summed with those of the layer beside it."""
+    made = _of("w2's input, w1 and w3, of the layers and of their adapters", "f", 6 if adapted else 2)
+    return Height(("w2: its input",), (stream, made), ("down_proj",))
+
+
+def _norm(name: str, trained: bool, compiled: bool = False) -> tuple[Kept, ...]:
     """torchtune/modules/rms_norm.py casts to fp32 and back; a half weight makes torch write the norm as operators."""
+    statistics = Kept(f"{name}: 1/rms", "norms", "1", "fp32", "tokens")
+    if compiled:  # one kernel, and what it makes of its input is made again
+        return (Kept(f"{name}: its input", "norms", "h", "product", "tokens"), statistics)
     return (
         Kept(f"{name}: its input, cast", "norms", "h", "fp32", "tokens"),
-        Kept(f"{name}: 1/rms", "norms", "1", "fp32", "tokens"),
+        statistics,
         Kept(f"{name}: before its weight", "norms", "h", "fp32", "tokens", trained),
     )
 
