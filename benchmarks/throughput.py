@@ -153,7 +153,8 @@ def text(found: list[tuple[Row, Predicted]]) -> Iterator[str]:
     first = [each for _, pairs in written for each in pairs]
     groups = {group: [each for each in found if each[0].group == group] for group in GROUPS} | {NEVER_SEEN: first}
     lines = []
-    for group, mine in groups.items():
+    certain = [(row, one) for row, one in first if not row.assumed]
+    for group, mine in (*groups.items(), (f"{NEVER_SEEN}, and no detail of the run assumed", certain)):
         others = ([(row, Predicted(asked(row))) for row, _ in mine] for asked in (rule, llm_analysis))
         lines.append([group, *(str(errors(some)) for some in (mine, *others))])
     yield from titled_table("By group", ["group", *names], lines)

@@ -111,7 +111,7 @@ def test_intervals_widen_where_engines_and_hosts_differ():
     # A GeForce card has no peer access, and may be in a slot with 4 lanes: what is sent may take 8 times as long.
     sharded = replace(run, zero=3, dp=2)
     assert width(sharded, "RTX-4090") > 1.5 * width(sharded, "RTX-6000-Ada")
-    assert width(alone, "MI300X") > 2 * width(alone, "RTX-4090")  # other libraries too
+    assert width(alone, "MI300X") > 1.3 * width(alone, "RTX-4090")  # other libraries too
 
 
 def test_products_that_are_extrapolated_widen_the_interval():
