@@ -40,7 +40,7 @@ from llmlab.hardware.links import cluster
 PREDICTIONS = Path(__file__).with_name("predictions.json")
 GROUPS = ("in sample", "left out")
 NEVER_SEEN = "never seen when predicted"
-SINGLE = ("H100-80GB", "A100-80GB", "A100-40GB")  # beside the T4, whose steps are the archive's
+SINGLE = ("H100", "A100")  # all their kinds, beside the T4, whose steps are the archive's
 WORST, MEDIAN, SINGLE_BAR, TRANSFER_BAR, HELD = 0.3, 0.1, 0.1, 0.15, 0.8
 REFUSED = (NotAvailable, SpecError, UnknownName)
 
@@ -134,9 +134,9 @@ def transferred(found: list[tuple[Row, Predicted]]) -> Iterator[tuple[str, str, 
 
 
 def single(found: list[tuple[Row, Predicted]]) -> Iterator[tuple[str, Errors]]:
-    """Return the errors of LoRA and full fine-tuning on one GPU, by card; the T4's of steps that no rate comes from."""
+    """Return the errors of training on one GPU, by card; the T4's of steps that no rate comes from."""
     for card in SINGLE:
-        if own := [each for each in found if each[0].card == card and each[0].run.world_size == 1]:
+        if own := [each for each in found if each[0].card.startswith(card) and each[0].run.world_size == 1]:
             yield card, errors(own)
     off = [
         abs(lab.estimate(one.model, one.run, "T4").step_seconds / one.step_seconds - 1)
@@ -167,7 +167,8 @@ def text(found: list[tuple[Row, Predicted]]) -> Iterator[str]:
     header = ["predicted", "as written down", "median", "worst", "known", "interval"]
     yield from titled_table("Rows that nobody had looked at, round by round, and which bars they held", header, lines)
     lines = [[card, str(got), "yes" if got.median <= SINGLE_BAR else "no"] for card, got in single(found)]
-    yield from titled_table("LoRA and full fine-tuning on one GPU", ["card", "llmlab", "median at most 10 %"], lines)
+    header = ["card", "llmlab", "median at most 10 %"]
+    yield from titled_table("Training on one GPU, all of it or adapters", header, lines)
     moved = list(transferred(found))
     lines = [[card, base, str(own), str(other), "yes" if other.median <= TRANSFER_BAR else "no"]
              for card, base, own, other in moved]  # fmt: skip

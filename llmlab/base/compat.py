@@ -184,6 +184,7 @@ NAMES: dict[str, dict[str, str]] = {
         "torchtitan.components.quantization.float8": "has_cuda_capability",
         "torchtitan.config": "JobConfig",
         "torchtitan.distributed": "ParallelDims",
+        "torchtitan.distributed.activation_checkpoint": "_layer_sac_count",
         "torchtitan.distributed.context_parallel": "_HeadTailLoadBalancer prepare_context_parallel_input",
         "torchtitan.distributed.parallel_dims": "device_type",
         "torchtitan.distributed.utils": "clip_grad_norm_ get_train_context",

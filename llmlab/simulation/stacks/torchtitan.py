@@ -177,8 +177,9 @@ def build(
         converters.convert(model)
         dims.build_mesh()
         loss_function, schedule, parts = own.build_loss_fn(job), None, []
+        stages: list[Any] = []
         if run.pp > 1:
-            patched = mock.patch("torchtitan.distributed.pipeline_parallel.PipelineStage", _stage(spec, run))
+            patched = mock.patch("torchtitan.distributed.pipeline_parallel.PipelineStage", _stage(spec, run, stages))
             with patched, warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Parallelize plan key")  # of modules that other stages have
                 schedule, parts, *_ = own.pipelining_fn(
@@ -200,7 +201,7 @@ def build(
     )
     if schedule:
         step.schedule, step.pipeline = schedule, dims.get_mesh("pp")
-        step.stages = tuple(getattr(schedule, "_stages", None) or [schedule._stage])
+        step.stages = tuple(stages)
     step.optimizers, step.optimizer = optimizers, optimizers.optimizers[0]
     optimizers.register_step_post_hook(lambda *args, **kwargs: converters.post_optimizer_hook(parts))
     step.loss_function = loss_function
@@ -210,15 +211,17 @@ def build(
     return step
 
 
-def _stage(spec: ModelSpec, run: Training) -> Callable[..., Any]:
-    """Return what makes a stage and tells it what it receives, which else the ranks of the stage before it say."""
+def _stage(spec: ModelSpec, run: Training, made: list[Any]) -> Callable[..., Any]:
+    """Return what makes a stage, tells it what it receives, which else the ranks of the stage before it say, and adds
+    it to `made`."""
     real = symbol("torch.distributed.pipelining.PipelineStage")
     shape = run.micro_batch, run.seq_len // run.tp, spec.hidden  # sequence parallelism's part
     dtype = torch.float32 if run.precision == "fp32" else torch.bfloat16
     received = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
 
     def make(model: nn.Module, index: int, *args: Any, **kwargs: Any) -> Any:
-        return real(model, index, *args, input_args=received if index else None, **kwargs)
+        made.append(real(model, index, *args, input_args=received if index else None, **kwargs))
+        return made[-1]
 
     return make
 
