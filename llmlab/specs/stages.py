@@ -37,7 +37,7 @@ def layers_of(spec: ModelSpec, run: Training) -> tuple[int, ...]:
     `stage_layers`.
 
     >>> from llmlab.specs.model import model
-    >>> layers_of(model("meta-llama/Llama-3.1-8B"), Training(pp=4, dp=2, stack="torchtitan"))
+    >>> layers_of(model("meta-llama/Llama-3.1-8B"), Training(pp=4, dp=2, accumulation=4, stack="torchtitan"))
     (8, 9, 8, 7)
     """
     stack = stack_of(run)

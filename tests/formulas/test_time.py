@@ -85,8 +85,8 @@ def test_where_a_rate_is_from_and_how_wide_that_makes_the_interval():
         report = lab.estimate("gpt2", run, card)
         assert words in report.time_sources["products"]
         wide[card] = report.step_seconds_high / report.step_seconds_low
-    assert wide["A100-40GB"] == pytest.approx(wide["RTX-6000-Ada"]) and wide["V100"] < wide["MI350X"]
-    assert wide["T4"] < wide["H100"] < wide["A100-40GB"] < wide["V100"]
+    assert wide["A100-40GB"] == pytest.approx(wide["RTX-6000-Ada"])
+    assert wide["T4"] < wide["H100"] < wide["A100-40GB"] < min(wide["V100"], wide["MI350X"])
     assert "1.41 for FlashAttention 2" in lab.estimate("gpt2", run, "H100").time_sources["attention"]
 
 
