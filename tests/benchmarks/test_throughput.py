@@ -71,7 +71,7 @@ def test_seconds_and_tokens_are_the_same_throughput():
      ("aleph-13b-8k-tp2-pp4", 0.4988), ("aleph-65b-tp8-pp8", 0.2884)],
 )  # fmt: skip
 def test_a_published_utilisation_is_that_of_the_row(id, utilisation):
-    """6 FLOP a weight and whole attention: nanotron's figure of linear weights, over 989.5 TFLOP/s; the sheets of
+    """6 FLOP per weight and whole attention: nanotron's figure of linear weights, over 989.5 TFLOP/s; the sheets of
     arXiv 2311.05610 of all weights, over 312."""
     row = next(row for row in throughput.rows() if row.id == id)
     model, nanotron = lab.model(row.model), id.startswith("nanotron")

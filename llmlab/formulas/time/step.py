@@ -39,7 +39,7 @@ CUDNN = (Torchtitan, Megatron)
 # sqrt 2, div 2, add 2, addcdiv 4), where one kernel has 7.
 FOREACH = 3
 # All measured matrices have rows of whole 16 bytes. With a vocabulary of 50,257 an A100's products took almost 3 times
-# as long as with 50,304 (PyTorch's blog, Accelerating Large Language Models, 2023-04: 113 ms a step, then 87); with
+# as long as with 50,304 (PyTorch's blog, Accelerating Large Language Models, 2023-04: 113 ms per step, then 87); with
 # CUDA 13 it can be 1.2 times (ml-explore/mlx, issue 2712). A compiler pads (torch._inductor.config.shape_padding).
 ALIGNED, UNALIGNED = 8, 3.0
 Sized = tuple[tuple[int, int, int], int]  # (m, n, k) of a product, and how often
