@@ -71,7 +71,8 @@ QWEN = {"seq_len": 4096, "precision": "mixed-bf16", "zero": 3, "checkpointing": 
 # Runs on other cards that ran out of memory, where the source says all that decides. Lit-GPT: Alpaca's longest sample
 # has 1304 tokens. BLOOM's prequel: 181B parameters, as the model of 72 layers in throughputs.toml. BigScience's
 # 1.3B (experiments/tr3m-1B3.md): as the rows of that source there; so are arXiv 2311.05610's (aleph), by the rule of
-# its rows but without tensor parallelism, whose ranks hold whole logits there, and fms-acceleration's QLoRA of 70B.
+# its rows but without tensor parallelism, whose ranks hold whole logits there, fms-acceleration's QLoRA of 70B, and
+# FlagPerf's Llama 3 8B without model parallelism (training/nvidia/llama3_8B-megatron/README.md).
 OVER = (
     ("oom-006", "Lit-GPT, resource-tables.md: LoRA, 4 × 1304", "meta-llama/Llama-2-7b-hf", "A100-40GB",
      lab.Training(micro_batch=4, seq_len=1304, precision="bf16", lora=lab.LoRA(8))),
@@ -101,6 +102,9 @@ OVER = (
                     checkpointing="full", dp=dp, zero=3 if dp > 1 else 0,
                     lora=lab.LoRA(16, ("q_proj", "k_proj", "v_proj", "o_proj"), alpha=16, dropout=0.1)))
       for dp, size in ((1, 4), (1, 8), (2, 4))),
+    ("flagperf-8b-a800-tp1-pp1", "FlagPerf: Megatron-Core, DP8, 1 × 8192", "Llama-3-8B-biases", "A800-80GB",
+     lab.Training(micro_batch=1, seq_len=8192, accumulation=64, zero=1, dp=8, precision="mixed-bf16", attention="flash",
+                  stack="megatron")),
 )  # fmt: skip
 
 
