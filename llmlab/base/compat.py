@@ -25,6 +25,7 @@ KNOWN = {
     "bitsandbytes": ("0.50.0", "0.50.2"),
     "deepspeed": ("0.16.0", "0.19.8"),
     "liger_kernel": ("0.5.0", "0.8.5"),
+    "litgpt": ("0.5.13", "0.5.13"),  # not among the constraints: `make stacks`
     "megatron": ("0.16.1", "0.16.1"),  # not among the constraints: `make stacks`
     "safetensors": ("0.4.5", "0.8.0"),
     "torch": ("2.9.0", "2.13.0"),
@@ -197,6 +198,13 @@ NAMES: dict[str, dict[str, str]] = {
         "torch._inductor.config": "emulate_precision_casts patch",
         "torch.distributed.tensor.experimental._attention": "_disable_context_parallel_dispatcher "
         "_enable_context_parallel_dispatcher",
+    },
+    "litgpt": {
+        "lightning.fabric.plugins": "HalfPrecision",
+        "litgpt.config": "Config",
+        "litgpt.lora": "Config GPT mark_only_lora_as_trainable",
+        "litgpt.model": "GPT",
+        "litgpt.utils": "chunked_cross_entropy",
     },
     "torchtune": {
         "torchtune.models.llama3_1": "llama3_1 lora_llama3_1",

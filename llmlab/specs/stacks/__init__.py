@@ -12,16 +12,17 @@ from typing import Any
 
 from ...base.errors import SpecError, unknown_name
 from .deepspeed import DeepSpeed
+from .litgpt import LitGPT
 from .megatron import Megatron
 from .options import StackOptions
 from .torchtitan import Torchtitan
 from .torchtune import Torchtune
 
-__all__ = ["STACKS", "TRANSFORMERS", "DeepSpeed", "Megatron", "StackOptions", "Torchtitan", "Torchtune",
+__all__ = ["STACKS", "TRANSFORMERS", "DeepSpeed", "LitGPT", "Megatron", "StackOptions", "Torchtitan", "Torchtune",
            "check_stack", "resolved", "stack_from_dict"]  # fmt: skip
 
 TRANSFORMERS = "transformers"
-STACKS: dict[str, type[StackOptions]] = {stack.name: stack for stack in (Torchtitan, Megatron, Torchtune, DeepSpeed)}
+STACKS: dict[str, type[StackOptions]] = {stack.name: stack for stack in (Torchtitan, Megatron, Torchtune, DeepSpeed, LitGPT)}
 
 
 def resolved(stack: Any) -> StackOptions | str:
