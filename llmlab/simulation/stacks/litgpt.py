@@ -6,11 +6,17 @@ lora.py): the logits have a name until the next micro-batch's, and gradients are
 
 from __future__ import annotations
 
+import io
+import logging
+import os
+from contextlib import redirect_stderr
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
+from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...base.compat import symbol
 from ...specs.model import ModelSpec
@@ -23,56 +29,79 @@ ADAPTERS = {  # LoRA's names
     "q_proj": "lora_query", "k_proj": "lora_key", "v_proj": "lora_value", "o_proj": "lora_projection",
     "gate_proj": "lora_mlp",
 }  # fmt: skip
+DEVICES = 8  # of a node
 LEARNING_RATE = 2e-5
 
 
 def check(spec: ModelSpec, run: Training) -> None:
     """Raise NotAvailable for what is not simulated of LitGPT: nothing that a run of it can ask for."""
+    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
 
 
 @dataclass
 class LitStep(Step):
     """A step as fit() of LitGPT's recipes takes it."""
 
-    precision: Any = None  # Fabric's
+    fabric: Any = None
 
     def __call__(self, enter: Enter = ignore) -> None:
         """Take one step."""
-        assert isinstance(self.run, Training) and self.optimizer is not None
-        loss_of, logits = symbol("litgpt.utils.chunked_cross_entropy"), None
-        for ids in self.inputs:  # (B, T)
+        run, optimizer, logits = self.run, self.optimizer, None
+        assert isinstance(run, Training) and optimizer is not None
+        for number, ids in enumerate(self.inputs, 1):  # (B, T)
             enter("forward")
-            with self.precision.forward_context():
-                made = self.model(ids, lm_head_chunk_size=CHUNK if self.run.lora else 0)
-            logits = self.precision.convert_output(made)
-            del made
-            if isinstance(logits, list):
-                logits[-1] = logits[-1][..., :-1, :]
-                loss = loss_of(logits, ids[..., 1:])
-            else:
-                loss = loss_of(logits[..., :-1, :], ids[..., 1:])
-            enter("backward")
-            (loss / self.run.accumulation).backward()
+            with self.fabric.no_backward_sync(self.model, enabled=number < run.accumulation):
+                if run.lora:
+                    logits = self.model(ids, lm_head_chunk_size=CHUNK)
+                    logits[-1] = logits[-1][..., :-1, :]
+                    loss = symbol("litgpt.utils.chunked_cross_entropy")(logits, ids[..., 1:])
+                else:
+                    logits = self.model(ids)
+                    loss = symbol("litgpt.utils.chunked_cross_entropy")(logits[..., :-1, :], ids[..., 1:])
+                enter("backward")
+                self.fabric.backward(loss / run.accumulation)
         enter("optimizer")
-        self.optimizer.step()
+        optimizer.step()
         enter("optimizer")
-        self.optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
 
 
 def build(spec: ModelSpec, run: Training, device: torch.device, inputs: list[Tensor], recomputing: Around) -> LitStep:
-    """Return the step of `run` on `device`, with LitGPT's own model."""
-    precision = symbol("lightning.fabric.plugins.HalfPrecision")("bf16-true")
-    with precision.module_init_context(), torch.device("meta"):
-        model = model_of(spec, run)
+    """Return the step of `run` on `device`, with LitGPT's own model, set up by Fabric as its recipes do."""
+    on_node = gcd(run.dp, DEVICES)
+    ranks = {"RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0, "WORLD_SIZE": run.dp, "LOCAL_WORLD_SIZE": on_node,
+             "MASTER_ADDR": "localhost", "MASTER_PORT": 29500, "TORCHELASTIC_RUN_ID": 1}  # fmt: skip
+    torchrun = {name: str(value) for name, value in ranks.items()} if run.dp > 1 else {}
+    with mock.patch.dict(os.environ, torchrun), redirect_stderr(io.StringIO()):
+        fabric = symbol("lightning.fabric.Fabric")(
+            accelerator="cuda", devices=on_node, num_nodes=run.dp // on_node, strategy=_strategy(run),
+            precision="bf16-true",
+        )  # fmt: skip
+        fabric.launch()
+        with fabric.init_module(empty_init=run.dp > 1):
+            model = model_of(spec, run)
+        if run.lora:
+            symbol("litgpt.lora.mark_only_lora_as_trainable")(model)
+        model = fabric.setup_module(model)
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE))
+    given = [ids.to(device, copy=True) for ids in inputs]
+    return LitStep(run, device, model.train(), given, optimizer, parameters=list(model.parameters()), fabric=fabric)
+
+
+def _strategy(run: Training) -> Any:
+    """Return Fabric's strategy, as finetune/full.py and lora.py choose it."""
+    if run.dp == 1:
+        return "auto"
     if run.lora:
-        symbol("litgpt.lora.mark_only_lora_as_trainable")(model)
-    nn.Module.to_empty(model, device=device)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    step = LitStep(run, device, model.train(), [ids.to(device, copy=True) for ids in inputs], precision=precision)
-    step.optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    return step
+        return symbol("lightning.fabric.strategies.ModelParallelStrategy")(
+            parallelize_fn=symbol("litgpt.finetune.lora.parallelize_fn"), data_parallel_size=run.dp,
+            tensor_parallel_size=1,
+        )  # fmt: skip
+    block = symbol("litgpt.model.Block")
+    return symbol("lightning.fabric.strategies.FSDPStrategy")(
+        auto_wrap_policy={block}, activation_checkpointing_policy={block}, state_dict_type="full",
+        limit_all_gathers=True, cpu_offload=False,
+    )  # fmt: skip
 
 
 def model_of(spec: ModelSpec, run: Training) -> Any:

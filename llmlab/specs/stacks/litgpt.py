@@ -28,11 +28,10 @@ class LitGPT(StackOptions):
     allowed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "precision": ("bf16",),
         "optimizer": ("adamw",),
-        "checkpointing": (None,),
+        "checkpointing": (None, "full"),
         "attention": ("sdpa",),
         "quantization": (None,),
-        "zero": (0,),
-        "dp": (1,),
+        "zero": (0, 3),
         "tp": (1,),
         "pp": (1,),
         "cp": (1,),
@@ -45,8 +44,9 @@ class LitGPT(StackOptions):
     }
 
     def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """bf16 throughout."""
-        return {"precision": "bf16"}
+        """bf16 throughout; on several devices FSDP, and all blocks recomputed."""
+        sharded = given["dp"] > 1
+        return {"precision": "bf16", "zero": 3 if sharded else 0, "checkpointing": "full" if sharded else None}
 
     def check_run(self, given: Mapping[str, Any]) -> None:
         """Raise SpecError for adapters that LitGPT has not."""

@@ -83,8 +83,8 @@ def _norm(name: str, trained: bool) -> tuple[Kept, ...]:
 def _loss(share: Share) -> Loss:
     """Fabric casts the logits to fp32, which fit() keeps a name of; cross entropy keeps its result by chunks, and of
     several sequences the slice without their last positions is a copy (litgpt/utils.py, chunked_cross_entropy). Its
-    backward makes gradients by chunks, and joins them; those of a chunk that the head made end there."""
+    backward makes gradients by chunks, and joins them, but where the head made chunks."""
     if share.run.lora:
         part = min(1, CHUNK / share.run.seq_len)
-        return Loss(forward=(0, 2), gradient=(0, 2 + 2 * part), head=(part, 2), after=(0, 1))
+        return Loss(forward=(0, 2), gradient=(0, 2 + 2 * part), head=(1, 1), after=(0, 1))
     return Loss(forward=(0, 2 + (share.run.micro_batch > 1)), gradient=(0, 3), head=(1, 1), after=(0, 1))
