@@ -25,7 +25,8 @@ KNOWN = {
     "bitsandbytes": ("0.50.0", "0.50.2"),
     "deepspeed": ("0.16.0", "0.19.8"),
     "liger_kernel": ("0.5.0", "0.8.5"),
-    "litgpt": ("0.5.13", "0.5.13"),  # not among the constraints: `make stacks`
+    "lightning": ("2.6.1", "2.6.1"),  # not among the constraints: `make stacks`
+    "litgpt": ("0.5.13", "0.5.13"),  # likewise
     "megatron": ("0.16.1", "0.16.1"),  # not among the constraints: `make stacks`
     "safetensors": ("0.4.5", "0.8.0"),
     "torch": ("2.9.0", "2.13.0"),
@@ -200,10 +201,12 @@ NAMES: dict[str, dict[str, str]] = {
         "_enable_context_parallel_dispatcher",
     },
     "litgpt": {
-        "lightning.fabric.plugins": "HalfPrecision",
+        "lightning.fabric": "Fabric",
+        "lightning.fabric.strategies": "FSDPStrategy ModelParallelStrategy",
         "litgpt.config": "Config",
+        "litgpt.finetune.lora": "parallelize_fn",
         "litgpt.lora": "Config GPT mark_only_lora_as_trainable",
-        "litgpt.model": "GPT",
+        "litgpt.model": "Block GPT",
         "litgpt.utils": "chunked_cross_entropy",
     },
     "torchtune": {

@@ -54,7 +54,8 @@ def gradients(share: Share, states: States) -> Gradients:
     accumulates = share.over > 0 and not run.offload
     # LitGPT's no_backward_sync: FSDP reduces nothing before the last micro-batch, and each rank sums whole gradients.
     unsynced = accumulates and sharded and isinstance(run.stack, LitGPT)
-    every = b.gradients * (states.trained if run.lora else sum(_stage_parameters(share).values())) if unsynced else every
+    if unsynced:
+        every = b.gradients * (states.trained if run.lora else sum(_stage_parameters(share).values()))
     accumulated = every if accumulates else 0
     once = _stored(share, states, every)
     stored = Stored(every, every, every) if accumulates or run.offload else once

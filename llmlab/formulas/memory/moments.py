@@ -252,24 +252,29 @@ class StepMemory:
                     logits=self.loss.head,
                 )
             )
+        # FSDP1's autograd joins a unit's gradients before its weights go, and nothing of its reduction stays.
+        flat = is_flat(self.share.run)
+        joined, behind = (units.block, 0) if flat else (0, units.block_reduction)
         found += [
-            moment("the first block's gradients reduced", gathered, self.between + reducing,
+            moment("the first block's gradients reduced", gathered + joined, self.between + reducing,
                    gradients=grads.after_head, activations=activations),
-            moment("the last block's gradients reduced", self.left, reducing, gradients=grads.stored.before_last),
-            moment("the other gradients reduced", units.outside if is_flat(self.share.run) else 0, units.outside_gradients + units.outside_reduction,
+            moment("the last block's gradients reduced", self.left + joined, reducing,
+                   gradients=grads.stored.before_last),
+            moment("the other gradients reduced", units.outside if flat else 0,
+                   units.outside_gradients + units.outside_reduction,
                    gradients=grads.stored.after_blocks + outside_shard),
         ]  # fmt: skip
         if self.layers > 2:  # one with a reduction behind it and a block gathered, or still whole, before it
             gathered += units.prefetched
             found += [
                 moment("the second block of backward", gathered,
-                       units.block_reduction + self.working,
+                       behind + self.working,
                        gradients=after_first + self.backward.gradients,
                        activations=activations + self.recomputed + self.uneven[1]
                        + (0 if self.kept_casts else self.block_cast)),
                 moment("the second block's gradients", gathered, self.between + reducing, gradients=after_first,
                        activations=activations - self.block),
-                moment("the last but one block of backward", last_but_one, units.block_reduction + self.working,
+                moment("the last but one block of backward", last_but_one, behind + self.working,
                        gradients=grads.stored.before_last_two + self.backward.gradients,
                        activations=self.last_block + self.block + self.recomputed + self.block_cast),
                 moment("the last but one block's gradients", last_but_one, self.between + reducing,

@@ -22,7 +22,9 @@ __all__ = ["STACKS", "TRANSFORMERS", "DeepSpeed", "LitGPT", "Megatron", "StackOp
            "check_stack", "resolved", "stack_from_dict"]  # fmt: skip
 
 TRANSFORMERS = "transformers"
-STACKS: dict[str, type[StackOptions]] = {stack.name: stack for stack in (Torchtitan, Megatron, Torchtune, DeepSpeed, LitGPT)}
+STACKS: dict[str, type[StackOptions]] = {
+    stack.name: stack for stack in (Torchtitan, Megatron, Torchtune, DeepSpeed, LitGPT)
+}
 
 
 def resolved(stack: Any) -> StackOptions | str:
@@ -69,6 +71,8 @@ def check_stack(stack: StackOptions | str, given: Mapping[str, Any]) -> None:
             both = {field: given[field], "pp": given["pp"]}  # what orders stages is for those that have some
             others += [s.name for s in STACKS.values() if all(v in s.allowed.get(f, (v,)) for f, v in both.items())]
             own = ", ".join("none" if value is None else repr(value) for value in values)
+            if why := stack.undescribed.get(field):
+                raise SpecError(f"{field}={given[field]!r} with stack={stack.name!r}: {why}; give {field}={own}")
             raise SpecError(
                 f"{stack.name} has no {field}={given[field]!r}: stack={' or '.join(map(repr, others))} has; "
                 f"with stack={stack.name!r} give {field}={own}"

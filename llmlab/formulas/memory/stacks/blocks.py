@@ -7,7 +7,9 @@ from ..share import Share
 from . import litgpt, megatron, torchtitan, torchtune
 from .described import Block
 
-DESCRIPTIONS = {"litgpt": litgpt.block, "megatron": megatron.block, "torchtitan": torchtitan.block, "torchtune": torchtune.block}
+DESCRIPTIONS = {
+    "litgpt": litgpt.block, "megatron": megatron.block, "torchtitan": torchtitan.block, "torchtune": torchtune.block,
+}  # fmt: skip
 
 
 def block_of(share: Share) -> Block | None:

@@ -16,7 +16,7 @@ def block(share: Share) -> Block:
     trained = run.lora is None
     names = {linear.name for linear in adapted(spec, run)}
     dropout = run.lora is not None and run.lora.dropout > 0
-    padded = names & QKV if not QKV <= names else set()
+    padded = names & QKV if not names >= QKV else set()
 
     def read(operator: str, kind: str, width: str, *linears: str, calls: int = 1) -> tuple[Kept, ...]:
         """Return what stays of a tensor that `linears` read in `calls`: itself, or what each call's dropout made."""
@@ -49,20 +49,25 @@ def block(share: Share) -> Block:
         Kept("lora_B: its input", "adapters", "1", "product", "heads", run.lora.rank * len(names) if run.lora else 0),
     )  # fmt: skip
     stream = Kept("gradient of the block's output", "gradients", "h", "product", "tokens")
+    # Checkpointing keeps what the block was given, norm_1 a cast of it.
+    around = (stream, Kept("the block's input", "block inputs", "h", "product", "tokens", bool(run.checkpointing)))
     mlp = tuple(row.operator for row in saved if row.kind == "mlp")
     norm = tuple(row.operator for row in saved if row.operator.startswith(("norm_2", "fc_1, fc_2")))
     return Block(
         source="https://github.com/Lightning-AI/litgpt/blob/v0.5.13/litgpt/model.py",
         saved=saved,
         selective=(),
-        outside=(*_norm("ln_f", trained), Kept("lm_head: its input", "linear inputs", "h", "product", "whole", trained)),
+        outside=(
+            *_norm("ln_f", trained),
+            Kept("lm_head: its input", "linear inputs", "h", "product", "whole", trained),
+        ),
         backward=(
-            Height(("proj: its input",), (stream, _of("proj's input, silu and fc_2", "f", 3)), ("down_proj",)),
-            Height(mlp, (stream, _of("fc_1", "f"), _of("fc_1's and fc_2's inputs", "h", 2)), MLP),
-            Height((*mlp, *norm), (stream, _of("q, k, v and the output", "Q", 4)), (*MLP, "o_proj")),
+            Height(("proj: its input",), (*around, _of("proj's input, silu and fc_2", "f", 3)), ("down_proj",)),
+            Height(mlp, (*around, _of("fc_1", "f"), _of("fc_1's and fc_2's inputs", "h", 2)), MLP),
+            Height((*mlp, *norm), (*around, _of("q, k, v and the output", "Q", 4)), (*MLP, "o_proj")),
         ),
         loss=_loss(share),
-        norm_backward=(),
+        norm_backward=(Kept("gradients of the final norm", "temporaries", "h", "fp32", "tokens", 5 if trained else 3),),
         table=2 * run.seq_len * spec.head_dim * share.bytes.compute,
     )
 
@@ -84,7 +89,10 @@ def _loss(share: Share) -> Loss:
     """Fabric casts the logits to fp32, which fit() keeps a name of; cross entropy keeps its result by chunks, and of
     several sequences the slice without their last positions is a copy (litgpt/utils.py, chunked_cross_entropy). Its
     backward makes gradients by chunks, and joins them, but where the head made chunks."""
+    # The last micro-batch's cast logits have their name until these have one, half ones and their cast.
+    before = 2.5 if share.over else 0
     if share.run.lora:
         part = min(1, CHUNK / share.run.seq_len)
-        return Loss(forward=(0, 2), gradient=(0, 2 + 2 * part), head=(1, 1), after=(0, 1))
-    return Loss(forward=(0, 2 + (share.run.micro_batch > 1)), gradient=(0, 3), head=(1, 1), after=(0, 1))
+        return Loss(forward=(0, max(2, before)), gradient=(0, 2 + 2 * part), head=(1, 1), after=(0, 1))
+    computed = 2 + (share.run.micro_batch > 1)
+    return Loss(forward=(0, max(computed, before)), gradient=(0, 3), head=(1, 1), after=(0, 1))
