@@ -232,7 +232,7 @@ LITGPT = {
     "whole, of several sequences": {"micro_batch": 2},
     "whole, accumulated": {"accumulation": 3, "seq_len": 1024},
     "whole, on eight": {"dp": 8},
-    "whole, on many, few tokens": {"dp": 24, "seq_len": 1024},
+    "whole, on many, few tokens": {"dp": 16, "seq_len": 512},
     "whole, on eight, accumulated": {"dp": 8, "accumulation": 3},
     "LoRA": {"lora": DROPPED, "micro_batch": 2},
     "LoRA of q, k and v": {"lora": QKV},
