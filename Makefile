@@ -158,7 +158,8 @@ stacks: env ## other stacks' own packages into _build/stacks, for `lab.simulate(
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target _build/stacks torchtitan==0.2.2 tyro \
 		docstring_parser shtab typeguard torchdata einops tomli tensorboard protobuf \
 		torchtune==0.6.1 torchao==0.9.0 omegaconf antlr4-python3-runtime==4.9.3 kagglehub tiktoken sentencepiece \
-		blobfile pycryptodomex megatron-core==0.16.1
+		blobfile pycryptodomex megatron-core==0.16.1 \
+		litgpt==0.5.13 lightning==2.6.1 lightning-utilities==0.15.3 torchmetrics==1.9.0 jsonargparse==4.41.0
 
 scripts: env ## other people's scripts under `llmlab run`: CLONES=their repositories WORK=a folder for stand-ins
 	$(BIN)/python benchmarks/standins.py --clones $(CLONES) --work $(WORK)

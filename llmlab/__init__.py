@@ -23,7 +23,7 @@ from .report import Comparison, Report
 from .simulation.simulator import simulator
 from .specs.model import ModelSpec, model, models
 from .specs.run import Inference, LoRA, Training
-from .specs.stacks import DeepSpeed, Megatron, Torchtitan, Torchtune
+from .specs.stacks import DeepSpeed, LitGPT, Megatron, Torchtitan, Torchtune
 from .verbs import compare, estimate, fix, measure, meter, plan, records, simulate, write
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "Comparison",
     "DeepSpeed",
     "Inference",
+    "LitGPT",
     "LoRA",
     "Megatron",
     "ModelSpec",

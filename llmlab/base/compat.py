@@ -25,6 +25,8 @@ KNOWN = {
     "bitsandbytes": ("0.50.0", "0.50.2"),
     "deepspeed": ("0.16.0", "0.19.8"),
     "liger_kernel": ("0.5.0", "0.8.5"),
+    "lightning": ("2.6.1", "2.6.1"),  # not among the constraints: `make stacks`
+    "litgpt": ("0.5.13", "0.5.13"),  # likewise
     "megatron": ("0.16.1", "0.16.1"),  # not among the constraints: `make stacks`
     "safetensors": ("0.4.5", "0.8.0"),
     "torch": ("2.9.0", "2.13.0"),
@@ -197,6 +199,15 @@ NAMES: dict[str, dict[str, str]] = {
         "torch._inductor.config": "emulate_precision_casts patch",
         "torch.distributed.tensor.experimental._attention": "_disable_context_parallel_dispatcher "
         "_enable_context_parallel_dispatcher",
+    },
+    "litgpt": {
+        "lightning.fabric": "Fabric",
+        "lightning.fabric.strategies": "FSDPStrategy ModelParallelStrategy",
+        "litgpt.config": "Config",
+        "litgpt.finetune.lora": "parallelize_fn",
+        "litgpt.lora": "Config GPT mark_only_lora_as_trainable",
+        "litgpt.model": "Block GPT",
+        "litgpt.utils": "chunked_cross_entropy",
     },
     "torchtune": {
         "torchtune.models.llama3_1": "llama3_1 lora_llama3_1",

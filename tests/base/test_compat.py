@@ -22,7 +22,7 @@ LISTED = {f"{place}.{name}" for part in compat.NAMES.values() for place in part 
 # Not private API: operators, and what Python gives every module.
 PUBLIC = re.compile(r"torch\.ops\.|\w+(\.\w+)*\.__\w+__$")
 PYTHONS = {"_asdict", "_exit", "_fields", "_getframe", "_lru_cache_wrapper", "_make", "_replace"}
-UNPINNED = {"megatron", "triton", "torchtitan", "torchtune"}
+UNPINNED = {"lightning", "litgpt", "megatron", "triton", "torchtitan", "torchtune"}
 # Modules below the top of a library that it documents.
 DOCUMENTED = {
     "safetensors.torch.load_file", "safetensors.torch.save_file", "transformers.utils.logging", "triton.language",

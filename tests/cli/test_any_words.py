@@ -23,7 +23,8 @@ PARTS = st.sampled_from([0.0, 0.1, 1.0, 1.5, 1e9, 1e300, -0.5, float("nan"), flo
 KNOWN = st.sampled_from([
     "fp32", "fp16", "bf16", "mixed-bf16", "adamw", "sgd", "adafactor", "adamw8bit", "full", "selective", "none",
     "flash", "sdpa", "eager", "nf4", "int8", "optimizer", "parameters", "gpipe", "1f1b", "rowwise", "tensorwise",
-    "torchtitan", "megatron:recompute=full", "torchtitan:ac=none", "torchtune", "NVLink", "all-linear", "q_proj",
+    "torchtitan", "megatron:recompute=full", "torchtitan:ac=none", "torchtune", "litgpt", "NVLink", "all-linear",
+    "q_proj",
 ])  # fmt: skip
 
 

@@ -226,6 +226,31 @@ def test_the_estimate_is_what_torchtunes_own_code_takes(name, model):
     assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.02)
 
 
+DROPPED, QKV = lab.LoRA(targets=("q_proj", "v_proj"), dropout=0.1), lab.LoRA(targets=("q_proj", "k_proj", "v_proj"))
+LITGPT = {
+    "whole": {},
+    "whole, of several sequences": {"micro_batch": 2},
+    "whole, accumulated": {"accumulation": 3, "seq_len": 1024},
+    "whole, on eight": {"dp": 8},
+    "whole, on many, few tokens": {"dp": 16, "seq_len": 512},
+    "whole, on eight, accumulated": {"dp": 8, "accumulation": 3},
+    "LoRA": {"lora": DROPPED, "micro_batch": 2},
+    "LoRA of q, k and v": {"lora": QKV},
+    "LoRA of all": {"lora": lab.LoRA(targets=(*MLP.targets, "k_proj"))},
+    "LoRA on eight": {"dp": 8, "lora": DROPPED},
+    "LoRA on eight, accumulated": {"dp": 8, "lora": MLP, "accumulation": 2, "seq_len": 1024},
+}
+
+
+@pytest.mark.skipif(find_spec("litgpt") is None, reason="needs `make stacks`")
+@pytest.mark.parametrize("model", [SMALL, {**THIN, "num_key_value_heads": 8}], ids=["grouped heads", "few words"])
+@pytest.mark.parametrize("name", LITGPT)
+def test_the_estimate_is_what_litgpts_own_code_takes(name, model):
+    run = lab.Training(**{"seq_len": 4096, "stack": "litgpt", **LITGPT[name]})
+    estimate, simulation = lab.estimate(model, run, "A100-80GB"), lab.simulate(model, run, "A100-80GB")
+    assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.02)
+
+
 BUCKETS = "reduce_bucket_size=20000000"
 DEEPSPEED = {
     "no ZeRO": {"zero": 0},

@@ -156,11 +156,34 @@ def test_what_torchtune_has_not_is_refused_by_name(given, names):
     assert all(name in str(error.value) for name in names)
 
 
+def test_litgpts_recipes_follow_the_devices():
+    alone, several = lab.Training(stack="litgpt"), lab.Training(dp=8, stack="litgpt")
+    assert (alone.precision, alone.zero, alone.checkpointing) == ("bf16", 0, None)
+    assert (several.precision, several.zero, several.checkpointing) == ("bf16", 3, "full")
+
+
+@pytest.mark.parametrize(
+    "given, names",
+    [
+        ({"tp": 2}, ("litgpt has no tp=2", "'torchtitan'")),
+        ({"precision": "autocast-bf16"}, ("precision='autocast-bf16'", "not described", "'bf16'")),
+        ({"quantization": "nf4", "lora": lab.LoRA()}, ("quantization='nf4'", "not described")),
+        ({"checkpointing": "full"}, ("checkpointing='full'", "dp=1", "checkpointing=None")),
+        ({"lora": lab.LoRA(targets=("q_proj", "up_proj"))}, ("up_proj", "lora_mlp")),
+        ({"stack": "litgpt:ac=full"}, ("litgpt has no option ac", "it is torchtitan's")),
+    ],
+)
+def test_what_litgpt_has_not_is_refused_by_name(given, names):
+    with pytest.raises(lab.SpecError) as error:
+        lab.Training(**{"stack": "litgpt", **given})
+    assert all(name in str(error.value) for name in names)
+
+
 @pytest.mark.parametrize(
     "given, names",
     [
         ({"tp": 2}, ("deepspeed has no tp=2", "'megatron'")),
-        ({"lora": lab.LoRA()}, ("deepspeed has no lora", "'torchtune' has")),
+        ({"lora": lab.LoRA()}, ("deepspeed has no lora", "'torchtune'", "give lora=none")),
         ({"precision": "bf16"}, ("deepspeed has no precision='bf16'", "'torchtune'", "mixed-bf16")),
         ({"stack": "deepspeed:ac=full"}, ("deepspeed has no option ac", "it is torchtitan's")),
         ({"stack": "deepspeed:reduce_bucket_size=0"}, ("reduce_bucket_size=0", ">= 1")),

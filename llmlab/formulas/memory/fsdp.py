@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ...specs.model import ModelSpec
 from ...specs.run import Training, stack_of
-from ...specs.stacks import DeepSpeed, Torchtune
+from ...specs.stacks import DeepSpeed, LitGPT, Torchtune
 from ...specs.stages import layers_of
 from .float8 import gathered_less
 from .precision import Bytes
@@ -58,6 +58,11 @@ NONE = Units()
 def uses_fsdp(run: Training) -> bool:
     """Return whether FSDP2 is what shards: zero=2 or 3 that offloads nothing, unless DeepSpeed trains."""
     return run.zero >= 2 and not run.offload and not isinstance(run.stack, DeepSpeed)
+
+
+def is_flat(run: Training) -> bool:
+    """Whether it is FSDP1 that shards `run`: of each unit one flat parameter, whose gradients autograd joins."""
+    return isinstance(run.stack, LitGPT) and uses_fsdp(run) and run.lora is None
 
 
 def sharded_experts(spec: ModelSpec, run: Training) -> float:
@@ -101,6 +106,8 @@ def units(
     at_loss = None
     if stack and head:
         at_loss = resident + (head if stack.keeps_head else 0)
+    elif isinstance(stack, LitGPT):
+        at_loss = resident  # the loss is none of the model's, and the head's gradients gather the last block again
     elif isinstance(stack, Torchtune) and not stays:
         at_loss = 0  # fully_shard of the whole model is told to reshard it too (training/_distributed.py, shard_model)
     return Units(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...specs.stacks import StackOptions
+from ...specs.stacks import LitGPT, StackOptions
 from ...specs.stages import layers_of
 from .fsdp import uses_fsdp
 from .share import Share
@@ -52,6 +52,10 @@ def gradients(share: Share, states: States) -> Gradients:
     every += max(0, uncut - table)
     # Those of earlier micro-batches exist all the time; those of a single one only from backward on.
     accumulates = share.over > 0 and not run.offload
+    # LitGPT's no_backward_sync: FSDP reduces nothing before the last micro-batch, and each rank sums whole gradients.
+    unsynced = accumulates and sharded and isinstance(run.stack, LitGPT)
+    if unsynced:
+        every = b.gradients * (states.trained if run.lora else sum(_stage_parameters(share).values()))
     accumulated = every if accumulates else 0
     once = _stored(share, states, every)
     stored = Stored(every, every, every) if accumulates or run.offload else once

@@ -18,9 +18,9 @@ from typing import NamedTuple
 from ...hardware.gpu import GPU
 from ...specs.model import ModelSpec
 from ...specs.run import Training
-from ...specs.stacks import Torchtitan, Torchtune
+from ...specs.stacks import LitGPT, Torchtitan, Torchtune
 from .activations import block_inputs, block_saved, checkpointed, per_device
-from .fsdp import uses_fsdp
+from .fsdp import is_flat, uses_fsdp
 from .gradients import bucket_bytes, gradients
 from .scores import causal_mask, forward_scores
 from .share import Share, share_of
@@ -133,7 +133,7 @@ class StepMemory:
         self.replaced = outer_activations(share) if block else 0
         # With adapters and checkpointing peft makes the embedding's output a leaf, so that checkpointing has something
         # to differentiate; it and its gradient outlive backward.
-        through_peft = run.lora and run.checkpointing and not isinstance(run.stack, Torchtune)
+        through_peft = run.lora and run.checkpointing and not isinstance(run.stack, (LitGPT, Torchtune))
         leaf = 2 * run.tokens * spec.hidden * share.bytes.residual if through_peft else 0
         self.update = max(self.gradients.update_casts, leaf + optimizer_temporaries(share, self.states))
 
@@ -242,7 +242,7 @@ class StepMemory:
             whole = units.head_gradients + units.head_reduction
             found.append(moment("the head's gradients reduced", units.resident + units.prefetched, self.between + whole,
                                 gradients=grads.accumulated + head_shard, activations=self.activations))  # fmt: skip
-        elif units.at_loss is not None:
+        elif units.at_loss == 0:
             found.append(
                 moment(
                     "what is outside of blocks gathered again",
@@ -252,24 +252,29 @@ class StepMemory:
                     logits=self.loss.head,
                 )
             )
+        # FSDP1's autograd joins a unit's gradients before its weights go, and nothing of its reduction stays.
+        flat = is_flat(self.share.run)
+        joined, behind = (units.block, 0) if flat else (0, units.block_reduction)
         found += [
-            moment("the first block's gradients reduced", gathered, self.between + reducing,
+            moment("the first block's gradients reduced", gathered + joined, self.between + reducing,
                    gradients=grads.after_head, activations=activations),
-            moment("the last block's gradients reduced", self.left, reducing, gradients=grads.stored.before_last),
-            moment("the other gradients reduced", 0, units.outside_gradients + units.outside_reduction,
+            moment("the last block's gradients reduced", self.left + joined, reducing,
+                   gradients=grads.stored.before_last),
+            moment("the other gradients reduced", units.outside if flat else 0,
+                   units.outside_gradients + units.outside_reduction,
                    gradients=grads.stored.after_blocks + outside_shard),
         ]  # fmt: skip
         if self.layers > 2:  # one with a reduction behind it and a block gathered, or still whole, before it
             gathered += units.prefetched
             found += [
                 moment("the second block of backward", gathered,
-                       units.block_reduction + self.working,
+                       behind + self.working,
                        gradients=after_first + self.backward.gradients,
                        activations=activations + self.recomputed + self.uneven[1]
                        + (0 if self.kept_casts else self.block_cast)),
                 moment("the second block's gradients", gathered, self.between + reducing, gradients=after_first,
                        activations=activations - self.block),
-                moment("the last but one block of backward", last_but_one, units.block_reduction + self.working,
+                moment("the last but one block of backward", last_but_one, behind + self.working,
                        gradients=grads.stored.before_last_two + self.backward.gradients,
                        activations=self.last_block + self.block + self.recomputed + self.block_cast),
                 moment("the last but one block's gradients", last_but_one, self.between + reducing,

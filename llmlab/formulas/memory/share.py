@@ -8,7 +8,7 @@ from ...hardware.gpu import GPU
 from ...specs.model import ModelSpec
 from ...specs.parameters import Linear
 from ...specs.run import Inference, Run, Training
-from ...specs.stacks import Torchtune
+from ...specs.stacks import LitGPT, Torchtune
 from ...specs.stages import layers_of
 from .precision import PRECISION, Bytes
 
@@ -94,7 +94,7 @@ def adapter_bytes(run: Training) -> int:
 
 
 def _half_adapters(run: Training) -> bool:
-    return isinstance(run.stack, Torchtune) or (run.lora is not None and not run.lora.autocast_adapter_dtype)
+    return isinstance(run.stack, (LitGPT, Torchtune)) or (run.lora is not None and not run.lora.autocast_adapter_dtype)
 
 
 def adapted(spec: ModelSpec, run: Training) -> list[Linear]:

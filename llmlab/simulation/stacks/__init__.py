@@ -14,7 +14,7 @@ from ...specs.run import Training
 from ...specs.stacks import StackOptions
 from ...step.step import Step
 
-SCRIPTS = ("deepspeed", "megatron")  # those whose code names "cuda" itself, as users' scripts do
+SCRIPTS = ("deepspeed", "litgpt", "megatron")  # those whose code names "cuda" itself, as users' scripts do
 Build = Callable[..., Step]
 
 

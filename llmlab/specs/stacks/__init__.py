@@ -12,16 +12,19 @@ from typing import Any
 
 from ...base.errors import SpecError, unknown_name
 from .deepspeed import DeepSpeed
+from .litgpt import LitGPT
 from .megatron import Megatron
 from .options import StackOptions
 from .torchtitan import Torchtitan
 from .torchtune import Torchtune
 
-__all__ = ["STACKS", "TRANSFORMERS", "DeepSpeed", "Megatron", "StackOptions", "Torchtitan", "Torchtune",
+__all__ = ["STACKS", "TRANSFORMERS", "DeepSpeed", "LitGPT", "Megatron", "StackOptions", "Torchtitan", "Torchtune",
            "check_stack", "resolved", "stack_from_dict"]  # fmt: skip
 
 TRANSFORMERS = "transformers"
-STACKS: dict[str, type[StackOptions]] = {stack.name: stack for stack in (Torchtitan, Megatron, Torchtune, DeepSpeed)}
+STACKS: dict[str, type[StackOptions]] = {
+    stack.name: stack for stack in (Torchtitan, Megatron, Torchtune, DeepSpeed, LitGPT)
+}
 
 
 def resolved(stack: Any) -> StackOptions | str:
@@ -68,6 +71,8 @@ def check_stack(stack: StackOptions | str, given: Mapping[str, Any]) -> None:
             both = {field: given[field], "pp": given["pp"]}  # what orders stages is for those that have some
             others += [s.name for s in STACKS.values() if all(v in s.allowed.get(f, (v,)) for f, v in both.items())]
             own = ", ".join("none" if value is None else repr(value) for value in values)
+            if why := stack.undescribed.get(field):
+                raise SpecError(f"{field}={given[field]!r} with stack={stack.name!r}: {why}; give {field}={own}")
             raise SpecError(
                 f"{stack.name} has no {field}={given[field]!r}: stack={' or '.join(map(repr, others))} has; "
                 f"with stack={stack.name!r} give {field}={own}"

@@ -22,7 +22,7 @@ class StackOptions(Spec):
     ties_heads: ClassVar[bool] = False  # whether models whose head is the embedding are described
     counts_ends: ClassVar[bool] = False  # whether its pipelines count embedding and head as layers where they need not
     allowed: ClassVar[Mapping[str, tuple[Any, ...]]]
-    undescribed: ClassVar[Mapping[str, str]] = {}  # options that its code has and this one has not: why
+    undescribed: ClassVar[Mapping[str, str]] = {}  # options, or values of fields, that its code has: why not
     own_names: ClassVar[Mapping[str, str]]  # by field of Training: the stack's own option that says the same
     families: ClassVar[tuple[str, ...]]  # of models that are described; of ModelSpec.family
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from ....specs.stacks import StackOptions
 from ..share import Share
-from . import megatron, torchtitan, torchtune
+from . import litgpt, megatron, torchtitan, torchtune
 from .described import Block
 
-DESCRIPTIONS = {"megatron": megatron.block, "torchtitan": torchtitan.block, "torchtune": torchtune.block}
+DESCRIPTIONS = {
+    "litgpt": litgpt.block, "megatron": megatron.block, "torchtitan": torchtitan.block, "torchtune": torchtune.block,
+}  # fmt: skip
 
 
 def block_of(share: Share) -> Block | None:

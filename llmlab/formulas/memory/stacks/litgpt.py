@@ -1,0 +1,98 @@
+"""LitGPT's Llama block, tensor by tensor, as its release 0.5.13 has it, trained whole or by LoRA."""
+
+from __future__ import annotations
+
+from ....specs.stacks.litgpt import CHUNK
+from ..share import Share, adapted
+from .described import Block, Height, Kept, Loss
+
+QKV = {"q_proj", "k_proj", "v_proj"}
+MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+def block(share: Share) -> Block:
+    """Return the description of the block that LitGPT trains."""
+    spec, run = share.spec, share.run
+    trained = run.lora is None
+    names = {linear.name for linear in adapted(spec, run)}
+    dropout = run.lora is not None and run.lora.dropout > 0
+    padded = names & QKV if not names >= QKV else set()
+
+    def read(operator: str, kind: str, width: str, *linears: str, calls: int = 1) -> tuple[Kept, ...]:
+        """Return what stays of a tensor that `linears` read in `calls`: itself, or what each call's dropout made."""
+        some = trained or any(name in names for name in linears)
+        if not dropout:
+            return (Kept(operator, kind, width, "product", "whole", some),)
+        return (Kept(f"{operator}, dropped out", kind, width, "product", "whole", some * calls),
+                Kept(f"{operator}, the mask", kind, width, "byte", "whole", some * calls))  # fmt: skip
+
+    grouped = spec.kv_heads != spec.heads
+    saved = (
+        *_norm("norm_1", trained),
+        *read("qkv: its input", "linear inputs", "h", "q_proj", "k_proj", "v_proj"),
+        # lora.py, zero_pad: where not all three are adapted, what is copied into zeros stays.
+        Kept("zero_pad: q", "adapters", "Q", "product", "heads", "q_proj" in padded),
+        Kept("zero_pad: k and v", "adapters", "K", "product", "heads", len(padded - {"q_proj"})),
+        Kept("attention: q, rotated", "q, k, v", "Q", "product", "heads"),
+        # Keys and values are copied to all heads; else the values are a view, and qkv's whole output stays.
+        Kept("attention: k of all heads", "q, k, v", "Q" if grouped else "K", "product", "heads"),
+        Kept("attention: v of all heads", "q, k, v", "Q", "product", "heads", 1 if grouped else 3),
+        Kept("attention: output", "attention output", "Q", "product", "heads"),
+        Kept("attention: log-sum-exp", "attention output", "H", "fp32", "heads"),
+        *read("proj: its input, by token", "attention output", "Q", "o_proj"),
+        *_norm("norm_2", trained),
+        *read("fc_1, fc_2: their input", "linear inputs", "h", "gate_proj", calls=2),
+        Kept("silu: fc_1's output", "mlp", "f", "product", "heads"),
+        Kept("mul: silu's output", "mlp", "f", "product", "heads"),
+        Kept("mul: fc_2's output", "mlp", "f", "product", "heads"),
+        *read("proj: its input", "mlp", "f", "down_proj"),
+        Kept("lora_B: its input", "adapters", "1", "product", "heads", run.lora.rank * len(names) if run.lora else 0),
+    )  # fmt: skip
+    stream = Kept("gradient of the block's output", "gradients", "h", "product", "tokens")
+    # Checkpointing keeps what the block was given, norm_1 a cast of it.
+    around = (stream, Kept("the block's input", "block inputs", "h", "product", "tokens", bool(run.checkpointing)))
+    mlp = tuple(row.operator for row in saved if row.kind == "mlp")
+    norm = tuple(row.operator for row in saved if row.operator.startswith(("norm_2", "fc_1, fc_2")))
+    return Block(
+        source="https://github.com/Lightning-AI/litgpt/blob/v0.5.13/litgpt/model.py",
+        saved=saved,
+        selective=(),
+        outside=(
+            *_norm("ln_f", trained),
+            Kept("lm_head: its input", "linear inputs", "h", "product", "whole", trained),
+        ),
+        backward=(
+            Height(("proj: its input",), (*around, _of("proj's input, silu and fc_2", "f", 3)), ("down_proj",)),
+            Height(mlp, (*around, _of("fc_1", "f"), _of("fc_1's and fc_2's inputs", "h", 2)), MLP),
+            Height((*mlp, *norm), (*around, _of("q, k, v and the output", "Q", 4)), (*MLP, "o_proj")),
+        ),
+        loss=_loss(share),
+        norm_backward=(Kept("gradients of the final norm", "temporaries", "h", "fp32", "tokens", 5 if trained else 3),),
+        table=2 * run.seq_len * spec.head_dim * share.bytes.compute,
+    )
+
+
+def _of(name: str, width: str, times: float = 1) -> Kept:
+    return Kept(f"gradients of {name}", "temporaries", width, "product", "heads", times)
+
+
+def _norm(name: str, trained: bool) -> tuple[Kept, ...]:
+    """RMSNorm computes in fp32, and casts what it returns."""
+    return (
+        Kept(f"{name}: its input, cast", "norms", "h", "fp32", "tokens"),
+        Kept(f"{name}: 1/rms", "norms", "1", "fp32", "tokens"),
+        Kept(f"{name}: before its weight", "norms", "h", "fp32", "tokens", trained),
+    )
+
+
+def _loss(share: Share) -> Loss:
+    """Fabric casts the logits to fp32, which fit() keeps a name of; cross entropy keeps its result by chunks, and of
+    several sequences the slice without their last positions is a copy (litgpt/utils.py, chunked_cross_entropy). Its
+    backward makes gradients by chunks, and joins them, but where the head made chunks."""
+    # The last micro-batch's cast logits have their name until these have one, half ones and their cast.
+    before = 2.5 if share.over else 0
+    if share.run.lora:
+        part = min(1, CHUNK / share.run.seq_len)
+        return Loss(forward=(0, max(2, before)), gradient=(0, 2 + 2 * part), head=(1, 1), after=(0, 1))
+    computed = 2 + (share.run.micro_batch > 1)
+    return Loss(forward=(0, max(computed, before)), gradient=(0, 3), head=(1, 1), after=(0, 1))
