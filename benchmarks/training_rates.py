@@ -30,10 +30,11 @@ from llmlab.specs.stacks import Megatron
 
 TABLE = Path(lab.__file__).parent / "hardware" / "training.toml"
 TOLERATED = 0.1  # logarithm of a ratio up to which it counts as a square, beyond linearly
-FIRST = {"8.0": 0.85, "9.0": 0.65, "10": 0.65, "contention": 0.5, "share_per_doubling": 0.01,
-         "seconds_per_doubling": 0.01}  # fmt: skip
-STEPS = {"8.0": 0.04, "9.0": 0.04, "10": 0.04, "contention": 0.2, "share_per_doubling": 0.005,
-         "seconds_per_doubling": 0.005}  # fmt: skip
+FITTED = {  # where each search starts, and its first steps
+    "sustained": {"8.0": (0.85, 0.04), "9.0": (0.65, 0.04), "10.0": (0.5, 0.04), "10.3": (0.5, 0.04)},
+    "fp8": {"9": (1.0, 0.08), "10": (1.0, 0.08)},
+    "scale": {"contention": (0.5, 0.2), "share_per_doubling": (0.01, 0.005), "seconds_per_doubling": (0.01, 0.005)},
+}
 MOST = {"contention": 1.0}  # what is hidden cannot cost more than what is not
 FINEST = 1 / 16  # of the first steps
 HELD = 0.8  # the share of rows that an interval is to hold
@@ -82,9 +83,8 @@ def _ratio(rates: dict[str, float], fast: str, slow: str) -> float:
 
 def use(values: dict[str, float]) -> None:
     """Let all estimates reckon with these fitted values."""
-    shared = times.training_rates()
-    for name, value in values.items():
-        shared["scale" if name in shared["scale"] else "sustained"][name] = value
+    for part, names in FITTED.items():
+        times.training_rates()[part].update({name: values[name] for name in names})
     times.kernels.cache_clear()
 
 
@@ -105,10 +105,12 @@ def fit(rows: list[throughput.Row]) -> dict[str, float]:
         use(values)
         return cost(off(rows))
 
-    best, least, scale = dict(FIRST), at(FIRST), 1.0
+    starts = {name: start for names in FITTED.values() for name, start in names.items()}
+    best, scale = {name: first for name, (first, _) in starts.items()}, 1.0
+    least = at(best)
     while scale >= FINEST:
         before = least
-        for name, step in STEPS.items():
+        for name, (_, step) in starts.items():
             for move in (step * scale, -step * scale):
                 tried = {**best, name: min(MOST.get(name, 2.0), max(0.0, best[name] + move))}
                 if (found := at(tried)) < least:
@@ -192,7 +194,8 @@ HEAD = """\
 #            takes than 3 (arXiv 2407.08608, figure 5 a), and the memory-efficient kernel, taken for FlashAttention's
 #            first version, than 2 (arXiv 2307.08691, figure 4 c)
 # sustained  share of the peak that no kernel exceeds in a step that lasts, where the power limit holds clocks back, by
-#            compute capability: A100, H100, B200 and their like; of other chips nobody published enough to tell it
+#            compute capability: A100, H100, B200, B300 and their like; of other chips nobody published enough for it
+# fp8        what that share is times in fp8, by its major part
 # scale      contention: the share of hidden communication that a step loses all the same, of the time that it takes
 #            inside a node; what each doubling of the nodes costs: a share of the step where ranks wait for one another
 #            in each layer, for sharded parameters, else seconds
@@ -203,7 +206,7 @@ HEAD = """\
 # engine     seconds that a step on several GPUs may take longer, whatever the model: logging, clipping, norms, and
 #            other things of an engine that wait for the GPU. Megatron-LM's functional tests of tiny models took so much
 #
-# sustained and scale are fitted to {rows} published throughputs ({after}).
+# sustained, fp8 and scale are fitted to {rows} published throughputs ({after}).
 # spread is that of {other} others ({left_out}).
 """
 
@@ -220,11 +223,11 @@ def main(written: bool) -> None:
     head = HEAD.format(
         date=date.today(), rows=len(chosen), other=len(others), after=_said(after), left_out=_said(left_out)
     )
-    lasting = {f'"{chip}"': found[chip] for chip in times.training_rates()["sustained"]}
+    fitted = {part: {name if name.isidentifier() else f'"{name}"': found[name] for name in names}
+              for part, names in FITTED.items()}  # fmt: skip
     parts = {
         "share": shares(),
-        "sustained": lasting,
-        "scale": {name: found[name] for name in ("contention", "share_per_doubling", "seconds_per_doubling")},
+        **fitted,
         "spread": spreads(others),
         "engine": {"seconds": engine(others)},
     }  # fmt: skip

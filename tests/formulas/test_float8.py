@@ -1,6 +1,7 @@
 """Training in fp8: which products are, what casts cost, what is gathered, and what is refused."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
@@ -107,6 +108,27 @@ SMALL = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "nu
 
 def engine(recipe, **fields):
     return lab.Training(**{"seq_len": 8192, **fields}, stack=lab.Megatron(fp8_recipe=recipe))
+
+
+def test_blackwell_transposes_nothing_that_has_one_scale():
+    """Per element of what is cast, one byte less is written in fp8; blocks' scales want both layouts anyway."""
+    spec = lab.model(SMALL)
+    for recipe, kept in (("delayed", False), ("tensorwise", False), ("mxfp8", True)):
+        run = engine(recipe, micro_batch=2, seq_len=32)
+        hopper, blackwell = (moved(spec, run, lab.gpu(card)).blocks for card in ("H100", "B200"))
+        assert (hopper == blackwell) is kept
+    inputs, outputs, weights = 64 + 64 + 64 + 160, 64 + 32 + 32 + 64 + 160 + 160 + 64, 64 * 192 + 3 * 64 * 160
+    run = engine("tensorwise", micro_batch=2, seq_len=32)
+    less = moved(spec, run, lab.gpu("H100")).blocks - moved(spec, run, lab.gpu("B200")).blocks
+    assert less == 3 * (64 * (inputs + outputs) + weights)
+
+
+def test_weights_that_are_gathered_in_fp8_were_cast_as_shards():
+    spec, run = lab.model(SMALL), engine("tensorwise", micro_batch=2, seq_len=32)
+    weights = 64 * 192 + 3 * 64 * 160
+    with mock.patch.object(lab.Training, "gathers_float8", True):
+        gathered = fp8_casts(spec, run)
+    assert fp8_casts(spec, run) - gathered == 3 * ENGINE_CASTS["tensorwise"].weight * weights
 
 
 @pytest.mark.parametrize("recipe", ENGINE_CASTS)
