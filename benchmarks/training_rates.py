@@ -10,10 +10,12 @@ the spread, from which intervals follow, is that of the sources that are "left o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from datetime import date
-from itertools import product
-from math import log, log2, sqrt
+from functools import cache
+from itertools import accumulate, product
+from math import log, log2, nan, sqrt
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -124,6 +126,7 @@ def fit(rows: list[throughput.Row]) -> dict[str, float]:
 def spreads(rows: list[throughput.Row]) -> dict[str, float]:
     """Return how far off a prediction is that 80 % of rows are nearer than, as a logarithm, by where rates are from.
 
+    Rows of one source are off alike, by whatever is not known of it: each source counts as much as another.
     Cards differ in the share of their data sheet that they reach: a rate that is transferred may be off by that too,
     one from the data sheet, of another architecture, by twice that; of another vendor, by what its own rows are. Steps
     that are short are left to `engine`. How engines cut a model, by tensor or pipeline parallelism, differs more than
@@ -134,7 +137,7 @@ def spreads(rows: list[throughput.Row]) -> dict[str, float]:
     whole, cut = ([row for row in long if (row.run.tp * row.run.pp > 1) is cut] for cut in (False, True))
     piped = [row for row in cut if row.run.pp > 1 and not isinstance(row.run.stack, Megatron)]
     cut = [row for row in cut if row not in piped]
-    measured, middle = _held(off(whole)), median(product_shares().values())
+    measured, middle = _held_by_sources(whole), median(product_shares().values())
     differ = _held([log(share / middle) for share in product_shares().values()])
     fitted = [log(lab.estimate(r.model, r.run, "T4").step_seconds / r.step_seconds) for r in records(gpu="T4")
               if r.source == "published" and r.step_seconds and not held_out(r)]  # fmt: skip
@@ -143,9 +146,9 @@ def spreads(rows: list[throughput.Row]) -> dict[str, float]:
         "fitted": _held(fitted),
         "transferred": sqrt(measured**2 + differ**2),
         '"data sheet"': sqrt(measured**2 + (2 * differ) ** 2),
-        "AMD": _held(off(amd)),
-        "cut": _held(off(cut)),
-        "pipeline": _held(off(piped)),
+        "AMD": _held_by_sources(amd),
+        "cut": _held_by_sources(cut),
+        "pipeline": _held_by_sources(piped),
         "beyond": beyond(),
     }
 
@@ -157,6 +160,7 @@ def seconds(row: throughput.Row) -> tuple[float, float]:
     return tokens / found.rate, tokens / row.measured
 
 
+@cache
 def beyond() -> float:
     """Return how far off an extrapolated product is that 80 % are nearer than, as a logarithm: each card's grids
     without the last three quarters of every axis, against what was measured there, of sizes that training has."""
@@ -183,6 +187,29 @@ def _held(errors: list[float]) -> float:
     return sorted(map(abs, errors))[int(HELD * len(errors))]
 
 
+def _held_by_sources(rows: list[throughput.Row]) -> float:
+    """Return how far off the rows are that make up 80 %, where each source counts 1, however many rows it has; nan of
+    no rows, with which no interval holds anything."""
+    counts = Counter(row.source for row in rows)
+    nearest = sorted((abs(error), 1 / counts[row.source]) for row in rows for error in off([row]))
+    sums = accumulate(weight for _, weight in nearest)
+    return next((error for (error, _), total in zip(nearest, sums, strict=True) if total > HELD * len(counts)), nan)
+
+
+def inside_unseen(rows: list[throughput.Row]) -> float:
+    """Return the share of rows inside of intervals that follow from the other sources' rows alone."""
+    kept, inside = dict(times.training_rates()["spread"]), 0
+    for source in {row.source for row in rows}:
+        found = spreads([row for row in rows if row.source != source])
+        times.training_rates()["spread"].update({name.strip('"'): value for name, value in found.items()})
+        times.kernels.cache_clear()
+        predicted = ((row.measured, throughput.predict(row)) for row in rows if row.source == source)
+        inside += sum(it.low <= measured <= it.high for measured, it in predicted if it.low and it.high)
+    times.training_rates()["spread"].update(kept)
+    times.kernels.cache_clear()
+    return inside / len(rows)
+
+
 HEAD = """\
 # What training steps reach, beside what single kernels do (hardware/kernels); derived on {date} by
 # benchmarks/training_rates.py, don't edit by hand.
@@ -207,7 +234,8 @@ HEAD = """\
 #            other things of an engine that wait for the GPU. Megatron-LM's functional tests of tiny models took so much
 #
 # sustained, fp8 and scale are fitted to {rows} published throughputs ({after}).
-# spread is that of {other} others ({left_out}).
+# spread is that of {other} others ({left_out}), each source counting the same. Intervals that
+# follow from all sources but one hold {unseen:.0%} of the rows of that one.
 """
 
 
@@ -221,7 +249,8 @@ def main(written: bool) -> None:
     found = fit(chosen)
     after, left_out = (throughput.errors([(row, throughput.predict(row)) for row in some]) for some in (chosen, others))
     head = HEAD.format(
-        date=date.today(), rows=len(chosen), other=len(others), after=_said(after), left_out=_said(left_out)
+        date=date.today(), rows=len(chosen), other=len(others), after=_said(after), left_out=_said(left_out),
+        unseen=inside_unseen(others),
     )
     fitted = {part: {name if name.isidentifier() else f'"{name}"': found[name] for name in names}
               for part, names in FITTED.items()}  # fmt: skip

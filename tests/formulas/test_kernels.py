@@ -2,8 +2,9 @@
 
 import sys
 from dataclasses import replace
-from math import log
+from math import isnan, log
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,6 +21,7 @@ from llmlab.hardware.kernel_tables import kernel_table
 from llmlab.hardware.links import cluster
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import throughput
 import training_rates as derivation
 
 SQUARE = (8192, 8192, 8192, "bf16")
@@ -63,6 +65,26 @@ def test_power_does_not_hold_back_attention_that_waits_for_exponentials():
     for card in ("B200", "GB300"):
         found = kernels(card)
         assert found.attention(8, 32, 4096, 128, "cudnn", "bf16") == found.table.attention(8, 32, 4096, 128).seconds
+
+
+def test_each_source_counts_once_in_the_spread(monkeypatch):
+    """Nine rows of one source that are 1 % off say as much as one row of another: of five sources, four are within."""
+    away = {("a", n): 0.01 for n in range(9)} | {("b", 0): 0.2, ("c", 0): -0.3, ("d", 0): 0.4, ("e", 0): 0.5}
+    rows = [SimpleNamespace(source=source, off=error) for (source, _), error in away.items()]
+    monkeypatch.setattr(derivation, "off", lambda rows: [row.off for row in rows])
+    assert derivation._held_by_sources(rows) == 0.5 and derivation._held_by_sources(rows[:-1]) == 0.4
+    assert derivation._held([row.off for row in rows]) == 0.3  # were each row to count
+    assert isnan(derivation._held_by_sources([]))
+
+
+def test_a_source_is_held_to_the_intervals_of_the_others():
+    """llm.c's loops are off by far more than fms-fsdp's rows: these are all inside of intervals that follow from those,
+    and none of those in turn. The table that intervals are read from is as before."""
+    before = dict(training_rates()["spread"])
+    rows = [row for row in throughput.rows() if row.source in ("fms-fsdp", "llmc-pytorch")]
+    within = sum(row.source == "fms-fsdp" for row in rows)
+    assert derivation.inside_unseen(rows) == within / len(rows) < 1
+    assert training_rates()["spread"] == before
 
 
 def test_cards_of_another_chip_have_another_limit():

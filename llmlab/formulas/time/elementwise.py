@@ -147,17 +147,17 @@ class EngineCasts(NamedTuple):
 # TE casts into the layouts that forward and backward multiply in one pass, 2 bytes read and 2 written; the norm's own
 # kernel casts what it makes where scales are known ("delayed"); in MXFP8 cuDNN's would, which is off unless
 # NVTE_NORM_FWD_USE_CUDNN is set (pytorch/csrc/extensions/normalization.cpp at v2.9). "delayed" transposes that for
-# backward (Hopper multiplies fp8 by rows alone); "tensorwise" reads for the maximum.
+# backward (Hopper multiplies fp8 by rows alone); "tensorwise" reads for the maximum, which the norm's kernel finds.
 ENGINE_CASTS = {
     "delayed": EngineCasts(1, 4, 4, 4, -1, 3),
-    "tensorwise": EngineCasts(6, 6, 6, 6, 5, 5),
+    "tensorwise": EngineCasts(4, 6, 6, 6, 3, 5),
     "blockwise": EngineCasts(4, 4, 4, 4, 3, 3),
     "mxfp8": EngineCasts(4, 4, 4, 4, 3, 3),
 }
 # From this capability on one scale per tensor goes with any layout: nothing is transposed (TE's
 # nvte_is_non_tn_fp8_gemm_supported; pytorch/csrc/quantizer.cpp). Scales of blocks still go along rows.
 ANY_LAYOUT = (10, 0)
-ANY_LAYOUT_CASTS = {"delayed": EngineCasts(-1, 3, 3, 3, -1, 3), "tensorwise": EngineCasts(5, 5, 5, 5, 5, 5)}
+ANY_LAYOUT_CASTS = {"delayed": EngineCasts(-1, 3, 3, 3, -1, 3), "tensorwise": EngineCasts(3, 5, 5, 5, 3, 5)}
 
 
 def engine_casts(spec: ModelSpec, run: Training, any_layout: bool = False) -> float:
