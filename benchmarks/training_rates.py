@@ -34,7 +34,7 @@ TABLE = Path(lab.__file__).parent / "hardware" / "training.toml"
 TOLERATED = 0.1  # logarithm of a ratio up to which it counts as a square, beyond linearly
 FITTED = {  # where each search starts, and its first steps
     "sustained": {"8.0": (0.85, 0.04), "9.0": (0.65, 0.04), "10.0": (0.5, 0.04), "10.3": (0.5, 0.04)},
-    "fp8": {"9": (1.0, 0.08), "10": (1.0, 0.08)},
+    "fp8": {"9": (1.0, 0.08), "10": (1.0, 0.08), "mxfp8": (1.0, 0.08)},
     "scale": {"contention": (0.5, 0.2), "share_per_doubling": (0.01, 0.005), "seconds_per_doubling": (0.01, 0.005)},
 }
 MOST = {"contention": 1.0}  # what is hidden cannot cost more than what is not
@@ -222,7 +222,8 @@ HEAD = """\
 #            first version, than 2 (arXiv 2307.08691, figure 4 c)
 # sustained  share of the peak that no kernel exceeds in a step that lasts, where the power limit holds clocks back, by
 #            compute capability: A100, H100, B200, B300 and their like; of other chips nobody published enough for it
-# fp8        what that share is times in fp8, by its major part
+# fp8        what that share is times in fp8, by its major part. mxfp8: how much longer products with a scale per 32
+#            elements take
 # scale      contention: the share of hidden communication that a step loses all the same, of the time that it takes
 #            inside a node; what each doubling of the nodes costs: a share of the step where ranks wait for one another
 #            in each layer, for sharded parameters, else seconds

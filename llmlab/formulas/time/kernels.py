@@ -39,6 +39,7 @@ LARGE = (8192, 8192, 8192)  # a product that is bound by FLOP on every card
 BOUND_BY_EXPONENTIALS = (10, 0)
 # Products in fp8 that are far from square, whose times say what casting the first matrix takes.
 CASTING = tuple((m, n, k) for m in (8192, 16384, 32768) for n in (256, 512, 1024) for k in (4096, 8192))
+MEASURED_AS = {"fp16": "bf16", "mxfp8": "fp8"}  # by dtype, whose grid has its times
 BURSTS = (4096, 8192)  # rows of square products, of which the fastest is at the clocks of a burst
 # FlashAttention's backward pass is five products to forward's two, and reaches up to 63 % of an A100's peak where
 # forward reaches up to 73 % (arXiv 2307.08691, section 1).
@@ -170,7 +171,7 @@ class Kernels:
 
     def measured(self, dtype: str) -> bool:
         """Return whether products in `dtype` were measured, on the card or the one that it is transferred from."""
-        return self.table is not None and ("bf16" if dtype == "fp16" else dtype) in self.table.matmuls
+        return self.table is not None and MEASURED_AS.get(dtype, dtype) in self.table.matmuls
 
     @property
     def longest(self) -> int | None:
@@ -179,11 +180,12 @@ class Kernels:
 
     def beyond(self, m: int, n: int, k: int, dtype: str) -> bool:
         """Return whether a product's time is extrapolated: its dtype was measured, but not at such sizes."""
-        found = _matmul(self.base.name, m, n, k, dtype) if self.table else None
+        found = _matmul(self.base.name, m, n, k, MEASURED_AS.get(dtype, dtype)) if self.table else None
         return found is not None and not found.inside
 
     def product(self, m: int, n: int, k: int, dtype: str) -> float | None:
-        """Return the seconds of (m, k) · (k, n) in `dtype`; None for one that the card has no units for."""
+        """Return the seconds of (m, k) · (k, n) in `dtype`; None for one that the card has no units for. "mxfp8" is fp8
+        with a scale per 32 elements."""
         key = m, n, k, dtype
         try:
             return self._products[key]
@@ -192,6 +194,9 @@ class Kernels:
 
     def _product(self, m: int, n: int, k: int, dtype: str) -> float | None:
         flop = 2.0 * m * n * k
+        if dtype == "mxfp8":
+            seconds = self.product(m, n, k, "fp8")
+            return seconds and seconds * training_rates()["fp8"]["mxfp8"]
         if self._fitted("matmul") and self.rates and dtype in self.rates.matmul:
             return flop / self.rates.matmul[dtype]
         peak = self.card.peak(dtype)
