@@ -214,7 +214,8 @@ def test_torch_on_a_mi300x_reaches_what_was_measured_there():
     assert 2 * 8192**3 / found.product(*SQUARE) == pytest.approx(546.4e12, rel=0.01)
     assert 8192**2 * 4096 * 2 / found.attention(1, 32, 8192, 128, "flash", "bf16") == pytest.approx(346.4e12, rel=0.01)
     assert kernels("H100").backward < found.backward == pytest.approx(2.5 * 346.4 / 203.8)
-    assert "346 TFLOP/s" in lab.estimate("Llama-3.1-8B", run, "MI300X").time_sources["attention"]
+    sources = lab.estimate("Llama-3.1-8B", run, "MI300X").time_sources
+    assert "346 TFLOP/s" in sources["attention"] and "in fp8 as much more" in sources["products"]
 
 
 def test_one_enumeration_of_products_for_flop_and_for_time():

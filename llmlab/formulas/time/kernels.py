@@ -103,6 +103,8 @@ class Kernels:
             attention = f"FlashAttention 2 at {self.flash['forward']:.0f} TFLOP/s (products.toml)"
         elif self.rates is None:
             attention = f"{self.shares['attention']:.0%} of the data sheet"
+        if not self.table and self.reached and self.card.peak("fp8"):
+            products += ", in fp8 as much more as its peak is, which nobody measured"
         slots = node_link(self.card)
         if slots.kind == "pcie" and (pcie := _through_pcie(slots.bandwidth)):
             links = f"inside a node as through the PCIe of {pcie.gpu}s, else links.toml"
