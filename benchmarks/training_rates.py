@@ -10,10 +10,12 @@ the spread, from which intervals follow, is that of the sources that are "left o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from datetime import date
-from itertools import product
-from math import log, log2, sqrt
+from functools import cache
+from itertools import accumulate, product
+from math import log, log2, nan, sqrt
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -30,10 +32,11 @@ from llmlab.specs.stacks import Megatron
 
 TABLE = Path(lab.__file__).parent / "hardware" / "training.toml"
 TOLERATED = 0.1  # logarithm of a ratio up to which it counts as a square, beyond linearly
-FIRST = {"8.0": 0.85, "9.0": 0.65, "10": 0.65, "contention": 0.5, "share_per_doubling": 0.01,
-         "seconds_per_doubling": 0.01}  # fmt: skip
-STEPS = {"8.0": 0.04, "9.0": 0.04, "10": 0.04, "contention": 0.2, "share_per_doubling": 0.005,
-         "seconds_per_doubling": 0.005}  # fmt: skip
+FITTED = {  # where each search starts, and its first steps
+    "sustained": {"8.0": (0.85, 0.04), "9.0": (0.65, 0.04), "10.0": (0.5, 0.04), "10.3": (0.5, 0.04)},
+    "fp8": {"9": (1.0, 0.08), "10": (1.0, 0.08), "mxfp8": (1.0, 0.08)},
+    "scale": {"contention": (0.5, 0.2), "share_per_doubling": (0.01, 0.005), "seconds_per_doubling": (0.01, 0.005)},
+}
 MOST = {"contention": 1.0}  # what is hidden cannot cost more than what is not
 FINEST = 1 / 16  # of the first steps
 HELD = 0.8  # the share of rows that an interval is to hold
@@ -82,9 +85,8 @@ def _ratio(rates: dict[str, float], fast: str, slow: str) -> float:
 
 def use(values: dict[str, float]) -> None:
     """Let all estimates reckon with these fitted values."""
-    shared = times.training_rates()
-    for name, value in values.items():
-        shared["scale" if name in shared["scale"] else "sustained"][name] = value
+    for part, names in FITTED.items():
+        times.training_rates()[part].update({name: values[name] for name in names})
     times.kernels.cache_clear()
 
 
@@ -105,10 +107,12 @@ def fit(rows: list[throughput.Row]) -> dict[str, float]:
         use(values)
         return cost(off(rows))
 
-    best, least, scale = dict(FIRST), at(FIRST), 1.0
+    starts = {name: start for names in FITTED.values() for name, start in names.items()}
+    best, scale = {name: first for name, (first, _) in starts.items()}, 1.0
+    least = at(best)
     while scale >= FINEST:
         before = least
-        for name, step in STEPS.items():
+        for name, (_, step) in starts.items():
             for move in (step * scale, -step * scale):
                 tried = {**best, name: min(MOST.get(name, 2.0), max(0.0, best[name] + move))}
                 if (found := at(tried)) < least:
@@ -122,6 +126,7 @@ def fit(rows: list[throughput.Row]) -> dict[str, float]:
 def spreads(rows: list[throughput.Row]) -> dict[str, float]:
     """Return how far off a prediction is that 80 % of rows are nearer than, as a logarithm, by where rates are from.
 
+    Rows of one source are off alike, by whatever is not known of it: each source counts as much as another.
     Cards differ in the share of their data sheet that they reach: a rate that is transferred may be off by that too,
     one from the data sheet, of another architecture, by twice that; of another vendor, by what its own rows are. Steps
     that are short are left to `engine`. How engines cut a model, by tensor or pipeline parallelism, differs more than
@@ -132,7 +137,7 @@ def spreads(rows: list[throughput.Row]) -> dict[str, float]:
     whole, cut = ([row for row in long if (row.run.tp * row.run.pp > 1) is cut] for cut in (False, True))
     piped = [row for row in cut if row.run.pp > 1 and not isinstance(row.run.stack, Megatron)]
     cut = [row for row in cut if row not in piped]
-    measured, middle = _held(off(whole)), median(product_shares().values())
+    measured, middle = _held_by_sources(whole), median(product_shares().values())
     differ = _held([log(share / middle) for share in product_shares().values()])
     fitted = [log(lab.estimate(r.model, r.run, "T4").step_seconds / r.step_seconds) for r in records(gpu="T4")
               if r.source == "published" and r.step_seconds and not held_out(r)]  # fmt: skip
@@ -141,9 +146,9 @@ def spreads(rows: list[throughput.Row]) -> dict[str, float]:
         "fitted": _held(fitted),
         "transferred": sqrt(measured**2 + differ**2),
         '"data sheet"': sqrt(measured**2 + (2 * differ) ** 2),
-        "AMD": _held(off(amd)),
-        "cut": _held(off(cut)),
-        "pipeline": _held(off(piped)),
+        "AMD": _held_by_sources(amd),
+        "cut": _held_by_sources(cut),
+        "pipeline": _held_by_sources(piped),
         "beyond": beyond(),
     }
 
@@ -155,6 +160,7 @@ def seconds(row: throughput.Row) -> tuple[float, float]:
     return tokens / found.rate, tokens / row.measured
 
 
+@cache
 def beyond() -> float:
     """Return how far off an extrapolated product is that 80 % are nearer than, as a logarithm: each card's grids
     without the last three quarters of every axis, against what was measured there, of sizes that training has."""
@@ -181,6 +187,29 @@ def _held(errors: list[float]) -> float:
     return sorted(map(abs, errors))[int(HELD * len(errors))]
 
 
+def _held_by_sources(rows: list[throughput.Row]) -> float:
+    """Return how far off the rows are that make up 80 %, where each source counts 1, however many rows it has; nan of
+    no rows, with which no interval holds anything."""
+    counts = Counter(row.source for row in rows)
+    nearest = sorted((abs(error), 1 / counts[row.source]) for row in rows for error in off([row]))
+    sums = accumulate(weight for _, weight in nearest)
+    return next((error for (error, _), total in zip(nearest, sums, strict=True) if total > HELD * len(counts)), nan)
+
+
+def inside_unseen(rows: list[throughput.Row]) -> float:
+    """Return the share of rows inside of intervals that follow from the other sources' rows alone."""
+    kept, inside = dict(times.training_rates()["spread"]), 0
+    for source in {row.source for row in rows}:
+        found = spreads([row for row in rows if row.source != source])
+        times.training_rates()["spread"].update({name.strip('"'): value for name, value in found.items()})
+        times.kernels.cache_clear()
+        predicted = ((row.measured, throughput.predict(row)) for row in rows if row.source == source)
+        inside += sum(it.low <= measured <= it.high for measured, it in predicted if it.low and it.high)
+    times.training_rates()["spread"].update(kept)
+    times.kernels.cache_clear()
+    return inside / len(rows)
+
+
 HEAD = """\
 # What training steps reach, beside what single kernels do (hardware/kernels); derived on {date} by
 # benchmarks/training_rates.py, don't edit by hand.
@@ -192,7 +221,9 @@ HEAD = """\
 #            takes than 3 (arXiv 2407.08608, figure 5 a), and the memory-efficient kernel, taken for FlashAttention's
 #            first version, than 2 (arXiv 2307.08691, figure 4 c)
 # sustained  share of the peak that no kernel exceeds in a step that lasts, where the power limit holds clocks back, by
-#            compute capability: A100, H100, B200 and their like; of other chips nobody published enough to tell it
+#            compute capability: A100, H100, B200, B300 and their like; of other chips nobody published enough for it
+# fp8        what that share is times in fp8, by its major part. mxfp8: how much longer products with a scale per 32
+#            elements take
 # scale      contention: the share of hidden communication that a step loses all the same, of the time that it takes
 #            inside a node; what each doubling of the nodes costs: a share of the step where ranks wait for one another
 #            in each layer, for sharded parameters, else seconds
@@ -203,8 +234,9 @@ HEAD = """\
 # engine     seconds that a step on several GPUs may take longer, whatever the model: logging, clipping, norms, and
 #            other things of an engine that wait for the GPU. Megatron-LM's functional tests of tiny models took so much
 #
-# sustained and scale are fitted to {rows} published throughputs ({after}).
-# spread is that of {other} others ({left_out}).
+# sustained, fp8 and scale are fitted to {rows} published throughputs ({after}).
+# spread is that of {other} others ({left_out}), each source counting the same. Intervals that
+# follow from all sources but one hold {unseen:.0%} of the rows of that one.
 """
 
 
@@ -218,13 +250,14 @@ def main(written: bool) -> None:
     found = fit(chosen)
     after, left_out = (throughput.errors([(row, throughput.predict(row)) for row in some]) for some in (chosen, others))
     head = HEAD.format(
-        date=date.today(), rows=len(chosen), other=len(others), after=_said(after), left_out=_said(left_out)
+        date=date.today(), rows=len(chosen), other=len(others), after=_said(after), left_out=_said(left_out),
+        unseen=inside_unseen(others),
     )
-    lasting = {f'"{chip}"': found[chip] for chip in times.training_rates()["sustained"]}
+    fitted = {part: {name if name.isidentifier() else f'"{name}"': found[name] for name in names}
+              for part, names in FITTED.items()}  # fmt: skip
     parts = {
         "share": shares(),
-        "sustained": lasting,
-        "scale": {name: found[name] for name in ("contention", "share_per_doubling", "seconds_per_doubling")},
+        **fitted,
         "spread": spreads(others),
         "engine": {"seconds": engine(others)},
     }  # fmt: skip

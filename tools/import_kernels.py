@@ -7,7 +7,8 @@ The wheel (NVIDIA, Apache-2.0) has one parquet table per card, kernel family and
 three kinds of grids, each a list of round(64 · log2(nanoseconds)), which is 0.5 % at most beside the figure:
 
 * `matmul`, by dtype: (m, n) = (m, k) · (k, n). The frameworks all call torch's or cuBLAS' product; kept is the mean of
-  their logarithms at the points which all of them have.
+  their logarithms at the points which all of them have. In fp8 only TensorRT-LLM calls cuBLASLt (its cublas_scaled_mm),
+  as Transformer Engine and torch._scaled_mm do; the others' own kernels are up to a third slower on Blackwell.
 * `attention`, by kernel: the causal forward pass in bf16, by head size, length and batch · heads.
 * `collectives`, by operation: NCCL between the GPUs of a node, by ranks and bytes.
 
@@ -41,6 +42,7 @@ CARDS = {
     "l40s": ("L40S", 142), "rtx_pro_6000_server": ("RTX-PRO-6000", 188),
 }  # fmt: skip
 DTYPES = {"bfloat16": "bf16", "fp8": "fp8", "nvfp4": "nvfp4"}
+CUBLAS_FP8 = "trtllm"
 TILE = (128, 256)  # of cuBLAS' large products on Ampere and Ada; Hopper's and Blackwell's kernels are persistent
 N_AND_K = (32, 64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 51200, 65536)
 OPERATIONS = {"all_reduce": "all-reduce", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter",
@@ -65,6 +67,8 @@ def matmul(found: Mapping[str, pandas.DataFrame], dtype: str, sms: int) -> dict 
     """Return the grid of products in `dtype`, None where no framework measured them."""
     columns = {}
     for framework, table in found.items():
+        if dtype == "fp8" and not framework.startswith(CUBLAS_FP8):
+            continue  # kernels of its own
         rows = table[table.gemm_dtype == dtype].drop_duplicates(["m", "n", "k"]).set_index(["m", "n", "k"])
         if len(rows):
             columns[framework] = (rows.latency * 1e6).map(log2)

@@ -53,13 +53,14 @@ def moved(spec: ModelSpec, run: Training, card: GPU | None = None) -> Moved:
     """Return the bytes that everything but products and the update moves on one device in a step, by where.
 
     Norms and dropout between tensor-parallel products are divided by sequence parallelism only (arXiv 2205.05198,
-    section 4.2). Of the card only counts whether it has FlashAttention.
+    section 4.2). Of the card only counts whether it has FlashAttention, and multiplies fp8 in any layout.
     """
-    return _moved(spec, run, card is None or card.supports_flash_attention_2)
+    any_layout = card is not None and (card.compute_capability or (0, 0)) >= ANY_LAYOUT
+    return _moved(spec, run, card is None or card.supports_flash_attention_2, any_layout)
 
 
 @lru_cache(maxsize=1024)
-def _moved(spec: ModelSpec, run: Training, flash: bool) -> Moved:
+def _moved(spec: ModelSpec, run: Training, flash: bool, any_layout: bool) -> Moved:
     card = None if flash else find_gpu(WITHOUT_FLASH)
     precision = run.precision
     if run.quantization and adapter_bytes(run) == 4:  # an fp32 stream between products in half precision
@@ -77,7 +78,7 @@ def _moved(spec: ModelSpec, run: Training, flash: bool) -> Moved:
         logits = FUSED_LOGITS * share.tokens * spec.vocab / run.tp
     own = fused_block if run.compile or run.kernels == "liger" else STACKS.get(type(run.stack))
     if own:
-        block = own(share, run) + cast + fp8_casts(spec, run) / spec.layers + adapter_dropout(share, run)
+        block = own(share, run) + cast + fp8_casts(spec, run, any_layout) / spec.layers + adapter_dropout(share, run)
         blocks = run.accumulation * spec.layers / run.pp * block + accumulated(spec, run)
         return Moved(blocks, run.accumulation * logits)
     kept = {"scores": 0.0, "mlp": 0.0, "rest": 0.0}
@@ -144,34 +145,41 @@ class EngineCasts(NamedTuple):
 
 
 # TE casts into the layouts that forward and backward multiply in one pass, 2 bytes read and 2 written; the norm's own
-# kernel casts what it makes where scales are known, or are those of few elements (pytorch/module/layernorm_linear.py).
-# "delayed" transposes that for backward (Hopper multiplies fp8 by rows alone); "tensorwise" reads for the maximum.
+# kernel casts what it makes where scales are known ("delayed"); in MXFP8 cuDNN's would, which is off unless
+# NVTE_NORM_FWD_USE_CUDNN is set (pytorch/csrc/extensions/normalization.cpp at v2.9). "delayed" transposes that for
+# backward (Hopper multiplies fp8 by rows alone); "tensorwise" reads for the maximum, which the norm's kernel finds.
 ENGINE_CASTS = {
     "delayed": EngineCasts(1, 4, 4, 4, -1, 3),
-    "tensorwise": EngineCasts(6, 6, 6, 6, 5, 5),
+    "tensorwise": EngineCasts(4, 6, 6, 6, 3, 5),
     "blockwise": EngineCasts(4, 4, 4, 4, 3, 3),
-    "mxfp8": EngineCasts(0, 4, 4, 4, -1, 3),
+    "mxfp8": EngineCasts(4, 4, 4, 4, 3, 3),
 }
+# From this capability on one scale per tensor goes with any layout: nothing is transposed (TE's
+# nvte_is_non_tn_fp8_gemm_supported; pytorch/csrc/quantizer.cpp). Scales of blocks still go along rows.
+ANY_LAYOUT = (10, 0)
+ANY_LAYOUT_CASTS = {"delayed": EngineCasts(-1, 3, 3, 3, -1, 3), "tensorwise": EngineCasts(3, 5, 5, 5, 3, 5)}
 
 
-def engine_casts(spec: ModelSpec, run: Training) -> float:
+def engine_casts(spec: ModelSpec, run: Training, any_layout: bool = False) -> float:
     """Return the bytes of Transformer Engine's casts in a micro-batch; what sequence parallelism gathers is fp8."""
-    each, again = ENGINE_CASTS[str(run.fp8_recipe)], run.checkpointing == "full"
+    recipe, again = str(run.fp8_recipe), run.checkpointing == "full"
+    each = (any_layout and ANY_LAYOUT_CASTS.get(recipe)) or ENGINE_CASTS[recipe]
     layers = converted(spec, run)
     rows = sum(linear.inputs * linear.count for linear in layers if linear.name in ROW_PARALLEL) / run.tp
     shared = {(one.part, one.inputs): one.count for one in layers if one.name not in ROW_PARALLEL}
     normed = sum(width * count for (_, width), count in shared.items()) / (run.tp if run.sequence_parallel else 1)
     outputs = sum(one.outputs * one.count / (1 if one.name in ROW_PARALLEL else run.tp) for one in layers)
     activations = normed * (each.normed + again * each.normed_again) + rows * (each.other + again * each.other_again)
-    weights = each.weight * sum(linear.elements for linear in layers) / run.tp / run.accumulation
+    cast = 0 if run.gathers_float8 else each.weight  # those that are gathered in fp8 were cast as shards
+    weights = cast * sum(linear.elements for linear in layers) / run.tp / run.accumulation
     return run.tokens / run.cp * (activations + each.gradient * outputs) + weights
 
 
-def fp8_casts(spec: ModelSpec, run: Training) -> float:
+def fp8_casts(spec: ModelSpec, run: Training, any_layout: bool = False) -> float:
     """Return the bytes of all casts to fp8 in a micro-batch; layers with the same input share its cast. Weights that
     FSDP2 gathers in fp8 were cast as shards, which is little."""
     if run.fp8 is None:
-        return engine_casts(spec, run) if run.fp8_recipe else 0.0
+        return engine_casts(spec, run, any_layout) if run.fp8_recipe else 0.0
     each, again = FP8_CASTS[run.fp8], run.checkpointing == "full"
     layers = converted(spec, run)
     rows = [linear for linear in layers if linear.name in ROW_PARALLEL]

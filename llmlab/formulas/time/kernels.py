@@ -9,8 +9,8 @@ Four origins, the best that there is for a card:
     data sheet    its peaks and bandwidth, times the share that measured cards reach of theirs
 
 Kernels are measured one at a time, in bursts; in a step that lasts, the card's power limit holds its clocks back: no
-kernel multiplies faster than a share of the peak, one per chip (`sustained`), where steps that last were published. It,
-the other shares and the spreads are in hardware/training.toml.
+kernel multiplies faster than a share of the peak, one per chip and dtype (`lasting`), where steps that last were
+published. It, the other shares and the spreads are in hardware/training.toml.
 
     >>> kernels("A100-40GB").origin
     "transferred from A100-80GB by the large products' rates"
@@ -34,8 +34,12 @@ from .efficiency import Efficiency, efficiency
 
 LAUNCH = 2e-6  # s of an empty kernel
 LARGE = (8192, 8192, 8192)  # a product that is bound by FLOP on every card
+# Chips from this capability on have attention wait for exponentials and for shared memory, not for the units that power
+# holds back (FlashAttention-4, arXiv 2603.05451, section 1): its time is as measured.
+BOUND_BY_EXPONENTIALS = (10, 0)
 # Products in fp8 that are far from square, whose times say what casting the first matrix takes.
 CASTING = tuple((m, n, k) for m in (8192, 16384, 32768) for n in (256, 512, 1024) for k in (4096, 8192))
+MEASURED_AS = {"fp16": "bf16", "mxfp8": "fp8"}  # by dtype, whose grid has its times
 BURSTS = (4096, 8192)  # rows of square products, of which the fastest is at the clocks of a burst
 # FlashAttention's backward pass is five products to forward's two, and reaches up to 63 % of an A100's peak where
 # forward reaches up to 73 % (arXiv 2307.08691, section 1).
@@ -57,7 +61,8 @@ class Kernels:
     host: Efficiency
     bandwidth: float
     shares: dict[str, float]
-    sustained: float
+    sustained: float  # share of the peak in half precision that lasts
+    sustained_fp8: float  # and in fp8
     spread: float
     reached: float | None  # FLOP/s that others measured of large products in half precision
     flash: dict[str, float] | None  # 10^12 FLOP/s of FlashAttention 2, forward and backward, on chips of other makers
@@ -83,6 +88,8 @@ class Kernels:
     def sources(self) -> dict[str, str]:
         """Where the rates are from that each part of a step's time follows from (`timing.PARTS`), in words."""
         lasting = f", at most {self.sustained:.0%} of the peak" if self.sustained < 1 else ""
+        if self.sustained_fp8 != self.sustained:
+            lasting += f", {self.sustained_fp8:.0%} in fp8"
         slower = f", at {self.clocks:.0%} of their clocks" if self.clocks < 1 else ""
         products, attention, links = self.origin, self.origin, "links.toml"
         if self.table:
@@ -96,6 +103,8 @@ class Kernels:
             attention = f"FlashAttention 2 at {self.flash['forward']:.0f} TFLOP/s (products.toml)"
         elif self.rates is None:
             attention = f"{self.shares['attention']:.0%} of the data sheet"
+        if not self.table and self.reached and self.card.peak("fp8"):
+            products += ", in fp8 as much more as its peak is, which nobody measured"
         slots = node_link(self.card)
         if slots.kind == "pcie" and (pcie := _through_pcie(slots.bandwidth)):
             links = f"inside a node as through the PCIe of {pcie.gpu}s, else links.toml"
@@ -152,8 +161,9 @@ class Kernels:
     @cached_property
     def clocks(self) -> float:
         """Clocks that last over those of bursts, at which attention was measured: what products reach in steps that
-        last over the most that they reach alone; 1 where nothing says that power limits the card."""
-        if self.sustained == 1 or not self.table:
+        last over the most that they reach alone; 1 where nothing says that power limits it."""
+        newest = (self.card.compute_capability or (0, 0)) >= BOUND_BY_EXPONENTIALS
+        if self.sustained == 1 or newest or not self.table:
             return 1.0
         bursts = [_matmul(self.base.name, m, m, m, "bf16") for m in BURSTS]
         fastest = max(2.0 * m**3 / found.seconds for m, found in zip(BURSTS, bursts, strict=True) if found)
@@ -163,7 +173,7 @@ class Kernels:
 
     def measured(self, dtype: str) -> bool:
         """Return whether products in `dtype` were measured, on the card or the one that it is transferred from."""
-        return self.table is not None and ("bf16" if dtype == "fp16" else dtype) in self.table.matmuls
+        return self.table is not None and MEASURED_AS.get(dtype, dtype) in self.table.matmuls
 
     @property
     def longest(self) -> int | None:
@@ -172,11 +182,12 @@ class Kernels:
 
     def beyond(self, m: int, n: int, k: int, dtype: str) -> bool:
         """Return whether a product's time is extrapolated: its dtype was measured, but not at such sizes."""
-        found = _matmul(self.base.name, m, n, k, dtype) if self.table else None
+        found = _matmul(self.base.name, m, n, k, MEASURED_AS.get(dtype, dtype)) if self.table else None
         return found is not None and not found.inside
 
     def product(self, m: int, n: int, k: int, dtype: str) -> float | None:
-        """Return the seconds of (m, k) · (k, n) in `dtype`; None for one that the card has no units for."""
+        """Return the seconds of (m, k) · (k, n) in `dtype`; None for one that the card has no units for. "mxfp8" is fp8
+        with a scale per 32 elements."""
         key = m, n, k, dtype
         try:
             return self._products[key]
@@ -185,12 +196,16 @@ class Kernels:
 
     def _product(self, m: int, n: int, k: int, dtype: str) -> float | None:
         flop = 2.0 * m * n * k
+        if dtype == "mxfp8":
+            seconds = self.product(m, n, k, "fp8")
+            return seconds and seconds * training_rates()["fp8"]["mxfp8"]
         if self._fitted("matmul") and self.rates and dtype in self.rates.matmul:
             return flop / self.rates.matmul[dtype]
         peak = self.card.peak(dtype)
         if peak is None:
             return None
-        least = flop / peak / self.sustained if self.sustained < 1 else 0.0
+        lasting = self.sustained_fp8 if dtype == "fp8" else self.sustained
+        least = flop / peak / lasting if lasting < 1 else 0.0
         width = {"fp32": 4, "fp8": 1}.get(dtype, 2)
         moved = float(width * (m * k + k * n) + max(width, 2) * m * n)
         found = _matmul(self.base.name, m, n, k, dtype) if self.table else None
@@ -199,7 +214,7 @@ class Kernels:
             if dtype == "fp8":  # casts are counted with what else moves bytes (elementwise.FP8_CASTS)
                 theirs = self.base.peak(dtype)
                 assert theirs
-                seconds = max(seconds - m * k * _cast_seconds(self.base.name), flop / theirs) / self.clocks
+                seconds = max(seconds - m * k * _cast_seconds(self.base.name), flop / theirs)
             return max(least, self._scaled(seconds, flop, moved, dtype))
         rate = self.shares["products"] * peak
         if self.reached and dtype != "fp32":  # fp8 of the same share as halves
@@ -325,6 +340,7 @@ def kernels(card: GPU | str) -> Kernels:
         kind = "transferred"
     host, reached = efficiency(HOST), _reached(found)
     assert host
+    sustained = _sustained(found, base)
     return Kernels(
         card=found,
         kind=kind,
@@ -334,7 +350,8 @@ def kernels(card: GPU | str) -> Kernels:
         host=rates if rates and rates.dispatch else host,
         bandwidth=rates.bandwidth if rates else shared["share"]["bandwidth"] * found.bandwidth,
         shares=shared["share"],
-        sustained=_sustained(found, base),
+        sustained=sustained,
+        sustained_fp8=min(1.0, sustained * shared["fp8"].get(str(int(_capability(found))), 1.0)),
         spread=shared["spread"][_nearness(found, base, kind)],
         reached=reached,
         flash=read_table("products.toml")["attention"].get(found.architecture),
@@ -343,10 +360,9 @@ def kernels(card: GPU | str) -> Kernels:
 
 
 def _sustained(card: GPU, base: GPU | None) -> float:
-    """Return the share of the peak that power leaves in a step that lasts, by compute capability, whole or its major
-    part; 1 of chips whose steps nobody published, and where the card's units (an H20's) are the narrower limit."""
-    shares, capability = training_rates()["sustained"], card.compute_capability or (0, 0)
-    share: float = shares.get("{}.{}".format(*capability), shares.get(str(capability[0]), 1.0))
+    """Return the share of the peak that power leaves in a step that lasts, by compute capability; 1 of chips whose
+    steps nobody published, and where the card's units (an H20's) are the narrower limit."""
+    share: float = training_rates()["sustained"].get("{}.{}".format(*(card.compute_capability or (0, 0))), 1.0)
     if base is None:
         return 1.0
     theirs, mine = base.peak("bf16"), card.peak("bf16")

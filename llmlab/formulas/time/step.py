@@ -251,6 +251,7 @@ def _multiplied(spec: ModelSpec, run: Training) -> tuple[tuple[Product, str, tup
     """Return each layer's products on one device: the layer, their dtype, and (m, n, k) of the forward product, which
     comes first, of its input's gradient and of its weight's, each with how often a micro-batch has it."""
     dtype, rows = peak_dtype(run), run.tokens // run.cp
+    narrow = "mxfp8" if run.fp8_recipe == "mxfp8" else "fp8"
     # peft keeps adapters in fp32; autocast, and the engines that hold an fp32 copy of all, multiply them in half.
     wide = run.precision in ("fp32", "fp16", "bf16") and adapter_bytes(run) == 4
     in_fp32 = {"adapters"} if wide else set()
@@ -263,7 +264,7 @@ def _multiplied(spec: ModelSpec, run: Training) -> tuple[tuple[Product, str, tup
             n = n // run.tp or 1
         elif each.cut == "inputs":
             k = k // run.tp or 1
-        kind = "fp32" if each.part in in_fp32 else "fp8" if run.fp8_recipe and each.part in CONVERTED else dtype
+        kind = "fp32" if each.part in in_fp32 else narrow if run.fp8_recipe and each.part in CONVERTED else dtype
         sizes = ((m, n, k), each.forward + each.again), ((m, k, n), each.input_gradient)
         found.append((each, kind, (*sizes, ((n, k, m), each.weight_gradient)) if each.weight_gradient else sizes))
     return tuple(found)
