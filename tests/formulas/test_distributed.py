@@ -339,6 +339,18 @@ def test_megatron_waits_for_gradients_that_nothing_hides():
         assert wide.bytes - narrow.bytes == bytes_less * spec.parameters and wide.sent > 1.2 * narrow.sent
 
 
+@pytest.mark.parametrize(("card", "checkpointing", "seconds"),
+                         [("H100-80GB", None, 0.0832), ("A100-80GB", "full", 0.1315)])  # fmt: skip
+def test_megatrons_python_is_most_of_a_tiny_step(card, checkpointing, seconds):
+    """Golden values of Megatron-LM's tests, which log besides: 12 layers of 512, a micro-batch of 4 × 1024."""
+    spec = {"model_type": "gpt2", "n_embd": 512, "n_layer": 12, "n_head": 8, "vocab_size": 50304, "n_positions": 1024}
+    run = Training(micro_batch=4, seq_len=1024, dp=8, attention="eager", checkpointing=checkpointing,
+                   zero=0 if checkpointing else 1, stack=lab.Megatron(overlap_grad_reduce=False))  # fmt: skip
+    found = step(spec, run, card, cluster(card))
+    assert 0.6 * seconds < found.seconds < seconds
+    assert found.launches > found.compute / 3
+
+
 def test_fsdp2_copies_what_it_gathers_and_scatters():
     """What was gathered is read and written, twice; the gradients once, which torchtitan sums in fp32."""
     spec, run = lab.model("meta-llama/Llama-3.1-8B"), Training(seq_len=8192, precision="mixed-bf16", dp=8, zero=3)
