@@ -205,8 +205,8 @@ def test_what_hides_the_gather_of_a_stage_1():
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_copies_sum_one_shard_over_nodes(zero):
-    """HSDP: what shards send stays in the node; an all-reduce of a shard's gradients goes between nodes, once. At stage 1
-    all ranks sum, in trees, which reach less."""
+    """HSDP: what shards send stays in the node; an all-reduce of a shard's gradients goes between nodes, once. At
+    stage 1 all ranks sum, in trees, which reach less."""
     run = replace(SMALL, dp=16, dp_replicate=2, zero=zero, precision="fp32")
     found, inside = (step("Llama-2-7b-hf", each, "H100", H100, overlap=())
                      for each in (run, replace(run, dp=8, dp_replicate=1)))  # fmt: skip
