@@ -141,6 +141,8 @@ def megatron_arguments(run: Any, spec: Any) -> list[str]:
     if options is not None:
         lines.append(f"--make-vocab-size-divisible-by {options.make_vocab_size_divisible_by}")
         lines += ["--tp-comm-overlap"] if options.tp_comm_overlap else []
+        if options.overlap_grad_reduce and run.dp > 1:
+            lines.append("--overlap-grad-reduce" + (" --overlap-param-gather" if run.zero else ""))
         if options.cross_entropy_fusion_impl:
             lines.append(f"--cross-entropy-loss-fusion --cross-entropy-fusion-impl {options.cross_entropy_fusion_impl}")
         lines += ["--transformer-impl local"] if not options.transformer_engine else []

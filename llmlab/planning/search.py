@@ -192,7 +192,8 @@ class Search:
         passed = passes(self.question.spec, run, where.card)
         if passed is None:
             return None
-        seconds = passed.seconds * (1 + (run.pp - 1) / run.accumulation / run.virtual_stages)
+        mean = passed._replace(loss=passed.loss / run.pp)  # the last stage has the loss, and no other is slower for it
+        seconds = mean.seconds * (1 + (run.pp - 1) / run.accumulation / run.virtual_stages)
         if self.question.late(seconds, run):
             self.cuts[LATE] += candidates
             return None

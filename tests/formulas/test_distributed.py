@@ -196,7 +196,8 @@ def test_what_hides_the_gather_of_a_stage_1():
     """NeMo's overlap_param_gather does, in the next forward; DeepSpeed's ends its update."""
     run = Training(micro_batch=4, seq_len=4096, precision="mixed-bf16", dp=64, zero=1, stack="deepspeed")
     spec = "Llama-3.1-8B"
-    deepspeed, megatron = (step(spec, replace(run, stack=name), "H100", H100) for name in ("deepspeed", "megatron"))
+    stacks = "deepspeed", "megatron:accumulate_allreduce_grads_in_fp32=false"
+    deepspeed, megatron = (step(spec, replace(run, stack=name), "H100", H100) for name in stacks)
     gather = kernels("H100").collective("all-gather", 2 * model(spec).parameters, H100.group(64))
     assert deepspeed.data_sent == pytest.approx(megatron.data_sent, rel=0.01)
     assert deepspeed.data_exposed > gather > 3 * megatron.data_exposed
@@ -204,13 +205,14 @@ def test_what_hides_the_gather_of_a_stage_1():
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_copies_sum_one_shard_over_nodes(zero):
-    """HSDP: what shards send stays in the node; an all-reduce of a shard's gradients goes between nodes, once."""
+    """HSDP: what shards send stays in the node; an all-reduce of a shard's gradients goes between nodes, once. At
+    stage 1 all ranks sum, in trees, which reach less."""
     run = replace(SMALL, dp=16, dp_replicate=2, zero=zero, precision="fp32")
     found, inside = (step("Llama-2-7b-hf", each, "H100", H100, overlap=())
                      for each in (run, replace(run, dp=8, dp_replicate=1)))  # fmt: skip
     shard = 4 * model("Llama-2-7b-hf").parameters / 8
     reduced = kernels("H100").collective("all-reduce", shard, H100.group(2, 8))
-    assert found.data_sent - inside.data_sent == pytest.approx(reduced, rel=0.1)
+    assert found.data_sent - inside.data_sent == pytest.approx(reduced, rel=0.2)
 
 
 def test_copies_pay_where_nodes_are_slowly_joined():
@@ -322,6 +324,32 @@ def test_megatron_hides_what_its_options_say():
     run = replace(MEGATRON, stack=lab.Megatron(virtual_pipeline=5))
     virtual = step(spec, run, "H100", H100)
     assert virtual.pipeline == 0 and virtual.bubble < plain.bubble / 4
+
+
+def test_megatron_waits_for_gradients_that_nothing_hides():
+    """Without --overlap-grad-reduce all that data parallelism sends is exposed, gradients in fp32 unless asked."""
+    spec, rates = lab.model("meta-llama/Llama-3.1-8B"), kernels("H100")
+    hidden = replace(MEGATRON, tp=1, sequence_parallel=False)
+    waiting = replace(hidden, stack=lab.Megatron(overlap_grad_reduce=False))
+    after, behind = (step(spec, run, "H100", H100) for run in (waiting, hidden))
+    assert after.data_exposed == after.data_sent == behind.data_sent > 2 * behind.data_exposed
+    half = replace(hidden, stack=lab.Megatron(accumulate_allreduce_grads_in_fp32=False))
+    for zero, bytes_less in ((0, 2 * 2), (1, 2)):
+        runs = (replace(run, zero=zero, pp=1, tp=1, dp=8) for run in (hidden, half))
+        wide, narrow = (data_parallel(spec, run, H100, rates, 1.0, 1 / 3, ("data",), 2**25) for run in runs)
+        assert wide.bytes - narrow.bytes == bytes_less * spec.parameters and wide.sent > 1.2 * narrow.sent
+
+
+@pytest.mark.parametrize(("card", "checkpointing", "seconds"),
+                         [("H100-80GB", None, 0.0832), ("A100-80GB", "full", 0.1315)])  # fmt: skip
+def test_megatrons_python_is_most_of_a_tiny_step(card, checkpointing, seconds):
+    """Golden values of Megatron-LM's tests, which log besides: 12 layers of 512, a micro-batch of 4 × 1024."""
+    spec = {"model_type": "gpt2", "n_embd": 512, "n_layer": 12, "n_head": 8, "vocab_size": 50304, "n_positions": 1024}
+    run = Training(micro_batch=4, seq_len=1024, dp=8, attention="eager", checkpointing=checkpointing,
+                   zero=0 if checkpointing else 1, stack=lab.Megatron(overlap_grad_reduce=False))  # fmt: skip
+    found = step(spec, run, card, cluster(card))
+    assert 0.6 * seconds < found.seconds < seconds
+    assert found.launches > found.compute / 3
 
 
 def test_fsdp2_copies_what_it_gathers_and_scatters():

@@ -13,7 +13,8 @@ from llmlab.hardware.links import cluster, link, links, node_link
 def test_no_link_reaches_more_than_its_data_sheet(name):
     found = link(name.lower())
     assert 0.75 <= found.reached / found.bandwidth < 1
-    assert 0 < found.step < 20e-6 and 0 < found.tree_step < 20e-6
+    longest = 100e-6 if name == "EFA-400" else 20e-6  # measured, not what NCCL supposes of all networks
+    assert 0 < found.step < longest and 0 < found.tree_step < longest
     assert found.source and "[" not in found.source and found.checked
     # A switch that adds is sent every byte once, where a ring over 8 sends it 7/4 times: that much faster at best.
     assert found.switched is None or found.reached < found.switched < 7 / 4 * found.bandwidth
@@ -78,6 +79,22 @@ def test_efa_reaches_what_was_measured():
     for nodes, rate in ((16, 179.5e9), (4, 184.3e9)):
         seconds = collective_seconds("all-reduce", 2**33, cluster("H100", "EFA-400").group(8 * nodes))
         assert 2**33 / seconds == pytest.approx(rate, rel=0.1)
+
+
+@pytest.mark.parametrize(("nodes", "gathered", "reduced"), [(4, 0.389e-3, 0.682e-3), (32, 2.70e-3, 1.01e-3)])
+def test_efa_takes_small_messages_slowly(nodes, gathered, reduced):
+    """Seconds of 32 MiB over p5.48xlarge, as measured: round a ring each node costs an all-gather four times an
+    InfiniBand's step."""
+    group = cluster("H100", "EFA-400").group(8 * nodes)
+    assert collective_seconds("all-gather", 2**25, group) == pytest.approx(gathered, rel=0.15)
+    assert collective_seconds("all-reduce", 2**25, group) == pytest.approx(reduced, rel=0.25)
+
+
+def test_a_tree_reaches_less_than_a_ring():
+    """All-reduce of 1 GiB, which NCCL lays as trees: 7.70 ms over 8 p5.48xlarge, 7.91 over 16."""
+    for nodes, measured in ((8, 7.70e-3), (16, 7.91e-3)):
+        group = cluster("H100", "EFA-400").group(8 * nodes)
+        assert collective_seconds("all-reduce", 2**30, group) == pytest.approx(measured, rel=0.1)
 
 
 def test_a_node_without_a_network_is_one_node():

@@ -42,7 +42,8 @@ MEGATRON = {
 }  # fmt: skip
 MEGATRON_FLAGS = ("bf16", "fp16", "use-distributed-optimizer", "sequence-parallel", "swiglu", "disable-bias-linear",
                   "untie-embeddings-and-output-weights", "group-query-attention", "tp-comm-overlap",
-                  "use-rope-scaling", "cross-entropy-loss-fusion")  # fmt: skip
+                  "use-rope-scaling", "cross-entropy-loss-fusion", "overlap-grad-reduce",
+                  "overlap-param-gather")  # fmt: skip
 AXOLOTL = {
     "base_model", "sequence_len", "micro_batch_size", "gradient_accumulation_steps", "optimizer", "bf16",
     "fp16", "float16", "max_grad_norm", "gradient_checkpointing", "gradient_checkpointing_kwargs",
@@ -106,6 +107,7 @@ def test_megatrons_parser_takes_its_arguments(tmp_path):
     read = parser.parse_args(" ".join(line for line in lines if not line.startswith("#")).split())
     assert (read.global_batch_size, read.tensor_model_parallel_size, read.num_query_groups) == (8, 2, 8)
     assert read.use_distributed_optimizer and read.sequence_parallel and read.bf16 and read.tp_comm_overlap
+    assert read.overlap_grad_reduce and read.overlap_param_gather
     assert read.cross_entropy_loss_fusion and read.cross_entropy_fusion_impl == "native"
     assert "train.py" in done.left_out and "megatron_args.txt" in (tmp_path / "out" / "launch.sh").read_text()
 

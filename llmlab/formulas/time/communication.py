@@ -30,6 +30,8 @@ ALGORITHMS = {
 # lets a node's switches add, for all-reduce only.
 NCCL = {**{each: allowed[:1] for each, allowed in ALGORITHMS.items()}, "all-reduce": ("ring", "tree", "switch")}
 
+TREE = 0.92  # of the rings' bandwidth in an all-reduce: src/graph/tuning.cc, busBw
+
 
 def bytes_sent(collective: str, size: int, ranks: int) -> float:
     """Return the bytes a rank sends on average: those of a ring, the least there can be where ranks add.
@@ -99,7 +101,7 @@ def _tree(collective: str, size: float, group: Group) -> float:
     rounds = 2 if collective == "all-reduce" else 1
     depth = ceil(log2(group.nodes)) * group.across.tree_step if group.across else 0.0
     latency = (group.per_node - 1) * group.inside.tree_step + depth
-    return base_seconds() + rounds * (latency + size / group.bandwidth)
+    return base_seconds() + rounds * (latency + size / (TREE * group.bandwidth))
 
 
 def _hierarchical(collective: str, size: float, group: Group) -> float:

@@ -98,14 +98,16 @@ def step(
     computation: "data", gradients behind backward and ZeRO-3's parameters behind the unit before, as DDP and FSDP do;
     "gradients", the same in backward only: forward waits for each unit's parameters; "tensor", backward's
     communication behind the weight gradients' products, as Megatron-LM does; None is what the run's stack hides:
-    "data", and "tensor" of Megatron-LM. `traced`: a simulated rank's own passes, which have FSDP2's copies and those of
-    DDP's buckets, and its update. Raises SpecError for settings that contradict each other, NotAvailable for a dtype
-    that the card has no units for, and where no link is known.
+    "data", and "tensor" of Megatron-LM, which without overlap_grad_reduce hides no "data". `traced`: a simulated rank's
+    own passes, which have FSDP2's copies and those of DDP's buckets, and its update. Raises SpecError for settings that
+    contradict each other, NotAvailable for a dtype that the card has no units for, and where no link is known.
     """
     spec, gpu = find_model(model), find_gpu(card)
     check(spec, run, gpu)
     if overlap is None:
-        overlap = ("data", "tensor") if isinstance(run.stack, Megatron) else ("data",)
+        overlap = ("data",)
+        if isinstance(run.stack, Megatron):
+            overlap = ("data", "tensor") if run.stack.overlap_grad_reduce else ("tensor",)
     _check(run, overlap, bucket_bytes)
     found, passed = kernels(gpu), traced.passes if traced else time.passes(spec, run, gpu)
     if passed is None:

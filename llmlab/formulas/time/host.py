@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from ...specs.model import ModelSpec
 from ...specs.run import Training
-from ...specs.stacks import DeepSpeed, Torchtitan, Torchtune
+from ...specs.stacks import DeepSpeed, Megatron, Torchtitan, Torchtune
 from ..memory.share import adapted
 from .efficiency import Efficiency
 
@@ -55,6 +55,9 @@ class Hooks(NamedTuple):
 # of all, of the buffers that it reduces from. What stage 3 adds, operators among it, is its hooks' time.
 TRANSFORMERS = {"rmsnorm": Operators(56, 40, 71, 71), "layernorm": Operators(43, 21, 31, 43)}
 TORCHTITAN = Operators(24, 55, 39, 95)
+# As many as take as long as a layer of megatron-core, whose Python is most of it: 2.1 times a Llama's forward and 1.3
+# times its backward (benchmarks/megatron_host.py, megatron-core 0.16.1, its own layers).
+MEGATRON = Operators(118, 84, 92, 92)
 STAGES = {1: Operators(7, 89, 0, 0), 2: Operators(-2, 65, 9, 36)}
 # What recomputation adds; checkpoint stops at the last tensor that backward needs, before the block's end.
 AGAIN = {
@@ -62,6 +65,8 @@ AGAIN = {
     "selective": {"rmsnorm": Operators(29, 45, 0, 63), "layernorm": Operators(13, 26, 0, 42)},
 }
 TORCHTITAN_AGAIN = {"full": Operators(18, 39, 2, 49), "selective": Operators(13, 48, 2, 49)}
+MEGATRON_AGAIN = {"full": Operators(118, 84, 0, 0), "selective": AGAIN["selective"]["layernorm"]}
+OWN = {Torchtitan.name: (TORCHTITAN, TORCHTITAN_AGAIN), Megatron.name: (MEGATRON, MEGATRON_AGAIN)}
 # benchmarks/deepspeed_hooks.py, DeepSpeed 0.19.8; 0.12.4, of 2023, gave the same within 30 %. On one process: gathering
 # from others is a collective's time. `HERE`: seconds of an operator on that CPU.
 FORWARD, BACKWARD = Hooks(14, 2, 6), Hooks(7, 8, 24)
@@ -83,13 +88,12 @@ def operators(spec: ModelSpec, run: Training) -> Operators:
 
 @cache
 def _operators(norm: str, stack: str, zero: int, checkpointing: str | None) -> Operators:
-    titan = stack == Torchtitan.name
-    once = TORCHTITAN if titan else TRANSFORMERS[norm]
+    once, again = OWN.get(stack, (TRANSFORMERS[norm], {kind: by_norm[norm] for kind, by_norm in AGAIN.items()}))
     if stack == DeepSpeed.name and zero in STAGES:
         once = once.plus(STAGES[zero])
     if checkpointing is None:
         return once
-    return once.plus(TORCHTITAN_AGAIN[checkpointing] if titan else AGAIN[checkpointing][norm])
+    return once.plus(again[checkpointing])
 
 
 def host_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> float:

@@ -69,7 +69,8 @@ def timing(
     if not isinstance(run, Training):
         return Timing(step_seconds(spec, run, card))
     found, nodes = kernels(card), cluster
-    if traced and hook_seconds(spec, run, found.host):  # a trace has what hooks start, and none of their Python
+    # A trace has what hooks and Megatron-LM's layers start, and none of their Python.
+    if traced and (hook_seconds(spec, run, found.host) or isinstance(run.stack, Megatron)):
         host = max(traced.passes.host, host_seconds(spec, run, found.host))
         traced = traced._replace(passes=traced.passes._replace(host=host))
     if run.world_size == 1:

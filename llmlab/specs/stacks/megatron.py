@@ -33,7 +33,9 @@ class Megatron(StackOptions):
     as one kernel in half precision; of Megatron's own layers it is Apex's. `apex`: whether that is installed, or
     Transformer Engine for what is outside of layers; if not, PyTorch computes softmax, in fp32, and steps AdamW.
     `accumulate_allreduce_grads_in_fp32`: None is Megatron's default, True for bf16. `tp_comm_overlap` hides what tensor
-    parallelism sends behind the products before and after it (Transformer Engine's userbuffers).
+    parallelism sends behind the products before and after it (Transformer Engine's userbuffers). `overlap_grad_reduce`
+    sums gradients behind backward and, with zero=1, gathers parameters behind forward (--overlap-param-gather), as
+    NeMo's recipes do; Megatron-LM, where nobody asks for it, sends all of that after the last backward.
     `cross_entropy_fusion_impl` fuses the loss (--cross-entropy-loss-fusion): "native" compiles its functions one by
     one, which takes more memory than not to fuse, and "te" is Transformer Engine's kernel. NeMo 2's recipes for
     pre-training say "native". `virtual_pipeline` is the model chunks of a rank
@@ -72,6 +74,7 @@ class Megatron(StackOptions):
     apex: bool = True
     accumulate_allreduce_grads_in_fp32: bool | None = None
     tp_comm_overlap: bool = False
+    overlap_grad_reduce: bool = True
     virtual_pipeline: int = 1
     make_vocab_size_divisible_by: int = 128
     fp8_recipe: FP8Recipe | None = None
@@ -87,6 +90,7 @@ class Megatron(StackOptions):
             masked_softmax_fusion=(True, False),
             apex=(True, False),
             tp_comm_overlap=(True, False),
+            overlap_grad_reduce=(True, False),
             accumulate_allreduce_grads_in_fp32=(None, True, False),
             fp8_recipe=(None, *get_args(FP8Recipe)),
             cross_entropy_fusion_impl=(None, *get_args(FusedLoss)),
