@@ -125,7 +125,7 @@ def decided(case: Case, simulate: bool = True) -> tuple[str, str]:
     """Return what a plan says of a step, and by which of its answers."""
     spec = lab.model(case.model)
     _, fit = assessed(spec, case.run, case.card, None)
-    if fit.outcome != "unknown":  # out of memory also where the step is compiled: a plan counts it as an eager one
+    if fit.outcome != "unknown":  # out of memory also where a compiled step counts as an eager one: a plan cuts it
         return FITS if fit.outcome == "fits" else NOT, "estimate"
     answer = simulated_run(spec.config, case.run, case.card) if simulate and not case.uncertain else ""
     if isinstance(answer, str):

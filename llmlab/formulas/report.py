@@ -46,8 +46,7 @@ def assessed(
         if total >= phases.get(moment.phase, 0):
             phases[moment.phase] = total
     fit = verdict(max(peaks), card, run.world_size, holes(run)) if card else Verdict("unknown", 0, 0)
-    compiled = isinstance(run, Training) and run.compile  # what is counted is eager mode: less may be enough
-    over = fit.outcome == "out of memory" and not compiled
+    over = fit.outcome == "out of memory" and not _counted_eager(spec, run, card)  # compiled it may take less
     time = timing(spec, run, card, cluster)
     seconds, counted = time.seconds, flops(spec, run, card, cpu)
     report = Report(
@@ -88,6 +87,11 @@ def fullest(spec: ModelSpec, run: Training, card: GPU) -> Verdict:
     return verdict(max(moment.total for moment in moments), card, run.world_size, holes(run))
 
 
+def _counted_eager(spec: ModelSpec, run: Run, card: GPU | None) -> bool:
+    """Whether a compiled step is counted as an eager one."""
+    return isinstance(run, Training) and run.compile and not share_of(spec, run, card).compiled
+
+
 def _stages(
     spec: ModelSpec, run: Run, card: GPU | None, cpu: bool
 ) -> tuple[list[list[Moment]], dict[str, dict[str, int]]]:
@@ -117,7 +121,7 @@ def _notes(
     if isinstance(run, Inference):
         service = serving(spec, run, card)
         yield f"Served by an engine with a paged cache and {FRACTION:.0%} of the memory: {service}."
-    elif run.compile and fit.outcome == "out of memory":
+    elif fit.outcome == "out of memory" and _counted_eager(spec, run, card):
         yield "Too large as counted, in eager mode; what a compiled step fuses away may make it fit."
 
 

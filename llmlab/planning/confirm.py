@@ -88,18 +88,23 @@ class Confirmation:
 def simulated_run(model: dict[str, Any], run: Training, card: str) -> Report | str:
     """Simulate in a process of its own, with MARGIN of the card left free; a sentence where that cannot be done.
 
-    `shortened` is what is simulated in place of `run`; the report is of `run`.
+    `shortened` is what is simulated in place of `run`, and a compiled step itself where the eager one runs out of
+    memory; the report is of `run`.
     """
     from ..hardware.gpu import gpu
     from ..simulation.report import simulated
 
     whole = gpu(card)
     smaller = replace(whole, memory=round(whole.memory * (1 - MARGIN)))
+    short = shortened(run)
     try:
-        report = simulated(model, shortened(run), smaller)
+        report = simulated(model, short, smaller)
+        if run.compile and report.outcome == "out of memory":
+            short = replace(short, compile=True, fp8=run.fp8)
+            report = simulated(model, short, smaller)
     except NotAvailable as error:
         return str(error)
-    fused = ("Simulated eager: what a compiled step fuses away is counted.",) if run.compile else ()
+    fused = ("Simulated eager: what a compiled step fuses away is counted.",) if run.compile != short.compile else ()
     return replace(
         report, run=run, capacity=whole.memory, timeline=(), modules={}, notes=(*fused, *report.notes), flops=None,
         step_seconds=None, step_seconds_low=None, step_seconds_high=None, tokens_per_second=None, mfu=None,
@@ -107,8 +112,9 @@ def simulated_run(model: dict[str, Any], run: Training, card: str) -> Report | s
 
 
 def shortened(run: Training) -> Training:
-    """Return the run that is simulated in place of `run`, in less time: of a compiled step the eager one (so without
-    fp8), which takes more memory, and of many micro-batches two, as the third takes what the second did, but for ids.
+    """Return the run that is simulated in place of `run`, in less time: of a compiled step first the eager one (so
+    without fp8), which takes more memory, and of many micro-batches two, as the third takes what the second did, but
+    for ids.
     """
     short = replace(run, accumulation=min(run.accumulation, 2)) if run.pp == 1 else run
     return replace(short, compile=False, fp8=None) if run.compile else short

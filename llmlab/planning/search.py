@@ -6,7 +6,7 @@ The lowest is taken: machines become shapes, shapes become candidates, a candida
 its value. One that is taken with its value is the best of all that is left, and nothing behind it was computed for it.
 
 What cannot fit is cut before any time is computed: states that alone exceed the card, and micro-batches larger than one
-that did not fit. A compiled step counts as an eager one, which takes more memory.
+that did not fit. A compiled step whose memory is not counted counts as an eager one, which takes more.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .files.write import program
 from .machines import Machines
 from .space import DEGREES, OF_PROGRAM, SHARED, Question, divisors, lengths, shapes, shares
 
-SIZES = ("micro_batch", "accumulation", "compile")  # fields that the edge of what fits is not asked of
+SIZES = ("micro_batch", "accumulation")  # fields that the edge of what fits is not asked of
 # Fields that weights and states depend on.
 OF_STATES = ("precision", "lora", "quantization", "optimizer", "zero", "tp", "pp", "cp", "dp", "ep", "dp_replicate",
              "offload")  # fmt: skip

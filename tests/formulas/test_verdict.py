@@ -19,13 +19,21 @@ def gpt(layers: int, hidden: int, heads: int, vocab: int) -> dict:
             "n_positions": 2048}  # fmt: skip
 
 
+def llama(layers: int, hidden: int, heads: int, intermediate: int, vocab: int) -> dict:
+    return {"model_type": "llama", "num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads,
+            "intermediate_size": intermediate, "vocab_size": vocab, "max_position_embeddings": 2048,
+            "tie_word_embeddings": False}  # fmt: skip
+
+
 # Whether it ran, the card, the model, the run; what is not among a run's settings (a chunked loss) is not here.
 PUBLISHED = [
     # pytorch/torchtune, README: full fine-tuning; LoRA, compiled
     (True, "A100-80GB", "Llama-3.2-3B", lab.Training(2, 4096, "bf16")),
     (True, "A100-80GB", "Llama-2-7b", lab.Training(2, 512, "bf16", "adamw-8bit", "full")),
     (True, "RTX-4090", "Llama-3.1-8B", lab.Training(2, 2048, "bf16", checkpointing="full", lora=QV, compile=True)),
-    (True, "RTX-4090", "TinyLlama-1.1B", lab.Training(32, 2048, "bf16", checkpointing="full", compile=True)),
+    # pytorch/ao, quantized training: a model of its own, and a loss that is compiled with it
+    (True, "RTX-4090", llama(24, 1536, 24, 6144, 32_000),
+     lab.Training(32, 2048, "bf16", "adamw", "full", "flash", compile=True, kernels="fused-loss")),
     # Lightning-AI/litgpt, tutorials/resource-tables.md
     (True, "A100-40GB", "Llama-2-7b", lab.Training(1, **LITGPT)),
     (True, "A100-40GB", "Llama-2-7b", lab.Training(2, **LITGPT)),

@@ -137,6 +137,23 @@ def test_a_compiled_step_is_simulated_eager():
     assert report.peak_allocated == eager.peak_allocated
 
 
+def test_a_compiled_step_is_simulated_itself_where_the_eager_one_runs_out(monkeypatch):
+    asked = []
+
+    def simulated(model, run, gpu):
+        asked.append(run)
+        outcome = "fits" if run.compile else "out of memory"
+        return lab.Report(source="simulated", model="tiny", run=run, gpu=gpu.name, outcome=outcome, capacity=gpu.memory)
+
+    monkeypatch.setattr("llmlab.simulation.report.simulated", simulated)
+    run = lab.Training(compile=True, accumulation=4)
+    report = simulated_run(TINY, run, "T4")
+    assert asked == [replace(run, compile=False, accumulation=2), replace(run, accumulation=2)]
+    assert report.outcome == "fits" and report.run == run and not report.notes
+    asked.clear()
+    assert simulated_run(TINY, lab.Training(), "T4").outcome == "out of memory" and len(asked) == 1
+
+
 def test_two_of_many_micro_batches_take_what_all_take():
     run = lab.Training(micro_batch=2, seq_len=64, precision="autocast-fp16", accumulation=5)
     short = simulated_run(TINY, run, "T4")

@@ -82,6 +82,13 @@ def test_what_memory_cut_would_not_have_fitted():
     assert yielded == set(everything(question, where))
 
 
+def test_what_is_too_large_eager_is_asked_again_compiled():
+    where = machines("A100-40GB")
+    search, eager = Search(Question(lab.model("gpt2"), 32), [where]), lab.Training(32, 1024, "autocast-bf16")
+    assert search._memory(eager, where) is None
+    assert search._memory(replace(eager, compile=True), where)
+
+
 def test_states_alone_cut_what_no_micro_batch_makes_fit():
     where, question = machines("T4"), Question(lab.model("meta-llama/Llama-3.1-8B"), 16)
     search = Search(question, [where])

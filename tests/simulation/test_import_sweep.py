@@ -8,11 +8,13 @@ import shutil
 import subprocess
 import sys
 from contextlib import suppress
+from types import ModuleType
 
 import pytest
 import torch
 
 import llmlab as lab
+from llmlab.simulation.patching.imports import swept
 
 if torch.cuda.is_available():
     pytest.skip("the simulated device must not be mistaken for a real one", allow_module_level=True)
@@ -132,3 +134,18 @@ def test_transformers_imported_inside_keeps_nothing_of_ours():
     sizes = {name: size for name, size in SMALL.items() if isinstance(size, int)}
     ran = subprocess.run([sys.executable, "-c", LIBRARIES.format(sizes=sizes)], capture_output=True, text=True)
     assert ran.returncode == 0 and "eager" not in ran.stderr, ran.stderr[-2000:]
+
+
+def test_a_builtin_is_nobodys_patch(tmp_path, monkeypatch):
+    """Some module's variable that was `dict` and is None does not make None of all defaults that are `dict`."""
+    (tmp_path / "takes_dict.py").write_text("def made(kind=dict):\n    return kind\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "takes_dict", raising=False)
+    changing = ModuleType("changing")
+    changing.kind = dict
+    monkeypatch.setitem(sys.modules, "changing", changing)
+    with swept() as look:
+        module = importlib.import_module("takes_dict")
+        look()
+        changing.kind = None
+    assert module.made() is dict

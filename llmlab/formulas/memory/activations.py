@@ -41,7 +41,7 @@ def block_saved(share: Share) -> list[Saved]:
     kept = [_norms(share), *_attention(share)]
     if run.lora is None:
         # Autocast casts the input of every linear anew: q, k and v each keep a copy of the same tensor.
-        copies = 3 if share.autocast and not spec.fused_qkv else 1
+        copies = 3 if share.autocast and not spec.fused_qkv and not share.compiled else 1
         kept.append(Saved("linear inputs", T * share.bytes.compute * spec.hidden * copies, "whole"))
     kept += _mlp(share)
     if run.lora:
@@ -55,7 +55,7 @@ def block_saved(share: Share) -> list[Saved]:
 
 def _norms(share: Share) -> Saved:
     spec, r = share.spec, share.bytes.residual
-    if spec.norm == "layernorm":
+    if spec.norm == "layernorm" or share.fuses:
         token = r * spec.hidden + 8  # its input; mean and 1/std in fp32
     else:
         # Written in Python: the fp32 input (a copy where the stream is half), 1/rms, and, for the weight's gradient,
@@ -94,7 +94,7 @@ def _qkv_width(share: Share) -> int:
     else:
         # But for "flash", keys and values are copied to all heads, and the copies kept; "math" keeps q and k times
         # their scale.
-        width = Q + 2 * (K if share.kernel == "flash" else Q)
+        width = Q + 2 * (K if share.kernel == "flash" and not share.masked else Q)
     if share.kernel == "math" and spec.fused_qkv and share.run.micro_batch == 1:
         # The product takes scaled copies of q and k, and v itself, a view that keeps the memory of all three. With
         # a larger batch it takes copies of all, as batch and heads cannot be merged in a view.
@@ -108,11 +108,12 @@ def _mlp(share: Share) -> list[Saved]:
     if not spec.gated:
         width = _activation_bytes(share) + (c if trained else 0)
         return [Saved("linear inputs", inputs, "whole"), Saved("mlp", T * spec.intermediate * width)]
-    # A gated MLP keeps act's input, act's output, the other branch, and, for down_proj's gradient, their product.
-    tensors = 4 if trained else 3
+    # A gated MLP keeps act's input, act's output (fused, it is made again), the other branch, and, for down_proj's
+    # gradient, their product.
+    tensors = (4 if trained else 3) - share.fuses
     dense = T * c * tensors * spec.intermediate
     if not spec.experts:
-        copies = 2 if share.autocast and not spec.fused_qkv else 1
+        copies = 2 if share.autocast and not spec.fused_qkv and not share.compiled else 1
         return [Saved("linear inputs", inputs * copies, "whole"), Saved("mlp", dense)]
     # Each token is copied to its experts, and their outputs kept for the router's gradient. Averaged over the layers,
     # because the first ones can be dense.
@@ -127,7 +128,7 @@ def _activation_bytes(share: Share) -> int:
     tanh's formula written out (transformers' NewGELUActivation; three of them in fp32 where pow is: under CUDA's
     autocast, not under the CPU's)."""
     c = share.bytes.compute
-    if share.spec.activation in FUSED:
+    if share.spec.activation in FUSED or share.compiled:
         return c
     return 3 * 4 + c if share.autocast and not share.cpu else 4 * c
 

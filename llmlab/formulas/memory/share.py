@@ -50,6 +50,28 @@ class Share:
         return self.bytes.residual if quantized else self.bytes.compute
 
 
+    @property
+    def compiled(self) -> bool:
+        """Whether what a compiler keeps is counted: of transformers' dense classes, trained whole. Other compiled steps
+        of transformers are counted as eager ones."""
+        run, spec = self.run, self.spec
+        plain = run.lora is None and run.quantization is None and not spec.experts and not spec.mla
+        return run.compile and plain and isinstance(run.stack, str)
+
+    @property
+    def fuses(self) -> bool:
+        """Whether norms and activations are one kernel each, which keeps its input: compiled, or Liger's
+        (src/liger_kernel/ops/rms_norm.py, swiglu.py)."""
+        liger = self.run.kernels == "liger" and self.spec.gated and not self.spec.experts
+        return self.compiled or liger
+
+    @property
+    def masked(self) -> bool:
+        """Whether transformers gives SDPA a causal mask, for which there is no FlashAttention: where it is compiled
+        (masking_utils.py, with torch before 2.14)."""
+        return self.compiled and self.run.attention == "sdpa"
+
+
 def share_of(spec: ModelSpec, run: Training, gpu: GPU | None = None, cpu: bool = False, stage: int = 0) -> Share:
     """Return the share of a rank of pipeline stage `stage`; where tensors are cut unevenly, of rank 0."""
     b, kernel = bytes_of(run), attention_kernel(spec, run, gpu, cpu)

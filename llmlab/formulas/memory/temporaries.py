@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ...specs.stacks import StackOptions, Torchtitan, Torchtune
 from .. import newton_schulz
 from .fsdp import uses_fsdp
-from .scores import backward_scores
+from .scores import backward_scores, score_elements
 from .share import Share, adapter_bytes
 from .stacks.blocks import block_of
 from .stacks.described import Block, Height, Kept, by_kind, saved
@@ -47,9 +47,9 @@ def outer_activations(share: Share) -> int:
         width += b.residual * spec.hidden  # beside the norm's fp32 copy; else it is the first block's own input
     head_input = 0
     if share.last:
-        width += 4 * spec.hidden + 8
+        width += (b.residual if share.fuses else 4) * spec.hidden + 8
         if run.lora is None:
-            width += b.residual * spec.hidden if spec.norm == "rmsnorm" else 0
+            width += b.residual * spec.hidden if spec.norm == "rmsnorm" and not share.fuses else 0
             head_input = share.tokens * b.compute * spec.hidden  # gathered whole, as `activations.per_device` says
     return share.tokens * width // share.sequence_ranks + head_input
 
@@ -111,6 +111,13 @@ def loss_bytes(share: Share) -> LossBytes:
         half_head = c * spec.vocab * spec.hidden // run.tp if share.autocast and not run.lora else 0
         return LossBytes(logits * c, logits * 2 * c + half_head, logits * c * (1 if share.autocast else 2), logits * c,
                          logits * c)  # fmt: skip
+    if share.compiled and run.kernels != "fused-loss":
+        # One kernel casts as it reads, and nothing but the logits is kept. The gradient is written beside them and
+        # zeros, the gradient of the logits that the model returns and no loss reads (torch/_functorch/_aot_autograd/
+        # runtime_wrappers.py: a compiled function's tangents are tensors). Rows of no whole 16 bytes are padded for
+        # the head's products, by a copy (torch/_inductor/fx_passes/pad_mm.py).
+        padded = spec.vocab % 8 > 0 and c == 2
+        return LossBytes(logits * c, logits * c * (3 + padded), logits * c * (2 + padded), logits * c, logits * c)
     upcast = 0 if c == 4 else 4
     # torch's loss_parallel writes log_softmax out in operators, and has one more temporary both ways.
     extra = (4 if run.tp > 1 else 0) + (c if spec.logit_softcap else 0)
@@ -170,11 +177,17 @@ def _in_halves(share: Share, mlp_kept: int, gradients: int) -> tuple[int, int]:
     MLP or in its attention, which comes after the MLP, whose `mlp_kept` bytes are free by then, and whose `gradients`
     exist."""
     spec, run, c = share.spec, share.run, share.bytes.compute
-    mlp = share.tokens * share.linear_bytes * spec.token_mlp_width * (3 if spec.gated else 2) // run.tp
+    # Compiled, backward writes over what it has read; of a recomputed block all is there first.
+    widths = 1 if share.compiled and not run.checkpointing else 3 if spec.gated else 2
+    mlp = share.tokens * share.linear_bytes * spec.token_mlp_width * widths // run.tp
     if share.writes_scores:
         attention = backward_scores(share) - mlp_kept
     else:
         attention = share.tokens * c * 4 * spec.query_width // run.tp - mlp_kept
+        if share.masked and run.checkpointing:
+            # The mask is made again in backward, and written out for all heads (torch/_inductor/lowering.py,
+            # sdpa_constraint, leaves dimensions expanded in forward alone); what the MLP kept is still there.
+            attention += mlp_kept + score_elements(share) * c // run.tp
     if attention + gradients <= mlp:
         return mlp, 0
     return max(0, attention), gradients + min(0, attention)

@@ -7,6 +7,7 @@ nobody has to list: it is what the end of the block changes in a module.
 
 from __future__ import annotations
 
+import builtins
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -161,7 +162,9 @@ def swept(*also: str) -> Iterator[Callable[[], None]]:
         for module, names in patched.items():
             for name, value in names.items():
                 original = now.get(module, {}).get(name, value)
-                if original is not value and (callable(value) or isinstance(value, str)):
+                if original is value or vars(builtins).get(getattr(value, "__name__", "")) is value:
+                    continue  # a builtin is never ours: a module's own variable was changed, and others have it too
+                if callable(value) or isinstance(value, str):
                     originals.setdefault(id(value), {}).setdefault(name, original)
         for name in sys.modules.keys() - before if originals else ():
             if not name.startswith(OURS) and isinstance(found := sys.modules[name], ModuleType):

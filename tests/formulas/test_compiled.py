@@ -1,0 +1,87 @@
+"""The memory of a compiled step, and of Liger's kernels: what one kernel for several operators does not keep."""
+
+from __future__ import annotations
+
+import pytest
+
+import llmlab as lab
+from llmlab import Training
+from llmlab.formulas.memory.activations import block_saved
+from llmlab.formulas.memory.moments import training_moments
+from llmlab.formulas.memory.share import share_of
+from llmlab.formulas.report import assessed
+
+A100 = lab.gpu("A100-80GB")
+GPT = {"model_type": "gpt2", "n_layer": 2, "n_embd": 512, "n_head": 8, "vocab_size": 8192, "n_positions": 2048,
+       "activation_function": "gelu_new", "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}  # fmt: skip
+# Few words: the peak is in a block.
+LLAMA = {"model_type": "llama", "hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8,
+         "num_key_value_heads": 2, "intermediate_size": 2048, "max_position_embeddings": 2048, "vocab_size": 512,
+         "tie_word_embeddings": False}  # fmt: skip
+# pytorch/ao at 9acc9a4d, benchmarks/quantized_training/pretrain_llama2.py, "1B"; its README says 19.47 GB.
+TORCHAO = {"model_type": "llama", "hidden_size": 1536, "num_hidden_layers": 24, "num_attention_heads": 24,
+           "num_key_value_heads": 24, "intermediate_size": 6144, "max_position_embeddings": 2048, "vocab_size": 32_000,
+           "tie_word_embeddings": False}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "model, run, far",
+    [
+        (GPT, {"precision": "autocast-bf16"}, 0.03),
+        (LLAMA, {"precision": "bf16"}, 0.05),
+        (LLAMA, {"precision": "bf16", "checkpointing": "full"}, 0.15),  # a mask of all heads
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*TensorFloat32")
+def test_a_compiled_step_is_counted_as_inductor_compiles_it(model, run, far):
+    pytest.importorskip("triton")
+    run = Training(16, 1024, compile=True, **run)
+    simulated = lab.simulate(model, run, "A100-80GB")
+    assert not [note for note in simulated.notes if "ran eager" in note]
+    assert lab.estimate(model, run, "A100-80GB").peak_allocated == pytest.approx(simulated.peak_allocated, rel=far)
+
+
+def test_a_published_peak_of_a_step_that_is_compiled_with_its_loss():
+    """Blocks' inputs, the states, and two copies of the logits: nothing of a loss in fp32."""
+    run = Training(32, 2048, "bf16", checkpointing="full", compile=True, attention="flash", kernels="fused-loss")
+    moments = {each.name: each.total for each in training_moments(lab.model(TORCHAO), run, None)}
+    assert moments["the loss's gradient"] == pytest.approx(19.47e9, rel=0.01)
+
+
+def kept(run, model=LLAMA):
+    return {(each.kind, each.bytes) for each in block_saved(share_of(lab.model(model), run, A100))}
+
+
+def test_norms_and_activations_keep_what_they_read():
+    T, h, f = 8 * 1024, 512, 2048
+    for more in ({"compile": True}, {"kernels": "liger"}):
+        rows = kept(Training(8, 1024, "bf16", attention="flash", **more))
+        assert ("norms", 2 * T * (2 * h + 8)) in rows and ("mlp", T * 2 * 3 * f) in rows
+    rows = kept(Training(8, 1024, "bf16", attention="flash"))
+    assert ("norms", 2 * T * (4 * h + 4 + 2 * h)) in rows and ("mlp", T * 2 * 4 * f) in rows
+
+
+def test_autocasts_copies_of_one_input_are_one_where_it_is_compiled():
+    T, h = 8 * 1024, 512
+    inputs = {("linear inputs", times * T * 2 * h) for times in (1, 2, 3)}
+    for compiled, found in ((True, {1}), (False, {3, 2})):
+        rows = kept(Training(8, 1024, "autocast-bf16", compile=compiled))
+        assert rows & inputs == {("linear inputs", times * T * 2 * h) for times in found}
+
+
+def test_an_odd_vocabulary_is_padded_for_the_heads_products():
+    """GPT-2's 50,257 words: a copy of the logits more, in half precision."""
+    run, loss = Training(8, 1024, "bf16", compile=True), "the loss's gradient"
+    even, odd = (
+        {each.name: each.parts["logits"] for each in training_moments(lab.model({**GPT, "vocab_size": v}), run, A100)}
+        for v in (50_304, 50_257)
+    )
+    assert even[loss] == 3 * 2 * run.tokens * 50_304 and odd[loss] == 4 * 2 * run.tokens * 50_257
+
+
+def test_what_is_counted_compiled_can_be_out_of_memory_and_what_is_counted_eager_cannot():
+    run = Training(64, 2048, "bf16", compile=True)
+    assert assessed("Llama-3.2-1B", run, "A100-40GB", None)[0].outcome == "out of memory"
+    lora = Training(64, 2048, "bf16", compile=True, lora=lab.LoRA(8))
+    report, fit = assessed("Llama-3.2-1B", lora, "A100-40GB", None)
+    assert fit.outcome == "out of memory" and report.outcome == "unknown"
