@@ -19,6 +19,7 @@ HELP = {
     "ep": "Expert-parallel ranks, of the --dp ranks.",
     "dp_replicate": "Copies of each ZeRO shard among the --dp ranks (HSDP).",
     "sequence_parallel": "Divide norms and dropout among the --tp ranks too.",
+    "loss_parallel": "Compute the loss where each of the --tp ranks has its logits; else gather them.",
     "offload": "What is kept in the host's memory instead.",
     "compile": "Run under torch.compile.",
     "kernels": "Fused kernels: Liger's, or flash-attn's loss alone.",

@@ -72,9 +72,9 @@ def _moved(spec: ModelSpec, run: Training, flash: bool) -> Moved:
     # Autocast casts each weight down for every pass (6 bytes moved), and its gradient up.
     casts = 0 if run.quantization or b.weights == b.compute else 6 if run.lora else 12
     cast = casts * block_parameters(spec) / run.tp
-    logits = LOGITS_MOVES * 4 * share.tokens * spec.vocab / run.tp
+    logits = LOGITS_MOVES * 4 * share.tokens * spec.vocab / share.loss_ranks
     if run.compile or run.kernels:  # Liger's norms and the like, or "fused-loss" alone
-        logits = FUSED_LOGITS * share.tokens * spec.vocab / run.tp
+        logits = FUSED_LOGITS * share.tokens * spec.vocab / share.loss_ranks
     own = fused_block if run.compile or run.kernels == "liger" else STACKS.get(type(run.stack))
     if own:
         block = own(share, run) + cast + fp8_casts(spec, run) / spec.layers + adapter_dropout(share, run)
