@@ -95,10 +95,11 @@ def loss_bytes(share: Share) -> LossBytes:
         return LossBytes(chunk + weight_gradient, weight_gradient, waiting=weight_gradient)
     logits = share.tokens * spec.vocab // share.loss_ranks
     if block := block_of(share):
+        titan = isinstance(run.stack, Torchtitan)
         # torch's loss_parallel writes log_softmax out in operators, and has one more temporary both ways.
-        extra = 4 if run.tp > 1 else 0
+        extra = 4 if run.tp > 1 and titan else 0
         forward, gradient, head, after = (int(logits * (c * own + 4 * fp32)) for own, fp32 in block.loss)
-        if run.pp == 1:
+        if run.pp == 1 or not titan:
             return LossBytes(forward + logits * extra, gradient + logits * extra, head, after)
         # torch's schedule has the logits in a variable until the next micro-batch's (schedules.py); what autograd keeps
         # is log_softmax's result, or where the loss is compiled the logits again.

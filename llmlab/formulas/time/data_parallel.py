@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from ...hardware.links import Cluster, Group
 from ...specs.model import ModelSpec
-from ...specs.run import Training
+from ...specs.run import Training, stack_of
 from ...specs.stacks import TRANSFORMERS, Megatron, Torchtitan
 from ...specs.stages import layers_of
 from ..memory.float8 import gathered_less
@@ -129,7 +129,9 @@ def data_parallel(
     times = forward * compute, (1 - forward) * compute
     b = PRECISION[run.precision]
     # torchtitan's mixed_precision_reduce is float32; torch's own default is the gradients' dtype.
-    wider = 4 // b.gradients if isinstance(run.stack, Torchtitan) and b.master and not run.lora else 1
+    stack = stack_of(run)
+    wide = isinstance(stack, Torchtitan) or (stack is not None and stack.sums_in_fp32)
+    wider = 4 // b.gradients if wide and b.master and not run.lora else 1
     everyone = cluster.group(run.dp * run.cp, run.tp)
     replica = _Replica(
         found, group, copies, everyone, whole.weights, less, whole.gradients, wider * whole.gradients, layers,
@@ -207,12 +209,12 @@ def _reduced(replica: _Replica, run: Training, hidden: bool, bucket: int | None)
         ready = [backward * (i + 1) / layers for i in range(layers)] + [backward]
     else:
         messages = ceil(replica.gradients / bucket) or 1
-        costs = [replica.kernels.collective("all-reduce", replica.gradients / messages, replica.everyone)] * messages
+        costs = [replica.kernels.collective("all-reduce", replica.reduced / messages, replica.everyone)] * messages
         ready = [backward * min(1, (i + 1) / messages / replica.in_blocks) for i in range(messages)]
     # Sharded gradients cannot wait for the last micro-batch; in a pipeline they are whole until then.
     times = run.accumulation if run.zero == 2 and run.pp == 1 else 1
     sent = times * sum(costs)
-    size = times * (2 * replica.gradients if bucket else replica.reduced * (1 + 2 * _copied(replica)))
+    size = times * (2 * replica.reduced if bucket else replica.reduced * (1 + 2 * _copied(replica)))
     exposed = times * (finished(ready, costs) - backward) if hidden else sent
     return Communicated(exposed, sent, size, 0.0, sum(costs) * replica.in_blocks / layers)
 

@@ -13,15 +13,18 @@ from typing import Any
 from ...base.errors import SpecError, unknown_name
 from .deepspeed import DeepSpeed
 from .megatron import Megatron
+from .nanotron import Nanotron
 from .options import StackOptions
 from .torchtitan import Torchtitan
 from .torchtune import Torchtune
 
-__all__ = ["STACKS", "TRANSFORMERS", "DeepSpeed", "Megatron", "StackOptions", "Torchtitan", "Torchtune",
+__all__ = ["STACKS", "TRANSFORMERS", "DeepSpeed", "Megatron", "Nanotron", "StackOptions", "Torchtitan", "Torchtune",
            "check_stack", "resolved", "stack_from_dict"]  # fmt: skip
 
 TRANSFORMERS = "transformers"
-STACKS: dict[str, type[StackOptions]] = {stack.name: stack for stack in (Torchtitan, Megatron, Torchtune, DeepSpeed)}
+STACKS: dict[str, type[StackOptions]] = {
+    stack.name: stack for stack in (Torchtitan, Megatron, Torchtune, DeepSpeed, Nanotron)
+}
 
 
 def resolved(stack: Any) -> StackOptions | str:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from ....specs.stacks import StackOptions
 from ..share import Share
-from . import megatron, torchtitan, torchtune
+from . import megatron, nanotron, torchtitan, torchtune
 from .described import Block
 
-DESCRIPTIONS = {"megatron": megatron.block, "torchtitan": torchtitan.block, "torchtune": torchtune.block}
+DESCRIPTIONS = {
+    "megatron": megatron.block, "nanotron": nanotron.block, "torchtitan": torchtitan.block,
+    "torchtune": torchtune.block,
+}  # fmt: skip
 
 
 def block_of(share: Share) -> Block | None:
