@@ -23,8 +23,8 @@ HELP = {
     "offload": "What is kept in the host's memory instead.",
     "compile": "Run under torch.compile.",
     "kernels": "Fused kernels: Liger's, or flash-attn's loss alone.",
-    "stack": "Whose code trains: transformers, torchtitan, megatron, torchtune, deepspeed, nanotron, or with options as "
-    "in torchtitan:ac=full,every=2.",
+    "stack": "Whose code trains: transformers, torchtitan, megatron, torchtune, deepspeed, nanotron, or with options "
+    "as in torchtitan:ac=full,every=2.",
     "fp8": "Recipe of fp8 products; needs --compile and bf16.",
     "lora": "Train adapters of this rank, freeze the rest.",
     "lora_targets": "Linear layers that get an adapter, separated by commas.",

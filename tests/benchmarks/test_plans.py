@@ -63,7 +63,10 @@ def test_a_row_has_a_run_of_its_own_where_memory_is_another():
     frozen = rows["qwen-72b-lora-2048"]
     assert (frozen.run.precision, frozen.held.precision) == ("mixed-bf16", "bf16")
     assert replace(frozen.held, precision="mixed-bf16") == frozen.run
-    assert all(row.held in (None, row.run) for row in rows.values() if not row.id.startswith("qwen-72b"))
+    never_updated = rows["vectorlm-full-1-2048"]
+    assert replace(never_updated.held, optimizer="adamw") == never_updated.run != never_updated.held
+    others = (row for row in rows.values() if not row.id.startswith(("qwen-72b", "vectorlm-full")))
+    assert all(row.held in (None, row.run) for row in others)
     unknown = {case.id for case in plans.cases() if case.uncertain}
     assert {id.partition("-")[0] for id in unknown} == {"olmo", "nanotron", "aleph", "nemo", "vectorlm", "bridge"}
     assert "aleph-13b-tp1-pp2" not in unknown and "vectorlm-lora-1-2048" not in unknown  # there a field says all
