@@ -40,17 +40,20 @@ def test_a_block_keeps_all_of_qkv_with_rotated_queries_and_what_silu_returned():
     assert rows["q, k, v"] == TOKENS * 2 * (H + 2 * H // 4)
 
 
-def test_gradients_lie_in_fp32_beside_half_ones_and_ddps_buckets():
+def test_gradients_lie_in_fp32_beside_half_ones_and_without_zero_ddps_buckets():
     share = share_of(LLAMA, RUN)
     held = states(LLAMA, RUN)
     every = LLAMA.parameters
     found = gradients(share, held)
     assert (found.accumulated, found.update, found.update_casts) == (4 * every, 4 * every, 0)
     assert found.stored.after_blocks == 6 * every
-    assert bucket_bytes(share, held) == 2 * every
+    assert bucket_bytes(share, held) == 0
+    unsharded = replace(RUN, zero=0)
+    assert bucket_bytes(share_of(LLAMA, unsharded), states(LLAMA, unsharded)) == 2 * every
     assert held.optimizer == 12 * (every // 8)
     half = replace(RUN, stack="nanotron:accumulate_grad_in_fp32=False")
     assert gradients(share_of(LLAMA, half), held).accumulated == 2 * every
+    assert bucket_bytes(share_of(LLAMA, half), held) == 2 * every
 
 
 def test_of_an_embedding_cut_by_words_a_rank_has_its_part_of_the_gradient():
@@ -76,13 +79,20 @@ def test_a_stage_takes_layers_until_it_computes_more_than_its_share():
 
 
 def test_sums_are_sent_in_fp32():
-    """ZeRO-1 scatters them; without it DDP's buckets, counted in half, are all-reduced in fp32."""
+    """With ZeRO-1 the buffer is all-reduced when backward is over; without, DDP's buckets are, counted in half."""
     found, nodes = kernels("H100"), cluster("H100", "InfiniBand-NDR")
-    wide, half = RUN, replace(RUN, stack="nanotron:accumulate_grad_in_fp32=False")
-    sent = [data_parallel(LLAMA, run, nodes, found, 1.0, 0.3, (), 2**25).bytes for run in (wide, half)]
-    assert sent[0] - sent[1] == 2 * LLAMA.parameters
-    sent = [data_parallel(LLAMA, replace(run, zero=0), nodes, found, 1.0, 0.3, (), 2**25).bytes for run in (wide, half)]
-    assert sent[0] == 2 * sent[1] == 2 * 4 * LLAMA.parameters
+    every, seconds = LLAMA.parameters, {}
+    for zero in (0, 1):
+        for wide in (True, False):
+            run = replace(RUN, zero=zero, stack=lab.Nanotron(accumulate_grad_in_fp32=wide))
+            sent = data_parallel(LLAMA, run, nodes, found, 1.0, 0.3, ("data",), 2**25)
+            reduced = (4 if wide else 2) * every * (2 if wide or not zero else 1)  # an all-reduce counts twice
+            assert sent.bytes == reduced + (2 * every if zero else 0)
+            seconds[zero, wide] = sent.exposed
+    gather = found.collective("all-gather", 2 * every, nodes.group(8))
+    reduce = found.collective("all-reduce", 4 * every, nodes.group(8))
+    assert seconds[1, True] == pytest.approx(reduce + gather, rel=0.02)
+    assert seconds[0, True] < reduce / 2  # most of it behind backward
 
 
 def test_each_micro_batch_s_half_gradients_are_added_to_fp32_ones():

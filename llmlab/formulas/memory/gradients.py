@@ -149,8 +149,9 @@ def _last_half(share: Share) -> int:
 
 def bucket_bytes(share: Share, states: States) -> int:
     """Return the buckets that torch's DDP copies gradients into: as many bytes, from its construction on
-    (gradient_as_bucket_view=False). With ZeRO 1 and a master copy it is DeepSpeed or Megatron-LM, which have none, or
-    nanotron, which has them."""
-    run = share.run
-    ddp = run.zero == 0 or (run.zero == 1 and (not share.bytes.master or isinstance(run.stack, Nanotron)))
+    (gradient_as_bucket_view=False). With ZeRO 1 and a master copy it is DeepSpeed, Megatron-LM or nanotron, which have
+    none; nanotron's are DDP's where it sums in half (src/nanotron/trainer.py, make_ddp)."""
+    run, stack = share.run, share.run.stack
+    in_half = isinstance(stack, Nanotron) and not stack.sums_in_fp32
+    ddp = run.zero == 0 or (run.zero == 1 and (not share.bytes.master or in_half))
     return states.gradients if run.dp > 1 and ddp else 0
