@@ -186,10 +186,11 @@ def _communicated(
     """Return what the replicas send: gradients, and with ZeRO the parameters."""
     if run.zero == 3:
         return _sharded(replica, run, hide_forward, hide_backward)
-    # nanotron then sums its buffer at once, when backward is over (optim/gradient_accumulator.py).
-    late = run.zero == 1 and (stack := stack_of(run)) is not None and stack.sums_in_fp32
-    reduced = _reduced(replica, run, hide_backward and not late,
-                       replica.gradients if late else None if run.zero else bucket)  # fmt: skip
+    if run.zero == 1 and (stack := stack_of(run)) and stack.sums_in_fp32:
+        # nanotron sums its buffer at once, when backward is over (optim/gradient_accumulator.py).
+        reduced = _reduced(replica, run, hide_backward, replica.gradients)
+    else:
+        reduced = _reduced(replica, run, hide_backward, None if run.zero else bucket)
     if run.zero == 0:
         return reduced
     block, outside = replica.seconds("all-gather", updated)
