@@ -70,9 +70,9 @@ class Case:
 QWEN = {"seq_len": 4096, "precision": "mixed-bf16", "zero": 3, "checkpointing": "full"}
 # Runs on other cards that ran out of memory, where the source says all that decides. Lit-GPT: Alpaca's longest sample
 # has 1304 tokens. BLOOM's prequel: 181B parameters, as the model of 72 layers in throughputs.toml. BigScience's
-# 1.3B (experiments/tr3m-1B3.md): as the rows of that source there; so are arXiv 2311.05610's (aleph), by the rule of
-# its rows but without tensor parallelism, whose ranks hold whole logits there, fms-acceleration's QLoRA of 70B, and
-# FlagPerf's Llama 3 8B without model parallelism (training/nvidia/llama3_8B-megatron/README.md).
+# 1.3B (experiments/tr3m-1B3.md): as the rows of that source there; so are arXiv 2311.05610's (aleph), all that the rule
+# of its rows takes, fms-acceleration's QLoRA of 70B, and FlagPerf's Llama 3 8B without model parallelism
+# (training/nvidia/llama3_8B-megatron/README.md).
 OVER = (
     ("oom-006", "Lit-GPT, resource-tables.md: LoRA, 4 × 1304", "meta-llama/Llama-2-7b-hf", "A100-40GB",
      lab.Training(micro_batch=4, seq_len=1304, precision="bf16", lora=lab.LoRA(8))),
@@ -90,12 +90,17 @@ OVER = (
                     dp=8 // pp, precision="mixed-fp16", checkpointing="full", attention="eager"))
       for number, card, pp, size in ((12, "V100-32GB", 2, 16), (13, "V100-16GB", 2, 8), (14, "V100-16GB", 4, 8),
                                      (15, "V100-16GB", 8, 8))),
-    *((f"aleph-{size.lower()}-{length}-pp{pp}", f"arXiv 2311.05610: {gpus} GPUs, DP{gpus // pp} PP{pp}, 1 × {length}",
-       f"LLaMA-{size}-128k", "A100-80GB",
-       lab.Training(micro_batch=1, seq_len=length, accumulation=batch * pp // gpus, zero=1, dp=gpus // pp, pp=pp,
-                    precision="mixed-bf16", attention="flash"))
-      for size, gpus, length, batch, depths in (("13B", 64, 2048, 2048, (1,)), ("13B", 128, 8192, 512, (1, 2, 4)),
-                                                ("30B", 256, 2048, 2048, (1, 2, 4))) for pp in depths),
+    *((f"aleph-{size.lower()}-{length}-tp{tp}-pp{pp}",
+       f"arXiv 2311.05610: {gpus} GPUs, DP{gpus // (tp * pp)} TP{tp} PP{pp}, 1 × {length}", f"LLaMA-{size}-128k",
+       "A100-80GB",
+       lab.Training(micro_batch=1, seq_len=length, accumulation=batch * tp * pp // gpus, zero=1, dp=gpus // (tp * pp),
+                    tp=tp, pp=pp, loss_parallel=tp == 1, precision="mixed-bf16", attention="flash"))
+      for size, gpus, length, batch, layouts in (
+          ("13B", 64, 2048, 2048, ((1, 1),)),
+          ("13B", 128, 8192, 512, ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1))),
+          ("30B", 256, 2048, 2048, ((1, 1), (1, 2), (1, 4), (2, 1))),
+          ("30B", 128, 8192, 512, tuple((tp, pp) for tp in (2, 4) for pp in (2, 4, 8, 16))),
+          ("65B", 128, 2048, 2048, ((2, 2), (2, 4), (4, 2)))) for tp, pp in layouts),
     *((f"fms-acc-70b-qlora-{dp}-{size}", f"fms-acceleration: QLoRA on {dp}, {size} × 4096", "meta-llama/Llama-2-70b-hf",
        "A100-80GB",
        lab.Training(micro_batch=size, seq_len=4096, precision="autocast-bf16", quantization="nf4", attention="flash",

@@ -23,7 +23,7 @@ from .report import Comparison, Report
 from .simulation.simulator import simulator
 from .specs.model import ModelSpec, model, models
 from .specs.run import Inference, LoRA, Training
-from .specs.stacks import DeepSpeed, LitGPT, Megatron, Torchtitan, Torchtune
+from .specs.stacks import DeepSpeed, LitGPT, Megatron, Nanotron, Torchtitan, Torchtune
 from .verbs import compare, estimate, fix, measure, meter, plan, records, simulate, write
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "LoRA",
     "Megatron",
     "ModelSpec",
+    "Nanotron",
     "NotAvailable",
     "Report",
     "SpecError",

@@ -157,6 +157,8 @@ def command_line(called: str, run: Run, card: GPU) -> str:
             words.append(f"--lora {value.rank} --lora-targets {','.join(value.targets)}")
         elif isinstance(value, StackOptions):  # the form has names alone: all options are the stack's own
             words.append(f"{flag} {value.name}")
+        elif value is False:
+            words.append(f"--no-{flag.removeprefix('--')}")
         else:
             words.append(flag if value is True else f"{flag} {'none' if value is None else value}")
     return " ".join(words)

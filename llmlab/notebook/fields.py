@@ -41,7 +41,7 @@ def _control(hint: Any, default: Any) -> dict[str, Any]:
     kinds = [kind for kind in get_args(hint) if kind is not NoneType]
     literal = hint if get_origin(hint) is Literal else next((k for k in kinds if get_origin(k) is Literal), None)
     if hint is bool:
-        return {"kind": "flag", "default": "no"}
+        return {"kind": "flag", "default": text_of(default)}
     if literal is None:
         return {"kind": "number", "default": str(default)}
     optional = ["none"] if NoneType in get_args(hint) else []

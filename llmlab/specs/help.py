@@ -19,11 +19,12 @@ HELP = {
     "ep": "Expert-parallel ranks, of the --dp ranks.",
     "dp_replicate": "Copies of each ZeRO shard among the --dp ranks (HSDP).",
     "sequence_parallel": "Divide norms and dropout among the --tp ranks too.",
+    "loss_parallel": "Compute the loss where each of the --tp ranks has its logits; else gather them.",
     "offload": "What is kept in the host's memory instead.",
     "compile": "Run under torch.compile.",
     "kernels": "Fused kernels: Liger's, or flash-attn's loss alone.",
-    "stack": "Whose code trains: transformers, torchtitan, megatron, torchtune, deepspeed, litgpt, or with options as "
-    "in torchtitan:ac=full,every=2.",
+    "stack": "Whose code trains: transformers, torchtitan, megatron, torchtune, deepspeed, litgpt, nanotron, or with "
+    "options as in torchtitan:ac=full,every=2.",
     "fp8": "Recipe of fp8 products; needs --compile and bf16.",
     "lora": "Train adapters of this rank, freeze the rest.",
     "lora_targets": "Linear layers that get an adapter, separated by commas.",

@@ -84,6 +84,8 @@ class Training(Spec):
     `schedule` is the order of a pipeline's micro-batches; `virtual_stages` of each of the pp ranks interleave it.
     `dp_replicate` of them hold copies of each shard (HSDP; torchtitan's word): states are shared by `dp_shard` ranks.
     `optimizer`: "muon" is torch's for the matrices of blocks, and its AdamW for all else.
+    `loss_parallel`: each tensor-parallel rank computes the loss of its part of the vocabulary (torch's loss_parallel,
+    Megatron-LM's parallel_output); False gathers whole logits on each, as transformers' tp_plan does.
     `kernels`: "liger" are Liger's, "fused-loss" is the cross entropy of the package flash-attn, which copies no logits.
     `fp8` is the recipe by which torchao multiplies blocks' linear layers in fp8 (formulas/memory/float8.py).
 
@@ -111,6 +113,7 @@ class Training(Spec):
     virtual_stages: int = 1
     dp_replicate: int = 1
     sequence_parallel: bool = False
+    loss_parallel: bool = True
     offload: Offload | None = None
     compile: bool = False
     kernels: Kernels | None = None
@@ -132,6 +135,7 @@ class Training(Spec):
             fp8=FP8_RECIPES,
             schedule=SCHEDULES,
             sequence_parallel=(True, False),
+            loss_parallel=(True, False),
             compile=(True, False),
         )
         object.__setattr__(self, "stack", resolved(self.stack))
@@ -161,6 +165,8 @@ class Training(Spec):
         self._check_schedule()
         if self.sequence_parallel and self.tp == 1:
             raise SpecError("sequence_parallel=True with tp=1 has nothing to share; give tp >= 2")
+        if not self.loss_parallel:
+            self._check_gathered_logits()
         if self.fp8:
             self._check_fp8()
         if self.optimizer == "muon":
@@ -197,6 +203,12 @@ class Training(Spec):
             raise SpecError(f"{given} with lora: torchao converts layers that are trained whole; drop one of the two")
         if (rows := self.tokens // self.cp) % 16:
             raise SpecError(f"{given}: fp8 units take 16 rows at a time; micro_batch × seq_len / cp is {rows}")
+
+    def _check_gathered_logits(self) -> None:
+        if self.tp == 1:
+            raise SpecError("loss_parallel=False with tp=1: logits are whole anyway; give tp >= 2, or drop it")
+        if self.kernels == "liger":
+            raise SpecError("loss_parallel=False with kernels='liger': there are no logits to gather; drop one")
 
     def _check_muon(self) -> None:
         cut = [f"{name}={getattr(self, name)!r}" for name in ("zero", "tp", "ep", "offload", "lora")

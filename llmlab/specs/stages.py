@@ -14,6 +14,7 @@ from functools import lru_cache
 from ..base.errors import SpecError
 from .model import ModelSpec
 from .run import Training, stack_of
+from .stacks import Nanotron
 
 
 @lru_cache(1024)  # an estimate asks for the same a dozen times
@@ -41,6 +42,11 @@ def layers_of(spec: ModelSpec, run: Training) -> tuple[int, ...]:
     (8, 9, 8, 7)
     """
     stack = stack_of(run)
+    if isinstance(stack, Nanotron):
+        if min(counts := stack.layers_of(spec, run.pp)) < 1:
+            raise SpecError(f"pp={run.pp} leaves a stage without any of {spec.name}'s {spec.layers} layers, which "
+                            "nanotron cuts by what they cost to compute; give a smaller pp")  # fmt: skip
+        return counts
     if stack is None or not stack.counts_ends or run.pp == 1:
         return stage_layers(spec.layers, run.pp, spec.name)
     virtual = _counts(spec.layers, run.pp * run.virtual_stages, ends=True)

@@ -5,7 +5,8 @@
     zero=2   fully_shard (FSDP2) with reshard_after_forward=False: gathered parameters stay from forward to backward
     zero=3   fully_shard
     dp_replicate   fully_shard over a mesh of two dimensions: HSDP, which sums a shard's gradients over its copies
-    tp       parallelize_module: linears by columns and rows, embedding, logits and loss by vocabulary
+    tp       parallelize_module: linears by columns and rows, embedding, logits and loss by vocabulary; with
+             loss_parallel=False each rank gathers the logits
 
 FSDP2's units are the blocks, and what is outside of them: what Accelerate's TRANSFORMER_BASED_WRAP makes. Under it
 "mixed-*" is its MixedPrecisionPolicy: fp32 shards, half precision gathered, gradients reduced in fp32. With several
@@ -133,7 +134,7 @@ def shard(model: PreTrainedModel, run: Training, ranks: Ranks) -> None:
     from ..engines.configs import fsdp_arguments
 
     policy = run.precision if run.precision.startswith("mixed") else "fp32"
-    arguments = fsdp_arguments(replace(run, tp=1, sequence_parallel=False, precision=policy))
+    arguments = fsdp_arguments(replace(run, tp=1, sequence_parallel=False, loss_parallel=True, precision=policy))
     mesh = ranks.mesh["dp_replicate", "dp_shard"] if run.dp_replicate > 1 else ranks.mesh["dp"]
     shard_units(model, blocks(model), mesh=mesh, **arguments)
 
@@ -237,7 +238,8 @@ def _split(model: nn.Module, run: Training, ranks: Ranks) -> None:
         if last == "embed_tokens":
             plan[name] = RowwiseParallel(input_layouts=Replicate(), output_layouts=between, use_local_output=not cut)
         elif last == "lm_head":
-            plan[name] = ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False)
+            layout, whole = (Shard(-1), False) if run.loss_parallel else (Replicate(), True)
+            plan[name] = ColwiseParallel(input_layouts=between, output_layouts=layout, use_local_output=whole)
         elif last in COLUMNS:
             plan[name] = ColwiseParallel()
         elif last in ROWS:

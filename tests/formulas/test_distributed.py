@@ -9,6 +9,7 @@ from llmlab import Training, model
 from llmlab.archive import figure
 from llmlab.archive.published_steps import foundry_scaling, llama_405b, megatron_iterations
 from llmlab.base.errors import NotAvailable, SpecError
+from llmlab.formulas.time import elementwise
 from llmlab.formulas.time.communication import seconds as collective_seconds
 from llmlab.formulas.time.data_parallel import data_parallel, tensors
 from llmlab.formulas.time.distributed import step
@@ -259,6 +260,17 @@ def test_accumulation_with_cut_gradients_sends_them_each_time():
     assert sent[1][1] == pytest.approx(sent[1][0])
     assert sent[2][1] > 2 * sent[2][0]
     assert sent[3][1] == pytest.approx(4 * sent[3][0])
+
+
+def test_gathered_logits_are_sent_once_and_their_loss_is_computed_on_every_rank():
+    spec = "meta-llama/Meta-Llama-3-8B"
+    run = Training(micro_batch=2, seq_len=8192, precision="bf16", tp=8, accumulation=3)
+    cut, whole = (step(spec, each, "H100", H100) for each in (run, replace(run, loss_parallel=False)))
+    logits = 2 * 2 * 8192 * 128256
+    gather = kernels("H100").collective("all-gather", logits, H100.group(8)) + 2 * logits / kernels("H100").bandwidth
+    assert whole.tensor - cut.tensor == pytest.approx(3 * gather)
+    moved = [elementwise.moved(model(spec), each).loss for each in (run, replace(run, loss_parallel=False))]
+    assert moved[1] == 8 * moved[0]
 
 
 def test_tensor_parallel_belongs_inside_a_node():

@@ -49,6 +49,16 @@ def states(kind):
     )
 
 
+def test_a_flag_that_is_set_off_is_said_in_the_lines_to_copy():
+    got = answer({**FORM["defaults"], "kind": "training", "gpus": "2", "tp": "2", "loss_parallel": "no"})
+    assert "--no-loss-parallel" in got["cli"].split() and "loss_parallel=False" in got["python"]
+
+
+def test_flags_open_as_their_field_is_by_default():
+    opened = {field["name"]: field["default"] for field in FORM["training"] if field["kind"] == "flag"}
+    assert opened["loss_parallel"] == "yes" and opened["sequence_parallel"] == "no"
+
+
 @pytest.mark.parametrize("kind", ["training", "serving"])
 def test_the_form_opens_with_an_answer(kind):
     got = answer({**FORM["defaults"], "kind": kind})

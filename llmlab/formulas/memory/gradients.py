@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...specs.stacks import LitGPT, StackOptions
+from ...specs.run import stack_of
+from ...specs.stacks import LitGPT, Nanotron, StackOptions
 from ...specs.stages import layers_of
 from .fsdp import uses_fsdp
 from .share import Share
@@ -40,7 +41,8 @@ def gradients(share: Share, states: States) -> Gradients:
     tied = spec.tied and share.first and share.last
     # torch/distributed/tensor/_ops/_embedding_ops.py: of an embedding cut by rows each rank makes the whole gradient.
     # FSDP2 cuts it before it reduces, the sum of a tied weight before it is stored; else it stays until the update.
-    whole_table = elements * b.gradients if run.tp > 1 and share.first else 0
+    dtensor = run.tp > 1 and not isinstance(run.stack, Nanotron)
+    whole_table = elements * b.gradients if dtensor and share.first else 0
     uncut = 0 if sharded or tied else whole_table
     every = 4 * states.trained if sharded and b.master else states.gradients
     if in_backward := isinstance(run.stack, StackOptions) and run.stack.steps_in_backward(run):
@@ -51,18 +53,20 @@ def gradients(share: Share, states: States) -> Gradients:
         every += elements * (4 if b.master else b.gradients) * (run.tp - 1) // run.tp if share.first else 0
     every += max(0, uncut - table)
     # Those of earlier micro-batches exist all the time; those of a single one only from backward on.
-    accumulates = share.over > 0 and not run.offload
+    wide = wide_bytes(share, states)
+    accumulates = share.over > 0 and not run.offload and not wide
     # LitGPT's no_backward_sync: FSDP reduces nothing before the last micro-batch, and each rank sums whole gradients.
     unsynced = accumulates and sharded and isinstance(run.stack, LitGPT)
     if unsynced:
         every = b.gradients * (states.trained if run.lora else sum(_stage_parameters(share).values()))
-    accumulated = every if accumulates else 0
+    accumulated = every if accumulates else wide
     once = _stored(share, states, every)
     stored = Stored(every, every, every) if accumulates or run.offload else once
     if sharded and accumulates and run.dp_replicate > 1:
         # What copies have summed is added to earlier gradients, and kept beside them until backward is over
         # (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, _all_reduce_state).
         stored = Stored(*(before + now for before, now in zip(stored, once, strict=True)))
+    stored = Stored(*(size + wide for size in stored))
     # Autograd sums the gradients of a tied weight's two uses before it stores them: two terms and a sum, or, where the
     # first was cast from half, two terms (torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace).
     terms = 2 if (share.autocast and run.tp == 1) or in_chunks(run) else 3
@@ -90,9 +94,16 @@ def gradients(share: Share, states: States) -> Gradients:
         after_head=accumulated + (of_head if head_stays and (tied or not in_backward) else 0),
         stored=stored,
         embedding=embedding,
-        update=0 if in_backward else _update(share, states),
-        update_casts=max(uncut, _last_half(share)),
+        update=0 if in_backward else wide or _update(share, states),
+        update_casts=0 if wide else max(uncut, _last_half(share)),
     )
+
+
+def wide_bytes(share: Share, states: States) -> int:
+    """Return the bytes of fp32 gradients that half ones are added to as soon as a micro-batch's backward is over, from
+    the first step on; 0 where they are summed in half."""
+    stack = stack_of(share.run)
+    return 4 * states.gradients // share.bytes.gradients if stack and stack.sums_in_fp32 else 0
 
 
 def _stored(share: Share, states: States, every: int) -> Stored:
@@ -142,7 +153,9 @@ def _last_half(share: Share) -> int:
 
 def bucket_bytes(share: Share, states: States) -> int:
     """Return the buckets that torch's DDP copies gradients into: as many bytes, from its construction on
-    (gradient_as_bucket_view=False). With ZeRO 1 and a master copy it is DeepSpeed or Megatron-LM, which have none."""
-    run = share.run
-    ddp = run.zero == 0 or (run.zero == 1 and not share.bytes.master)
+    (gradient_as_bucket_view=False). With ZeRO 1 and a master copy it is DeepSpeed, Megatron-LM or nanotron, which have
+    none; nanotron's are DDP's where it sums in half (src/nanotron/trainer.py, make_ddp)."""
+    run, stack = share.run, share.run.stack
+    in_half = isinstance(stack, Nanotron) and not stack.sums_in_fp32
+    ddp = run.zero == 0 or (run.zero == 1 and (not share.bytes.master or in_half))
     return states.gradients if run.dp > 1 and ddp else 0

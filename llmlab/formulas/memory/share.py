@@ -32,6 +32,7 @@ class Share:
     layers: int  # of the stage
     tokens: int  # T: the micro-batch's tokens after context parallelism has divided them
     over: int  # backward passes of the step before its highest moments; once one is over, all gradients exist
+    loss_ranks: int  # over how many ranks the loss divides the vocabulary
     sequence_ranks: int  # over how many ranks sequence parallelism divides the tokens of what lies between products
     bytes: Bytes  # per element of each kind of tensor
     autocast: bool  # whether products are computed in a narrower dtype than that of the residual stream
@@ -90,6 +91,7 @@ def share_of(spec: ModelSpec, run: Training, gpu: GPU | None = None, cpu: bool =
         layers=layers_of(spec, run)[stage],
         tokens=run.tokens // run.cp,
         over=min(1, run.accumulation - 1),
+        loss_ranks=run.tp if run.loss_parallel else 1,
         sequence_ranks=run.tp if run.sequence_parallel else 1,
         bytes=b,
         autocast=autocast,

@@ -93,12 +93,13 @@ def loss_bytes(share: Share) -> LossBytes:
         weight_gradient = 0 if run.lora else spec.vocab * spec.hidden * share.bytes.gradients // run.tp
         # From then on it is the head's gradient.
         return LossBytes(chunk + weight_gradient, weight_gradient, waiting=weight_gradient)
-    logits = share.tokens * spec.vocab // run.tp
+    logits = share.tokens * spec.vocab // share.loss_ranks
     if block := block_of(share):
+        titan = isinstance(run.stack, Torchtitan)
         # torch's loss_parallel writes log_softmax out in operators, and has one more temporary both ways.
-        extra = 4 if run.tp > 1 else 0
+        extra = 4 if run.tp > 1 and titan else 0
         forward, gradient, head, after = (int(logits * (c * own + 4 * fp32)) for own, fp32 in block.loss)
-        if run.pp == 1:
+        if run.pp == 1 or not titan:
             return LossBytes(forward + logits * extra, gradient + logits * extra, head, after)
         # torch's schedule has the logits in a variable until the next micro-batch's (schedules.py); what autograd keeps
         # is log_softmax's result, or where the loss is compiled the logits again.
@@ -106,11 +107,15 @@ def loss_bytes(share: Share) -> LossBytes:
         held = kept if block.loss.gradient[0] == 0 else 0
         waiting = kept + (4 * logits if block.loss.forward[1] else 0)
         return LossBytes(forward + logits * extra, gradient + held + logits * extra, head + kept, after + kept, waiting)
+    # The head's own part of them, and where ranks gather it, what all sent and that in the order of words
+    # (torch/distributed/_functional_collectives.py, all_gather_tensor).
+    own = share.tokens * spec.vocab // run.tp * c
+    gathering = 2 * logits * c + own if own < logits * c else 0
     if run.kernels == "fused-loss":  # the logits as they are, and the gradient that backward writes beside them
         # Under autocast the head's weight has a half gradient before it has its own.
         half_head = c * spec.vocab * spec.hidden // run.tp if share.autocast and not run.lora else 0
-        return LossBytes(logits * c, logits * 2 * c + half_head, logits * c * (1 if share.autocast else 2), logits * c,
-                         logits * c)  # fmt: skip
+        return LossBytes(max(logits * c, gathering), logits * 2 * c + half_head,
+                         logits * c + (0 if share.autocast else own), logits * c, logits * c)  # fmt: skip
     if share.compiled and run.kernels != "fused-loss":
         # One kernel casts as it reads, and nothing but the logits is kept. The gradient is written beside them and
         # zeros, the gradient of the logits that the model returns and no loss reads (torch/_functorch/_aot_autograd/
@@ -120,12 +125,12 @@ def loss_bytes(share: Share) -> LossBytes:
         return LossBytes(logits * c, logits * c * (3 + padded), logits * c * (2 + padded), logits * c, logits * c)
     upcast = 0 if c == 4 else 4
     # torch's loss_parallel writes log_softmax out in operators, and has one more temporary both ways.
-    extra = (4 if run.tp > 1 else 0) + (c if spec.logit_softcap else 0)
+    extra = (4 if share.loss_ranks > 1 else 0) + (c if spec.logit_softcap else 0)
     return LossBytes(
-        forward=logits * (c + upcast + 4 + extra),
+        forward=max(logits * (c + upcast + 4 + extra), gathering),
         gradient=logits * (c + 12 + extra),
         # The logits' gradient exists while the head's is made; with autocast that moment is highest after the cast.
-        head=logits * c * (1 if share.autocast else 2),
+        head=logits * c + (0 if share.autocast else own),
         after=logits * c,
         waiting=logits * (c + 4),
     )

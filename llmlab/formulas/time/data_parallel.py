@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from ...hardware.links import Cluster, Group
 from ...specs.model import ModelSpec
-from ...specs.run import Training
+from ...specs.run import Training, stack_of
 from ...specs.stacks import TRANSFORMERS, Megatron, Torchtitan
 from ...specs.stages import layers_of
 from ..memory.float8 import gathered_less
@@ -128,11 +128,13 @@ def data_parallel(
     less = gathered_less(spec, run, PRECISION[run.precision].weights)
     times = forward * compute, (1 - forward) * compute
     b = PRECISION[run.precision]
-    # torchtitan's mixed_precision_reduce is float32, and Megatron-LM sums what it accumulates in fp32 so; torch's own
-    # default is the gradients' dtype.
-    in_fp32 = bool(isinstance(run.stack, Torchtitan) and b.master and not run.lora)
-    if isinstance(run.stack, Megatron):
-        in_fp32 = run.stack.accumulates_in_fp32(run.compute_dtype)
+    # torchtitan's mixed_precision_reduce is float32, and Megatron-LM and nanotron sum what they accumulate in fp32 so;
+    # torch's own default is the gradients' dtype.
+    stack = stack_of(run)
+    in_fp32 = stack is not None and (stack.sums_in_fp32 or isinstance(stack, Torchtitan))
+    in_fp32 = in_fp32 and b.master > 0 and not run.lora
+    if isinstance(stack, Megatron):
+        in_fp32 = stack.accumulates_in_fp32(run.compute_dtype)
     wider = 4 // b.gradients if in_fp32 else 1
     everyone = cluster.group(run.dp * run.cp, run.tp)
     replica = _Replica(
@@ -188,7 +190,11 @@ def _communicated(
     """Return what the replicas send: gradients, and with ZeRO the parameters."""
     if run.zero == 3:
         return _sharded(replica, run, hide_forward, hide_backward)
-    reduced = _reduced(replica, run, hide_backward, None if run.zero else bucket)
+    if run.zero == 1 and (stack := stack_of(run)) and stack.sums_in_fp32:
+        # nanotron sums its buffer at once, when backward is over (optim/gradient_accumulator.py).
+        reduced = _reduced(replica, run, hide_backward, replica.gradients)
+    else:
+        reduced = _reduced(replica, run, hide_backward, None if run.zero else bucket)
     if run.zero == 0:
         return reduced
     block, outside = replica.seconds("all-gather", updated)

@@ -12,6 +12,7 @@ What each kind of parallelism sends in a step, on one GPU (b micro_batch, s seq_
     experts     per layer: 2 all-to-alls of the tokens' copies forward, 2 backward
     data        ZeRO 0 to 2: gradients and parameters, 2P; ZeRO 3, and PyTorch's ZeRO 1: 3P (arXiv 1910.02054, section
                 7; data_parallel.py); with copies of the shards, 2P / shards more
+    logits      per micro-batch, on the last stage: whole ones where the loss is not vocabulary-parallel
 
 The vocabulary-parallel loss and embedding send a little too, which is left out.
 """
@@ -125,6 +126,7 @@ def step(
         tensor /= run.tp  # sent in as many pieces, each behind the product of another: the first waits
     context = _context(spec, run, cluster, found)
     experts = spec.moe_layers / spec.layers * _experts(spec, run, cluster, found) if run.ep > 1 else 0.0
+    gathered = _logits(spec, run, cluster, found)
     pipeline = _sends(spec, run, cluster, found)
     hidden_sends = isinstance(run.stack, Megatron) and run.virtual_stages > 1
 
@@ -135,7 +137,7 @@ def step(
     last = _stage(layers[-1], block, head).times(1 / m)
     computed = [*(alike[n] for n in layers[:-1]), last]
     seconds = {n: each.seconds + n * within for n, each in alike.items()}
-    stages = [*(seconds[n] for n in layers[:-1]), last.seconds + layers[-1] * within]
+    stages = [*(seconds[n] for n in layers[:-1]), last.seconds + layers[-1] * within + gathered]
     slowest = stages.index(max(stages))
     n, compute = layers[slowest], computed[slowest]
     counted = flops(spec, run, gpu)
@@ -149,7 +151,7 @@ def step(
         attention=m * compute.attention,
         elementwise=m * compute.elementwise,
         launches=m * (compute.seconds - compute.card),
-        tensor=m * n * tensor,
+        tensor=m * (n * tensor + (gathered if slowest == run.pp - 1 else 0.0)),
         context=m * n * context,
         experts=m * n * experts,
         # Interleaved, Megatron-LM sends behind another virtual stage (--no-overlap-p2p-communication is off).
@@ -231,6 +233,15 @@ def _tensor(spec: ModelSpec, run: Training, cluster: Cluster, found: Kernels, hi
             gather, scatter = gather + 2 * gathered / found.bandwidth, scatter + 2 * size / found.bandwidth
         return gathers * gather + scatters * scatter
     return (2 + (0 if hidden else 2) + again) * found.collective("all-reduce", size, group)
+
+
+def _logits(spec: ModelSpec, run: Training, cluster: Cluster, found: Kernels) -> float:
+    """Return the seconds in which ranks gather a micro-batch's logits and put them in the order of words; backward
+    takes a part of their gradient, and sends nothing."""
+    if run.loss_parallel:
+        return 0.0
+    size = run.tokens / run.cp * spec.vocab * bytes_of(run).compute
+    return found.collective("all-gather", size, cluster.group(run.tp)) + 2 * size / found.bandwidth
 
 
 def _context(spec: ModelSpec, run: Training, cluster: Cluster, found: Kernels) -> float:

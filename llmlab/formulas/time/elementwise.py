@@ -13,8 +13,8 @@ from typing import NamedTuple
 from ...hardware.gpu import GPU
 from ...hardware.gpu import gpu as find_gpu
 from ...specs.model import ModelSpec
-from ...specs.run import Precision, Training
-from ...specs.stacks import Megatron, Torchtitan
+from ...specs.run import Precision, Training, stack_of
+from ...specs.stacks import Megatron, Nanotron, Torchtitan
 from ..memory.activations import FUSED, block_saved
 from ..memory.float8 import converted
 from ..memory.fsdp import uses_fsdp
@@ -73,9 +73,9 @@ def _moved(spec: ModelSpec, run: Training, flash: bool, any_layout: bool) -> Mov
     # Autocast casts each weight down for every pass (6 bytes moved), and its gradient up.
     casts = 0 if run.quantization or b.weights == b.compute else 6 if run.lora else 12
     cast = casts * block_parameters(spec) / run.tp
-    logits = LOGITS_MOVES * 4 * share.tokens * spec.vocab / run.tp
+    logits = LOGITS_MOVES * 4 * share.tokens * spec.vocab / share.loss_ranks
     if run.compile or run.kernels:  # Liger's norms and the like, or "fused-loss" alone
-        logits = FUSED_LOGITS * share.tokens * spec.vocab / run.tp
+        logits = FUSED_LOGITS * share.tokens * spec.vocab / share.loss_ranks
     own = fused_block if run.compile or run.kernels == "liger" else STACKS.get(type(run.stack))
     if own:
         block = own(share, run) + cast + fp8_casts(spec, run, any_layout) / spec.layers + adapter_dropout(share, run)
@@ -110,7 +110,11 @@ def adapter_dropout(share: Share, run: Training) -> float:
 def accumulated(spec: ModelSpec, run: Training) -> float:
     """Return the bytes in which gradients of later micro-batches are added to those of the first: read both, write the
     sum. Shards of gradients, which ZeRO 2 and 3 add, are little, and Megatron-LM's products add their results to the
-    gradient themselves, while they multiply (--no-gradient-accumulation-fusion is off)."""
+    gradient themselves, while they multiply (--no-gradient-accumulation-fusion is off). A buffer in fp32 takes those of
+    every micro-batch: both read, the sum written."""
+    if (stack := stack_of(run)) and stack.sums_in_fp32:
+        whole = states(spec, run, sharded=False).trained
+        return (PRECISION[run.precision].gradients + 2 * 4.0) * run.accumulation * whole
     if run.accumulation == 1 or run.zero >= 2 or isinstance(run.stack, Megatron):
         return 0.0
     gradient = adapter_bytes(run) if run.lora else PRECISION[run.precision].gradients
@@ -246,5 +250,5 @@ def titan_block(share: Share, run: Training) -> float:
 
 
 # What blocks of other stacks move where nothing is compiled. Megatron-LM's kernels are fused, its own and Transformer
-# Engine's.
-STACKS = {Torchtitan: titan_block, Megatron: fused_block}
+# Engine's. nanotron's are torchtitan's, but that it copies what it rotates in place: 18 bytes for torchtitan's 20.
+STACKS = {Torchtitan: titan_block, Megatron: fused_block, Nanotron: titan_block}

@@ -26,6 +26,8 @@ def builder(spec: ModelSpec, run: Training) -> Build:
     """
     stack = run.stack
     assert isinstance(stack, StackOptions)
+    if stack.package is None:
+        raise NotAvailable(f"stack={stack.name!r} is not simulated; see lab.estimate")
     version, project = KNOWN[stack.package][1], project_of(stack.package)
     how = f"pip install {project}=={version}"
     if stack.name != "deepspeed":  # which is among the constraints

@@ -14,16 +14,17 @@ from ...base.errors import SpecError, unknown_name
 from .deepspeed import DeepSpeed
 from .litgpt import LitGPT
 from .megatron import Megatron
+from .nanotron import Nanotron
 from .options import StackOptions
 from .torchtitan import Torchtitan
 from .torchtune import Torchtune
 
-__all__ = ["STACKS", "TRANSFORMERS", "DeepSpeed", "LitGPT", "Megatron", "StackOptions", "Torchtitan", "Torchtune",
-           "check_stack", "resolved", "stack_from_dict"]  # fmt: skip
+__all__ = ["STACKS", "TRANSFORMERS", "DeepSpeed", "LitGPT", "Megatron", "Nanotron", "StackOptions", "Torchtitan",
+           "Torchtune", "check_stack", "resolved", "stack_from_dict"]  # fmt: skip
 
 TRANSFORMERS = "transformers"
 STACKS: dict[str, type[StackOptions]] = {
-    stack.name: stack for stack in (Torchtitan, Megatron, Torchtune, DeepSpeed, LitGPT)
+    stack.name: stack for stack in (Torchtitan, Megatron, Torchtune, DeepSpeed, LitGPT, Nanotron)
 }
 
 

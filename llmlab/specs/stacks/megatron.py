@@ -57,6 +57,7 @@ class Megatron(StackOptions):
         "optimizer": ("adamw",),
         "attention": ("sdpa", "flash", "eager"),
         "zero": (0, 1),
+        "loss_parallel": (True,),
         "lora": (None,),
         "quantization": (None,),
         "offload": (None,),

@@ -17,7 +17,7 @@ class StackOptions(Spec):
     """
 
     name: ClassVar[str]
-    package: ClassVar[str]  # what simulating it imports
+    package: ClassVar[str | None]  # what simulating it imports; None: it is not simulated
     expandable_segments: ClassVar[bool] = False  # whether its launcher sets them for the allocator
     ties_heads: ClassVar[bool] = False  # whether models whose head is the embedding are described
     counts_ends: ClassVar[bool] = False  # whether its pipelines count embedding and head as layers where they need not
@@ -40,6 +40,11 @@ class StackOptions(Spec):
     @property
     def fused_adamw(self) -> bool:
         """Whether AdamW updates in place, without temporaries."""
+        return False
+
+    @property
+    def sums_in_fp32(self) -> bool:
+        """Whether each micro-batch's half gradients are added to a buffer in fp32 that stays, whole on each rank."""
         return False
 
     def own_head(self, run: Any) -> bool:

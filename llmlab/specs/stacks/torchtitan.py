@@ -47,6 +47,7 @@ class Torchtitan(StackOptions):
         "precision": ("mixed-bf16", "autocast-bf16", "fp32"),
         "optimizer": ("adamw",),
         "attention": ("sdpa", "flash"),
+        "loss_parallel": (True,),
         "lora": (None,),
         "quantization": (None,),
         "offload": (None,),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from ....specs.stacks import StackOptions
 from ..share import Share
-from . import litgpt, megatron, torchtitan, torchtune
+from . import litgpt, megatron, nanotron, torchtitan, torchtune
 from .described import Block
 
 DESCRIPTIONS = {
-    "litgpt": litgpt.block, "megatron": megatron.block, "torchtitan": torchtitan.block, "torchtune": torchtune.block,
+    "litgpt": litgpt.block, "megatron": megatron.block, "nanotron": nanotron.block, "torchtitan": torchtitan.block,
+    "torchtune": torchtune.block,
 }  # fmt: skip
 
 

@@ -1,0 +1,84 @@
+"""nanotron's options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from .options import StackOptions
+
+if TYPE_CHECKING:
+    from ..model import ModelSpec
+
+
+@dataclass(frozen=True, repr=False)
+class Nanotron(StackOptions):
+    """nanotron's options that change memory, by the names of its configuration (src/nanotron/config); it is estimated,
+    not simulated.
+
+    `accumulate_grad_in_fp32` of `optimizer` sums gradients in a buffer of fp32, whole on each rank with ZeRO too,
+    beside the half ones of a micro-batch (optim/gradient_accumulator.py). `tp_recompute_allgather` of `parallelism`
+    gathers again in backward what a column-parallel layer was given, instead of keeping it. tp_mode REDUCE_SCATTER is
+    the run's sequence_parallel, recompute_layer its checkpointing="full", zero_stage its `zero`, and the order of a
+    pipeline "1f1b". Stages are cut by what their layers cost to compute, the head among them (models/base.py).
+    """
+
+    name = "nanotron"
+    package = None
+    families = ("llama",)
+    ties_heads = True
+    own_names: ClassVar[Mapping[str, str]] = {}
+    allowed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "precision": ("mixed-bf16",),
+        "optimizer": ("adamw",),
+        "checkpointing": (None, "full"),
+        "attention": ("flash",),
+        "lora": (None,),
+        "quantization": (None,),
+        "zero": (0, 1),
+        "cp": (1,),
+        "ep": (1,),
+        "dp_replicate": (1,),
+        "schedule": ("1f1b",),
+        "virtual_stages": (1,),
+        "loss_parallel": (True,),
+        "offload": (None,),
+        "compile": (False,),
+        "kernels": (None,),
+        "fp8": (None,),
+    }
+
+    accumulate_grad_in_fp32: bool = True
+    tp_recompute_allgather: bool = True
+
+    def __post_init__(self) -> None:
+        self._check_choices(accumulate_grad_in_fp32=(True, False), tp_recompute_allgather=(True, False))
+
+    @property
+    def fused_adamw(self) -> bool:
+        """Whether AdamW updates in place, without temporaries: torch_adam_is_fused."""
+        return True
+
+    @property
+    def sums_in_fp32(self) -> bool:
+        """Whether each micro-batch's half gradients are added to a buffer in fp32."""
+        return self.accumulate_grad_in_fp32
+
+    def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """bf16 weights, whose fp32 copy is stepped, and flash-attn's kernels, which its layers import."""
+        return {"precision": "mixed-bf16", "attention": "flash"}
+
+    def layers_of(self, spec: ModelSpec, stages: int) -> tuple[int, ...]:
+        """Return how many layers each of `stages` has. A stage takes layers until it has computed more than its share:
+        that one too (models/base.py, build_model; costs: models/llama.py, get_block_compute_costs)."""
+        layer = 4 * spec.query_width * spec.hidden + 3 * spec.intermediate * spec.hidden
+        costs = list(accumulate([layer] * spec.layers))
+        whole = costs[-1] + spec.vocab * spec.hidden
+        counts = [0] * stages
+        stage = 0
+        for cost in costs:
+            counts[stage] += 1
+            stage += cost > whole * ((stage + 1) / stages)
+        return tuple(counts)
