@@ -189,7 +189,7 @@ def test_fused_kernels_move_each_tensor_once():
     MLP (3 + 6) · 2 f."""
     spec, run = lab.model("Llama-3.1-8B"), Training(seq_len=1, precision="bf16", compile=True)
     h, q, k, f = spec.hidden, spec.query_width, spec.key_width, spec.intermediate
-    assert fused_block(share_of(spec, run), run) == 2 * 8 * h + 22 * h + 8 * (q + k) + 18 * f
+    assert fused_block(share_of(spec, run)) == 2 * 8 * h + 22 * h + 8 * (q + k) + 18 * f
     assert moved(spec, run).loss == 8 * spec.vocab
 
 
@@ -200,7 +200,7 @@ def test_a_compiler_reads_and_writes_eager_attentions_scores_few_times(precision
     sizes = {"n_embd": 768, "n_layer": 2, "n_head": 12, "n_positions": 1024, "vocab_size": 50304, "attn_pdrop": 0}
     spec = lab.model({"model_type": "gpt2", **sizes})
     run = Training(micro_batch=4, seq_len=1024, precision=precision, compile=True, attention="eager")
-    eager, flash = (fused_block(share_of(spec, each), each) for each in (run, replace(run, attention="flash")))
+    eager, flash = (fused_block(share_of(spec, each)) for each in (run, replace(run, attention="flash")))
     assert eager - flash == moved * 4 * spec.heads * 1024**2
 
 
