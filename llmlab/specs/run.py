@@ -84,7 +84,8 @@ class Training(Spec):
     `schedule` is the order of a pipeline's micro-batches; `virtual_stages` of each of the pp ranks interleave it.
     `dp_replicate` of them hold copies of each shard (HSDP; torchtitan's word): states are shared by `dp_shard` ranks.
     `optimizer`: "muon" is torch's for the matrices of blocks, and its AdamW for all else.
-    `kernels`: "liger" are Liger's, "fused-loss" is the cross entropy of the package flash-attn, which copies no logits.
+    `kernels`: "liger" are Liger's, "fused-loss" is the cross entropy of the package flash-attn, which copies no logits,
+    "fused-norm" is RMSNorm as one kernel, torch's `rms_norm` here.
     `fp8` is the recipe by which torchao multiplies blocks' linear layers in fp8 (formulas/memory/float8.py).
 
     `stack` is whose code trains: "transformers", another stack's name, or that stack's options, as

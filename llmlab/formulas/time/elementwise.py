@@ -51,7 +51,7 @@ def moved(spec: ModelSpec, run: Training, card: GPU | None = None) -> Moved:
 def _moved(spec: ModelSpec, run: Training, flash: bool) -> Moved:
     share = share_of(spec, run, find_gpu(CARDS[flash]))
     logits = LOGITS_MOVES * 4 * share.tokens * spec.vocab / run.tp
-    if run.compile or run.kernels:  # Liger's norms and the like, or "fused-loss" alone
+    if run.compile or run.kernels in ("liger", "fused-loss"):
         logits = FUSED_LOGITS * share.tokens * spec.vocab / run.tp
     fused = run.compile or run.kernels == "liger"
     block = (fused_block if fused else STACKS.get(type(run.stack), plain_block))(share)
@@ -89,8 +89,8 @@ def plain_block(share: Share) -> float:
     sums of gradients. `r`, `m`, `c`: bytes of the residual stream's elements, of what linear layers return, and of
     attention's.
 
-        norm         LayerNorm is one operator. RMSNorm is written out in fp32: to fp32, square, mean, times 1/rms, and
-                     back, times its weight
+        norm         LayerNorm is one operator, as kernels="fused-norm" is. RMSNorm is written out in fp32: to fp32,
+                     square, mean, times 1/rms, and back, times its weight
         sums         a branch and the stream; backward of the gradients of all that read one tensor
         casts        autocast's of the inputs of layers, and of their gradients; bitsandbytes' of outputs too
         rotation     x · cos + rotated x · sin, of which the half is negated; in fp32 under autocast
@@ -99,7 +99,8 @@ def plain_block(share: Share) -> float:
     spec, run, r, m, c = share.spec, share.run, share.bytes.residual, share.linear_bytes, share.attention_bytes
     h, Q, K = spec.hidden, spec.query_width, spec.key_width
     trained = run.lora is None
-    norm = rmsnorm(r, trained) if spec.norm == "rmsnorm" else Pass(2 * r, 3 * r)
+    written_out = spec.norm == "rmsnorm" and run.kernels != "fused-norm"
+    norm = rmsnorm(r, trained) if written_out else Pass(2 * r, 3 * r)
     readers = (0 if spec.fused_qkv else 2) + (spec.gated and not spec.fused_qkv)
     dropped = 2 * (2 * m + 1) if spec.dropout else 0
     # Of what lies between products: forward, backward, and what checkpointing does not compute again.
