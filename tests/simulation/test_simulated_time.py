@@ -266,9 +266,9 @@ SMALL = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
         ({**SMALL, "model_type": "phi3", "pad_token_id": 0}, BF16),
         ({**SMALL, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}, BF16),
     ),
-    ids=("llama", "scores", "fp32", "autocast", "adapters", "half-adapters", "fused-norm", "autocast-adapters-scores", "nf4", "int8",
-         "gpt2", "gpt2-scores", "gpt2-autocast", "undropped", "undropped-autocast-scores", "qk-norm", "fused-qkv",
-         "experts"),
+    ids=("llama", "scores", "fp32", "autocast", "adapters", "half-adapters", "fused-norm", "autocast-adapters-scores",
+         "nf4", "int8", "gpt2", "gpt2-scores", "gpt2-autocast", "undropped", "undropped-autocast-scores", "qk-norm",
+         "fused-qkv", "experts"),
 )  # fmt: skip
 def test_the_formula_moves_the_bytes_that_the_operators_do(config, fields, checkpointing):
     run = Training(micro_batch=2, seq_len=256, checkpointing=checkpointing, **fields)

@@ -15,18 +15,23 @@ from ...specs.model import ModelSpec
 from ...specs.parameters import Linear
 from ...specs.run import Training
 from ...specs.stacks import Megatron, Torchtitan
-from ..memory.activations import FUSED, block_saved
+from ..memory.activations import FUSED
 from ..memory.float8 import converted
 from ..memory.fsdp import uses_fsdp
 from ..memory.precision import PRECISION
-from ..memory.scores import score_elements
+from ..memory.scores import kept_scores, score_elements
 from ..memory.share import Share, adapted, adapter_bytes, share_of
+from ..memory.stacks.megatron import fused_softmax
 from ..memory.states import block_parameters, states
 from .products import ROW_PARALLEL, is_last, multiplied_wide
 
 LOGITS_MOVES = 10.0  # of the logits in fp32, by the loss
 # Fused, the loss reads the logits in half precision, for their maximum and sum and for the gradient, and writes that.
 FUSED_LOGITS = 4 * 2
+# Megatron-LM's (tensor_parallel/cross_entropy.py), by --cross-entropy-fusion-impl: to fp32, the maximum, minus that,
+# exp, the sum, over that; backward times the gradient, to half. Compiled function by function, the maximum is taken as
+# the copy is made, and exp and the sum as it is subtracted.
+MEGATRON_LOGITS = {None: 6 + 4 + 8 + 8 + 4 + 8 + 8 + 6, "native": 6 + 4 + 4 + 4 + 8 + 8 + 6, "te": FUSED_LOGITS}
 
 CARDS = {True: "A100", False: "T4"}  # with FlashAttention, and without
 
@@ -50,9 +55,12 @@ def moved(spec: ModelSpec, run: Training, card: GPU | None = None) -> Moved:
 @lru_cache(maxsize=1024)
 def _moved(spec: ModelSpec, run: Training, flash: bool) -> Moved:
     share = share_of(spec, run, find_gpu(CARDS[flash]))
-    logits = LOGITS_MOVES * 4 * share.tokens * spec.vocab / run.tp
-    if run.compile or run.kernels in ("liger", "fused-loss"):
-        logits = FUSED_LOGITS * share.tokens * spec.vocab / run.tp
+    each: float = LOGITS_MOVES * 4
+    if isinstance(run.stack, Megatron):
+        each = MEGATRON_LOGITS[run.stack.cross_entropy_fusion_impl]
+    elif run.compile or run.kernels in ("liger", "fused-loss"):
+        each = FUSED_LOGITS
+    logits = each * share.tokens * spec.vocab / run.tp
     fused = run.compile or run.kernels == "liger"
     block = (fused_block if fused else STACKS.get(type(run.stack), plain_block))(share)
     block += weight_casts(share) + fp8_casts(spec, run) / spec.layers + adapters(share)
@@ -188,8 +196,7 @@ def attend(share: Share) -> Pass:
         return Pass(16 * S + copies.forward + scaled + narrow, 24 * S + copies.backward + scaled + narrow)
     dropped = 2 * c + 1 if spec.attention_dropout else 0
     capped = (6 * c, 7 * c) if spec.attention_softcap else (0, 0)
-    masked = c + 4 if share.autocast else 2 * c + cast(c, p)
-    masked += share.bytes.residual / spec.heads
+    masked = (c + 4 if share.autocast else 2 * c + cast(c, p)) + share.bytes.residual / spec.heads
     forward = 2 * c + masked + 2 * p + cast(p, c) + dropped + capped[0]
     backward = 6 * p + 2 * cast(p, c) + 2 * c + dropped + capped[1]
     return Pass(forward * S + copies.forward, backward * S + copies.backward)
@@ -329,7 +336,7 @@ def fused_block(share: Share) -> float:
         activation                      gated: reads 2 f, writes f; backward: reads 3 f, writes 2 f, and f once more for
                                         the weight's gradient. Else 2 f, and 3 f
         eager attention's scores        compiled: reads them, writes what is kept; backward: reads their gradient and
-                                        softmax's output, writes a gradient. Else as operator by operator
+                                        softmax's output, writes a gradient. Else operator by operator
     """
     spec, run, T, r, c = share.spec, share.run, share.tokens, share.bytes.residual, share.bytes.compute
     linears = (1 if spec.fused_qkv else 3, 2 if spec.gated else 1)
@@ -341,11 +348,23 @@ def fused_block(share: Share) -> float:
     forward = sum(norms) + rotated + (3 if spec.gated else 2) * width
     backward = sum(norms_back) + rotated + (6 if spec.gated else 3) * width
     again = {None: 0.0, "selective": 1.0, "full": 1.0}[run.checkpointing]
-    kept = sum(one.bytes for one in block_saved(share) if one.kind == "scores") / run.tp
-    scores = 11.0 * kept
-    if run.compile and kept:
-        scores = kept + score_elements(share) / run.tp * (3 * share.attention_bytes + share.softmax_bytes)
+    scores = 0.0
+    if share.kernel == "eager" and run.compile:
+        scores = kept_scores(share) + score_elements(share) * (3 * share.attention_bytes + share.softmax_bytes)
+    elif share.kernel == "eager":
+        one = softmax(share) if isinstance(run.stack, Megatron) else attend(share)
+        scores = T * (one.forward * (1 + again) + one.backward)
+    scores /= run.tp
     return T * (forward * (1 + again) + backward) + scores
+
+
+def softmax(share: Share) -> Pass:
+    """Return the bytes per token of Megatron-LM's softmax and dropout of scores: one kernel with scale and mask, in
+    half (fusions/fused_softmax.py), or mask and softmax in fp32, one after the other."""
+    c, S = share.attention_bytes, share.spec.heads * share.run.seq_len
+    dropped = 2 * c + 1 if share.spec.attention_dropout else 0
+    forward, backward = (2 * c, 3 * c) if fused_softmax(share) else (2 * cast(c, 4) + 16, 2 * cast(c, 4) + 32)
+    return Pass((forward + dropped) * S, (backward + dropped) * S)
 
 
 def titan_block(share: Share) -> float:

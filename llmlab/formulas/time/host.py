@@ -54,8 +54,10 @@ class Hooks(NamedTuple):
 # In mixed precision with fused attention; torchtitan's with FSDP2. What DeepSpeed's stages 1 and 2 add are views most
 # of all, of the buffers that it reduces from. What stage 3 adds, operators among it, is its hooks' time.
 TRANSFORMERS = {
-    "rmsnorm": Operators(56, 40, 71, 71), "fused-norm": Operators(42, 38, 41, 65), "layernorm": Operators(43, 21, 31, 43),
-}  # fmt: skip
+    "rmsnorm": Operators(56, 40, 71, 71),
+    "fused-norm": Operators(42, 38, 41, 65),
+    "layernorm": Operators(43, 21, 31, 43),
+}
 TORCHTITAN = Operators(24, 55, 39, 95)
 STAGES = {1: Operators(7, 89, 0, 0), 2: Operators(-2, 65, 9, 36)}
 # What recomputation adds; checkpoint stops at the last tensor that backward needs, before the block's end.
