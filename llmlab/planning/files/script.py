@@ -42,7 +42,7 @@ def kind(run: Training) -> str:
     if run.fp8:
         raise SpecError(f"fp8={run.fp8!r}: the script does not convert layers")
     if run.kernels not in (None, "liger"):
-        raise SpecError(f"kernels={run.kernels!r}: the script keeps transformers'; give kernels='liger', or none")
+        raise SpecError(f"kernels={run.kernels!r}: the script keeps transformers' own; give kernels='liger', or none")
     if run.attention == "efficient":
         raise SpecError("attention='efficient' is no word of transformers; attention='sdpa' lets torch choose")
     if run.lora:
