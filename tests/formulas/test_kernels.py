@@ -225,6 +225,7 @@ def test_megatrons_softmax_is_one_kernel_and_its_dropout_another():
     assert blocks(run, attn_pdrop=0.0) - blocks(fused, attn_pdrop=0.0) == pytest.approx((4 + 6) * scores)
     again = [blocks(replace(each, checkpointing="selective")) - blocks(each) for each in (run, fused)]
     assert again[0] - again[1] == pytest.approx((4 + 5) * scores)
+    assert again[1] == 0  # what is computed again is attention alone
 
 
 def test_the_table_of_a_steps_time_says_where_each_rate_is_from():

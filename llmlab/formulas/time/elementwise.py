@@ -345,9 +345,13 @@ def fused_block(share: Share) -> float:
     norms_back = [spec.hidden * (3 * r + n * c) / divided for n in linears]
     rotated = 0 if spec.learned_positions else 2 * c * (spec.query_width + spec.key_width) / run.tp
     width = spec.token_mlp_width * c / run.tp
-    forward = sum(norms) + rotated + (3 if spec.gated else 2) * width
+    activated = (3 if spec.gated else 2) * width
+    forward = sum(norms) + rotated + activated
     backward = sum(norms_back) + rotated + (6 if spec.gated else 3) * width
-    again = {None: 0.0, "selective": 1.0, "full": 1.0}[run.checkpointing]
+    again, repeated = (1.0, forward) if run.checkpointing else (0.0, 0.0)
+    if isinstance(run.stack, Megatron) and run.checkpointing == "selective":
+        again = float("core_attn" in run.stack.recompute_modules)
+        repeated = activated if "mlp" in run.stack.recompute_modules else 0.0
     scores = 0.0
     if share.kernel == "eager" and run.compile:
         scores = kept_scores(share) + score_elements(share) * (3 * share.attention_bytes + share.softmax_bytes)
@@ -355,7 +359,7 @@ def fused_block(share: Share) -> float:
         one = softmax(share) if isinstance(run.stack, Megatron) else attend(share)
         scores = T * (one.forward * (1 + again) + one.backward)
     scores /= run.tp
-    return T * (forward * (1 + again) + backward) + scores
+    return T * (forward + repeated + backward) + scores
 
 
 def softmax(share: Share) -> Pass:
