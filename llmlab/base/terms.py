@@ -17,7 +17,8 @@ Attention = Literal["eager", "sdpa", "flash", "efficient"]
 Quantization = Literal["nf4", "int8"]
 Offload = Literal["optimizer", "optimizer+parameters"]
 # liger: Liger's, the loss in chunks among them. fused-loss: flash-attn's cross entropy alone, of logits as they are.
-Kernels = Literal["liger", "fused-loss"]
+# fused-norm: RMSNorm as one kernel (torch's rms_norm, flash-attn's, Apex's), and nothing else.
+Kernels = Literal["liger", "fused-loss", "fused-norm"]
 # Of a pipeline (techniques/pipeline_schedules.py); 1f1b is interleaved with virtual_stages > 1. A zero-bubble one keeps
 # what its deferred weight gradients need, which is not described.
 Schedule = Literal["1f1b", "gpipe"]

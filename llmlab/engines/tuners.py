@@ -25,7 +25,7 @@ def _data_parallel(tool: str, run: Any) -> None:
         raise SpecError(f"checkpointing='selective': {tool} recomputes all or nothing; give full")
     if run.fp8 or run.attention == "efficient":
         raise SpecError(f"fp8={run.fp8!r}, attention={run.attention!r}: not among {tool}'s settings that are written")
-    if run.kernels == "fused-loss":
+    if run.kernels not in (None, "liger"):
         raise SpecError(f"kernels={run.kernels!r}: {tool} has Liger's; give kernels='liger', or none")
     if run.zero or run.offload:
         run.to_deepspeed()  # both take ds_config.json

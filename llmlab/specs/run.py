@@ -86,7 +86,8 @@ class Training(Spec):
     `optimizer`: "muon" is torch's for the matrices of blocks, and its AdamW for all else.
     `loss_parallel`: each tensor-parallel rank computes the loss of its part of the vocabulary (torch's loss_parallel,
     Megatron-LM's parallel_output); False gathers whole logits on each, as transformers' tp_plan does.
-    `kernels`: "liger" are Liger's, "fused-loss" is the cross entropy of the package flash-attn, which copies no logits.
+    `kernels`: "liger" are Liger's, "fused-loss" is the cross entropy of the package flash-attn, which copies no logits,
+    "fused-norm" is RMSNorm as one kernel, torch's `rms_norm` here.
     `fp8` is the recipe by which torchao multiplies blocks' linear layers in fp8 (formulas/memory/float8.py).
 
     `stack` is whose code trains: "transformers", another stack's name, or that stack's options, as

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -129,7 +130,22 @@ def _prepare_for_training(model: Any, run: Training, recomputing: Around) -> Mod
         _apply_liger_kernel_to_instance(model=model)
     elif run.kernels == "fused-loss":
         model.loss_function = causal_loss
+    elif run.kernels == "fused-norm":
+        _fuse_norms(model)
     return _add_adapters(model, run.lora) if run.lora else model
+
+
+def _fuse_norms(model: nn.Module) -> None:
+    """Let the model's RMSNorms, which transformers writes out in operators, be torch's one."""
+    found = [each for each in model.modules() if hasattr(each, "variance_epsilon")]
+    if not found:
+        raise NotAvailable(f"kernels='fused-norm': {type(model).__name__} has no RMSNorm like Llama's; leave it out")
+    for each in found:
+        each.forward = partial(_rms_norm, each)
+
+
+def _rms_norm(norm: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    return nn.functional.rms_norm(hidden_states, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
 def _check_libraries(run: Run, device: torch.device) -> None:

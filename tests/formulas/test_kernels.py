@@ -234,7 +234,7 @@ def test_fused_kernels_move_each_tensor_once():
     MLP (3 + 6) · 2 f."""
     spec, run = lab.model("Llama-3.1-8B"), Training(seq_len=1, precision="bf16", compile=True)
     h, q, k, f = spec.hidden, spec.query_width, spec.key_width, spec.intermediate
-    assert fused_block(share_of(spec, run), run) == 2 * 8 * h + 22 * h + 8 * (q + k) + 18 * f
+    assert fused_block(share_of(spec, run)) == 2 * 8 * h + 22 * h + 8 * (q + k) + 18 * f
     assert moved(spec, run).loss == 8 * spec.vocab
 
 
@@ -245,8 +245,32 @@ def test_a_compiler_reads_and_writes_eager_attentions_scores_few_times(precision
     sizes = {"n_embd": 768, "n_layer": 2, "n_head": 12, "n_positions": 1024, "vocab_size": 50304, "attn_pdrop": 0}
     spec = lab.model({"model_type": "gpt2", **sizes})
     run = Training(micro_batch=4, seq_len=1024, precision=precision, compile=True, attention="eager")
-    eager, flash = (fused_block(share_of(spec, each), each) for each in (run, replace(run, attention="flash")))
+    eager, flash = (fused_block(share_of(spec, each)) for each in (run, replace(run, attention="flash")))
     assert eager - flash == moved * 4 * spec.heads * 1024**2
+
+
+@pytest.mark.parametrize(("fusion", "bytes"), [(None, 52), ("native", 40), ("te", 8)])
+def test_megatrons_loss_moves_what_its_operators_do(fusion, bytes):
+    run = Training(seq_len=512, stack=lab.Megatron(cross_entropy_fusion_impl=fusion))
+    spec = lab.model("gpt2-xl")
+    assert moved(spec, run).loss == bytes * 512 * spec.vocab
+
+
+def test_megatrons_softmax_is_one_kernel_and_its_dropout_another():
+    """Softmax in half reads and writes its scores, backward reads two and writes one; dropout has a byte of mask."""
+    config = {**lab.model("gpt2-xl").config, "attn_pdrop": 0.1}
+    run = Training(seq_len=512, attention="eager", stack="megatron")
+    scores = 512 * 512 * 25 * 48
+
+    def blocks(run, **changed):
+        return moved(lab.model({**config, **changed}), run).blocks
+
+    assert blocks(run) - blocks(run, attn_pdrop=0.0) == pytest.approx(10 * scores)
+    fused = replace(run, attention="flash")
+    assert blocks(run, attn_pdrop=0.0) - blocks(fused, attn_pdrop=0.0) == pytest.approx((4 + 6) * scores)
+    again = [blocks(replace(each, checkpointing="selective")) - blocks(each) for each in (run, fused)]
+    assert again[0] - again[1] == pytest.approx((4 + 5) * scores)
+    assert again[1] == 0  # what is computed again is attention alone
 
 
 def test_the_table_of_a_steps_time_says_where_each_rate_is_from():

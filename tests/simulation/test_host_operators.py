@@ -56,9 +56,10 @@ def counted(monkeypatch, model, run):
 
 
 @pytest.mark.parametrize("checkpointing", [None, "full", "selective"])
-@pytest.mark.parametrize("model", [LLAMA, GPT2], ids=lambda model: model["model_type"])
-def test_blocks_of_transformers(monkeypatch, model, checkpointing):
-    run = replace(RUN, checkpointing=checkpointing)
+@pytest.mark.parametrize(("model", "kernels"), [(LLAMA, None), (LLAMA, "fused-norm"), (GPT2, None)],
+                         ids=("llama", "fused-norm", "gpt2"))  # fmt: skip
+def test_blocks_of_transformers(monkeypatch, model, kernels, checkpointing):
+    run = replace(RUN, checkpointing=checkpointing, kernels=kernels)
     layers = {"num_hidden_layers": 2} if model is LLAMA else {"n_layer": 2}
     assert counted(monkeypatch, model, run) == operators(lab.model({**model, **layers}), run)
 

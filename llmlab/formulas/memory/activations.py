@@ -55,8 +55,8 @@ def block_saved(share: Share) -> list[Saved]:
 
 def _norms(share: Share) -> Saved:
     spec, r = share.spec, share.bytes.residual
-    if spec.norm == "layernorm" or share.fuses:
-        token = r * spec.hidden + 8  # its input; mean and 1/std in fp32
+    if spec.norm == "layernorm" or share.fuses or share.run.kernels == "fused-norm":
+        token = r * spec.hidden + 8  # its input; mean and 1/std in fp32; of RMSNorm only that
     else:
         # Written in Python: the fp32 input (a copy where the stream is half), 1/rms, and, for the weight's gradient,
         # the normalised tensor.

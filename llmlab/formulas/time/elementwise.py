@@ -6,40 +6,34 @@ another.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from ...hardware.gpu import GPU
 from ...hardware.gpu import gpu as find_gpu
 from ...specs.model import ModelSpec
-from ...specs.run import Precision, Training, stack_of
+from ...specs.parameters import Linear
+from ...specs.run import Training, stack_of
 from ...specs.stacks import Megatron, Nanotron, Torchtitan
-from ..memory.activations import FUSED, block_saved
+from ..memory.activations import FUSED
 from ..memory.float8 import converted
 from ..memory.fsdp import uses_fsdp
 from ..memory.precision import PRECISION
-from ..memory.scores import score_elements
+from ..memory.scores import kept_scores, score_elements
 from ..memory.share import Share, adapted, adapter_bytes, share_of
+from ..memory.stacks.megatron import fused_softmax
 from ..memory.states import block_parameters, states
-from .products import ROW_PARALLEL
+from .products import ROW_PARALLEL, is_last, multiplied_wide
 
-# How often element-wise operators move each byte that a block keeps for backward, forward and backward together:
-# counted by the simulator on transformers' classes, one operator at a time (a test repeats the count).
-# Llama-like blocks write their norms and rotations out in many operators; a LayerNorm is one.
-MOVES = {"rmsnorm": 17.3, "layernorm": 5.2}
-MOVES_SAME_DTYPE = {"rmsnorm": 17.3, "layernorm": 3.6}  # without autocast's copies
-# A gated MLP keeps 4 tensors: SiLU and the product move 5 forward, and 9 backward.
-GATED_MOVES, GATED_RECOMPUTED = 3.5, {None: 1.0, "selective": 1.2, "full": 1.36}
-SCORE_MOVES = 11.0  # of eager attention's scores
-RECOMPUTED = {None: 1.0, "selective": 1.3, "full": 1.6}
-LORA_MOVES, QUANTIZED_MOVES = 1.1, 1.27  # casts to the adapters' fp32, and to and from the products' half precision
 LOGITS_MOVES = 10.0  # of the logits in fp32, by the loss
 # Fused, the loss reads the logits in half precision, for their maximum and sum and for the gradient, and writes that.
 FUSED_LOGITS = 4 * 2
+# Megatron-LM's (tensor_parallel/cross_entropy.py), by --cross-entropy-fusion-impl: to fp32, the maximum, minus that,
+# exp, the sum, over that; backward times the gradient, to half. Compiled function by function, the maximum is taken as
+# the copy is made, and exp and the sum as it is subtracted.
+MEGATRON_LOGITS = {None: 6 + 4 + 8 + 8 + 4 + 8 + 8 + 6, "native": 6 + 4 + 4 + 4 + 8 + 8 + 6, "te": FUSED_LOGITS}
 
-WITHOUT_FLASH = "T4"
-AUTOCAST: dict[str, Precision] = {"fp16": "autocast-fp16", "bf16": "autocast-bf16"}
+CARDS = {True: "A100", False: "T4"}  # with FlashAttention, and without
 
 
 class Moved(NamedTuple):
@@ -61,50 +55,194 @@ def moved(spec: ModelSpec, run: Training, card: GPU | None = None) -> Moved:
 
 @lru_cache(maxsize=1024)
 def _moved(spec: ModelSpec, run: Training, flash: bool, any_layout: bool) -> Moved:
-    card = None if flash else find_gpu(WITHOUT_FLASH)
-    precision = run.precision
-    if run.quantization and adapter_bytes(run) == 4:  # an fp32 stream between products in half precision
-        precision = AUTOCAST.get(run.compute_dtype, precision)
-    plain = run
-    if run.lora or run.checkpointing or precision != run.precision:  # a copy costs more than what follows
-        plain = replace(run, lora=None, quantization=None, checkpointing=None, precision=precision)
-    share = share_of(spec, plain, card)
-    b = share.bytes
-    # Autocast casts each weight down for every pass (6 bytes moved), and its gradient up.
-    casts = 0 if run.quantization or b.weights == b.compute else 6 if run.lora else 12
-    cast = casts * block_parameters(spec) / run.tp
-    logits = LOGITS_MOVES * 4 * share.tokens * spec.vocab / share.loss_ranks
-    if run.compile or run.kernels:  # Liger's norms and the like, or "fused-loss" alone
-        logits = FUSED_LOGITS * share.tokens * spec.vocab / share.loss_ranks
-    own = fused_block if run.compile or run.kernels == "liger" else STACKS.get(type(run.stack))
-    if own:
-        block = own(share, run) + cast + fp8_casts(spec, run, any_layout) / spec.layers + adapter_dropout(share, run)
-        blocks = run.accumulation * spec.layers / run.pp * block + accumulated(spec, run)
-        return Moved(blocks, run.accumulation * logits)
-    kept = {"scores": 0.0, "mlp": 0.0, "rest": 0.0}
-    for one in block_saved(share):
-        divided = run.tp if one.cut == "heads" or run.sequence_parallel else 1
-        kept[one.kind if one.kind in kept and (spec.gated or one.kind != "mlp") else "rest"] += one.bytes / divided
-    moves = (MOVES if share.autocast else MOVES_SAME_DTYPE)[spec.norm]
-    if spec.norm == "layernorm" and spec.activation not in FUSED:
-        moves *= 1.2  # GELU's formula written out
-    wider = QUANTIZED_MOVES if run.quantization else 1.0
-    block = (
-        kept["rest"] * moves * RECOMPUTED[run.checkpointing] * (LORA_MOVES if run.lora else 1.0) * wider
-        + kept["mlp"] * GATED_MOVES * GATED_RECOMPUTED[run.checkpointing] * wider
-        + kept["scores"] * SCORE_MOVES * wider
-    )
-    blocks = spec.layers / run.pp * (block + cast + adapter_dropout(share, run))
-    return Moved(run.accumulation * blocks + accumulated(spec, run), run.accumulation * logits)
+    share = share_of(spec, run, find_gpu(CARDS[flash]))
+    each: float = LOGITS_MOVES * 4
+    if isinstance(run.stack, Megatron):
+        each = MEGATRON_LOGITS[run.stack.cross_entropy_fusion_impl]
+    elif run.compile or run.kernels in ("liger", "fused-loss"):
+        each = FUSED_LOGITS
+    logits = each * share.tokens * spec.vocab / share.loss_ranks
+    fused = run.compile or run.kernels == "liger"
+    block = (fused_block if fused else STACKS.get(type(run.stack), plain_block))(share)
+    block += weight_casts(share) + fp8_casts(spec, run, any_layout) / spec.layers + adapters(share)
+    blocks = run.accumulation * spec.layers / run.pp * block + accumulated(spec, run)
+    return Moved(blocks, run.accumulation * logits)
 
 
-def adapter_dropout(share: Share, run: Training) -> float:
-    """Return the bytes that LoRA's dropout moves in a block for a micro-batch: it reads and writes each adapter's
-    input, in the adapter's dtype, and a byte of mask; backward its gradient likewise."""
-    if not (run.lora and run.lora.dropout):
+def cast(one: int, other: int) -> int:
+    """Return the bytes that a copy moves per element from one dtype to another; none where they are the same."""
+    return one + other if one != other else 0
+
+
+def weight_casts(share: Share) -> float:
+    """Return the bytes in which autocast casts a block's weights down, for every pass that multiplies by them, and
+    their gradients up. Frozen weights' casts are not cached, and backward has no need of them; quantized weights have
+    none."""
+    spec, run, b = share.spec, share.run, share.bytes
+    if run.quantization or b.weights == b.compute:
         return 0.0
-    width = sum(linear.inputs * linear.count for linear in adapted(share.spec, run)) / share.spec.layers
-    return (2 if run.checkpointing is None else 3) * (2 * adapter_bytes(run) + 1) * share.tokens * width
+    passes = 1 + bool(run.checkpointing) + (run.lora is None)
+    return passes * cast(b.weights, b.compute) * block_parameters(spec) / run.tp
+
+
+class Pass(NamedTuple):
+    """Bytes that a block's operators move forward and backward."""
+
+    forward: float
+    backward: float
+
+
+def plain_block(share: Share) -> float:
+    """Return the bytes that transformers' operators move for a micro-batch in a block, one at a time, forward and
+    backward; what they move per element is counted as the class runs (models/llama, gpt2, mixtral), with autograd's
+    sums of gradients. `r`, `m`, `c`: bytes of the residual stream's elements, of what linear layers return, and of
+    attention's.
+
+        norm         LayerNorm is one operator, as kernels="fused-norm" is. RMSNorm is written out in fp32: to fp32,
+                     square, mean, times 1/rms, and back, times its weight
+        sums         a branch and the stream; backward of the gradients of all that read one tensor
+        casts        autocast's of the inputs of layers, and of their gradients; bitsandbytes' of outputs too
+        rotation     x · cos + rotated x · sin, of which the half is negated; in fp32 under autocast
+        activation   SiLU and a product; one operator; or GELU's formula, whose power autocast computes in fp32
+    """
+    spec, run, r, m, c = share.spec, share.run, share.bytes.residual, share.linear_bytes, share.attention_bytes
+    h, Q, K = spec.hidden, spec.query_width, spec.key_width
+    trained = run.lora is None
+    written_out = spec.norm == "rmsnorm" and run.kernels != "fused-norm"
+    norm = rmsnorm(r, trained) if written_out else Pass(2 * r, 3 * r)
+    readers = (0 if spec.fused_qkv else 2) + (spec.gated and not spec.fused_qkv)
+    dropped = 2 * (2 * m + 1) if spec.dropout else 0
+    # Of what lies between products: forward, backward, and what checkpointing does not compute again.
+    forward = float(h * (spec.norms_per_layer * norm.forward + 2 * (2 * r + m) + dropped))
+    backward = h * (spec.norms_per_layer * norm.backward + 2 * cast(r, m) + (2 + readers) * 3 * r + dropped)
+    last = h * (2 * r + m)
+    divided = run.tp if run.sequence_parallel else 1
+    once, back = forward / divided, backward / divided
+    # Of what tensor parallelism divides.
+    forward, backward = mlp(share, spec.token_mlp_width)
+    if share.autocast or run.quantization:
+        copied = sum(map(partial(linear_casts, share), spec.block_linears)) / spec.layers
+        forward, backward = forward + copied, backward + copied
+    turned = Q + K
+    if spec.mla:
+        turned = (spec.heads + 1) * spec.mla.qk_rope_head_dim
+        latent, put = rmsnorm(c, trained), 4 * c * Q  # queries and keys are put together from pieces
+        width = (spec.mla.q_lora_rank or 0) + spec.mla.kv_lora_rank
+        forward, backward = forward + latent.forward * width + put, backward + latent.backward * width + 2.5 * put
+    if spec.qk_norm:
+        each = rmsnorm(m, trained)
+        forward, backward = forward + each.forward * (Q + K), backward + each.backward * (Q + K)
+    if not spec.learned_positions:
+        forward += turned * (2 * (m + r) + 3 * m + 3 * r + cast(r, c))
+        backward += turned * (cast(r, c) + 4 * r + 2 * cast(r, m) + 13 * m)
+    if spec.fused_qkv:
+        backward += (2 if spec.learned_positions else 11) * m * (Q + 2 * K)  # of a split; of three slices
+    if trained:
+        backward += m * sum(each.outputs * each.count for each in spec.block_linears if each.bias) / spec.layers
+    attention = attend(share)
+    once += (forward + attention.forward) / run.tp
+    back += (backward + attention.backward) / run.tp
+    if spec.experts:
+        sent = routed(share)
+        once, back = once + sent.forward, back + sent.backward
+    return share.tokens * (once + back + (once - last if run.checkpointing else 0.0))
+
+
+def rmsnorm(b: int, trained: bool) -> Pass:
+    """Return the bytes per element of RMSNorm as transformers writes it out, of elements of `b` bytes."""
+    there_and_back = cast(b, 4) + cast(4, b)
+    return Pass(8 + 4 + 8 + there_and_back + 2 * b, 68 + there_and_back + (6 if trained else 2) * b)
+
+
+def linear_casts(share: Share, linear: Linear) -> float:
+    """Return the bytes per token of the casts around the linear layers of this name, all layers together."""
+    run, m = share.run, share.linear_bytes
+    if linear.name in ROW_PARALLEL:
+        given = share.attention_bytes if linear.part == "attention" else m
+    else:
+        given = share.bytes.residual
+    half = 2 if run.quantization == "int8" else PRECISION[run.precision].compute
+    out = cast(half, m) * linear.outputs if run.quantization and adapter_bytes(run) == 4 else 0
+    return linear.count * (cast(given, half) * linear.inputs + out)
+
+
+def mlp(share: Share, width: float) -> Pass:
+    """Return the bytes per token of the MLP's activation, `width` elements wide."""
+    spec, m = share.spec, share.linear_bytes
+    if spec.gated:
+        return Pass(5 * m * width, (9 + (4 if spec.fused_qkv else 0)) * m * width)
+    if spec.activation in FUSED:
+        return Pass(2 * m * width, 3 * m * width)
+    w = 4 if share.autocast and not share.cpu else m
+    forward = cast(m, w) + 14 * w + 4 * m + cast(w, share.bytes.compute)
+    backward = 3 * cast(w, m) + cast(w, share.bytes.compute) + 19 * w + 9 * m
+    return Pass(forward * width, backward * width)
+
+
+def attend(share: Share) -> Pass:
+    """Return the bytes per token of attention beside its products: scores that are written out, their mask, softmax
+    and dropout, and copies of what views are not enough for."""
+    spec, c, p = share.spec, share.attention_bytes, share.softmax_bytes
+    Q, K = spec.query_width, spec.key_width
+    grouped = Q != K
+    if share.kernel == "flash":
+        return Pass(0.0, 0.0)
+    if share.kernel == "efficient":
+        return Pass(2 * c * (K + Q), 2 * c * (K + Q)) if grouped else Pass(0.0, 0.0)
+    S = spec.heads * share.run.seq_len
+    copies = Pass(2 * c * (3 * Q + K), 2 * c * (Q + K) * (1 + grouped))
+    if share.kernel == "math":
+        narrow = cast(share.bytes.compute, 4) * (Q + 2 * K)
+        scaled = 16 * Q
+        return Pass(16 * S + copies.forward + scaled + narrow, 24 * S + copies.backward + scaled + narrow)
+    dropped = 2 * c + 1 if spec.attention_dropout else 0
+    capped = (6 * c, 7 * c) if spec.attention_softcap else (0, 0)
+    masked = (c + 4 if share.autocast else 2 * c + cast(c, p)) + share.bytes.residual / spec.heads
+    forward = 2 * c + masked + 2 * p + cast(p, c) + dropped + capped[0]
+    backward = 6 * p + 2 * cast(p, c) + 2 * c + dropped + capped[1]
+    return Pass(forward * S + copies.forward, backward * S + copies.backward)
+
+
+def routed(share: Share) -> Pass:
+    """Return the bytes per token with which transformers sends tokens to their experts, and sums what these return
+    (integrations/moe.py, grouped_mm_experts_forward), averaged over the layers."""
+    spec, c = share.spec, share.bytes.compute
+    h, sent = spec.hidden, spec.experts_per_token * spec.hidden
+    forward = sent * (2 * c + (c + 4) + 8 + 4) + h * (4 + cast(4, c))
+    backward = sent * (12 + 8 + 10 + 8 + 4 + (4 + c) + cast(4, c) + 2 * c) + h * (cast(4, c) + 3 * c)
+    return Pass(*(each * spec.moe_layers / spec.layers for each in (forward, backward)))
+
+
+def adapters(share: Share) -> float:
+    """Return the bytes that a block's adapters move for a micro-batch, as peft runs them (tuners/lora/layer.py): the
+    input is cast to their dtype, and for their products by autocast, and dropped out; what they return is scaled, added
+    to what the layer returned, and cast to its dtype. Backward goes the same way, and adds the input's gradient to that
+    of the layer. A compiler fuses the sum with what reads it next, and the scale with the sum.
+    """
+    spec, run = share.spec, share.run
+    if run.lora is None:
+        return 0.0
+    stream, made = share.bytes.residual, share.linear_bytes
+    held = adapter_bytes(run)
+    computed = held if multiplied_wide(run) else share.bytes.compute
+    wide = max(made, computed)
+    dropped = 2 * held + 1 if run.lora.dropout else 0
+    bottom = 2 * computed + made + computed + wide + cast(wide, made)
+    bottom_back = 2 * computed + cast(wide, made) * 2 + cast(wide, computed)
+    if run.compile:
+        bottom, bottom_back = computed, 2 * computed
+    copied = 2 * made if run.quantization and held == 4 and not run.compile else 0  # bitsandbytes' result, cloned
+    forward = backward = last = 0.0
+    for linear in adapted(spec, run):
+        each, row = linear.count / spec.layers, linear.name in ROW_PARALLEL
+        given = made if row else stream
+        casts = (cast(given, held) + cast(held, computed) if not run.compile else cast(given, computed)) + dropped
+        down, up = each * linear.inputs / (run.tp if row else 1), each * linear.outputs / (1 if row else run.tp)
+        forward += casts * down + (bottom + copied) * up
+        backward += (casts + (computed if run.compile else 3 * given)) * down + bottom_back * up
+        last += bottom * up if is_last(spec, linear) else 0.0
+    again = forward - last if run.checkpointing else 0.0
+    return share.tokens * (forward + again + backward)
 
 
 def accumulated(spec: ModelSpec, run: Training) -> float:
@@ -199,7 +337,7 @@ def fp8_casts(spec: ModelSpec, run: Training, any_layout: bool = False) -> float
     return run.tokens / run.cp * activations + (each.weight + again * each.weight_again) * elements
 
 
-def fused_block(share: Share, run: Training) -> float:
+def fused_block(share: Share) -> float:
     """Return the bytes that a block's fused kernels move for a micro-batch, forward and backward, by the tensors that
     each reads and writes. `r`, `c`: bytes of the residual stream's elements, and of the products'.
 
@@ -210,26 +348,42 @@ def fused_block(share: Share, run: Training) -> float:
         activation                      gated: reads 2 f, writes f; backward: reads 3 f, writes 2 f, and f once more for
                                         the weight's gradient. Else 2 f, and 3 f
         eager attention's scores        compiled: reads them, writes what is kept; backward: reads their gradient and
-                                        softmax's output, writes a gradient. Else as operator by operator
+                                        softmax's output, writes a gradient. Else operator by operator
     """
-    spec, T, r, c = share.spec, share.tokens, share.bytes.residual, share.bytes.compute
+    spec, run, T, r, c = share.spec, share.run, share.tokens, share.bytes.residual, share.bytes.compute
     linears = (1 if spec.fused_qkv else 3, 2 if spec.gated else 1)
     divided = run.tp if run.sequence_parallel else 1
     norms = [spec.hidden * (2 * (r + c)) / divided for _ in linears]
     norms_back = [spec.hidden * (3 * r + n * c) / divided for n in linears]
     rotated = 0 if spec.learned_positions else 2 * c * (spec.query_width + spec.key_width) / run.tp
     width = spec.token_mlp_width * c / run.tp
-    forward = sum(norms) + rotated + (3 if spec.gated else 2) * width
+    activated = (3 if spec.gated else 2) * width
+    forward = sum(norms) + rotated + activated
     backward = sum(norms_back) + rotated + (6 if spec.gated else 3) * width
-    again = {None: 0.0, "selective": 1.0, "full": 1.0}[run.checkpointing]
-    kept = sum(one.bytes for one in block_saved(share) if one.kind == "scores") / run.tp
-    scores = SCORE_MOVES * kept
-    if run.compile and kept:
-        scores = kept + score_elements(share) / run.tp * (3 * share.attention_bytes + share.softmax_bytes)
-    return T * (forward * (1 + again) + backward) + scores
+    again, repeated = (1.0, forward) if run.checkpointing else (0.0, 0.0)
+    if isinstance(run.stack, Megatron) and run.checkpointing == "selective":
+        again = float("core_attn" in run.stack.recompute_modules)
+        repeated = activated if "mlp" in run.stack.recompute_modules else 0.0
+    scores = 0.0
+    if share.kernel == "eager" and run.compile:
+        scores = kept_scores(share) + score_elements(share) * (3 * share.attention_bytes + share.softmax_bytes)
+    elif share.kernel == "eager":
+        one = softmax(share) if isinstance(run.stack, Megatron) else attend(share)
+        scores = T * (one.forward * (1 + again) + one.backward)
+    scores /= run.tp
+    return T * (forward + repeated + backward) + scores
 
 
-def titan_block(share: Share, run: Training) -> float:
+def softmax(share: Share) -> Pass:
+    """Return the bytes per token of Megatron-LM's softmax and dropout of scores: one kernel with scale and mask, in
+    half (fusions/fused_softmax.py), or mask and softmax in fp32, one after the other."""
+    c, S = share.attention_bytes, share.spec.heads * share.run.seq_len
+    dropped = 2 * c + 1 if share.spec.attention_dropout else 0
+    forward, backward = (2 * c, 3 * c) if fused_softmax(share) else (2 * cast(c, 4) + 16, 2 * cast(c, 4) + 32)
+    return Pass((forward + dropped) * S, (backward + dropped) * S)
+
+
+def titan_block(share: Share) -> float:
     """Return the bytes that torchtitan's operators move for a micro-batch in a block, forward and backward, where
     nothing is compiled; `r`, `c` as in `fused_block` (torchtitan/models/llama3/model/model.py, torch from 2.8 on).
 
@@ -238,7 +392,7 @@ def titan_block(share: Share, run: Training) -> float:
         rotation        queries and keys to fp32 and back, a complex product between; backward too
         activation      SiLU and a product: 2 f and 3 f, backward 3 f and two products of 3 f
     """
-    spec, T, r, c = share.spec, share.tokens, share.bytes.residual, share.bytes.compute
+    spec, run, T, r, c = share.spec, share.run, share.tokens, share.bytes.residual, share.bytes.compute
     heads, width = (spec.query_width + spec.key_width) / run.tp, spec.token_mlp_width * c / run.tp
     stream = spec.hidden / (run.tp if run.sequence_parallel else 1)
     rotated = heads * (2 * c + 16)

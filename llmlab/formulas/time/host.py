@@ -53,7 +53,11 @@ class Hooks(NamedTuple):
 
 # In mixed precision with fused attention; torchtitan's with FSDP2. What DeepSpeed's stages 1 and 2 add are views most
 # of all, of the buffers that it reduces from. What stage 3 adds, operators among it, is its hooks' time.
-TRANSFORMERS = {"rmsnorm": Operators(56, 40, 71, 71), "layernorm": Operators(43, 21, 31, 43)}
+TRANSFORMERS = {
+    "rmsnorm": Operators(56, 40, 71, 71),
+    "fused-norm": Operators(42, 38, 41, 65),
+    "layernorm": Operators(43, 21, 31, 43),
+}
 TORCHTITAN = Operators(24, 55, 39, 95)
 # As many as take as long as a layer of megatron-core, whose Python is most of it: 2.1 times a Llama's forward and 1.3
 # times its backward (benchmarks/megatron_host.py, megatron-core 0.16.1, its own layers).
@@ -61,9 +65,11 @@ MEGATRON = Operators(118, 84, 92, 92)
 STAGES = {1: Operators(7, 89, 0, 0), 2: Operators(-2, 65, 9, 36)}
 # What recomputation adds; checkpoint stops at the last tensor that backward needs, before the block's end.
 AGAIN = {
-    "full": {"rmsnorm": Operators(36, 33, 0, 63), "layernorm": Operators(18, 17, 0, 42)},
-    "selective": {"rmsnorm": Operators(29, 45, 0, 63), "layernorm": Operators(13, 26, 0, 42)},
-}
+    "full": {"rmsnorm": Operators(36, 33, 0, 63), "fused-norm": Operators(20, 35, 2, 49),
+             "layernorm": Operators(18, 17, 0, 42)},
+    "selective": {"rmsnorm": Operators(29, 45, 0, 63), "fused-norm": Operators(13, 47, 2, 49),
+                  "layernorm": Operators(13, 26, 0, 42)},
+}  # fmt: skip
 TORCHTITAN_AGAIN = {"full": Operators(18, 39, 2, 49), "selective": Operators(13, 48, 2, 49)}
 MEGATRON_AGAIN = {"full": Operators(118, 84, 0, 0), "selective": AGAIN["selective"]["layernorm"]}
 OWN = {Torchtitan.name: (TORCHTITAN, TORCHTITAN_AGAIN), Megatron.name: (MEGATRON, MEGATRON_AGAIN)}
@@ -83,7 +89,8 @@ FSDP2, DTENSOR = (0.7e-3, 1.0e-3), (3.0e-3, 4.8e-3)
 
 def operators(spec: ModelSpec, run: Training) -> Operators:
     """Return the operators of a block in a micro-batch, adapters' left out."""
-    return _operators(spec.norm, getattr(run.stack, "name", "transformers"), run.zero, run.checkpointing)
+    norm = "fused-norm" if run.kernels == "fused-norm" else spec.norm
+    return _operators(norm, getattr(run.stack, "name", "transformers"), run.zero, run.checkpointing)
 
 
 @cache

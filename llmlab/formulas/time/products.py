@@ -15,6 +15,7 @@ from ...specs.model import ModelSpec
 from ...specs.parameters import Linear
 from ...specs.run import Training
 from ...specs.stacks import Torchtitan
+from ..memory.share import adapter_bytes
 
 # Tensor parallelism divides their inputs (arXiv 1909.08053, section 3).
 ROW_PARALLEL = ("o_proj", "c_proj", "down_proj")
@@ -65,7 +66,7 @@ def _linear(spec: ModelSpec, run: Training, linear: Linear, first: dict[str, boo
     if lora is not None and linear.name in lora.targets:
         # Of the block's last product only the input is needed again; with an adapter that is the adapter's upper half.
         down = count if run.checkpointing == "full" else 0
-        up = 0 if _is_last(spec, linear) else down
+        up = 0 if is_last(spec, linear) else down
         yield Product("adapters", linear.inputs, lora.rank, count, reached, count, down)
         yield Product("adapters", lora.rank, linear.outputs, count, count, count, up)
 
@@ -111,7 +112,13 @@ def gradients_of_first_block(spec: ModelSpec, run: Training) -> dict[str, bool]:
     return found
 
 
-def _is_last(spec: ModelSpec, linear: Linear) -> bool:
+def multiplied_wide(run: Training) -> bool:
+    """Whether adapters are multiplied in fp32, in which peft keeps them: autocast, and the engines that hold an fp32
+    copy of all, multiply them in half."""
+    return run.precision in ("fp32", "fp16", "bf16") and adapter_bytes(run) == 4
+
+
+def is_last(spec: ModelSpec, linear: Linear) -> bool:
     """Whether the layer's output is the block's: nothing saves it, so checkpointing stops before it (early stop)."""
     ends = spec.norms_per_layer == 2 and not spec.dropout
     mlp_end = linear.name == "down_proj" or (linear.name == "c_proj" and linear.part == "mlp")
@@ -129,4 +136,4 @@ def _recomputed(spec: ModelSpec, run: Training, linear: Linear) -> int:
     if run.checkpointing == "selective" and run.quantization is None:
         return 0
     adapted = run.lora is not None and linear.name in run.lora.targets
-    return 0 if _is_last(spec, linear) and not adapted else linear.count
+    return 0 if is_last(spec, linear) and not adapted else linear.count

@@ -29,7 +29,7 @@ from .flops import flops, head_sizes
 from .host import host_seconds
 from .kernels import Kernels, kernels
 from .offload import offloaded_step
-from .products import Product, gradients_of_first_block, products
+from .products import Product, gradients_of_first_block, multiplied_wide, products
 from .roofline import decode_pass, prefill_pass
 
 GENERATING = {"rmsnorm": 55, "layernorm": 25}  # operators of a block that generates, each with a view
@@ -252,9 +252,7 @@ def _multiplied(spec: ModelSpec, run: Training) -> tuple[tuple[Product, str, tup
     comes first, of its input's gradient and of its weight's, each with how often a micro-batch has it."""
     dtype, rows = peak_dtype(run), run.tokens // run.cp
     narrow = "mxfp8" if run.fp8_recipe == "mxfp8" else "fp8"
-    # peft keeps adapters in fp32; autocast, and the engines that hold an fp32 copy of all, multiply them in half.
-    wide = run.precision in ("fp32", "fp16", "bf16") and adapter_bytes(run) == 4
-    in_fp32 = {"adapters"} if wide else set()
+    in_fp32 = {"adapters"} if multiplied_wide(run) else set()
     if bytes_of(run).compute == 4:  # peft leaves what is not quantized in fp32
         in_fp32 |= {"head"}
     found = []

@@ -41,8 +41,8 @@ def kind(run: Training) -> str:
             raise SpecError(f"{axis}={getattr(run, axis)}: the script divides data and states only")
     if run.fp8:
         raise SpecError(f"fp8={run.fp8!r}: the script does not convert layers")
-    if run.kernels == "fused-loss":
-        raise SpecError("kernels='fused-loss': the script keeps transformers' loss; give kernels='liger', or none")
+    if run.kernels not in (None, "liger"):
+        raise SpecError(f"kernels={run.kernels!r}: the script keeps transformers' own; give kernels='liger', or none")
     if run.attention == "efficient":
         raise SpecError("attention='efficient' is no word of transformers; attention='sdpa' lets torch choose")
     if run.lora:

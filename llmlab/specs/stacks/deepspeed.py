@@ -47,7 +47,7 @@ class DeepSpeed(StackOptions):
         "lora": (None,),
         "quantization": (None,),
         "compile": (False,),
-        "kernels": (None,),
+        "kernels": (None, "fused-norm"),
         "fp8": (None,),
     }
 
