@@ -123,7 +123,8 @@ class StepMemory:
         self.casts = adapters + (0 if freed else self.block_cast * share.layers)
         self.kept_casts = 0 if run.checkpointing else self.casts
         self.head_cast = element * spec.vocab * spec.hidden // run.tp if share.last else 0
-        self.forward_scores = forward_scores(share)  # attention's temporaries in forward
+        # Temporaries in a block's forward: attention's, or what its description says.
+        self.in_forward = forward_scores(share) + (described_bytes(block.forward, share) if block else 0)
         self.between = dequantized(share) + causal_mask(share)  # temporaries anywhere between first and last block
         # torchtune: a weight is dequantized before the MLP's backward makes its temporaries, or after.
         tune = isinstance(run.stack, Torchtune)
@@ -169,7 +170,7 @@ class StepMemory:
         gathered, casts = units.resident + units.block, self.casts + self.head_cast
         around_loss = gathered if units.at_loss is None else units.at_loss
         return [
-            moment("attention in the last block", gathered + units.prefetched, self.between + self.forward_scores,
+            moment("the last block of forward", gathered + units.prefetched, self.between + self.in_forward,
                    activations=self.activations - self.outside + casts),
             moment("the loss", around_loss, self.around_loss, activations=self.activations + casts,
                    logits=self.loss.forward),

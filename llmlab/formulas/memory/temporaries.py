@@ -10,7 +10,7 @@ from .fsdp import uses_fsdp
 from .scores import backward_scores
 from .share import Share, adapter_bytes
 from .stacks.blocks import block_of
-from .stacks.described import Block, Height, Kept, by_kind, saved
+from .stacks.described import EXPERTS, Block, Height, Kept, by_kind, saved
 from .states import States, expert_tensor
 
 
@@ -157,7 +157,10 @@ def block_backward(share: Share, kept: dict[str, int], whole: dict[str, int]) ->
 def _at(height: Height, block: Block, share: Share, kept: int, gradient: int) -> BlockBackward:
     """Return what a described block takes at `height`, with `gradient` bytes for an element of its gradients."""
     rows = tuple(row for row in block.saved if row.operator not in height.gone)
+    spec = share.spec
+    one = spec.moe_layers * spec.experts * spec.hidden * spec.moe_intermediate // share.run.ep  # of experts' matrices
     elements = sum(linear.elements for linear in share.spec.block_linears if linear.name in height.gradients)
+    elements += sum(name in EXPERTS for name in height.gradients) * one
     return BlockBackward(
         temporaries=described_bytes(height.beside, share),
         gradients=gradient * elements // (share.spec.layers * share.run.tp),

@@ -6,7 +6,8 @@ from ....base.errors import NotAvailable
 from ....specs.stacks import Torchtitan
 from ..float8 import converted
 from ..share import Share
-from .described import Block, Cut, Height, Kept, Loss
+from . import torchtitan_experts as experts
+from .described import EXPERTS, Block, Cut, Height, Kept, Loss
 
 # torchtitan/models/llama3/model/model.py. RMSNorm is one operator of torch; rotation (apply_rotary_emb) is a product
 # with a constant, in fp32, and keeps nothing; scaled_dot_product_attention takes grouped heads as they are.
@@ -154,9 +155,6 @@ def _ring(cp: int) -> Height:
 
 def block(share: Share) -> Block:
     """Return the description of the block that torchtitan trains. Raises NotAvailable for a mixture of experts."""
-    if share.spec.experts:
-        raise NotAvailable(f"torchtitan's mixtures of experts, as {share.spec.name}, are not described; lab.simulate "
-                           "runs them, and stack='transformers' estimates another")  # fmt: skip
     selective: tuple[Kept, ...] = SELECTIVE
     stack, run = share.run.stack, share.run
     if isinstance(stack, Torchtitan) and not stack.keeps_attention:
@@ -164,6 +162,8 @@ def block(share: Share) -> Block:
     if run.tp > 1:
         selective += REDUCED
     saved: tuple[Kept, ...] = SAVED
+    if share.spec.experts:
+        saved, selective = SAVED[:10] + experts.saved(share), selective[:4] + experts.SELECTIVE
     given: tuple[Kept, ...] = ()
     if share.spec.qk_norm:  # Qwen 3
         saved += QK_NORM
@@ -175,14 +175,19 @@ def block(share: Share) -> Block:
     if run.cp > 1:
         saved += (COPIED,)
     backward: tuple[Height, ...] = HEIGHTS
+    if share.spec.experts:
+        gone = (*NORM_SAVED[:2], *(row.operator for row in experts.saved(share)))
+        attention = HEIGHTS[2]._replace(gone=gone, gradients=(*EXPERTS, "o_proj"))
+        backward = (*experts.backward(share, STREAM), attention)
     if run.tp > 1:
         backward += (*CUT_UP, AGAIN) if run.checkpointing else CUT_UP
     if run.cp > 1:
         backward += (_ring(run.cp),)
-    qwen = share.spec.family == "qwen3"
+    qwen = share.spec.family != "llama"
     # A complex number for each position and pair of a head's elements; of Qwen 3 cosine and sine of each element.
     table = (8 if qwen else 4) * run.seq_len * share.spec.head_dim
-    found = LLAMA._replace(saved=saved, selective=selective, backward=backward, given=given, table=table)
+    found = LLAMA._replace(saved=saved, selective=selective, backward=backward, given=given, table=table,
+                           forward=experts.forward(share) if share.spec.experts else ())  # fmt: skip
     return _compiled(found, share) if run.compile else found
 
 
