@@ -31,6 +31,7 @@ from .temporaries import (
     block_backward,
     dequantized,
     described_bytes,
+    forward_height,
     loss_bytes,
     optimizer_temporaries,
     outer_activations,
@@ -124,7 +125,7 @@ class StepMemory:
         self.kept_casts = 0 if run.checkpointing else self.casts
         self.head_cast = element * spec.vocab * spec.hidden // run.tp if share.last else 0
         # Temporaries in a block's forward: attention's, or what its description says.
-        self.in_forward = forward_scores(share) + (described_bytes(block.forward, share) if block else 0)
+        self.in_forward = forward_scores(share) + forward_height(share)
         self.between = dequantized(share) + causal_mask(share)  # temporaries anywhere between first and last block
         # torchtune: a weight is dequantized before the MLP's backward makes its temporaries, or after.
         tune = isinstance(run.stack, Torchtune)
@@ -169,9 +170,17 @@ class StepMemory:
         units, moment = self.states.units, partial(self._moment, "forward", gradients=self.gradients.accumulated)
         gathered, casts = units.resident + units.block, self.casts + self.head_cast
         around_loss = gathered if units.at_loss is None else units.at_loss
+        ahead = units.prefetched  # the output of the all-gather, or what is gathered next
+        activations, before = self.activations - self.outside + casts, []
+        if units.experts:  # the output of their all-gather stays until the next block's are copied out
+            held = max(0, ahead - units.block)
+            before.append(moment("the last but one block of forward", gathered + ahead + held,
+                                 self.between + self.in_forward, activations=activations - self.block))  # fmt: skip
+            ahead = units.head + held
         return [
-            moment("the last block of forward", gathered + units.prefetched, self.between + self.in_forward,
-                   activations=self.activations - self.outside + casts),
+            *before,
+            moment("the last block of forward", gathered + ahead, self.between + self.in_forward,
+                   activations=activations),
             moment("the loss", around_loss, self.around_loss, activations=self.activations + casts,
                    logits=self.loss.forward),
         ]  # fmt: skip
@@ -194,7 +203,7 @@ class StepMemory:
     def _backward(self) -> list[Moment]:
         units, grads, moment = self.states.units, self.gradients, partial(self._moment, "backward")
         in_blocks = partial(moment, logits=self.loss.after)
-        gathered, activations = units.resident + units.prefetched, self.activations + self.kept_casts
+        gathered, activations = units.resident + min(units.block, units.prefetched), self.activations + self.kept_casts
         around_loss = gathered if units.at_loss is None else units.at_loss
         # FSDP2 gathers ahead what ran before: in chunks, the head itself.
         at_head = gathered - (units.prefetched if units.head and in_chunks(self.share.run) else 0)
@@ -232,10 +241,11 @@ class StepMemory:
         gathered = units.resident + (units.prefetched or -units.block)
         reducing = units.block_gradients + units.block_reduction
         ranks = self.share.run.dp_shard * self.share.run.cp
-        last_but_one = 2 * units.block + self.left - (units.outside if units.head else 0)
+        last_but_one = units.block + (units.prefetched or units.block) + self.left - (units.outside if units.head else 0)
         # Of a unit with one large tensor, its gradient is still there as the reduced one is made.
         head_shard, outside_shard = units.head_reduction // ranks, 0
-        after_first = grads.after_head + (0 if grads.accumulated else units.block_reduction // ranks)
+        shard = units.block_reduction // ranks + units.experts_shard
+        after_first = grads.after_head + (0 if grads.accumulated else shard)
         if units.head:
             outside_shard = units.outside_reduction // ranks
         found = []
@@ -261,7 +271,7 @@ class StepMemory:
                    gradients=grads.stored.after_blocks + outside_shard),
         ]  # fmt: skip
         if self.layers > 2:  # one with a reduction behind it and a block gathered, or still whole, before it
-            gathered += units.prefetched
+            gathered = units.resident + min(units.block, units.prefetched) + units.prefetched
             found += [
                 moment("the second block of backward", gathered,
                        units.block_reduction + self.working,

@@ -154,6 +154,16 @@ def block_backward(share: Share, kept: dict[str, int], whole: dict[str, int]) ->
     return BlockBackward(*_in_halves(share, whole.get("mlp", 0), gradients), recomputed)
 
 
+def forward_height(share: Share) -> int:
+    """Return what a described block's forward holds beside what it keeps, as the description says."""
+    block = block_of(share)
+    if not block or not block.forward:
+        return 0
+    return max(described_bytes(each.beside, share) - described_bytes(
+        () if share.run.checkpointing else tuple(row for row in block.saved if row.operator in each.gone), share)
+        for each in block.forward)  # fmt: skip
+
+
 def _at(height: Height, block: Block, share: Share, kept: int, gradient: int) -> BlockBackward:
     """Return what a described block takes at `height`, with `gradient` bytes for an element of its gradients."""
     rows = tuple(row for row in block.saved if row.operator not in height.gone)

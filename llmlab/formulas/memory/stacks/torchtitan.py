@@ -5,6 +5,7 @@ from __future__ import annotations
 from ....base.errors import NotAvailable
 from ....specs.stacks import Torchtitan
 from ..float8 import converted
+from ..fsdp import own_unit
 from ..share import Share
 from . import torchtitan_experts as experts
 from .described import EXPERTS, Block, Cut, Height, Kept, Loss
@@ -95,7 +96,7 @@ AGAIN = Height(
         STREAM,
         GATHERED,
         Kept("w2: its output", "made again", "h", "product", "whole", 2),
-        Kept("reduce_scatter, ffn_norm: their outputs", "made again", "h", "product", "tokens", 3),
+        Kept("reduce_scatter, ffn_norm: their outputs", "made again", "h", "product", "tokens", 2),
     ),
 )
 
@@ -154,16 +155,17 @@ def _ring(cp: int) -> Height:
 
 
 def block(share: Share) -> Block:
-    """Return the description of the block that torchtitan trains. Raises NotAvailable for a mixture of experts."""
-    selective: tuple[Kept, ...] = SELECTIVE
-    stack, run = share.run.stack, share.run
+    """Return the description of the block that torchtitan trains. Raises NotAvailable for a mixture of experts that is
+    not described."""
+    stack, run, mixed = share.run.stack, share.run, share.spec.experts > 0
+    if mixed:
+        _check_experts(share)
+    saved: tuple[Kept, ...] = SAVED[:10] + experts.saved(share) if mixed else SAVED
+    selective: tuple[Kept, ...] = SELECTIVE[:4] + experts.SELECTIVE if mixed else SELECTIVE
     if isinstance(stack, Torchtitan) and not stack.keeps_attention:
         selective = tuple(row for row in selective if not row.operator.startswith("inner_attention"))
     if run.tp > 1:
         selective += REDUCED
-    saved: tuple[Kept, ...] = SAVED
-    if share.spec.experts:
-        saved, selective = SAVED[:10] + experts.saved(share), selective[:4] + experts.SELECTIVE
     given: tuple[Kept, ...] = ()
     if share.spec.qk_norm:  # Qwen 3
         saved += QK_NORM
@@ -178,6 +180,9 @@ def block(share: Share) -> Block:
     if share.spec.experts:
         gone = (*NORM_SAVED[:2], *(row.operator for row in experts.saved(share)))
         attention = HEIGHTS[2]._replace(gone=gone, gradients=(*EXPERTS, "o_proj"))
+        if own_unit(run):
+            beside = (*attention.beside, experts.reduced(share))
+            attention = attention._replace(beside=beside, gradients=("o_proj",))
         backward = (*experts.backward(share, STREAM), attention)
     if run.tp > 1:
         backward += (*CUT_UP, AGAIN) if run.checkpointing else CUT_UP
@@ -189,6 +194,19 @@ def block(share: Share) -> Block:
     found = LLAMA._replace(saved=saved, selective=selective, backward=backward, given=given, table=table,
                            forward=experts.forward(share) if share.spec.experts else ())  # fmt: skip
     return _compiled(found, share) if run.compile else found
+
+
+def _check_experts(share: Share) -> None:
+    spec, run = share.spec, share.run
+    asked = {
+        "compile=True": run.compile,
+        f"precision={run.precision!r}": run.precision != "mixed-bf16",  # grouped_mm takes halves, cast by whom
+        f"{spec.dense_layers} dense layers": spec.dense_layers > 0,
+    }
+    for what, given in asked.items():
+        if given:
+            raise NotAvailable(f"{what} of torchtitan's mixtures of experts, as {spec.name}, is not described; give dp=2 "
+                               "or more, precision='mixed-bf16', no compile, or stack='transformers'")  # fmt: skip
 
 
 def _table(positions: str, times: float) -> Kept:

@@ -6,6 +6,7 @@ The lines lie beside torchtitan/models/moe/moe.py as it runs.
 
 from __future__ import annotations
 
+from ..fsdp import own_ranks, own_unit
 from ..share import Share
 from .described import EXPERTS, Cut, Height, Kept
 
@@ -47,48 +48,100 @@ def saved(share: Share) -> tuple[Kept, ...]:
 SELECTIVE = (Kept("mm 5: gate", "made again", "E", "product", "whole"),)
 
 
-def forward(share: Share) -> tuple[Kept, ...]:
-    """Return what a block's forward holds beside what it keeps where it is highest: forward() has in variables what
-    experts were given and returned, and that in the tokens' order, until it returns."""
-    sums = Kept("bmm: its output", "temporaries", "h", "fp32", "whole")
-    if not share.run.checkpointing:
-        return (*_held(share), sums, _of("out_experts", "h"))
+def forward(share: Share) -> tuple[Height, ...]:
+    """Return the moments of a block's forward that can be the highest: forward() has in variables what experts were
+    given and returned, and that in the tokens' order, until it returns."""
+    chosen = share.spec.experts_per_token
+    sums, last = Kept("bmm: its output", "temporaries", "h", "fp32", "whole"), "bmm: what experts returned, in fp32"
+    kept: tuple[Kept, ...] = ()
+    if share.run.checkpointing:
+        kept = (
+            Kept("h", "temporaries", "h", "stream", "tokens"),
+            Kept("gate: its input", "linear inputs", "h", "product", "whole"),
+        )
+        found = [Height((), (*kept, *_held(share), Kept(last, "mlp", "h", "fp32", "whole", chosen), sums))]
+    else:
+        found = [Height((), (*_held(share), sums, _of("out_experts", "h")))]
+    if own_unit(share.run):
+        found.append(Height((last,), (*kept, *_sending(share))))
+    return tuple(found)
+
+
+def _sending(share: Share) -> tuple[Kept, ...]:
+    """Return what is there as an expert group's ranks send back what the experts returned, whose weights are still
+    gathered."""
+    chosen = share.spec.experts_per_token
     return (
-        Kept("h", "temporaries", "h", "stream", "tokens"),
-        Kept("gate: its input", "linear inputs", "h", "product", "whole"),
-        *_held(share),
-        Kept("bmm: what experts returned, in fp32", "mlp", "h", "fp32", "whole", share.spec.experts_per_token),
-        sums,
+        *_held(share)[:2],
+        _of("w2: its output", "h", rows(share)),
+        _of("_unpermute: its output", "h", chosen),
+        _of("all_to_all: its output", "h", chosen),
+        _weights(share),
     )
 
 
 def backward(share: Share, stream: Kept) -> tuple[Height, ...]:
     """Return the moments of the MLP's backward that can be the highest, the block's output having gradient `stream`."""
-    chosen, computed = share.spec.experts_per_token, rows(share)
+    run, chosen, computed = share.run, share.spec.experts_per_token, rows(share)
     whole = Kept("gradient of bmm's output", "temporaries", "h", "fp32", "whole")
-    again = (*_held(share), Kept("bmm: its output", "temporaries", "h", "fp32", "whole"), _of("out_experts", "h"))
+    # Until it comes to that, selective checkpointing has what the ranks of tensor parallelism summed.
+    summed = run.tp > 1 and run.checkpointing == "selective"
+    again = (
+        *_held(share),
+        Kept("bmm: its output", "temporaries", "h", "fp32", "whole"),
+        _of("out_experts", "h"),
+        Kept("reduce_scatter: moe", "temporaries", "h", "product", "tokens", summed),
+    )
     operators = [row.operator for row in saved(share)]
     copies = operators[-1:]
-    at_sum = Height((), (stream, whole, Kept("gradient of bmm's copies", "temporaries", "h", "fp32", "whole", chosen)))
-    found = (
-        at_sum,
+    # FSDP2 gathers weights ahead, but from one rank, of which it casts them as they are needed.
+    own = own_unit(run)
+    there = (_weights(share),) if own else ()
+    ahead = there if run.checkpointing or own_ranks(run) > 1 else ()
+    found = [
+        Height((), (stream, *ahead, whole, Kept("gradient of bmm's copies", "temporaries", "h", "fp32", "whole", chosen))),
         Height(
             (*copies, "w2: its input"),
-            (stream, _of("w2's input, silu and w3", "m", 3 * computed, "heads")),
+            (stream, *there, _of("w2's input, silu and w3", "m", 3 * computed, "heads")),
             EXPERTS[:1],
         ),
         Height(
             (*copies, *operators[6:9]),
-            (stream, _of("silu and w1", "m", 2 * computed, "heads"), _of("w3's rows", "h", computed)),
+            (stream, *there, _of("silu and w1", "m", 2 * computed, "heads"), _of("w3's rows", "h", computed)),
             EXPERTS[:2],
         ),
         Height(
             operators[5:],
-            (stream, _of("w1", "m", computed, "heads"), _of("w1's and w3's rows", "h", 2 * computed)),
+            (stream, *there, _of("w1", "m", computed, "heads"), _of("w1's and w3's rows", "h", 2 * computed)),
             EXPERTS,
         ),
-    )
-    return (Height((), (stream, whole, *again)), *found) if share.run.checkpointing else found
+    ]
+    if run.checkpointing:
+        found.append(Height((), (stream, *ahead, whole, *again)))
+    if run.checkpointing and own:  # the output of the all-gather, too, until the experts have returned
+        output = _weights(share, own_ranks(run) > 1)
+        found.append(Height(copies, (stream, whole, *_sending(share), output)))
+    if own:
+        found.append(Height(operators[1:], (stream, _of("routed_input", "h", chosen), reduced(share, True))))
+    return tuple(found)
+
+
+def _weights(share: Share, times: float = 1) -> Kept:
+    """The experts' weights as they are gathered, in half precision."""
+    spec = share.spec
+    elements = 3 * spec.experts // share.run.ep * spec.hidden * spec.moe_intermediate
+    return Kept("experts: their weights", "temporaries", "1", "product", "heads", times * elements / share.tokens)
+
+
+def reduced(share: Share, now: bool = False) -> Kept:
+    """What FSDP2 reduces the experts' gradients from, in fp32, until it reduces others, and what of them stays.
+
+    `now`: as it does so. They are gone by then, but for the last, which a variable has; or are there, but what stays is
+    not. Of one rank there is a quotient beside it (_fsdp_collectives.py, foreach_reduce).
+    """
+    ranks = own_ranks(share.run)
+    stays = 2 / ranks
+    return _weights(share, 2 + (max(1, stays + (1 / 3 if ranks > 1 else 2)) if now else stays))
 
 
 def _of(name: str, width: str, times: float = 1, cut: Cut = "whole") -> Kept:
@@ -96,5 +149,11 @@ def _of(name: str, width: str, times: float = 1, cut: Cut = "whole") -> Kept:
 
 
 def _held(share: Share) -> tuple[Kept, ...]:
+    """Return what forward() has in variables; with tensor parallelism also the norm's output, which was gathered."""
     chosen = share.spec.experts_per_token
-    return (_of("routed_input", "h", chosen), _of("routed_output", "h", chosen), _of("routed_output_unsorted", "h", chosen))
+    return (
+        Kept("ffn_norm: its output", "temporaries", "h", "product", "tokens", share.run.tp > 1),
+        _of("routed_input", "h", chosen),
+        _of("routed_output", "h", chosen),
+        _of("routed_output_unsorted", "h", chosen),
+    )
