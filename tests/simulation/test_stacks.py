@@ -191,9 +191,39 @@ def test_what_of_torchtitans_experts_is_not_simulated(given, message):
         lab.simulate(EXPERTS, lab.Training(**{**MIXTURE, **given}), "H100-80GB")
 
 
-def test_torchtitans_experts_are_not_estimated():
-    with pytest.raises(lab.NotAvailable, match=r"experts, as custom-qwen3_moe, are not described; lab\.sim"):
-        lab.estimate(EXPERTS, lab.Training(**MIXTURE), "H100-80GB")
+# Of few words, and with experts whose weights are small beside their tokens, or large.
+MIXED = {**EXPERTS, "vocab_size": 1024, "num_hidden_layers": 3}
+HEAVY = {**MIXED, "moe_intermediate_size": 768, "num_experts": 64}
+MIXTURES = {
+    "none": (MIXED, {}),
+    "full": (MIXED, {"stack": "torchtitan:ac=full"}),
+    "selective": (MIXED, {"stack": "torchtitan"}),
+    "tensor parallel, selective": (MIXED, {"tp": 2, "stack": "torchtitan"}),
+    "tensor parallel, full": (MIXED, {"tp": 2, "stack": "torchtitan:ac=full"}),
+    "more ranks than experts": (MIXED, {"dp": 24}),
+    "heavy": (HEAVY, {}),
+    "expert groups": (HEAVY, {"ep": 2}),
+    "expert groups, full": (HEAVY, {"ep": 4, "dp": 16, "stack": "torchtitan:ac=full"}),
+    "one group of all": (HEAVY, {"ep": 4}),
+    "expert groups, light": (MIXED, {"ep": 2}),
+    "expert groups, tensor parallel": (MIXED, {"ep": 2, "tp": 2, "stack": "torchtitan:ac=full"}),
+}
+
+
+@pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs `make stacks`")
+@pytest.mark.parametrize("name", MIXTURES)
+def test_the_estimate_is_what_torchtitans_experts_take(name):
+    model, given = MIXTURES[name]
+    run = lab.Training(**{**MIXTURE, **given})
+    estimate, simulation = lab.estimate(model, run, "H100-80GB"), lab.simulate(model, run, "H100-80GB")
+    assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.01)
+    assert estimate.phases["forward"] == pytest.approx(simulation.phases["forward"], rel=0.03)
+
+
+@pytest.mark.parametrize(("given", "what"), [({"compile": True}, "compile=True"), ({"dp": 1}, "precision='autocast")])
+def test_what_of_torchtitans_experts_is_not_estimated(given, what):
+    with pytest.raises(lab.NotAvailable, match=rf"{what}.* of torchtitan's mixtures of experts, as custom-qwen3_moe, is"):
+        lab.estimate(EXPERTS, lab.Training(**{**MIXTURE, **given}))
 
 
 TIED = {**SMALL, "tie_word_embeddings": True}

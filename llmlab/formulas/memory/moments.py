@@ -241,7 +241,8 @@ class StepMemory:
         gathered = units.resident + (units.prefetched or -units.block)
         reducing = units.block_gradients + units.block_reduction
         ranks = self.share.run.dp_shard * self.share.run.cp
-        last_but_one = units.block + (units.prefetched or units.block) + self.left - (units.outside if units.head else 0)
+        last_but_one = units.block + (units.prefetched or units.block) + self.left
+        last_but_one -= units.outside if units.head else 0
         # Of a unit with one large tensor, its gradient is still there as the reduced one is made.
         head_shard, outside_shard = units.head_reduction // ranks, 0
         shard = units.block_reduction // ranks + units.experts_shard

@@ -51,8 +51,9 @@ class Loss(NamedTuple):
 
 
 class Height(NamedTuple):
-    """A moment of a block's backward, or of its forward, that can be its highest: what of `Block.saved` is gone, what is there beside it,
-    and the linears whose weights have a gradient by then (`specs.parameters.Linear`, `EXPERTS`)."""
+    """A moment of a block's backward, or of its forward, that can be its highest: what of `Block.saved` is gone, or not
+    there yet, what is there beside it, and the linears whose weights have a gradient by then
+    (`specs.parameters.Linear`, `EXPERTS`)."""
 
     gone: tuple[str, ...]  # operators
     beside: tuple[Kept, ...]
@@ -68,7 +69,7 @@ class Block(NamedTuple):
     outside: tuple[Kept, ...]  # of blocks, on the stage with the head
     backward: tuple[Height, ...]  # in which a block that was recomputed has all again that is saved
     loss: Loss
-    forward: tuple[Height, ...] = ()  # where there is more beside what is kept than later; what is not there yet is gone
+    forward: tuple[Height, ...] = ()  # where a block has more, beside what is kept, than when it is over
     given: tuple[Kept, ...] = ()  # to the block beside its input: all checkpointing keeps it
     norm_backward: tuple[Kept, ...] = ()  # beside what was saved, as the final norm's backward is at its highest
     table: int = 0  # bytes of the table by which positions rotate, one for all layers

@@ -205,8 +205,8 @@ def _check_experts(share: Share) -> None:
     }
     for what, given in asked.items():
         if given:
-            raise NotAvailable(f"{what} of torchtitan's mixtures of experts, as {spec.name}, is not described; give dp=2 "
-                               "or more, precision='mixed-bf16', no compile, or stack='transformers'")  # fmt: skip
+            raise NotAvailable(f"{what} of torchtitan's mixtures of experts, as {spec.name}, is not described; give "
+                               "dp=2 or more, precision='mixed-bf16', no compile, or stack='transformers'")  # fmt: skip
 
 
 def _table(positions: str, times: float) -> Kept:

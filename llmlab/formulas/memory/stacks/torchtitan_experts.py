@@ -92,21 +92,22 @@ def backward(share: Share, stream: Kept) -> tuple[Height, ...]:
         _of("out_experts", "h"),
         Kept("reduce_scatter: moe", "temporaries", "h", "product", "tokens", summed),
     )
-    operators = [row.operator for row in saved(share)]
+    operators = tuple(row.operator for row in saved(share))
     copies = operators[-1:]
     # FSDP2 gathers weights ahead, but from one rank, of which it casts them as they are needed.
     own = own_unit(run)
     there = (_weights(share),) if own else ()
     ahead = there if run.checkpointing or own_ranks(run) > 1 else ()
+    of_copies = Kept("gradient of bmm's copies", "temporaries", "h", "fp32", "whole", chosen)
     found = [
-        Height((), (stream, *ahead, whole, Kept("gradient of bmm's copies", "temporaries", "h", "fp32", "whole", chosen))),
+        Height((), (stream, *ahead, whole, of_copies)),
         Height(
             (*copies, "w2: its input"),
             (stream, *there, _of("w2's input, silu and w3", "m", 3 * computed, "heads")),
             EXPERTS[:1],
         ),
         Height(
-            (*copies, *operators[6:9]),
+            (*operators[6:9], *copies),
             (stream, *there, _of("silu and w1", "m", 2 * computed, "heads"), _of("w3's rows", "h", computed)),
             EXPERTS[:2],
         ),
