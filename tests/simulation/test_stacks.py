@@ -10,6 +10,7 @@ from llmlab.formulas.memory.states import states
 from llmlab.recording.parts import divide
 from llmlab.simulation import stacks
 from llmlab.simulation.report import recorded
+from llmlab.specs.stages import chunks_of
 
 SMALL = {
     "model_type": "llama", "vocab_size": 32000, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4,
@@ -144,6 +145,18 @@ def test_the_estimate_is_what_a_stage_of_torchtitans_pipeline_takes(name):
 
 
 @pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs `make stacks`")
+@pytest.mark.parametrize("stage", [0, 3])
+def test_virtual_stages_of_different_numbers_of_layers_are_counted_one_by_one(stage):
+    """11 layers in eight: 1, 2, 2, 2, 2, 1, 1, 0; the last rank keeps most when its last virtual stage is done."""
+    run = lab.Training(**{**PIPELINE, "seq_len": 2048, "virtual_stages": 2})
+    spec = lab.model({**SMALL, "vocab_size": 2048, "num_hidden_layers": 11})
+    assert [chunks_of(spec, run, each) for each in (0, 3)] == [(1, 2), (2, 0)]
+    step = recorded(spec, run, "H100-80GB", stage=stage)
+    estimate = max(m.total for m in training_moments(spec, run, lab.gpu("H100-80GB"), stage=stage))
+    assert estimate == pytest.approx(divide(step.engine.events, step.marks).peak, rel=0.02)
+
+
+@pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs `make stacks`")
 def test_a_stage_receives_into_buffers_for_all_micro_batches():
     """Inputs, and gradients of outputs, of 8 micro-batches: of a stage between others 16, of the first and last 8."""
     found = {stage: divide(step.engine.events, step.marks, ()).detail["other"]["communication buffers"]
@@ -222,7 +235,7 @@ def test_the_estimate_is_what_torchtitans_experts_take(name):
 
 @pytest.mark.parametrize(("given", "what"), [({"compile": True}, "compile=True"), ({"dp": 1}, "precision='autocast")])
 def test_what_of_torchtitans_experts_is_not_estimated(given, what):
-    with pytest.raises(lab.NotAvailable, match=rf"{what}.* of torchtitan's mixtures of experts, as custom-qwen3_moe, is"):
+    with pytest.raises(lab.NotAvailable, match=rf"{what}.* of torchtitan's mixtures of experts, as custom-qwen3_moe"):
         lab.estimate(EXPERTS, lab.Training(**{**MIXTURE, **given}))
 
 

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from operator import mul
 from typing import NamedTuple
 
 from ...hardware.gpu import GPU
 from ...specs.model import ModelSpec
 from ...specs.run import Training
 from ...specs.stacks import Torchtitan, Torchtune
+from ...specs.stages import chunks_of
 from .activations import block_inputs, block_saved, checkpointed, per_device
 from .fsdp import uses_fsdp
 from .gradients import bucket_bytes, gradients
@@ -95,6 +97,11 @@ class StepMemory:
         host = isinstance(run.stack, Torchtune) and run.stack.enable_activation_offloading
         held = 1 if host else share.layers
         blocks = layers_in_flight(run, share.stage, held, share.over)  # of all micro-batches
+        of_chunk = held // run.virtual_stages
+        if share.chunk is not None:
+            chunks = chunks_of(spec, run, share.stage)
+            flying = chunks_in_flight(run, share.stage, chunks, share.chunk, share.over)
+            blocks, of_chunk = sum(map(mul, flying, chunks)), chunks[share.chunk]
         self.activations_by_kind = {kind: each * blocks for kind, each in kept.items() if each}
         self.block = sum(kept.values())  # what one block keeps of one micro-batch
         self.outside = _outside_in_flight(share, self.loss.waiting)  # of blocks
@@ -106,7 +113,7 @@ class StepMemory:
             last = [sum((whole if (share.layers - back) % every else block_inputs(share)).values()) for back in (0, 1)]
             self.uneven = self.block - last[0], 2 * self.block - sum(last)
         # Left when the last block's backward begins.
-        self.last_block = self.block * (blocks - held // run.virtual_stages + 1)
+        self.last_block = self.block * (blocks - of_chunk + 1)
         # Of the micro-batches that wait while one's backward ends.
         passes = passes_in_flight(run, share.stage, share.over)
         self.others = self.last_block - self.block + (self.outside - self.outside // passes if passes else 0)
@@ -146,6 +153,13 @@ class StepMemory:
             loaded["weights"] = 4 * self.states.trained
         update = {"logits": self.loss.after, "gradients": self.gradients.update}
         share = self.share
+        if share.chunk is None and len(set(chunks := chunks_of(share.spec, share.run, share.stage))) > 1:
+            return [
+                moment
+                for number, layers in enumerate(chunks)
+                for moment in type(self)(_of_chunk(replace(share, chunk=number))).moments()
+                if layers or "block" not in moment.name
+            ]
         every = share.run.accumulation * share.run.virtual_stages  # where all are in flight, nothing is before them
         alone = share.over and share.run.pp > 1 and passes_in_flight(share.run, share.stage) == every
         before = type(self)(replace(share, over=0)) if alone else None
@@ -271,7 +285,9 @@ class StepMemory:
             moment("the other gradients reduced", 0, units.outside_gradients + units.outside_reduction,
                    gradients=grads.stored.after_blocks + outside_shard),
         ]  # fmt: skip
-        if self.layers > 2:  # one with a reduction behind it and a block gathered, or still whole, before it
+        # One with a reduction behind it and a block gathered, or still whole, before it; a pipeline reduces when all is
+        # through.
+        if self.layers > 2 and self.share.run.pp == 1:
             gathered = units.resident + min(units.block, units.prefetched) + units.prefetched
             found += [
                 moment("the second block of backward", gathered,
@@ -313,6 +329,31 @@ def passes_in_flight(run: Training, stage: int, over: int = 0) -> int:
     return min(ahead, run.accumulation * run.virtual_stages - over)
 
 
+def chunks_in_flight(run: Training, stage: int, chunks: tuple[int, ...], chunk: int, over: int = 0) -> list[int]:
+    """Return of how many micro-batches a rank keeps what each of its virtual stages does, when it keeps most layers, of
+    which these have so many as `chunks` says, and `chunk` runs backward, once `over` backward passes are over.
+
+    Backward takes pp micro-batches through the rank's last virtual stage, then as many through the one before.
+
+    >>> chunks_in_flight(Training(pp=2, accumulation=4, virtual_stages=2), 1, (3, 1), chunk=0)
+    [3, 0]
+    """
+    number = run.virtual_stages
+    every = run.accumulation * number
+    ahead = 2 * (run.pp - stage - 1) + (number - 1) * run.pp + 1
+    best: list[int] = [0] * number
+    for back in range(over, every):
+        if number - 1 - back // run.pp % number != chunk:
+            continue
+        held = [0] * number
+        for each in range(min(back + ahead, every)):
+            held[each // run.pp % number] += 1
+        for each in range(back):
+            held[number - 1 - each // run.pp % number] -= 1
+        best = max(best, held, key=lambda found: sum(map(mul, found, chunks)))
+    return best
+
+
 def layers_in_flight(run: Training, stage: int, layers: int, over: int = 0) -> int:
     """Return of how many layers a rank with so many keeps activations at most, of all its micro-batches; `over` as in
     `passes_in_flight`.
@@ -340,10 +381,24 @@ def micro_batches_in_flight(run: Training, stage: int = 0, last: bool = False, o
     return min(groups * run.pp + begun, run.accumulation)
 
 
+def _of_chunk(share: Share) -> Share:
+    """Return the share of a rank one of whose virtual stages runs: only its last one has the head, its first the
+    embedding."""
+    first, last = share.chunk == 0, share.chunk == share.run.virtual_stages - 1
+    return replace(share, first=share.first and first, last=share.last and last)
+
+
 def _outside_in_flight(share: Share, waiting: int) -> int:
     """Return the bytes kept outside blocks by all passes in flight, of which a rank's first stage has the embedding and
     the last one the head; `waiting` is what the loss of one keeps until its backward begins."""
     run, stage, over = share.run, share.stage, share.over
+    if share.chunk is not None:
+        flying = chunks_in_flight(run, stage, chunks_of(share.spec, run, stage), share.chunk, over)
+        middle = outer_activations(replace(share, first=False, last=False))
+        first = outer_activations(replace(share, first=stage == 0, last=False))
+        last = outer_activations(replace(share, first=False, last=stage == run.pp - 1))
+        waits = waiting * max(0, flying[-1] - 1)
+        return first * flying[0] + middle * sum(flying[1:-1]) + last * flying[-1] + waits
     ending = micro_batches_in_flight(run, stage, True, over)
     waits = waiting * (ending - 1) if share.last else 0
     if run.virtual_stages == 1:

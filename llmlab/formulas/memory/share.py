@@ -31,6 +31,7 @@ class Share:
     last: bool  # whether it is the last stage, which has the final norm, the head and the loss
     layers: int  # of the stage
     tokens: int  # T: the micro-batch's tokens after context parallelism has divided them
+    chunk: int | None  # the virtual stage that runs, of several with different numbers of layers
     over: int  # backward passes of the step before its highest moments; once one is over, all gradients exist
     sequence_ranks: int  # over how many ranks sequence parallelism divides the tokens of what lies between products
     bytes: Bytes  # per element of each kind of tensor
@@ -67,6 +68,7 @@ def share_of(spec: ModelSpec, run: Training, gpu: GPU | None = None, cpu: bool =
         last=stage == run.pp - 1,
         layers=layers_of(spec, run)[stage],
         tokens=run.tokens // run.cp,
+        chunk=None,
         over=min(1, run.accumulation - 1),
         sequence_ranks=run.tp if run.sequence_parallel else 1,
         bytes=b,

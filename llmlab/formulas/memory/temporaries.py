@@ -66,8 +66,9 @@ def receive_buffers(share: Share) -> int:
     run = share.run
     if run.pp == 1 or not isinstance(run.stack, Torchtitan):
         return 0
-    each = 2 * run.virtual_stages - share.first - share.last
-    sent = run.virtual_stages > share.first and run.accumulation > 1
+    first, last = share.stage == 0, share.stage == run.pp - 1  # of the rank's, whichever runs
+    each = 2 * run.virtual_stages - first - last
+    sent = run.virtual_stages > first and run.accumulation > 1
     return (run.accumulation * each + sent) * between_stages(share)
 
 
