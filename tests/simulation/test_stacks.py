@@ -80,6 +80,8 @@ HEIGHTS = {
     "few words, layers": (FEW, {"dp": 8, "stack": "torchtitan:ac=selective_layers"}),
     "few tokens": (DEEP, {"dp": 8, "seq_len": 512}),
     "few tokens, full": (DEEP, {"dp": 16, "seq_len": 512, "checkpointing": "full"}),
+    "tensor parallel alone": (FEW, {"tp": 2, "seq_len": 2048}),
+    "tensor parallel alone, none": (FEW_QWEN, {"tp": 2, "seq_len": 2048, "stack": "torchtitan:ac=none"}),
     "compiled, few words": (FEW_QWEN, {**COMPILED, "micro_batch": 2, "seq_len": 2048}),
     "compiled, few tokens": (FEW, {**COMPILED, "seq_len": 1024}),
     "compiled, few words, full": (FEW, {**COMPILED, "checkpointing": "full"}),
@@ -368,7 +370,11 @@ def test_a_block_of_torchtunes_qlora_takes_what_dequantizing_takes():
 
 @pytest.mark.skipif(find_spec("torchtune") is None, reason="needs `make stacks`")
 @pytest.mark.parametrize(
-    "given", [{"lora": MLP, "quantization": "nf4", "dp": 8}, {"stack": "torchtune:packed=True"}]
+    "given", [
+        {"lora": MLP, "quantization": "nf4", "dp": 8},
+        {"stack": "torchtune:packed=True"},
+        {"stack": "torchtune:optimizer=AdamW8bit", "dp": 8},
+    ],
 )
 def test_what_of_torchtune_is_only_estimated(given):
     run = lab.Training(**{"stack": "torchtune", **given})

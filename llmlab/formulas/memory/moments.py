@@ -394,11 +394,11 @@ def _outside_in_flight(share: Share, waiting: int) -> int:
     run, stage, over = share.run, share.stage, share.over
     if share.chunk is not None:
         flying = chunks_in_flight(run, stage, chunks_of(share.spec, run, stage), share.chunk, over)
-        middle = outer_activations(replace(share, first=False, last=False))
+        between = outer_activations(replace(share, first=False, last=False))
         first = outer_activations(replace(share, first=stage == 0, last=False))
         last = outer_activations(replace(share, first=False, last=stage == run.pp - 1))
         waits = waiting * max(0, flying[-1] - 1)
-        return first * flying[0] + middle * sum(flying[1:-1]) + last * flying[-1] + waits
+        return first * flying[0] + between * sum(flying[1:-1]) + last * flying[-1] + waits
     ending = micro_batches_in_flight(run, stage, True, over)
     waits = waiting * (ending - 1) if share.last else 0
     if run.virtual_stages == 1:

@@ -8,7 +8,7 @@ from ...hardware.gpu import GPU
 from ...specs.model import ModelSpec
 from ...specs.parameters import Linear
 from ...specs.run import Inference, Run, Training
-from ...specs.stacks import Torchtune
+from ...specs.stacks import Torchtitan, Torchtune
 from ...specs.stages import layers_of
 from .precision import PRECISION, Bytes
 
@@ -124,6 +124,8 @@ def attention_kernel(spec: ModelSpec, run: Run, gpu: GPU | None, cpu: bool = Fal
     in_fp32 = run.weights == "fp32" if isinstance(run, Inference) else bytes_of(run).compute == 4
     if gpu is None or (gpu.supports_flash_attention_2 and not in_fp32):
         return "flash"
+    if in_fp32 and isinstance(run, Training) and isinstance(run.stack, Torchtitan):
+        return "math"  # of torch's kernels it allows cuDNN's, FlashAttention and this (torchtitan/models/attention.py)
     return "math" if spec.kv_heads != spec.heads and unmasked_layers(spec, run) else "efficient"
 
 

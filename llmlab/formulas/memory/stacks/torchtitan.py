@@ -101,6 +101,24 @@ AGAIN = Height(
 )
 
 
+# In fp32 attention is written out (aten/src/ATen/native/transformers/attention.cpp,
+# _scaled_dot_product_attention_math): keys and values are copied to all heads, queries and keys multiplied by the root
+# of the scale, and selective checkpointing knows none of its operators.
+MATH = (
+    Kept("inner_attention: q, scaled", "q, k, v", "Q", "product", "heads"),
+    Kept("inner_attention: k of all heads, scaled", "q, k, v", "Q", "product", "heads"),
+    Kept("inner_attention: v of all heads", "q, k, v", "Q", "product", "heads"),
+    Kept("inner_attention: softmax", "scores", "S", "fp32", "heads"),
+    Kept("wo: its input", "attention output", "Q", "product", "heads"),
+)
+# Softmax's gradient, that times softmax, and the result (cuda/SoftMax.cu), when wo's input is gone.
+MATH_HEIGHT = Height(
+    (*MLP_SAVED, *NORM_SAVED, "wo: its input", "inner_attention: v of all heads"),
+    (STREAM, _of("v", "Q"), Kept("gradients of softmax", "temporaries", "S", "fp32", "heads", 3)),
+    (*MLP_WEIGHTS, "o_proj"),
+)
+
+
 # models/qwen3/model/model.py: queries and keys of each head are normalized before they are rotated.
 QK_NORM = (
     Kept("q_norm: its input", "norms", "Q", "product", "heads"),
@@ -166,6 +184,9 @@ def block(share: Share) -> Block:
         selective = tuple(row for row in selective if not row.operator.startswith("inner_attention"))
     if run.tp > 1:
         selective += REDUCED
+    if share.kernel == "math":
+        saved = saved[:3] + MATH + saved[8:]
+        selective = tuple(row for row in selective if not row.operator.startswith("inner_attention"))
     given: tuple[Kept, ...] = ()
     if share.spec.qk_norm:  # Qwen 3
         saved += QK_NORM
@@ -177,6 +198,8 @@ def block(share: Share) -> Block:
     if run.cp > 1:
         saved += (COPIED,)
     backward: tuple[Height, ...] = HEIGHTS
+    if share.kernel == "math":
+        backward = (*backward[:2], MATH_HEIGHT)
     if share.spec.experts:
         gone = (*NORM_SAVED[:2], *(row.operator for row in experts.saved(share)))
         attention = HEIGHTS[2]._replace(gone=gone, gradients=(*EXPERTS, "o_proj"))
