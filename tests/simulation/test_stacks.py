@@ -81,7 +81,7 @@ HEIGHTS = {
     "few tokens": (DEEP, {"dp": 8, "seq_len": 512}),
     "few tokens, full": (DEEP, {"dp": 16, "seq_len": 512, "checkpointing": "full"}),
     "tensor parallel alone": (FEW, {"tp": 2, "seq_len": 2048}),
-    "tensor parallel alone, none": (FEW_QWEN, {"tp": 2, "seq_len": 2048, "stack": "torchtitan:ac=none"}),
+    "tensor parallel alone, none": (FEW, {"tp": 2, "seq_len": 2048, "stack": "torchtitan:ac=none"}),
     "compiled, few words": (FEW_QWEN, {**COMPILED, "micro_batch": 2, "seq_len": 2048}),
     "compiled, few tokens": (FEW, {**COMPILED, "seq_len": 1024}),
     "compiled, few words, full": (FEW, {**COMPILED, "checkpointing": "full"}),

@@ -39,7 +39,7 @@ def check(spec: ModelSpec, run: Training) -> None:
     asked = {
         f"quantization='nf4', dp={run.dp}": run.quantization and run.dp > 1,
         "packed=True": stack.packed,
-        # bitsandbytes takes the pointers of states that FSDP2 would cut (optim/optimizer.py): it raises RuntimeError
+        # bitsandbytes' kernel takes no DTensor, which FSDP2's parameters are: it raises RuntimeError.
         f"optimizer='adamw-8bit', dp={run.dp}": run.optimizer == "adamw-8bit" and run.dp > 1,
     }
     for what, given in asked.items():
