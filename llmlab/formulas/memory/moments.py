@@ -288,7 +288,7 @@ class StepMemory:
         # One with a reduction behind it and a block gathered, or still whole, before it; a pipeline reduces when all is
         # through.
         if self.layers > 2 and self.share.run.pp == 1:
-            gathered = units.resident + min(units.block, units.prefetched) + units.prefetched
+            gathered = units.resident + (units.block + units.prefetched if units.prefetched else -units.block)
             found += [
                 moment("the second block of backward", gathered,
                        units.block_reduction + self.working,
