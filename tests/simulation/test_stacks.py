@@ -103,6 +103,7 @@ def test_the_estimate_is_what_torchtitans_blocks_take_compiled_in_fp8_and_cut_by
 @pytest.mark.parametrize(
     "given, names",
     [
+        ({"tp": 2}, "tp=2 alone of qwen3"),
         ({"dp": 8, "pp": 2, "accumulation": 4, "compile": True}, "compile=True, pp=2"),
         ({"pp": 2, "cp": 2, "accumulation": 4}, "cp=2, pp=2"),
         ({"dp": 4, "tp": 2, "compile": True}, "compile=True, tp=2"),
@@ -110,10 +111,10 @@ def test_the_estimate_is_what_torchtitans_blocks_take_compiled_in_fp8_and_cut_by
     ],
 )
 def test_what_of_torchtitan_is_only_estimated(given, names):
-    run = lab.Training(stack="torchtitan", **given)
+    run, model = lab.Training(stack="torchtitan", **given), QWEN if "qwen3" in names else SMALL
     with pytest.raises(lab.NotAvailable, match=rf"{names} with stack='torchtitan'; see lab\.estimate"):
-        lab.simulate(SMALL, run, "H100-80GB")
-    assert lab.estimate(SMALL, run, "H100-80GB").peak_allocated
+        lab.simulate(model, run, "H100-80GB")
+    assert lab.estimate(model, run, "H100-80GB").peak_allocated
 
 
 DEEP = {**SMALL, "num_hidden_layers": 8}  # over four stages: 2, 3, 2, 1
