@@ -144,6 +144,8 @@ class Search:
             except SpecError as error:
                 self.refused = self.refused or error
                 continue
+            except NotAvailable:  # of a stack's block that is not described so
+                continue
             if seconds is not None and rest:
                 self._push(self._value(seconds, where, 0.0), Shape(fields, where, seconds, rest))
 
@@ -271,7 +273,10 @@ class Search:
         if run.micro_batch >= self._edges.get(key, inf):
             self.cuts[LARGER] += 1
             return None
-        fit = fullest(self.question.spec, run, where.card)
+        try:
+            fit = fullest(self.question.spec, run, where.card)
+        except NotAvailable:
+            return None
         if fit.outcome != "out of memory":
             return fit.least, fit.outcome == "fits"
         self.cuts[OVER] += 1

@@ -33,6 +33,20 @@ def stage_layers(layers: int, stages: int, name: str = "the model", ends: bool =
     return counts
 
 
+def chunks_of(spec: ModelSpec, run: Training, stage: int) -> tuple[int, ...]:
+    """Return how many layers each virtual stage of a rank of pipeline stage `stage` has, its first one first.
+
+    >>> from llmlab.specs.model import model
+    >>> run = Training(pp=4, dp=2, accumulation=4, virtual_stages=2, stack="torchtitan")
+    >>> chunks_of(model("meta-llama/Llama-3.1-8B"), run, 3)
+    (4, 3)
+    """
+    stack = stack_of(run)
+    if stack is None or not stack.counts_ends or run.pp == 1:
+        return (layers_of(spec, run)[stage] // run.virtual_stages,) * run.virtual_stages
+    return _counts(spec.layers, run.pp * run.virtual_stages, ends=True)[stage :: run.pp]
+
+
 def layers_of(spec: ModelSpec, run: Training) -> tuple[int, ...]:
     """Return how many layers each rank of the pipeline of `run` has, in all its virtual stages. Errors as
     `stage_layers`.
@@ -49,8 +63,7 @@ def layers_of(spec: ModelSpec, run: Training) -> tuple[int, ...]:
         return counts
     if stack is None or not stack.counts_ends or run.pp == 1:
         return stage_layers(spec.layers, run.pp, spec.name)
-    virtual = _counts(spec.layers, run.pp * run.virtual_stages, ends=True)
-    counts = tuple(sum(virtual[rank :: run.pp]) for rank in range(run.pp))
+    counts = tuple(sum(chunks_of(spec, run, rank)) for rank in range(run.pp))
     return counts if min(counts) > 0 else stage_layers(spec.layers, run.pp, spec.name, ends=True)  # which raises
 
 

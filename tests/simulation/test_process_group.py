@@ -388,6 +388,21 @@ def test_functional_collectives_of_known_values_too():
         assert functional.all_to_all_single(each, None, None, dist.group.WORLD).tolist() == [7] * RANKS
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_waiting_for_what_ranks_send_takes_no_memory():
+    """wait_tensor returns the tensor that it is given (torch/csrc/distributed/c10d/Functional.cpp)."""
+    from torch.distributed import _functional_collectives as functional
+
+    with lab.simulator(CARD, world_size=RANKS) as sim:
+        dist.init_process_group("nccl")
+        mine = torch.empty(WIDTH * WIDTH, device="cuda")
+        held = sim.allocated
+        sim.reset_peak()
+        everyone = functional.wait_tensor(functional.all_gather_tensor(mine, 0, dist.group.WORLD))
+        assert everyone.numel() == RANKS * mine.numel()
+        assert sim.peak_allocated - held == sim.allocated - held == RANKS * 4 * mine.numel()
+
+
 def test_weights_are_drawn_once_where_values_are_assumed():
     with lab.simulator(CARD, assume=1.0):
         weight = torch.empty(8, 8, device="cuda")

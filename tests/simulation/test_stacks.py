@@ -10,6 +10,7 @@ from llmlab.formulas.memory.states import states
 from llmlab.recording.parts import divide
 from llmlab.simulation import stacks
 from llmlab.simulation.report import recorded
+from llmlab.specs.stages import chunks_of
 
 SMALL = {
     "model_type": "llama", "vocab_size": 32000, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4,
@@ -79,6 +80,8 @@ HEIGHTS = {
     "few words, layers": (FEW, {"dp": 8, "stack": "torchtitan:ac=selective_layers"}),
     "few tokens": (DEEP, {"dp": 8, "seq_len": 512}),
     "few tokens, full": (DEEP, {"dp": 16, "seq_len": 512, "checkpointing": "full"}),
+    "tensor parallel alone": (FEW, {"tp": 2, "seq_len": 2048}),
+    "tensor parallel alone, none": (FEW, {"tp": 2, "seq_len": 2048, "stack": "torchtitan:ac=none"}),
     "compiled, few words": (FEW_QWEN, {**COMPILED, "micro_batch": 2, "seq_len": 2048}),
     "compiled, few tokens": (FEW, {**COMPILED, "seq_len": 1024}),
     "compiled, few words, full": (FEW, {**COMPILED, "checkpointing": "full"}),
@@ -100,6 +103,7 @@ def test_the_estimate_is_what_torchtitans_blocks_take_compiled_in_fp8_and_cut_by
 @pytest.mark.parametrize(
     "given, names",
     [
+        ({"tp": 2}, "tp=2 alone of qwen3"),
         ({"dp": 8, "pp": 2, "accumulation": 4, "compile": True}, "compile=True, pp=2"),
         ({"pp": 2, "cp": 2, "accumulation": 4}, "cp=2, pp=2"),
         ({"dp": 4, "tp": 2, "compile": True}, "compile=True, tp=2"),
@@ -107,10 +111,10 @@ def test_the_estimate_is_what_torchtitans_blocks_take_compiled_in_fp8_and_cut_by
     ],
 )
 def test_what_of_torchtitan_is_only_estimated(given, names):
-    run = lab.Training(stack="torchtitan", **given)
+    run, model = lab.Training(stack="torchtitan", **given), QWEN if "qwen3" in names else SMALL
     with pytest.raises(lab.NotAvailable, match=rf"{names} with stack='torchtitan'; see lab\.estimate"):
-        lab.simulate(SMALL, run, "H100-80GB")
-    assert lab.estimate(SMALL, run, "H100-80GB").peak_allocated
+        lab.simulate(model, run, "H100-80GB")
+    assert lab.estimate(model, run, "H100-80GB").peak_allocated
 
 
 DEEP = {**SMALL, "num_hidden_layers": 8}  # over four stages: 2, 3, 2, 1
@@ -140,6 +144,18 @@ def test_the_estimate_is_what_a_stage_of_torchtitans_pipeline_takes(name):
     given, stage = STAGES[name]
     run, step = of_stage(given, stage)
     estimate = max(m.total for m in training_moments(lab.model(DEEP), run, lab.gpu("H100-80GB"), stage=stage))
+    assert estimate == pytest.approx(divide(step.engine.events, step.marks).peak, rel=0.02)
+
+
+@pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs `make stacks`")
+@pytest.mark.parametrize("stage", [0, 3])
+def test_virtual_stages_of_different_numbers_of_layers_are_counted_one_by_one(stage):
+    """11 layers in eight: 1, 2, 2, 2, 2, 1, 1, 0; the last rank keeps most when its last virtual stage is done."""
+    run = lab.Training(**{**PIPELINE, "seq_len": 2048, "virtual_stages": 2})
+    spec = lab.model({**SMALL, "vocab_size": 2048, "num_hidden_layers": 11})
+    assert [chunks_of(spec, run, each) for each in (0, 3)] == [(1, 2), (2, 0)]
+    step = recorded(spec, run, "H100-80GB", stage=stage)
+    estimate = max(m.total for m in training_moments(spec, run, lab.gpu("H100-80GB"), stage=stage))
     assert estimate == pytest.approx(divide(step.engine.events, step.marks).peak, rel=0.02)
 
 
@@ -191,9 +207,39 @@ def test_what_of_torchtitans_experts_is_not_simulated(given, message):
         lab.simulate(EXPERTS, lab.Training(**{**MIXTURE, **given}), "H100-80GB")
 
 
-def test_torchtitans_experts_are_not_estimated():
-    with pytest.raises(lab.NotAvailable, match=r"experts, as custom-qwen3_moe, are not described; lab\.sim"):
-        lab.estimate(EXPERTS, lab.Training(**MIXTURE), "H100-80GB")
+# Of few words, and with experts whose weights are small beside their tokens, or large.
+MIXED = {**EXPERTS, "vocab_size": 1024, "num_hidden_layers": 3}
+HEAVY = {**MIXED, "moe_intermediate_size": 768, "num_experts": 64}
+MIXTURES = {
+    "none": (MIXED, {}),
+    "full": (MIXED, {"stack": "torchtitan:ac=full"}),
+    "selective": (MIXED, {"stack": "torchtitan"}),
+    "tensor parallel, selective": (MIXED, {"tp": 2, "stack": "torchtitan"}),
+    "tensor parallel, full": (MIXED, {"tp": 2, "stack": "torchtitan:ac=full"}),
+    "more ranks than experts": (MIXED, {"dp": 24}),
+    "heavy": (HEAVY, {}),
+    "expert groups": (HEAVY, {"ep": 2}),
+    "expert groups, full": (HEAVY, {"ep": 4, "dp": 16, "stack": "torchtitan:ac=full"}),
+    "one group of all": (HEAVY, {"ep": 4}),
+    "expert groups, light": (MIXED, {"ep": 2}),
+    "expert groups, tensor parallel": (MIXED, {"ep": 2, "tp": 2, "stack": "torchtitan:ac=full"}),
+}
+
+
+@pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs `make stacks`")
+@pytest.mark.parametrize("name", MIXTURES)
+def test_the_estimate_is_what_torchtitans_experts_take(name):
+    model, given = MIXTURES[name]
+    run = lab.Training(**{**MIXTURE, **given})
+    estimate, simulation = lab.estimate(model, run, "H100-80GB"), lab.simulate(model, run, "H100-80GB")
+    assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.01)
+    assert estimate.phases["forward"] == pytest.approx(simulation.phases["forward"], rel=0.03)
+
+
+@pytest.mark.parametrize(("given", "what"), [({"compile": True}, "compile=True"), ({"dp": 1}, "precision='autocast")])
+def test_what_of_torchtitans_experts_is_not_estimated(given, what):
+    with pytest.raises(lab.NotAvailable, match=rf"{what}.* of torchtitan's mixtures of experts, as custom-qwen3_moe"):
+        lab.estimate(EXPERTS, lab.Training(**{**MIXTURE, **given}))
 
 
 TIED = {**SMALL, "tie_word_embeddings": True}
@@ -350,7 +396,11 @@ def test_a_block_of_torchtunes_qlora_takes_what_dequantizing_takes():
 
 @pytest.mark.skipif(find_spec("torchtune") is None, reason="needs `make stacks`")
 @pytest.mark.parametrize(
-    "given", [{"lora": MLP, "quantization": "nf4", "dp": 8}, {"stack": "torchtune:packed=True"}]
+    "given", [
+        {"lora": MLP, "quantization": "nf4", "dp": 8},
+        {"stack": "torchtune:packed=True"},
+        {"stack": "torchtune:optimizer=AdamW8bit", "dp": 8},
+    ],
 )
 def test_what_of_torchtune_is_only_estimated(given):
     run = lab.Training(**{"stack": "torchtune", **given})

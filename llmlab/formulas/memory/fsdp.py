@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ...specs.model import ModelSpec
 from ...specs.run import Training, stack_of
-from ...specs.stacks import DeepSpeed, LitGPT, Torchtune
+from ...specs.stacks import DeepSpeed, LitGPT, Torchtitan, Torchtune
 from ...specs.stages import layers_of
 from .float8 import gathered_less
 from .precision import Bytes
@@ -38,7 +38,8 @@ class Parts(NamedTuple):
 class Units(NamedTuple):
     """Bytes of FSDP2's units: of one block, and of what is outside of blocks."""
 
-    block: int = 0  # a block's gathered weights
+    block: int = 0  # a block's gathered weights, but for experts that are a unit of their own
+    experts: int = 0  # those experts' of a block
     outside: int = 0  # those of what is outside of blocks; where the head is a unit of its own, the embedding's
     head: int = 0  # the final norm's and the head's, where they are a unit of their own
     at_loss: int | None = None  # what is gathered between forward and backward, where that is less than before
@@ -47,6 +48,7 @@ class Units(NamedTuple):
     block_gradients: int = 0  # before they are reduced
     outside_gradients: int = 0
     block_reduction: int = 0  # the input of the reduce-scatter, in its dtype
+    experts_shard: int = 0  # what of that of the block's own experts stays on a rank
     outside_reduction: int = 0
     head_gradients: int = 0
     head_reduction: int = 0
@@ -65,11 +67,22 @@ def is_flat(run: Training) -> bool:
     return isinstance(run.stack, LitGPT) and uses_fsdp(run) and run.lora is None
 
 
+def own_unit(run: Training) -> bool:
+    """Return whether a block's experts are a unit within the block's (torchtitan/models/llama4/infra/parallelize.py,
+    apply_fsdp): those of expert parallelism, which is told to gather one block and its experts ahead in forward too."""
+    return isinstance(run.stack, Torchtitan) and run.ep > 1
+
+
+def own_ranks(run: Training) -> int:
+    """Return how many ranks have the same experts, of which each keeps a shard."""
+    return run.dp_shard * run.cp // run.ep
+
+
 def sharded_experts(spec: ModelSpec, run: Training) -> float:
     """Return the part of the experts on rank 0. FSDP2 cuts a layer's along their first dimension, the experts: where
     there are more ranks than experts, some have one each and the others none, and padding is gathered for those. With
     expert parallelism, engines cut another dimension (torch's shard_placement_fn)."""
-    same = run.dp_shard * run.cp // run.ep
+    same = own_ranks(run)
     if run.ep > 1 or not spec.experts or not uses_fsdp(run):
         return 1 / same
     return -(-spec.experts // same) / spec.experts
@@ -83,11 +96,13 @@ def units(
     if run.offload and run.zero < 3:
         return NONE
     layers = layers_of(spec, run)[stage]
-    padding = sharded_experts(spec, run) * (run.dp_shard * run.cp // run.ep)
+    same = own_ranks(run)
+    padding = sharded_experts(spec, run) * same
     around = counts["embedding"] + counts["positions"] + counts["head"]
     outside = weights.dense * around // max(1, sum(counts.values()) - counts["experts"])
     dense = weights.dense - outside - gathered_less(spec, run, b.weights) * layers // spec.layers
-    block = int((weights.experts * padding + dense) / layers)
+    own_experts = int(weights.experts / layers) if own_unit(run) else 0
+    block = int((weights.experts * padding + dense) / layers) - own_experts
     gradient, reduced = b.gradients, 4 if b.master else b.gradients
     if run.lora:
         around, gradient, reduced = 0, adapter_bytes(run), adapter_bytes(run)
@@ -96,13 +111,15 @@ def units(
     own = padded = (trained - around) / layers  # trained parameters of one block
     if not run.lora:
         padded += counts["experts"] / layers * (padding - 1)
+    if own_experts:
+        own = padded = own - counts["experts"] / layers
     stays = run.zero == 2
     stack = stack_of(run)
     own_head = stack is not None and stack.own_head(run) and not spec.tied
     head = outside * counts["head"] // max(1, counts["embedding"] + counts["head"]) if own_head else 0
     of_head = counts["head"] if own_head else 0
     outside, around = outside - head, around - of_head
-    resident = (0 if own_head and not stays else outside) + (layers * block if stays else 0)
+    resident = (0 if own_head and not stays else outside) + (layers * (block + own_experts) if stays else 0)
     at_loss = None
     if stack and head:
         at_loss = resident + (head if stack.keeps_head else 0)
@@ -112,13 +129,16 @@ def units(
         at_loss = 0  # fully_shard of the whole model is told to reshard it too (training/_distributed.py, shard_model)
     return Units(
         block=block,
+        experts=own_experts,
+        experts_shard=int(reduced * counts["experts"] / layers / same) if own_experts else 0,
         outside=outside,
         head=head,
         at_loss=at_loss,
         head_gradients=gradient * of_head,
         head_reduction=reduced * of_head,
         resident=resident,
-        prefetched=0 if stays else block,
+        # FSDP2 gathers nothing from one rank: it casts as the experts run (_fsdp_param_group.py, wait_for_unshard).
+        prefetched=0 if stays else block + (own_experts if same > 1 else 0),
         block_gradients=int(gradient * own),
         outside_gradients=gradient * around,
         block_reduction=int(reduced * padded),

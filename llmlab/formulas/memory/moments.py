@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from operator import mul
 from typing import NamedTuple
 
 from ...hardware.gpu import GPU
 from ...specs.model import ModelSpec
 from ...specs.run import Training
 from ...specs.stacks import LitGPT, Torchtitan, Torchtune
+from ...specs.stages import chunks_of
 from .activations import block_inputs, block_saved, checkpointed, per_device
 from .fsdp import is_flat, uses_fsdp
 from .gradients import bucket_bytes, gradients
@@ -31,6 +33,7 @@ from .temporaries import (
     block_backward,
     dequantized,
     described_bytes,
+    forward_height,
     loss_bytes,
     optimizer_temporaries,
     outer_activations,
@@ -94,6 +97,11 @@ class StepMemory:
         host = isinstance(run.stack, Torchtune) and run.stack.enable_activation_offloading
         held = 1 if host else share.layers
         blocks = layers_in_flight(run, share.stage, held, share.over)  # of all micro-batches
+        of_chunk = held // run.virtual_stages
+        if share.chunk is not None:
+            chunks = chunks_of(spec, run, share.stage)
+            flying = chunks_in_flight(run, share.stage, chunks, share.chunk, share.over)
+            blocks, of_chunk = sum(map(mul, flying, chunks)), chunks[share.chunk]
         self.activations_by_kind = {kind: each * blocks for kind, each in kept.items() if each}
         self.block = sum(kept.values())  # what one block keeps of one micro-batch
         self.outside = _outside_in_flight(share, self.loss.waiting)  # of blocks
@@ -105,7 +113,7 @@ class StepMemory:
             last = [sum((whole if (share.layers - back) % every else block_inputs(share)).values()) for back in (0, 1)]
             self.uneven = self.block - last[0], 2 * self.block - sum(last)
         # Left when the last block's backward begins.
-        self.last_block = self.block * (blocks - held // run.virtual_stages + 1)
+        self.last_block = self.block * (blocks - of_chunk + 1)
         # Of the micro-batches that wait while one's backward ends.
         passes = passes_in_flight(run, share.stage, share.over)
         self.others = self.last_block - self.block + (self.outside - self.outside // passes if passes else 0)
@@ -123,7 +131,8 @@ class StepMemory:
         self.casts = adapters + (0 if freed else self.block_cast * share.layers)
         self.kept_casts = 0 if run.checkpointing else self.casts
         self.head_cast = element * spec.vocab * spec.hidden // run.tp if share.last else 0
-        self.forward_scores = forward_scores(share)  # attention's temporaries in forward
+        # Temporaries in a block's forward: attention's, or what its description says.
+        self.in_forward = forward_scores(share) + forward_height(share)
         self.between = dequantized(share) + causal_mask(share)  # temporaries anywhere between first and last block
         # torchtune: a weight is dequantized before the MLP's backward makes its temporaries, or after.
         tune = isinstance(run.stack, Torchtune)
@@ -144,6 +153,13 @@ class StepMemory:
             loaded["weights"] = 4 * self.states.trained
         update = {"logits": self.loss.after, "gradients": self.gradients.update}
         share = self.share
+        if share.chunk is None and len(set(chunks := chunks_of(share.spec, share.run, share.stage))) > 1:
+            return [
+                moment
+                for number, layers in enumerate(chunks)
+                for moment in type(self)(_of_chunk(replace(share, chunk=number))).moments()
+                if layers or "block" not in moment.name
+            ]
         every = share.run.accumulation * share.run.virtual_stages  # where all are in flight, nothing is before them
         alone = share.over and share.run.pp > 1 and passes_in_flight(share.run, share.stage) == every
         before = type(self)(replace(share, over=0)) if alone else None
@@ -168,9 +184,17 @@ class StepMemory:
         units, moment = self.states.units, partial(self._moment, "forward", gradients=self.gradients.accumulated)
         gathered, casts = units.resident + units.block, self.casts + self.head_cast
         around_loss = gathered if units.at_loss is None else units.at_loss
+        ahead = units.prefetched  # the output of the all-gather, or what is gathered next
+        activations, before = self.activations - self.outside + casts, []
+        if units.experts:  # the output of their all-gather stays until the next block's are copied out
+            held = max(0, ahead - units.block)
+            before.append(moment("the last but one block of forward", gathered + ahead + held,
+                                 self.between + self.in_forward, activations=activations - self.block))  # fmt: skip
+            ahead = units.head + held
         return [
-            moment("attention in the last block", gathered + units.prefetched, self.between + self.forward_scores,
-                   activations=self.activations - self.outside + casts),
+            *before,
+            moment("the last block of forward", gathered + ahead, self.between + self.in_forward,
+                   activations=activations),
             moment("the loss", around_loss, self.around_loss, activations=self.activations + casts,
                    logits=self.loss.forward),
         ]  # fmt: skip
@@ -193,7 +217,7 @@ class StepMemory:
     def _backward(self) -> list[Moment]:
         units, grads, moment = self.states.units, self.gradients, partial(self._moment, "backward")
         in_blocks = partial(moment, logits=self.loss.after)
-        gathered, activations = units.resident + units.prefetched, self.activations + self.kept_casts
+        gathered, activations = units.resident + min(units.block, units.prefetched), self.activations + self.kept_casts
         around_loss = gathered if units.at_loss is None else units.at_loss
         # FSDP2 gathers ahead what ran before: in chunks, the head itself.
         at_head = gathered - (units.prefetched if units.head and in_chunks(self.share.run) else 0)
@@ -231,10 +255,12 @@ class StepMemory:
         gathered = units.resident + (units.prefetched or -units.block)
         reducing = units.block_gradients + units.block_reduction
         ranks = self.share.run.dp_shard * self.share.run.cp
-        last_but_one = 2 * units.block + self.left - (units.outside if units.head else 0)
+        last_but_one = units.block + (units.prefetched or units.block) + self.left
+        last_but_one -= units.outside if units.head else 0
         # Of a unit with one large tensor, its gradient is still there as the reduced one is made.
         head_shard, outside_shard = units.head_reduction // ranks, 0
-        after_first = grads.after_head + (0 if grads.accumulated else units.block_reduction // ranks)
+        shard = units.block_reduction // ranks + units.experts_shard
+        after_first = grads.after_head + (0 if grads.accumulated else shard)
         if units.head:
             outside_shard = units.outside_reduction // ranks
         found = []
@@ -264,8 +290,10 @@ class StepMemory:
                    units.outside_gradients + units.outside_reduction,
                    gradients=grads.stored.after_blocks + outside_shard),
         ]  # fmt: skip
-        if self.layers > 2:  # one with a reduction behind it and a block gathered, or still whole, before it
-            gathered += units.prefetched
+        # One with a reduction behind it and a block gathered, or still whole, before it; a pipeline reduces when all is
+        # through.
+        if self.layers > 2 and self.share.run.pp == 1:
+            gathered = units.resident + (units.block + units.prefetched if units.prefetched else -units.block)
             found += [
                 moment("the second block of backward", gathered,
                        behind + self.working,
@@ -306,6 +334,31 @@ def passes_in_flight(run: Training, stage: int, over: int = 0) -> int:
     return min(ahead, run.accumulation * run.virtual_stages - over)
 
 
+def chunks_in_flight(run: Training, stage: int, chunks: tuple[int, ...], chunk: int, over: int = 0) -> list[int]:
+    """Return of how many micro-batches a rank keeps what each of its virtual stages does, when it keeps most layers, of
+    which these have so many as `chunks` says, and `chunk` runs backward, once `over` backward passes are over.
+
+    Backward takes pp micro-batches through the rank's last virtual stage, then as many through the one before.
+
+    >>> chunks_in_flight(Training(pp=2, accumulation=4, virtual_stages=2), 1, (3, 1), chunk=0)
+    [3, 0]
+    """
+    number = run.virtual_stages
+    every = run.accumulation * number
+    ahead = 2 * (run.pp - stage - 1) + (number - 1) * run.pp + 1
+    best: list[int] = [0] * number
+    for back in range(over, every):
+        if number - 1 - back // run.pp % number != chunk:
+            continue
+        held = [0] * number
+        for each in range(min(back + ahead, every)):
+            held[each // run.pp % number] += 1
+        for each in range(back):
+            held[number - 1 - each // run.pp % number] -= 1
+        best = max(best, held, key=lambda found: sum(map(mul, found, chunks)))
+    return best
+
+
 def layers_in_flight(run: Training, stage: int, layers: int, over: int = 0) -> int:
     """Return of how many layers a rank with so many keeps activations at most, of all its micro-batches; `over` as in
     `passes_in_flight`.
@@ -333,10 +386,24 @@ def micro_batches_in_flight(run: Training, stage: int = 0, last: bool = False, o
     return min(groups * run.pp + begun, run.accumulation)
 
 
+def _of_chunk(share: Share) -> Share:
+    """Return the share of a rank one of whose virtual stages runs: only its last one has the head, its first the
+    embedding."""
+    first, last = share.chunk == 0, share.chunk == share.run.virtual_stages - 1
+    return replace(share, first=share.first and first, last=share.last and last)
+
+
 def _outside_in_flight(share: Share, waiting: int) -> int:
     """Return the bytes kept outside blocks by all passes in flight, of which a rank's first stage has the embedding and
     the last one the head; `waiting` is what the loss of one keeps until its backward begins."""
     run, stage, over = share.run, share.stage, share.over
+    if share.chunk is not None:
+        flying = chunks_in_flight(run, stage, chunks_of(share.spec, run, stage), share.chunk, over)
+        between = outer_activations(replace(share, first=False, last=False))
+        first = outer_activations(replace(share, first=stage == 0, last=False))
+        last = outer_activations(replace(share, first=False, last=stage == run.pp - 1))
+        waits = waiting * max(0, flying[-1] - 1)
+        return first * flying[0] + between * sum(flying[1:-1]) + last * flying[-1] + waits
     ending = micro_batches_in_flight(run, stage, True, over)
     waits = waiting * (ending - 1) if share.last else 0
     if run.virtual_stages == 1:

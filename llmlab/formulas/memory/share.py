@@ -8,7 +8,7 @@ from ...hardware.gpu import GPU
 from ...specs.model import ModelSpec
 from ...specs.parameters import Linear
 from ...specs.run import Inference, Run, Training
-from ...specs.stacks import LitGPT, Torchtune
+from ...specs.stacks import LitGPT, Torchtitan, Torchtune
 from ...specs.stages import layers_of
 from .precision import PRECISION, Bytes
 
@@ -31,6 +31,7 @@ class Share:
     last: bool  # whether it is the last stage, which has the final norm, the head and the loss
     layers: int  # of the stage
     tokens: int  # T: the micro-batch's tokens after context parallelism has divided them
+    chunk: int | None  # the virtual stage that runs, of several with different numbers of layers
     over: int  # backward passes of the step before its highest moments; once one is over, all gradients exist
     loss_ranks: int  # over how many ranks the loss divides the vocabulary
     sequence_ranks: int  # over how many ranks sequence parallelism divides the tokens of what lies between products
@@ -90,6 +91,7 @@ def share_of(spec: ModelSpec, run: Training, gpu: GPU | None = None, cpu: bool =
         last=stage == run.pp - 1,
         layers=layers_of(spec, run)[stage],
         tokens=run.tokens // run.cp,
+        chunk=None,
         over=min(1, run.accumulation - 1),
         loss_ranks=run.tp if run.loss_parallel else 1,
         sequence_ranks=run.tp if run.sequence_parallel else 1,
@@ -146,6 +148,8 @@ def attention_kernel(spec: ModelSpec, run: Run, gpu: GPU | None, cpu: bool = Fal
     in_fp32 = run.weights == "fp32" if isinstance(run, Inference) else bytes_of(run).compute == 4
     if gpu is None or (gpu.supports_flash_attention_2 and not in_fp32):
         return "flash"
+    if in_fp32 and isinstance(run, Training) and isinstance(run.stack, Torchtitan):
+        return "math"  # of torch's kernels it allows cuDNN's, FlashAttention and this (torchtitan/models/attention.py)
     return "math" if spec.kv_heads != spec.heads and unmasked_layers(spec, run) else "efficient"
 
 

@@ -10,7 +10,7 @@ from .fsdp import uses_fsdp
 from .scores import backward_scores, score_elements
 from .share import Share, adapter_bytes
 from .stacks.blocks import block_of
-from .stacks.described import Block, Height, Kept, by_kind, saved
+from .stacks.described import EXPERTS, Block, Height, Kept, by_kind, saved
 from .states import States, expert_tensor
 
 
@@ -66,8 +66,9 @@ def receive_buffers(share: Share) -> int:
     run = share.run
     if run.pp == 1 or not isinstance(run.stack, Torchtitan):
         return 0
-    each = 2 * run.virtual_stages - share.first - share.last
-    sent = run.virtual_stages > share.first and run.accumulation > 1
+    first, last = share.stage == 0, share.stage == run.pp - 1  # of the rank's, whichever runs
+    each = 2 * run.virtual_stages - first - last
+    sent = run.virtual_stages > first and run.accumulation > 1
     return (run.accumulation * each + sent) * between_stages(share)
 
 
@@ -166,10 +167,23 @@ def block_backward(share: Share, kept: dict[str, int], whole: dict[str, int]) ->
     return BlockBackward(*_in_halves(share, whole.get("mlp", 0), gradients), recomputed)
 
 
+def forward_height(share: Share) -> int:
+    """Return what a described block's forward holds beside what it keeps, as the description says."""
+    block = block_of(share)
+    if not block or not block.forward:
+        return 0
+    return max(described_bytes(each.beside, share) - described_bytes(
+        () if share.run.checkpointing else tuple(row for row in block.saved if row.operator in each.gone), share)
+        for each in block.forward)  # fmt: skip
+
+
 def _at(height: Height, block: Block, share: Share, kept: int, gradient: int) -> BlockBackward:
     """Return what a described block takes at `height`, with `gradient` bytes for an element of its gradients."""
     rows = tuple(row for row in block.saved if row.operator not in height.gone)
+    spec = share.spec
+    one = spec.moe_layers * spec.experts * spec.hidden * spec.moe_intermediate // share.run.ep  # of experts' matrices
     elements = sum(linear.elements for linear in share.spec.block_linears if linear.name in height.gradients)
+    elements += sum(name in EXPERTS for name in height.gradients) * one
     return BlockBackward(
         temporaries=described_bytes(height.beside, share),
         gradients=gradient * elements // (share.spec.layers * share.run.tp),

@@ -53,6 +53,7 @@ from .unsupported import random_again
 
 DEVICE_OF = torch.ops.prim.device.default
 VALUE_OF = torch.ops.aten._local_scalar_dense.default
+WAIT = torch.ops._c10d_functional.wait_tensor.default
 LENT = (  # c10/cuda/CUDACachingAllocator.cpp, insert_events
     "Tensor.record_stream: a card that is behind its script keeps blocks that were freed until it has come so far, so "
     "`reserved` is a lower one; `allocated` is right."
@@ -160,6 +161,8 @@ class Engine(TorchDispatchMode):
         self.operator = func
         if func is VALUE_OF:
             return self.read(args[0])
+        if func is WAIT:  # returns what it is given (torch/csrc/distributed/c10d/Functional.cpp); its fake a new tensor
+            return args[0]
         if is_composite(func) and func.name() not in self.workspaces:  # inference mode leaves it whole
             with self:
                 return decomposed(func, args, kwargs)

@@ -49,6 +49,8 @@ def check(spec: ModelSpec, run: Training) -> None:
         # Selective checkpointing of torch 2.13 (_CachedTorchDispatchMode) takes no operator in a block's recomputation
         # that its forward had not, and FSDP2 gathers the experts, a unit within the block, in one of them alone.
         f"ep={run.ep} and ac='selective_op'": run.ep > 1 and selective,
+        # SDPA's plain formula, which fp32 takes, adds a mask that is no DTensor to scores that are.
+        f"tp={run.tp} alone of {spec.family}": spec.family != "llama" and run.tp > 1 and run.precision == "fp32",
         # its queries are DTensors then, which torch's context parallelism takes none of
         f"cp={run.cp}, tp={run.tp} of {spec.family}": spec.family != "llama" and run.cp > 1 and run.tp > 1,
     }

@@ -39,6 +39,8 @@ def check(spec: ModelSpec, run: Training) -> None:
     asked = {
         f"quantization='nf4', dp={run.dp}": run.quantization and run.dp > 1,
         "packed=True": stack.packed,
+        # bitsandbytes' kernel takes no DTensor, which FSDP2's parameters are: it raises RuntimeError.
+        f"optimizer='adamw-8bit', dp={run.dp}": run.optimizer == "adamw-8bit" and run.dp > 1,
     }
     for what, given in asked.items():
         if given:

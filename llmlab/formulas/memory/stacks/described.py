@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 from ....specs.model import ModelSpec
 from ..share import Share
 
+EXPERTS = ("experts.down_proj", "experts.up_proj", "experts.gate_proj")  # matrices of all a rank's experts
 Cut = Literal["heads", "tokens", "whole"]
 
 
@@ -50,8 +51,9 @@ class Loss(NamedTuple):
 
 
 class Height(NamedTuple):
-    """A moment of a block's backward that can be its highest: what of `Block.saved` is gone, what is there beside it,
-    and the linears whose weights have a gradient by then (`specs.parameters.Linear`)."""
+    """A moment of a block's backward, or of its forward, that can be its highest: what of `Block.saved` is gone, or not
+    there yet, what is there beside it, and the linears whose weights have a gradient by then
+    (`specs.parameters.Linear`, `EXPERTS`)."""
 
     gone: tuple[str, ...]  # operators
     beside: tuple[Kept, ...]
@@ -67,6 +69,7 @@ class Block(NamedTuple):
     outside: tuple[Kept, ...]  # of blocks, on the stage with the head
     backward: tuple[Height, ...]  # in which a block that was recomputed has all again that is saved
     loss: Loss
+    forward: tuple[Height, ...] = ()  # where a block has more, beside what is kept, than when it is over
     given: tuple[Kept, ...] = ()  # to the block beside its input: all checkpointing keeps it
     norm_backward: tuple[Kept, ...] = ()  # beside what was saved, as the final norm's backward is at its highest
     table: int = 0  # bytes of the table by which positions rotate, one for all layers
@@ -86,6 +89,7 @@ def widths(spec: ModelSpec, seq_len: int) -> dict[str, int]:
     return {
         "h": spec.hidden, "f": spec.intermediate, "Q": spec.query_width, "K": spec.key_width, "H": spec.heads,
         "G": spec.kv_heads, "D": spec.head_dim, "V": spec.vocab, "S": spec.heads * seq_len, "1": 1,
+        "E": spec.experts, "m": spec.moe_intermediate,
     }  # fmt: skip
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from ....base.errors import NotAvailable
 from ....specs.stacks import Torchtitan
 from ..float8 import converted
+from ..fsdp import own_unit
 from ..share import Share
-from .described import Block, Cut, Height, Kept, Loss
+from . import torchtitan_experts as experts
+from .described import EXPERTS, Block, Cut, Height, Kept, Loss
 
 # torchtitan/models/llama3/model/model.py. RMSNorm is one operator of torch; rotation (apply_rotary_emb) is a product
 # with a constant, in fp32, and keeps nothing; scaled_dot_product_attention takes grouped heads as they are.
@@ -94,8 +96,26 @@ AGAIN = Height(
         STREAM,
         GATHERED,
         Kept("w2: its output", "made again", "h", "product", "whole", 2),
-        Kept("reduce_scatter, ffn_norm: their outputs", "made again", "h", "product", "tokens", 3),
+        Kept("reduce_scatter, ffn_norm: their outputs", "made again", "h", "product", "tokens", 2),
     ),
+)
+
+
+# In fp32 attention is written out (aten/src/ATen/native/transformers/attention.cpp,
+# _scaled_dot_product_attention_math): keys and values are copied to all heads, queries and keys multiplied by the root
+# of the scale, and selective checkpointing knows none of its operators.
+MATH = (
+    Kept("inner_attention: q, scaled", "q, k, v", "Q", "product", "heads"),
+    Kept("inner_attention: k of all heads, scaled", "q, k, v", "Q", "product", "heads"),
+    Kept("inner_attention: v of all heads", "q, k, v", "Q", "product", "heads"),
+    Kept("inner_attention: softmax", "scores", "S", "fp32", "heads"),
+    Kept("wo: its input", "attention output", "Q", "product", "heads"),
+)
+# Softmax's gradient, that times softmax, and the result (cuda/SoftMax.cu), when wo's input is gone.
+MATH_HEIGHT = Height(
+    (*MLP_SAVED, *NORM_SAVED, "wo: its input", "inner_attention: v of all heads"),
+    (STREAM, _of("v", "Q"), Kept("gradients of softmax", "temporaries", "S", "fp32", "heads", 3)),
+    (*MLP_WEIGHTS, "o_proj"),
 )
 
 
@@ -153,17 +173,20 @@ def _ring(cp: int) -> Height:
 
 
 def block(share: Share) -> Block:
-    """Return the description of the block that torchtitan trains. Raises NotAvailable for a mixture of experts."""
-    if share.spec.experts:
-        raise NotAvailable(f"torchtitan's mixtures of experts, as {share.spec.name}, are not described; lab.simulate "
-                           "runs them, and stack='transformers' estimates another")  # fmt: skip
-    selective: tuple[Kept, ...] = SELECTIVE
-    stack, run = share.run.stack, share.run
+    """Return the description of the block that torchtitan trains. Raises NotAvailable for a mixture of experts that is
+    not described."""
+    stack, run, mixed = share.run.stack, share.run, share.spec.experts > 0
+    if mixed:
+        _check_experts(share)
+    saved: tuple[Kept, ...] = SAVED[:10] + experts.saved(share) if mixed else SAVED
+    selective: tuple[Kept, ...] = SELECTIVE[:4] + experts.SELECTIVE if mixed else SELECTIVE
     if isinstance(stack, Torchtitan) and not stack.keeps_attention:
         selective = tuple(row for row in selective if not row.operator.startswith("inner_attention"))
     if run.tp > 1:
         selective += REDUCED
-    saved: tuple[Kept, ...] = SAVED
+    if share.kernel == "math":
+        saved = saved[:3] + MATH + saved[8:]
+        selective = tuple(row for row in selective if not row.operator.startswith("inner_attention"))
     given: tuple[Kept, ...] = ()
     if share.spec.qk_norm:  # Qwen 3
         saved += QK_NORM
@@ -175,15 +198,40 @@ def block(share: Share) -> Block:
     if run.cp > 1:
         saved += (COPIED,)
     backward: tuple[Height, ...] = HEIGHTS
+    if share.kernel == "math":
+        backward = (*backward[:2], MATH_HEIGHT)
+    if share.spec.experts:
+        gone = (*NORM_SAVED[:2], *(row.operator for row in experts.saved(share)))
+        attention = HEIGHTS[2]._replace(gone=gone, gradients=(*EXPERTS, "o_proj"))
+        if own_unit(run):
+            beside = (*attention.beside, experts.reduced(share))
+            attention = attention._replace(beside=beside, gradients=("o_proj",))
+        backward = (*experts.backward(share, STREAM), attention)
     if run.tp > 1:
         backward += (*CUT_UP, AGAIN) if run.checkpointing else CUT_UP
     if run.cp > 1:
         backward += (_ring(run.cp),)
-    qwen = share.spec.family == "qwen3"
+    qwen = share.spec.family != "llama"
     # A complex number for each position and pair of a head's elements; of Qwen 3 cosine and sine of each element.
     table = (8 if qwen else 4) * run.seq_len * share.spec.head_dim
-    found = LLAMA._replace(saved=saved, selective=selective, backward=backward, given=given, table=table)
+    found = LLAMA._replace(saved=saved, selective=selective, backward=backward, given=given, table=table,
+                           forward=experts.forward(share) if share.spec.experts else ())  # fmt: skip
     return _compiled(found, share) if run.compile else found
+
+
+def _check_experts(share: Share) -> None:
+    spec, run = share.spec, share.run
+    asked = {
+        "compile=True": run.compile,
+        # The experts' products take halves; where FSDP2 does not cast weights, the experts do.
+        f"precision={run.precision!r}": run.precision != "mixed-bf16",
+        f"zero={run.zero}": run.zero < 2,
+        f"{spec.dense_layers} dense layers": spec.dense_layers > 0,
+    }
+    for what, given in asked.items():
+        if given:
+            raise NotAvailable(f"{what} of torchtitan's mixtures of experts, as {spec.name}, is not described; give "
+                               "dp=2 or more, precision='mixed-bf16', no compile, or stack='transformers'")  # fmt: skip
 
 
 def _table(positions: str, times: float) -> Kept:
