@@ -19,6 +19,7 @@ import llmlab as lab
 from llmlab.base.compat import KNOWN
 from llmlab.base.errors import SpecError
 from llmlab.cli.main import cli
+from llmlab.engines.tuners import megatron_arguments
 
 TINY = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -108,6 +109,18 @@ def test_megatrons_parser_takes_its_arguments(tmp_path):
     assert read.use_distributed_optimizer and read.sequence_parallel and read.bf16 and read.tp_comm_overlap
     assert read.cross_entropy_loss_fusion and read.cross_entropy_fusion_impl == "native"
     assert "train.py" in done.left_out and "megatron_args.txt" in (tmp_path / "out" / "launch.sh").read_text()
+
+
+def test_megatrons_arguments_say_fp8_weights_and_deferred_gradients():
+    spec = lab.model("meta-llama/Llama-3.1-8B")
+    options = "fp8_recipe=mxfp8,fp8_param_gather=true,defer_embedding_wgrad_compute=true,wgrad_deferral_limit=22"
+    run = lab.Training(pp=2, accumulation=4, stack=f"megatron:{options}")
+    said = " ".join(megatron_arguments(run, spec))
+    assert "--fp8-recipe mxfp8 --fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag" in said
+    assert "--use-distributed-optimizer" in said  # which alone gathers them, of one rank too
+    assert "--defer-embedding-wgrad-compute --wgrad-deferral-limit 22" in said
+    with pytest.raises(lab.SpecError, match="distributed_fused_adam='fp32' is NeMo 1's"):
+        megatron_arguments(lab.Training(stack="megatron:distributed_fused_adam=fp32"), spec)
 
 
 @pytest.mark.parametrize("run", [

@@ -81,7 +81,7 @@ def units(
     padding = sharded_experts(spec, run) * (run.dp_shard * run.cp // run.ep)
     around = counts["embedding"] + counts["positions"] + counts["head"]
     outside = weights.dense * around // max(1, sum(counts.values()) - counts["experts"])
-    dense = weights.dense - outside - gathered_less(spec, run, b.weights) * layers // spec.layers
+    dense = weights.dense - outside - gathered_less(spec, run, b.weights, layers)
     block = int((weights.experts * padding + dense) / layers)
     gradient, reduced = b.gradients, 4 if b.master else b.gradients
     if run.lora:
