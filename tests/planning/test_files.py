@@ -190,6 +190,18 @@ def test_megatron_is_started_with_the_setting_that_its_parallelism_demands(tmp_p
         assert demanded == bool(divided)
 
 
+@pytest.mark.parametrize(("stack", "expands"), [
+    ("torchtitan", True),  # run_train.sh, which launch.sh stands for
+    ("megatron", False),
+    ("megatron:expandable_segments=true", True),
+])  # fmt: skip
+def test_segments_expand_where_they_were_counted_so(tmp_path, stack, expands):
+    run = lab.Training(dp=2, zero=3 if stack == "torchtitan" else 1, seq_len=64, stack=stack)
+    written(tmp_path / "out", run, "2xA100-80GB", "meta-llama/Llama-3.1-8B")
+    said = "\nexport PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n"
+    assert (said in (tmp_path / "out" / "launch.sh").read_text()) == expands
+
+
 def test_megatrons_arguments_name_the_experts(tmp_path):
     """As examples/mixtral/train_mixtral_8x7b_distributed.sh has them."""
     run = lab.Training(dp=8, ep=8, pp=2, zero=1, accumulation=4, precision="mixed-bf16", checkpointing="full")

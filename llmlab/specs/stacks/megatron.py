@@ -51,6 +51,7 @@ class Megatron(StackOptions):
     micro-batch, for which the last stage keeps the logits' gradients of `wgrad_deferral_limit` micro-batches (0: of
     all). `moe_expert_capacity_factor` (with --moe-pad-expert-input-to-capacity) fills each expert with that multiple of
     an equal share of the tokens; None, Megatron's default, drops no token, and experts are estimated as equally loaded.
+    `expandable_segments` is PYTORCH_CUDA_ALLOC_CONF's, which Megatron-Bridge's recipes set.
     """
 
     name = "megatron"
@@ -88,6 +89,7 @@ class Megatron(StackOptions):
     wgrad_deferral_limit: int = 0
     cross_entropy_fusion_impl: FusedLoss | None = None
     moe_expert_capacity_factor: float | None = None
+    expandable_segments: bool = False
 
     def __post_init__(self) -> None:
         self._check_counts("recompute_num_layers", "virtual_pipeline", "make_vocab_size_divisible_by")
@@ -101,6 +103,7 @@ class Megatron(StackOptions):
             accumulate_allreduce_grads_in_fp32=(None, True, False),
             fp8_recipe=(None, *get_args(FP8Recipe)),
             fp8_param_gather=(True, False),
+            expandable_segments=(True, False),
             distributed_fused_adam=(None, *get_args(FusedAdam)),
             defer_embedding_wgrad_compute=(True, False),
             cross_entropy_fusion_impl=(None, *get_args(FusedLoss)),
