@@ -25,9 +25,9 @@ HOLES = 1.25
 # peak was reserved, the median 1.03, where nothing was short (benchmarks/room.py). Its older layers, and attention with
 # scores in memory, are not among them.
 MEGATRON_HOLES = 1.15
-# Where segments expand there are next to none: a step needs EXPANDABLE times what its tensors take, and of 22 peaks
-# that Megatron-LM's tests print the formula misses at most 2.6 % (benchmarks/megatron_golden.py).
-MEGATRON_EXPANDABLE_HOLES = 1.05
+# Where segments expand there are next to none: the training steps of benchmarks/room.py need 1.000 to 1.032 times what
+# they allocate. Of 22 peaks that Megatron-LM's tests print the formula misses at most 2.6 % (megatron_golden.py).
+MEGATRON_EXPANDABLE_HOLES = 1.06
 
 
 class Verdict(NamedTuple):

@@ -101,8 +101,8 @@ def test_megatrons_buffers_leave_fewer_holes_than_a_step_of_transformers():
     """15 ranks whose logs are public reserved at most 1.130 times their peak (benchmarks/room.py)."""
     run = lab.Training(dp=8, zero=1, stack="megatron")
     assert 1.13 < holes(run) == MEGATRON_HOLES < HOLES
-    expandable = replace(run, stack="megatron:expandable_segments=true")  # the formula misses at most 2.6 % of a peak
-    assert 1.026 < holes(expandable) == MEGATRON_EXPANDABLE_HOLES < MEGATRON_HOLES
+    expandable = replace(run, stack="megatron:expandable_segments=true")  # its peaks are 2.6 % off at most
+    assert 1.026 * 1.032 < holes(expandable) == MEGATRON_EXPANDABLE_HOLES < MEGATRON_HOLES
     assert holes(replace(expandable, attention="eager")) == HOLES
     for other in ({"attention": "eager"}, {"stack": "megatron:transformer_engine=false"}, {"stack": "transformers"}):
         assert holes(replace(run, **other)) == HOLES

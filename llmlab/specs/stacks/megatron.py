@@ -83,12 +83,12 @@ class Megatron(StackOptions):
     virtual_pipeline: int = 1
     make_vocab_size_divisible_by: int = 128
     fp8_recipe: FP8Recipe | None = None
+    cross_entropy_fusion_impl: FusedLoss | None = None
+    moe_expert_capacity_factor: float | None = None
     fp8_param_gather: bool = False
     distributed_fused_adam: FusedAdam | None = None
     defer_embedding_wgrad_compute: bool = False
     wgrad_deferral_limit: int = 0
-    cross_entropy_fusion_impl: FusedLoss | None = None
-    moe_expert_capacity_factor: float | None = None
     expandable_segments: bool = False
 
     def __post_init__(self) -> None:
