@@ -138,7 +138,8 @@ def megatron_arguments(run: Any, spec: Any) -> list[str]:
         f"--context-parallel-size {run.cp}", f"--{run.compute_dtype}", "--optimizer adam", "--clip-grad 0.0",
         f"--attention-backend {'unfused' if run.attention == 'eager' else 'auto'}",
     ]  # fmt: skip
-    lines += ["--use-distributed-optimizer"] if run.zero or run.fp8_param_gather else []
+    own = options is not None and (options.fp8_param_gather or options.use_precision_aware_optimizer)
+    lines += ["--use-distributed-optimizer"] if run.zero or own else []
     lines += ["--sequence-parallel"] if run.sequence_parallel else []
     lines += _recompute(recompute, options) if recompute else []
     if options is not None:
@@ -148,6 +149,7 @@ def megatron_arguments(run: Any, spec: Any) -> list[str]:
             lines.append(f"--cross-entropy-loss-fusion --cross-entropy-fusion-impl {options.cross_entropy_fusion_impl}")
         lines += ["--transformer-impl local"] if not options.transformer_engine else []
         lines += _fp8(options) if options.fp8_recipe else []
+        lines += ["--use-precision-aware-optimizer"] if options.use_precision_aware_optimizer else []
         if options.defer_embedding_wgrad_compute:
             limit = f"--wgrad-deferral-limit {options.wgrad_deferral_limit}"
             lines.append(f"--defer-embedding-wgrad-compute {limit}")

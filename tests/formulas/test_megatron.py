@@ -150,7 +150,11 @@ def small(options, stage=0, **fields):
 
 @pytest.mark.parametrize(("options", "width"), [
     ("tp_comm_overlap=false", 4 + 8),
-    ("distributed_fused_adam=fp32", 2 + 8),  # what bf16 weights have not of fp32 ones
+    ("use_precision_aware_optimizer=true", 2 + 8),  # what bf16 weights have not of fp32 ones
+    ("use_precision_aware_optimizer=true,fp8_recipe=delayed", 2 + 8),
+    ("use_precision_aware_optimizer=true,fp8_recipe=tensorwise", 4 + 8),
+    ("use_precision_aware_optimizer=true,fp8_recipe=tensorwise,fp8_param_gather=true", 4 + 8),
+    ("distributed_fused_adam=fp32", 2 + 8),
     ("distributed_fused_adam=bf16", 0 + 4),
     ("distributed_fused_adam=fp32,fp8_recipe=delayed", 2 + 8),
     ("distributed_fused_adam=fp32,fp8_recipe=delayed,fp8_param_gather=true", 4 + 8),
@@ -159,12 +163,14 @@ def small(options, stage=0, **fields):
 def test_bytes_of_optimizer_states(options, width):
     found = small(options, dp=2, zero=1)
     assert found.resident["optimizer"] == width * (found.parameters // 2)
-    # Megatron's optimizer casts halves for the update; Apex's takes them, and sums the embedding's in fp32.
+    # Megatron's optimizer casts halves for the update, if it has whole main weights; Apex's takes them, and sums the
+    # embedding's in fp32.
     apex = "fused_adam" in options
+    main = 2 if "aware" in options and width == 2 + 8 else 4
     assert found.resident["gradients"] == 2 * found.parameters + (2 * TABLE if apex else 0)
-    cast = 0 if apex else 4 * (found.parameters // 2)
+    cast = 0 if apex or main == 2 else 4 * (found.parameters // 2)
     assert at(found, "the update")["gradients"] == found.resident["gradients"] + cast
-    assert at(found, "model and optimizer made")["optimizer"] == (width if apex else 4) * (found.parameters // 2)
+    assert at(found, "model and optimizer made")["optimizer"] == (width if apex else main) * (found.parameters // 2)
 
 
 def test_apexs_optimizer_sums_the_first_stages_embedding_in_fp32_and_a_tied_copy():
@@ -225,6 +231,10 @@ def test_bad_options_are_named(given, message):
     ({"stack": "megatron:defer_embedding_wgrad_compute=true"}, "defer_embedding_wgrad_compute=True with pp=1"),
     ({"stack": "megatron:distributed_fused_adam=bf16", "dp": 2}, "distributed_fused_adam='bf16' with zero=0"),
     ({"stack": "megatron:distributed_fused_adam=fp32", "precision": "mixed-fp16"}, "with precision='mixed-fp16'"),
+    ({"stack": "megatron:use_precision_aware_optimizer=true", "dp": 2}, "aware_optimizer=True with zero=0"),
+    ({"stack": "megatron:use_precision_aware_optimizer=true,distributed_fused_adam=fp32"}, "two optimizers; give one"),
+    ({"stack": "megatron:use_precision_aware_optimizer=true,fp8_recipe=delayed,fp8_param_gather=true"},
+     "fp8_recipe='delayed' is not described"),
 ])  # fmt: skip
 def test_what_megatron_has_not_is_refused(given, message):
     with pytest.raises(lab.SpecError) as error:

@@ -119,6 +119,8 @@ def test_megatrons_arguments_say_fp8_weights_and_deferred_gradients():
     assert "--fp8-recipe mxfp8 --fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag" in said
     assert "--use-distributed-optimizer" in said  # which alone gathers them, of one rank too
     assert "--defer-embedding-wgrad-compute --wgrad-deferral-limit 22" in said
+    said = megatron_arguments(lab.Training(stack="megatron:use_precision_aware_optimizer=true"), spec)
+    assert {"--use-precision-aware-optimizer", "--use-distributed-optimizer"} <= set(said)
     with pytest.raises(lab.SpecError, match="distributed_fused_adam='fp32' is NeMo 1's"):
         megatron_arguments(lab.Training(stack="megatron:distributed_fused_adam=fp32"), spec)
 

@@ -92,7 +92,7 @@ class MegatronMemory:
         of_other = exchanged if self.stack.virtual_pipeline > 1 else 0
         of_last = self._bytes(self.block.outside) if share.last else 0
         # Halves that were accumulated are cast for the update, and stay until the next step's zero_grad.
-        cast = not self.wide and not self.stack.distributed_fused_adam
+        cast = not (self.wide or self.stack.distributed_fused_adam or self.stack.keeps_remainders)
         gradients = self.resident["gradients"] + (FP32 * self.stepped if cast else 0)
         stays = 2 * self.received * self.hidden
         made = {"optimizer": self.loaded, "workspace": 0}
@@ -264,7 +264,7 @@ def _states(stack: Megatron) -> tuple[int, int]:
     """Return the bytes of the main weight and of both moments of a parameter that a rank updates."""
     dtype = stack.distributed_fused_adam
     if dtype is None:
-        return FP32, 2 * FP32
+        return HALF if stack.keeps_remainders else FP32, 2 * FP32
     width = FP32 if dtype == "fp32" else HALF
     return width if stack.fp8_param_gather else width - HALF, 2 * width
 

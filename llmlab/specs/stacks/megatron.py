@@ -43,14 +43,15 @@ class Megatron(StackOptions):
     --attention-backend unfused its attention="eager". `fp8_recipe` is --fp8-recipe, with --fp8-format hybrid:
     Transformer Engine multiplies blocks' linear layers in fp8 (formulas/memory/float8.py); "tensorwise" is its current
     scaling. `fp8_param_gather` keeps their weights in fp8 instead of half precision, and gathers them so; of "mxfp8" it
-    means --reuse-grad-buf-for-mxfp8-param-ag too. `distributed_fused_adam` is NeMo 1's optimizer of that name, Apex's,
-    with its states in that dtype. Of main weights in fp32 it keeps the 2 bytes that bf16 ones have not, and none that
-    are bf16 themselves; beside weights in fp8 it keeps them whole. It takes gradients as they were summed, the
-    embedding's in fp32 (NeMo 2.0, megatron_base_model.py, setup_optimization; megatron_gpt_model.py,
-    configure_optimizers). `defer_embedding_wgrad_compute` computes the gradient of the head's weight after the last
-    micro-batch, for which the last stage keeps the logits' gradients of `wgrad_deferral_limit` micro-batches (0: of
-    all). `moe_expert_capacity_factor` (with --moe-pad-expert-input-to-capacity) fills each expert with that multiple of
-    an equal share of the tokens; None, Megatron's default, drops no token, and experts are estimated as equally loaded.
+    means --reuse-grad-buf-for-mxfp8-param-ag too. `use_precision_aware_optimizer` keeps of main weights the 2 bytes
+    that bf16 ones have not, and takes gradients as they were summed; moments stay fp32. `distributed_fused_adam` is
+    NeMo 1's optimizer of that name, Apex's, with its states in that dtype. In fp32 it does the same, in bf16 it keeps
+    no main weights; beside weights in fp8 it keeps them whole, and it sums the embedding's gradients in fp32 (NeMo 2.0,
+    megatron_base_model.py, setup_optimization; megatron_gpt_model.py, configure_optimizers).
+    `defer_embedding_wgrad_compute` computes the gradient of the head's weight after the last micro-batch, for which the
+    last stage keeps the logits' gradients of `wgrad_deferral_limit` micro-batches (0: of all).
+    `moe_expert_capacity_factor` (with --moe-pad-expert-input-to-capacity) fills each expert with that multiple of an
+    equal share of the tokens; None, Megatron's default, drops no token, and experts are estimated as equally loaded.
     `expandable_segments` is PYTORCH_CUDA_ALLOC_CONF's, which Megatron-Bridge's recipes set.
     """
 
@@ -86,6 +87,7 @@ class Megatron(StackOptions):
     cross_entropy_fusion_impl: FusedLoss | None = None
     moe_expert_capacity_factor: float | None = None
     fp8_param_gather: bool = False
+    use_precision_aware_optimizer: bool = False
     distributed_fused_adam: FusedAdam | None = None
     defer_embedding_wgrad_compute: bool = False
     wgrad_deferral_limit: int = 0
@@ -104,6 +106,7 @@ class Megatron(StackOptions):
             fp8_recipe=(None, *get_args(FP8Recipe)),
             fp8_param_gather=(True, False),
             expandable_segments=(True, False),
+            use_precision_aware_optimizer=(True, False),
             distributed_fused_adam=(None, *get_args(FusedAdam)),
             defer_embedding_wgrad_compute=(True, False),
             cross_entropy_fusion_impl=(None, *get_args(FusedLoss)),
@@ -163,9 +166,15 @@ class Megatron(StackOptions):
         if self.fp8_param_gather and not shared:
             raise SpecError("fp8_param_gather=True with zero=0: it is the distributed optimizer that gathers them "
                             "(arguments.py); give zero=1")  # fmt: skip
-        if (dtype := self.distributed_fused_adam) is None:
+        own = f"distributed_fused_adam={self.distributed_fused_adam!r} with"
+        if self.use_precision_aware_optimizer:
+            if self.distributed_fused_adam:
+                raise SpecError(f"{own} use_precision_aware_optimizer=True: they are two optimizers; give one")
+            own = "use_precision_aware_optimizer=True with"
+            if self.fp8_param_gather and self.fp8_recipe == "delayed":
+                raise SpecError(f"{own} fp8_param_gather=True and fp8_recipe='delayed' is not described; drop one")
+        elif self.distributed_fused_adam is None:
             return
-        own = f"distributed_fused_adam={dtype!r} with"
         if not shared:
             raise SpecError(f"{own} zero=0: it shares states over all data-parallel ranks; give zero=1")
         if given["precision"] != "mixed-bf16":
@@ -181,6 +190,12 @@ class Megatron(StackOptions):
             "checkpointing": self.recompute or given["checkpointing"],
             "virtual_stages": self.virtual_pipeline,
         }
+
+    @property
+    def keeps_remainders(self) -> bool:
+        """Whether of main weights only what bf16 ones lack is kept, and gradients are taken as they were summed: beside
+        fp8 with the delayed recipe alone (megatron/core/optimizer/optimizer_config.py)."""
+        return self.use_precision_aware_optimizer and self.fp8_recipe in (None, "delayed")
 
     def accumulates_in_fp32(self, dtype: str) -> bool:
         """Whether gradients of a run in `dtype` are summed in fp32."""
