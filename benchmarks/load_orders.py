@@ -15,6 +15,7 @@ from llmlab.hardware.gpu import GPU
 from llmlab.hardware.gpu import gpu as find_gpu
 from llmlab.simulation import report
 from llmlab.simulation.allocator.caching import Allocator, AllocatorOutOfMemory
+from llmlab.simulation.allocator.config import AllocatorConfig
 from llmlab.specs.model import ModelLike
 from llmlab.specs.run import Run
 from llmlab.step.quantized import LoadOrder, one_at_a_time
@@ -43,10 +44,11 @@ class Requests(NamedTuple):
     read: dict[int, list[Request]]
     taken: dict[int, list[Request]]
     after: list[Request]
+    config: AllocatorConfig = AllocatorConfig()
 
     def in_order(self, order: Iterable[tuple[int, bool]]) -> Peaks | None:
         """Return the peaks with tensors loaded in `order`, as `one_at_a_time` yields one; None if memory runs out."""
-        memory, phase = Allocator(self.room), None
+        memory, phase = Allocator(self.room, self.config), None
         addresses: dict[int, int] = {}
         phases: dict[str, int] = {}
         parts = (self.before, *((self.taken if done else self.read)[index] for index, done in order), self.after)

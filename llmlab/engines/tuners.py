@@ -124,6 +124,9 @@ def megatron_arguments(run: Any, spec: Any) -> list[str]:
         raise SpecError("checkpointing='selective' of Megatron-LM recomputes less, attention's core alone: give "
                         "stack='megatron', or 'full'")  # fmt: skip
     options = run.stack if not isinstance(run.stack, str) else None
+    if options is not None and options.distributed_fused_adam:
+        given = f"distributed_fused_adam={options.distributed_fused_adam!r}"
+        raise SpecError(f"{given} is NeMo 1's: Megatron-LM has no such argument; leave it out")
     recompute = getattr(options, "recompute", None) or run.checkpointing
     config = spec.config
     lines = [
@@ -135,7 +138,8 @@ def megatron_arguments(run: Any, spec: Any) -> list[str]:
         f"--context-parallel-size {run.cp}", f"--{run.compute_dtype}", "--optimizer adam", "--clip-grad 0.0",
         f"--attention-backend {'unfused' if run.attention == 'eager' else 'auto'}",
     ]  # fmt: skip
-    lines += ["--use-distributed-optimizer"] if run.zero else []
+    own = options is not None and (options.fp8_param_gather or options.use_precision_aware_optimizer)
+    lines += ["--use-distributed-optimizer"] if run.zero or own else []
     lines += ["--sequence-parallel"] if run.sequence_parallel else []
     lines += _recompute(recompute, options) if recompute else []
     if options is not None:
@@ -146,7 +150,11 @@ def megatron_arguments(run: Any, spec: Any) -> list[str]:
         if options.cross_entropy_fusion_impl:
             lines.append(f"--cross-entropy-loss-fusion --cross-entropy-fusion-impl {options.cross_entropy_fusion_impl}")
         lines += ["--transformer-impl local"] if not options.transformer_engine else []
-        lines += [f"--fp8-format hybrid --fp8-recipe {options.fp8_recipe}"] if options.fp8_recipe else []
+        lines += _fp8(options) if options.fp8_recipe else []
+        lines += ["--use-precision-aware-optimizer"] if options.use_precision_aware_optimizer else []
+        if options.defer_embedding_wgrad_compute:
+            limit = f"--wgrad-deferral-limit {options.wgrad_deferral_limit}"
+            lines.append(f"--defer-embedding-wgrad-compute {limit}")
         lines += [f"--num-virtual-stages-per-pipeline-rank {options.virtual_pipeline}"] * (options.virtual_pipeline > 1)
     lines += [] if spec.tied else ["--untie-embeddings-and-output-weights"]
     if spec.family == "gpt2":
@@ -180,6 +188,14 @@ def _rotary(config: Mapping[str, Any]) -> list[str]:
     if kind not in stretched or (kind == "linear" and factor != int(factor)):
         raise SpecError(f"rotary positions of type {kind!r}, factor {factor}, are not among the arguments")
     return [f"--rotary-base {int(base)}", *stretched[kind]]
+
+
+def _fp8(options: Any) -> list[str]:
+    lines = [f"--fp8-format hybrid --fp8-recipe {options.fp8_recipe}"]
+    if options.fp8_param_gather:
+        lines.append("--fp8-param-gather")
+        lines += ["--reuse-grad-buf-for-mxfp8-param-ag"] if options.fp8_recipe == "mxfp8" else []
+    return lines
 
 
 def _recompute(kind: str, options: Any) -> list[str]:

@@ -25,6 +25,9 @@ HOLES = 1.25
 # peak was reserved, the median 1.03, where nothing was short (benchmarks/room.py). Its older layers, and attention with
 # scores in memory, are not among them.
 MEGATRON_HOLES = 1.15
+# Where segments expand there are next to none: the training steps of benchmarks/room.py need 1.000 to 1.032 times what
+# they allocate. Of 22 peaks that Megatron-LM's tests print the formula misses at most 2.6 % (megatron_golden.py).
+MEGATRON_EXPANDABLE_HOLES = 1.06
 
 
 class Verdict(NamedTuple):
@@ -38,8 +41,9 @@ class Verdict(NamedTuple):
 def holes(run: Run) -> float:
     """Return the bound of what a step reserves, over its tensors: `HOLES`, or Megatron-LM's own."""
     stack = stack_of(run)
-    own = isinstance(stack, Megatron) and stack.transformer_engine and run.attention != "eager"
-    return MEGATRON_HOLES if own else HOLES
+    if not isinstance(stack, Megatron) or not stack.transformer_engine or run.attention == "eager":
+        return HOLES
+    return MEGATRON_EXPANDABLE_HOLES if stack.expandable_segments else MEGATRON_HOLES
 
 
 def verdict(peak: int, card: GPU, ranks: int = 1, holes: float = HOLES) -> Verdict:

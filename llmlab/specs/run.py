@@ -251,9 +251,18 @@ class Training(Spec):
         return self.micro_batch * self.seq_len
 
     @property
+    def fp8_param_gather(self) -> bool:
+        """Whether Transformer Engine's fp8 weights are the parameters, and there are no half ones of them."""
+        return getattr(self.stack, "fp8_param_gather", False)
+
+    @property
     def gathers_float8(self) -> bool:
-        """Whether FSDP2 gathers weights in fp8: one scale per tensor, over data-parallel ranks, unless the stack does
-        not (torchtitan/components/quantization/float8.py)."""
+        """Whether weights are gathered in fp8: by FSDP2, one scale per tensor, over data-parallel ranks, unless the
+        stack does not (torchtitan/components/quantization/float8.py); by Megatron-LM's distributed optimizer where
+        they are in fp8, but for mxfp8's, which come in half through the gradients' buffer
+        (megatron/core/distributed/param_and_grad_buffer.py)."""
+        if self.fp8_param_gather:
+            return self.fp8_recipe != "mxfp8"
         asked = getattr(self.stack, "enable_fsdp_float8_all_gather", True)
         return self.fp8 == "tensorwise" and self.zero >= 2 and self.dp_shard > 1 and asked
 

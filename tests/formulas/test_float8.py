@@ -10,6 +10,7 @@ from llmlab.base.errors import NotAvailable
 from llmlab.formulas.memory.moments import training_moments
 from llmlab.formulas.memory.share import share_of
 from llmlab.formulas.memory.step import step_memory
+from llmlab.formulas.time.data_parallel import data_parallel
 from llmlab.formulas.time.distributed import step
 from llmlab.formulas.time.elementwise import ENGINE_CASTS, FP8_CASTS, fp8_casts, moved
 from llmlab.formulas.time.kernels import kernels, training_rates
@@ -106,8 +107,18 @@ SMALL = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "nu
          "max_position_embeddings": 64}  # fmt: skip
 
 
-def engine(recipe, **fields):
-    return lab.Training(**{"seq_len": 8192, **fields}, stack=lab.Megatron(fp8_recipe=recipe))
+WEIGHTS = 3 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 160)  # elements of its blocks
+
+
+def engine(recipe, alone=False, **fields):
+    """A run in which Transformer Engine's fp8 weights stand beside half ones, or `alone`."""
+    stack = lab.Megatron(fp8_recipe=recipe, fp8_param_gather=alone)
+    return lab.Training(**{"seq_len": 8192, **fields}, stack=stack)
+
+
+def at_the_loss(run, card="H100"):
+    moments = step_memory(share_of(lab.model(SMALL), run, lab.gpu(card))).moments()
+    return next(moment.parts for moment in moments if moment.name == "the loss")
 
 
 def test_blackwell_transposes_nothing_that_has_one_scale():
@@ -163,13 +174,46 @@ def test_transformer_engine_s_casts_of_one_layer_counted_by_hand(recipe):
 
 
 def test_transformer_engine_keeps_inputs_in_a_byte_and_weights_twice_in_fp8():
-    spec, gpu = lab.model(SMALL), lab.gpu("H100")
-    shares = (share_of(spec, engine(recipe, micro_batch=2, seq_len=32), gpu) for recipe in (None, "delayed"))
-    half, eight = ({m.name: m.parts for m in step_memory(share).moments()}["the loss"] for share in shares)
-    weights = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 160
-    assert eight["weights"] - half["weights"] == 2 * 3 * weights
+    half, eight = (at_the_loss(engine(recipe, micro_batch=2, seq_len=32)) for recipe in (None, "delayed"))
+    assert eight["weights"] - half["weights"] == 2 * WEIGHTS
     # Inputs of q, k, v and of gate and up, and that of down, in 1 byte for 2; that of o besides attention's output.
     assert half["activations"] - eight["activations"] == 3 * 64 * (64 + 64 + 160 - 64)
+
+
+def test_blocks_of_activations_have_scales():
+    each, blocks = (at_the_loss(engine(recipe, micro_batch=2, seq_len=32), "B200") for recipe in ("delayed", "mxfp8"))
+    # Inputs of q, k, v, of o, of gate and up, and of down: a byte of scales for 32 elements.
+    assert blocks["activations"] - each["activations"] == 3 * 64 * (64 + 64 + 64 + 160) // 32
+
+
+@pytest.mark.parametrize(("card", "recipe", "alone", "more"), [
+    ("H100", "tensorwise", False, 2),  # as it is, and transposed
+    ("H100", "delayed", True, 2 - 2),
+    ("H100", "tensorwise", True, 2 - 2),
+    ("H100", "blockwise", True, 2 * 4 / 128**2),
+    ("B200", "tensorwise", False, 1),  # Blackwell multiplies both
+    ("B200", "delayed", True, 1 - 2),
+    ("GB300", "tensorwise", True, 1 - 2),
+    ("RTX-5090", "tensorwise", True, 2 - 2),  # of 12.0, but that one does not
+    ("B200", "mxfp8", False, 2 * 33 / 32),
+    ("B200", "mxfp8", True, 2 * 33 / 32 - 2),
+])  # fmt: skip
+def test_weights_in_fp8_beside_half_ones_or_alone(card, recipe, alone, more):
+    half, eight = (at_the_loss(engine(r, alone and bool(r)), card)["weights"] for r in (None, recipe))
+    assert eight - half == int((more + 2 * alone) * WEIGHTS) - 2 * alone * WEIGHTS
+
+
+@pytest.mark.parametrize(("recipe", "less"), [("delayed", 1), ("tensorwise", 1), ("mxfp8", 0)])
+def test_weights_in_fp8_alone_are_gathered_so_but_in_blocks_of_32(recipe, less):
+    """Each rank's stage of 40 of 80 layers, on 4 tensor-parallel ranks: a byte an element less than in half."""
+    spec, nodes = lab.model("meta-llama/Llama-3.1-70B"), cluster("B200")
+    sent = []
+    for alone in (False, True):
+        run = engine(recipe, alone, dp=4, tp=4, pp=2, zero=1, sequence_parallel=True, accumulation=2)
+        group = data_parallel(spec, run, nodes, kernels("B200"), 1.0, 1 / 3, ("data",), 2**25)
+        sent.append(group.bytes)
+    elements = 8192 * (8192 + 2 * 1024) + 8192 * 8192 + 3 * 8192 * 28672
+    assert sent[0] - sent[1] == less * 40 * elements // 4
 
 
 def test_transformer_engine_gathers_in_fp8_and_scatters_in_half():
@@ -202,3 +246,7 @@ def test_fp8_of_transformer_engine_where_it_cannot_be():
         lab.Megatron(fp8_recipe="delayed", transformer_engine=False)
     with pytest.raises(lab.SpecError, match="'rowwise'"):
         lab.Megatron(fp8_recipe="rowwise")
+    with pytest.raises(lab.SpecError, match="fp8_param_gather=True without fp8_recipe"):
+        lab.Megatron(fp8_param_gather=True)
+    with pytest.raises(lab.SpecError, match="fp8_param_gather=True with zero=0"):
+        engine("delayed", True, dp=2)

@@ -134,6 +134,69 @@ def test_the_fullest_stage_is_told():
     assert any("Stage 3 of the pipeline (from 0) holds more than the first" in note for note in report.notes)
 
 
+# ---- options of NeMo's recipes
+
+SMALL = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "num_hidden_layers": 4, "intermediate_size": 160, "vocab_size": 512, "max_position_embeddings": 64,
+         "tie_word_embeddings": False}  # fmt: skip
+TABLE = 512 * 64
+HALVES = "accumulate_allreduce_grads_in_fp32=false"
+
+
+def small(options, stage=0, **fields):
+    run = lab.Training(**{"seq_len": 32, "micro_batch": 2, **fields}, stack=f"megatron:{HALVES},{options}")
+    return MegatronMemory(share_of(lab.model(SMALL), run, lab.gpu("H100-80GB"), stage=stage))
+
+
+@pytest.mark.parametrize(("options", "width"), [
+    ("tp_comm_overlap=false", 4 + 8),
+    ("use_precision_aware_optimizer=true", 2 + 8),  # what bf16 weights have not of fp32 ones
+    ("use_precision_aware_optimizer=true,fp8_recipe=delayed", 2 + 8),
+    ("use_precision_aware_optimizer=true,fp8_recipe=tensorwise", 4 + 8),
+    ("use_precision_aware_optimizer=true,fp8_recipe=tensorwise,fp8_param_gather=true", 4 + 8),
+    ("distributed_fused_adam=fp32", 2 + 8),
+    ("distributed_fused_adam=bf16", 0 + 4),
+    ("distributed_fused_adam=fp32,fp8_recipe=delayed", 2 + 8),
+    ("distributed_fused_adam=fp32,fp8_recipe=delayed,fp8_param_gather=true", 4 + 8),
+    ("distributed_fused_adam=bf16,fp8_recipe=delayed,fp8_param_gather=true", 2 + 4),
+])  # fmt: skip
+def test_bytes_of_optimizer_states(options, width):
+    found = small(options, dp=2, zero=1)
+    assert found.resident["optimizer"] == width * (found.parameters // 2)
+    # Megatron's optimizer casts halves for the update, if it has whole main weights; Apex's takes them, and sums the
+    # embedding's in fp32.
+    apex = "fused_adam" in options
+    main = 2 if "aware" in options and width == 2 + 8 else 4
+    assert found.resident["gradients"] == 2 * found.parameters + (2 * TABLE if apex else 0)
+    cast = 0 if apex or main == 2 else 4 * (found.parameters // 2)
+    assert at(found, "the update")["gradients"] == found.resident["gradients"] + cast
+    assert at(found, "model and optimizer made")["optimizer"] == (width if apex else main) * (found.parameters // 2)
+
+
+def test_apexs_optimizer_sums_the_first_stages_embedding_in_fp32_and_a_tied_copy():
+    more = {stage: small("distributed_fused_adam=fp32", stage, pp=2).resident["gradients"]
+            - small("tp_comm_overlap=false", stage, pp=2).resident["gradients"] for stage in (0, 1)}  # fmt: skip
+    assert more == {0: 2 * TABLE, 1: 0}
+    run = replace(megatron_runs.TE, pp=2)  # GPT, tied, with learned positions
+    stack = lab.Megatron(accumulate_allreduce_grads_in_fp32=False, distributed_fused_adam="fp32")
+    training = replace(megatron_runs.training_of(run), stack=stack, zero=1)
+    spec, table = megatron_runs.spec_of(run), 50304 * 512
+    tied = [MegatronMemory(share_of(spec, training, stage=stage)) for stage in (0, 1)]
+    wider = [each.resident["gradients"] - 2 * each.parameters for each in tied]
+    assert wider == [2 * (table + 1024 * 512), 2 * table]
+
+
+@pytest.mark.parametrize(("limit", "micro_batches"), [(0, 7), (2, 2), (22, 7)])
+def test_deferred_gradients_of_the_head_keep_its_inputs_and_the_logits_gradients(limit, micro_batches):
+    """Of those before the last of 8 micro-batches, on the last stage: 64 tokens' inputs and logits, in half."""
+    fields = {"pp": 2, "accumulation": 8}
+    deferred = f"defer_embedding_wgrad_compute=true,wgrad_deferral_limit={limit}"
+    for name in ("the loss", "the first block of backward"):
+        more = [at(small(deferred, stage, **fields), name)["activations"]
+                - at(small("tp_comm_overlap=false", stage, **fields), name)["activations"] for stage in (0, 1)]
+        assert more == [0, micro_batches * 2 * 64 * (64 + 512)]
+
+
 @pytest.mark.parametrize(("given", "message"), [
     ({"recompute": "selective", "recompute_method": "block"}, "recompute_method='block' is for recompute='full'"),
     ({"recompute": "some"}, "recompute='some' is not one of None, selective, full"),
@@ -141,6 +204,9 @@ def test_the_fullest_stage_is_told():
     ({"moe_expert_capacity_factor": 0}, "moe_expert_capacity_factor=0 is not a number above 0"),
     ({"recompute_modules": "moe"}, "recompute_modules=('moe',) is not of core_attn, mlp"),
     ({"ac": "full"}, "megatron has no option ac: it is torchtitan's"),
+    ({"distributed_fused_adam": "fp16"}, "distributed_fused_adam='fp16' is not one of None, fp32, bf16"),
+    ({"defer_embedding_wgrad_compute": True, "wgrad_deferral_limit": -1}, "wgrad_deferral_limit=-1 is not a number"),
+    ({"wgrad_deferral_limit": 22}, "wgrad_deferral_limit=22 without defer_embedding_wgrad_compute=True"),
 ])  # fmt: skip
 def test_bad_options_are_named(given, message):
     with pytest.raises(lab.SpecError) as error:
@@ -161,6 +227,14 @@ def test_bad_options_are_named(given, message):
     ({"stack": OWN, "tp": 2, "sequence_parallel": True}, "RMSNorm of Megatron's own layers is PyTorch's"),
     ({"stack": f"{OWN},apex=False", "tp": 2, "sequence_parallel": True}, "the norm of Megatron's own layers"),
     ({"stack": "megatron:apex=False"}, "apex=False with transformer_engine=True"),
+    ({"stack": "megatron:tp_comm_overlap=true", "tp": 2}, "tp_comm_overlap=True without sequence_parallel=True"),
+    ({"stack": "megatron:defer_embedding_wgrad_compute=true"}, "defer_embedding_wgrad_compute=True with pp=1"),
+    ({"stack": "megatron:distributed_fused_adam=bf16", "dp": 2}, "distributed_fused_adam='bf16' with zero=0"),
+    ({"stack": "megatron:distributed_fused_adam=fp32", "precision": "mixed-fp16"}, "with precision='mixed-fp16'"),
+    ({"stack": "megatron:use_precision_aware_optimizer=true", "dp": 2}, "aware_optimizer=True with zero=0"),
+    ({"stack": "megatron:use_precision_aware_optimizer=true,distributed_fused_adam=fp32"}, "two optimizers; give one"),
+    ({"stack": "megatron:use_precision_aware_optimizer=true,fp8_recipe=delayed,fp8_param_gather=true"},
+     "fp8_recipe='delayed' is not described"),
 ])  # fmt: skip
 def test_what_megatron_has_not_is_refused(given, message):
     with pytest.raises(lab.SpecError) as error:

@@ -19,6 +19,7 @@ import llmlab as lab
 from llmlab.base.compat import KNOWN
 from llmlab.base.errors import SpecError
 from llmlab.cli.main import cli
+from llmlab.engines.tuners import megatron_arguments
 
 TINY = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -112,6 +113,20 @@ def test_megatrons_parser_takes_its_arguments(tmp_path):
     assert "train.py" in done.left_out and "megatron_args.txt" in (tmp_path / "out" / "launch.sh").read_text()
 
 
+def test_megatrons_arguments_say_fp8_weights_and_deferred_gradients():
+    spec = lab.model("meta-llama/Llama-3.1-8B")
+    options = "fp8_recipe=mxfp8,fp8_param_gather=true,defer_embedding_wgrad_compute=true,wgrad_deferral_limit=22"
+    run = lab.Training(pp=2, accumulation=4, stack=f"megatron:{options}")
+    said = " ".join(megatron_arguments(run, spec))
+    assert "--fp8-recipe mxfp8 --fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag" in said
+    assert "--use-distributed-optimizer" in said  # which alone gathers them, of one rank too
+    assert "--defer-embedding-wgrad-compute --wgrad-deferral-limit 22" in said
+    said = megatron_arguments(lab.Training(stack="megatron:use_precision_aware_optimizer=true"), spec)
+    assert {"--use-precision-aware-optimizer", "--use-distributed-optimizer"} <= set(said)
+    with pytest.raises(lab.SpecError, match="distributed_fused_adam='fp32' is NeMo 1's"):
+        megatron_arguments(lab.Training(stack="megatron:distributed_fused_adam=fp32"), spec)
+
+
 @pytest.mark.parametrize("run", [
     lab.Training(precision="bf16", seq_len=64, lora=ADAPTERS, quantization="nf4", checkpointing="full"),
     lab.Training(precision="bf16", seq_len=64, optimizer="adafactor", kernels="liger"),
@@ -177,6 +192,18 @@ def test_megatron_is_started_with_the_setting_that_its_parallelism_demands(tmp_p
         written(tmp_path / folder, divided_run, f"{divided_run.world_size}xA100-80GB")
         demanded = "\nexport CUDA_DEVICE_MAX_CONNECTIONS=1\n" in (tmp_path / folder / "launch.sh").read_text()
         assert demanded == bool(divided)
+
+
+@pytest.mark.parametrize(("stack", "expands"), [
+    ("torchtitan", True),  # run_train.sh, which launch.sh stands for
+    ("megatron", False),
+    ("megatron:expandable_segments=true", True),
+])  # fmt: skip
+def test_segments_expand_where_they_were_counted_so(tmp_path, stack, expands):
+    run = lab.Training(dp=2, zero=3 if stack == "torchtitan" else 1, seq_len=64, stack=stack)
+    written(tmp_path / "out", run, "2xA100-80GB", "meta-llama/Llama-3.1-8B")
+    said = "\nexport PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n"
+    assert (said in (tmp_path / "out" / "launch.sh").read_text()) == expands
 
 
 def test_megatrons_arguments_name_the_experts(tmp_path):

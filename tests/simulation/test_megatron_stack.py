@@ -144,6 +144,9 @@ def test_nothing_of_megatron_stays_behind():
 @pytest.mark.parametrize(("given", "message"), [
     ({"stack": "megatron"}, "no layers of Transformer Engine"),
     ({"stack": f"{NAME},cross_entropy_fusion_impl=te"}, "no loss of Transformer Engine"),
+    ({"stack": f"{NAME},use_precision_aware_optimizer=true", "dp": 2, "zero": 1}, "no Transformer Engine's Adam"),
+    ({"stack": f"{NAME},distributed_fused_adam=bf16", "dp": 2, "zero": 1}, "no Apex's Adam"),
+    ({"stack": f"{NAME},defer_embedding_wgrad_compute=true", "pp": 2}, "no Apex's fused weight gradient"),
     ({"tp": 4}, "does not divide custom-llama's 2 key-value heads"),
 ])  # fmt: skip
 def test_what_of_megatron_is_only_estimated(given, message):

@@ -100,7 +100,7 @@ def units(
     padding = sharded_experts(spec, run) * same
     around = counts["embedding"] + counts["positions"] + counts["head"]
     outside = weights.dense * around // max(1, sum(counts.values()) - counts["experts"])
-    dense = weights.dense - outside - gathered_less(spec, run, b.weights) * layers // spec.layers
+    dense = weights.dense - outside - gathered_less(spec, run, b.weights, layers)
     own_experts = int(weights.experts / layers) if own_unit(run) else 0
     block = int((weights.experts * padding + dense) / layers) - own_experts
     gradient, reduced = b.gradients, 4 if b.master else b.gradients

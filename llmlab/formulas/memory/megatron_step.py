@@ -18,10 +18,12 @@ tests/simulation/test_megatron_stack.py holds this to megatron-core's own code.
 
 from __future__ import annotations
 
+from math import inf
+
 from ...specs.run import Training
 from ...specs.stacks import Megatron
 from ...specs.stages import layers_of
-from .float8 import weight_copies
+from .float8 import weights_in_fp8
 from .moments import Moment, layers_in_flight, micro_batches_in_flight, passes_in_flight
 from .scores import score_elements
 from .share import Share
@@ -60,10 +62,16 @@ class MegatronMemory:
         # of every chunk that receives one, and so of all but the first stage's first.
         self.received = stack.virtual_pipeline - share.first if run.pp > 1 else 0
         handles = 2 * (gpu.cublas_workspace or 0) if gpu else 0
+        main, moments = _states(stack)
+        # Megatron's moments are made in the first step, Apex's at once.
+        self.loaded = self.stepped * (main + moments if stack.distributed_fused_adam else main)
+        # Apex's sums gradients of the embedding, and of a last stage's copy, in fp32 where the others' are in half.
+        embedding = table * (counts["embedding"] > 0) + counts["positions"]
+        wider = (FP32 - HALF) * embedding if stack.distributed_fused_adam and not self.wide else 0
         self.resident = {
-            "weights": HALF * self.parameters + weight_copies(spec, run, share.layers),
-            "gradients": (FP32 if self.wide else HALF) * self.parameters,
-            "optimizer": 3 * FP32 * self.stepped,  # main weights and two moments
+            "weights": HALF * self.parameters + weights_in_fp8(spec, run, share.layers, gpu),
+            "gradients": (FP32 if self.wide else HALF) * self.parameters + wider,
+            "optimizer": (main + moments) * self.stepped,
             "workspace": handles + (_engine_workspace(share) if stack.transformer_engine else _buffer(share)),
         }
 
@@ -84,12 +92,14 @@ class MegatronMemory:
         of_other = exchanged if self.stack.virtual_pipeline > 1 else 0
         of_last = self._bytes(self.block.outside) if share.last else 0
         # Halves that were accumulated are cast for the update, and stay until the next step's zero_grad.
-        gradients = self.resident["gradients"] + (0 if self.wide else FP32 * self.stepped)
+        cast = not (self.wide or self.stack.distributed_fused_adam or self.stack.keeps_remainders)
+        gradients = self.resident["gradients"] + (FP32 * self.stepped if cast else 0)
         stays = 2 * self.received * self.hidden
-        made = {"optimizer": FP32 * self.stepped, "workspace": 0}
+        made = {"optimizer": self.loaded, "workspace": 0}
         forward, again = self._attention()
         before_last = blocks - blocks * (self.share.layers // self.stack.virtual_pipeline) // self.in_flight
         mask = self.mask if share.last else 0
+        kept += self._deferred()
         return [
             Moment("load", "model and optimizer made", {**self.resident, **made}),
             self._moment("forward", "attention in the last block", kept - of_last, other=forward + exchanged),
@@ -126,6 +136,15 @@ class MegatronMemory:
             left = {kind: size * passes * (of_chunk - number) for kind, size in kept.items()}
             return {**left, "block inputs": passes * number * self.hidden}
         return {"block inputs": passes * -(-of_chunk // number) * self.hidden}
+
+    def _deferred(self) -> int:
+        """Return the bytes that the last stage keeps to compute the gradient of the head's weight later: what the head
+        was given and the logits' gradient of micro-batches before this one (models/gpt/gpt_model.py)."""
+        run, stack = self.share.run, self.stack
+        if not self.share.last or not stack.defer_embedding_wgrad_compute:
+            return 0
+        before = min(stack.wgrad_deferral_limit or inf, run.accumulation - 1)
+        return int(before) * (self.hidden + HALF * self.share.tokens * self.vocab)
 
     def _selected(self) -> tuple[str, ...]:
         modules = self.stack.recompute_modules if self.share.run.checkpointing == "selective" else ()
@@ -239,6 +258,15 @@ class MegatronMemory:
 def _options(run: Training) -> Megatron:
     assert isinstance(run.stack, Megatron)
     return run.stack
+
+
+def _states(stack: Megatron) -> tuple[int, int]:
+    """Return the bytes of the main weight and of both moments of a parameter that a rank updates."""
+    dtype = stack.distributed_fused_adam
+    if dtype is None:
+        return HALF if stack.keeps_remainders else FP32, 2 * FP32
+    width = FP32 if dtype == "fp32" else HALF
+    return width if stack.fp8_param_gather else width - HALF, 2 * width
 
 
 def _engine_workspace(share: Share) -> int:

@@ -125,7 +125,7 @@ def data_parallel(
     stage, counts = _largest_stage(spec, of_stages, run.tp, run.ep)
     whole, layers = states(spec, run, stage, sharded=False), of_stages[stage]
     in_blocks = 1 - sum(counts[part] for part in ("embedding", "positions", "head")) / sum(counts.values())
-    less = gathered_less(spec, run, PRECISION[run.precision].weights)
+    less = gathered_less(spec, run, PRECISION[run.precision].weights, layers)
     times = forward * compute, (1 - forward) * compute
     b = PRECISION[run.precision]
     # torchtitan's mixed_precision_reduce is float32, and Megatron-LM and nanotron sum what they accumulate in fp32 so;
@@ -197,13 +197,13 @@ def _communicated(
         reduced = _reduced(replica, run, hide_backward, None if run.zero else bucket)
     if run.zero == 0:
         return reduced
-    block, outside = replica.seconds("all-gather", updated)
+    block, outside = replica.seconds("all-gather", updated, replica.narrower)
     sent = sum([outside] + [block] * replica.layers)
     # Forward's first unit waits for its own parameters; the others' come behind the computation before them.
     hidden = outside + max(0.0, sum([block] * replica.layers) - replica.forward)
     behind = isinstance(run.stack, Megatron) or uses_fsdp(run)
     exposed = reduced.exposed + (hidden if hide_forward and behind else sent)
-    return Communicated(exposed, reduced.sent + sent, reduced.bytes + updated, 0.0, reduced.reduce)
+    return Communicated(exposed, reduced.sent + sent, reduced.bytes + updated - replica.narrower, 0.0, reduced.reduce)
 
 
 def _reduced(replica: _Replica, run: Training, hidden: bool, bucket: int | None) -> Communicated:

@@ -18,7 +18,7 @@ from ...engines.torchtitan import RELEASE, torchtitan_config
 from ...engines.tuners import axolotl_config, llama_factory_config, megatron_arguments
 from ...specs.check import check
 from ...specs.model import ModelSpec, models
-from ...specs.run import Training
+from ...specs.run import Training, stack_of
 from .launch import launch_script, sky_task, slurm_job
 from .script import deepspeed_settings, kind, packages, training_script, uses_deepspeed
 
@@ -91,6 +91,8 @@ def texts(spec: ModelSpec, run: Training, card: str, nodes: int, per_node: int) 
     alone = run.world_size == 1 and "train.py" in found and not (run.zero or uses_deepspeed(run))
     # Megatron-LM refuses to start without it where it overlaps what tensor or context parallelism sends.
     exports = ["CUDA_DEVICE_MAX_CONNECTIONS=1"] if "megatron_args.txt" in start and max(run.tp, run.cp) > 1 else []
+    if (stack := stack_of(run)) and stack.expandable_segments:
+        exports.append("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
     started = launch_script(title, start, nodes, per_node, alone, exports)
     found["launch.sh"] = started, "starts it on one node: LR=... ./launch.sh"
     found["job.sbatch"] = slurm_job(title, nodes, per_node), "Slurm: LR=... sbatch job.sbatch"

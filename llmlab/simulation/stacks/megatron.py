@@ -51,6 +51,11 @@ def check(spec: ModelSpec, run: Training) -> None:
     if stack.cross_entropy_fusion_impl == "te":
         raise NotAvailable("simulate has no loss of Transformer Engine, whose kernel is a GPU's: give "
                            f"cross_entropy_fusion_impl=native, which is Megatron's own, or {see}")  # fmt: skip
+    kernels = {"use_precision_aware_optimizer": "Transformer Engine's Adam", "distributed_fused_adam": "Apex's Adam",
+               "defer_embedding_wgrad_compute": "Apex's fused weight gradient"}  # fmt: skip
+    for option, whose in kernels.items():
+        if given := getattr(stack, option):
+            raise NotAvailable(f"{option}={given!r}: simulate has no {whose}, a GPU's kernel: leave it out, or {see}")
     if spec.experts and stack.moe_expert_capacity_factor is None:
         raise NotAvailable("simulate does not know how many tokens the router sends to each expert: give "
                            f"moe_expert_capacity_factor=1, which makes their numbers equal, or {see}")  # fmt: skip

@@ -17,6 +17,7 @@ Recompute = Literal["selective", "full"]
 RecomputeMethod = Literal["uniform", "block"]
 FP8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
 FusedLoss = Literal["native", "te"]
+FusedAdam = Literal["fp32", "bf16"]
 RECOMPUTED = {"core_attn", "mlp"}  # modules of Megatron's --recompute-modules that are described
 
 
@@ -43,9 +44,17 @@ class Megatron(StackOptions):
     tensor-parallel rank. The distributed optimizer is the run's zero=1, sequence parallelism its sequence_parallel,
     --attention-backend unfused its attention="eager". `fp8_recipe` is --fp8-recipe, with --fp8-format hybrid:
     Transformer Engine multiplies blocks' linear layers in fp8 (formulas/memory/float8.py); "tensorwise" is its current
-    scaling. `moe_expert_capacity_factor` (with --moe-pad-expert-input-to-capacity) fills each expert with that
-    multiple of an equal share of the tokens; None, Megatron's default, drops no token, and experts are estimated as
-    equally loaded.
+    scaling. `fp8_param_gather` keeps their weights in fp8 instead of half precision, and gathers them so; of "mxfp8" it
+    means --reuse-grad-buf-for-mxfp8-param-ag too. `use_precision_aware_optimizer` keeps of main weights the 2 bytes
+    that bf16 ones have not, and takes gradients as they were summed; moments stay fp32. `distributed_fused_adam` is
+    NeMo 1's optimizer of that name, Apex's, with its states in that dtype. In fp32 it does the same, in bf16 it keeps
+    no main weights; beside weights in fp8 it keeps them whole, and it sums the embedding's gradients in fp32 (NeMo 2.0,
+    megatron_base_model.py, setup_optimization; megatron_gpt_model.py, configure_optimizers).
+    `defer_embedding_wgrad_compute` computes the gradient of the head's weight after the last micro-batch, for which the
+    last stage keeps the logits' gradients of `wgrad_deferral_limit` micro-batches (0: of all).
+    `moe_expert_capacity_factor` (with --moe-pad-expert-input-to-capacity) fills each expert with that multiple of an
+    equal share of the tokens; None, Megatron's default, drops no token, and experts are estimated as equally loaded.
+    `expandable_segments` is PYTORCH_CUDA_ALLOC_CONF's, which Megatron-Bridge's recipes set.
     """
 
     name = "megatron"
@@ -81,6 +90,12 @@ class Megatron(StackOptions):
     fp8_recipe: FP8Recipe | None = None
     cross_entropy_fusion_impl: FusedLoss | None = None
     moe_expert_capacity_factor: float | None = None
+    fp8_param_gather: bool = False
+    use_precision_aware_optimizer: bool = False
+    distributed_fused_adam: FusedAdam | None = None
+    defer_embedding_wgrad_compute: bool = False
+    wgrad_deferral_limit: int = 0
+    expandable_segments: bool = False
 
     def __post_init__(self) -> None:
         self._check_counts("recompute_num_layers", "virtual_pipeline", "make_vocab_size_divisible_by")
@@ -94,6 +109,11 @@ class Megatron(StackOptions):
             overlap_grad_reduce=(True, False),
             accumulate_allreduce_grads_in_fp32=(None, True, False),
             fp8_recipe=(None, *get_args(FP8Recipe)),
+            fp8_param_gather=(True, False),
+            expandable_segments=(True, False),
+            use_precision_aware_optimizer=(True, False),
+            distributed_fused_adam=(None, *get_args(FusedAdam)),
+            defer_embedding_wgrad_compute=(True, False),
             cross_entropy_fusion_impl=(None, *get_args(FusedLoss)),
         )
         if (asked := self.moe_expert_capacity_factor) is not None:
@@ -107,6 +127,14 @@ class Megatron(StackOptions):
         if self.fp8_recipe and not self.transformer_engine:
             given = f"fp8_recipe={self.fp8_recipe!r} with transformer_engine=False"
             raise SpecError(f"{given}: Megatron's own layers have no fp8; drop one of the two")
+        if self.fp8_param_gather and not self.fp8_recipe:
+            raise SpecError("fp8_param_gather=True without fp8_recipe: weights are in half precision; give a recipe")
+        limit = self.wgrad_deferral_limit
+        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:
+            raise SpecError(f"wgrad_deferral_limit={limit!r} is not a number of micro-batches >= 0")
+        if limit and not self.defer_embedding_wgrad_compute:
+            raise SpecError(f"wgrad_deferral_limit={limit} without defer_embedding_wgrad_compute=True: nothing is "
+                            "deferred; give both")  # fmt: skip
         modules = self.recompute_modules
         modules = tuple(modules.split() if isinstance(modules, str) else modules)
         if not modules or not set(modules) <= RECOMPUTED:
@@ -116,7 +144,14 @@ class Megatron(StackOptions):
             raise SpecError(f"recompute_method={self.recompute_method!r} is for recompute='full', not 'selective'")
 
     def check_run(self, given: Mapping[str, Any]) -> None:
-        """Raise SpecError for what Megatron's own layers have not, with the run's fields `given`."""
+        """Raise SpecError for what Megatron has not, its own layers above all, with the run's fields `given`."""
+        if self.tp_comm_overlap and not given["sequence_parallel"]:
+            raise SpecError("tp_comm_overlap=True without sequence_parallel=True: what overlaps products is its "
+                            "all-gathers and reduce-scatters (arguments.py); give both")  # fmt: skip
+        if self.defer_embedding_wgrad_compute and given["pp"] == 1:
+            raise SpecError("defer_embedding_wgrad_compute=True with pp=1: what it fills is the pipeline's end "
+                            "(model_parallel_config.py); give pp >= 2, or drop it")  # fmt: skip
+        self._check_optimizer(given)
         if self.transformer_engine:
             if not self.apex:
                 raise SpecError("apex=False with transformer_engine=True, which has such kernels: give one of them")
@@ -131,6 +166,26 @@ class Megatron(StackOptions):
             raise SpecError(f"sequence_parallel=True with apex=False: the norm of {own} is PyTorch's then, which "
                             "refuses it (torch_norm.py)")  # fmt: skip
 
+    def _check_optimizer(self, given: Mapping[str, Any]) -> None:
+        shared = given["zero"] == 1 or given["dp"] * given["cp"] == 1
+        if self.fp8_param_gather and not shared:
+            raise SpecError("fp8_param_gather=True with zero=0: it is the distributed optimizer that gathers them "
+                            "(arguments.py); give zero=1")  # fmt: skip
+        own = f"distributed_fused_adam={self.distributed_fused_adam!r} with"
+        if self.use_precision_aware_optimizer:
+            if self.distributed_fused_adam:
+                raise SpecError(f"{own} use_precision_aware_optimizer=True: they are two optimizers; give one")
+            own = "use_precision_aware_optimizer=True with"
+            if self.fp8_param_gather and self.fp8_recipe == "delayed":
+                raise SpecError(f"{own} fp8_param_gather=True and fp8_recipe='delayed' is not described; drop one")
+        elif self.distributed_fused_adam is None:
+            return
+        if not shared:
+            raise SpecError(f"{own} zero=0: it shares states over all data-parallel ranks; give zero=1")
+        if given["precision"] != "mixed-bf16":
+            raise SpecError(f"{own} precision={given['precision']!r}: its weights are described in bf16; give "
+                            "mixed-bf16")  # fmt: skip
+
     def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Half weights and products with fp32 main weights; nothing is recomputed or sharded unless somebody asks."""
         own = {} if self.transformer_engine else {"attention": "eager"}
@@ -140,6 +195,12 @@ class Megatron(StackOptions):
             "checkpointing": self.recompute or given["checkpointing"],
             "virtual_stages": self.virtual_pipeline,
         }
+
+    @property
+    def keeps_remainders(self) -> bool:
+        """Whether of main weights only what bf16 ones lack is kept, and gradients are taken as they were summed: beside
+        fp8 with the delayed recipe alone (megatron/core/optimizer/optimizer_config.py)."""
+        return self.use_precision_aware_optimizer and self.fp8_recipe in (None, "delayed")
 
     def accumulates_in_fp32(self, dtype: str) -> bool:
         """Whether gradients of a run in `dtype` are summed in fp32."""

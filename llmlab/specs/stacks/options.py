@@ -18,7 +18,7 @@ class StackOptions(Spec):
 
     name: ClassVar[str]
     package: ClassVar[str | None]  # what simulating it imports; None: it is not simulated
-    expandable_segments: ClassVar[bool] = False  # whether its launcher sets them for the allocator
+    expandable_segments: bool = False  # whether its launcher sets them for the allocator
     ties_heads: ClassVar[bool] = False  # whether models whose head is the embedding are described
     counts_ends: ClassVar[bool] = False  # whether its pipelines count embedding and head as layers where they need not
     allowed: ClassVar[Mapping[str, tuple[Any, ...]]]

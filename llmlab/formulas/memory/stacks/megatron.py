@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Literal
 
 from ....specs.stacks import Megatron
+from ..float8 import ACTIVATION
 from ..share import Share
 from .described import Block, Height, Kept, Loss
 
@@ -74,27 +75,28 @@ def _saved(share: Share) -> tuple[Kept, ...]:
     spec = share.spec
     statistics = 2 if spec.norm == "layernorm" else 1  # mean and 1/std, or 1/rms: TE module/layernorm_linear.py
     masks = 1 if spec.dropout else 0  # fusions/fused_bias_dropout.py
-    eight = share.run.fp8_recipe is not None
-    kept: Literal["product", "byte"] = "byte" if eight else "product"  # of a linear layer's input
+    recipe = share.run.fp8_recipe
+    kept: Literal["product", "byte"] = "byte" if recipe else "product"  # of a linear layer's input
+    once = ACTIVATION[recipe] if recipe else 1
     sent = routed(share)
     # linear_qkv and linear_fc1 keep their rank's part of what sequence parallelism gathers, and backward gathers it
     # again: tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication; TE module/layernorm_linear.py.
     return (
         Kept("input_layernorm: its input", "norms", "h", "product", "tokens"),
         Kept("input_layernorm: statistics", "norms", "1", "fp32", "tokens", statistics),
-        Kept("linear_qkv: its input", "linear inputs", "h", kept, "tokens"),
+        Kept("linear_qkv: its input", "linear inputs", "h", kept, "tokens", once),
         *_attention(share),
         Kept("linear_proj: its input", "attention output", "Q", "product", "heads"),
         # Attention keeps its output too, which in half precision is the same tensor.
-        Kept("linear_proj: its input in fp8", "attention output", "Q", "byte", "heads", 1 if eight else 0),
+        Kept("linear_proj: its input in fp8", "attention output", "Q", "byte", "heads", once if recipe else 0),
         Kept("self_attn_bda: mask of dropout", "dropout masks", "h", "byte", "tokens", masks),
         Kept("pre_mlp_layernorm: its input", "norms", "h", "product", "tokens"),
         Kept("pre_mlp_layernorm: statistics", "norms", "1", "fp32", "tokens", statistics),
-        Kept("linear_fc1: its input", "linear inputs", "h", kept, "tokens"),  # with experts, their router's
+        Kept("linear_fc1: its input", "linear inputs", "h", kept, "tokens", once),  # with experts, their router's
         *_routing(share),
         # fusions/fused_bias_gelu.py, fused_bias_swiglu.py
         Kept("activation: its input", "mlp", "f", "product", "heads", sent * (2 if spec.gated else 1)),
-        Kept("linear_fc2: its input", "mlp", "f", kept, "heads", sent),
+        Kept("linear_fc2: its input", "mlp", "f", kept, "heads", sent * once),
         Kept("mlp_bda: mask of dropout", "dropout masks", "h", "byte", "tokens", masks),
     )
 
