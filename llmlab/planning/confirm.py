@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
+from threading import current_thread, main_thread
 from types import ModuleType
 from typing import Any
 
@@ -237,9 +238,13 @@ def _pool(executor: Executor | None, workers: int) -> Iterator[Executor]:
 def _alone() -> Iterator[None]:
     """Let processes start without the caller's script, which they would run again, up to here where it has no
     `if __name__ == "__main__"`; and without Ctrl-C, which they would print a traceback for: one that comes now waits.
+    Its handler waits too: a thread that does not block the signal, as the progress bar's, takes it for the main one.
     """
     asking = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
+    came: list[int] = []
+    ours = current_thread() is main_thread() and signal.getsignal(signal.SIGINT) is not None
+    handler = signal.signal(signal.SIGINT, lambda number, _: came.append(number)) if ours else None
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT]) if sys.platform != "win32" else []
     try:
         yield
@@ -247,6 +252,10 @@ def _alone() -> Iterator[None]:
         sys.modules["__main__"] = asking
         if sys.platform != "win32":
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        if ours:
+            signal.signal(signal.SIGINT, handler)
+    if came:
+        signal.raise_signal(signal.SIGINT)
 
 
 def _quiet() -> None:

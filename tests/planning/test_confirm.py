@@ -11,6 +11,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -226,6 +227,24 @@ print(lab.plan({TINY!r}, "2xA100-80GB", 16, fixed={FIXED!r}).best.unconfirmed)
     done = subprocess.run([sys.executable, "-" if from_stdin else "script.py"], cwd=tmp_path, text=True,
                           input=script, capture_output=True, env=importing(tmp_path))  # fmt: skip
     assert done.stdout == "once\nasked elsewhere\n", done.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="threads block no signals there")
+def test_ctrl_c_waits_until_every_process_has_started():
+    """Also one that another thread takes, as that of the progress bar: half started, a process is nobody's to end."""
+
+    def press():
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        signal.raise_signal(signal.SIGINT)
+
+    started = []
+    with pytest.raises(KeyboardInterrupt), confirming._alone():
+        thread = Thread(target=press)
+        thread.start()
+        thread.join()
+        started.append("all")
+    assert started == ["all"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_ctrl_c_in_a_terminal_ends_what_is_simulated(tmp_path):
