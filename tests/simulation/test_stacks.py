@@ -221,6 +221,8 @@ MIXTURES = {
     "expert groups": (HEAVY, {"ep": 2}),
     "expert groups, full": (HEAVY, {"ep": 4, "dp": 16, "stack": "torchtitan:ac=full"}),
     "one group of all": (HEAVY, {"ep": 4}),
+    "expert groups, never resharded": (HEAVY, {"ep": 2, "stack": "torchtitan:reshard_after_forward=never,ac=full"}),
+    "one group of all, never resharded": (HEAVY, {"ep": 4, "stack": "torchtitan:reshard_after_forward=never,ac=none"}),
     "expert groups, light": (MIXED, {"ep": 2}),
     "expert groups, tensor parallel": (MIXED, {"ep": 2, "tp": 2, "stack": "torchtitan:ac=full"}),
 }
