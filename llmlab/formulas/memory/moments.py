@@ -91,6 +91,8 @@ class StepMemory:
         # What is whole still when backward ends: in a pipeline all blocks, but for one that the moments add.
         units = self.states.units
         self.left = units.outside + (units.block * (self.layers - 1) if run.pp > 1 else 0)
+        # Then only the first micro-batch, when there is little else, has outputs of all-gathers.
+        self.stay_gathered = self.sharded and run.pp > 1 and run.zero == 2 and share.over > 0
         whole = per_device(block_saved(share), run)
         kept = checkpointed(share) if run.checkpointing else whole
         # What torchtune offloads is on the card while the block computes that made or takes it.
@@ -140,6 +142,12 @@ class StepMemory:
         self.around_loss = causal_mask(share) if tune else self.between
         # Of what is outside of blocks nothing is left when their backward begins; a gradient goes through them.
         self.replaced = outer_activations(share) if block else 0
+        # What torchtune brought back stays until the node of backward is over that brings back the next
+        # (training/_activation_offloading.py, bwd_tensor_stash): the final norm's input, cast, and a block's. In an
+        # eager block without an adapter beside w2 that node is w2's product.
+        if host and (run.compile or (run.lora and "down_proj" in run.lora.targets)):
+            self.replaced -= 4 * share.tokens * spec.hidden
+            self.last_block += self.block if share.layers > 1 else 0
         # With adapters and checkpointing peft makes the embedding's output a leaf, so that checkpointing has something
         # to differentiate; it and its gradient outlive backward.
         through_peft = run.lora and run.checkpointing and not isinstance(run.stack, (LitGPT, Torchtune))
@@ -187,6 +195,8 @@ class StepMemory:
     def _forward(self) -> list[Moment]:
         units, moment = self.states.units, partial(self._moment, "forward", gradients=self.gradients.accumulated)
         gathered, casts = units.resident + units.block, self.casts + self.head_cast
+        if self.stay_gathered:
+            gathered -= units.block
         around_loss = gathered if units.at_loss is None else units.at_loss
         ahead = units.prefetched  # the output of the all-gather, or what is gathered next
         activations, before = self.activations - self.outside + casts, []
@@ -206,6 +216,8 @@ class StepMemory:
     def _gathering(self) -> list[Moment]:
         """Return the moments in which FSDP2's forward copies a unit's weights out of what was gathered: the output of
         the all-gather before it is there too."""
+        if self.stay_gathered:
+            return []
         units, moment = self.states.units, partial(self._moment, "forward", gradients=self.gradients.accumulated)
         activations = self.activations - self.outside - self.block + self.casts - self.block_cast
         last = units.resident + units.prefetched + 2 * units.block
@@ -258,6 +270,8 @@ class StepMemory:
         moment = partial(self._moment, "backward", logits=self.loss.after)
         # The first block's activations are gone, and its weights.
         activations = self.activations - self.block - self.replaced + max(0, self.kept_casts - self.block_cast)
+        if self.share.run.pp > 1:
+            activations = 0
         gathered = units.resident + (units.prefetched or -units.block - units.experts)
         reducing = units.block_gradients + units.block_reduction
         ranks = self.share.run.dp_shard * self.share.run.cp
