@@ -364,7 +364,7 @@ def chunks_in_flight(run: Training, stage: int, chunks: tuple[int, ...], chunk: 
 
     >>> run = Training(pp=2, accumulation=4, virtual_stages=2)
     >>> [chunks_in_flight(run, 1, (3, 1), chunk=0, begun=begun) for begun in (0, 1, 2)]
-    [[3, 1], [3, 0], [0, 0]]
+    [[3, 0], [3, 0], [0, 0]]
     """
     number = run.virtual_stages
     every = run.accumulation * number
