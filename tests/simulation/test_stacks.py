@@ -72,7 +72,7 @@ BLOCKS = {
 HEIGHTS = {
     "context and tensor parallel": (FEW, {"dp": 2, "cp": 2, "tp": 2}),
     "context parallel, few words": (FEW, {"dp": 2, "cp": 2}),
-    "context parallel, wide heads": ({**FEW, "hidden_size": 1536}, {"cp": 2}),
+    "context parallel, wide heads": ({**FEW, "hidden_size": 1536, "intermediate_size": 2048}, {"cp": 2}),
     "context parallel, ungrouped heads": ({**FEW, "num_key_value_heads": 8}, {"cp": 2}),
     "context parallel, qwen3, full": (FEW_QWEN, {"cp": 2, "micro_batch": 2, "checkpointing": "full"}),
     "the ring, few tokens": (FEW_QWEN, {"cp": 2, "dp": 4, "seq_len": 1024, "checkpointing": "full"}),
