@@ -72,6 +72,8 @@ BLOCKS = {
 HEIGHTS = {
     "context and tensor parallel": (FEW, {"dp": 2, "cp": 2, "tp": 2}),
     "context parallel, few words": (FEW, {"dp": 2, "cp": 2}),
+    "context parallel, wide heads": ({**FEW, "hidden_size": 1536, "intermediate_size": 2048}, {"cp": 2}),
+    "context parallel, ungrouped heads": ({**FEW, "num_key_value_heads": 8}, {"cp": 2}),
     "context parallel, qwen3, full": (FEW_QWEN, {"cp": 2, "micro_batch": 2, "checkpointing": "full"}),
     "the ring, few tokens": (FEW_QWEN, {"cp": 2, "dp": 4, "seq_len": 1024, "checkpointing": "full"}),
     "tensor parallel, few words": (FEW, {"dp": 4, "tp": 2}),
@@ -148,6 +150,18 @@ def test_the_estimate_is_what_a_stage_of_torchtitans_pipeline_takes(name):
 
 
 @pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs `make stacks`")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("seq_len", [512, 4096])
+def test_virtual_stages_have_gradients_when_they_have_run_backward(stage, seq_len):
+    """18 layers: 2 and 2, 3 and 2, 3 and 2, 3 and 1; nothing is gathered again after the first micro-batch."""
+    run = lab.Training(**{**PIPELINE, "seq_len": seq_len, "virtual_stages": 2})
+    spec = lab.model({**THIN, "num_hidden_layers": 18})
+    step = recorded(spec, run, "H100-80GB", stage=stage)
+    estimate = max(m.total for m in training_moments(spec, run, lab.gpu("H100-80GB"), stage=stage))
+    assert estimate == pytest.approx(divide(step.engine.events, step.marks).peak, rel=0.01)
+
+
+@pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs `make stacks`")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_virtual_stages_of_different_numbers_of_layers_are_counted_one_by_one(stage):
     """11 layers in eight: 1, 2, 2, 2, 2, 1, 1, 0; the last rank keeps most when its last virtual stage is done."""
@@ -221,6 +235,8 @@ MIXTURES = {
     "expert groups": (HEAVY, {"ep": 2}),
     "expert groups, full": (HEAVY, {"ep": 4, "dp": 16, "stack": "torchtitan:ac=full"}),
     "one group of all": (HEAVY, {"ep": 4}),
+    "expert groups, never resharded": (HEAVY, {"ep": 2, "stack": "torchtitan:reshard_after_forward=never,ac=full"}),
+    "one group of all, never resharded": (HEAVY, {"ep": 4, "stack": "torchtitan:reshard_after_forward=never,ac=none"}),
     "expert groups, light": (MIXED, {"ep": 2}),
     "expert groups, tensor parallel": (MIXED, {"ep": 2, "tp": 2, "stack": "torchtitan:ac=full"}),
 }
@@ -284,6 +300,7 @@ LITGPT = {
     "LoRA of q, k and v": {"lora": QKV},
     "LoRA of all": {"lora": lab.LoRA(targets=(*MLP.targets, "k_proj"))},
     "LoRA on eight": {"dp": 8, "lora": DROPPED},
+    "LoRA on eight, in blocks that are not split": {"dp": 8, "lora": DROPPED, "accumulation": 2, "micro_batch": 2},
     "LoRA on eight, accumulated": {"dp": 8, "lora": MLP, "accumulation": 2, "seq_len": 1024},
 }
 
@@ -355,6 +372,7 @@ def test_deepspeeds_weights_pile_up_before_the_loss():
     assert held[200_000_000]["forward"] - held[20_000_000]["forward"] > 0.3 * whole
 
 
+OFFLOADED = "torchtune:enable_activation_offloading=True"
 BLOCK_HEIGHTS = {
     "compiled": {"compile": True},
     "compiled, nothing recomputed": {
@@ -367,6 +385,10 @@ BLOCK_HEIGHTS = {
     },
     "on eight": {"dp": 8},
     "LoRA": {"lora": MLP},
+    "offloaded": {"seq_len": 2048, "stack": OFFLOADED},
+    "offloaded, LoRA": {"seq_len": 2048, "stack": OFFLOADED, "lora": MLP},
+    "offloaded, LoRA of attention": {"seq_len": 2048, "stack": OFFLOADED, "lora": QKV},
+    "offloaded, compiled": {"seq_len": 2048, "stack": OFFLOADED, "compile": True},
 }  # fmt: skip
 
 

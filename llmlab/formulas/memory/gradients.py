@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ...specs.run import stack_of
 from ...specs.stacks import LitGPT, Nanotron, StackOptions
-from ...specs.stages import layers_of
+from ...specs.stages import chunks_of, layers_of
 from .fsdp import uses_fsdp
 from .share import Share
 from .stacks.torchtune import in_chunks
@@ -59,9 +59,12 @@ def gradients(share: Share, states: States) -> Gradients:
     unsynced = accumulates and sharded and isinstance(run.stack, LitGPT)
     if unsynced:
         every = b.gradients * (states.trained if run.lora else sum(_stage_parameters(share).values()))
-    accumulated = every if accumulates else wide
     once = _stored(share, states, every)
-    stored = Stored(every, every, every) if accumulates or run.offload else once
+    there = every if accumulates else 0
+    if share.chunk is not None and not run.offload and not wide:
+        there, once = _of_chunks(share, states, every)
+    accumulated = there + wide
+    stored = Stored(there, there, there) if accumulates else Stored(every, every, every) if run.offload else once
     if sharded and accumulates and run.dp_replicate > 1:
         # What copies have summed is added to earlier gradients, and kept beside them until backward is over
         # (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, _all_reduce_state).
@@ -125,6 +128,19 @@ def _stored(share: Share, states: States, every: int) -> Stored:
     block = every * block_parameters(spec) // stage
     before_last = after_blocks - block - every * embedding // stage
     return Stored(max(0, before_last - block), before_last, after_blocks)
+
+
+def _of_chunks(share: Share, states: States, every: int) -> tuple[int, Stored]:
+    """Return the gradients of virtual stages of which a backward pass is over, and what is stored beside them in the
+    first one of the virtual stage that runs, of a rank's `every` bytes of gradients in the end."""
+    run, layers = share.run, chunks_of(share.spec, share.run, share.stage)
+    block = every * block_parameters(share.spec) // (stage := sum((counts := _stage_parameters(share)).values()))
+    if uses_fsdp(run):
+        block = states.units.block_reduction
+    head = every * counts["head"] // stage if share.begun < run.virtual_stages else 0
+    there = every if share.begun == 0 else block * sum(layers[share.begun :]) + head
+    own = layers[share.chunk or 0]
+    return there, Stored(*(there + block * max(0, own - left) for left in (2, 1, 0)))
 
 
 def _stage_parameters(share: Share) -> dict[str, int]:

@@ -22,7 +22,7 @@ from ...specs.run import Training
 from ...specs.stacks import LitGPT, Torchtitan, Torchtune
 from ...specs.stages import chunks_of
 from .activations import block_inputs, block_saved, checkpointed, per_device
-from .fsdp import is_flat, uses_fsdp
+from .fsdp import is_flat, own_ranks, uses_fsdp
 from .gradients import bucket_bytes, gradients
 from .scores import causal_mask, forward_scores
 from .share import Share, share_of
@@ -91,6 +91,8 @@ class StepMemory:
         # What is whole still when backward ends: in a pipeline all blocks, but for one that the moments add.
         units = self.states.units
         self.left = units.outside + (units.block * (self.layers - 1) if run.pp > 1 else 0)
+        # Then only the first micro-batch, when there is little else, has outputs of all-gathers.
+        self.stay_gathered = self.sharded and run.pp > 1 and run.zero == 2 and share.over > 0
         whole = per_device(block_saved(share), run)
         kept = checkpointed(share) if run.checkpointing else whole
         # What torchtune offloads is on the card while the block computes that made or takes it.
@@ -100,7 +102,7 @@ class StepMemory:
         of_chunk = held // run.virtual_stages
         if share.chunk is not None:
             chunks = chunks_of(spec, run, share.stage)
-            flying = chunks_in_flight(run, share.stage, chunks, share.chunk, share.over)
+            flying = chunks_in_flight(run, share.stage, chunks, share.chunk, share.begun)
             blocks, of_chunk = sum(map(mul, flying, chunks)), chunks[share.chunk]
         self.activations_by_kind = {kind: each * blocks for kind, each in kept.items() if each}
         self.block = sum(kept.values())  # what one block keeps of one micro-batch
@@ -140,6 +142,12 @@ class StepMemory:
         self.around_loss = causal_mask(share) if tune else self.between
         # Of what is outside of blocks nothing is left when their backward begins; a gradient goes through them.
         self.replaced = outer_activations(share) if block else 0
+        # What torchtune brought back stays until the node of backward is over that brings back the next
+        # (training/_activation_offloading.py, bwd_tensor_stash): the final norm's input, cast, and a block's. In an
+        # eager block without an adapter beside w2 that node is w2's product.
+        if host and (run.compile or (run.lora and "down_proj" in run.lora.targets)):
+            self.replaced -= 4 * share.tokens * spec.hidden
+            self.last_block += self.block if share.layers > 1 else 0
         # With adapters and checkpointing peft makes the embedding's output a leaf, so that checkpointing has something
         # to differentiate; it and its gradient outlive backward.
         through_peft = run.lora and run.checkpointing and not isinstance(run.stack, (LitGPT, Torchtune))
@@ -153,15 +161,19 @@ class StepMemory:
             loaded["weights"] = 4 * self.states.trained
         update = {"logits": self.loss.after, "gradients": self.gradients.update}
         share = self.share
-        if share.chunk is None and len(set(chunks := chunks_of(share.spec, share.run, share.stage))) > 1:
+        chunks, number = chunks_of(share.spec, share.run, share.stage), share.run.virtual_stages
+        if share.chunk is None and (len(set(chunks)) > 1 or (number > 1 and self.sharded)):
             return [
                 moment
-                for number, layers in enumerate(chunks)
-                for moment in type(self)(_of_chunk(replace(share, chunk=number))).moments()
+                for chunk, layers in enumerate(chunks)
+                for begun in {0, chunk, chunk + 1}
+                if any(chunks_in_flight(share.run, share.stage, chunks, chunk, begun))
+                for moment in type(self)(_of_chunk(share, chunk, begun)).moments()
                 if layers or "block" not in moment.name
             ]
-        every = share.run.accumulation * share.run.virtual_stages  # where all are in flight, nothing is before them
-        alone = share.over and share.run.pp > 1 and passes_in_flight(share.run, share.stage) == every
+        every = share.run.accumulation * number  # where all are in flight, nothing is before them
+        alone = share.over and share.run.pp > 1 and share.chunk is None
+        alone = alone and passes_in_flight(share.run, share.stage) == every
         before = type(self)(replace(share, over=0)) if alone else None
         return [
             Moment("load", "weights loaded", loaded),
@@ -183,11 +195,13 @@ class StepMemory:
     def _forward(self) -> list[Moment]:
         units, moment = self.states.units, partial(self._moment, "forward", gradients=self.gradients.accumulated)
         gathered, casts = units.resident + units.block, self.casts + self.head_cast
+        if self.stay_gathered:
+            gathered -= units.block
         around_loss = gathered if units.at_loss is None else units.at_loss
         ahead = units.prefetched  # the output of the all-gather, or what is gathered next
         activations, before = self.activations - self.outside + casts, []
         if units.experts:  # the output of their all-gather stays until the next block's are copied out
-            held = max(0, ahead - units.block)
+            held = units.experts if own_ranks(self.share.run) > 1 else 0
             before.append(moment("the last but one block of forward", gathered + ahead + held,
                                  self.between + self.in_forward, activations=activations - self.block))  # fmt: skip
             ahead = units.head + held
@@ -202,6 +216,8 @@ class StepMemory:
     def _gathering(self) -> list[Moment]:
         """Return the moments in which FSDP2's forward copies a unit's weights out of what was gathered: the output of
         the all-gather before it is there too."""
+        if self.stay_gathered:
+            return []
         units, moment = self.states.units, partial(self._moment, "forward", gradients=self.gradients.accumulated)
         activations = self.activations - self.outside - self.block + self.casts - self.block_cast
         last = units.resident + units.prefetched + 2 * units.block
@@ -235,7 +251,9 @@ class StepMemory:
             moment("the head's gradient", at_head + units.head, self.around_loss,
                    gradients=grads.accumulated + grads.head, activations=activations, logits=self.loss.head),
             *in_norm,
-            in_blocks("the first block of backward", gathered + units.prefetched, units.head_reduction + working,
+            # A block's own experts are among its temporaries, where their description has them.
+            in_blocks("the first block of backward", gathered + (units.prefetched or -units.experts),
+                      units.head_reduction + working,
                       gradients=grads.after_head + own_gradients,
                       activations=self.activations - self.replaced + self.recomputed + self.uneven[0]
                       + (self.kept_casts or self.block_cast)),
@@ -252,10 +270,12 @@ class StepMemory:
         moment = partial(self._moment, "backward", logits=self.loss.after)
         # The first block's activations are gone, and its weights.
         activations = self.activations - self.block - self.replaced + max(0, self.kept_casts - self.block_cast)
-        gathered = units.resident + (units.prefetched or -units.block)
+        if self.share.run.pp > 1:
+            activations = 0
+        gathered = units.resident + (units.prefetched or -units.block - units.experts)
         reducing = units.block_gradients + units.block_reduction
         ranks = self.share.run.dp_shard * self.share.run.cp
-        last_but_one = units.block + (units.prefetched or units.block) + self.left
+        last_but_one = units.block + (units.prefetched or units.block + units.experts) + self.left
         last_but_one -= units.outside if units.head else 0
         # Of a unit with one large tensor, its gradient is still there as the reduced one is made.
         head_shard, outside_shard = units.head_reduction // ranks, 0
@@ -293,7 +313,8 @@ class StepMemory:
         # One with a reduction behind it and a block gathered, or still whole, before it; a pipeline reduces when all is
         # through.
         if self.layers > 2 and self.share.run.pp == 1:
-            gathered = units.resident + (units.block + units.prefetched if units.prefetched else -units.block)
+            stays = units.resident - units.block - 2 * units.experts
+            gathered = units.resident + units.block + units.prefetched if units.prefetched else stays
             found += [
                 moment("the second block of backward", gathered,
                        behind + self.working,
@@ -334,21 +355,24 @@ def passes_in_flight(run: Training, stage: int, over: int = 0) -> int:
     return min(ahead, run.accumulation * run.virtual_stages - over)
 
 
-def chunks_in_flight(run: Training, stage: int, chunks: tuple[int, ...], chunk: int, over: int = 0) -> list[int]:
+def chunks_in_flight(run: Training, stage: int, chunks: tuple[int, ...], chunk: int, begun: int) -> list[int]:
     """Return of how many micro-batches a rank keeps what each of its virtual stages does, when it keeps most layers, of
-    which these have so many as `chunks` says, and `chunk` runs backward, once `over` backward passes are over.
+    which these have so many as `chunks` says, and `chunk` runs backward, while passes through those from `begun` on are
+    over, and through none before it. Nothing is kept where that never is.
 
     Backward takes pp micro-batches through the rank's last virtual stage, then as many through the one before.
 
-    >>> chunks_in_flight(Training(pp=2, accumulation=4, virtual_stages=2), 1, (3, 1), chunk=0)
-    [3, 0]
+    >>> run = Training(pp=2, accumulation=4, virtual_stages=2)
+    >>> [chunks_in_flight(run, 1, (3, 1), chunk=0, begun=begun) for begun in (0, 1, 2)]
+    [[3, 0], [3, 0], [0, 0]]
     """
     number = run.virtual_stages
     every = run.accumulation * number
     ahead = 2 * (run.pp - stage - 1) + (number - 1) * run.pp + 1
     best: list[int] = [0] * number
-    for back in range(over, every):
-        if number - 1 - back // run.pp % number != chunk:
+    for back in range(every):
+        over = max(0, number - 1 - (back - 1) // run.pp) if back else number
+        if number - 1 - back // run.pp % number != chunk or over != begun:
             continue
         held = [0] * number
         for each in range(min(back + ahead, every)):
@@ -386,11 +410,11 @@ def micro_batches_in_flight(run: Training, stage: int = 0, last: bool = False, o
     return min(groups * run.pp + begun, run.accumulation)
 
 
-def _of_chunk(share: Share) -> Share:
-    """Return the share of a rank one of whose virtual stages runs: only its last one has the head, its first the
-    embedding."""
-    first, last = share.chunk == 0, share.chunk == share.run.virtual_stages - 1
-    return replace(share, first=share.first and first, last=share.last and last)
+def _of_chunk(share: Share, chunk: int, begun: int) -> Share:
+    """Return the share of a rank whose virtual stage `chunk` runs: only its last one has the head, its first the
+    embedding. Passes backward through those from `begun` on are over."""
+    first, last = share.first and chunk == 0, share.last and chunk == share.run.virtual_stages - 1
+    return replace(share, first=first, last=last, chunk=chunk, begun=begun, over=int(begun <= chunk))
 
 
 def _outside_in_flight(share: Share, waiting: int) -> int:
@@ -398,7 +422,7 @@ def _outside_in_flight(share: Share, waiting: int) -> int:
     the last one the head; `waiting` is what the loss of one keeps until its backward begins."""
     run, stage, over = share.run, share.stage, share.over
     if share.chunk is not None:
-        flying = chunks_in_flight(run, stage, chunks_of(share.spec, run, stage), share.chunk, over)
+        flying = chunks_in_flight(run, stage, chunks_of(share.spec, run, stage), share.chunk, share.begun)
         between = outer_activations(replace(share, first=False, last=False))
         first = outer_activations(replace(share, first=stage == 0, last=False))
         last = outer_activations(replace(share, first=False, last=stage == run.pp - 1))

@@ -31,7 +31,8 @@ class Share:
     last: bool  # whether it is the last stage, which has the final norm, the head and the loss
     layers: int  # of the stage
     tokens: int  # T: the micro-batch's tokens after context parallelism has divided them
-    chunk: int | None  # the virtual stage that runs, of several with different numbers of layers
+    chunk: int | None  # the virtual stage that runs, of several that are counted one by one
+    begun: int  # then the first virtual stage of which a backward pass is over; virtual_stages: of none
     over: int  # backward passes of the step before its highest moments; once one is over, all gradients exist
     loss_ranks: int  # over how many ranks the loss divides the vocabulary
     sequence_ranks: int  # over how many ranks sequence parallelism divides the tokens of what lies between products
@@ -92,6 +93,7 @@ def share_of(spec: ModelSpec, run: Training, gpu: GPU | None = None, cpu: bool =
         layers=layers_of(spec, run)[stage],
         tokens=run.tokens // run.cp,
         chunk=None,
+        begun=0,
         over=min(1, run.accumulation - 1),
         loss_ranks=run.tp if run.loss_parallel else 1,
         sequence_ranks=run.tp if run.sequence_parallel else 1,

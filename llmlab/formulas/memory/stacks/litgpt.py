@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ....base.units import MiB
 from ....specs.stacks.litgpt import CHUNK
 from ..share import Share, adapted
 from .described import Block, Height, Kept, Loss
@@ -90,9 +91,19 @@ def _loss(share: Share) -> Loss:
     several sequences the slice without their last positions is a copy (litgpt/utils.py, chunked_cross_entropy). Its
     backward makes gradients by chunks, and joins them, but where the head made chunks."""
     # The last micro-batch's cast logits have their name until these have one, half ones and their cast.
-    before = 2.5 if share.over else 0
+    before = 2.5 if share.over else 0.0
     if share.run.lora:
         part = min(1, CHUNK / share.run.seq_len)
-        return Loss(forward=(0, max(2, before)), gradient=(0, 2 + 2 * part), head=(1, 1), after=(0, 1))
+        size = share.run.micro_batch * min(CHUNK, share.run.seq_len) * share.spec.vocab * share.bytes.compute
+        half, whole = _granted(size) / size, _granted(2 * size) / (2 * size)
+        forward = whole * 2 + (before and half / 2)
+        return Loss(forward=(0, forward), gradient=(0, whole * (2 + 2 * part)), head=(1, whole), after=(0, whole))
     computed = 2 + (share.run.micro_batch > 1)
     return Loss(forward=(0, max(computed, before)), gradient=(0, 3), head=(1, 1), after=(0, 1))
+
+
+def _granted(size: int) -> int:
+    """Return the bytes of the block that torch's allocator gives for `size`: where a large request's own segment, whole
+    multiples of 2 MiB, leaves 1 MiB or less, it is not split (c10/cuda/CUDACachingAllocator.cpp, should_split)."""
+    left = -size % (2 * MiB)
+    return size + left if size >= 10 * MiB and left <= MiB else size

@@ -164,11 +164,18 @@ AT_POSITIONS = (Kept("rotation: the table at the positions", "q, k, v", "D", "fp
 COPIED = Kept("wo: its input, copied", "attention output", "Q", "product", "heads")
 
 
-def _ring(cp: int) -> Height:
+def _ring(share: Share) -> Height:
     """Return what attention's backward takes over the ring (torch/distributed/tensor/experimental/_context_parallel/
-    _attention.py, _templated_ring_attention_backward): its gradients, and their sums in fp32; keys and values of all
-    ranks; and, before and after they are passed on, the sums of the gradients of keys and values."""
-    around = (_of("the output, and of q", "Q", 4), _of("k and v, and these of all ranks", "K", 22 + 2 * cp))
+    _attention.py, _templated_ring_attention_backward), as its second call runs, of half the queries: gradients of both
+    calls, and their sums in fp32; keys and values of all ranks; and the sums of the gradients of keys and values,
+    before and after they are passed on. Heads of more than 128 elements cuDNN's kernel does not take (aten/src/ATen/
+    native/transformers/cuda/sdp_utils.cpp): FlashAttention sums the queries' gradient in fp32, and has those of keys
+    and values for all heads (flash_attn/flash_api.cpp, mha_bwd)."""
+    spec, run = share.spec, share.run
+    flash = spec.head_dim > 128 or run.attention == "flash"
+    kernel = (1 + 2 * (spec.kv_heads != spec.heads)) * flash
+    of_keys = _of("k and v, and these of all ranks", "K", 18 + 2 * run.cp)
+    around = (_of("the output, and of q", "Q", 4.5 + kernel), of_keys)
     return Height((*MLP_SAVED, *NORM_SAVED, COPIED.operator), (STREAM, *around), (*MLP_WEIGHTS, "o_proj"))
 
 
@@ -210,7 +217,7 @@ def block(share: Share) -> Block:
     if run.tp > 1:
         backward += (*CUT_UP, AGAIN) if run.checkpointing else CUT_UP
     if run.cp > 1:
-        backward += (_ring(run.cp),)
+        backward += (_ring(share),)
     qwen = share.spec.family != "llama"
     # A complex number for each position and pair of a head's elements; of Qwen 3 cosine and sine of each element.
     table = (8 if qwen else 4) * run.seq_len * share.spec.head_dim

@@ -63,20 +63,19 @@ def forward(share: Share) -> tuple[Height, ...]:
     else:
         found = [Height((), (*_held(share), sums, _of("out_experts", "h")))]
     if own_unit(share.run):
-        found.append(Height((last,), (*kept, *_sending(share))))
+        # With zero=2 the weights are not the block's alone.
+        found.append(Height((last,), (*kept, *_sending(share), _weights(share, share.run.zero == 3))))
     return tuple(found)
 
 
 def _sending(share: Share) -> tuple[Kept, ...]:
-    """Return what is there as an expert group's ranks send back what the experts returned, whose weights are still
-    gathered."""
+    """Return what is there as an expert group's ranks send back what the experts returned, beside their weights."""
     chosen = share.spec.experts_per_token
     return (
         *_held(share)[:2],
         _of("w2: its output", "h", rows(share)),
         _of("_unpermute: its output", "h", chosen),
         _of("all_to_all: its output", "h", chosen),
-        _weights(share),
     )
 
 
@@ -94,10 +93,10 @@ def backward(share: Share, stream: Kept) -> tuple[Height, ...]:
     )
     operators = tuple(row.operator for row in saved(share))
     copies = operators[-1:]
-    # FSDP2 gathers weights ahead, but from one rank, of which it casts them as they are needed.
+    # FSDP2 gathers weights ahead, but from one rank, of which it casts them as they are needed; with zero=2 all stay.
     own = own_unit(run)
     there = (_weights(share),) if own else ()
-    ahead = there if run.checkpointing or own_ranks(run) > 1 else ()
+    ahead = there if run.checkpointing or own_ranks(run) > 1 or run.zero == 2 else ()
     of_copies = Kept("gradient of bmm's copies", "temporaries", "h", "fp32", "whole", chosen)
     found = [
         Height((), (stream, *ahead, whole, of_copies)),
@@ -120,8 +119,8 @@ def backward(share: Share, stream: Kept) -> tuple[Height, ...]:
     if run.checkpointing:
         found.append(Height((), (stream, *ahead, whole, *again)))
     if run.checkpointing and own:  # the output of the all-gather, too, until the experts have returned
-        output = _weights(share, own_ranks(run) > 1)
-        found.append(Height(copies, (stream, whole, *_sending(share), output)))
+        output = _weights(share, own_ranks(run) > 1 and run.zero == 3)
+        found.append(Height(copies, (stream, whole, *_sending(share), *there, output)))
     if own:
         found.append(Height(operators[1:], (stream, _of("routed_input", "h", chosen), reduced(share, True))))
     return tuple(found)

@@ -42,8 +42,7 @@ def block(share: Share) -> Block:
     )  # fmt: skip
     stream = Kept("gradient of the block's output", "gradients", "h", "product", "tokens")
     # Checkpointing keeps what the block was given, sa_norm a cast of it.
-    again = run.checkpointing and not stack.enable_activation_offloading
-    around = (stream, Kept("the block's input", "block inputs", "h", "product", "tokens", bool(again)))
+    around = (stream, Kept("the block's input", "block inputs", "h", "product", "tokens", bool(run.checkpointing)))
     # With a quantized w2 dequantizing takes about as much, as its simulation counts it.
     read = () if run.quantization else ("w2: its input",)
     mlp = tuple(row.operator for row in saved if row.kind == "mlp")
