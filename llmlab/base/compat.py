@@ -192,6 +192,7 @@ NAMES: dict[str, dict[str, str]] = {
         "torchtitan.distributed.utils": "clip_grad_norm_ get_train_context",
         "torchtitan.models.llama3": "get_train_spec",
         "torchtitan.models.moe": "MoEArgs",
+        "torchtitan.models.moe.moe": "_run_experts_grouped_mm",
         "torchtitan.models.llama3.infra.parallelize": "_op_sac_save_list",
         "torchtitan.models.qwen3": "get_train_spec",
         "torchtitan.models.qwen3.infra.parallelize": "_op_sac_save_list",

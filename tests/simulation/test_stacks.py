@@ -243,6 +243,14 @@ MIXTURES = {
 
 
 @pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs `make stacks`")
+def test_a_compiled_model_leaves_the_experts_of_the_next_as_they_are():
+    run = lab.Training(**MIXTURE)
+    before = lab.simulate(EXPERTS, run, "H100-80GB").peak_allocated
+    lab.simulate(FEW_QWEN, lab.Training(dp=8, seq_len=1024, compile=True, stack="torchtitan"), "H100-80GB")
+    assert lab.simulate(EXPERTS, run, "H100-80GB").peak_allocated == before
+
+
+@pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs `make stacks`")
 @pytest.mark.parametrize("name", MIXTURES)
 def test_the_estimate_is_what_torchtitans_experts_take(name):
     model, given = MIXTURES[name]

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -154,12 +155,20 @@ def _entering(enter: Enter, phase: str, stage: Any) -> Callable[..., Any]:
     return call
 
 
+@cache
+def _own_experts() -> Any:
+    """Return torchtitan's function of grouped experts as it is at first: compiling any Qwen 3, apply_compile puts a
+    compiled one in its place for all later models of the process."""
+    return symbol("torchtitan.models.moe.moe._run_experts_grouped_mm")
+
+
 def build(
     spec: ModelSpec, run: Training, device: torch.device, inputs: list[Tensor], recomputing: Around, stage: int = 0
 ) -> TitanStep:
     """Return the step of `run` on `device`, with torchtitan's own model; the process group is there already, in which
     this is a rank of pipeline stage `stage`."""
     own = training_spec(spec)
+    symbol("torchtitan.models.moe.moe")._run_experts_grouped_mm = _own_experts()
     job, dims = job_config(run), parallel_dims(run)
     arguments = model_arguments(spec, type(next(iter(own.model_args.values()))))
     arguments.update_from_config(job)
