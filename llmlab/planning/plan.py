@@ -40,7 +40,7 @@ def plan(
     check_question(global_batch, method, allow, tokens, goal, fixed, within)
     where, stack = machines(gpus), resolved(fixed.pop("stack", stack))
     check_degrees(fixed, where if goal != "cheapest" else None, global_batch)
-    if isinstance(stack, StackOptions) and method != "full":
+    if isinstance(stack, StackOptions) and method != "full" and stack.allowed.get("lora") == (None,):
         raise SpecError(f"method={method!r} and stack={stack.name!r} contradict each other: {stack.name} has no lora")
     spec = find_model(model)
     question = Question(spec, global_batch, method, frozenset(allow), fixed, stack, goal, tokens, within)

@@ -103,6 +103,8 @@ def _kinds(q: Question, where: Machines, method: str) -> Iterator[dict[str, Any]
     precisions: tuple[str, ...] = (f"autocast-{half}", f"mixed-{half}") if method == "full" else (half,)
     if method == "full" and "precision" in q.allow and half == "bf16":
         precisions += ALLOWED["precision"]
+    if isinstance(q.stack, StackOptions) and not set(precisions) & set(q.stack.allowed["precision"]):
+        precisions = (half,)  # torchtune and LitGPT keep no fp32 copy
     base: dict[str, Any] = {"attention": "eager" if q.spec.family == "gemma2" else "sdpa"}
     if method != "full":
         base["lora"] = adapters(q.spec)

@@ -37,6 +37,14 @@ def test_a_plan_holds_the_batch_and_is_confirmed(tiny):
     assert any(candidate.simulation for candidate in tiny)
 
 
+@pytest.mark.parametrize(("stack", "method"), [("torchtune", "full"), ("torchtune", "lora"), ("litgpt", "lora")])
+def test_a_stack_that_trains_in_half_is_planned_in_half(stack, method):
+    plan = lab.plan(TINY, "4xA100-80GB", 16, method=method, fixed={"seq_len": 128}, stack=stack,
+                    executor=NotSimulated("not asked"))  # fmt: skip
+    assert plan.best.run.precision == "bf16" and plan.best.run.stack.name == stack
+    assert (plan.best.run.lora is not None) == (method == "lora")
+
+
 def test_a_plan_leaves_out_what_of_a_stack_is_not_described():
     """torchtitan's experts: not compiled, and not without FSDP2."""
     mixed = {**TINY, "model_type": "qwen3_moe", "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}

@@ -322,6 +322,13 @@ def test_the_estimate_is_what_litgpts_own_code_takes(name, model):
     assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.02)
 
 
+@pytest.mark.skipif(find_spec("litgpt") is None, reason="needs `make stacks`")
+def test_fabric_says_nothing_as_it_is_simulated(capfd, recwarn):
+    lab.simulate(SMALL, lab.Training(dp=8, seq_len=512, stack="litgpt"), "A100-80GB")
+    assert capfd.readouterr() == ("", "")
+    assert not [each for each in recwarn if "lightning" in each.filename]
+
+
 BUCKETS = "reduce_bucket_size=20000000"
 DEEPSPEED = {
     "no ZeRO": {"zero": 0},

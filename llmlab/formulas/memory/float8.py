@@ -45,11 +45,16 @@ WEIGHT = {"delayed": 1.0, "tensorwise": 1.0, "blockwise": 1 + 4 / 128**2, "mxfp8
 ACTIVATION = {"delayed": 1.0, "tensorwise": 1.0, "blockwise": 1 + 4 / 128, "mxfp8": 1 + 1 / 32}
 
 
+def takes_either_layout(gpu: GPU | None) -> bool:
+    """Whether fp8 products of one scale per tensor take a matrix along either dimension, so that nothing is transposed
+    (is_non_tn_fp8_gemm_supported); without a GPU as Hopper has it."""
+    capability = gpu.compute_capability if gpu else None
+    return capability is not None and ((10, 0) <= capability < (12, 0) or capability >= (13, 0))
+
+
 def layouts(recipe: str, gpu: GPU | None) -> int:
     """Return in how many layouts Transformer Engine keeps a weight in fp8; without a GPU as Hopper has it."""
-    capability = gpu.compute_capability if gpu else None
-    either = capability is not None and ((10, 0) <= capability < (12, 0) or capability >= (13, 0))
-    return 1 if either and recipe in ("delayed", "tensorwise") else 2
+    return 1 if takes_either_layout(gpu) and recipe in ("delayed", "tensorwise") else 2
 
 
 def weights_in_fp8(spec: ModelSpec, run: Training, layers: int, gpu: GPU | None) -> int:

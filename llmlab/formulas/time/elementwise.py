@@ -16,7 +16,7 @@ from ...specs.parameters import Linear
 from ...specs.run import Training, stack_of
 from ...specs.stacks import Megatron, Nanotron, Torchtitan
 from ..memory.activations import FUSED
-from ..memory.float8 import converted
+from ..memory.float8 import converted, takes_either_layout
 from ..memory.fsdp import uses_fsdp
 from ..memory.precision import PRECISION
 from ..memory.scores import kept_scores, score_elements
@@ -49,8 +49,8 @@ def moved(spec: ModelSpec, run: Training, card: GPU | None = None) -> Moved:
     Norms and dropout between tensor-parallel products are divided by sequence parallelism only (arXiv 2205.05198,
     section 4.2). Of the card only counts whether it has FlashAttention, and multiplies fp8 in any layout.
     """
-    any_layout = card is not None and (card.compute_capability or (0, 0)) >= ANY_LAYOUT
-    return _moved(spec, run, card is None or card.supports_flash_attention_2, any_layout)
+    flash = card is None or card.supports_flash_attention_2
+    return _moved(spec, run, flash, takes_either_layout(card))
 
 
 @lru_cache(maxsize=1024)
@@ -296,9 +296,8 @@ ENGINE_CASTS = {
     "blockwise": EngineCasts(4, 4, 4, 4, 3, 3),
     "mxfp8": EngineCasts(4, 4, 4, 4, 3, 3),
 }
-# From this capability on one scale per tensor goes with any layout: nothing is transposed (TE's
-# nvte_is_non_tn_fp8_gemm_supported; pytorch/csrc/quantizer.cpp). Scales of blocks still go along rows.
-ANY_LAYOUT = (10, 0)
+# Where one scale per tensor goes with either layout nothing is transposed (memory/float8.py, takes_either_layout).
+# Scales of blocks still go along rows.
 ANY_LAYOUT_CASTS = {"delayed": EngineCasts(-1, 3, 3, 3, -1, 3), "tensorwise": EngineCasts(3, 5, 5, 5, 3, 5)}
 
 

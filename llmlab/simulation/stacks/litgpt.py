@@ -6,10 +6,9 @@ lora.py): the logits have a name until the next micro-batch's, and gradients are
 
 from __future__ import annotations
 
-import io
 import logging
 import os
-from contextlib import redirect_stderr
+import warnings
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
@@ -35,7 +34,8 @@ LEARNING_RATE = 2e-5
 
 def check(spec: ModelSpec, run: Training) -> None:
     """Raise NotAvailable for what is not simulated of LitGPT: nothing that a run of it can ask for."""
-    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
+    for name in ("lightning.fabric", "lightning.pytorch"):  # which tell of processes and cards
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 @dataclass
@@ -72,7 +72,8 @@ def build(spec: ModelSpec, run: Training, device: torch.device, inputs: list[Ten
     ranks = {"RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0, "WORLD_SIZE": run.dp, "LOCAL_WORLD_SIZE": on_node,
              "MASTER_ADDR": "localhost", "MASTER_PORT": 29500, "TORCHELASTIC_RUN_ID": 1}  # fmt: skip
     torchrun = {name: str(value) for name, value in ranks.items()} if run.dp > 1 else {}
-    with mock.patch.dict(os.environ, torchrun), redirect_stderr(io.StringIO()):
+    with mock.patch.dict(os.environ, torchrun), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that FSDP keeps "a full-precision copy", of weights in bf16
         fabric = symbol("lightning.fabric.Fabric")(
             accelerator="cuda", devices=on_node, num_nodes=run.dp // on_node, strategy=_strategy(run),
             precision="bf16-true",
