@@ -289,7 +289,11 @@ class Training(Spec):
 
     @classmethod
     def from_accelerate(cls, config: Settings, **given: Any) -> Training:
-        """Return the Training that Accelerate's config says: a dict, YAML text or a file; else as `from_deepspeed`."""
+        """Return the Training that Accelerate's config says: a dict, YAML text or a file; else as `from_deepspeed`.
+
+        With FSDP and several micro-batches Accelerate, and with it the Trainer, reduces nothing before the last one,
+        unless told to (sync_each_batch): each rank sums whole gradients. No field says that; shards are counted.
+        """
         from ..engines.readers import accelerate_fields
 
         return cls(**accelerate_fields(config, cls._named(given)))
