@@ -5,7 +5,8 @@ Four origins, the best that there is for a card:
     measured      its own grids (hardware/kernel_tables.py)
     fitted        rates that records of whole steps gave: the T4's (hardware/efficiencies.toml)
     transferred   the grids of a card with the same units, each time scaled: where FLOP take longer by the ratio of what
-                  large products reach (hardware/products.toml), or of peaks, where bytes do by that of bandwidths
+                  large products reach (hardware/products.toml), or of peaks, where bytes do by that of bandwidths;
+                  none is faster than those large products
     data sheet    its peaks and bandwidth, times the share that measured cards reach of theirs
 
 Kernels are measured one at a time, in bursts; in a step that lasts, the card's power limit holds its clocks back: no
@@ -64,7 +65,7 @@ class Kernels:
     sustained: float  # share of the peak in half precision that lasts
     sustained_fp8: float  # and in fp8
     spread: float
-    reached: float | None  # FLOP/s that others measured of large products in half precision
+    reached: float | None  # FLOP/s that others measured of large products in half precision; None with own grids
     flash: dict[str, float] | None  # 10^12 FLOP/s of FlashAttention 2, forward and backward, on chips of other makers
     scale: float  # what a FLOP takes on `card` over what it takes on `base`
     _products: dict[tuple[int, int, int, str], float | None] = field(default_factory=dict)
@@ -206,6 +207,10 @@ class Kernels:
             return None
         lasting = self.sustained_fp8 if dtype == "fp8" else self.sustained
         least = flop / peak / lasting if lasting < 1 else 0.0
+        rate = self.shares["products"] * peak
+        if self.reached and dtype != "fp32":  # fp8 of the same share as halves
+            rate = self.reached * peak / (self.card.peak("bf16") or peak)
+            least = max(least, flop / rate)
         width = {"fp32": 4, "fp8": 1}.get(dtype, 2)
         moved = float(width * (m * k + k * n) + max(width, 2) * m * n)
         found = _matmul(self.base.name, m, n, k, dtype) if self.table else None
@@ -216,9 +221,6 @@ class Kernels:
                 assert theirs
                 seconds = max(seconds - m * k * _cast_seconds(self.base.name), flop / theirs)
             return max(least, self._scaled(seconds, flop, moved, dtype))
-        rate = self.shares["products"] * peak
-        if self.reached and dtype != "fp32":  # fp8 of the same share as halves
-            rate = self.reached * peak / (self.card.peak("bf16") or peak)
         return LAUNCH + max(least, flop / rate, moved / self.bandwidth)
 
     def _scaled(self, seconds: float, flop: float, moved: float, dtype: str) -> float:
@@ -308,8 +310,8 @@ def _through_pcie(bandwidth: float) -> KernelTable | None:
 
 def _reached(card: GPU) -> float | None:
     """Return the FLOP/s that others measured of large products in half precision on `card`."""
-    table = read_table("products.toml")
-    found = next((table[by][card.name] for by in ("zzc0721", "ROCm", "stas00") if card.name in table[by]), None)
+    table, sources = read_table("products.toml"), ("zzc0721", "ROCm", "stas00", "chsasank")
+    found = next((table[by][card.name] for by in sources if card.name in table[by]), None)
     return 1e12 * found if found else None
 
 
@@ -338,7 +340,7 @@ def kernels(card: GPU | str) -> Kernels:
     kind = "data sheet" if not (table or rates) else "fitted" if not table else "measured"
     if base and base is not found:
         kind = "transferred"
-    host, reached = efficiency(HOST), _reached(found)
+    host, reached = efficiency(HOST), None if base is found else _reached(found)
     assert host
     sustained = _sustained(found, base)
     return Kernels(
