@@ -66,7 +66,7 @@ class Kernels:
     sustained_fp8: float  # and in fp8
     spread: float
     reached: float | None  # FLOP/s that others measured of large products in half precision; None with own grids
-    flash: dict[str, float] | None  # 10^12 FLOP/s of FlashAttention 2, forward and backward, on chips of other makers
+    flash: dict[str, dict[str, float]]  # 10^12 FLOP/s of AMD's libraries (products.toml)
     scale: float  # what a FLOP takes on `card` over what it takes on `base`
     _products: dict[tuple[int, int, int, str], float | None] = field(default_factory=dict)
     _attentions: dict[tuple[int, int, int, int, str], float] = field(default_factory=dict)
@@ -101,11 +101,12 @@ class Kernels:
                 nccl = ", ".join(self.table.collectives["all-reduce"].measured_by)
                 links = f"inside a node {self.origin} ({nccl}), else links.toml" if self._joined else links
         elif self.flash:
-            attention = f"FlashAttention 2 at {self.flash['forward']:.0f} TFLOP/s (products.toml)"
+            sdpa, ck = (self.flash[kind]["forward"] for kind in ("sdpa", "ck"))
+            attention = f"SDPA at {sdpa:.0f} TFLOP/s, Composable Kernel at {ck:.0f} (products.toml)"
         elif self.rates is None:
             attention = f"{self.shares['attention']:.0%} of the data sheet"
         if not self.table and self.reached and self.card.peak("fp8"):
-            products += ", in fp8 as much more as its peak is, which nobody measured"
+            products += ", in fp8 as much more as its peak is"
         slots = node_link(self.card)
         if slots.kind == "pcie" and (pcie := _through_pcie(slots.bandwidth)):
             links = f"inside a node as through the PCIe of {pcie.gpu}s, else links.toml"
@@ -149,12 +150,15 @@ class Kernels:
         """What 8 in 10 times of a step on one device are off at most, as a factor."""
         return exp(self.spread)
 
-    @property
-    def backward(self) -> float:
-        """Seconds of fused attention's backward pass over those of its forward pass."""
+    def backward(self, kernel: str) -> float:
+        """Return the seconds of fused attention's backward pass over those of its forward pass, by `kernel`."""
         if self.flash:
-            return 2.5 * self.flash["forward"] / self.flash["backward"]
+            rates = self._flash(kernel)
+            return 2.5 * rates["forward"] / rates["backward"]
         return 2.5 if self._fitted("attention") else BACKWARD
+
+    def _flash(self, kernel: str) -> dict[str, float]:
+        return self.flash["ck" if kernel == "ck" else "sdpa"]
 
     def _fitted(self, what: str) -> bool:
         return self.table is None and self.rates is not None and bool(getattr(self.rates, what))
@@ -234,8 +238,8 @@ class Kernels:
 
     def attention(self, batch: int, heads: int, length: int, head_size: int, kernel: str, dtype: str) -> float:
         """Return the seconds of fused causal attention's forward pass: SDPA's FlashAttention 2 ("flash"), cuDNN's
-        ("cudnn"), as fast as FlashAttention 3 (arXiv 2407.08608, figure 5), or the memory-efficient kernel
-        ("efficient"), which takes as much longer as FlashAttention's first version did."""
+        ("cudnn"), as fast as FlashAttention 3 (arXiv 2407.08608, figure 5), the memory-efficient kernel ("efficient"),
+        which takes as much longer as FlashAttention's first version did, or on AMD's Composable Kernel ("ck")."""
         key = batch * heads, length, head_size, 0, kernel + dtype
         if key not in self._attentions:
             self._attentions[key] = self._attention(batch * heads, length, head_size, kernel, dtype)
@@ -251,7 +255,7 @@ class Kernels:
             moved = 8.0 * heads * length * head_size
             return slower * self._scaled(found.seconds, flop, moved, "bf16") / self.clocks
         if self.flash and dtype != "fp32":
-            return LAUNCH + slower * flop / (1e12 * self.flash["forward"])
+            return LAUNCH + slower * flop / (1e12 * self._flash(kernel)["forward"])
         peak = self.card.peak(dtype) or self.card.peak("fp16") or self.card.peak_flops["fp32"]
         if self.reached and dtype != "fp32":
             peak = self.reached / self.shares["products"]
@@ -315,6 +319,12 @@ def _reached(card: GPU) -> float | None:
     return 1e12 * found if found else None
 
 
+def _flash(card: GPU) -> dict[str, dict[str, float]]:
+    """Return what fused attention reaches on chips of other makers, by library and by pass; empty for NVIDIA's."""
+    rates = read_table("products.toml")["attention"]
+    return {kind: by[card.architecture] for kind, by in rates.items() if card.architecture in by}
+
+
 def _scale(card: GPU, base: GPU, reached: float | None) -> float:
     """Return how much longer a FLOP takes on `card` than on `base`, both in half precision: by what large products
     reach, else by the peaks."""
@@ -356,7 +366,7 @@ def kernels(card: GPU | str) -> Kernels:
         sustained_fp8=min(1.0, sustained * shared["fp8"].get(str(int(_capability(found))), 1.0)),
         spread=shared["spread"][_nearness(found, base, kind)],
         reached=reached,
-        flash=read_table("products.toml")["attention"].get(found.architecture),
+        flash=_flash(found),
         scale=_scale(found, base, reached) if base and base is not found else 1.0,
     )
 

@@ -92,7 +92,7 @@ def timing(
     shapes = outside(spec, run, found)
     factor = exp(_spread(run, found, nodes, shapes.beyond / seconds))
     longest = _longest(spec, run, card, nodes, seconds + unnamed, factor, traced)
-    kernel = traced.attention if traced else fastest_kernel(run, attention_kernel(spec, run, card))
+    kernel = traced.attention if traced else fastest_kernel(run, attention_kernel(spec, run, card), card)
     sources = _sources(run, found, parts, kernel, shapes)
     sooner, later = _other_hosts(spec, run, found.host, parts)
     low, high = min(seconds / factor, seconds - sooner), max(longest, seconds + later)
