@@ -127,12 +127,12 @@ def spreads(rows: list[throughput.Row], widened: float = 1.0) -> dict[str, float
     """Return how far off a prediction is that 80 % of rows are nearer than, as a logarithm, by where rates are from.
 
     Rows of one source are off alike, by whatever is not known of it: each source counts as much as another.
-    Cards differ in the share of their data sheet that they reach: a rate that is transferred may be off by that too,
-    one from the data sheet, of another architecture, by twice that; of another vendor, by what its own rows are, and no
-    less than that: they are of one source. Steps that are short are left to `engine`. How engines cut a model, by tensor
-    or pipeline parallelism, differs more than how they share its states; most of all pipelines, whose engine no field
-    names unless it is Megatron-LM's. Formulas were written in view of all these rows: what they say is `widened`, as
-    `unforeseen` has it.
+    Cards differ in the share of their data sheet that they reach: a rate that is transferred may be off by that
+    too, one from the data sheet, of another architecture, by twice that; of another vendor, by what its own rows
+    are, and no less than that: they are of one source. Steps that are short are left to `engine`. How engines cut a
+    model, by tensor or pipeline parallelism, differs more than how they share its states; most of all pipelines,
+    whose engine no field names unless it is Megatron-LM's. Formulas were written in view of all these rows: what
+    they say is `widened`, as `unforeseen` has it.
     """
     amd, nvidia = ([row for row in rows if (lab.gpu(row.card).vendor == "AMD") is amd] for amd in (True, False))
     long = [row for row in nvidia if seconds(row)[0] >= SHORT]

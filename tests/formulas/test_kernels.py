@@ -142,6 +142,23 @@ def test_no_card_multiplies_faster_than_its_large_products():
     assert own.reached is None and own.product(2048, 2048, 2048, "bf16") < 0.9 * own.product(*SQUARE) / 64
 
 
+def test_under_a_power_limit_what_computes_is_slower_and_what_moves_is_not():
+    """Whether its kernels were measured, transferred, fitted or published; the interval is that of a transfer."""
+    for name, watts in (("H100", 500), ("L40S", 250), ("RTX-4090", 300), ("T4", 50), ("MI300X", 500)):
+        whole, found = kernels(name), kernels(lab.gpu(name, power=watts))
+        share, dtype = (watts / whole.card.power) ** (1 / 3), "fp16"
+        product, limited = (each.product(8192, 8192, 8192, dtype) for each in (whole, found))
+        assert product / limited == pytest.approx(share, rel=0.001)
+        attention, limited = (each.attention(8, 32, 4096, 128, "flash", dtype) for each in (whole, found))
+        assert attention / limited == pytest.approx(share, rel=0.001)
+        assert kernels(lab.gpu(name, power=whole.card.power)).product(*SQUARE[:3], dtype) == product  # its own limit
+        assert found.bandwidth == whole.bandwidth and found.spread >= whole.spread
+        assert f"at {watts} of {whole.card.power:g} W" in found.sources["products"] and " W" not in whole.origin
+    one = (1, 16384, 16384, "bf16")  # bound by bytes
+    assert kernels(lab.gpu("H100", power=500)).product(*one) == pytest.approx(kernels("H100").product(*one))
+    assert kernels(lab.gpu("H100", power=500)).spread == training_rates()["spread"]["transferred"]
+
+
 def test_power_limits_are_in_what_was_measured():
     """An A10 of 150 W reaches less than half of its data sheet, an A100 of 250 W (PCIe) four fifths of one of 400 W."""
     a10, pcie, sxm = (kernels(card) for card in ("A10", "A100-40GB-PCIe", "A100-80GB"))

@@ -25,7 +25,7 @@ from math import exp, prod
 from statistics import median
 from typing import Any
 
-from ...hardware.gpu import GPU
+from ...hardware.gpu import GPU, clocks
 from ...hardware.gpu import gpu as find_gpu
 from ...hardware.kernel_tables import KernelTable, KernelTime, kernel_table
 from ...hardware.links import Group, node_link
@@ -74,7 +74,10 @@ class Kernels:
     @property
     def origin(self) -> str:
         """Where the times of products and attention are from, in words."""
-        if self.kind == "transferred":
+        if clocks(self.card) < 1:
+            own = replace(self, card=find_gpu(self.card.name))
+            return f"{own.origin}, at {self.card.power:g} of {own.card.power:g} W"
+        if self.kind == "transferred" and self.base.name != self.card.name:
             how = "large products'" if self.reached else "data sheets'"
             return f"transferred from {self.base.name} by the {how} rates"
         if self.table:
@@ -316,13 +319,16 @@ def _reached(card: GPU) -> float | None:
     """Return the FLOP/s that others measured of large products in half precision on `card`."""
     table, sources = read_table("products.toml"), ("zzc0721", "ROCm", "stas00", "chsasank")
     found = next((table[by][card.name] for by in sources if card.name in table[by]), None)
-    return 1e12 * found if found else None
+    return 1e12 * found * clocks(card) if found else None
 
 
 def _flash(card: GPU) -> dict[str, dict[str, float]]:
     """Return what fused attention reaches on chips of other makers, by library and by pass; empty for NVIDIA's."""
-    rates = read_table("products.toml")["attention"]
-    return {kind: by[card.architecture] for kind, by in rates.items() if card.architecture in by}
+    rates, share = read_table("products.toml")["attention"], clocks(card)
+    return {
+        kind: {part: share * rate for part, rate in by[card.architecture].items()}
+        for kind, by in rates.items() if card.architecture in by
+    }  # fmt: skip
 
 
 def _scale(card: GPU, base: GPU, reached: float | None) -> float:
@@ -350,7 +356,7 @@ def kernels(card: GPU | str) -> Kernels:
     kind = "data sheet" if not (table or rates) else "fitted" if not table else "measured"
     if base and base is not found:
         kind = "transferred"
-    host, reached = efficiency(HOST), None if base is found else _reached(found)
+    host, reached = efficiency(HOST), None if base and base.name == found.name else _reached(found)
     assert host
     sustained = _sustained(found, base)
     return Kernels(
@@ -389,11 +395,11 @@ def _nearness(card: GPU, base: GPU | None, kind: str) -> str:
 
 
 def _base(card: GPU) -> GPU | None:
-    """Return the card whose grids stand for `card`: its own, else those of one of the same compute capability, else of
-    the same architecture, else of the nearest capability, and of several the nearest in bandwidth; None for other
-    makers' cards, and where the card's own steps were fitted."""
+    """Return the card whose grids stand for `card`: its own (without a power limit), else those of one of the same
+    compute capability, else of the same architecture, else of the nearest capability, and of several the nearest in
+    bandwidth; None for other makers' cards, and where the card's own steps were fitted."""
     if kernel_table(card.name):
-        return card
+        return card if clocks(card) == 1 else find_gpu(card.name)
     if card.vendor != "NVIDIA" or efficiency(card):
         return None
 
