@@ -53,8 +53,9 @@ class GPU:
 
     `memory`: bytes that a program sees (the driver's total). `bandwidth`: bytes/s of device memory. `peak_flops`:
     FLOP/s (int8: op/s) by dtype, one of `DTYPES`. `sms`: multiprocessors (AMD: compute units). `nvlink` (AMD: Infinity
-    Fabric), `pcie`: bytes/s in one direction. `power`: W that it may take. `context`, `nccl`: bytes that the CUDA context
-    and, with several ranks, NCCL take outside the allocator. `cublas_workspace`: bytes each cuBLAS handle takes from it.
+    Fabric), `pcie`: bytes/s in one direction. `power`: W that it may take. `context`, `nccl`: bytes that the CUDA
+    context and, with several ranks, NCCL take outside the allocator. `cublas_workspace`: bytes each cuBLAS handle takes
+    from the allocator.
     `announced`: the year and month, "2022-03". `node_gpus`: GPUs of the node it is usually sold in. `peer_access`:
     through PCIe. `prices` age, each has its date; `usd_per_hour` and `usd` are the first of an hour and of a card.
     `checked` (ISO date) is of the other figures, `sources` are by field.
@@ -70,7 +71,6 @@ class GPU:
     compute_capability: tuple[int, int] | None = None
     nvlink: float | None = None
     pcie: float | None = None
-    power: float | None = None
     context: int | None = None
     nccl: int | None = None
     cublas_workspace: int | None = None
@@ -83,6 +83,7 @@ class GPU:
     aliases: tuple[str, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
     checked: str = ""
+    power: float | None = None
 
     def __hash__(self) -> int:
         return hash(self.name)
