@@ -270,7 +270,7 @@ def measured_attention(card: str) -> float:
     of which the half that is not masked counts."""
     found = kernels(card)
     forward = found.attention(8, 32, 2048, 128, "flash", "bf16")
-    return 3.5 * 2 * 8 * 32 * 2048**2 * 128 / (forward * (1 + found.backward))
+    return 3.5 * 2 * 8 * 32 * 2048**2 * 128 / (forward * (1 + found.backward("flash")))
 
 
 def derive_h100() -> dict[str, float]:

@@ -24,6 +24,7 @@ from ..base.units import GB, GiB, show_bytes, show_count
 from ..base.version import __version__
 from ..hardware.doctor import doctor as check_machine
 from ..hardware.gpu import DTYPES
+from ..hardware.gpu import gpu as find_gpu
 from ..specs.hub_cache import download_config
 from ..specs.model import model as find_model
 from ..specs.model import models as presets
@@ -101,11 +102,15 @@ def _answer(report: Report, as_json: bool) -> int:
 @_verb
 @_model
 @_gpu(help="The card, as `llmlab gpus` names it, or cpu. Without it: what the run needs, not whether it fits.")
+@click.option("--power", type=float, metavar="W", help="The card's power limit, where it is below the maker's.")
 @cluster_options
 @_json
-def estimate(context: click.Context, model: str, gpu: str | None, as_json: bool, **_: Any) -> int:
+def estimate(context: click.Context, model: str, gpu: str | None, power: float | None, as_json: bool, **_: Any) -> int:
     """Say what a run costs on a card, by formulas. MODEL is a name of `llmlab models` or a config.json."""
-    return _answer(verbs.estimate(model, run_from(context), gpu, cluster_from(context)), as_json)
+    if power is not None and gpu is None:
+        raise SpecError("--power without --gpu; name the card whose limit it is")
+    card = gpu if gpu is None or power is None else find_gpu(gpu, power)
+    return _answer(verbs.estimate(model, run_from(context), card, cluster_from(context)), as_json)
 
 
 @_verb

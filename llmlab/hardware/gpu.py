@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from ..base.errors import SpecError, unknown_name
+from ..base.errors import NotAvailable, SpecError, unknown_name
 from ..base.units import show_bytes
 from .tables import cited, read_table, values_of
 
@@ -28,6 +28,12 @@ MEMORY_TOLERANCE = 0.05
 
 
 PRICES = ("serverless", "rental", "purchase")
+# Under a lower power limit a chip's clocks go as its cube root, because power goes as clocks times the voltage squared,
+# which clocks need. Of large products that is what was measured within 10 %: A100s of 250 and 300 W reach 0.81 and 0.90
+# of one of 400, where it says 0.85 and 0.91 (products.toml), an H100 PCIe of 350 W 0.63 of one of 700 with more
+# multiprocessors, where it says 0.69. A GB300 at 500 of 1400 W reached 0.28 to 0.39, not 0.71
+# (facebookexperimental/triton, pull request 2023): below half the limit it does not hold.
+LEAST_POWER = 0.5
 
 
 @dataclass(frozen=True)
@@ -47,8 +53,9 @@ class GPU:
 
     `memory`: bytes that a program sees (the driver's total). `bandwidth`: bytes/s of device memory. `peak_flops`:
     FLOP/s (int8: op/s) by dtype, one of `DTYPES`. `sms`: multiprocessors (AMD: compute units). `nvlink` (AMD: Infinity
-    Fabric), `pcie`: bytes/s in one direction. `context`, `nccl`: bytes that the CUDA context and, with several ranks,
-    NCCL take outside the allocator. `cublas_workspace`: bytes each cuBLAS handle takes from the allocator.
+    Fabric), `pcie`: bytes/s in one direction. `power`: W that it may take. `context`, `nccl`: bytes that the CUDA
+    context and, with several ranks, NCCL take outside the allocator. `cublas_workspace`: bytes each cuBLAS handle takes
+    from the allocator.
     `announced`: the year and month, "2022-03". `node_gpus`: GPUs of the node it is usually sold in. `peer_access`:
     through PCIe. `prices` age, each has its date; `usd_per_hour` and `usd` are the first of an hour and of a card.
     `checked` (ISO date) is of the other figures, `sources` are by field.
@@ -76,6 +83,7 @@ class GPU:
     aliases: tuple[str, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
     checked: str = ""
+    power: float | None = None
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -111,13 +119,21 @@ class GPU:
         return f"{self.name} ({self.vendor} {self.architecture}, {show_bytes(self.memory)})"
 
 
-def gpu(name: str | GPU) -> GPU:
+def gpu(name: str | GPU, power: float | None = None) -> GPU:
     """Return the card called `name`: "T4", "a100", "rtx 4090", or what torch calls it, "NVIDIA A100-SXM4-80GB".
 
     Case, spaces, hyphens and the words NVIDIA, AMD, Tesla, GeForce and Instinct do not count. Without a size or a form
     "a100" is the A100-80GB, "v100" the V100-16GB, and a data-centre card the SXM board. A `GPU` is returned as it is.
     A name that is not in the table raises UnknownName (a LookupError): the figures of a similar card would be wrong.
+
+    `power`: W of a limit below the card's own, under which its clocks, and so its peaks, are lower; no less than half.
+    Raises NotAvailable for a card whose own limit is not known.
+
+    >>> round(gpu("A100", power=300).peak("bf16") / gpu("A100").peak("bf16"), 3)
+    0.909
     """
+    if power is not None:
+        return _limited(gpu(name), power)
     if isinstance(name, GPU):
         return name
     if not isinstance(name, str):
@@ -127,6 +143,24 @@ def gpu(name: str | GPU) -> GPU:
         known = [called for card in gpus() for called in (card.name, *card.aliases)]
         raise unknown_name("GPU", name, known, "`llmlab gpus` lists all.")
     return found[0]
+
+
+def _limited(card: GPU, watts: float) -> GPU:
+    """Return the card under a limit of `watts`."""
+    if card.power is None:
+        raise NotAvailable(f"power={watts:g} W: the table does not have what a {card.name} may take, to compare with")
+    if not LEAST_POWER * card.power <= watts <= card.power:
+        raise SpecError(f"power={watts:g} W of a {card.name} is not between {LEAST_POWER * card.power:g}, below which "
+                        f"nobody measured its clocks, and its own {card.power:g}")  # fmt: skip
+    slower = (watts / card.power) ** (1 / 3)
+    return replace(card, power=watts, peak_flops={dtype: slower * rate for dtype, rate in card.peak_flops.items()})
+
+
+@cache
+def clocks(card: GPU) -> float:
+    """Return the share of its clocks that a power limit leaves a card of the table; 1 of one that is not in it."""
+    own = next((each for each in gpus() if each.name == card.name), None)
+    return card.peak_flops["fp32"] / own.peak_flops["fp32"] if own else 1.0
 
 
 @cache

@@ -15,12 +15,13 @@ from typing import Any, TypeVar
 from ..base.errors import unknown_name
 from ..base.units import GB, MiB
 
-UNITS: dict[str, Callable[[float], float]] = {  # the ends of keys, longest first, and the value in bytes and seconds
+UNITS: dict[str, Callable[[float], float]] = {  # the ends of keys, longest first, and the value in bytes, s and W
     "_bytes": lambda value: value,
     "_gb_s": lambda value: value * 1e9,
     "_mib": lambda value: round(value * MiB),
     "_gb": lambda value: round(value * GB),
     "_us": lambda value: value * 1e-6,
+    "_w": float,
 }
 Entry = TypeVar("Entry")
 

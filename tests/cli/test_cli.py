@@ -152,6 +152,13 @@ def test_estimate_prints_the_report_of_the_api():
     assert result.exit_code == 0 and report.outcome == "fits"
 
 
+def test_estimate_takes_a_power_limit():
+    words = ("estimate", "gpt2", "--gpu", "H100", "--precision", "bf16", "--micro-batch", 64, "--compile", "--json")
+    whole, limited = (json.loads(call(*words, *more).stdout) for more in ((), ("--power", 500)))
+    assert limited["step_seconds"] > whole["step_seconds"] and limited["peak_allocated"] == whole["peak_allocated"]
+    assert "at 500 of 700 W" in limited["time_sources"]["products"]
+
+
 def test_json_is_the_report():
     words = ("estimate", "gpt2", "--gpu", "T4", "--precision", "autocast-fp16", "--lora", 8, "--lora-targets", "c_attn")
     run = Training(precision="autocast-fp16", lora=LoRA(rank=8, targets=("c_attn",)))
@@ -340,6 +347,8 @@ def test_record_measures_within_its_budget_and_says_what_is_left(tmp_path):
         (["estimate", "gpt2", "--gpu", "T4", "--network", "PCIe-4"], ["does not connect nodes", "Ethernet-10"]),
         (["estimate", "gpt2", "--gpu", "T4", "--adapters", "0"], ["adapters=0", ">= 1"]),
         (["estimate", "gpt2", "--gpus-per-node", "8"], ["--gpus-per-node without --gpu"]),
+        (["estimate", "gpt2", "--power", "500"], ["--power without --gpu"]),
+        (["estimate", "gpt2", "--gpu", "H100", "--power", "nan"], ["power=nan W of a H100-80GB", "350", "700"]),
     ],
 )
 def test_bad_input_is_one_line_that_says_what_was_given_and_what_is_allowed(words, said):

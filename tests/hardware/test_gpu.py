@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmlab.base.errors import SpecError, UnknownName
+from llmlab.base.errors import NotAvailable, SpecError, UnknownName
 from llmlab.base.units import GiB, MiB
-from llmlab.hardware.gpu import DTYPES, GPU, PRICES, gpu, gpus, match
+from llmlab.hardware.gpu import DTYPES, GPU, PRICES, clocks, gpu, gpus, match
 from llmlab.hardware.tables import read_table
 
 CARDS = pytest.mark.parametrize("card", gpus(), ids=lambda card: card.name)
@@ -243,6 +243,27 @@ def test_an_unknown_name_names_the_nearest_and_what_to_do():
     with pytest.raises(LookupError, match=r"unknown GPU 'H10'.*H100.*`llmlab gpus`") as error:
         gpu("H10")
     assert "\n" not in str(error.value)
+
+
+def test_clocks_go_as_the_cube_root_of_a_power_limit():
+    """Measured: A100s of 250 and 300 W beside one of 400 (products.toml). Memory is as fast as ever."""
+    whole, limited = gpu("A100"), gpu("A100", power=250)
+    assert (limited.name, limited.power, limited.bandwidth) == (whole.name, 250, whole.bandwidth)
+    assert limited.peak("bf16") / whole.peak("bf16") == pytest.approx(0.855, abs=0.001)
+    assert clocks(limited) == pytest.approx(0.855, abs=0.001) and clocks(whole) == 1 == clocks(gpu("A100", power=400))
+    assert clocks(GPU("mine", "NVIDIA", "Ampere", 1, 1.0, {}, 1)) == 1  # in no table
+    measured = read_table("products.toml")
+    for watts, reached in ((250, measured["zzc0721"]["A100-40GB-PCIe"]), (300, measured["chsasank"]["A100-80GB-PCIe"])):
+        said = clocks(gpu("A100", power=watts)) * measured["zzc0721"]["A100-80GB"]
+        assert reached == pytest.approx(said, rel=0.1)
+
+
+def test_a_power_limit_is_between_half_of_the_cards_own_and_that():
+    for watts in (340, 701):
+        with pytest.raises(SpecError, match=rf"power={watts} W of a H100-80GB is not between 350.* 700"):
+            gpu("H100", power=watts)
+    with pytest.raises(NotAvailable, match="power=600 W: the table does not have what a GH200 may take"):
+        gpu("GH200", power=600)  # its CPU takes a part
 
 
 def test_a_number_is_no_card():

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
-from ...hardware.gpu import GPU
+from ...hardware.gpu import GPU, clocks
 from ...hardware.gpu import gpu as find_gpu
 from ...hardware.tables import read_table
 
@@ -50,9 +50,15 @@ def efficiencies() -> dict[str, Efficiency]:
 
 
 def efficiency(card: GPU | str) -> Efficiency | None:
-    """Return what the card was measured to reach, or None: another card's rates would be wrong.
+    """Return what the card was measured to reach, or None: another card's rates would be wrong. Under a power limit it
+    computes as much slower as its clocks are.
 
     >>> efficiency("B200") is None
     True
     """
-    return efficiencies().get(find_gpu(card).name)
+    found = find_gpu(card)
+    rates, share = efficiencies().get(found.name), clocks(found)
+    if rates is None or share == 1:
+        return rates
+    matmul, attention = ({dtype: share * rate for dtype, rate in by.items()} for by in (rates.matmul, rates.attention))
+    return replace(rates, matmul=matmul, attention=attention)

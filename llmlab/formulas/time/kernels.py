@@ -5,7 +5,8 @@ Four origins, the best that there is for a card:
     measured      its own grids (hardware/kernel_tables.py)
     fitted        rates that records of whole steps gave: the T4's (hardware/efficiencies.toml)
     transferred   the grids of a card with the same units, each time scaled: where FLOP take longer by the ratio of what
-                  large products reach (hardware/products.toml), or of peaks, where bytes do by that of bandwidths
+                  large products reach (hardware/products.toml), or of peaks, where bytes do by that of bandwidths;
+                  none is faster than those large products
     data sheet    its peaks and bandwidth, times the share that measured cards reach of theirs
 
 Kernels are measured one at a time, in bursts; in a step that lasts, the card's power limit holds its clocks back: no
@@ -24,7 +25,7 @@ from math import exp, prod
 from statistics import median
 from typing import Any
 
-from ...hardware.gpu import GPU
+from ...hardware.gpu import GPU, clocks
 from ...hardware.gpu import gpu as find_gpu
 from ...hardware.kernel_tables import KernelTable, KernelTime, kernel_table
 from ...hardware.links import Group, node_link
@@ -64,8 +65,8 @@ class Kernels:
     sustained: float  # share of the peak in half precision that lasts
     sustained_fp8: float  # and in fp8
     spread: float
-    reached: float | None  # FLOP/s that others measured of large products in half precision
-    flash: dict[str, float] | None  # 10^12 FLOP/s of FlashAttention 2, forward and backward, on chips of other makers
+    reached: float | None  # FLOP/s that others measured of large products in half precision; None with own grids
+    flash: dict[str, dict[str, float]]  # 10^12 FLOP/s of AMD's libraries (products.toml)
     scale: float  # what a FLOP takes on `card` over what it takes on `base`
     _products: dict[tuple[int, int, int, str], float | None] = field(default_factory=dict)
     _attentions: dict[tuple[int, int, int, int, str], float] = field(default_factory=dict)
@@ -73,7 +74,10 @@ class Kernels:
     @property
     def origin(self) -> str:
         """Where the times of products and attention are from, in words."""
-        if self.kind == "transferred":
+        if clocks(self.card) < 1:
+            own = replace(self, card=find_gpu(self.card.name))
+            return f"{own.origin}, at {self.card.power:g} of {own.card.power:g} W"
+        if self.kind == "transferred" and self.base.name != self.card.name:
             how = "large products'" if self.reached else "data sheets'"
             return f"transferred from {self.base.name} by the {how} rates"
         if self.table:
@@ -100,11 +104,12 @@ class Kernels:
                 nccl = ", ".join(self.table.collectives["all-reduce"].measured_by)
                 links = f"inside a node {self.origin} ({nccl}), else links.toml" if self._joined else links
         elif self.flash:
-            attention = f"FlashAttention 2 at {self.flash['forward']:.0f} TFLOP/s (products.toml)"
+            sdpa, ck = (self.flash[kind]["forward"] for kind in ("sdpa", "ck"))
+            attention = f"SDPA at {sdpa:.0f} TFLOP/s, Composable Kernel at {ck:.0f} (products.toml)"
         elif self.rates is None:
             attention = f"{self.shares['attention']:.0%} of the data sheet"
         if not self.table and self.reached and self.card.peak("fp8"):
-            products += ", in fp8 as much more as its peak is, which nobody measured"
+            products += ", in fp8 as much more as its peak is"
         slots = node_link(self.card)
         if slots.kind == "pcie" and (pcie := _through_pcie(slots.bandwidth)):
             links = f"inside a node as through the PCIe of {pcie.gpu}s, else links.toml"
@@ -148,12 +153,15 @@ class Kernels:
         """What 8 in 10 times of a step on one device are off at most, as a factor."""
         return exp(self.spread)
 
-    @property
-    def backward(self) -> float:
-        """Seconds of fused attention's backward pass over those of its forward pass."""
+    def backward(self, kernel: str) -> float:
+        """Return the seconds of fused attention's backward pass over those of its forward pass, by `kernel`."""
         if self.flash:
-            return 2.5 * self.flash["forward"] / self.flash["backward"]
+            rates = self._flash(kernel)
+            return 2.5 * rates["forward"] / rates["backward"]
         return 2.5 if self._fitted("attention") else BACKWARD
+
+    def _flash(self, kernel: str) -> dict[str, float]:
+        return self.flash["ck" if kernel == "ck" else "sdpa"]
 
     def _fitted(self, what: str) -> bool:
         return self.table is None and self.rates is not None and bool(getattr(self.rates, what))
@@ -206,6 +214,10 @@ class Kernels:
             return None
         lasting = self.sustained_fp8 if dtype == "fp8" else self.sustained
         least = flop / peak / lasting if lasting < 1 else 0.0
+        rate = self.shares["products"] * peak
+        if self.reached and dtype != "fp32":  # fp8 of the same share as halves
+            rate = self.reached * peak / (self.card.peak("bf16") or peak)
+            least = max(least, flop / rate)
         width = {"fp32": 4, "fp8": 1}.get(dtype, 2)
         moved = float(width * (m * k + k * n) + max(width, 2) * m * n)
         found = _matmul(self.base.name, m, n, k, dtype) if self.table else None
@@ -216,9 +228,6 @@ class Kernels:
                 assert theirs
                 seconds = max(seconds - m * k * _cast_seconds(self.base.name), flop / theirs)
             return max(least, self._scaled(seconds, flop, moved, dtype))
-        rate = self.shares["products"] * peak
-        if self.reached and dtype != "fp32":  # fp8 of the same share as halves
-            rate = self.reached * peak / (self.card.peak("bf16") or peak)
         return LAUNCH + max(least, flop / rate, moved / self.bandwidth)
 
     def _scaled(self, seconds: float, flop: float, moved: float, dtype: str) -> float:
@@ -232,8 +241,8 @@ class Kernels:
 
     def attention(self, batch: int, heads: int, length: int, head_size: int, kernel: str, dtype: str) -> float:
         """Return the seconds of fused causal attention's forward pass: SDPA's FlashAttention 2 ("flash"), cuDNN's
-        ("cudnn"), as fast as FlashAttention 3 (arXiv 2407.08608, figure 5), or the memory-efficient kernel
-        ("efficient"), which takes as much longer as FlashAttention's first version did."""
+        ("cudnn"), as fast as FlashAttention 3 (arXiv 2407.08608, figure 5), the memory-efficient kernel ("efficient"),
+        which takes as much longer as FlashAttention's first version did, or on AMD's Composable Kernel ("ck")."""
         key = batch * heads, length, head_size, 0, kernel + dtype
         if key not in self._attentions:
             self._attentions[key] = self._attention(batch * heads, length, head_size, kernel, dtype)
@@ -249,7 +258,7 @@ class Kernels:
             moved = 8.0 * heads * length * head_size
             return slower * self._scaled(found.seconds, flop, moved, "bf16") / self.clocks
         if self.flash and dtype != "fp32":
-            return LAUNCH + slower * flop / (1e12 * self.flash["forward"])
+            return LAUNCH + slower * flop / (1e12 * self._flash(kernel)["forward"])
         peak = self.card.peak(dtype) or self.card.peak("fp16") or self.card.peak_flops["fp32"]
         if self.reached and dtype != "fp32":
             peak = self.reached / self.shares["products"]
@@ -308,9 +317,18 @@ def _through_pcie(bandwidth: float) -> KernelTable | None:
 
 def _reached(card: GPU) -> float | None:
     """Return the FLOP/s that others measured of large products in half precision on `card`."""
-    table = read_table("products.toml")
-    found = next((table[by][card.name] for by in ("zzc0721", "ROCm", "stas00") if card.name in table[by]), None)
-    return 1e12 * found if found else None
+    table, sources = read_table("products.toml"), ("zzc0721", "ROCm", "stas00", "chsasank")
+    found = next((table[by][card.name] for by in sources if card.name in table[by]), None)
+    return 1e12 * found * clocks(card) if found else None
+
+
+def _flash(card: GPU) -> dict[str, dict[str, float]]:
+    """Return what fused attention reaches on chips of other makers, by library and by pass; empty for NVIDIA's."""
+    rates, share = read_table("products.toml")["attention"], clocks(card)
+    return {
+        kind: {part: share * rate for part, rate in by[card.architecture].items()}
+        for kind, by in rates.items() if card.architecture in by
+    }  # fmt: skip
 
 
 def _scale(card: GPU, base: GPU, reached: float | None) -> float:
@@ -338,7 +356,7 @@ def kernels(card: GPU | str) -> Kernels:
     kind = "data sheet" if not (table or rates) else "fitted" if not table else "measured"
     if base and base is not found:
         kind = "transferred"
-    host, reached = efficiency(HOST), _reached(found)
+    host, reached = efficiency(HOST), None if base and base.name == found.name else _reached(found)
     assert host
     sustained = _sustained(found, base)
     return Kernels(
@@ -354,7 +372,7 @@ def kernels(card: GPU | str) -> Kernels:
         sustained_fp8=min(1.0, sustained * shared["fp8"].get(str(int(_capability(found))), 1.0)),
         spread=shared["spread"][_nearness(found, base, kind)],
         reached=reached,
-        flash=read_table("products.toml")["attention"].get(found.architecture),
+        flash=_flash(found),
         scale=_scale(found, base, reached) if base and base is not found else 1.0,
     )
 
@@ -377,11 +395,11 @@ def _nearness(card: GPU, base: GPU | None, kind: str) -> str:
 
 
 def _base(card: GPU) -> GPU | None:
-    """Return the card whose grids stand for `card`: its own, else those of one of the same compute capability, else of
-    the same architecture, else of the nearest capability, and of several the nearest in bandwidth; None for other
-    makers' cards, and where the card's own steps were fitted."""
+    """Return the card whose grids stand for `card`: its own (without a power limit), else those of one of the same
+    compute capability, else of the same architecture, else of the nearest capability, and of several the nearest in
+    bandwidth; None for other makers' cards, and where the card's own steps were fitted."""
     if kernel_table(card.name):
-        return card
+        return card if clocks(card) == 1 else find_gpu(card.name)
     if card.vendor != "NVIDIA" or efficiency(card):
         return None
 

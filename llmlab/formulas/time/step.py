@@ -281,8 +281,9 @@ def attention_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float |
     again = 0 if run.checkpointing is None or kept else spec.layers
     dtype = "fp32" if bytes_of(run).compute == 4 or kernel == "math" else peak_dtype(run)
     if fused:
-        forward = found.attention(run.micro_batch, heads, length, (qk + v) // 2, fastest_kernel(run, kernel), dtype)
-        total = forward * (spec.layers + again + (spec.layers - without) * found.backward)
+        name = fastest_kernel(run, kernel, found.card)
+        forward = found.attention(run.micro_batch, heads, length, (qk + v) // 2, name, dtype)
+        total = forward * (spec.layers + again + (spec.layers - without) * found.backward(name))
     else:
         rows = run.micro_batch * heads * length
         scores, values = found.product(rows, length, qk, dtype), found.product(rows, v, length, dtype)
@@ -292,10 +293,16 @@ def attention_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float |
     return total * run.accumulation / run.pp / run.cp
 
 
-def fastest_kernel(run: Run, kernel: str) -> str:
-    """Return `kernel`, or "cudnn" where the stack lets SDPA take cuDNN's attention first."""
-    newest = run.attention == "sdpa" and isinstance(getattr(run, "stack", None), CUDNN)
-    return "cudnn" if newest and kernel == "flash" else kernel
+def fastest_kernel(run: Run, kernel: str, card: GPU) -> str:
+    """Return `kernel`, or which library's is faster where it is FlashAttention: "cudnn" where the stack lets SDPA take
+    cuDNN's first; on AMD's cards "ck" of Transformer Engine, and where no SDPA is between."""
+    stack = getattr(run, "stack", None)
+    if kernel != "flash":
+        return kernel
+    if card.vendor == "AMD":
+        own = isinstance(stack, Megatron) or (run.attention == "flash" and not isinstance(stack, Torchtitan))
+        return "ck" if own else kernel
+    return "cudnn" if run.attention == "sdpa" and isinstance(stack, CUDNN) else kernel
 
 
 def token_seconds(spec: ModelSpec, run: Inference, rates: Efficiency, eager: bool = True) -> tuple[float, float] | None:

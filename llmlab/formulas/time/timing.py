@@ -40,6 +40,7 @@ COMPUTED, WITHIN = PARTS[:4], PARTS[4:7]  # the latter are sent between a layer'
 FUSED = {"flash": "FlashAttention 2", "efficient": "the memory-efficient kernel", "cudnn": "cuDNN's"}
 LITTLE = 0.005  # a share that prints as 0 %
 SLOWEST_SLOT = 8  # times slower than PCIe in full: a desktop's second slot has 4 lanes of 16, and bytes go twice
+IN_SLOTS = 2  # cards that a desktop's processor has lanes for; more share those of its chipset
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def timing(
     shapes = outside(spec, run, found)
     factor = exp(_spread(run, found, nodes, shapes.beyond / seconds))
     longest = _longest(spec, run, card, nodes, seconds + unnamed, factor, traced)
-    kernel = traced.attention if traced else fastest_kernel(run, attention_kernel(spec, run, card))
+    kernel = traced.attention if traced else fastest_kernel(run, attention_kernel(spec, run, card), card)
     sources = _sources(run, found, parts, kernel, shapes)
     sooner, later = _other_hosts(spec, run, found.host, parts)
     low, high = min(seconds / factor, seconds - sooner), max(longest, seconds + later)
@@ -149,13 +150,15 @@ def _longest(
     traced: Traced | None,
 ) -> float:  # fmt: skip
     """Return the seconds that 9 in 10 such steps are below. Several GPUs have an engine, which takes its own time in
-    each step; without peer access their bytes go through the host, maybe from a slot with few lanes."""
+    each step; without peer access their bytes go through the host, maybe from a slot with few lanes, which two cards of
+    a desktop with four share."""
     if run.world_size == 1 or nodes is None:
         return factor * seconds
     if nodes.inside.kind == "pcie" and not card.peer_access:
-        reached, bandwidth = nodes.inside.reached / SLOWEST_SLOT, nodes.inside.bandwidth / SLOWEST_SLOT
+        sharing = min(max(1, min(run.world_size, nodes.gpus) - IN_SLOTS), IN_SLOTS)
+        reached, bandwidth = (rate / SLOWEST_SLOT / sharing for rate in (nodes.inside.reached, nodes.inside.bandwidth))
         slot = replace(nodes.inside, reached=reached, bandwidth=bandwidth)
-        seconds = step(spec, run, card, replace(nodes, inside=slot), traced=traced).seconds
+        seconds = max(seconds, step(spec, run, card, replace(nodes, inside=slot), traced=traced).seconds)
     return factor * seconds + float(training_rates()["engine"]["seconds"])
 
 

@@ -88,7 +88,7 @@ def _measured(kernel: Kernel, measured: Kernels) -> float | None:
     length = max(queries, keys)
     name = fused_attention(kernel)
     seconds = measured.attention(1, heads, length, size, name, kernel.dtype) * queries * keys / length**2
-    return seconds * (1 if causal else 2) * (measured.backward if kernel.kind == "attention backward" else 1)
+    return seconds * (1 if causal else 2) * (measured.backward(name) if kernel.kind == "attention backward" else 1)
 
 
 def fused_attention(kernel: Kernel) -> str:
