@@ -17,7 +17,7 @@ from ...specs.stacks import DeepSpeed, Megatron
 from ..memory.share import attention_kernel
 from .distributed import Step, step
 from .efficiency import Efficiency, efficiencies
-from .flops import flops
+from .flops import flops, head_sizes
 from .host import STAGES, hook_seconds, hook_spread, host_seconds
 from .kernels import Kernels, kernels, training_rates
 from .step import (
@@ -92,7 +92,8 @@ def timing(
     factor = exp(_spread(run, found, nodes, shapes.beyond / seconds))
     longest = _longest(spec, run, card, nodes, seconds + unnamed, factor, traced)
     kernel = traced.attention if traced else fastest_kernel(run, attention_kernel(spec, run, card))
-    sources = _sources(run, found, parts, kernel, shapes)
+    slower = found.slower(kernel, run.seq_len, sum(head_sizes(spec)) // 2)
+    sources = _sources(run, found, parts, kernel, slower, shapes)
     sooner, later = _other_hosts(spec, run, found.host, parts)
     low, high = min(seconds / factor, seconds - sooner), max(longest, seconds + later)
     high += (UNALIGNED - 1) * shapes.unaligned
@@ -196,10 +197,10 @@ def _connected(run: Training, nodes: Cluster) -> str:
 
 
 def _sources(
-    run: Training, found: Kernels, parts: Mapping[str, float], kernel: str, shapes: Outside
+    run: Training, found: Kernels, parts: Mapping[str, float], kernel: str, slower: float, shapes: Outside
 ) -> dict[str, str]:
-    """Return where the rates of these parts are from, with attention by `kernel`, and what of the run is outside of
-    what was measured, as `shapes` of products are."""
+    """Return where the rates of these parts are from, with attention by `kernel`, `slower` by so much than what was
+    measured, and what of the run is outside of that, as `shapes` of products are."""
     said = {name: found.sources[name] for name in parts}
     dtype = peak_dtype(run)
     if found.table and not found.measured(dtype):
@@ -217,7 +218,7 @@ def _sources(
     elif dtype == "fp32":
         said["attention"] = f"{found.shares['attention']:.0%} of the data sheet: fp32 was not measured"
     else:
-        if (slower := found.slower(kernel)) > 1:
+        if slower != 1:
             said["attention"] += f", × {slower:.2f} for {FUSED[kernel]}"
         if found.longest and run.seq_len > found.longest:
             said["attention"] += f"; beyond {found.longest:,} tokens, as the work grows"
