@@ -65,7 +65,7 @@ LLAMA = Block(
 # Backward comes to a block with the gradient of what it returned, which the sum with its input passes on.
 STREAM = Kept("gradient of the block's output", "gradients", "h", "stream", "tokens")
 MLP_SAVED = tuple(row.operator for row in SAVED[11:])
-NORM_SAVED = tuple(row.operator for row in SAVED[8:11])
+NORM_SAVED = (*(row.operator for row in SAVED[8:11]), "ffn_norm: its input, normalized")
 MLP_WEIGHTS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -204,6 +204,9 @@ def block(share: Share) -> Block:
         saved += AT_POSITIONS
     if run.cp > 1:
         saved += (COPIED,)
+    outside = LLAMA.outside
+    if getattr(stack, "norm_type", "") == "rmsnorm" and not run.compile:
+        saved, outside = _written_out(saved), _written_out(outside)
     backward: tuple[Height, ...] = HEIGHTS
     if share.kernel == "math":
         backward = (*backward[:2], MATH_HEIGHT)
@@ -221,9 +224,19 @@ def block(share: Share) -> Block:
     qwen = share.spec.family != "llama"
     # A complex number for each position and pair of a head's elements; of Qwen 3 cosine and sine of each element.
     table = (8 if qwen else 4) * run.seq_len * share.spec.head_dim
-    found = LLAMA._replace(saved=saved, selective=selective, backward=backward, given=given, table=table,
-                           forward=experts.forward(share) if share.spec.experts else ())  # fmt: skip
+    found = LLAMA._replace(saved=saved, selective=selective, outside=outside, backward=backward, given=given,
+                           table=table, forward=experts.forward(share) if share.spec.experts else ())  # fmt: skip
     return _compiled(found, share) if run.compile else found
+
+
+def _written_out(rows: tuple[Kept, ...]) -> tuple[Kept, ...]:
+    """Return what blocks keep whose norms are written out (torchtitan/models/norms.py at 9dec370, RMSNorm): the input
+    in fp32, and what the weight multiplies."""
+    found: list[Kept] = []
+    for row in rows:
+        norm = row.operator.endswith("norm: its input")
+        found += [row._replace(dtype="fp32"), row._replace(operator=f"{row.operator}, normalized")] if norm else [row]
+    return tuple(found)
 
 
 def _check_experts(share: Share) -> None:
