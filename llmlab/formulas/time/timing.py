@@ -39,6 +39,9 @@ PARTS = ("products", "attention", "elementwise", "launches", "tensor", "context"
 COMPUTED, WITHIN = PARTS[:4], PARTS[4:7]  # the latter are sent between a layer's operators
 FUSED = {"flash": "FlashAttention 2", "efficient": "the memory-efficient kernel", "cudnn": "cuDNN's"}
 LITTLE = 0.005  # a share that prints as 0 %
+# Nodes that nobody described can have this many times fewer adapters than the maker's: of 8 A100s AWS' p4d have 400
+# Gbit/s where a DGX has 1,600 (their data sheets), of 8 H100s Google's a3-highgpu 800 where a DGX has 3,200.
+FEWER_ADAPTERS = 4
 SLOWEST_SLOT = 8  # times slower than PCIe in full: a desktop's second slot has 4 lanes of 16, and bytes go twice
 
 
@@ -91,6 +94,12 @@ def timing(
     shapes = outside(spec, run, found)
     factor = exp(_spread(run, found, nodes, shapes.beyond / seconds))
     longest = _longest(spec, run, card, nodes, seconds + unnamed, factor, traced)
+    if nodes and cluster is None and nodes.across and run.world_size > nodes.gpus:
+        few = replace(nodes, adapters=max(1, nodes.adapters // FEWER_ADAPTERS))
+        slower = step(spec, run, card, few, traced=traced).seconds
+        longest = max(longest, slower)
+        if slower > factor * seconds:
+            note += f" {few.adapters} would take {slower / seconds:.1f} times as long: name yours (cluster=)."
     kernel = traced.attention if traced else fastest_kernel(run, attention_kernel(spec, run, card))
     slower = found.slower(kernel, run.seq_len, sum(head_sizes(spec)) // 2)
     sources = _sources(run, found, parts, kernel, slower, shapes)
