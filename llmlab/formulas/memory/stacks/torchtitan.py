@@ -204,9 +204,6 @@ def block(share: Share) -> Block:
         saved += AT_POSITIONS
     if run.cp > 1:
         saved += (COPIED,)
-    outside = LLAMA.outside
-    if getattr(stack, "norm_type", "") == "rmsnorm" and not run.compile:
-        saved, outside = _written_out(saved), _written_out(outside)
     backward: tuple[Height, ...] = HEIGHTS
     if share.kernel == "math":
         backward = (*backward[:2], MATH_HEIGHT)
@@ -221,12 +218,21 @@ def block(share: Share) -> Block:
         backward += (*CUT_UP, AGAIN) if run.checkpointing else CUT_UP
     if run.cp > 1:
         backward += (_ring(share),)
+    around = LLAMA
+    if getattr(stack, "norm_type", "") == "rmsnorm" and not run.compile:
+        saved, backward = _written_out(saved), (*backward, WRITTEN_OUT)
+        around = LLAMA._replace(outside=_written_out(LLAMA.outside), norm_backward=(IN_FP32,))
     qwen = share.spec.family != "llama"
     # A complex number for each position and pair of a head's elements; of Qwen 3 cosine and sine of each element.
     table = (8 if qwen else 4) * run.seq_len * share.spec.head_dim
-    found = LLAMA._replace(saved=saved, selective=selective, outside=outside, backward=backward, given=given,
-                           table=table, forward=experts.forward(share) if share.spec.experts else ())  # fmt: skip
+    found = around._replace(saved=saved, selective=selective, backward=backward, given=given, table=table,
+                            forward=experts.forward(share) if share.spec.experts else ())  # fmt: skip
     return _compiled(found, share) if run.compile else found
+
+
+# As a norm's backward ends: gradients by way of the product and of the mean, the square's derivative, and a product.
+IN_FP32 = Kept("gradients of a norm's input", "temporaries", "h", "fp32", "tokens", 4)
+WRITTEN_OUT = Height((*MLP_SAVED, "w1, w3: their input"), (STREAM, IN_FP32), MLP_WEIGHTS)
 
 
 def _written_out(rows: tuple[Kept, ...]) -> tuple[Kept, ...]:
