@@ -231,7 +231,7 @@ HEAD = """\
 #            mean of the cards in efficiencies.toml whose operators were measured. How much longer the memory-efficient
 #            kernel takes than FlashAttention 2 (arXiv 2307.08691, figure 4 c and d)
 # flash_attention_2    10^12 FLOP/s of its forward and backward pass, by compute capability and head size, of so many
-#            sequences of `lengths` that they have 16,384 tokens, with heads of 2,048 in all (figures 4 c and d, 7 c and d)
+#            sequences of `lengths` that they have 16,384 tokens, with heads of 2,048 in all (figures 4 and 7, c and d)
 # sustained  share of the peak that no kernel exceeds in a step that lasts, where the power limit holds clocks back, by
 #            compute capability: A100, H100, B200, B300 and their like; of other chips nobody published enough for it
 # fp8        what that share is times in fp8, by its major part. mxfp8: how much longer products with a scale per 32

@@ -309,7 +309,7 @@ def _norms(run: Training) -> AbstractContextManager:
 
     def forward(self: nn.RMSNorm, x: Tensor) -> Tensor:
         wide = x.float()
-        normalized = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        normalized = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + (self.eps or 0.0))
         return normalized.type_as(x) * self.weight
 
     return mock.patch.object(nn.RMSNorm, "forward", forward)
