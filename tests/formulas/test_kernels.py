@@ -130,14 +130,11 @@ def test_flash_attention_2_takes_what_its_author_measured(card, head_size):
     assert pytest.approx(2.9, abs=0.01) == BACKWARD
 
 
-def test_sdpa_takes_cudnns_attention_from_hopper_on():
-    """There it is as fast as FlashAttention 3, which the H100's grid has; an A100's SDPA takes FlashAttention 2."""
+def test_cudnns_attention_is_as_fast_as_flash_attention_3():
     sizes = 8, 32, 4096, 128
-    table, h100, a100 = kernel_table("H100-80GB"), kernels("H100"), kernels("A100-80GB")
+    table, h100 = kernel_table("H100-80GB"), kernels("H100")
     assert table.attentions["bf16"].kernel.endswith("fa3")
     assert h100.attention(*sizes, "cudnn", "bf16") == pytest.approx(table.attention(*sizes).seconds / h100.clocks)
-    assert h100.attention(*sizes, "flash", "bf16") > 1.3 * h100.attention(*sizes, "cudnn", "bf16")
-    assert a100.attention(*sizes, "flash", "bf16") == a100.attention(*sizes, "cudnn", "bf16")
     efficient, flash = (h100.attention(*sizes, kernel, "bf16") for kernel in ("efficient", "flash"))
     assert efficient == pytest.approx(2.05 * flash, rel=0.005)
 

@@ -139,9 +139,8 @@ class Kernels:
 
     def slower(self, kernel: str, length: int, head_size: int) -> float:
         """Return how much longer `kernel` takes than the measured attention, which is that of an engine that serves,
-        with keys and values in pages, and on Hopper FlashAttention 3, which SDPA does not have. Before Hopper it does
-        not take cuDNN's (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, check_prefer_cudnn_attention)."""
-        if self.table is None or (kernel == "cudnn" and _capability(self.card) >= 9):
+        with keys and values in pages, and on Hopper FlashAttention 3, as fast as which cuDNN's is."""
+        if self.table is None or kernel == "cudnn":
             return 1.0
         times = self.shares["efficient"] if kernel == "efficient" else 1.0
         return times * _flash_over_measured(self.base.name, length, head_size)

@@ -100,7 +100,7 @@ def timing(
         longest = max(longest, slower)
         if slower > factor * seconds:
             note += f" {few.adapters} would take {slower / seconds:.1f} times as long: name yours (cluster=)."
-    kernel = traced.attention if traced else fastest_kernel(run, attention_kernel(spec, run, card))
+    kernel = traced.attention if traced else fastest_kernel(run, attention_kernel(spec, run, card), card)
     slower = found.slower(kernel, run.seq_len, sum(head_sizes(spec)) // 2)
     sources = _sources(run, found, parts, kernel, slower, shapes)
     sooner, later = _other_hosts(spec, run, found.host, parts)
