@@ -294,8 +294,8 @@ def attention_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float |
 def fastest_kernel(run: Training, kernel: str, card: GPU) -> str:
     """Return `kernel`, or "cudnn" where SDPA takes cuDNN's attention first: on Hopper and data-centre Blackwell, if
     torch brings one newer than 9.15 (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp,
-    check_prefer_cudnn_attention), as its wheels for CUDA 13 do. torchtitan asks for it (torchtitan/models/attention.py),
-    and Transformer Engine has it."""
+    check_prefer_cudnn_attention), as its wheels for CUDA 13 do. torchtitan asks for it
+    (torchtitan/models/attention.py), and Transformer Engine has it."""
     newest = run.attention == "sdpa" and kernel == "flash" and (card.compute_capability or (0, 0))[0] in (9, 10)
     return "cudnn" if newest else kernel
 
