@@ -58,7 +58,7 @@ class Predicted:
 def predict(row: Row) -> Predicted:
     """Return what `llmlab.estimate` says of a row."""
     try:
-        nodes = cluster(row.card, **row.nodes) if row.run.world_size > 1 else None
+        nodes = cluster(row.card, **row.nodes) if row.run.world_size > 1 and row.nodes is not None else None
         report = lab.estimate(row.model, row.run, row.card, nodes)
     except REFUSED as error:
         return Predicted(None, why=str(error))

@@ -34,7 +34,7 @@ class Row:
     label: str
     run: lab.Training
     card: str
-    nodes: dict[str, Any]
+    nodes: dict[str, Any] | None  # None where the source does not say
     measured: float
     assumed: str = ""
     source: str = ""  # its name in throughputs.toml
@@ -95,7 +95,9 @@ def _row(source: dict[str, Any], entry: dict[str, Any], models: dict[str, Any]) 
         rate = run.global_batch * run.seq_len / run.world_size / entry["seconds"]
     name = entry["model"]
     nodes = {name: entry.get(name) for name in ("network", "adapters", "inside")}
-    if "gpus_per_node" in entry:
+    if nodes["network"] == "not said":
+        nodes = None
+    elif "gpus_per_node" in entry:
         nodes["gpus"] = entry["gpus_per_node"]
     citation = f"{source['citation']}, {source['date']}"
     label = name.rpartition("/")[2]

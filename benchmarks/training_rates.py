@@ -41,6 +41,12 @@ MOST = {"contention": 1.0}  # what is hidden cannot cost more than what is not
 FINEST = 1 / 16  # of the first steps
 HELD = 0.8  # the share of rows that an interval is to hold
 QUARTER, SMALLEST = 4, 256  # of an axis is left to extrapolate from; rows and columns of a product in training
+HEAD_SIZES = (64, 128)
+FLASH_STEPS = {  # figures of FlashAttention 2's forward and backward pass, by compute capability and head size
+    "8.0": dict(zip(HEAD_SIZES, ("flash-attention-2-step", "flash-attention-2-step-128"), strict=True)),
+    "9.0": dict(zip(HEAD_SIZES, ("flash-attention-2-step-h100", "flash-attention-2-step-h100-128"), strict=True)),
+}
+LENGTHS = {"512": 512, "1k": 1024, "2k": 2048, "4k": 4096, "8k": 8192, "16k": 16384}
 SHORT = 0.1  # seconds of a step that engines may take longer with themselves than with the model
 
 
@@ -65,16 +71,21 @@ def shares() -> dict[str, float]:
     """Return the shares of data sheets, and how much longer one attention kernel takes than another."""
     attention = [2 * 8 * 32 * 4096**2 * 128 / _table(name).attention(8, 32, 4096, 128).seconds
                  / lab.gpu(name).peak("bf16") for name in measured_cards()]  # fmt: skip
-    forward, step = figure("flash-attention-3-forward").values, figure("flash-attention-2-step").values
+    steps = [figure(FLASH_STEPS["8.0"][size]).values for size in HEAD_SIZES]
     # Of cards whose kernels, and hosts, records of single operators or whole steps gave.
     return {
         "products": median(product_shares().values()),
         "attention": median(attention),
         "bandwidth": fmean(each.bandwidth / lab.gpu(name).bandwidth for name, each in efficiencies().items()
                            if each.dispatch),
-        "flash_attention_2": _ratio(forward, "FlashAttention-3", "FlashAttention-2"),
-        "efficient": _ratio(step, "FlashAttention-2", "FlashAttention"),
+        "efficient": fmean(_ratio(step, "FlashAttention-2", "xformers") for step in steps),
     }  # fmt: skip
+
+
+def flash_attention_2() -> dict[str, dict[str, list[float]]]:
+    """Return 10^12 FLOP/s of FlashAttention 2's forward and backward pass by chip, head size and `LENGTHS`."""
+    return {chip: {str(size): [figure(key)[f"FlashAttention-2, {n}"] / 1e12 for n in LENGTHS]
+                   for size, key in sizes.items()} for chip, sizes in FLASH_STEPS.items()}  # fmt: skip
 
 
 def _ratio(rates: dict[str, float], fast: str, slow: str) -> float:
@@ -237,9 +248,10 @@ HEAD = """\
 # measured   the cards with kernels that were measured
 # share      of the data sheet, medians over those cards: of the peak by a product of 8192 x 8192 matrices, and by
 #            causal attention (batch 8, 32 heads of 128, 4096 tokens); of the bandwidth by element-wise operators, the
-#            mean of the cards in efficiencies.toml whose operators were measured. How much longer FlashAttention 2
-#            takes than 3 (arXiv 2407.08608, figure 5 a), and the memory-efficient kernel, taken for FlashAttention's
-#            first version, than 2 (arXiv 2307.08691, figure 4 c)
+#            mean of the cards in efficiencies.toml whose operators were measured. How much longer the memory-efficient
+#            kernel takes than FlashAttention 2 (arXiv 2307.08691, figure 4 c and d)
+# flash_attention_2    10^12 FLOP/s of its forward and backward pass, by compute capability and head size, of so many
+#            sequences of `lengths` that they have 16,384 tokens, with heads of 2,048 in all (figures 4 and 7, c and d)
 # sustained  share of the peak that no kernel exceeds in a step that lasts, where the power limit holds clocks back, by
 #            compute capability: A100, H100, B200, B300 and their like; of other chips nobody published enough for it
 # fp8        what that share is times in fp8, by its major part. mxfp8: how much longer products with a scale per 32
@@ -283,7 +295,10 @@ def main(written: bool) -> None:
         "engine": {"seconds": engine(others)},
     }  # fmt: skip
     names = ", ".join(f'"{name}"' for name in measured_cards())
-    text = head + f"measured = [{names}]\n"
+    text = head + f"measured = [{names}]\n\n[flash_attention_2]\nlengths = {list(LENGTHS.values())}\n"
+    for chip, sizes in flash_attention_2().items():
+        rates = ", ".join(f"{size} = [{', '.join(f'{rate:.0f}' for rate in each)}]" for size, each in sizes.items())
+        text += f'"{chip}" = {{ {rates} }}\n'
     for part, values in parts.items():
         text += f"\n[{part}]\n" + "".join(f"{name} = {value:.3g}\n" for name, value in values.items())
     print(text)

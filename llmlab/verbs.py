@@ -42,7 +42,8 @@ def estimate(model: ModelLike, run: Run, gpu: GPU | str | None = None, cluster: 
     capacity, no workspace). Sizes are bytes on rank 0, in the first stage of a pipeline; `outcome` and `where` consider
     all stages. `peak_reserved` is None, because a formula does not know the allocator's segments. The verdict leaves a
     margin for them and is "unknown" within it (formulas/verdict.py); `lab.simulate` decides. Time on several devices
-    comes from `llmlab.formulas.time.distributed` with `cluster` (None: the card's usual nodes; a note says which).
+    comes from `llmlab.formulas.time.distributed` with `cluster` (None: the card's usual nodes; a note says which, and
+    the interval reaches to nodes with a quarter of their adapters).
     Raises SpecError for an impossible run and UnknownName for an unknown model or card.
     """
     from .formulas.report import estimated

@@ -110,6 +110,22 @@ def test_estimate_says_the_seconds_of_many_devices():
     )
 
 
+def test_nodes_that_nobody_described_may_have_fewer_adapters():
+    """Few tokens on many A100s wait for the network: a quarter of a DGX's adapters, as AWS' p4d has, is within the
+    interval, and said. A cluster that is given, or one node, leaves the interval as it is."""
+    run = Training(seq_len=2048, dp=64, zero=3, precision="mixed-bf16")
+    name = "meta-llama/Llama-2-7b-hf"
+    unknown = lab.estimate(name, run, "A100-80GB")
+    given = [lab.estimate(name, run, "A100-80GB", cluster("A100-80GB", adapters=n)) for n in (8, 2)]
+    assert unknown.step_seconds == given[0].step_seconds and unknown.step_seconds_low == given[0].step_seconds_low
+    assert unknown.step_seconds_high == given[1].step_seconds > 1.2 * given[0].step_seconds_high
+    assert any("2 would take 1.6 times as long" in note for note in unknown.notes)
+    assert not any("as long" in note for report in given for note in report.notes)
+    node = replace(run, dp=8)
+    alone, there = (lab.estimate(name, node, "A100-80GB", nodes) for nodes in (None, cluster("A100-80GB")))
+    assert alone.step_seconds_high == there.step_seconds_high
+
+
 def test_adapters_send_adapters():
     lora = Training(micro_batch=8, precision="autocast-bf16", dp=8, lora=lab.LoRA(rank=8, targets=("c_attn",)))
     for zero in (0, 1):  # gradients, and what the update changed

@@ -67,6 +67,9 @@ BLOCKS = {
     "rowwise": (THIN, {**EIGHTH, "fp8": "rowwise"}),
     "rowwise, none": (THIN, {**EIGHTH, "fp8": "rowwise", "stack": "torchtitan:ac=none"}),
     "rowwise, full": (THIN, {**EIGHTH, "fp8": "rowwise", "checkpointing": "full"}),
+    "norms written out": (THIN, {"dp": 8, "stack": "torchtitan:norm_type=rmsnorm"}),
+    "norms written out, none": (THIN, {"dp": 8, "stack": "torchtitan:ac=none,norm_type=rmsnorm"}),
+    "norms written out, qwen3": (THIN_QWEN, {"dp": 8, "stack": "torchtitan:ac=none,norm_type=rmsnorm"}),
 }
 # Where little is asked of the head, all moments of a block's backward are seen.
 HEIGHTS = {

@@ -59,7 +59,7 @@ def _moved(spec: ModelSpec, run: Training, flash: bool, any_layout: bool) -> Mov
     each: float = LOGITS_MOVES * 4
     if isinstance(run.stack, Megatron):
         each = MEGATRON_LOGITS[run.stack.cross_entropy_fusion_impl]
-    elif run.compile or run.kernels in ("liger", "fused-loss"):
+    elif (run.compile and getattr(run.stack, "compile_loss", True)) or run.kernels in ("liger", "fused-loss"):
         each = FUSED_LOGITS
     logits = each * share.tokens * spec.vocab / share.loss_ranks
     fused = run.compile or run.kernels == "liger"
@@ -386,7 +386,7 @@ def titan_block(share: Share) -> float:
     """Return the bytes that torchtitan's operators move for a micro-batch in a block, forward and backward, where
     nothing is compiled; `r`, `c` as in `fused_block` (torchtitan/models/llama3/model/model.py, torch from 2.8 on).
 
-        norm            one operator: reads, writes; backward reads its input and a gradient, writes one
+        norm            one operator: reads, writes; backward reads its input and a gradient, writes one. Or written out
         sums            of a branch and the stream, and backward of the gradients of what two layers read
         rotation        queries and keys to fp32 and back, a complex product between; backward too
         activation      SiLU and a product: 2 f and 3 f, backward 3 f and two products of 3 f
@@ -396,9 +396,12 @@ def titan_block(share: Share) -> float:
     stream = spec.hidden / (run.tp if run.sequence_parallel else 1)
     rotated = heads * (2 * c + 16)
     normed = heads if spec.qk_norm else 0.0
-    forward = 2 * stream * (r + c) + 2 * 3 * stream * r + rotated + 5 * width + 2 * normed * c
+    norm, of_heads = Pass(r + c, 2 * r + c), Pass(2 * c, 3 * c)
+    if getattr(run.stack, "norm_type", "") == "rmsnorm":
+        norm, of_heads = rmsnorm(r, True), rmsnorm(c, True)
+    forward = 2 * stream * norm.forward + 2 * 3 * stream * r + rotated + 5 * width + normed * of_heads.forward
     summed = 2 * 3 * stream * r + 3 * 3 * spec.hidden * c
-    backward = 2 * stream * (2 * r + c) + summed + rotated + 9 * width + 3 * normed * c
+    backward = 2 * stream * norm.backward + summed + rotated + 9 * width + normed * of_heads.backward
     return T * (forward * (1 if run.checkpointing is None else 2) + backward)
 
 

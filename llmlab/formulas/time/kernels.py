@@ -19,9 +19,10 @@ published. It, the other shares and the spreads are in hardware/training.toml.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
-from math import exp, prod
+from math import exp, log, prod
 from statistics import median
 from typing import Any
 
@@ -45,7 +46,7 @@ BURSTS = (4096, 8192)  # rows of square products, of which the fastest is at the
 # FlashAttention's backward pass is five products to forward's two, and reaches up to 63 % of an A100's peak where
 # forward reaches up to 73 % (arXiv 2307.08691, section 1).
 BACKWARD = 2.5 * 0.73 / 0.63
-FASTER_ATTENTION = ("vllm_flash_attn_fa3",)  # kernels that are FlashAttention 3, which SDPA does not have
+TIMED = 16384, 2048  # tokens, and heads × head size, of all that FlashAttention 2's author timed (training.toml)
 HOST = "A100-80GB"  # whose host's times stand for those that nobody measured
 
 
@@ -141,12 +142,13 @@ class Kernels:
             strided=faster * like.strided, gather=faster * like.gather,
         )  # fmt: skip
 
-    def slower(self, kernel: str) -> float:
-        """Return how much longer `kernel` takes than the measured attention, which SDPA may not have."""
+    def slower(self, kernel: str, length: int, head_size: int) -> float:
+        """Return how much longer `kernel` takes than the measured attention, which is that of an engine that serves,
+        with keys and values in pages, and on Hopper FlashAttention 3, as fast as which cuDNN's is."""
+        if kernel == "cudnn":
+            return 1.0
         times = self.shares["efficient"] if kernel == "efficient" else 1.0
-        if kernel != "cudnn" and self.table and self.table.attentions["bf16"].kernel in FASTER_ATTENTION:
-            times *= self.shares["flash_attention_2"]
-        return times
+        return times * _flash_over_measured(self.base.name, length, head_size) if self.table else times
 
     @property
     def interval(self) -> float:
@@ -252,7 +254,7 @@ class Kernels:
         flop = 2.0 * heads * length * length * head_size  # of two products, the half that is not masked
         if self._fitted("attention") and self.rates and dtype in self.rates.attention:
             return flop / self.rates.attention[dtype]
-        slower = self.slower(kernel)
+        slower = self.slower(kernel, length, head_size)
         found = self.table and dtype != "fp32" and self.table.attention(1, heads, length, head_size)
         if found and self.table:
             moved = 8.0 * heads * length * head_size
@@ -290,6 +292,26 @@ class Kernels:
     def _joined(self) -> float | None:
         """Bytes/s of the NVLink with which collectives were measured for this card: its own, or the same."""
         return self.card.nvlink if self.base.nvlink == self.card.nvlink else None
+
+
+@lru_cache(maxsize=1 << 12)
+def _flash_over_measured(gpu: str, length: int, head_size: int) -> float:
+    """Return how much longer FlashAttention 2 takes than the attention that was measured on `gpu`, by its author's
+    rates, between whose lengths the logarithm of the length counts; 1 on chips for which there are none."""
+    table, timed = kernel_table(gpu), training_rates()["flash_attention_2"]
+    rates = timed.get("{}.{}".format(*(find_gpu(gpu).compute_capability or (0, 0))))
+    if table is None or rates is None:
+        return 1.0
+    size = min(rates, key=lambda each: abs(int(each) - head_size))
+    lengths = timed["lengths"]
+    at = min(max(length, lengths[0]), lengths[-1])
+    i = min(bisect_right(lengths, at), len(lengths) - 1)
+    share = log(at / lengths[i - 1]) / log(lengths[i] / lengths[i - 1])
+    rate = 1e12 * (rates[size][i - 1] * (1 - share) + rates[size][i] * share)
+    tokens, width = TIMED
+    forward = 3.5 * 2.0 * tokens * at * width / rate / (1 + BACKWARD)  # the author counts 2.5 forwards for backward
+    measured = table.attention(1, round(tokens / at * width / int(size)), at, int(size))
+    return forward / measured.seconds if measured else 1.0
 
 
 @lru_cache(maxsize=1 << 17)

@@ -16,7 +16,7 @@ from ...hardware.gpu import GPU
 from ...hardware.nodes import to_host
 from ...specs.model import ModelSpec
 from ...specs.run import Inference, Run, Training
-from ...specs.stacks import Megatron, StackOptions, Torchtitan, Torchtune
+from ...specs.stacks import Megatron, StackOptions, Torchtune
 from .. import newton_schulz
 from ..memory.float8 import CONVERTED
 from ..memory.fsdp import uses_fsdp
@@ -33,8 +33,6 @@ from .products import Product, gradients_of_first_block, multiplied_wide, produc
 from .roofline import decode_pass, prefill_pass
 
 GENERATING = {"rmsnorm": 55, "layernorm": 25}  # operators of a block that generates, each with a view
-# Stacks that take cuDNN's attention first: torchtitan (torchtitan/models/attention.py), and Transformer Engine.
-CUDNN = (Torchtitan, Megatron)
 # torch/optim/adam.py, _multi_tensor_adam: 21 reads and writes of a list of tensors (mul 2, lerp 3, mul 2, addcmul 4,
 # sqrt 2, div 2, add 2, addcdiv 4), where one kernel has 7.
 FOREACH = 3
@@ -294,15 +292,19 @@ def attention_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float |
 
 
 def fastest_kernel(run: Run, kernel: str, card: GPU) -> str:
-    """Return `kernel`, or which library's is faster where it is FlashAttention: "cudnn" where the stack lets SDPA take
-    cuDNN's first; on AMD's cards "ck" of Transformer Engine, and where no SDPA is between."""
-    stack = getattr(run, "stack", None)
+    """Return `kernel`, or whose is taken where it is FlashAttention's: "cudnn" where SDPA takes cuDNN's attention
+    first, on Hopper and data-centre Blackwell, if torch brings one newer than 9.15
+    (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, check_prefer_cudnn_attention), as its wheels for CUDA 13 do.
+    torchtitan asks for it (torchtitan/models/attention.py), and Transformer Engine has it. On AMD's cards "ck" of
+    Transformer Engine, and where no SDPA is between."""
     if kernel != "flash":
         return kernel
     if card.vendor == "AMD":
+        stack = getattr(run, "stack", None)
         own = isinstance(stack, Megatron) or (run.attention == "flash" and not isinstance(stack, Torchtitan))
         return "ck" if own else kernel
-    return "cudnn" if run.attention == "sdpa" and isinstance(stack, CUDNN) else kernel
+    newest = run.attention == "sdpa" and (card.compute_capability or (0, 0))[0] in (9, 10)
+    return "cudnn" if newest else kernel
 
 
 def token_seconds(spec: ModelSpec, run: Inference, rates: Efficiency, eager: bool = True) -> tuple[float, float] | None:

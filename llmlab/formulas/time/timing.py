@@ -17,7 +17,7 @@ from ...specs.stacks import DeepSpeed, Megatron
 from ..memory.share import attention_kernel
 from .distributed import Step, step
 from .efficiency import Efficiency, efficiencies
-from .flops import flops
+from .flops import flops, head_sizes
 from .host import STAGES, hook_seconds, hook_spread, host_seconds
 from .kernels import Kernels, kernels, training_rates
 from .step import (
@@ -39,6 +39,9 @@ PARTS = ("products", "attention", "elementwise", "launches", "tensor", "context"
 COMPUTED, WITHIN = PARTS[:4], PARTS[4:7]  # the latter are sent between a layer's operators
 FUSED = {"flash": "FlashAttention 2", "efficient": "the memory-efficient kernel", "cudnn": "cuDNN's"}
 LITTLE = 0.005  # a share that prints as 0 %
+# Nodes that nobody described can have this many times fewer adapters than the maker's: of 8 A100s AWS' p4d have 400
+# Gbit/s where a DGX has 1,600 (their data sheets), of 8 H100s Google's a3-highgpu 800 where a DGX has 3,200.
+FEWER_ADAPTERS = 4
 SLOWEST_SLOT = 8  # times slower than PCIe in full: a desktop's second slot has 4 lanes of 16, and bytes go twice
 IN_SLOTS = 2  # cards that a desktop's processor has lanes for; more share those of its chipset
 
@@ -92,8 +95,15 @@ def timing(
     shapes = outside(spec, run, found)
     factor = exp(_spread(run, found, nodes, shapes.beyond / seconds))
     longest = _longest(spec, run, card, nodes, seconds + unnamed, factor, traced)
+    if nodes and cluster is None and nodes.across and run.world_size > nodes.gpus:
+        few = replace(nodes, adapters=max(1, nodes.adapters // FEWER_ADAPTERS))
+        slower = step(spec, run, card, few, traced=traced).seconds
+        longest = max(longest, slower)
+        if slower > factor * seconds:
+            note += f" {few.adapters} would take {slower / seconds:.1f} times as long: name yours (cluster=)."
     kernel = traced.attention if traced else fastest_kernel(run, attention_kernel(spec, run, card), card)
-    sources = _sources(run, found, parts, kernel, shapes)
+    slower = found.slower(kernel, run.seq_len, sum(head_sizes(spec)) // 2)
+    sources = _sources(run, found, parts, kernel, slower, shapes)
     sooner, later = _other_hosts(spec, run, found.host, parts)
     low, high = min(seconds / factor, seconds - sooner), max(longest, seconds + later)
     high += (UNALIGNED - 1) * shapes.unaligned
@@ -199,10 +209,10 @@ def _connected(run: Training, nodes: Cluster) -> str:
 
 
 def _sources(
-    run: Training, found: Kernels, parts: Mapping[str, float], kernel: str, shapes: Outside
+    run: Training, found: Kernels, parts: Mapping[str, float], kernel: str, slower: float, shapes: Outside
 ) -> dict[str, str]:
-    """Return where the rates of these parts are from, with attention by `kernel`, and what of the run is outside of
-    what was measured, as `shapes` of products are."""
+    """Return where the rates of these parts are from, with attention by `kernel`, `slower` by so much than what was
+    measured, and what of the run is outside of that, as `shapes` of products are."""
     said = {name: found.sources[name] for name in parts}
     dtype = peak_dtype(run)
     if found.table and not found.measured(dtype):
@@ -220,7 +230,7 @@ def _sources(
     elif dtype == "fp32":
         said["attention"] = f"{found.shares['attention']:.0%} of the data sheet: fp32 was not measured"
     else:
-        if (slower := found.slower(kernel)) > 1:
+        if slower != 1:
             said["attention"] += f", × {slower:.2f} for {FUSED[kernel]}"
         if found.longest and run.seq_len > found.longest:
             said["attention"] += f"; beyond {found.longest:,} tokens, as the work grows"

@@ -88,11 +88,11 @@ class TitanStep(Step):
         parameters = list(self.model.parameters())
         for ids in self.inputs:  # (B, T)
             if self.schedule:
-                with self.context():
+                with self.context(), _norms(self.run):
                     self._pipelined(ids, enter)
                 continue
             enter("forward")
-            with self.context(), self.around_attention():
+            with self.context(), self.around_attention(), _norms(self.run):
                 with self._cast():
                     ids, labels, beside = self._share(ids)
                     logits = self.model(ids, **beside)  # (B, T, V)
@@ -298,6 +298,21 @@ def _kept_operators(spec: ModelSpec, run: Training) -> AbstractContextManager:
     path = f"torchtitan.models.{MODELS[spec.family]}.infra.parallelize._op_sac_save_list"
     less = {each for each in symbol(path) if run.stack.keeps_attention or "attention" not in str(each)}
     return mock.patch(path, less)
+
+
+def _norms(run: Training) -> AbstractContextManager:
+    """Write RMSNorm out, where the stack's option says so, as torchtitan's own class did (models/norms.py at 9dec370);
+    a compiler does so itself."""
+    assert isinstance(run.stack, Torchtitan)
+    if run.stack.norm_type == "fused_rmsnorm" or run.compile:
+        return nullcontext()
+
+    def forward(self: nn.RMSNorm, x: Tensor) -> Tensor:
+        wide = x.float()
+        normalized = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + (self.eps or 0.0))
+        return normalized.type_as(x) * self.weight
+
+    return mock.patch.object(nn.RMSNorm, "forward", forward)
 
 
 def model_arguments(spec: ModelSpec, kind: type) -> Any:

@@ -12,6 +12,7 @@ from .options import StackOptions
 TitanAC = Literal["none", "full", "selective_op", "selective_layers"]
 Reshard = Literal["default", "always", "never"]
 TitanOptimizer = Literal["fused", "foreach"]
+TitanNorm = Literal["rmsnorm", "fused_rmsnorm"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -26,7 +27,10 @@ class Torchtitan(StackOptions):
     everything. `optimizer` is the implementation of AdamW. `enable_fsdp_float8_all_gather` is read with
     fp8="tensorwise": its own default is False, True is what its docs/float8.md starts. `compile_loss` is whether "loss"
     is among compile.components, which compile=True turns on; False too for commits before its loss could be compiled
-    (March 2025). Releases before 0.2.0 take FlashAttention 2 first: the run's attention="flash".
+    (March 2025). Releases before 0.2.0 take FlashAttention 2 first: the run's attention="flash". `optimizer` was
+    "foreach" by default until 2025-02-24. `norm_type`, of its configurations until April 2025, says what RMSNorm is
+    where nothing is compiled: "rmsnorm", as most had it, operator by operator in fp32, as nn.RMSNorm was up to torch
+    2.7; "fused_rmsnorm" one kernel, as nn.RMSNorm has been since.
     """
 
     name = "torchtitan"
@@ -60,6 +64,7 @@ class Torchtitan(StackOptions):
     keeps_attention: bool = True
     reshard_after_forward: Reshard = "default"
     optimizer: TitanOptimizer = "fused"
+    norm_type: TitanNorm = "fused_rmsnorm"
     enable_fsdp_float8_all_gather: bool = True
     compile_loss: bool = True
 
@@ -84,6 +89,7 @@ class Torchtitan(StackOptions):
             keeps_attention=(True, False),
             reshard_after_forward=get_args(Reshard),
             optimizer=get_args(TitanOptimizer),
+            norm_type=get_args(TitanNorm),
             compile_loss=(True, False),
         )
 

@@ -65,7 +65,7 @@ LLAMA = Block(
 # Backward comes to a block with the gradient of what it returned, which the sum with its input passes on.
 STREAM = Kept("gradient of the block's output", "gradients", "h", "stream", "tokens")
 MLP_SAVED = tuple(row.operator for row in SAVED[11:])
-NORM_SAVED = tuple(row.operator for row in SAVED[8:11])
+NORM_SAVED = (*(row.operator for row in SAVED[8:11]), "ffn_norm: its input, normalized")
 MLP_WEIGHTS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -218,12 +218,31 @@ def block(share: Share) -> Block:
         backward += (*CUT_UP, AGAIN) if run.checkpointing else CUT_UP
     if run.cp > 1:
         backward += (_ring(share),)
+    around = LLAMA
+    if getattr(stack, "norm_type", "") == "rmsnorm" and not run.compile:
+        saved, backward = _written_out(saved), (*backward, WRITTEN_OUT)
+        around = LLAMA._replace(outside=_written_out(LLAMA.outside), norm_backward=(IN_FP32,))
     qwen = share.spec.family != "llama"
     # A complex number for each position and pair of a head's elements; of Qwen 3 cosine and sine of each element.
     table = (8 if qwen else 4) * run.seq_len * share.spec.head_dim
-    found = LLAMA._replace(saved=saved, selective=selective, backward=backward, given=given, table=table,
-                           forward=experts.forward(share) if share.spec.experts else ())  # fmt: skip
+    found = around._replace(saved=saved, selective=selective, backward=backward, given=given, table=table,
+                            forward=experts.forward(share) if share.spec.experts else ())  # fmt: skip
     return _compiled(found, share) if run.compile else found
+
+
+# As a norm's backward ends: gradients by way of the product and of the mean, the square's derivative, and a product.
+IN_FP32 = Kept("gradients of a norm's input", "temporaries", "h", "fp32", "tokens", 4)
+WRITTEN_OUT = Height((*MLP_SAVED, "w1, w3: their input"), (STREAM, IN_FP32), MLP_WEIGHTS)
+
+
+def _written_out(rows: tuple[Kept, ...]) -> tuple[Kept, ...]:
+    """Return what blocks keep whose norms are written out (torchtitan/models/norms.py at 9dec370, RMSNorm): the input
+    in fp32, and what the weight multiplies."""
+    found: list[Kept] = []
+    for row in rows:
+        norm = row.operator.endswith("norm: its input")
+        found += [row._replace(dtype="fp32"), row._replace(operator=f"{row.operator}, normalized")] if norm else [row]
+    return tuple(found)
 
 
 def _check_experts(share: Share) -> None:
