@@ -218,21 +218,33 @@ def _tensor(spec: ModelSpec, run: Training, cluster: Cluster, found: Kernels, hi
     gathered, as the memory's formula counts it (`per_device`), unless checkpointing is to make it again.
     """
     group, size = cluster.group(run.tp), _stream_bytes(spec, run)
+    if run.tp == 1:
+        return 0.0
     again = 2 if run.checkpointing == "full" else 0
-    if run.sequence_parallel:
-        regathers = 2 if run.checkpointing == "selective" and not hidden else 0
-        gathers, scatters = 4 + regathers + again, 2 + (0 if hidden else 2) + again
-        # torchao gathers what it cast by tensor (float8_tensor_parallel.py), Transformer Engine whatever it casts.
-        cast = (isinstance(run.stack, Megatron) and run.fp8_recipe) or run.fp8 == "tensorwise"
-        gathered = size / 2 if cast else size
-        gather = found.collective("all-gather", gathered, group)
-        scatter = found.collective("reduce-scatter", size, group)
-        if run.zero == 3:
-            # FSDP2 with DTensor: what is gathered or scattered along dimension 1 is copied, to or from dimension 0
-            # (torch/distributed/_functional_collectives.py, all_gather_tensor, reduce_scatter_tensor).
-            gather, scatter = gather + 2 * gathered / found.bandwidth, scatter + 2 * size / found.bandwidth
-        return gathers * gather + scatters * scatter
-    return (2 + (0 if hidden else 2) + again) * found.collective("all-reduce", size, group)
+    behind = time.columns_backward(spec, run, found) if hidden else ()
+    if not run.sequence_parallel:
+        once = found.collective("all-reduce", size, group)
+        return (2 + (0 if hidden else 2) + again) * once + sum(_left(once, each.weight) for each in behind)
+    regathers = 2 if run.checkpointing == "selective" and not hidden else 0
+    gathers, scatters = 4 + regathers + again, 2 + (0 if hidden else 2) + again
+    # torchao gathers what it cast by tensor (float8_tensor_parallel.py), Transformer Engine whatever it casts.
+    cast = (isinstance(run.stack, Megatron) and run.fp8_recipe) or run.fp8 == "tensorwise"
+    gathered = size / 2 if cast else size
+    gather = found.collective("all-gather", gathered, group)
+    scatter = found.collective("reduce-scatter", size, group)
+    if run.zero == 3:
+        # FSDP2 with DTensor: what is gathered or scattered along dimension 1 is copied, to or from dimension 0
+        # (torch/distributed/_functional_collectives.py, all_gather_tensor, reduce_scatter_tensor).
+        gather, scatter = gather + 2 * gathered / found.bandwidth, scatter + 2 * size / found.bandwidth
+    left = sum(_left(gather, each.input) + _left(scatter, each.weight) for each in behind)
+    return gathers * gather + scatters * scatter + left
+
+
+def _left(sent: float, product: float) -> float:
+    """Return what a step loses of `sent` seconds of communication behind a product of so many seconds: what is left
+    when the product is over, and of the rest what any hidden communication costs."""
+    behind = min(sent, product)
+    return sent - behind + float(training_rates()["scale"]["contention"]) * behind
 
 
 def _logits(spec: ModelSpec, run: Training, cluster: Cluster, found: Kernels) -> float:

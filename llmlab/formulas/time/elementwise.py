@@ -360,17 +360,59 @@ def fused_block(share: Share) -> float:
     forward = sum(norms) + rotated + activated
     backward = sum(norms_back) + rotated + (6 if spec.gated else 3) * width
     again, repeated = (1.0, forward) if run.checkpointing else (0.0, 0.0)
-    if isinstance(run.stack, Megatron) and run.checkpointing == "selective":
-        again = float("core_attn" in run.stack.recompute_modules)
-        repeated = activated if "mlp" in run.stack.recompute_modules else 0.0
     scores = 0.0
     if share.kernel == "eager" and run.compile:
         scores = kept_scores(share) + score_elements(share) * (3 * share.attention_bytes + share.softmax_bytes)
     elif share.kernel == "eager":
-        one = softmax(share) if isinstance(run.stack, Megatron) else attend(share)
+        one = attend(share)
         scores = T * (one.forward * (1 + again) + one.backward)
     scores /= run.tp
     return T * (forward + repeated + backward) + scores
+
+
+def megatron_block(share: Share) -> float:
+    """Return the bytes that Megatron-LM's kernels move for a micro-batch in a block, forward and backward (megatron-core,
+    transformer/transformer_layer.py); `r`, `c` as in `fused_block`.
+
+        norm            one kernel: reads, writes; backward reads its input and a gradient, writes one
+        sums            bias, dropout and the stream are one (fusions/fused_bias_dropout.py), with a mask; backward of
+                        dropout reads a gradient and the mask, writes one; of the stream's two readers they are added
+        biases          backward sums gradients over all tokens, which reads them
+        activation      with its bias (fused_bias_gelu.py, fused_bias_swiglu.py): reads 1 or 2 f, writes f; backward
+                        reads as much and a gradient, writes as much
+        rotation        reads and writes queries and keys, backward too; then their gradients and the values' are put
+                        together, which Transformer Engine's attention need not where nothing is rotated
+        eager attention's scores        as `softmax` says, and their sum with the values put in order
+    """
+    spec, run, T, r, c = share.spec, share.run, share.tokens, share.bytes.residual, share.bytes.compute
+    stack, Q, K = run.stack, spec.query_width, spec.key_width
+    assert isinstance(stack, Megatron)
+    dropped = Pass(1, 2 * c + 1) if spec.dropout else Pass(0, 0)
+    norms = spec.norms_per_layer
+    biased = [each for each in spec.block_linears if each.bias]
+    rows, columns = (
+        c * sum(each.outputs * each.count for each in biased if (each.name in ROW_PARALLEL) is row) / spec.layers
+        for row in (True, False)
+    )
+    width = spec.token_mlp_width * c
+    inputs = 2 if spec.gated else 1
+    activated = (inputs + 1) * width
+    rotated = 0 if spec.learned_positions else 2 * c * (Q + K)
+    joined = 0 if spec.learned_positions and stack.transformer_engine else 2 * c * (Q + 2 * K)
+    forward = spec.hidden * (norms * (r + c) + 2 * (2 * r + c + dropped.forward))
+    backward = spec.hidden * (norms * (2 * r + c) + 2 * (3 * r + dropped.backward)) + rows
+    divided = run.tp if run.sequence_parallel else 1
+    forward = forward / divided + (rotated + activated) / run.tp
+    backward = backward / divided + (rotated + joined + (2 * inputs + 1) * width + columns) / run.tp
+    again, repeated = (1.0, forward) if run.checkpointing else (0.0, 0.0)
+    if run.checkpointing == "selective":
+        again = float("core_attn" in stack.recompute_modules)
+        repeated = activated / run.tp if "mlp" in stack.recompute_modules else 0.0
+    scores = 0.0
+    if share.kernel == "eager":
+        one = softmax(share)
+        scores = ((one.forward + 2 * c * Q) * (1 + again) + one.backward) / run.tp
+    return T * (forward + repeated + backward + scores)
 
 
 def softmax(share: Share) -> Pass:
@@ -404,4 +446,4 @@ def titan_block(share: Share) -> float:
 
 # What blocks of other stacks move where nothing is compiled. Megatron-LM's kernels are fused, its own and Transformer
 # Engine's. nanotron's are torchtitan's, but that it copies what it rotates in place: 18 bytes for torchtitan's 20.
-STACKS = {Torchtitan: titan_block, Megatron: fused_block, Nanotron: titan_block}
+STACKS = {Torchtitan: titan_block, Megatron: megatron_block, Nanotron: titan_block}

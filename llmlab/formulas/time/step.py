@@ -75,6 +75,13 @@ class Outside(NamedTuple):
     unaligned: float
 
 
+class Backward(NamedTuple):
+    """Seconds of the two products of a layer's backward pass: the gradients of its input and of its weight."""
+
+    input: float
+    weight: float
+
+
 class Traced(NamedTuple):
     """Seconds of a step whose kernels were traced one by one (`simulate`), in the place of what formulas count, and
     the kernel that computed attention, as `share.attention_kernel` names them."""
@@ -230,6 +237,19 @@ def product_seconds(spec: ModelSpec, run: Training, found: Kernels) -> dict[str,
             total += (each.forward + each.again + each.input_gradient) * UNPACKED * n * k / found.bandwidth
         seconds[each.part] = seconds.get(each.part, 0.0) + total * run.accumulation / run.pp
     return seconds
+
+
+def columns_backward(spec: ModelSpec, run: Training, found: Kernels) -> tuple[Backward, ...]:
+    """Return the seconds per micro-batch of backward's products of a block's column-parallel layers, of attention and
+    of the MLP, averaged over the layers."""
+    seconds = dict.fromkeys(("attention", "mlp"), Backward(0.0, 0.0))
+    for each, kind, sizes in _multiplied(spec, run):
+        if each.cut == "outputs" and each.part in seconds:
+            input, weight = (times * (found.product(*size, kind) or 0.0) / spec.layers for size, times in
+                             ((sizes[1][0], each.input_gradient), (sizes[-1][0], each.weight_gradient)))  # fmt: skip
+            before = seconds[each.part]
+            seconds[each.part] = Backward(before.input + input, before.weight + weight)
+    return tuple(seconds.values())
 
 
 def outside(spec: ModelSpec, run: Training, found: Kernels) -> Outside:
