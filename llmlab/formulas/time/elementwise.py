@@ -33,6 +33,9 @@ FUSED_LOGITS = 4 * 2
 # the copy is made, and exp and the sum as it is subtracted.
 MEGATRON_LOGITS = {None: 6 + 4 + 8 + 8 + 4 + 8 + 8 + 6, "native": 6 + 4 + 4 + 4 + 8 + 8 + 6, "te": FUSED_LOGITS}
 
+# From Hopper on a product's kernel stays on its multiprocessor, and some of its warps write a tile while others multiply
+# the next (CUTLASS, media/docs/efficient_gemm.md, "warp-specialized persistent ping-pong").
+WRITES_BEHIND = (9, 0)
 CARDS = {True: "A100", False: "T4"}  # with FlashAttention, and without
 
 
@@ -47,14 +50,16 @@ def moved(spec: ModelSpec, run: Training, card: GPU | None = None) -> Moved:
     """Return the bytes that everything but products and the update moves on one device in a step, by where.
 
     Norms and dropout between tensor-parallel products are divided by sequence parallelism only (arXiv 2205.05198,
-    section 4.2). Of the card only counts whether it has FlashAttention, and multiplies fp8 in any layout.
+    section 4.2). Of the card only counts whether it has FlashAttention, multiplies fp8 in any layout, and multiplies
+    while it writes.
     """
     flash = card is None or card.supports_flash_attention_2
-    return _moved(spec, run, flash, takes_either_layout(card))
+    behind = card is None or (card.compute_capability or (0, 0)) >= WRITES_BEHIND
+    return _moved(spec, run, flash, takes_either_layout(card), behind)
 
 
 @lru_cache(maxsize=1024)
-def _moved(spec: ModelSpec, run: Training, flash: bool, any_layout: bool) -> Moved:
+def _moved(spec: ModelSpec, run: Training, flash: bool, any_layout: bool, behind: bool) -> Moved:
     share = share_of(spec, run, find_gpu(CARDS[flash]))
     each: float = LOGITS_MOVES * 4
     if isinstance(run.stack, Megatron):
@@ -65,7 +70,7 @@ def _moved(spec: ModelSpec, run: Training, flash: bool, any_layout: bool) -> Mov
     fused = run.compile or run.kernels == "liger"
     block = (fused_block if fused else STACKS.get(type(run.stack), plain_block))(share)
     block += weight_casts(share) + fp8_casts(spec, run, any_layout) / spec.layers + adapters(share)
-    blocks = run.accumulation * spec.layers / run.pp * block + accumulated(spec, run)
+    blocks = run.accumulation * spec.layers / run.pp * block + accumulated(spec, run, behind)
     return Moved(blocks, run.accumulation * logits)
 
 
@@ -245,15 +250,19 @@ def adapters(share: Share) -> float:
     return share.tokens * (forward + again + backward)
 
 
-def accumulated(spec: ModelSpec, run: Training) -> float:
+def accumulated(spec: ModelSpec, run: Training, behind: bool = True) -> float:
     """Return the bytes in which gradients of later micro-batches are added to those of the first: read both, write the
-    sum. Shards of gradients, which ZeRO 2 and 3 add, are little, and Megatron-LM's products add their results to the
-    gradient themselves, while they multiply (--no-gradient-accumulation-fusion is off). A buffer in fp32 takes those of
-    every micro-batch: both read, the sum written."""
+    sum. Shards of gradients, which ZeRO 2 and 3 add, are little. A buffer in fp32 takes those of every micro-batch:
+    both read, the sum written. Megatron-LM's products add their results to the gradient themselves
+    (--no-gradient-accumulation-fusion is off), `behind` the next tile's product or, on chips before Hopper, after their
+    own: they read and write what is summed, where those that were measured write a half."""
     if (stack := stack_of(run)) and stack.sums_in_fp32:
         whole = states(spec, run, sharded=False).trained
         return (PRECISION[run.precision].gradients + 2 * 4.0) * run.accumulation * whole
-    if run.accumulation == 1 or run.zero >= 2 or isinstance(run.stack, Megatron):
+    if isinstance(run.stack, Megatron):
+        more = 0 if behind else 2 * 4 - 2 if run.stack.accumulates_in_fp32(run.compute_dtype) else 2
+        return float(more * run.accumulation * states(spec, run, sharded=False).trained)
+    if run.accumulation == 1 or run.zero >= 2:
         return 0.0
     gradient = adapter_bytes(run) if run.lora else PRECISION[run.precision].gradients
     return 3.0 * gradient * (run.accumulation - 1) * states(spec, run, sharded=False).trained
