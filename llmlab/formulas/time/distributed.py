@@ -98,17 +98,15 @@ def step(
     ranks are data-parallel ones. `overlap` names what hides behind
     computation: "data", gradients behind backward and ZeRO-3's parameters behind the unit before, as DDP and FSDP do;
     "gradients", the same in backward only: forward waits for each unit's parameters; "tensor", backward's
-    communication behind the weight gradients' products, as Megatron-LM does; None is what the run's stack hides:
-    "data", and "tensor" of Megatron-LM, which without overlap_grad_reduce hides no "data". `traced`: a simulated rank's
+    communication behind backward's products, as Megatron-LM does; None is what the run's stack hides: "data", and of
+    Megatron-LM "tensor" too, what its options say. `traced`: a simulated rank's
     own passes, which have FSDP2's copies and those of DDP's buckets, and its update. Raises SpecError for settings that
     contradict each other, NotAvailable for a dtype that the card has no units for, and where no link is known.
     """
     spec, gpu = find_model(model), find_gpu(card)
     check(spec, run, gpu)
     if overlap is None:
-        overlap = ("data",)
-        if isinstance(run.stack, Megatron):
-            overlap = ("data", "tensor") if run.stack.overlap_grad_reduce else ("tensor",)
+        overlap = _hidden(run)
     _check(run, overlap, bucket_bytes)
     found, passed = kernels(gpu), traced.passes if traced else time.passes(spec, run, gpu)
     if passed is None:
@@ -116,11 +114,16 @@ def step(
     m = run.accumulation
     # The last stage has all of the head and the loss.
     head = _Layer(passed.products.get("head", 0.0) * run.pp, 0.0, passed.loss)
+    started = 0.0
     if traced:  # what was traced has the host's time of all, head and loss among it
         head = head._replace(host=head.card)
+        started = head.host
+    elif time.launches_wait(run):  # and where the host waits for the card its time is among the host's
+        head = head._replace(host=head.card)
+        started = passed.products.get("head", 0.0) + passed.loss
     blocks = sum(seconds for part, seconds in passed.products.items() if part != "head")
     # A layer of the mean stage: what products, traffic and the host's time are counted for.
-    block = _Layer(blocks, passed.attention, passed.elementwise, passed.host - head.host).times(run.pp / spec.layers)
+    block = _Layer(blocks, passed.attention, passed.elementwise, passed.host - started).times(run.pp / spec.layers)
     tensor = _tensor(spec, run, cluster, found, "tensor" in overlap)
     if isinstance(run.stack, Megatron) and run.stack.tp_comm_overlap:
         tensor /= run.tp  # sent in as many pieces, each behind the product of another: the first waits
@@ -128,10 +131,10 @@ def step(
     experts = spec.moe_layers / spec.layers * _experts(spec, run, cluster, found) if run.ep > 1 else 0.0
     gathered = _logits(spec, run, cluster, found)
     pipeline = _sends(spec, run, cluster, found)
-    hidden_sends = isinstance(run.stack, Megatron) and run.virtual_stages > 1
-
+    behind = isinstance(run.stack, Megatron) and run.stack.hides_sends
     layers, within = layers_of(spec, run), tensor + context + experts
-    block = block._replace(host=block.host - m * within)  # the host goes on while ranks send
+    if not time.launches_wait(run):
+        block = block._replace(host=block.host - m * within)  # the host goes on while ranks send
     # Stages with as many layers take as long, but for the last one, which has the head too.
     alike = {n: _stage(n, block, _Layer()).times(1 / m) for n in dict.fromkeys(layers[:-1])}
     last = _stage(layers[-1], block, head).times(1 / m)
@@ -154,8 +157,7 @@ def step(
         tensor=m * (n * tensor + (gathered if slowest == run.pp - 1 else 0.0)),
         context=m * n * context,
         experts=m * n * experts,
-        # Interleaved, Megatron-LM sends behind another virtual stage (--no-overlap-p2p-communication is off).
-        pipeline=0.0 if hidden_sends else m * pipeline,
+        pipeline=0.0 if behind else m * pipeline,
         bubble=(sum(stages) - stages[slowest] + (run.pp - 1) * pipeline) / run.virtual_stages,
         data=data.exposed + copied + scale["contention"] * data.contended(shard_group(run, cluster)),
         update=traced.update if traced else time.update_seconds(spec, run, found),
@@ -194,6 +196,14 @@ class _Layer(NamedTuple):
 def _stage(layers: int, block: _Layer, head: _Layer) -> _Layer:
     """Return a pipeline stage of so many layers and, on the last one, the head and the loss."""
     return _Layer(*(layers * one + last for one, last in zip(block, head, strict=True)))
+
+
+def _hidden(run: Training) -> tuple[str, ...]:
+    """Return what the run's stack hides, of `OVERLAPS`."""
+    if not isinstance(run.stack, Megatron):
+        return ("data",)
+    tensor = run.sequence_parallel or run.stack.async_tensor_model_parallel_allreduce
+    return ("data",) * run.stack.overlap_grad_reduce + ("tensor",) * tensor
 
 
 def _check(run: Training, overlap: tuple[str, ...], bucket_bytes: int) -> None:

@@ -33,8 +33,8 @@ FUSED_LOGITS = 4 * 2
 # the copy is made, and exp and the sum as it is subtracted.
 MEGATRON_LOGITS = {None: 6 + 4 + 8 + 8 + 4 + 8 + 8 + 6, "native": 6 + 4 + 4 + 4 + 8 + 8 + 6, "te": FUSED_LOGITS}
 
-# From Hopper on a product's kernel stays on its multiprocessor, and some of its warps write a tile while others multiply
-# the next (CUTLASS, media/docs/efficient_gemm.md, "warp-specialized persistent ping-pong").
+# From Hopper on a product's kernel stays on its multiprocessor, and some of its warps write a tile while others
+# multiply the next (CUTLASS, media/docs/efficient_gemm.md, warp-specialized persistent ping-pong).
 WRITES_BEHIND = (9, 0)
 CARDS = {True: "A100", False: "T4"}  # with FlashAttention, and without
 
@@ -253,14 +253,15 @@ def adapters(share: Share) -> float:
 def accumulated(spec: ModelSpec, run: Training, behind: bool = True) -> float:
     """Return the bytes in which gradients of later micro-batches are added to those of the first: read both, write the
     sum. Shards of gradients, which ZeRO 2 and 3 add, are little. A buffer in fp32 takes those of every micro-batch:
-    both read, the sum written. Megatron-LM's products add their results to the gradient themselves
-    (--no-gradient-accumulation-fusion is off), `behind` the next tile's product or, on chips before Hopper, after their
-    own: they read and write what is summed, where those that were measured write a half."""
+    both read, the sum written. Megatron-LM's products add their results to that buffer themselves
+    (gradient_accumulation_fusion), `behind` the next tile's product or, on chips before Hopper, after their own: they
+    read and write what is summed, where those that were measured write a half."""
     if (stack := stack_of(run)) and stack.sums_in_fp32:
         whole = states(spec, run, sharded=False).trained
         return (PRECISION[run.precision].gradients + 2 * 4.0) * run.accumulation * whole
     if isinstance(run.stack, Megatron):
-        more = 0 if behind else 2 * 4 - 2 if run.stack.accumulates_in_fp32(run.compute_dtype) else 2
+        summed = 2 * (4 if run.stack.accumulates_in_fp32(run.compute_dtype) else 2)
+        more = 2 + summed if not run.stack.gradient_accumulation_fusion else 0 if behind else summed - 2
         return float(more * run.accumulation * states(spec, run, sharded=False).trained)
     if run.accumulation == 1 or run.zero >= 2:
         return 0.0
@@ -380,8 +381,8 @@ def fused_block(share: Share) -> float:
 
 
 def megatron_block(share: Share) -> float:
-    """Return the bytes that Megatron-LM's kernels move for a micro-batch in a block, forward and backward (megatron-core,
-    transformer/transformer_layer.py); `r`, `c` as in `fused_block`.
+    """Return the bytes that Megatron-LM's kernels move for a micro-batch in a block, forward and backward
+    (megatron-core, transformer/transformer_layer.py); `r`, `c` as in `fused_block`.
 
         norm            one kernel: reads, writes; backward reads its input and a gradient, writes one
         sums            bias, dropout and the stream are one (fusions/fused_bias_dropout.py), with a mask; backward of

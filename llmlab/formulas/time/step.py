@@ -126,7 +126,13 @@ def passes(spec: ModelSpec, run: Training, card: GPU) -> Passes | None:
     if multiplied is None or attention is None:
         return None
     blocks, loss = (size / found.bandwidth for size in moved(spec, run, card))
-    return Passes(multiplied, attention, blocks, loss, host_seconds(spec, run, found.host))
+    made = Passes(multiplied, attention, blocks, loss, host_seconds(spec, run, found.host))
+    return made._replace(host=made.host + made.card) if launches_wait(run) else made
+
+
+def launches_wait(run: Training) -> bool:
+    """Whether the host starts a kernel when the one before it is done, so that its time comes to the card's."""
+    return isinstance(run.stack, Megatron) and run.stack.cuda_launch_blocking
 
 
 def update_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float:
