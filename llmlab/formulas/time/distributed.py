@@ -221,10 +221,11 @@ def _stream_bytes(spec: ModelSpec, run: Training) -> float:
 
 
 def _tensor(spec: ModelSpec, run: Training, cluster: Cluster, found: Kernels, hidden: bool) -> float:
-    """Return the exposed seconds per layer and micro-batch.
+    """Return the seconds per layer and micro-batch that products do not hide.
 
-    Megatron-LM hides, backward, what a column-parallel layer sends: the all-reduce of its input's gradient, or, with
-    sequence parallelism, the all-gather of its input and the reduce-scatter of its gradient. Torch keeps what it
+    Megatron-LM hides, backward, what a column-parallel layer sends: the all-reduce of its input's gradient behind the
+    product of its weight's, or, with sequence parallelism, the all-gather of its input behind the product of its
+    gradient and the reduce-scatter of that behind the weight's. Torch keeps what it
     gathered, as the memory's formula counts it (`per_device`), unless checkpointing is to make it again.
     """
     group, size = cluster.group(run.tp), _stream_bytes(spec, run)
