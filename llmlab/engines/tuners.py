@@ -127,6 +127,9 @@ def megatron_arguments(run: Any, spec: Any) -> list[str]:
     if options is not None and options.distributed_fused_adam:
         given = f"distributed_fused_adam={options.distributed_fused_adam!r}"
         raise SpecError(f"{given} is NeMo 1's: Megatron-LM has no such argument; leave it out")
+    if options is not None and not options.async_tensor_model_parallel_allreduce:
+        given = "async_tensor_model_parallel_allreduce=False"
+        raise SpecError(f"{given}: Megatron-LM of today has no such argument; leave it out")
     recompute = getattr(options, "recompute", None) or run.checkpointing
     config = spec.config
     lines = [
@@ -149,6 +152,8 @@ def megatron_arguments(run: Any, spec: Any) -> list[str]:
             lines.append("--overlap-grad-reduce" + (" --overlap-param-gather" if run.zero else ""))
         if options.cross_entropy_fusion_impl:
             lines.append(f"--cross-entropy-loss-fusion --cross-entropy-fusion-impl {options.cross_entropy_fusion_impl}")
+        lines += ["--no-gradient-accumulation-fusion"] if not options.gradient_accumulation_fusion else []
+        lines += ["--no-overlap-p2p-communication"] if not options.overlap_p2p_communication else []
         lines += ["--transformer-impl local"] if not options.transformer_engine else []
         lines += _fp8(options) if options.fp8_recipe else []
         lines += ["--use-precision-aware-optimizer"] if options.use_precision_aware_optimizer else []

@@ -260,6 +260,50 @@ def test_gradients_of_later_micro_batches_are_added():
     assert accumulated(spec, replace(run, stack=lab.Megatron())) == accumulated(spec, replace(run, dp=8, zero=2)) == 0
 
 
+def test_megatron_sums_gradients_in_its_products():
+    """Before Hopper a product reads and writes the sum when it is done, in fp32 or in half, where those that were
+    measured write a half. Without Apex's kernel the half is written, and added: both read, the sum written."""
+    spec = lab.model("Llama-3.2-1B")
+    run = Training(seq_len=2048, precision="mixed-bf16", accumulation=4, stack=lab.Megatron())
+    half = replace(run, stack=lab.Megatron(accumulate_allreduce_grads_in_fp32=False))
+    apart = replace(run, stack=lab.Megatron(gradient_accumulation_fusion=False))
+    per_weight = [accumulated(spec, each, behind=False) / 4 / spec.parameters for each in (run, half, apart)]
+    assert per_weight == [4 + 4 - 2, 2 + 2 - 2, 2 + 4 + 4]
+    assert accumulated(spec, apart) == accumulated(spec, apart, behind=False)
+    by_card = {card: moved(spec, run, lab.gpu(card)).blocks for card in ("A100", "H100", "B200")}
+    assert by_card["A100"] - by_card["H100"] == 6 * 4 * spec.parameters and by_card["H100"] == by_card["B200"]
+
+
+def test_megatrons_kernels_move_what_they_read_and_write():
+    """Counted by hand for a GPT's block, tensors of the stream's size, all of 2 bytes, and masks of half of that.
+
+    forward   2 norms: read, write; 2 sums: a branch and the stream read, the stream and a mask written
+    backward  2 norms: input and gradient read, one written; 2 sums of the stream's two gradients; dropout's: gradient
+              and mask read, one written, and read for the bias
+    divided   GELU: 4 read, 4 written, and 8 and 4; biases of 3 and 4; gradients of queries, keys, values put together
+    """
+    config = {"model_type": "gpt2", "n_embd": 1024, "n_layer": 1, "n_head": 8, "vocab_size": 50304, "n_positions": 2048,
+              "activation_function": "gelu"}  # fmt: skip
+    spec = lab.model(config)
+    assert spec.dropout == spec.attention_dropout == 0.1
+    forward, backward = 2 * 2 + 2 * 3.5, 2 * 3 + 2 * 3 + 2 * 2.5 + 2
+    kernels_, biases, joined = 8 + 12, 3 + 4, 2 * 3
+
+    def streams(**settings):
+        run = Training(**{"seq_len": 2048, "precision": "mixed-bf16", "stack": lab.Megatron(), **settings})
+        return moved(spec, run).blocks / (2 * 2048 * 1024)
+
+    assert streams() == pytest.approx(forward + backward + kernels_ + biases)
+    assert streams(tp=4) == pytest.approx(forward + backward + (kernels_ + biases) / 4)
+    divided = (forward + backward + kernels_ + biases) / 4
+    assert streams(tp=4, sequence_parallel=True) == pytest.approx(divided)
+    assert streams(checkpointing="full") == pytest.approx(streams() + forward + 8)
+    own = lab.Megatron(transformer_engine=False)
+    scores = 8 * 2048 / 1024  # by the stream's width: softmax and dropout, there and back, and what is put in order
+    eager = (4 + 5 + 6 + 5) / 2 * scores + 2
+    assert streams(stack=own) == pytest.approx(streams() + joined + eager)
+
+
 @pytest.mark.parametrize(("card", "prefers"), [("A100-80GB", False), ("H100", True), ("B200", True), ("L40S", False)])
 def test_sdpa_takes_cudnns_attention_first_where_torch_prefers_it(card, prefers):
     """On compute capability 9 and 10, whoever trains: as fast as FlashAttention 3 on an H100."""

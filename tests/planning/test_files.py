@@ -121,6 +121,12 @@ def test_megatrons_arguments_say_fp8_weights_and_deferred_gradients():
     assert "--fp8-recipe mxfp8 --fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag" in said
     assert "--use-distributed-optimizer" in said  # which alone gathers them, of one rank too
     assert "--defer-embedding-wgrad-compute --wgrad-deferral-limit 22" in said
+    run = lab.Training(stack="megatron:gradient_accumulation_fusion=false,overlap_p2p_communication=false")
+    assert {"--no-gradient-accumulation-fusion", "--no-overlap-p2p-communication"} <= set(megatron_arguments(run, spec))
+    with pytest.raises(SpecError, match="of today has no such argument"):
+        megatron_arguments(lab.Training(stack="megatron:async_tensor_model_parallel_allreduce=false"), spec)
+    with pytest.raises(SpecError, match="gradient_accumulation_fusion=False: Megatron-LM refuses it"):
+        lab.Megatron(gradient_accumulation_fusion=False, defer_embedding_wgrad_compute=True)
     said = megatron_arguments(lab.Training(stack="megatron:use_precision_aware_optimizer=true"), spec)
     assert {"--use-precision-aware-optimizer", "--use-distributed-optimizer"} <= set(said)
     with pytest.raises(lab.SpecError, match="distributed_fused_adam='fp32' is NeMo 1's"):
@@ -204,6 +210,12 @@ def test_segments_expand_where_they_were_counted_so(tmp_path, stack, expands):
     written(tmp_path / "out", run, "2xA100-80GB", "meta-llama/Llama-3.1-8B")
     said = "\nexport PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n"
     assert (said in (tmp_path / "out" / "launch.sh").read_text()) == expands
+
+
+def test_a_blocking_launch_is_exported(tmp_path):
+    run = lab.Training(dp=2, zero=1, seq_len=64, stack="megatron:cuda_launch_blocking=true")
+    written(tmp_path / "out", run, "2xA100-80GB", "meta-llama/Llama-3.1-8B")
+    assert "\nexport CUDA_LAUNCH_BLOCKING=1\n" in (tmp_path / "out" / "launch.sh").read_text()
 
 
 def test_megatrons_arguments_name_the_experts(tmp_path):

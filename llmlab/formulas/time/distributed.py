@@ -98,17 +98,15 @@ def step(
     ranks are data-parallel ones. `overlap` names what hides behind
     computation: "data", gradients behind backward and ZeRO-3's parameters behind the unit before, as DDP and FSDP do;
     "gradients", the same in backward only: forward waits for each unit's parameters; "tensor", backward's
-    communication behind the weight gradients' products, as Megatron-LM does; None is what the run's stack hides:
-    "data", and "tensor" of Megatron-LM, which without overlap_grad_reduce hides no "data". `traced`: a simulated rank's
+    communication behind backward's products, as Megatron-LM does; None is what the run's stack hides: "data", and of
+    Megatron-LM "tensor" too, what its options say. `traced`: a simulated rank's
     own passes, which have FSDP2's copies and those of DDP's buckets, and its update. Raises SpecError for settings that
     contradict each other, NotAvailable for a dtype that the card has no units for, and where no link is known.
     """
     spec, gpu = find_model(model), find_gpu(card)
     check(spec, run, gpu)
     if overlap is None:
-        overlap = ("data",)
-        if isinstance(run.stack, Megatron):
-            overlap = ("data", "tensor") if run.stack.overlap_grad_reduce else ("tensor",)
+        overlap = _hidden(run)
     _check(run, overlap, bucket_bytes)
     found, passed = kernels(gpu), traced.passes if traced else time.passes(spec, run, gpu)
     if passed is None:
@@ -116,11 +114,16 @@ def step(
     m = run.accumulation
     # The last stage has all of the head and the loss.
     head = _Layer(passed.products.get("head", 0.0) * run.pp, 0.0, passed.loss)
+    started = 0.0
     if traced:  # what was traced has the host's time of all, head and loss among it
         head = head._replace(host=head.card)
+        started = head.host
+    elif time.launches_wait(run):  # and where the host waits for the card its time is among the host's
+        head = head._replace(host=head.card)
+        started = passed.products.get("head", 0.0) + passed.loss
     blocks = sum(seconds for part, seconds in passed.products.items() if part != "head")
     # A layer of the mean stage: what products, traffic and the host's time are counted for.
-    block = _Layer(blocks, passed.attention, passed.elementwise, passed.host - head.host).times(run.pp / spec.layers)
+    block = _Layer(blocks, passed.attention, passed.elementwise, passed.host - started).times(run.pp / spec.layers)
     tensor = _tensor(spec, run, cluster, found, "tensor" in overlap)
     if isinstance(run.stack, Megatron) and run.stack.tp_comm_overlap:
         tensor /= run.tp  # sent in as many pieces, each behind the product of another: the first waits
@@ -128,10 +131,10 @@ def step(
     experts = spec.moe_layers / spec.layers * _experts(spec, run, cluster, found) if run.ep > 1 else 0.0
     gathered = _logits(spec, run, cluster, found)
     pipeline = _sends(spec, run, cluster, found)
-    hidden_sends = isinstance(run.stack, Megatron) and run.virtual_stages > 1
-
+    behind = isinstance(run.stack, Megatron) and run.stack.hides_sends
     layers, within = layers_of(spec, run), tensor + context + experts
-    block = block._replace(host=block.host - m * within)  # the host goes on while ranks send
+    if not time.launches_wait(run):
+        block = block._replace(host=block.host - m * within)  # the host goes on while ranks send
     # Stages with as many layers take as long, but for the last one, which has the head too.
     alike = {n: _stage(n, block, _Layer()).times(1 / m) for n in dict.fromkeys(layers[:-1])}
     last = _stage(layers[-1], block, head).times(1 / m)
@@ -154,8 +157,7 @@ def step(
         tensor=m * (n * tensor + (gathered if slowest == run.pp - 1 else 0.0)),
         context=m * n * context,
         experts=m * n * experts,
-        # Interleaved, Megatron-LM sends behind another virtual stage (--no-overlap-p2p-communication is off).
-        pipeline=0.0 if hidden_sends else m * pipeline,
+        pipeline=0.0 if behind else m * pipeline,
         bubble=(sum(stages) - stages[slowest] + (run.pp - 1) * pipeline) / run.virtual_stages,
         data=data.exposed + copied + scale["contention"] * data.contended(shard_group(run, cluster)),
         update=traced.update if traced else time.update_seconds(spec, run, found),
@@ -196,6 +198,14 @@ def _stage(layers: int, block: _Layer, head: _Layer) -> _Layer:
     return _Layer(*(layers * one + last for one, last in zip(block, head, strict=True)))
 
 
+def _hidden(run: Training) -> tuple[str, ...]:
+    """Return what the run's stack hides, of `OVERLAPS`."""
+    if not isinstance(run.stack, Megatron):
+        return ("data",)
+    tensor = run.sequence_parallel or run.stack.async_tensor_model_parallel_allreduce
+    return ("data",) * run.stack.overlap_grad_reduce + ("tensor",) * tensor
+
+
 def _check(run: Training, overlap: tuple[str, ...], bucket_bytes: int) -> None:
     if unknown := [each for each in overlap if each not in OVERLAPS]:
         raise SpecError(f"overlap={unknown[0]!r} is not one of {', '.join(OVERLAPS)}")
@@ -211,28 +221,41 @@ def _stream_bytes(spec: ModelSpec, run: Training) -> float:
 
 
 def _tensor(spec: ModelSpec, run: Training, cluster: Cluster, found: Kernels, hidden: bool) -> float:
-    """Return the exposed seconds per layer and micro-batch.
+    """Return the seconds per layer and micro-batch that products do not hide.
 
-    Megatron-LM hides, backward, what a column-parallel layer sends: the all-reduce of its input's gradient, or, with
-    sequence parallelism, the all-gather of its input and the reduce-scatter of its gradient. Torch keeps what it
+    Megatron-LM hides, backward, what a column-parallel layer sends: the all-reduce of its input's gradient behind the
+    product of its weight's, or, with sequence parallelism, the all-gather of its input behind the product of its
+    gradient and the reduce-scatter of that behind the weight's. Torch keeps what it
     gathered, as the memory's formula counts it (`per_device`), unless checkpointing is to make it again.
     """
     group, size = cluster.group(run.tp), _stream_bytes(spec, run)
+    if run.tp == 1:
+        return 0.0
     again = 2 if run.checkpointing == "full" else 0
-    if run.sequence_parallel:
-        regathers = 2 if run.checkpointing == "selective" and not hidden else 0
-        gathers, scatters = 4 + regathers + again, 2 + (0 if hidden else 2) + again
-        # torchao gathers what it cast by tensor (float8_tensor_parallel.py), Transformer Engine whatever it casts.
-        cast = (isinstance(run.stack, Megatron) and run.fp8_recipe) or run.fp8 == "tensorwise"
-        gathered = size / 2 if cast else size
-        gather = found.collective("all-gather", gathered, group)
-        scatter = found.collective("reduce-scatter", size, group)
-        if run.zero == 3:
-            # FSDP2 with DTensor: what is gathered or scattered along dimension 1 is copied, to or from dimension 0
-            # (torch/distributed/_functional_collectives.py, all_gather_tensor, reduce_scatter_tensor).
-            gather, scatter = gather + 2 * gathered / found.bandwidth, scatter + 2 * size / found.bandwidth
-        return gathers * gather + scatters * scatter
-    return (2 + (0 if hidden else 2) + again) * found.collective("all-reduce", size, group)
+    behind = time.columns_backward(spec, run, found) if hidden else ()
+    if not run.sequence_parallel:
+        once = found.collective("all-reduce", size, group)
+        return (2 + (0 if hidden else 2) + again) * once + sum(_left(once, each.weight) for each in behind)
+    regathers = 2 if run.checkpointing == "selective" and not hidden else 0
+    gathers, scatters = 4 + regathers + again, 2 + (0 if hidden else 2) + again
+    # torchao gathers what it cast by tensor (float8_tensor_parallel.py), Transformer Engine whatever it casts.
+    cast = (isinstance(run.stack, Megatron) and run.fp8_recipe) or run.fp8 == "tensorwise"
+    gathered = size / 2 if cast else size
+    gather = found.collective("all-gather", gathered, group)
+    scatter = found.collective("reduce-scatter", size, group)
+    if run.zero == 3:
+        # FSDP2 with DTensor: what is gathered or scattered along dimension 1 is copied, to or from dimension 0
+        # (torch/distributed/_functional_collectives.py, all_gather_tensor, reduce_scatter_tensor).
+        gather, scatter = gather + 2 * gathered / found.bandwidth, scatter + 2 * size / found.bandwidth
+    left = sum(_left(gather, each.input) + _left(scatter, each.weight) for each in behind)
+    return gathers * gather + scatters * scatter + left
+
+
+def _left(sent: float, product: float) -> float:
+    """Return what a step loses of `sent` seconds of communication behind a product of so many seconds: what is left
+    when the product is over, and of the rest what any hidden communication costs."""
+    behind = min(sent, product)
+    return sent - behind + float(training_rates()["scale"]["contention"]) * behind
 
 
 def _logits(spec: ModelSpec, run: Training, cluster: Cluster, found: Kernels) -> float:

@@ -33,6 +33,9 @@ FUSED_LOGITS = 4 * 2
 # the copy is made, and exp and the sum as it is subtracted.
 MEGATRON_LOGITS = {None: 6 + 4 + 8 + 8 + 4 + 8 + 8 + 6, "native": 6 + 4 + 4 + 4 + 8 + 8 + 6, "te": FUSED_LOGITS}
 
+# From Hopper on a product's kernel stays on its multiprocessor, and some of its warps write a tile while others
+# multiply the next (CUTLASS, media/docs/efficient_gemm.md, warp-specialized persistent ping-pong).
+WRITES_BEHIND = (9, 0)
 CARDS = {True: "A100", False: "T4"}  # with FlashAttention, and without
 
 
@@ -47,14 +50,16 @@ def moved(spec: ModelSpec, run: Training, card: GPU | None = None) -> Moved:
     """Return the bytes that everything but products and the update moves on one device in a step, by where.
 
     Norms and dropout between tensor-parallel products are divided by sequence parallelism only (arXiv 2205.05198,
-    section 4.2). Of the card only counts whether it has FlashAttention, and multiplies fp8 in any layout.
+    section 4.2). Of the card only counts whether it has FlashAttention, multiplies fp8 in any layout, and multiplies
+    while it writes.
     """
     flash = card is None or card.supports_flash_attention_2
-    return _moved(spec, run, flash, takes_either_layout(card))
+    behind = card is None or (card.compute_capability or (0, 0)) >= WRITES_BEHIND
+    return _moved(spec, run, flash, takes_either_layout(card), behind)
 
 
 @lru_cache(maxsize=1024)
-def _moved(spec: ModelSpec, run: Training, flash: bool, any_layout: bool) -> Moved:
+def _moved(spec: ModelSpec, run: Training, flash: bool, any_layout: bool, behind: bool) -> Moved:
     share = share_of(spec, run, find_gpu(CARDS[flash]))
     each: float = LOGITS_MOVES * 4
     if isinstance(run.stack, Megatron):
@@ -65,7 +70,7 @@ def _moved(spec: ModelSpec, run: Training, flash: bool, any_layout: bool) -> Mov
     fused = run.compile or run.kernels == "liger"
     block = (fused_block if fused else STACKS.get(type(run.stack), plain_block))(share)
     block += weight_casts(share) + fp8_casts(spec, run, any_layout) / spec.layers + adapters(share)
-    blocks = run.accumulation * spec.layers / run.pp * block + accumulated(spec, run)
+    blocks = run.accumulation * spec.layers / run.pp * block + accumulated(spec, run, behind)
     return Moved(blocks, run.accumulation * logits)
 
 
@@ -245,15 +250,20 @@ def adapters(share: Share) -> float:
     return share.tokens * (forward + again + backward)
 
 
-def accumulated(spec: ModelSpec, run: Training) -> float:
+def accumulated(spec: ModelSpec, run: Training, behind: bool = True) -> float:
     """Return the bytes in which gradients of later micro-batches are added to those of the first: read both, write the
-    sum. Shards of gradients, which ZeRO 2 and 3 add, are little, and Megatron-LM's products add their results to the
-    gradient themselves, while they multiply (--no-gradient-accumulation-fusion is off). A buffer in fp32 takes those of
-    every micro-batch: both read, the sum written."""
+    sum. Shards of gradients, which ZeRO 2 and 3 add, are little. A buffer in fp32 takes those of every micro-batch:
+    both read, the sum written. Megatron-LM's products add their results to that buffer themselves
+    (gradient_accumulation_fusion), `behind` the next tile's product or, on chips before Hopper, after their own: they
+    read and write what is summed, where those that were measured write a half."""
     if (stack := stack_of(run)) and stack.sums_in_fp32:
         whole = states(spec, run, sharded=False).trained
         return (PRECISION[run.precision].gradients + 2 * 4.0) * run.accumulation * whole
-    if run.accumulation == 1 or run.zero >= 2 or isinstance(run.stack, Megatron):
+    if isinstance(run.stack, Megatron):
+        summed = 2 * (4 if run.stack.accumulates_in_fp32(run.compute_dtype) else 2)
+        more = 2 + summed if not run.stack.gradient_accumulation_fusion else 0 if behind else summed - 2
+        return float(more * run.accumulation * states(spec, run, sharded=False).trained)
+    if run.accumulation == 1 or run.zero >= 2:
         return 0.0
     gradient = adapter_bytes(run) if run.lora else PRECISION[run.precision].gradients
     return 3.0 * gradient * (run.accumulation - 1) * states(spec, run, sharded=False).trained
@@ -360,17 +370,59 @@ def fused_block(share: Share) -> float:
     forward = sum(norms) + rotated + activated
     backward = sum(norms_back) + rotated + (6 if spec.gated else 3) * width
     again, repeated = (1.0, forward) if run.checkpointing else (0.0, 0.0)
-    if isinstance(run.stack, Megatron) and run.checkpointing == "selective":
-        again = float("core_attn" in run.stack.recompute_modules)
-        repeated = activated if "mlp" in run.stack.recompute_modules else 0.0
     scores = 0.0
     if share.kernel == "eager" and run.compile:
         scores = kept_scores(share) + score_elements(share) * (3 * share.attention_bytes + share.softmax_bytes)
     elif share.kernel == "eager":
-        one = softmax(share) if isinstance(run.stack, Megatron) else attend(share)
+        one = attend(share)
         scores = T * (one.forward * (1 + again) + one.backward)
     scores /= run.tp
     return T * (forward + repeated + backward) + scores
+
+
+def megatron_block(share: Share) -> float:
+    """Return the bytes that Megatron-LM's kernels move for a micro-batch in a block, forward and backward
+    (megatron-core, transformer/transformer_layer.py); `r`, `c` as in `fused_block`.
+
+        norm            one kernel: reads, writes; backward reads its input and a gradient, writes one
+        sums            bias, dropout and the stream are one (fusions/fused_bias_dropout.py), with a mask; backward of
+                        dropout reads a gradient and the mask, writes one; of the stream's two readers they are added
+        biases          backward sums gradients over all tokens, which reads them
+        activation      with its bias (fused_bias_gelu.py, fused_bias_swiglu.py): reads 1 or 2 f, writes f; backward
+                        reads as much and a gradient, writes as much
+        rotation        reads and writes queries and keys, backward too; then their gradients and the values' are put
+                        together, which Transformer Engine's attention need not where nothing is rotated
+        eager attention's scores        as `softmax` says, and their sum with the values put in order
+    """
+    spec, run, T, r, c = share.spec, share.run, share.tokens, share.bytes.residual, share.bytes.compute
+    stack, Q, K = run.stack, spec.query_width, spec.key_width
+    assert isinstance(stack, Megatron)
+    dropped = Pass(1, 2 * c + 1) if spec.dropout else Pass(0, 0)
+    norms = spec.norms_per_layer
+    biased = [each for each in spec.block_linears if each.bias]
+    rows, columns = (
+        c * sum(each.outputs * each.count for each in biased if (each.name in ROW_PARALLEL) is row) / spec.layers
+        for row in (True, False)
+    )
+    width = spec.token_mlp_width * c
+    inputs = 2 if spec.gated else 1
+    activated = (inputs + 1) * width
+    rotated = 0 if spec.learned_positions else 2 * c * (Q + K)
+    joined = 0 if spec.learned_positions and stack.transformer_engine else 2 * c * (Q + 2 * K)
+    forward = spec.hidden * (norms * (r + c) + 2 * (2 * r + c + dropped.forward))
+    backward = spec.hidden * (norms * (2 * r + c) + 2 * (3 * r + dropped.backward)) + rows
+    divided = run.tp if run.sequence_parallel else 1
+    forward = forward / divided + (rotated + activated) / run.tp
+    backward = backward / divided + (rotated + joined + (2 * inputs + 1) * width + columns) / run.tp
+    again, repeated = (1.0, forward) if run.checkpointing else (0.0, 0.0)
+    if run.checkpointing == "selective":
+        again = float("core_attn" in stack.recompute_modules)
+        repeated = activated / run.tp if "mlp" in stack.recompute_modules else 0.0
+    scores = 0.0
+    if share.kernel == "eager":
+        one = softmax(share)
+        scores = ((one.forward + 2 * c * Q) * (1 + again) + one.backward) / run.tp
+    return T * (forward + repeated + backward + scores)
 
 
 def softmax(share: Share) -> Pass:
@@ -407,4 +459,4 @@ def titan_block(share: Share) -> float:
 
 # What blocks of other stacks move where nothing is compiled. Megatron-LM's kernels are fused, its own and Transformer
 # Engine's. nanotron's are torchtitan's, but that it copies what it rotates in place: 18 bytes for torchtitan's 20.
-STACKS = {Torchtitan: titan_block, Megatron: fused_block, Nanotron: titan_block}
+STACKS = {Torchtitan: titan_block, Megatron: megatron_block, Nanotron: titan_block}

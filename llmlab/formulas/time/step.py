@@ -16,7 +16,7 @@ from ...hardware.gpu import GPU
 from ...hardware.nodes import to_host
 from ...specs.model import ModelSpec
 from ...specs.run import Inference, Run, Training
-from ...specs.stacks import Megatron, StackOptions, Torchtune
+from ...specs.stacks import Megatron, StackOptions, Torchtitan, Torchtune
 from .. import newton_schulz
 from ..memory.float8 import CONVERTED
 from ..memory.fsdp import uses_fsdp
@@ -73,6 +73,13 @@ class Outside(NamedTuple):
     unaligned: float
 
 
+class Backward(NamedTuple):
+    """Seconds of the two products of a layer's backward pass: the gradients of its input and of its weight."""
+
+    input: float
+    weight: float
+
+
 class Traced(NamedTuple):
     """Seconds of a step whose kernels were traced one by one (`simulate`), in the place of what formulas count, and
     the kernel that computed attention, as `share.attention_kernel` names them."""
@@ -117,7 +124,13 @@ def passes(spec: ModelSpec, run: Training, card: GPU) -> Passes | None:
     if multiplied is None or attention is None:
         return None
     blocks, loss = (size / found.bandwidth for size in moved(spec, run, card))
-    return Passes(multiplied, attention, blocks, loss, host_seconds(spec, run, found.host))
+    made = Passes(multiplied, attention, blocks, loss, host_seconds(spec, run, found.host))
+    return made._replace(host=made.host + made.card) if launches_wait(run) else made
+
+
+def launches_wait(run: Training) -> bool:
+    """Whether the host starts a kernel when the one before it is done, so that its time comes to the card's."""
+    return isinstance(run.stack, Megatron) and run.stack.cuda_launch_blocking
 
 
 def update_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float:
@@ -228,6 +241,19 @@ def product_seconds(spec: ModelSpec, run: Training, found: Kernels) -> dict[str,
             total += (each.forward + each.again + each.input_gradient) * UNPACKED * n * k / found.bandwidth
         seconds[each.part] = seconds.get(each.part, 0.0) + total * run.accumulation / run.pp
     return seconds
+
+
+def columns_backward(spec: ModelSpec, run: Training, found: Kernels) -> tuple[Backward, ...]:
+    """Return the seconds per micro-batch of backward's products of a block's column-parallel layers, of attention and
+    of the MLP, averaged over the layers."""
+    seconds = dict.fromkeys(("attention", "mlp"), Backward(0.0, 0.0))
+    for each, kind, sizes in _multiplied(spec, run):
+        if each.cut == "outputs" and each.part in seconds:
+            input, weight = (times * (found.product(*size, kind) or 0.0) / spec.layers for size, times in
+                             ((sizes[1][0], each.input_gradient), (sizes[-1][0], each.weight_gradient)))  # fmt: skip
+            before = seconds[each.part]
+            seconds[each.part] = Backward(before.input + input, before.weight + weight)
+    return tuple(seconds.values())
 
 
 def outside(spec: ModelSpec, run: Training, found: Kernels) -> Outside:

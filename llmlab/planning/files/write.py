@@ -93,6 +93,8 @@ def texts(spec: ModelSpec, run: Training, card: str, nodes: int, per_node: int) 
     exports = ["CUDA_DEVICE_MAX_CONNECTIONS=1"] if "megatron_args.txt" in start and max(run.tp, run.cp) > 1 else []
     if (stack := stack_of(run)) and stack.expandable_segments:
         exports.append("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
+    if getattr(stack, "cuda_launch_blocking", False):
+        exports.append("CUDA_LAUNCH_BLOCKING=1")
     started = launch_script(title, start, nodes, per_node, alone, exports)
     found["launch.sh"] = started, "starts it on one node: LR=... ./launch.sh"
     found["job.sbatch"] = slurm_job(title, nodes, per_node), "Slurm: LR=... sbatch job.sbatch"

@@ -37,6 +37,12 @@ class Megatron(StackOptions):
     parallelism sends behind the products before and after it (Transformer Engine's userbuffers). `overlap_grad_reduce`
     sums gradients behind backward and, with zero=1, gathers parameters behind forward (--overlap-param-gather), as
     NeMo's recipes do; Megatron-LM, where nobody asks for it, sends all of that after the last backward.
+    `async_tensor_model_parallel_allreduce` sums the gradient of a column-parallel layer's input while its weight's is
+    computed, since 2021-09-02 (no argument turns it off since 2026-01-29); what sequence parallelism sends there is
+    behind products anyway. `gradient_accumulation_fusion` adds a weight's gradient to the sum as it is multiplied, by
+    Apex's kernel, of 2022 (--no-gradient-accumulation-fusion is off). `overlap_p2p_communication` sends between
+    interleaved stages behind other chunks, since 2023-05-31 (--no-overlap-p2p-communication is off).
+    `cuda_launch_blocking` is CUDA_LAUNCH_BLOCKING=1: a kernel is started when the one before it is done.
     `cross_entropy_fusion_impl` fuses the loss (--cross-entropy-loss-fusion): "native" compiles its functions one by
     one, which takes more memory than not to fuse, and "te" is Transformer Engine's kernel. NeMo 2's recipes for
     pre-training say "native". `virtual_pipeline` is the model chunks of a rank
@@ -85,6 +91,10 @@ class Megatron(StackOptions):
     accumulate_allreduce_grads_in_fp32: bool | None = None
     tp_comm_overlap: bool = False
     overlap_grad_reduce: bool = True
+    async_tensor_model_parallel_allreduce: bool = True
+    gradient_accumulation_fusion: bool = True
+    overlap_p2p_communication: bool = True
+    cuda_launch_blocking: bool = False
     virtual_pipeline: int = 1
     make_vocab_size_divisible_by: int = 128
     fp8_recipe: FP8Recipe | None = None
@@ -107,6 +117,10 @@ class Megatron(StackOptions):
             apex=(True, False),
             tp_comm_overlap=(True, False),
             overlap_grad_reduce=(True, False),
+            async_tensor_model_parallel_allreduce=(True, False),
+            gradient_accumulation_fusion=(True, False),
+            overlap_p2p_communication=(True, False),
+            cuda_launch_blocking=(True, False),
             accumulate_allreduce_grads_in_fp32=(None, True, False),
             fp8_recipe=(None, *get_args(FP8Recipe)),
             fp8_param_gather=(True, False),
@@ -135,6 +149,9 @@ class Megatron(StackOptions):
         if limit and not self.defer_embedding_wgrad_compute:
             raise SpecError(f"wgrad_deferral_limit={limit} without defer_embedding_wgrad_compute=True: nothing is "
                             "deferred; give both")  # fmt: skip
+        if self.defer_embedding_wgrad_compute and not self.gradient_accumulation_fusion:
+            raise SpecError("defer_embedding_wgrad_compute=True with gradient_accumulation_fusion=False: Megatron-LM "
+                            "refuses it (model_parallel_config.py); drop one of the two")  # fmt: skip
         modules = self.recompute_modules
         modules = tuple(modules.split() if isinstance(modules, str) else modules)
         if not modules or not set(modules) <= RECOMPUTED:
@@ -195,6 +212,11 @@ class Megatron(StackOptions):
             "checkpointing": self.recompute or given["checkpointing"],
             "virtual_stages": self.virtual_pipeline,
         }
+
+    @property
+    def hides_sends(self) -> bool:
+        """Whether what stages send each other is behind the computation of another chunk."""
+        return self.overlap_p2p_communication and self.virtual_pipeline > 1
 
     @property
     def keeps_remainders(self) -> bool:
