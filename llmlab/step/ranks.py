@@ -10,13 +10,13 @@
 
 FSDP2's units are the blocks, and what is outside of them: what Accelerate's TRANSFORMER_BASED_WRAP makes. Under it
 "mixed-*" is its MixedPrecisionPolicy: fp32 shards, half precision gathered, gradients reduced in fp32. With several
-micro-batches DDP sends gradients after the last (no_sync), FSDP2 after each, as it does unless told otherwise.
+micro-batches DDP sends gradients after the last (no_sync), FSDP2 after each unless sync_each_batch=False.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -162,9 +162,18 @@ def data_parallel(model: nn.Module, run: Training, ranks: Ranks) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model, process_group=ranks.mesh["dp"].get_group())
 
 
-def unsynced(model: nn.Module) -> AbstractContextManager:
-    """Return the context of a micro-batch after which gradients are not yet sent."""
-    return model.no_sync() if isinstance(model, nn.parallel.DistributedDataParallel) else nullcontext()
+@contextmanager
+def unsynced(model: nn.Module, run: Training) -> Iterator[None]:
+    """The context of a micro-batch after which gradients are not yet sent, as Accelerator.no_sync makes it."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        with model.no_sync():
+            yield
+        return
+    if not run.sync_each_batch:
+        model.set_requires_gradient_sync(False)
+    yield
+    if not run.sync_each_batch:
+        model.set_requires_gradient_sync(True)
 
 
 def steps_locally(run: Training, ranks: Ranks) -> bool:

@@ -9,6 +9,10 @@ In a pipeline torch reduces a stage's gradients once, after its last micro-batch
 before that (torch/distributed/pipelining/stage.py, backward_maybe_with_nosync): gradients are whole until then, in the
 dtype in which they are reduced. TorchTitan then frees none after forward either (reshard_after_forward_policy), which
 is zero=2.
+
+With sync_each_batch=False (set_requires_gradient_sync) a unit is freed after each backward, and its gradients stay whole,
+in the dtype in which they are reduced, until the last micro-batch's backward has come to it
+(_fsdp_param.py, to_accumulated_grad_if_needed). What is offloaded is no exception: only reduced gradients leave the GPU.
 """
 
 from __future__ import annotations
@@ -67,6 +71,11 @@ def is_flat(run: Training) -> bool:
     return isinstance(run.stack, LitGPT) and uses_fsdp(run) and run.lora is None
 
 
+def waits(run: Training) -> bool:
+    """Whether FSDP2 reduces gradients in the last micro-batch's backward alone."""
+    return not run.sync_each_batch and not is_flat(run)
+
+
 def own_unit(run: Training) -> bool:
     """Return whether a block's experts are a unit within the block's (torchtitan/models/llama4/infra/parallelize.py,
     apply_fsdp): those of expert parallelism, which is told to gather one block and its experts ahead in forward too."""
@@ -106,7 +115,7 @@ def units(
     gradient, reduced = b.gradients, 4 if b.master else b.gradients
     if run.lora:
         around, gradient, reduced = 0, adapter_bytes(run), adapter_bytes(run)
-    if run.offload:  # gradients leave as they are made
+    if run.offload and run.sync_each_batch:  # gradients leave as they are made
         gradient = reduced = 0
     own = padded = (trained - around) / layers  # trained parameters of one block
     if not run.lora:

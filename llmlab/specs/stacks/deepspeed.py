@@ -49,6 +49,7 @@ class DeepSpeed(StackOptions):
         "compile": (False,),
         "kernels": (None, "fused-norm"),
         "fp8": (None,),
+        "sync_each_batch": (True,),
     }
 
     contiguous_gradients: bool = True

@@ -73,6 +73,7 @@ class Megatron(StackOptions):
         "compile": (False,),
         "kernels": (None,),
         "schedule": ("1f1b",),
+        "sync_each_batch": (True,),
     }
 
     recompute: Recompute | None = None

@@ -48,6 +48,7 @@ class Nanotron(StackOptions):
         "compile": (False,),
         "kernels": (None,),
         "fp8": (None,),
+        "sync_each_batch": (True,),
     }
 
     accumulate_grad_in_fp32: bool = True

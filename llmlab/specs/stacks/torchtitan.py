@@ -53,6 +53,7 @@ class Torchtitan(StackOptions):
         "offload": (None,),
         "kernels": (None,),
         "virtual_stages": (1, 2),
+        "sync_each_batch": (True,),
     }
 
     ac: TitanAC | None = None

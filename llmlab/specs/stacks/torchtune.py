@@ -53,6 +53,7 @@ class Torchtune(StackOptions):
         "offload": (None,),
         "kernels": (None,),
         "fp8": (None,),
+        "sync_each_batch": (True,),
     }
 
     enable_activation_checkpointing: bool | None = None
