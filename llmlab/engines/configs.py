@@ -32,6 +32,8 @@ class Settings(Protocol):
     @property
     def dp_replicate(self) -> int: ...
     @property
+    def sync_each_batch(self) -> bool: ...
+    @property
     def offload(self) -> str | None: ...
     @property
     def compile(self) -> bool: ...
@@ -60,6 +62,8 @@ def deepspeed_config(run: Settings) -> dict[str, Any]:
         raise SpecError(f"stack={run.stack.name!r} is not deepspeed")
     _data_parallel_alone("DeepSpeed", run)
     _one_copy("DeepSpeed", run)
+    if not run.sync_each_batch:
+        raise SpecError("sync_each_batch=False with DeepSpeed: it reduces those of each micro-batch; drop it")
     if run.precision not in DEEPSPEED_PRECISION:
         raise SpecError(
             f"precision={run.precision!r} with DeepSpeed: its states are fp32; give {', '.join(DEEPSPEED_PRECISION)}"
@@ -87,7 +91,9 @@ def accelerate_config(run: Settings) -> dict[str, Any]:
     """Return the config that `accelerate launch --config_file` reads, as YAML or JSON, for one machine.
 
     zero=0 is DDP, zero=3 FSDP2, zero=1 and 2 DeepSpeed. Raises SpecError for what these cannot do. The script has to
-    make its data loader with `micro_batch` sequences, and Accelerator(gradient_accumulation_steps=accumulation).
+    make its data loader with `micro_batch` sequences, and Accelerator(gradient_accumulation_steps=accumulation). With
+    that FSDP2 sums whole gradients (sync_each_batch=False), and no key says otherwise: the script has to, by
+    gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation, sync_each_batch=True).
     Accelerate's FSDP2 reduces gradients in half precision too, where `fsdp_arguments` asks for fp32.
     """
     if not isinstance(run.stack, str):

@@ -205,8 +205,8 @@ class Training(Spec):
         if self.pp > 1:
             raise SpecError(f"{given} pp={self.pp}: a pipeline reduces after its last micro-batch anyway; drop it")
         if self.offload == "optimizer":
-            raise SpecError(f"{given} offload='optimizer', which is DeepSpeed's and has a reduction in each micro-batch: "
-                            "FSDP offloads 'optimizer+parameters'; give that, or drop one")  # fmt: skip
+            raise SpecError(f"{given} offload='optimizer': that is DeepSpeed's, which reduces in each micro-batch, and "
+                            "FSDP's is 'optimizer+parameters'; give that, or drop one")  # fmt: skip
 
     @property
     def fp8_recipe(self) -> str | None:
@@ -311,8 +311,8 @@ class Training(Spec):
     def from_accelerate(cls, config: Settings, **given: Any) -> Training:
         """Return the Training that Accelerate's config says: a dict, YAML text or a file; else as `from_deepspeed`.
 
-        With FSDP and several micro-batches `sync_each_batch` becomes False: Accelerator.accumulate reduces nothing before
-        the last one unless its GradientAccumulationPlugin, which no config file sets, is told to. Give True if it is.
+        With FSDP and several micro-batches `sync_each_batch` becomes False: Accelerator.accumulate reduces nothing
+        before the last one, unless the script's GradientAccumulationPlugin says so, which no key can. Then give True.
         """
         from ..engines.readers import accelerate_fields
 

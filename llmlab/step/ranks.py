@@ -169,11 +169,13 @@ def unsynced(model: nn.Module, run: Training) -> Iterator[None]:
         with model.no_sync():
             yield
         return
-    if not run.sync_each_batch:
-        model.set_requires_gradient_sync(False)
+    if run.sync_each_batch:
+        yield
+        return
+    whole: Any = model  # an FSDPModule
+    whole.set_requires_gradient_sync(False)
     yield
-    if not run.sync_each_batch:
-        model.set_requires_gradient_sync(True)
+    whole.set_requires_gradient_sync(True)
 
 
 def steps_locally(run: Training, ranks: Ranks) -> bool:

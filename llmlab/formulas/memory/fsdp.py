@@ -10,9 +10,9 @@ before that (torch/distributed/pipelining/stage.py, backward_maybe_with_nosync):
 dtype in which they are reduced. TorchTitan then frees none after forward either (reshard_after_forward_policy), which
 is zero=2.
 
-With sync_each_batch=False (set_requires_gradient_sync) a unit is freed after each backward, and its gradients stay whole,
-in the dtype in which they are reduced, until the last micro-batch's backward has come to it
-(_fsdp_param.py, to_accumulated_grad_if_needed). What is offloaded is no exception: only reduced gradients leave the GPU.
+With sync_each_batch=False (set_requires_gradient_sync) a unit is freed after each backward, and its gradients stay
+whole, in the dtype in which they are reduced, until the last micro-batch's backward has come to it (_fsdp_param.py,
+to_accumulated_grad_if_needed). Offloading is no exception: only what is reduced leaves the GPU.
 """
 
 from __future__ import annotations

@@ -101,8 +101,8 @@ def gradients(share: Share, states: States) -> Gradients:
     reducing = stored
     if late:
         left = units.block_reduction - units.block_reduction // (run.dp_shard * run.cp)  # that a block's shard is less
-        reducing = Stored(*(after_head - (share.layers - blocks) * left for blocks in (2, 1)),
-                          every - share.layers * left)  # fmt: skip
+        before = after_head - share.layers * left
+        reducing = Stored(before + 2 * left, before + left, every - share.layers * left)
     half_head = elements * b.compute // run.tp if share.autocast else 0
     return Gradients(
         accumulated=accumulated,

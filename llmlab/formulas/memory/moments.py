@@ -291,16 +291,12 @@ class StepMemory:
             whole = units.head_gradients + units.head_reduction
             found.append(moment("the head's gradients reduced", units.resident + units.prefetched, self.between + whole,
                                 gradients=grads.accumulated + head_shard, activations=self.activations))  # fmt: skip
-        elif units.at_loss == 0:
-            found.append(
-                moment(
-                    "what is outside of blocks gathered again",
-                    2 * units.outside,
-                    gradients=grads.accumulated,
-                    activations=self.activations,
-                    logits=self.loss.head,
-                )
-            )
+        elif units.at_loss == 0 or (self.share.run.zero == 3 and isinstance(self.share.run.stack, str)):
+            # fully_shard of the whole model frees it after forward; torchtune alone computes the loss after that.
+            logits = self.loss.head if units.at_loss == 0 else self.loss.waiting
+            found.append(moment("what is outside of blocks gathered again", 2 * units.outside, logits=logits,
+                                gradients=grads.accumulated,
+                                activations=self.activations + self.kept_casts))  # fmt: skip
         # FSDP1's autograd joins a unit's gradients before its weights go, and nothing of its reduction stays.
         flat = is_flat(self.share.run)
         joined, behind = (units.block, 0) if flat else (0, units.block_reduction)

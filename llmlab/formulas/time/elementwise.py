@@ -249,14 +249,19 @@ def accumulated(spec: ModelSpec, run: Training) -> float:
     """Return the bytes in which gradients of later micro-batches are added to those of the first: read both, write the
     sum. Shards of gradients, which ZeRO 2 and 3 add, are little, and Megatron-LM's products add their results to the
     gradient themselves, while they multiply (--no-gradient-accumulation-fusion is off). A buffer in fp32 takes those of
-    every micro-batch: both read, the sum written."""
+    every micro-batch: both read, the sum written. Without sync_each_batch each rank adds whole ones, and FSDP2's policy
+    those in half to sums in fp32, the first cast (torch/distributed/fsdp/_fully_shard/_fsdp_param.py)."""
     if (stack := stack_of(run)) and stack.sums_in_fp32:
         whole = states(spec, run, sharded=False).trained
         return (PRECISION[run.precision].gradients + 2 * 4.0) * run.accumulation * whole
-    if run.accumulation == 1 or run.zero >= 2 or isinstance(run.stack, Megatron):
+    if run.accumulation == 1 or (run.zero >= 2 and run.sync_each_batch) or isinstance(run.stack, Megatron):
         return 0.0
-    gradient = adapter_bytes(run) if run.lora else PRECISION[run.precision].gradients
-    return 3.0 * gradient * (run.accumulation - 1) * states(spec, run, sharded=False).trained
+    b = PRECISION[run.precision]
+    gradient = adapter_bytes(run) if run.lora else b.gradients
+    total = 4 if run.zero >= 2 and b.master else gradient
+    first = gradient + total if total > gradient else 0
+    each = first + (run.accumulation - 1) * (gradient + 2.0 * total)
+    return each * states(spec, run, sharded=False).trained
 
 
 class Casts(NamedTuple):

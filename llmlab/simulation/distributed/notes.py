@@ -29,6 +29,7 @@ EXPERTS_NOTE = (
 COPIES_NOTE = "HSDP: {} ranks share each of {} copies; FSDP2 sums a shard's gradients over them by an all-reduce."
 STAGED_NOTE = "Rank 0 of pp={}: torchtitan's split, and the schedule of torch.distributed.pipelining with its buffers."
 EACH_NOTE = "FSDP2 reduces gradients after each of the {} micro-batches."
+LAST_NOTE = "FSDP2 reduces gradients after the last of the {} micro-batches; until then each rank sums whole ones."
 NO_NCCL_NOTE = "What NCCL takes outside of PyTorch's allocator is not in it, so `process` is not known."
 NCCL_NOTE = "`process` has {} for NCCL, read on one {}: it depends on NCCL's version, channels and groups."
 
@@ -52,7 +53,7 @@ def notes(spec: ModelSpec, run: Run, card: GPU | None) -> tuple[str, ...]:
     if is_sharded(run) and 0 < spec.experts < run.dp_shard:
         engine += (EXPERTS_NOTE.format(spec.experts, run.dp_shard),)
     if is_sharded(run) and run.accumulation > 1 and run.pp == 1:
-        engine += (EACH_NOTE.format(run.accumulation),)
+        engine += ((EACH_NOTE if run.sync_each_batch else LAST_NOTE).format(run.accumulation),)
     split = "parallelize_module cuts linears, embedding, logits and loss"
     tensor = (f"Rank 0 of tp={run.tp}: torch's {split}.",) if run.tp > 1 else ()
     staged = (STAGED_NOTE.format(run.pp),) if run.pp > 1 else ()

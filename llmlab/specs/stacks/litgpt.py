@@ -48,8 +48,8 @@ class LitGPT(StackOptions):
     }
 
     def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """bf16 throughout; on several devices FSDP, and all blocks recomputed. Under Fabric's no_backward_sync it reduces
-        gradients after the last micro-batch."""
+        """bf16 throughout; on several devices FSDP, which reduces gradients after the last micro-batch
+        (Fabric's no_backward_sync), and all blocks recomputed."""
         sharded = given["dp"] > 1
         return {
             "precision": "bf16", "zero": 3 if sharded else 0, "checkpointing": "full" if sharded else None,
