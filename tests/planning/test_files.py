@@ -19,6 +19,7 @@ import llmlab as lab
 from llmlab.base.compat import KNOWN
 from llmlab.base.errors import SpecError
 from llmlab.cli.main import cli
+from llmlab.engines.torchtitan import torchtitan_config
 from llmlab.engines.tuners import megatron_arguments
 
 TINY = {
@@ -92,6 +93,25 @@ def test_accelerate_reads_its_settings_and_they_come_back(tmp_path):
         path = tmp_path / str(zero) / "accelerate.yaml"
         assert load_config_from_file(str(path)).num_processes == 2
         assert lab.Training.from_accelerate(path, seq_len=64) == run
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_what_no_key_of_accelerates_says_is_written_beside_it(tmp_path, sync):
+    """When FSDP reduces gradients is the plugin's of the script; torchtitan and DeepSpeed have no choice."""
+    from accelerate.utils import GradientAccumulationPlugin
+
+    run = lab.Training(dp=2, zero=3, precision="mixed-bf16", seq_len=64, accumulation=4, sync_each_batch=sync)
+    assert torchtitan_config(replace(run, sync_each_batch=True), "meta-llama/Llama-3.1-8B")
+    left_out = written(tmp_path / "out", run, "2xA100-80GB").left_out
+    text = (tmp_path / "out" / "accelerate.yaml").read_text()
+    plugin = eval(text[text.index("GradientAccumulationPlugin(") : text.index(").\n", text.index("Plugin("))])
+    assert (plugin.num_steps, plugin.sync_each_batch) == (4, sync)
+    assert ("sync_each_batch" in left_out.get("ds_config.json", "")) is not sync
+    if not sync:
+        with pytest.raises(SpecError, match="torchtitan has no sync_each_batch=False"):
+            torchtitan_config(run, "meta-llama/Llama-3.1-8B")
+        read = lab.Training.from_accelerate(tmp_path / "out" / "accelerate.yaml", seq_len=64, accumulation=4)
+        assert read == run
 
 
 def test_megatrons_parser_takes_its_arguments(tmp_path):
@@ -327,6 +347,9 @@ def test_plain_pytorch_shards_and_offloads_over_two_ranks(tmp_path):
     run = lab.Training(dp=2, zero=3, precision="mixed-bf16", seq_len=32, accumulation=2, checkpointing="full")
     sharded = losses(started(tmp_path / "sharded", run))
     assert len(sharded) == 2 and losses(started(tmp_path / "offloaded", replace(run, offload=BOTH))) == sharded
+    waits = losses(started(tmp_path / "waits", replace(run, sync_each_batch=False)))
+    assert waits == pytest.approx(sharded, abs=1e-3) and "set_requires_gradient_sync" in (
+        tmp_path / "waits" / "train.py").read_text()  # fmt: skip
 
 
 def test_plain_pytorch_shards_a_frozen_model_and_its_adapters_over_two_ranks(tmp_path):
