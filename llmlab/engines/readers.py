@@ -147,7 +147,10 @@ def until_last(fields: dict[str, Any], sync_each_batch: bool = False) -> dict[st
     """Return `fields` of a run of Accelerate's FSDP, which reduces gradients after the last of several micro-batches
     unless it is told otherwise (accelerate/accelerator.py, accumulate and no_sync; transformers/trainer.py)."""
     waits = fields["zero"] >= 2 and fields.get("accumulation", 1) > 1
-    return {"sync_each_batch": sync_each_batch or not waits, **fields}
+    # Its plugin's set_mixed_precision gives the policy one dtype (accelerate/utils/dataclasses.py).
+    mixed, _, half = fields["precision"].partition("-")
+    reduced = half if mixed == "mixed" and fields["zero"] >= 2 else "fp32"
+    return {"sync_each_batch": sync_each_batch or not waits, "reduce_dtype": reduced, **fields}
 
 
 def _plugin(section: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:

@@ -24,6 +24,7 @@ from ..base.terms import (
     OPTIMIZERS,
     PRECISIONS,
     QUANTIZATIONS,
+    REDUCE_DTYPES,
     SCHEDULES,
     WEIGHTS,
     Attention,
@@ -34,6 +35,7 @@ from ..base.terms import (
     OptimizerName,
     Precision,
     Quantization,
+    ReduceDtype,
     Schedule,
     Weights,
 )
@@ -85,6 +87,7 @@ class Training(Spec):
     `dp_replicate` of them hold copies of each shard (HSDP; torchtitan's word): states are shared by `dp_shard` ranks.
     `sync_each_batch` (Accelerate's word): FSDP reduces gradients after each micro-batch; False, as Accelerate's and
     the Trainer's own default is, after the last alone, and each rank sums whole ones. DDP always waits for the last.
+    `reduce_dtype` (FSDP2's word): the dtype in which FSDP reduces them in mixed precision, fp32 or the half one.
     `optimizer`: "muon" is torch's for the matrices of blocks, and its AdamW for all else.
     `loss_parallel`: each tensor-parallel rank computes the loss of its part of the vocabulary (torch's loss_parallel,
     Megatron-LM's parallel_output); False gathers whole logits on each, as transformers' tp_plan does.
@@ -116,6 +119,7 @@ class Training(Spec):
     virtual_stages: int = 1
     dp_replicate: int = 1
     sync_each_batch: bool = True
+    reduce_dtype: ReduceDtype = "fp32"
     sequence_parallel: bool = False
     loss_parallel: bool = True
     offload: Offload | None = None
@@ -139,6 +143,7 @@ class Training(Spec):
             fp8=FP8_RECIPES,
             schedule=SCHEDULES,
             sync_each_batch=(True, False),
+            reduce_dtype=REDUCE_DTYPES,
             sequence_parallel=(True, False),
             loss_parallel=(True, False),
             compile=(True, False),
@@ -170,6 +175,11 @@ class Training(Spec):
         self._check_schedule()
         if not self.sync_each_batch:
             self._check_unsynced()
+        half = self.reduce_dtype != "fp32"
+        if half and (self.zero < 2 or self.precision not in (self.reduce_dtype, f"mixed-{self.reduce_dtype}")):
+            told = f"reduce_dtype={self.reduce_dtype!r} with zero={self.zero}, precision={self.precision!r}"
+            raise SpecError(f"{told}: it says how FSDP reduces gradients of that dtype; give zero=2 or 3 and "
+                            f"precision='mixed-{self.reduce_dtype}', or drop it")  # fmt: skip
         if self.sequence_parallel and self.tp == 1:
             raise SpecError("sequence_parallel=True with tp=1 has nothing to share; give tp >= 2")
         if not self.loss_parallel:
@@ -313,6 +323,7 @@ class Training(Spec):
 
         With FSDP and several micro-batches `sync_each_batch` becomes False: Accelerator.accumulate reduces nothing
         before the last one, unless the script's GradientAccumulationPlugin says so, which no key can. Then give True.
+        Its mixed precision reduces in half, and so is `reduce_dtype`.
         """
         from ..engines.readers import accelerate_fields
 

@@ -121,7 +121,8 @@ def is_sharded(run: Run) -> bool:
 
 def as_built(run: Training) -> Training:
     """Return the run whose model FSDP2 is given: its policy makes half precision of fp32 shards."""
-    return replace(run, precision="fp32") if is_sharded(run) and run.precision.startswith("mixed") else run
+    mixed = is_sharded(run) and run.precision.startswith("mixed")
+    return replace(run, precision="fp32", reduce_dtype="fp32") if mixed else run
 
 
 def shard(model: PreTrainedModel, run: Training, ranks: Ranks) -> None:
@@ -133,8 +134,10 @@ def shard(model: PreTrainedModel, run: Training, ranks: Ranks) -> None:
         return
     from ..engines.configs import fsdp_arguments
 
-    policy = run.precision if run.precision.startswith("mixed") else "fp32"
-    arguments = fsdp_arguments(replace(run, tp=1, sequence_parallel=False, loss_parallel=True, precision=policy))
+    alone = replace(run, tp=1, sequence_parallel=False, loss_parallel=True)
+    if not run.precision.startswith("mixed"):
+        alone = replace(alone, precision="fp32", reduce_dtype="fp32")
+    arguments = fsdp_arguments(alone)
     mesh = ranks.mesh["dp_replicate", "dp_shard"] if run.dp_replicate > 1 else ranks.mesh["dp"]
     shard_units(model, blocks(model), mesh=mesh, **arguments)
 

@@ -104,7 +104,8 @@ def test_what_no_key_of_accelerates_says_is_written_beside_it(tmp_path, sync):
     assert torchtitan_config(replace(run, sync_each_batch=True), "meta-llama/Llama-3.1-8B")
     left_out = written(tmp_path / "out", run, "2xA100-80GB").left_out
     text = (tmp_path / "out" / "accelerate.yaml").read_text()
-    plugin = eval(text[text.index("GradientAccumulationPlugin(") : text.index(").\n", text.index("Plugin("))])
+    said = text[text.index("GradientAccumulationPlugin(") : text.index(").\n", text.index("Plugin("))]
+    plugin = eval(said, {"GradientAccumulationPlugin": GradientAccumulationPlugin})
     assert (plugin.num_steps, plugin.sync_each_batch) == (4, sync)
     assert ("sync_each_batch" in left_out.get("ds_config.json", "")) is not sync
     if not sync:

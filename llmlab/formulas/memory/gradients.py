@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ...specs.run import stack_of
 from ...specs.stacks import Nanotron, StackOptions
 from ...specs.stages import chunks_of, layers_of
-from .fsdp import uses_fsdp, waits
+from .fsdp import reduced_bytes, uses_fsdp, waits
 from .share import Share
 from .stacks.torchtune import in_chunks
 from .states import States, block_parameters, device_parameters
@@ -49,13 +49,14 @@ def gradients(share: Share, states: States) -> Gradients:
     if in_backward := isinstance(run.stack, StackOptions) and run.stack.steps_in_backward(run):
         every = 0
     units, late = states.units, waits(run) and sharded
-    casts = late and b.master > 0  # to the dtype in which they are summed; else autograd adds to the earlier ones
+    reduced = reduced_bytes(run, b)
+    casts = late and reduced > b.gradients  # to the dtype of the sum; else autograd adds them to it
     # Reduced once, in or after the last micro-batch: until then each rank sums whole ones.
     whole = not run.sync_each_batch or (sharded and run.pp > 1)
     if whole:
         every = share.layers * units.block_reduction + units.outside_reduction + units.head_reduction
         # An embedding's is cut only then.
-        every += elements * (4 if b.master else b.gradients) * (run.tp - 1) // run.tp if share.first else 0
+        every += elements * reduced * (run.tp - 1) // run.tp if share.first else 0
     every += max(0, uncut - table)
     # Those of earlier micro-batches exist all the time; those of a single one only from backward on.
     wide = wide_bytes(share, states)
@@ -87,8 +88,8 @@ def gradients(share: Share, states: States) -> Gradients:
             embedding = max(embedding, units.outside_reduction + table)
         elif late and not (casts or tied or first_alone):
             embedding = whole_table or table
-        if whole and not accumulates and b.master:  # cast to be summed with later ones
-            embedding += elements * 4 if share.first else 0
+        if whole and not accumulates and reduced > b.gradients:  # cast to be summed with later ones
+            embedding += elements * reduced if share.first else 0
     elif in_backward and not tied:
         embedding = table
     elif tied:
@@ -100,7 +101,7 @@ def gradients(share: Share, states: States) -> Gradients:
     after_head = accumulated + (of_head if head_stays and (tied or not in_backward) else 0)
     reducing = stored
     if late:
-        left = units.block_reduction - units.block_reduction // (run.dp_shard * run.cp)  # that a block's shard is less
+        left = units.block_reduction - units.block_shard  # by which a block's shard is less
         before = after_head - share.layers * left
         reducing = Stored(before + 2 * left, before + left, every - share.layers * left)
     half_head = elements * b.compute // run.tp if share.autocast else 0

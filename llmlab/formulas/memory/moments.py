@@ -22,7 +22,7 @@ from ...specs.run import Training
 from ...specs.stacks import LitGPT, Torchtitan, Torchtune
 from ...specs.stages import chunks_of
 from .activations import block_inputs, block_saved, checkpointed, per_device
-from .fsdp import is_flat, own_ranks, uses_fsdp, waits
+from .fsdp import is_flat, own_ranks, reduced_bytes, uses_fsdp, waits
 from .gradients import bucket_bytes, gradients
 from .scores import causal_mask, forward_scores
 from .share import Share, share_of
@@ -282,10 +282,10 @@ class StepMemory:
         last_but_one -= units.outside if units.head else 0
         # Of a unit with one large tensor, its gradient is still there as the reduced one is made.
         head_shard, outside_shard = units.head_reduction // ranks, 0
-        shard = units.block_reduction // ranks + units.experts_shard
+        shard = units.block_shard + units.experts_shard
         after_first = grads.after_head + (shard - units.block_reduction if late else 0 if grads.accumulated else shard)
         if units.head:
-            outside_shard = units.outside_reduction // ranks
+            outside_shard = units.outside_shard
         found = []
         if units.head:
             whole = units.head_gradients + units.head_reduction
@@ -300,13 +300,20 @@ class StepMemory:
         # FSDP1's autograd joins a unit's gradients before its weights go, and nothing of its reduction stays.
         flat = is_flat(self.share.run)
         joined, behind = (units.block, 0) if flat else (0, units.block_reduction)
+        # Beside it are the reduced ones, in half and cast to the shard's fp32, and the unit's last gradient, which a
+        # loop's variable keeps (_fsdp_collectives.py, foreach_reduce): an untied head's.
+        made, share = units.outside_shard, self.share
+        made += units.outside_reduction // ranks if made * ranks > units.outside_reduction else 0
+        if share.last and not (flat or units.head or share.spec.tied or share.run.lora):
+            width = reduced_bytes(share.run, share.bytes) if late else share.bytes.gradients
+            made += width * share.spec.vocab * share.spec.hidden // share.run.tp
         found += [
             moment("the first block's gradients reduced", gathered + joined, self.between + reducing,
                    gradients=grads.after_head, activations=activations),
             moment("the last block's gradients reduced", self.left + joined, reducing,
                    gradients=grads.reducing.before_last),
             moment("the other gradients reduced", units.outside if flat else 0,
-                   units.outside_reduction + (0 if late else units.outside_gradients),
+                   units.outside_reduction + max(0 if late else units.outside_gradients, made),
                    gradients=grads.reducing.after_blocks + outside_shard),
         ]  # fmt: skip
         if late:

@@ -17,7 +17,7 @@ from ...specs.run import Training, stack_of
 from ...specs.stacks import Megatron, Nanotron, Torchtitan
 from ..memory.activations import FUSED
 from ..memory.float8 import converted, takes_either_layout
-from ..memory.fsdp import uses_fsdp
+from ..memory.fsdp import reduced_bytes, uses_fsdp
 from ..memory.precision import PRECISION
 from ..memory.scores import kept_scores, score_elements
 from ..memory.share import Share, adapted, adapter_bytes, share_of
@@ -258,7 +258,7 @@ def accumulated(spec: ModelSpec, run: Training) -> float:
         return 0.0
     b = PRECISION[run.precision]
     gradient = adapter_bytes(run) if run.lora else b.gradients
-    total = 4 if run.zero >= 2 and b.master else gradient
+    total = reduced_bytes(run, b) if run.zero >= 2 and not run.lora else gradient
     first = gradient + total if total > gradient else 0
     each = first + (run.accumulation - 1) * (gradient + 2.0 * total)
     return each * states(spec, run, sharded=False).trained

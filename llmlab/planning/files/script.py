@@ -149,7 +149,8 @@ def _constants(spec: ModelSpec, run: Training, chosen: str, model: str, from_scr
         more: Mapping[str, Any] = {
             "PRECISION": run.precision, "COMPUTE": DTYPES[run.compute_dtype], "OPTIMIZER": run.optimizer,
             "ZERO": run.zero, "OFFLOAD": bool(run.offload), "DP_REPLICATE": run.dp_replicate,
-            "SYNC_EACH_BATCH": run.sync_each_batch, "KERNELS": run.kernels, "COMPILE": run.compile, "LORA": None,
+            "SYNC_EACH_BATCH": run.sync_each_batch, "REDUCE": DTYPES[run.reduce_dtype], "KERNELS": run.kernels,
+            "COMPILE": run.compile, "LORA": None,
         }  # fmt: skip
     else:
         more = {"DEEPSPEED": uses_deepspeed(run), "TRAINER": trainer_arguments(run)}

@@ -19,7 +19,7 @@ DEEPSPEED_NOTE = "Rank 0 of DeepSpeed's engine, ZeRO stage {}; transformers' mod
 MEGATRON_NOTE = "megatron-core's own layers; in the place of Apex's kernels there is what they allocate."
 MEGATRON_ALONE_NOTE = "megatron-core's own layers, and PyTorch's norm, softmax and AdamW, as without Apex."
 POLICY_NOTE = (
-    "{} is FSDP2's MixedPrecisionPolicy: fp32 shards, gathered in half precision, reduced in fp32; the optimizer steps "
+    "{} is FSDP2's MixedPrecisionPolicy: fp32 shards, gathered in half precision, reduced in {}; the optimizer steps "
     "as torch chooses, by foreach."
 )
 EXPERTS_NOTE = (
@@ -49,7 +49,7 @@ def notes(spec: ModelSpec, run: Run, card: GPU | None) -> tuple[str, ...]:
     if run.dp_replicate > 1:
         engine += (COPIES_NOTE.format(run.dp_shard, run.dp_replicate),)
     if is_sharded(run) and run.precision.startswith("mixed"):
-        engine += (POLICY_NOTE.format(run.precision),)
+        engine += (POLICY_NOTE.format(run.precision, run.reduce_dtype),)
     if is_sharded(run) and 0 < spec.experts < run.dp_shard:
         engine += (EXPERTS_NOTE.format(spec.experts, run.dp_shard),)
     if is_sharded(run) and run.accumulation > 1 and run.pp == 1:

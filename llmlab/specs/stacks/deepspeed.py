@@ -50,6 +50,7 @@ class DeepSpeed(StackOptions):
         "kernels": (None, "fused-norm"),
         "fp8": (None,),
         "sync_each_batch": (True,),
+        "reduce_dtype": ("fp32",),
     }
 
     contiguous_gradients: bool = True

@@ -74,6 +74,7 @@ class Megatron(StackOptions):
         "kernels": (None,),
         "schedule": ("1f1b",),
         "sync_each_batch": (True,),
+        "reduce_dtype": ("fp32",),
     }
 
     recompute: Recompute | None = None

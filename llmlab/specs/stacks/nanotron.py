@@ -49,6 +49,7 @@ class Nanotron(StackOptions):
         "kernels": (None,),
         "fp8": (None,),
         "sync_each_batch": (True,),
+        "reduce_dtype": ("fp32",),
     }
 
     accumulate_grad_in_fp32: bool = True

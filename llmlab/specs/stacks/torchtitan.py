@@ -54,6 +54,7 @@ class Torchtitan(StackOptions):
         "kernels": (None,),
         "virtual_stages": (1, 2),
         "sync_each_batch": (True,),
+        "reduce_dtype": ("fp32",),
     }
 
     ac: TitanAC | None = None

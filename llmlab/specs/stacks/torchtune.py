@@ -54,6 +54,7 @@ class Torchtune(StackOptions):
         "kernels": (None,),
         "fp8": (None,),
         "sync_each_batch": (True,),
+        "reduce_dtype": ("fp32",),
     }
 
     enable_activation_checkpointing: bool | None = None
