@@ -115,6 +115,12 @@ def test_deepspeed_takes_the_config_and_batch_sizes_agree():
             assert not found["clipping"]
 
 
+@pytest.mark.parametrize(("said", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_fsdps_policy_reduces_in_the_runs_dtype(said, dtype):
+    run = lab.Training(dp=2, zero=3, precision="mixed-bf16", reduce_dtype=said)
+    assert run.to_fsdp()["mp_policy"].reduce_dtype == dtype
+
+
 def test_fully_shard_takes_the_arguments():
     for rank in launch(with_fsdp, 2, patience=60):
         for found in rank.values():
@@ -195,7 +201,8 @@ def test_accelerates_fsdp_is_what_the_run_says(checkpointing, offload, tmp_path,
     assert plugin.fsdp_version == 2 and plugin.reshard_after_forward
     assert plugin.activation_checkpointing == (checkpointing == "full")
     assert type(plugin.cpu_offload).__name__ == ("CPUOffloadPolicy" if offload else "OffloadPolicy")
-    assert plugin.mixed_precision_policy.param_dtype == torch.bfloat16
+    policy = plugin.mixed_precision_policy
+    assert policy.param_dtype == policy.reduce_dtype == torch.bfloat16  # as the readers have it
 
 
 @pytest.mark.parametrize(
@@ -212,6 +219,7 @@ def test_accelerates_fsdp_is_what_the_run_says(checkpointing, offload, tmp_path,
         (lab.Training(zero=3, dp=2, precision="autocast-bf16"), "to_fsdp", "under autocast"),
         (lab.Training(zero=3, dp=2, offload="optimizer"), "to_fsdp", "together"),
         (lab.Training(zero=3, dp=2, accumulation=2, sync_each_batch=False), "to_deepspeed", "sync_each_batch=False"),
+        (lab.Training(zero=3, dp=2, precision="mixed-bf16", reduce_dtype="bf16"), "to_deepspeed", "reduce_dtype='bf16'"),
     ],
 )
 def test_what_an_engine_cannot_do_is_refused(run, method, words):

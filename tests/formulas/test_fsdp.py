@@ -53,6 +53,8 @@ ADAPTERS = lab.LoRA(rank=64, targets=("q_proj", "v_proj", "gate_proj", "up_proj"
         (TIED, {**WAITS, "precision": "bf16", "dp": 8, "checkpointing": "full"}),
         (GPT, {**WAITS, "precision": "fp32", "dp": 8, "seq_len": 1024, "checkpointing": "full"}),
         (LLAMA, {**WAITS, "precision": "fp32", "dp": 8, "accumulation": 4, "checkpointing": "full"}),
+        (LLAMA, {**WAITS, "precision": "mixed-bf16", "reduce_dtype": "bf16", "dp": 8, "checkpointing": "full"}),
+        (LLAMA, {"zero": 3, "precision": "mixed-bf16", "reduce_dtype": "bf16", "dp": 2}),
         (LLAMA, {**WAITS, "precision": "bf16", "dp": 8, "lora": ADAPTERS}),
         (LLAMA, {**WAITS, "precision": "mixed-bf16", "dp": 2, "accumulation": 4, "lora": ADAPTERS}),
     ],
@@ -60,7 +62,7 @@ ADAPTERS = lab.LoRA(rank=64, targets=("q_proj", "v_proj", "gate_proj", "up_proj"
          "hsdp", "hsdp, accumulated", "hsdp, tp", "sequence", "sequence, selective", "sequence, tied", "tp",
          "ddp", "zero 1", "zero 1, tied", "offload", "zero 2, experts", "waits, mixed", "waits, mixed, tied",
          "waits, zero 2", "waits, hsdp", "waits, bf16", "waits, bf16, tied", "waits, fp32, gpt", "waits, fp32",
-         "waits, lora", "waits, lora, mixed"],
+         "waits, half", "half", "waits, lora", "waits, lora, mixed"],
 )
 def test_rank_0_holds_in_each_phase_what_the_simulator_finds(config, settings):
     """Some with few tokens, so that what is gathered and reduced is most of it; some with more, for what is kept."""
@@ -129,21 +131,24 @@ def test_the_head_gradient_is_there_before_the_blocks():
     assert moments["the head's gradient"].total > moments["the loss's gradient"].total
 
 
-@pytest.mark.parametrize(("precision", "each"), [("mixed-bf16", 4), ("bf16", 2), ("fp32", 4)])
-def test_without_a_reduction_after_each_micro_batch_gradients_are_whole(precision, each):
+@pytest.mark.parametrize(
+    ("precision", "reduced", "each", "kept"),
+    [("mixed-bf16", "fp32", 4, 4), ("mixed-bf16", "bf16", 2, 4), ("bf16", "fp32", 2, 2), ("fp32", "fp32", 4, 4)],
+)
+def test_without_a_reduction_after_each_micro_batch_gradients_are_whole(precision, reduced, each, kept):
     """In the dtype in which they are reduced, from the second forward to the last backward; then there are shards."""
     spec = lab.model(LLAMA)
-    runs = [lab.Training(seq_len=64, precision=precision, dp=8, zero=3, accumulation=3, sync_each_batch=sync)
-            for sync in (True, False)]  # fmt: skip
+    runs = [lab.Training(seq_len=64, precision=precision, dp=8, zero=3, accumulation=3, sync_each_batch=sync,
+                         reduce_dtype=reduced) for sync in (True, False)]  # fmt: skip
     sharded, whole = ({moment.name: moment.parts["gradients"] for moment in training_moments(spec, run, None)}
                       for run in runs)  # fmt: skip
-    assert sharded["the loss"] == each * spec.parameters // 8
+    assert sharded["the loss"] == kept * spec.parameters // 8
     assert whole["the loss"] == pytest.approx(each * spec.parameters, rel=1e-4)  # blocks of whole bytes
     table = spec.vocab * spec.hidden
     assert whole["the other gradients reduced"] == pytest.approx(
-        each * (2 * table + (spec.parameters - 2 * table) / 8), rel=1e-3
+        each * 2 * table + kept * (spec.parameters - 2 * table) / 8, rel=1e-3
     )
-    assert sharded["the update"] == whole["the update"] == each * spec.parameters // 8
+    assert sharded["the update"] == whole["the update"] == kept * spec.parameters // 8
 
 
 def test_whole_gradients_of_what_is_offloaded_stay_on_the_gpu():
