@@ -219,7 +219,7 @@ def test_accelerates_fsdp_is_what_the_run_says(checkpointing, offload, tmp_path,
         (lab.Training(zero=3, dp=2, precision="autocast-bf16"), "to_fsdp", "under autocast"),
         (lab.Training(zero=3, dp=2, offload="optimizer"), "to_fsdp", "together"),
         (lab.Training(zero=3, dp=2, accumulation=2, sync_each_batch=False), "to_deepspeed", "sync_each_batch=False"),
-        (lab.Training(zero=3, dp=2, precision="mixed-bf16", reduce_dtype="bf16"), "to_deepspeed", "reduce_dtype='bf16'"),
+        (lab.Training(zero=3, dp=2, precision="bf16", reduce_dtype="bf16"), "to_deepspeed", "reduce_dtype='bf16'"),
     ],
 )
 def test_what_an_engine_cannot_do_is_refused(run, method, words):

@@ -41,7 +41,7 @@ from llmlab.specs.run import PRECISIONS, run_from_dict
          ["offload='optimizer'", "FSDP's is 'optimizer+parameters'"]),
         ({"sync_each_batch": False, "zero": 3, "dp": 2, "accumulation": 2, "stack": "deepspeed"},
          ["deepspeed has no sync_each_batch=False", "litgpt", "give sync_each_batch=True"]),
-        ({"reduce_dtype": "bf16", "precision": "mixed-bf16", "dp": 2}, ["reduce_dtype='bf16'", "zero=0", "zero=2 or 3"]),
+        ({"reduce_dtype": "bf16", "precision": "mixed-bf16", "dp": 2}, ["reduce_dtype='bf16'", "zero=0", "2 or 3"]),
         ({"reduce_dtype": "fp16", "precision": "mixed-bf16", "dp": 2, "zero": 3}, ["precision='mixed-fp16'"]),
         ({"reduce_dtype": "bf16", "precision": "autocast-bf16", "dp": 2, "zero": 3}, ["precision='autocast-bf16'"]),
         ({"sequence_parallel": True}, ["sequence_parallel", "tp=1"]),
