@@ -409,12 +409,16 @@ def test_the_trainer_runs_it(tmp_path):
     assert (tmp_path / "out" / "trained" / "model.safetensors").exists()
 
 
-def test_a_written_script_takes_the_memory_that_was_predicted(tmp_path, monkeypatch):
-    run = lab.Training(precision="mixed-bf16", seq_len=256, micro_batch=2, accumulation=2)
-    written(tmp_path / "out", run, "A100-40GB", "gpt2")
+WAITS = {"dp": 8, "zero": 3, "sync_each_batch": False}
+
+
+@pytest.mark.parametrize("fields", [{}, WAITS, {**WAITS, "reduce_dtype": "bf16"}], ids=["alone", "waits", "in half"])
+def test_a_written_script_takes_the_memory_that_was_predicted(tmp_path, monkeypatch, fields):
+    run = lab.Training(precision="mixed-bf16", seq_len=256, micro_batch=2, accumulation=2, **fields)
+    written(tmp_path / "out", run, f"{run.dp}xA100-40GB", "gpt2")
     monkeypatch.chdir(tmp_path / "out")
     command = [sys.executable, "-c", "from llmlab.cli.main import main; main()", "run", "--gpu", "A100-40GB", "--json",
-               "--steps", "2", "train.py", "--lr", "1e-4"]  # fmt: skip
+               "--steps", "2", "--world-size", str(run.dp), "train.py", "--lr", "1e-4"]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     found = json.loads(done.stdout)
     assert found["peak_allocated"] == pytest.approx(lab.simulate("gpt2", run, "A100-40GB").peak_allocated, rel=0.05)
