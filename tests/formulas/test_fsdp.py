@@ -145,6 +145,9 @@ def test_without_a_reduction_after_each_micro_batch_gradients_are_whole(precisio
     assert sharded["the loss"] == kept * spec.parameters // 8
     assert whole["the loss"] == pytest.approx(each * spec.parameters, rel=1e-4)  # blocks of whole bytes
     table = spec.vocab * spec.hidden
+    # What is of another dtype than the sum waits until the unit's backward is over; else autograd adds it at once.
+    waiting = whole["the first block of backward"] - whole["the loss"]
+    assert waiting >= 2 * table if precision == "mixed-bf16" and reduced == "fp32" else waiting == 0
     assert whole["the other gradients reduced"] == pytest.approx(
         each * 2 * table + kept * (spec.parameters - 2 * table) / 8, rel=1e-3
     )
