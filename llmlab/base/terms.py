@@ -22,6 +22,7 @@ Kernels = Literal["liger", "fused-loss", "fused-norm"]
 # Of a pipeline (techniques/pipeline_schedules.py); 1f1b is interleaved with virtual_stages > 1. A zero-bubble one keeps
 # what its deferred weight gradients need, which is not described.
 Schedule = Literal["1f1b", "gpipe"]
+ReduceDtype = Literal["fp32", "fp16", "bf16"]  # of the gradients that FSDP reduces
 FP8 = Literal["tensorwise", "rowwise"]  # torchao's recipes: one scale per tensor, or per row
 Weights = Literal["fp32", "fp16", "bf16", "int8", "nf4"]
 KVDtype = Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4"]
@@ -34,6 +35,7 @@ QUANTIZATIONS: tuple[Quantization | None, ...] = (None, *get_args(Quantization))
 OFFLOADS: tuple[Offload | None, ...] = (None, *get_args(Offload))
 KERNELS: tuple[Kernels | None, ...] = (None, *get_args(Kernels))
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+REDUCE_DTYPES: tuple[ReduceDtype, ...] = get_args(ReduceDtype)
 FP8_RECIPES: tuple[FP8 | None, ...] = (None, *get_args(FP8))
 WEIGHTS: tuple[Weights, ...] = get_args(Weights)
 KV_DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)

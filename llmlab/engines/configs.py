@@ -32,6 +32,10 @@ class Settings(Protocol):
     @property
     def dp_replicate(self) -> int: ...
     @property
+    def sync_each_batch(self) -> bool: ...
+    @property
+    def reduce_dtype(self) -> str: ...
+    @property
     def offload(self) -> str | None: ...
     @property
     def compile(self) -> bool: ...
@@ -60,6 +64,10 @@ def deepspeed_config(run: Settings) -> dict[str, Any]:
         raise SpecError(f"stack={run.stack.name!r} is not deepspeed")
     _data_parallel_alone("DeepSpeed", run)
     _one_copy("DeepSpeed", run)
+    if not run.sync_each_batch:
+        raise SpecError("sync_each_batch=False with DeepSpeed: it reduces those of each micro-batch; drop it")
+    if run.reduce_dtype != "fp32":
+        raise SpecError(f"reduce_dtype={run.reduce_dtype!r} with DeepSpeed: it says how FSDP reduces; drop it")
     if run.precision not in DEEPSPEED_PRECISION:
         raise SpecError(
             f"precision={run.precision!r} with DeepSpeed: its states are fp32; give {', '.join(DEEPSPEED_PRECISION)}"
@@ -87,8 +95,10 @@ def accelerate_config(run: Settings) -> dict[str, Any]:
     """Return the config that `accelerate launch --config_file` reads, as YAML or JSON, for one machine.
 
     zero=0 is DDP, zero=3 FSDP2, zero=1 and 2 DeepSpeed. Raises SpecError for what these cannot do. The script has to
-    make its data loader with `micro_batch` sequences, and Accelerator(gradient_accumulation_steps=accumulation).
-    Accelerate's FSDP2 reduces gradients in half precision too, where `fsdp_arguments` asks for fp32.
+    make its data loader with `micro_batch` sequences, and Accelerator(gradient_accumulation_steps=accumulation). With
+    that FSDP2 sums whole gradients (sync_each_batch=False), and no key says otherwise: the script has to, by
+    gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation, sync_each_batch=True).
+    Accelerate's FSDP2 reduces gradients in half precision too, whatever `reduce_dtype` is.
     """
     if not isinstance(run.stack, str):
         raise SpecError(f"stack={run.stack.name!r}: its options are not among Accelerate's settings")
@@ -159,9 +169,10 @@ def fsdp_arguments(run: Settings) -> dict[str, Any]:
     if run.offload == "optimizer":
         raise SpecError("offload='optimizer' with FSDP2: it offloads parameters and states together; give both")
     half = dtypes[run.precision]
+    reduced = {"fp32": float32, "fp16": float16, "bf16": bfloat16}[run.reduce_dtype]
     return {
         "reshard_after_forward": run.zero == 3,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half and float32),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half and reduced),
         "offload_policy": CPUOffloadPolicy() if run.offload else OffloadPolicy(),
     }
 

@@ -139,8 +139,18 @@ def accelerate_fields(settings: Settings, given: Mapping[str, Any]) -> dict[str,
     if kind == "DEEPSPEED":
         said |= _plugin(part_of(config, "deepspeed_config"))
     elif kind == "FSDP":
-        said |= _fsdp(part_of(config, "fsdp_config"))
+        return until_last(agreed(said | _fsdp(part_of(config, "fsdp_config")), given))
     return agreed(said, given)
+
+
+def until_last(fields: dict[str, Any], sync_each_batch: bool = False) -> dict[str, Any]:
+    """Return `fields` of a run of Accelerate's FSDP, which reduces gradients after the last of several micro-batches
+    unless it is told otherwise (accelerate/accelerator.py, accumulate and no_sync; transformers/trainer.py)."""
+    waits = fields["zero"] >= 2 and fields.get("accumulation", 1) > 1
+    # Its plugin's set_mixed_precision gives the policy one dtype (accelerate/utils/dataclasses.py).
+    mixed, _, half = fields["precision"].partition("-")
+    reduced = half if mixed == "mixed" and fields["zero"] >= 2 else "fp32"
+    return {"sync_each_batch": sync_each_batch or not waits, "reduce_dtype": reduced, **fields}
 
 
 def _plugin(section: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:

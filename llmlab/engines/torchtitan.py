@@ -130,6 +130,10 @@ def _check(run: Any, name: str) -> None:
             raise SpecError(f"torchtitan has no {field}={getattr(run, field)!r}, only {only}")
     if run.zero == 1:
         raise SpecError("torchtitan has no zero=1, only 0 (copies), 2 and 3 (FSDP2)")
+    if not run.sync_each_batch:
+        raise SpecError("torchtitan has no sync_each_batch=False: it reduces gradients after each micro-batch")
+    if run.reduce_dtype != "fp32":
+        raise SpecError(f"torchtitan has no reduce_dtype={run.reduce_dtype!r}: mixed_precision_reduce is float32")
     if run.tp > 1 and not run.sequence_parallel:
         raise SpecError("torchtitan's tensor parallelism divides norms too: give sequence_parallel=True")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..base.errors import NotAvailable, SpecError
-from .readers import agreed, deepspeed_fields, read_mapping
+from .readers import agreed, deepspeed_fields, part_of, read_mapping, until_last
 
 
 class Settings(Protocol):
@@ -73,9 +73,11 @@ def trainer_fields(arguments: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     halves = [half for half in ("bf16", "fp16") if values.get(half)]
     if len(halves) > 1:
         raise SpecError("bf16 and fp16 are both set: the Trainer takes one")
+    accumulation = _accumulation(values.get("accelerator_config"))
     said: dict[str, tuple[str, Any]] = {
         "micro_batch": ("per_device_train_batch_size", values.get("per_device_train_batch_size", 8)),
-        "accumulation": ("gradient_accumulation_steps", values.get("gradient_accumulation_steps", 1)),
+        "accumulation": ("gradient_accumulation_steps",
+                         accumulation.get("num_steps", values.get("gradient_accumulation_steps", 1))),
         "optimizer": ("optim", _optimizer(values.get("optim", "adamw_torch_fused"))),
         "compile": ("torch_compile", bool(values.get("torch_compile"))),
         "kernels": ("use_liger_kernel", "liger" if values.get("use_liger_kernel") else None),
@@ -92,7 +94,8 @@ def trainer_fields(arguments: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         said["precision"] = (halves[0], f"{'mixed' if fsdp else 'autocast'}-{halves[0]}")
     elif "precision" not in given:
         said["precision"] = ("no bf16, fp16", "fp32")
-    return agreed(said, given)
+    fields = agreed(said, given)
+    return until_last(fields, bool(accumulation.get("sync_each_batch"))) if fsdp else fields
 
 
 def _values(arguments: Any) -> Mapping[str, Any]:
@@ -110,6 +113,15 @@ def _values(arguments: Any) -> Mapping[str, Any]:
     if unknown := sorted(str(name) for name in values if name not in names and name != "max_length"):
         raise SpecError(f"TrainingArguments has no {', '.join(unknown)}; check how they are spelled, or whose they are")
     return values
+
+
+def _accumulation(config: Any) -> Mapping[str, Any]:
+    """Return gradient_accumulation_kwargs of an accelerator_config: an AcceleratorConfig, a dict, or a JSON file."""
+    if isinstance(config, (str, Path)):
+        config = read_mapping("Accelerate", config, json.loads)
+    elif not isinstance(config, Mapping):
+        config = {"gradient_accumulation_kwargs": getattr(config, "gradient_accumulation_kwargs", None)}
+    return part_of(config, "gradient_accumulation_kwargs")
 
 
 def _optimizer(name: Any) -> str:

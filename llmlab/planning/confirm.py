@@ -58,7 +58,8 @@ class Confirmation:
 
     def key(self, of: Candidate | Found) -> Any:
         run = of.run if not self.by_machines else None
-        return str(of.machines), run and replace(run, micro_batch=1, accumulation=run.pp)  # what interleaving takes
+        alike: dict[str, Any] = {"micro_batch": 1, "accumulation": run.pp, "sync_each_batch": True} if run else {}
+        return str(of.machines), run and replace(run, **alike)  # as many micro-batches as interleaving takes
 
     def batch(self) -> list[Found]:
         """Return what to simulate next, as many as are missing."""

@@ -155,6 +155,8 @@ def changes(spec: ModelSpec, run: Run, card: GPU) -> Iterator[tuple[str, str, di
         one = {"micro_batch": 1, "accumulation": run.accumulation * run.micro_batch}
         if run.micro_batch > 2:
             yield "micro-batches of 1, accumulated", "06-accumulation", one, True
+    if not run.sync_each_batch:
+        yield "gradients reduced after each micro-batch", "12-zero", {"sync_each_batch": True}, True
     yield from _many_gpus(run)
     if run.offload is None:
         yield "optimizer in the host's memory", "13-offload", {"offload": "optimizer", "zero": max(run.zero, 1)}, True

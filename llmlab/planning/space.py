@@ -22,7 +22,7 @@ from .machines import Machines
 OF_PROGRAM = ("precision", "checkpointing", "attention", "lora", "quantization", "compile", "kernels", "fp8", "stack",
               "sequence_parallel")  # fmt: skip
 DEGREES = ("dp", "tp", "pp", "cp")
-SHARED = ("optimizer", "ep", "offload", "zero", "dp_replicate")  # fields of a share
+SHARED = ("optimizer", "ep", "offload", "zero", "dp_replicate", "sync_each_batch", "reduce_dtype")  # or depend on one
 METHODS = ("full", "lora", "qlora")
 GOALS = ("fastest", "cheapest", "smallest")
 # What is varied only where `allow` lists it: it changes the model that comes out, or needs a package.

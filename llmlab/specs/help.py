@@ -18,6 +18,8 @@ HELP = {
     "cp": "Context-parallel ranks.",
     "ep": "Expert-parallel ranks, of the --dp ranks.",
     "dp_replicate": "Copies of each ZeRO shard among the --dp ranks (HSDP).",
+    "sync_each_batch": "Reduce FSDP's gradients after each micro-batch, not whole ones after the last.",
+    "reduce_dtype": "Dtype in which FSDP reduces gradients in mixed precision.",
     "sequence_parallel": "Divide norms and dropout among the --tp ranks too.",
     "loss_parallel": "Compute the loss where each of the --tp ranks has its logits; else gather them.",
     "offload": "What is kept in the host's memory instead.",

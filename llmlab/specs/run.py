@@ -24,6 +24,7 @@ from ..base.terms import (
     OPTIMIZERS,
     PRECISIONS,
     QUANTIZATIONS,
+    REDUCE_DTYPES,
     SCHEDULES,
     WEIGHTS,
     Attention,
@@ -34,6 +35,7 @@ from ..base.terms import (
     OptimizerName,
     Precision,
     Quantization,
+    ReduceDtype,
     Schedule,
     Weights,
 )
@@ -83,6 +85,9 @@ class Training(Spec):
     tensor, pipeline, context and expert parallelism; `zero` is the ZeRO stage over the data-parallel ranks.
     `schedule` is the order of a pipeline's micro-batches; `virtual_stages` of each of the pp ranks interleave it.
     `dp_replicate` of them hold copies of each shard (HSDP; torchtitan's word): states are shared by `dp_shard` ranks.
+    `sync_each_batch` (Accelerate's word): FSDP reduces gradients after each micro-batch; False, as Accelerate's and
+    the Trainer's own default is, after the last alone, and each rank sums whole ones. DDP always waits for the last.
+    `reduce_dtype` (FSDP2's word): the dtype in which FSDP reduces them in mixed precision, fp32 or the half one.
     `optimizer`: "muon" is torch's for the matrices of blocks, and its AdamW for all else.
     `loss_parallel`: each tensor-parallel rank computes the loss of its part of the vocabulary (torch's loss_parallel,
     Megatron-LM's parallel_output); False gathers whole logits on each, as transformers' tp_plan does.
@@ -113,6 +118,8 @@ class Training(Spec):
     schedule: Schedule = "1f1b"
     virtual_stages: int = 1
     dp_replicate: int = 1
+    sync_each_batch: bool = True
+    reduce_dtype: ReduceDtype = "fp32"
     sequence_parallel: bool = False
     loss_parallel: bool = True
     offload: Offload | None = None
@@ -135,6 +142,8 @@ class Training(Spec):
             kernels=KERNELS,
             fp8=FP8_RECIPES,
             schedule=SCHEDULES,
+            sync_each_batch=(True, False),
+            reduce_dtype=REDUCE_DTYPES,
             sequence_parallel=(True, False),
             loss_parallel=(True, False),
             compile=(True, False),
@@ -164,6 +173,13 @@ class Training(Spec):
         if self.dp_replicate > 1:
             self._check_replicas()
         self._check_schedule()
+        if not self.sync_each_batch:
+            self._check_unsynced()
+        half = self.reduce_dtype != "fp32"
+        if half and (self.zero < 2 or self.precision not in (self.reduce_dtype, f"mixed-{self.reduce_dtype}")):
+            told = f"reduce_dtype={self.reduce_dtype!r} with zero={self.zero}, precision={self.precision!r}"
+            raise SpecError(f"{told}: it says how FSDP reduces gradients of that dtype; give zero=2 or 3 and "
+                            f"precision='mixed-{self.reduce_dtype}', or drop it")  # fmt: skip
         if self.sequence_parallel and self.tp == 1:
             raise SpecError("sequence_parallel=True with tp=1 has nothing to share; give tp >= 2")
         if not self.loss_parallel:
@@ -187,6 +203,20 @@ class Training(Spec):
         if self.accumulation % self.pp:
             raise SpecError(f"{given} accumulation={self.accumulation}: it takes pp={self.pp} micro-batches at a time; "
                             "give a multiple")  # fmt: skip
+
+    def _check_unsynced(self) -> None:
+        given = "sync_each_batch=False with"
+        if self.accumulation == 1:
+            raise SpecError(f"{given} accumulation=1: gradients are reduced after the one micro-batch; give "
+                            "accumulation >= 2, or drop it")  # fmt: skip
+        if self.zero < 2:
+            raise SpecError(f"{given} zero={self.zero}: it says when FSDP reduces, and DDP does so after the last "
+                            "micro-batch anyway; give zero=2 or 3, or drop it")  # fmt: skip
+        if self.pp > 1:
+            raise SpecError(f"{given} pp={self.pp}: a pipeline reduces after its last micro-batch anyway; drop it")
+        if self.offload == "optimizer":
+            raise SpecError(f"{given} offload='optimizer': that is DeepSpeed's, which reduces in each micro-batch, and "
+                            "FSDP's is 'optimizer+parameters'; give that, or drop one")  # fmt: skip
 
     @property
     def fp8_recipe(self) -> str | None:
@@ -291,8 +321,9 @@ class Training(Spec):
     def from_accelerate(cls, config: Settings, **given: Any) -> Training:
         """Return the Training that Accelerate's config says: a dict, YAML text or a file; else as `from_deepspeed`.
 
-        With FSDP and several micro-batches Accelerate, and with it the Trainer, reduces nothing before the last one,
-        unless told to (sync_each_batch): each rank sums whole gradients. No field says that; shards are counted.
+        With FSDP and several micro-batches `sync_each_batch` becomes False: Accelerator.accumulate reduces nothing
+        before the last one, unless the script's GradientAccumulationPlugin says so, which no key can. Then give True.
+        Its mixed precision reduces in half, and so is `reduce_dtype`.
         """
         from ..engines.readers import accelerate_fields
 
@@ -301,7 +332,8 @@ class Training(Spec):
     @classmethod
     def from_trainer(cls, arguments: Any, **given: Any) -> Training:
         """Return the Training that transformers' TrainingArguments (or its to_dict(), JSON, a file) say; `given` are
-        what they leave open: seq_len, dp, attention, adapters. Else as `from_deepspeed`."""
+        what they leave open: seq_len, dp, attention, adapters. `sync_each_batch` is accelerator_config's, in its
+        gradient_accumulation_kwargs, and else as with `from_accelerate`."""
         from ..engines.trainer import trainer_fields
 
         return cls(**trainer_fields(arguments, cls._named(given)))

@@ -10,13 +10,13 @@
 
 FSDP2's units are the blocks, and what is outside of them: what Accelerate's TRANSFORMER_BASED_WRAP makes. Under it
 "mixed-*" is its MixedPrecisionPolicy: fp32 shards, half precision gathered, gradients reduced in fp32. With several
-micro-batches DDP sends gradients after the last (no_sync), FSDP2 after each, as it does unless told otherwise.
+micro-batches DDP sends gradients after the last (no_sync), FSDP2 after each unless sync_each_batch=False.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -121,7 +121,8 @@ def is_sharded(run: Run) -> bool:
 
 def as_built(run: Training) -> Training:
     """Return the run whose model FSDP2 is given: its policy makes half precision of fp32 shards."""
-    return replace(run, precision="fp32") if is_sharded(run) and run.precision.startswith("mixed") else run
+    mixed = is_sharded(run) and run.precision.startswith("mixed")
+    return replace(run, precision="fp32", reduce_dtype="fp32") if mixed else run
 
 
 def shard(model: PreTrainedModel, run: Training, ranks: Ranks) -> None:
@@ -133,8 +134,10 @@ def shard(model: PreTrainedModel, run: Training, ranks: Ranks) -> None:
         return
     from ..engines.configs import fsdp_arguments
 
-    policy = run.precision if run.precision.startswith("mixed") else "fp32"
-    arguments = fsdp_arguments(replace(run, tp=1, sequence_parallel=False, loss_parallel=True, precision=policy))
+    alone = replace(run, tp=1, sequence_parallel=False, loss_parallel=True)
+    if not run.precision.startswith("mixed"):
+        alone = replace(alone, precision="fp32", reduce_dtype="fp32")
+    arguments = fsdp_arguments(alone)
     mesh = ranks.mesh["dp_replicate", "dp_shard"] if run.dp_replicate > 1 else ranks.mesh["dp"]
     shard_units(model, blocks(model), mesh=mesh, **arguments)
 
@@ -162,9 +165,20 @@ def data_parallel(model: nn.Module, run: Training, ranks: Ranks) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model, process_group=ranks.mesh["dp"].get_group())
 
 
-def unsynced(model: nn.Module) -> AbstractContextManager:
-    """Return the context of a micro-batch after which gradients are not yet sent."""
-    return model.no_sync() if isinstance(model, nn.parallel.DistributedDataParallel) else nullcontext()
+@contextmanager
+def unsynced(model: nn.Module, run: Training) -> Iterator[None]:
+    """The context of a micro-batch after which gradients are not yet sent, as Accelerator.no_sync makes it."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        with model.no_sync():
+            yield
+        return
+    if run.sync_each_batch:
+        yield
+        return
+    whole: Any = model  # an FSDPModule
+    whole.set_requires_gradient_sync(False)
+    yield
+    whole.set_requires_gradient_sync(True)
 
 
 def steps_locally(run: Training, ranks: Ranks) -> bool:

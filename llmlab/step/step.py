@@ -211,7 +211,7 @@ def training_step(step: Step, enter: Enter = ignore) -> None:
     for i, ids in enumerate(step.inputs, 1):  # (B, T)
         enter("forward")
         output = None  # the last micro-batch's logits go before this one's forward
-        with unsynced(step.model) if i < run.accumulation else nullcontext():
+        with unsynced(step.model, run) if i < run.accumulation else nullcontext():
             with cast:
                 output = step.model(input_ids=ids, labels=ids)
             loss = output.loss / run.accumulation

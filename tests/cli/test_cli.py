@@ -108,14 +108,17 @@ def test_an_option_sets_its_field_and_nothing_else(name):
     owner = Training if name in {f.name for f in fields(Training)} else Inference
     default = getattr(owner(), name)
     two_ranks, two_shards = ["--dp", "2"], ["--tp", "2"]
+    shards = [*two_ranks, "--zero", "3"]
     needs = {"zero": two_ranks, "ep": two_ranks, "quantization": ["--lora", "16"], "sequence_parallel": two_shards,
+             "loss_parallel": two_shards, "sync_each_batch": [*shards, "--accumulation", "2"],
+             "reduce_dtype": [*shards, "--precision", "mixed-bf16"],
              "dp_replicate": ["--dp", "4", "--zero", "3"], "fp8": ["--compile", "--precision", "bf16"],
              "schedule": ["--pp", "2"], "virtual_stages": ["--pp", "2", "--accumulation", "2"]}  # fmt: skip
     others = needs.get(name, [])
     values = {"zero": 2, "offload": "optimizer", "schedule": "gpipe"}
     flag = "--" + name.replace("_", "-")
     if isinstance(default, bool):
-        words, value = [flag], True
+        words, value = [flag.replace("--", "--no-", 1) if default else flag], not default
     else:
         other = [choice for choice in allowed(name) or [2] if choice != default][-1]
         value = values.get(name, other)

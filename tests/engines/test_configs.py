@@ -68,6 +68,43 @@ def with_fsdp():
     return found
 
 
+def through_accelerate():
+    """Run in each rank: whether a block has sharded gradients, and whole ones, after each of two micro-batches."""
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
+    from torch.distributed.fsdp import fully_shard
+
+    from llmlab.architectures.gpt import GPT
+
+    found = {}
+    for options in ({}, {"sync_each_batch": True}):
+        plugin = GradientAccumulationPlugin(num_steps=2, **options)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+        state = accelerator.state  # which on a CPU would have DDP
+        state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, FullyShardedDataParallelPlugin(fsdp_version=2)
+        model = GPT(tiny_gpt())
+        for module in (*model.h, model):
+            fully_shard(module, **lab.Training(dp=2, zero=3).to_fsdp())
+        seen, block = [], model.h[0]
+        for micro_batch in ids.split(2):
+            with accelerator.accumulate(model):
+                accelerator.backward(next_token_loss(model(micro_batch), micro_batch))
+            sharded = {p.grad is not None for p in block.parameters()}
+            block.unshard()
+            whole = {p.grad is not None and p.grad.shape == p.shape for p in block.parameters()}
+            block.reshard()
+            seen.append([*sharded, *whole])
+        found[str(plugin.sync_each_batch)] = seen
+    return found
+
+
+def test_accelerate_leaves_fsdps_gradients_whole_until_the_last_micro_batch():
+    """What the readers take from it: unless sync_each_batch is set, which is not its default."""
+    pytest.importorskip("accelerate", reason="the torch extra")
+    for rank in launch(through_accelerate, 2, patience=60):
+        assert rank == {"False": [[False, True], [True, False]], "True": [[True, False], [True, False]]}
+
+
 def test_deepspeed_takes_the_config_and_batch_sizes_agree():
     pytest.importorskip("deepspeed", reason="the distributed extra")
     for rank in launch(with_deepspeed, 2, patience=60):
@@ -76,6 +113,12 @@ def test_deepspeed_takes_the_config_and_batch_sizes_agree():
             assert found["stage"] == int(stage) and found["bf16"] == (precision == "mixed-bf16")
             assert found["batch"] == 2 * 2 * 2 and found["steps"] == 1  # two micro-batches are one step
             assert not found["clipping"]
+
+
+@pytest.mark.parametrize(("said", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_fsdps_policy_reduces_in_the_runs_dtype(said, dtype):
+    run = lab.Training(dp=2, zero=3, precision="mixed-bf16", reduce_dtype=said)
+    assert run.to_fsdp()["mp_policy"].reduce_dtype == dtype
 
 
 def test_fully_shard_takes_the_arguments():
@@ -158,7 +201,8 @@ def test_accelerates_fsdp_is_what_the_run_says(checkpointing, offload, tmp_path,
     assert plugin.fsdp_version == 2 and plugin.reshard_after_forward
     assert plugin.activation_checkpointing == (checkpointing == "full")
     assert type(plugin.cpu_offload).__name__ == ("CPUOffloadPolicy" if offload else "OffloadPolicy")
-    assert plugin.mixed_precision_policy.param_dtype == torch.bfloat16
+    policy = plugin.mixed_precision_policy
+    assert policy.param_dtype == policy.reduce_dtype == torch.bfloat16  # as the readers have it
 
 
 @pytest.mark.parametrize(
@@ -174,6 +218,8 @@ def test_accelerates_fsdp_is_what_the_run_says(checkpointing, offload, tmp_path,
         (lab.Training(zero=1, dp=2), "to_fsdp", "give zero=2 or 3"),
         (lab.Training(zero=3, dp=2, precision="autocast-bf16"), "to_fsdp", "under autocast"),
         (lab.Training(zero=3, dp=2, offload="optimizer"), "to_fsdp", "together"),
+        (lab.Training(zero=3, dp=2, accumulation=2, sync_each_batch=False), "to_deepspeed", "sync_each_batch=False"),
+        (lab.Training(zero=3, dp=2, precision="bf16", reduce_dtype="bf16"), "to_deepspeed", "reduce_dtype='bf16'"),
     ],
 )
 def test_what_an_engine_cannot_do_is_refused(run, method, words):

@@ -40,11 +40,14 @@ def test_accelerates_config_of_a_training_is_read_back(fields, as_text):
         fields["offload"] = "optimizer+parameters"
     if fields["zero"] in (1, 2) and fields["offload"]:
         fields["offload"] = "optimizer"
+    if fields["zero"] == 3 and fields["precision"] != "fp32":
+        fields["reduce_dtype"] = fields["precision"].removeprefix("mixed-")  # whatever the run says
     run = lab.Training(**fields)
     config = run.to_accelerate()
     read = lab.Training.from_accelerate(
-        yaml.safe_dump(config) if as_text else config, micro_batch=run.micro_batch, accumulation=run.accumulation
-    )
+        yaml.safe_dump(config) if as_text else config, micro_batch=run.micro_batch, accumulation=run.accumulation,
+        sync_each_batch=True,  # which no key says
+    )  # fmt: skip
     assert read == run
 
 
@@ -76,7 +79,50 @@ def test_the_batch_sizes_tell_the_ranks_or_are_asked_for():
 def test_fsdp1_of_accelerate_is_read_by_its_strategy():
     config = {"distributed_type": "FSDP", "num_processes": 8, "mixed_precision": "bf16",
               "fsdp_config": {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}}  # fmt: skip
-    assert lab.Training.from_accelerate(config) == lab.Training(dp=8, zero=2, precision="mixed-bf16")
+    expected = lab.Training(dp=8, zero=2, precision="mixed-bf16", reduce_dtype="bf16")
+    assert lab.Training.from_accelerate(config) == expected
+
+
+@pytest.mark.parametrize(("strategy", "waits"), [("FULL_SHARD", True), ("SHARD_GRAD_OP", True), ("NO_SHARD", False)])
+def test_fsdp_of_accelerate_reduces_after_the_last_of_several_micro_batches(strategy, waits):
+    config = {"distributed_type": "FSDP", "num_processes": 8, "mixed_precision": "bf16",
+              "fsdp_config": {"fsdp_sharding_strategy": strategy}}  # fmt: skip
+    if strategy == "NO_SHARD":
+        config["mixed_precision"] = "no"
+    assert lab.Training.from_accelerate(config, accumulation=4).sync_each_batch is not waits
+    assert lab.Training.from_accelerate(config).sync_each_batch
+    assert lab.Training.from_accelerate(config, accumulation=4, sync_each_batch=True).sync_each_batch
+    assert lab.Training.from_accelerate({"num_processes": 8}, accumulation=4).sync_each_batch
+    deepspeed = {"distributed_type": "DEEPSPEED", "num_processes": 8, "deepspeed_config": {"zero_stage": 3}}
+    assert lab.Training.from_accelerate(deepspeed, accumulation=4).sync_each_batch
+
+
+@pytest.mark.parametrize("kind", ["arguments", "to_dict", "file"])
+@pytest.mark.parametrize("sync", [None, False, True])
+def test_the_trainers_fsdp_waits_too_unless_its_accelerator_config_says_otherwise(sync, kind, tmp_path):
+    from transformers import TrainingArguments
+
+    more = {} if sync is None else {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": sync}}}
+    given = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "bf16": True, "fsdp": "full_shard"}
+    arguments = {**given, **more}
+    if kind == "file" and more:  # of accelerator_config alone
+        (tmp_path / "accelerator.json").write_text(json.dumps(more["accelerator_config"]))
+        arguments["accelerator_config"] = str(tmp_path / "accelerator.json")
+    elif kind != "file":
+        alone = {name: value for name, value in arguments.items() if name != "fsdp"}  # which starts its plugin
+        arguments = TrainingArguments("out", use_cpu=True, **alone)
+        arguments.fsdp = "full_shard"
+        arguments = arguments.to_dict() if kind == "to_dict" else arguments
+    run = lab.Training.from_trainer(arguments, dp=8)
+    assert run == lab.Training(accumulation=4, precision="mixed-bf16", zero=3, dp=8, sync_each_batch=bool(sync),
+                               reduce_dtype="bf16")  # fmt: skip
+    assert lab.Training.from_trainer({**given, "fsdp": ""}, dp=8).sync_each_batch  # DDP
+
+
+def test_the_trainers_micro_batches_can_stand_in_its_accelerator_config():
+    config = {"gradient_accumulation_kwargs": {"num_steps": 2}}
+    run = lab.Training.from_trainer({"fsdp": "full_shard", "accelerator_config": config}, dp=8)
+    assert run.accumulation == 2 and not run.sync_each_batch
 
 
 def test_the_engines_know_every_key_that_is_read_or_passed_over():

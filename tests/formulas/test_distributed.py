@@ -23,6 +23,9 @@ from llmlab.hardware.links import cluster
 H100 = cluster("H100", "InfiniBand-NDR")
 LLAMA_405B = "meta-llama/Llama-3.1-405B"
 SMALL = Training(micro_batch=8, precision="autocast-bf16")
+DEEP = {"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 8, "num_attention_heads": 64,
+        "intermediate_size": 28672, "vocab_size": 1000, "max_position_embeddings": 4096,
+        "tie_word_embeddings": True}  # fmt: skip
 
 
 def predicted(row, overlap):
@@ -167,6 +170,29 @@ def test_data_parallel_sends_its_gradients_once():
     assert accumulated.data_sent == pytest.approx(hidden.data_sent)  # no_sync
 
 
+@pytest.mark.parametrize("zero", [2, 3])
+def test_fsdp_that_waits_scatters_gradients_once_and_gathers_as_often(zero):
+    run = replace(SMALL, dp=8, zero=zero, accumulation=4)
+    each, last = (step(DEEP, replace(run, sync_each_batch=sync), "H100", H100, overlap=()) for sync in (True, False))
+    scatter = kernels("H100").collective("reduce-scatter", 4 * model(DEEP).parameters, H100.group(8))
+    assert each.data_sent - last.data_sent == pytest.approx(3 * scatter, rel=0.02)
+
+
+def test_fsdp_that_waits_is_faster_where_links_are_slow_and_reads_whole_sums():
+    """On fast links its reductions were hidden, and the sums of whole gradients, in fp32, are what it pays."""
+    run = Training(seq_len=2048, precision="mixed-bf16", dp=8, zero=3, accumulation=4, checkpointing="full")
+    slow, fast = (
+        [step("meta-llama/Llama-3.2-1B", replace(run, sync_each_batch=sync), card, nodes) for sync in (True, False)]
+        for card, nodes in (("L4", cluster("L4")), ("H100", H100))
+    )
+    assert slow[1].seconds < 0.9 * slow[0].seconds
+    assert fast[1].data < fast[0].data and fast[1].elementwise > fast[0].elementwise
+    whole = model("meta-llama/Llama-3.2-1B").parameters
+    read = [elementwise.accumulated(model("meta-llama/Llama-3.2-1B"), replace(run, sync_each_batch=sync))
+            for sync in (True, False)]  # fmt: skip
+    assert read == [0, (2 + 4 + 3 * (2 + 4 + 4)) * whole]  # the first cast, and three added
+
+
 @pytest.mark.parametrize(
     ("zero", "stack", "sent"),
     [(0, "transformers", ["all-reduce"]), (1, "deepspeed", ["reduce-scatter", "all-gather"]),
@@ -176,14 +202,11 @@ def test_data_parallel_sends_its_gradients_once():
 def test_volume_of_the_stages(zero, stack, sent):
     """ZeRO, arXiv 1910.02054, section 7: 2P up to stage 2, 3P for stage 3; a head and embedding gathered once.
     PyTorch's stage 1 sums all gradients on all ranks, and sends 3P."""
-    large = {"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 8, "num_attention_heads": 64,
-             "intermediate_size": 28672, "vocab_size": 1000,
-             "max_position_embeddings": 4096, "tie_word_embeddings": True}  # fmt: skip
     precision, width = ("mixed-bf16", 2) if stack == "deepspeed" else ("autocast-bf16", 4)
     run = replace(SMALL, dp=8, zero=zero, seq_len=512, precision=precision, stack=stack)
     a100 = cluster("A100-80GB", "InfiniBand-HDR")
-    found = step(large, run, "A100-80GB", a100, overlap=(), bucket_bytes=2**30)
-    size, collective = width * model(large).parameters, kernels("A100-80GB").collective
+    found = step(DEEP, run, "A100-80GB", a100, overlap=(), bucket_bytes=2**30)
+    size, collective = width * model(DEEP).parameters, kernels("A100-80GB").collective
     assert found.data_sent == pytest.approx(sum(collective(each, size, a100.group(8)) for each in sent), rel=0.02)
 
 

@@ -3,6 +3,8 @@
 Those that `simulate` has no engine for (pipelines, context, experts) are in test_by_hand.py.
 """
 
+from dataclasses import replace
+
 import pytest
 
 import llmlab as lab
@@ -16,6 +18,9 @@ TIED = {**LLAMA, "tie_word_embeddings": True}
 GPT = {"model_type": "gpt2", "n_embd": 512, "n_head": 8, "n_layer": 4, "n_positions": 1024, "vocab_size": 16000}
 SEQUENCE = {"tp": 4, "sequence_parallel": True, "seq_len": 1024}
 MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_hidden_layers": 3, "num_local_experts": 4, "num_experts_per_tok": 2}
+# What Accelerate's and the Trainer's own default is: FSDP2 reduces gradients after the last micro-batch.
+WAITS = {"zero": 3, "accumulation": 2, "sync_each_batch": False}
+ADAPTERS = lab.LoRA(rank=64, targets=("q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"))
 
 
 @pytest.mark.parametrize(
@@ -40,10 +45,24 @@ MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_hidden_layers": 3, "num_local_
         (TIED, {"zero": 1, "precision": "autocast-bf16", "dp": 8, "seq_len": 1024}),
         (LLAMA, {"precision": "autocast-bf16", "offload": "optimizer", "seq_len": 1024}),
         (MIXTRAL, {"zero": 2, "precision": "fp32", "dp": 16}),  # more ranks than experts
+        (LLAMA, {**WAITS, "precision": "mixed-bf16", "dp": 2}),
+        (TIED, {**WAITS, "precision": "mixed-bf16", "dp": 8, "accumulation": 4, "checkpointing": "full"}),
+        (LLAMA, {**WAITS, "precision": "mixed-bf16", "dp": 8, "zero": 2, "accumulation": 4}),
+        (LLAMA, {**WAITS, "precision": "mixed-bf16", "dp": 16, "dp_replicate": 4, "checkpointing": "full"}),
+        (LLAMA, {**WAITS, "precision": "bf16", "dp": 2, "accumulation": 4}),
+        (TIED, {**WAITS, "precision": "bf16", "dp": 8, "checkpointing": "full"}),
+        (GPT, {**WAITS, "precision": "fp32", "dp": 8, "seq_len": 1024, "checkpointing": "full"}),
+        (LLAMA, {**WAITS, "precision": "fp32", "dp": 8, "accumulation": 4, "checkpointing": "full"}),
+        (LLAMA, {**WAITS, "precision": "mixed-bf16", "reduce_dtype": "bf16", "dp": 8, "checkpointing": "full"}),
+        (LLAMA, {"zero": 3, "precision": "mixed-bf16", "reduce_dtype": "bf16", "dp": 2}),
+        (LLAMA, {**WAITS, "precision": "bf16", "dp": 8, "lora": ADAPTERS}),
+        (LLAMA, {**WAITS, "precision": "mixed-bf16", "dp": 2, "accumulation": 4, "lora": ADAPTERS}),
     ],
     ids=["zero 2", "zero 2, tied", "zero 3, mixed", "zero 3, tp, tied", "zero 3, sequence", "zero 2, sequence",
          "hsdp", "hsdp, accumulated", "hsdp, tp", "sequence", "sequence, selective", "sequence, tied", "tp",
-         "ddp", "zero 1", "zero 1, tied", "offload", "zero 2, experts"],
+         "ddp", "zero 1", "zero 1, tied", "offload", "zero 2, experts", "waits, mixed", "waits, mixed, tied",
+         "waits, zero 2", "waits, hsdp", "waits, bf16", "waits, bf16, tied", "waits, fp32, gpt", "waits, fp32",
+         "waits, half", "half", "waits, lora", "waits, lora, mixed"],
 )
 def test_rank_0_holds_in_each_phase_what_the_simulator_finds(config, settings):
     """Some with few tokens, so that what is gathered and reduced is most of it; some with more, for what is kept."""
@@ -110,3 +129,47 @@ def test_the_head_gradient_is_there_before_the_blocks():
     assert moments["the head's gradient"].parts["gradients"] == (4 + 2) * head  # and what it was cast from
     assert moments["the first block of backward"].parts["gradients"] >= 4 * head
     assert moments["the head's gradient"].total > moments["the loss's gradient"].total
+
+
+@pytest.mark.parametrize(
+    ("precision", "reduced", "each", "kept"),
+    [("mixed-bf16", "fp32", 4, 4), ("mixed-bf16", "bf16", 2, 4), ("bf16", "fp32", 2, 2), ("fp32", "fp32", 4, 4)],
+)
+def test_without_a_reduction_after_each_micro_batch_gradients_are_whole(precision, reduced, each, kept):
+    """In the dtype in which they are reduced, from the second forward to the last backward; then there are shards."""
+    spec = lab.model(LLAMA)
+    runs = [lab.Training(seq_len=64, precision=precision, dp=8, zero=3, accumulation=3, sync_each_batch=sync,
+                         reduce_dtype=reduced) for sync in (True, False)]  # fmt: skip
+    sharded, whole = ({moment.name: moment.parts["gradients"] for moment in training_moments(spec, run, None)}
+                      for run in runs)  # fmt: skip
+    assert sharded["the loss"] == kept * spec.parameters // 8
+    assert whole["the loss"] == pytest.approx(each * spec.parameters, rel=1e-4)  # blocks of whole bytes
+    table = spec.vocab * spec.hidden
+    # What is of another dtype than the sum waits until the unit's backward is over; else autograd adds it at once.
+    waiting = whole["the first block of backward"] - whole["the loss"]
+    assert waiting >= 2 * table if precision == "mixed-bf16" and reduced == "fp32" else waiting == 0
+    assert whole["the other gradients reduced"] == pytest.approx(
+        each * 2 * table + kept * (spec.parameters - 2 * table) / 8, rel=1e-3
+    )
+    assert sharded["the update"] == whole["the update"] == kept * spec.parameters // 8
+
+
+def test_whole_gradients_of_what_is_offloaded_stay_on_the_gpu():
+    """FSDP2 copies to the host what it has reduced (_fsdp_collectives.py, foreach_reduce)."""
+    spec = lab.model(LLAMA)
+    run = {"seq_len": 64, "precision": "mixed-bf16", "dp": 8, "zero": 3, "accumulation": 2,
+           "offload": "optimizer+parameters"}  # fmt: skip
+    waits, each = (lab.estimate(spec, lab.Training(**run, sync_each_batch=sync), "H100-80GB") for sync in (False, True))
+    assert waits.peak_allocated - each.peak_allocated > 3 * spec.parameters
+
+
+def test_what_is_outside_of_blocks_is_gathered_again_before_the_losss_gradient():
+    """Told to free after forward, fully_shard frees the whole model's unit too: twice its bytes, and kept logits."""
+    run = lab.Training(seq_len=64, precision="fp32", dp=8, zero=3, accumulation=2, checkpointing="full")
+    spec = lab.model(LLAMA)
+    again = next(moment for moment in training_moments(spec, run, None) if moment.name.endswith("gathered again"))
+    assert again.parts["other"] == 2 * 4 * (2 * spec.vocab * spec.hidden)
+    assert again.parts["logits"] == 64 * spec.vocab * (4 + 4)
+    report = lab.simulate(LLAMA, replace(run, seq_len=256, dp=2, checkpointing=None), "H100-80GB")
+    guess = lab.estimate(LLAMA, replace(run, seq_len=256, dp=2, checkpointing=None), "H100-80GB")
+    assert guess.peak_allocated == pytest.approx(report.peak_allocated, rel=0.025)

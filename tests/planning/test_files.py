@@ -19,6 +19,7 @@ import llmlab as lab
 from llmlab.base.compat import KNOWN
 from llmlab.base.errors import SpecError
 from llmlab.cli.main import cli
+from llmlab.engines.torchtitan import torchtitan_config
 from llmlab.engines.tuners import megatron_arguments
 
 TINY = {
@@ -87,11 +88,35 @@ def test_accelerate_reads_its_settings_and_they_come_back(tmp_path):
     from accelerate.commands.config.config_args import load_config_from_file
 
     for zero in (0, 1, 3):
-        run = lab.Training(zero=zero, dp=2, precision="mixed-bf16" if zero else "autocast-bf16", seq_len=64)
+        run = lab.Training(zero=zero, dp=2, precision="mixed-bf16" if zero else "autocast-bf16", seq_len=64,
+                           reduce_dtype="bf16" if zero == 3 else "fp32")  # fmt: skip
         written(tmp_path / str(zero), run, "2xA100-80GB")
         path = tmp_path / str(zero) / "accelerate.yaml"
         assert load_config_from_file(str(path)).num_processes == 2
         assert lab.Training.from_accelerate(path, seq_len=64) == run
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_what_no_key_of_accelerates_says_is_written_beside_it(tmp_path, sync):
+    """When FSDP reduces gradients is the plugin's of the script; torchtitan and DeepSpeed have no choice."""
+    from accelerate.utils import GradientAccumulationPlugin
+
+    run = lab.Training(dp=2, zero=3, precision="mixed-bf16", seq_len=64, accumulation=4, sync_each_batch=sync)
+    assert torchtitan_config(replace(run, sync_each_batch=True), "meta-llama/Llama-3.1-8B")
+    left_out = written(tmp_path / "out", run, "2xA100-80GB").left_out
+    text = (tmp_path / "out" / "accelerate.yaml").read_text()
+    said = text[text.index("GradientAccumulationPlugin(") : text.index(").\n", text.index("Plugin("))]
+    plugin = eval(said, {"GradientAccumulationPlugin": GradientAccumulationPlugin})
+    assert (plugin.num_steps, plugin.sync_each_batch) == (4, sync)
+    assert ("sync_each_batch" in left_out.get("ds_config.json", "")) is not sync
+    if not sync:
+        with pytest.raises(SpecError, match="torchtitan has no sync_each_batch=False"):
+            torchtitan_config(run, "meta-llama/Llama-3.1-8B")
+        read = lab.Training.from_accelerate(tmp_path / "out" / "accelerate.yaml", seq_len=64, accumulation=4)
+        assert read == replace(run, reduce_dtype="bf16")
+        half = replace(run, sync_each_batch=True, reduce_dtype="bf16")
+        with pytest.raises(SpecError, match="mixed_precision_reduce is float32"):
+            torchtitan_config(half, "meta-llama/Llama-3.1-8B")
 
 
 def test_megatrons_parser_takes_its_arguments(tmp_path):
@@ -339,6 +364,10 @@ def test_plain_pytorch_shards_and_offloads_over_two_ranks(tmp_path):
     run = lab.Training(dp=2, zero=3, precision="mixed-bf16", seq_len=32, accumulation=2, checkpointing="full")
     sharded = losses(started(tmp_path / "sharded", run))
     assert len(sharded) == 2 and losses(started(tmp_path / "offloaded", replace(run, offload=BOTH))) == sharded
+    waits = losses(started(tmp_path / "waits", replace(run, sync_each_batch=False)))
+    assert waits == pytest.approx(sharded, abs=1e-3)  # sums of other order
+    half = losses(started(tmp_path / "half", replace(run, reduce_dtype="bf16")))
+    assert half == pytest.approx(sharded, abs=0.05)
 
 
 def test_plain_pytorch_shards_a_frozen_model_and_its_adapters_over_two_ranks(tmp_path):
@@ -392,12 +421,16 @@ def test_the_trainer_runs_it(tmp_path):
     assert (tmp_path / "out" / "trained" / "model.safetensors").exists()
 
 
-def test_a_written_script_takes_the_memory_that_was_predicted(tmp_path, monkeypatch):
-    run = lab.Training(precision="mixed-bf16", seq_len=256, micro_batch=2, accumulation=2)
-    written(tmp_path / "out", run, "A100-40GB", "gpt2")
+WAITS = {"dp": 8, "zero": 3, "sync_each_batch": False}
+
+
+@pytest.mark.parametrize("fields", [{}, WAITS, {**WAITS, "reduce_dtype": "bf16"}], ids=["alone", "waits", "in half"])
+def test_a_written_script_takes_the_memory_that_was_predicted(tmp_path, monkeypatch, fields):
+    run = lab.Training(precision="mixed-bf16", seq_len=256, micro_batch=2, accumulation=2, **fields)
+    written(tmp_path / "out", run, f"{run.dp}xA100-40GB", "gpt2")
     monkeypatch.chdir(tmp_path / "out")
     command = [sys.executable, "-c", "from llmlab.cli.main import main; main()", "run", "--gpu", "A100-40GB", "--json",
-               "--steps", "2", "train.py", "--lr", "1e-4"]  # fmt: skip
+               "--steps", "2", "--world-size", str(run.dp), "train.py", "--lr", "1e-4"]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     found = json.loads(done.stdout)
     assert found["peak_allocated"] == pytest.approx(lab.simulate("gpt2", run, "A100-40GB").peak_allocated, rel=0.05)

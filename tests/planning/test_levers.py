@@ -1,6 +1,7 @@
 """What makes a run fit: each lever is an estimate of a changed run, the cheapest first; and torch's message."""
 
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,15 @@ def test_full_checkpointing_costs_the_forward_pass_again():
     assert lever.chapter == "08-checkpointing" and lever.same_result
     assert lever.seconds == pytest.approx(lever.report.step_seconds - found.report.step_seconds)
     assert lever.seconds > 0.2 * found.report.step_seconds
+
+
+def test_whole_gradients_are_a_lever_where_fsdp_waits():
+    run = lab.Training(seq_len=2048, precision="mixed-bf16", dp=8, zero=3, accumulation=4, sync_each_batch=False)
+    found = lab.fix("meta-llama/Llama-3.1-8B", run, "A100-40GB")
+    (lever,) = (each for each in found.levers if each.name == "gradients reduced after each micro-batch")
+    assert lever.run == replace(run, sync_each_batch=True) and lever.same_result
+    assert lever.saves > 3 * lab.model("meta-llama/Llama-3.1-8B").parameters  # of 4 bytes, all but an eighth
+    assert not any("gradients reduced" in each.name for each in lab.fix("gpt2", lab.Training(), "T4").levers)
 
 
 def test_fewer_tokens_are_no_gain_in_time():

@@ -116,6 +116,16 @@ def test_every_dimension_is_searched():
     assert chunks == {1, 2, 4}  # of 8 layers in 2 or 4 stages
 
 
+def test_what_says_when_fsdp_reduces_is_fixed_or_left_alone():
+    """Fixed, it leaves what FSDP shards with several micro-batches, and plain PyTorch's script runs that."""
+    where, fixed = machines("4xA100-40GB"), {"seq_len": 2048, "sync_each_batch": False}
+    found = list(islice(Search(Question(lab.model(HEADS), 8, fixed=fixed), [where]), 20))
+    assert found and all(not each.run.sync_each_batch and each.run.accumulation > 1 for each in found)
+    assert {program(lab.model(HEADS), each.run) for each in found} == {"train.py"}
+    free = islice(Search(Question(lab.model(HEADS), 8, fixed={"seq_len": 2048}), [where]), 20)
+    assert all(each.run.sync_each_batch for each in free)
+
+
 def test_the_tokens_of_an_update_stay_as_they_are():
     question = Question(lab.model(HEADS), 16, allow=frozenset({"seq_len"}), fixed={"seq_len": 4096})
     for shape in shapes(question, machines("8xH100-80GB")):

@@ -9,6 +9,10 @@ In a pipeline torch reduces a stage's gradients once, after its last micro-batch
 before that (torch/distributed/pipelining/stage.py, backward_maybe_with_nosync): gradients are whole until then, in the
 dtype in which they are reduced. TorchTitan then frees none after forward either (reshard_after_forward_policy), which
 is zero=2.
+
+With sync_each_batch=False (set_requires_gradient_sync) a unit is freed after each backward, and its gradients stay
+whole, in the dtype in which they are reduced, until the last micro-batch's backward has come to it (_fsdp_param.py,
+to_accumulated_grad_if_needed). Offloading is no exception: only what is reduced leaves the GPU.
 """
 
 from __future__ import annotations
@@ -48,8 +52,10 @@ class Units(NamedTuple):
     block_gradients: int = 0  # before they are reduced
     outside_gradients: int = 0
     block_reduction: int = 0  # the input of the reduce-scatter, in its dtype
-    experts_shard: int = 0  # what of that of the block's own experts stays on a rank
+    block_shard: int = 0  # what of it stays on a rank
+    experts_shard: int = 0  # and of the block's own experts
     outside_reduction: int = 0
+    outside_shard: int = 0
     head_gradients: int = 0
     head_reduction: int = 0
 
@@ -65,6 +71,16 @@ def uses_fsdp(run: Training) -> bool:
 def is_flat(run: Training) -> bool:
     """Whether it is FSDP1 that shards `run`: of each unit one flat parameter, whose gradients autograd joins."""
     return isinstance(run.stack, LitGPT) and uses_fsdp(run) and run.lora is None
+
+
+def waits(run: Training) -> bool:
+    """Whether FSDP2 reduces gradients in the last micro-batch's backward alone."""
+    return not run.sync_each_batch and not is_flat(run)
+
+
+def reduced_bytes(run: Training, b: Bytes) -> int:
+    """Return the bytes of an element of gradients as they are reduced: in mixed precision fp32 ones by default."""
+    return 4 if b.master and run.reduce_dtype == "fp32" else b.gradients
 
 
 def own_unit(run: Training) -> bool:
@@ -103,11 +119,12 @@ def units(
     dense = weights.dense - outside - gathered_less(spec, run, b.weights, layers)
     own_experts = int(weights.experts / layers) if own_unit(run) else 0
     block = int((weights.experts * padding + dense) / layers) - own_experts
-    gradient, reduced = b.gradients, 4 if b.master else b.gradients
+    gradient, reduced, kept = b.gradients, reduced_bytes(run, b), 4 if b.master else b.gradients
     if run.lora:
-        around, gradient, reduced = 0, adapter_bytes(run), adapter_bytes(run)
-    if run.offload:  # gradients leave as they are made
-        gradient = reduced = 0
+        around, gradient, kept = 0, adapter_bytes(run), adapter_bytes(run)
+        reduced = min(kept, reduced) if run.reduce_dtype != "fp32" else kept
+    if run.offload and run.sync_each_batch:  # gradients leave as they are made
+        gradient = reduced = kept = 0
     own = padded = (trained - around) / layers  # trained parameters of one block
     if not run.lora:
         padded += counts["experts"] / layers * (padding - 1)
@@ -142,5 +159,7 @@ def units(
         block_gradients=int(gradient * own),
         outside_gradients=gradient * around,
         block_reduction=int(reduced * padded),
+        block_shard=int(kept * padded) // (run.dp_shard * run.cp),
         outside_reduction=reduced * around,
+        outside_shard=kept * around // (run.dp_shard * run.cp),
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...specs.run import stack_of
-from ...specs.stacks import LitGPT, Nanotron, StackOptions
+from ...specs.stacks import Nanotron, StackOptions
 from ...specs.stages import chunks_of, layers_of
-from .fsdp import uses_fsdp
+from .fsdp import reduced_bytes, uses_fsdp, waits
 from .share import Share
 from .stacks.torchtune import in_chunks
 from .states import States, block_parameters, device_parameters
@@ -28,6 +28,7 @@ class Gradients(NamedTuple):
     head: int  # of the head's weight as it is made, and the half one it is cast from; in chunks two, and their sum
     after_head: int  # all that exist once the head's is made
     stored: Stored
+    reducing: Stored  # the same of a backward pass in which FSDP2 reduces
     embedding: int  # while the embedding's is made, besides `stored.after_blocks`
     update: int  # in the update
     update_casts: int  # as the update begins, besides `update`
@@ -47,25 +48,28 @@ def gradients(share: Share, states: States) -> Gradients:
     every = 4 * states.trained if sharded and b.master else states.gradients
     if in_backward := isinstance(run.stack, StackOptions) and run.stack.steps_in_backward(run):
         every = 0
-    if whole := sharded and run.pp > 1:  # reduced once, after the last micro-batch; an embedding's is cut only then
-        units = states.units
+    units, late = states.units, waits(run) and sharded
+    reduced = reduced_bytes(run, b)
+    casts = late and reduced > b.gradients  # to the dtype of the sum; else autograd adds them to it
+    # Reduced once, in or after the last micro-batch: until then each rank sums whole ones.
+    whole = not run.sync_each_batch or (sharded and run.pp > 1)
+    if whole:
         every = share.layers * units.block_reduction + units.outside_reduction + units.head_reduction
-        every += elements * (4 if b.master else b.gradients) * (run.tp - 1) // run.tp if share.first else 0
+        # An embedding's is cut only then.
+        every += elements * reduced * (run.tp - 1) // run.tp if share.first else 0
     every += max(0, uncut - table)
     # Those of earlier micro-batches exist all the time; those of a single one only from backward on.
     wide = wide_bytes(share, states)
-    accumulates = share.over > 0 and not run.offload and not wide
-    # LitGPT's no_backward_sync: FSDP reduces nothing before the last micro-batch, and each rank sums whole gradients.
-    unsynced = accumulates and sharded and isinstance(run.stack, LitGPT)
-    if unsynced:
-        every = b.gradients * (states.trained if run.lora else sum(_stage_parameters(share).values()))
+    accumulates = share.over > 0 and not (run.offload and run.sync_each_batch) and not wide
     once = _stored(share, states, every)
     there = every if accumulates else 0
     if share.chunk is not None and not run.offload and not wide:
         there, once = _of_chunks(share, states, every)
     accumulated = there + wide
     stored = Stored(there, there, there) if accumulates else Stored(every, every, every) if run.offload else once
-    if sharded and accumulates and run.dp_replicate > 1:
+    if first_alone := late and run.accumulation == 2:  # whole ones come in the first backward, and go in the second
+        stored = once
+    if sharded and accumulates and run.dp_replicate > 1 and run.sync_each_batch:
         # What copies have summed is added to earlier gradients, and kept beside them until backward is over
         # (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, _all_reduce_state).
         stored = Stored(*(before + now for before, now in zip(stored, once, strict=True)))
@@ -74,14 +78,18 @@ def gradients(share: Share, states: States) -> Gradients:
     # first was cast from half, two terms (torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace).
     terms = 2 if (share.autocast and run.tp == 1) or in_chunks(run) else 3
     of_head = table if share.last else 0
-    if states.units.head:  # a unit of its own, whose gradients are reduced before those of blocks
+    if units.head:  # a unit of its own, whose gradients are reduced before those of blocks
         of_head = 0 if accumulates else every * elements // sum(_stage_parameters(share).values())
-    elif sharded:  # and FSDP2 has no shard of them yet
+    elif sharded and (casts or tied or first_alone or not late):  # and FSDP2 has no shard of them yet
         stored = Stored(stored.before_last_two + of_head, stored.before_last + of_head, stored.after_blocks)
     if sharded:
-        embedding = whole_table + (terms * table if tied else states.units.outside_gradients)
-        if whole and not accumulates and b.master:  # cast to be summed with later ones
-            embedding += elements * 4 if share.first else 0
+        embedding = whole_table + (terms * table if tied else units.outside_gradients)
+        if first_alone and casts:
+            embedding = max(embedding, units.outside_reduction + table)
+        elif late and not (casts or tied or first_alone):
+            embedding = whole_table or table
+        if whole and not accumulates and reduced > b.gradients:  # cast to be summed with later ones
+            embedding += elements * reduced if share.first else 0
     elif in_backward and not tied:
         embedding = table
     elif tied:
@@ -89,13 +97,20 @@ def gradients(share: Share, states: States) -> Gradients:
     else:
         embedding = (whole_table or table) if accumulates and share.first else 0
     # The head's is added to an earlier one at once, but where it is to be summed with another before, or reduced.
-    head_stays = share.last and (sharded or tied or not accumulates)
+    head_stays = share.last and (tied or not accumulates or (sharded and (casts or not late)))
+    after_head = accumulated + (of_head if head_stays and (tied or not in_backward) else 0)
+    reducing = stored
+    if late:
+        left = units.block_reduction - units.block_shard  # by which a block's shard is less
+        before = after_head - share.layers * left
+        reducing = Stored(before + 2 * left, before + left, every - share.layers * left)
     half_head = elements * b.compute // run.tp if share.autocast else 0
     return Gradients(
         accumulated=accumulated,
         head=(3 if in_chunks(run) else 1) * table + half_head if share.last else 0,
-        after_head=accumulated + (of_head if head_stays and (tied or not in_backward) else 0),
+        after_head=after_head,
         stored=stored,
+        reducing=reducing,
         embedding=embedding,
         update=0 if in_backward else wide or _update(share, states),
         update_casts=0 if wide else max(uncut, _last_half(share)),

@@ -22,7 +22,7 @@ from ...specs.run import Training
 from ...specs.stacks import LitGPT, Torchtitan, Torchtune
 from ...specs.stages import chunks_of
 from .activations import block_inputs, block_saved, checkpointed, per_device
-from .fsdp import is_flat, own_ranks, uses_fsdp
+from .fsdp import is_flat, own_ranks, reduced_bytes, uses_fsdp, waits
 from .gradients import bucket_bytes, gradients
 from .scores import causal_mask, forward_scores
 from .share import Share, share_of
@@ -240,6 +240,7 @@ class StepMemory:
         working, own_gradients = self.working, self.backward.gradients
         # In a pipeline blocks are neither freed nor reduced before all micro-batches are through.
         freed, reduction = (units.block, units.block_reduction) if self.share.run.pp == 1 else (0, 0)
+        reduction = 0 if waits(self.share.run) else reduction  # that of the last micro-batch: see `_reducing`
         in_norm = []
         if (block := block_of(self.share)) and block.norm_backward and self.share.last:
             other = units.head_reduction + described_bytes(block.norm_backward, self.share)
@@ -273,43 +274,51 @@ class StepMemory:
         if self.share.run.pp > 1:
             activations = 0
         gathered = units.resident + (units.prefetched or -units.block - units.experts)
-        reducing = units.block_gradients + units.block_reduction
+        # Where they waited, a block's gradients are among earlier ones, which go as it is reduced.
+        late = waits(self.share.run)
+        reducing = units.block_reduction + (0 if late else units.block_gradients)
         ranks = self.share.run.dp_shard * self.share.run.cp
         last_but_one = units.block + (units.prefetched or units.block + units.experts) + self.left
         last_but_one -= units.outside if units.head else 0
         # Of a unit with one large tensor, its gradient is still there as the reduced one is made.
         head_shard, outside_shard = units.head_reduction // ranks, 0
-        shard = units.block_reduction // ranks + units.experts_shard
-        after_first = grads.after_head + (0 if grads.accumulated else shard)
+        shard = units.block_shard + units.experts_shard
+        after_first = grads.after_head + (shard - units.block_reduction if late else 0 if grads.accumulated else shard)
         if units.head:
-            outside_shard = units.outside_reduction // ranks
+            outside_shard = units.outside_shard
         found = []
         if units.head:
             whole = units.head_gradients + units.head_reduction
             found.append(moment("the head's gradients reduced", units.resident + units.prefetched, self.between + whole,
                                 gradients=grads.accumulated + head_shard, activations=self.activations))  # fmt: skip
-        elif units.at_loss == 0:
-            found.append(
-                moment(
-                    "what is outside of blocks gathered again",
-                    2 * units.outside,
-                    gradients=grads.accumulated,
-                    activations=self.activations,
-                    logits=self.loss.head,
-                )
-            )
+        elif units.at_loss == 0 or (self.share.run.zero == 3 and isinstance(self.share.run.stack, str)):
+            # fully_shard of the whole model frees it after forward; torchtune alone computes the loss after that.
+            logits = self.loss.head if units.at_loss == 0 else self.loss.waiting
+            found.append(moment("what is outside of blocks gathered again", 2 * units.outside, logits=logits,
+                                gradients=grads.accumulated,
+                                activations=self.activations + self.kept_casts))  # fmt: skip
         # FSDP1's autograd joins a unit's gradients before its weights go, and nothing of its reduction stays.
         flat = is_flat(self.share.run)
         joined, behind = (units.block, 0) if flat else (0, units.block_reduction)
+        # Beside it are the reduced ones, in half and cast to the shard's fp32, and the unit's last gradient, which a
+        # loop's variable keeps (_fsdp_collectives.py, foreach_reduce): an untied head's.
+        made, share = units.outside_shard, self.share
+        made += units.outside_reduction // ranks if made * ranks > units.outside_reduction else 0
+        if share.last and not (flat or units.head or share.spec.tied or share.run.lora):
+            width = reduced_bytes(share.run, share.bytes) if late else share.bytes.gradients
+            made += width * share.spec.vocab * share.spec.hidden // share.run.tp
         found += [
             moment("the first block's gradients reduced", gathered + joined, self.between + reducing,
                    gradients=grads.after_head, activations=activations),
             moment("the last block's gradients reduced", self.left + joined, reducing,
-                   gradients=grads.stored.before_last),
+                   gradients=grads.reducing.before_last),
             moment("the other gradients reduced", units.outside if flat else 0,
-                   units.outside_gradients + units.outside_reduction,
-                   gradients=grads.stored.after_blocks + outside_shard),
+                   units.outside_reduction + max(0 if late else units.outside_gradients, made),
+                   gradients=grads.reducing.after_blocks + outside_shard),
         ]  # fmt: skip
+        if late:
+            found.append(moment("the embedding's gradient, the last time", self.left, units.block_reduction +
+                                grads.embedding, gradients=grads.reducing.after_blocks))  # fmt: skip
         # One with a reduction behind it and a block gathered, or still whole, before it; a pipeline reduces when all is
         # through.
         if self.layers > 2 and self.share.run.pp == 1:
@@ -324,10 +333,10 @@ class StepMemory:
                 moment("the second block's gradients", gathered, self.between + reducing, gradients=after_first,
                        activations=activations - self.block),
                 moment("the last but one block of backward", last_but_one, behind + self.working,
-                       gradients=grads.stored.before_last_two + self.backward.gradients,
+                       gradients=grads.reducing.before_last_two + self.backward.gradients,
                        activations=self.last_block + self.block + self.recomputed + self.block_cast),
                 moment("the last but one block's gradients", last_but_one, self.between + reducing,
-                       gradients=grads.stored.before_last_two, activations=self.last_block),
+                       gradients=grads.reducing.before_last_two, activations=self.last_block),
             ]  # fmt: skip
         return found
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ...specs.stacks import StackOptions, Torchtitan, Torchtune
 from .. import newton_schulz
-from .fsdp import uses_fsdp
+from .fsdp import reduced_bytes, uses_fsdp, waits
 from .scores import backward_scores, score_elements
 from .share import Share, adapter_bytes
 from .stacks.blocks import block_of
@@ -151,12 +151,13 @@ def dequantized(share: Share) -> int:
 def block_backward(share: Share, kept: dict[str, int], whole: dict[str, int]) -> BlockBackward:
     """Return what the block takes whose backward runs, of which forward kept `kept` bytes by kind, and keeps `whole`
     where nothing is recomputed. Its own gradients, of several micro-batches, are added to the earlier ones, except
-    where FSDP2 has only shards of those."""
+    where FSDP2 has only shards of those, or sums of another dtype."""
     spec, run = share.spec, share.run
     in_backward = isinstance(run.stack, StackOptions) and run.stack.steps_in_backward(run)  # and gone at once
     # A compiled block's come together, when it is over.
     own = not run.lora and not run.offload and (run.compile or not in_backward)
-    own = own and (run.accumulation == 1 or uses_fsdp(run))
+    added = waits(run) and reduced_bytes(run, share.bytes) == share.bytes.gradients
+    own = own and (run.accumulation == 1 or (uses_fsdp(run) and not added))
     gradient = share.bytes.gradients if own else 0
     if block := block_of(share):
         return max((_at(height, block, share, sum(kept.values()), gradient) for height in block.backward), key=sum)

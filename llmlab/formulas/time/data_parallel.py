@@ -8,7 +8,8 @@ PyTorch's stage 1 sums as DDP does, and sends each tensor from the rank that upd
 each of which goes round all ranks (torch/distributed/optim/zero_redundancy_optimizer.py, _sync_params).
 HSDP does so among the ranks that share a copy, and sums each shard's gradients over the copies by an all-reduce, on a
 stream of its own (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_reduce).
-In a pipeline gradients are scattered once, after the last micro-batch (torch/distributed/pipelining/stage.py).
+In a pipeline gradients are scattered once, after the last micro-batch (torch/distributed/pipelining/stage.py), and with
+sync_each_batch=False behind its backward; weights are gathered for every micro-batch all the same.
 """
 
 from __future__ import annotations
@@ -219,8 +220,7 @@ def _reduced(replica: _Replica, run: Training, hidden: bool, bucket: int | None)
         messages = ceil(replica.gradients / bucket) or 1
         costs = [replica.kernels.collective("all-reduce", replica.reduced / messages, replica.everyone)] * messages
         ready = [backward * min(1, (i + 1) / messages / replica.in_blocks) for i in range(messages)]
-    # Sharded gradients cannot wait for the last micro-batch; in a pipeline they are whole until then.
-    times = run.accumulation if run.zero == 2 and run.pp == 1 else 1
+    times = _reductions(run) if run.zero == 2 else 1
     sent = times * sum(costs)
     size = times * (2 * replica.reduced if bucket else replica.reduced * (1 + 2 * _copied(replica)))
     exposed = times * (finished(ready, costs) - backward) if hidden else sent
@@ -238,14 +238,16 @@ def _sharded(replica: _Replica, run: Training, hide_forward: bool, hide_backward
     In a pipeline torch frees nothing after a backward but the last, so that a forward after it finds all blocks whole,
     and frees them: m micro-batches of 1F1B gather a block m + 1 times (tests/formulas/test_fsdp_pipeline.py)."""
     layers = replica.layers
-    whole = 1 if run.pp > 1 else run.accumulation  # micro-batches with both gathers and a reduce-scatter
-    gathers_only = run.accumulation - whole
+    whole = _reductions(run)  # micro-batches with both gathers and a reduce-scatter
+    gathers_only = run.accumulation - whole  # with one of them; without a pipeline with both
+    again = 0 if run.pp > 1 else gathers_only
     gather, outside_gather = replica.seconds("all-gather", replica.weights, replica.narrower)
     scatter, outside_scatter = replica.seconds("reduce-scatter", replica.reduced)
     reduce, outside_reduce = replica.summed()
     outside = outside_gather + outside_scatter + outside_reduce
     forward = layers * gather
     sent = whole * (forward + layers * (gather + scatter + reduce) + outside) + gathers_only * forward
+    sent += again * (forward + outside_gather)
     if hide_forward:
         forward = gather + (layers - 1) * max(0.0, gather - replica.forward / layers)
 
@@ -256,10 +258,18 @@ def _sharded(replica: _Replica, run: Training, hide_forward: bool, hide_backward
         return scatter + reduce + (layers - 1) * max(0.0, busy - replica.backward / layers)
 
     exposed = whole * (forward + backward(scatter, reduce) + outside) + gathers_only * backward(0.0, 0.0)
+    exposed += again * (forward + outside_gather)
     weights = replica.weights - replica.narrower
-    size = whole * (2 * weights + (1 + 2 * _copied(replica)) * replica.reduced) + gathers_only * weights
-    moved = whole * (2 * 2 * weights + replica.gradients + replica.reduced) + gathers_only * 2 * weights
+    gathers = 2 * whole + gathers_only + again
+    size = whole * (1 + 2 * _copied(replica)) * replica.reduced + gathers * weights
+    moved = whole * (replica.gradients + replica.reduced) + gathers * 2 * weights
     return Communicated(exposed, sent, size, gather, scatter + reduce, moved / replica.kernels.bandwidth)
+
+
+def _reductions(run: Training) -> int:
+    """Return how often ZeRO 2 and 3 scatter all gradients in a step: they cannot wait for the last micro-batch, unless
+    they are whole until then."""
+    return run.accumulation if run.pp == 1 and run.sync_each_batch else 1
 
 
 def _copied(replica: _Replica) -> float:

@@ -17,7 +17,7 @@ from ...specs.run import Training, stack_of
 from ...specs.stacks import Megatron, Nanotron, Torchtitan
 from ..memory.activations import FUSED
 from ..memory.float8 import converted, takes_either_layout
-from ..memory.fsdp import uses_fsdp
+from ..memory.fsdp import reduced_bytes, uses_fsdp
 from ..memory.precision import PRECISION
 from ..memory.scores import kept_scores, score_elements
 from ..memory.share import Share, adapted, adapter_bytes, share_of
@@ -255,7 +255,9 @@ def accumulated(spec: ModelSpec, run: Training, behind: bool = True) -> float:
     sum. Shards of gradients, which ZeRO 2 and 3 add, are little. A buffer in fp32 takes those of every micro-batch:
     both read, the sum written. Megatron-LM's products add their results to that buffer themselves
     (gradient_accumulation_fusion), `behind` the next tile's product or, on chips before Hopper, after their own: they
-    read and write what is summed, where those that were measured write a half."""
+    read and write what is summed, where those that were measured write a half. Without sync_each_batch each rank adds
+    whole ones, and FSDP2's policy those in half to sums in fp32, the first cast
+    (torch/distributed/fsdp/_fully_shard/_fsdp_param.py)."""
     if (stack := stack_of(run)) and stack.sums_in_fp32:
         whole = states(spec, run, sharded=False).trained
         return (PRECISION[run.precision].gradients + 2 * 4.0) * run.accumulation * whole
@@ -263,10 +265,14 @@ def accumulated(spec: ModelSpec, run: Training, behind: bool = True) -> float:
         summed = 2 * (4 if run.stack.accumulates_in_fp32(run.compute_dtype) else 2)
         more = 2 + summed if not run.stack.gradient_accumulation_fusion else 0 if behind else summed - 2
         return float(more * run.accumulation * states(spec, run, sharded=False).trained)
-    if run.accumulation == 1 or run.zero >= 2:
+    if run.accumulation == 1 or (run.zero >= 2 and run.sync_each_batch):
         return 0.0
-    gradient = adapter_bytes(run) if run.lora else PRECISION[run.precision].gradients
-    return 3.0 * gradient * (run.accumulation - 1) * states(spec, run, sharded=False).trained
+    b = PRECISION[run.precision]
+    gradient = adapter_bytes(run) if run.lora else b.gradients
+    total = reduced_bytes(run, b) if run.zero >= 2 and not run.lora else gradient
+    first = gradient + total if total > gradient else 0
+    each = first + (run.accumulation - 1) * (gradient + 2.0 * total)
+    return each * states(spec, run, sharded=False).trained
 
 
 class Casts(NamedTuple):

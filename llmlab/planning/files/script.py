@@ -148,7 +148,8 @@ def _constants(spec: ModelSpec, run: Training, chosen: str, model: str, from_scr
     if chosen == "pytorch":
         more: Mapping[str, Any] = {
             "PRECISION": run.precision, "COMPUTE": DTYPES[run.compute_dtype], "OPTIMIZER": run.optimizer,
-            "ZERO": run.zero, "OFFLOAD": bool(run.offload), "DP_REPLICATE": run.dp_replicate, "KERNELS": run.kernels,
+            "ZERO": run.zero, "OFFLOAD": bool(run.offload), "DP_REPLICATE": run.dp_replicate,
+            "SYNC_EACH_BATCH": run.sync_each_batch, "REDUCE": DTYPES[run.reduce_dtype], "KERNELS": run.kernels,
             "COMPILE": run.compile, "LORA": None,
         }  # fmt: skip
     else:

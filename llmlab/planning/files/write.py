@@ -66,7 +66,8 @@ def texts(spec: ModelSpec, run: Training, card: str, nodes: int, per_node: int) 
     add("train.py", "the training script", lambda: training_script(spec, run, model, not published, title))
     add("ds_config.json", "DeepSpeed's settings", lambda: json.dumps(deepspeed_settings(run), indent=2) + "\n")
     add("accelerate.yaml", "accelerate launch --config_file",
-        lambda: note(f"accelerate launch --config_file accelerate.yaml; model, {_unsaid(run)} are the script's.")
+        lambda: note(f"accelerate launch --config_file accelerate.yaml; model, {_unsaid(run)} are the script's."
+                     + _accumulates(run))
         + yaml_text(run.to_accelerate() | {"num_machines": nodes}))  # fmt: skip
     add("torchtitan.toml", "torchtitan's job config",
         lambda: note(f"For torchtitan {RELEASE}. The learning rate is yours: --optimizer.lr, whose default is 8e-4.")
@@ -124,6 +125,14 @@ def program(spec: ModelSpec, run: Training) -> str:
 
 def _unsaid(run: Training) -> str:
     return "its optimizer, attention" + (", adapters" if run.lora else "") + " and the micro-batch"
+
+
+def _accumulates(run: Training) -> str:
+    """Return the comment on what no key of Accelerate's config says: when FSDP reduces gradients."""
+    if run.zero != 3 or run.accumulation == 1:
+        return ""
+    plugin = f"GradientAccumulationPlugin(num_steps={run.accumulation}, sync_each_batch={run.sync_each_batch})"
+    return f"\n# It makes Accelerator(gradient_accumulation_plugin={plugin})."
 
 
 def _started(run: Training, by: str) -> tuple[str, list[str]]:

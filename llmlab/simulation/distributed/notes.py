@@ -19,7 +19,7 @@ DEEPSPEED_NOTE = "Rank 0 of DeepSpeed's engine, ZeRO stage {}; transformers' mod
 MEGATRON_NOTE = "megatron-core's own layers; in the place of Apex's kernels there is what they allocate."
 MEGATRON_ALONE_NOTE = "megatron-core's own layers, and PyTorch's norm, softmax and AdamW, as without Apex."
 POLICY_NOTE = (
-    "{} is FSDP2's MixedPrecisionPolicy: fp32 shards, gathered in half precision, reduced in fp32; the optimizer steps "
+    "{} is FSDP2's MixedPrecisionPolicy: fp32 shards, gathered in half precision, reduced in {}; the optimizer steps "
     "as torch chooses, by foreach."
 )
 EXPERTS_NOTE = (
@@ -29,6 +29,7 @@ EXPERTS_NOTE = (
 COPIES_NOTE = "HSDP: {} ranks share each of {} copies; FSDP2 sums a shard's gradients over them by an all-reduce."
 STAGED_NOTE = "Rank 0 of pp={}: torchtitan's split, and the schedule of torch.distributed.pipelining with its buffers."
 EACH_NOTE = "FSDP2 reduces gradients after each of the {} micro-batches."
+LAST_NOTE = "FSDP2 reduces gradients after the last of the {} micro-batches; until then each rank sums whole ones."
 NO_NCCL_NOTE = "What NCCL takes outside of PyTorch's allocator is not in it, so `process` is not known."
 NCCL_NOTE = "`process` has {} for NCCL, read on one {}: it depends on NCCL's version, channels and groups."
 
@@ -48,11 +49,11 @@ def notes(spec: ModelSpec, run: Run, card: GPU | None) -> tuple[str, ...]:
     if run.dp_replicate > 1:
         engine += (COPIES_NOTE.format(run.dp_shard, run.dp_replicate),)
     if is_sharded(run) and run.precision.startswith("mixed"):
-        engine += (POLICY_NOTE.format(run.precision),)
+        engine += (POLICY_NOTE.format(run.precision, run.reduce_dtype),)
     if is_sharded(run) and 0 < spec.experts < run.dp_shard:
         engine += (EXPERTS_NOTE.format(spec.experts, run.dp_shard),)
     if is_sharded(run) and run.accumulation > 1 and run.pp == 1:
-        engine += (EACH_NOTE.format(run.accumulation),)
+        engine += ((EACH_NOTE if run.sync_each_batch else LAST_NOTE).format(run.accumulation),)
     split = "parallelize_module cuts linears, embedding, logits and loss"
     tensor = (f"Rank 0 of tp={run.tp}: torch's {split}.",) if run.tp > 1 else ()
     staged = (STAGED_NOTE.format(run.pp),) if run.pp > 1 else ()

@@ -49,6 +49,8 @@ class DeepSpeed(StackOptions):
         "compile": (False,),
         "kernels": (None, "fused-norm"),
         "fp8": (None,),
+        "sync_each_batch": (True,),
+        "reduce_dtype": ("fp32",),
     }
 
     contiguous_gradients: bool = True

@@ -48,9 +48,13 @@ class LitGPT(StackOptions):
     }
 
     def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """bf16 throughout; on several devices FSDP, and all blocks recomputed."""
+        """bf16 throughout; on several devices FSDP, which reduces gradients after the last micro-batch
+        (Fabric's no_backward_sync), and all blocks recomputed."""
         sharded = given["dp"] > 1
-        return {"precision": "bf16", "zero": 3 if sharded else 0, "checkpointing": "full" if sharded else None}
+        return {
+            "precision": "bf16", "zero": 3 if sharded else 0, "checkpointing": "full" if sharded else None,
+            "sync_each_batch": not sharded or given["accumulation"] == 1,
+        }  # fmt: skip
 
     def check_run(self, given: Mapping[str, Any]) -> None:
         """Raise SpecError for what LitGPT's recipes do otherwise."""

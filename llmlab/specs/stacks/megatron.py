@@ -79,6 +79,8 @@ class Megatron(StackOptions):
         "compile": (False,),
         "kernels": (None,),
         "schedule": ("1f1b",),
+        "sync_each_batch": (True,),
+        "reduce_dtype": ("fp32",),
     }
 
     recompute: Recompute | None = None

@@ -48,6 +48,8 @@ class Nanotron(StackOptions):
         "compile": (False,),
         "kernels": (None,),
         "fp8": (None,),
+        "sync_each_batch": (True,),
+        "reduce_dtype": ("fp32",),
     }
 
     accumulate_grad_in_fp32: bool = True

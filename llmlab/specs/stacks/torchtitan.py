@@ -57,6 +57,8 @@ class Torchtitan(StackOptions):
         "offload": (None,),
         "kernels": (None,),
         "virtual_stages": (1, 2),
+        "sync_each_batch": (True,),
+        "reduce_dtype": ("fp32",),
     }
 
     ac: TitanAC | None = None

@@ -53,6 +53,8 @@ class Torchtune(StackOptions):
         "offload": (None,),
         "kernels": (None,),
         "fp8": (None,),
+        "sync_each_batch": (True,),
+        "reduce_dtype": ("fp32",),
     }
 
     enable_activation_checkpointing: bool | None = None
