@@ -105,7 +105,7 @@ nbval: env ## run every notebook again and compare every output with the one tha
 	@$(STAGE) $@ -- $(NBVAL) $(TIMES) --nbval book
 
 browser: env ## read every built page, and open it in headless Chromium
-	@$(STAGE) $@ -- $(BIN)/python -m pytest -q $(TIMES) tests/book/test_site.py tests/book/test_browser.py
+	@$(STAGE) $@ -- $(PYTEST) --maxprocesses 2 --dist loadgroup $(TIMES) tests/book/test_site.py tests/book/test_browser.py
 
 durations: env ## print what the last run of each stage took, and its slowest tests
 	@$(STAGE)

@@ -79,7 +79,10 @@ class Forked:
     def Process(target, args, name):
         server = get_context("forkserver")
         # torch's optimizers import its compiler. None of these touches a GPU, which a fork could not use any more.
-        server.set_forkserver_preload(["pytest", "torch", "torch._dynamo", "torch.distributed.fsdp", "llmlab"])
+        transformers = "transformers.models.llama.modeling_llama"
+        server.set_forkserver_preload(
+            ["pytest", "torch", "torch._dynamo", "torch.distributed.fsdp", transformers, "llmlab"]
+        )
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("OMP_NUM_THREADS", "1")  # threads that a library starts as it is loaded are not forked
             forkserver.ensure_running()
@@ -94,4 +97,4 @@ def forked_ranks():
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("llmlab.ranks.launch.get_context", lambda _: Forked)
-        yield
+        yield Forked

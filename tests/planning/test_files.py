@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 from click.testing import CliRunner
+from torch.distributed import TCPStore
 
 import llmlab as lab
 from llmlab.base.compat import KNOWN
@@ -21,6 +22,7 @@ from llmlab.base.errors import SpecError
 from llmlab.cli.main import cli
 from llmlab.engines.torchtitan import torchtitan_config
 from llmlab.engines.tuners import megatron_arguments
+from llmlab.experiments.engines import quiet_deepspeed
 
 TINY = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -342,15 +344,45 @@ def test_a_claimed_name_is_a_comment_whatever_it_is(tmp_path):
     compile((tmp_path / "out" / "train.py").read_text(), "train.py", "exec")
 
 
-def started(folder, run, trained="model.safetensors"):
-    """Write the files of `run`, start train.py on its ranks for two steps, and return what it printed."""
-    written(folder, run, f"{run.dp}xA100-80GB")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.dp)]
-    done = subprocess.run([*command, "train.py", "--lr", "1e-3", "--steps", "2"], cwd=folder, capture_output=True,
-                          text=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert (folder / "trained" / trained).exists()
-    return done.stdout
+def train(folder, said, before):
+    """Run in each rank: the script as it is started, but in a process that has imported what it imports."""
+    os.chdir(folder)
+    os.environ.update(said)
+    log = os.open(f"{said['RANK']}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    before()
+    sys.argv = ["train.py", "--lr", "1e-3", "--steps", "2"]
+    runpy.run_path("train.py", run_name="__main__")
+
+
+@pytest.fixture
+def started(forked_ranks):
+    """A function that writes the files of `run`, has train.py take two steps, and returns what its first rank printed.
+
+    The ranks are told what torchrun tells them, which test_the_launch_line_starts_plain_pytorch_with_muon runs itself.
+    """
+
+    def start(folder, run, trained="model.safetensors", before=int):
+        written(folder, run, f"{run.dp}xA100-80GB")
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        said = {
+            "WORLD_SIZE": run.dp, "LOCAL_WORLD_SIZE": run.dp, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port,
+            "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0, "CUDA_VISIBLE_DEVICES": "",
+        }  # fmt: skip
+        ranks = []
+        for rank in range(run.dp):
+            place = {name: str(value) for name, value in {**said, "RANK": rank, "LOCAL_RANK": rank}.items()}
+            ranks.append(forked_ranks.Process(train, (folder, place, before), f"rank {rank}"))
+            ranks[-1].start()
+        for rank in ranks:
+            rank.join()
+        logs = [(folder / f"{rank}.log").read_text() for rank in range(run.dp)]
+        assert not any(rank.exitcode for rank in ranks), "\n".join(logs)
+        assert (folder / "trained" / trained).exists()
+        return logs[0]
+
+    return start
 
 
 BOTH = "optimizer+parameters"
@@ -360,7 +392,7 @@ def losses(said):
     return [float(line.split()[-1]) for line in said.splitlines() if line.startswith("step")]
 
 
-def test_plain_pytorch_shards_and_offloads_over_two_ranks(tmp_path):
+def test_plain_pytorch_shards_and_offloads_over_two_ranks(tmp_path, started):
     run = lab.Training(dp=2, zero=3, precision="mixed-bf16", seq_len=32, accumulation=2, checkpointing="full")
     sharded = losses(started(tmp_path / "sharded", run))
     assert len(sharded) == 2 and losses(started(tmp_path / "offloaded", replace(run, offload=BOTH))) == sharded
@@ -370,7 +402,7 @@ def test_plain_pytorch_shards_and_offloads_over_two_ranks(tmp_path):
     assert half == pytest.approx(sharded, abs=0.05)
 
 
-def test_plain_pytorch_shards_a_frozen_model_and_its_adapters_over_two_ranks(tmp_path):
+def test_plain_pytorch_shards_a_frozen_model_and_its_adapters_over_two_ranks(tmp_path, started):
     pytest.importorskip("peft")
     run = lab.Training(dp=2, zero=3, precision="bf16", seq_len=32, lora=ADAPTERS, checkpointing="full")
     sharded = losses(started(tmp_path / "sharded", run, "adapter_model.safetensors"))
@@ -378,15 +410,20 @@ def test_plain_pytorch_shards_a_frozen_model_and_its_adapters_over_two_ranks(tmp
     assert len(sharded) == 2 and offloaded == pytest.approx(sharded, abs=0.05)  # bf16
 
 
-def test_muon_steps_blocks_in_plain_pytorch(tmp_path):
+def test_the_launch_line_starts_plain_pytorch_with_muon(tmp_path):
     run = lab.Training(dp=2, precision="mixed-bf16", seq_len=32, optimizer="muon")
-    first, second = losses(started(tmp_path / "out", run))
-    assert first != second
+    written(tmp_path / "out", run, "2xA100-80GB")
+    there = {"LR": "1e-3", "CUDA_VISIBLE_DEVICES": "",
+             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}  # fmt: skip
+    done = subprocess.run(["bash", tmp_path / "out" / "launch.sh", "--steps", "2"], capture_output=True, text=True,
+                          env=os.environ | there)  # fmt: skip
+    first, second = losses(done.stdout)
+    assert first != second, done.stderr
     left_out = lab.write(TINY, run, "2xA100-80GB", tmp_path / "again").left_out
     assert {"axolotl.yaml", "llama_factory.yaml", "torchtitan.toml", "megatron_args.txt"} <= set(left_out)
 
 
-def test_one_gpus_offloaded_states_have_ranks_of_their_own_and_compiled_blocks(tmp_path):
+def test_one_gpus_offloaded_states_have_ranks_of_their_own_and_compiled_blocks(tmp_path, started):
     run = lab.Training(zero=3, precision="mixed-fp16", seq_len=32, checkpointing="selective", offload=BOTH)
     eager = losses(started(tmp_path / "eager", run))
     compiled = losses(started(tmp_path / "compiled", replace(run, compile=True)))
@@ -398,27 +435,24 @@ def test_one_gpus_offloaded_states_have_ranks_of_their_own_and_compiled_blocks(t
     {"zero": 2, "offload": "optimizer", "precision": "autocast-bf16", "checkpointing": "selective"},
     {"zero": 1, "dp": 2, "precision": "mixed-bf16", "compile": True},
 ])  # fmt: skip
-def test_deepspeed_offloads_and_compiles_what_the_trainer_starts(tmp_path, fields):
-    assert "'train_loss': '6." in started(tmp_path / "out", lab.Training(seq_len=32, **fields))
+def test_deepspeed_offloads_and_compiles_what_the_trainer_starts(tmp_path, started, fields):
+    assert "'train_loss': '6." in started(tmp_path / "out", lab.Training(seq_len=32, **fields), before=quiet_deepspeed)
     settings = json.loads((tmp_path / "out" / "ds_config.json").read_text())["zero_optimization"]
     assert ("offload_optimizer" in settings) == ("offload" in fields)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_deepspeeds_own_options_are_started_by_the_trainer(tmp_path, stage):
+def test_deepspeeds_own_options_are_started_by_the_trainer_on_two_ranks(tmp_path, started, stage):
     run = lab.Training(seq_len=32, dp=2, zero=stage, precision="mixed-bf16",
                        stack=lab.DeepSpeed(torch_adam=True, reduce_bucket_size=100_000))  # fmt: skip
-    assert "'train_loss': '6." in started(tmp_path / "out", run)
+    assert "'train_loss': '6." in started(tmp_path / "out", run, before=quiet_deepspeed)
     assert "accelerate.yaml" not in os.listdir(tmp_path / "out")  # which would say less
     assert lab.Training.from_deepspeed(tmp_path / "out" / "ds_config.json", seq_len=32, stack="deepspeed") == run
 
 
-def test_the_trainer_runs_it(tmp_path):
-    written(tmp_path / "out", lab.Training(precision="autocast-bf16", seq_len=32, checkpointing="selective"))
-    done = subprocess.run([sys.executable, "train.py", "--lr", "1e-3", "--steps", "2"], cwd=tmp_path / "out",
-                          capture_output=True, text=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})  # fmt: skip
-    assert "train_loss" in done.stdout, done.stderr
-    assert (tmp_path / "out" / "trained" / "model.safetensors").exists()
+def test_the_trainer_runs_it(tmp_path, started):
+    run = lab.Training(precision="autocast-bf16", seq_len=32, checkpointing="selective")
+    assert "train_loss" in started(tmp_path / "out", run)
 
 
 WAITS = {"dp": 8, "zero": 3, "sync_each_batch": False}
@@ -429,10 +463,8 @@ def test_a_written_script_takes_the_memory_that_was_predicted(tmp_path, monkeypa
     run = lab.Training(precision="mixed-bf16", seq_len=256, micro_batch=2, accumulation=2, **fields)
     written(tmp_path / "out", run, f"{run.dp}xA100-40GB", "gpt2")
     monkeypatch.chdir(tmp_path / "out")
-    command = [sys.executable, "-c", "from llmlab.cli.main import main; main()", "run", "--gpu", "A100-40GB", "--json",
-               "--steps", "2", "--world-size", str(run.dp), "train.py", "--lr", "1e-4"]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True)
-    found = json.loads(done.stdout)
+    words = ["run", "--gpu", "A100-40GB", "--json", "--steps", "2", "--world-size", str(run.dp), "train.py"]
+    found = json.loads(CliRunner().invoke(cli, [*words, "--lr", "1e-4"]).stdout)
     assert found["peak_allocated"] == pytest.approx(lab.simulate("gpt2", run, "A100-40GB").peak_allocated, rel=0.05)
 
 

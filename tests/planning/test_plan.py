@@ -168,9 +168,9 @@ def test_more_gpus_and_shorter_sequences_are_named_too():
     question = Question(lab.model("meta-llama/Llama-3.1-8B"), 8, fixed={"seq_len": 32768, "offload": None})
     assert more.total > 1 and fitting(question, more)
     assert not fitting(question, machines(f"{more.total // 2}xH100-80GB"))
-    adapters = lab.plan("meta-llama/Llama-3.1-8B", "T4", 8, method="qlora", fixed={"seq_len": 131072})
+    adapters = lab.plan("meta-llama/Llama-3.1-8B", "T4", 8, method="qlora", fixed={"seq_len": 16384})
     shorter = next(each for each in adapters.nearest if each.direction == "Shorter sequences")
-    assert shorter.run.seq_len < 131072 and shorter.run.seq_len * shorter.run.global_batch == 8 * 131072
+    assert shorter.run.seq_len < 16384 and shorter.run.seq_len * shorter.run.global_batch == 8 * 16384
 
 
 def test_a_deadline_that_nobody_meets_is_said_with_the_fastest():

@@ -19,36 +19,24 @@ def test_fits(simulated_gpu):
 """
 
 
-@pytest.fixture
-def run(pytester):
-    def run(*options, **sizes):
-        pytester.makepyfile(test_memory=TEST.format(**sizes))
-        return pytester.runpytest_subprocess("-p", "no:cacheprovider", *options)
-
-    return run
+def run(pytester, *options, **files):
+    pytester.makepyfile(**{name: TEST.format(**sizes) for name, sizes in files.items()})
+    return pytester.runpytest_subprocess("-p", "no:cacheprovider", *options)
 
 
-def test_it_passes_and_stores_what_it_took(run, pytester):
-    run("--update-memory", limit=2, hidden=1024).assert_outcomes(passed=1)
-    stored = json.loads((pytester.path / "test_memory.memory.json").read_text())["test_fits"]
-    assert stored["peak_allocated"] == sum(stored["modules"].values())
-
-
-def test_it_fails_with_the_module_that_grew(run, pytester):
-    run("--update-memory", limit=2, hidden=1024).assert_outcomes(passed=1)
+def test_what_it_took_is_stored_and_what_grows_or_fills_the_card_fails(pytester):
+    run(pytester, "--update-memory", test_memory={"limit": 2, "hidden": 1024}).assert_outcomes(passed=1)
     before = (pytester.path / "test_memory.memory.json").read_text()
-    result = run(limit=1, hidden=1 << 20)
-    result.assert_outcomes(failed=1)
+    stored = json.loads(before)["test_fits"]
+    assert stored["peak_allocated"] == sum(stored["modules"].values())
+    grown, full = {"limit": 1, "hidden": 1 << 20}, {"limit": 30, "hidden": 1 << 28}
+    result = run(pytester, test_memory=grown, test_full=full)
+    result.assert_outcomes(failed=2)
     said = ["test_fits takes *GiB of A100-40GB's 1.00 GiB", "what has grown since*", "*+*GiB  [*]"]
     result.stdout.fnmatch_lines(said)
-    assert (pytester.path / "test_memory.memory.json").read_text() == before
-
-
-def test_a_card_that_is_full_fails_it_too(run):
-    result = run(limit=30, hidden=1 << 28)
-    result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["test_fits runs out of memory on A100-40GB: *", "the peak by module*"])
     result.stdout.no_fnmatch_line("*During handling*")
+    assert (pytester.path / "test_memory.memory.json").read_text() == before
 
 
 def test_torch_is_not_imported_before_a_test_asks(pytester):
