@@ -250,6 +250,13 @@ def _compiled(eager: Block, share: Share) -> Block:
     run = share.run
     gone: tuple[str, ...] = (*NOT_KEPT, *CAST_AGAIN) if run.fp8 else NOT_KEPT
     saved = eager.saved
+    loss = COMPILED_LOSS if getattr(run.stack, "compile_loss", True) else eager.loss
+    if share.spec.experts:
+        return eager._replace(
+            saved=tuple(row for row in saved if row.operator not in gone),
+            selective=tuple(row for row in eager.selective if row.operator.startswith("inner_attention")),
+            loss=loss,
+        )
     # Of blocks one of which is recomputed the last is, which backward begins with.
     recomputes = "full" if getattr(run.stack, "ac", None) == "selective_layers" else run.checkpointing
     highest = COMPILED_BACKWARD[recomputes]
@@ -265,5 +272,5 @@ def _compiled(eager: Block, share: Share) -> Block:
         saved=tuple(row for row in saved if row.operator not in gone),
         selective=tuple(row for row in eager.selective if row.operator not in gone),
         backward=(highest,),
-        loss=COMPILED_LOSS if getattr(run.stack, "compile_loss", True) else eager.loss,
+        loss=loss,
     )
