@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from ...base.compat import symbol
+from ...base.compat import has, symbol
 from ...base.errors import NotAvailable
 from ...engines.torchtitan import schedule_name
 from ...recording.phases import COMMUNICATION
@@ -38,6 +38,7 @@ FLOAT8 = "quantize.linear.float8"  # the converter of that name
 def check(spec: ModelSpec, run: Training) -> None:
     """Raise NotAvailable for what is not simulated of torchtitan; import what the step calls."""
     asked = {
+        # Dynamo compiles each block anew where it takes DTensors here, and gives up at the eighth.
         f"compile=True, tp={run.tp}": run.compile and run.tp > 1,
         f"compile=True, cp={run.cp}": run.compile and run.cp > 1,
         f"{spec.dense_layers} dense layers of {spec.family}": spec.experts > 0 and spec.dense_layers > 0,
@@ -151,13 +152,17 @@ def _entering(enter: Enter, phase: str, stage: Any) -> Callable[..., Any]:
 
 def _made_again() -> AbstractContextManager:
     """Let selective checkpointing make again what a block's forward had not: FSDP2 gathers experts, a unit within the
-    block, ahead in forward and not in backward. From 2.13 on torch refuses that; torchtitan 0.2.2 is older."""
-    mode = symbol("torch.utils.checkpoint._CachedTorchDispatchMode")
-    real, key_of = mode.__torch_dispatch__, symbol("torch.utils.checkpoint._sac_storage_key")
+    block, ahead in forward and not in backward. Torch refuses that from 2.13 on, which torchtitan 0.2.2 is older than.
+    """
+    path = "torch.utils.checkpoint"
+    if not has(f"{path}._sac_storage_key"):
+        return nullcontext()
+    mode, key_of = symbol(f"{path}._CachedTorchDispatchMode"), symbol(f"{path}._sac_storage_key")
+    real = mode.__torch_dispatch__
 
     def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         key = key_of(func, args)
-        if self.func_counter[key] in self.storage.get(key, ()) or func in symbol("torch.utils.checkpoint.SAC_IGNORED_OPS"):
+        if self.func_counter[key] in self.storage.get(key, ()):
             return real(self, func, types, args, kwargs)
         return func(*args, **(kwargs or {}))
 
@@ -283,7 +288,7 @@ def job_config(run: Training) -> Any:
     if run.fp8:
         job.model.converters = [FLOAT8]
         float8 = job.quantize.linear.float8
-        float8.filter_fqns = ["output"]  # as its configurations have it
+        float8.filter_fqns = ["output", "router.gate"]  # as its configurations have it
         if run.fp8 == "tensorwise" and stack.enable_fsdp_float8_all_gather:
             float8.enable_fsdp_float8_all_gather = float8.precompute_float8_dynamic_scale_for_fsdp = True
         else:
