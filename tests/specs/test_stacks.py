@@ -107,7 +107,7 @@ def test_torchtitan_has_one_precision_for_each_set_of_degrees(given, own):
 
 def test_torchtitans_llama_has_heads_of_hidden_over_heads():
     config = {**lab.model("meta-llama/Meta-Llama-3-8B").config, "head_dim": 64}
-    with pytest.raises(lab.SpecError, match="head_dim=64 with .* of hidden / heads elements, 128 here"):
+    with pytest.raises(lab.SpecError, match=r"head_dim=64 with .* of hidden / heads elements, 128 here"):
         lab.estimate(config, lab.Training(dp=8, stack="torchtitan"), "H100-80GB")
 
 
