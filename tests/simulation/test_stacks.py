@@ -230,6 +230,7 @@ MIXTURES = {
     "one group of all, never resharded": (HEAVY, {"ep": 4, "stack": "torchtitan:reshard_after_forward=never,ac=none"}),
     "expert groups, light": (MIXED, {"ep": 2}),
     "expert groups, tensor parallel": (MIXED, {"ep": 2, "tp": 2, "stack": "torchtitan:ac=full"}),
+    "one of two layers": (MIXED, {"ep": 2, "stack": "torchtitan:ac=selective_layers"}),
     "expert groups, selective": (MIXED, {"ep": 4, "stack": "torchtitan"}),
     "compiled": (MIXED, {"compile": True}),
     "compiled, heavy": (HEAVY, {"compile": True}),

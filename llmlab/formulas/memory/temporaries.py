@@ -171,7 +171,7 @@ def forward_height(share: Share) -> int:
     if not block or not block.forward:
         return 0
     return max(described_bytes(each.beside, share) - described_bytes(
-        () if share.run.checkpointing else tuple(row for row in block.saved if row.operator in each.gone), share)
+        () if share.recomputes_last else tuple(row for row in block.saved if row.operator in each.gone), share)
         for each in block.forward)  # fmt: skip
 
 

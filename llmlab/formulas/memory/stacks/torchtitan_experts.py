@@ -54,7 +54,7 @@ def forward(share: Share) -> tuple[Height, ...]:
     chosen = share.spec.experts_per_token
     sums, last = Kept("bmm: its output", "temporaries", "h", "fp32", "whole"), "bmm: what experts returned, in fp32"
     kept: tuple[Kept, ...] = ()
-    if share.run.checkpointing:
+    if share.recomputes_last:
         kept = (
             Kept("h", "temporaries", "h", "stream", "tokens"),
             Kept("gate: its input", "linear inputs", "h", "product", "whole"),
