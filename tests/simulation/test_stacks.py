@@ -233,6 +233,7 @@ MIXTURES = {
     "one of two layers": (MIXED, {"ep": 2, "stack": "torchtitan:ac=selective_layers"}),
     "expert groups, selective": (MIXED, {"ep": 4, "stack": "torchtitan"}),
     "compiled": (MIXED, {"compile": True}),
+    "compiled, few tokens": (MIXED, {"compile": True, "dp": 16, "seq_len": 512}),
     "compiled, full": (MIXED, {"compile": True, "stack": "torchtitan:ac=full"}),
     "compiled, selective": (MIXED, {"compile": True, "stack": "torchtitan"}),
     "compiled, expert groups, selective": (MIXED, {"compile": True, "ep": 4, "stack": "torchtitan"}),
