@@ -75,6 +75,7 @@ NAMES: dict[str, dict[str, str]] = {
         "torch._dynamo.variables.functions": "UserFunctionVariable",
         "torch._dynamo.variables.torch": "TorchInGraphFunctionVariable constant_fold_functions",
         "torch._dynamo.variables.torch_function.SymbolicTorchFunctionState": "__init__",
+        "torch._meta_registrations": "device_hint",
         "torch._subclasses.fake_tensor.FakeTensorMode": "dispatch",
         "torch.nn.modules.module": "_global_forward_hooks _global_forward_pre_hooks _has_any_global_hook",
     },
@@ -198,6 +199,7 @@ NAMES: dict[str, dict[str, str]] = {
         "torchtitan.models.qwen3.infra.parallelize": "_op_sac_save_list",
         "torchtitan.protocols.model_converter": "build_model_converters",
         "torch._inductor.config": "emulate_precision_casts patch",
+        "torch.utils.checkpoint": "_CachedTorchDispatchMode _sac_storage_key",
         "torch.distributed.tensor.experimental._attention": "_disable_context_parallel_dispatcher "
         "_enable_context_parallel_dispatcher",
     },
@@ -246,6 +248,7 @@ NAMES: dict[str, dict[str, str]] = {
 OPTIONAL = frozenset((
     "safetensors.torch._flatten_as_ptr",  # older: _flatten
     "torch.accelerator.get_memory_info",  # since torch 2.10; nothing of torch's own asks for it before
+    "torch.utils.checkpoint._sac_storage_key",  # torch 2.13; before it what is not stored is computed
     # Older beam search has no such methods. It branches on the card's values, which the simulator refuses by itself.
     "transformers.generation.utils.GenerationMixin._beam_search_has_unfinished_sequences",
     "transformers.generation.utils.GenerationMixin._update_finished_beams",

@@ -68,6 +68,10 @@ def _check_training(spec: ModelSpec, run: Training) -> None:
     if isinstance(stack, Torchtitan) and spec.family.startswith("qwen3") and run.pp > 1:
         raise SpecError(f"pp={run.pp} with {spec.name}: torchtitan has no pipeline of qwen3 (models/qwen3/__init__.py, "
                         "pipelining_fn); give pp=1, or another stack")  # fmt: skip
+    if isinstance(stack, Torchtitan) and spec.family == "llama" and spec.query_width != spec.hidden:
+        raise SpecError(f"head_dim={spec.head_dim} with {spec.name}: torchtitan's Llama has heads of hidden / heads "
+                        f"elements, {spec.hidden // spec.heads} here (models/llama3/model/model.py, Attention); give "
+                        "another stack")  # fmt: skip
     if isinstance(stack, Megatron):
         stack.check_model(spec, run, stage_layers(spec.layers, run.pp, spec.name))
     elif stack and spec.tied and not stack.ties_heads:

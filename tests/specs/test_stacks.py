@@ -95,6 +95,22 @@ def test_torchtitans_pipelines_keep_weights_and_compute_in_fp32_where_nothing_is
     assert (lab.Training(**pipeline).precision, lab.Training(dp=2, **pipeline).precision) == ("fp32", "mixed-bf16")
 
 
+@pytest.mark.parametrize(("given", "own"), [
+    ({"tp": 2, "precision": "mixed-bf16"}, "fp32"), ({"dp": 2, "precision": "autocast-bf16"}, "mixed-bf16"),
+    ({"precision": "mixed-bf16"}, "autocast-bf16"),
+])  # fmt: skip
+def test_torchtitan_has_one_precision_for_each_set_of_degrees(given, own):
+    with pytest.raises(lab.SpecError, match=f"precision='{given['precision']}' with dp=.* give precision='{own}'"):
+        lab.Training(stack="torchtitan", **given)
+    assert lab.Training(stack="torchtitan", **{**given, "precision": own}).precision == own
+
+
+def test_torchtitans_llama_has_heads_of_hidden_over_heads():
+    config = {**lab.model("meta-llama/Meta-Llama-3-8B").config, "head_dim": 64}
+    with pytest.raises(lab.SpecError, match=r"head_dim=64 with .* of hidden / heads elements, 128 here"):
+        lab.estimate(config, lab.Training(dp=8, stack="torchtitan"), "H100-80GB")
+
+
 @pytest.mark.parametrize(("model", "given", "message"), [
     ("meta-llama/Meta-Llama-3-8B", {"accumulation": 3}, "accumulation=3 with pp=4: torch's 1F1B takes"),
     ("Qwen/Qwen3-8B", {"accumulation": 4}, "torchtitan has no pipeline of qwen3"),

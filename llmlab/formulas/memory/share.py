@@ -54,6 +54,13 @@ class Share:
 
 
     @property
+    def recomputes_last(self) -> bool:
+        """Whether the rank's last block is recomputed: torchtitan can recompute one of `every` alone."""
+        stack = self.run.stack
+        every = stack.every if isinstance(stack, Torchtitan) and stack.ac == "selective_layers" else 1
+        return self.run.checkpointing is not None and self.layers % every == 0
+
+    @property
     def compiled(self) -> bool:
         """Whether what a compiler keeps is counted: of transformers' dense classes, trained whole. Other compiled steps
         of transformers are counted as eager ones."""

@@ -97,17 +97,15 @@ def loss_bytes(share: Share) -> LossBytes:
     logits = share.tokens * spec.vocab // share.loss_ranks
     if block := block_of(share):
         titan = isinstance(run.stack, Torchtitan)
-        # torch's loss_parallel writes log_softmax out in operators, and has one more temporary both ways.
-        extra = 4 if run.tp > 1 and titan else 0
         forward, gradient, head, after = (int(logits * (c * own + 4 * fp32)) for own, fp32 in block.loss)
         if run.pp == 1 or not titan:
-            return LossBytes(forward + logits * extra, gradient + logits * extra, head, after)
+            return LossBytes(forward, gradient, head, after)
         # torch's schedule has the logits in a variable until the next micro-batch's (schedules.py); what autograd keeps
         # is log_softmax's result, or where the loss is compiled the logits again.
         kept = logits * c
-        held = kept if block.loss.gradient[0] == 0 else 0
+        held = kept if block.loss.gradient[0] < 2 else 0
         waiting = kept + (4 * logits if block.loss.forward[1] else 0)
-        return LossBytes(forward + logits * extra, gradient + held + logits * extra, head + kept, after + kept, waiting)
+        return LossBytes(forward, gradient + held, head + kept, after + kept, waiting)
     # The head's own part of them, and where ranks gather it, what all sent and that in the order of words
     # (torch/distributed/_functional_collectives.py, all_gather_tensor).
     own = share.tokens * spec.vocab // run.tp * c
@@ -174,7 +172,7 @@ def forward_height(share: Share) -> int:
     if not block or not block.forward:
         return 0
     return max(described_bytes(each.beside, share) - described_bytes(
-        () if share.run.checkpointing else tuple(row for row in block.saved if row.operator in each.gone), share)
+        () if share.recomputes_last else tuple(row for row in block.saved if row.operator in each.gone), share)
         for each in block.forward)  # fmt: skip
 
 

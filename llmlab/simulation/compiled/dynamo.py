@@ -121,6 +121,14 @@ def tracing() -> Iterator[None]:
         kwargs = {name: _of_engine(each) for name, each in (kwargs or {}).items()}
         return dispatch(self, func, types, args, kwargs)
 
+    metas = symbol("torch._meta_registrations")
+    hint = metas.device_hint
+
+    def device_hint(tensor: Any) -> str:
+        """As the functions that make fakes read it: of the CPU some take fewer dtypes."""
+        on_card = isinstance(tensor, FakeTensor) and tensor.fake_device == GPU_DEVICE
+        return CARD.type if on_card else hint(tensor)
+
     real_to = FunctionalTensor.to
 
     def to(tensor: FunctionalTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -130,6 +138,7 @@ def tracing() -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(FunctionalTensor, "to", to))
+        stack.enter_context(mock.patch.object(metas, "device_hint", device_hint))
         for hooks in HOOKS:
             theirs = {key: hook for key, hook in hooks.items() if not _is_ours(hook)}
             stack.enter_context(mock.patch.dict(hooks, theirs, clear=True))

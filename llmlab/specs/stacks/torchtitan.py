@@ -96,9 +96,15 @@ class Torchtitan(StackOptions):
         )
 
     def check_run(self, given: Mapping[str, Any]) -> None:
-        """Raise SpecError where torch's 1F1B has fewer micro-batches than stages, which it refuses
-        (torch/distributed/pipelining/schedules.py, Schedule1F1B)."""
-        pp, accumulation = given["pp"], given["accumulation"]
+        """Raise SpecError for a precision that torchtitan has not with these degrees (see `sets`), and where torch's
+        1F1B has fewer micro-batches than stages, which it refuses (torch/distributed/pipelining/schedules.py,
+        Schedule1F1B)."""
+        pp, accumulation, precision = given["pp"], given["accumulation"], given["precision"]
+        if precision != (own := _halves(given)):
+            degrees = ", ".join(f"{name}={given[name]}" for name in ("dp", "cp", "tp", "pp"))
+            raise SpecError(f"precision={precision!r} with {degrees}: torchtitan computes in halves by FSDP2 where dp "
+                            "or cp shards, by autocast on one device, and not with tp or pp alone; give "
+                            f"precision={own!r}")  # fmt: skip
         if pp > accumulation and given["schedule"] == "1f1b":
             raise SpecError(f"accumulation={accumulation} with pp={pp}: torch's 1F1B takes at least as many "
                             f"micro-batches as stages; give accumulation={pp}, or schedule='gpipe'")  # fmt: skip
@@ -106,12 +112,19 @@ class Torchtitan(StackOptions):
     def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """bf16 by FSDP2's policy; by autocast on one device, where nothing is sharded (distributed/utils.py,
         maybe_enable_amp), and not at all with tensor or pipeline parallelism alone."""
-        sharded, alone = given["dp"] * given["cp"] > 1, given["tp"] * given["pp"] == 1
+        sharded = given["dp"] * given["cp"] > 1
         never = {"never": True, "default": given["pp"] > 1}.get(self.reshard_after_forward, False)
         modes = {None: "selective", "none": None, "full": "full"}
         return {
-            "precision": "mixed-bf16" if sharded else "autocast-bf16" if alone else "fp32",
+            "precision": _halves(given),
             "checkpointing": modes.get(self.ac, "selective"),
             "zero": (2 if never else 3) if sharded else 0,
             "sequence_parallel": given["tp"] > 1,
         }
+
+
+def _halves(given: Mapping[str, Any]) -> str:
+    """Return the precision that torchtitan has with the degrees in `given`."""
+    if given["dp"] * given["cp"] > 1:
+        return "mixed-bf16"
+    return "autocast-bf16" if given["tp"] * given["pp"] == 1 else "fp32"

@@ -46,8 +46,10 @@ SELECTIVE = (
 REDUCED = tuple(Kept(f"reduce_scatter: {name}", "made again", "h", "product", "tokens") for name in ("wo", "w2"))
 
 # torchtitan/train.py, forward_backward_step: the logits are deleted before backward; components/loss.py casts them to
-# fp32, and log_softmax keeps its result.
+# fp32, and log_softmax keeps its result. With tensor parallelism torch's loss_parallel writes log_softmax out in
+# operators, and has one more temporary both ways.
 LOSS = Loss(forward=(1, 2), gradient=(0, 3), head=(1, 0), after=(0, 0))
+PARALLEL_LOSS = Loss(forward=(1, 3), gradient=(0, 4), head=(1, 0), after=(0, 0))
 
 LLAMA = Block(
     source="https://github.com/pytorch/torchtitan/blob/v0.2.2/torchtitan/models/llama3/model/model.py",
@@ -155,6 +157,8 @@ FP8_GONE = {
     "selective": ("inner_attention: k, rotated",),  # for q, rotated, there is wq's output
 }
 COMPILED_LOSS = Loss(forward=(1, 0), gradient=(2, 0), head=(1, 0), after=(0, 0))
+# Over the ranks of tensor parallelism it keeps log_softmax's result, which the ranks' sums are in the midst of.
+COMPILED_PARALLEL_LOSS = Loss(forward=(1, 2), gradient=(1, 1), head=(1, 0), after=(0, 0))
 
 
 # With context parallelism each token brings its position (distributed/context_parallel.py), and each block reads the
@@ -183,11 +187,12 @@ def block(share: Share) -> Block:
     """Return the description of the block that torchtitan trains. Raises NotAvailable for a mixture of experts that is
     not described."""
     stack, run, mixed = share.run.stack, share.run, share.spec.experts > 0
+    assert isinstance(stack, Torchtitan)
     if mixed:
         _check_experts(share)
     saved: tuple[Kept, ...] = SAVED[:10] + experts.saved(share) if mixed else SAVED
     selective: tuple[Kept, ...] = SELECTIVE[:4] + experts.SELECTIVE if mixed else SELECTIVE
-    if isinstance(stack, Torchtitan) and not stack.keeps_attention:
+    if not stack.keeps_attention:
         selective = tuple(row for row in selective if not row.operator.startswith("inner_attention"))
     if run.tp > 1:
         selective += REDUCED
@@ -225,7 +230,9 @@ def block(share: Share) -> Block:
     qwen = share.spec.family != "llama"
     # A complex number for each position and pair of a head's elements; of Qwen 3 cosine and sine of each element.
     table = (8 if qwen else 4) * run.seq_len * share.spec.head_dim
+    losses = (COMPILED_LOSS, COMPILED_PARALLEL_LOSS) if run.compile and stack.compile_loss else (LOSS, PARALLEL_LOSS)
     found = around._replace(saved=saved, selective=selective, backward=backward, given=given, table=table,
+                            loss=losses[run.tp > 1],
                             forward=experts.forward(share) if share.spec.experts else ())  # fmt: skip
     return _compiled(found, share) if run.compile else found
 
@@ -248,16 +255,18 @@ def _written_out(rows: tuple[Kept, ...]) -> tuple[Kept, ...]:
 def _check_experts(share: Share) -> None:
     spec, run = share.spec, share.run
     asked = {
-        "compile=True": run.compile,
+        f"compile=True, tp={run.tp}": run.compile and run.tp > 1,
+        f"compile=True, cp={run.cp}": run.compile and run.cp > 1,
+        f"fp8={run.fp8!r}": run.fp8,
         # The experts' products take halves; where FSDP2 does not cast weights, the experts do.
         f"precision={run.precision!r}": run.precision != "mixed-bf16",
-        f"zero={run.zero}": run.zero < 2,
         f"{spec.dense_layers} dense layers": spec.dense_layers > 0,
     }
     for what, given in asked.items():
         if given:
             raise NotAvailable(f"{what} of torchtitan's mixtures of experts, as {spec.name}, is not described; give "
-                               "dp=2 or more, precision='mixed-bf16', no compile, or stack='transformers'")  # fmt: skip
+                               "dp=2 or more, precision='mixed-bf16', tp=1 and cp=1 to compile, no fp8, or "
+                               "stack='transformers'")  # fmt: skip
 
 
 def _table(positions: str, times: float) -> Kept:
@@ -269,6 +278,11 @@ def _compiled(eager: Block, share: Share) -> Block:
     run = share.run
     gone: tuple[str, ...] = (*NOT_KEPT, *CAST_AGAIN) if run.fp8 else NOT_KEPT
     saved = eager.saved
+    if share.spec.experts:  # each module and the experts' function by itself, whose products selective does not see
+        return eager._replace(
+            saved=tuple(row for row in saved if row.operator not in gone),
+            selective=tuple(row for row in eager.selective if row.operator.startswith("inner_attention")),
+        )
     # Of blocks one of which is recomputed the last is, which backward begins with.
     recomputes = "full" if getattr(run.stack, "ac", None) == "selective_layers" else run.checkpointing
     highest = COMPILED_BACKWARD[recomputes]
@@ -284,5 +298,4 @@ def _compiled(eager: Block, share: Share) -> Block:
         saved=tuple(row for row in saved if row.operator not in gone),
         selective=tuple(row for row in eager.selective if row.operator not in gone),
         backward=(highest,),
-        loss=COMPILED_LOSS if getattr(run.stack, "compile_loss", True) else eager.loss,
     )

@@ -54,7 +54,7 @@ def forward(share: Share) -> tuple[Height, ...]:
     chosen = share.spec.experts_per_token
     sums, last = Kept("bmm: its output", "temporaries", "h", "fp32", "whole"), "bmm: what experts returned, in fp32"
     kept: tuple[Kept, ...] = ()
-    if share.run.checkpointing:
+    if share.recomputes_last:
         kept = (
             Kept("h", "temporaries", "h", "stream", "tokens"),
             Kept("gate: its input", "linear inputs", "h", "product", "whole"),
@@ -82,6 +82,8 @@ def _sending(share: Share) -> tuple[Kept, ...]:
 def backward(share: Share, stream: Kept) -> tuple[Height, ...]:
     """Return the moments of the MLP's backward that can be the highest, the block's output having gradient `stream`."""
     run, chosen, computed = share.run, share.spec.experts_per_token, rows(share)
+    # Compiled, one kernel reads the gradient of w2's input and writes those of w1 and w3.
+    fused = run.compile
     whole = Kept("gradient of bmm's output", "temporaries", "h", "fp32", "whole")
     # Until it comes to that, selective checkpointing has what the ranks of tensor parallelism summed.
     summed = run.tp > 1 and run.checkpointing == "selective"
@@ -102,17 +104,17 @@ def backward(share: Share, stream: Kept) -> tuple[Height, ...]:
         Height((), (stream, *ahead, whole, of_copies)),
         Height(
             (*copies, "w2: its input"),
-            (stream, *there, _of("w2's input, silu and w3", "m", 3 * computed, "heads")),
+            (stream, *there, _of("w2's input, silu and w3", "m", (3 - fused) * computed, "heads")),
             EXPERTS[:1],
         ),
         Height(
-            (*operators[6:9], *copies),
+            (*operators[6 - fused : 9], *copies),
             (stream, *there, _of("silu and w1", "m", 2 * computed, "heads"), _of("w3's rows", "h", computed)),
             EXPERTS[:2],
         ),
         Height(
             operators[5:],
-            (stream, *there, _of("w1", "m", computed, "heads"), _of("w1's and w3's rows", "h", 2 * computed)),
+            (stream, *there, _of("w1", "m", computed, "heads"), _of("w1's and w3's rows", "h", (2 - fused) * computed)),
             EXPERTS,
         ),
     ]
