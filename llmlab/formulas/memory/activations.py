@@ -94,7 +94,7 @@ def _qkv_width(share: Share) -> int:
     else:
         # But for "flash", keys and values are copied to all heads, and the copies kept; "math" keeps q and k times
         # their scale.
-        width = Q + 2 * (K if share.kernel == "flash" and not share.masked else Q)
+        width = Q + 2 * (K if share.kernel == "flash" else Q)
     if share.kernel == "math" and spec.fused_qkv and share.run.micro_batch == 1:
         # The product takes scaled copies of q and k, and v itself, a view that keeps the memory of all three. With
         # a larger batch it takes copies of all, as batch and heads cannot be merged in a view.
@@ -136,20 +136,18 @@ def _activation_bytes(share: Share) -> int:
 def _adapters(share: Share) -> int:
     """peft casts each adapter's input to its dtype: one copy per target where the stream has another; where it has the
     same, the q, k and v adapters share one tensor, and SDPA already keeps the output projection's. Autocast makes a
-    half copy of each for its product, and that is what is kept."""
+    half copy of each for its product, and that is what is kept. Compiled, equal copies are one."""
     spec, run = share.spec, share.run
     assert run.lora is not None
-    if share.autocast:
-        counts = ((linear.count // spec.layers or 1, linear.inputs) for linear in adapted(spec, run))
-        return share.tokens * share.bytes.compute * sum(many * (run.lora.rank + inputs) for many, inputs in counts)
     element, width, shared = _adapters_stream(share), 0, set()
+    copied = share.bytes.residual != element
     for linear in adapted(spec, run):
         per_layer = linear.count // spec.layers or 1
         width += per_layer * run.lora.rank
-        if share.bytes.residual != element:
+        if copied and not share.compiled:
             width += per_layer * linear.inputs
-        elif linear.name not in ("o_proj", "c_proj") or run.attention == "eager":
-            shared.add((linear.part, linear.inputs))
+        elif copied or linear.name not in ("o_proj", "c_proj") or run.attention == "eager":
+            shared.add((linear.name if copied and "o_proj" in linear.name else linear.part, linear.inputs))
     return share.tokens * element * (width + sum(inputs for _, inputs in shared))
 
 

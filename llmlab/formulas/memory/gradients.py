@@ -65,6 +65,8 @@ def gradients(share: Share, states: States) -> Gradients:
         there, once = _of_chunks(share, states, every)
     accumulated = there + wide
     stored = Stored(there, there, there) if accumulates else Stored(every, every, every) if run.offload else once
+    if accumulates and share.compiled and run.world_size == 1:  # a graph's are there before the first is added
+        stored = Stored(*(there + now for now in once))
     if sharded and accumulates and run.dp_replicate > 1:
         # What copies have summed is added to earlier gradients, and kept beside them until backward is over
         # (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, _all_reduce_state).
@@ -84,6 +86,10 @@ def gradients(share: Share, states: States) -> Gradients:
             embedding += elements * 4 if share.first else 0
     elif in_backward and not tied:
         embedding = table
+    elif share.compiled and not run.lora:
+        # The graph makes the embedding's in fp32 and casts it, and sums that of a tied head beside both
+        # (torch/_decomp/decompositions.py, embedding_dense_backward).
+        embedding = (elements * 4 if b.gradients < 4 or tied else 0) + (table if tied else 0)
     elif tied:
         embedding = whole_table + (terms if accumulates else terms - 1) * table
     else:

@@ -55,11 +55,9 @@ class Share:
 
     @property
     def compiled(self) -> bool:
-        """Whether what a compiler keeps is counted: of transformers' dense classes, trained whole. Other compiled steps
-        of transformers are counted as eager ones."""
-        run, spec = self.run, self.spec
-        plain = run.lora is None and run.quantization is None and not spec.experts and not spec.mla
-        return run.compile and plain and isinstance(run.stack, str)
+        """Whether what a compiler keeps is counted: of transformers' dense classes. Other compiled steps of
+        transformers are counted as eager ones."""
+        return _compiled(self.spec, self.run)
 
     @property
     def fuses(self) -> bool:
@@ -70,14 +68,25 @@ class Share:
 
     @property
     def masked(self) -> bool:
-        """Whether transformers gives SDPA a causal mask, for which there is no FlashAttention: where it is compiled
-        (masking_utils.py, with torch before 2.14)."""
+        """Whether transformers gives SDPA a causal mask: where it is compiled (masking_utils.py, with torch before
+        2.14)."""
         return self.compiled and self.run.attention == "sdpa"
+
+    @property
+    def remade_mask(self) -> bool:
+        """Whether that mask is made again in backward, and kept by no forward: of all heads, for the kernel of cards
+        before Hopper. From Hopper on cuDNN's comes first (sdp_utils.cpp, check_prefer_cudnn_attention), which is no
+        part of what Inductor writes, and takes a mask of one head."""
+        capability = self.gpu.compute_capability if self.gpu else None
+        cudnn = capability is not None and capability[0] in (9, 10)
+        return self.masked and self.run.checkpointing is not None and not cudnn
 
 
 def share_of(spec: ModelSpec, run: Training, gpu: GPU | None = None, cpu: bool = False, stage: int = 0) -> Share:
     """Return the share of a rank of pipeline stage `stage`; where tensors are cut unevenly, of rank 0."""
     b, kernel = bytes_of(run), attention_kernel(spec, run, gpu, cpu)
+    if _compiled(spec, run) and run.attention == "sdpa" and not cpu:
+        kernel = "efficient"  # with a mask there is no FlashAttention
     autocast = b.residual != b.compute
     # PyTorch's plain formula makes fp32 of halves, under autocast too (_scaled_dot_product_attention_math in
     # aten/src/ATen/native/transformers/attention.cpp); for "flash", transformers casts what is wider than half.
@@ -107,6 +116,11 @@ def share_of(spec: ModelSpec, run: Training, gpu: GPU | None = None, cpu: bool =
         softmax_bytes=attention_bytes if spec.family == "gpt2" and not autocast else 4,
         mask_bytes=b.compute if cpu else 1,  # fused dropout on a GPU; the CPU's masks are as wide as what they mask
     )
+
+
+def _compiled(spec: ModelSpec, run: Training) -> bool:
+    plain = run.quantization is None and not spec.experts and not spec.mla
+    return run.compile and plain and isinstance(run.stack, str)
 
 
 def bytes_of(run: Training) -> Bytes:

@@ -196,17 +196,19 @@ def _in_halves(share: Share, mlp_kept: int, gradients: int) -> tuple[int, int]:
     MLP or in its attention, which comes after the MLP, whose `mlp_kept` bytes are free by then, and whose `gradients`
     exist."""
     spec, run, c = share.spec, share.run, share.bytes.compute
-    # Compiled, backward writes over what it has read; of a recomputed block all is there first.
-    widths = 1 if share.compiled and not run.checkpointing else 3 if spec.gated else 2
+    # Compiled, backward writes over what it has read: down_proj's input too, which LoRA does not keep. Of a recomputed
+    # block all is there first.
+    over = share.compiled and not run.checkpointing
+    widths = 1 + (run.lora is not None) if over else 3 if spec.gated else 2
     mlp = share.tokens * share.linear_bytes * spec.token_mlp_width * widths // run.tp
     if share.writes_scores:
         attention = backward_scores(share) - mlp_kept
     else:
         attention = share.tokens * c * 4 * spec.query_width // run.tp - mlp_kept
-        if share.masked and run.checkpointing:
-            # The mask is made again in backward, and written out for all heads (torch/_inductor/lowering.py,
-            # sdpa_constraint, leaves dimensions expanded in forward alone); what the MLP kept is still there.
-            attention += mlp_kept + score_elements(share) * c // run.tp
+        if share.remade_mask:
+            # The mask is made again in backward, and written out for all heads beside itself (torch/_inductor/
+            # lowering.py, sdpa_constraint, leaves dimensions expanded in forward alone); what the MLP kept is there.
+            attention += mlp_kept + score_elements(share) * c * (1 + spec.heads) // (spec.heads * run.tp)
     if attention + gradients <= mlp:
         return mlp, 0
     return max(0, attention), gradients + min(0, attention)
