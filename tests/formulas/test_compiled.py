@@ -82,6 +82,6 @@ def test_an_odd_vocabulary_is_padded_for_the_heads_products():
 def test_what_is_counted_compiled_can_be_out_of_memory_and_what_is_counted_eager_cannot():
     run = Training(64, 2048, "bf16", compile=True)
     assert assessed("Llama-3.2-1B", run, "A100-40GB", None)[0].outcome == "out of memory"
-    lora = Training(64, 2048, "bf16", compile=True, lora=lab.LoRA(8))
-    report, fit = assessed("Llama-3.2-1B", lora, "A100-40GB", None)
+    quantized = Training(64, 2048, "bf16", compile=True, lora=lab.LoRA(8), quantization="nf4")
+    report, fit = assessed("Llama-3.2-1B", quantized, "A100-40GB", None)
     assert fit.outcome == "out of memory" and report.outcome == "unknown"
