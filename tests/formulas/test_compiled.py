@@ -24,21 +24,28 @@ TORCHAO = {"model_type": "llama", "hidden_size": 1536, "num_hidden_layers": 24, 
            "tie_word_embeddings": False}  # fmt: skip
 
 
+TIED = {**LLAMA, "vocab_size": 65_536, "tie_word_embeddings": True}
+ACCUMULATED = {"precision": "bf16", "accumulation": 2, "optimizer": "sgd", "micro_batch": 1, "seq_len": 256}
+
+
 @pytest.mark.parametrize(
-    "model, run, far",
+    "model, run, gpu, far",
     [
-        (GPT, {"precision": "autocast-bf16"}, 0.03),
-        (LLAMA, {"precision": "bf16"}, 0.05),
-        (LLAMA, {"precision": "bf16", "checkpointing": "full"}, 0.10),  # a mask of all heads
+        (GPT, {"precision": "autocast-bf16"}, "A100-80GB", 0.03),
+        (LLAMA, {"precision": "bf16"}, "A100-80GB", 0.05),
+        (LLAMA, {"precision": "bf16", "checkpointing": "full"}, "A100-80GB", 0.10),  # a mask of all heads
+        (LLAMA, {"precision": "bf16", "checkpointing": "full"}, "H100", 0.03),  # one that is kept
+        (LLAMA, {"precision": "bf16", "lora": lab.LoRA(8)}, "A100-80GB", 0.03),
+        (TIED, ACCUMULATED, "A100-80GB", 0.02),  # an embedding's gradient in fp32, beside those of a graph and earlier
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*TensorFloat32")
-def test_a_compiled_step_is_counted_as_inductor_compiles_it(model, run, far):
+def test_a_compiled_step_is_counted_as_inductor_compiles_it(model, run, gpu, far):
     pytest.importorskip("triton")
-    run = Training(16, 1024, compile=True, **run)
-    simulated = lab.simulate(model, run, "A100-80GB")
+    run = Training(**{"micro_batch": 16, "seq_len": 1024, "compile": True, **run})
+    simulated = lab.simulate(model, run, gpu)
     assert not [note for note in simulated.notes if "ran eager" in note]
-    assert lab.estimate(model, run, "A100-80GB").peak_allocated == pytest.approx(simulated.peak_allocated, rel=far)
+    assert lab.estimate(model, run, gpu).peak_allocated == pytest.approx(simulated.peak_allocated, rel=far)
 
 
 def test_a_published_peak_of_a_step_that_is_compiled_with_its_loss():

@@ -301,6 +301,8 @@ class StepMemory:
         # FSDP1's autograd joins a unit's gradients before its weights go, and nothing of its reduction stays.
         flat = is_flat(self.share.run)
         joined, behind = (units.block, 0) if flat else (0, units.block_reduction)
+        # Of two micro-batches the first has no earlier ones, and as the second's are reduced those of blocks are gone.
+        first = units.outside_gradients if flat and self.share.run.accumulation == 2 else 0
         found += [
             moment("the first block's gradients reduced", gathered + joined, self.between + reducing,
                    gradients=grads.after_head, activations=activations),
@@ -308,7 +310,7 @@ class StepMemory:
                    gradients=grads.stored.before_last),
             moment("the other gradients reduced", units.outside if flat else 0,
                    units.outside_gradients + units.outside_reduction,
-                   gradients=grads.stored.after_blocks + outside_shard),
+                   gradients=grads.stored.after_blocks + outside_shard - first),
         ]  # fmt: skip
         # One with a reduction behind it and a block gathered, or still whole, before it; a pipeline reduces when all is
         # through.
