@@ -76,6 +76,43 @@ def test_autocasts_copies_of_one_input_are_one_where_it_is_compiled():
         assert rows & inputs == {("linear inputs", times * T * 2 * h) for times in found}
 
 
+def test_recomputed_blocks_that_call_flash_attn_are_counted_eager():
+    """Dynamo leaves out a checkpointed block whose graph breaks."""
+    T, h, f = 8 * 1024, 512, 2048
+    rows = kept(Training(8, 1024, "bf16", attention="flash", checkpointing="full", compile=True))
+    assert ("norms", 2 * T * (4 * h + 4 + 2 * h)) in rows and ("mlp", T * 2 * 4 * f) in rows
+
+
+def test_compiled_adapters_of_one_input_share_its_copy():
+    T, h, f, rank = 8 * 1024, 512, 2048, 8
+    lora = lab.LoRA(rank, targets=("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
+    for compiled, inputs in ((True, h + h + h + f), (False, 2 * h + h + 2 * h + f)):
+        rows = kept(Training(8, 1024, "bf16", lora=lora, compile=compiled))
+        assert ("adapters", 4 * T * (inputs + 6 * rank)) in rows
+
+
+def moments(model=LLAMA, gpu=A100, **given):
+    run = Training(**{"micro_batch": 8, "seq_len": 1024, "precision": "bf16", "compile": True, **given})
+    return {each.name: each.total for each in training_moments(lab.model(model), run, gpu)}
+
+
+def test_selective_recomputation_sums_up_what_blocks_were_given():
+    """The partitioner keeps the first block's input alone, beside what blocks' products returned."""
+    layers = [moments({**LLAMA, "num_hidden_layers": count}, checkpointing="selective") for count in (2, 3)]
+    T, h, f, Q, K = 8 * 1024, 512, 2048, 512, 128
+    states = 8 * (lab.model({**LLAMA, "num_hidden_layers": 3}).parameters - lab.model(LLAMA).parameters)
+    more = layers[1]["the loss"] - layers[0]["the loss"]
+    assert more == states * 6 // 8 + T * (2 * (Q + 2 * K + Q + 2 * h + 2 * f) + 4 * 8)
+
+
+def test_from_hopper_on_the_mask_is_kept_and_before_it_backward_writes_it_for_all_heads():
+    mask, hopper = 8 * 1024**2 * 2, lab.gpu("H100")
+    kept, made = (moments(gpu=gpu, checkpointing="full") for gpu in (hopper, A100))
+    workspaces = 2 * (hopper.cublas_workspace - A100.cublas_workspace)
+    assert kept["the loss"] - workspaces - made["the loss"] == mask
+    assert made["the last block of backward"] - kept["the last block of backward"] + workspaces > 3 * mask
+
+
 def test_an_odd_vocabulary_is_padded_for_the_heads_products():
     """GPT-2's 50,257 words: a copy of the logits more, in half precision."""
     run, loss = Training(8, 1024, "bf16", compile=True), "the loss's gradient"

@@ -41,7 +41,7 @@ def block_saved(share: Share) -> list[Saved]:
     kept = [_norms(share), *_attention(share)]
     if run.lora is None:
         # Autocast casts the input of every linear anew: q, k and v each keep a copy of the same tensor.
-        copies = 3 if share.autocast and not spec.fused_qkv and not share.compiled else 1
+        copies = 3 if share.autocast and not spec.fused_qkv and not share.blocks_compiled else 1
         kept.append(Saved("linear inputs", T * share.bytes.compute * spec.hidden * copies, "whole"))
     kept += _mlp(share)
     if run.lora:
@@ -113,7 +113,7 @@ def _mlp(share: Share) -> list[Saved]:
     tensors = (4 if trained else 3) - share.fuses
     dense = T * c * tensors * spec.intermediate
     if not spec.experts:
-        copies = 2 if share.autocast and not spec.fused_qkv and not share.compiled else 1
+        copies = 2 if share.autocast and not spec.fused_qkv and not share.blocks_compiled else 1
         return [Saved("linear inputs", inputs * copies, "whole"), Saved("mlp", dense)]
     # Each token is copied to its experts, and their outputs kept for the router's gradient. Averaged over the layers,
     # because the first ones can be dense.
@@ -128,7 +128,7 @@ def _activation_bytes(share: Share) -> int:
     tanh's formula written out (transformers' NewGELUActivation; three of them in fp32 where pow is: under CUDA's
     autocast, not under the CPU's)."""
     c = share.bytes.compute
-    if share.spec.activation in FUSED or share.compiled:
+    if share.spec.activation in FUSED or share.blocks_compiled:
         return c
     return 3 * 4 + c if share.autocast and not share.cpu else 4 * c
 
@@ -144,7 +144,7 @@ def _adapters(share: Share) -> int:
     for linear in adapted(spec, run):
         per_layer = linear.count // spec.layers or 1
         width += per_layer * run.lora.rank
-        if copied and not share.compiled:
+        if copied and not share.blocks_compiled:
             width += per_layer * linear.inputs
         elif copied or linear.name not in ("o_proj", "c_proj") or run.attention == "eager":
             shared.add((linear.name if copied and "o_proj" in linear.name else linear.part, linear.inputs))
@@ -201,6 +201,8 @@ def checkpointed(share: Share) -> dict[str, int]:
     products returned."""
     spec, run, T, c = share.spec, share.run, share.tokens, share.bytes.compute
     kept = block_inputs(share)
+    if share.blocks_compiled and run.checkpointing == "selective":
+        kept = {"block inputs": 0}  # the partitioner keeps the first block's, and sums up the others from outputs
     if block := block_of(share):
         if run.checkpointing == "full":
             return kept

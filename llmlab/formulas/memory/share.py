@@ -60,11 +60,17 @@ class Share:
         return _compiled(self.spec, self.run)
 
     @property
+    def blocks_compiled(self) -> bool:
+        """Whether blocks are compiled too: of those that are recomputed Dynamo leaves out what breaks a graph, as
+        transformers' call of flash-attn does."""
+        return self.compiled and not (self.run.checkpointing and self.run.attention == "flash")
+
+    @property
     def fuses(self) -> bool:
         """Whether norms and activations are one kernel each, which keeps its input: compiled, or Liger's
         (src/liger_kernel/ops/rms_norm.py, swiglu.py)."""
         liger = self.run.kernels == "liger" and self.spec.gated and not self.spec.experts
-        return self.compiled or liger
+        return self.blocks_compiled or liger
 
     @property
     def masked(self) -> bool:
@@ -73,13 +79,17 @@ class Share:
         return self.compiled and self.run.attention == "sdpa"
 
     @property
-    def remade_mask(self) -> bool:
-        """Whether that mask is made again in backward, and kept by no forward: of all heads, for the kernel of cards
-        before Hopper. From Hopper on cuDNN's comes first (sdp_utils.cpp, check_prefer_cudnn_attention), which is no
-        part of what Inductor writes, and takes a mask of one head."""
-        capability = self.gpu.compute_capability if self.gpu else None
-        cudnn = capability is not None and capability[0] in (9, 10)
-        return self.masked and self.run.checkpointing is not None and not cudnn
+    def remade_masks(self) -> int:
+        """How many heads' masks are made again in backward where forward keeps none: before Hopper one, and all that it
+        is written out for (torch/_inductor/lowering.py, sdpa_constraint, leaves dimensions expanded in forward alone).
+        From Hopper on SDPA takes cuDNN's kernel first, which is given one, and keeps it but in selective recomputation.
+        """
+        run, capability = self.run, self.gpu.compute_capability if self.gpu else None
+        if not self.masked or run.checkpointing is None:
+            return 0
+        if capability and capability[0] in (9, 10):  # sdp_utils.cpp, check_prefer_cudnn_attention
+            return int(run.checkpointing == "selective")
+        return 1 + self.spec.heads
 
 
 def share_of(spec: ModelSpec, run: Training, gpu: GPU | None = None, cpu: bool = False, stage: int = 0) -> Share:

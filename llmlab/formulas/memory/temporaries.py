@@ -41,15 +41,18 @@ def outer_activations(share: Share) -> int:
         at_ends = (not share.last) - (not share.first) if run.pp > 1 else 0
         return (described_bytes(block.outside, share) if share.last else 0) + at_ends * between_stages(share)
     width = share.mask_bytes * spec.hidden if spec.dropout and share.first else 0
+    if share.blocks_compiled and run.checkpointing == "selective":
+        width += b.residual * spec.hidden  # the first block's input
     if not share.last:
         width += b.residual * spec.hidden
     if not share.first and spec.norm == "rmsnorm" and b.residual == 2 and not run.checkpointing:
         width += b.residual * spec.hidden  # beside the norm's fp32 copy; else it is the first block's own input
     head_input = 0
     if share.last:
-        width += (b.residual if share.fuses else 4) * spec.hidden + 8
+        fused = share.fuses or share.compiled
+        width += (b.residual if fused else 4) * spec.hidden + 8
         if run.lora is None:
-            width += b.residual * spec.hidden if spec.norm == "rmsnorm" and not share.fuses else 0
+            width += b.residual * spec.hidden if spec.norm == "rmsnorm" and not fused else 0
             head_input = share.tokens * b.compute * spec.hidden  # gathered whole, as `activations.per_device` says
     return share.tokens * width // share.sequence_ranks + head_input
 
@@ -164,6 +167,8 @@ def block_backward(share: Share, kept: dict[str, int], whole: dict[str, int]) ->
     gradients = gradient * (counts["mlp"] + counts["experts"] // run.ep) // (run.tp * spec.layers)
     # What selective checkpointing kept is not made twice.
     recomputed = sum(whole.values()) - kept.get("matmul outputs", 0) if run.checkpointing else 0
+    if run.checkpointing and not kept["block inputs"]:  # summed again, of all blocks
+        recomputed += share.layers * between_stages(share)
     return BlockBackward(*_in_halves(share, whole.get("mlp", 0), gradients), recomputed)
 
 
@@ -205,10 +210,8 @@ def _in_halves(share: Share, mlp_kept: int, gradients: int) -> tuple[int, int]:
         attention = backward_scores(share) - mlp_kept
     else:
         attention = share.tokens * c * 4 * spec.query_width // run.tp - mlp_kept
-        if share.remade_mask:
-            # The mask is made again in backward, and written out for all heads beside itself (torch/_inductor/
-            # lowering.py, sdpa_constraint, leaves dimensions expanded in forward alone); what the MLP kept is there.
-            attention += mlp_kept + score_elements(share) * c * (1 + spec.heads) // (spec.heads * run.tp)
+        if masks := share.remade_masks:  # what the MLP kept is still there
+            attention += mlp_kept + score_elements(share) * c * masks // (spec.heads * run.tp)
     if attention + gradients <= mlp:
         return mlp, 0
     return max(0, attention), gradients + min(0, attention)
