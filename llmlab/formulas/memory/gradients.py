@@ -87,9 +87,10 @@ def gradients(share: Share, states: States) -> Gradients:
     elif in_backward and not tied:
         embedding = table
     elif share.compiled and not run.lora:
-        # The graph makes the embedding's in fp32 and casts it, and sums that of a tied head beside both
+        # The graph makes the embedding's in fp32, which is cast, or summed with a tied head's, in the products' dtype
         # (torch/_decomp/decompositions.py, embedding_dense_backward).
-        embedding = (elements * 4 if b.gradients < 4 or tied else 0) + (table if tied else 0)
+        beside = 4 + b.compute if tied else 4 if b.gradients < 4 else 0
+        embedding = elements * beside // run.tp
     elif tied:
         embedding = whole_table + (terms if accumulates else terms - 1) * table
     else:
