@@ -8,7 +8,7 @@ from ...specs.stacks import StackOptions, Torchtitan, Torchtune
 from .. import newton_schulz
 from .fsdp import uses_fsdp
 from .scores import backward_scores, score_elements
-from .share import Share, adapter_bytes
+from .share import Share, adapted, adapter_bytes
 from .stacks.blocks import block_of
 from .stacks.described import EXPERTS, Block, Height, Kept, by_kind, saved
 from .states import States, expert_tensor
@@ -204,14 +204,20 @@ def _in_halves(share: Share, mlp_kept: int, gradients: int) -> tuple[int, int]:
     # Compiled, backward writes over what it has read: down_proj's input too, which LoRA does not keep. Of a recomputed
     # block all is there first.
     over = share.compiled and not run.checkpointing
-    widths = 1 + (run.lora is not None) if over else 3 if spec.gated else 2
+    frozen = run.lora is not None and not any(linear.part == "mlp" for linear in adapted(spec, run))
+    widths = 1 + (run.lora is not None) if over else 3 - (share.blocks_compiled and frozen) if spec.gated else 2
     mlp = share.tokens * share.linear_bytes * spec.token_mlp_width * widths // run.tp
     if share.writes_scores:
         attention = backward_scores(share) - mlp_kept
     else:
         attention = share.tokens * c * 4 * spec.query_width // run.tp - mlp_kept
-        if masks := share.remade_masks:  # what the MLP kept is still there
-            attention += mlp_kept + score_elements(share) * c * masks // (spec.heads * run.tp)
+        # As simulations count a recomputed, compiled block: nine tensors of the stream's width for the MLP's, which are
+        # gone; beside adapters, four, and the MLP's are there.
+        if share.blocks_compiled and run.checkpointing and run.lora:
+            attention += mlp_kept + share.tokens * c * 4 * spec.hidden
+        elif share.remade_masks:
+            attention += share.tokens * c * 9 * spec.hidden
+        attention += score_elements(share) * c * share.remade_masks // (spec.heads * run.tp)
     if attention + gradients <= mlp:
         return mlp, 0
     return max(0, attention), gradients + min(0, attention)
