@@ -207,6 +207,8 @@ def _in_halves(share: Share, mlp_kept: int, gradients: int) -> tuple[int, int]:
     frozen = run.lora is not None and not any(linear.part == "mlp" for linear in adapted(spec, run))
     widths = 1 + (run.lora is not None) if over else 3 - (share.blocks_compiled and frozen) if spec.gated else 2
     mlp = share.tokens * share.linear_bytes * spec.token_mlp_width * widths // run.tp
+    if over and run.lora and not frozen and adapter_bytes(run) == 4:  # the gradients of adapters' inputs, in fp32
+        mlp += 4 * share.tokens * (2 * spec.token_mlp_width + spec.hidden)
     if share.writes_scores:
         attention = backward_scores(share) - mlp_kept
     else:
