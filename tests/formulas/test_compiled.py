@@ -24,21 +24,28 @@ TORCHAO = {"model_type": "llama", "hidden_size": 1536, "num_hidden_layers": 24, 
            "tie_word_embeddings": False}  # fmt: skip
 
 
+TIED = {**LLAMA, "vocab_size": 65_536, "tie_word_embeddings": True}
+ACCUMULATED = {"precision": "autocast-bf16", "accumulation": 2, "optimizer": "sgd", "micro_batch": 1, "seq_len": 256}
+
+
 @pytest.mark.parametrize(
-    "model, run, far",
+    "model, run, gpu, far",
     [
-        (GPT, {"precision": "autocast-bf16"}, 0.03),
-        (LLAMA, {"precision": "bf16"}, 0.05),
-        (LLAMA, {"precision": "bf16", "checkpointing": "full"}, 0.10),  # a mask of all heads
+        (GPT, {"precision": "autocast-bf16"}, "A100-80GB", 0.03),
+        (LLAMA, {"precision": "bf16"}, "A100-80GB", 0.05),
+        (LLAMA, {"precision": "bf16", "checkpointing": "full"}, "A100-80GB", 0.10),  # a mask of all heads
+        (LLAMA, {"precision": "bf16", "checkpointing": "full"}, "H100", 0.03),  # one that is kept
+        (LLAMA, {"precision": "bf16", "lora": lab.LoRA(8)}, "A100-80GB", 0.03),
+        (TIED, ACCUMULATED, "A100-80GB", 0.02),  # a graph's gradients beside earlier ones, of a tied head two and a sum
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*TensorFloat32")
-def test_a_compiled_step_is_counted_as_inductor_compiles_it(model, run, far):
+def test_a_compiled_step_is_counted_as_inductor_compiles_it(model, run, gpu, far):
     pytest.importorskip("triton")
-    run = Training(16, 1024, compile=True, **run)
-    simulated = lab.simulate(model, run, "A100-80GB")
+    run = Training(**{"micro_batch": 16, "seq_len": 1024, "compile": True, **run})
+    simulated = lab.simulate(model, run, gpu)
     assert not [note for note in simulated.notes if "ran eager" in note]
-    assert lab.estimate(model, run, "A100-80GB").peak_allocated == pytest.approx(simulated.peak_allocated, rel=far)
+    assert lab.estimate(model, run, gpu).peak_allocated == pytest.approx(simulated.peak_allocated, rel=far)
 
 
 def test_a_published_peak_of_a_step_that_is_compiled_with_its_loss():
@@ -69,6 +76,43 @@ def test_autocasts_copies_of_one_input_are_one_where_it_is_compiled():
         assert rows & inputs == {("linear inputs", times * T * 2 * h) for times in found}
 
 
+def test_recomputed_blocks_that_call_flash_attn_are_counted_eager():
+    """Dynamo leaves out a checkpointed block whose graph breaks."""
+    T, h, f = 8 * 1024, 512, 2048
+    rows = kept(Training(8, 1024, "bf16", attention="flash", checkpointing="full", compile=True))
+    assert ("norms", 2 * T * (4 * h + 4 + 2 * h)) in rows and ("mlp", T * 2 * 4 * f) in rows
+
+
+def test_compiled_adapters_of_one_input_share_its_copy():
+    T, h, f, rank = 8 * 1024, 512, 2048, 8
+    lora = lab.LoRA(rank, targets=("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
+    for compiled, inputs in ((True, h + h + h + f), (False, 2 * h + h + 2 * h + f)):
+        rows = kept(Training(8, 1024, "bf16", lora=lora, compile=compiled))
+        assert ("adapters", 4 * T * (inputs + 6 * rank)) in rows
+
+
+def moments(model=LLAMA, gpu=A100, **given):
+    run = Training(**{"micro_batch": 8, "seq_len": 1024, "precision": "bf16", "compile": True, **given})
+    return {each.name: each.total for each in training_moments(lab.model(model), run, gpu)}
+
+
+def test_selective_recomputation_sums_up_what_blocks_were_given():
+    """The partitioner keeps the first block's input alone, beside what blocks' products returned."""
+    layers = [moments({**LLAMA, "num_hidden_layers": count}, checkpointing="selective") for count in (2, 3)]
+    T, h, f, Q, K = 8 * 1024, 512, 2048, 512, 128
+    states = 8 * (lab.model({**LLAMA, "num_hidden_layers": 3}).parameters - lab.model(LLAMA).parameters)
+    more = layers[1]["the loss"] - layers[0]["the loss"]
+    assert more == states * 6 // 8 + T * (2 * (Q + 2 * K + Q + 2 * h + 2 * f) + 4 * 8)
+
+
+def test_from_hopper_on_the_mask_is_kept_and_before_it_backward_writes_it_for_all_heads():
+    mask, hopper = 8 * 2048**2 * 2, lab.gpu("H100")
+    kept, made = (moments(gpu=gpu, checkpointing="full", seq_len=2048) for gpu in (hopper, A100))
+    workspaces = 2 * (hopper.cublas_workspace - A100.cublas_workspace)
+    assert kept["the loss"] - workspaces - made["the loss"] == mask
+    assert made["the last block of backward"] - kept["the last block of backward"] + workspaces > 3 * mask
+
+
 def test_an_odd_vocabulary_is_padded_for_the_heads_products():
     """GPT-2's 50,257 words: a copy of the logits more, in half precision."""
     run, loss = Training(8, 1024, "bf16", compile=True), "the loss's gradient"
@@ -82,6 +126,6 @@ def test_an_odd_vocabulary_is_padded_for_the_heads_products():
 def test_what_is_counted_compiled_can_be_out_of_memory_and_what_is_counted_eager_cannot():
     run = Training(64, 2048, "bf16", compile=True)
     assert assessed("Llama-3.2-1B", run, "A100-40GB", None)[0].outcome == "out of memory"
-    lora = Training(64, 2048, "bf16", compile=True, lora=lab.LoRA(8))
-    report, fit = assessed("Llama-3.2-1B", lora, "A100-40GB", None)
+    quantized = Training(64, 2048, "bf16", compile=True, lora=lab.LoRA(8), quantization="nf4")
+    report, fit = assessed("Llama-3.2-1B", quantized, "A100-40GB", None)
     assert fit.outcome == "out of memory" and report.outcome == "unknown"

@@ -307,6 +307,7 @@ LITGPT = {
     "whole, on eight": {"dp": 8},
     "whole, on many, few tokens": {"dp": 16, "seq_len": 512},
     "whole, on eight, accumulated": {"dp": 8, "accumulation": 3},
+    "whole, on eight, of two micro-batches": {"dp": 8, "accumulation": 2, "seq_len": 512},
     "LoRA": {"lora": DROPPED, "micro_batch": 2},
     "LoRA of q, k and v": {"lora": QKV},
     "LoRA of all": {"lora": lab.LoRA(targets=(*MLP.targets, "k_proj"))},

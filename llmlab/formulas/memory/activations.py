@@ -41,7 +41,7 @@ def block_saved(share: Share) -> list[Saved]:
     kept = [_norms(share), *_attention(share)]
     if run.lora is None:
         # Autocast casts the input of every linear anew: q, k and v each keep a copy of the same tensor.
-        copies = 3 if share.autocast and not spec.fused_qkv and not share.compiled else 1
+        copies = 3 if share.autocast and not spec.fused_qkv and not share.blocks_compiled else 1
         kept.append(Saved("linear inputs", T * share.bytes.compute * spec.hidden * copies, "whole"))
     kept += _mlp(share)
     if run.lora:
@@ -94,7 +94,7 @@ def _qkv_width(share: Share) -> int:
     else:
         # But for "flash", keys and values are copied to all heads, and the copies kept; "math" keeps q and k times
         # their scale.
-        width = Q + 2 * (K if share.kernel == "flash" and not share.masked else Q)
+        width = Q + 2 * (K if share.kernel == "flash" else Q)
     if share.kernel == "math" and spec.fused_qkv and share.run.micro_batch == 1:
         # The product takes scaled copies of q and k, and v itself, a view that keeps the memory of all three. With
         # a larger batch it takes copies of all, as batch and heads cannot be merged in a view.
@@ -113,7 +113,7 @@ def _mlp(share: Share) -> list[Saved]:
     tensors = (4 if trained else 3) - share.fuses
     dense = T * c * tensors * spec.intermediate
     if not spec.experts:
-        copies = 2 if share.autocast and not spec.fused_qkv and not share.compiled else 1
+        copies = 2 if share.autocast and not spec.fused_qkv and not share.blocks_compiled else 1
         return [Saved("linear inputs", inputs * copies, "whole"), Saved("mlp", dense)]
     # Each token is copied to its experts, and their outputs kept for the router's gradient. Averaged over the layers,
     # because the first ones can be dense.
@@ -128,7 +128,7 @@ def _activation_bytes(share: Share) -> int:
     tanh's formula written out (transformers' NewGELUActivation; three of them in fp32 where pow is: under CUDA's
     autocast, not under the CPU's)."""
     c = share.bytes.compute
-    if share.spec.activation in FUSED or share.compiled:
+    if share.spec.activation in FUSED or share.blocks_compiled:
         return c
     return 3 * 4 + c if share.autocast and not share.cpu else 4 * c
 
@@ -136,20 +136,18 @@ def _activation_bytes(share: Share) -> int:
 def _adapters(share: Share) -> int:
     """peft casts each adapter's input to its dtype: one copy per target where the stream has another; where it has the
     same, the q, k and v adapters share one tensor, and SDPA already keeps the output projection's. Autocast makes a
-    half copy of each for its product, and that is what is kept."""
+    half copy of each for its product, and that is what is kept. Compiled, equal copies are one."""
     spec, run = share.spec, share.run
     assert run.lora is not None
-    if share.autocast:
-        counts = ((linear.count // spec.layers or 1, linear.inputs) for linear in adapted(spec, run))
-        return share.tokens * share.bytes.compute * sum(many * (run.lora.rank + inputs) for many, inputs in counts)
     element, width, shared = _adapters_stream(share), 0, set()
+    copied = share.bytes.residual != element
     for linear in adapted(spec, run):
         per_layer = linear.count // spec.layers or 1
         width += per_layer * run.lora.rank
-        if share.bytes.residual != element:
+        if copied and not share.blocks_compiled:
             width += per_layer * linear.inputs
-        elif linear.name not in ("o_proj", "c_proj") or run.attention == "eager":
-            shared.add((linear.part, linear.inputs))
+        elif copied or linear.name not in ("o_proj", "c_proj") or run.attention == "eager":
+            shared.add((linear.name if copied and "o_proj" in linear.name else linear.part, linear.inputs))
     return share.tokens * element * (width + sum(inputs for _, inputs in shared))
 
 
@@ -203,6 +201,8 @@ def checkpointed(share: Share) -> dict[str, int]:
     products returned."""
     spec, run, T, c = share.spec, share.run, share.tokens, share.bytes.compute
     kept = block_inputs(share)
+    if share.blocks_compiled and run.checkpointing == "selective":
+        kept = {"block inputs": 0}  # the partitioner keeps the first block's, and sums up the others from outputs
     if block := block_of(share):
         if run.checkpointing == "full":
             return kept

@@ -69,6 +69,8 @@ def gradients(share: Share, states: States) -> Gradients:
     stored = Stored(there, there, there) if accumulates else Stored(every, every, every) if run.offload else once
     if first_alone := late and run.accumulation == 2:  # whole ones come in the first backward, and go in the second
         stored = once
+    if accumulates and share.compiled and run.world_size == 1:  # a graph's are there before the first is added
+        stored = Stored(*(there + now for now in once))
     if sharded and accumulates and run.dp_replicate > 1 and run.sync_each_batch:
         # What copies have summed is added to earlier gradients, and kept beside them until backward is over
         # (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, _all_reduce_state).
@@ -92,6 +94,11 @@ def gradients(share: Share, states: States) -> Gradients:
             embedding += elements * reduced if share.first else 0
     elif in_backward and not tied:
         embedding = table
+    elif share.compiled and not run.lora:
+        # The graph makes the embedding's in fp32, which is cast, or summed with a tied head's, in the products' dtype
+        # (torch/_decomp/decompositions.py, embedding_dense_backward).
+        beside = 4 + b.compute if tied else 4 if b.gradients < 4 else 0
+        embedding = elements * beside // run.tp
     elif tied:
         embedding = whole_table + (terms if accumulates else terms - 1) * table
     else:

@@ -55,5 +55,7 @@ def backward_scores(share: Share) -> int:
 
 
 def causal_mask(share: Share) -> int:
-    """Return the bytes of the additive mask that transformers makes for eager attention, one for all layers."""
-    return score_elements(share) // share.spec.heads * share.bytes.compute if share.kernel == "eager" else 0
+    """Return the bytes of the additive mask that transformers makes for eager attention, or in a compiled step for
+    SDPA; one for all layers and heads."""
+    made = share.kernel == "eager" or (share.masked and not share.remade_masks)
+    return score_elements(share) // share.spec.heads * share.bytes.compute if made else 0

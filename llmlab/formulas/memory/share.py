@@ -62,29 +62,48 @@ class Share:
 
     @property
     def compiled(self) -> bool:
-        """Whether what a compiler keeps is counted: of transformers' dense classes, trained whole. Other compiled steps
-        of transformers are counted as eager ones."""
-        run, spec = self.run, self.spec
-        plain = run.lora is None and run.quantization is None and not spec.experts and not spec.mla
-        return run.compile and plain and isinstance(run.stack, str)
+        """Whether what a compiler keeps is counted: of transformers' dense classes. Other compiled steps of
+        transformers are counted as eager ones."""
+        return _compiled(self.spec, self.run)
+
+    @property
+    def blocks_compiled(self) -> bool:
+        """Whether blocks are compiled too: of those that are recomputed Dynamo leaves out what breaks a graph, as
+        transformers' call of flash-attn does."""
+        return self.compiled and not (self.run.checkpointing and self.run.attention == "flash")
 
     @property
     def fuses(self) -> bool:
         """Whether norms and activations are one kernel each, which keeps its input: compiled, or Liger's
         (src/liger_kernel/ops/rms_norm.py, swiglu.py)."""
         liger = self.run.kernels == "liger" and self.spec.gated and not self.spec.experts
-        return self.compiled or liger
+        return self.blocks_compiled or liger
 
     @property
     def masked(self) -> bool:
-        """Whether transformers gives SDPA a causal mask, for which there is no FlashAttention: where it is compiled
-        (masking_utils.py, with torch before 2.14)."""
+        """Whether transformers gives SDPA a causal mask: where it is compiled (masking_utils.py, with torch before
+        2.14)."""
         return self.compiled and self.run.attention == "sdpa"
+
+    @property
+    def remade_masks(self) -> int:
+        """How many heads' masks are made again in backward where forward keeps none: before Hopper one, and all that it
+        is written out for (torch/_inductor/lowering.py, sdpa_constraint, leaves dimensions expanded in forward alone).
+        From Hopper on SDPA takes cuDNN's kernel first, which is given one, and keeps it but in selective recomputation.
+        """
+        run, capability = self.run, self.gpu.compute_capability if self.gpu else None
+        if not self.masked or run.checkpointing is None:
+            return 0
+        if capability and capability[0] in (9, 10):  # sdp_utils.cpp, check_prefer_cudnn_attention
+            return int(run.checkpointing == "selective")
+        return 1 + self.spec.heads
 
 
 def share_of(spec: ModelSpec, run: Training, gpu: GPU | None = None, cpu: bool = False, stage: int = 0) -> Share:
     """Return the share of a rank of pipeline stage `stage`; where tensors are cut unevenly, of rank 0."""
     b, kernel = bytes_of(run), attention_kernel(spec, run, gpu, cpu)
+    if _compiled(spec, run) and run.attention == "sdpa" and not cpu:
+        kernel = "efficient"  # with a mask there is no FlashAttention
     autocast = b.residual != b.compute
     # PyTorch's plain formula makes fp32 of halves, under autocast too (_scaled_dot_product_attention_math in
     # aten/src/ATen/native/transformers/attention.cpp); for "flash", transformers casts what is wider than half.
@@ -114,6 +133,13 @@ def share_of(spec: ModelSpec, run: Training, gpu: GPU | None = None, cpu: bool =
         softmax_bytes=attention_bytes if spec.family == "gpt2" and not autocast else 4,
         mask_bytes=b.compute if cpu else 1,  # fused dropout on a GPU; the CPU's masks are as wide as what they mask
     )
+
+
+def _compiled(spec: ModelSpec, run: Training) -> bool:
+    plain = run.quantization is None and not spec.experts and not spec.mla
+    # A recomputed MLP with adapters holds many fp32 tensors into attention's backward, which nobody has described.
+    described = run.checkpointing != "full" or all(linear.part != "mlp" for linear in adapted(spec, run))
+    return run.compile and plain and described and isinstance(run.stack, str)
 
 
 def bytes_of(run: Training) -> Bytes:

@@ -8,7 +8,7 @@ from ...specs.stacks import StackOptions, Torchtitan, Torchtune
 from .. import newton_schulz
 from .fsdp import reduced_bytes, uses_fsdp, waits
 from .scores import backward_scores, score_elements
-from .share import Share, adapter_bytes
+from .share import Share, adapted, adapter_bytes
 from .stacks.blocks import block_of
 from .stacks.described import EXPERTS, Block, Height, Kept, by_kind, saved
 from .states import States, expert_tensor
@@ -41,15 +41,18 @@ def outer_activations(share: Share) -> int:
         at_ends = (not share.last) - (not share.first) if run.pp > 1 else 0
         return (described_bytes(block.outside, share) if share.last else 0) + at_ends * between_stages(share)
     width = share.mask_bytes * spec.hidden if spec.dropout and share.first else 0
+    if share.blocks_compiled and run.checkpointing == "selective":
+        width += b.residual * spec.hidden  # the first block's input
     if not share.last:
         width += b.residual * spec.hidden
     if not share.first and spec.norm == "rmsnorm" and b.residual == 2 and not run.checkpointing:
         width += b.residual * spec.hidden  # beside the norm's fp32 copy; else it is the first block's own input
     head_input = 0
     if share.last:
-        width += (b.residual if share.fuses else 4) * spec.hidden + 8
+        fused = share.fuses or share.compiled
+        width += (b.residual if fused else 4) * spec.hidden + 8
         if run.lora is None:
-            width += b.residual * spec.hidden if spec.norm == "rmsnorm" and not share.fuses else 0
+            width += b.residual * spec.hidden if spec.norm == "rmsnorm" and not fused else 0
             head_input = share.tokens * b.compute * spec.hidden  # gathered whole, as `activations.per_device` says
     return share.tokens * width // share.sequence_ranks + head_input
 
@@ -163,6 +166,8 @@ def block_backward(share: Share, kept: dict[str, int], whole: dict[str, int]) ->
     gradients = gradient * (counts["mlp"] + counts["experts"] // run.ep) // (run.tp * spec.layers)
     # What selective checkpointing kept is not made twice.
     recomputed = sum(whole.values()) - kept.get("matmul outputs", 0) if run.checkpointing else 0
+    if run.checkpointing and not kept["block inputs"]:  # summed again, of all blocks
+        recomputed += share.layers * between_stages(share)
     return BlockBackward(*_in_halves(share, whole.get("mlp", 0), gradients), recomputed)
 
 
@@ -195,17 +200,25 @@ def _in_halves(share: Share, mlp_kept: int, gradients: int) -> tuple[int, int]:
     MLP or in its attention, which comes after the MLP, whose `mlp_kept` bytes are free by then, and whose `gradients`
     exist."""
     spec, run, c = share.spec, share.run, share.bytes.compute
-    # Compiled, backward writes over what it has read; of a recomputed block all is there first.
-    widths = 1 if share.compiled and not run.checkpointing else 3 if spec.gated else 2
+    # Compiled, backward writes over what it has read: down_proj's input too, which LoRA does not keep. Of a recomputed
+    # block all is there first.
+    over = share.compiled and not run.checkpointing
+    frozen = run.lora is not None and not any(linear.part == "mlp" for linear in adapted(spec, run))
+    widths = 1 + (run.lora is not None) if over else 3 - (share.blocks_compiled and frozen) if spec.gated else 2
     mlp = share.tokens * share.linear_bytes * spec.token_mlp_width * widths // run.tp
+    if over and run.lora and not frozen and adapter_bytes(run) == 4:  # the gradients of adapters' inputs, in fp32
+        mlp += 4 * share.tokens * (2 * spec.token_mlp_width + spec.hidden)
     if share.writes_scores:
         attention = backward_scores(share) - mlp_kept
     else:
         attention = share.tokens * c * 4 * spec.query_width // run.tp - mlp_kept
-        if share.masked and run.checkpointing:
-            # The mask is made again in backward, and written out for all heads (torch/_inductor/lowering.py,
-            # sdpa_constraint, leaves dimensions expanded in forward alone); what the MLP kept is still there.
-            attention += mlp_kept + score_elements(share) * c // run.tp
+        # As simulations count a recomputed, compiled block: nine tensors of the stream's width for the MLP's, which are
+        # gone; beside adapters, four, and the MLP's are there.
+        if share.blocks_compiled and run.checkpointing and run.lora:
+            attention += mlp_kept + share.tokens * c * 4 * spec.hidden
+        elif share.remade_masks:
+            attention += share.tokens * c * 9 * spec.hidden
+        attention += score_elements(share) * c * share.remade_masks // (spec.heads * run.tp)
     if attention + gradients <= mlp:
         return mlp, 0
     return max(0, attention), gradients + min(0, attention)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from ....base.units import MiB
 from ....specs.model import ModelSpec
 from ..share import Share
 
@@ -91,6 +92,14 @@ def widths(spec: ModelSpec, seq_len: int) -> dict[str, int]:
         "G": spec.kv_heads, "D": spec.head_dim, "V": spec.vocab, "S": spec.heads * seq_len, "1": 1,
         "E": spec.experts, "m": spec.moe_intermediate,
     }  # fmt: skip
+
+
+def granted(size: int) -> float:
+    """Return how many times `size` bytes the block takes that torch's allocator gives: where a large request's own
+    segment, whole multiples of 2 MiB, leaves 1 MiB or less, it is not split (c10/cuda/CUDACachingAllocator.cpp,
+    should_split)."""
+    left = -size % (2 * MiB)
+    return 1 + left / size if size >= 10 * MiB and left <= MiB else 1
 
 
 def by_kind(rows: list[Saved], tp: int, sequence_parallel: bool) -> dict[str, int]:

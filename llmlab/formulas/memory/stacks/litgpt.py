@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from ....base.units import MiB
 from ....specs.stacks.litgpt import CHUNK
 from ..share import Share, adapted
-from .described import Block, Height, Kept, Loss
+from .described import Block, Height, Kept, Loss, granted
 
 QKV = {"q_proj", "k_proj", "v_proj"}
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -95,15 +94,8 @@ def _loss(share: Share) -> Loss:
     if share.run.lora:
         part = min(1, CHUNK / share.run.seq_len)
         size = share.run.micro_batch * min(CHUNK, share.run.seq_len) * share.spec.vocab * share.bytes.compute
-        half, whole = _granted(size) / size, _granted(2 * size) / (2 * size)
+        half, whole = granted(size), granted(2 * size)
         forward = whole * 2 + (before and half / 2)
         return Loss(forward=(0, forward), gradient=(0, whole * (2 + 2 * part)), head=(1, whole), after=(0, whole))
     computed = 2 + (share.run.micro_batch > 1)
     return Loss(forward=(0, max(computed, before)), gradient=(0, 3), head=(1, 1), after=(0, 1))
-
-
-def _granted(size: int) -> int:
-    """Return the bytes of the block that torch's allocator gives for `size`: where a large request's own segment, whole
-    multiples of 2 MiB, leaves 1 MiB or less, it is not split (c10/cuda/CUDACachingAllocator.cpp, should_split)."""
-    left = -size % (2 * MiB)
-    return size + left if size >= 10 * MiB and left <= MiB else size

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ....specs.run import Training
 from ....specs.stacks import Torchtune
 from ..share import Share, adapted
-from .described import Block, Height, Kept, Loss
+from .described import Block, Height, Kept, Loss, granted
 
 MLP = ("gate_proj", "up_proj", "down_proj")
 
@@ -60,7 +60,7 @@ def block(share: Share) -> Block:
             Height(mlp, (*around, _of("w1", "f"), _of("w1's and w3's inputs", "h", 2)), MLP),
             Height((*mlp, *norm), (*around, _of("q, k, v and the output", "Q", 4)), (*MLP, "o_proj")),
         ),
-        loss=_loss(stack.num_output_chunks, run.compile),
+        loss=_loss(share, stack.num_output_chunks),
         # Three gradients in fp32; the sum over tokens is taken by many blocks of threads, which write theirs side by
         # side (aten/src/ATen/native/cuda/Reduce.cuh, setReduceConfig).
         norm_backward=(Kept("gradients of the final norm", "temporaries", "h", "fp32", "tokens", 5 if trained else 3),),
@@ -98,13 +98,16 @@ def _norm(name: str, trained: bool, compiled: bool = False) -> tuple[Kept, ...]:
     )
 
 
-def _loss(chunks: int, compiled: bool) -> Loss:
+def _loss(share: Share, chunks: int) -> Loss:
     """modules/loss/ce_chunked_output_loss.py casts one chunk of the logits at a time, and log_softmax keeps its result;
     the recipes drop the logits before backward. Compiled it casts as it reads, and keeps the logits. Without chunks the
     model returns them in fp32, and the recipes drop the loss that they compile (training/_compile.py, compile_loss)."""
     if not chunks:
         return Loss(forward=(0, 2), gradient=(0, 3), head=(1, 0), after=(0, 0))
-    head = (max(0, 1 - 2 / chunks), 0)  # as the second chunk's gradient of the weight is added to the first's
-    if compiled:  # and backward writes gradients over them
-        return Loss(forward=(1, 0), gradient=(1 + 1 / chunks, 0), head=head, after=(0, 0))
-    return Loss(forward=(1, 1 + 1 / chunks), gradient=(0, 1 + 2 / chunks), head=head, after=(0, 0))
+    size = share.tokens * share.spec.vocab * share.bytes.compute // chunks
+    half, whole = granted(size), granted(4 * size // share.bytes.compute)
+    head = (half * max(0, 1 - 2 / chunks), 0)  # as the second chunk's gradient of the weight is added to the first's
+    if share.run.compile:  # and backward writes gradients over them
+        return Loss(forward=(half, 0), gradient=(half * (1 + 1 / chunks), 0), head=head, after=(0, 0))
+    cast = whole * (1 + 1 / chunks)
+    return Loss(forward=(half, cast), gradient=(0, cast + whole / chunks), head=head, after=(0, 0))
