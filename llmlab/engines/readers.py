@@ -173,9 +173,10 @@ def _fsdp(section: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     if stage is None:
         raise SpecError(f"{key}={value!r}: a Training's ZeRO has {', '.join(FSDP_STAGES)}")
     offload = "optimizer+parameters" if section.get("fsdp_offload_params") else None
-    return {"zero": (key, stage), "offload": ("fsdp_offload_params", offload),
-            "checkpointing": ("fsdp_activation_checkpointing",
-                              "full" if section.get("fsdp_activation_checkpointing") else None)}  # fmt: skip
+    said: dict[str, tuple[str, Any]] = {"zero": (key, stage), "offload": ("fsdp_offload_params", offload)}
+    if section.get("fsdp_activation_checkpointing"):  # else a model may still checkpoint itself, as the Trainer asks
+        said["checkpointing"] = "fsdp_activation_checkpointing", "full"
+    return said
 
 
 def _deepspeed_precision(config: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[str, Any]:

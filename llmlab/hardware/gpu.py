@@ -148,9 +148,9 @@ def gpu(name: str | GPU, power: float | None = None) -> GPU:
 def _limited(card: GPU, watts: float) -> GPU:
     """Return the card under a limit of `watts`."""
     if card.power is None:
-        raise NotAvailable(f"power={watts:g} W: the table does not have what a {card.name} may take, to compare with")
+        raise NotAvailable(f"power={watts:g} W: the table does not have what {card.name} may take, to compare with")
     if not LEAST_POWER * card.power <= watts <= card.power:
-        raise SpecError(f"power={watts:g} W of a {card.name} is not between {LEAST_POWER * card.power:g}, below which "
+        raise SpecError(f"power={watts:g} W for {card.name} is not between {LEAST_POWER * card.power:g}, below which "
                         f"nobody measured its clocks, and its own {card.power:g}")  # fmt: skip
     slower = (watts / card.power) ** (1 / 3)
     return replace(card, power=watts, peak_flops={dtype: slower * rate for dtype, rate in card.peak_flops.items()})

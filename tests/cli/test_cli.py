@@ -353,7 +353,7 @@ def test_record_measures_within_its_budget_and_says_what_is_left(tmp_path):
         (["estimate", "gpt2", "--gpu", "T4", "--adapters", "0"], ["adapters=0", ">= 1"]),
         (["estimate", "gpt2", "--gpus-per-node", "8"], ["--gpus-per-node without --gpu"]),
         (["estimate", "gpt2", "--power", "500"], ["--power without --gpu"]),
-        (["estimate", "gpt2", "--gpu", "H100", "--power", "nan"], ["power=nan W of a H100-80GB", "350", "700"]),
+        (["estimate", "gpt2", "--gpu", "H100", "--power", "nan"], ["power=nan W for H100-80GB", "350", "700"]),
     ],
 )
 def test_bad_input_is_one_line_that_says_what_was_given_and_what_is_allowed(words, said):

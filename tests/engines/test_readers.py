@@ -83,6 +83,15 @@ def test_fsdp1_of_accelerate_is_read_by_its_strategy():
     assert lab.Training.from_accelerate(config) == expected
 
 
+def test_a_model_may_checkpoint_itself_where_accelerates_config_does_not():
+    config = {"distributed_type": "FSDP", "num_processes": 8, "fsdp_config": {"fsdp_version": 2}}
+    assert lab.Training.from_accelerate(config, checkpointing="full").checkpointing == "full"
+    config["fsdp_config"]["fsdp_activation_checkpointing"] = True
+    assert lab.Training.from_accelerate(config).checkpointing == "full"
+    with pytest.raises(SpecError, match="checkpointing='selective' with fsdp_activation_checkpointing"):
+        lab.Training.from_accelerate(config, checkpointing="selective")
+
+
 @pytest.mark.parametrize(("strategy", "waits"), [("FULL_SHARD", True), ("SHARD_GRAD_OP", True), ("NO_SHARD", False)])
 def test_fsdp_of_accelerate_reduces_after_the_last_of_several_micro_batches(strategy, waits):
     config = {"distributed_type": "FSDP", "num_processes": 8, "mixed_precision": "bf16",

@@ -260,9 +260,9 @@ def test_clocks_go_as_the_cube_root_of_a_power_limit():
 
 def test_a_power_limit_is_between_half_of_the_cards_own_and_that():
     for watts in (340, 701):
-        with pytest.raises(SpecError, match=rf"power={watts} W of a H100-80GB is not between 350.* 700"):
+        with pytest.raises(SpecError, match=rf"power={watts} W for H100-80GB is not between 350.* 700"):
             gpu("H100", power=watts)
-    with pytest.raises(NotAvailable, match="power=600 W: the table does not have what a GH200 may take"):
+    with pytest.raises(NotAvailable, match="power=600 W: the table does not have what GH200 may take"):
         gpu("GH200", power=600)  # its CPU takes a part
 
 
