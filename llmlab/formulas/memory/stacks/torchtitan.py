@@ -228,8 +228,9 @@ def block(share: Share) -> Block:
         saved, backward = _written_out(saved), (*backward, WRITTEN_OUT)
         around = LLAMA._replace(outside=_written_out(LLAMA.outside), norm_backward=(IN_FP32,))
     qwen = share.spec.family != "llama"
-    # A complex number for each position and pair of a head's elements; of Qwen 3 cosine and sine of each element.
-    table = (8 if qwen else 4) * run.seq_len * share.spec.head_dim
+    # A complex number for each position and pair of a head's elements; of Qwen 3 cosine and sine of each element. Each
+    # virtual stage has its own.
+    table = (8 if qwen else 4) * run.seq_len * share.spec.head_dim * run.virtual_stages
     losses = (COMPILED_LOSS, COMPILED_PARALLEL_LOSS) if run.compile and stack.compile_loss else (LOSS, PARALLEL_LOSS)
     found = around._replace(saved=saved, selective=selective, backward=backward, given=given, table=table,
                             loss=losses[run.tp > 1],
