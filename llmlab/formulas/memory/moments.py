@@ -136,6 +136,10 @@ class StepMemory:
         element = share.bytes.compute if share.autocast else 0
         linears = 0 if run.quantization else spec.block_linear_elements // spec.layers
         self.block_cast = element * linears // run.tp
+        # w2's is gone as soon as its input has a gradient.
+        read = isinstance(run.stack, Torchtitan) and not run.compile
+        down = sum(linear.elements for linear in spec.block_linears if linear.name == "down_proj") // spec.layers
+        self.read_cast = element * down // run.tp if read else 0
         adapters = element * self.states.trained if run.lora else 0
         freed = run.lora and run.checkpointing
         self.casts = adapters + (0 if freed else self.block_cast * share.layers)
@@ -274,10 +278,11 @@ class StepMemory:
                       of_head + working,
                       gradients=grads.after_head + own_gradients,
                       activations=self.activations - self.replaced + self.recomputed + self.uneven[0]
-                      + (self.kept_casts or self.block_cast)),
+                      + (self.kept_casts or self.block_cast) - self.read_cast),
             in_blocks("the last block of backward", self.left + units.block, reduction + working,
                       gradients=grads.stored.before_last + own_gradients,
-                      activations=self.last_block + self.ends + self.recomputed + self.block_cast),
+                      activations=self.last_block + self.ends + self.recomputed + self.block_cast
+                      - self.read_cast),
             in_blocks("the embedding's gradient", self.left + units.block - freed, reduction + grads.embedding,
                       gradients=grads.stored.after_blocks, activations=self.others),
         ]  # fmt: skip

@@ -161,6 +161,10 @@ COMPILED_LOSS = Loss(forward=(1, 0), gradient=(2, 0), head=(1, 0), after=(0, 0))
 COMPILED_PARALLEL_LOSS = Loss(forward=(1, 2), gradient=(1, 1), head=(1, 0), after=(0, 0))
 
 
+# On one device, under autocast, each linear casts its input anew.
+COPIES = {"wq, wk, wv: their input": 3, "w1, w3: their input": 2}
+
+
 # With context parallelism each token brings its position (distributed/context_parallel.py), and each block reads the
 # table there: a complex number for each pair of a head's elements. Attention over the ring keeps what it keeps alone.
 AT_POSITIONS = (Kept("rotation: the table at the positions", "q, k, v", "D", "fp32", "whole"),)
@@ -200,6 +204,8 @@ def block(share: Share) -> Block:
         saved = saved[:3] + MATH + saved[8:]
         selective = tuple(row for row in selective if not row.operator.startswith("inner_attention"))
     given: tuple[Kept, ...] = ()
+    if share.autocast and not run.compile:
+        saved = tuple(row._replace(times=COPIES.get(row.operator, row.times)) for row in saved)
     if share.spec.qk_norm:  # Qwen 3
         saved += QK_NORM
         if share.bytes.master:  # FSDP2 casts what a block is given
