@@ -157,12 +157,24 @@ def _of_chunks(share: Share, states: States, every: int) -> tuple[int, Stored]:
     first one of the virtual stage that runs, of a rank's `every` bytes of gradients in the end."""
     run, layers = share.run, chunks_of(share.spec, share.run, share.stage)
     block = every * block_parameters(share.spec) // (stage := sum((counts := _stage_parameters(share)).values()))
+    through, less, head = layers_through(share), 0, every * counts["head"] // stage
     if uses_fsdp(run):
         block = states.units.block_reduction
-    head = every * counts["head"] // stage if share.begun < run.virtual_stages else 0
-    there = every if share.begun == 0 else block * sum(layers[share.begun :]) + head
+        ranks = run.dp_shard * run.cp
+        less = through * (block - states.units.block_shard) + (head - head // ranks if through else 0)
+    head = head if share.begun < run.virtual_stages else 0
+    there = (every if share.begun == 0 else block * sum(layers[share.begun :]) + head) - less
     own = layers[share.chunk or 0]
     return there, Stored(*(there + block * max(0, own - left) for left in (2, 1, 0)))
+
+
+def layers_through(share: Share) -> int:
+    """Return how many layers are in virtual stages that all micro-batches are through, while `share.chunk` runs
+    backward: their gradients are reduced then, and their weights are gone."""
+    run = share.run
+    if share.chunk is None or run.accumulation > run.pp:
+        return 0
+    return sum(chunks_of(share.spec, run, share.stage)[share.chunk + 1 :])
 
 
 def _stage_parameters(share: Share) -> dict[str, int]:

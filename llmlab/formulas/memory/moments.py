@@ -23,13 +23,14 @@ from ...specs.stacks import LitGPT, Torchtitan, Torchtune
 from ...specs.stages import chunks_of
 from .activations import block_inputs, block_saved, checkpointed, per_device
 from .fsdp import is_flat, own_ranks, reduced_bytes, uses_fsdp, waits
-from .gradients import bucket_bytes, gradients
+from .gradients import bucket_bytes, gradients, layers_through
 from .scores import causal_mask, forward_scores
 from .share import Share, share_of
 from .stacks.blocks import block_of
 from .stacks.torchtune import in_chunks
 from .states import kept_weights, states
 from .temporaries import (
+    between_stages,
     block_backward,
     dequantized,
     described_bytes,
@@ -38,6 +39,7 @@ from .temporaries import (
     optimizer_temporaries,
     outer_activations,
     receive_buffers,
+    sent_back,
 )  # fmt: skip
 
 
@@ -73,6 +75,10 @@ class StepMemory:
         self.share, self.layers, self.sharded = share, share.layers, uses_fsdp(run)
         self.states = states(spec, run, share.stage)
         self.gradients = gradients(share, self.states)
+        if (through := layers_through(share)) and run.zero == 2:
+            units = self.states.units
+            left = units.resident - through * units.block
+            self.states = self.states._replace(units=units._replace(resident=left, at_loss=left, head=0))
         self.loss = loss_bytes(share)
         # FSDP2's fp32 shards are the master copy; the half weights are what is gathered of them.
         master_shards = self.sharded and share.bytes.master and not run.lora
@@ -88,9 +94,11 @@ class StepMemory:
             "workspace": 2 * (gpu.cublas_workspace or 0) if gpu else 0,
             "other": bucket_bytes(share, self.states) + (block.table if block else 0) + receive_buffers(share),
         }
+        self.sent = sent_back(share)
+        self.resident["other"] += self.sent
         # What is whole still when backward ends: in a pipeline all blocks, but for one that the moments add.
         units = self.states.units
-        self.left = units.outside + (units.block * (self.layers - 1) if run.pp > 1 else 0)
+        self.left = units.outside + (units.head + units.block * (self.layers - through - 1) if run.pp > 1 else 0)
         # Then only the first micro-batch, when there is little else, has outputs of all-gathers.
         self.stay_gathered = self.sharded and run.pp > 1 and run.zero == 2 and share.over > 0
         whole = per_device(block_saved(share), run)
@@ -128,6 +136,10 @@ class StepMemory:
         element = share.bytes.compute if share.autocast else 0
         linears = 0 if run.quantization else spec.block_linear_elements // spec.layers
         self.block_cast = element * linears // run.tp
+        # w2's is gone as soon as its input has a gradient.
+        read = isinstance(run.stack, Torchtitan) and not run.compile
+        down = sum(linear.elements for linear in spec.block_linears if linear.name == "down_proj") // spec.layers
+        self.read_cast = element * down // run.tp if read else 0
         adapters = element * self.states.trained if run.lora else 0
         freed = run.lora and run.checkpointing
         self.casts = adapters + (0 if freed else self.block_cast * share.layers)
@@ -140,8 +152,13 @@ class StepMemory:
         tune = isinstance(run.stack, Torchtune)
         self.working = (max if tune else sum)((self.between, self.backward.temporaries))
         self.around_loss = causal_mask(share) if tune else self.between
-        # Of what is outside of blocks nothing is left when their backward begins; a gradient goes through them.
+        # Of what is outside of blocks nothing is left when their backward begins; a gradient goes through them. In a
+        # pipeline both lie in buffers: what a stage received, for as long as it runs, and the gradient of what it sent.
         self.replaced = outer_activations(share) if block else 0
+        self.ends = 0  # what the stage received and sent, and others' outside, when its first block's backward begins
+        if isinstance(run.stack, Torchtitan) and run.pp > 1:
+            self.replaced += (not share.first) * between_stages(share)
+            self.ends = self.outside - (self.replaced if share.last else 0)
         # What torchtune brought back stays until the node of backward is over that brings back the next
         # (training/_activation_offloading.py, bwd_tensor_stash): the final norm's input, cast, and a block's. In an
         # eager block without an adapter beside w2 that node is w2's product.
@@ -159,8 +176,10 @@ class StepMemory:
         loaded = {**self.resident, "optimizer": 0, "workspace": 0}
         if self.gathered_part == "weights":
             loaded["weights"] = 4 * self.states.trained
-        update = {"logits": self.loss.after, "gradients": self.gradients.update}
         share = self.share
+        # What variables of torch's schedule held is gone as it returns.
+        returned = share.run.pp > 1 and isinstance(share.run.stack, Torchtitan)
+        update = {"logits": 0 if returned else self.loss.after, "gradients": self.gradients.update}
         chunks, number = chunks_of(share.spec, share.run, share.stage), share.run.virtual_stages
         if share.chunk is None and (len(set(chunks)) > 1 or (number > 1 and self.sharded)):
             return [
@@ -182,7 +201,7 @@ class StepMemory:
             *self._forward(),
             *self._backward(),
             *(self._reducing() if self.sharded else ()),
-            self._moment("optimizer", "the update", other=self.update, **update),
+            self._moment("optimizer", "the update", other=self.update - self.sent, **update),
         ]
 
     def _moment(self, phase: str, name: str, gathered: int = 0, other: int = 0, **parts: int) -> Moment:
@@ -239,11 +258,13 @@ class StepMemory:
         at_head = gathered - (units.prefetched if units.head and in_chunks(self.share.run) else 0)
         working, own_gradients = self.working, self.backward.gradients
         # In a pipeline blocks are neither freed nor reduced before all micro-batches are through.
-        freed, reduction = (units.block, units.block_reduction) if self.share.run.pp == 1 else (0, 0)
+        freed, reduction, of_head, in_pipeline = units.block, units.block_reduction, units.head_reduction, 0
+        if self.share.run.pp > 1:
+            freed, reduction, of_head, in_pipeline = 0, 0, 0, units.head
         reduction = 0 if waits(self.share.run) else reduction  # that of the last micro-batch: see `_reducing`
         in_norm = []
         if (block := block_of(self.share)) and block.norm_backward and self.share.last:
-            other = units.head_reduction + described_bytes(block.norm_backward, self.share)
+            other = of_head + described_bytes(block.norm_backward, self.share)
             in_norm.append(in_blocks("the final norm's backward", gathered + units.prefetched, other,
                                      gradients=grads.after_head, activations=activations))  # fmt: skip
         return [
@@ -253,14 +274,15 @@ class StepMemory:
                    gradients=grads.accumulated + grads.head, activations=activations, logits=self.loss.head),
             *in_norm,
             # A block's own experts are among its temporaries, where their description has them.
-            in_blocks("the first block of backward", gathered + (units.prefetched or -units.experts),
-                      units.head_reduction + working,
+            in_blocks("the first block of backward", gathered + (units.prefetched or in_pipeline - units.experts),
+                      of_head + working,
                       gradients=grads.after_head + own_gradients,
                       activations=self.activations - self.replaced + self.recomputed + self.uneven[0]
-                      + (self.kept_casts or self.block_cast)),
+                      + (self.kept_casts or self.block_cast) - self.read_cast),
             in_blocks("the last block of backward", self.left + units.block, reduction + working,
                       gradients=grads.stored.before_last + own_gradients,
-                      activations=self.last_block + self.recomputed + self.block_cast),
+                      activations=self.last_block + self.ends + self.recomputed + self.block_cast
+                      - self.read_cast),
             in_blocks("the embedding's gradient", self.left + units.block - freed, reduction + grads.embedding,
                       gradients=grads.stored.after_blocks, activations=self.others),
         ]  # fmt: skip
@@ -274,9 +296,9 @@ class StepMemory:
         if self.share.run.pp > 1:
             activations = 0
         gathered = units.resident + (units.prefetched or -units.block - units.experts)
-        # Where they waited, a block's gradients are among earlier ones, which go as it is reduced.
+        # Where they waited, as in a pipeline, a block's gradients are among earlier ones, which go as it is reduced.
         late = waits(self.share.run)
-        reducing = units.block_reduction + (0 if late else units.block_gradients)
+        reducing = units.block_reduction + (0 if late or self.share.run.pp > 1 else units.block_gradients)
         ranks = self.share.run.dp_shard * self.share.run.cp
         last_but_one = units.block + (units.prefetched or units.block + units.experts) + self.left
         last_but_one -= units.outside if units.head else 0

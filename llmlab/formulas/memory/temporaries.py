@@ -65,14 +65,20 @@ def between_stages(share: Share) -> int:
 def receive_buffers(share: Share) -> int:
     """Return the bytes that torch's PipelineStage receives into: a buffer for each micro-batch's input and one for its
     output's gradient, made in the first step and kept (torch/distributed/pipelining/stage.py,
-    _setup_forward_recv_info and _create_grad_recv_info); and, on its way out, the gradient of the last input."""
+    _setup_forward_recv_info and _create_grad_recv_info)."""
     run = share.run
     if run.pp == 1 or not isinstance(run.stack, Torchtitan):
         return 0
     first, last = share.stage == 0, share.stage == run.pp - 1  # of the rank's, whichever runs
-    each = 2 * run.virtual_stages - first - last
-    sent = run.virtual_stages > first and run.accumulation > 1
-    return (run.accumulation * each + sent) * between_stages(share)
+    return run.accumulation * (2 * run.virtual_stages - first - last) * between_stages(share)
+
+
+def sent_back(share: Share) -> int:
+    """Return the bytes of the gradient that a stage of torch's 1F1B sent last, which a variable has until the next is
+    sent; the schedule of virtual stages has it until it is sent (torch/distributed/pipelining/schedules.py)."""
+    run = share.run
+    titan = isinstance(run.stack, Torchtitan) and run.schedule == "1f1b" and run.virtual_stages == 1
+    return between_stages(share) if titan and share.over and not share.first and run.pp > 1 else 0
 
 
 def described_bytes(rows: tuple[Kept, ...], share: Share) -> int:

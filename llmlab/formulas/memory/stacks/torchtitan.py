@@ -161,6 +161,10 @@ COMPILED_LOSS = Loss(forward=(1, 0), gradient=(2, 0), head=(1, 0), after=(0, 0))
 COMPILED_PARALLEL_LOSS = Loss(forward=(1, 2), gradient=(1, 1), head=(1, 0), after=(0, 0))
 
 
+# On one device, under autocast, each linear casts its input anew.
+COPIES = {"wq, wk, wv: their input": 3, "w1, w3: their input": 2}
+
+
 # With context parallelism each token brings its position (distributed/context_parallel.py), and each block reads the
 # table there: a complex number for each pair of a head's elements. Attention over the ring keeps what it keeps alone.
 AT_POSITIONS = (Kept("rotation: the table at the positions", "q, k, v", "D", "fp32", "whole"),)
@@ -200,6 +204,8 @@ def block(share: Share) -> Block:
         saved = saved[:3] + MATH + saved[8:]
         selective = tuple(row for row in selective if not row.operator.startswith("inner_attention"))
     given: tuple[Kept, ...] = ()
+    if share.autocast and not run.compile:
+        saved = tuple(row._replace(times=COPIES.get(row.operator, row.times)) for row in saved)
     if share.spec.qk_norm:  # Qwen 3
         saved += QK_NORM
         if share.bytes.master:  # FSDP2 casts what a block is given
@@ -228,8 +234,9 @@ def block(share: Share) -> Block:
         saved, backward = _written_out(saved), (*backward, WRITTEN_OUT)
         around = LLAMA._replace(outside=_written_out(LLAMA.outside), norm_backward=(IN_FP32,))
     qwen = share.spec.family != "llama"
-    # A complex number for each position and pair of a head's elements; of Qwen 3 cosine and sine of each element.
-    table = (8 if qwen else 4) * run.seq_len * share.spec.head_dim
+    # A complex number for each position and pair of a head's elements; of Qwen 3 cosine and sine of each element. Each
+    # virtual stage has its own.
+    table = (8 if qwen else 4) * run.seq_len * share.spec.head_dim * run.virtual_stages
     losses = (COMPILED_LOSS, COMPILED_PARALLEL_LOSS) if run.compile and stack.compile_loss else (LOSS, PARALLEL_LOSS)
     found = around._replace(saved=saved, selective=selective, backward=backward, given=given, table=table,
                             loss=losses[run.tp > 1],
