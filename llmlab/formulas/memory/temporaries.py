@@ -232,11 +232,13 @@ def _beside_adapters(share: Share) -> tuple[float, float]:
     within one tensor of the MLP's width.
 
     Adapters in the MLP cast what they read and its gradients, to fp32 unless they are half, and Inductor's order leaves
-    all of that until the gradients of the adapters' weights, which come last. Where masks are made again, more waits.
+    all of that until the gradients of the adapters' weights, which come last. Where masks are made again, more waits;
+    where products were kept, backward writes over them.
     """
     count = sum(linear.part == "mlp" for linear in adapted(share.spec, share.run))
     remade, wide = share.remade_masks > 0, adapter_bytes(share.run) == 4
-    return 2 + remade + count * (10 / 3 if wide else 2), count * (4 if remade else 8 / 3) * wide
+    over = 2 + count if share.run.checkpointing == "selective" else 0
+    return 2 + remade + count * (10 / 3 if wide else 2) - over, count * (4 if remade else 8 / 3) * wide
 
 
 def optimizer_temporaries(share: Share, states: States) -> int:
