@@ -244,7 +244,7 @@ class StepMemory:
         in_norm = []
         if (block := block_of(self.share)) and block.norm_backward and self.share.last:
             other = units.head_reduction + described_bytes(block.norm_backward, self.share)
-            in_norm.append(in_blocks("the final norm's backward", gathered + units.prefetched, other,
+            in_norm.append(in_blocks("the final norm's backward", at_head + units.prefetched, other,
                                      gradients=grads.after_head, activations=activations))  # fmt: skip
         return [
             moment("the loss's gradient", around_loss, self.around_loss, gradients=grads.accumulated,
