@@ -37,9 +37,6 @@ ACCUMULATED = {"precision": "autocast-bf16", "accumulation": 2, "optimizer": "sg
         (LLAMA, {"precision": "bf16", "checkpointing": "full"}, "A100-80GB", 0.10),  # a mask of all heads
         (LLAMA, {"precision": "bf16", "checkpointing": "full"}, "H100", 0.03),  # one that is kept
         (LLAMA, {"precision": "bf16", "lora": lab.LoRA(8)}, "A100-80GB", 0.03),
-        (LLAMA, {"precision": "bf16", "checkpointing": "full", "lora": ALL}, "A100-80GB", 0.04),
-        (LLAMA, {"precision": "bf16", "checkpointing": "full", "lora": ALL}, "H100", 0.03),
-        (LLAMA, {"precision": "bf16", "checkpointing": "selective", "lora": ALL}, "H100", 0.03),
         (TIED, ACCUMULATED, "A100-80GB", 0.02),  # a graph's gradients beside earlier ones, of a tied head two and a sum
     ],
 )

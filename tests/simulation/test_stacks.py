@@ -410,9 +410,6 @@ BLOCK_HEIGHTS = {
         "compile": True, "lora": MLP, "stack": "torchtune:enable_activation_checkpointing=False",
     },
     "on eight": {"dp": 8},
-    "on sixteen, nothing recomputed": {  # the final norm's backward: of blocks one is gathered by then, not two
-        "dp": 16, "micro_batch": 1, "seq_len": 2048, "stack": "torchtune:enable_activation_checkpointing=False",
-    },
     "LoRA": {"lora": MLP},
     "offloaded": {"seq_len": 2048, "stack": OFFLOADED},
     "offloaded, LoRA": {"seq_len": 2048, "stack": OFFLOADED, "lora": MLP},
