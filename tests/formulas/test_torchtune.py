@@ -84,9 +84,9 @@ def test_peaks_of_its_own_code(model, given, simulated):
 
 
 def test_at_the_final_norms_backward_one_block_is_gathered():
-    """The head's backward gathers it; none is there beside it, because torchtune frees the whole model after forward."""
+    """The head's backward gathers it; none beside it, as torchtune frees the whole model after forward."""
     config = {"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8,
-              "vocab_size": 1024, "tie_word_embeddings": False}  # fmt: skip
+              "vocab_size": 1024, "max_position_embeddings": 2048, "tie_word_embeddings": False}  # fmt: skip
     run, other = lab.Training(dp=16, seq_len=512, stack="torchtune"), []
     for width in (2048, 4096):
         found = training_moments(lab.model({**config, "intermediate_size": width}), run, lab.gpu("A100-80GB"))
