@@ -24,6 +24,7 @@ TORCHAO = {"model_type": "llama", "hidden_size": 1536, "num_hidden_layers": 24, 
            "tie_word_embeddings": False}  # fmt: skip
 
 
+ALL = lab.LoRA(8, targets=("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
 TIED = {**LLAMA, "vocab_size": 65_536, "tie_word_embeddings": True}
 ACCUMULATED = {"precision": "autocast-bf16", "accumulation": 2, "optimizer": "sgd", "micro_batch": 1, "seq_len": 256}
 
@@ -85,9 +86,8 @@ def test_recomputed_blocks_that_call_flash_attn_are_counted_eager():
 
 def test_compiled_adapters_of_one_input_share_its_copy():
     T, h, f, rank = 8 * 1024, 512, 2048, 8
-    lora = lab.LoRA(rank, targets=("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
     for compiled, inputs in ((True, h + h + h + f), (False, 2 * h + h + 2 * h + f)):
-        rows = kept(Training(8, 1024, "bf16", lora=lora, compile=compiled))
+        rows = kept(Training(8, 1024, "bf16", lora=ALL, compile=compiled))
         assert ("adapters", 4 * T * (inputs + 6 * rank)) in rows
 
 
@@ -111,6 +111,26 @@ def test_from_hopper_on_the_mask_is_kept_and_before_it_backward_writes_it_for_al
     workspaces = 2 * (hopper.cublas_workspace - A100.cublas_workspace)
     assert kept["the loss"] - workspaces - made["the loss"] == mask
     assert made["the last block of backward"] - kept["the last block of backward"] + workspaces > 3 * mask
+
+
+def test_of_a_recomputed_mlps_adapters_nothing_is_left_when_attention_writes_masks_for_all_heads():
+    left = []
+    for lora in (lab.LoRA(8), ALL):
+        found = moments(checkpointing="full", micro_batch=1, seq_len=8192, lora=lora)
+        left.append(found["the first block of backward"] - found["weights loaded"])
+    assert left[1] == pytest.approx(left[0], rel=0.02) and left[0] > 9 * 8192**2 * 2
+
+
+def test_adapters_in_a_recomputed_mlp_hold_what_they_cast_until_their_weights_have_gradients():
+    """Sixteen tensors of the MLP's width, in halves, where without them there are four; of half adapters eleven."""
+    T, f = 8 * 1024, 2048
+    given = {"checkpointing": "full", "gpu": lab.gpu("H100")}
+    for lora, times in ((lab.LoRA(8), 4), (lab.LoRA(8, ALL.targets, autocast_adapter_dtype=False), 11), (ALL, 16)):
+        left = []
+        for width in (f, 2 * f):
+            found = moments({**LLAMA, "intermediate_size": width}, lora=lora, **given)
+            left.append(found["the first block of backward"] - found["weights loaded"])
+        assert (left[1] - left[0]) / (2 * T * f) == pytest.approx(times, abs=0.1)
 
 
 def test_an_odd_vocabulary_is_padded_for_the_heads_products():

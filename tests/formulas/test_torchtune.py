@@ -4,6 +4,7 @@ import pytest
 
 import llmlab as lab
 from llmlab.formulas.memory.activations import block_saved, per_device
+from llmlab.formulas.memory.moments import training_moments
 from llmlab.formulas.memory.share import share_of
 
 LLAMA, TIED = lab.model("meta-llama/Meta-Llama-3-8B"), lab.model("meta-llama/Llama-3.2-3B")
@@ -80,3 +81,14 @@ def test_nf4_quantizes_its_scales_too():
 def test_peaks_of_its_own_code(model, given, simulated):
     estimate = lab.estimate(model, run(**given), "A100-80GB")
     assert estimate.peak_allocated / 2**30 == pytest.approx(simulated, rel=0.006)
+
+
+def test_at_the_final_norms_backward_one_block_is_gathered():
+    """The head's backward gathers it; none beside it, as torchtune frees the whole model after forward."""
+    config = {"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8,
+              "vocab_size": 1024, "max_position_embeddings": 2048, "tie_word_embeddings": False}  # fmt: skip
+    run, other = lab.Training(dp=16, seq_len=512, stack="torchtune"), []
+    for width in (2048, 4096):
+        found = training_moments(lab.model({**config, "intermediate_size": width}), run, lab.gpu("A100-80GB"))
+        other += [each.parts["other"] for each in found if each.name == "the final norm's backward"]
+    assert other[1] - other[0] == 2 * 3 * 1024 * 2048

@@ -265,7 +265,7 @@ class StepMemory:
         in_norm = []
         if (block := block_of(self.share)) and block.norm_backward and self.share.last:
             other = of_head + described_bytes(block.norm_backward, self.share)
-            in_norm.append(in_blocks("the final norm's backward", gathered + units.prefetched, other,
+            in_norm.append(in_blocks("the final norm's backward", at_head + units.prefetched, other,
                                      gradients=grads.after_head, activations=activations))  # fmt: skip
         return [
             moment("the loss's gradient", around_loss, self.around_loss, gradients=grads.accumulated,
@@ -322,6 +322,8 @@ class StepMemory:
         # FSDP1's autograd joins a unit's gradients before its weights go, and nothing of its reduction stays.
         flat = is_flat(self.share.run)
         joined, behind = (units.block, 0) if flat else (0, units.block_reduction)
+        # Of two micro-batches the first has no earlier ones, and as the second's are reduced those of blocks are gone.
+        earlier = units.outside_gradients if flat and self.share.run.accumulation == 2 else 0
         # Beside it are the reduced ones, in half and cast to the shard's fp32, and the unit's last gradient, which a
         # loop's variable keeps (_fsdp_collectives.py, foreach_reduce): an untied head's.
         made, share = units.outside_shard, self.share
@@ -336,7 +338,7 @@ class StepMemory:
                    gradients=grads.reducing.before_last),
             moment("the other gradients reduced", units.outside if flat else 0,
                    units.outside_reduction + max(0 if late else units.outside_gradients, made),
-                   gradients=grads.reducing.after_blocks + outside_shard),
+                   gradients=grads.reducing.after_blocks + outside_shard - earlier),
         ]  # fmt: skip
         if late:
             found.append(moment("the embedding's gradient, the last time", self.left, units.block_reduction +

@@ -137,9 +137,7 @@ def share_of(spec: ModelSpec, run: Training, gpu: GPU | None = None, cpu: bool =
 
 def _compiled(spec: ModelSpec, run: Training) -> bool:
     plain = run.quantization is None and not spec.experts and not spec.mla
-    # A recomputed MLP with adapters holds many fp32 tensors into attention's backward, which nobody has described.
-    described = run.checkpointing != "full" or all(linear.part != "mlp" for linear in adapted(spec, run))
-    return run.compile and plain and described and isinstance(run.stack, str)
+    return run.compile and plain and isinstance(run.stack, str)
 
 
 def bytes_of(run: Training) -> Bytes:

@@ -174,7 +174,10 @@ def block_backward(share: Share, kept: dict[str, int], whole: dict[str, int]) ->
     recomputed = sum(whole.values()) - kept.get("matmul outputs", 0) if run.checkpointing else 0
     if run.checkpointing and not kept["block inputs"]:  # summed again, of all blocks
         recomputed += share.layers * between_stages(share)
-    return BlockBackward(*_in_halves(share, whole.get("mlp", 0), gradients), recomputed)
+    gone = whole.get("mlp", 0)  # when attention's backward begins; of adapters' inputs but that of q, k and v
+    if run.checkpointing and share.blocks_compiled:
+        gone += max(0, whole.get("adapters", 0) - share.tokens * adapter_bytes(run) * spec.hidden)
+    return BlockBackward(*_in_halves(share, gone, gradients), recomputed)
 
 
 def forward_height(share: Share) -> int:
@@ -209,25 +212,39 @@ def _in_halves(share: Share, mlp_kept: int, gradients: int) -> tuple[int, int]:
     # Compiled, backward writes over what it has read: down_proj's input too, which LoRA does not keep. Of a recomputed
     # block all is there first.
     over = share.compiled and not run.checkpointing
-    frozen = run.lora is not None and not any(linear.part == "mlp" for linear in adapted(spec, run))
-    widths = 1 + (run.lora is not None) if over else 3 - (share.blocks_compiled and frozen) if spec.gated else 2
-    mlp = share.tokens * share.linear_bytes * spec.token_mlp_width * widths // run.tp
-    if over and run.lora and not frozen and adapter_bytes(run) == 4:  # the gradients of adapters' inputs, in fp32
+    again = share.blocks_compiled and run.checkpointing is not None and run.lora is not None
+    adapters = any(linear.part == "mlp" for linear in adapted(spec, run))
+    widths: float = 1 + (run.lora is not None) if over else 3 if spec.gated else 2
+    widths, streams = _beside_adapters(share) if again else (widths, 0)
+    mlp = int(share.tokens * share.linear_bytes * (spec.token_mlp_width * widths / run.tp + spec.hidden * streams))
+    if over and adapters and adapter_bytes(run) == 4:  # the gradients of adapters' inputs, in fp32
         mlp += 4 * share.tokens * (2 * spec.token_mlp_width + spec.hidden)
     if share.writes_scores:
         attention = backward_scores(share) - mlp_kept
     else:
         attention = share.tokens * c * 4 * spec.query_width // run.tp - mlp_kept
-        # As simulations count a recomputed, compiled block: nine tensors of the stream's width for the MLP's, which are
-        # gone; beside adapters, four, and the MLP's are there.
-        if share.blocks_compiled and run.checkpointing and run.lora:
-            attention += mlp_kept + share.tokens * c * 4 * spec.hidden
-        elif share.remade_masks:
-            attention += share.tokens * c * 9 * spec.hidden
+        # Beside the gradient of the block's output: where weights are trained, what their gradients read.
+        if again or share.remade_masks:
+            attention += share.tokens * c * (1 if run.lora else 9) * spec.hidden
         attention += score_elements(share) * c * share.remade_masks // (spec.heads * run.tp)
     if attention + gradients <= mlp:
         return mlp, 0
     return max(0, attention), gradients + min(0, attention)
+
+
+def _beside_adapters(share: Share) -> tuple[float, float]:
+    """Return the temporaries of the backward of a compiled MLP that is recomputed, in a block with adapters: how many
+    tensors of the MLP's width, and of the stream's. As simulations of four shapes count them on an A100 and an H100,
+    within one tensor of the MLP's width.
+
+    Adapters in the MLP cast what they read and its gradients, to fp32 unless they are half, and Inductor's order leaves
+    all of that until the gradients of the adapters' weights, which come last. Where masks are made again, more waits;
+    where products were kept, backward writes over them.
+    """
+    count = sum(linear.part == "mlp" for linear in adapted(share.spec, share.run))
+    remade, wide = share.remade_masks > 0, adapter_bytes(share.run) == 4
+    over = 2 + count if share.run.checkpointing == "selective" else 0
+    return 2 + remade + count * (10 / 3 if wide else 2) - over, count * (4 if remade else 8 / 3) * wide
 
 
 def optimizer_temporaries(share: Share, states: States) -> int:
