@@ -85,6 +85,8 @@ HEIGHTS = {
     "few words, layers": (FEW, {"dp": 8, "stack": "torchtitan:ac=selective_layers"}),
     "few tokens": (DEEP, {"dp": 8, "seq_len": 512}),
     "few tokens, full": (DEEP, {"dp": 16, "seq_len": 512, "checkpointing": "full"}),
+    "one GPU, none": (FEW, {"stack": "torchtitan:ac=none", "seq_len": 2048}),
+    "one GPU, selective": (FEW, {"seq_len": 2048}),
     "tensor parallel alone": (FEW, {"tp": 2, "seq_len": 2048}),
     "tensor parallel alone, none": (FEW, {"tp": 2, "seq_len": 2048, "stack": "torchtitan:ac=none"}),
     "compiled, few words": (FEW_QWEN, {**COMPILED, "micro_batch": 2, "seq_len": 2048}),
@@ -163,6 +165,18 @@ def test_virtual_stages_have_gradients_when_they_have_run_backward(stage, seq_le
     step = recorded(spec, run, "H100-80GB", stage=stage)
     estimate = max(m.total for m in training_moments(spec, run, lab.gpu("H100-80GB"), stage=stage))
     assert estimate == pytest.approx(divide(step.engine.events, step.marks).peak, rel=0.01)
+
+
+@pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs `make stacks`")
+@pytest.mark.parametrize("accumulation, virtual_stages", [(4, 1), (2, 2), (4, 2)])
+def test_the_last_stages_buffers_head_and_reduced_gradients(accumulation, virtual_stages):
+    """As many micro-batches as stages: the later virtual stage's gradients are reduced before the other's come."""
+    given = {"dp": 2, "pp": 2, "accumulation": accumulation, "virtual_stages": virtual_stages, "seq_len": 1024}
+    run = lab.Training(**given, stack="torchtitan:ac=full")
+    spec = lab.model({**THIN, "num_hidden_layers": 10})
+    step = recorded(spec, run, "H100-80GB", stage=1)
+    estimate = max(m.total for m in training_moments(spec, run, lab.gpu("H100-80GB"), stage=1))
+    assert estimate == pytest.approx(divide(step.engine.events, step.marks).peak, rel=0.003)
 
 
 @pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs `make stacks`")
