@@ -9,12 +9,28 @@ from statistics import median
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-# The FLOP of the CPU's attention, from shapes; PyTorch's table has the CUDA kernels alone.
-CPU_ATTENTION_FLOPS: dict[str, Callable[..., int]] = {
-    "aten::_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (
-        lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)
-    ),
+Shape = tuple[int, ...]
+
+
+def _attention_flops(q: Shape, k: Shape, v: Shape, *_: object, **__: object) -> int:
+    return sdpa_flop_count(q, _repeated(k, q), _repeated(v, q))
+
+
+def _attention_backward_flops(grad: Shape, q: Shape, k: Shape, v: Shape, *_: object, **__: object) -> int:
+    return sdpa_backward_flop_count(grad, q, _repeated(k, q), _repeated(v, q))
+
+
+def _repeated(keys: Shape, q: Shape) -> Shape:
+    """Return the shape (B, H, T, D) of keys or values with the queries' heads, by which kernels repeat grouped ones."""
+    return (keys[0], q[1], *keys[2:])
+
+
+# By shapes, for all kernels that scaled_dot_product_attention may take: PyTorch's table lacks the CPU's, and before
+# 2.12 its counts of the others raise AssertionError where keys are grouped (Llama 3, Qwen).
+ATTENTION_FLOPS: dict[str, Callable[..., int]] = {
+    f"aten::_scaled_dot_product_{kernel}": count
+    for name in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+    for kernel, count in ((name, _attention_flops), (f"{name}_backward", _attention_backward_flops))
 }
 
 
@@ -41,10 +57,10 @@ def median_seconds(step: Callable[[], object], device: torch.device, repeats: in
 def count_flops(step: Callable[[], object]) -> int:
     """Return the FLOP of matrix products, convolutions and attention that one call of `step` runs.
 
-    PyTorch's FlopCounterMode, with the CPU's attention, which it lacks. It counts what runs: with checkpointing the
+    PyTorch's FlopCounterMode, with counts of attention from here. It counts what runs: with checkpointing the
     recomputation too, and a causal attention whole, as if nothing were masked.
     """
-    mapping = {getattr(torch.ops.aten, name.split("::")[1]): count for name, count in CPU_ATTENTION_FLOPS.items()}
+    mapping = {getattr(torch.ops.aten, name.split("::")[1]): count for name, count in ATTENTION_FLOPS.items()}
     with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
         step()
     return counter.get_total_flops()

@@ -20,7 +20,7 @@ from ...formulas.time.efficiency import Efficiency, efficiency
 from ...formulas.time.kernels import Kernels, kernels
 from ...formulas.time.step import Passes, Traced
 from ...hardware.gpu import GPU
-from ...recording.timing import CPU_ATTENTION_FLOPS
+from ...recording.timing import ATTENTION_FLOPS
 from ..values.collectives import COLLECTIVES
 from ..workspaces.bitsandbytes import multiplies_packed
 from ..workspaces.none import is_view
@@ -50,7 +50,7 @@ SOFTMAX_AGAIN = {
 
 # By name, because some are of libraries that are not here. The values take shapes in the place of tensors.
 MORE_FLOPS = {
-    **CPU_ATTENTION_FLOPS,
+    **ATTENTION_FLOPS,
     "aten::_grouped_mm": lambda a, b, *rest, **named: 2 * prod(a) * b[-1],
     "bitsandbytes::gemm_4bit": lambda a, b, shape, *rest, **named: 2 * prod(a) * shape[0],  # b: packed (out, in)
     "bitsandbytes::int8_scaled_mm": lambda a, b, *rest, **named: 2 * prod(a) * b[0],
