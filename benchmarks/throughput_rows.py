@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import llmlab as lab
+from llmlab.archive import PLAN, records
 from llmlab.archive.published_steps import PublishedStep, foundry_scaling, megatron_iterations
 
 if sys.version_info >= (3, 11):
@@ -60,7 +61,24 @@ def rows() -> list[Row]:
     first, *others = table["source"]
     found = [_row(first, entry, table["models"]) for entry in first["row"]]
     found += [_scaled(step, first) for step in foundry_scaling()]
-    return found + [_row(source, entry, table["models"]) for source in others for entry in source["row"]]
+    found += [_row(source, entry, table["models"]) for source in others for entry in source["row"]]
+    return found + measured()
+
+
+def measured() -> list[Row]:
+    """Return the steps that `llmlab record` measured for the chapter on time; a row is named by its place in the plan.
+
+    Steps that it measured for chapters on memory are as short as their launches: they say what a host does.
+    """
+    found = []
+    for number, item in enumerate(item for item in PLAN if item.chapter == "flops-and-time"):
+        for report in records(item.model, item.run, source="measured"):
+            if isinstance(report.run, lab.Training) and report.gpu and report.tokens_per_second:
+                label, date = report.model.rpartition("/")[2], report.environment["date"]
+                id, source = f"{report.gpu.lower()}-{number:02}", f"llmlab-{report.gpu.lower()}"
+                found.append(Row(id, "left out", f"llmlab record, {date}", report.model, label, report.run, report.gpu,
+                                 None, report.tokens_per_second, source=source, held=report.run))  # fmt: skip
+    return found
 
 
 def iterations() -> list[Row]:

@@ -25,7 +25,7 @@ from ..specs.check import check
 from ..specs.model import ModelLike, ModelSpec
 from ..specs.model import model as find_model
 from ..specs.run import Inference, Run, Training, stack_of
-from ..step.model import pinned_attention
+from ..step.model import confined_kernels, pinned_attention
 from ..step.optimizer import check_offload
 from ..step.ranks import check_one_device
 from ..step.step import Step, build_step, texts
@@ -93,7 +93,7 @@ def _take(spec: ModelSpec, run: Run, device: torch.device, repeats: int) -> Figu
     limit = limited_to_available() if cpu else nullcontext()
     backends = pretend.sdpa_backends()
     sdpa = torch.nn.attention.sdpa_kernel(backends) if backends else nullcontext()
-    with random_state, limit, sdpa, pinned_attention(run):
+    with random_state, limit, sdpa, pinned_attention(run), confined_kernels(spec, run):
         torch.manual_seed(0)
         try:
             _steps(spec, run, device, repeats, figures)

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -190,6 +191,19 @@ def pinned_attention(run: Run) -> Iterator[None]:
 
     repeats = mock.patch.object(sdpa_attention, "use_gqa_in_sdpa", lambda *args: False)
     with repeats, sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        yield
+
+
+@contextmanager
+def confined_kernels(spec: ModelSpec, run: Run) -> Iterator[None]:
+    """Let Liger's kernels be those of this run alone: for one model it replaces its family's functions and classes."""
+    if not isinstance(run, Training) or run.kernels != "liger":
+        yield
+        return
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.for_model(**spec.config))]
+    with mock.patch.dict(vars(import_module(model_class.__module__))):
         yield
 
 

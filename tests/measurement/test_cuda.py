@@ -35,7 +35,7 @@ def test_running_out_is_an_outcome_and_leaves_the_gpu_usable(gpt2):
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert (report.outcome, report.where) == ("out of memory", "forward")
-    assert torch.cuda.memory_allocated() == before
+    assert torch.cuda.memory_allocated() <= before  # less where products of earlier tests had left cuBLAS's workspaces
     assert lab.measure(gpt2, RUN, device="cuda", repeats=1).outcome == "fits"
 
 
