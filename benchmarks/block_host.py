@@ -1,16 +1,19 @@
-"""Measure what FSDP2's hooks and DTensor take of the host in a block, beside the block's own operators.
+"""Measure what FSDP2's hooks, DTensor and checkpointing take of the host in a block, beside the block's own operators.
 
     PYTHONPATH=.:_build/stacks python benchmarks/block_host.py
 
 The blocks are torchtitan's: whole, sharded by FSDP2, and divided as its apply_tp divides them too, over process groups
 that send nothing; they are so small that only Python, the dispatcher and DTensor take time. What four more blocks add
-is four blocks', without the embedding and the head. formulas/time/host.py has the differences.
+is four blocks', without the embedding and the head. formulas/time/host.py has the differences. Checkpointing's is of
+transformers' blocks: what they take longer, less what the operators that run again take at the block's own pace.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import product
+from typing import Any
 
 import torch
 from torch import distributed
@@ -19,8 +22,19 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from llmlab import Training
+from llmlab.formulas.time.efficiency import efficiency
+from llmlab.formulas.time.host import operators
+from llmlab.specs.model import model as find_model
+from llmlab.step.step import build_step, texts
+
 RANKS, LAYERS, LENGTH = 2, (2, 6), 16  # ranks of each kind
 WARM, ROUNDS = 5, 60
+TRANSFORMERS: tuple[dict[str, Any], ...] = (
+    {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2,
+     "intermediate_size": 64, "vocab_size": 512, "max_position_embeddings": 64},
+    {"model_type": "gpt2", "n_embd": 32, "n_head": 2, "vocab_size": 512, "n_positions": 64},
+)  # fmt: skip
 SIZES = {"dim": 64, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 128, "multiple_of": 16}
 
 
@@ -59,6 +73,29 @@ def milliseconds(kind: str) -> tuple[float, float]:
     return forward, backward
 
 
+def checkpointed(config: dict[str, Any], precision: str) -> tuple[float, float, float]:
+    """Return the milliseconds of a transformers block, of one that is computed again, and of that what is no operator
+    of it."""
+    host, length = efficiency("A100-80GB"), "n_layer" if config["model_type"] == "gpt2" else "num_hidden_layers"
+    assert host
+    least, counted = [], []
+    for checkpointing in (None, "full"):
+        run = Training(seq_len=LENGTH, precision=precision, optimizer="sgd", checkpointing=checkpointing)
+        specs = [find_model({**config, length: layers}) for layers in LAYERS]
+        few, many = (build_step(spec, run, "cpu", texts(spec, run)) for spec in specs)
+        times = [[_seconds(step) for step in (few, many)] for _ in range(WARM + ROUNDS)][WARM:]
+        least.append(1e3 * (min(t for _, t in times) - min(t for t, _ in times)) / (LAYERS[1] - LAYERS[0]))
+        counted.append(operators(specs[0], run).seconds(host))
+    once, again = least
+    return once, again, again - once * counted[1] / counted[0]
+
+
+def _seconds(step: Callable[[], None]) -> float:
+    start = time.process_time()
+    step()
+    return time.process_time() - start
+
+
 def main() -> None:
     """Print the milliseconds of a block, and what each kind takes more than the one before."""
     torch.set_num_threads(1)
@@ -71,6 +108,9 @@ def main() -> None:
         print(f"{kind}: {found[0]:.2f}, {found[1]:.2f}; more: {more}")
         before = found
     distributed.destroy_process_group()
+    for config, precision in product(TRANSFORMERS, ("autocast-bf16", "fp32")):
+        once, again, more = checkpointed(config, precision)
+        print(f"{config['model_type']}, {precision}: {once:.2f}; checkpointed {again:.2f}, of which Python {more:.2f}")
 
 
 if __name__ == "__main__":

@@ -225,8 +225,8 @@ def test_a_real_step_on_this_cpu_is_measured_written_and_not_repeated(tmp_path, 
     assert run_plan(plan=plan, allow_cpu=True, out=tmp_path / "out")[0].known == 1
 
 
-def test_on_a_t4_more_than_half_of_the_plan_runs():
-    here = machine()
-    can = [item for item in PLAN if module.cannot(item, here) is None]
-    assert len(can) > len(PLAN) / 2 and all("bf16" not in repr(item.run) for item in can)
+def test_on_a_t4_half_of_the_chapter_on_memory_runs():
+    here, plan = machine(), [item for item in PLAN if item.chapter == "memory-anatomy"]
+    can = [item for item in plan if module.cannot(item, here) is None]
+    assert len(can) > len(plan) / 2 and all("bf16" not in repr(item.run) for item in can)
     assert len([item for item in PLAN if module.cannot(item, machine("A100-80GB")) is None]) == len(PLAN)

@@ -2,10 +2,12 @@ from functools import lru_cache
 
 import pytest
 import torch
+from torch.utils.flop_counter import flop_registry
 
 import llmlab as lab
 from llmlab.measurement import report as measure_report
 from llmlab.measurement.memory_limit import least_bytes
+from llmlab.recording.timing import ATTENTION_FLOPS
 
 SHAPE = {"micro_batch": 2, "seq_len": 96}
 
@@ -115,6 +117,16 @@ def test_full_checkpointing_runs_the_blocks_forward_again_and_selective_attentio
     # The last product of a block is what nothing in backward asks for: recomputation stops before it.
     unneeded = 2 * 2 * 96 * 3 * (4 * 64 * 64)
     assert full - none in (blocks + attention, blocks + attention - unneeded)
+
+
+def test_every_kernel_of_attention_counts_grouped_keys():
+    """torch 2.9 to 2.11 refuse them; what a release adds to its table is to be added here."""
+    theirs = {f"aten::{each.__name__}" for each in flop_registry if "scaled_dot_product" in each.__name__}
+    assert theirs - {"aten::_scaled_dot_product_flash_attention_for_cpu"} < set(ATTENTION_FLOPS)
+    q, k = (2, 8, 16, 4), (2, 2, 16, 4)
+    for name, count in ATTENTION_FLOPS.items():
+        shapes = (q, q, k, k) if "backward" in name else (q, k, k)
+        assert count(*shapes) == count(*[q] * len(shapes)) == (5 if "backward" in name else 2) * 2 * 2 * 8 * 16 * 16 * 4
 
 
 def test_flops_are_six_a_weight_and_token_and_attention(measured, llama):

@@ -1,6 +1,7 @@
 """The step that measure runs is the step its users run: held to transformers, torch and peft themselves."""
 
 import math
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 import llmlab as lab
-from llmlab.step.model import build_model
+from llmlab.step.model import build_model, confined_kernels
 from llmlab.step.optimizer import MasterWeights, build_optimizer
 from llmlab.step.step import build_step, generate, texts, training_step
 
@@ -299,3 +300,17 @@ def test_a_missing_library_is_named_with_what_installs_it(monkeypatch):
         build_optimizer("lion", [nn.Parameter(torch.ones(1))])
     with pytest.raises(lab.NotAvailable, match=r"peft.*llmlab\[quant\]"):
         build_model(lab.model(CONFIGS["llama"]), lab.Training(seq_len=32, lora=lab.LoRA()), "cpu")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Liger needs Triton, which has wheels for Linux alone")
+def test_liger_leaves_later_models_alone():
+    """For one model it replaces classes of the family's module, of which the next would be made."""
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+    from transformers.models.llama import modeling_llama
+
+    spec, run = lab.model(CONFIGS["llama"]), lab.Training(kernels="liger")
+    before = dict(vars(modeling_llama))
+    with confined_kernels(spec, run):
+        _apply_liger_kernel_to_instance(model=build_model(spec, lab.Training(), "cpu"))
+        assert modeling_llama.LlamaRMSNorm is not before["LlamaRMSNorm"]
+    assert vars(modeling_llama) == before

@@ -8,7 +8,7 @@ from ...hardware.gpu import GPU
 from ...specs.model import ModelSpec
 from ...specs.parameters import Linear
 from ...specs.run import Inference, Run, Training
-from ...specs.stacks import LitGPT, Torchtitan, Torchtune
+from ...specs.stacks import DeepSpeed, LitGPT, StackOptions, Torchtitan, Torchtune
 from ...specs.stages import layers_of
 from .precision import PRECISION, Bytes
 
@@ -189,7 +189,19 @@ def attention_kernel(spec: ModelSpec, run: Run, gpu: GPU | None, cpu: bool = Fal
 def unmasked_layers(spec: ModelSpec, run: Run) -> int:
     """Return in how many layers transformers gives SDPA no mask, and so grouped heads unchanged: not where a sliding
     window is shorter than the sequence, nor for heads of more than 256 (sdpa_attention.py, use_gqa_in_sdpa)."""
-    if spec.head_dim > 256:
+    return 0 if spec.head_dim > 256 else spec.layers - _windows(spec, run)
+
+
+def masked_layers(spec: ModelSpec, run: Training) -> int:
+    """Return in how many layers transformers gives SDPA a mask, where it is causal for others: where a sliding window
+    is shorter than the sequence, and in all of a compiled step, which is traced (masking_utils.py,
+    _ignore_causal_mask_sdpa)."""
+    if run.attention != "sdpa" or isinstance(run.stack, StackOptions) and not isinstance(run.stack, DeepSpeed):
         return 0
+    return spec.layers if run.compile else _windows(spec, run)
+
+
+def _windows(spec: ModelSpec, run: Run) -> int:
+    """Return how many layers have a window shorter than the sequence."""
     tokens = run.prompt_len if isinstance(run, Inference) else run.seq_len
-    return spec.layers - (spec.window_layers if spec.sliding_window and tokens >= spec.sliding_window else 0)
+    return spec.window_layers if spec.sliding_window and tokens >= spec.sliding_window else 0

@@ -12,7 +12,7 @@ beside operators, on a CPU, by benchmarks/deepspeed_hooks.py.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, reduce
 from math import sqrt
 from typing import NamedTuple
 
@@ -51,13 +51,21 @@ class Hooks(NamedTuple):
     gathered: float
 
 
-# In mixed precision with fused attention; torchtitan's with FSDP2. What DeepSpeed's stages 1 and 2 add are views most
-# of all, of the buffers that it reduces from. What stage 3 adds, operators among it, is its hooks' time.
+# Of a block with two norms and fused attention, all in one dtype; torchtitan's in mixed precision with FSDP2. What
+# DeepSpeed's stages 1 and 2 add are views most of all, of the buffers that it reduces from. What stage 3 adds,
+# operators among it, is its hooks' time.
 TRANSFORMERS = {
-    "rmsnorm": Operators(56, 40, 71, 71),
-    "fused-norm": Operators(42, 38, 41, 65),
-    "layernorm": Operators(43, 21, 31, 43),
+    "rmsnorm": Operators(38, 40, 71, 71),
+    "fused-norm": Operators(24, 38, 41, 65),
+    "layernorm": Operators(19, 21, 31, 43),
 }
+# Casts: in mixed precision of weights, once; autocast's of inputs and weights too, again in what is computed again.
+MIXED = {"rmsnorm": 18, "fused-norm": 18, "layernorm": 24}
+AUTOCAST = {"rmsnorm": (10, 16), "fused-norm": (14, 20), "layernorm": (12, 16)}
+# A norm more, as of queries and of keys; attention whose scores are written out, and where keys are repeated for it.
+NORM, NORM_AGAIN = Operators(8, 1, 16, 4), Operators(8, -1, 0, 11)
+EAGER, EAGER_AGAIN = Operators(7, 9, 8, 10), Operators(7, 9, 0, 2)
+REPEATED, REPEATED_AGAIN = Operators(2, 6, 2, 4), Operators(2, 6, 0, 0)
 TORCHTITAN = Operators(24, 55, 39, 95)
 # As many as take as long as a layer of megatron-core, whose Python is most of it: 2.1 times a Llama's forward and 1.3
 # times its backward (benchmarks/megatron_host.py, megatron-core 0.16.1, its own layers).
@@ -85,22 +93,42 @@ ADAPTER_DROPOUT, ADAPTER_DROPOUT_AGAIN = Operators(1, 0, 1, 0), Operators(1, 0, 
 # Seconds that Python takes in a block beside its operators, forward and backward: FSDP2's hooks, which gather and free,
 # and DTensor under tensor parallelism (benchmarks/block_host.py, torch 2.13, one thread of a Xeon, 2026-11-25).
 FSDP2, DTENSOR = (0.7e-3, 1.0e-3), (3.0e-3, 4.8e-3)
+# And torch.utils.checkpoint in one that is computed again: the states of generators and of autocast, and a hook for each
+# tensor (benchmarks/block_host.py, the same CPU, 2026-11-26). On an H200's host blocks took 1.0 to 1.5 ms longer than
+# their operators (llmlab/archive/h200).
+CHECKPOINT = 1.1e-3
 
 
 def operators(spec: ModelSpec, run: Training) -> Operators:
     """Return the operators of a block in a micro-batch, adapters' left out."""
     norm = "fused-norm" if run.kernels == "fused-norm" else spec.norm
-    return _operators(norm, getattr(run.stack, "name", "transformers"), run.zero, run.checkpointing)
+    norms = spec.norms_per_layer - 2 + 2 * spec.qk_norm if norm == "rmsnorm" else 0
+    written = (run.attention == "eager") * (2 if spec.kv_heads < spec.heads else 1)
+    precision, _, _ = run.precision.rpartition("-")
+    return _operators(norm, getattr(run.stack, "name", "transformers"), run.zero, run.checkpointing, precision, norms,
+                      written)  # fmt: skip
 
 
 @cache
-def _operators(norm: str, stack: str, zero: int, checkpointing: str | None) -> Operators:
-    once, again = OWN.get(stack, (TRANSFORMERS[norm], {kind: by_norm[norm] for kind, by_norm in AGAIN.items()}))
+def _operators(
+    norm: str, stack: str, zero: int, checkpointing: str | None, precision: str, norms: int, written: int
+) -> Operators:
+    """`precision`: "mixed", "autocast" or "". `norms`: more than two. `written`: 0 where no scores are written out, 2
+    where keys are repeated before."""
+    if stack in OWN:
+        once, again = OWN[stack]
+        return once.plus(again[checkpointing]) if checkpointing else once
+    found = [TRANSFORMERS[norm], *[NORM] * norms, *[EAGER, REPEATED][:written]]
+    if precision == "mixed":
+        found.append(Operators(MIXED[norm] + 2 * norms, 0, 0, 0))
+    casts, casts_back = AUTOCAST[norm] if precision == "autocast" else (0, 0)
+    found.append(Operators(casts, 0, casts_back, 0))
     if stack == DeepSpeed.name and zero in STAGES:
-        once = once.plus(STAGES[zero])
-    if checkpointing is None:
-        return once
-    return once.plus(again[checkpointing])
+        found.append(STAGES[zero])
+    if checkpointing:
+        found += [AGAIN[checkpointing][norm], *[NORM_AGAIN] * norms, *[EAGER_AGAIN, REPEATED_AGAIN][:written]]
+        found.append(Operators(casts, 0, 0, 0))
+    return reduce(Operators.plus, found)
 
 
 def host_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> float:
@@ -154,12 +182,14 @@ def hook_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> float:
 
 
 def python_seconds(spec: ModelSpec, run: Training) -> float:
-    """Return the seconds that FSDP2 and DTensor take the CPU in the passes of one device's blocks. DTensor finds out
-    for every operator how its tensors are laid out and what must be sent, a compiler once; stacks that divide layers
-    themselves, as Megatron-LM does, have none."""
-    if run.compile or not isinstance(run.stack, (Torchtitan, Torchtune)):
+    """Return the seconds that checkpointing, FSDP2 and DTensor take the CPU in the passes of one device's blocks.
+    DTensor finds out for every operator how its tensors are laid out and what must be sent, a compiler once; stacks
+    that divide layers themselves, as Megatron-LM does, have none."""
+    if run.compile:
         return 0.0
-    seconds = sum(FSDP2) if run.zero == 3 else 0.0
-    if run.tp > 1:
-        seconds += sum(DTENSOR) + (DTENSOR[0] if run.checkpointing else 0.0)
+    seconds = CHECKPOINT if run.checkpointing else 0.0
+    if isinstance(run.stack, (Torchtitan, Torchtune)):
+        seconds += sum(FSDP2) if run.zero == 3 else 0.0
+        if run.tp > 1:
+            seconds += sum(DTENSOR) + (DTENSOR[0] if run.checkpointing else 0.0)
     return run.accumulation * spec.layers / run.pp * seconds

@@ -21,7 +21,7 @@ from .. import newton_schulz
 from ..memory.float8 import CONVERTED
 from ..memory.fsdp import uses_fsdp
 from ..memory.precision import PRECISION
-from ..memory.share import adapter_bytes, attention_kernel, bytes_of
+from ..memory.share import adapter_bytes, attention_kernel, bytes_of, masked_layers
 from ..memory.states import States, states
 from .efficiency import Efficiency, efficiency
 from .elementwise import moved
@@ -36,6 +36,10 @@ GENERATING = {"rmsnorm": 55, "layernorm": 25}  # operators of a block that gener
 # torch/optim/adam.py, _multi_tensor_adam: 21 reads and writes of a list of tensors (mul 2, lerp 3, mul 2, addcmul 4,
 # sqrt 2, div 2, add 2, addcdiv 4), where one kernel has 7.
 FOREACH = 3
+# Seconds that bitsandbytes' blockwise 8-bit AdamW takes per parameter on one multiprocessor, which looks states up in a
+# table and waits for that, not for bytes: 220 ms for 8.03e9 parameters on the 132 of an H200
+# (kOptimizerStatic8bit2StateBlockwise, bitsandbytes 0.50.2, torch 2.11, 2026-11-26), nine times what the bytes take.
+EIGHT_BIT = 132 * 0.2204 / 8.03e9
 # All measured matrices have rows of whole 16 bytes. With a vocabulary of 50,257 an A100's products took almost 3 times
 # as long as with 50,304 (PyTorch's blog, Accelerating Large Language Models, 2023-04: 113 ms per step, then 87); with
 # CUDA 13 it can be 1.2 times (ml-explore/mlx, issue 2712). A compiler pads (torch._inductor.config.shape_padding).
@@ -148,6 +152,8 @@ def update_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float:
     orthogonal = _orthogonal_seconds(spec, run, found) if run.optimizer == "muon" else 0.0
     times = FOREACH if foreach_adamw(run) else 1
     moved = held.trained * (times * (2 * weight + gradient + 2 * moments) + copies) / found.bandwidth
+    if run.optimizer == "adamw-8bit":
+        moved = max(moved, EIGHT_BIT * held.trained / found.operators.sms)
     return moved + orthogonal + _paged_seconds(run, held, found.card)
 
 
@@ -305,9 +311,12 @@ def attention_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float |
     again = 0 if run.checkpointing is None or kept else spec.layers
     dtype = "fp32" if bytes_of(run).compute == 4 or kernel == "math" else peak_dtype(run)
     if fused:
-        name = fastest_kernel(run, kernel, found.card)
-        forward = found.attention(run.micro_batch, heads, length, (qk + v) // 2, name, dtype)
-        total = forward * (spec.layers + again + (spec.layers - without) * found.backward(name))
+        name, masked = fastest_kernel(run, kernel, found.card), masked_layers(spec, run) / spec.layers
+        whole = name if name == "cudnn" else "efficient"  # FlashAttention takes no mask; under one all scores count
+        total = 0.0
+        for each, times in ((name, 1 - masked), (whole, 2 * masked)):
+            forward = found.attention(run.micro_batch, heads, length, (qk + v) // 2, each, dtype)
+            total += times * forward * (spec.layers + again + (spec.layers - without) * found.backward(each))
     else:
         rows = run.micro_batch * heads * length
         scores, values = found.product(rows, length, qk, dtype), found.product(rows, v, length, dtype)
