@@ -25,7 +25,7 @@ def report(model="gpt2", gpu="T4", date="2026-01-01", **more):
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-1.5B", "qwen2.5-1.5b", "Qwen/Qwen2.5-1.5B-Instruct"])
 def test_a_models_aliases_find_its_records(name):
-    found = records(name, folder=PACKAGE)
+    found = records(name, gpu="T4", folder=PACKAGE)
     assert len(found) == 10
     assert {r.model for r in found} == {"Qwen/Qwen2.5-1.5B-Instruct"}  # the name stays as published
 

@@ -84,7 +84,7 @@ def test_another_torch_or_another_card_is_measured_anew(bench, user_records):
     bench.here = machine("A100-80GB")
     done, _ = run_plan(plan=GPT2[:1])
     assert len(done.measured) == 1 and done.path == user_records / "a100-80gb" / "measured.json"
-    assert len(records("gpt2", source="measured")) == 3
+    assert len(records("gpt2", source="measured", folder=user_records)) == 3
 
 
 def test_bf16_is_skipped_on_a_t4_with_the_reason(bench):
@@ -133,7 +133,7 @@ def test_a_step_ten_times_the_work_is_expected_to_take_ten_times_as_long(bench):
     assert [report.run.seq_len for report in done.measured] == [100, 101] and done.left == 1
 
 
-def test_what_was_measured_before_a_crash_is_kept(bench, monkeypatch):
+def test_what_was_measured_before_a_crash_is_kept(bench, monkeypatch, user_records):
     def crash_at_256(model, run):
         if run.seq_len == 256:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -142,7 +142,7 @@ def test_what_was_measured_before_a_crash_is_kept(bench, monkeypatch):
     monkeypatch.setattr(module, "_measure", crash_at_256)
     with pytest.raises(RuntimeError):
         run_plan()
-    assert [report.run for report in records("gpt2", source="measured")] == [GPT2[0].run]
+    assert [report.run for report in records("gpt2", folder=user_records)] == [GPT2[0].run]
 
 
 def test_a_library_that_is_missing_skips_what_needs_it(bench, monkeypatch):
@@ -161,9 +161,9 @@ def test_only_the_chapters_asked_for(bench):
         run_plan(only=["two", "three"])
 
 
-def test_records_keep_no_timeline(bench):
+def test_records_keep_no_timeline(bench, user_records):
     run_plan(plan=GPT2[:1])
-    (report,) = records("gpt2", source="measured")
+    (report,) = records("gpt2", folder=user_records)
     assert report.timeline == ()
 
 

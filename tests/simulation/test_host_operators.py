@@ -84,7 +84,8 @@ def test_scores_that_are_written_out(monkeypatch, kv_heads, checkpointing):
 @pytest.mark.parametrize("model", ["gpt2-medium", "HuggingFaceTB/SmolLM2-135M", "TinyLlama/TinyLlama-1.1B-Chat-v1.0"])
 def test_checkpointing_takes_the_host_as_it_took_one(model):
     """Steps on an H200 that their launches are longer than: the operators that run again explain half of it."""
-    steps = [step for step in records(model, source="measured", gpu="H200") if step.run.precision == "autocast-bf16"]
+    steps = [step for step in records(model, source="measured", gpu="H200")
+             if step.run.precision == "autocast-bf16" and step.run.micro_batch == 1]  # fmt: skip
     assert {step.run.checkpointing for step in steps} == {None, "full"}
     for step in steps:
         predicted = lab.estimate(model, step.run, "H200")
