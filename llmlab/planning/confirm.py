@@ -16,9 +16,11 @@ from types import ModuleType
 from typing import Any
 
 from ..base.errors import NotAvailable
-from ..formulas.report import estimated
+from ..formulas.report import estimated, fullest
+from ..hardware.gpu import GPU, gpu
 from ..report import Report
 from ..specs.model import ModelSpec
+from ..specs.model import model as find_model
 from ..specs.run import Training
 from .result import Candidate
 from .search import Found, Search
@@ -91,19 +93,20 @@ def simulated_run(model: dict[str, Any], run: Training, card: str) -> Report | s
     """Simulate in a process of its own, with MARGIN of the card left free; a sentence where that cannot be done.
 
     `shortened` is what is simulated in place of `run`, and a compiled step itself where the eager one runs out of
-    memory; the report is of `run`.
+    memory, or is sure to by its estimate; the report is of `run`.
     """
-    from ..hardware.gpu import gpu
     from ..simulation.report import simulated
 
-    whole = gpu(card)
+    spec, whole = find_model(model), gpu(card)
     smaller = replace(whole, memory=round(whole.memory * (1 - MARGIN)))
-    short = shortened(run)
+    short, itself = shortened(run), replace(shortened(run), compile=run.compile, fp8=run.fp8)
     try:
-        report = simulated(model, short, smaller)
-        if run.compile and report.outcome == "out of memory":
-            short = replace(short, compile=True, fp8=run.fp8)
-            report = simulated(model, short, smaller)
+        if run.compile and _surely_over(spec, short, smaller):
+            short = itself
+        report = simulated(spec, short, smaller, how_much=False)
+        if short != itself and report.outcome == "out of memory":
+            short = itself
+            report = simulated(spec, short, smaller, how_much=False)
     except NotAvailable as error:
         return str(error)
     fused = ("Simulated eager: what a compiled step fuses away is counted.",) if run.compile != short.compile else ()
@@ -111,6 +114,13 @@ def simulated_run(model: dict[str, Any], run: Training, card: str) -> Report | s
         report, run=run, capacity=whole.memory, timeline=(), modules={}, notes=(*fused, *report.notes), flops=None,
         step_seconds=None, step_seconds_low=None, step_seconds_high=None, tokens_per_second=None, mfu=None,
     )  # fmt: skip
+
+
+def _surely_over(spec: ModelSpec, run: Training, card: GPU) -> bool:
+    try:
+        return fullest(spec, run, card).outcome == "out of memory"
+    except NotAvailable:
+        return False
 
 
 def shortened(run: Training) -> Training:

@@ -121,7 +121,7 @@ def test_a_process_that_dies_is_asked_again_and_then_said():
 def test_the_margin_is_left_free(monkeypatch):
     rooms = []
 
-    def simulated(model, run, gpu):
+    def simulated(model, run, gpu, how_much):
         rooms.append(gpu.memory)
         return lab.Report(source="simulated", model="tiny", run=run, gpu=gpu.name, outcome="fits", capacity=gpu.memory)
 
@@ -141,7 +141,7 @@ def test_a_compiled_step_is_simulated_eager():
 def test_a_compiled_step_is_simulated_itself_where_the_eager_one_runs_out(monkeypatch):
     asked = []
 
-    def simulated(model, run, gpu):
+    def simulated(model, run, gpu, how_much):
         asked.append(run)
         outcome = "fits" if run.compile else "out of memory"
         return lab.Report(source="simulated", model="tiny", run=run, gpu=gpu.name, outcome=outcome, capacity=gpu.memory)
@@ -153,6 +153,29 @@ def test_a_compiled_step_is_simulated_itself_where_the_eager_one_runs_out(monkey
     assert report.outcome == "fits" and report.run == run and not report.notes
     asked.clear()
     assert simulated_run(TINY, lab.Training(), "T4").outcome == "out of memory" and len(asked) == 1
+    asked.clear()
+    assert simulated_run(lab.model("meta-llama/Llama-3.1-8B").config, run, "T4").outcome == "fits"
+    assert asked == [replace(run, accumulation=2)]  # by its estimate the eager one is sure to run out
+
+
+def test_what_is_refuted_is_simulated_once(monkeypatch):
+    """What it would have needed, which takes a second simulation, is nobody's question."""
+    from llmlab.simulation import report
+
+    rooms = []
+    real = report.recorded
+
+    def counted(model, run, gpu, **options):
+        rooms.append(gpu.memory)
+        return real(model, run, gpu, **options)
+
+    monkeypatch.setattr(report, "recorded", counted)
+    large = {**TINY, "vocab_size": 20_000_000}
+    run = lab.Training(micro_batch=1, seq_len=64, precision="autocast-fp16")
+    found = simulated_run(large, run, "T4")
+    assert found.outcome == "out of memory" and found.where and len(rooms) == 1
+    again = lab.simulate(large, run, "T4")
+    assert again.needed > again.capacity and len(rooms) == 3
 
 
 def test_two_of_many_micro_batches_take_what_all_take():
