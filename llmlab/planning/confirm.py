@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from .search import Found, Search
 
 SHOWN = 10  # candidates of a plan, each simulated where it can be
 SIMULATED = 4 * SHOWN  # at most, and what was asked for with the last of them
+PROCESSES = 4  # at most, and no more than there are cores; each takes 1 GiB of the host's memory
 LOOKED_AT = 1_000  # candidates, of which some are passed over: other micro-batches, and what nothing can decide
 # Of the card, what a plan leaves free: a step's reserved memory is not the same from run to run. 9 in 10 of 37 held-out
 # steps on a T4 reserved less than so much of the card more than their simulation; benchmarks/plans.py derives it.
@@ -171,7 +173,8 @@ def _report(spec: ModelSpec, found: Found) -> Report:
 
 
 def _decidable(search: Search, simulates: bool) -> Iterator[Found]:
-    """Yield what a simulation can decide, or what needs none."""
+    """Yield what a simulation can decide, or what needs none; of what leaves no margin by its estimate it has nothing
+    to decide."""
     for found in islice(search, LOOKED_AT):
         try:
             if not found.certain:
@@ -189,6 +192,8 @@ def _check_simulated(spec: ModelSpec, found: Found, simulates: bool) -> None:
     from ..simulation.report import check_simulated
 
     check_simulated(spec, shortened(found.run), found.machines.card)
+    if found.memory > (1 - MARGIN) * found.machines.card.memory:
+        raise NotAvailable("it leaves no margin by its estimate")
 
 
 def _ask(
@@ -198,7 +203,7 @@ def _ask(
     """Put the simulations of `batch` into `answers`, by their places. One that its process did not survive is asked for
     again, alone; of a second time there is a sentence."""
     # dask remembers what a function and its arguments gave, an error too: asked again, it must be another function.
-    for workers, simulate in ((2, simulated_run), (1, partial(simulated_run))):
+    for workers, simulate in ((min(PROCESSES, os.cpu_count() or 1), simulated_run), (1, partial(simulated_run))):
         with _pool(executor, workers) as pool:
             asked: dict[Future[Report | str], int] = {}
             with _alone() if executor is None else nullcontext(), suppress(BrokenExecutor):  # between two of them

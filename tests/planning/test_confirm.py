@@ -17,7 +17,7 @@ import pytest
 
 import llmlab as lab
 from llmlab.planning import confirm as confirming
-from llmlab.planning.confirm import MARGIN, confirm, shortened, simulated_run
+from llmlab.planning.confirm import MARGIN, UNDECIDED, confirm, shortened, simulated_run
 from llmlab.planning.machines import machines
 from llmlab.planning.search import Search
 from llmlab.planning.space import Question
@@ -153,9 +153,31 @@ def test_a_compiled_step_is_simulated_itself_where_the_eager_one_runs_out(monkey
     assert report.outcome == "fits" and report.run == run and not report.notes
     asked.clear()
     assert simulated_run(TINY, lab.Training(), "T4").outcome == "out of memory" and len(asked) == 1
-    asked.clear()
-    assert simulated_run(lab.model("meta-llama/Llama-3.1-8B").config, run, "T4").outcome == "fits"
-    assert asked == [replace(run, accumulation=2)]  # by its estimate the eager one is sure to run out
+
+
+def test_what_leaves_no_margin_by_its_estimate_is_not_simulated(monkeypatch):
+    found = list(search(model="Qwen/Qwen3-0.6B", batch=8, seq_len=2048))
+    near = sorted(each.memory for each in found if not each.certain)
+    assert near[0] < near[-1]
+    monkeypatch.setattr(confirming, "MARGIN", 1 - near[0] / lab.gpu("T4").memory)
+    asked = []
+    asking = search(model="Qwen/Qwen3-0.6B", batch=8, seq_len=2048)
+    confirm(asking, Here(lambda run, card: [asked.append(run), fits(run, card)][1]))
+    passed_over = [each.run for each in found if not each.certain and each.memory > near[0]]
+    assert asked and not set(asked) & set(passed_over) and asking.cuts[UNDECIDED] == len(passed_over)
+
+
+def test_an_eager_step_that_is_sure_to_run_out_is_not_simulated_for_the_compiled_one(monkeypatch):
+    asked = []
+
+    def simulated(model, run, gpu, how_much):
+        asked.append(run.compile)
+        return fits(run, gpu.name)
+
+    monkeypatch.setattr("llmlab.simulation.report.simulated", simulated)
+    for card in ("T4", "A100-80GB"):
+        simulated_run(lab.model("Qwen/Qwen3-0.6B").config, lab.Training(4, 2048, "mixed-fp16", compile=True), card)
+    assert asked == [True, False]
 
 
 def test_what_is_refuted_is_simulated_once(monkeypatch):
@@ -170,6 +192,7 @@ def test_what_is_refuted_is_simulated_once(monkeypatch):
         return real(model, run, gpu, **options)
 
     monkeypatch.setattr(report, "recorded", counted)
+    monkeypatch.setattr(confirming, "_surely_over", lambda *_: False)
     large = {**TINY, "vocab_size": 20_000_000}
     run = lab.Training(micro_batch=1, seq_len=64, precision="autocast-fp16")
     found = simulated_run(large, run, "T4")
@@ -232,7 +255,7 @@ def test_processes_are_the_default(monkeypatch):
 
     monkeypatch.setattr(confirming, "_pool", counted)
     assert confirm(search(precision="autocast-fp16", checkpointing=None), None).candidates
-    assert pools[0] == (None, 2)
+    assert pools[0] == (None, min(confirming.PROCESSES, os.cpu_count()))
 
 
 @pytest.mark.parametrize("from_stdin", [True, False])

@@ -155,6 +155,7 @@ def tracing() -> Iterator[None]:
             stack.enter_context(mock.patch.dict(hooks, theirs, clear=True))
         stack.enter_context(mock.patch.object(FakeTensorMode, "dispatch", dispatched))
         stack.enter_context(mock.patch.object(torch.cuda, "get_rng_state", _random_state))
+        stack.enter_context(mock.patch.object(GraphModule, "print_readable", _unread))
         stack.enter_context(mock.patch.object(FakeTensor, "device", property(device, real.fset)))
         stack.enter_context(mock.patch.object(FakeTensor, "is_cuda", property(is_cuda), create=True))
         yield
@@ -179,6 +180,11 @@ def _is_ours(hook: Any) -> bool:
 
 def _random_state(device: Any = None) -> torch.Tensor:
     return torch.zeros(len(torch.get_rng_state()), dtype=torch.uint8)  # fake where it is asked for in a graph
+
+
+def _unread(*args: Any, **kwargs: Any) -> str:
+    """Each graph is written out for a log, which takes seconds."""
+    return ""
 
 
 def _of_engine(value: Any) -> Any:
