@@ -183,10 +183,10 @@ def plan(
     With "transformers", `stack`'s default, a run is offered only where one of the files that `write` makes starts it:
     the training script, torchtitan's job config, or Megatron-LM's arguments. Another stack brings its own program.
 
-    Simulations run in `executor`, by default in two processes here; a run that its simulation refutes is replaced by
-    the next, and one counts as fitting with 4 % of the card left free. What cannot be simulated is shown where its
-    estimate is sure to fit, and says so. Ctrl-C returns the best so far. Nothing fits: the plan is empty, and `nearest`
-    says what would, with its price.
+    Simulations run in `executor`, by default in processes here, one for each core and four at most; a run that its
+    simulation refutes is replaced by the next, and one counts as fitting with 4 % of the card left free. What cannot be
+    simulated is shown where its estimate is sure to fit, and says so. Ctrl-C returns the best so far. Nothing fits: the
+    plan is empty, and `nearest` says what would, with its price.
 
     Raises SpecError for what contradicts itself, UnknownName for a model or a card, NotAvailable without torch.
     """

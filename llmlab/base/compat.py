@@ -70,6 +70,7 @@ NAMES: dict[str, dict[str, str]] = {
         "torch._dynamo.convert_frame": "ConvertFrameReturn",
         "torch._dynamo.convert_frame.CatchErrorsWrapper": "__call__",
         "torch._dynamo.exc": "InternalTorchDynamoError",
+        "torch._dynamo.hooks.Hooks": "guard_filter_fn",
         "torch._dynamo.output_graph.SubgraphTracer": "create_proxy",
         "torch._dynamo.trace_rules": "add get_torch_obj_rule_map",
         "torch._dynamo.variables.functions": "UserFunctionVariable",

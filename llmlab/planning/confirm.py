@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -16,15 +17,18 @@ from types import ModuleType
 from typing import Any
 
 from ..base.errors import NotAvailable
-from ..formulas.report import estimated
+from ..formulas.report import estimated, fullest
+from ..hardware.gpu import GPU, gpu
 from ..report import Report
 from ..specs.model import ModelSpec
+from ..specs.model import model as find_model
 from ..specs.run import Training
 from .result import Candidate
 from .search import Found, Search
 
 SHOWN = 10  # candidates of a plan, each simulated where it can be
 SIMULATED = 4 * SHOWN  # at most, and what was asked for with the last of them
+PROCESSES = 4  # at most, and no more than there are cores; each takes 1 GiB of the host's memory
 LOOKED_AT = 1_000  # candidates, of which some are passed over: other micro-batches, and what nothing can decide
 # Of the card, what a plan leaves free: a step's reserved memory is not the same from run to run. 9 in 10 of 37 held-out
 # steps on a T4 reserved less than so much of the card more than their simulation; benchmarks/plans.py derives it.
@@ -91,19 +95,20 @@ def simulated_run(model: dict[str, Any], run: Training, card: str) -> Report | s
     """Simulate in a process of its own, with MARGIN of the card left free; a sentence where that cannot be done.
 
     `shortened` is what is simulated in place of `run`, and a compiled step itself where the eager one runs out of
-    memory; the report is of `run`.
+    memory, or is sure to by its estimate; the report is of `run`.
     """
-    from ..hardware.gpu import gpu
     from ..simulation.report import simulated
 
-    whole = gpu(card)
+    spec, whole = find_model(model), gpu(card)
     smaller = replace(whole, memory=round(whole.memory * (1 - MARGIN)))
-    short = shortened(run)
+    short, itself = shortened(run), replace(shortened(run), compile=run.compile, fp8=run.fp8)
     try:
-        report = simulated(model, short, smaller)
-        if run.compile and report.outcome == "out of memory":
-            short = replace(short, compile=True, fp8=run.fp8)
-            report = simulated(model, short, smaller)
+        if run.compile and _surely_over(spec, short, smaller):
+            short = itself
+        report = simulated(spec, short, smaller, how_much=False)
+        if short != itself and report.outcome == "out of memory":
+            short = itself
+            report = simulated(spec, short, smaller, how_much=False)
     except NotAvailable as error:
         return str(error)
     fused = ("Simulated eager: what a compiled step fuses away is counted.",) if run.compile != short.compile else ()
@@ -111,6 +116,13 @@ def simulated_run(model: dict[str, Any], run: Training, card: str) -> Report | s
         report, run=run, capacity=whole.memory, timeline=(), modules={}, notes=(*fused, *report.notes), flops=None,
         step_seconds=None, step_seconds_low=None, step_seconds_high=None, tokens_per_second=None, mfu=None,
     )  # fmt: skip
+
+
+def _surely_over(spec: ModelSpec, run: Training, card: GPU) -> bool:
+    try:
+        return fullest(spec, run, card).outcome == "out of memory"
+    except NotAvailable:
+        return False
 
 
 def shortened(run: Training) -> Training:
@@ -161,7 +173,8 @@ def _report(spec: ModelSpec, found: Found) -> Report:
 
 
 def _decidable(search: Search, simulates: bool) -> Iterator[Found]:
-    """Yield what a simulation can decide, or what needs none."""
+    """Yield what a simulation can decide, or what needs none; of what leaves no margin by its estimate it has nothing
+    to decide."""
     for found in islice(search, LOOKED_AT):
         try:
             if not found.certain:
@@ -179,6 +192,8 @@ def _check_simulated(spec: ModelSpec, found: Found, simulates: bool) -> None:
     from ..simulation.report import check_simulated
 
     check_simulated(spec, shortened(found.run), found.machines.card)
+    if found.memory > (1 - MARGIN) * found.machines.card.memory:
+        raise NotAvailable("it leaves no margin by its estimate")
 
 
 def _ask(
@@ -188,7 +203,7 @@ def _ask(
     """Put the simulations of `batch` into `answers`, by their places. One that its process did not survive is asked for
     again, alone; of a second time there is a sentence."""
     # dask remembers what a function and its arguments gave, an error too: asked again, it must be another function.
-    for workers, simulate in ((2, simulated_run), (1, partial(simulated_run))):
+    for workers, simulate in ((min(PROCESSES, os.cpu_count() or 1), simulated_run), (1, partial(simulated_run))):
         with _pool(executor, workers) as pool:
             asked: dict[Future[Report | str], int] = {}
             with _alone() if executor is None else nullcontext(), suppress(BrokenExecutor):  # between two of them

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -63,16 +63,18 @@ def _larger(question: Question, where: Machines) -> Iterator[Nearest]:
         cards = sorted((card for card in gpus() if card != where.card), key=price)
         direction = "Another card"
     cards = [card for card in cards if card.vendor == where.card.vendor]
-    for card in cards:
-        there = Machines(card, where.nodes, where.per_node)
-        if joined(there):
-            yield from _answer(direction, str(there), question, there)
+    yield from _enough(direction, [Machines(card, where.nodes, where.per_node) for card in cards], question)
     total = where.total
     while question.within is None and (total := 2 * total) <= MOST_GPUS:
-        for card in cards:
-            there = of_total(card, total)
-            if joined(there):
-                yield from _answer("More of a larger card", str(there), question, there)
+        yield from _enough("More of a larger card", [of_total(card, total) for card in cards], question)
+
+
+def _enough(direction: str, there: Sequence[Machines], question: Question) -> Iterator[Nearest]:
+    """Try each of `there`; by memory, the smallest first, so where the last is too small nothing else is searched."""
+    there = [each for each in there if joined(each)]
+    if question.within is not None or (there and fitting(question, there[-1])):
+        for each in there:
+            yield from _answer(direction, str(each), question, each)
 
 
 def _shorter(question: Question, where: Machines) -> Iterator[Nearest]:

@@ -63,16 +63,24 @@ NF4_NOTE = (
 )
 
 
-def simulated(model: ModelLike, run: Run, gpu: GPU | str, load_order: LoadOrder = one_at_a_time) -> Report:
+def simulated(
+    model: ModelLike, run: Run, gpu: GPU | str, load_order: LoadOrder = one_at_a_time, how_much: bool = True
+) -> Report:
     """Return the report of `llmlab.simulate`; `load_order` is that of quantized weights.
 
     Of a pipeline the first, the second and the last stage are simulated: behind the second none but the last, which has
-    the head, holds more than the second.
+    the head, holds more than the second. Where memory runs out all is simulated a second time, without a limit, for
+    what would have been needed; unless `how_much` is False: then the report says where it ran out, and no more.
     """
     spec = find_model(model)
     card = None if isinstance(gpu, str) and gpu.lower() == "cpu" else find_gpu(gpu)
     stages = sorted({0, min(1, run.pp - 1), run.pp - 1}) if isinstance(run, Training) else [0]
-    first, *others = (_of_stage(spec, run, card, load_order, stage) for stage in stages)
+    reports: list[Report] = []
+    for stage in stages:
+        reports.append(_of_stage(spec, run, card, load_order, stage, how_much))
+        if not how_much and reports[-1].outcome == "out of memory":
+            return reports[-1]
+    first, *others = reports
     if not others:
         return first
     said = [f"stage {stage} {show_bytes(each.peak_allocated)}" for stage, each in zip(stages[1:], others, strict=True)]
@@ -85,13 +93,18 @@ def simulated(model: ModelLike, run: Run, gpu: GPU | str, load_order: LoadOrder 
     return replace(first, outcome="out of memory", where=where, needed=needed, process=None)
 
 
-def _of_stage(spec: ModelSpec, run: Run, card: GPU | None, load_order: LoadOrder, stage: int) -> Report:
+def _of_stage(
+    spec: ModelSpec, run: Run, card: GPU | None, load_order: LoadOrder, stage: int, how_much: bool
+) -> Report:
     recording = recorded(spec, run, card, load_order=load_order, stage=stage)
     if card is None or recording.failed is None:
         return _reported(spec, run, card, recording)
     error, place = recording.failed
     where = f"{recording.phase}, {place}: {show_bytes(error.segment - (error.capacity - error.reserved))} short"
     where += f", in stage {stage} of the pipeline" if stage else ""
+    if not how_much:
+        return Report(source="simulated", model=spec.name, run=run, gpu=card.name, capacity=card.memory,
+                      outcome="out of memory", where=where, notes=(str(error),))  # fmt: skip
     roomy = recorded(spec, run, replace(card, memory=ROOMY), load_order=load_order, stage=stage)
     report = _reported(spec, run, card, roomy)
     needed = max(roomy.peak_reserved or 0, roomy.reserved_before) + card.memory - card.room(run.world_size)

@@ -17,7 +17,7 @@ import pytest
 
 import llmlab as lab
 from llmlab.planning import confirm as confirming
-from llmlab.planning.confirm import MARGIN, confirm, shortened, simulated_run
+from llmlab.planning.confirm import MARGIN, UNDECIDED, confirm, shortened, simulated_run
 from llmlab.planning.machines import machines
 from llmlab.planning.search import Search
 from llmlab.planning.space import Question
@@ -121,7 +121,7 @@ def test_a_process_that_dies_is_asked_again_and_then_said():
 def test_the_margin_is_left_free(monkeypatch):
     rooms = []
 
-    def simulated(model, run, gpu):
+    def simulated(model, run, gpu, how_much):
         rooms.append(gpu.memory)
         return lab.Report(source="simulated", model="tiny", run=run, gpu=gpu.name, outcome="fits", capacity=gpu.memory)
 
@@ -141,7 +141,7 @@ def test_a_compiled_step_is_simulated_eager():
 def test_a_compiled_step_is_simulated_itself_where_the_eager_one_runs_out(monkeypatch):
     asked = []
 
-    def simulated(model, run, gpu):
+    def simulated(model, run, gpu, how_much):
         asked.append(run)
         outcome = "fits" if run.compile else "out of memory"
         return lab.Report(source="simulated", model="tiny", run=run, gpu=gpu.name, outcome=outcome, capacity=gpu.memory)
@@ -153,6 +153,52 @@ def test_a_compiled_step_is_simulated_itself_where_the_eager_one_runs_out(monkey
     assert report.outcome == "fits" and report.run == run and not report.notes
     asked.clear()
     assert simulated_run(TINY, lab.Training(), "T4").outcome == "out of memory" and len(asked) == 1
+
+
+def test_what_leaves_no_margin_by_its_estimate_is_not_simulated(monkeypatch):
+    found = list(search(model="Qwen/Qwen3-0.6B", batch=8, seq_len=2048))
+    near = sorted(each.memory for each in found if not each.certain)
+    assert near[0] < near[-1]
+    monkeypatch.setattr(confirming, "MARGIN", 1 - near[0] / lab.gpu("T4").memory)
+    asked = []
+    asking = search(model="Qwen/Qwen3-0.6B", batch=8, seq_len=2048)
+    confirm(asking, Here(lambda run, card: [asked.append(run), fits(run, card)][1]))
+    passed_over = [each.run for each in found if not each.certain and each.memory > near[0]]
+    assert asked and not set(asked) & set(passed_over) and asking.cuts[UNDECIDED] == len(passed_over)
+
+
+def test_an_eager_step_that_is_sure_to_run_out_is_not_simulated_for_the_compiled_one(monkeypatch):
+    asked = []
+
+    def simulated(model, run, gpu, how_much):
+        asked.append(run.compile)
+        return fits(run, gpu.name)
+
+    monkeypatch.setattr("llmlab.simulation.report.simulated", simulated)
+    for card in ("T4", "A100-80GB"):
+        simulated_run(lab.model("Qwen/Qwen3-0.6B").config, lab.Training(4, 2048, "mixed-fp16", compile=True), card)
+    assert asked == [True, False]
+
+
+def test_what_is_refuted_is_simulated_once(monkeypatch):
+    """What it would have needed, which takes a second simulation, is nobody's question."""
+    from llmlab.simulation import report
+
+    rooms = []
+    real = report.recorded
+
+    def counted(model, run, gpu, **options):
+        rooms.append(gpu.memory)
+        return real(model, run, gpu, **options)
+
+    monkeypatch.setattr(report, "recorded", counted)
+    monkeypatch.setattr(confirming, "_surely_over", lambda *_: False)
+    large = {**TINY, "vocab_size": 20_000_000}
+    run = lab.Training(micro_batch=1, seq_len=64, precision="autocast-fp16")
+    found = simulated_run(large, run, "T4")
+    assert found.outcome == "out of memory" and found.where and len(rooms) == 1
+    again = lab.simulate(large, run, "T4")
+    assert again.needed > again.capacity and len(rooms) == 3
 
 
 def test_two_of_many_micro_batches_take_what_all_take():
@@ -209,7 +255,7 @@ def test_processes_are_the_default(monkeypatch):
 
     monkeypatch.setattr(confirming, "_pool", counted)
     assert confirm(search(precision="autocast-fp16", checkpointing=None), None).candidates
-    assert pools[0] == (None, 2)
+    assert pools[0] == (None, min(confirming.PROCESSES, os.cpu_count()))
 
 
 @pytest.mark.parametrize("from_stdin", [True, False])

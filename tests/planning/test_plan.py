@@ -161,6 +161,21 @@ def test_where_no_single_card_is_enough_more_of_a_larger_one_are():
     assert "A larger card" not in directions and found.total > 1 and found.card.memory > lab.gpu("T4").memory
 
 
+def test_where_the_largest_card_is_too_small_no_smaller_one_is_searched(monkeypatch):
+    asked = []
+
+    def counted(question, where):
+        asked.append(where)
+        return fitting(question, where)
+
+    monkeypatch.setattr("llmlab.planning.nearest.fitting", counted)
+    whole = {"zero": 0, "tp": 1, "pp": 1}  # of a 70B on each card
+    plan = lab.plan("meta-llama/Llama-3.1-70B", "T4", 8, fixed=whole, executor=NotSimulated("Not here."))
+    assert {each.direction for each in plan.nearest} == {"A smaller model"}
+    larger = [where.card for where in asked if where.card.name != "T4"]
+    assert len(larger) == 11 and all(card.memory > lab.gpu("B200").memory for card in larger)
+
+
 def test_more_gpus_and_shorter_sequences_are_named_too():
     plan = lab.plan("meta-llama/Llama-3.1-8B", "H100-80GB", 8, fixed={"seq_len": 32768, "offload": None})
     directions = {each.direction: each for each in plan.nearest}

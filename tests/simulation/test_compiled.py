@@ -177,6 +177,24 @@ def test_lab_simulate_compiles():
     assert compiled.flops == eager.flops
 
 
+@pytest.mark.parametrize("checkpointing", [None, "full", "selective"])
+def test_a_step_is_compiled_once(monkeypatch, checkpointing):
+    """Not for each micro-batch, whatever follows its modules: forward's graph and backward's, and no more."""
+    from torch._inductor import compile_fx
+
+    compiled = []
+    real = compile_fx.compile_fx_inner
+
+    def counted(*args, **options):
+        compiled.append(bool(options.get("is_backward")))
+        return real(*args, **options)
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", counted)
+    config = {**lab.model("gpt2").config, "n_layer": 1, "vocab_size": 1024}
+    lab.simulate(config, Training(1, 64, compile=True, checkpointing=checkpointing, accumulation=2), "A100")
+    assert compiled == [False, True]
+
+
 def test_nothing_of_it_stays():
     taken(torch.compile(chain), torch.zeros(2))
     from torch._dynamo.convert_frame import CatchErrorsWrapper

@@ -8,6 +8,7 @@ so all fake tensors stay where the engine has them, on GPU_DEVICE: `tracing` let
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import ChainMap
 from collections.abc import Iterator
@@ -44,6 +45,7 @@ ENTERS_AUTOCAST = "_enter_autocast"  # it takes the name of a kind of device
 CUDA_GRAPHS = ModuleType("torch._inductor.cudagraph_trees")
 vars(CUDA_GRAPHS).update(dict.fromkeys(("get_manager", "mark_step_begin", "reset_cudagraph_trees"), nothing))
 HOOKS = (modules._global_forward_pre_hooks, modules._global_forward_hooks)
+HOOKS_NAMES, FILTER = ("._global_forward_pre_hooks", "._global_forward_hooks"), "guard_filter_fn"
 
 
 @contextmanager
@@ -57,8 +59,17 @@ def dynamo_on(card: Card) -> Iterator[None]:
     symbol("torch._dynamo.trace_rules.add")(OURS)  # the engine's own frames are none of the script's
 
     def converted(self: Any, frame: Any, *args: Any) -> Any:
+        theirs = getattr(self.hooks, FILTER)
+
+        def kept(guards: Any) -> list[bool]:
+            """Hooks that follow modules are left out while a frame is traced, and there when it is called again: a
+            frame that asks for them, as of a checkpointed layer, would be compiled at each call."""
+            wanted = theirs(guards) if theirs else [True] * len(guards)
+            return [keep and not guard.name.endswith(HOOKS_NAMES) for keep, guard in zip(wanted, guards, strict=True)]
+
         try:
-            with disable_current_modes(), tracing():  # with DDP's buckets Dynamo leaves them on
+            # With DDP's buckets Dynamo leaves modes on.
+            with disable_current_modes(), tracing(), uncollected(), mock.patch.object(self.hooks, FILTER, kept):
                 return convert(self, frame, *args)
         except symbol("torch._dynamo.exc.InternalTorchDynamoError") as error:
             place = f"{frame.f_code.co_filename}:{frame.f_code.co_firstlineno}"
@@ -144,9 +155,23 @@ def tracing() -> Iterator[None]:
             stack.enter_context(mock.patch.dict(hooks, theirs, clear=True))
         stack.enter_context(mock.patch.object(FakeTensorMode, "dispatch", dispatched))
         stack.enter_context(mock.patch.object(torch.cuda, "get_rng_state", _random_state))
+        stack.enter_context(mock.patch.object(GraphModule, "print_readable", _unread))
         stack.enter_context(mock.patch.object(FakeTensor, "device", property(device, real.fset)))
         stack.enter_context(mock.patch.object(FakeTensor, "is_cuda", property(is_cuda), create=True))
         yield
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Let no garbage be collected: a compiler makes millions of objects and few cycles, and Python looks through all of
+    them again and again, which takes a tenth of its time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _is_ours(hook: Any) -> bool:
@@ -155,6 +180,11 @@ def _is_ours(hook: Any) -> bool:
 
 def _random_state(device: Any = None) -> torch.Tensor:
     return torch.zeros(len(torch.get_rng_state()), dtype=torch.uint8)  # fake where it is asked for in a graph
+
+
+def _unread(*args: Any, **kwargs: Any) -> str:
+    """Each graph is written out for a log, which takes seconds."""
+    return ""
 
 
 def _of_engine(value: Any) -> Any:

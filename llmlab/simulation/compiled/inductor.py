@@ -27,7 +27,7 @@ from ...base.errors import NotAvailable
 from ..card import Card
 from ..devices import GPU_DEVICE
 from ..engine.engine import Engine
-from .dynamo import CARD, on_device, tracing
+from .dynamo import CARD, on_device, tracing, uncollected
 
 # A cache would give what other cards compiled. What is chosen by measuring is not.
 CONFIG = {
@@ -160,7 +160,7 @@ def _compiler(card: Card, real: Callable[..., Any]) -> Callable[..., Any]:
         on_device(graph, CARD)
         config = symbol("torch._inductor.config")
         # Backward's may be called in the middle of backward, where our mode over functions is on.
-        with config.patch(CONFIG), tracing(), DisableTorchFunction(), _wrapper_on(card):
+        with config.patch(CONFIG), tracing(), uncollected(), DisableTorchFunction(), _wrapper_on(card):
             return real(graph, inputs, **options)
 
     return compile
