@@ -106,8 +106,7 @@ def timing(
     sources = _sources(run, found, parts, kernel, slower, shapes)
     sooner, later = _other_hosts(spec, run, found.host, parts)
     low, high = min(seconds / factor, seconds - sooner), max(longest, seconds + later)
-    high += (UNALIGNED - 1) * shapes.unaligned
-    return Timing(seconds, low, high, parts, sources, {"data": hidden} if hidden else {}, layer, note)
+    return Timing(seconds, low - shapes.sooner, high + shapes.later, parts, sources, {"data": hidden} if hidden else {}, layer, note)
 
 
 def _spread(run: Training, found: Kernels, nodes: Cluster | None, beyond: float) -> float:
@@ -222,7 +221,8 @@ def _sources(
             said["products"] += f"; {min(1.0, share):.0%} of it beyond the sizes measured, as the work grows"
         if (share := shapes.unaligned / parts["products"]) > LITTLE:
             rows = f"of rows that are no multiples of {ALIGNED}"
-            said["products"] += f"; {min(1.0, share):.0%} of it {rows}, which may take {UNALIGNED:.0f} times as long"
+            take = "which take" if shapes.sooner else "which may take"
+            said["products"] += f"; {min(1.0, share):.0%} of it {rows}, {take} {UNALIGNED:.0f} times as long"
     if "attention" not in said or not found.table:
         return said
     if kernel not in FUSED:
