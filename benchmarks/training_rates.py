@@ -46,8 +46,9 @@ FLASH_STEPS = {  # figures of FlashAttention 2's forward and backward pass, by c
     "8.0": dict(zip(HEAD_SIZES, ("flash-attention-2-step", "flash-attention-2-step-128"), strict=True)),
     "9.0": dict(zip(HEAD_SIZES, ("flash-attention-2-step-h100", "flash-attention-2-step-h100-128"), strict=True)),
 }
-# On a B200 nobody published its passes with a mask: an H100's, times what a B200 does more without one, with heads of 64.
-# A B300 has the instructions that it uses of a B200: FlashAttention 4 is 2.7 times as fast at 4k (issue 2317), here 2.9.
+# On a B200 nobody published its passes with a mask: an H100's, times what a B200 does more without one, heads of 64.
+# A B300 has a B200's older instructions, which it uses: FlashAttention 4 is 2.7 times as fast on one with sequences of
+# 4,096 (Dao-AILab/flash-attention, issue 2317), where what was measured is 2.9 times as fast as this.
 UNMASKED = {"9.0": "flash-attention-2-step-h100-unmasked", "10.0": "flash-attention-2-step-b200-unmasked"}
 LENGTHS = {"512": 512, "1k": 1024, "2k": 2048, "4k": 4096, "8k": 8192, "16k": 16384}
 SHORT = 0.1  # seconds of a step that engines may take longer with themselves than with the model

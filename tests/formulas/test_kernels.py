@@ -17,7 +17,7 @@ from llmlab.formulas.time.flops import flops
 from llmlab.formulas.time.kernels import BACKWARD, kernels, training_rates
 from llmlab.formulas.time.kernels import _cast_seconds as cast_seconds
 from llmlab.formulas.time.products import products
-from llmlab.formulas.time.step import UNALIGNED, fastest_kernel, outside
+from llmlab.formulas.time.step import fastest_kernel, outside
 from llmlab.hardware.kernel_tables import kernel_table
 from llmlab.hardware.links import cluster
 

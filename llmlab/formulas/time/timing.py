@@ -105,8 +105,9 @@ def timing(
     slower = found.slower(kernel, run.seq_len, sum(head_sizes(spec)) // 2)
     sources = _sources(run, found, parts, kernel, slower, shapes)
     sooner, later = _other_hosts(spec, run, found.host, parts)
-    low, high = min(seconds / factor, seconds - sooner), max(longest, seconds + later)
-    return Timing(seconds, low - shapes.sooner, high + shapes.later, parts, sources, {"data": hidden} if hidden else {}, layer, note)
+    low = min(seconds / factor, seconds - sooner) - shapes.sooner
+    high = max(longest, seconds + later) + shapes.later
+    return Timing(seconds, low, high, parts, sources, {"data": hidden} if hidden else {}, layer, note)
 
 
 def _spread(run: Training, found: Kernels, nodes: Cluster | None, beyond: float) -> float:
