@@ -291,7 +291,7 @@ def test_rows_that_are_not_whole_16_bytes_take_longer():
     assert outside(spec, replace(run, precision="autocast-fp16"), kernels("T4")).unaligned == 0  # fitted
     megatron = replace(run, precision="mixed-bf16", stack="megatron")
     assert outside(spec, megatron, found).unaligned == 0
-    half = lab.LoRA(rank=4, autocast_adapter_dtype=False)
+    half = lab.LoRA(rank=4, targets=("c_attn",), autocast_adapter_dtype=False)
     narrow = replace(run, precision="bf16", lora=half)  # its head is frozen: two products of three
     assert outside(spec, narrow, found).unaligned == pytest.approx(3 * (three[0] + three[1]))
 
