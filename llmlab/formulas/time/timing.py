@@ -77,6 +77,11 @@ def timing(
     if traced and (hook_seconds(spec, run, found.host) or isinstance(run.stack, Megatron)):
         host = max(traced.passes.host, host_seconds(spec, run, found.host))
         traced = traced._replace(passes=traced.passes._replace(host=host))
+    shapes = outside(spec, run, found)
+    if traced and shapes.sooner:  # a trace has its products' times as if all rows were whole
+        products = traced.passes.products
+        slower = {**products, "head": products["head"] + shapes.sooner}
+        traced = traced._replace(passes=traced.passes._replace(products=slower))
     if run.world_size == 1:
         parts, note, hidden, unnamed = _alone(spec, run, card, traced), "", 0.0, 0.0
         if not parts:
@@ -92,7 +97,6 @@ def timing(
         unnamed = terms.data_later
         layer = {name: value for name, value in terms.layer.items() if value}
     seconds = sum(parts.values())
-    shapes = outside(spec, run, found)
     factor = exp(_spread(run, found, nodes, shapes.beyond / seconds))
     longest = _longest(spec, run, card, nodes, seconds + unnamed, factor, traced)
     if nodes and cluster is None and nodes.across and run.world_size > nodes.gpus:
