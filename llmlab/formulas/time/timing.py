@@ -79,9 +79,9 @@ def timing(
         traced = traced._replace(passes=traced.passes._replace(host=host))
     shapes = outside(spec, run, found)
     if traced and shapes.sooner:  # a trace has its products' times as if all rows were whole
-        products = traced.passes.products
-        slower = {**products, "head": products["head"] + shapes.sooner}
-        traced = traced._replace(passes=traced.passes._replace(products=slower))
+        products = dict(traced.passes.products)
+        products["head"] += shapes.sooner
+        traced = traced._replace(passes=traced.passes._replace(products=products))
     if run.world_size == 1:
         parts, note, hidden, unnamed = _alone(spec, run, card, traced), "", 0.0, 0.0
         if not parts:
