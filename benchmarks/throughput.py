@@ -59,7 +59,7 @@ def predict(row: Row) -> Predicted:
     """Return what `llmlab.estimate` says of a row."""
     try:
         nodes = cluster(row.card, **row.nodes) if row.run.world_size > 1 and row.nodes is not None else None
-        report = lab.estimate(row.model, row.run, row.card, nodes)
+        report = lab.estimate(row.model, row.run, lab.gpu(row.card, row.power), nodes)
     except REFUSED as error:
         return Predicted(None, why=str(error))
     if report.step_seconds is None:

@@ -41,6 +41,7 @@ class Row:
     source: str = ""  # its name in throughputs.toml
     held: lab.Training | None = None
     uncertain: str = ""
+    power: float | None = None  # W of a limit below the card's own
 
     @property
     def shown(self) -> str:
@@ -123,4 +124,4 @@ def _row(source: dict[str, Any], entry: dict[str, Any], models: dict[str, Any]) 
     uncertain, fields = (memory, {}) if isinstance(memory, str) else ("", memory)
     held = lab.Training(**{**entry["run"], **fields}, lora=adapters)
     return Row(entry["id"], source["group"], citation, models.get(name, name), label, run, entry["card"], nodes, rate,
-               entry.get("assumed", ""), source["name"], held, uncertain)  # fmt: skip
+               entry.get("assumed", ""), source["name"], held, uncertain, entry.get("power"))  # fmt: skip

@@ -164,7 +164,7 @@ def test_operators_are_looked_up_by_what_the_card_is_called():
 
 def test_every_figure_has_a_source_a_setup_and_numbers():
     every = figures()
-    assert len(every) == 74
+    assert len(every) == 76
     for found in every.values():
         assert found.source and found.setup and found.what and found.unit
         assert found.values and all(isinstance(value, (int, float)) for value in found.values.values())

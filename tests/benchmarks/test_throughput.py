@@ -3,6 +3,7 @@
 import json
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,13 @@ def test_a_card_without_its_own_kernels_takes_those_of_the_next():
     assert other.rate == pytest.approx(own.rate, rel=0.15)
     assert other.high / other.low > own.high / own.low
     assert throughput.predict(row) == own
+
+
+def test_a_row_can_have_a_power_limit():
+    """750 of a B200's 1000 W: the cube root of a quarter fewer clocks."""
+    row = next(row for row in throughput.rows() if row.id == "ao-b200-bf16")
+    free = throughput.predict(replace(row, power=None)).rate
+    assert row.power == 750 and 0.75 ** (1 / 3) < throughput.predict(row).rate / free < 0.95
 
 
 def test_seconds_and_tokens_are_the_same_throughput():

@@ -41,9 +41,12 @@ FOREACH = 3
 # (kOptimizerStatic8bit2StateBlockwise, bitsandbytes 0.50.2, torch 2.11, 2026-11-26), nine times what the bytes take.
 EIGHT_BIT = 132 * 0.2204 / 8.03e9
 # All measured matrices have rows of whole 16 bytes. With a vocabulary of 50,257 an A100's products took almost 3 times
-# as long as with 50,304 (PyTorch's blog, Accelerating Large Language Models, 2023-04: 113 ms per step, then 87); with
-# CUDA 13 it can be 1.2 times (ml-explore/mlx, issue 2712). A compiler pads (torch._inductor.config.shape_padding).
+# as long as with 50,304 (PyTorch's blog, Accelerating Large Language Models, 2023-04: 113 ms per step, then 87), an
+# H100's with rows of 588 instead of 592 3.5 times (m87-labs/kestrel, pull request 143). On an RTX 4090 it is 1.4 times
+# (pytorch/pytorch, issue 181718), with CUDA 13 it can be 1.2 (ml-explore/mlx, issue 2712). A compiler pads from torch
+# 2.1 on (torch._inductor.config.shape_padding), Megatron-LM its vocabulary.
 ALIGNED, UNALIGNED = 8, 3.0
+TIMED_UNALIGNED = (8, 0), (9, 0)  # the chips
 Sized = tuple[tuple[int, int, int], int]  # (m, n, k) of a product, and how often
 UNPACKED = 2.5  # bytes moved per packed weight, 4 bits read and 16 written, each time that it is multiplied
 
@@ -71,10 +74,13 @@ class Passes(NamedTuple):
 
 class Outside(NamedTuple):
     """Seconds of products that are larger, or smaller, than those that were measured, and of those in half precision
-    whose rows are not whole 16 bytes, which may take `UNALIGNED` times as long."""
+    whose rows are not whole 16 bytes. These count `UNALIGNED` times on the chips where that was measured, and may take
+    less by `sooner`; on others they may take more by `later`."""
 
     beyond: float
     unaligned: float
+    sooner: float
+    later: float
 
 
 class Backward(NamedTuple):
@@ -240,6 +246,8 @@ def product_seconds(spec: ModelSpec, run: Training, found: Kernels) -> dict[str,
                 return None
             total += times * one
         _, n, k = sizes[0][0]
+        if _unaligned(each.part, kind, n, k, run, found) and found.card.compute_capability in TIMED_UNALIGNED:
+            total *= UNALIGNED
         if each.part == "experts":  # one grouped product, which reads all experts' weights
             passes = each.forward + each.again + each.input_gradient + each.weight_gradient
             total = max(total, passes * 2 * n * k * spec.experts / run.ep / found.bandwidth)
@@ -265,15 +273,26 @@ def columns_backward(spec: ModelSpec, run: Training, found: Kernels) -> tuple[Ba
 def outside(spec: ModelSpec, run: Training, found: Kernels) -> Outside:
     """Return the seconds of those products of `product_seconds` whose shapes are outside of what was measured."""
     beyond = unaligned = 0.0
-    for _, kind, sizes in _multiplied(spec, run):
+    for each, kind, sizes in _multiplied(spec, run):
         _, n, k = sizes[0][0]
-        slow = found.measured(kind) and kind in ("fp16", "bf16") and not run.compile and (n % ALIGNED or k % ALIGNED)
+        slow = _unaligned(each.part, kind, n, k, run, found)
         for size, times in sizes:
             if slow or found.beyond(*size, kind):
                 seconds = times * (found.product(*size, kind) or 0.0) * run.accumulation / run.pp
                 beyond += seconds if found.beyond(*size, kind) else 0.0
                 unaligned += seconds if slow else 0.0
-    return Outside(beyond, unaligned)
+    more = (UNALIGNED - 1) * unaligned
+    if found.card.compute_capability in TIMED_UNALIGNED:
+        return Outside(beyond, unaligned + more, more, 0.0)
+    return Outside(beyond, unaligned, 0.0, more)
+
+
+def _unaligned(part: str, kind: str, n: int, k: int, run: Training, found: Kernels) -> bool:
+    """Return whether matrices in half precision have rows that are not whole 16 bytes, which nobody pads. Adapters'
+    products are bound by bytes."""
+    padded = run.compile or isinstance(run.stack, Megatron) or part == "adapters"
+    half = kind in ("fp16", "bf16") and found.measured(kind)
+    return half and not padded and bool(n % ALIGNED or k % ALIGNED)
 
 
 @lru_cache(maxsize=256)

@@ -77,6 +77,11 @@ def timing(
     if traced and (hook_seconds(spec, run, found.host) or isinstance(run.stack, Megatron)):
         host = max(traced.passes.host, host_seconds(spec, run, found.host))
         traced = traced._replace(passes=traced.passes._replace(host=host))
+    shapes = outside(spec, run, found)
+    if traced and shapes.sooner:  # a trace has its products' times as if all rows were whole
+        products = dict(traced.passes.products)
+        products["head"] += shapes.sooner
+        traced = traced._replace(passes=traced.passes._replace(products=products))
     if run.world_size == 1:
         parts, note, hidden, unnamed = _alone(spec, run, card, traced), "", 0.0, 0.0
         if not parts:
@@ -92,7 +97,6 @@ def timing(
         unnamed = terms.data_later
         layer = {name: value for name, value in terms.layer.items() if value}
     seconds = sum(parts.values())
-    shapes = outside(spec, run, found)
     factor = exp(_spread(run, found, nodes, shapes.beyond / seconds))
     longest = _longest(spec, run, card, nodes, seconds + unnamed, factor, traced)
     if nodes and cluster is None and nodes.across and run.world_size > nodes.gpus:
@@ -105,8 +109,8 @@ def timing(
     slower = found.slower(kernel, run.seq_len, sum(head_sizes(spec)) // 2)
     sources = _sources(run, found, parts, kernel, slower, shapes)
     sooner, later = _other_hosts(spec, run, found.host, parts)
-    low, high = min(seconds / factor, seconds - sooner), max(longest, seconds + later)
-    high += (UNALIGNED - 1) * shapes.unaligned
+    low = min(seconds / factor, seconds - sooner) - shapes.sooner
+    high = max(longest, seconds + later) + shapes.later
     return Timing(seconds, low, high, parts, sources, {"data": hidden} if hidden else {}, layer, note)
 
 
@@ -222,7 +226,8 @@ def _sources(
             said["products"] += f"; {min(1.0, share):.0%} of it beyond the sizes measured, as the work grows"
         if (share := shapes.unaligned / parts["products"]) > LITTLE:
             rows = f"of rows that are no multiples of {ALIGNED}"
-            said["products"] += f"; {min(1.0, share):.0%} of it {rows}, which may take {UNALIGNED:.0f} times as long"
+            take = "which take" if shapes.sooner else "which may take"
+            said["products"] += f"; {min(1.0, share):.0%} of it {rows}, {take} {UNALIGNED:.0f} times as long"
     if "attention" not in said or not found.table:
         return said
     if kernel not in FUSED:
