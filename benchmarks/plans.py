@@ -33,7 +33,7 @@ from typing import Any
 import click
 from provenance import provenance, titled_table, write
 from throughput import predict
-from throughput_rows import ROWS, UNSEEN, Row, iterations, rows, tomllib
+from throughput_rows import ROWS, UNSEEN, Row, iterations, published, tomllib
 
 import llmlab as lab
 from llmlab.archive import held_out, records
@@ -116,7 +116,8 @@ OVER = (
 def cases() -> list[Case]:
     """Return the published steps, those on many GPUs and other cards first, then the archive's on a T4."""
     models = tomllib.loads(ROWS.read_text(encoding="utf-8"))["models"]
-    found = [Case(row.id, row.shown, row.model, row.held or row.run, row.card, True, row.uncertain) for row in rows()]
+    found = [Case(each.id, each.shown, each.model, each.held or each.run, each.card, True, each.uncertain)
+             for each in published()]  # fmt: skip
     found += [Case(id_, what, models.get(name, name), run, card, False) for id_, what, name, card, run in OVER]
     steps = [each for each in records(gpu="T4", source="published") if isinstance(each.run, lab.Training)]
     for number, each in enumerate(steps):
@@ -194,7 +195,7 @@ def alternatives(told: bool = True) -> dict[tuple[Any, ...], list[Row]]:
     """Return the rows that measure the same model on the same GPUs at one length, in more than one way: of one method
     that was `told`, or of several."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in [*(row for row in rows() if row.group != UNSEEN), *iterations()]:
+    for row in [*(row for row in published() if row.group != UNSEEN), *iterations()]:
         key = row.citation, row.label, row.card, row.run.world_size, row.run.seq_len, method(row) if told else ""
         groups.setdefault(key, []).append(row)
     if told:

@@ -57,13 +57,17 @@ class Row:
 
 
 def rows() -> list[Row]:
+    """Return the published throughputs, and those that were measured here."""
+    return [*published(), *measured()]
+
+
+def published() -> list[Row]:
     """Return the published throughputs: llm-foundry's weak scaling after its other rows, then other sources."""
     table = tomllib.loads(ROWS.read_text(encoding="utf-8"))
     first, *others = table["source"]
     found = [_row(first, entry, table["models"]) for entry in first["row"]]
     found += [_scaled(step, first) for step in foundry_scaling()]
-    found += [_row(source, entry, table["models"]) for source in others for entry in source["row"]]
-    return found + measured()
+    return found + [_row(source, entry, table["models"]) for source in others for entry in source["row"]]
 
 
 def measured() -> list[Row]:

@@ -59,7 +59,7 @@ def test_steps_of_which_nobody_can_know_are_named_and_not_counted():
 
 
 def test_a_row_has_a_run_of_its_own_where_memory_is_another():
-    rows = {row.id: row for row in plans.rows()}
+    rows = {row.id: row for row in plans.published()}
     frozen = rows["qwen-72b-lora-2048"]
     assert (frozen.run.precision, frozen.held.precision) == ("mixed-bf16", "bf16")
     assert replace(frozen.held, precision="mixed-bf16") == frozen.run
@@ -86,7 +86,7 @@ def test_megatrons_two_kinds_of_recomputation_are_a_choice_each():
 
 def test_the_page_counts_the_runs_that_were_added_for_their_speed():
     rounds = json.loads((ROOT / "benchmarks" / "predictions.json").read_text(encoding="utf-8"))["rounds"]
-    counts = [len(each["predicted"]) for each in rounds]
+    counts = [len(each["predicted"]) for each in rounds if "h200-00" not in each["predicted"]]  # that round is ours
     page = " ".join((ROOT / "book" / "who-predicts-best.md").read_text(encoding="utf-8").split())
     assert f"{sum(counts)} of the runs were added for their speed" in page
     assert f"of the first {sum(counts[:6])}, or could not tell" in page

@@ -14,7 +14,7 @@ from llmlab import Inference, LoRA, Training
 from llmlab.archive import figure, held_out, records
 from llmlab.formulas.time.efficiency import efficiencies, efficiency
 from llmlab.formulas.time.elementwise import accumulated, moved
-from llmlab.formulas.time.host import DTENSOR, FSDP2, host_seconds, operators, python_seconds
+from llmlab.formulas.time.host import CHECKPOINT, DTENSOR, FSDP2, host_seconds, operators, python_seconds
 from llmlab.formulas.time.kernels import kernels
 from llmlab.formulas.time.products import products
 from llmlab.formulas.time.step import fastest_kernel, hfu, mfu, passes, price, step_seconds, training_days
@@ -110,7 +110,7 @@ def test_a_compiler_fuses_what_lies_between_products_and_starts_no_kernel_late()
     eager, compiled = (lab.estimate(spec, replace(run, compile=c), "A100").time for c in (False, True))
     assert "launches" in eager and "launches" not in compiled
     assert compiled["elementwise"] < 0.7 * eager["elementwise"]
-    assert compiled["products"] == eager["products"] and compiled["attention"] == eager["attention"]
+    assert compiled["products"] == eager["products"]
     liger = lab.estimate("Llama-3.2-1B", replace(run, kernels="liger"), "A100").time
     plain = lab.estimate("Llama-3.2-1B", run, "A100").time
     assert liger["elementwise"] < plain["elementwise"] and "launches" in liger
@@ -119,10 +119,32 @@ def test_a_compiler_fuses_what_lies_between_products_and_starts_no_kernel_late()
 def test_a_torchtune_ladder_on_one_a100():
     """github.com/pytorch/torchtune, README, pull request 2003: tokens/s of a full fine-tuning of Llama 3.2 3B."""
     run = Training(micro_batch=2, seq_len=4096, precision="bf16")
-    compiled = replace(run, compile=True)
+    compiled = replace(run, compile=True, attention="flash")  # its own model asks for causal attention
     rows = {run: 7075, compiled: 8998, replace(compiled, checkpointing="full"): 7210}
     for each, measured in rows.items():
         assert lab.estimate("Llama-3.2-3B", each, "A100").tokens_per_second == pytest.approx(measured, rel=0.06)
+
+
+@pytest.mark.parametrize(("gpu", "times"), [("H200", 2.0), ("A100", 4.1)])
+def test_a_compiled_transformers_step_has_a_mask_and_so_has_a_window(gpu, times):
+    """Under a mask all scores count; cuDNN takes one, FlashAttention does not. A profile of Llama 3.2 1B on an H200 had
+    33 ms of attention where it was compiled, 12 where not."""
+    run = Training(micro_batch=4, seq_len=2048, precision="bf16")
+    causal, masked = (lab.estimate("Llama-3.2-1B", replace(run, compile=compile), gpu).time["attention"]
+                      for compile in (False, True))  # fmt: skip
+    assert masked == pytest.approx(times * causal, rel=0.05)
+    config = lab.model("Phi-3-mini-4k-instruct").config
+    inside, across = (lab.estimate({**config, "sliding_window": size}, run, gpu).time["attention"]
+                      for size in (2049, 2047))  # fmt: skip
+    assert across == pytest.approx(times * inside, rel=0.05)
+
+
+def test_eight_bit_adamw_waits_for_its_tables():
+    """A profile of an H200: 220 ms for the 8.03e9 parameters of Llama 3.1 8B; their bytes would take 25."""
+    run = Training(seq_len=2048, precision="bf16", checkpointing="full", optimizer="adamw-8bit")
+    times = {gpu: lab.estimate("Llama-3.1-8B", run, gpu).time["optimizer"] for gpu in ("H200", "A100")}
+    assert times["H200"] == pytest.approx(0.2204, rel=0.01)
+    assert times["A100"] == pytest.approx(times["H200"] * 132 / 108)  # by their multiprocessors
 
 
 def test_products_are_looked_up_by_their_shapes():
@@ -347,7 +369,7 @@ def test_dtensor_takes_the_host_longer_than_a_b200_multiplies():
     assert sharded - 32 * operators(spec, run).seconds(host) == pytest.approx(32 * sum(FSDP2))
     again = replace(run, checkpointing="full", stack="torchtitan:ac=full")
     recomputed = host_seconds(spec, again, host) - 32 * operators(spec, again).seconds(host)
-    assert recomputed == pytest.approx(32 * (sum(FSDP2) + sum(DTENSOR) + DTENSOR[0]))
+    assert recomputed == pytest.approx(32 * (CHECKPOINT + sum(FSDP2) + sum(DTENSOR) + DTENSOR[0]))
     time = lab.estimate(spec, run, "B200").time
     waited = time["launches"] + time["products"] + time["attention"] + time["elementwise"] + time["tensor"]
     assert time["launches"] > 0 and waited == pytest.approx(with_dtensor, rel=0.06)  # the head runs while it waits

@@ -196,7 +196,7 @@ def masked_layers(spec: ModelSpec, run: Training) -> int:
     """Return in how many layers transformers gives SDPA a mask, where it is causal for others: where a sliding window
     is shorter than the sequence, and in all of a compiled step, which is traced (masking_utils.py,
     _ignore_causal_mask_sdpa)."""
-    if run.attention != "sdpa" or isinstance(run.stack, StackOptions) and not isinstance(run.stack, DeepSpeed):
+    if run.attention != "sdpa" or (isinstance(run.stack, StackOptions) and not isinstance(run.stack, DeepSpeed)):
         return 0
     return spec.layers if run.compile else _windows(spec, run)
 

@@ -93,7 +93,7 @@ ADAPTER_DROPOUT, ADAPTER_DROPOUT_AGAIN = Operators(1, 0, 1, 0), Operators(1, 0, 
 # Seconds that Python takes in a block beside its operators, forward and backward: FSDP2's hooks, which gather and free,
 # and DTensor under tensor parallelism (benchmarks/block_host.py, torch 2.13, one thread of a Xeon, 2026-11-25).
 FSDP2, DTENSOR = (0.7e-3, 1.0e-3), (3.0e-3, 4.8e-3)
-# And torch.utils.checkpoint in one that is computed again: the states of generators and of autocast, and a hook for each
+# And torch.utils.checkpoint in one that is computed again: the states of generators and of autocast, and hooks for each
 # tensor (benchmarks/block_host.py, the same CPU, 2026-11-26). On an H200's host blocks took 1.0 to 1.5 ms longer than
 # their operators (llmlab/archive/h200).
 CHECKPOINT = 1.1e-3
