@@ -1,6 +1,7 @@
 """The published throughputs and what is said about them."""
 
 import json
+import re
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -9,9 +10,12 @@ from pathlib import Path
 import pytest
 
 import llmlab as lab
+from llmlab.archive import PLAN
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import throughput
+
+BOOK = Path(__file__).parents[2] / "book"
 
 
 def test_every_row_is_a_run_that_can_be_asked_for():
@@ -119,3 +123,22 @@ def test_rows_have_the_steps_of_their_sources():
             assert run.global_batch * run.seq_len / run.world_size == 16384, row.id
         if row.source == "bigscience-176b":
             assert (run.global_batch, run.world_size) == (2048, 384), row.id
+
+
+def test_the_pages_say_how_far_off_an_h200s_predictions_were():
+    ((_, pairs),) = [each for each in throughput.rounds(throughput.rows()) if each[0].startswith("round 9,")]
+    got = throughput.errors(pairs)
+    assert got.rows == got.known == 35 and got.median < 0.05
+    planned = [item for item in PLAN if item.chapter == "flops-and-time" and isinstance(item.run, lab.Training)]
+    outside = {row.label: it.rate / row.measured - 1 for row, it in pairs if not it.low <= row.measured <= it.high}
+    named = {
+        "gemma-2-2b": "Gemma 2 with eager attention", "Phi-3-mini-4k-instruct": "Phi-3 mini", "gpt2": "GPT-2 compiled",
+    }  # fmt: skip
+    assert outside.keys() == named.keys() and max(outside.values()) == got.worst
+    chapter, page = (" ".join((BOOK / name).read_text(encoding="utf-8").split())
+                     for name in ("05-flops-and-time.md", "who-predicts-best.md"))  # fmt: skip
+    assert "35 training steps" in chapter and f"the worst {100 * got.worst:.0f} % off" in chapter
+    assert f"{len(planned)} training steps" in page and f"{100 * got.inside:.0f} % inside their intervals" in page
+    for model, off in outside.items():
+        for said in (chapter, page):
+            assert re.search(rf"{named[model]}.*?(\d+) %", said)[1] == f"{100 * off:.0f}"
