@@ -432,6 +432,33 @@ def test_megatron_waits_for_gradients_that_nothing_hides():
         assert wide.bytes - narrow.bytes == bytes_less * spec.parameters and wide.sent > 1.2 * narrow.sent
 
 
+def test_megatrons_gather_ends_the_step_where_nothing_hides_it():
+    """Without --overlap-param-gather gradients alone are behind computation; with neither nothing is."""
+    spec, run = lab.model("meta-llama/Llama-3.1-8B"), replace(MEGATRON, tp=1, pp=1, dp=16, sequence_parallel=False)
+    hidden, gathers, neither, both = (
+        step(spec, replace(run, stack=f"megatron:{options}"), "H100", H100).data_exposed
+        for options in ("tp_comm_overlap=false", "overlap_param_gather=false", "overlap_grad_reduce=false",
+                        "overlap_grad_reduce=false,overlap_param_gather=false")
+    )  # fmt: skip
+    weights = kernels("H100").collective("all-gather", 2 * spec.parameters, H100.group(16))
+    assert hidden < weights < gathers < neither == both
+    assert gathers - hidden == pytest.approx(weights, rel=0.25)  # sent by blocks; nothing hides the first one's anyway
+
+
+@pytest.mark.parametrize(("zero", "default"), [(0, False), (1, False), (2, False), (3, True)])
+def test_deepspeed_hides_what_overlap_comm_says(zero, default):
+    """True at stage 3 alone where nobody says it (runtime/zero/config.py); stage 0 does not read it."""
+    spec = lab.model("meta-llama/Llama-3.1-8B")
+    run = Training(micro_batch=2, seq_len=4096, dp=16, precision="mixed-bf16", zero=zero, stack="deepspeed")
+    as_it_is, hides, waits = (
+        step(spec, replace(run, stack=f"deepspeed:{option}"), "H100", H100)
+        for option in ("torch_adam=false", "overlap_comm=true", "overlap_comm=false")
+    )
+    assert as_it_is == (hides if default else waits)
+    assert waits.data_exposed == pytest.approx(waits.data_sent)
+    assert (hides.data_exposed < 0.7 * hides.data_sent) is (zero > 0)
+
+
 @pytest.mark.parametrize(("card", "checkpointing", "seconds"),
                          [("H100-80GB", None, 0.0832), ("A100-80GB", "full", 0.1315)])  # fmt: skip
 def test_megatrons_python_is_most_of_a_tiny_step(card, checkpointing, seconds):
