@@ -416,14 +416,16 @@ def moved_by(function, *shapes):
 
 
 def test_what_megatron_does_not_fuse_moves_what_its_operators_do():
-    spec, run = lab.model("Llama-3.1-8B"), Training(micro_batch=8, seq_len=64, stack="megatron")
+    spec, run = lab.model("Llama-3.1-8B"), Training(micro_batch=8, seq_len=8, stack="megatron")
 
-    def more(option):
+    def more(option, spec=spec):
         return moved(spec, replace(run, stack=f"megatron:{option}=false")).blocks - moved(spec, run).blocks
 
     tokens, Q, K, f = run.tokens, spec.query_width, spec.key_width, spec.intermediate
     assert more("bias_swiglu_fusion") == spec.layers * (moved_by(swiglu, (tokens, 2 * f)) - 16 * tokens * f)
-    heads = (64, 8, (Q + K) // 128, 128), (64, 1, 1, 128), (64, 1, 1, 128)
+    biased = lab.model({**spec.config, "mlp_bias": True})
+    assert more("bias_swiglu_fusion", biased) - more("bias_swiglu_fusion") == spec.layers * 2 * (2 + 2) * tokens * f
+    heads = (8, 8, (Q + K) // 128, 128), (8, 1, 1, 128), (8, 1, 1, 128)
     fused = 8 * tokens * (Q + K)
     assert more("apply_rope_fusion") == pytest.approx(spec.layers * (moved_by(rotate, *heads) - fused), rel=0.01)
     own = "megatron:transformer_engine=false"
