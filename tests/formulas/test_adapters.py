@@ -9,6 +9,7 @@ MODEL = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "tie_word_embeddings": False,
 }  # fmt: skip
 WIDE = {**MODEL, "vocab_size": 512, "hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 2048}
+QV = ("q_proj", "v_proj")
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -25,7 +26,7 @@ def test_adapters_keep_their_inputs_and_results_in_the_dtype_that_computes_them(
 
 
 @pytest.mark.parametrize(
-    "targets", [("q_proj", "v_proj"), ("o_proj",), ("gate_proj",), ("gate_proj", "up_proj"), ("down_proj",)], ids="+".join
+    "targets", [QV, ("o_proj",), ("gate_proj",), ("gate_proj", "up_proj"), ("down_proj",)], ids="+".join
 )
 @pytest.mark.parametrize("precision", ["bf16", "autocast-bf16"])
 def test_of_the_first_block_nothing_is_kept_before_its_first_adapter(targets, precision):

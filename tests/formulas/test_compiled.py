@@ -98,8 +98,7 @@ def test_a_recomputed_compiled_block_keeps_no_copies_of_its_weights():
     eager, compiled = (moments(compile=choice, **given) for choice in (False, True))
     block = lab.model(LLAMA).block_linear_elements
     T, f, name = 8 * 1024, 2048, "the last block of forward"
-    mask = -1024**2 * 8 * 2 if False else 0
-    assert eager[name] - compiled[name] - mask == 2 * block + T * 2 * f
+    assert eager[name] - compiled[name] == 2 * block + T * 2 * f  # and one kernel makes the activation and the product
 
 
 def moments(model=LLAMA, gpu=A100, **given):
