@@ -75,6 +75,7 @@ NAMES: dict[str, dict[str, str]] = {
         "torch._dynamo.variables.functions": "UserFunctionVariable",
         "torch._dynamo.variables.torch": "TorchInGraphFunctionVariable constant_fold_functions",
         "torch._dynamo.variables.torch_function.SymbolicTorchFunctionState": "__init__",
+        "torch._guards.GuardsSet": "add",
         "torch._meta_registrations": "device_hint",
         "torch._subclasses.fake_tensor.FakeTensorMode": "dispatch",
         "torch.nn.modules.module": "_global_forward_hooks _global_forward_pre_hooks _has_any_global_hook",
