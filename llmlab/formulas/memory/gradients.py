@@ -61,7 +61,8 @@ def gradients(share: Share, states: States) -> Gradients:
     wide = wide_bytes(share, states)
     accumulates = share.over > 0 and not (run.offload and run.sync_each_batch) and not wide
     once = _stored(share, states, every)
-    every += elements * reduced * (run.tp - 1) // run.tp if whole and share.first else 0  # an embedding's is cut only then
+    if whole and share.first:  # an embedding's is cut only then
+        every += elements * reduced * (run.tp - 1) // run.tp
     there = every if accumulates else 0
     if share.chunk is not None and not run.offload and not wide:
         there, once = _of_chunks(share, states, every)

@@ -173,7 +173,8 @@ AT_POSITIONS = (Kept("rotation: the table at the positions", "q, k, v", "D", "fp
 COPIED = Kept("wo: its input, copied", "attention output", "Q", "product", "heads")
 
 
-# Compiled, keys and values are kept as the ring gathered them; and selective checkpointing keeps these, not wv's output.
+# Compiled, keys and values are kept as the ring gathered them, by selective checkpointing too, and with those rotated
+# keys in the place of a product's output.
 ALL_RANKS = "inner_attention: k and v of all ranks"
 ROTATED = Kept("inner_attention: k, rotated", "matmul outputs", "K", "product", "heads")
 
@@ -308,8 +309,6 @@ def _compiled(eager: Block, share: Share) -> Block:
     highest = COMPILED_BACKWARD[recomputes]
     if recomputes == "selective":
         highest = highest._replace(gone=unmade)
-    if run.tp > 1 and recomputes:
-        highest = highest._replace(beside=(*highest.beside, GATHERED))
     if run.fp8:
         made = _of("w2's input, w1 and w3, and their casts", "f", FP8_BACKWARD[run.fp8])
         highest = Height(FP8_GONE[recomputes], (STREAM, made))
@@ -318,6 +317,8 @@ def _compiled(eager: Block, share: Share) -> Block:
                 name = "w2" if linear.name == "down_proj" else linear.name
                 width = linear.elements / share.spec.layers / share.tokens
                 saved += (Kept(f"{name}: its weight, cast", "linear weights", "1", "byte", "heads", width),)
+    if run.tp > 1 and recomputes:
+        highest = highest._replace(beside=(*highest.beside, GATHERED))
     return eager._replace(
         saved=tuple(row for row in saved if row.operator not in gone),
         selective=tuple(row for row in selective if row.operator not in gone),
