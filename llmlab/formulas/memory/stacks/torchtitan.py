@@ -299,7 +299,8 @@ def _compiled(eager: Block, share: Share) -> Block:
             selective=tuple(row for row in eager.selective if row.operator.startswith("inner_attention")),
         )
     # Of wo the ranks' sum is kept, with tensor parallelism, and its input not made again before attention's backward.
-    selective, unmade = eager.selective, (*UNMADE, COPIED.operator) if run.tp > 1 else UNMADE
+    selective = eager.selective
+    unmade: tuple[str, ...] = (*UNMADE, COPIED.operator) if run.tp > 1 else UNMADE
     if run.cp > 1:
         gathered = Kept(ALL_RANKS, "q, k, v", "K", "product", "heads", 2 * run.cp)
         saved, selective = (*saved, gathered), (*selective, gathered, ROTATED)
