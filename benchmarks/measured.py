@@ -38,23 +38,25 @@ class Row:
     @property
     def cells(self) -> list[str]:
         run = repr(self.report.run).partition("(")[2].removesuffix(")")
-        sizes = [f"{size / GiB:.2f}" for size in (self.report.peak_allocated, self.report.peak_reserved) if size]
+        allocated, reserved = (f"{size / GiB:.2f}" if size else "–" for size in map(self.report.__getattribute__, PEAKS))
         shown = [_percent(each) for each in (self.simulated, self.estimated, self.reserved)]
-        return [f"{self.report.model.rpartition('/')[2]}: {run}", sizes[0], *shown[:2], sizes[1], shown[2]]
+        return [f"{self.report.model.rpartition('/')[2]}: {run}", allocated, *shown[:2], reserved, shown[2]]
 
 
 def measured(report: lab.Report) -> Row:
     """Return the errors of simulate and estimate on the step of a record."""
-    estimated = lab.estimate(report.model, report.run, report.gpu).peak_allocated
-    assert report.peak_allocated and report.peak_reserved and estimated
-    off = estimated / report.peak_allocated - 1
+    off = _off(lab.estimate(report.model, report.run, report.gpu), report)
+    assert off is not None
     try:
         simulated = lab.simulate(report.model, report.run, report.gpu)
     except NotAvailable:  # Liger's kernels
         return Row(report, None, off, None)
-    assert simulated.peak_allocated and simulated.peak_reserved
-    allocated, reserved = (getattr(simulated, peak) / getattr(report, peak) - 1 for peak in PEAKS)
-    return Row(report, allocated, off, reserved)
+    return Row(report, _off(simulated, report), off, _off(simulated, report, "peak_reserved"))
+
+
+def _off(said: lab.Report, measured: lab.Report, peak: str = "peak_allocated") -> float | None:
+    size = getattr(measured, peak)
+    return getattr(said, peak) / size - 1 if size else None
 
 
 def _percent(share: float | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from statistics import median
 
 import torch
@@ -61,6 +62,15 @@ def count_flops(step: Callable[[], object]) -> int:
     recomputation too, and a causal attention whole, as if nothing were masked.
     """
     mapping = {getattr(torch.ops.aten, name.split("::")[1]): count for name, count in ATTENTION_FLOPS.items()}
-    with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
+    counter = FlopCounterMode(display=False, custom_mapping=mapping)
+    vars(counter).update(mod_tracker=Whole())
+    with counter:
         step()
     return counter.get_total_flops()
+
+
+class Whole(nullcontext):
+    """In the place of FlopCounterMode's tracker of modules, whose hooks keep what checkpointing frees: three times the
+    memory of a step of eight blocks."""
+
+    parents = frozenset(("Global",))
