@@ -38,7 +38,8 @@ class Row:
     @property
     def cells(self) -> list[str]:
         run = repr(self.report.run).partition("(")[2].removesuffix(")")
-        allocated, reserved = (f"{size / GiB:.2f}" if size else "–" for size in map(self.report.__getattribute__, PEAKS))
+        sizes = (getattr(self.report, peak) for peak in PEAKS)
+        allocated, reserved = (f"{size / GiB:.2f}" if size else "–" for size in sizes)
         shown = [_percent(each) for each in (self.simulated, self.estimated, self.reserved)]
         return [f"{self.report.model.rpartition('/')[2]}: {run}", allocated, *shown[:2], reserved, shown[2]]
 
