@@ -40,7 +40,7 @@ from llmlab.hardware.links import cluster
 PREDICTIONS = Path(__file__).with_name("predictions.json")
 GROUPS = ("in sample", "left out")
 NEVER_SEEN = "never seen when predicted"
-SINGLE = ("H100", "A100")  # all their kinds, beside the T4, whose steps are the archive's
+SINGLE = ("H200", "H100", "A100")  # all their kinds, beside the T4, whose steps are the archive's
 WORST, MEDIAN, SINGLE_BAR, TRANSFER_BAR, HELD = 0.3, 0.1, 0.1, 0.15, 0.8
 REFUSED = (NotAvailable, SpecError, UnknownName)
 

@@ -53,3 +53,7 @@ INFERENCE_PHASES = ("load", "prefill", "decode")
 
 # A timeline point: the phase, and the live bytes of each part at that moment.
 TimelinePoint = tuple[str, Mapping[str, int]]
+
+# An embedding's gradient, from so many tokens on, is summed by word, of up to so many rows at a time
+# (aten/src/ATen/native/cuda/Embedding.cu, embedding_dense_backward_cuda; EmbeddingBackwardKernel.cu, NROWS_PER_THREAD).
+SORTS_ABOVE, ROWS_PER_PARTIAL = 3072, 10

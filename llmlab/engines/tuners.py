@@ -149,10 +149,13 @@ def megatron_arguments(run: Any, spec: Any) -> list[str]:
         lines.append(f"--make-vocab-size-divisible-by {options.make_vocab_size_divisible_by}")
         lines += ["--tp-comm-overlap"] if options.tp_comm_overlap else []
         if options.overlap_grad_reduce and run.dp > 1:
-            lines.append("--overlap-grad-reduce" + (" --overlap-param-gather" if run.zero else ""))
+            gather = " --overlap-param-gather" if run.zero and options.overlap_param_gather else ""
+            lines.append(f"--overlap-grad-reduce{gather}")
         if options.cross_entropy_fusion_impl:
             lines.append(f"--cross-entropy-loss-fusion --cross-entropy-fusion-impl {options.cross_entropy_fusion_impl}")
         lines += ["--no-gradient-accumulation-fusion"] if not options.gradient_accumulation_fusion else []
+        lines += ["--no-bias-swiglu-fusion"] if not options.bias_swiglu_fusion else []
+        lines += ["--no-rope-fusion"] if not options.apply_rope_fusion else []
         lines += ["--no-overlap-p2p-communication"] if not options.overlap_p2p_communication else []
         lines += ["--transformer-impl local"] if not options.transformer_engine else []
         lines += _fp8(options) if options.fp8_recipe else []

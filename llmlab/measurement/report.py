@@ -110,24 +110,33 @@ def _take(spec: ModelSpec, run: Run, device: torch.device, repeats: int) -> Figu
 def _steps(spec: ModelSpec, run: Run, device: torch.device, repeats: int, figures: Figures) -> None:
     recorder = figures.recorder
     inputs = texts(spec, run)  # before the recording: reading the corpus is no part of the run
-    step, figures.flops = recorder.record(
+    step = recorder.record(
         lambda: build_step(spec, run, device, inputs, recorder.recomputing), lambda step: _warm_up(step, recorder)
     )
     if device.type == "cuda":
         figures.context = cuda_context_bytes(device)
     recorder.step = None
     figures.seconds = median_seconds(step, device, repeats)
+    figures.flops = _flops(step)
 
 
-def _warm_up(step: Step, recorder: Recorder) -> int | None:
-    """Take the first step, and return its FLOP where they can be counted: not in generation, not in compiled code."""
+def _warm_up(step: Step, recorder: Recorder) -> None:
     if isinstance(step.run, Inference):
-        replace(step, run=replace(step.run, new_tokens=min(2, step.run.new_tokens)))(recorder.enter)
+        step = replace(step, run=replace(step.run, new_tokens=min(2, step.run.new_tokens)))
+    step(recorder.enter)
+
+
+def _flops(step: Step) -> int | None:
+    """Return the FLOP of a step where they can be counted: not in generation, not in compiled code. Counting holds an
+    operator's arguments a little longer than the run does: it comes last, and may find no room."""
+    if isinstance(step.run, Inference) or step.run.compile:
         return None
-    if step.run.compile:
-        step(recorder.enter)
+    try:
+        return count_flops(step)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         return None
-    return count_flops(lambda: step(recorder.enter))
 
 
 def _free(device: torch.device) -> None:

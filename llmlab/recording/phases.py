@@ -6,7 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -15,7 +15,6 @@ from .events import CPUEvents, CUDAEvents, Event
 
 # Of "other", told apart in the report's detail; the last two of a rank among several.
 BUFFERS, INPUTS, GATHERED, COMMUNICATION = "buffers", "inputs", "gathered parameters", "communication buffers"
-Warmed = TypeVar("Warmed")
 
 
 class Peaks(Protocol):
@@ -92,20 +91,20 @@ class Recorder(Marks):
         self.events: list[Event] = []
         self.running = False
 
-    def record(self, build: Callable[[], Step], warm_up: Callable[[Step], Warmed]) -> tuple[Step, Warmed]:
-        """Record how `build` makes a step, and one run of it after `warm_up`; return it and what `warm_up` returned."""
+    def record(self, build: Callable[[], Step], warm_up: Callable[[Step], None]) -> Step:
+        """Record how `build` makes a step, and one run of it after `warm_up`; return it."""
         if self.source:
             self.source.start()
         self.running = True
         self.enter("load")
         step = self.step = build()
         self.counting = False
-        warmed = warm_up(step)
+        warm_up(step)
         gc.collect()
         self.counting = True
         step(self.enter)
         self.stop()
-        return step, warmed
+        return step
 
     def enter(self, phase: str, **alive: Any) -> None:
         """Mark that `phase` begins, and tell the device's peaks."""

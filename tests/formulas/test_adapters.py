@@ -8,6 +8,8 @@ MODEL = {
     "model_type": "llama", "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "tie_word_embeddings": False,
 }  # fmt: skip
+WIDE = {**MODEL, "vocab_size": 512, "hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 2048}
+QV = ("q_proj", "v_proj")
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -20,6 +22,41 @@ def test_adapters_keep_their_inputs_and_results_in_the_dtype_that_computes_them(
     lora = lab.LoRA(rank=8, targets=ALL, autocast_adapter_dtype=in_fp32)
     run = lab.Training(micro_batch=2, seq_len=2048, lora=lora, checkpointing=checkpointing, **given)
     estimate, simulation = lab.estimate(MODEL, run, "A100-80GB"), lab.simulate(MODEL, run, "A100-80GB")
+    assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "targets", [QV, ("o_proj",), ("gate_proj",), ("gate_proj", "up_proj"), ("down_proj",)], ids="+".join
+)
+@pytest.mark.parametrize("precision", ["bf16", "autocast-bf16"])
+def test_of_the_first_block_nothing_is_kept_before_its_first_adapter(targets, precision):
+    """Its input has no gradient. Of four blocks that is up to a quarter of what they keep."""
+    run = lab.Training(micro_batch=2, seq_len=2048, precision=precision, lora=lab.LoRA(rank=8, targets=targets))
+    estimate, simulation = lab.estimate(WIDE, run, "A100-80GB"), lab.simulate(WIDE, run, "A100-80GB")
+    assert estimate.phases["backward"] == pytest.approx(simulation.phases["backward"], rel=0.02)
+
+
+def kept(model, **given):
+    run = lab.Training(**{"micro_batch": 2, "seq_len": 2048, "precision": "bf16", **given})
+    return sum(lab.estimate(model, run, "A100-80GB").detail["activations"].values())
+
+
+def test_with_checkpointing_the_first_blocks_input_has_a_gradient():
+    two, one = ({**MODEL, "num_hidden_layers": layers} for layers in (2, 1))
+    down = {"lora": lab.LoRA(rank=8, targets=("down_proj",))}
+    T, f, rank = 2 * 2048, 768, 8
+    assert kept(one, **down) == T * 4 * (f + rank)  # the adapter's input, cast, and what it returned
+    assert kept(two, **down) > 4 * kept(one, **down)
+    assert kept(two, **down, checkpointing="full") == 2 * kept(one, **down, checkpointing="full")
+
+
+def test_both_branches_in_one_cast_twice_as_much():
+    """Phi-3's gate_up_proj: the gradient of all that it returned is cast, scaled and cast back."""
+    phi = {**WIDE, "model_type": "phi3", "pad_token_id": 0, "sliding_window": None}
+    run = lab.Training(
+        micro_batch=2, seq_len=2048, precision="bf16", lora=lab.LoRA(rank=8, targets=("gate_up_proj", "down_proj"))
+    )
+    estimate, simulation = lab.estimate(phi, run, "A100-80GB"), lab.simulate(phi, run, "A100-80GB")
     assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.02)
 
 

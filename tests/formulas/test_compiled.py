@@ -37,6 +37,7 @@ ACCUMULATED = {"precision": "autocast-bf16", "accumulation": 2, "optimizer": "sg
         (LLAMA, {"precision": "bf16", "checkpointing": "full"}, "A100-80GB", 0.10),  # a mask of all heads
         (LLAMA, {"precision": "bf16", "checkpointing": "full"}, "H100", 0.03),  # one that is kept
         (LLAMA, {"precision": "bf16", "lora": lab.LoRA(8)}, "A100-80GB", 0.03),
+        (LLAMA, {"precision": "bf16", "lora": lab.LoRA(8, targets=("down_proj",))}, "A100-80GB", 0.03),
         (TIED, ACCUMULATED, "A100-80GB", 0.02),  # a graph's gradients beside earlier ones, of a tied head two and a sum
     ],
 )
@@ -89,6 +90,15 @@ def test_compiled_adapters_of_one_input_share_its_copy():
     for compiled, inputs in ((True, h + h + h + f), (False, 2 * h + h + 2 * h + f)):
         rows = kept(Training(8, 1024, "bf16", lora=ALL, compile=compiled))
         assert ("adapters", 4 * T * (inputs + 6 * rank)) in rows
+
+
+def test_a_recomputed_compiled_block_keeps_no_copies_of_its_weights():
+    """Autocast's cache is eager; a compiled forward casts each weight for its product."""
+    given = {"precision": "autocast-bf16", "checkpointing": "full"}
+    eager, compiled = (moments(compile=choice, **given) for choice in (False, True))
+    block = lab.model(LLAMA).block_linear_elements
+    T, f, name = 8 * 1024, 2048, "the last block of forward"
+    assert eager[name] - compiled[name] == 2 * block + T * 2 * f  # and one kernel makes the activation and the product
 
 
 def moments(model=LLAMA, gpu=A100, **given):

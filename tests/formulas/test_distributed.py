@@ -28,32 +28,22 @@ DEEP = {"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 8, "num
         "tie_word_embeddings": True}  # fmt: skip
 
 
-def predicted(row, overlap):
+def predicted(row, overlap=None):
     return step(row.config, row.run, row.card, cluster(row.card, row.network), overlap)
 
 
 @pytest.mark.parametrize("row", megatron_iterations(), ids=lambda row: row.name)
-def test_korthikanti_iterations_within_15_percent(row):
-    found = predicted(row, ("tensor",))
-    assert found.seconds == pytest.approx(row.seconds, rel=0.15)
+def test_korthikanti_iterations_within_8_percent(row):
+    found = predicted(row)
+    assert found.seconds == pytest.approx(row.seconds, rel=0.08)
     assert found.seconds < predicted(row, ()).seconds < 1.1 * found.seconds  # with nothing hidden
     if row.run.checkpointing == "selective" and row.run.dp == 1:
         published = figure("recomputation-iteration-mfu")[row.name.split()[0]]
-        assert found.mfu == pytest.approx(published, rel=0.15)
-
-
-@pytest.mark.parametrize("row", megatron_iterations(), ids=lambda row: row.name)
-def test_korthikanti_iterations_of_megatrons_own_kernels_within_8_percent(row):
-    """As they ran, in 2022: stages sent in the open, and what data parallelism sends came after the last backward."""
-    sends = f",virtual_pipeline={row.run.virtual_stages},overlap_p2p_communication=false"
-    stack = "megatron:transformer_engine=false,overlap_grad_reduce=false" + sends
-    run = replace(row.run, virtual_stages=1, stack=stack)
-    found = step(row.config, run, row.card, cluster(row.card, row.network))
-    assert found.seconds == pytest.approx(row.seconds, rel=0.08)
+        assert found.mfu == pytest.approx(published, rel=0.08)
 
 
 def test_what_recomputation_costs_is_what_they_saved():
-    rows = {row.name: predicted(row, ("tensor",)).seconds for row in megatron_iterations()}
+    rows = {row.name: predicted(row).seconds for row in megatron_iterations()}
     times = figure("recomputation-iteration-time")
     for size in ("22B", "175B", "530B", "1T"):
         full, selective = (value for label, value in times.values.items() if label.startswith(f"{size}:"))
@@ -440,6 +430,33 @@ def test_megatron_waits_for_gradients_that_nothing_hides():
         runs = (replace(run, zero=zero, pp=1, tp=1, dp=8) for run in (hidden, half))
         wide, narrow = (data_parallel(spec, run, H100, rates, 1.0, 1 / 3, ("data",), 2**25) for run in runs)
         assert wide.bytes - narrow.bytes == bytes_less * spec.parameters and wide.sent > 1.2 * narrow.sent
+
+
+def test_megatrons_gather_ends_the_step_where_nothing_hides_it():
+    """Without --overlap-param-gather gradients alone are behind computation; with neither nothing is."""
+    spec, run = lab.model("meta-llama/Llama-3.1-8B"), replace(MEGATRON, tp=1, pp=1, dp=16, sequence_parallel=False)
+    hidden, gathers, neither, both = (
+        step(spec, replace(run, stack=f"megatron:{options}"), "H100", H100).data_exposed
+        for options in ("tp_comm_overlap=false", "overlap_param_gather=false", "overlap_grad_reduce=false",
+                        "overlap_grad_reduce=false,overlap_param_gather=false")
+    )  # fmt: skip
+    weights = kernels("H100").collective("all-gather", 2 * spec.parameters, H100.group(16))
+    assert hidden < weights < gathers < neither == both
+    assert gathers - hidden == pytest.approx(weights, rel=0.25)  # sent by blocks; nothing hides the first one's anyway
+
+
+@pytest.mark.parametrize(("zero", "default"), [(0, False), (1, False), (2, False), (3, True)])
+def test_deepspeed_hides_what_overlap_comm_says(zero, default):
+    """True at stage 3 alone where nobody says it (runtime/zero/config.py); stage 0 does not read it."""
+    spec = lab.model("meta-llama/Llama-3.1-8B")
+    run = Training(micro_batch=2, seq_len=4096, dp=16, precision="mixed-bf16", zero=zero, stack="deepspeed")
+    as_it_is, hides, waits = (
+        step(spec, replace(run, stack=f"deepspeed:{option}"), "H100", H100)
+        for option in ("torch_adam=false", "overlap_comm=true", "overlap_comm=false")
+    )
+    assert as_it_is == (hides if default else waits)
+    assert waits.data_exposed == pytest.approx(waits.data_sent)
+    assert (hides.data_exposed < 0.7 * hides.data_sent) is (zero > 0)
 
 
 @pytest.mark.parametrize(("card", "checkpointing", "seconds"),

@@ -7,6 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import llmlab as lab
 from llmlab import LoRA, Training
@@ -403,6 +406,65 @@ def test_megatrons_softmax_is_one_kernel_and_its_dropout_another():
     again = [blocks(replace(each, checkpointing="selective")) - blocks(each) for each in (run, fused)]
     assert again[0] - again[1] == pytest.approx((4 + 5) * scores + ordered)
     assert again[1] == 0  # what is computed again is attention alone
+
+
+def swiglu(x):
+    """megatron/core/transformer/mlp.py, not fused."""
+    gate, other = torch.chunk(x, 2, dim=-1)
+    return torch.nn.functional.silu(gate) * (other + 0.0)
+
+
+def rotate(x, cosines, sines):
+    """megatron/core/models/common/embeddings/rope_utils.py, not fused."""
+    turned, kept = x[..., : cosines.shape[-1]], x[..., cosines.shape[-1] :]
+    first, second = torch.chunk(turned, 2, dim=-1)
+    turned = turned * cosines + torch.cat((-second, first), dim=-1) * sines
+    return torch.cat((turned, kept), dim=-1)
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the bytes that operators read and write; what fills with zeros reads nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            read = [] if func is torch.ops.aten.slice_backward.default else tree_leaves((args, kwargs))
+            self.bytes += sum(each.nbytes for each in [*read, *tree_leaves(out)] if isinstance(each, torch.Tensor))
+        return out
+
+
+def moved_by(function, *shapes):
+    """Return the bytes that `function` moves forward and backward, of the first of tensors in bf16 of `shapes`."""
+    tensors = [torch.ones(shape, dtype=torch.bfloat16) for shape in shapes]
+    traffic = Traffic()
+    with traffic:
+        made = function(tensors[0].requires_grad_(), *tensors[1:])
+    gradient = torch.ones_like(made)
+    with traffic:
+        made.backward(gradient)
+    return traffic.bytes
+
+
+def test_what_megatron_does_not_fuse_moves_what_its_operators_do():
+    spec, run = lab.model("Llama-3.1-8B"), Training(micro_batch=8, seq_len=8, stack="megatron")
+
+    def more(option, spec=spec):
+        return moved(spec, replace(run, stack=f"megatron:{option}=false")).blocks - moved(spec, run).blocks
+
+    tokens, Q, K, f = run.tokens, spec.query_width, spec.key_width, spec.intermediate
+    assert more("bias_swiglu_fusion") == spec.layers * (moved_by(swiglu, (tokens, 2 * f)) - 16 * tokens * f)
+    biased = lab.model({**spec.config, "mlp_bias": True})
+    assert more("bias_swiglu_fusion", biased) - more("bias_swiglu_fusion") == spec.layers * 2 * (2 + 2) * tokens * f
+    heads = (8, 8, (Q + K) // 128, 128), (8, 1, 1, 128), (8, 1, 1, 128)
+    fused = 8 * tokens * (Q + K)
+    assert more("apply_rope_fusion") == pytest.approx(spec.layers * (moved_by(rotate, *heads) - fused), rel=0.01)
+    own = "megatron:transformer_engine=false"
+    one, other = (replace(run, stack=stack, attention="eager") for stack in (own, f"{own},apply_rope_fusion=false"))
+    assert moved(spec, one) == moved(spec, other)  # its own layers have no such kernel
 
 
 def test_the_table_of_a_steps_time_says_where_each_rate_is_from():

@@ -53,6 +53,15 @@ def test_own_attention_keeps_the_product_beside_what_is_rotated():
     assert kept(replace(run, transformer_engine=False)) - kept(run) == 2 * TENSOR + cosines
 
 
+def test_rotated_operator_by_operator_each_layer_keeps_cosines_and_sines():
+    spec, run = lab.model("meta-llama/Llama-2-7b-hf"), lab.Training(micro_batch=4, seq_len=2048, stack="megatron")
+    fused, apart = (
+        sum(MegatronMemory(share_of(spec, replace(run, stack=stack), lab.gpu("H100"))).whole.values())
+        for stack in ("megatron", "megatron:apply_rope_fusion=false")
+    )
+    assert apart - fused == 4 * 2 * run.seq_len * spec.head_dim
+
+
 # ---- schedules
 
 
@@ -246,6 +255,7 @@ def test_what_megatron_has_not_is_refused(given, message):
     ({"tp": 2}, "is not described with tp=2"),
     ({"stack": "megatron:fp8_recipe=delayed"}, "is not described with fp8_recipe='delayed'"),
     ({"stack": "megatron:recompute=selective,recompute_modules=mlp"}, "recompute_modules='mlp', which are dense"),
+    ({"stack": "megatron:bias_swiglu_fusion=false"}, "is not described with bias_swiglu_fusion=False"),
 ])  # fmt: skip
 def test_what_is_not_described_of_experts_is_refused(given, message):
     with pytest.raises(lab.SpecError) as error:

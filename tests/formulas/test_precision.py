@@ -14,6 +14,7 @@ from llmlab.formulas.memory.precision import bytes_per_parameter, state_bytes, w
         ("bf16", "adamw", 2 + 2 + 4),
         ("fp32", "sgd", 8),
         ("mixed-bf16", "lion", 2 + 2 + 4 + 4),
+        ("bf16", "lion", 2 + 2 + 4),  # bitsandbytes' states are fp32
         ("fp32", "adamw-8bit", 8 + 2 + 2 * 4 / 256),
     ],
 )

@@ -150,6 +150,10 @@ def test_megatrons_arguments_say_fp8_weights_and_deferred_gradients():
     assert "--defer-embedding-wgrad-compute --wgrad-deferral-limit 22" in said
     run = lab.Training(stack="megatron:gradient_accumulation_fusion=false,overlap_p2p_communication=false")
     assert {"--no-gradient-accumulation-fusion", "--no-overlap-p2p-communication"} <= set(megatron_arguments(run, spec))
+    run = lab.Training(stack="megatron:bias_swiglu_fusion=false,apply_rope_fusion=false,overlap_param_gather=false",
+                       dp=2, zero=1)  # fmt: skip
+    said = megatron_arguments(run, spec)
+    assert {"--no-bias-swiglu-fusion", "--no-rope-fusion", "--overlap-grad-reduce"} <= set(said)
     with pytest.raises(SpecError, match="of today has no such argument"):
         megatron_arguments(lab.Training(stack="megatron:async_tensor_model_parallel_allreduce=false"), spec)
     with pytest.raises(SpecError, match="gradient_accumulation_fusion=False: Megatron-LM refuses it"):

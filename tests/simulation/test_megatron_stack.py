@@ -25,8 +25,10 @@ LLAMA = {
 MIXTRAL = {**LLAMA, "model_type": "mixtral", "intermediate_size": 1024, "num_hidden_layers": 4, "num_local_experts": 8,
            "num_experts_per_tok": 2}  # fmt: skip
 FEW_WORDS = {**MIXTRAL, "vocab_size": 1000}  # the loss is not the peak
+FEW_WORDS_DENSE = {**LLAMA, "vocab_size": 1000, "intermediate_size": 4096}
 NAME = "megatron:transformer_engine=False"
 EXPERTS = f"{NAME},moe_expert_capacity_factor=1"
+UNFUSED = {"micro_batch": 32, "seq_len": 256, "stack": f"{NAME},bias_swiglu_fusion=False"}
 PIPELINE = {"pp": 4, "accumulation": 4}
 INTERLEAVED = {"pp": 4, "accumulation": 8, "stack": f"{NAME},virtual_pipeline=2"}
 RUNS = {  # the model, the run, and the stage
@@ -51,6 +53,9 @@ RUNS = {  # the model, the run, and the stage
     "Llama, attention and MLP again": (LLAMA, {"stack": lab.Megatron(
         transformer_engine=False, recompute="selective", recompute_modules=("core_attn", "mlp"))}, 0),
     "Llama without Apex": (LLAMA, {"stack": f"{NAME},apex=False"}, 0),
+    "Llama, SwiGLU not fused": (LLAMA, {"stack": UNFUSED["stack"]}, 0),
+    "Llama of few words, SwiGLU not fused": (FEW_WORDS_DENSE, UNFUSED, 0),
+    "Llama of few words, SwiGLU not fused, all again": (FEW_WORDS_DENSE, {**UNFUSED, "checkpointing": "full"}, 0),
     "Llama, loss compiled": (LLAMA, {"stack": f"{NAME},cross_entropy_fusion_impl=native"}, 0),
     "Llama, pipeline, first": (LLAMA, PIPELINE, 0),
     "Llama, pipeline, second": (LLAMA, PIPELINE, 1),

@@ -92,6 +92,16 @@ HEIGHTS = {
     "compiled, few words": (FEW_QWEN, {**COMPILED, "micro_batch": 2, "seq_len": 2048}),
     "compiled, few tokens": (FEW, {**COMPILED, "seq_len": 1024}),
     "compiled, few words, full": (FEW, {**COMPILED, "checkpointing": "full"}),
+    "compiled, context parallel": (FEW, {"dp": 2, "cp": 2, "compile": True}),
+    "compiled, context parallel, none": (FEW, {"dp": 2, "cp": 2, "compile": True, "stack": "torchtitan:ac=none"}),
+    "compiled, tensor parallel": (FEW_QWEN, {"dp": 2, "tp": 2, "compile": True}),
+    "compiled, tensor parallel, none": (FEW, {"dp": 2, "tp": 2, "compile": True, "stack": "torchtitan:ac=none"}),
+    "compiled, context and tensor parallel": (FEW, {"dp": 2, "cp": 2, "tp": 2, "compile": True}),
+    "one GPU, qwen3, none": (FEW_QWEN, {"stack": "torchtitan:ac=none", "seq_len": 2048}),
+    "tensor parallel, the embedding's sums": (
+        {**FEW, "vocab_size": 128256, "hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8},
+        {"dp": 16, "tp": 8, "checkpointing": "full"},
+    ),
 }
 
 
@@ -111,8 +121,7 @@ def test_the_estimate_is_what_torchtitans_blocks_take_compiled_in_fp8_and_cut_by
     "given, names",
     [
         ({"tp": 2}, "tp=2 alone of qwen3"),
-        ({"dp": 4, "tp": 2, "compile": True}, "compile=True, tp=2"),
-        ({"cp": 2, "compile": True}, "compile=True, cp=2"),
+        ({"dp": 4, "tp": 2, "compile": True, "checkpointing": "full"}, "compile=True, tp=2 of blocks recomputed whole"),
     ],
 )
 def test_what_of_torchtitan_is_only_estimated(given, names):
@@ -135,6 +144,8 @@ STAGES = {  # the run, and the stage
     "tensor parallel": ({**PIPELINE, "tp": 2}, 0),
     "always resharded": ({**PIPELINE, "stack": "torchtitan:ac=none,reshard_after_forward=always"}, 1),
     "interleaved": ({**PIPELINE, "virtual_stages": 2}, 0),
+    "copies": ({**PIPELINE, "dp": 4, "dp_replicate": 2, "stack": "torchtitan:ac=full", "seq_len": 1024}, 1),
+    "tensor parallel, the embedding's gradient": ({**PIPELINE, "tp": 2, "schedule": "gpipe", "seq_len": 512}, 0),
     "compiled": ({**PIPELINE, "compile": True}, 1),
     "context parallel, first": ({**PIPELINE, "cp": 2}, 0),
     "context parallel, last": ({**PIPELINE, "cp": 2}, 3),

@@ -12,6 +12,7 @@ GPT-2 GELU are written as several operators, each of which keeps tensors of its 
 
 from __future__ import annotations
 
+from ...specs.parameters import Linear
 from ...specs.run import Training
 from ...specs.stacks import Torchtitan
 from .fsdp import uses_fsdp
@@ -51,6 +52,49 @@ def block_saved(share: Share) -> list[Saved]:
     if spec.dropout:
         kept.append(Saved("dropout masks", 2 * T * spec.hidden * share.mask_bytes, "tokens"))
     return kept
+
+
+def without_gradient(share: Share) -> list[Saved]:
+    """Return what of `block_saved` the first block does not keep: where adapters alone are trained, nothing that is
+    before its first one has a gradient, unless checkpointing makes its input a leaf."""
+    spec, run = share.spec, share.run
+    reached = _reached(share)
+    if reached is None or block_of(share):
+        return []
+    norms = _norms(share)
+    before = 1 if reached < 2 else spec.norms_per_layer - (spec.norms_per_layer == 4)  # Gemma's last is behind the MLP
+    gone = [Saved("norms", norms.bytes * before // spec.norms_per_layer, norms.cut)]
+    gone += _attention(share) if reached else []
+    if reached == 1 and share.fused and share.bytes.residual == adapters_stream(share):
+        # It reads what the kernel returned, uncast.
+        gone.append(Saved("attention output", -share.tokens * share.attention_bytes * spec.query_width))
+    if reached == 2 and not spec.fused_qkv and spec.gated:  # of branches that have no gradient the product keeps less
+        names, f = {linear.name for linear in adapted(spec, run)}, share.tokens * share.linear_bytes * spec.intermediate
+        only_up, only_gate = "gate_proj" not in names, "up_proj" not in names
+        gone.append(Saved("mlp", f * (2 - share.fuses) if only_up else f * (not share.fuses) if only_gate else 0))
+    return gone + (_mlp(share) if reached == 3 else [])
+
+
+def casts_without_gradient(share: Share) -> int:
+    """Return the elements of frozen weights whose half copies the first block does not keep: what they read has no
+    gradient."""
+    reached = _reached(share)
+    if reached is None:
+        return 0
+    return sum(each.elements // share.spec.layers for each in share.spec.block_linears if _place(each) <= reached)
+
+
+def _reached(share: Share) -> int | None:
+    """Return the `_place` of the first block's first adapter; None where gradients go through all of it."""
+    linears = [each for each in adapted(share.spec, share.run) if each.part != "head"]
+    if not linears or not share.first or share.run.checkpointing or share.spec.experts:
+        return None
+    return min(map(_place, linears))
+
+
+def _place(linear: Linear) -> int:
+    """Return where in a block a linear is: 0 before attention, 1 behind it, 2 before and 3 behind the activation."""
+    return 2 * (linear.part == "mlp") + (linear.name in ("o_proj", "c_proj", "down_proj"))
 
 
 def _norms(share: Share) -> Saved:
@@ -139,7 +183,7 @@ def _adapters(share: Share) -> int:
     half copy of each for its product, and that is what is kept. Compiled, equal copies are one."""
     spec, run = share.spec, share.run
     assert run.lora is not None
-    element, width, shared = _adapters_stream(share), 0, set()
+    element, width, shared = adapters_stream(share), 0, set()
     copied = share.bytes.residual != element
     for linear in adapted(spec, run):
         per_layer = linear.count // spec.layers or 1
@@ -151,7 +195,7 @@ def _adapters(share: Share) -> int:
     return share.tokens * element * (width + sum(inputs for _, inputs in shared))
 
 
-def _adapters_stream(share: Share) -> int:
+def adapters_stream(share: Share) -> int:
     """Return the bytes of an element of what adapters compute: autocast and FSDP2's policy have half copies of them."""
     half = share.autocast or (share.run.precision.startswith("mixed") and uses_fsdp(share.run))
     return share.bytes.compute if half else adapter_bytes(share.run)
@@ -220,7 +264,7 @@ def checkpointed(share: Share) -> dict[str, int]:
         kept["matmul outputs"] = T * (attention + c * _adapter_results(share))
     else:
         mlp = spec.token_mlp_width * (2 if spec.gated else 1)
-        attention += _adapters_stream(share) * _adapter_results(share)
+        attention += adapters_stream(share) * _adapter_results(share)
         split = T * (c * (spec.query_width + 2 * spec.key_width + mlp) + attention)
         # The last product of a pair returns a part of the sum, for all tokens, that is scattered only then.
         kept["matmul outputs"] = split // run.tp + T * c * 2 * spec.hidden

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ...base.terms import ROWS_PER_PARTIAL, SORTS_ABOVE
 from ...specs.run import stack_of
-from ...specs.stacks import Nanotron, StackOptions
+from ...specs.stacks import Nanotron, StackOptions, Torchtitan
 from ...specs.stages import chunks_of, layers_of
 from .fsdp import reduced_bytes, uses_fsdp, waits
 from .share import Share
@@ -55,13 +56,13 @@ def gradients(share: Share, states: States) -> Gradients:
     whole = not run.sync_each_batch or (sharded and run.pp > 1)
     if whole:
         every = share.layers * units.block_reduction + units.outside_reduction + units.head_reduction
-        # An embedding's is cut only then.
-        every += elements * reduced * (run.tp - 1) // run.tp if share.first else 0
     every += max(0, uncut - table)
     # Those of earlier micro-batches exist all the time; those of a single one only from backward on.
     wide = wide_bytes(share, states)
     accumulates = share.over > 0 and not (run.offload and run.sync_each_batch) and not wide
     once = _stored(share, states, every)
+    if whole and share.first:  # an embedding's is cut only then
+        every += elements * reduced * (run.tp - 1) // run.tp
     there = every if accumulates else 0
     if share.chunk is not None and not run.offload and not wide:
         there, once = _of_chunks(share, states, every)
@@ -71,7 +72,7 @@ def gradients(share: Share, states: States) -> Gradients:
         stored = once
     if accumulates and share.compiled and run.world_size == 1:  # a graph's are there before the first is added
         stored = Stored(*(there + now for now in once))
-    if sharded and accumulates and run.dp_replicate > 1 and run.sync_each_batch:
+    if sharded and accumulates and run.dp_replicate > 1 and not whole:
         # What copies have summed is added to earlier gradients, and kept beside them until backward is over
         # (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, _all_reduce_state).
         stored = Stored(*(before + now for before, now in zip(stored, once, strict=True)))
@@ -91,7 +92,7 @@ def gradients(share: Share, states: States) -> Gradients:
         elif late and not (casts or tied or first_alone):
             embedding = whole_table or table
         if whole and not accumulates and reduced > b.gradients:  # cast to be summed with later ones
-            embedding += elements * reduced if share.first else 0
+            embedding = (whole_table or embedding) + (elements * reduced if share.first else 0)
     elif in_backward and not tied:
         embedding = table
     elif share.compiled and not run.lora:
@@ -103,6 +104,9 @@ def gradients(share: Share, states: States) -> Gradients:
         embedding = whole_table + (terms if accumulates else terms - 1) * table
     else:
         embedding = (whole_table or table) if accumulates and share.first else 0
+    if share.first and isinstance(run.stack, Torchtitan):
+        sums = embedding_sums(share)
+        embedding = max(embedding, (whole_table or table) + tied * table + sums) if sharded else embedding + sums
     # The head's is added to an earlier one at once, but where it is to be summed with another before, or reduced.
     head_stays = share.last and (tied or not accumulates or (sharded and (casts or not late)))
     after_head = accumulated + (of_head if head_stays and (tied or not in_backward) else 0)
@@ -122,6 +126,14 @@ def gradients(share: Share, states: States) -> Gradients:
         update=0 if in_backward else wide or _update(share, states),
         update_casts=0 if wide else max(uncut, _last_half(share)),
     )
+
+
+def embedding_sums(share: Share) -> int:
+    """Return what the embedding's backward takes beside the gradient that it makes: that of its output, whole, and in
+    fp32 sums of rows of equal tokens, as many as can be (aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu)."""
+    tokens, spec = share.tokens, share.spec
+    sums = tokens // ROWS_PER_PARTIAL + min(tokens, spec.vocab) if tokens > SORTS_ABOVE else 0
+    return spec.hidden * (share.bytes.residual * tokens + 4 * sums)
 
 
 def wide_bytes(share: Share, states: States) -> int:

@@ -21,7 +21,14 @@ from ...specs.model import ModelSpec
 from ...specs.run import Training
 from ...specs.stacks import LitGPT, Torchtitan, Torchtune
 from ...specs.stages import chunks_of
-from .activations import block_inputs, block_saved, checkpointed, per_device
+from .activations import (
+    block_inputs,
+    block_saved,
+    casts_without_gradient,
+    checkpointed,
+    per_device,
+    without_gradient,
+)
 from .fsdp import is_flat, own_ranks, reduced_bytes, uses_fsdp, waits
 from .gradients import bucket_bytes, gradients, layers_through
 from .scores import causal_mask, forward_scores
@@ -35,6 +42,7 @@ from .temporaries import (
     dequantized,
     described_bytes,
     forward_height,
+    forward_mlp,
     loss_bytes,
     optimizer_temporaries,
     outer_activations,
@@ -129,6 +137,13 @@ class StepMemory:
         self.others = self.last_block - self.block + (self.outside - self.outside // passes if passes else 0)
         self.backward = block_backward(share, kept, whole)
         self.recomputed = self.backward.recomputed
+        # What the first block keeps less, of all micro-batches.
+        first = micro_batches_in_flight(run, share.stage, over=share.over)
+        for kind, less in per_device(without_gradient(share), run).items():
+            if less:
+                self.activations_by_kind[kind] -= less * first
+                self.activations -= less * first
+                self.last_block -= less * first
         # The half copies that autocast makes of weights; those of blocks are alive until forward is over, and backward
         # still has them, unless it makes them again. Only weights that are trained have one copy for all micro-batches
         # (aten/src/ATen/autocast_mode.cpp, cached_cast): a frozen one lives as long as autograd keeps it, which is not
@@ -141,12 +156,13 @@ class StepMemory:
         down = sum(linear.elements for linear in spec.block_linears if linear.name == "down_proj") // spec.layers
         self.read_cast = element * down // run.tp if read else 0
         adapters = element * self.states.trained if run.lora else 0
-        freed = run.lora and run.checkpointing
-        self.casts = adapters + (0 if freed else self.block_cast * share.layers)
+        freed = run.checkpointing and (run.lora or share.blocks_compiled)
+        uncast = element * casts_without_gradient(share) // run.tp if element and not run.quantization else 0
+        self.casts = adapters + (0 if freed else self.block_cast * share.layers - uncast)
         self.kept_casts = 0 if run.checkpointing else self.casts
         self.head_cast = element * spec.vocab * spec.hidden // run.tp if share.last else 0
-        # Temporaries in a block's forward: attention's, or what its description says.
-        self.in_forward = forward_scores(share) + forward_height(share)
+        # Temporaries in a block's forward: attention's or the MLP's, or what its description says.
+        self.in_forward = max(forward_scores(share), forward_mlp(share)) + forward_height(share)
         self.between = dequantized(share) + causal_mask(share)  # temporaries anywhere between first and last block
         # torchtune: a weight is dequantized before the MLP's backward makes its temporaries, or after.
         tune = isinstance(run.stack, Torchtune)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from ...specs.stacks import StackOptions, Torchtitan, Torchtune
 from .. import newton_schulz
+from .activations import adapters_stream
 from .fsdp import reduced_bytes, uses_fsdp, waits
 from .scores import backward_scores, score_elements
 from .share import Share, adapted, adapter_bytes
@@ -213,8 +214,8 @@ def _in_halves(share: Share, mlp_kept: int, gradients: int) -> tuple[int, int]:
     # block all is there first.
     over = share.compiled and not run.checkpointing
     again = share.blocks_compiled and run.checkpointing is not None and run.lora is not None
-    adapters = any(linear.part == "mlp" for linear in adapted(spec, run))
-    widths: float = 1 + (run.lora is not None) if over else 3 if spec.gated else 2
+    adapters = any(linear.part == "mlp" and linear.inputs == spec.hidden for linear in adapted(spec, run))
+    widths: float = 1 + (run.lora is not None) if over else max(3, _eager_adapters(share)) if spec.gated else 2
     widths, streams = _beside_adapters(share) if again else (widths, 0)
     mlp = int(share.tokens * share.linear_bytes * (spec.token_mlp_width * widths / run.tp + spec.hidden * streams))
     if over and adapters and adapter_bytes(run) == 4:  # the gradients of adapters' inputs, in fp32
@@ -232,6 +233,42 @@ def _in_halves(share: Share, mlp_kept: int, gradients: int) -> tuple[int, int]:
     return max(0, attention), gradients + min(0, attention)
 
 
+def forward_mlp(share: Share) -> int:
+    """Return what a gated MLP of transformers holds in forward beside what is kept when the block is over: the product
+    that down_proj reads, where it is not kept, and of an adapter what it returns, and that scaled. Compiled, the
+    results of all adapters wait for one kernel. A block that is recomputed keeps none of what it computes."""
+    spec, run, c = share.spec, share.run, share.linear_bytes
+    if block_of(share) or spec.experts or not spec.gated or not (run.lora or run.checkpointing):
+        return 0
+    s, names = adapters_stream(share), [linear.name for linear in adapted(spec, run)]
+    inputs = sum(1 + (name == "gate_up_proj") for name in names if name in ("gate_proj", "up_proj", "gate_up_proj"))
+    results = 0  # of down_proj and its adapter
+    if share.blocks_compiled:
+        # Selective checkpointing keeps what products returned.
+        width = c + {None: 0, "selective": 0, "full": c}[run.checkpointing]
+        width += inputs * s * (run.checkpointing != "selective")
+    else:
+        down = "down_proj" in names
+        results = share.tokens * spec.hidden * (2 * s + c) * down
+        copied = s * (share.bytes.residual != s and down)
+        last = 4 * s - c if "gate_up_proj" in names else 2 * s if "up_proj" in names else 0
+        # Autocast casts what peft cast to fp32.
+        product = c + adapter_bytes(run) * (down and share.autocast and adapter_bytes(run) > s)
+        width = max(3 * c, 2 * c + last) if run.checkpointing else max(product, last - copied)
+        results *= width == product
+    return share.tokens * width * spec.intermediate // run.tp + results
+
+
+def _eager_adapters(share: Share) -> int:
+    """Return how many tensors of the MLP's width the backward of an eager MLP holds, beside all that it keeps, when the
+    gradient of what `up_proj` (or both branches in one) returned is cast for its adapter, scaled, and cast back for the
+    layer itself. By then the activation and what it multiplied are gone, and what an adapter of down_proj cast."""
+    names = {linear.name for linear in adapted(share.spec, share.run)}
+    if adapters_stream(share) <= share.linear_bytes or share.bytes.residual > share.linear_bytes:
+        return 0
+    return (7 if "gate_up_proj" in names else 4 if "up_proj" in names else 0) - 2 * ("down_proj" in names)
+
+
 def _beside_adapters(share: Share) -> tuple[float, float]:
     """Return the temporaries of the backward of a compiled MLP that is recomputed, in a block with adapters: how many
     tensors of the MLP's width, and of the stream's. As simulations of four shapes count them on an A100 and an H100,
@@ -241,8 +278,10 @@ def _beside_adapters(share: Share) -> tuple[float, float]:
     all of that until the gradients of the adapters' weights, which come last. Where masks are made again, more waits;
     where products were kept, backward writes over them.
     """
-    count = sum(linear.part == "mlp" for linear in adapted(share.spec, share.run))
-    remade, wide = share.remade_masks > 0, adapter_bytes(share.run) == 4
+    names = [linear.name for linear in adapted(share.spec, share.run) if linear.part == "mlp"]
+    count, remade, wide = len(names), share.remade_masks > 0, adapter_bytes(share.run) == 4
+    if names == ["down_proj"] and wide and share.run.checkpointing == "full":
+        return 5, 2  # on either card: no other adapter's casts wait with it
     over = 2 + count if share.run.checkpointing == "selective" else 0
     return 2 + remade + count * (10 / 3 if wide else 2) - over, count * (4 if remade else 8 / 3) * wide
 

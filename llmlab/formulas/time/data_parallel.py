@@ -202,7 +202,7 @@ def _communicated(
     sent = sum([outside] + [block] * replica.layers)
     # Forward's first unit waits for its own parameters; the others' come behind the computation before them.
     hidden = outside + max(0.0, sum([block] * replica.layers) - replica.forward)
-    behind = isinstance(run.stack, Megatron) or uses_fsdp(run)
+    behind = run.stack.overlap_param_gather if isinstance(run.stack, Megatron) else uses_fsdp(run)
     exposed = reduced.exposed + (hidden if hide_forward and behind else sent)
     return Communicated(exposed, reduced.sent + sent, reduced.bytes + updated - replica.narrower, 0.0, reduced.reduce)
 

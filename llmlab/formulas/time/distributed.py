@@ -32,7 +32,7 @@ from ...specs.check import check
 from ...specs.model import ModelLike, ModelSpec
 from ...specs.model import model as find_model
 from ...specs.run import Training
-from ...specs.stacks import Megatron
+from ...specs.stacks import DeepSpeed, Megatron
 from ...specs.stages import layers_of
 from ..memory.fsdp import uses_fsdp
 from ..memory.share import bytes_of
@@ -99,7 +99,7 @@ def step(
     computation: "data", gradients behind backward and ZeRO-3's parameters behind the unit before, as DDP and FSDP do;
     "gradients", the same in backward only: forward waits for each unit's parameters; "tensor", backward's
     communication behind backward's products, as Megatron-LM does; None is what the run's stack hides: "data", and of
-    Megatron-LM "tensor" too, what its options say. `traced`: a simulated rank's
+    Megatron-LM "tensor" too; of both it and DeepSpeed what their options say. `traced`: a simulated rank's
     own passes, which have FSDP2's copies and those of DDP's buckets, and its update. Raises SpecError for settings that
     contradict each other, NotAvailable for a dtype that the card has no units for, and where no link is known.
     """
@@ -200,6 +200,9 @@ def _stage(layers: int, block: _Layer, head: _Layer) -> _Layer:
 
 def _hidden(run: Training) -> tuple[str, ...]:
     """Return what the run's stack hides, of `OVERLAPS`."""
+    if isinstance(run.stack, DeepSpeed):
+        asked = run.stack.overlap_comm
+        return ("data",) * (run.zero == 3 if asked is None else asked and run.zero > 0)
     if not isinstance(run.stack, Megatron):
         return ("data",)
     tensor = run.sequence_parallel or run.stack.async_tensor_model_parallel_allreduce

@@ -386,6 +386,12 @@ def fused_block(share: Share) -> float:
     return T * (forward + repeated + backward) + scores
 
 
+# Operator by operator, of the width of the result. transformer/mlp.py: SiLU, the other half and an offset, a product;
+# backward two products, SiLU's, and a copy of both gradients. models/common/embeddings/rope_utils.py: two products, a
+# half of it negated, two copies and a sum; backward all but a copy, and the sum with the zeros of what is not rotated.
+UNFUSED_SWIGLU, UNFUSED_ROTATION = Pass(7, 13), Pass(12, 14)
+
+
 def megatron_block(share: Share) -> float:
     """Return the bytes that Megatron-LM's kernels move for a micro-batch in a block, forward and backward
     (megatron-core, transformer/transformer_layer.py); `r`, `c` as in `fused_block`.
@@ -395,9 +401,10 @@ def megatron_block(share: Share) -> float:
                         dropout reads a gradient and the mask, writes one; of the stream's two readers they are added
         biases          backward sums gradients over all tokens, which reads them
         activation      with its bias (fused_bias_gelu.py, fused_bias_swiglu.py): reads 1 or 2 f, writes f; backward
-                        reads as much and a gradient, writes as much
-        rotation        reads and writes queries and keys, backward too; then their gradients and the values' are put
-                        together, which Transformer Engine's attention need not where nothing is rotated
+                        reads as much and a gradient, writes as much; or `UNFUSED_SWIGLU`, and the sum with its bias
+        rotation        reads and writes queries and keys, backward too, or `UNFUSED_ROTATION`; then their gradients and
+                        the values' are put together, which Transformer Engine's attention need not where nothing is
+                        rotated
         eager attention's scores        as `softmax` says, and their sum with the values put in order
     """
     spec, run, T, r, c = share.spec, share.run, share.tokens, share.bytes.residual, share.bytes.compute
@@ -410,20 +417,23 @@ def megatron_block(share: Share) -> float:
         c * sum(each.outputs * each.count for each in biased if (each.name in ROW_PARALLEL) is row) / spec.layers
         for row in (True, False)
     )
-    width = spec.token_mlp_width * c
+    width, turned = spec.token_mlp_width * c, c * (Q + K)
     inputs = 2 if spec.gated else 1
-    activated = (inputs + 1) * width
-    rotated = 0 if spec.learned_positions else 2 * c * (Q + K)
+    activated = Pass((inputs + 1) * width, (2 * inputs + 1) * width)
+    if spec.gated and not stack.bias_swiglu_fusion:
+        biases = 2 * inputs if spec.mlp_bias else 0
+        activated = Pass((UNFUSED_SWIGLU.forward + biases) * width, UNFUSED_SWIGLU.backward * width)
+    each = Pass(0, 0) if spec.learned_positions else Pass(2, 2) if stack.rotates_at_once else UNFUSED_ROTATION
     joined = 0 if spec.learned_positions and stack.transformer_engine else 2 * c * (Q + 2 * K)
     forward = spec.hidden * (norms * (r + c) + 2 * (2 * r + c + dropped.forward))
     backward = spec.hidden * (norms * (2 * r + c) + 2 * (3 * r + dropped.backward)) + rows
     divided = run.tp if run.sequence_parallel else 1
-    forward = forward / divided + (rotated + activated) / run.tp
-    backward = backward / divided + (rotated + joined + (2 * inputs + 1) * width + columns) / run.tp
+    forward = forward / divided + (each.forward * turned + activated.forward) / run.tp
+    backward = backward / divided + (each.backward * turned + joined + activated.backward + columns) / run.tp
     again, repeated = (1.0, forward) if run.checkpointing else (0.0, 0.0)
     if run.checkpointing == "selective":
         again = float("core_attn" in stack.recompute_modules)
-        repeated = activated / run.tp if "mlp" in stack.recompute_modules else 0.0
+        repeated = activated.forward / run.tp if "mlp" in stack.recompute_modules else 0.0
     scores = 0.0
     if share.kernel == "eager":
         one = softmax(share)

@@ -149,7 +149,7 @@ def update_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float:
     copy takes the gradient in fp32, and is copied to the weights."""
     b, held = PRECISION[run.precision], states(spec, run)
     weight, gradient, state = 3 * (adapter_bytes(run),) if run.lora else (b.master or b.weights, b.gradients, b.states)
-    moments = {"adamw": 2 * state, "adamw-8bit": 2, "lion": state, "muon": state}.get(run.optimizer, 0)
+    moments = {"adamw": 2 * state, "adamw-8bit": 2, "lion": 4, "muon": state}.get(run.optimizer, 0)
     copies = 0
     if b.master and not run.lora:
         if not uses_fsdp(run):  # whose shards are fp32, and so are gradients that it has reduced

@@ -28,11 +28,10 @@ from ..streams import nothing
 
 CARD = torch.device("cuda", 0)
 OURS = "llmlab.simulation"
-# They choose by the device: of a traced tensor (what `x.device` gives), of a saved one, of a kernel, of
-# a DTensor's part.
-SEES_CARD = (
-    "torch._dynamo.variables.", "torch._functorch.partitioners", "torch._inductor.", "torch.distributed.tensor.",
-)  # fmt: skip
+# They choose by the device: of a traced tensor (what `x.device` gives), of a saved one, of a kernel.
+SEES_CARD = ("torch._dynamo.variables.", "torch._functorch.partitioners", "torch._inductor.")
+# It compares the device of a DTensor's part with its mesh's: a script's is "cuda", that of a step of ours the engine's.
+COMPARES_MESH = "torch.distributed.tensor."
 # Functions that answer for the card: Dynamo takes what they say for constants, as it does with torch's.
 ANSWERS = (
     "torch.accelerator.current_device_index", "torch.accelerator.is_available", "torch.cuda.current_device",
@@ -44,8 +43,7 @@ ENTERS_AUTOCAST = "_enter_autocast"  # it takes the name of a kind of device
 # CUDA graphs' pools, which a torch without CUDA cannot import.
 CUDA_GRAPHS = ModuleType("torch._inductor.cudagraph_trees")
 vars(CUDA_GRAPHS).update(dict.fromkeys(("get_manager", "mark_step_begin", "reset_cudagraph_trees"), nothing))
-HOOKS = (modules._global_forward_pre_hooks, modules._global_forward_hooks)
-HOOKS_NAMES, FILTER = ("._global_forward_pre_hooks", "._global_forward_hooks"), "guard_filter_fn"
+HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks")  # in torch.nn.modules.module
 
 
 @contextmanager
@@ -55,21 +53,15 @@ def dynamo_on(card: Card) -> Iterator[None]:
     frames = symbol("torch._dynamo.convert_frame")
     function_state = symbol("torch._dynamo.variables.torch_function.SymbolicTorchFunctionState")
     tracer = symbol("torch._dynamo.output_graph.SubgraphTracer")
+    guards = symbol("torch._guards.GuardsSet")
     convert, init, create = frames.CatchErrorsWrapper.__call__, function_state.__init__, tracer.create_proxy
+    add = guards.add
     symbol("torch._dynamo.trace_rules.add")(OURS)  # the engine's own frames are none of the script's
 
     def converted(self: Any, frame: Any, *args: Any) -> Any:
-        theirs = getattr(self.hooks, FILTER)
-
-        def kept(guards: Any) -> list[bool]:
-            """Hooks that follow modules are left out while a frame is traced, and there when it is called again: a
-            frame that asks for them, as of a checkpointed layer, would be compiled at each call."""
-            wanted = theirs(guards) if theirs else [True] * len(guards)
-            return [keep and not guard.name.endswith(HOOKS_NAMES) for keep, guard in zip(wanted, guards, strict=True)]
-
         try:
             # With DDP's buckets Dynamo leaves modes on.
-            with disable_current_modes(), tracing(), uncollected(), mock.patch.object(self.hooks, FILTER, kept):
+            with disable_current_modes(), tracing(card), uncollected():
                 return convert(self, frame, *args)
         except symbol("torch._dynamo.exc.InternalTorchDynamoError") as error:
             place = f"{frame.f_code.co_filename}:{frame.f_code.co_firstlineno}"
@@ -80,6 +72,12 @@ def dynamo_on(card: Card) -> Iterator[None]:
         if getattr(target, "__name__", "") != ENTERS_AUTOCAST:
             args, kwargs = (torch.fx.node.map_aggregate(each, _of_engine) for each in (args, kwargs))
         return create(self, kind, target, args, kwargs, *rest, **named)
+
+    # Where it follows hooks, as of a checkpointed layer, it guards these; without ours they are as it traces alone, and
+    # each call would be compiled anew.
+    def added(self: Any, guard: Any, **options: Any) -> None:
+        if not any(name in guard.name for name in HOOKS):
+            add(self, guard, **options)
 
     # Our mode over functions is no code of the script's: it is not traced into.
     def without_modes(self: Any, modes: Any, *args: Any, **kwargs: Any) -> None:
@@ -105,6 +103,7 @@ def dynamo_on(card: Card) -> Iterator[None]:
         rule_map.cache_clear = theirs.cache_clear  # type: ignore[attr-defined]  # init_process_group does
         stack.enter_context(mock.patch.object(symbol("torch._dynamo.trace_rules"), "get_torch_obj_rule_map", rule_map))
         stack.enter_context(mock.patch.object(tracer, "create_proxy", create_proxy))
+        stack.enter_context(mock.patch.object(guards, "add", added))
         stack.enter_context(mock.patch.object(frames.CatchErrorsWrapper, "__call__", converted))
         stack.enter_context(mock.patch.object(function_state, "__init__", without_modes))
         stack.enter_context(mock.patch.object(modules, "_has_any_global_hook", lambda: False))  # it warns of ours
@@ -112,13 +111,14 @@ def dynamo_on(card: Card) -> Iterator[None]:
 
 
 @contextmanager
-def tracing() -> Iterator[None]:
+def tracing(card: Card) -> Iterator[None]:
     """Show fake tensors of the card as on "cuda:0" to what chooses by it, and leave out hooks that follow modules."""
     real: Any = FakeTensor.device  # a property
     dispatch = FakeTensorMode.dispatch
+    choosing = (*SEES_CARD, COMPARES_MESH) if card.engine.host else SEES_CARD
 
     def seen(asking: str) -> bool:
-        return asking.startswith(SEES_CARD)
+        return asking.startswith(choosing)
 
     def device(tensor: FakeTensor) -> torch.device:
         found = real.fget(tensor)
@@ -150,7 +150,8 @@ def tracing() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(FunctionalTensor, "to", to))
         stack.enter_context(mock.patch.object(metas, "device_hint", device_hint))
-        for hooks in HOOKS:
+        for name in HOOKS:
+            hooks = getattr(modules, name)
             theirs = {key: hook for key, hook in hooks.items() if not _is_ours(hook)}
             stack.enter_context(mock.patch.dict(hooks, theirs, clear=True))
         stack.enter_context(mock.patch.object(FakeTensorMode, "dispatch", dispatched))

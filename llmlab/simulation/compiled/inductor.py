@@ -160,7 +160,7 @@ def _compiler(card: Card, real: Callable[..., Any]) -> Callable[..., Any]:
         on_device(graph, CARD)
         config = symbol("torch._inductor.config")
         # Backward's may be called in the middle of backward, where our mode over functions is on.
-        with config.patch(CONFIG), tracing(), uncollected(), DisableTorchFunction(), _wrapper_on(card):
+        with config.patch(CONFIG), tracing(card), uncollected(), DisableTorchFunction(), _wrapper_on(card):
             return real(graph, inputs, **options)
 
     return compile

@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from ...base.compat import has, symbol
+from ...base.compat import DisableTorchFunction, disable_current_modes, has, symbol
 from ...base.errors import NotAvailable
 from ...engines.torchtitan import schedule_name
 from ...recording.phases import COMMUNICATION
@@ -37,10 +37,10 @@ FLOAT8 = "quantize.linear.float8"  # the converter of that name
 
 def check(spec: ModelSpec, run: Training) -> None:
     """Raise NotAvailable for what is not simulated of torchtitan; import what the step calls."""
+    full = run.checkpointing == "full" or (isinstance(run.stack, Torchtitan) and run.stack.ac == "selective_layers")
     asked = {
-        # Dynamo compiles each block anew where it takes DTensors here, and gives up at the eighth.
-        f"compile=True, tp={run.tp}": run.compile and run.tp > 1,
-        f"compile=True, cp={run.cp}": run.compile and run.cp > 1,
+        # AOTAutograd, in torch 2.13, puts a tensor behind the mesh that such a block's backward is given, and refuses.
+        f"compile=True, tp={run.tp} of blocks recomputed whole": run.compile and run.tp > 1 and full,
         f"{spec.dense_layers} dense layers of {spec.family}": spec.experts > 0 and spec.dense_layers > 0,
         # SDPA's plain formula, which fp32 takes, adds a mask that is no DTensor to scores that are.
         f"tp={run.tp} alone of {spec.family}": spec.family != "llama" and run.tp > 1 and run.precision == "fp32",
@@ -200,7 +200,8 @@ def build(
     ):
         converters = symbol("torchtitan.protocols.model_converter.build_model_converters")(job, dims)
         converters.convert(model)
-        dims.build_mesh()
+        with disable_current_modes(), DisableTorchFunction():  # Dynamo reads which ranks these are
+            dims.build_mesh()
         loss_function, schedule, parts = own.build_loss_fn(job), None, []
         stages: list[Any] = []
         if run.pp > 1:

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ...base.terms import ROWS_PER_PARTIAL, SORTS_ABOVE
 from ...hardware.gpu import GPU
 from .cub import sort_scratch
 from .layout import casts, contiguous_copies
 from .registry import FREE, OUTPUTS, Operator, Outputs, Step, workspace
 
 aten = torch.ops.aten
-SORTS_ABOVE = 3072  # indices; Embedding.cu, embedding_dense_backward_cuda
-ROWS_PER_PARTIAL = 10  # NROWS_PER_THREAD, EmbeddingBackwardKernel.cu
 
 
 @workspace(aten.embedding_dense_backward, source="cuda/Embedding.cu")

@@ -19,11 +19,12 @@ AccumDtype = Literal["fp32", "bf16", "fp16"]
 
 @dataclass(frozen=True, repr=False)
 class DeepSpeed(StackOptions):
-    """DeepSpeed's options that change memory, by the names in its configuration, of transformers' models.
+    """DeepSpeed's options that change memory or time, by the names in its configuration, of transformers' models.
 
     Those of ZeRO are zero_optimization's (deepspeed/runtime/zero/config.py), in elements. The stage is the run's
-    `zero`, offloading its `offload`. `overlap_comm` None is DeepSpeed's default, True at stage 3 alone; it takes a
-    second bucket at stages 1 and 2. `grad_accum_dtype` is data_types', None the dtype of the weights. "fp32" sums
+    `zero`, offloading its `offload`. `overlap_comm` None is DeepSpeed's default, True at stage 3 alone: sends behind
+    computation, where else that waits (runtime/zero/stage_1_and_2.py, average_tensor; stage3.py), and takes a second
+    bucket at stages 1 and 2. `grad_accum_dtype` is data_types', None the dtype of the weights. "fp32" sums
     gradients in fp32, at stage 1 with bf16 in another optimizer (runtime/bf16_optimizer.py), where
     `immediate_grad_update` of bf16 does it as each gradient is made. `torch_adam` steps by torch's AdamW instead of
     DeepSpeed's fused one. round_robin_gradients is none of them: it changes which tensors are a rank's. Nor is

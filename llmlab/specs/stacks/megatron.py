@@ -35,12 +35,15 @@ class Megatron(StackOptions):
     Transformer Engine for what is outside of layers; if not, PyTorch computes softmax, in fp32, and steps AdamW.
     `accumulate_allreduce_grads_in_fp32`: None is Megatron's default, True for bf16. `tp_comm_overlap` hides what tensor
     parallelism sends behind the products before and after it (Transformer Engine's userbuffers). `overlap_grad_reduce`
-    sums gradients behind backward and, with zero=1, gathers parameters behind forward (--overlap-param-gather), as
+    sums gradients behind backward and, with zero=1 and `overlap_param_gather`, gathers parameters behind forward, as
     NeMo's recipes do; Megatron-LM, where nobody asks for it, sends all of that after the last backward.
     `async_tensor_model_parallel_allreduce` sums the gradient of a column-parallel layer's input while its weight's is
     computed, since 2021-09-02 (no argument turns it off since 2026-01-29); what sequence parallelism sends there is
     behind products anyway. `gradient_accumulation_fusion` adds a weight's gradient to the sum as it is multiplied, by
-    Apex's kernel, of 2022 (--no-gradient-accumulation-fusion is off). `overlap_p2p_communication` sends between
+    Apex's kernel, of 2022 (--no-gradient-accumulation-fusion is off). `bias_swiglu_fusion` computes SwiGLU by one
+    kernel, `apply_rope_fusion` rotates queries and keys by one of Transformer Engine's, which Megatron's own layers do
+    not: since 2024-01-18 (commit de9428a701; --no-bias-swiglu-fusion, --no-rope-fusion), before operator by operator.
+    `overlap_p2p_communication` sends between
     interleaved stages behind other chunks, since 2023-05-31 (--no-overlap-p2p-communication is off).
     `cuda_launch_blocking` is CUDA_LAUNCH_BLOCKING=1: a kernel is started when the one before it is done.
     `cross_entropy_fusion_impl` fuses the loss (--cross-entropy-loss-fusion): "native" compiles its functions one by
@@ -93,8 +96,11 @@ class Megatron(StackOptions):
     accumulate_allreduce_grads_in_fp32: bool | None = None
     tp_comm_overlap: bool = False
     overlap_grad_reduce: bool = True
+    overlap_param_gather: bool = True
     async_tensor_model_parallel_allreduce: bool = True
     gradient_accumulation_fusion: bool = True
+    bias_swiglu_fusion: bool = True
+    apply_rope_fusion: bool = True
     overlap_p2p_communication: bool = True
     cuda_launch_blocking: bool = False
     virtual_pipeline: int = 1
@@ -119,8 +125,11 @@ class Megatron(StackOptions):
             apex=(True, False),
             tp_comm_overlap=(True, False),
             overlap_grad_reduce=(True, False),
+            overlap_param_gather=(True, False),
             async_tensor_model_parallel_allreduce=(True, False),
             gradient_accumulation_fusion=(True, False),
+            bias_swiglu_fusion=(True, False),
+            apply_rope_fusion=(True, False),
             overlap_p2p_communication=(True, False),
             cuda_launch_blocking=(True, False),
             accumulate_allreduce_grads_in_fp32=(None, True, False),
@@ -216,6 +225,11 @@ class Megatron(StackOptions):
         }
 
     @property
+    def rotates_at_once(self) -> bool:
+        """Whether one kernel rotates queries and keys: Transformer Engine's (transformer/transformer_config.py)."""
+        return self.transformer_engine and self.apply_rope_fusion
+
+    @property
     def hides_sends(self) -> bool:
         """Whether what stages send each other is behind the computation of another chunk."""
         return self.overlap_p2p_communication and self.virtual_pipeline > 1
@@ -267,5 +281,7 @@ class Megatron(StackOptions):
             raise SpecError(f"{given} with tp={run.tp}; give tp=1 and ep")
         if self.fp8_recipe:
             raise SpecError(f"{given} with fp8_recipe={self.fp8_recipe!r}; leave it out")
+        if not self.bias_swiglu_fusion:
+            raise SpecError(f"{given} with bias_swiglu_fusion=False; leave it out")
         if run.checkpointing == "selective" and "mlp" in self.recompute_modules:
             raise SpecError(f"{given} with recompute_modules='mlp', which are dense ones; leave mlp out")

@@ -75,7 +75,10 @@ def _saved(share: Share) -> tuple[Kept, ...]:
     spec = share.spec
     statistics = 2 if spec.norm == "layernorm" else 1  # mean and 1/std, or 1/rms: TE module/layernorm_linear.py
     masks = 1 if spec.dropout else 0  # fusions/fused_bias_dropout.py
-    recipe = share.run.fp8_recipe
+    recipe, stack = share.run.fp8_recipe, share.run.stack
+    assert isinstance(stack, Megatron)
+    # transformer/mlp.py, glu: SiLU of one half, times the other with glu_linear_offset added
+    unfused = spec.gated and not stack.bias_swiglu_fusion
     kept: Literal["product", "byte"] = "byte" if recipe else "product"  # of a linear layer's input
     once = ACTIVATION[recipe] if recipe else 1
     sent = routed(share)
@@ -96,6 +99,7 @@ def _saved(share: Share) -> tuple[Kept, ...]:
         *_routing(share),
         # fusions/fused_bias_gelu.py, fused_bias_swiglu.py
         Kept("activation: its input", "mlp", "f", "product", "heads", sent * (2 if spec.gated else 1)),
+        Kept("activation: what SiLU and the offset's sum made", "mlp", "f", "product", "heads", 2 if unfused else 0),
         Kept("linear_fc2: its input", "mlp", "f", kept, "heads", sent * once),
         Kept("mlp_bda: mask of dropout", "dropout masks", "h", "byte", "tokens", masks),
     )
@@ -141,7 +145,7 @@ def _attention(share: Share) -> tuple[Kept, ...]:
     if own and rotated and not grouped:
         kept.append(Kept("core_attention: queries, rotated", "q, k, v", "Q", "product", "heads"))
         kept.append(Kept("core_attention: keys, rotated", "q, k, v", "K", "product", "heads"))
-    if own and rotated:
+    if rotated and not stack.rotates_at_once:
         kept.append(Kept("rotation: cosines, sines", "q, k, v", "D", "product", "whole", 4 / run.micro_batch))
     if not unfused:  # FlashAttention, cuDNN
         return (*kept, Kept("core_attention: log-sum-exp", "attention output", "H", "fp32", "heads"))

@@ -133,11 +133,12 @@ QK_NORM = (
 # Compiled, block by block (infra/parallelize.py, apply_compile), the partitioner of torch makes silu's output again,
 # and backward needs no result of w2 (torch/_functorch/partitioners.py). The compiled loss casts as it reads, keeps the
 # logits, and writes their gradient beside them.
-NOT_KEPT = ("mul: silu's output", "mm 7: w2")
+NOT_KEPT = ("mul: silu's output", "mm 7: w2", "reduce_scatter: w2")
 # As the MLP's backward runs, selective checkpointing has not yet made again what is attention's.
 UNMADE = (
     "wq, wk, wv: their input", "q_norm: its input", "k_norm: its input",
     "inner_attention: q, rotated", "inner_attention: k, rotated",
+    "rotation: the table at the positions", "rotation: cosines and sines at the rank's own positions",
 )  # fmt: skip
 # Inductor orders what backward computes so that the most is least, weights' gradients last where these are large.
 COMPILED_BACKWARD = {
@@ -170,6 +171,12 @@ COPIES = {"wq, wk, wv: their input": 3, "w1, w3: their input": 2}
 AT_POSITIONS = (Kept("rotation: the table at the positions", "q, k, v", "D", "fp32", "whole"),)
 # What the ring returns lies as attention wants it: wo reads a copy.
 COPIED = Kept("wo: its input, copied", "attention output", "Q", "product", "heads")
+
+
+# Compiled, keys and values are kept as the ring gathered them, by selective checkpointing too, and with those rotated
+# keys in the place of a product's output.
+ALL_RANKS = "inner_attention: k and v of all ranks"
+ROTATED = Kept("inner_attention: k, rotated", "matmul outputs", "K", "product", "heads")
 
 
 def _ring(share: Share) -> Height:
@@ -206,8 +213,9 @@ def block(share: Share) -> Block:
     given: tuple[Kept, ...] = ()
     if share.autocast and not run.compile:
         saved = tuple(row._replace(times=COPIES.get(row.operator, row.times)) for row in saved)
-    if share.spec.qk_norm:  # Qwen 3
-        saved += QK_NORM
+    if share.spec.qk_norm:  # Qwen 3; autocast widens what a norm is given (aten/src/ATen/autocast_mode.h)
+        widened = share.autocast and not run.compile
+        saved += tuple(row._replace(dtype="fp32") for row in QK_NORM) if widened else QK_NORM
         if share.bytes.master:  # FSDP2 casts what a block is given
             given += (_table("all", 2 * run.cp / run.micro_batch),)
             saved += (*given, _table("the rank's own", 2)) if run.cp > 1 else given
@@ -290,9 +298,18 @@ def _compiled(eager: Block, share: Share) -> Block:
             saved=tuple(row for row in saved if row.operator not in gone),
             selective=tuple(row for row in eager.selective if row.operator.startswith("inner_attention")),
         )
+    # Of wo the ranks' sum is kept, with tensor parallelism, and its input not made again before attention's backward.
+    selective = eager.selective
+    unmade: tuple[str, ...] = (*UNMADE, COPIED.operator) if run.tp > 1 else UNMADE
+    if run.cp > 1:
+        gathered = Kept(ALL_RANKS, "q, k, v", "K", "product", "heads", 2 * run.cp)
+        saved, selective = (*saved, gathered), (*selective, gathered, ROTATED)
+        unmade = tuple(name for name in unmade if name != ROTATED.operator)
     # Of blocks one of which is recomputed the last is, which backward begins with.
     recomputes = "full" if getattr(run.stack, "ac", None) == "selective_layers" else run.checkpointing
     highest = COMPILED_BACKWARD[recomputes]
+    if recomputes == "selective":
+        highest = highest._replace(gone=unmade)
     if run.fp8:
         made = _of("w2's input, w1 and w3, and their casts", "f", FP8_BACKWARD[run.fp8])
         highest = Height(FP8_GONE[recomputes], (STREAM, made))
@@ -301,8 +318,10 @@ def _compiled(eager: Block, share: Share) -> Block:
                 name = "w2" if linear.name == "down_proj" else linear.name
                 width = linear.elements / share.spec.layers / share.tokens
                 saved += (Kept(f"{name}: its weight, cast", "linear weights", "1", "byte", "heads", width),)
+    if run.tp > 1 and recomputes:
+        highest = highest._replace(beside=(*highest.beside, GATHERED))
     return eager._replace(
         saved=tuple(row for row in saved if row.operator not in gone),
-        selective=tuple(row for row in eager.selective if row.operator not in gone),
+        selective=tuple(row for row in selective if row.operator not in gone),
         backward=(highest,),
     )
