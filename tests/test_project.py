@@ -326,6 +326,14 @@ def test_the_readmes_claims_are_those_of_its_tables():
     assert f"For {len(off)} their authors printed the memory, on {min(ranks)} to {max(ranks)} GPUs" in said
     assert f"the median error is {median(off):.1%}, the worst {max(off):.1%}".replace("%", " %") in said
     assert f"of {len(ran)} command lines of {len(repositories)} repositories {through} run" in said
+    table = read("benchmarks/results/measured.md")
+    middle, most, worst, steps = re.search(
+        r"allocated, simulated: median ([\d.]+)%, nine in ten within ([\d.]+)%, worst ([\d.]+)%; \d+ of (\d+)", table
+    ).groups()
+    assert f"peaks of {steps} steps were {middle} % off at the median and nine in ten within {most} %" in said
+    assert f"the worst, {worst} %," in said and re.search(r"compile=True \| [\d.]+ \| [-+]([\d.]+)%", table)[1] == worst
+    ours = re.search(r"round 9, .*? \| (\d+) of \d+ rows, median ([\d.]+)%", read("benchmarks/results/throughput.md"))
+    assert f"The time of {ours[1]} of them" in said and f"measured it: {ours[2]} % off at the median" in said
 
 
 @pytest.mark.parametrize(("tag", "heading", "words"), [
