@@ -1,4 +1,4 @@
-"""Published measurements of single operators: a value for one operator, provider, mode and size."""
+"""Measurements of single operators: ours and published, a value for one operator, provider, mode and size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class OperatorRecord:
     """One operator, measured once: `value` in `unit`, seconds for metric "time", bytes for metric "memory".
 
     `provider` is whose implementation ran: "huggingface" is plain PyTorch, "torch_compile" the same compiled, "liger"
-    the Triton kernel, "llmlab-sweep" ours with the tiles, warps and stages in `options` (none: what it chooses itself).
+    the Triton kernel; of benchmarks/kernel_times.py "naive", "pytorch" and "llmlab" are our rungs, "sdpa" is PyTorch's
+    fused attention, "llmlab-sweep" ours with the tiles, warps and stages in `options` (none: what it chooses itself).
     `mode`: "forward", "backward", or "full", both. `sizes` carries the names of the benchmark it
     comes from (B or bsz, T, V, H, ...), `options` what else it stated; `dtype` is None where it stated none.
     """
