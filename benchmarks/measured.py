@@ -16,6 +16,8 @@ from statistics import median
 
 import click
 from provenance import provenance, titled_table, write
+from rich.console import Console
+from rich.progress import track
 
 import llmlab as lab
 from llmlab.archive import records
@@ -91,8 +93,7 @@ def to_markdown(rows: list[Row], made: str) -> str:
 def main(out: Path | None) -> None:
     """Simulate and estimate what was measured."""
     found = [report for report in records(source="measured") if isinstance(report.run, lab.Training)]
-    with click.progressbar(found, file=click.get_text_stream("stderr")) as bar:
-        rows = [measured(report) for report in bar]
+    rows = [measured(report) for report in track(found, "Simulating", console=Console(stderr=True), transient=True)]
     text = to_markdown(rows, provenance("llmlab", "torch", "transformers"))
     click.echo(text)
     if out:

@@ -63,13 +63,13 @@ def count_flops(step: Callable[[], object]) -> int:
     """
     mapping = {getattr(torch.ops.aten, name.split("::")[1]): count for name, count in ATTENTION_FLOPS.items()}
     counter = FlopCounterMode(display=False, custom_mapping=mapping)
-    vars(counter).update(mod_tracker=Whole())
+    vars(counter).update(mod_tracker=_Whole())
     with counter:
         step()
     return counter.get_total_flops()
 
 
-class Whole(nullcontext):
+class _Whole(nullcontext):
     """In the place of FlopCounterMode's tracker of modules, whose hooks keep what checkpointing frees: three times the
     memory of a step of eight blocks."""
 
