@@ -21,6 +21,7 @@ from rich.progress import track
 
 import llmlab as lab
 from llmlab.archive import records
+from llmlab.archive.store import PACKAGE
 from llmlab.base.errors import NotAvailable
 from llmlab.base.units import GiB
 
@@ -92,7 +93,7 @@ def to_markdown(rows: list[Row], made: str) -> str:
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for measured.md.")
 def main(out: Path | None) -> None:
     """Simulate and estimate what was measured."""
-    found = [report for report in records(source="measured") if isinstance(report.run, lab.Training)]
+    found = [report for report in records(source="measured", folder=PACKAGE) if isinstance(report.run, lab.Training)]
     rows = [measured(report) for report in track(found, "Simulating", console=Console(stderr=True), transient=True)]
     text = to_markdown(rows, provenance("llmlab", "torch", "transformers"))
     click.echo(text)

@@ -10,6 +10,7 @@ from typing import Any
 import llmlab as lab
 from llmlab.archive import PLAN, records
 from llmlab.archive.published_steps import PublishedStep, foundry_scaling, megatron_iterations
+from llmlab.archive.store import PACKAGE
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -77,7 +78,7 @@ def measured() -> list[Row]:
     """
     found = []
     for number, item in enumerate(item for item in PLAN if item.chapter == "flops-and-time"):
-        for report in records(item.model, item.run, source="measured"):
+        for report in records(item.model, item.run, source="measured", folder=PACKAGE):
             if isinstance(report.run, lab.Training) and report.gpu and report.tokens_per_second:
                 label, date = report.model.rpartition("/")[2], report.environment["date"]
                 id, source = f"{report.gpu.lower()}-{number:02}", f"llmlab-{report.gpu.lower()}"

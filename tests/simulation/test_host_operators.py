@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import llmlab as lab
 from llmlab import LoRA, Training
 from llmlab.archive import records
+from llmlab.archive.store import PACKAGE
 from llmlab.formulas.time.efficiency import efficiency
 from llmlab.formulas.time.elementwise import moved
 from llmlab.formulas.time.host import (
@@ -84,7 +85,7 @@ def test_scores_that_are_written_out(monkeypatch, kv_heads, checkpointing):
 @pytest.mark.parametrize("model", ["gpt2-medium", "HuggingFaceTB/SmolLM2-135M", "TinyLlama/TinyLlama-1.1B-Chat-v1.0"])
 def test_checkpointing_takes_the_host_as_it_took_one(model):
     """Steps on an H200 that their launches are longer than: the operators that run again explain half of it."""
-    steps = [step for step in records(model, source="measured", gpu="H200")
+    steps = [step for step in records(model, source="measured", gpu="H200", folder=PACKAGE)
              if step.run.precision == "autocast-bf16" and step.run.micro_batch == 1]  # fmt: skip
     assert {step.run.checkpointing for step in steps} == {None, "full"}
     for step in steps:

@@ -94,8 +94,8 @@ ADAPTER_DROPOUT, ADAPTER_DROPOUT_AGAIN = Operators(1, 0, 1, 0), Operators(1, 0, 
 # and DTensor under tensor parallelism (benchmarks/block_host.py, torch 2.13, one thread of a Xeon, 2026-11-25).
 FSDP2, DTENSOR = (0.7e-3, 1.0e-3), (3.0e-3, 4.8e-3)
 # And torch.utils.checkpoint in one that is computed again: the states of generators and of autocast, and hooks for each
-# tensor (benchmarks/block_host.py, the same CPU, 2026-11-26). On an H200's host blocks took 1.0 to 1.5 ms longer than
-# their operators (llmlab/archive/h200).
+# tensor. 0.7 to 1.0 ms on that CPU (benchmarks/block_host.py, 2026-11-26); on an H200's host blocks took 1.0 to 1.5 ms
+# longer than their operators (llmlab/archive/h200). Between them:
 CHECKPOINT = 1.1e-3
 
 
