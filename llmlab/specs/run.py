@@ -148,6 +148,9 @@ class Training(Spec):
             loss_parallel=(True, False),
             compile=(True, False),
         )
+        if self.lora is not None and not isinstance(self.lora, LoRA):
+            example = "lora=lab.LoRA(rank=16, targets=('q_proj', 'v_proj'))"
+            raise SpecError(f"lora={self.lora!r} is not a LoRA; write {example}")
         object.__setattr__(self, "stack", resolved(self.stack))
         if isinstance(self.stack, StackOptions):
             given = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -156,9 +159,6 @@ class Training(Spec):
                 if field in unset:
                     object.__setattr__(self, field, value)
         check_stack(self.stack, {f.name: getattr(self, f.name) for f in fields(self)})
-        if self.lora is not None and not isinstance(self.lora, LoRA):
-            example = "lora=lab.LoRA(rank=16, targets=('q_proj', 'v_proj'))"
-            raise SpecError(f"lora={self.lora!r} is not a LoRA; write {example}")
         if self.quantization is not None and self.lora is None:
             raise SpecError(
                 f"quantization={self.quantization!r} without lora: {self.quantization} weights cannot be trained; "

@@ -45,8 +45,9 @@ def test_who_shares_a_node_and_its_adapters():
 
 
 def test_the_usual_nodes_of_a_card():
-    """DGX A100: eight adapters of 200 Gbit/s; DGX H100 and B200: of 400."""
-    for card, network, inside in (("A100", 25e9, 300e9), ("H100", 50e9, 450e9), ("B200", 50e9, 900e9)):
+    """DGX A100: eight adapters of 200 Gbit/s; DGX H100 and B200, and nodes of eight MI300X: of 400."""
+    usual = ("A100", 25e9, 300e9), ("H100", 50e9, 450e9), ("B200", 50e9, 900e9), ("MI300X", 50e9, 448e9)
+    for card, network, inside in usual:
         found = cluster(card)
         assert (found.across.bandwidth, found.inside.bandwidth) == (network, inside)
         assert found.gpus == found.adapters == 8

@@ -51,6 +51,7 @@ from llmlab.specs.run import PRECISIONS, run_from_dict
         ({"offload": "optimizer+parameters"}, ["offload", "zero=3"]),
         ({"quantization": "nf4"}, ["quantization='nf4'", "lora"]),
         ({"lora": 16}, ["lora=16", "lab.LoRA"]),
+        ({"lora": 16, "stack": "litgpt"}, ["lora=16", "lab.LoRA"]),
         ({"compile": "yes"}, ["compile='yes'", "True, False"]),
         ({"micro_batch": 2**53 + 1}, ["micro_batch=9007199254740993", "too large", "<= 9007199254740992"]),
         ({"seq_len": 10**400}, ["seq_len", "1329 bits", "too large", "<= 9007199254740992"]),
