@@ -199,7 +199,8 @@ def tokens_of(run: Run) -> int:
 
 def mfu(spec: ModelSpec, run: Run, card: GPU, seconds: float) -> float | None:
     """Return model FLOPs utilisation: the FLOP that the model needs (recomputation is not counted: PaLM, arXiv
-    2204.02311, appendix B) over what the card could do at its data sheet's peak; None where it has none."""
+    2204.02311, appendix B) over what the card could do at its data sheet's peak; None where it has none. As there,
+    attention counts without its mask: with long sequences, of which causal kernels skip half, it can pass 100 %."""
     return utilisation(flops(spec, run, card).model, run, card, seconds)
 
 
