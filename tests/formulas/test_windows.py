@@ -1,4 +1,4 @@
-"""What attention keeps with a sliding window, and norms before it, held to transformers' own classes under simulation."""
+"""What attention keeps with a sliding window, and norms before it, held to transformers' classes under simulation."""
 
 import pytest
 
