@@ -17,7 +17,7 @@ from ...specs.run import Training
 from ...specs.stacks import Torchtitan
 from .fsdp import uses_fsdp
 from .scores import kept_scores
-from .share import Share, adapted, adapter_bytes
+from .share import CUDNN_FIRST, Share, adapted, adapter_bytes
 from .stacks.blocks import block_of
 from .stacks.described import Saved, by_kind, saved
 
@@ -111,35 +111,57 @@ def _norms(share: Share) -> Saved:
 def _attention(share: Share) -> list[Saved]:
     spec, T, c = share.spec, share.tokens, share.attention_bytes
     Q, trained = spec.query_width, share.run.lora is None
-    kept = [Saved("q, k, v", T * c * _qkv_width(share))]
+    windows = share.windows
+    width = _qkv_width(share, share.kernel) * (spec.layers - windows)
+    if windows:
+        width += _qkv_width(share, "efficient") * windows
+    kept = [Saved("q, k, v", T * c * width // spec.layers)]
     if spec.mla and trained:
         latent = 2 * (spec.mla.q_lora_rank or 0) + 2 * spec.mla.kv_lora_rank + spec.mla.qk_rope_head_dim
         kept.append(Saved("linear inputs", T * c * latent, "whole"))
     if spec.qk_norm:
-        kept.append(Saved("norms", T * (4 + (c if trained else 0)) * (Q + spec.key_width)))
+        kept.append(Saved("norms", T * (4 + (share.bytes.compute if trained else 0)) * (Q + spec.key_width)))
     if share.fused:
         # FlashAttention, arXiv 2205.14135, section 3.1: the output and one log-sum-exp per row and head.
-        return [*kept, Saved("attention output", T * (c * Q + 4 * spec.heads))]
+        kept.append(Saved("attention output", T * (c * Q + 4 * spec.heads)))
+        if trained:
+            kept.append(Saved("attention output", T * c * Q * _outputs_copied(share) // spec.layers))
+        if windows:  # each layer's SDPA makes numbers of the booleans that it is given, and keeps them
+            elements = share.run.micro_batch * share.run.seq_len**2 // share.run.cp
+            kept.append(Saved("attention mask", c * elements * windows // spec.layers, "whole"))
+        return kept
     kept.append(Saved("scores", kept_scores(share)))
     if trained:
         kept.append(Saved("attention output", T * share.bytes.compute * Q))  # the output projection's input
     return kept
 
 
-def _qkv_width(share: Share) -> int:
+def _outputs_copied(share: Share) -> int:
+    """Return in how many layers the output projection reads a copy of what attention returned: where rotated queries
+    are new, put together from two pieces, with a head's tokens side by side, and the kernel returns what is laid out as
+    they are. The memory-efficient one puts a token's heads side by side."""
+    spec = share.spec
+    if not spec.fused_qkv or spec.learned_positions or share.kernel != "flash":
+        return 0
+    capability = share.gpu.compute_capability if share.gpu else None
+    cudnn = capability is not None and capability[0] in CUDNN_FIRST
+    return spec.layers - (0 if share.cpu or cudnn else share.windows)
+
+
+def _qkv_width(share: Share, kernel: str) -> int:
     """Return the elements per token of the queries, keys and values that are kept."""
     spec, Q, K = share.spec, share.spec.query_width, share.spec.key_width
     if spec.mla:
         # Queries and keys are put together from two pieces; values are a view of what both were projected to.
         return 2 * Q + spec.heads * (spec.mla.qk_nope_head_dim + spec.mla.v_head_dim)
-    if spec.fused_qkv and not spec.learned_positions and (share.kernel == "flash" or spec.kv_heads == spec.heads):
+    if spec.fused_qkv and not spec.learned_positions and (kernel == "flash" or spec.kv_heads == spec.heads):
         # Rotated queries and keys are new; values are a view of what all three were projected to.
         width = 2 * Q + 3 * K
     else:
         # But for "flash", keys and values are copied to all heads, and the copies kept; "math" keeps q and k times
         # their scale.
-        width = Q + 2 * (K if share.kernel == "flash" else Q)
-    if share.kernel == "math" and spec.fused_qkv and share.run.micro_batch == 1:
+        width = Q + 2 * (K if kernel == "flash" else Q)
+    if kernel == "math" and spec.fused_qkv and share.run.micro_batch == 1:
         # The product takes scaled copies of q and k, and v itself, a view that keeps the memory of all three. With
         # a larger batch it takes copies of all, as batch and heads cannot be merged in a view.
         width += 2 * Q

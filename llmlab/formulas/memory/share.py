@@ -12,6 +12,8 @@ from ...specs.stacks import DeepSpeed, LitGPT, StackOptions, Torchtitan, Torchtu
 from ...specs.stages import layers_of
 from .precision import PRECISION, Bytes
 
+CUDNN_FIRST = (9, 10)  # majors of capability; sdp_utils.cpp, check_prefer_cudnn_attention
+
 # With a quantized model peft keeps in fp32 what is not quantized, and each quantized linear returns fp32.
 AROUND_QUANTIZED = {
     name: b if name.startswith("autocast") else replace(b, residual=4, compute=4) for name, b in PRECISION.items()
@@ -86,6 +88,11 @@ class Share:
         return self.compiled and self.run.attention == "sdpa"
 
     @property
+    def windows(self) -> int:
+        """In how many layers SDPA is given a mask where it is not compiled: a sliding window's."""
+        return 0 if self.run.compile else masked_layers(self.spec, self.run)
+
+    @property
     def remade_masks(self) -> int:
         """How many heads' masks are made again in backward where forward keeps none: before Hopper one, and all that it
         is written out for (torch/_inductor/lowering.py, sdpa_constraint, leaves dimensions expanded in forward alone).
@@ -94,7 +101,7 @@ class Share:
         run, capability = self.run, self.gpu.compute_capability if self.gpu else None
         if not self.masked or run.checkpointing is None:
             return 0
-        if capability and capability[0] in (9, 10):  # sdp_utils.cpp, check_prefer_cudnn_attention
+        if capability and capability[0] in CUDNN_FIRST:
             return int(run.checkpointing == "selective")
         return 1 + self.spec.heads
 

@@ -1,0 +1,32 @@
+"""What attention keeps with a sliding window, and norms before it, held to transformers' classes under simulation."""
+
+import pytest
+
+import llmlab as lab
+
+SHAPE = {
+    "model_type": "mistral", "vocab_size": 2048, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 2048, "tie_word_embeddings": False,
+}  # fmt: skip
+PHI = {**SHAPE, "model_type": "phi3", "pad_token_id": 0, "num_key_value_heads": 8}
+QWEN = {**SHAPE, "model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 2}
+
+
+@pytest.mark.parametrize("gpu", ["A100-80GB", "H100-80GB", "cpu"])
+@pytest.mark.parametrize("window", [1024, 1025], ids=["as long as the sequence", "longer"])
+@pytest.mark.parametrize("shape", [SHAPE, PHI, QWEN], ids=["mistral", "phi3", "half of qwen2"])
+def test_a_layer_with_a_window_keeps_a_mask_and_copies_of_grouped_heads(shape, window, gpu):
+    """A window as long as the sequence hides nothing, and has its mask all the same (masking_utils.py,
+    _ignore_causal_mask_sdpa); Phi-3's outputs are copied where a kernel lays them out as its queries."""
+    run = lab.Training(micro_batch=4, seq_len=1024, precision="bf16", optimizer="sgd")
+    model = {**shape, "sliding_window": window}
+    estimate, simulation = lab.estimate(model, run, gpu), lab.simulate(model, run, gpu)
+    assert estimate.phases["forward"] == pytest.approx(simulation.phases["forward"], rel=0.02)
+
+
+def test_norms_of_queries_and_keys_keep_halves_whatever_attention_computes_in():
+    """PyTorch's plain formula, which a T4 takes for grouped heads, makes fp32 of halves behind them."""
+    run = lab.Training(micro_batch=4, seq_len=1024, precision="fp16")
+    qwen = {**SHAPE, "model_type": "qwen3", "head_dim": 64, "sliding_window": None}
+    plain, fused = (lab.estimate(qwen, run, gpu).detail["activations"] for gpu in ("T4", "A100-80GB"))
+    assert plain["norms"] == fused["norms"] and "scores" in plain and "scores" not in fused
