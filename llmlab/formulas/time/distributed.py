@@ -27,7 +27,7 @@ from typing import NamedTuple
 from ...base.errors import NotAvailable, SpecError
 from ...hardware.gpu import GPU
 from ...hardware.gpu import gpu as find_gpu
-from ...hardware.links import Cluster
+from ...hardware.links import Cluster, pcie_rates
 from ...specs.check import check
 from ...specs.model import ModelLike, ModelSpec
 from ...specs.model import model as find_model
@@ -108,6 +108,8 @@ def step(
     if overlap is None:
         overlap = _hidden(run)
     _check(run, overlap, bucket_bytes)
+    if rates := pcie_rates(cluster.inside, min(run.world_size, cluster.gpus), gpu.peer_access):
+        cluster = cluster.reaching(rates.median)  # all GPUs of a node share its host, whatever groups they are in
     found, passed = kernels(gpu), traced.passes if traced else time.passes(spec, run, gpu)
     if passed is None:
         raise NotAvailable(f"{gpu.name} has no units for {time.peak_dtype(run)}: no time follows")
