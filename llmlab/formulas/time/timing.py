@@ -15,7 +15,7 @@ from ...specs.model import ModelSpec
 from ...specs.run import Run, Training
 from ...specs.stacks import DeepSpeed, Megatron
 from ..memory.share import attention_kernel
-from .distributed import Step, step
+from .distributed import Step, computation, step
 from .efficiency import Efficiency, efficiencies
 from .flops import flops, head_sizes
 from .host import STAGES, hook_seconds, hook_spread, host_seconds
@@ -90,14 +90,15 @@ def timing(
         try:
             nodes = nodes or cluster_of(card)
             rates = pcie_rates(nodes.inside, min(run.world_size, nodes.gpus), card.peer_access)
-            terms = step(spec, run, card, nodes, traced=traced)
+            known = computation(spec, run, card, traced)
+            terms = step(spec, run, card, nodes, traced=traced, known=known)
         except NotAvailable as error:
             return Timing(note=f"Time is not known: {error}.")
         parts, note, hidden = _of(terms), _connected(run, nodes, rates), terms.data_sent - terms.data_exposed
         unnamed = terms.data_later
         if rates:
             ends = (nodes.reaching(rate) for rate in (rates.slow, rates.fast))
-            apart = _nodes_apart(terms, *(step(spec, run, card, each, traced=traced) for each in ends))
+            apart = _nodes_apart(terms, *(step(spec, run, card, each, traced=traced, known=known) for each in ends))
         layer = {name: value for name, value in terms.layer.items() if value}
     seconds = sum(parts.values())
     spread = _spread(run, found, shapes.beyond / seconds)
