@@ -210,8 +210,8 @@ def _communicated(
 def buckets_finished(messages: int, cost: float, backward: float, share: float) -> float:
     """Return when the last of `messages` buckets is through that take `cost` seconds each (`communication.finished`).
 
-    One after the other is ready until `share` of all gradients are, those of the blocks, at `backward` seconds; the rest
-    are ready then. So the last follows without a gap the first, or one of the two where that changes.
+    One after the other is ready until `share` of all gradients are, those of the blocks, at `backward` seconds; the
+    rest are ready then. So the last follows without a gap the first, or one of the two where that changes.
     """
     over = min(messages, ceil(messages * share))
     first = (0, max(0, over - 2), over - 1)
