@@ -113,7 +113,7 @@ def without(card: str) -> Iterator[None]:
 
     kept = [name for name in times.training_rates()["measured"] if name != card]
     hidden = patch.object(times, "kernel_table", measured), patch.object(times, "efficiency", fitted)
-    caches = times.kernels, times._matmul, times._through_pcie
+    caches = times.kernels, times._matmul
     with hidden[0], hidden[1], patch.dict(times.training_rates(), measured=kept):
         for cached in caches:
             cached.cache_clear()

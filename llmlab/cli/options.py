@@ -120,6 +120,7 @@ def _from_config(config: str, given: dict[str, Any]) -> Training:
 CLUSTER = (
     click.option("--network", metavar="NAME", help="What connects nodes, such as InfiniBand-NDR."),
     click.option("--link", metavar="NAME", help="What connects the GPUs of a node, such as NVLink-4."),
+    click.option("--link-gb-s", type=float, metavar="RATE", help="busbw that nccl-tests measure in a node, in GB/s."),
     click.option("--gpus-per-node", type=int, metavar="N", help="GPUs in each node; without it the maker's, mostly 8."),
     click.option("--adapters", type=int, metavar="N", help="Network adapters in each node; without it one per GPU."),
     click.option("--no-nvls", is_flag=True, default=None, help="Let GPUs add in an all-reduce, not the switches."),
@@ -135,14 +136,15 @@ def cluster_options(command: Callable[..., int]) -> Callable[..., int]:
 
 def cluster_from(context: click.Context) -> Cluster | None:
     """Return the cluster that the options of this command line describe; None, the card's usual nodes, without them."""
-    names = ("network", "link", "gpus_per_node", "adapters", "no_nvls")
+    names = ("network", "link", "link_gb_s", "gpus_per_node", "adapters", "no_nvls")
     given = {name: value for name in names if (value := context.params[name]) is not None}
     if not given:
         return None
     if (card := context.params["gpu"]) is None:
         flag = next(iter(given)).replace("_", "-")
         raise SpecError(f"--{flag} without --gpu; name the card whose nodes it describes")
+    reached = given.get("link_gb_s")
     return cluster(
         card, given.get("network"), given.get("gpus_per_node"), given.get("adapters"), given.get("link"),
-        nvls=not given.get("no_nvls"),
+        nvls=not given.get("no_nvls"), reached=None if reached is None else reached * 1e9,
     )  # fmt: skip

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from math import inf, log
+from statistics import quantiles
+from typing import NamedTuple
 
 from ..base.errors import NotAvailable, SpecError, check_counts
 from .gpu import GPU, gpu
 from .tables import named, read_table, values_of
 
 GPUS_PER_NODE = 8  # NVIDIA's DGX and HGX, with one InfiniBand adapter for each GPU; the caller describes other nodes
+GIVEN = "given"  # the source of a rate that is one's own
 SWITCHED = (GPUS_PER_NODE, 72)  # GPUs of nodes whose switches join all: HGX, and the racks called NVL72
 
 
@@ -106,6 +110,10 @@ class Cluster:
             raise NotAvailable("no usual network joins such nodes; name one: cluster(card, network)")
         return Group(ranks, per_node, self.inside, self.across, self.adapters * per_node / self.gpus)
 
+    def reaching(self, rate: float) -> Cluster:
+        """Return these nodes with GPUs that pass on `rate` bytes/s to one another, whatever was measured elsewhere."""
+        return replace(self, inside=replace(self.inside, reached=rate, switched=None, source=GIVEN))
+
 
 def cluster(
     card: GPU | str,
@@ -114,14 +122,18 @@ def cluster(
     adapters: int | None = None,
     inside: Link | str | None = None,
     nvls: bool = True,
+    reached: float | None = None,
 ) -> Cluster:
     """Return nodes of `gpus` such cards, connected by `network`, with `adapters` network adapters in each node.
 
     Without `gpus` a node has as many as the maker's has: 72 of a GB200 or GB300, else 8. Without a network it is the
     card's usual one, or none where there is no usual one: then there is one node. Without `adapters` there is one for
     each GPU; without `inside`, what connects the GPUs of a node, it is the card's own. `nvls` False lets ranks add
-    where switches could (NCCL_NVLS_ENABLE=0).
-    Raises UnknownName for a card or link that is not in the tables, NotAvailable for a card whose link is not.
+    where switches could (NCCL_NVLS_ENABLE=0). `reached`, in bytes/s, is what nccl-tests measure in such a node of one's
+    own, the bus bandwidth of large messages over all its GPUs: it stands for all that the tables have. Nodes that PCIe
+    alone joins differ so much (`pcie_rates`) that it is worth measuring.
+    Raises UnknownName for a card or link that is not in the tables, NotAvailable for a card whose link is not, and
+    SpecError for a rate that is not above 0.
 
     >>> cluster("T4", "Ethernet-25", gpus=4).inside.name, cluster("H100").across.name
     ('PCIe-3', 'InfiniBand-NDR')
@@ -133,7 +145,51 @@ def cluster(
     within = node_link(card) if inside is None else _of_kind(inside, "link", across=False)
     if not nvls:
         within = replace(within, switched=None)
-    return Cluster(within, between, gpus, adapters)
+    nodes = Cluster(within, between, gpus, adapters)
+    if reached is None:
+        return nodes
+    if not 0 < reached < inf:
+        raise SpecError(f"reached={reached!r} is not a rate in bytes/s; nccl-tests' busbw of 12 GB/s is 12e9")
+    return nodes.reaching(reached)
+
+
+class Rates(NamedTuple):
+    """Bytes/s that a rank passes on in published nodes: one in ten is slower than `slow`, one in ten faster than
+    `fast`. `nodes`: how many there are."""
+
+    slow: float
+    median: float
+    fast: float
+    nodes: int
+
+
+@cache
+def pcie_rates(inside: Link, ranks: int, peer_access: bool) -> Rates | None:
+    """Return what `ranks` GPUs of a node that PCIe joins reach at a time, with `peer_access` to one another's memory or
+    without; None for other links, and for one whose `reached` is one's own.
+
+    Of each node of pcie_nodes.toml with the same access counts the measurement of the number of ranks that is nearest,
+    as a share of its slots' bandwidth: generations differ less than hosts. A slot of fewer lanes is `inside`'s, and
+    limits what the host could.
+
+    >>> rates = pcie_rates(link("PCIe-4"), 8, peer_access=True)
+    >>> rates.slow < 12e9 < rates.median < rates.fast < 31.5e9
+    True
+    """
+    if inside.kind != "pcie" or inside != links().get(inside.name):
+        return None
+    shares = []
+    for node in read_table("pcie_nodes.toml")["node"]:
+        if node["peer_access"] == peer_access:
+            measured = {int(count): rate for count, rate in node["busbw_gb_s"].items()}
+            nearest = min(measured, key=lambda count: (abs(log(count / ranks)), count))
+            shares.append(measured[nearest] * 1e9 / link(node["link"]).bandwidth)
+    tenths = quantiles(shares, n=10)
+    among = max(tenths[0], min(shares)), tenths[4], min(tenths[8], max(shares))
+    whole = link(inside.name.partition("-x")[0])
+    most = inside.bandwidth if inside == whole else inside.reached
+    slow, middle, fast = (min(share * whole.bandwidth, most) for share in among)
+    return Rates(slow, middle, fast, len(shares))
 
 
 def _usual_network(card: GPU | str) -> Link | None:

@@ -231,6 +231,9 @@ def test_the_options_of_a_cluster_make_one():
     report = Report.from_json(call("estimate", *MANY, *words, "--json").stdout)
     assert report == estimate(MANY[0], run, "H100-80GB", nodes) != estimate(MANY[0], run, "H100-80GB")
     assert "4 GPUs per node on PCIe-5, 2 × Ethernet-100 per node" in " ".join(report.notes)
+    own = Report.from_json(call("estimate", *MANY, "--link-gb-s", 120, "--json").stdout)
+    assert own == estimate(MANY[0], run, "H100-80GB", cluster("H100-80GB", reached=120e9))
+    assert own.step_seconds > 1.1 * estimate(MANY[0], run, "H100-80GB").step_seconds
     one_node = call("estimate", *MANY[:3], *MANY[-2:], "--dp", 2, "--gpus-per-node", 2, "--json")
     assert json.loads(one_node.stdout)["step_seconds"] > 0
 

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from llmlab.base.errors import NotAvailable, SpecError, UnknownName
 from llmlab.formulas.time.communication import ALGORITHMS, COLLECTIVES, bytes_sent, finished, seconds
+from llmlab.formulas.time.data_parallel import buckets_finished
 from llmlab.hardware.links import Cluster, base_seconds, cluster, node_link
 
 CLUSTER = cluster("H100", "InfiniBand-NDR")
@@ -145,6 +146,13 @@ def test_what_overlaps_is_never_faster_than_either(messages):
     end = finished(sorted(ready), costs)
     assert end >= max(sum(costs), max(ready)) - 1e-9
     assert end <= max(ready) + sum(costs) + 1e-9
+
+
+@given(st.integers(1, 60), st.floats(0, 0.2), st.floats(0, 2), st.floats(0.01, 1))
+def test_buckets_are_messages_that_follow_one_another(messages, cost, backward, share):
+    ready = [backward * min(1, (i + 1) / messages / share) for i in range(messages)]
+    by_hand = finished(ready, [cost] * messages)
+    assert buckets_finished(messages, cost, backward, share) == pytest.approx(by_hand, abs=1e-9)
 
 
 def test_bad_collectives_are_refused():

@@ -10,15 +10,13 @@ from llmlab.archive import figure
 from llmlab.archive.published_steps import foundry_scaling, llama_405b, megatron_iterations
 from llmlab.base.errors import NotAvailable, SpecError
 from llmlab.formulas.time import elementwise
-from llmlab.formulas.time.communication import seconds as collective_seconds
 from llmlab.formulas.time.data_parallel import data_parallel, tensors
 from llmlab.formulas.time.distributed import step
 from llmlab.formulas.time.host import host_seconds
 from llmlab.formulas.time.kernels import kernels, training_rates
 from llmlab.formulas.time.step import step_seconds
 from llmlab.hardware import gpu
-from llmlab.hardware.kernel_tables import kernel_table
-from llmlab.hardware.links import cluster
+from llmlab.hardware.links import cluster, pcie_rates
 
 H100 = cluster("H100", "InfiniBand-NDR")
 LLAMA_405B = "meta-llama/Llama-3.1-405B"
@@ -173,7 +171,7 @@ def test_fsdp_that_waits_is_faster_where_links_are_slow_and_reads_whole_sums():
     run = Training(seq_len=2048, precision="mixed-bf16", dp=8, zero=3, accumulation=4, checkpointing="full")
     slow, fast = (
         [step("meta-llama/Llama-3.2-1B", replace(run, sync_each_batch=sync), card, nodes) for sync in (True, False)]
-        for card, nodes in (("L4", cluster("L4")), ("H100", H100))
+        for card, nodes in (("L4", cluster("L4", reached=1.2e9)), ("H100", H100))
     )
     assert slow[1].seconds < 0.9 * slow[0].seconds
     assert fast[1].data < fast[0].data and fast[1].elementwise > fast[0].elementwise
@@ -492,11 +490,53 @@ def test_what_many_nodes_lose():
     assert once.scale == pytest.approx(3 * rates["seconds_per_doubling"])
 
 
-def test_through_pcie_more_ranks_share_a_host():
-    """A GeForce has no measured collectives; its ranks are joined as those of an L40S are."""
-    own, size = kernels("RTX-4090"), 2**26
-    group = cluster("RTX-4090").group(4)
-    assert own.collective("all-gather", size, group) == kernel_table("L40S").collective("all-gather", size, 4).seconds
-    assert own.collective("all-gather", size, group) > 1.5 * collective_seconds("all-gather", size, group)
-    narrow = cluster("RTX-3090", inside="PCIe-3-x4").group(2)
-    assert kernels("RTX-3090").collective("all-gather", size, narrow) == collective_seconds("all-gather", size, narrow)
+def test_a_node_that_pcie_joins_is_the_median_of_published_ones():
+    """Not of one machine, nor NCCL's own figure; all cards of a node share its host, whatever groups they are in."""
+    run = replace(SMALL, dp=8, zero=3)
+    for card, of in (("L40S", 8), ("RTX-4090", 8), ("RTX-4090", 2)):
+        nodes, busy = cluster(card), replace(run, dp=of)
+        rates = pcie_rates(nodes.inside, of, gpu(card).peer_access)
+        found = step("gpt2-xl", busy, card, nodes).data_sent
+        assert found == step("gpt2-xl", busy, card, nodes.reaching(rates.median)).data_sent
+        assert found < step("gpt2-xl", busy, card, nodes.reaching(0.9 * rates.median)).data_sent
+    pairs = replace(SMALL, dp=4, tp=2, zero=1)  # of eight cards
+    rate = pcie_rates(cluster("L40S").inside, 8, True).median
+    assert step("gpt2", pairs, "L40S", cluster("L40S")) == step("gpt2", pairs, "L40S", cluster("L40S", reached=rate))
+
+
+def test_a_rate_of_ones_own_stands_for_what_others_measured():
+    """In a node of PCIe, for which there are published ones, and in one of NVLink, for which there are grids."""
+    run, size = replace(SMALL, dp=8, zero=3), 2**28
+    for card in ("L40S", "H100"):
+        usual, own = cluster(card), cluster(card, reached=3e9)
+        same = replace(usual, inside=replace(usual.inside, reached=3e9, switched=None))  # by a Link
+        for operation in ("all-reduce", "all-gather"):
+            group = own.group(8)
+            taken = kernels(card).collective(operation, size, group)
+            assert taken == kernels(card).collective(operation, size, same.group(8))
+            assert taken == pytest.approx((2 if operation == "all-reduce" else 1) * 7 / 8 * size / 3e9, rel=0.1)
+        assert step("gpt2-xl", run, card, own) == step("gpt2-xl", run, card, same)
+        assert step("gpt2-xl", run, card, own).data_sent > 3 * step("gpt2-xl", run, card, usual).data_sent
+
+
+def test_an_interval_has_eight_of_ten_published_nodes():
+    """Who says his own node's rate gets the interval of his card alone."""
+    for card, of in (("L40S", 8), ("L40S", 2), ("RTX-4090", 8)):
+        run, nodes = replace(SMALL, dp=of, zero=3), cluster(card)
+        rates = pcie_rates(nodes.inside, of, gpu(card).peer_access)
+        usual = lab.estimate("gpt2-xl", run, card)
+        slow, fast = (lab.estimate("gpt2-xl", run, card, nodes.reaching(rate)) for rate in (rates.slow, rates.fast))
+        assert usual.step_seconds_low < fast.step_seconds < usual.step_seconds < slow.step_seconds
+        assert slow.step_seconds < usual.step_seconds_high
+        alone = replace(run, dp=1, zero=0)
+        assert slow.step_seconds / slow.step_seconds_low == pytest.approx(_below("gpt2-xl", alone, card), rel=0.02)
+        assert usual.step_seconds / usual.step_seconds_low > slow.step_seconds / slow.step_seconds_low
+        assert f"reach {rates.slow / 1e9:.2g} to {rates.fast / 1e9:.2g}: measure" in " ".join(usual.notes)
+        assert "nccl-tests" not in " ".join(slow.notes)
+        assert "pcie_nodes.toml" in usual.time_sources["data"] and "given" in slow.time_sources["data"]
+
+
+def _below(name, run, card):
+    report = lab.estimate(name, run, card)
+    return report.step_seconds / report.step_seconds_low
+

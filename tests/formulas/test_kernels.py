@@ -229,8 +229,8 @@ def test_collectives_are_measured_where_ranks_are_joined_as_they_were():
     by_links = kernels("A800").collective("all-gather", size, cluster("A800").group(8))  # with 8 of 12 links
     assert by_links > 1.2 * own
     assert kernels("A100").collective("all-gather", size, node.group(16)) > 1.1 * own
-    pcie = kernels("L40S").collective("all-gather", size, cluster("L40S").group(8))
-    assert pcie == kernel_table("L40S").collective("all-gather", size, 8).seconds
+    slower = cluster("A100", reached=0.5 * node.inside.reached).group(8)  # a rate of one's own
+    assert kernels("A100").collective("all-gather", size, slower) > 1.5 * own
 
 
 def test_intervals_widen_where_engines_and_hosts_differ():
@@ -245,16 +245,9 @@ def test_intervals_widen_where_engines_and_hosts_differ():
     assert width(run, "A100") > 1.2 * width(long, "A100")  # an engine's own time, beside a short step
     piped = replace(long, dp=4, pp=2)  # by an engine that is not named
     assert width(piped, "A100") > 1.05 * width(replace(piped, stack="megatron"), "A100")
-    assert width(long, "RTX-4090") > 1.1 * width(alone, "RTX-4090")  # through PCIe
-    # A GeForce card has no peer access, and may be in a slot with 4 lanes: what is sent may take 8 times as long.
+    # Without peer access nodes differ more: what is sent goes through the host's memory.
     sharded = replace(run, zero=3, dp=2)
     assert width(sharded, "RTX-4090") > 1.5 * width(sharded, "RTX-6000-Ada")
-    # Of four, two share such lanes. Eight are in a server, whose ranks were measured: that is not the faster way.
-    two, four, eight = (
-        lab.estimate("Llama-3.2-1B", replace(sharded, dp=dp, accumulation=8), "RTX-4090") for dp in (2, 4, 8)
-    )
-    assert four.step_seconds_high > 2 * two.step_seconds_high
-    assert log(eight.step_seconds_high / eight.step_seconds) >= training_rates()["spread"]["data sheet"]
     assert width(alone, "MI300X") > 1.3 * width(alone, "RTX-4090")  # other libraries too
 
 

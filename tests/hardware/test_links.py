@@ -6,7 +6,9 @@ import llmlab as lab
 from llmlab.base.errors import NotAvailable, SpecError, UnknownName
 from llmlab.formulas.time.communication import seconds as collective_seconds
 from llmlab.formulas.time.kernels import kernels
-from llmlab.hardware.links import cluster, link, links, node_link
+from llmlab.hardware.kernel_tables import kernel_table
+from llmlab.hardware.links import cluster, link, links, node_link, pcie_rates
+from llmlab.hardware.tables import cited, read_table
 
 
 @pytest.mark.parametrize("name", sorted(links()))
@@ -102,6 +104,58 @@ def test_a_node_without_a_network_is_one_node():
     alone = cluster("T4", gpus=4)
     assert alone.across is None and alone.group(4).bandwidth == alone.inside.reached
     assert cluster("H100", inside="PCIe-5").inside.name == "PCIe-5"
+
+
+PCIE = read_table("pcie_nodes.toml")
+
+
+@pytest.mark.parametrize("node", PCIE["node"], ids=lambda node: node["name"])
+def test_a_published_node_is_slower_than_its_slots(node):
+    assert set(node) == {"name", "link", "peer_access", "busbw_gb_s", "source"}
+    slots = link(node["link"])
+    assert slots.kind == "pcie" and node["busbw_gb_s"]
+    for ranks, rate in node["busbw_gb_s"].items():
+        assert 2 <= int(ranks) <= 8 and 0 < rate * 1e9 < slots.reached * 1.1  # what NCCL reckons with, and few exceed
+    assert "[" not in cited(node["source"], PCIE["documents"])
+
+
+def test_measured_grids_are_among_the_published_nodes():
+    for card, name in (("L40S", "8 L40S"), ("RTX-PRO-6000", "8 RTX PRO 6000")):
+        measured = next(node for node in PCIE["node"] if node["name"] == name)["busbw_gb_s"]
+        for ranks, rate in measured.items():
+            size, n = 2**29, int(ranks)
+            taken = kernel_table(card).collective("all-reduce", size, n).seconds
+            assert rate * 1e9 == pytest.approx(2 * (n - 1) / n * size / taken, rel=0.01)
+
+
+def test_nodes_that_pcie_joins():
+    """The median of shares of the data sheet: by hand, of those on 8 ranks, and of those nearest to it."""
+    four, five = link("PCIe-4"), link("PCIe-5")
+    peers, others = pcie_rates(four, 8, peer_access=True), pcie_rates(four, 8, peer_access=False)
+    shares = [
+        node["busbw_gb_s"][max(node["busbw_gb_s"], key=int)] * 1e9 / link(node["link"]).bandwidth
+        for node in PCIE["node"] if node["peer_access"]
+    ]  # fmt: skip
+    slow, middle, fast = (sum(share * four.bandwidth < rate for share in shares) for rate in peers[:3])
+    assert peers.nodes == len(shares) >= 10 and middle == len(shares) // 2
+    assert 1 <= slow <= len(shares) / 8 and 7 / 8 * len(shares) <= fast
+    assert pcie_rates(five, 8, peer_access=True).median == 2 * peers.median  # the same share of the slots
+    # Bytes go through the host's memory, twice; the fewer share a host, the more each has.
+    assert others.median < peers.median / 2 and others.slow < peers.slow / 4
+    assert pcie_rates(four, 2, peer_access=True).slow > 1.3 * peers.slow
+
+
+def test_whose_rate_is_not_that_of_published_nodes():
+    four, narrow = link("PCIe-4"), link("PCIe-3-x4")
+    assert pcie_rates(link("NVLink-4"), 8, peer_access=True) is None
+    assert pcie_rates(cluster("L40S", reached=12e9).inside, 8, peer_access=True) is None
+    assert cluster("L40S", reached=12e9).inside.reached == 12e9
+    ends = pcie_rates(narrow, 2, peer_access=False)  # its 4 lanes limit what the host could
+    assert ends.slow < ends.median == ends.fast == narrow.reached
+    assert cluster("RTX-4090").inside == four and cluster("L40S", inside=narrow).inside is narrow
+    for rate in (0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(SpecError, match="busbw of 12 GB/s is 12e9"):
+            cluster("L40S", reached=rate)
 
 
 def test_what_is_no_link():

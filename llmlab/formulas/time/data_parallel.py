@@ -207,6 +207,17 @@ def _communicated(
     return Communicated(exposed, reduced.sent + sent, reduced.bytes + updated - replica.narrower, 0.0, reduced.reduce)
 
 
+def buckets_finished(messages: int, cost: float, backward: float, share: float) -> float:
+    """Return when the last of `messages` buckets is through that take `cost` seconds each (`communication.finished`).
+
+    One after the other is ready until `share` of all gradients are, those of the blocks, at `backward` seconds; the
+    rest are ready then. So the last follows without a gap the first, or one of the two where that changes.
+    """
+    over = min(messages, ceil(messages * share))
+    first = (0, max(0, over - 2), over - 1)
+    return max(backward * min(1, (i + 1) / messages / share) + (messages - i) * cost for i in first)
+
+
 def _reduced(replica: _Replica, run: Training, hidden: bool, bucket: int | None) -> Communicated:
     """Return the seconds in which gradients are summed: in DDP's buckets or, scattered (None), what a block has at
     once, as FSDP does; DeepSpeed's buckets are larger still."""
@@ -216,15 +227,16 @@ def _reduced(replica: _Replica, run: Training, hidden: bool, bucket: int | None)
         block, outside = scattered[0] + summed[0], scattered[1] + summed[1]
         costs = [block] * layers + [outside]
         ready = [backward * (i + 1) / layers for i in range(layers)] + [backward]
+        total, last = sum(costs), finished(ready, costs)
     else:
         messages = ceil(replica.gradients / bucket) or 1
-        costs = [replica.kernels.collective("all-reduce", replica.reduced / messages, replica.everyone)] * messages
-        ready = [backward * min(1, (i + 1) / messages / replica.in_blocks) for i in range(messages)]
+        cost = replica.kernels.collective("all-reduce", replica.reduced / messages, replica.everyone)
+        total, last = messages * cost, buckets_finished(messages, cost, backward, replica.in_blocks)
     times = _reductions(run) if run.zero == 2 else 1
-    sent = times * sum(costs)
+    sent = times * total
     size = times * (2 * replica.reduced if bucket else replica.reduced * (1 + 2 * _copied(replica)))
-    exposed = times * (finished(ready, costs) - backward) if hidden else sent
-    return Communicated(exposed, sent, size, 0.0, sum(costs) * replica.in_blocks / layers)
+    exposed = times * (last - backward) if hidden else sent
+    return Communicated(exposed, sent, size, 0.0, total * replica.in_blocks / layers)
 
 
 def _sharded(replica: _Replica, run: Training, hide_forward: bool, hide_backward: bool) -> Communicated:

@@ -27,7 +27,7 @@ from typing import NamedTuple
 from ...base.errors import NotAvailable, SpecError
 from ...hardware.gpu import GPU
 from ...hardware.gpu import gpu as find_gpu
-from ...hardware.links import Cluster
+from ...hardware.links import Cluster, pcie_rates
 from ...specs.check import check
 from ...specs.model import ModelLike, ModelSpec
 from ...specs.model import model as find_model
@@ -38,7 +38,7 @@ from ..memory.fsdp import uses_fsdp
 from ..memory.share import bytes_of
 from . import step as time
 from .data_parallel import data_parallel, shard_group
-from .flops import flops
+from .flops import Flops, flops
 from .kernels import Kernels, kernels, training_rates
 
 BUCKET_BYTES = 25 * 2**20  # torch DDP's bucket_cap_mb, of gradients that are all-reduced
@@ -83,6 +83,22 @@ class Step(NamedTuple):
         return self.compute + sent + self.bubble + self.update + self.scale
 
 
+class Computation(NamedTuple):
+    """What a step on many GPUs computes, whichever links join them."""
+
+    passes: time.Passes | None
+    counted: Flops
+    update: float
+
+
+def computation(spec: ModelSpec, run: Training, card: GPU, traced: time.Traced | None = None) -> Computation:
+    """Return what a rank computes in a step: its passes (None for a dtype that `card` has no units for), the step's
+    FLOP and the seconds of its update."""
+    passes = traced.passes if traced else time.passes(spec, run, card)
+    update = traced.update if traced else time.update_seconds(spec, run, kernels(card)) if passes else 0.0
+    return Computation(passes, flops(spec, run, card), update)
+
+
 def step(
     model: ModelLike,
     run: Training,
@@ -91,6 +107,7 @@ def step(
     overlap: tuple[str, ...] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     traced: time.Traced | None = None,
+    known: Computation | None = None,
 ) -> Step:
     """Return how long one optimizer step of `run` takes on `cluster`, and each part of it.
 
@@ -100,15 +117,19 @@ def step(
     "gradients", the same in backward only: forward waits for each unit's parameters; "tensor", backward's
     communication behind backward's products, as Megatron-LM does; None is what the run's stack hides: "data", and of
     Megatron-LM "tensor" too; of both it and DeepSpeed what their options say. `traced`: a simulated rank's
-    own passes, which have FSDP2's copies and those of DDP's buckets, and its update. Raises SpecError for settings that
-    contradict each other, NotAvailable for a dtype that the card has no units for, and where no link is known.
+    own passes, which have FSDP2's copies and those of DDP's buckets, and its update; `known`: what `computation`
+    returned of the same run, for steps on several clusters. Raises SpecError for settings that contradict each other,
+    NotAvailable for a dtype that the card has no units for, and where no link is known.
     """
     spec, gpu = find_model(model), find_gpu(card)
     check(spec, run, gpu)
     if overlap is None:
         overlap = _hidden(run)
     _check(run, overlap, bucket_bytes)
-    found, passed = kernels(gpu), traced.passes if traced else time.passes(spec, run, gpu)
+    if rates := pcie_rates(cluster.inside, min(run.world_size, cluster.gpus), gpu.peer_access):
+        cluster = cluster.reaching(rates.median)  # all GPUs of a node share its host, whatever groups they are in
+    found, known = kernels(gpu), known or computation(spec, run, gpu, traced)
+    passed, counted = known.passes, known.counted
     if passed is None:
         raise NotAvailable(f"{gpu.name} has no units for {time.peak_dtype(run)}: no time follows")
     m = run.accumulation
@@ -143,7 +164,6 @@ def step(
     stages = [*(seconds[n] for n in layers[:-1]), last.seconds + layers[-1] * within + gathered]
     slowest = stages.index(max(stages))
     n, compute = layers[slowest], computed[slowest]
-    counted = flops(spec, run, gpu)
     forward = counted.forward / counted.total
     one = block.seconds / m
     data = data_parallel(spec, run, cluster, found, compute.seconds, forward, overlap, bucket_bytes)
@@ -160,7 +180,7 @@ def step(
         pipeline=0.0 if behind else m * pipeline,
         bubble=(sum(stages) - stages[slowest] + (run.pp - 1) * pipeline) / run.virtual_stages,
         data=data.exposed + copied + scale["contention"] * data.contended(shard_group(run, cluster)),
-        update=traced.update if traced else time.update_seconds(spec, run, found),
+        update=known.update,
         data_sent=data.sent,
         data_exposed=data.exposed,
         data_later=data.later,

@@ -111,9 +111,8 @@ class Kernels:
             attention = f"{self.shares['attention']:.0%} of the data sheet"
         if not self.table and self.reached and self.card.peak("fp8"):
             products += ", in fp8 as much more as its peak is"
-        slots = node_link(self.card)
-        if slots.kind == "pcie" and (pcie := _through_pcie(slots.bandwidth)):
-            links = f"inside a node as through the PCIe of {pcie.gpu}s, else links.toml"
+        if node_link(self.card).kind == "pcie":
+            links = "inside a node as published ones (pcie_nodes.toml), else links.toml"
         reached = "fitted to records" if self.rates else f"{self.shares['bandwidth']:.0%} of the data sheet"
         moved = f"bytes at {self.bandwidth / 1e9:,.0f} GB/s, {reached}"
         sent = dict.fromkeys(("tensor", "context", "experts", "pipeline", "data"), links)
@@ -268,17 +267,13 @@ class Kernels:
 
     def collective(self, operation: str, size: float, group: Group) -> float:
         """Return the seconds of a collective of `size` bytes: measured inside a node, where the ranks are joined as
-        those were, else by the links. Through PCIe it is the links that count, not the card: the more ranks share a
-        host's, the slower."""
-        table = self.table
-        joined = group.across is None and group.ranks > 1 and group.inside.bandwidth == self._joined
-        if group.inside.kind == "pcie":
-            table = _through_pcie(group.inside.bandwidth)
-            joined = group.across is None and group.ranks > 1
+        those were and reach no rate of their own, else by the links."""
+        link = group.inside
+        joined = group.across is None and group.ranks > 1 and (link.bandwidth, link.reached) == self._joined
         # Measured was with the switches' help, where there are some.
         alike = operation != "all-reduce" or bool(group.inside.switched) == self._adding
-        if table and joined and alike:
-            found = table.collective(operation, int(size) or 1, group.ranks)
+        if self.table and joined and alike:
+            found = self.table.collective(operation, int(size) or 1, group.ranks)
             if found:
                 return found.seconds
         return communication.seconds(operation, size, group)
@@ -289,9 +284,13 @@ class Kernels:
         return bool(node_link(self.base).switched)
 
     @cached_property
-    def _joined(self) -> float | None:
-        """Bytes/s of the NVLink with which collectives were measured for this card: its own, or the same."""
-        return self.card.nvlink if self.base.nvlink == self.card.nvlink else None
+    def _joined(self) -> tuple[float, float] | None:
+        """Bytes/s of the NVLink with which collectives were measured for this card, its own or the same: the data
+        sheet's and those reached."""
+        if self.card.nvlink is None or self.base.nvlink != self.card.nvlink:
+            return None
+        link = node_link(self.card)
+        return link.bandwidth, link.reached
 
 
 @lru_cache(maxsize=1 << 12)
@@ -328,13 +327,6 @@ def _cast_seconds(gpu: str) -> float:
     times = {sizes: _matmul(gpu, *sizes, "fp8") for m, n, k in CASTING for sizes in ((m, n, k), (n, m, k))}
     known = {sizes: found.seconds for sizes, found in times.items() if found}
     return median((known[m, n, k] - known[n, m, k]) / ((m - n) * k) for m, n, k in CASTING)
-
-
-@cache
-def _through_pcie(bandwidth: float) -> KernelTable | None:
-    """Return the grids of a card whose ranks were joined by PCIe of this bandwidth alone; None where none was."""
-    cards = map(find_gpu, training_rates()["measured"])
-    return next((kernel_table(card.name) for card in cards if card.pcie == bandwidth and not card.nvlink), None)
 
 
 def _reached(card: GPU) -> float | None:

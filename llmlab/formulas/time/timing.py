@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from math import exp, hypot
+from math import exp, hypot, log
 
 from ...base.errors import NotAvailable
 from ...hardware.gpu import GPU
-from ...hardware.links import Cluster
+from ...hardware.links import GIVEN, Cluster, Rates, pcie_rates
 from ...hardware.links import cluster as cluster_of
 from ...specs.model import ModelSpec
 from ...specs.run import Run, Training
 from ...specs.stacks import DeepSpeed, Megatron
 from ..memory.share import attention_kernel
-from .distributed import Step, step
+from .distributed import Step, computation, step
 from .efficiency import Efficiency, efficiencies
 from .flops import flops, head_sizes
 from .host import STAGES, hook_seconds, hook_spread, host_seconds
@@ -37,13 +37,12 @@ from .step import (
 PARTS = ("products", "attention", "elementwise", "launches", "tensor", "context", "experts", "pipeline", "bubble",
          "data", "optimizer", "offload", "scale")  # fmt: skip
 COMPUTED, WITHIN = PARTS[:4], PARTS[4:7]  # the latter are sent between a layer's operators
+SENT = (*WITHIN, "pipeline", "data")
 FUSED = {"flash": "FlashAttention 2", "efficient": "the memory-efficient kernel", "cudnn": "cuDNN's"}
 LITTLE = 0.005  # a share that prints as 0 %
 # Nodes that nobody described can have this many times fewer adapters than the maker's: of 8 A100s AWS' p4d have 400
 # Gbit/s where a DGX has 1,600 (their data sheets), of 8 H100s Google's a3-highgpu 800 where a DGX has 3,200.
 FEWER_ADAPTERS = 4
-SLOWEST_SLOT = 8  # times slower than PCIe in full: a desktop's second slot has 4 lanes of 16, and bytes go twice
-IN_SLOTS = 2  # cards that a desktop's processor has lanes for; more share those of its chipset
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ def timing(
         return Timing()
     if not isinstance(run, Training):
         return Timing(step_seconds(spec, run, card))
-    found, nodes = kernels(card), cluster
+    found, nodes, rates, apart = kernels(card), cluster, None, (1.0, 1.0)
     # A trace has what hooks and Megatron-LM's layers start, and none of their Python.
     if traced and (hook_seconds(spec, run, found.host) or isinstance(run.stack, Megatron)):
         host = max(traced.passes.host, host_seconds(spec, run, found.host))
@@ -90,15 +89,23 @@ def timing(
     else:
         try:
             nodes = nodes or cluster_of(card)
-            terms = step(spec, run, card, nodes, traced=traced)
+            rates = pcie_rates(nodes.inside, min(run.world_size, nodes.gpus), card.peer_access)
+            known = computation(spec, run, card, traced)
+            terms = step(spec, run, card, nodes, traced=traced, known=known)
         except NotAvailable as error:
             return Timing(note=f"Time is not known: {error}.")
-        parts, note, hidden = _of(terms), _connected(run, nodes), terms.data_sent - terms.data_exposed
+        parts, note, hidden = _of(terms), _connected(run, nodes, rates), terms.data_sent - terms.data_exposed
         unnamed = terms.data_later
+        if rates:
+            ends = (nodes.reaching(rate) for rate in (rates.slow, rates.fast))
+            apart = _nodes_apart(terms, *(step(spec, run, card, each, traced=traced, known=known) for each in ends))
         layer = {name: value for name, value in terms.layer.items() if value}
     seconds = sum(parts.values())
-    factor = exp(_spread(run, found, nodes, shapes.beyond / seconds))
-    longest = _longest(spec, run, card, nodes, seconds + unnamed, factor, traced)
+    spread = _spread(run, found, shapes.beyond / seconds)
+    quicker, factor = (exp(hypot(spread, log(ratio))) for ratio in apart)  # nodes differ whatever the kernels take
+    longest = factor * (seconds + unnamed)
+    if run.world_size > 1:  # several GPUs have an engine, which takes its own time in each step
+        longest += float(training_rates()["engine"]["seconds"])
     if nodes and cluster is None and nodes.across and run.world_size > nodes.gpus:
         few = replace(nodes, adapters=max(1, nodes.adapters // FEWER_ADAPTERS))
         slower = step(spec, run, card, few, traced=traced).seconds
@@ -108,13 +115,21 @@ def timing(
     kernel = traced.attention if traced else fastest_kernel(run, attention_kernel(spec, run, card), card)
     slower = found.slower(kernel, run.seq_len, sum(head_sizes(spec)) // 2)
     sources = _sources(run, found, parts, kernel, slower, shapes)
+    if nodes and not rates and (nodes.inside.kind == "pcie" or nodes.inside.source == GIVEN):
+        sources.update({name: "the links that were given" for name in SENT if name in sources})
     sooner, later = _other_hosts(spec, run, found.host, parts)
-    low = min(seconds / factor, seconds - sooner) - shapes.sooner
+    low = min(seconds / quicker, seconds - sooner) - shapes.sooner
     high = max(longest, seconds + later) + shapes.later
     return Timing(seconds, low, high, parts, sources, {"data": hidden} if hidden else {}, layer, note)
 
 
-def _spread(run: Training, found: Kernels, nodes: Cluster | None, beyond: float) -> float:
+def _nodes_apart(terms: Step, slow: Step, fast: Step) -> tuple[float, float]:
+    """Return by what a step is divided in a node of which one in ten is faster, and multiplied where one is slower."""
+    longest = (slow.seconds + slow.data_later) / (terms.seconds + terms.data_later)
+    return terms.seconds / fast.seconds, longest
+
+
+def _spread(run: Training, found: Kernels, beyond: float) -> float:
     """Return the logarithm by which 8 in 10 predictions of such a run are off at most; `beyond`: the share of its time
     that is of products larger than those that were measured, whose own error comes to it as one that is independent."""
     spread = training_rates()["spread"]
@@ -127,8 +142,6 @@ def _spread(run: Training, found: Kernels, nodes: Cluster | None, beyond: float)
         widest.append(spread["cut"])
     if run.pp > 1 and not isinstance(run.stack, Megatron):
         widest.append(spread["pipeline"])  # whose engine is not known: DeepSpeed's took longer than Megatron-LM's
-    if run.world_size > 1 and nodes and nodes.inside.kind == "pcie":
-        widest.append(spread["data sheet"])  # how fast ranks talk through PCIe depends on a host that no table knows
     return hypot(max(widest), min(1.0, beyond) * spread["beyond"])
 
 
@@ -157,23 +170,6 @@ def _hosts_apart() -> float:
     """Return how much longer the slower of the measured hosts takes to start an operator than the faster."""
     times = [each.dispatch for each in efficiencies().values() if each.dispatch]
     return max(times) / min(times)
-
-
-def _longest(
-    spec: ModelSpec, run: Training, card: GPU, nodes: Cluster | None, seconds: float, factor: float,
-    traced: Traced | None,
-) -> float:  # fmt: skip
-    """Return the seconds that 9 in 10 such steps are below. Several GPUs have an engine, which takes its own time in
-    each step; without peer access their bytes go through the host, maybe from a slot with few lanes, which two cards of
-    a desktop with four share."""
-    if run.world_size == 1 or nodes is None:
-        return factor * seconds
-    if nodes.inside.kind == "pcie" and not card.peer_access:
-        sharing = min(max(1, min(run.world_size, nodes.gpus) - IN_SLOTS), IN_SLOTS)
-        reached, bandwidth = (rate / SLOWEST_SLOT / sharing for rate in (nodes.inside.reached, nodes.inside.bandwidth))
-        slot = replace(nodes.inside, reached=reached, bandwidth=bandwidth)
-        seconds = max(seconds, step(spec, run, card, replace(nodes, inside=slot), traced=traced).seconds)
-    return factor * seconds + float(training_rates()["engine"]["seconds"])
 
 
 def _alone(spec: ModelSpec, run: Training, card: GPU, traced: Traced | None) -> dict[str, float]:
@@ -205,11 +201,17 @@ def _of(terms: Step) -> dict[str, float]:
     return {name: values[name] for name in PARTS if values.get(name)}
 
 
-def _connected(run: Training, nodes: Cluster) -> str:
-    between = ""
+def _connected(run: Training, nodes: Cluster, rates: Rates | None) -> str:
+    between, advice = "", ""
     if nodes.across and run.world_size > nodes.gpus:
         between = f", {nodes.adapters} × {nodes.across.name} per node"
-    return f"Time: {nodes.gpus} GPUs per node on {nodes.inside.name}{between}."
+    if rates:
+        slow, middle, fast = (f"{rate / 1e9:.2g}" for rate in rates[:3])
+        advice = (
+            f" Each GPU passes on {middle} GB/s, the median of {rates.nodes} published nodes that PCIe joins; 8 of 10"
+            f" reach {slow} to {fast}: measure yours with nccl-tests and give busbw (cluster's reached=, --link-gb-s)."
+        )
+    return f"Time: {nodes.gpus} GPUs per node on {nodes.inside.name}{between}.{advice}"
 
 
 def _sources(
