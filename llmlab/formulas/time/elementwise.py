@@ -28,6 +28,10 @@ from .products import ROW_PARALLEL, is_last, multiplied_wide
 LOGITS_MOVES = 10.0  # of the logits in fp32, by the loss
 # Fused, the loss reads the logits in half precision, for their maximum and sum and for the gradient, and writes that.
 FUSED_LOGITS = 4 * 2
+# A compiled model returns its logits too: backward starts from zeros for their gradient, written and read, and pads rows
+# of no whole 16 bytes by a copy (`loss_bytes`). On an H200 the loss of Llama-3.2-1B took 3.8 ms, at its bandwidth 12
+# bytes of each of 1.05e9 logits (4 × 2,048 tokens, bf16, torch 2.11, 2026-11-26).
+RETURNED_LOGITS, PADDED_LOGITS = 2 * 2, 2
 # Megatron-LM's (tensor_parallel/cross_entropy.py), by --cross-entropy-fusion-impl: to fp32, the maximum, minus that,
 # exp, the sum, over that; backward times the gradient, to half. Compiled function by function, the maximum is taken as
 # the copy is made, and exp and the sum as it is subtracted.
@@ -66,6 +70,8 @@ def _moved(spec: ModelSpec, run: Training, flash: bool, any_layout: bool, behind
         each = MEGATRON_LOGITS[run.stack.cross_entropy_fusion_impl]
     elif (run.compile and getattr(run.stack, "compile_loss", True)) or run.kernels in ("liger", "fused-loss"):
         each = FUSED_LOGITS
+        if share.compiled and run.kernels is None:
+            each += RETURNED_LOGITS + (PADDED_LOGITS if share.pads_rows else 0)
     logits = each * share.tokens * spec.vocab / share.loss_ranks
     fused = run.compile or run.kernels == "liger"
     block = (fused_block if fused else STACKS.get(type(run.stack), plain_block))(share)
@@ -358,7 +364,9 @@ def fused_block(share: Share) -> float:
 
         norm, with the sum before it    reads the stream and a branch's output, writes the stream and its own output;
                                         backward: reads the gradient of each linear layer's input, the stream and its
-                                        gradient, writes that
+                                        gradient, writes that, and again as products need it; with dropout its mask
+        biases                          backward reads gradients of all tokens to sum them; those of queries, keys and
+                                        values, which one layer made, are put together
         rotation                        reads and writes queries and keys, backward too
         activation                      gated: reads 2 f, writes f; backward: reads 3 f, writes 2 f, and f once more for
                                         the weight's gradient. Else 2 f, and 3 f
@@ -368,13 +376,18 @@ def fused_block(share: Share) -> float:
     spec, run, T, r, c = share.spec, share.run, share.tokens, share.bytes.residual, share.bytes.compute
     linears = (1 if spec.fused_qkv else 3, 2 if spec.gated else 1)
     divided = run.tp if run.sequence_parallel else 1
-    norms = [spec.hidden * (2 * (r + c)) / divided for _ in linears]
-    norms_back = [spec.hidden * (3 * r + n * c) / divided for n in linears]
+    mask = 1 if spec.dropout else 0
+    narrow = c if r != c else 0
+    norms = [spec.hidden * (2 * (r + c) + mask) / divided for _ in linears]
+    norms_back = [spec.hidden * (3 * r + n * c + narrow + mask) / divided for n in linears]
+    biases = 0.0 if run.lora else c * sum(each.outputs * each.count for each in spec.block_linears if each.bias)
+    joined = 2 * c * (spec.query_width + 2 * spec.key_width) if spec.fused_qkv else 0
     rotated = 0 if spec.learned_positions else 2 * c * (spec.query_width + spec.key_width) / run.tp
     width = spec.token_mlp_width * c / run.tp
     activated = (3 if spec.gated else 2) * width
     forward = sum(norms) + rotated + activated
     backward = sum(norms_back) + rotated + (6 if spec.gated else 3) * width
+    backward += (biases / spec.layers + joined) / run.tp
     again, repeated = (1.0, forward) if run.checkpointing else (0.0, 0.0)
     scores = 0.0
     if share.kernel == "eager" and run.compile:
