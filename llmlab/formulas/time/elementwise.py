@@ -29,7 +29,7 @@ LOGITS_MOVES = 10.0  # of the logits in fp32, by the loss
 # Fused, the loss reads the logits in half precision, for their maximum and sum and for the gradient, and writes that.
 FUSED_LOGITS = 4 * 2
 # A compiled model returns its logits too: backward starts from zeros for their gradient, written and read, and pads rows
-# of no whole 16 bytes by a copy (`loss_bytes`). On an H200 the loss of Llama-3.2-1B took 3.8 ms, at its bandwidth 12
+# of no whole 16 bytes by a copy (temporaries.loss_bytes). Of Llama-3.2-1B it took an H200 3.8 ms, at its bandwidth 12
 # bytes of each of 1.05e9 logits (4 × 2,048 tokens, bf16, torch 2.11, 2026-11-26).
 RETURNED_LOGITS, PADDED_LOGITS = 2 * 2, 2
 # Megatron-LM's (tensor_parallel/cross_entropy.py), by --cross-entropy-fusion-impl: to fp32, the maximum, minus that,
@@ -44,10 +44,12 @@ CARDS = {True: "A100", False: "T4"}  # with FlashAttention, and without
 
 
 class Moved(NamedTuple):
-    """Bytes of a step's element-wise operators: in blocks, and in the loss, which only the last pipeline stage has."""
+    """Bytes of a step's element-wise operators: in blocks, and in the loss, which only the last pipeline stage has; and
+    of those in blocks the ones of tensors with gaps between their elements, which go slower (`Efficiency.strided`)."""
 
     blocks: float
     loss: float
+    strided: float
 
 
 def moved(spec: ModelSpec, run: Training, card: GPU | None = None) -> Moved:
@@ -77,7 +79,11 @@ def _moved(spec: ModelSpec, run: Training, flash: bool, any_layout: bool, behind
     block = (fused_block if fused else STACKS.get(type(run.stack), plain_block))(share)
     block += weight_casts(share) + fp8_casts(spec, run, any_layout) / spec.layers + adapters(share)
     blocks = run.accumulation * spec.layers / run.pp * block + accumulated(spec, run, behind)
-    return Moved(blocks, run.accumulation * logits)
+    turned = 0.0
+    if not fused and type(run.stack) not in STACKS and not spec.learned_positions:
+        turn = rotation(share)
+        turned = share.tokens / run.tp * (turn.forward * (1 + bool(run.checkpointing)) + turn.backward)
+    return Moved(blocks, run.accumulation * logits, run.accumulation * spec.layers / run.pp * turned)
 
 
 def cast(one: int, other: int) -> int:
@@ -134,9 +140,7 @@ def plain_block(share: Share) -> float:
     if share.autocast or run.quantization:
         copied = sum(map(partial(linear_casts, share), spec.block_linears)) / spec.layers
         forward, backward = forward + copied, backward + copied
-    turned = Q + K
     if spec.mla:
-        turned = (spec.heads + 1) * spec.mla.qk_rope_head_dim
         latent, put = rmsnorm(c, trained), 4 * c * Q  # queries and keys are put together from pieces
         width = (spec.mla.q_lora_rank or 0) + spec.mla.kv_lora_rank
         forward, backward = forward + latent.forward * width + put, backward + latent.backward * width + 2.5 * put
@@ -144,8 +148,8 @@ def plain_block(share: Share) -> float:
         each = rmsnorm(m, trained)
         forward, backward = forward + each.forward * (Q + K), backward + each.backward * (Q + K)
     if not spec.learned_positions:
-        forward += turned * (2 * (m + r) + 3 * m + 3 * r + cast(r, c))
-        backward += turned * (cast(r, c) + 4 * r + 2 * cast(r, m) + 13 * m)
+        turn = rotation(share)
+        forward, backward = forward + turn.forward, backward + turn.backward
     if spec.fused_qkv:
         backward += (2 if spec.learned_positions else 11) * m * (Q + 2 * K)  # of a split; of three slices
     if trained:
@@ -157,6 +161,15 @@ def plain_block(share: Share) -> float:
         sent = routed(share)
         once, back = once + sent.forward, back + sent.backward
     return share.tokens * (once + back + (once - last if run.checkpointing else 0.0))
+
+
+def rotation(share: Share) -> Pass:
+    """Return the bytes per token in which queries and keys are rotated, all of it of heads in another order than they
+    were made in, or of halves of them."""
+    spec, r, m, c = share.spec, share.bytes.residual, share.linear_bytes, share.attention_bytes
+    turned = (spec.heads + 1) * spec.mla.qk_rope_head_dim if spec.mla else spec.query_width + spec.key_width
+    forward = 2 * (m + r) + 3 * m + 3 * r + cast(r, c)
+    return Pass(turned * forward, turned * (cast(r, c) + 4 * r + 2 * cast(r, m) + 13 * m))
 
 
 def rmsnorm(b: int, trained: bool) -> Pass:
