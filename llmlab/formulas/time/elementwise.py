@@ -29,8 +29,8 @@ LOGITS_MOVES = 10.0  # of the logits in fp32, by the loss
 # Fused, the loss reads the logits in half precision, for their maximum and sum and for the gradient, and writes that.
 FUSED_LOGITS = 4 * 2
 # A compiled model returns its logits too: backward starts from zeros for their gradient, written and read, and pads
-# rows of no whole 16 bytes by a copy (temporaries.loss_bytes). Of Llama-3.2-1B it took an H200 3.8 ms, at its bandwidth 12
-# bytes of each of 1.05e9 logits (4 × 2,048 tokens, bf16, torch 2.11, 2026-11-26).
+# rows of no whole 16 bytes by a copy (temporaries.loss_bytes). Of Llama-3.2-1B the loss took an H200 3.8 ms, at its
+# bandwidth 12 bytes of each of 1.05e9 logits (4 × 2,048 tokens, bf16, torch 2.11, 2026-11-26).
 RETURNED_LOGITS, PADDED_LOGITS = 2 * 2, 2
 # Megatron-LM's (tensor_parallel/cross_entropy.py), by --cross-entropy-fusion-impl: to fp32, the maximum, minus that,
 # exp, the sum, over that; backward times the gradient, to half. Compiled function by function, the maximum is taken as
