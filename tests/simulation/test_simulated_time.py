@@ -295,7 +295,7 @@ def test_the_formula_moves_the_bytes_that_the_operators_do(config, fields, check
     one, two = (both({**config, layers: n}) for n in (1, 2))  # a layer more: neither logits nor weights
     simulated, formula, strided, gaps = (more - less for more, less in zip(two, one, strict=True))
     assert formula == pytest.approx(simulated, rel=0.1)
-    if config is LLAMA and run.attention != "eager":
+    if config is LLAMA and fields in (BF16, AUTOCAST):
         assert gaps == pytest.approx(strided, rel=0.1)
 
 

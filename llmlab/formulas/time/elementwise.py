@@ -81,7 +81,7 @@ def _moved(spec: ModelSpec, run: Training, flash: bool, any_layout: bool, behind
     blocks = run.accumulation * spec.layers / run.pp * block + accumulated(spec, run, behind)
     turned = 0.0
     if not fused and type(run.stack) not in STACKS and not spec.learned_positions:
-        turn = rotation(share)
+        _, turn = rotation(share)
         turned = share.tokens / run.tp * (turn.forward * (1 + bool(run.checkpointing)) + turn.backward)
     return Moved(blocks, run.accumulation * logits, run.accumulation * spec.layers / run.pp * turned)
 
@@ -148,7 +148,7 @@ def plain_block(share: Share) -> float:
         each = rmsnorm(m, trained)
         forward, backward = forward + each.forward * (Q + K), backward + each.backward * (Q + K)
     if not spec.learned_positions:
-        turn = rotation(share)
+        turn, _ = rotation(share)
         forward, backward = forward + turn.forward, backward + turn.backward
     if spec.fused_qkv:
         backward += (2 if spec.learned_positions else 11) * m * (Q + 2 * K)  # of a split; of three slices
@@ -163,13 +163,14 @@ def plain_block(share: Share) -> float:
     return share.tokens * (once + back + (once - last if run.checkpointing else 0.0))
 
 
-def rotation(share: Share) -> Pass:
-    """Return the bytes per token in which queries and keys are rotated, all of it of heads in another order than they
-    were made in, or of halves of them."""
+def rotation(share: Share) -> tuple[Pass, Pass]:
+    """Return the bytes per token in which queries and keys are rotated; and those of heads in another order than they
+    were made in, or of halves of them: all but the product of the halves that were put together, and its sine."""
     spec, r, m, c = share.spec, share.bytes.residual, share.linear_bytes, share.attention_bytes
     turned = (spec.heads + 1) * spec.mla.qk_rope_head_dim if spec.mla else spec.query_width + spec.key_width
-    forward = 2 * (m + r) + 3 * m + 3 * r + cast(r, c)
-    return Pass(turned * forward, turned * (cast(r, c) + 4 * r + 2 * cast(r, m) + 13 * m))
+    forward = turned * (2 * (m + r) + 3 * m + 3 * r + cast(r, c))
+    backward = turned * (cast(r, c) + 4 * r + 2 * cast(r, m) + 13 * m)
+    return Pass(forward, backward), Pass(forward - turned * (m + r), backward)
 
 
 def rmsnorm(b: int, trained: bool) -> Pass:
