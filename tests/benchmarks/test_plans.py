@@ -69,7 +69,7 @@ def test_a_row_has_a_run_of_its_own_where_memory_is_another():
     assert replace(never_updated.held, optimizer="adamw") == never_updated.run != never_updated.held
     own = {row.id for row in rows.values() if row.held not in (None, row.run)}
     assert {id.rpartition("-")[0] for id in own} == {
-        "evo-tp1-all", "evo-tp2-all", "megatron-2021", "modded-nanogpt", "olmo-core-llama", "olmo-core-olmo",
+        "evo-tp1-all", "evo-tp2-all", "megatron-2021", "olmo-core-llama", "olmo-core-olmo",
         "prime-0.6b-h100", "qwen-72b-lora", "s1t", "smt", "vectorlm-full-1", "vectorlm-full-2", "vectorlm-full-4",
     }  # fmt: skip
     unknown = {case.id for case in plans.cases() if case.uncertain}

@@ -82,6 +82,11 @@ class Share:
         return self.blocks_compiled or liger
 
     @property
+    def pads_rows(self) -> bool:
+        """Whether rows of logits are not whole 16 bytes, which a compiler pads for products."""
+        return self.bytes.compute == 2 and self.spec.vocab % 8 > 0
+
+    @property
     def masked(self) -> bool:
         """Whether transformers gives SDPA a causal mask: where it is compiled (masking_utils.py, with torch before
         2.14)."""

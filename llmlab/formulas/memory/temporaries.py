@@ -130,7 +130,7 @@ def loss_bytes(share: Share) -> LossBytes:
         # zeros, the gradient of the logits that the model returns and no loss reads (torch/_functorch/_aot_autograd/
         # runtime_wrappers.py: a compiled function's tangents are tensors). Rows of no whole 16 bytes are padded for
         # the head's products, by a copy (torch/_inductor/fx_passes/pad_mm.py).
-        padded = spec.vocab % 8 > 0 and c == 2
+        padded = share.pads_rows
         return LossBytes(logits * c, logits * c * (3 + padded), logits * c * (2 + padded), logits * c, logits * c)
     upcast = 0 if c == 4 else 4
     # torch's loss_parallel writes log_softmax out in operators, and has one more temporary both ways.

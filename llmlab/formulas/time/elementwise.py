@@ -28,6 +28,10 @@ from .products import ROW_PARALLEL, is_last, multiplied_wide
 LOGITS_MOVES = 10.0  # of the logits in fp32, by the loss
 # Fused, the loss reads the logits in half precision, for their maximum and sum and for the gradient, and writes that.
 FUSED_LOGITS = 4 * 2
+# A compiled model returns its logits too: backward starts from zeros for their gradient, written and read, and pads
+# rows of no whole 16 bytes by a copy (temporaries.loss_bytes). Of Llama-3.2-1B the loss took an H200 3.8 ms, at its
+# bandwidth 12 bytes of each of 1.05e9 logits (4 × 2,048 tokens, bf16, torch 2.11, 2026-11-26).
+RETURNED_LOGITS, PADDED_LOGITS = 2 * 2, 2
 # Megatron-LM's (tensor_parallel/cross_entropy.py), by --cross-entropy-fusion-impl: to fp32, the maximum, minus that,
 # exp, the sum, over that; backward times the gradient, to half. Compiled function by function, the maximum is taken as
 # the copy is made, and exp and the sum as it is subtracted.
@@ -40,10 +44,12 @@ CARDS = {True: "A100", False: "T4"}  # with FlashAttention, and without
 
 
 class Moved(NamedTuple):
-    """Bytes of a step's element-wise operators: in blocks, and in the loss, which only the last pipeline stage has."""
+    """Bytes of a step's element-wise operators: in blocks, and in the loss, which only the last pipeline stage has; and
+    of those in blocks the ones of tensors with gaps between their elements, which go slower (`Efficiency.strided`)."""
 
     blocks: float
     loss: float
+    strided: float
 
 
 def moved(spec: ModelSpec, run: Training, card: GPU | None = None) -> Moved:
@@ -66,12 +72,18 @@ def _moved(spec: ModelSpec, run: Training, flash: bool, any_layout: bool, behind
         each = MEGATRON_LOGITS[run.stack.cross_entropy_fusion_impl]
     elif (run.compile and getattr(run.stack, "compile_loss", True)) or run.kernels in ("liger", "fused-loss"):
         each = FUSED_LOGITS
+        if share.compiled and run.kernels is None:
+            each += RETURNED_LOGITS + (PADDED_LOGITS if share.pads_rows else 0)
     logits = each * share.tokens * spec.vocab / share.loss_ranks
     fused = run.compile or run.kernels == "liger"
     block = (fused_block if fused else STACKS.get(type(run.stack), plain_block))(share)
     block += weight_casts(share) + fp8_casts(spec, run, any_layout) / spec.layers + adapters(share)
     blocks = run.accumulation * spec.layers / run.pp * block + accumulated(spec, run, behind)
-    return Moved(blocks, run.accumulation * logits)
+    turned = 0.0
+    if not fused and type(run.stack) not in STACKS and not spec.learned_positions:
+        _, turn = rotation(share)
+        turned = share.tokens / run.tp * (turn.forward * (1 + bool(run.checkpointing)) + turn.backward)
+    return Moved(blocks, run.accumulation * logits, run.accumulation * spec.layers / run.pp * turned)
 
 
 def cast(one: int, other: int) -> int:
@@ -128,9 +140,7 @@ def plain_block(share: Share) -> float:
     if share.autocast or run.quantization:
         copied = sum(map(partial(linear_casts, share), spec.block_linears)) / spec.layers
         forward, backward = forward + copied, backward + copied
-    turned = Q + K
     if spec.mla:
-        turned = (spec.heads + 1) * spec.mla.qk_rope_head_dim
         latent, put = rmsnorm(c, trained), 4 * c * Q  # queries and keys are put together from pieces
         width = (spec.mla.q_lora_rank or 0) + spec.mla.kv_lora_rank
         forward, backward = forward + latent.forward * width + put, backward + latent.backward * width + 2.5 * put
@@ -138,8 +148,8 @@ def plain_block(share: Share) -> float:
         each = rmsnorm(m, trained)
         forward, backward = forward + each.forward * (Q + K), backward + each.backward * (Q + K)
     if not spec.learned_positions:
-        forward += turned * (2 * (m + r) + 3 * m + 3 * r + cast(r, c))
-        backward += turned * (cast(r, c) + 4 * r + 2 * cast(r, m) + 13 * m)
+        turn, _ = rotation(share)
+        forward, backward = forward + turn.forward, backward + turn.backward
     if spec.fused_qkv:
         backward += (2 if spec.learned_positions else 11) * m * (Q + 2 * K)  # of a split; of three slices
     if trained:
@@ -151,6 +161,16 @@ def plain_block(share: Share) -> float:
         sent = routed(share)
         once, back = once + sent.forward, back + sent.backward
     return share.tokens * (once + back + (once - last if run.checkpointing else 0.0))
+
+
+def rotation(share: Share) -> tuple[Pass, Pass]:
+    """Return the bytes per token in which queries and keys are rotated; and those of heads in another order than they
+    were made in, or of halves of them: all but the product of the halves that were put together, and its sine."""
+    spec, r, m, c = share.spec, share.bytes.residual, share.linear_bytes, share.attention_bytes
+    turned = (spec.heads + 1) * spec.mla.qk_rope_head_dim if spec.mla else spec.query_width + spec.key_width
+    forward = turned * (2 * (m + r) + 3 * m + 3 * r + cast(r, c))
+    backward = turned * (cast(r, c) + 4 * r + 2 * cast(r, m) + 13 * m)
+    return Pass(forward, backward), Pass(forward - turned * (m + r), backward)
 
 
 def rmsnorm(b: int, trained: bool) -> Pass:
@@ -358,7 +378,9 @@ def fused_block(share: Share) -> float:
 
         norm, with the sum before it    reads the stream and a branch's output, writes the stream and its own output;
                                         backward: reads the gradient of each linear layer's input, the stream and its
-                                        gradient, writes that
+                                        gradient, writes that, and again as products need it; with dropout its mask
+        biases                          backward reads gradients of all tokens to sum them; those of queries, keys and
+                                        values, which one layer made, are put together
         rotation                        reads and writes queries and keys, backward too
         activation                      gated: reads 2 f, writes f; backward: reads 3 f, writes 2 f, and f once more for
                                         the weight's gradient. Else 2 f, and 3 f
@@ -368,13 +390,18 @@ def fused_block(share: Share) -> float:
     spec, run, T, r, c = share.spec, share.run, share.tokens, share.bytes.residual, share.bytes.compute
     linears = (1 if spec.fused_qkv else 3, 2 if spec.gated else 1)
     divided = run.tp if run.sequence_parallel else 1
-    norms = [spec.hidden * (2 * (r + c)) / divided for _ in linears]
-    norms_back = [spec.hidden * (3 * r + n * c) / divided for n in linears]
+    mask = 1 if spec.dropout else 0
+    narrow = c if r != c else 0
+    norms = [spec.hidden * (2 * (r + c) + mask) / divided for _ in linears]
+    norms_back = [spec.hidden * (3 * r + n * c + narrow + mask) / divided for n in linears]
+    biases = 0.0 if run.lora else c * sum(each.outputs * each.count for each in spec.block_linears if each.bias)
+    joined = 2 * c * (spec.query_width + 2 * spec.key_width) if spec.fused_qkv else 0
     rotated = 0 if spec.learned_positions else 2 * c * (spec.query_width + spec.key_width) / run.tp
     width = spec.token_mlp_width * c / run.tp
     activated = (3 if spec.gated else 2) * width
     forward = sum(norms) + rotated + activated
     backward = sum(norms_back) + rotated + (6 if spec.gated else 3) * width
+    backward += (biases / spec.layers + joined) / run.tp
     again, repeated = (1.0, forward) if run.checkpointing else (0.0, 0.0)
     scores = 0.0
     if share.kernel == "eager" and run.compile:

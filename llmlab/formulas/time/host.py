@@ -21,6 +21,7 @@ from ...specs.run import Training
 from ...specs.stacks import DeepSpeed, Megatron, Torchtitan, Torchtune
 from ..memory.share import adapted
 from .efficiency import Efficiency
+from .products import products
 
 
 class Operators(NamedTuple):
@@ -40,6 +41,10 @@ class Operators(NamedTuple):
     def plus(self, more: Operators) -> Operators:
         """Return these and `more`."""
         return Operators(*(mine + theirs for mine, theirs in zip(self, more, strict=True)))
+
+    def times(self, count: float) -> Operators:
+        """Return these, `count` times."""
+        return Operators(*(count * mine for mine in self))
 
 
 class Hooks(NamedTuple):
@@ -131,18 +136,35 @@ def _operators(
     return reduce(Operators.plus, found)
 
 
-def host_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> float:
-    """Return the seconds the CPU takes to start the operators of one device's forward and backward passes, and for
-    hooks between them; none where a compiler has made few kernels of them."""
-    if run.compile:
-        return 0.0
-    seconds = spec.layers * operators(spec, run).seconds(host)
+def started(spec: ModelSpec, run: Training) -> Operators:
+    """Return the operators of all blocks in a micro-batch, adapters' with them."""
+    found = operators(spec, run).times(spec.layers)
     if adapters := sum(linear.count for linear in adapted(spec, run)):
         each = ADAPTER if run.checkpointing is None else ADAPTER.plus(ADAPTER_AGAIN[run.checkpointing])
         if run.lora and run.lora.dropout:
             each = each.plus(ADAPTER_DROPOUT)
             each = each if run.checkpointing is None else each.plus(ADAPTER_DROPOUT_AGAIN)
-        seconds += adapters * each.seconds(host)
+        found = found.plus(each.times(adapters))
+    return found
+
+
+def small_kernels(spec: ModelSpec, run: Training) -> float:
+    """Return the kernels of a step on one device that are no products: each takes its start besides what it moves. None
+    where a compiler, or Liger, has made few of them; and of Megatron-LM's layers `MEGATRON` counts no kernels."""
+    if run.compile or run.kernels == "liger" or isinstance(run.stack, Megatron):
+        return 0.0
+    each = started(spec, run)
+    multiplied = sum(one.forward + one.again + one.input_gradient + one.weight_gradient for one in products(spec, run)
+                     if one.part in ("attention", "mlp", "adapters"))  # fmt: skip
+    return run.accumulation / run.pp * max(0.0, each.kernels + each.kernels_back - multiplied)
+
+
+def host_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> float:
+    """Return the seconds the CPU takes to start the operators of one device's forward and backward passes, and for
+    hooks between them; none where a compiler has made few kernels of them."""
+    if run.compile:
+        return 0.0
+    seconds = started(spec, run).seconds(host)
     if run.quantization:
         quantized = sum(linear.count for linear in spec.block_linears)
         seconds += quantized * (3 if run.checkpointing == "full" else 2) * host.custom

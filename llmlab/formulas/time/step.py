@@ -26,7 +26,7 @@ from ..memory.states import States, states
 from .efficiency import Efficiency, efficiency
 from .elementwise import moved
 from .flops import flops, head_sizes
-from .host import host_seconds
+from .host import host_seconds, small_kernels
 from .kernels import Kernels, kernels
 from .offload import offloaded_step
 from .products import Product, gradients_of_first_block, multiplied_wide, products
@@ -133,8 +133,10 @@ def passes(spec: ModelSpec, run: Training, card: GPU) -> Passes | None:
     attention = attention_seconds(spec, run, found)
     if multiplied is None or attention is None:
         return None
-    blocks, loss = (size / found.bandwidth for size in moved(spec, run, card))
-    made = Passes(multiplied, attention, blocks, loss, host_seconds(spec, run, found.host))
+    sent, rates = moved(spec, run, card), found.operators
+    slower = sent.strided * (1 / rates.strided - 1 / rates.bandwidth)
+    blocks = sent.blocks / found.bandwidth + slower + small_kernels(spec, run) * rates.launch
+    made = Passes(multiplied, attention, blocks, sent.loss / found.bandwidth, host_seconds(spec, run, found.host))
     return made._replace(host=made.host + made.card) if launches_wait(run) else made
 
 
