@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ...specs.stacks import StackOptions, Torchtitan, Torchtune
 from .. import newton_schulz
-from .activations import adapters_stream
+from .activations import adapters_stream, mlp_saved, per_device
 from .fsdp import reduced_bytes, uses_fsdp, waits
 from .scores import backward_scores, score_elements
 from .share import Share, adapted, adapter_bytes
@@ -129,9 +129,12 @@ def loss_bytes(share: Share) -> LossBytes:
         # One kernel casts as it reads, and nothing but the logits is kept. The gradient is written beside them and
         # zeros, the gradient of the logits that the model returns and no loss reads (torch/_functorch/_aot_autograd/
         # runtime_wrappers.py: a compiled function's tangents are tensors). Rows of no whole 16 bytes are padded for
-        # the head's products, by a copy (torch/_inductor/fx_passes/pad_mm.py).
-        padded = spec.vocab % 8 > 0 and c == 2
-        return LossBytes(logits * c, logits * c * (3 + padded), logits * c * (2 + padded), logits * c, logits * c)
+        # the head's products, by a copy where there are two of them (torch/_inductor/fx_passes/pad_mm.py). Of a cap
+        # both its sides are kept.
+        padded = spec.vocab % 8 > 0 and c == 2 and not run.lora
+        capped = logits * c * bool(spec.logit_softcap)
+        return LossBytes(logits * c + capped, logits * c * (3 + padded) + capped, logits * c * (2 + padded) + capped,
+                         logits * c, logits * c + capped)  # fmt: skip
     upcast = 0 if c == 4 else 4
     # torch's loss_parallel writes log_softmax out in operators, and has one more temporary both ways.
     extra = (4 if share.loss_ranks > 1 else 0) + (c if spec.logit_softcap else 0)
@@ -175,9 +178,13 @@ def block_backward(share: Share, kept: dict[str, int], whole: dict[str, int]) ->
     recomputed = sum(whole.values()) - kept.get("matmul outputs", 0) if run.checkpointing else 0
     if run.checkpointing and not kept["block inputs"]:  # summed again, of all blocks
         recomputed += share.layers * between_stages(share)
-    gone = whole.get("mlp", 0)  # when attention's backward begins; of adapters' inputs but that of q, k and v
-    if run.checkpointing and share.blocks_compiled:
-        gone += max(0, whole.get("adapters", 0) - share.tokens * adapter_bytes(run) * spec.hidden)
+    # When attention's backward begins; compiled, of what lies around the MLP only adapters' inputs.
+    if share.blocks_compiled:
+        gone = whole.get("mlp", 0)
+        if run.checkpointing:
+            gone += max(0, whole.get("adapters", 0) - share.tokens * adapter_bytes(run) * spec.hidden)
+    else:
+        gone = sum(per_device(mlp_saved(share), run).values())
     return BlockBackward(*_in_halves(share, gone, gradients), recomputed)
 
 
@@ -213,7 +220,8 @@ def _in_halves(share: Share, mlp_kept: int, gradients: int) -> tuple[int, int]:
     # Compiled, backward writes over what it has read: down_proj's input too, which LoRA does not keep. Of a recomputed
     # block all is there first.
     over = share.compiled and not run.checkpointing
-    again = share.blocks_compiled and run.checkpointing is not None and run.lora is not None
+    recomputed = share.blocks_compiled and run.checkpointing is not None
+    again = recomputed and run.lora is not None
     adapters = any(linear.part == "mlp" and linear.inputs == spec.hidden for linear in adapted(spec, run))
     widths: float = 1 + (run.lora is not None) if over else max(3, _eager_adapters(share)) if spec.gated else 2
     widths, streams = _beside_adapters(share) if again else (widths, 0)
@@ -221,7 +229,7 @@ def _in_halves(share: Share, mlp_kept: int, gradients: int) -> tuple[int, int]:
     if over and adapters and adapter_bytes(run) == 4:  # the gradients of adapters' inputs, in fp32
         mlp += 4 * share.tokens * (2 * spec.token_mlp_width + spec.hidden)
     if share.writes_scores:
-        attention = backward_scores(share) - mlp_kept
+        attention = backward_scores(share) - (0 if recomputed else mlp_kept)
     else:
         attention = share.tokens * c * 4 * spec.query_width // run.tp - mlp_kept
         # Beside the gradient of the block's output: where weights are trained, what their gradients read.
