@@ -159,9 +159,9 @@ def dequantized(share: Share) -> int:
     return element * max(linear.inputs * linear.outputs for linear in share.spec.block_linears)
 
 
-def block_backward(share: Share, kept: dict[str, int], whole: dict[str, int]) -> BlockBackward:
+def block_backward(share: Share, kept: dict[str, int], whole: dict[str, int], first: bool = True) -> BlockBackward:
     """Return what the block takes whose backward runs, of which forward kept `kept` bytes by kind, and keeps `whole`
-    where nothing is recomputed. Its own gradients, of several micro-batches, are added to the earlier ones, except
+    where nothing is recomputed. A compiled graph writes a mask out for all heads once, in its `first` block. Its own gradients, of several micro-batches, are added to the earlier ones, except
     where FSDP2 has only shards of those, or sums of another dtype."""
     spec, run = share.spec, share.run
     in_backward = isinstance(run.stack, StackOptions) and run.stack.steps_in_backward(run)  # and gone at once
@@ -185,7 +185,8 @@ def block_backward(share: Share, kept: dict[str, int], whole: dict[str, int]) ->
             gone += max(0, whole.get("adapters", 0) - share.tokens * adapter_bytes(run) * spec.hidden)
     else:
         gone = sum(per_device(mlp_saved(share), run).values())
-    return BlockBackward(*_in_halves(share, gone, gradients), recomputed)
+    masks = share.remade_masks if first else min(1, share.remade_masks)
+    return BlockBackward(*_in_halves(share, gone, gradients, masks), recomputed)
 
 
 def forward_height(share: Share) -> int:
@@ -212,10 +213,10 @@ def _at(height: Height, block: Block, share: Share, kept: int, gradient: int) ->
     )
 
 
-def _in_halves(share: Share, mlp_kept: int, gradients: int) -> tuple[int, int]:
+def _in_halves(share: Share, mlp_kept: int, gradients: int, masks: int) -> tuple[int, int]:
     """Return the temporaries of a block's backward and its own gradients by then, at the higher of two moments: in its
     MLP or in its attention, which comes after the MLP, whose `mlp_kept` bytes are free by then, and whose `gradients`
-    exist."""
+    exist; with `masks` heads' masks."""
     spec, run, c = share.spec, share.run, share.bytes.compute
     # Compiled, backward writes over what it has read: down_proj's input too, which LoRA does not keep. Of a recomputed
     # block all is there first.
@@ -233,9 +234,9 @@ def _in_halves(share: Share, mlp_kept: int, gradients: int) -> tuple[int, int]:
     else:
         attention = share.tokens * c * 4 * spec.query_width // run.tp - mlp_kept
         # Beside the gradient of the block's output: where weights are trained, what their gradients read.
-        if again or share.remade_masks:
+        if again or masks:
             attention += share.tokens * c * (1 if run.lora else 9) * spec.hidden
-        attention += score_elements(share) * c * share.remade_masks // (spec.heads * run.tp)
+        attention += score_elements(share) * c * masks // (spec.heads * run.tp)
     if attention + gradients <= mlp:
         return mlp, 0
     return max(0, attention), gradients + min(0, attention)
