@@ -269,7 +269,8 @@ class StepMemory:
 
     def _backward(self) -> list[Moment]:
         units, grads, moment = self.states.units, self.gradients, partial(self._moment, "backward")
-        in_blocks = partial(moment, logits=self.loss.after)
+        # What the head's gradient is made of stays, where that comes last.
+        in_blocks = partial(moment, logits=self.loss.head if self.share.delays_head else self.loss.after)
         gathered, activations = units.resident + min(units.block, units.prefetched), self.activations + self.kept_casts
         around_loss = gathered if units.at_loss is None else units.at_loss
         # FSDP2 gathers ahead what ran before: in chunks, the head itself.

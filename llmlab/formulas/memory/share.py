@@ -80,6 +80,13 @@ class Share:
         return self.blocks_compiled or liger
 
     @property
+    def delays_head(self) -> bool:
+        """Whether the gradient of a tied head's weight is made last, with the embedding's, to which it is added, and
+        the logits' gradient stays till then: where one graph has both, unless autocast casts the head's at once."""
+        run, whole = self.run, self.first and self.last and self.run.world_size == 1
+        return self.compiled and self.spec.tied and whole and not (self.autocast or run.lora or run.kernels)
+
+    @property
     def masked(self) -> bool:
         """Whether transformers gives SDPA a causal mask: where it is compiled (masking_utils.py, with torch before
         2.14)."""

@@ -161,8 +161,9 @@ def dequantized(share: Share) -> int:
 
 def block_backward(share: Share, kept: dict[str, int], whole: dict[str, int], first: bool = True) -> BlockBackward:
     """Return what the block takes whose backward runs, of which forward kept `kept` bytes by kind, and keeps `whole`
-    where nothing is recomputed. A compiled graph writes a mask out for all heads once, in its `first` block. Its own gradients, of several micro-batches, are added to the earlier ones, except
-    where FSDP2 has only shards of those, or sums of another dtype."""
+    where nothing is recomputed. A compiled graph writes a mask out for all heads once, in its `first` block. Its own
+    gradients, of several micro-batches, are added to the earlier ones, except where FSDP2 has only shards of those, or
+    sums of another dtype."""
     spec, run = share.spec, share.run
     in_backward = isinstance(run.stack, StackOptions) and run.stack.steps_in_backward(run)  # and gone at once
     # A compiled block's come together, when it is over.
@@ -176,8 +177,13 @@ def block_backward(share: Share, kept: dict[str, int], whole: dict[str, int], fi
     gradients = gradient * (counts["mlp"] + counts["experts"] // run.ep) // (run.tp * spec.layers)
     # What selective checkpointing kept is not made twice.
     recomputed = sum(whole.values()) - kept.get("matmul outputs", 0) if run.checkpointing else 0
-    if run.checkpointing and not kept["block inputs"]:  # summed again, of all blocks
-        recomputed += share.layers * between_stages(share)
+    # What blocks were given is summed again over what products returned. Keys and values that adapters add to are made
+    # for all heads first, in all blocks, as simulations show.
+    sums = [each for each in adapted(spec, run) if each.name in ("k_proj", "v_proj")]
+    if sums and run.checkpointing and not kept["block inputs"]:
+        width = 2 * share.bytes.compute * (spec.query_width - spec.key_width)
+        width -= adapters_stream(share) * len(sums) * spec.key_width
+        recomputed += share.layers * share.tokens * max(0, width)
     # When attention's backward begins; compiled, of what lies around the MLP only adapters' inputs.
     if share.blocks_compiled:
         gone = whole.get("mlp", 0)
