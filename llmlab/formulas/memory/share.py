@@ -95,7 +95,8 @@ class Share:
     @property
     def remade_masks(self) -> int:
         """How many heads' masks are made again in backward where forward keeps none: before Hopper one, and all that it
-        is written out for, once in a graph (torch/_inductor/lowering.py, sdpa_constraint, leaves dimensions expanded in forward alone).
+        is written out for, once in a graph (torch/_inductor/lowering.py, sdpa_constraint, leaves dimensions expanded in
+        forward alone).
         From Hopper on SDPA takes cuDNN's kernel first, which is given one, and keeps it but in selective recomputation.
         """
         run, capability = self.run, self.gpu.compute_capability if self.gpu else None
