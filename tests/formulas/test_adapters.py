@@ -60,6 +60,13 @@ def test_both_branches_in_one_cast_twice_as_much():
     assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.02)
 
 
+def test_when_attentions_backward_begins_nothing_of_the_mlp_is_left():
+    """A quantized model's scores are fp32 and written out: beside them are neither a norm nor what adapters read."""
+    run = lab.Training(2, 2048, "bf16", checkpointing="full", lora=lab.LoRA(8, ALL), quantization="nf4")
+    estimate, simulation = lab.estimate(WIDE, run, "A100-80GB"), lab.simulate(WIDE, run, "A100-80GB")
+    assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.02)
+
+
 def test_half_adapters_are_half_and_a_word_is_no_answer():
     wide, half = (
         lab.estimate(MODEL, lab.Training(precision="bf16", lora=lab.LoRA(autocast_adapter_dtype=each)), "A100-80GB")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import llmlab as lab
 from llmlab import Training
-from llmlab.formulas.memory.activations import block_saved
+from llmlab.formulas.memory.activations import block_saved, checkpointed, per_device
 from llmlab.formulas.memory.moments import training_moments
+from llmlab.formulas.memory.scores import backward_scores, causal_mask
 from llmlab.formulas.memory.share import share_of
+from llmlab.formulas.memory.temporaries import block_backward
 from llmlab.formulas.report import assessed
 
 A100 = lab.gpu("A100-80GB")
@@ -38,6 +42,8 @@ ACCUMULATED = {"precision": "autocast-bf16", "accumulation": 2, "optimizer": "sg
         (LLAMA, {"precision": "bf16", "checkpointing": "full"}, "H100", 0.03),  # one that is kept
         (LLAMA, {"precision": "bf16", "lora": lab.LoRA(8)}, "A100-80GB", 0.03),
         (LLAMA, {"precision": "bf16", "lora": lab.LoRA(8, targets=("down_proj",))}, "A100-80GB", 0.03),
+        (LLAMA, {"precision": "bf16", "attention": "eager", "micro_batch": 8}, "A100-80GB", 0.03),
+        (TIED, {"precision": "bf16", "checkpointing": "full", "micro_batch": 1}, "A100-80GB", 0.03),  # its head last
         (TIED, ACCUMULATED, "A100-80GB", 0.02),  # a graph's gradients beside earlier ones, of a tied head two and a sum
     ],
 )
@@ -115,12 +121,24 @@ def test_selective_recomputation_sums_up_what_blocks_were_given():
     assert more == states * 6 // 8 + T * (2 * (Q + 2 * K + Q + 2 * h + 2 * f) + 4 * 8)
 
 
+def test_of_recomputed_products_sums_are_made_in_place_and_only_adapted_keys_are_written_for_all_heads():
+    T, Q, K, one = 8 * 1024, 512, 64, {**LLAMA, "num_key_value_heads": 1}
+    share = share_of(lab.model(one), Training(8, 1024, "bf16", checkpointing="selective", compile=True), A100)
+    kept, whole = checkpointed(share), per_device(block_saved(share), share.run)
+    assert block_backward(share, kept, whole).recomputed == sum(whole.values()) - kept["matmul outputs"]
+    adapted = replace(share, run=replace(share.run, lora=lab.LoRA(8)))
+    kept, whole = checkpointed(adapted), per_device(block_saved(adapted), adapted.run)
+    more = block_backward(adapted, kept, whole).recomputed - sum(whole.values()) + kept["matmul outputs"]
+    assert more == 2 * T * (2 * 2 * (Q - K) - 4 * K)  # of two layers; what the values' adapter returned is gone
+
+
 def test_from_hopper_on_the_mask_is_kept_and_before_it_backward_writes_it_for_all_heads():
     mask, hopper = 8 * 2048**2 * 2, lab.gpu("H100")
     kept, made = (moments(gpu=gpu, checkpointing="full", seq_len=2048) for gpu in (hopper, A100))
     workspaces = 2 * (hopper.cublas_workspace - A100.cublas_workspace)
     assert kept["the loss"] - workspaces - made["the loss"] == mask
-    assert made["the last block of backward"] - kept["the last block of backward"] + workspaces > 3 * mask
+    assert made["the first block of backward"] - kept["the first block of backward"] + workspaces > 3 * mask
+    assert made["the last block of backward"] < kept["the last block of backward"]  # the graph writes it once
 
 
 def test_of_a_recomputed_mlps_adapters_nothing_is_left_when_attention_writes_masks_for_all_heads():
@@ -144,13 +162,49 @@ def test_adapters_in_a_recomputed_mlp_hold_what_they_cast_until_their_weights_ha
 
 
 def test_an_odd_vocabulary_is_padded_for_the_heads_products():
-    """GPT-2's 50,257 words: a copy of the logits more, in half precision."""
-    run, loss = Training(8, 1024, "bf16", compile=True), "the loss's gradient"
-    even, odd = (
-        {each.name: each.parts["logits"] for each in training_moments(lab.model({**GPT, "vocab_size": v}), run, A100)}
-        for v in (50_304, 50_257)
-    )
-    assert even[loss] == 3 * 2 * run.tokens * 50_304 and odd[loss] == 4 * 2 * run.tokens * 50_257
+    """GPT-2's 50,257 words: a copy of the logits more, in half precision; of a frozen head the one product that there
+    is reads a padded gradient."""
+    for lora, copies in ((None, 4), (lab.LoRA(8, targets=("c_attn",)), 3)):
+        run = Training(8, 1024, "bf16", compile=True, lora=lora)
+        assert at_loss({**GPT, "vocab_size": 50_304}, run) == 3 * 2 * run.tokens * 50_304
+        assert at_loss({**GPT, "vocab_size": 50_257}, run) == copies * 2 * run.tokens * 50_257
+
+
+def test_a_tied_heads_gradient_comes_last_and_the_logits_gradient_waits_for_it():
+    """Not under autocast, nor where it is frozen: there the logits alone are left."""
+    T, V, last = 8 * 1024, TIED["vocab_size"], "the embedding's gradient"
+    for given, logits in (({}, 2), ({"precision": "autocast-bf16"}, 1), ({"lora": lab.LoRA(8)}, 1)):
+        run = Training(**{"micro_batch": 8, "seq_len": 1024, "precision": "bf16", "compile": True, **given})
+        found = {each.name: each.parts for each in training_moments(lab.model(TIED), run, A100)}
+        assert found[last]["logits"] == logits * 2 * T * V
+        assert (found["the head's gradient"]["gradients"] > 0) == (run.precision == "autocast-bf16")
+
+
+def test_a_compiled_cap_keeps_both_its_sides():
+    run = Training(8, 1024, "bf16", compile=True, attention="eager")
+    assert at_loss("google/gemma-2-2b", run) == 4 * 2 * run.tokens * 256_000
+
+
+def at_loss(model, run):
+    """The bytes of logits while the loss's gradient is made."""
+    moments = {each.name: each.parts["logits"] for each in training_moments(lab.model(model), run, A100)}
+    return moments["the loss's gradient"]
+
+
+def test_compiled_norms_of_queries_and_keys_keep_what_they_read():
+    T, Q, K = 8 * 1024, 2048, 1024
+    for compiled, element in ((True, 2), (False, 6)):
+        rows = kept(Training(8, 1024, "bf16", compile=compiled), "Qwen/Qwen3-0.6B")
+        assert ("norms", T * (element * (Q + K) + (4 * (16 + 8) if compiled else 0))) in rows
+
+
+def test_compiled_eager_attention_keeps_two_matrices_of_scores_and_no_mask():
+    S = 8 * 8 * 1024**2
+    for precision, element in (("bf16", 2 + 2), ("autocast-bf16", 4 + 2)):
+        run = Training(8, 1024, precision, compile=True, attention="eager")
+        assert ("scores", S * element) in kept(run)
+        share = share_of(lab.model(LLAMA), run, A100)
+        assert causal_mask(share) == 0 and backward_scores(share) == 2 * S
 
 
 def test_what_is_counted_compiled_can_be_out_of_memory_and_what_is_counted_eager_cannot():

@@ -46,12 +46,22 @@ def block_saved(share: Share) -> list[Saved]:
         kept.append(Saved("linear inputs", T * share.bytes.compute * spec.hidden * copies, "whole"))
     kept += _mlp(share)
     if run.lora:
-        kept.append(Saved("adapters", _adapters(share), "tokens"))
+        kept.append(Saved("adapters", _adapters(share, adapted(spec, run)), "tokens"))
     if run.quantization:
         kept.append(Saved("int8 inputs", _int8_inputs(share, checkpointed=False), "tokens"))
     if spec.dropout:
         kept.append(Saved("dropout masks", 2 * T * spec.hidden * share.mask_bytes, "tokens"))
     return kept
+
+
+def mlp_saved(share: Share) -> list[Saved]:
+    """Return what of `block_saved` an eager block's MLP and the norms around it keep: free when attention's backward
+    begins."""
+    spec, run = share.spec, share.run
+    norms = _norms(share)
+    kept = [Saved("norms", norms.bytes // 2, norms.cut), *_mlp(share)]
+    linears = [linear for linear in adapted(spec, run) if linear.part == "mlp"]
+    return [*kept, Saved("adapters", _adapters(share, linears), "tokens")] if linears else kept
 
 
 def without_gradient(share: Share) -> list[Saved]:
@@ -119,7 +129,9 @@ def _attention(share: Share) -> list[Saved]:
     if spec.mla and trained:
         latent = 2 * (spec.mla.q_lora_rank or 0) + 2 * spec.mla.kv_lora_rank + spec.mla.qk_rope_head_dim
         kept.append(Saved("linear inputs", T * c * latent, "whole"))
-    if spec.qk_norm:
+    if spec.qk_norm and share.fuses:
+        kept.append(Saved("norms", T * (c * (Q + spec.key_width) + 4 * (spec.heads + spec.kv_heads))))
+    elif spec.qk_norm:
         kept.append(Saved("norms", T * (4 + (share.bytes.compute if trained else 0)) * (Q + spec.key_width)))
     if share.fused:
         # FlashAttention, arXiv 2205.14135, section 3.1: the output and one log-sum-exp per row and head.
@@ -199,7 +211,7 @@ def _activation_bytes(share: Share) -> int:
     return 3 * 4 + c if share.autocast and not share.cpu else 4 * c
 
 
-def _adapters(share: Share) -> int:
+def _adapters(share: Share, linears: list[Linear]) -> int:
     """peft casts each adapter's input to its dtype: one copy per target where the stream has another; where it has the
     same, the q, k and v adapters share one tensor, and SDPA already keeps the output projection's. Autocast makes a
     half copy of each for its product, and that is what is kept. Compiled, equal copies are one."""
@@ -207,7 +219,7 @@ def _adapters(share: Share) -> int:
     assert run.lora is not None
     element, width, shared = adapters_stream(share), 0, set()
     copied = share.bytes.residual != element
-    for linear in adapted(spec, run):
+    for linear in linears:
         per_layer = linear.count // spec.layers or 1
         width += per_layer * run.lora.rank
         if copied and not share.blocks_compiled:

@@ -80,7 +80,7 @@ def gradients(share: Share, states: States) -> Gradients:
     # Autograd sums the gradients of a tied weight's two uses before it stores them: two terms and a sum, or, where the
     # first was cast from half, two terms (torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace).
     terms = 2 if (share.autocast and run.tp == 1) or in_chunks(run) else 3
-    of_head = table if share.last else 0
+    of_head = table if share.last and not share.delays_head else 0
     if units.head:  # a unit of its own, whose gradients are reduced before those of blocks
         of_head = 0 if accumulates else every * elements // sum(_stage_parameters(share).values())
     elif sharded and (casts or tied or first_alone or not late):  # and FSDP2 has no shard of them yet
@@ -98,7 +98,7 @@ def gradients(share: Share, states: States) -> Gradients:
     elif share.compiled and not run.lora:
         # The graph makes the embedding's in fp32, which is cast, or summed with a tied head's, in the products' dtype
         # (torch/_decomp/decompositions.py, embedding_dense_backward).
-        beside = 4 + b.compute if tied else 4 if b.gradients < 4 else 0
+        beside = 4 + b.compute if tied and not share.delays_head else 4 if b.gradients < 4 or tied else 0
         embedding = elements * beside // run.tp
     elif tied:
         embedding = whole_table + (terms if accumulates else terms - 1) * table
@@ -118,7 +118,7 @@ def gradients(share: Share, states: States) -> Gradients:
     half_head = elements * b.compute // run.tp if share.autocast else 0
     return Gradients(
         accumulated=accumulated,
-        head=(3 if in_chunks(run) else 1) * table + half_head if share.last else 0,
+        head=0 if share.delays_head else (3 if in_chunks(run) else 1) * table + half_head if share.last else 0,
         after_head=after_head,
         stored=stored,
         reducing=reducing,
@@ -157,7 +157,8 @@ def _stored(share: Share, states: States, every: int) -> Stored:
     stage = sum(counts.values())
     sharded = uses_fsdp(run)
     outside = counts["embedding"] + (0 if states.units.head else counts["head"]) if sharded else 0
-    embedding = 0 if sharded or spec.tied or not share.first else counts["embedding"]
+    begun = spec.tied and not share.delays_head
+    embedding = 0 if sharded or begun or not share.first else counts["embedding"]
     after_blocks = every * (stage - outside) // stage
     block = every * block_parameters(spec) // stage
     before_last = after_blocks - block - every * embedding // stage

@@ -136,6 +136,7 @@ class StepMemory:
         passes = passes_in_flight(run, share.stage, share.over)
         self.others = self.last_block - self.block + (self.outside - self.outside // passes if passes else 0)
         self.backward = block_backward(share, kept, whole)
+        self.last_backward = block_backward(share, kept, whole, first=False)
         self.recomputed = self.backward.recomputed
         # What the first block keeps less, of all micro-batches.
         first = micro_batches_in_flight(run, share.stage, over=share.over)
@@ -167,6 +168,7 @@ class StepMemory:
         # torchtune: a weight is dequantized before the MLP's backward makes its temporaries, or after.
         tune = isinstance(run.stack, Torchtune)
         self.working = (max if tune else sum)((self.between, self.backward.temporaries))
+        self.last_working = self.working - self.backward.temporaries + self.last_backward.temporaries
         self.around_loss = causal_mask(share) if tune else self.between
         # Of what is outside of blocks nothing is left when their backward begins; a gradient goes through them. In a
         # pipeline both lie in buffers: what a stage received, for as long as it runs, and the gradient of what it sent.
@@ -267,7 +269,8 @@ class StepMemory:
 
     def _backward(self) -> list[Moment]:
         units, grads, moment = self.states.units, self.gradients, partial(self._moment, "backward")
-        in_blocks = partial(moment, logits=self.loss.after)
+        # What the head's gradient is made of stays, where that comes last.
+        in_blocks = partial(moment, logits=self.loss.head if self.share.delays_head else self.loss.after)
         gathered, activations = units.resident + min(units.block, units.prefetched), self.activations + self.kept_casts
         around_loss = gathered if units.at_loss is None else units.at_loss
         # FSDP2 gathers ahead what ran before: in chunks, the head itself.
@@ -295,8 +298,8 @@ class StepMemory:
                       gradients=grads.after_head + own_gradients,
                       activations=self.activations - self.replaced + self.recomputed + self.uneven[0]
                       + (self.kept_casts or self.block_cast) - self.read_cast),
-            in_blocks("the last block of backward", self.left + units.block, reduction + working,
-                      gradients=grads.stored.before_last + own_gradients,
+            in_blocks("the last block of backward", self.left + units.block, reduction + self.last_working,
+                      gradients=grads.stored.before_last + self.last_backward.gradients,
                       activations=self.last_block + self.ends + self.recomputed + self.block_cast
                       - self.read_cast),
             in_blocks("the embedding's gradient", self.left + units.block - freed, reduction + grads.embedding,

@@ -12,8 +12,12 @@ def score_elements(share: Share) -> int:
 
 
 def kept_scores(share: Share) -> int:
-    """Return the bytes of scores kept for backward: softmax's output, and what multiplies V."""
+    """Return the bytes of scores kept for backward: softmax's output, and what multiplies V. Compiled, they are what
+    softmax reads, as wide as the mask, and what multiplies V; dropout's mask, and what a cap's tanh returned."""
     spec, c, p = share.spec, share.attention_bytes, share.softmax_bytes
+    if _compiled(share):
+        element = share.bytes.residual + c + (spec.attention_dropout > 0) + c * bool(spec.attention_softcap)
+        return score_elements(share) * element
     element = p
     if spec.attention_dropout:
         element += c + (c if share.cpu else 1)  # its output and its mask, on the CPU as wide as what it masks
@@ -34,6 +38,9 @@ def forward_scores(share: Share) -> int:
     if not share.writes_scores:
         return 0
     spec, run, c, p = share.spec, share.run, share.attention_bytes, share.softmax_bytes
+    if _compiled(share):  # under autocast the product's half result
+        element = c * share.autocast + (share.bytes.residual + c) * (run.checkpointing is not None)
+        return score_elements(share) * element // run.tp
     not_kept = p + (c if p != c else 0) if run.checkpointing else 0
     total = score_elements(share) * (c + not_kept)
     if share.kernel == "math":
@@ -47,15 +54,24 @@ def backward_scores(share: Share) -> int:
     """Return the bytes alive in softmax's backward beside what forward kept.
 
     They are its gradient, grad × output (aten/src/ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out makes it
-    whole), and the result; the copy that multiplied V is free by then.
+    whole), and the result; the copy that multiplied V is free by then. Compiled, one kernel writes over what it reads;
+    in a block that was recomputed, over scores that are fp32 alone, and again behind a cap.
     """
     c, p = share.attention_bytes, share.softmax_bytes
+    if _compiled(share):
+        wide = share.run.checkpointing is not None and not share.autocast
+        element = 4 + 2 * c * bool(share.spec.attention_softcap) if wide else c
+        return score_elements(share) * element // share.run.tp
     freed = c if p != c or share.spec.attention_dropout else 0
     return score_elements(share) * (2 * p + c - freed) // share.run.tp
 
 
 def causal_mask(share: Share) -> int:
     """Return the bytes of the additive mask that transformers makes for eager attention, or in a compiled step for
-    SDPA; one for all layers and heads."""
-    made = share.kernel == "eager" or (share.masked and not share.remade_masks)
+    SDPA; one for all layers and heads. Compiled eager attention computes it as it adds it."""
+    made = (share.kernel == "eager" and not _compiled(share)) or (share.masked and not share.remade_masks)
     return score_elements(share) // share.spec.heads * share.bytes.compute if made else 0
+
+
+def _compiled(share: Share) -> bool:
+    return share.kernel == "eager" and share.blocks_compiled

@@ -87,6 +87,13 @@ class Share:
         return self.bytes.compute == 2 and self.spec.vocab % 8 > 0
 
     @property
+    def delays_head(self) -> bool:
+        """Whether the gradient of a tied head's weight is made last, with the embedding's, to which it is added, and
+        the logits' gradient stays till then: where one graph has both, unless autocast casts the head's at once."""
+        run, whole = self.run, self.first and self.last and self.run.world_size == 1
+        return self.compiled and self.spec.tied and whole and not (self.autocast or run.lora or run.kernels)
+
+    @property
     def masked(self) -> bool:
         """Whether transformers gives SDPA a causal mask: where it is compiled (masking_utils.py, with torch before
         2.14)."""
@@ -100,7 +107,8 @@ class Share:
     @property
     def remade_masks(self) -> int:
         """How many heads' masks are made again in backward where forward keeps none: before Hopper one, and all that it
-        is written out for (torch/_inductor/lowering.py, sdpa_constraint, leaves dimensions expanded in forward alone).
+        is written out for, once in a graph (torch/_inductor/lowering.py, sdpa_constraint, leaves dimensions expanded in
+        forward alone).
         From Hopper on SDPA takes cuDNN's kernel first, which is given one, and keeps it but in selective recomputation.
         """
         run, capability = self.run, self.gpu.compute_capability if self.gpu else None

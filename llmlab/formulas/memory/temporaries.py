@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ...specs.stacks import StackOptions, Torchtitan, Torchtune
 from .. import newton_schulz
-from .activations import adapters_stream
+from .activations import adapters_stream, mlp_saved, per_device
 from .fsdp import reduced_bytes, uses_fsdp, waits
 from .scores import backward_scores, score_elements
 from .share import Share, adapted, adapter_bytes
@@ -129,9 +129,12 @@ def loss_bytes(share: Share) -> LossBytes:
         # One kernel casts as it reads, and nothing but the logits is kept. The gradient is written beside them and
         # zeros, the gradient of the logits that the model returns and no loss reads (torch/_functorch/_aot_autograd/
         # runtime_wrappers.py: a compiled function's tangents are tensors). Rows of no whole 16 bytes are padded for
-        # the head's products, by a copy (torch/_inductor/fx_passes/pad_mm.py).
-        padded = share.pads_rows
-        return LossBytes(logits * c, logits * c * (3 + padded), logits * c * (2 + padded), logits * c, logits * c)
+        # the head's products, by a copy where there are two of them (torch/_inductor/fx_passes/pad_mm.py). Of a cap
+        # both its sides are kept.
+        padded = share.pads_rows and not run.lora
+        capped = logits * c * bool(spec.logit_softcap)
+        return LossBytes(logits * c + capped, logits * c * (3 + padded) + capped, logits * c * (2 + padded) + capped,
+                         logits * c, logits * c + capped)  # fmt: skip
     upcast = 0 if c == 4 else 4
     # torch's loss_parallel writes log_softmax out in operators, and has one more temporary both ways.
     extra = (4 if share.loss_ranks > 1 else 0) + (c if spec.logit_softcap else 0)
@@ -156,10 +159,11 @@ def dequantized(share: Share) -> int:
     return element * max(linear.inputs * linear.outputs for linear in share.spec.block_linears)
 
 
-def block_backward(share: Share, kept: dict[str, int], whole: dict[str, int]) -> BlockBackward:
+def block_backward(share: Share, kept: dict[str, int], whole: dict[str, int], first: bool = True) -> BlockBackward:
     """Return what the block takes whose backward runs, of which forward kept `kept` bytes by kind, and keeps `whole`
-    where nothing is recomputed. Its own gradients, of several micro-batches, are added to the earlier ones, except
-    where FSDP2 has only shards of those, or sums of another dtype."""
+    where nothing is recomputed. A compiled graph writes a mask out for all heads once, in its `first` block. Its own
+    gradients, of several micro-batches, are added to the earlier ones, except where FSDP2 has only shards of those, or
+    sums of another dtype."""
     spec, run = share.spec, share.run
     in_backward = isinstance(run.stack, StackOptions) and run.stack.steps_in_backward(run)  # and gone at once
     # A compiled block's come together, when it is over.
@@ -173,12 +177,22 @@ def block_backward(share: Share, kept: dict[str, int], whole: dict[str, int]) ->
     gradients = gradient * (counts["mlp"] + counts["experts"] // run.ep) // (run.tp * spec.layers)
     # What selective checkpointing kept is not made twice.
     recomputed = sum(whole.values()) - kept.get("matmul outputs", 0) if run.checkpointing else 0
-    if run.checkpointing and not kept["block inputs"]:  # summed again, of all blocks
-        recomputed += share.layers * between_stages(share)
-    gone = whole.get("mlp", 0)  # when attention's backward begins; of adapters' inputs but that of q, k and v
-    if run.checkpointing and share.blocks_compiled:
-        gone += max(0, whole.get("adapters", 0) - share.tokens * adapter_bytes(run) * spec.hidden)
-    return BlockBackward(*_in_halves(share, gone, gradients), recomputed)
+    # What blocks were given is summed again over what products returned. Keys and values that adapters add to are made
+    # for all heads first, in all blocks, as simulations show.
+    sums = [each for each in adapted(spec, run) if each.name in ("k_proj", "v_proj")]
+    if sums and run.checkpointing and not kept["block inputs"]:
+        width = 2 * share.bytes.compute * (spec.query_width - spec.key_width)
+        width -= adapters_stream(share) * len(sums) * spec.key_width
+        recomputed += share.layers * share.tokens * max(0, width)
+    # When attention's backward begins; compiled, of what lies around the MLP only adapters' inputs.
+    if share.blocks_compiled:
+        gone = whole.get("mlp", 0)
+        if run.checkpointing:
+            gone += max(0, whole.get("adapters", 0) - share.tokens * adapter_bytes(run) * spec.hidden)
+    else:
+        gone = sum(per_device(mlp_saved(share), run).values())
+    masks = share.remade_masks if first else min(1, share.remade_masks)
+    return BlockBackward(*_in_halves(share, gone, gradients, masks), recomputed)
 
 
 def forward_height(share: Share) -> int:
@@ -205,15 +219,16 @@ def _at(height: Height, block: Block, share: Share, kept: int, gradient: int) ->
     )
 
 
-def _in_halves(share: Share, mlp_kept: int, gradients: int) -> tuple[int, int]:
+def _in_halves(share: Share, mlp_kept: int, gradients: int, masks: int) -> tuple[int, int]:
     """Return the temporaries of a block's backward and its own gradients by then, at the higher of two moments: in its
     MLP or in its attention, which comes after the MLP, whose `mlp_kept` bytes are free by then, and whose `gradients`
-    exist."""
+    exist; with `masks` heads' masks."""
     spec, run, c = share.spec, share.run, share.bytes.compute
     # Compiled, backward writes over what it has read: down_proj's input too, which LoRA does not keep. Of a recomputed
     # block all is there first.
     over = share.compiled and not run.checkpointing
-    again = share.blocks_compiled and run.checkpointing is not None and run.lora is not None
+    recomputed = share.blocks_compiled and run.checkpointing is not None
+    again = recomputed and run.lora is not None
     adapters = any(linear.part == "mlp" and linear.inputs == spec.hidden for linear in adapted(spec, run))
     widths: float = 1 + (run.lora is not None) if over else max(3, _eager_adapters(share)) if spec.gated else 2
     widths, streams = _beside_adapters(share) if again else (widths, 0)
@@ -221,13 +236,13 @@ def _in_halves(share: Share, mlp_kept: int, gradients: int) -> tuple[int, int]:
     if over and adapters and adapter_bytes(run) == 4:  # the gradients of adapters' inputs, in fp32
         mlp += 4 * share.tokens * (2 * spec.token_mlp_width + spec.hidden)
     if share.writes_scores:
-        attention = backward_scores(share) - mlp_kept
+        attention = backward_scores(share) - (0 if recomputed else mlp_kept)
     else:
         attention = share.tokens * c * 4 * spec.query_width // run.tp - mlp_kept
         # Beside the gradient of the block's output: where weights are trained, what their gradients read.
-        if again or share.remade_masks:
+        if again or masks:
             attention += share.tokens * c * (1 if run.lora else 9) * spec.hidden
-        attention += score_elements(share) * c * share.remade_masks // (spec.heads * run.tp)
+        attention += score_elements(share) * c * masks // (spec.heads * run.tp)
     if attention + gradients <= mlp:
         return mlp, 0
     return max(0, attention), gradients + min(0, attention)
