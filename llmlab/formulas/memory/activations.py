@@ -19,7 +19,7 @@ from .fsdp import uses_fsdp
 from .scores import kept_scores
 from .share import Share, adapted, adapter_bytes
 from .stacks.blocks import block_of
-from .stacks.described import Saved, by_kind, saved
+from .stacks.described import Saved, before_adapters, by_kind, saved
 
 FUSED = ("gelu", "gelu_pytorch_tanh", "relu", "silu")  # activation functions that are one operator of PyTorch
 
@@ -59,7 +59,9 @@ def without_gradient(share: Share) -> list[Saved]:
     before its first one has a gradient, unless checkpointing makes its input a leaf."""
     spec, run = share.spec, share.run
     reached = _reached(share)
-    if reached is None or block_of(share):
+    if block := block_of(share):
+        return saved(before_adapters(block), share) if reached == 0 else []
+    if reached is None:
         return []
     norms = _norms(share)
     before = 1 if reached < 2 else spec.norms_per_layer - (spec.norms_per_layer == 4)  # Gemma's last is behind the MLP
