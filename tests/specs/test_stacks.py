@@ -175,7 +175,7 @@ def test_what_torchtune_has_not_is_refused_by_name(given, names):
 def test_torchao_quantizes_whole_blocks_of_scales():
     """SmolLM2-360M's queries are 960 × 960: 56 blocks of 64 × 256 weights, and a quarter of one."""
     run = lab.Training(lora=lab.LoRA(), quantization="nf4", stack="torchtune")
-    with pytest.raises(lab.SpecError, match="q_proj of .*SmolLM2-360M is 960 × 960, 4096 more than .* 16384 elements"):
+    with pytest.raises(lab.SpecError, match=r"q_proj of .*SmolLM2-360M is 960 × 960, 4096 more than .* 16384 elements"):
         lab.estimate("HuggingFaceTB/SmolLM2-360M", run, "A100-80GB")
     assert lab.estimate("TinyLlama/TinyLlama-1.1B-Chat-v1.0", run, "A100-80GB").peak_allocated
 

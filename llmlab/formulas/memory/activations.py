@@ -74,6 +74,8 @@ def without_gradient(share: Share) -> list[Saved]:
         names, f = {linear.name for linear in adapted(spec, run)}, share.tokens * share.linear_bytes * spec.intermediate
         only_up, only_gate = "gate_proj" not in names, "up_proj" not in names
         gone.append(Saved("mlp", f * (2 - share.fuses) if only_up else f * (not share.fuses) if only_gate else 0))
+    read = [linear for linear in adapted(spec, run) if _place(linear) == reached]
+    gone.append(Saved("adapters", share.tokens * _masks(share, read), "tokens"))
     return gone + (_mlp(share) if reached == 3 else [])
 
 
@@ -182,7 +184,8 @@ def _activation_bytes(share: Share) -> int:
 def _adapters(share: Share) -> int:
     """peft casts each adapter's input to its dtype: one copy per target where the stream has another; where it has the
     same, the q, k and v adapters share one tensor, and SDPA already keeps the output projection's. Autocast makes a
-    half copy of each for its product, and that is what is kept. Compiled, equal copies are one."""
+    half copy of each for its product, and that is what is kept. Compiled, equal copies are one. With dropout each target
+    has what that returned, and its mask."""
     spec, run = share.spec, share.run
     assert run.lora is not None
     element, width, shared = adapters_stream(share), 0, set()
@@ -190,11 +193,25 @@ def _adapters(share: Share) -> int:
     for linear in adapted(spec, run):
         per_layer = linear.count // spec.layers or 1
         width += per_layer * run.lora.rank
-        if copied and not share.blocks_compiled:
+        if _drops(share):
+            width += per_layer * linear.inputs
+        elif copied and not share.blocks_compiled:
             width += per_layer * linear.inputs
         elif copied or linear.name not in ("o_proj", "c_proj") or run.attention == "eager":
             shared.add((linear.name if copied and "o_proj" in linear.name else linear.part, linear.inputs))
-    return share.tokens * element * (width + sum(inputs for _, inputs in shared))
+    width += sum(inputs for _, inputs in shared)
+    return share.tokens * (element * width + _masks(share, adapted(spec, run)))
+
+
+def _drops(share: Share) -> bool:
+    """Whether adapters' dropout is counted: compiled it may be made again, as Inductor has its seed."""
+    return share.run.lora is not None and share.run.lora.dropout > 0 and not share.blocks_compiled
+
+
+def _masks(share: Share, linears: list[Linear]) -> int:
+    """Return the bytes, for a token, of the masks that dropout before these linears' adapters keeps in a block."""
+    inputs = sum(linear.inputs * (linear.count // share.spec.layers or 1) for linear in linears)
+    return share.mask_bytes * inputs if _drops(share) else 0
 
 
 def adapters_stream(share: Share) -> int:
