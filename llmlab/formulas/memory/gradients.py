@@ -86,7 +86,8 @@ def gradients(share: Share, states: States) -> Gradients:
     elif sharded and (casts or tied or first_alone or not late):  # and FSDP2 has no shard of them yet
         stored = Stored(stored.before_last_two + of_head, stored.before_last + of_head, stored.after_blocks)
     if sharded:
-        embedding = whole_table + (terms * table if tied else units.outside_gradients)
+        cut = table if late and whole_table else 0  # that is to come
+        embedding = whole_table + (terms * table if tied else units.outside_gradients - cut)
         if first_alone and casts:
             embedding = max(embedding, units.outside_reduction + table)
         elif late and not (casts or tied or first_alone):
