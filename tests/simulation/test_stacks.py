@@ -414,6 +414,19 @@ def test_deepspeeds_norm_is_taken_in_double_precision(stage):
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs llmlab[distributed]")
+@pytest.mark.parametrize("given", [
+    {"zero": 1, "stack": "deepspeed:reduce_bucket_size=10000000"},
+    {"zero": 2, "dp": 2, "offload": "optimizer", "stack": "deepspeed:reduce_bucket_size=10000000"},
+])  # fmt: skip
+def test_an_embedding_that_no_bucket_takes_is_reduced_alone(given):
+    """Stage 1: it is copied beside all gradients, of an untied model. Stage 2: of a tied one the sum alone is left."""
+    model = SMALL if given["zero"] == 1 else {**SMALL, "tie_word_embeddings": True}
+    run = lab.Training(**{"dp": 8, "seq_len": 128, **given})
+    estimate, simulation = lab.estimate(model, run, "H100-80GB"), lab.simulate(model, run, "H100-80GB")
+    assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.02)
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs llmlab[distributed]")
 def test_deepspeeds_weights_pile_up_before_the_loss():
     held = {}
     for live in (20_000_000, 200_000_000):
