@@ -184,8 +184,8 @@ def _activation_bytes(share: Share) -> int:
 def _adapters(share: Share) -> int:
     """peft casts each adapter's input to its dtype: one copy per target where the stream has another; where it has the
     same, the q, k and v adapters share one tensor, and SDPA already keeps the output projection's. Autocast makes a
-    half copy of each for its product, and that is what is kept. Compiled, equal copies are one. With dropout each target
-    has what that returned, and its mask."""
+    half copy of each for its product, and that is what is kept. Compiled, equal copies are one. With dropout each
+    target has what that returned, and its mask."""
     spec, run = share.spec, share.run
     assert run.lora is not None
     element, width, shared = adapters_stream(share), 0, set()
@@ -193,9 +193,7 @@ def _adapters(share: Share) -> int:
     for linear in adapted(spec, run):
         per_layer = linear.count // spec.layers or 1
         width += per_layer * run.lora.rank
-        if _drops(share):
-            width += per_layer * linear.inputs
-        elif copied and not share.blocks_compiled:
+        if _drops(share) or (copied and not share.blocks_compiled):
             width += per_layer * linear.inputs
         elif copied or linear.name not in ("o_proj", "c_proj") or run.attention == "eager":
             shared.add((linear.name if copied and "o_proj" in linear.name else linear.part, linear.inputs))
