@@ -8,7 +8,7 @@ from ..base.errors import SpecError
 from ..hardware.gpu import FLASH_ATTENTION_2_CAPABILITY, GPU
 from .model import ModelSpec
 from .run import Inference, Run, Training, stack_of
-from .stacks import Megatron, Torchtitan
+from .stacks import Megatron, Torchtitan, Torchtune
 from .stages import layers_of, stage_layers
 
 HALF = {"fp16", "bf16"}
@@ -72,6 +72,8 @@ def _check_training(spec: ModelSpec, run: Training) -> None:
         raise SpecError(f"head_dim={spec.head_dim} with {spec.name}: torchtitan's Llama has heads of hidden / heads "
                         f"elements, {spec.hidden // spec.heads} here (models/llama3/model/model.py, Attention); give "
                         "another stack")  # fmt: skip
+    if isinstance(stack, Torchtune):
+        stack.check_model(spec, run)
     if isinstance(stack, Megatron):
         stack.check_model(spec, run, stage_layers(spec.layers, run.pp, spec.name))
     elif stack and spec.tied and not stack.ties_heads:

@@ -36,6 +36,15 @@ def test_of_the_first_block_nothing_is_kept_before_its_first_adapter(targets, pr
     assert estimate.phases["backward"] == pytest.approx(simulation.phases["backward"], rel=0.02)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "autocast-bf16"])
+def test_dropout_gives_each_adapter_an_input_and_a_mask_of_its_own(precision):
+    """In the first block dropout's input has no gradient: it keeps no mask."""
+    lora = lab.LoRA(rank=8, targets=QV, dropout=0.1)
+    run = lab.Training(micro_batch=2, seq_len=2048, precision=precision, lora=lora)
+    estimate, simulation = lab.estimate(WIDE, run, "A100-80GB"), lab.simulate(WIDE, run, "A100-80GB")
+    assert estimate.phases["backward"] == pytest.approx(simulation.phases["backward"], rel=0.02)
+
+
 def kept(model, **given):
     run = lab.Training(**{"micro_batch": 2, "seq_len": 2048, "precision": "bf16", **given})
     return sum(lab.estimate(model, run, "A100-80GB").detail["activations"].values())

@@ -121,6 +121,16 @@ def test_the_gradient_of_an_embedding_cut_by_rows_is_the_whole_tables():
     assert moments["the update"]["other"] == table  # and its part, cut out of it
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_embedding_cut_by_rows_waits_whole_unless_its_head_is_tied(tied):
+    """Of a tied weight the sum of both gradients is cut before it is stored."""
+    model = {**LLAMA, "vocab_size": 64_000, "tie_word_embeddings": tied}
+    run = lab.Training(seq_len=64, precision="mixed-bf16", checkpointing="full", zero=3, dp=8, tp=4, accumulation=3,
+                       sync_each_batch=False)  # fmt: skip
+    estimate, simulation = lab.estimate(model, run, "H100-80GB"), lab.simulate(model, run, "H100-80GB")
+    assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.02)
+
+
 def test_the_head_gradient_is_there_before_the_blocks():
     spec = lab.model(LLAMA)
     run = lab.Training(seq_len=16, precision="autocast-bf16", optimizer="sgd")

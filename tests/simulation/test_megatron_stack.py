@@ -34,6 +34,7 @@ INTERLEAVED = {"pp": 4, "accumulation": 8, "stack": f"{NAME},virtual_pipeline=2"
 RUNS = {  # the model, the run, and the stage
     "GPT": (GPT, {}, 0),
     "GPT in fp16": (GPT, {"precision": "mixed-fp16"}, 0),
+    "GPT in fp16, short": (GPT, {"micro_batch": 1, "seq_len": 64, "precision": "mixed-fp16"}, 0),
     "GPT, short": (GPT, {"micro_batch": 1, "seq_len": 64}, 0),
     "GPT, short, without Apex": (GPT, {"micro_batch": 1, "seq_len": 64, "stack": f"{NAME},apex=False"}, 0),
     "GPT, tensor and sequence parallel, sharded": (GPT, {"tp": 2, "sequence_parallel": True, "dp": 2, "zero": 1}, 0),

@@ -414,6 +414,19 @@ def test_deepspeeds_norm_is_taken_in_double_precision(stage):
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs llmlab[distributed]")
+@pytest.mark.parametrize("given", [
+    {"zero": 1, "stack": "deepspeed:reduce_bucket_size=10000000"},
+    {"zero": 2, "dp": 2, "offload": "optimizer", "stack": "deepspeed:reduce_bucket_size=10000000"},
+])  # fmt: skip
+def test_an_embedding_that_no_bucket_takes_is_reduced_alone(given):
+    """Stage 1: it is copied beside all gradients, of an untied model. Stage 2: of a tied one the sum alone is left."""
+    model = SMALL if given["zero"] == 1 else {**SMALL, "tie_word_embeddings": True}
+    run = lab.Training(**{"dp": 8, "seq_len": 128, **given})
+    estimate, simulation = lab.estimate(model, run, "H100-80GB"), lab.simulate(model, run, "H100-80GB")
+    assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.02)
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs llmlab[distributed]")
 def test_deepspeeds_weights_pile_up_before_the_loss():
     held = {}
     for live in (20_000_000, 200_000_000):
@@ -424,6 +437,8 @@ def test_deepspeeds_weights_pile_up_before_the_loss():
 
 
 OFFLOADED = "torchtune:enable_activation_offloading=True"
+KEEPING = "torchtune:enable_activation_checkpointing=False"
+WET = lab.LoRA(rank=8, targets=MLP.targets, dropout=0.1)
 BLOCK_HEIGHTS = {
     "compiled": {"compile": True},
     "compiled, nothing recomputed": {
@@ -440,6 +455,12 @@ BLOCK_HEIGHTS = {
     "offloaded, LoRA": {"seq_len": 2048, "stack": OFFLOADED, "lora": MLP},
     "offloaded, LoRA of attention": {"seq_len": 2048, "stack": OFFLOADED, "lora": QKV},
     "offloaded, compiled": {"seq_len": 2048, "stack": OFFLOADED, "compile": True},
+    "LoRA, dropout": {"lora": WET},
+    "LoRA, dropout, nothing recomputed": {"lora": WET, "stack": KEEPING},
+    "QLoRA": {"lora": MLP, "quantization": "nf4"},
+    "QLoRA of attention": {"lora": QKV, "quantization": "nf4"},
+    "QLoRA, dropout": {"lora": WET, "quantization": "nf4"},
+    "QLoRA of attention, nothing recomputed": {"lora": QKV, "quantization": "nf4", "stack": KEEPING},
 }  # fmt: skip
 
 
@@ -449,6 +470,19 @@ def test_the_estimate_is_what_torchtunes_blocks_take(name):
     run = lab.Training(**{"seq_len": 4096, "micro_batch": 2, "stack": "torchtune", **BLOCK_HEIGHTS[name]})
     estimate, simulation = lab.estimate(FEW, run, "A100-80GB"), lab.simulate(FEW, run, "A100-80GB")
     assert not [note for note in simulation.notes if "ran eager" in note]
+    assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.02)
+
+
+@pytest.mark.skipif(find_spec("torchtune") is None, reason="needs `make stacks`")
+@pytest.mark.parametrize("name", ["offloaded, the last five inputs", "all-gathers end with the model"])
+def test_what_torchtune_has_on_the_card_in_forward_on_eight(name):
+    offloaded = name.startswith("offloaded")
+    stack, lora = (OFFLOADED, QKV) if offloaded else ("torchtune:fsdp_reshard_after_forward=False", WET)
+    few = {**DEEP, "hidden_size": 2048, "intermediate_size": 2048, "vocab_size": 1024}
+    model = few if offloaded else {**SMALL, "hidden_size": 1024, "intermediate_size": 4096}
+    sizes = {"seq_len": 512, "checkpointing": "full"} if offloaded else {"seq_len": 1024}
+    run = lab.Training(dp=8, lora=lora, stack=stack, **sizes)
+    estimate, simulation = lab.estimate(model, run, "H100-80GB"), lab.simulate(model, run, "H100-80GB")
     assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.02)
 
 

@@ -172,6 +172,15 @@ def test_what_torchtune_has_not_is_refused_by_name(given, names):
     assert all(name in str(error.value) for name in names)
 
 
+def test_torchao_quantizes_whole_blocks_of_scales():
+    """SmolLM2-360M's queries are 960 × 960: 56 blocks of 64 × 256 weights, and a quarter of one."""
+    run = lab.Training(lora=lab.LoRA(), quantization="nf4", stack="torchtune")
+    with pytest.raises(lab.SpecError, match=r"q_proj of .*SmolLM2-360M is 960 × 960, 4096 more than .* 16384 elements"):
+        lab.estimate("HuggingFaceTB/SmolLM2-360M", run, "A100-80GB")
+    assert lab.estimate("TinyLlama/TinyLlama-1.1B-Chat-v1.0", run, "A100-80GB").peak_allocated
+
+
+
 def test_litgpts_recipes_follow_the_devices():
     alone, several = lab.Training(stack="litgpt"), lab.Training(dp=8, stack="litgpt")
     assert (alone.precision, alone.zero, alone.checkpointing) == ("bf16", 0, None)

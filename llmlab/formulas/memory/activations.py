@@ -19,7 +19,7 @@ from .fsdp import uses_fsdp
 from .scores import kept_scores
 from .share import CUDNN_FIRST, Share, adapted, adapter_bytes
 from .stacks.blocks import block_of
-from .stacks.described import Saved, by_kind, saved
+from .stacks.described import Saved, before_adapters, by_kind, saved
 
 FUSED = ("gelu", "gelu_pytorch_tanh", "relu", "silu")  # activation functions that are one operator of PyTorch
 
@@ -69,7 +69,9 @@ def without_gradient(share: Share) -> list[Saved]:
     before its first one has a gradient, unless checkpointing makes its input a leaf."""
     spec, run = share.spec, share.run
     reached = _reached(share)
-    if reached is None or block_of(share):
+    if block := block_of(share):
+        return saved(before_adapters(block), share) if reached == 0 else []
+    if reached is None:
         return []
     norms = _norms(share)
     before = 1 if reached < 2 else spec.norms_per_layer - (spec.norms_per_layer == 4)  # Gemma's last is behind the MLP
@@ -82,6 +84,8 @@ def without_gradient(share: Share) -> list[Saved]:
         names, f = {linear.name for linear in adapted(spec, run)}, share.tokens * share.linear_bytes * spec.intermediate
         only_up, only_gate = "gate_proj" not in names, "up_proj" not in names
         gone.append(Saved("mlp", f * (2 - share.fuses) if only_up else f * (not share.fuses) if only_gate else 0))
+    read = [linear for linear in adapted(spec, run) if _place(linear) == reached]
+    gone.append(Saved("adapters", share.tokens * _masks(share, read), "tokens"))
     return gone + (_mlp(share) if reached == 3 else [])
 
 
@@ -214,7 +218,8 @@ def _activation_bytes(share: Share) -> int:
 def _adapters(share: Share, linears: list[Linear]) -> int:
     """peft casts each adapter's input to its dtype: one copy per target where the stream has another; where it has the
     same, the q, k and v adapters share one tensor, and SDPA already keeps the output projection's. Autocast makes a
-    half copy of each for its product, and that is what is kept. Compiled, equal copies are one."""
+    half copy of each for its product, and that is what is kept. Compiled, equal copies are one. With dropout each
+    target has what that returned, and its mask."""
     spec, run = share.spec, share.run
     assert run.lora is not None
     element, width, shared = adapters_stream(share), 0, set()
@@ -222,11 +227,23 @@ def _adapters(share: Share, linears: list[Linear]) -> int:
     for linear in linears:
         per_layer = linear.count // spec.layers or 1
         width += per_layer * run.lora.rank
-        if copied and not share.blocks_compiled:
+        if _drops(share) or (copied and not share.blocks_compiled):
             width += per_layer * linear.inputs
         elif copied or linear.name not in ("o_proj", "c_proj") or run.attention == "eager":
             shared.add((linear.name if copied and "o_proj" in linear.name else linear.part, linear.inputs))
-    return share.tokens * element * (width + sum(inputs for _, inputs in shared))
+    width += sum(inputs for _, inputs in shared)
+    return share.tokens * (element * width + _masks(share, adapted(spec, run)))
+
+
+def _drops(share: Share) -> bool:
+    """Whether adapters' dropout is counted: compiled it may be made again, as Inductor has its seed."""
+    return share.run.lora is not None and share.run.lora.dropout > 0 and not share.blocks_compiled
+
+
+def _masks(share: Share, linears: list[Linear]) -> int:
+    """Return the bytes, for a token, of the masks that dropout before these linears' adapters keeps in a block."""
+    inputs = sum(linear.inputs * (linear.count // share.spec.layers or 1) for linear in linears)
+    return share.mask_bytes * inputs if _drops(share) else 0
 
 
 def adapters_stream(share: Share) -> int:

@@ -114,6 +114,10 @@ class DeepSpeedMemory(StepMemory):
         copied = HALF * min(self.parameters, ALLREDUCE)
         if self.stage:  # the bucket takes gradients in, and is copied when it is full
             copied = self.bucket + max(0, self.normed - HALF * min(self.parameters, self.stack.reduce_bucket_size))
+            # What is reduced first, the embedding's, is copied beside all others where it is too large for the bucket
+            # and belongs to several ranks (average_tensor).
+            alone = self.sizes[0] > max(self.stack.reduce_bucket_size, self.part)
+            copied += HALF * self.sizes[0] * (alone and not self.flat_sums)
         if self.flat_sums:
             loss, head = (
                 self._adding(each, gradients=self._summed() - self.gradients.accumulated) for each in (loss, head)
@@ -172,6 +176,7 @@ class DeepSpeedMemory(StepMemory):
     def _reductions(self, waiting: int, gathered: int) -> list[Moment]:
         """Return the moments at which the bucket is full, or backward over: what is in it, copied."""
         found, sizes = [], self.sizes
+        tied = HALF * sizes[0] if self.share.spec.tied else 0
         for each in reductions(sizes, self.stack.reduce_bucket_size, self.slice):
             to_come = len(sizes) - each.tensors
             blocks = 1 + max(0, to_come - 1) * self.layers // len(sizes)
@@ -186,7 +191,9 @@ class DeepSpeedMemory(StepMemory):
                     "backward", "a bucket reduced",
                     weights=self.resident["weights"] + weights,
                     activations=self.block * blocks + self.recomputed if each.next else 0,
-                    gradients=waiting + (self.held if owned else 0) + HALF * (each.next + each.alone),
+                    # The last gradient is the sum of a tied weight's two: nothing waits for it any more.
+                    gradients=waiting - (tied if to_come < 2 else 0) + (self.held if owned else 0)
+                    + HALF * (each.next + each.alone),
                     logits=self.loss.after,
                     other=self.bucket + max(HALF * each.copied + cast, self.normed),
                 )

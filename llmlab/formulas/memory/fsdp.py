@@ -142,8 +142,10 @@ def units(
         at_loss = resident + (head if stack.keeps_head else 0)
     elif isinstance(stack, LitGPT):
         at_loss = resident  # the loss is none of the model's, and the head's gradients gather the last block again
-    elif isinstance(stack, Torchtune) and not stays:
-        at_loss = 0  # fully_shard of the whole model is told to reshard it too (training/_distributed.py, shard_model)
+    elif isinstance(stack, Torchtune):
+        # fully_shard of the whole model is told to reshard it too (training/_distributed.py, shard_model), and as it
+        # returns the last all-gather's output is gone.
+        at_loss = resident * stays
     return Units(
         block=block,
         experts=own_experts,

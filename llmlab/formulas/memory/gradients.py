@@ -61,7 +61,7 @@ def gradients(share: Share, states: States) -> Gradients:
     wide = wide_bytes(share, states)
     accumulates = share.over > 0 and not (run.offload and run.sync_each_batch) and not wide
     once = _stored(share, states, every)
-    if whole and share.first:  # an embedding's is cut only then
+    if whole and share.first and not tied:  # an embedding's is cut only then
         every += elements * reduced * (run.tp - 1) // run.tp
     there = every if accumulates else 0
     if share.chunk is not None and not run.offload and not wide:
@@ -86,13 +86,14 @@ def gradients(share: Share, states: States) -> Gradients:
     elif sharded and (casts or tied or first_alone or not late):  # and FSDP2 has no shard of them yet
         stored = Stored(stored.before_last_two + of_head, stored.before_last + of_head, stored.after_blocks)
     if sharded:
-        embedding = whole_table + (terms * table if tied else units.outside_gradients)
+        cut = table if late and whole_table else 0  # that is to come
+        embedding = whole_table + (terms * table if tied else units.outside_gradients - cut)
         if first_alone and casts:
             embedding = max(embedding, units.outside_reduction + table)
         elif late and not (casts or tied or first_alone):
             embedding = whole_table or table
         if whole and not accumulates and reduced > b.gradients:  # cast to be summed with later ones
-            embedding = (whole_table or embedding) + (elements * reduced if share.first else 0)
+            embedding = (whole_table or embedding) + (elements * reduced if share.first and not tied else 0)
     elif in_backward and not tied:
         embedding = table
     elif share.compiled and not run.lora:

@@ -50,6 +50,8 @@ from .temporaries import (
     sent_back,
 )  # fmt: skip
 
+STASHED = 5  # tensors
+
 
 class Moment(NamedTuple):
     """One instant of the step: its phase, what is happening, and the live bytes by part (some 0)."""
@@ -130,6 +132,9 @@ class StepMemory:
             every = run.stack.every
             last = [sum((whole if (share.layers - back) % every else block_inputs(share)).values()) for back in (0, 1)]
             self.uneven = self.block - last[0], 2 * self.block - sum(last)
+        # What torchtune sends to the host is there until five more have been kept (training/_activation_offloading.py,
+        # max_fwd_stash_size), of blocks the inputs; the final norm's replace them.
+        self.stashed = self.block * min(STASHED, share.layers - 1) if host else 0
         # Left when the last block's backward begins.
         self.last_block = self.block * (blocks - of_chunk + 1)
         # Of the micro-batches that wait while one's backward ends.
@@ -165,9 +170,8 @@ class StepMemory:
         # Temporaries in a block's forward: attention's or the MLP's, or what its description says.
         self.in_forward = max(forward_scores(share), forward_mlp(share)) + forward_height(share)
         self.between = dequantized(share) + causal_mask(share)  # temporaries anywhere between first and last block
-        # torchtune: a weight is dequantized before the MLP's backward makes its temporaries, or after.
-        tune = isinstance(run.stack, Torchtune)
-        self.working = (max if tune else sum)((self.between, self.backward.temporaries))
+        tune = isinstance(run.stack, Torchtune)  # its block's description says when a weight is dequantized
+        self.working = self.backward.temporaries + (causal_mask(share) if tune else self.between)
         self.last_working = self.working - self.backward.temporaries + self.last_backward.temporaries
         self.around_loss = causal_mask(share) if tune else self.between
         # Of what is outside of blocks nothing is left when their backward begins; a gradient goes through them. In a
@@ -236,7 +240,8 @@ class StepMemory:
             gathered -= units.block
         around_loss = gathered if units.at_loss is None else units.at_loss
         ahead = units.prefetched  # the output of the all-gather, or what is gathered next
-        activations, before = self.activations - self.outside + casts, []
+        stashed = min(self.stashed, self.block * (STASHED - 1))
+        activations, before = self.activations - self.outside + casts + stashed, []
         if units.experts:  # the output of their all-gather stays until the next block's are copied out
             held = units.experts if own_ranks(self.share.run) > 1 else 0
             before.append(moment("the last but one block of forward", gathered + ahead + held,
@@ -256,7 +261,7 @@ class StepMemory:
         if self.stay_gathered:
             return []
         units, moment = self.states.units, partial(self._moment, "forward", gradients=self.gradients.accumulated)
-        activations = self.activations - self.outside - self.block + self.casts - self.block_cast
+        activations = self.activations - self.outside - self.block + self.casts - self.block_cast + self.stashed
         last = units.resident + units.prefetched + 2 * units.block
         found = [
             moment("the first block gathered", (1 if units.head else 2) * units.outside + 2 * units.block),

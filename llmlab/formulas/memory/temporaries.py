@@ -12,6 +12,7 @@ from .scores import backward_scores, score_elements
 from .share import Share, adapted, adapter_bytes
 from .stacks.blocks import block_of
 from .stacks.described import EXPERTS, Block, Height, Kept, by_kind, saved
+from .stacks.torchtune import DEQUANTIZING
 from .states import States, expert_tensor
 
 
@@ -149,13 +150,10 @@ def loss_bytes(share: Share) -> LossBytes:
 
 
 def dequantized(share: Share) -> int:
-    """Return the bytes of the largest quantized linear, dequantized to half for its product.
-
-    torchao's NF4Tensor does it in operators: indices of eight bytes, their values, those times their scales, and both
-    halves of these in one (dtypes/nf4tensor.py, get_original_weight)."""
+    """Return the bytes of the largest quantized linear, dequantized to half for its product."""
     if share.run.quantization is None:
         return 0
-    element = 8 + 2 + 2 + 2 if isinstance(share.run.stack, Torchtune) else 2
+    element = DEQUANTIZING if isinstance(share.run.stack, Torchtune) else 2
     return element * max(linear.inputs * linear.outputs for linear in share.spec.block_linears)
 
 

@@ -294,7 +294,7 @@ class _Norm:
 @contextmanager
 def _apex(run: Training) -> Iterator[None]:
     """Let a step of `run` find functions in the place of Apex's kernels: of softmax, which fusions/fused_softmax.py
-    imports as it calls them, and what scales gradients in place."""
+    imports as it calls them, and what scales gradients in place, or as it copies main weights of fp16 ones to these."""
     if not _options(run).apex:
         yield
         return
@@ -305,7 +305,10 @@ def _apex(run: Training) -> Iterator[None]:
     made = {each.__name__: each for each in (causal, masked)}
     sys.modules.update(made)
     try:
-        with mock.patch(CORE + "optimizer.clip_grads.multi_tensor_scale_impl", nothing):
+        scale = "multi_tensor_scale_impl"
+        with mock.patch(f"{CORE}optimizer.clip_grads.{scale}", nothing), mock.patch(
+            f"{CORE}optimizer.optimizer.{scale}", nothing
+        ):
             yield
     finally:
         for name in made:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from ...base.errors import SpecError
 from .options import StackOptions
 
+if TYPE_CHECKING:
+    from ..model import ModelSpec
+
 TuneOptimizer = Literal["AdamW", "AdamW8bit", "PagedAdamW8bit"]
+NF4_ELEMENTS = 64 * 256  # weights of a block of a weight's scales, in torchao's NF4Tensor (dtypes/nf4tensor.py)
 SHARDED_ALONE = {"tok_embeddings", "output"}  # of torchtune's model, beside blocks
 
 
@@ -123,6 +127,17 @@ class Torchtune(StackOptions):
         if self.enable_activation_offloading and given["checkpointing"] is None:
             raise SpecError("enable_activation_offloading=True without checkpointing: torchtune offloads what a "
                             "recomputed block keeps; give enable_activation_checkpointing=True")  # fmt: skip
+
+    def check_model(self, spec: ModelSpec, run: Any) -> None:
+        """Raise SpecError where torchao cannot quantize a linear of `spec`: its scales come in whole blocks."""
+        if run.quantization is None:
+            return
+        for linear in spec.block_linears:
+            if odd := linear.inputs * linear.outputs % NF4_ELEMENTS:
+                shape = f"{linear.name} of {spec.name} is {linear.inputs} × {linear.outputs}"
+                raise SpecError(f"quantization={run.quantization!r} with stack='torchtune': {shape}, {odd} more than a "
+                                f"multiple of {NF4_ELEMENTS} elements, and torchao's NF4Tensor takes those alone; "
+                                "drop quantization, or give another stack")  # fmt: skip
 
     def paged(self, run: Any) -> bool:
         """Whether the states of `run` lie in memory that the driver pages."""

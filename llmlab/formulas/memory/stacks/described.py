@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from ....base.units import MiB
 from ....specs.model import ModelSpec
-from ..share import Share
+from ..share import Share, adapted
 
 EXPERTS = ("experts.down_proj", "experts.up_proj", "experts.gate_proj")  # matrices of all a rank's experts
 Cut = Literal["heads", "tokens", "whole"]
@@ -92,6 +92,27 @@ def widths(spec: ModelSpec, seq_len: int) -> dict[str, int]:
         "G": spec.kv_heads, "D": spec.head_dim, "V": spec.vocab, "S": spec.heads * seq_len, "1": 1,
         "E": spec.experts, "m": spec.moe_intermediate,
     }  # fmt: skip
+
+
+def read(
+    share: Share, operator: str, kind: str, width: str, *linears: str, calls: int | None = None
+) -> tuple[Kept, ...]:
+    """Return what stays of a tensor that `linears` read: itself where their weights are trained, or else what their
+    adapters read; with dropout that is another tensor in each of `calls`, None one of each adapter, and its mask."""
+    run, names = share.run, {linear.name for linear in adapted(share.spec, share.run)}.intersection(linears)
+    if run.lora is None or not run.lora.dropout:
+        return (Kept(operator, kind, width, "product", "whole", run.lora is None or bool(names)),)
+    times = len(names) if calls is None else calls * bool(names)
+    return (Kept(f"{operator}, dropped out", kind, width, "product", "whole", times),
+            Kept(f"{operator}, the mask", kind, width, "byte", "whole", times))  # fmt: skip
+
+
+def before_adapters(block: Block) -> tuple[Kept, ...]:
+    """Return the lines that a first block does not keep whose queries, keys or values have adapters, and alone are
+    trained: of what is before these, and the masks of their dropout, which would take a gradient to that."""
+    first = next(number for number, row in enumerate(block.saved) if row.kind == "linear inputs")
+    masks = [row for row in block.saved[first : first + 2] if row.dtype == "byte"]
+    return (*block.saved[:first], *masks)
 
 
 def granted(size: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ....specs.stacks.litgpt import CHUNK
 from ..share import Share, adapted
-from .described import Block, Height, Kept, Loss, granted
+from .described import Block, Height, Kept, Loss, granted, read
 
 QKV = {"q_proj", "k_proj", "v_proj"}
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -15,21 +15,11 @@ def block(share: Share) -> Block:
     spec, run = share.spec, share.run
     trained = run.lora is None
     names = {linear.name for linear in adapted(spec, run)}
-    dropout = run.lora is not None and run.lora.dropout > 0
     padded = names & QKV if not names >= QKV else set()
-
-    def read(operator: str, kind: str, width: str, *linears: str, calls: int = 1) -> tuple[Kept, ...]:
-        """Return what stays of a tensor that `linears` read in `calls`: itself, or what each call's dropout made."""
-        some = trained or any(name in names for name in linears)
-        if not dropout:
-            return (Kept(operator, kind, width, "product", "whole", some),)
-        return (Kept(f"{operator}, dropped out", kind, width, "product", "whole", some * calls),
-                Kept(f"{operator}, the mask", kind, width, "byte", "whole", some * calls))  # fmt: skip
-
     grouped = spec.kv_heads != spec.heads
     saved = (
         *_norm("norm_1", trained),
-        *read("qkv: its input", "linear inputs", "h", "q_proj", "k_proj", "v_proj"),
+        *read(share, "qkv: its input", "linear inputs", "h", "q_proj", "k_proj", "v_proj", calls=1),
         # lora.py, zero_pad: where not all three are adapted, what is copied into zeros stays.
         Kept("zero_pad: q", "adapters", "Q", "product", "heads", "q_proj" in padded),
         Kept("zero_pad: k and v", "adapters", "K", "product", "heads", len(padded - {"q_proj"})),
@@ -39,13 +29,13 @@ def block(share: Share) -> Block:
         Kept("attention: v of all heads", "q, k, v", "Q", "product", "heads", 1 if grouped else 3),
         Kept("attention: output", "attention output", "Q", "product", "heads"),
         Kept("attention: log-sum-exp", "attention output", "H", "fp32", "heads"),
-        *read("proj: its input, by token", "attention output", "Q", "o_proj"),
+        *read(share, "proj: its input, by token", "attention output", "Q", "o_proj"),
         *_norm("norm_2", trained),
-        *read("fc_1, fc_2: their input", "linear inputs", "h", "gate_proj", calls=2),
+        *read(share, "fc_1, fc_2: their input", "linear inputs", "h", "gate_proj", "up_proj"),
         Kept("silu: fc_1's output", "mlp", "f", "product", "heads"),
         Kept("mul: silu's output", "mlp", "f", "product", "heads"),
         Kept("mul: fc_2's output", "mlp", "f", "product", "heads"),
-        *read("proj: its input", "mlp", "f", "down_proj"),
+        *read(share, "proj: its input", "mlp", "f", "down_proj"),
         Kept("lora_B: its input", "adapters", "1", "product", "heads", run.lora.rank * len(names) if run.lora else 0),
     )  # fmt: skip
     stream = Kept("gradient of the block's output", "gradients", "h", "product", "tokens")
@@ -67,7 +57,7 @@ def block(share: Share) -> Block:
             Height((*mlp, *norm), (*around, _of("q, k, v and the output", "Q", 4)), (*MLP, "o_proj")),
         ),
         loss=_loss(share),
-        norm_backward=(Kept("gradients of the final norm", "temporaries", "h", "fp32", "tokens", 5 if trained else 3),),
+        norm_backward=(Kept("gradients of the final norm", "temporaries", "h", "fp32", "tokens", 5 if trained else 4),),
         table=2 * run.seq_len * spec.head_dim * share.bytes.compute,
     )
 

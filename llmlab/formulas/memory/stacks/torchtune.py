@@ -5,9 +5,13 @@ from __future__ import annotations
 from ....specs.run import Training
 from ....specs.stacks import Torchtune
 from ..share import Share, adapted
-from .described import Block, Height, Kept, Loss, granted
+from .described import Block, Height, Kept, Loss, granted, read
 
 MLP = ("gate_proj", "up_proj", "down_proj")
+# Bytes for each element of a quantized weight that torchao's operators make as they dequantize it: indices of eight
+# bytes, their values, those times their scales, and both halves of these in one (dtypes/nf4tensor.py,
+# get_original_weight).
+DEQUANTIZING = 8 + 2 + 2 + 2
 
 
 def block(share: Share) -> Block:
@@ -17,36 +21,60 @@ def block(share: Share) -> Block:
     assert isinstance(stack, Torchtune)
     trained = run.lora is None
     names = {linear.name for linear in adapted(spec, run)}
-    reads = lambda *linears: trained or any(name in names for name in linears)  # noqa: E731  # their input is kept
     # training/_compile.py, compile_model: block by block. Torch compiles no NF4Tensor's products.
     fused = run.compile and not run.quantization
+    dropout = run.lora is not None and run.lora.dropout > 0
     rank = 0 if trained or run.lora is None else run.lora.rank * len(names)
     saved = (
         *_norm("sa_norm", trained, fused),
-        Kept("q_proj, k_proj, v_proj: their input", "linear inputs", "h", "product", "whole",
-             reads("q_proj", "k_proj", "v_proj")),
+        *read(share, "q_proj, k_proj, v_proj: their input", "linear inputs", "h", "q_proj", "k_proj", "v_proj"),
         Kept("pos_embeddings: the table at the packed positions", "q, k, v", "D", "fp32", "heads", 2 * stack.packed),
         # modules/attention.py: keys and values are copied to all heads.
         Kept("attention: q, rotated", "q, k, v", "Q", "product", "heads"),
         Kept("attention: k and v of all heads", "q, k, v", "Q" if spec.kv_heads != spec.heads else "K", "product",
              "heads", 2),
         Kept("attention: output, output_proj's input", "attention output", "Q", "product", "heads"),
+        *(read(share, "output_proj: what its adapter reads", "attention output", "Q", "o_proj") if dropout else ()),
         Kept("attention: log-sum-exp", "attention output", "H", "fp32", "heads"),
         *_norm("mlp_norm", trained, fused),
-        Kept("w1, w3: their input", "linear inputs", "h", "product", "whole", reads("gate_proj", "up_proj")),
+        *read(share, "w1, w3: their input", "linear inputs", "h", "gate_proj", "up_proj"),
         Kept("activation: w1's output", "mlp", "f", "product", "heads"),
         Kept("mul: the activation's output", "mlp", "f", "product", "heads", not fused),
         Kept("mul: w3's output", "mlp", "f", "product", "heads"),
-        Kept("w2: its input", "mlp", "f", "product", "heads", reads("down_proj")),
+        *read(share, "w2: its input", "mlp", "f", "down_proj"),
         Kept("lora_b: its input", "adapters", "1", "product", "heads", rank),  # modules/peft/lora.py
     )  # fmt: skip
     stream = Kept("gradient of the block's output", "gradients", "h", "product", "tokens")
     # Checkpointing keeps what the block was given, sa_norm a cast of it.
     around = (stream, Kept("the block's input", "block inputs", "h", "product", "tokens", bool(run.checkpointing)))
-    # With a quantized w2 dequantizing takes about as much, as its simulation counts it.
-    read = () if run.quantization else ("w2: its input",)
-    mlp = tuple(row.operator for row in saved if row.kind == "mlp")
-    norm = tuple(row.operator for row in saved if row.operator.startswith(("mlp_norm", "w1, w3")))
+    down, mlp, product, norm = (
+        tuple(row.operator for row in saved if row.operator.startswith(starts))
+        for starts in ("w2: ", ("activation: ", "mul: ", "w2: "), ("mul: ", "w2: "), ("mlp_norm", "w1, w3"))
+    )
+
+    # A quantized weight is dequantized as w2 is computed, beside what the layer's and the MLP's forward have names for,
+    # and, where that is again, what w2's adapter made of the block's gradient before; and after an adapter's backward,
+    # which leaves a gradient of their input.
+    mlp_adapters = "gate_proj" in names
+    named = (Kept("attn_out, h, the MLP's input", "temporaries", "h", "product", "tokens",
+                  3 - (mlp_adapters and not dropout)),
+             Kept("w2's input", "temporaries", "f", "product", "heads"))  # fmt: skip
+    scaled = Kept("w2's adapter: its gradient, scaled", "gradients", "h", "product", "tokens", mlp_adapters)
+    # With dropout an adapter of w2 reads another tensor, beside its input and what w2 returned.
+    returned = Kept("w2's output", "temporaries", "h", "product", "tokens")
+    wet = mlp_adapters and dropout
+    again = [Height((), (*around, *named, scaled, returned))] if wet and run.checkpointing else []
+    moments = (
+        (down, "down_proj", (*named, scaled) if run.checkpointing else (_of("w2's input", "f", mlp_adapters),)),
+        (product, "up_proj", (_of("the activation and w3", "f", 2), _of("w3's input", "h", mlp_adapters))),
+        (mlp, "gate_proj", (_of("w1", "f"), _of("w3's and w1's inputs", "h", 1 + mlp_adapters))),
+    )
+    sizes = {linear.name: linear.inputs * linear.outputs for linear in spec.block_linears}
+    quantized = [
+        Height(gone, (*around, *beside, Kept(f"{name}: dequantized", "temporaries", "1", "byte", "whole",
+                                             DEQUANTIZING * sizes[name] / share.tokens)))
+        for gone, name, beside in moments if run.quantization
+    ]  # fmt: skip
     return Block(
         source="https://github.com/pytorch/torchtune/blob/v0.6.1/torchtune/modules/transformer.py",
         saved=saved,
@@ -55,15 +83,21 @@ def block(share: Share) -> Block:
             *_norm("norm", trained),
             Kept("output: its input", "linear inputs", "h", "product", "whole", trained),
         ),
-        backward=(_compiled(stream, reads("down_proj") and not trained),) if fused else (
-            Height(read, (*around, _of("w2's input, the activation and w3", "f", 3)), ("down_proj",)),
+        backward=(_compiled(stream, "down_proj" in names),) if fused else (
+            *quantized,
+            *again,
+            Height(down, (*around, _of("w2's input, the activation and w3", "f", 3)), ("down_proj",)),
             Height(mlp, (*around, _of("w1", "f"), _of("w1's and w3's inputs", "h", 2)), MLP),
             Height((*mlp, *norm), (*around, _of("q, k, v and the output", "Q", 4)), (*MLP, "o_proj")),
         ),
+        # An adapter's result is scaled, and added to the layer's.
+        # An adapter's result is scaled, and added to the layer's.
+        forward=(*[Height(down, named)] * (run.quantization is not None),
+                 *[Height((), (*named, *[returned] * 3))] * wet),
         loss=_loss(share, stack.num_output_chunks),
-        # Three gradients in fp32; the sum over tokens is taken by many blocks of threads, which write theirs side by
-        # side (aten/src/ATen/native/cuda/Reduce.cuh, setReduceConfig).
-        norm_backward=(Kept("gradients of the final norm", "temporaries", "h", "fp32", "tokens", 5 if trained else 3),),
+        # Three gradients in fp32; the sum over tokens of the weight's is taken by many blocks of threads, which write
+        # theirs side by side (aten/src/ATen/native/cuda/Reduce.cuh, setReduceConfig), or pow's backward makes two more.
+        norm_backward=(Kept("gradients of the final norm", "temporaries", "h", "fp32", "tokens", 5),),
         # A cosine and a sine in fp32 for each position and pair of a head's elements
         # (models/llama3_1/_position_embeddings.py).
         table=4 * max(run.seq_len, spec.config.get("max_position_embeddings", 0)) * spec.head_dim,
