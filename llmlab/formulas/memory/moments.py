@@ -334,12 +334,14 @@ class StepMemory:
             outside_shard = units.outside_shard
         found = []
         if units.head:
-            late = self.share.run.pp > 1  # when all is through: they are among earlier ones
-            whole = units.head_reduction + (0 if late else units.head_gradients)
-            before = grads.after_head if late else grads.accumulated
-            found.append(moment("the head's gradients reduced", units.resident + units.prefetched, self.between + whole,
-                                gradients=before + head_shard,
-                                activations=0 if late else self.activations))  # fmt: skip
+            if self.share.run.pp > 1:  # when all is through, after those of blocks
+                reduced = units.head_reduction + self.layers * units.block_shard
+                now = moment("the head's gradients reduced", 0, units.head_reduction, gradients=reduced + head_shard)
+            else:
+                whole = units.head_gradients + units.head_reduction
+                now = moment("the head's gradients reduced", units.resident + units.prefetched, self.between + whole,
+                             gradients=grads.accumulated + head_shard, activations=self.activations)  # fmt: skip
+            found.append(now)
         elif units.at_loss == 0 or (self.share.run.zero == 3 and isinstance(self.share.run.stack, str)):
             # fully_shard of the whole model frees it after forward; torchtune alone computes the loss after that.
             logits = self.loss.head if units.at_loss == 0 else self.loss.waiting
