@@ -157,6 +157,13 @@ FP8_GONE = {
     "full": ("inner_attention: output, wo's input",),
     "selective": ("inner_attention: k, rotated",),  # for q, rotated, there is wq's output
 }
+# With tensor parallelism a block's backward ends with the gradients of what each rank gathered, in half precision.
+TO_ONE = Height(
+    (*MLP_SAVED, *NORM_SAVED, "w1, w3: their input, cast", "wq, wk, wv: their input, cast",
+     *(f"{name}: its weight, cast" for name in FP8_NAMES.values()), "inner_attention: output, wo's input"),
+    (STREAM, GATHERED, _of("wq's, wk's and wv's input", "h", 3, "whole")),
+    (*MLP_WEIGHTS, "o_proj"),
+)  # fmt: skip
 COMPILED_LOSS = Loss(forward=(1, 0), gradient=(2, 0), head=(1, 0), after=(0, 0))
 # Over the ranks of tensor parallelism it keeps log_softmax's result, which the ranks' sums are in the midst of.
 COMPILED_PARALLEL_LOSS = Loss(forward=(1, 2), gradient=(1, 1), head=(1, 0), after=(0, 0))
@@ -330,5 +337,5 @@ def _compiled(eager: Block, share: Share) -> Block:
     return eager._replace(
         saved=tuple(row for row in saved if row.operator not in gone),
         selective=tuple(row for row in selective if row.operator not in gone),
-        backward=(highest,),
+        backward=(highest, TO_ONE) if run.fp8 and run.tp > 1 and not run.checkpointing else (highest,),
     )
