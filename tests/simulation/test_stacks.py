@@ -79,6 +79,14 @@ BLOCKS = {
     "norms written out, none": (THIN, {"dp": 8, "stack": "torchtitan:ac=none,norm_type=rmsnorm"}),
     "norms written out, qwen3": (THIN_QWEN, {"dp": 8, "stack": "torchtitan:ac=none,norm_type=rmsnorm"}),
 }
+# Of the MLP's width h, and cut in four: what each rank gathered is most, and its gradients.
+NARROW = {**FEW, "intermediate_size": 1024, "num_key_value_heads": 4}
+BLOCKS |= {
+    "compiled, narrow, tensor parallel": (NARROW, {"dp": 4, "tp": 4, "compile": True}),
+    "tensorwise, narrow, tensor parallel, none": (
+        NARROW, {**EIGHTH, "dp": 2, "tp": 4, "stack": "torchtitan:ac=none"},
+    ),
+}  # fmt: skip
 # Where little is asked of the head, all moments of a block's backward are seen.
 HEIGHTS = {
     "context and tensor parallel": (FEW, {"dp": 2, "cp": 2, "tp": 2}),

@@ -159,7 +159,7 @@ FP8_GONE = {
 }
 # With tensor parallelism a block's backward ends with the gradients of what each rank gathered, in half precision.
 TO_ONE = Height(
-    (*MLP_SAVED, *NORM_SAVED, "w1, w3: their input, cast", "wq, wk, wv: their input, cast",
+    (*MLP_SAVED, *NORM_SAVED, *CAST_AGAIN, *(f"{name}, cast" for name in CAST_AGAIN),
      *(f"{name}: its weight, cast" for name in FP8_NAMES.values()), "inner_attention: output, wo's input"),
     (STREAM, GATHERED, _of("wq's, wk's and wv's input", "h", 3, "whole")),
     (*MLP_WEIGHTS, "o_proj"),
@@ -337,5 +337,5 @@ def _compiled(eager: Block, share: Share) -> Block:
     return eager._replace(
         saved=tuple(row for row in saved if row.operator not in gone),
         selective=tuple(row for row in selective if row.operator not in gone),
-        backward=(highest, TO_ONE) if run.fp8 and run.tp > 1 and not run.checkpointing else (highest,),
+        backward=(highest, TO_ONE) if run.tp > 1 else (highest,),
     )
