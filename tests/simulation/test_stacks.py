@@ -79,14 +79,11 @@ BLOCKS = {
     "norms written out, none": (THIN, {"dp": 8, "stack": "torchtitan:ac=none,norm_type=rmsnorm"}),
     "norms written out, qwen3": (THIN_QWEN, {"dp": 8, "stack": "torchtitan:ac=none,norm_type=rmsnorm"}),
 }
-# Of the MLP's width h, and cut in four: what each rank gathered is most, and its gradients.
-NARROW = {**FEW, "intermediate_size": 1024, "num_key_value_heads": 4}
-BLOCKS |= {
-    "compiled, narrow, tensor parallel": (NARROW, {"dp": 4, "tp": 4, "compile": True}),
-    "tensorwise, narrow, tensor parallel, none": (
-        NARROW, {**EIGHTH, "dp": 2, "tp": 4, "stack": "torchtitan:ac=none"},
-    ),
-}  # fmt: skip
+# Cut in eight, and no wider than h: what each rank gathered is most, and its gradients.
+BLOCKS["compiled, cut in eight"] = (
+    {**FEW, "hidden_size": 2048, "intermediate_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 8},
+    {"dp": 16, "tp": 8, "seq_len": 4096, "compile": True},
+)
 # Where little is asked of the head, all moments of a block's backward are seen.
 HEIGHTS = {
     "context and tensor parallel": (FEW, {"dp": 2, "cp": 2, "tp": 2}),
