@@ -74,6 +74,10 @@ def _check_training(spec: ModelSpec, run: Training) -> None:
                         "another stack")  # fmt: skip
     if isinstance(stack, Torchtune):
         stack.check_model(spec, run)
+    if isinstance(stack, Torchtitan) and spec.kv_heads % run.tp:
+        raise SpecError(f"tp={run.tp} with {spec.name}: torchtitan gives each rank whole key/value heads, of which "
+                        f"there are {spec.kv_heads} (models/llama3/model/model.py, Attention); give a tp that divides "
+                        "them, or another stack")  # fmt: skip
     if isinstance(stack, Megatron):
         stack.check_model(spec, run, stage_layers(spec.layers, run.pp, spec.name))
     elif stack and spec.tied and not stack.ties_heads:

@@ -111,6 +111,15 @@ def test_torchtitans_llama_has_heads_of_hidden_over_heads():
         lab.estimate(config, lab.Training(dp=8, stack="torchtitan"), "H100-80GB")
 
 
+@pytest.mark.parametrize("model", ["meta-llama/Meta-Llama-3-8B", "Qwen/Qwen3-8B"])
+def test_torchtitans_ranks_have_whole_key_value_heads(model):
+    """Of 4 over 8 ranks each has half a one, which it views as one of head_dim elements, and stops."""
+    few = {**lab.model(model).config, "num_key_value_heads": 4}
+    with pytest.raises(lab.SpecError, match=r"tp=8 with .* whole key/value heads, of which there are 4 "):
+        lab.estimate(few, lab.Training(dp=2, tp=8, stack="torchtitan"), "H100-80GB")
+    assert lab.estimate(few, lab.Training(dp=2, tp=4, stack="torchtitan"), "H100-80GB").peak_allocated
+
+
 @pytest.mark.parametrize(("model", "given", "message"), [
     ("meta-llama/Meta-Llama-3-8B", {"accumulation": 3}, "accumulation=3 with pp=4: torch's 1F1B takes"),
     ("Qwen/Qwen3-8B", {"accumulation": 4}, "torchtitan has no pipeline of qwen3"),

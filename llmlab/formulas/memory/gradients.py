@@ -90,8 +90,8 @@ def gradients(share: Share, states: States) -> Gradients:
         embedding = whole_table + (terms * table if tied else units.outside_gradients - cut)
         if first_alone and casts:
             embedding = max(embedding, units.outside_reduction + table)
-        elif late and not (casts or tied or first_alone):
-            embedding = whole_table or table
+        elif run.pp > 1 or (late and not (casts or tied or first_alone)):  # nothing is cut before it is added
+            embedding = (whole_table or table) if share.first else 0
         if whole and not accumulates and reduced > b.gradients:  # cast to be summed with later ones
             embedding = (whole_table or embedding) + (elements * reduced if share.first and not tied else 0)
     elif in_backward and not tied:

@@ -291,6 +291,13 @@ class StepMemory:
             other = of_head + described_bytes(block.norm_backward, self.share)
             in_norm.append(in_blocks("the final norm's backward", at_head + units.prefetched, other,
                                      gradients=grads.after_head, activations=activations))  # fmt: skip
+        in_second = []
+        if self.share.run.pp > 1 and any(self.uneven) and self.layers > 2:
+            first = 0 if grads.accumulated else units.block_reduction
+            in_second.append(in_blocks("the second block of backward", gathered + in_pipeline, working,
+                                       gradients=grads.after_head + first + own_gradients,
+                                       activations=self.activations - self.replaced - self.block + self.recomputed
+                                       + self.uneven[1]))  # fmt: skip
         return [
             moment("the loss's gradient", around_loss, self.around_loss, gradients=grads.accumulated,
                    activations=activations + self.head_cast, logits=self.loss.gradient),
@@ -303,6 +310,7 @@ class StepMemory:
                       gradients=grads.after_head + own_gradients,
                       activations=self.activations - self.replaced + self.recomputed + self.uneven[0]
                       + (self.kept_casts or self.block_cast) - self.read_cast),
+            *in_second,
             in_blocks("the last block of backward", self.left + units.block, reduction + self.last_working,
                       gradients=grads.stored.before_last + self.last_backward.gradients,
                       activations=self.last_block + self.ends + self.recomputed + self.block_cast
@@ -334,9 +342,14 @@ class StepMemory:
             outside_shard = units.outside_shard
         found = []
         if units.head:
-            whole = units.head_gradients + units.head_reduction
-            found.append(moment("the head's gradients reduced", units.resident + units.prefetched, self.between + whole,
-                                gradients=grads.accumulated + head_shard, activations=self.activations))  # fmt: skip
+            if self.share.run.pp > 1:  # when all is through, after those of blocks
+                reduced = units.head_reduction + self.layers * units.block_shard
+                now = moment("the head's gradients reduced", 0, units.head_reduction, gradients=reduced + head_shard)
+            else:
+                whole = units.head_gradients + units.head_reduction
+                now = moment("the head's gradients reduced", units.resident + units.prefetched, self.between + whole,
+                             gradients=grads.accumulated + head_shard, activations=self.activations)  # fmt: skip
+            found.append(now)
         elif units.at_loss == 0 or (self.share.run.zero == 3 and isinstance(self.share.run.stack, str)):
             # fully_shard of the whole model frees it after forward; torchtune alone computes the loss after that.
             logits = self.loss.head if units.at_loss == 0 else self.loss.waiting

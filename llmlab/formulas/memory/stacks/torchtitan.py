@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ....base.errors import NotAvailable
 from ....specs.stacks import Torchtitan
-from ..float8 import converted
 from ..fsdp import own_unit
 from ..share import Share
 from . import torchtitan_experts as experts
@@ -152,11 +151,19 @@ CAST_AGAIN = ("wq, wk, wv: their input", "w1, w3: their input", "w2: its input")
 # In an MLP's backward, in widths of half precision: the gradient of w2's input; casts to fp8 of three tensors, two of
 # them in two layouts. By rows the casts are made one after the other, from copies, one of which is in fp32.
 FP8_BACKWARD = {"tensorwise": 3.5, "rowwise": 5.0}
+FP8_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 FP8_GONE = {
     None: ("w2: its weight, cast",),
     "full": ("inner_attention: output, wo's input",),
     "selective": ("inner_attention: k, rotated",),  # for q, rotated, there is wq's output
 }
+# With tensor parallelism a block's backward ends with the gradients of what each rank gathered, in half precision.
+TO_ONE = Height(
+    (*MLP_SAVED, *NORM_SAVED, *CAST_AGAIN, *(f"{name}, cast" for name in CAST_AGAIN),
+     *(f"{name}: its weight, cast" for name in FP8_NAMES.values()), "inner_attention: output, wo's input"),
+    (STREAM, GATHERED, _of("wq's, wk's and wv's input", "h", 3, "whole")),
+    (*MLP_WEIGHTS, "o_proj"),
+)  # fmt: skip
 COMPILED_LOSS = Loss(forward=(1, 0), gradient=(2, 0), head=(1, 0), after=(0, 0))
 # Over the ranks of tensor parallelism it keeps log_softmax's result, which the ranks' sums are in the midst of.
 COMPILED_PARALLEL_LOSS = Loss(forward=(1, 2), gradient=(1, 1), head=(1, 0), after=(0, 0))
@@ -312,16 +319,23 @@ def _compiled(eager: Block, share: Share) -> Block:
         highest = highest._replace(gone=unmade)
     if run.fp8:
         made = _of("w2's input, w1 and w3, and their casts", "f", FP8_BACKWARD[run.fp8])
-        highest = Height(FP8_GONE[recomputes], (STREAM, made))
-        if run.gathers_float8 and not run.checkpointing:
-            for linear in converted(share.spec, run):
-                name = "w2" if linear.name == "down_proj" else linear.name
-                width = linear.elements / share.spec.layers / share.tokens
-                saved += (Kept(f"{name}: its weight, cast", "linear weights", "1", "byte", "heads", width),)
-    if run.tp > 1 and recomputes:
-        highest = highest._replace(beside=(*highest.beside, GATHERED))
+        # Weights that came in half are cast as the block is made again, and two of the MLP's are there still.
+        weights = 2 * share.spec.hidden * share.spec.intermediate / share.tokens if recomputes else 0
+        cast = Kept("weights, cast", "temporaries", "1", "byte", "heads", weights * (not run.gathers_float8))
+        highest = Height(FP8_GONE[recomputes], (STREAM, made, cast))
+        if not run.checkpointing and (run.gathers_float8 or run.tp > 1):
+            for linear in share.spec.block_linears:
+                if linear.part == "mlp":
+                    name, width = FP8_NAMES[linear.name], linear.elements / share.spec.layers / share.tokens
+                    saved += (Kept(f"{name}: its weight, cast", "linear weights", "1", "byte", "heads", width),)
+        if not run.checkpointing and run.tp > 1:
+            saved += tuple(row._replace(operator=f"{row.operator}, cast", dtype="byte") for row in saved
+                           if row.operator in CAST_AGAIN[:2])  # fmt: skip
+    if run.tp > 1 and (recomputes or run.fp8):
+        gradient = GATHERED if recomputes else GATHERED._replace(dtype="byte")
+        highest = highest._replace(beside=(*highest.beside, gradient))
     return eager._replace(
         saved=tuple(row for row in saved if row.operator not in gone),
         selective=tuple(row for row in selective if row.operator not in gone),
-        backward=(highest,),
+        backward=(highest, TO_ONE) if run.tp > 1 else (highest,),
     )
