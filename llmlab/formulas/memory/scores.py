@@ -14,19 +14,25 @@ def score_elements(share: Share) -> int:
 def kept_scores(share: Share) -> int:
     """Return the bytes of scores kept for backward: softmax's output, and what multiplies V. Compiled, they are what
     softmax reads, as wide as the mask, and what multiplies V; dropout's mask, and what a cap's tanh returned."""
-    spec, c, p = share.spec, share.attention_bytes, share.softmax_bytes
+    spec, c = share.spec, share.attention_bytes
     if _compiled(share):
         element = share.bytes.residual + c + (spec.attention_dropout > 0) + c * bool(spec.attention_softcap)
         return score_elements(share) * element
-    element = p
-    if spec.attention_dropout:
-        element += c + (c if share.cpu else 1)  # its output and its mask, on the CPU as wide as what it masks
-    elif p != c:
-        element += c
-    if spec.attention_softcap:
-        element += c  # tanh keeps its output
     layers = unmasked_layers(spec, share.run) if share.kernel == "math" else spec.layers
-    return score_elements(share) * element * layers // spec.layers
+    return score_elements(share) * softmax_element(share) * layers // spec.layers
+
+
+def softmax_element(share: Share) -> int:
+    """Return the bytes of each score that softmax and its neighbours return: its output, what multiplies V, dropout's
+    mask, and what a cap's tanh returned."""
+    c, element = share.attention_bytes, share.softmax_bytes
+    if share.spec.attention_dropout:
+        element += c + (c if share.cpu else 1)  # its output and its mask, on the CPU as wide as what it masks
+    elif element != c:
+        element += c
+    if share.spec.attention_softcap:
+        element += c  # tanh keeps its output
+    return element
 
 
 def forward_scores(share: Share) -> int:

@@ -19,7 +19,7 @@ from ..memory.activations import FUSED
 from ..memory.float8 import converted, takes_either_layout
 from ..memory.fsdp import reduced_bytes, uses_fsdp
 from ..memory.precision import PRECISION
-from ..memory.scores import kept_scores, score_elements
+from ..memory.scores import score_elements, softmax_element
 from ..memory.share import Share, adapted, adapter_bytes, share_of
 from ..memory.stacks.megatron import fused_softmax
 from ..memory.states import block_parameters, states
@@ -405,7 +405,7 @@ def fused_block(share: Share) -> float:
     again, repeated = (1.0, forward) if run.checkpointing else (0.0, 0.0)
     scores = 0.0
     if share.kernel == "eager" and run.compile:
-        scores = kept_scores(share) + score_elements(share) * (3 * share.attention_bytes + share.softmax_bytes)
+        scores = score_elements(share) * (softmax_element(share) + 3 * share.attention_bytes + share.softmax_bytes)
     elif share.kernel == "eager":
         one = attend(share)
         scores = T * (one.forward * (1 + again) + one.backward)
