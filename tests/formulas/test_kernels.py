@@ -15,6 +15,7 @@ import llmlab as lab
 from llmlab import LoRA, Training
 from llmlab.archive import figure
 from llmlab.formulas.memory.share import share_of
+from llmlab.formulas.memory.temporaries import loss_chunk
 from llmlab.formulas.time.elementwise import fused_block, moved
 from llmlab.formulas.time.flops import flops
 from llmlab.formulas.time.host import small_kernels
@@ -521,3 +522,21 @@ def test_what_is_outside_of_what_was_measured_is_said_of_the_part_that_it_is():
     assert eager["attention"] == f"its products: {eager['products']}"
     wide = lab.estimate("meta-llama/Llama-3.2-1B", lab.Training(), "A100").time_sources
     assert "fp32 was not measured" in wide["attention"] and "fp32 was not measured" in wide["products"]
+
+
+def test_ligers_loss_multiplies_and_casts_the_heads_weight_once_a_chunk():
+    """32 chunks of 128 of Llama 3's 4,096 tokens. A frozen head in fp32 is cast for each of their two products under
+    autocast, a trained one for the first of them: the second's cast is cached."""
+    spec = lab.model("Llama-3.1-8B")
+    assert [loss_chunk(spec, tokens) for tokens in (1, 4096, 4097, 8192)] == [1, 128, 256, 256]
+    head = spec.vocab * spec.hidden
+    for lora, casts in ((None, 32 + 1), (LoRA(rank=8), 2 * 32)):
+        given = {"kernels": "liger", "lora": lora}
+        half, wide = (Training(4, 1024, precision=each, **given) for each in ("bf16", "autocast-bf16"))
+        assert moved(spec, wide).loss - moved(spec, half).loss == casts * (4 + 2) * head
+    plain, fused = (Training(4, 1024, precision="bf16", kernels=each) for each in (None, "liger"))
+    found = kernels("H100")
+    chunk = found.product(128, spec.vocab, spec.hidden, "bf16")
+    once = found.product(4096, spec.vocab, spec.hidden, "bf16")
+    more = passes(spec, fused, lab.gpu("H100")).products["head"] - passes(spec, plain, lab.gpu("H100")).products["head"]
+    assert more > 32 * chunk - once > 0

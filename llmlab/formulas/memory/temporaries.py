@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ...specs.model import ModelSpec
 from ...specs.stacks import StackOptions, Torchtitan, Torchtune
 from .. import newton_schulz
 from .activations import adapters_stream, mlp_saved, per_device
@@ -88,6 +89,13 @@ def described_bytes(rows: tuple[Kept, ...], share: Share) -> int:
     return sum(by_kind(saved(rows, share), share.run.tp, share.run.sequence_parallel).values())
 
 
+def loss_chunk(spec: ModelSpec, tokens: int) -> int:
+    """Return of how many of `tokens` Liger's fused linear cross entropy makes the logits at once: a power of two, for
+    about as many elements as `tokens` have (src/liger_kernel/ops/fused_linear_cross_entropy.py)."""
+    pieces = -(-spec.vocab // spec.hidden)
+    return min(tokens, 1 << (-(-tokens // pieces) - 1).bit_length())
+
+
 def loss_bytes(share: Share) -> LossBytes:
     """Return the bytes around the loss; none on a stage without the head.
 
@@ -100,8 +108,7 @@ def loss_bytes(share: Share) -> LossBytes:
     if not share.last:
         return LossBytes()
     if run.kernels == "liger":
-        # Never whole: Liger's fused linear cross entropy works through chunks of about T · h / V tokens.
-        chunk = max(1, share.tokens * spec.hidden // spec.vocab) * spec.vocab * (c + 4) // run.tp
+        chunk = loss_chunk(spec, share.tokens) * spec.vocab * (c + 4) // run.tp  # never whole
         weight_gradient = 0 if run.lora else spec.vocab * spec.hidden * share.bytes.gradients // run.tp
         # From then on it is the head's gradient.
         return LossBytes(chunk + weight_gradient, weight_gradient, waiting=weight_gradient)

@@ -23,6 +23,7 @@ from ..memory.scores import score_elements, softmax_element
 from ..memory.share import Share, adapted, adapter_bytes, share_of
 from ..memory.stacks.megatron import fused_softmax
 from ..memory.states import block_parameters, states
+from ..memory.temporaries import loss_chunk
 from .products import ROW_PARALLEL, is_last, multiplied_wide
 
 LOGITS_MOVES = 10.0  # of the logits in fp32, by the loss
@@ -75,6 +76,8 @@ def _moved(spec: ModelSpec, run: Training, flash: bool, any_layout: bool, behind
         if share.compiled and run.kernels is None:
             each += RETURNED_LOGITS + (PADDED_LOGITS if share.pads_rows else 0)
     logits = each * share.tokens * spec.vocab / share.loss_ranks
+    if run.kernels == "liger":
+        logits += head_casts(share)
     fused = run.compile or run.kernels == "liger"
     block = (fused_block if fused else STACKS.get(type(run.stack), plain_block))(share)
     block += weight_casts(share) + fp8_casts(spec, run, any_layout) / spec.layers + adapters(share)
@@ -100,6 +103,16 @@ def weight_casts(share: Share) -> float:
         return 0.0
     passes = 1 + bool(run.checkpointing) + (run.lora is None)
     return passes * cast(b.weights, b.compute) * block_parameters(spec) / run.tp
+
+
+def head_casts(share: Share) -> float:
+    """Return the bytes in which autocast casts the head's weight down for each chunk of Liger's loss: once to multiply
+    by it transposed, which is a view and not cached, and once for the input's gradient, cached where it is trained."""
+    spec, run, b = share.spec, share.run, share.bytes
+    if not share.autocast:
+        return 0.0
+    chunks = -(-share.tokens // loss_chunk(spec, share.tokens))
+    return (2 * chunks if run.lora else chunks + 1) * cast(b.weights, b.compute) * spec.vocab * spec.hidden / run.tp
 
 
 class Pass(NamedTuple):

@@ -23,6 +23,7 @@ from ..memory.fsdp import uses_fsdp
 from ..memory.precision import PRECISION
 from ..memory.share import adapter_bytes, attention_kernel, bytes_of, masked_layers
 from ..memory.states import States, states
+from ..memory.temporaries import loss_chunk
 from .efficiency import Efficiency, efficiency
 from .elementwise import moved
 from .flops import flops, head_sizes
@@ -315,8 +316,13 @@ def _multiplied(spec: ModelSpec, run: Training) -> tuple[tuple[Product, str, tup
         elif each.cut == "inputs":
             k = k // run.tp or 1
         kind = "fp32" if each.part in in_fp32 else narrow if run.fp8_recipe and each.part in CONVERTED else dtype
-        sizes = ((m, n, k), each.forward + each.again), ((m, k, n), each.input_gradient)
-        found.append((each, kind, (*sizes, ((n, k, m), each.weight_gradient)) if each.weight_gradient else sizes))
+        times = 1
+        if run.kernels == "liger" and each.part == "head":
+            m = loss_chunk(spec, m)
+            times = -(-rows // m)
+        sizes = ((m, n, k), times * (each.forward + each.again)), ((m, k, n), times * each.input_gradient)
+        weight = (((n, k, m), times * each.weight_gradient),) if each.weight_gradient else ()
+        found.append((each, kind, (*sizes, *weight)))
     return tuple(found)
 
 
