@@ -69,11 +69,14 @@ def test_a_row_has_a_run_of_its_own_where_memory_is_another():
     assert replace(never_updated.held, optimizer="adamw") == never_updated.run != never_updated.held
     own = {row.id for row in rows.values() if row.held not in (None, row.run)}
     assert {id.rpartition("-")[0] for id in own} == {
-        "evo-tp1-all", "evo-tp2-all", "megatron-2021", "olmo-core-llama", "olmo-core-olmo",
-        "prime-0.6b-h100", "qwen-72b-lora", "s1t", "smt", "vectorlm-full-1", "vectorlm-full-2", "vectorlm-full-4",
+        "evo-tp1-all", "evo-tp2-all", "gollem-h100", "megatron-2021", "mlperf40-juniper-a100", "mlperf40-juniper-h100",
+        "olmo-core-llama", "olmo-core-olmo", "prime-0.6b-h100", "qwen-72b-lora", "s1t", "smt",
+        "vectorlm-full-1", "vectorlm-full-2", "vectorlm-full-4",
     }  # fmt: skip
     unknown = {case.id for case in plans.cases() if case.uncertain}
-    assert {id.partition("-")[0] for id in unknown} == {"nemo", "bridge", "flagperf", "fla", "megatron", "thunder"}
+    assert {id.partition("-")[0] for id in unknown} == {
+        "nemo", "bridge", "flagperf", "fla", "megatron", "mlperf41", "mlperf50", "mlperf51", "thunder",
+    }
     assert "aleph-13b-tp1-pp2" not in unknown and "vectorlm-lora-1-2048" not in unknown  # there a field says all
     assert "flagperf-8b-h100-8" not in unknown
 
