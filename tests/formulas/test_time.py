@@ -111,8 +111,8 @@ def test_a_compiler_fuses_what_lies_between_products_and_starts_no_kernel_late()
     assert "launches" in eager and "launches" not in compiled
     assert compiled["elementwise"] < 0.7 * eager["elementwise"]
     assert compiled["products"] == eager["products"]
-    liger = lab.estimate("Llama-3.2-1B", replace(run, kernels="liger"), "A100").time
-    plain = lab.estimate("Llama-3.2-1B", run, "A100").time
+    few = {**lab.model("Llama-3.2-1B").config, "vocab_size": 4096}  # whose loss has no chunks of few rows
+    plain, liger = (lab.estimate(few, replace(run, kernels=each), "A100").time for each in (None, "liger"))
     assert liger["elementwise"] < plain["elementwise"] and "launches" in liger
 
 

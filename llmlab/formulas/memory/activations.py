@@ -140,8 +140,8 @@ def _attention(share: Share) -> list[Saved]:
     if share.fused:
         # FlashAttention, arXiv 2205.14135, section 3.1: the output and one log-sum-exp per row and head.
         kept.append(Saved("attention output", T * (c * Q + 4 * spec.heads)))
-        if trained:
-            kept.append(Saved("attention output", T * c * Q * _outputs_copied(share) // spec.layers))
+        if trained and (copied := _outputs_copied(share)):
+            kept.append(Saved("attention output", T * c * Q * copied // spec.layers))
         if windows:  # each layer's SDPA makes numbers of the booleans that it is given, and keeps them
             elements = share.run.micro_batch * share.run.seq_len**2 // share.run.cp
             kept.append(Saved("attention mask", c * elements * windows // spec.layers, "whole"))
