@@ -3,6 +3,8 @@
 import pytest
 
 import llmlab as lab
+from llmlab.formulas.memory.activations import mlp_saved
+from llmlab.formulas.memory.share import share_of
 
 MODEL = {
     "model_type": "llama", "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
@@ -84,3 +86,10 @@ def test_half_adapters_are_half_and_a_word_is_no_answer():
     assert half.parts["optimizer"] * 2 == wide.parts["optimizer"]
     with pytest.raises(lab.SpecError, match="autocast_adapter_dtype='no' is neither True nor False"):
         lab.LoRA(autocast_adapter_dtype="no")
+
+
+def test_what_an_mlp_keeps_has_the_masks_of_its_own_adapters_alone():
+    run = lab.Training(precision="fp16", lora=lab.LoRA(rank=8, targets=ALL, dropout=0.1))
+    mlp = lab.Training(precision="fp16", lora=lab.LoRA(rank=8, targets=ALL[4:], dropout=0.1))
+    every, own = (mlp_saved(share_of(lab.model(WIDE), each)) for each in (run, mlp))
+    assert every == own

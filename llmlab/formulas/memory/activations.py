@@ -232,7 +232,7 @@ def _adapters(share: Share, linears: list[Linear]) -> int:
         elif copied or linear.name not in ("o_proj", "c_proj") or run.attention == "eager":
             shared.add((linear.name if copied and "o_proj" in linear.name else linear.part, linear.inputs))
     width += sum(inputs for _, inputs in shared)
-    return share.tokens * (element * width + _masks(share, adapted(spec, run)))
+    return share.tokens * (element * width + _masks(share, linears))
 
 
 def _drops(share: Share) -> bool:

@@ -91,7 +91,6 @@ def block(share: Share) -> Block:
             Height((*mlp, *norm), (*around, _of("q, k, v and the output", "Q", 4)), (*MLP, "o_proj")),
         ),
         # An adapter's result is scaled, and added to the layer's.
-        # An adapter's result is scaled, and added to the layer's.
         forward=(*[Height(down, named)] * (run.quantization is not None),
                  *[Height((), (*named, *[returned] * 3))] * wet),
         loss=_loss(share, stack.num_output_chunks),
