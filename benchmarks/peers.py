@@ -2,8 +2,8 @@
 
     python benchmarks/peers.py --out benchmarks/results     # peers.json, and peers.md, which the book includes
 
-The rows are the published T4 records. A peer that is not installed is shown as such; pip install 'llmlab[benchmarks]'
-installs them.
+The rows are the published T4 records. A peer that is not installed is shown as such, and stops --out; pip install
+'llmlab[benchmarks]' installs them.
 """
 
 from __future__ import annotations
@@ -281,6 +281,9 @@ def print_all(results: dict[str, Any]) -> None:
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Write peers.json and peers.md here.")
 def main(out: Path | None) -> None:
     """Compare llmlab's estimate and its peers' with the published T4 rows."""
+    gone = sorted({tool.package for tool in TOOLS if installed(tool.package) is None})
+    if out and gone:  # the results that the book shows hold every peer
+        raise click.ClickException(f"--out renews what the book shows, and {', '.join(gone)} is not installed")
     reports = published_rows()
     if not reports:
         raise click.ClickException("no published T4 record was found; is llmlab/archive complete?")

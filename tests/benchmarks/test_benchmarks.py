@@ -10,6 +10,7 @@ from math import prod
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from load_orders import Peaks
@@ -93,6 +94,14 @@ def test_a_peer_that_is_not_installed_is_a_column_that_says_so(monkeypatch):
     assert [tool["missing"] for tool in results["tools"]] == [None, "not installed"]
     text = peers.to_markdown(results)
     assert "not installed" in text and configurations.TITLE not in text  # nothing was simulated
+
+
+def test_results_are_not_renewed_without_a_peer(monkeypatch, tmp_path):
+    absent = Tool("absent", "no-such-peer-of-llmlab", lambda spec, run: 1, "the run", "peak_allocated", "")
+    monkeypatch.setattr(peers, "TOOLS", (TOOLS[0], absent))
+    run = CliRunner().invoke(peers.main, ["--out", str(tmp_path)])
+    assert run.exit_code == 1 and "no-such-peer-of-llmlab is not installed" in run.output
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_peer_that_lacks_what_it_imports_is_a_column_that_says_so():
