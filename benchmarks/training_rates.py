@@ -35,8 +35,9 @@ TOLERATED = 0.1  # logarithm of a ratio up to which it counts as a square, beyon
 FITTED = {  # where each search starts, and its first steps
     "sustained": {"8.0": (0.85, 0.04), "9.0": (0.65, 0.04), "10.0": (0.5, 0.04), "10.3": (0.5, 0.04)},
     "fp8": {"9": (1.0, 0.08), "10": (1.0, 0.08), "mxfp8": (1.0, 0.08)},
-    "scale": {"contention": (0.5, 0.2), "share_per_doubling": (0.01, 0.005), "seconds_per_doubling": (0.01, 0.005)},
+    "scale": {"contention": (0.5, 0.2), "share_per_doubling": (0.01, 0.005)},
 }
+WEAK = "dgxc-15b-16", "dgxc-15b-2048"  # the same run on more nodes, in sample
 MOST = {"contention": 1.0}  # what is hidden cannot cost more than what is not
 FINEST = 1 / 16  # of the first steps
 HELD = 0.8  # the share of rows that an interval is to hold
@@ -105,6 +106,16 @@ def _ratio(rates: dict[str, float], fast: str, slow: str) -> float:
     return fmean(rates[f"{fast}, {n}"] / rates[f"{slow}, {n}"] for n in lengths if f"{slow}, {n}" in rates)
 
 
+def seconds_per_doubling(rows: list[throughput.Row]) -> float:
+    """Return the seconds by which each doubling of the nodes made a step longer whose ranks meet once: what the same
+    run took longer on more nodes, less what is predicted of that without it. A fit to all rows would take it for their
+    other errors."""
+    times.training_rates()["scale"]["seconds_per_doubling"] = 0.0
+    few, many = (next(row for row in rows if row.id == id) for id in WEAK)
+    (less, was), (more, now) = seconds(few), seconds(many)
+    return (now - was - (more - less)) / log2(many.run.world_size / few.run.world_size)
+
+
 def use(values: dict[str, float]) -> None:
     """Let all estimates reckon with these fitted values."""
     for part, names in FITTED.items():
@@ -131,6 +142,8 @@ def fit(rows: list[throughput.Row]) -> dict[str, float]:
 
     starts = {name: start for names in FITTED.values() for name, start in names.items()}
     best, scale = {name: first for name, (first, _) in starts.items()}, 1.0
+    use(best)
+    times.training_rates()["scale"]["seconds_per_doubling"] = seconds_per_doubling(rows)
     least = at(best)
     while scale >= FINEST:
         before = least
@@ -270,8 +283,8 @@ HEAD = """\
 # fp8        what that share is times in fp8, by its major part. mxfp8: how much longer products with a scale per 32
 #            elements take
 # scale      contention: the share of hidden communication that a step loses all the same, of the time that it takes
-#            inside a node; what each doubling of the nodes costs: a share of the step where ranks wait for one another
-#            in each layer, for sharded parameters, else seconds
+#            inside a node; what each doubling of the nodes costs: seconds, by which one run took longer on 2,048 GPUs
+#            than on 16, and a share of the step where ranks wait for one another in each layer, for sharded parameters
 # spread     logarithm by which 80 % of predictions are off at most, by where the rates are from; AMD: of its cards,
 #            and of a data sheet at least; cut: at least, with tensor or pipeline parallelism; pipeline: at least, of
 #            engines that are not named; beyond: of products that are extrapolated, beside the rest: measured grids cut
@@ -279,7 +292,7 @@ HEAD = """\
 # engine     seconds that a step on several GPUs may take longer, whatever the model: logging, clipping, norms, and
 #            other things of an engine that wait for the GPU. Megatron-LM's functional tests of tiny models took so much
 #
-# sustained, fp8 and scale are fitted to {rows} published throughputs ({after}).
+# sustained, fp8 and the rest of scale are fitted to {rows} published throughputs ({after}).
 # spread is that of {other} others ({left_out}), each source counting the same, times {widened:.2f}:
 # so much wider the intervals of rows that nobody had looked at (benchmarks/predictions.json) had to be, to hold 80 % of
 # them. Intervals that follow from all sources but one hold {unseen:.0%} of the rows of that one.
@@ -301,6 +314,7 @@ def main(written: bool) -> None:
     )
     fitted = {part: {name if name.isidentifier() else f'"{name}"': found[name] for name in names}
               for part, names in FITTED.items()}  # fmt: skip
+    fitted["scale"]["seconds_per_doubling"] = times.training_rates()["scale"]["seconds_per_doubling"]
     parts = {
         "share": shares(),
         **fitted,

@@ -48,6 +48,23 @@ def test_casts_of_one_layer_counted_by_hand():
     assert fp8_casts(spec, replace(run, fp8=None)) == 0
 
 
+def test_what_sequence_parallelism_gathers_in_fp8_was_cast_in_parts():
+    """torchao casts an input of column-parallel layers, and the gradient of what row-parallel ones put out, before it
+    gathers them: of 6 bytes an element 5 for a rank's part, and 2 to give all of it the other layout."""
+    spec = lab.model({"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 1, "num_attention_heads": 8,
+                      "intermediate_size": 2816, "vocab_size": 1024, "max_position_embeddings": 1024})  # fmt: skip
+    run = lab.Training(seq_len=1024, dp=2, tp=4, zero=3, sequence_parallel=True, precision="mixed-bf16",
+                       compile=True, stack="torchtitan", fp8="tensorwise")  # fmt: skip
+    cut = (1024 + 2816) / 4 + (3 * 1024 + 2 * 2816) / 4  # inputs of row-parallel layers, outputs of others
+    parts = 4 * 1024  # the inputs of attention and MLP, and what both put out
+    assert fp8_casts(spec, run) == 1024 * (6 * cut + (5 / 4 + 2) * parts)
+    again = fp8_casts(spec, replace(run, checkpointing="full")) - fp8_casts(spec, run)
+    assert again == 1024 * 5 * ((1024 + 2816) / 4 + 2048 / 4)
+    each, weights = FP8_CASTS["rowwise"], (4 * 1024**2 + 3 * 1024 * 2816) / 4
+    wide = fp8_casts(spec, replace(run, fp8="rowwise"))  # which is gathered in bf16, and cast whole
+    assert wide == 1024 * each.activation * (cut + parts) + each.weight * weights
+
+
 def test_tensorwise_gathers_a_byte_per_weight():
     spec = lab.model(LLAMA)
     moments = {fp8: {m.name: m.parts for m in training_moments(spec, replace(SHARDED, fp8=fp8), lab.gpu("H100"))}

@@ -83,6 +83,16 @@ def test_each_source_counts_once_in_the_spread(monkeypatch):
     assert isnan(derivation._held_by_sources([]))
 
 
+def test_a_doubling_costs_what_the_same_run_took_longer_than_predicted_without_it(monkeypatch):
+    """0.7 s more on 128 times as many GPUs, of which 0.35 s are predicted: 0.05 s for each of 7 doublings."""
+    took = {"dgxc-15b-16": (2.0, 3.0), "dgxc-15b-2048": (2.35, 3.7)}  # predicted, measured
+    rows = [SimpleNamespace(id=id, run=SimpleNamespace(world_size=int(id.split("-")[-1]))) for id in took]
+    monkeypatch.setattr(derivation, "seconds", lambda row: took[row.id])
+    monkeypatch.setitem(training_rates()["scale"], "seconds_per_doubling", 1.0)
+    assert derivation.seconds_per_doubling(rows) == pytest.approx(0.05)
+    assert training_rates()["scale"]["seconds_per_doubling"] == 0  # predicted without it
+
+
 def test_intervals_are_as_wide_as_rows_needed_that_nobody_had_looked_at(monkeypatch):
     """Written down as 100 in 80 to 125: 90 needs half of that side, 70 one and a half, 125 all of the other. Of five
     sources, four are inside of what is said; one more row of a source does not count more."""
@@ -166,24 +176,27 @@ def test_under_a_power_limit_what_computes_is_slower_and_what_moves_is_not():
 
 
 def test_power_limits_are_in_what_was_measured():
-    """An A10 of 150 W reaches less than half of its data sheet, an A100 of 250 W (PCIe) four fifths of one of 400 W."""
+    """An A10 of 150 W reaches less than half of its data sheet, an A100 of 250 W (PCIe) less than one of 400 W does in
+    steps that last, and four fifths of what that does alone."""
     a10, pcie, sxm = (kernels(card) for card in ("A10", "A100-40GB-PCIe", "A100-80GB"))
     assert 2 * 8192**3 / a10.product(*SQUARE) < 0.5 * a10.card.peak("bf16")
-    assert 1.15 < pcie.product(*SQUARE) / sxm.product(*SQUARE) < 1.3
+    assert 1.05 < pcie.product(*SQUARE) / sxm.product(*SQUARE) < 1.3
+    assert 0.75 < kernel_table("A100-80GB").matmul(*SQUARE).seconds / pcie.product(*SQUARE) < 0.85
 
 
 @pytest.mark.parametrize("card", ["A100-80GB", "H100-80GB"])
 @pytest.mark.parametrize("head_size", [64, 128])
 def test_flash_attention_2_takes_what_its_author_measured(card, head_size):
-    """16,384 tokens of 2,048 / head_size heads, forward and backward: the figure's TFLOP/s, at clocks that last."""
+    """16,384 tokens of 2,048 / head_size heads, forward and backward: the figure's TFLOP/s, of which power
+    takes a few percent from an A100's fastest in steps that last."""
     found = kernels(card)
     published = figure(derivation.FLASH_STEPS["8.0" if card[0] == "A" else "9.0"][head_size])
     for name, length in derivation.LENGTHS.items():
         batch, heads = 16384 // length, 2048 // head_size
         flop = 3.5 * 2 * batch * heads * length**2 * head_size
         forward = found.attention(batch, heads, length, head_size, "flash", "bf16")
-        rate = flop / (forward * found.clocks * (1 + found.backward("flash")))
-        assert rate == pytest.approx(published[f"FlashAttention-2, {name}"], rel=0.01)
+        rate = flop / (forward * (1 + found.backward("flash")))
+        assert rate == pytest.approx(published[f"FlashAttention-2, {name}"], rel=0.01 if card[0] == "H" else 0.04)
     assert pytest.approx(2.9, abs=0.01) == BACKWARD
 
 
@@ -204,11 +217,26 @@ def test_flash_attention_2_on_blackwell_is_little_faster_than_on_hopper(card):
     assert found.slower("flash", 16384, 128) > 2.5 and found.slower("cudnn", 16384, 128) == 1
 
 
+def test_what_computes_less_lasts_at_higher_clocks():
+    """At the fastest product's rate a kernel lasts at its clocks; at half that, at clocks higher by a cube root of 2,
+    and at a third, as FlashAttention 2 on an H100, as in a burst. A limit of the power holds all back, and so does a
+    board that is made for less."""
+    h100, limited, other = (kernels(card) for card in ("H100-80GB", lab.gpu("H100", power=690), "H100-96GB"))
+    fastest = max(2 * m**3 / kernel_table("H100-80GB").matmul(m, m, m, "bf16").seconds for m in (4096, 8192))
+    assert h100.lasting(fastest) == pytest.approx(h100.clocks) and h100.clocks < 0.85
+    assert h100.lasting(fastest / 1.2) == pytest.approx(1.2 ** (1 / 3) * h100.clocks)
+    assert h100.lasting(fastest / 3) == 1 > other.lasting(fastest / 3) == other.clocks
+    flash, slower = (found.attention(8, 32, 4096, 128, "flash", "bf16") for found in (h100, limited))
+    assert slower == pytest.approx(flash * (700 / 690) ** (1 / 3), rel=0.001)
+
+
 def test_cudnns_attention_is_as_fast_as_flash_attention_3():
     sizes = 8, 32, 4096, 128
     table, h100 = kernel_table("H100-80GB"), kernels("H100")
     assert table.attentions["bf16"].kernel.endswith("fa3")
-    assert h100.attention(*sizes, "cudnn", "bf16") == pytest.approx(table.attention(*sizes).seconds / h100.clocks)
+    burst = table.attention(*sizes).seconds
+    lasting = h100.lasting(2 * 8 * 32 * 4096**2 * 128 / burst)
+    assert h100.attention(*sizes, "cudnn", "bf16") == pytest.approx(burst / lasting) and lasting > h100.clocks
     efficient, flash = (h100.attention(*sizes, kernel, "bf16") for kernel in ("efficient", "flash"))
     assert efficient == pytest.approx(2.05 * flash, rel=0.005)
 

@@ -330,7 +330,8 @@ def test_megatrons_kernels_move_what_they_read_and_write():
 
 @pytest.mark.parametrize(("card", "prefers"), [("A100-80GB", False), ("H100", True), ("B200", True), ("L40S", False)])
 def test_sdpa_takes_cudnns_attention_first_where_torch_prefers_it(card, prefers):
-    """On compute capability 9 and 10, whoever trains: as fast as FlashAttention 3 on an H100."""
+    """On compute capability 9 and 10, whoever trains: as fast as FlashAttention 3 on an H100, where power holds it back
+    more than FlashAttention 2."""
     spec, gpu = lab.model("meta-llama/Llama-3.1-8B"), lab.gpu(card)
     run = Training(seq_len=8192, dp=8, precision="mixed-bf16")
     assert fastest_kernel(run, "flash", gpu) == ("cudnn" if prefers else "flash")
@@ -340,8 +341,11 @@ def test_sdpa_takes_cudnns_attention_first_where_torch_prefers_it(card, prefers)
         for each in (run, replace(run, stack=lab.Torchtitan()), replace(run, attention="flash"))
     )
     slower = kernels(card).slower("flash", 8192, 128)
-    assert titan == newest and older / newest == pytest.approx(slower if prefers else 1)
-    assert (1.5 < older / newest < 1.8) is (card == "H100")
+    assert titan == newest
+    if card == "H100":
+        assert 1.35 < older / newest < 0.95 * slower < 1.8
+    else:
+        assert older / newest == pytest.approx(slower if prefers else 1)
 
 
 def test_a_step_that_waits_for_its_host_is_as_uncertain_as_the_host():

@@ -8,7 +8,8 @@ What each kind of parallelism sends in a step, on one GPU (b micro_batch, s seq_
                 sequence parallelism an all-gather and a reduce-scatter instead of each, and 2 more all-gathers backward
                 where a pair's input was not kept whole (selective checkpointing; Megatron-LM: arXiv 2205.05198, 4.2.2)
     pipeline    per micro-batch and virtual stage: bsh forward, bsh backward, divided over the tensor-parallel ranks
-    context     per layer: keys and values once round the ring forward, they and their gradients backward
+    context     per layer: keys and values once round the ring forward, they and their gradients backward, while a rank
+                attends to those that came before; then it puts together what came of them
     experts     per layer: 2 all-to-alls of the tokens' copies forward, 2 backward
     data        ZeRO 0 to 2: gradients and parameters, 2P; ZeRO 3, and PyTorch's ZeRO 1: 3P (arXiv 1910.02054, section
                 7; data_parallel.py); with copies of the shards, 2P / shards more
@@ -43,6 +44,16 @@ from .kernels import Kernels, kernels, training_rates
 
 BUCKET_BYTES = 25 * 2**20  # torch DDP's bucket_cap_mb, of gradients that are all-reduced
 OVERLAPS = ("data", "gradients", "tensor")
+# Bytes that a rank moves to put together what ring attention gave it step by step, forward and backward, per element of
+# its queries and of its keys: for the first step after that of its own keys, and for each more. Torch merges in fp32
+# (distributed/tensor/experimental/_context_parallel/_attention.py), some of it at once where blocks are compiled: the
+# simulator's log of torchtitan's first rank, which has the least (tests/simulation/test_ring_attention.py). Transformer
+# Engine adds in bf16 (pytorch/attention.py of 1.6, AttnFuncWithCP: flash_attn_fwd_out_correction, dq.add_, dkv.add_).
+RING = {
+    "eager": (((44, 16), (27, 8)), ((46, 136), (13, 44))),
+    "compiled": (((11, 12), (9, 0)), ((15, 20), (8, 28))),
+    "megatron": (((12, 0), (6, 0)), ((12, 24), (6, 12))),
+}
 
 
 class Step(NamedTuple):
@@ -148,7 +159,9 @@ def step(
     tensor = _tensor(spec, run, cluster, found, "tensor" in overlap)
     if isinstance(run.stack, Megatron) and run.stack.tp_comm_overlap:
         tensor /= run.tp  # sent in as many pieces, each behind the product of another: the first waits
-    context = _context(spec, run, cluster, found)
+    context = _context(spec, run, cluster, found, block.attention / m)
+    if not traced:  # whose passes have it
+        context += _merged(spec, run, found)
     experts = spec.moe_layers / spec.layers * _experts(spec, run, cluster, found) if run.ep > 1 else 0.0
     gathered = _logits(spec, run, cluster, found)
     pipeline = _sends(spec, run, cluster, found)
@@ -187,8 +200,8 @@ def step(
         layer={"forward": forward * one, "backward": (1 - forward) * one, "gather": data.gather,
                "reduce": data.reduce, "tensor": tensor, "context": context, "experts": experts},
     )  # fmt: skip
-    # Sharded parameters make all ranks wait for the slowest in each layer, others once per step.
-    each = scale["share_per_doubling"] * step.seconds if uses_fsdp(run) else scale["seconds_per_doubling"]
+    # All ranks wait for the slowest once per step, and with sharded parameters in each layer too.
+    each = scale["seconds_per_doubling"] + (scale["share_per_doubling"] * step.seconds if uses_fsdp(run) else 0.0)
     lost = each * log2(-(-run.world_size // cluster.gpus))
     return step._replace(scale=lost, mfu=time.utilisation(counted.model, run, gpu, step.seconds + lost))
 
@@ -274,11 +287,13 @@ def _tensor(spec: ModelSpec, run: Training, cluster: Cluster, found: Kernels, hi
     return gathers * gather + scatters * scatter + left
 
 
-def _left(sent: float, product: float) -> float:
+def _left(sent: float, product: float, inside: float | None = None) -> float:
     """Return what a step loses of `sent` seconds of communication behind a product of so many seconds: what is left
-    when the product is over, and of the rest what any hidden communication costs."""
+    when the product is over, and of the rest what any hidden communication costs, as long as its bytes take `inside`
+    a node."""
     behind = min(sent, product)
-    return sent - behind + float(training_rates()["scale"]["contention"]) * behind
+    contended = behind if inside is None else min(behind, inside)
+    return sent - behind + float(training_rates()["scale"]["contention"]) * contended
 
 
 def _logits(spec: ModelSpec, run: Training, cluster: Cluster, found: Kernels) -> float:
@@ -290,14 +305,32 @@ def _logits(spec: ModelSpec, run: Training, cluster: Cluster, found: Kernels) ->
     return found.collective("all-gather", size, cluster.group(run.tp)) + 2 * size / found.bandwidth
 
 
-def _context(spec: ModelSpec, run: Training, cluster: Cluster, found: Kernels) -> float:
-    """Return the seconds per layer and micro-batch that keys and values take round the ring."""
+def _context(spec: ModelSpec, run: Training, cluster: Cluster, found: Kernels, attention: float) -> float:
+    """Return the seconds per layer and micro-batch that keys and values take round the ring and `attention` does not
+    hide: while a rank attends to some, the next are on their way (Transformer Engine, attention.py, AttnFuncWithCP;
+    torch, distributed/tensor/experimental/_context_parallel, which gathers them at once)."""
     if run.cp == 1:
         return 0.0
     width = 2 * spec.key_width / run.tp * bytes_of(run).compute  # keys and values of a token
     group = cluster.group(run.cp, run.tp)
     passes = 3 + (1 if run.checkpointing == "full" else 0)  # forward 1; backward 2, with the gradients
-    return passes * (run.cp - 1) * found.collective("send", run.tokens / run.cp * width, group)
+    size = run.tokens / run.cp * width
+    sent = passes * (run.cp - 1) * found.collective("send", size, group)
+    return _left(sent, (run.cp - 1) / run.cp * attention, passes * (run.cp - 1) * size / group.inside.reached)
+
+
+def _merged(spec: ModelSpec, run: Training, found: Kernels) -> float:
+    """Return the seconds per layer and micro-batch in which ranks put together what attention gave step by step."""
+    if run.cp == 1:
+        return 0.0
+    kind = "megatron" if isinstance(run.stack, Megatron) else "compiled" if run.compile else "eager"
+    times = 2 if run.checkpointing == "full" else 1, 1
+    each = sum(
+        many * (first + (run.cp - 2) * more) * width
+        for many, passed in zip(times, RING[kind], strict=True)
+        for first, more, width in zip(*passed, (spec.query_width, spec.key_width), strict=True)
+    )
+    return run.tokens / run.cp * each / run.tp / found.bandwidth
 
 
 def _experts(spec: ModelSpec, run: Training, cluster: Cluster, found: Kernels) -> float:

@@ -367,7 +367,8 @@ def engine_casts(spec: ModelSpec, run: Training, any_layout: bool = False) -> fl
 
 def fp8_casts(spec: ModelSpec, run: Training, any_layout: bool = False) -> float:
     """Return the bytes of all casts to fp8 in a micro-batch; layers with the same input share its cast. Weights that
-    FSDP2 gathers in fp8 were cast as shards, which is little."""
+    FSDP2 gathers in fp8 were cast as shards, which is little. By tensor, torchao casts its part of what sequence
+    parallelism gathers, and gives what was gathered its other layout (float8/float8_tensor_parallel.py)."""
     if run.fp8 is None:
         return engine_casts(spec, run, any_layout) if run.fp8_recipe else 0.0
     each, again = FP8_CASTS[run.fp8], run.checkpointing == "full"
@@ -376,10 +377,13 @@ def fp8_casts(spec: ModelSpec, run: Training, any_layout: bool = False) -> float
     columns = [linear for linear in layers if linear.name not in ROW_PARALLEL]
     shared = {(linear.part, linear.inputs): linear.count for linear in columns}
     inputs = float(sum(width * count for (_, width), count in shared.items()))
-    inputs += sum(linear.inputs * linear.count for linear in rows) / run.tp
-    outputs = sum(linear.outputs * linear.count for linear in columns) / run.tp
-    outputs += sum(linear.outputs * linear.count for linear in rows)
-    activations = each.activation * (inputs + outputs) + again * each.activation_again * inputs
+    outputs = sum(linear.outputs * linear.count for linear in rows)
+    cut = sum(linear.inputs * linear.count for linear in rows) / run.tp
+    cut_outputs = sum(linear.outputs * linear.count for linear in columns) / run.tp
+    parts = run.tp if run.fp8 == "tensorwise" and run.sequence_parallel else 1
+    whole = each.activation if parts == 1 else (each.activation - 1) / parts + 2
+    activations = whole * (inputs + outputs) + each.activation * (cut + cut_outputs)
+    activations += again * each.activation_again * (inputs / parts + cut)
     gathered = run.gathers_float8 and uses_fsdp(run)
     elements = 0.0 if gathered else sum(linear.elements for linear in layers) / run.tp
     return run.tokens / run.cp * activations + (each.weight + again * each.weight_again) * elements
