@@ -8,6 +8,9 @@ Operators are counted, not fitted: the simulator's log has those of the stacks' 
 
 DeepSpeed's ZeRO-3 runs Python of its own around every module (runtime/zero/parameter_offload.py): its hooks were timed
 beside operators, on a CPU, by benchmarks/deepspeed_hooks.py.
+
+A compiled step has a host too: its graph starts each kernel from Python, and guards, autograd and the optimizer take
+their time for each parameter.
 """
 
 from __future__ import annotations
@@ -90,6 +93,18 @@ OWN = {Torchtitan.name: (TORCHTITAN, TORCHTITAN_AGAIN), Megatron.name: (MEGATRON
 # from others is a collective's time. `HERE`: seconds of an operator on that CPU.
 FORWARD, BACKWARD = Hooks(14, 2, 6), Hooks(7, 8, 24)
 HERE = 4.1e-6
+# Seconds in which a compiled graph starts a kernel: Inductor's launcher, with 19 arguments, on a GB200's host; 6.8 us
+# without any (meta-pytorch/tritonbench, pull request 1017, 2026-04). Products and attention, which the graph calls by
+# their operators, are taken to start as fast.
+COMPILED = 9.1e-6
+# Kernels that Inductor writes for a block, forward and backward, and those that autocast adds: casts of weights, and of
+# their gradients.
+WRITTEN = {"rmsnorm": (5, 9), "layernorm": (3, 8)}
+WRITTEN_CASTS = {"rmsnorm": (7, 7), "layernorm": (8, 4)}
+# As many operators take as long as a compiled graph does for each parameter, before it starts (guards, the autograd
+# function) and for its gradient; and as torch's AdamW does in an update, fused or on lists (benchmarks/block_host.py,
+# torch 2.13, 2026-11-26). Of Qwen3-8B guards and arguments took 2.2 us a parameter (pytorch/pytorch, issue 191753).
+GUARDED, RETURNED, UPDATED = 0.4, 0.8, 0.9
 # Each linear layer with adapters, peft's, has as many more, and one more in each pass where it has dropout.
 ADAPTER = Operators(24 / 7, 6, 52 / 7, 66 / 7)
 ADAPTER_AGAIN = {"full": Operators(39 / 7, 6, 0, 20 / 7), "selective": Operators(25 / 7, 8, 0, 20 / 7)}
@@ -150,20 +165,61 @@ def started(spec: ModelSpec, run: Training) -> Operators:
 
 def small_kernels(spec: ModelSpec, run: Training) -> float:
     """Return the kernels of a step on one device that are no products: each takes its start besides what it moves. None
-    where a compiler, or Liger, has made few of them; and of Megatron-LM's layers `MEGATRON` counts no kernels."""
-    if run.compile or run.kernels == "liger" or isinstance(run.stack, Megatron):
+    where Liger has made few of them; and of Megatron-LM's layers `MEGATRON` counts no kernels."""
+    if run.kernels == "liger" or isinstance(run.stack, Megatron):
         return 0.0
+    if run.compile:
+        return run.accumulation / run.pp * spec.layers * written(spec, run)
     each = started(spec, run)
-    multiplied = sum(one.forward + one.again + one.input_gradient + one.weight_gradient for one in products(spec, run)
-                     if one.part in ("attention", "mlp", "adapters"))  # fmt: skip
-    return run.accumulation / run.pp * max(0.0, each.kernels + each.kernels_back - multiplied)
+    return run.accumulation / run.pp * max(0.0, each.kernels + each.kernels_back - _multiplied(spec, run))
+
+
+def written(spec: ModelSpec, run: Training) -> int:
+    """Return the kernels that Inductor writes for a block in a micro-batch. Recomputation casts weights again; the rest
+    of it goes into the kernels of backward, but for one or two."""
+    kernels = sum(WRITTEN[spec.norm])
+    if run.precision.startswith("autocast"):
+        casts, casts_back = WRITTEN_CASTS[spec.norm]
+        kernels += casts_back + casts * (2 if run.checkpointing == "full" else 1)
+    return kernels
+
+
+def parameters(spec: ModelSpec) -> float:
+    """Return the tensors of parameters: blocks', embedding, last norm and head."""
+    hooks = hook_modules(spec)
+    return spec.layers * (hooks.whole + hooks.gathered) + (2 if spec.tied else 3)
+
+
+def trained(spec: ModelSpec, run: Training) -> float:
+    """Return the tensors that have a gradient."""
+    return 2 * sum(linear.count for linear in adapted(spec, run)) if run.lora else parameters(spec)
+
+
+def update_host_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> float:
+    """Return the seconds the CPU takes for one device's update, tensor by tensor; DeepSpeed and Megatron-LM have joined
+    them."""
+    if isinstance(run.stack, (DeepSpeed, Megatron)):
+        return 0.0
+    return trained(spec, run) / run.pp * UPDATED * HERE * hook_spread(host)
+
+
+def compiled_kernels(spec: ModelSpec, run: Training) -> float:
+    """Return the kernels that compiled blocks start in a micro-batch: products, attention, and what Inductor writes."""
+    attention = 3 if run.checkpointing == "full" else 2
+    return _multiplied(spec, run) + spec.layers * (attention + written(spec, run))
+
+
+def _multiplied(spec: ModelSpec, run: Training) -> int:
+    """Return the products of all blocks in a micro-batch."""
+    return sum(one.forward + one.again + one.input_gradient + one.weight_gradient for one in products(spec, run)
+               if one.part in ("attention", "mlp", "adapters"))  # fmt: skip
 
 
 def host_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> float:
-    """Return the seconds the CPU takes to start the operators of one device's forward and backward passes, and for
-    hooks between them; none where a compiler has made few kernels of them."""
+    """Return the seconds the CPU takes to start the operators of one device's forward and backward passes, or the
+    kernels of compiled blocks, and for hooks between them."""
     if run.compile:
-        return 0.0
+        return run.accumulation / run.pp * compiled_kernels(spec, run) * COMPILED + hook_seconds(spec, run, host)
     seconds = started(spec, run).seconds(host)
     if run.quantization:
         quantized = sum(linear.count for linear in spec.block_linears)
@@ -183,9 +239,9 @@ def hook_modules(spec: ModelSpec) -> Hooks:
 
 
 def hook_spread(host: Efficiency) -> float:
-    """Return by what factor the seconds of ZeRO-3's hooks may be less, or more, than `hook_seconds`.
+    """Return by what factor the seconds of hooks may be less, or more, than `hook_seconds`.
 
-    Hooks start few kernels, and `host` takes longer for an operator than the CPU on which they were timed beside one,
+    They start few kernels, and `host` takes longer for an operator than the CPU on which they were timed beside one,
     because it launches a kernel, and because it is slower; nobody has said by how much it is which. It takes from as
     many seconds as that CPU to as many operators'.
     """
@@ -193,9 +249,12 @@ def hook_spread(host: Efficiency) -> float:
 
 
 def hook_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> float:
-    """Return the seconds of DeepSpeed's hooks in a step, which it has at ZeRO-3: the middle, in logarithms, of what
-    `hook_spread` says. Recomputation runs forward's again."""
-    if run.zero != 3 or run.compile or not isinstance(run.stack, DeepSpeed):
+    """Return the seconds of DeepSpeed's hooks in a step, which it has at ZeRO-3, and of what a compiled graph does for
+    each parameter: the middle, in logarithms, of what `hook_spread` says. Recomputation runs forward's hooks again."""
+    if run.compile:
+        count = GUARDED * parameters(spec) + RETURNED * trained(spec, run)
+        return run.accumulation / run.pp * count * HERE * hook_spread(host)
+    if run.zero != 3 or not isinstance(run.stack, DeepSpeed):
         return 0.0
     again = 2 if run.checkpointing else 1
     each = (number * (again * forward + backward)

@@ -72,7 +72,7 @@ def timing(
     if not isinstance(run, Training):
         return Timing(step_seconds(spec, run, card))
     found, nodes, rates, apart = kernels(card), cluster, None, (1.0, 1.0)
-    # A trace has what hooks and Megatron-LM's layers start, and none of their Python.
+    # A trace has what hooks, compiled graphs and Megatron-LM's layers start, and none of their Python.
     if traced and (hook_seconds(spec, run, found.host) or isinstance(run.stack, Megatron)):
         host = max(traced.passes.host, host_seconds(spec, run, found.host))
         traced = traced._replace(passes=traced.passes._replace(host=host))
@@ -153,8 +153,6 @@ def _other_hosts(
     Hosts are as far apart as the two whose operators were measured, and for hooks as `hook_spread` says. DeepSpeed's
     stages 1 and 2 run Python after gradients, which no count of operators has: as long again, on a slow host.
     """
-    if run.compile:
-        return 0.0, 0.0
     waited = parts.get("launches", 0.0)
     busy, apart = sum(parts.get(name, 0.0) for name in (*COMPUTED, *WITHIN)) - waited, _hosts_apart()
     hooks = hook_seconds(spec, run, host)
