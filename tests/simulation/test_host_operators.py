@@ -14,10 +14,6 @@ from llmlab.archive.store import PACKAGE
 from llmlab.formulas.time.efficiency import efficiency
 from llmlab.formulas.time.elementwise import moved
 from llmlab.formulas.time.host import (
-    ADAPTER,
-    ADAPTER_AGAIN,
-    ADAPTER_DROPOUT,
-    ADAPTER_DROPOUT_AGAIN,
     Operators,
     compiled_kernels,
     hook_modules,
@@ -25,6 +21,9 @@ from llmlab.formulas.time.host import (
     host_seconds,
     operators,
     python_seconds,
+    started,
+    summed,
+    trained,
     update_host_seconds,
 )
 from llmlab.simulation.profile import operator_log
@@ -142,16 +141,47 @@ def test_a_librarys_operators_take_as_many_of_every_hosts():
 @pytest.mark.parametrize("checkpointing", [None, "full"])
 def test_adapters(monkeypatch, checkpointing, dropout):
     run = replace(RUN, checkpointing=checkpointing, lora=LoRA(rank=4, targets=NAMES, dropout=dropout))
-    each = ADAPTER if checkpointing is None else ADAPTER.plus(ADAPTER_AGAIN[checkpointing])
-    if dropout:
-        each = each.plus(ADAPTER_DROPOUT)
-        each = each if checkpointing is None else each.plus(ADAPTER_DROPOUT_AGAIN)
-    config = {**LLAMA, "num_hidden_layers": 2}
-    block = operators(lab.model(config), run)
-    found = counted(monkeypatch, LLAMA, run)
-    assert found == pytest.approx([mine + len(NAMES) * more for mine, more in zip(block, each, strict=True)])
-    host, spec = efficiency("A100"), lab.model(config)
+    found, spec = counted(monkeypatch, LLAMA, run), lab.model({**LLAMA, "num_hidden_layers": 2})
+    assert found.times(2) == pytest.approx(started(spec, run))
+    host = efficiency("A100")
     assert host_seconds(spec, run, host) == pytest.approx(2 * found.seconds(host) + python_seconds(spec, run))
+
+
+@pytest.mark.parametrize(("model", "targets", "precision", "half", "checkpointing"), [
+    (LLAMA, NAMES, "bf16", True, "full"), (LLAMA, ("q_proj", "v_proj"), "bf16", False, None),
+    (LLAMA, ("q_proj", "v_proj"), "autocast-bf16", False, "selective"),
+    (GPT2, ("c_attn",), "autocast-bf16", False, None), (GPT2, ("c_attn",), "bf16", False, "full"),
+])  # fmt: skip
+def test_adapters_of_some_layers(monkeypatch, model, targets, precision, half, checkpointing):
+    """Frozen weights have no gradients; adapters' own dtype decides what is cast."""
+    lora = LoRA(rank=4, targets=targets, autocast_adapter_dtype=not half)
+    run = replace(RUN, precision=precision, checkpointing=checkpointing, lora=lora)
+    found = counted(monkeypatch, model, run)
+    spec = lab.model({**model, "n_layer" if model is GPT2 else "num_hidden_layers": 2})
+    assert found.times(2) == pytest.approx(started(spec, run), abs=2)  # of some hundred
+
+
+@pytest.mark.parametrize("more", [
+    {"lora": LoRA(rank=4, targets=NAMES)}, {"lora": LoRA(rank=4), "checkpointing": "full"}, {"checkpointing": "full"},
+])  # fmt: skip
+def test_estimate_and_simulate_agree_on_steps_that_wait_for_the_host(more):
+    """Both have checkpointing's Python, which no operator starts."""
+    run = replace(RUN, precision="bf16", accumulation=3, **more)
+    model = {**LLAMA, "num_hidden_layers": 6}
+    estimated, simulated = (verb(model, run, "A100-80GB") for verb in (lab.estimate, lab.simulate))
+    assert min(each.time["launches"] / each.step_seconds for each in (estimated, simulated)) > 0.5
+    assert estimated.step_seconds == pytest.approx(simulated.step_seconds, rel=0.08)
+
+
+@pytest.mark.parametrize("lora", [None, LoRA(rank=4, targets=NAMES)], ids=["all", "adapters"])
+def test_each_micro_batch_adds_its_gradients_to_those_before(monkeypatch, lora):
+    """An operator for each tensor that is trained, from the second micro-batch on."""
+    spec, run = lab.model({**LLAMA, "num_hidden_layers": 4}), replace(RUN, precision="bf16", lora=lora)
+    adds = []
+    for accumulation in (1, 2):
+        log = logged(monkeypatch, LLAMA, replace(run, accumulation=accumulation))[1]
+        adds.append(sum(k.backward and k.kind != "none" for k in log if k.phase != "optimizer"))
+    assert adds[1] - 2 * adds[0] == summed(spec, replace(run, accumulation=2)) == trained(spec, run)
 
 
 @pytest.mark.parametrize("checkpointing", [None, "full"])

@@ -22,7 +22,8 @@ from typing import NamedTuple
 from ...specs.model import ModelSpec
 from ...specs.run import Training
 from ...specs.stacks import DeepSpeed, Megatron, Torchtitan, Torchtune
-from ..memory.share import adapted
+from ..memory.precision import PRECISION
+from ..memory.share import adapted, adapter_bytes
 from .efficiency import Efficiency
 from .products import products
 
@@ -105,9 +106,22 @@ WRITTEN_CASTS = {"rmsnorm": (7, 7), "layernorm": (8, 4)}
 # function) and for its gradient; and as torch's AdamW does in an update, fused or on lists (benchmarks/block_host.py,
 # torch 2.13, 2026-11-26). Of Qwen3-8B guards and arguments took 2.2 us a parameter (pytorch/pytorch, issue 191753).
 GUARDED, RETURNED, UPDATED = 0.4, 0.8, 0.9
-# Each linear layer with adapters, peft's, has as many more, and one more in each pass where it has dropout.
-ADAPTER = Operators(24 / 7, 6, 52 / 7, 66 / 7)
-ADAPTER_AGAIN = {"full": Operators(39 / 7, 6, 0, 20 / 7), "selective": Operators(25 / 7, 8, 0, 20 / 7)}
+# A block of frozen weights makes no gradient of them, autocast casts none, and what is computed again has fewer views.
+FROZEN = {"rmsnorm": Operators(0, 0, -11, -32), "fused-norm": Operators(0, 0, -7, -30),
+          "layernorm": Operators(0, 0, -8, -20)}  # fmt: skip
+FROZEN_CASTS = Operators(0, 0, -8, 0)
+FROZEN_AGAIN = {"rmsnorm": Operators(0, 0, 0, -36), "fused-norm": Operators(0, 0, 0, -32),
+                "layernorm": Operators(0, 0, 0, -24)}  # fmt: skip
+# Each linear layer with adapters, peft's, has as many more, and one more in each pass where it has dropout: adapters in
+# the layer's dtype, in another, and under autocast.
+ADAPTER = {"plain": Operators(4, 6, 6, 14), "cast": Operators(6, 6, 9, 14),
+           "autocast": Operators(51 / 7, 6, 66 / 7, 14)}  # fmt: skip
+ADAPTER_AGAIN = {
+    "full": {"plain": Operators(26 / 7, 6, 0, 8), "cast": Operators(39 / 7, 6, 0, 8),
+             "autocast": Operators(7, 6, 0, 8)},
+    "selective": {"plain": Operators(12 / 7, 8, 0, 8), "cast": Operators(25 / 7, 8, 0, 8),
+                  "autocast": Operators(5, 8, 0, 8)},
+}  # fmt: skip
 ADAPTER_DROPOUT, ADAPTER_DROPOUT_AGAIN = Operators(1, 0, 1, 0), Operators(1, 0, 0, 0)
 
 # Seconds that Python takes in a block beside its operators, forward and backward: FSDP2's hooks, which gather and free,
@@ -126,20 +140,24 @@ def operators(spec: ModelSpec, run: Training) -> Operators:
     written = (run.attention == "eager") * (2 if spec.kv_heads < spec.heads else 1)
     precision, _, _ = run.precision.rpartition("-")
     return _operators(norm, getattr(run.stack, "name", "transformers"), run.zero, run.checkpointing, precision, norms,
-                      written)  # fmt: skip
+                      written, bool(run.lora))  # fmt: skip
 
 
 @cache
 def _operators(
-    norm: str, stack: str, zero: int, checkpointing: str | None, precision: str, norms: int, written: int
-) -> Operators:
+    norm: str, stack: str, zero: int, checkpointing: str | None, precision: str, norms: int, written: int,
+    frozen: bool,
+) -> Operators:  # fmt: skip
     """`precision`: "mixed", "autocast" or "". `norms`: more than two. `written`: 0 where no scores are written out, 2
     where keys are repeated before."""
     if stack in OWN:
         once, again = OWN[stack]
         return once.plus(again[checkpointing]) if checkpointing else once
     found = [TRANSFORMERS[norm], *[NORM] * norms, *[EAGER, REPEATED][:written]]
-    if precision == "mixed":
+    if frozen:
+        found += [FROZEN[norm], *[FROZEN_CASTS] * (precision == "autocast")]
+        found += [FROZEN_AGAIN[norm]] * bool(checkpointing)
+    elif precision == "mixed":
         found.append(Operators(MIXED[norm] + 2 * norms, 0, 0, 0))
     casts, casts_back = AUTOCAST[norm] if precision == "autocast" else (0, 0)
     found.append(Operators(casts, 0, casts_back, 0))
@@ -155,12 +173,25 @@ def started(spec: ModelSpec, run: Training) -> Operators:
     """Return the operators of all blocks in a micro-batch, adapters' with them."""
     found = operators(spec, run).times(spec.layers)
     if adapters := sum(linear.count for linear in adapted(spec, run)):
-        each = ADAPTER if run.checkpointing is None else ADAPTER.plus(ADAPTER_AGAIN[run.checkpointing])
+        each = adapter(run)
         if run.lora and run.lora.dropout:
             each = each.plus(ADAPTER_DROPOUT)
             each = each if run.checkpointing is None else each.plus(ADAPTER_DROPOUT_AGAIN)
         found = found.plus(each.times(adapters))
     return found
+
+
+def adapter(run: Training) -> Operators:
+    """Return the operators that a linear layer has more for its adapter, dropout's left out."""
+    own = adapter_bytes(run) == PRECISION[run.precision].weights
+    kind = "autocast" if run.precision.startswith("autocast") else "plain" if own else "cast"
+    return ADAPTER[kind].plus(ADAPTER_AGAIN[run.checkpointing][kind]) if run.checkpointing else ADAPTER[kind]
+
+
+def summed(spec: ModelSpec, run: Training) -> float:
+    """Return the gradients that a step adds to those of earlier micro-batches, an operator each; DeepSpeed and
+    Megatron-LM have buffers of their own."""
+    return 0.0 if isinstance(run.stack, (DeepSpeed, Megatron)) else (run.accumulation - 1) / run.pp * trained(spec, run)
 
 
 def small_kernels(spec: ModelSpec, run: Training) -> float:
@@ -169,9 +200,10 @@ def small_kernels(spec: ModelSpec, run: Training) -> float:
     if run.kernels == "liger" or isinstance(run.stack, Megatron):
         return 0.0
     if run.compile:
-        return run.accumulation / run.pp * spec.layers * written(spec, run)
+        return run.accumulation / run.pp * spec.layers * written(spec, run) + summed(spec, run)
     each = started(spec, run)
-    return run.accumulation / run.pp * max(0.0, each.kernels + each.kernels_back - _multiplied(spec, run))
+    small = max(0.0, each.kernels + each.kernels_back - _multiplied(spec, run))
+    return run.accumulation / run.pp * small + summed(spec, run)
 
 
 def written(spec: ModelSpec, run: Training) -> int:
@@ -218,13 +250,16 @@ def _multiplied(spec: ModelSpec, run: Training) -> int:
 def host_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> float:
     """Return the seconds the CPU takes to start the operators of one device's forward and backward passes, or the
     kernels of compiled blocks, and for hooks between them."""
+    adding = summed(spec, run) * host.dispatch * host.backward_dispatch
     if run.compile:
-        return run.accumulation / run.pp * compiled_kernels(spec, run) * COMPILED + hook_seconds(spec, run, host)
+        graphs = run.accumulation / run.pp * compiled_kernels(spec, run) * COMPILED
+        return graphs + hook_seconds(spec, run, host) + adding
     seconds = started(spec, run).seconds(host)
     if run.quantization:
         quantized = sum(linear.count for linear in spec.block_linears)
         seconds += quantized * (3 if run.checkpointing == "full" else 2) * host.custom
-    return run.accumulation * seconds / run.pp + hook_seconds(spec, run, host) + python_seconds(spec, run)
+    passes = run.accumulation * seconds / run.pp + adding
+    return passes + hook_seconds(spec, run, host) + python_seconds(spec, run)
 
 
 def hook_modules(spec: ModelSpec) -> Hooks:
