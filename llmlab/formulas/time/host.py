@@ -122,6 +122,8 @@ ADAPTER_AGAIN = {
     "selective": {"plain": Operators(12 / 7, 8, 0, 8), "cast": Operators(25 / 7, 8, 0, 8),
                   "autocast": Operators(5, 8, 0, 8)},
 }  # fmt: skip
+# Packed weights are unpacked by an operator of their own before each product, and nothing transposes them.
+UNPACKED, UNPACKED_AGAIN = Operators(1, -1, 1, -1), Operators(0, -2, 1, 1)
 ADAPTER_DROPOUT, ADAPTER_DROPOUT_AGAIN = Operators(1, 0, 1, 0), Operators(1, 0, 0, 0)
 
 # Seconds that Python takes in a block beside its operators, forward and backward: FSDP2's hooks, which gather and free,
@@ -172,6 +174,9 @@ def _operators(
 def started(spec: ModelSpec, run: Training) -> Operators:
     """Return the operators of all blocks in a micro-batch, adapters' with them."""
     found = operators(spec, run).times(spec.layers)
+    if run.quantization:
+        each = UNPACKED if run.checkpointing is None else UNPACKED.plus(UNPACKED_AGAIN)
+        found = found.plus(each.times(sum(linear.count for linear in spec.block_linears)))
     if adapters := sum(linear.count for linear in adapted(spec, run)):
         each = adapter(run)
         if run.lora and run.lora.dropout:
