@@ -73,7 +73,8 @@ def timing(
         return Timing(step_seconds(spec, run, card))
     found, nodes, rates, apart = kernels(card), cluster, None, (1.0, 1.0)
     if traced:  # it has what hooks, compiled graphs and Megatron-LM's layers start, and none of their Python
-        host = traced.passes.host + python_seconds(spec, run)
+        # A host that was fitted to whole steps, which were checkpointed, has that in what its operators take.
+        host = traced.passes.host + (0.0 if found.kind == "fitted" else python_seconds(spec, run))
         if hook_seconds(spec, run, found.host) or isinstance(run.stack, Megatron):
             host = max(host, host_seconds(spec, run, found.host))
         traced = traced._replace(passes=traced.passes._replace(host=host))
