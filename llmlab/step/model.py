@@ -114,11 +114,12 @@ def _on_meta(spec: ModelSpec, run: Run) -> PreTrainedModel:
 
 
 def _prepare_for_training(model: Any, run: Training, recomputing: Around) -> Model:
-    """Return the model as peft's preparation, checkpointing, Liger's kernels and adapters leave it."""
+    """Return the model as peft's preparation, checkpointing, Liger's kernels and adapters leave it. It prepares for
+    adapters in fp32, and casts to it whatever is not quantized: with half ones all stays half."""
     if run.checkpointing and run.lora:
         # Or no gradient would reach the adapters through frozen embeddings; newer transformers do it by themselves.
         model.enable_input_require_grads()
-    if run.quantization:
+    if run.quantization and (run.lora is None or run.lora.autocast_adapter_dtype):
         from peft import prepare_model_for_kbit_training
 
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)

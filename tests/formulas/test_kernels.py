@@ -18,7 +18,7 @@ from llmlab.formulas.memory.share import share_of
 from llmlab.formulas.memory.temporaries import loss_chunk
 from llmlab.formulas.time.elementwise import fused_block, moved
 from llmlab.formulas.time.flops import flops
-from llmlab.formulas.time.host import small_kernels
+from llmlab.formulas.time.host import small_kernels, written
 from llmlab.formulas.time.kernels import BACKWARD, kernels, training_rates
 from llmlab.formulas.time.kernels import _cast_seconds as cast_seconds
 from llmlab.formulas.time.products import products
@@ -395,8 +395,10 @@ def test_rotations_go_through_tensors_with_gaps_and_small_kernels_take_their_sta
     assert moved(spec, replace(run, checkpointing="full")).strided == turned * (16 + 16 + 34)
     assert small_kernels(spec, run) == spec.layers * (38 + 71 - 7 - 14)
     megatron = replace(run, precision="mixed-bf16", stack=lab.Megatron())
-    fused = replace(run, compile=True), replace(run, kernels="liger"), megatron
-    assert all(moved(spec, each).strided == small_kernels(spec, each) == 0 for each in fused)
+    compiled = replace(run, compile=True)
+    fused = compiled, replace(run, kernels="liger"), megatron
+    assert all(moved(spec, each).strided == 0 for each in fused)
+    assert [small_kernels(spec, each) for each in fused] == [spec.layers * written(spec, compiled), 0, 0]
     assert moved(lab.model("gpt2"), run).strided == 0  # its positions are learned
 
 

@@ -76,7 +76,7 @@ def test_no_units_no_time():
 
 
 def test_where_a_rate_is_from_and_how_wide_that_makes_the_interval():
-    run = Training(seq_len=512, precision="fp16", compile=True)  # nothing waits for the host
+    run = Training(micro_batch=16, seq_len=512, precision="fp16", compile=True)  # nothing waits for the host
     said = {"H100": "measured on H100-80GB (sglang", "A100-40GB": "transferred from A100-80GB by the large products'",
             "RTX-6000-Ada": "transferred from L40S by the data sheets'", "T4": "fitted to 32 LoRA",
             "V100": "transferred from A100-80GB by the large products'", "MI350X": "70% of the data sheet"}  # fmt: skip
@@ -95,7 +95,7 @@ def test_where_a_rate_is_from_and_how_wide_that_makes_the_interval():
 def test_what_was_not_measured_is_said_and_widens_the_interval():
     run = Training(seq_len=1024, precision="bf16", compile=True)
     long = lab.estimate("Llama-3.1-8B", replace(run, seq_len=32768), "H100")
-    known, single = (lab.estimate("gpt2", replace(run, precision=p), "H100") for p in ("bf16", "fp32"))
+    known, single = (lab.estimate("gpt2", replace(run, micro_batch=16, precision=p), "H100") for p in ("bf16", "fp32"))
     assert "70% of the data sheet: fp32 was not measured" in single.time_sources["products"]
     assert "beyond 16,384 tokens" in long.time_sources["attention"]
     assert "beyond" not in known.time_sources["attention"]

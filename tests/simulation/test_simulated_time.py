@@ -101,12 +101,12 @@ def test_a_card_that_nobody_measured_has_a_time_and_a_wider_interval():
 
 def test_a_compiled_step_takes_its_fused_kernels_bytes_and_waits_for_nobody():
     config = {**lab.model("gpt2").config, "n_layer": 1, "vocab_size": 50304}  # which a compiler has no need to pad
-    run = Training(micro_batch=4, seq_len=256, precision="bf16")
+    run = Training(micro_batch=8, seq_len=1024, precision="bf16")
     eager, compiled = (lab.simulate(config, replace(run, compile=each), "A100") for each in (False, True))
     assert compiled.step_seconds_low < compiled.step_seconds < compiled.step_seconds_high and compiled.mfu
     assert compiled.time["elementwise"] < 0.7 * eager.time["elementwise"]
     assert compiled.time["products"] == pytest.approx(eager.time["products"], rel=0.02)
-    assert "launches" in eager.time and "launches" not in compiled.time
+    assert compiled.time.get("launches", 0.0) < 0.2 * eager.time["launches"]
     assert not any("Triton" in note for note in compiled.notes)
 
 
@@ -121,7 +121,8 @@ def test_a_fused_kernel_reads_and_writes_each_tensor_once():
     (kernel,) = [each for each in seen if each.kind == "memory"]
     assert kernel.name.startswith("triton_poi_fused") and kernel.bytes == 3 * 4 * (1 << 20)
     rates = kernels("A100-80GB").operators
-    assert host_seconds(kernel, rates) == 0 < kernel_seconds(kernel, rates)
+    assert 0 < host_seconds(kernel, rates) < host_seconds(kernel._replace(compiled=False), rates)
+    assert kernel_seconds(kernel, rates) > 0 == host_seconds(kernel._replace(kind="none"), rates)
 
 
 SEVERAL = [

@@ -106,7 +106,8 @@ def computation(spec: ModelSpec, run: Training, card: GPU, traced: time.Traced |
     """Return what a rank computes in a step: its passes (None for a dtype that `card` has no units for), the step's
     FLOP and the seconds of its update."""
     passes = traced.passes if traced else time.passes(spec, run, card)
-    update = traced.update if traced else time.update_seconds(spec, run, kernels(card)) if passes else 0.0
+    traced_update = traced.update if traced else None
+    update = time.update_after(spec, run, kernels(card), passes, traced_update) if passes else 0.0
     return Computation(passes, flops(spec, run, card), update)
 
 

@@ -44,9 +44,13 @@ class Efficiency:
 
 @cache
 def efficiencies() -> dict[str, Efficiency]:
-    """Return every card's efficiency by the card's name."""
+    """Return every card's efficiency by the card's name. What a library's operator takes was measured on one host: on
+    others it takes as many of theirs."""
     entries = read_table("efficiencies.toml")["efficiency"]
-    return {entry["gpu"]: Efficiency(sms=find_gpu(entry["gpu"]).sms, **entry) for entry in entries}
+    found = {entry["gpu"]: Efficiency(sms=find_gpu(entry["gpu"]).sms, **entry) for entry in entries}
+    operators = max(each.custom / each.dispatch for each in found.values() if each.dispatch)
+    return {gpu: each if each.custom else replace(each, custom=operators * each.dispatch)
+            for gpu, each in found.items()}  # fmt: skip
 
 
 def efficiency(card: GPU | str) -> Efficiency | None:

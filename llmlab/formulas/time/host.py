@@ -8,6 +8,9 @@ Operators are counted, not fitted: the simulator's log has those of the stacks' 
 
 DeepSpeed's ZeRO-3 runs Python of its own around every module (runtime/zero/parameter_offload.py): its hooks were timed
 beside operators, on a CPU, by benchmarks/deepspeed_hooks.py.
+
+A compiled step has a host too: its graph starts each kernel from Python, and guards, autograd and the optimizer take
+their time for each parameter.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from typing import NamedTuple
 from ...specs.model import ModelSpec
 from ...specs.run import Training
 from ...specs.stacks import DeepSpeed, Megatron, Torchtitan, Torchtune
-from ..memory.share import adapted
+from ..memory.precision import PRECISION
+from ..memory.share import adapted, adapter_bytes
 from .efficiency import Efficiency
 from .products import products
 
@@ -90,9 +94,36 @@ OWN = {Torchtitan.name: (TORCHTITAN, TORCHTITAN_AGAIN), Megatron.name: (MEGATRON
 # from others is a collective's time. `HERE`: seconds of an operator on that CPU.
 FORWARD, BACKWARD = Hooks(14, 2, 6), Hooks(7, 8, 24)
 HERE = 4.1e-6
-# Each linear layer with adapters, peft's, has as many more, and one more in each pass where it has dropout.
-ADAPTER = Operators(24 / 7, 6, 52 / 7, 66 / 7)
-ADAPTER_AGAIN = {"full": Operators(39 / 7, 6, 0, 20 / 7), "selective": Operators(25 / 7, 8, 0, 20 / 7)}
+# Seconds in which a compiled graph starts a kernel: Inductor's launcher, with 19 arguments, on a GB200's host; 6.8 us
+# without any (meta-pytorch/tritonbench, pull request 1017, 2026-04). Products and attention, which the graph calls by
+# their operators, are taken to start as fast.
+COMPILED = 9.1e-6
+# Kernels that Inductor writes for a block, forward and backward, and those that autocast adds: casts of weights, and of
+# their gradients.
+WRITTEN = {"rmsnorm": (5, 9), "layernorm": (3, 8)}
+WRITTEN_CASTS = {"rmsnorm": (7, 7), "layernorm": (8, 4)}
+# As many operators take as long as a compiled graph does for each parameter, before it starts (guards, the autograd
+# function) and for its gradient; and as torch's AdamW does in an update, fused or on lists (benchmarks/block_host.py,
+# torch 2.13, 2026-11-26). Of Qwen3-8B guards and arguments took 2.2 us a parameter (pytorch/pytorch, issue 191753).
+GUARDED, RETURNED, UPDATED = 0.4, 0.8, 0.9
+# A block of frozen weights makes no gradient of them, autocast casts none, and what is computed again has fewer views.
+FROZEN = {"rmsnorm": Operators(0, 0, -11, -32), "fused-norm": Operators(0, 0, -7, -30),
+          "layernorm": Operators(0, 0, -8, -20)}  # fmt: skip
+FROZEN_CASTS = Operators(0, 0, -8, 0)
+FROZEN_AGAIN = {"rmsnorm": Operators(0, 0, 0, -36), "fused-norm": Operators(0, 0, 0, -32),
+                "layernorm": Operators(0, 0, 0, -24)}  # fmt: skip
+# Each linear layer with adapters, peft's, has as many more, and one more in each pass where it has dropout: adapters in
+# the layer's dtype, in another, and under autocast.
+ADAPTER = {"plain": Operators(4, 6, 6, 14), "cast": Operators(6, 6, 9, 14),
+           "autocast": Operators(51 / 7, 6, 66 / 7, 14)}  # fmt: skip
+ADAPTER_AGAIN = {
+    "full": {"plain": Operators(26 / 7, 6, 0, 8), "cast": Operators(39 / 7, 6, 0, 8),
+             "autocast": Operators(7, 6, 0, 8)},
+    "selective": {"plain": Operators(12 / 7, 8, 0, 8), "cast": Operators(25 / 7, 8, 0, 8),
+                  "autocast": Operators(5, 8, 0, 8)},
+}  # fmt: skip
+# Packed weights are unpacked by an operator of their own before each product, and nothing transposes them.
+UNPACKED, UNPACKED_AGAIN = Operators(1, -1, 1, -1), Operators(0, -2, 1, 1)
 ADAPTER_DROPOUT, ADAPTER_DROPOUT_AGAIN = Operators(1, 0, 1, 0), Operators(1, 0, 0, 0)
 
 # Seconds that Python takes in a block beside its operators, forward and backward: FSDP2's hooks, which gather and free,
@@ -111,20 +142,24 @@ def operators(spec: ModelSpec, run: Training) -> Operators:
     written = (run.attention == "eager") * (2 if spec.kv_heads < spec.heads else 1)
     precision, _, _ = run.precision.rpartition("-")
     return _operators(norm, getattr(run.stack, "name", "transformers"), run.zero, run.checkpointing, precision, norms,
-                      written)  # fmt: skip
+                      written, bool(run.lora))  # fmt: skip
 
 
 @cache
 def _operators(
-    norm: str, stack: str, zero: int, checkpointing: str | None, precision: str, norms: int, written: int
-) -> Operators:
+    norm: str, stack: str, zero: int, checkpointing: str | None, precision: str, norms: int, written: int,
+    frozen: bool,
+) -> Operators:  # fmt: skip
     """`precision`: "mixed", "autocast" or "". `norms`: more than two. `written`: 0 where no scores are written out, 2
     where keys are repeated before."""
     if stack in OWN:
         once, again = OWN[stack]
         return once.plus(again[checkpointing]) if checkpointing else once
     found = [TRANSFORMERS[norm], *[NORM] * norms, *[EAGER, REPEATED][:written]]
-    if precision == "mixed":
+    if frozen:
+        found += [FROZEN[norm], *[FROZEN_CASTS] * (precision == "autocast")]
+        found += [FROZEN_AGAIN[norm]] * bool(checkpointing)
+    elif precision == "mixed":
         found.append(Operators(MIXED[norm] + 2 * norms, 0, 0, 0))
     casts, casts_back = AUTOCAST[norm] if precision == "autocast" else (0, 0)
     found.append(Operators(casts, 0, casts_back, 0))
@@ -139,8 +174,11 @@ def _operators(
 def started(spec: ModelSpec, run: Training) -> Operators:
     """Return the operators of all blocks in a micro-batch, adapters' with them."""
     found = operators(spec, run).times(spec.layers)
+    if run.quantization:
+        each = UNPACKED if run.checkpointing is None else UNPACKED.plus(UNPACKED_AGAIN)
+        found = found.plus(each.times(sum(linear.count for linear in spec.block_linears)))
     if adapters := sum(linear.count for linear in adapted(spec, run)):
-        each = ADAPTER if run.checkpointing is None else ADAPTER.plus(ADAPTER_AGAIN[run.checkpointing])
+        each = adapter(run)
         if run.lora and run.lora.dropout:
             each = each.plus(ADAPTER_DROPOUT)
             each = each if run.checkpointing is None else each.plus(ADAPTER_DROPOUT_AGAIN)
@@ -148,27 +186,85 @@ def started(spec: ModelSpec, run: Training) -> Operators:
     return found
 
 
+def adapter(run: Training) -> Operators:
+    """Return the operators that a linear layer has more for its adapter, dropout's left out."""
+    own = adapter_bytes(run) == PRECISION[run.precision].weights
+    kind = "autocast" if run.precision.startswith("autocast") else "plain" if own else "cast"
+    return ADAPTER[kind].plus(ADAPTER_AGAIN[run.checkpointing][kind]) if run.checkpointing else ADAPTER[kind]
+
+
+def summed(spec: ModelSpec, run: Training) -> float:
+    """Return the gradients that a step adds to those of earlier micro-batches, an operator each; DeepSpeed and
+    Megatron-LM have buffers of their own."""
+    return 0.0 if isinstance(run.stack, (DeepSpeed, Megatron)) else (run.accumulation - 1) / run.pp * trained(spec, run)
+
+
 def small_kernels(spec: ModelSpec, run: Training) -> float:
     """Return the kernels of a step on one device that are no products: each takes its start besides what it moves. None
-    where a compiler, or Liger, has made few of them; and of Megatron-LM's layers `MEGATRON` counts no kernels."""
-    if run.compile or run.kernels == "liger" or isinstance(run.stack, Megatron):
+    where Liger has made few of them; and of Megatron-LM's layers `MEGATRON` counts no kernels."""
+    if run.kernels == "liger" or isinstance(run.stack, Megatron):
         return 0.0
+    if run.compile:
+        return run.accumulation / run.pp * spec.layers * written(spec, run) + summed(spec, run)
     each = started(spec, run)
-    multiplied = sum(one.forward + one.again + one.input_gradient + one.weight_gradient for one in products(spec, run)
-                     if one.part in ("attention", "mlp", "adapters"))  # fmt: skip
-    return run.accumulation / run.pp * max(0.0, each.kernels + each.kernels_back - multiplied)
+    small = max(0.0, each.kernels + each.kernels_back - _multiplied(spec, run))
+    return run.accumulation / run.pp * small + summed(spec, run)
+
+
+def written(spec: ModelSpec, run: Training) -> int:
+    """Return the kernels that Inductor writes for a block in a micro-batch. Recomputation casts weights again; the rest
+    of it goes into the kernels of backward, but for one or two."""
+    kernels = sum(WRITTEN[spec.norm])
+    if run.precision.startswith("autocast"):
+        casts, casts_back = WRITTEN_CASTS[spec.norm]
+        kernels += casts_back + casts * (2 if run.checkpointing == "full" else 1)
+    return kernels
+
+
+def parameters(spec: ModelSpec) -> float:
+    """Return the tensors of parameters: blocks', embedding, last norm and head."""
+    hooks = hook_modules(spec)
+    return spec.layers * (hooks.whole + hooks.gathered) + (2 if spec.tied else 3)
+
+
+def trained(spec: ModelSpec, run: Training) -> float:
+    """Return the tensors that have a gradient."""
+    return 2 * sum(linear.count for linear in adapted(spec, run)) if run.lora else parameters(spec)
+
+
+def update_host_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> float:
+    """Return the seconds the CPU takes for one device's update, tensor by tensor; DeepSpeed and Megatron-LM have joined
+    them."""
+    if isinstance(run.stack, (DeepSpeed, Megatron)):
+        return 0.0
+    return trained(spec, run) / run.pp * UPDATED * HERE * hook_spread(host)
+
+
+def compiled_kernels(spec: ModelSpec, run: Training) -> float:
+    """Return the kernels that compiled blocks start in a micro-batch: products, attention, and what Inductor writes."""
+    attention = 3 if run.checkpointing == "full" else 2
+    return _multiplied(spec, run) + spec.layers * (attention + written(spec, run))
+
+
+def _multiplied(spec: ModelSpec, run: Training) -> int:
+    """Return the products of all blocks in a micro-batch."""
+    return sum(one.forward + one.again + one.input_gradient + one.weight_gradient for one in products(spec, run)
+               if one.part in ("attention", "mlp", "adapters"))  # fmt: skip
 
 
 def host_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> float:
-    """Return the seconds the CPU takes to start the operators of one device's forward and backward passes, and for
-    hooks between them; none where a compiler has made few kernels of them."""
+    """Return the seconds the CPU takes to start the operators of one device's forward and backward passes, or the
+    kernels of compiled blocks, and for hooks between them."""
+    adding = summed(spec, run) * host.dispatch * host.backward_dispatch
     if run.compile:
-        return 0.0
+        graphs = run.accumulation / run.pp * compiled_kernels(spec, run) * COMPILED
+        return graphs + hook_seconds(spec, run, host) + adding
     seconds = started(spec, run).seconds(host)
     if run.quantization:
         quantized = sum(linear.count for linear in spec.block_linears)
         seconds += quantized * (3 if run.checkpointing == "full" else 2) * host.custom
-    return run.accumulation * seconds / run.pp + hook_seconds(spec, run, host) + python_seconds(spec, run)
+    passes = run.accumulation * seconds / run.pp + adding
+    return passes + hook_seconds(spec, run, host) + python_seconds(spec, run)
 
 
 def hook_modules(spec: ModelSpec) -> Hooks:
@@ -183,9 +279,9 @@ def hook_modules(spec: ModelSpec) -> Hooks:
 
 
 def hook_spread(host: Efficiency) -> float:
-    """Return by what factor the seconds of ZeRO-3's hooks may be less, or more, than `hook_seconds`.
+    """Return by what factor the seconds of hooks may be less, or more, than `hook_seconds`.
 
-    Hooks start few kernels, and `host` takes longer for an operator than the CPU on which they were timed beside one,
+    They start few kernels, and `host` takes longer for an operator than the CPU on which they were timed beside one,
     because it launches a kernel, and because it is slower; nobody has said by how much it is which. It takes from as
     many seconds as that CPU to as many operators'.
     """
@@ -193,9 +289,12 @@ def hook_spread(host: Efficiency) -> float:
 
 
 def hook_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> float:
-    """Return the seconds of DeepSpeed's hooks in a step, which it has at ZeRO-3: the middle, in logarithms, of what
-    `hook_spread` says. Recomputation runs forward's again."""
-    if run.zero != 3 or run.compile or not isinstance(run.stack, DeepSpeed):
+    """Return the seconds of DeepSpeed's hooks in a step, which it has at ZeRO-3, and of what a compiled graph does for
+    each parameter: the middle, in logarithms, of what `hook_spread` says. Recomputation runs forward's hooks again."""
+    if run.compile:
+        count = GUARDED * parameters(spec) + RETURNED * trained(spec, run)
+        return run.accumulation / run.pp * count * HERE * hook_spread(host)
+    if run.zero != 3 or not isinstance(run.stack, DeepSpeed):
         return 0.0
     again = 2 if run.checkpointing else 1
     each = (number * (again * forward + backward)

@@ -2,8 +2,9 @@
 
     time = products + attention + bytes of everything else / bandwidth
 
-or, where that is less than what the CPU takes to start the kernels, the CPU's time; then the update. `kernels` says how
-long a product and attention take on a card. A compiled step starts no kernel late and fuses what lies between products.
+or, where that is less than what the CPU takes to start the kernels, the CPU's time; then the update, which the CPU
+starts too. `kernels` says how long a product and attention take on a card. A compiled step fuses what lies between
+products.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ..memory.temporaries import loss_chunk
 from .efficiency import Efficiency, efficiency
 from .elementwise import moved
 from .flops import flops, head_sizes
-from .host import host_seconds, small_kernels
+from .host import host_seconds, small_kernels, update_host_seconds
 from .kernels import Kernels, kernels
 from .offload import offloaded_step
 from .products import Product, gradients_of_first_block, multiplied_wide, products
@@ -120,7 +121,7 @@ def whole_seconds(
     """Return the seconds of a step with these passes, and with the update (None: as `update_seconds` has it), on the
     card or on its host; None where no host in the table has the card."""
     if not run.offload:
-        return computed.seconds + (update_seconds(spec, run, kernels(card)) if update is None else update)
+        return computed.seconds + update_after(spec, run, kernels(card), computed, update)
     try:
         return offloaded_step(spec, run, card, computed.seconds).seconds
     except NotAvailable:
@@ -139,6 +140,15 @@ def passes(spec: ModelSpec, run: Training, card: GPU) -> Passes | None:
     blocks = sent.blocks / found.bandwidth + slower + small_kernels(spec, run) * rates.launch
     made = Passes(multiplied, attention, blocks, sent.loss / found.bandwidth, host_seconds(spec, run, found.host))
     return made._replace(host=made.host + made.card) if launches_wait(run) else made
+
+
+def update_after(
+    spec: ModelSpec, run: Training, found: Kernels, computed: Passes, update: float | None = None
+) -> float:
+    """Return the seconds that one device's step goes on after its passes, for an update of so many (None: as
+    `update_seconds` has it): the host, which starts it when it has started them, may be the slower one."""
+    update = update_seconds(spec, run, found) if update is None else update
+    return max(update, update_host_seconds(spec, run, found.host) - (computed.seconds - computed.host))
 
 
 def launches_wait(run: Training) -> bool:

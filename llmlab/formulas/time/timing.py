@@ -18,7 +18,7 @@ from ..memory.share import attention_kernel
 from .distributed import Step, computation, step
 from .efficiency import Efficiency, efficiencies
 from .flops import flops, head_sizes
-from .host import STAGES, hook_seconds, hook_spread, host_seconds
+from .host import STAGES, hook_seconds, hook_spread, host_seconds, python_seconds
 from .kernels import Kernels, kernels, training_rates
 from .step import (
     ALIGNED,
@@ -72,9 +72,11 @@ def timing(
     if not isinstance(run, Training):
         return Timing(step_seconds(spec, run, card))
     found, nodes, rates, apart = kernels(card), cluster, None, (1.0, 1.0)
-    # A trace has what hooks and Megatron-LM's layers start, and none of their Python.
-    if traced and (hook_seconds(spec, run, found.host) or isinstance(run.stack, Megatron)):
-        host = max(traced.passes.host, host_seconds(spec, run, found.host))
+    if traced:  # it has what hooks, compiled graphs and Megatron-LM's layers start, and none of their Python
+        # A host that was fitted to whole steps, which were checkpointed, has that in what its operators take.
+        host = traced.passes.host + (0.0 if found.kind == "fitted" else python_seconds(spec, run))
+        if hook_seconds(spec, run, found.host) or isinstance(run.stack, Megatron):
+            host = max(host, host_seconds(spec, run, found.host))
         traced = traced._replace(passes=traced.passes._replace(host=host))
     shapes = outside(spec, run, found)
     if traced and shapes.sooner:  # a trace has its products' times as if all rows were whole
@@ -153,8 +155,6 @@ def _other_hosts(
     Hosts are as far apart as the two whose operators were measured, and for hooks as `hook_spread` says. DeepSpeed's
     stages 1 and 2 run Python after gradients, which no count of operators has: as long again, on a slow host.
     """
-    if run.compile:
-        return 0.0, 0.0
     waited = parts.get("launches", 0.0)
     busy, apart = sum(parts.get(name, 0.0) for name in (*COMPUTED, *WITHIN)) - waited, _hosts_apart()
     hooks = hook_seconds(spec, run, host)

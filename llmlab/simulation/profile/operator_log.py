@@ -108,7 +108,7 @@ class Operators(list):
             seconds = kernel_seconds(kernel, self._kernels.operators, self._grids)
             found[_takes(kernel, logits)] += seconds or 0.0
         # What the card waited for, the host took; it may have been the slower one in a part of the step alone.
-        host = 0.0 if isclose(passed.step, passed.card) else passed.step
+        host = passed.host if isclose(passed.step, passed.card) else passed.step
         products = {"blocks": found["products"], "head": found["head"]}
         passes = Passes(products, found["attention"], found["elementwise"], found["loss"], host)
         fused = next((fused_attention(kernel) for kernel in before if kernel.kind == "attention"), "eager")

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...formulas.time.efficiency import Efficiency
+from ...formulas.time.host import COMPILED
 from ...formulas.time.kernels import Kernels
 from ...hardware.gpu import DTYPES
 
@@ -114,10 +115,10 @@ def _work(kernel: Kernel, rates: Efficiency) -> float:
 
 
 def host_seconds(kernel: Kernel, rates: Efficiency) -> float:
-    """Return the seconds that the CPU takes for an operator: Python, autograd, the dispatcher, the launch. A compiled
-    graph is taken to start its kernels in time, as the formula has it (formulas/time/step.py, host_seconds)."""
+    """Return the seconds that the CPU takes for an operator: Python, autograd, the dispatcher, the launch; for a kernel
+    of a compiled graph what the formula has (formulas/time/host.py, COMPILED), whose views are made once."""
     if kernel.compiled:
-        return 0.0
+        return 0.0 if kernel.kind == "none" else COMPILED
     seconds = rates.view if kernel.kind == "none" else rates.dispatch
     if kernel.backward:  # autograd's engine calls it, without Python
         seconds *= rates.backward_dispatch
