@@ -212,10 +212,10 @@ def _activation_bytes(share: Share) -> int:
     """Return the bytes per element that an activation function keeps: one tensor if it is one operator, four if it is
     tanh's formula written out (transformers' NewGELUActivation; three of them in fp32 where pow is: under CUDA's
     autocast, not under the CPU's)."""
-    c = share.bytes.compute
+    o = share.linear_bytes
     if share.spec.activation in FUSED or share.blocks_compiled:
-        return c
-    return 3 * 4 + c if share.autocast and not share.cpu else 4 * c
+        return o
+    return 3 * 4 + o if share.autocast and not share.cpu else 4 * o
 
 
 def _adapters(share: Share, linears: list[Linear]) -> int:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ...specs.model import ModelSpec
 from ...specs.stacks import StackOptions, Torchtitan, Torchtune
 from .. import newton_schulz
-from .activations import adapters_stream, int8_inputs, mlp_saved, per_device
+from .activations import FUSED, adapters_stream, int8_inputs, mlp_saved, per_device
 from .fsdp import reduced_bytes, uses_fsdp, waits
 from .mlp import in_backward, in_forward, mlp_of
 from .scores import backward_scores, score_elements
@@ -246,6 +246,9 @@ def _in_halves(share: Share, mlp_kept: int, gradients: int, masks: int) -> tuple
     mlp = int(share.tokens * share.linear_bytes * (spec.token_mlp_width * widths / run.tp + spec.hidden * streams))
     if run.lora and (eager := mlp_of(share)):
         mlp = in_backward(eager, int8_inputs(share, alone=True) - int8_inputs(share, 3, alone=True))
+    written_out = not spec.gated and spec.activation not in FUSED and not share.blocks_compiled
+    if written_out and run.lora:  # what goes to the product with tanh, and to both of its sides
+        mlp = share.tokens * spec.intermediate * 3 * (4 if share.autocast else share.linear_bytes) // run.tp
     if over and adapters and adapter_bytes(run) == 4:  # the gradients of adapters' inputs, in fp32
         mlp += 4 * share.tokens * (2 * spec.token_mlp_width + spec.hidden)
     if share.writes_scores:
