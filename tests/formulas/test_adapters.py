@@ -49,6 +49,26 @@ def test_dropout_gives_each_adapter_an_input_and_a_mask_of_its_own(precision):
     assert estimate.phases["backward"] == pytest.approx(simulation.phases["backward"], rel=0.02)
 
 
+@pytest.mark.parametrize("checkpointing", ["full", "selective", None])
+@pytest.mark.parametrize("precision", ["bf16", "autocast-bf16"])
+def test_down_projs_adapter_holds_its_input_cast_beside_what_dropout_returned(precision, checkpointing):
+    """With few words that is the peak, or that in the block that is recomputed."""
+    lora = lab.LoRA(rank=8, targets=("down_proj",), dropout=0.1)
+    run = lab.Training(2, 2048, precision, lora=lora, checkpointing=checkpointing)
+    estimate, simulation = lab.estimate(WIDE, run, "A100-80GB"), lab.simulate(WIDE, run, "A100-80GB")
+    assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.02)
+
+
+@pytest.mark.parametrize("quantization", ["int8", None])
+def test_gpt2s_gelu_is_written_out_in_fp32_under_autocast_forward_and_backward(quantization):
+    """transformers' NewGELUActivation: with few words its backward is the peak."""
+    gpt2 = {"model_type": "gpt2", "n_embd": 512, "n_layer": 4, "n_head": 8, "vocab_size": 512, "n_positions": 2048}
+    lora = lab.LoRA(rank=8, targets=("c_fc",))
+    run = lab.Training(2, 2048, "autocast-bf16", lora=lora, quantization=quantization)
+    estimate, simulation = lab.estimate(gpt2, run, "A100-80GB"), lab.simulate(gpt2, run, "A100-80GB")
+    assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.03)
+
+
 def kept(model, **given):
     run = lab.Training(**{"micro_batch": 2, "seq_len": 2048, "precision": "bf16", **given})
     return sum(lab.estimate(model, run, "A100-80GB").detail["activations"].values())

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
+import torch
 
 import llmlab as lab
 
-pytest.importorskip("bitsandbytes")
+bitsandbytes = pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
+
+from bitsandbytes.autograd._functions import MatMul8bitLt, MatmulLtState  # noqa: E402
 
 LLAMA = {"model_type": "llama", "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
          "num_hidden_layers": 3, "intermediate_size": 1024, "vocab_size": 16000,
@@ -36,6 +41,68 @@ def test_checkpointing_does_not_free_the_inputs_of_int8_linears():
     held = {each: lab.estimate(LLAMA, run(each, "full"), "T4").parts["activations"] for each in ("int8", "nf4")}
     layers, h, Q, i = 3, 256, 256, 1024
     assert held["int8"] - held["nf4"] == 4 * layers * B * T * (2 * h + Q + i)
+
+
+def test_a_named_loss_keeps_the_inputs_of_int8_linears_when_backward_is_over():
+    """bitsandbytes' own function: backward frees saved tensors, and no attributes of a context."""
+    state = MatmulLtState()
+    state.CB, state.SCB, _ = bitsandbytes.functional.int8_vectorwise_quant(torch.ones(8, 4, dtype=torch.float16))
+    state.threshold, state.has_fp16_weights = 6.0, False
+    given = torch.ones(2, 4, requires_grad=True) * 2
+    kept = weakref.ref(given)
+    loss = MatMul8bitLt.apply(given, state.CB, None, None, state).sum()
+    del given
+    loss.backward()
+    assert kept() is not None
+    del loss
+    assert kept() is None
+
+
+@pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("up_proj", "down_proj")], ids="+".join)
+@pytest.mark.parametrize("checkpointing", ["full", None])
+@pytest.mark.parametrize("quantization", ["int8", "nf4"])
+def test_the_micro_batch_before_keeps_int8_inputs_until_there_is_the_next_loss(quantization, checkpointing, targets):
+    """And the last one until the step is over."""
+    lora = lab.LoRA(rank=8, targets=targets)
+    deep = LLAMA | {"num_hidden_layers": 6, "vocab_size": 2048}
+    given = {"lora": lora, "quantization": quantization, "checkpointing": checkpointing}
+    one, two = (lab.Training(8, T, "bf16", accumulation=count, **given) for count in (1, 2))
+    more, update = [], []
+    for verb in (lab.estimate, lab.simulate):
+        alone, both = (verb(deep, run, "A100-40GB").phases for run in (one, two))
+        more.append(both["forward"] - alone["forward"])
+        update.append(both["optimizer"])
+    assert more[0] == pytest.approx(more[1], rel=0.02, abs=2**20)
+    assert update[0] == pytest.approx(update[1], rel=0.02, abs=2**20)
+    layers, h, Q, i = 6, 256, 256, 1024
+    inputs = 8 * T * 4 * (layers * (2 * h + Q + i))
+    if not checkpointing:  # the first layer's have no gradient up to its first adapter
+        inputs -= 8 * T * 4 * (h if "q_proj" in targets else 2 * h + Q)
+    leaf = 2 * 8 * T * 4 * h if checkpointing else 0
+    gradients = lab.estimate(deep, two, "A100-40GB").parts["gradients"]
+    assert more[0] == (inputs if quantization == "int8" else 0) + leaf + gradients
+
+
+@pytest.mark.parametrize("words", [32, 65536])  # the block is the peak, and the loss
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_a_weight_is_dequantized_for_its_product_in_half_and_is_gone_at_the_loss(family, words):
+    """Of Phi-3's gate_up_proj NF4 makes 32 MiB."""
+    wide = LLAMA | {"hidden_size": 1024, "intermediate_size": 8192, "vocab_size": words, "model_type": family}
+    wide |= {"pad_token_id": 0, "sliding_window": None} if family == "phi3" else {}
+    lora = lab.LoRA(rank=8, targets=("qkv_proj",) if family == "phi3" else ("q_proj", "v_proj"))
+    run = lab.Training(1, T, "bf16", lora=lora, quantization="nf4", checkpointing="full")
+    estimated, simulated = (verb(wide, run, "A100-40GB") for verb in (lab.estimate, lab.simulate))
+    assert estimated.peak_allocated == pytest.approx(simulated.peak_allocated, rel=0.02)
+
+
+@pytest.mark.parametrize("checkpointing", ["full", "selective", None])
+@pytest.mark.parametrize("targets", [("q_proj",), ("up_proj",), ("down_proj",)], ids="+".join)
+def test_int8_products_are_made_in_int32_and_their_graph_goes_with_what_is_recomputed(targets, checkpointing):
+    """With few words the block is the peak."""
+    few = LLAMA | {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 256}
+    run = lab.Training(8, T, "bf16", lora=lab.LoRA(8, targets), quantization="int8", checkpointing=checkpointing)
+    estimated, simulated = (verb(few, run, "A100-40GB").peak_allocated for verb in (lab.estimate, lab.simulate))
+    assert estimated == pytest.approx(simulated, rel=0.02)
 
 
 @pytest.mark.parametrize("checkpointing", ["full", None])

@@ -48,7 +48,7 @@ def block_saved(share: Share) -> list[Saved]:
     if run.lora:
         kept.append(Saved("adapters", _adapters(share, adapted(spec, run)), "tokens"))
     if run.quantization:
-        kept.append(Saved("int8 inputs", _int8_inputs(share, checkpointed=False), "tokens"))
+        kept.append(Saved("int8 inputs", int8_inputs(share, alone=True), "tokens"))
     if spec.dropout:
         kept.append(Saved("dropout masks", 2 * T * spec.hidden * share.mask_bytes, "tokens"))
     return kept
@@ -68,37 +68,39 @@ def without_gradient(share: Share) -> list[Saved]:
     """Return what of `block_saved` the first block does not keep: where adapters alone are trained, nothing that is
     before its first one has a gradient, unless checkpointing makes its input a leaf."""
     spec, run = share.spec, share.run
-    reached = _reached(share)
+    first = reached(share)
     if block := block_of(share):
-        return saved(before_adapters(block), share) if reached == 0 else []
-    if reached is None:
+        return saved(before_adapters(block), share) if first == 0 else []
+    if first is None:
         return []
     norms = _norms(share)
-    before = 1 if reached < 2 else spec.norms_per_layer - (spec.norms_per_layer == 4)  # Gemma's last is behind the MLP
+    before = 1 if first < 2 else spec.norms_per_layer - (spec.norms_per_layer == 4)  # Gemma's last is behind the MLP
     gone = [Saved("norms", norms.bytes * before // spec.norms_per_layer, norms.cut)]
-    gone += _attention(share) if reached else []
-    if reached == 1 and share.fused and share.bytes.residual == adapters_stream(share):
+    gone += _attention(share) if first else []
+    if first == 1 and share.fused and share.bytes.residual == adapters_stream(share):
         # It reads what the kernel returned, uncast.
         gone.append(Saved("attention output", -share.tokens * share.attention_bytes * spec.query_width))
-    if reached == 2 and not spec.fused_qkv and spec.gated:  # of branches that have no gradient the product keeps less
+    if first == 2 and not spec.fused_qkv and spec.gated:  # of branches that have no gradient the product keeps less
         names, f = {linear.name for linear in adapted(spec, run)}, share.tokens * share.linear_bytes * spec.intermediate
         only_up, only_gate = "gate_proj" not in names, "up_proj" not in names
         gone.append(Saved("mlp", f * (2 - share.fuses) if only_up else f * (not share.fuses) if only_gate else 0))
-    read = [linear for linear in adapted(spec, run) if _place(linear) == reached]
+    read = [linear for linear in adapted(spec, run) if _place(linear) == first]
     gone.append(Saved("adapters", share.tokens * _masks(share, read), "tokens"))
-    return gone + (_mlp(share) if reached == 3 else [])
+    inputs = int8_inputs(share, alone=True) - int8_inputs(share, first + 1, alone=True)
+    gone.append(Saved("int8 inputs", inputs, "tokens"))
+    return gone + (_mlp(share) if first == 3 else [])
 
 
 def casts_without_gradient(share: Share) -> int:
     """Return the elements of frozen weights whose half copies the first block does not keep: what they read has no
     gradient."""
-    reached = _reached(share)
-    if reached is None:
+    first = reached(share)
+    if first is None:
         return 0
-    return sum(each.elements // share.spec.layers for each in share.spec.block_linears if _place(each) <= reached)
+    return sum(each.elements // share.spec.layers for each in share.spec.block_linears if _place(each) <= first)
 
 
-def _reached(share: Share) -> int | None:
+def reached(share: Share) -> int | None:
     """Return the `_place` of the first block's first adapter; None where gradients go through all of it."""
     linears = [each for each in adapted(share.spec, share.run) if each.part != "head"]
     if not linears or not share.first or share.run.checkpointing or share.spec.experts:
@@ -170,7 +172,8 @@ def _qkv_width(share: Share, kernel: str) -> int:
     if spec.mla:
         # Queries and keys are put together from two pieces; values are a view of what both were projected to.
         return 2 * Q + spec.heads * (spec.mla.qk_nope_head_dim + spec.mla.v_head_dim)
-    if spec.fused_qkv and not spec.learned_positions and (kernel == "flash" or spec.kv_heads == spec.heads):
+    uncast = share.linear_bytes == share.attention_bytes
+    if spec.fused_qkv and not spec.learned_positions and uncast and (kernel == "flash" or spec.kv_heads == spec.heads):
         # Rotated queries and keys are new; values are a view of what all three were projected to.
         width = 2 * Q + 3 * K
     else:
@@ -209,10 +212,10 @@ def _activation_bytes(share: Share) -> int:
     """Return the bytes per element that an activation function keeps: one tensor if it is one operator, four if it is
     tanh's formula written out (transformers' NewGELUActivation; three of them in fp32 where pow is: under CUDA's
     autocast, not under the CPU's)."""
-    c = share.bytes.compute
+    o = share.linear_bytes
     if share.spec.activation in FUSED or share.blocks_compiled:
-        return c
-    return 3 * 4 + c if share.autocast and not share.cpu else 4 * c
+        return o
+    return 3 * 4 + o if share.autocast and not share.cpu else 4 * o
 
 
 def _adapters(share: Share, linears: list[Linear]) -> int:
@@ -223,19 +226,26 @@ def _adapters(share: Share, linears: list[Linear]) -> int:
     spec, run = share.spec, share.run
     assert run.lora is not None
     element, width, shared = adapters_stream(share), 0, set()
-    copied = share.bytes.residual != element
     for linear in linears:
-        per_layer = linear.count // spec.layers or 1
+        per_layer, place = linear.count // spec.layers or 1, _place(linear)
         width += per_layer * run.lora.rank
-        if _drops(share) or (copied and not share.blocks_compiled):
+        copied = copies_input(share, place)
+        if adapters_drop(share) or (copied and not share.blocks_compiled):
             width += per_layer * linear.inputs
-        elif copied or linear.name not in ("o_proj", "c_proj") or run.attention == "eager":
-            shared.add((linear.name if copied and "o_proj" in linear.name else linear.part, linear.inputs))
+        elif copied or place != 1 or not share.fused:
+            shared.add((place, linear.inputs))
     width += sum(inputs for _, inputs in shared)
     return share.tokens * (element * width + _masks(share, linears))
 
 
-def _drops(share: Share) -> bool:
+def copies_input(share: Share, place: int) -> bool:
+    """Whether adapters at a `_place` read a cast copy of the block's tensor. Of a quantized linear peft leaves casting
+    to autocast (tuners/lora/bnb.py), which what attention returned needs no more."""
+    given = share.bytes.compute if place == 1 and share.run.quantization else share.bytes.residual
+    return given != adapters_stream(share)
+
+
+def adapters_drop(share: Share) -> bool:
     """Whether adapters' dropout is counted: compiled it may be made again, as Inductor has its seed."""
     return share.run.lora is not None and share.run.lora.dropout > 0 and not share.blocks_compiled
 
@@ -243,7 +253,7 @@ def _drops(share: Share) -> bool:
 def _masks(share: Share, linears: list[Linear]) -> int:
     """Return the bytes, for a token, of the masks that dropout before these linears' adapters keeps in a block."""
     inputs = sum(linear.inputs * (linear.count // share.spec.layers or 1) for linear in linears)
-    return share.mask_bytes * inputs if _drops(share) else 0
+    return share.mask_bytes * inputs if adapters_drop(share) else 0
 
 
 def adapters_stream(share: Share) -> int:
@@ -258,22 +268,21 @@ def _adapter_results(share: Share) -> int:
     return sum((rank + linear.outputs) * (linear.count // spec.layers or 1) for linear in adapted(spec, share.run))
 
 
-def _int8_inputs(share: Share, checkpointed: bool) -> int:
-    """Return the bytes that bitsandbytes' int8 linears keep of a block: each its input, in its context
-    (autograd/_functions.py, MatMul8bitLt) and so out of checkpointing's sight. Not counted twice, where nothing is
-    checkpointed: the attention output that its kernel keeps too, and the input that adapters of q, k or v keep.
-    Experts are not quantized."""
-    spec, run = share.spec, share.run
+def int8_inputs(share: Share, from_place: int = 0, alone: bool = False) -> int:
+    """Return the bytes that bitsandbytes' int8 linears keep of a block, from a `_place` on: each its input, in its
+    context (autograd/_functions.py, MatMul8bitLt, ctx.tensors), and so out of checkpointing's sight, and until nothing
+    names the loss. With `alone` those that nothing else keeps where nothing is checkpointed: not what attention's
+    kernel returned and keeps, nor what adapters read as it is. Experts are not quantized."""
+    spec, run, r = share.spec, share.run, share.bytes.residual
     if run.quantization != "int8" or run.lora is None:
         return 0
-    width = spec.hidden + spec.query_width + (0 if spec.experts else spec.hidden + spec.intermediate)
-    if not checkpointed:
-        if any(linear.part == "attention" and linear.inputs == spec.hidden and linear.name not in ("o_proj", "c_proj")
-               for linear in adapted(spec, run)):  # fmt: skip
-            width -= spec.hidden
-        if share.fused:
-            width -= spec.query_width
-    return share.tokens * share.bytes.residual * width
+    mlp = 0 if spec.experts else r
+    inputs = [r * spec.hidden, share.bytes.compute * spec.query_width, mlp * spec.hidden, mlp * spec.intermediate]
+    if alone:
+        inputs[1] *= not share.fused
+        for place in {_place(linear) for linear in adapted(spec, run)}:
+            inputs[place] *= adapters_drop(share) or copies_input(share, place)
+    return share.tokens * sum(inputs[from_place:])
 
 
 def per_device(rows: list[Saved], run: Training) -> dict[str, int]:
@@ -304,7 +313,7 @@ def checkpointed(share: Share) -> dict[str, int]:
         if isinstance(run.stack, Torchtitan) and run.stack.ac == "selective_layers":
             return _some_layers(share, kept, run.stack.every)
         return kept | per_device(saved(block.selective, share), run)
-    if inputs := _int8_inputs(share, checkpointed=True):
+    if inputs := int8_inputs(share):
         kept["int8 inputs"] = inputs
     if run.checkpointing != "selective":
         return kept

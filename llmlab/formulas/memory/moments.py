@@ -26,17 +26,21 @@ from .activations import (
     block_saved,
     casts_without_gradient,
     checkpointed,
+    int8_inputs,
     per_device,
+    reached,
     without_gradient,
 )
 from .fsdp import is_flat, own_ranks, reduced_bytes, uses_fsdp, waits
 from .gradients import bucket_bytes, gradients, layers_through
+from .mlp import mlp_of
 from .scores import causal_mask, forward_scores
 from .share import Share, share_of
 from .stacks.blocks import block_of
 from .stacks.torchtune import in_chunks
 from .states import kept_weights, states
 from .temporaries import (
+    behind_scores,
     between_stages,
     block_backward,
     dequantized,
@@ -44,6 +48,8 @@ from .temporaries import (
     forward_height,
     forward_mlp,
     loss_bytes,
+    norm_backward,
+    norm_replaced,
     optimizer_temporaries,
     outer_activations,
     receive_buffers,
@@ -168,15 +174,17 @@ class StepMemory:
         self.kept_casts = 0 if run.checkpointing else self.casts
         self.head_cast = element * spec.vocab * spec.hidden // run.tp if share.last else 0
         # Temporaries in a block's forward: attention's or the MLP's, or what its description says.
-        self.in_forward = max(forward_scores(share), forward_mlp(share)) + forward_height(share)
-        self.between = dequantized(share) + causal_mask(share)  # temporaries anywhere between first and last block
-        tune = isinstance(run.stack, Torchtune)  # its block's description says when a weight is dequantized
-        self.working = self.backward.temporaries + (causal_mask(share) if tune else self.between)
+        self.in_forward = max(forward_scores(share) - behind_scores(share), forward_mlp(share)) + forward_height(share)
+        # Temporaries anywhere between first and last block; torchtune's description says when a weight is dequantized,
+        # and so does mlp.py.
+        self.around_loss = causal_mask(share)
+        said = isinstance(run.stack, Torchtune) or (block is None and mlp_of(share))
+        self.between = self.around_loss + (0 if said else dequantized(share))
+        self.working = self.backward.temporaries + self.between
         self.last_working = self.working - self.backward.temporaries + self.last_backward.temporaries
-        self.around_loss = causal_mask(share) if tune else self.between
         # Of what is outside of blocks nothing is left when their backward begins; a gradient goes through them. In a
         # pipeline both lie in buffers: what a stage received, for as long as it runs, and the gradient of what it sent.
-        self.replaced = outer_activations(share) if block else 0
+        self.replaced = outer_activations(share) if block else norm_replaced(share)
         self.ends = 0  # what the stage received and sent, and others' outside, when its first block's backward begins
         if isinstance(run.stack, Torchtitan) and run.pp > 1:
             self.replaced += (not share.first) * between_stages(share)
@@ -191,6 +199,14 @@ class StepMemory:
         # to differentiate; it and its gradient outlive backward.
         through_peft = run.lora and run.checkpointing and not isinstance(run.stack, (LitGPT, Torchtune))
         leaf = 2 * run.tokens * spec.hidden * share.bytes.residual if through_peft else 0
+        # A loop's variable has the last loss, and its graph int8 linears' contexts, until the next micro-batch's is
+        # there, or the step is over; with it the leaf.
+        before = reached(share)
+        later = int8_inputs(share) * (share.layers - 1)
+        self.contexts = later + int8_inputs(share, 0 if before is None else before + 1)
+        self.named = leaf + self.contexts if share.over and run.pp == 1 else 0
+        self.last_block += later
+        self.others += self.contexts
         self.update = max(self.gradients.update_casts, leaf + optimizer_temporaries(share, self.states))
 
     def moments(self) -> list[Moment]:
@@ -223,7 +239,7 @@ class StepMemory:
             *self._forward(),
             *self._backward(),
             *(self._reducing() if self.sharded else ()),
-            self._moment("optimizer", "the update", other=self.update - self.sent, **update),
+            self._moment("optimizer", "the update", other=self.update - self.sent, activations=self.contexts, **update),
         ]
 
     def _moment(self, phase: str, name: str, gathered: int = 0, other: int = 0, **parts: int) -> Moment:
@@ -241,7 +257,7 @@ class StepMemory:
         around_loss = gathered if units.at_loss is None else units.at_loss
         ahead = units.prefetched  # the output of the all-gather, or what is gathered next
         stashed = min(self.stashed, self.block * (STASHED - 1))
-        activations, before = self.activations - self.outside + casts + stashed, []
+        activations, before = self.activations - self.outside + casts + stashed + self.named, []
         if units.experts:  # the output of their all-gather stays until the next block's are copied out
             held = units.experts if own_ranks(self.share.run) > 1 else 0
             before.append(moment("the last but one block of forward", gathered + ahead + held,
@@ -251,7 +267,7 @@ class StepMemory:
             *before,
             moment("the last block of forward", gathered + ahead, self.between + self.in_forward,
                    activations=activations),
-            moment("the loss", around_loss, self.around_loss, activations=self.activations + casts,
+            moment("the loss", around_loss, self.around_loss, activations=self.activations + casts + self.named,
                    logits=self.loss.forward),
         ]  # fmt: skip
 
@@ -262,6 +278,7 @@ class StepMemory:
             return []
         units, moment = self.states.units, partial(self._moment, "forward", gradients=self.gradients.accumulated)
         activations = self.activations - self.outside - self.block + self.casts - self.block_cast + self.stashed
+        activations += self.named
         last = units.resident + units.prefetched + 2 * units.block
         found = [
             moment("the first block gathered", (1 if units.head else 2) * units.outside + 2 * units.block),
@@ -290,6 +307,9 @@ class StepMemory:
         if (block := block_of(self.share)) and block.norm_backward and self.share.last:
             other = of_head + described_bytes(block.norm_backward, self.share)
             in_norm.append(in_blocks("the final norm's backward", at_head + units.prefetched, other,
+                                     gradients=grads.after_head, activations=activations))  # fmt: skip
+        elif in_norm_written_out := norm_backward(self.share):
+            in_norm.append(in_blocks("the final norm's backward", around_loss, in_norm_written_out + self.around_loss,
                                      gradients=grads.after_head, activations=activations))  # fmt: skip
         in_second = []
         if self.share.run.pp > 1 and any(self.uneven) and self.layers > 2:

@@ -7,8 +7,9 @@ from typing import NamedTuple
 from ...specs.model import ModelSpec
 from ...specs.stacks import StackOptions, Torchtitan, Torchtune
 from .. import newton_schulz
-from .activations import adapters_stream, mlp_saved, per_device
+from .activations import FUSED, adapters_stream, int8_inputs, mlp_saved, per_device
 from .fsdp import reduced_bytes, uses_fsdp, waits
+from .mlp import in_backward, in_forward, mlp_of
 from .scores import backward_scores, score_elements
 from .share import Share, adapted, adapter_bytes
 from .stacks.blocks import block_of
@@ -181,7 +182,12 @@ def block_backward(share: Share, kept: dict[str, int], whole: dict[str, int], fi
     counts = spec.parameters_by_component
     gradients = gradient * (counts["mlp"] + counts["experts"] // run.ep) // (run.tp * spec.layers)
     # What selective checkpointing kept is not made twice.
-    recomputed = sum(whole.values()) - kept.get("matmul outputs", 0) if run.checkpointing else 0
+    # int8's contexts are gone with the graph of what is recomputed: see mlp.in_backward.
+    recomputed = 0
+    if run.checkpointing:
+        recomputed = sum(whole.values()) - kept.get("matmul outputs", 0) - whole.get("int8 inputs", 0)
+        if spec.norm == "layernorm" or share.fuses or share.run.kernels == "fused-norm" or share.bytes.residual == 4:
+            recomputed -= kept["block inputs"]  # the first norm's own
     # What blocks were given is summed again over what products returned. Keys and values that adapters add to are made
     # for all heads first, in all blocks, as simulations show.
     sums = [each for each in adapted(spec, run) if each.name in ("k_proj", "v_proj")]
@@ -235,9 +241,14 @@ def _in_halves(share: Share, mlp_kept: int, gradients: int, masks: int) -> tuple
     recomputed = share.blocks_compiled and run.checkpointing is not None
     again = recomputed and run.lora is not None
     adapters = any(linear.part == "mlp" and linear.inputs == spec.hidden for linear in adapted(spec, run))
-    widths: float = 1 + (run.lora is not None) if over else max(3, _eager_adapters(share)) if spec.gated else 2
+    widths: float = 1 + (run.lora is not None) if over else 3 if spec.gated else 2
     widths, streams = _beside_adapters(share) if again else (widths, 0)
     mlp = int(share.tokens * share.linear_bytes * (spec.token_mlp_width * widths / run.tp + spec.hidden * streams))
+    if run.lora and (eager := mlp_of(share)):
+        mlp = in_backward(eager, int8_inputs(share, alone=True) - int8_inputs(share, 3, alone=True))
+    written_out = not spec.gated and spec.activation not in FUSED and not share.blocks_compiled
+    if written_out and run.lora:  # what goes to the product with tanh, and to both of its sides
+        mlp = share.tokens * spec.intermediate * 3 * (4 if share.autocast else share.linear_bytes) // run.tp
     if over and adapters and adapter_bytes(run) == 4:  # the gradients of adapters' inputs, in fp32
         mlp += 4 * share.tokens * (2 * spec.token_mlp_width + spec.hidden)
     if share.writes_scores:
@@ -253,40 +264,47 @@ def _in_halves(share: Share, mlp_kept: int, gradients: int, masks: int) -> tuple
     return max(0, attention), gradients + min(0, attention)
 
 
+def _writes_norm(share: Share) -> bool:
+    """Whether adapters alone are trained and the final norm is written in Python (transformers' LlamaRMSNorm)."""
+    written = share.spec.norm == "rmsnorm" and not (share.fuses or share.compiled or share.run.kernels)
+    return share.last and share.run.lora is not None and written and not block_of(share)
+
+
+def norm_backward(share: Share) -> int:
+    """Return what the final norm's backward takes: in fp32 what goes to its input, and what comes of its mean of
+    squares, in four steps."""
+    return 5 * 4 * share.tokens * share.spec.hidden // share.sequence_ranks if _writes_norm(share) else 0
+
+
+def norm_replaced(share: Share) -> int:
+    """Return by what the gradient that leaves the final norm is less than the fp32 input that it kept."""
+    less = 4 - share.bytes.residual if _writes_norm(share) else 0
+    return share.tokens * share.spec.hidden * less // share.sequence_ranks
+
+
+def behind_scores(share: Share) -> int:
+    """Return what of a block's kept bytes is not there yet when its scores are."""
+    if share.blocks_compiled or block_of(share):
+        return 0
+    if share.run.checkpointing:
+        return int8_inputs(share, 1)
+    return int8_inputs(share, 1, alone=True) + sum(per_device(mlp_saved(share), share.run).values())
+
+
 def forward_mlp(share: Share) -> int:
-    """Return what a gated MLP of transformers holds in forward beside what is kept when the block is over: the product
-    that down_proj reads, where it is not kept, and of an adapter what it returns, and that scaled. Compiled, the
-    results of all adapters wait for one kernel. A block that is recomputed keeps none of what it computes."""
+    """Return what a gated MLP of transformers holds in forward beside what is kept when the block is over. Compiled,
+    the results of all adapters wait for one kernel. A block that is recomputed keeps none of what it computes."""
     spec, run, c = share.spec, share.run, share.linear_bytes
     if block_of(share) or spec.experts or not spec.gated or not (run.lora or run.checkpointing):
         return 0
+    if eager := mlp_of(share):
+        return in_forward(eager, run.checkpointing)
     s, names = adapters_stream(share), [linear.name for linear in adapted(spec, run)]
     inputs = sum(1 + (name == "gate_up_proj") for name in names if name in ("gate_proj", "up_proj", "gate_up_proj"))
-    results = 0  # of down_proj and its adapter
-    if share.blocks_compiled:
-        # Selective checkpointing keeps what products returned.
-        width = c + {None: 0, "selective": 0, "full": c}[run.checkpointing]
-        width += inputs * s * (run.checkpointing != "selective")
-    else:
-        down = "down_proj" in names
-        results = share.tokens * spec.hidden * (2 * s + c) * down
-        copied = s * (share.bytes.residual != s and down)
-        last = 4 * s - c if "gate_up_proj" in names else 2 * s if "up_proj" in names else 0
-        # Autocast casts what peft cast to fp32.
-        product = c + adapter_bytes(run) * (down and share.autocast and adapter_bytes(run) > s)
-        width = max(3 * c, 2 * c + last) if run.checkpointing else max(product, last - copied)
-        results *= width == product
-    return share.tokens * width * spec.intermediate // run.tp + results
-
-
-def _eager_adapters(share: Share) -> int:
-    """Return how many tensors of the MLP's width the backward of an eager MLP holds, beside all that it keeps, when the
-    gradient of what `up_proj` (or both branches in one) returned is cast for its adapter, scaled, and cast back for the
-    layer itself. By then the activation and what it multiplied are gone, and what an adapter of down_proj cast."""
-    names = {linear.name for linear in adapted(share.spec, share.run)}
-    if adapters_stream(share) <= share.linear_bytes or share.bytes.residual > share.linear_bytes:
-        return 0
-    return (7 if "gate_up_proj" in names else 4 if "up_proj" in names else 0) - 2 * ("down_proj" in names)
+    # Selective checkpointing keeps what products returned.
+    width = c + {None: 0, "selective": 0, "full": c}[run.checkpointing]
+    width += inputs * s * (run.checkpointing != "selective")
+    return share.tokens * width * spec.intermediate // run.tp
 
 
 def _beside_adapters(share: Share) -> tuple[float, float]:

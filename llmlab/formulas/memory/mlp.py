@@ -1,0 +1,171 @@
+"""What an eager gated MLP of transformers takes beside what it keeps, moment by moment, with adapters and on quantized
+weights too.
+
+Widths are bytes for each token and element of the MLP's width:
+
+    o  what a linear returns     s  what adapters compute     a  what peft casts their input to
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .activations import adapters_drop, adapters_stream, copies_input
+from .share import Share, adapted, adapter_bytes
+
+BEHIND = 3  # the place of down_proj, behind the activation
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """The widths of one MLP."""
+
+    share: Share
+    names: frozenset[str]  # of its linears that have an adapter
+    one: bool  # whether both branches are one linear's, gate_up_proj's
+    o: int
+    s: int
+    a: int
+    drops: bool
+
+    @property
+    def down(self) -> bool:
+        return "down_proj" in self.names
+
+    @property
+    def stays(self) -> int:
+        """What int8's context has of down_proj's input (autograd/_functions.py, MatMul8bitLt)."""
+        return self.o if self.share.run.quantization == "int8" and self.share.run.lora else 0
+
+    @property
+    def own(self) -> int:
+        """What down_proj's adapter keeps of its input besides: what it read, or dropout returned, and its mask."""
+        if not self.down:
+            return 0
+        if self.drops:
+            return self.s + self.share.mask_bytes
+        return self.s if copies_input(self.share, BEHIND) or not self.stays else 0
+
+    def adapter(self, keeps: bool) -> tuple[int, int]:
+        """What down_proj's adapter has of its input besides, as it begins, and when its first product is there; whether
+        the block `keeps` what autograd asks for."""
+        run = self.share.run
+        if not self.down or not (self.drops or copies_input(self.share, BEHIND)):
+            return 0, 0
+        cast = self.a if self.a != self.o and not (run.quantization and self.share.autocast) else 0
+        if not self.drops and not self.share.autocast:
+            return cast, cast
+        dropped = self.a + self.share.mask_bytes if self.drops else 0
+        return cast + dropped + (self.s if self.share.autocast else 0), cast + self.own * keeps
+
+    def product(self, outputs: int) -> tuple[int, int]:
+        """What a branch's product of `outputs` widths takes with what it returns: in widths, and in bytes of a weight.
+
+        int8: in int32, in half, and as wide as its input (workspaces/bitsandbytes.py). NF4: in half, then cast.
+        """
+        if not self.share.run.quantization:
+            return outputs * self.o, 0
+        if self.stays:
+            return outputs * (4 + (2 if self.o == 4 else 0) + self.o), 0
+        return outputs * (self.o + (2 if self.o == 4 else 0)), 2 * outputs
+
+
+def mlp_of(share: Share) -> Mlp | None:
+    """Return the widths of a dense gated MLP that is not compiled; None for another."""
+    spec, run = share.spec, share.run
+    if not spec.gated or spec.experts or share.blocks_compiled:
+        return None
+    names = frozenset(linear.name for linear in adapted(spec, run) if linear.part == "mlp")
+    one = any(linear.name == "gate_up_proj" for linear in spec.block_linears)
+    s = adapters_stream(share)
+    a = s if run.precision.startswith("mixed") or not run.lora else adapter_bytes(run)
+    return Mlp(share, names, one, share.linear_bytes, s, a, adapters_drop(share))
+
+
+def in_forward(mlp: Mlp, checkpointing: str | None, again: bool = False, waiting: int = 0) -> int:
+    """Return the bytes that it holds at its highest in forward beside what is kept of it when the block is over.
+
+    With `again` a block is recomputed, which ends with the last tensor that backward needs: down_proj's product is not
+    made again, and its adapter's second neither. `waiting`: beside the last branch's product."""
+    share, o, s = mlp.share, mlp.o, mlp.s
+    spec, run = share.spec, share.run
+    f, h, quantized = spec.intermediate, spec.hidden, run.quantization is not None
+    branches = 2 if mlp.one else 1
+    adapters = {name: name in mlp.names for name in ("gate_proj", "up_proj", "gate_up_proj")}
+    of_branches = (2 - share.fuses) * o if checkpointing is None else 0  # besides act's output
+    products = 0  # what selective checkpointing keeps of the branches' products
+    if checkpointing == "selective":
+        products = (0 if quantized else 2 * o) + s * sum(adapters.values()) * branches
+    kept = (of_branches + o if checkpointing is None else products) + mlp.stays
+    kept += mlp.own if checkpointing is None else 0
+    # The last branch: act's output is there, and what it was made of where that is kept.
+    there = 0 if mlp.one else o * (2 - share.fuses if checkpointing is None else 1) + products // 2
+    width, weight = mlp.product(branches)
+    chain = branches * (o + 2 * s)  # an adapter's result, and that scaled, beside the layer's
+    width += waiting
+    last = max(width, chain * any(adapters.values())) if mlp.one else max(width, chain * adapters["up_proj"])
+    # The copy of what the last branch's adapter reads, where it is not kept.
+    copied = mlp.a * h if mlp.a != share.bytes.residual and (mlp.drops or checkpointing) else 0
+    copied *= bool(mlp.names - {"down_proj", "gate_proj"})
+    moments = [share.tokens * (f * (there + last) + copied)]
+    if weight:
+        moments.append(share.tokens * f * (there + 2 * branches) + weight * h * f)
+    if adapters["gate_proj"]:
+        moments.append(share.tokens * f * chain)
+    # Then the branches' product, and down_proj reads it: branches are gone unless they are kept.
+    held = (of_branches + o if checkpointing is None else products) + o
+    moments.append(share.tokens * f * (held + (0 if checkpointing is None else 2 * o - min(products, 2 * o))))
+    if mlp.stays and (mlp.down or not again):  # int8's copy in half, absolute values, which are outliers, and quantized
+        moments.append(share.tokens * f * (held + 6))
+    elif quantized and (mlp.down or not again):
+        moments.append(share.tokens * f * (held + 2 * (o == 4)) + 2 * h * f)
+    if mlp.down:
+        begins, then = mlp.adapter(checkpointing is None)
+        moments.append(share.tokens * (f * (held + begins) + h * o))
+        if not again:
+            moments.append(share.tokens * (f * (held + then) + h * (2 * s + o)))
+    # What both branches read, and beside half of the stream its fp32 copy that the norm keeps.
+    read = share.tokens * h * share.bytes.residual
+    shares = bool(mlp.names - {"down_proj"}) and not (mlp.drops or copies_input(share, 2))
+    kept_too = mlp.stays or (checkpointing is None and (run.lora is None or shares))
+    streams = read * (not kept_too) + read * (share.bytes.residual == 2)
+    # And the embedding's output, which a variable of the model's forward has.
+    streams += read if run.lora and checkpointing is None and not again else 0
+    return max(0, max(moments) - share.tokens * f * kept) // run.tp + streams
+
+
+def in_backward(mlp: Mlp, alone: int) -> int:
+    """Return the bytes that it holds at its highest in backward beside all that it keeps; `alone`: what of a block's
+    int8 inputs nothing else keeps, which a recomputed block's graph has until all is recomputed."""
+    share, o, s, a = mlp.share, mlp.o, mlp.s, mlp.a
+    spec, run = share.spec, share.run
+    f, h, one = share.tokens * spec.intermediate, spec.hidden * spec.intermediate, mlp.one
+    # Where it is recomputed, the graph is gone that had int8's contexts.
+    freed = mlp.s if run.checkpointing and mlp.stays and mlp.down and not mlp.drops else mlp.own
+    moments = [f * (3 * o - freed)]  # of the branches' product
+    if mlp.down:
+        moments.append(f * ((2 * a - s if mlp.drops else a) if share.autocast else s))
+    # The gradient of what the last branch returned, cast for its adapter, and scaled; the branches' product has let go
+    # what it kept.
+    wide = s != o
+    if one and "gate_up_proj" in mlp.names:
+        moments.append(f * ((4 if wide else 2) * s - o - freed))
+    elif "up_proj" in mlp.names:
+        moments.append(f * ((2 if wide else 1) * s - freed))
+    if run.quantization:
+        # A weight for the gradient of what it multiplied: NF4's in half, as that gradient is, int8's as its input was.
+        element = o if mlp.stays else 2
+        moments.append((2 if one else 1) * element * h - f * (freed + (o if one else 0)))
+        if run.checkpointing is None:
+            moments.append(element * (h + f))
+    if run.checkpointing and run.lora:
+        # Where down_proj needs nothing that is recomputed, its gradient is there before.
+        first = f * o if run.quantization and not mlp.down else 0
+        # Selective checkpointing has what the adapter's product returned until it is called for.
+        waits = run.quantization and run.checkpointing == "selective" and "up_proj" in mlp.names
+        shared = mlp.down and not (mlp.drops or copies_input(share, BEHIND))
+        first += 0 if shared else f * mlp.stays
+        if mlp.down:  # its gradient, scaled, and what the layer itself returned; and what waits too
+            first += share.tokens * spec.hidden * (s + o + s * (run.checkpointing == "selective"))
+        moments.append(first + alone + in_forward(mlp, None, True, s if waits else 0))
+    return max(moments) // run.tp
