@@ -9,7 +9,7 @@ import pytest
 
 import llmlab as lab
 from llmlab.formulas.memory.moments import training_moments
-from llmlab.formulas.memory.states import states
+from llmlab.formulas.memory.states import states, unsplit
 
 LLAMA = {"model_type": "llama", "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4,
          "num_hidden_layers": 4, "intermediate_size": 1408, "vocab_size": 16000,
@@ -183,3 +183,13 @@ def test_what_is_outside_of_blocks_is_gathered_again_before_the_losss_gradient()
     report = lab.simulate(LLAMA, replace(run, seq_len=256, dp=2, checkpointing=None), "H100-80GB")
     guess = lab.estimate(LLAMA, replace(run, seq_len=256, dp=2, checkpointing=None), "H100-80GB")
     assert guess.peak_allocated == pytest.approx(report.peak_allocated, rel=0.025)
+
+
+def test_a_shard_takes_what_little_it_leaves_of_its_segment():
+    """22 layers' w1, w2 and w3: 11 MiB on a rank, of a segment of 12, which is not cut, unless it can be expanded."""
+    tiny = lab.model("TinyLlama/TinyLlama-1.1B-Chat-v1.0")
+    more = 22 * 3 * 2**20
+    assert unsplit(tiny, lab.Training(dp=2, stack="torchtune:optimizer=AdamW,optimizer_in_bwd=False")) == (more, 0)
+    assert unsplit(tiny, lab.Training(dp=2, stack="torchtune:optimizer_in_bwd=True")) == (more, 2 * more)
+    assert unsplit(tiny, lab.Training(dp=4, zero=3, precision="mixed-bf16")) == (0, more)
+    assert unsplit(tiny, lab.Training(dp=4, stack="torchtitan")) == (0, 0)

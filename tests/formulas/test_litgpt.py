@@ -52,5 +52,6 @@ def test_several_sequences_copy_the_logits_once_more():
 
 
 def test_without_reductions_each_rank_sums_whole_gradients():
+    """And the last micro-batch's logits have a name."""
     once, often = peak("forward", dp=8), peak("forward", dp=8, accumulation=4)
-    assert often - once == 2 * FULL.parameters
+    assert often - once == 2 * FULL.parameters + TOKENS * LOGITS

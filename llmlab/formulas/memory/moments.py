@@ -38,7 +38,7 @@ from .scores import causal_mask, forward_scores
 from .share import Share, share_of
 from .stacks.blocks import block_of
 from .stacks.torchtune import in_chunks
-from .states import kept_weights, states
+from .states import kept_weights, states, unsplit
 from .temporaries import (
     behind_scores,
     between_stages,
@@ -100,9 +100,12 @@ class StepMemory:
         master_shards = self.sharded and share.bytes.master and not run.lora
         self.gathered_part = "weights" if master_shards else "other"
         block = block_of(share)
+        # The last micro-batch's logits, where they have a name until this one's.
+        self.named = self.loss.after if block and share.over else 0
+        of_weights, of_states = unsplit(spec, run, share.stage)
         self.resident = {  # what stays from step to step, by part
-            "weights": kept_weights(run, self.states),
-            "optimizer": self.states.optimizer,
+            "weights": kept_weights(run, self.states) + of_weights,
+            "optimizer": self.states.optimizer + of_states,
             "gradients": 0,  # these three come and go
             "activations": 0,
             "logits": 0,
@@ -129,14 +132,22 @@ class StepMemory:
             flying = chunks_in_flight(run, share.stage, chunks, share.chunk, share.begun)
             blocks, of_chunk = sum(map(mul, flying, chunks)), chunks[share.chunk]
         self.activations_by_kind = {kind: each * blocks for kind, each in kept.items() if each}
+        # Where one of `every` blocks is recomputed, counted through a rank's virtual stages, these keep others.
+        stack, inputs = run.stack, block_inputs(share)
+        every = stack.every if isinstance(stack, Torchtitan) and stack.ac == "selective_layers" else 0
+        if every and share.chunk is not None:
+            ends = [sum(chunks[:number]) // every for number in range(len(chunks) + 1)]
+            again = sum(number * (end - start) for number, start, end in zip(flying, ends, ends[1:], strict=False))
+            self.activations_by_kind = {kind: whole.get(kind, 0) * (blocks - again) + inputs.get(kind, 0) * again
+                                        for kind in self.activations_by_kind}  # fmt: skip
         self.block = sum(kept.values())  # what one block keeps of one micro-batch
         self.outside = _outside_in_flight(share, self.loss.waiting)  # of blocks
-        self.activations = self.block * blocks + self.outside
-        # Where one of several blocks is recomputed: what the last one keeps less than the average, and the last two.
+        self.activations = sum(self.activations_by_kind.values()) + self.outside
+        # What the last one keeps less than the average, and the last two.
         self.uneven = 0, 0
-        if run.checkpointing and isinstance(run.stack, Torchtitan) and run.stack.ac == "selective_layers":
-            every = run.stack.every
-            last = [sum((whole if (share.layers - back) % every else block_inputs(share)).values()) for back in (0, 1)]
+        if every:
+            number = share.layers if share.chunk is None else sum(chunks[: share.chunk + 1])
+            last = [sum((whole if (number - back) % every else inputs).values()) for back in (0, 1)]
             self.uneven = self.block - last[0], 2 * self.block - sum(last)
         # What torchtune sends to the host is there until five more have been kept (training/_activation_offloading.py,
         # max_fwd_stash_size), of blocks the inputs; the final norm's replace them.
@@ -250,7 +261,8 @@ class StepMemory:
         return Moment(phase, name, found)
 
     def _forward(self) -> list[Moment]:
-        units, moment = self.states.units, partial(self._moment, "forward", gradients=self.gradients.accumulated)
+        units, moment = self.states.units, partial(self._moment, "forward", gradients=self.gradients.accumulated,
+                                                   logits=self.named)  # fmt: skip
         gathered, casts = units.resident + units.block, self.casts + self.head_cast
         if self.stay_gathered:
             gathered -= units.block
@@ -276,7 +288,8 @@ class StepMemory:
         the all-gather before it is there too."""
         if self.stay_gathered:
             return []
-        units, moment = self.states.units, partial(self._moment, "forward", gradients=self.gradients.accumulated)
+        units, moment = self.states.units, partial(self._moment, "forward", gradients=self.gradients.accumulated,
+                                                   logits=self.named)  # fmt: skip
         activations = self.activations - self.outside - self.block + self.casts - self.block_cast + self.stashed
         activations += self.named
         last = units.resident + units.prefetched + 2 * units.block
@@ -306,14 +319,16 @@ class StepMemory:
         in_norm = []
         if (block := block_of(self.share)) and block.norm_backward and self.share.last:
             other = of_head + described_bytes(block.norm_backward, self.share)
-            in_norm.append(in_blocks("the final norm's backward", at_head + units.prefetched, other,
-                                     gradients=grads.after_head, activations=activations))  # fmt: skip
+            in_norm.append(in_blocks("the final norm's backward", gathered, other, gradients=grads.after_head,
+                                     activations=activations))  # fmt: skip
         elif in_norm_written_out := norm_backward(self.share):
             in_norm.append(in_blocks("the final norm's backward", around_loss, in_norm_written_out + self.around_loss,
                                      gradients=grads.after_head, activations=activations))  # fmt: skip
         in_second = []
         if self.share.run.pp > 1 and any(self.uneven) and self.layers > 2:
-            first = 0 if grads.accumulated else units.block_reduction
+            share = self.share
+            new = not grads.accumulated if share.chunk is None else share.begun > share.chunk
+            first = units.block_reduction if new else 0
             in_second.append(in_blocks("the second block of backward", gathered + in_pipeline, working,
                                        gradients=grads.after_head + first + own_gradients,
                                        activations=self.activations - self.replaced - self.block + self.recomputed

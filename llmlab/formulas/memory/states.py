@@ -6,13 +6,14 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ...specs.model import ModelSpec
-from ...specs.run import Training
+from ...specs.run import Training, stack_of
 from ...specs.stacks import DeepSpeed, Torchtune
 from ...specs.stages import layers_of
 from .. import newton_schulz
-from .fsdp import NONE, Parts, Units, sharded_experts, units, uses_fsdp
+from .fsdp import NONE, Parts, Units, is_flat, sharded_experts, units, uses_fsdp
 from .precision import PRECISION, Bytes, state_bytes, weight_bytes
 from .share import adapted, adapter_bytes
+from .stacks.described import granted
 
 
 class States(NamedTuple):
@@ -145,6 +146,28 @@ def kept_weights(run: Training, held: States) -> int:
     if not uses_fsdp(run):
         return held.weights
     return 0 if PRECISION[run.precision].master and not run.lora else held.shard
+
+
+def unsplit(spec: ModelSpec, run: Training, stage: int = 0) -> tuple[int, int]:
+    """Return what the allocator gives a rank beyond FSDP2's shards of tensors, where none is cut off a cached block: of
+    weights, and of the optimizer's copies: fp32 weights, and states that are made in backward. A quantized weight's
+    many tensors are not counted."""
+    stack, b = stack_of(run), PRECISION[run.precision]
+    if not uses_fsdp(run) or is_flat(run) or run.quantization or (stack and stack.expandable_segments):
+        return 0, 0
+    layers, ends = layers_of(spec, run), (stage == 0) + (stage == run.pp - 1 and not (spec.tied and stage == 0))
+    tensors = [(linear.inputs * linear.outputs, linear.count * layers[stage] // spec.layers)
+               for linear in spec.block_linears]  # fmt: skip
+
+    def beyond(width: int) -> int:
+        sizes = [(width * elements // (run.dp_shard * run.cp * run.tp), count)
+                 for elements, count in (*tensors, (spec.vocab * spec.hidden, ends))]  # fmt: skip
+        return sum(round(count * size * (granted(size) - 1)) for size, count in sizes)
+
+    if b.master and not run.lora:
+        return 0, beyond(b.master)
+    in_backward = stack is not None and stack.steps_in_backward(run) and run.optimizer == "adamw"
+    return beyond((2 if b.master else 1) * b.weights), 2 * in_backward * beyond(b.states)
 
 
 def expert_tensor(spec: ModelSpec, run: Training) -> int:

@@ -317,12 +317,22 @@ def _compiled(eager: Block, share: Share) -> Block:
     highest = COMPILED_BACKWARD[recomputes]
     if recomputes == "selective":
         highest = highest._replace(gone=unmade)
+    # Several sequences are another graph to Inductor; over ranks of tensor parallelism, as simulations show, where
+    # their part of the MLP is narrower than h.
+    several = run.micro_batch > 1
+    narrow = several and share.spec.intermediate < run.tp * share.spec.hidden
     if run.fp8:
-        made = _of("w2's input, w1 and w3, and their casts", "f", FP8_BACKWARD[run.fp8])
+        # Of a block that is recomputed whole and cast by rows one cast is gone.
+        less = 0.5 * (several and recomputes == "full" and run.fp8 == "rowwise")
+        made = _of("w2's input, w1 and w3, and their casts", "f", FP8_BACKWARD[run.fp8] - less)
         # Weights that came in half are cast as the block is made again, and two of the MLP's are there still.
         weights = 2 * share.spec.hidden * share.spec.intermediate / share.tokens if recomputes else 0
         cast = Kept("weights, cast", "temporaries", "1", "byte", "heads", weights * (not run.gathers_float8))
-        highest = Height(FP8_GONE[recomputes], (STREAM, made, cast))
+        # Beside weights gathered in fp8 the block's gradient is cast too, of several sequences in two layouts.
+        again = bool(recomputes) and run.gathers_float8
+        twice = narrow if run.tp > 1 else several
+        layouts = _of("the block's output, cast", "h", again * (1 + twice), "whole")._replace(dtype="byte")
+        highest = Height(FP8_GONE[recomputes], (STREAM, made, cast, layouts))
         if not run.checkpointing and (run.gathers_float8 or run.tp > 1):
             for linear in share.spec.block_linears:
                 if linear.part == "mlp":
@@ -332,10 +342,16 @@ def _compiled(eager: Block, share: Share) -> Block:
             saved += tuple(row._replace(operator=f"{row.operator}, cast", dtype="byte") for row in saved
                            if row.operator in CAST_AGAIN[:2])  # fmt: skip
     if run.tp > 1 and (recomputes or run.fp8):
-        gradient = GATHERED if recomputes else GATHERED._replace(dtype="byte")
-        highest = highest._replace(beside=(*highest.beside, gradient))
+        # Of several sequences a rank's tokens are laid out before they are gathered, and again after that.
+        both = narrow and run.fp8 == "tensorwise"
+        gathered = GATHERED if recomputes else GATHERED._replace(dtype="byte", times=1 + both)
+        highest = highest._replace(beside=(*highest.beside, gathered, STREAM._replace(times=both)))
+    saved = tuple(row for row in saved if row.operator not in gone)
+    # It ends with the gradients of all weights: where these are large beside the tokens, that is the most.
+    end = Height(tuple(row.operator for row in saved), (STREAM, _of("w1 or w3", "f")),
+                 (*MLP_WEIGHTS, "q_proj", "k_proj", "v_proj", "o_proj"))  # fmt: skip
     return eager._replace(
-        saved=tuple(row for row in saved if row.operator not in gone),
+        saved=saved,
         selective=tuple(row for row in selective if row.operator not in gone),
-        backward=(highest, TO_ONE) if run.tp > 1 else (highest,),
+        backward=(highest, end, TO_ONE) if run.tp > 1 else (highest, end),
     )

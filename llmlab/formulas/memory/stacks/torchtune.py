@@ -139,7 +139,8 @@ def _loss(share: Share, chunks: int) -> Loss:
         return Loss(forward=(0, 2), gradient=(0, 3), head=(1, 0), after=(0, 0))
     size = share.tokens * share.spec.vocab * share.bytes.compute // chunks
     half, whole = granted(size), granted(4 * size // share.bytes.compute)
-    head = (half * max(0, 1 - 2 / chunks), 0)  # as the second chunk's gradient of the weight is added to the first's
+    # As the second chunk's gradient of the weight is added to the first's; a frozen one has none.
+    head = (half * (1 if share.run.lora else max(0, 1 - 2 / chunks)), 0)
     if share.run.compile:  # and backward writes gradients over them
         return Loss(forward=(half, 0), gradient=(half * (1 + 1 / chunks), 0), head=head, after=(0, 0))
     cast = whole * (1 + 1 / chunks)
