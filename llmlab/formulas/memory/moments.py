@@ -101,7 +101,7 @@ class StepMemory:
         self.gathered_part = "weights" if master_shards else "other"
         block = block_of(share)
         # The last micro-batch's logits, where they have a name until this one's.
-        self.named = self.loss.after if block and share.over else 0
+        self.named_logits = self.loss.after if block and share.over else 0
         of_weights, of_states = unsplit(spec, run, share.stage)
         self.resident = {  # what stays from step to step, by part
             "weights": kept_weights(run, self.states) + of_weights,
@@ -215,7 +215,7 @@ class StepMemory:
         before = reached(share)
         later = int8_inputs(share) * (share.layers - 1)
         self.contexts = later + int8_inputs(share, 0 if before is None else before + 1)
-        self.named = leaf + self.contexts if share.over and run.pp == 1 else 0
+        self.named_graph = leaf + self.contexts if share.over and run.pp == 1 else 0
         self.last_block += later
         self.others += self.contexts
         self.update = max(self.gradients.update_casts, leaf + optimizer_temporaries(share, self.states))
@@ -262,14 +262,14 @@ class StepMemory:
 
     def _forward(self) -> list[Moment]:
         units, moment = self.states.units, partial(self._moment, "forward", gradients=self.gradients.accumulated,
-                                                   logits=self.named)  # fmt: skip
+                                                   logits=self.named_logits)  # fmt: skip
         gathered, casts = units.resident + units.block, self.casts + self.head_cast
         if self.stay_gathered:
             gathered -= units.block
         around_loss = gathered if units.at_loss is None else units.at_loss
         ahead = units.prefetched  # the output of the all-gather, or what is gathered next
         stashed = min(self.stashed, self.block * (STASHED - 1))
-        activations, before = self.activations - self.outside + casts + stashed + self.named, []
+        activations, before = self.activations - self.outside + casts + stashed + self.named_graph, []
         if units.experts:  # the output of their all-gather stays until the next block's are copied out
             held = units.experts if own_ranks(self.share.run) > 1 else 0
             before.append(moment("the last but one block of forward", gathered + ahead + held,
@@ -279,7 +279,7 @@ class StepMemory:
             *before,
             moment("the last block of forward", gathered + ahead, self.between + self.in_forward,
                    activations=activations),
-            moment("the loss", around_loss, self.around_loss, activations=self.activations + casts + self.named,
+            moment("the loss", around_loss, self.around_loss, activations=self.activations + casts + self.named_graph,
                    logits=self.loss.forward),
         ]  # fmt: skip
 
@@ -289,9 +289,9 @@ class StepMemory:
         if self.stay_gathered:
             return []
         units, moment = self.states.units, partial(self._moment, "forward", gradients=self.gradients.accumulated,
-                                                   logits=self.named)  # fmt: skip
+                                                   logits=self.named_logits)  # fmt: skip
         activations = self.activations - self.outside - self.block + self.casts - self.block_cast + self.stashed
-        activations += self.named
+        activations += self.named_graph
         last = units.resident + units.prefetched + 2 * units.block
         found = [
             moment("the first block gathered", (1 if units.head else 2) * units.outside + 2 * units.block),
