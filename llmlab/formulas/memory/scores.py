@@ -36,8 +36,8 @@ def softmax_element(share: Share) -> int:
 
 
 def forward_scores(share: Share) -> int:
-    """Return the bytes alive at softmax beside what is kept: its input, as wide as it reads it, and under checkpointing, which keeps nothing,
-    its output and that output's half copy too.
+    """Return the bytes alive at softmax beside what is kept: its input, as wide as it reads it, and under
+    checkpointing, which keeps nothing, its output and that output's half copy too.
 
     "math" also marks which elements are -inf, and has the causal mask, fp32 copies of halves, and keys before their
     scale."""
