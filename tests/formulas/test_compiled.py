@@ -10,7 +10,7 @@ import llmlab as lab
 from llmlab import Training
 from llmlab.formulas.memory.activations import block_saved, checkpointed, per_device
 from llmlab.formulas.memory.moments import training_moments
-from llmlab.formulas.memory.scores import backward_scores, causal_mask
+from llmlab.formulas.memory.scores import backward_scores, causal_mask, kept_scores
 from llmlab.formulas.memory.share import share_of
 from llmlab.formulas.memory.temporaries import block_backward
 from llmlab.formulas.report import assessed
@@ -215,6 +215,22 @@ def test_compiled_eager_attention_keeps_two_matrices_of_scores_and_no_mask():
         assert ("scores", S * element) in kept(run)
         share = share_of(lab.model(LLAMA), run, A100)
         assert causal_mask(share) == 0 and backward_scores(share) == 2 * S
+
+
+@pytest.mark.parametrize(
+    "model, seq_len, full, selective",
+    [  # bytes of each score, of a block that is recomputed
+        (LLAMA, 2048, 2 + 4 + 2, 2 + 2 + 4 + 2),  # softmax's output in fp32; selective has the gradient beside scores
+        (LLAMA, 1024, 2 + 2 + 2, 2 + 2 + 2),  # no loop
+        ("google/gemma-2-2b", 2048, 5 * 2 + 4, 3 * 2 + 4),  # a cap
+        ("gpt2", 1024, 2 * (2 + 2 + 4), 2 * (2 + 2 + 4)),  # dropout: two blocks' scores and random numbers
+    ],
+)
+def test_scores_of_recomputed_compiled_blocks(model, seq_len, full, selective):
+    for checkpointing, element in (("full", full), ("selective", selective)):
+        run = Training(1, seq_len, "bf16", compile=True, attention="eager", checkpointing=checkpointing)
+        share = share_of(lab.model(model), run, A100)
+        assert kept_scores(share) + backward_scores(share) == element * share.spec.heads * seq_len**2
 
 
 def test_what_is_counted_compiled_can_be_out_of_memory_and_what_is_counted_eager_cannot():

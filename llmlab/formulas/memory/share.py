@@ -54,7 +54,6 @@ class Share:
         quantized = self.run.quantization and not _half_adapters(self.run)
         return self.bytes.residual if quantized else self.bytes.compute
 
-
     @property
     def recomputes_last(self) -> bool:
         """Whether the rank's last block is recomputed: torchtitan can recompute one of `every` alone."""
