@@ -161,10 +161,10 @@ def text(found: list[tuple[Row, Predicted]]) -> Iterator[str]:
     yield f"Bars: median at most {MEDIAN:.0%}, worst at most {WORST:.0%}, none unknown, {HELD:.0%} inside.\n"
     lines = []
     for name, pairs in written:
-        got = errors(pairs)
+        got, sure = errors(pairs), errors([(row, it) for row, it in pairs if not row.assumed])
         bars = (got.median <= MEDIAN, got.worst <= WORST, got.known == got.rows, (got.inside or 0) >= HELD)
-        lines.append([name, str(got), *("yes" if held else "no" for held in bars)])
-    header = ["predicted", "as written down", "median", "worst", "known", "interval"]
+        lines.append([name, str(got), *("yes" if held else "no" for held in bars), str(sure)])
+    header = ["predicted", "as written down", "median", "worst", "known", "interval", "of these nothing assumed, today"]
     yield from titled_table("Rows that nobody had looked at, round by round, and which bars they held", header, lines)
     lines = [[card, str(got), "yes" if got.median <= SINGLE_BAR else "no"] for card, got in single(found)]
     header = ["card", "llmlab", "median at most 10 %"]

@@ -67,6 +67,18 @@ def test_activations_are_linear_in_the_batch():
     assert at[2] - at[1] == at[1] - at[0]
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "autocast-bf16"])
+@pytest.mark.parametrize("checkpointing", [None, "full"])
+def test_softmax_of_written_scores_widens_all_halves_but_fp16(precision, checkpointing):
+    """torch's softmax reads fp16 and returns fp32; what is bf16 is copied before, and its gradient is fp32 as well."""
+    model = {"model_type": "llama", "hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 3,
+             "intermediate_size": 1024, "vocab_size": 1000, "max_position_embeddings": 2048}  # fmt: skip
+    run = lab.Training(micro_batch=2, seq_len=2048, precision=precision, checkpointing=checkpointing, attention="eager")
+    said, found = lab.estimate(model, run, "A100-80GB"), lab.simulate(model, run, "A100-80GB")
+    assert said.peak_allocated == pytest.approx(found.peak_allocated, rel=0.02)
+    assert said.phases["forward"] == pytest.approx(found.phases["forward"], rel=0.07)
+
+
 def test_eager_attention_is_quadratic_in_the_sequence_and_sdpa_linear():
     def third_difference(attention: str, order: int) -> int:
         runs = [lab.Training(seq_len=n, attention=attention) for n in (32, 64, 96, 128)]

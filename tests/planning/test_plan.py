@@ -92,8 +92,8 @@ def test_the_picture_crosses_out_what_was_refuted_and_draws_no_front_through_it(
     assert "refuted by simulation" in [text.get_text() for text in picture.legends[0].get_texts()]
     (crosses,) = (points for points in picture.axes[0].collections if points.get_sizes()[0] == REFUTED)
     assert crosses.get_offsets().tolist()[0][0] == first.seconds
-    times = picture.axes[0].lines[0].get_xdata()
-    assert min(times) > first.seconds
+    front = picture.axes[0].lines[0].get_xydata().tolist()  # others may be as quick
+    assert crosses.get_offsets().tolist()[0] not in front and min(front)[0] >= first.seconds
 
 
 @pytest.mark.parametrize(("gpus", "within"), [("T4", None), ("H100-80GB", None), ("H100-80GB", 25)])

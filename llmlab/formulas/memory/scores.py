@@ -38,8 +38,8 @@ def softmax_element(share: Share) -> int:
 
 
 def forward_scores(share: Share) -> int:
-    """Return the bytes alive at softmax beside what is kept: its input, and under checkpointing, which keeps nothing,
-    its output and that output's half copy too.
+    """Return the bytes alive at softmax beside what is kept: its input, as wide as it reads it, and under
+    checkpointing, which keeps nothing, its output and that output's half copy too.
 
     "math" also marks which elements are -inf, and has the causal mask, fp32 copies of halves, and keys before their
     scale."""
@@ -50,7 +50,8 @@ def forward_scores(share: Share) -> int:
         element = c * share.autocast + (share.bytes.residual + c) * (run.checkpointing is not None)
         return score_elements(share) * element // run.tp
     not_kept = p + (c if p != c else 0) if run.checkpointing else 0
-    total = score_elements(share) * (c + not_kept)
+    read = p if _widened(share) and not share.autocast else c
+    total = score_elements(share) * (read + not_kept)
     if share.kernel == "math":
         Q, K = spec.query_width, spec.key_width
         width = Q + (Q + 2 * K if share.bytes.compute < 4 else 0) + (2 * Q if run.checkpointing else 0)
@@ -69,7 +70,8 @@ def backward_scores(share: Share) -> int:
         element = _recomputed_element(share) if share.run.checkpointing else c
         return score_elements(share) * element // share.run.tp
     freed = c if p != c or share.spec.attention_dropout else 0
-    return score_elements(share) * (2 * p + c - freed) // share.run.tp
+    result = p if _widened(share) else c
+    return score_elements(share) * (2 * p + result - freed) // share.run.tp
 
 
 def _recomputed_element(share: Share) -> int:
@@ -96,6 +98,13 @@ def causal_mask(share: Share) -> int:
     SDPA; one for all layers and heads. Compiled eager attention computes it as it adds it."""
     made = (share.kernel == "eager" and not _compiled(share)) or (share.masked and not share.remade_masks)
     return score_elements(share) // share.spec.heads * share.bytes.compute if made else 0
+
+
+def _widened(share: Share) -> bool:
+    """Whether softmax reads fp32 where scores are halves: on a GPU it reads fp16 as it is and returns fp32, other
+    halves are cast before (aten/src/ATen/native/SoftMax.cpp, softmax), and under autocast an fp32 mask is added."""
+    fused = share.run.precision in ("fp16", "mixed-fp16") and not share.cpu
+    return share.kernel == "eager" and share.softmax_bytes > share.attention_bytes and not fused
 
 
 def _compiled(share: Share) -> bool:
