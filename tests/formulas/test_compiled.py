@@ -10,7 +10,7 @@ import llmlab as lab
 from llmlab import Training
 from llmlab.formulas.memory.activations import block_saved, checkpointed, per_device
 from llmlab.formulas.memory.moments import training_moments
-from llmlab.formulas.memory.scores import backward_scores, causal_mask
+from llmlab.formulas.memory.scores import backward_scores, causal_mask, kept_scores
 from llmlab.formulas.memory.share import share_of
 from llmlab.formulas.memory.temporaries import block_backward
 from llmlab.formulas.report import assessed
@@ -167,8 +167,8 @@ def test_an_odd_vocabulary_is_padded_for_the_heads_products():
     is reads a padded gradient."""
     for lora, copies in ((None, 4), (lab.LoRA(8, targets=("c_attn",)), 3)):
         run = Training(8, 1024, "bf16", compile=True, lora=lora)
-        assert at_loss({**GPT, "vocab_size": 50_304}, run) == 3 * 2 * run.tokens * 50_304
-        assert at_loss({**GPT, "vocab_size": 50_257}, run) == copies * 2 * run.tokens * 50_257
+        assert logits_at("the loss's gradient", {**GPT, "vocab_size": 50_304}, run) == 3 * 2 * run.tokens * 50_304
+        assert logits_at("the loss's gradient", {**GPT, "vocab_size": 50_257}, run) == copies * 2 * run.tokens * 50_257
 
 
 def test_a_tied_heads_gradient_comes_last_and_the_logits_gradient_waits_for_it():
@@ -181,15 +181,24 @@ def test_a_tied_heads_gradient_comes_last_and_the_logits_gradient_waits_for_it()
         assert (found["the head's gradient"]["gradients"] > 0) == (run.precision == "autocast-bf16")
 
 
+def test_a_tied_heads_padded_product_is_no_operator_with_the_sum_and_comes_first():
+    words, T = TIED["vocab_size"] + 1, 8 * 1024
+    run = Training(8, 1024, "bf16", compile=True)
+    found = {each.name: each.parts for each in training_moments(lab.model({**TIED, "vocab_size": words}), run, A100)}
+    assert found["the head's gradient"]["gradients"] == 2 * 512 * words
+    assert found["the last block of backward"]["logits"] == 2 * T * words
+
+
 def test_a_compiled_cap_keeps_both_its_sides():
     run = Training(8, 1024, "bf16", compile=True, attention="eager")
-    assert at_loss("google/gemma-2-2b", run) == 4 * 2 * run.tokens * 256_000
+    logits = 2 * run.tokens * 256_000
+    assert logits_at("the loss's gradient", "google/gemma-2-2b", run) == 4 * logits
+    assert logits_at("the head's gradient", "google/gemma-2-2b", run) == 2 * logits  # the gradient is made
+    assert logits_at("the embedding's gradient", "google/gemma-2-2b", run) == 2 * logits  # which a tied head reads
 
 
-def at_loss(model, run):
-    """The bytes of logits while the loss's gradient is made."""
-    moments = {each.name: each.parts["logits"] for each in training_moments(lab.model(model), run, A100)}
-    return moments["the loss's gradient"]
+def logits_at(name, model, run):
+    return {each.name: each.parts["logits"] for each in training_moments(lab.model(model), run, A100)}[name]
 
 
 def test_compiled_norms_of_queries_and_keys_keep_what_they_read():
@@ -206,6 +215,22 @@ def test_compiled_eager_attention_keeps_two_matrices_of_scores_and_no_mask():
         assert ("scores", S * element) in kept(run)
         share = share_of(lab.model(LLAMA), run, A100)
         assert causal_mask(share) == 0 and backward_scores(share) == 2 * S
+
+
+@pytest.mark.parametrize(
+    "model, seq_len, full, selective",
+    [  # bytes of each score, of a block that is recomputed
+        (LLAMA, 2048, 2 + 4 + 2, 2 + 2 + 4 + 2),  # softmax's output in fp32; selective has the gradient beside scores
+        (LLAMA, 1024, 2 + 2 + 2, 2 + 2 + 2),  # no loop
+        ("google/gemma-2-2b", 2048, 5 * 2 + 4, 3 * 2 + 4),  # a cap
+        ("gpt2", 1024, 2 * (2 + 2 + 4), 2 * (2 + 2 + 4)),  # dropout: two blocks' scores and random numbers
+    ],
+)
+def test_scores_of_recomputed_compiled_blocks(model, seq_len, full, selective):
+    for checkpointing, element in (("full", full), ("selective", selective)):
+        run = Training(1, seq_len, "bf16", compile=True, attention="eager", checkpointing=checkpointing)
+        share = share_of(lab.model(model), run, A100)
+        assert kept_scores(share) + backward_scores(share) == element * share.spec.heads * seq_len**2
 
 
 def test_what_is_counted_compiled_can_be_out_of_memory_and_what_is_counted_eager_cannot():

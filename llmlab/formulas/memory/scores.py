@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from .share import Share, unmasked_layers
 
+LONGEST_ROW = 1024  # that Inductor reduces without a loop
+
 
 def score_elements(share: Share) -> int:
     """Return S, the elements of one block's attention matrix, before tensor parallelism divides its heads."""
@@ -61,17 +63,34 @@ def backward_scores(share: Share) -> int:
     """Return the bytes alive in softmax's backward beside what forward kept.
 
     They are its gradient, grad × output (aten/src/ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out makes it
-    whole), and the result; the copy that multiplied V is free by then. Compiled, one kernel writes over what it reads;
-    in a block that was recomputed, over scores that are fp32 alone, and again behind a cap.
+    whole), and the result; the copy that multiplied V is free by then. Compiled, one kernel writes over what it reads.
     """
     c, p = share.attention_bytes, share.softmax_bytes
     if _compiled(share):
-        wide = share.run.checkpointing is not None and not share.autocast
-        element = 4 + 2 * c * bool(share.spec.attention_softcap) if wide else c
+        element = _recomputed_element(share) if share.run.checkpointing else c
         return score_elements(share) * element // share.run.tp
     freed = c if p != c or share.spec.attention_dropout else 0
     result = p if _widened(share) else c
     return score_elements(share) * (2 * p + result - freed) // share.run.tp
+
+
+def _recomputed_element(share: Share) -> int:
+    """Return the bytes of each score in the backward of a compiled block that is recomputed, beside `kept_scores`.
+
+    Rows of more than 1,024 scores are read in a loop, and then softmax's output is written, in fp32, for the next one
+    (torch/_inductor/choices.py, should_use_persistent_reduction); it is made again from shorter ones, which stay. Where
+    what products returned is kept, nothing asks for softmax before its gradient is there: one kernel makes both, and
+    writes over none of the scores, which a cap's are then made of. Dropout made again has its random numbers in fp32,
+    and its kernel is one with the next block's, of which scores, random numbers and what multiplies V are there too:
+    both read GPT-2's mask (torch/_inductor/choices.py, can_fuse_horizontal). As simulations show, on an A100.
+    """
+    run, spec, c = share.run, share.spec, share.attention_bytes
+    if spec.attention_dropout:
+        return 2 * (2 * c + 4) - (2 * c + 1)
+    if share.autocast:
+        return c
+    written, capped = 4 * (run.seq_len > LONGEST_ROW), c * bool(spec.attention_softcap)
+    return written + c - capped if run.checkpointing == "selective" else (written or c) + 2 * capped
 
 
 def causal_mask(share: Share) -> int:

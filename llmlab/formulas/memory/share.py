@@ -54,7 +54,6 @@ class Share:
         quantized = self.run.quantization and not _half_adapters(self.run)
         return self.bytes.residual if quantized else self.bytes.compute
 
-
     @property
     def recomputes_last(self) -> bool:
         """Whether the rank's last block is recomputed: torchtitan can recompute one of `every` alone."""
@@ -89,9 +88,12 @@ class Share:
     @property
     def delays_head(self) -> bool:
         """Whether the gradient of a tied head's weight is made last, with the embedding's, to which it is added, and
-        the logits' gradient stays till then: where one graph has both, unless autocast casts the head's at once."""
+        the logits' gradient stays till then: where one graph has both, product and sum are one operator (torch/
+        _inductor/fx_passes/post_grad.py, addmm), unless autocast casts the head's at once, or it is cut out of a padded
+        product's."""
         run, whole = self.run, self.first and self.last and self.run.world_size == 1
-        return self.compiled and self.spec.tied and whole and not (self.autocast or run.lora or run.kernels)
+        at_once = self.autocast or self.pads_rows or run.lora or run.kernels
+        return self.compiled and self.spec.tied and whole and not at_once
 
     @property
     def masked(self) -> bool:

@@ -139,10 +139,10 @@ def loss_bytes(share: Share) -> LossBytes:
         # zeros, the gradient of the logits that the model returns and no loss reads (torch/_functorch/_aot_autograd/
         # runtime_wrappers.py: a compiled function's tangents are tensors). Rows of no whole 16 bytes are padded for
         # the head's products, by a copy where there are two of them (torch/_inductor/fx_passes/pad_mm.py). Of a cap
-        # both its sides are kept.
+        # both its sides are kept, until the gradient is made.
         padded = share.pads_rows and not run.lora
         capped = logits * c * bool(spec.logit_softcap)
-        return LossBytes(logits * c + capped, logits * c * (3 + padded) + capped, logits * c * (2 + padded) + capped,
+        return LossBytes(logits * c + capped, logits * c * (3 + padded) + capped, logits * c * (2 + padded),
                          logits * c, logits * c + capped)  # fmt: skip
     upcast = 0 if c == 4 else 4
     # torch's loss_parallel writes log_softmax out in operators, and has one more temporary both ways.
