@@ -80,6 +80,8 @@ class Errors:
     inside: float | None
 
     def __str__(self) -> str:
+        if not self.known:
+            return f"{self.known} of {self.rows} rows"
         held = "" if self.inside is None else f", inside the interval {self.inside:.0%}"
         return f"{self.known} of {self.rows} rows, median {self.median:.1%}, worst {self.worst:.0%}{held}"
 
