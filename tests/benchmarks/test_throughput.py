@@ -125,6 +125,18 @@ def test_rows_have_the_steps_of_their_sources():
             assert (run.global_batch, run.world_size) == (2048, 384), row.id
 
 
+def test_the_page_says_how_far_off_round_11_was():
+    """A row of which less is certain one day counts with the others."""
+    ((_, pairs),) = [each for each in throughput.rounds(throughput.rows()) if each[0].startswith("round 11,")]
+    sure, others = ([each for each in pairs if bool(each[0].assumed) is told] for told in (False, True))
+    got, page = throughput.errors(sure), " ".join((BOOK / "who-predicts-best.md").read_text(encoding="utf-8").split())
+    assert f"Round 11 has {len(pairs)} rows of {len({row.source for row, _ in pairs})} sources." in page
+    assert f"Of {len(sure)} every setting is stated" in page and f"{100 * got.worst:.0f} % off at worst" in page
+    assert got.inside == 1 and {row.card for row, _ in sure} == {"A100-80GB"}
+    far = [row.id for row, it in others if abs(it.rate / row.measured - 1) > throughput.WORST]
+    assert 0.3 < len(far) / len(others) < 0.36  # a third of them
+
+
 def test_the_pages_say_how_far_off_an_h200s_predictions_were():
     ((_, pairs),) = [each for each in throughput.rounds(throughput.rows()) if each[0].startswith("round 9,")]
     got = throughput.errors(pairs)

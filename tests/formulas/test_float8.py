@@ -50,7 +50,7 @@ def test_casts_of_one_layer_counted_by_hand():
 
 def test_what_sequence_parallelism_gathers_in_fp8_was_cast_in_parts():
     """torchao casts an input of column-parallel layers, and the gradient of what row-parallel ones put out, before it
-    gathers them: of 6 bytes an element 5 for a rank's part, and 2 to give all of it the other layout."""
+    gathers them: of 6 bytes per element 5 for a rank's part, and 2 to give all of it the other layout."""
     spec = lab.model({"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 1, "num_attention_heads": 8,
                       "intermediate_size": 2816, "vocab_size": 1024, "max_position_embeddings": 1024})  # fmt: skip
     run = lab.Training(seq_len=1024, dp=2, tp=4, zero=3, sequence_parallel=True, precision="mixed-bf16",
@@ -222,7 +222,7 @@ def test_weights_in_fp8_beside_half_ones_or_alone(card, recipe, alone, more):
 
 @pytest.mark.parametrize(("recipe", "less"), [("delayed", 1), ("tensorwise", 1), ("mxfp8", 0)])
 def test_weights_in_fp8_alone_are_gathered_so_but_in_blocks_of_32(recipe, less):
-    """Each rank's stage of 40 of 80 layers, on 4 tensor-parallel ranks: a byte an element less than in half."""
+    """Each rank's stage of 40 of 80 layers, on 4 tensor-parallel ranks: a byte per element less than in half."""
     spec, nodes = lab.model("meta-llama/Llama-3.1-70B"), cluster("B200")
     sent = []
     for alone in (False, True):

@@ -99,7 +99,7 @@ def test_a_card_that_nobody_measured_has_a_time_and_a_wider_interval():
     assert wide[1] <= wide[0] < 1.05 * wide[1] < wide[2]  # an A100's head is beyond the sizes measured
 
 
-def test_a_compiled_step_takes_its_fused_kernels_bytes_and_waits_for_nobody():
+def test_a_compiled_step_takes_its_fused_kernels_bytes_and_hardly_waits():
     config = {**lab.model("gpt2").config, "n_layer": 1, "vocab_size": 50304}  # which a compiler has no need to pad
     run = Training(micro_batch=8, seq_len=1024, precision="bf16")
     eager, compiled = (lab.simulate(config, replace(run, compile=each), "A100") for each in (False, True))

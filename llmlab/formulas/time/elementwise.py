@@ -381,6 +381,7 @@ def fp8_casts(spec: ModelSpec, run: Training, any_layout: bool = False) -> float
     cut = sum(linear.inputs * linear.count for linear in rows) / run.tp
     cut_outputs = sum(linear.outputs * linear.count for linear in columns) / run.tp
     parts = run.tp if run.fp8 == "tensorwise" and run.sequence_parallel else 1
+    # Of what is gathered only the last byte, the other layout's, is written of all of it, after it is read.
     whole = each.activation if parts == 1 else (each.activation - 1) / parts + 2
     activations = whole * (inputs + outputs) + each.activation * (cut + cut_outputs)
     activations += again * each.activation_again * (inputs / parts + cut)

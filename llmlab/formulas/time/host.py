@@ -104,7 +104,7 @@ WRITTEN = {"rmsnorm": (5, 9), "layernorm": (3, 8)}
 WRITTEN_CASTS = {"rmsnorm": (7, 7), "layernorm": (8, 4)}
 # As many operators take as long as a compiled graph does for each parameter, before it starts (guards, the autograd
 # function) and for its gradient; and as torch's AdamW does in an update, fused or on lists (benchmarks/block_host.py,
-# torch 2.13, 2026-11-26). Of Qwen3-8B guards and arguments took 2.2 us a parameter (pytorch/pytorch, issue 191753).
+# torch 2.13, 2026-11-26). Of Qwen3-8B guards and arguments took 2.2 us per parameter (pytorch/pytorch, issue 191753).
 GUARDED, RETURNED, UPDATED = 0.4, 0.8, 0.9
 # A block of frozen weights makes no gradient of them, autocast casts none, and what is computed again has fewer views.
 FROZEN = {"rmsnorm": Operators(0, 0, -11, -32), "fused-norm": Operators(0, 0, -7, -30),
