@@ -184,7 +184,7 @@ def _other_results(spec: ModelSpec, run: Training, card: GPU) -> Iterator[tuple[
         yield f"autocast to {half}", "04-precision", {"precision": f"autocast-{half}"}, False
     if run.precision.startswith(("autocast", "mixed")) and run.lora is None:
         yield f"all in {half}, no fp32 copy", "04-precision", {"precision": half}, False
-    if run.optimizer == "adamw":
+    if run.optimizer in ("adamw", "adamw-fused"):
         yield "8-bit AdamW", "07-optimizers", {"optimizer": "adamw-8bit"}, False
         yield "Adafactor", "07-optimizers", {"optimizer": "adafactor"}, False
     if run.lora is None:
