@@ -144,6 +144,8 @@ def changes(spec: ModelSpec, run: Run, card: GPU) -> Iterator[tuple[str, str, di
         yield "fused attention", "10-flash-attention", {"attention": "sdpa"}, True
     if run.kernels is None:
         yield "fused kernels (Liger)", "09-kernels", {"kernels": "liger"}, True
+    if run.optimizer == "adamw":
+        yield "fused AdamW", "07-optimizers", {"optimizer": "adamw-fused"}, True
     if run.checkpointing is None:
         yield "selective checkpointing", "08-checkpointing", {"checkpointing": "selective"}, True
     if run.checkpointing != "full":
