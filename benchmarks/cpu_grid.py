@@ -41,8 +41,8 @@ PROMPTS, NEW_TOKENS = (8, 64), (4, 24)
 HEADER = ["what", "steps", f"within {BAR:.1%}", "median |error|", "worst error"]
 
 
-# Of `OPTIMIZERS`; muon is younger than the table, and takes no adapters.
-STEPPED = tuple(name for name in OPTIMIZERS if name != "muon")
+# Of `OPTIMIZERS`; two are younger than the table, and muon takes no adapters.
+STEPPED = tuple(name for name in OPTIMIZERS if name not in ("muon", "adamw-fused"))
 
 
 class Compared(NamedTuple):

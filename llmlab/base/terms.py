@@ -9,7 +9,8 @@ from typing import Literal, get_args
 # operators cast as torch.autocast decides. mixed-*: half weights and gradients, fp32 master copy and states, as
 # DeepSpeed and Megatron-LM do.
 Precision = Literal["fp32", "fp16", "bf16", "autocast-fp16", "autocast-bf16", "mixed-fp16", "mixed-bf16"]
-OptimizerName = Literal["sgd", "adamw", "adamw-8bit", "adafactor", "lion", "muon"]
+# adamw: torch's default, on a GPU lists of tensors (foreach). adamw-fused: its one kernel (fused=True).
+OptimizerName = Literal["sgd", "adamw", "adamw-fused", "adamw-8bit", "adafactor", "lion", "muon"]
 Checkpointing = Literal["selective", "full"]
 # eager: the formula, in transformers' Python. sdpa: the kernel that torch takes. flash: the package flash-attn.
 # efficient: torch's SDPA pinned to its memory-efficient kernel, keys and values repeated to all heads before.

@@ -35,7 +35,8 @@ class Settings(Protocol):
 
 # The name of each optimizer; the first is written, all are read (transformers/training_args.py, OptimizerNames).
 OPTIMIZERS: dict[str, tuple[str, ...]] = {
-    "adamw": ("adamw_torch", "adamw_torch_fused"),
+    "adamw": ("adamw_torch",),
+    "adamw-fused": ("adamw_torch_fused",),
     "adamw-8bit": ("adamw_bnb_8bit", "adamw_8bit"),
     "adafactor": ("adafactor",),
     "sgd": ("sgd",),
@@ -144,6 +145,8 @@ def _with_deepspeed(
     if "precision" not in given and "auto" not in json.dumps([settings.get("fp16"), settings.get("bf16")]):
         del told["precision"]  # DeepSpeed's own settings say it
     if not settings.get("optimizer"):
+        if given.get("stack") == "deepspeed" and told["optimizer"] == "adamw-fused":
+            told["optimizer"] = "adamw"  # which its stack steps in place, as a fused one
         return deepspeed_fields(settings, told)
     del told["optimizer"]
     return deepspeed_fields(settings, told | {key: given[key] for key in ("optimizer",) if key in given})

@@ -144,6 +144,8 @@ def changes(spec: ModelSpec, run: Run, card: GPU) -> Iterator[tuple[str, str, di
         yield "fused attention", "10-flash-attention", {"attention": "sdpa"}, True
     if run.kernels is None:
         yield "fused kernels (Liger)", "09-kernels", {"kernels": "liger"}, True
+    if run.optimizer == "adamw":
+        yield "fused AdamW", "07-optimizers", {"optimizer": "adamw-fused"}, True
     if run.checkpointing is None:
         yield "selective checkpointing", "08-checkpointing", {"checkpointing": "selective"}, True
     if run.checkpointing != "full":
@@ -184,7 +186,7 @@ def _other_results(spec: ModelSpec, run: Training, card: GPU) -> Iterator[tuple[
         yield f"autocast to {half}", "04-precision", {"precision": f"autocast-{half}"}, False
     if run.precision.startswith(("autocast", "mixed")) and run.lora is None:
         yield f"all in {half}, no fp32 copy", "04-precision", {"precision": half}, False
-    if run.optimizer == "adamw":
+    if run.optimizer in ("adamw", "adamw-fused"):
         yield "8-bit AdamW", "07-optimizers", {"optimizer": "adamw-8bit"}, False
         yield "Adafactor", "07-optimizers", {"optimizer": "adafactor"}, False
     if run.lora is None:

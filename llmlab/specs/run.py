@@ -89,7 +89,9 @@ class Training(Spec):
     `sync_each_batch` (Accelerate's word): FSDP reduces gradients after each micro-batch; False, as Accelerate's and
     the Trainer's own default is, after the last alone, and each rank sums whole ones. DDP always waits for the last.
     `reduce_dtype` (FSDP2's word): the dtype in which FSDP reduces them in mixed precision, fp32 or the half one.
-    `optimizer`: "muon" is torch's for the matrices of blocks, and its AdamW for all else.
+    `optimizer`: "adamw" is torch's default, which updates lists of tensors on a GPU and has their square roots beside
+    them; "adamw-fused" (fused=True, the Trainer's default) is one kernel without temporaries. "muon" is torch's for
+    the matrices of blocks, and its AdamW for all else.
     `loss_parallel`: each tensor-parallel rank computes the loss of its part of the vocabulary (torch's loss_parallel,
     Megatron-LM's parallel_output); False gathers whole logits on each, as transformers' tp_plan does.
     `kernels`: "liger" are Liger's, "fused-loss" is the cross entropy of the package flash-attn, which copies no logits,

@@ -1,13 +1,15 @@
 """The optimizer a run names, from the library its users take it from, and the fp32 copy of half weights.
 
 sgd, adamw and adafactor are PyTorch's (torch.optim.SGD without momentum, AdamW, Adafactor), with their defaults: on a
-GPU that means foreach, on a CPU one parameter at a time. adamw-8bit and lion are bitsandbytes'. muon is
-torch.optim.Muon for the matrices of blocks, one after the other, and AdamW for all other parameters.
+GPU that means foreach, on a CPU one parameter at a time. adamw-fused is AdamW as one kernel. adamw-8bit and lion are
+bitsandbytes'. muon is torch.optim.Muon for the matrices of blocks, one after the other, and AdamW for all other
+parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,11 +21,14 @@ from ..base.errors import NotAvailable
 from ..specs.run import Training
 
 LEARNING_RATE = 1e-4
-TORCH_OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW, "adafactor": torch.optim.Adafactor}
+TORCH_OPTIMIZERS: dict[str, Any] = {  # classes, and one with its option
+    "sgd": torch.optim.SGD, "adamw": torch.optim.AdamW, "adamw-fused": partial(torch.optim.AdamW, fused=True),
+    "adafactor": torch.optim.Adafactor,
+}  # fmt: skip
 HALF = (torch.float16, torch.bfloat16)
 # Of a step whose optimizer is offloaded, as techniques/offload.py does it.
 OFFLOAD_PRECISIONS = ("fp32", "autocast-bf16", "mixed-bf16")  # a scaler would have to look into the host's gradients
-OFFLOAD_OPTIMIZERS = ("sgd", "adamw")  # they treat every element alike, so a flat bucket is as good
+ELEMENTWISE = ("sgd", "adamw", "adamw-fused")  # they treat every element alike, so a flat bucket is as good
 
 
 class MuonWithAdamW(Optimizer):
@@ -70,16 +75,14 @@ def build_muon(parameters: list[nn.Parameter], matrices: list[bool], fused: bool
     return MuonWithAdamW(chosen, others, fused)
 
 
-def build_optimizer(name: str, parameters: Iterable[nn.Parameter], fused: bool | None = None) -> Optimizer:
+def build_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> Optimizer:
     """Return the optimizer `name` over `parameters`; its states come into being in its first step.
 
-    `fused` AdamW is one kernel, without temporaries; None leaves the choice to torch. Raises NotAvailable where
-    bitsandbytes is asked for and not installed.
+    Raises NotAvailable where bitsandbytes is asked for and not installed.
     """
     parameters = list(parameters)
     if name in TORCH_OPTIMIZERS:
-        given = {"fused": fused} if name == "adamw" else {}
-        return TORCH_OPTIMIZERS[name](parameters, lr=LEARNING_RATE, **given)
+        return TORCH_OPTIMIZERS[name](parameters, lr=LEARNING_RATE)
     if find_spec("bitsandbytes") is None:
         raise NotAvailable(
             f"optimizer={name!r} is bitsandbytes', which is not installed: pip install 'llmlab[quant]', "
@@ -97,7 +100,7 @@ def check_offload(run: Training, on_gpu: bool, verb: str) -> None:
         raise NotAvailable(f"{given} on the CPU, whose memory the host's is; name a GPU")
     if run.offload != "optimizer":
         raise NotAvailable(f"{given}, only 'optimizer'; see lab.estimate")
-    for name, allowed in (("precision", OFFLOAD_PRECISIONS), ("optimizer", OFFLOAD_OPTIMIZERS)):
+    for name, allowed in (("precision", OFFLOAD_PRECISIONS), ("optimizer", ELEMENTWISE)):
         if getattr(run, name) not in allowed:
             raise NotAvailable(f"{given} with {name}={getattr(run, name)!r}; give {', '.join(allowed)}")
 

@@ -27,7 +27,7 @@ from ..base.errors import NotAvailable, SpecError
 from ..specs.model import ModelSpec
 from ..specs.run import Run, Training, stack_of
 from ..techniques.tensor_parallel import COLUMNS, ROWS
-from .optimizer import TORCH_OPTIMIZERS
+from .optimizer import ELEMENTWISE, TORCH_OPTIMIZERS
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -104,7 +104,7 @@ def check_ranks(spec: ModelSpec, run: Run, verb: str) -> None:
 def _check_tensor_parallel(spec: ModelSpec, run: Training, see: str) -> None:
     if spec.family not in SPLIT_FAMILIES:
         raise NotAvailable(f"{see} tp={run.tp} for {spec.family}, only for {', '.join(SPLIT_FAMILIES)}")
-    if run.lora or run.optimizer not in ("sgd", "adamw"):
+    if run.lora or run.optimizer not in ELEMENTWISE:
         raise NotAvailable(f"{see} tp={run.tp} with LoRA or optimizer={run.optimizer!r}; see lab.estimate")
     sizes = {"key-value heads": spec.kv_heads, "vocabulary": spec.vocab, "intermediate size": spec.intermediate}
     if run.sequence_parallel:
@@ -183,7 +183,7 @@ def unsynced(model: nn.Module, run: Training) -> Iterator[None]:
 
 def steps_locally(run: Training, ranks: Ranks) -> bool:
     """Whether the optimizer is given `LocalShards`: for tp, whose parameters lie on several meshes, or to save time."""
-    return run.optimizer in ("sgd", "adamw") and (run.tp > 1 or (ranks.fake and is_sharded(run)))
+    return run.optimizer in ELEMENTWISE and (run.tp > 1 or (ranks.fake and is_sharded(run)))
 
 
 class LocalShards:

@@ -191,7 +191,8 @@ def _add_optimizer(step: Step, run: Training, ranks: Ranks | None) -> None:
         step.optimizer = build_muon(stepped, in_blocks(step.model), True if step.masters else None)
     else:
         # Master copies are stepped by a fused kernel, as in DeepSpeed and Megatron-LM.
-        step.optimizer = build_optimizer(run.optimizer, stepped, fused=True if step.masters else None)
+        name = "adamw-fused" if step.masters and run.optimizer == "adamw" else run.optimizer
+        step.optimizer = build_optimizer(name, stepped)
     if ranks:
         step.model = data_parallel(step.model, run, ranks)
     if run.precision in ("autocast-fp16", "mixed-fp16"):

@@ -124,7 +124,7 @@ def test_the_trainers_fsdp_waits_too_unless_its_accelerator_config_says_otherwis
         arguments = arguments.to_dict() if kind == "to_dict" else arguments
     run = lab.Training.from_trainer(arguments, dp=8)
     assert run == lab.Training(accumulation=4, precision="mixed-bf16", zero=3, dp=8, sync_each_batch=bool(sync),
-                               reduce_dtype="bf16")  # fmt: skip
+                               reduce_dtype="bf16", optimizer="adamw-fused")  # fmt: skip
     assert lab.Training.from_trainer({**given, "fsdp": ""}, dp=8).sync_each_batch  # DDP
 
 
@@ -205,7 +205,29 @@ def test_the_trainers_arguments_are_read():
     assert lab.Training.from_trainer(arguments) == expected
     auto = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}, "train_micro_batch_size_per_gpu": "auto"}
     read = lab.Training.from_trainer({"bf16": True, "deepspeed": auto, "per_device_train_batch_size": 2}, dp=4)
-    assert read == lab.Training(micro_batch=2, precision="mixed-bf16", zero=2, dp=4)
+    assert read == lab.Training(micro_batch=2, precision="mixed-bf16", zero=2, dp=4, optimizer="adamw-fused")
+
+
+@pytest.mark.parametrize(("optim", "ours"), [
+    ("adamw_torch", "adamw"), ("adamw_torch_fused", "adamw-fused"), ("adamw_bnb_8bit", "adamw-8bit"),
+])  # fmt: skip
+def test_each_adamw_of_the_trainer_is_one_of_ours_and_written_as_it_is_read(optim, ours):
+    from transformers import TrainingArguments
+
+    from llmlab.engines.trainer import trainer_arguments
+
+    read = lab.Training.from_trainer(TrainingArguments("out", use_cpu=True, optim=optim))
+    assert read.optimizer == ours and trainer_arguments(read)["optim"] == optim
+
+
+def test_the_trainers_own_default_is_adamw_fused_and_beside_deepspeeds_own_it_is_that():
+    from transformers import TrainingArguments
+
+    for arguments in (TrainingArguments("out", use_cpu=True), TrainingArguments("out", use_cpu=True).to_dict(), {}):
+        assert lab.Training.from_trainer(arguments).optimizer == "adamw-fused"
+    settings = {"bf16": True, "deepspeed": {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}}
+    assert lab.Training.from_trainer(settings, dp=4).optimizer == "adamw-fused"
+    assert lab.Training.from_trainer(settings, dp=4, stack="deepspeed").optimizer == "adamw"
 
 
 @pytest.mark.parametrize(("arguments", "said"), [

@@ -404,6 +404,8 @@ def test_plain_pytorch_shards_and_offloads_over_two_ranks(tmp_path, started):
     assert waits == pytest.approx(sharded, abs=1e-3)  # sums of other order
     half = losses(started(tmp_path / "half", replace(run, reduce_dtype="bf16")))
     assert half == pytest.approx(sharded, abs=0.05)
+    fused = losses(started(tmp_path / "fused", replace(run, optimizer="adamw-fused")))
+    assert fused == pytest.approx(sharded, abs=1e-3)
 
 
 def test_plain_pytorch_shards_a_frozen_model_and_its_adapters_over_two_ranks(tmp_path, started):

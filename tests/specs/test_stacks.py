@@ -49,6 +49,7 @@ def test_a_run_survives_json_pickle_and_replace(run):
     [
         ({"kernels": "liger"}, ("torchtitan has no kernels='liger'", "'transformers' has")),
         ({"optimizer": "lion"}, ("torchtitan has no optimizer='lion'", "give optimizer='adamw'")),
+        ({"optimizer": "adamw-fused"}, ("torchtitan has no optimizer='adamw-fused'", "own options say", "'adamw'")),
         ({"zero": 2}, ("zero=2", "reshard_after_forward='default'")),
         ({"stack": "torchtitan:ac=ful"}, ("ac='ful'", "selective_op")),
         ({"stack": "torchtitan:ac"}, ("torchtitan:ac=full",)),

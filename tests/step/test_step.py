@@ -191,7 +191,7 @@ def test_masters_take_and_free_half_gradients_and_leave_fp32_parameters_alone():
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "autocast-bf16", "autocast-fp16", "mixed-bf16", "mixed-fp16"])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adamw-8bit", "adafactor", "lion"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adamw-fused", "adamw-8bit", "adafactor", "lion"])
 def test_every_optimizer_lowers_the_loss_in_every_precision(optimizer, precision, monkeypatch):
     rates = {"sgd": 0.5, "adafactor": 0.03}
     monkeypatch.setattr("llmlab.step.optimizer.LEARNING_RATE", rates.get(optimizer, 3e-3))
@@ -203,6 +203,14 @@ def test_every_optimizer_lowers_the_loss_in_every_precision(optimizer, precision
     assert losses[1] < losses[0] - 0.05
 
 
+def test_master_copies_and_adamw_fused_are_stepped_by_torchs_one_kernel():
+    fused = {"fp32": False, "mixed-bf16": True}
+    for precision, masters in fused.items():
+        for name, asked in (("adamw", False), ("adamw-fused", True)):
+            step = step_of("llama", optimizer=name, precision=precision)
+            assert bool(step.optimizer.defaults["fused"]) is (asked or masters)
+
+
 @torch.no_grad()
 def loss_of(step):
     return step.model(input_ids=step.inputs[0], labels=step.inputs[0]).loss.item()
@@ -211,7 +219,7 @@ def loss_of(step):
 def test_state_bytes_a_parameter():
     weight = nn.Parameter(torch.zeros(128, 256))
     bytes_of = {}
-    for name in ("sgd", "adamw", "adamw-8bit", "adafactor", "lion"):
+    for name in ("sgd", "adamw", "adamw-fused", "adamw-8bit", "adafactor", "lion"):
         weight.grad = torch.ones_like(weight)
         optimizer = build_optimizer(name, [weight])
         optimizer.step()
@@ -219,7 +227,7 @@ def test_state_bytes_a_parameter():
         bytes_of[name] = sum(v.nbytes for v in state if isinstance(v, torch.Tensor) and v.numel() > 1)
     n, code_books = 128 * 256, 2 * 256 * 4
     assert bytes_of["sgd"] == 0
-    assert bytes_of["adamw"] == 8 * n
+    assert bytes_of["adamw"] == bytes_of["adamw-fused"] == 8 * n
     assert bytes_of["lion"] == 4 * n
     assert bytes_of["adafactor"] == 4 * (128 + 256)
     assert bytes_of["adamw-8bit"] == 2 * (n + 4 * n // 256) + code_books

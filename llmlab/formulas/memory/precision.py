@@ -56,11 +56,12 @@ def state_bytes(optimizer: str, state: int, parameters: int, factored: int) -> i
 
     `state` is the bytes of one state element; `factored` the rows + columns of every matrix (plus every vector), which
     is all that Adafactor keeps (arXiv 1804.04235, section 3), or the elements of Muon's matrices, which have a momentum
-    alone where AdamW's have two moments (torch/optim/_muon.py). adamw keeps two moments (1711.05101); lion one
-    (2302.06675), which bitsandbytes has in fp32 whatever it steps (optim/optimizer.py, Optimizer1State.init_state);
-    adamw-8bit two of one byte with an fp32 scale per block (2110.02861, section 2.1); sgd, without momentum, none.
+    alone where AdamW's have two moments (torch/optim/_muon.py). adamw keeps two moments (1711.05101), fused or not;
+    lion one (2302.06675), which bitsandbytes has in fp32 whatever it steps (optim/optimizer.py,
+    Optimizer1State.init_state); adamw-8bit two of one byte with an fp32 scale per block (2110.02861, section 2.1); sgd,
+    without momentum, none.
     """
-    if optimizer == "adamw":
+    if optimizer in ("adamw", "adamw-fused"):
         return 2 * state * parameters
     if optimizer == "adamw-8bit":
         return 2 * (parameters + 4 * -(-parameters // STATE8_BLOCK))

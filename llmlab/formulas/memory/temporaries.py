@@ -329,8 +329,8 @@ def optimizer_temporaries(share: Share, states: States) -> int:
 
     On a GPU torch's AdamW is foreach: it makes the square roots of all second moments at once
     (torch/optim/adam.py, _multi_tensor_adam: _foreach_sqrt). On the CPU it makes the root and its quotient of one
-    parameter at a time (_single_tensor_adam). With a master copy it is fused, as in DeepSpeed and Megatron-LM, and
-    makes none; the fp32 shards of FSDP2's policy are stepped like any others.
+    parameter at a time (_single_tensor_adam). Fused it makes none (cuda/FusedAdamWKernel.cu), and with a master copy
+    it is fused, as in DeepSpeed and Megatron-LM; the fp32 shards of FSDP2's policy are stepped like any others.
     """
     spec, run = share.spec, share.run
     if run.offload or run.optimizer not in ("adamw", "adafactor", "muon"):
@@ -355,6 +355,6 @@ def optimizer_temporaries(share: Share, states: States) -> int:
 def _adamw_roots(share: Share, stepped: int, largest: int) -> int:
     """Return the roots of second moments that AdamW makes of `stepped` parameters, the largest tensor `largest`."""
     run, element = share.run, adapter_bytes(share.run) if share.run.lora else share.bytes.states
-    if share.bytes.master and not run.lora and not uses_fsdp(run):
+    if share.bytes.master and not uses_fsdp(run):
         return 0
     return element * (2 * largest if share.cpu else stepped)

@@ -162,7 +162,8 @@ def update_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float:
     copy takes the gradient in fp32, and is copied to the weights."""
     b, held = PRECISION[run.precision], states(spec, run)
     weight, gradient, state = 3 * (adapter_bytes(run),) if run.lora else (b.master or b.weights, b.gradients, b.states)
-    moments = {"adamw": 2 * state, "adamw-8bit": 2, "lion": 4, "muon": state}.get(run.optimizer, 0)
+    moments = {"adamw": 2 * state, "adamw-fused": 2 * state, "adamw-8bit": 2, "lion": 4,
+               "muon": state}.get(run.optimizer, 0)  # fmt: skip
     copies = 0
     if b.master and not run.lora:
         if not uses_fsdp(run):  # whose shards are fp32, and so are gradients that it has reduced
@@ -179,7 +180,7 @@ def update_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float:
 def foreach_adamw(run: Training) -> bool:
     """Whether AdamW is torch's own on lists of tensors: its default, but of a stack that has another, and of master
     copies, which engines step by a fused kernel."""
-    own = isinstance(run.stack, StackOptions) and (run.stack.fused_adamw or isinstance(run.stack, Megatron))
+    own = isinstance(run.stack, StackOptions) and run.stack.fused_adamw
     masters = PRECISION[run.precision].master and not uses_fsdp(run)
     return run.optimizer == "adamw" and not own and not masters
 

@@ -94,7 +94,7 @@ def _adapters_script(run: Training) -> str:
 
 
 def _check_shards(run: Training) -> None:
-    if run.optimizer not in ("sgd", "adamw"):
+    if run.optimizer not in ("sgd", "adamw", "adamw-fused"):
         raise SpecError(f"optimizer={run.optimizer!r} with zero={run.zero}: it knows no shards; give adamw or sgd")
 
 

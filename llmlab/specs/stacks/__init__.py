@@ -77,6 +77,7 @@ def check_stack(stack: StackOptions | str, given: Mapping[str, Any]) -> None:
             raise SpecError(
                 f"{stack.name} has no {field}={given[field]!r}: stack={' or '.join(map(repr, others))} has; "
                 f"with stack={stack.name!r} give {field}={own}"
+                + ("; its own options say whether AdamW is fused" if given[field] == "adamw-fused" else "")
             )
     stack.check_run(given)
     for field, value in stack.sets(given).items():
