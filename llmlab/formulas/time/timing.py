@@ -44,8 +44,8 @@ LITTLE = 0.005  # a share that prints as 0 %
 # Gbit/s where a DGX has 1,600 (their data sheets), of 8 H100s Google's a3-highgpu 800 where a DGX has 3,200.
 FEWER_ADAPTERS = 4
 # Over n nodes a network that others use at the same time reaches as little as n ** -SHARED of its rate: up to a half is
-# lost over 256 nodes of Leonardo (arXiv 2408.14090), 20 and 49 % over 540 of Polaris (an all-reduce of 1 GiB by two NCCLs:
-# links.toml, [slingshot]), 28 % from 4 to 128 nodes of H100s (a reduce-scatter: NVIDIA/nccl, issue 1229).
+# lost over 256 nodes of Leonardo (arXiv 2408.14090), 20 and 49 % over 540 of Polaris (an all-reduce of 1 GiB by two
+# NCCLs: links.toml, [slingshot]), 28 % from 4 to 128 nodes of H100s (a reduce-scatter: NVIDIA/nccl, issue 1229).
 SHARED = 1 / 8
 
 
@@ -114,8 +114,6 @@ def timing(
     spread = _spread(run, found, shapes.beyond / seconds)
     # Nodes differ, and networks, whatever the kernels take.
     quicker, factor = exp(hypot(spread, log(apart[0]))), exp(hypot(spread, log(apart[1]), log(held_up)))
-    if held_up > exp(spread):
-        note += f" {why}: {held_up:.1f} times as long."
     longest = factor * (seconds + unnamed)
     if run.world_size > 1:  # several GPUs have an engine, which takes its own time in each step
         longest += float(training_rates()["engine"]["seconds"])
@@ -125,6 +123,8 @@ def timing(
         longest = max(longest, slower)
         if slower > factor * seconds:
             note += f" {few.adapters} would take {slower / seconds:.1f} times as long: name yours (cluster=)."
+    if held_up > exp(spread):
+        note += f" {why}: {held_up:.1f} times as long."
     kernel = traced.attention if traced else fastest_kernel(run, attention_kernel(spec, run, card), card)
     slower = found.slower(kernel, run.seq_len, sum(head_sizes(spec)) // 2)
     sources = _sources(run, found, parts, kernel, slower, shapes)
@@ -144,14 +144,14 @@ def _held_up(run: Training, nodes: Cluster) -> tuple[Cluster, tuple[str, ...] | 
     with 16 (benchmarks/throughputs.toml, deepspeed-azure); why is not known (deepspeedai/DeepSpeed, issue 5047).
     """
     many, why, overlap = -(-run.world_size // nodes.gpus), [], None
-    if many > 1 and nodes.across:
+    if many > 1 and (across := nodes.across):
         share = many**-SHARED
-        nodes = replace(nodes, across=replace(nodes.across, reached=share * nodes.across.reached))
-        why.append(f"{nodes.across.name} that others use too can reach {share:.0%} over {many} nodes")
+        nodes = replace(nodes, across=replace(across, reached=share * across.reached))
+        why.append(f"Over {many} nodes {across.name} can reach {share:.0%}, where others use it too")
     if isinstance(run.stack, DeepSpeed) and run.zero == 3 and run.stack.overlap_comm is not False:
         overlap = ()
         why.append("DeepSpeed may hide nothing of what it sends")
-    return nodes, overlap, " and ".join(why)
+    return nodes, overlap, "; ".join(why)
 
 
 def _nodes_apart(terms: Step, slow: Step, fast: Step) -> tuple[float, float]:
