@@ -510,7 +510,7 @@ def test_deepspeed_gathers_again_what_is_used_again_too_late(distance, again):
 
 def test_the_interval_has_a_network_that_others_use_and_what_deepspeed_may_not_hide():
     """Azure's 128 A100s (deepspeed-azure in throughputs.toml): 4 sequences took 34.5 s, between what is hidden and not.
-    Within a node there is no network; a DeepSpeed that hides nothing is that already."""
+    A DeepSpeed that hides nothing is that already; within a node there is no network."""
     run = Training(micro_batch=4, seq_len=1024, dp=128, zero=3, precision="mixed-fp16", checkpointing="full",
                    attention="eager", stack="deepspeed:stage3_max_reuse_distance=3000000000")  # fmt: skip
     nodes = cluster("A100-80GB")
@@ -520,7 +520,6 @@ def test_the_interval_has_a_network_that_others_use_and_what_deepspeed_may_not_h
     assert any("16 nodes InfiniBand-HDR can reach 71%" in note and "hide nothing" in note for note in found.notes)
     told = lab.estimate(GPT_175B, replace(run, stack="deepspeed:overlap_comm=false"), "A100-80GB", nodes)
     assert told.step_seconds_high / told.step_seconds < found.step_seconds_high / found.step_seconds
-    assert not any("hide nothing" in note for note in told.notes)
     small, eight = "meta-llama/Llama-2-7b-hf", replace(run, micro_batch=1, dp=8, stack="transformers")
     few = cluster("A100-80GB", adapters=2)
     shared, alone = (lab.estimate(small, each, "A100-80GB", few) for each in (replace(eight, dp=1024), eight))

@@ -148,7 +148,7 @@ def _held_up(run: Training, nodes: Cluster) -> tuple[Cluster, tuple[str, ...] | 
         share = many**-SHARED
         nodes = replace(nodes, across=replace(across, reached=share * across.reached))
         why.append(f"Over {many} nodes {across.name} can reach {share:.0%}, where others use it too")
-    if isinstance(run.stack, DeepSpeed) and run.zero == 3 and run.stack.overlap_comm is not False:
+    if isinstance(run.stack, DeepSpeed) and run.zero == 3:
         overlap = ()
         why.append("DeepSpeed may hide nothing of what it sends")
     return nodes, overlap, "; ".join(why)
