@@ -98,8 +98,8 @@ def test_efa_takes_small_messages_slowly(nodes, gathered, reduced):
     [("Slingshot-200", "all-gather", 8, 2**28, 7.35e-3), ("Slingshot-200", "all-gather", 128, 2**26, 12.64e-3),
      ("Slingshot-200", "all-gather", 128, 2**30, 32.94e-3), ("Slingshot-200", "all-gather", 256, 2**29, 41.22e-3),
      ("Slingshot-200", "all-reduce", 2, 2**30, 51.05e-3), ("Slingshot-200", "all-reduce", 256, 2**25, 4.49e-3),
-     ("Slingshot-200", "all-reduce", 540, 2**26, 7.28e-3), ("Slingshot-200-TCP", "all-gather", 8, 2**28, 30.47e-3),
-     ("Slingshot-200-TCP", "all-reduce", 2, 2**30, 198.84e-3)],
+     ("Slingshot-200", "all-reduce", 540, 2**26, 7.28e-3), ("Slingshot-TCP", "all-gather", 8, 2**28, 30.47e-3),
+     ("Slingshot-TCP", "all-reduce", 2, 2**30, 198.84e-3)],
 )  # fmt: skip
 def test_slingshot_takes_what_polaris_took(network, collective, nodes, size, measured):
     """4 A100s and 2 adapters a node (alcf-nccl-tests, results_polaris). Of all 25 tables' times, from 8 MiB on, the
