@@ -14,9 +14,9 @@ from llmlab.hardware.tables import cited, read_table
 @pytest.mark.parametrize("name", sorted(links()))
 def test_no_link_reaches_more_than_its_data_sheet(name):
     found = link(name.lower())
-    assert 0.7 <= found.reached / found.bandwidth < 1
-    longest = 100e-6 if name == "EFA-400" else 20e-6  # measured, not what NCCL supposes of all networks
-    assert 0 < found.step < longest and 0 < found.tree_step < longest
+    measured = name.startswith(("EFA", "Slingshot"))  # others' steps are what NCCL supposes of all networks
+    assert (0.15 if name.endswith("TCP") else 0.7) <= found.reached / found.bandwidth < 1
+    assert 0 < found.step < (3e-4 if measured else 2e-5) and 0 < found.tree_step <= (1e-3 if measured else 2e-5)
     assert found.source and "[" not in found.source and found.checked
     # A switch that adds is sent every byte once, where a ring over 8 sends it 7/4 times: that much faster at best.
     assert found.switched is None or found.reached < found.switched < 7 / 4 * found.bandwidth
@@ -91,6 +91,21 @@ def test_efa_takes_small_messages_slowly(nodes, gathered, reduced):
     group = cluster("H100", "EFA-400").group(8 * nodes)
     assert collective_seconds("all-gather", 2**25, group) == pytest.approx(gathered, rel=0.15)
     assert collective_seconds("all-reduce", 2**25, group) == pytest.approx(reduced, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("network", "collective", "nodes", "size", "measured"),
+    [("Slingshot-200", "all-gather", 8, 2**28, 7.35e-3), ("Slingshot-200", "all-gather", 128, 2**26, 12.64e-3),
+     ("Slingshot-200", "all-gather", 128, 2**30, 32.94e-3), ("Slingshot-200", "all-gather", 256, 2**29, 41.22e-3),
+     ("Slingshot-200", "all-reduce", 2, 2**30, 51.05e-3), ("Slingshot-200", "all-reduce", 256, 2**25, 4.49e-3),
+     ("Slingshot-200", "all-reduce", 540, 2**26, 7.28e-3), ("Slingshot-TCP", "all-gather", 8, 2**28, 30.47e-3),
+     ("Slingshot-TCP", "all-reduce", 2, 2**30, 198.84e-3)],
+)  # fmt: skip
+def test_slingshot_takes_what_polaris_took(network, collective, nodes, size, measured):
+    """4 A100s and 2 adapters a node (alcf-nccl-tests, results_polaris). Of all 25 tables' times, from 8 MiB on, the
+    formula is 14 % off on average; these are some."""
+    group = cluster("A100", network, gpus=4, adapters=2).group(4 * nodes)
+    assert collective_seconds(collective, size, group) == pytest.approx(measured, rel=0.35)
 
 
 def test_a_tree_reaches_less_than_a_ring():

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from ...hardware.links import Cluster, Group
 from ...specs.model import ModelSpec
 from ...specs.run import Training, stack_of
-from ...specs.stacks import TRANSFORMERS, Megatron, Torchtitan
+from ...specs.stacks import TRANSFORMERS, DeepSpeed, Megatron, Torchtitan
 from ...specs.stages import layers_of
 from ..memory.float8 import gathered_less
 from ..memory.fsdp import uses_fsdp
@@ -30,6 +30,7 @@ from ..memory.precision import PRECISION
 from ..memory.share import adapted
 from ..memory.states import device_parameters, states
 from .communication import finished
+from .host import hook_modules
 from .kernels import Kernels
 
 
@@ -63,7 +64,8 @@ class _Replica:
 
     `copies` are the ranks with the same shard, `everyone` both. `in_blocks` is the share of the bytes that is in the
     `layers` blocks, whose weights, gathered, are `narrower` bytes fewer. `reduced` are the bytes of the gradients in
-    the dtype in which they are summed.
+    the dtype in which they are summed. A block is gathered in so many messages, and its gradients scattered; of its
+    weights `again` are gathered a third time, for backward.
     """
 
     kernels: Kernels
@@ -78,13 +80,16 @@ class _Replica:
     in_blocks: float
     forward: float
     backward: float
+    gathers: int = 1
+    scatters: int = 1
+    again: float = 0.0
 
-    def seconds(self, collective: str, size: int, less: int = 0) -> tuple[float, float]:
-        """Return the seconds of `collective` for a block's part of `size` bytes, of which blocks have `less` fewer, and
-        for the part outside of blocks."""
-        parts = (self.in_blocks * size - less) / self.layers, (1 - self.in_blocks) * size
+    def seconds(self, collective: str, size: int, less: int = 0, messages: int = 1) -> tuple[float, float]:
+        """Return the seconds of `collective` for a block's part of `size` bytes, of which blocks have `less` fewer, in
+        so many messages, and for the part outside of blocks."""
+        parts = (self.in_blocks * size - less) / self.layers / messages, (1 - self.in_blocks) * size
         block, outside = (self.kernels.collective(collective, part, self.group) for part in parts)
-        return block, outside
+        return messages * block, outside
 
     def summed(self) -> tuple[float, float]:
         """Return the seconds in which copies sum the gradients of a shard: of a block's, and of the part outside."""
@@ -138,9 +143,10 @@ def data_parallel(
         in_fp32 = stack.accumulates_in_fp32(run.compute_dtype)
     wider = 4 // b.gradients if in_fp32 else 1
     everyone = cluster.group(run.dp * run.cp, run.tp)
+    gathers, scatters, again = _messages(spec, run, in_blocks * sum(counts.values()) / layers)
     replica = _Replica(
         found, group, copies, everyone, whole.weights, less, whole.gradients, wider * whole.gradients, layers,
-        in_blocks, *times,
+        in_blocks, *times, gathers, scatters, again,
     )  # fmt: skip
     hide_forward, hide_backward = "data" in overlap, "data" in overlap or "gradients" in overlap
     updated = whole.gradients if run.lora else whole.weights  # adapters are as wide as their gradients
@@ -151,6 +157,26 @@ def data_parallel(
     # PyTorch's optimizer has no master copy, as `states` has it; who keeps one is not named.
     whole_tensors = not b.master and not run.lora
     return dealt if whole_tensors else flat._replace(later=max(0.0, dealt.exposed - flat.exposed))
+
+
+def _messages(spec: ModelSpec, run: Training, elements: float) -> tuple[int, int, float]:
+    """Return in how many messages a block of so many elements is gathered, and scattered, and the share of it that is
+    gathered once more for backward, after it was computed again: FSDP's units are blocks.
+
+    DeepSpeed's ZeRO-3 gathers the next parameters until they are a prefetch bucket, and keeps those that are used again
+    within its reuse distance (runtime/zero/partitioned_param_coordinator.py, fetch_sub_module and _params_to_release).
+    It scatters what a bucket holds before a gradient that does not fit: a matrix that is larger goes alone, and so do
+    the vectors before it (stage3.py, reduce_independent_p_g_buckets_and_remove_grads).
+    """
+    if not isinstance(run.stack, DeepSpeed) or run.zero != 3:
+        return 1, 1, 0.0
+    options, matrices = run.stack, round(hook_modules(spec).gathered)
+    gathers = min(matrices, ceil(elements / options.stage3_prefetch_bucket_size))
+    alone = elements / matrices > options.reduce_bucket_size
+    scatters = 2 * matrices if alone else ceil(elements / options.reduce_bucket_size)
+    # A matrix is used again after all that follow it in the block, twice.
+    kept = min(1.0, options.stage3_max_reuse_distance / (2 * elements))
+    return gathers, scatters, 1 - kept if run.checkpointing else 0.0
 
 
 def tensors(spec: ModelSpec, run: Training) -> int:
@@ -253,26 +279,27 @@ def _sharded(replica: _Replica, run: Training, hide_forward: bool, hide_backward
     whole = _reductions(run)  # micro-batches with both gathers and a reduce-scatter
     gathers_only = run.accumulation - whole  # with one of them; without a pipeline with both
     again = 0 if run.pp > 1 else gathers_only
-    gather, outside_gather = replica.seconds("all-gather", replica.weights, replica.narrower)
-    scatter, outside_scatter = replica.seconds("reduce-scatter", replica.reduced)
+    gather, outside_gather = replica.seconds("all-gather", replica.weights, replica.narrower, replica.gathers)
+    scatter, outside_scatter = replica.seconds("reduce-scatter", replica.reduced, messages=replica.scatters)
+    regather = (1 + replica.again) * gather
     reduce, outside_reduce = replica.summed()
     outside = outside_gather + outside_scatter + outside_reduce
     forward = layers * gather
-    sent = whole * (forward + layers * (gather + scatter + reduce) + outside) + gathers_only * forward
+    sent = whole * (forward + layers * (regather + scatter + reduce) + outside) + gathers_only * forward
     sent += again * (forward + outside_gather)
     if hide_forward:
         forward = gather + (layers - 1) * max(0.0, gather - replica.forward / layers)
 
     def backward(scatter: float, reduce: float) -> float:
         if not hide_backward:
-            return layers * (gather + scatter + reduce)
-        busy = replica.busy(gather + scatter, reduce)
+            return layers * (regather + scatter + reduce)
+        busy = replica.busy(regather + scatter, reduce)
         return scatter + reduce + (layers - 1) * max(0.0, busy - replica.backward / layers)
 
     exposed = whole * (forward + backward(scatter, reduce) + outside) + gathers_only * backward(0.0, 0.0)
     exposed += again * (forward + outside_gather)
     weights = replica.weights - replica.narrower
-    gathers = 2 * whole + gathers_only + again
+    gathers = (2 + replica.again) * whole + gathers_only + again
     size = whole * (1 + 2 * _copied(replica)) * replica.reduced + gathers * weights
     moved = whole * (replica.gradients + replica.reduced) + gathers * 2 * weights
     return Communicated(exposed, sent, size, gather, scatter + reduce, moved / replica.kernels.bandwidth)

@@ -43,6 +43,10 @@ LITTLE = 0.005  # a share that prints as 0 %
 # Nodes that nobody described can have this many times fewer adapters than the maker's: of 8 A100s AWS' p4d have 400
 # Gbit/s where a DGX has 1,600 (their data sheets), of 8 H100s Google's a3-highgpu 800 where a DGX has 3,200.
 FEWER_ADAPTERS = 4
+# Over n nodes a network that others use at the same time reaches as little as n ** -SHARED of its rate: up to a half is
+# lost over 256 nodes of Leonardo (arXiv 2408.14090), 20 and 49 % over 540 of Polaris (an all-reduce of 1 GiB by two
+# NCCLs: links.toml, [slingshot]), 28 % from 4 to 128 nodes of H100s (a reduce-scatter: NVIDIA/nccl, issue 1229).
+SHARED = 1 / 8
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ def timing(
         return Timing()
     if not isinstance(run, Training):
         return Timing(step_seconds(spec, run, card))
-    found, nodes, rates, apart = kernels(card), cluster, None, (1.0, 1.0)
+    found, nodes, rates, apart, held_up, why = kernels(card), cluster, None, (1.0, 1.0), 1.0, ""
     if traced:  # it has what hooks, compiled graphs and Megatron-LM's layers start, and none of their Python
         # A host that was fitted to whole steps, which were checkpointed, has that in what its operators take.
         host = traced.passes.host + (0.0 if found.kind == "fitted" else python_seconds(spec, run))
@@ -101,10 +105,15 @@ def timing(
         if rates:
             ends = (nodes.reaching(rate) for rate in (rates.slow, rates.fast))
             apart = _nodes_apart(terms, *(step(spec, run, card, each, traced=traced, known=known) for each in ends))
+        busy, overlap, why = _held_up(run, nodes)
+        if why:
+            held = step(spec, run, card, busy, overlap, traced=traced, known=known)
+            held_up = (held.seconds + held.data_later) / (terms.seconds + terms.data_later)
         layer = {name: value for name, value in terms.layer.items() if value}
     seconds = sum(parts.values())
     spread = _spread(run, found, shapes.beyond / seconds)
-    quicker, factor = (exp(hypot(spread, log(ratio))) for ratio in apart)  # nodes differ whatever the kernels take
+    # Nodes differ, and networks, whatever the kernels take.
+    quicker, factor = exp(hypot(spread, log(apart[0]))), exp(hypot(spread, log(apart[1]), log(held_up)))
     longest = factor * (seconds + unnamed)
     if run.world_size > 1:  # several GPUs have an engine, which takes its own time in each step
         longest += float(training_rates()["engine"]["seconds"])
@@ -114,6 +123,8 @@ def timing(
         longest = max(longest, slower)
         if slower > factor * seconds:
             note += f" {few.adapters} would take {slower / seconds:.1f} times as long: name yours (cluster=)."
+    if held_up > exp(spread):
+        note += f" {why}: {held_up:.1f} times as long."
     kernel = traced.attention if traced else fastest_kernel(run, attention_kernel(spec, run, card), card)
     slower = found.slower(kernel, run.seq_len, sum(head_sizes(spec)) // 2)
     sources = _sources(run, found, parts, kernel, slower, shapes)
@@ -123,6 +134,24 @@ def timing(
     low = min(seconds / quicker, seconds - sooner) - shapes.sooner
     high = max(longest, seconds + later) + shapes.later
     return Timing(seconds, low, high, parts, sources, {"data": hidden} if hidden else {}, layer, note)
+
+
+def _held_up(run: Training, nodes: Cluster) -> tuple[Cluster, tuple[str, ...] | None, str]:
+    """Return `nodes` as a run may find them, what its stack then hides (as in `step`), and the two in words.
+
+    DeepSpeed's ZeRO-3 gathers for one module after another, one ahead (runtime/zero/partitioned_param_coordinator.py,
+    fetch_sub_module). 128 A100s took as long for it as computing and sending one after the other, with 1 sequence and
+    with 16 (benchmarks/throughputs.toml, deepspeed-azure); why is not known (deepspeedai/DeepSpeed, issue 5047).
+    """
+    many, why, overlap = -(-run.world_size // nodes.gpus), [], None
+    if many > 1 and (across := nodes.across):
+        share = many**-SHARED
+        nodes = replace(nodes, across=replace(across, reached=share * across.reached))
+        why.append(f"Over {many} nodes {across.name} can reach {share:.0%}, where others use it too")
+    if isinstance(run.stack, DeepSpeed) and run.zero == 3:
+        overlap = ()
+        why.append("DeepSpeed may hide nothing of what it sends")
+    return nodes, overlap, "; ".join(why)
 
 
 def _nodes_apart(terms: Step, slow: Step, fast: Step) -> tuple[float, float]:
