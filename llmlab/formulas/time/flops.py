@@ -98,8 +98,9 @@ def chinchilla_tokens(parameters: int) -> int:
 def chinchilla_loss(parameters: float, tokens: float) -> float:
     """Return L(N, D) = E + A/Nᵅ + B/Dᵝ, nats per token: what N parameters reach on D tokens, each read once.
 
-    The form is arXiv 2203.15556's, equation 2, fitted to 70M to 16B parameters on 5 to 500 billion tokens; the constants
-    are those that arXiv 2404.10102, section 3, has fitted to its data again. Another text or tokenizer has another loss.
+    The form is arXiv 2203.15556's, equation 2, fitted to 70M to 16B parameters on 5 to 500 billion tokens; the
+    constants are those that arXiv 2404.10102, section 3, has fitted to its data again. Another text or tokenizer has
+    another loss.
 
     >>> round(chinchilla_loss(70e9, 1.4e12), 2)
     1.97
