@@ -67,8 +67,8 @@ def test_a_chapter_draws_its_mechanism_in_the_books_pieces(source):
     assert any("image/png" in output.get("data", {}) for cell in drawn for output in cell.outputs)
 
 
-# At most 1,400 words of prose on a chapter and on the pages beside it, and 150 lines of code in sight on those that were
-# cut so far. Drop-downs, formulas, references and blank lines are not counted; exercises, tables and headings are.
+# At most 1,400 words of prose on a chapter and on the pages beside it, and 150 lines of code in sight on those that are
+# cut already. Drop-downs, formulas, references and blank lines are not counted; exercises, tables and headings are.
 BESIDE = ["batches", "execution-model", "fp8-training", "profile", "tuning-at-scale"]
 READ = [path for path in SOURCES if path in CHAPTERS or path.stem in BESIDE]
 CUT = [path for path in READ if path.stem[:2] not in ("13", "18", "19", "20", "21", "22", "23")]
