@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import llmlab as lab
 from llmlab import Inference, LoRA, Training
 from llmlab.archive import figure
-from llmlab.formulas.time.flops import approximate, chinchilla_tokens, flops, head_sizes, token_pass
+from llmlab.formulas.time.flops import approximate, chinchilla_loss, chinchilla_tokens, flops, head_sizes, token_pass
 from llmlab.simulation.profile.operator_log import MORE_FLOPS
 from llmlab.specs.model import model
 from llmlab.step.step import build_step, texts
@@ -100,6 +100,13 @@ def test_6nd_of_the_82b_run():
 
 def test_chinchilla_trained_70b_on_20_tokens_a_parameter():
     assert chinchilla_tokens(70 * 10**9) == 14 * 10**11  # arXiv 2203.15556: 70B on 1.4T tokens
+
+
+def test_the_law_of_the_loss_would_spend_chinchillas_compute_on_chinchillas_size():
+    work = 70e9 * 1.4e12  # parameters times tokens
+    sizes = [10e9 * 1.02**k for k in range(200)]
+    assert min(sizes, key=lambda size: chinchilla_loss(size, work / size)) == pytest.approx(70e9, rel=0.1)
+    assert chinchilla_loss(1e30, 1e30) == pytest.approx(1.8172, abs=1e-4)  # what neither size nor text takes away
 
 
 def test_full_recomputation_costs_a_third_of_the_blocks():
