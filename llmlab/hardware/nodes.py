@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from statistics import median
 
 from ..base.errors import NotAvailable
 from .gpu import GPU, gpu
@@ -61,6 +62,17 @@ def host_of(card: GPU | str) -> Host:
         if found.name in each.cards:
             return each
     raise NotAvailable(f"no host in the table for {found.name}; build a Host with its figures")
+
+
+def usual_host(card: GPU | str) -> Host:
+    """Return the host that such cards are sold in, or where the table has none for them one whose GPUs have as much of
+    its memory and bandwidth as in the table's median, without a source."""
+    try:
+        return host_of(card)
+    except NotAvailable:
+        gpus, listed = gpu(card).node_gpus, hosts().values()
+        memory, share = median(each.memory / each.gpus for each in listed), median(each.share for each in listed)
+        return Host("host as the table's median", gpus, int(memory * gpus), share * gpus)
 
 
 def nvme() -> Drive:

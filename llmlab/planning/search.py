@@ -24,10 +24,10 @@ from ..base.errors import NotAvailable, SpecError
 from ..formulas.memory.states import kept_weights, states
 from ..formulas.report import fullest
 from ..formulas.time.flops import flops
-from ..formulas.time.offload import crossing
+from ..formulas.time.offload import adam_seconds, crossing
 from ..formulas.time.step import passes
 from ..formulas.time.timing import timing
-from ..hardware.nodes import host_of
+from ..hardware.nodes import usual_host
 from ..specs.check import check
 from ..specs.run import Training
 from ..specs.stacks import TRANSFORMERS
@@ -208,12 +208,11 @@ class Search:
             if least > shape.machines.card.room(shape.machines.total):
                 self.cuts[STATES] += least < inf
                 continue
-            if share["offload"] and not self._hosted(fields, shape.machines):
+            update = self._on_host(fields, shape.machines) if share["offload"] else 0.0
+            if update is None:
                 self.cuts[HOST] += 1
                 continue
-            # No time is known of an offloaded step on many GPUs.
-            seconds = inf if share["offload"] and shape.machines.total > 1 else shape.seconds
-            self._push(self._value(seconds, shape.machines, least), (fields, shape.machines))
+            self._push(self._value(shape.seconds + update, shape.machines, least), (fields, shape.machines))
 
     def _least_memory(self, fields: Mapping[str, Any], where: Machines) -> float:
         """Return the bytes of weights and states on the fullest GPU; infinity for what cannot be."""
@@ -228,20 +227,20 @@ class Search:
             self._least[key] = max(least_memory(self.question, run, stage) for stage in {0, run.pp - 1})
         return self._least[key]
 
-    def _hosted(self, fields: Mapping[str, Any], where: Machines) -> bool:
-        """Whether what is offloaded is less than a GPU's part of the host's memory; as far as a host is known."""
-        try:
-            host = host_of(where.card)
-        except NotAvailable:
-            return True
+    def _on_host(self, fields: Mapping[str, Any], where: Machines) -> float | None:
+        """Return the least seconds that the host's update of what is offloaded takes; None if it is more than a GPU's
+        part of the host's memory, as far as that is known."""
         try:
             run = Training(**fields)
         except SpecError:  # what the stack has not, which an estimate refuses too
-            return True
-        sent = crossing(self.question.spec, run)
+            return 0.0
+        sent, host = crossing(self.question.spec, run), usual_host(where.card)
+        gpus = max(host.gpus, where.per_node)
         # What is trained whole stays there in half precision too, where not only its states are offloaded.
         weights = 2 * sent.stepped if run.offload == "optimizer+parameters" else 0
-        return sent.state + weights <= host.memory / host.gpus
+        if host.source and sent.state + weights > host.memory / gpus:
+            return None
+        return adam_seconds(sent.stepped_bytes, host, gpus)
 
     def _estimate(self, fields: Mapping[str, Any], where: Machines, known: Container[Training] = ()) -> None:
         try:
@@ -307,7 +306,9 @@ class Search:
             fields.update(micro_batch=micro_batch, accumulation=per_rank // micro_batch, checkpointing=checkpointing)
             for share in self._shares_of(best.machines, best.run.dp):
                 changed = {**fields, **share}
-                if share["dp_replicate"] == 1 and self._can_be(changed) and self._hosted(changed, best.machines):
+                if share["dp_replicate"] > 1 or not self._can_be(changed):
+                    continue
+                if not share["offload"] or self._on_host(changed, best.machines) is not None:
                     self._estimate(changed, best.machines, known)
 
     def _can_be(self, fields: Mapping[str, Any]) -> bool:

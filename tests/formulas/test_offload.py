@@ -3,6 +3,7 @@
 import itertools
 import math
 from dataclasses import replace
+from statistics import median
 
 import pytest
 
@@ -21,7 +22,7 @@ from llmlab.formulas.time.offload import (
     tokens_to_hide_update,
 )
 from llmlab.formulas.time.step import passes
-from llmlab.hardware.nodes import adam_share, host, host_of, hosts, nvme, to_host
+from llmlab.hardware.nodes import adam_share, host, host_of, hosts, nvme, to_host, usual_host
 from llmlab.ranks.launch import launch
 
 LLAMA = lab.model("meta-llama/Llama-3.1-8B")
@@ -180,14 +181,42 @@ def test_every_host_has_a_source_and_cards_of_the_table():
         for card in each.cards:
             assert host_of(card) is each and to_host(card) > 0
         assert math.isclose(each.share * each.gpus, each.bandwidth)
-    with pytest.raises(NotAvailable, match="RTX-3090"):
-        host_of("RTX-3090")
+    with pytest.raises(NotAvailable, match="L40S"):
+        host_of("L40S")
     with pytest.raises(lab.UnknownName, match="DGX-A100"):
         host("dgx a100x")
 
 
-def test_a_card_without_a_host_has_no_time():
-    assert lab.estimate(LLAMA, changed(micro_batch=1), "RTX-4090").step_seconds is None
+def test_a_card_without_a_host_has_the_median_ones_share_and_one_without_a_link_says_so():
+    shares = sorted(each.share for each in hosts().values())
+    assert usual_host("L40S").share == pytest.approx(median(shares)) and not usual_host("L40S").source
+    assert usual_host("RTX-4090") is host_of("RTX-4090")
+    report = lab.estimate(LLAMA, changed(micro_batch=1), "L40S")
+    assert report.step_seconds and "host as the table's median" in " ".join(report.notes)
+    report = lab.estimate(LLAMA, changed(micro_batch=1), "GB200")
+    assert report.step_seconds is None and any(note.startswith("Time is not known") for note in report.notes)
+
+
+def test_cards_of_a_host_share_the_update_and_the_interval_has_other_hosts():
+    kept = changed(dp=8, zero=2, offload=None, accumulation=4)
+    moved = replace(kept, offload="optimizer")
+    inside, outside = (lab.estimate(LLAMA, each, A100) for each in (kept, moved))
+    host = host_of(A100)
+    adam = adam_seconds(crossing(LLAMA, moved).stepped_bytes, host)
+    assert outside.time["offload"] >= adam * (1 - 1e-9) and "optimizer" not in outside.time
+    assert sum(outside.time.values()) == pytest.approx(outside.step_seconds)
+    assert outside.step_seconds - outside.time["offload"] == pytest.approx(
+        inside.step_seconds - inside.time["optimizer"], rel=0.05
+    )
+    slowest = adam * host.share / min(each.share for each in hosts().values())
+    assert outside.step_seconds_high - outside.step_seconds > slowest - adam
+    assert outside.step_seconds_low < outside.step_seconds
+    single = replace(moved, dp=1, accumulation=32)
+    alone, adam = lab.estimate(LLAMA, single, A100), adam_seconds(crossing(LLAMA, single).stepped_bytes, host)
+    assert alone.step_seconds_low < alone.step_seconds - adam / 2  # it may have a host for eight to itself
+    two = lab.estimate(LLAMA, replace(moved, dp=2, accumulation=16), "RTX-4090")
+    one = lab.estimate(LLAMA, replace(moved, dp=1, accumulation=32), "RTX-4090")
+    assert two.time["offload"] > 0.9 * one.time["offload"]  # half the states each, by half of a desktop's memory
 
 
 @pytest.mark.parametrize(

@@ -146,10 +146,11 @@ def test_where_nothing_fits_the_nearest_that_does_is_named():
     plan = lab.plan("meta-llama/Llama-3.1-8B", "T4", 8)
     assert not plan and plan.best is None
     directions = {each.direction: each for each in plan.nearest}
-    assert set(directions) == {"A larger card", "A smaller model", "Another method"}  # not even eight T4s hold it
-    assert directions["Another method"].run.lora and str(directions["A larger card"]).endswith("per 10^9 tokens).")
+    assert set(directions) == {"More GPUs", "A larger card", "A smaller model", "Another method"}
+    assert directions["More GPUs"].run.offload  # not even eight T4s hold it otherwise
+    assert directions["Another method"].run.lora and str(directions["A smaller model"]).endswith("per 10^9 tokens).")
     for each in plan.nearest:
-        assert each.report.outcome == "fits" and each.machines.usd_per_hour
+        assert each.report.outcome == "fits" and each.report.step_seconds
     assert directions["A larger card"].machines.card.memory > lab.gpu("T4").memory
     assert lab.model(directions["A smaller model"].model).parameters < lab.model("meta-llama/Llama-3.1-8B").parameters
 

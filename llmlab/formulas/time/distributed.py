@@ -248,8 +248,6 @@ def _check(run: Training, overlap: tuple[str, ...], bucket_bytes: int) -> None:
         raise SpecError(f"overlap={unknown[0]!r} is not one of {', '.join(OVERLAPS)}")
     if bucket_bytes < 1:
         raise SpecError(f"bucket_bytes={bucket_bytes} is not a size >= 1")
-    if run.offload:
-        raise NotAvailable("no time for offloaded steps on many GPUs")
 
 
 def _stream_bytes(spec: ModelSpec, run: Training) -> float:

@@ -13,10 +13,11 @@ ZeRO-Offload (arXiv 2101.06840, sections 4 and 5), ZeRO-Infinity (arXiv 2104.078
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ...hardware.gpu import GPU
-from ...hardware.nodes import Drive, Host, adam_share, host_of, to_host
+from ...hardware.nodes import Drive, Host, adam_share, host_of, hosts, to_host, usual_host
 from ...specs.model import ModelSpec
 from ...specs.run import Training
 from ..memory.precision import PRECISION, state_bytes
@@ -126,6 +127,30 @@ def offloaded_step(
     else:
         seconds = forward + max(backward, down) + max(adam + disk, up)
     return OffloadedStep(forward, backward, down, up, adam, disk, seconds)
+
+
+class Waiting(NamedTuple):
+    """Seconds that a GPU neither runs forward nor backward: `seconds` where its usual `host` is full of such GPUs;
+    `least` where there are no others in it, or in the table's host with most memory bandwidth for a GPU, and `most` in
+    that with least."""
+
+    seconds: float
+    least: float
+    most: float
+    host: Host | None = None
+
+
+def waiting(spec: ModelSpec, run: Training, card: GPU, computed: float) -> Waiting:
+    """Return what a step with offload waits, whose passes alone take `computed` s. Raises NotAvailable for a card whose
+    link to its host is not in the table."""
+    host, used = usual_host(card), min(run.world_size, card.node_gpus)
+    gpus = max(host.gpus, used)
+    own, others = host.bandwidth / gpus, [each.share for each in hosts().values()]
+
+    def seconds(share: float) -> float:
+        return offloaded_step(spec, run, card, computed, replace(host, bandwidth=share * gpus), gpus).waiting
+
+    return Waiting(seconds(own), seconds(max(host.bandwidth / used, *others)), seconds(min(own, *others)), host)
 
 
 def schedule(step: OffloadedStep, buckets: int = 8) -> list[tuple[str, float, float, str]]:

@@ -30,7 +30,7 @@ from .elementwise import moved
 from .flops import flops, head_sizes
 from .host import host_seconds, small_kernels, update_host_seconds
 from .kernels import Kernels, kernels
-from .offload import offloaded_step
+from .offload import waiting
 from .products import Product, gradients_of_first_block, multiplied_wide, products
 from .roofline import decode_pass, prefill_pass
 
@@ -103,8 +103,8 @@ class Traced(NamedTuple):
 
 def step_seconds(spec: ModelSpec, run: Run, card: GPU | None) -> float | None:
     """Return the seconds of one device's optimizer step, or of a whole generation; None where no rate is known that the
-    run needs: of a generation, on cards that were never measured. An offloaded step's seconds are those on the host the
-    card is sold with (`offload.offloaded_step`)."""
+    run needs: of a generation, on cards that were never measured, and of what is offloaded by a link that is not in the
+    table."""
     if card is None:
         return None
     if isinstance(run, Inference):
@@ -112,18 +112,8 @@ def step_seconds(spec: ModelSpec, run: Run, card: GPU | None) -> float | None:
         found = token_seconds(spec, run, rates) if rates else None
         return None if found is None else found[0] + (run.new_tokens - 1) * found[1]
     computed = passes(spec, run, card)
-    return None if computed is None else whole_seconds(spec, run, card, computed)
-
-
-def whole_seconds(
-    spec: ModelSpec, run: Training, card: GPU, computed: Passes, update: float | None = None
-) -> float | None:
-    """Return the seconds of a step with these passes, and with the update (None: as `update_seconds` has it), on the
-    card or on its host; None where no host in the table has the card."""
-    if not run.offload:
-        return computed.seconds + update_after(spec, run, kernels(card), computed, update)
     try:
-        return offloaded_step(spec, run, card, computed.seconds).seconds
+        return None if computed is None else computed.seconds + update_after(spec, run, kernels(card), computed)
     except NotAvailable:
         return None
 
@@ -146,7 +136,10 @@ def update_after(
     spec: ModelSpec, run: Training, found: Kernels, computed: Passes, update: float | None = None
 ) -> float:
     """Return the seconds that one device's step goes on after its passes, for an update of so many (None: as
-    `update_seconds` has it): the host, which starts it when it has started them, may be the slower one."""
+    `update_seconds` has it): the host, which starts it when it has started them, may be the slower one; and makes it
+    itself where states are offloaded (`offload.waiting`)."""
+    if run.offload:
+        return waiting(spec, run, found.card, computed.seconds).seconds
     update = update_seconds(spec, run, found) if update is None else update
     return max(update, update_host_seconds(spec, run, found.host) - (computed.seconds - computed.host))
 

@@ -20,18 +20,8 @@ from .efficiency import Efficiency, efficiencies
 from .flops import flops, head_sizes
 from .host import STAGES, hook_seconds, hook_spread, host_seconds, python_seconds
 from .kernels import Kernels, kernels, training_rates
-from .step import (
-    ALIGNED,
-    UNALIGNED,
-    Outside,
-    Traced,
-    fastest_kernel,
-    outside,
-    passes,
-    peak_dtype,
-    step_seconds,
-    whole_seconds,
-)
+from .offload import Waiting, waiting
+from .step import ALIGNED, UNALIGNED, Outside, Passes, Traced, fastest_kernel, outside, peak_dtype, step_seconds
 
 # What a step's seconds are divided into, in the order in which they are shown.
 PARTS = ("products", "attention", "elementwise", "launches", "tensor", "context", "experts", "pipeline", "bubble",
@@ -76,6 +66,7 @@ def timing(
     if not isinstance(run, Training):
         return Timing(step_seconds(spec, run, card))
     found, nodes, rates, apart, held_up, why = kernels(card), cluster, None, (1.0, 1.0), 1.0, ""
+    on_host = Waiting(0.0, 0.0, 0.0)
     if traced:  # it has what hooks, compiled graphs and Megatron-LM's layers start, and none of their Python
         # A host that was fitted to whole steps, which were checkpointed, has that in what its operators take.
         host = traced.passes.host + (0.0 if found.kind == "fitted" else python_seconds(spec, run))
@@ -87,20 +78,23 @@ def timing(
         products = dict(traced.passes.products)
         products["head"] += shapes.sooner
         traced = traced._replace(passes=traced.passes._replace(products=products))
-    if run.world_size == 1:
-        parts, note, hidden, unnamed = _alone(spec, run, card, traced), "", 0.0, 0.0
-        if not parts:
-            return Timing()
-        layer = _layer(spec, run, card, parts)
-    else:
-        try:
+    try:
+        known = computation(spec, run, card, traced)
+        if known.passes is None:
+            return Timing(note=f"Time is not known: {card.name} has no units for {peak_dtype(run)}.")
+        if run.offload:
+            on_host = waiting(spec, run, card, known.passes.seconds)
+        if run.world_size == 1:
+            parts, note, hidden, unnamed = _alone(run, known.passes, known.update), "", 0.0, 0.0
+            layer = _layer(spec, run, card, parts)
+        else:
             nodes = nodes or cluster_of(card)
             rates = pcie_rates(nodes.inside, min(run.world_size, nodes.gpus), card.peer_access)
-            known = computation(spec, run, card, traced)
             terms = step(spec, run, card, nodes, traced=traced, known=known)
-        except NotAvailable as error:
-            return Timing(note=f"Time is not known: {error}.")
-        parts, note, hidden = _of(terms), _connected(run, nodes, rates), terms.data_sent - terms.data_exposed
+    except NotAvailable as error:
+        return Timing(note=f"Time is not known: {error}.")
+    if nodes and run.world_size > 1:
+        parts, note, hidden = _of(run, terms), _connected(run, nodes, rates), terms.data_sent - terms.data_exposed
         unnamed = terms.data_later
         if rates:
             ends = (nodes.reaching(rate) for rate in (rates.slow, rates.fast))
@@ -114,7 +108,8 @@ def timing(
     spread = _spread(run, found, shapes.beyond / seconds)
     # Nodes differ, and networks, whatever the kernels take.
     quicker, factor = exp(hypot(spread, log(apart[0]))), exp(hypot(spread, log(apart[1]), log(held_up)))
-    longest = factor * (seconds + unnamed)
+    rest = seconds - on_host.seconds
+    longest = factor * (rest + unnamed) + on_host.most
     if run.world_size > 1:  # several GPUs have an engine, which takes its own time in each step
         longest += float(training_rates()["engine"]["seconds"])
     if nodes and cluster is None and nodes.across and run.world_size > nodes.gpus:
@@ -131,9 +126,15 @@ def timing(
     if nodes and not rates and (nodes.inside.kind == "pcie" or nodes.inside.source == GIVEN):
         sources.update({name: "the links that were given" for name in SENT if name in sources})
     sooner, later = _other_hosts(spec, run, found.host, parts)
-    low = min(seconds / quicker, seconds - sooner) - shapes.sooner
+    low = min(rest / quicker, rest - sooner) - shapes.sooner + on_host.least
     high = max(longest, seconds + later) + shapes.later
-    return Timing(seconds, low, high, parts, sources, {"data": hidden} if hidden else {}, layer, note)
+    if on_host.host:
+        sources["offload"] = on_host.host.source or "the median of nodes.toml"
+        note += (
+            f" GPUs wait {on_host.seconds:.2g} s for the memory of a {on_host.host.name},"
+            f" for that of other hosts {on_host.least:.2g} to {on_host.most:.2g} s."
+        )
+    return Timing(seconds, low, high, parts, sources, {"data": hidden} if hidden else {}, layer, note.strip())
 
 
 def _held_up(run: Training, nodes: Cluster) -> tuple[Cluster, tuple[str, ...] | None, str]:
@@ -201,19 +202,15 @@ def _hosts_apart() -> float:
     return max(times) / min(times)
 
 
-def _alone(spec: ModelSpec, run: Training, card: GPU, traced: Traced | None) -> dict[str, float]:
-    """Return the parts of one device's step; none where no time is known."""
-    passed, update = traced[:2] if traced else (passes(spec, run, card), None)
-    seconds = whole_seconds(spec, run, card, passed, update) if passed else None
-    if passed is None or seconds is None:
-        return {}
+def _alone(run: Training, passed: Passes, update: float) -> dict[str, float]:
+    """Return the parts of one device's step."""
     parts = {
         "products": sum(passed.products.values()),
         "attention": passed.attention,
         "elementwise": passed.elementwise + passed.loss,
         "launches": passed.seconds - passed.card,
+        "offload" if run.offload else "optimizer": update,
     }
-    parts["offload" if run.offload else "optimizer"] = seconds - passed.seconds
     return {name: value for name, value in parts.items() if value}
 
 
@@ -225,8 +222,8 @@ def _layer(spec: ModelSpec, run: Training, card: GPU, parts: Mapping[str, float]
     return {"forward": forward * computed, "backward": (1 - forward) * computed}
 
 
-def _of(terms: Step) -> dict[str, float]:
-    values = {"optimizer": terms.update, **terms._asdict()}
+def _of(run: Training, terms: Step) -> dict[str, float]:
+    values = {"offload" if run.offload else "optimizer": terms.update, **terms._asdict()}
     return {name: values[name] for name in PARTS if values.get(name)}
 
 
