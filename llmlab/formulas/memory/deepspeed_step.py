@@ -190,13 +190,13 @@ class DeepSpeedMemory(StepMemory):
             if self.width == FP32 and self.stage == 3:
                 cast = FP32 * each.elements // self.share.run.dp
             weights = min(gathered, HALF * sum(sizes[:to_come]))
-            if self.live and not to_come:  # nothing tells that the embedding's is over: its input has no gradient
+            if self.live and to_come < 2:  # the embedding's, which stays: its input has no gradient
                 weights = HALF * sizes[0]
             found.append(
                 self._moment(
                     "backward", "a bucket reduced",
                     weights=self.resident["weights"] + weights,
-                    activations=self.block * blocks + self.recomputed if each.next else 0,
+                    activations=self.block * blocks + self.recomputed if to_come > 1 else 0,
                     # The last gradient is the sum of a tied weight's two: nothing waits for it any more.
                     gradients=waiting - (tied if to_come < 2 else 0) + (self.held if owned else 0)
                     + HALF * (each.next + each.alone),
