@@ -43,6 +43,7 @@ class DeepSpeedMemory(StepMemory):
         self.held = FP32 * self.part if self.width == FP32 else HALF * self.owned  # of reduced ones, at stages 1 and 2
         self.accumulated = self.held if run.accumulation > 1 and self.stage == 2 else 0
         self.live = 0  # gathered weights between forward and backward
+        self.loading = 2 * self.parameters  # elements: all, and their flat copy; at stage 3 all, and the first one's part
         bucket = self.stack.reduce_bucket_size if self.stage and self.stack.contiguous_gradients else 0
         bucket *= self.width if self.stage == 1 else HALF
         self.bucket = 0 if self.flat_sums else bucket * (1 + bool(self.stack.overlap_comm))
@@ -54,6 +55,8 @@ class DeepSpeedMemory(StepMemory):
             self.part = sum(-(-size // run.dp) for size in sizes)  # each tensor is cut
             self.widest = -(-self.largest // run.dp)
             self.held, self.bucket = 0, 0
+            on_host = run.offload == "optimizer+parameters"
+            self.loading = self.parameters + (0 if on_host else -(-sizes[0] // run.dp))
             self.resident.update(weights=HALF * (self.part + kept), gradients=self.width * self.part, other=bucket)
             # What prefetching finds gathered stays until it is used, and what is used again soon: weights pile up as
             # forward ends (zero/partitioned_param_coordinator.py, __params_to_release). From the head's forward to
@@ -61,8 +64,7 @@ class DeepSpeedMemory(StepMemory):
             # whatever the limit (fetch_sub_module, which limits what it prefetches alone).
             most = max(self.stack.stage3_max_live_parameters, self.stack.stage3_max_reuse_distance // 2, sizes[0])
             # On one GPU a weight is its piece, or a copy from the host (partition_parameters.py, NoGatherHandle).
-            gathers = run.dp > 1 or run.offload == "optimizer+parameters"
-            self.live = HALF * min(self.parameters, most) if gathers else 0
+            self.live = HALF * min(self.parameters, most) if run.dp > 1 or on_host else 0
         self.sent = bool(run.offload) and self.stage == 3  # each part of a gradient, as it is reduced
         if run.offload:
             self.held = self.accumulated = self.part = self.widest = 0  # the host updates
@@ -82,7 +84,7 @@ class DeepSpeedMemory(StepMemory):
         # At stage 1 the bucket stays until gradients are reduced.
         waiting = self.bucket if self.stage == 1 and self.share.run.accumulation > 1 else 0
         return [
-            Moment("load", "weights flattened", {"weights": 2 * HALF * self.parameters if self.stage < 3 else 0}),
+            Moment("load", "weights cut" if self.stage == 3 else "weights flattened", {"weights": HALF * self.loading}),
             Moment("load", "the engine made", loaded),
             *(
                 self._adding(each, weights=self.live, gradients=summed, other=waiting)
@@ -145,9 +147,11 @@ class DeepSpeedMemory(StepMemory):
         waiting = held + (table if spec.tied else 0)  # a tied head's gradient, until the embedding's is added to it
         # When the head is over. A tied one's weight stays for the embedding's backward, if that is near enough.
         near = spec.tied and self.parameters - self.sizes[0] < self.stack.stage3_max_reuse_distance
+        # Then each module's hook gathers whole tensors ahead until all that may be live are: the model's and its norm's
+        # two times, a block's more often than it has weights (_fetch_sub_module_impl).
+        gathered = min(self.live, HALF * self.parameters - (0 if spec.tied else table))
         left = max(0, self.live - (0 if near else table))
-        prefetched = HALF * self.stack.stage3_prefetch_bucket_size
-        gathered = min(left + prefetched, self.live, HALF * self.parameters - (0 if spec.tied else table))
+        left = min(gathered, left + 2 * HALF * max(self.stack.stage3_prefetch_bucket_size, *self.sizes[1:-1]))
         added = 0 if spec.tied or not self.flat_sums else FP32 * self.sizes[0]  # the table's gradient, cast
         found = [
             self._adding(loss, weights=self.live, gradients=held - loss.parts["gradients"]),
@@ -163,7 +167,7 @@ class DeepSpeedMemory(StepMemory):
             reduced = [self._moment("backward", "gradients reduced", gradients=held, logits=after,
                                     other=HALF * self.parameters)]  # fmt: skip
         else:
-            reduced = self._reductions(waiting, gathered)
+            reduced = self._reductions(waiting, left, gathered)
         # Stage 3 gathers the embedding's weight with the last block's, in one buffer that it is copied out of.
         there = table if self.live else 0
         weights = self.resident["weights"] + there
@@ -177,8 +181,9 @@ class DeepSpeedMemory(StepMemory):
                             other=self.bucket + added)  # fmt: skip
         return [*found, *reduced, last]
 
-    def _reductions(self, waiting: int, gathered: int) -> list[Moment]:
-        """Return the moments at which the bucket is full, or backward over: what is in it, copied."""
+    def _reductions(self, waiting: int, left: int, gathered: int) -> list[Moment]:
+        """Return the moments at which the bucket is full, or backward over: what is in it, copied. Of gathered weights
+        there are `left` behind the head."""
         found, sizes = [], self.sizes
         tied = HALF * sizes[0] if self.share.spec.tied else 0
         for each in reductions(sizes, self.stack.reduce_bucket_size, self.slice):
@@ -189,7 +194,7 @@ class DeepSpeedMemory(StepMemory):
             owned, cast = each.owned or wide, FP32 * self.widest if wide else 0
             if self.width == FP32 and self.stage == 3:
                 cast = FP32 * each.elements // self.share.run.dp
-            weights = min(gathered, HALF * sum(sizes[:to_come]))
+            weights = left if each.tensors < 2 else min(gathered, HALF * sum(sizes[:to_come]))
             if self.live and to_come < 2:  # the embedding's, which stays: its input has no gradient
                 weights = HALF * sizes[0]
             found.append(
