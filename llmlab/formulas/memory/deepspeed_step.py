@@ -15,6 +15,7 @@ from ...specs.run import Training
 from ...specs.stacks import DeepSpeed
 from .moments import Moment, StepMemory
 from .share import Share
+from .states import block_parameters
 
 HALF, FP32, FP64 = 2, 4, 8  # bytes
 ALLREDUCE = 500_000_000  # elements that stage 0 reduces at a time: engine.py, MEMORY_OPT_ALLREDUCE_SIZE
@@ -148,8 +149,10 @@ class DeepSpeedMemory(StepMemory):
         # When the head is over. A tied one's weight stays for the embedding's backward, if that is near enough.
         near = spec.tied and self.parameters - self.sizes[0] < self.stack.stage3_max_reuse_distance
         # Then each module's hook gathers whole tensors ahead until all that may be live are: the model's and its norm's
-        # two times, a block's more often than it has weights (_fetch_sub_module_impl).
-        gathered = min(self.live, HALF * self.parameters - (0 if spec.tied else table))
+        # two times, a block's more often than it has weights (_fetch_sub_module_impl). None of a recomputed block goes
+        # before its backward, which prefetching has come across (__params_to_release).
+        block = HALF * block_parameters(spec) if self.live and self.share.run.checkpointing else 0
+        gathered = min(max(self.live, block), HALF * self.parameters - (0 if spec.tied else table))
         left = max(0, self.live - (0 if near else table))
         left = min(gathered, left + 2 * HALF * max(self.stack.stage3_prefetch_bucket_size, *self.sizes[1:-1]))
         added = 0 if spec.tied or not self.flat_sums else FP32 * self.sizes[0]  # the table's gradient, cast
