@@ -44,7 +44,6 @@ class DeepSpeedMemory(StepMemory):
         self.held = FP32 * self.part if self.width == FP32 else HALF * self.owned  # of reduced ones, at stages 1 and 2
         self.accumulated = self.held if run.accumulation > 1 and self.stage == 2 else 0
         self.live = 0  # gathered weights between forward and backward
-        self.loading = 2 * self.parameters  # elements: all, and their flat copy; at stage 3 all, and the first one's part
         bucket = self.stack.reduce_bucket_size if self.stage and self.stack.contiguous_gradients else 0
         bucket *= self.width if self.stage == 1 else HALF
         self.bucket = 0 if self.flat_sums else bucket * (1 + bool(self.stack.overlap_comm))
@@ -56,8 +55,6 @@ class DeepSpeedMemory(StepMemory):
             self.part = sum(-(-size // run.dp) for size in sizes)  # each tensor is cut
             self.widest = -(-self.largest // run.dp)
             self.held, self.bucket = 0, 0
-            on_host = run.offload == "optimizer+parameters"
-            self.loading = self.parameters + (0 if on_host else -(-sizes[0] // run.dp))
             self.resident.update(weights=HALF * (self.part + kept), gradients=self.width * self.part, other=bucket)
             # What prefetching finds gathered stays until it is used, and what is used again soon: weights pile up as
             # forward ends (zero/partitioned_param_coordinator.py, __params_to_release). From the head's forward to
@@ -65,7 +62,8 @@ class DeepSpeedMemory(StepMemory):
             # whatever the limit (fetch_sub_module, which limits what it prefetches alone).
             most = max(self.stack.stage3_max_live_parameters, self.stack.stage3_max_reuse_distance // 2, sizes[0])
             # On one GPU a weight is its piece, or a copy from the host (partition_parameters.py, NoGatherHandle).
-            self.live = HALF * min(self.parameters, most) if run.dp > 1 or on_host else 0
+            gathers = run.dp > 1 or run.offload == "optimizer+parameters"
+            self.live = HALF * min(self.parameters, most) if gathers else 0
         self.sent = bool(run.offload) and self.stage == 3  # each part of a gradient, as it is reduced
         if run.offload:
             self.held = self.accumulated = self.part = self.widest = 0  # the host updates
@@ -85,7 +83,7 @@ class DeepSpeedMemory(StepMemory):
         # At stage 1 the bucket stays until gradients are reduced.
         waiting = self.bucket if self.stage == 1 and self.share.run.accumulation > 1 else 0
         return [
-            Moment("load", "weights cut" if self.stage == 3 else "weights flattened", {"weights": HALF * self.loading}),
+            Moment("load", "weights flattened", {"weights": 2 * HALF * self.parameters if self.stage < 3 else 0}),
             Moment("load", "the engine made", loaded),
             *(
                 self._adding(each, weights=self.live, gradients=summed, other=waiting)
