@@ -22,6 +22,9 @@ DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp8", "int8", "fp4")
 
 BF16_CAPABILITY = (8, 0)  # Ampere. torch.cuda.is_bf16_supported() is True on a T4 (7.5) too: it counts emulation.
 FLASH_ATTENTION_2_CAPABILITY = (8, 0)  # Dao-AILab/flash-attention README: Ampere, Ada, Hopper
+# Majors, of Hopper and data-centre Blackwell, where SDPA takes cuDNN's kernel first (aten/src/ATen/native/transformers/
+# cuda/sdp_utils.cpp, check_prefer_cudnn_attention).
+CUDNN_ATTENTION_MAJORS = (9, 10)
 
 # The same card's driver shows up to 3 % more or less (ECC, version, Windows); cards that share a name differ by more.
 MEMORY_TOLERANCE = 0.05
@@ -114,6 +117,11 @@ class GPU:
         if self.compute_capability is None:
             return self.vendor == "AMD"
         return self.compute_capability >= FLASH_ATTENTION_2_CAPABILITY
+
+    @property
+    def prefers_cudnn_attention(self) -> bool:
+        """Whether SDPA takes cuDNN's kernel before FlashAttention; not where the capability is not known."""
+        return self.compute_capability is not None and self.compute_capability[0] in CUDNN_ATTENTION_MAJORS
 
     def __str__(self) -> str:
         return f"{self.name} ({self.vendor} {self.architecture}, {show_bytes(self.memory)})"

@@ -114,6 +114,11 @@ def test_turing_and_volta_have_neither_bf16_nor_flash_attention_2(name):
     assert not card.supports_flash_attention_2
 
 
+def test_sdpa_takes_cudnns_kernel_first_on_hopper_and_on_blackwell_of_the_data_centre():
+    assert all(gpu(name).prefers_cudnn_attention for name in ("H100", "H200", "B200"))
+    assert not any(gpu(name).prefers_cudnn_attention for name in ("A100", "L40S", "RTX 5090", "MI300X"))
+
+
 def test_v100_has_no_int8_matrix_units_and_t4_has():
     assert gpu("V100").peak("int8") is None
     assert gpu("T4").peak("int8") == pytest.approx(130e12)

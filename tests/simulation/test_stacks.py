@@ -473,6 +473,29 @@ def test_the_estimate_is_what_deepspeeds_own_engine_takes(name, model):
     assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.02)
 
 
+WIDE = {**SMALL, "hidden_size": 1024, "intermediate_size": 3072, "num_key_value_heads": 8}
+TIED_WIDE = {**WIDE, "tie_word_embeddings": True}
+SMALL_BUCKET = "deepspeed:reduce_bucket_size=20000000"
+FEW_LIVE = ",stage3_max_live_parameters=8000000,stage3_max_reuse_distance=8000000"
+ZERO_3 = {
+    "the head's own weight": (TIED_WIDE, {"stack": f"deepspeed:{FEW_LIVE[1:]}", "seq_len": 1024}),
+    "a recomputed block's weights": (WIDE, {"stack": SMALL_BUCKET + FEW_LIVE, "checkpointing": "full"}),
+    "gradients on their way to the host": (WIDE, {"offload": "optimizer", "dp": 2}),
+    "gradients on their way to the host, one GPU": (TIED_WIDE, {"offload": "optimizer", "dp": 1}),
+    "the embedding's weight": (TIED_WIDE, {"stack": SMALL_BUCKET + FEW_LIVE, "seq_len": 256}),
+}
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs llmlab[distributed]")
+@pytest.mark.parametrize("name", ZERO_3)
+def test_what_zero_3_has_gathered_and_sends_to_the_host_is_counted(name):
+    """Of few words: else the logits are the most."""
+    model, given = ZERO_3[name]
+    run = lab.Training(**{"zero": 3, "dp": 8, "seq_len": 128, "stack": SMALL_BUCKET, **given})
+    estimate, simulation = lab.estimate(model, run, "A100-80GB"), lab.simulate(model, run, "A100-80GB")
+    assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.02)
+
+
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs llmlab[distributed]")
 @pytest.mark.parametrize("stage", [1, 2])
 def test_deepspeeds_norm_is_taken_in_double_precision(stage):

@@ -17,7 +17,7 @@ from ...specs.run import Training
 from ...specs.stacks import Torchtitan
 from .fsdp import uses_fsdp
 from .scores import kept_scores
-from .share import CUDNN_FIRST, Share, adapted, adapter_bytes
+from .share import Share, adapted, adapter_bytes
 from .stacks.blocks import block_of
 from .stacks.described import Saved, before_adapters, by_kind, saved
 
@@ -161,8 +161,7 @@ def _outputs_copied(share: Share) -> int:
     spec = share.spec
     if not spec.fused_qkv or spec.learned_positions or share.kernel != "flash":
         return 0
-    capability = share.gpu.compute_capability if share.gpu else None
-    cudnn = capability is not None and capability[0] in CUDNN_FIRST
+    cudnn = share.gpu is not None and share.gpu.prefers_cudnn_attention
     return spec.layers - (0 if share.cpu or cudnn else share.windows)
 
 
@@ -173,7 +172,9 @@ def _qkv_width(share: Share, kernel: str) -> int:
         # Queries and keys are put together from two pieces; values are a view of what both were projected to.
         return 2 * Q + spec.heads * (spec.mla.qk_nope_head_dim + spec.mla.v_head_dim)
     uncast = share.linear_bytes == share.attention_bytes
-    if spec.fused_qkv and not spec.learned_positions and uncast and (kernel == "flash" or spec.kv_heads == spec.heads):
+    # Eager attention's product takes a copy of values, as batch and heads cannot be merged in a view of them.
+    viewed = kernel == "flash" or (spec.kv_heads == spec.heads and (kernel != "eager" or share.run.micro_batch == 1))
+    if spec.fused_qkv and not spec.learned_positions and uncast and viewed:
         # Rotated queries and keys are new; values are a view of what all three were projected to.
         width = 2 * Q + 3 * K
     else:

@@ -15,9 +15,11 @@ from ...specs.run import Training
 from ...specs.stacks import DeepSpeed
 from .moments import Moment, StepMemory
 from .share import Share
+from .states import block_parameters
 
 HALF, FP32, FP64 = 2, 4, 8  # bytes
 ALLREDUCE = 500_000_000  # elements that stage 0 reduces at a time: engine.py, MEMORY_OPT_ALLREDUCE_SIZE
+NORMED = 250_000_000  # elements that stage 3 takes at a time for a norm: zero/stage3.py, _constant_buffered_norm2
 
 
 class DeepSpeedMemory(StepMemory):
@@ -56,11 +58,13 @@ class DeepSpeedMemory(StepMemory):
             self.resident.update(weights=HALF * (self.part + kept), gradients=self.width * self.part, other=bucket)
             # What prefetching finds gathered stays until it is used, and what is used again soon: weights pile up as
             # forward ends (zero/partitioned_param_coordinator.py, __params_to_release). From the head's forward to
-            # where backward uses a block again it is twice the distance to the head.
-            most = max(self.stack.stage3_max_live_parameters, self.stack.stage3_max_reuse_distance // 2)
+            # where backward uses a block again it is twice the distance to the head. The head's own is gathered
+            # whatever the limit (fetch_sub_module, which limits what it prefetches alone).
+            most = max(self.stack.stage3_max_live_parameters, self.stack.stage3_max_reuse_distance // 2, sizes[0])
             # On one GPU a weight is its piece, or a copy from the host (partition_parameters.py, NoGatherHandle).
             gathers = run.dp > 1 or run.offload == "optimizer+parameters"
             self.live = HALF * min(self.parameters, most) if gathers else 0
+        self.sent = bool(run.offload) and self.stage == 3  # each part of a gradient, as it is reduced
         if run.offload:
             self.held = self.accumulated = self.part = self.widest = 0  # the host updates
             self.resident.update(optimizer=0, gradients=0)
@@ -140,9 +144,15 @@ class DeepSpeedMemory(StepMemory):
         table = HALF * self.sizes[0]
         held = self._summed()
         waiting = held + (table if spec.tied else 0)  # a tied head's gradient, until the embedding's is added to it
-        left = max(0, self.live - table) if self.live else 0  # when the head is over
-        prefetched = HALF * self.stack.stage3_prefetch_bucket_size if self.live else 0
-        gathered = min(left + prefetched, self.live)
+        # When the head is over. A tied one's weight stays for the embedding's backward, if that is near enough.
+        near = spec.tied and self.parameters - self.sizes[0] < self.stack.stage3_max_reuse_distance
+        # Then each module's hook gathers whole tensors ahead until all that may be live are: the model's and its norm's
+        # two times, a block's more often than it has weights (_fetch_sub_module_impl). None of a recomputed block goes
+        # before its backward, which prefetching has come across (__params_to_release).
+        block = HALF * block_parameters(spec) if self.live and self.share.run.checkpointing else 0
+        gathered = min(max(self.live, block), HALF * self.parameters - (0 if spec.tied else table))
+        left = max(0, self.live - (0 if near else table))
+        left = min(gathered, left + 2 * HALF * max(self.stack.stage3_prefetch_bucket_size, *self.sizes[1:-1]))
         added = 0 if spec.tied or not self.flat_sums else FP32 * self.sizes[0]  # the table's gradient, cast
         found = [
             self._adding(loss, weights=self.live, gradients=held - loss.parts["gradients"]),
@@ -158,23 +168,23 @@ class DeepSpeedMemory(StepMemory):
             reduced = [self._moment("backward", "gradients reduced", gradients=held, logits=after,
                                     other=HALF * self.parameters)]  # fmt: skip
         else:
-            reduced = self._reductions(waiting, gathered)
-        return (
-            found
-            + reduced
-            + [
-                self._moment(
-                    "backward",
-                    embedding.name,
-                    gradients=waiting + (2 if spec.tied else 1) * table,
-                    logits=after,
-                    other=self.bucket + added,
-                )
-            ]
-        )
+            reduced = self._reductions(waiting, left, gathered)
+        # Stage 3 gathers the embedding's weight with the last block's, in one buffer that it is copied out of.
+        there = table if self.live else 0
+        weights = self.resident["weights"] + there
+        if there and not near:
+            found.append(self._moment("backward", "the embedding's weight gathered", gradients=waiting, logits=after,
+                                      activations=self.block + self.recomputed, weights=weights + there,
+                                      other=self.bucket))  # fmt: skip
+        # A tied weight's two gradients are summed in a third at stage 2, in place at stage 3.
+        made = table * (2 if spec.tied and self.stage < 3 else 1)
+        last = self._moment("backward", embedding.name, gradients=waiting + made, logits=after, weights=weights,
+                            other=self.bucket + added)  # fmt: skip
+        return [*found, *reduced, last]
 
-    def _reductions(self, waiting: int, gathered: int) -> list[Moment]:
-        """Return the moments at which the bucket is full, or backward over: what is in it, copied."""
+    def _reductions(self, waiting: int, left: int, gathered: int) -> list[Moment]:
+        """Return the moments at which the bucket is full, or backward over: what is in it, copied. Of gathered weights
+        there are `left` behind the head."""
         found, sizes = [], self.sizes
         tied = HALF * sizes[0] if self.share.spec.tied else 0
         for each in reductions(sizes, self.stack.reduce_bucket_size, self.slice):
@@ -185,20 +195,30 @@ class DeepSpeedMemory(StepMemory):
             owned, cast = each.owned or wide, FP32 * self.widest if wide else 0
             if self.width == FP32 and self.stage == 3:
                 cast = FP32 * each.elements // self.share.run.dp
-            weights = min(gathered, HALF * sum(sizes[:to_come]))
+            weights = left if each.tensors < 2 else min(gathered, HALF * sum(sizes[:to_come]))
+            if self.live and to_come < 2:  # the embedding's, which stays: its input has no gradient
+                weights = HALF * sizes[0]
             found.append(
                 self._moment(
                     "backward", "a bucket reduced",
                     weights=self.resident["weights"] + weights,
-                    activations=self.block * blocks + self.recomputed if each.next else 0,
+                    activations=self.block * blocks + self.recomputed if to_come > 1 else 0,
                     # The last gradient is the sum of a tied weight's two: nothing waits for it any more.
                     gradients=waiting - (tied if to_come < 2 else 0) + (self.held if owned else 0)
                     + HALF * (each.next + each.alone),
                     logits=self.loss.after,
-                    other=self.bucket + max(HALF * each.copied + cast, self.normed),
+                    other=self.bucket + max(HALF * each.copied + cast + self._to_host(each.largest), self.normed),
                 )
             )  # fmt: skip
         return found
+
+    def _to_host(self, elements: int) -> int:
+        """Return what stage 3 takes on a gradient's way to the host: this rank's part, back on the card, and for its
+        norm in fp64, or cast to fp32 (zero/stage3.py, partition_grads, _offload_grad_partition_at_boundary)."""
+        if not self.sent:
+            return 0
+        part = -(-elements // self.share.run.dp)
+        return self.width * part + max(FP64 * min(part, NORMED), FP32 * part * (self.width == HALF))
 
     def _flat_update(self) -> list[Moment]:
         """fp16/fused_optimizer.py: each gradient is cast, and all casts are flattened."""
@@ -239,12 +259,13 @@ def _as_if_kept(share: Share) -> Share:
 
 
 class Reduction(NamedTuple):
-    """A reduction of gradients: after how many of them in backward; its elements, those that are copied for it, those
-    of the gradient that waits for the bucket, and of one that is too large for it; whether a gradient of this rank's
-    was reduced before it, and whether one is among them."""
+    """A reduction of gradients: after how many of them in backward; its elements, those of its largest, those that are
+    copied for it, those of the gradient that waits for the bucket, and of one that is too large for it; whether a
+    gradient of this rank's was reduced before it, and whether one is among them."""
 
     tensors: int
     elements: int
+    largest: int
     copied: int
     next: int
     alone: int
@@ -267,7 +288,9 @@ def reductions(sizes: list[int], bucket: int, part: int) -> list[Reduction]:
             ranks = {at // part for begin, stop in inside for at in (begin, stop - 1)} if part else set()
             alone = elements if elements > bucket else 0
             copied = len(ranks) > 1 if part else len(inside) > 1
-            found.append(Reduction(number, elements, elements if copied else 0, size, alone, owned, 0 in ranks))
+            largest = max(stop - begin for begin, stop in inside)
+            copies = elements if copied else 0
+            found.append(Reduction(number, elements, largest, copies, size, alone, owned, 0 in ranks))
             owned = owned or 0 in ranks
             inside, elements = [], 0
         inside.append((end - size, end))

@@ -12,8 +12,6 @@ from ...specs.stacks import DeepSpeed, LitGPT, StackOptions, Torchtitan, Torchtu
 from ...specs.stages import layers_of
 from .precision import PRECISION, Bytes
 
-CUDNN_FIRST = (9, 10)  # majors of capability; sdp_utils.cpp, check_prefer_cudnn_attention
-
 # With a quantized model peft keeps in fp32 what is not quantized, and each quantized linear returns fp32.
 AROUND_QUANTIZED = {
     name: b if name.startswith("autocast") else replace(b, residual=4, compute=4) for name, b in PRECISION.items()
@@ -113,10 +111,10 @@ class Share:
         forward alone).
         From Hopper on SDPA takes cuDNN's kernel first, which is given one, and keeps it but in selective recomputation.
         """
-        run, capability = self.run, self.gpu.compute_capability if self.gpu else None
+        run = self.run
         if not self.masked or run.checkpointing is None:
             return 0
-        if capability and capability[0] in CUDNN_FIRST:
+        if self.gpu and self.gpu.prefers_cudnn_attention:
             return int(run.checkpointing == "selective")
         return 1 + self.spec.heads
 

@@ -360,8 +360,7 @@ def attention_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float |
 
 def fastest_kernel(run: Run, kernel: str, card: GPU) -> str:
     """Return `kernel`, or whose is taken where it is FlashAttention's: "cudnn" where SDPA takes cuDNN's attention
-    first, on Hopper and data-centre Blackwell, if torch brings one newer than 9.15
-    (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, check_prefer_cudnn_attention), as its wheels for CUDA 13 do.
+    first, if torch brings one newer than 9.15, as its wheels for CUDA 13 do.
     torchtitan asks for it (torchtitan/models/attention.py), and Transformer Engine has it. On AMD's cards "ck" of
     Transformer Engine, and where no SDPA is between."""
     if kernel != "flash":
@@ -370,8 +369,7 @@ def fastest_kernel(run: Run, kernel: str, card: GPU) -> str:
         stack = getattr(run, "stack", None)
         own = isinstance(stack, Megatron) or (run.attention == "flash" and not isinstance(stack, Torchtitan))
         return "ck" if own else kernel
-    newest = run.attention == "sdpa" and (card.compute_capability or (0, 0))[0] in (9, 10)
-    return "cudnn" if newest else kernel
+    return "cudnn" if run.attention == "sdpa" and card.prefers_cudnn_attention else kernel
 
 
 def token_seconds(spec: ModelSpec, run: Inference, rates: Efficiency, eager: bool = True) -> tuple[float, float] | None:

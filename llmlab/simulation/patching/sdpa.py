@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...hardware.gpu import CUDNN_ATTENTION_MAJORS
 from ..capability import Capability
 
 HALF = (torch.float16, torch.bfloat16)
@@ -55,7 +56,7 @@ def prefers_cudnn(card: Capability) -> bool:
     TORCH_CUDNN_SDPA_DEPRIORITIZED=1 puts flash attention first, as torch did from 2.5.1 (pull request 138522) until its
     wheels brought that cuDNN.
     """
-    return card[0] in (9, 10) and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
+    return card[0] in CUDNN_ATTENTION_MAJORS and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
 
 
 def _cudnn(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, card: Capability) -> bool:
