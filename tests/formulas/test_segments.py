@@ -33,7 +33,7 @@ def test_at_most_a_mebibyte_stays_with_a_request():
     # Three of 6.5 MiB in a segment of 20, the last of which takes the rest.
     assert beyond([(int(6.5 * MiB),)] * 6) == MiB
     # Nothing is beyond what is given back, nor in the middle of what is free.
-    assert beyond([(11 * MiB, -1)]) == beyond([(11 * MiB,)], free=20 * MiB) == 0
+    assert beyond([(11 * MiB, -1)]) == beyond([(20 * MiB, -1), (11 * MiB,)]) == 0
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,10 @@ from ...base.units import MiB
 class Segments:
     """Free blocks, by address and by size; what was taken can be given back, and becomes one with free neighbours."""
 
-    def __init__(self, free: int = 0) -> None:
+    def __init__(self) -> None:
         self.rooms: dict[int, int] = {}
         self.by_size: list[tuple[int, ...]] = []
         self.lowest = 0
-        if free > MiB:
-            self._new(free)
 
     def _new(self, room: int) -> None:
         self.lowest -= room + 1  # segments are no neighbours, and each is below those before
@@ -64,16 +62,16 @@ def granted(size: int) -> float:
     return Segments().take(size)[1] / size if size > MiB else 1
 
 
-def beyond(made: Iterable[tuple[int, ...]], free: int = 0) -> int:
-    """Return the bytes that tensors take beyond their sizes, made one after another where one block of `free` bytes is.
+def beyond(made: Iterable[tuple[int, ...]]) -> int:
+    """Return the bytes that tensors take beyond their sizes, made one after another.
 
     How one is made is the sizes of all that are taken, in order, and -1 where the first of them is given back, -2 the
     second, and so on: the others stay.
 
-    >>> beyond(((11 * MiB,),) * 3), beyond(((11 * MiB,),) * 3, free=33 * MiB)
+    >>> beyond([(11 * MiB,)] * 3), beyond([(44 * MiB, -1), *[(11 * MiB,)] * 3])
     (3145728, 0)
     """
-    segments, more = Segments(free), 0
+    segments, more = Segments(), 0
     for steps in made:
         taken: list[tuple[int, int, int]] = []
         for size in steps:

@@ -194,9 +194,9 @@ def _quantizing(spec: ModelSpec, dtype: str, width: int) -> int:
     # bytes as all will take (modeling_utils.py, caching_allocator_warmup; core_model_loading.py, dot_natural_key);
     # bitsandbytes makes NF4's scales before its codes (backends/cuda/ops.py, _quantize_4bit).
     kept = [(4 * size // NF4_BLOCK, size // 2) if dtype == "nf4" else (size,) for size in sizes]
-    loaded = [*((table,) for table in tables),
-              *((2 * size, *stays, -1) for size, stays in zip(sizes, kept, strict=True))]  # fmt: skip
-    return beyond(loaded, sum(tables) + sum(stays[-1] for stays in kept))
+    all_at_once = sum(tables) + sum(stays[-1] for stays in kept)
+    return beyond([(all_at_once, -1), *((table,) for table in tables),
+                   *((2 * size, *stays, -1) for size, stays in zip(sizes, kept, strict=True))])  # fmt: skip
 
 
 def _sizes(linears: Iterable[Linear], spec: ModelSpec) -> list[int]:
