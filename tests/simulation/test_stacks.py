@@ -121,6 +121,10 @@ HEIGHTS = {
     "compiled, few tokens, heavy weights, none": (
         HEAVY_WEIGHTS, {**COMPILED, "dp": 16, "seq_len": 1024, "stack": "torchtitan:ac=none"},
     ),
+    "fp8, one of two layers, few tokens": (
+        {**HEAVY_WEIGHTS, "num_hidden_layers": 4},
+        {**EIGHTH, "seq_len": 512, "stack": "torchtitan:ac=selective_layers"},
+    ),
     "compiled, few words, full": (FEW, {**COMPILED, "checkpointing": "full"}),
     "compiled, context parallel": (FEW, {"dp": 2, "cp": 2, "compile": True}),
     "compiled, context parallel, none": (FEW, {"dp": 2, "cp": 2, "compile": True, "stack": "torchtitan:ac=none"}),

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from ...hardware.gpu import GPU
 from ...specs.model import ModelSpec
 from ...specs.run import Training
-from ...specs.stacks import LitGPT, Torchtitan, Torchtune
+from ...specs.stacks import LitGPT, StackOptions, Torchtitan, Torchtune
 from ...specs.stages import chunks_of
 from .activations import (
     block_inputs,
@@ -102,10 +102,10 @@ class StepMemory:
         block = block_of(share)
         # The last micro-batch's logits, where they have a name until this one's.
         self.named_logits = self.loss.after if block and share.over else 0
-        of_weights, of_states = unsplit(spec, run, share.stage)
+        self.of_weights, self.apart = (0, 0) if share.cpu else unsplit(spec, run, share.stage)
         self.resident = {  # what stays from step to step, by part
-            "weights": kept_weights(run, self.states) + of_weights,
-            "optimizer": self.states.optimizer + of_states,
+            "weights": kept_weights(run, self.states) + (0 if master_shards else self.of_weights),
+            "optimizer": self.states.optimizer + (self.of_weights if master_shards else 0),
             "gradients": 0,  # these three come and go
             "activations": 0,
             "logits": 0,
@@ -143,9 +143,10 @@ class StepMemory:
         self.block = sum(kept.values())  # what one block keeps of one micro-batch
         self.outside = _outside_in_flight(share, self.loss.waiting)  # of blocks
         self.activations = sum(self.activations_by_kind.values()) + self.outside
-        # What the last one keeps less than the average, and the last two.
-        self.uneven = 0, 0
+        # What the last one keeps less than the average, and the last two; what the first keeps more.
+        self.uneven, self.first_more = (0, 0), 0
         if every:
+            self.first_more = (every > 1) * (sum(whole.values()) - self.block)
             number = share.layers if share.chunk is None else sum(chunks[: share.chunk + 1])
             last = [sum((whole if (number - back) % every else inputs).values()) for back in (0, 1)]
             self.uneven = self.block - last[0], 2 * self.block - sum(last)
@@ -224,7 +225,7 @@ class StepMemory:
         """Return the moments of the step, in order."""
         loaded = {**self.resident, "optimizer": 0, "workspace": 0}
         if self.gathered_part == "weights":
-            loaded["weights"] = 4 * self.states.trained
+            loaded["weights"] = 4 * self.states.trained + self.of_weights
         share = self.share
         # What variables of torch's schedule held is gone as it returns.
         returned = share.run.pp > 1 and isinstance(share.run.stack, Torchtitan)
@@ -243,7 +244,7 @@ class StepMemory:
         alone = share.over and share.run.pp > 1 and share.chunk is None
         alone = alone and passes_in_flight(share.run, share.stage) == every
         before = type(self)(replace(share, over=0)) if alone else None
-        return [
+        found = [
             Moment("load", "weights loaded", loaded),
             *(self._gathering() if self.sharded else ()),
             *(before._forward() + before._backward() if before else ()),
@@ -252,6 +253,19 @@ class StepMemory:
             *(self._reducing() if self.sharded else ()),
             self._moment("optimizer", "the update", other=self.update - self.sent, activations=self.contexts, **update),
         ]
+        apart = self._apart(found)
+        return [moment._replace(parts={**moment.parts, "optimizer": moment.parts["optimizer"] + apart * (number > 0)})
+                for number, moment in enumerate(found)]  # fmt: skip
+
+    def _apart(self, found: list[Moment]) -> int:
+        """Return what the allocator gives beyond the states' sizes. The first update makes them in what the step before
+        it left free, as many as there is room for; where they are made in backward, there is little."""
+        run, states = self.share.run, 2 * self.share.bytes.states * self.states.trained
+        if not self.apart or (isinstance(run.stack, StackOptions) and run.stack.steps_in_backward(run)):
+            return self.apart
+        *step, update = (moment.total for moment in found)
+        free = max(step) - (update - self.update)
+        return int(self.apart * max(0, 1 - free / states))
 
     def _moment(self, phase: str, name: str, gathered: int = 0, other: int = 0, **parts: int) -> Moment:
         """Return the moment of what is resident, `gathered` weights, `other` temporaries, and the `parts` named."""
@@ -430,9 +444,9 @@ class StepMemory:
                        activations=activations - self.block),
                 moment("the last but one block of backward", last_but_one, behind + self.working,
                        gradients=grads.reducing.before_last_two + self.backward.gradients,
-                       activations=self.last_block + self.block + self.recomputed + self.block_cast),
+                       activations=self.last_block + self.first_more + self.block + self.recomputed + self.block_cast),
                 moment("the last but one block's gradients", last_but_one, self.between + reducing,
-                       gradients=grads.reducing.before_last_two, activations=self.last_block),
+                       gradients=grads.reducing.before_last_two, activations=self.last_block + self.first_more),
             ]  # fmt: skip
         return found
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Iterable
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from ...specs.model import ModelSpec
+from ...specs.parameters import Linear
 from ...specs.run import Training, stack_of
-from ...specs.stacks import DeepSpeed, Torchtune
+from ...specs.stacks import DeepSpeed, Megatron, Nanotron, Torchtune
 from ...specs.stages import layers_of
 from .. import newton_schulz
 from .fsdp import NONE, Parts, Units, is_flat, sharded_experts, units, uses_fsdp
-from .precision import PRECISION, Bytes, state_bytes, weight_bytes
+from .precision import NF4_BLOCK, PRECISION, Bytes, state_bytes, weight_bytes
+from .segments import beyond
 from .share import adapted, adapter_bytes
-from .stacks.described import granted
+from .stacks.torchtune import nf4tensor
 
 
 class States(NamedTuple):
@@ -67,9 +70,13 @@ def _weights(spec: ModelSpec, run: Training, counts: dict[str, int], b: Bytes) -
     if run.quantization is None:
         return Parts(experts * b.weights, dense * b.weights)
     whole = spec.parameters - spec.parameters_by_component["experts"]
-    # torchao's NF4Tensor quantizes its scales too.
-    dtype = "nf4-double" if isinstance(run.stack, Torchtune) else run.quantization
-    return Parts(4 * experts, stored_bytes(spec, dtype, whole, adapter_bytes(run)) * dense // whole)
+    return Parts(4 * experts, stored_bytes(spec, _format(run), whole, adapter_bytes(run)) * dense // whole)
+
+
+def _format(run: Training) -> str:
+    """Return the format of quantized weights: torchao's NF4Tensor quantizes its scales too."""
+    assert run.quantization is not None
+    return "nf4-double" if isinstance(run.stack, Torchtune) else run.quantization
 
 
 def _shard(spec: ModelSpec, run: Training, whole: Parts, zero: int) -> int:
@@ -149,25 +156,52 @@ def kept_weights(run: Training, held: States) -> int:
 
 
 def unsplit(spec: ModelSpec, run: Training, stage: int = 0) -> tuple[int, int]:
-    """Return what the allocator gives a rank beyond FSDP2's shards of tensors, where none is cut off a cached block: of
-    weights, and of the optimizer's copies: fp32 weights, and states that are made in backward. A quantized weight's
-    many tensors are not counted."""
-    stack, b = stack_of(run), PRECISION[run.precision]
-    if not uses_fsdp(run) or is_flat(run) or run.quantization or (stack and stack.expandable_segments):
-        return 0, 0
-    layers, ends = layers_of(spec, run), (stage == 0) + (stage == run.pp - 1 and not (spec.tied and stage == 0))
-    tensors = [(linear.inputs * linear.outputs, linear.count * layers[stage] // spec.layers)
-               for linear in spec.block_linears]  # fmt: skip
+    """Return what the allocator gives a rank beyond the sizes of tensors that stay, where each has a place of its own:
+    of weights, in FSDP2's mixed precision the fp32 ones, and of AdamW's two states. Experts are not counted."""
+    stack, b, sharded = stack_of(run), PRECISION[run.precision], uses_fsdp(run)
+    if isinstance(stack, (DeepSpeed, Megatron, Nanotron)) or is_flat(run) or (stack and stack.expandable_segments):
+        return 0, 0  # one buffer has all tensors, or segments have no ends
+    if (b.master and not sharded) or run.offload == "optimizer+parameters":
+        return 0, 0  # the optimizer has buffers of its own, or the host has the weights
+    if run.quantization:
+        return _quantizing(spec, _format(run), b.weights), 0
+    first, head = stage == 0, stage == run.pp - 1 and not (spec.tied and stage == 0)
+    ranks = run.tp * (run.dp_shard * run.cp if sharded else 1)
+    made = partial(_made, spec, layers_of(spec, run)[stage], first, head, ranks)
+    width = (b.master if not run.lora else 2 * b.weights) if b.master else b.weights
+    states = run.optimizer == "adamw" and not (run.lora or run.offload or run.zero == 1)
+    return made(width), made(b.states, 2) if states else 0
 
-    def beyond(width: int) -> int:
-        sizes = [(width * elements // (run.dp_shard * run.cp * run.tp), count)
-                 for elements, count in (*tensors, (spec.vocab * spec.hidden, ends))]  # fmt: skip
-        return sum(round(count * size * (granted(size) - 1)) for size, count in sizes)
 
-    if b.master and not run.lora:
-        return 0, beyond(b.master)
-    in_backward = stack is not None and stack.steps_in_backward(run) and run.optimizer == "adamw"
-    return beyond((2 if b.master else 1) * b.weights), 2 * in_backward * beyond(b.states)
+@lru_cache(maxsize=1 << 12)
+def _made(spec: ModelSpec, layers: int, first: bool, head: bool, ranks: int, width: int, each: int = 1) -> int:
+    """Return what `each` tensors of `width` bytes an element take beyond their sizes for every matrix of a stage, from
+    the embedding of the `first` one to the head, each cut among `ranks`."""
+    table = spec.vocab * spec.hidden
+    sizes = [table] * first + _sizes(spec.block_linears, spec) * layers + [table] * head
+    return beyond((width * size // ranks,) for size in sizes for _ in range(each))
+
+
+@lru_cache(maxsize=1 << 10)
+def _quantizing(spec: ModelSpec, dtype: str, width: int) -> int:
+    """Return what weights that are quantized to `dtype` take beyond their sizes, as their engines make them one after
+    another beside an embedding and a head of `width` bytes an element."""
+    mlp_first = sorted(spec.block_linears, key=lambda linear: (linear.part != "mlp", linear.name))
+    tables, sizes = [width * spec.vocab * spec.hidden] * (2 - spec.tied), _sizes(mlp_first, spec) * spec.layers
+    if dtype == "nf4-double":
+        return beyond([*(nf4tensor(size) for size in sizes), *((table,) for table in tables)])
+    # transformers quantizes half weights as it loads them, in the order of their names, where one block is of as many
+    # bytes as all will take (modeling_utils.py, caching_allocator_warmup; core_model_loading.py, dot_natural_key);
+    # bitsandbytes makes NF4's scales before its codes (backends/cuda/ops.py, _quantize_4bit).
+    kept = [(4 * size // NF4_BLOCK, size // 2) if dtype == "nf4" else (size,) for size in sizes]
+    all_at_once = sum(tables) + sum(stays[-1] for stays in kept)
+    return beyond([(all_at_once, -1), *((table,) for table in tables),
+                   *((2 * size, *stays, -1) for size, stays in zip(sizes, kept, strict=True))])  # fmt: skip
+
+
+def _sizes(linears: Iterable[Linear], spec: ModelSpec) -> list[int]:
+    """Return the elements of one block's matrices."""
+    return [linear.inputs * linear.outputs for linear in linears for _ in range(linear.count // spec.layers)]
 
 
 def expert_tensor(spec: ModelSpec, run: Training) -> int:

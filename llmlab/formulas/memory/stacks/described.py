@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from ....base.units import MiB
 from ....specs.model import ModelSpec
 from ..share import Share, adapted
 
@@ -113,14 +112,6 @@ def before_adapters(block: Block) -> tuple[Kept, ...]:
     first = next(number for number, row in enumerate(block.saved) if row.kind == "linear inputs")
     masks = [row for row in block.saved[first : first + 2] if row.dtype == "byte"]
     return (*block.saved[:first], *masks)
-
-
-def granted(size: int) -> float:
-    """Return how many times `size` bytes the block takes that torch's allocator gives: where a large request's own
-    segment, whole multiples of 2 MiB, leaves 1 MiB or less, it is not split (c10/cuda/CUDACachingAllocator.cpp,
-    should_split)."""
-    left = -size % (2 * MiB)
-    return 1 + left / size if size >= 10 * MiB and left <= MiB else 1
 
 
 def by_kind(rows: list[Saved], tp: int, sequence_parallel: bool) -> dict[str, int]:

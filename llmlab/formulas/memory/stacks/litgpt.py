@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ....specs.stacks.litgpt import CHUNK
+from ..segments import granted
 from ..share import Share, adapted
-from .described import Block, Height, Kept, Loss, granted, read
+from .described import Block, Height, Kept, Loss, read
 
 QKV = {"q_proj", "k_proj", "v_proj"}
 MLP = ("gate_proj", "up_proj", "down_proj")

@@ -313,7 +313,8 @@ def _compiled(eager: Block, share: Share) -> Block:
         saved, selective = (*saved, gathered), (*selective, gathered, ROTATED)
         unmade = tuple(name for name in unmade if name != ROTATED.operator)
     # Of blocks one of which is recomputed the last is, which backward begins with.
-    recomputes = "full" if getattr(run.stack, "ac", None) == "selective_layers" else run.checkpointing
+    every = getattr(run.stack, "ac", None) == "selective_layers"
+    recomputes = "full" if every else run.checkpointing
     highest = COMPILED_BACKWARD[recomputes]
     if recomputes == "selective":
         highest = highest._replace(gone=unmade)
@@ -333,11 +334,15 @@ def _compiled(eager: Block, share: Share) -> Block:
         twice = narrow if run.tp > 1 else several
         layouts = _of("the block's output, cast", "h", again * (1 + twice), "whole")._replace(dtype="byte")
         highest = Height(FP8_GONE[recomputes], (STREAM, made, cast, layouts))
-        if not run.checkpointing and (run.gathers_float8 or run.tp > 1):
-            for linear in share.spec.block_linears:
-                if linear.part == "mlp":
-                    name, width = FP8_NAMES[linear.name], linear.elements / share.spec.layers / share.tokens
-                    saved += (Kept(f"{name}: its weight, cast", "linear weights", "1", "byte", "heads", width),)
+        whole = not run.checkpointing or every
+        if whole and (run.gathers_float8 or run.tp > 1):
+            cast_weights = [(FP8_NAMES[linear.name], linear.elements / share.spec.layers / share.tokens)
+                            for linear in share.spec.block_linears if linear.part == "mlp"]  # fmt: skip
+            rows = tuple(Kept(f"{name}: its weight, cast", "linear weights", "1", "byte", "heads", width)
+                         for name, width in cast_weights)  # fmt: skip
+            saved += rows
+            if every:  # the last block, which is recomputed, makes them again
+                highest = highest._replace(gone=(*highest.gone, *(row.operator for row in rows)))
         if not run.checkpointing and run.tp > 1:
             saved += tuple(row._replace(operator=f"{row.operator}, cast", dtype="byte") for row in saved
                            if row.operator in CAST_AGAIN[:2])  # fmt: skip

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from ....specs.run import Training
 from ....specs.stacks import Torchtune
+from ..segments import granted
 from ..share import Share, adapted
-from .described import Block, Height, Kept, Loss, granted, read
+from .described import Block, Height, Kept, Loss, read
 
 MLP = ("gate_proj", "up_proj", "down_proj")
 # Bytes for each element of a quantized weight that torchao's operators make as they dequantize it: indices of eight
 # bytes, their values, those times their scales, and both halves of these in one (dtypes/nf4tensor.py,
 # get_original_weight).
 DEQUANTIZING = 8 + 2 + 2 + 2
+CHUNK = 1 << 20  # elements whose nearest codes are found at once (the same, quantize_tensor_nearest)
 
 
 def block(share: Share) -> Block:
@@ -101,6 +103,15 @@ def block(share: Share) -> Block:
         # (models/llama3_1/_position_embeddings.py).
         table=4 * max(run.seq_len, spec.config.get("max_position_embeddings", 0)) * spec.head_dim,
     )
+
+
+def nf4tensor(size: int) -> tuple[int, ...]:
+    """Return what an NF4Tensor of `size` elements takes as it is made, as `segments.beyond` has it: the weight, its
+    magnitudes, what is divided by the scales, and the codes of all; differences to the 16 values and their magnitudes;
+    halves of the packed codes, and these (dtypes/nf4tensor.py, from_tensor, convert_to_norm_float_weight)."""
+    chunk = min(size, CHUNK)
+    return (2 * size, 2 * size, -2, 2 * size, size, 32 * chunk, 32 * chunk, -5, 2 * chunk, 8 * chunk, -7, -6, -8,
+            size // 2, size // 2, -9, -4, -3, -1)  # fmt: skip
 
 
 def in_chunks(run: Training) -> bool:
