@@ -169,7 +169,7 @@ def unsplit(spec: ModelSpec, run: Training, stage: int = 0) -> tuple[int, int]:
     ranks = run.tp * (run.dp_shard * run.cp if sharded else 1)
     made = partial(_made, spec, layers_of(spec, run)[stage], first, head, ranks)
     width = (b.master if not run.lora else 2 * b.weights) if b.master else b.weights
-    states = run.optimizer == "adamw" and not (run.lora or run.offload or run.zero == 1)
+    states = run.optimizer in ("adamw", "adamw-fused") and not (run.lora or run.offload or run.zero == 1)
     return made(width), made(b.states, 2) if states else 0
 
 
