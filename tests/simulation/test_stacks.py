@@ -487,7 +487,10 @@ ZERO_3 = {
     "gradients on their way to the host": (WIDE, {"offload": "optimizer", "dp": 2}),
     "gradients on their way to the host, one GPU": (TIED_WIDE, {"offload": "optimizer", "dp": 1}),
     "the embedding's weight": (TIED_WIDE, {"stack": SMALL_BUCKET + FEW_LIVE, "seq_len": 256}),
-}
+    "no whole model, as it is made": (
+        {**WIDE, "num_hidden_layers": 32}, {"stack": SMALL_BUCKET + FEW_LIVE, "dp": 64, "checkpointing": "full"}
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs llmlab[distributed]")

@@ -101,6 +101,11 @@ def build(
     }  # fmt: skip
     initialize = symbol("deepspeed.initialize")
     with _quiet():
+        if run.zero == 3:
+            # As transformers loads under such a configuration: each parameter is shared as soon as it is made. Without
+            # it the engine moves the whole model to the card first.
+            symbol("deepspeed.init_distributed")()
+            symbol("deepspeed.zero.Init")(module=model, config_dict_or_path=settings)
         engine, *_ = initialize(model=model, model_parameters=model.parameters(), config=settings)
     ids = [torch.empty_like(each, device="cuda") for each in inputs]
     return DeepSpeedStep(
