@@ -137,6 +137,17 @@ def test_the_page_says_how_far_off_round_11_was():
     assert 0.3 < len(far) / len(others) < 0.36  # a third of them
 
 
+def test_the_page_says_how_far_off_round_12_was():
+    ((_, pairs),) = [each for each in throughput.rounds(throughput.rows()) if each[0].startswith("round 12,")]
+    sure = [each for each in pairs if not each[0].assumed]
+    got, page = throughput.errors(sure), " ".join((BOOK / "who-predicts-best.md").read_text(encoding="utf-8").split())
+    sources = len({row.source for row, _ in pairs})
+    assert f"certainty: {len(pairs)} rows of {sources} sources" in page and f"which {len(sure)} have nothing" in page
+    assert f"{100 * got.median:.0f} % off at the median and {100 * got.worst:.0f} % at worst" in page
+    worst, _ = max(pairs, key=lambda each: abs(each[1].rate / each[0].measured - 1))
+    assert worst.source == "gpt2-optimization" and max(row.run.world_size for row, _ in pairs) == 4096
+
+
 def test_the_pages_say_how_far_off_an_h200s_predictions_were():
     ((_, pairs),) = [each for each in throughput.rounds(throughput.rows()) if each[0].startswith("round 9,")]
     got = throughput.errors(pairs)
