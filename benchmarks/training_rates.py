@@ -28,6 +28,7 @@ from llmlab.archive import figure, held_out, records
 from llmlab.formulas.time import kernels as times
 from llmlab.formulas.time.efficiency import efficiencies
 from llmlab.hardware.kernel_tables import FOLDER, UNIT, WORK, Grid, kernel_table, timed
+from llmlab.hardware.links import cluster
 from llmlab.specs.stacks import Megatron
 
 TABLE = Path(lab.__file__).parent / "hardware" / "training.toml"
@@ -227,9 +228,10 @@ def beyond() -> float:
 
 
 def engine(rows: list[throughput.Row]) -> float:
-    """Return the seconds that short steps on several GPUs took longer than predicted, at most: what engines do in each
-    step beside computing."""
-    short = [found for row in rows if row.run.world_size > 1 and (found := seconds(row))[0] < SHORT]
+    """Return the seconds that short steps on several GPUs of a node took longer than predicted, at most: what engines
+    do in each step beside computing. Short steps on many nodes wait for their network."""
+    several = [row for row in rows if 1 < row.run.world_size <= cluster(row.card, **(row.nodes or {})).gpus]
+    short = [found for row in several if (found := seconds(row))[0] < SHORT]
     return max(measured - predicted for predicted, measured in short)
 
 
