@@ -211,9 +211,10 @@ def test_cards_of_a_host_share_the_update_and_the_interval_has_other_hosts():
     slowest = adam * host.share / min(each.share for each in hosts().values())
     assert outside.step_seconds_high - outside.step_seconds > slowest - adam
     assert outside.step_seconds_low < outside.step_seconds
-    single = replace(moved, dp=1, accumulation=32)
+    single = replace(moved, dp=1, accumulation=1)
     alone, adam = lab.estimate(LLAMA, single, A100), adam_seconds(crossing(LLAMA, single).stepped_bytes, host)
-    assert alone.step_seconds_low < alone.step_seconds - adam / 2  # it may have a host for eight to itself
+    computed = alone.step_seconds - alone.time["offload"]
+    assert alone.step_seconds_low < computed + adam / 4  # it may have a host for eight to itself
     two = lab.estimate(LLAMA, replace(moved, dp=2, accumulation=16), "RTX-4090")
     one = lab.estimate(LLAMA, replace(moved, dp=1, accumulation=32), "RTX-4090")
     assert two.time["offload"] > 0.9 * one.time["offload"]  # half the states each, by half of a desktop's memory

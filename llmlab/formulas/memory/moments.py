@@ -253,7 +253,8 @@ class StepMemory:
             *(self._reducing() if self.sharded else ()),
             self._moment("optimizer", "the update", other=self.update - self.sent, activations=self.contexts, **update),
         ]
-        apart = self._apart(found)
+        if not (apart := self._apart(found)):
+            return found
         return [moment._replace(parts={**moment.parts, "optimizer": moment.parts["optimizer"] + apart * (number > 0)})
                 for number, moment in enumerate(found)]  # fmt: skip
 

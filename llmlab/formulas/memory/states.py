@@ -175,7 +175,7 @@ def unsplit(spec: ModelSpec, run: Training, stage: int = 0) -> tuple[int, int]:
 
 @lru_cache(maxsize=1 << 12)
 def _made(spec: ModelSpec, layers: int, first: bool, head: bool, ranks: int, width: int, each: int = 1) -> int:
-    """Return what `each` tensors of `width` bytes an element take beyond their sizes for every matrix of a stage, from
+    """Return what `each` tensors of `width` bytes per element take beyond their sizes for every matrix of a stage, from
     the embedding of the `first` one to the head, each cut among `ranks`."""
     table = spec.vocab * spec.hidden
     sizes = [table] * first + _sizes(spec.block_linears, spec) * layers + [table] * head
@@ -185,7 +185,7 @@ def _made(spec: ModelSpec, layers: int, first: bool, head: bool, ranks: int, wid
 @lru_cache(maxsize=1 << 10)
 def _quantizing(spec: ModelSpec, dtype: str, width: int) -> int:
     """Return what weights that are quantized to `dtype` take beyond their sizes, as their engines make them one after
-    another beside an embedding and a head of `width` bytes an element."""
+    another beside an embedding and a head of `width` bytes per element."""
     mlp_first = sorted(spec.block_linears, key=lambda linear: (linear.part != "mlp", linear.name))
     tables, sizes = [width * spec.vocab * spec.hidden] * (2 - spec.tied), _sizes(mlp_first, spec) * spec.layers
     if dtype == "nf4-double":

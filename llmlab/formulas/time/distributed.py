@@ -134,7 +134,8 @@ def step(
     NotAvailable for a dtype that the card has no units for, and where no link is known.
     """
     spec, gpu = find_model(model), find_gpu(card)
-    check(spec, run, gpu)
+    if known is None:  # else it was checked for that
+        check(spec, run, gpu)
     if overlap is None:
         overlap = _hidden(run)
     _check(run, overlap, bucket_bytes)

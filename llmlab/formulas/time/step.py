@@ -280,6 +280,8 @@ def columns_backward(spec: ModelSpec, run: Training, found: Kernels) -> tuple[Ba
 
 def outside(spec: ModelSpec, run: Training, found: Kernels) -> Outside:
     """Return the seconds of those products of `product_seconds` whose shapes are outside of what was measured."""
+    if not found.table:
+        return Outside(0.0, 0.0, 0.0, 0.0)
     beyond = unaligned = 0.0
     for each, kind, sizes in _multiplied(spec, run):
         _, n, k = sizes[0][0]

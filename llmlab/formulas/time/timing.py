@@ -114,7 +114,7 @@ def timing(
         longest += float(training_rates()["engine"]["seconds"])
     if nodes and cluster is None and nodes.across and run.world_size > nodes.gpus:
         few = replace(nodes, adapters=max(1, nodes.adapters // FEWER_ADAPTERS))
-        slower = step(spec, run, card, few, traced=traced).seconds
+        slower = step(spec, run, card, few, traced=traced, known=known).seconds
         longest = max(longest, slower)
         if slower > factor * seconds:
             note += f" {few.adapters} would take {slower / seconds:.1f} times as long: name yours (cluster=)."
