@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 from ..base.units import show_bytes
 from ..hardware.gpu import GPU
@@ -13,6 +14,7 @@ from ..specs.check import check
 from ..specs.model import ModelLike, ModelSpec
 from ..specs.model import model as find_model
 from ..specs.run import Inference, Run, Training
+from ..specs.stacks import Megatron
 from .inference import inference_moments
 from .memory.moments import Moment
 from .memory.share import share_of
@@ -98,8 +100,26 @@ def _stages(
     """Return the moments of every pipeline stage, and what the first one's blocks keep at the end of forward."""
     if not isinstance(run, Training):
         return [inference_moments(spec, run, card)], {}
+    moments, kept = _training_stages(spec, run, card and _alike(card, run), cpu)
+    return moments, {"activations": dict(kept)}
+
+
+@lru_cache(maxsize=64)  # who asks for a run on one card asks for it on others
+def _training_stages(
+    spec: ModelSpec, run: Training, card: GPU | None, cpu: bool
+) -> tuple[list[list[Moment]], dict[str, int]]:
     stages = [step_memory(share_of(spec, run, card, cpu, stage)) for stage in range(run.pp)]
-    return [stage.moments() for stage in stages], {"activations": stages[0].activations_by_kind}
+    return [stage.moments() for stage in stages], stages[0].activations_by_kind
+
+
+_KINDS: dict[tuple[object, ...], GPU] = {}  # the first card that was asked for of each kind
+
+
+def _alike(card: GPU, run: Training) -> GPU:
+    """Return the first card on which a step takes as many bytes as on `card`: these are all that formulas/memory reads
+    of one."""
+    multiprocessors = card.sms if isinstance(run.stack, Megatron) else None
+    return _KINDS.setdefault((card.vendor, card.compute_capability, card.cublas_workspace, multiprocessors), card)
 
 
 def _notes(

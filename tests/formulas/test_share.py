@@ -1,9 +1,13 @@
 """One rank's share of a step: tokens, bytes and attention kernel, worked out once."""
 
+from types import SimpleNamespace
+
 import pytest
 
 import llmlab as lab
 from llmlab.formulas.memory.share import share_of
+from llmlab.formulas.memory.step import step_memory
+from llmlab.hardware.gpu import gpus
 
 LLAMA = lab.model({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2,
                    "num_hidden_layers": 7, "intermediate_size": 176, "vocab_size": 1000,
@@ -55,3 +59,45 @@ def test_the_kernel_says_in_which_bytes_attention_works_and_whether_it_writes_sc
 def test_the_cpus_dropout_masks_are_as_wide_as_what_they_mask():
     run = lab.Training(seq_len=64, precision="fp32")
     assert (share_of(LLAMA, run, cpu=True).mask_bytes, share_of(LLAMA, run).mask_bytes) == (4, 1)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"precision": "autocast-fp16", "checkpointing": "full"},
+        {"precision": "bf16", "compile": True, "checkpointing": "selective", "dp": 8, "zero": 3},
+        {"precision": "bf16", "kernels": "liger", "lora": LORA, "quantization": "nf4"},
+        {"optimizer": "adamw-8bit"},
+        {"stack": "deepspeed", "zero": 3, "dp": 2, "offload": "optimizer"},
+        *({"stack": stack, "precision": "bf16"} for stack in ("litgpt", "torchtune")),
+        {"stack": "megatron", "pp": 2, "dp": 2, "accumulation": 2},
+        {"stack": lab.Megatron(transformer_engine=True, fp8_recipe="delayed")},
+        {"stack": "torchtitan", "pp": 2, "dp": 2, "accumulation": 4, "fp8": "rowwise", "compile": True},
+    ],
+)
+def test_memory_reads_four_things_of_a_card(settings):
+    """An estimate takes the moments of one card for those of all of its kind (`report._alike`)."""
+    run = lab.Training(seq_len=64, **{"precision": "mixed-bf16", **settings})
+    for card in gpus():
+        seen = SimpleNamespace(
+            vendor=card.vendor,
+            compute_capability=card.compute_capability,
+            cublas_workspace=card.cublas_workspace,
+            supports_flash_attention_2=card.supports_flash_attention_2,
+            prefers_cudnn_attention=card.prefers_cudnn_attention,
+        )
+        if getattr(run.stack, "name", "") == "megatron":
+            seen.sms = card.sms
+        stages = [[step_memory(share_of(LLAMA, run, each, stage=stage)).moments() for each in (card, seen)]
+                  for stage in range(run.pp)]  # fmt: skip
+        assert all(mine == theirs for mine, theirs in stages)
+
+
+def test_a_card_of_the_same_kind_has_the_same_memory_and_reports_share_nothing():
+    run = lab.Training(seq_len=64, precision="fp16", checkpointing="full")
+    reports = [lab.estimate(LLAMA, run, card) for card in ("H100", "H200", "T4", "H100")]
+    hopper, other, turing, again = (report.parts for report in reports)
+    assert hopper == other == again != turing
+    reports[0].detail["activations"].clear()
+    reports[0].parts.clear()
+    assert reports[1].detail["activations"] and lab.estimate(LLAMA, run, "H100").parts == other

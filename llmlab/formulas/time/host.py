@@ -15,7 +15,7 @@ their time for each parameter.
 
 from __future__ import annotations
 
-from functools import cache, reduce
+from functools import cache, lru_cache, reduce
 from math import sqrt
 from typing import NamedTuple
 
@@ -171,6 +171,7 @@ def _operators(
     return reduce(Operators.plus, found)
 
 
+@lru_cache(maxsize=256)
 def started(spec: ModelSpec, run: Training) -> Operators:
     """Return the operators of all blocks in a micro-batch, adapters' with them."""
     found = operators(spec, run).times(spec.layers)
@@ -199,6 +200,7 @@ def summed(spec: ModelSpec, run: Training) -> float:
     return 0.0 if isinstance(run.stack, (DeepSpeed, Megatron)) else (run.accumulation - 1) / run.pp * trained(spec, run)
 
 
+@lru_cache(maxsize=256)
 def small_kernels(spec: ModelSpec, run: Training) -> float:
     """Return the kernels of a step on one device that are no products: each takes its start besides what it moves. None
     where Liger has made few of them; and of Megatron-LM's layers `MEGATRON` counts no kernels."""
@@ -267,6 +269,7 @@ def host_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> float:
     return passes + hook_seconds(spec, run, host) + python_seconds(spec, run)
 
 
+@lru_cache(maxsize=256)
 def hook_modules(spec: ModelSpec) -> Hooks:
     """Return a block's modules that run, and how many parameters, of these, stay whole and are gathered: norms' and
     biases, and matrices, where the threshold is DeepSpeed's (stage3_param_persistence_threshold)."""

@@ -245,24 +245,41 @@ def price(card: GPU, card_hours: float, usd_per_hour: float | None = None) -> fl
 def product_seconds(spec: ModelSpec, run: Training, found: Kernels) -> dict[str, float] | None:
     """Return the seconds of products with weights by part, on a device with an equal share of all layers; None for a
     dtype that the card has no units for."""
+    seconds = _timed(spec, run, found)[0]
+    return None if seconds is None else dict(seconds)
+
+
+def outside(spec: ModelSpec, run: Training, found: Kernels) -> Outside:
+    """Return the seconds of those products of `product_seconds` whose shapes are outside of what was measured."""
+    return _timed(spec, run, found)[1]
+
+
+@lru_cache(maxsize=64)  # both are asked for in an estimate
+def _timed(spec: ModelSpec, run: Training, found: Kernels) -> tuple[dict[str, float] | None, Outside]:
     seconds: dict[str, float] = {}
+    beyond = unaligned = 0.0
+    share, counted = run.accumulation / run.pp, found.card.compute_capability in TIMED_UNALIGNED
     for each, kind, sizes in _multiplied(spec, run):
-        total = 0.0
+        _, n, k = sizes[0][0]
+        total, slow = 0.0, _unaligned(each.part, kind, n, k, run, found)
         for size, times in sizes:
             one = found.product(*size, kind)
             if one is None:
-                return None
+                return None, Outside(0.0, 0.0, 0.0, 0.0)
             total += times * one
-        _, n, k = sizes[0][0]
-        if _unaligned(each.part, kind, n, k, run, found) and found.card.compute_capability in TIMED_UNALIGNED:
-            total *= UNALIGNED
+            if found.beyond(*size, kind):
+                beyond += times * one * share
+        if slow:
+            unaligned += total * share
+            total *= UNALIGNED if counted else 1.0
         if each.part == "experts":  # one grouped product, which reads all experts' weights
             passes = each.forward + each.again + each.input_gradient + each.weight_gradient
             total = max(total, passes * 2 * n * k * spec.experts / run.ep / found.bandwidth)
         if run.quantization and each.part in ("attention", "mlp"):
             total += (each.forward + each.again + each.input_gradient) * UNPACKED * n * k / found.bandwidth
-        seconds[each.part] = seconds.get(each.part, 0.0) + total * run.accumulation / run.pp
-    return seconds
+        seconds[each.part] = seconds.get(each.part, 0.0) + total * share
+    more = (UNALIGNED - 1) * unaligned
+    return seconds, Outside(beyond, unaligned + more, more, 0.0) if counted else Outside(beyond, unaligned, 0.0, more)
 
 
 def columns_backward(spec: ModelSpec, run: Training, found: Kernels) -> tuple[Backward, ...]:
@@ -276,25 +293,6 @@ def columns_backward(spec: ModelSpec, run: Training, found: Kernels) -> tuple[Ba
             before = seconds[each.part]
             seconds[each.part] = Backward(before.input + input, before.weight + weight)
     return tuple(seconds.values())
-
-
-def outside(spec: ModelSpec, run: Training, found: Kernels) -> Outside:
-    """Return the seconds of those products of `product_seconds` whose shapes are outside of what was measured."""
-    if not found.table:
-        return Outside(0.0, 0.0, 0.0, 0.0)
-    beyond = unaligned = 0.0
-    for each, kind, sizes in _multiplied(spec, run):
-        _, n, k = sizes[0][0]
-        slow = _unaligned(each.part, kind, n, k, run, found)
-        for size, times in sizes:
-            if slow or found.beyond(*size, kind):
-                seconds = times * (found.product(*size, kind) or 0.0) * run.accumulation / run.pp
-                beyond += seconds if found.beyond(*size, kind) else 0.0
-                unaligned += seconds if slow else 0.0
-    more = (UNALIGNED - 1) * unaligned
-    if found.card.compute_capability in TIMED_UNALIGNED:
-        return Outside(beyond, unaligned + more, more, 0.0)
-    return Outside(beyond, unaligned, 0.0, more)
 
 
 def _unaligned(part: str, kind: str, n: int, k: int, run: Training, found: Kernels) -> bool:
