@@ -137,6 +137,10 @@ def test_a_compiled_transformers_step_has_a_mask_and_so_has_a_window(gpu, times)
     inside, across = (lab.estimate({**config, "sliding_window": size}, run, gpu).time["attention"]
                       for size in (2049, 2047))  # fmt: skip
     assert across == pytest.approx(times * inside, rel=0.05)
+    pinned = replace(run, attention="efficient")
+    inside, across = (lab.estimate({**config, "sliding_window": size}, pinned, gpu).time["attention"]
+                      for size in (2049, 2047))  # fmt: skip
+    assert across == pytest.approx(2 * inside)
 
 
 def test_eight_bit_adamw_waits_for_its_tables():

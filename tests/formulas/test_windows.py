@@ -24,6 +24,17 @@ def test_a_layer_with_a_window_keeps_a_mask_and_copies_of_grouped_heads(shape, w
     assert estimate.phases["forward"] == pytest.approx(simulation.phases["forward"], rel=0.02)
 
 
+@pytest.mark.parametrize("settings", [{}, {"compile": True}, {"compile": True, "checkpointing": "selective"}], ids=str)
+def test_attention_pinned_to_the_memory_efficient_kernel_has_the_mask_too(settings):
+    """transformers gives it by its own name of the attention, "sdpa", whichever kernel torch is told to take."""
+    settings = {"micro_batch": 4, "seq_len": 1024, "precision": "bf16", "optimizer": "sgd", **settings}
+    run = lab.Training(attention="efficient", **settings)
+    model = {**SHAPE, "sliding_window": 1024}
+    estimate, simulation = lab.estimate(model, run, "H100-80GB"), lab.simulate(model, run, "H100-80GB")
+    for phase in ("forward", "backward"):
+        assert estimate.phases[phase] == pytest.approx(simulation.phases[phase], rel=0.02)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "autocast-bf16"])
 def test_eager_attention_copies_values_of_several_sequences(precision):
     """Its product cannot merge batch and heads in a view of what Phi-3 projects queries, keys and values to at once;

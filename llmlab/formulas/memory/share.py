@@ -97,7 +97,7 @@ class Share:
     def masked(self) -> bool:
         """Whether transformers gives SDPA a causal mask: where it is compiled (masking_utils.py, with torch before
         2.14)."""
-        return self.compiled and self.run.attention == "sdpa"
+        return self.compiled and self.run.attention in ("sdpa", "efficient")
 
     @property
     def windows(self) -> int:
@@ -114,7 +114,7 @@ class Share:
         run = self.run
         if not self.masked or run.checkpointing is None:
             return 0
-        if self.gpu and self.gpu.prefers_cudnn_attention:
+        if self.gpu and self.gpu.prefers_cudnn_attention and run.attention == "sdpa":
             return int(run.checkpointing == "selective")
         return 1 + self.spec.heads
 
@@ -215,8 +215,9 @@ def unmasked_layers(spec: ModelSpec, run: Run) -> int:
 def masked_layers(spec: ModelSpec, run: Training) -> int:
     """Return in how many layers transformers gives SDPA a mask, where it is causal for others: where a sliding window
     is shorter than the sequence, and in all of a compiled step, which is traced (masking_utils.py,
-    _ignore_causal_mask_sdpa)."""
-    if run.attention != "sdpa" or (isinstance(run.stack, StackOptions) and not isinstance(run.stack, DeepSpeed)):
+    _ignore_causal_mask_sdpa), whichever of its kernels it is pinned to."""
+    own_model = isinstance(run.stack, StackOptions) and not isinstance(run.stack, DeepSpeed)
+    if own_model or run.attention not in ("sdpa", "efficient"):
         return 0
     return spec.layers if run.compile else _windows(spec, run)
 
