@@ -29,10 +29,11 @@ def block(share: Share) -> Block:
     sizes = {linear.name: linear.inputs * linear.outputs for linear in spec.block_linears}
 
     def weights(*linears: str) -> tuple[Kept, ...]:
-        """A graph dequantizes once: backward has the same operators, and their result is kept for it."""
+        """A graph has LinearNF4's operators of both ways, those that dequantize once: what backward's product reads is
+        kept, and not made again (torch/_functorch/partitioners.py, fx_graph_cse and is_materialized_backwards)."""
         times = sum(sizes[name] for name in linears) / share.tokens
         name = f"{', '.join(linears)}: dequantized"
-        return (Kept(name, "dequantized", "1", "product", "whole", times),) if fused and run.quantization else ()
+        return (Kept(name, "linear weights", "1", "product", "whole", times),) if fused and run.quantization else ()
 
     saved = (
         *_norm("sa_norm", trained, fused),
@@ -104,7 +105,9 @@ def block(share: Share) -> Block:
         ),
         # An adapter's result is scaled, and added to the layer's.
         forward=(*[Height(down, named)] * (run.quantization is not None and not fused),
-                 *[Height((), (*named, *[returned] * 3))] * wet),
+                 *[Height((), (*named, *[returned] * 3))] * wet,
+                 # A graph returns what backward will read, and checkpointing drops it then.
+                 *[Height((), (*saved, returned))] * (fused and run.checkpointing is not None)),
         loss=_loss(share, stack.num_output_chunks),
         # Three gradients in fp32; the sum over tokens of the weight's is taken by many blocks of threads, which write
         # theirs side by side (aten/src/ATen/native/cuda/Reduce.cuh, setReduceConfig), or pow's backward makes two more.
