@@ -36,6 +36,11 @@ def test_packed_tokens_bring_their_rotation():
     assert kept(stack="torchtune:packed=True") - kept() == TOKENS * 2 * 4 * LLAMA.head_dim
 
 
+def test_compiled_what_is_dequantized_stays_for_backward():
+    given = {"lora": ALL, "compile": True, "stack": "torchtune:enable_activation_checkpointing=False"}
+    assert kept(**given, quantization="nf4") - kept(**given) == 2 * LLAMA.block_linear_elements // LLAMA.layers
+
+
 def peak(**given):
     return lab.estimate(TIED, run(**given), "A100-80GB").peak_allocated
 
@@ -76,6 +81,9 @@ def test_nf4_quantizes_its_scales_too():
         (TIED, {"stack": "torchtune:optimizer=AdamW,enable_activation_offloading=True"}, 24.637),
         (TIED, {"seq_len": 512, "stack": "torchtune:optimizer=AdamW,optimizer_in_bwd=False"}, 24.758),
         (TIED, {"compile": True, "stack": "torchtune:optimizer=AdamW"}, 23.251),
+        (LLAMA, {"seq_len": 2048, "lora": ALL, "quantization": "nf4", "compile": True}, 7.863),
+        (TIED, {"seq_len": 512, "lora": ALL, "quantization": "nf4", "compile": True,
+                "stack": "torchtune:enable_activation_checkpointing=False"}, 10.381),
     ],
 )
 def test_peaks_of_its_own_code(model, given, simulated):

@@ -561,6 +561,7 @@ BLOCK_HEIGHTS = {
     "QLoRA of attention": {"lora": QKV, "quantization": "nf4"},
     "QLoRA, dropout": {"lora": WET, "quantization": "nf4"},
     "QLoRA of attention, nothing recomputed": {"lora": QKV, "quantization": "nf4", "stack": KEEPING},
+    "compiled, LoRA, dropout": {"compile": True, "lora": WET},
 }  # fmt: skip
 
 
@@ -629,6 +630,25 @@ def test_a_block_of_torchtunes_qlora_takes_what_dequantizing_takes():
     estimate, simulation = lab.estimate(THIN, run, "A100-80GB"), lab.simulate(THIN, run, "A100-80GB")
     assert simulation.phases["backward"] == simulation.peak_allocated
     assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.02)
+
+
+COMPILED_QLORA = {
+    "recomputed": {"lora": MLP, "seq_len": 4096, "micro_batch": 2},
+    "few tokens": {"lora": MLP, "seq_len": 512},
+    "dropout": {"lora": WET, "seq_len": 4096, "micro_batch": 2},
+    "attention": {"lora": QKV, "seq_len": 512},
+    "nothing recomputed": {"lora": MLP, "seq_len": 512, "stack": KEEPING},
+}
+
+
+@pytest.mark.skipif(find_spec("torchtune") is None, reason="needs `make stacks`")
+@pytest.mark.parametrize("name", COMPILED_QLORA)
+def test_a_compiled_block_of_torchtunes_qlora_keeps_what_it_dequantized(name):
+    run = lab.Training(**{"stack": "torchtune", "compile": True, "quantization": "nf4", **COMPILED_QLORA[name]})
+    estimate, simulation = lab.estimate(WIDER, run, "A100-80GB"), lab.simulate(WIDER, run, "A100-80GB")
+    assert not [note for note in simulation.notes if "ran eager" in note]
+    assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.01)
+    assert estimate.phases["forward"] == pytest.approx(simulation.phases["forward"], rel=0.03)
 
 
 @pytest.mark.skipif(find_spec("torchtune") is None, reason="needs `make stacks`")

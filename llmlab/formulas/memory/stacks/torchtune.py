@@ -23,12 +23,21 @@ def block(share: Share) -> Block:
     assert isinstance(stack, Torchtune)
     trained = run.lora is None
     names = {linear.name for linear in adapted(spec, run)}
-    # training/_compile.py, compile_model: block by block. Torch compiles no NF4Tensor's products.
-    fused = run.compile and not run.quantization
+    fused = run.compile  # training/_compile.py, compile_model: block by block, NF4Tensor's operators with it
     dropout = run.lora is not None and run.lora.dropout > 0
     rank = 0 if trained or run.lora is None else run.lora.rank * len(names)
+    sizes = {linear.name: linear.inputs * linear.outputs for linear in spec.block_linears}
+
+    def weights(*linears: str) -> tuple[Kept, ...]:
+        """A graph has LinearNF4's operators of both ways, those that dequantize once: what backward's product reads is
+        kept, and not made again (torch/_functorch/partitioners.py, fx_graph_cse and is_materialized_backwards)."""
+        times = sum(sizes[name] for name in linears) / share.tokens
+        name = f"{', '.join(linears)}: dequantized"
+        return (Kept(name, "linear weights", "1", "product", "whole", times),) if fused and run.quantization else ()
+
     saved = (
         *_norm("sa_norm", trained, fused),
+        *weights("q_proj", "k_proj", "v_proj"),
         *read(share, "q_proj, k_proj, v_proj: their input", "linear inputs", "h", "q_proj", "k_proj", "v_proj"),
         Kept("pos_embeddings: the table at the packed positions", "q, k, v", "D", "fp32", "heads", 2 * stack.packed),
         # modules/attention.py: keys and values are copied to all heads.
@@ -38,11 +47,14 @@ def block(share: Share) -> Block:
         Kept("attention: output, output_proj's input", "attention output", "Q", "product", "heads"),
         *(read(share, "output_proj: what its adapter reads", "attention output", "Q", "o_proj") if dropout else ()),
         Kept("attention: log-sum-exp", "attention output", "H", "fp32", "heads"),
+        *weights("o_proj"),
         *_norm("mlp_norm", trained, fused),
+        *weights("gate_proj", "up_proj"),
         *read(share, "w1, w3: their input", "linear inputs", "h", "gate_proj", "up_proj"),
         Kept("activation: w1's output", "mlp", "f", "product", "heads"),
         Kept("mul: the activation's output", "mlp", "f", "product", "heads", not fused),
         Kept("mul: w3's output", "mlp", "f", "product", "heads"),
+        *weights("down_proj"),
         *read(share, "w2: its input", "mlp", "f", "down_proj"),
         Kept("lora_b: its input", "adapters", "1", "product", "heads", rank),  # modules/peft/lora.py
     )  # fmt: skip
@@ -71,7 +83,6 @@ def block(share: Share) -> Block:
         (product, "up_proj", (_of("the activation and w3", "f", 2), _of("w3's input", "h", mlp_adapters))),
         (mlp, "gate_proj", (_of("w1", "f"), _of("w3's and w1's inputs", "h", 1 + mlp_adapters))),
     )
-    sizes = {linear.name: linear.inputs * linear.outputs for linear in spec.block_linears}
     quantized = [
         Height(gone, (*around, *beside, Kept(f"{name}: dequantized", "temporaries", "1", "byte", "whole",
                                              DEQUANTIZING * sizes[name] / share.tokens)))
@@ -85,7 +96,7 @@ def block(share: Share) -> Block:
             *_norm("norm", trained),
             Kept("output: its input", "linear inputs", "h", "product", "whole", trained),
         ),
-        backward=(_compiled(stream, "down_proj" in names),) if fused else (
+        backward=_compiled(stream, "down_proj" in names, dropout) if fused else (
             *quantized,
             *again,
             Height(down, (*around, _of("w2's input, the activation and w3", "f", 3)), ("down_proj",)),
@@ -93,8 +104,10 @@ def block(share: Share) -> Block:
             Height((*mlp, *norm), (*around, _of("q, k, v and the output", "Q", 4)), (*MLP, "o_proj")),
         ),
         # An adapter's result is scaled, and added to the layer's.
-        forward=(*[Height(down, named)] * (run.quantization is not None),
-                 *[Height((), (*named, *[returned] * 3))] * wet),
+        forward=(*[Height(down, named)] * (run.quantization is not None and not fused),
+                 *[Height((), (*named, *[returned] * 3))] * wet,
+                 # A graph returns what backward will read, and checkpointing drops it then.
+                 *[Height((), (*saved, returned))] * (fused and run.checkpointing is not None)),
         loss=_loss(share, stack.num_output_chunks),
         # Three gradients in fp32; the sum over tokens of the weight's is taken by many blocks of threads, which write
         # theirs side by side (aten/src/ATen/native/cuda/Reduce.cuh, setReduceConfig), or pow's backward makes two more.
@@ -123,11 +136,15 @@ def _of(name: str, width: str, times: float = 1) -> Kept:
     return Kept(f"gradients of {name}", "temporaries", width, "product", "heads", times)
 
 
-def _compiled(stream: Kept, adapted: bool) -> Height:
-    """Return the highest moment of a compiled block's backward, as its simulation counts it: an adapter's gradients are
-    summed with those of the layer beside it."""
-    made = _of("w2's input, w1 and w3, of the layers and of their adapters", "f", 6 if adapted else 2)
-    return Height(("w2: its input",), (stream, made), ("down_proj",))
+def _compiled(stream: Kept, adapted: bool, dropout: bool) -> tuple[Height, ...]:
+    """Return the highest moments of a compiled block's backward, as its simulation counts them: an adapter's gradients
+    are summed with those of the layer beside it. What w2 was dequantized to is gone by then; of few tokens it is more
+    than they are. With dropout one gradient is written over what the forward kept."""
+    read = ("w2: its input", "w2: its input, dropped out")
+    given = _of("w2's input, of the layer and of its adapter", "f", 1 + adapted)
+    made = _of("w2's input, w1 and w3, of the layers and of their adapters", "f", 6 - dropout if adapted else 2)
+    return (Height(read, (stream, given), ("down_proj",)),
+            Height((*read, "down_proj: dequantized"), (stream, made), ("down_proj",)))  # fmt: skip
 
 
 def _norm(name: str, trained: bool, compiled: bool = False) -> tuple[Kept, ...]:
