@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+from functools import lru_cache
 
 from ..base.errors import SpecError
 from ..hardware.gpu import FLASH_ATTENTION_2_CAPABILITY, GPU
@@ -21,6 +22,13 @@ def check(spec: ModelSpec, run: Run, gpu: GPU | None = None) -> None:
     if not isinstance(run, (Training, Inference)):
         given = f"run={reprlib.repr(run)} is a {type(run).__name__}"
         raise SpecError(f"{given}; give a lab.Training(...) or a lab.Inference(...)")
+    _check_run(spec, run)
+    if gpu is not None:
+        _check_card(run, gpu)
+
+
+@lru_cache(maxsize=256)  # who asks for a run on one card asks for it on others
+def _check_run(spec: ModelSpec, run: Run) -> None:
     if run.attention in ATTENTION_MISSING.get(spec.family, ()):
         raise SpecError(f"transformers' {spec.family} has no attention={run.attention!r}; use attention='eager'")
     if run.seq_len > spec.max_positions:
@@ -40,8 +48,9 @@ def check(spec: ModelSpec, run: Run, gpu: GPU | None = None) -> None:
             given = f"virtual_stages={run.virtual_stages} with pp={run.pp}"
             raise SpecError(f"{given} makes more of them than {spec.name}'s {spec.layers} layers")
         _check_training(spec, run)
-    if gpu is None:
-        return
+
+
+def _check_card(run: Run, gpu: GPU) -> None:
     for dtype in sorted(dtypes_of(run) & HALF):
         if gpu.peak(dtype) is None:
             other = "fp16" if dtype == "bf16" else "fp32"

@@ -159,7 +159,8 @@ class StepMemory:
         passes = passes_in_flight(run, share.stage, share.over)
         self.others = self.last_block - self.block + (self.outside - self.outside // passes if passes else 0)
         self.backward = block_backward(share, kept, whole)
-        self.last_backward = block_backward(share, kept, whole, first=False)
+        other = share.remade_masks > 1  # else the first and the last block's are the same
+        self.last_backward = block_backward(share, kept, whole, first=False) if other else self.backward
         self.recomputed = self.backward.recomputed
         # What the first block keeps less, of all micro-batches.
         first = micro_batches_in_flight(run, share.stage, over=share.over)

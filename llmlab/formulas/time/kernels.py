@@ -69,7 +69,7 @@ class Kernels:
     reached: float | None  # FLOP/s that others measured of large products in half precision; None with own grids
     flash: dict[str, dict[str, float]]  # 10^12 FLOP/s of AMD's libraries (products.toml)
     scale: float  # what a FLOP takes on `card` over what it takes on `base`
-    _products: dict[tuple[int, int, int, str], float | None] = field(default_factory=dict)
+    _products: dict[tuple[int, int, int, str], tuple[float | None, bool]] = field(default_factory=dict)
     _attentions: dict[tuple[int, int, int, int, str], float] = field(default_factory=dict)
 
     @property
@@ -201,17 +201,22 @@ class Kernels:
 
     def beyond(self, m: int, n: int, k: int, dtype: str) -> bool:
         """Return whether a product's time is extrapolated: its dtype was measured, but not at such sizes."""
-        found = _matmul(self.base.name, m, n, k, MEASURED_AS.get(dtype, dtype)) if self.table else None
-        return found is not None and not found.inside
+        return self.timed(m, n, k, dtype)[1]
 
     def product(self, m: int, n: int, k: int, dtype: str) -> float | None:
         """Return the seconds of (m, k) · (k, n) in `dtype`; None for one that the card has no units for. "mxfp8" is fp8
         with a scale per 32 elements."""
+        return self.timed(m, n, k, dtype)[0]
+
+    def timed(self, m: int, n: int, k: int, dtype: str) -> tuple[float | None, bool]:
+        """Return what `product` and `beyond` do, worked out once."""
         key = m, n, k, dtype
         try:
             return self._products[key]
         except KeyError:
-            return self._products.setdefault(key, self._product(m, n, k, dtype))
+            found = _matmul(self.base.name, m, n, k, MEASURED_AS.get(dtype, dtype)) if self.table else None
+            beyond = found is not None and not found.inside
+            return self._products.setdefault(key, (self._product(m, n, k, dtype), beyond))
 
     def _product(self, m: int, n: int, k: int, dtype: str) -> float | None:
         flop = 2.0 * m * n * k

@@ -263,11 +263,11 @@ def _timed(spec: ModelSpec, run: Training, found: Kernels) -> tuple[dict[str, fl
         _, n, k = sizes[0][0]
         total, slow = 0.0, _unaligned(each.part, kind, n, k, run, found)
         for size, times in sizes:
-            one = found.product(*size, kind)
+            one, extrapolated = found.timed(*size, kind)
             if one is None:
                 return None, Outside(0.0, 0.0, 0.0, 0.0)
             total += times * one
-            if found.beyond(*size, kind):
+            if extrapolated:
                 beyond += times * one * share
         if slow:
             unaligned += total * share
