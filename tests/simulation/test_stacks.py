@@ -636,8 +636,8 @@ COMPILED_QLORA = {
     "recomputed": {"lora": MLP, "seq_len": 4096, "micro_batch": 2},
     "few tokens": {"lora": MLP, "seq_len": 512},
     "dropout": {"lora": WET, "seq_len": 4096, "micro_batch": 2},
-    "attention": {"lora": QKV, "seq_len": 512},
-    "nothing recomputed": {"lora": MLP, "seq_len": 512, "stack": KEEPING},
+    "attention": {"lora": QKV, "seq_len": 1024},
+    "nothing recomputed": {"lora": MLP, "seq_len": 1024, "stack": KEEPING},
 }
 
 
