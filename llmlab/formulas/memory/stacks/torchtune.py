@@ -30,7 +30,7 @@ def block(share: Share) -> Block:
 
     def weights(*linears: str) -> tuple[Kept, ...]:
         """A graph has LinearNF4's operators of both ways, those that dequantize once: what backward's product reads is
-        kept, and not made again (torch/_functorch/partitioners.py, fx_graph_cse and is_materialized_backwards)."""
+        kept, and not made again (torch/_functorch/partitioners.py, fx_graph_cse and should_ban_recomputation)."""
         times = sum(sizes[name] for name in linears) / share.tokens
         name = f"{', '.join(linears)}: dequantized"
         return (Kept(name, "linear weights", "1", "product", "whole", times),) if fused and run.quantization else ()
