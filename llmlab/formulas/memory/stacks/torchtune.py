@@ -30,7 +30,7 @@ def block(share: Share) -> Block:
 
     def weights(*linears: str) -> tuple[Kept, ...]:
         """A graph has LinearNF4's operators of both ways, those that dequantize once: what backward's product reads is
-        kept, and not made again (torch/_functorch/partitioners.py, fx_graph_cse and is_materialized_backwards)."""
+        kept, and not made again (torch/_functorch/partitioners.py, fx_graph_cse and should_ban_recomputation)."""
         times = sum(sizes[name] for name in linears) / share.tokens
         name = f"{', '.join(linears)}: dequantized"
         return (Kept(name, "linear weights", "1", "product", "whole", times),) if fused and run.quantization else ()
@@ -88,6 +88,16 @@ def block(share: Share) -> Block:
                                              DEQUANTIZING * sizes[name] / share.tokens)))
         for gone, name, beside in moments if run.quantization
     ]  # fmt: skip
+    # A graph returns what backward will read, beside the block's input, and checkpointing drops it then, or backward
+    # begins. Before it dequantizes w2's weight, the results of w1's and w3's adapters wait for one kernel, which drops
+    # out too.
+    ends = (*[returned] * (1 + mlp_adapters), *named[1:] * (wet or not (trained or mlp_adapters)))
+    inside = tuple(row for row in saved[1:] if row.operator != "down_proj: dequantized")
+    waiting = Kept("the adapters of w1 and w3", "temporaries", "f", "product", "heads", mlp_adapters * (2 + dropout))
+    whole = (Height((), (*saved[1:], *ends)), Height((), (*inside, waiting)))
+    compiled = _compiled(stream, mlp_adapters, dropout)
+    if run.checkpointing:
+        compiled = (Height((), (stream, *ends)), *compiled)
     return Block(
         source="https://github.com/pytorch/torchtune/blob/v0.6.1/torchtune/modules/transformer.py",
         saved=saved,
@@ -96,7 +106,7 @@ def block(share: Share) -> Block:
             *_norm("norm", trained),
             Kept("output: its input", "linear inputs", "h", "product", "whole", trained),
         ),
-        backward=_compiled(stream, "down_proj" in names, dropout) if fused else (
+        backward=compiled if fused else (
             *quantized,
             *again,
             Height(down, (*around, _of("w2's input, the activation and w3", "f", 3)), ("down_proj",)),
@@ -106,8 +116,7 @@ def block(share: Share) -> Block:
         # An adapter's result is scaled, and added to the layer's.
         forward=(*[Height(down, named)] * (run.quantization is not None and not fused),
                  *[Height((), (*named, *[returned] * 3))] * wet,
-                 # A graph returns what backward will read, and checkpointing drops it then.
-                 *[Height((), (*saved, returned))] * (fused and run.checkpointing is not None)),
+                 *whole * (fused and run.checkpointing is not None)),
         loss=_loss(share, stack.num_output_chunks),
         # Three gradients in fp32; the sum over tokens of the weight's is taken by many blocks of threads, which write
         # theirs side by side (aten/src/ATen/native/cuda/Reduce.cuh, setReduceConfig), or pow's backward makes two more.
