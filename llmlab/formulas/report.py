@@ -118,8 +118,10 @@ _KINDS: dict[tuple[object, ...], GPU] = {}  # the first card that was asked for 
 def _alike(card: GPU, run: Training) -> GPU:
     """Return the first card on which a step takes as many bytes as on `card`: these are all that formulas/memory reads
     of one."""
-    multiprocessors = card.sms if isinstance(run.stack, Megatron) else None
-    return _KINDS.setdefault((card.vendor, card.compute_capability, card.cublas_workspace, multiprocessors), card)
+    kind: tuple[object, ...] = card.cublas_workspace, card.supports_flash_attention_2, card.prefers_cudnn_attention
+    if isinstance(run.stack, Megatron):
+        kind = (*kind, card.compute_capability, card.sms)
+    return _KINDS.setdefault(kind, card)
 
 
 def _notes(

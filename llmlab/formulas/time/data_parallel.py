@@ -58,43 +58,51 @@ class Communicated(NamedTuple):
         return (self.sent - self.exposed) * min(1.0, inside / self.sent)
 
 
-@dataclass(frozen=True)
-class _Replica:
-    """What the ranks of `group` have alike: a stage of the model, its bytes, and the seconds of a micro-batch's passes.
+class _Sizes(NamedTuple):
+    """The bytes of a stage, on any links: of its weights, which are gathered `narrower` bytes fewer, of gradients, and
+    of these in the dtype in which they are `reduced`.
 
-    `copies` are the ranks with the same shard, `everyone` both. `in_blocks` is the share of the bytes that is in the
-    `layers` blocks, whose weights, gathered, are `narrower` bytes fewer. `reduced` are the bytes of the gradients in
-    the dtype in which they are summed. A block is gathered in so many messages, and its gradients scattered; of its
-    weights `again` are gathered a third time, for backward.
+    `in_blocks` is the share of the bytes that is in the `layers` blocks. A block is gathered in so many messages, and
+    its gradients scattered; of its weights `again` are gathered a third time, for backward.
     """
 
-    kernels: Kernels
-    group: Group
-    copies: Group
-    everyone: Group
     weights: int
     narrower: int
     gradients: int
     reduced: int
     layers: int
     in_blocks: float
+    gathers: int
+    scatters: int
+    again: float
+
+
+@dataclass(frozen=True)
+class _Replica:
+    """What the ranks of `group` have alike: a stage of the model, its sizes, and the seconds of a micro-batch's passes.
+
+    `copies` are the ranks with the same shard, `everyone` both.
+    """
+
+    kernels: Kernels
+    group: Group
+    copies: Group
+    everyone: Group
     forward: float
     backward: float
-    gathers: int = 1
-    scatters: int = 1
-    again: float = 0.0
+    sizes: _Sizes
 
     def seconds(self, collective: str, size: int, less: int = 0, messages: int = 1) -> tuple[float, float]:
         """Return the seconds of `collective` for a block's part of `size` bytes, of which blocks have `less` fewer, in
         so many messages, and for the part outside of blocks."""
-        parts = (self.in_blocks * size - less) / self.layers / messages, (1 - self.in_blocks) * size
+        parts = (self.sizes.in_blocks * size - less) / self.sizes.layers / messages, (1 - self.sizes.in_blocks) * size
         block, outside = (self.kernels.collective(collective, part, self.group) for part in parts)
         return messages * block, outside
 
     def summed(self) -> tuple[float, float]:
         """Return the seconds in which copies sum the gradients of a shard: of a block's, and of the part outside."""
-        parts = self.in_blocks / self.layers, 1 - self.in_blocks
-        shard = self.reduced / self.group.ranks
+        parts = self.sizes.in_blocks / self.sizes.layers, 1 - self.sizes.in_blocks
+        shard = self.sizes.reduced / self.group.ranks
         block, outside = (self.kernels.collective("all-reduce", part * shard, self.copies) for part in parts)
         return block, outside
 
@@ -127,13 +135,29 @@ def data_parallel(
     if group.ranks == 1:
         return Communicated(0.0, 0.0)
     copies = cluster.group(run.dp_replicate, run.tp * group.ranks)
+    times = forward * compute, (1 - forward) * compute
+    everyone = cluster.group(run.dp * run.cp, run.tp)
+    sizes = _sizes(spec, run)
+    replica = _Replica(found, group, copies, everyone, *times, sizes)
+    hide_forward, hide_backward = "data" in overlap, "data" in overlap or "gradients" in overlap
+    updated = sizes.gradients if run.lora else sizes.weights  # adapters are as wide as their gradients
+    flat = _communicated(run, replica, updated, hide_forward, hide_backward, bucket)
+    if run.zero != 1 or run.stack != TRANSFORMERS or run.pp > 1:
+        return flat
+    dealt = _dealt_out(replica, run, updated, tensors(spec, run), hide_backward, bucket)
+    # PyTorch's optimizer has no master copy, as `states` has it; who keeps one is not named.
+    whole_tensors = not PRECISION[run.precision].master and not run.lora
+    return dealt if whole_tensors else flat._replace(later=max(0.0, dealt.exposed - flat.exposed))
+
+
+@lru_cache(maxsize=256)
+def _sizes(spec: ModelSpec, run: Training) -> _Sizes:
     of_stages = layers_of(spec, run)
     stage, counts = _largest_stage(spec, of_stages, run.tp, run.ep)
     whole, layers = states(spec, run, stage, sharded=False), of_stages[stage]
     in_blocks = 1 - sum(counts[part] for part in ("embedding", "positions", "head")) / sum(counts.values())
-    less = gathered_less(spec, run, PRECISION[run.precision].weights, layers)
-    times = forward * compute, (1 - forward) * compute
     b = PRECISION[run.precision]
+    less = gathered_less(spec, run, b.weights, layers)
     # torchtitan's mixed_precision_reduce is float32, and Megatron-LM and nanotron sum what they accumulate in fp32 so;
     # torch's own default is the gradients' dtype.
     stack = stack_of(run)
@@ -142,21 +166,8 @@ def data_parallel(
     if isinstance(stack, Megatron):
         in_fp32 = stack.accumulates_in_fp32(run.compute_dtype)
     wider = 4 // b.gradients if in_fp32 else 1
-    everyone = cluster.group(run.dp * run.cp, run.tp)
-    gathers, scatters, again = _messages(spec, run, in_blocks * sum(counts.values()) / layers)
-    replica = _Replica(
-        found, group, copies, everyone, whole.weights, less, whole.gradients, wider * whole.gradients, layers,
-        in_blocks, *times, gathers, scatters, again,
-    )  # fmt: skip
-    hide_forward, hide_backward = "data" in overlap, "data" in overlap or "gradients" in overlap
-    updated = whole.gradients if run.lora else whole.weights  # adapters are as wide as their gradients
-    flat = _communicated(run, replica, updated, hide_forward, hide_backward, bucket)
-    if run.zero != 1 or run.stack != TRANSFORMERS or run.pp > 1:
-        return flat
-    dealt = _dealt_out(replica, run, updated, tensors(spec, run), hide_backward, bucket)
-    # PyTorch's optimizer has no master copy, as `states` has it; who keeps one is not named.
-    whole_tensors = not b.master and not run.lora
-    return dealt if whole_tensors else flat._replace(later=max(0.0, dealt.exposed - flat.exposed))
+    messages = _messages(spec, run, in_blocks * sum(counts.values()) / layers)
+    return _Sizes(whole.weights, less, whole.gradients, wider * whole.gradients, layers, in_blocks, *messages)
 
 
 def _messages(spec: ModelSpec, run: Training, elements: float) -> tuple[int, int, float]:
@@ -215,22 +226,23 @@ def _communicated(
     run: Training, replica: _Replica, updated: int, hide_forward: bool, hide_backward: bool, bucket: int
 ) -> Communicated:
     """Return what the replicas send: gradients, and with ZeRO the parameters."""
+    sizes = replica.sizes
     if run.zero == 3:
         return _sharded(replica, run, hide_forward, hide_backward)
     if run.zero == 1 and (stack := stack_of(run)) and stack.sums_in_fp32:
         # nanotron sums its buffer at once, when backward is over (optim/gradient_accumulator.py).
-        reduced = _reduced(replica, run, hide_backward, replica.gradients)
+        reduced = _reduced(replica, run, hide_backward, sizes.gradients)
     else:
         reduced = _reduced(replica, run, hide_backward, None if run.zero else bucket)
     if run.zero == 0:
         return reduced
-    block, outside = replica.seconds("all-gather", updated, replica.narrower)
-    sent = sum([outside] + [block] * replica.layers)
+    block, outside = replica.seconds("all-gather", updated, sizes.narrower)
+    sent = sum([outside] + [block] * sizes.layers)
     # Forward's first unit waits for its own parameters; the others' come behind the computation before them.
-    hidden = outside + max(0.0, sum([block] * replica.layers) - replica.forward)
+    hidden = outside + max(0.0, sum([block] * sizes.layers) - replica.forward)
     behind = run.stack.overlap_param_gather if isinstance(run.stack, Megatron) else uses_fsdp(run)
     exposed = reduced.exposed + (hidden if hide_forward and behind else sent)
-    return Communicated(exposed, reduced.sent + sent, reduced.bytes + updated - replica.narrower, 0.0, reduced.reduce)
+    return Communicated(exposed, reduced.sent + sent, reduced.bytes + updated - sizes.narrower, 0.0, reduced.reduce)
 
 
 def buckets_finished(messages: int, cost: float, backward: float, share: float) -> float:
@@ -247,22 +259,22 @@ def buckets_finished(messages: int, cost: float, backward: float, share: float) 
 def _reduced(replica: _Replica, run: Training, hidden: bool, bucket: int | None) -> Communicated:
     """Return the seconds in which gradients are summed: in DDP's buckets or, scattered (None), what a block has at
     once, as FSDP does; DeepSpeed's buckets are larger still."""
-    layers, backward = replica.layers, replica.backward
+    sizes, layers, backward = replica.sizes, replica.sizes.layers, replica.backward
     if bucket is None:
-        scattered, summed = replica.seconds("reduce-scatter", replica.reduced), replica.summed()
+        scattered, summed = replica.seconds("reduce-scatter", sizes.reduced), replica.summed()
         block, outside = scattered[0] + summed[0], scattered[1] + summed[1]
         costs = [block] * layers + [outside]
         ready = [backward * (i + 1) / layers for i in range(layers)] + [backward]
         total, last = sum(costs), finished(ready, costs)
     else:
-        messages = ceil(replica.gradients / bucket) or 1
-        cost = replica.kernels.collective("all-reduce", replica.reduced / messages, replica.everyone)
-        total, last = messages * cost, buckets_finished(messages, cost, backward, replica.in_blocks)
+        messages = ceil(sizes.gradients / bucket) or 1
+        cost = replica.kernels.collective("all-reduce", sizes.reduced / messages, replica.everyone)
+        total, last = messages * cost, buckets_finished(messages, cost, backward, sizes.in_blocks)
     times = _reductions(run) if run.zero == 2 else 1
     sent = times * total
-    size = times * (2 * replica.reduced if bucket else replica.reduced * (1 + 2 * _copied(replica)))
+    size = times * (2 * sizes.reduced if bucket else sizes.reduced * (1 + 2 * _copied(replica)))
     exposed = times * (last - backward) if hidden else sent
-    return Communicated(exposed, sent, size, 0.0, total * replica.in_blocks / layers)
+    return Communicated(exposed, sent, size, 0.0, total * sizes.in_blocks / layers)
 
 
 def _sharded(replica: _Replica, run: Training, hide_forward: bool, hide_backward: bool) -> Communicated:
@@ -275,13 +287,13 @@ def _sharded(replica: _Replica, run: Training, hide_forward: bool, hide_backward
 
     In a pipeline torch frees nothing after a backward but the last, so that a forward after it finds all blocks whole,
     and frees them: m micro-batches of 1F1B gather a block m + 1 times (tests/formulas/test_fsdp_pipeline.py)."""
-    layers = replica.layers
+    sizes, layers = replica.sizes, replica.sizes.layers
     whole = _reductions(run)  # micro-batches with both gathers and a reduce-scatter
     gathers_only = run.accumulation - whole  # with one of them; without a pipeline with both
     again = 0 if run.pp > 1 else gathers_only
-    gather, outside_gather = replica.seconds("all-gather", replica.weights, replica.narrower, replica.gathers)
-    scatter, outside_scatter = replica.seconds("reduce-scatter", replica.reduced, messages=replica.scatters)
-    regather = (1 + replica.again) * gather
+    gather, outside_gather = replica.seconds("all-gather", sizes.weights, sizes.narrower, sizes.gathers)
+    scatter, outside_scatter = replica.seconds("reduce-scatter", sizes.reduced, messages=sizes.scatters)
+    regather = (1 + sizes.again) * gather
     reduce, outside_reduce = replica.summed()
     outside = outside_gather + outside_scatter + outside_reduce
     forward = layers * gather
@@ -298,10 +310,10 @@ def _sharded(replica: _Replica, run: Training, hide_forward: bool, hide_backward
 
     exposed = whole * (forward + backward(scatter, reduce) + outside) + gathers_only * backward(0.0, 0.0)
     exposed += again * (forward + outside_gather)
-    weights = replica.weights - replica.narrower
-    gathers = (2 + replica.again) * whole + gathers_only + again
-    size = whole * (1 + 2 * _copied(replica)) * replica.reduced + gathers * weights
-    moved = whole * (replica.gradients + replica.reduced) + gathers * 2 * weights
+    weights = sizes.weights - sizes.narrower
+    gathers = (2 + sizes.again) * whole + gathers_only + again
+    size = whole * (1 + 2 * _copied(replica)) * sizes.reduced + gathers * weights
+    moved = whole * (sizes.gradients + sizes.reduced) + gathers * 2 * weights
     return Communicated(exposed, sent, size, gather, scatter + reduce, moved / replica.kernels.bandwidth)
 
 
