@@ -307,3 +307,10 @@ def test_embedding_and_head_count_as_layers_where_the_end_stages_are_shorter():
         else:
             with pytest.raises(lab.SpecError, match="virtual_pipeline=3 does not divide"):
                 lab.estimate(spec, dataclasses.replace(run, stack=stack), "H100")
+
+
+def test_torchtune_adapts_attention_too():
+    run = lab.Training(seq_len=64, stack="torchtune", lora=lab.LoRA(8, ("gate_proj", "down_proj")))
+    with pytest.raises(lab.SpecError, match="add one of q_proj, k_proj, v_proj, o_proj"):
+        lab.estimate("meta-llama/Llama-3.2-1B", run, "H200")
+    assert lab.estimate("meta-llama/Llama-3.2-1B", replace(run, lora=lab.LoRA(8, ("o_proj", "gate_proj"))), "H200")

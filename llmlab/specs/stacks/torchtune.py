@@ -129,7 +129,12 @@ class Torchtune(StackOptions):
                             "recomputed block keeps; give enable_activation_checkpointing=True")  # fmt: skip
 
     def check_model(self, spec: ModelSpec, run: Any) -> None:
-        """Raise SpecError where torchao cannot quantize a linear of `spec`: its scales come in whole blocks."""
+        """Raise SpecError where torchtune adapts nothing of attention (models/llama3/_component_builders.py,
+        lora_llama3_self_attention), or torchao cannot quantize a linear of `spec`: its scales come in whole blocks."""
+        attention = [linear.name for linear in spec.block_linears if linear.part == "attention"]
+        if run.lora and not set(attention) & set(run.lora.targets):
+            raise SpecError(f"targets={run.lora.targets} with stack='torchtune': it wants an adapter in attention too; "
+                            f"add one of {', '.join(attention)}, or give another stack")  # fmt: skip
         if run.quantization is None:
             return
         for linear in spec.block_linears:
