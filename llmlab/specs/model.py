@@ -44,6 +44,9 @@ class ModelSpec(Sizes):
         for name, value in shape_of(self.config, self.source or self.name).items():
             object.__setattr__(self, name, value)
 
+    def __hash__(self) -> int:  # of few fields: an estimate looks a spec up in a dozen caches
+        return hash((self.name, self.hidden, self.layers))
+
     @property
     def config(self) -> dict[str, Any]:
         """A transformers config dict, yours to change: `AutoConfig.for_model(**spec.config)`."""

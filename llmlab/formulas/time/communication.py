@@ -10,7 +10,6 @@ takes a base time, its steps' latencies, and its bytes over the bandwidth; unlik
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import ceil, log2
 
 from ...base.errors import SpecError, check_counts, unknown_name
@@ -125,25 +124,6 @@ def _all_to_all(size: float, group: Group) -> float:
     rate = group.adapters / group.per_node * group.across.reached
     far = (group.ranks - group.per_node) * part / rate + (group.nodes - 1) * group.across.step
     return base_seconds() + max(near, far)
-
-
-def finished(ready: Sequence[float], costs: Sequence[float]) -> float:
-    """Return when the last of several messages is through one link, on which they follow one another.
-
-    `ready[i]` is when message i can start, `costs[i]` the seconds it takes. Gradients become ready while backward runs:
-    what is left to send when it ends is all that communication adds to the step.
-
-    >>> finished([1, 2, 3], [0.5, 0.5, 0.5])     # hidden but for the last
-    3.5
-    >>> finished([1, 2, 3], [2, 2, 2])           # the link is the slower
-    7
-    """
-    if len(ready) != len(costs):
-        raise SpecError(f"{len(ready)} times of readiness and {len(costs)} costs; give one of each per message")
-    free = 0.0
-    for when, cost in zip(ready, costs, strict=True):
-        free = max(free, when) + cost
-    return free
 
 
 def _check(collective: str, size: float) -> None:

@@ -29,7 +29,6 @@ from ..memory.fsdp import uses_fsdp
 from ..memory.precision import PRECISION
 from ..memory.share import adapted
 from ..memory.states import device_parameters, states
-from .communication import finished
 from .host import hook_modules
 from .kernels import Kernels
 
@@ -101,6 +100,8 @@ class _Replica:
 
     def summed(self) -> tuple[float, float]:
         """Return the seconds in which copies sum the gradients of a shard: of a block's, and of the part outside."""
+        if self.copies.ranks == 1:
+            return 0.0, 0.0
         parts = self.sizes.in_blocks / self.sizes.layers, 1 - self.sizes.in_blocks
         shard = self.sizes.reduced / self.group.ranks
         block, outside = (self.kernels.collective("all-reduce", part * shard, self.copies) for part in parts)
@@ -136,7 +137,7 @@ def data_parallel(
         return Communicated(0.0, 0.0)
     copies = cluster.group(run.dp_replicate, run.tp * group.ranks)
     times = forward * compute, (1 - forward) * compute
-    everyone = cluster.group(run.dp * run.cp, run.tp)
+    everyone = cluster.group(run.dp * run.cp, run.tp) if copies.ranks > 1 else group
     sizes = _sizes(spec, run)
     replica = _Replica(found, group, copies, everyone, *times, sizes)
     hide_forward, hide_backward = "data" in overlap, "data" in overlap or "gradients" in overlap
@@ -246,7 +247,7 @@ def _communicated(
 
 
 def buckets_finished(messages: int, cost: float, backward: float, share: float) -> float:
-    """Return when the last of `messages` buckets is through that take `cost` seconds each (`communication.finished`).
+    """Return when the last of `messages` buckets is through that take `cost` seconds each, on one link.
 
     One after the other is ready until `share` of all gradients are, those of the blocks, at `backward` seconds; the
     rest are ready then. So the last follows without a gap the first, or one of the two where that changes.
@@ -263,9 +264,7 @@ def _reduced(replica: _Replica, run: Training, hidden: bool, bucket: int | None)
     if bucket is None:
         scattered, summed = replica.seconds("reduce-scatter", sizes.reduced), replica.summed()
         block, outside = scattered[0] + summed[0], scattered[1] + summed[1]
-        costs = [block] * layers + [outside]
-        ready = [backward * (i + 1) / layers for i in range(layers)] + [backward]
-        total, last = sum(costs), finished(ready, costs)
+        total, last = layers * block + outside, buckets_finished(layers, block, backward, 1.0) + outside
     else:
         messages = ceil(sizes.gradients / bucket) or 1
         cost = replica.kernels.collective("all-reduce", sizes.reduced / messages, replica.everyone)

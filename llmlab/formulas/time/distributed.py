@@ -264,9 +264,9 @@ def _tensor(spec: ModelSpec, run: Training, cluster: Cluster, found: Kernels, hi
     gradient and the reduce-scatter of that behind the weight's. Torch keeps what it
     gathered, as the memory's formula counts it (`per_device`), unless checkpointing is to make it again.
     """
-    group, size = cluster.group(run.tp), _stream_bytes(spec, run)
     if run.tp == 1:
         return 0.0
+    group, size = cluster.group(run.tp), _stream_bytes(spec, run)
     again = 2 if run.checkpointing == "full" else 0
     behind = time.columns_backward(spec, run, found) if hidden else ()
     if not run.sequence_parallel:

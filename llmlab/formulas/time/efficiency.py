@@ -11,7 +11,7 @@ from ...hardware.gpu import gpu as find_gpu
 from ...hardware.tables import read_table
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # one for each card: looked up by what it is
 class Efficiency:
     """Rates of one card, and seconds that its host takes, as derived from the records that `derived_from` names.
 

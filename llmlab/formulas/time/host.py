@@ -254,6 +254,7 @@ def _multiplied(spec: ModelSpec, run: Training) -> int:
                if one.part in ("attention", "mlp", "adapters"))  # fmt: skip
 
 
+@lru_cache(maxsize=256)
 def host_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> float:
     """Return the seconds the CPU takes to start the operators of one device's forward and backward passes, or the
     kernels of compiled blocks, and for hooks between them."""
@@ -291,6 +292,7 @@ def hook_spread(host: Efficiency) -> float:
     return sqrt(host.dispatch / HERE)
 
 
+@lru_cache(maxsize=256)
 def hook_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> float:
     """Return the seconds of DeepSpeed's hooks in a step, which it has at ZeRO-3, and of what a compiled graph does for
     each parameter: the middle, in logarithms, of what `hook_spread` says. Recomputation runs forward's hooks again."""

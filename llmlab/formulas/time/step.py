@@ -49,7 +49,7 @@ EIGHT_BIT = 132 * 0.2204 / 8.03e9
 # 2.1 on (torch._inductor.config.shape_padding), Megatron-LM its vocabulary.
 ALIGNED, UNALIGNED = 8, 3.0
 TIMED_UNALIGNED = (8, 0), (9, 0)  # the chips
-Sized = tuple[tuple[int, int, int], int]  # (m, n, k) of a product, and how often
+Sized = tuple[tuple[int, int, int, str], int]  # (m, n, k) of a product and its dtype, and how often
 UNPACKED = 2.5  # bytes moved per packed weight, 4 bits read and 16 written, each time that it is multiplied
 
 
@@ -260,10 +260,10 @@ def _timed(spec: ModelSpec, run: Training, found: Kernels) -> tuple[dict[str, fl
     beyond = unaligned = 0.0
     share, counted = run.accumulation / run.pp, found.card.compute_capability in TIMED_UNALIGNED
     for each, kind, sizes in _multiplied(spec, run):
-        _, n, k = sizes[0][0]
+        _, n, k, _ = sizes[0][0]
         total, slow = 0.0, _unaligned(each.part, kind, n, k, run, found)
         for size, times in sizes:
-            one, extrapolated = found.timed(*size, kind)
+            one, extrapolated = found.timed(*size)
             if one is None:
                 return None, Outside(0.0, 0.0, 0.0, 0.0)
             total += times * one
@@ -286,9 +286,9 @@ def columns_backward(spec: ModelSpec, run: Training, found: Kernels) -> tuple[Ba
     """Return the seconds per micro-batch of backward's products of a block's column-parallel layers, of attention and
     of the MLP, averaged over the layers."""
     seconds = dict.fromkeys(("attention", "mlp"), Backward(0.0, 0.0))
-    for each, kind, sizes in _multiplied(spec, run):
+    for each, _, sizes in _multiplied(spec, run):
         if each.cut == "outputs" and each.part in seconds:
-            input, weight = (times * (found.product(*size, kind) or 0.0) / spec.layers for size, times in
+            input, weight = (times * (found.product(*size) or 0.0) / spec.layers for size, times in
                              ((sizes[1][0], each.input_gradient), (sizes[-1][0], each.weight_gradient)))  # fmt: skip
             before = seconds[each.part]
             seconds[each.part] = Backward(before.input + input, before.weight + weight)
@@ -298,9 +298,10 @@ def columns_backward(spec: ModelSpec, run: Training, found: Kernels) -> tuple[Ba
 def _unaligned(part: str, kind: str, n: int, k: int, run: Training, found: Kernels) -> bool:
     """Return whether matrices in half precision have rows that are not whole 16 bytes, which nobody pads. Adapters'
     products are bound by bytes."""
+    if not (n % ALIGNED or k % ALIGNED):
+        return False
     padded = run.compile or isinstance(run.stack, Megatron) or part == "adapters"
-    half = kind in ("fp16", "bf16") and found.measured(kind)
-    return half and not padded and bool(n % ALIGNED or k % ALIGNED)
+    return not padded and kind in ("fp16", "bf16") and found.measured(kind)
 
 
 @lru_cache(maxsize=256)
@@ -324,8 +325,8 @@ def _multiplied(spec: ModelSpec, run: Training) -> tuple[tuple[Product, str, tup
         if run.kernels == "liger" and each.part == "head":
             m = loss_chunk(spec, m)
             times = -(-rows // m)
-        sizes = ((m, n, k), times * (each.forward + each.again)), ((m, k, n), times * each.input_gradient)
-        weight = (((n, k, m), times * each.weight_gradient),) if each.weight_gradient else ()
+        sizes = ((m, n, k, kind), times * (each.forward + each.again)), ((m, k, n, kind), times * each.input_gradient)
+        weight = (((n, k, m, kind), times * each.weight_gradient),) if each.weight_gradient else ()
         found.append((each, kind, (*sizes, *weight)))
     return tuple(found)
 
