@@ -7,7 +7,6 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, overload
 
-from .archive.lookup import records
 from .base.errors import NotAvailable, SpecError
 from .hardware.gpu import GPU
 from .hardware.this_machine import host
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from concurrent.futures import Executor
     from contextlib import AbstractContextManager
+    from pathlib import Path
 
     import torch
 
@@ -96,6 +96,26 @@ def measure(model: ModelLike, run: Run, device: str | torch.device | None = None
     from .measurement.report import measured
 
     return measured(model, run, device, repeats)
+
+
+def records(
+    model: ModelLike | None = None,
+    run: Run | None = None,
+    gpu: GPU | str | None = None,
+    source: str | None = None,
+    folder: Path | str | None = None,
+) -> list[Report]:
+    """Return the recorded reports that agree with everything given, newest first; those without a date come last.
+
+    `model` and `gpu` may have any of their names ("Tesla T4" is "T4"; a preset's aliases are the preset); `run` is
+    compared field by field. `source` is "measured" or "published"; `folder` replaces the package's and the user's
+    folders of records. A file or record that cannot be read is named in a RecordWarning, and the rest still load. An
+    unknown GPU, or a name that is neither a preset's nor recorded, raises UnknownName; a model without records gives an
+    empty list.
+    """
+    from .archive.lookup import records as found
+
+    return found(model, run, gpu, source, folder)
 
 
 _measured = measure  # for compare, whose argument has the verb's name

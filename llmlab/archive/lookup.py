@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Set
 from functools import lru_cache
@@ -33,14 +34,7 @@ def records(
     source: str | None = None,
     folder: Path | str | None = None,
 ) -> list[Report]:
-    """Return the recorded reports that agree with everything given, newest first; those without a date come last.
-
-    `model` and `gpu` may have any of their names ("Tesla T4" is "T4"; a preset's aliases are the preset); `run` is
-    compared field by field. `source` is "measured" or "published"; `folder` replaces the package's and the user's
-    folders of records. A file or record that cannot be read is named in a RecordWarning, and the rest still load. An
-    unknown GPU, or a name that is neither a preset's nor recorded, raises UnknownName; a model without records gives an
-    empty list.
-    """
+    """Return the recorded reports that agree with everything given; see `llmlab.records`."""
     if source is not None and source not in SOURCES:
         raise SpecError(f"source={source!r} is not one of {', '.join(SOURCES)}")
     if model is not None and (wanted_model := model_name(model)) is None:
@@ -76,8 +70,16 @@ def load(kind: str, build: Callable[[dict[str, Any]], Record], folder: Path | st
         built, refusals = _read(kind, build, place, stamp)
         found += built
         for refusal in refusals:
-            warnings.warn(str(refusal), RecordWarning, stacklevel=3)
+            warnings.warn(str(refusal), RecordWarning, stacklevel=_callers())
     return found
+
+
+def _callers() -> int:
+    """Return the `stacklevel` of the line that called this package, for a warning from the function that asks."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and str(frame.f_globals["__name__"]).partition(".")[0] == __package__.partition(".")[0]:
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 @lru_cache(maxsize=32)

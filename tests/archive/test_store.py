@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import llmlab as lab
 from llmlab.archive import RecordWarning, records, store
 from llmlab.archive.chapters import ChapterRun
 from llmlab.archive.operators import sweep
@@ -131,8 +132,10 @@ def test_a_file_that_cannot_be_read_is_refused_by_name_and_the_rest_load(tmp_pat
 
 def test_bytes_that_are_no_text_are_refused(tmp_path):
     (tmp_path / "bad.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.warns(RecordWarning, match="not readable as JSON"):
-        assert records(folder=tmp_path) == []
+    for ask in (records, lab.records):
+        with pytest.warns(RecordWarning, match="not readable as JSON") as warned:
+            assert ask(folder=tmp_path) == []
+        assert warned[0].filename == __file__  # where the reader asked
 
 
 @pytest.mark.parametrize(
