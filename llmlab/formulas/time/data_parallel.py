@@ -27,7 +27,7 @@ from ...specs.stages import layers_of
 from ..memory.float8 import gathered_less
 from ..memory.fsdp import uses_fsdp
 from ..memory.precision import PRECISION
-from ..memory.share import adapted
+from ..memory.share import adapted, adapter_bytes
 from ..memory.states import device_parameters, states
 from .host import hook_modules
 from .kernels import Kernels
@@ -142,10 +142,11 @@ def data_parallel(
     replica = _Replica(found, group, copies, everyone, *times, sizes)
     hide_forward, hide_backward = "data" in overlap, "data" in overlap or "gradients" in overlap
     updated = sizes.gradients if run.lora else sizes.weights  # adapters are as wide as their gradients
-    flat = _communicated(run, replica, updated, hide_forward, hide_backward, bucket)
+    buckets = ddp_buckets(spec, run, bucket) if run.zero < 2 else 0
+    flat = _communicated(run, replica, updated, hide_forward, hide_backward, buckets)
     if run.zero != 1 or run.stack != TRANSFORMERS or run.pp > 1:
         return flat
-    dealt = _dealt_out(replica, run, updated, tensors(spec, run), hide_backward, bucket)
+    dealt = _dealt_out(replica, run, updated, tensors(spec, run), hide_backward, buckets)
     # PyTorch's optimizer has no master copy, as `states` has it; who keeps one is not named.
     whole_tensors = not PRECISION[run.precision].master and not run.lora
     return dealt if whole_tensors else flat._replace(later=max(0.0, dealt.exposed - flat.exposed))
@@ -191,6 +192,33 @@ def _messages(spec: ModelSpec, run: Training, elements: float) -> tuple[int, int
     return gathers, scatters, 1 - kept if run.checkpointing else 0.0
 
 
+@lru_cache(maxsize=256)
+def ddp_buckets(spec: ModelSpec, run: Training, full: int) -> int:
+    """Return in how many buckets DDP sums the gradients of the largest stage, taken as backward makes them: one is full
+    with the matrix that brings it to `full` bytes, however large that is (torch/csrc/distributed/c10d/reducer.cpp,
+    compute_bucket_assignment_by_size). Vectors lie in the buckets of matrices."""
+    sizes, width = _sizes(spec, run), adapter_bytes(run) if run.lora else PRECISION[run.precision].gradients
+    if run.lora:
+        matrices = [(run.lora.rank * features, linear.count)
+                    for linear in adapted(spec, run) for features in (linear.inputs, linear.outputs)]  # fmt: skip
+    else:
+        matrices = [(linear.inputs * linear.outputs // run.tp, linear.count) for linear in spec.block_linears]
+        experts = spec.parameters_by_component["experts"] // max(1, spec.moe_layers) // (run.tp * run.ep)
+        matrices += [(share * experts // 3, spec.moe_layers) for share in (2, 1)]
+    tables = 0 if run.lora else 1 if spec.tied or run.pp > 1 else 2
+    outside = [(1 - sizes.in_blocks) * sizes.gradients / tables] * tables if tables else []
+    blocks = [
+        width * elements for layer in range(sizes.layers) for elements, count in reversed(matrices)
+        if (layer + 1) * count // spec.layers > layer * count // spec.layers  # not every layer has experts
+    ]  # fmt: skip
+    buckets, held = 0, 0.0
+    for size in (*outside[:-1], *blocks, *outside[-1:]):
+        held += size
+        if held >= full:
+            buckets, held = buckets + 1, 0.0
+    return buckets + (held > 0)
+
+
 def tensors(spec: ModelSpec, run: Training) -> int:
     """Return how many tensors are trained: matrices and biases, norms, embeddings, experts' matrices; or adapters."""
     if run.lora:
@@ -214,17 +242,17 @@ def _largest_stage(spec: ModelSpec, layers: tuple[int, ...], tp: int, ep: int) -
 
 
 def _dealt_out(
-    replica: _Replica, run: Training, updated: int, tensors: int, hidden: bool, bucket: int
+    replica: _Replica, run: Training, updated: int, tensors: int, hidden: bool, buckets: int
 ) -> Communicated:
     """Return the seconds of gradients that all ranks sum, and of `updated` bytes in so many broadcasts, which nothing
     hides: they follow the update."""
-    reduced = _reduced(replica, run, hidden, bucket)
+    reduced = _reduced(replica, run, hidden, buckets)
     sent = tensors * replica.kernels.collective("broadcast", updated / tensors, replica.group)
     return reduced._replace(exposed=reduced.exposed + sent, sent=reduced.sent + sent, bytes=reduced.bytes + updated)
 
 
 def _communicated(
-    run: Training, replica: _Replica, updated: int, hide_forward: bool, hide_backward: bool, bucket: int
+    run: Training, replica: _Replica, updated: int, hide_forward: bool, hide_backward: bool, buckets: int
 ) -> Communicated:
     """Return what the replicas send: gradients, and with ZeRO the parameters."""
     sizes = replica.sizes
@@ -232,9 +260,9 @@ def _communicated(
         return _sharded(replica, run, hide_forward, hide_backward)
     if run.zero == 1 and (stack := stack_of(run)) and stack.sums_in_fp32:
         # nanotron sums its buffer at once, when backward is over (optim/gradient_accumulator.py).
-        reduced = _reduced(replica, run, hide_backward, sizes.gradients)
+        reduced = _reduced(replica, run, hide_backward, 1)
     else:
-        reduced = _reduced(replica, run, hide_backward, None if run.zero else bucket)
+        reduced = _reduced(replica, run, hide_backward, None if run.zero else buckets)
     if run.zero == 0:
         return reduced
     block, outside = replica.seconds("all-gather", updated, sizes.narrower)
@@ -257,21 +285,20 @@ def buckets_finished(messages: int, cost: float, backward: float, share: float) 
     return max(backward * min(1, (i + 1) / messages / share) + (messages - i) * cost for i in first)
 
 
-def _reduced(replica: _Replica, run: Training, hidden: bool, bucket: int | None) -> Communicated:
-    """Return the seconds in which gradients are summed: in DDP's buckets or, scattered (None), what a block has at
-    once, as FSDP does; DeepSpeed's buckets are larger still."""
+def _reduced(replica: _Replica, run: Training, hidden: bool, buckets: int | None) -> Communicated:
+    """Return the seconds in which gradients are summed: in so many buckets, as DDP does, or, scattered (None), what a
+    block has at once, as FSDP does; DeepSpeed's buckets are larger still."""
     sizes, layers, backward = replica.sizes, replica.sizes.layers, replica.backward
-    if bucket is None:
+    if buckets is None:
         scattered, summed = replica.seconds("reduce-scatter", sizes.reduced), replica.summed()
         block, outside = scattered[0] + summed[0], scattered[1] + summed[1]
         total, last = layers * block + outside, buckets_finished(layers, block, backward, 1.0) + outside
     else:
-        messages = ceil(sizes.gradients / bucket) or 1
-        cost = replica.kernels.collective("all-reduce", sizes.reduced / messages, replica.everyone)
-        total, last = messages * cost, buckets_finished(messages, cost, backward, sizes.in_blocks)
+        cost = replica.kernels.collective("all-reduce", sizes.reduced / buckets, replica.everyone)
+        total, last = buckets * cost, buckets_finished(buckets, cost, backward, sizes.in_blocks)
     times = _reductions(run) if run.zero == 2 else 1
     sent = times * total
-    size = times * (2 * sizes.reduced if bucket else sizes.reduced * (1 + 2 * _copied(replica)))
+    size = times * (2 * sizes.reduced if buckets else sizes.reduced * (1 + 2 * _copied(replica)))
     exposed = times * (last - backward) if hidden else sent
     return Communicated(exposed, sent, size, 0.0, total * sizes.in_blocks / layers)
 
