@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 import pytest
+import torch
+import transformers
 
 import llmlab as lab
 from llmlab import Training, model
@@ -10,7 +12,7 @@ from llmlab.archive import figure
 from llmlab.archive.published_steps import foundry_scaling, llama_405b, megatron_iterations
 from llmlab.base.errors import NotAvailable, SpecError
 from llmlab.formulas.time import elementwise
-from llmlab.formulas.time.data_parallel import data_parallel, tensors
+from llmlab.formulas.time.data_parallel import data_parallel, ddp_buckets, tensors
 from llmlab.formulas.time.distributed import step
 from llmlab.formulas.time.host import host_seconds
 from llmlab.formulas.time.kernels import kernels, training_rates
@@ -147,6 +149,25 @@ def test_one_gpu_is_the_time_of_one_gpu():
     assert alone.data == alone.tensor == alone.pipeline == alone.bubble == 0
 
 
+@pytest.mark.parametrize("size", [2**20, 25 * 2**20, 200 * 2**20])
+@pytest.mark.parametrize("name", ["gpt2-xl", "meta-llama/Llama-3.1-8B", "mistralai/Mixtral-8x7B-v0.1"])
+def test_buckets_are_those_that_torch_fills(name, size):
+    """A matrix larger than a bucket has one of its own: Llama 3.1 8B's halves lie in 162 of 25 MiB, not in 613."""
+    spec = model(name)
+    with torch.device("meta"):
+        whole = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**spec.config))
+        made = [torch.empty_like(p, dtype=torch.bfloat16) for p in reversed([*whole.parameters()])]
+    filled, _ = torch.distributed._compute_bucket_assignment_by_size(made, [size])
+    counted = ddp_buckets(spec, Training(dp=8, seq_len=64, precision="bf16"), size)
+    assert abs(counted - len(filled)) <= 1  # of GPT-2's vectors the last can be alone
+
+
+def test_adapters_share_buckets():
+    run = Training(dp=8, seq_len=64, precision="bf16", lora=lab.LoRA(64, targets=["q_proj", "v_proj", "down_proj"]))
+    assert ddp_buckets(model(LLAMA), run, 25 * 2**20) == 10
+    assert ddp_buckets(model(LLAMA), run, 2**20) == 160  # peft's own tensors in torch's
+
+
 def test_data_parallel_sends_its_gradients_once():
     run = replace(SMALL, dp=8)
     found = step("gpt2", run, "H100", H100, overlap=(), bucket_bytes=2**30)
@@ -154,7 +175,7 @@ def test_data_parallel_sends_its_gradients_once():
     assert found.data == found.data_sent
     assert found.data == pytest.approx(kernels("H100").collective("all-reduce", gradients, H100.group(8)))
     many = step("gpt2", run, "H100", H100, overlap=(), bucket_bytes=2**16)
-    assert many.data > 20 * found.data  # each message costs its latency
+    assert many.data > 2 * found.data  # each message costs its latency: one for every matrix
     hidden = step("gpt2", run, "H100", H100)
     # The tied embedding, a third of all, is ready last; the rest takes memory and multiprocessors from computation.
     assert 0.4 < hidden.data / hidden.data_sent < 1
@@ -249,13 +270,13 @@ def test_what_hides_the_gather_of_a_stage_1():
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_copies_sum_one_shard_over_nodes(zero):
     """HSDP: what shards send stays in the node; an all-reduce of a shard's gradients goes between nodes, once. At
-    stage 1 all ranks sum, in trees, which reach less."""
+    stage 1 all ranks sum whole gradients, in rings through both nodes: as many bytes leave a node."""
     run = replace(SMALL, dp=16, dp_replicate=2, zero=zero, precision="fp32")
     found, inside = (step("Llama-2-7b-hf", each, "H100", H100, overlap=())
                      for each in (run, replace(run, dp=8, dp_replicate=1)))  # fmt: skip
     shard = 4 * model("Llama-2-7b-hf").parameters / 8
     reduced = kernels("H100").collective("all-reduce", shard, H100.group(2, 8))
-    assert found.data_sent - inside.data_sent == pytest.approx(reduced, rel=0.2)
+    assert found.data_sent - inside.data_sent == pytest.approx(reduced, rel=0.4 if zero == 1 else 0.2)
 
 
 def test_copies_pay_where_nodes_are_slowly_joined():
