@@ -92,6 +92,21 @@ def test_where_a_rate_is_from_and_how_wide_that_makes_the_interval():
     assert f"× {slower:.2f} for FlashAttention 2" in said and slower != 1
 
 
+def test_the_interval_has_the_attention_of_an_older_torch_where_that_takes_another():
+    """torch takes cuDNN's first if it is newer than 9.15 (check_prefer_cudnn_attention), which 2.10's wheels for CUDA
+    12 do not bring; torchtitan asks for it."""
+    run = Training(seq_len=8192, precision="bf16")
+    ours, flash, ampere = (lab.estimate("Llama-3.1-8B", replace(run, attention=name), card)
+                           for name, card in (("sdpa", "H100"), ("flash", "H100"), ("sdpa", "A100")))  # fmt: skip
+    more = flash.step_seconds - ours.step_seconds
+    assert more > 0 and f"{more:.2g} s more" in ours.time_sources["attention"]
+    assert ours.step_seconds_high == pytest.approx(flash.step_seconds_high - flash.step_seconds + more
+                                                   + ours.step_seconds, rel=0.05)  # fmt: skip
+    sharded = replace(run, dp=8, zero=3, precision="mixed-bf16", stack="torchtitan")
+    for other in (flash, ampere, lab.estimate("Llama-3.1-8B", sharded, "H100")):
+        assert "s more" not in other.time_sources["attention"]
+
+
 def test_what_was_not_measured_is_said_and_widens_the_interval():
     run = Training(seq_len=1024, precision="bf16", compile=True)
     long = lab.estimate("Llama-3.1-8B", replace(run, seq_len=32768), "H100")
@@ -99,7 +114,7 @@ def test_what_was_not_measured_is_said_and_widens_the_interval():
     assert "70% of the data sheet: fp32 was not measured" in single.time_sources["products"]
     assert "beyond 16,384 tokens" in long.time_sources["attention"]
     assert "beyond" not in known.time_sources["attention"]
-    width = {name: each.step_seconds_high / each.step_seconds for name, each in
+    width = {name: each.step_seconds / each.step_seconds_low for name, each in
              (("known", known), ("long", long), ("single", single))}  # fmt: skip
     assert 1.05 * width["known"] < width["long"] and 1.05 * width["long"] < width["single"]
 

@@ -13,8 +13,8 @@ from ...hardware.links import GIVEN, Cluster, Rates, pcie_rates
 from ...hardware.links import cluster as cluster_of
 from ...specs.model import ModelSpec
 from ...specs.run import Run, Training
-from ...specs.stacks import DeepSpeed, Megatron
-from ..memory.share import attention_kernel
+from ...specs.stacks import DeepSpeed, Megatron, Torchtitan
+from ..memory.share import attention_kernel, masked_layers
 from .distributed import Step, computation, step
 from .efficiency import Efficiency, efficiencies
 from .flops import flops, head_sizes
@@ -123,11 +123,14 @@ def timing(
     kernel = traced.attention if traced else fastest_kernel(run, attention_kernel(spec, run, card), card)
     slower = found.slower(kernel, run.seq_len, sum(head_sizes(spec)) // 2)
     sources = _sources(run, found, parts, kernel, slower, shapes)
+    other, older = _older_attention(spec, run, found, kernel, parts.get("attention", 0.0))
+    if older:
+        sources["attention"] += f"; by {FUSED[other]}, which torch takes with a cuDNN up to 9.15, {older:.2g} s more"
     if nodes and not rates and (nodes.inside.kind == "pcie" or nodes.inside.source == GIVEN):
         sources.update({name: "the links that were given" for name in SENT if name in sources})
     sooner, later = _other_hosts(spec, run, found.host, parts)
     low = min(rest / quicker, rest - sooner) - shapes.sooner + on_host.least
-    high = max(longest, seconds + later) + shapes.later
+    high = max(longest, seconds + later) + shapes.later + older
     if on_host.host:
         sources["offload"] = on_host.host.source or "the median of nodes.toml"
         note += (
@@ -193,6 +196,20 @@ def _other_hosts(
     spread = hook_spread(host) if hooks else 1.0
     fast, slow = operators / apart + hooks / spread, operators * slower + hooks * spread
     return waited - max(0.0, fast - busy), max(0.0, slow - busy) - waited
+
+
+def _older_attention(
+    spec: ModelSpec, run: Training, found: Kernels, kernel: str, attention: float
+) -> tuple[str, float]:  # fmt: skip
+    """Return the kernel that computes a step's seconds of `attention` where torch does not take cuDNN's, and how many
+    seconds more it takes: with CUDA 12's wheels up to torch 2.10, which bring an older one than `fastest_kernel` says.
+    Megatron-LM and torchtitan name cuDNN's themselves."""
+    other = "efficient" if masked_layers(spec, run) else "flash"
+    if kernel != "cudnn" or run.attention != "sdpa" or isinstance(run.stack, (Megatron, Torchtitan)):
+        return other, 0.0
+    sizes = run.micro_batch, max(1, spec.heads // run.tp), run.seq_len, sum(head_sizes(spec)) // 2
+    times = found.attention(*sizes, other, peak_dtype(run)) / found.attention(*sizes, kernel, peak_dtype(run))
+    return other, attention * max(0.0, times - 1)
 
 
 @cache
