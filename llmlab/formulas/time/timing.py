@@ -204,9 +204,9 @@ def _older_attention(
     """Return the kernel that computes a step's seconds of `attention` where torch does not take cuDNN's, and how many
     seconds more it takes: with CUDA 12's wheels up to torch 2.10, which bring an older one than `fastest_kernel` says.
     Megatron-LM and torchtitan name cuDNN's themselves."""
-    other = "efficient" if masked_layers(spec, run) else "flash"
     if kernel != "cudnn" or run.attention != "sdpa" or isinstance(run.stack, (Megatron, Torchtitan)):
-        return other, 0.0
+        return kernel, 0.0
+    other = "efficient" if masked_layers(spec, run) else "flash"
     sizes = run.micro_batch, max(1, spec.heads // run.tp), run.seq_len, sum(head_sizes(spec)) // 2
     times = found.attention(*sizes, other, peak_dtype(run)) / found.attention(*sizes, kernel, peak_dtype(run))
     return other, attention * max(0.0, times - 1)
