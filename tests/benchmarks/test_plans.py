@@ -68,14 +68,14 @@ def test_a_row_has_a_run_of_its_own_where_memory_is_another():
     never_updated = rows["vectorlm-full-1-2048"]
     assert replace(never_updated.held, optimizer="adamw") == never_updated.run != never_updated.held
     assert {row.source for row in rows.values() if row.held not in (None, row.run)} == {
-        "dlperf-megatron", "gollem", "gollem-ddp", "gpt-perf-lab", "gpt3-small", "gpt3-small-ddp", "internevo-others",
-        "megatron-2021", "mlperf-4.0-juniper", "nanochat", "olmo-core", "prime-rl", "qwen-others", "torchao",
-        "vectorlm",
+        "dlperf-megatron", "flopcheck", "gollem", "gollem-ddp", "gpt-perf-lab", "gpt-repro", "gpt3-small",
+        "gpt3-small-ddp", "internevo-others", "megatron-2021", "mlperf-4.0-juniper", "nanochat", "olmo-core",
+        "prime-rl", "qwen-others", "torchao", "vectorlm",
     }  # fmt: skip
     unknown = {case.id for case in plans.cases() if case.uncertain}
     assert {id.partition("-")[0] for id in unknown} == {
         "nemo", "bridge", "flagperf", "fla", "megatron", "mlperf41", "mlperf50", "mlperf51", "thunder",
-        "alcf", "azure", "colossal", "fast", "flash", "open", "whynlp", "wide",
+        "alcf", "azure", "colossal", "fast", "flash", "fp4", "gipfel", "open", "whynlp", "wide",
     }
     assert "aleph-13b-tp1-pp2" not in unknown and "vectorlm-lora-1-2048" not in unknown  # there a field says all
     assert "flagperf-8b-h100-8" not in unknown
