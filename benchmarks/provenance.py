@@ -39,6 +39,11 @@ def titled_table(title: str, header: list[str], rows: list[list[str]], words: bo
     lines = table(header, rows, words)
     if len(rows) <= LONG:
         return [f"**{title}**", "", *lines, ""]
+    return folded(title, lines)
+
+
+def folded(title: str, lines: list[str]) -> list[str]:
+    """Return `lines` as a click on their title opens them."""
     return ["<details>", f"<summary>{title}</summary>", "", *lines, "", "</details>", ""]
 
 

@@ -25,7 +25,7 @@ from statistics import median
 from unittest.mock import patch
 
 import click
-from provenance import provenance, titled_table, write
+from provenance import folded, provenance, titled_table, write
 from throughput_peers import EFFICIENCY, RULE, llm_analysis, rule
 from throughput_rows import UNSEEN, Row, rows
 
@@ -179,13 +179,13 @@ def text(found: list[tuple[Row, Predicted]]) -> Iterator[str]:
     header = ["run", "measured", "predicted", "error", "10–90 %", "inside", "6ND", "llm-analysis"]
     for group, mine in groups.items():
         yield from titled_table(f"Tokens per second and GPU, {group}", header, [_line(*each) for each in mine])
-    yield from ("Sources:", "", *(f"- {citation}" for citation in dict.fromkeys(row.citation for row, _ in found)), "")
+    yield from folded("Sources", [f"- {citation}" for citation in dict.fromkeys(row.citation for row, _ in found)])
     assumed: dict[str, list[str]] = {}
     for row, _ in found:
         assumed.setdefault(row.assumed, []).append(row.id)
-    yield from ("Assumed, where a source does not say it, or differs:", "")
-    yield from (f"- {text}: {', '.join(ids)}" for text, ids in assumed.items() if text)
-    yield from ("", provenance("llmlab", "llm-analysis"))
+    lines = [f"- {text}: {', '.join(ids)}" for text, ids in assumed.items() if text]
+    yield from folded("Assumed, where a source does not say it, or differs", lines)
+    yield provenance("llmlab", "llm-analysis")
 
 
 def _line(row: Row, it: Predicted) -> list[str]:
