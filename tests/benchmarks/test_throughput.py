@@ -148,6 +148,21 @@ def test_the_page_says_how_far_off_round_12_was():
     assert worst.source == "gpt2-optimization" and max(row.run.world_size for row, _ in pairs) == 4096
 
 
+def test_the_page_says_how_far_off_round_13_was():
+    """Details that are assumed are divided by semicolons."""
+    ((_, pairs),) = [each for each in throughput.rounds(throughput.rows()) if each[0].startswith("round 13,")]
+    graded = [each for each in pairs if ";" not in each[0].assumed]
+    got, page = throughput.errors(graded), " ".join((BOOK / "who-predicts-best.md").read_text(encoding="utf-8").split())
+    assert f"Round 13 has {len(pairs)} rows of {len({row.source for row, _ in pairs})} sources" in page
+    assert f"Of the {len(graded)} with at most one detail assumed" in page and got.known == len(graded)
+    assert f"the median was {100 * got.median:.0f} % off and {100 * got.inside:.0f} % were inside" in page
+    worst, _ = max(graded, key=lambda each: abs(each[1].rate / each[0].measured - 1))
+    assert f"the worst, {100 * got.worst:.0f} %, is Liger" in page and worst.run.kernels == "liger"
+    slow = [it.rate / row.measured - 1 for row, it in pairs if it.rate / row.measured < 1 - throughput.WORST]
+    assert f"Three, of DDP over several nodes, {-100 * max(slow):.0f} to {-100 * min(slow):.0f} % too slow" in page
+    assert len(slow) == 3
+
+
 def test_the_pages_say_how_far_off_an_h200s_predictions_were():
     ((_, pairs),) = [each for each in throughput.rounds(throughput.rows()) if each[0].startswith("round 9,")]
     got = throughput.errors(pairs)

@@ -165,7 +165,7 @@ def test_buckets_are_those_that_torch_fills(name, size):
 def test_adapters_share_buckets():
     run = Training(dp=8, seq_len=64, precision="bf16", lora=lab.LoRA(64, targets=["q_proj", "v_proj", "down_proj"]))
     assert ddp_buckets(model(LLAMA), run, 25 * 2**20) == 10
-    assert ddp_buckets(model(LLAMA), run, 2**20) == 160  # peft's own tensors in torch's
+    assert ddp_buckets(model(LLAMA), run, 2**20) == 160  # as torch fills them with peft's
 
 
 def test_data_parallel_sends_its_gradients_once():

@@ -100,8 +100,9 @@ def test_the_interval_has_the_attention_of_an_older_torch_where_that_takes_anoth
                            for name, card in (("sdpa", "H100"), ("flash", "H100"), ("sdpa", "A100")))  # fmt: skip
     more = flash.step_seconds - ours.step_seconds
     assert more > 0 and f"{more:.2g} s more" in ours.time_sources["attention"]
-    assert ours.step_seconds_high == pytest.approx(flash.step_seconds_high - flash.step_seconds + more
-                                                   + ours.step_seconds, rel=0.05)  # fmt: skip
+    # Without it the interval is as wide for either kernel, as a factor.
+    width = flash.step_seconds_high / flash.step_seconds
+    assert ours.step_seconds_high - more == pytest.approx(width * ours.step_seconds, rel=0.01)
     sharded = replace(run, dp=8, zero=3, precision="mixed-bf16", stack="torchtitan")
     for other in (flash, ampere, lab.estimate("Llama-3.1-8B", sharded, "H100")):
         assert "s more" not in other.time_sources["attention"]
