@@ -267,8 +267,8 @@ def test_a_power_limit_is_between_half_of_the_cards_own_and_that():
     for watts in (340, 701):
         with pytest.raises(SpecError, match=rf"power={watts} W for H100-80GB is not between 350.* 700"):
             gpu("H100", power=watts)
-    with pytest.raises(NotAvailable, match="power=600 W: the table does not have what GH200 may take"):
-        gpu("GH200", power=600)  # its CPU takes a part
+    with pytest.raises(NotAvailable, match="power=200 W: the table does not have what GB200 may take"):
+        gpu("GB200", power=200)  # its CPUs take a part
 
 
 def test_a_number_is_no_card():
