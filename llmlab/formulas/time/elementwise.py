@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ...hardware.gpu import GPU
 from ...hardware.gpu import gpu as find_gpu
 from ...specs.model import ModelSpec
-from ...specs.parameters import Linear
+from ...specs.parameters import ROW_PARALLEL, Linear
 from ...specs.run import Training, stack_of
 from ...specs.stacks import Megatron, Nanotron, Torchtitan
 from ..memory.activations import FUSED
@@ -24,7 +24,7 @@ from ..memory.share import Share, adapted, adapter_bytes, share_of
 from ..memory.stacks.megatron import fused_softmax
 from ..memory.states import block_parameters, states
 from ..memory.temporaries import loss_chunk
-from .products import ROW_PARALLEL, is_last, multiplied_wide
+from .products import is_last, multiplied_wide
 
 LOGITS_MOVES = 10.0  # of the logits in fp32, by the loss
 # Fused, the loss reads the logits in half precision, for their maximum and sum and for the gradient, and writes that.
@@ -354,6 +354,8 @@ def engine_casts(spec: ModelSpec, run: Training, any_layout: bool = False) -> fl
     """Return the bytes of Transformer Engine's casts in a micro-batch; what sequence parallelism gathers is fp8."""
     recipe, again = str(run.fp8_recipe), run.checkpointing == "full"
     each = (any_layout and ANY_LAYOUT_CASTS.get(recipe)) or ENGINE_CASTS[recipe]
+    if run.lora:  # frozen weights have no gradient, for which inputs and outputs' gradients take a second layout
+        each = each._replace(normed=each.normed_again, other=each.other_again, gradient=each.gradient - 1)
     layers = converted(spec, run)
     rows = sum(linear.inputs * linear.count for linear in layers if linear.name in ROW_PARALLEL) / run.tp
     shared = {(one.part, one.inputs): one.count for one in layers if one.name not in ROW_PARALLEL}

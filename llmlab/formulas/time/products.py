@@ -12,13 +12,11 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from ...specs.model import ModelSpec
-from ...specs.parameters import Linear
+from ...specs.parameters import ROW_PARALLEL, Linear
 from ...specs.run import Training
 from ...specs.stacks import Torchtitan
 from ..memory.share import adapter_bytes
 
-# Tensor parallelism divides their inputs (arXiv 1909.08053, section 3).
-ROW_PARALLEL = ("o_proj", "c_proj", "down_proj")
 # Every second product of a block is not kept by torchtitan's "selective_op", in the order in which it runs them: wq,
 # wk, wv, wo, w1, w3, w2 (torchtitan/distributed/activation_checkpoint.py).
 SECOND = ("k_proj", "o_proj", "up_proj")
