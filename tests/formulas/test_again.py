@@ -48,8 +48,8 @@ def test_all_that_a_block_takes_again_is_of_those_blocks_alone():
     none, whole = RUN, blocks(32)
     one = flops(LLAMA, whole).recomputed
     block = 2 * RUN.tokens * sum(each.inputs * each.outputs * each.count for each in LLAMA.block_linears)
-    scores = 4 * 32 * 32 * 128 * 8192**2  # all of a block: Megatron-LM's checkpoint does not stop before its last product
-    assert one == block + scores
+    scores = 4 * 32 * 32 * 128 * 8192**2
+    assert one == block + scores  # all of a block: Megatron-LM's checkpoint does not stop before its last product
     rates = kernels("H100")
     for many in (1, 5, 16):
         run, share = blocks(many), many / 32
