@@ -17,7 +17,7 @@ from ..specs.run import Inference, Run, Training
 from ..specs.stacks import Megatron
 from .inference import inference_moments
 from .memory.moments import Moment
-from .memory.share import share_of
+from .memory.share import bytes_of, share_of
 from .memory.step import step_memory
 from .serving import FRACTION, serving
 from .time.flops import flops
@@ -128,6 +128,8 @@ def _notes(
     spec: ModelSpec, run: Run, card: GPU | None, peaks: list[int], fit: Verdict, time_note: str
 ) -> Iterator[str]:
     """Say what the figures alone do not: of a pipeline's stages, of what is not known, and of serving."""
+    if isinstance(run, Training) and run.quantization:
+        yield from _around_quantized(run)
     if most := peaks.index(max(peaks)):
         yield f"Stage {most} of the pipeline (from 0) holds more than the first: {show_bytes(peaks[most])}."
     if time_note:
@@ -145,6 +147,19 @@ def _notes(
         yield f"Served by an engine with a paged cache and {FRACTION:.0%} of the memory: {service}."
     elif fit.outcome == "out of memory" and _counted_eager(spec, run, card):
         yield "Too large as counted, in eager mode; what a compiled step fuses away may make it fit."
+
+
+def _around_quantized(run: Training) -> Iterator[str]:
+    """Say what is in fp32 around quantized weights where nothing casts it, which is not what most people train in; not
+    how many seconds that takes, which would take as long to find out again."""
+    if run.precision == "fp32" or bytes_of(run).compute != 4:
+        return
+    left = "norms and the head" if run.attention == "flash" else "norms, attention and the head"
+    half = run.compute_dtype
+    yield (
+        f"peft leaves in fp32 what is not quantized, and without autocast {left} compute so."
+        f" The Trainer's {half}=True is precision='autocast-{half}'."
+    )
 
 
 def _first_over(stages: list[list[Moment]], room: int) -> str | None:

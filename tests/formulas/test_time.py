@@ -17,7 +17,16 @@ from llmlab.formulas.time.elementwise import accumulated, moved
 from llmlab.formulas.time.host import CHECKPOINT, DTENSOR, FSDP2, host_seconds, operators, python_seconds
 from llmlab.formulas.time.kernels import kernels
 from llmlab.formulas.time.products import products
-from llmlab.formulas.time.step import fastest_kernel, hfu, mfu, passes, price, step_seconds, training_days
+from llmlab.formulas.time.step import (
+    attention_seconds,
+    fastest_kernel,
+    hfu,
+    mfu,
+    passes,
+    price,
+    step_seconds,
+    training_days,
+)
 from llmlab.formulas.time.timing import PARTS
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -259,6 +268,56 @@ def test_recomputation_never_saves_time(run):
 def test_quantized_weights_have_a_time_in_every_precision(precision):
     run = Training(quantization="nf4", lora=LoRA(), precision=precision)
     assert lab.estimate("TinyLlama-1.1B-Chat-v1.0", run, "T4").step_seconds > 0
+
+
+def test_flash_attn_computes_in_half_what_peft_leaves_in_fp32():
+    """transformers casts what is fp32 before the package flash-attn, which has none (modeling_flash_attention_utils.py,
+    fa_peft_integration_check); SDPA's kernels take it. Under autocast both are half."""
+    spec, rates = lab.model("TinyLlama-1.1B-Chat-v1.0"), kernels("A100")
+
+    def seconds(precision, attention, quantization="nf4"):
+        return attention_seconds(spec, Training(precision=precision, attention=attention, quantization=quantization,
+                                                seq_len=2048, lora=LoRA()), rates)  # fmt: skip
+
+    half = seconds("bf16", "flash", None)
+    assert seconds("bf16", "flash") == seconds("autocast-bf16", "flash") == seconds("autocast-bf16", "sdpa") == half
+    assert seconds("bf16", "sdpa") > 10 * half
+
+
+def test_what_flash_attn_is_given_is_cast_and_what_follows_is_half():
+    """Per token, beside SDPA's memory-efficient kernel in fp32, for which keys and values are repeated. A cast from 4
+    bytes to 2 moves 6. A quantized layer returns the dtype that it is given: o_proj, which neither casts what it is
+    given nor what it returns, half."""
+    spec, tokens = lab.model("meta-llama/Llama-3.1-8B"), 1024
+    flash, efficient = (
+        moved(spec, Training(seq_len=tokens, precision="bf16", attention=attention, quantization="nf4", lora=LoRA()))
+        for attention in ("flash", "efficient")
+    )
+    Q, K, h = spec.query_width, spec.key_width, spec.hidden
+    narrowed = 2 * 6 * (Q + 2 * K)  # and their gradients
+    branch = 6 * h - 2 * h  # its gradient is cast; the sum with the stream reads it in half
+    casts, repeated = 2 * 6 * (Q + h), 2 * 8 * (K + Q)
+    assert flash.blocks - efficient.blocks == 32 * tokens * (narrowed + branch - casts - repeated)
+
+
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_a_report_says_what_peft_leaves_in_fp32(half):
+    run = Training(seq_len=1024, precision=half, quantization="nf4", lora=LoRA())
+    usual = replace(run, precision=f"autocast-{half}")
+
+    def said(run):
+        return [note for note in lab.estimate("SmolLM2-135M", run, "A100").notes if "peft" in note]
+
+    (note,) = said(run)
+    assert "norms, attention and the head" in note
+    assert f"{half}=True is precision='autocast-{half}'." in note
+    (note,) = said(replace(run, attention="flash"))
+    assert "norms and the head" in note
+    own = replace(run, lora=LoRA(autocast_adapter_dtype=False))
+    others = [usual, own, replace(run, precision="fp32"), replace(run, quantization=None)]
+    assert not any(said(each) for each in others)
+    other = replace(run, precision="bf16", stack="torchtune")  # which trains adapters in half
+    assert not any("peft" in note for note in lab.estimate("Llama-3.2-1B", other, "A100").notes)
 
 
 def test_torchtitan_computes_every_second_product_again():

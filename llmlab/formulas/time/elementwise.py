@@ -144,8 +144,10 @@ def plain_block(share: Share) -> float:
     readers = (0 if spec.fused_qkv else 2) + (spec.gated and not spec.fused_qkv)
     dropped = 2 * (2 * m + 1) if spec.dropout else 0
     # Of what lies between products: forward, backward, and what checkpointing does not compute again.
-    forward = float(h * (spec.norms_per_layer * norm.forward + 2 * (2 * r + m) + dropped))
-    backward = h * (spec.norms_per_layer * norm.backward + 2 * cast(r, m) + (2 + readers) * 3 * r + dropped)
+    # What attention's last layer returns: bitsandbytes' the dtype that it is given.
+    o = c if run.quantization and c < m else m
+    forward = float(h * (spec.norms_per_layer * norm.forward + 4 * r + m + o + dropped))
+    backward = h * (spec.norms_per_layer * norm.backward + cast(r, m) + cast(r, o) + (2 + readers) * 3 * r + dropped)
     last = h * (2 * r + m)
     divided = run.tp if run.sequence_parallel else 1
     once, back = forward / divided, backward / divided
@@ -164,6 +166,9 @@ def plain_block(share: Share) -> float:
     if not spec.learned_positions:
         turn, _ = rotation(share)
         forward, backward = forward + turn.forward, backward + turn.backward
+    if c < m:  # what is not rotated is cast for attention, and its gradients
+        narrowed = cast(m, c) * (K + (Q + K if spec.learned_positions else 0))
+        forward, backward = forward + narrowed, backward + narrowed
     if spec.fused_qkv:
         backward += (2 if spec.learned_positions else 11) * m * (Q + 2 * K)  # of a split; of three slices
     if trained:
@@ -201,7 +206,7 @@ def linear_casts(share: Share, linear: Linear) -> float:
     else:
         given = share.bytes.residual
     half = 2 if run.quantization == "int8" else PRECISION[run.precision].compute
-    out = cast(half, m) * linear.outputs if run.quantization and adapter_bytes(run) == 4 else 0
+    out = cast(half, given) * linear.outputs if run.quantization and adapter_bytes(run) == 4 else 0
     return linear.count * (cast(given, half) * linear.inputs + out)
 
 

@@ -342,7 +342,10 @@ def attention_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float |
     without = 1 if first and not any(first[f"scores {name}"] for name in "qkv") else 0
     fused = kernel in ("flash", "efficient")
     again = attentions_again(spec, run, fused)
-    dtype = "fp32" if bytes_of(run).compute == 4 or kernel == "math" else peak_dtype(run)
+    # The package flash-attn has no fp32: transformers casts queries, keys and values to the weights' half before it
+    # (modeling_flash_attention_utils.py, fa_peft_integration_check).
+    wide = kernel == "math" or (bytes_of(run).compute == 4 and run.attention != "flash")
+    dtype = "fp32" if wide else peak_dtype(run)
     if fused:
         name, masked = fastest_kernel(run, kernel, found.card), masked_layers(spec, run) / spec.layers
         whole = name if name == "cudnn" else "efficient"  # FlashAttention takes no mask; under one all scores count
