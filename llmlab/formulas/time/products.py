@@ -15,7 +15,7 @@ from ...specs.model import ModelSpec
 from ...specs.parameters import Linear
 from ...specs.run import Training
 from ...specs.stacks import Torchtitan
-from ..memory.share import adapter_bytes
+from ..memory.share import adapter_bytes, by_bitsandbytes
 
 # Tensor parallelism divides their inputs (arXiv 1909.08053, section 3).
 ROW_PARALLEL = ("o_proj", "c_proj", "down_proj")
@@ -133,7 +133,7 @@ def _recomputed(spec: ModelSpec, run: Training, linear: Linear) -> int:
         if run.stack.ac == "selective_layers":
             return linear.count // run.stack.every
         return linear.count if linear.name in SECOND else 0
-    if run.checkpointing == "selective" and run.quantization is None:
+    if run.checkpointing == "selective" and not by_bitsandbytes(run):
         return 0
     adapted = run.lora is not None and linear.name in run.lora.targets
     return 0 if is_last(spec, linear) and not adapted else linear.count
