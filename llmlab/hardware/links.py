@@ -214,10 +214,11 @@ def _of_kind(given: Link | str, what: str, across: bool) -> Link:
 def node_link(card: GPU | str) -> Link:
     """Return what connects such cards inside a node: NVLink with the card's bandwidth, else its PCIe.
 
-    NVLink on a GeForce card, a PCIe board or an NVL is a bridge between two; a ring of more goes through PCIe.
+    NVLink on a GeForce card, a PCIe board, as the A30 and A40 are, or an NVL is a bridge between two; a ring of more
+    goes through PCIe.
     """
     found = gpu(card)
-    bridge = found.name.endswith(("PCIe", "NVL")) or found.name.startswith("RTX")
+    bridge = found.name.endswith(("PCIe", "NVL")) or found.name.startswith(("RTX", "A30", "A40"))
     for each in links().values():
         if found.nvlink and not bridge and found.architecture in each.architectures:
             share = found.nvlink / each.bandwidth  # an H800 has 8 of an H100's 18 links

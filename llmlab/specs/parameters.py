@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 from .sizes import Sizes
 
+# Tensor parallelism divides their inputs (arXiv 1909.08053, section 3).
+ROW_PARALLEL = ("o_proj", "c_proj", "down_proj")
+
 
 @dataclass(frozen=True)
 class Linear:

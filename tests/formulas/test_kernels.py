@@ -128,7 +128,8 @@ def test_cards_of_another_chip_have_another_limit():
     ("card", "base"),
     [("A100-40GB", "A100-80GB"), ("RTX-3090", "A100-80GB"), ("RTX-4090", "L40S"), ("L4", "L40S"), ("H20", "H100-80GB"),
      ("H800-80GB", "H100-80GB"), ("V100-32GB", "A100-80GB"),
-     ("RTX-5090", "RTX-PRO-6000"), ("B200", "B200"), ("H200", "H200")],
+     ("RTX-5090", "RTX-PRO-6000"), ("RTX-5080", "RTX-PRO-6000"), ("RTX-4070-Ti-SUPER", "L40S"), ("A30", "A100-80GB"),
+     ("A40", "A100-80GB"), ("B200", "B200"), ("H200", "H200")],
 )  # fmt: skip
 def test_grids_are_transferred_from_the_card_that_is_most_like_it(card, base):
     found = kernels(card)

@@ -11,6 +11,7 @@ import llmlab as lab
 from llmlab.archive import figure
 from llmlab.base.errors import NotAvailable
 from llmlab.formulas.memory.states import states
+from llmlab.formulas.time.distributed import step as distributed_step
 from llmlab.formulas.time.efficiency import efficiency
 from llmlab.formulas.time.flops import flops
 from llmlab.formulas.time.offload import (
@@ -22,6 +23,7 @@ from llmlab.formulas.time.offload import (
     tokens_to_hide_update,
 )
 from llmlab.formulas.time.step import passes
+from llmlab.hardware.links import cluster
 from llmlab.hardware.nodes import adam_share, host, host_of, hosts, nvme, to_host, usual_host
 from llmlab.ranks.launch import launch
 
@@ -61,6 +63,27 @@ def test_gradients_cross_for_each_micro_batch_and_zero_divides_all():
 def test_offloaded_parameters_come_up_for_forward_and_for_backward():
     both = changed(accumulation=3, dp=8, zero=3, offload="optimizer+parameters")
     assert crossing(LLAMA, both).up == 3 * 2 * 2 * (LLAMA.parameters // 8)
+
+
+@pytest.mark.parametrize(("quantization", "width"), [("nf4", 0.5 + 4 / 64), ("int8", 1)])
+def test_quantized_weights_come_up_packed(quantization, width):
+    """As they are kept: 4 bits and an fp32 scale for 64 of them, or a byte and a scale for each row; the rest as peft
+    leaves it, in fp32, and adapters too."""
+    run = lab.Training(micro_batch=2, seq_len=2048, precision="bf16", dp=2, zero=3, offload="optimizer+parameters",
+                       quantization=quantization, lora=lab.LoRA())  # fmt: skip
+    packed, whole = LLAMA.block_linear_elements, LLAMA.parameters - LLAMA.block_linear_elements
+    adapters = crossing(LLAMA, run).stepped * run.dp
+    rows = sum(each.count * each.outputs for each in LLAMA.block_linears) if quantization == "int8" else 0
+    kept = width * packed + 4 * (rows + whole + adapters)
+    assert crossing(LLAMA, run).up == pytest.approx(2 * kept / run.dp, rel=1e-6)
+
+
+@pytest.mark.parametrize(("offload", "zero"), [("optimizer", 1), ("optimizer", 2), ("optimizer+parameters", 3)])
+def test_gpus_send_one_another_what_they_do_without_offload(offload, zero):
+    """Each steps its own share, and has it from its host: gradients are summed before, parameters gathered after."""
+    run = changed(dp=8, zero=zero, offload=offload, stack="deepspeed")
+    sent = [distributed_step(LLAMA, each, A100, cluster(A100)).data_sent for each in (run, replace(run, offload=None))]
+    assert sent[0] == pytest.approx(sent[1]) and sent[0] > 0.1
 
 
 def test_what_is_offloaded_is_not_on_the_device():

@@ -31,6 +31,8 @@ def test_a_card_has_the_link_of_its_data_sheet():
     assert link("PCIe-3-x8").reached == link("PCIe-3").reached / 2
     assert 0.9 < node_link("MI300X").reached / (7 * 48e9) < 1 and node_link("MI355X").bandwidth == 537.6e9
     assert node_link("H100-NVL").name == "PCIe-5"  # its NVLink is a bridge between two
+    bridged = ("A30", "A40", "RTX-A5000", "RTX-3090-Ti")  # and so is theirs
+    assert {node_link(card).name for card in bridged} == {"PCIe-4"}
 
 
 def test_who_shares_a_node_and_its_adapters():

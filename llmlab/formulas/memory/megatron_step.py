@@ -29,7 +29,7 @@ from .scores import score_elements
 from .share import Share
 from .stacks.described import Kept, by_kind, saved
 from .stacks.megatron import MODULES, after_attention, block, fused_softmax
-from .states import device_parameters
+from .states import adapter_parameters, device_parameters
 
 MiB = 1 << 20
 HALF, FP32 = 2, 4  # bytes
@@ -49,11 +49,14 @@ class MegatronMemory:
         self.parameters = sum(
             table * (count > 0) if part in ("embedding", "head") else count for part, count in counts.items()
         )
+        # Tensor parallelism cuts both matrices of Megatron-Bridge's adapters (peft/utils.py, ParallelLinearAdapter).
+        adapters = adapter_parameters(spec, run) * share.layers // (spec.layers * run.tp) if run.lora else 0
+        self.trained = adapters if run.lora else self.parameters
         self.wide = stack.accumulates_in_fp32(run.compute_dtype)
         # The distributed optimizer's; of an expert there are as many copies as expert groups.
         shards, copies = (run.dp * run.cp, run.dp * run.cp // run.ep) if run.zero else (1, 1)
-        experts = counts["experts"]
-        self.stepped = (self.parameters - experts) // shards + experts // copies  # parameters of this rank's update
+        experts = 0 if run.lora else counts["experts"]
+        self.stepped = (self.trained - experts) // shards + experts // copies  # parameters of this rank's update
         self.hidden = share.tokens * spec.hidden * HALF // share.sequence_ranks  # bytes of a tensor between blocks
         self.block = block(share)
         self.whole = by_kind(saved(self.block.saved, share), run.tp, run.sequence_parallel)
@@ -69,8 +72,8 @@ class MegatronMemory:
         embedding = table * (counts["embedding"] > 0) + counts["positions"]
         wider = (FP32 - HALF) * embedding if stack.distributed_fused_adam and not self.wide else 0
         self.resident = {
-            "weights": HALF * self.parameters + weights_in_fp8(spec, run, share.layers, gpu),
-            "gradients": (FP32 if self.wide else HALF) * self.parameters + wider,
+            "weights": HALF * (self.parameters + adapters) + weights_in_fp8(spec, run, share.layers, gpu),
+            "gradients": (FP32 if self.wide else HALF) * self.trained + wider,
             "optimizer": (main + moments) * self.stepped,
             "workspace": handles + (_engine_workspace(share) if stack.transformer_engine else _buffer(share)),
         }
@@ -80,7 +83,7 @@ class MegatronMemory:
         share, spec, loss = self.share, self.share.spec, self.block.loss
         elements = share.tokens * self.vocab if share.last else 0
         logits = lambda copies: elements * (HALF * copies[0] + FP32 * copies[1])  # noqa: E731
-        table = HALF * self.vocab * spec.hidden
+        table = 0 if share.run.lora else HALF * self.vocab * spec.hidden  # a gradient
         of_head = table if share.last else 0
         # A tied head's gradient waits for the embedding's, and is summed with it, where one stage has both.
         waiting = table if share.last and share.first and spec.tied else 0

@@ -8,7 +8,7 @@ from ...hardware.gpu import GPU
 from ...specs.model import ModelSpec
 from ...specs.parameters import Linear
 from ...specs.run import Inference, Run, Training
-from ...specs.stacks import DeepSpeed, LitGPT, StackOptions, Torchtitan, Torchtune
+from ...specs.stacks import DeepSpeed, LitGPT, Megatron, StackOptions, Torchtitan, Torchtune
 from ...specs.stages import layers_of
 from .precision import PRECISION, Bytes
 
@@ -186,7 +186,8 @@ def adapter_bytes(run: Training) -> int:
 
 
 def _half_adapters(run: Training) -> bool:
-    return isinstance(run.stack, (LitGPT, Torchtune)) or (run.lora is not None and not run.lora.autocast_adapter_dtype)
+    own = isinstance(run.stack, (LitGPT, Megatron, Torchtune))
+    return own or (run.lora is not None and not run.lora.autocast_adapter_dtype)
 
 
 def adapted(spec: ModelSpec, run: Training) -> list[Linear]:

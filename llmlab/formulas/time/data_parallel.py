@@ -14,7 +14,7 @@ sync_each_batch=False behind its backward; weights are gathered for every micro-
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
@@ -156,7 +156,10 @@ def data_parallel(
 def _sizes(spec: ModelSpec, run: Training) -> _Sizes:
     of_stages = layers_of(spec, run)
     stage, counts = _largest_stage(spec, of_stages, run.tp, run.ep)
-    whole, layers = states(spec, run, stage, sharded=False), of_stages[stage]
+    # Ranks send one another what each has from its host, and gradients before each sends its own there (ZeRO-Offload,
+    # arXiv 2101.06840, section 4.2; FSDP's CPUOffload).
+    whole = states(spec, replace(run, offload=None) if run.offload else run, stage, sharded=False)
+    layers = of_stages[stage]
     in_blocks = 1 - sum(counts[part] for part in ("embedding", "positions", "head")) / sum(counts.values())
     b = PRECISION[run.precision]
     less = gathered_less(spec, run, b.weights, layers)

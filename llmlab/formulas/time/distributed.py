@@ -38,6 +38,7 @@ from ...specs.stages import layers_of
 from ..memory.fsdp import uses_fsdp
 from ..memory.share import bytes_of
 from . import step as time
+from .again import attentions_again, module_again, whole_again
 from .data_parallel import data_parallel, shard_group
 from .flops import Flops, flops
 from .kernels import Kernels, kernels, training_rates
@@ -267,12 +268,12 @@ def _tensor(spec: ModelSpec, run: Training, cluster: Cluster, found: Kernels, hi
     if run.tp == 1:
         return 0.0
     group, size = cluster.group(run.tp), _stream_bytes(spec, run)
-    again = 2 if run.checkpointing == "full" else 0
+    again = 2 * whole_again(spec, run) + module_again(run, "mlp")
     behind = time.columns_backward(spec, run, found) if hidden else ()
     if not run.sequence_parallel:
         once = found.collective("all-reduce", size, group)
         return (2 + (0 if hidden else 2) + again) * once + sum(_left(once, each.weight) for each in behind)
-    regathers = 2 if run.checkpointing == "selective" and not hidden else 0
+    regathers = 2 if run.checkpointing == "selective" and not again and not hidden else 0
     gathers, scatters = 4 + regathers + again, 2 + (0 if hidden else 2) + again
     # torchao gathers what it cast by tensor (float8_tensor_parallel.py), Transformer Engine whatever it casts.
     cast = (isinstance(run.stack, Megatron) and run.fp8_recipe) or run.fp8 == "tensorwise"
@@ -313,7 +314,8 @@ def _context(spec: ModelSpec, run: Training, cluster: Cluster, found: Kernels, a
         return 0.0
     width = 2 * spec.key_width / run.tp * bytes_of(run).compute  # keys and values of a token
     group = cluster.group(run.cp, run.tp)
-    passes = 3 + (1 if run.checkpointing == "full" else 0)  # forward 1; backward 2, with the gradients
+    # Forward 1; backward 2, with the gradients.
+    passes = 3 + attentions_again(spec, run, fused=True) / spec.layers
     size = run.tokens / run.cp * width
     sent = passes * (run.cp - 1) * found.collective("send", size, group)
     return _left(sent, (run.cp - 1) / run.cp * attention, passes * (run.cp - 1) * size / group.inside.reached)
@@ -324,7 +326,7 @@ def _merged(spec: ModelSpec, run: Training, found: Kernels) -> float:
     if run.cp == 1:
         return 0.0
     kind = "megatron" if isinstance(run.stack, Megatron) else "compiled" if run.compile else "eager"
-    times = 2 if run.checkpointing == "full" else 1, 1
+    times = 1 + attentions_again(spec, run, fused=True) / spec.layers, 1
     each = sum(
         many * (first + (run.cp - 2) * more) * width
         for many, passed in zip(times, RING[kind], strict=True)
@@ -336,7 +338,7 @@ def _merged(spec: ModelSpec, run: Training, found: Kernels) -> float:
 def _experts(spec: ModelSpec, run: Training, cluster: Cluster, found: Kernels) -> float:
     """Return the seconds per layer with experts and micro-batch that tokens take to their experts and back."""
     group = cluster.group(run.ep, run.tp * run.cp)
-    passes = 4 + (2 if run.checkpointing == "full" else 0)
+    passes = 4 + 2 * whole_again(spec, run)
     return passes * found.collective("all-to-all", spec.experts_per_token * _stream_bytes(spec, run) / run.tp, group)
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ...hardware.gpu import GPU
 from ...hardware.gpu import gpu as find_gpu
 from ...specs.model import ModelSpec
-from ...specs.parameters import Linear
+from ...specs.parameters import ROW_PARALLEL, Linear
 from ...specs.run import Training, stack_of
 from ...specs.stacks import Megatron, Nanotron, Torchtitan
 from ..memory.activations import FUSED
@@ -24,7 +24,8 @@ from ..memory.share import Share, adapted, adapter_bytes, by_bitsandbytes, share
 from ..memory.stacks.megatron import fused_softmax
 from ..memory.states import block_parameters, states
 from ..memory.temporaries import loss_chunk
-from .products import ROW_PARALLEL, is_last, multiplied_wide
+from .again import module_again, share_again, whole_again
+from .products import is_last, multiplied_wide
 
 LOGITS_MOVES = 10.0  # of the logits in fp32, by the loss
 # Fused, the loss reads the logits in half precision, for their maximum and sum and for the gradient, and writes that.
@@ -85,7 +86,7 @@ def _moved(spec: ModelSpec, run: Training, flash: bool, any_layout: bool, behind
     turned = 0.0
     if not fused and type(run.stack) not in STACKS and not spec.learned_positions:
         _, turn = rotation(share)
-        turned = share.tokens / run.tp * (turn.forward * (1 + bool(run.checkpointing)) + turn.backward)
+        turned = share.tokens / run.tp * (turn.forward * (1 + share_again(spec, run)) + turn.backward)
     return Moved(blocks, run.accumulation * logits, run.accumulation * spec.layers / run.pp * turned)
 
 
@@ -101,7 +102,7 @@ def weight_casts(share: Share) -> float:
     spec, run, b = share.spec, share.run, share.bytes
     if run.quantization or b.weights == b.compute:
         return 0.0
-    passes = 1 + bool(run.checkpointing) + (run.lora is None)
+    passes = 1 + share_again(spec, run) + (run.lora is None)
     return passes * cast(b.weights, b.compute) * block_parameters(spec) / run.tp
 
 
@@ -187,7 +188,7 @@ def plain_block(share: Share) -> float:
     if spec.experts:
         sent = routed(share)
         once, back = once + sent.forward, back + sent.backward
-    return share.tokens * (once + back + (once - last if run.checkpointing else 0.0))
+    return share.tokens * (once + back + share_again(spec, run) * (once - last))
 
 
 def rotation(share: Share) -> tuple[Pass, Pass]:
@@ -293,7 +294,7 @@ def adapters(share: Share) -> float:
         forward += casts * down + (bottom + copied) * up
         backward += (casts + (computed if run.compile else 3 * given)) * down + bottom_back * up
         last += bottom * up if is_last(spec, linear) else 0.0
-    again = forward - last if run.checkpointing else 0.0
+    again = share_again(spec, run) * (forward - last)
     return share.tokens * (forward + again + backward)
 
 
@@ -366,14 +367,20 @@ ANY_LAYOUT_CASTS = {"delayed": EngineCasts(-1, 3, 3, 3, -1, 3), "tensorwise": En
 
 def engine_casts(spec: ModelSpec, run: Training, any_layout: bool = False) -> float:
     """Return the bytes of Transformer Engine's casts in a micro-batch; what sequence parallelism gathers is fp8."""
-    recipe, again = str(run.fp8_recipe), run.checkpointing == "full"
+    recipe = str(run.fp8_recipe)
     each = (any_layout and ANY_LAYOUT_CASTS.get(recipe)) or ENGINE_CASTS[recipe]
-    layers = converted(spec, run)
-    rows = sum(linear.inputs * linear.count for linear in layers if linear.name in ROW_PARALLEL) / run.tp
-    shared = {(one.part, one.inputs): one.count for one in layers if one.name not in ROW_PARALLEL}
-    normed = sum(width * count for (_, width), count in shared.items()) / (run.tp if run.sequence_parallel else 1)
+    if run.lora:  # frozen weights have no gradient, for which inputs and outputs' gradients take a second layout
+        each = each._replace(normed=each.normed_again, other=each.other_again, gradient=each.gradient - 1)
+    layers, divided = converted(spec, run), run.tp if run.sequence_parallel else 1
     outputs = sum(one.outputs * one.count / (1 if one.name in ROW_PARALLEL else run.tp) for one in layers)
-    activations = normed * (each.normed + again * each.normed_again) + rows * (each.other + again * each.other_again)
+    activations = 0.0
+    for part in ("attention", "mlp"):
+        again = 1.0 if part == "mlp" and module_again(run, "mlp") else whole_again(spec, run)
+        rows = sum(one.inputs * one.count for one in layers if one.name in ROW_PARALLEL and one.part == part) / run.tp
+        shared = {one.inputs: one.count for one in layers if one.name not in ROW_PARALLEL and one.part == part}
+        normed = sum(width * count for width, count in shared.items()) / divided
+        activations += normed * (each.normed + again * each.normed_again)
+        activations += rows * (each.other + again * each.other_again)
     cast = 0 if run.gathers_float8 else each.weight  # those that are gathered in fp8 were cast as shards
     weights = cast * sum(linear.elements for linear in layers) / run.tp / run.accumulation
     return run.tokens / run.cp * (activations + each.gradient * outputs) + weights
@@ -385,7 +392,7 @@ def fp8_casts(spec: ModelSpec, run: Training, any_layout: bool = False) -> float
     parallelism gathers, and gives what was gathered its other layout (float8/float8_tensor_parallel.py)."""
     if run.fp8 is None:
         return engine_casts(spec, run, any_layout) if run.fp8_recipe else 0.0
-    each, again = FP8_CASTS[run.fp8], run.checkpointing == "full"
+    each, again = FP8_CASTS[run.fp8], whole_again(spec, run)
     layers = converted(spec, run)
     rows = [linear for linear in layers if linear.name in ROW_PARALLEL]
     columns = [linear for linear in layers if linear.name not in ROW_PARALLEL]
@@ -434,8 +441,8 @@ def fused_block(share: Share) -> float:
     forward = sum(norms) + rotated + activated
     backward = sum(norms_back) + rotated + (6 if spec.gated else 3) * width
     backward += (biases / spec.layers + joined) / run.tp
-    again, repeated = (1.0, forward) if run.checkpointing else (0.0, 0.0)
-    scores = 0.0
+    again = share_again(spec, run)
+    repeated, scores = again * forward, 0.0
     if share.kernel == "eager" and run.compile:
         scores = score_elements(share) * (softmax_element(share) + 3 * share.attention_bytes + share.softmax_bytes)
     elif share.kernel == "eager":
@@ -489,11 +496,12 @@ def megatron_block(share: Share) -> float:
     divided = run.tp if run.sequence_parallel else 1
     forward = forward / divided + (each.forward * turned + activated.forward) / run.tp
     backward = backward / divided + (each.backward * turned + joined + activated.backward + columns) / run.tp
-    again, repeated = (1.0, forward) if run.checkpointing else (0.0, 0.0)
-    if run.checkpointing == "selective":
-        again = float("core_attn" in stack.recompute_modules)
-        repeated = activated.forward / run.tp if "mlp" in stack.recompute_modules else 0.0
-    scores = 0.0
+    again = whole_again(spec, run)
+    repeated, scores = again * forward, 0.0
+    if module_again(run, "mlp"):
+        repeated = activated.forward / run.tp
+    if module_again(run, "core_attn"):
+        again = 1.0
     if share.kernel == "eager":
         one = softmax(share)
         scores = ((one.forward + 2 * c * Q) * (1 + again) + one.backward) / run.tp
@@ -529,7 +537,7 @@ def titan_block(share: Share) -> float:
     forward = 2 * stream * norm.forward + 2 * 3 * stream * r + rotated + 5 * width + normed * of_heads.forward
     summed = 2 * 3 * stream * r + 3 * 3 * spec.hidden * c
     backward = 2 * stream * norm.backward + summed + rotated + 9 * width + normed * of_heads.backward
-    return T * (forward * (1 if run.checkpointing is None else 2) + backward)
+    return T * (forward * (1 + share_again(spec, run)) + backward)
 
 
 # What blocks of other stacks move where nothing is compiled. Megatron-LM's kernels are fused, its own and Transformer

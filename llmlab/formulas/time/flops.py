@@ -19,6 +19,7 @@ from ...specs.run import Inference, Run, Training
 from .. import newton_schulz
 from ..memory.share import attention_kernel
 from ..memory.states import adapter_parameters
+from .again import attentions_again
 from .products import gradients_of_first_block, products
 
 
@@ -122,8 +123,8 @@ def _scores(sums: Flops, spec: ModelSpec, run: Training, sequences: int, kernel:
             backward -= one * (3 * qk + 2 * v)
     else:  # each of the four products only where its result is needed
         backward -= one * ((not q_) * qk + (not k_) * qk + (not v_) * v + (not (q_ or k_)) * v)
-    kept = run.checkpointing is None or (run.checkpointing == "selective" and kernel in ("flash", "efficient"))
-    sums.add("scores", forward, backward, 0 if kept else forward)
+    again = attentions_again(spec, run, kernel in ("flash", "efficient"))
+    sums.add("scores", forward, backward, forward * again // spec.layers)
 
 
 def head_sizes(spec: ModelSpec, absorbed: bool = False) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from ...specs.run import Training
 from ...specs.stacks import DeepSpeed, Megatron, Torchtitan, Torchtune
 from ..memory.precision import PRECISION
 from ..memory.share import adapted, adapter_bytes, by_bitsandbytes
+from .again import share_again, whole_again
 from .efficiency import Efficiency
 from .products import products
 
@@ -145,20 +146,22 @@ def operators(spec: ModelSpec, run: Training) -> Operators:
     norms = spec.norms_per_layer - 2 + 2 * spec.qk_norm if norm == "rmsnorm" else 0
     written = (run.attention == "eager") * (2 if spec.kv_heads < spec.heads else 1)
     precision, _, _ = run.precision.rpartition("-")
-    return _operators(norm, getattr(run.stack, "name", "transformers"), run.zero, run.checkpointing, precision, norms,
-                      written, bool(run.lora))  # fmt: skip
+    stack, whole = getattr(run.stack, "name", "transformers"), whole_again(spec, run)
+    kind = "full" if whole else run.checkpointing
+    return _operators(norm, stack, run.zero, kind, share_again(spec, run), precision, norms, written, bool(run.lora))
 
 
 @cache
 def _operators(
-    norm: str, stack: str, zero: int, checkpointing: str | None, precision: str, norms: int, written: int,
+    norm: str, stack: str, zero: int, checkpointing: str | None, share: float, precision: str, norms: int, written: int,
     frozen: bool,
 ) -> Operators:  # fmt: skip
-    """`precision`: "mixed", "autocast" or "". `norms`: more than two. `written`: 0 where no scores are written out, 2
-    where keys are repeated before."""
+    """`share`: of the blocks, that is computed again; less than all in the stacks that are in `OWN` alone. `precision`:
+    "mixed", "autocast" or "". `norms`: more than two. `written`: 0 where no scores are written out, 2 where keys are
+    repeated before."""
     if stack in OWN:
         once, again = OWN[stack]
-        return once.plus(again[checkpointing]) if checkpointing else once
+        return once.plus(again[checkpointing].times(share)) if checkpointing else once
     found = [TRANSFORMERS[norm], *[NORM] * norms, *[EAGER, REPEATED][:written]]
     if frozen:
         found += [FROZEN[norm], *[FROZEN_CASTS] * (precision == "autocast")]
@@ -227,13 +230,13 @@ def small_kernels(spec: ModelSpec, run: Training) -> float:
     return run.accumulation / run.pp * small + summed(spec, run)
 
 
-def written(spec: ModelSpec, run: Training) -> int:
+def written(spec: ModelSpec, run: Training) -> float:
     """Return the kernels that Inductor writes for a block in a micro-batch. Recomputation casts weights again; the rest
     of it goes into the kernels of backward, but for one or two."""
-    kernels = sum(WRITTEN[spec.norm])
+    kernels = float(sum(WRITTEN[spec.norm]))
     if run.precision.startswith("autocast"):
         casts, casts_back = WRITTEN_CASTS[spec.norm]
-        kernels += casts_back + casts * (2 if run.checkpointing == "full" else 1)
+        kernels += casts_back + casts * (1 + whole_again(spec, run))
     return kernels
 
 
@@ -258,7 +261,7 @@ def update_host_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> flo
 
 def compiled_kernels(spec: ModelSpec, run: Training) -> float:
     """Return the kernels that compiled blocks start in a micro-batch: products, attention, and what Inductor writes."""
-    attention = 3 if run.checkpointing == "full" else 2
+    attention = 2 + whole_again(spec, run)
     return _multiplied(spec, run) + spec.layers * (attention + written(spec, run))
 
 
@@ -327,9 +330,10 @@ def python_seconds(spec: ModelSpec, run: Training) -> float:
     that divide layers themselves, as Megatron-LM does, have none."""
     if run.compile:
         return 0.0
-    seconds = CHECKPOINT if run.checkpointing else 0.0
+    again = share_again(spec, run)
+    seconds = CHECKPOINT * again
     if isinstance(run.stack, (Torchtitan, Torchtune)):
         seconds += sum(FSDP2) if run.zero == 3 else 0.0
         if run.tp > 1:
-            seconds += sum(DTENSOR) + (DTENSOR[0] if run.checkpointing else 0.0)
+            seconds += sum(DTENSOR) + DTENSOR[0] * again
     return run.accumulation * spec.layers / run.pp * seconds

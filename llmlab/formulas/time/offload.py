@@ -63,18 +63,19 @@ def crossing(spec: ModelSpec, run: Training) -> Crossing:
     """Return what one GPU of `run` sends to its host and receives in one optimizer step, and what the host updates.
 
     A rank moves the gradients and weights that it steps (ZeRO-Offload, section 4.2): 1/N with ZeRO, all without.
+    Offloaded parameters come up as the host keeps them, quantized ones packed: its own shard, which ranks then gather
+    from one another (data_parallel.py).
     """
-    b = PRECISION[run.precision]
-    stepped = states(spec, run).trained
+    b, held = PRECISION[run.precision], states(spec, run)
+    stepped = held.trained
     gradient, weight = (4, 4) if run.lora else (b.gradients, b.weights)
     state = state_bytes(run.optimizer, 4, stepped, 0) + 4 * stepped
-    passes = 2 * run.accumulation if run.offload == "optimizer+parameters" else 1
     received = weight * stepped
-    if run.offload == "optimizer+parameters" and run.lora:
-        received = b.weights * spec.parameters // (run.dp * run.cp)  # the frozen ones are what comes up
+    if run.offload == "optimizer+parameters":
+        received = 2 * run.accumulation * held.shard
     return Crossing(
         down=run.accumulation * gradient * stepped,
-        up=passes * received,
+        up=received,
         stepped=stepped,
         stepped_bytes=_update_bytes(weight, stepped, state),
         state=state,

@@ -12,13 +12,12 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from ...specs.model import ModelSpec
-from ...specs.parameters import Linear
+from ...specs.parameters import ROW_PARALLEL, Linear
 from ...specs.run import Training
-from ...specs.stacks import Torchtitan
+from ...specs.stacks import Megatron, Torchtitan
 from ..memory.share import adapter_bytes, by_bitsandbytes
+from .again import module_again, whole_blocks_again
 
-# Tensor parallelism divides their inputs (arXiv 1909.08053, section 3).
-ROW_PARALLEL = ("o_proj", "c_proj", "down_proj")
 # Every second product of a block is not kept by torchtitan's "selective_op", in the order in which it runs them: wq,
 # wk, wv, wo, w1, w3, w2 (torchtitan/distributed/activation_checkpoint.py).
 SECOND = ("k_proj", "o_proj", "up_proj")
@@ -76,7 +75,7 @@ def _experts(spec: ModelSpec, run: Training) -> Iterator[Product]:
     if not spec.experts:
         return
     layers, trained = spec.moe_layers, 0 if run.lora else spec.moe_layers
-    again = layers if run.checkpointing == "full" else 0
+    again = layers * whole_blocks_again(spec, run) // spec.layers
     hidden, width, copies = spec.hidden, spec.moe_intermediate, spec.experts_per_token
     yield Product("router", hidden, spec.experts, layers, layers, trained, again)
     yield Product("experts", hidden, width, 2 * layers, 2 * layers, 2 * trained, 2 * again, copies, "outputs")
@@ -131,8 +130,12 @@ def _recomputed(spec: ModelSpec, run: Training, linear: Linear) -> int:
         return 0
     if isinstance(run.stack, Torchtitan) and run.checkpointing == "selective":
         if run.stack.ac == "selective_layers":
-            return linear.count // run.stack.every
+            return linear.count * whole_blocks_again(spec, run) // spec.layers
         return linear.count if linear.name in SECOND else 0
+    if isinstance(run.stack, Megatron):  # whose checkpoint runs what it is given to the end (tensor_parallel/random.py)
+        if linear.part == "mlp" and module_again(run, "mlp"):
+            return linear.count
+        return linear.count * whole_blocks_again(spec, run) // spec.layers
     if run.checkpointing == "selective" and not by_bitsandbytes(run):
         return 0
     adapted = run.lora is not None and linear.name in run.lora.targets

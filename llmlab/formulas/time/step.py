@@ -32,6 +32,7 @@ from ..memory.share import (
 )
 from ..memory.states import States, states
 from ..memory.temporaries import loss_chunk
+from .again import attentions_again
 from .efficiency import Efficiency, efficiency
 from .elementwise import moved
 from .flops import flops, head_sizes
@@ -357,8 +358,7 @@ def attention_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float |
     first = gradients_of_first_block(spec, run)
     without = 1 if first and not any(first[f"scores {name}"] for name in "qkv") else 0
     fused = kernel in ("flash", "efficient")
-    kept = run.checkpointing == "selective" and fused and getattr(run.stack, "keeps_attention", True)
-    again = 0 if run.checkpointing is None or kept else spec.layers
+    again = attentions_again(spec, run, fused)
     dtype = "fp32" if bytes_of(run).compute == 4 or kernel == "math" else peak_dtype(run)
     if fused:
         name, masked = fastest_kernel(run, kernel, found.card), masked_layers(spec, run) / spec.layers

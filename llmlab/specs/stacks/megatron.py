@@ -63,7 +63,9 @@ class Megatron(StackOptions):
     last stage keeps the logits' gradients of `wgrad_deferral_limit` micro-batches (0: of all).
     `moe_expert_capacity_factor` (with --moe-pad-expert-input-to-capacity) fills each expert with that multiple of an
     equal share of the tokens; None, Megatron's default, drops no token, and experts are estimated as equally loaded.
-    `expandable_segments` is PYTORCH_CUDA_ALLOC_CONF's, which Megatron-Bridge's recipes set.
+    `expandable_segments` is PYTORCH_CUDA_ALLOC_CONF's, which Megatron-Bridge's recipes set. Adapters (`lora`) are
+    Megatron-Bridge's beside Transformer Engine's layers (megatron/bridge/peft/canonical_lora.py): in half precision,
+    their main weights and moments in fp32, without dropout, which is not described. They are estimated, not simulated.
     """
 
     name = "megatron"
@@ -76,7 +78,6 @@ class Megatron(StackOptions):
         "attention": ("sdpa", "flash", "eager"),
         "zero": (0, 1),
         "loss_parallel": (True,),
-        "lora": (None,),
         "quantization": (None,),
         "offload": (None,),
         "compile": (False,),
@@ -180,6 +181,7 @@ class Megatron(StackOptions):
             raise SpecError("defer_embedding_wgrad_compute=True with pp=1: what it fills is the pipeline's end "
                             "(model_parallel_config.py); give pp >= 2, or drop it")  # fmt: skip
         self._check_optimizer(given)
+        self._check_adapters(given)
         if self.transformer_engine:
             if not self.apex:
                 raise SpecError("apex=False with transformer_engine=True, which has such kernels: give one of them")
@@ -193,6 +195,16 @@ class Megatron(StackOptions):
         if given["sequence_parallel"] and not self.apex:
             raise SpecError(f"sequence_parallel=True with apex=False: the norm of {own} is PyTorch's then, which "
                             "refuses it (torch_norm.py)")  # fmt: skip
+
+    def _check_adapters(self, given: Mapping[str, Any]) -> None:
+        if (lora := given["lora"]) is None:
+            return
+        if not self.transformer_engine or self.distributed_fused_adam or self.defer_embedding_wgrad_compute:
+            raise SpecError("lora= with transformer_engine=False, distributed_fused_adam or "
+                            "defer_embedding_wgrad_compute: adapters are described beside Transformer Engine's layers, "
+                            "with Megatron-LM's own optimizer; drop one of the two")  # fmt: skip
+        if lora.dropout:
+            raise SpecError(f"dropout={lora.dropout} of lora= is not described for megatron; give dropout=0")
 
     def _check_optimizer(self, given: Mapping[str, Any]) -> None:
         shared = given["zero"] == 1 or given["dp"] * given["cp"] == 1

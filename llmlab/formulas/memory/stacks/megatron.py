@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import Literal
 
+from ....specs.parameters import ROW_PARALLEL
 from ....specs.stacks import Megatron
 from ..float8 import ACTIVATION
-from ..share import Share
-from .described import Block, Height, Kept, Loss
+from ..share import Share, adapted
+from .described import Block, Cut, Height, Kept, Loss
 
 # By module of --recompute-modules: the kind of what it makes again.
 MODULES = {"core_attn": "scores", "mlp": "mlp"}
@@ -42,7 +43,7 @@ def block(share: Share) -> Block:
         selective=tuple(row for row in rows if row.kind not in made_again),
         outside=(
             Kept("final_layernorm: its input", "norms", "h", "product", "tokens"),
-            Kept("output_layer: its input", "linear inputs", "h", "product", "tokens"),
+            Kept("output_layer: its input", "linear inputs", "h", "product", "tokens", share.run.lora is None),
         ),
         backward=(Height((), (
             # What each expert returned, and all that together; of experts on several ranks also what was sent and came.
@@ -82,27 +83,39 @@ def _saved(share: Share) -> tuple[Kept, ...]:
     kept: Literal["product", "byte"] = "byte" if recipe else "product"  # of a linear layer's input
     once = ACTIVATION[recipe] if recipe else 1
     sent = routed(share)
+    # A frozen layer of TE keeps no input (module/linear.py, backward_needs_input); its adapter does, in half precision.
+    frozen = share.run.lora is not None
+    read_by_adapters = {(linear.part, linear.name in ROW_PARALLEL) for linear in adapted(spec, share.run)}
+
+    def read(operator: str, kind: str, width: str, cut: Cut, times: float, part: str, row: bool) -> Kept:
+        if frozen:
+            return Kept(operator, kind, width, "product", cut, (part, row) in read_by_adapters)
+        return Kept(operator, kind, width, kept, cut, times)
+
+    stays = share.run.attention != "eager" or not frozen or ("attention", True) in read_by_adapters
     # linear_qkv and linear_fc1 keep their rank's part of what sequence parallelism gathers, and backward gathers it
     # again: tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication; TE module/layernorm_linear.py.
     return (
         Kept("input_layernorm: its input", "norms", "h", "product", "tokens"),
         Kept("input_layernorm: statistics", "norms", "1", "fp32", "tokens", statistics),
-        Kept("linear_qkv: its input", "linear inputs", "h", kept, "tokens", once),
+        read("linear_qkv: its input", "linear inputs", "h", "tokens", once, "attention", False),
         *_attention(share),
-        Kept("linear_proj: its input", "attention output", "Q", "product", "heads"),
-        # Attention keeps its output too, which in half precision is the same tensor.
-        Kept("linear_proj: its input in fp8", "attention output", "Q", "byte", "heads", once if recipe else 0),
+        # Fused attention keeps its output too, which in half precision is the same tensor.
+        Kept("linear_proj: its input", "attention output", "Q", "product", "heads", stays),
+        Kept("linear_proj: its input in fp8", "attention output", "Q", "byte", "heads",
+             once if recipe and not frozen else 0),
         Kept("self_attn_bda: mask of dropout", "dropout masks", "h", "byte", "tokens", masks),
         Kept("pre_mlp_layernorm: its input", "norms", "h", "product", "tokens"),
         Kept("pre_mlp_layernorm: statistics", "norms", "1", "fp32", "tokens", statistics),
-        Kept("linear_fc1: its input", "linear inputs", "h", kept, "tokens", once),  # with experts, their router's
+        # With experts, their router's.
+        read("linear_fc1: its input", "linear inputs", "h", "tokens", once, "mlp", False),
         *_routing(share),
         # fusions/fused_bias_gelu.py, fused_bias_swiglu.py
         Kept("activation: its input", "mlp", "f", "product", "heads", sent * (2 if spec.gated else 1)),
         Kept("activation: what SiLU and the offset's sum made", "mlp", "f", "product", "heads", 2 if unfused else 0),
-        Kept("linear_fc2: its input", "mlp", "f", kept, "heads", sent * once),
+        read("linear_fc2: its input", "mlp", "f", "heads", sent * once, "mlp", True),
         Kept("mlp_bda: mask of dropout", "dropout masks", "h", "byte", "tokens", masks),
-    )
+    )  # fmt: skip
 
 
 def routed(share: Share) -> float:
