@@ -15,7 +15,9 @@ Checkpointing = Literal["selective", "full"]
 # eager: the formula, in transformers' Python. sdpa: the kernel that torch takes. flash: the package flash-attn.
 # efficient: torch's SDPA pinned to its memory-efficient kernel, keys and values repeated to all heads before.
 Attention = Literal["eager", "sdpa", "flash", "efficient"]
-Quantization = Literal["nf4", "int8"]
+# nf4, int8: bitsandbytes' (with stack="torchtune" torchao's nf4). gptq: a checkpoint's 4 bits in groups of 128, which
+# PyTorch's operators unpack in AutoGPTQ's layer (formulas/gptq.py).
+Quantization = Literal["nf4", "int8", "gptq"]
 Offload = Literal["optimizer", "optimizer+parameters"]
 # liger: Liger's, the loss in chunks among them. fused-loss: flash-attn's cross entropy alone, of logits as they are.
 # fused-norm: RMSNorm as one kernel (torch's rms_norm, flash-attn's, Apex's), and nothing else.
@@ -54,6 +56,10 @@ INFERENCE_PHASES = ("load", "prefill", "decode")
 
 # A timeline point: the phase, and the live bytes of each part at that moment.
 TimelinePoint = tuple[str, Mapping[str, int]]
+
+# Inputs that share a scale and a zero in a GPTQ checkpoint: what AutoGPTQ's README recommends, and optimum's default
+# (optimum/gptq/quantizer.py, GPTQQuantizer).
+GPTQ_GROUP = 128
 
 # An embedding's gradient, from so many tokens on, is summed by word, of up to so many rows at a time
 # (aten/src/ATen/native/cuda/Embedding.cu, embedding_dense_backward_cuda; EmbeddingBackwardKernel.cu, NROWS_PER_THREAD).

@@ -25,6 +25,9 @@ def _data_parallel(tool: str, run: Any) -> None:
         raise SpecError(f"checkpointing='selective': {tool} recomputes all or nothing; give full")
     if run.fp8 or run.attention == "efficient":
         raise SpecError(f"fp8={run.fp8!r}, attention={run.attention!r}: not among {tool}'s settings that are written")
+    if run.quantization == "gptq":
+        raise SpecError(f"quantization='gptq' is AutoGPTQ's layer, and {tool} of today loads such a checkpoint with "
+                        "GPT-QModel's; give 'nf4' or 'int8'")  # fmt: skip
     if run.kernels not in (None, "liger"):
         raise SpecError(f"kernels={run.kernels!r}: {tool} has Liger's; give kernels='liger', or none")
     if run.zero or run.offload:

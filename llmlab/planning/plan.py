@@ -123,6 +123,9 @@ def check_question(
     if fixed.get("quantization") and method != "qlora":
         raise SpecError(f"fixed quantization={fixed['quantization']!r} and method={method!r} contradict each other; "
                         "give method='qlora'")  # fmt: skip
+    if fixed.get("quantization") == "gptq":
+        raise SpecError("fixed quantization='gptq': no program is written that trains over AutoGPTQ's layers; give "
+                        "'nf4' or 'int8', or see lab.estimate")  # fmt: skip
     if both := sorted((set(fixed) & set(allow)) - {"seq_len"}):  # from the given length on shorter ones are tried
         raise SpecError(f"{both[0]} is fixed to {fixed[both[0]]!r} and allowed to vary; drop one of the two")
 

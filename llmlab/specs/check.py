@@ -6,6 +6,7 @@ import reprlib
 from functools import lru_cache
 
 from ..base.errors import SpecError
+from ..base.terms import GPTQ_GROUP
 from ..hardware.gpu import FLASH_ATTENTION_2_CAPABILITY, GPU
 from .model import ModelSpec
 from .run import Inference, Run, Training, stack_of
@@ -15,6 +16,7 @@ from .stages import layers_of, stage_layers
 HALF = {"fp16", "bf16"}
 # What transformers' class of a family refuses: Gemma 2's softcap is not in PyTorch's SDPA.
 ATTENTION_MISSING = {"gemma2": ("sdpa", "efficient")}
+GPTQ_OUTPUTS = 32  # by which AutoGPTQ's layer counts packed zeros (auto_gptq/nn_modules/qlinear/qlinear_cuda_old.py)
 
 
 def check(spec: ModelSpec, run: Run, gpu: GPU | None = None) -> None:
@@ -99,6 +101,8 @@ def _check_training(spec: ModelSpec, run: Training) -> None:
             raise SpecError(f"LoRA targets {', '.join(missing)} are not in {spec.name}; it has {have}")
     if run.fp8_recipe:
         _check_fp8(spec, run)
+    if run.quantization == "gptq":
+        _check_gptq(spec, run)
     if run.attention == "flash" and run.precision == "fp32":
         raise SpecError("attention='flash' computes in fp16 or bf16 only; with precision='fp32' use attention='sdpa'")
 
@@ -113,6 +117,24 @@ def _check_fp8(spec: ModelSpec, run: Training) -> None:
             shape = f"{linear.name} of {spec.name} is {sizes[0]} × {sizes[1]}"
             no = f"no multiples of {16 * run.tp}"
             raise SpecError(f"fp8={run.fp8_recipe!r} with tp={run.tp}: {shape}, {no}; drop one")
+
+
+def _check_gptq(spec: ModelSpec, run: Training) -> None:
+    """Raise SpecError for what AutoGPTQ's layer (formulas/gptq.py) does not do, or is not described with."""
+    given = "quantization='gptq' with"
+    if run.compile:
+        raise SpecError(f"{given} compile=True: what Inductor makes of the operators that unpack weights is not "
+                        "described; drop one")  # fmt: skip
+    if run.zero >= 2 or run.tp > 1:
+        raise SpecError(f"{given} zero={run.zero}, tp={run.tp}: packed weights are buffers, which neither FSDP nor "
+                        "parallelize_module cuts; give zero=0 and tp=1, or drop it")  # fmt: skip
+    if spec.experts:
+        raise SpecError(f"{given} {spec.name}: AutoGPTQ packs experts that are layers each, where transformers has all "
+                        "of a layer's in one tensor; drop it")  # fmt: skip
+    for linear in spec.block_linears:
+        if linear.inputs % GPTQ_GROUP or linear.outputs % GPTQ_OUTPUTS:
+            raise SpecError(f"{given} {spec.name}: {linear.name} is {linear.inputs} × {linear.outputs}, and its inputs "
+                            f"are packed by {GPTQ_GROUP}, its outputs by {GPTQ_OUTPUTS}; drop it")  # fmt: skip
 
 
 def dtypes_of(run: Run) -> set[str]:

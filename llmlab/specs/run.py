@@ -92,6 +92,8 @@ class Training(Spec):
     `optimizer`: "adamw" is torch's default, which updates lists of tensors on a GPU and has their square roots beside
     them; "adamw-fused" (fused=True, the Trainer's default) is one kernel without temporaries. "muon" is torch's for
     the matrices of blocks, and its AdamW for all else.
+    `quantization`: "nf4" and "int8" are bitsandbytes', made as a model is loaded; "gptq" is a checkpoint's 4 bits, as
+    AutoGPTQ's layer unpacks them with PyTorch's operators for each product (formulas/gptq.py).
     `loss_parallel`: each tensor-parallel rank computes the loss of its part of the vocabulary (torch's loss_parallel,
     Megatron-LM's parallel_output); False gathers whole logits on each, as transformers' tp_plan does.
     `kernels`: "liger" are Liger's, "fused-loss" is the cross entropy of the package flash-attn, which copies no logits,

@@ -155,6 +155,9 @@ def _check_libraries(run: Run, device: torch.device) -> None:
         raise NotAvailable(
             f"attention='efficient' is a kernel of CUDA GPUs, and this is device={device.type!r}; use attention='sdpa'"
         )
+    if isinstance(run, Training) and run.quantization == "gptq":
+        raise NotAvailable("quantization='gptq' is AutoGPTQ's layer, whose package is no longer made and not installed "
+                           "here; see lab.estimate, or give quantization='nf4'")  # fmt: skip
     quantization = quantization_of(run)
     lora, kernels = (run.lora, run.kernels) if isinstance(run, Training) else (None, None)
     needs = [

@@ -218,6 +218,7 @@ def test_machines_are_read(text, counts):
         ({"fixed": {"optimizer": "sgd"}, "allow": ("optimizer",)}, "drop one of the two"),
         ({"fixed": {"lora": lab.LoRA()}}, "contradict each other"),
         ({"fixed": {"quantization": "nf4"}}, "quantization='nf4' and method='full' contradict each other"),
+        ({"fixed": {"quantization": "gptq"}, "method": "qlora"}, "quantization='gptq': no program is written"),
         ({"gpus": "8xT4", "fixed": {"dp": 3}}, "dp=3 and gpus='8xT4' contradict each other"),
         ({"gpus": "8xT4", "fixed": {"dp": 2, "tp": 2, "pp": 1, "cp": 1}}, "4 ranks are not 8 GPUs"),
         ({"fixed": {"micro_batch": 3}}, "micro_batch=3 and global_batch=8 contradict each other"),

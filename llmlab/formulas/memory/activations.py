@@ -17,7 +17,7 @@ from ...specs.run import Training
 from ...specs.stacks import Torchtitan
 from .fsdp import uses_fsdp
 from .scores import kept_scores
-from .share import Share, adapted, adapter_bytes
+from .share import Share, adapted, adapter_bytes, by_bitsandbytes
 from .stacks.blocks import block_of
 from .stacks.described import Saved, before_adapters, by_kind, saved
 
@@ -240,9 +240,9 @@ def _adapters(share: Share, linears: list[Linear]) -> int:
 
 
 def copies_input(share: Share, place: int) -> bool:
-    """Whether adapters at a `_place` read a cast copy of the block's tensor. Of a quantized linear peft leaves casting
-    to autocast (tuners/lora/bnb.py), which what attention returned needs no more."""
-    given = share.bytes.compute if place == 1 and share.run.quantization else share.bytes.residual
+    """Whether adapters at a `_place` read a cast copy of the block's tensor. Of bitsandbytes' linears peft leaves
+    casting to autocast (tuners/lora/bnb.py), which what attention returned needs no more."""
+    given = share.bytes.compute if place == 1 and by_bitsandbytes(share.run) else share.bytes.residual
     return given != adapters_stream(share)
 
 
@@ -319,7 +319,7 @@ def checkpointed(share: Share) -> dict[str, int]:
     if run.checkpointing != "selective":
         return kept
     attention = c * spec.query_width + 4 * spec.heads if share.fused else 0
-    if run.quantization and run.lora:
+    if by_bitsandbytes(run) and run.lora:
         if inputs and share.fused:
             attention = 4 * spec.heads  # its output is the output projection's input
         kept["matmul outputs"] = T * (attention + c * _adapter_results(share))

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .. import gptq
 from .activations import adapters_drop, adapters_stream, copies_input
-from .share import Share, adapted, adapter_bytes
+from .share import Share, adapted, adapter_bytes, by_bitsandbytes, unpacked_bytes
 
 BEHIND = 3  # the place of down_proj, behind the activation
 
@@ -52,7 +53,7 @@ class Mlp:
         run = self.share.run
         if not self.down or not (self.drops or copies_input(self.share, BEHIND)):
             return 0, 0
-        cast = self.a if self.a != self.o and not (run.quantization and self.share.autocast) else 0
+        cast = self.a if self.a != self.o and not (by_bitsandbytes(run) and self.share.autocast) else 0
         if not self.drops and not self.share.autocast:
             return cast, cast
         dropped = self.a + self.share.mask_bytes if self.drops else 0
@@ -63,7 +64,7 @@ class Mlp:
 
         int8: in int32, in half, and as wide as its input (workspaces/bitsandbytes.py). NF4: in half, then cast.
         """
-        if not self.share.run.quantization:
+        if not by_bitsandbytes(self.share.run):
             return outputs * self.o, 0
         if self.stays:
             return outputs * (4 + (2 if self.o == 4 else 0) + self.o), 0
@@ -89,7 +90,7 @@ def in_forward(mlp: Mlp, checkpointing: str | None, again: bool = False, waiting
     made again, and its adapter's second neither. `waiting`: beside the last branch's product."""
     share, o, s = mlp.share, mlp.o, mlp.s
     spec, run = share.spec, share.run
-    f, h, quantized = spec.intermediate, spec.hidden, run.quantization is not None
+    f, h, quantized = spec.intermediate, spec.hidden, by_bitsandbytes(run)
     branches = 2 if mlp.one else 1
     adapters = {name: name in mlp.names for name in ("gate_proj", "up_proj", "gate_up_proj")}
     of_branches = (2 - share.fuses) * o if checkpointing is None else 0  # besides act's output
@@ -119,6 +120,8 @@ def in_forward(mlp: Mlp, checkpointing: str | None, again: bool = False, waiting
         moments.append(share.tokens * f * (held + 6))
     elif quantized and (mlp.down or not again):
         moments.append(share.tokens * f * (held + 2 * (o == 4)) + 2 * h * f)
+    elif run.quantization:
+        moments += _unpacking(mlp, branches, there, held, checkpointing is None)
     if mlp.down:
         begins, then = mlp.adapter(checkpointing is None)
         moments.append(share.tokens * (f * (held + begins) + h * o))
@@ -132,6 +135,19 @@ def in_forward(mlp: Mlp, checkpointing: str | None, again: bool = False, waiting
     # And the embedding's output, which a variable of the model's forward has.
     streams += read if run.lora and checkpointing is None and not again else 0
     return max(0, max(moments) - share.tokens * f * kept) // run.tp + streams
+
+
+def _unpacking(mlp: Mlp, branches: int, there: int, held: int, kept: bool) -> list[int]:
+    """Return the bytes around the products of GPTQ's last branch and of down_proj, beside `there` and `held` widths: as
+    each weight is unpacked, and beside what its product returned. What autograd keeps of the whole block's (`kept`)
+    counts elsewhere, before it is unpacked too."""
+    share, spec, widths = mlp.share, mlp.share.spec, unpacked_bytes(mlp.share.run)
+    tokens, f, weight = share.tokens, spec.intermediate, spec.hidden * spec.intermediate
+    own = share.bytes.compute * weight * kept
+    unpacks, reads = gptq.highest(*widths) * weight, gptq.read(*widths) * weight
+    last = [tokens * f * there + branches * unpacks, tokens * f * (there + branches * mlp.o) + branches * reads]
+    down = [tokens * f * held + unpacks, tokens * (f * held + spec.hidden * mlp.o) + reads]
+    return [*(each - (branches + 1) * own for each in last), *(each - own for each in down)]
 
 
 def in_backward(mlp: Mlp, alone: int) -> int:
@@ -152,7 +168,7 @@ def in_backward(mlp: Mlp, alone: int) -> int:
         moments.append(f * ((4 if wide else 2) * s - o - freed))
     elif "up_proj" in mlp.names:
         moments.append(f * ((2 if wide else 1) * s - freed))
-    if run.quantization:
+    if by_bitsandbytes(run):
         # A weight for the gradient of what it multiplied: NF4's in half, as that gradient is, int8's as its input was.
         element = o if mlp.stays else 2
         moments.append((2 if one else 1) * element * h - f * (freed + (o if one else 0)))
@@ -160,9 +176,9 @@ def in_backward(mlp: Mlp, alone: int) -> int:
             moments.append(element * (h + f))
     if run.checkpointing and run.lora:
         # Where down_proj needs nothing that is recomputed, its gradient is there before.
-        first = f * o if run.quantization and not mlp.down else 0
+        first = f * o if by_bitsandbytes(run) and not mlp.down else 0
         # Selective checkpointing has what the adapter's product returned until it is called for.
-        waits = run.quantization and run.checkpointing == "selective" and "up_proj" in mlp.names
+        waits = by_bitsandbytes(run) and run.checkpointing == "selective" and "up_proj" in mlp.names
         shared = mlp.down and not (mlp.drops or copies_input(share, BEHIND))
         first += 0 if shared else f * mlp.stays
         if mlp.down:  # its gradient, scaled, and what the layer itself returned; and what waits too

@@ -35,7 +35,7 @@ from .fsdp import is_flat, own_ranks, reduced_bytes, uses_fsdp, waits
 from .gradients import bucket_bytes, gradients, layers_through
 from .mlp import mlp_of
 from .scores import causal_mask, forward_scores
-from .share import Share, share_of
+from .share import Share, by_bitsandbytes, share_of
 from .stacks.blocks import block_of
 from .stacks.torchtune import in_chunks
 from .states import kept_weights, states, unsplit
@@ -172,17 +172,18 @@ class StepMemory:
         # The half copies that autocast makes of weights; those of blocks are alive until forward is over, and backward
         # still has them, unless it makes them again. Only weights that are trained have one copy for all micro-batches
         # (aten/src/ATen/autocast_mode.cpp, cached_cast): a frozen one lives as long as autograd keeps it, which is not
-        # at all in a block that is recomputed. Quantized ones are dequantized instead.
+        # at all in a block that is recomputed. bitsandbytes dequantizes instead; what GPTQ's layers unpacked autograd
+        # keeps like a frozen weight's copy, without autocast too.
         element = share.bytes.compute if share.autocast else 0
-        linears = 0 if run.quantization else spec.block_linear_elements // spec.layers
-        self.block_cast = element * linears // run.tp
+        of_linear = 0 if by_bitsandbytes(run) else share.bytes.compute if run.quantization else element
+        self.block_cast = of_linear * spec.block_linear_elements // spec.layers // run.tp
         # w2's is gone as soon as its input has a gradient.
         read = isinstance(run.stack, Torchtitan) and not run.compile
         down = sum(linear.elements for linear in spec.block_linears if linear.name == "down_proj") // spec.layers
         self.read_cast = element * down // run.tp if read else 0
         adapters = element * self.states.trained if run.lora else 0
         freed = run.checkpointing and (run.lora or share.blocks_compiled)
-        uncast = element * casts_without_gradient(share) // run.tp if element and not run.quantization else 0
+        uncast = of_linear * casts_without_gradient(share) // run.tp if of_linear else 0
         self.casts = adapters + (0 if freed else self.block_cast * share.layers - uncast)
         self.kept_casts = 0 if run.checkpointing else self.casts
         self.head_cast = element * spec.vocab * spec.hidden // run.tp if share.last else 0

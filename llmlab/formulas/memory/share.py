@@ -12,7 +12,7 @@ from ...specs.stacks import DeepSpeed, LitGPT, Megatron, StackOptions, Torchtita
 from ...specs.stages import layers_of
 from .precision import PRECISION, Bytes
 
-# With a quantized model peft keeps in fp32 what is not quantized, and each quantized linear returns fp32.
+# With a model that bitsandbytes quantized peft keeps in fp32 what is not, and each quantized linear returns fp32.
 AROUND_QUANTIZED = {
     name: b if name.startswith("autocast") else replace(b, residual=4, compute=4) for name, b in PRECISION.items()
 }
@@ -47,10 +47,10 @@ class Share:
 
     @property
     def linear_bytes(self) -> int:
-        """Bytes per element of what a block's linear returns: bitsandbytes' quantized ones return their input's dtype,
-        under autocast too (nn/modules.py, Linear4bit.forward)."""
-        quantized = self.run.quantization and not _half_adapters(self.run)
-        return self.bytes.residual if quantized else self.bytes.compute
+        """Bytes per element of what a block's linear returns: quantized ones return their input's dtype, under autocast
+        too (bitsandbytes, nn/modules.py, Linear4bit.forward; auto_gptq, QuantLinear.forward)."""
+        by_input = by_bitsandbytes(self.run) and not _half_adapters(self.run)
+        return self.bytes.residual if by_input or self.run.quantization == "gptq" else self.bytes.compute
 
     @property
     def recomputes_last(self) -> bool:
@@ -160,10 +160,23 @@ def _compiled(spec: ModelSpec, run: Training) -> bool:
     return run.compile and plain and isinstance(run.stack, str)
 
 
+def by_bitsandbytes(run: Training) -> bool:
+    """Whether bitsandbytes multiplies by quantized weights, or torchao by torchtune's; GPTQ's are unpacked by operators
+    of PyTorch, whose results are weights like others, and peft casts nothing to fp32 beside them
+    (utils/other.py, prepare_model_for_kbit_training)."""
+    return run.quantization in ("nf4", "int8")
+
+
 def bytes_of(run: Training) -> Bytes:
     """Return the bytes of one element of each kind of tensor of `run`."""
-    in_fp32 = run.quantization and not _half_adapters(run)
+    in_fp32 = by_bitsandbytes(run) and not _half_adapters(run)
     return (AROUND_QUANTIZED if in_fp32 else PRECISION)[run.precision]
+
+
+def unpacked_bytes(run: Training) -> tuple[int, int]:
+    """Return the bytes of an element of what GPTQ's layers unpack, in the dtype that their scales were loaded in, and
+    of what their products read."""
+    return PRECISION[run.precision].weights, PRECISION[run.precision].compute
 
 
 def adapter_bytes(run: Training) -> int:

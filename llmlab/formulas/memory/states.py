@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache, partial
+from itertools import chain
 from typing import NamedTuple
 
 from ...specs.model import ModelSpec
@@ -11,11 +12,11 @@ from ...specs.parameters import Linear
 from ...specs.run import Training, stack_of
 from ...specs.stacks import DeepSpeed, Megatron, Nanotron, Torchtune
 from ...specs.stages import layers_of
-from .. import newton_schulz
+from .. import gptq, newton_schulz
 from .fsdp import NONE, Parts, Units, is_flat, sharded_experts, units, uses_fsdp
 from .precision import NF4_BLOCK, PRECISION, Bytes, state_bytes, weight_bytes
 from .segments import beyond
-from .share import adapted, adapter_bytes
+from .share import adapted, adapter_bytes, by_bitsandbytes
 from .stacks.torchtune import nf4tensor
 
 
@@ -53,24 +54,28 @@ def device_parameters(
 
 def stored_bytes(spec: ModelSpec, dtype: str, parameters: int, width: int) -> int:
     """Return the bytes of `parameters` of a model, of which blocks' linears are in `dtype` and the others in `width`
-    bytes each: bitsandbytes quantizes every linear but the head."""
+    bytes each: bitsandbytes quantizes every linear but the head, and so does GPTQ, whose scales are as wide."""
+    rest = width * (parameters - spec.block_linear_elements)
+    if dtype == "gptq":
+        return rest + sum(each.count * sum(gptq.tensors(each.inputs, each.outputs, width))
+                          for each in spec.block_linears)  # fmt: skip
     rows = sum(linear.count * linear.outputs for linear in spec.block_linears)
-    quantized = spec.block_linear_elements
-    return weight_bytes(dtype, quantized, rows) + width * (parameters - quantized)
+    return rest + weight_bytes(dtype, spec.block_linear_elements, rows)
 
 
 def _weights(spec: ModelSpec, run: Training, counts: dict[str, int], b: Bytes) -> Parts:
     """Return the bytes of the model's own weights, adapters left out.
 
     transformers' experts are three-dimensional parameters, which bitsandbytes does not quantize; peft's
-    prepare_model_for_kbit_training casts what is not quantized to fp32.
+    prepare_model_for_kbit_training casts what is not quantized to fp32, but beside GPTQ's.
     """
     experts = counts["experts"]
     dense = sum(counts.values()) - experts
     if run.quantization is None:
         return Parts(experts * b.weights, dense * b.weights)
     whole = spec.parameters - spec.parameters_by_component["experts"]
-    return Parts(4 * experts, stored_bytes(spec, _format(run), whole, adapter_bytes(run)) * dense // whole)
+    width = adapter_bytes(run) if by_bitsandbytes(run) else b.weights
+    return Parts(4 * experts, stored_bytes(spec, _format(run), whole, width) * dense // whole)
 
 
 def _format(run: Training) -> str:
@@ -188,6 +193,10 @@ def _quantizing(spec: ModelSpec, dtype: str, width: int) -> int:
     another beside an embedding and a head of `width` bytes per element."""
     mlp_first = sorted(spec.block_linears, key=lambda linear: (linear.part != "mlp", linear.name))
     tables, sizes = [width * spec.vocab * spec.hidden] * (2 - spec.tied), _sizes(mlp_first, spec) * spec.layers
+    if dtype == "gptq":  # nothing is made of what a checkpoint has
+        block = [gptq.tensors(each.inputs, each.outputs, width) for each in mlp_first
+                 for _ in range(each.count // spec.layers)]  # fmt: skip
+        return beyond((size,) for size in (*tables, *chain.from_iterable(block * spec.layers)))
     if dtype == "nf4-double":
         return beyond([*(nf4tensor(size) for size in sizes), *((table,) for table in tables)])
     # transformers quantizes half weights as it loads them, in the order of their names, where one block is of as many

@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 from ...specs.model import ModelSpec
 from ...specs.stacks import StackOptions, Torchtitan, Torchtune
-from .. import newton_schulz
+from .. import gptq, newton_schulz
 from .activations import FUSED, adapters_stream, int8_inputs, mlp_saved, per_device
 from .fsdp import reduced_bytes, uses_fsdp, waits
 from .mlp import in_backward, in_forward, mlp_of
 from .scores import backward_scores, score_elements
-from .share import Share, adapted, adapter_bytes
+from .share import Share, adapted, adapter_bytes, unpacked_bytes
 from .stacks.blocks import block_of
 from .stacks.described import EXPERTS, Block, Height, Kept, by_kind, saved
 from .stacks.torchtune import DEQUANTIZING
@@ -158,10 +158,13 @@ def loss_bytes(share: Share) -> LossBytes:
 
 
 def dequantized(share: Share) -> int:
-    """Return the bytes of the largest quantized linear, dequantized to half for its product."""
+    """Return the bytes of the largest quantized linear, dequantized to half for its product; of GPTQ's what unpacking
+    takes besides what autograd keeps of a block's (`StepMemory.block_cast`)."""
     if share.run.quantization is None:
         return 0
     element = DEQUANTIZING if isinstance(share.run.stack, Torchtune) else 2
+    if share.run.quantization == "gptq":
+        element = gptq.highest(*unpacked_bytes(share.run)) - share.bytes.compute
     return element * max(linear.inputs * linear.outputs for linear in share.spec.block_linears)
 
 

@@ -20,7 +20,7 @@ from ..memory.float8 import converted, takes_either_layout
 from ..memory.fsdp import reduced_bytes, uses_fsdp
 from ..memory.precision import PRECISION
 from ..memory.scores import score_elements, softmax_element
-from ..memory.share import Share, adapted, adapter_bytes, share_of
+from ..memory.share import Share, adapted, adapter_bytes, by_bitsandbytes, share_of
 from ..memory.stacks.megatron import fused_softmax
 from ..memory.states import block_parameters, states
 from ..memory.temporaries import loss_chunk
@@ -81,7 +81,7 @@ def _moved(spec: ModelSpec, run: Training, flash: bool, any_layout: bool, behind
         logits += head_casts(share)
     fused = run.compile or run.kernels == "liger"
     block = (fused_block if fused else STACKS.get(type(run.stack), plain_block))(share)
-    block += weight_casts(share) + fp8_casts(spec, run, any_layout) / spec.layers + adapters(share)
+    block += weight_casts(share) + fp8_casts(spec, run, any_layout) / spec.layers + adapters(share) + biases(share)
     blocks = run.accumulation * spec.layers / run.pp * block + accumulated(spec, run, behind)
     turned = 0.0
     if not fused and type(run.stack) not in STACKS and not spec.learned_positions:
@@ -98,12 +98,26 @@ def cast(one: int, other: int) -> int:
 def weight_casts(share: Share) -> float:
     """Return the bytes in which autocast casts a block's weights down, for every pass that multiplies by them, and
     their gradients up. Frozen weights' casts are not cached, and backward has no need of them; quantized weights have
-    none."""
+    none, or it is a part of unpacking them (`gptq.moved`)."""
     spec, run, b = share.spec, share.run, share.bytes
     if run.quantization or b.weights == b.compute:
         return 0.0
     passes = 1 + share_again(spec, run) + (run.lora is None)
     return passes * cast(b.weights, b.compute) * block_parameters(spec) / run.tp
+
+
+def biases(share: Share) -> float:
+    """Return the bytes in which GPTQ's layers of a block add their biases, forward and again, an operator of its own;
+    other layers' products add them."""
+    spec, run, m = share.spec, share.run, share.linear_bytes
+    if run.quantization != "gptq":
+        return 0.0
+    names = {linear.name for linear in adapted(spec, run)}
+    widths = 0
+    for linear in spec.block_linears:
+        ends = is_last(spec, linear) and linear.name not in names  # the block: nothing reads it again
+        widths += linear.bias * linear.count * linear.outputs * (2 if run.checkpointing and not ends else 1)
+    return 2 * m * share.tokens * widths / spec.layers
 
 
 def head_casts(share: Share) -> float:
@@ -275,7 +289,7 @@ def adapters(share: Share) -> float:
     bottom_back = 2 * computed + cast(wide, made) * 2 + cast(wide, computed)
     if run.compile:
         bottom, bottom_back = computed, 2 * computed
-    copied = 2 * made if run.quantization and held == 4 and not run.compile else 0  # bitsandbytes' result, cloned
+    copied = 2 * made if by_bitsandbytes(run) and held == 4 and not run.compile else 0  # bitsandbytes' result, cloned
     forward = backward = last = 0.0
     for linear in adapted(spec, run):
         each, row = linear.count / spec.layers, linear.name in ROW_PARALLEL

@@ -23,7 +23,7 @@ from ...specs.model import ModelSpec
 from ...specs.run import Training
 from ...specs.stacks import DeepSpeed, Megatron, Torchtitan, Torchtune
 from ..memory.precision import PRECISION
-from ..memory.share import adapted, adapter_bytes
+from ..memory.share import adapted, adapter_bytes, by_bitsandbytes
 from .again import share_again, whole_again
 from .efficiency import Efficiency
 from .products import products
@@ -125,6 +125,10 @@ ADAPTER_AGAIN = {
 }  # fmt: skip
 # Packed weights are unpacked by an operator of their own before each product, and nothing transposes them.
 UNPACKED, UNPACKED_AGAIN = Operators(1, -1, 1, -1), Operators(0, -2, 1, 1)
+# GPTQ's are unpacked by four operators for the zeros and five for the weight, forward and where it is recomputed
+# (formulas/gptq.py), and a bias is added by one more; under autocast what was multiplied is cast to the input's dtype,
+# and its gradient back.
+GPTQ, GPTQ_BIAS, GPTQ_AUTOCAST = Operators(9, 9, 0, 0), Operators(1, 0, 0, 0), Operators(1, 0, 1, 0)
 ADAPTER_DROPOUT, ADAPTER_DROPOUT_AGAIN = Operators(1, 0, 1, 0), Operators(1, 0, 0, 0)
 
 # Seconds that Python takes in a block beside its operators, forward and backward: FSDP2's hooks, which gather and free,
@@ -178,7 +182,9 @@ def _operators(
 def started(spec: ModelSpec, run: Training) -> Operators:
     """Return the operators of all blocks in a micro-batch, adapters' with them."""
     found = operators(spec, run).times(spec.layers)
-    if run.quantization:
+    if run.quantization == "gptq":
+        found = found.plus(_gptq(spec, run))
+    elif run.quantization:
         each = UNPACKED if run.checkpointing is None else UNPACKED.plus(UNPACKED_AGAIN)
         found = found.plus(each.times(sum(linear.count for linear in spec.block_linears)))
     if adapters := sum(linear.count for linear in adapted(spec, run)):
@@ -188,6 +194,14 @@ def started(spec: ModelSpec, run: Training) -> Operators:
             each = each if run.checkpointing is None else each.plus(ADAPTER_DROPOUT_AGAIN)
         found = found.plus(each.times(adapters))
     return found
+
+
+def _gptq(spec: ModelSpec, run: Training) -> Operators:
+    """Return the operators that GPTQ's layers have more than others."""
+    each = GPTQ.plus(GPTQ_AUTOCAST) if run.precision.startswith("autocast") else GPTQ
+    biased = sum(linear.count for linear in spec.block_linears if linear.bias)
+    found = each.times(sum(linear.count for linear in spec.block_linears)).plus(GPTQ_BIAS.times(biased))
+    return found.plus(found._replace(kernels_back=0)) if run.checkpointing else found
 
 
 def adapter(run: Training) -> Operators:
@@ -266,7 +280,7 @@ def host_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> float:
         graphs = run.accumulation / run.pp * compiled_kernels(spec, run) * COMPILED
         return graphs + hook_seconds(spec, run, host) + adding
     seconds = started(spec, run).seconds(host)
-    if run.quantization:
+    if by_bitsandbytes(run):
         quantized = sum(linear.count for linear in spec.block_linears)
         seconds += quantized * (3 if run.checkpointing == "full" else 2) * host.custom
     passes = run.accumulation * seconds / run.pp + adding

@@ -15,7 +15,7 @@ from ...specs.model import ModelSpec
 from ...specs.parameters import ROW_PARALLEL, Linear
 from ...specs.run import Training
 from ...specs.stacks import Megatron, Torchtitan
-from ..memory.share import adapter_bytes
+from ..memory.share import adapter_bytes, by_bitsandbytes
 from .again import module_again, whole_blocks_again
 
 # Every second product of a block is not kept by torchtitan's "selective_op", in the order in which it runs them: wq,
@@ -136,7 +136,7 @@ def _recomputed(spec: ModelSpec, run: Training, linear: Linear) -> int:
         if linear.part == "mlp" and module_again(run, "mlp"):
             return linear.count
         return linear.count * whole_blocks_again(spec, run) // spec.layers
-    if run.checkpointing == "selective" and run.quantization is None:
+    if run.checkpointing == "selective" and not by_bitsandbytes(run):
         return 0
     adapted = run.lora is not None and linear.name in run.lora.targets
     return 0 if is_last(spec, linear) and not adapted else linear.count

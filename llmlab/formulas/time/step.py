@@ -18,11 +18,18 @@ from ...hardware.nodes import to_host
 from ...specs.model import ModelSpec
 from ...specs.run import Inference, Run, Training
 from ...specs.stacks import Megatron, StackOptions, Torchtitan, Torchtune
-from .. import newton_schulz
+from .. import gptq, newton_schulz
 from ..memory.float8 import CONVERTED
 from ..memory.fsdp import uses_fsdp
 from ..memory.precision import PRECISION
-from ..memory.share import adapter_bytes, attention_kernel, bytes_of, masked_layers
+from ..memory.share import (
+    adapter_bytes,
+    attention_kernel,
+    by_bitsandbytes,
+    bytes_of,
+    masked_layers,
+    unpacked_bytes,
+)
 from ..memory.states import States, states
 from ..memory.temporaries import loss_chunk
 from .again import attentions_again
@@ -276,11 +283,21 @@ def _timed(spec: ModelSpec, run: Training, found: Kernels) -> tuple[dict[str, fl
         if each.part == "experts":  # one grouped product, which reads all experts' weights
             passes = each.forward + each.again + each.input_gradient + each.weight_gradient
             total = max(total, passes * 2 * n * k * spec.experts / run.ep / found.bandwidth)
-        if run.quantization and each.part in ("attention", "mlp"):
+        if run.quantization == "gptq" and each.part in ("attention", "mlp"):
+            total += _unpacking_seconds(each, run, found)
+        elif by_bitsandbytes(run) and each.part in ("attention", "mlp"):
             total += (each.forward + each.again + each.input_gradient) * UNPACKED * n * k / found.bandwidth
         seconds[each.part] = seconds.get(each.part, 0.0) + total * share
     more = (UNALIGNED - 1) * unaligned
     return seconds, Outside(beyond, unaligned + more, more, 0.0) if counted else Outside(beyond, unaligned, 0.0, more)
+
+
+def _unpacking_seconds(each: Product, run: Training, found: Kernels) -> float:
+    """Return the seconds per micro-batch in which GPTQ's weights are unpacked: in forward, and where a block is
+    recomputed, whatever is kept of products. Backward reads what was made."""
+    shifts, others = gptq.moved(each.inputs, each.outputs, *unpacked_bytes(run))
+    once = shifts / found.operators.strided + others / found.bandwidth
+    return each.forward * (2 if run.checkpointing else 1) * once
 
 
 def columns_backward(spec: ModelSpec, run: Training, found: Kernels) -> tuple[Backward, ...]:

@@ -81,6 +81,9 @@ def deepspeed_settings(run: Training) -> dict[str, Any]:
 
 def _adapters_script(run: Training) -> str:
     """Return which script trains adapters: FSDP2 shards frozen half weights; what keeps fp32 copies is DeepSpeed's."""
+    if run.quantization == "gptq":
+        raise SpecError("quantization='gptq' is AutoGPTQ's layer, and transformers of today loads such a file by "
+                        "GPT-QModel's; give 'nf4' or 'int8'")  # fmt: skip
     if run.quantization and run.zero:
         raise SpecError(f"quantization={run.quantization!r} with zero={run.zero}: its weights are not sharded")
     if uses_deepspeed(run):

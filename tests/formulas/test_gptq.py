@@ -1,0 +1,258 @@
+"""GPTQ's 4 bits beside AutoGPTQ's layer: its tensors, what unpacking moves, what autograd keeps, what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import llmlab as lab
+from llmlab.engines.tuners import axolotl_config, llama_factory_config
+from llmlab.formulas import gptq
+from llmlab.formulas.memory.share import share_of
+from llmlab.formulas.memory.states import states
+from llmlab.formulas.time.elementwise import biases, moved
+from llmlab.formulas.time.host import GPTQ, GPTQ_AUTOCAST, GPTQ_BIAS, Operators, started
+from llmlab.formulas.time.kernels import kernels
+from llmlab.formulas.time.step import passes
+from llmlab.planning.files.script import kind
+from llmlab.step import model as step_model
+
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+CARD = "A100-80GB"
+RUN = lab.Training(2, 512, "fp16", lora=lab.LoRA(8, ("q_proj", "v_proj")), quantization="gptq")
+LLAMA = {"model_type": "llama", "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4,
+         "num_hidden_layers": 4, "intermediate_size": 2048, "vocab_size": 2048,
+         "max_position_embeddings": 2048}  # fmt: skip
+
+
+class Layer(nn.Linear):
+    """What AutoGPTQ's QuantLinear of 4 bits stores and computes (0.7.1, nn_modules/qlinear/qlinear_cuda_old.py), as a
+    linear layer, on which peft puts the same adapter as on that."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, dtype: torch.dtype, device: str = "meta") -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = inputs, outputs
+        shapes = {"qweight": (inputs // 32 * 4, outputs), "qzeros": (inputs // 128, outputs // 32 * 4),
+                  "scales": (inputs // 128, outputs), "g_idx": (inputs,)}  # fmt: skip
+        for name, shape in shapes.items():
+            kind = dtype if name == "scales" else torch.int32
+            self.register_buffer(name, torch.zeros(shape, dtype=kind, device=device))
+        self.register_buffer("bias", torch.zeros(outputs, dtype=dtype, device=device) if bias else None)
+        self.shifts: Tensor | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        return self.scales
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.shifts is None:
+            self.shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=x.device).unsqueeze(0)
+        shape, dtype = (*x.shape[:-1], self.out_features), x.dtype
+        x = x.reshape(-1, x.shape[-1])
+        words = self.qzeros.unsqueeze(2).expand(-1, -1, 8)
+        zeros = torch.bitwise_right_shift(words, self.shifts.unsqueeze(0)).to(torch.int8)
+        zeros = zeros + 1
+        zeros = torch.bitwise_and(zeros, 15)
+        zeros = zeros.reshape(-1, 1, zeros.shape[1] * zeros.shape[2])
+        scales = self.scales.reshape(-1, 1, self.scales.shape[-1])
+        words = self.qweight.unsqueeze(1).expand(-1, 8, -1)
+        weight = torch.bitwise_right_shift(words, self.shifts.unsqueeze(-1)).to(torch.int8)
+        weight = torch.bitwise_and(weight, 15)
+        weight = weight.reshape(-1, 128, weight.shape[2])
+        weight = scales * (weight - zeros)
+        weight = weight.reshape(weight.shape[0] * weight.shape[1], weight.shape[2])
+        out = torch.matmul(x, weight)
+        out = out.to(dtype=dtype).reshape(shape)
+        return out + self.bias if self.bias is not None else out
+
+
+def pack(weight: Tensor, scales: Tensor, layer: Layer) -> None:
+    """Pack whole multiples of a group's scale, -8 to 7 of them, into the layer, whose zero is 8 for all."""
+    codes = ((weight / scales.repeat_interleave(128, 0)).round() + 8).to(torch.int64)
+    words = sum(codes[place::8] << 4 * place for place in range(8))
+    layer.qweight.copy_(torch.where(words >= 1 << 31, words - (1 << 32), words))
+    layer.qzeros.fill_(0x77777777)  # one less than each zero
+    layer.scales.copy_(scales)
+
+
+def test_the_layer_here_multiplies_by_what_was_packed():
+    torch.manual_seed(0)
+    layer, scales = Layer(256, 64, False, torch.float32, "cpu"), torch.rand(2, 64) + 0.1
+    weight = torch.randint(-8, 8, (256, 64)) * scales.repeat_interleave(128, 0)
+    pack(weight, scales, layer)
+    x = torch.randn(3, 256)
+    torch.testing.assert_close(layer(x), x @ weight)
+
+
+def test_a_layer_takes_what_its_buffers_do():
+    """By hand: 4,096 × 11,008 in half a byte; for each of 32 groups and 11,008 outputs half a byte and a half; four
+    bytes for each input."""
+    assert gptq.tensors(4096, 11008, 2) == (22544384, 176128, 704512, 16384)
+    layer = Layer(4096, 11008, False, torch.float16)
+    assert gptq.tensors(4096, 11008, 2) == tuple(each.nbytes for each in layer.buffers())
+
+
+@pytest.mark.parametrize(("precision", "width"), [("fp16", 2), ("mixed-fp16", 2), ("autocast-fp16", 4)])
+def test_blocks_linears_are_packed_and_the_rest_is_as_it_was_loaded(precision, width):
+    """peft casts nothing to fp32; adapters are fp32."""
+    spec = lab.model({**LLAMA, "attention_bias": True})
+    packed = sum(sum(gptq.tensors(each.inputs, each.outputs, width)) * each.count for each in spec.block_linears)
+    rest = spec.parameters - spec.block_linear_elements
+    held = states(spec, replace(RUN, precision=precision))
+    assert held.trained == 4 * 8 * (512 + 512 + 512 + 256)
+    assert held.weights == packed + width * rest + 4 * held.trained
+
+
+@pytest.mark.parametrize(("width", "compute"), [(2, 2), (4, 2), (4, 4)])
+def test_unpacking_takes_and_moves_what_its_operators_do(width, compute):
+    """A layer of 4,096 × 1,024 on 64 tokens, beside a frozen linear layer without a bias."""
+    inputs, outputs, tokens = 4096, 1024, 64
+    dtype, autocast = {2: torch.float16, 4: torch.float32}[width], width != compute
+    found = []
+    with lab.simulator(CARD) as sim:
+        layers = (Layer(inputs, outputs, True, dtype, "cuda"),
+                  nn.Linear(inputs, outputs, False, device="cuda", dtype=dtype).requires_grad_(False))  # fmt: skip
+        x = torch.zeros(1, tokens, inputs, device="cuda", dtype=dtype, requires_grad=True)
+        for layer in (*layers, *layers):  # first cuBLAS takes its workspace, and x has a gradient
+            before = sim.allocated
+            sim.reset_peak()
+            with sim.operators() as forward, torch.autocast("cuda", torch.float16, enabled=autocast):
+                out = layer(x)
+            peak, kept = sim.peak_allocated - before, sim.allocated - before - out.nbytes
+            with sim.operators() as backward:
+                out.backward(torch.zeros_like(out))
+            found.append((list(forward), [each for each in backward if each.backward], peak, kept))
+            del out
+    (packed, packed_back, peak, kept), (plain, plain_back, _, _) = found[2:]
+    weights = inputs * outputs
+    assert kept == compute * weights  # for the input's gradient
+    assert peak == pytest.approx(gptq.highest(width, compute) * weights, rel=0.06)
+
+    def more(kind):
+        return sum(each.bytes * sign for log, sign in ((packed, 1), (plain, -1)) for each in log if each.kind == kind)
+
+    shifts, others = gptq.moved(inputs, outputs, width, compute)
+    assert more("strided") == pytest.approx(shifts, abs=128)
+    in_both = autocast * (width + compute) * weights
+    results = tokens * outputs * (2 * width + autocast * (width + compute)) + outputs * width
+    assert more("memory") == pytest.approx(others - in_both + results)
+
+    def count(log, view):
+        return sum((each.kind == "none") is view for each in log)
+
+    ways = ((packed, plain), (packed_back, plain_back))
+    counts = Operators(*(count(one, view) - count(other, view) for one, other in ways for view in (False, True)))
+    assert counts == GPTQ.plus(GPTQ_BIAS).plus(GPTQ_AUTOCAST.times(autocast))
+
+
+@pytest.fixture
+def simulated(monkeypatch):
+    """Return the report of a step whose blocks have the layer here, which `lab.simulate` refuses."""
+    on_meta = step_model._on_meta
+
+    def packed(spec, run):
+        model = on_meta(spec, run)
+        for block in model.model.layers:
+            for module in list(block.modules()):
+                for name, each in list(module.named_children()):
+                    if isinstance(each, nn.Linear):
+                        bias = each.bias is not None
+                        made = Layer(each.in_features, each.out_features, bias, each.weight.dtype)
+                        setattr(module, name, made)
+        return model
+
+    def simulate(model, run, card):
+        monkeypatch.setattr(step_model, "_on_meta", packed)
+        monkeypatch.setattr(step_model, "_check_libraries", lambda *given: None)
+        return lab.simulate(model, replace(run, quantization=None, lora=run.lora), card)
+
+    return simulate
+
+
+@pytest.mark.parametrize(("precision", "checkpointing", "targets"), [
+    ("fp16", None, ("q_proj", "v_proj")), ("fp16", "full", ALL), ("fp16", "selective", ("up_proj",)),
+    ("fp16", "full", ("down_proj",)), ("autocast-fp16", "full", ("q_proj",)), ("autocast-fp16", None, ALL),
+])  # fmt: skip
+def test_the_formula_is_the_simulation_of_a_step(simulated, precision, checkpointing, targets):
+    run = replace(RUN, precision=precision, checkpointing=checkpointing, lora=lab.LoRA(8, targets))
+    model = {**LLAMA, "attention_bias": True}
+    formula, traced = lab.estimate(model, run, CARD), simulated(model, run, CARD)
+    assert formula.phases["load"] == pytest.approx(traced.phases["load"], rel=0.02)
+    assert formula.peak_allocated == pytest.approx(traced.peak_allocated, rel=0.025)
+    for parts in (("products", "elementwise"), ("launches",)):  # unpacking is among products, and elementwise there
+        seconds = [sum(each.time[part] for part in parts) for each in (formula, traced)]
+        assert seconds[0] == pytest.approx(seconds[1], rel=0.06)
+
+
+@pytest.mark.parametrize("checkpointing", [None, "full"])
+def test_the_formula_is_the_simulation_where_weights_are_most(simulated, checkpointing):
+    """Two blocks of Llama 2 7B on 512 tokens: without checkpointing autograd keeps all that is unpacked, 2 bytes of
+    each weight; with it those of one block."""
+    model = {**LLAMA, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 2,
+             "num_attention_heads": 32, "num_key_value_heads": 32}  # fmt: skip
+    run = replace(RUN, micro_batch=1, checkpointing=checkpointing)
+    formula, traced = lab.estimate(model, run, CARD), simulated(model, run, CARD)
+    assert formula.peak_allocated == pytest.approx(traced.peak_allocated, rel=0.005)
+    plain = lab.estimate(model, replace(run, quantization=None), CARD)
+    spec = lab.model(model)
+    assert formula.parts["activations"] - plain.parts["activations"] > 0.8 * spec.block_linear_elements * (
+        1 if checkpointing else 2)  # fmt: skip
+
+
+def test_weights_are_unpacked_for_forward_and_once_more_where_blocks_are_recomputed():
+    spec, card = lab.model("Llama-2-7b"), lab.gpu(CARD)
+    rates, sent = kernels(card), {}
+    shifts, others = map(sum, zip(*(
+        [each.count * part for part in gptq.moved(each.inputs, each.outputs, 2, 2)] for each in spec.block_linears
+    ), strict=True))  # fmt: skip
+    once = shifts / rates.operators.strided + others / rates.bandwidth
+    assert (shifts + others) / spec.block_linear_elements == pytest.approx(16.5 + 16.5 / 128)
+    for checkpointing in (None, "selective", "full"):
+        run = replace(RUN, checkpointing=checkpointing)
+        packed, plain = (passes(spec, replace(run, quantization=each), card) for each in ("gptq", None))
+        sent[checkpointing] = sum(packed.products.values()) - sum(plain.products.values())
+    assert sent == pytest.approx({None: once, "selective": 2 * once, "full": 2 * once})
+
+
+def test_biases_are_operators_of_their_own():
+    """Of q, k, v and o in transformers' Llama: read, and the sum written, forward and again; the last layer's sum is
+    not made again, where it has no adapter."""
+    spec, card = lab.model({**LLAMA, "attention_bias": True, "mlp_bias": True}), lab.gpu(CARD)
+    run = replace(RUN, checkpointing="full")
+    widths = 2 * (512 + 256 + 256 + 512 + 2048 + 2048) + 512
+    assert biases(share_of(spec, run, card)) == 2 * 2 * run.tokens * widths
+    without = share_of(lab.model(LLAMA), run, card)
+    assert biases(without) == biases(share_of(spec, replace(run, quantization="nf4"), card)) == 0
+    both = (moved(spec, replace(run, quantization=each), card).blocks for each in ("gptq", None))
+    assert next(both) - next(both) == 4 * biases(share_of(spec, run, card))
+    assert started(spec, run).kernels - started(lab.model(LLAMA), run).kernels == 4 * 7 * 2
+
+
+@pytest.mark.parametrize(("model", "fields", "words"), [
+    (LLAMA, {"compile": True}, ["compile=True", "drop one"]),
+    (LLAMA, {"dp": 2, "zero": 3}, ["zero=3", "buffers"]),
+    (LLAMA, {"tp": 2}, ["tp=2", "buffers"]),
+    ("mistralai/Mixtral-8x7B-v0.1", {}, ["Mixtral", "experts"]),
+    ({**LLAMA, "intermediate_size": 2016}, {}, ["down_proj", "2016 × 512", "128"]),
+])  # fmt: skip
+def test_what_autogptqs_layer_does_not_do_is_refused(model, fields, words):
+    with pytest.raises(lab.SpecError) as error:
+        lab.estimate(model, replace(RUN, **fields), CARD)
+    assert all(word in str(error.value) for word in ("quantization='gptq'", *words))
+
+
+@pytest.mark.parametrize(("verb", "where"), [(lab.simulate, CARD), (lab.measure, "cpu")])
+def test_what_runs_the_model_needs_a_package_that_is_gone(verb, where):
+    with pytest.raises(lab.NotAvailable, match=r"quantization='gptq' is AutoGPTQ's layer.*see lab.estimate"):
+        verb(LLAMA, RUN, where)
+
+
+@pytest.mark.parametrize("write", [partial(axolotl_config, model="m"), partial(llama_factory_config, model="m"), kind],
+                         ids=["Axolotl", "LLaMA-Factory", "the script"])  # fmt: skip
+def test_no_file_is_written_that_would_load_another_layer(write):
+    with pytest.raises(lab.SpecError, match=r"quantization='gptq' is AutoGPTQ's layer.*GPT-QModel"):
+        write(RUN)
