@@ -6,7 +6,7 @@ import pytest
 
 import llmlab as lab
 from llmlab import Training
-from llmlab.formulas.time.again import attentions_again, blocks_again, whole_blocks_again
+from llmlab.formulas.again import attentions_again, blocks_again, whole_blocks_again
 from llmlab.formulas.time.distributed import step
 from llmlab.formulas.time.elementwise import engine_casts, moved
 from llmlab.formulas.time.flops import flops

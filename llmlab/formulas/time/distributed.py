@@ -35,10 +35,10 @@ from ...specs.model import model as find_model
 from ...specs.run import Training
 from ...specs.stacks import DeepSpeed, Megatron
 from ...specs.stages import layers_of
+from ..again import attentions_again, module_again, whole_again
 from ..memory.fsdp import uses_fsdp
 from ..memory.share import bytes_of
 from . import step as time
-from .again import attentions_again, module_again, whole_again
 from .data_parallel import data_parallel, shard_group
 from .flops import Flops, flops
 from .kernels import Kernels, kernels, training_rates

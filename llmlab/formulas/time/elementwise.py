@@ -15,6 +15,7 @@ from ...specs.model import ModelSpec
 from ...specs.parameters import ROW_PARALLEL, Linear
 from ...specs.run import Training, stack_of
 from ...specs.stacks import Megatron, Nanotron, Torchtitan
+from ..again import module_again, share_again, whole_again
 from ..memory.activations import FUSED
 from ..memory.float8 import converted, takes_either_layout
 from ..memory.fsdp import reduced_bytes, uses_fsdp
@@ -24,7 +25,6 @@ from ..memory.share import Share, adapted, adapter_bytes, by_bitsandbytes, share
 from ..memory.stacks.megatron import fused_softmax
 from ..memory.states import block_parameters, states
 from ..memory.temporaries import loss_chunk
-from .again import module_again, share_again, whole_again
 from .products import is_last, multiplied_wide
 
 LOGITS_MOVES = 10.0  # of the logits in fp32, by the loss

@@ -17,9 +17,9 @@ from ...hardware.gpu import GPU
 from ...specs.model import ModelSpec
 from ...specs.run import Inference, Run, Training
 from .. import newton_schulz
+from ..again import attentions_again
 from ..memory.share import attention_kernel
 from ..memory.states import adapter_parameters
-from .again import attentions_again
 from .products import gradients_of_first_block, products
 
 

@@ -22,9 +22,9 @@ from typing import NamedTuple
 from ...specs.model import ModelSpec
 from ...specs.run import Training
 from ...specs.stacks import DeepSpeed, Megatron, Torchtitan, Torchtune
+from ..again import share_again, whole_again
 from ..memory.precision import PRECISION
 from ..memory.share import adapted, adapter_bytes, by_bitsandbytes
-from .again import share_again, whole_again
 from .efficiency import Efficiency
 from .products import products
 

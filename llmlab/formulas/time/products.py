@@ -15,8 +15,8 @@ from ...specs.model import ModelSpec
 from ...specs.parameters import ROW_PARALLEL, Linear
 from ...specs.run import Training
 from ...specs.stacks import Megatron, Torchtitan
+from ..again import module_again, whole_blocks_again
 from ..memory.share import adapter_bytes, by_bitsandbytes
-from .again import module_again, whole_blocks_again
 
 # Every second product of a block is not kept by torchtitan's "selective_op", in the order in which it runs them: wq,
 # wk, wv, wo, w1, w3, w2 (torchtitan/distributed/activation_checkpoint.py).

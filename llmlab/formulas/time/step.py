@@ -19,6 +19,7 @@ from ...specs.model import ModelSpec
 from ...specs.run import Inference, Run, Training
 from ...specs.stacks import Megatron, StackOptions, Torchtitan, Torchtune
 from .. import gptq, newton_schulz
+from ..again import attentions_again
 from ..memory.float8 import CONVERTED
 from ..memory.fsdp import uses_fsdp
 from ..memory.precision import PRECISION
@@ -32,7 +33,6 @@ from ..memory.share import (
 )
 from ..memory.states import States, states
 from ..memory.temporaries import loss_chunk
-from .again import attentions_again
 from .efficiency import Efficiency, efficiency
 from .elementwise import moved
 from .flops import flops, head_sizes

@@ -10,10 +10,10 @@
 
 from __future__ import annotations
 
-from ...specs.model import ModelSpec
-from ...specs.run import Training
-from ...specs.stacks import Megatron, Torchtitan
-from ...specs.stages import layers_of
+from ..specs.model import ModelSpec
+from ..specs.run import Training
+from ..specs.stacks import Megatron, Torchtitan
+from ..specs.stages import layers_of
 
 
 def blocks_again(spec: ModelSpec, run: Training) -> int:
