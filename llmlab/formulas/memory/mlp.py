@@ -120,7 +120,7 @@ def in_forward(mlp: Mlp, checkpointing: str | None, again: bool = False, waiting
         moments.append(share.tokens * f * (held + 6))
     elif quantized and (mlp.down or not again):
         moments.append(share.tokens * f * (held + 2 * (o == 4)) + 2 * h * f)
-    elif run.quantization:
+    elif run.quantization == "gptq":
         moments += _unpacking(mlp, branches, there, held, checkpointing is None)
     if mlp.down:
         begins, then = mlp.adapter(checkpointing is None)
