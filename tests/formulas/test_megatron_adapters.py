@@ -8,6 +8,7 @@ import llmlab as lab
 from llmlab.base.errors import NotAvailable, SpecError
 from llmlab.formulas.memory.megatron_step import MegatronMemory
 from llmlab.formulas.memory.share import share_of
+from llmlab.simulation.stacks.megatron import check
 
 LLAMA = {"model_type": "llama", "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8,
          "num_key_value_heads": 4, "intermediate_size": 1536, "vocab_size": 1024, "max_position_embeddings": 2048,
@@ -32,7 +33,7 @@ def test_adapters_alone_have_gradients_and_states():
 
 
 def test_frozen_layers_keep_no_input():
-    """A Llama's full block keeps 34 MiB here, of which the inputs of qkv, fc1 and fc2 are 2, 2 and 6."""
+    """Of a Llama's block here the inputs of qkv, fc1 and fc2 are 2, 2 and 6 MiB."""
     full = memory(replace(RUN, lora=None)).whole
     tokens, qkv = 2048, memory(RUN).whole
     assert full["linear inputs"] == 2 * tokens * 512 * 2 and full["mlp"] == 3 * tokens * 1536 * 2
@@ -81,5 +82,6 @@ def test_what_is_not_described_is_refused(fields, said):
 
 
 def test_they_are_not_simulated():
-    with pytest.raises(NotAvailable):  # with megatron-core or without
-        lab.simulate(LLAMA, RUN, "H100-80GB")
+    """As no layer of Transformer Engine is, asked before megatron-core is imported, which may not be installed."""
+    with pytest.raises(NotAvailable, match="simulate has no layers of Transformer Engine"):
+        check(lab.model(LLAMA), RUN)
