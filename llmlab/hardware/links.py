@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from math import inf, log
 from statistics import quantiles
 from typing import NamedTuple
@@ -44,6 +44,9 @@ class Link:
     source: str = ""
     checked: str = ""
     switched: float | None = None
+
+    def __hash__(self) -> int:  # of few fields: an estimate looks links up in several caches
+        return hash((self.name, self.reached))
 
 
 @dataclass(frozen=True)
@@ -102,17 +105,27 @@ class Cluster:
         Tensor-parallel ranks are neighbours, stride 1; data-parallel ones are tp devices apart. Raises NotAvailable
         where they are on several nodes that nothing connects.
         """
-        check_counts(ranks=ranks, stride=stride)
-        per_node = min(ranks, max(1, self.gpus // stride))
-        if per_node >= ranks:
-            return Group(ranks, per_node, self.inside)
-        if self.across is None:
-            raise NotAvailable("no usual network joins such nodes; name one: cluster(card, network)")
-        return Group(ranks, per_node, self.inside, self.across, self.adapters * per_node / self.gpus)
+        return _group(self, ranks, stride)
 
     def reaching(self, rate: float) -> Cluster:
         """Return these nodes with GPUs that pass on `rate` bytes/s to one another, whatever was measured elsewhere."""
-        return replace(self, inside=replace(self.inside, reached=rate, switched=None, source=GIVEN))
+        return _reaching(self, rate)
+
+
+@lru_cache(maxsize=1024, typed=True)  # an estimate asks for the same groups of the same nodes again and again
+def _group(nodes: Cluster, ranks: int, stride: int) -> Group:
+    check_counts(ranks=ranks, stride=stride)
+    per_node = min(ranks, max(1, nodes.gpus // stride))
+    if per_node >= ranks:
+        return Group(ranks, per_node, nodes.inside)
+    if nodes.across is None:
+        raise NotAvailable("no usual network joins such nodes; name one: cluster(card, network)")
+    return Group(ranks, per_node, nodes.inside, nodes.across, nodes.adapters * per_node / nodes.gpus)
+
+
+@lru_cache(maxsize=256)
+def _reaching(nodes: Cluster, rate: float) -> Cluster:
+    return replace(nodes, inside=replace(nodes.inside, reached=rate, switched=None, source=GIVEN))
 
 
 def cluster(

@@ -25,9 +25,9 @@ ALGORITHMS = {
     "all-to-all": ("pairs",),
     "send": ("pairs",),
 }
-# What NCCL chooses from: across nodes it gathers and scatters in rings alone (src/graph/tuning.cc), and lays trees, and
-# lets a node's switches add, for all-reduce only.
-NCCL = {**{each: allowed[:1] for each, allowed in ALGORITHMS.items()}, "all-reduce": ("ring", "tree", "switch")}
+# What NCCL chooses from for an all-reduce: across nodes it gathers and scatters in rings alone (src/graph/tuning.cc),
+# the first of `ALGORITHMS`, and lays trees, and lets a node's switches add, for all-reduce only.
+NCCL = ("ring", "tree", "switch")
 
 TREE = 0.92  # of the rings' bandwidth in an all-reduce: src/graph/tuning.cc, busBw
 
@@ -65,8 +65,10 @@ def seconds(collective: str, size: float, group: Group, algorithm: str | None = 
         return 0.0
     if algorithm == "switch" and group.switched is None:
         raise SpecError(f"algorithm='switch': the links of these {group.ranks} ranks have no switch that adds")
-    tried = [algorithm] if algorithm else [each for each in NCCL[collective] if each != "switch" or group.switched]
-    return min(_seconds(collective, size, group, each) for each in tried)
+    if algorithm or collective != "all-reduce":
+        return _seconds(collective, size, group, algorithm or allowed[0])
+    tried = [each for each in NCCL if each != "switch" or group.switched]
+    return min([_seconds(collective, size, group, each) for each in tried])
 
 
 def _seconds(collective: str, size: float, group: Group, algorithm: str) -> float:

@@ -218,6 +218,19 @@ class Kernels:
             beyond = found is not None and not found.inside
             return self._products.setdefault(key, (self._product(m, n, k, dtype), beyond))
 
+    def summed(self, sizes: tuple[tuple[tuple[int, int, int, str], int], ...]) -> tuple[float | None, float]:
+        """Return the seconds of products (m, n, k, dtype), each so many times, and those that are extrapolated; None
+        where the card has no units for one of them."""
+        total = beyond = 0.0
+        for key, times in sizes:
+            one, extrapolated = self._products.get(key) or self.timed(*key)
+            if one is None:
+                return None, 0.0
+            total += times * one
+            if extrapolated:
+                beyond += times * one
+        return total, beyond
+
     def _product(self, m: int, n: int, k: int, dtype: str) -> float | None:
         flop = 2.0 * m * n * k
         if dtype == "mxfp8":

@@ -267,26 +267,23 @@ def _timed(spec: ModelSpec, run: Training, found: Kernels) -> tuple[dict[str, fl
     seconds: dict[str, float] = {}
     beyond = unaligned = 0.0
     share, counted = run.accumulation / run.pp, found.card.compute_capability in TIMED_UNALIGNED
+    packed = ("attention", "mlp") if run.quantization else ()
     for each, kind, sizes in _multiplied(spec, run):
         _, n, k, _ = sizes[0][0]
-        total, slow = 0.0, _unaligned(each.part, kind, n, k, run, found)
-        for size, times in sizes:
-            one, extrapolated = found.timed(*size)
-            if one is None:
-                return None, Outside(0.0, 0.0, 0.0, 0.0)
-            total += times * one
-            if extrapolated:
-                beyond += times * one * share
-        if slow:
+        total, extrapolated = found.summed(sizes)
+        if total is None:
+            return None, Outside(0.0, 0.0, 0.0, 0.0)
+        beyond += extrapolated * share
+        if (n % ALIGNED or k % ALIGNED) and _unaligned(each.part, kind, run, found):
             unaligned += total * share
             total *= UNALIGNED if counted else 1.0
         if each.part == "experts":  # one grouped product, which reads all experts' weights
             passes = each.forward + each.again + each.input_gradient + each.weight_gradient
             total = max(total, passes * 2 * n * k * spec.experts / run.ep / found.bandwidth)
-        if run.quantization == "gptq" and each.part in ("attention", "mlp"):
-            total += _unpacking_seconds(each, run, found)
-        elif by_bitsandbytes(run) and each.part in ("attention", "mlp"):
+        if each.part in packed and by_bitsandbytes(run):
             total += (each.forward + each.again + each.input_gradient) * UNPACKED * n * k / found.bandwidth
+        elif each.part in packed:
+            total += _unpacking_seconds(each, run, found)
         seconds[each.part] = seconds.get(each.part, 0.0) + total * share
     more = (UNALIGNED - 1) * unaligned
     return seconds, Outside(beyond, unaligned + more, more, 0.0) if counted else Outside(beyond, unaligned, 0.0, more)
@@ -313,11 +310,9 @@ def columns_backward(spec: ModelSpec, run: Training, found: Kernels) -> tuple[Ba
     return tuple(seconds.values())
 
 
-def _unaligned(part: str, kind: str, n: int, k: int, run: Training, found: Kernels) -> bool:
-    """Return whether matrices in half precision have rows that are not whole 16 bytes, which nobody pads. Adapters'
-    products are bound by bytes."""
-    if not (n % ALIGNED or k % ALIGNED):
-        return False
+def _unaligned(part: str, kind: str, run: Training, found: Kernels) -> bool:
+    """Return whether matrices in half precision, whose rows are not whole 16 bytes, are slower for it: nobody pads them.
+    Adapters' products are bound by bytes."""
     padded = run.compile or isinstance(run.stack, Megatron) or part == "adapters"
     return not padded and kind in ("fp16", "bf16") and found.measured(kind)
 
