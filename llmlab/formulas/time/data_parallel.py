@@ -38,7 +38,8 @@ class Communicated(NamedTuple):
     the tensors that are sent (an all-reduce's twice); for each layer the seconds of a gather of its weights, and of
     summing its gradients, once; and the seconds of FSDP2's copies between parameters and its buffers, which run among
     the computation's kernels and are in neither of the first two. `later`: seconds that are exposed too where an engine
-    that is not named sends its updated tensors one by one, as PyTorch's and InternEvo do."""
+    that is not named sends its updated tensors one by one, as PyTorch's and InternEvo do. `contended`: seconds of the
+    hidden part in which it takes memory and multiprocessors from computation."""
 
     exposed: float
     sent: float
@@ -47,14 +48,14 @@ class Communicated(NamedTuple):
     reduce: float = 0.0
     copied: float = 0.0
     later: float = 0.0
+    contended: float = 0.0
 
-    def contended(self, group: Group) -> float:
-        """Return the seconds of the hidden part in which it takes memory and multiprocessors from computation: as long
-        as the bytes take inside a node, however long the network needs."""
+    def contending(self, group: Group) -> Communicated:
+        """Return this with what is `contended`: as long as the bytes take inside a node, however long the network needs."""
         if not self.sent:
-            return 0.0
+            return self
         inside = self.bytes * (group.ranks - 1) / group.ranks / group.inside.reached
-        return (self.sent - self.exposed) * min(1.0, inside / self.sent)
+        return self._replace(contended=(self.sent - self.exposed) * min(1.0, inside / self.sent))
 
 
 class _Sizes(NamedTuple):
@@ -95,7 +96,7 @@ class _Replica:
         """Return the seconds of `collective` for a block's part of `size` bytes, of which blocks have `less` fewer, in
         so many messages, and for the part outside of blocks."""
         parts = (self.sizes.in_blocks * size - less) / self.sizes.layers / messages, (1 - self.sizes.in_blocks) * size
-        block, outside = (self.kernels.collective(collective, part, self.group) for part in parts)
+        block, outside = [self.kernels.collective(collective, part, self.group) for part in parts]
         return messages * block, outside
 
     def summed(self) -> tuple[float, float]:
@@ -104,7 +105,7 @@ class _Replica:
             return 0.0, 0.0
         parts = self.sizes.in_blocks / self.sizes.layers, 1 - self.sizes.in_blocks
         shard = self.sizes.reduced / self.group.ranks
-        block, outside = (self.kernels.collective("all-reduce", part * shard, self.copies) for part in parts)
+        block, outside = [self.kernels.collective("all-reduce", part * shard, self.copies) for part in parts]
         return block, outside
 
     def busy(self, inside: float, across: float) -> float:
@@ -145,11 +146,12 @@ def data_parallel(
     buckets = ddp_buckets(spec, run, bucket) if run.zero < 2 else 0
     flat = _communicated(run, replica, updated, hide_forward, hide_backward, buckets)
     if run.zero != 1 or run.stack != TRANSFORMERS or run.pp > 1:
-        return flat
+        return flat.contending(group)
     dealt = _dealt_out(replica, run, updated, tensors(spec, run), hide_backward, buckets)
     # PyTorch's optimizer has no master copy, as `states` has it; who keeps one is not named.
     whole_tensors = not PRECISION[run.precision].master and not run.lora
-    return dealt if whole_tensors else flat._replace(later=max(0.0, dealt.exposed - flat.exposed))
+    found = dealt if whole_tensors else flat._replace(later=max(0.0, dealt.exposed - flat.exposed))
+    return found.contending(group)
 
 
 @lru_cache(maxsize=256)

@@ -39,7 +39,7 @@ from ..again import attentions_again, module_again, whole_again
 from ..memory.fsdp import uses_fsdp
 from ..memory.share import bytes_of
 from . import step as time
-from .data_parallel import data_parallel, shard_group
+from .data_parallel import data_parallel
 from .flops import Flops, flops
 from .kernels import Kernels, kernels, training_rates
 
@@ -95,21 +95,54 @@ class Step(NamedTuple):
         return self.compute + sent + self.bubble + self.update + self.scale
 
 
+class _Layer(NamedTuple):
+    """Seconds of some layers' passes on the card, by kind, and of the host that starts their kernels."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    host: float = 0.0
+
+    @property
+    def card(self) -> float:
+        return self.products + self.attention + self.elementwise
+
+    @property
+    def seconds(self) -> float:
+        return max(self.card, self.host)
+
+
 class Computation(NamedTuple):
-    """What a step on many GPUs computes, whichever links join them."""
+    """What a step on many GPUs computes, whichever links join them: passes, a layer of the mean stage and the head with
+    the loss (all micro-batches), FLOP, and the seconds of the update."""
 
     passes: time.Passes | None
+    block: _Layer
+    head: _Layer
     counted: Flops
     update: float
 
 
 def computation(spec: ModelSpec, run: Training, card: GPU, traced: time.Traced | None = None) -> Computation:
-    """Return what a rank computes in a step: its passes (None for a dtype that `card` has no units for), the step's
-    FLOP and the seconds of its update."""
+    """Return what a rank computes in a step; no passes for a dtype that `card` has no units for."""
+    counted = flops(spec, run, card)
     passes = traced.passes if traced else time.passes(spec, run, card)
-    traced_update = traced.update if traced else None
-    update = time.update_after(spec, run, kernels(card), passes, traced_update) if passes else 0.0
-    return Computation(passes, flops(spec, run, card), update)
+    if passes is None:
+        return Computation(None, _Layer(), _Layer(), counted, 0.0)
+    update = time.update_after(spec, run, kernels(card), passes, traced.update if traced else None)
+    head = passes.products.get("head", 0.0)
+    # The last stage has all of the head and the loss.
+    products, loss, started, own = head * run.pp, passes.loss, 0.0, 0.0
+    if traced:  # what was traced has the host's time of all, head and loss among it
+        started = own = products + loss
+    elif time.launches_wait(run):  # and where the host waits for the card its time is among the host's
+        started, own = head + loss, products + loss
+    blocks = sum([seconds for part, seconds in passes.products.items() if part != "head"])
+    share = run.pp / spec.layers
+    # A layer of the mean stage: what products, traffic and the host's time are counted for.
+    times = blocks, passes.attention, passes.elementwise, passes.host - started
+    block = _Layer(*[share * each for each in times])
+    return Computation(passes, block, _Layer(products, 0.0, loss, own), counted, update)
 
 
 def step(
@@ -143,22 +176,10 @@ def step(
     if rates := pcie_rates(cluster.inside, min(run.world_size, cluster.gpus), gpu.peer_access):
         cluster = cluster.reaching(rates.median)  # all GPUs of a node share its host, whatever groups they are in
     found, known = kernels(gpu), known or computation(spec, run, gpu, traced)
-    passed, counted = known.passes, known.counted
-    if passed is None:
+    block, counted = known.block, known.counted
+    if known.passes is None:
         raise NotAvailable(f"{gpu.name} has no units for {time.peak_dtype(run)}: no time follows")
     m = run.accumulation
-    # The last stage has all of the head and the loss.
-    head = _Layer(passed.products.get("head", 0.0) * run.pp, 0.0, passed.loss)
-    started = 0.0
-    if traced:  # what was traced has the host's time of all, head and loss among it
-        head = head._replace(host=head.card)
-        started = head.host
-    elif time.launches_wait(run):  # and where the host waits for the card its time is among the host's
-        head = head._replace(host=head.card)
-        started = passed.products.get("head", 0.0) + passed.loss
-    blocks = sum(seconds for part, seconds in passed.products.items() if part != "head")
-    # A layer of the mean stage: what products, traffic and the host's time are counted for.
-    block = _Layer(blocks, passed.attention, passed.elementwise, passed.host - started).times(run.pp / spec.layers)
     tensor = _tensor(spec, run, cluster, found, "tensor" in overlap)
     if isinstance(run.stack, Megatron) and run.stack.tp_comm_overlap:
         tensor /= run.tp  # sent in as many pieces, each behind the product of another: the first waits
@@ -170,14 +191,14 @@ def step(
     pipeline = _sends(spec, run, cluster, found)
     behind = isinstance(run.stack, Megatron) and run.stack.hides_sends
     layers, within = layers_of(spec, run), tensor + context + experts
-    if not time.launches_wait(run):
+    if within and not time.launches_wait(run):
         block = block._replace(host=block.host - m * within)  # the host goes on while ranks send
     # Stages with as many layers take as long, but for the last one, which has the head too.
-    alike = {n: _stage(n, block, _Layer()).times(1 / m) for n in dict.fromkeys(layers[:-1])}
-    last = _stage(layers[-1], block, head).times(1 / m)
-    computed = [*(alike[n] for n in layers[:-1]), last]
+    alike = {n: _stage(n, block, _Layer(), m) for n in dict.fromkeys(layers[:-1])}
+    last = _stage(layers[-1], block, known.head, m)
+    computed = [*[alike[n] for n in layers[:-1]], last]
     seconds = {n: each.seconds + n * within for n, each in alike.items()}
-    stages = [*(seconds[n] for n in layers[:-1]), last.seconds + layers[-1] * within + gathered]
+    stages = [*[seconds[n] for n in layers[:-1]], last.seconds + layers[-1] * within + gathered]
     slowest = stages.index(max(stages))
     n, compute = layers[slowest], computed[slowest]
     forward = counted.forward / counted.total
@@ -195,7 +216,7 @@ def step(
         experts=m * n * experts,
         pipeline=0.0 if behind else m * pipeline,
         bubble=(sum(stages) - stages[slowest] + (run.pp - 1) * pipeline) / run.virtual_stages,
-        data=data.exposed + copied + scale["contention"] * data.contended(shard_group(run, cluster)),
+        data=data.exposed + copied + scale["contention"] * data.contended,
         update=known.update,
         data_sent=data.sent,
         data_exposed=data.exposed,
@@ -209,29 +230,10 @@ def step(
     return step._replace(scale=lost, mfu=time.utilisation(counted.model, run, gpu, step.seconds + lost))
 
 
-class _Layer(NamedTuple):
-    """Seconds of some layers' passes on the card, by kind, and of the host that starts their kernels."""
-
-    products: float = 0.0
-    attention: float = 0.0
-    elementwise: float = 0.0
-    host: float = 0.0
-
-    @property
-    def card(self) -> float:
-        return self.products + self.attention + self.elementwise
-
-    @property
-    def seconds(self) -> float:
-        return max(self.card, self.host)
-
-    def times(self, factor: float) -> _Layer:
-        return _Layer(*(factor * each for each in self))
-
-
-def _stage(layers: int, block: _Layer, head: _Layer) -> _Layer:
-    """Return a pipeline stage of so many layers and, on the last one, the head and the loss."""
-    return _Layer(*(layers * one + last for one, last in zip(block, head, strict=True)))
+def _stage(layers: int, block: _Layer, head: _Layer, micro_batches: int) -> _Layer:
+    """Return a micro-batch of a pipeline stage of so many layers and, on the last one, the head and the loss."""
+    share = 1 / micro_batches
+    return _Layer(*[share * (layers * one + last) for one, last in zip(block, head, strict=True)])
 
 
 def _hidden(run: Training) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, lru_cache
 from math import exp, hypot, log
 
 from ...base.errors import NotAvailable
@@ -17,7 +17,7 @@ from ...specs.stacks import DeepSpeed, Megatron, Torchtitan
 from ..memory.share import attention_kernel, masked_layers
 from .distributed import Step, computation, step
 from .efficiency import Efficiency, efficiencies
-from .flops import flops, head_sizes
+from .flops import Flops, head_sizes
 from .host import STAGES, hook_seconds, hook_spread, host_seconds, python_seconds
 from .kernels import Kernels, kernels, training_rates
 from .offload import Waiting, waiting
@@ -86,19 +86,20 @@ def timing(
             on_host = waiting(spec, run, card, known.passes.seconds)
         if run.world_size == 1:
             parts, note, hidden, unnamed = _alone(run, known.passes, known.update), "", 0.0, 0.0
-            layer = _layer(spec, run, card, parts)
+            layer = _layer(spec, run, known.counted, parts)
         else:
-            nodes = nodes or cluster_of(card)
+            nodes = nodes or _usual_nodes(card)
             rates = pcie_rates(nodes.inside, min(run.world_size, nodes.gpus), card.peer_access)
             terms = step(spec, run, card, nodes, traced=traced, known=known)
     except NotAvailable as error:
         return Timing(note=f"Time is not known: {error}.")
     if nodes and run.world_size > 1:
-        parts, note, hidden = _of(run, terms), _connected(run, nodes, rates), terms.data_sent - terms.data_exposed
+        several = run.world_size > nodes.gpus
+        parts, note, hidden = _of(run, terms), _connected(several, nodes, rates), terms.data_sent - terms.data_exposed
         unnamed = terms.data_later
         if rates:
-            ends = (nodes.reaching(rate) for rate in (rates.slow, rates.fast))
-            apart = _nodes_apart(terms, *(step(spec, run, card, each, traced=traced, known=known) for each in ends))
+            ends = [nodes.reaching(rate) for rate in (rates.slow, rates.fast)]
+            apart = _nodes_apart(terms, *[step(spec, run, card, each, traced=traced, known=known) for each in ends])
         busy, overlap, why = _held_up(run, nodes)
         if why:
             held = step(spec, run, card, busy, overlap, traced=traced, known=known)
@@ -189,7 +190,7 @@ def _other_hosts(
     stages 1 and 2 run Python after gradients, which no count of operators has: as long again, on a slow host.
     """
     waited = parts.get("launches", 0.0)
-    busy, apart = sum(parts.get(name, 0.0) for name in (*COMPUTED, *WITHIN)) - waited, _hosts_apart()
+    busy, apart = sum([parts.get(name, 0.0) for name in (*COMPUTED, *WITHIN)]) - waited, _hosts_apart()
     hooks = hook_seconds(spec, run, host)
     operators = host_seconds(spec, run, host) - hooks
     slower = 2.0 if isinstance(run.stack, DeepSpeed) and run.zero in STAGES else apart
@@ -231,10 +232,9 @@ def _alone(run: Training, passed: Passes, update: float) -> dict[str, float]:
     return {name: value for name, value in parts.items() if value}
 
 
-def _layer(spec: ModelSpec, run: Training, card: GPU, parts: Mapping[str, float]) -> dict[str, float]:
+def _layer(spec: ModelSpec, run: Training, counted: Flops, parts: Mapping[str, float]) -> dict[str, float]:
     """Return the seconds of a layer's computation in a micro-batch on one device, an equal share of the blocks'."""
-    counted = flops(spec, run, card)
-    computed = sum(parts.get(name, 0.0) for name in COMPUTED) / run.accumulation / spec.layers
+    computed = sum([parts.get(name, 0.0) for name in COMPUTED]) / run.accumulation / spec.layers
     forward = counted.forward / counted.total
     return {"forward": forward * computed, "backward": (1 - forward) * computed}
 
@@ -244,9 +244,14 @@ def _of(run: Training, terms: Step) -> dict[str, float]:
     return {name: values[name] for name in PARTS if values.get(name)}
 
 
-def _connected(run: Training, nodes: Cluster, rates: Rates | None) -> str:
+_usual_nodes = cache(cluster_of)
+
+
+@lru_cache(maxsize=256)
+def _connected(several: bool, nodes: Cluster, rates: Rates | None) -> str:
+    """Return how the ranks of one node, or of several, are joined, and of `rates` of published ones what to measure."""
     between, advice = "", ""
-    if nodes.across and run.world_size > nodes.gpus:
+    if nodes.across and several:
         between = f", {nodes.adapters} × {nodes.across.name} per node"
     if rates:
         slow, middle, fast = (f"{rate / 1e9:.2g}" for rate in rates[:3])
