@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
 from ..base.units import show_bytes
 from ..hardware.gpu import GPU
@@ -39,14 +40,8 @@ def assessed(
     cpu = isinstance(gpu, str) and gpu.lower() == "cpu"
     card = None if gpu is None or cpu else find_gpu(gpu)
     check(spec, run, card)
-    stages, detail = _stages(spec, run, card, cpu)
-    totals = [[moment.total for moment in stage] for stage in stages]
-    peaks = [max(stage) for stage in totals]
-    peak = stages[0][totals[0].index(peaks[0])]
-    phases: dict[str, int] = {}
-    for moment, total in zip(stages[0], totals[0], strict=True):
-        if total >= phases.get(moment.phase, 0):
-            phases[moment.phase] = total
+    held = _held(spec, run, card, cpu)
+    peaks, peak = held.peaks, held.peak
     fit = verdict(max(peaks), card, run.world_size, holes(run)) if card else Verdict("unknown", 0, 0)
     over = fit.outcome == "out of memory" and not _counted_eager(spec, run, card)  # compiled it may take less
     time = timing(spec, run, card, cluster)
@@ -57,13 +52,13 @@ def assessed(
         run=run,
         gpu=card.name if card else ("cpu" if cpu else None),
         outcome="unknown" if fit.outcome == "out of memory" and not over else fit.outcome,
-        where=_first_over(stages, card.room(run.world_size)) if card and over else None,
+        where=_first_over(held.stages, card.room(run.world_size)) if card and over else None,
         peak_allocated=peaks[0],
         needed=fit.least if over else None,
         capacity=card.memory if card else None,
-        phases=phases,
+        phases=dict(held.phases),
         parts={part: size for part, size in peak.parts.items() if size},
-        detail=detail,
+        detail={"activations": dict(held.kept)} if isinstance(run, Training) else {},
         flops=counted.total // run.world_size,
         step_seconds=seconds,
         step_seconds_low=time.low,
@@ -94,22 +89,37 @@ def _counted_eager(spec: ModelSpec, run: Run, card: GPU | None) -> bool:
     return isinstance(run, Training) and run.compile and not share_of(spec, run, card).compiled
 
 
-def _stages(
-    spec: ModelSpec, run: Run, card: GPU | None, cpu: bool
-) -> tuple[list[list[Moment]], dict[str, dict[str, int]]]:
-    """Return the moments of every pipeline stage, and what the first one's blocks keep at the end of forward."""
-    if not isinstance(run, Training):
-        return [inference_moments(spec, run, card)], {}
-    moments, kept = _training_stages(spec, run, card and _alike(card, run), cpu)
-    return moments, {"activations": dict(kept)}
+class _Held(NamedTuple):
+    """The moments of every pipeline stage and their peaks in bytes; of the first one the moment of its peak, each phase's
+    peak, and what blocks keep at the end of forward, by kind."""
+
+    stages: list[list[Moment]]
+    peaks: list[int]
+    peak: Moment
+    phases: dict[str, int]
+    kept: dict[str, int]
+
+
+def _held(spec: ModelSpec, run: Run, card: GPU | None, cpu: bool) -> _Held:
+    if isinstance(run, Training):
+        return _held_in_training(spec, run, card and _alike(card, run), cpu)
+    return _summed([inference_moments(spec, run, card)], {})
 
 
 @lru_cache(maxsize=64)  # who asks for a run on one card asks for it on others
-def _training_stages(
-    spec: ModelSpec, run: Training, card: GPU | None, cpu: bool
-) -> tuple[list[list[Moment]], dict[str, int]]:
+def _held_in_training(spec: ModelSpec, run: Training, card: GPU | None, cpu: bool) -> _Held:
     stages = [step_memory(share_of(spec, run, card, cpu, stage)) for stage in range(run.pp)]
-    return [stage.moments() for stage in stages], stages[0].activations_by_kind
+    return _summed([stage.moments() for stage in stages], stages[0].activations_by_kind)
+
+
+def _summed(stages: list[list[Moment]], kept: dict[str, int]) -> _Held:
+    totals = [[moment.total for moment in stage] for stage in stages]
+    peaks = [max(stage) for stage in totals]
+    phases: dict[str, int] = {}
+    for moment, total in zip(stages[0], totals[0], strict=True):
+        if total >= phases.get(moment.phase, 0):
+            phases[moment.phase] = total
+    return _Held(stages, peaks, stages[0][totals[0].index(peaks[0])], phases, kept)
 
 
 _KINDS: dict[tuple[object, ...], GPU] = {}  # the first card that was asked for of each kind

@@ -302,10 +302,10 @@ class Kernels:
         # Measured was with the switches' help, where there are some.
         alike = operation != "all-reduce" or bool(group.inside.switched) == self._adding
         if self.table and joined and alike:
-            found = self.table.collective(operation, int(size) or 1, group.ranks)
+            found = _collective(self.base.name, operation, int(size) or 1, group.ranks)
             if found:
                 return found.seconds
-        return communication.seconds(operation, size, group)
+        return _linked(operation, size, group)
 
     @cached_property
     def _adding(self) -> bool:
@@ -347,6 +347,16 @@ def _matmul(gpu: str, m: int, n: int, k: int, dtype: str) -> KernelTime | None:
     """Return the measured time of a product; one lookup for all cards that it is transferred to."""
     table = kernel_table(gpu)
     return table.matmul(m, n, k, dtype) if table else None
+
+
+# Cards of one table, and such as the same links join, are asked for the same messages in a run on each.
+@lru_cache(maxsize=1 << 12)
+def _collective(gpu: str, operation: str, size: int, ranks: int) -> KernelTime | None:
+    table = kernel_table(gpu)
+    return table.collective(operation, size, ranks) if table else None
+
+
+_linked = lru_cache(maxsize=1 << 12)(communication.seconds)
 
 
 @cache
