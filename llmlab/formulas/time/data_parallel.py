@@ -14,7 +14,7 @@ sync_each_batch=False behind its backward; weights are gathered for every micro-
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
@@ -77,8 +77,7 @@ class _Sizes(NamedTuple):
     again: float
 
 
-@dataclass(frozen=True)
-class _Replica:
+class _Replica(NamedTuple):
     """What the ranks of `group` have alike: a stage of the model, its sizes, and the seconds of a micro-batch's passes.
 
     `copies` are the ranks with the same shard, `everyone` both.
@@ -271,9 +270,9 @@ def _communicated(
     if run.zero == 0:
         return reduced
     block, outside = replica.seconds("all-gather", updated, sizes.narrower)
-    sent = sum([outside] + [block] * sizes.layers)
+    sent = outside + sizes.layers * block
     # Forward's first unit waits for its own parameters; the others' come behind the computation before them.
-    hidden = outside + max(0.0, sum([block] * sizes.layers) - replica.forward)
+    hidden = outside + max(0.0, sizes.layers * block - replica.forward)
     behind = run.stack.overlap_param_gather if isinstance(run.stack, Megatron) else uses_fsdp(run)
     exposed = reduced.exposed + (hidden if hide_forward and behind else sent)
     return Communicated(exposed, reduced.sent + sent, reduced.bytes + updated - sizes.narrower, 0.0, reduced.reduce)
@@ -287,7 +286,7 @@ def buckets_finished(messages: int, cost: float, backward: float, share: float) 
     """
     over = min(messages, ceil(messages * share))
     first = (0, max(0, over - 2), over - 1)
-    return max(backward * min(1, (i + 1) / messages / share) + (messages - i) * cost for i in first)
+    return max([backward * min(1, (i + 1) / messages / share) + (messages - i) * cost for i in first])
 
 
 def _reduced(replica: _Replica, run: Training, hidden: bool, buckets: int | None) -> Communicated:

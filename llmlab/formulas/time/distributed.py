@@ -112,6 +112,9 @@ class _Layer(NamedTuple):
         return max(self.card, self.host)
 
 
+NOTHING = _Layer()
+
+
 class Computation(NamedTuple):
     """What a step on many GPUs computes, whichever links join them: passes, a layer of the mean stage and the head with
     the loss (all micro-batches), FLOP, and the seconds of the update."""
@@ -128,7 +131,7 @@ def computation(spec: ModelSpec, run: Training, card: GPU, traced: time.Traced |
     counted = flops(spec, run, card)
     passes = traced.passes if traced else time.passes(spec, run, card)
     if passes is None:
-        return Computation(None, _Layer(), _Layer(), counted, 0.0)
+        return Computation(None, NOTHING, NOTHING, counted, 0.0)
     update = time.update_after(spec, run, kernels(card), passes, traced.update if traced else None)
     head = passes.products.get("head", 0.0)
     # The last stage has all of the head and the loss.
@@ -172,7 +175,10 @@ def step(
         check(spec, run, gpu)
     if overlap is None:
         overlap = _hidden(run)
-    _check(run, overlap, bucket_bytes)
+    elif unknown := [each for each in overlap if each not in OVERLAPS]:
+        raise SpecError(f"overlap={unknown[0]!r} is not one of {', '.join(OVERLAPS)}")
+    if bucket_bytes < 1:
+        raise SpecError(f"bucket_bytes={bucket_bytes} is not a size >= 1")
     if rates := pcie_rates(cluster.inside, min(run.world_size, cluster.gpus), gpu.peer_access):
         cluster = cluster.reaching(rates.median)  # all GPUs of a node share its host, whatever groups they are in
     found, known = kernels(gpu), known or computation(spec, run, gpu, traced)
@@ -194,23 +200,23 @@ def step(
     if within and not time.launches_wait(run):
         block = block._replace(host=block.host - m * within)  # the host goes on while ranks send
     # Stages with as many layers take as long, but for the last one, which has the head too.
-    alike = {n: _stage(n, block, _Layer(), m) for n in dict.fromkeys(layers[:-1])}
+    alike = {n: _stage(n, block, NOTHING, m) for n in set(layers[:-1])}
     last = _stage(layers[-1], block, known.head, m)
-    computed = [*[alike[n] for n in layers[:-1]], last]
-    seconds = {n: each.seconds + n * within for n, each in alike.items()}
-    stages = [*[seconds[n] for n in layers[:-1]], last.seconds + layers[-1] * within + gathered]
+    times = {n: each.seconds + n * within for n, each in alike.items()}
+    stages = [*[times[n] for n in layers[:-1]], last.seconds + layers[-1] * within + gathered]
     slowest = stages.index(max(stages))
-    n, compute = layers[slowest], computed[slowest]
+    n = layers[slowest]
+    compute = last if slowest == run.pp - 1 else alike[n]
     forward = counted.forward / counted.total
-    one = block.seconds / m
-    data = data_parallel(spec, run, cluster, found, compute.seconds, forward, overlap, bucket_bytes)
+    one, busy = block.seconds / m, compute.seconds
+    data = data_parallel(spec, run, cluster, found, busy, forward, overlap, bucket_bytes)
     copied = 0.0 if traced else data.copied
     scale = training_rates()["scale"]
     step = Step(
         products=m * compute.products,
         attention=m * compute.attention,
         elementwise=m * compute.elementwise,
-        launches=m * (compute.seconds - compute.card),
+        launches=m * (busy - compute.card),
         tensor=m * (n * tensor + (gathered if slowest == run.pp - 1 else 0.0)),
         context=m * n * context,
         experts=m * n * experts,
@@ -224,16 +230,23 @@ def step(
         layer={"forward": forward * one, "backward": (1 - forward) * one, "gather": data.gather,
                "reduce": data.reduce, "tensor": tensor, "context": context, "experts": experts},
     )  # fmt: skip
-    # All ranks wait for the slowest once per step, and with sharded parameters in each layer too.
-    each = scale["seconds_per_doubling"] + (scale["share_per_doubling"] * step.seconds if uses_fsdp(run) else 0.0)
-    lost = each * log2(-(-run.world_size // cluster.gpus))
-    return step._replace(scale=lost, mfu=time.utilisation(counted.model, run, gpu, step.seconds + lost))
+    seconds, lost = step.seconds, 0.0
+    if (nodes := -(-run.world_size // cluster.gpus)) > 1:
+        # All ranks wait for the slowest once per step, and with sharded parameters in each layer too.
+        each = scale["seconds_per_doubling"] + (scale["share_per_doubling"] * seconds if uses_fsdp(run) else 0.0)
+        lost = each * log2(nodes)
+    return step._replace(scale=lost, mfu=time.utilisation(counted.model, run, gpu, seconds + lost))
 
 
 def _stage(layers: int, block: _Layer, head: _Layer, micro_batches: int) -> _Layer:
     """Return a micro-batch of a pipeline stage of so many layers and, on the last one, the head and the loss."""
     share = 1 / micro_batches
-    return _Layer(*[share * (layers * one + last) for one, last in zip(block, head, strict=True)])
+    return _Layer(
+        share * (layers * block.products + head.products),
+        share * (layers * block.attention + head.attention),
+        share * (layers * block.elementwise + head.elementwise),
+        share * (layers * block.host + head.host),
+    )
 
 
 def _hidden(run: Training) -> tuple[str, ...]:
@@ -245,13 +258,6 @@ def _hidden(run: Training) -> tuple[str, ...]:
         return ("data",)
     tensor = run.sequence_parallel or run.stack.async_tensor_model_parallel_allreduce
     return ("data",) * run.stack.overlap_grad_reduce + ("tensor",) * tensor
-
-
-def _check(run: Training, overlap: tuple[str, ...], bucket_bytes: int) -> None:
-    if unknown := [each for each in overlap if each not in OVERLAPS]:
-        raise SpecError(f"overlap={unknown[0]!r} is not one of {', '.join(OVERLAPS)}")
-    if bucket_bytes < 1:
-        raise SpecError(f"bucket_bytes={bucket_bytes} is not a size >= 1")
 
 
 def _stream_bytes(spec: ModelSpec, run: Training) -> float:
