@@ -71,6 +71,7 @@ class Kernels:
     scale: float  # what a FLOP takes on `card` over what it takes on `base`
     _products: dict[tuple[int, int, int, str], tuple[float | None, bool]] = field(default_factory=dict)
     _attentions: dict[tuple[int, int, int, int, str], float] = field(default_factory=dict)
+    _rates: dict[str, tuple[float | None, float, int] | None] = field(default_factory=dict)
 
     @property
     def origin(self) -> str:
@@ -216,7 +217,7 @@ class Kernels:
         except KeyError:
             found = _matmul(self.base.name, m, n, k, MEASURED_AS.get(dtype, dtype)) if self.table else None
             beyond = found is not None and not found.inside
-            return self._products.setdefault(key, (self._product(m, n, k, dtype), beyond))
+            return self._products.setdefault(key, (self._product(m, n, k, dtype, found), beyond))
 
     def summed(self, sizes: tuple[tuple[tuple[int, int, int, str], int], ...]) -> tuple[float | None, float]:
         """Return the seconds of products (m, n, k, dtype), each so many times, and those that are extrapolated; None
@@ -231,25 +232,19 @@ class Kernels:
                 beyond += times * one
         return total, beyond
 
-    def _product(self, m: int, n: int, k: int, dtype: str) -> float | None:
+    def _product(self, m: int, n: int, k: int, dtype: str, found: KernelTime | None) -> float | None:
         flop = 2.0 * m * n * k
         if dtype == "mxfp8":
             seconds = self.product(m, n, k, "fp8")
             return seconds and seconds * training_rates()["fp8"]["mxfp8"]
-        if self._fitted("matmul") and self.rates and dtype in self.rates.matmul:
+        if self.table is None and self._fitted("matmul") and self.rates and dtype in self.rates.matmul:
             return flop / self.rates.matmul[dtype]
-        peak = self.card.peak(dtype)
-        if peak is None:
+        limits = self._limits(dtype)
+        if limits is None:
             return None
-        lasting = self.sustained_fp8 if dtype == "fp8" else self.sustained
-        least = flop / peak / lasting if lasting < 1 else 0.0
-        rate = self.shares["products"] * peak
-        if self.reached and dtype != "fp32":  # fp8 of the same share as halves
-            rate = self.reached * peak / (self.card.peak("bf16") or peak)
-            least = max(least, flop / rate)
-        width = {"fp32": 4, "fp8": 1}.get(dtype, 2)
+        most, rate, width = limits
+        least = flop / most if most else 0.0
         moved = float(width * (m * k + k * n) + max(width, 2) * m * n)
-        found = _matmul(self.base.name, m, n, k, dtype) if self.table else None
         if found:
             seconds = found.seconds
             if dtype == "fp8":  # casts are counted with what else moves bytes (elementwise.FP8_CASTS)
@@ -258,6 +253,21 @@ class Kernels:
                 seconds = max(seconds - m * k * _cast_seconds(self.base.name), flop / theirs)
             return max(least, self._scaled(seconds, flop, moved, dtype))
         return LAUNCH + max(least, flop / rate, moved / self.bandwidth)
+
+    def _limits(self, dtype: str) -> tuple[float | None, float, int] | None:
+        """Return FLOP/s that no product in `dtype` passes in a step that lasts (None: nothing says so), those of a large
+        one that was not measured, and the bytes of an element; None where the card has no units for it."""
+        if dtype in self._rates:
+            return self._rates[dtype]
+        found = None
+        if (peak := self.card.peak(dtype)) is not None:
+            lasting = self.sustained_fp8 if dtype == "fp8" else self.sustained
+            most, rate = peak * lasting if lasting < 1 else None, self.shares["products"] * peak
+            if self.reached and dtype != "fp32":  # fp8 of the same share as halves
+                rate = self.reached * peak / (self.card.peak("bf16") or peak)
+                most = min(most, rate) if most else rate
+            found = most, rate, {"fp32": 4, "fp8": 1}.get(dtype, 2)
+        return self._rates.setdefault(dtype, found)
 
     def _scaled(self, seconds: float, flop: float, moved: float, dtype: str) -> float:
         """Return the time on this card of a kernel that took `seconds` on the card that the table is of."""
