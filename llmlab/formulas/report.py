@@ -90,8 +90,8 @@ def _counted_eager(spec: ModelSpec, run: Run, card: GPU | None) -> bool:
 
 
 class _Held(NamedTuple):
-    """The moments of every pipeline stage and their peaks in bytes; of the first one the moment of its peak, each phase's
-    peak, and what blocks keep at the end of forward, by kind."""
+    """The moments of all pipeline stages and their peaks in bytes; of the first one the moment of its peak, the peak of
+    each phase, and what blocks keep at the end of forward, by kind."""
 
     stages: list[list[Moment]]
     peaks: list[int]

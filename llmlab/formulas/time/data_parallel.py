@@ -51,7 +51,7 @@ class Communicated(NamedTuple):
     contended: float = 0.0
 
     def contending(self, group: Group) -> Communicated:
-        """Return this with what is `contended`: as long as the bytes take inside a node, however long the network needs."""
+        """Return this with what is `contended`: as long as the bytes take inside a node, however slow the network."""
         if not self.sent:
             return self
         inside = self.bytes * (group.ranks - 1) / group.ranks / group.inside.reached
@@ -149,8 +149,8 @@ def data_parallel(
     dealt = _dealt_out(replica, run, updated, tensors(spec, run), hide_backward, buckets)
     # PyTorch's optimizer has no master copy, as `states` has it; who keeps one is not named.
     whole_tensors = not PRECISION[run.precision].master and not run.lora
-    found = dealt if whole_tensors else flat._replace(later=max(0.0, dealt.exposed - flat.exposed))
-    return found.contending(group)
+    sent = dealt if whole_tensors else flat._replace(later=max(0.0, dealt.exposed - flat.exposed))
+    return sent.contending(group)
 
 
 @lru_cache(maxsize=256)

@@ -255,8 +255,8 @@ class Kernels:
         return LAUNCH + max(least, flop / rate, moved / self.bandwidth)
 
     def _limits(self, dtype: str) -> tuple[float | None, float, int] | None:
-        """Return FLOP/s that no product in `dtype` passes in a step that lasts (None: nothing says so), those of a large
-        one that was not measured, and the bytes of an element; None where the card has no units for it."""
+        """Return FLOP/s that no product in `dtype` passes in a step that lasts (None: nothing says so), and those of a
+        large one that was not measured, and the bytes of an element; None where the card has no units for it."""
         if dtype in self._rates:
             return self._rates[dtype]
         found = None

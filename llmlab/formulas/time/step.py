@@ -311,7 +311,7 @@ def columns_backward(spec: ModelSpec, run: Training, found: Kernels) -> tuple[Ba
 
 
 def _unaligned(part: str, kind: str, run: Training, found: Kernels) -> bool:
-    """Return whether matrices in half precision, whose rows are not whole 16 bytes, are slower for it: nobody pads them.
+    """Return whether matrices in half precision are slower for rows that are not whole 16 bytes: nobody pads them.
     Adapters' products are bound by bytes."""
     padded = run.compile or isinstance(run.stack, Megatron) or part == "adapters"
     return not padded and kind in ("fp16", "bf16") and found.measured(kind)
