@@ -75,13 +75,19 @@ def assessed(
 
 
 def fullest(spec: ModelSpec, run: Training, card: GPU) -> Verdict:
-    """Return the verdict of `assessed` alone, of a run that was checked: what a search asks of many.
+    """Return the verdict of `assessed` alone, of a run that was checked: what a search asks of many. Of a run that does
+    not fit it is that of the first stage found not to.
 
     Behind the second stage of a pipeline none but the last, which has the head, holds more than the second.
     """
-    stages = sorted({0, min(1, run.pp - 1), run.pp - 1})
-    moments = (moment for stage in stages for moment in step_memory(share_of(spec, run, card, False, stage)).moments())
-    return verdict(max(moment.total for moment in moments), card, run.world_size, holes(run))
+    peak = 0
+    for stage in dict.fromkeys((0, run.pp - 1, min(1, run.pp - 1))):
+        moments = step_memory(share_of(spec, run, card, False, stage)).moments()
+        peak = max(peak, *[moment.total for moment in moments])
+        found = verdict(peak, card, run.world_size, holes(run))
+        if found.outcome == "out of memory":
+            break
+    return found
 
 
 def _counted_eager(spec: ModelSpec, run: Run, card: GPU | None) -> bool:
