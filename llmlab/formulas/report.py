@@ -96,10 +96,10 @@ def _counted_eager(spec: ModelSpec, run: Run, card: GPU | None) -> bool:
 
 
 class _Held(NamedTuple):
-    """The moments of all pipeline stages and their peaks in bytes; of the first one the moment of its peak, the peak of
-    each phase, and what blocks keep at the end of forward, by kind."""
+    """The moments of all pipeline stages, each with its bytes, and the peaks; of the first one the moment of its peak,
+    the peak of each phase, and what blocks keep at the end of forward, by kind."""
 
-    stages: list[list[Moment]]
+    stages: list[list[tuple[Moment, int]]]
     peaks: list[int]
     peak: Moment
     phases: dict[str, int]
@@ -119,13 +119,14 @@ def _held_in_training(spec: ModelSpec, run: Training, card: GPU | None, cpu: boo
 
 
 def _summed(stages: list[list[Moment]], kept: dict[str, int]) -> _Held:
-    totals = [[moment.total for moment in stage] for stage in stages]
-    peaks = [max(stage) for stage in totals]
+    totals = [[(moment, moment.total) for moment in stage] for stage in stages]
+    peaks = [max([total for _, total in stage]) for stage in totals]
     phases: dict[str, int] = {}
-    for moment, total in zip(stages[0], totals[0], strict=True):
+    for moment, total in totals[0]:
         if total >= phases.get(moment.phase, 0):
             phases[moment.phase] = total
-    return _Held(stages, peaks, stages[0][totals[0].index(peaks[0])], phases, kept)
+    first = next(moment for moment, total in totals[0] if total == peaks[0])
+    return _Held(totals, peaks, first, phases, kept)
 
 
 _KINDS: dict[tuple[object, ...], GPU] = {}  # the first card that was asked for of each kind
@@ -178,10 +179,10 @@ def _around_quantized(run: Training) -> Iterator[str]:
     )
 
 
-def _first_over(stages: list[list[Moment]], room: int) -> str | None:
+def _first_over(stages: list[list[tuple[Moment, int]]], room: int) -> str | None:
     """Say which moment is the first, of the first stage, that is beyond `room`; None where all fit."""
     for stage, moments in enumerate(stages):
-        for moment in moments:
-            if moment.total > room:
+        for moment, total in moments:
+            if total > room:
                 return f"{moment.phase}, {moment.name}" + (f", in stage {stage} of the pipeline" if stage else "")
     return None

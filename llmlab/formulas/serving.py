@@ -7,7 +7,7 @@ card, less weights, less the peak of one pass at the largest size allowed; all t
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 
 from ..base.errors import SpecError
 from ..base.units import show_bytes
@@ -100,7 +100,7 @@ def serving(
     if read_at_once < 1 or max_requests < 1:
         raise SpecError(f"read_at_once={read_at_once}, max_requests={max_requests}: give 1 or more of each")
     sizes = divided(spec, run, card, fraction, read_at_once, max_requests, activations)
-    one, room = replace(run, batch=1), max(sizes["kv_cache"], 0)
+    one, room = _lone(run), max(sizes["kv_cache"], 0)
     blocks = room // kv_cache_bytes(spec, one, BLOCK)
     requests = room // kv_cache_bytes(spec, one, -(-run.seq_len // BLOCK) * BLOCK)
     running = min(requests, max_requests)
@@ -133,9 +133,7 @@ def divided(
     activations: int | None = None,
 ) -> dict[str, int]:
     """Return the bytes of a card's budget and of what it is divided into."""
-    # An engine's attention has kernels of its own, which write no scores, whatever the card.
-    largest = replace(run, batch=1, prompt_len=read_at_once, new_tokens=1, attention="flash")
-    parts = inference_moments(spec, largest, card)[1].parts  # of prefill
+    parts = inference_moments(spec, _largest(run, read_at_once), card)[1].parts  # of prefill
     if activations is None:
         logits = parts["logits"] * max_requests  # a row for each request
         activations = parts["activations"] + parts["workspace"] + logits
@@ -147,6 +145,18 @@ def divided(
         "other": other,
         "kv_cache": budget - parts["weights"] - activations - other,
     }
+
+
+@lru_cache(maxsize=64)  # who asks for a run on one card asks for it on others
+def _lone(run: Inference) -> Inference:
+    return replace(run, batch=1)
+
+
+@lru_cache(maxsize=64)
+def _largest(run: Inference, read_at_once: int) -> Inference:
+    """Return the largest pass of an engine, whose attention has kernels of its own that write no scores, whatever the
+    card."""
+    return replace(run, batch=1, prompt_len=read_at_once, new_tokens=1, attention="flash")
 
 
 def _times(spec: ModelSpec, run: Inference, card: GPU, running: int) -> tuple[float, float] | None:

@@ -63,6 +63,9 @@ class Group:
     across: Link | None = None
     adapters: float = 1.0
 
+    def __hash__(self) -> int:  # as that of links
+        return hash((self.ranks, self.per_node, self.inside.reached, self.adapters))
+
     @property
     def nodes(self) -> int:
         return -(-self.ranks // self.per_node)

@@ -114,9 +114,12 @@ class _Replica(NamedTuple):
         return max(inside, across) if apart else inside + across
 
 
-def shard_group(run: Training, cluster: Cluster) -> Group:
-    """Return the ranks that share one copy of the parameters, or of the states; without ZeRO those that hold them."""
-    return cluster.group(run.dp_shard * run.cp, run.tp)
+def _groups(run: Training, cluster: Cluster) -> tuple[Group, Group, Group]:
+    """Return the ranks that share one copy of the parameters, or of the states (without ZeRO those that hold them), the
+    ranks that have the same share, and both."""
+    group = cluster.group(run.dp_shard * run.cp, run.tp)
+    copies = cluster.group(run.dp_replicate, run.tp * group.ranks)
+    return group, copies, cluster.group(run.dp * run.cp, run.tp) if copies.ranks > 1 else group
 
 
 def data_parallel(
@@ -132,13 +135,10 @@ def data_parallel(
     """Return the seconds of a step's gradients and parameters, over the ranks that have the same part of the model.
 
     `compute`: s of a micro-batch, of which `forward` is forward's share."""
-    group = shard_group(run, cluster)
+    group, copies, everyone = _groups(run, cluster)
     if group.ranks == 1:
         return Communicated(0.0, 0.0)
-    copies = cluster.group(run.dp_replicate, run.tp * group.ranks)
-    times = forward * compute, (1 - forward) * compute
-    everyone = cluster.group(run.dp * run.cp, run.tp) if copies.ranks > 1 else group
-    sizes = _sizes(spec, run)
+    times, sizes = (forward * compute, (1 - forward) * compute), _sizes(spec, run)
     replica = _Replica(found, group, copies, everyone, *times, sizes)
     hide_forward, hide_backward = "data" in overlap, "data" in overlap or "gradients" in overlap
     updated = sizes.gradients if run.lora else sizes.weights  # adapters are as wide as their gradients
@@ -223,6 +223,7 @@ def ddp_buckets(spec: ModelSpec, run: Training, full: int) -> int:
     return buckets + (held > 0)
 
 
+@lru_cache(maxsize=256)
 def tensors(spec: ModelSpec, run: Training) -> int:
     """Return how many tensors are trained: matrices and biases, norms, embeddings, experts' matrices; or adapters."""
     if run.lora:

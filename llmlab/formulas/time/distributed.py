@@ -211,8 +211,16 @@ def step(
     one, busy = block.seconds / m, compute.seconds
     data = data_parallel(spec, run, cluster, found, busy, forward, overlap, bucket_bytes)
     copied = 0.0 if traced else data.copied
-    scale = training_rates()["scale"]
-    step = Step(
+    scale, lost = training_rates()["scale"], 0.0
+    sent = data.exposed + copied + scale["contention"] * data.contended
+    passed = 0.0 if behind else m * pipeline
+    bubble = (sum(stages) - stages[slowest] + (run.pp - 1) * pipeline) / run.virtual_stages
+    seconds = m * stages[slowest] + passed + bubble + sent + known.update
+    if (nodes := -(-run.world_size // cluster.gpus)) > 1:
+        # All ranks wait for the slowest once per step, and with sharded parameters in each layer too.
+        each = scale["seconds_per_doubling"] + (scale["share_per_doubling"] * seconds if uses_fsdp(run) else 0.0)
+        lost = each * log2(nodes)
+    return Step(
         products=m * compute.products,
         attention=m * compute.attention,
         elementwise=m * compute.elementwise,
@@ -220,22 +228,18 @@ def step(
         tensor=m * (n * tensor + (gathered if slowest == run.pp - 1 else 0.0)),
         context=m * n * context,
         experts=m * n * experts,
-        pipeline=0.0 if behind else m * pipeline,
-        bubble=(sum(stages) - stages[slowest] + (run.pp - 1) * pipeline) / run.virtual_stages,
-        data=data.exposed + copied + scale["contention"] * data.contended,
+        pipeline=passed,
+        bubble=bubble,
+        data=sent,
         update=known.update,
         data_sent=data.sent,
         data_exposed=data.exposed,
         data_later=data.later,
         layer={"forward": forward * one, "backward": (1 - forward) * one, "gather": data.gather,
                "reduce": data.reduce, "tensor": tensor, "context": context, "experts": experts},
+        scale=lost,
+        mfu=time.utilisation(counted.model, run, gpu, seconds + lost),
     )  # fmt: skip
-    seconds, lost = step.seconds, 0.0
-    if (nodes := -(-run.world_size // cluster.gpus)) > 1:
-        # All ranks wait for the slowest once per step, and with sharded parameters in each layer too.
-        each = scale["seconds_per_doubling"] + (scale["share_per_doubling"] * seconds if uses_fsdp(run) else 0.0)
-        lost = each * log2(nodes)
-    return step._replace(scale=lost, mfu=time.utilisation(counted.model, run, gpu, seconds + lost))
 
 
 def _stage(layers: int, block: _Layer, head: _Layer, micro_batches: int) -> _Layer:

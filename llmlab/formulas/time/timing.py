@@ -190,13 +190,19 @@ def _other_hosts(
     stages 1 and 2 run Python after gradients, which no count of operators has: as long again, on a slow host.
     """
     waited = parts.get("launches", 0.0)
-    busy, apart = sum([parts.get(name, 0.0) for name in (*COMPUTED, *WITHIN)]) - waited, _hosts_apart()
-    hooks = hook_seconds(spec, run, host)
+    busy = sum([parts.get(name, 0.0) for name in (*COMPUTED, *WITHIN)]) - waited
+    fast, slow = _on_other_hosts(spec, run, host)
+    return waited - max(0.0, fast - busy), max(0.0, slow - busy) - waited
+
+
+@lru_cache(maxsize=256)
+def _on_other_hosts(spec: ModelSpec, run: Training, host: Efficiency) -> tuple[float, float]:
+    """Return `host_seconds` on a faster host than `host`, and on a slower."""
+    hooks, apart = hook_seconds(spec, run, host), _hosts_apart()
     operators = host_seconds(spec, run, host) - hooks
     slower = 2.0 if isinstance(run.stack, DeepSpeed) and run.zero in STAGES else apart
     spread = hook_spread(host) if hooks else 1.0
-    fast, slow = operators / apart + hooks / spread, operators * slower + hooks * spread
-    return waited - max(0.0, fast - busy), max(0.0, slow - busy) - waited
+    return operators / apart + hooks / spread, operators * slower + hooks * spread
 
 
 def _older_attention(
