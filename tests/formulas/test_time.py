@@ -14,7 +14,22 @@ from llmlab import Inference, LoRA, Training
 from llmlab.archive import figure, held_out, records
 from llmlab.formulas.time.efficiency import efficiencies, efficiency
 from llmlab.formulas.time.elementwise import accumulated, moved
-from llmlab.formulas.time.host import CHECKPOINT, DTENSOR, FSDP2, host_seconds, operators, python_seconds
+from llmlab.formulas.time.host import (
+    CHECKPOINT,
+    CLEARED,
+    DTENSOR,
+    FSDP2,
+    HERE,
+    MASTERED,
+    MEGATRON_ENDS,
+    STEPPED,
+    hook_spread,
+    host_seconds,
+    operators,
+    parameters,
+    python_seconds,
+    update_host_seconds,
+)
 from llmlab.formulas.time.kernels import kernels
 from llmlab.formulas.time.products import products
 from llmlab.formulas.time.step import (
@@ -26,6 +41,7 @@ from llmlab.formulas.time.step import (
     price,
     step_seconds,
     training_days,
+    update_seconds,
 )
 from llmlab.formulas.time.timing import PARTS
 
@@ -458,6 +474,49 @@ def test_dtensor_takes_the_host_longer_than_a_b200_multiplies():
     assert time["launches"] > 0 and waited == pytest.approx(with_dtensor, rel=0.06)  # the head runs while it waits
     assert python_seconds(spec, replace(run, compile=True)) == 0
     assert python_seconds(spec, replace(run, stack="megatron", zero=1)) == 0
+
+
+def test_megatron_takes_the_host_for_what_no_layer_has():
+    """Each micro-batch once, spread over pipeline stages, however many layers there are and whatever they recompute."""
+    spec, host = lab.model("Llama-3.2-1B"), kernels("H100").host
+    run, ends = Training(seq_len=512, precision="mixed-bf16", stack="megatron"), MEGATRON_ENDS.seconds(host)
+    for fields, times in (({}, 1), ({"checkpointing": "full"}, 1), ({"accumulation": 4}, 4),
+                          ({"accumulation": 4, "pp": 2}, 2)):  # fmt: skip
+        each = replace(run, **fields)
+        layers = operators(spec, each).times(spec.layers * times).seconds(host) + python_seconds(spec, each)
+        assert host_seconds(spec, each, host) == pytest.approx(layers + times * ends)
+
+
+def test_megatrons_update_takes_the_host_for_the_parameters_of_a_rank():
+    """The distributed optimizer's those in its share of each bucket; never more than a rank has."""
+    spec, host = lab.model("Llama-3.2-1B"), kernels("H100").host  # 1.24 billion: 31 buckets of 40 million
+    run = Training(seq_len=512, precision="mixed-bf16", dp=8, stack="megatron:overlap_grad_reduce=false")
+    many = parameters(spec)
+
+    def mastered(**fields):
+        each = replace(run, **fields)
+        seconds = update_host_seconds(spec, each, host) / HERE / hook_spread(host)
+        return (seconds - STEPPED - CLEARED * many / each.pp) / MASTERED[each.zero]
+
+    assert mastered() == pytest.approx(many) and mastered(pp=2, accumulation=2) == pytest.approx(many / 2)
+    assert mastered(zero=1) == pytest.approx(many / 8 + 1)
+    assert mastered(zero=1, dp=4, cp=2) == pytest.approx(many / 8 + 1)
+    assert mastered(zero=1, stack="megatron") == pytest.approx(many / 8 + 31)
+    assert mastered(zero=1, dp=80, stack="megatron") == pytest.approx(many / 80 + 16)
+    whole = lab.model("Llama-2-7b")  # whose share of 169 buckets would be more parameters than it has
+    bounded = replace(run, zero=1, dp=2, stack="megatron")
+    seconds = (STEPPED + (CLEARED + MASTERED[1]) * parameters(whole)) * HERE * hook_spread(host)
+    assert update_host_seconds(whole, bounded, host) == pytest.approx(seconds)
+
+
+def test_megatrons_update_is_behind_a_card_that_is_busy():
+    """A step that waits for its host waits for its update too, longer than the card takes for it."""
+    spec, card = lab.model("gpt2"), kernels("H100")
+    run = Training(seq_len=1024, precision="mixed-bf16", stack="megatron")
+    waits, computes = (lab.estimate(spec, replace(run, micro_batch=many), "H100").time for many in (1, 64))
+    assert waits["optimizer"] == pytest.approx(update_host_seconds(spec, run, card.host))
+    assert computes["optimizer"] == pytest.approx(update_seconds(spec, run, card))
+    assert computes["optimizer"] < waits["optimizer"] / 2
 
 
 def test_paged_states_go_through_pcie_where_they_do_not_fit():

@@ -16,7 +16,7 @@ their time for each parameter.
 from __future__ import annotations
 
 from functools import cache, lru_cache, reduce
-from math import sqrt
+from math import ceil, sqrt
 from typing import NamedTuple
 
 from ...specs.model import ModelSpec
@@ -80,6 +80,14 @@ TORCHTITAN = Operators(24, 55, 39, 95)
 # As many as take as long as a layer of megatron-core, whose Python is most of it: 2.1 times a Llama's forward and 1.3
 # times its backward (benchmarks/megatron_host.py, megatron-core 0.16.1, its own layers).
 MEGATRON = Operators(118, 84, 92, 92)
+# As many as take as long as what else a micro-batch has there: its tensors sent to tensor ranks, embedding, last norm,
+# head, loss and schedule, 93 to 130 of a Llama's forward and 64 to 100 of its backward (as above, whole steps).
+MEGATRON_ENDS = Operators(100, 70, 74, 74)
+# And a step of Megatron-LM beside micro-batches (85 to 126): reducing gradients, their norm and its bounds, what ranks
+# tell each other; and each parameter, whose gradient is set to zero (0.15 to 0.24), and that is updated by half
+# weights' own optimizer (2.5 to 2.9) or the distributed one (3.2 to 3.9): lists of it for the norm, for clipping and
+# for Adam, and copies from its gradient and back to its half weight.
+STEPPED, CLEARED, MASTERED = 110, 0.2, {0: 2.6, 1: 3.5}
 STAGES = {1: Operators(7, 89, 0, 0), 2: Operators(-2, 65, 9, 36)}
 # What recomputation adds; checkpoint stops at the last tensor that backward needs, before the block's end.
 AGAIN = {
@@ -180,8 +188,10 @@ def _operators(
 
 @lru_cache(maxsize=256)
 def started(spec: ModelSpec, run: Training) -> Operators:
-    """Return the operators of all blocks in a micro-batch, adapters' with them."""
+    """Return the operators of all blocks in a micro-batch, adapters' with them; and of Megatron-LM's other ones."""
     found = operators(spec, run).times(spec.layers)
+    if isinstance(run.stack, Megatron):
+        found = found.plus(MEGATRON_ENDS)
     if run.quantization == "gptq":
         found = found.plus(_gptq(spec, run))
     elif run.quantization:
@@ -252,11 +262,27 @@ def trained(spec: ModelSpec, run: Training) -> float:
 
 
 def update_host_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> float:
-    """Return the seconds the CPU takes for one device's update, tensor by tensor; DeepSpeed and Megatron-LM have joined
-    them."""
-    if isinstance(run.stack, (DeepSpeed, Megatron)):
+    """Return the seconds the CPU takes for one device's update, tensor by tensor, and for what else a step of
+    Megatron-LM has beside its passes; DeepSpeed has joined its tensors."""
+    if isinstance(run.stack, DeepSpeed):
         return 0.0
-    return trained(spec, run) / run.pp * UPDATED * HERE * hook_spread(host)
+    count = UPDATED * trained(spec, run) / run.pp
+    if isinstance(run.stack, Megatron):
+        count = STEPPED + CLEARED * trained(spec, run) / run.pp + MASTERED[run.zero] * mastered(spec, run)
+    return count * HERE * hook_spread(host)
+
+
+def mastered(spec: ModelSpec, run: Training) -> float:
+    """Return the parameters that a rank of Megatron-LM updates: all of its own, or with the distributed optimizer those
+    in its share of each bucket of gradients, at least a part of one. Buckets have 40 million numbers, or a million for
+    each rank, and are one where their reduction is not overlapped (core/distributed/distributed_data_parallel.py)."""
+    assert isinstance(run.stack, Megatron)
+    held, ranks = trained(spec, run) / run.pp, run.dp * run.cp
+    if not run.zero:
+        return held
+    size = max(40e6, 1e6 * ranks)
+    buckets = ceil(spec.parameters / run.tp / run.pp / size) if run.stack.overlap_grad_reduce else 1
+    return min(held, held / ranks + buckets)
 
 
 def compiled_kernels(spec: ModelSpec, run: Training) -> float:
