@@ -163,6 +163,8 @@ def megatron_arguments(run: Any, spec: Any) -> list[str]:
         lines += ["--transformer-impl local"] if not options.transformer_engine else []
         lines += _fp8(options) if options.fp8_recipe else []
         lines += ["--use-precision-aware-optimizer"] if options.use_precision_aware_optimizer else []
+        if options.cuda_graph_impl:  # which a check of the loss on the host would cut
+            lines.append(f"--cuda-graph-impl {options.cuda_graph_impl} --no-check-for-nan-in-loss-and-grad")
         if options.defer_embedding_wgrad_compute:
             limit = f"--wgrad-deferral-limit {options.wgrad_deferral_limit}"
             lines.append(f"--defer-embedding-wgrad-compute {limit}")

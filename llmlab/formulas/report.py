@@ -147,6 +147,8 @@ def _notes(
     """Say what the figures alone do not: of a pipeline's stages, of what is not known, and of serving."""
     if isinstance(run, Training) and run.quantization:
         yield from _around_quantized(run)
+    if isinstance(run, Training) and isinstance(run.stack, Megatron) and run.stack.cuda_graph_impl:
+        yield "What the CUDA graph of a step keeps in a memory pool of its own is not counted."
     if most := peaks.index(max(peaks)):
         yield f"Stage {most} of the pipeline (from 0) holds more than the first: {show_bytes(peaks[most])}."
     if time_note:

@@ -19,6 +19,7 @@ from llmlab.formulas.time.kernels import kernels, training_rates
 from llmlab.formulas.time.step import step_seconds
 from llmlab.hardware import gpu
 from llmlab.hardware.links import cluster, pcie_rates
+from llmlab.simulation.stacks.megatron import check as check_simulated
 
 H100 = cluster("H100", "InfiniBand-NDR")
 LLAMA, LLAMA_405B = "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-405B"
@@ -460,6 +461,20 @@ def test_kernels_that_wait_for_the_host_one_by_one_take_its_time_too():
     seconds = [lab.estimate(spec, replace(alone, stack=each), "A100").time for each in (run.stack, waits.stack)]
     assert seconds[1]["launches"] == pytest.approx(host_seconds(spec, alone, kernels("A100").host))
     assert "launches" not in seconds[0]
+
+
+def test_one_cuda_graph_of_a_step_waits_for_no_host():
+    """And what it keeps of the memory is not known, which the report says."""
+    spec = lab.model("gpt2")
+    run = lab.Training(micro_batch=2, seq_len=256, stack="megatron")
+    graph = replace(run, stack=lab.Megatron(cuda_graph_impl="full_iteration"))
+    eager, whole = (lab.estimate(spec, each, "H100") for each in (run, graph))
+    assert eager.time["launches"] > eager.step_seconds / 2 and "launches" not in whole.time
+    assert whole.step_seconds_low < whole.step_seconds < eager.step_seconds / 2
+    assert whole.peak_allocated == eager.peak_allocated and "CUDA graph" in " ".join(whole.notes)
+    own = replace(graph, attention="eager", stack=replace(graph.stack, transformer_engine=False))
+    with pytest.raises(lab.NotAvailable, match="simulate has no CUDA graphs"):
+        check_simulated(spec, own)
 
 
 def test_megatron_waits_for_gradients_that_nothing_hides():

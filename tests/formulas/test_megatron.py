@@ -210,6 +210,7 @@ def test_deferred_gradients_of_the_head_keep_its_inputs_and_the_logits_gradients
     ({"recompute": "selective", "recompute_method": "block"}, "recompute_method='block' is for recompute='full'"),
     ({"recompute": "some"}, "recompute='some' is not one of None, selective, full"),
     ({"cross_entropy_fusion_impl": "apex"}, "cross_entropy_fusion_impl='apex' is not one of None, native, te"),
+    ({"cuda_graph_impl": "local"}, "cuda_graph_impl='local' is not one of None, full_iteration"),
     ({"moe_expert_capacity_factor": 0}, "moe_expert_capacity_factor=0 is not a number above 0"),
     ({"recompute_modules": "moe"}, "recompute_modules=('moe',) is not of core_attn, mlp"),
     ({"ac": "full"}, "megatron has no option ac: it is torchtitan's"),

@@ -148,6 +148,9 @@ def test_megatrons_arguments_say_fp8_weights_and_deferred_gradients():
     assert "--fp8-recipe mxfp8 --fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag" in said
     assert "--use-distributed-optimizer" in said  # which alone gathers them, of one rank too
     assert "--defer-embedding-wgrad-compute --wgrad-deferral-limit 22" in said
+    graph = replace(run, stack="megatron:cuda_graph_impl=full_iteration")
+    said = " ".join(megatron_arguments(graph, spec))
+    assert "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad" in said  # it asks for both
     run = lab.Training(stack="megatron:gradient_accumulation_fusion=false,overlap_p2p_communication=false")
     assert {"--no-gradient-accumulation-fusion", "--no-overlap-p2p-communication"} <= set(megatron_arguments(run, spec))
     run = lab.Training(stack="megatron:bias_swiglu_fusion=false,apply_rope_fusion=false,overlap_param_gather=false",

@@ -300,7 +300,9 @@ def _multiplied(spec: ModelSpec, run: Training) -> int:
 @lru_cache(maxsize=256)
 def host_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> float:
     """Return the seconds the CPU takes to start the operators of one device's forward and backward passes, or the
-    kernels of compiled blocks, and for hooks between them."""
+    kernels of compiled blocks, and for hooks between them; none where one CUDA graph has them all."""
+    if isinstance(run.stack, Megatron) and run.stack.cuda_graph_impl:
+        return 0.0
     adding = summed(spec, run) * host.dispatch * host.backward_dispatch
     if run.compile:
         graphs = run.accumulation / run.pp * compiled_kernels(spec, run) * COMPILED

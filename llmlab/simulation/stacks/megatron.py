@@ -56,6 +56,9 @@ def check(spec: ModelSpec, run: Training) -> None:
     for option, whose in kernels.items():
         if given := getattr(stack, option):
             raise NotAvailable(f"{option}={given!r}: simulate has no {whose}, a GPU's kernel: leave it out, or {see}")
+    if stack.cuda_graph_impl:
+        raise NotAvailable(f"cuda_graph_impl={stack.cuda_graph_impl!r}: simulate has no CUDA graphs, whose memory is a "
+                           f"pool of its own: leave it out, or {see}")  # fmt: skip
     if spec.experts and stack.moe_expert_capacity_factor is None:
         raise NotAvailable("simulate does not know how many tokens the router sends to each expert: give "
                            f"moe_expert_capacity_factor=1, which makes their numbers equal, or {see}")  # fmt: skip

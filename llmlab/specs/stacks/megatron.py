@@ -17,6 +17,7 @@ Recompute = Literal["selective", "full"]
 RecomputeMethod = Literal["uniform", "block"]
 FP8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
 FusedLoss = Literal["native", "te"]
+CudaGraphs = Literal["full_iteration"]
 FusedAdam = Literal["fp32", "bf16"]
 RECOMPUTED = {"core_attn", "mlp"}  # modules of Megatron's --recompute-modules that are described
 
@@ -46,6 +47,9 @@ class Megatron(StackOptions):
     `overlap_p2p_communication` sends between
     interleaved stages behind other chunks, since 2023-05-31 (--no-overlap-p2p-communication is off).
     `cuda_launch_blocking` is CUDA_LAUNCH_BLOCKING=1: a kernel is started when the one before it is done.
+    `cuda_graph_impl` "full_iteration" has all passes of a step in one CUDA graph, so that nothing waits for the host
+    (megatron/core/full_cuda_graph.py; before 2026 --cuda-graph-impl local --cuda-graph-scope full_iteration); what
+    the graph's own pool takes of the memory is not counted. It is estimated, not simulated.
     `cross_entropy_fusion_impl` fuses the loss (--cross-entropy-loss-fusion): "native" compiles its functions one by
     one, which takes more memory than not to fuse, and "te" is Transformer Engine's kernel. NeMo 2's recipes for
     pre-training say "native". `virtual_pipeline` is the model chunks of a rank
@@ -104,6 +108,7 @@ class Megatron(StackOptions):
     apply_rope_fusion: bool = True
     overlap_p2p_communication: bool = True
     cuda_launch_blocking: bool = False
+    cuda_graph_impl: CudaGraphs | None = None
     virtual_pipeline: int = 1
     make_vocab_size_divisible_by: int = 128
     fp8_recipe: FP8Recipe | None = None
@@ -133,6 +138,7 @@ class Megatron(StackOptions):
             apply_rope_fusion=(True, False),
             overlap_p2p_communication=(True, False),
             cuda_launch_blocking=(True, False),
+            cuda_graph_impl=(None, *get_args(CudaGraphs)),
             accumulate_allreduce_grads_in_fp32=(None, True, False),
             fp8_recipe=(None, *get_args(FP8Recipe)),
             fp8_param_gather=(True, False),
