@@ -71,7 +71,7 @@ class Kernels:
     scale: float  # what a FLOP takes on `card` over what it takes on `base`
     _products: dict[tuple[int, int, int, str], tuple[float | None, bool]] = field(default_factory=dict)
     _attentions: dict[tuple[int, int, int, int, str], float] = field(default_factory=dict)
-    _rates: dict[str, tuple[float | None, float, int] | None] = field(default_factory=dict)
+    _known_limits: dict[str, tuple[float | None, float, int] | None] = field(default_factory=dict)
 
     @property
     def origin(self) -> str:
@@ -257,8 +257,8 @@ class Kernels:
     def _limits(self, dtype: str) -> tuple[float | None, float, int] | None:
         """Return FLOP/s that no product in `dtype` passes in a step that lasts (None: nothing says so), and those of a
         large one that was not measured, and the bytes of an element; None where the card has no units for it."""
-        if dtype in self._rates:
-            return self._rates[dtype]
+        if dtype in self._known_limits:
+            return self._known_limits[dtype]
         found = None
         if (peak := self.card.peak(dtype)) is not None:
             lasting = self.sustained_fp8 if dtype == "fp8" else self.sustained
@@ -267,7 +267,7 @@ class Kernels:
                 rate = self.reached * peak / (self.card.peak("bf16") or peak)
                 most = min(most, rate) if most else rate
             found = most, rate, {"fp32": 4, "fp8": 1}.get(dtype, 2)
-        return self._rates.setdefault(dtype, found)
+        return self._known_limits.setdefault(dtype, found)
 
     def _scaled(self, seconds: float, flop: float, moved: float, dtype: str) -> float:
         """Return the time on this card of a kernel that took `seconds` on the card that the table is of."""
