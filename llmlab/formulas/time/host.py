@@ -83,9 +83,9 @@ MEGATRON = Operators(118, 84, 92, 92)
 # As many as take as long as what else a micro-batch has there: its tensors sent to tensor ranks, embedding, last norm,
 # head, loss and schedule, 93 to 130 of a Llama's forward and 64 to 100 of its backward (as above, whole steps).
 MEGATRON_ENDS = Operators(100, 70, 74, 74)
-# And a step of Megatron-LM beside micro-batches (85 to 126): reducing gradients, their norm and its bounds, what ranks
-# tell each other; and each parameter, whose gradient is set to zero (0.15 to 0.24), and that is updated by half
-# weights' own optimizer (2.5 to 2.9) or the distributed one (3.2 to 3.9): lists of it for the norm, for clipping and
+# And a step of Megatron-LM beside micro-batches (85 to 155): reducing gradients, their norm and its bounds, what ranks
+# tell each other; and each parameter, whose gradient is set to zero (0.15 to 0.27), and that is updated by half
+# weights' own optimizer (2.5 to 3.0) or the distributed one (3.2 to 4.0): lists of it for the norm, for clipping and
 # for Adam, and copies from its gradient and back to its half weight.
 STEPPED, CLEARED, MASTERED = 110, 0.2, {0: 2.6, 1: 3.5}
 STAGES = {1: Operators(7, 89, 0, 0), 2: Operators(-2, 65, 9, 36)}
