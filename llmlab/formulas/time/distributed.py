@@ -135,11 +135,11 @@ def computation(spec: ModelSpec, run: Training, card: GPU, traced: time.Traced |
     update = time.update_after(spec, run, kernels(card), passes, traced.update if traced else None)
     head = passes.products.get("head", 0.0)
     # The last stage has all of the head and the loss.
-    products, loss, started, own = head * run.pp, passes.loss, 0.0, 0.0
+    products, loss = head * run.pp, passes.loss
     if traced:  # what was traced has the host's time of all, head and loss among it
         started = own = products + loss
-    elif time.launches_wait(run):  # and where the host waits for the card its time is among the host's
-        started, own = head + loss, products + loss
+    else:
+        started, own = [time.loss_waits(run, each, loss) for each in (head, products)]
     blocks = sum([seconds for part, seconds in passes.products.items() if part != "head"])
     share = run.pp / spec.layers
     # A layer of the mean stage: what products, traffic and the host's time are counted for.

@@ -57,6 +57,9 @@ EIGHT_BIT = 132 * 0.2204 / 8.03e9
 # 2.1 on (torch._inductor.config.shape_padding), Megatron-LM its vocabulary.
 ALIGNED, UNALIGNED = 8, 3.0
 TIMED_UNALIGNED = (8, 0), (9, 0)  # the chips
+# Megatron-LM's loss moves 38 of its 52 bytes per logit in forward, compiled function by function 26 of 40, fused 6 of 8
+# (elementwise.MEGATRON_LOGITS).
+LOSS_FORWARD = 0.7
 Sized = tuple[tuple[int, int, int, str], int]  # (m, n, k) of a product and its dtype, and how often
 UNPACKED = 2.5  # bytes moved per packed weight, 4 bits read and 16 written, each time that it is multiplied
 
@@ -137,7 +140,7 @@ def passes(spec: ModelSpec, run: Training, card: GPU) -> Passes | None:
     slower = sent.strided * (1 / rates.strided - 1 / rates.bandwidth)
     blocks = sent.blocks / found.bandwidth + slower + small_kernels(spec, run) * rates.launch
     made = Passes(multiplied, attention, blocks, sent.loss / found.bandwidth, host_seconds(spec, run, found.host))
-    return made._replace(host=made.host + made.card) if launches_wait(run) else made
+    return made._replace(host=made.host + host_waits(run, made))
 
 
 def update_after(
@@ -149,12 +152,35 @@ def update_after(
     if run.offload:
         return waiting(spec, run, found.card, computed.seconds).seconds
     update = update_seconds(spec, run, found) if update is None else update
-    return max(update, update_host_seconds(spec, run, found.host) - (computed.seconds - computed.host))
+    # Megatron-LM's host looks whether gradients are numbers, and waits for that, before it sends them
+    # (core/distributed/param_and_grad_buffer.py, check_grads), and for their norm.
+    ahead = 0.0 if checks_numbers(run) else computed.seconds - computed.host
+    return max(update, update_host_seconds(spec, run, found.host) - ahead)
 
 
 def launches_wait(run: Training) -> bool:
     """Whether the host starts a kernel when the one before it is done, so that its time comes to the card's."""
     return isinstance(run.stack, Megatron) and run.stack.cuda_launch_blocking
+
+
+def host_waits(run: Training, computed: Passes) -> float:
+    """Return for how many seconds the host, besides what it takes itself, waits for the card in a step's passes."""
+    return computed.card if launches_wait(run) else loss_waits(run, computed.products.get("head", 0.0), computed.loss)
+
+
+def loss_waits(run: Training, head: float, loss: float) -> float:
+    """Return for how much of these seconds of the head and the loss the host waits: all where it waits for each kernel,
+    and what forward has of them where it looks at a micro-batch's loss before it starts backward (Megatron-LM,
+    pretrain_gpt.py, loss_func)."""
+    if launches_wait(run):
+        return head + loss
+    return head / 3 + LOSS_FORWARD * loss if checks_numbers(run) else 0.0
+
+
+def checks_numbers(run: Training) -> bool:
+    """Whether the host waits for losses and gradients, to see that they are numbers: Megatron-LM's, without a CUDA
+    graph of all passes."""
+    return isinstance(run.stack, Megatron) and not run.stack.cuda_graph_impl
 
 
 def update_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float:

@@ -21,7 +21,18 @@ from .flops import Flops, head_sizes
 from .host import STAGES, hook_seconds, hook_spread, host_seconds, python_seconds
 from .kernels import Kernels, kernels, training_rates
 from .offload import Waiting, waiting
-from .step import ALIGNED, UNALIGNED, Outside, Passes, Traced, fastest_kernel, outside, peak_dtype, step_seconds
+from .step import (
+    ALIGNED,
+    UNALIGNED,
+    Outside,
+    Passes,
+    Traced,
+    fastest_kernel,
+    host_waits,
+    outside,
+    peak_dtype,
+    step_seconds,
+)
 
 # What a step's seconds are divided into, in the order in which they are shown.
 PARTS = ("products", "attention", "elementwise", "launches", "tensor", "context", "experts", "pipeline", "bubble",
@@ -71,7 +82,7 @@ def timing(
         # A host that was fitted to whole steps, which were checkpointed, has that in what its operators take.
         host = traced.passes.host + (0.0 if found.kind == "fitted" else python_seconds(spec, run))
         if hook_seconds(spec, run, found.host) or isinstance(run.stack, Megatron):
-            host = max(host, host_seconds(spec, run, found.host))
+            host = max(host, host_seconds(spec, run, found.host) + host_waits(run, traced.passes))
         traced = traced._replace(passes=traced.passes._replace(host=host))
     shapes = outside(spec, run, found)
     if traced and shapes.sooner:  # a trace has its products' times as if all rows were whole
@@ -129,7 +140,7 @@ def timing(
         sources["attention"] += f"; by {FUSED[other]}, which torch takes with a cuDNN up to 9.15, {older:.2g} s more"
     if nodes and not rates and (nodes.inside.kind == "pcie" or nodes.inside.source == GIVEN):
         sources.update({name: "the links that were given" for name in SENT if name in sources})
-    sooner, later = _other_hosts(spec, run, found.host, parts)
+    sooner, later = _other_hosts(spec, run, found.host, parts, host_waits(run, known.passes))
     low = min(rest / quicker, rest - sooner) - shapes.sooner + on_host.least
     high = max(longest, seconds + later) + shapes.later + older
     if on_host.host:
@@ -182,16 +193,17 @@ def _spread(run: Training, found: Kernels, beyond: float) -> float:
 
 
 def _other_hosts(
-    spec: ModelSpec, run: Training, host: Efficiency, parts: Mapping[str, float]
+    spec: ModelSpec, run: Training, host: Efficiency, parts: Mapping[str, float], waits: float
 ) -> tuple[float, float]:  # fmt: skip
-    """Return the seconds that a step takes less with a faster host than `host`, and more with a slower.
+    """Return the seconds that a step takes less with a faster host than `host`, and more with a slower; each `waits`
+    for the card as long.
 
     Hosts are as far apart as the two whose operators were measured, and for hooks as `hook_spread` says. DeepSpeed's
     stages 1 and 2 run Python after gradients, which no count of operators has: as long again, on a slow host.
     """
     waited = parts.get("launches", 0.0)
     busy = sum([parts.get(name, 0.0) for name in (*COMPUTED, *WITHIN)]) - waited
-    fast, slow = _on_other_hosts(spec, run, host)
+    fast, slow = [waits + each for each in _on_other_hosts(spec, run, host)]
     return waited - max(0.0, fast - busy), max(0.0, slow - busy) - waited
 
 
