@@ -25,7 +25,7 @@ from ..formulas.memory.states import kept_weights, states
 from ..formulas.report import fullest
 from ..formulas.time.flops import flops
 from ..formulas.time.offload import adam_seconds, crossing
-from ..formulas.time.step import passes
+from ..formulas.time.step import loss_waits, passes
 from ..formulas.time.timing import timing
 from ..hardware.nodes import usual_host
 from ..specs.check import check
@@ -194,7 +194,9 @@ class Search:
         passed = passes(self.question.spec, run, where.card)
         if passed is None:
             return None
-        mean = passed._replace(loss=passed.loss / run.pp)  # the last stage has the loss, and no other is slower for it
+        # The last stage has the loss, and no other is slower for it, nor for the wait for it.
+        others = (1 - 1 / run.pp) * passed.loss
+        mean = passed._replace(loss=passed.loss - others, host=passed.host - loss_waits(run, 0.0, others))
         seconds = mean.seconds * (1 + (run.pp - 1) / run.accumulation / run.virtual_stages)
         if self.question.late(seconds, run):
             self.cuts[LATE] += candidates
