@@ -387,7 +387,7 @@ def _cast_seconds(gpu: str) -> float:
 
 def _reached(card: GPU) -> float | None:
     """Return the FLOP/s that others measured of large products in half precision on `card`."""
-    table, sources = read_table("products.toml"), ("zzc0721", "ROCm", "stas00", "chsasank")
+    table, sources = read_table("products.toml"), ("zzc0721", "ROCm", "stas00", "chsasank", "mli")
     found = next((table[by][card.name] for by in sources if card.name in table[by]), None)
     return 1e12 * found * clocks(card) if found else None
 
