@@ -69,8 +69,9 @@ def test_a_row_has_a_run_of_its_own_where_memory_is_another():
     assert replace(never_updated.held, optimizer="adamw") == never_updated.run != never_updated.held
     assert {row.source for row in rows.values() if row.held not in (None, row.run)} == {
         "dlperf-megatron", "flopcheck", "gollem", "gollem-ddp", "gpt-perf-lab", "gpt-repro", "gpt3-small",
-        "gpt3-small-ddp", "internevo-others", "megatron-2021", "mlperf-4.0-juniper", "nanochat", "olmo-core",
-        "prime-rl", "qwen-others", "torchao", "vectorlm",
+        "gpt3-small-ddp", "internevo-others", "libai-475", "lzwjava-h200", "lzwjava-mi300x", "megatron-2020",
+        "megatron-2021", "mlperf-4.0-juniper", "nanochat", "olmo-core", "prime-rl", "qwen-others", "torchao",
+        "vectorlm",
     }  # fmt: skip
     unknown = {case.id for case in plans.cases() if case.uncertain}
     assert {id.partition("-")[0] for id in unknown} == {
