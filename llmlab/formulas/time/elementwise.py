@@ -34,10 +34,11 @@ FUSED_LOGITS = 4 * 2
 # rows of no whole 16 bytes by a copy (temporaries.loss_bytes). Of Llama-3.2-1B the loss took an H200 3.8 ms, at its
 # bandwidth 12 bytes of each of 1.05e9 logits (4 × 2,048 tokens, bf16, torch 2.11, 2026-11-26).
 RETURNED_LOGITS, PADDED_LOGITS = 2 * 2, 2
-# Megatron-LM's (tensor_parallel/cross_entropy.py), by --cross-entropy-fusion-impl: to fp32, the maximum, minus that,
-# exp, the sum, over that; backward times the gradient, to half. Compiled function by function, the maximum is taken as
-# the copy is made, and exp and the sum as it is subtracted.
-MEGATRON_LOGITS = {None: 6 + 4 + 8 + 8 + 4 + 8 + 8 + 6, "native": 6 + 4 + 4 + 4 + 8 + 8 + 6, "te": FUSED_LOGITS}
+# Megatron-LM's (tensor_parallel/cross_entropy.py), in forward and in backward, by --cross-entropy-fusion-impl: to fp32,
+# the maximum, minus that, exp, the sum, over that; backward times the gradient, to half. Compiled function by function,
+# the maximum is taken as the copy is made, and exp and the sum as it is subtracted.
+MEGATRON_LOGITS = {None: (6 + 4 + 8 + 8 + 4 + 8, 8 + 6), "native": (6 + 4 + 4 + 4 + 8, 8 + 6),
+                   "te": (FUSED_LOGITS - 2, 2)}  # fmt: skip
 
 # From Hopper on a product's kernel stays on its multiprocessor, and some of its warps write a tile while others
 # multiply the next (CUTLASS, media/docs/efficient_gemm.md, warp-specialized persistent ping-pong).
@@ -71,7 +72,7 @@ def _moved(spec: ModelSpec, run: Training, flash: bool, any_layout: bool, behind
     share = share_of(spec, run, find_gpu(CARDS[flash]))
     each: float = LOGITS_MOVES * 4
     if isinstance(run.stack, Megatron):
-        each = MEGATRON_LOGITS[run.stack.cross_entropy_fusion_impl]
+        each = sum(MEGATRON_LOGITS[run.stack.cross_entropy_fusion_impl])
     elif (run.compile and getattr(run.stack, "compile_loss", True)) or run.kernels in ("liger", "fused-loss"):
         each = FUSED_LOGITS
         if share.compiled and run.kernels is None:

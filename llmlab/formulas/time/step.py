@@ -34,7 +34,7 @@ from ..memory.share import (
 from ..memory.states import States, states
 from ..memory.temporaries import loss_chunk
 from .efficiency import Efficiency, efficiency
-from .elementwise import moved
+from .elementwise import MEGATRON_LOGITS, moved
 from .flops import flops, head_sizes
 from .host import host_seconds, small_kernels, update_host_seconds
 from .kernels import Kernels, kernels
@@ -57,9 +57,6 @@ EIGHT_BIT = 132 * 0.2204 / 8.03e9
 # 2.1 on (torch._inductor.config.shape_padding), Megatron-LM its vocabulary.
 ALIGNED, UNALIGNED = 8, 3.0
 TIMED_UNALIGNED = (8, 0), (9, 0)  # the chips
-# Megatron-LM's loss moves 38 of its 52 bytes per logit in forward, compiled function by function 26 of 40, fused 6 of 8
-# (elementwise.MEGATRON_LOGITS).
-LOSS_FORWARD = 0.7
 Sized = tuple[tuple[int, int, int, str], int]  # (m, n, k) of a product and its dtype, and how often
 UNPACKED = 2.5  # bytes moved per packed weight, 4 bits read and 16 written, each time that it is multiplied
 
@@ -174,7 +171,10 @@ def loss_waits(run: Training, head: float, loss: float) -> float:
     pretrain_gpt.py, loss_func)."""
     if launches_wait(run):
         return head + loss
-    return head / 3 + LOSS_FORWARD * loss if checks_numbers(run) else 0.0
+    if not (isinstance(run.stack, Megatron) and checks_numbers(run)):
+        return 0.0
+    forward, backward = MEGATRON_LOGITS[run.stack.cross_entropy_fusion_impl]
+    return head / (2 if run.lora else 3) + forward / (forward + backward) * loss  # a frozen head has no gradient
 
 
 def checks_numbers(run: Training) -> bool:
