@@ -358,6 +358,10 @@ def test_torch_on_a_mi300x_reaches_what_was_measured_there():
     assert rates == pytest.approx([226.2e12, 346.4e12], rel=0.01)
     assert kernels("H100").backward("flash") < found.backward("ck") == pytest.approx(2.5 * 346.4 / 203.8)
     assert found.backward("flash") == pytest.approx(2.5 * 226.2 / 90.2)
+    narrow = 2 * 576 * 1024**2 * 64 / found.attention(48, 12, 1024, 64, "flash", "bf16")
+    assert narrow == pytest.approx(113.7e12, rel=0.01)
+    assert found.backward("flash", 64) == pytest.approx(2.414 / 0.680, rel=0.001)
+    assert found.backward("ck", 64) == found.backward("ck")  # of Composable Kernel's nobody published that
     sources = lab.estimate("Llama-3.1-8B", run, "MI300X").time_sources
     assert "SDPA at 226 TFLOP/s" in sources["attention"] and "in fp8 as much more" in sources["products"]
     megatron = replace(run, compile=False, stack="megatron")

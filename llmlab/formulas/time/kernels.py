@@ -155,15 +155,17 @@ class Kernels:
         """What 8 in 10 times of a step on one device are off at most, as a factor."""
         return exp(self.spread)
 
-    def backward(self, kernel: str) -> float:
+    def backward(self, kernel: str, head_size: int = 128) -> float:
         """Return the seconds of fused attention's backward pass over those of its forward pass, by `kernel`."""
         if self.flash:
-            rates = self._flash(kernel)
+            rates = self._flash(kernel, head_size)
             return 2.5 * rates["forward"] / rates["backward"]
         return 2.5 if self._fitted("attention") else BACKWARD
 
-    def _flash(self, kernel: str) -> dict[str, float]:
-        return self.flash["ck" if kernel == "ck" else "sdpa"]
+    def _flash(self, kernel: str, head_size: int) -> dict[str, float]:
+        kind = "ck" if kernel == "ck" else "sdpa"
+        narrow = self.flash.get(f"{kind}-64") if head_size <= 64 else None
+        return narrow or self.flash[kind]
 
     def _fitted(self, what: str) -> bool:
         return self.table is None and self.rates is not None and bool(getattr(self.rates, what))
@@ -298,7 +300,7 @@ class Kernels:
             lasting = self.lasting(flop / slower / found.seconds)
             return slower * self._scaled(found.seconds, flop, moved, "bf16") / lasting
         if self.flash and dtype != "fp32":
-            return LAUNCH + slower * flop / (1e12 * self._flash(kernel)["forward"])
+            return LAUNCH + slower * flop / (1e12 * self._flash(kernel, head_size)["forward"])
         peak = self.card.peak(dtype) or self.card.peak("fp16") or self.card.peak_flops["fp32"]
         if self.reached and dtype != "fp32":
             peak = self.reached / self.shares["products"]

@@ -387,10 +387,11 @@ def attention_seconds(spec: ModelSpec, run: Training, found: Kernels) -> float |
     if fused:
         name, masked = fastest_kernel(run, kernel, found.card), masked_layers(spec, run) / spec.layers
         whole = name if name == "cudnn" else "efficient"  # FlashAttention takes no mask; under one all scores count
-        total = 0.0
+        total, head_size = 0.0, (qk + v) // 2
         for each, times in ((name, 1 - masked), (whole, 2 * masked)):
-            forward = found.attention(run.micro_batch, heads, length, (qk + v) // 2, each, dtype)
-            total += times * forward * (spec.layers + again + (spec.layers - without) * found.backward(each))
+            forward = found.attention(run.micro_batch, heads, length, head_size, each, dtype)
+            back = (spec.layers - without) * found.backward(each, head_size)
+            total += times * forward * (spec.layers + again + back)
     else:
         rows = run.micro_batch * heads * length
         scores, values = found.product(rows, length, qk, dtype), found.product(rows, v, length, dtype)
