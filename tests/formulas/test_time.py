@@ -560,6 +560,6 @@ def test_paged_states_go_through_pcie_where_they_do_not_fit():
     run = Training(micro_batch=2, seq_len=2048, compile=True, stack="torchtune:packed=true")
     optimizers = {card: lab.estimate("meta-llama/Llama-3.1-8B", run, card).time["optimizer"]
                   for card in ("RTX-4090", "RTX-A6000")}  # fmt: skip
-    states = 2 * lab.model("meta-llama/Llama-3.1-8B").parameters
-    assert optimizers["RTX-4090"] > 2 * states / lab.gpu("RTX-4090").pcie
+    states, bus = 2 * lab.model("meta-llama/Llama-3.1-8B").parameters, lab.gpu("RTX-4090").pcie
+    assert states / bus < optimizers["RTX-4090"] < 2 * states / bus  # in and out at once, as the chapter on offloading
     assert optimizers["RTX-A6000"] < states / lab.gpu("RTX-A6000").pcie
