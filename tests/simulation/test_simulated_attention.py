@@ -168,6 +168,41 @@ def test_flash_attn_keeps_a_log_sum_exp_a_row_and_backward_sums_dq_in_fp32():
         assert [each.shape for each in made] == [q.shape, k.shape, v.shape]
 
 
+@pytest.mark.parametrize(("mode", "asked", "parts"), [("error", True, 7), ("error", False, 1), ("default", True, 7)])
+def test_deterministic_flash_attn_sums_dq_in_parts_whatever_torch_is_asked(mode, asked, parts):
+    """flash_api.cpp, mha_bwd: nsplits = ceil(108 multiprocessors / 16 heads of the batch)."""
+    torch.set_deterministic_debug_mode(mode)
+    try:
+        with lab.simulator("A100-40GB") as card:
+            q = torch.randn(B, T, H, D, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+            out = flash_attn_func()(q, q, q, causal=True, deterministic=asked)
+            assert _taken(card, out, q) == 4 * B * H * T + parts * 4 * B * H * T * D
+            assert torch.get_deterministic_debug_mode() == {"default": 0, "error": 2}[mode]
+    finally:
+        torch.set_deterministic_debug_mode("default")
+
+
+@pytest.mark.parametrize(("mode", "parts"), [("default", 1), ("warn", 1), ("error", 7)])
+def test_torchs_flash_kernel_sums_dq_in_parts_where_it_must_be_deterministic(mode, parts):
+    """attention_backward.cu, _flash_attention_backward: a mode that only warns changes nothing."""
+    torch.set_deterministic_debug_mode(mode)
+    try:
+        with lab.simulator("A100-40GB") as card:
+            q = torch.randn(B, H, T, D, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+            out = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+            assert _taken(card, out, q) == 4 * B * H * T + parts * 4 * B * H * T * D
+    finally:
+        torch.set_deterministic_debug_mode("default")
+
+
+def _taken(card, out, q) -> int:
+    """Return what backward of attention to itself takes beside the gradients of queries, keys and values."""
+    grad, held = torch.empty_like(out), card.allocated
+    card.reset_peak()
+    torch.autograd.grad(out, q, grad)
+    return card.peak_allocated - held - 3 * q.nbytes
+
+
 def flash_attn_func():
     """What transformers calls, inside a simulator's block."""
     from transformers import modeling_flash_attention_utils as utils
@@ -225,14 +260,13 @@ def test_a_users_model_asks_for_flash_attention_2_by_name():
 @pytest.mark.parametrize(("given", "error", "words"), [
     ({"dtype": torch.float32}, RuntimeError, "only support fp16 and bf16"),
     ({"size": 264}, RuntimeError, "at most 256"),
-    ({"deterministic": True}, lab.NotAvailable, "deterministic=True is not simulated"),
 ])  # fmt: skip
 def test_what_flash_attn_refuses_is_refused(given, error, words):
-    dtype, size, options = given.pop("dtype", torch.bfloat16), given.pop("size", D), given
+    dtype, size = given.get("dtype", torch.bfloat16), given.get("size", D)
     with lab.simulator("A100-40GB"):
         x = torch.randn(1, 16, 2, size, dtype=dtype, device="cuda")
         with pytest.raises(error, match=words):
-            flash_attn_func()(x, x, x, **options)
+            flash_attn_func()(x, x, x)
 
 
 def test_packed_sequences_are_refused_by_name():

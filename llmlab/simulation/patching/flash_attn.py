@@ -32,24 +32,38 @@ class _FlashAttention(torch.autograd.Function):
     """flash_attn_interface.py, FlashAttnFunc, for q (B, T, H, D), k and v (B, S, Hkv, D)."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float, causal: bool) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float, causal: bool, deterministic: bool
+    ) -> Tensor:
         heads_first = [each.transpose(1, 2) for each in (q, k, v)]
         found = aten._scaled_dot_product_flash_attention(*heads_first, dropout, causal, False, scale=scale)
         out, logsumexp, random_state = found[0].transpose(1, 2), found[1], found[6]
-        ctx.options = dropout, causal, scale
+        ctx.options = dropout, causal, scale, deterministic
         ctx.save_for_backward(q, k, v, out, logsumexp, random_state)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
         q, k, v, out, logsumexp, random_state = ctx.saved_tensors
-        dropout, causal, scale = ctx.options
+        dropout, causal, scale, deterministic = ctx.options
         heads_first = [each.transpose(1, 2) for each in (_rows(grad), q, k, v, out)]
-        gradients = aten._scaled_dot_product_flash_attention_backward(
-            *heads_first, logsumexp, None, None, q.shape[1], k.shape[1], dropout, causal, random_state, random_state,
-            scale=scale,
-        )  # fmt: skip
-        return (*(each.transpose(1, 2) for each in gradients), None, None, None)
+        with _deterministic(deterministic):
+            gradients = aten._scaled_dot_product_flash_attention_backward(
+                *heads_first, logsumexp, None, None, q.shape[1], k.shape[1], dropout, causal, random_state,
+                random_state, scale=scale,
+            )  # fmt: skip
+        return (*(each.transpose(1, 2) for each in gradients), None, None, None, None)
+
+
+@contextmanager
+def _deterministic(mode: bool) -> Iterator[None]:
+    """Let torch's operators be as deterministic as the package is asked to be, which does not look at torch's mode."""
+    before = torch.get_deterministic_debug_mode()
+    torch.use_deterministic_algorithms(mode)
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -77,11 +91,9 @@ def _flash_attn_func(card: Capability) -> Callable[..., Tensor]:
             raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
         if D > 256:
             raise RuntimeError("FlashAttention forward only supports head dimension at most 256")
-        if deterministic:
-            raise NotAvailable("flash-attn with deterministic=True is not simulated: it sums dQ in other parts")
         scale = D**-0.5 if softmax_scale is None else softmax_scale
         padded = [F.pad(each, (0, -D % 8)) if D % 8 else _rows(each) for each in (q, k, v)]
-        return _FlashAttention.apply(*padded, dropout_p, scale, causal)[..., :D]
+        return _FlashAttention.apply(*padded, dropout_p, scale, causal, deterministic)[..., :D]
 
     return flash_attn_func
 

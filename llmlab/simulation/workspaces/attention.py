@@ -98,12 +98,15 @@ def flash_attention(op: Operator, gpu: GPU) -> Iterator[Step]:
 @workspace(aten._scaled_dot_product_flash_attention_backward, source=FLASH)
 def flash_attention_backward(op: Operator, gpu: GPU) -> Iterator[Step]:
     """mha_bwd: the softmax's row sums, dQ summed in fp32, both with rows rounded up to 128 and heads to 32 or 64; dK
-    and dV of each query head where heads share keys."""
+    and dV of each query head where heads share keys. Under torch.use_deterministic_algorithms, unless it only warns
+    (attention_backward.cu), a head's blocks of keys add to a dQ each, of which there are as many as multiprocessors
+    need to be busy."""
     yield OUTPUTS
     (B, H, T, D), (_, shared, S, _) = op.query.shape, op.key.shape
     rows = _tiles(T, 128) * 128
+    strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     yield 4 * B * H * rows
-    yield 4 * B * rows * H * _columns(D)
+    yield 4 * B * rows * H * _columns(D) * (_tiles(gpu.sms, B * H) if strict else 1)
     if shared != H:
         gradient = B * S * H * D * op.key.element_size()
         yield from (gradient, gradient)
