@@ -195,6 +195,23 @@ def test_torchs_flash_kernel_sums_dq_in_parts_where_it_must_be_deterministic(mod
         torch.set_deterministic_debug_mode("default")
 
 
+@pytest.mark.parametrize(("mode", "heads", "parts"), [("default", 16, 4), ("default", 48, 4), ("default", 72, 2),
+                                                      ("warn", 16, 4), ("error", 16, 1)])  # fmt: skip
+def test_the_efficient_kernel_sums_wide_gradients_of_keys_once_for_each_part(monkeypatch, mode, heads, parts):
+    """attention_backward.cu, num_splits_key: at most 256 keys by 64, and 200 / heads of the batch. On a T4 heads of 128
+    fit no registers; dQ in tiles of 64 x 64, each with 16 B of locks."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # no block keeps the rest of its segment
+    torch.set_deterministic_debug_mode(mode)
+    try:
+        with lab.simulator("T4") as card:
+            q = torch.randn(1, heads, 256, 128, dtype=torch.float16, device="cuda", requires_grad=True)
+            out = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+            tiles = 4 * 2 * (64 * 64 + 4) + parts * 256 * 2 * 128
+            assert _taken(card, out, q) == 4 * heads * 256 + 4 * heads * tiles
+    finally:
+        torch.set_deterministic_debug_mode("default")
+
+
 def _taken(card, out, q) -> int:
     """Return what backward of attention to itself takes beside the gradients of queries, keys and values."""
     grad, held = torch.empty_like(out), card.allocated

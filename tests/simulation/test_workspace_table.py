@@ -179,7 +179,7 @@ ATTENTION = [
     Row(aten._scaled_dot_product_efficient_attention_backward, efficient_arguments(f32, 128),
         efficient_backward(f32, 128, 128)),
     Row(aten._scaled_dot_product_efficient_attention_backward, efficient_arguments(f16, 128),
-        efficient_backward(f16, 128, 64, ceil(T / 64) * 64 * (2 + 2) * 64), "T4"),  # dK and dV fit no registers
+        efficient_backward(f16, 128, 64, 2 * ceil(T / 64) * 64 * (2 + 2) * 64), "T4"),  # dK and dV, of 2 parts
     Row(aten._scaled_dot_product_flash_attention, (flash, flash, flash),
         [2 * B * H * T * D, 4 * B * H * T, *FLASH_STATE]),
     # 8 heads of 4 rows, whose keys are split in 22 parts: 176 of 216 slots are busy.

@@ -24,6 +24,11 @@ def _tiles(size: int, tile: int) -> int:
     return -(-size // tile)
 
 
+def _deterministic() -> bool:
+    """Whether torch.use_deterministic_algorithms is on, and does more than warn."""
+    return torch.get_deterministic_debug_mode() == 2
+
+
 def _efficient_outputs(op: Operator) -> tuple[Tensor, ...]:
     """attention.cu, _efficient_attention_forward: seed and offset of the dropout are on the host."""
     out, logsumexp, *_ = op.run()
@@ -43,7 +48,8 @@ def efficient_attention(op: Operator, gpu: GPU) -> Iterator[Step]:
 @workspace(aten._scaled_dot_product_efficient_attention_backward, source=f"{EFFICIENT}/kernel_backward.h")
 def efficient_attention_backward(op: Operator, gpu: GPU) -> Iterator[Step]:
     """delta, and Params::workspace_size: dQ is summed in fp32 in tiles of 64 × 64 with 16 B of locks each; dK and dV
-    too where a tile does not fit the registers.
+    too where a tile does not fit the registers, once for each part that the keys are split in, which are fewer the more
+    heads there are in the batch (attention_backward.cu, num_splits_key), and one to be deterministic.
 
     kernels/cutlassB.h: tiles have 64 rows, and 128 for wider heads from sm_80 on (kBlockSizeI, by kMaxK).
     """
@@ -55,7 +61,8 @@ def efficient_attention_backward(op: Operator, gpu: GPU) -> Iterator[Step]:
     in_registers = half and max(D, Dv) <= rows
     elements = _tiles(T, rows) * _tiles(D, 64) * (rows * 64 + 4)
     if not in_registers and half:  # fp32 gradients are their own accumulators
-        elements += _tiles(S, 64) * 64 * (_tiles(D, rows) + _tiles(Dv, rows)) * rows
+        splits = 1 if _deterministic() else max(1, min(_tiles(S, 64), 200 // (B * H)))
+        elements += splits * _tiles(S, 64) * 64 * (_tiles(D, rows) + _tiles(Dv, rows)) * rows
     yield B * H * T * 4
     yield B * H * (-(-elements // 4) * 4) * 4
 
@@ -104,9 +111,8 @@ def flash_attention_backward(op: Operator, gpu: GPU) -> Iterator[Step]:
     yield OUTPUTS
     (B, H, T, D), (_, shared, S, _) = op.query.shape, op.key.shape
     rows = _tiles(T, 128) * 128
-    strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     yield 4 * B * H * rows
-    yield 4 * B * rows * H * _columns(D) * (_tiles(gpu.sms, B * H) if strict else 1)
+    yield 4 * B * rows * H * _columns(D) * (_tiles(gpu.sms, B * H) if _deterministic() else 1)
     if shared != H:
         gradient = B * S * H * D * op.key.element_size()
         yield from (gradient, gradient)
