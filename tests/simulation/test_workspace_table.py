@@ -161,11 +161,12 @@ def efficient_backward(dtype: torch.dtype, D: int, tile: int, key_tiles: int = 0
     return [gradient, gradient, gradient, 4 * B * H * T, 4 * B * H * elements]
 
 
-def efficient_arguments(dtype: torch.dtype, D: int) -> tuple:
+def efficient_arguments(dtype: torch.dtype, D: int, dropout: float = 0.0) -> tuple:
     q, lse = t(B, H, T, D, dtype=dtype), t(B, H, T)
-    return (q, q, q, q, None, q, lse, seed, seed, 0.0, [True, True, True, False])
+    return (q, q, q, q, None, q, lse, seed, seed, dropout, [True, True, True, False])
 
 
+IN_TWO_PARTS = 2 * ceil(T / 64) * 64 * (2 + 2) * 64  # dK and dV of heads of 65 to 128, which fit no registers
 ATTENTION = [
     Row(aten._scaled_dot_product_efficient_attention, (heads[f16],) * 3 + (None, True), [OUT, LSE]),
     # kernel_forward.h: above 128 columns the output of a half kernel is summed in fp32 in memory, of fp32 in itself.
@@ -179,7 +180,19 @@ ATTENTION = [
     Row(aten._scaled_dot_product_efficient_attention_backward, efficient_arguments(f32, 128),
         efficient_backward(f32, 128, 128)),
     Row(aten._scaled_dot_product_efficient_attention_backward, efficient_arguments(f16, 128),
-        efficient_backward(f16, 128, 64, 2 * ceil(T / 64) * 64 * (2 + 2) * 64), "T4"),  # dK and dV, of 2 parts
+        efficient_backward(f16, 128, 64, IN_TWO_PARTS), "T4"),
+    Row(aten._scaled_dot_product_efficient_attention_backward, efficient_arguments(f16, 128),
+        efficient_backward(f16, 128, 128), "V100-16GB"),
+    Row(aten._scaled_dot_product_efficient_attention_backward, efficient_arguments(bf16, 128),
+        efficient_backward(bf16, 128, 128), "H100-80GB"),
+    Row(aten._scaled_dot_product_efficient_attention_backward, efficient_arguments(bf16, 128),
+        efficient_backward(bf16, 128, 64, IN_TWO_PARTS), "RTX-4090"),
+    Row(aten._scaled_dot_product_efficient_attention_backward, efficient_arguments(bf16, 96),
+        efficient_backward(bf16, 96, 128), "RTX-4090"),
+    Row(aten._scaled_dot_product_efficient_attention_backward, efficient_arguments(bf16, 96, 0.1),
+        efficient_backward(bf16, 96, 64, IN_TWO_PARTS), "RTX-4090"),
+    Row(aten._scaled_dot_product_efficient_attention_backward, efficient_arguments(bf16, 96),
+        efficient_backward(bf16, 96, 64, IN_TWO_PARTS), "RTX-5090"),
     Row(aten._scaled_dot_product_flash_attention, (flash, flash, flash),
         [2 * B * H * T * D, 4 * B * H * T, *FLASH_STATE]),
     # 8 heads of 4 rows, whose keys are split in 22 parts: 176 of 216 slots are busy.

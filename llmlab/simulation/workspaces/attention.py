@@ -49,15 +49,11 @@ def efficient_attention(op: Operator, gpu: GPU) -> Iterator[Step]:
 def efficient_attention_backward(op: Operator, gpu: GPU) -> Iterator[Step]:
     """delta, and Params::workspace_size: dQ is summed in fp32 in tiles of 64 × 64 with 16 B of locks each; dK and dV
     too where a tile does not fit the registers, once for each part that the keys are split in, which are fewer the more
-    heads there are in the batch (attention_backward.cu, num_splits_key), and one to be deterministic.
-
-    kernels/cutlassB.h: tiles have 64 rows, and 128 for wider heads from sm_80 on (kBlockSizeI, by kMaxK).
-    """
+    heads there are in the batch (attention_backward.cu, num_splits_key), and one to be deterministic."""
     yield OUTPUTS
     (B, H, T, D), S, Dv = op.query.shape, op.key.shape[2], op.value.shape[3]
-    capability = gpu.compute_capability
-    rows = 128 if capability is not None and capability >= (8, 0) and max(D, Dv) > 64 else 64
     half = op.query.dtype in (torch.float16, torch.bfloat16)
+    rows = _backward_rows(max(D, Dv), half, op.dropout_p, gpu.compute_capability or (0, 0))
     in_registers = half and max(D, Dv) <= rows
     elements = _tiles(T, rows) * _tiles(D, 64) * (rows * 64 + 4)
     if not in_registers and half:  # fp32 gradients are their own accumulators
@@ -65,6 +61,19 @@ def efficient_attention_backward(op: Operator, gpu: GPU) -> Iterator[Step]:
         elements += splits * _tiles(S, 64) * 64 * (_tiles(D, rows) + _tiles(Dv, rows)) * rows
     yield B * H * T * 4
     yield B * H * (-(-elements // 4) * 4) * 4
+
+
+def _backward_rows(width: int, half: bool, dropout: float, capability: tuple[int, int]) -> int:
+    """Return kBlockSizeI, the rows of a tile, of the first kernel for heads of `width` whose shared memory a block has
+    (kernels/generate_kernels.py, BwdKernel): 128 for wide heads, whose gradients a half kernel then keeps in registers,
+    but on cards with less of it, sm_75 and those of 99 KiB; of these sm_86 and sm_89 have one for heads of up to 96."""
+    if width <= 64 or capability < (7, 0) or capability == (7, 5):
+        return 64
+    if not half:
+        return 128 if capability >= (8, 0) else 64
+    if width > 128 or capability not in ((8, 6), (8, 9), (12, 0), (12, 1)):
+        return 128
+    return 128 if width <= 96 and not dropout and capability < (12, 0) else 64
 
 
 def kv_splits(blocks: int, multiprocessors: int, key_blocks: int) -> int:
