@@ -57,7 +57,8 @@ def layers_of(spec: ModelSpec, run: Training) -> tuple[int, ...]:
     """
     stack = stack_of(run)
     if isinstance(stack, Nanotron):
-        if min(counts := stack.layers_of(spec, run.pp)) < 1:
+        # The last one may have the head alone.
+        if min((counts := stack.layers_of(spec, run.pp))[:-1], default=1) < 1:
             raise SpecError(f"pp={run.pp} leaves a stage without any of {spec.name}'s {spec.layers} layers, which "
                             "nanotron cuts by what they cost to compute; give a smaller pp")  # fmt: skip
         return counts
