@@ -105,7 +105,7 @@ def test_where_a_rate_is_from_and_how_wide_that_makes_the_interval():
     run = Training(micro_batch=16, seq_len=512, precision="fp16", compile=True)  # nothing waits for the host
     said = {"H100": "measured on H100-80GB (sglang", "A100-40GB": "transferred from A100-80GB by the large products'",
             "RTX-6000-Ada": "transferred from L40S by the data sheets'", "T4": "fitted to 32 LoRA",
-            "V100": "transferred from A100-80GB by the large products'", "MI350X": "70% of the data sheet"}  # fmt: skip
+            "V100": "transferred from A100-80GB by the large products'", "MI350X": "large products at 1435"}  # fmt: skip
     wide = {}
     for card, words in said.items():
         report = lab.estimate("gpt2", run, card)

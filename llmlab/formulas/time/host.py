@@ -103,6 +103,9 @@ OWN = {Torchtitan.name: (TORCHTITAN, TORCHTITAN_AGAIN), Megatron.name: (MEGATRON
 # from others is a collective's time. `HERE`: seconds of an operator on that CPU.
 FORWARD, BACKWARD = Hooks(14, 2, 6), Hooks(7, 8, 24)
 HERE = 4.1e-6
+# And an update by its optimizers, in operators: for each parameter, which they loop over to look for overflow, to copy
+# its gradient and to take its norm, although the update itself is of joined tensors; and besides. By stage.
+JOINED = {0: (4.9, 41), 1: (3.0, 65), 2: (3.1, 55), 3: (3.1, 72)}
 # Seconds in which a compiled graph starts a kernel: Inductor's launcher, with 19 arguments, on a GB200's host; 6.8 us
 # without any (meta-pytorch/tritonbench, pull request 1017, 2026-04). Products and attention, which the graph calls by
 # their operators, are taken to start as fast.
@@ -263,10 +266,11 @@ def trained(spec: ModelSpec, run: Training) -> float:
 
 def update_host_seconds(spec: ModelSpec, run: Training, host: Efficiency) -> float:
     """Return the seconds the CPU takes for one device's update, tensor by tensor, and for what else a step of
-    Megatron-LM has beside its passes; DeepSpeed has joined its tensors."""
-    if isinstance(run.stack, DeepSpeed):
-        return 0.0
+    Megatron-LM or DeepSpeed has beside its passes."""
     count = UPDATED * trained(spec, run) / run.pp
+    if isinstance(run.stack, DeepSpeed):
+        each, besides = JOINED[run.zero]
+        count = besides + each * trained(spec, run)
     if isinstance(run.stack, Megatron):
         count = STEPPED + CLEARED * trained(spec, run) / run.pp + MASTERED[run.zero] * mastered(spec, run)
     return count * HERE * hook_spread(host)

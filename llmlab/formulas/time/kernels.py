@@ -47,6 +47,7 @@ BURSTS = (4096, 8192)  # rows of square products, of which the fastest is at the
 # forward reaches up to 73 % (arXiv 2307.08691, section 1).
 BACKWARD = 2.5 * 0.73 / 0.63
 TIMED = 16384, 2048  # tokens, and heads × head size, of all that FlashAttention 2's author timed (training.toml)
+SLOWER = {"MI350X": "MI355X"}  # boards of less power, whose products nobody published
 HOST = "A100-80GB"  # whose host's times stand for those that nobody measured
 
 
@@ -388,10 +389,13 @@ def _cast_seconds(gpu: str) -> float:
 
 
 def _reached(card: GPU) -> float | None:
-    """Return the FLOP/s that others measured of large products in half precision on `card`."""
+    """Return the FLOP/s that others measured of large products in half precision on `card`; of AMD's MI350X, which is a
+    MI355X of 1000 W, the share of its peak that was measured on that."""
     table, sources = read_table("products.toml"), ("zzc0721", "ROCm", "stas00", "chsasank", "mli")
-    found = next((table[by][card.name] for by in sources if card.name in table[by]), None)
-    return 1e12 * found * clocks(card) if found else None
+    like = find_gpu(SLOWER.get(card.name, card.name))
+    found = next((table[by][like.name] for by in sources if like.name in table[by]), None)
+    mine, theirs = find_gpu(card.name).peak("bf16"), like.peak("bf16")
+    return 1e12 * found * clocks(card) * (mine / theirs if mine and theirs else 1.0) if found else None
 
 
 def _flash(card: GPU) -> dict[str, dict[str, float]]:

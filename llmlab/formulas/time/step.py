@@ -17,7 +17,7 @@ from ...hardware.gpu import GPU
 from ...hardware.nodes import to_host
 from ...specs.model import ModelSpec
 from ...specs.run import Inference, Run, Training
-from ...specs.stacks import Megatron, StackOptions, Torchtitan, Torchtune
+from ...specs.stacks import DeepSpeed, Megatron, StackOptions, Torchtitan, Torchtune
 from .. import gptq, newton_schulz
 from ..again import attentions_again
 from ..memory.float8 import CONVERTED
@@ -51,12 +51,14 @@ FOREACH = 3
 # (kOptimizerStatic8bit2StateBlockwise, bitsandbytes 0.50.2, torch 2.11, 2026-11-26), nine times what the bytes take.
 EIGHT_BIT = 132 * 0.2204 / 8.03e9
 # All measured matrices have rows of whole 16 bytes. With a vocabulary of 50,257 an A100's products took almost 3 times
-# as long as with 50,304 (PyTorch's blog, Accelerating Large Language Models, 2023-04: 113 ms per step, then 87), an
-# H100's with rows of 588 instead of 592 3.5 times (m87-labs/kestrel, pull request 143). On an RTX 4090 it is 1.4 times
-# (pytorch/pytorch, issue 181718), with CUDA 13 it can be 1.2 (ml-explore/mlx, issue 2712). A compiler pads from torch
-# 2.1 on (torch._inductor.config.shape_padding), Megatron-LM its vocabulary.
-ALIGNED, UNALIGNED = 8, 3.0
-TIMED_UNALIGNED = (8, 0), (9, 0)  # the chips
+# as long as with 50,304 (PyTorch's blog, Accelerating Large Language Models, 2023-04: 113 ms per step, then 87). Hopper
+# has no kernels of its own for such rows: an A100's run there, faster by multiprocessors and clocks, 1.5 times, where
+# its own multiply 2.6 times as fast: 5 times as long. A small product of rows of 588 took 3.5 times as long as of 592
+# (m87-labs/kestrel, pull request 143), steps of nanotron with a head of 50,257 words a little longer than 5 says
+# (benchmarks/throughputs.toml, nanotron-old-bench). On an RTX 4090 it is 1.4 times (pytorch/pytorch, issue 181718),
+# with CUDA 13 it can be 1.2 (ml-explore/mlx, issue 2712). A compiler pads from torch 2.1 on
+# (torch._inductor.config.shape_padding), Megatron-LM its vocabulary. By chip; on others it may be as on the first.
+ALIGNED, UNALIGNED = 8, {(8, 0): 3.0, (9, 0): 5.0}
 Sized = tuple[tuple[int, int, int, str], int]  # (m, n, k) of a product and its dtype, and how often
 UNPACKED = 2.5  # bytes moved per packed weight, 4 bits read and 16 written, each time that it is multiplied
 
@@ -150,8 +152,10 @@ def update_after(
         return waiting(spec, run, found.card, computed.seconds).seconds
     update = update_seconds(spec, run, found) if update is None else update
     # Megatron-LM's host looks whether gradients are numbers, and waits for that, before it sends them
-    # (core/distributed/param_and_grad_buffer.py, check_grads), and for their norm.
-    ahead = 0.0 if checks_numbers(run) else computed.seconds - computed.host
+    # (core/distributed/param_and_grad_buffer.py, check_grads), and for their norm; DeepSpeed's for overflow, or for the
+    # norm (runtime/zero/stage3.py, step).
+    waits = checks_numbers(run) or isinstance(run.stack, DeepSpeed)
+    ahead = 0.0 if waits else computed.seconds - computed.host
     return max(update, update_host_seconds(spec, run, found.host) - ahead)
 
 
@@ -294,7 +298,7 @@ def outside(spec: ModelSpec, run: Training, found: Kernels) -> Outside:
 def _timed(spec: ModelSpec, run: Training, found: Kernels) -> tuple[dict[str, float] | None, Outside]:
     seconds: dict[str, float] = {}
     beyond = unaligned = 0.0
-    share, counted = run.accumulation / run.pp, found.card.compute_capability in TIMED_UNALIGNED
+    share, counted, times = run.accumulation / run.pp, *unaligned_times(found.card)
     packed = ("attention", "mlp") if run.quantization else ()
     for each, kind, sizes in _multiplied(spec, run):
         _, n, k, _ = sizes[0][0]
@@ -304,7 +308,7 @@ def _timed(spec: ModelSpec, run: Training, found: Kernels) -> tuple[dict[str, fl
         beyond += extrapolated * share
         if (n % ALIGNED or k % ALIGNED) and _unaligned(each.part, kind, run, found):
             unaligned += total * share
-            total *= UNALIGNED if counted else 1.0
+            total *= times if counted else 1.0
         if each.part == "experts":  # one grouped product, which reads all experts' weights
             passes = each.forward + each.again + each.input_gradient + each.weight_gradient
             total = max(total, passes * 2 * n * k * spec.experts / run.ep / found.bandwidth)
@@ -313,8 +317,15 @@ def _timed(spec: ModelSpec, run: Training, found: Kernels) -> tuple[dict[str, fl
         elif each.part in packed:
             total += _unpacking_seconds(each, run, found)
         seconds[each.part] = seconds.get(each.part, 0.0) + total * share
-    more = (UNALIGNED - 1) * unaligned
+    more = (times - 1) * unaligned
     return seconds, Outside(beyond, unaligned + more, more, 0.0) if counted else Outside(beyond, unaligned, 0.0, more)
+
+
+def unaligned_times(card: GPU) -> tuple[bool, float]:
+    """Return whether rows that are not whole 16 bytes were timed on the card's chip, and how much longer products of
+    them take, or may take."""
+    chip = card.compute_capability or (0, 0)
+    return chip in UNALIGNED, UNALIGNED.get(chip, min(UNALIGNED.values()))
 
 
 def _unpacking_seconds(each: Product, run: Training, found: Kernels) -> float:

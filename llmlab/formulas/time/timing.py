@@ -23,7 +23,6 @@ from .kernels import Kernels, kernels, training_rates
 from .offload import Waiting, waiting
 from .step import (
     ALIGNED,
-    UNALIGNED,
     Outside,
     Passes,
     Traced,
@@ -32,6 +31,7 @@ from .step import (
     outside,
     peak_dtype,
     step_seconds,
+    unaligned_times,
 )
 
 # What a step's seconds are divided into, in the order in which they are shown.
@@ -294,8 +294,9 @@ def _sources(
             said["products"] += f"; {min(1.0, share):.0%} of it beyond the sizes measured, as the work grows"
         if (share := shapes.unaligned / parts["products"]) > LITTLE:
             rows = f"of rows that are no multiples of {ALIGNED}"
-            take = "which take" if shapes.sooner else "which may take"
-            said["products"] += f"; {min(1.0, share):.0%} of it {rows}, {take} {UNALIGNED:.0f} times as long"
+            timed, times = unaligned_times(found.card)
+            take = "which take" if timed else "which may take"
+            said["products"] += f"; {min(1.0, share):.0%} of it {rows}, {take} {times:.0f} times as long"
     if "attention" not in said or not found.table:
         return said
     if kernel not in FUSED:
