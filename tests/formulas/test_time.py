@@ -20,6 +20,7 @@ from llmlab.formulas.time.host import (
     DTENSOR,
     FSDP2,
     HERE,
+    JOINED,
     MASTERED,
     MEGATRON_ENDS,
     STEPPED,
@@ -42,6 +43,7 @@ from llmlab.formulas.time.step import (
     price,
     step_seconds,
     training_days,
+    update_after,
     update_seconds,
 )
 from llmlab.formulas.time.timing import PARTS, timing
@@ -105,7 +107,7 @@ def test_where_a_rate_is_from_and_how_wide_that_makes_the_interval():
     run = Training(micro_batch=16, seq_len=512, precision="fp16", compile=True)  # nothing waits for the host
     said = {"H100": "measured on H100-80GB (sglang", "A100-40GB": "transferred from A100-80GB by the large products'",
             "RTX-6000-Ada": "transferred from L40S by the data sheets'", "T4": "fitted to 32 LoRA",
-            "V100": "transferred from A100-80GB by the large products'", "MI350X": "large products at 1435"}  # fmt: skip
+            "V100": "transferred from A100-80GB by the large products'", "MI350X": "large products at 1435"}
     wide = {}
     for card, words in said.items():
         report = lab.estimate("gpt2", run, card)
@@ -508,6 +510,20 @@ def test_megatrons_update_takes_the_host_for_the_parameters_of_a_rank():
     bounded = replace(run, zero=1, dp=2, stack="megatron")
     seconds = (STEPPED + (CLEARED + MASTERED[1]) * parameters(whole)) * HERE * hook_spread(host)
     assert update_host_seconds(whole, bounded, host) == pytest.approx(seconds)
+
+
+def test_deepspeeds_update_takes_the_host_for_each_parameter_after_a_busy_card():
+    """It looks for overflow first, and waits for that; a joined update is soon done of tensors that are small."""
+    spec, card = lab.model("gpt2"), kernels("A100")
+    for stage, (each, besides) in JOINED.items():
+        run = Training(micro_batch=64, seq_len=1024, dp=2, precision="mixed-fp16", stack="deepspeed", zero=stage)
+        taken = (each * parameters(spec) + besides) * HERE * hook_spread(card.host)
+        assert update_host_seconds(spec, run, card.host) == pytest.approx(taken)
+        found = passes(spec, run, card.card)
+        assert found.card > 2 * found.host
+        assert update_after(spec, run, card, found, update=0.0) == pytest.approx(taken)
+        own = replace(run, stack="transformers", zero=0)
+        assert update_after(spec, own, card, found, update=0.0) == 0.0  # hidden behind backward
 
 
 def test_megatrons_host_waits_for_gradients_before_it_updates():
