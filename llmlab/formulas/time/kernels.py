@@ -107,8 +107,9 @@ class Kernels:
                 nccl = ", ".join(self.table.collectives["all-reduce"].measured_by)
                 links = f"inside a node {self.origin} ({nccl}), else links.toml" if self._joined else links
         elif self.flash:
-            sdpa, ck = (self.flash[kind]["forward"] for kind in ("sdpa", "ck"))
-            attention = f"SDPA at {sdpa:.0f} TFLOP/s, Composable Kernel at {ck:.0f} (products.toml)"
+            at = {kind: f"{rates['forward']:.0f}" for kind, rates in self.flash.items()}
+            narrow = f" ({at['sdpa-64']} with heads of 64)" if "sdpa-64" in at else ""
+            attention = f"SDPA at {at['sdpa']} TFLOP/s{narrow}, Composable Kernel at {at['ck']} (products.toml)"
         elif self.rates is None:
             attention = f"{self.shares['attention']:.0%} of the data sheet"
         if not self.table and self.reached and self.card.peak("fp8"):
