@@ -80,6 +80,7 @@ class Watch:
         self.refused: str | None = None  # what was not simulated, if the script asked for some
         self.elsewhere: list[int] = []  # bytes that processes of the script's own took of the card
         self._seconds: list[float] = []
+        self._untimed: str | None = None  # a dtype whose products take nobody knows how long
         self._stepping: list[Any] = []  # optimizers, each inside the one before it
         self._has_optimizer = False
 
@@ -140,6 +141,8 @@ class Watch:
         self.steps += 1
         if (seconds := self._operators.seconds) is not None:
             self._seconds.append(seconds)
+        elif self._untimed is None:
+            self._untimed = self._operators.untimed
         self._operators.clear()
         if self.is_done:
             self.ended = f"was ended after {self.steps} optimizer step{'s' if self.steps > 1 else ''}"
@@ -165,6 +168,8 @@ class Watch:
         seconds = median(self._seconds[1:] or self._seconds) if known else None
         interval = self._operators.interval if seconds and where.ranks == 1 else None
         notes = [*sim.notes]
+        if self._untimed and not seconds:
+            notes.append(f"The time per step is not known: {where.gpu.name} {_without_time(where.gpu, self._untimed)}.")
         if seconds and where.ranks > 1:
             notes.append(NO_NETWORK)
         if sim.out_of_memory and self.ended != RAN_OUT_OF_MEMORY:
@@ -197,6 +202,14 @@ class Watch:
             by_module=timeline.modules,
             notes=tuple(notes),
         )
+
+
+def _without_time(gpu: GPU, dtype: str) -> str:
+    """Return why products in `dtype` have no time. Emulated, products in bf16 reach 2.25 TFLOP/s on a T4 and 9.4 on a
+    V100, a ninth of what they reach in fp16 (chsasank/device-benchmarks, README.md at 02b8262)."""
+    if dtype == "bf16" and gpu.peak("bf16") is None:
+        return "has no bf16 units, and PyTorch's emulation is about nine times slower than fp16: use fp16"
+    return f"has no rate for {dtype}"
 
 
 def _an_optimizer_exists() -> bool:

@@ -56,7 +56,8 @@ def _check_card(run: Run, gpu: GPU) -> None:
     for dtype in sorted(dtypes_of(run) & HALF):
         if gpu.peak(dtype) is None:
             other = "fp16" if dtype == "bf16" else "fp32"
-            raise SpecError(f"{gpu.name} has no {dtype} units; use {other} on it (for training: autocast-fp16)")
+            slow = ", and PyTorch's emulation is about nine times slower" if dtype == "bf16" else ""
+            raise SpecError(f"{gpu.name} has no {dtype} units{slow}; use {other} on it (for training: autocast-fp16)")
     if isinstance(run, Training) and run.fp8_recipe and gpu.peak("fp8") is None:
         raise SpecError(f"fp8={run.fp8_recipe!r}: {gpu.name} has no fp8 units (NVIDIA's have them from 8.9 on: Ada, "
                         "Hopper); drop fp8, or take such a card")  # fmt: skip

@@ -224,6 +224,21 @@ for optimizer in [torch.optim.SGD([weight])] * 2:
 """
     found = answer("--gpu", "H100", script(body))
     assert (found["outcome"], found["steps"], found["step_seconds"]) == ("fits", 2, None)
+    assert found["notes"] == ["The time per step is not known: H100-80GB has no rate for float64."]
+
+
+def test_a_script_in_a_dtype_that_the_card_emulates_is_told_so(script):
+    """nanoGPT asks is_bf16_supported, which is True on a T4."""
+    body = """
+weight = torch.ones(64, 64, device="cuda", requires_grad=True)
+dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+optimizer = torch.optim.SGD([weight])
+with torch.autocast("cuda", dtype): loss = (weight @ weight).float().sum()
+loss.backward(); optimizer.step()
+"""
+    found = answer("--gpu", "T4", script(body))
+    assert found["step_seconds"] is None and "T4 has no bf16 units" in found["notes"][0]
+    assert answer("--gpu", "A100", script(body))["notes"] == []
 
 
 def test_exit_codes_of_its_own(script):

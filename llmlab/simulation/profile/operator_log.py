@@ -96,6 +96,14 @@ class Operators(list):
         found = self._timing(self)
         return found.step if found else None
 
+    @property
+    def untimed(self) -> str | None:
+        """The dtype of the first of them whose time on the card is not known, which `seconds` is None for."""
+        if self._kernels is None:
+            return None
+        rates, grids = self._kernels.operators, self._grids
+        return next((kernel.dtype for kernel in self if kernel_seconds(kernel, rates, grids) is None), None)
+
     def traced(self, logits: int) -> Traced | None:
         """Return the passes of the step by what takes them, and its update; None where `seconds` is. What works on as
         many elements as a micro-batch's `logits` have, on this rank, is outside of blocks."""
