@@ -70,6 +70,9 @@ def predict(row: Row) -> Predicted:
     return Predicted(tokens / report.step_seconds, low and tokens / low, high and tokens / high)
 
 
+Pairs = list[tuple[Row, Predicted]]
+
+
 @dataclass(frozen=True)
 class Errors:
     """Of some rows: how many have a prediction, its median and largest error, and the share inside their interval."""
@@ -87,7 +90,7 @@ class Errors:
         return f"{self.known} of {self.rows} rows, median {self.median:.1%}, worst {self.worst:.0%}{held}"
 
 
-def errors(found: list[tuple[Row, Predicted]]) -> Errors:
+def errors(found: Pairs) -> Errors:
     """Return the errors of predictions, as shares of what was measured."""
     off = [abs(it.rate / row.measured - 1) for row, it in found if it.rate]
     held = [it.low <= row.measured <= it.high for row, it in found if it.low and it.high]
@@ -95,7 +98,7 @@ def errors(found: list[tuple[Row, Predicted]]) -> Errors:
     return Errors(len(found), len(off), median(off) if off else 0.0, max(off, default=0.0), inside)
 
 
-def rounds(among: list[Row]) -> Iterator[tuple[str, list[tuple[Row, Predicted]]]]:
+def rounds(among: list[Row]) -> Iterator[tuple[str, Pairs]]:
     """Return the rounds of predictions that were written down before anybody had compared the rows, each by name."""
     by_id = {row.id: row for row in among}
     for each in json.loads(PREDICTIONS.read_text(encoding="utf-8"))["rounds"]:
@@ -125,18 +128,18 @@ def without(card: str) -> Iterator[None]:
         cached.cache_clear()
 
 
-def transferred(found: list[tuple[Row, Predicted]]) -> Iterator[tuple[str, str, Errors, Errors]]:
-    """Return, for each card of the rows that has measured kernels: its name, the card that stands for it, the errors
-    with its own kernels, and those without."""
+def transferred(found: Pairs) -> Iterator[tuple[str, str, Pairs, Pairs]]:
+    """Return, for each card of the rows that has measured kernels: its name, the card that stands for it, its rows with
+    its own kernels, and without them."""
     for card in times.training_rates()["measured"]:
         if own := [each for each in found if each[0].card == card and errors([each]).known]:
             with without(card):
                 base = times.kernels(card).base.name
                 other = [(row, predict(row)) for row, _ in own]
-            yield card, base, errors(own), errors(other)
+            yield card, base, own, other
 
 
-def single(found: list[tuple[Row, Predicted]]) -> Iterator[tuple[str, Errors]]:
+def single(found: Pairs) -> Iterator[tuple[str, Errors]]:
     """Return the errors of training on one GPU, by card; the T4's of steps that no rate comes from."""
     for card in SINGLE:
         if own := [each for each in found if each[0].card.startswith(card) and each[0].run.world_size == 1]:
@@ -149,7 +152,7 @@ def single(found: list[tuple[Row, Predicted]]) -> Iterator[tuple[str, Errors]]:
         yield "T4, held out", Errors(len(off), len(off), median(off), max(off), None)
 
 
-def text(found: list[tuple[Row, Predicted]]) -> Iterator[str]:
+def text(found: Pairs) -> Iterator[str]:
     """Return the lines of the results file."""
     names = ["llmlab", f"6ND at {RULE:.0%} of the peak", f"llm-analysis 0.2.2 at {EFFICIENCY:.0%}"]
     written = list(rounds([row for row, _ in found]))
@@ -171,7 +174,9 @@ def text(found: list[tuple[Row, Predicted]]) -> Iterator[str]:
     header = ["card", "llmlab", "median at most 10 %"]
     yield from titled_table("Training on one GPU, all of it or adapters", header, lines)
     moved = list(transferred(found))
-    lines = [[card, base, str(own), str(other), "yes" if other.median <= TRANSFER_BAR else "no"]
+    own, other = ([pair for each in moved for pair in each[of]] for of in (2, 3))
+    moved.append(("all of these", "", own, other))
+    lines = [[card, base, str(errors(own)), str(errors(other)), "yes" if errors(other).median <= TRANSFER_BAR else "no"]
              for card, base, own, other in moved]  # fmt: skip
     header = ["card", "whose kernels stand for it", "with its own kernels", "without them", "median at most 15 %"]
     yield from titled_table("Cards without their own kernels", header, lines)
@@ -187,7 +192,7 @@ def text(found: list[tuple[Row, Predicted]]) -> Iterator[str]:
     yield provenance("llmlab", "llm-analysis")
 
 
-def _round(name: str, pairs: list[tuple[Row, Predicted]]) -> list[str]:
+def _round(name: str, pairs: Pairs) -> list[str]:
     got, sure = errors(pairs), errors([(row, it) for row, it in pairs if not row.assumed])
     held = {"median": got.median <= MEDIAN, "worst": got.worst <= WORST, "known": got.known == got.rows,
             "interval": (got.inside or 0) >= HELD}  # fmt: skip
