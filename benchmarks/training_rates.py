@@ -79,11 +79,13 @@ def shares() -> dict[str, float]:
                  / lab.gpu(name).peak("bf16") for name in measured_cards()]  # fmt: skip
     steps = [figure(FLASH_STEPS["8.0"][size]).values for size in HEAD_SIZES]
     # Of cards whose kernels, and hosts, records of single operators or whole steps gave.
+    moved = {lab.gpu(name): each.bandwidth / lab.gpu(name).bandwidth for name, each in efficiencies().items()
+             if each.dispatch}  # fmt: skip
     return {
         "products": median(product_shares().values()),
         "attention": median(attention),
-        "bandwidth": fmean(each.bandwidth / lab.gpu(name).bandwidth for name, each in efficiencies().items()
-                           if each.dispatch),
+        "bandwidth": fmean(moved.values()),
+        "copied": fmean(share / (times.copy_share(card) or 1.0) for card, share in moved.items()),
         "efficient": fmean(_ratio(step, "FlashAttention-2", "xformers") for step in steps),
     }  # fmt: skip
 
@@ -274,8 +276,9 @@ HEAD = """\
 # measured   the cards with kernels that were measured
 # share      of the data sheet, medians over those cards: of the peak by a product of 8192 x 8192 matrices, and by
 #            causal attention (batch 8, 32 heads of 128, 4096 tokens); of the bandwidth by element-wise operators, the
-#            mean of the cards in efficiencies.toml whose operators were measured. How much longer the memory-efficient
-#            kernel takes than FlashAttention 2 (arXiv 2307.08691, figure 4 c and d)
+#            mean of the cards in efficiencies.toml whose operators were measured, and of what a copy reaches there
+#            (copied; of cards whose copies were timed, products.toml). How much longer the memory-efficient kernel
+#            takes than FlashAttention 2 (arXiv 2307.08691, figure 4 c and d)
 # flash_attention_2    10^12 FLOP/s of its forward and backward pass, by compute capability and head size, of so many
 #            sequences of `lengths` that they have 16,384 tokens, with heads of 2,048 in all (figures 4 and 7, c and d);
 #            a B200's and B300's: an H100's, times what a B200 does more without a mask (Dao-AILab/flash-attention,

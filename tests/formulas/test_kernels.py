@@ -16,10 +16,11 @@ from llmlab import LoRA, Training
 from llmlab.archive import figure
 from llmlab.formulas.memory.share import share_of
 from llmlab.formulas.memory.temporaries import loss_chunk
+from llmlab.formulas.time.efficiency import efficiency
 from llmlab.formulas.time.elementwise import fused_block, moved
 from llmlab.formulas.time.flops import flops
 from llmlab.formulas.time.host import small_kernels, written
-from llmlab.formulas.time.kernels import BACKWARD, kernels, training_rates
+from llmlab.formulas.time.kernels import BACKWARD, copy_share, kernels, training_rates
 from llmlab.formulas.time.kernels import _cast_seconds as cast_seconds
 from llmlab.formulas.time.products import products
 from llmlab.formulas.time.step import fastest_kernel, outside, passes
@@ -143,6 +144,18 @@ def test_a_transferred_product_is_scaled_by_what_binds_it():
     h20, base = kernels("H20"), kernels("H100")
     ratio = h20.product(*few_rows) / base.product(*few_rows)
     assert ratio == pytest.approx(base.card.bandwidth / h20.card.bandwidth, rel=0.01)
+
+
+def test_operators_are_as_much_slower_than_copies_as_where_both_were_measured():
+    """A copy reaches 912 of an RTX 4090's 1008 GB/s; an L4 has memory of its kind, an H100 of none that is here."""
+    share = training_rates()["share"]
+    assert kernels("RTX-4090").bandwidth == pytest.approx(share["copied"] * 912e9)
+    assert kernels("L4").bandwidth == pytest.approx(share["copied"] * 912 / 1008 * 300e9)
+    assert kernels("H200").bandwidth == pytest.approx(share["bandwidth"] * lab.gpu("H200").bandwidth)
+    assert "80% of the data sheet" in kernels("RTX-4090").sources["elementwise"]
+    for card in map(lab.gpu, ("T4", "A100")):
+        reached = efficiency(card).bandwidth / card.bandwidth
+        assert reached / copy_share(card) == pytest.approx(share["copied"], rel=0.02)
 
 
 def test_no_card_multiplies_faster_than_its_large_products():

@@ -116,7 +116,7 @@ class Kernels:
             products += ", in fp8 as much more as its peak is"
         if node_link(self.card).kind == "pcie":
             links = "inside a node as published ones (pcie_nodes.toml), else links.toml"
-        reached = "fitted to records" if self.rates else f"{self.shares['bandwidth']:.0%} of the data sheet"
+        reached = "fitted to records" if self.rates else f"{self.bandwidth / self.card.bandwidth:.0%} of the data sheet"
         moved = f"bytes at {self.bandwidth / 1e9:,.0f} GB/s, {reached}"
         sent = dict.fromkeys(("tensor", "context", "experts", "pipeline", "data"), links)
         return {
@@ -399,6 +399,17 @@ def _reached(card: GPU) -> float | None:
     return 1e12 * found * clocks(card) * (mine / theirs if mine and theirs else 1.0) if found else None
 
 
+@cache
+def copy_share(card: GPU) -> float | None:
+    """Return the share of the data sheet's bandwidth that a copy reaches on `card`: its own (products.toml), else the
+    median of cards of its compute capability, whose memory is of one kind; None where there is none."""
+    rates = read_table("products.toml")["copies"]
+    shares = {find_gpu(name): 1e9 * rate / find_gpu(name).bandwidth for name, rate in rates.items()}
+    own = [share for each, share in shares.items() if each.name == card.name]
+    alike = [share for each, share in shares.items() if each.compute_capability == card.compute_capability]
+    return median(own or alike) if alike else None
+
+
 def _flash(card: GPU) -> dict[str, dict[str, float]]:
     """Return what fused attention reaches on chips of other makers, by library and by pass; empty for NVIDIA's."""
     rates, share = read_table("products.toml")["attention"], clocks(card)
@@ -433,6 +444,8 @@ def kernels(card: GPU | str) -> Kernels:
     kind = "data sheet" if not (table or rates) else "fitted" if not table else "measured"
     if base and base is not found:
         kind = "transferred"
+    copied, share = copy_share(found), shared["share"]
+    moved = share["bandwidth"] if copied is None else share["copied"] * copied
     host, reached = efficiency(HOST), None if base and base.name == found.name else _reached(found)
     assert host
     sustained = _sustained(found, base)
@@ -443,8 +456,8 @@ def kernels(card: GPU | str) -> Kernels:
         base=base or found,
         rates=rates,
         host=rates if rates and rates.dispatch else host,
-        bandwidth=rates.bandwidth if rates else shared["share"]["bandwidth"] * found.bandwidth,
-        shares=shared["share"],
+        bandwidth=rates.bandwidth if rates else moved * found.bandwidth,
+        shares=share,
         sustained=sustained,
         sustained_fp8=min(1.0, sustained * shared["fp8"].get(str(int(_capability(found))), 1.0)),
         spread=shared["spread"][_nearness(found, base, kind)],
