@@ -131,10 +131,10 @@ def test_a_round_is_told_by_what_it_missed_and_its_worst_row():
     pairs = [(row, throughput.Predicted(off * row.measured, 0.9 * row.measured, 1.1 * row.measured))
              for row, off in ((near, 1.05), (far, 1.4))]  # fmt: skip
     unknown = near, throughput.Predicted(None)
-    name, sources, got, missed, beyond, worst, _ = throughput._round("round 0", [*pairs, unknown])
-    assert (name, sources, beyond, worst) == ("round 0", "1", "1", far.id)
-    assert got == "2 of 3 rows, median 22.5%, worst 40%, inside the interval 100%" and missed == "median, worst, known"
-    assert throughput._round("round 0", pairs[:1])[3:5] == ["", "0"]
+    told = throughput._round("round 0", [*pairs, unknown])
+    assert told[:6] == ["round 0", "1", "2 of 3", "22.5%", "40%", "100%"]
+    assert told[6:9] == ["median, worst, known", "1", far.id]
+    assert throughput._round("round 0", pairs[:1])[2:8] == ["1", "5.0%", "5%", "100%", "", "0"]
 
 
 def test_the_page_says_how_many_rows_are_far_off():
