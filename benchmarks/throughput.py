@@ -167,9 +167,9 @@ def text(found: Pairs) -> Iterator[str]:
     yield f"Bars: median at most {MEDIAN:.0%}, worst at most {WORST:.0%}, none unknown, {HELD:.0%} inside.\n"
     strict = [each for _, pairs in written[STRICT - 1 :] for each in pairs]
     lines = [_round(*each) for each in (*written, (f"{STRICT} to {len(written)}", strict))]
-    header = ["round", "sources", "rows", "median", "worst", "inside", "> 30 %", "worst row", "certain", "median", "worst"]
+    header = ["round", "sources", "rows", "median", "worst", "inside", "> 30%", "worst row", "certain"]
     yield from titled_table("Rows that nobody had looked at, round by round, as written down", header, lines)
-    yield f"R{written[0][0][1:]}, to {written[-1][0]}. Certain: rows of which nothing is assumed, by today's marks.\n"
+    yield f"R{written[0][0][1:]}, to {written[-1][0]}. Certain: rows with nothing assumed today, median, worst.\n"
     lines = [[card, str(got), "yes" if got.median <= SINGLE_BAR else "no"] for card, got in single(found)]
     header = ["card", "llmlab", "median at most 10 %"]
     yield from titled_table("Training on one GPU, all of it or adapters", header, lines)
@@ -196,11 +196,11 @@ def _round(name: str, pairs: Pairs) -> list[str]:
     got, sure = errors(pairs), errors([(row, it) for row, it in pairs if not row.assumed])
     off = {row.id: abs(it.rate / row.measured - 1) for row, it in pairs if it.rate}
     counted = f"{got.rows}" if got.known == got.rows else f"{got.known} of {got.rows}"
-    certain = [f"{sure.rows}", f"{sure.median:.1%}", f"{sure.worst:.0%}"] if sure.known else ["0", "", ""]
+    certain = f"{sure.rows}: {sure.median:.1%}, {sure.worst:.0%}" if sure.known else "0"
     sources, beyond = len({row.source for row, _ in pairs}), sum(error > WORST for error in off.values())
     shares = f"{got.median:.1%}", f"{got.worst:.0%}", f"{got.inside or 0:.0%}"
     told = [name.removeprefix("round ").partition(",")[0], f"{sources}", counted, *shares, f"{beyond}"]
-    return [*told, max(off, key=off.__getitem__), *certain]
+    return [*told, max(off, key=off.__getitem__), certain]
 
 
 def _line(row: Row, it: Predicted) -> list[str]:
