@@ -169,7 +169,7 @@ def text(found: Pairs) -> Iterator[str]:
     lines = [_round(*each) for each in (*written, (f"{STRICT} to {len(written)}", strict))]
     header = ["round", "sources", "rows", "median", "worst", "inside", "> 30%", "worst row", "certain"]
     yield from titled_table("Rows that nobody had looked at, round by round, as written down", header, lines)
-    yield f"R{written[0][0][1:]}, to {written[-1][0]}. Certain: rows with nothing assumed today, median, worst.\n"
+    yield f"{written[0][0].capitalize()}, to {written[-1][0]}. Certain: rows with nothing assumed, median, worst.\n"
     lines = [[card, str(got), "yes" if got.median <= SINGLE_BAR else "no"] for card, got in single(found)]
     header = ["card", "llmlab", "median at most 10 %"]
     yield from titled_table("Training on one GPU, all of it or adapters", header, lines)

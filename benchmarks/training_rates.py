@@ -85,7 +85,7 @@ def shares() -> dict[str, float]:
         "products": median(product_shares().values()),
         "attention": median(attention),
         "bandwidth": fmean(moved.values()),
-        "copied": fmean(share / (times.copy_share(card) or 1.0) for card, share in moved.items()),
+        "copied": fmean(share / copied for card, share in moved.items() if (copied := times.copy_share(card))),
         "efficient": fmean(_ratio(step, "FlashAttention-2", "xformers") for step in steps),
     }  # fmt: skip
 

@@ -15,7 +15,7 @@ from unittest import mock
 from ..base.errors import NotAvailable, SpecError, check_counts
 from ..base.terms import PARTS, Outcome
 from ..base.units import show_bytes
-from ..hardware.gpu import GPU
+from ..hardware.gpu import EMULATED_BF16, GPU
 from ..simulation.simulator import Simulator, simulator
 from .report import ScriptReport
 
@@ -205,10 +205,9 @@ class Watch:
 
 
 def _without_time(gpu: GPU, dtype: str) -> str:
-    """Return why products in `dtype` have no time. Emulated, products in bf16 reach 2.25 TFLOP/s on a T4 and 9.4 on a
-    V100, a ninth of what they reach in fp16 (chsasank/device-benchmarks, README.md at 02b8262)."""
+    """Return why products in `dtype` have no time."""
     if dtype == "bf16" and gpu.peak("bf16") is None:
-        return "has no bf16 units, and PyTorch's emulation is about nine times slower than fp16: use fp16"
+        return f"has no bf16 units, and {EMULATED_BF16}: use fp16"
     return f"has no rate for {dtype}"
 
 

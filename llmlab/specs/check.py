@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from ..base.errors import SpecError
 from ..base.terms import GPTQ_GROUP
-from ..hardware.gpu import FLASH_ATTENTION_2_CAPABILITY, GPU
+from ..hardware.gpu import EMULATED_BF16, FLASH_ATTENTION_2_CAPABILITY, GPU
 from .model import ModelSpec
 from .run import Inference, Run, Training, stack_of
 from .stacks import Megatron, Torchtitan, Torchtune
@@ -56,7 +56,7 @@ def _check_card(run: Run, gpu: GPU) -> None:
     for dtype in sorted(dtypes_of(run) & HALF):
         if gpu.peak(dtype) is None:
             other = "fp16" if dtype == "bf16" else "fp32"
-            slow = ", and PyTorch's emulation is about nine times slower" if dtype == "bf16" else ""
+            slow = f", and {EMULATED_BF16}" if dtype == "bf16" else ""
             raise SpecError(f"{gpu.name} has no {dtype} units{slow}; use {other} on it (for training: autocast-fp16)")
     if isinstance(run, Training) and run.fp8_recipe and gpu.peak("fp8") is None:
         raise SpecError(f"fp8={run.fp8_recipe!r}: {gpu.name} has no fp8 units (NVIDIA's have them from 8.9 on: Ada, "

@@ -9,6 +9,9 @@ Four origins, the best that there is for a card:
                   none is faster than those large products
     data sheet    its peaks and bandwidth, times the share that measured cards reach of theirs
 
+Bytes outside of those kernels go at the rate of records, else at a share of what a copy reaches (`copy_share`), else of
+the data sheet's bandwidth.
+
 Kernels are measured one at a time, in bursts; in a step that lasts, the card's power limit holds its clocks back: no
 kernel multiplies faster than a share of the peak, one per chip and dtype (`lasting`), where steps that last were
 published. It, the other shares and the spreads are in hardware/training.toml.
