@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import llmlab.kernels as kernels
 from llmlab.base.errors import NotAvailable, SpecError
 from llmlab.kernels import rungs
+from llmlab.kernels.ladder import rms_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Largest error, relative to the largest value: ten roundings of 2^-11 and 2^-8; in fp32 sums of up to 150 terms, whose
@@ -61,8 +62,10 @@ def test_softmax(rung, dtype, shape):
 
 @RUNGS
 @DTYPES
-@pytest.mark.parametrize("shape", [(3, 5, 37), (1, 16), (300, 3)], ids=str)
-def test_rms_norm(rung, dtype, shape):
+@pytest.mark.parametrize("shape", [(3, 5, 37), (1, 16), (11, 3)], ids=str)
+def test_rms_norm(rung, dtype, shape, monkeypatch):
+    monkeypatch.setattr(rms_norm, "PROGRAMS", 4)  # more rows than programs, without hundreds of them
+
     def exact(x, weight):
         return x / (x.square().mean(-1, keepdim=True) + 0.1).sqrt() * weight
 
