@@ -4,6 +4,7 @@
 #   TORCH_INDEX=URL             where to look for torch too: https://download.pytorch.org/whl/cpu has the CPU build
 #   CONSTRAINTS=                no pins: the newest versions that the floors in pyproject.toml allow
 #   VENV_FLAGS=--system-site-packages   keep the packages (torch, say) of the Python underneath
+#   ISA=avx2                    unit and nbval as an older processor runs them: sse4, avx2 or avx512; NBVAL_ISA: nbval alone
 #   PORT=8000                   where `make read` serves the book
 
 PYTHON ?= python3
@@ -22,7 +23,8 @@ HTML := _build/html
 STAGE := $(BIN)/python tools/stage.py
 PYTEST := $(BIN)/python -m pytest -q -n logical --dist loadfile
 TIMES = --junit-xml=_build/durations/$@.xml -o junit_duration_report=total
-NBVAL := $(PYTEST) --maxprocesses 2 -p no:cacheprovider --nbval-current-env --nbval-cell-timeout=600
+NBVAL := $(PYTEST) --maxprocesses 2 -p no:cacheprovider -p tools.numeric_outputs --nbval-current-env \
+    --nbval-cell-timeout=600
 
 .PHONY: help book read test env notebooks outputs site pdf lint dist unit nbval browser durations release \
         instruction-sets schema figures benchmarks stacks scripts records gpu-notebooks colab-drift library-names lock clean
@@ -69,6 +71,17 @@ endef
 # as long.
 export OMP_WAIT_POLICY ?= PASSIVE
 
+# Other processors: torch, oneDNN and MKL limited to older instruction sets, and other numbers of threads. avx512 has no
+# bf16. Each has its own folder for the kernels that torch.compile makes, because inductor's key does not contain the
+# instruction set, and a kernel for AVX-512 that is loaded under AVX2 computes wrong numbers or crashes (torch 2.13).
+ISA ?= native
+NBVAL_ISA ?= $(ISA)
+ISA_sse4 = ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 OMP_NUM_THREADS=1
+ISA_avx2 = ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 OMP_NUM_THREADS=2
+ISA_avx512 = ONEDNN_MAX_CPU_ISA=AVX512_CORE MKL_ENABLE_INSTRUCTIONS=AVX512 OMP_NUM_THREADS=4
+processor = $(if $(filter sse4 avx2 avx512 native,$1),,$(error ISA=$1: give sse4, avx2, avx512 or native)) \
+    env $(ISA_$1) $(if $(ISA_$1),TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/_build/inductor/$1)
+
 # Records of this user's own must not change what a page prints: the book reads those of the package.
 notebooks outputs nbval gpu-notebooks: export LLMLAB_RECORDS := $(CURDIR)/llmlab/archive
 
@@ -98,11 +111,11 @@ release: dist ## the same, of a tree that is the release TAG=vX.Y.Z
 	@$(BIN)/python tools/release.py "$$TAG"
 
 unit: env ## unit tests, doctests, and that texts and notebooks agree
-	@$(STAGE) $@ -- $(PYTEST) --maxprocesses 4 $(TIMES) \
+	@$(STAGE) $@ -- $(call processor,$(ISA)) $(PYTEST) --maxprocesses 4 $(TIMES) \
 	    tests llmlab --doctest-modules --ignore tests/book/test_browser.py --ignore tests/book/test_site.py
 
 nbval: env ## run every notebook again and compare every output with the one that is there
-	@$(STAGE) $@ -- $(NBVAL) $(TIMES) --nbval book
+	@$(STAGE) $@ -- $(call processor,$(NBVAL_ISA)) $(NBVAL) $(TIMES) --nbval book
 
 browser: env ## read every built page, and open it in headless Chromium
 	@$(STAGE) $@ -- $(PYTEST) --maxprocesses 2 --dist loadgroup $(TIMES) tests/book/test_site.py tests/book/test_browser.py
@@ -110,16 +123,8 @@ browser: env ## read every built page, and open it in headless Chromium
 durations: env ## print what the last run of each stage took, and its slowest tests
 	@$(STAGE)
 
-# Other processors: torch, oneDNN and MKL held to older instruction sets, and other numbers of threads. Each has a folder
-# of its own for what torch.compile makes: inductor's key does not say for which instruction set a kernel was compiled,
-# and one of AVX-512, loaded under AVX2, gives wrong numbers or crashes (torch 2.13).
-COMPILED = TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/_build/inductor
-instruction-sets: env ## unit and nbval three times: no vector extensions and one thread, AVX2 and two, this CPU and four
-	$(MAKE) unit nbval ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 \
-	    OMP_NUM_THREADS=1 $(COMPILED)/sse4
-	$(MAKE) unit nbval ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 \
-	    OMP_NUM_THREADS=2 $(COMPILED)/avx2
-	$(MAKE) unit nbval OMP_NUM_THREADS=4 $(COMPILED)/native
+instruction-sets: env ## unit and nbval as processors without AVX, with AVX2, without bf16, and this one would run them
+	for isa in sse4 avx2 avx512 native; do $(MAKE) unit nbval ISA=$$isa || exit 1; done
 
 schema: env ## validate the workflows and CITATION.cff
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml

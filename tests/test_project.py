@@ -67,7 +67,7 @@ def text_files():
 
 
 def test_continuous_integration_runs_the_command_that_the_readme_gives():
-    assert read(".ci/run").rstrip().splitlines()[-1] == "make test"
+    assert read(".ci/run").rstrip().splitlines()[-1].split()[:2] == ["make", "test"]
     assert run_lines(ROOT / ".github/workflows/ci.yml") == ["make test"]
 
 

@@ -20,7 +20,8 @@ each_page = pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.ste
 
 
 def cells(notebook):
-    return [(cell.cell_type, cell.source, sorted(cell.metadata.get("tags", []))) for cell in notebook.cells]
+    kept = [(sorted(cell.metadata.get("tags", [])), cell.metadata.get("tolerance")) for cell in notebook.cells]
+    return [(cell.cell_type, cell.source, *metadata) for cell, metadata in zip(notebook.cells, kept, strict=True)]
 
 
 def executed(source: Path):
@@ -64,6 +65,14 @@ def test_no_cell_hides_from_nbval(source):
         assert not tags & {"nbval-skip", "skip-execution", "raises-exception", "nbval-raises-exception"}
         if "nbval-ignore-output" in tags:  # what may differ by machine still has to hold something
             assert re.search(r"^\s*assert ", cell.source, re.MULTILINE), f"assert what must hold of:\n{cell.source}"
+
+
+@each_page
+def test_a_tolerance_is_of_rounding_and_for_outputs_that_are_compared(source):
+    for cell in executed(source).cells:
+        if "tolerance" in cell.metadata:
+            assert 0 < cell.metadata["tolerance"] <= 0.05 and cell.outputs
+            assert "nbval-ignore-output" not in cell.metadata.get("tags", [])
 
 
 @each_page
