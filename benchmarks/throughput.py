@@ -7,7 +7,8 @@
 The rows are those of throughputs.toml, in two groups: sources that constants come from, and sources looked at while the
 formulas were written; a third, never seen, is predicted by --once alone. Many of the second were never seen at first:
 what was predicted of them then, once, before any change in view of them, is in predictions.json, round by round, and
-stays what it was.
+stays what it was. HISTORY.md describes the rounds. --once cannot be undone: check first that the model of each row is
+known. Afterwards change the rows' group to "left out", and run training_rates.py --write.
 
 Two more tables hold issues' bars: single GPUs, and cards whose own kernels are left out, so that those of others stand
 for them.

@@ -5,7 +5,8 @@
 
 Shares are those of measured kernels and published figures. What power limits leave, what communication costs that
 computation hides, and what many nodes lose, are fitted to the throughputs of throughputs.toml that are "in sample";
-the spread, from which intervals follow, is that of the sources that are "left out".
+the spread, from which intervals follow, is that of the sources that are "left out". After --write run
+`python benchmarks/efficiencies.py --write`, because the H100's rates there follow from this table.
 """
 
 from __future__ import annotations

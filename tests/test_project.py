@@ -3,12 +3,11 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
-from statistics import median
 
 import pytest
 import yaml
@@ -34,6 +33,7 @@ from llmlab.base.version import BOOK  # noqa: E402
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
 
 
 def read(name):
@@ -66,16 +66,26 @@ def text_files():
 # ---- the commands
 
 
-def test_the_readmes_commands_are_the_ones_that_workflows_run():
-    block = re.search(r"## Read it, check it.*?```bash\n(.*?)```", read("README.md"), re.DOTALL)[1]
-    commands = [line.split("#")[0].strip() for line in block.splitlines()]
-    assert commands == ["make book", "make read", "make test", "make notebooks"]
-    assert re.fullmatch(r'make test NBVAL_ISA="\$other"', read(".ci/run").rstrip().splitlines()[-1])
+def test_continuous_integration_runs_the_command_that_the_readme_gives():
+    assert read(".ci/run").rstrip().splitlines()[-1].split()[:2] == ["make", "test"]
     assert run_lines(ROOT / ".github/workflows/ci.yml") == ["make test"]
-    weekly = run_lines(ROOT / ".github/workflows/weekly.yml")
-    stages = "make unit nbval site browser durations"  # make test, but lint, which stumbles over anybody's types
-    alone = ("book", "library-names", "notebooks", "lint", "instruction-sets", "colab-drift")
-    assert set(weekly) == {stages, *(f"make {target}" for target in alone)}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_a_command_that_a_document_shows_exists(document):
+    """Of make's targets, and of files that Python runs."""
+    for block in re.findall(r"```bash\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL):
+        assert set(re.findall(r"\bmake ([a-z-]+)", re.sub("#.*", "", block))) <= make_targets()
+        assert all((ROOT / script).is_file() for script in re.findall(r"\bpython ([\w/]+\.py)", block))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_a_link_of_a_document_leads_to_a_file(document):
+    text = document.read_text(encoding="utf-8")
+    links = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if not link.startswith("http")]
+    assert [link for link in links if not (document.parent / link).exists()] == []
+    pages = re.findall(rf"{re.escape(BOOK)}/([\w-]+)\.html", text)
+    assert [page for page in pages if not (ROOT / "book" / f"{page}.md").is_file()] == []
 
 
 def test_make_test_runs_every_check():
@@ -115,14 +125,6 @@ def test_the_gpu_workflow_runs_the_cuda_tests_and_the_notebooks_on_a_pretended_t
     assert steps["gpu-notebooks"]["env"] == {"LLMLAB_AS": "${{ matrix.pretend }}"}
     for target in ("unit", "records"):  # records are of real cards, and tests set LLMLAB_AS themselves
         assert steps[target]["if"] == "${{ !matrix.pretend }}" and "env" not in steps[target]
-
-
-def test_the_gpu_runner_is_named_in_one_place():
-    jobs = yaml.safe_load(read(".github/workflows/gpu.yml"))["jobs"]
-    assert [job["runs-on"] for job in jobs.values()] == ["${{ vars.GPU_RUNNER }}"]
-    images = [entry["image"] for entry in jobs["notebooks"]["strategy"]["matrix"]["include"]]
-    assert images[0] == "us-docker.pkg.dev/colab-images/public/runtime"
-    assert images[1].startswith("nvidia/cuda:")
 
 
 # ---- the dependencies
@@ -183,7 +185,7 @@ OPTIONAL = {"gpu": {"liger_kernel"}, "distributed": {"deepspeed"}, "evaluate": {
 @pytest.mark.parametrize("page", sorted((ROOT / "book").glob("*.md")), ids=lambda page: page.stem)
 def test_a_chapters_colab_line_adds_what_its_code_imports(page):
     (line,) = re.findall(r"^ *(%pip .*)$", read("book/_setup.ipy"), re.MULTILINE)
-    assert line in read("README.md")
+    assert set(re.findall(r"^ *(%pip .*)$", read("README.md"), re.MULTILINE)) <= {line}
     usual = Requirement(re.search(r'"(.*)"', line)[1])
     assert all(names <= modules(extra) for extra, names in OPTIONAL.items())
     code = "\n".join(re.findall(r"^```{code-cell}.*?^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL))
@@ -254,11 +256,12 @@ def test_one_address_everywhere():
     assert yaml.safe_load(read("CITATION.cff"))["repository-code"] == home
     said = {
         "book/_setup.ipy": r"git\+https://github.com/([^\"]+)",
-        "README.md": r"colab.research.google.com/github/([\w-]+/[\w-]+)/",
         "tests/book/test_browser.py": r'repository = "(.*)"',
     }
     for name, pattern in said.items():
         assert set(re.findall(pattern, read(name))) == {home.removeprefix("https://github.com/")}, name
+    opened = re.findall(r"colab.research.google.com/github/([\w-]+/[\w-]+)/", read("README.md"))
+    assert set(opened) <= {home.removeprefix("https://github.com/")}
 
 
 def test_a_move_changes_the_address_and_nothing_like_it():
@@ -274,29 +277,6 @@ def test_versions_agree():
     import llmlab
 
     assert llmlab.__version__ == yaml.safe_load(read("CITATION.cff"))["version"]
-    assert f"## {llmlab.__version__}" in read("CHANGELOG.md")
-
-
-def test_a_folder_can_be_surveyed():
-    """At most 16 modules in each; techniques has one for each technique."""
-    folders = Counter(path.parent for path in (ROOT / "llmlab").rglob("*.py") if path.name != "__init__.py")
-    del folders[ROOT / "llmlab" / "techniques"]
-    assert max(folders.values()) <= 16, folders
-
-
-def chapters():
-    parts = yaml.safe_load(read("_toc.yml"))["parts"]
-    return [Path(entry["file"]).name for part in parts[1:-1] for entry in part["chapters"]]
-
-
-def test_the_first_page_has_every_chapter_in_order_and_three_paths_of_five():
-    assert len(chapters()) >= 23
-    *_, paths, in_order = read("book/intro.md").split("## Three paths of five chapters")[1].split("## In reading order")
-    linked = re.compile(r"\]\(([a-z0-9-]+)\.ipynb\)")
-    in_order, *_ = in_order.split("\n\nNumbers in outputs")
-    assert linked.findall(in_order) == chapters()
-    path = linked.findall(paths)
-    assert len(path) == 15 and set(path) <= set(chapters())
 
 
 def test_the_first_pages_map_is_what_the_package_estimates():
@@ -307,33 +287,6 @@ def test_the_first_pages_map_is_what_the_package_estimates():
 
     words, numbers = parts(read("book/_map.html"))
     assert parts(figures.technique_map()) == (words, pytest.approx(numbers, abs=0.011))
-    pages = set(re.findall(r'href="([\w-]+)\.html"', read("book/_map.html")))
-    assert pages <= {*chapters(), "gpu-table"}
-
-
-def test_the_readmes_claims_are_those_of_its_tables():
-    steps = figures.held_out()
-    errors = [abs(step.error) for step in steps]
-    said = " ".join(read("README.md").split())
-    assert f"The peak memory of {len(steps)} training steps" in said
-    assert f"median error is {median(errors):.2%}, the worst {max(errors):.2%}".replace("%", " %") in said
-    ran = json.loads(read("benchmarks/results/scripts.json"))["scripts"]
-    repositories = {script["repository"] for script in ran}
-    through = sum(script["outcome"] in ("ran", "ran to its end") for script in ran)
-    printed = [script for script in ran if script["published"] and script["peak_reserved"]]
-    off = [abs(script[f"peak_{script['published_is']}"] / 2**30 / script["published"] - 1) for script in printed]
-    ranks = [script["ranks"] for script in printed]
-    assert f"For {len(off)} their authors printed the memory, on {min(ranks)} to {max(ranks)} GPUs" in said
-    assert f"the median error is {median(off):.1%}, the worst {max(off):.1%}".replace("%", " %") in said
-    assert f"of {len(ran)} command lines of {len(repositories)} repositories {through} run" in said
-    table = read("benchmarks/results/measured.md")
-    middle, most, worst, steps = re.search(
-        r"allocated, simulated: median ([\d.]+)%, nine in ten within ([\d.]+)%, worst ([\d.]+)%; \d+ of (\d+)", table
-    ).groups()
-    assert f"peaks of {steps} steps were {middle} % off at the median and nine in ten within {most} %" in said
-    assert f"the worst, {worst} %," in said and re.search(r"compile=True \| [\d.]+ \| [-+]([\d.]+)%", table)[1] == worst
-    ours = re.search(r"\| 9 \| 1 \| (\d+) \| ([\d.]+)%", read("benchmarks/results/throughput.md"))
-    assert f"The time of {ours[1]} of them" in said and f"measured it: {ours[2]} % off at the median" in said
 
 
 @pytest.mark.parametrize(("tag", "heading", "words"), [
@@ -365,10 +318,10 @@ def test_the_wheel_works_where_it_is_installed(tmp_path):
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["outcome"] == "fits" and report["step_seconds"] > 0
-    promised = re.search(r'uvx --from "llmlab @ git\+\S+" \\\n +llmlab ((?:.*\\\n)*.*)', read("README.md"))[1]
-    command = [sys.executable, "-m", "llmlab", *promised.replace("\\\n", " ").split()]
+    promised = re.search(r'uvx --from "llmlab @ git\+\S+" +llmlab (.*)', read("README.md").replace("\\\n", ""))[1]
+    command = [sys.executable, "-m", "llmlab", *shlex.split(promised, comments=True)]
     done = subprocess.run(command, cwd=tmp_path / "away", env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and re.search(r"outcome +fits", done.stdout), done.stderr
+    assert done.returncode == 0, done.stderr
     where = [sys.executable, "-c", "import llmlab; print(llmlab.__file__)"]
     used = subprocess.run(where, cwd=tmp_path / "away", env=environment, capture_output=True, text=True, check=True)
     assert Path(used.stdout.strip()).is_relative_to(tmp_path / "site")

@@ -1,6 +1,7 @@
 """The names that others import, with their signatures, as tests/public_api.txt has them.
 
-What is meant to change goes into CHANGELOG.md; then write the list anew: `python tests/test_public_api.py`.
+A name that others use must not vanish unnoticed. If a change is intended, write the list anew:
+`python tests/test_public_api.py`.
 """
 
 import importlib
@@ -48,7 +49,7 @@ def public():
 
 
 def test_names_and_signatures_are_those_of_the_list():
-    assert public() == LIST.read_text(encoding="utf-8").splitlines(), "in the changelog too? then see this file's head"
+    assert public() == LIST.read_text(encoding="utf-8").splitlines(), "intended? then see the head of this file"
 
 
 def test_functions_hide_no_module():

@@ -11,7 +11,7 @@ notebook then stays; in another folder the page is written up to that cell, with
 of cells: jupyter-cache looks at the notebook alone, so after a change in llmlab a page would keep stale numbers. Here a
 page is executed again if its text, anything in llmlab (code or data), or the pinned versions have changed. Differences
 between runs that mean nothing (cell ids, times of execution, how a stream is divided) are removed, so equal results
-give equal bytes.
+give equal bytes. Do not edit a page while it runs: its stamp is computed afterwards, so it would count as up to date.
 """
 
 from __future__ import annotations

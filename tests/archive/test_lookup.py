@@ -26,7 +26,6 @@ def report(model="gpt2", gpu="T4", date="2026-01-01", **more):
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-1.5B", "qwen2.5-1.5b", "Qwen/Qwen2.5-1.5B-Instruct"])
 def test_a_models_aliases_find_its_records(name):
     found = records(name, gpu="T4", folder=PACKAGE)
-    assert len(found) == 10
     assert {r.model for r in found} == {"Qwen/Qwen2.5-1.5B-Instruct"}  # the name stays as published
 
 
@@ -36,7 +35,7 @@ def test_a_spec_finds_what_its_name_finds():
 
 @pytest.mark.parametrize("name", ["T4", "tesla t4", "NVIDIA T4"])
 def test_a_cards_names_find_its_records(name):
-    assert len(records(gpu=name, folder=PACKAGE)) == 91
+    assert records(gpu=name, folder=PACKAGE) == [row for row in records(folder=PACKAGE) if row.gpu == "T4"] != []
 
 
 def test_a_changed_config_finds_neither_the_presets_records_nor_another_changed_ones(tmp_path):

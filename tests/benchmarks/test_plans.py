@@ -1,15 +1,11 @@
 """The benchmark of plans: the margin follows from measured steps; alternatives are one model on the same cards."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import plans
 
 import llmlab as lab
 from llmlab.planning.confirm import MARGIN
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_the_margin_is_what_nine_in_ten_steps_reserved_more():
@@ -67,33 +63,12 @@ def test_a_row_has_a_run_of_its_own_where_memory_is_another():
     assert (dealt.run.precision, dealt.held.precision) == ("bf16", "mixed-bf16")
     never_updated = rows["vectorlm-full-1-2048"]
     assert replace(never_updated.held, optimizer="adamw") == never_updated.run != never_updated.held
-    assert {row.source for row in rows.values() if row.held not in (None, row.run)} == {
-        "agi-playground", "allenporter-gpt2", "dlperf-megatron", "flopcheck", "gollem", "gollem-ddp", "gpt-perf-lab",
-        "gpt-repro", "gpt3-small", "gpt3-small-ddp", "internevo-others", "libai-475", "lzwjava-h200",
-        "lzwjava-mi300x", "megatron-2020", "megatron-2021", "mlperf-4.0-juniper", "nanochat", "olmo-core",
-        "prime-rl", "qwen-others", "torchao", "vectorlm",
-    }  # fmt: skip
     unknown = {case.id for case in plans.cases() if case.uncertain}
-    assert {id.partition("-")[0] for id in unknown} == {
-        "nemo", "bridge", "flagperf", "fla", "megatron", "mlperf41", "mlperf50", "mlperf51", "thunder",
-        "alcf", "azure", "colossal", "fast", "flash", "fp4", "gipfel", "open", "whynlp", "wide",
-        "agndm", "ashegde", "csabapalfi", "delta", "logbob", "noeflandre", "saitejasrivilli",
-        "mlperf60", "oci", "s1t", "smt", "titan", "together",
-    }  # fmt: skip
     assert "aleph-13b-tp1-pp2" not in unknown and "vectorlm-lora-1-2048" not in unknown  # there a field says all
-    assert "flagperf-8b-h100-8" not in unknown
+    assert unknown and "flagperf-8b-h100-8" not in unknown
 
 
 def test_megatrons_two_kinds_of_recomputation_are_a_choice_each():
     chosen = [of for (citation, *_), of in plans.alternatives().items() if "2205.05198" in citation]
     assert [len(of) for of in chosen] == [2] * 4
     assert all({row.run.checkpointing for row in of} == {"full", "selective"} for of in chosen)
-
-
-def test_the_page_counts_the_runs_that_were_added_for_their_speed():
-    rounds = json.loads((ROOT / "benchmarks" / "predictions.json").read_text(encoding="utf-8"))["rounds"]
-    counts = [len(each["predicted"]) for each in rounds if "h200-00" not in each["predicted"]]  # that round is ours
-    page = " ".join((ROOT / "book" / "who-predicts-best.md").read_text(encoding="utf-8").split())
-    assert f"{sum(counts)} of the runs were added for their speed" in page
-    assert f"of the first {sum(counts[:6])}, or could not tell" in page
-    assert f"Of the {sum(counts[6:])} that came last (rounds 7, 8 and 10 to {len(rounds)})" in page

@@ -1,44 +1,30 @@
 """The published throughputs and what is said about them."""
 
 import json
-import re
 import sys
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import llmlab as lab
-from llmlab.archive import PLAN
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import throughput
 
-BOOK = Path(__file__).parents[2] / "book"
-
 
 def test_every_row_is_a_run_that_can_be_asked_for():
     rows = throughput.rows()
-    assert len({row.id for row in rows}) == len(rows) == 1261
-    assert Counter(row.group for row in rows) == {"in sample": 60, "left out": 1201}
+    assert len({row.id for row in rows}) == len(rows)
+    assert {row.group for row in rows} <= {*throughput.GROUPS, throughput.UNSEEN}
     for row in rows:
         assert row.measured > 0 and lab.model(row.model).parameters > 1e7
 
 
-def test_what_was_predicted_is_of_rows_that_no_constant_was_fitted_to():
-    """Constants are fitted to two sources that were predicted first."""
-    found = dict(throughput.rounds(throughput.rows()))
-    counts = [32, 34, 25, 27, 27, 104, 85, 65, 35, 201, 78, 94, 75, 37, 22, 8, 33, 82, 48]
-    assert [len(pairs) for pairs in found.values()] == counts
-    ids = [row.id for pairs in found.values() for row, _ in pairs]
-    assert len(set(ids)) == len(ids)
-    fitted = {row.id for pairs in found.values() for row, _ in pairs if row.group == "in sample"}
-    assert {id.rpartition("-")[0] for id in fitted} == {"dgxc-15b", *(f"dgxc-gb200-340b-{n}" for n in (128, 256, 512))}
-    assert not set(ids) & {row.id for row in throughput.rows() if row.group == throughput.UNSEEN}
-    refused = [row.id for pairs in found.values() for row, it in pairs if it.rate is None]
-    named = ["nanogpt-eager", "nanogpt-compile", "yafsdp-7b-64-8192", "yafsdp-7b-128-8192"]
-    assert [id for id in refused if "405b" not in id] == named and len(refused) == 8
+def test_each_row_is_predicted_once_before_it_has_a_group():
+    predicted = [row for _, pairs in throughput.rounds(throughput.rows()) for row, _ in pairs]
+    assert len({row.id for row in predicted}) == len(predicted) > 0
+    assert throughput.UNSEEN not in {row.group for row in predicted}
 
 
 def test_a_row_is_predicted_for_the_first_time_once(tmp_path, monkeypatch):
@@ -134,50 +120,3 @@ def test_a_round_is_told_by_its_errors_and_its_worst_row():
     told = throughput._round("round 0", [*pairs, unknown])
     assert told[:8] == ["0", "1", "2 of 3", "22.5%", "40%", "100%", "1", far.id]
     assert throughput._round("round 0", pairs[:1])[2:7] == ["1", "5.0%", "5%", "100%", "0"]
-
-
-def test_the_page_says_how_many_rows_are_far_off():
-    """Of the rounds since a row has at most one detail assumed: "about one in"."""
-    page = " ".join((BOOK / "who-predicts-best.md").read_text(encoding="utf-8").split())
-    late = [pairs for _, pairs in throughput.rounds(throughput.rows())][throughput.STRICT - 1 :]
-    off = [abs(it.rate / row.measured - 1) for pairs in late for row, it in pairs]
-    words = ["ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen"]
-    span = f"of rounds {throughput.STRICT} to {throughput.STRICT - 1 + len(late)} was not"
-    assert f"about one in {words[round(len(off) / sum(each > throughput.WORST for each in off)) - 10]} {span}" in page
-
-
-def test_the_page_says_how_far_off_the_worst_of_rounds_18_and_19_were():
-    page = " ".join((BOOK / "who-predicts-best.md").read_text(encoding="utf-8").split())
-    found = {row.id: (row, it) for _, pairs in throughput.rounds(throughput.rows()) for row, it in pairs}
-    (t4, said), (h100s, _) = found["diego-t4-char"], found["noeflandre-2"]
-    assert f"took {said.rate / t4.measured:.1f} times as long as predicted in fp16" in page
-    assert f"{h100s.measured / 1000:.0f} thousand tokens/s of each" in page
-    copied = {name: f"{100 * throughput.times.copy_share(lab.gpu(name)):.0f} %" for name in ("RTX-4090", "A100")}
-    assert f"reaches {copied['RTX-4090']} of the data sheet's bandwidth on an RTX 4090" in page
-    assert f"it reaches {copied['A100']} on an A100" in page
-
-
-def test_the_page_says_how_far_off_tiny_steps_with_logs_are():
-    page = " ".join((BOOK / "who-predicts-best.md").read_text(encoding="utf-8").split())
-    tiny = [row for row in throughput.rows() if row.source == "megatron-goldens"]
-    times = max(throughput.predict(row).rate / row.measured for row in tiny)
-    assert f"predicted up to {times:.1f} times as fast as they are" in page
-
-
-def test_the_pages_say_how_far_off_an_h200s_predictions_were():
-    ((_, pairs),) = [each for each in throughput.rounds(throughput.rows()) if each[0].startswith("round 9,")]
-    got = throughput.errors(pairs)
-    assert got.rows == got.known == 35 and got.median < 0.05
-    planned = [item for item in PLAN if item.chapter == "flops-and-time" and isinstance(item.run, lab.Training)]
-    outside = {row.label: it.rate / row.measured - 1 for row, it in pairs if not it.low <= row.measured <= it.high}
-    named = {
-        "gemma-2-2b": "Gemma 2 with eager attention", "Phi-3-mini-4k-instruct": "Phi-3 mini", "gpt2": "GPT-2 compiled",
-    }  # fmt: skip
-    assert outside.keys() == named.keys() and max(outside.values()) == got.worst
-    chapter, page = (" ".join((BOOK / name).read_text(encoding="utf-8").split())
-                     for name in ("05-flops-and-time.md", "who-predicts-best.md"))  # fmt: skip
-    assert "35 training steps" in chapter and f"the worst {100 * got.worst:.0f} % off" in chapter
-    assert f"{len(planned)} training steps" in page and f"{100 * got.inside:.0f} % inside their intervals" in page
-    for model, off in outside.items():
-        for said in (chapter, page):
-            assert re.search(rf"{named[model]}.*?(\d+) %", said)[1] == f"{100 * off:.0f}"

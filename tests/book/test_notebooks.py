@@ -31,8 +31,7 @@ def executed(source: Path):
 
 
 def test_the_book_has_notebooks():
-    assert {"gpu-table", "ledger"} <= {path.stem for path in SOURCES}
-    assert {path.stem for path in BOOK.glob("*.ipynb")} == {path.stem for path in SOURCES}
+    assert SOURCES and {path.stem for path in BOOK.glob("*.ipynb")} == {path.stem for path in SOURCES}
 
 
 @each_page
@@ -57,46 +56,6 @@ def test_the_first_cell_sets_up_llmlab_as_every_page_does(source):
     usual = (BOOK / "_setup.ipy").read_text(encoding="utf-8").rstrip("\n")
     # What a chapter imports besides: test_project.py.
     assert re.sub(r"(\[plot,torch,quant)[a-z,]*\]", r"\1]", first.source) == usual
-
-
-CHAPTERS = [path for path in SOURCES if re.match(r"\d\d-", path.name)]
-
-
-@pytest.mark.parametrize("source", CHAPTERS, ids=lambda path: path.stem)
-def test_a_chapter_draws_its_mechanism_in_the_books_pieces(source):
-    drawn = [cell for cell in executed(source).cells if cell.cell_type == "code" and "finished(" in cell.source]
-    assert any("image/png" in output.get("data", {}) for cell in drawn for output in cell.outputs)
-
-
-# At most 1,400 words of prose on a chapter and on the pages beside it, and 150 lines of code in sight. Drop-downs,
-# formulas, references and blank lines are not counted; exercises, tables and headings are.
-BESIDE = ["batches", "execution-model", "fp8-training", "profile", "tuning-at-scale"]
-READ = [path for path in SOURCES if path in CHAPTERS or path.stem in BESIDE]
-NOT_PROSE = re.compile(r"```.*?```|<details>.*?</details>|\$\$.*?\$\$|\$[^$\n]*\$", re.DOTALL)
-
-
-def prose(source: Path) -> str:
-    return "\n\n".join(cell.source for cell in jupytext.read(source).cells if cell.cell_type == "markdown")
-
-
-@pytest.mark.parametrize("source", READ, ids=lambda path: path.stem)
-def test_a_page_is_no_longer_than_a_reader_stays(source):
-    words = [word for word in NOT_PROSE.sub(" ", prose(source)).split() if re.search(r"\w", word)]
-    assert len(words) <= 1400, f"{len(words)} words of prose"
-
-
-@pytest.mark.parametrize("source", READ, ids=lambda path: path.stem)
-def test_a_page_shows_no_more_code_than_a_reader_reads(source):
-    code = [cell for cell in jupytext.read(source).cells if cell.cell_type == "code"]
-    shown = [cell for cell in code if not {"hide-input", "hide-cell"} & set(cell.metadata.get("tags", []))]
-    lines = [line for cell in shown for line in cell.source.splitlines() if line.strip()]
-    assert len(lines) <= 150, f"{len(lines)} lines of code in sight"
-
-
-@pytest.mark.parametrize("source", CHAPTERS, ids=lambda path: path.stem)
-def test_a_chapter_asks_for_a_decision_and_twice_for_code(source):
-    asked = re.findall(r"^\*\*\d\. (Decide|Build)\b", prose(source), re.MULTILINE)
-    assert asked.count("Decide") >= 1 and asked.count("Build") >= 2
 
 
 @each_page

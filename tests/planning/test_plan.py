@@ -174,7 +174,7 @@ def test_where_the_largest_card_is_too_small_no_smaller_one_is_searched(monkeypa
     plan = lab.plan("meta-llama/Llama-3.1-70B", "T4", 8, fixed=whole, executor=NotSimulated("Not here."))
     assert {each.direction for each in plan.nearest} == {"A smaller model"}
     larger = [where.card for where in asked if where.card.name != "T4"]
-    assert len(larger) == 11 and all(card.memory > lab.gpu("B200").memory for card in larger)
+    assert larger and all(card.memory > lab.gpu("B200").memory for card in larger)
 
 
 def test_more_gpus_and_shorter_sequences_are_named_too():

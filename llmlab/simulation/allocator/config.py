@@ -74,6 +74,7 @@ class AllocatorConfig:
     @classmethod
     def from_environment(cls) -> AllocatorConfig:
         """Return the settings of PYTORCH_ALLOC_CONF, or of its older name; raises what `parse` raises."""
+        # torch 2.9 ignores the new name on CUDA (pytorch issue 183387): runs of autumn 2025 that set it ran without.
         return cls.parse(os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
 
     @classmethod
