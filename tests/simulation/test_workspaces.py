@@ -385,7 +385,7 @@ def test_a_static_cache_is_made_at_once_and_a_dynamic_one_grows_to_the_same_form
     concatenates: after generate() both hold what the estimate's formula says of the positions they have."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    batch, prompt, new = 2, 64, 33
+    batch, prompt, new = 2, 64, 3
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA)).cuda().eval()
     ids = torch.ones(batch, prompt, dtype=torch.int64, device="cuda")
     options = {"cache_implementation": "static"} if static else {}
