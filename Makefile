@@ -130,7 +130,7 @@ schema: env ## validate the workflows and CITATION.cff
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.citation-file-format CITATION.cff
 
-figures: env ## make the pictures of the README
+figures: env ## make the picture of the README and the map of the first page
 	$(BIN)/python tools/figures.py
 
 benchmarks: EXTRAS := $(EXTRAS),benchmarks

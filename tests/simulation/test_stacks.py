@@ -484,12 +484,14 @@ SMALL_BUCKET = "deepspeed:reduce_bucket_size=20000000"
 FEW_LIVE = ",stage3_max_live_parameters=8000000,stage3_max_reuse_distance=8000000"
 ZERO_3 = {
     "the head's own weight": (TIED_WIDE, {"stack": f"deepspeed:{FEW_LIVE[1:]}", "seq_len": 1024}),
-    "a recomputed block's weights": ({**WIDE, "num_hidden_layers": 4}, {"stack": SMALL_BUCKET + FEW_LIVE, "checkpointing": "full"}),
+    "a recomputed block's weights": (
+        {**WIDE, "num_hidden_layers": 4}, {"stack": SMALL_BUCKET + FEW_LIVE, "checkpointing": "full"}
+    ),
     "gradients on their way to the host": (WIDE, {"offload": "optimizer", "dp": 2}),
     "gradients on their way to the host, one GPU": (TIED_WIDE, {"offload": "optimizer", "dp": 1}),
     "the embedding's weight": (TIED_WIDE, {"stack": SMALL_BUCKET + FEW_LIVE, "seq_len": 256}),
     "no whole model, as it is made": (
-        {**WIDE, "num_hidden_layers": 24}, {"stack": SMALL_BUCKET + FEW_LIVE, "dp": 64, "checkpointing": "full"}
+        {**WIDE, "num_hidden_layers": 32}, {"stack": SMALL_BUCKET + FEW_LIVE, "dp": 64, "checkpointing": "full"}
     ),
 }  # fmt: skip
 
