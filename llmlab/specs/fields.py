@@ -22,12 +22,16 @@ class Spec:
     __dataclass_fields__: ClassVar[dict[str, Any]]  # each of them is a dataclass
 
     def __repr__(self) -> str:
-        shown = []
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.default is MISSING or value != f.default:
-                shown.append(f"{f.name}={value!r}")
-        return f"{type(self).__name__}({', '.join(shown)})"
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.differences().items())})"
+
+    def differences(self) -> dict[str, Any]:
+        """Return the fields that are not at their default."""
+        values = self.values()
+        return {f.name: values[f.name] for f in fields(self) if f.default is MISSING or values[f.name] != f.default}
+
+    def values(self) -> dict[str, Any]:
+        """Return the fields as they are, by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON-ready values."""

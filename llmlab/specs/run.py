@@ -9,7 +9,8 @@ llmlab.base.errors.SpecError: precision='fp17' is not one of fp32, fp16, bf16, a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import InitVar, dataclass, field, fields
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import SpecError
@@ -101,10 +102,12 @@ class Training(Spec):
     `fp8` is the recipe by which torchao multiplies blocks' linear layers in fp8 (formulas/memory/float8.py).
 
     `stack` is whose code trains: "transformers", another stack's name, or that stack's options, as
-    `lab.Torchtitan(ac="full")`. A name becomes the options with that stack's defaults, and fields that are left at
-    their own default become what the stack sets them to: the printed run shows them.
+    `lab.Torchtitan(ac="full")`. A name becomes the options with that stack's defaults. Fields that nobody gives, whose
+    names are in `unset`, become what the stack sets them to: the printed run shows them. A field that is given stays as
+    it is, also where its value is the default, or SpecError says that the stack does not have it. JSON gives all.
     """
 
+    unset: InitVar = field(default=frozenset(), kw_only=True)  # the first: see __new__
     micro_batch: int = 1
     seq_len: int = 1024
     precision: Precision = "fp32"
@@ -133,7 +136,20 @@ class Training(Spec):
     fp8: FP8 | None = None
     stack: StackOptions | str = TRANSFORMERS
 
-    def __post_init__(self) -> None:
+    def __new__(cls, *args: Any, **values: Any) -> Training:
+        """Take down which fields nobody gives. dataclasses.replace passes what it changes, and then the other fields in
+        their order: those behind `unset`, the first of them, are not given, they are as they were."""
+        run, names = super().__new__(cls), [f.name for f in fields(cls)]
+        given = {*names[: len(args)], *takewhile(lambda name: name != "unset", values)}
+        vars(run)["unset"] = frozenset(values.get("unset", names)) - given
+        return run
+
+    def __post_init__(self, unset: frozenset[str]) -> None:
+        replaced, unset = bool(unset), vars(self).pop("unset")
+        vars(self)["unset"] = unset  # the last: Training(**{**vars(run), ...}) gives every field
+        for f in fields(self) if replaced else ():
+            if f.name in unset:  # it may be what another stack set
+                object.__setattr__(self, f.name, f.default)
         self._check_counts("micro_batch", "seq_len", "accumulation", "dp", "tp", "pp", "cp", "ep", "dp_replicate",
                            "virtual_stages")  # fmt: skip
         self._check_choices(
@@ -158,12 +174,10 @@ class Training(Spec):
             raise SpecError(f"lora={self.lora!r} is not a LoRA; write {example}")
         object.__setattr__(self, "stack", resolved(self.stack))
         if isinstance(self.stack, StackOptions):
-            given = {f.name: getattr(self, f.name) for f in fields(self)}
-            unset = {f.name for f in fields(self) if given[f.name] == f.default}
-            for field, value in self.stack.sets(given).items():
-                if field in unset:
-                    object.__setattr__(self, field, value)
-        check_stack(self.stack, {f.name: getattr(self, f.name) for f in fields(self)})
+            for name, value in self.stack.sets(self.values()).items():
+                if name in unset:
+                    object.__setattr__(self, name, value)
+        check_stack(self.stack, self.values())
         if self.quantization is not None and self.lora is None:
             raise SpecError(
                 f"quantization={self.quantization!r} without lora: {self.quantization} weights cannot be trained; "
@@ -268,6 +282,13 @@ class Training(Spec):
     def dp_shard(self) -> int:
         """Data-parallel ranks that share one copy of what ZeRO divides: all, unless `dp_replicate` makes copies."""
         return self.dp // self.dp_replicate
+
+    def differences(self) -> dict[str, Any]:
+        """Return the fields that are not at their default, and those that are where the stack would not leave them."""
+        values = self.values()
+        own = self.stack.sets(values) if isinstance(self.stack, StackOptions) else {}
+        names = {*super().differences(), *(name for name, value in own.items() if value != values[name])}
+        return {name: value for name, value in values.items() if name in names}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON-ready values; without `stack` where that is transformers."""
