@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from .profile.operator_log import Operators
     from .profile.timeline import Phases, Timeline
 
+EAGER_TOO_LARGE = "Too large as simulated, in eager mode; what a compiled step fuses away may make it fit."
+
 
 class Simulator:
     """The memory of the simulated card, in bytes: inside the block as it is now, after it as it was at its end.
@@ -72,6 +74,11 @@ class Simulator:
 
         with VirtualFiles(self._card.kept_files).patched():
             yield
+
+    @property
+    def has_upper_sizes(self) -> bool:
+        """Whether torch.compile ran some code eager, so that sizes are at most these."""
+        return self._card.engine.has_upper_sizes
 
     @property
     def notes(self) -> tuple[str, ...]:
