@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, asdict, fields
-from typing import Any, ClassVar
+from dataclasses import KW_ONLY, MISSING, InitVar, asdict, dataclass, fields
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..base.errors import SpecError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 MOST = 2**53  # sizes are multiplied and divided as floats; up to here a float holds every whole number
 
@@ -51,3 +55,30 @@ class Spec:
             value = getattr(self, field)
             if not any(value is choice or (value == choice and type(value) is type(choice)) for choice in choices):
                 raise SpecError(f"{field}={_shown(value)} is not one of {', '.join(map(str, choices))}")
+
+
+@dataclass(frozen=True, repr=False)
+class ChoiceSpec(Spec):
+    """A spec that tells what was given from what was left out, also where the value is the default: `unset` has the
+    names of the fields that nobody gave. Two that are equal may differ in it."""
+
+    _: KW_ONLY
+    unset: InitVar = frozenset()
+
+    def __new__(cls, *args: Any, **values: Any) -> Self:
+        """Take down `unset`. dataclasses.replace passes what it changes, and then the other fields in their order, of
+        which `unset` is the first: what comes behind it was not given, but is as it was."""
+        spec, names = super().__new__(cls), [f.name for f in fields(cls)]
+        given = {*names[: len(args)], *takewhile(lambda name: name != "unset", values)}
+        vars(spec)["unset"] = frozenset(values.get("unset", names)) - given
+        return spec
+
+    def _unset(self) -> frozenset[str]:
+        """Return the names in `unset`, with each of these fields at its default: of a spec that is replaced it may be
+        what another stack set."""
+        unset: frozenset[str] = vars(self).pop("unset")
+        vars(self)["unset"] = unset  # the last: Training(**{**vars(run), ...}) gives every field
+        for f in fields(self):
+            if f.name in unset and vars(self)[f.name] is not f.default:
+                object.__setattr__(self, f.name, f.default)
+        return unset

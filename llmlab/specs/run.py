@@ -9,8 +9,8 @@ llmlab.base.errors.SpecError: precision='fp17' is not one of fp32, fp16, bf16, a
 
 from __future__ import annotations
 
-from dataclasses import InitVar, dataclass, field, fields
-from itertools import takewhile
+from copy import copy
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import SpecError
@@ -40,7 +40,7 @@ from ..base.terms import (
     Schedule,
     Weights,
 )
-from .fields import Spec
+from .fields import ChoiceSpec, Spec
 from .stacks import TRANSFORMERS, DeepSpeed, StackOptions, check_stack, resolved, stack_from_dict
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, repr=False)
-class LoRA(Spec):
+class LoRA(ChoiceSpec):
     """Low-rank adapters on the named linear layers (Hu et al., arXiv 2106.09685).
 
     `rank` r adds r · (inputs + outputs) trainable parameters to each targeted linear; everything else is frozen.
@@ -63,7 +63,8 @@ class LoRA(Spec):
     dropout: float = 0.0
     autocast_adapter_dtype: bool = True
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, unset: frozenset[str]) -> None:
+        self._unset()
         self._check_counts("rank")
         targets = self.targets
         listed = isinstance(targets, (tuple, list)) and targets
@@ -79,7 +80,7 @@ class LoRA(Spec):
 
 
 @dataclass(frozen=True, repr=False)
-class Training(Spec):
+class Training(ChoiceSpec):
     """One training step: the work of each device, its precision, and how many devices share the model and the data.
 
     `micro_batch` sequences of `seq_len` tokens go through the model at once on each data-parallel rank;
@@ -107,7 +108,6 @@ class Training(Spec):
     it is, also where its value is the default, or SpecError says that the stack does not have it. JSON gives all.
     """
 
-    unset: InitVar = field(default=frozenset(), kw_only=True)  # the first: see __new__
     micro_batch: int = 1
     seq_len: int = 1024
     precision: Precision = "fp32"
@@ -136,20 +136,8 @@ class Training(Spec):
     fp8: FP8 | None = None
     stack: StackOptions | str = TRANSFORMERS
 
-    def __new__(cls, *args: Any, **values: Any) -> Training:
-        """Take down which fields nobody gives. dataclasses.replace passes what it changes, and then the other fields in
-        their order: those behind `unset`, the first of them, are not given, they are as they were."""
-        run, names = super().__new__(cls), [f.name for f in fields(cls)]
-        given = {*names[: len(args)], *takewhile(lambda name: name != "unset", values)}
-        vars(run)["unset"] = frozenset(values.get("unset", names)) - given
-        return run
-
     def __post_init__(self, unset: frozenset[str]) -> None:
-        replaced, unset = bool(unset), vars(self).pop("unset")
-        vars(self)["unset"] = unset  # the last: Training(**{**vars(run), ...}) gives every field
-        for f in fields(self) if replaced else ():
-            if f.name in unset:  # it may be what another stack set
-                object.__setattr__(self, f.name, f.default)
+        unset = self._unset()
         self._check_counts("micro_batch", "seq_len", "accumulation", "dp", "tp", "pp", "cp", "ep", "dp_replicate",
                            "virtual_stages")  # fmt: skip
         self._check_choices(
@@ -177,6 +165,8 @@ class Training(Spec):
             for name, value in self.stack.sets(self.values()).items():
                 if name in unset:
                     object.__setattr__(self, name, value)
+        if self.lora is not None:
+            object.__setattr__(self, "lora", self._adapters(self.lora))
         check_stack(self.stack, self.values())
         if self.quantization is not None and self.lora is None:
             raise SpecError(
@@ -209,6 +199,17 @@ class Training(Spec):
             self._check_muon()
         if self.offload == "optimizer+parameters" and self.zero != 3:
             raise SpecError(f"offload='optimizer+parameters' needs zero=3; zero={self.zero} was given")
+
+    def _adapters(self, lora: LoRA) -> LoRA:
+        """Return `lora` with the dtype that the stack has for adapters; SpecError where another one was given."""
+        half = self.stack if isinstance(self.stack, StackOptions) and self.stack.half_adapters else None
+        if "autocast_adapter_dtype" in vars(lora)["unset"]:
+            lora = copy(lora)
+            object.__setattr__(lora, "autocast_adapter_dtype", half is None)
+        elif half and lora.autocast_adapter_dtype:
+            raise SpecError(f"autocast_adapter_dtype=True with stack={half.name!r}, which trains adapters in the dtype "
+                            "of the frozen weights; give False, or another stack")  # fmt: skip
+        return lora
 
     def _check_schedule(self) -> None:
         if self.pp == 1 and (self.schedule != "1f1b" or self.virtual_stages > 1):

@@ -25,6 +25,7 @@ class LitGPT(StackOptions):
     name = "litgpt"
     package = "litgpt"
     families = ("llama",)
+    half_adapters = True
     own_names: ClassVar[Mapping[str, str]] = {}
     undescribed: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("precision", "optimizer", "quantization", "compile"), "its recipes have others, which are not described"

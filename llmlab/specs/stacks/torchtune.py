@@ -38,6 +38,7 @@ class Torchtune(StackOptions):
     package = "torchtune"
     families = ("llama",)
     ties_heads = True
+    half_adapters = True
     own_names: ClassVar[Mapping[str, str]] = {
         "checkpointing": "enable_activation_checkpointing",
         "optimizer": "optimizer",
