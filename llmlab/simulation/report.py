@@ -72,8 +72,8 @@ def simulated(
 
     Of a pipeline the first, the second and the last stage are simulated: behind the second none but the last, which has
     the head, holds more than the second. Where memory runs out all is simulated a second time, without a limit, for
-    what would have been needed; unless `how_much` is False: then the report says where it ran out, and no more. Where
-    torch.compile ran eager, memory that runs out leaves the outcome unknown: the sizes are upper ones.
+    what would have been needed; unless `how_much` is False: then the report says where it ran out, and no more. If
+    torch.compile ran eager, the sizes are upper bounds, so the outcome is "unknown" where memory runs out.
     """
     spec = find_model(model)
     card = None if isinstance(gpu, str) and gpu.lower() == "cpu" else find_gpu(gpu)

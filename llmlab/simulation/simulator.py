@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .profile.operator_log import Operators
     from .profile.timeline import Phases, Timeline
 
-EAGER_TOO_LARGE = "Too large as simulated, in eager mode; what a compiled step fuses away may make it fit."
+EAGER_TOO_LARGE = "Too large in eager mode; a compiled step fuses operators and may fit."
 
 
 class Simulator:
@@ -77,7 +77,7 @@ class Simulator:
 
     @property
     def has_upper_sizes(self) -> bool:
-        """Whether torch.compile ran some code eager, so that sizes are at most these."""
+        """Whether torch.compile ran some code eager, so that the sizes are upper bounds."""
         return self._card.engine.has_upper_sizes
 
     @property

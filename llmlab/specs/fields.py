@@ -59,23 +59,25 @@ class Spec:
 
 @dataclass(frozen=True, repr=False)
 class ChoiceSpec(Spec):
-    """A spec that tells what was given from what was left out, also where the value is the default: `unset` has the
-    names of the fields that nobody gave. Two that are equal may differ in it."""
+    """A spec that distinguishes a field that was given from one that was left out, even if both hold the default.
+
+    `unset` holds the names of the fields that nobody gave; it takes no part in comparisons.
+    """
 
     _: KW_ONLY
     unset: InitVar = frozenset()
 
     def __new__(cls, *args: Any, **values: Any) -> Self:
-        """Take down `unset`. dataclasses.replace passes what it changes, and then the other fields in their order, of
-        which `unset` is the first: what comes behind it was not given, but is as it was."""
+        """Record `unset`. dataclasses.replace passes the changed fields first and then all others in their order, of
+        which `unset` is the first, so that every name after it was copied and not given."""
         spec, names = super().__new__(cls), [f.name for f in fields(cls)]
         given = {*names[: len(args)], *takewhile(lambda name: name != "unset", values)}
         vars(spec)["unset"] = frozenset(values.get("unset", names)) - given
         return spec
 
     def _unset(self) -> frozenset[str]:
-        """Return the names in `unset`, with each of these fields at its default: of a spec that is replaced it may be
-        what another stack set."""
+        """Return `unset`, and reset each of these fields to its default, because a replaced spec may still hold a value
+        that another stack set."""
         unset: frozenset[str] = vars(self).pop("unset")
         vars(self)["unset"] = unset  # the last: Training(**{**vars(run), ...}) gives every field
         for f in fields(self):

@@ -103,9 +103,10 @@ class Training(ChoiceSpec):
     `fp8` is the recipe by which torchao multiplies blocks' linear layers in fp8 (formulas/memory/float8.py).
 
     `stack` is whose code trains: "transformers", another stack's name, or that stack's options, as
-    `lab.Torchtitan(ac="full")`. A name becomes the options with that stack's defaults. Fields that nobody gives, whose
-    names are in `unset`, become what the stack sets them to: the printed run shows them. A field that is given stays as
-    it is, also where its value is the default, or SpecError says that the stack does not have it. JSON gives all.
+    `lab.Torchtitan(ac="full")`. A name becomes the options with that stack's defaults. Fields that nobody gave, whose
+    names are in `unset`, take the values that the stack sets, and the printed run shows them. A field that was given
+    keeps its value even if that is the default; if the stack does not support it, SpecError says so. A run that is read
+    from JSON gives every field.
     """
 
     micro_batch: int = 1
@@ -201,7 +202,7 @@ class Training(ChoiceSpec):
             raise SpecError(f"offload='optimizer+parameters' needs zero=3; zero={self.zero} was given")
 
     def _adapters(self, lora: LoRA) -> LoRA:
-        """Return `lora` with the dtype that the stack has for adapters; SpecError where another one was given."""
+        """Return `lora` with the stack's dtype of adapters unless one was given; SpecError if the stack lacks that."""
         half = self.stack if isinstance(self.stack, StackOptions) and self.stack.half_adapters else None
         if "autocast_adapter_dtype" in vars(lora)["unset"]:
             lora = copy(lora)
@@ -285,7 +286,7 @@ class Training(ChoiceSpec):
         return self.dp // self.dp_replicate
 
     def differences(self) -> dict[str, Any]:
-        """Return the fields that are not at their default, and those that are where the stack would not leave them."""
+        """Return the fields whose value differs from the default, or from what the stack would set."""
         values = self.values()
         own = self.stack.sets(values) if isinstance(self.stack, StackOptions) else {}
         names = {*super().differences(), *(name for name, value in own.items() if value != values[name])}

@@ -65,7 +65,7 @@ class StackOptions(Spec):
         """Raise SpecError where an option cannot go with the run's fields `given`."""
 
     def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the stack sets fields of Training to that nobody gives; `given` are all fields."""
+        """Return the values that fields of Training take unless they were given; `given` are all fields."""
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:

@@ -96,10 +96,13 @@ class Torchtitan(StackOptions):
         )
 
     def check_run(self, given: Mapping[str, Any]) -> None:
-        """Raise SpecError for a precision that torchtitan has not with these degrees (see `sets`), for tensor
-        parallelism that leaves norms whole, and where torch's 1F1B has fewer micro-batches than stages, which it
+        """Raise SpecError for DDP, for a precision that torchtitan does not have with these degrees (see `sets`), for
+        tensor parallelism that leaves norms whole, and if torch's 1F1B has fewer micro-batches than stages, which it
         refuses (torch/distributed/pipelining/schedules.py, Schedule1F1B)."""
         pp, accumulation, precision = given["pp"], given["accumulation"], given["precision"]
+        if given["zero"] == 0 and given["dp"] * given["cp"] > 1:
+            raise SpecError(f"zero=0 with dp={given['dp']}, cp={given['cp']}: torchtitan is described with FSDP2 over "
+                            "these ranks, not with DDP; leave zero out, or give another stack")  # fmt: skip
         if precision != (own := _halves(given)):
             degrees = ", ".join(f"{name}={given[name]}" for name in ("dp", "cp", "tp", "pp"))
             raise SpecError(f"precision={precision!r} with {degrees}: torchtitan computes in halves by FSDP2 where dp "

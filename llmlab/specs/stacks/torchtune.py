@@ -26,8 +26,8 @@ class Torchtune(StackOptions):
     `enable_activation_offloading` moves what is kept to the host. `optimizer` is "AdamW" (torch's, fused), or
     bitsandbytes' "AdamW8bit" and "PagedAdamW8bit", whose states lie outside of PyTorch's allocator; None follows the
     run's `optimizer`, and where nobody gives that is PagedAdamW8bit for a full fine-tune on one device. There the
-    optimizer also steps in backward (`optimizer_in_bwd`), unless micro-batches are accumulated. With the run's
-    optimizer="adamw" in its place AdamW steps after backward.
+    optimizer also steps in backward (`optimizer_in_bwd`), unless micro-batches are accumulated. If the
+    run gives optimizer="adamw" instead, AdamW steps after backward.
     `num_output_chunks` are those of CEWithChunkedOutputLoss, 0 stands for torch's CrossEntropyLoss of logits that were
     cast to fp32. `packed`: several samples share a sequence, and each token brings its position.
     `fsdp_reshard_after_forward` and `custom_sharded_layers` are FSDP2's, of the recipes for several devices: units of
