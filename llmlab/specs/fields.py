@@ -75,12 +75,5 @@ class ChoiceSpec(Spec):
         vars(spec)["unset"] = frozenset(values.get("unset", names)) - given
         return spec
 
-    def _unset(self) -> frozenset[str]:
-        """Return `unset`, and reset each of these fields to its default, because a replaced spec may still hold a value
-        that another stack set."""
-        unset: frozenset[str] = vars(self).pop("unset")
-        vars(self)["unset"] = unset  # the last: Training(**{**vars(run), ...}) gives every field
-        for f in fields(self):
-            if f.name in unset and vars(self)[f.name] is not f.default:
-                object.__setattr__(self, f.name, f.default)
-        return unset
+    def __post_init__(self, unset: frozenset[str]) -> None:
+        vars(self)["unset"] = vars(self).pop("unset")  # the last: Training(**{**vars(run), ...}) gives every field

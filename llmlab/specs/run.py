@@ -64,7 +64,7 @@ class LoRA(ChoiceSpec):
     autocast_adapter_dtype: bool = True
 
     def __post_init__(self, unset: frozenset[str]) -> None:
-        self._unset()
+        super().__post_init__(unset)
         self._check_counts("rank")
         targets = self.targets
         listed = isinstance(targets, (tuple, list)) and targets
@@ -138,7 +138,7 @@ class Training(ChoiceSpec):
     stack: StackOptions | str = TRANSFORMERS
 
     def __post_init__(self, unset: frozenset[str]) -> None:
-        unset = self._unset()
+        super().__post_init__(unset)
         self._check_counts("micro_batch", "seq_len", "accumulation", "dp", "tp", "pp", "cp", "ep", "dp_replicate",
                            "virtual_stages")  # fmt: skip
         self._check_choices(
@@ -163,9 +163,9 @@ class Training(ChoiceSpec):
             raise SpecError(f"lora={self.lora!r} is not a LoRA; write {example}")
         object.__setattr__(self, "stack", resolved(self.stack))
         if isinstance(self.stack, StackOptions):
-            for name, value in self.stack.sets(self.values()).items():
-                if name in unset:
-                    object.__setattr__(self, name, value)
+            unset = {f.name: f.default for f in fields(self) if f.name in vars(self)["unset"]}
+            vars(self).update(unset)  # of a run that is replaced they may be what another stack set
+            vars(self).update({name: value for name, value in self.stack.sets(self.values()).items() if name in unset})
         if self.lora is not None:
             object.__setattr__(self, "lora", self._adapters(self.lora))
         check_stack(self.stack, self.values())

@@ -83,7 +83,8 @@ def test_what_nobody_gives_follows_the_stack_and_the_degrees():
     run = lab.Training(stack="torchtune", seq_len=512)
     assert run.optimizer == "adamw-8bit" and "optimizer" in run.unset and "seq_len" not in run.unset
     assert replace(run, dp=8) == lab.Training(stack="torchtune", seq_len=512, dp=8)
-    assert replace(run, stack="transformers") == lab.Training(seq_len=512)
+    assert replace(run, stack="torchtitan") == lab.Training(stack="torchtitan", seq_len=512)
+    assert replace(run, stack="transformers").optimizer == run.optimizer  # transformers sets nothing
     assert lab.Training(2, 512).unset == lab.Training(micro_batch=2, seq_len=512).unset
 
 
