@@ -13,6 +13,7 @@ import torch
 from ..base.errors import NotAvailable
 from ..base.terms import Outcome
 from ..base.units import show_bytes
+from ..formulas.report import PAGED_STATES, pages_states
 from ..formulas.time.step import mfu, tokens_of
 from ..formulas.time.timing import timing
 from ..hardware.gpu import GPU
@@ -279,6 +280,8 @@ def _notes(spec: ModelSpec, run: Run, card: GPU | None, recording: StepRecording
         notes.append(INT8_NOTE)
     if card and quantization_of(run) == "nf4":
         notes.append(NF4_NOTE)
+    if pages_states(run):
+        notes.append(PAGED_STATES)
     return (*notes, *rank_notes(spec, run, card), *notes_of(recording.engine))
 
 

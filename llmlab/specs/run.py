@@ -163,9 +163,10 @@ class Training(ChoiceSpec):
             raise SpecError(f"lora={self.lora!r} is not a LoRA; write {example}")
         object.__setattr__(self, "stack", resolved(self.stack))
         if isinstance(self.stack, StackOptions):
-            unset = {f.name: f.default for f in fields(self) if f.name in vars(self)["unset"]}
-            vars(self).update(unset)  # of a run that is replaced they may be what another stack set
-            vars(self).update({name: value for name, value in self.stack.sets(self.values()).items() if name in unset})
+            defaults = {f.name: f.default for f in fields(self) if f.name in vars(self)["unset"]}
+            vars(self).update(defaults)  # a run that is replaced may still have what another stack set
+            own = self.stack.sets(self.values())
+            vars(self).update({name: value for name, value in own.items() if name in defaults})
         if self.lora is not None:
             object.__setattr__(self, "lora", self._adapters(self.lora))
         check_stack(self.stack, self.values())

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 import llmlab as lab
+from llmlab.formulas.report import PAGED_STATES
 from llmlab.specs.run import run_from_dict
 from llmlab.specs.stacks import STACKS
 from llmlab.specs.stages import layers_of
@@ -101,6 +102,7 @@ def test_adamw_that_is_asked_of_torchtune_has_its_states_on_the_card(given, byte
         run = lab.Training(**{"seq_len": 512, **options})
         report = lab.estimate(spec, run, "A100-80GB")
     assert report.peak_allocated == pytest.approx(bytes_of_parameter * spec.parameters, rel=0.1)
+    assert (PAGED_STATES in report.notes) == (run.optimizer == "adamw-8bit")
 
 
 @pytest.mark.parametrize("stack", ["torchtune", "litgpt", "megatron"])
