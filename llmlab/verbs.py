@@ -150,7 +150,7 @@ def compare(
     torch is missing) is left out, and the estimate's notes say why. Raises SpecError for both `gpu` and `measure`.
 
     With `stacks` there are predictions of the same run under each of them instead: its fields stay as they are, and
-    those at their default become what each stack sets.
+    those that nobody gave become what each stack sets.
     """
     if stacks:
         if measure or isinstance(run, Inference):

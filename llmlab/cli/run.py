@@ -154,7 +154,7 @@ def answer(
                 os._exit(code)
 
         report = run_script(script, where, out or thrown_away, read_configs(configs), read_data(data), on_step, keep)
-    if report.ended == RAN_OUT_OF_MEMORY:
+    if report.outcome == "out of memory" and report.ended == RAN_OUT_OF_MEMORY:
         return replace(report, needed=_needed(report, where, words, module, configs, data))
     return report
 

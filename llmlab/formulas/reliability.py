@@ -28,8 +28,8 @@ def checkpoint_bytes(model: ModelLike, run: Training) -> int:
     However they are divided over ranks, they are saved once. Gradients are not: a step has used them up. With LoRA,
     only the adapters are trained, and saved.
     """
-    whole = replace(run, zero=0, dp=1, tp=1, pp=1, cp=1, ep=1, sequence_parallel=False, loss_parallel=True,
-                    offload=None)  # fmt: skip
+    whole = replace(run, optimizer=run.optimizer, zero=0, dp=1, tp=1, pp=1, cp=1, ep=1, sequence_parallel=False,
+                    loss_parallel=True, offload=None)  # fmt: skip
     resident = states(find_model(model), whole)
     weights = 4 * resident.trained if run.lora else resident.weights  # peft keeps adapters in fp32
     return weights + resident.optimizer

@@ -15,7 +15,7 @@ from ..specs.check import check
 from ..specs.model import ModelLike, ModelSpec
 from ..specs.model import model as find_model
 from ..specs.run import Inference, Run, Training
-from ..specs.stacks import Megatron
+from ..specs.stacks import Megatron, Torchtune
 from .inference import inference_moments
 from .memory.moments import Moment
 from .memory.share import bytes_of, share_of
@@ -25,6 +25,11 @@ from .time.flops import flops
 from .time.step import tokens_of, utilisation
 from .time.timing import timing
 from .verdict import Verdict, holes, verdict
+
+PAGED_STATES = (
+    "The states of PagedAdamW8bit, 2 bytes per parameter, are in memory that the driver moves between GPU and host. "
+    "They are not part of these sizes."
+)
 
 
 def estimated(model: ModelLike, run: Run, gpu: GPU | str | None, cluster: Cluster | None = None) -> Report:
@@ -147,6 +152,8 @@ def _notes(
     """Say what the figures alone do not: of a pipeline's stages, of what is not known, and of serving."""
     if isinstance(run, Training) and run.quantization:
         yield from _around_quantized(run)
+    if pages_states(run):
+        yield PAGED_STATES
     if isinstance(run, Training) and isinstance(run.stack, Megatron) and run.stack.cuda_graph_impl:
         yield "What the CUDA graph of a step keeps in a memory pool of its own is not counted."
     if most := peaks.index(max(peaks)):
@@ -166,6 +173,11 @@ def _notes(
         yield f"Served by an engine with a paged cache and {FRACTION:.0%} of the memory: {service}."
     elif fit.outcome == "out of memory" and _counted_eager(spec, run, card):
         yield "Too large as counted, in eager mode; what a compiled step fuses away may make it fit."
+
+
+def pages_states(run: Run) -> bool:
+    """Return whether the optimizer's states are in memory of the driver's, which no size of a report includes."""
+    return isinstance(run, Training) and isinstance(run.stack, Torchtune) and run.stack.paged(run)
 
 
 def _around_quantized(run: Training) -> Iterator[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from ..base.errors import NotAvailable, SpecError, UnknownName
@@ -148,11 +147,8 @@ def command_line(called: str, run: Run, card: GPU) -> str:
     words = ["llmlab estimate", called, f"--gpu {card.name}"]
     if isinstance(run, Inference):
         words.append("--inference")
-    for f in fields(run):
-        value = getattr(run, f.name)
-        if value == f.default:
-            continue
-        flag = "--" + f.name.replace("_", "-")
+    for name, value in run.differences().items():
+        flag = "--" + name.replace("_", "-")
         if isinstance(value, LoRA):
             words.append(f"--lora {value.rank} --lora-targets {','.join(value.targets)}")
         elif isinstance(value, StackOptions):  # the form has names alone: all options are the stack's own

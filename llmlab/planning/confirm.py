@@ -109,6 +109,8 @@ def simulated_run(model: dict[str, Any], run: Training, card: str) -> Report | s
         if short != itself and report.outcome == "out of memory":
             short = itself
             report = simulated(spec, short, smaller, how_much=False)
+        if report.outcome == "unknown":
+            return report.notes[0]
     except NotAvailable as error:
         return str(error)
     fused = ("Simulated eager: what a compiled step fuses away is counted.",) if run.compile != short.compile else ()

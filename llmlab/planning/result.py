@@ -217,9 +217,8 @@ def between(low: str, high: str) -> str:
 def words(run: Training) -> str:
     """Return what a reader sets: the fields that are not the default, those of the question left out."""
     told = {"seq_len", "lora", "quantization", "stack"}
-    fields = {name: value for name, value in run.to_dict().items() if name not in told}
-    default = Training().to_dict()
-    said = [name if value is True else f"{name} {value}" for name, value in fields.items() if value != default[name]]
+    fields = {name: value for name, value in run.differences().items() if name not in told}
+    said = [name if value is True else f"{name} {value}" for name, value in fields.items()]
     return ", ".join([*said, *([repr(run.stack)] if not isinstance(run.stack, str) else [])]) or "as it is"
 
 

@@ -163,7 +163,7 @@ class Search:
         of_shape = (where.card.name, *map(fields.get, OF_PROGRAM), *(fields[degree] > 1 for degree in DEGREES))
         left = []
         for share in rest:
-            key = (*of_shape, share["optimizer"], share["offload"], share["zero"], share["ep"] > 1,
+            key = (*of_shape, share.get("optimizer"), share["offload"], share["zero"], share["ep"] > 1,
                    share["dp_replicate"] > 1)  # fmt: skip
             if key not in self._programs:
                 self._programs[key] = self._has_program({**fields, **share}, where)
@@ -270,7 +270,7 @@ class Search:
         Memory grows with the micro-batch: where one does not fit, the smallest that does not is looked for, and what is
         larger need not be asked again.
         """
-        key = (where, *(value for name, value in vars(run).items() if name not in SIZES))
+        key = (where, *(value for name, value in run.values().items() if name not in SIZES))
         if run.micro_batch >= self._edges.get(key, inf):
             self.cuts[LARGER] += 1
             return None
@@ -302,7 +302,7 @@ class Search:
     def around(self, best: Found) -> None:
         """Estimate what `best` would take with any micro-batch, checkpointing, ZeRO stage and offload: for `seen`."""
         known = {found.run for found in self.seen}
-        fields = {name: value for name, value in vars(best.run).items() if name not in SHARED}
+        fields = {name: value for name, value in best.run.values().items() if name not in SHARED}
         per_rank = best.run.micro_batch * best.run.accumulation
         for micro_batch, checkpointing in product(divisors(per_rank), (None, "selective", "full")):
             fields.update(micro_batch=micro_batch, accumulation=per_rank // micro_batch, checkpointing=checkpointing)

@@ -105,7 +105,7 @@ def _kinds(q: Question, where: Machines, method: str) -> Iterator[dict[str, Any]
         precisions += ALLOWED["precision"]
     if isinstance(q.stack, StackOptions) and not set(precisions) & set(q.stack.allowed["precision"]):
         precisions = (half,)  # torchtune and LitGPT keep no fp32 copy
-    base: dict[str, Any] = {"attention": "eager" if q.spec.family == "gemma2" else "sdpa"}
+    base: dict[str, Any] = {"attention": "eager"} if q.spec.family == "gemma2" else {}
     if method != "full":
         base["lora"] = adapters(q.spec)
     if method == "qlora":
@@ -118,9 +118,8 @@ def _kinds(q: Question, where: Machines, method: str) -> Iterator[dict[str, Any]
     ):  # fmt: skip
         if eighth and not (compiled and precision in ("bf16", "mixed-bf16")):
             continue
-        own = {"stack": Torchtitan(**{**_options(q.stack), "ac": "none"})} if _keeps_all(q.stack, checkpointing) else {}
         yield {**base, "precision": precision, "compile": compiled, "fp8": eighth, "checkpointing": checkpointing,
-               "kernels": kernels, **own, **{name: q.fixed[name] for name in base if name in q.fixed}}  # fmt: skip
+               "kernels": kernels, **{name: q.fixed[name] for name in base if name in q.fixed}}  # fmt: skip
 
 
 def adapters(spec: ModelSpec) -> LoRA:
@@ -166,19 +165,14 @@ def _schedules(q: Question, pp: int, accumulation: int) -> Iterator[dict[str, An
             yield {"stack": Megatron(**{**_options(q.stack), "virtual_pipeline": chunks})}
 
 
-def _keeps_all(stack: StackOptions | str, checkpointing: str | None) -> bool:
-    """Whether the stack must be told that nothing is recomputed: torchtitan's own default is "selective"."""
-    return isinstance(stack, Torchtitan) and stack.ac is None and checkpointing is None
-
-
 def _options(stack: StackOptions | str) -> dict[str, Any]:
     assert isinstance(stack, StackOptions)
     return {name: value for name, value in stack.to_dict().items() if name != "name"}
 
 
 def shares(q: Question, where: Machines, dp: int) -> Iterator[dict[str, Any]]:
-    """Yield who holds what, of `dp` data-parallel ranks."""
-    optimizers = ALLOWED["optimizer"] if "optimizer" in q.allow else ("adamw",)
+    """Yield who holds what, of `dp` data-parallel ranks; the optimizer where it is fixed or varied."""
+    optimizers = ALLOWED["optimizer"] if "optimizer" in q.allow else (None,)
     experts = q.spec.experts
     eps = q.options("ep", [n for n in divisors(dp) if experts and experts % n == 0] or (1,))
     stages = (3,) if isinstance(q.stack, Torchtitan) and dp > 1 else (0, 1, 2, 3) if dp > 1 else (0,)
@@ -191,4 +185,5 @@ def shares(q: Question, where: Machines, dp: int) -> Iterator[dict[str, Any]]:
         for zero in q.options("zero", held if optimizer != "muon" else (0,)):
             copies = [n for n in divisors(dp) if zero >= 2 and not offload and n < dp and dp // n % ep == 0] or (1,)
             for dp_replicate in q.options("dp_replicate", copies):
-                yield {"optimizer": optimizer, "ep": ep, "offload": offload, "zero": zero, "dp_replicate": dp_replicate}
+                own = {"optimizer": optimizer} if optimizer else {}
+                yield {**own, "ep": ep, "offload": offload, "zero": zero, "dp_replicate": dp_replicate}

@@ -16,7 +16,7 @@ from ..base.errors import NotAvailable, SpecError, check_counts
 from ..base.terms import PARTS, Outcome
 from ..base.units import show_bytes
 from ..hardware.gpu import EMULATED_BF16, GPU
-from ..simulation.simulator import Simulator, simulator
+from ..simulation.simulator import EAGER_TOO_LARGE, Simulator, simulator
 from .report import ScriptReport
 
 ROOMY = 2**50  # bytes: of a card on which nothing runs out
@@ -161,13 +161,15 @@ class Watch:
         outside = where.gpu.outside(where.ranks)
         taken = sim.peak_reserved + (outside or 0)
         nothing_seen = not self.steps and (self.refused or self.elsewhere)
+        notes: list[str] = []
         outcome: Outcome = "unknown" if self.ended == INTERRUPTED or nothing_seen else "fits"
         if self.ended == RAN_OUT_OF_MEMORY or taken > (where.limit or where.gpu.memory):
-            outcome = "out of memory"
+            outcome = "unknown" if sim.has_upper_sizes else "out of memory"
+            notes = [EAGER_TOO_LARGE] if sim.has_upper_sizes else []
         known = self._seconds and sim.counts_all_kernels
         seconds = median(self._seconds[1:] or self._seconds) if known else None
         interval = self._operators.interval if seconds and where.ranks == 1 else None
-        notes = [*sim.notes]
+        notes += sim.notes
         if self._untimed and not seconds:
             notes.append(f"The time per step is not known: {where.gpu.name} {_without_time(where.gpu, self._untimed)}.")
         if seconds and where.ranks > 1:

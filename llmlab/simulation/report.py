@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from ..base.errors import NotAvailable
+from ..base.terms import Outcome
 from ..base.units import show_bytes
+from ..formulas.report import PAGED_STATES, pages_states
 from ..formulas.time.step import mfu, tokens_of
 from ..formulas.time.timing import timing
 from ..hardware.gpu import GPU
@@ -47,6 +49,7 @@ from .patching.install import as_cuda, installed
 from .patching.patches import fake_parameters, held_random_states
 from .profile.recording import StepRecording
 from .profile.timeline import by_module, peak_place
+from .simulator import EAGER_TOO_LARGE
 from .stacks import SCRIPTS, builder
 
 EAGER_ON_CPU = "compile=True is simulated eager on a CPU: what a compiled step fuses away is counted."
@@ -70,7 +73,8 @@ def simulated(
 
     Of a pipeline the first, the second and the last stage are simulated: behind the second none but the last, which has
     the head, holds more than the second. Where memory runs out all is simulated a second time, without a limit, for
-    what would have been needed; unless `how_much` is False: then the report says where it ran out, and no more.
+    what would have been needed; unless `how_much` is False: then the report says where it ran out, and no more. If
+    torch.compile ran eager, the sizes are upper bounds, so the outcome is "unknown" where memory runs out.
     """
     spec = find_model(model)
     card = None if isinstance(gpu, str) and gpu.lower() == "cpu" else find_gpu(gpu)
@@ -78,7 +82,7 @@ def simulated(
     reports: list[Report] = []
     for stage in stages:
         reports.append(_of_stage(spec, run, card, load_order, stage, how_much))
-        if not how_much and reports[-1].outcome == "out of memory":
+        if not how_much and reports[-1].outcome != "fits":
             return reports[-1]
     first, *others = reports
     if not others:
@@ -86,6 +90,9 @@ def simulated(
     said = [f"stage {stage} {show_bytes(each.peak_allocated)}" for stage, each in zip(stages[1:], others, strict=True)]
     first = replace(first, notes=(f"Of the pipeline's other stages, from 0: {', '.join(said)}.", *first.notes))
     over = [report for report in others if report.outcome == "out of memory"]
+    if not over and card and any(report.outcome == "unknown" for report in others):
+        notes = tuple(dict.fromkeys((EAGER_TOO_LARGE, *first.notes)))
+        return replace(first, outcome="unknown", process=None, notes=notes)
     if not over:
         return first
     needed = max(report.needed or 0 for report in [first, *over])
@@ -100,17 +107,21 @@ def _of_stage(
     if card is None or recording.failed is None:
         return _reported(spec, run, card, recording)
     error, place = recording.failed
+    upper = recording.engine.has_upper_sizes
+    outcome: Outcome = "unknown" if upper else "out of memory"
     where = f"{recording.phase}, {place}: {show_bytes(error.segment - (error.capacity - error.reserved))} short"
     where += f", in stage {stage} of the pipeline" if stage else ""
+    why = EAGER_TOO_LARGE if upper else str(error)
     if not how_much:
         return Report(source="simulated", model=spec.name, run=run, gpu=card.name, capacity=card.memory,
-                      outcome="out of memory", where=where, notes=(str(error),))  # fmt: skip
+                      outcome=outcome, where=None if upper else where, notes=(why,))  # fmt: skip
     roomy = recorded(spec, run, replace(card, memory=ROOMY), load_order=load_order, stage=stage)
     report = _reported(spec, run, card, roomy)
     needed = max(roomy.peak_reserved or 0, roomy.reserved_before) + card.memory - card.room(run.world_size)
     return replace(
-        report, outcome="out of memory", where=where, needed=needed, process=None, notes=(str(error), *report.notes),
-        step_seconds=None, step_seconds_low=None, step_seconds_high=None, tokens_per_second=None, mfu=None,
+        report, outcome=outcome, where=None if upper else where, needed=None if upper else needed, process=None,
+        notes=(why, *report.notes), step_seconds=None, step_seconds_low=None, step_seconds_high=None,
+        tokens_per_second=None, mfu=None,
     )  # fmt: skip
 
 
@@ -269,6 +280,8 @@ def _notes(spec: ModelSpec, run: Run, card: GPU | None, recording: StepRecording
         notes.append(INT8_NOTE)
     if card and quantization_of(run) == "nf4":
         notes.append(NF4_NOTE)
+    if pages_states(run):
+        notes.append(PAGED_STATES)
     return (*notes, *rank_notes(spec, run, card), *notes_of(recording.engine))
 
 

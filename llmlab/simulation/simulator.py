@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from .profile.operator_log import Operators
     from .profile.timeline import Phases, Timeline
 
+EAGER_TOO_LARGE = "Too large in eager mode; a compiled step fuses operators and may fit."
+
 
 class Simulator:
     """The memory of the simulated card, in bytes: inside the block as it is now, after it as it was at its end.
@@ -72,6 +74,11 @@ class Simulator:
 
         with VirtualFiles(self._card.kept_files).patched():
             yield
+
+    @property
+    def has_upper_sizes(self) -> bool:
+        """Whether torch.compile ran some code eager, so that the sizes are upper bounds."""
+        return self._card.engine.has_upper_sizes
 
     @property
     def notes(self) -> tuple[str, ...]:

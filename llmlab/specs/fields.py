@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, asdict, fields
-from typing import Any, ClassVar
+from dataclasses import KW_ONLY, MISSING, InitVar, asdict, dataclass, fields
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..base.errors import SpecError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 MOST = 2**53  # sizes are multiplied and divided as floats; up to here a float holds every whole number
 
@@ -22,12 +26,16 @@ class Spec:
     __dataclass_fields__: ClassVar[dict[str, Any]]  # each of them is a dataclass
 
     def __repr__(self) -> str:
-        shown = []
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.default is MISSING or value != f.default:
-                shown.append(f"{f.name}={value!r}")
-        return f"{type(self).__name__}({', '.join(shown)})"
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.differences().items())})"
+
+    def differences(self) -> dict[str, Any]:
+        """Return the fields that are not at their default."""
+        values = self.values()
+        return {f.name: values[f.name] for f in fields(self) if f.default is MISSING or values[f.name] != f.default}
+
+    def values(self) -> dict[str, Any]:
+        """Return the fields as they are, by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON-ready values."""
@@ -47,3 +55,25 @@ class Spec:
             value = getattr(self, field)
             if not any(value is choice or (value == choice and type(value) is type(choice)) for choice in choices):
                 raise SpecError(f"{field}={_shown(value)} is not one of {', '.join(map(str, choices))}")
+
+
+@dataclass(frozen=True, repr=False)
+class ChoiceSpec(Spec):
+    """A spec that distinguishes a field that was given from one that was left out, even if both hold the default.
+
+    `unset` holds the names of the fields that nobody gave; it takes no part in comparisons.
+    """
+
+    _: KW_ONLY
+    unset: InitVar = frozenset()
+
+    def __new__(cls, *args: Any, **values: Any) -> Self:
+        """Record `unset`. dataclasses.replace passes the changed fields first and then all others in their order, of
+        which `unset` is the first, so that every name after it was copied and not given."""
+        spec, names = super().__new__(cls), [f.name for f in fields(cls)]
+        given = {*names[: len(args)], *takewhile(lambda name: name != "unset", values)}
+        vars(spec)["unset"] = frozenset(values.get("unset", names)) - given
+        return spec
+
+    def __post_init__(self, unset: frozenset[str]) -> None:
+        vars(self)["unset"] = vars(self).pop("unset")  # the last: Training(**{**vars(run), ...}) gives every field

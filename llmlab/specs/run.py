@@ -9,6 +9,7 @@ llmlab.base.errors.SpecError: precision='fp17' is not one of fp32, fp16, bf16, a
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ from ..base.terms import (
     Schedule,
     Weights,
 )
-from .fields import Spec
+from .fields import ChoiceSpec, Spec
 from .stacks import TRANSFORMERS, DeepSpeed, StackOptions, check_stack, resolved, stack_from_dict
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, repr=False)
-class LoRA(Spec):
+class LoRA(ChoiceSpec):
     """Low-rank adapters on the named linear layers (Hu et al., arXiv 2106.09685).
 
     `rank` r adds r · (inputs + outputs) trainable parameters to each targeted linear; everything else is frozen.
@@ -62,7 +63,8 @@ class LoRA(Spec):
     dropout: float = 0.0
     autocast_adapter_dtype: bool = True
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, unset: frozenset[str]) -> None:
+        super().__post_init__(unset)
         self._check_counts("rank")
         targets = self.targets
         listed = isinstance(targets, (tuple, list)) and targets
@@ -78,7 +80,7 @@ class LoRA(Spec):
 
 
 @dataclass(frozen=True, repr=False)
-class Training(Spec):
+class Training(ChoiceSpec):
     """One training step: the work of each device, its precision, and how many devices share the model and the data.
 
     `micro_batch` sequences of `seq_len` tokens go through the model at once on each data-parallel rank;
@@ -101,8 +103,10 @@ class Training(Spec):
     `fp8` is the recipe by which torchao multiplies blocks' linear layers in fp8 (formulas/memory/float8.py).
 
     `stack` is whose code trains: "transformers", another stack's name, or that stack's options, as
-    `lab.Torchtitan(ac="full")`. A name becomes the options with that stack's defaults, and fields that are left at
-    their own default become what the stack sets them to: the printed run shows them.
+    `lab.Torchtitan(ac="full")`. A name becomes the options with that stack's defaults. Fields that nobody gave, whose
+    names are in `unset`, take the values that the stack sets, and the printed run shows them. A field that was given
+    keeps its value even if that is the default; if the stack does not support it, SpecError says so. A run that is read
+    from JSON gives every field.
     """
 
     micro_batch: int = 1
@@ -133,7 +137,8 @@ class Training(Spec):
     fp8: FP8 | None = None
     stack: StackOptions | str = TRANSFORMERS
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, unset: frozenset[str]) -> None:
+        super().__post_init__(unset)
         self._check_counts("micro_batch", "seq_len", "accumulation", "dp", "tp", "pp", "cp", "ep", "dp_replicate",
                            "virtual_stages")  # fmt: skip
         self._check_choices(
@@ -158,12 +163,13 @@ class Training(Spec):
             raise SpecError(f"lora={self.lora!r} is not a LoRA; write {example}")
         object.__setattr__(self, "stack", resolved(self.stack))
         if isinstance(self.stack, StackOptions):
-            given = {f.name: getattr(self, f.name) for f in fields(self)}
-            unset = {f.name for f in fields(self) if given[f.name] == f.default}
-            for field, value in self.stack.sets(given).items():
-                if field in unset:
-                    object.__setattr__(self, field, value)
-        check_stack(self.stack, {f.name: getattr(self, f.name) for f in fields(self)})
+            defaults = {f.name: f.default for f in fields(self) if f.name in vars(self)["unset"]}
+            vars(self).update(defaults)  # a run that is replaced may still have what another stack set
+            own = self.stack.sets(self.values())
+            vars(self).update({name: value for name, value in own.items() if name in defaults})
+        if self.lora is not None:
+            object.__setattr__(self, "lora", self._adapters(self.lora))
+        check_stack(self.stack, self.values())
         if self.quantization is not None and self.lora is None:
             raise SpecError(
                 f"quantization={self.quantization!r} without lora: {self.quantization} weights cannot be trained; "
@@ -195,6 +201,17 @@ class Training(Spec):
             self._check_muon()
         if self.offload == "optimizer+parameters" and self.zero != 3:
             raise SpecError(f"offload='optimizer+parameters' needs zero=3; zero={self.zero} was given")
+
+    def _adapters(self, lora: LoRA) -> LoRA:
+        """Return `lora` with the stack's dtype of adapters unless one was given; SpecError if the stack lacks that."""
+        half = self.stack if isinstance(self.stack, StackOptions) and self.stack.half_adapters else None
+        if "autocast_adapter_dtype" in vars(lora)["unset"]:
+            lora = copy(lora)
+            object.__setattr__(lora, "autocast_adapter_dtype", half is None)
+        elif half and lora.autocast_adapter_dtype:
+            raise SpecError(f"autocast_adapter_dtype=True with stack={half.name!r}, which trains adapters in the dtype "
+                            "of the frozen weights; give False, or another stack")  # fmt: skip
+        return lora
 
     def _check_schedule(self) -> None:
         if self.pp == 1 and (self.schedule != "1f1b" or self.virtual_stages > 1):
@@ -268,6 +285,13 @@ class Training(Spec):
     def dp_shard(self) -> int:
         """Data-parallel ranks that share one copy of what ZeRO divides: all, unless `dp_replicate` makes copies."""
         return self.dp // self.dp_replicate
+
+    def differences(self) -> dict[str, Any]:
+        """Return the fields whose value differs from the default, or from what the stack would set."""
+        values = self.values()
+        own = self.stack.sets(values) if isinstance(self.stack, StackOptions) else {}
+        names = {*super().differences(), *(name for name, value in own.items() if value != values[name])}
+        return {name: value for name, value in values.items() if name in names}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON-ready values; without `stack` where that is transformers."""

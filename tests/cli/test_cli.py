@@ -162,6 +162,19 @@ def test_estimate_takes_a_power_limit():
     assert "at 500 of 700 W" in limited["time_sources"]["products"]
 
 
+def test_an_option_that_is_given_its_default_is_no_default():
+    """An 8-bit optimizer is torchtune's own; --optimizer adamw asks for the one with two states in the weights' dtype.
+    --checkpointing none is torchtitan's ac=none; it has no fp32 over several GPUs."""
+    words = ("estimate", "meta-llama/Llama-2-7b-hf", "--gpu", "A100-80GB", "--seq-len", 512, "--json")
+    own, asked = (json.loads(call(*words, "--stack", "torchtune", *more).stdout)
+                  for more in ((), ("--optimizer", "adamw")))  # fmt: skip
+    assert (own["run"]["optimizer"], asked["run"]["optimizer"]) == ("adamw-8bit", "adamw")
+    assert asked["peak_allocated"] == pytest.approx(50.2 * 2**30, rel=0.01)
+    titan = (*words, "--stack", "torchtitan", "--dp", 8)
+    assert json.loads(call(*titan, "--checkpointing", "none").stdout)["run"]["checkpointing"] is None
+    assert "precision='fp32' with dp=8" in refused(*titan, "--precision", "fp32")
+
+
 def test_json_is_the_report():
     words = ("estimate", "gpt2", "--gpu", "T4", "--precision", "autocast-fp16", "--lora", 8, "--lora-targets", "c_attn")
     run = Training(precision="autocast-fp16", lora=LoRA(rank=8, targets=("c_attn",)))

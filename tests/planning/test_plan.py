@@ -45,6 +45,14 @@ def test_a_stack_that_trains_in_half_is_planned_in_half(stack, method):
     assert (plan.best.run.lora is not None) == (method == "lora")
 
 
+@pytest.mark.parametrize(("fixed", "optimizer"), [({}, "adamw-8bit"), ({"optimizer": "adamw"}, "adamw")])
+def test_a_plan_leaves_to_its_stack_what_is_not_fixed(fixed, optimizer):
+    plan = lab.plan(TINY, "A100-80GB", 4, fixed={"seq_len": 128, **fixed}, stack="torchtune",
+                    executor=NotSimulated("not asked"))  # fmt: skip
+    assert {each.run.optimizer for each in plan} == {optimizer}
+    assert {each.run.checkpointing for each in plan.seen} == {None, "full"}
+
+
 def test_a_plan_leaves_out_what_of_a_stack_is_not_described():
     """torchtitan's experts without FSDP2."""
     mixed = {**TINY, "model_type": "qwen3_moe", "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 import llmlab as lab
+from llmlab.formulas.report import PAGED_STATES
 from llmlab.specs.run import run_from_dict
 from llmlab.specs.stacks import STACKS
 from llmlab.specs.stages import layers_of
@@ -22,6 +23,96 @@ def test_a_name_sets_what_the_stack_does_by_default():
 
 def test_what_the_run_says_stays():
     assert lab.Training(dp=8, checkpointing="full", stack="torchtitan").checkpointing == "full"
+
+
+# A stack that would set other values than a Training's default, and what else the run has.
+SETTING = {
+    "torchtune": ("torchtune", {}), "torchtune on 8": ("torchtune", {"dp": 8}),
+    "torchtune's LoRA": ("torchtune", {"lora": lab.LoRA()}),
+    "torchtitan": ("torchtitan", {}), "torchtitan on 8": ("torchtitan", {"dp": 8}),
+    "torchtitan's tp": ("torchtitan", {"dp": 2, "tp": 4}),
+    "litgpt": ("litgpt", {}), "litgpt on 8": ("litgpt", {"dp": 8, "accumulation": 2}),
+    "megatron": ("megatron", {}), "megatron, recomputed": ("megatron:recompute=full", {}),
+    "megatron's own layers": ("megatron:transformer_engine=False", {}),
+    "megatron, interleaved": ("megatron:virtual_pipeline=2", {"pp": 2, "accumulation": 2}),
+    "nanotron": ("nanotron", {}), "deepspeed": ("deepspeed", {}),
+}  # fmt: skip
+CARRIED_OUT = {("torchtune", "precision"), ("torchtune", "optimizer"), ("torchtune", "checkpointing"),
+               ("torchtitan", "checkpointing")}  # fmt: skip
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(lab.Training)}
+CHOICES = [
+    (name, field, DEFAULTS[field])
+    for name, (stack, given) in SETTING.items()
+    for field, value in lab.Training(stack=stack, **given).values().items()
+    if field != "stack" and value != given.get(field, DEFAULTS[field]) and field != "lora"
+]
+
+
+@pytest.mark.parametrize(("name", "field", "default"), CHOICES)
+def test_a_field_that_is_given_its_default_is_a_choice(name, field, default):
+    """However the run is made, it has what was given, or SpecError says what the stack has."""
+    stack, given = SETTING[name]
+    choice = {field: default}
+    makings = (
+        lambda: lab.Training(stack=stack, **given, **choice),
+        lambda: replace(lab.Training(**given), stack=stack, **choice),
+        lambda: replace(lab.Training(stack=stack, **given), **choice),
+        lambda: replace(lab.Training(**given, **choice), stack=stack),
+        lambda: run_from_dict("training", {**lab.Training(stack=stack, **given).to_dict(), **choice}),
+        lambda: lab.Training(**{**vars(lab.Training(stack=stack, **given)), **choice}),
+    )
+    for making in makings:
+        if (stack, field) in CARRIED_OUT:
+            run = making()
+            assert getattr(run, field) == default and field not in run.unset
+            assert f"{field}={default!r}" in repr(run)
+            for same in (run_from_dict("training", run.to_dict()), pickle.loads(pickle.dumps(run)), replace(run)):
+                assert same == run and field not in same.unset
+        else:
+            with pytest.raises(lab.SpecError, match=f"{field}={default!r}"):
+                making()
+
+
+def test_every_field_that_a_stack_sets_is_among_them():
+    assert {field for _, field, _ in CHOICES} == {
+        "precision", "optimizer", "checkpointing", "attention", "zero", "sequence_parallel", "virtual_stages",
+        "sync_each_batch",
+    }  # fmt: skip
+
+
+def test_what_nobody_gives_follows_the_stack_and_the_degrees():
+    run = lab.Training(stack="torchtune", seq_len=512)
+    assert run.optimizer == "adamw-8bit" and "optimizer" in run.unset and "seq_len" not in run.unset
+    assert replace(run, dp=8) == lab.Training(stack="torchtune", seq_len=512, dp=8)
+    assert replace(run, stack="torchtitan") == lab.Training(stack="torchtitan", seq_len=512)
+    assert replace(run, stack="transformers").optimizer == run.optimizer  # transformers sets nothing
+    assert lab.Training(2, 512).unset == lab.Training(micro_batch=2, seq_len=512).unset
+
+
+@pytest.mark.parametrize(("given", "bytes_of_parameter"), [
+    ({}, 2), ({"optimizer": "adamw"}, 8), ({"optimizer": "adamw", "precision": "fp32"}, 16),
+    ({"stack": "torchtune:optimizer=AdamW,optimizer_in_bwd=False"}, 8),
+    ({"optimizer": "adamw", "stack": "torchtune:optimizer_in_bwd=True"}, 6),
+])  # fmt: skip
+def test_adamw_that_is_asked_of_torchtune_has_its_states_on_the_card(given, bytes_of_parameter):
+    """Weights, gradients unless each is gone in backward, and two states: 54 GB of a Llama 2 7B in bf16
+    (pytorch/torchtune, pull request 389); states of PagedAdamW8bit are the driver's. One run is not another's cache."""
+    spec = lab.model("meta-llama/Llama-2-7b-hf")
+    for options in ({"stack": "torchtune"}, {"stack": "torchtune", **given}):
+        run = lab.Training(**{"seq_len": 512, **options})
+        report = lab.estimate(spec, run, "A100-80GB")
+    assert report.peak_allocated == pytest.approx(bytes_of_parameter * spec.parameters, rel=0.1)
+    assert (PAGED_STATES in report.notes) == (run.optimizer == "adamw-8bit")
+
+
+@pytest.mark.parametrize("stack", ["torchtune", "litgpt", "megatron"])
+def test_adapters_in_fp32_are_refused_where_a_stack_has_half_ones(stack):
+    run = lab.Training(stack=stack, lora=lab.LoRA(8))
+    assert run.lora.autocast_adapter_dtype is False
+    assert run_from_dict("training", run.to_dict()) == run
+    assert replace(run, stack="transformers", precision="bf16").lora == lab.LoRA(8)
+    with pytest.raises(lab.SpecError, match=f"autocast_adapter_dtype=True with stack='{stack}'"):
+        lab.Training(stack=stack, lora=lab.LoRA(8, autocast_adapter_dtype=True))
 
 
 def test_options_as_text_are_those_of_the_class():

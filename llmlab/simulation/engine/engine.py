@@ -109,6 +109,7 @@ class Engine(TorchDispatchMode):
         self.placeholder: float | None = None  # what reading an unknown float gives; None raises NotAvailable
         self.watch: Any = None  # a log that sees each operator (profile/operator_log.py)
         self.in_graph = False  # whether a graph runs that torch.compile made
+        self.has_upper_sizes = False  # whether code that torch.compile should have fused ran eager
         self.follows = VALUES_LIMIT if host else SMALL  # elements of a tensor of floats whose values are followed
         self.refused: AllocatorOutOfMemory | None = None  # the last request that found no room
         self.stream = 0  # the CUDA stream in use: its freed blocks are its own
@@ -354,6 +355,7 @@ class Engine(TorchDispatchMode):
 
     def ran_eager(self, place: str, error: Exception) -> None:
         """Note that torch.compile could not compile what is at `place`."""
+        self.has_upper_sizes = True
         reason = (str(error).strip().splitlines() or [""])[0][:200]
         self.remark(
             f"torch.compile ran eager: {place}, so what it would fuse is counted and sizes are upper ones "

@@ -25,6 +25,7 @@ class LitGPT(StackOptions):
     name = "litgpt"
     package = "litgpt"
     families = ("llama",)
+    half_adapters = True
     own_names: ClassVar[Mapping[str, str]] = {}
     undescribed: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("precision", "optimizer", "quantization", "compile"), "its recipes have others, which are not described"
@@ -58,9 +59,10 @@ class LitGPT(StackOptions):
 
     def check_run(self, given: Mapping[str, Any]) -> None:
         """Raise SpecError for what LitGPT's recipes do otherwise."""
-        for field in ("zero", "checkpointing"):
+        for field in ("zero", "checkpointing", "sync_each_batch"):
             if given[field] != (value := self.sets(given)[field]):
-                told = f"{field}={given[field]!r} with stack='litgpt' and dp={given['dp']}"
+                ranks = f"dp={given['dp']}, accumulation={given['accumulation']}"
+                told = f"{field}={given[field]!r} with stack='litgpt', {ranks}"
                 raise SpecError(f"{told}: its recipes have no such choice; give {field}={value!r}")
         mlp = {"gate_proj", "up_proj", "down_proj"}
         targets = set(given["lora"].targets) & mlp if given["lora"] else set()

@@ -75,6 +75,7 @@ class Megatron(StackOptions):
     name = "megatron"
     package = "megatron"
     families = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "phi3")
+    half_adapters = True
     own_names: ClassVar[Mapping[str, str]] = {"checkpointing": "recompute", "virtual_stages": "virtual_pipeline"}
     allowed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "precision": ("mixed-bf16", "mixed-fp16"),

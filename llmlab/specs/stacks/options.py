@@ -21,6 +21,7 @@ class StackOptions(Spec):
     expandable_segments: bool = False  # whether its launcher sets them for the allocator
     ties_heads: ClassVar[bool] = False  # whether models whose head is the embedding are described
     counts_ends: ClassVar[bool] = False  # whether its pipelines count embedding and head as layers where they need not
+    half_adapters: ClassVar[bool] = False  # whether LoRA's are in the dtype of half frozen weights, not in fp32
     allowed: ClassVar[Mapping[str, tuple[Any, ...]]]
     undescribed: ClassVar[Mapping[str, str]] = {}  # options, or values of fields, that its code has: why not
     own_names: ClassVar[Mapping[str, str]]  # by field of Training: the stack's own option that says the same
@@ -64,7 +65,7 @@ class StackOptions(Spec):
         """Raise SpecError where an option cannot go with the run's fields `given`."""
 
     def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the stack sets fields of Training to that are left at their default; `given` are all fields."""
+        """Return the values that fields of Training take unless they were given; `given` are all fields."""
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:

@@ -96,15 +96,21 @@ class Torchtitan(StackOptions):
         )
 
     def check_run(self, given: Mapping[str, Any]) -> None:
-        """Raise SpecError for a precision that torchtitan has not with these degrees (see `sets`), and where torch's
-        1F1B has fewer micro-batches than stages, which it refuses (torch/distributed/pipelining/schedules.py,
-        Schedule1F1B)."""
+        """Raise SpecError for DDP, for a precision that torchtitan does not have with these degrees (see `sets`), for
+        tensor parallelism that leaves norms whole, and if torch's 1F1B has fewer micro-batches than stages, which it
+        refuses (torch/distributed/pipelining/schedules.py, Schedule1F1B)."""
         pp, accumulation, precision = given["pp"], given["accumulation"], given["precision"]
+        if given["zero"] == 0 and given["dp"] * given["cp"] > 1:
+            raise SpecError(f"zero=0 with dp={given['dp']}, cp={given['cp']}: torchtitan is described with FSDP2 over "
+                            "these ranks, not with DDP; leave zero out, or give another stack")  # fmt: skip
         if precision != (own := _halves(given)):
             degrees = ", ".join(f"{name}={given[name]}" for name in ("dp", "cp", "tp", "pp"))
             raise SpecError(f"precision={precision!r} with {degrees}: torchtitan computes in halves by FSDP2 where dp "
                             "or cp shards, by autocast on one device, and not with tp or pp alone; give "
                             f"precision={own!r}")  # fmt: skip
+        if given["tp"] > 1 and not given["sequence_parallel"]:
+            raise SpecError(f"sequence_parallel=False with tp={given['tp']}: torchtitan's tensor parallelism divides "
+                            "norms too; give sequence_parallel=True, or another stack")  # fmt: skip
         if pp > accumulation and given["schedule"] == "1f1b":
             raise SpecError(f"accumulation={accumulation} with pp={pp}: torch's 1F1B takes at least as many "
                             f"micro-batches as stages; give accumulation={pp}, or schedule='gpipe'")  # fmt: skip

@@ -25,8 +25,9 @@ class Torchtune(StackOptions):
     None too is what the configurations of Llama 3.1 8B have: True, but for LoRA on several devices.
     `enable_activation_offloading` moves what is kept to the host. `optimizer` is "AdamW" (torch's, fused), or
     bitsandbytes' "AdamW8bit" and "PagedAdamW8bit", whose states lie outside of PyTorch's allocator; None follows the
-    run's `optimizer`, and where that says nothing is PagedAdamW8bit for a full fine-tune on one device. There the
-    optimizer also steps in backward (`optimizer_in_bwd`), unless micro-batches are accumulated.
+    run's `optimizer`, and where nobody gives that is PagedAdamW8bit for a full fine-tune on one device. There the
+    optimizer also steps in backward (`optimizer_in_bwd`), unless micro-batches are accumulated. If the
+    run gives optimizer="adamw" instead, AdamW steps after backward.
     `num_output_chunks` are those of CEWithChunkedOutputLoss, 0 stands for torch's CrossEntropyLoss of logits that were
     cast to fp32. `packed`: several samples share a sequence, and each token brings its position.
     `fsdp_reshard_after_forward` and `custom_sharded_layers` are FSDP2's, of the recipes for several devices: units of
@@ -37,6 +38,7 @@ class Torchtune(StackOptions):
     package = "torchtune"
     families = ("llama",)
     ties_heads = True
+    half_adapters = True
     own_names: ClassVar[Mapping[str, str]] = {
         "checkpointing": "enable_activation_checkpointing",
         "optimizer": "optimizer",
@@ -152,5 +154,6 @@ class Torchtune(StackOptions):
     def steps_in_backward(self, run: Any) -> bool:
         """Whether each parameter of `run` is updated as soon as it has its gradient."""
         if self.optimizer_in_bwd is None:
-            return run.lora is None and run.dp == 1 and run.accumulation == 1
+            replaced = self.optimizer is None and run.optimizer == "adamw"  # on one device: see `sets`
+            return run.lora is None and run.dp == 1 and run.accumulation == 1 and not replaced
         return self.optimizer_in_bwd
