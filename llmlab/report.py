@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from .base.errors import SpecError
+from .base.notes import Note, notes_from_json, notes_to_json
 from .base.tables import Table, Tabular
 from .base.terms import INFERENCE_PHASES, OUTCOMES, PARTS, SOURCES, TRAINING_PHASES, Outcome, Source, TimelinePoint
 from .base.units import MiB, show_bytes, show_seconds
@@ -50,6 +51,7 @@ class Report(Tabular):
     interval that holds 8 in 10 such predictions (`step_seconds_low`, `step_seconds_high`), and divides the seconds by
     what takes them (`time`) with the origin of each rate (`time_sources`). `time_hidden` has the seconds of
     communication that computation hides, and `layer_time` what one layer takes in a micro-batch.
+    `notes` are sentences; the `code` of each names its kind: [note.code for note in report.notes].
     """
 
     source: Source
@@ -80,7 +82,7 @@ class Report(Tabular):
     mfu: float | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     citation: str | None = None
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     timeline: tuple[TimelinePoint, ...] = ()
 
     def __post_init__(self) -> None:
@@ -103,7 +105,7 @@ class Report(Tabular):
                 kind = "training" if isinstance(value, Training) else "inference"
                 data["run"] = {"kind": kind, **value.to_dict()}
             elif value not in (None, {}, ()):
-                data[f.name] = value
+                data[f.name] = notes_to_json(value) if f.name == "notes" else value
         return data
 
     def to_json(self) -> str:
@@ -123,7 +125,7 @@ class Report(Tabular):
                 raise SpecError(f"report lacks {name!r}")
         run = dict(values["run"])
         values["run"] = run_from_dict(run.pop("kind", None), run)
-        values["notes"] = tuple(values.get("notes", ()))
+        values["notes"] = notes_from_json(values.get("notes", ()))
         values["timeline"] = tuple((phase, sizes) for phase, sizes in values.get("timeline", ()))
         return cls(**values)
 

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, overload
 
 from .base.errors import NotAvailable, SpecError
+from .base.notes import Note
 from .hardware.gpu import GPU
 from .hardware.this_machine import host
 from .report import Comparison, Report
@@ -259,7 +260,7 @@ def _predicted(model: ModelLike, run: Run, card: GPU | str, cluster: Cluster | N
     try:
         return formulas, simulate(model, run, card)
     except NotAvailable as error:
-        return (replace(formulas, notes=(*formulas.notes, f"Not simulated: {error}")),)
+        return (replace(formulas, notes=(*formulas.notes, Note("not-simulated", f"There is no simulation: {error}."))),)
 
 
 def _need(what: str, *packages: str) -> None:

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from ..base.errors import NotAvailable
+from ..base.notes import Note
 from ..formulas.report import estimated, fullest
 from ..hardware.gpu import GPU, gpu
 from ..report import Report
@@ -111,7 +112,8 @@ def simulated_run(model: dict[str, Any], run: Training, card: str) -> Report | s
             report = simulated(spec, short, smaller, how_much=False)
     except NotAvailable as error:
         return str(error)
-    fused = ("Simulated eager: what a compiled step fuses away is counted.",) if run.compile != short.compile else ()
+    eager = "Simulated as an eager step, whose memory is an upper bound of the compiled one's."
+    fused = (Note("simulated-eager", eager),) if run.compile != short.compile else ()
     return replace(
         report, run=run, capacity=whole.memory, timeline=(), modules={}, notes=(*fused, *report.notes), flops=None,
         step_seconds=None, step_seconds_low=None, step_seconds_high=None, tokens_per_second=None, mfu=None,

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
+from ..base.notes import Note, notes_to_json
 from ..base.tables import Table, Tabular
 from ..base.terms import PARTS, Outcome
 from ..base.units import show_bytes, show_seconds
@@ -43,11 +44,11 @@ class ScriptReport(Tabular):
     step_seconds_high: float | None = None
     by_category: Mapping[str, int] = field(default_factory=dict)
     by_module: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
 
     def to_json(self) -> str:
         """Return the report as JSON text; a figure that is not known is null."""
-        return json.dumps(asdict(self), indent=1)
+        return json.dumps({**asdict(self), "notes": notes_to_json(self.notes)}, indent=1)
 
     def _table(self) -> Table:
         rows = [(part, show_bytes(self.by_category[part])) for part in PARTS if part in self.by_category]

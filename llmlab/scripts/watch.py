@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 from ..base.errors import NotAvailable, SpecError, check_counts
+from ..base.notes import Note
 from ..base.terms import PARTS, Outcome
 from ..base.units import show_bytes
 from ..hardware.gpu import EMULATED_BF16, GPU
@@ -21,9 +22,8 @@ from .report import ScriptReport
 
 ROOMY = 2**50  # bytes: of a card on which nothing runs out
 RAN_TO_ITS_END, RAN_OUT_OF_MEMORY, INTERRUPTED = "ran to its end", "ran out of memory", "was interrupted"
-NO_NETWORK = "The time per step is without what the ranks send to each other."
-REFUSED = "The script caught what is not simulated, and went on: "
-CAUGHT = "The card ran out of memory on the way; the script caught the error and went on."
+NO_NETWORK = Note("no-communication", "The time per step leaves out communication between ranks.")
+CAUGHT = Note("caught-out-of-memory", "The GPU ran out of memory once; the script caught the error and went on.")
 
 
 class Enough(BaseException):
@@ -169,18 +169,19 @@ class Watch:
         interval = self._operators.interval if seconds and where.ranks == 1 else None
         notes = [*sim.notes]
         if self._untimed and not seconds:
-            notes.append(f"The time per step is not known: {where.gpu.name} {_without_time(where.gpu, self._untimed)}.")
+            why = _without_time(where.gpu, self._untimed)
+            notes.append(Note("time-unknown", f"The time per step is unknown: the {where.gpu.name} {why}."))
         if seconds and where.ranks > 1:
             notes.append(NO_NETWORK)
         if sim.out_of_memory and self.ended != RAN_OUT_OF_MEMORY:
             notes.append(CAUGHT)
         if self.refused:
-            notes.append(REFUSED + self.refused)
+            caught = "The script caught this error of the simulation and went on"
+            notes.append(Note("caught-refusal", f"{caught}: {self.refused}"))
         if self.elsewhere:
             most = show_bytes(max(self.elsewhere))
-            notes.append(
-                f"Processes that the script started are not in these sizes: at most {most} was allocated there."
-            )
+            others = "Processes that the script started are not included in these sizes"
+            notes.append(Note("other-processes", f"{others}; each allocated at most {most}."))
         return ScriptReport(
             command=name,
             gpu=where.gpu.name,

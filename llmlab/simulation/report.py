@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..base.errors import NotAvailable
+from ..base.notes import Note
 from ..base.units import show_bytes
 from ..formulas.time.step import mfu, tokens_of
 from ..formulas.time.timing import timing
@@ -49,17 +50,24 @@ from .profile.recording import StepRecording
 from .profile.timeline import by_module, peak_place
 from .stacks import SCRIPTS, builder
 
-EAGER_ON_CPU = "compile=True is simulated eager on a CPU: what a compiled step fuses away is counted."
+EAGER_ON_CPU = Note(
+    "simulated-eager",
+    "On a CPU compile=True is simulated as an eager step, whose memory is an upper bound of a compiled one's.",
+)
 
 ROOMY = 2**50  # bytes: of a card on which nothing runs out
 
 # bitsandbytes computes the columns of outliers apart, in 16 bit; how many there are only values say.
-INT8_NOTE = "int8 is simulated as if no activation reached the outlier threshold; each column that does takes more."
+INT8_NOTE = Note(
+    "int8-outliers",
+    "The simulation assumes that no activation exceeds int8's outlier threshold; outlier columns need more memory.",
+)
 
 # benchmarks/loading.py simulates the order of threads, and shows what the published rows reserved more.
-NF4_NOTE = (
-    "nf4 is simulated as transformers loads it from 5.4 on, one weight after the other. Before, several threads loaded "
-    "them, in another order each time, which left other holes: two runs could reserve different bytes."
+NF4_NOTE = Note(
+    "nf4-load-order",
+    "The simulation loads NF4 weights one at a time, as transformers 5.4 and later do. Earlier versions load them in "
+    "several threads, whose order differs between runs, and so does the reserved memory.",
 )
 
 
@@ -84,7 +92,8 @@ def simulated(
     if not others:
         return first
     said = [f"stage {stage} {show_bytes(each.peak_allocated)}" for stage, each in zip(stages[1:], others, strict=True)]
-    first = replace(first, notes=(f"Of the pipeline's other stages, from 0: {', '.join(said)}.", *first.notes))
+    peaks = Note("other-stages", f"The figures are of pipeline stage 0; peaks of other stages: {', '.join(said)}.")
+    first = replace(first, notes=(peaks, *first.notes))
     over = [report for report in others if report.outcome == "out of memory"]
     if not over:
         return first
@@ -104,12 +113,13 @@ def _of_stage(
     where += f", in stage {stage} of the pipeline" if stage else ""
     if not how_much:
         return Report(source="simulated", model=spec.name, run=run, gpu=card.name, capacity=card.memory,
-                      outcome="out of memory", where=where, notes=(str(error),))  # fmt: skip
+                      outcome="out of memory", where=where, notes=(Note("refused-request", str(error)),))  # fmt: skip
     roomy = recorded(spec, run, replace(card, memory=ROOMY), load_order=load_order, stage=stage)
     report = _reported(spec, run, card, roomy)
     needed = max(roomy.peak_reserved or 0, roomy.reserved_before) + card.memory - card.room(run.world_size)
     return replace(
-        report, outcome="out of memory", where=where, needed=needed, process=None, notes=(str(error), *report.notes),
+        report, outcome="out of memory", where=where, needed=needed, process=None,
+        notes=(Note("refused-request", str(error)), *report.notes),
         step_seconds=None, step_seconds_low=None, step_seconds_high=None, tokens_per_second=None, mfu=None,
     )  # fmt: skip
 
@@ -263,7 +273,7 @@ def _reported(spec: ModelSpec, run: Run, card: GPU | None, recording: StepRecord
     )
 
 
-def _notes(spec: ModelSpec, run: Run, card: GPU | None, recording: StepRecording) -> tuple[str, ...]:
+def _notes(spec: ModelSpec, run: Run, card: GPU | None, recording: StepRecording) -> tuple[Note, ...]:
     notes = []
     if quantization_of(run) == "int8":
         notes.append(INT8_NOTE)

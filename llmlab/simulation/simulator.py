@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from ..base.errors import NotAvailable
+from ..base.notes import Note
 from ..hardware.gpu import GPU
 from ..hardware.gpu import gpu as find_gpu
 from .capability import capability_of
@@ -74,8 +75,8 @@ class Simulator:
             yield
 
     @property
-    def notes(self) -> tuple[str, ...]:
-        """What ran and is not counted, one sentence for each."""
+    def notes(self) -> tuple[Note, ...]:
+        """What was assumed or is not counted: a sentence each, whose `code` names its kind."""
         from .engine.engine import notes_of
 
         return notes_of(self._card.engine)

@@ -1,4 +1,4 @@
-"""How long a run takes, what that is made of, where each rate is from, and between what it lies in 8 cases of 10."""
+"""How long a run takes, what that is made of, where each rate is from, and its 80 % interval."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import cache, lru_cache
 from math import exp, hypot, log
 
 from ...base.errors import NotAvailable
+from ...base.notes import Note
 from ...hardware.gpu import GPU
 from ...hardware.links import GIVEN, Cluster, Rates, pcie_rates
 from ...hardware.links import cluster as cluster_of
@@ -53,7 +54,7 @@ SHARED = 1 / 8
 @dataclass(frozen=True)
 class Timing:
     """Seconds of a step, None where they are not known; `low` and `high` hold 80 % of such predictions. `parts` are
-    `PARTS` and add up to the seconds; `sources` say where each is from. `note` says how ranks are connected, or why no
+    `PARTS` and add up to the seconds; `sources` say where each is from. `notes` say how ranks are connected, or why no
     time is known. `hidden` has the seconds of communication that computation hides, which are in no part, and `layer`
     those of one layer in a micro-batch (`distributed.Step`)."""
 
@@ -64,7 +65,7 @@ class Timing:
     sources: Mapping[str, str] = field(default_factory=dict)
     hidden: Mapping[str, float] = field(default_factory=dict)
     layer: Mapping[str, float] = field(default_factory=dict)
-    note: str = ""
+    notes: tuple[Note, ...] = ()
 
 
 def timing(
@@ -77,7 +78,7 @@ def timing(
     if not isinstance(run, Training):
         return Timing(step_seconds(spec, run, card))
     found, nodes, rates, apart, held_up, why = kernels(card), cluster, None, (1.0, 1.0), 1.0, ""
-    on_host = Waiting(0.0, 0.0, 0.0)
+    on_host, notes = Waiting(0.0, 0.0, 0.0), list[Note]()
     if traced:  # it has what hooks, compiled graphs and Megatron-LM's layers start, and none of their Python
         # A host that was fitted to whole steps, which were checkpointed, has that in what its operators take.
         host = traced.passes.host + (0.0 if found.kind == "fitted" else python_seconds(spec, run))
@@ -92,22 +93,23 @@ def timing(
     try:
         known = computation(spec, run, card, traced)
         if known.passes is None:
-            return Timing(note=f"Time is not known: {card.name} has no units for {peak_dtype(run)}.")
+            reason = f"the {card.name} has no {peak_dtype(run)} units"
+            return Timing(notes=(Note("time-unknown", f"The step time is unknown: {reason}."),))
         if run.offload:
             on_host = waiting(spec, run, card, known.passes.seconds)
         if run.world_size == 1:
-            parts, note, hidden, unnamed = _alone(run, known.passes, known.update), "", 0.0, 0.0
+            parts, hidden, unnamed = _alone(run, known.passes, known.update), 0.0, 0.0
             layer = _layer(spec, run, known.counted, parts)
         else:
             nodes = nodes or _usual_nodes(card)
             rates = pcie_rates(nodes.inside, min(run.world_size, nodes.gpus), card.peer_access)
             terms = step(spec, run, card, nodes, traced=traced, known=known)
     except NotAvailable as error:
-        return Timing(note=f"Time is not known: {error}.")
+        return Timing(notes=(Note("time-unknown", f"The step time is unknown: {error}."),))
     if nodes and run.world_size > 1:
         several = run.world_size > nodes.gpus
-        parts, note, hidden = _of(run, terms), _connected(several, nodes, rates), terms.data_sent - terms.data_exposed
-        unnamed = terms.data_later
+        parts, notes = _of(run, terms), list(_interconnect(several, nodes, rates))
+        hidden, unnamed = terms.data_sent - terms.data_exposed, terms.data_later
         if rates:
             ends = [nodes.reaching(rate) for rate in (rates.slow, rates.fast)]
             apart = _nodes_apart(terms, *[step(spec, run, card, each, traced=traced, known=known) for each in ends])
@@ -129,9 +131,10 @@ def timing(
         slower = step(spec, run, card, few, traced=traced, known=known).seconds
         longest = max(longest, slower)
         if slower > factor * seconds:
-            note += f" {few.adapters} would take {slower / seconds:.1f} times as long: name yours (cluster=)."
+            times = f"{slower / seconds:.1f} times as long with {few.adapters} network adapters per node"
+            notes.append(Note("fewer-adapters", f"A step takes {times}; give the number that yours have."))
     if held_up > exp(spread):
-        note += f" {why}: {held_up:.1f} times as long."
+        notes.append(Note("slower-communication", f"A step can take {held_up:.1f} times as long: {why}."))
     kernel = traced.attention if traced else fastest_kernel(run, attention_kernel(spec, run, card), card)
     slower = found.slower(kernel, run.seq_len, sum(head_sizes(spec)) // 2)
     sources = _sources(run, found, parts, kernel, slower, shapes)
@@ -145,11 +148,10 @@ def timing(
     high = max(longest, seconds + later) + shapes.later + older
     if on_host.host:
         sources["offload"] = on_host.host.source or "the median of nodes.toml"
-        note += (
-            f" GPUs wait {on_host.seconds:.2g} s for the memory of a {on_host.host.name},"
-            f" for that of other hosts {on_host.least:.2g} to {on_host.most:.2g} s."
-        )
-    return Timing(seconds, low, high, parts, sources, {"data": hidden} if hidden else {}, layer, note.strip())
+        waits = f"In a step the GPUs wait {on_host.seconds:.2g} s for the memory of the host, a {on_host.host.name}"
+        others = f"{on_host.least:.2g} to {on_host.most:.2g} s"
+        notes.append(Note("host-memory", f"{waits}; with other hosts they wait {others}."))
+    return Timing(seconds, low, high, parts, sources, {"data": hidden} if hidden else {}, layer, tuple(notes))
 
 
 def _held_up(run: Training, nodes: Cluster) -> tuple[Cluster, tuple[str, ...] | None, str]:
@@ -163,11 +165,11 @@ def _held_up(run: Training, nodes: Cluster) -> tuple[Cluster, tuple[str, ...] | 
     if many > 1 and (across := nodes.across):
         share = many**-SHARED
         nodes = replace(nodes, across=replace(across, reached=share * across.reached))
-        why.append(f"Over {many} nodes {across.name} can reach {share:.0%}, where others use it too")
+        why.append(f"where other jobs share the network, {across.name} can drop to {share:.0%} over {many} nodes")
     if isinstance(run.stack, DeepSpeed) and run.zero == 3:
         overlap = ()
-        why.append("DeepSpeed may hide nothing of what it sends")
-    return nodes, overlap, "; ".join(why)
+        why.append("DeepSpeed's ZeRO-3 may overlap no communication with computation")
+    return nodes, overlap, ", and ".join(why)
 
 
 def _nodes_apart(terms: Step, slow: Step, fast: Step) -> tuple[float, float]:
@@ -266,18 +268,18 @@ _usual_nodes = cache(cluster_of)
 
 
 @lru_cache(maxsize=256)
-def _connected(several: bool, nodes: Cluster, rates: Rates | None) -> str:
+def _interconnect(several: bool, nodes: Cluster, rates: Rates | None) -> tuple[Note, ...]:
     """Return how the ranks of one node, or of several, are joined, and of `rates` of published ones what to measure."""
-    between, advice = "", ""
+    between = ""
     if nodes.across and several:
         between = f", {nodes.adapters} × {nodes.across.name} per node"
-    if rates:
-        slow, middle, fast = (f"{rate / 1e9:.2g}" for rate in rates[:3])
-        advice = (
-            f" Each GPU passes on {middle} GB/s, the median of {rates.nodes} published nodes that PCIe joins; 8 of 10"
-            f" reach {slow} to {fast}: measure yours with nccl-tests and give busbw (cluster's reached=, --link-gb-s)."
-        )
-    return f"Time: {nodes.gpus} GPUs per node on {nodes.inside.name}{between}.{advice}"
+    joined = Note("interconnect", f"The step time is for {nodes.gpus} GPUs per node on {nodes.inside.name}{between}.")
+    if not rates:
+        return (joined,)
+    slow, middle, fast = (f"{rate / 1e9:.2g}" for rate in rates[:3])
+    spread = f"the median of {rates.nodes} published PCIe nodes; 80 % of them reach {slow} to {fast} GB/s"
+    advice = "Measure yours with nccl-tests and give its busbw as --link-gb-s (in Python reached= of lab.cluster)"
+    return joined, Note("pcie-rate", f"The assumed bus bandwidth is {middle} GB/s, {spread}. {advice}.")
 
 
 def _sources(
