@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 PEAKS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("peak allocated", "peak_allocated", show_bytes),
     ("peak reserved", "peak_reserved", show_bytes),
-    ("process", "process", show_bytes),
-    ("it would have taken", "needed", show_bytes),
+    ("whole process", "process", show_bytes),
+    ("memory needed", "needed", show_bytes),
     ("device memory", "capacity", show_bytes),
 )
 SPEED: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
@@ -48,7 +48,7 @@ class Report(Tabular):
     those are not known) and the known bytes outside the allocator. A prediction's other sizes are then those of the
     run with enough room, and `process` is None.
     `step_seconds` is one optimizer step (training) or the whole generation (inference). An estimate of training has the
-    interval that holds 8 in 10 such predictions (`step_seconds_low`, `step_seconds_high`), and divides the seconds by
+    80 % interval of such predictions (`step_seconds_low`, `step_seconds_high`), and divides the seconds by
     what takes them (`time`) with the origin of each rate (`time_sources`). `time_hidden` has the seconds of
     communication that computation hides, and `layer_time` what one layer takes in a micro-batch.
     `notes` are sentences; the `code` of each names its kind: [note.code for note in report.notes].
@@ -155,11 +155,11 @@ class Report(Tabular):
             if part in self.parts:
                 rows.append((part, show_bytes(self.parts[part])))
             elif kinds:  # freed before the peak, or allocated after it
-                rows.append((f"({part}, at another moment)", show_bytes(sum(kinds.values()))))
+                rows.append((f"({part}, not at the peak)", show_bytes(sum(kinds.values()))))
             rows += [(f"  {name}", show_bytes(size)) for name, size in kinds.items()]
         for label, name, shown in PEAKS:
             if (size := getattr(self, name)) is not None or name == "peak_allocated":
-                at_least = " at least" if name == "needed" and self.peak_reserved is None else ""
+                at_least = ", at least" if name == "needed" and self.peak_reserved is None else ""
                 rows.append((label + at_least, shown(size)))
         rows += [(f"peak in {phase}", show_bytes(size)) for phase, size in self.phases.items()]
         for label, name, shown in SPEED:
@@ -167,7 +167,7 @@ class Report(Tabular):
                 rows.append((label, shown(value)))
             if name == "step_seconds" and self.step_seconds_low and self.step_seconds_high:
                 between = f"{show_seconds(self.step_seconds_low)} to {show_seconds(self.step_seconds_high)}"
-                rows.append(("  in 8 cases of 10", between))
+                rows.append(("  80 % interval", between))
         rows.append(("outcome", self.outcome + (f" ({self.where})" if self.where else "")))
         return rows
 
@@ -194,12 +194,12 @@ class Report(Tabular):
         return f"<Report: {self.title}: peak {show_bytes(self.peak_allocated)}, {self.outcome}>"
 
     def _table(self) -> Table:
-        lines = [repr(self.run), *self.notes]
+        lines = list(self.notes)
         if self.environment:
             lines.append("; ".join(f"{key} {value}" for key, value in self.environment.items()))
         if self.citation:
             lines.append(f"Source: {self.citation}")
-        return Table(("", ""), self.rows(), self.title, "\n".join(lines))
+        return Table(("", ""), self.rows(), f"{self.title}: {_summary(self.run)}", "\n".join(lines))
 
     def plot(self) -> Picture:
         """Return a picture of the parts: a stacked bar against the device's memory."""
@@ -316,7 +316,7 @@ class Comparison(Tabular):
     @property
     def title(self) -> str:
         first = self.reports[0]
-        return f"{first.model} on {first.gpu or 'this machine'}: {first.run!r}"
+        return f"{first.model} on {first.gpu or 'this machine'}: {_summary(first.run)}"
 
     def _table(self) -> Table:
         lines = self.explain()
@@ -344,6 +344,23 @@ class Comparison(Tabular):
         from .plots import plot_parts
 
         return plot_parts(list(self.reports))
+
+
+def _summary(run: Run) -> str:
+    """Return what a run is, for people: dtypes, optimizer and tokens always, other fields where they are no default."""
+    if isinstance(run, Inference):
+        shown = ("weights", "kv", "batch", "prompt_len", "new_tokens")
+        tokens = f"{run.prompt_len} prompt + {run.new_tokens} new tokens"
+        words = [f"{run.weights} weights", f"{run.kv} KV cache", f"batch {run.batch}", tokens]
+    else:
+        shown = ("precision", "optimizer", "micro_batch", "seq_len", "lora")
+        words = [run.precision, run.optimizer, f"{run.micro_batch} × {run.seq_len} tokens"]
+        if run.lora:
+            words.append(f"LoRA of rank {run.lora.rank} on {' and '.join(run.lora.targets)}")
+    others = {f.name: getattr(run, f.name) for f in fields(run) if f.name not in shown}
+    words += [name if value is True else f"{name}={value}" for name, value in others.items()
+              if value != getattr(type(run), name)]  # fmt: skip
+    return ", ".join(words)
 
 
 def _stack_name(report: Report) -> str:

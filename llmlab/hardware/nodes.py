@@ -72,7 +72,7 @@ def usual_host(card: GPU | str) -> Host:
     except NotAvailable:
         gpus, listed = gpu(card).node_gpus, hosts().values()
         memory, share = median(each.memory / each.gpus for each in listed), median(each.share for each in listed)
-        return Host("host as the table's median", gpus, int(memory * gpus), share * gpus)
+        return Host("a median host", gpus, int(memory * gpus), share * gpus)
 
 
 def nvme() -> Drive:

@@ -96,7 +96,7 @@ def _figures(report: Report, fit: Verdict, card: GPU) -> dict[str, Any]:
         "seconds": report.step_seconds,
         "figures": [
             ["time per step", show_seconds(report.step_seconds) if isinstance(report.run, Training) else "–",
-             f"{show_seconds(between[0])} to {show_seconds(between[1])} in 8 cases of 10" if all(between) else ""],
+             f"80 % interval: {show_seconds(between[0])} to {show_seconds(between[1])}" if all(between) else ""],
             ["tokens per second", f"{report.tokens_per_second:,.0f}" if report.tokens_per_second else "–", ""],
             ["MFU", f"{report.mfu:.1%}" if report.mfu else "–", ""],
             ["cost of a billion tokens", *_cost(report, card)],

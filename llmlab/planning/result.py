@@ -179,7 +179,7 @@ class Plan(Tabular, Sequence["Candidate"]):
         rows = [self._row(candidate, place) for place, candidate in enumerate(self.candidates, 1)]
         any_card = self.goal == "cheapest"
         of = "" if any_card else f", of {show_bytes(self.candidates[0].report.capacity)}"
-        header = ["configuration", f"memory{of}", "update", "8 in 10", "MFU", "10^9 tokens", "why not"]
+        header = ["configuration", f"memory{of}", "update", "80 % interval", "MFU", "10^9 tokens", "why not"]
         if self.tokens:
             header.insert(-1, "all tokens")
         header.insert(0, "GPUs" if any_card else "")

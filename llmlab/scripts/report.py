@@ -22,7 +22,7 @@ class ScriptReport(Tabular):
     known. The script fits where it is within `capacity`, the card's memory, and within `limit` if one was given.
     `needed` is what a run that did not fit would have taken with enough room. `steps` counts calls of an optimizer's
     step(). `step_seconds` is the median over the steps after the first, without what ranks send to each other; None
-    where a kernel's time is not known. 8 in 10 such times lie between `step_seconds_low` and `step_seconds_high`, None
+    where a kernel's time is not known. `step_seconds_low` to `step_seconds_high` is its 80 % interval, None
     with several ranks.
     """
 
@@ -56,9 +56,9 @@ class ScriptReport(Tabular):
         if self.peak_reserved is not None:
             rows.append(("peak reserved", show_bytes(self.peak_reserved)))
         if self.process is not None:
-            rows.append(("process", show_bytes(self.process)))
+            rows.append(("whole process", show_bytes(self.process)))
         if self.needed is not None:
-            rows.append(("it would have taken", show_bytes(self.needed)))
+            rows.append(("memory needed", show_bytes(self.needed)))
         rows.append(("device memory", show_bytes(self.capacity)))
         if self.limit is not None:
             rows.append(("limit", show_bytes(self.limit)))
@@ -68,7 +68,7 @@ class ScriptReport(Tabular):
             rows.append(("time per step", show_seconds(self.step_seconds)))
         if self.step_seconds_low is not None and self.step_seconds_high is not None:
             between = f"{show_seconds(self.step_seconds_low)} to {show_seconds(self.step_seconds_high)}"
-            rows.append(("  in 8 cases of 10", between))
+            rows.append(("  80 % interval", between))
         rows.append(("optimizer steps", str(self.steps)))
         rows.append(("outcome", self.outcome))
         ranks = f", rank 0 of {self.world_size}" if self.world_size > 1 else ""

@@ -140,7 +140,7 @@ def test_the_fullest_stage_is_told():
     report = lab.estimate("meta-llama/Meta-Llama-3-8B", run, "H100-80GB")
     assert report.outcome == "fits"
     assert sum(report.parts.values()) == report.peak_allocated
-    assert any("Stage 3 of the pipeline (from 0) holds more than the first" in note for note in report.notes)
+    assert any(note.code == "fullest-stage" and "stage 3" in note for note in report.notes)
 
 
 # ---- options of NeMo's recipes

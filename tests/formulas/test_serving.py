@@ -233,9 +233,9 @@ def test_a_service_that_cannot_be_is_refused(options: dict[str, float]) -> None:
 
 
 def test_estimate_sizes_the_service_in_a_note() -> None:
-    notes = " ".join(lab.estimate(LLAMA, RUN, "A100-80GB").notes)
+    (note,) = [note for note in lab.estimate(LLAMA, RUN, "A100-80GB").notes if note.code == "serving"]
     found = serving(LLAMA, RUN, "A100-80GB")
-    assert f"{found.requests:,} requests" in notes and f"{found.tokens_per_second:,.0f} tokens/s" in notes
+    assert f"{found.requests:,} requests" in note and f"{found.tokens_per_second:,.0f} tokens/s" in note
     assert json.loads(lab.estimate(LLAMA, RUN, "A100-80GB").to_json())
 
 

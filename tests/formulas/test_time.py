@@ -325,18 +325,19 @@ def test_a_report_says_what_peft_leaves_in_fp32(half):
     usual = replace(run, precision=f"autocast-{half}")
 
     def said(run):
-        return [note for note in lab.estimate("SmolLM2-135M", run, "A100").notes if "peft" in note]
+        notes = lab.estimate("SmolLM2-135M", run, "A100").notes
+        return [note for note in notes if note.code == "fp32-around-quantized"]
 
     (note,) = said(run)
-    assert "norms, attention and the head" in note
-    assert f"{half}=True is precision='autocast-{half}'." in note
+    assert "attention" in note and f"autocast-{half}" in note
     (note,) = said(replace(run, attention="flash"))
-    assert "norms and the head" in note
+    assert "attention" not in note
     own = replace(run, lora=LoRA(autocast_adapter_dtype=False))
     others = [usual, own, replace(run, precision="fp32"), replace(run, quantization=None)]
     assert not any(said(each) for each in others)
     other = replace(run, precision="bf16", stack="torchtune")  # which trains adapters in half
-    assert not any("peft" in note for note in lab.estimate("Llama-3.2-1B", other, "A100").notes)
+    notes = lab.estimate("Llama-3.2-1B", other, "A100").notes
+    assert not any(note.code == "fp32-around-quantized" for note in notes)
 
 
 def test_torchtitan_computes_every_second_product_again():

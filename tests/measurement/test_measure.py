@@ -279,7 +279,7 @@ def test_a_model_too_big_for_this_machine_is_not_started(monkeypatch):
     monkeypatch.setattr(measure_report, "available_memory", lambda: 2**40)  # there are machines that hold its 1.6 TB
     report = lab.measure("meta-llama/Llama-3.1-405B", lab.Training(seq_len=8), device="cpu")
     assert (report.outcome, report.where, report.peak_allocated) == ("out of memory", "load", None)
-    assert "Not started" in report.notes[0]
+    assert report.notes[0].code == "not-started"
 
 
 def test_least_bytes_are_the_weights(llama):

@@ -133,7 +133,7 @@ def test_the_margin_is_left_free(monkeypatch):
 def test_a_compiled_step_is_simulated_eager():
     run = lab.Training(seq_len=64, dp=2, compile=True, precision="autocast-fp16")
     report = simulated_run(TINY, run, "T4")
-    assert report.run == run and report.notes[0].startswith("Simulated eager")
+    assert report.run == run and report.notes[0].code == "simulated-eager"
     eager = lab.simulate(TINY, replace(run, compile=False), "T4")
     assert report.peak_allocated == eager.peak_allocated
 

@@ -148,9 +148,9 @@ def timing(
     high = max(longest, seconds + later) + shapes.later + older
     if on_host.host:
         sources["offload"] = on_host.host.source or "the median of nodes.toml"
-        waits = f"In a step the GPUs wait {on_host.seconds:.2g} s for the memory of the host, a {on_host.host.name}"
+        waits = f"In each step the GPUs wait {on_host.seconds:.2g} s for host memory, assuming {on_host.host.name}"
         others = f"{on_host.least:.2g} to {on_host.most:.2g} s"
-        notes.append(Note("host-memory", f"{waits}; with other hosts they wait {others}."))
+        notes.append(Note("host-memory", f"{waits}; other hosts take {others}."))
     return Timing(seconds, low, high, parts, sources, {"data": hidden} if hidden else {}, layer, tuple(notes))
 
 
