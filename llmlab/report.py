@@ -34,6 +34,7 @@ SPEED: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("tokens per second", "tokens_per_second", "{:,.0f}".format),
     ("MFU", "mfu", "{:.1%}".format),
 )
+COMPARED = ("gpu-memory-assumed", "not-simulated")  # codes of notes that a comparison prints too
 SCHEMA = 1  # of to_json(); a reader of records refuses any other by name
 
 
@@ -199,7 +200,7 @@ class Report(Tabular):
             lines.append("; ".join(f"{key} {value}" for key, value in self.environment.items()))
         if self.citation:
             lines.append(f"Source: {self.citation}")
-        return Table(("", ""), self.rows(), f"{self.title}: {_summary(self.run)}", "\n".join(lines))
+        return Table(("", ""), self.rows(), f"{self.title}: {summary(self.run)}", "\n".join(lines))
 
     def plot(self) -> Picture:
         """Return a picture of the parts: a stacked bar against the device's memory."""
@@ -316,10 +317,11 @@ class Comparison(Tabular):
     @property
     def title(self) -> str:
         first = self.reports[0]
-        return f"{first.model} on {first.gpu or 'this machine'}: {_summary(first.run)}"
+        return f"{first.model} on {first.gpu or 'this machine'}: {summary(first.run)}"
 
     def _table(self) -> Table:
         lines = self.explain()
+        lines += dict.fromkeys(note for r in self.reports for note in r.notes if note.code in COMPARED)
         lines += [
             f"{r.source}: {r.citation or '; '.join(f'{k} {v}' for k, v in r.environment.items())}"
             for r in self.reports
@@ -346,7 +348,7 @@ class Comparison(Tabular):
         return plot_parts(list(self.reports))
 
 
-def _summary(run: Run) -> str:
+def summary(run: Run) -> str:
     """Return what a run is, for people: dtypes, optimizer and tokens always, other fields where they are no default."""
     if isinstance(run, Inference):
         shown = ("weights", "kv", "batch", "prompt_len", "new_tokens")

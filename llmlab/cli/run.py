@@ -18,6 +18,7 @@ import click
 
 from ..base.errors import SpecError
 from ..base.units import GiB, show_bytes
+from ..hardware.gpu import assumed_memory
 from ..hardware.gpu import gpu as find_gpu
 from ..hardware.links import GPUS_PER_NODE
 
@@ -69,6 +70,7 @@ def add_run(cli: click.Group, show: Callable[[Any], None]) -> None:
             def say(report: ScriptReport) -> int:
                 if back:
                     back()
+                report = replace(report, notes=(*assumed_memory(given["name"]), *report.notes))
                 show(report.to_json() if as_json else report)
                 return {"fits": 0, "out of memory": 1, "unknown": 2}[report.outcome]
 

@@ -34,7 +34,7 @@ LOOKED_AT = 1_000  # candidates, of which some are passed over: other micro-batc
 # Of the card, what a plan leaves free: a step's reserved memory is not the same from run to run. 9 in 10 of 37 held-out
 # steps on a T4 reserved less than so much of the card more than their simulation; benchmarks/plans.py derives it.
 MARGIN = 0.04
-UNDECIDED = "not simulated, and too near to tell"
+UNDECIDED = "too close to the limit, and not simulated"
 
 
 class NotSimulated(Executor):
@@ -190,12 +190,12 @@ def _decidable(search: Search, simulates: bool) -> Iterator[Found]:
 
 def _check_simulated(spec: ModelSpec, found: Found, simulates: bool) -> None:
     if not simulates:
-        raise NotAvailable("nothing is simulated")
+        raise NotAvailable("simulation is off")
     from ..simulation.report import check_simulated
 
     check_simulated(spec, shortened(found.run), found.machines.card)
     if found.memory > (1 - MARGIN) * found.machines.card.memory:
-        raise NotAvailable("it leaves no margin by its estimate")
+        raise NotAvailable("its estimate leaves no margin")
 
 
 def _ask(
@@ -220,7 +220,7 @@ def _ask(
         if len(answers) == len(batch):
             return
     for place in range(len(batch)):
-        answers.setdefault(place, "Not simulated: the process that simulated it ended, twice.")
+        answers.setdefault(place, "Not simulated: its process died twice.")
 
 
 def _lost(future: Future[Report | str]) -> bool:

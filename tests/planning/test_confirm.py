@@ -114,7 +114,7 @@ def test_a_process_that_dies_is_asked_again_and_then_said():
 
     done = confirm(search("4xA100-80GB"), Here(answer))
     ends = {each.run.precision: each.unconfirmed for each in done.candidates}
-    assert ends["autocast-bf16"].startswith("Not simulated: the process that simulated it ended, twice")
+    assert "died twice" in ends["autocast-bf16"]
     assert ends["mixed-bf16"] == ""  # its first was asked again
 
 

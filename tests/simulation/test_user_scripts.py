@@ -646,7 +646,8 @@ def test_a_kernel_of_nvrtc_is_counted_and_takes_nothing(card):
     x = torch.zeros(1024, device="cuda")
     before = card.allocated
     kernel(grid=(1, 1, 1), block=(256, 1, 1), args=[x])
-    assert card.allocated == before and any(note.code == "triton-kernels" and "twice (1)" in note for note in card.notes), card.notes
+    assert card.allocated == before
+    assert any(note.code == "triton-kernels" and "twice (1)" in note for note in card.notes), card.notes
 
 
 class WithWorkers(torch.utils.data.DataLoader):
