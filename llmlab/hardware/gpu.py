@@ -186,8 +186,8 @@ def _limited(card: GPU, watts: float) -> GPU:
     if card.power is None:
         raise NotAvailable(f"power={watts:g} W: the power limit of {card.name} is unknown; leave out power")
     if not LEAST_POWER * card.power <= watts <= card.power:
-        raise SpecError(f"power={watts:g} W for {card.name}: give {LEAST_POWER * card.power:g} to {card.power:g} W; clocks "
-                        "under a lower limit have not been measured")  # fmt: skip
+        raise SpecError(f"power={watts:g} W for {card.name}: give {LEAST_POWER * card.power:g} to {card.power:g} W; "
+                        "clocks under a lower limit have not been measured")  # fmt: skip
     slower = (watts / card.power) ** (1 / 3)
     return replace(card, power=watts, peak_flops={dtype: slower * rate for dtype, rate in card.peak_flops.items()})
 
