@@ -61,7 +61,7 @@ def host_of(card: GPU | str) -> Host:
     for each in hosts().values():
         if found.name in each.cards:
             return each
-    raise NotAvailable(f"no host in the table for {found.name}; build a Host with its figures")
+    raise NotAvailable(f"no host is known for {found.name}; build a Host with its figures")
 
 
 def usual_host(card: GPU | str) -> Host:
@@ -96,4 +96,4 @@ def to_host(card: GPU | str, pinned: bool = True) -> float:
     for each in links().values():
         if each.kind == "pcie" and each.bandwidth == found.pcie:
             return each.reached
-    raise NotAvailable(f"no PCIe link in the table for {found.name}")
+    raise NotAvailable(f"no PCIe link is known for {found.name}, and offloading needs one")

@@ -67,7 +67,7 @@ def measured(
     spec = find_model(model)
     check(spec, run)
     if stack := stack_of(run):
-        raise NotAvailable(f"measure runs transformers' classes, not {stack.name}'s; see lab.simulate")
+        raise NotAvailable(f"measure supports stack='transformers' only, not {stack.name!r}; ask lab.simulate")
     check_one_device(run)
     check_counts(repeats=repeats)
     picked = pick_device(device)

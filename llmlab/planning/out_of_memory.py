@@ -128,7 +128,7 @@ def explained(message: str) -> OutOfMemory:
         found.setdefault("unallocated", 0)
     if missing := [name for name in ("requested", "capacity", "free", "allocated", "unallocated") if name not in found]:
         raise SpecError(
-            f"this is no message of torch.OutOfMemoryError: it lacks {', '.join(missing)}. Give the whole text, from "
+            f"this is not a message of torch.OutOfMemoryError: it lacks {', '.join(missing)}. Give the whole text, from "
             "'CUDA out of memory. Tried to allocate' on"
         )
     named = re.search(r"PYTORCH_(?:CUDA_|HIP_)?ALLOC_CONF", message)
