@@ -125,6 +125,19 @@ def test_compare_says_why_a_run_is_not_simulated():
     both = lab.compare("gpt2", lab.Training(pp=2, accumulation=2), "A100-80GB")
     assert [r.source for r in both.reports] == ["estimated"]
     assert both.reports[0].notes[-1].code == "not-simulated" and "pp=2" in both.reports[0].notes[-1]
+    assert both.reports[0].notes[-1] in str(both)
+
+
+def test_every_verb_says_which_memory_a_name_was_taken_to_mean():
+    run = lab.Training(seq_len=32, pp=2, accumulation=2)  # not simulated
+    tiny = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 512, "n_positions": 128}
+    one = replace(run, pp=1)
+    reports = [lab.estimate(tiny, one, "V100"), lab.simulate(tiny, one, "V100"), lab.fix(tiny, one, "V100").report]
+    (note,) = {note for report in reports for note in report.notes if note.code == "gpu-memory-assumed"}
+    answers = *reports[:2], lab.compare(tiny, run, "V100"), lab.fix(tiny, one, "V100")
+    assert all(note in str(answer) for answer in answers)
+    named = lab.estimate(tiny, one, "V100-16GB")
+    assert named == replace(reports[0], notes=tuple(each for each in reports[0].notes if each != note))
 
 
 def test_compare_runs_nothing_unless_it_is_asked_to(monkeypatch):

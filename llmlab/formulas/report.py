@@ -169,7 +169,7 @@ def _notes(
         yield Note("near-limit", f"{needs}, too close to the limit for formulas to decide; `llmlab simulate` decides.")
     if isinstance(run, Inference):
         service = serving(spec, run, card)
-        engine = f"A serving engine with a paged KV cache that may use {FRACTION:.0%} of the memory"
+        engine = f"Served by an engine with a paged KV cache and {FRACTION:.0%} of the memory"
         yield Note("serving", f"{engine}: {service}.")
     elif fit.outcome == "out of memory" and _counted_eager(spec, run, card):
         eager = "The memory is that of an eager step, which does not fit"

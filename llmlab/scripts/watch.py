@@ -53,7 +53,7 @@ class Conditions:
         check_counts(world_size=self.ranks, steps=1 if self.steps is None else self.steps)
         if self.limit is not None and not 0 < self.limit <= self.gpu.memory:
             card = f"{self.gpu.name}'s {show_bytes(self.gpu.memory)}"
-            raise SpecError(f"a limit of {show_bytes(self.limit)}; give more than 0 and at most {card}")
+            raise SpecError(f"--max-gib is {show_bytes(self.limit)}; give more than 0 and at most {card}")
 
     @property
     def ranks(self) -> int:
@@ -124,7 +124,7 @@ class Watch:
                 return
             self._has_optimizer = self._has_optimizer or _an_optimizer_exists()
             if not self._has_optimizer:
-                self.ended = f"was ended after {self.passes} backward passes: it has no optimizer to count steps of"
+                self.ended = f"was ended after {self.passes} backward passes, because it has no optimizer"
                 raise Enough
 
         return backward
@@ -208,8 +208,8 @@ class Watch:
 def _without_time(gpu: GPU, dtype: str) -> str:
     """Return why products in `dtype` have no time."""
     if dtype == "bf16" and gpu.peak("bf16") is None:
-        return f"has no bf16 units, and {EMULATED_BF16}: use fp16"
-    return f"has no rate for {dtype}"
+        return f"has no bf16 units, and {EMULATED_BF16}; use fp16"
+    return f"has no measured rate for {dtype}"
 
 
 def _an_optimizer_exists() -> bool:

@@ -158,7 +158,7 @@ def check_simulated(spec: ModelSpec, run: Run, card: GPU | None) -> None:
     """Raise NotAvailable for a run that is not simulated, without starting it."""
     if isinstance(run, Training) and (own := stack_of(run)):
         if card is None:
-            raise NotAvailable(f"simulate has stack={own.name!r} on GPUs only; name one")
+            raise NotAvailable(f"simulate supports stack={own.name!r} on GPUs only; name one")
         builder(spec, run)
     elif run.world_size > 1:
         checked(spec, run)

@@ -32,7 +32,7 @@ def check(spec: ModelSpec, run: Run, gpu: GPU | None = None) -> None:
 @lru_cache(maxsize=256)  # who asks for a run on one card asks for it on others
 def _check_run(spec: ModelSpec, run: Run) -> None:
     if run.attention in ATTENTION_MISSING.get(spec.family, ()):
-        raise SpecError(f"transformers' {spec.family} has no attention={run.attention!r}; give attention='eager'")
+        raise SpecError(f"transformers' {spec.family} has no attention={run.attention!r}; use attention='eager'")
     if run.seq_len > spec.max_positions:
         what = "seq_len" if isinstance(run, Training) else "prompt_len + new_tokens"
         raise SpecError(

@@ -108,7 +108,7 @@ def _on_meta(spec: ModelSpec, run: Run) -> PreTrainedModel:
             if "attn_implementation" not in str(error):
                 raise
             what = f"transformers' {spec.family} has no attention={run.attention!r}"
-            raise NotAvailable(f"{what}; give attention='eager'") from None
+            raise NotAvailable(f"{what}; use attention='eager'") from None
     model.loss_type = model.loss_type or "ForCausalLM"  # what transformers falls back to, with a warning
     return model
 

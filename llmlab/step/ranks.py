@@ -113,7 +113,7 @@ def _check_tensor_parallel(spec: ModelSpec, run: Training, see: str) -> None:
         sizes["tokens of seq_len"] = run.seq_len
     for what, size in sizes.items():
         if size % run.tp:
-            raise SpecError(f"tp={run.tp} does not divide the {size} {what} of {spec.name}; give a divisor")
+            raise SpecError(f"tp={run.tp} does not divide {spec.name}'s {size} {what}")
 
 
 def is_sharded(run: Run) -> bool:

@@ -165,11 +165,11 @@ def build_step(
 def _check_cache(spec: ModelSpec, run: Inference) -> None:
     """Raise NotAvailable for a KV cache that transformers would hold in another dtype, or not at all."""
     if run.kv in NARROW and spec.window_layers:
-        raise NotAvailable(f"kv={run.kv!r} with a sliding window: transformers has no such cache; ask lab.estimate")
+        raise NotAvailable(f"kv={run.kv!r} with a sliding window: transformers has no such cache; see lab.estimate")
     if run.kv not in NARROW and DTYPES[run.kv] != weight_dtype(run):
         kept = next(name for name, dtype in DTYPES.items() if dtype == weight_dtype(run))
         raise NotAvailable(
-            f"kv={run.kv!r} with weights={run.weights!r}: transformers would store the cache in {kept}; give kv={kept!r}"
+            f"kv={run.kv!r} with weights={run.weights!r}: transformers stores the cache in {kept}; give kv={kept!r}"
         )
 
 

@@ -118,13 +118,12 @@ def test_a_service_says_what_it_knows_in_a_line() -> None:
     found = serving(LLAMA, RUN, "A100-80GB")
     found = replace(found, kv_cache=3 << 30, requests=1234, running=256, tokens_per_second=2500.4)
     cache = "1 × A100-80GB: a KV cache of 3.00 GiB holds 1,234 requests"
-    timed = f"{cache}; 256 at once write 2,500 tokens/s"
+    timed = f"{cache}; 256 concurrent requests generate 2,500 tokens/s"
     assert str(replace(found, usd_per_million_tokens=0.256)) == f"{timed}, $0.26 a million"
     assert str(replace(found, usd_per_million_tokens=None)) == timed
     assert str(replace(found, tokens_per_second=None)) == cache
     full = replace(found, budget=10 << 30, kv_cache=-(2 << 30))
-    nothing = "weights and one pass take {} GiB of the 10.00 GiB allowed; nothing is left for a KV cache"
-    assert str(full) == "A100-80GB: " + nothing.format("12.00")
+    assert all(words in str(full) for words in ("A100-80GB", "need 12.00 GiB", "of 10.00 GiB"))
     assert "holds" in str(replace(found, kv_cache=1))
     assert str(replace(full, kv_cache=0)) == "A100-80GB: " + nothing.format("10.00")
 

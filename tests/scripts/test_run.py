@@ -150,7 +150,7 @@ def test_one_that_fails_by_itself_shows_its_own_lines_only(script):
     assert result.exit_code == 2 and result.stdout == ""
     lines = result.stderr.splitlines()
     assert lines[0] == "Traceback (most recent call last):" and lines[-2:] == [
-        "ZeroDivisionError: division by zero", "llmlab: the script failed by itself",
+        "ZeroDivisionError: division by zero", "llmlab: the script failed with an error of its own",
     ]  # fmt: skip
     assert [line for line in lines if "File" in line and "train.py" not in line] == []
 
@@ -377,8 +377,8 @@ def test_a_snapshot_and_a_picture(script, tmp_path):
         (["--gpu", "T5", "train.py"], "unknown GPU"),
         (["--steps", "0", "train.py"], "steps=0 is not a whole number"),
         (["--max-gib", "-1", "train.py"], "a limit of"),
-        (["--max-gib", "99", "train.py"], "a limit of 99.00 GiB"),
-        (["--world-size", "2", "--nodes", "2", "train.py"], "--world-size beside"),
+        (["--max-gib", "99", "train.py"], "--max-gib is 99.00 GiB"),
+        (["--world-size", "2", "--nodes", "2", "train.py"], "--world-size and --nodes"),
     ],
 )
 def test_bad_input_is_one_line(script, words, said):

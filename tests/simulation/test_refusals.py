@@ -34,9 +34,9 @@ def nested_rows() -> Any:
 REFUSED: dict[str, Callable[[], Any]] = {  # by what the error names
     r"cond is a kernel.*scaled_dot_product_attention": choose,
     r"_to_sparse.*to_dense": lambda: torch.eye(4, device="cuda").to_sparse(),
-    r"torch.cuda.MemPool asks for the driver": lambda: torch.cuda.MemPool(),
-    r"torch.cuda.caching_allocator_alloc asks": lambda: torch.cuda.caching_allocator_alloc(1024),
-    r"nested tensors are not simulated; pad the rows": nested_rows,
+    r"torch.cuda.MemPool needs the driver": lambda: torch.cuda.MemPool(),
+    r"torch.cuda.caching_allocator_alloc needs": lambda: torch.cuda.caching_allocator_alloc(1024),
+    r"nested tensors are not simulated; use padding": nested_rows,
     r"to_dlpack gives the card's memory": lambda: torch.to_dlpack(torch.zeros(4, device="cuda")),
     r"__dlpack__ gives the card's memory": lambda: torch.from_dlpack(torch.zeros(4, device="cuda")),
     r"__cuda_array_interface__ gives": lambda: torch.zeros(4, device="cuda").__cuda_array_interface__,

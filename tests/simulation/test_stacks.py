@@ -160,7 +160,7 @@ def test_the_estimate_is_what_torchtitans_blocks_take_compiled_in_fp8_and_cut_by
 )
 def test_what_of_torchtitan_is_only_estimated(given, names):
     run, model = lab.Training(stack="torchtitan", **given), QWEN if "qwen3" in names else SMALL
-    with pytest.raises(lab.NotAvailable, match=rf"{names} with stack='torchtitan'; see lab\.estimate"):
+    with pytest.raises(lab.NotAvailable, match=rf"{names} with stack='torchtitan'; ask lab\.estimate"):
         lab.simulate(model, run, "H100-80GB")
     assert lab.estimate(model, run, "H100-80GB").peak_allocated
 

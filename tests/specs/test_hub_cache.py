@@ -122,6 +122,6 @@ def test_a_hub_that_does_not_answer(monkeypatch, status):
         raise errors.LocalEntryNotFoundError("not here") from why
 
     monkeypatch.setattr(hub, "hf_hub_download", download)
-    words = "the hub refused some-lab/Little-7B: 503" if status else r"does not answer \(OSError\)"
+    words = "the Hub refused some-lab/Little-7B: 503" if status else r"does not answer \(OSError\)"
     with pytest.raises(lab.NotAvailable, match=words):
         hub_cache.download_config(NAME)

@@ -123,7 +123,7 @@ def test_torchtitans_ranks_have_whole_key_value_heads(model):
 
 @pytest.mark.parametrize(("model", "given", "message"), [
     ("meta-llama/Meta-Llama-3-8B", {"accumulation": 3}, "accumulation=3 with pp=4: torch's 1F1B takes"),
-    ("Qwen/Qwen3-8B", {"accumulation": 4}, "torchtitan has no pipeline of qwen3"),
+    ("Qwen/Qwen3-8B", {"accumulation": 4}, "torchtitan has no pipeline for qwen3"),
 ])  # fmt: skip
 def test_pipelines_that_torchtitan_has_not_are_refused(model, given, message):
     with pytest.raises(lab.SpecError, match=message):
@@ -261,7 +261,7 @@ def test_deepspeeds_buckets_are_read_for_its_stack_alone():
 
 def test_deepspeed_runs_a_stage_of_zero_on_one_gpu_and_no_other_stack_does():
     assert lab.Training(zero=3, stack="deepspeed").dp == 1
-    with pytest.raises(lab.SpecError, match="zero=3 with dp=1 has nothing to share"):
+    with pytest.raises(lab.SpecError, match="zero=3 with dp=1"):
         lab.Training(zero=3)
 
 

@@ -65,7 +65,7 @@ def test_the_first_stage_holds_what_1f1b_keeps_in_flight():
 
 def test_more_stages_than_layers_are_refused_without_a_list_of_them(monkeypatch):
     monkeypatch.setattr(stages, "_counts", lambda *_: pytest.fail("lists the stages"))
-    with pytest.raises(SpecError, match="pp=1000000000 leaves a stage without any of gpt2's 12 layers"):
+    with pytest.raises(SpecError, match="pp=1000000000 leaves a stage of gpt2 without any of its 12 layers"):
         lab.estimate("gpt2", lab.Training(pp=10**9), "T4")
 
 

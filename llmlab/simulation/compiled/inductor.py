@@ -71,7 +71,7 @@ def inductor_on(card: Card) -> Iterator[None]:
             remark(Note("compile-mode", f"torch.compile's {name} is not simulated; its memory is not counted."))
         try:
             if find_spec("triton") is None:
-                raise NotAvailable("Inductor writes Triton's kernels, and Triton is not here: pip install triton")
+                raise NotAvailable("Inductor needs Triton, which is not installed: pip install triton")
             with config.patch(CONFIG), autograd.patch(graphsafe_rng_functionalization=False):  # that asks the driver
                 return real(graph, inputs, inner_compile=_compiler(card, inner_compile), **options)
         except torch.OutOfMemoryError:

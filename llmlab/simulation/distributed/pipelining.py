@@ -48,9 +48,9 @@ def stages_alone(notes: dict[Note, None]) -> Iterator[None]:
             return symbol(f"{STAGE}._StageForwardMeta")(forward_metas=self._user_meta.inputs)
         if not sent:
             raise located(NotAvailable(
-                f"pipeline stage {self.stage_index} takes what stage {src_stage} sends, which is another rank's and "
-                "not known here: give PipelineStage its input_args, tensors of the shapes it takes, or simulate the "
-                "rank of stage 0"
+                f"pipeline stage {self.stage_index} receives what stage {src_stage} on another rank sends, whose shape "
+                "is unknown here: give PipelineStage its input_args (tensors of these shapes), or simulate the rank of "
+                "stage 0"
             ))  # fmt: skip
         notes[ALIKE] = None
         return sent[min(sent)]

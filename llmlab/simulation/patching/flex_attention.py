@@ -59,7 +59,7 @@ def _check(*mods: Callable) -> None:
         held = [cell.cell_contents for cell in getattr(mod, "__closure__", None) or ()]
         if torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in held):
             raise located(NotAvailable(
-                "flex_attention: a tensor that its score_mod takes from outside gets a gradient, of which the memory "
+                "flex_attention: the memory for the gradient of a tensor that its score_mod takes from outside "
                 "is not simulated; detach() it, or lab.measure it"
             ))  # fmt: skip
 
