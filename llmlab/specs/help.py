@@ -10,7 +10,7 @@ HELP = {
     "attention": "Attention kernel.",
     "accumulation": "Micro-batches per optimizer step.",
     "quantization": "Dtype of the frozen base weights; needs --lora.",
-    "zero": "ZeRO stage, 0 to 3, over the --dp ranks; stages 2 and 3 are FSDP.",
+    "zero": "ZeRO stage over the --dp ranks; 2 and 3 are FSDP. One of 0, 1, 2, 3.",
     "dp": "Data-parallel ranks.",
     "tp": "Tensor-parallel ranks.",
     "pp": "Pipeline stages.",

@@ -93,7 +93,7 @@ def test_what_is_no_message_is_refused(text):
 
 
 def test_a_run_without_a_card_is_refused():
-    with pytest.raises(lab.SpecError, match="a model, a run and a card"):
+    with pytest.raises(lab.SpecError, match="a model, a run and a GPU"):
         lab.fix("gpt2", lab.Training())
 
 

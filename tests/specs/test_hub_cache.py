@@ -102,7 +102,7 @@ def test_a_config_is_fetched_when_it_is_asked_for(cache, hub):
 
 
 @pytest.mark.parametrize(("name", "words"), [
-    ("some-lab/nothing", "knows no model some-lab/nothing"), ("some-lab/empty", "has no config.json on the hub"),
+    ("some-lab/nothing", "no model some-lab/nothing"), ("some-lab/empty", "has no config.json on the Hub"),
     ("some-lab/gated", "is gated"), ("no name/../at all", "ORGANISATION/MODEL"),
 ])  # fmt: skip
 def test_what_cannot_be_fetched_is_a_sentence(cache, hub, name, words):

@@ -27,7 +27,7 @@ class LitGPT(StackOptions):
     families = ("llama",)
     own_names: ClassVar[Mapping[str, str]] = {}
     undescribed: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("precision", "optimizer", "quantization", "compile"), "its recipes have others, which are not described"
+        ("precision", "optimizer", "quantization", "compile"), "other recipes are not supported here"
     )
     allowed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "precision": ("bf16",),
@@ -61,7 +61,7 @@ class LitGPT(StackOptions):
         for field in ("zero", "checkpointing"):
             if given[field] != (value := self.sets(given)[field]):
                 told = f"{field}={given[field]!r} with stack='litgpt' and dp={given['dp']}"
-                raise SpecError(f"{told}: its recipes have no such choice; give {field}={value!r}")
+                raise SpecError(f"{told}: its recipes do not offer that; give {field}={value!r}")
         mlp = {"gate_proj", "up_proj", "down_proj"}
         targets = set(given["lora"].targets) & mlp if given["lora"] else set()
         if targets and targets != mlp:

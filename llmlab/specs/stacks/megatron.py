@@ -294,7 +294,7 @@ class Megatron(StackOptions):
                 given = f"moe_expert_capacity_factor={self.moe_expert_capacity_factor} with {spec.name}"
                 raise SpecError(f"{given}, which has no experts; leave it out")
             return
-        given = f"megatron with {spec.name}, whose MLPs are experts, is not described"
+        given = f"stack='megatron' does not support {spec.name}, whose MLPs are experts,"
         if run.tp > 1:
             raise SpecError(f"{given} with tp={run.tp}; give tp=1 and ep")
         if self.fp8_recipe:
@@ -302,4 +302,4 @@ class Megatron(StackOptions):
         if not self.bias_swiglu_fusion:
             raise SpecError(f"{given} with bias_swiglu_fusion=False; leave it out")
         if run.checkpointing == "selective" and "mlp" in self.recompute_modules:
-            raise SpecError(f"{given} with recompute_modules='mlp', which are dense ones; leave mlp out")
+            raise SpecError(f"{given} with recompute_modules='mlp', which means dense MLPs; leave mlp out")

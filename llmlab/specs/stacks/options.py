@@ -33,8 +33,9 @@ class StackOptions(Spec):
                     raise SpecError(f"{cls.name}'s {option} is not supported here: {why}")
                 stacks = StackOptions.__subclasses__()
                 others = [one.name for one in stacks if option in {f.name for f in fields(one)}]
-                whose = f"stack {' and '.join(others)} has it" if others else "no stack has it"
-                raise SpecError(f"stack {cls.name} has no option {option}, {whose}; give one of {', '.join(own)}")
+                whose = f"it is an option of {' and '.join(others)}" if others else "no stack has it"
+                raise SpecError(f"{cls.name} has no option {option}: {whose}; {cls.name} has "
+                                f"{', '.join(own) or 'none'}")  # fmt: skip
         return super().__new__(cls)
 
     @property
