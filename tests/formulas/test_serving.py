@@ -119,7 +119,7 @@ def test_a_service_says_what_it_knows_in_a_line() -> None:
     found = replace(found, kv_cache=3 << 30, requests=1234, running=256, tokens_per_second=2500.4)
     cache = "1 × A100-80GB: a KV cache of 3.00 GiB holds 1,234 requests"
     timed = f"{cache}; 256 concurrent requests generate 2,500 tokens/s"
-    assert str(replace(found, usd_per_million_tokens=0.256)) == f"{timed}, $0.26 a million"
+    assert str(replace(found, usd_per_million_tokens=0.256)) == f"{timed} at $0.26 per million"
     assert str(replace(found, usd_per_million_tokens=None)) == timed
     assert str(replace(found, tokens_per_second=None)) == cache
     full = replace(found, budget=10 << 30, kv_cache=-(2 << 30))
@@ -177,7 +177,7 @@ def test_what_cannot_hold_the_weights_says_so_and_gives_no_time() -> None:
     assert found.kv_cache < 0 and found.blocks == found.requests == 0
     assert found.first_token is None and found.each_token is None
     assert found.tokens_per_second is None and found.usd_per_million_tokens is None
-    assert "nothing is left" in str(found)
+    assert "leaves nothing" in str(found)
     assert serving(LLAMA, lab.Inference(weights="nf4", kv="fp16"), "T4").requests > 10
 
 
