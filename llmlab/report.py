@@ -165,11 +165,12 @@ class Report(Tabular):
         rows += [(f"peak in {phase}", show_bytes(size)) for phase, size in self.phases.items()]
         for label, name, shown in SPEED:
             if (value := getattr(self, name)) is not None:
-                rows.append((label, shown(value)))
+                whole = isinstance(self.run, Inference)
+                rows.append((label.replace("per step", "per generation") if whole else label, shown(value)))
             if name == "step_seconds" and self.step_seconds_low and self.step_seconds_high:
                 between = f"{show_seconds(self.step_seconds_low)} to {show_seconds(self.step_seconds_high)}"
                 rows.append(("  80 % interval", between))
-        rows.append(("outcome", self.outcome + (f" ({self.where})" if self.where else "")))
+        rows.append(("outcome", self.outcome + (f" in {self.where}" if self.where else "")))
         return rows
 
     def module_table(self) -> str:
@@ -272,7 +273,7 @@ class Comparison(Tabular):
         if len(self.stacks) > 1:
             return self._between_stacks()
         if truth is None:
-            return ["Not measured yet: nothing to hold the prediction to."]
+            return ["No measurement of this run is recorded, so the predictions cannot be compared with one."]
         sentences = []
         for source, error in self.relative_errors().items():
             report = next(r for r in self.reports if r.source == source)

@@ -164,13 +164,13 @@ def _notes(
         unknown = f"The CUDA context of the {card.name} has not been measured"
         yield Note("context-unknown", f"{unknown}; the verdict allows for {between}.")
     if fit.outcome == "unknown":
-        between = f"{show_bytes(fit.least)} to {show_bytes(fit.most)} of {show_bytes(card.memory)}"
+        between = f"{show_bytes(fit.least)} to {show_bytes(fit.most)}, and the GPU has {show_bytes(card.memory)}"
         needs = f"With CUDA context and fragmentation the process needs {between}"
-        yield Note("near-limit", f"{needs}, too close to the limit for formulas to decide; `llmlab simulate` decides.")
+        yield Note("near-limit", f"{needs}. That is too close for formulas; `llmlab simulate` decides.")
     if isinstance(run, Inference):
         service = serving(spec, run, card)
         engine = f"Served by an engine with a paged KV cache and {FRACTION:.0%} of the memory"
-        yield Note("serving", f"{engine}: {service}.")
+        yield Note("serving", f"{engine}, {service}.")
     elif fit.outcome == "out of memory" and _counted_eager(spec, run, card):
         eager = "The memory is that of an eager step, which does not fit"
         yield Note("counted-eager", f"{eager}; torch.compile fuses operators, so the compiled step may still fit.")

@@ -122,7 +122,7 @@ def _group(nodes: Cluster, ranks: int, stride: int) -> Group:
     if per_node >= ranks:
         return Group(ranks, per_node, nodes.inside)
     if nodes.across is None:
-        raise NotAvailable("the network between such nodes is unknown; name one with --network (in Python lab.cluster)")
+        raise NotAvailable("the network between such nodes is unknown; name one with --network (in Python cluster=)")
     return Group(ranks, per_node, nodes.inside, nodes.across, nodes.adapters * per_node / nodes.gpus)
 
 

@@ -82,7 +82,7 @@ class Fix(Tabular):
         order = "Each row is an estimate of one change; those that cost the least time per GiB come first."
         assumed = (note for note in self.report.notes if note.code == "gpu-memory-assumed")
         footer = "\n".join([order, *assumed])
-        header = ("change", "saves per GPU", "time, same tokens", "then", "", "chapter")
+        header = ("change", "saves per GPU", "time, same tokens", "outcome", "", "chapter")
         links = {lever.chapter: f"{BOOK}/{lever.chapter}.html" for lever in self.levers}
         return Table(header, rows, title, footer, (0, 3, 4, 5), links)
 

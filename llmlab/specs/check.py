@@ -108,7 +108,7 @@ def _check_training(spec: ModelSpec, run: Training) -> None:
         names = {linear.name for linear in spec.linears}
         if missing := [target for target in run.lora.targets if target not in names]:
             have = ", ".join(sorted(names))
-            raise SpecError(f"LoRA targets {', '.join(missing)} are not layers of {spec.name}; it has {have}")
+            raise SpecError(f"LoRA targets {', '.join(missing)} are not layers of {spec.name}; give some of {have}")
     if run.fp8_recipe:
         _check_fp8(spec, run)
     if run.quantization == "gptq":

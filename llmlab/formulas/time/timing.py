@@ -131,8 +131,9 @@ def timing(
         slower = step(spec, run, card, few, traced=traced, known=known).seconds
         longest = max(longest, slower)
         if slower > factor * seconds:
-            times = f"{slower / seconds:.1f} times as long with {few.adapters} network adapters per node"
-            notes.append(Note("fewer-adapters", f"A step takes {times}; give the number that yours have."))
+            times = f"{slower / seconds:.1f} times as long"
+            fewer = f"With {few.adapters} network adapters per node, as some clouds have, a step takes {times}"
+            notes.append(Note("fewer-adapters", f"{fewer}; give yours as --adapters (in Python cluster=)."))
     if held_up > exp(spread):
         notes.append(Note("slower-communication", f"A step can take {held_up:.1f} times as long: {why}."))
     kernel = traced.attention if traced else fastest_kernel(run, attention_kernel(spec, run, card), card)
@@ -273,12 +274,12 @@ def _interconnect(several: bool, nodes: Cluster, rates: Rates | None) -> tuple[N
     between = ""
     if nodes.across and several:
         between = f", {nodes.adapters} × {nodes.across.name} per node"
-    joined = Note("interconnect", f"The step time is for {nodes.gpus} GPUs per node on {nodes.inside.name}{between}.")
+    joined = Note("interconnect", f"The step time assumes {nodes.gpus} GPUs per node on {nodes.inside.name}{between}.")
     if not rates:
         return (joined,)
     slow, middle, fast = (f"{rate / 1e9:.2g}" for rate in rates[:3])
     spread = f"the median of {rates.nodes} published PCIe nodes; 80 % of them reach {slow} to {fast} GB/s"
-    advice = "Measure yours with nccl-tests and give its busbw as --link-gb-s (in Python reached= of lab.cluster)"
+    advice = "Measure yours with nccl-tests and give its busbw as --link-gb-s (in Python cluster=)"
     return joined, Note("pcie-rate", f"The assumed bus bandwidth is {middle} GB/s, {spread}. {advice}.")
 
 
