@@ -128,8 +128,8 @@ def explained(message: str) -> OutOfMemory:
         found.setdefault("unallocated", 0)
     if missing := [name for name in ("requested", "capacity", "free", "allocated", "unallocated") if name not in found]:
         raise SpecError(
-            f"this is not a message of torch.OutOfMemoryError: it lacks {', '.join(missing)}. Give a MODEL, or on stdin "
-            "the whole message, which starts with 'CUDA out of memory. Tried to allocate'"
+            f"this is not a message of torch.OutOfMemoryError: it lacks {', '.join(missing)}. Give a MODEL, or on "
+            "stdin the whole message, which starts with 'CUDA out of memory. Tried to allocate'"
         )
     named = re.search(r"PYTORCH_(?:CUDA_|HIP_)?ALLOC_CONF", message)
     return OutOfMemory(**found, variable=named[0] if named else VARIABLE)

@@ -63,7 +63,7 @@ class ScriptReport(Tabular):
         if self.limit is not None:
             rows.append(("limit", show_bytes(self.limit)))
         largest = sorted(self.by_module.items(), key=lambda item: -sum(item[1].values()))[:SHOWN_MODULES]
-        rows += [(f"at the peak in {module}", show_bytes(sum(sizes.values()))) for module, sizes in largest]
+        rows += [(f"of the peak, in {module}", show_bytes(sum(sizes.values()))) for module, sizes in largest]
         if self.step_seconds is not None:
             rows.append(("time per step", show_seconds(self.step_seconds)))
         if self.step_seconds_low is not None and self.step_seconds_high is not None:

@@ -160,8 +160,8 @@ def warn_of(what: str) -> None:
     frame = next((each for each in frames if not _is_library(each.f_code.co_filename)), frames[0] if frames else None)
     if frame is not None:
         message = (
-            f"{what}: tensors on the simulated GPU have no values, so this reads a placeholder: floats are "
-            f"{PLACEHOLDER}, integers 0. Results and decisions that depend on it differ from those on a GPU."
+            f"{what} reads a placeholder ({PLACEHOLDER}, or 0 for integers), because tensors on the simulated GPU have "
+            "no values. Results and decisions that depend on it differ from those on a GPU."
         )
         registry = frame.f_globals.setdefault("__warningregistry__", {})  # in which Python keeps what it has said
         warnings.warn_explicit(message, UserWarning, frame.f_code.co_filename, frame.f_lineno, registry=registry)
