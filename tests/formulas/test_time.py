@@ -105,9 +105,9 @@ def test_no_units_no_time():
 
 def test_where_a_rate_is_from_and_how_wide_that_makes_the_interval():
     run = Training(micro_batch=16, seq_len=512, precision="fp16", compile=True)  # nothing waits for the host
-    said = {"H100": "measured on H100-80GB (sglang", "A100-40GB": "transferred from A100-80GB by the large products'",
+    said = {"H100": "measured on H100-80GB (sglang", "A100-40GB": "transferred from A100-80GB by the ratio of measured rates",
             "RTX-6000-Ada": "transferred from L40S by the data sheets'", "T4": "fitted to 32 LoRA",
-            "V100": "transferred from A100-80GB by the large products'", "MI350X": "large products at 1435"}
+            "V100": "transferred from A100-80GB by the ratio of measured rates", "MI350X": "large matmuls at 1435"}
     wide = {}
     for card, words in said.items():
         report = lab.estimate("gpt2", run, card)
@@ -140,7 +140,7 @@ def test_what_was_not_measured_is_said_and_widens_the_interval():
     run = Training(seq_len=1024, precision="bf16", compile=True)
     long = lab.estimate("Llama-3.1-8B", replace(run, seq_len=32768), "H100")
     known, single = (lab.estimate("gpt2", replace(run, micro_batch=16, precision=p), "H100") for p in ("bf16", "fp32"))
-    assert "70% of the data sheet: fp32 was not measured" in single.time_sources["products"]
+    assert "70% of the data sheet, because fp32 was not measured" in single.time_sources["products"]
     assert "beyond 16,384 tokens" in long.time_sources["attention"]
     assert "beyond" not in known.time_sources["attention"]
     width = {name: each.step_seconds / each.step_seconds_low for name, each in

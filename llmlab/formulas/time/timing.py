@@ -141,7 +141,7 @@ def timing(
     sources = _sources(run, found, parts, kernel, slower, shapes)
     other, older = _older_attention(spec, run, found, kernel, parts.get("attention", 0.0))
     if older:
-        sources["attention"] += f"; by {FUSED[other]}, which torch takes with a cuDNN up to 9.15, {older:.2g} s more"
+        sources["attention"] += f"; with {FUSED[other]}, which torch uses with cuDNN up to 9.15, {older:.2g} s more"
     if nodes and not rates and (nodes.inside.kind == "pcie" or nodes.inside.source == GIVEN):
         sources.update({name: "the links that were given" for name in SENT if name in sources})
     sooner, later = _other_hosts(spec, run, found.host, parts, host_waits(run, known.passes))
@@ -291,24 +291,24 @@ def _sources(
     said = {name: found.sources[name] for name in parts}
     dtype = peak_dtype(run)
     if found.table and not found.measured(dtype):
-        said["products"] = f"{found.shares['products']:.0%} of the data sheet: {dtype} was not measured"
+        said["products"] = f"{found.shares['products']:.0%} of the data sheet, because {dtype} was not measured"
     else:
         if (share := shapes.beyond / parts["products"]) > LITTLE:
-            said["products"] += f"; {min(1.0, share):.0%} of it beyond the sizes measured, as the work grows"
+            said["products"] += f"; {min(1.0, share):.0%} of it extrapolated beyond the measured sizes"
         if (share := shapes.unaligned / parts["products"]) > LITTLE:
-            rows = f"of rows that are no multiples of {ALIGNED}"
+            rows = f"on rows that are no multiple of {ALIGNED}"
             timed, times = unaligned_times(found.card)
             take = "which take" if timed else "which may take"
             said["products"] += f"; {min(1.0, share):.0%} of it {rows}, {take} {times:.0f} times as long"
     if "attention" not in said or not found.table:
         return said
     if kernel not in FUSED:
-        said["attention"] = f"its products: {said['products']}"
+        said["attention"] = f"its matmuls: {said['products']}"
     elif dtype == "fp32":
-        said["attention"] = f"{found.shares['attention']:.0%} of the data sheet: fp32 was not measured"
+        said["attention"] = f"{found.shares['attention']:.0%} of the data sheet, because fp32 was not measured"
     else:
         if slower != 1:
             said["attention"] += f", × {slower:.2f} for {FUSED[kernel]}"
         if found.longest and run.seq_len > found.longest:
-            said["attention"] += f"; beyond {found.longest:,} tokens, as the work grows"
+            said["attention"] += f"; extrapolated beyond {found.longest:,} tokens"
     return said

@@ -115,7 +115,7 @@ def check_index(device: Any, cards: int = 1) -> int:
             raise ValueError(f"Expected a cuda device, but got: {device}")
         device = device.index
     if device is not None and device not in range(cards):
-        raise torch.AcceleratorError(f"CUDA error: invalid device ordinal {device}; the simulator has one card, cuda:0")
+        raise torch.AcceleratorError(f"CUDA error: invalid device ordinal {device}; the simulator has one GPU, cuda:0")
     return 0
 
 

@@ -218,7 +218,7 @@ class Whole(int):
 
 
 # torch's own errors name the type: "argument 'size' must be tuple of ints, not ..."
-Unknown.__name__ = "a value that the simulated card does not have"
+Unknown.__name__ = "a value that the simulated GPU does not have"
 
 
 def _compared(name: str) -> Callable:
