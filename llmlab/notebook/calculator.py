@@ -34,7 +34,7 @@ DEFAULTS = {"kind": "training", "model": "meta-llama/Llama-3.1-8B", "gpu": "RTX-
 # The state in which the page opens: a full fine-tune as most people start one, on the largest card that many have. It
 # does not fit, and the levers say what would.
 FIRST = {"precision": "bf16", "seq_len": "2048", "checkpointing": "full"}
-OUTCOMES = {"fits": "fits", "out of memory": "out of memory", "unknown": "too near to tell"}
+OUTCOMES = {"fits": "fits", "out of memory": "out of memory", "unknown": "too close to tell"}
 LABELS = {
     "gpu": "GPU", "gpus": "GPUs", "seq_len": "sequence length", "lora": "LoRA rank", "lora_targets": "LoRA targets",
     "zero": "ZeRO stage", "tp": "tensor parallel", "pp": "pipeline stages", "cp": "context parallel",
@@ -124,8 +124,8 @@ def _headline(report: Report, fit: Verdict, card: GPU) -> str:
     if report.outcome == "fits":
         return f"Fits: at most {show_bytes(fit.most)} of the {room} of each {card.name}."
     if report.outcome == "out of memory":
-        return f"Does not fit: it takes at least {show_bytes(report.needed)}, {card.name} has {room}."
-    return f"Too near to tell: {show_bytes(fit.least)} to {show_bytes(fit.most)} of {room}. llmlab simulate decides."
+        return f"Does not fit: it needs at least {show_bytes(report.needed)}, and {card.name} has {room}."
+    return f"Too close to tell: {show_bytes(fit.least)} to {show_bytes(fit.most)} of {room}. llmlab simulate decides."
 
 
 def _cost(report: Report, card: GPU) -> tuple[str, str]:
@@ -150,7 +150,7 @@ def command_line(called: str, run: Run, card: GPU) -> str:
         words.append("--inference")
     for f in fields(run):
         value = getattr(run, f.name)
-        if value == f.default:
+        if value == f.default and f.name not in ("precision", "weights", "kv"):  # whose defaults depend on the GPU there
             continue
         flag = "--" + f.name.replace("_", "-")
         if isinstance(value, LoRA):

@@ -105,9 +105,9 @@ def test_no_units_no_time():
 
 def test_where_a_rate_is_from_and_how_wide_that_makes_the_interval():
     run = Training(micro_batch=16, seq_len=512, precision="fp16", compile=True)  # nothing waits for the host
-    said = {"H100": "measured on H100-80GB (sglang", "A100-40GB": "transferred from A100-80GB by the ratio of measured rates",
-            "RTX-6000-Ada": "transferred from L40S by the data sheets'", "T4": "fitted to 32 LoRA",
-            "V100": "transferred from A100-80GB by the ratio of measured rates", "MI350X": "large matmuls at 1435"}
+    said = {"H100": "measured on H100-80GB (sglang", "A100-40GB": "transferred from A100-80GB by the ratio of meas",
+            "RTX-6000-Ada": "transferred from L40S by the ratio of data", "T4": "fitted to 32 LoRA",
+            "V100": "transferred from A100-80GB by the ratio of meas", "MI350X": "large matmuls at 1435"}
     wide = {}
     for card, words in said.items():
         report = lab.estimate("gpt2", run, card)
