@@ -196,7 +196,7 @@ class Report(Tabular):
         return f"<Report: {self.title}: peak {show_bytes(self.peak_allocated)}, {self.outcome}>"
 
     def _table(self) -> Table:
-        lines = list(self.notes)
+        lines: list[str] = list(self.notes)
         if self.environment:
             lines.append("; ".join(f"{key} {value}" for key, value in self.environment.items()))
         if self.citation:

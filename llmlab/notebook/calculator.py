@@ -150,7 +150,7 @@ def command_line(called: str, run: Run, card: GPU) -> str:
         words.append("--inference")
     for f in fields(run):
         value = getattr(run, f.name)
-        if value == f.default and f.name not in ("precision", "weights", "kv"):  # whose defaults depend on the GPU there
+        if value == f.default and f.name not in ("precision", "weights", "kv"):  # its defaults differ
             continue
         flag = "--" + f.name.replace("_", "-")
         if isinstance(value, LoRA):

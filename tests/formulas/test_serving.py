@@ -125,7 +125,7 @@ def test_a_service_says_what_it_knows_in_a_line() -> None:
     full = replace(found, budget=10 << 30, kv_cache=-(2 << 30))
     assert all(words in str(full) for words in ("A100-80GB", "need 12.00 GiB", "of 10.00 GiB"))
     assert "holds" in str(replace(found, kv_cache=1))
-    assert str(replace(full, kv_cache=0)) == "A100-80GB: " + nothing.format("10.00")
+    assert "need 10.00 GiB" in str(replace(full, kv_cache=0))
 
 
 def test_without_a_price_a_service_has_times_and_no_costs() -> None:

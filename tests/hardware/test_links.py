@@ -56,7 +56,7 @@ def test_the_usual_nodes_of_a_card():
         assert (found.across.bandwidth, found.inside.bandwidth) == (network, inside)
         assert found.gpus == found.adapters == 8
     for card in ("T4", "RTX-4090", "H100-80GB-PCIe"):
-        with pytest.raises(NotAvailable, match="network.*is unknown; name one"):
+        with pytest.raises(NotAvailable, match="the network between such nodes is unknown"):
             cluster(card).group(16)
 
 

@@ -73,7 +73,7 @@ def test_a_later_stage_s_inputs_are_said_or_refused():
     with lab.simulator(CARD, world_size=2) as sim:
         dist.init_process_group("nccl", rank=1, world_size=2)
         target = torch.empty(WHOLE, device="cuda")
-        with pytest.raises(NotAvailable, match=r"stage 1 takes what stage 0 sends.* input_args.*test_pipelining.py"):
+        with pytest.raises(NotAvailable, match=r"stage 1 receives what stage 0.* input_args.*test_pipelining.py"):
             schedules.Schedule1F1B(stage(1, 2), MICRO_BATCHES, loss_fn=loss).step(target=target)
         shapes = {"input_args": torch.empty(WIDTH, WIDTH, device="meta")}
         said = schedules.Schedule1F1B(stage(1, 2, **shapes), MICRO_BATCHES, loss_fn=loss)

@@ -272,7 +272,7 @@ def test_an_option_that_no_stack_has():
 
 
 def test_a_model_that_the_stack_has_no_code_for():
-    with pytest.raises(lab.SpecError, match="torchtitan.* supports llama, qwen3, qwen3_moe here, not gpt2"):
+    with pytest.raises(lab.SpecError, match=r"torchtitan.* supports llama, qwen3, qwen3_moe here, not gpt2"):
         lab.estimate("gpt2", lab.Training(stack="torchtitan"), "H100-80GB")
 
 
