@@ -53,7 +53,7 @@ class Conditions:
         check_counts(world_size=self.ranks, steps=1 if self.steps is None else self.steps)
         if self.limit is not None and not 0 < self.limit <= self.gpu.memory:
             card = f"{self.gpu.name}'s {show_bytes(self.gpu.memory)}"
-            raise SpecError(f"--max-gib is {show_bytes(self.limit)}; give more than 0 and at most {card}")
+            raise SpecError(f"the memory limit is {show_bytes(self.limit)}; give more than 0 and at most {card}")
 
     @property
     def ranks(self) -> int:

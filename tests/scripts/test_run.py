@@ -226,7 +226,7 @@ weight = torch.ones(64, 64, device="cuda", dtype=torch.float64, requires_grad=Tr
 for optimizer in [torch.optim.SGD([weight])] * 2:
     (weight @ weight).sum().backward(); optimizer.step()
 """
-    found = answer("--gpu", "H100", script(body))
+    found = answer("--gpu", "H100-80GB", script(body))
     assert (found["outcome"], found["steps"], found["step_seconds"]) == ("fits", 2, None)
     assert codes(found) == ["time-unknown"] and "float64" in found["notes"][0]["text"]
 
@@ -372,12 +372,12 @@ def test_a_snapshot_and_a_picture(script, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["nowhere.py"], "nowhere.py is not there"),
+        (["nowhere.py"], "nowhere.py does not exist"),
         ([], "no script"),
         (["--gpu", "T5", "train.py"], "unknown GPU"),
         (["--steps", "0", "train.py"], "steps=0 is not a whole number"),
-        (["--max-gib", "-1", "train.py"], "a limit of"),
-        (["--max-gib", "99", "train.py"], "--max-gib is 99.00 GiB"),
+        (["--max-gib", "-1", "train.py"], "the memory limit is"),
+        (["--max-gib", "99", "train.py"], "the memory limit is 99.00 GiB"),
         (["--world-size", "2", "--nodes", "2", "train.py"], "--world-size and --nodes"),
     ],
 )

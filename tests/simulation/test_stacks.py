@@ -353,7 +353,7 @@ def test_the_estimate_is_what_torchtitans_experts_take(name):
     ("given", "what"), [({"compile": True, "tp": 2}, "compile=True, tp=2"), ({"dp": 1}, "precision='autocast")]
 )
 def test_what_of_torchtitans_experts_is_not_estimated(given, what):
-    with pytest.raises(lab.NotAvailable, match=rf"{what}.* for torchtitan's mixtures of experts, such as custom-qwen3_moe"):
+    with pytest.raises(lab.NotAvailable, match=rf"{what}.* for torchtitan's mixtures of experts, such as"):
         lab.estimate(EXPERTS, lab.Training(**{**MIXTURE, **given}))
 
 
