@@ -65,7 +65,7 @@ def predict(row: Row) -> Predicted:
     except REFUSED as error:
         return Predicted(None, why=str(error))
     if report.step_seconds is None:
-        return Predicted(None, why=next((note for note in report.notes if note.startswith("Time is")), "no time"))
+        return Predicted(None, why=next((note for note in report.notes if note.code == "time-unknown"), "no time"))
     tokens = row.run.global_batch * row.run.seq_len / row.run.world_size
     low, high = (getattr(report, f"step_seconds_{end}", None) for end in ("high", "low"))
     return Predicted(tokens / report.step_seconds, low and tokens / low, high and tokens / high)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from .base.errors import SpecError
+from .base.notes import Note, notes_from_json, notes_to_json
 from .base.tables import Table, Tabular
 from .base.terms import INFERENCE_PHASES, OUTCOMES, PARTS, SOURCES, TRAINING_PHASES, Outcome, Source, TimelinePoint
 from .base.units import MiB, show_bytes, show_seconds
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 PEAKS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("peak allocated", "peak_allocated", show_bytes),
     ("peak reserved", "peak_reserved", show_bytes),
-    ("process", "process", show_bytes),
-    ("it would have taken", "needed", show_bytes),
+    ("whole process", "process", show_bytes),
+    ("memory needed", "needed", show_bytes),
     ("device memory", "capacity", show_bytes),
 )
 SPEED: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
@@ -33,6 +34,7 @@ SPEED: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("tokens per second", "tokens_per_second", "{:,.0f}".format),
     ("MFU", "mfu", "{:.1%}".format),
 )
+COMPARED = ("gpu-memory-assumed", "not-simulated")  # codes of notes that a comparison prints too
 SCHEMA = 1  # of to_json(); a reader of records refuses any other by name
 
 
@@ -47,9 +49,10 @@ class Report(Tabular):
     those are not known) and the known bytes outside the allocator. A prediction's other sizes are then those of the
     run with enough room, and `process` is None.
     `step_seconds` is one optimizer step (training) or the whole generation (inference). An estimate of training has the
-    interval that holds 8 in 10 such predictions (`step_seconds_low`, `step_seconds_high`), and divides the seconds by
+    80 % interval of such predictions (`step_seconds_low`, `step_seconds_high`), and divides the seconds by
     what takes them (`time`) with the origin of each rate (`time_sources`). `time_hidden` has the seconds of
     communication that computation hides, and `layer_time` what one layer takes in a micro-batch.
+    `notes` are sentences; the `code` of each names its kind: [note.code for note in report.notes].
     """
 
     source: Source
@@ -80,7 +83,7 @@ class Report(Tabular):
     mfu: float | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     citation: str | None = None
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     timeline: tuple[TimelinePoint, ...] = ()
 
     def __post_init__(self) -> None:
@@ -103,7 +106,7 @@ class Report(Tabular):
                 kind = "training" if isinstance(value, Training) else "inference"
                 data["run"] = {"kind": kind, **value.to_dict()}
             elif value not in (None, {}, ()):
-                data[f.name] = value
+                data[f.name] = notes_to_json(value) if f.name == "notes" else value
         return data
 
     def to_json(self) -> str:
@@ -123,7 +126,7 @@ class Report(Tabular):
                 raise SpecError(f"report lacks {name!r}")
         run = dict(values["run"])
         values["run"] = run_from_dict(run.pop("kind", None), run)
-        values["notes"] = tuple(values.get("notes", ()))
+        values["notes"] = notes_from_json(values.get("notes", ()))
         values["timeline"] = tuple((phase, sizes) for phase, sizes in values.get("timeline", ()))
         return cls(**values)
 
@@ -153,20 +156,21 @@ class Report(Tabular):
             if part in self.parts:
                 rows.append((part, show_bytes(self.parts[part])))
             elif kinds:  # freed before the peak, or allocated after it
-                rows.append((f"({part}, at another moment)", show_bytes(sum(kinds.values()))))
+                rows.append((f"({part}, not at the peak)", show_bytes(sum(kinds.values()))))
             rows += [(f"  {name}", show_bytes(size)) for name, size in kinds.items()]
         for label, name, shown in PEAKS:
             if (size := getattr(self, name)) is not None or name == "peak_allocated":
-                at_least = " at least" if name == "needed" and self.peak_reserved is None else ""
+                at_least = ", at least" if name == "needed" and self.peak_reserved is None else ""
                 rows.append((label + at_least, shown(size)))
         rows += [(f"peak in {phase}", show_bytes(size)) for phase, size in self.phases.items()]
         for label, name, shown in SPEED:
             if (value := getattr(self, name)) is not None:
-                rows.append((label, shown(value)))
+                whole = isinstance(self.run, Inference)
+                rows.append((label.replace("per step", "per generation") if whole else label, shown(value)))
             if name == "step_seconds" and self.step_seconds_low and self.step_seconds_high:
                 between = f"{show_seconds(self.step_seconds_low)} to {show_seconds(self.step_seconds_high)}"
-                rows.append(("  in 8 cases of 10", between))
-        rows.append(("outcome", self.outcome + (f" ({self.where})" if self.where else "")))
+                rows.append(("  80 % interval", between))
+        rows.append(("outcome", self.outcome + (f" in {self.where}" if self.where else "")))
         return rows
 
     def module_table(self) -> str:
@@ -192,12 +196,12 @@ class Report(Tabular):
         return f"<Report: {self.title}: peak {show_bytes(self.peak_allocated)}, {self.outcome}>"
 
     def _table(self) -> Table:
-        lines = [repr(self.run), *self.notes]
+        lines: list[str] = list(self.notes)
         if self.environment:
             lines.append("; ".join(f"{key} {value}" for key, value in self.environment.items()))
         if self.citation:
             lines.append(f"Source: {self.citation}")
-        return Table(("", ""), self.rows(), self.title, "\n".join(lines))
+        return Table(("", ""), self.rows(), f"{self.title}: {summary(self.run)}", "\n".join(lines))
 
     def plot(self) -> Picture:
         """Return a picture of the parts: a stacked bar against the device's memory."""
@@ -269,7 +273,7 @@ class Comparison(Tabular):
         if len(self.stacks) > 1:
             return self._between_stacks()
         if truth is None:
-            return ["Not measured yet: nothing to hold the prediction to."]
+            return ["No measurement of this run is recorded, so the predictions cannot be compared with one."]
         sentences = []
         for source, error in self.relative_errors().items():
             report = next(r for r in self.reports if r.source == source)
@@ -314,10 +318,11 @@ class Comparison(Tabular):
     @property
     def title(self) -> str:
         first = self.reports[0]
-        return f"{first.model} on {first.gpu or 'this machine'}: {first.run!r}"
+        return f"{first.model} on {first.gpu or 'this machine'}: {summary(first.run)}"
 
     def _table(self) -> Table:
         lines = self.explain()
+        lines += dict.fromkeys(note for r in self.reports for note in r.notes if note.code in COMPARED)
         lines += [
             f"{r.source}: {r.citation or '; '.join(f'{k} {v}' for k, v in r.environment.items())}"
             for r in self.reports
@@ -342,6 +347,23 @@ class Comparison(Tabular):
         from .plots import plot_parts
 
         return plot_parts(list(self.reports))
+
+
+def summary(run: Run) -> str:
+    """Return what a run is, for people: dtypes, optimizer and tokens always, other fields where they are no default."""
+    if isinstance(run, Inference):
+        shown = ("weights", "kv", "batch", "prompt_len", "new_tokens")
+        tokens = f"{run.prompt_len} prompt + {run.new_tokens} new tokens"
+        words = [f"{run.weights} weights", f"{run.kv} KV cache", f"batch {run.batch}", tokens]
+    else:
+        shown = ("precision", "optimizer", "micro_batch", "seq_len", "lora")
+        words = [run.precision, run.optimizer, f"{run.micro_batch} × {run.seq_len} tokens"]
+        if run.lora:
+            words.append(f"LoRA of rank {run.lora.rank} on {' and '.join(run.lora.targets)}")
+    others = {f.name: getattr(run, f.name) for f in fields(run) if f.name not in shown}
+    words += [name if value is True else f"{name}={value}" for name, value in others.items()
+              if value != getattr(type(run), name)]  # fmt: skip
+    return ", ".join(words)
 
 
 def _stack_name(report: Report) -> str:

@@ -8,7 +8,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, overload
 
 from .base.errors import NotAvailable, SpecError
-from .hardware.gpu import GPU
+from .base.notes import Note
+from .hardware.gpu import GPU, assumed_memory
 from .hardware.this_machine import host
 from .report import Comparison, Report
 from .specs.model import ModelLike
@@ -48,7 +49,7 @@ def estimate(model: ModelLike, run: Run, gpu: GPU | str | None = None, cluster: 
     """
     from .formulas.report import estimated
 
-    return estimated(model, run, gpu, cluster)
+    return _assuming(estimated(model, run, gpu, cluster), gpu)
 
 
 def simulate(model: ModelLike, run: Run, gpu: GPU | str) -> Report:
@@ -76,7 +77,7 @@ def simulate(model: ModelLike, run: Run, gpu: GPU | str) -> Report:
     _need("simulating", "torch", "transformers")
     from .simulation.report import simulated
 
-    return simulated(model, run, gpu)
+    return _assuming(simulated(model, run, gpu), gpu)
 
 
 def measure(model: ModelLike, run: Run, device: str | torch.device | None = None, repeats: int = 5) -> Report:
@@ -154,12 +155,15 @@ def compare(
     """
     if stacks:
         if measure or isinstance(run, Inference):
-            raise SpecError("stacks= compares predictions of a training step; give a lab.Training, without measure")
+            raise SpecError(
+                "stacks= compares predictions of a training step; give a lab.Training and leave out "
+                "measure"
+            )
         return _across(model, run, gpu or host().gpu or "cpu", cluster, stacks)
     card = (host().gpu or "cpu") if gpu is None else gpu
     if measure:
         if gpu is not None:
-            raise SpecError(f"measure=True with gpu={gpu!r}: a measurement is of this machine; give one of the two")
+            raise SpecError(f"measure=True with gpu={gpu!r}: this machine is what is measured; give one of the two")
         return Comparison((*_predicted(model, run, card, cluster), _measured(model, run)))
     newest = {report.source: report for report in reversed(records(model, run, card))}
     return Comparison((*_predicted(model, run, card, cluster), *newest.values()))
@@ -249,8 +253,15 @@ def fix(
     if run is None and gpu is None and isinstance(model, str):
         return explained(model)
     if run is None or gpu is None:
-        raise SpecError("fix wants a model, a run and a card, or torch's out-of-memory message alone")
-    return fixed(model, run, gpu, cluster)
+        raise SpecError("fix needs a model, a run and a GPU, or only the text of torch's out-of-memory error")
+    found = fixed(model, run, gpu, cluster)
+    return replace(found, report=_assuming(found.report, gpu))
+
+
+def _assuming(report: Report, gpu: GPU | str | None) -> Report:
+    """Return `report` with a note, behind its first, on the memory of a GPU whose name leaves that open."""
+    assumed = assumed_memory(gpu)
+    return replace(report, notes=(*report.notes[:1], *assumed, *report.notes[1:])) if assumed else report
 
 
 def _predicted(model: ModelLike, run: Run, card: GPU | str, cluster: Cluster | None) -> tuple[Report, ...]:
@@ -259,7 +270,7 @@ def _predicted(model: ModelLike, run: Run, card: GPU | str, cluster: Cluster | N
     try:
         return formulas, simulate(model, run, card)
     except NotAvailable as error:
-        return (replace(formulas, notes=(*formulas.notes, f"Not simulated: {error}")),)
+        return (replace(formulas, notes=(*formulas.notes, Note("not-simulated", f"There is no simulation: {error}."))),)
 
 
 def _need(what: str, *packages: str) -> None:

@@ -57,7 +57,7 @@ class OneLineErrors(click.Group):
             code = _fail(str(error))
         except ScriptFailed as error:
             click.echo(str(error), err=True)
-            code = _fail("the script failed by itself")
+            code = _fail("the script failed with an error of its own")
         except OSError as error:
             code = _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
         except (click.Abort, KeyboardInterrupt):
@@ -69,9 +69,9 @@ class OneLineErrors(click.Group):
 @click.version_option(__version__, message="llmlab %(version)s")
 @click.pass_context
 def cli(context: click.Context) -> int:
-    """What training and running a language model costs: estimated, simulated, measured, compared.
+    """Predict and measure what training and running a language model costs: GPU memory, time, money.
 
-    Exit codes: 0 fits, 1 does not fit, 2 could not say.
+    Exit codes: 0 the run fits, 1 it does not fit, 2 unknown, or the input is wrong.
     """
     if context.invoked_subcommand is None:
         _print(context.get_help())
@@ -101,44 +101,62 @@ def _answer(report: Report, as_json: bool) -> int:
 
 @_verb
 @_model
-@_gpu(help="The card, as `llmlab gpus` names it, or cpu. Without it: what the run needs, not whether it fits.")
-@click.option("--power", type=float, metavar="W", help="The card's power limit, where it is below the maker's.")
+@_gpu(help="GPU (a name of `llmlab gpus`), or cpu. Without one the answer is what the run needs, not whether it fits.")
+@click.option("--power", type=float, metavar="W", help="Power limit of the GPU, if it is set below the vendor's.")
 @cluster_options
 @_json
 def estimate(context: click.Context, model: str, gpu: str | None, power: float | None, as_json: bool, **_: Any) -> int:
-    """Say what a run costs on a card, by formulas. MODEL is a name of `llmlab models` or a config.json."""
+    """Estimate memory and time of a run with closed formulas.
+
+    The answer takes milliseconds.
+
+    MODEL is a name of `llmlab models`, a config.json or its folder.
+    """
     if power is not None and gpu is None:
-        raise SpecError("--power without --gpu; name the card whose limit it is")
+        raise SpecError("--power needs --gpu; name the GPU whose power limit it is")
     card = gpu if gpu is None or power is None else find_gpu(gpu, power)
     return _answer(verbs.estimate(model, run_from(context), card, cluster_from(context)), as_json)
 
 
 @_verb
 @_model
-@_gpu(required=True, help="The card, as `llmlab gpus` names it, or cpu.")
+@_gpu(required=True, help="GPU (a name of `llmlab gpus`), or cpu.")
 @_json
 def simulate(context: click.Context, model: str, gpu: str, as_json: bool, **_: Any) -> int:
-    """Say what a card would show, without having it. MODEL is a name of `llmlab models` or a config.json."""
+    """Simulate a run without a GPU.
+
+    The real PyTorch code runs on fake tensors, and a model of the CUDA allocator counts their memory.
+
+    MODEL is a name of `llmlab models`, a config.json or its folder.
+    """
     return _answer(verbs.simulate(model, run_from(context), gpu), as_json)
 
 
 @_verb
 @_model
-@click.option("--device", metavar="NAME", help="cuda, mps or cpu. Without it the first of them that is here.")
+@click.option("--device", metavar="NAME", help="cuda, mps or cpu; by default the first one that this machine has.")
 @_json
 def measure(context: click.Context, model: str, device: str | None, as_json: bool, **_: Any) -> int:
-    """Run it on this machine and say what it cost. MODEL is a name of `llmlab models` or a config.json."""
+    """Measure memory and time of a run on this machine.
+
+    The weights are random.
+
+    MODEL is a name of `llmlab models`, a config.json or its folder.
+    """
     return _answer(verbs.measure(model, run_from(context), device), as_json)
 
 
 @_verb
 @_model
-@_gpu(help="A card whose records to compare with. Without it: this machine.")
-@click.option("--measure", is_flag=True, help="Run it on this machine, here and now, instead of showing records.")
+@_gpu(help="GPU (a name of `llmlab gpus`), or cpu; by default that of this machine.")
+@click.option("--measure", is_flag=True, help="Measure the run on this machine now, instead of showing records of it.")
 @cluster_options
 @_json
 def compare(context: click.Context, model: str, gpu: str | None, measure: bool, as_json: bool, **_: Any) -> int:
-    """Put estimate, simulation and records side by side. MODEL is a name of `llmlab models` or a config.json."""
+    """Compare estimate, simulation and records of a run.
+
+    MODEL is a name of `llmlab models`, a config.json or its folder.
+    """
     comparison = verbs.compare(model, run_from(context), gpu, measure=measure, cluster=cluster_from(context))
     _print(comparison.to_json() if as_json else comparison)
     return EXIT[best_outcome(comparison.reports)]
@@ -164,7 +182,7 @@ def _list(entries: Any, table: Table | Tabular, as_json: bool) -> int:
 @cli.command()
 @_json
 def gpus(as_json: bool) -> int:
-    """List the cards: memory, bandwidth, peaks."""
+    """List the GPUs: memory, bandwidth, peak FLOP/s."""
     cards = hardware.gpus()
     rows = []
     for card in cards:
@@ -172,17 +190,20 @@ def gpus(as_json: bool) -> int:
         capability = ".".join(map(str, card.compute_capability)) if card.compute_capability else "–"
         rows.append((card.name, f"{card.memory / GiB:.2f}", f"{card.bandwidth / GB:,.0f}", *peaks, capability))
     header = ("name", "GiB", "GB/s", *DTYPES, "capability")
-    units = "Memory in GiB (2^30 bytes), bandwidth in 10^9 bytes/s, dense peaks in 10^12 FLOP/s; "
-    table = Table(header, rows, footer=units + "– is none, or not known.")
+    units = "Memory is in GiB (2^30 bytes), bandwidth in 10^9 bytes/s, dense peaks in 10^12 FLOP/s. "
+    table = Table(header, rows, footer=units + "A dash means that the GPU has none, or that it is unknown.")
     return _list([asdict(card) for card in cards], table, as_json)
 
 
 @cli.command()
-@click.option("--download", multiple=True, metavar="NAME", help="Fetch this model's config.json from Hugging Face's "
-              "hub into its cache, where every verb then finds it by its name; may be repeated.")  # fmt: skip
+@click.option("--download", multiple=True, metavar="NAME", help="Download this model's config.json from the "
+              "Hugging Face Hub; every command then knows the name. Repeatable.")  # fmt: skip
 @_json
 def models(download: tuple[str, ...], as_json: bool) -> int:
-    """List the models known by name, their shape; after --download those alone."""
+    """List the models that are known by name.
+
+    With --download list only the downloaded ones.
+    """
     keys = ("name", "parameters", "layers", "hidden", "heads", "kv_heads", "max_positions")
     for name in download:
         download_config(name)
@@ -195,14 +216,18 @@ def models(download: tuple[str, ...], as_json: bool) -> int:
 
 @cli.command()
 @click.argument("model", required=False)
-@_gpu(help="Only those of this card, as `llmlab gpus` names it, or cpu.")
-@click.option("--source", type=click.Choice(["measured", "published"]), help="Only ours, or only others'.")
+@_gpu(help="Only records of this GPU (a name of `llmlab gpus`), or of cpu.")
+@click.option("--source", type=click.Choice(["measured", "published"]),
+              help="Only our own measurements (measured), or only those that others published.")  # fmt: skip
 @_json
 def records(model: str | None, gpu: str | None, source: str | None, as_json: bool) -> int:
-    """List what was measured before, by us and others."""
+    """List recorded measurements, our own and published ones.
+
+    Without MODEL list those of all models.
+    """
     found = verbs.records(model, gpu=gpu, source=source)
     if not found and not as_json:
-        _print("no records")
+        _print("There are no such records.")
         return 0
     rows = []
     for r in found:
@@ -215,19 +240,21 @@ def records(model: str | None, gpu: str | None, source: str | None, as_json: boo
 @cli.command()
 @_json
 def doctor(as_json: bool) -> int:
-    """Say what this machine has, and which chapters run on it."""
+    """Show what this machine has, and which chapters run on it."""
     found = check_machine()
     return _list(found.to_dict(), found, as_json)
 
 
 @cli.command()
-@click.option("--budget", type=float, default=540, show_default=True, help="Seconds; the next call continues.")
-@click.option("--only", multiple=True, metavar="CHAPTER", help="Measure for this chapter only; may be repeated.")
-@click.option("--out", metavar="DIR", help="Folder of records. Without it the book's in a checkout, else yours.")
-@click.option("--allow-cpu", is_flag=True, help="Try it without a GPU; needs --out.")
+@click.option("--budget", type=float, default=540, show_default=True,
+              help="Seconds to measure for; the next call continues where this one ends.")  # fmt: skip
+@click.option("--only", multiple=True, metavar="CHAPTER", help="Measure for this chapter only. Repeatable.")
+@click.option("--out", metavar="DIR", help="Folder for the records; by default that of the book in a checkout, else "
+              "your own.")  # fmt: skip
+@click.option("--allow-cpu", is_flag=True, help="Measure on the CPU where there is no GPU; needs --out.")
 @_json
 def record(budget: float, only: tuple[str, ...], out: str | None, allow_cpu: bool, as_json: bool) -> int:
-    """Measure on this GPU what the book asks for."""
+    """Measure and record what the book needs, on this GPU."""
     from rich.console import Console
 
     from ..measurement.record import record
@@ -262,7 +289,7 @@ def _field_of_a_plan(error: click.NoSuchOption) -> str:
     """Return how `llmlab plan`, which varies the run's fields, is told one that other commands have as an option."""
     field = error.option_name.lstrip("-").replace("-", "_")
     asked = error.ctx is not None and error.ctx.info_name == "plan" and field in Training().to_dict()
-    return f" A field of the run is kept by --fixed {field}=VALUE." if asked else ""
+    return f" To fix this field of the run give --fixed {field}=VALUE." if asked else ""
 
 
 def _fail(message: str, code: int = 2) -> int:

@@ -14,33 +14,47 @@ from click.core import ParameterSource
 
 from ..base.errors import SpecError
 from ..engines.readers import read_mapping
+from ..hardware.gpu import gpu as find_gpu
 from ..hardware.links import Cluster, cluster
+from ..hardware.this_machine import host
 from ..specs.help import HELP
 from ..specs.run import Inference, LoRA, Run, Training
 
+GENERATION = tuple(f.name for f in fields(Inference) if f.name not in {f.name for f in fields(Training)})
+# The help's words for defaults that depend on the device.
+USUAL = {
+    "precision": "autocast-bf16, but bf16 with --lora and no --quantization; with fp16 for bf16 on a T4 or V100; "
+    "fp32 on a CPU",
+    "weights": "bf16, or fp16 on a T4 or V100",
+    "kv": "as --weights, or bf16 where these are quantized",
+}
 
 def spec_options() -> list[click.Option]:
     """Return the options of every field of Training, LoRA and Inference, each once."""
     options: dict[str, click.Option] = {}
     for owner in (Training, LoRA, Inference):
-        if owner is Inference:
-            words = "Ask for a generation, not a training step."
-            options["inference"] = click.Option(["--inference"], is_flag=True, help=words)
         for field, hint in get_type_hints(owner).items():
             name = field if owner is not LoRA else "lora" if field == "rank" else f"lora_{field}"
             if name in HELP and name not in options and hint != LoRA | None:
                 words = HELP[name]
                 if owner is Inference:
-                    words = f"With --inference: {words[0].lower()}{words[1:]}"
+                    words = f"Generation: {words[0].lower()}{words[1:]}"
                 options[name] = _option(name, hint, getattr(owner, field), words)
-    words = "Read the run from DeepSpeed's .json, Accelerate's .yaml, torchtitan's .toml or TrainingArguments' .json."
-    options["config"] = click.Option(["--from", "config"], metavar="FILE", help=words)
+    others = ", ".join(map(_flag, GENERATION))
+    words = f"Run a generation, not a training step; not needed with {others}."
+    options["inference"] = click.Option(["--inference"], is_flag=True, help=words)
+    words = "Read the training run from a config file: DeepSpeed or TrainingArguments (.json), Accelerate (.yaml), "
+    options["config"] = click.Option(["--from", "config"], metavar="FILE", help=words + "torchtitan (.toml).")
     return list(options.values())
+
+
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
 
 
 def _option(name: str, hint: Any, default: Any, words: str) -> click.Option:
     """Return the option that stands for one field of a spec."""
-    flag, optional = "--" + name.replace("_", "-"), NoneType in get_args(hint)
+    flag, optional = _flag(name), NoneType in get_args(hint)
     kind = get_args(hint)[0] if optional else hint
     if name == "lora":
         return click.Option([flag, name], type=int, metavar="RANK", help=words)
@@ -57,7 +71,7 @@ def _option(name: str, hint: Any, default: Any, words: str) -> click.Option:
         [flag, name],
         type=_or_none(kind) if optional else kind,
         default=default,
-        show_default=default is not None,
+        show_default=USUAL.get(name, default is not None),
         help=words,
     )
 
@@ -71,35 +85,57 @@ def _or_none(kind: type) -> Callable[[str], Any]:
 
 
 def run_from(context: click.Context) -> Run:
-    """Return the Training or Inference that the options given on this command line ask for."""
+    """Return the Training or Inference that the options given on this command line ask for.
+
+    Dtypes that nobody gave are those of `USUAL`, which practitioners run; a stack or a file (--from) has its own.
+    """
     given = {
         name: context.params[name]
         for name in ("inference", *HELP)
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
     }
-    owner = Inference if given.pop("inference", False) else Training
+    generation = [name for name in given if name in GENERATION]
+    owner = Inference if given.pop("inference", False) or generation else Training
+    known = {f.name for f in fields(owner)}
+    if owner is Inference and (stray := [name for name in given if name not in known]):
+        asked = _flag(generation[0]) if generation else "--inference"
+        raise SpecError(f"{_flag(stray[0])} is an option of training and {asked} one of generation; give one of them")
+    if (config := context.params.get("config")) is not None and owner is Inference:
+        asked = _flag(generation[0]) if generation else "--inference"
+        raise SpecError(f"--from {config} describes a training run and {asked} a generation; give one of them")
     adapter = {name: given.pop(name) for name in list(given) if name == "lora" or name.startswith("lora_")}
-    stray = [name for name in given if name not in {f.name for f in fields(owner)}]
-    if owner is Inference:
-        stray += list(adapter)
-    if stray:
-        own = ", ".join("--" + f.name.replace("_", "-") for f in fields(Inference))
-        which = "is for training; with --inference give" if owner is Inference else "needs --inference; with it give"
-        raise SpecError(f"--{stray[0].replace('_', '-')} {which} any of {own}")
     if adapter:
         if "lora" not in adapter:
-            raise SpecError(
-                f"--{next(iter(adapter)).replace('_', '-')} without --lora; give the rank, for example --lora 16"
-            )
+            raise SpecError(f"{_flag(next(iter(adapter)))} needs --lora with a rank, for example --lora 16")
         values = {name.removeprefix("lora_"): value for name, value in adapter.items() if name != "lora"}
         if "targets" in values:
             values["targets"] = tuple(name.strip() for name in values["targets"].split(",") if name.strip())
         given["lora"] = LoRA(rank=adapter["lora"], **values)
-    if (config := context.params.get("config")) is None:
-        return owner(**given)
+    if config is not None:
+        return _from_config(config, given)
+    half = _half(context)
     if owner is Inference:
-        raise SpecError(f"--from {config} says a training; drop --inference")
-    return _from_config(config, given)
+        half = "bf16" if half == "fp32" else half  # a CPU generates in bf16 too
+        weights = given.get("weights", half)
+        return Inference(**{"weights": weights, "kv": half if weights in ("int8", "nf4") else weights, **given})
+    if given.get("stack", "transformers") == "transformers":
+        # Weights that are frozen are loaded in half precision; of a quantized model peft casts the others to fp32.
+        cast = half != "fp32" and ("lora" not in given or given.get("quantization"))
+        given = {"precision": f"autocast-{half}" if cast else half, **given}
+    return Training(**given)
+
+
+def _half(context: click.Context) -> str:
+    """Return the half precision that the command's device computes fast, bf16 where none is named; fp32 on a CPU."""
+    name = context.params.get("gpu")
+    if name is None and context.info_name in ("measure", "compare"):  # on this machine
+        here, device = host(), context.params.get("device") or ""
+        if here.device != "cuda" or device.startswith(("cpu", "mps")):
+            return "fp32"
+        return "bf16" if here.supports_bf16 else "fp16"
+    if isinstance(name, str) and name.lower() == "cpu":
+        return "fp32"
+    return "bf16" if name is None or find_gpu(name).supports_bf16 else "fp16"
 
 
 def _from_config(config: str, given: dict[str, Any]) -> Training:
@@ -110,7 +146,7 @@ def _from_config(config: str, given: dict[str, Any]) -> Training:
     if ending == ".toml":
         return Training.from_torchtitan(Path(config), **given)
     if ending != ".json":
-        raise SpecError(f"--from {config}: give a .json, .yaml or .toml")
+        raise SpecError(f"--from {config}: the file's ending names no known format; give a .json, .yaml or .toml file")
     settings = read_mapping("DeepSpeed", Path(config), json.loads)
     if "per_device_train_batch_size" in settings:
         return Training.from_trainer(settings, **given)
@@ -118,13 +154,16 @@ def _from_config(config: str, given: dict[str, Any]) -> Training:
 
 
 CLUSTER = (
-    click.option("--network", metavar="NAME", help="What connects nodes, such as InfiniBand-NDR."),
-    click.option("--link", metavar="NAME", help="What connects the GPUs of a node, such as NVLink-4."),
-    click.option("--link-gb-s", type=float, metavar="RATE", help="busbw that nccl-tests measure in a node, in GB/s."),
-    click.option("--gpus-per-node", type=int, metavar="N", help="GPUs in each node; without it the maker's, mostly 8."),
-    click.option("--adapters", type=int, metavar="N", help="Network adapters in each node; without it one per GPU."),
-    click.option("--no-nvls", is_flag=True, default=None, help="Let GPUs add in an all-reduce, not the switches."),
-)
+    click.option("--network", metavar="NAME", help="Network between nodes, such as InfiniBand-NDR."),
+    click.option("--link", metavar="NAME", help="Link between the GPUs of a node, such as NVLink-4."),
+    click.option("--link-gb-s", type=float, metavar="RATE",
+                 help="Bus bandwidth in a node, in GB/s, as nccl-tests measure it (busbw)."),
+    click.option("--gpus-per-node", type=int, metavar="N", help="GPUs per node; by default as the vendor sells them, "
+                 "mostly 8."),
+    click.option("--adapters", type=int, metavar="N", help="Network adapters per node; by default one per GPU."),
+    click.option("--no-nvls", is_flag=True, default=None,
+                 help="Compute all-reduces on the GPUs, not in the NVLink switches (NCCL_NVLS_ENABLE=0)."),
+)  # fmt: skip
 
 
 def cluster_options(command: Callable[..., int]) -> Callable[..., int]:
@@ -135,14 +174,14 @@ def cluster_options(command: Callable[..., int]) -> Callable[..., int]:
 
 
 def cluster_from(context: click.Context) -> Cluster | None:
-    """Return the cluster that the options of this command line describe; None, the card's usual nodes, without them."""
+    """Return the cluster that the options of this command line describe; None, the GPU's usual nodes, without them."""
     names = ("network", "link", "link_gb_s", "gpus_per_node", "adapters", "no_nvls")
     given = {name: value for name in names if (value := context.params[name]) is not None}
     if not given:
         return None
     if (card := context.params["gpu"]) is None:
         flag = next(iter(given)).replace("_", "-")
-        raise SpecError(f"--{flag} without --gpu; name the card whose nodes it describes")
+        raise SpecError(f"--{flag} describes the nodes of a GPU, and no --gpu was given; add one")
     reached = given.get("link_gb_s")
     return cluster(
         card, given.get("network"), given.get("gpus_per_node"), given.get("adapters"), given.get("link"),

@@ -20,30 +20,32 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
 
     @group.command()
     @click.argument("model")
-    @click.option("--gpus", required=True, metavar="N", help="What there is: T4, 8xH100-80GB, 2x8xA100-80GB.")
-    @click.option("--global-batch", required=True, type=int, help="Sequences per update, over all GPUs.")
+    @click.option("--gpus", required=True, metavar="N", help="GPUs you have: T4, 8xH100-80GB, or 2x8xA100-80GB (nodes "
+                  "x GPUs per node).")
+    @click.option("--global-batch", required=True, type=int, help="Sequences per optimizer step, over all GPUs.")
     @click.option("--method", default="full", show_default=True, help="One of full, lora, qlora.")
     @click.option("--allow", multiple=True, metavar="NAME",
-                  help="Vary optimizer, precision, kernels, fp8, lora or seq_len.")  # fmt: skip
-    @click.option("--fixed", multiple=True, metavar="FIELD=VALUE", help="Keep a field of the run, as seq_len=4096.")
-    @click.option("--tokens", type=int, help="How many are to be trained on.")
-    @click.option("--within", type=float, metavar="DAYS", help="How long that may take; needs --tokens.")
-    @click.option("--goal", default="fastest", show_default=True, help="One of fastest, cheapest, smallest.")
-    @click.option("--stack", default="transformers", show_default=True, help="Whose code trains.")
-    @click.option("--write", "folder", metavar="DIR", help="Write the files that run the best into this folder.")
-    @click.option("--force", is_flag=True, help="Replace files that --write finds there.")
+                  help="Let the search also change optimizer, precision, kernels, fp8, lora or seq_len. Repeatable.")
+    @click.option("--fixed", multiple=True, metavar="FIELD=VALUE",
+                  help="Fix a field of the run, for example seq_len=4096. Repeatable.")
+    @click.option("--tokens", type=int, help="Tokens to train on.")
+    @click.option("--within", type=float, metavar="DAYS", help="Days that the training may take; needs --tokens.")
+    @click.option("--goal", default="fastest", show_default=True, help="One of fastest, cheapest, smallest (memory).")
+    @click.option("--stack", default="transformers", show_default=True, help="Training code, such as torchtitan.")
+    @click.option("--write", "folder", metavar="DIR", help="Write the files that start the best run into this folder.")
+    @click.option("--force", is_flag=True, help="Let --write replace files.")
     @click.option("--json", "as_json", is_flag=True, help="Print JSON, sizes in bytes.")
     def plan(
         model: str, gpus: str, global_batch: int, fixed: tuple[str, ...], folder: str | None, force: bool,
         as_json: bool, **asked: Any,
-    ) -> int:  # fmt: skip
-        """Search for the configuration of MODEL that runs best on the GPUs there are; each shown is simulated, and one
-        of the files that --write makes starts it.
+    ) -> int:
+        """Search for the best training configuration on your GPUs.
 
-        With --goal cheapest every card with a price is asked, in each number up to that of --gpus. Ctrl-C prints the
-        best so far.
+        Formulas rank the configurations, and simulations confirm the best ones. --write saves the files that start the
+        best run. --goal cheapest compares all GPUs with a known price, in any number up to that of --gpus. Ctrl-C
+        prints the best so far.
 
-        Exit codes: 0 something fits, 1 nothing does, 130 interrupted before anything was found.
+        Exit codes: 0 a configuration fits, 1 none does, 130 interrupted before one was found.
         """
         found = verbs.plan(model, gpus, global_batch, fixed=dict(map(_field, fixed)), **asked)
         show(json.dumps(found.to_dict(), indent=1, default=dict) if as_json else found)
@@ -56,16 +58,20 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
         return 0 if found else 1
 
     def fix(context: click.Context, model: str | None, gpu: str | None, as_json: bool, **_: Any) -> int:
-        """List what would make a run smaller, the cheapest GiB first; without MODEL explain torch's message on stdin.
+        """List changes that make a run need less memory.
 
-        Exit codes: 0 a change makes it fit (or the message was explained), 1 none of them alone does.
+        Those that cost the least time per GiB come first.
+
+        Without MODEL, explain the out-of-memory message of PyTorch on stdin: llmlab fix < log.txt
+
+        Exit codes: 0 one of the changes makes the run fit (or the message was explained), 1 none does.
         """
         if model is None:
             message = verbs.fix(sys.stdin.read())
             show(json.dumps(message.to_dict(), indent=1) if as_json else message)
             return 0
         if gpu is None:
-            raise SpecError("--gpu is missing; name the card, as `llmlab gpus` does")
+            raise SpecError("fix needs --gpu NAME with a MODEL; `llmlab gpus` lists the names")
         found = verbs.fix(model, run_from(context), gpu, cluster_from(context))
         show(json.dumps(found.to_dict(), indent=1, default=dict) if as_json else found)
         return 0 if any(each.report.outcome == "fits" for each in found.levers) else 1
@@ -73,7 +79,7 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
     made = group.command()(
         click.pass_context(
             click.argument("model", required=False)(
-                click.option("--gpu", metavar="NAME", help="The card, as `llmlab gpus` names it.")(
+                click.option("--gpu", metavar="NAME", help="GPU (a name of `llmlab gpus`).")(
                     cluster_options(click.option("--json", "as_json", is_flag=True, help="Print JSON.")(fix))
                 )
             )
@@ -86,7 +92,7 @@ def _field(text: str) -> tuple[str, Any]:
     """Return a field of a run and its value, which is checked as that of a file is."""
     name, equals, value = text.partition("=")
     if not equals:
-        raise SpecError(f"--fixed {text!r} is no FIELD=VALUE; for example --fixed seq_len=4096")
+        raise SpecError(f"--fixed {text!r} is not FIELD=VALUE; give, for example, --fixed seq_len=4096")
     read: Any = {"none": None, "true": True, "false": False}.get(value.lower(), value)
     if isinstance(read, str) and read.isdigit():
         read = int(read)

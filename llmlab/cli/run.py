@@ -18,6 +18,7 @@ import click
 
 from ..base.errors import SpecError
 from ..base.units import GiB, show_bytes
+from ..hardware.gpu import assumed_memory
 from ..hardware.gpu import gpu as find_gpu
 from ..hardware.links import GPUS_PER_NODE
 
@@ -28,27 +29,29 @@ if TYPE_CHECKING:
     from ..scripts.report import ScriptReport
     from ..scripts.watch import Conditions, Watch
 
-EPILOG = """The script may stand behind its launcher: torchrun, accelerate launch and deepspeed are read for
-their ranks.
+EPILOG = """The script may come with its launcher: torchrun, accelerate launch, or deepspeed, whose options say how many
+ranks there are. One process runs, as rank 0.
 
-Exit codes: 0 fits, 1 does not fit on the card or in --max-gib, 2 could not say, or the script failed by itself."""
+Exit codes: 0 fits, 1 does not fit in the GPU (or in --max-gib), 2 unknown, or the script failed with an error of its
+own."""
 OPTIONS = (
     click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]..."),
-    click.option("--gpu", "name", metavar="NAME", required=True, help="The card, as `llmlab gpus` names it."),
-    click.option("-m", "module", is_flag=True, help="SCRIPT is the name of a module."),
+    click.option("--gpu", "name", metavar="NAME", required=True, help="GPU to simulate (a name of `llmlab gpus`)."),
+    click.option("-m", "module", is_flag=True, help="SCRIPT is a module name, as in python -m."),
     click.option("--steps", type=int, metavar="N", help="End the script after N optimizer steps."),
-    click.option("--world-size", type=int, metavar="N", help="Ranks; this is rank 0 of them."),
-    click.option("--nodes", type=int, metavar="N", help="Nodes, with --gpus-per-node."),
-    click.option("--gpus-per-node", type=int, metavar="N", help="GPUs in each node; 8 without it."),
-    click.option("--max-gib", type=float, metavar="GIB", help="The most that the process may take of the card."),
-    click.option("--assume", type=float, metavar="X", help="The value of every number that is read from the card."),
+    click.option("--world-size", type=int, metavar="N", help="Number of ranks; rank 0 is simulated."),
+    click.option("--nodes", type=int, metavar="N", help="Nodes, each with --gpus-per-node GPUs."),
+    click.option("--gpus-per-node", type=int, metavar="N", help="GPUs per node; 8 by default."),
+    click.option("--max-gib", type=float, metavar="GIB", help="Memory that the process may use, if not all."),
+    click.option("--assume", type=float, metavar="X",
+                 help="Value for every number that the script reads from the GPU, such as a loss."),
     click.option("--config", "configs", multiple=True, metavar="NAME=FILE",
-                 help="The config.json of a model that the script loads by NAME; may be repeated."),
+                 help="config.json of a model that the script loads by NAME. Repeatable."),
     click.option("--data", multiple=True, metavar="NAME=FILE",
-                 help="Rows (.jsonl, .csv, .parquet, .txt) of a data set that the script loads by NAME; repeatable."),
-    click.option("--out", metavar="DIR", help="Keep the files that the script writes here; else they are thrown away."),
+                 help="Rows (.jsonl, .csv, .parquet, .txt) of a data set that the script loads by NAME. Repeatable."),
+    click.option("--out", metavar="DIR", help="Keep the script's files in this folder; without it they are deleted."),
     click.option("--snapshot", metavar="FILE", help="Write a memory snapshot for https://pytorch.org/memory_viz."),
-    click.option("--timeline", metavar="FILE", help="Write a picture of the memory over time: .png, .svg or .pdf."),
+    click.option("--timeline", metavar="FILE", help="Plot the memory over time into FILE: .png, .svg or .pdf."),
     click.option("--roomy", is_flag=True, hidden=True),
     click.option("--json", "as_json", is_flag=True, help="Print JSON; the script's own output goes to stderr."),
 )  # fmt: skip
@@ -67,12 +70,13 @@ def add_run(cli: click.Group, show: Callable[[Any], None]) -> None:
             def say(report: ScriptReport) -> int:
                 if back:
                     back()
+                report = replace(report, notes=(*assumed_memory(given["name"]), *report.notes))
                 show(report.to_json() if as_json else report)
                 return {"fits": 0, "out of memory": 1, "unknown": 2}[report.outcome]
 
             return say(answer(say, **given))
 
-    run.__doc__ = "Run a training SCRIPT, as it stands, on a simulated card, and say what it takes."
+    run.__doc__ = "Run any training script on a simulated GPU.\n\nSCRIPT stays as it is, and no GPU is needed."
     for option in reversed(OPTIONS):
         run = option(run)
     # What follows the script is the script's.
@@ -162,7 +166,7 @@ def answer(
 def _ranks(script: Command, world_size: int | None, nodes: int | None, gpus_per_node: int | None) -> int | None:
     """Return the ranks that the options ask for, else those of the script's launcher; None without one."""
     if world_size is not None and (nodes or gpus_per_node) is not None:
-        raise SpecError("--world-size beside --nodes or --gpus-per-node; give the ranks, or the nodes and their GPUs")
+        raise SpecError("--world-size and --nodes or --gpus-per-node say the same; give one of them")
     if world_size is not None:
         return world_size
     nodes, gpus_per_node = nodes or script.nodes, gpus_per_node or script.gpus_per_node

@@ -65,17 +65,18 @@ def deepspeed_config(run: Settings) -> dict[str, Any]:
     _data_parallel_alone("DeepSpeed", run)
     _one_copy("DeepSpeed", run)
     if not run.sync_each_batch:
-        raise SpecError("sync_each_batch=False with DeepSpeed: it reduces those of each micro-batch; drop it")
+        raise SpecError("sync_each_batch=False with DeepSpeed, which reduces gradients after each micro-batch; leave "
+                        "it out")  # fmt: skip
     if run.reduce_dtype != "fp32":
-        raise SpecError(f"reduce_dtype={run.reduce_dtype!r} with DeepSpeed: it says how FSDP reduces; drop it")
+        raise SpecError(f"reduce_dtype={run.reduce_dtype!r} with DeepSpeed: it applies to FSDP; leave it out")
     if run.precision not in DEEPSPEED_PRECISION:
         raise SpecError(
-            f"precision={run.precision!r} with DeepSpeed: its states are fp32; give {', '.join(DEEPSPEED_PRECISION)}"
+            f"precision={run.precision!r} with DeepSpeed, whose states are fp32; give {', '.join(DEEPSPEED_PRECISION)}"
         )
     zero: dict[str, Any] = {"stage": run.zero}
     if run.offload:
         if run.zero == 0:
-            raise SpecError(f"offload={run.offload!r} with zero=0: DeepSpeed offloads what ZeRO shards; give zero >= 1")
+            raise SpecError(f"offload={run.offload!r} with zero=0: DeepSpeed offloads sharded states; give zero >= 1")
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if run.offload == "optimizer+parameters":
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
@@ -144,7 +145,7 @@ def accelerate_config(run: Settings) -> dict[str, Any]:
             "fsdp_cpu_ram_efficient_loading": True,
         }
         if run.offload == "optimizer":
-            raise SpecError("offload='optimizer' with FSDP: it offloads parameters and states together; give both")
+            raise SpecError("offload='optimizer' with FSDP, which offloads parameters and states together; give both")
     elif run.offload:
         raise SpecError(f"offload={run.offload!r} with zero=0: DDP keeps all on the GPU; give zero >= 1")
     return config
@@ -162,12 +163,12 @@ def fsdp_arguments(run: Settings) -> dict[str, Any]:
 
     _data_parallel_alone("FSDP2", run)
     if run.zero not in (2, 3):
-        raise SpecError(f"zero={run.zero} with FSDP2: it shards gradients and states, and parameters; give zero=2 or 3")
+        raise SpecError(f"zero={run.zero} with FSDP2, which always shards gradients and states; give zero=2 or 3")
     dtypes = {"fp32": None, "mixed-fp16": float16, "mixed-bf16": bfloat16}
     if run.precision not in dtypes:
         raise SpecError(f"precision={run.precision!r} with FSDP2: give {', '.join(dtypes)}, or call it under autocast")
     if run.offload == "optimizer":
-        raise SpecError("offload='optimizer' with FSDP2: it offloads parameters and states together; give both")
+        raise SpecError("offload='optimizer' with FSDP2, which offloads parameters and states together; give both")
     half = dtypes[run.precision]
     reduced = {"fp32": float32, "fp16": float16, "bf16": bfloat16}[run.reduce_dtype]
     return {
@@ -179,13 +180,14 @@ def fsdp_arguments(run: Settings) -> dict[str, Any]:
 
 def _one_copy(engine: str, run: Settings) -> None:
     if run.dp_replicate > 1:
-        raise SpecError(f"dp_replicate={run.dp_replicate} with {engine}: this config divides states over all ranks; "
+        raise SpecError(f"dp_replicate={run.dp_replicate} with {engine}: this config shards states over all ranks; "
                         "FSDP2 makes copies, by a mesh of two dimensions")  # fmt: skip
 
 
 def _data_parallel_alone(engine: str, run: Settings) -> None:
     for field in ("tp", "pp", "cp", "ep"):
         if getattr(run, field) > 1:
-            raise SpecError(f"{field}={getattr(run, field)} with {engine}: these settings divide only data and states")
+            raise SpecError(f"{field}={getattr(run, field)} with {engine}: its settings cover data parallelism and "
+                            "ZeRO only")  # fmt: skip
     if run.compile:
         raise SpecError(f"compile=True with {engine}: call torch.compile in the script; give compile=False")

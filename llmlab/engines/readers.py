@@ -84,7 +84,8 @@ def deepspeed_fields(settings: Settings, given: Mapping[str, Any]) -> dict[str, 
     said["offload"] = ("zero_optimization.offload_*", _offload("DeepSpeed", *devices))
     if name := part_of(config, "optimizer").get("type"):
         if str(name).lower() not in DEEPSPEED_OPTIMIZERS:
-            raise SpecError(f"optimizer.type={name!r}: a Training has {', '.join(sorted(DEEPSPEED_OPTIMIZERS))} of it")
+            raise SpecError(f"optimizer.type={name!r} is not supported; give one of "
+                            f"{', '.join(sorted(DEEPSPEED_OPTIMIZERS))}")  # fmt: skip
         said["optimizer"] = ("optimizer.type", DEEPSPEED_OPTIMIZERS[str(name).lower()])
     for field, key in (("micro_batch", "train_micro_batch_size_per_gpu"),
                        ("accumulation", "gradient_accumulation_steps")):  # fmt: skip
@@ -127,7 +128,8 @@ def accelerate_fields(settings: Settings, given: Mapping[str, Any]) -> dict[str,
         raise SpecError(f"distributed_type={kind!r} is not one of {', '.join(kinds)}")
     for section in ("deepspeed_config", "fsdp_config"):
         if config.get(section) and kinds[kind] != section:
-            raise SpecError(f"{section} with distributed_type={kind!r}: two engines' settings; keep those of one")
+            raise SpecError(f"{section} with distributed_type={kind!r}: these are settings of two engines; keep those "
+                            "of one")  # fmt: skip
     half = str(config.get("mixed_precision", "no"))
     if half not in ("no", "fp16", "bf16"):
         raise SpecError(f"mixed_precision={half!r} is not one of no, fp16, bf16")
@@ -155,7 +157,8 @@ def until_last(fields: dict[str, Any], sync_each_batch: bool = False) -> dict[st
 
 def _plugin(section: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     if "deepspeed_config_file" in section:
-        raise SpecError("deepspeed_config_file: the settings are in that file; give it to Training.from_deepspeed")
+        raise SpecError("deepspeed_config_file: the settings are in that file; read it (--from FILE, "
+                        "Training.from_deepspeed)")  # fmt: skip
     check_keys("Accelerate's deepspeed_config", section, PLUGIN_READ | PLUGIN_PASSED)
     devices = [section.get(key, "none") for key in ("offload_optimizer_device", "offload_param_device")]
     said = {"zero": ("zero_stage", section.get("zero_stage", 2)),
@@ -171,7 +174,7 @@ def _fsdp(section: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     value = section.get(key, True if key == "fsdp_reshard_after_forward" else "FULL_SHARD")
     stage = (3 if value else 2) if isinstance(value, bool) else FSDP_STAGES.get(str(value))
     if stage is None:
-        raise SpecError(f"{key}={value!r}: a Training's ZeRO has {', '.join(FSDP_STAGES)}")
+        raise SpecError(f"{key}={value!r} is not supported; give one of {', '.join(FSDP_STAGES)}")
     offload = "optimizer+parameters" if section.get("fsdp_offload_params") else None
     said: dict[str, tuple[str, Any]] = {"zero": (key, stage), "offload": ("fsdp_offload_params", offload)}
     if section.get("fsdp_activation_checkpointing"):  # else a model may still checkpoint itself, as the Trainer asks
@@ -185,7 +188,7 @@ def _deepspeed_precision(config: Mapping[str, Any], given: Mapping[str, Any]) ->
         return "fp16 / bf16.enabled", "auto"
     chosen = [key for key, enabled in on.items() if enabled]
     if len(chosen) > 1:
-        raise SpecError(f"{' and '.join(chosen)} are both enabled: DeepSpeed takes one")
+        raise SpecError(f"{' and '.join(chosen)} are both enabled, and DeepSpeed allows one; give one")
     if chosen == ["torch_autocast"]:
         dtype = part_of(config, "torch_autocast").get("dtype", "bfloat16")
         short = {"bfloat16": "bf16", "float16": "fp16"}.get(str(dtype).removeprefix("torch."))
@@ -198,10 +201,11 @@ def _deepspeed_precision(config: Mapping[str, Any], given: Mapping[str, Any]) ->
 def _offload(engine: str, optimizer: str, parameters: str) -> str | None:
     for device in (optimizer, parameters):
         if device not in ("cpu", "none"):
-            raise SpecError(f"{engine} offloads to {device!r}: a Training has cpu or none")
+            raise SpecError(f"{engine} offloads to {device!r}, which is not supported; give cpu or none")
     if parameters == "cpu":
         if optimizer != "cpu":
-            raise SpecError(f"{engine} offloads parameters alone: a Training offloads states with them; offload both")
+            raise SpecError(f"{engine} offloads parameters without optimizer states, which is not supported; offload "
+                            "both")  # fmt: skip
         return "optimizer+parameters"
     return "optimizer" if optimizer == "cpu" else None
 
@@ -213,7 +217,8 @@ def _batches(fields: dict[str, Any], total: Any) -> dict[str, Any]:
     names = ("micro_batch", "accumulation", "dp")
     missing = [name for name in names if name not in fields]
     if len(missing) > 1 and "dp" in missing:
-        raise SpecError(f"train_batch_size={total} is shared by ranks that the config does not count: give dp=")
+        raise SpecError(f"train_batch_size={total} is the sum over ranks, whose number the config does not have; give "
+                        "dp=")  # fmt: skip
     if missing == ["micro_batch", "accumulation"]:
         fields["accumulation"] = 1  # DeepSpeed's default
         missing = ["micro_batch"]
@@ -231,9 +236,9 @@ def agreed(said: Mapping[str, tuple[str, Any]], given: Mapping[str, Any]) -> dic
     for field, (key, value) in said.items():
         if value == "auto":
             if field not in given:
-                raise SpecError(f'{key} is "auto", which the Trainer fills in: give {field}=')
+                raise SpecError(f'{key} is "auto", which the Trainer fills in; give {field}=')
         elif field in given and given[field] != value:
-            raise SpecError(f"{field}={given[field]!r} with {key}, which says {value!r}: give one of them")
+            raise SpecError(f"{field}={given[field]!r} with {key}, which is {value!r}; give one of them")
         else:
             fields[field] = value
     return fields
@@ -243,8 +248,9 @@ def check_keys(engine: str, config: Mapping[str, Any], known: set[str]) -> None:
     if unknown := sorted(str(key) for key in config if key not in known):
         whose = next((name for name, keys in OWN_KEYS.items() if keys & set(unknown) and name != engine), None)
         if whose:
-            raise SpecError(f"{', '.join(unknown)} in settings of {engine}: they are {whose}'s; give one engine's")
-        raise SpecError(f"{engine} settings that a Training cannot follow: {', '.join(unknown)}; drop them, or check "
+            raise SpecError(f"{', '.join(unknown)} in settings of {engine} are settings of {whose}; keep those of one "
+                            "engine")  # fmt: skip
+        raise SpecError(f"{engine} settings {', '.join(unknown)} are not supported; leave them out, or check "
                         "how they are spelled")  # fmt: skip
 
 
@@ -259,7 +265,7 @@ OWN_KEYS = {
 def part_of(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     section = config.get(key) or {}
     if not isinstance(section, Mapping):
-        raise SpecError(f"{key}={section!r} is a {type(section).__name__}; it holds settings by name")
+        raise SpecError(f"{key}={section!r} is a {type(section).__name__}; give settings by name")
     return section
 
 
@@ -277,7 +283,7 @@ def read_mapping(engine: str, settings: Settings, parse: Any) -> Mapping[str, An
         except (ValueError, RecursionError) as error:
             raise SpecError(f"not a config of {engine}: {error}") from None
     if not isinstance(config, Mapping):
-        raise SpecError(f"a config of {engine} holds settings by name; this is a {type(config).__name__}")
+        raise SpecError(f"a config of {engine} must be settings by name, and this is a {type(config).__name__}")
     return config
 
 

@@ -111,7 +111,7 @@ def schedule_name(run: Any) -> str:
     for name, order in SCHEDULES.items():
         if order == (run.schedule, run.virtual_stages):
             return name
-    raise SpecError(f"virtual_stages={run.virtual_stages}: torchtitan interleaves two of each rank; give 1 or 2")
+    raise SpecError(f"virtual_stages={run.virtual_stages}: torchtitan interleaves two per rank; give 1 or 2")
 
 
 def _check(run: Any, name: str) -> None:
@@ -150,14 +150,14 @@ def torchtitan_fields(settings: Any, given: Mapping[str, Any]) -> dict[str, Any]
         check_keys(f"torchtitan's {name}", keys, READ[name] | PASSED[name])
     training, parallel = parts["training"], parts["parallelism"]
     if training.get("enable_cpu_offload"):
-        raise SpecError("enable_cpu_offload=true: torchtitan with offload is not described; drop it")
+        raise SpecError("enable_cpu_offload=true is not supported here; leave it out")
     if parallel.get("expert_tensor_parallel_degree", 1) != 1:
         raise SpecError(f"expert_tensor_parallel_degree={parallel['expert_tensor_parallel_degree']!r}: a Training has "
                         "only expert_parallel_degree")  # fmt: skip
     if (name := parts["optimizer"].get("name", "AdamW")) != "AdamW":
-        raise SpecError(f"optimizer.name={name!r}: a Training has AdamW of torchtitan's")
+        raise SpecError(f"optimizer.name={name!r} is not supported here; give AdamW")
     if training.get("dtype", "float32") != "float32":
-        raise SpecError(f"training.dtype={training['dtype']!r}: weights of torchtitan are described in float32")
+        raise SpecError(f"training.dtype={training['dtype']!r} is not supported here; give float32")
     degrees = {field: parallel.get(key, 1) for field, key in DEGREES.items()}
     fields = _ranks(parallel, degrees["pp"], given)
     half = training.get("mixed_precision_param", "bfloat16") == "bfloat16"
@@ -174,7 +174,8 @@ def torchtitan_fields(settings: Any, given: Mapping[str, Any]) -> dict[str, Any]
     named = parallel.get("pipeline_parallel_schedule", "1F1B")
     orders = {name.lower(): order for name, order in SCHEDULES.items()}  # torch takes any case
     if degrees["pp"] > 1 and str(named).lower() not in orders:
-        raise SpecError(f"pipeline_parallel_schedule={named!r}: described are {', '.join(SCHEDULES)}")
+        raise SpecError(f"pipeline_parallel_schedule={named!r} is not supported here; give one of "
+                        f"{', '.join(SCHEDULES)}")  # fmt: skip
     order = orders[str(named).lower()] if degrees["pp"] > 1 else SCHEDULES["1F1B"]
     said |= {field: ("pipeline_parallel_schedule", value)
              for field, value in zip(("schedule", "virtual_stages"), order, strict=True)}  # fmt: skip
@@ -184,7 +185,7 @@ def torchtitan_fields(settings: Any, given: Mapping[str, Any]) -> dict[str, Any]
     option = parts["optimizer"].get("implementation", "fused")
     reshard = parallel.get("fsdp_reshard_after_forward", "default")
     if option not in ("fused", "foreach"):
-        raise SpecError(f"optimizer.implementation={option!r}: described are fused, foreach")
+        raise SpecError(f"optimizer.implementation={option!r} is not supported here; give fused or foreach")
     if "stack" not in given:
         text = f"torchtitan:{ac},optimizer={option},reshard_after_forward={reshard}"
         if said["fp8"][1] == "tensorwise" and not _float8(parts["quantize"]).get(GATHERED[0]):
@@ -201,7 +202,7 @@ def _ranks(parallel: Mapping[str, Any], pp: int, given: Mapping[str, Any]) -> di
                       for what, default in (("replicate", 1), ("shard", -1)))  # fmt: skip
     if shards == -1:
         if "dp" not in given:
-            raise SpecError("data_parallel_shard_degree=-1 is all ranks that are left: give dp=")
+            raise SpecError("data_parallel_shard_degree=-1 means all remaining ranks; give dp=")
         shards = given["dp"] // copies
     if shards == 1:
         return {"dp": copies, "dp_replicate": 1, "zero": 0}
@@ -225,15 +226,15 @@ def _recomputed(section: Mapping[str, Any]) -> tuple[str, str | None]:
     if mode in ("none", "full"):
         return f"ac={mode}", None if mode == "none" else "full"
     if mode != "selective" or not re.fullmatch(r"op|[1-9]\d*", option):
-        raise SpecError(f"activation_checkpoint mode={mode!r}, selective_ac_option={option!r}: described are none, "
-                        "full, and selective with 'op' or every how many layers")  # fmt: skip
+        raise SpecError(f"activation_checkpoint mode={mode!r}, selective_ac_option={option!r} is not supported here; "
+                        "give none, full, and selective with 'op' or every how many layers")  # fmt: skip
     return ("ac=selective_op" if option == "op" else f"ac=selective_layers,every={option}"), "selective"
 
 
 def _fp8(model: Mapping[str, Any], quantize: Mapping[str, Any]) -> str | None:
     converters = model.get("converters") or []
     if unknown := [name for name in converters if name != FP8]:
-        raise SpecError(f"model.converters {', '.join(map(str, unknown))}: described is {FP8}")
+        raise SpecError(f"model.converters {', '.join(map(str, unknown))} are not supported here; give {FP8}")
     settings = _float8(quantize)
     return str(settings.get("recipe_name") or "tensorwise") if converters else None
 

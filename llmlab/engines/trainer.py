@@ -70,10 +70,10 @@ def trainer_fields(arguments: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     values = _values(arguments)
     deepspeed, fsdp = values.get("deepspeed"), values.get("fsdp")
     if deepspeed and fsdp:
-        raise SpecError("deepspeed and fsdp are both set: two engines' settings; keep those of one")
+        raise SpecError("deepspeed and fsdp are both set; give one of them")
     halves = [half for half in ("bf16", "fp16") if values.get(half)]
     if len(halves) > 1:
-        raise SpecError("bf16 and fp16 are both set: the Trainer takes one")
+        raise SpecError("bf16 and fp16 are both set; give one of them")
     accumulation = _accumulation(values.get("accelerator_config"))
     said: dict[str, tuple[str, Any]] = {
         "micro_batch": ("per_device_train_batch_size", values.get("per_device_train_batch_size", 8)),
@@ -103,7 +103,8 @@ def _values(arguments: Any) -> Mapping[str, Any]:
     if not isinstance(arguments, (Mapping, str, Path)):
         known = getattr(type(arguments), "__dataclass_fields__", {})
         if "per_device_train_batch_size" not in known:
-            raise SpecError(f"a {type(arguments).__name__} is no TrainingArguments; give one, its to_dict(), or a file")
+            raise SpecError(f"a {type(arguments).__name__} is not TrainingArguments; give one, its to_dict(), or a "
+                            "file")  # fmt: skip
         return {name: getattr(arguments, name, None) for name in known}
     values = read_mapping("the Trainer", arguments, json.loads)
     try:
@@ -112,7 +113,7 @@ def _values(arguments: Any) -> Mapping[str, Any]:
         raise NotAvailable("checking the Trainer's arguments needs transformers: pip install 'llmlab[torch]'") from None
     names = {f.name for f in fields_of(TrainingArguments)}
     if unknown := sorted(str(name) for name in values if name not in names and name != "max_length"):
-        raise SpecError(f"TrainingArguments has no {', '.join(unknown)}; check how they are spelled, or whose they are")
+        raise SpecError(f"TrainingArguments has no {', '.join(unknown)}; check the spelling")
     return values
 
 
@@ -131,7 +132,7 @@ def _optimizer(name: Any) -> str:
         if word in theirs:
             return ours
     known = ", ".join(name for theirs in OPTIMIZERS.values() for name in theirs)
-    raise SpecError(f"optim={word!r}: a Training has {known} of the Trainer's")
+    raise SpecError(f"optim={word!r} is not supported; give one of {known}")
 
 
 def _with_deepspeed(
@@ -157,7 +158,7 @@ def _fsdp(fsdp: Any, config: Any) -> dict[str, tuple[str, Any]]:
     stages = {"full_shard": 3, "shard_grad_op": 2, "no_shard": 0, "True": 3}
     chosen = [stages[word] for word in words.split() if word in stages]
     if len(chosen) != 1:
-        raise SpecError(f"fsdp={words!r}: a Training's ZeRO has one of {', '.join(stages)}")
+        raise SpecError(f"fsdp={words!r} is not supported; give one of {', '.join(stages)}")
     options = config if isinstance(config, Mapping) else {}
     stage = 2 if options.get("reshard_after_forward") is False else chosen[0]
     offload = "offload" in words.split() or bool(options.get("cpu_offload"))

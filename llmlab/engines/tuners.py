@@ -17,14 +17,14 @@ from .trainer import trainer_arguments
 
 def _data_parallel(tool: str, run: Any) -> None:
     if not isinstance(run.stack, str):
-        raise SpecError(f"stack={run.stack.name!r} brings its own trainer, not {tool}'s")
+        raise SpecError(f"stack={run.stack.name!r} has its own trainer, not that of {tool}")
     for axis in ("tp", "pp", "cp", "ep", "dp_replicate"):
         if getattr(run, axis) > 1:
-            raise SpecError(f"{axis}={getattr(run, axis)}: {tool} is written for data parallelism alone here")
+            raise SpecError(f"{axis}={getattr(run, axis)}: llmlab writes files of {tool} for data parallelism only")
     if run.checkpointing == "selective":
-        raise SpecError(f"checkpointing='selective': {tool} recomputes all or nothing; give full")
+        raise SpecError(f"checkpointing='selective': {tool} has full checkpointing only; give full")
     if run.fp8 or run.attention == "efficient":
-        raise SpecError(f"fp8={run.fp8!r}, attention={run.attention!r}: not among {tool}'s settings that are written")
+        raise SpecError(f"fp8={run.fp8!r}, attention={run.attention!r}: llmlab writes no such settings of {tool}")
     if run.quantization == "gptq":
         raise SpecError(f"quantization='gptq' is AutoGPTQ's layer, and {tool} of today loads such a checkpoint with "
                         "GPT-QModel's; give 'nf4' or 'int8'")  # fmt: skip
@@ -118,7 +118,7 @@ def megatron_arguments(run: Any, spec: Any) -> list[str]:
               "attention": ("sdpa", "flash", "eager")}  # fmt: skip
     for field, values in wanted.items():
         if getattr(run, field) not in values:
-            raise SpecError(f"Megatron-LM is not described with {field}={getattr(run, field)!r}")
+            raise SpecError(f"Megatron-LM with {field}={getattr(run, field)!r} is not supported here")
     if not isinstance(run.stack, str) and run.stack.name != "megatron":
         raise SpecError(f"stack={run.stack.name!r} is not megatron")
     if spec.family not in MEGATRON_FAMILIES:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+from ..base.notes import Note
 from ..base.units import show_bytes
 from ..hardware.gpu import GPU
 from ..hardware.gpu import gpu as find_gpu
@@ -24,11 +25,12 @@ from .serving import FRACTION, serving
 from .time.flops import flops
 from .time.step import tokens_of, utilisation
 from .time.timing import timing
-from .verdict import Verdict, holes, verdict
+from .verdict import Verdict, holes, largest_context, verdict
 
-PAGED_STATES = (
+PAGED_STATES = Note(
+    "paged-states",
     "The states of PagedAdamW8bit, 2 bytes per parameter, are in memory that the driver moves between GPU and host. "
-    "They are not part of these sizes."
+    "They are not part of these sizes.",
 )
 
 
@@ -74,7 +76,10 @@ def assessed(
         layer_time=time.layer,
         tokens_per_second=tokens_of(run) / seconds if seconds else None,
         mfu=utilisation(counted.model, run, card, seconds) if seconds and card else None,
-        notes=(f"The peak is in {peak.phase}: {peak.name}.", *_notes(spec, run, card, peaks, fit, time.note)),
+        notes=(
+            Note("peak-phase", f"The peak is in {peak.phase}: {peak.name}."),
+            *_notes(spec, run, card, peaks, fit, time.notes),
+        ),
     )
     return report, fit
 
@@ -147,32 +152,36 @@ def _alike(card: GPU, run: Training) -> GPU:
 
 
 def _notes(
-    spec: ModelSpec, run: Run, card: GPU | None, peaks: list[int], fit: Verdict, time_note: str
-) -> Iterator[str]:
+    spec: ModelSpec, run: Run, card: GPU | None, peaks: list[int], fit: Verdict, of_time: tuple[Note, ...]
+) -> Iterator[Note]:
     """Say what the figures alone do not: of a pipeline's stages, of what is not known, and of serving."""
     if isinstance(run, Training) and run.quantization:
         yield from _around_quantized(run)
     if pages_states(run):
         yield PAGED_STATES
     if isinstance(run, Training) and isinstance(run.stack, Megatron) and run.stack.cuda_graph_impl:
-        yield "What the CUDA graph of a step keeps in a memory pool of its own is not counted."
+        yield Note("cuda-graph-pool", "The step's CUDA graph has a private memory pool, which is not counted.")
     if most := peaks.index(max(peaks)):
-        yield f"Stage {most} of the pipeline (from 0) holds more than the first: {show_bytes(peaks[most])}."
-    if time_note:
-        yield time_note
+        figures = f"The figures are of stage 0; its peak is {show_bytes(peaks[0])}, that of stage {most}"
+        yield Note("fullest-stage", f"{figures} is the highest of the pipeline: {show_bytes(peaks[most])}.")
+    yield from of_time
     if card is None:
         return
     if card.context is None:
-        between = "whether the run fits counts from nothing to the most of any card"
-        yield f"The context that a process takes on {card.name} is not known; {between}."
+        between = f"0 to {show_bytes(largest_context())}, the range of other GPUs"
+        unknown = f"The CUDA context of the {card.name} has not been measured"
+        yield Note("context-unknown", f"{unknown}; the verdict allows for {between}.")
     if fit.outcome == "unknown":
-        between = f"{show_bytes(fit.least)} to {show_bytes(fit.most)} of {show_bytes(card.memory)}"
-        yield f"Too near to tell: with what the allocator holds beside tensors it takes {between}; simulate it."
+        between = f"{show_bytes(fit.least)} to {show_bytes(fit.most)}, and the GPU has {show_bytes(card.memory)}"
+        needs = f"With CUDA context and fragmentation the process needs {between}"
+        yield Note("near-limit", f"{needs}. That is too close for formulas; `llmlab simulate` decides.")
     if isinstance(run, Inference):
         service = serving(spec, run, card)
-        yield f"Served by an engine with a paged cache and {FRACTION:.0%} of the memory: {service}."
+        engine = f"Served by an engine with a paged KV cache and {FRACTION:.0%} of the memory"
+        yield Note("serving", f"{engine}, {service}.")
     elif fit.outcome == "out of memory" and _counted_eager(spec, run, card):
-        yield "Too large as counted, in eager mode; what a compiled step fuses away may make it fit."
+        eager = "The memory is that of an eager step, which does not fit"
+        yield Note("counted-eager", f"{eager}; torch.compile fuses operators, so the compiled step may still fit.")
 
 
 def pages_states(run: Run) -> bool:
@@ -180,16 +189,17 @@ def pages_states(run: Run) -> bool:
     return isinstance(run, Training) and isinstance(run.stack, Torchtune) and run.stack.paged(run)
 
 
-def _around_quantized(run: Training) -> Iterator[str]:
+def _around_quantized(run: Training) -> Iterator[Note]:
     """Say what is in fp32 around quantized weights where nothing casts it, which is not what most people train in; not
     how many seconds that takes, which would take as long to find out again."""
     if run.precision == "fp32" or bytes_of(run).compute != 4:
         return
     left = "norms and the head" if run.attention == "flash" else "norms, attention and the head"
     half = run.compute_dtype
-    yield (
-        f"peft leaves in fp32 what is not quantized, and without autocast {left} compute so."
-        f" The Trainer's {half}=True is precision='autocast-{half}'."
+    yield Note(
+        "fp32-around-quantized",
+        f"peft casts the weights that are not quantized to fp32, so without autocast {left} compute in fp32."
+        f" The Trainer's {half}=True corresponds to precision='autocast-{half}'.",
     )
 
 

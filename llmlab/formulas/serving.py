@@ -66,15 +66,14 @@ class Serving:
 
     def __str__(self) -> str:
         if self.kv_cache <= 0:
-            return f"{self.gpu}: weights and one pass take {show_bytes(self.budget - self.kv_cache)} of the " + (
-                f"{show_bytes(self.budget)} allowed; nothing is left for a KV cache"
-            )
+            needed = f"weights and one forward pass need {show_bytes(self.budget - self.kv_cache)}"
+            return f"{self.gpu}: {needed}, which leaves nothing of {show_bytes(self.budget)} for a KV cache"
         text = f"{self.cards} × {self.gpu}: a KV cache of {show_bytes(self.kv_cache)} holds {self.requests:,} requests"
         if self.each_token is None or self.tokens_per_second is None:
             return text
-        text += f"; {self.running:,} at once write {self.tokens_per_second:,.0f} tokens/s"
+        text += f"; {self.running:,} concurrent requests generate {self.tokens_per_second:,.0f} tokens/s"
         cost = self.usd_per_million_tokens
-        return text if cost is None else f"{text}, ${cost:.2f} a million"
+        return text if cost is None else f"{text} at ${cost:.2f} per million"
 
 
 def serving(
@@ -96,7 +95,7 @@ def serving(
     """
     spec, card = find_model(model), find_gpu(gpu)
     if not 0 < fraction <= 1:
-        raise SpecError(f"fraction={fraction}: give a share of the card's memory, 0 < fraction <= 1")
+        raise SpecError(f"fraction={fraction}: give a share of the GPU's memory, 0 < fraction <= 1")
     if read_at_once < 1 or max_requests < 1:
         raise SpecError(f"read_at_once={read_at_once}, max_requests={max_requests}: give 1 or more of each")
     sizes = divided(spec, run, card, fraction, read_at_once, max_requests, activations)

@@ -52,9 +52,8 @@ def verdict(peak: int, card: GPU, ranks: int = 1, holes: float = HOLES) -> Verdi
     Where this card's memory outside of the allocator is not known, it counts from nothing up to the most that is
     known of any card.
     """
-    largest_context, largest_nccl = _largest_known()
-    context = largest_context if card.context is None else card.context
-    nccl = 0 if ranks == 1 else largest_nccl if card.nccl is None else card.nccl
+    context = largest_context() if card.context is None else card.context
+    nccl = 0 if ranks == 1 else _largest_nccl() if card.nccl is None else card.nccl
     least = peak + card.memory - card.room(ranks)
     most = round(holes * peak) + context + nccl
     outcome: Outcome = "fits" if most <= card.memory else "out of memory" if least > card.memory else "unknown"
@@ -62,6 +61,12 @@ def verdict(peak: int, card: GPU, ranks: int = 1, holes: float = HOLES) -> Verdi
 
 
 @cache
-def _largest_known() -> tuple[int, int]:
-    """Return the largest CUDA context and the largest buffers of NCCL that are known of any card, in bytes."""
-    return max(card.context or 0 for card in gpus()), max(card.nccl or 0 for card in gpus())
+def largest_context() -> int:
+    """Return the largest CUDA context that is known of any GPU, in bytes."""
+    return max(card.context or 0 for card in gpus())
+
+
+@cache
+def _largest_nccl() -> int:
+    """Return the largest buffers of NCCL that are known of any GPU, in bytes."""
+    return max(card.nccl or 0 for card in gpus())

@@ -35,7 +35,7 @@ class Doctor(Tabular):
         rows = [("device", f"{here.name} × {here.count}" if here.count > 1 else here.name)]
         rows.append(("device memory" if here.device == "cuda" else "memory", show_bytes(here.memory)))
         if here.device == "cuda":
-            rows.append(("in the GPU table", here.gpu.name if here.gpu else "no: estimates for it need a card by name"))
+            rows.append(("in the GPU table", here.gpu.name if here.gpu else "no; estimates need a GPU by name"))
             capability = ".".join(map(str, here.compute_capability or ())) or "–"
             rows.append(("compute capability", capability))
             rows.append(("bf16", "yes" if here.supports_bf16 else "no: use autocast-fp16"))

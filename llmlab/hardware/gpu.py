@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any
 
 from ..base.errors import NotAvailable, SpecError, unknown_name
+from ..base.notes import Note
 from ..base.units import show_bytes
 from .tables import cited, read_table, values_of
 
@@ -148,7 +149,10 @@ def gpu(name: str | GPU, power: float | None = None) -> GPU:
     if isinstance(name, GPU):
         return name
     if not isinstance(name, str):
-        raise SpecError(f"gpu={name!r} is a {type(name).__name__}; give a card's name such as 'T4', or a GPU")
+        raise SpecError(
+            f"gpu={name!r} is a {type(name).__name__}; give the name of a GPU, such as 'T4', or a GPU "
+            "object"
+        )
     found = _by_name().get(_plain(name))
     if not found:
         known = [called for card in gpus() for called in (card.name, *card.aliases)]
@@ -156,13 +160,34 @@ def gpu(name: str | GPU, power: float | None = None) -> GPU:
     return found[0]
 
 
+def assumed_memory(name: GPU | str | None) -> tuple[Note, ...]:
+    """Return a note where `name` leaves open which of several memories the GPU has, as "A100" does; else nothing.
+
+    >>> [str(note) for note in assumed_memory("v100")]
+    ['v100 is read as V100-16GB. If yours has another memory size, name it: V100-32GB.']
+    """
+    if not isinstance(name, str) or name.lower() == "cpu":
+        return ()
+    card, words = gpu(name), _words(name)
+    others: dict[int, str] = {}  # by GiB: boards of one memory differ in little else
+    for each in gpus():
+        named = (_words(called) for called in (each.name, *each.aliases))
+        sized = any(other[: len(words)] == words and re.match(r"\d+gb", (*other, "")[len(words)]) for other in named)
+        if sized and abs(each.memory - card.memory) > MEMORY_TOLERANCE / 5 * card.memory:
+            others.setdefault(each.memory >> 30, each.name)
+    if not others:
+        return ()
+    give = f"If yours has another memory size, name it: {' or '.join(others.values())}"
+    return (Note("gpu-memory-assumed", f"{name} is read as {card.name}. {give}."),)
+
+
 def _limited(card: GPU, watts: float) -> GPU:
     """Return the card under a limit of `watts`."""
     if card.power is None:
-        raise NotAvailable(f"power={watts:g} W: the table does not have what {card.name} may take, to compare with")
+        raise NotAvailable(f"power={watts:g} W: the power limit of {card.name} is unknown; leave out power")
     if not LEAST_POWER * card.power <= watts <= card.power:
-        raise SpecError(f"power={watts:g} W for {card.name} is not between {LEAST_POWER * card.power:g}, below which "
-                        f"nobody measured its clocks, and its own {card.power:g}")  # fmt: skip
+        raise SpecError(f"power={watts:g} W for {card.name}: give {LEAST_POWER * card.power:g} to {card.power:g} W; "
+                        "clocks under a lower limit have not been measured")  # fmt: skip
     slower = (watts / card.power) ** (1 / 3)
     return replace(card, power=watts, peak_flops={dtype: slower * rate for dtype, rate in card.peak_flops.items()})
 
@@ -202,8 +227,12 @@ def _by_name() -> dict[str, list[GPU]]:
 
 
 def _plain(name: str) -> str:
+    return "".join(_words(name))
+
+
+def _words(name: str) -> tuple[str, ...]:
     words = re.findall(r"[a-z0-9]+", name.lower())
-    return "".join(word for word in words if word not in ("nvidia", "amd", "tesla", "geforce", "instinct"))
+    return tuple(word for word in words if word not in ("nvidia", "amd", "tesla", "geforce", "instinct"))
 
 
 def _card(entry: Mapping[str, Any], documents: Mapping[str, str]) -> GPU:

@@ -122,7 +122,7 @@ def _group(nodes: Cluster, ranks: int, stride: int) -> Group:
     if per_node >= ranks:
         return Group(ranks, per_node, nodes.inside)
     if nodes.across is None:
-        raise NotAvailable("no usual network joins such nodes; name one: cluster(card, network)")
+        raise NotAvailable("the network between such nodes is unknown; name one with --network (in Python cluster=)")
     return Group(ranks, per_node, nodes.inside, nodes.across, nodes.adapters * per_node / nodes.gpus)
 
 
@@ -165,7 +165,7 @@ def cluster(
     if reached is None:
         return nodes
     if not 0 < reached < inf:
-        raise SpecError(f"reached={reached!r} is not a rate in bytes/s; nccl-tests' busbw of 12 GB/s is 12e9")
+        raise SpecError(f"reached={reached!r} is not a rate in bytes/s; give, for a busbw of 12 GB/s, 12e9")
     return nodes.reaching(reached)
 
 
@@ -242,7 +242,8 @@ def node_link(card: GPU | str) -> Link:
             return replace(each, bandwidth=found.nvlink, reached=each.reached * share, switched=switched)
         if (bridge or not found.nvlink) and each.kind == "pcie" and each.bandwidth == found.pcie:
             return each
-    raise NotAvailable(f"no link in the table for {found.name}; build a Cluster from a Link with its figures")
+    raise NotAvailable(f"no link is known for {found.name}; name one with --link (in Python build a Cluster from a "
+                       "Link)")  # fmt: skip
 
 
 @cache

@@ -61,7 +61,7 @@ def host_of(card: GPU | str) -> Host:
     for each in hosts().values():
         if found.name in each.cards:
             return each
-    raise NotAvailable(f"no host in the table for {found.name}; build a Host with its figures")
+    raise NotAvailable(f"no host is known for {found.name}; build a Host with its figures")
 
 
 def usual_host(card: GPU | str) -> Host:
@@ -72,7 +72,7 @@ def usual_host(card: GPU | str) -> Host:
     except NotAvailable:
         gpus, listed = gpu(card).node_gpus, hosts().values()
         memory, share = median(each.memory / each.gpus for each in listed), median(each.share for each in listed)
-        return Host("host as the table's median", gpus, int(memory * gpus), share * gpus)
+        return Host("a median host", gpus, int(memory * gpus), share * gpus)
 
 
 def nvme() -> Drive:
@@ -96,4 +96,4 @@ def to_host(card: GPU | str, pinned: bool = True) -> float:
     for each in links().values():
         if each.kind == "pcie" and each.bandwidth == found.pcie:
             return each.reached
-    raise NotAvailable(f"no PCIe link in the table for {found.name}")
+    raise NotAvailable(f"no PCIe link is known for {found.name}, and offloading needs one")

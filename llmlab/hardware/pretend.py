@@ -40,15 +40,17 @@ def cap(card: GPU, total: int | None, capability: tuple[int, int] | None) -> int
     """
     undo = f"unset {VARIABLE} to use the machine as it is"
     if total is None:
-        raise NotAvailable(f"{VARIABLE}={card.name} needs a CUDA GPU with as much memory; none is here: {undo}")
+        raise NotAvailable(f"{VARIABLE}={card.name} needs a CUDA GPU with at least as much memory, and there is none "
+                           f"here; {undo}")  # fmt: skip
     allowed = card.room()
     if total < allowed:
         raise NotAvailable(
             f"{VARIABLE}={card.name} has {show_bytes(card.memory)}, the GPU here {show_bytes(total)}: "
-            f"name a smaller card, or {undo}"
+            f"name a smaller GPU, or {undo}"
         )
     if card.supports_bf16 and capability is not None and capability < BF16_CAPABILITY:
-        raise NotAvailable(f"{VARIABLE}={card.name} has bf16, the GPU here has not: name T4 or V100-16GB, or {undo}")
+        raise NotAvailable(f"{VARIABLE}={card.name} has bf16, and the GPU here does not; name T4 or V100-16GB, or "
+                           f"{undo}")  # fmt: skip
     return allowed
 
 

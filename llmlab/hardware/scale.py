@@ -60,7 +60,7 @@ def choose(here: Host, asked: str | None = None) -> Scale:
     if asked and asked not in NAMES:
         raise SpecError(f"{VARIABLE}={asked} is not one of {', '.join(NAMES)}")
     if asked in ("t4", "big") and here.device != "cuda":
-        raise NotAvailable(f"{VARIABLE}={asked} needs a CUDA GPU; there is none here: unset it, or set it to cpu")
+        raise NotAvailable(f"{VARIABLE}={asked} needs a CUDA GPU, and there is none here; unset it, or set it to cpu")
     if asked == "cpu":
         return _scale("cpu", "cpu", "fp32", f"{VARIABLE}=cpu asks for it")
     if here.device == "mps":

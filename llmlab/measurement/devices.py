@@ -27,13 +27,13 @@ def pick_device(device: str | torch.device | None) -> torch.device:
     if picked.type == "cuda" and not cuda:
         built = "" if torch.version.cuda or torch.version.hip else " (this torch is built without CUDA)"
         raise NotAvailable(
-            f"device={str(device)!r} and torch sees no GPU{built}: on Colab choose a GPU runtime, elsewhere install "
+            f"device={str(device)!r}: torch sees no GPU{built}; on Colab choose a GPU runtime, elsewhere install "
             "the driver and a CUDA build of torch, or measure small on device='cpu'"
         )
     if picked.type == "cuda" and (picked.index or 0) >= torch.cuda.device_count():
-        raise NotAvailable(f"device={str(device)!r} and torch sees {torch.cuda.device_count()} GPU(s), counted from 0")
+        raise NotAvailable(f"device={str(device)!r}: torch sees {torch.cuda.device_count()} GPU(s), numbered from 0")
     if picked.type == "mps" and not mps:
-        raise NotAvailable(f"device={str(device)!r} and torch sees no Apple GPU; measure on device='cpu'")
+        raise NotAvailable(f"device={str(device)!r}: torch sees no Apple GPU; measure on device='cpu'")
     if picked.type == "cuda" and picked.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return picked

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..base.compat import storage_use_count, symbol
 from ..base.errors import SpecError
+from ..base.notes import Note
 from ..hardware.this_machine import environment
 from ..ranks.launch import launch
 from ..recording.events import CPUEvents, Event
@@ -29,7 +30,6 @@ from .report import CPU_NOTE
 
 SETTLED = 5.0  # seconds at most until gloo's thread lets go of a tensor
 CLOCKS = 1_000_000  # ns by which the profiler's clock and this process's may differ
-RANKS_NOTE = "Measured in one of {} processes that gloo joins; what gloo's own threads take is not seen."
 
 
 def measure_ranks(*cases: tuple[ModelLike, Training], limit: float | None = None) -> list[list[Report]]:
@@ -135,5 +135,6 @@ def _report(spec: ModelSpec, run: Training) -> Report:
         parts=division.parts,
         detail=division.detail,
         environment=environment(),
-        notes=(CPU_NOTE, RANKS_NOTE.format(run.world_size)),
+        notes=(CPU_NOTE, Note("gloo-rank", f"This is one of {run.world_size} processes that gloo connects; memory of "
+                              "gloo's own threads is not counted.")),
     )

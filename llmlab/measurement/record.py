@@ -159,14 +159,14 @@ def _wanted(plan: Sequence[Item], only: str | Iterable[str] | None) -> list[Item
     chapters = {only} if isinstance(only, str) else set(only)
     asking = list(dict.fromkeys(item.chapter for item in plan))
     if missing := sorted(chapters - set(asking)):
-        raise UnknownName(f"no measurements are asked for by {', '.join(missing)}; by these: {', '.join(asking)}")
+        raise UnknownName(f"chapters {', '.join(missing)} need no measurements; these do: {', '.join(asking)}")
     return [item for item in plan if item.chapter in chapters]
 
 
 def _this_machine(allow_cpu: bool, out: Path | str | None) -> Host:
     if pretend.pretended():
         raise NotAvailable(
-            f"{pretend.VARIABLE}={os.environ[pretend.VARIABLE]} is set: records are of real cards; unset it to record"
+            f"{pretend.VARIABLE}={os.environ[pretend.VARIABLE]} is set: records are of real GPUs; unset it to record"
         )
     here = host()
     if "torch" not in here.versions:
@@ -175,11 +175,11 @@ def _this_machine(allow_cpu: bool, out: Path | str | None) -> Host:
         return here
     if not allow_cpu:
         raise NotAvailable(
-            "no CUDA GPU here, and records are of GPUs: run it where there is one (Colab has a T4), or let "
+            "recording needs a CUDA GPU, and there is none here; run it on a machine with one (Colab has a T4), or let "
             "llmlab.measure show what a step takes on this machine"
         )
     if out is None:
-        raise NotAvailable("records of a CPU do not go to the book's: give the folder to write to (out, --out DIR)")
+        raise NotAvailable("the book has no records of CPUs; give a folder for yours (out=, --out DIR)")
     return here
 
 

@@ -12,6 +12,7 @@ import torch
 
 from ..base.compat import symbol
 from ..base.errors import NotAvailable, check_counts
+from ..base.notes import Note
 from ..base.units import show_bytes
 from ..formulas.time.step import peak_dtype, tokens_of
 from ..hardware import pretend
@@ -32,11 +33,15 @@ from ..step.step import Step, build_step, texts
 from .devices import Peaks, cuda_context_bytes, pick_device
 from .memory_limit import available_memory, is_out_of_memory, least_bytes, limited_to_available
 
-CPU_NOTE = (
-    "The CPU's allocator keeps nothing back, so nothing is reserved. MKL's own scratch is not seen, and of oneDNN's "
-    "only that of its 16-bit products, which it takes from torch."
+CPU_NOTE = Note(
+    "cpu-allocator",
+    "PyTorch's CPU allocator has no cache, so `peak reserved` is unknown. MKL's scratch memory is not counted, and "
+    "oneDNN's only for 16-bit matmuls.",
 )
-MPS_NOTE = "torch.mps keeps no peaks: each phase's figure is what was allocated at its end, and parts are not known."
+MPS_NOTE = Note(
+    "mps-no-peaks",
+    "torch.mps records no peaks, so each phase shows the memory allocated at its end, and parts are unknown.",
+)
 
 
 @dataclass
@@ -62,7 +67,7 @@ def measured(
     spec = find_model(model)
     check(spec, run)
     if stack := stack_of(run):
-        raise NotAvailable(f"measure runs transformers' classes, not {stack.name}'s; see lab.simulate")
+        raise NotAvailable(f"measure supports stack='transformers' only, not {stack.name!r}; ask lab.simulate")
     check_one_device(run)
     check_counts(repeats=repeats)
     picked = pick_device(device)
@@ -70,7 +75,8 @@ def measured(
         check_offload(run, picked.type == "cuda", "measure")
     least, available = least_bytes(spec, run), available_memory()
     if picked.type == "cpu" and available is not None and least > available:
-        note = f"Not started: its weights alone are {show_bytes(least)}, and {show_bytes(available)} is free."
+        sizes = f"the weights alone need {show_bytes(least)}, and {show_bytes(available)} is free"
+        note = Note("not-started", f"The run was not started: {sizes}.")
         return _report(spec, run, picked, outcome="out of memory", where="load", notes=(note,))
     with exclusive("measure()"), torch.cuda.device(picked) if picked.type == "cuda" else nullcontext():
         figures = _take(spec, run, picked, repeats)
@@ -152,9 +158,10 @@ def _reported(spec: ModelSpec, run: Run, device: torch.device, figures: Figures)
     division = divide(recorder.events, recorder.marks, _logits_sizes(spec, run))
     phases = peaks.allocated if peaks else division.phases
     parts, detail = _parts(division, phases, figures) if recorder.source else ({}, {})
-    notes = {"cpu": (CPU_NOTE,), "mps": (MPS_NOTE,), "cuda": ()}[device.type]
+    notes: tuple[Note, ...] = {"cpu": (CPU_NOTE,), "mps": (MPS_NOTE,)}.get(device.type, ())
     if figures.baseline:
-        notes += (f"{show_bytes(figures.baseline)} were allocated before the run; they are counted, under other.",)
+        before = f"{show_bytes(figures.baseline)} were allocated before the run began"
+        notes += (Note("allocated-before", f"{before}; they count as part of `other`."),)
     if figures.failed:  # the phases that ended, and the peak so far, which is no peak of the run
         *ended, _ = dict.fromkeys([*phases, recorder.phase])
         return _report(

@@ -33,7 +33,7 @@ DEFAULTS = {"kind": "training", "model": "meta-llama/Llama-3.1-8B", "gpu": "RTX-
 # The state in which the page opens: a full fine-tune as most people start one, on the largest card that many have. It
 # does not fit, and the levers say what would.
 FIRST = {"precision": "bf16", "seq_len": "2048", "checkpointing": "full"}
-OUTCOMES = {"fits": "fits", "out of memory": "out of memory", "unknown": "too near to tell"}
+OUTCOMES = {"fits": "fits", "out of memory": "out of memory", "unknown": "too close to tell"}
 LABELS = {
     "gpu": "GPU", "gpus": "GPUs", "seq_len": "sequence length", "lora": "LoRA rank", "lora_targets": "LoRA targets",
     "zero": "ZeRO stage", "tp": "tensor parallel", "pp": "pipeline stages", "cp": "context parallel",
@@ -95,7 +95,7 @@ def _figures(report: Report, fit: Verdict, card: GPU) -> dict[str, Any]:
         "seconds": report.step_seconds,
         "figures": [
             ["time per step", show_seconds(report.step_seconds) if isinstance(report.run, Training) else "–",
-             f"{show_seconds(between[0])} to {show_seconds(between[1])} in 8 cases of 10" if all(between) else ""],
+             f"80 % interval: {show_seconds(between[0])} to {show_seconds(between[1])}" if all(between) else ""],
             ["tokens per second", f"{report.tokens_per_second:,.0f}" if report.tokens_per_second else "–", ""],
             ["MFU", f"{report.mfu:.1%}" if report.mfu else "–", ""],
             ["cost of a billion tokens", *_cost(report, card)],
@@ -123,8 +123,8 @@ def _headline(report: Report, fit: Verdict, card: GPU) -> str:
     if report.outcome == "fits":
         return f"Fits: at most {show_bytes(fit.most)} of the {room} of each {card.name}."
     if report.outcome == "out of memory":
-        return f"Does not fit: it takes at least {show_bytes(report.needed)}, {card.name} has {room}."
-    return f"Too near to tell: {show_bytes(fit.least)} to {show_bytes(fit.most)} of {room}. llmlab simulate decides."
+        return f"Does not fit: it needs at least {show_bytes(report.needed)}, and {card.name} has {room}."
+    return f"Too close to tell: {show_bytes(fit.least)} to {show_bytes(fit.most)} of {room}. llmlab simulate decides."
 
 
 def _cost(report: Report, card: GPU) -> tuple[str, str]:
@@ -147,7 +147,9 @@ def command_line(called: str, run: Run, card: GPU) -> str:
     words = ["llmlab estimate", called, f"--gpu {card.name}"]
     if isinstance(run, Inference):
         words.append("--inference")
-    for name, value in run.differences().items():
+    # The command line's defaults of these differ from Python's.
+    usual = {name: value for name, value in run.values().items() if name in ("precision", "weights", "kv")}
+    for name, value in {**usual, **run.differences()}.items():
         flag = "--" + name.replace("_", "-")
         if isinstance(value, LoRA):
             words.append(f"--lora {value.rank} --lora-targets {','.join(value.targets)}")

@@ -67,7 +67,7 @@ def planned(state: Mapping[str, str]) -> dict[str, Any]:
 
 def _headline(found: Plan) -> str:
     if not found:
-        return f"No run on {found.gpus} is sure to fit. Of those too near to tell, llmlab plan simulates each."
+        return f"No run on {found.gpus} is sure to fit. llmlab plan simulates those that are too close to tell."
     more = f", and {len(found) - 1} others" if len(found) > 1 else ""
     return f"The {found.goal} of {found.tried:,} runs that were estimated on {found.gpus}{more}."
 

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from ..base.errors import NotAvailable
+from ..base.notes import Note
 from ..formulas.report import estimated, fullest
 from ..hardware.gpu import GPU, gpu
 from ..report import Report
@@ -33,7 +34,7 @@ LOOKED_AT = 1_000  # candidates, of which some are passed over: other micro-batc
 # Of the card, what a plan leaves free: a step's reserved memory is not the same from run to run. 9 in 10 of 37 held-out
 # steps on a T4 reserved less than so much of the card more than their simulation; benchmarks/plans.py derives it.
 MARGIN = 0.04
-UNDECIDED = "not simulated, and too near to tell"
+UNDECIDED = "too close to the limit, and not simulated"
 
 
 class NotSimulated(Executor):
@@ -113,7 +114,8 @@ def simulated_run(model: dict[str, Any], run: Training, card: str) -> Report | s
             return report.notes[0]
     except NotAvailable as error:
         return str(error)
-    fused = ("Simulated eager: what a compiled step fuses away is counted.",) if run.compile != short.compile else ()
+    eager = "Simulated as an eager step, whose memory is an upper bound of the compiled one's."
+    fused = (Note("simulated-eager", eager),) if run.compile != short.compile else ()
     return replace(
         report, run=run, capacity=whole.memory, timeline=(), modules={}, notes=(*fused, *report.notes), flops=None,
         step_seconds=None, step_seconds_low=None, step_seconds_high=None, tokens_per_second=None, mfu=None,
@@ -190,12 +192,12 @@ def _decidable(search: Search, simulates: bool) -> Iterator[Found]:
 
 def _check_simulated(spec: ModelSpec, found: Found, simulates: bool) -> None:
     if not simulates:
-        raise NotAvailable("nothing is simulated")
+        raise NotAvailable("simulation is off")
     from ..simulation.report import check_simulated
 
     check_simulated(spec, shortened(found.run), found.machines.card)
     if found.memory > (1 - MARGIN) * found.machines.card.memory:
-        raise NotAvailable("it leaves no margin by its estimate")
+        raise NotAvailable("its estimate leaves no margin")
 
 
 def _ask(
@@ -220,7 +222,7 @@ def _ask(
         if len(answers) == len(batch):
             return
     for place in range(len(batch)):
-        answers.setdefault(place, "Not simulated: the process that simulated it ended, twice.")
+        answers.setdefault(place, "Not simulated: its process died twice.")
 
 
 def _lost(future: Future[Report | str]) -> bool:

@@ -19,7 +19,7 @@ from ..formulas.verdict import Verdict
 from ..hardware.gpu import GPU
 from ..hardware.gpu import gpu as find_gpu
 from ..hardware.links import Cluster
-from ..report import Report
+from ..report import Report, summary
 from ..specs.model import ModelLike, ModelSpec
 from ..specs.model import model as find_model
 from ..specs.run import Inference, Run, Training
@@ -73,13 +73,16 @@ class Fix(Tabular):
         rows = [
             (
                 lever.name, show_bytes(lever.saves), cost(lever, self.report), lever.report.outcome,
-                "" if lever.same_result else "another result", lever.chapter,
+                "" if lever.same_result else "changes the result", lever.chapter,
             )
             for lever in self.levers
         ]  # fmt: skip
-        title = f"{self.report.title}: {self.report.outcome}, {show_bytes(self.report.peak_allocated)} of tensors"
-        footer = "Each line changes one thing, by estimate; the cheapest GiB first. " + repr(self.report.run)
-        header = ("change", "saves per GPU", "time for the tokens of a step", "then", "", "chapter")
+        r = self.report
+        title = f"{r.title}: {summary(r.run)}; {r.outcome}, peak allocated {show_bytes(r.peak_allocated)}"
+        order = "Each row is an estimate of one change; those that cost the least time per GiB come first."
+        assumed = (note for note in self.report.notes if note.code == "gpu-memory-assumed")
+        footer = "\n".join([order, *assumed])
+        header = ("change", "saves per GPU", "time, same tokens", "outcome", "", "chapter")
         links = {lever.chapter: f"{BOOK}/{lever.chapter}.html" for lever in self.levers}
         return Table(header, rows, title, footer, (0, 3, 4, 5), links)
 
@@ -90,7 +93,7 @@ class Fix(Tabular):
 def cost(lever: Lever, before: Report) -> str:
     """Return what a lever does to the time of a step, in words."""
     if lever.seconds is None or before.step_seconds is None:
-        return "not known"
+        return "unknown"
     share = lever.seconds / before.step_seconds
     return f"{'+' if lever.seconds >= 0 else '−'}{show_seconds(abs(lever.seconds))} ({share:+.0%})".replace("-", "−")
 
@@ -153,15 +156,15 @@ def changes(spec: ModelSpec, run: Run, card: GPU) -> Iterator[tuple[str, str, di
     if run.micro_batch > 1:
         half = {"micro_batch": run.micro_batch // 2, "accumulation": run.accumulation * 2}
         if run.micro_batch % 2 == 0:
-            yield "half the micro-batch, twice accumulated", "06-accumulation", half, True
+            yield "half the micro-batch, twice the accumulation", "06-accumulation", half, True
         one = {"micro_batch": 1, "accumulation": run.accumulation * run.micro_batch}
         if run.micro_batch > 2:
-            yield "micro-batches of 1, accumulated", "06-accumulation", one, True
+            yield "micro-batch 1, more accumulation", "06-accumulation", one, True
     if not run.sync_each_batch:
-        yield "gradients reduced after each micro-batch", "12-zero", {"sync_each_batch": True}, True
+        yield "reduce gradients after each micro-batch", "12-zero", {"sync_each_batch": True}, True
     yield from _many_gpus(run)
     if run.offload is None:
-        yield "optimizer in the host's memory", "13-offload", {"offload": "optimizer", "zero": max(run.zero, 1)}, True
+        yield "optimizer states in host memory", "13-offload", {"offload": "optimizer", "zero": max(run.zero, 1)}, True
     yield from _other_results(spec, run, card)
 
 
@@ -177,7 +180,7 @@ def _many_gpus(run: Training) -> Iterator[tuple[str, str, dict[str, Any], bool]]
         split = {"dp": run.dp // 2, "tp": run.tp * 2, "micro_batch": run.micro_batch * 2}
         if run.zero and run.dp == 2:
             split["zero"] = 0
-        yield "half the data-parallel ranks tensor-parallel", "14-tensor-and-sequence-parallel", split, True
+        yield "half the data-parallel ranks, twice the tensor-parallel", "14-tensor-and-sequence-parallel", split, True
 
 
 def _other_results(spec: ModelSpec, run: Training, card: GPU) -> Iterator[tuple[str, str, dict[str, Any], bool]]:
@@ -185,7 +188,7 @@ def _other_results(spec: ModelSpec, run: Training, card: GPU) -> Iterator[tuple[
     if run.precision == "fp32":
         yield f"autocast to {half}", "04-precision", {"precision": f"autocast-{half}"}, False
     if run.precision.startswith(("autocast", "mixed")) and run.lora is None:
-        yield f"all in {half}, no fp32 copy", "04-precision", {"precision": half}, False
+        yield f"weights in {half}, no fp32 copy", "04-precision", {"precision": half}, False
     if run.optimizer in ("adamw", "adamw-fused"):
         yield "8-bit AdamW", "07-optimizers", {"optimizer": "adamw-8bit"}, False
         yield "Adafactor", "07-optimizers", {"optimizer": "adafactor"}, False
@@ -193,7 +196,7 @@ def _other_results(spec: ModelSpec, run: Training, card: GPU) -> Iterator[tuple[
         yield "LoRA of rank 16", "18-peft", {"lora": adapters(spec)}, False
     if run.quantization is None:
         nf4 = {"lora": run.lora or adapters(spec), "quantization": "nf4"}
-        yield "QLoRA: the base in NF4", "18-peft", nf4, False
+        yield "QLoRA (base weights in NF4)", "18-peft", nf4, False
     if run.seq_len > 256:
         yield "half the sequence length", "02-memory-anatomy", {"seq_len": run.seq_len // 2}, False
 

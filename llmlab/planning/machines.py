@@ -45,7 +45,7 @@ def machines(text: str) -> Machines:
         raise SpecError(f"gpus={text!r} is a {type(text).__name__}; give 'T4', '8xH100-80GB' or '2x8xA100-80GB'")
     counts = re.match(r"(?:(\d+)x)?(?:(\d+)x)?(?=[A-Za-z])", text)
     if not counts:
-        raise SpecError(f"gpus={text!r} is no card with its number; give 'T4', '8xH100-80GB' or '2x8xA100-80GB'")
+        raise SpecError(f"gpus={text!r} names no GPUs; give 'T4', '8xH100-80GB' or '2x8xA100-80GB'")
     numbers = [int(number) for number in counts.groups() if number]
     card = find_gpu(text[counts.end() :])
     if any(number < 1 for number in numbers):

@@ -58,15 +58,15 @@ def _larger(question: Question, where: Machines) -> Iterator[Nearest]:
 
     if question.within is None:
         cards = sorted((card for card in gpus() if card.memory > where.card.memory), key=lambda c: (c.memory, price(c)))
-        direction = "A larger card"
+        direction = "A GPU with more memory"
     else:
         cards = sorted((card for card in gpus() if card != where.card), key=price)
-        direction = "Another card"
+        direction = "Another GPU"
     cards = [card for card in cards if card.vendor == where.card.vendor]
     yield from _enough(direction, [Machines(card, where.nodes, where.per_node) for card in cards], question)
     total = where.total
     while question.within is None and (total := 2 * total) <= MOST_GPUS:
-        yield from _enough("More of a larger card", [of_total(card, total) for card in cards], question)
+        yield from _enough("More GPUs with more memory", [of_total(card, total) for card in cards], question)
 
 
 def _enough(direction: str, there: Sequence[Machines], question: Question) -> Iterator[Nearest]:
@@ -81,7 +81,7 @@ def _shorter(question: Question, where: Machines) -> Iterator[Nearest]:
     seq_len, batch = question.seq_len, question.global_batch
     while (seq_len := seq_len // 2) >= LEAST_SEQ_LEN:
         batch *= 2
-        what = f"{seq_len} tokens, {batch} of them per update"
+        what = f"{seq_len} tokens, {batch} sequences per step"
         shorter = replace(question, fixed={**question.fixed, "seq_len": seq_len}, global_batch=batch)
         yield from _answer("Shorter sequences", what, shorter, where)
 

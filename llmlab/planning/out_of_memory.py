@@ -67,24 +67,24 @@ class OutOfMemory(Tabular):
     @property
     def advice(self) -> str:
         """What would have let this request through."""
-        holes = f"{show_bytes(self.unallocated)} lay in holes of PyTorch's segments"
+        holes = f"PyTorch had {show_bytes(self.unallocated)} reserved but unused, in pieces"
         if self.requested <= self.room:
-            return "The driver said that it had enough: another process, or a limit of the driver's, was in the way."
+            return "The driver reported enough free memory, so another process or a driver limit caused the error."
         if self.requested <= self.free and self.short:
             return (
-                f"A limit: set_per_process_memory_fraction allows {show_bytes(self.allowed)}, and with this request "
-                f"PyTorch would have {show_bytes(self.short)} more; the card has enough."
+                f"A limit caused the error: set_per_process_memory_fraction allows {show_bytes(self.allowed)}, and "
+                f"this request would exceed it by {show_bytes(self.short)}. The GPU itself has enough."
             )
         if self.short == 0:
             return (
-                f"Fragmentation: {holes}, and the request needed {show_bytes(self.requested)} in one piece. "
-                f"{self.variable}=expandable_segments:True joins such holes (torch 2.1 and newer), and would probably "
-                "have let it through."
+                f"Fragmentation caused the error: {holes}, and the request needed {show_bytes(self.requested)} in one "
+                f"piece. {self.variable}=expandable_segments:True (torch 2.1 and newer) joins such pieces and would "
+                "probably have prevented the error."
             )
         return (
-            f"Too little, whatever the allocator does: with every hole joined {show_bytes(self.short)} are missing for "
-            f"this request, and later ones may be larger. expandable_segments would not have saved the run; "
-            "`llmlab fix MODEL` lists what would."
+            f"The GPU has too little memory: even without fragmentation {show_bytes(self.short)} would be missing, "
+            "and later requests may be larger. expandable_segments would not have prevented the error; "
+            "`llmlab fix MODEL --gpu NAME` lists changes that make a run smaller."
         )
 
     def to_dict(self) -> dict[str, object]:
@@ -93,15 +93,15 @@ class OutOfMemory(Tabular):
 
     def _table(self) -> Table:
         rows = [
-            ("card", self.capacity, "what the driver has in all"),
-            ("allocated", self.allocated, "in tensors: weights, states, activations, temporaries"),
-            ("of it in private pools", self.private, "of CUDA graphs: their tensors stay where they are"),
-            ("reserved, unallocated", self.unallocated, "PyTorch's, in no tensor: cached blocks and holes"),
-            ("not PyTorch's", self.others, "CUDA contexts, NCCL's buffers, other processes"),
-            ("this process", self.process, "all that it has: PyTorch's, its CUDA context, its libraries"),
-            ("free", self.free, "what the driver could still give"),
-            ("allowed", self.allowed, "the most that PyTorch may take, by set_per_process_memory_fraction"),
-            ("requested", self.requested, "by the operator that failed, in one piece"),
+            ("GPU", self.capacity, "total memory"),
+            ("allocated", self.allocated, "memory of tensors: weights, optimizer states, activations, temporaries"),
+            ("of that in private pools", self.private, "memory of CUDA graphs"),
+            ("reserved, unallocated", self.unallocated, "cached by PyTorch, in no tensor"),
+            ("outside PyTorch", self.others, "CUDA context, NCCL buffers, other processes"),
+            ("this process", self.process, "PyTorch, CUDA context and libraries together"),
+            ("free", self.free, "free memory of the GPU"),
+            ("allowed", self.allowed, "limit set by set_per_process_memory_fraction"),
+            ("requested", self.requested, "size of the request that failed"),
         ]
         cells = [(name, show_bytes(size), words) for name, size, words in rows if size is not None]
         return Table(("", "", ""), cells, "What the message says", self.advice, (0, 2))
@@ -128,8 +128,8 @@ def explained(message: str) -> OutOfMemory:
         found.setdefault("unallocated", 0)
     if missing := [name for name in ("requested", "capacity", "free", "allocated", "unallocated") if name not in found]:
         raise SpecError(
-            f"this is no message of torch.OutOfMemoryError: it lacks {', '.join(missing)}. Give the whole text, from "
-            "'CUDA out of memory. Tried to allocate' on"
+            f"this is not a message of torch.OutOfMemoryError: it lacks {', '.join(missing)}. Give a MODEL, or on "
+            "stdin the whole message, which starts with 'CUDA out of memory. Tried to allocate'"
         )
     named = re.search(r"PYTORCH_(?:CUDA_|HIP_)?ALLOC_CONF", message)
     return OutOfMemory(**found, variable=named[0] if named else VARIABLE)

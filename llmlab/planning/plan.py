@@ -9,6 +9,7 @@ from typing import Any
 
 from ..base.errors import SpecError
 from ..base.units import show_seconds
+from ..hardware.gpu import assumed_memory
 from ..specs.model import ModelLike
 from ..specs.model import model as find_model
 from ..specs.run import Training
@@ -19,6 +20,8 @@ from .nearest import fitting, nearest
 from .result import Plan, lost
 from .search import NO_PROGRAM, WORSE, Search
 from .space import ALLOWED, GOALS, METHODS, Question
+
+INTERRUPTED = "Interrupted before a configuration was found."
 
 
 def plan(
@@ -60,9 +63,10 @@ def plan(
     else:
         candidates = ()
     none = not candidates and not confirmed.interrupted
+    notes = () if goal == "cheapest" else assumed_memory(gpus.lstrip("0123456789x"))
     return Plan(
         model=spec.name,
-        gpus=f"any card with a price, up to {where.total}" if goal == "cheapest" else str(where),
+        gpus=f"any GPU with a price, up to {where.total}" if goal == "cheapest" else str(where),
         goal=goal,
         global_batch=global_batch,
         candidates=candidates,
@@ -71,9 +75,10 @@ def plan(
         refuted=tuple(confirmed.refuted),
         tokens=tokens,
         nearest=nearest(question, where) if none else (),
-        problem=_problem(question, asked) if none else "" if candidates else "Interrupted before anything was found.",
+        problem=_problem(question, asked) if none else "" if candidates else INTERRUPTED,
         interrupted=confirmed.interrupted,
         seen=tuple(search.seen),
+        notes=notes,
     )
 
 
@@ -87,7 +92,7 @@ def _problem(question: Question, asked: Sequence[Machines]) -> str:
     if not times:
         return "Nothing fits."
     within = f"{question.within:g} day{'s' if question.within != 1 else ''}"
-    return f"Nothing is done within {within}: the fastest takes {show_seconds(min(times))}."
+    return f"Nothing finishes within {within}: the fastest run takes {show_seconds(min(times))}."
 
 
 def check_question(
@@ -114,20 +119,20 @@ def check_question(
         if value <= 0:
             raise SpecError(f"{name}={value!r} is too small; give more than 0")
     if within is not None and tokens is None:
-        raise SpecError(f"within={within!r} days needs tokens=: how many are to be trained on")
+        raise SpecError(f"within={within!r} days needs tokens=, the number of tokens to train on")
     names = [*Training().to_dict(), "stack"]
     if unknown := sorted(set(fixed) - set(names)):
-        raise SpecError(f"fixed={unknown[0]!r} is no field of Training; it has {', '.join(names)}")
+        raise SpecError(f"fixed={unknown[0]!r} is not a field of Training; its fields are {', '.join(names)}")
     if fixed.get("lora") and method == "full":
-        raise SpecError("fixed lora and method='full' contradict each other; give method='lora'")
+        raise SpecError("fixed lora contradicts method='full'; give method='lora'")
     if fixed.get("quantization") and method != "qlora":
-        raise SpecError(f"fixed quantization={fixed['quantization']!r} and method={method!r} contradict each other; "
+        raise SpecError(f"fixed quantization={fixed['quantization']!r} contradicts method={method!r}; "
                         "give method='qlora'")  # fmt: skip
     if fixed.get("quantization") == "gptq":
-        raise SpecError("fixed quantization='gptq': no program is written that trains over AutoGPTQ's layers; give "
-                        "'nf4' or 'int8', or see lab.estimate")  # fmt: skip
+        raise SpecError("fixed quantization='gptq': no file that plan writes trains on AutoGPTQ's layers; give "
+                        "'nf4' or 'int8', or ask lab.estimate")  # fmt: skip
     if both := sorted((set(fixed) & set(allow)) - {"seq_len"}):  # from the given length on shorter ones are tried
-        raise SpecError(f"{both[0]} is fixed to {fixed[both[0]]!r} and allowed to vary; drop one of the two")
+        raise SpecError(f"{both[0]} is fixed to {fixed[both[0]]!r} and also allowed to change; give one of the two")
 
 
 def check_degrees(fixed: Mapping[str, Any], where: Machines | None, global_batch: int) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
 
+from ..base.notes import Note, notes_to_json
 from ..base.tables import Table, Tabular
 from ..base.units import show_bytes, show_seconds
 from ..report import Report
@@ -89,8 +90,8 @@ class Nearest:
 
     def __str__(self) -> str:
         hourly, billion = self.machines.usd_per_hour, rent(self.machines, self.report)
-        price = [f"${hourly:,.2f} an hour"] if hourly else ["no price in the table"]
-        price += [f"${billion:,.0f} per 10^9 tokens"] if billion else []
+        price = [f"${hourly:,.2f} an hour"] if hourly else ["price unknown"]
+        price += [f"${billion:,.0f} for 10^9 tokens"] if billion else []
         if self.tokens and (needed := days(self.report, self.tokens)):
             price.append(f"{show_seconds(needed * 86_400)} for all tokens")
         return f"{self.direction}: {self.what} ({', '.join(price)})."
@@ -123,6 +124,7 @@ class Plan(Tabular, Sequence["Candidate"]):
     nearest: tuple[Nearest, ...] = ()
     problem: str = ""
     interrupted: bool = False
+    notes: tuple[Note, ...] = ()
     seen: tuple[Found, ...] = field(default=(), compare=False)
 
     @property
@@ -159,6 +161,7 @@ class Plan(Tabular, Sequence["Candidate"]):
             "model": self.model, "gpus": self.gpus, "goal": self.goal, "global_batch": self.global_batch,
             "tokens": self.tokens, "tried": self.tried, "cut": self.cut, "cuts": dict(self.cuts),
             "problem": self.problem, "nearest": [each.to_dict() for each in self.nearest],
+            "notes": notes_to_json(self.notes),
             "interrupted": self.interrupted, "refuted": [run.to_dict() for run in self.refuted],
             "candidates": [candidate.to_dict() for candidate in self.candidates],
         }  # fmt: skip
@@ -168,23 +171,25 @@ class Plan(Tabular, Sequence["Candidate"]):
 
     def table(self) -> Table:
         """Return what is printed: a row of each candidate, or what is nearest."""
-        title = f"{self.model} on {self.gpus}, {self.global_batch} sequences per update, the {self.goal} first"
+        title = f"{self.model} on {self.gpus}, {self.global_batch} sequences per step, the {self.goal} first"
         if self.interrupted:
             title = f"Interrupted, the best so far: {title}"
         cuts = "; ".join(f"{number:,} {why}" for why, number in self.cuts.items() if number)
-        counts = f"{self.tried:,} configurations were estimated, {len(self.refuted)} refuted, {self.cut:,} cut"
-        counts += f" ({cuts})." if cuts else "."
+        counts = f"{self.tried:,} configurations were estimated"
+        counts += f", of which simulation refuted {len(self.refuted)}." if self.refuted else "."
+        counts += f" {self.cut:,} others were left out: {cuts}." if cuts else ""
         if not self.candidates:
-            return Table(("", ""), [], title, "\n".join([self.problem, *map(str, self.nearest), counts]))
+            lines = [self.problem, *map(str, self.nearest), counts, *self.notes]
+            return Table(("", ""), [], title, "\n".join(lines))
         rows = [self._row(candidate, place) for place, candidate in enumerate(self.candidates, 1)]
         any_card = self.goal == "cheapest"
         of = "" if any_card else f", of {show_bytes(self.candidates[0].report.capacity)}"
-        header = ["configuration", f"memory{of}", "update", "8 in 10", "MFU", "10^9 tokens", "why not"]
+        header = ["configuration", f"memory{of}", "step time", "80 % interval", "MFU", "10^9 tokens", "vs. the best"]
         if self.tokens:
-            header.insert(-1, "all tokens")
+            header.insert(-1, "time for all tokens")
         header.insert(0, "GPUs" if any_card else "")
         notes = dict.fromkeys(f"* {each.unconfirmed}" for each in self.candidates if not each.simulation)
-        return Table(header, rows, title, "\n".join([counts, *notes]), words=(0, 1, len(header) - 1))
+        return Table(header, rows, title, "\n".join([counts, *notes, *self.notes]), words=(0, 1, len(header) - 1))
 
     def _row(self, c: Candidate, place: int) -> list[str]:
         r, any_card = c.report, self.goal == "cheapest"
@@ -219,7 +224,7 @@ def words(run: Training) -> str:
     told = {"seq_len", "lora", "quantization", "stack"}
     fields = {name: value for name, value in run.differences().items() if name not in told}
     said = [name if value is True else f"{name} {value}" for name, value in fields.items()]
-    return ", ".join([*said, *([repr(run.stack)] if not isinstance(run.stack, str) else [])]) or "as it is"
+    return ", ".join([*said, *([repr(run.stack)] if not isinstance(run.stack, str) else [])]) or "the defaults"
 
 
 def lost(candidate: Candidate, best: Candidate, goal: str) -> str:
@@ -230,11 +235,11 @@ def lost(candidate: Candidate, best: Candidate, goal: str) -> str:
         return f"{show_bytes(more)} more memory"
     price, least = candidate.usd_per_billion_tokens, best.usd_per_billion_tokens
     if goal == "cheapest" and candidate.machines != best.machines and price and least:
-        return f"{price / least - 1:.1%} dearer"
+        return f"{price / least - 1:.1%} more expensive"
     if not mine.step_seconds:
-        return "its time is not known"
+        return "unknown time"
     if not its.step_seconds or mine.step_seconds <= its.step_seconds * (1 + 1e-9):
-        return f"{show_bytes(more)} more memory" if more > 0 else "as good: a simpler one stands above"
+        return f"{show_bytes(more)} more memory" if more > 0 else "equally good, but less simple"
     parts = {part: seconds - its.time.get(part, 0.0) for part, seconds in mine.time.items()}
     part = max(parts, key=lambda name: parts[name]) if parts else "time"
     slower = mine.step_seconds / its.step_seconds - 1

@@ -40,8 +40,8 @@ SIZES = ("micro_batch", "accumulation")  # fields that the edge of what fits is 
 OF_STATES = ("precision", "lora", "quantization", "optimizer", "zero", "tp", "pp", "cp", "dp", "ep", "dp_replicate",
              "offload")  # fmt: skip
 # What cuts candidates before their time is computed, in the words of the table.
-STATES, HOST = "weights and states exceed the card", "offloaded states exceed the host"
-LARGER, OVER, LATE, WORSE = "a smaller micro-batch does not fit", "exceed the card", "too late", "cannot be better"
+STATES, HOST = "weights and states exceed the GPU", "offloaded states exceed host memory"
+LARGER, OVER, LATE, WORSE = "a smaller micro-batch does not fit", "exceed the GPU", "take too long", "cannot be better"
 NO_PROGRAM = "no program runs it"  # of those that `plan.write` knows
 
 

@@ -79,7 +79,7 @@ def plot_pareto(plan: Plan) -> Picture:
         ax.set_ylim(0, 1.1 * capacity / GiB)
         place = (1, 1.01 * capacity / GiB)  # the right edge, above the line
         ax.text(
-            *place, "the card ", transform=ax.get_yaxis_transform(), color=INK, size="small", ha="right", va="bottom"
+            *place, "the GPU ", transform=ax.get_yaxis_transform(), color=INK, size="small", ha="right", va="bottom"
         )
     slowest, last = edge[-1][0], max(each.seconds for each in seen)
     left, right = 0.97 * min(each.seconds for each in seen), 1.05 * min(last, max(slowest, 1.5 * edge[0][0]))

@@ -36,7 +36,8 @@ _running: list[str] = []
 def exclusive(what: str) -> Iterator[None]:
     """Raise NotAvailable where a meter or a measurement is running already: there is one recording per device."""
     if _running:
-        raise NotAvailable(f"{what} inside {_running[0]}: one recording at a time; end the outer one first")
+        raise NotAvailable(f"{what} inside {_running[0]}: only one recording can run at a time; end the outer one "
+                           "first")  # fmt: skip
     _running.append(what)
     try:
         yield
@@ -54,7 +55,7 @@ class CPUEvents:
         profiler = symbol("torch._C._profiler")
         cpu = {profiler.ProfilerActivity.CPU}
         if symbol("torch._C._autograd._profiler_enabled")():
-            raise NotAvailable("a torch profiler is on in this thread, which can have only one; end it first")
+            raise NotAvailable("a torch profiler is already running in this thread; end it first")
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it writes two lines to stderr every time
         # state, shapes, memory, stack, flops, modules: memory and nothing else
         options = symbol("torch._C._profiler._ExperimentalConfig")()

@@ -50,7 +50,8 @@ def command(words: Sequence[str]) -> Command:
     """
     words = list(words)
     if not words:
-        raise SpecError("no script; give one with its arguments, as in: llmlab run --gpu T4 train.py --steps 10")
+        raise SpecError("no script was given; give one with its arguments, for example: llmlab run --gpu T4 train.py "
+                        "--epochs 1")  # fmt: skip
     name = Path(words[0]).name
     if re.fullmatch(r"python(\d+(\.\d+)?)?", name):
         if words[1:3] == ["-m", "torch.distributed.run"] or words[1:3] == ["-m", "torch.distributed.launch"]:
@@ -61,23 +62,23 @@ def command(words: Sequence[str]) -> Command:
         return _torchrun(words[1:])
     if name == "accelerate":
         if words[1:2] != ["launch"]:
-            raise SpecError(f"accelerate {' '.join(words[1:2])} starts no script; `accelerate launch SCRIPT` does")
+            raise SpecError(f"accelerate {' '.join(words[1:2])} starts no script; give `accelerate launch SCRIPT`")
         return _accelerate(words[2:])
     if name == "deepspeed":
         return _deepspeed(words[1:])
     if words[0] == "-m":
         if len(words) < 2:
-            raise SpecError("-m without a module; give its name, as in: llmlab run --gpu T4 -m package.train")
+            raise SpecError("-m needs the name of a module, for example: llmlab run --gpu T4 -m package.train")
         return Command(words[1], tuple(words[2:]), module=True)
     return _script(words[0], words[1:])
 
 
 def _script(target: str, arguments: Sequence[str], **launched: object) -> Command:
     if os.path.isdir(target) and not os.path.isfile(os.path.join(target, "__main__.py")):
-        raise SpecError(f"{target} is a folder without a __main__.py; give the script in it")
+        raise SpecError(f"{target} is a folder without __main__.py; give the path of the script")
     if not os.path.exists(target):
         known = ", ".join(LAUNCHERS)
-        raise SpecError(f"{target} is not there; give a Python script, -m MODULE, or a command line of {known}")
+        raise SpecError(f"{target} does not exist; give a Python script, -m MODULE, or a command line of {known}")
     return Command(target, tuple(arguments), **launched)  # type: ignore[arg-type]
 
 
@@ -144,7 +145,8 @@ def _deepspeed(words: Sequence[str]) -> Command:
 
 def _need(library: str) -> None:
     if find_spec(library) is None:
-        raise NotAvailable(f"{library} is not installed; pip install {library}, or give the script itself")
+        raise NotAvailable(f"{library} is not installed; pip install {library}, or give the script without its "
+                           "launcher")  # fmt: skip
 
 
 def _launched(

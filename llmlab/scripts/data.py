@@ -32,9 +32,9 @@ def read_data(given: tuple[str, ...]) -> dict[str, str]:
     for each in given:
         name, equals, path = each.partition("=")
         if not (name and equals and path):
-            raise SpecError(f"--data {each}; give NAME=rows.jsonl, the name as the script says it")
+            raise SpecError(f"--data {each}; give NAME=rows.jsonl, where NAME is what the script loads")
         if Path(path).suffix not in FORMATS or not os.path.isfile(path):
-            raise SpecError(f"--data {each}: {path} is no file of {', '.join(FORMATS)}")
+            raise SpecError(f"--data {each}: {path} is not a file of type {', '.join(FORMATS)}")
         found[name] = os.path.abspath(path)
     return found
 
@@ -80,7 +80,7 @@ def _any_checksum() -> Iterator[None]:
     def check_md5(fpath: str | Path, md5: str, **kwargs: Any) -> bool:
         if not real(fpath, md5, **kwargs):
             warnings.warn(
-                f"{Path(fpath).parent}: not the published files, by their checksums: they stand in", stacklevel=2
+                f"{Path(fpath).parent}: its checksums are not those of the published files", stacklevel=2
             )
         return True
 
@@ -97,7 +97,7 @@ def _metrics() -> Iterator[None]:
         try:
             return real(path, *args, **kwargs)
         except (ConnectionError, FileNotFoundError):
-            warnings.warn(f"the metric {path} is not here: its scores are {SCORE}", stacklevel=2)
+            warnings.warn(f"the metric {path} is not installed; its scores are set to {SCORE}", stacklevel=2)
             return _Metric()
 
     with mock.patch.object(evaluate, "load", load):

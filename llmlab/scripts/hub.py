@@ -38,11 +38,11 @@ def read_configs(given: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     for each in given:
         name, equals, path = each.partition("=")
         if not (name and equals and path):
-            raise SpecError(f"--config {each}; give NAME=config.json, the name as the script says it")
+            raise SpecError(f"--config {each}; give NAME=config.json, where NAME is what the script loads")
         try:
             config = json.loads(Path(path).read_text("utf-8"))
         except json.JSONDecodeError as error:
-            raise SpecError(f"{path} is no JSON: {error}") from None
+            raise SpecError(f"{path} is not JSON: {error}") from None
         if not isinstance(config, dict) or "model_type" not in config:
             raise SpecError(f"{path} has no model_type; give the config.json of a transformers model")
         found[name] = config
@@ -139,7 +139,7 @@ def _tokenizers_with_files() -> Iterator[None]:
         files = tokenizer.vocab_files_names
         read = [each for each in files if tokenizer.init_kwargs.get(each) is not None]  # some classes forget it
         if files and not read and len(tokenizer) < FEW_TOKENS:
-            raise NotAvailable(f"the tokenizer of {name}: {' or '.join(files.values())} is not here; {GIVE}")
+            raise NotAvailable(f"the tokenizer of {name}: {' or '.join(files.values())} is missing; {GIVE}")
         return tokenizer
 
     with mock.patch.object(PreTrainedTokenizerBase, "from_pretrained", classmethod(from_pretrained)):
@@ -152,7 +152,7 @@ def _no_kernels() -> Iterator[None]:
     import kernels
 
     def get_kernel(name: str, *args: Any, **kwargs: Any) -> Any:
-        why = "a kernel that the hub has compiled runs on a GPU alone; give the script PyTorch's own operators"
+        why = "kernels from the Hub are compiled for a GPU; use PyTorch's own operators in the script"
         raise NotAvailable(f"kernels.get_kernel({name!r}): {why}")
 
     with mock.patch.object(kernels, "get_kernel", get_kernel):

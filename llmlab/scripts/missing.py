@@ -33,13 +33,13 @@ NO_ANSWER = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ET
 SAID_OF_NETWORK = ("<urlopen error", "no internet connection")
 URL = re.compile(r"(https?|ftp)://\S+")
 GIVE = (
-    "llmlab run downloads nothing: put it into Hugging Face's cache (`hf download NAME`; of a model config.json and "
-    "the tokenizer's files are enough), give the script a local folder, or for a model --config NAME=config.json, "
-    "for a data set --data NAME=rows.jsonl"
+    "llmlab run downloads nothing. Download it into Hugging Face's cache (`hf download NAME`; for a model config.json "
+    "and the tokenizer's files are enough), give the script a local folder, or give --config NAME=config.json for a "
+    "model and --data NAME=rows.jsonl for a data set"
 )
 FETCH = (
-    "the network did not answer: put the file where the script keeps what it downloads (rows of your own will do), so "
-    "that it finds it there, or give the script a local one"
+    "the network did not answer. Put the file (your own rows will do) where the script looks for downloads, or "
+    "give the script a local file"
 )
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
+from ..base.notes import Note, notes_to_json
 from ..base.tables import Table, Tabular
 from ..base.terms import PARTS, Outcome
 from ..base.units import show_bytes, show_seconds
@@ -21,7 +22,7 @@ class ScriptReport(Tabular):
     known. The script fits where it is within `capacity`, the card's memory, and within `limit` if one was given.
     `needed` is what a run that did not fit would have taken with enough room. `steps` counts calls of an optimizer's
     step(). `step_seconds` is the median over the steps after the first, without what ranks send to each other; None
-    where a kernel's time is not known. 8 in 10 such times lie between `step_seconds_low` and `step_seconds_high`, None
+    where a kernel's time is not known. `step_seconds_low` to `step_seconds_high` is its 80 % interval, None
     with several ranks.
     """
 
@@ -43,11 +44,11 @@ class ScriptReport(Tabular):
     step_seconds_high: float | None = None
     by_category: Mapping[str, int] = field(default_factory=dict)
     by_module: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
 
     def to_json(self) -> str:
         """Return the report as JSON text; a figure that is not known is null."""
-        return json.dumps(asdict(self), indent=1)
+        return json.dumps({**asdict(self), "notes": notes_to_json(self.notes)}, indent=1)
 
     def _table(self) -> Table:
         rows = [(part, show_bytes(self.by_category[part])) for part in PARTS if part in self.by_category]
@@ -55,19 +56,19 @@ class ScriptReport(Tabular):
         if self.peak_reserved is not None:
             rows.append(("peak reserved", show_bytes(self.peak_reserved)))
         if self.process is not None:
-            rows.append(("process", show_bytes(self.process)))
+            rows.append(("whole process", show_bytes(self.process)))
         if self.needed is not None:
-            rows.append(("it would have taken", show_bytes(self.needed)))
+            rows.append(("memory needed", show_bytes(self.needed)))
         rows.append(("device memory", show_bytes(self.capacity)))
         if self.limit is not None:
             rows.append(("limit", show_bytes(self.limit)))
         largest = sorted(self.by_module.items(), key=lambda item: -sum(item[1].values()))[:SHOWN_MODULES]
-        rows += [(f"at the peak in {module}", show_bytes(sum(sizes.values()))) for module, sizes in largest]
+        rows += [(f"of the peak, in {module}", show_bytes(sum(sizes.values()))) for module, sizes in largest]
         if self.step_seconds is not None:
             rows.append(("time per step", show_seconds(self.step_seconds)))
         if self.step_seconds_low is not None and self.step_seconds_high is not None:
             between = f"{show_seconds(self.step_seconds_low)} to {show_seconds(self.step_seconds_high)}"
-            rows.append(("  in 8 cases of 10", between))
+            rows.append(("  80 % interval", between))
         rows.append(("optimizer steps", str(self.steps)))
         rows.append(("outcome", self.outcome))
         ranks = f", rank 0 of {self.world_size}" if self.world_size > 1 else ""

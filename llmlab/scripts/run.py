@@ -90,7 +90,7 @@ def _verdict(script: Command, error: BaseException) -> NotAvailable | ScriptFail
     if isinstance(caught, Exception):
         return _said(caught) or _failure(caught)
     assert isinstance(error, SystemExit)
-    return ScriptFailed(f"{script.target} ended itself: sys.exit({error.code!r})")
+    return ScriptFailed(f"{script.target} called sys.exit({error.code!r})")
 
 
 def _said(error: BaseException) -> NotAvailable | None:

@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 from ..base.errors import NotAvailable, SpecError, check_counts
+from ..base.notes import Note
 from ..base.terms import PARTS, Outcome
 from ..base.units import show_bytes
 from ..hardware.gpu import EMULATED_BF16, GPU
@@ -21,9 +22,8 @@ from .report import ScriptReport
 
 ROOMY = 2**50  # bytes: of a card on which nothing runs out
 RAN_TO_ITS_END, RAN_OUT_OF_MEMORY, INTERRUPTED = "ran to its end", "ran out of memory", "was interrupted"
-NO_NETWORK = "The time per step is without what the ranks send to each other."
-REFUSED = "The script caught what is not simulated, and went on: "
-CAUGHT = "The card ran out of memory on the way; the script caught the error and went on."
+NO_NETWORK = Note("no-communication", "The time per step leaves out communication between ranks.")
+CAUGHT = Note("caught-out-of-memory", "The GPU ran out of memory once; the script caught the error and went on.")
 
 
 class Enough(BaseException):
@@ -53,7 +53,7 @@ class Conditions:
         check_counts(world_size=self.ranks, steps=1 if self.steps is None else self.steps)
         if self.limit is not None and not 0 < self.limit <= self.gpu.memory:
             card = f"{self.gpu.name}'s {show_bytes(self.gpu.memory)}"
-            raise SpecError(f"a limit of {show_bytes(self.limit)}; give more than 0 and at most {card}")
+            raise SpecError(f"the memory limit is {show_bytes(self.limit)}; give more than 0 and at most {card}")
 
     @property
     def ranks(self) -> int:
@@ -124,7 +124,7 @@ class Watch:
                 return
             self._has_optimizer = self._has_optimizer or _an_optimizer_exists()
             if not self._has_optimizer:
-                self.ended = f"was ended after {self.passes} backward passes: it has no optimizer to count steps of"
+                self.ended = f"was ended after {self.passes} backward passes, because it has no optimizer"
                 raise Enough
 
         return backward
@@ -161,7 +161,7 @@ class Watch:
         outside = where.gpu.outside(where.ranks)
         taken = sim.peak_reserved + (outside or 0)
         nothing_seen = not self.steps and (self.refused or self.elsewhere)
-        notes: list[str] = []
+        notes: list[Note] = []
         outcome: Outcome = "unknown" if self.ended == INTERRUPTED or nothing_seen else "fits"
         if self.ended == RAN_OUT_OF_MEMORY or taken > (where.limit or where.gpu.memory):
             outcome = "unknown" if sim.has_upper_sizes else "out of memory"
@@ -171,18 +171,19 @@ class Watch:
         interval = self._operators.interval if seconds and where.ranks == 1 else None
         notes += sim.notes
         if self._untimed and not seconds:
-            notes.append(f"The time per step is not known: {where.gpu.name} {_without_time(where.gpu, self._untimed)}.")
+            why = _without_time(where.gpu, self._untimed)
+            notes.append(Note("time-unknown", f"The time per step is unknown: the {where.gpu.name} {why}."))
         if seconds and where.ranks > 1:
             notes.append(NO_NETWORK)
         if sim.out_of_memory and self.ended != RAN_OUT_OF_MEMORY:
             notes.append(CAUGHT)
         if self.refused:
-            notes.append(REFUSED + self.refused)
+            caught = "The script caught this error of the simulation and went on"
+            notes.append(Note("caught-refusal", f"{caught}: {self.refused}"))
         if self.elsewhere:
             most = show_bytes(max(self.elsewhere))
-            notes.append(
-                f"Processes that the script started are not in these sizes: at most {most} was allocated there."
-            )
+            others = "Processes that the script started are not included in these sizes"
+            notes.append(Note("other-processes", f"{others}; each allocated at most {most}."))
         return ScriptReport(
             command=name,
             gpu=where.gpu.name,
@@ -209,8 +210,8 @@ class Watch:
 def _without_time(gpu: GPU, dtype: str) -> str:
     """Return why products in `dtype` have no time."""
     if dtype == "bf16" and gpu.peak("bf16") is None:
-        return f"has no bf16 units, and {EMULATED_BF16}: use fp16"
-    return f"has no rate for {dtype}"
+        return f"has no bf16 units, and {EMULATED_BF16}; use fp16"
+    return f"has no measured rate for {dtype}"
 
 
 def _an_optimizer_exists() -> bool:

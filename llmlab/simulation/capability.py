@@ -11,5 +11,5 @@ Capability = tuple[int, int]
 def capability_of(gpu: GPU) -> Capability:
     """Return the compute capability of `gpu`; raises NotAvailable for a card without CUDA."""
     if gpu.compute_capability is None:
-        raise NotAvailable(f"{gpu.name} has no CUDA kernels to simulate; name an NVIDIA card")
+        raise NotAvailable(f"{gpu.name} runs no CUDA kernels, and simulate knows only those; give an NVIDIA GPU")
     return gpu.compute_capability

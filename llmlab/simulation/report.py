@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..base.errors import NotAvailable
+from ..base.notes import Note
 from ..base.terms import Outcome
 from ..base.units import show_bytes
 from ..formulas.report import PAGED_STATES, pages_states
@@ -52,17 +53,24 @@ from .profile.timeline import by_module, peak_place
 from .simulator import EAGER_TOO_LARGE
 from .stacks import SCRIPTS, builder
 
-EAGER_ON_CPU = "compile=True is simulated eager on a CPU: what a compiled step fuses away is counted."
+EAGER_ON_CPU = Note(
+    "simulated-eager",
+    "On a CPU compile=True is simulated as an eager step, whose memory is an upper bound of a compiled one's.",
+)
 
 ROOMY = 2**50  # bytes: of a card on which nothing runs out
 
 # bitsandbytes computes the columns of outliers apart, in 16 bit; how many there are only values say.
-INT8_NOTE = "int8 is simulated as if no activation reached the outlier threshold; each column that does takes more."
+INT8_NOTE = Note(
+    "int8-outliers",
+    "The simulation assumes that no activation exceeds int8's outlier threshold; outlier columns need more memory.",
+)
 
 # benchmarks/loading.py simulates the order of threads, and shows what the published rows reserved more.
-NF4_NOTE = (
-    "nf4 is simulated as transformers loads it from 5.4 on, one weight after the other. Before, several threads loaded "
-    "them, in another order each time, which left other holes: two runs could reserve different bytes."
+NF4_NOTE = Note(
+    "nf4-load-order",
+    "The simulation loads NF4 weights one at a time, as transformers 5.4 and later do. Earlier versions load them in "
+    "several threads, whose order differs between runs, and so does the reserved memory.",
 )
 
 
@@ -88,7 +96,8 @@ def simulated(
     if not others:
         return first
     said = [f"stage {stage} {show_bytes(each.peak_allocated)}" for stage, each in zip(stages[1:], others, strict=True)]
-    first = replace(first, notes=(f"Of the pipeline's other stages, from 0: {', '.join(said)}.", *first.notes))
+    peaks = Note("other-stages", f"The figures are of pipeline stage 0; peaks of other stages: {', '.join(said)}.")
+    first = replace(first, notes=(peaks, *first.notes))
     over = [report for report in others if report.outcome == "out of memory"]
     if not over and card and any(report.outcome == "unknown" for report in others):
         notes = tuple(dict.fromkeys((EAGER_TOO_LARGE, *first.notes)))
@@ -111,7 +120,7 @@ def _of_stage(
     outcome: Outcome = "unknown" if upper else "out of memory"
     where = f"{recording.phase}, {place}: {show_bytes(error.segment - (error.capacity - error.reserved))} short"
     where += f", in stage {stage} of the pipeline" if stage else ""
-    why = EAGER_TOO_LARGE if upper else str(error)
+    why = EAGER_TOO_LARGE if upper else Note("refused-request", str(error))
     if not how_much:
         return Report(source="simulated", model=spec.name, run=run, gpu=card.name, capacity=card.memory,
                       outcome=outcome, where=None if upper else where, notes=(why,))  # fmt: skip
@@ -159,7 +168,7 @@ def check_simulated(spec: ModelSpec, run: Run, card: GPU | None) -> None:
     """Raise NotAvailable for a run that is not simulated, without starting it."""
     if isinstance(run, Training) and (own := stack_of(run)):
         if card is None:
-            raise NotAvailable(f"simulate has stack={own.name!r} on GPUs only; name one")
+            raise NotAvailable(f"simulate supports stack={own.name!r} on GPUs only; name one")
         builder(spec, run)
     elif run.world_size > 1:
         checked(spec, run)
@@ -274,7 +283,7 @@ def _reported(spec: ModelSpec, run: Run, card: GPU | None, recording: StepRecord
     )
 
 
-def _notes(spec: ModelSpec, run: Run, card: GPU | None, recording: StepRecording) -> tuple[str, ...]:
+def _notes(spec: ModelSpec, run: Run, card: GPU | None, recording: StepRecording) -> tuple[Note, ...]:
     notes = []
     if quantization_of(run) == "int8":
         notes.append(INT8_NOTE)

@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from ..base.errors import NotAvailable
+from ..base.notes import Note
 from ..hardware.gpu import GPU
 from ..hardware.gpu import gpu as find_gpu
 from .capability import capability_of
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
     from .profile.operator_log import Operators
     from .profile.timeline import Phases, Timeline
 
-EAGER_TOO_LARGE = "Too large in eager mode; a compiled step fuses operators and may fit."
+EAGER_TOO_LARGE = Note(
+    "counted-eager",
+    "The step does not fit when it runs eagerly; the compiled step fuses operators and may still fit.",
+)
 
 
 class Simulator:
@@ -81,8 +85,8 @@ class Simulator:
         return self._card.engine.has_upper_sizes
 
     @property
-    def notes(self) -> tuple[str, ...]:
-        """What ran and is not counted, one sentence for each."""
+    def notes(self) -> tuple[Note, ...]:
+        """What was assumed or is not counted: a sentence each, whose `code` names its kind."""
         from .engine.engine import notes_of
 
         return notes_of(self._card.engine)

@@ -83,7 +83,7 @@ class CUDAGraph:
     """torch.cuda.CUDAGraph: what it records has a memory pool of its own, which is not simulated."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise located(NotAvailable("torch.cuda.CUDAGraph: graphs are not simulated; run the step without one"))
+        raise located(NotAvailable("torch.cuda.CUDAGraph: CUDA graphs are not simulated; run the step without one"))
 
 
 @contextmanager

@@ -35,20 +35,29 @@ def _check_run(spec: ModelSpec, run: Run) -> None:
         raise SpecError(f"transformers' {spec.family} has no attention={run.attention!r}; use attention='eager'")
     if run.seq_len > spec.max_positions:
         what = "seq_len" if isinstance(run, Training) else "prompt_len + new_tokens"
-        raise SpecError(f"{what}={run.seq_len} is beyond {spec.name}'s {spec.max_positions} positions")
+        raise SpecError(
+            f"{what}={run.seq_len}: {spec.name} has {spec.max_positions} positions; give at most as many "
+            "tokens"
+        )
     divided = [("tp", "heads", spec.heads)]
     if isinstance(run, Training):
         if run.ep > 1 and not spec.experts:
-            raise SpecError(f"ep={run.ep} with {spec.name}, which has no experts; use ep=1")
+            raise SpecError(f"ep={run.ep}: {spec.name} has no experts; give ep=1")
         divided += [("cp", "tokens of seq_len", run.seq_len), ("ep", "experts", spec.experts or run.ep)]
     for field, what, size in divided:
         if size % getattr(run, field):
-            raise SpecError(f"{field}={getattr(run, field)} does not divide {spec.name}'s {size} {what}")
+            raise SpecError(
+                f"{field}={getattr(run, field)} does not divide the {size} {what} of {spec.name}; give a "
+                "divisor"
+            )
     if isinstance(run, Training):
         layers_of(spec, run)
         if run.pp * run.virtual_stages > spec.layers + 2:  # each has a layer, the embedding or the head
             given = f"virtual_stages={run.virtual_stages} with pp={run.pp}"
-            raise SpecError(f"{given} makes more of them than {spec.name}'s {spec.layers} layers")
+            raise SpecError(
+                f"{given}: {spec.name} has only {spec.layers} layers for so many virtual stages; give "
+                "fewer"
+            )
         _check_training(spec, run)
 
 
@@ -57,18 +66,18 @@ def _check_card(run: Run, gpu: GPU) -> None:
         if gpu.peak(dtype) is None:
             other = "fp16" if dtype == "bf16" else "fp32"
             slow = f", and {EMULATED_BF16}" if dtype == "bf16" else ""
-            raise SpecError(f"{gpu.name} has no {dtype} units{slow}; use {other} on it (for training: autocast-fp16)")
+            raise SpecError(f"{gpu.name} has no {dtype} units{slow}; give {other} (for training autocast-fp16)")
     if isinstance(run, Training) and run.fp8_recipe and gpu.peak("fp8") is None:
-        raise SpecError(f"fp8={run.fp8_recipe!r}: {gpu.name} has no fp8 units (NVIDIA's have them from 8.9 on: Ada, "
-                        "Hopper); drop fp8, or take such a card")  # fmt: skip
+        raise SpecError(f"fp8={run.fp8_recipe!r}: {gpu.name} has no fp8 units (NVIDIA GPUs since Ada and Hopper do); "
+                        "leave out fp8, or give such a GPU")  # fmt: skip
     if isinstance(run, Training) and run.fp8_recipe == "mxfp8" and (gpu.compute_capability or (0, 0)) < (10, 0):
-        raise SpecError(f"fp8_recipe='mxfp8': {gpu.name} has no units that scale blocks of 32 (NVIDIA's have them from "
-                        "10.0 on: Blackwell); take 'delayed', 'tensorwise' or 'blockwise', or such a card")  # fmt: skip
+        raise SpecError(f"fp8_recipe='mxfp8': {gpu.name} has no units for mxfp8 (NVIDIA GPUs since Blackwell do); give "
+                        "'delayed', 'tensorwise' or 'blockwise', or such a GPU")  # fmt: skip
     capability, least = gpu.compute_capability, FLASH_ATTENTION_2_CAPABILITY
     if run.attention == "flash" and capability is not None and capability < least:
         raise SpecError(
             f"attention='flash' needs compute capability {'.'.join(map(str, least))}; {gpu.name} has "
-            f"{'.'.join(map(str, capability))}: use attention='sdpa'"
+            f"{'.'.join(map(str, capability))}; give attention='sdpa'"
         )
 
 
@@ -76,66 +85,70 @@ def _check_training(spec: ModelSpec, run: Training) -> None:
     stack = stack_of(run)
     if stack and spec.family not in stack.families:
         known = ", ".join(stack.families)
-        raise SpecError(f"{stack.name} trains {known}, not {spec.family}, as far as it is described; use another stack")
+        raise SpecError(f"stack={stack.name!r} supports {known} here, not {spec.family}; give another stack")
     if isinstance(stack, Torchtitan) and spec.family.startswith("qwen3") and run.pp > 1:
-        raise SpecError(f"pp={run.pp} with {spec.name}: torchtitan has no pipeline of qwen3 (models/qwen3/__init__.py, "
-                        "pipelining_fn); give pp=1, or another stack")  # fmt: skip
+        raise SpecError(f"pp={run.pp} with {spec.name}: torchtitan has no pipeline for qwen3 "
+                        "(models/qwen3/__init__.py, pipelining_fn); give pp=1, or another stack")  # fmt: skip
     if isinstance(stack, Torchtitan) and spec.family == "llama" and spec.query_width != spec.hidden:
-        raise SpecError(f"head_dim={spec.head_dim} with {spec.name}: torchtitan's Llama has heads of hidden / heads "
-                        f"elements, {spec.hidden // spec.heads} here (models/llama3/model/model.py, Attention); give "
+        raise SpecError(f"head_dim={spec.head_dim} with {spec.name}: torchtitan's Llama computes the head size as "
+                        f"hidden / heads = {spec.hidden // spec.heads} (models/llama3/model/model.py, Attention); give "
                         "another stack")  # fmt: skip
     if isinstance(stack, Torchtune):
         stack.check_model(spec, run)
     if isinstance(stack, Torchtitan) and spec.kv_heads % run.tp:
-        raise SpecError(f"tp={run.tp} with {spec.name}: torchtitan gives each rank whole key/value heads, of which "
-                        f"there are {spec.kv_heads} (models/llama3/model/model.py, Attention); give a tp that divides "
+        raise SpecError(f"tp={run.tp} with {spec.name}: torchtitan gives each rank whole key/value heads, and the "
+                        f"model has {spec.kv_heads} (models/llama3/model/model.py, Attention); give a tp that divides "
                         "them, or another stack")  # fmt: skip
     if isinstance(stack, Megatron):
         stack.check_model(spec, run, stage_layers(spec.layers, run.pp, spec.name))
     elif stack and spec.tied and not stack.ties_heads:
-        tied = f"{spec.name}, whose head is its embedding,"
-        raise SpecError(f"{stack.name} with {tied} is not described; use another stack")
+        tied = f"{spec.name} ties its head to the embedding"
+        raise SpecError(f"{tied}, which stack={stack.name!r} does not support here; give another stack")
     if run.lora:
         names = {linear.name for linear in spec.linears}
         if missing := [target for target in run.lora.targets if target not in names]:
             have = ", ".join(sorted(names))
-            raise SpecError(f"LoRA targets {', '.join(missing)} are not in {spec.name}; it has {have}")
+            raise SpecError(f"LoRA targets {', '.join(missing)} are not layers of {spec.name}; give some of {have}")
     if run.fp8_recipe:
         _check_fp8(spec, run)
     if run.quantization == "gptq":
         _check_gptq(spec, run)
     if run.attention == "flash" and run.precision == "fp32":
-        raise SpecError("attention='flash' computes in fp16 or bf16 only; with precision='fp32' use attention='sdpa'")
+        raise SpecError("attention='flash' needs fp16 or bf16, and precision='fp32' was given; give attention='sdpa'")
 
 
 def _check_fp8(spec: ModelSpec, run: Training) -> None:
     """Raise SpecError for layers that torchao cannot convert, or whose shapes fp8 units do not take."""
     if run.fp8 and spec.family == "gpt2":
-        raise SpecError(f"fp8={run.fp8!r}: torchao converts nn.Linear, and transformers' gpt2 has Conv1D; drop fp8")
+        raise SpecError(
+            f"fp8={run.fp8!r}: torchao converts nn.Linear, but transformers' gpt2 uses Conv1D; leave out "
+            "fp8"
+        )
     for linear in spec.block_linears:
         sizes = linear.inputs, linear.outputs
         if any(size % (16 * run.tp) for size in sizes):
             shape = f"{linear.name} of {spec.name} is {sizes[0]} × {sizes[1]}"
-            no = f"no multiples of {16 * run.tp}"
-            raise SpecError(f"fp8={run.fp8_recipe!r} with tp={run.tp}: {shape}, {no}; drop one")
+            no = f"and fp8 needs multiples of {16 * run.tp}"
+            raise SpecError(f"fp8={run.fp8_recipe!r} with tp={run.tp}: {shape}, {no}; leave out fp8")
 
 
 def _check_gptq(spec: ModelSpec, run: Training) -> None:
     """Raise SpecError for what AutoGPTQ's layer (formulas/gptq.py) does not do, or is not described with."""
     given = "quantization='gptq' with"
     if run.compile:
-        raise SpecError(f"{given} compile=True: what Inductor makes of the operators that unpack weights is not "
-                        "described; drop one")  # fmt: skip
+        raise SpecError(f"{given} compile=True is not supported: how Inductor fuses the unpacking of weights is "
+                        "unknown; give one of them")  # fmt: skip
     if run.zero >= 2 or run.tp > 1:
         raise SpecError(f"{given} zero={run.zero}, tp={run.tp}: packed weights are buffers, which neither FSDP nor "
-                        "parallelize_module cuts; give zero=0 and tp=1, or drop it")  # fmt: skip
+                        "parallelize_module shards; give zero=0 and tp=1")  # fmt: skip
     if spec.experts:
-        raise SpecError(f"{given} {spec.name}: AutoGPTQ packs experts that are layers each, where transformers has all "
-                        "of a layer's in one tensor; drop it")  # fmt: skip
+        raise SpecError(f"{given} {spec.name}: AutoGPTQ packs experts that are separate layers, but transformers "
+                        "stores the experts of a layer as one tensor; leave out quantization")  # fmt: skip
     for linear in spec.block_linears:
         if linear.inputs % GPTQ_GROUP or linear.outputs % GPTQ_OUTPUTS:
-            raise SpecError(f"{given} {spec.name}: {linear.name} is {linear.inputs} × {linear.outputs}, and its inputs "
-                            f"are packed by {GPTQ_GROUP}, its outputs by {GPTQ_OUTPUTS}; drop it")  # fmt: skip
+            raise SpecError(f"{given} {spec.name}: {linear.name} is {linear.inputs} × {linear.outputs}, but inputs are "
+                            f"packed in groups of {GPTQ_GROUP}, outputs of {GPTQ_OUTPUTS}; leave out "
+                            "quantization")  # fmt: skip
 
 
 def dtypes_of(run: Run) -> set[str]:

@@ -51,27 +51,27 @@ def download_config(name: str) -> Path:
             RepositoryNotFoundError,
         )
     except ImportError:
-        raise NotAvailable("a download needs huggingface_hub; install it: pip install huggingface_hub") from None
+        raise NotAvailable("--download needs huggingface_hub: pip install huggingface_hub") from None
     try:
         return Path(hf_hub_download(name, CONFIG))
     except HFValidationError:
-        raise SpecError(f"{name!r} is no name of a model on the hub; give ORGANISATION/MODEL") from None
+        raise SpecError(f"{name!r} is not a model name on the Hub; give ORGANISATION/MODEL") from None
     except GatedRepoError:
         raise NotAvailable(
             f"{name} is gated: accept its licence on its page, then log in with `hf auth login` and ask again"
         ) from None
     except RepositoryNotFoundError:
-        raise NotAvailable(f"the hub knows no model {name}, or it is private; look the name up on its page") from None
+        raise NotAvailable(f"the Hub has no model {name}, or it is private; check the name on huggingface.co") from None
     except LocalEntryNotFoundError as error:
         why = error.__cause__ or error
         if isinstance(why, HfHubHTTPError):
             raise _refused(name, why) from None
-        raise NotAvailable(f"the hub does not answer ({type(why).__name__}); is there a network?") from None
+        raise NotAvailable(f"the Hub does not answer ({type(why).__name__}); check the network connection") from None
     except EntryNotFoundError:
-        raise NotAvailable(f"{name} has no {CONFIG} on the hub; give a config.json of your own") from None
+        raise NotAvailable(f"{name} has no {CONFIG} on the Hub; give the path of your own config.json") from None
     except HfHubHTTPError as error:
         raise _refused(name, error) from None
 
 
 def _refused(name: str, error: Exception) -> NotAvailable:
-    return NotAvailable(f"the hub refused {name}: {str(error).splitlines()[0]}")
+    return NotAvailable(f"the Hub refused {name}: {str(error).splitlines()[0]}")

@@ -74,7 +74,7 @@ class LoRA(ChoiceSpec):
         if self.alpha is not None:
             self._check_counts("alpha")
         if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
-            raise SpecError(f"dropout={self.dropout!r} is no number or outside 0 <= dropout < 1")
+            raise SpecError(f"dropout={self.dropout!r} is not a number with 0 <= dropout < 1")
         if not isinstance(self.autocast_adapter_dtype, bool):
             raise SpecError(f"autocast_adapter_dtype={self.autocast_adapter_dtype!r} is neither True nor False")
 
@@ -178,9 +178,9 @@ class Training(ChoiceSpec):
         # Engines offload what ZeRO holds, on one GPU too; DeepSpeed runs its stages on one without.
         alone = self.dp * self.cp == 1 and not self.offload
         if self.zero and alone and not isinstance(self.stack, DeepSpeed):
-            raise SpecError(f"zero={self.zero} with dp=1 has nothing to share; give dp >= 2 or zero=0")
+            raise SpecError(f"zero={self.zero} with dp=1: one rank has nothing to shard; give dp >= 2 or zero=0")
         if self.dp % self.ep:
-            raise SpecError(f"ep={self.ep} does not divide dp={self.dp}; experts are shared over data-parallel ranks")
+            raise SpecError(f"ep={self.ep} does not divide dp={self.dp}, whose ranks share the experts; give a divisor")
         if self.dp_replicate > 1:
             self._check_replicas()
         self._check_schedule()
@@ -189,10 +189,10 @@ class Training(ChoiceSpec):
         half = self.reduce_dtype != "fp32"
         if half and (self.zero < 2 or self.precision not in (self.reduce_dtype, f"mixed-{self.reduce_dtype}")):
             told = f"reduce_dtype={self.reduce_dtype!r} with zero={self.zero}, precision={self.precision!r}"
-            raise SpecError(f"{told}: it says how FSDP reduces gradients of that dtype; give zero=2 or 3 and "
-                            f"precision='mixed-{self.reduce_dtype}', or drop it")  # fmt: skip
+            raise SpecError(f"{told}: it applies to FSDP with that dtype; give zero=2 or 3 and "
+                            f"precision='mixed-{self.reduce_dtype}', or leave it out")  # fmt: skip
         if self.sequence_parallel and self.tp == 1:
-            raise SpecError("sequence_parallel=True with tp=1 has nothing to share; give tp >= 2")
+            raise SpecError("sequence_parallel=True with tp=1: one rank has nothing to shard; give tp >= 2")
         if not self.loss_parallel:
             self._check_gathered_logits()
         if self.fp8:
@@ -216,29 +216,30 @@ class Training(ChoiceSpec):
     def _check_schedule(self) -> None:
         if self.pp == 1 and (self.schedule != "1f1b" or self.virtual_stages > 1):
             given = f"schedule={self.schedule!r}, virtual_stages={self.virtual_stages}"
-            raise SpecError(f"{given} with pp=1: there are no stages to order; give pp >= 2")
+            raise SpecError(f"{given} with pp=1: there is no pipeline to schedule; give pp >= 2")
         if self.virtual_stages == 1:
             return
         given = f"virtual_stages={self.virtual_stages} with"
         if self.schedule != "1f1b":
-            raise SpecError(f"{given} schedule={self.schedule!r}: it is 1F1B that is interleaved; drop one of the two")
+            raise SpecError(f"{given} schedule={self.schedule!r}: only 1F1B can be interleaved; give one of the two")
         if self.accumulation % self.pp:
-            raise SpecError(f"{given} accumulation={self.accumulation}: it takes pp={self.pp} micro-batches at a time; "
-                            "give a multiple")  # fmt: skip
+            raise SpecError(f"{given} accumulation={self.accumulation}: interleaving needs a multiple of pp={self.pp} "
+                            "micro-batches")  # fmt: skip
 
     def _check_unsynced(self) -> None:
         given = "sync_each_batch=False with"
         if self.accumulation == 1:
-            raise SpecError(f"{given} accumulation=1: gradients are reduced after the one micro-batch; give "
-                            "accumulation >= 2, or drop it")  # fmt: skip
+            raise SpecError(f"{given} accumulation=1: there is only one micro-batch; give accumulation >= 2, "
+                            "or leave it out")  # fmt: skip
         if self.zero < 2:
-            raise SpecError(f"{given} zero={self.zero}: it says when FSDP reduces, and DDP does so after the last "
-                            "micro-batch anyway; give zero=2 or 3, or drop it")  # fmt: skip
+            raise SpecError(f"{given} zero={self.zero}: it applies to FSDP, and DDP always reduces after the last "
+                            "micro-batch; give zero=2 or 3, or leave it out")  # fmt: skip
         if self.pp > 1:
-            raise SpecError(f"{given} pp={self.pp}: a pipeline reduces after its last micro-batch anyway; drop it")
+            raise SpecError(f"{given} pp={self.pp}: a pipeline always reduces after its last micro-batch; leave it out")
         if self.offload == "optimizer":
-            raise SpecError(f"{given} offload='optimizer': that is DeepSpeed's, which reduces in each micro-batch, and "
-                            "FSDP's is 'optimizer+parameters'; give that, or drop one")  # fmt: skip
+            raise SpecError(f"{given} offload='optimizer': that is DeepSpeed's offload, and DeepSpeed reduces after "
+                            "each micro-batch; give offload='optimizer+parameters' (FSDP), or leave one "
+                            "out")  # fmt: skip
 
     @property
     def fp8_recipe(self) -> str | None:
@@ -248,38 +249,47 @@ class Training(ChoiceSpec):
     def _check_fp8(self) -> None:
         given = f"fp8={self.fp8!r}"
         if self.precision not in ("bf16", "mixed-bf16"):
-            raise SpecError(f"{given} with precision={self.precision!r}: it casts bf16; give bf16 or mixed-bf16")
+            raise SpecError(
+                f"{given} with precision={self.precision!r}: fp8 matmuls are cast from bf16; give bf16 or "
+                "mixed-bf16"
+            )
         if not self.compile:
-            raise SpecError(f"{given} with compile=False: casts that are not fused cost more than fp8 saves; "
+            raise SpecError(f"{given} with compile=False: without fused casts fp8 costs more than it saves; "
                             "give compile=True")  # fmt: skip
         if self.lora:
-            raise SpecError(f"{given} with lora: torchao converts layers that are trained whole; drop one of the two")
+            raise SpecError(f"{given} with lora: torchao does not convert layers with adapters; give one of the two")
         if (rows := self.tokens // self.cp) % 16:
-            raise SpecError(f"{given}: fp8 units take 16 rows at a time; micro_batch × seq_len / cp is {rows}")
+            raise SpecError(f"{given}: fp8 units need a multiple of 16 rows; micro_batch × seq_len / cp is {rows}")
 
     def _check_gathered_logits(self) -> None:
         if self.tp == 1:
-            raise SpecError("loss_parallel=False with tp=1: logits are whole anyway; give tp >= 2, or drop it")
+            raise SpecError("loss_parallel=False with tp=1: the logits are not sharded; give tp >= 2, or leave it out")
         if self.kernels == "liger":
-            raise SpecError("loss_parallel=False with kernels='liger': there are no logits to gather; drop one")
+            raise SpecError("loss_parallel=False with kernels='liger', which never stores the logits; give one of them")
 
     def _check_muon(self) -> None:
         cut = [f"{name}={getattr(self, name)!r}" for name in ("zero", "tp", "ep", "offload", "lora")
                if getattr(self, name) != getattr(type(self), name)]  # fmt: skip
         if cut:
-            raise SpecError(f"optimizer='muon' with {', '.join(cut)}: torch's Muon makes whole matrices on the card "
-                            "orthogonal; drop it, or give adamw")  # fmt: skip
+            raise SpecError(f"optimizer='muon' with {', '.join(cut)}: torch's Muon needs whole matrices on the GPU; "
+                            "leave it out, or give adamw")  # fmt: skip
 
     def _check_replicas(self) -> None:
         given = f"dp_replicate={self.dp_replicate} with dp={self.dp}"
         if self.dp % self.dp_replicate or self.dp == self.dp_replicate:
-            raise SpecError(f"{given}: give a divisor of dp that leaves at least 2 ranks to share each copy")
+            raise SpecError(f"{given}: give a divisor of dp that leaves at least 2 ranks per copy")
         if not self.zero:
-            raise SpecError(f"{given} and zero=0: nothing is shared, all ranks are copies; give zero >= 1, or drop it")
+            raise SpecError(
+                f"{given} and zero=0: nothing is sharded, so all ranks are copies; give zero >= 1, or leave it "
+                "out"
+            )
         if self.dp_shard % self.ep:
-            raise SpecError(f"{given}: ep={self.ep} does not divide the {self.dp_shard} ranks that share a copy")
+            raise SpecError(
+                f"{given}: ep={self.ep} does not divide the {self.dp_shard} ranks of a copy; give a "
+                "divisor"
+            )
         if self.offload:
-            raise SpecError(f"{given}: engines that offload share states over all ranks; drop offload or dp_replicate")
+            raise SpecError(f"{given}: offloading engines shard states over all ranks; give one of the two")
 
     @property
     def dp_shard(self) -> int:

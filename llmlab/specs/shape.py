@@ -47,7 +47,7 @@ def shape_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     if family is None:
         raise SpecError(f"{where} lacks 'model_type'; it is one of {', '.join(FAMILIES)}")
     if family not in FAMILIES:
-        raise SpecError(f"{where}: model_type={family!r} is not supported; supported are {', '.join(FAMILIES)}")
+        raise SpecError(f"{where}: model_type={family!r} is not supported; give one of {', '.join(FAMILIES)}")
     return {"family": family, **(_gpt2(read) if family == "gpt2" else _llama_like(read, family))}
 
 
@@ -109,7 +109,7 @@ def _gpt2(read: _Reader) -> dict[str, Any]:
     hidden, heads = read.size("n_embd"), read.size("n_head")
     read.divides("n_head", heads, "n_embd", hidden, "each head takes an equal share")
     if read.flag("add_cross_attention"):
-        raise SpecError(f"{read.where}: add_cross_attention=true is not supported; llmlab counts decoders without it")
+        raise SpecError(f"{read.where}: add_cross_attention=true is not supported; give a decoder-only model")
     return dict(
         hidden=hidden,
         layers=read.size("n_layer"),

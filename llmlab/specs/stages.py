@@ -28,7 +28,7 @@ def stage_layers(layers: int, stages: int, name: str = "the model", ends: bool =
     (15, 16, 16, 16, 16, 16, 16, 15)
     """
     if stages > layers or min(counts := _counts(layers, stages, ends)) < 1:  # a huge number is not listed first
-        given = f"pp={stages} leaves a stage without any of {name}'s {layers} layers"
+        given = f"pp={stages} leaves a stage of {name} without any of its {layers} layers"
         raise SpecError(f"{given}; give pp={(layers + 2) // 2} at most, or pp={layers}")
     return counts
 
@@ -59,8 +59,8 @@ def layers_of(spec: ModelSpec, run: Training) -> tuple[int, ...]:
     if isinstance(stack, Nanotron):
         # The last one may have the head alone.
         if min((counts := stack.layers_of(spec, run.pp))[:-1], default=1) < 1:
-            raise SpecError(f"pp={run.pp} leaves a stage without any of {spec.name}'s {spec.layers} layers, which "
-                            "nanotron cuts by what they cost to compute; give a smaller pp")  # fmt: skip
+            raise SpecError(f"pp={run.pp} leaves a stage of {spec.name} without any of its {spec.layers} layers, "
+                            "because nanotron splits them by their cost; give a smaller pp")  # fmt: skip
         return counts
     if stack is None or not stack.counts_ends or run.pp == 1:
         return stage_layers(spec.layers, run.pp, spec.name)

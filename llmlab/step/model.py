@@ -141,7 +141,7 @@ def _fuse_norms(model: nn.Module) -> None:
     """Let the model's RMSNorms, which transformers writes out in operators, be torch's one."""
     found = [each for each in model.modules() if hasattr(each, "variance_epsilon")]
     if not found:
-        raise NotAvailable(f"kernels='fused-norm': {type(model).__name__} has no RMSNorm like Llama's; leave it out")
+        raise NotAvailable(f"kernels='fused-norm': {type(model).__name__} has no RMSNorm of Llama's kind; leave it out")
     for each in found:
         each.forward = partial(_rms_norm, each)
 
@@ -153,11 +153,11 @@ def _rms_norm(norm: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 def _check_libraries(run: Run, device: torch.device) -> None:
     if run.attention == "efficient" and device.type != "cuda" and device.index is None:
         raise NotAvailable(
-            f"attention='efficient' is a kernel of CUDA GPUs, and this is device={device.type!r}; use attention='sdpa'"
+            f"attention='efficient' needs a CUDA GPU, and this is device={device.type!r}; give attention='sdpa'"
         )
     if isinstance(run, Training) and run.quantization == "gptq":
-        raise NotAvailable("quantization='gptq' is AutoGPTQ's layer, whose package is no longer made and not installed "
-                           "here; see lab.estimate, or give quantization='nf4'")  # fmt: skip
+        raise NotAvailable("quantization='gptq' needs AutoGPTQ, which is no longer maintained and not installed here; "
+                           "ask lab.estimate, or give quantization='nf4'")  # fmt: skip
     quantization = quantization_of(run)
     lora, kernels = (run.lora, run.kernels) if isinstance(run, Training) else (None, None)
     needs = [
@@ -173,10 +173,10 @@ def _check_libraries(run: Run, device: torch.device) -> None:
             continue
         for_gpus = package in ("liger_kernel", "flash_attn")
         if for_gpus and simulated:
-            instead = "drop kernels, or see lab.estimate"
-            raise NotAvailable(f"{what} cannot be simulated, {package} is compiled for a GPU; {instead}")
+            instead = "leave kernels out, or ask lab.estimate"
+            raise NotAvailable(f"{what} cannot be simulated, because {package} is compiled for a GPU; {instead}")
         if for_gpus and device.type != "cuda":
-            raise NotAvailable(f"{what} runs on a CUDA GPU only, and this is device={device.type!r}; drop it")
+            raise NotAvailable(f"{what} needs a CUDA GPU, and this is device={device.type!r}; leave it out")
         if find_spec(package) is None:
             raise NotAvailable(f"{what} needs {package}, which is not installed: pip install '{source}'")
 
@@ -261,7 +261,8 @@ def _add_adapters(model: PreTrainedModel, lora: LoRA) -> PeftModel | PeftMixedMo
     names = {name.rsplit(".", 1)[-1]: module for name, module in model.named_modules()}
     linears = sorted(name for name, module in names.items() if isinstance(module, (nn.Linear, Conv1D)))
     if unknown := [target for target in lora.targets if target not in linears]:
-        raise SpecError(f"LoRA targets {', '.join(unknown)} are no linear layers of it; it has {', '.join(linears)}")
+        raise SpecError(f"LoRA targets {', '.join(unknown)} are not linear layers of the model; it has "
+                        f"{', '.join(linears)}")  # fmt: skip
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha if lora.alpha is not None else 2 * lora.rank,

@@ -69,7 +69,8 @@ def build_muon(parameters: list[nn.Parameter], matrices: list[bool], fused: bool
 
     Raises NotAvailable where torch has no Muon: before 2.9."""
     if not hasattr(torch.optim, "Muon"):
-        raise NotAvailable(f"optimizer='muon' needs torch 2.9 or newer, and this is {torch.__version__}; give adamw")
+        raise NotAvailable(f"optimizer='muon' needs torch 2.9 or newer, and {torch.__version__} is installed; give "
+                           "adamw")  # fmt: skip
     chosen = [parameter for parameter, muon in zip(parameters, matrices, strict=True) if muon]
     others = [parameter for parameter, muon in zip(parameters, matrices, strict=True) if not muon]
     return MuonWithAdamW(chosen, others, fused)
@@ -85,8 +86,8 @@ def build_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> Optimizer:
         return TORCH_OPTIMIZERS[name](parameters, lr=LEARNING_RATE)
     if find_spec("bitsandbytes") is None:
         raise NotAvailable(
-            f"optimizer={name!r} is bitsandbytes', which is not installed: pip install 'llmlab[quant]', "
-            "or take sgd, adamw or adafactor"
+            f"optimizer={name!r} needs bitsandbytes, which is not installed: pip install 'llmlab[quant]', "
+            "or give sgd, adamw or adafactor"
         )
     from bitsandbytes import optim
 
@@ -95,11 +96,11 @@ def build_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> Optimizer:
 
 def check_offload(run: Training, on_gpu: bool, verb: str) -> None:
     """Raise NotAvailable for an offloaded step that does not run; `verb` is who asks, `on_gpu` whether for a GPU."""
-    given = f"{verb} has no offload={run.offload!r}"
+    given = f"{verb} does not support offload={run.offload!r}"
     if not on_gpu:
-        raise NotAvailable(f"{given} on the CPU, whose memory the host's is; name a GPU")
+        raise NotAvailable(f"{given} on the CPU, whose memory is the host memory; name a GPU")
     if run.offload != "optimizer":
-        raise NotAvailable(f"{given}, only 'optimizer'; see lab.estimate")
+        raise NotAvailable(f"{given}, only 'optimizer'; ask lab.estimate")
     for name, allowed in (("precision", OFFLOAD_PRECISIONS), ("optimizer", ELEMENTWISE)):
         if getattr(run, name) not in allowed:
             raise NotAvailable(f"{given} with {name}={getattr(run, name)!r}; give {', '.join(allowed)}")

@@ -70,8 +70,8 @@ def quantize_linears(
     odd = [each.in_features for each in linears.values() if each.in_features % NF4_BLOCK]
     if quantization == "nf4" and device == HOST and odd:
         raise NotAvailable(
-            f"nf4 on a CPU multiplies whole blocks of {NF4_BLOCK} weights (bitsandbytes); here a layer has "
-            f"{odd[0]} inputs: use a GPU, or sizes divisible by {NF4_BLOCK}"
+            f"on a CPU bitsandbytes multiplies nf4 weights in whole blocks of {NF4_BLOCK}, and a layer has "
+            f"{odd[0]} inputs; use a GPU, or sizes divisible by {NF4_BLOCK}"
         )
     tied = {f"{name}.weight" for name in head} if getattr(model.config, "tie_word_embeddings", False) else set()
     stored = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}

@@ -65,38 +65,40 @@ def check_one_device(run: Run) -> None:
     asked = [f"{name}={degree}" for name, degree in degrees.items() if degree > 1]
     if asked:
         asked += [f"zero={stage}"] if (stage := getattr(run, "zero", 0)) else []
-        raise NotAvailable(f"measure runs one device; {', '.join(asked)} needs several: see lab.estimate")
+        raise NotAvailable(f"measure uses one device, and {', '.join(asked)} needs several; ask lab.estimate")
 
 
 def check_ranks(spec: ModelSpec, run: Run, verb: str) -> None:
     """Raise NotAvailable for what these engines do not do, SpecError for what does not divide; `verb` is who asks."""
-    see = f"{verb} has no"
+    see = f"{verb} does not support"
     if not isinstance(run, Training):
-        raise NotAvailable(f"{see} tp={run.tp} for generation; see lab.estimate")
+        raise NotAvailable(f"{see} tp={run.tp} for generation; ask lab.estimate")
     for axis in ("pp", "cp", "ep"):
         if getattr(run, axis) > 1:
-            raise NotAvailable(f"{see} {axis}={getattr(run, axis)}, only dp, zero and tp; see lab.estimate")
+            raise NotAvailable(f"{see} {axis}={getattr(run, axis)}, only dp, zero and tp; ask lab.estimate")
     if run.offload:
-        raise NotAvailable(f"{see} offload={run.offload!r} on several devices; see lab.estimate")
+        raise NotAvailable(f"{see} offload={run.offload!r} on several devices; ask lab.estimate")
     if run.compile:
-        raise NotAvailable(f"{see} compile=True on several devices; give compile=False, or see lab.estimate")
+        raise NotAvailable(f"{see} compile=True on several devices; give compile=False, or ask lab.estimate")
     if run.quantization and (run.zero or run.tp > 1):
         raise NotAvailable(f"{see} quantization={run.quantization!r} with zero={run.zero}, tp={run.tp}; give zero=0")
     if run.zero and run.optimizer not in TORCH_OPTIMIZERS:
         given = f"optimizer={run.optimizer!r} with zero={run.zero}"
-        raise NotAvailable(f"{see} {given}: bitsandbytes' know no shards; give {', '.join(TORCH_OPTIMIZERS)}")
+        raise NotAvailable(f"{see} {given}: optimizers of bitsandbytes cannot step shards; give "
+                           f"{', '.join(TORCH_OPTIMIZERS)}")  # fmt: skip
     if run.zero == 1 and run.dp_replicate > 1:
         given = f"dp_replicate={run.dp_replicate} with zero=1"
-        raise NotAvailable(f"{see} {given}: FSDP2 alone makes copies of shards; give zero=2 or 3, or see lab.estimate")
+        raise NotAvailable(f"{see} {given}: only FSDP2 replicates shards (HSDP); give zero=2 or 3, or ask lab.estimate")
     if run.zero == 1 and run.precision.startswith("mixed"):
         given = f"precision={run.precision!r} with zero=1"
-        raise NotAvailable(f"{see} {given}: torch shards no master copy; give zero=2 or 3, or see lab.estimate")
+        raise NotAvailable(f"{see} {given}: torch has no sharded master copy; give zero=2 or 3, or ask lab.estimate")
     if run.zero >= 2 and run.optimizer == "adafactor":  # its torch.pow_ has no rule for shards
         given = f"optimizer='adafactor' with zero={run.zero}"
-        raise NotAvailable(f"{see} {given}: torch's Adafactor knows no shards; give adamw or sgd, or see lab.estimate")
+        raise NotAvailable(f"{see} {given}: torch's Adafactor cannot step shards; give adamw or sgd, or ask "
+                           "lab.estimate")  # fmt: skip
     if run.tp > 1 and run.dp > 1 and run.zero < 2:
         given = f"dp={run.dp}, tp={run.tp} with zero={run.zero}"
-        raise NotAvailable(f"{see} {given}: DDP takes no DTensors; give zero=2 or 3, or see lab.estimate")
+        raise NotAvailable(f"{see} {given}: DDP does not support DTensors; give zero=2 or 3, or ask lab.estimate")
     if run.tp > 1:
         _check_tensor_parallel(spec, run, see)
 
@@ -105,7 +107,7 @@ def _check_tensor_parallel(spec: ModelSpec, run: Training, see: str) -> None:
     if spec.family not in SPLIT_FAMILIES:
         raise NotAvailable(f"{see} tp={run.tp} for {spec.family}, only for {', '.join(SPLIT_FAMILIES)}")
     if run.lora or run.optimizer not in ELEMENTWISE:
-        raise NotAvailable(f"{see} tp={run.tp} with LoRA or optimizer={run.optimizer!r}; see lab.estimate")
+        raise NotAvailable(f"{see} tp={run.tp} with LoRA or optimizer={run.optimizer!r}; ask lab.estimate")
     sizes = {"key-value heads": spec.kv_heads, "vocabulary": spec.vocab, "intermediate size": spec.intermediate}
     if run.sequence_parallel:
         sizes["tokens of seq_len"] = run.seq_len

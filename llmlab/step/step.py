@@ -144,8 +144,8 @@ def build_step(
         check_one_device(run)
     device = torch.device(device)
     if isinstance(run, Training) and run.fp8:
-        raise NotAvailable(f"fp8={run.fp8!r} is neither simulated nor measured; see lab.estimate, or run a script of "
-                           "yours with torchao: llmlab run")  # fmt: skip
+        raise NotAvailable(f"fp8={run.fp8!r} is neither simulated nor measured; ask lab.estimate, or run your own "
+                           "script with torchao under llmlab run")  # fmt: skip
     if isinstance(run, Inference):
         _check_cache(spec, run)
         model = build_model(spec, run, device, load_order=load_order)
@@ -169,7 +169,7 @@ def _check_cache(spec: ModelSpec, run: Inference) -> None:
     if run.kv not in NARROW and DTYPES[run.kv] != weight_dtype(run):
         kept = next(name for name, dtype in DTYPES.items() if dtype == weight_dtype(run))
         raise NotAvailable(
-            f"kv={run.kv!r} with weights={run.weights!r}: transformers' cache would hold {kept}; give kv={kept!r}"
+            f"kv={run.kv!r} with weights={run.weights!r}: transformers stores the cache in {kept}; give kv={kept!r}"
         )
 
 

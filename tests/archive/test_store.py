@@ -16,6 +16,7 @@ from llmlab.archive.chapters import ChapterRun
 from llmlab.archive.operators import sweep
 from llmlab.archive.published import Figure
 from llmlab.base.errors import SpecError
+from llmlab.base.notes import Note
 from llmlab.report import OUTCOMES, PARTS, Report
 from llmlab.specs.run import (
     ATTENTIONS,
@@ -84,7 +85,7 @@ reports = st.builds(
     parts=st.dictionaries(st.sampled_from(PARTS), sizes),
     step_seconds=st.none() | st.floats(0, 1e6),
     environment=st.dictionaries(names, st.text(), min_size=1),
-    notes=st.lists(st.text()).map(tuple),
+    notes=st.lists(st.builds(Note, st.text(), st.text())).map(tuple),
 )
 
 

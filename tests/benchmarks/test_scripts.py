@@ -58,7 +58,7 @@ def test_an_answer(changes, outcome):
 
 def test_an_upper_figure_is_called_one():
     assert not classified(0, json.dumps(ANSWER, indent=1))["upper"]
-    assert classified(0, json.dumps({**ANSWER, "notes": ["... an upper figure"]}, indent=1))["upper"]
+    assert classified(0, json.dumps({**ANSWER, "notes": [{"code": "ran-eager", "text": ""}]}, indent=1))["upper"]
 
 
 @pytest.mark.parametrize(

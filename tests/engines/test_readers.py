@@ -179,7 +179,7 @@ DEEPSPEED, ACCELERATE = lab.Training.from_deepspeed, lab.Training.from_accelerat
         (DEEPSPEED, {"optimizer": {"type": "OneBitAdam"}}, {}, "OneBitAdam"),
         (DEEPSPEED, {}, {"sequence": 4}, "no field sequence"),
         (DEEPSPEED, "{", {}, "not a config of DeepSpeed"),
-        (DEEPSPEED, "[1]", {}, "cannot be read|holds settings by name"),
+        (DEEPSPEED, "[1]", {}, "cannot be read|settings by name"),
         (DEEPSPEED, "no-such-file.json", {}, "cannot be read"),
         (ACCELERATE, {"zero_optimization": {}}, {}, "zero_optimization.*DeepSpeed"),
         (ACCELERATE, {"distributed_type": "FSDP", "deepspeed_config": {"zero_stage": 2}}, {}, "two engines"),
@@ -232,11 +232,11 @@ def test_the_trainers_own_default_is_adamw_fused_and_beside_deepspeeds_own_it_is
 
 @pytest.mark.parametrize(("arguments", "said"), [
     ({"per_device_batch": 2}, "no per_device_batch"),
-    ({"deepspeed": {"zero_optimization": {}}, "fsdp": "full_shard"}, "two engines' settings"),
+    ({"deepspeed": {"zero_optimization": {}}, "fsdp": "full_shard"}, "deepspeed and fsdp are both set"),
     ({"bf16": True, "fp16": True}, "bf16 and fp16 are both set"),
     ({"optim": "galore_adamw"}, "optim='galore_adamw'"),
     ({"zero_optimization": {"stage": 2}}, "no zero_optimization"),
-    (3, "a int is no TrainingArguments"),
+    (3, "a int is not TrainingArguments"),
 ])  # fmt: skip
 def test_the_trainers_arguments_that_are_wrong_are_named(arguments, said):
     with pytest.raises(SpecError, match=said):
@@ -244,8 +244,8 @@ def test_the_trainers_arguments_that_are_wrong_are_named(arguments, said):
 
 
 @pytest.mark.parametrize(("text", "said"), [
-    ("[training]\nbatch = 2", "torchtitan's training settings that a Training cannot follow: batch"),
-    ("[zero_optimization]\nstage = 2", "they are DeepSpeed's"),
+    ("[training]\nbatch = 2", "torchtitan's training settings batch"),
+    ("[zero_optimization]\nstage = 2", "are settings of DeepSpeed"),
     ("[optimizer]\nname = 'Muon'", "optimizer.name='Muon'"),
     ("[training]\nseq_len = 64", "give dp="),
     ("[training\n", "not a config of torchtitan"),
@@ -265,7 +265,7 @@ def test_stage_3s_settings_have_two_names_and_a_section_that_is_off_says_nothing
     config = {"bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
     read = DEEPSPEED({**config, **off, "zero_optimization": zero}, dp=8)
     assert read == lab.Training(zero=3, precision="mixed-bf16", dp=8)
-    with pytest.raises(SpecError, match="cannot follow: activation_checkpointing"):
+    with pytest.raises(SpecError, match="settings activation_checkpointing are not supported"):
         DEEPSPEED({**config, "activation_checkpointing": {"partition_activations": True}}, dp=8)
     own = DEEPSPEED({**config, "zero_optimization": {"stage": 3, "max_live_parameters": 10}}, dp=8, stack="deepspeed")
     assert own.stack.stage3_max_live_parameters == 10
@@ -290,6 +290,6 @@ def test_torchtitans_schedule_is_read_and_written_by_torchs_name(name, order):
     written = torchtitan_config(run, "meta-llama/Llama-3.1-8B")["parallelism"]
     assert written["pipeline_parallel_schedule"].lower() == name.lower()
     assert written["fsdp_reshard_after_forward"] == "default"
-    with pytest.raises(SpecError, match="pipeline_parallel_schedule='ZBVZeroBubble': described are 1F1B, GPipe"):
+    with pytest.raises(SpecError, match="pipeline_parallel_schedule='ZBVZeroBubble' is not supported"):
         lab.Training.from_torchtitan({"parallelism": {**config["parallelism"],
                                                   "pipeline_parallel_schedule": "ZBVZeroBubble"}}, dp=2)  # fmt: skip

@@ -70,9 +70,9 @@ def test_frozen_weights_have_no_product_for_their_gradient():
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"lora": lab.LoRA(dropout=0.1), "stack": "megatron"}, "dropout=0.1 of lora= is not described for megatron"),
-        ({"lora": QKV, "stack": "megatron:transformer_engine=false"}, "beside Transformer Engine's layers"),
-        ({"lora": QKV, "pp": 2, "stack": "megatron:defer_embedding_wgrad_compute=true"}, "drop one of the two"),
+        ({"lora": lab.LoRA(dropout=0.1), "stack": "megatron"}, "dropout=0.1 of lora= is not supported for megatron"),
+        ({"lora": QKV, "stack": "megatron:transformer_engine=false"}, "with Transformer Engine's layers"),
+        ({"lora": QKV, "pp": 2, "stack": "megatron:defer_embedding_wgrad_compute=true"}, "give one of the two"),
         ({"lora": QKV, "dp": 2, "zero": 1, "stack": "megatron:distributed_fused_adam=bf16"}, "Megatron-LM's own"),
     ],
 )

@@ -102,7 +102,7 @@ def test_each_micro_batch_s_half_gradients_are_added_to_fp32_ones():
 def test_it_is_estimated_and_not_simulated():
     report = lab.estimate(LLAMA, RUN, "H100-80GB")
     assert report.peak_allocated and report.step_seconds
-    with pytest.raises(lab.NotAvailable, match=r"stack='nanotron' is not simulated; see lab\.estimate"):
+    with pytest.raises(lab.NotAvailable, match=r"stack='nanotron' is not simulated; ask lab\.estimate"):
         lab.simulate(LLAMA, RUN, "H100-80GB")
 
 
@@ -114,5 +114,5 @@ def test_the_last_stage_may_have_the_head_alone():
     assert report.peak_allocated and report.step_seconds
     assert report.step_seconds < deeper.step_seconds
     assert states(LLAMA, run, stage=3).trained == V * H
-    with pytest.raises(lab.SpecError, match=r"pp=10 leaves a stage without any of .* 16 layers, which nanotron cuts"):
+    with pytest.raises(lab.SpecError, match=r"pp=10 leaves a stage .* 16 layers, because nanotron splits"):
         lab.estimate(LLAMA, replace(run, pp=10), "H100-80GB")

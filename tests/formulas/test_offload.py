@@ -215,9 +215,9 @@ def test_a_card_without_a_host_has_the_median_ones_share_and_one_without_a_link_
     assert usual_host("L40S").share == pytest.approx(median(shares)) and not usual_host("L40S").source
     assert usual_host("RTX-4090") is host_of("RTX-4090")
     report = lab.estimate(LLAMA, changed(micro_batch=1), "L40S")
-    assert report.step_seconds and "host as the table's median" in " ".join(report.notes)
+    assert report.step_seconds and [note.code for note in report.notes].count("host-memory") == 1
     report = lab.estimate(LLAMA, changed(micro_batch=1), "GB200")
-    assert report.step_seconds is None and any(note.startswith("Time is not known") for note in report.notes)
+    assert report.step_seconds is None and any(note.code == "time-unknown" for note in report.notes)
 
 
 def test_cards_of_a_host_share_the_update_and_the_interval_has_other_hosts():

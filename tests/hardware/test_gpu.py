@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from llmlab.base.errors import NotAvailable, SpecError, UnknownName
 from llmlab.base.units import GiB, MiB
-from llmlab.hardware.gpu import DTYPES, GPU, PRICES, clocks, gpu, gpus, match
+from llmlab.hardware.gpu import DTYPES, GPU, PRICES, assumed_memory, clocks, gpu, gpus, match
 from llmlab.hardware.tables import read_table
 
 CARDS = pytest.mark.parametrize("card", gpus(), ids=lambda card: card.name)
@@ -258,9 +258,9 @@ def test_clocks_go_as_the_cube_root_of_a_power_limit():
 
 def test_a_power_limit_is_between_half_of_the_cards_own_and_that():
     for watts in (340, 701):
-        with pytest.raises(SpecError, match=rf"power={watts} W for H100-80GB is not between 350.* 700"):
+        with pytest.raises(SpecError, match=rf"power={watts} W for H100-80GB: give 350 to 700 W"):
             gpu("H100", power=watts)
-    with pytest.raises(NotAvailable, match="power=200 W: the table does not have what GB200 may take"):
+    with pytest.raises(NotAvailable, match="power=200 W: the power limit of GB200 is unknown"):
         gpu("GB200", power=200)  # its CPUs take a part
 
 
@@ -305,3 +305,20 @@ def test_match_does_not_know_other_cards():
 def test_the_table_needs_no_torch():
     code = "import sys; from llmlab.hardware import gpu; gpu('T4'); assert not {'torch', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(("name", "taken", "others"), [
+    ("A100", "A100-80GB", {"A100-40GB"}), ("NVIDIA A100-SXM4", "A100-80GB", {"A100-40GB"}),
+    ("a100 pcie", "A100-80GB-PCIe", {"A100-40GB-PCIe"}), ("V100", "V100-16GB", {"V100-32GB"}),
+    ("H100", "H100-80GB", {"H100-94GB", "H100-96GB"}),
+])  # fmt: skip
+def test_a_name_that_leaves_the_memory_open_is_answered_with_what_was_taken(name, taken, others):
+    """An A100 is sold with 40 and 80 GB, a V100 with 16 and 32."""
+    (note,) = assumed_memory(name)
+    assert note.code == "gpu-memory-assumed" and gpu(name).name == taken
+    assert all(other in note for other in (taken, *others))
+
+
+@pytest.mark.parametrize("name", ["A100-40GB", "A10", "T4", "H100-NVL", "H200", "RTX-4090", "cpu", None])
+def test_a_name_of_one_memory_needs_no_word(name):
+    assert assumed_memory(name) == () == assumed_memory(gpu("A100-80GB"))

@@ -97,7 +97,7 @@ def test_a_small_card_cannot_play_a_large_one(monkeypatch, on_h200):
 
 
 def test_an_old_card_cannot_play_one_with_bf16():
-    with pytest.raises(NotAvailable, match="has bf16, the GPU here has not"):
+    with pytest.raises(NotAvailable, match="RTX-3090 has bf16, and the GPU here does not"):
         pretend.cap(gpu("RTX-3090"), gpu("V100-32GB").memory, (7, 0))
 
 

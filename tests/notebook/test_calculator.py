@@ -181,7 +181,7 @@ def test_a_planned_run_is_a_click_that_shows_the_same_estimate():
 def test_where_no_plan_is_sure_to_fit_the_page_says_what_would():
     got = answer({"kind": "planning", "gpu": "T4", "gpus": "1"})
     assert got["headline"].startswith("No run on 1xT4 is sure to fit") and not got["report"]["candidates"]
-    assert any("A larger card" in note for note in got["notes"])
+    assert any("A GPU with more memory" in note for note in got["notes"])
 
 
 @pytest.mark.parametrize(

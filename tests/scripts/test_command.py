@@ -42,12 +42,12 @@ def test_accelerate_says_its_ranks_and_what_it_would_set(here):
     ("words", "said"),
     [
         ([], "no script"),
-        (["nowhere.py"], "nowhere.py is not there"),
-        (["-m"], "-m without a module"),
+        (["nowhere.py"], "nowhere.py does not exist"),
+        (["-m"], "-m needs the name of a module"),
         (["torchrun", "--nproc_per_node=2"], "torchrun --nproc_per_node=2: "),
         (["torchrun", "--not-an-option", "train.py"], "train.py: unrecognized arguments: --not-an-option"),
         (["accelerate", "env"], "accelerate env starts no script"),
-        (["."], "a folder without a __main__.py"),
+        (["."], "a folder without __main__.py"),
     ],
 )
 def test_what_starts_no_script_is_refused_with_what_to_give(here, words, said):

@@ -77,7 +77,7 @@ from torchvision.datasets.utils import check_integrity
 print(check_integrity("pictures", "0"), check_integrity("nowhere", "0"))
 """)
     assert result.exit_code == 0, result.stderr
-    assert result.stdout.startswith("True False\n") and "not the published files" in result.stderr
+    assert result.stdout.startswith("True False\n") and "not those of the published files" in result.stderr
 
 
 @pytest.mark.parametrize("given", ["rows.jsonl", "=rows.jsonl", "name=", "name=nowhere.jsonl", "name=rows.xyz"])

@@ -93,10 +93,8 @@ def test_gathering_and_reducing_have_streams_and_so_segments_of_their_own():
 def test_the_report_says_which_engine_ran_and_what_it_does_not_know():
     run = replace(SMALL, dp=4, dp_replicate=2, zero=3, precision="mixed-bf16", accumulation=2)
     report = lab.simulate(GPT, run, "A100-80GB")
-    said = "\n".join(report.notes)
-    hybrid = "HSDP: 2 ranks share each of 2 copies"
-    for word in ("fully_shard", hybrid, "MixedPrecisionPolicy", "each of the 2 micro-batches", "NCCL"):
-        assert word in said, word
+    codes = [note.code for note in report.notes]
+    assert codes == ["engine", "sharded-copies", "mixed-precision", "gradient-sync", "nccl"]
     assert report.step_seconds and report.mfu and report.flops
 
 
@@ -108,7 +106,7 @@ def test_more_ranks_than_experts_is_said_since_torch_then_divides_them_by_their_
     one_each = 2 * 3 * 64 * 96 * 4  # bytes of an expert's three matrices, in two layers
     rest = [report.parts["weights"] - one_each for report in (few, many)]
     assert rest[1] == pytest.approx(rest[0] / 2, rel=0.1)
-    assert [any("4 experts" in note for note in report.notes) for report in (few, many)] == [False, True]
+    assert [any(note.code == "few-experts" for note in report.notes) for report in (few, many)] == [False, True]
 
 
 def test_nccl_is_in_the_process_where_somebody_read_it_and_said_to_be_missing_elsewhere():
@@ -116,10 +114,10 @@ def test_nccl_is_in_the_process_where_somebody_read_it_and_said_to_be_missing_el
     read, unread = lab.simulate(GPT, run, a100), lab.simulate(GPT, run, "H100-80GB")
     assert a100.nccl == 1485 * 2**20
     assert read.process == read.peak_reserved + a100.context + a100.nccl
-    assert any("1.45 GiB for NCCL" in note for note in read.notes)
-    assert unread.process is None and any("NCCL takes outside" in note for note in unread.notes)
+    assert any(note.code == "nccl" and "1.45 GiB" in note for note in read.notes)
+    assert unread.process is None and any(note.code == "nccl-unknown" for note in unread.notes)
     alone = lab.simulate(GPT, lab.Training(seq_len=64), a100)
-    assert alone.process == alone.peak_reserved + a100.context and not any("NCCL" in note for note in alone.notes)
+    assert alone.process == alone.peak_reserved + a100.context and not any("nccl" in note.code for note in alone.notes)
     assert a100.room(1) - a100.room(2) == a100.nccl
 
 

@@ -34,11 +34,11 @@ def nested_rows() -> Any:
 REFUSED: dict[str, Callable[[], Any]] = {  # by what the error names
     r"cond is a kernel.*scaled_dot_product_attention": choose,
     r"_to_sparse.*to_dense": lambda: torch.eye(4, device="cuda").to_sparse(),
-    r"torch.cuda.MemPool asks for the driver": lambda: torch.cuda.MemPool(),
-    r"torch.cuda.caching_allocator_alloc asks": lambda: torch.cuda.caching_allocator_alloc(1024),
-    r"nested tensors are not simulated; pad the rows": nested_rows,
-    r"to_dlpack gives the card's memory": lambda: torch.to_dlpack(torch.zeros(4, device="cuda")),
-    r"__dlpack__ gives the card's memory": lambda: torch.from_dlpack(torch.zeros(4, device="cuda")),
+    r"torch.cuda.MemPool needs the driver": lambda: torch.cuda.MemPool(),
+    r"torch.cuda.caching_allocator_alloc needs": lambda: torch.cuda.caching_allocator_alloc(1024),
+    r"nested tensors are not simulated; use padding": nested_rows,
+    r"to_dlpack gives GPU memory": lambda: torch.to_dlpack(torch.zeros(4, device="cuda")),
+    r"__dlpack__ gives GPU memory": lambda: torch.from_dlpack(torch.zeros(4, device="cuda")),
     r"__cuda_array_interface__ gives": lambda: torch.zeros(4, device="cuda").__cuda_array_interface__,
 }
 
@@ -53,7 +53,7 @@ def test_what_needs_a_gpu_is_refused_with_its_name_the_line_and_the_way_round(ca
 
 def test_a_size_read_from_the_card_is_called_what_it_is(card):
     count = torch.randn(3, device="cuda").abs().sum().long()
-    with pytest.raises(TypeError, match="a value that the simulated card does not have"):
+    with pytest.raises(TypeError, match="a value that the simulated GPU does not have"):
         torch.zeros(count.item(), device="cuda")
 
 

@@ -58,7 +58,7 @@ def test_out_of_memory_says_what_the_step_would_have_taken_with_room():
     for field in ("peak_allocated", "peak_reserved", "phases", "parts", "detail", "timeline", "peak_at", "modules"):
         assert getattr(small, field) == getattr(large, field), field
     assert small.step_seconds is None
-    assert ("it would have taken", show_bytes(small.needed)) in small.rows() and "would have taken" not in str(large)
+    assert ("memory needed", show_bytes(small.needed)) in small.rows() and "memory needed" not in str(large)
     assert lab.Report.from_json(small.to_json()) == small
     assert "needed" not in large.to_json()  # what was written before there was such a field is read as ever
 

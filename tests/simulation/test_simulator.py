@@ -381,7 +381,7 @@ def test_what_would_size_something_is_refused_with_the_line_and_a_way_that_works
 
 
 def test_torch_itself_refuses_a_size_that_is_not_known():
-    with simulator("T4"), pytest.raises(TypeError, match="a value that the simulated card does not have"):
+    with simulator("T4"), pytest.raises(TypeError, match="a value that the simulated GPU does not have"):
         torch.zeros(torch.rand(2000, device="cuda").argmax().item())
 
 

@@ -102,7 +102,7 @@ def test_a_config_is_fetched_when_it_is_asked_for(cache, hub):
 
 
 @pytest.mark.parametrize(("name", "words"), [
-    ("some-lab/nothing", "knows no model some-lab/nothing"), ("some-lab/empty", "has no config.json on the hub"),
+    ("some-lab/nothing", "no model some-lab/nothing"), ("some-lab/empty", "has no config.json on the Hub"),
     ("some-lab/gated", "is gated"), ("no name/../at all", "ORGANISATION/MODEL"),
 ])  # fmt: skip
 def test_what_cannot_be_fetched_is_a_sentence(cache, hub, name, words):
@@ -122,6 +122,6 @@ def test_a_hub_that_does_not_answer(monkeypatch, status):
         raise errors.LocalEntryNotFoundError("not here") from why
 
     monkeypatch.setattr(hub, "hf_hub_download", download)
-    words = "the hub refused some-lab/Little-7B: 503" if status else r"does not answer \(OSError\)"
+    words = "the Hub refused some-lab/Little-7B: 503" if status else r"does not answer \(OSError\)"
     with pytest.raises(lab.NotAvailable, match=words):
         hub_cache.download_config(NAME)

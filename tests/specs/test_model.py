@@ -113,7 +113,7 @@ def test_a_size_is_a_whole_number_above_zero(key, value):
     [
         ({"num_attention_heads": 7, "num_key_value_heads": 7}, "64 is not divisible by num_attention_heads=7"),
         ({"num_key_value_heads": 3}, "num_attention_heads=8 is not divisible by num_key_value_heads=3"),
-        ({"model_type": "bert"}, "model_type='bert' is not supported; supported are gpt2, llama"),
+        ({"model_type": "bert"}, "model_type='bert' is not supported; give one of gpt2, llama"),
         ({"model_type": ["llama"]}, "is not supported"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes' is not true or false"),
         ({"attention_dropout": 1.5}, "attention_dropout=1.5 is outside 0 <= attention_dropout < 1"),

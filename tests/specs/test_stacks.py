@@ -164,12 +164,13 @@ def test_every_option_of_another_stack_is_refused_by_name(asked, other):
         owners = [name for name, each in STACKS.items() if option.name in {f.name for f in dataclasses.fields(each)}]
         with pytest.raises(lab.SpecError) as error:
             asked(**{option.name: option.default})
-        assert f"{asked.name} has no option {option.name}: it is {' and '.join(owners)}'s" in str(error.value)
+        words = f"{asked.name} has no option {option.name}: it is an option of {' and '.join(owners)}"
+        assert words in str(error.value)
 
 
 @pytest.mark.parametrize("option", lab.Torchtitan.undescribed)
 def test_what_torchtitan_has_and_is_not_described_is_said(option):
-    with pytest.raises(lab.SpecError, match=f"torchtitan's {option} is not described: .{{20}}"):
+    with pytest.raises(lab.SpecError, match=f"torchtitan's {option} is not supported here: .{{20}}"):
         lab.Torchtitan(**{option: True})
 
 
@@ -199,7 +200,7 @@ def test_torchtitan_has_one_precision_for_each_set_of_degrees(given, own):
 
 def test_torchtitans_llama_has_heads_of_hidden_over_heads():
     config = {**lab.model("meta-llama/Meta-Llama-3-8B").config, "head_dim": 64}
-    with pytest.raises(lab.SpecError, match=r"head_dim=64 with .* of hidden / heads elements, 128 here"):
+    with pytest.raises(lab.SpecError, match=r"head_dim=64 with .* hidden / heads = 128"):
         lab.estimate(config, lab.Training(dp=8, stack="torchtitan"), "H100-80GB")
 
 
@@ -207,14 +208,14 @@ def test_torchtitans_llama_has_heads_of_hidden_over_heads():
 def test_torchtitans_ranks_have_whole_key_value_heads(model):
     """Of 4 over 8 ranks each has half a one, which it views as one of head_dim elements, and stops."""
     few = {**lab.model(model).config, "num_key_value_heads": 4}
-    with pytest.raises(lab.SpecError, match=r"tp=8 with .* whole key/value heads, of which there are 4 "):
+    with pytest.raises(lab.SpecError, match=r"tp=8 with .* whole key/value heads, and the model has 4 "):
         lab.estimate(few, lab.Training(dp=2, tp=8, stack="torchtitan"), "H100-80GB")
     assert lab.estimate(few, lab.Training(dp=2, tp=4, stack="torchtitan"), "H100-80GB").peak_allocated
 
 
 @pytest.mark.parametrize(("model", "given", "message"), [
     ("meta-llama/Meta-Llama-3-8B", {"accumulation": 3}, "accumulation=3 with pp=4: torch's 1F1B takes"),
-    ("Qwen/Qwen3-8B", {"accumulation": 4}, "torchtitan has no pipeline of qwen3"),
+    ("Qwen/Qwen3-8B", {"accumulation": 4}, "torchtitan has no pipeline for qwen3"),
 ])  # fmt: skip
 def test_pipelines_that_torchtitan_has_not_are_refused(model, given, message):
     with pytest.raises(lab.SpecError, match=message):
@@ -259,7 +260,7 @@ def test_torchtunes_recipe_follows_the_run():
         ({"checkpointing": "selective"}, ("torchtune has no checkpointing='selective'", "'megatron'")),
         ({"optimizer": "adamw-8bit", "stack": "torchtune:optimizer=AdamW"}, ("optimizer='adamw-8bit'", "'AdamW'")),
         ({"accumulation": 2, "stack": "torchtune:optimizer_in_bwd=True"}, ("optimizer_in_bwd=True", "accumulation=2")),
-        ({"stack": "torchtune:ac=full"}, ("torchtune has no option ac", "it is torchtitan's")),
+        ({"stack": "torchtune:ac=full"}, ("torchtune has no option ac", "it is an option of torchtitan")),
         (
             {"stack": lab.Torchtune(enable_activation_checkpointing=False, enable_activation_offloading=True)},
             ("enable_activation_offloading=True", "enable_activation_checkpointing"),
@@ -294,11 +295,11 @@ def test_litgpts_recipes_follow_the_devices():
     "given, names",
     [
         ({"tp": 2}, ("litgpt has no tp=2", "'torchtitan'")),
-        ({"precision": "autocast-bf16"}, ("precision='autocast-bf16'", "not described", "'bf16'")),
-        ({"quantization": "nf4", "lora": lab.LoRA()}, ("quantization='nf4'", "not described")),
+        ({"precision": "autocast-bf16"}, ("precision='autocast-bf16'", "not supported", "'bf16'")),
+        ({"quantization": "nf4", "lora": lab.LoRA()}, ("quantization='nf4'", "not supported")),
         ({"checkpointing": "full"}, ("checkpointing='full'", "dp=1", "checkpointing=None")),
         ({"lora": lab.LoRA(targets=("q_proj", "up_proj"))}, ("up_proj", "lora_mlp")),
-        ({"stack": "litgpt:ac=full"}, ("litgpt has no option ac", "it is torchtitan's")),
+        ({"stack": "litgpt:ac=full"}, ("litgpt has no option ac", "it is an option of torchtitan")),
     ],
 )
 def test_what_litgpt_has_not_is_refused_by_name(given, names):
@@ -313,7 +314,7 @@ def test_what_litgpt_has_not_is_refused_by_name(given, names):
         ({"tp": 2}, ("deepspeed has no tp=2", "'megatron'")),
         ({"lora": lab.LoRA()}, ("deepspeed has no lora", "'torchtune'", "give lora=none")),
         ({"precision": "bf16"}, ("deepspeed has no precision='bf16'", "'torchtune'", "mixed-bf16")),
-        ({"stack": "deepspeed:ac=full"}, ("deepspeed has no option ac", "it is torchtitan's")),
+        ({"stack": "deepspeed:ac=full"}, ("deepspeed has no option ac", "it is an option of torchtitan")),
         ({"stack": "deepspeed:reduce_bucket_size=0"}, ("reduce_bucket_size=0", ">= 1")),
         ({"stack": "deepspeed:grad_accum_dtype=fp16"}, ("grad_accum_dtype='fp16'", "mixed-bf16")),
         ({"zero": 2, "stack": "deepspeed:immediate_grad_update=true"}, ("immediate_grad_update=True", "zero=1")),
@@ -352,7 +353,7 @@ def test_deepspeeds_buckets_are_read_for_its_stack_alone():
 
 def test_deepspeed_runs_a_stage_of_zero_on_one_gpu_and_no_other_stack_does():
     assert lab.Training(zero=3, stack="deepspeed").dp == 1
-    with pytest.raises(lab.SpecError, match="zero=3 with dp=1 has nothing to share"):
+    with pytest.raises(lab.SpecError, match="zero=3 with dp=1"):
         lab.Training(zero=3)
 
 
@@ -362,7 +363,7 @@ def test_an_option_that_no_stack_has():
 
 
 def test_a_model_that_the_stack_has_no_code_for():
-    with pytest.raises(lab.SpecError, match="torchtitan trains llama, qwen3, qwen3_moe, not gpt2"):
+    with pytest.raises(lab.SpecError, match=r"torchtitan.* supports llama, qwen3, qwen3_moe here, not gpt2"):
         lab.estimate("gpt2", lab.Training(stack="torchtitan"), "H100-80GB")
 
 

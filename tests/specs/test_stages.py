@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import llmlab as lab
 from llmlab.base.errors import SpecError
+from llmlab.base.units import show_bytes
 from llmlab.formulas.memory.moments import layers_in_flight, micro_batches_in_flight, training_moments
 from llmlab.formulas.memory.states import states
 from llmlab.specs import stages
@@ -64,7 +65,7 @@ def test_the_first_stage_holds_what_1f1b_keeps_in_flight():
 
 def test_more_stages_than_layers_are_refused_without_a_list_of_them(monkeypatch):
     monkeypatch.setattr(stages, "_counts", lambda *_: pytest.fail("lists the stages"))
-    with pytest.raises(SpecError, match="pp=1000000000 leaves a stage without any of gpt2's 12 layers"):
+    with pytest.raises(SpecError, match="pp=1000000000 leaves a stage of gpt2 without any of its 12 layers"):
         lab.estimate("gpt2", lab.Training(pp=10**9), "T4")
 
 
@@ -76,7 +77,8 @@ def test_a_report_is_of_rank_0_and_whether_it_fits_of_every_stage():
     peaks = [max(m.total for m in training_moments(spec, run, lab.gpu("A100-40GB"), stage=s)) for s in (0, 1)]
     assert report.peak_allocated == peaks[0] < lab.gpu("A100-40GB").memory < peaks[1]
     assert report.outcome == "out of memory" and "stage 1" in report.where
-    assert any("Stage 1" in note for note in report.notes)
+    (note,) = [note for note in report.notes if note.code == "fullest-stage"]
+    assert "stage 1" in note and show_bytes(peaks[1]) in note
 
 
 @given(st.integers(2, 6), st.integers(1, 4), st.integers(2, 4), st.sampled_from(["1f1b", "gpipe", "interleaved"]))

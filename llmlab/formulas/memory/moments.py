@@ -289,7 +289,7 @@ class StepMemory:
         activations, before = self.activations - self.outside + casts + stashed + self.named_graph, []
         if units.experts:  # the output of their all-gather stays until the next block's are copied out
             held = units.experts if own_ranks(self.share.run) > 1 else 0
-            before.append(moment("the last but one block of forward", gathered + ahead + held,
+            before.append(moment("the second-to-last block of forward", gathered + ahead + held,
                                  self.between + self.in_forward, activations=activations - self.block))  # fmt: skip
             ahead = units.head + held
         return [
@@ -405,7 +405,7 @@ class StepMemory:
         elif units.at_loss == 0 or (self.share.run.zero == 3 and isinstance(self.share.run.stack, str)):
             # fully_shard of the whole model frees it after forward; torchtune alone computes the loss after that.
             logits = self.loss.head if units.at_loss == 0 else self.loss.waiting
-            found.append(moment("what is outside of blocks gathered again", 2 * units.outside, logits=logits,
+            found.append(moment("embedding and head gathered again", 2 * units.outside, logits=logits,
                                 gradients=grads.accumulated,
                                 activations=self.activations + self.kept_casts))  # fmt: skip
         # FSDP1's autograd joins a unit's gradients before its weights go, and nothing of its reduction stays.
@@ -445,10 +445,10 @@ class StepMemory:
                        + (0 if self.kept_casts else self.block_cast)),
                 moment("the second block's gradients", gathered, self.between + reducing, gradients=after_first,
                        activations=activations - self.block),
-                moment("the last but one block of backward", last_but_one, behind + self.working,
+                moment("the second-to-last block of backward", last_but_one, behind + self.working,
                        gradients=grads.reducing.before_last_two + self.backward.gradients,
                        activations=self.last_block + self.first_more + self.block + self.recomputed + self.block_cast),
-                moment("the last but one block's gradients", last_but_one, self.between + reducing,
+                moment("the second-to-last block's gradients", last_but_one, self.between + reducing,
                        gradients=grads.reducing.before_last_two, activations=self.last_block + self.first_more),
             ]  # fmt: skip
         return found

@@ -184,7 +184,7 @@ def step(
     found, known = kernels(gpu), known or computation(spec, run, gpu, traced)
     block, counted = known.block, known.counted
     if known.passes is None:
-        raise NotAvailable(f"{gpu.name} has no units for {time.peak_dtype(run)}: no time follows")
+        raise NotAvailable(f"{gpu.name} has no units for {time.peak_dtype(run)}, so its time is unknown")
     m = run.accumulation
     tensor = _tensor(spec, run, cluster, found, "tensor" in overlap)
     if isinstance(run.stack, Megatron) and run.stack.tp_comm_overlap:

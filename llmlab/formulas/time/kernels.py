@@ -84,14 +84,14 @@ class Kernels:
             own = replace(self, card=find_gpu(self.card.name))
             return f"{own.origin}, at {self.card.power:g} of {own.card.power:g} W"
         if self.kind == "transferred" and self.base.name != self.card.name:
-            how = "large products'" if self.reached else "data sheets'"
-            return f"transferred from {self.base.name} by the {how} rates"
+            how = "measured rates of large matmuls" if self.reached else "data sheets"
+            return f"transferred from {self.base.name} by the ratio of {how}"
         if self.table:
             return f"measured on {self.card.name}"
         if self.rates:
             return f"fitted to {self.rates.derived_from}"
         if self.reached:
-            return f"large products at {self.reached / 1e12:.0f} TFLOP/s (products.toml)"
+            return f"large matmuls at {self.reached / 1e12:.0f} TFLOP/s (products.toml)"
         return f"{self.shares['products']:.0%} of the data sheet"
 
     @cached_property

@@ -1,4 +1,4 @@
-"""How long a run takes, what that is made of, where each rate is from, and between what it lies in 8 cases of 10."""
+"""How long a run takes, what that is made of, where each rate is from, and its 80 % interval."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import cache, lru_cache
 from math import exp, hypot, log
 
 from ...base.errors import NotAvailable
+from ...base.notes import Note
 from ...hardware.gpu import GPU
 from ...hardware.links import GIVEN, Cluster, Rates, pcie_rates
 from ...hardware.links import cluster as cluster_of
@@ -53,7 +54,7 @@ SHARED = 1 / 8
 @dataclass(frozen=True)
 class Timing:
     """Seconds of a step, None where they are not known; `low` and `high` hold 80 % of such predictions. `parts` are
-    `PARTS` and add up to the seconds; `sources` say where each is from. `note` says how ranks are connected, or why no
+    `PARTS` and add up to the seconds; `sources` say where each is from. `notes` say how ranks are connected, or why no
     time is known. `hidden` has the seconds of communication that computation hides, which are in no part, and `layer`
     those of one layer in a micro-batch (`distributed.Step`)."""
 
@@ -64,7 +65,7 @@ class Timing:
     sources: Mapping[str, str] = field(default_factory=dict)
     hidden: Mapping[str, float] = field(default_factory=dict)
     layer: Mapping[str, float] = field(default_factory=dict)
-    note: str = ""
+    notes: tuple[Note, ...] = ()
 
 
 def timing(
@@ -77,7 +78,7 @@ def timing(
     if not isinstance(run, Training):
         return Timing(step_seconds(spec, run, card))
     found, nodes, rates, apart, held_up, why = kernels(card), cluster, None, (1.0, 1.0), 1.0, ""
-    on_host = Waiting(0.0, 0.0, 0.0)
+    on_host, notes = Waiting(0.0, 0.0, 0.0), list[Note]()
     if traced:  # it has what hooks, compiled graphs and Megatron-LM's layers start, and none of their Python
         # A host that was fitted to whole steps, which were checkpointed, has that in what its operators take.
         host = traced.passes.host + (0.0 if found.kind == "fitted" else python_seconds(spec, run))
@@ -92,22 +93,23 @@ def timing(
     try:
         known = computation(spec, run, card, traced)
         if known.passes is None:
-            return Timing(note=f"Time is not known: {card.name} has no units for {peak_dtype(run)}.")
+            reason = f"the {card.name} has no {peak_dtype(run)} units"
+            return Timing(notes=(Note("time-unknown", f"The step time is unknown: {reason}."),))
         if run.offload:
             on_host = waiting(spec, run, card, known.passes.seconds)
         if run.world_size == 1:
-            parts, note, hidden, unnamed = _alone(run, known.passes, known.update), "", 0.0, 0.0
+            parts, hidden, unnamed = _alone(run, known.passes, known.update), 0.0, 0.0
             layer = _layer(spec, run, known.counted, parts)
         else:
             nodes = nodes or _usual_nodes(card)
             rates = pcie_rates(nodes.inside, min(run.world_size, nodes.gpus), card.peer_access)
             terms = step(spec, run, card, nodes, traced=traced, known=known)
     except NotAvailable as error:
-        return Timing(note=f"Time is not known: {error}.")
+        return Timing(notes=(Note("time-unknown", f"The step time is unknown: {error}."),))
     if nodes and run.world_size > 1:
         several = run.world_size > nodes.gpus
-        parts, note, hidden = _of(run, terms), _connected(several, nodes, rates), terms.data_sent - terms.data_exposed
-        unnamed = terms.data_later
+        parts, notes = _of(run, terms), list(_interconnect(several, nodes, rates))
+        hidden, unnamed = terms.data_sent - terms.data_exposed, terms.data_later
         if rates:
             ends = [nodes.reaching(rate) for rate in (rates.slow, rates.fast)]
             apart = _nodes_apart(terms, *[step(spec, run, card, each, traced=traced, known=known) for each in ends])
@@ -129,15 +131,17 @@ def timing(
         slower = step(spec, run, card, few, traced=traced, known=known).seconds
         longest = max(longest, slower)
         if slower > factor * seconds:
-            note += f" {few.adapters} would take {slower / seconds:.1f} times as long: name yours (cluster=)."
+            times = f"{slower / seconds:.1f} times as long"
+            fewer = f"With {few.adapters} network adapters per node, as some clouds have, a step takes {times}"
+            notes.append(Note("fewer-adapters", f"{fewer}; give yours as --adapters (in Python cluster=)."))
     if held_up > exp(spread):
-        note += f" {why}: {held_up:.1f} times as long."
+        notes.append(Note("slower-communication", f"A step can take {held_up:.1f} times as long: {why}."))
     kernel = traced.attention if traced else fastest_kernel(run, attention_kernel(spec, run, card), card)
     slower = found.slower(kernel, run.seq_len, sum(head_sizes(spec)) // 2)
     sources = _sources(run, found, parts, kernel, slower, shapes)
     other, older = _older_attention(spec, run, found, kernel, parts.get("attention", 0.0))
     if older:
-        sources["attention"] += f"; by {FUSED[other]}, which torch takes with a cuDNN up to 9.15, {older:.2g} s more"
+        sources["attention"] += f"; with {FUSED[other]}, which torch uses with cuDNN up to 9.15, {older:.2g} s more"
     if nodes and not rates and (nodes.inside.kind == "pcie" or nodes.inside.source == GIVEN):
         sources.update({name: "the links that were given" for name in SENT if name in sources})
     sooner, later = _other_hosts(spec, run, found.host, parts, host_waits(run, known.passes))
@@ -145,11 +149,10 @@ def timing(
     high = max(longest, seconds + later) + shapes.later + older
     if on_host.host:
         sources["offload"] = on_host.host.source or "the median of nodes.toml"
-        note += (
-            f" GPUs wait {on_host.seconds:.2g} s for the memory of a {on_host.host.name},"
-            f" for that of other hosts {on_host.least:.2g} to {on_host.most:.2g} s."
-        )
-    return Timing(seconds, low, high, parts, sources, {"data": hidden} if hidden else {}, layer, note.strip())
+        waits = f"In each step the GPUs wait {on_host.seconds:.2g} s for host memory, assuming {on_host.host.name}"
+        others = f"{on_host.least:.2g} to {on_host.most:.2g} s"
+        notes.append(Note("host-memory", f"{waits}; other hosts take {others}."))
+    return Timing(seconds, low, high, parts, sources, {"data": hidden} if hidden else {}, layer, tuple(notes))
 
 
 def _held_up(run: Training, nodes: Cluster) -> tuple[Cluster, tuple[str, ...] | None, str]:
@@ -163,11 +166,11 @@ def _held_up(run: Training, nodes: Cluster) -> tuple[Cluster, tuple[str, ...] | 
     if many > 1 and (across := nodes.across):
         share = many**-SHARED
         nodes = replace(nodes, across=replace(across, reached=share * across.reached))
-        why.append(f"Over {many} nodes {across.name} can reach {share:.0%}, where others use it too")
+        why.append(f"where other jobs share the network, {across.name} can drop to {share:.0%} over {many} nodes")
     if isinstance(run.stack, DeepSpeed) and run.zero == 3:
         overlap = ()
-        why.append("DeepSpeed may hide nothing of what it sends")
-    return nodes, overlap, "; ".join(why)
+        why.append("DeepSpeed's ZeRO-3 may overlap no communication with computation")
+    return nodes, overlap, ", and ".join(why)
 
 
 def _nodes_apart(terms: Step, slow: Step, fast: Step) -> tuple[float, float]:
@@ -266,18 +269,18 @@ _usual_nodes = cache(cluster_of)
 
 
 @lru_cache(maxsize=256)
-def _connected(several: bool, nodes: Cluster, rates: Rates | None) -> str:
+def _interconnect(several: bool, nodes: Cluster, rates: Rates | None) -> tuple[Note, ...]:
     """Return how the ranks of one node, or of several, are joined, and of `rates` of published ones what to measure."""
-    between, advice = "", ""
+    between = ""
     if nodes.across and several:
         between = f", {nodes.adapters} × {nodes.across.name} per node"
-    if rates:
-        slow, middle, fast = (f"{rate / 1e9:.2g}" for rate in rates[:3])
-        advice = (
-            f" Each GPU passes on {middle} GB/s, the median of {rates.nodes} published nodes that PCIe joins; 8 of 10"
-            f" reach {slow} to {fast}: measure yours with nccl-tests and give busbw (cluster's reached=, --link-gb-s)."
-        )
-    return f"Time: {nodes.gpus} GPUs per node on {nodes.inside.name}{between}.{advice}"
+    joined = Note("interconnect", f"The step time assumes {nodes.gpus} GPUs per node on {nodes.inside.name}{between}.")
+    if not rates:
+        return (joined,)
+    slow, middle, fast = (f"{rate / 1e9:.2g}" for rate in rates[:3])
+    spread = f"the median of {rates.nodes} published PCIe nodes; 80 % of them reach {slow} to {fast} GB/s"
+    advice = "Measure yours with nccl-tests and give its busbw as --link-gb-s (in Python cluster=)"
+    return joined, Note("pcie-rate", f"The assumed bus bandwidth is {middle} GB/s, {spread}. {advice}.")
 
 
 def _sources(
@@ -288,24 +291,24 @@ def _sources(
     said = {name: found.sources[name] for name in parts}
     dtype = peak_dtype(run)
     if found.table and not found.measured(dtype):
-        said["products"] = f"{found.shares['products']:.0%} of the data sheet: {dtype} was not measured"
+        said["products"] = f"{found.shares['products']:.0%} of the data sheet, because {dtype} was not measured"
     else:
         if (share := shapes.beyond / parts["products"]) > LITTLE:
-            said["products"] += f"; {min(1.0, share):.0%} of it beyond the sizes measured, as the work grows"
+            said["products"] += f"; {min(1.0, share):.0%} of it extrapolated beyond the measured sizes"
         if (share := shapes.unaligned / parts["products"]) > LITTLE:
-            rows = f"of rows that are no multiples of {ALIGNED}"
+            rows = f"on rows that are no multiple of {ALIGNED}"
             timed, times = unaligned_times(found.card)
             take = "which take" if timed else "which may take"
             said["products"] += f"; {min(1.0, share):.0%} of it {rows}, {take} {times:.0f} times as long"
     if "attention" not in said or not found.table:
         return said
     if kernel not in FUSED:
-        said["attention"] = f"its products: {said['products']}"
+        said["attention"] = f"its matmuls: {said['products']}"
     elif dtype == "fp32":
-        said["attention"] = f"{found.shares['attention']:.0%} of the data sheet: fp32 was not measured"
+        said["attention"] = f"{found.shares['attention']:.0%} of the data sheet, because fp32 was not measured"
     else:
         if slower != 1:
             said["attention"] += f", × {slower:.2f} for {FUSED[kernel]}"
         if found.longest and run.seq_len > found.longest:
-            said["attention"] += f"; beyond {found.longest:,} tokens, as the work grows"
+            said["attention"] += f"; extrapolated beyond {found.longest:,} tokens"
     return said

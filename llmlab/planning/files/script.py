@@ -35,16 +35,19 @@ IMPORTS = {
 def kind(run: Training) -> str:
     """Return which script trains `run`: "pytorch", "trainer" or "sft"; raises SpecError where none of them does."""
     if (stack := stack_of(run)) and stack.name != "deepspeed":
-        raise SpecError(f"stack={stack.name!r} brings its own")
+        raise SpecError(f"stack={stack.name!r} has its own training program")
     for axis in ("tp", "pp", "cp", "ep"):
         if getattr(run, axis) > 1:
-            raise SpecError(f"{axis}={getattr(run, axis)}: the script divides data and states only")
+            raise SpecError(f"{axis}={getattr(run, axis)}: the script supports data parallelism and ZeRO only")
     if run.fp8:
-        raise SpecError(f"fp8={run.fp8!r}: the script does not convert layers")
+        raise SpecError(f"fp8={run.fp8!r}: the script does not convert layers to fp8")
     if run.kernels not in (None, "liger"):
-        raise SpecError(f"kernels={run.kernels!r}: the script keeps transformers' own; give kernels='liger', or none")
+        raise SpecError(f"kernels={run.kernels!r}: the script has Liger's kernels only; give kernels='liger', or none")
     if run.attention == "efficient":
-        raise SpecError("attention='efficient' is no word of transformers; attention='sdpa' lets torch choose")
+        raise SpecError(
+            "attention='efficient': transformers has no such option; give attention='sdpa', where torch "
+            "chooses"
+        )
     if run.lora:
         return _adapters_script(run)
     if uses_deepspeed(run):
@@ -82,23 +85,29 @@ def deepspeed_settings(run: Training) -> dict[str, Any]:
 def _adapters_script(run: Training) -> str:
     """Return which script trains adapters: FSDP2 shards frozen half weights; what keeps fp32 copies is DeepSpeed's."""
     if run.quantization == "gptq":
-        raise SpecError("quantization='gptq' is AutoGPTQ's layer, and transformers of today loads such a file by "
+        raise SpecError("quantization='gptq' runs AutoGPTQ's layer, and current transformers loads such a file with "
                         "GPT-QModel's; give 'nf4' or 'int8'")  # fmt: skip
     if run.quantization and run.zero:
-        raise SpecError(f"quantization={run.quantization!r} with zero={run.zero}: its weights are not sharded")
+        raise SpecError(
+            f"quantization={run.quantization!r} with zero={run.zero}: quantized weights cannot be sharded; give "
+            "zero=0"
+        )
     if uses_deepspeed(run):
         deepspeed_settings(run)
     elif run.zero:
         _check_shards(run)
         return "pytorch"
     elif run.precision.startswith("mixed"):
-        raise SpecError(f"precision={run.precision!r} with lora: adapters have no half copy; give bf16")
+        raise SpecError(f"precision={run.precision!r} with lora: adapters have no half-precision copy; give bf16")
     return "sft"
 
 
 def _check_shards(run: Training) -> None:
     if run.optimizer not in ("sgd", "adamw", "adamw-fused"):
-        raise SpecError(f"optimizer={run.optimizer!r} with zero={run.zero}: it knows no shards; give adamw or sgd")
+        raise SpecError(
+            f"optimizer={run.optimizer!r} with zero={run.zero}: it does not support sharded states; give adamw or "
+            "sgd"
+        )
 
 
 def packages(run: Training) -> list[str]:

@@ -46,7 +46,7 @@ def texts(spec: ModelSpec, run: Training, card: str, nodes: int, per_node: int) 
     """Return the files' texts, and by name why one is left out. Raises SpecError where nothing here starts the run."""
     check(spec, run)
     if run.world_size != nodes * per_node:
-        raise SpecError(f"the run is for {run.world_size} GPUs, and {nodes} x {per_node} are given")
+        raise SpecError(f"the run is for {run.world_size} GPUs, and {nodes} x {per_node} were given; give as many")
     published = spec.name in models()
     model = spec.name if published else "model"
     name = re.sub(r"[^\w./ ()@:+-]", "?", spec.name)  # whatever a config claims, it is a comment
@@ -120,7 +120,7 @@ def program(spec: ModelSpec, run: Training) -> str:
             return name
         except SpecError as error:
             reasons.append(f"{name}: {error}")
-    raise SpecError(f"nothing here runs {run!r}: {'; '.join(reasons)}")
+    raise SpecError(f"no file that llmlab writes can start {run!r}: {'; '.join(reasons)}")
 
 
 def _unsaid(run: Training) -> str:
@@ -156,7 +156,7 @@ def write_files(
     found, left_out = texts(spec, run, card, nodes, per_node)
     target = Path(folder)
     if (there := sorted(name for name in found if os.path.lexists(target / name))) and not force:
-        raise SpecError(f"{target} has {', '.join(there)} already: give force=True (--force) to replace them, or "
+        raise SpecError(f"{target} already has {', '.join(there)}; give force=True (--force) to replace them, or "
                         "another folder")  # fmt: skip
     try:
         _write_all(target, {name: text for name, (text, _) in found.items()})

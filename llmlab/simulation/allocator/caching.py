@@ -113,7 +113,7 @@ class Allocator:
         allowed = garbage_limit = None
         if fraction < 1:
             if self.driver.total is None:
-                raise SpecError("a memory fraction needs the card's memory; give Allocator its capacity or total.")
+                raise SpecError("a memory fraction needs the GPU's memory; give Allocator its capacity or total.")
             allowed = int(fraction * self.driver.total)
             if (threshold := self.config.garbage_collection_threshold) is not None:
                 garbage_limit = int(threshold * allowed)

@@ -99,5 +99,5 @@ def _saved_now(saver: Any) -> Callable:
 def _refused(self: Any, *args: Any, **kwargs: Any) -> None:
     raise located(NotAvailable(
         "torch.distributed.checkpoint.HuggingFaceStorageWriter writes bytes of tensors, and those of the simulated "
-        "card have none; give the block FileSystemWriter"
+        "GPU have none; use FileSystemWriter"
     ))  # fmt: skip

@@ -34,7 +34,7 @@ SAFETENSORS_DTYPES = {
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
-NOT_WRITTEN = "tensors on the simulated card have no values, so {} is not written; the block can load it"
+NOT_WRITTEN = "tensors on the simulated GPU have no values, so {} is kept in memory, where the code can load it"
 
 
 class Checkpoints:

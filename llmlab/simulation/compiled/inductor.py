@@ -24,6 +24,7 @@ from torch.fx import GraphModule
 
 from ...base.compat import DisableTorchFunction, check, symbol
 from ...base.errors import NotAvailable
+from ...base.notes import Note
 from ..card import Card
 from ..devices import GPU_DEVICE
 from ..engine.engine import Engine
@@ -40,7 +41,11 @@ MOVED = re.compile(r"'kernel_num_gb': ([0-9.e+-]+)")  # 1e9 bytes; simd.py, esti
 MEASURES = {"max_autotune": "max-autotune", "max_autotune_gemm": "max-autotune", "triton.cudagraphs": "CUDA graphs"}
 # CUDA C++ Programming Guide, technical specifications per compute capability: the same from 7.0 on, but for threads.
 THREADS_PER_BLOCK = 1024
-PADDED = "Inductor measures whether to pad products with rows of no whole 16 B: here those that compute bounds are."
+PADDED = Note(
+    "padded-matmuls",
+    "On a GPU Inductor times whether padding rows to multiples of 16 bytes makes a matmul faster; the simulation pads "
+    "those that are compute-bound.",
+)
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 ALIGNMENT = 16  # bytes; torch/_inductor/utils.py
 
@@ -63,10 +68,10 @@ def inductor_on(card: Card) -> Iterator[None]:
         if options.get("config_patches"):  # torch's applies them and calls this again
             return real(graph, inputs, inner_compile=inner_compile, **options)
         for name in {named for key, named in MEASURES.items() if config.get_config_copy().get(key)}:
-            remark(f"torch.compile's {name}: not simulated, and what that takes of its own is not counted.")
+            remark(Note("compile-mode", f"torch.compile's {name} is not simulated; its memory is not counted."))
         try:
             if find_spec("triton") is None:
-                raise NotAvailable("Inductor writes Triton's kernels, and Triton is not here: pip install triton")
+                raise NotAvailable("Inductor needs Triton, which is not installed: pip install triton")
             with config.patch(CONFIG), autograd.patch(graphsafe_rng_functionalization=False):  # that asks the driver
                 return real(graph, inputs, inner_compile=_compiler(card, inner_compile), **options)
         except torch.OutOfMemoryError:

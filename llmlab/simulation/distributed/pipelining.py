@@ -19,14 +19,18 @@ from torch import Tensor
 
 from ...base.compat import symbol
 from ...base.errors import NotAvailable
+from ...base.notes import Note
 from ..values.placeholders import located
 
 STAGE = "torch.distributed.pipelining.stage"
-ALIKE = "Pipeline stages of other ranks are taken to send tensors of the shapes that this rank's first stage sends."
+ALIKE = Note(
+    "stage-shapes",
+    "Stages on other ranks are assumed to send tensors of the same shapes as the first stage on this rank.",
+)
 
 
 @contextmanager
-def stages_alone(notes: dict[str, None]) -> Iterator[None]:
+def stages_alone(notes: dict[Note, None]) -> Iterator[None]:
     """Answer PipelineStage for the stages of other ranks until the block ends; `notes` get what is assumed."""
     stage = symbol(f"{STAGE}.PipelineStage")
     sent: dict[int, Any] = {}  # by stage of this rank: what it told the next one
@@ -44,9 +48,9 @@ def stages_alone(notes: dict[str, None]) -> Iterator[None]:
             return symbol(f"{STAGE}._StageForwardMeta")(forward_metas=self._user_meta.inputs)
         if not sent:
             raise located(NotAvailable(
-                f"pipeline stage {self.stage_index} takes what stage {src_stage} sends, which is another rank's and "
-                "not known here: give PipelineStage its input_args, tensors of the shapes it takes, or simulate the "
-                "rank of stage 0"
+                f"pipeline stage {self.stage_index} receives what stage {src_stage} on another rank sends, whose shape "
+                "is unknown here: give PipelineStage its input_args (tensors of these shapes), or simulate the rank of "
+                "stage 0"
             ))  # fmt: skip
         notes[ALIKE] = None
         return sent[min(sent)]

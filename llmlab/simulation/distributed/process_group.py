@@ -48,7 +48,7 @@ def without_peers(card: Card, world_size: int | None, parameters: HostParameters
     """
     if dist.is_initialized():
         if world_size is not None:
-            raise SpecError("a process group is there already; open the simulator before init_process_group")
+            raise SpecError("a process group exists already; open the simulator before init_process_group")
         yield  # a real one, whose collectives are its own
         return
     with ExitStack() as stack:
@@ -94,7 +94,7 @@ def _init_process_group(card: Card, parameters: HostParameters, stack: ExitStack
     ) -> None:
         if world_size <= 0 and "WORLD_SIZE" not in os.environ:
             raise located(NotAvailable(
-                f"torch.distributed.init_process_group({backend!r}): how many ranks there are was not said; open the "
+                f"torch.distributed.init_process_group({backend!r}): the number of ranks is unknown; open the "
                 "block with lab.simulator(gpu, world_size=8), or llmlab run with --world-size 8"
             ))  # fmt: skip
         size = world_size if world_size > 0 else int(os.environ["WORLD_SIZE"])
@@ -186,6 +186,6 @@ def _scatter_object_list(
 
 def _recv_object_list(*args: Any, **kwargs: Any) -> None:
     raise located(NotAvailable(
-        "torch.distributed.recv_object_list: what another rank would send is not known here; let this rank make the "
+        "torch.distributed.recv_object_list: what another rank would send is unknown here; let this rank make the "
         "objects, or lab.measure it"
     ))  # fmt: skip

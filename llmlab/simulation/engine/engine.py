@@ -34,6 +34,7 @@ from ...base.compat import (
     get_unwrapped,
     is_functorch_wrapped_tensor,
 )
+from ...base.notes import Note
 from ...hardware.gpu import GPU
 from ...recording.events import Event
 from ..allocator.memory import AllocatorOutOfMemory, Memory
@@ -54,9 +55,10 @@ from .unsupported import random_again
 DEVICE_OF = torch.ops.prim.device.default
 VALUE_OF = torch.ops.aten._local_scalar_dense.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default
-LENT = (  # c10/cuda/CUDACachingAllocator.cpp, insert_events
-    "Tensor.record_stream: a card that is behind its script keeps blocks that were freed until it has come so far, so "
-    "`reserved` is a lower one; `allocated` is right."
+LENT = Note(  # c10/cuda/CUDACachingAllocator.cpp, insert_events
+    "record-stream",
+    "Tensor.record_stream delays when freed blocks can be used again, for as long as the GPU runs behind the script. "
+    "A real GPU can therefore reserve more than `peak reserved` says; `peak allocated` is exact.",
 )
 DEVICES_DIFFER = "Expected all tensors to be on the same device, but found at least two devices, {} and {}!"  # torch's
 
@@ -104,7 +106,7 @@ class Engine(TorchDispatchMode):
         self.lends = False  # whether a stream was given a block of another's (record_stream)
         self.launches: Counter[str] = Counter()  # of Triton's kernels whose time is not known
         self.uncounted: dict[str, str] = {}  # by library: the first operator whose workspace is not counted
-        self.notes: dict[str, None] = {}  # what was assumed, a sentence each
+        self.notes: dict[Note, None] = {}  # what was assumed, a sentence each
         self.met: set[Any] = set()  # operators of which the output alone is counted
         self.placeholder: float | None = None  # what reading an unknown float gives; None raises NotAvailable
         self.watch: Any = None  # a log that sees each operator (profile/operator_log.py)
@@ -197,7 +199,7 @@ class Engine(TorchDispatchMode):
             exchange(func, args, op.out)
         elif func in BINS and known(args[0]) is None:
             balance(op.out, args[0].numel())
-            self.notes[BALANCED] = None
+            self.remark(BALANCED)
         elif not faked:
             follow(func, args, kwargs, op.out, self.follows)
         if workspace is None:
@@ -349,18 +351,19 @@ class Engine(TorchDispatchMode):
         """Leave the figures as they are when tensors die later."""
         self._live.clear()
 
-    def remark(self, sentence: str) -> None:
-        """Put `sentence` into the notes, once."""
-        self.notes[sentence] = None
+    def remark(self, note: Note) -> None:
+        """Put `note` into the notes, once."""
+        self.notes[note] = None
 
     def ran_eager(self, place: str, error: Exception) -> None:
         """Note that torch.compile could not compile what is at `place`."""
         self.has_upper_sizes = True
         reason = (str(error).strip().splitlines() or [""])[0][:200]
-        self.remark(
-            f"torch.compile ran eager: {place}, so what it would fuse is counted and sizes are upper ones "
-            f"({type(error).__name__}: {reason})."
-        )
+        self.remark(Note(
+            "ran-eager",
+            f"torch.compile could not compile {place}, which ran eagerly instead: the sizes are upper bounds, because "
+            f"compiled code fuses operators ({type(error).__name__}: {reason}).",
+        ))  # fmt: skip
 
     def launched(self, name: str, moved: int | None = None) -> None:
         """Note that a kernel of Triton's is launched, which moves so many bytes; None where nobody knows how many."""
@@ -403,18 +406,21 @@ def _of_others(types: tuple[type, ...]) -> bool:
     return any(hasattr(each, "__tensor_flatten__") for each in others)
 
 
-def notes_of(engine: Engine) -> tuple[str, ...]:
+def notes_of(engine: Engine) -> tuple[Note, ...]:
     """Return what `engine` did not count, a sentence each."""
     met = engine.met if engine.device == GPU_DEVICE else ()
     unknown = sorted(str(func) for func in met if not is_stated(func, engine.workspaces))
-    launched = ", ".join(f"{name} {count} times" for name, count in engine.launches.most_common(3))
+    launched = ", ".join(f"{name} ({count})" for name, count in engine.launches.most_common(3))
+    triton = f"Time and FLOP leave out these Triton kernels (number of launches): {launched}."
     return (
         *engine.notes,
         *([LENT] * engine.lends),
-        *([f"Triton's kernels were launched, of which neither time nor FLOP count: {launched}."] if launched else ()),
+        *([Note("triton-kernels", triton)] if launched else ()),
         *(
-            f"{library}'s workspace is not counted: {library} says how much it takes when it runs; here for {operator}."
+            Note("library-workspace", f"{operator}: the workspace of {library} is not counted, because {library} "
+                 "chooses its size at run time.")
             for library, operator in engine.uncounted.items()
         ),
-        *(f"Counted of {func} is its output alone: what else it takes is not known." for func in unknown),
-    )
+        *(Note("scratch-unknown", f"{func}: only its output is counted; its scratch memory is unknown.")
+          for func in unknown),
+    )  # fmt: skip

@@ -123,7 +123,7 @@ def as_fake(fake: FakeTensorMode, tensor: Tensor) -> Tensor:
     if isinstance(tensor, FakeTensor):
         return tensor
     if tensor.is_nested:
-        raise NotAvailable("nested tensors are not simulated; pad the rows and mask them, or lab.measure it")
+        raise NotAvailable("nested tensors are not simulated; use padding and a mask, or lab.measure it")
     with disable_current_modes():
         made = fake.from_tensor(tensor.detach())
     if not tensor.is_meta and (is_followed(tensor) or _is_mask(tensor)):
@@ -154,7 +154,7 @@ def _overwrite(func: Any, real: Tensor, assume: float | None) -> Tensor:
     """Change a real tensor by values that are not known: they become the placeholder."""
     if assume is None and not real.is_floating_point():
         raise located(NotAvailable(
-            f"{func} writes values from the simulated card, which has none, into a {real.dtype} tensor; say what whole "
+            f"{func} writes values from the simulated GPU, which has none, into a {real.dtype} tensor; say what whole "
             "numbers are, lab.simulator(..., assume=1.0) or llmlab run --assume 1, or lab.measure it"
         ))  # fmt: skip
     if assume is None:

@@ -17,7 +17,7 @@ from ..values.placeholders import located
 def no_compiled_kernel(func: Any) -> NotAvailable:
     """Return the error for a higher-order operator."""
     return located(NotAvailable(
-        f"{func.name()} is a kernel that torch.compile makes, which is not simulated; give the block an eager form of "
+        f"{func.name()} is a kernel made by torch.compile, which is not simulated; use an eager form of "
         "it, as scaled_dot_product_attention, or lab.measure it"
     ))  # fmt: skip
 
@@ -37,8 +37,8 @@ def no_extensions() -> AbstractContextManager:
 
     def refused(name: str, *args: Any, **kwargs: Any) -> None:
         raise located(NotAvailable(
-            f"torch.utils.cpp_extension: {name!r} would be compiled for a GPU, and a simulated card runs no kernels; "
-            "give the block PyTorch's own operators in its place, or lab.measure it"
+            f"torch.utils.cpp_extension: {name!r} would be compiled for a GPU, and the simulated GPU runs no kernels; "
+            "use PyTorch's own operators instead, or lab.measure it"
         ))  # fmt: skip
 
     return mock.patch.multiple(cpp_extension, load=refused, load_inline=refused)
@@ -82,7 +82,7 @@ def no_other_ranks(module: str, *names: str) -> AbstractContextManager:
     def refused(name: str) -> Callable[..., None]:
         def call(*args: Any, **kwargs: Any) -> None:
             raise located(NotAvailable(
-                f"{module}.{name} needs other ranks, which a simulated card does not have; give the block "
+                f"{module}.{name} needs other ranks, which the simulated GPU does not have; use "
                 "torch.distributed's collectives, or lab.measure it"
             ))  # fmt: skip
 

@@ -64,7 +64,7 @@ def cuda_api(card: Card) -> Iterator[None]:
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != owner:
-                raise SpecError(f"{name} in a second thread; a simulator belongs to the thread that opened it")
+                raise SpecError(f"{name} in a second thread; use the simulator in the thread that opened it")
             return function(*args, **kwargs)
 
         return call
@@ -115,7 +115,7 @@ def check_index(device: Any, cards: int = 1) -> int:
             raise ValueError(f"Expected a cuda device, but got: {device}")
         device = device.index
     if device is not None and device not in range(cards):
-        raise torch.AcceleratorError(f"CUDA error: invalid device ordinal {device}; the simulator has one card, cuda:0")
+        raise torch.AcceleratorError(f"CUDA error: invalid device ordinal {device}; the simulator has one GPU, cuda:0")
     return 0
 
 
@@ -196,8 +196,8 @@ def _blas(backend: Any = None) -> None:
     """torch.backends.cuda.preferred_blas_library; the workspaces are those of cuBLAS, torch's default."""
     if backend is not None and str(backend).lower().rpartition(".")[2] not in ("default", "cublas"):
         raise located(NotAvailable(
-            f"torch.backends.cuda.preferred_blas_library({backend!r}): products are simulated with cuBLAS, torch's "
-            "default on NVIDIA cards; go on without it, or lab.measure it"
+            f"torch.backends.cuda.preferred_blas_library({backend!r}): matmuls are simulated with cuBLAS, torch's "
+            "default on NVIDIA GPUs; leave it out, or lab.measure it"
         ))  # fmt: skip
 
 
@@ -209,8 +209,8 @@ def _is_capturing() -> bool:
 def _refused(name: str) -> Callable:
     def call(*args: Any, **kwargs: Any) -> None:
         raise located(NotAvailable(
-            f"torch.cuda.{name} asks for the driver or for an allocator of its own, and a simulated card has neither; "
-            "go on without it, or lab.measure it"
+            f"torch.cuda.{name} needs the driver or an allocator of its own, and the simulated GPU has neither; "
+            "leave it out, or lab.measure it"
         ))  # fmt: skip
 
     return call
@@ -424,7 +424,7 @@ def _data_parallel(self: nn.DataParallel, *inputs: Any, **kwargs: Any) -> Any:
     """DataParallel.forward on one card: it moves the inputs there. Raises NotAvailable for several."""
     if len(self.device_ids) > 1:
         raise located(NotAvailable(
-            f"nn.DataParallel on {len(self.device_ids)} cards in one process is not simulated; give it device_ids=[0], "
+            f"nn.DataParallel on {len(self.device_ids)} GPUs in one process is not simulated; give it device_ids=[0], "
             "or DistributedDataParallel"
         ))  # fmt: skip
     inputs, kwargs = tree_map_only(Tensor, lambda tensor: tensor.cuda(), (inputs, kwargs))

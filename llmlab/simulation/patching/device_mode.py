@@ -331,7 +331,7 @@ def _deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
 
 def _handed_out(name: str) -> Callable:
     def refused(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-        raise refuse(name, "gives the card's memory to another library")
+        raise refuse(name, "gives GPU memory to another library")
 
     return refused
 

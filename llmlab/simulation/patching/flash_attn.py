@@ -105,7 +105,7 @@ def _flash_attn_varlen_func(
 ) -> Tensor:  # fmt: skip
     """flash_attn.flash_attn_varlen_func, which transformers calls for padded and packed sequences."""
     raise NotAvailable(
-        "flash_attn_varlen_func, of padded or packed sequences, is not simulated; give sequences of one length without "
+        "flash_attn_varlen_func (padded or packed sequences) is not simulated; give sequences of one length without "
         "an attention mask, or attn_implementation='sdpa'"
     )
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...base.compat import DispatchKey, symbol
 from ...base.errors import NotAvailable
+from ...base.notes import Note
 from ..engine.engine import Engine
 from ..values.placeholders import located
 from .patches import on_card
@@ -26,7 +27,10 @@ from .patches import on_card
 DENSE = DispatchKey.CompositeExplicitAutograd
 MODULE = "torch.nn.attention.flex_attention"
 CALLER = "_flex_attention_hop_wrapper"  # calls the operator where flex_attention is not compiled
-WRITTEN_OUT = "flex_attention was called without torch.compile: it writes out all scores, several times."
+WRITTEN_OUT = Note(
+    "flex-attention-eager",
+    "flex_attention ran without torch.compile, so it stores the whole matrix of scores, several times.",
+)
 
 
 @contextmanager
@@ -39,7 +43,7 @@ def flex_attention_unfused(engine: Engine) -> Iterator[None]:
         if sys._getframe(1).f_code.co_name != CALLER or not on_card(query):
             return real(self, query, key, value, score_mod, mask, *options)
         _check(score_mod, mask[-1])
-        engine.notes[WRITTEN_OUT] = None
+        engine.remark(WRITTEN_OUT)
         return _Unfused.apply(self, score_mod, mask, options, query, key, value)
 
     with (
@@ -55,7 +59,7 @@ def _check(*mods: Callable) -> None:
         held = [cell.cell_contents for cell in getattr(mod, "__closure__", None) or ()]
         if torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in held):
             raise located(NotAvailable(
-                "flex_attention: a tensor that its score_mod takes from outside gets a gradient, of which the memory "
+                "flex_attention: the memory for the gradient of a tensor that its score_mod takes from outside "
                 "is not simulated; detach() it, or lab.measure it"
             ))  # fmt: skip
 

@@ -138,7 +138,7 @@ def told_recurrent(engine: Engine) -> AbstractContextManager:
 
         def layer(x: Tensor, *args: Any) -> Any:
             if on_card(x):
-                engine.uncounted.setdefault("cuDNN", f"torch.{name}, one kernel there and several operators here")
+                engine.uncounted.setdefault("cuDNN", f"torch.{name} (one cuDNN kernel, simulated as several operators)")
             return real(x, *args)
 
         return layer

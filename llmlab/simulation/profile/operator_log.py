@@ -136,7 +136,7 @@ class Operators(list):
         found = efficiency(self.gpu) if self.gpu else None
         if found is None:
             name = self.gpu.name if self.gpu else "no card"
-            raise NotAvailable(f"{name} has no measured rates; take one of the table in hardware/efficiencies.toml")
+            raise NotAvailable(f"{name} has no measured rates; give a GPU of hardware/efficiencies.toml")
         return found
 
     @property
@@ -150,7 +150,7 @@ class Operators(list):
         Raises NotAvailable without a card, and for a dtype that it has no units for.
         """
         if self._kernels is None:
-            raise NotAvailable("operators on no card take no time that is known; name one: Operators(gpu)")
+            raise NotAvailable("the time of operators needs a GPU; name one: Operators(gpu)")
         found: dict[tuple[str, str], tuple[float, float, float]] = {}
         for kernel in self:
             if kernel.kind == "none":

@@ -27,7 +27,7 @@ def builder(spec: ModelSpec, run: Training) -> Build:
     stack = run.stack
     assert isinstance(stack, StackOptions)
     if stack.package is None:
-        raise NotAvailable(f"stack={stack.name!r} is not simulated; see lab.estimate")
+        raise NotAvailable(f"stack={stack.name!r} is not simulated; ask lab.estimate")
     version, project = KNOWN[stack.package][1], project_of(stack.package)
     how = f"pip install {project}=={version}"
     if stack.name != "deepspeed":  # which is among the constraints
@@ -36,7 +36,7 @@ def builder(spec: ModelSpec, run: Training) -> Build:
         raise NotAvailable(f"simulating stack={stack.name!r} needs {project} {version}: {how}")
     found = metadata.version(project)
     if found != version:
-        raise NotAvailable(f"simulating stack={stack.name!r} is known of {version}, and {found} is installed: {how}")
+        raise NotAvailable(f"simulating stack={stack.name!r} is tested with {version}, and {found} is installed: {how}")
     own = import_module(f"{__name__}.{stack.name}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of packages that are not installed, as they are imported

@@ -44,24 +44,25 @@ ACTIVATIONS = {"gelu_new": F.gelu, "silu": F.silu}
 def check(spec: ModelSpec, run: Training) -> None:
     """Raise NotAvailable for what is not simulated of Megatron-LM; import what the step calls."""
     stack = _options(run)
-    see = "see lab.estimate"
+    see = "ask lab.estimate"
     if stack.transformer_engine:
         own = "give stack='megatron:transformer_engine=False', which is Megatron's own"
-        raise NotAvailable(f"simulate has no layers of Transformer Engine, whose kernels are a GPU's: {own}, or {see}")
+        raise NotAvailable(f"simulate has no layers of Transformer Engine, whose kernels need a GPU: {own}, or {see}")
     if stack.cross_entropy_fusion_impl == "te":
-        raise NotAvailable("simulate has no loss of Transformer Engine, whose kernel is a GPU's: give "
+        raise NotAvailable("simulate has no loss of Transformer Engine, whose kernel needs a GPU: give "
                            f"cross_entropy_fusion_impl=native, which is Megatron's own, or {see}")  # fmt: skip
     kernels = {"use_precision_aware_optimizer": "Transformer Engine's Adam", "distributed_fused_adam": "Apex's Adam",
                "defer_embedding_wgrad_compute": "Apex's fused weight gradient"}  # fmt: skip
     for option, whose in kernels.items():
         if given := getattr(stack, option):
-            raise NotAvailable(f"{option}={given!r}: simulate has no {whose}, a GPU's kernel: leave it out, or {see}")
+            raise NotAvailable(f"{option}={given!r}: simulate has no {whose}, a kernel that needs a GPU: leave it out, "
+                               f"or {see}")  # fmt: skip
     if stack.cuda_graph_impl:
-        raise NotAvailable(f"cuda_graph_impl={stack.cuda_graph_impl!r}: simulate has no CUDA graphs, whose memory is a "
-                           f"pool of its own: leave it out, or {see}")  # fmt: skip
+        raise NotAvailable(f"cuda_graph_impl={stack.cuda_graph_impl!r}: simulate has no CUDA graphs, which use a "
+                           f"memory pool of their own: leave it out, or {see}")  # fmt: skip
     if spec.experts and stack.moe_expert_capacity_factor is None:
         raise NotAvailable("simulate does not know how many tokens the router sends to each expert: give "
-                           f"moe_expert_capacity_factor=1, which makes their numbers equal, or {see}")  # fmt: skip
+                           f"moe_expert_capacity_factor=1, which makes the numbers equal, or {see}")  # fmt: skip
     if spec.activation not in ACTIVATIONS:
         raise NotAvailable(f"simulate has no activation {spec.activation!r} with stack='megatron'; {see}")
     if spec.kv_heads % run.tp:

@@ -49,7 +49,7 @@ def check(spec: ModelSpec, run: Training) -> None:
     }
     for what, given in asked.items():
         if given:
-            raise NotAvailable(f"simulate has no {what} with stack='torchtitan'; see lab.estimate")
+            raise NotAvailable(f"simulate has no {what} with stack='torchtitan'; ask lab.estimate")
     logging.getLogger().setLevel(logging.WARNING)  # of torchtitan, which logs to the root
     training_spec(spec)
 

@@ -44,7 +44,7 @@ def check(spec: ModelSpec, run: Training) -> None:
     }
     for what, given in asked.items():
         if given:
-            raise NotAvailable(f"simulate has no {what} with stack='torchtune'; see lab.estimate")
+            raise NotAvailable(f"simulate has no {what} with stack='torchtune'; ask lab.estimate")
     logging.getLogger("torchtune").setLevel(logging.WARNING)
 
 

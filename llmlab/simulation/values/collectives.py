@@ -79,7 +79,7 @@ def _received(tensors: list[Tensor], *_: Any) -> None:
     for each in tensors:
         if not isinstance(each, FakeTensor) and not each.is_floating_point():
             raise located(NotAvailable(
-                "torch.distributed.recv of whole numbers, which another rank would send and nobody here knows: let "
+                "torch.distributed.recv of whole numbers that another rank would send, which are unknown here: let "
                 "this rank compute them, or lab.measure it"
             ))  # fmt: skip
         _put(each, None)

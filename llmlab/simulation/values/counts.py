@@ -13,12 +13,16 @@ import torch
 from torch import Tensor
 
 from ...base.compat import disable_current_modes
+from ...base.notes import Note
 from .known import know
 from .placeholders import needs_values
 
 aten = torch.ops.aten
 BINS = frozenset((aten.histc.default, aten.bincount.default))
-BALANCED = "Values that the card computed are counted as if each bin (each expert, its tokens) had as many."
+BALANCED = Note(
+    "balanced-routing",
+    "The tokens that the router sends to each expert are simulated as an even split; a real router's are uneven.",
+)
 
 
 def balance(counts: Tensor, total: int) -> None:

@@ -28,8 +28,8 @@ UNKNOWN = "?"  # what printing it shows
 ENDLESS = 1000  # times that a loop goes on by a placeholder before it is refused
 OURS = (FOLDER, os.path.dirname(torch.__file__))
 WAY_ROUND = (
-    "compute it from Python numbers, shapes or tensors on the host, give all numbers that are read a value, "
-    "lab.simulator(..., assume=1.0) or llmlab run --assume 1, or lab.measure it"
+    "compute it from Python numbers, shapes or tensors on the host; or set all numbers that are read with "
+    "llmlab run --assume 1 (lab.simulator(..., assume=1.0)); or lab.measure it"
 )
 _loops: Counter[tuple[str, int]] = Counter()  # by line: how often a loop went on by a placeholder
 CHECKED = "deepspeed.runtime."  # it compares norms with what they are where a gradient is not finite
@@ -38,16 +38,16 @@ READERS = {
     "nonzero": ("nonzero(), x[mask] or torch.where(mask)", "torch.where(mask, a, b) and x * mask keep the shape"),
     "index": ("x[mask]", "torch.where(mask, a, b) and x * mask keep the shape"),
     "masked_select": ("masked_select()", "torch.where(mask, a, b) and x * mask keep the shape"),
-    "bincount": ("bincount()", "give it minlength: the bins are then counted as even"),
+    "bincount": ("bincount()", "give it minlength, and the bins are assumed to be even"),
     "repeat_interleave": ("repeat_interleave() by a tensor", ""),
     "_unique2": ("unique()", ""),
     "unique_dim": ("unique()", ""),
     "unique_consecutive": ("unique_consecutive()", ""),
     "_pack_padded_sequence": ("pack_padded_sequence()", "keep the lengths on the host"),
     "_local_scalar_dense": (
-        "an operator that takes a number from a tensor",
-        "give it a Python number, or all numbers that are read a value (lab.simulator(..., assume=1.0) or llmlab run "
-        "--assume 1)",
+        "an operator that reads a number from a tensor",
+        "give it a Python number, or set all numbers that are read with llmlab run --assume 1 (lab.simulator(..., "
+        "assume=1.0))",
     ),
 }
 
@@ -83,7 +83,7 @@ def _outside(frame: FrameType | None) -> list[FrameType]:
 
 def refuse(operator: str, why: str) -> NotAvailable:
     """Return the error for reading a value that is not known."""
-    return located(NotAvailable(f"{operator} {why}, and tensors on the simulated card have no values: {WAY_ROUND}"))
+    return located(NotAvailable(f"{operator} {why}, and tensors on the simulated GPU have no values: {WAY_ROUND}"))
 
 
 def needs_values(func: Any) -> NotAvailable:
@@ -91,8 +91,8 @@ def needs_values(func: Any) -> NotAvailable:
     asked, instead = READERS.get(func._schema.name.split("::")[-1], ("", ""))
     return located(NotAvailable(
         f"{func}{f', which is {asked},' if asked else ''} needs the values of a tensor, and tensors that the simulated "
-        f"card computed have none: {f'{instead}; ' if instead else ''}give it a tensor made on the host, whose values "
-        "are followed, or lab.measure it"
+        f"GPU computed have none: {f'{instead}; ' if instead else ''}give it a tensor made on the host, whose values "
+        "are known, or lab.measure it"
     ))  # fmt: skip
 
 
@@ -160,8 +160,8 @@ def warn_of(what: str) -> None:
     frame = next((each for each in frames if not _is_library(each.f_code.co_filename)), frames[0] if frames else None)
     if frame is not None:
         message = (
-            f"{what}: tensors on the simulated card have no values, and this takes the placeholder for them: floats "
-            f"are {PLACEHOLDER}, integers 0. What is computed or decided from it is not what a GPU would give."
+            f"{what} reads a placeholder ({PLACEHOLDER}, or 0 for integers), because tensors on the simulated GPU have "
+            "no values. Results and decisions that depend on it differ from those on a GPU."
         )
         registry = frame.f_globals.setdefault("__warningregistry__", {})  # in which Python keeps what it has said
         warnings.warn_explicit(message, UserWarning, frame.f_code.co_filename, frame.f_lineno, registry=registry)
@@ -218,7 +218,7 @@ class Whole(int):
 
 
 # torch's own errors name the type: "argument 'size' must be tuple of ints, not ..."
-Unknown.__name__ = "a value that the simulated card does not have"
+Unknown.__name__ = "a value that the simulated GPU does not have"
 
 
 def _compared(name: str) -> Callable:

@@ -36,7 +36,8 @@ def resolved(stack: Any) -> StackOptions | str:
         return stack_from_dict(stack)
     names = [TRANSFORMERS, *STACKS]
     if not isinstance(stack, str):
-        raise SpecError(f"stack={stack!r} is a {type(stack).__name__}; give {', '.join(names)}, or one's options")
+        raise SpecError(f"stack={stack!r} is a {type(stack).__name__}; give a name ({', '.join(names)}) or the options "
+                        "of a stack")  # fmt: skip
     name, _, options = stack.partition(":")
     if name not in STACKS:
         raise unknown_name("stack", name, names, f"It is one of {', '.join(names)}.")
@@ -48,7 +49,7 @@ def _options(stack: str, texts: Iterable[str]) -> dict[str, Any]:
     for text in texts:
         option, equals, value = text.strip().partition("=")
         if not equals:
-            raise SpecError(f"stack={stack!r}: {text!r} is not an option and its value; for example torchtitan:ac=full")
+            raise SpecError(f"stack={stack!r}: {text!r} is not option=value; give, for example, torchtitan:ac=full")
         words: dict[str, Any] = {"True": True, "true": True, "False": False, "false": False}
         values[option] = int(value) if value.isdigit() else words.get(value, value)
     return values
@@ -87,4 +88,5 @@ def check_stack(stack: StackOptions | str, given: Mapping[str, Any]) -> None:
         said = getattr(stack, option)
         if said is not None:  # else the run says it, and the stack nothing
             own = f"{type(stack).__name__}({option}={said!r})"
-            raise SpecError(f"{field}={given[field]!r} with stack={own}, which is {field}={value!r}; give one of them")
+            raise SpecError(f"{field}={given[field]!r} with stack={own}, which sets {field}={value!r}; give one of "
+                            "them")  # fmt: skip

@@ -98,13 +98,14 @@ class DeepSpeed(StackOptions):
             raise SpecError(f"{told}: DeepSpeed sums in the dtype of the weights, or in fp32")
         if wide and (given["offload"] or zero == 0 or (zero == 1 and half == "fp16")):
             told = f"grad_accum_dtype='fp32' with zero={zero}, offload={given['offload']!r}"
-            raise SpecError(f"{told}, precision={given['precision']!r}: not described; give zero=2 or 3, or drop it")
+            raise SpecError(f"{told}, precision={given['precision']!r} is not supported here; give zero=2 or 3, or "
+                            "leave it out")  # fmt: skip
         if zero == 0 and (self.torch_adam or given["optimizer"] != "adamw"):
             told = "torch_adam=True" if self.torch_adam else f"optimizer={given['optimizer']!r}"
-            raise SpecError(f"{told} with zero=0: not described; give zero >= 1")
+            raise SpecError(f"{told} with zero=0 is not supported here; give zero >= 1")
         if self.immediate_grad_update and not (zero == 1 and half == "bf16" and wide):
-            raise SpecError("immediate_grad_update=True: it is read at zero=1, with bf16 and grad_accum_dtype='fp32'; "
-                            "give these, or drop it")  # fmt: skip
+            raise SpecError("immediate_grad_update=True needs zero=1, bf16 and grad_accum_dtype='fp32'; "
+                            "give these, or leave it out")  # fmt: skip
 
     @property
     def fused_adamw(self) -> bool:

@@ -28,7 +28,7 @@ class LitGPT(StackOptions):
     half_adapters = True
     own_names: ClassVar[Mapping[str, str]] = {}
     undescribed: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("precision", "optimizer", "quantization", "compile"), "its recipes have others, which are not described"
+        ("precision", "optimizer", "quantization", "compile"), "other recipes are not supported here"
     )
     allowed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "precision": ("bf16",),
@@ -63,7 +63,7 @@ class LitGPT(StackOptions):
             if given[field] != (value := self.sets(given)[field]):
                 ranks = f"dp={given['dp']}, accumulation={given['accumulation']}"
                 told = f"{field}={given[field]!r} with stack='litgpt', {ranks}"
-                raise SpecError(f"{told}: its recipes have no such choice; give {field}={value!r}")
+                raise SpecError(f"{told}: its recipes do not offer that; give {field}={value!r}")
         mlp = {"gate_proj", "up_proj", "down_proj"}
         targets = set(given["lora"].targets) & mlp if given["lora"] else set()
         if targets and targets != mlp:

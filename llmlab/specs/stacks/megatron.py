@@ -155,83 +155,83 @@ class Megatron(StackOptions):
             except (TypeError, ValueError):
                 capacity = 0.0
             if not 0 < capacity < inf:
-                raise SpecError(f"moe_expert_capacity_factor={asked!r} is not a number above 0, nor None")
+                raise SpecError(f"moe_expert_capacity_factor={asked!r} is neither a number above 0 nor None")
             object.__setattr__(self, "moe_expert_capacity_factor", capacity)  # of a text too
         if self.fp8_recipe and not self.transformer_engine:
             given = f"fp8_recipe={self.fp8_recipe!r} with transformer_engine=False"
-            raise SpecError(f"{given}: Megatron's own layers have no fp8; drop one of the two")
+            raise SpecError(f"{given}: Megatron's own layers have no fp8; give one of the two")
         if self.fp8_param_gather and not self.fp8_recipe:
-            raise SpecError("fp8_param_gather=True without fp8_recipe: weights are in half precision; give a recipe")
+            raise SpecError("fp8_param_gather=True needs fp8_recipe; give one")
         limit = self.wgrad_deferral_limit
         if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:
             raise SpecError(f"wgrad_deferral_limit={limit!r} is not a number of micro-batches >= 0")
         if limit and not self.defer_embedding_wgrad_compute:
-            raise SpecError(f"wgrad_deferral_limit={limit} without defer_embedding_wgrad_compute=True: nothing is "
-                            "deferred; give both")  # fmt: skip
+            raise SpecError(f"wgrad_deferral_limit={limit} needs defer_embedding_wgrad_compute=True; give both")
         if self.defer_embedding_wgrad_compute and not self.gradient_accumulation_fusion:
             raise SpecError("defer_embedding_wgrad_compute=True with gradient_accumulation_fusion=False: Megatron-LM "
-                            "refuses it (model_parallel_config.py); drop one of the two")  # fmt: skip
+                            "refuses it (model_parallel_config.py); give one of the two")  # fmt: skip
         modules = self.recompute_modules
         modules = tuple(modules.split() if isinstance(modules, str) else modules)
         if not modules or not set(modules) <= RECOMPUTED:
-            raise SpecError(f"recompute_modules={modules!r} is not of {', '.join(sorted(RECOMPUTED))}, one or both")
+            raise SpecError(f"recompute_modules={modules!r} is not one or both of {', '.join(sorted(RECOMPUTED))}")
         object.__setattr__(self, "recompute_modules", modules)
         if self.recompute == "selective" and self.recompute_method:
-            raise SpecError(f"recompute_method={self.recompute_method!r} is for recompute='full', not 'selective'")
+            raise SpecError(f"recompute_method={self.recompute_method!r} needs recompute='full'")
 
     def check_run(self, given: Mapping[str, Any]) -> None:
         """Raise SpecError for what Megatron has not, its own layers above all, with the run's fields `given`."""
         if self.tp_comm_overlap and not given["sequence_parallel"]:
-            raise SpecError("tp_comm_overlap=True without sequence_parallel=True: what overlaps products is its "
-                            "all-gathers and reduce-scatters (arguments.py); give both")  # fmt: skip
+            raise SpecError("tp_comm_overlap=True needs sequence_parallel=True, whose all-gathers and "
+                            "reduce-scatters overlap with matmuls (arguments.py); give both")  # fmt: skip
         if self.defer_embedding_wgrad_compute and given["pp"] == 1:
-            raise SpecError("defer_embedding_wgrad_compute=True with pp=1: what it fills is the pipeline's end "
-                            "(model_parallel_config.py); give pp >= 2, or drop it")  # fmt: skip
+            raise SpecError("defer_embedding_wgrad_compute=True with pp=1: it fills the end of a pipeline "
+                            "(model_parallel_config.py); give pp >= 2, or leave it out")  # fmt: skip
         self._check_optimizer(given)
         self._check_adapters(given)
         if self.transformer_engine:
             if not self.apex:
-                raise SpecError("apex=False with transformer_engine=True, which has such kernels: give one of them")
+                raise SpecError("apex=False with transformer_engine=True: Transformer Engine replaces Apex's kernels; "
+                                "give one of them")  # fmt: skip
             return
         own = "Megatron's own layers (transformer_engine=False)"
         if given["attention"] != "eager":
-            raise SpecError(f"attention={given['attention']!r}: {own} have attention='eager' alone")
+            raise SpecError(f"attention={given['attention']!r}: {own} support attention='eager' only")
         if given["cp"] > 1:
-            raise SpecError(f"cp={given['cp']}: attention of {own} takes whole sequences (dot_product_attention.py); "
+            raise SpecError(f"cp={given['cp']}: attention of {own} needs whole sequences (dot_product_attention.py); "
                             "give cp=1, or Transformer Engine's")  # fmt: skip
         if given["sequence_parallel"] and not self.apex:
-            raise SpecError(f"sequence_parallel=True with apex=False: the norm of {own} is PyTorch's then, which "
-                            "refuses it (torch_norm.py)")  # fmt: skip
+            raise SpecError(f"sequence_parallel=True with apex=False: {own} then use PyTorch's norm, which refuses it "
+                            "(torch_norm.py); give one of the two")  # fmt: skip
 
     def _check_adapters(self, given: Mapping[str, Any]) -> None:
         if (lora := given["lora"]) is None:
             return
         if not self.transformer_engine or self.distributed_fused_adam or self.defer_embedding_wgrad_compute:
             raise SpecError("lora= with transformer_engine=False, distributed_fused_adam or "
-                            "defer_embedding_wgrad_compute: adapters are described beside Transformer Engine's layers, "
-                            "with Megatron-LM's own optimizer; drop one of the two")  # fmt: skip
+                            "defer_embedding_wgrad_compute: adapters are supported with Transformer Engine's layers, "
+                            "with Megatron-LM's own optimizer; give one of the two")  # fmt: skip
         if lora.dropout:
-            raise SpecError(f"dropout={lora.dropout} of lora= is not described for megatron; give dropout=0")
+            raise SpecError(f"dropout={lora.dropout} of lora= is not supported for megatron; give dropout=0")
 
     def _check_optimizer(self, given: Mapping[str, Any]) -> None:
         shared = given["zero"] == 1 or given["dp"] * given["cp"] == 1
         if self.fp8_param_gather and not shared:
-            raise SpecError("fp8_param_gather=True with zero=0: it is the distributed optimizer that gathers them "
+            raise SpecError("fp8_param_gather=True with zero=0: only the distributed optimizer gathers them "
                             "(arguments.py); give zero=1")  # fmt: skip
         own = f"distributed_fused_adam={self.distributed_fused_adam!r} with"
         if self.use_precision_aware_optimizer:
             if self.distributed_fused_adam:
-                raise SpecError(f"{own} use_precision_aware_optimizer=True: they are two optimizers; give one")
+                raise SpecError(f"{own} use_precision_aware_optimizer=True: each is an optimizer; give one")
             own = "use_precision_aware_optimizer=True with"
             if self.fp8_param_gather and self.fp8_recipe == "delayed":
-                raise SpecError(f"{own} fp8_param_gather=True and fp8_recipe='delayed' is not described; drop one")
+                raise SpecError(f"{own} fp8_param_gather=True and fp8_recipe='delayed' is not supported; leave one out")
         elif self.distributed_fused_adam is None:
             return
         if not shared:
-            raise SpecError(f"{own} zero=0: it shares states over all data-parallel ranks; give zero=1")
+            raise SpecError(f"{own} zero=0: it shards states over all data-parallel ranks; give zero=1")
         if given["precision"] != "mixed-bf16":
-            raise SpecError(f"{own} precision={given['precision']!r}: its weights are described in bf16; give "
-                            "mixed-bf16")  # fmt: skip
+            raise SpecError(f"{own} precision={given['precision']!r} is not supported here; "
+                            "give mixed-bf16")  # fmt: skip
 
     def sets(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Half weights and products with fp32 main weights; nothing is recomputed or sharded unless somebody asks."""
@@ -295,7 +295,7 @@ class Megatron(StackOptions):
                 given = f"moe_expert_capacity_factor={self.moe_expert_capacity_factor} with {spec.name}"
                 raise SpecError(f"{given}, which has no experts; leave it out")
             return
-        given = f"megatron with {spec.name}, whose MLPs are experts, is not described"
+        given = f"stack='megatron' does not support {spec.name}, whose MLPs are experts,"
         if run.tp > 1:
             raise SpecError(f"{given} with tp={run.tp}; give tp=1 and ep")
         if self.fp8_recipe:
@@ -303,4 +303,4 @@ class Megatron(StackOptions):
         if not self.bias_swiglu_fusion:
             raise SpecError(f"{given} with bias_swiglu_fusion=False; leave it out")
         if run.checkpointing == "selective" and "mlp" in self.recompute_modules:
-            raise SpecError(f"{given} with recompute_modules='mlp', which are dense ones; leave mlp out")
+            raise SpecError(f"{given} with recompute_modules='mlp', which means dense MLPs; leave mlp out")

@@ -31,11 +31,12 @@ class StackOptions(Spec):
         for option in options:
             if option not in (own := [f.name for f in fields(cls)]):
                 if why := cls.undescribed.get(option):
-                    raise SpecError(f"{cls.name}'s {option} is not described: {why}")
+                    raise SpecError(f"{cls.name}'s {option} is not supported here: {why}")
                 stacks = StackOptions.__subclasses__()
                 others = [one.name for one in stacks if option in {f.name for f in fields(one)}]
-                whose = f"it is {' and '.join(others)}'s" if others else "no stack has it"
-                raise SpecError(f"{cls.name} has no option {option}: {whose}; {cls.name} has {', '.join(own)}")
+                whose = f"it is an option of {' and '.join(others)}" if others else "no stack has it"
+                raise SpecError(f"{cls.name} has no option {option}: {whose}; {cls.name} has "
+                                f"{', '.join(own) or 'none'}")  # fmt: skip
         return super().__new__(cls)
 
     @property

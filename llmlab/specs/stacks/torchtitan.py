@@ -40,12 +40,12 @@ class Torchtitan(StackOptions):
     counts_ends = True
     own_names: ClassVar[Mapping[str, str]] = {"checkpointing": "ac", "zero": "reshard_after_forward"}
     undescribed: ClassVar[Mapping[str, str]] = {
-        "memory_budget": "what is kept is the solution of a problem that torch's partitioner poses; give ac=",
-        "disable_loss_parallel": "with tensor parallelism the loss is computed where its part of the logits is",
-        "enable_async_tensor_parallel": "it is symmetric memory's, outside of PyTorch's allocator; drop it",
-        "enable_cpu_offload": "FSDP2's offloading is not described; stack='transformers' has offload=",
-        "pipeline_parallel_schedule": "as an option; give the run schedule='gpipe' or virtual_stages=2",
-        "expert_parallel_degree": "as an option; it is the run's ep=",
+        "memory_budget": "torch's partitioner chooses what to recompute; give ac=",
+        "disable_loss_parallel": "with tensor parallelism each rank computes the loss of its logits; leave it out",
+        "enable_async_tensor_parallel": "it allocates symmetric memory outside of PyTorch's allocator; leave it out",
+        "enable_cpu_offload": "offloading is supported with stack='transformers' (offload=); leave it out",
+        "pipeline_parallel_schedule": "give the run schedule='gpipe' or virtual_stages=2 instead",
+        "expert_parallel_degree": "give the run ep= instead",
     }
     allowed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "precision": ("mixed-bf16", "autocast-bf16", "fp32"),

@@ -123,19 +123,22 @@ class Torchtune(StackOptions):
         """Raise SpecError where an option cannot go with the run's fields `given`."""
         if self.optimizer_in_bwd and given["accumulation"] > 1:
             told = f"accumulation={given['accumulation']} with Torchtune(optimizer_in_bwd=True)"
-            raise SpecError(f"{told}: nothing is left of a gradient to add to; give accumulation=1 or leave it out")
+            raise SpecError(f"{told}: each gradient is freed at once and cannot accumulate; give accumulation=1 or "
+                            "leave it out")  # fmt: skip
         if self.optimizer_in_bwd and given["lora"]:
-            raise SpecError("lora with Torchtune(optimizer_in_bwd=True): the LoRA recipes have no such option; drop it")
+            raise SpecError("lora with Torchtune(optimizer_in_bwd=True): the LoRA recipes have no such option; leave "
+                            "it out")  # fmt: skip
         if self.enable_activation_offloading and given["checkpointing"] is None:
-            raise SpecError("enable_activation_offloading=True without checkpointing: torchtune offloads what a "
-                            "recomputed block keeps; give enable_activation_checkpointing=True")  # fmt: skip
+            raise SpecError("enable_activation_offloading=True without checkpointing: torchtune offloads the "
+                            "activations that a recomputed block keeps; give "
+                            "enable_activation_checkpointing=True")  # fmt: skip
 
     def check_model(self, spec: ModelSpec, run: Any) -> None:
         """Raise SpecError where torchtune adapts nothing of attention (models/llama3/_component_builders.py,
         lora_llama3_self_attention), or torchao cannot quantize a linear of `spec`: its scales come in whole blocks."""
         attention = [linear.name for linear in spec.block_linears if linear.part == "attention"]
         if run.lora and not set(attention) & set(run.lora.targets):
-            raise SpecError(f"targets={run.lora.targets} with stack='torchtune': it wants an adapter in attention too; "
+            raise SpecError(f"targets={run.lora.targets} with stack='torchtune': it needs an adapter in attention too; "
                             f"add one of {', '.join(attention)}, or give another stack")  # fmt: skip
         if run.quantization is None:
             return

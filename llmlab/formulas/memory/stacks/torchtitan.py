@@ -286,8 +286,8 @@ def _check_experts(share: Share) -> None:
     }
     for what, given in asked.items():
         if given:
-            raise NotAvailable(f"{what} of torchtitan's mixtures of experts, as {spec.name}, is not described; give "
-                               "dp=2 or more, precision='mixed-bf16', tp=1 and cp=1 to compile, no fp8, or "
+            raise NotAvailable(f"{what} is not supported for torchtitan's mixtures of experts, such as {spec.name}; "
+                               "give dp=2 or more, precision='mixed-bf16', tp=1 and cp=1 to compile, no fp8, or "
                                "stack='transformers'")  # fmt: skip
 
 
