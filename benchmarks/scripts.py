@@ -45,7 +45,8 @@ REFUSED, OWN, NO_HOST, TOO_LONG, RAW, HANG, MISSING = (
 OUTCOMES = (RAN, ENDED, NO_ROOM, REFUSED, OWN, NO_HOST, TOO_LONG, RAW, HANG, MISSING)
 ANSWERED = (RAN, ENDED, NO_ROOM)
 SHOWN = 70  # characters of a command line; scripts.json has all
-UPPER = "ran-eager"  # the code of the note that says that sizes are above the real ones
+UPPER = "upper"  # how tables label sizes that are above the real ones
+RAN_EAGER = "ran-eager"  # the code of the note that says so
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ def classified(case: Case, code: int, stopped: str, output: str, said: str) -> d
         "ranks": answer["world_size"],
         "peak_allocated": answer["peak_allocated"],
         "peak_reserved": answer["peak_reserved"],
-        "upper": any(note["code"] == UPPER for note in answer["notes"]),
+        "upper": any(note["code"] == RAN_EAGER for note in answer["notes"]),
         "said": (answer["where"] or "") if outcome == NO_ROOM else "",
     }
 
