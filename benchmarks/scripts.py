@@ -27,6 +27,7 @@ import click
 from provenance import provenance, titled_table, write
 
 from llmlab.archive.store import write_whole
+from llmlab.base.errors import SCRIPT_FAILED
 from llmlab.base.units import show_bytes
 
 if sys.version_info >= (3, 11):
@@ -157,7 +158,7 @@ def classified(case: Case, code: int, stopped: str, output: str, said: str) -> d
     if answer is None and code == -signal.SIGKILL:  # nobody here sent it: Linux ends what asks for too much
         return {"outcome": NO_HOST, "said": "what the script itself loads is more than this machine's memory"}
     if answer is None:
-        if last == "llmlab: the script failed by itself":
+        if last == f"llmlab: {SCRIPT_FAILED}":
             at = max(position for position, line in enumerate(lines) if line == last)
             error = lines[at - 1]
             known = case.own and any(case.own in line for line in lines[:at])
