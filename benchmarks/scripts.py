@@ -27,6 +27,7 @@ import click
 from provenance import provenance, titled_table, write
 
 from llmlab.archive.store import write_whole
+from llmlab.base.errors import SCRIPT_FAILED
 from llmlab.base.units import show_bytes
 
 if sys.version_info >= (3, 11):
@@ -45,7 +46,8 @@ REFUSED, OWN, NO_HOST, TOO_LONG, RAW, HANG, MISSING = (
 OUTCOMES = (RAN, ENDED, NO_ROOM, REFUSED, OWN, NO_HOST, TOO_LONG, RAW, HANG, MISSING)
 ANSWERED = (RAN, ENDED, NO_ROOM)
 SHOWN = 70  # characters of a command line; scripts.json has all
-UPPER = "ran-eager"  # the code of the note that says that sizes are above the real ones
+UPPER = "upper"  # how tables label sizes that are above the real ones
+RAN_EAGER = "ran-eager"  # the code of the note that says so
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,7 @@ def classified(case: Case, code: int, stopped: str, output: str, said: str) -> d
     if answer is None and code == -signal.SIGKILL:  # nobody here sent it: Linux ends what asks for too much
         return {"outcome": NO_HOST, "said": "what the script itself loads is more than this machine's memory"}
     if answer is None:
-        if last == "llmlab: the script failed by itself":
+        if last == f"llmlab: {SCRIPT_FAILED}":
             at = max(position for position, line in enumerate(lines) if line == last)
             error = lines[at - 1]
             known = case.own and any(case.own in line for line in lines[:at])
@@ -175,7 +177,7 @@ def classified(case: Case, code: int, stopped: str, output: str, said: str) -> d
         "ranks": answer["world_size"],
         "peak_allocated": answer["peak_allocated"],
         "peak_reserved": answer["peak_reserved"],
-        "upper": any(note["code"] == UPPER for note in answer["notes"]),
+        "upper": any(note["code"] == RAN_EAGER for note in answer["notes"]),
         "said": (answer["where"] or "") if outcome == NO_ROOM else "",
     }
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import Any
 
+SCRIPT_FAILED = "the script failed with an error of its own"  # the last line of `llmlab run` after the traceback
+
 
 class SpecError(ValueError):
     """A value that cannot be: a wrong field, sizes that do not divide, a dtype the chip lacks."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import hardware, verbs
-from ..base.errors import NotAvailable, ScriptFailed, SpecError, UnknownName
+from ..base.errors import SCRIPT_FAILED, NotAvailable, ScriptFailed, SpecError, UnknownName
 from ..base.tables import Table, Tabular, show
 from ..base.units import GB, GiB, show_bytes, show_count
 from ..base.version import __version__
@@ -57,7 +57,7 @@ class OneLineErrors(click.Group):
             code = _fail(str(error))
         except ScriptFailed as error:
             click.echo(str(error), err=True)
-            code = _fail("the script failed with an error of its own")
+            code = _fail(SCRIPT_FAILED)
         except OSError as error:
             code = _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
         except (click.Abort, KeyboardInterrupt):

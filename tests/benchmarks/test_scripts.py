@@ -14,6 +14,8 @@ sys.path.insert(0, str(FOLDER))  # scripts, not a package
 
 import scripts  # noqa: E402
 
+from llmlab.base.errors import SCRIPT_FAILED  # noqa: E402
+
 MODEL = """
 import torch
 model = torch.nn.Linear(256, 256).cuda()
@@ -38,7 +40,7 @@ def classified(code, output="", said="", stopped=""):
 
 
 def said_by_the_script(error):
-    return f"Traceback (most recent call last):\n{error}\nllmlab: the script failed by itself\n"
+    return f"Traceback (most recent call last):\n{error}\nllmlab: {SCRIPT_FAILED}\n"
 
 
 @pytest.mark.parametrize(
