@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, overload
 
-from .base.errors import NotAvailable, SpecError
+from .base.errors import NotAvailable, SpecError, need_packages
 from .base.notes import Note
 from .hardware.gpu import GPU, assumed_memory
 from .hardware.this_machine import host
@@ -74,7 +73,7 @@ def simulate(model: ModelLike, run: Run, gpu: GPU | str) -> Report:
     Raises NotAvailable for a run that cannot be simulated, SpecError for an impossible run, and UnknownName for an
     unknown model or card.
     """
-    _need("simulating", "torch", "transformers")
+    need_packages("simulating", "torch", "transformers")
     from .simulation.report import simulated
 
     return _assuming(simulated(model, run, gpu), gpu)
@@ -93,7 +92,7 @@ def measure(model: ModelLike, run: Run, device: str | torch.device | None = None
     Raises NotAvailable for a run that this machine cannot do, SpecError for an impossible run, and UnknownName for an
     unknown model.
     """
-    _need("measuring", "torch", "transformers", "tokenizers")
+    need_packages("measuring", "torch", "transformers", "tokenizers")
     from .measurement.report import measured
 
     return measured(model, run, device, repeats)
@@ -128,7 +127,7 @@ def meter(device: str | torch.device | None = None) -> AbstractContextManager[CP
     Its attributes, in bytes: `allocated`, `reserved`, `peak_allocated`, `peak_reserved`, and `timeline`; `reset_peak()`
     starts the peak anew. Raises NotAvailable inside another meter or where `device` is missing.
     """
-    _need("measuring", "torch")
+    need_packages("measuring", "torch")
     from .measurement.meters import metered
 
     return metered(device)
@@ -214,7 +213,7 @@ def plan(
 
     Raises SpecError for what contradicts itself, UnknownName for a model or a card, NotAvailable without torch.
     """
-    _need("planning", "torch", "transformers")
+    need_packages("planning", "torch", "transformers")
     from .planning.plan import plan as planned
 
     return planned(model, gpus, global_batch, method, allow, tokens, goal, fixed, within, stack, executor)
@@ -271,8 +270,3 @@ def _predicted(model: ModelLike, run: Run, card: GPU | str, cluster: Cluster | N
         return formulas, simulate(model, run, card)
     except NotAvailable as error:
         return (replace(formulas, notes=(*formulas.notes, Note("not-simulated", f"There is no simulation: {error}."))),)
-
-
-def _need(what: str, *packages: str) -> None:
-    if missing := [package for package in packages if find_spec(package) is None]:
-        raise NotAvailable(f"{what} needs {', '.join(missing)}: pip install 'llmlab[torch]'")

@@ -6,6 +6,7 @@ The command line prints these as one line and exits with 2; anything else that e
 from __future__ import annotations
 
 from difflib import get_close_matches
+from importlib.util import find_spec
 from typing import Any
 
 SCRIPT_FAILED = "the script failed with an error of its own"  # the last line of `llmlab run` after the traceback
@@ -25,6 +26,12 @@ class NotAvailable(RuntimeError):
 
 class ScriptFailed(RuntimeError):
     """A script of the reader's ended by an error of its own; the message is its traceback, from its first line on."""
+
+
+def need_packages(what: str, *packages: str) -> None:
+    """Raise NotAvailable, naming those of `packages` that are not installed; all are in the extra llmlab[torch]."""
+    if missing := [package for package in packages if find_spec(package) is None]:
+        raise NotAvailable(f"{what} needs {', '.join(missing)}: pip install 'llmlab[torch]'")
 
 
 def check_counts(**counts: Any) -> None:

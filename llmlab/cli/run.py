@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..base.errors import SpecError
+from ..base.errors import SpecError, need_packages
 from ..base.units import GiB, show_bytes
 from ..hardware.gpu import assumed_memory
 from ..hardware.gpu import gpu as find_gpu
@@ -128,6 +128,7 @@ def answer(
 
     A script that catches every error, the end too, gets its answer by `say`, and the process ends there.
     """
+    need_packages("running a script", "torch")
     from ..scripts.command import command
     from ..scripts.data import read_data
     from ..scripts.hub import read_configs

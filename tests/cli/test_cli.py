@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from llmlab import __version__, estimate
 from llmlab.archive import PLAN, records
+from llmlab.base import errors
 from llmlab.base.errors import SpecError
 from llmlab.cli import main as cli
 from llmlab.cli import options as cli_options
@@ -531,3 +532,13 @@ def test_a_reader_that_has_gone_is_no_error():
 def test_a_terminal_without_the_letters_gets_the_answer_anyway():
     done = program("gpus", env={**os.environ, "PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "0"})
     assert done.returncode == 0 and "H200" in done.stdout
+
+
+@pytest.mark.parametrize("words", [
+    ("simulate", "gpt2", "--gpu", "T4"), ("measure", "gpt2"), ("plan", "gpt2", "--gpus", "T4", "--global-batch", "8"),
+    ("run", "--gpu", "T4", "train.py"),
+])  # fmt: skip
+def test_without_torch_a_command_names_the_extra_to_install(monkeypatch, words):
+    monkeypatch.setattr(errors, "find_spec", lambda package: None)
+    said = refused(*words)
+    assert "needs torch" in said and "pip install 'llmlab[torch]'" in said
