@@ -62,7 +62,8 @@ class HarnessModel(TemplateLM):
         logits = getattr(output, "logits", output)[0, -len(continuation) :]
         scores = logits.double().log_softmax(-1)  # (tokens of the continuation, V)
         wanted = torch.tensor(continuation[-len(scores) :], device=self.device)
-        chosen = scores.gather(1, wanted[:, None]).sum().item()
+        # Multiples of 2^-30 add up without rounding: continuations that tie do so on every processor.
+        chosen = (scores.gather(1, wanted[:, None]) * 2**30).round().sum().item() / 2**30
         return chosen, bool((scores.argmax(-1) == wanted).all())
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:

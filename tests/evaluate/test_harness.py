@@ -13,6 +13,7 @@ from llmlab.base.errors import SpecError
 from llmlab.data import END_OF_TEXT, corpus, tokenizer
 from llmlab.evaluate import perplexity
 from llmlab.evaluate.harness import HarnessModel, answers, choice_task, evaluate, text_task
+from llmlab.inference.drafts import Bigram
 
 TEXTS = ["The if statement is used for conditional execution.", "A list display yields a new list object. " * 12]
 
@@ -92,6 +93,18 @@ def test_a_model_that_knows_the_text_chooses_its_ending(tokens: Tokenizer) -> No
     each = answers(model, task, "acc_mutual_info")
     assert knows > 0.6  # chance is 0.25; the text repeats itself
     assert len(each) == 20 and set(each) <= {0.0, 1.0} and sum(each) / 20 == pytest.approx(knows)
+
+
+def test_to_a_bigram_table_every_context_says_the_same_of_endings_that_begin_alike(
+    ours: HarnessModel, tokens: Tokenizer
+) -> None:
+    table = Bigram(torch.tensor(tokens.encode(corpus()[:30_000]).ids), ours.model.spec)
+    model = HarnessModel(table, tokens, 0)
+    generator = torch.Generator().manual_seed(0)
+    endings = [[7, *torch.randint(512, (n,), generator=generator).tolist()] for n in range(5, 45)]
+    after, alone = (model._loglikelihood_tokens([(None, [last], each) for each in endings]) for last in (3, 0))
+    gained = {one - other for (one, _), (other, _) in zip(after, alone, strict=True)}
+    assert len(gained) == 1  # log p(7 | 3) - log p(7 | 0): the rest is added up without rounding
 
 
 def test_generation_stops_at_the_first_stop_text(ours: HarnessModel) -> None:
