@@ -132,7 +132,10 @@ def answer(
 
     script = command(["-m", *words] if module else words)
     limit = None if max_gib is None else round(max_gib * GiB)
-    where = Conditions(find_gpu(name), _ranks(script, world_size, nodes, gpus_per_node), steps, limit, assume, roomy)
+    ranks = _ranks(script, world_size, nodes, gpus_per_node)
+    if ranks is not None:
+        script = replace(script, notes=())  # of how many it assumed
+    where = Conditions(find_gpu(name), ranks, steps, limit, assume, roomy)
 
     def keep(watch: Watch) -> None:
         if snapshot:

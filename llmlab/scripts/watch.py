@@ -35,9 +35,9 @@ class Enough(BaseException):
 class Conditions:
     """The machine that is simulated, and when to end.
 
-    `world_size`: the ranks that a launcher starts, of which this is rank 0; None without one. `steps`: the updates after
-    which the code ends, None for its own end; of code without an optimizer, backward passes. `limit`: the
-    bytes that the process may take of the card, None for all. `assume` is that of `lab.simulator`. `roomy` gives the
+    `world_size`: the ranks that a launcher starts, of which this is rank 0; None without one. `steps`: the updates
+    after which the code ends, None for its own end; of code without an optimizer, backward passes. `limit`: the bytes
+    that the process may take of the card, None for all. `assume` is that of `lab.simulator`. `roomy` gives the
     card more memory than any code takes.
 
     Raises SpecError for numbers that cannot be.
@@ -172,9 +172,9 @@ class Watch:
     def _begin(self, optimizer: Any, *_: Any) -> None:
         if optimizer in self._stepping:  # its last step raised an error
             del self._stepping[self._stepping.index(optimizer) :]
-        if not (self._stepping or self._in_engine or _in_backward()):
-            if any(id(each) in self._stepped for each in _with_gradients(optimizer)):
-                self._end_update()
+        between = not (self._stepping or self._in_engine or _in_backward())
+        if between and any(id(each) in self._stepped for each in _with_gradients(optimizer)):
+            self._end_update()
         self._stepping.append(optimizer)
 
     def _step(self, optimizer: Any, *_: Any) -> None:
