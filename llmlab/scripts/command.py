@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest import mock
 
 import torch
@@ -68,9 +69,6 @@ def command(words: Sequence[str]) -> Command:
         raise SpecError("no script; give one with its arguments, as in: llmlab run --gpu T4 train.py --steps 10")
     name = Path(words[0]).name
     if re.fullmatch(r"python(\d+(\.\d+)?)?", name):
-        launcher = LAUNCHING_MODULES.get(words[2], ()) if words[1:2] == ["-m"] and words[2:] else ()
-        if launcher:
-            return command([*launcher, *words[3:]])
         words = [word for position, word in enumerate(words[1:]) if word not in ("-u", "-O", "-B") or position]
         return command(words)
     if name == "torchrun":
@@ -88,6 +86,8 @@ def command(words: Sequence[str]) -> Command:
     if words[0] == "-m":
         if len(words) < 2:
             raise SpecError("-m without a module; give its name, as in: llmlab run --gpu T4 -m package.train")
+        if words[1] in LAUNCHING_MODULES:
+            return command([*LAUNCHING_MODULES[words[1]], *words[2:]])
         return Command(words[1], tuple(words[2:]), module=True)
     return _script(words[0], words[1:])
 
@@ -131,64 +131,63 @@ def _torchrun(module: str, words: Sequence[str]) -> Command:
 
 
 def _accelerate(words: Sequence[str]) -> Command:
-    """Return what accelerate itself would start: it reads its options and files, picks one of its launchers and makes
-    the environment, and its launchers start nothing."""
+    """Return what accelerate would start: it reads its options and files and picks a launcher by itself."""
     _need("accelerate")
     check("accelerate.commands.launch")
     launch, environments = import_module("accelerate.commands.launch"), import_module("accelerate.utils.launch")
     line = " ".join(["accelerate launch", *words])
     args = _parsed("accelerate launch", launch.launch_command_parser().parse_args, words)
     args.machine_rank = 0  # the one that is simulated
-    named = args.num_processes
-    started: list[Command] = []
+    processes = args.num_processes
+    commands: list[Command] = []
+    gpus = mock.patch.multiple(  # this machine may have none: as many as are asked for
+        torch.cuda, is_available=lambda: True, device_count=lambda: processes or 1, is_bf16_supported=lambda *_: True
+    )
+    launchers = mock.patch.multiple(launch, **_accelerate_launchers(line, environments, commands))
+    no_port = mock.patch.object(environments, "is_port_in_use", lambda *_: False)  # none is opened
+    with gpus, launchers, no_port, redirect_stderr(StringIO()), redirect_stdout(StringIO()):
+        try:
+            launch.launch_command(args)
+        except (NotAvailable, SpecError):
+            raise
+        except Exception as error:  # of many kinds, for options that contradict each other
+            raise SpecError(f"{line}: {error}") from error
+    has_file = args.config_file is not None or os.path.isfile(launch.default_config_file)
+    return replace(commands[0], notes=(ONE_GPU,) if processes is None and not has_file else ())
 
-    def start(args: Namespace, environment: Mapping[str, str], ranks: bool) -> None:
-        changed = {name: value for name, value in environment.items() if os.environ.get(name) != value}
+
+def _accelerate_launchers(line: str, environments: ModuleType, commands: list[Command]) -> dict[str, Any]:
+    """Return a function for each of accelerate's launchers: it adds to `commands` what that launcher would start, with
+    the environment that accelerate makes for it, or refuses the command `line`."""
+
+    def start(args: Namespace, environment: Mapping[str, str], ranks: bool = True) -> None:
+        environment = {name: value for name, value in environment.items() if os.environ.get(name) != value}
         nodes = (args.num_machines or 1) if ranks else None
         per_node = max(1, args.num_processes // nodes) if nodes else None
-        started.append(_launched("accelerate launch", args, nodes, per_node, changed))
+        commands.append(_launched("accelerate launch", args, nodes, per_node, environment))
 
-    def simple_launcher(args: Namespace) -> None:
+    def simple(args: Namespace) -> None:
         if args.mpirun_hostfile:
             raise SpecError(f"{line}: mpirun starts processes on CPUs, not on GPUs; leave --mpirun_hostfile out")
         start(args, environments.prepare_simple_launcher_cmd_env(args)[1], ranks=False)
 
-    def multi_gpu_launcher(args: Namespace) -> None:
-        start(args, environments.prepare_multi_gpu_env(args), ranks=True)
+    def multi_gpu(args: Namespace) -> None:
+        start(args, environments.prepare_multi_gpu_env(args))
 
-    def deepspeed_launcher(args: Namespace) -> None:
+    def deepspeed(args: Namespace) -> None:
         _need("deepspeed")
-        by_deepspeed, environment = environments.prepare_deepspeed_cmd_env(args)
-        start(args, environment, ranks=True)
-        if by_deepspeed:  # its own launcher starts several nodes, and may add an argument
-            started.append(replace(started.pop(), arguments=_deepspeed(by_deepspeed[1:]).arguments))
+        words, environment = environments.prepare_deepspeed_cmd_env(args)
+        start(args, environment)
+        if words:  # DeepSpeed's own launcher, for several nodes, may add an argument
+            commands[-1] = replace(commands[-1], arguments=_deepspeed(words[1:]).arguments)
 
     def elsewhere(*args: object) -> None:
         raise SpecError(f"{line}: TPUs and SageMaker are not simulated; give a configuration for GPUs")
 
-    one_gpu = mock.patch.multiple(  # or as many as are named: this machine may have none
-        torch.cuda, is_available=lambda: True, device_count=lambda: named or 1, is_bf16_supported=lambda *_: True
-    )
-    launchers = mock.patch.multiple(
-        launch, simple_launcher=simple_launcher, multi_gpu_launcher=multi_gpu_launcher,
-        deepspeed_launcher=deepspeed_launcher, tpu_launcher=elsewhere, tpu_pod_launcher=elsewhere,
-        sagemaker_launcher=elsewhere,
-    )  # fmt: skip
-    no_port = mock.patch.object(environments, "is_port_in_use", lambda *_: False)  # none is opened
-    said = StringIO()
-    try:
-        with one_gpu, launchers, no_port, redirect_stderr(said), redirect_stdout(said):
-            launch.launch_command(args)
-    except (NotAvailable, SpecError):
-        raise
-    except Exception as error:  # accelerate raises many kinds for options that contradict each other
-        raise SpecError(f"{line}: {error}") from error
-    assumed = named is None and not _has_config(launch, args)
-    return replace(started[0], notes=(ONE_GPU,) if assumed else ())
-
-
-def _has_config(launch: ModuleType, args: Namespace) -> bool:
-    return args.config_file is not None or os.path.isfile(launch.default_config_file)
+    return {
+        "simple_launcher": simple, "multi_gpu_launcher": multi_gpu, "deepspeed_launcher": deepspeed,
+        "tpu_launcher": elsewhere, "tpu_pod_launcher": elsewhere, "sagemaker_launcher": elsewhere,
+    }  # fmt: skip
 
 
 def _deepspeed(words: Sequence[str]) -> Command:

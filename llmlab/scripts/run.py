@@ -73,10 +73,10 @@ def run_script(
 def _execute(script: Command) -> None:
     """Run the script as Python would."""
     first = os.getcwd() if script.module else os.path.dirname(os.path.abspath(script.target))
-    launched = script.environment.get("PYTHONPATH", "").split(os.pathsep)  # accelerate adds the folder for DeepSpeed
+    more = script.environment.get("PYTHONPATH", "").split(os.pathsep)  # accelerate's launcher of DeepSpeed sets it
     with (
         mock.patch.object(sys, "argv", [script.target, *script.arguments]),
-        mock.patch.object(sys, "path", [first, *filter(None, launched), *sys.path]),
+        mock.patch.object(sys, "path", [first, *filter(None, more), *sys.path]),
     ):
         if script.module:
             runpy.run_module(script.target, run_name="__main__", alter_sys=True)

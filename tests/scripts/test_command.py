@@ -91,7 +91,7 @@ def test_accelerate_says_that_it_assumes_one_gpu(here):
 
 
 @pytest.mark.parametrize(
-    "words", [["accelerate-launch"], ["python", "-m", "accelerate.commands.launch"],
+    "words", [["accelerate-launch"], ["python", "-u", "-m", "accelerate.commands.launch"],
               ["python", "-m", "accelerate.commands.accelerate_cli", "launch"]],
 )  # fmt: skip
 def test_accelerate_has_several_names(here, words):
