@@ -143,8 +143,10 @@ NAMES: dict[str, dict[str, str]] = {
         "bitsandbytes.nn.modules.Params4bit": "__new__ _quantize",
     },
     "accelerate.commands.launch": {
-        "accelerate.commands.launch": "_validate_launch_command launch_command_parser",
-        "accelerate.utils.launch": "prepare_multi_gpu_env prepare_simple_launcher_cmd_env",
+        "accelerate.commands.launch": "deepspeed_launcher default_config_file launch_command launch_command_parser "
+        "multi_gpu_launcher sagemaker_launcher simple_launcher tpu_launcher tpu_pod_launcher",
+        "accelerate.utils.launch": "is_port_in_use prepare_deepspeed_cmd_env prepare_multi_gpu_env "
+        "prepare_simple_launcher_cmd_env",
     },
     "deepspeed.engine": {
         "deepspeed.accelerator.cpu_accelerator": "CPU_Accelerator",
@@ -163,7 +165,9 @@ NAMES: dict[str, dict[str, str]] = {
         "deepspeed.runtime.pipe.engine.PipelineEngine": "__init__",
     },
     "deepspeed": {"deepspeed": "initialize"},
-    "deepspeed.launcher.runner": {"deepspeed.launcher.runner": "parse_args"},
+    "deepspeed.launcher.runner": {
+        "deepspeed.launcher.runner": "fetch_hostfile parse_args parse_inclusion_exclusion",
+    },
     "deepspeed.ops": {"deepspeed.ops": "__compatible_ops__"},  # by itself: its import looks for compilers
     "liger_kernel": {"liger_kernel.transformers": "_apply_liger_kernel_to_instance"},
     "safetensors.torch": {"safetensors.torch": "_flatten_as_ptr safe_open serialize_file"},

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from ..scripts.report import ScriptReport
     from ..scripts.watch import Conditions, Watch
 
-EPILOG = """The script may come with its launcher: torchrun, accelerate launch, or deepspeed, whose options say how many
-ranks there are. One process runs, as rank 0.
+EPILOG = """The script may come with its launcher: torchrun, accelerate launch or deepspeed. Their options and config
+files count as they do on a GPU. Only rank 0 runs.
 
 Exit codes: 0 fits, 1 does not fit in the GPU (or in --max-gib), 2 unknown, or the script failed with an error of its
 own."""
@@ -38,7 +38,7 @@ OPTIONS = (
     click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]..."),
     click.option("--gpu", "name", metavar="NAME", required=True, help="GPU to simulate (a name of `llmlab gpus`)."),
     click.option("-m", "module", is_flag=True, help="SCRIPT is a module name, as in python -m."),
-    click.option("--steps", type=int, metavar="N", help="End the script after N optimizer steps."),
+    click.option("--steps", type=int, metavar="N", help="End the script after N updates of the weights."),
     click.option("--world-size", type=int, metavar="N", help="Number of ranks; rank 0 is simulated."),
     click.option("--nodes", type=int, metavar="N", help="Nodes, each with --gpus-per-node GPUs."),
     click.option("--gpus-per-node", type=int, metavar="N", help="GPUs per node; 8 by default."),
@@ -137,7 +137,10 @@ def answer(
 
     script = command(["-m", *words] if module else words)
     limit = None if max_gib is None else round(max_gib * GiB)
-    where = Conditions(find_gpu(name), _ranks(script, world_size, nodes, gpus_per_node), steps, limit, assume, roomy)
+    ranks = _ranks(script, world_size, nodes, gpus_per_node)
+    if ranks is not None:
+        script = replace(script, notes=())  # of how many it assumed
+    where = Conditions(find_gpu(name), ranks, steps, limit, assume, roomy)
 
     def keep(watch: Watch) -> None:
         if snapshot:

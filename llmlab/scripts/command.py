@@ -11,17 +11,34 @@ import re
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 from unittest import mock
+
+import torch
 
 from ..base.compat import check
 from ..base.errors import NotAvailable, SpecError
+from ..base.notes import Note
+from ..hardware.links import GPUS_PER_NODE
 
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
+# What `python -m` may start them by.
+LAUNCHING_MODULES = {
+    "torch.distributed.run": ("torchrun",), "torch.distributed.launch": ("torch.distributed.launch",),
+    "accelerate.commands.launch": ("accelerate", "launch"), "accelerate.commands.accelerate_cli": ("accelerate",),
+    "deepspeed.launcher.runner": ("deepspeed",),
+}  # fmt: skip
+ONE_GPU = Note(
+    "one-gpu-assumed",
+    "accelerate launch was given no --num_processes. It starts one process per GPU of the machine, and llmlab assumes "
+    "one GPU; give --num_processes or --world-size for more.",
+)
 
 
 @dataclass(frozen=True)
@@ -29,7 +46,7 @@ class Command:
     """A script, or with `module` a module's name, and its arguments.
 
     `nodes` and `gpus_per_node` are what its launcher said, None where it left that to the machine; `environment` is
-    what it would set for the script.
+    what it would set for the script; `notes` are sentences for the report.
     """
 
     target: str
@@ -38,6 +55,7 @@ class Command:
     nodes: int | None = None
     gpus_per_node: int | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[Note, ...] = ()
 
     def __str__(self) -> str:
         return " ".join([*(["-m"] if self.module else []), self.target, *self.arguments])
@@ -54,12 +72,14 @@ def command(words: Sequence[str]) -> Command:
                         "--epochs 1")  # fmt: skip
     name = Path(words[0]).name
     if re.fullmatch(r"python(\d+(\.\d+)?)?", name):
-        if words[1:3] == ["-m", "torch.distributed.run"] or words[1:3] == ["-m", "torch.distributed.launch"]:
-            return _torchrun(words[3:])
         words = [word for position, word in enumerate(words[1:]) if word not in ("-u", "-O", "-B") or position]
         return command(words)
     if name == "torchrun":
-        return _torchrun(words[1:])
+        return _torchrun("torch.distributed.run", words[1:])
+    if name == "torch.distributed.launch":
+        return _torchrun(name, words[1:])
+    if name == "accelerate-launch":
+        return _accelerate(words[1:])
     if name == "accelerate":
         if words[1:2] != ["launch"]:
             raise SpecError(f"accelerate {' '.join(words[1:2])} starts no script; give `accelerate launch SCRIPT`")
@@ -69,6 +89,8 @@ def command(words: Sequence[str]) -> Command:
     if words[0] == "-m":
         if len(words) < 2:
             raise SpecError("-m needs the name of a module, for example: llmlab run --gpu T4 -m package.train")
+        if words[1] in LAUNCHING_MODULES:
+            return command([*LAUNCHING_MODULES[words[1]], *words[2:]])
         return Command(words[1], tuple(words[2:]), module=True)
     return _script(words[0], words[1:])
 
@@ -100,47 +122,99 @@ def _alone() -> dict[str, str]:
     return launched(1)
 
 
-def _torchrun(words: Sequence[str]) -> Command:
-    from torch.distributed.run import get_args_parser
-
-    args = _parsed("torchrun", get_args_parser().parse_args, words)
+def _torchrun(module: str, words: Sequence[str]) -> Command:
+    launcher = import_module(module)
+    parse = launcher.get_args_parser().parse_args if module == "torch.distributed.run" else launcher.parse_args
+    args = _parsed("torchrun", parse, words)
+    if not getattr(args, "use_env", True):  # torch.distributed.launch
+        args.training_script_args = ["--local-rank=0", *args.training_script_args]
     per_node = int(args.nproc_per_node) if args.nproc_per_node.isdigit() else None  # "gpu", "auto"
     nodes = int(args.nnodes.split(":")[-1])
-    return _launched(args, args.module, nodes, per_node, _alone() if nodes == per_node == 1 else {})
+    return _launched("torchrun", args, nodes, per_node, _alone() if nodes == per_node == 1 else {})
 
 
 def _accelerate(words: Sequence[str]) -> Command:
+    """Return what accelerate would start: it reads its options and files and picks a launcher by itself."""
     _need("accelerate")
     check("accelerate.commands.launch")
     launch, environments = import_module("accelerate.commands.launch"), import_module("accelerate.utils.launch")
+    line = " ".join(["accelerate launch", *words])
+    args = _parsed("accelerate launch", launch.launch_command_parser().parse_args, words)
+    args.machine_rank = 0  # the one that is simulated
+    processes = args.num_processes
+    commands: list[Command] = []
+    gpus = mock.patch.multiple(  # this machine may have none: as many as are asked for
+        torch.cuda, is_available=lambda: True, device_count=lambda: processes or 1, is_bf16_supported=lambda *_: True
+    )
+    launchers = mock.patch.multiple(launch, **_accelerate_launchers(line, environments, commands))
+    no_port = mock.patch.object(environments, "is_port_in_use", lambda *_: False)  # none is opened
+    with gpus, launchers, no_port, redirect_stderr(StringIO()), redirect_stdout(StringIO()):
+        try:
+            launch.launch_command(args)
+        except (NotAvailable, SpecError):
+            raise
+        except Exception as error:  # of many kinds, for options that contradict each other
+            raise SpecError(f"{line}: {error}") from error
+    has_file = args.config_file is not None or os.path.isfile(launch.default_config_file)
+    return replace(commands[0], notes=(ONE_GPU,) if processes is None and not has_file else ())
 
-    def parse(words: Sequence[str]) -> Namespace:
-        args, _, _ = launch._validate_launch_command(launch.launch_command_parser().parse_args(words))
-        return args
 
-    args = _parsed("accelerate launch", parse, words)
-    total, nodes = args.num_processes or 1, args.num_machines or 1
-    before = dict(os.environ)
-    if total > 1:
-        environment = environments.prepare_multi_gpu_env(args)
-    else:
-        _, environment = environments.prepare_simple_launcher_cmd_env(args)
-    changed = {name: value for name, value in environment.items() if before.get(name) != value}
-    if total == 1:  # it starts no ranks
-        return _launched(args, args.module, None, None, changed)
-    return _launched(args, args.module, nodes, max(1, total // nodes), changed)
+def _accelerate_launchers(line: str, environments: ModuleType, commands: list[Command]) -> dict[str, Any]:
+    """Return a function for each of accelerate's launchers: it adds to `commands` what that launcher would start, with
+    the environment that accelerate makes for it, or refuses the command `line`."""
+
+    def start(args: Namespace, environment: Mapping[str, str], ranks: bool = True) -> None:
+        environment = {name: value for name, value in environment.items() if os.environ.get(name) != value}
+        nodes = (args.num_machines or 1) if ranks else None
+        per_node = max(1, args.num_processes // nodes) if nodes else None
+        commands.append(_launched("accelerate launch", args, nodes, per_node, environment))
+
+    def simple(args: Namespace) -> None:
+        if args.mpirun_hostfile:
+            raise SpecError(f"{line}: mpirun starts processes on CPUs, not on GPUs; leave --mpirun_hostfile out")
+        start(args, environments.prepare_simple_launcher_cmd_env(args)[1], ranks=False)
+
+    def multi_gpu(args: Namespace) -> None:
+        start(args, environments.prepare_multi_gpu_env(args))
+
+    def deepspeed(args: Namespace) -> None:
+        _need("deepspeed")
+        words, environment = environments.prepare_deepspeed_cmd_env(args)
+        start(args, environment)
+        if words:  # DeepSpeed's own launcher, for several nodes, may add an argument
+            commands[-1] = replace(commands[-1], arguments=_deepspeed(words[1:]).arguments)
+
+    def elsewhere(*args: object) -> None:
+        raise SpecError(f"{line}: TPUs and SageMaker are not simulated; give a configuration for GPUs")
+
+    return {
+        "simple_launcher": simple, "multi_gpu_launcher": multi_gpu, "deepspeed_launcher": deepspeed,
+        "tpu_launcher": elsewhere, "tpu_pod_launcher": elsewhere, "sagemaker_launcher": elsewhere,
+    }  # fmt: skip
 
 
 def _deepspeed(words: Sequence[str]) -> Command:
     _need("deepspeed")
     with mock.patch.dict(os.environ, {"DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu")}):  # it warns of none
         check("deepspeed.launcher.runner")
-    args = _parsed("deepspeed", import_module("deepspeed.launcher.runner").parse_args, words)
+    runner = import_module("deepspeed.launcher.runner")
+    args = _parsed("deepspeed", runner.parse_args, words)
+    if args.autotuning:
+        raise SpecError(f"deepspeed --autotuning {args.autotuning} starts many runs; give the one to simulate")
     said = [] if args.no_local_rank else ["--local_rank=0"]  # deepspeed/launcher/launch.py
     args.training_script, args.training_script_args = args.user_script, [*said, *args.user_args]
     per_node = args.num_gpus if args.num_gpus > 0 else None
     nodes = args.num_nodes if args.num_nodes > 0 else None
-    return _launched(args, args.module, nodes, per_node, _alone() if per_node == 1 and nodes in (None, 1) else {})
+    if args.include or args.exclude or os.path.isfile(args.hostfile):
+        try:
+            hosts = runner.fetch_hostfile(args.hostfile) or {"localhost": GPUS_PER_NODE}
+            gpus = [len(each) for each in runner.parse_inclusion_exclusion(hosts, args.include, args.exclude).values()]
+        except ValueError as error:
+            raise SpecError(f"deepspeed {' '.join(words)}: {error}") from error
+        if len(set(gpus)) != 1:
+            raise SpecError(f"deepspeed {' '.join(words)}: {gpus} GPUs on its hosts; give hosts with equally many")
+        nodes, per_node = nodes or len(gpus), per_node or gpus[0]
+    return _launched("deepspeed", args, nodes, per_node, _alone() if per_node == 1 and nodes in (None, 1) else {})
 
 
 def _need(library: str) -> None:
@@ -150,9 +224,11 @@ def _need(library: str) -> None:
 
 
 def _launched(
-    args: Namespace, module: bool, nodes: int | None, per_node: int | None, environment: Mapping[str, str]
+    launcher: str, args: Namespace, nodes: int | None, per_node: int | None, environment: Mapping[str, str]
 ) -> Command:
-    if module:
+    if args.no_python:
+        raise SpecError(f"{launcher} --no_python starts {args.training_script}; give a Python script without it")
+    if args.module:
         target, arguments = args.training_script, tuple(args.training_script_args)
         return Command(target, arguments, True, nodes, per_node, environment)
     return _script(

@@ -20,10 +20,10 @@ class ScriptReport(Tabular):
 
     `process` is what the driver would show: reserved bytes, CUDA context and NCCL's buffers; None where those are not
     known. The script fits where it is within `capacity`, the card's memory, and within `limit` if one was given.
-    `needed` is what a run that did not fit would have taken with enough room. `steps` counts calls of an optimizer's
-    step(). `step_seconds` is the median over the steps after the first, without what ranks send to each other; None
-    where a kernel's time is not known. `step_seconds_low` to `step_seconds_high` is its 80 % interval, None
-    with several ranks.
+    `needed` is what a run that did not fit would have taken with enough room. `steps` counts updates of the weights;
+    the steps of several optimizers can be one update. `step_seconds` is the median over the updates after the first,
+    without communication between ranks; None where a kernel's time is not known. `step_seconds_low` to
+    `step_seconds_high` is its 80 % interval, None with several ranks.
     """
 
     command: str

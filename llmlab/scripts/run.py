@@ -11,6 +11,7 @@ import runpy
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -65,15 +66,17 @@ def run_script(
                 watch.ended = RAN_OUT_OF_MEMORY  # also where the script, or what runs it, caught the error to say so
         watch.elsewhere = processes.taken
         on_end(watch)
-        return watch.report(str(script))
+        report = watch.report(str(script))
+        return replace(report, notes=(*script.notes, *report.notes))
 
 
 def _execute(script: Command) -> None:
     """Run the script as Python would."""
     first = os.getcwd() if script.module else os.path.dirname(os.path.abspath(script.target))
+    more = script.environment.get("PYTHONPATH", "").split(os.pathsep)  # accelerate's launcher of DeepSpeed sets it
     with (
         mock.patch.object(sys, "argv", [script.target, *script.arguments]),
-        mock.patch.object(sys, "path", [first, *sys.path]),
+        mock.patch.object(sys, "path", [first, *filter(None, more), *sys.path]),
     ):
         if script.module:
             runpy.run_module(script.target, run_name="__main__", alter_sys=True)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
 from statistics import median
 from typing import Any
 from unittest import mock
+from weakref import WeakSet
 
 from ..base.errors import NotAvailable, SpecError, check_counts
 from ..base.notes import Note
@@ -34,9 +35,9 @@ class Enough(BaseException):
 class Conditions:
     """The machine that is simulated, and when to end.
 
-    `world_size`: the ranks that a launcher starts, of which this is rank 0; None without one. `steps`: the optimizer
-    steps after which the code ends, None for its own end; of code without an optimizer, backward passes. `limit`: the
-    bytes that the process may take of the card, None for all. `assume` is that of `lab.simulator`. `roomy` gives the
+    `world_size`: the ranks that a launcher starts, of which this is rank 0; None without one. `steps`: the updates
+    after which the code ends, None for its own end; of code without an optimizer, backward passes. `limit`: the bytes
+    that the process may take of the card, None for all. `assume` is that of `lab.simulator`. `roomy` gives the
     card more memory than any code takes.
 
     Raises SpecError for numbers that cannot be.
@@ -71,7 +72,15 @@ def watched(where: Conditions, on_step: Callable[[Watch], None] = lambda watch: 
 
 
 class Watch:
-    """The simulator `sim`, and the optimizer `steps` that ran in it; `ended` says how the code came to its end."""
+    """The simulator `sim`, and the updates of the weights that ran in it, `steps`; `ended` says how the code ended.
+
+    One update may call several optimizers, or one of them for a part of its parameters at a time. Known to end one are:
+    - DeepSpeed's engine.step, in which ZeRO calls its optimizer for each group of parameters, or each part of a group;
+    - an optimizer's step outside of backward, if no optimizer has gradients that this update has not used;
+    - else, as where hooks step in backward, what must belong to the next one: a backward pass, or a step of the same
+      parameters.
+    A step that a GradScaler skips calls no optimizer, and a closure's backward passes lie inside of their step.
+    """
 
     def __init__(self, sim: Simulator, where: Conditions, on_step: Callable[[Watch], None]) -> None:
         self.sim, self.where, self.on_step = sim, where, on_step
@@ -82,22 +91,35 @@ class Watch:
         self._seconds: list[float] = []
         self._untimed: str | None = None  # a dtype whose products take nobody knows how long
         self._stepping: list[Any] = []  # optimizers, each inside the one before it
+        self._in_engine = False  # DeepSpeed's engine.step runs
+        self._stepped: set[int] = set()  # ids of the parameters that this update has stepped
+        self._operators_done = 0  # how many operators had run after its last step
+        self._optimizers: WeakSet[Any] = WeakSet()  # all that there were when a new one first stepped
         self._has_optimizer = False
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count the steps of every optimizer until the block ends, and time what runs from one to the next."""
+        """Count the updates of every optimizer until the block ends, and time what runs from one to the next."""
         import torch
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-        handles = register_optimizer_step_pre_hook(self._begin), register_optimizer_step_post_hook(self._step)
-        try:
-            passed = mock.patch.object(torch.autograd, "backward", self._passed(torch.autograd.backward))
-            with passed, self.sim.operators() as self._operators, self._refusals():
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        from ..base.compat import symbol
+        from ..simulation.patching.imports import on_import
+
+        with ExitStack() as stack:
+            stack.callback(register_optimizer_step_pre_hook(self._begin).remove)
+            stack.callback(register_optimizer_step_post_hook(self._step).remove)
+
+            def deepspeed() -> None:
+                engine = symbol("deepspeed.runtime.engine.DeepSpeedEngine")
+                stack.enter_context(mock.patch.object(engine, "step", self._engine_step(engine.step)))
+
+            stack.enter_context(on_import({"deepspeed.runtime.engine": deepspeed}))
+            passed = self._passed(torch.autograd.backward)
+            stack.enter_context(mock.patch.object(torch.autograd, "backward", passed))
+            self._operators = stack.enter_context(self.sim.operators())
+            stack.enter_context(self._refusals())
+            yield
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:
@@ -117,38 +139,79 @@ class Watch:
 
         @wraps(real)
         def backward(*args: Any, **kwargs: Any) -> None:
+            if _in_backward():  # checkpointing's, of one block
+                return real(*args, **kwargs)
+            self._end_update()
             real(*args, **kwargs)
             self.passes += 1
             self.on_step(self)
             if self.steps or self.where.steps is None or self.passes < self.where.steps:
                 return
-            self._has_optimizer = self._has_optimizer or _an_optimizer_exists()
+            self._has_optimizer = self._has_optimizer or bool(_all_optimizers())
             if not self._has_optimizer:
                 self.ended = f"was ended after {self.passes} backward passes, because it has no optimizer"
                 raise Enough
 
         return backward
 
+    def _engine_step(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """DeepSpeedEngine.step, which is a whole update, or between micro-batches none."""
+
+        @wraps(real)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            self._in_engine = True
+            try:
+                returned = real(*args, **kwargs)
+            finally:
+                self._in_engine = False
+            self._end_update()
+            return returned
+
+        return step
+
     def _begin(self, optimizer: Any, *_: Any) -> None:
         if optimizer in self._stepping:  # its last step raised an error
             del self._stepping[self._stepping.index(optimizer) :]
+        between = not (self._stepping or self._in_engine or _in_backward())
+        if between and any(id(each) in self._stepped for each in _with_gradients(optimizer)):
+            self._end_update()
         self._stepping.append(optimizer)
 
     def _step(self, optimizer: Any, *_: Any) -> None:
         del self._stepping[self._stepping.index(optimizer) :]
-        if self._stepping or _makes_states():  # one of several that another optimizer holds and steps
+        if _makes_states():
             return
-        self.steps += 1
-        if (seconds := self._operators.seconds) is not None:
-            self._seconds.append(seconds)
-        elif self._untimed is None:
-            self._untimed = self._operators.untimed
-        self._operators.clear()
+        self._stepped.update(id(each) for group in optimizer.param_groups for each in group["params"])
+        self._operators_done = len(self._operators)
+        if self._stepping or self._in_engine or _in_backward():
+            return  # another optimizer holds this one and steps it, or a part of the parameters was stepped
+        if optimizer not in self._optimizers:
+            self._optimizers = WeakSet(_all_optimizers())
+        waiting = (each for other in self._optimizers for each in _with_gradients(other))
+        if all(id(each) in self._stepped for each in waiting):
+            self._end_update()
+
+    def _end_update(self) -> None:
+        """Count an update, if one has begun, and end the code after its last."""
+        if not self._stepped:
+            return
+        self._count()
         if self.is_done:
             self.ended = f"was ended after {self.steps} optimizer step{'s' if self.steps > 1 else ''}"
         self.on_step(self)
         if self.is_done:  # again where a script caught the end
             raise Enough
+
+    def _count(self) -> None:
+        self.steps += 1
+        self._stepped.clear()
+        later = self._operators[self._operators_done :]  # they belong to the next update
+        del self._operators[self._operators_done :]
+        if (seconds := self._operators.seconds) is not None:
+            self._seconds.append(seconds)
+        elif self._untimed is None:
+            self._untimed = self._operators.untimed
+        self._operators[:] = later
 
     @property
     def is_done(self) -> bool:
@@ -157,6 +220,8 @@ class Watch:
 
     def report(self, name: str) -> ScriptReport:
         """Return what the code, called `name`, took until now."""
+        if self._stepped and self.ended == RAN_TO_ITS_END:
+            self._count()
         sim, where, timeline = self.sim, self.where, self.sim.timeline
         outside = where.gpu.outside(where.ranks)
         taken = sim.peak_reserved + (outside or 0)
@@ -214,10 +279,24 @@ def _without_time(gpu: GPU, dtype: str) -> str:
     return f"has no measured rate for {dtype}"
 
 
-def _an_optimizer_exists() -> bool:
+def _all_optimizers() -> list[Any]:
     from torch.optim import Optimizer
 
-    return any(issubclass(type(each), Optimizer) for each in gc.get_objects())
+    return [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
+
+
+def _with_gradients(optimizer: Any) -> list[Any]:
+    from ..base.compat import DisableTorchFunction
+
+    groups = getattr(optimizer, "param_groups", ())  # accelerate's wrapper has those of what it wraps, if there are
+    with DisableTorchFunction():  # reading an attribute is no code of the user's
+        return [each for group in groups for each in group["params"] if each.grad is not None]
+
+
+def _in_backward() -> bool:
+    from ..base.compat import current_graph_task_id
+
+    return current_graph_task_id() != -1
 
 
 def _makes_states() -> bool:

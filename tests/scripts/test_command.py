@@ -38,6 +38,85 @@ def test_accelerate_says_its_ranks_and_what_it_would_set(here):
     assert found.environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
 
 
+DEEPSPEED = """
+distributed_type: DEEPSPEED
+deepspeed_config: {zero_stage: 3, zero3_init_flag: true, offload_optimizer_device: cpu, gradient_accumulation_steps: 4}
+mixed_precision: bf16
+num_machines: 1
+num_processes: 4
+"""
+FSDP = """
+distributed_type: FSDP
+fsdp_config: {fsdp_version: 2, fsdp_cpu_ram_efficient_loading: false, fsdp_offload_params: true}
+mixed_precision: bf16
+num_machines: 1
+num_processes: 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "config", "ranks", "environment"),
+    [
+        ([], DEEPSPEED, (1, 4), {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+                                 "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
+                                 "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4", "ACCELERATE_MIXED_PRECISION": "bf16"}),
+        (["--zero_stage", "2"], DEEPSPEED, (1, 4), {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}),
+        (["--use_deepspeed", "--num_processes", "1"], "", (1, 1), {"ACCELERATE_USE_DEEPSPEED": "true"}),
+        (["--use_deepspeed", "--num_processes", "16", "--num_machines", "2", "--main_process_ip", "h"], "", (2, 8),
+         {"ACCELERATE_USE_DEEPSPEED": "true"}),
+        ([], FSDP, (1, 1), {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"}),
+        (["--use_megatron_lm", "--num_processes", "8", "--megatron_lm_tp_degree", "2"], "", (1, 8),
+         {"ACCELERATE_USE_MEGATRON_LM": "true", "MEGATRON_LM_TP_DEGREE": "2"}),
+        (["--num_processes", "4", "--dynamo_backend", "inductor"], "", (1, 4),
+         {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}),
+        (["--num_processes", "4"], "distributed_type: 'NO'", (None, None), {}),  # one process, on a GPU too
+    ],
+)  # fmt: skip
+def test_accelerate_starts_what_its_options_and_its_file_say(here, options, config, ranks, environment):
+    pytest.importorskip("accelerate")
+    if "DEEPSPEED" in str(environment):
+        pytest.importorskip("deepspeed")
+    (here / "config.yaml").write_text("compute_environment: LOCAL_MACHINE\n" + config)
+    file = ["--config_file", "config.yaml"] if config else []
+    found = command(["accelerate", "launch", *file, *options, "train.py", "--lr", "1"])
+    assert (found.nodes, found.gpus_per_node) == ranks
+    assert found.environment.items() >= environment.items()
+    assert found.arguments == ("--lr", "1") and not found.notes
+
+
+def test_accelerate_says_that_it_assumes_one_gpu(here):
+    pytest.importorskip("accelerate")
+    found = command(["accelerate", "launch", "train.py"])
+    assert (found.nodes, found.gpus_per_node) == (None, None) and any("--num_processes" in each for each in found.notes)
+
+
+@pytest.mark.parametrize(
+    "words", [["accelerate-launch"], ["python", "-u", "-m", "accelerate.commands.launch"],
+              ["python", "-m", "accelerate.commands.accelerate_cli", "launch"]],
+)  # fmt: skip
+def test_accelerate_has_several_names(here, words):
+    pytest.importorskip("accelerate")
+    found = command([*words, "--num_processes", "2", "train.py"])
+    assert (found.target, found.gpus_per_node) == ("train.py", 2)
+
+
+def test_the_old_launcher_of_torch_gives_its_local_rank_as_an_argument(here):
+    words = ["python", "-m", "torch.distributed.launch", "--nproc_per_node", "2"]
+    assert command([*words, "train.py"]).arguments == ("--local-rank=0",)
+    assert command([*words, "--use_env", "train.py"]).arguments == ()
+
+
+def test_deepspeed_takes_the_gpus_that_are_included(here):
+    pytest.importorskip("deepspeed")
+    (here / "hosts").write_text("a slots=8\nb slots=8\nc slots=8\n")
+    found = command(["deepspeed", "--include", "localhost:0,3", "train.py"])
+    assert (found.nodes, found.gpus_per_node) == (1, 2)
+    found = command(["deepspeed", "--hostfile", "hosts", "--exclude", "b", "train.py"])
+    assert (found.nodes, found.gpus_per_node) == (2, 8)
+    found = command(["deepspeed", "--hostfile", "hosts", "--num_nodes", "2", "--num_gpus", "4", "train.py"])
+    assert (found.nodes, found.gpus_per_node) == (2, 4)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -47,6 +126,13 @@ def test_accelerate_says_its_ranks_and_what_it_would_set(here):
         (["torchrun", "--nproc_per_node=2"], "torchrun --nproc_per_node=2: "),
         (["torchrun", "--not-an-option", "train.py"], "train.py: unrecognized arguments: --not-an-option"),
         (["accelerate", "env"], "accelerate env starts no script"),
+        (["accelerate", "launch", "--tpu", "train.py"], "TPUs"),
+        (["accelerate", "launch", "--no_python", "train.py"], "--no_python"),
+        (["accelerate", "launch", "--mpirun_hostfile", "hosts", "train.py"], "mpirun"),
+        (["accelerate", "launch", "--use_fsdp", "--multi_gpu", "train.py"], "only use one of"),
+        (["accelerate", "launch", "--config_file", "nowhere.yaml", "train.py"], "nowhere.yaml"),
+        (["torchrun", "--no-python", "train.py"], "--no_python"),
+        (["deepspeed", "--include", "localhost:0@elsewhere:1", "train.py"], "elsewhere"),
         (["."], "a folder without __main__.py"),
     ],
 )
