@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Any
 from .base.errors import SpecError
 from .base.notes import Note, notes_from_json, notes_to_json
 from .base.tables import Table, Tabular
-from .base.terms import INFERENCE_PHASES, OUTCOMES, PARTS, SOURCES, TRAINING_PHASES, Outcome, Source, TimelinePoint
+from .base.terms import (
+    INFERENCE_PHASES,
+    OUTCOMES,
+    PARTS,
+    PHASES,
+    SOURCES,
+    TRAINING_PHASES,
+    Outcome,
+    Source,
+    TimelinePoint,
+)
 from .base.units import MiB, show_bytes, show_seconds
 from .specs.run import Inference, Run, Training, run_from_dict
 
@@ -24,9 +34,9 @@ if TYPE_CHECKING:
 PEAKS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("peak allocated", "peak_allocated", show_bytes),
     ("peak reserved", "peak_reserved", show_bytes),
-    ("whole process", "process", show_bytes),
+    ("process, with CUDA context", "process", show_bytes),
     ("memory needed", "needed", show_bytes),
-    ("device memory", "capacity", show_bytes),
+    ("memory of the device", "capacity", show_bytes),
 )
 SPEED: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("FLOP per step", "flops", "{:.4g}".format),
@@ -154,15 +164,17 @@ class Report(Tabular):
         for part in PARTS:
             kinds = self.detail.get(part, {})
             if part in self.parts:
-                rows.append((part, show_bytes(self.parts[part])))
+                rows.append((_label(part), show_bytes(self.parts[part])))
             elif kinds:  # freed before the peak, or allocated after it
-                rows.append((f"({part}, not at the peak)", show_bytes(sum(kinds.values()))))
+                rows.append((f"({_label(part)}, not at the peak)", show_bytes(sum(kinds.values()))))
             rows += [(f"  {name}", show_bytes(size)) for name, size in kinds.items()]
+            if kinds and (rest := self.parts.get(part, 0) - sum(kinds.values())) > 0:
+                rows.append((f"  other {_label(part)}", show_bytes(rest)))
         for label, name, shown in PEAKS:
             if (size := getattr(self, name)) is not None or name == "peak_allocated":
                 at_least = ", at least" if name == "needed" and self.peak_reserved is None else ""
                 rows.append((label + at_least, shown(size)))
-        rows += [(f"peak in {phase}", show_bytes(size)) for phase, size in self.phases.items()]
+        rows += [(f"peak during {PHASES[phase]}", show_bytes(size)) for phase, size in self.phases.items()]
         for label, name, shown in SPEED:
             if (value := getattr(self, name)) is not None:
                 whole = isinstance(self.run, Inference)
@@ -170,7 +182,10 @@ class Report(Tabular):
             if name == "step_seconds" and self.step_seconds_low and self.step_seconds_high:
                 between = f"{show_seconds(self.step_seconds_low)} to {show_seconds(self.step_seconds_high)}"
                 rows.append(("  80 % interval", between))
-        rows.append(("outcome", self.outcome + (f" in {self.where}" if self.where else "")))
+        why = f" in {self.where}" if self.where else ""
+        if self.source == "estimated" and self.gpu is None:
+            why = " (no GPU was given)"
+        rows.append(("outcome", self.outcome + why))
         return rows
 
     def module_table(self) -> str:
@@ -301,12 +316,12 @@ class Comparison(Tabular):
                 rows.append((label, *("–" if v is None else show(v) for v in values)))
 
         for part in PARTS:
-            add(part, [r.parts.get(part) for r in self.reports], show_bytes)
+            add(_label(part), [r.parts.get(part) for r in self.reports], show_bytes)
         for label, name, shown in PEAKS[:-1]:  # the device is in the title
             add(label, [getattr(r, name) for r in self.reports], shown)
         phases = INFERENCE_PHASES if isinstance(self.reports[0].run, Inference) else TRAINING_PHASES
         for phase in phases:
-            add(f"peak in {phase}", [r.phases.get(phase) for r in self.reports], show_bytes)
+            add(f"peak during {PHASES[phase]}", [r.phases.get(phase) for r in self.reports], show_bytes)
         for label, name, shown in SPEED[1:]:
             add(label, [getattr(r, name) for r in self.reports], shown)
         if errors := self.relative_errors():
@@ -364,6 +379,10 @@ def summary(run: Run) -> str:
     words += [name if value is True else f"{name}={value}" for name, value in others.items()
               if value != getattr(type(run), name)]  # fmt: skip
     return ", ".join(words)
+
+
+def _label(part: str) -> str:
+    return "KV cache" if part == "kv_cache" else part
 
 
 def _stack_name(report: Report) -> str:

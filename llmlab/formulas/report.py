@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..base.notes import Note
+from ..base.terms import PHASES
 from ..base.units import show_bytes
 from ..hardware.gpu import GPU
 from ..hardware.gpu import gpu as find_gpu
@@ -77,7 +78,7 @@ def assessed(
         tokens_per_second=tokens_of(run) / seconds if seconds else None,
         mfu=utilisation(counted.model, run, card, seconds) if seconds and card else None,
         notes=(
-            Note("peak-phase", f"The peak is in {peak.phase}: {peak.name}."),
+            Note("peak-phase", f"Memory peaks during {PHASES[peak.phase]}, at {peak.name}."),
             *_notes(spec, run, card, peaks, fit, time.notes),
         ),
     )
@@ -168,17 +169,17 @@ def _notes(
     if card is None:
         return
     if card.context is None:
-        between = f"0 to {show_bytes(largest_context())}, the range of other GPUs"
+        most = f"up to {show_bytes(largest_context())}, the largest that was measured on another GPU"
         unknown = f"The CUDA context of the {card.name} has not been measured"
-        yield Note("context-unknown", f"{unknown}; the verdict allows for {between}.")
+        yield Note("context-unknown", f"{unknown}; the outcome allows for {most}.")
     if fit.outcome == "unknown":
         between = f"{show_bytes(fit.least)} to {show_bytes(fit.most)}, and the GPU has {show_bytes(card.memory)}"
         needs = f"With CUDA context and fragmentation the process needs {between}"
         yield Note("near-limit", f"{needs}. That is too close for formulas; `llmlab simulate` decides.")
     if isinstance(run, Inference):
         service = serving(spec, run, card)
-        engine = f"Served by an engine with a paged KV cache and {FRACTION:.0%} of the memory"
-        yield Note("serving", f"{engine}, {service}.")
+        engine = f"A serving engine with a paged KV cache, which uses {FRACTION:.0%} of the memory"
+        yield Note("serving", f"{engine}, runs many requests at a time. {service}.")
     elif fit.outcome == "out of memory" and _counted_eager(spec, run, card):
         eager = "The memory is that of an eager step, which does not fit"
         yield Note("counted-eager", f"{eager}; torch.compile fuses operators, so the compiled step may still fit.")

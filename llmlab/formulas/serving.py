@@ -71,9 +71,9 @@ class Serving:
         text = f"{self.cards} × {self.gpu}: a KV cache of {show_bytes(self.kv_cache)} holds {self.requests:,} requests"
         if self.each_token is None or self.tokens_per_second is None:
             return text
-        text += f"; {self.running:,} concurrent requests generate {self.tokens_per_second:,.0f} tokens/s"
+        text += f", and {self.running:,} concurrent requests generate {self.tokens_per_second:,.0f} tokens/s"
         cost = self.usd_per_million_tokens
-        return text if cost is None else f"{text} at ${cost:.2f} per million"
+        return text if cost is None else f"{text}, at ${cost:.2f} per million tokens"
 
 
 def serving(

@@ -24,7 +24,7 @@ DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp8", "int8", "fp4")
 BF16_CAPABILITY = (8, 0)  # Ampere. torch.cuda.is_bf16_supported() is True on a T4 (7.5) too: it counts emulation.
 # So products in bf16 reach 2.25 TFLOP/s on a T4 and 9.4 on a V100, a ninth of what they reach in fp16
 # (chsasank/device-benchmarks, README.md at 02b8262).
-EMULATED_BF16 = "PyTorch's emulation is about nine times slower"
+EMULATED_BF16 = "PyTorch's emulation takes about nine times as long as fp16"
 FLASH_ATTENTION_2_CAPABILITY = (8, 0)  # Dao-AILab/flash-attention README: Ampere, Ada, Hopper
 # Majors, of Hopper and data-centre Blackwell, where SDPA takes cuDNN's kernel first (aten/src/ATen/native/transformers/
 # cuda/sdp_utils.cpp, check_prefer_cudnn_attention).
@@ -164,7 +164,7 @@ def assumed_memory(name: GPU | str | None) -> tuple[Note, ...]:
     """Return a note where `name` leaves open which of several memories the GPU has, as "A100" does; else nothing.
 
     >>> [str(note) for note in assumed_memory("v100")]
-    ['v100 is read as V100-16GB. If yours has another memory size, name it: V100-32GB.']
+    ['v100 is taken to be V100-16GB. If yours has another memory size, give V100-32GB.']
     """
     if not isinstance(name, str) or name.lower() == "cpu":
         return ()
@@ -177,8 +177,8 @@ def assumed_memory(name: GPU | str | None) -> tuple[Note, ...]:
             others.setdefault(each.memory >> 30, each.name)
     if not others:
         return ()
-    give = f"If yours has another memory size, name it: {' or '.join(others.values())}"
-    return (Note("gpu-memory-assumed", f"{name} is read as {card.name}. {give}."),)
+    give = f"If yours has another memory size, give {' or '.join(others.values())}"
+    return (Note("gpu-memory-assumed", f"{name} is taken to be {card.name}. {give}."),)
 
 
 def _limited(card: GPU, watts: float) -> GPU:

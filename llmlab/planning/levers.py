@@ -73,16 +73,19 @@ class Fix(Tabular):
         rows = [
             (
                 lever.name, show_bytes(lever.saves), cost(lever, self.report), lever.report.outcome,
-                "" if lever.same_result else "changes the result", lever.chapter,
+                "yes" if lever.same_result else "no", lever.chapter,
             )
             for lever in self.levers
         ]  # fmt: skip
         r = self.report
         title = f"{r.title}: {summary(r.run)}; {r.outcome}, peak allocated {show_bytes(r.peak_allocated)}"
-        order = "Each row is an estimate of one change; those that cost the least time per GiB come first."
+        order = "Each row is an estimate of one change. Changes that cost no time come first, then those that cost the "
+        lines = [order + "least time per GiB saved."]
+        if not any(lever.report.outcome == "fits" for lever in self.levers):
+            lines.append("No single change makes this run fit. Combine several, or search with `llmlab plan`.")
         assumed = (note for note in self.report.notes if note.code == "gpu-memory-assumed")
-        footer = "\n".join([order, *assumed])
-        header = ("change", "saves per GPU", "time, same tokens", "outcome", "", "chapter")
+        footer = "\n".join([*lines, *assumed])
+        header = ("change", "saves per GPU", "time for the same tokens", "outcome", "same result", "chapter")
         links = {lever.chapter: f"{BOOK}/{lever.chapter}.html" for lever in self.levers}
         return Table(header, rows, title, footer, (0, 3, 4, 5), links)
 
@@ -159,7 +162,7 @@ def changes(spec: ModelSpec, run: Run, card: GPU) -> Iterator[tuple[str, str, di
             yield "half the micro-batch, twice the accumulation", "06-accumulation", half, True
         one = {"micro_batch": 1, "accumulation": run.accumulation * run.micro_batch}
         if run.micro_batch > 2:
-            yield "micro-batch 1, more accumulation", "06-accumulation", one, True
+            yield f"micro-batch 1, accumulation {one['accumulation']}", "06-accumulation", one, True
     if not run.sync_each_batch:
         yield "reduce gradients after each micro-batch", "12-zero", {"sync_each_batch": True}, True
     yield from _many_gpus(run)

@@ -56,10 +56,10 @@ class ScriptReport(Tabular):
         if self.peak_reserved is not None:
             rows.append(("peak reserved", show_bytes(self.peak_reserved)))
         if self.process is not None:
-            rows.append(("whole process", show_bytes(self.process)))
+            rows.append(("process, with CUDA context", show_bytes(self.process)))
         if self.needed is not None:
             rows.append(("memory needed", show_bytes(self.needed)))
-        rows.append(("device memory", show_bytes(self.capacity)))
+        rows.append(("memory of the device", show_bytes(self.capacity)))
         if self.limit is not None:
             rows.append(("limit", show_bytes(self.limit)))
         largest = sorted(self.by_module.items(), key=lambda item: -sum(item[1].values()))[:SHOWN_MODULES]

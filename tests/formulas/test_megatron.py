@@ -119,7 +119,7 @@ def test_block_recomputation_keeps_the_other_layers_whole():
 def test_bytes_of_a_logit_by_who_fuses_the_loss(fused, bytes_):
     stack = lab.Megatron(cross_entropy_fusion_impl=fused)
     found = MegatronMemory(share_of(lab.model("gpt2"), lab.Training(stack=stack), lab.gpu("A100-80GB")))
-    for name in ("the loss", "the loss's gradient"):
+    for name in ("the loss", "the gradient of the logits"):
         assert at(found, name)["logits"] == bytes_ * found.vocab * 1024
     assert at(found, "the head's gradient")["logits"] == 2 * found.vocab * 1024
 

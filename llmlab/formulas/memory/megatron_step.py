@@ -107,7 +107,7 @@ class MegatronMemory:
             Moment("load", "model and optimizer made", {**self.resident, **made}),
             self._moment("forward", "attention in the last block", kept - of_last, other=forward + exchanged),
             self._moment("forward", "the loss", kept, logits=logits(loss.forward), other=exchanged + mask),
-            self._moment("backward", "the loss's gradient", kept, logits=logits(loss.gradient), other=exchanged),
+            self._moment("backward", "the gradient of the logits", kept, logits=logits(loss.gradient), other=exchanged),
             self._moment("backward", "the head's gradient", kept, logits=logits(loss.head),
                          other=of_head + self.hidden),
             self._moment("backward", "the first block of backward", kept - of_last,

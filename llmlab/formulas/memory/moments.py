@@ -351,7 +351,7 @@ class StepMemory:
                                        activations=self.activations - self.replaced - self.block + self.recomputed
                                        + self.uneven[1]))  # fmt: skip
         return [
-            moment("the loss's gradient", around_loss, self.around_loss, gradients=grads.accumulated,
+            moment("the gradient of the logits", around_loss, self.around_loss, gradients=grads.accumulated,
                    activations=activations + self.head_cast, logits=self.loss.gradient),
             moment("the head's gradient", at_head + units.head, self.around_loss,
                    gradients=grads.accumulated + grads.head, activations=activations, logits=self.loss.head),
