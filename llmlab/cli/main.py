@@ -101,7 +101,7 @@ def _answer(report: Report, as_json: bool) -> int:
 @_verb
 @_model
 @_gpu(help="GPU (a name listed by `llmlab gpus`), or cpu. Without --gpu, the answer is the memory needed, not whether "
-      "the run fits.")  # fmt: skip
+      "the run fits (exit code 2).")  # fmt: skip
 @click.option("--power", type=float, metavar="W",
               help="Power limit of the GPU in watts, if lower than the vendor's default.")  # fmt: skip
 @cluster_options
@@ -149,6 +149,8 @@ def measure(context: click.Context, model: str, device: str | None, as_json: boo
 @_json
 def compare(context: click.Context, model: str, gpu: str | None, measure: bool, as_json: bool, **_: Any) -> int:
     """Compare estimate, simulation and records of a run.
+
+    The exit code follows the most reliable of them: a measurement, a published result, the simulation, the estimate.
     """
     comparison = verbs.compare(model, run_from(context), gpu, measure=measure, cluster=cluster_from(context))
     _print(comparison.to_json() if as_json else comparison)

@@ -21,14 +21,12 @@ from ..specs.help import HELP
 from ..specs.run import Inference, LoRA, Run, Training
 
 GENERATION = tuple(f.name for f in fields(Inference) if f.name not in {f.name for f in fields(Training)})
-# How the help shows defaults that depend on other options, and those of flags.
+# The help's words for defaults that depend on the device or on other options.
 USUAL = {
     "precision": "autocast-bf16. With --lora but without --quantization: bf16. On a T4 or V100, fp16 replaces bf16 in "
     "both. On a CPU: fp32. Another --stack or --from sets its own",
     "weights": "bf16; on a T4 or V100: fp16",
     "kv": "the dtype of --weights. If that is int8 or nf4: bf16, or fp16 on a T4 or V100",
-    "sync_each_batch": "--sync-each-batch",
-    "loss_parallel": "--loss-parallel",
     "lora_autocast_adapter_dtype": "--lora-autocast-adapter-dtype, unless the --stack trains adapters in 16 bits",
 }
 MODEL = "MODEL is a name listed by `llmlab models`, or the path of a config.json or of its folder."
@@ -65,7 +63,7 @@ def _option(name: str, hint: Any, default: Any, words: str) -> click.Option:
         return click.Option([flag, name], type=int, metavar="RANK", help=words)
     if kind is bool:
         both = f"{flag}/--no-{flag.removeprefix('--')}" if default else flag
-        shown = USUAL.get(name, False)
+        shown = USUAL.get(name, default)
         return click.Option([both, name], is_flag=True, default=default, show_default=shown, help=words)
     if get_origin(kind) is Literal:
         words += f" One of {', '.join((*(['none'] if optional else []), *get_args(kind)))}."

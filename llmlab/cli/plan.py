@@ -23,7 +23,8 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
         "before a configuration was found."
     )
     @click.argument("model")
-    @click.option("--gpus", required=True, metavar="N", help="Your GPUs, for example T4, 8xH100-80GB, or 2x8xA100-80GB "
+    @click.option("--gpus", required=True, metavar="GPUS",
+                  help="Your GPUs, for example T4, 8xH100-80GB, or 2x8xA100-80GB "
                   "(2 nodes with 8 GPUs each).")
     @click.option("--global-batch", required=True, type=int, help="Sequences per optimizer step, over all GPUs.")
     @click.option("--method", default="full", show_default=True, help="Train all weights (full), or LoRA or "
@@ -64,7 +65,7 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
         return 0 if found else 1
 
     def fix(context: click.Context, model: str | None, gpu: str | None, as_json: bool, **_: Any) -> int:
-        """List changes that make a run need less memory.
+        """List changes that reduce the memory of a run.
 
         Changes that cost the least time per GiB saved come first.
 
