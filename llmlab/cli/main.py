@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
+from inspect import cleandoc
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -29,7 +30,7 @@ from ..specs.hub_cache import download_config
 from ..specs.model import model as find_model
 from ..specs.model import models as presets
 from ..specs.run import Training
-from .options import cluster_from, cluster_options, run_from, spec_options
+from .options import EXIT_CODES, MODEL, cluster_from, cluster_options, run_from, spec_options
 from .plan import add_plan
 from .run import add_run
 
@@ -65,14 +66,11 @@ class OneLineErrors(click.Group):
         sys.exit(code or 0)
 
 
-@click.group(cls=OneLineErrors, invoke_without_command=True)
+@click.group(cls=OneLineErrors, invoke_without_command=True, epilog=EXIT_CODES)
 @click.version_option(__version__, message="llmlab %(version)s")
 @click.pass_context
 def cli(context: click.Context) -> int:
-    """Predict and measure what training and running a language model costs: GPU memory, time, money.
-
-    Exit codes: 0 the run fits, 1 it does not fit, 2 unknown, or the input is wrong.
-    """
+    """Predict and measure the cost of training and running a language model: GPU memory, time and money."""
     if context.invoked_subcommand is None:
         _print(context.get_help())
     return 0
@@ -82,8 +80,9 @@ def cli(context: click.Context) -> int:
 
 
 def _verb(command: Callable[..., int]) -> click.Command:
-    """Make `command` a command of the group that also takes the options of every spec."""
-    made = cli.command()(click.pass_context(command))
+    """Make `command`, about the run of a MODEL, a command of the group that also takes the options of every spec."""
+    text = f"{cleandoc(command.__doc__ or '')}\n\n{MODEL}"
+    made = cli.command(help=text, epilog=EXIT_CODES)(click.pass_context(command))
     made.params += spec_options()
     return made
 
@@ -101,61 +100,57 @@ def _answer(report: Report, as_json: bool) -> int:
 
 @_verb
 @_model
-@_gpu(help="GPU (a name of `llmlab gpus`), or cpu. Without one the answer is what the run needs, not whether it fits.")
-@click.option("--power", type=float, metavar="W", help="Power limit of the GPU, if it is set below the vendor's.")
+@_gpu(help="GPU (a name listed by `llmlab gpus`), or cpu. Without --gpu, the answer is the memory needed, not whether "
+      "the run fits (exit code 2).")  # fmt: skip
+@click.option("--power", type=float, metavar="W",
+              help="Power limit of the GPU in watts, if lower than the vendor's default.")  # fmt: skip
 @cluster_options
 @_json
 def estimate(context: click.Context, model: str, gpu: str | None, power: float | None, as_json: bool, **_: Any) -> int:
     """Estimate memory and time of a run with closed formulas.
 
-    The answer takes milliseconds.
-
-    MODEL is a name of `llmlab models`, a config.json or its folder.
+    This takes milliseconds.
     """
     if power is not None and gpu is None:
-        raise SpecError("--power needs --gpu; name the GPU whose power limit it is")
+        raise SpecError("--power needs --gpu; name the GPU that has this power limit")
     card = gpu if gpu is None or power is None else find_gpu(gpu, power)
     return _answer(verbs.estimate(model, run_from(context), card, cluster_from(context)), as_json)
 
 
 @_verb
 @_model
-@_gpu(required=True, help="GPU (a name of `llmlab gpus`), or cpu.")
+@_gpu(required=True, help="GPU (a name listed by `llmlab gpus`), or cpu.")
 @_json
 def simulate(context: click.Context, model: str, gpu: str, as_json: bool, **_: Any) -> int:
     """Simulate a run without a GPU.
 
     The real PyTorch code runs on fake tensors, and a model of the CUDA allocator counts their memory.
-
-    MODEL is a name of `llmlab models`, a config.json or its folder.
     """
     return _answer(verbs.simulate(model, run_from(context), gpu), as_json)
 
 
 @_verb
 @_model
-@click.option("--device", metavar="NAME", help="cuda, mps or cpu; by default the first one that this machine has.")
+@click.option("--device", metavar="NAME", help="cuda, mps or cpu; default: the first of these that this machine has.")
 @_json
 def measure(context: click.Context, model: str, device: str | None, as_json: bool, **_: Any) -> int:
     """Measure memory and time of a run on this machine.
 
     The weights are random.
-
-    MODEL is a name of `llmlab models`, a config.json or its folder.
     """
     return _answer(verbs.measure(model, run_from(context), device), as_json)
 
 
 @_verb
 @_model
-@_gpu(help="GPU (a name of `llmlab gpus`), or cpu; by default that of this machine.")
+@_gpu(help="GPU (a name listed by `llmlab gpus`), or cpu; default: the GPU of this machine.")
 @click.option("--measure", is_flag=True, help="Measure the run on this machine now, instead of showing records of it.")
 @cluster_options
 @_json
 def compare(context: click.Context, model: str, gpu: str | None, measure: bool, as_json: bool, **_: Any) -> int:
     """Compare estimate, simulation and records of a run.
 
-    MODEL is a name of `llmlab models`, a config.json or its folder.
+    The exit code follows the most reliable of them: a measurement, a published result, the simulation, the estimate.
     """
     comparison = verbs.compare(model, run_from(context), gpu, measure=measure, cluster=cluster_from(context))
     _print(comparison.to_json() if as_json else comparison)
@@ -196,13 +191,13 @@ def gpus(as_json: bool) -> int:
 
 
 @cli.command()
-@click.option("--download", multiple=True, metavar="NAME", help="Download this model's config.json from the "
-              "Hugging Face Hub; every command then knows the name. Repeatable.")  # fmt: skip
+@click.option("--download", multiple=True, metavar="NAME", help="Download the config.json of this model "
+              "(OWNER/NAME) from the Hugging Face Hub; every command then knows the model. Repeatable.")  # fmt: skip
 @_json
 def models(download: tuple[str, ...], as_json: bool) -> int:
-    """List the models that are known by name.
+    """List the built-in models, or download a model's config.json.
 
-    With --download list only the downloaded ones.
+    With --download, only the downloaded models are listed.
     """
     keys = ("name", "parameters", "layers", "hidden", "heads", "kv_heads", "max_positions")
     for name in download:
@@ -216,14 +211,14 @@ def models(download: tuple[str, ...], as_json: bool) -> int:
 
 @cli.command()
 @click.argument("model", required=False)
-@_gpu(help="Only records of this GPU (a name of `llmlab gpus`), or of cpu.")
+@_gpu(help="Only records of this GPU (a name listed by `llmlab gpus`), or of cpu.")
 @click.option("--source", type=click.Choice(["measured", "published"]),
-              help="Only our own measurements (measured), or only those that others published.")  # fmt: skip
+              help="Only our own measurements (measured), or only published ones (published).")  # fmt: skip
 @_json
 def records(model: str | None, gpu: str | None, source: str | None, as_json: bool) -> int:
     """List recorded measurements, our own and published ones.
 
-    Without MODEL list those of all models.
+    Without MODEL, the records of all models are listed.
     """
     found = verbs.records(model, gpu=gpu, source=source)
     if not found and not as_json:
@@ -240,21 +235,27 @@ def records(model: str | None, gpu: str | None, source: str | None, as_json: boo
 @cli.command()
 @_json
 def doctor(as_json: bool) -> int:
-    """Show what this machine has, and which chapters run on it."""
+    """Show this machine's hardware and the chapters that it can run.
+
+    The versions of the installed libraries are shown too.
+    """
     found = check_machine()
     return _list(found.to_dict(), found, as_json)
 
 
 @cli.command()
 @click.option("--budget", type=float, default=540, show_default=True,
-              help="Seconds to measure for; the next call continues where this one ends.")  # fmt: skip
-@click.option("--only", multiple=True, metavar="CHAPTER", help="Measure for this chapter only. Repeatable.")
-@click.option("--out", metavar="DIR", help="Folder for the records; by default that of the book in a checkout, else "
-              "your own.")  # fmt: skip
-@click.option("--allow-cpu", is_flag=True, help="Measure on the CPU where there is no GPU; needs --out.")
+              help="Time limit in seconds; the next call continues where this one ends.")  # fmt: skip
+@click.option("--only", multiple=True, metavar="CHAPTER", help="Measure only the runs of this chapter. Repeatable.")
+@click.option("--out", metavar="DIR", help="Folder for the records; default: the package's folder in a checkout of the "
+              "repository, otherwise your own.")  # fmt: skip
+@click.option("--allow-cpu", is_flag=True, help="Measure on the CPU if there is no GPU; needs --out.")
 @_json
 def record(budget: float, only: tuple[str, ...], out: str | None, allow_cpu: bool, as_json: bool) -> int:
-    """Measure and record what the book needs, on this GPU."""
+    """Measure the book's runs on this GPU (for contributors).
+
+    The results are saved as records, which `llmlab records` lists.
+    """
     from rich.console import Console
 
     from ..measurement.record import record

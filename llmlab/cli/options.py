@@ -21,13 +21,16 @@ from ..specs.help import HELP
 from ..specs.run import Inference, LoRA, Run, Training
 
 GENERATION = tuple(f.name for f in fields(Inference) if f.name not in {f.name for f in fields(Training)})
-# The help's words for defaults that depend on the device.
+# The help's words for defaults that depend on the device or on other options.
 USUAL = {
-    "precision": "autocast-bf16, but bf16 with --lora and no --quantization; with fp16 for bf16 on a T4 or V100; "
-    "fp32 on a CPU",
-    "weights": "bf16, or fp16 on a T4 or V100",
-    "kv": "as --weights, or bf16 where these are quantized",
+    "precision": "autocast-bf16. With --lora but without --quantization: bf16. On a T4 or V100, fp16 replaces bf16 in "
+    "both. On a CPU: fp32. Another --stack or --from sets its own",
+    "weights": "bf16; on a T4 or V100: fp16",
+    "kv": "the dtype of --weights. If that is int8 or nf4: bf16, or fp16 on a T4 or V100",
+    "lora_autocast_adapter_dtype": "--lora-autocast-adapter-dtype, unless the --stack trains adapters in 16 bits",
 }
+MODEL = "MODEL is a name listed by `llmlab models`, or the path of a config.json or of its folder."
+EXIT_CODES = "Exit codes: 0 = the run fits; 1 = it does not fit; 2 = unknown or invalid input."
 
 def spec_options() -> list[click.Option]:
     """Return the options of every field of Training, LoRA and Inference, each once."""
@@ -41,7 +44,7 @@ def spec_options() -> list[click.Option]:
                     words = f"Generation: {words[0].lower()}{words[1:]}"
                 options[name] = _option(name, hint, getattr(owner, field), words)
     others = ", ".join(map(_flag, GENERATION))
-    words = f"Run a generation, not a training step; not needed with {others}."
+    words = f"Predict or measure generation instead of a training step. Implied by {others}."
     options["inference"] = click.Option(["--inference"], is_flag=True, help=words)
     words = "Read the training run from a config file: DeepSpeed or TrainingArguments (.json), Accelerate (.yaml), "
     options["config"] = click.Option(["--from", "config"], metavar="FILE", help=words + "torchtitan (.toml).")
@@ -60,7 +63,8 @@ def _option(name: str, hint: Any, default: Any, words: str) -> click.Option:
         return click.Option([flag, name], type=int, metavar="RANK", help=words)
     if kind is bool:
         both = f"{flag}/--no-{flag.removeprefix('--')}" if default else flag
-        return click.Option([both, name], is_flag=True, default=default, help=words)
+        shown = USUAL.get(name, default)
+        return click.Option([both, name], is_flag=True, default=default, show_default=shown, help=words)
     if get_origin(kind) is Literal:
         words += f" One of {', '.join((*(['none'] if optional else []), *get_args(kind)))}."
         default = default or "none"
@@ -97,12 +101,11 @@ def run_from(context: click.Context) -> Run:
     generation = [name for name in given if name in GENERATION]
     owner = Inference if given.pop("inference", False) or generation else Training
     known = {f.name for f in fields(owner)}
+    of_generation = f"{_flag(generation[0]) if generation else '--inference'} only to generation. Remove one of them."
     if owner is Inference and (stray := [name for name in given if name not in known]):
-        asked = _flag(generation[0]) if generation else "--inference"
-        raise SpecError(f"{_flag(stray[0])} is an option of training and {asked} one of generation; give one of them")
+        raise SpecError(f"{_flag(stray[0])} applies only to training, and {of_generation}")
     if (config := context.params.get("config")) is not None and owner is Inference:
-        asked = _flag(generation[0]) if generation else "--inference"
-        raise SpecError(f"--from {config} describes a training run and {asked} a generation; give one of them")
+        raise SpecError(f"--from {config} applies only to training, and {of_generation}")
     adapter = {name: given.pop(name) for name in list(given) if name == "lora" or name.startswith("lora_")}
     if adapter:
         if "lora" not in adapter:
@@ -154,15 +157,16 @@ def _from_config(config: str, given: dict[str, Any]) -> Training:
 
 
 CLUSTER = (
-    click.option("--network", metavar="NAME", help="Network between nodes, such as InfiniBand-NDR."),
+    click.option("--network", metavar="NAME", help="Network between the nodes, such as InfiniBand-NDR."),
     click.option("--link", metavar="NAME", help="Link between the GPUs of a node, such as NVLink-4."),
     click.option("--link-gb-s", type=float, metavar="RATE",
-                 help="Bus bandwidth in a node, in GB/s, as nccl-tests measure it (busbw)."),
-    click.option("--gpus-per-node", type=int, metavar="N", help="GPUs per node; by default as the vendor sells them, "
-                 "mostly 8."),
-    click.option("--adapters", type=int, metavar="N", help="Network adapters per node; by default one per GPU."),
+                 help="Bus bandwidth (busbw) within a node in GB/s, as measured by nccl-tests."),
+    click.option("--gpus-per-node", type=int, metavar="N", help="GPUs per node; default: the size of the vendor's "
+                 "server, usually 8."),
+    click.option("--adapters", type=int, metavar="N", help="Network interface cards (NICs) per node; default: one per "
+                 "GPU. Not LoRA adapters."),
     click.option("--no-nvls", is_flag=True, default=None,
-                 help="Compute all-reduces on the GPUs, not in the NVLink switches (NCCL_NVLS_ENABLE=0)."),
+                 help="Compute all-reduces on the GPUs instead of in the NVLink switches (NCCL_NVLS_ENABLE=0)."),
 )  # fmt: skip
 
 

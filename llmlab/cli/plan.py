@@ -18,21 +18,28 @@ from .options import cluster_from, cluster_options, run_from, spec_options
 def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
     """Add both commands to `group`; `show` prints an answer."""
 
-    @group.command()
+    @group.command(
+        epilog="Exit codes: 0 = a configuration fits; 1 = none fits; 2 = unknown or invalid input; 130 = interrupted "
+        "before a configuration was found."
+    )
     @click.argument("model")
-    @click.option("--gpus", required=True, metavar="N", help="GPUs you have: T4, 8xH100-80GB, or 2x8xA100-80GB (nodes "
-                  "x GPUs per node).")
+    @click.option("--gpus", required=True, metavar="GPUS",
+                  help="Your GPUs, for example T4, 8xH100-80GB, or 2x8xA100-80GB "
+                  "(2 nodes with 8 GPUs each).")
     @click.option("--global-batch", required=True, type=int, help="Sequences per optimizer step, over all GPUs.")
-    @click.option("--method", default="full", show_default=True, help="One of full, lora, qlora.")
+    @click.option("--method", default="full", show_default=True, help="Train all weights (full), or LoRA or "
+                  "QLoRA adapters. One of full, lora, qlora.")
     @click.option("--allow", multiple=True, metavar="NAME",
                   help="Let the search also change optimizer, precision, kernels, fp8, lora or seq_len. Repeatable.")
     @click.option("--fixed", multiple=True, metavar="FIELD=VALUE",
                   help="Fix a field of the run, for example seq_len=4096. Repeatable.")
-    @click.option("--tokens", type=int, help="Tokens to train on.")
-    @click.option("--within", type=float, metavar="DAYS", help="Days that the training may take; needs --tokens.")
-    @click.option("--goal", default="fastest", show_default=True, help="One of fastest, cheapest, smallest (memory).")
-    @click.option("--stack", default="transformers", show_default=True, help="Training code, such as torchtitan.")
-    @click.option("--write", "folder", metavar="DIR", help="Write the files that start the best run into this folder.")
+    @click.option("--tokens", type=int, help="Total training tokens; used for the total time.")
+    @click.option("--within", type=float, metavar="DAYS", help="Maximum training time in days; needs --tokens.")
+    @click.option("--goal", default="fastest", show_default=True,
+                  help="One of fastest, cheapest, smallest (least memory).")
+    @click.option("--stack", default="transformers", show_default=True,
+                  help="Training code, such as torchtitan or megatron.")
+    @click.option("--write", "folder", metavar="DIR", help="Write the launch files of the best run to this folder.")
     @click.option("--force", is_flag=True, help="Let --write replace files.")
     @click.option("--json", "as_json", is_flag=True, help="Print JSON, sizes in bytes.")
     def plan(
@@ -41,11 +48,11 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
     ) -> int:
         """Search for the best training configuration on your GPUs.
 
-        Formulas rank the configurations, and simulations confirm the best ones. --write saves the files that start the
-        best run. --goal cheapest compares all GPUs with a known price, in any number up to that of --gpus. Ctrl-C
-        prints the best so far.
+        Formulas rank the configurations, and simulations confirm the best ones. Ctrl-C stops the search and prints the
+        best configurations so far. --goal cheapest tries every GPU model whose price is known, with at most as many
+        GPUs as in --gpus.
 
-        Exit codes: 0 a configuration fits, 1 none does, 130 interrupted before one was found.
+        MODEL is a name listed by `llmlab models`, or the path of a config.json or of its folder.
         """
         found = verbs.plan(model, gpus, global_batch, fixed=dict(map(_field, fixed)), **asked)
         show(json.dumps(found.to_dict(), indent=1, default=dict) if as_json else found)
@@ -58,28 +65,33 @@ def add_plan(group: click.Group, show: Callable[[Tabular | str], None]) -> None:
         return 0 if found else 1
 
     def fix(context: click.Context, model: str | None, gpu: str | None, as_json: bool, **_: Any) -> int:
-        """List changes that make a run need less memory.
+        """List changes that reduce the memory of a run.
 
-        Those that cost the least time per GiB come first.
+        Changes that cost the least time per GiB saved come first.
 
-        Without MODEL, explain the out-of-memory message of PyTorch on stdin: llmlab fix < log.txt
-
-        Exit codes: 0 one of the changes makes the run fit (or the message was explained), 1 none does.
+        MODEL is a name listed by `llmlab models`, or the path of a config.json or of its folder. Without MODEL, explain
+        PyTorch's out-of-memory message, which is read from stdin: llmlab fix < log.txt
         """
         if model is None:
             message = verbs.fix(sys.stdin.read())
             show(json.dumps(message.to_dict(), indent=1) if as_json else message)
             return 0
         if gpu is None:
-            raise SpecError("fix needs --gpu NAME with a MODEL; `llmlab gpus` lists the names")
+            raise SpecError("fix needs --gpu NAME if a MODEL is given; `llmlab gpus` lists the names")
         found = verbs.fix(model, run_from(context), gpu, cluster_from(context))
         show(json.dumps(found.to_dict(), indent=1, default=dict) if as_json else found)
-        return 0 if any(each.report.outcome == "fits" for each in found.levers) else 1
+        outcomes = {found.report.outcome, *(each.report.outcome for each in found.levers)}
+        return 0 if "fits" in outcomes else 2 if "unknown" in outcomes else 1
 
-    made = group.command()(
+    made = group.command(
+        epilog="Exit codes: 0 = the run fits, a listed change makes it fit, or the message was explained; 1 = no "
+        "single change makes it fit; 2 = unknown or invalid input."
+    )(
         click.pass_context(
             click.argument("model", required=False)(
-                click.option("--gpu", metavar="NAME", help="GPU (a name of `llmlab gpus`).")(
+                click.option(
+                    "--gpu", metavar="NAME", help="GPU (a name listed by `llmlab gpus`), or cpu; required with MODEL."
+                )(
                     cluster_options(click.option("--json", "as_json", is_flag=True, help="Print JSON.")(fix))
                 )
             )

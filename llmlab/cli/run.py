@@ -29,27 +29,33 @@ if TYPE_CHECKING:
     from ..scripts.report import ScriptReport
     from ..scripts.watch import Conditions, Watch
 
-EPILOG = """The script may come with its launcher: torchrun, accelerate launch or deepspeed. Their options and config
-files count as they do on a GPU. Only rank 0 runs.
+EPILOG = """You can put a launcher (torchrun, accelerate launch or deepspeed) before SCRIPT; llmlab follows its options
+and config files, and runs only rank 0.
 
-Exit codes: 0 fits, 1 does not fit in the GPU (or in --max-gib), 2 unknown, or the script failed with an error of its
-own."""
+Exit codes: 0 = the run fits; 1 = it does not fit in the GPU (or in --max-gib); 2 = unknown or invalid input, or the
+script itself failed (its error is then on stderr)."""
 OPTIONS = (
     click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]..."),
-    click.option("--gpu", "name", metavar="NAME", required=True, help="GPU to simulate (a name of `llmlab gpus`)."),
+    click.option("--gpu", "name", metavar="NAME", required=True,
+                 help="GPU to simulate (a name listed by `llmlab gpus`)."),
     click.option("-m", "module", is_flag=True, help="SCRIPT is a module name, as in python -m."),
-    click.option("--steps", type=int, metavar="N", help="End the script after N updates of the weights."),
-    click.option("--world-size", type=int, metavar="N", help="Number of ranks; rank 0 is simulated."),
-    click.option("--nodes", type=int, metavar="N", help="Nodes, each with --gpus-per-node GPUs."),
-    click.option("--gpus-per-node", type=int, metavar="N", help="GPUs per node; 8 by default."),
-    click.option("--max-gib", type=float, metavar="GIB", help="Memory that the process may use, if not all."),
+    click.option("--steps", type=int, metavar="N", help="End the script after N optimizer steps."),
+    click.option("--world-size", type=int, metavar="N",
+                 help="Number of ranks; default: from the launcher, otherwise 1."),
+    click.option("--nodes", type=int, metavar="N", help="Number of nodes; default: from the launcher, otherwise 1."),
+    click.option("--gpus-per-node", type=int, metavar="N",
+                 help="GPUs per node; default: from the launcher, otherwise 8."),
+    click.option("--max-gib", type=float, metavar="GIB",
+                 help="Memory limit of the process in GiB; default: the whole GPU."),
     click.option("--assume", type=float, metavar="X",
-                 help="Value for every number that the script reads from the GPU, such as a loss."),
+                 help="Simulated tensors hold no data. When the script reads a number from the GPU, such as a loss, "
+                 "return X."),
     click.option("--config", "configs", multiple=True, metavar="NAME=FILE",
                  help="config.json of a model that the script loads by NAME. Repeatable."),
     click.option("--data", multiple=True, metavar="NAME=FILE",
-                 help="Rows (.jsonl, .csv, .parquet, .txt) of a data set that the script loads by NAME. Repeatable."),
-    click.option("--out", metavar="DIR", help="Keep the script's files in this folder; without it they are deleted."),
+                 help="Rows (.jsonl, .csv, .parquet, .txt) of a dataset that the script loads by NAME. Repeatable."),
+    click.option("--out", metavar="DIR",
+                 help="Write the script's files to this folder; default: a temporary folder, deleted at the end."),
     click.option("--snapshot", metavar="FILE", help="Write a memory snapshot for https://pytorch.org/memory_viz."),
     click.option("--timeline", metavar="FILE", help="Plot the memory over time into FILE: .png, .svg or .pdf."),
     click.option("--roomy", is_flag=True, hidden=True),
@@ -76,7 +82,7 @@ def add_run(cli: click.Group, show: Callable[[Any], None]) -> None:
 
             return say(answer(say, **given))
 
-    run.__doc__ = "Run any training script on a simulated GPU.\n\nSCRIPT stays as it is, and no GPU is needed."
+    run.__doc__ = "Run any training script on a simulated GPU.\n\nSCRIPT stays unchanged, and no GPU is needed."
     for option in reversed(OPTIONS):
         run = option(run)
     # What follows the script is the script's.
@@ -170,7 +176,8 @@ def answer(
 def _ranks(script: Command, world_size: int | None, nodes: int | None, gpus_per_node: int | None) -> int | None:
     """Return the ranks that the options ask for, else those of the script's launcher; None without one."""
     if world_size is not None and (nodes or gpus_per_node) is not None:
-        raise SpecError("--world-size and --nodes or --gpus-per-node say the same; give one of them")
+        raise SpecError("--world-size already sets the number of ranks, which --nodes and --gpus-per-node set too; "
+                        "remove one or the other")  # fmt: skip
     if world_size is not None:
         return world_size
     nodes, gpus_per_node = nodes or script.nodes, gpus_per_node or script.gpus_per_node

@@ -176,10 +176,9 @@ def _from_text(source: str | os.PathLike[str]) -> ModelSpec:
     known = [*_presets(), *(alias for preset in _presets().values() for alias in preset["aliases"])]
     if "/" not in text:  # people leave out the organisation: the nearest name is found by what comes after the slash
         known += [name.rpartition("/")[2] for name in known]
-    where = "See `llmlab models`, or give a config.json."
-    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text):
-        where = f"See `llmlab models`, fetch its config by `llmlab models --download {text}`, or give a config.json."
-    raise unknown_name("model", text, known, where)
+    hub = text if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text) else "OWNER/NAME"
+    where = "Give a name listed by `llmlab models`, pass the path of a config.json, or run "
+    raise unknown_name("model", text, known, f"{where}`llmlab models --download {hub}`.")
 
 
 def _from_file(path: Path) -> ModelSpec:

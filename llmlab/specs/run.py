@@ -178,9 +178,10 @@ class Training(ChoiceSpec):
         # Engines offload what ZeRO holds, on one GPU too; DeepSpeed runs its stages on one without.
         alone = self.dp * self.cp == 1 and not self.offload
         if self.zero and alone and not isinstance(self.stack, DeepSpeed):
-            raise SpecError(f"zero={self.zero} with dp=1: one rank has nothing to shard; give dp >= 2 or zero=0")
+            raise SpecError(f"zero={self.zero} needs at least two data-parallel ranks, but dp=1; give dp >= 2 or "
+                            "zero=0")  # fmt: skip
         if self.dp % self.ep:
-            raise SpecError(f"ep={self.ep} does not divide dp={self.dp}, whose ranks share the experts; give a divisor")
+            raise SpecError(f"ep={self.ep} is not a divisor of dp={self.dp}, whose ranks share the experts; give one")
         if self.dp_replicate > 1:
             self._check_replicas()
         self._check_schedule()
@@ -192,7 +193,8 @@ class Training(ChoiceSpec):
             raise SpecError(f"{told}: it applies to FSDP with that dtype; give zero=2 or 3 and "
                             f"precision='mixed-{self.reduce_dtype}', or leave it out")  # fmt: skip
         if self.sequence_parallel and self.tp == 1:
-            raise SpecError("sequence_parallel=True with tp=1: one rank has nothing to shard; give tp >= 2")
+            raise SpecError("sequence_parallel=True needs at least two tensor-parallel ranks, but tp=1; give tp >= 2, "
+                            "or leave it out")  # fmt: skip
         if not self.loss_parallel:
             self._check_gathered_logits()
         if self.fp8:

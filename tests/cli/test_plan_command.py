@@ -2,10 +2,12 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
 
+from llmlab import Training, verbs
 from llmlab.cli.main import cli
 from llmlab.planning import confirm
 
@@ -89,3 +91,17 @@ def test_constraints_that_contradict_each_other_are_both_named(plan, tmp_path, f
     for name in both:
         assert name in done.output
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("run", "changed", "code"), [
+    ("fits", [], 0), ("out of memory", ["out of memory", "fits"], 0), ("out of memory", ["unknown", "fits"], 0),
+    ("out of memory", ["out of memory"], 1), ("out of memory", [], 1),
+    ("unknown", ["unknown"], 2), ("out of memory", ["out of memory", "unknown"], 2),
+])  # fmt: skip
+def test_fix_returns_whether_the_run_or_a_change_of_it_fits(monkeypatch, run, changed, code):
+    answer = verbs.fix("gpt2", Training(precision="autocast-fp16"), "T4")
+    levers = [replace(lever, report=replace(lever.report, outcome=outcome))
+              for lever, outcome in zip(answer.levers, changed, strict=False)]  # fmt: skip
+    answer = replace(answer, report=replace(answer.report, outcome=run), levers=tuple(levers))
+    monkeypatch.setattr(verbs, "fix", lambda *_: answer)
+    assert CliRunner().invoke(cli, ["fix", "gpt2", "--gpu", "T4"]).exit_code == code

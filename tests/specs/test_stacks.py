@@ -353,7 +353,7 @@ def test_deepspeeds_buckets_are_read_for_its_stack_alone():
 
 def test_deepspeed_runs_a_stage_of_zero_on_one_gpu_and_no_other_stack_does():
     assert lab.Training(zero=3, stack="deepspeed").dp == 1
-    with pytest.raises(lab.SpecError, match="zero=3 with dp=1"):
+    with pytest.raises(lab.SpecError, match=r"zero=3 .*dp=1"):
         lab.Training(zero=3)
 
 

@@ -225,7 +225,7 @@ def test_one_gpu_may_offload_what_zero_would_cut():
     assert config["stage"] == 2 and config["offload_optimizer"]["device"] == "cpu" and "offload_param" not in config
     both = lab.Training(zero=3, offload="optimizer+parameters").to_deepspeed()["zero_optimization"]
     assert both["offload_param"]["device"] == both["offload_optimizer"]["device"] == "cpu"
-    with pytest.raises(SpecError, match="zero=2 with dp=1"):
+    with pytest.raises(SpecError, match=r"zero=2 .*dp=1"):
         lab.Training(zero=2)
 
 
