@@ -71,7 +71,7 @@ class Report(Tabular):
     gpu: str | None = None
     outcome: Outcome = "unknown"
     where: str | None = None  # on "out of memory": the phase, the operator and its module if known, and by how much
-    peak_at: str | None = None  # the operator, and its module, that made the peak
+    peak_at: str | None = None  # the operator and the module that made the peak; in an estimate the moment of the step
     peak_allocated: int | None = None
     peak_reserved: int | None = None
     process: int | None = None

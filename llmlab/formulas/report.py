@@ -61,6 +61,7 @@ def assessed(
         gpu=card.name if card else ("cpu" if cpu else None),
         outcome="unknown" if fit.outcome == "out of memory" and not over else fit.outcome,
         where=_first_over(held.stages, card.room(run.world_size)) if card and over else None,
+        peak_at=peak.name,
         peak_allocated=peaks[0],
         needed=fit.least if over else None,
         capacity=card.memory if card else None,
@@ -169,9 +170,9 @@ def _notes(
     if card is None:
         return
     if card.context is None:
-        most = f"up to {show_bytes(largest_context())}, the largest that was measured on another GPU"
+        largest = f"up to {show_bytes(largest_context())}, the largest that was measured on another GPU"
         unknown = f"The CUDA context of the {card.name} has not been measured"
-        yield Note("context-unknown", f"{unknown}; the outcome allows for {most}.")
+        yield Note("context-unknown", f"{unknown}; the outcome allows for {largest}.")
     if fit.outcome == "unknown":
         between = f"{show_bytes(fit.least)} to {show_bytes(fit.most)}, and the GPU has {show_bytes(card.memory)}"
         needs = f"With CUDA context and fragmentation the process needs {between}"
